@@ -1,0 +1,109 @@
+"""Proved bounds of a GEMM: which outputs a correct kernel can give, whatever its order of summation.
+
+Source: tolerance.md, rule 2, tiers 0 and 2, for a float32 accumulator that rounds to nearest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from reference.gemm import alpha, check_epilogue, check_operands, exact_sum, lowest_bit, operand, round_to_odd, two_sum
+from reference.quantized import Quantized
+
+UNIT = 2.0**-24
+ACCUMULATOR_BITS = 24
+SMALLEST = 2.0**-149
+# Half an ulp, relative, of the cast that ends a GEMM, and half the smallest subnormal; float32 ends without one.
+_CAST = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-9, 2.0**-134), torch.float16: (2.0**-12, 2.0**-25)}
+
+
+@dataclass
+class Bounds:
+    """What is right for each output (M, N) of a GEMM. Tensors of the output's dtype unless said otherwise."""
+
+    expected: torch.Tensor
+    """The reference's own output: exact sum, rounded at every step of the epilogue."""
+    fused: torch.Tensor
+    """The same with α·acc + c rounded once, which is as right; `expected` itself without c."""
+    lower: torch.Tensor
+    upper: torch.Tensor
+    """Tier 2: a correct kernel's output lies in [lower, upper]."""
+    exact: torch.Tensor
+    """bool: tier 0. No order of summation can round, so the output is `expected` or `fused`, bit for bit."""
+    zero_sum: torch.Tensor
+    """bool: the sum is 0, whose sign depends on the order."""
+    undetermined: torch.Tensor
+    """bool: α is infinite and the sum's sign is not determined: any infinity or NaN is right."""
+    centre: torch.Tensor
+    """float64: α·S + c + bias, to within 2^-50."""
+    budget: torch.Tensor
+    """float64: the largest distance from `centre` that all roundings together may cause."""
+
+
+def bounds(
+    a: Quantized,
+    b: Quantized,
+    *,
+    out_dtype: torch.dtype,
+    c: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> Bounds:
+    """Bounds of `gemm(a, b, out_dtype=…, c=…, bias=…)`; raises as `gemm` does.
+
+    The rule's E is evaluated in float64 and widened by 2^-50 of its terms, so that the evaluation's own rounding can
+    never exclude a right output.
+    """
+    check_operands(a, b)
+    check_epilogue(a, b, out_dtype, c, bias)
+    left, right = operand(a), operand(b)
+    total = exact_sum(left, right)
+    magnitude = left.abs() @ right.abs().T
+    products = (left != 0).float() @ (right != 0).float().T
+    unit = torch.outer(lowest_bit(left), lowest_bit(right))
+
+    s = total.high
+    largest_part = (magnitude + s.abs()) / 2
+    exact = largest_part <= 2.0**ACCUMULATOR_BITS * unit
+    accumulation = ((products.double() - 1).clamp_(min=0) * UNIT * magnitude).masked_fill_(exact, 0.0)
+
+    factor = alpha(a, b)
+    wide = factor.double()
+    scaled = wide * s
+    error = wide.abs() * accumulation * (1 + UNIT) + UNIT * scaled.abs() + SMALLEST
+    slack = 2.0**-50 * (scaled.abs() + error)
+    lower, upper = scaled - error - slack, scaled + error + slack
+
+    product = factor * total.to_float32()
+    fused = product
+    budget = error + slack
+    centre = scaled
+    if c is None:
+        lower32, upper32 = lower.float(), upper.float()
+    else:
+        addend = c.double()
+        # Adding and rounding are monotone; the sum in float64 may itself have rounded, hence one step outward.
+        lower32 = torch.nextafter(lower + addend, torch.full_like(lower, -torch.inf)).float()
+        upper32 = torch.nextafter(upper + addend, torch.full_like(upper, torch.inf)).float()
+        fused = round_to_odd(*two_sum(scaled, addend)).float()
+        product = product + c.float()
+        centre = centre + addend
+        budget = budget + UNIT * centre.abs() + SMALLEST
+    if bias is not None:
+        row = bias.float()
+        lower32, upper32, product, fused = lower32 + row, upper32 + row, product + row, fused + row
+        centre = centre + row.double()
+        budget = budget + UNIT * centre.abs() + SMALLEST
+    relative, absolute = _CAST[out_dtype]
+    return Bounds(
+        expected=product.to(out_dtype),
+        fused=fused.to(out_dtype),
+        lower=lower32.to(out_dtype),
+        upper=upper32.to(out_dtype),
+        exact=exact,
+        zero_sum=s == 0,
+        undetermined=torch.isinf(wide) & (s.abs() <= accumulation) & ~exact,
+        centre=centre,
+        budget=budget * (1 + relative) + relative * centre.abs() + absolute,
+    )

@@ -1,0 +1,41 @@
+"""Codes to values: one table look-up, exact for every format."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from reference.formats import Format
+
+
+@lru_cache(maxsize=64)
+def _table(fmt: Format, dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.tensor(fmt.values, dtype=torch.float64).to(dtype).to(device)
+
+
+def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of `codes` (uint8, any shape, one code an element), in float32 or float64, both exact.
+
+    Source: `Format.value`. Raises TypeError for another dtype of the codes, IndexError for a code that the
+    format does not have.
+    """
+    if codes.dtype != torch.uint8:
+        raise TypeError(f"decode takes uint8 codes of {fmt.name}, not {codes.dtype}")
+    table = _table(fmt, dtype, str(codes.device))
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+@lru_cache(maxsize=16)
+def _pair_table(fmt: Format, dtype: torch.dtype, device: str) -> torch.Tensor:
+    low = torch.arange(256) & 0xF
+    high = torch.arange(256) >> 4
+    values = torch.tensor(fmt.values, dtype=torch.float64)
+    return torch.stack([values[low], values[high]], dim=1).to(dtype).to(device)
+
+
+def decode_packed(packed: torch.Tensor, fmt: Format, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of 4-bit codes packed two a byte, first element low: (M, ⌈K/2⌉) uint8 to (M, K), K = `columns`."""
+    table = _pair_table(fmt, dtype, str(packed.device))
+    pairs = table.index_select(0, packed.reshape(-1).int())
+    return pairs.view(packed.shape[0], -1)[:, :columns]

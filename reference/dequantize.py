@@ -1,0 +1,30 @@
+"""Dequantize: codes and scales back to values."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.blocks import INPUT_DTYPES, slabs
+from reference.decode import decode, decode_packed
+from reference.quantized import Quantized
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values (M, K) of `q` in float32, bfloat16 or float16: cast(fl(code·f)), f = fl(fl(s·amax)·fl(1/2688)).
+
+    Source: numerics.md, "NVFP4, 1×16", Dequantize. Raises TypeError for another dtype.
+    """
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"dequantize gives float32, bfloat16 or float16, not {dtype}")
+    assert q.amax is not None
+    rows, columns = q.shape
+    block = q.recipe.block[1]
+    factors = decode(q.scales, q.recipe.scale) * q.amax * (1.0 / q.recipe.max_product)
+    out = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)
+    if out.numel() == 0:
+        return out
+    for part in slabs(out):
+        values = decode_packed(q.codes[part], q.recipe.element, columns)
+        each = factors[part].repeat_interleave(block, dim=1)[:, :columns]
+        out[part] = values * each
+    return out

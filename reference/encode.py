@@ -1,0 +1,43 @@
+"""Values to codes: nearest even, saturating or not."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.formats import FORMATS, Format
+from reference.rounding import FLOAT32_INF_BITS, nearest_even
+
+
+def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tensor:
+    """Codes (uint8, the shape of `x`) nearest to float32 `x`, ties to even.
+
+    Saturating (`cvt.rn.satfinite` of PTX): overflow and infinity give the largest finite value with their sign; NaN
+    gives the canonical NaN, or the largest positive value where the format has no NaN. Not saturating: overflow and
+    infinity give infinity where the format has it, else NaN. E8M0 is unsigned: zero gives its smallest code, a
+    negative number NaN. −0.0 and negative numbers that round to zero keep their sign.
+
+    Raises TypeError for another dtype, ValueError where a format with neither infinity nor NaN is asked not to
+    saturate.
+    """
+    if x.dtype != torch.float32:
+        raise TypeError(f"encode takes float32 values, not {x.dtype}; convert them first, exactly")
+    overflow = fmt.max_code if saturate else fmt.inf_code if fmt.inf_code is not None else fmt.nan_code
+    if overflow is None:
+        names = ", ".join(f.name for f in FORMATS.values() if f.nan_code is not None)
+        raise ValueError(f"{fmt.name} has no code for overflow, so it must saturate; formats that need not: {names}")
+    bits = x.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    code = nearest_even(magnitude, fmt)
+    if saturate:
+        code.clamp_(max=fmt.max_code)
+    else:
+        code.masked_fill_(code > fmt.max_code, overflow)
+    is_nan = magnitude > FLOAT32_INF_BITS
+    if fmt.signed:
+        # An arithmetic shift smears the sign bit over the word; the mask keeps it where the format has it.
+        sign = (bits >> 31).bitwise_and_(fmt.sign_code)
+        code.bitwise_or_(sign)
+        code.masked_fill_(is_nan, fmt.max_code if fmt.nan_code is None else fmt.nan_code)
+    else:
+        code.masked_fill_(is_nan | ((bits < 0) & (magnitude != 0)), fmt.nan_code or 0)
+    return code.to(torch.uint8)

@@ -1,0 +1,77 @@
+"""Narrow number formats as data, with the scalar definition of what a code means.
+
+Sources: OCP 8-bit Floating Point (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX) 1.0 for
+E2M1, E2M3, E3M2 and E8M0. Nothing here imports torch, so that listing recipes and cases stays cheap.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Format:
+    """An encoding of one number. Codes are the unsigned integers below `codes`."""
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_code: int
+    """Code of the largest finite positive value."""
+    inf_code: int | None = None
+    """Code of +infinity, where the format has one."""
+    nan_code: int | None = None
+    """Code of the canonical NaN, where the format has one."""
+    signed: bool = True
+
+    @property
+    def codes(self) -> int:
+        """Number of codes: 2 to the power of `bits`."""
+        return 1 << self.bits
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        return self.value(self.max_code)
+
+    @property
+    def sign_code(self) -> int:
+        """The sign bit as a code (8 for E2M1); 0 for an unsigned format."""
+        return 1 << (self.bits - 1) if self.signed else 0
+
+    def value(self, code: int) -> float:
+        """The number that `code` stands for: the definition that every table and kernel is tested against.
+
+        Raises ValueError where the code does not exist.
+        """
+        if not 0 <= code < self.codes:
+            raise ValueError(f"{self.name} has codes 0 to {self.codes - 1}; {code} is none of them")
+        if not self.signed:  # E8M0: an exponent and nothing else
+            return math.nan if code == self.nan_code else math.ldexp(1.0, code - self.bias)
+        sign = -1.0 if code & self.sign_code else 1.0
+        magnitude = code & ~self.sign_code
+        if magnitude > self.max_code:
+            return math.copysign(math.inf, sign) if magnitude == self.inf_code else math.nan
+        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
+        if exponent == 0:
+            return sign * math.ldexp(mantissa, 1 - self.bias - self.mantissa_bits)
+        return sign * math.ldexp((1 << self.mantissa_bits) + mantissa, exponent - self.bias - self.mantissa_bits)
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        """The value of every code, in code order."""
+        return tuple(self.value(code) for code in range(self.codes))
+
+
+E2M1 = Format("E2M1", bits=4, exponent_bits=2, mantissa_bits=1, bias=1, max_code=0x7)
+E2M3 = Format("E2M3", bits=6, exponent_bits=2, mantissa_bits=3, bias=1, max_code=0x1F)
+E3M2 = Format("E3M2", bits=6, exponent_bits=3, mantissa_bits=2, bias=3, max_code=0x1F)
+E4M3 = Format("E4M3", bits=8, exponent_bits=4, mantissa_bits=3, bias=7, max_code=0x7E, nan_code=0x7F)
+E5M2 = Format("E5M2", bits=8, exponent_bits=5, mantissa_bits=2, bias=15, max_code=0x7B, inf_code=0x7C, nan_code=0x7F)
+E8M0 = Format("E8M0", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max_code=0xFE, nan_code=0xFF, signed=False)
+
+FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0)}
