@@ -16,7 +16,7 @@ UNIT = 2.0**-24
 ACCUMULATOR_BITS = 24
 SMALLEST = 2.0**-149
 # Half an ulp, relative, of the cast that ends a GEMM, and half the smallest subnormal; float32 ends without one.
-_CAST = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-9, 2.0**-134), torch.float16: (2.0**-12, 2.0**-25)}
+_CAST = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 2.0**-134), torch.float16: (2.0**-11, 2.0**-25)}
 
 
 @dataclass

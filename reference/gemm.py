@@ -71,7 +71,7 @@ def lowest_bit(values: torch.Tensor) -> torch.Tensor:
     Values are multiples of 2^-10 below 2^12, so their count of units fits an int64. A row of zeros, or one that holds
     NaN, has none and gives 2^-10.
     """
-    units = values.mul(2.0**-(_UNIT_LOG2 // 2)).nan_to_num_(nan=0.0).long()
+    units = values.mul(2.0 ** -(_UNIT_LOG2 // 2)).nan_to_num_(nan=0.0).long()
     lowest = (units & -units).masked_fill_(units == 0, 1 << 62).amin(dim=1)
     return torch.where(lowest == 1 << 62, 1, lowest).double().mul_(2.0 ** (_UNIT_LOG2 // 2))
 
@@ -111,7 +111,9 @@ def _certified(a: torch.Tensor, b: torch.Tensor) -> bool:
 def check_operands(a: Quantized, b: Quantized) -> None:
     """Raises ValueError where two operands cannot be multiplied."""
     if a.shape[1] != b.shape[1]:
-        raise ValueError(f"gemm multiplies (M, K) by (N, K): K is {a.shape[1]} in a {a.shape} and {b.shape[1]} in b {b.shape}")
+        raise ValueError(
+            f"gemm multiplies (M, K) by (N, K): K is {a.shape[1]} in a {a.shape} and {b.shape[1]} in b {b.shape}"
+        )
     if a.recipe != b.recipe:
         raise ValueError(f"gemm takes two operands of one recipe, not {a.recipe} and {b.recipe}")
 
@@ -162,8 +164,6 @@ def check_epilogue(
     if c is not None and tuple(c.shape) != shape:
         raise ValueError(f"c is added to the output {shape}, but has shape {tuple(c.shape)}")
     if bias is not None and tuple(bias.shape) != (shape[1],):
-        raise ValueError(f"bias is added to every row of the output {shape}, so it is ({shape[1]},), not {tuple(bias.shape)}")
-
-
-
-
+        raise ValueError(
+            f"bias is added to every row of the output {shape}, so it is ({shape[1]},), not {tuple(bias.shape)}"
+        )

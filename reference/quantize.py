@@ -8,7 +8,8 @@ from reference.blocks import INPUT_DTYPES, block_amax, pad_columns, slabs, tenso
 from reference.encode import encode
 from reference.layout import pack
 from reference.quantized import Quantized
-from reference.recipes import Recipe, recipe as find_recipe
+from reference.recipes import Recipe
+from reference.recipes import recipe as find_recipe
 from reference.scaling import block_scales, element_factors, tensor_scale
 
 
@@ -21,9 +22,7 @@ def check_input(x: torch.Tensor) -> None:
         raise ValueError(f"quantize takes a matrix (M, K), not shape {tuple(x.shape)}; reshape it first")
 
 
-def encode_elements(
-    x: torch.Tensor, scales: torch.Tensor, encode_scale: torch.Tensor, recipe: Recipe
-) -> torch.Tensor:
+def encode_elements(x: torch.Tensor, scales: torch.Tensor, encode_scale: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Packed element codes of `x` (M, K) under stored block scales (M, ⌈K/16⌉) and S_enc (1,)."""
     block = recipe.block[1]
     columns = x.shape[1]

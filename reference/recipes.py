@@ -104,7 +104,9 @@ def recipe(name: str | Recipe) -> Recipe:
         raise ValueError(f"no recipe is called {name!r}{_nearest(base, _BASES)}; there are {', '.join(recipe_names())}")
     if dialect not in _DIALECTS[base]:
         known = _DIALECTS[base]
-        raise ValueError(f"recipe {base} has no dialect {dialect!r}{_nearest(dialect, known)}; it has {', '.join(known)}")
+        raise ValueError(
+            f"recipe {base} has no dialect {dialect!r}{_nearest(dialect, known)}; it has {', '.join(known)}"
+        )
     return replace(_BASES[base], dialect=dialect, **_DIALECTS[base][dialect])  # type: ignore[arg-type]
 
 

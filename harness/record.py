@@ -1,0 +1,119 @@
+"""Records: everything measured about one case on one backend, one row of a table.
+
+The columns are the schema of the Parquet and CSV tables. A change of a column changes `SCHEMA`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA = 1
+VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
+"""pass: right. fail: a result is wrong. error: the backend raised, or gave something that is no result. crash: its
+process died. timeout: it did not end. unsupported: it says that it does not do this."""
+
+
+@dataclass
+class Record:
+    """One row. Figures that were not measured are None, never 0."""
+
+    case: str
+    file: str
+    operation: str
+    recipe: str
+    shape: str
+    dtype: str
+    inputs: str
+    flags: str
+    tier: str
+    backend: str
+    device: str
+    seed: int
+    verdict: str = "pass"
+    stage: str = ""
+    """First stage that is wrong."""
+    message: str = ""
+    """One sentence: how many, how far, where; or why there is no result."""
+    compared: int = 0
+    """Elements compared, all stages together."""
+    mismatches: int = 0
+    """Elements that are wrong, all stages together."""
+    max_ulp: int | None = None
+    """Largest distance of a wrong element, in steps of its own format."""
+    exact_share: float | None = None
+    """Share of outputs in tier 0 of tolerance.md: any order of summation gives the same bits."""
+    budget_max: float | None = None
+    """Largest |out - centre| / budget of a gemm; above 1 no right kernel goes."""
+    budget_p99: float | None = None
+    interval_ulps_max: int | None = None
+    """Widest accepted interval, in ulps of the output: a wide one is a weak test."""
+    interval_ulps_mean: float | None = None
+    allclose: bool | None = None
+    """For information: what allclose(rtol=8e-3, atol=8e-3) on the values would have said."""
+    sqnr_db: float | None = None
+    """For information: signal over difference between kernel's and reference's values; inf where they are equal."""
+    sweep: list[float] = field(default_factory=list)
+    """For information: share of values within a relative 1e-1, 1e-2, … 1e-6 of the reference's."""
+    seconds: float | None = None
+    """First call of the backend's operation, compilation included where it happens there."""
+    seconds_reference: float | None = None
+    input_digest: str = ""
+    output_digest: str = ""
+    """Of the bytes that the backend gave: equal on two machines where the results are."""
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    """One entry a stage: stage, rule, compared, mismatches, max_ulp, sentence (empty where right)."""
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    """One entry a wrong stage, for people: `harness.finding` says what is in it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python values only: it crosses processes and goes into JSON."""
+        return asdict(self)
+
+
+NESTED = ("sweep", "stages", "findings")
+"""Columns that hold lists; tables keep them as JSON."""
+
+_FRAME_TYPES = {
+    "seed": "int64", "compared": "int64", "mismatches": "int64", "max_ulp": "Int64", "interval_ulps_max": "Int64",
+    "exact_share": "float64", "budget_max": "float64", "budget_p99": "float64", "interval_ulps_mean": "float64",
+    "sqnr_db": "float64", "seconds": "float64", "seconds_reference": "float64", "allclose": "boolean",
+}  # fmt: skip
+
+
+def to_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """Records (`Record.to_dict`) as a table sorted by case and backend, every column of the schema present."""
+    import json
+
+    import pandas as pd
+
+    columns = [f.name for f in fields(Record)]
+    rows = [{**r, **{name: json.dumps(r[name]) for name in NESTED}} for r in records]
+    frame = pd.DataFrame(rows, columns=columns)
+    frame = frame.astype({name: _FRAME_TYPES.get(name, "str") for name in columns})
+    return frame.sort_values(["case", "backend"], ignore_index=True)
+
+
+def summarize(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """Counts and worst figures per operation × recipe × dtype."""
+    frame = to_frame(records)
+    by = frame.groupby(["operation", "recipe", "dtype"], sort=True)
+    table = by["verdict"].value_counts().unstack(fill_value=0).reindex(columns=list(VERDICTS), fill_value=0)
+    table.insert(0, "cases", by.size())
+    table["compared"] = by["compared"].sum()
+    table["mismatches"] = by["mismatches"].sum()
+    table["max_ulp"] = by["max_ulp"].max()
+    table["exact_share"] = by["exact_share"].mean()
+    table["budget_max"] = by["budget_max"].max()
+    table["seconds"] = by["seconds"].sum()
+    return table.reset_index()
+
+
+def succeeded(records: Iterable[dict[str, Any]]) -> bool:
+    """Whether every case passed, and there was one."""
+    verdicts = [r["verdict"] for r in records]
+    return bool(verdicts) and all(v == "pass" for v in verdicts)
