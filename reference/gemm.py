@@ -120,7 +120,8 @@ def check_operands(a: Quantized, b: Quantized) -> None:
 
 def alpha(a: Quantized, b: Quantized) -> torch.Tensor:
     """The factor of a product of the two operands, float32 (1,), in the order that the recipe names."""
-    assert a.amax is not None and b.amax is not None
+    assert a.amax is not None
+    assert b.amax is not None
     constant = a.recipe.max_product**2
     if a.recipe.alpha == "(a*b)/d":
         product = a.amax * b.amax
