@@ -38,4 +38,4 @@ def decode_packed(packed: torch.Tensor, fmt: Format, columns: int, dtype: torch.
     """Values of 4-bit codes packed two a byte, first element low: (M, ⌈K/2⌉) uint8 to (M, K), K = `columns`."""
     table = _pair_table(fmt, dtype, str(packed.device))
     pairs = table.index_select(0, packed.reshape(-1).int())
-    return pairs.view(packed.shape[0], -1)[:, :columns]
+    return pairs.view(packed.shape[0], 2 * packed.shape[1])[:, :columns]

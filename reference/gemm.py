@@ -59,7 +59,7 @@ def operand(q: Quantized) -> torch.Tensor:
     scales = decode(q.scales, q.recipe.scale, torch.float64)
     full = columns // block * block
     out = values if values.is_contiguous() else values.contiguous()
-    out[:, :full].view(rows, -1, block).mul_(scales[:, : full // block].unsqueeze(2))
+    out[:, :full].view(rows, full // block, block).mul_(scales[:, : full // block].unsqueeze(2))
     if full < columns:
         out[:, full:].mul_(scales[:, -1:])
     return out

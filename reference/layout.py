@@ -16,4 +16,4 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """(M, ⌈K/2⌉) bytes to (M, K) codes, K = `columns`: the inverse of `pack`."""
-    return torch.stack([packed & 0xF, packed >> 4], dim=-1).view(packed.shape[0], -1)[:, :columns]
+    return torch.stack([packed & 0xF, packed >> 4], dim=-1).view(packed.shape[0], 2 * packed.shape[1])[:, :columns]

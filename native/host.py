@@ -1,0 +1,156 @@
+"""Kernels on a CPU: the same .cu files compiled by the host's C++ compiler against kernels/simt.h."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from native.sources import FOLDER, KERNELS, ToolchainError, text
+
+# -ffp-contract=off: a fused multiply-add rounds once where the kernels say twice. The next two change no result:
+# they let comparisons and conversions be vectorized.
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-fPIC", "-shared", "-pthread",
+)  # fmt: skip
+
+ORDERS = ("forward", "reverse", "shuffled")
+
+_order: ContextVar[str] = ContextVar("thread_order", default="forward")
+
+
+@contextlib.contextmanager
+def thread_order(order: str) -> Iterator[None]:
+    """Within the context, threads of a block (and blocks of a grid) take turns forward, in reverse, or shuffled.
+
+    Raises ValueError for another order.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"threads can run {', '.join(ORDERS)}, not {order!r}")
+    token = _order.set(order)
+    try:
+        yield
+    finally:
+        _order.reset(token)
+
+
+@cache
+def compiler() -> str:
+    """Path of the C++ compiler: $CXX, else g++, clang++ or c++. Raises ToolchainError where there is none."""
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    for name in wanted:
+        if path := shutil.which(name):
+            return path
+    raise ToolchainError(
+        f"native kernels on a CPU need a C++ compiler, and {' or '.join(wanted)} is not on the PATH; "
+        "install g++ (Debian: apt install g++) or set CXX"
+    )
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels stay: $NARROWGAUGE_CACHE, else narrowgauge below $XDG_CACHE_HOME or ~/.cache."""
+    if folder := os.environ.get("NARROWGAUGE_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
+
+
+@cache
+def _compiler_identity() -> str:
+    # The predefined macros name the compiler's version and, with -march=native, this CPU's instruction sets.
+    command = [compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ToolchainError(f"{shlex.join(command)} failed: {done.stderr.strip()[:500]}")
+    return done.stdout
+
+
+def _program(source: str) -> str:
+    launchers = "".join(
+        f"""
+extern "C" long long launch_{kernel}(void** arguments, const unsigned* shape, int order, unsigned long long seed, int workers) {{
+    simt::Launch launch{{{{shape[0], shape[1], shape[2]}}, {{shape[3], shape[4], shape[5]}}, order, seed, workers}};
+    return simt::run_grid(launch, simt::Entry<{kernel}>::call, arguments);
+}}
+extern "C" int parameters_{kernel}() {{ return simt::Entry<{kernel}>::parameters; }}
+"""
+        for kernel in KERNELS[source]
+    )
+    simt = (FOLDER / "simt.h").read_text(encoding="utf-8").replace("#pragma once\n", "")
+    return f'#line 1 "simt.h"\n{simt}\n{text(source)}\n{launchers}'
+
+
+@cache
+def library(source: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The compiled kernels of `source`, from the cache where they are there.
+
+    The key is the text, the flags and the compiler with its target, so a stale object is never loaded; processes that
+    want the same one wait for the first. Raises ToolchainError with the compiler's words where it does not compile.
+    """
+    program = _program(source)
+    flags = (*FLAGS, *extra_flags)
+    key = hashlib.sha256("\0".join([program, *flags, compiler(), _compiler_identity()]).encode()).hexdigest()[:24]
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{source}-{key}.so"
+    if not target.exists():
+        with (folder / f"{source}-{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _compile(program, flags, target)
+    return ctypes.CDLL(str(target))
+
+
+def _compile(program: str, flags: tuple[str, ...], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        code, built = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
+        code.write_text(program, encoding="utf-8")
+        command = [compiler(), *flags, "-o", str(built), str(code)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ToolchainError(f"{target.name.split('-')[0]}.cu does not compile: {done.stderr.strip()[:2000]}")
+        built.replace(target)
+
+
+def launch(
+    source: str,
+    kernel: str,
+    grid: Sequence[int],
+    block: Sequence[int],
+    arguments: Sequence[np.generic],
+    *,
+    workers: int,
+    extra_flags: tuple[str, ...] = (),
+) -> None:
+    """Run one kernel to its end on `workers` OS threads.
+
+    Raises ToolchainError where it cannot be compiled, TypeError for a wrong number of arguments, RuntimeError where
+    the threads of a block wait for each other forever.
+    """
+    compiled = library(source, extra_flags)
+    expected = getattr(compiled, f"parameters_{kernel}")()
+    if expected != len(arguments):
+        raise TypeError(f"kernel {kernel} has {expected} parameters, but {len(arguments)} arguments were given")
+    cells = [np.array(argument) for argument in arguments]
+    pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
+    shape = (ctypes.c_uint * 6)(*grid, *block)
+    run = getattr(compiled, f"launch_{kernel}")
+    run.restype = ctypes.c_longlong
+    stuck = run(pointers, shape, ORDERS.index(_order.get()), ctypes.c_ulonglong(1), workers)
+    if stuck >= 0:
+        raise RuntimeError(
+            f"kernel {kernel}: the threads of block {stuck} of grid {tuple(grid)} wait for each other forever; "
+            "a barrier or warp operation is not reached by all of them"
+        )

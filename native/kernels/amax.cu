@@ -1,0 +1,54 @@
+// amax: the largest magnitude of a tensor.
+//
+//   x     n elements, contiguous, float32, bfloat16 or float16
+//   amax  one float32 as bits; the caller sets it to 0 before the launch
+//   Launch: any grid of 256 threads; the grid strides over x.
+//   Exact. Magnitudes are compared as integers, whose order is theirs. NaN is left out, or wins where propagate_nan
+//   (its bits are above infinity's).
+
+#include "formats.cuh"
+
+constexpr int THREADS = 256;
+constexpr int PER_THREAD = 16;
+
+template <class T>
+__device__ __forceinline__ void take(T x, u32 highest, u32& largest) {
+    const u32 magnitude = __float_as_uint(to_float(x)) & 0x7FFFFFFFu;
+    const u32 counted = magnitude <= highest ? magnitude : 0u;
+    largest = counted > largest ? counted : largest;
+}
+
+template <class T>
+__device__ void amax(const T* x, u32* out, i64 n, int propagate_nan) {
+    __shared__ u32 warps[THREADS / 32];
+    const i64 step = static_cast<i64>(gridDim.x) * THREADS * PER_THREAD;
+    const u32 highest = propagate_nan ? 0x7FFFFFFFu : FLOAT_INF_BITS;
+    u32 largest = 0;
+    for (i64 start = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) * PER_THREAD; start < n; start += step) {
+        if (n - start >= PER_THREAD) {  // a constant count, which compilers unroll
+            for (int i = 0; i < PER_THREAD; ++i) take(x[start + i], highest, largest);
+        } else {
+            for (int i = 0; i < n - start; ++i) take(x[start + i], highest, largest);
+        }
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, lanes);
+        largest = other > largest ? other : largest;
+    }
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < THREADS / 32; ++w) largest = warps[w] > largest ? warps[w] : largest;
+        atomicMax(out, largest);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) amax_fp32(const float* x, u32* out, i64 n, int propagate_nan) {
+    amax(x, out, n, propagate_nan);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) amax_bf16(const bf16* x, u32* out, i64 n, int propagate_nan) {
+    amax(x, out, n, propagate_nan);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) amax_fp16(const fp16* x, u32* out, i64 n, int propagate_nan) {
+    amax(x, out, n, propagate_nan);
+}

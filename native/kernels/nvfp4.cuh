@@ -1,0 +1,31 @@
+// nvfp4.cuh: the scales of NVFP4, every operation rounded to float32. numerics.md, "NVFP4, 1x16", steps 2 to 6.
+#pragma once
+
+#include "formats.cuh"
+
+constexpr int BLOCK = 16;
+constexpr float MAX_PRODUCT = 2688.0f;               // 448 * 6
+constexpr float RECIPROCAL_6 = 0x1.555556p-3f;       // fl(1/6)
+constexpr float RECIPROCAL_2688 = 0x1.861862p-12f;   // fl(1/2688)
+constexpr float LARGEST = 0x1.fffffep127f;
+
+// Order of operations of the block scale.
+enum BlockScale { AMAX_TIMES_ENC_SIXTH = 0, AMAX_SIXTH_TIMES_ENC = 1 };
+
+// min that keeps NaN, which fminf would drop.
+__device__ __forceinline__ float at_most_largest(float x) { return x > LARGEST ? LARGEST : x; }
+
+__device__ __forceinline__ float nvfp4_tensor_scale(float amax) {
+    const float scale = at_most_largest(MAX_PRODUCT / amax);
+    return amax == 0.0f || scale == 0.0f ? 1.0f : scale;
+}
+
+__device__ __forceinline__ u8 nvfp4_block_scale(float block_amax, float tensor_scale, int order) {
+    const float scale = order == AMAX_TIMES_ENC_SIXTH ? block_amax * (tensor_scale * RECIPROCAL_6)
+                                                      : block_amax / 6.0f * tensor_scale;
+    return e4m3_from_float(at_most_largest(scale));
+}
+
+__device__ __forceinline__ float nvfp4_element_factor(u8 scale, float tensor_scale) {
+    return at_most_largest(1.0f / (e4m3_to_float(scale) * (1.0f / tensor_scale)));
+}

@@ -1,0 +1,346 @@
+// simt.h: runs CUDA kernels on a CPU, from the very same source.
+//
+// A block of threads becomes fibers on one OS thread: each has its own stack and its own threadIdx, and gives way at
+// __syncthreads and at warp operations. Blocks are spread over OS threads; __shared__ variables are thread-local, so
+// each block that runs has its own. Within a block, threads take turns in a chosen order (forward, reverse, shuffled
+// anew between barriers): a kernel that lacks a barrier gives different bytes in different orders.
+//
+// Not modelled: divergence inside a warp between barriers, memory ordering weaker than the CPU's, dynamic shared memory.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <sys/mman.h>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if !defined(__x86_64__) && !defined(SIMT_UCONTEXT)
+#define SIMT_UCONTEXT
+#endif
+#ifdef SIMT_UCONTEXT
+#include <ucontext.h>
+#endif
+
+#define __global__
+#define __device__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+
+struct uint3 {
+    unsigned x, y, z;
+};
+
+namespace simt {
+
+constexpr unsigned WARP = 32;
+constexpr unsigned MAX_THREADS = 1024;
+constexpr std::size_t STACK_BYTES = 64 * 1024;
+
+enum Order { FORWARD = 0, REVERSE = 1, SHUFFLED = 2 };
+
+struct Launch {
+    uint3 grid, block;
+    int order;
+    std::uint64_t seed;  // of the shuffled order
+    int workers;         // OS threads
+};
+
+// ---- switching stacks ------------------------------------------------------------------------------------------------
+
+#ifdef SIMT_UCONTEXT
+// Portable, and about a hundred times slower: every switch is a system call that saves the signal mask.
+struct Stack {
+    ucontext_t context;
+};
+inline void switch_stack(Stack& from, Stack& to) { swapcontext(&from.context, &to.context); }
+inline void prepare_stack(Stack& stack, char* base, void (*entry)()) {
+    getcontext(&stack.context);
+    stack.context.uc_stack.ss_sp = base;
+    stack.context.uc_stack.ss_size = STACK_BYTES;
+    stack.context.uc_link = nullptr;
+    makecontext(&stack.context, entry, 0);
+}
+#else
+// System V x86-64: six registers survive a call; the rest is the caller's business.
+extern "C" void simt_switch(void** from, void* to) __asm__("simt_switch") __attribute__((visibility("hidden")));
+__asm__(
+    ".text\n"
+    ".globl simt_switch\n"
+    ".hidden simt_switch\n"
+    "simt_switch:\n"
+    "  pushq %rbp\n  pushq %rbx\n  pushq %r12\n  pushq %r13\n  pushq %r14\n  pushq %r15\n"
+    "  movq %rsp, (%rdi)\n"
+    "  movq %rsi, %rsp\n"
+    "  popq %r15\n  popq %r14\n  popq %r13\n  popq %r12\n  popq %rbx\n  popq %rbp\n"
+    "  ret\n");
+
+struct Stack {
+    void* pointer;
+};
+inline void switch_stack(Stack& from, Stack& to) { simt_switch(&from.pointer, to.pointer); }
+inline void prepare_stack(Stack& stack, char* base, void (*entry)()) {
+    void** top = reinterpret_cast<void**>(base + STACK_BYTES);
+    *--top = nullptr;                                // where entry would return to; it never does
+    *--top = reinterpret_cast<void*>(entry);         // where the first switch returns to, with rsp = 8 modulo 16
+    for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
+    stack.pointer = top;
+}
+#endif
+
+// ---- a block of threads ----------------------------------------------------------------------------------------------
+
+enum State { FRESH, READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
+
+struct Fiber {
+    Stack stack;
+    uint3 index;
+    State state;
+    int stack_slot;           // -1 before it starts and after it ends
+    unsigned exchanges;       // warp exchanges so far; the parity picks the buffer
+    unsigned mask;            // of the warp operation it waits in
+};
+
+struct Worker;
+inline thread_local Worker* worker = nullptr;
+inline thread_local Fiber* self = nullptr;
+inline thread_local uint3 block_index;
+inline thread_local const Launch* launch_shape = nullptr;
+
+void enter();
+
+struct Worker {
+    Fiber fibers[MAX_THREADS];
+    unsigned order[MAX_THREADS];
+    std::uint64_t exchange[2][MAX_THREADS];
+    Stack scheduler;
+    char* stacks;
+    std::vector<int> free_slots;
+    void (*call)(void**);
+    void** arguments;
+    std::uint64_t random;
+
+    Worker() {
+        // Untouched pages cost nothing; a block that never waits touches one stack only.
+        stacks = static_cast<char*>(mmap(nullptr, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+        if (stacks == MAP_FAILED) {
+            std::fprintf(stderr, "simt: no memory for %u thread stacks\n", MAX_THREADS);
+            std::abort();
+        }
+        for (int slot = MAX_THREADS - 1; slot >= 0; --slot) free_slots.push_back(slot);
+    }
+
+    unsigned next_random() {  // xorshift64*
+        random ^= random >> 12;
+        random ^= random << 25;
+        random ^= random >> 27;
+        return static_cast<unsigned>((random * 0x2545F4914F6CDD1Dull) >> 33);
+    }
+
+    void shuffle(unsigned count) {
+        for (unsigned i = count; i > 1; --i) std::swap(order[i - 1], order[next_random() % i]);
+    }
+
+    void wait(State state) {
+        self->state = state;
+        switch_stack(self->stack, scheduler);
+    }
+
+    void resume(Fiber& fiber) {
+        if (fiber.state == FRESH) {
+            fiber.stack_slot = free_slots.back();
+            free_slots.pop_back();
+            prepare_stack(fiber.stack, stacks + fiber.stack_slot * STACK_BYTES, enter);
+        }
+        fiber.state = READY;
+        self = &fiber;
+        switch_stack(scheduler, fiber.stack);
+        if (fiber.state == DONE) free_slots.push_back(fiber.stack_slot);
+    }
+
+    // Runs one block to its end; false where its threads wait for each other forever.
+    bool run_block(const Launch& launch, unsigned linear) {
+        const uint3 shape = launch.block;
+        const unsigned count = shape.x * shape.y * shape.z;
+        block_index = {linear % launch.grid.x, linear / launch.grid.x % launch.grid.y,
+                       linear / launch.grid.x / launch.grid.y};
+        unsigned t = 0;
+        for (unsigned z = 0; z < shape.z; ++z)
+            for (unsigned y = 0; y < shape.y; ++y)
+                for (unsigned x = 0; x < shape.x; ++x, ++t) {
+                    Fiber& fiber = fibers[t];
+                    fiber.index = {x, y, z};
+                    fiber.state = FRESH;
+                    fiber.exchanges = 0;
+                    order[t] = launch.order == REVERSE ? count - 1 - t : t;
+                }
+        random = launch.seed * 0x9E3779B97F4A7C15ull + linear + 1;
+        for (unsigned live = count; live > 0;) {
+            if (launch.order == SHUFFLED) shuffle(count);
+            bool progress = false;
+            for (unsigned k = 0; k < count; ++k) {
+                Fiber& fiber = fibers[order[k]];
+                if (fiber.state > READY) continue;
+                progress = true;
+                resume(fiber);
+                if (fiber.state == DONE) --live;
+            }
+            if (live > 0 && !release(count, live) && !progress) return false;
+        }
+        return true;
+    }
+
+    // Lets go who has nobody left to wait for; threads that have returned are not waited for, as on a GPU.
+    bool release(unsigned count, unsigned live) {
+        unsigned at_block = 0;
+        bool released = false;
+        for (unsigned first = 0; first < count; first += WARP) {
+            const unsigned last = first + WARP < count ? first + WARP : count;
+            unsigned alive = 0, waiting = 0, mask = ~0u;
+            for (unsigned t = first; t < last; ++t) {
+                const unsigned bit = 1u << (t - first);
+                if (fibers[t].state != DONE) alive |= bit;
+                if (fibers[t].state == AT_BLOCK_BARRIER) ++at_block;
+                if (fibers[t].state == AT_WARP_BARRIER) {
+                    waiting |= bit;
+                    mask = fibers[t].mask;
+                }
+            }
+            if (waiting != 0 && (alive & mask & ~waiting) == 0) {
+                for (unsigned t = first; t < last; ++t)
+                    if (fibers[t].state == AT_WARP_BARRIER) fibers[t].state = READY;
+                released = true;
+            }
+        }
+        if (at_block == live) {
+            for (unsigned t = 0; t < count; ++t)
+                if (fibers[t].state == AT_BLOCK_BARRIER) fibers[t].state = READY;
+            released = true;
+        }
+        return released;
+    }
+
+    // Gives every lane `value` of lane `source` of its warp.
+    std::uint64_t exchange_lanes(unsigned mask, std::uint64_t value, unsigned source) {
+        const unsigned t = static_cast<unsigned>(self - fibers);
+        const unsigned first = t / WARP * WARP;
+        // Two buffers: nobody writes one again before all have read it, because all have met at the next exchange.
+        std::uint64_t* slots = exchange[self->exchanges++ % 2];
+        slots[t] = value;
+        self->mask = mask;
+        wait(AT_WARP_BARRIER);
+        return slots[first + source % WARP];
+    }
+};
+
+inline void enter() {
+    worker->call(worker->arguments);
+    worker->wait(DONE);
+}
+
+// ---- a grid of blocks ------------------------------------------------------------------------------------------------
+
+// Workers keep their stacks between launches: fresh pages would cost more than a small kernel.
+inline std::mutex idle_lock;
+inline std::vector<Worker*> idle_workers;
+
+inline Worker* take_worker() {
+    std::lock_guard<std::mutex> guard(idle_lock);
+    if (idle_workers.empty()) return new Worker();
+    Worker* taken = idle_workers.back();
+    idle_workers.pop_back();
+    return taken;
+}
+
+inline void return_worker(Worker* taken) {
+    std::lock_guard<std::mutex> guard(idle_lock);
+    idle_workers.push_back(taken);
+}
+
+// Runs a grid. Returns -1, or the linear index of a block whose threads waited for each other forever.
+inline long long run_grid(const Launch& launch, void (*call)(void**), void** arguments) {
+    const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
+    std::atomic<unsigned> next{0};
+    std::atomic<long long> stuck{-1};
+    auto work = [&] {
+        Worker* mine = take_worker();
+        worker = mine;
+        launch_shape = &launch;
+        mine->call = call;
+        mine->arguments = arguments;
+        bool lost = false;
+        for (unsigned b; !lost && (b = next.fetch_add(1)) < blocks && stuck.load() < 0;) {
+            const unsigned linear = launch.order == REVERSE ? blocks - 1 - b : b;
+            if (!mine->run_block(launch, linear)) {
+                stuck.store(linear);
+                lost = true;
+            }
+        }
+        if (!lost) return_worker(mine);  // a stuck block's fibers keep their stacks; the worker is given up with them
+    };
+    std::vector<std::thread> threads;
+    for (unsigned w = 1; w < static_cast<unsigned>(launch.workers) && w < blocks; ++w) threads.emplace_back(work);
+    work();
+    for (auto& thread : threads) thread.join();
+    return stuck.load();
+}
+
+template <class... Parameters, std::size_t... I>
+inline void apply(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<Parameters*>(arguments[I])...);
+}
+
+template <auto Kernel>
+struct Entry;
+
+template <class... Parameters, void (*Kernel)(Parameters...)>
+struct Entry<Kernel> {
+    static constexpr int parameters = sizeof...(Parameters);
+    static void call(void** arguments) { apply(Kernel, arguments, std::index_sequence_for<Parameters...>{}); }
+};
+
+}  // namespace simt
+
+#define threadIdx (simt::self->index)
+#define blockIdx (simt::block_index)
+#define blockDim (simt::launch_shape->block)
+#define gridDim (simt::launch_shape->grid)
+
+inline void __syncthreads() { simt::worker->wait(simt::AT_BLOCK_BARRIER); }
+
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, unsigned lanes) {
+    static_assert(sizeof(T) <= 8, "a lane exchanges up to eight bytes");
+    std::uint64_t raw = 0;
+    std::memcpy(&raw, &value, sizeof(T));
+    const unsigned lane = static_cast<unsigned>(simt::self - simt::worker->fibers) % simt::WARP;
+    raw = simt::worker->exchange_lanes(mask, raw, lane ^ lanes);
+    std::memcpy(&value, &raw, sizeof(T));
+    return value;
+}
+
+inline unsigned atomicMax(unsigned* address, unsigned value) {
+    unsigned seen = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (seen < value && !__atomic_compare_exchange_n(address, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return seen;
+}
+
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}

@@ -1,0 +1,45 @@
+"""One launch for both toolchains: the device of the tensors picks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from native import cuda, host
+
+Argument = torch.Tensor | np.generic | None
+
+
+def launch(
+    source: str,
+    kernel: str,
+    grid: Sequence[int],
+    block: Sequence[int],
+    arguments: Sequence[Argument],
+    *,
+    device: torch.device,
+    extra_flags: tuple[str, ...] = (),
+) -> None:
+    """Run `kernel` of `source`.cu over `grid` × `block` on `device`.
+
+    Arguments are tensors on that device (their address is passed), None (a null pointer) and numpy scalars of the
+    parameter's type. Raises ValueError where a tensor lies elsewhere, and what the toolchains raise.
+    """
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and argument.device != device:
+            raise ValueError(f"kernel {kernel} runs on {device}, but a tensor lies on {argument.device}; move it first")
+    plain = [_plain(argument) for argument in arguments]
+    grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
+    if device.type == "cuda":
+        cuda.launch(source, kernel, grid, block, plain, device=device, extra_flags=extra_flags)
+    else:
+        workers = torch.get_num_threads()
+        host.launch(source, kernel, grid, block, plain, workers=workers, extra_flags=extra_flags)
+
+
+def _plain(argument: Argument) -> np.generic:
+    if argument is None:
+        return np.uintp(0)
+    return np.uintp(argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument

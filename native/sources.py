@@ -1,0 +1,44 @@
+"""The kernel sources: which kernels each holds, and its text with the headers put in."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "kernels"
+
+_TYPED = ("fp32", "bf16", "fp16")
+KERNELS = {
+    "amax": tuple(f"amax_{t}" for t in _TYPED),
+    "quantize_nvfp4": tuple(f"quantize_nvfp4_{t}" for t in _TYPED),
+    "dequantize_nvfp4": tuple(f"dequantize_nvfp4_{t}" for t in _TYPED),
+    "gemm_nvfp4": ("gemm_nvfp4",),
+}
+"""Source file (without .cu) to the kernels in it."""
+
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+
+
+class ToolchainError(RuntimeError):
+    """Kernels cannot be compiled or run here: what is missing and how to get it."""
+
+
+@cache
+def text(source: str) -> str:
+    """The text of `source`.cu with the project's own headers put in once each, so that it is one compilable text.
+
+    A compiled kernel is cached by this text: a change of a header is a change of every kernel that uses it.
+    """
+    return _expand(FOLDER / f"{source}.cu", set())
+
+
+def _expand(path: Path, seen: set[str]) -> str:
+    seen.add(path.name)
+    lines = path.read_text(encoding="utf-8").replace("#pragma once\n", "")
+
+    def include(match: re.Match[str]) -> str:
+        name = match.group(1)
+        return "" if name in seen else _expand(FOLDER / name, seen)
+
+    return f'#line 1 "{path.name}"\n' + _INCLUDE.sub(include, lines)
