@@ -80,7 +80,8 @@ def _compiler_identity() -> str:
 def _program(source: str) -> str:
     launchers = "".join(
         f"""
-extern "C" long long launch_{kernel}(void** arguments, const unsigned* shape, int order, unsigned long long seed, int workers) {{
+extern "C" long long launch_{kernel}(void** arguments, const unsigned* shape, int order, unsigned long long seed,
+                                     int workers) {{
     simt::Launch launch{{{{shape[0], shape[1], shape[2]}}, {{shape[3], shape[4], shape[5]}}, order, seed, workers}};
     return simt::run_grid(launch, simt::Entry<{kernel}>::call, arguments);
 }}

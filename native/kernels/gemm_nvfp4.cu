@@ -88,11 +88,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     const float alpha = alpha_order == DIVIDED ? a_amax[0] * b_amax[0] / ALPHA_DIVISOR
                                                : b_amax[0] * a_amax[0] * ALPHA_RECIPROCAL;
+    // Unrolled, and without a break: an index known only at run time would move acc to local memory.
+#pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const i64 y = first_row + row + i;
+#pragma unroll
         for (int j = 0; j < EACH; ++j) {
             const i64 x = first_column + column + j;
-            if (y >= m || x >= n) continue;  // a break would index acc at run time and move it to local memory
+            if (y >= m || x >= n) continue;
             float value = alpha * acc[i][j];
             if (c != nullptr) value += load_as(c, c_type, y * n + x);
             if (bias != nullptr) value += load_as(bias, bias_type, x);
