@@ -74,12 +74,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int block = 0; block < STEP_BLOCKS; ++block) {
             float inner[EACH][EACH] = {};
             for (int e = block * BLOCK; e < (block + 1) * BLOCK; ++e) {
+#pragma unroll
                 for (int i = 0; i < EACH; ++i) {
+#pragma unroll
                     for (int j = 0; j < EACH; ++j) inner[i][j] += a_values[e][row + i] * b_values[e][column + j];
                 }
             }
+#pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 const float scale = a_block_scales[block][row + i];
+#pragma unroll
                 for (int j = 0; j < EACH; ++j) acc[i][j] += inner[i][j] * (scale * b_block_scales[block][column + j]);
             }
         }
