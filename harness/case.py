@@ -152,7 +152,7 @@ def _expand(table: Any, where: str, file: str) -> Iterable[Case]:
     if not isinstance(table, dict):
         raise CaseFileError(f"{where}: is {table!r}; a matrix is a table of keys")
     operation = table.get("operation")
-    if operation not in KEYS:
+    if not isinstance(operation, str) or operation not in KEYS:
         raise CaseFileError(f"{where}: operation {_one_of(KEYS)(operation)}")
     keys = KEYS[operation]
     known = ["operation", "tier", *keys]

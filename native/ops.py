@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
 import numpy as np
 import torch
 
+from native import host
 from native.launch import launch
 from reference.quantized import Quantized, codes_shape, scales_shape
 from reference.recipes import Recipe, recipe
 
-__all__ = ["Quantized", "amax", "dequantize", "gemm", "quantize", "recipe"]
+__all__ = ["Quantized", "amax", "dequantize", "gemm", "quantize", "recipe", "variations"]
 
 _SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -158,3 +163,10 @@ def gemm(
         device=a.codes.device,
     )  # fmt: skip
     return out
+
+
+def variations(device: torch.device) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    """Ways to run a kernel that must give the same bytes: on a CPU every order of threads, on a GPU two runs."""
+    if device.type == "cpu":
+        return {f"{order} threads": partial(host.thread_order, order) for order in host.ORDERS}
+    return {"first run": nullcontext, "second run": nullcontext}

@@ -1,0 +1,69 @@
+"""Rule 2 of tolerance.md: a sum is right where a correct order of summation can give it. Tiers 0 and 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from harness.checks import ordinal
+from harness.checks.stage import StageResult
+from harness.finding import Describe, finding, sentence
+from reference.bounds import Bounds
+
+
+def bound(stage: str, actual: torch.Tensor, limits: Bounds, *, describe: Describe) -> StageResult:
+    """Compare a GEMM's output (M, N) with its bounds.
+
+    Tier 0 elements are right where they equal the expected or the fused value bit for bit (the sign of a zero sum is
+    free); the others where they lie in [lower, upper]. NaN is right where NaN is expected.
+    """
+    expected, fused = limits.expected, limits.fused
+    matches = _same(actual, expected, limits.zero_sum) | _same(actual, fused, limits.zero_sum)
+    inside = (actual >= limits.lower) & (actual <= limits.upper) & torch.isfinite(limits.centre)
+    excused = limits.undetermined & ~torch.isfinite(actual)
+    right = matches | excused | (inside & ~limits.exact)
+    result = StageResult(stage, "bound", actual.numel(), figures=_figures(actual, limits))
+    if not bool(right.all()):
+        wrong = ~right
+        distance = _distance(actual, limits).masked_fill_(right, -1)
+        result.sentence = f"{sentence(wrong, distance, 'outputs')}; {_tiers(wrong, limits.exact)}"
+        result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())
+        result.finding = finding(stage, "bound", result.sentence, wrong, distance, describe=describe)
+    return result
+
+
+def _same(actual: torch.Tensor, expected: torch.Tensor, zero_sum: torch.Tensor) -> torch.Tensor:
+    equal = (actual == expected) & ((actual.signbit() == expected.signbit()) | zero_sum)
+    return equal | (actual.isnan() & expected.isnan())
+
+
+def _distance(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
+    """Steps of the output's dtype to the nearest value that is right."""
+    at = ordinal.of_floats(actual)
+    lower = torch.where(limits.exact, limits.expected, limits.lower)
+    upper = torch.where(limits.exact, limits.expected, limits.upper)
+    return torch.maximum(ordinal.of_floats(lower) - at, at - ordinal.of_floats(upper)).clamp_(min=0)
+
+
+def _tiers(wrong: torch.Tensor, exact: torch.Tensor) -> str:
+    sharp = int((wrong & exact).sum())
+    return f"{sharp} of them where no order of summation can round, {int(wrong.sum()) - sharp} outside the proved bound"
+
+
+def _figures(actual: torch.Tensor, limits: Bounds) -> dict[str, Any]:
+    if actual.numel() == 0:
+        return {}
+    figures: dict[str, Any] = {"exact_share": float(limits.exact.double().mean())}
+    finite = torch.isfinite(limits.centre) & torch.isfinite(actual) & torch.isfinite(limits.budget)
+    if bool(finite.any()):
+        used = ((actual.double() - limits.centre).abs() / limits.budget)[finite]
+        figures["budget_max"] = float(used.amax())
+        # The nearest rank of the 99th percentile; torch.quantile takes no more than 16 million elements.
+        figures["budget_p99"] = float(used.kthvalue(max(1, -(-99 * used.numel() // 100))).values)
+    inexact = finite & ~limits.exact
+    if bool(inexact.any()):
+        width = (ordinal.of_floats(limits.upper) - ordinal.of_floats(limits.lower))[inexact]
+        figures["interval_ulps_max"] = int(width.amax())
+        figures["interval_ulps_mean"] = float(width.double().mean())
+    return figures

@@ -1,0 +1,48 @@
+"""Rule 1 of tolerance.md: byte for byte. Signed zeros count, a NaN equals any NaN."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.checks import ordinal
+from harness.checks.stage import StageResult
+from harness.finding import Describe, finding, sentence
+from reference.formats import Format
+
+_INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def exact_codes(
+    stage: str, actual: torch.Tensor, expected: torch.Tensor, fmt: Format, *, noun: str, describe: Describe
+) -> StageResult:
+    """Compare codes (uint8, (M, K), one an element). `noun` and `describe` serve the finding."""
+    compared = expected.numel()
+    if torch.equal(actual, expected):
+        return StageResult(stage, "exact", compared)
+    return _wrong(
+        stage, actual != expected, ordinal.of_codes(actual, fmt) - ordinal.of_codes(expected, fmt), noun, describe
+    )
+
+
+def exact_floats(
+    stage: str, actual: torch.Tensor, expected: torch.Tensor, *, noun: str, describe: Describe
+) -> StageResult:
+    """Compare float32, bfloat16 or float16 tensors of one shape and dtype, (M, N) or (1,)."""
+    integer = _INTEGER[expected.dtype]
+    a, e = actual.contiguous().view(integer), expected.contiguous().view(integer)
+    compared = expected.numel()
+    if torch.equal(a, e):
+        return StageResult(stage, "exact", compared)
+    wrong = (a != e) & ~(actual.isnan() & expected.isnan())
+    if not wrong.any():
+        return StageResult(stage, "exact", compared)
+    return _wrong(stage, wrong, ordinal.of_floats(actual) - ordinal.of_floats(expected), noun, describe)
+
+
+def _wrong(stage: str, wrong: torch.Tensor, distance: torch.Tensor, noun: str, describe: Describe) -> StageResult:
+    distance = distance.abs().masked_fill_(~wrong, -1)
+    text = sentence(wrong, distance, noun)
+    return StageResult(
+        stage, "exact", wrong.numel(), int(wrong.sum()), int(distance.amax()), text,
+        finding(stage, "exact", text, wrong, distance, describe=describe),
+    )  # fmt: skip

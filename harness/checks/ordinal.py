@@ -1,0 +1,25 @@
+"""Distances in steps: numbers as integers in the order of their values, so that neighbours differ by 1."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.formats import Format
+
+_INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def of_floats(x: torch.Tensor) -> torch.Tensor:
+    """int64 ordinals of float32, bfloat16 or float16 numbers; +0 and −0 are both 0."""
+    bits = x.contiguous().view(_INTEGER[x.dtype]).long()
+    magnitude = bits & ((1 << (x.element_size() * 8 - 1)) - 1)
+    return torch.where(bits < 0, -magnitude, magnitude)
+
+
+def of_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """int64 ordinals of codes (uint8); +0 and −0 are both 0."""
+    wide = codes.long()
+    if not fmt.signed:
+        return wide
+    magnitude = wide & (fmt.sign_code - 1)
+    return torch.where((wide & fmt.sign_code) != 0, -magnitude, magnitude)

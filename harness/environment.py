@@ -1,0 +1,110 @@
+"""What this machine can do: compilers, GPU, versions; and what to install for what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of `narrowgauge doctor`."""
+
+    name: str
+    value: str
+    ok: bool = True
+    remedy: str = ""
+
+
+def facts() -> list[Fact]:
+    """Every fact, in the order in which they are printed. Nothing here raises."""
+    return [
+        Fact("platform", f"{platform.platform()}, {os.cpu_count()} cores"),
+        Fact("python", sys.version.split()[0], sys.version_info >= (3, 11), "narrowgauge needs Python 3.11"),
+        *(_package(name) for name in ("torch", "numpy", "pandas", "pyarrow", "pytest", "pytest-xdist", "safetensors")),
+        _compiler(),
+        *_gpu(),
+        _commit(),
+    ]
+
+
+def _package(name: str) -> Fact:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return Fact(name, version(name))
+    except PackageNotFoundError:
+        return Fact(name, "missing", ok=False, remedy=f"pip install {name}")
+
+
+def _compiler() -> Fact:
+    from native import host
+    from native.sources import ToolchainError
+
+    try:
+        path = host.compiler()
+        banner = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+        return Fact("C++ compiler", f"{path} ({banner.splitlines()[0] if banner else 'no version'})")
+    except ToolchainError as error:
+        return Fact("C++ compiler", "missing", ok=False, remedy=str(error))
+
+
+def _gpu() -> list[Fact]:
+    import torch
+
+    if not torch.cuda.is_available():
+        why = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no GPU"
+        return [
+            Fact("GPU", f"none: {why}", ok=False, remedy="only --device cuda needs one; cases run on the CPU without")
+        ]
+    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    found = [Fact("GPU", f"{name}, compute capability {major}.{minor}"), Fact("CUDA of torch", str(torch.version.cuda))]
+    try:
+        import cupy
+
+        runtime, driver = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
+        return [*found, Fact("CuPy", f"{cupy.__version__}, CUDA runtime {runtime}, driver {driver}")]
+    except Exception as error:
+        extra = "cuda13" if str(torch.version.cuda).startswith("13") else "cuda12"
+        words = f"cannot be imported: {type(error).__name__}: {error}"
+        return [*found, Fact("CuPy", words, ok=False, remedy=f"pip install 'narrowgauge[{extra}]'")]
+
+
+def _commit() -> Fact:
+    root = Path(__file__).parent.parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return Fact("commit", "unknown: git is not installed")
+    return Fact("commit", done.stdout.strip() or "unknown: not a git checkout")
+
+
+@cache
+def kernel_hash() -> str:
+    """Eight hexadecimal digits that change with any kernel source."""
+    import hashlib
+
+    folder = Path(__file__).parent.parent / "native" / "kernels"
+    texts = b"".join(path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file())
+    return hashlib.sha256(texts).hexdigest()[:8]
+
+
+def describe_run(*, backend: str, device: str, seed: int) -> dict[str, str]:
+    """What a report says above its tables: the run's settings, then every fact, then the kernels' flags and hash."""
+    from native import cuda, host
+
+    return {
+        "backend": backend,
+        "device": device,
+        "seed": str(seed),
+        **{fact.name: fact.value for fact in facts()},
+        "kernel flags": " ".join(host.FLAGS if device == "cpu" else cuda.FLAGS),
+        "kernel sources": kernel_hash(),
+    }

@@ -1,0 +1,266 @@
+"""The input families: one function each, from random numbers to a matrix whose rows are quantized in blocks of 16.
+
+Every value is built exactly, or from one float32 rounding, and then rounded once to the case's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from harness.draw import Draw
+
+BLOCK = 16
+
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+_QUIET_NAN = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_LATTICE = (-6.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The matrix to make: `rows` × `columns`, neither 0, quantized along its rows. `role` is x or w of the case."""
+
+    draw: Draw
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    role: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return self.rows, self.columns
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(rows, blocks of a row), a short last block counted."""
+        return self.rows, -(-self.columns // BLOCK)
+
+    def exponent(self, low: int, high: int, *, half: tuple[int, int]) -> int:
+        """The tensor's exponent, one of low … high; of fp16, whose range is small, one of `half`."""
+        first, last = half if self.dtype == torch.float16 else (low, high)
+        return first + self.draw.index(last - first + 1)
+
+    def spread(self, each: torch.Tensor) -> torch.Tensor:
+        """A number a block (`blocks`) to the same number for each of its elements (`shape`)."""
+        return each.unsqueeze(2).expand(-1, -1, BLOCK).reshape(self.rows, -1)[:, : self.columns]
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent, float32, exact: exponents of int32 from -126 to 127."""
+    return (exponent.int() + 127).bitwise_left_shift_(23).view(torch.float32)
+
+
+def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return table.index_select(0, index.reshape(-1)).view(index.shape)
+
+
+def _grid(want: Wanted) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row numbers (rows, 1) and block numbers (1, blocks), int32."""
+    rows, blocks = want.blocks
+    return torch.arange(rows, dtype=torch.int32).unsqueeze(1), torch.arange(blocks, dtype=torch.int32).unsqueeze(0)
+
+
+def _pin(want: Wanted, x: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+    """`x` with one element of every block, anywhere in it, replaced by ±magnitude (`blocks`): the block's amax."""
+    width = torch.full(want.blocks, BLOCK, dtype=torch.int32)
+    width[:, -1] = want.columns - BLOCK * (want.blocks[1] - 1)
+    start = torch.arange(0, want.columns, BLOCK)
+    place = start + want.draw.below(BLOCK, *want.blocks).mul_(width).bitwise_right_shift_(4)
+    return x.scatter_(1, place, (want.draw.signs(*want.blocks) * magnitude).to(x.dtype))
+
+
+def _put(want: Wanted, x: torch.Tensor, value: float) -> torch.Tensor:
+    """`x` with `value` at one place anywhere."""
+    x.view(-1)[want.draw.index(x.numel())] = value
+    return x
+
+
+def _normal(want: Wanted) -> torch.Tensor:
+    return want.draw.normal(*want.shape)
+
+
+def _uniform(want: Wanted) -> torch.Tensor:
+    return want.draw.uniform(*want.shape)
+
+
+def _outliers(want: Wanted) -> torch.Tensor:
+    x = want.draw.normal(*want.shape)
+    return torch.where(want.draw.one_in(64, *want.shape), x * 100, x)
+
+
+def _tiles(want: Wanted) -> torch.Tensor:
+    # 15 exponents. No two of blocks 1, 2, 4 … 64 rows apart, or 1 to 14 apart in a row, are the same.
+    row, block = _grid(want)
+    scale = _power_of_two((7 * row + 2 * block + want.draw.index(15)) % 15 - 7)
+    x = want.draw.normal(*want.shape).clamp_(-3.5, 3.5).mul_(want.spread(scale))
+    return _pin(want, x, 4 * scale)
+
+
+def _e2m1_ties(want: Wanted) -> torch.Tensor:
+    # With a tensor amax of 6·2^j and block amaxes of 6·2^(j-m), every scale is 448·2^-m and every encode factor exactly
+    # 2^(m-j): midpoints times 2^(j-m) are midpoints when the kernel looks at them. m = 15 is a subnormal scale.
+    scale = _power_of_two(want.exponent(-40, 40, half=(3, 12)) - _some_zero(want, 16))
+    kind = want.draw.below(8 * len(_E2M1_MIDPOINTS), *want.shape)
+    table = torch.tensor(_E2M1_MIDPOINTS)
+    signed = torch.stack([table, -table]).repeat(4, 1).view(-1)
+    x = (_look_up(signed, kind) * want.spread(scale)).to(want.dtype)
+    ulps = torch.tensor([-1, 0, 0, 1], dtype=torch.int32).repeat_interleave(2 * len(_E2M1_MIDPOINTS))
+    return _pin(want, _step(x, _look_up(ulps, kind)), 6 * scale)
+
+
+def _some_zero(want: Wanted, limit: int) -> torch.Tensor:
+    """A number in [0, limit) for every block, 0 for at least one of them."""
+    numbers = want.draw.below(limit, *want.blocks)
+    numbers.view(-1)[want.draw.index(numbers.numel())] = 0
+    return numbers
+
+
+def _step(x: torch.Tensor, ulps: torch.Tensor) -> torch.Tensor:
+    """`x` moved by so many steps of its own dtype, away from zero where positive."""
+    kind = _BITS[x.dtype]
+    return (x.view(kind) + ulps.to(kind)).view(x.dtype)
+
+
+def _e4m3_ties(want: Wanted) -> torch.Tensor:
+    # 448·48.75/65 = 336 lies halfway between 320 and 352, at every power of two; the roundings of 2688/65 and of 1/6
+    # decide. The other blocks lie as near to the odd ties t/2·2^n of E4M3 (t/28 of the tensor's amax) as the dtype can.
+    top = want.exponent(-40, 40, half=(0, 9))
+    amax = 65 * 2.0**top
+    classic = 48.75 * _power_of_two(top - want.draw.below(16, *want.blocks))
+    odd = 17 + 2 * want.draw.below(8, *want.blocks)
+    near = (65 * odd.double() / 28).float() * _power_of_two(top - 1 - want.draw.below(16, *want.blocks))
+    near = _step(near.to(want.dtype), want.draw.below(3, *want.blocks) - 1).float()
+    magnitude = torch.where(want.draw.one_in(2, *want.blocks), classic, near)
+    _put(want, magnitude, amax)
+    x = (want.draw.uniform(*want.shape) * want.spread(magnitude)).to(want.dtype)
+    return _pin(want, x, magnitude)
+
+
+def _low_rows(want: Wanted) -> torch.Tensor:
+    # 10 and 21 have no common divisor: 21 rows have every exponent, and the first three have the ends and the middle.
+    scale = _power_of_two(8 - 10 * torch.arange(want.rows) % 21)
+    return want.draw.normal(*want.shape).mul_(scale.unsqueeze(1))
+
+
+def _huge(want: Wanted) -> torch.Tensor:
+    # 2^-6 takes the normal numbers below 2^-19 of the largest fp16, where scales round to 0.
+    x = want.draw.normal(*want.shape).mul_(2.0**-6).to(want.dtype)
+    return _put(want, x, torch.finfo(want.dtype).max * (1 - 2 * want.draw.index(2)))
+
+
+def _subnormal(want: Wanted) -> torch.Tensor:
+    kind, mantissa = _BITS[want.dtype], _MANTISSA[want.dtype]
+    words = want.draw.words(*want.shape)
+    shift = want.spread(want.draw.below(mantissa, *want.blocks))
+    magnitude = (words & ((1 << mantissa) - 1)).bitwise_right_shift_(shift).to(kind)
+    x = torch.where(words < 0, magnitude | torch.iinfo(kind).min, magnitude).view(want.dtype)
+    limits = torch.finfo(want.dtype)
+    return _put(want, x, limits.smallest_normal * (1 - limits.eps))
+
+
+def _zeros(want: Wanted) -> torch.Tensor:
+    return torch.zeros(want.shape)
+
+
+def _negative_zeros(want: Wanted) -> torch.Tensor:
+    return torch.full(want.shape, -0.0)
+
+
+def _nan(want: Wanted) -> torch.Tensor:
+    kind = _BITS[want.dtype]
+    x = want.draw.normal(*want.shape).to(want.dtype)
+    bad = want.draw.one_in(256, *want.shape)
+    bad[0, 0] = True
+    rows, blocks = want.blocks
+    if rows * blocks > 1:  # a whole block, unless it is the only one
+        row, block = divmod(1 + want.draw.index(rows * blocks - 1), blocks)
+        bad[row, block * BLOCK : (block + 1) * BLOCK] = True
+    # NaN of both signs: the code of a NaN has none.
+    nan = torch.tensor([_QUIET_NAN[want.dtype], _QUIET_NAN[want.dtype] - 2 ** (8 * want.dtype.itemsize - 1)]).to(kind)
+    return torch.where(bad, _look_up(nan, want.draw.below(2, *want.shape)), x.view(kind)).view(want.dtype)
+
+
+def _inf(want: Wanted) -> torch.Tensor:
+    x = want.draw.normal(*want.shape)
+    x = torch.where(want.draw.one_in(512, *want.shape), torch.copysign(torch.full_like(x, torch.inf), x), x)
+    flat = x.view(-1)
+    place = want.draw.index(flat.numel())
+    flat[place] = torch.inf
+    flat[place - flat.numel() // 2] = -torch.inf  # half the tensor away; the same place where there is only one
+    return x
+
+
+def _position(want: Wanted) -> torch.Tensor:
+    # A block holds all 16 codes, turned by `turn`; its scale is one of the 113 largest of E4M3. The two are different
+    # for any two blocks of a 128×128 tile, and the scales alone for blocks 1 to 112 rows or 1 to 8 columns apart. x and
+    # w turn differently, or their products would be zero in one row of eight.
+    row, block = _grid(want)
+    scale_code = 0x7E - (5 * row + 17 * block) % 113
+    scale = _power_of_two((scale_code >> 3) - 7) * (1 + (scale_code & 7) / 8)
+    turn = row // 8 + (3 if want.role == "x" else 5) * block
+    code = (want.spread(turn) + torch.arange(7, 7 + want.columns, dtype=torch.int32)) & 15
+    value = _look_up(torch.tensor([*_E2M1, *(-v for v in _E2M1)]), code)
+    # The first block has scale 448 and begins with a 6, so that the tensor's encode factor is a power of two.
+    return value * want.spread(scale) * 2.0 ** (want.draw.index(4) - 8)
+
+
+def _lattice(want: Wanted) -> torch.Tensor:
+    x = _look_up(torch.tensor(_LATTICE), want.draw.below(len(_LATTICE), *want.shape))
+    return _pin(want, x, torch.full(want.blocks, 6.0)).mul_(2.0 ** (want.draw.index(4) - 3))
+
+
+def _rounding(want: Wanted) -> torch.Tensor:
+    return want.draw.normal(*want.shape).mul_(want.spread(_power_of_two(want.draw.below(13, *want.blocks) - 6)))
+
+
+def _positive(want: Wanted) -> torch.Tensor:
+    return want.draw.normal(*want.shape).abs_()
+
+
+def _cancelling(want: Wanted) -> torch.Tensor:
+    # x is [p, p] and w is [q, -q] with a few elements of the second q halved; whole blocks, so that both halves have
+    # the same scales. What is left over of K, less than two blocks, is small.
+    x = _rounding(want)
+    half = want.columns // (2 * BLOCK) * BLOCK
+    first = x[:, :half]
+    if want.role == "w":
+        first = torch.where(want.draw.one_in(32, want.rows, half), 0.5, 1.0).mul_(first).neg_()
+    x[:, half : 2 * half] = first
+    x[:, 2 * half :] *= 2.0**-6
+    return x
+
+
+GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
+    "normal": _normal,
+    "uniform": _uniform,
+    "outliers": _outliers,
+    "tiles": _tiles,
+    "e2m1-ties": _e2m1_ties,
+    "e4m3-ties": _e4m3_ties,
+    "low-rows": _low_rows,
+    "huge": _huge,
+    "subnormal": _subnormal,
+    "zeros": _zeros,
+    "negative-zeros": _negative_zeros,
+    "nan": _nan,
+    "inf": _inf,
+    "position": _position,
+    "lattice": _lattice,
+    "rounding": _rounding,
+    "positive": _positive,
+    "cancelling": _cancelling,
+}
+
+
+def generate(family: str, draw: Draw, shape: tuple[int, int], dtype: torch.dtype, role: str) -> torch.Tensor:
+    """The matrix (M, K) of a family in `dtype` (float32, bfloat16, float16), contiguous; blocks of 16 run along K."""
+    if 0 in shape:
+        return torch.zeros(shape, dtype=dtype)
+    return GENERATORS[family](Wanted(draw, *shape, dtype, role)).to(dtype)

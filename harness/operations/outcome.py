@@ -1,0 +1,29 @@
+"""What judging one case gives, before it becomes a record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from harness.checks.stage import StageResult
+from reference.bounds import Bounds
+
+
+@dataclass
+class Outcome:
+    """Stages in order, the backend's bytes, and its values beside the reference's."""
+
+    stages: list[StageResult] = field(default_factory=list)
+    outputs: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    actual: torch.Tensor | None = None
+    expected: torch.Tensor | None = None
+    """Values of the kernel and of the reference, for the figures that are for information."""
+    limits: Bounds | None = None
+    """Of a gemm: what was right for each output."""
+    seconds: float | None = None
+    seconds_reference: float | None = None
+
+    def actual_size(self) -> int:
+        """Number of the kernel's values."""
+        return 0 if self.actual is None else self.actual.numel()

@@ -1,0 +1,79 @@
+"""Running a backend several times, guarded: rule 5 of tolerance.md."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+
+from harness.backend import Backend
+from harness.checks.stage import StageResult
+from harness.finding import spaced
+from harness.guard import POISON, Guard, unwritten
+
+Tensors = dict[str, torch.Tensor | None]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a time is a time and a fault shows where it happened."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def repeated(
+    backend: Backend, device: torch.device, inputs: Tensors, call: Callable[[Tensors], Tensors]
+) -> tuple[Tensors, list[StageResult], float]:
+    """Run `call` once per variation of the backend, on guarded copies of `inputs`.
+
+    Gives the first run's outputs, the stages `memory` (guard zones intact, inputs unchanged) and `repeat` (the same
+    bytes every time, every element written), and the seconds of the fastest run.
+    """
+    runs: list[Tensors] = []
+    memory: list[str] = []
+    seconds = float("inf")
+    variations = backend.variations(device)
+    for number, (name, context) in enumerate(variations.items()):
+        guard = Guard(POISON[number % len(POISON)])
+        given = {key: None if t is None else guard.guarded(t, key) for key, t in inputs.items()}
+        with context() or nullcontext(), guard:
+            synchronize(device)
+            start = time.perf_counter()
+            outputs = call(given)
+            synchronize(device)
+            seconds = min(seconds, time.perf_counter() - start)
+        memory += [f"{text} ({name})" for text in guard.violations()]
+        runs.append({key: None if t is None else t.clone() for key, t in outputs.items()})
+    protected = StageResult("memory", "guard", compared=len(inputs) * len(runs), mismatches=len(memory))
+    if memory:
+        protected.sentence = "out of bounds: " + "; ".join(memory[:3])
+    return runs[0], [protected, _agree(runs, list(variations))], seconds
+
+
+def _agree(runs: list[Tensors], names: list[str]) -> StageResult:
+    result = StageResult("repeat", "repeat", compared=sum(t.numel() for t in runs[0].values() if t is not None))
+    for number, run in enumerate(runs[1:], 1):
+        for key, first in runs[0].items():
+            other = run[key]
+            if first is None or other is None:
+                continue
+            different = _different(first, other)
+            if not different:
+                continue
+            result.mismatches += different
+            missing = unwritten(first, other, (POISON[0], POISON[number % len(POISON)]))
+            if not result.sentence:
+                of = f"{spaced(first.numel())} elements of {key}"
+                result.sentence = (
+                    f"{spaced(missing)} of {of} were never written"
+                    if missing
+                    else f"{spaced(different)} of {of} differ between {names[0]} and {names[number]}"
+                )
+    return result
+
+
+def _different(a: torch.Tensor, b: torch.Tensor) -> int:
+    rows = (t.contiguous().view(torch.uint8).view(t.numel(), t.element_size()) for t in (a, b))
+    x, y = rows
+    return 0 if torch.equal(x, y) else int((x != y).any(1).sum())

@@ -1,0 +1,162 @@
+"""The pytest plugin: TOML case files are collected, a case is an item, records become a report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.case import Case, CaseFileError, load
+
+if TYPE_CHECKING:
+    from harness.backend import Backend
+
+_ATTRIBUTE = "narrowgauge"
+"""Of a test report: the record. Plain values, so it crosses from an xdist worker to the controller."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("narrowgauge")
+    group.addoption("--backend", default="native", help="native, reference, or package.module:Name (default: native)")
+    group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the cases run (default: cpu)")
+    group.addoption("--case-seed", type=int, default=0, help="seed of the inputs, beside the case's id (default: 0)")
+    group.addoption(
+        "--report-dir", default="reports/latest", metavar="DIR", help="report of the cases (default: reports/latest)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick: a case of the quick tier")
+    config.addinivalue_line("markers", "full: a case of the full tier only")
+    config.pluginmanager.register(Session(config), "narrowgauge-session")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Case files: *.toml in a folder called cases, and any *.toml named on the command line."""
+    if file_path.suffix != ".toml":
+        return None
+    if file_path.parent.name == "cases" or parent.session.isinitpath(file_path):
+        return CaseFile.from_parent(parent, path=file_path)
+    return None
+
+
+class CaseFile(pytest.File):
+    """One TOML file of the matrix."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        try:
+            cases = load(self.path)
+        except CaseFileError as error:
+            raise self.CollectError(str(error)) from error
+        for case in cases:
+            yield CaseItem.from_parent(self, name=case.id, case=case)
+
+
+class CaseFailed(Exception):
+    """A case whose verdict is not pass; the record says why."""
+
+
+class CaseItem(pytest.Item):
+    """One case."""
+
+    def __init__(self, *, case: Case, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.case = case
+        self.record: dict[str, Any] | None = None
+        self.add_marker(getattr(pytest.mark, case.tier))
+
+    def runtest(self) -> None:
+        from harness.runner import run_case
+
+        session = self.config.pluginmanager.get_plugin("narrowgauge-session")
+        assert isinstance(session, Session)
+        option = self.config.option
+        record = run_case(self.case, session.backend(), device=option.device, seed=option.case_seed)
+        self.record = record.to_dict()
+        self.user_properties += [(name, self.record[name]) for name in ("verdict", "stage", "compared", "mismatches")]
+        if record.verdict == "unsupported":
+            pytest.skip(record.message)
+        if record.verdict != "pass":
+            raise CaseFailed(record.message)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The first-failure view in place of a traceback, which would show the harness and not the kernel."""
+        from harness.view import first_failure
+
+        if isinstance(excinfo.value, CaseFailed) and self.record is not None:
+            return first_failure(self.record)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, self.name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    if isinstance(item, CaseItem) and call.when == "call" and item.record is not None:
+        setattr(report, _ATTRIBUTE, item.record)
+    return report
+
+
+class Session:
+    """What lasts a run: the backend, once a process, and the records, on the controller alone."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.is_worker = hasattr(config, "workerinput")
+        self.records: list[dict[str, Any]] = []
+        self.started = time.monotonic()
+        self.page: Path | None = None
+        self._backend: Backend | None = None
+
+    def backend(self) -> Backend:
+        """The backend of the run, loaded at the first case."""
+        from harness.backend import load_backend
+        from harness.pool import limit_threads
+
+        if self._backend is None:
+            limit_threads(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+            self._backend = load_backend(self.config.option.backend)
+        return self._backend
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.is_worker:
+            return
+        if record := getattr(report, _ATTRIBUTE, None):
+            self.records.append(record)
+        elif str(report.when) == "???" and ".toml::" in report.nodeid:  # how xdist reports a worker that died
+            self.records.append(self._crash(report))
+
+    def _crash(self, report: pytest.TestReport) -> dict[str, Any]:
+        from harness.runner import new_record
+
+        path, _, name = report.nodeid.partition("::")
+        case = next(case for case in load(self.config.rootpath / path) if case.id == name)
+        option = self.config.option
+        record = new_record(case, backend=option.backend, device=option.device, seed=option.case_seed)
+        record.verdict, record.message = "crash", "the pytest worker died while it ran this case"
+        return record.to_dict()
+
+    @pytest.hookimpl
+    def pytest_sessionfinish(self) -> None:
+        if self.is_worker or not self.records:
+            return
+        from harness.environment import describe_run
+        from harness.report import write
+
+        option = self.config.option
+        environment = describe_run(backend=option.backend, device=option.device, seed=option.case_seed)
+        directory = self.config.rootpath / option.report_dir
+        self.page = write(self.records, environment, directory, elapsed=time.monotonic() - self.started)
+
+    @pytest.hookimpl
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.page is not None:
+            terminalreporter.section("narrowgauge")
+            terminalreporter.line(f"{len(self.records)} cases; report: {self.page}")

@@ -1,0 +1,75 @@
+"""The summary in a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.record import VERDICTS, succeeded
+from harness.report import tables, text
+
+_SHORT = {"unsupported": "unsup."}
+_STYLES = {"pass": "blue", "unsupported": "yellow"}
+_RED = "bold red"
+
+
+def print_summary(records: list[dict[str, Any]], console: Console) -> None:
+    """Print a row per operation, recipe and dtype, what was not compared, and the verdict."""
+    # A terminal that cannot encode the glyphs must not turn a verdict into an exception.
+    marks = {v: v if console.options.ascii_only else glyph for v, glyph in text.GLYPHS.items()}
+    rows = tables.summary(records)
+    if rows:
+        console.print(_table(rows, marks))
+    console.print(Text(text.not_compared(records)))
+    verdict = "pass" if succeeded(records) else "fail"
+    console.print(Text(f"{marks[verdict]} {text.verdict_line(records)}", style=_style(verdict)))
+
+
+def _table(rows: list[dict[str, Any]], marks: dict[str, str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("")
+    table.add_column("operation", no_wrap=True)
+    table.add_column("recipe", overflow="fold")
+    table.add_column("dtype", overflow="fold")
+    table.add_column("passed", justify="right", no_wrap=True)
+    table.add_column("not passed")
+    for name in ("compared", "wrong", "ulp", "budget", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        verdict = _verdict(row)
+        table.add_row(
+            marks[verdict],
+            *(Text(row[key]) for key in ("operation", "recipe", "dtype")),
+            f"{row['pass']}/{row['cases']}",
+            ", ".join(f"{row[v]} {_SHORT.get(v, v)}" for v in VERDICTS if v != "pass" and row[v]),
+            _compact(row["compared"]),
+            _compact(row["mismatches"]),
+            _compact(row["max_ulp"]),
+            text.number(row["budget_max"]),
+            text.duration(row["seconds"]),
+            style=_style(verdict) if verdict != "pass" else "",
+        )
+    return table
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    red = [v for v in VERDICTS if v not in ("pass", "unsupported") and row[v]]
+    return red[0] if red else "unsupported" if row["unsupported"] else "pass"
+
+
+def _style(verdict: str) -> str:
+    return _STYLES.get(verdict, _RED)
+
+
+def _compact(value: int | None) -> str:
+    """A count in six characters at most: exact up to 99 999, then three digits."""
+    if value is None or value < 100_000:
+        return text.number(value)
+    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if value < 999.5 * size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value / 1e12:.3g}T"

@@ -1,0 +1,110 @@
+"""Text: the sentences and figures that page, summary and terminal share."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from harness.record import VERDICTS, succeeded
+
+_QUANTIZED = ("amax", "tensor scale", "scales", "codes")
+STAGES = {
+    "quantize": (*_QUANTIZED, "values"),
+    "gemm": (*(f"{operand}.{stage}" for operand in "xw" for stage in _QUANTIZED), "output"),
+}
+"""What a kernel can show of an operation. A stage that a record lacks was not observed."""
+GLYPHS = {"pass": "✓", "fail": "✗", "error": "!", "crash": "‼", "timeout": "…", "unsupported": "–"}
+
+
+def number(value: float | str | None) -> str:
+    """A figure for people: thousands apart, four digits of a fraction, nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", " ")
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def share(value: float | None) -> str:
+    """A share as percent. It says 100 % and 0 % only of all and none."""
+    if value is None:
+        return ""
+    percent = f"{100 * value:.3g}"
+    if percent == "100" and value < 1:
+        percent = "> 99.9"
+    return f"{percent} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds to three digits, or minutes and seconds."""
+    if seconds is None or math.isnan(seconds):
+        return ""
+    if seconds >= 99.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    return f"{seconds:.3g} s"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 case`, `2 cases`."""
+    return f"{number(count)} {noun}" + ("" if count == 1 else "s")
+
+
+def verdict_counts(records: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Records of each verdict that occurs, in the order of `VERDICTS`."""
+    counts = Counter(record["verdict"] for record in records)
+    return {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
+
+
+def verdict_line(records: list[dict[str, Any]], elapsed: float | None = None) -> str:
+    """The run in one sentence. A run without a case is red: nothing ran."""
+    duration_of_run = f" in {duration(elapsed)}" if elapsed is not None else ""
+    if not records:
+        return f"nothing ran{duration_of_run}: no case, so no verdict"
+    if succeeded(records):
+        compared = number(sum(record["compared"] for record in records))
+        return f"{plural(len(records), 'case')} passed{duration_of_run}, {compared} elements compared"
+    counts = verdict_counts(records)
+    wrong = len(records) - counts.get("pass", 0)
+    named = ", ".join(f"{number(count)} {verdict}" for verdict, count in counts.items() if verdict != "pass")
+    return f"{number(wrong)} of {plural(len(records), 'case')} did not pass{duration_of_run}: {named}"
+
+
+def not_compared(records: list[dict[str, Any]]) -> str:
+    """What the run says nothing about: cases without a result, and stages that a result did not show."""
+    cases: Counter[str] = Counter()
+    stages: Counter[str] = Counter()
+    for record in records:
+        if record["verdict"] not in ("pass", "fail"):
+            cases[record["verdict"]] += 1
+            continue
+        if not record["compared"]:
+            cases["without a compared element"] += 1
+        compared = {entry.get("stage"): entry.get("compared") for entry in record["stages"]}
+        expected = dict.fromkeys([*STAGES.get(record["operation"], ()), *compared])
+        stages.update(f"{record['operation']} {stage}" for stage in expected if not compared.get(stage))
+    parts = []
+    if cases:
+        parts.append("cases: " + ", ".join(f"{number(count)} {what}" for what, count in sorted(cases.items())))
+    if stages:
+        listed = (f"{stage} in {plural(count, 'case')}" for stage, count in stages.most_common())
+        parts.append(f"stages not observed: {', '.join(listed)}")
+    otherwise = "no case and no stage" if records else "everything"
+    return f"Not compared: {'; '.join(parts) or otherwise}."
+
+
+def sentence(record: dict[str, Any]) -> str:
+    """What is wrong with a record: its message, or its first finding's sentence."""
+    return record["message"] or next((s for f in record["findings"] if (s := f.get("sentence"))), "")
+
+
+def reproduction(record: dict[str, Any]) -> str:
+    """The shell line that shows a record's case again."""
+    case = "'" + record["case"].replace("'", "'\"'\"'") + "'"
+    backend, device = shlex.quote(record["backend"]), shlex.quote(record["device"])
+    return f"narrowgauge show {case} --backend {backend} --device {device} --seed {record['seed']}"

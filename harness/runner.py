@@ -1,0 +1,137 @@
+"""One case on one backend: inputs, run, checks, record. Nothing here raises for what a backend does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from harness.backend import Backend, BackendError, Unsupported
+from harness.case import Case
+from harness.record import Record
+from reference.recipes import recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from harness.capture import Captured
+    from harness.inputs import Inputs
+    from harness.operations.outcome import Outcome
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+ALLCLOSE = 8e-3
+"""The tolerance of Transformer Engine's own NVFP4 GEMM test, reported and never used for a verdict."""
+
+
+def new_record(case: Case, *, backend: str, device: str, seed: int) -> Record:
+    """The record of a case before anything was measured."""
+    return Record(
+        case=case.id, file=case.file, operation=case.operation, recipe=case.recipe,
+        shape="x".join(map(str, case.shape)), dtype=case.dtype, inputs=case.inputs, flags="+".join(case.flags),
+        tier=case.tier, backend=backend, device=device, seed=seed,
+    )  # fmt: skip
+
+
+def run_case(
+    case: Case, backend: Backend, *, device: str = "cpu", seed: int = 0, captures: Captured | None = None
+) -> Record:
+    """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file."""
+    record = new_record(case, backend=backend.name, device=device, seed=seed)
+    try:
+        inputs = make_case_inputs(case, seed=seed, captures=captures, device=device)
+        record.input_digest = digest((inputs.x, inputs.w, inputs.c, inputs.bias))
+        outcome = judge(case, inputs, backend)
+    except Unsupported as error:
+        record.verdict, record.message = "unsupported", str(error)
+        return record
+    except BackendError as error:
+        record.verdict, record.message = "error", str(error)
+        return record
+    _fill(record, outcome)
+    return record
+
+
+def make_case_inputs(case: Case, *, seed: int, captures: Captured | None, device: str) -> Inputs:
+    """The case's inputs, on `device`."""
+    from harness.inputs import Inputs, make_inputs
+
+    made = make_inputs(case, seed=seed, captured=captures)
+    return Inputs(*(None if t is None else t.to(device) for t in (made.x, made.w, made.c, made.bias)))  # type: ignore[arg-type]
+
+
+def judge(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+    """The outcome of a case. Raises BackendError and Unsupported for what the backend does."""
+    import torch
+
+    from harness.operations.gemm import judge_gemm
+    from harness.operations.quantize import judge_quantize
+
+    if case.operation == "quantize":
+        return judge_quantize(inputs.x, recipe(case.recipe), backend)
+    assert inputs.w is not None
+    out_dtype = getattr(torch, _DTYPES[case.dtypes[2]])
+    return judge_gemm(
+        inputs.x, inputs.w, recipe(case.recipe), backend, out_dtype=out_dtype, c=inputs.c, bias=inputs.bias
+    )
+
+
+def digest(tensors: Iterable[torch.Tensor | None]) -> str:
+    """64 bits of BLAKE2 over the tensors' bytes; every NaN counts as the same one."""
+    import torch
+
+    state = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        plain = tensor.detach().cpu().contiguous()
+        if plain.is_floating_point():
+            plain = plain.masked_fill(plain.isnan(), torch.nan)
+        state.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    return state.hexdigest()
+
+
+def _fill(record: Record, outcome: Outcome) -> None:
+    wrong = [s for s in outcome.stages if not s.right]
+    record.stages = [s.entry() for s in outcome.stages]
+    record.compared = sum(s.compared for s in outcome.stages)
+    record.mismatches = sum(s.mismatches for s in outcome.stages)
+    record.findings = [s.finding for s in wrong if s.finding is not None]
+    record.max_ulp = max((s.max_ulp for s in wrong if s.max_ulp is not None), default=None)
+    for stage in outcome.stages:
+        for name, value in stage.figures.items():
+            setattr(record, name, value)
+    if wrong:
+        record.verdict, record.stage, record.message = "fail", wrong[0].stage, f"{wrong[0].stage}: {wrong[0].sentence}"
+    elif not any(s.compared for s in outcome.stages if s.rule in ("exact", "bound")) and _size(record):
+        record.verdict, record.message = "error", "nothing was compared"
+    record.seconds, record.seconds_reference = outcome.seconds, outcome.seconds_reference
+    record.output_digest = digest(outcome.outputs.values())
+    if outcome.actual is not None and outcome.expected is not None and outcome.actual.numel():
+        for name, value in informative(outcome.actual, outcome.expected).items():
+            setattr(record, name, value)
+
+
+def _size(record: Record) -> bool:
+    return all(int(extent) > 0 for extent in record.shape.split("x"))
+
+
+def informative(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+    """What other harnesses would have said; no verdict depends on it.
+
+    allclose at 8e-3; signal over difference in dB (inf where equal); shares within a relative 1e-1 … 1e-6.
+    """
+    import torch
+
+    a, e = actual.double(), expected.double()
+    same = (a == e) | (a.isnan() & e.isnan())
+    if bool(same.all()):
+        return {"allclose": True, "sqnr_db": float("inf"), "sweep": [1.0] * 6}
+    difference = torch.where(same, 0.0, (a - e).abs()).nan_to_num(nan=torch.inf)
+    noise, signal = float((difference**2).sum()), float((e.nan_to_num() ** 2).sum())
+    relative = difference / e.abs()
+    close = difference <= ALLCLOSE + ALLCLOSE * e.abs()
+    return {
+        "allclose": bool((close | same).all()),
+        "sqnr_db": float(10 * torch.log10(torch.tensor(signal / noise))) if noise else float("inf"),
+        "sweep": [float(((relative <= 10.0**-n) | same).double().mean()) for n in range(1, 7)],
+    }

@@ -1,0 +1,50 @@
+"""What a person sees of one record in a terminal: the first-failure view of style.md, as far as a terminal goes."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+
+def reproduction(record: dict[str, Any]) -> str:
+    """The line that runs this case again and shows its stages."""
+    words = ["narrowgauge", "show", record["case"], "--backend", record["backend"], "--device", record["device"]]
+    if record["seed"]:
+        words += ["--seed", str(record["seed"])]
+    if record["inputs"] and ":" in record["inputs"]:
+        words += ["--input", record["file"]]
+    return shlex.join(words)
+
+
+def first_failure(record: dict[str, Any]) -> str:
+    """Sentence, reproduction line, then every wrong stage with its first and its worst element."""
+    lines = [f"{record['verdict']}: {record['message']}", f"reproduce: {reproduction(record)}"]
+    for found in record["findings"]:
+        lines += ["", f"{found['stage']} ({found['rule']}): {found['sentence']}"]
+        lines += _elements(found["elements"])
+        lines += _counts(found["modulo"])
+    judged = ", ".join(f"{s['stage']} {'✗' if s['sentence'] else '✓'}" for s in record["stages"])
+    if judged:
+        lines += ["", f"stages: {judged}"]
+    return "\n".join(lines)
+
+
+def _elements(elements: list[dict[str, Any]]) -> list[str]:
+    if not elements:
+        return []
+    names = list(dict.fromkeys(key for element in elements for key in element))
+    rows = [names, *([str(element.get(name, "")) for name in names] for element in elements)]
+    label = max(len(name) for name in names)
+    widths = [max(len(row[i]) for i in range(len(names))) for row in rows[1:]]
+    return [
+        "  " + "  ".join([name.ljust(label), *(row[i].rjust(w) for row, w in zip(rows[1:], widths, strict=True))])
+        for i, name in enumerate(names)
+    ]
+
+
+def _counts(modulo: dict[str, dict[str, list[int]]]) -> list[str]:
+    return [
+        f"  by {axis} modulo 16: {' '.join(map(str, counts['16']))}"
+        for axis, counts in modulo.items()
+        if any(counts["16"])
+    ]

@@ -1,0 +1,54 @@
+"""The golden vectors: inputs, and the bytes that Transformer Engine's own references give for them.
+
+They lie beside the checkout, in `shared/golden`, whose README names every array.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "shared" / "golden"
+
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def golden(pattern: str) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`, one a file: its path, with its stem for an id.
+
+    Where the folder is missing there is one parameter, which skips and says so. A pattern that matches nothing in a
+    folder that exists is a mistake, and raises.
+    """
+    if not FOLDER.is_dir():
+        reason = f"golden vectors not found at {FOLDER}; nothing is checked against Transformer Engine's bytes"
+        return [pytest.param(FOLDER / pattern, id=f"no-golden-{pattern}", marks=pytest.mark.skip(reason=reason))]
+    paths = sorted(FOLDER.glob(pattern))
+    if not paths:
+        raise FileNotFoundError(f"no golden file in {FOLDER} is called {pattern}")
+    return [pytest.param(path, id=path.stem) for path in paths]
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+    """Every array of a golden file."""
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
+
+
+def floats(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of `dtype` whose bits are `bits` (uint16 or uint32)."""
+    return torch.from_numpy(bits.view(f"int{8 * bits.itemsize}").copy()).view(dtype)
+
+
+def quantize_input(path: Path, arrays: dict[str, np.ndarray]) -> torch.Tensor:
+    """`x` of a `quantize_*.npz`, in the dtype that its name ends with."""
+    return floats(arrays["x"], _DTYPES[path.stem.rsplit("_", 1)[1]])
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a float tensor as integers, so that equality sees signed zeros and NaN."""
+    return tensor.contiguous().view(_BITS[tensor.dtype])
