@@ -117,7 +117,8 @@ _SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 def _safetensors(path: Path) -> dict[str, _Entry]:
     def read(name: str) -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
-            return file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
 
     def entry(file: Any, name: str) -> _Entry:
         header = file.get_slice(name)

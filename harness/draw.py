@@ -70,8 +70,9 @@ class Draw:
         """float32, standard normal: a bin by its probability, then linear inside it."""
         lower, width = _normal_bins()
         out = torch.empty(math.prod(shape))
-        for part in out.split(_SLAB):
-            words = self.words(part.numel())
+        for start in range(0, len(out), _SLAB):
+            part = out[start : start + _SLAB]
+            words = self.words(len(part))
             bins = (words >> 16).add_(_BINS // 2)
             inside = words.bitwise_and_(0xFFFF).float().mul_(2.0**-16)
             # Two roundings, never one: a fused multiply-add would give other bits on other machines.

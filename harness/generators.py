@@ -200,11 +200,11 @@ def _inf(want: Wanted) -> torch.Tensor:
 def _position(want: Wanted) -> torch.Tensor:
     # A block holds all 16 codes, turned by `turn`; its scale is one of the 113 largest of E4M3. The two are different
     # for any two blocks of a 128×128 tile, and the scales alone for blocks 1 to 112 rows or 1 to 8 columns apart. x and
-    # w turn differently, or their products would be zero in one row of eight.
+    # w turn differently, or many of their products would be zero. The factors were found by trying all.
     row, block = _grid(want)
     scale_code = 0x7E - (5 * row + 17 * block) % 113
     scale = _power_of_two((scale_code >> 3) - 7) * (1 + (scale_code & 7) / 8)
-    turn = row // 8 + (3 if want.role == "x" else 5) * block
+    turn = row + (5 if want.role == "x" else 8) * block
     code = (want.spread(turn) + torch.arange(7, 7 + want.columns, dtype=torch.int32)) & 15
     value = _look_up(torch.tensor([*_E2M1, *(-v for v in _E2M1)]), code)
     # The first block has scale 448 and begins with a 6, so that the tensor's encode factor is a power of two.

@@ -117,10 +117,10 @@ class Session:
     def backend(self) -> Backend:
         """The backend of the run, loaded at the first case."""
         from harness.backend import load_backend
-        from harness.pool import limit_threads
+        from harness.pool import prepare_process
 
         if self._backend is None:
-            limit_threads(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+            prepare_process(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
             self._backend = load_backend(self.config.option.backend)
         return self._backend
 

@@ -33,17 +33,19 @@ class Settings:
 OnRecord = Callable[[dict[str, Any]], None]
 
 
-def limit_threads(workers: int) -> None:
-    """Share the cores among `workers` processes: torch's threads, and the native kernels', which follow torch."""
+def prepare_process(workers: int) -> None:
+    """Make this one of `workers` processes: its share of the cores for torch, and for the native kernels, which follow
+    torch; and subnormal numbers kept, which some library may have switched off."""
     import torch
 
+    torch.set_flush_denormal(False)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def _serve(connection: Connection, settings: Settings) -> None:
     """A worker: cases in, records out, until None comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    limit_threads(settings.workers)
+    prepare_process(settings.workers)
     from harness.backend import load_backend
     from harness.capture import Captured
     from harness.runner import run_case

@@ -109,7 +109,7 @@ def summarize(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     table["max_ulp"] = by["max_ulp"].max()
     table["exact_share"] = by["exact_share"].mean()
     table["budget_max"] = by["budget_max"].max()
-    table["seconds"] = by["seconds"].sum()
+    table["seconds"] = by["seconds"].sum(min_count=1)
     return table.reset_index()
 
 

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from native.cache import cache_key, cached
 from native.sources import ToolchainError, text
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# Without --fmad=false a product and a sum would be contracted and round once where the kernels say twice.
-FLAGS = ("--std=c++17", "--fmad=false")
+# Without --fmad=false a product and a sum would be contracted and round once where the kernels say twice. The other
+# three are NVRTC's defaults, said aloud because CuPy's own compilation of a RawModule appends -ftz=true (cupy issue
+# 9576): subnormal numbers would be lost.
+FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 
 
 @cache
@@ -28,16 +31,37 @@ def _cupy() -> Any:
     return cupy
 
 
+def architecture(capability: str) -> str:
+    """The target for a device of compute capability `capability` ("90"): with its own instructions from 9.0 on."""
+    return f"sm_{capability}a" if int(capability) >= 90 else f"sm_{capability}"
+
+
+def _cubin(source: str, target: str, extra_flags: tuple[str, ...]) -> bytes:
+    from cupy.cuda import nvrtc
+
+    options = (f"--gpu-architecture={target}", *FLAGS, *extra_flags)
+    program = nvrtc.createProgram(text(source), f"{source}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        words = nvrtc.getProgramLog(program).strip() or str(error)
+        raise ToolchainError(f"{source}.cu does not compile for {target}: {words[:2000]}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
 @cache
 def _module(source: str, device: int, extra_flags: tuple[str, ...]) -> Any:
     cupy = _cupy()
+    from cupy.cuda import nvrtc
+
+    target = architecture(cupy.cuda.Device(device).compute_capability)
+    key = cache_key(text(source), *FLAGS, *extra_flags, target, str(nvrtc.getVersion()))
+    name = f"{source}-{target}-{key}.cubin"
+    path = cached(name, lambda built: built.write_bytes(_cubin(source, target, extra_flags)))
     with cupy.cuda.Device(device):
-        try:
-            module = cupy.RawModule(code=text(source), options=(*FLAGS, *extra_flags), backend="nvrtc")
-            module.compile()
-        except cupy.cuda.compiler.CompileException as error:
-            raise ToolchainError(f"{source}.cu does not compile: {str(error)[:2000]}") from error
-    return module
+        return cupy.RawModule(path=str(path))
 
 
 def launch(
@@ -50,7 +74,7 @@ def launch(
     device: torch.device,
     extra_flags: tuple[str, ...] = (),
 ) -> None:
-    """Queue one kernel on the device's current torch stream. CuPy caches what it compiles, by text and flags.
+    """Queue one kernel on the device's current torch stream. Compiled kernels are cached by text, flags, target and compiler.
 
     Raises ToolchainError where CuPy is missing or the kernel does not compile.
     """

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import hashlib
 import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache
@@ -18,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from native.cache import cache_key, cached
 from native.sources import FOLDER, KERNELS, ToolchainError, text
 
 # -ffp-contract=off: a fused multiply-add rounds once where the kernels say twice. The next two change no result:
@@ -60,13 +58,6 @@ def compiler() -> str:
     )
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels stay: $NARROWGAUGE_CACHE, else narrowgauge below $XDG_CACHE_HOME or ~/.cache."""
-    if folder := os.environ.get("NARROWGAUGE_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
-
-
 @cache
 def _compiler_identity() -> str:
     # The predefined macros name the compiler's version and, with -march=native, this CPU's instruction sets.
@@ -102,27 +93,17 @@ def library(source: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """
     program = _program(source)
     flags = (*FLAGS, *extra_flags)
-    key = hashlib.sha256("\0".join([program, *flags, compiler(), _compiler_identity()]).encode()).hexdigest()[:24]
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{source}-{key}.so"
-    if not target.exists():
-        with (folder / f"{source}-{key}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                _compile(program, flags, target)
-    return ctypes.CDLL(str(target))
+    key = cache_key(program, *flags, compiler(), _compiler_identity())
+    return ctypes.CDLL(str(cached(f"{source}-{key}.so", lambda built: _compile(source, program, flags, built))))
 
 
-def _compile(program: str, flags: tuple[str, ...], target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        code, built = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
-        code.write_text(program, encoding="utf-8")
-        command = [compiler(), *flags, "-o", str(built), str(code)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise ToolchainError(f"{target.name.split('-')[0]}.cu does not compile: {done.stderr.strip()[:2000]}")
-        built.replace(target)
+def _compile(source: str, program: str, flags: tuple[str, ...], built: Path) -> None:
+    code = built.with_suffix(".cpp")
+    code.write_text(program, encoding="utf-8")
+    command = [compiler(), *flags, "-o", str(built), str(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ToolchainError(f"{source}.cu does not compile: {done.stderr.strip()[:2000]}")
 
 
 def launch(

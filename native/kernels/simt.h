@@ -26,6 +26,9 @@
 #ifdef SIMT_UCONTEXT
 #include <ucontext.h>
 #endif
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
 #define __global__
 #define __device__
@@ -264,12 +267,22 @@ inline void return_worker(Worker* taken) {
     idle_workers.push_back(taken);
 }
 
+// IEEE arithmetic for a launch, whatever the caller's thread was set to: nearest even, subnormal numbers kept.
+struct IeeeArithmetic {
+#ifdef __SSE__
+    unsigned saved = _mm_getcsr();
+    IeeeArithmetic() { _mm_setcsr(0x1F80); }
+    ~IeeeArithmetic() { _mm_setcsr(saved); }
+#endif
+};
+
 // Runs a grid. Returns -1, or the linear index of a block whose threads waited for each other forever.
 inline long long run_grid(const Launch& launch, void (*call)(void**), void** arguments) {
     const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
     std::atomic<unsigned> next{0};
     std::atomic<long long> stuck{-1};
     auto work = [&] {
+        IeeeArithmetic ieee;
         Worker* mine = take_worker();
         worker = mine;
         launch_shape = &launch;

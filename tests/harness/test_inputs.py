@@ -81,11 +81,11 @@ def test_any_shape_and_dtype(family, dtype):
 
 def test_bytes_are_the_same_on_every_machine():
     known = {
-        "normal": "NORMAL",
-        "e2m1-ties": "E2M1",
-        "e4m3-ties": "E4M3",
-        "subnormal": "SUBNORMAL",
-        "position": "POSITION",
+        "normal": "6a2bb94e875971b4",
+        "e2m1-ties": "c083d0f124a11b5a",
+        "e4m3-ties": "0e14ce96cab703df",
+        "subnormal": "055533e9284f3d81",
+        "position": "57cbb72346189b12",
     }
     assert {family: digest(make_inputs(quantize_case(family)).x) for family in known} == known
 
@@ -331,7 +331,7 @@ def test_lattice_is_exact_at_any_depth(depth, dtype):
     given = make_inputs(gemm_case("lattice", (96, depth, 80), f"{dtype}x{dtype}-fp32"))
     q = quantize(given.x, "nvfp4")
     assert bool((q.scales == E4M3.max_code).all())
-    scale = torch.ldexp(given.x.float().abs().max(), torch.tensor(0)) / 6
+    scale = given.x.float().abs().max() / 6
     assert bool((decode(codes(q), E2M1) * scale == given.x.float()).all())  # nothing was lost in quantizing
     assert scale.frexp().mantissa.item() == 0.5
 

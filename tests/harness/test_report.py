@@ -227,6 +227,8 @@ def test_page_limits_the_cases_of_a_group(tmp_path: Path) -> None:
 def test_not_compared(tmp_path: Path) -> None:
     shown = [{"stage": stage, "compared": 5} for stage in STAGES["quantize"]]
     assert text.not_compared([record(stages=shown)]) == "Not compared: no case and no stage."
+    empty = [{"stage": stage, "compared": 0} for stage in STAGES["quantize"]]
+    assert text.not_compared([record(shape="0x128", stages=empty)]) == "Not compared: no case and no stage."
     assert text.not_compared([]) == "Not compared: everything."
     hidden = [{"stage": "amax", "compared": 0}, *shown[2:]]
     unknown = record("c", operation="other", stages=[{"stage": "one", "compared": 0}])

@@ -381,11 +381,11 @@ def test_the_inputs_come_back_unchanged(dtype: torch.dtype) -> None:
 
 
 @SETTINGS
-@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(-120, 120), st.sampled_from(["nvfp4", "nvfp4@te-2.8"]))
+@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(-110, 110), st.sampled_from(["nvfp4", "nvfp4@te-2.8"]))
 def test_requantizing_dequantized_values_gives_the_same_codes(
     seed: int, columns: int, exponent: int, name: str
 ) -> None:
-    """Where the scale is normal, as in the golden test above; exponents within what neither end of float32 limits."""
+    """Where the scale is normal, as in the golden test above; no amax that S_enc or fl(448·amax) clamps."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(3, columns, generator=generator) * 2.0**exponent
     q = quantize(x, name)

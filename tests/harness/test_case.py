@@ -1,0 +1,280 @@
+"""Case files: what they expand to, what is selected, what a mistake says, and the committed matrix itself."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from harness.case import KEYS, OPTIONAL, Case, CaseFileError, load, load_all, nearest, select
+from harness.families import FAMILIES, families_of
+from reference.recipes import recipe
+
+CASES = Path(__file__).parents[2] / "cases"
+
+QUANTIZE = {"operation": "'quantize'", "tier": "'quick'", "recipe": "'nvfp4'", "shape": "[128, 256]"}
+QUANTIZE |= {"dtype": "'bf16'", "inputs": "'normal'"}
+GEMM = {"operation": "'gemm'", "tier": "'quick'", "recipe": "'nvfp4'", "shape": "[16, 32, 48]", "inputs": "'normal'"}
+GEMM |= {"x": "'bf16'", "w": "'fp32'", "out": "'fp16'"}
+
+
+def matrix(*tables: dict[str, str]) -> str:
+    """TOML of [[matrix]] tables of these keys and literal values."""
+    return "\n".join("[[matrix]]\n" + "\n".join(f"{key} = {value}" for key, value in t.items()) for t in tables)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*tables: dict[str, str], name: str = "a.toml", text: str | None = None) -> Path:
+        path = tmp_path / name
+        path.write_text(matrix(*tables) if text is None else text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def ids(cases: list[Case]) -> list[str]:
+    return [case.id for case in cases]
+
+
+# Expansion.
+
+
+def test_one_value_each_is_one_case(write):
+    path = write(QUANTIZE)
+    expected = Case("quantize", "nvfp4", (128, 256), "bf16", "normal", (), "quick", str(path))
+    assert load(path) == [expected]
+    assert expected.id == "quantize/nvfp4/128x256/bf16/normal"
+
+
+def test_lists_are_a_product_in_order(write):
+    lists = {"shape": "[[128, 128], [16, 32]]", "dtype": "['fp32', 'fp16']", "usage": "['rowwise', 'columnwise']"}
+    assert ids(load(write(QUANTIZE | lists))) == [
+        "quantize/nvfp4/128x128/fp32/normal",
+        "quantize/nvfp4/128x128/fp32/normal/columnwise",
+        "quantize/nvfp4/128x128/fp16/normal",
+        "quantize/nvfp4/128x128/fp16/normal/columnwise",
+        "quantize/nvfp4/16x32/fp32/normal",
+        "quantize/nvfp4/16x32/fp32/normal/columnwise",
+        "quantize/nvfp4/16x32/fp16/normal",
+        "quantize/nvfp4/16x32/fp16/normal/columnwise",
+    ]
+
+
+def test_gemm(write):
+    (case,) = load(write(GEMM))
+    assert case.id == "gemm/nvfp4/16x32x48/bf16xfp32-fp16/normal/tn"
+    assert case.shape == (16, 32, 48)
+    assert case.dtypes == ("bf16", "fp32", "fp16")
+    assert case.layout == "tn"
+    flags = {"layout": "['nn', 'nt']", "accumulate": "[false, true]", "bias": "[false, true]"}
+    cases = load(write(GEMM | flags))
+    assert [case.id.rpartition("/")[2] for case in cases] == [
+        "nn", "nn+bias", "nn+accumulate", "nn+accumulate+bias", "nt", "nt+bias", "nt+accumulate", "nt+accumulate+bias",
+    ]  # fmt: skip
+    assert {case.layout for case in cases} == {"nn", "nt"}
+
+
+def test_a_shape_may_be_empty(write):
+    assert ids(load(write(QUANTIZE | {"shape": "[0, 16]"}))) == ["quantize/nvfp4/0x16/bf16/normal"]
+
+
+@pytest.mark.parametrize("order", [("quick", "full"), ("full", "quick")])
+def test_a_case_of_both_tiers_is_quick(write, order):
+    tables = [QUANTIZE | {"tier": f"'{tier}'", "dtype": "'bf16'" if tier == "quick" else "['fp32', 'bf16']"}
+              for tier in order]  # fmt: skip
+    cases = load(write(*tables))
+    assert {(case.dtype, case.tier) for case in cases} == {("bf16", "quick"), ("fp32", "full")}
+    assert len(cases) == 2
+
+
+# Selection.
+
+
+def test_folders_and_files(write, tmp_path):
+    write(QUANTIZE | {"dtype": "'fp32'"}, name="b.toml")
+    write(QUANTIZE, name="a.toml")
+    (tmp_path / "README.md").write_text("no case file")
+    assert [case.dtype for case in load_all([tmp_path])] == ["bf16", "fp32"]
+    assert [case.dtype for case in load_all([tmp_path / "b.toml", str(tmp_path / "a.toml")])] == ["fp32", "bf16"]
+
+
+def test_a_folder_without_case_files(tmp_path):
+    with pytest.raises(CaseFileError, match=rf"{re.escape(str(tmp_path))}: holds no \*\.toml case file"):
+        load_all([tmp_path])
+
+
+def test_select_by_tier_and_keyword(write):
+    full = QUANTIZE | {"tier": "'full'", "inputs": "['normal', 'e2m1-ties']", "dtype": "['fp32', 'bf16']"}
+    cases = load(write(QUANTIZE, full))
+    assert len(select(cases)) == 4
+    assert ids(select(cases, tier="quick")) == ["quantize/nvfp4/128x256/bf16/normal"]
+    assert ids(select(cases, keyword="e2m1 and not FP32")) == ["quantize/nvfp4/128x256/bf16/e2m1-ties"]
+    assert len(select(cases, keyword="(bf16 or fp32) and normal")) == 2
+    assert select(cases, tier="quick", keyword="fp32") == []
+
+
+@pytest.mark.parametrize("keyword", ["normal and", "(normal", "and"])
+def test_a_keyword_that_cannot_be_read(keyword):
+    with pytest.raises(ValueError, match=f"cannot read the keyword expression {re.escape(repr(keyword))}: "):
+        select([], keyword=keyword)
+
+
+# Mistakes: the file, the table, the key, the nearest word.
+
+MISTAKES = [
+    (QUANTIZE | {"operation": "'quantise'"}, "operation is 'quantise' (did you mean 'quantize'?); it can be quantize"),
+    (QUANTIZE | {"operation": "['quantize']"}, "operation is ['quantize'] (did you mean 'quantize'?); it can be "),
+    ({}, "operation is None; it can be quantize, gemm"),
+    (QUANTIZE | {"tier": "'quik'"}, "tier is 'quik' (did you mean 'quick'?); it can be quick, full"),
+    (QUANTIZE | {"tier": "['quick', 'full']"}, "tier is ['quick', 'full']"),
+    ({k: v for k, v in QUANTIZE.items() if k != "tier"}, "tier is None; it can be quick, full"),
+    (QUANTIZE | {"dtpye": "'bf16'"}, "unknown key 'dtpye' (did you mean 'dtype'?); a quantize has operation, tier, "),
+    (QUANTIZE | {"accumulate": "true"}, "unknown key 'accumulate'; a quantize has "),
+    (GEMM | {"accumlate": "true"}, "unknown key 'accumlate' (did you mean 'accumulate'?); a gemm has "),
+    (GEMM | {"usage": "'rowwise'"}, "unknown key 'usage'"),
+    ({k: v for k, v in QUANTIZE.items() if k != "dtype"}, "dtype is missing; a quantize needs recipe, shape, "),
+    ({k: v for k, v in GEMM.items() if k != "out"}, "out is missing; a gemm needs recipe, shape, x, w, out, inputs"),
+    (QUANTIZE | {"inputs": "[]"}, "inputs is an empty list, which selects nothing"),
+    (QUANTIZE | {"recipe": "'nvpf4'"}, "recipe is 'nvpf4': no recipe is called 'nvpf4' (did you mean 'nvfp4'?)"),
+    (QUANTIZE | {"recipe": "'nvfp4@te-2.9'"}, "recipe nvfp4 has no dialect 'te-2.9' (did you mean 'te-2.8'?)"),
+    (QUANTIZE | {"recipe": "4"}, "recipe is 4, not a recipe's name"),
+    (QUANTIZE | {"recipe": "[['nvfp4']]"}, "recipe is ['nvfp4'], not a recipe's name"),
+    (QUANTIZE | {"shape": "[128]"}, "shape is [128]; a shape is [M, K], 2 sizes that are not negative"),
+    (QUANTIZE | {"shape": "[]"}, "shape is []; a shape is [M, K]"),
+    (QUANTIZE | {"shape": "[128, -1]"}, "shape is [128, -1]; "),
+    (QUANTIZE | {"shape": "[128, 2.5]"}, "shape is [128, 2.5]; "),
+    (QUANTIZE | {"shape": "[true, 16]"}, "shape is [True, 16]; "),
+    (QUANTIZE | {"shape": "'128x128'"}, "shape is '128x128'; "),
+    (QUANTIZE | {"shape": "[[128, 128], 128]"}, "shape is 128; "),
+    (GEMM | {"shape": "[128, 128]"}, "shape is [128, 128]; a shape is [M, K, N], 3 sizes"),
+    (QUANTIZE | {"dtype": "'bfloat16'"}, "dtype is 'bfloat16' (did you mean 'bf16'?); it can be fp32, bf16, fp16"),
+    (GEMM | {"w": "['bf16', 'fp8']"}, "w is 'fp8' (did you mean 'fp"),
+    (QUANTIZE | {"inputs": "['normal', 'outlier']"}, "inputs is 'outlier' (did you mean 'outliers'?); it can be "),
+    (QUANTIZE | {"inputs": "'lattice'"}, "inputs is 'lattice'"),
+    (GEMM | {"inputs": "'huge'"}, "inputs is 'huge'"),
+    (QUANTIZE | {"usage": "'colwise'"}, "usage is 'colwise' (did you mean 'columnwise'?); it can be rowwise"),
+    (GEMM | {"layout": "'TN'"}, "layout is 'TN'; it can be tn, nn, nt"),
+    (GEMM | {"accumulate": "'yes'"}, "accumulate is 'yes'; it can be true or false"),
+    (GEMM | {"bias": "1"}, "bias is 1; it can be true or false"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "message"), MISTAKES, ids=[message[:40] for _, message in MISTAKES])
+def test_a_mistake_names_file_table_key_and_the_nearest_word(write, table, message):
+    path = write(QUANTIZE, table)
+    with pytest.raises(CaseFileError) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}: [[matrix]] 2: ")
+    assert message in str(error.value)
+
+
+def test_mistakes_of_the_whole_file(write, tmp_path):
+    wrong = {
+        "[[matrx]]\n": "unknown key 'matrx' (did you mean 'matrix'?); a case file holds [[matrix]] tables",
+        "": "no [[matrix]] table, so no case; see cases/README.md",
+        "matrix = []\n": "no [[matrix]] table",
+        "[matrix]\ntier = 'quick'\n": "no [[matrix]] table",
+        "matrix = [1]\n": "[[matrix]] 1: is 1; a matrix is a table of keys",
+        "[[matrix]\n": "not TOML: ",
+        "[[matrix]]\ntier = 'quick'\ntier = 'full'\n": "not TOML: ",
+    }
+    for text, message in wrong.items():
+        path = write(text=text)
+        with pytest.raises(CaseFileError) as error:
+            load(path)
+        assert str(error.value).startswith(f"{path}: {message}")
+    path.write_bytes(b"\xff\xfe")
+    for unreadable in (path, tmp_path / "missing.toml"):
+        with pytest.raises(CaseFileError, match=rf"{re.escape(str(unreadable))}: cannot be read: "):
+            load(unreadable)
+
+
+def test_nearest():
+    assert nearest("quik", ["quick", "full"]) == " (did you mean 'quick'?)"
+    assert nearest("zzz", ["quick", "full"]) == ""
+
+
+# The committed matrix.
+
+QUANTIZE_SHAPES = {
+    (128, 128), (256, 256), (256, 1024), (1024, 256), (256, 272), (304, 304), (320, 256), (2048, 2048), (1024, 2048),
+    (2048, 1024), (8192, 8192),
+}  # fmt: skip
+GEMM_SHAPES = {
+    (128, 128, 128), (256, 128, 256), (256, 256, 256), (256, 1024, 256), (1024, 1024, 1024), (4096, 512, 3072),
+    (112, 128, 96), (304, 640, 304), (1008, 3072, 992), (256, 64, 256), (128, 128, 112),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def committed() -> list[Case]:
+    return load_all([CASES])
+
+
+def of(cases: list[Case], operation: str) -> list[Case]:
+    return [case for case in cases if case.operation == operation]
+
+
+def test_no_case_twice(committed):
+    assert [case for case, count in Counter(ids(committed)).items() if count > 1] == []
+
+
+def test_quick_is_large_and_has_every_family_dtype_usage_and_layout(committed):
+    quick = select(committed, tier="quick")
+    assert len(quick) >= 800
+    quantize, gemm = of(quick, "quantize"), of(quick, "gemm")
+    assert {case.inputs for case in quantize} == set(families_of("quantize"))
+    assert {case.inputs for case in gemm} == set(families_of("gemm"))
+    assert {case.dtype for case in quantize} == {"fp32", "bf16", "fp16"}
+    assert {case.dtypes[i] for case in gemm for i in range(3)} == {"fp32", "bf16", "fp16"}
+    assert {case.flags for case in quantize} == {(), ("columnwise",)}
+    assert {case.layout for case in gemm} == {"tn", "nn", "nt"}
+    assert {("accumulate" in case.flags, "bias" in case.flags) for case in gemm} == {
+        (False, False), (False, True), (True, False), (True, True),
+    }  # fmt: skip
+    assert {case.recipe for case in quick} == {"nvfp4", "nvfp4@te-2.8", "nvfp4@te-native"}
+
+
+def test_quick_has_every_shape_that_is_cheap(committed):
+    quick = {case.shape for case in select(committed, tier="quick")}
+    assert (QUANTIZE_SHAPES | GEMM_SHAPES) - quick == {(8192, 8192), (4096, 512, 3072)}
+
+
+def test_full_is_the_product(committed):
+    cases = {(c.shape, c.dtype, c.inputs, c.flags) for c in of(committed, "quantize") if c.recipe == "nvfp4"}
+    for shape in QUANTIZE_SHAPES:
+        for family in families_of("quantize"):
+            for dtype in ("fp32", "bf16", "fp16"):
+                assert {(shape, dtype, family, ()), (shape, dtype, family, ("columnwise",))} <= cases
+    cases = {(c.shape, c.dtype, c.inputs, c.flags) for c in of(committed, "gemm") if c.recipe == "nvfp4"}
+    for shape in GEMM_SHAPES:
+        for family in families_of("gemm"):
+            for dtype in (
+                f"{x}x{w}-{out}" for x in ("fp32", "bf16") for w in ("fp32", "bf16") for out in ("bf16", "fp32")
+            ):
+                for layout in ("tn", "nn", "nt"):
+                    assert {(shape, dtype, family, (layout,)), (shape, dtype, family, (layout, "accumulate"))} <= cases
+
+
+def test_the_readme_names_every_key_value_and_family():
+    text = (CASES / "README.md").read_text(encoding="utf-8")
+    table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| `")]
+    for operation, keys in KEYS.items():
+        for key in ["operation", "tier", *keys]:
+            rows = [cells for cells in table if f"`{key}`" in cells[0]]
+            assert rows, f"cases/README.md has no row for {key} of {operation}"
+            for default in OPTIONAL.get(key, []):
+                shown = str(default).lower() if isinstance(default, bool) else default
+                assert rows[0][-1].strip() == f"`{shown}`"
+    for word in ["quick", "full", *FAMILIES]:
+        assert f"`{word}`" in text
+
+
+def test_the_readme_example_is_eight_cases(write):
+    example = (CASES / "README.md").read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
+    assert len(load(write(text=example))) == 8
+
+
+def test_every_case_names_a_recipe(committed):
+    assert {str(recipe(case.recipe)) for case in committed} == {case.recipe for case in committed}
