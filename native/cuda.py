@@ -74,7 +74,7 @@ def launch(
     device: torch.device,
     extra_flags: tuple[str, ...] = (),
 ) -> None:
-    """Queue one kernel on the device's current torch stream. Compiled kernels are cached by text, flags, target and compiler.
+    """Queue one kernel on the device's current torch stream; compiled kernels are cached by text, flags, target.
 
     Raises ToolchainError where CuPy is missing or the kernel does not compile.
     """

@@ -7,13 +7,17 @@ constexpr int BLOCK = 16;
 constexpr float MAX_PRODUCT = 2688.0f;               // 448 * 6
 constexpr float RECIPROCAL_6 = 0x1.555556p-3f;       // fl(1/6)
 constexpr float RECIPROCAL_2688 = 0x1.861862p-12f;   // fl(1/2688)
-constexpr float LARGEST = 0x1.fffffep127f;
+constexpr u32 LARGEST_BITS = 0x7F7FFFFFu;
 
 // Order of operations of the block scale.
 enum BlockScale { AMAX_TIMES_ENC_SIXTH = 0, AMAX_SIXTH_TIMES_ENC = 1 };
 
-// min that keeps NaN, which fminf would drop.
-__device__ __forceinline__ float at_most_largest(float x) { return x > LARGEST ? LARGEST : x; }
+// min(x, FLT_MAX) of a quotient that is not negative; NaN stays. On the bits, because GCC 13 takes an infinite quotient
+// for proof that the divisor is 0, a subnormal one included, and then folds the comparisons around it.
+__device__ __forceinline__ float at_most_largest(float x) {
+    const u32 bits = __float_as_uint(x);
+    return __uint_as_float(bits == FLOAT_INF_BITS ? LARGEST_BITS : bits);
+}
 
 __device__ __forceinline__ float nvfp4_tensor_scale(float amax) {
     const float scale = at_most_largest(MAX_PRODUCT / amax);
