@@ -184,6 +184,23 @@ def doctor() -> None:
     Console().print(table, markup=False)
 
 
+@app.command()
+def bench(device: Device = "cpu") -> None:
+    """Time the reference and the native kernels beside ceilings measured in the same run."""
+    _check_device(device)
+    from rich.console import Console
+    from rich.table import Table
+
+    from harness.bench import measure
+
+    table = Table("", "ms", "spread", "rate", "× ceiling", box=None)
+    for row in measure(device):
+        ratio = "" if row.ceiling is None else f"{row.milliseconds / row.ceiling:.2f}"
+        rate = f"{row.rate:.0f} M {row.unit}"
+        table.add_row(row.name, f"{row.milliseconds:.2f}", f"{row.spread:.2f}", rate, ratio)
+    Console(width=100).print(table)
+
+
 def main() -> None:
     """Entry point; the output is UTF-8 whatever the locale."""
     for stream in (sys.stdout, sys.stderr):

@@ -1,0 +1,49 @@
+# make report    the quick tier of the case matrix; the page is reports/latest/index.html
+# make test      lint, the tests of the three packages, and the quick tier under pytest
+# make bench     speed of the reference and of the native kernels
+#
+# Each sets itself up in .venv the first time. DEVICE=cuda runs on a GPU. PY=python3 uses that interpreter as it is, where
+# it already has everything (a GPU container, say).
+
+DEVICE ?= cpu
+PYTHON ?= python3
+VENV := .venv
+
+ifeq ($(origin PY),undefined)
+PY := $(VENV)/bin/python
+READY := $(VENV)/ready-$(DEVICE)
+endif
+
+ifeq ($(DEVICE),cuda)
+# Pick cuda12 for a CUDA 12 driver.
+CUDA ?= cuda13
+INSTALL := -e '.[test,$(CUDA)]'
+else
+INSTALL := -c constraints-cpu.txt -e '.[test]'
+endif
+
+.PHONY: report test lint bench clean
+
+report: $(READY)
+	$(PY) -m harness run --tier quick --device $(DEVICE)
+
+test: lint
+	$(PY) -m pytest -n auto -m "quick or not full" --device $(DEVICE)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(READY)
+	$(PY) -m harness bench --device $(DEVICE)
+
+$(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "narrowgauge needs Python 3.11 or later; $(PYTHON) is not: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(INSTALL)
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis reports/latest
