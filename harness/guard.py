@@ -18,8 +18,15 @@ POISON = (0xFF, 0xA5, 0x3C, 0x81)
 """Poison of successive runs; 0xFF is NaN in every floating dtype."""
 
 _aten = torch.ops.aten
-_ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.zeros.default, _aten.new_zeros.default}
-_LIKE = {_aten.empty_like.default, _aten.zeros_like.default}
+_EMPTY = {
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default, _aten.empty_permuted.default,
+}  # fmt: skip
+_FILLED = {
+    _aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.ones.default,
+    _aten.ones_like.default, _aten.new_ones.default, _aten.full.default, _aten.full_like.default,
+    _aten.new_full.default,
+}  # fmt: skip
 
 
 class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -31,31 +38,37 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._buffers: list[tuple[torch.Tensor, str]] = []
         self._inputs: list[tuple[torch.Tensor, torch.Tensor, str]] = []
 
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, what: str) -> torch.Tensor:
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, torch.compile would step aside, and its function be judged as it runs uncompiled."""
+        return True
+
+    def _allocate(self, like: torch.Tensor, device: Any, what: str) -> torch.Tensor:
+        """Guarded memory with the shape, strides and dtype of `like`, whose elements lie dense."""
+        size = like.numel() * like.dtype.itemsize
         buffer = torch.full((ZONE + size + ZONE,), self.poison, dtype=torch.uint8, device=device)
         self._buffers.append((buffer, what))
-        return buffer[ZONE : ZONE + size].view(dtype).view(shape)
+        inside = buffer[ZONE : ZONE + size].view(like.dtype)
+        return inside.as_strided(like.shape, like.stride(), inside.storage_offset())
 
     def guarded(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """A copy of an input between guard zones, remembered so that a change of it is seen."""
-        copy = self._allocate(tuple(tensor.shape), tensor.dtype, tensor.device, f"input {name}")
+        copy = self._allocate(tensor.contiguous(), tensor.device, f"input {name}")
         copy.copy_(tensor)
         self._inputs.append((copy, tensor, name))
         return copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ALLOCATIONS or func in _LIKE:
-            # The function itself says which shape, dtype and device it would give; meta tensors hold no memory.
+        if func in _EMPTY or func in _FILLED:
             like = args[0] if isinstance(args[0], torch.Tensor) else None
-            device = kwargs.get("device") or (torch.device("cpu") if like is None else like.device)
-            plain = func(*_meta(args), **{**kwargs, "device": "meta"})
-            if plain.is_contiguous() and not kwargs.get("pin_memory"):
-                out = self._allocate(tuple(plain.shape), plain.dtype, device, f"a tensor of shape {tuple(plain.shape)}")
-                return out.zero_() if "zeros" in func.name() else out
+            device = torch.device(kwargs.get("device") or ("cpu" if like is None else like.device))
+            if device.type != "meta":
+                # The function itself says which shape, strides and dtype it would give; meta tensors hold no memory.
+                plain = func(*_meta(args), **{**kwargs, "device": "meta"})
+                if _guardable(plain) and not kwargs.get("pin_memory"):
+                    out = self._allocate(plain, device, f"a tensor of shape {tuple(plain.shape)}")
+                    return out if func in _EMPTY else out.copy_(func(*args, **kwargs))
         return func(*args, **kwargs)
 
     def violations(self) -> list[str]:
@@ -71,6 +84,14 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 changed = int((_bytes(copy) != _bytes(original)).sum())
                 found.append(f"{changed} bytes of input {name} were changed")
         return found
+
+
+def _guardable(plain: torch.Tensor) -> bool:
+    """Whether its elements lie dense, and are any: torch makes room in an empty tensor that is given as `out`."""
+    if plain.layout != torch.strided or plain.numel() == 0:
+        return False
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True))
+    return extent == plain.numel()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from reference.layout import unpack
 from reference.quantize import encode_elements
 from reference.quantized import Quantized
 from reference.recipes import Recipe
-from reference.scaling import block_scales, tensor_scale
+from reference.scaling import block_scales, element_factors, tensor_scale
 
 
 def judge_quantize(x: torch.Tensor, recipe: Recipe, backend: Backend) -> Outcome:
@@ -98,10 +98,12 @@ def quantize_stages(x: torch.Tensor, kernel: Quantized, oracle: Quantized, prefi
         expected, actual = (int(p[row, at]) >> shift & 0xF for p in (packed, kernel.codes))
         value, raw = float_view(x[row, column])
         block = column // recipe.block[1]
-        scale = int(kernel.scales[row, block])
+        here = kernel.scales[row : row + 1, block : block + 1]
+        scale = int(here)
+        scaled = float(x[row, column].float() * element_factors(here, encode, recipe))
         return {
             "row": row, "column": column, "block": block, "lane": column % recipe.block[1], "input": value,
-            "input_bits": raw, "scale": recipe.scale.value(scale), "scale_bits": bits(scale, recipe.scale.bits),
+            "input_bits": raw, "scaled": scaled, "scale": recipe.scale.value(scale), "scale_bits": bits(scale, recipe.scale.bits),
             **_codes(expected, actual, recipe.element),
         }  # fmt: skip
 

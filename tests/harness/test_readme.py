@@ -1,0 +1,97 @@
+"""README.md is true: its report is what the harness prints, and every command in it runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.backend import Backend
+from harness.case import load
+from harness.runner import run_case
+from harness.view import first_failure
+from reference import ops
+from reference.layout import pack
+from reference.scaling import element_factors
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for language, block in BLOCKS
+    if language == "sh"
+    for line in block.splitlines()
+    if line.strip()
+]
+
+
+class TiesAway:
+    """Rounds ties of E2M1 away from zero, as >= in place of > does."""
+
+    def quantize(self, x, recipe, *, amax=None, random=None):
+        right = ops.quantize(x, recipe)
+        factors = element_factors(right.scales, right.tensor_scale, right.recipe)
+        scaled = (x.float().view(x.shape[0], -1, 16) * factors.unsqueeze(2)).view(x.shape)
+        midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+        codes = (scaled.abs().unsqueeze(2) >= midpoints).sum(2) | (scaled.signbit() * 8)
+        return pack(codes.to(torch.uint8)), right.scales, right.amax
+
+
+@pytest.mark.parametrize(("inputs", "verdict"), [("normal", "pass"), ("e2m1-ties", "fail")])
+def test_the_report_on_the_first_screen_is_what_the_harness_says(inputs: str, verdict: str) -> None:
+    cases = {case.id: case for case in load(ROOT / "cases" / "nvfp4_quantize.toml")}
+    case = cases[f"quantize/nvfp4/256x1024/bf16/{inputs}"]
+    record = run_case(case, Backend("ties_away:Backend", TiesAway())).to_dict()
+    assert record["verdict"] == verdict
+    if verdict == "fail":
+        assert first_failure(record) in README
+
+
+def test_make_knows_every_target_that_the_readme_names() -> None:
+    targets = re.findall(r"make [a-z]+(?: [A-Z]+=\w+)*", README)
+    assert {"make report", "make test", "make bench", "make report DEVICE=cuda PY=python3"} <= set(targets)
+    for target in targets:
+        done = subprocess.run([*shlex.split(target), "-n"], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands speak of: the backend of the README, its extension, and captured weights."""
+    folder = tmp_path_factory.mktemp("readme")
+    backend = next(block for language, block in BLOCKS if language == "python" and "class Backend" in block)
+    (folder / "my_kernels.py").write_text(backend, encoding="utf-8")
+    (folder / "my_extension.py").write_text(
+        "from reference import ops\n\n\ndef nvfp4_quantize(x):\n"
+        "    q = ops.quantize(x, 'nvfp4')\n    return q.codes, q.scales, q.amax\n",
+        encoding="utf-8",
+    )
+    from safetensors.numpy import save_file
+
+    weights = np.random.default_rng(0).standard_normal((96, 64), dtype=np.float32)
+    save_file({"encoder.layer.0.output.dense.weight": weights}, folder / "weights.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
+def test_every_command_of_the_readme_runs(command: str, prepared: Path, tmp_path: Path) -> None:
+    words = shlex.split(command.replace("weights.safetensors", str(prepared / "weights.safetensors")))
+    program = {"narrowgauge": [sys.executable, "-m", "harness"], "pytest": [sys.executable, "-m", "pytest"]}[words[0]]
+    extra = ["--report-dir", str(tmp_path / "report")] if words[0] == "pytest" or words[1] == "run" else []
+    if "cuda" in words:
+        words[words.index("cuda")] = "cuda" if torch.cuda.is_available() else "cpu"
+    if words[-1] == "--lf":  # the whole tier takes a minute, and `make test` runs it anyway
+        extra += ["-k", "128x128 and bf16 and outliers"]
+    done = subprocess.run(
+        [*program, *words[1:], *extra], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(prepared)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

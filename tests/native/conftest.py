@@ -1,0 +1,44 @@
+"""Kernels that are written in a test, compiled and launched through `native` like its own."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from native import sources
+
+HEADERS = sources.FOLDER
+_KERNEL = re.compile(r"__global__ void (\w+)\(")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `native` looks for sources during the test: a copy of its headers and nothing else."""
+    for header in HEADERS.glob("*.cuh"):
+        shutil.copy(header, tmp_path)
+    monkeypatch.setattr(sources, "FOLDER", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def cuda_source(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], str]:
+    """Makes a text a source of `native`: `launch(cuda_source(TEXT), "kernel", …)` runs a kernel of it.
+
+    The name is a hash of the text, so that a text is compiled once a process, into a cache of this run's own.
+    """
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
+
+    def add(text: str) -> str:
+        name = f"test_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        (folder / f"{name}.cu").write_text(text, encoding="utf-8")
+        monkeypatch.setitem(sources.KERNELS, name, tuple(_KERNEL.findall(text)))
+        return name
+
+    return add
