@@ -58,7 +58,13 @@ class Backend:
     def variations(self, device: torch.device) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
         """Ways of running an operation that must all give the same bytes."""
         if callable(given := getattr(self.doors, "variations", None)):
-            return dict(given(device))
+            try:
+                found = dict(given(device))
+            except Exception as error:
+                raise BackendError(f"variations raised {type(error).__name__}: {error}{place(error)}") from error
+            if not found:
+                raise BackendError("variations gave none; it names at least one way of running, or is left out")
+            return found
         return {"first run": contextlib.nullcontext, "second run": contextlib.nullcontext}
 
     def call(self, door: str, *arguments: Any, **options: Any) -> Any:
@@ -70,24 +76,26 @@ class Backend:
         except NotImplementedError as error:
             raise Unsupported(str(error) or f"{self.name}.{door} is not implemented for this case") from error
         except Exception as error:
-            raise BackendError(f"{door} raised {type(error).__name__}: {error}{_place(error)}") from error
+            raise BackendError(f"{door} raised {type(error).__name__}: {error}{place(error)}") from error
 
     def quantize(self, x: torch.Tensor, recipe: Recipe) -> Quantized:
         """The door, with its result brought into a Quantized whose shapes and dtypes are right."""
         return as_quantized(self.call("quantize", x, recipe), x, recipe)
 
     def tensor(
-        self, door: str, shape: tuple[int, ...], dtype: torch.dtype, *arguments: Any, **options: Any
+        self, door: str, shape: tuple[int, ...], dtype: torch.dtype, q: Quantized, *arguments: Any, **options: Any
     ) -> torch.Tensor:
-        """A door that gives a tensor. Raises BackendError where it is no tensor of that shape and dtype."""
+        """A door of `q` that gives a tensor. Raises BackendError where it has another shape, dtype or device."""
         import torch
 
-        out = self.call(door, *arguments, **options)
+        out = self.call(door, q, *arguments, **options)
         if not isinstance(out, torch.Tensor):
             raise BackendError(f"{door} gave {type(out).__name__}, not a tensor")
         if tuple(out.shape) != shape or out.dtype != dtype:
             wanted = f"{_dtype(dtype)} of shape {shape}"
             raise BackendError(f"{door} gave {_dtype(out.dtype)} of shape {tuple(out.shape)}, not {wanted}")
+        if out.device != q.codes.device:
+            raise BackendError(f"{door} gave its result on {out.device}; its input is on {q.codes.device}")
         return out
 
 
@@ -95,8 +103,9 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _place(error: BaseException) -> str:
-    trace = error.__traceback__
+def place(error: BaseException) -> str:
+    """` (at file:line)`: where an exception was raised; nothing where the backend was not even entered."""
+    trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return "" if trace is None else f" (at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
@@ -133,6 +142,15 @@ def load_backend(spec: str) -> Backend:
     return Backend(spec, found)
 
 
+def check_device(device: str) -> None:
+    """Raises BackendError where `device` is "cuda" and there is no GPU."""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BackendError("--device cuda needs a GPU, and torch sees none; `narrowgauge doctor` says more")
+
+
 def as_quantized(result: Any, x: torch.Tensor, recipe: Recipe) -> Quantized:
     """A backend's result as a Quantized of `x`.
 
@@ -144,8 +162,12 @@ def as_quantized(result: Any, x: torch.Tensor, recipe: Recipe) -> Quantized:
 
     if isinstance(result, Mapping):
         parts = dict(result)
-    elif isinstance(result, tuple):
+    elif isinstance(result, tuple | list):
+        if len(result) > 3:
+            raise BackendError(f"quantize gave {len(result)} things; it gives codes, scales and amax")
         parts = dict(zip(("codes", "scales", "amax"), result, strict=False))
+    elif not hasattr(result, "codes"):
+        raise BackendError(f"quantize gave {type(result).__name__}; it gives codes, scales and amax")
     else:
         parts = {name: getattr(result, name, None) for name in ("codes", "scales", "amax", "tensor_scale")}
     shape = (x.shape[0], x.shape[1])
@@ -174,5 +196,5 @@ def as_quantized(result: Any, x: torch.Tensor, recipe: Recipe) -> Quantized:
             )
         if part.device != x.device:
             raise BackendError(f"quantize gave {name} on {part.device}; its input is on {x.device}")
-        checked[name] = part.contiguous()
+        checked[name] = part.detach().contiguous()
     return Quantized(checked["codes"], checked["scales"], checked["amax"], recipe, shape, checked["tensor_scale"])

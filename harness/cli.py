@@ -78,11 +78,12 @@ def _check_device(device: str) -> None:
     devices = ("cpu", "cuda")
     if device not in devices:
         _stop(f"--device is {device!r}{nearest(device, devices)}; it can be {', '.join(devices)}")
-    if device == "cuda":
-        import torch
+    from harness.backend import BackendError, check_device
 
-        if not torch.cuda.is_available():
-            _stop("--device cuda needs a GPU, and torch sees none; `narrowgauge doctor` says more")
+    try:
+        check_device(device)
+    except BackendError as error:
+        _stop(str(error))
 
 
 @app.command("list")

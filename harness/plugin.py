@@ -30,6 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Markers, and the records of this run. Raises UsageError where the device is not there."""
+    from harness.backend import BackendError, check_device
+
+    try:
+        check_device(config.option.device)
+    except BackendError as error:
+        raise pytest.UsageError(str(error)) from error
     config.addinivalue_line("markers", "quick: a case of the quick tier")
     config.addinivalue_line("markers", "full: a case of the full tier only")
     config.pluginmanager.register(Session(config), "narrowgauge-session")
@@ -85,10 +92,13 @@ class CaseItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The first-failure view in place of a traceback, which would show the harness and not the kernel."""
+        from harness.backend import BackendError
         from harness.view import first_failure
 
         if isinstance(excinfo.value, CaseFailed) and self.record is not None:
             return first_failure(self.record)
+        if isinstance(excinfo.value, BackendError):
+            return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:
@@ -123,6 +133,17 @@ class Session:
             prepare_process(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
             self._backend = load_backend(self.config.option.backend)
         return self._backend
+
+    @pytest.hookimpl
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """One error for a backend that cannot be loaded, in place of one a case; xdist's workers report a case each."""
+        from harness.backend import BackendError
+
+        if not self.is_worker and not self.config.option.collectonly and any(isinstance(i, CaseItem) for i in items):
+            try:
+                self.backend()
+            except BackendError as error:
+                raise pytest.UsageError(str(error)) from error
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

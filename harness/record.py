@@ -50,6 +50,8 @@ class Record:
     budget_max: float | None = None
     """Largest |out - centre| / budget of a gemm; above 1 no right kernel goes."""
     budget_p99: float | None = None
+    budget_histogram: list[int] = field(default_factory=list)
+    """Outputs of a gemm by budget used: ten bins of 0.1, then what is above 1."""
     interval_ulps_max: int | None = None
     """Widest accepted interval, in ulps of the output: a wide one is a weak test."""
     interval_ulps_mean: float | None = None
@@ -75,7 +77,7 @@ class Record:
         return asdict(self)
 
 
-NESTED = ("sweep", "stages", "findings")
+NESTED = ("budget_histogram", "sweep", "stages", "findings")
 """Columns that hold lists; tables keep them as JSON."""
 
 _FRAME_TYPES = {

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from harness.backend import Backend, BackendError, Unsupported
+from harness.backend import Backend, BackendError, Unsupported, place
 from harness.case import Case
 from harness.record import Record
 from reference.recipes import recipe
@@ -40,14 +40,13 @@ def run_case(
     try:
         inputs = make_case_inputs(case, seed=seed, captures=captures, device=device)
         record.input_digest = digest((inputs.x, inputs.w, inputs.c, inputs.bias))
-        outcome = judge(case, inputs, backend)
+        _fill(record, judge(case, inputs, backend))
     except Unsupported as error:
         record.verdict, record.message = "unsupported", str(error)
-        return record
     except BackendError as error:
         record.verdict, record.message = "error", str(error)
-        return record
-    _fill(record, outcome)
+    except Exception as error:  # a result so odd that a check cannot read it costs its own case, not the run
+        record.verdict, record.message = "error", f"cannot be judged: {type(error).__name__}: {error}{place(error)}"
     return record
 
 
@@ -126,10 +125,10 @@ def informative(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
     same = (a == e) | (a.isnan() & e.isnan())
     if bool(same.all()):
         return {"allclose": True, "sqnr_db": float("inf"), "sweep": [1.0] * 6}
-    difference = torch.where(same, 0.0, (a - e).abs()).nan_to_num(nan=torch.inf)
-    noise, signal = float((difference**2).sum()), float((e.nan_to_num() ** 2).sum())
+    difference = torch.where(same, 0.0, (a - e).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    noise, signal = float((difference**2).sum()), float((e.nan_to_num(posinf=0.0, neginf=0.0) ** 2).sum())
     relative = difference / e.abs()
-    close = difference <= ALLCLOSE + ALLCLOSE * e.abs()
+    close = (difference <= ALLCLOSE + ALLCLOSE * e.abs()) & torch.isfinite(difference)
     return {
         "allclose": bool((close | same).all()),
         "sqnr_db": float(10 * torch.log10(torch.tensor(signal / noise))) if noise else float("inf"),

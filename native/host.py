@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import shlex
 import shutil
@@ -19,13 +20,16 @@ from native.cache import cache_key, cached
 from native.sources import FOLDER, KERNELS, ToolchainError, text
 
 # -ffp-contract=off: a fused multiply-add rounds once where the kernels say twice. The next two change no result:
-# they let comparisons and conversions be vectorized.
+# they let comparisons and conversions be vectorized. -fvisibility=hidden: GCC makes variables of inline functions and
+# templates, and so __shared__ ones, unique in the process; two kernels with one name would write to each other's.
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-    "-fPIC", "-shared", "-pthread",
+    "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
 )  # fmt: skip
 
 ORDERS = ("forward", "reverse", "shuffled")
+
+MAX_THREADS = 1024  # of a block, as in simt.h
 
 _order: ContextVar[str] = ContextVar("thread_order", default="forward")
 
@@ -71,16 +75,16 @@ def _compiler_identity() -> str:
 def _program(source: str) -> str:
     launchers = "".join(
         f"""
-extern "C" long long launch_{kernel}(void** arguments, const unsigned* shape, int order, unsigned long long seed,
-                                     int workers) {{
+SIMT_EXPORT long long launch_{kernel}(void** arguments, const unsigned* shape, int order, unsigned long long seed,
+                                      int workers) {{
     simt::Launch launch{{{{shape[0], shape[1], shape[2]}}, {{shape[3], shape[4], shape[5]}}, order, seed, workers}};
     return simt::run_grid(launch, simt::Entry<{kernel}>::call, arguments);
 }}
-extern "C" int parameters_{kernel}() {{ return simt::Entry<{kernel}>::parameters; }}
+SIMT_EXPORT int parameters_{kernel}() {{ return simt::Entry<{kernel}>::parameters; }}
 """
         for kernel in KERNELS[source]
     )
-    simt = (FOLDER / "simt.h").read_text(encoding="utf-8").replace("#pragma once\n", "")
+    simt = (FOLDER / "simt.h").read_text(encoding="utf-8").replace("#pragma once\n", "\n")
     return f'#line 1 "simt.h"\n{simt}\n{text(source)}\n{launchers}'
 
 
@@ -118,9 +122,11 @@ def launch(
 ) -> None:
     """Run one kernel to its end on `workers` OS threads.
 
-    Raises ToolchainError where it cannot be compiled, TypeError for a wrong number of arguments, RuntimeError where
-    the threads of a block wait for each other forever.
+    Raises ToolchainError where it cannot be compiled, TypeError for a wrong number of arguments, ValueError for a block
+    that no GPU runs, RuntimeError where the threads of a block wait for each other forever.
     """
+    if not 1 <= math.prod(block) <= MAX_THREADS:
+        raise ValueError(f"kernel {kernel}: a block has 1 to {MAX_THREADS} threads, not {tuple(block)}")
     compiled = library(source, extra_flags)
     expected = getattr(compiled, f"parameters_{kernel}")()
     if expected != len(arguments):

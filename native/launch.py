@@ -25,7 +25,8 @@ def launch(
     """Run `kernel` of `source`.cu over `grid` × `block` on `device`.
 
     Arguments are tensors on that device (their address is passed), None (a null pointer) and numpy scalars of the
-    parameter's type. Raises ValueError where a tensor lies elsewhere, and what the toolchains raise.
+    parameter's type. Raises ValueError where a tensor lies elsewhere or kernels do not run on the device, and what the
+    toolchains raise.
     """
     for argument in arguments:
         if isinstance(argument, torch.Tensor) and argument.device != device:
@@ -34,9 +35,11 @@ def launch(
     grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
     if device.type == "cuda":
         cuda.launch(source, kernel, grid, block, plain, device=device, extra_flags=extra_flags)
-    else:
+    elif device.type == "cpu":
         workers = torch.get_num_threads()
         host.launch(source, kernel, grid, block, plain, workers=workers, extra_flags=extra_flags)
+    else:
+        raise ValueError(f"kernel {kernel} runs on cpu and cuda, not {device}")
 
 
 def _plain(argument: Argument) -> np.generic:

@@ -67,10 +67,13 @@ def amax(x: torch.Tensor, *, propagate_nan: bool = False) -> torch.Tensor:
     """max|x| of a contiguous tensor, float32 (1,); NaN is left out unless `propagate_nan`. 0 for an empty tensor."""
     _checked(x, "x", tuple(_SUFFIX))
     out = torch.zeros(1, dtype=torch.float32, device=x.device)
-    grid = min(_AMAX_BLOCKS[x.device.type], _blocks(x.numel(), _THREADS * _AMAX_PER_THREAD))
+    grid = min(_AMAX_BLOCKS.get(x.device.type, 1), _blocks(x.numel(), _THREADS * _AMAX_PER_THREAD))
     arguments = (x, out, np.int64(x.numel()), np.int32(propagate_nan))
     launch("amax", f"amax_{_SUFFIX[x.dtype]}", (grid,), (_THREADS,), arguments, device=x.device)
     return out
+
+
+_own_amax = amax  # in quantize the name is a parameter
 
 
 def quantize(
@@ -89,7 +92,7 @@ def quantize(
         raise ValueError(f"recipe {r} rounds {r.rounding}; it takes no random bits")
     propagate_nan = r.nan == "propagate"
     if amax is None:
-        amax = globals()["amax"](x, propagate_nan=propagate_nan)
+        amax = _own_amax(x, propagate_nan=propagate_nan)
     _checked(amax, "amax", (torch.float32,), (1,))
     rows, columns = x.shape
     codes = torch.empty(codes_shape((rows, columns), r), dtype=torch.uint8, device=x.device)

@@ -35,10 +35,11 @@ def text(source: str) -> str:
 
 def _expand(path: Path, seen: set[str]) -> str:
     seen.add(path.name)
-    lines = path.read_text(encoding="utf-8").replace("#pragma once\n", "")
+    lines = path.read_text(encoding="utf-8").replace("#pragma once\n", "\n")
 
     def include(match: re.Match[str]) -> str:
         name = match.group(1)
-        return "" if name in seen else _expand(FOLDER / name, seen)
+        after = lines.count("\n", 0, match.start()) + 2
+        return "" if name in seen else f'{_expand(FOLDER / name, seen)}\n#line {after} "{path.name}"'
 
     return f'#line 1 "{path.name}"\n' + _INCLUDE.sub(include, lines)

@@ -26,7 +26,7 @@ class Bounds:
     expected: torch.Tensor
     """The reference's own output: exact sum, rounded at every step of the epilogue."""
     fused: torch.Tensor
-    """The same with α·acc + c rounded once, which is as right; `expected` itself without c."""
+    """The same with α·acc and the first addend (c, or a bias without c) rounded once, which is as right."""
     lower: torch.Tensor
     upper: torch.Tensor
     """Tier 2: a correct kernel's output lies in [lower, upper]."""
@@ -74,30 +74,27 @@ def bounds(
     error = wide.abs() * accumulation * (1 + UNIT) + UNIT * scaled.abs() + SMALLEST
     slack = 2.0**-50 * (scaled.abs() + error)
     lower, upper = scaled - error - slack, scaled + error + slack
+    # Under an infinite α the sign of the sum is all that matters, and inf - inf must not make it NaN.
+    determined = torch.isinf(wide) & (s.abs() > accumulation)
+    lower, upper = torch.where(determined, scaled, lower), torch.where(determined, scaled, upper)
 
-    product = factor * total.to_float32()
-    fused = product
-    budget = error + slack
-    centre = scaled
-    if c is None:
-        lower32, upper32 = lower.float(), upper.float()
-    else:
-        addend = c.double()
-        # Adding and rounding are monotone; the sum in float64 may itself have rounded, hence one step outward.
-        lower32 = torch.nextafter(lower + addend, torch.full_like(lower, -torch.inf)).float()
-        upper32 = torch.nextafter(upper + addend, torch.full_like(upper, torch.inf)).float()
-        fused = round_to_odd(*two_sum(scaled, addend)).float()
-        product = product + c.float()
-        centre = centre + addend
-        budget = budget + UNIT * centre.abs() + SMALLEST
-    if bias is not None:
-        row = bias.float()
-        lower32, upper32, product, fused = lower32 + row, upper32 + row, product + row, fused + row
-        centre = centre + row.double()
+    expected = fused = factor * total.to_float32()
+    lower32, upper32 = lower.float(), upper.float()
+    centre, budget = scaled, error + slack
+    addends = [t for t in (c, bias) if t is not None]
+    for number, addend in enumerate(addends):
+        if number == 0:  # the one that may be fused with the product
+            fused = round_to_odd(*two_sum(scaled, addend.double().expand_as(scaled))).float()
+            lower32, upper32 = _add(lower, upper, addend)
+        else:  # monotone, and the same addition that a kernel does
+            fused = fused + addend.float()
+            lower32, upper32 = lower32 + addend.float(), upper32 + addend.float()
+        expected = expected + addend.float()
+        centre = centre + addend.double()
         budget = budget + UNIT * centre.abs() + SMALLEST
     relative, absolute = _CAST[out_dtype]
     return Bounds(
-        expected=product.to(out_dtype),
+        expected=expected.to(out_dtype),
         fused=fused.to(out_dtype),
         lower=lower32.to(out_dtype),
         upper=upper32.to(out_dtype),
@@ -107,3 +104,17 @@ def bounds(
         centre=centre,
         budget=budget * (1 + relative) + relative * centre.abs() + absolute,
     )
+
+
+def _add(lower: torch.Tensor, upper: torch.Tensor, addend: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 ends of [lower, upper] + addend, fused or not, from float64 ends.
+
+    Adding and rounding are monotone; the float64 sum may itself have rounded, hence one step outward. A product that
+    overflows before the addition stays infinite, though the sum would not be.
+    """
+    ends = []
+    for end, outward, outer in ((lower, -torch.inf, torch.minimum), (upper, torch.inf, torch.maximum)):
+        together = torch.nextafter(end + addend.double(), torch.full_like(end, outward)).float()
+        apart = end.float() + addend.float()
+        ends.append(outer(together, torch.where(end.float().isinf(), apart, together)))
+    return ends[0], ends[1]

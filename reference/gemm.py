@@ -68,10 +68,12 @@ def operand(q: Quantized) -> torch.Tensor:
 def lowest_bit(values: torch.Tensor) -> torch.Tensor:
     """The largest power of two that divides every nonzero number of a row: (M, K) float64 to (M,) float64.
 
-    Values are multiples of 2^-10 below 2^12, so their count of units fits an int64. A row of zeros, or one that holds
-    NaN, has none and gives 2^-10.
+    Values are multiples of 2^-10 below 2^12, so their count of units fits an int64. NaN is left out; a row of zeros
+    gives 2^-10.
     """
     units = values.mul(2.0 ** -(_UNIT_LOG2 // 2)).nan_to_num_(nan=0.0).long()
+    if units.shape[1] == 0:
+        units = units.new_zeros(units.shape[0], 1)
     lowest = (units & -units).masked_fill_(units == 0, 1 << 62).amin(dim=1)
     return torch.where(lowest == 1 << 62, 1, lowest).double().mul_(2.0 ** (_UNIT_LOG2 // 2))
 

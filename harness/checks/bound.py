@@ -61,6 +61,8 @@ def _figures(actual: torch.Tensor, limits: Bounds) -> dict[str, Any]:
         figures["budget_max"] = float(used.amax())
         # The nearest rank of the 99th percentile; torch.quantile takes no more than 16 million elements.
         figures["budget_p99"] = float(used.kthvalue(max(1, -(-99 * used.numel() // 100))).values)
+        bins = used.mul(10).clamp_(max=10).long()
+        figures["budget_histogram"] = torch.bincount(bins, minlength=11).tolist()
     inexact = finite & ~limits.exact
     if bool(inexact.any()):
         width = (ordinal.of_floats(limits.upper) - ordinal.of_floats(limits.lower))[inexact]

@@ -24,6 +24,12 @@ class StageResult:
     def right(self) -> bool:
         return not self.sentence
 
+    def add(self, other: StageResult) -> None:
+        """Take in the same stage of a further door: its counts, and its sentence where this one has none."""
+        self.compared += other.compared
+        self.mismatches += other.mismatches
+        self.sentence = self.sentence or other.sentence
+
     def entry(self) -> dict[str, Any]:
         """What the record keeps of it."""
         return {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from harness.backend import Backend, as_quantized
+from harness.backend import Backend, Unsupported, as_quantized
 from harness.checks.exact import exact_codes, exact_floats
 from harness.checks.stage import StageResult
 from harness.finding import bits, float_view
@@ -43,11 +44,28 @@ def judge_quantize(x: torch.Tensor, recipe: Recipe, backend: Backend) -> Outcome
     same = all(torch.equal(*pair) for pair in ((kernel.codes, oracle.codes), (kernel.scales, oracle.scales)))
     outcome.actual = outcome.expected if same else reference.dequantize(kernel)
     if backend.has("dequantize"):
-        shape = (x.shape[0], x.shape[1])
-        values = backend.tensor("dequantize", shape, x.dtype, kernel, x.dtype)
-        outcome.stages.append(_values(kernel, values))
-        outcome.outputs["values"] = values
+        with suppress(Unsupported):  # what quantize gave is judged all the same
+            _judge_dequantize(kernel, x.dtype, backend, outcome)
     return outcome
+
+
+def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, outcome: Outcome) -> None:
+    """Run dequantize on the kernel's own result, guarded as quantize was, and add to its stages."""
+
+    def call(given: Tensors) -> Tensors:
+        q = Quantized(**given, recipe=kernel.recipe, shape=kernel.shape)  # type: ignore[arg-type]
+        return {"values": backend.tensor("dequantize", kernel.shape, dtype, q, dtype)}
+
+    inputs: Tensors = {
+        "codes": kernel.codes, "scales": kernel.scales, "amax": kernel.amax, "tensor_scale": kernel.tensor_scale,
+    }  # fmt: skip
+    outputs, protection, _ = repeated(backend, kernel.codes.device, inputs, call)
+    for before, now in zip(outcome.stages, protection, strict=False):  # memory and repeat come first in both
+        before.add(now)
+    values = outputs["values"]
+    assert values is not None
+    outcome.stages.append(_values(kernel, values))
+    outcome.outputs["values"] = values
 
 
 def quantize_stages(x: torch.Tensor, kernel: Quantized, oracle: Quantized, prefix: str = "") -> list[StageResult]:
@@ -103,8 +121,8 @@ def quantize_stages(x: torch.Tensor, kernel: Quantized, oracle: Quantized, prefi
         scaled = float(x[row, column].float() * element_factors(here, encode, recipe))
         return {
             "row": row, "column": column, "block": block, "lane": column % recipe.block[1], "input": value,
-            "input_bits": raw, "scaled": scaled, "scale": recipe.scale.value(scale), "scale_bits": bits(scale, recipe.scale.bits),
-            **_codes(expected, actual, recipe.element),
+            "input_bits": raw, "scaled": scaled, "scale": recipe.scale.value(scale),
+            "scale_bits": bits(scale, recipe.scale.bits), **_codes(expected, actual, recipe.element),
         }  # fmt: skip
 
     if torch.equal(kernel.codes, packed):  # the padding nibble of an odd K is compared too

@@ -44,10 +44,11 @@ def repeated(
             synchronize(device)
             seconds = min(seconds, time.perf_counter() - start)
         memory += [f"{text} ({name})" for text in guard.violations()]
-        runs.append({key: None if t is None else t.clone() for key, t in outputs.items()})
+        runs.append({key: None if t is None else t.detach().clone() for key, t in outputs.items()})
     protected = StageResult("memory", "guard", compared=len(inputs) * len(runs), mismatches=len(memory))
     if memory:
-        protected.sentence = "out of bounds: " + "; ".join(memory[:3])
+        more = f"; and {len(memory) - 3} more" if len(memory) > 3 else ""
+        protected.sentence = "; ".join(memory[:3]) + more
     return runs[0], [protected, _agree(runs, list(variations))], seconds
 
 
@@ -57,6 +58,9 @@ def _agree(runs: list[Tensors], names: list[str]) -> StageResult:
         for key, first in runs[0].items():
             other = run[key]
             if first is None or other is None:
+                if (first is None) != (other is None):
+                    result.mismatches += 1
+                    result.sentence = result.sentence or f"{key} is given in one of {names[0]} and {names[number]} only"
                 continue
             different = _different(first, other)
             if not different:

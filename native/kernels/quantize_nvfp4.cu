@@ -51,6 +51,7 @@ __device__ void quantize(const T* x, const float* amax, u8* codes, u8* scales, f
     u8 packed[BLOCK / 2];
     for (int j = 0; j < BLOCK / 2; ++j) packed[j] = e2m1x2_from_float(values[2 * j] * factor, values[2 * j + 1] * factor);
     for (int j = 0; j < (count + 1) / 2; ++j) target[j] = packed[j];
+    if (count % 2 != 0) target[count / 2] &= 0xFu;  // padding is code 0 under a NaN factor, too
     scales[index] = scale;
 }
 

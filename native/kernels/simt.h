@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 #include <sys/mman.h>
 #include <thread>
 #include <utility>
@@ -35,6 +36,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __shared__ static thread_local
+#define SIMT_EXPORT extern "C" __attribute__((visibility("default")))
 
 struct uint3 {
     unsigned x, y, z;
@@ -105,9 +107,11 @@ struct Fiber {
     Stack stack;
     uint3 index;
     State state;
-    int stack_slot;           // -1 before it starts and after it ends
-    unsigned exchanges;       // warp exchanges so far; the parity picks the buffer
-    unsigned mask;            // of the warp operation it waits in
+    int stack_slot;
+    unsigned mask;            // of the warp exchange it waits in: who takes part,
+    unsigned source;          // the thread it reads from,
+    std::uint64_t given;      // what it gives,
+    std::uint64_t received;   // and what it was given
 };
 
 struct Worker;
@@ -121,7 +125,6 @@ void enter();
 struct Worker {
     Fiber fibers[MAX_THREADS];
     unsigned order[MAX_THREADS];
-    std::uint64_t exchange[2][MAX_THREADS];
     Stack scheduler;
     char* stacks;
     std::vector<int> free_slots;
@@ -181,7 +184,6 @@ struct Worker {
                     Fiber& fiber = fibers[t];
                     fiber.index = {x, y, z};
                     fiber.state = FRESH;
-                    fiber.exchanges = 0;
                     order[t] = launch.order == REVERSE ? count - 1 - t : t;
                 }
         random = launch.seed * 0x9E3779B97F4A7C15ull + linear + 1;
@@ -206,19 +208,25 @@ struct Worker {
         bool released = false;
         for (unsigned first = 0; first < count; first += WARP) {
             const unsigned last = first + WARP < count ? first + WARP : count;
-            unsigned alive = 0, waiting = 0, mask = ~0u;
+            unsigned alive = 0, waiting = 0;
             for (unsigned t = first; t < last; ++t) {
                 const unsigned bit = 1u << (t - first);
                 if (fibers[t].state != DONE) alive |= bit;
                 if (fibers[t].state == AT_BLOCK_BARRIER) ++at_block;
-                if (fibers[t].state == AT_WARP_BARRIER) {
-                    waiting |= bit;
-                    mask = fibers[t].mask;
-                }
+                if (fibers[t].state == AT_WARP_BARRIER) waiting |= bit;
             }
-            if (waiting != 0 && (alive & mask & ~waiting) == 0) {
+            while (waiting != 0) {  // lanes that wait with one mask are at one exchange
+                const unsigned mask = fibers[first + static_cast<unsigned>(__builtin_ctz(waiting))].mask;
+                unsigned group = 0;
                 for (unsigned t = first; t < last; ++t)
-                    if (fibers[t].state == AT_WARP_BARRIER) fibers[t].state = READY;
+                    if ((waiting >> (t - first) & 1u) != 0 && fibers[t].mask == mask) group |= 1u << (t - first);
+                waiting &= ~group;
+                if ((alive & mask & ~group) != 0) continue;
+                for (unsigned t = first; t < last; ++t) {
+                    if ((group >> (t - first) & 1u) == 0) continue;
+                    fibers[t].received = fibers[fibers[t].source].given;
+                    fibers[t].state = READY;
+                }
                 released = true;
             }
         }
@@ -230,16 +238,14 @@ struct Worker {
         return released;
     }
 
-    // Gives every lane `value` of lane `source` of its warp.
+    // Gives `value` to its warp and returns what lane `source` gave: release() hands over when all have met.
     std::uint64_t exchange_lanes(unsigned mask, std::uint64_t value, unsigned source) {
-        const unsigned t = static_cast<unsigned>(self - fibers);
-        const unsigned first = t / WARP * WARP;
-        // Two buffers: nobody writes one again before all have read it, because all have met at the next exchange.
-        std::uint64_t* slots = exchange[self->exchanges++ % 2];
-        slots[t] = value;
+        const unsigned first = static_cast<unsigned>(self - fibers) / WARP * WARP;
         self->mask = mask;
+        self->source = first + source % WARP;
+        self->given = value;
         wait(AT_WARP_BARRIER);
-        return slots[first + source % WARP];
+        return self->received;
     }
 };
 
@@ -276,6 +282,15 @@ struct IeeeArithmetic {
 #endif
 };
 
+// The block that runs as number `turn`. Shuffled: steps with no divisor in common with the count meet each block once.
+inline unsigned block_in_turn(const Launch& launch, unsigned turn, unsigned blocks) {
+    if (launch.order == FORWARD) return turn;
+    if (launch.order == REVERSE) return blocks - 1 - turn;
+    std::uint64_t step = blocks / 2 + 1;
+    while (std::gcd(step, std::uint64_t{blocks}) != 1) ++step;
+    return static_cast<unsigned>((turn * step + blocks / 3) % blocks);
+}
+
 // Runs a grid. Returns -1, or the linear index of a block whose threads waited for each other forever.
 inline long long run_grid(const Launch& launch, void (*call)(void**), void** arguments) {
     const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
@@ -290,7 +305,7 @@ inline long long run_grid(const Launch& launch, void (*call)(void**), void** arg
         mine->arguments = arguments;
         bool lost = false;
         for (unsigned b; !lost && (b = next.fetch_add(1)) < blocks && stuck.load() < 0;) {
-            const unsigned linear = launch.order == REVERSE ? blocks - 1 - b : b;
+            const unsigned linear = block_in_turn(launch, b, blocks);
             if (!mine->run_block(launch, linear)) {
                 stuck.store(linear);
                 lost = true;

@@ -13,7 +13,7 @@ import pytest
 from native import sources
 
 HEADERS = sources.FOLDER
-_KERNEL = re.compile(r"__global__ void (\w+)\(")
+_KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\(")
 
 
 @pytest.fixture

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-import torch
 
-from native import host, sources
-from native.sources import ToolchainError
+from native import host
+from tests.native.launching import ONE, Source, run
 
-Source = Callable[[str], str]
 EVERY_ORDER = pytest.mark.parametrize("order", host.ORDERS)
-ONE = (1, 1, 1)
-
-
-def run(
-    source: str, kernel: str, grid: Sequence[int], block: Sequence[int], *arguments: object, **options: object
-) -> None:
-    """Launches with arrays in place of their addresses."""
-    plain = [np.uintp(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments]
-    host.launch(source, kernel, grid, block, plain, **{"workers": 1, **options})
-
 
 # Indices.
 
@@ -100,7 +87,7 @@ extern "C" __global__ void mirror(int* out) {
 def mirrored(source: str, order: str, *flags: str) -> list[int]:
     out = np.full(64, -2, np.int32)
     with host.thread_order(order):
-        run(source, "mirror", ONE, (64, 1, 1), out, extra_flags=flags)
+        run(source, "mirror", ONE, (64, 1, 1), out, flags=flags)
     return out.tolist()
 
 
@@ -220,7 +207,7 @@ def test_a_lane_gets_the_value_of_its_partner(
         np.testing.assert_array_equal(out, x[np.arange(threads) ^ lanes])
 
 
-PREFIX = """
+ROUNDS = """
 extern "C" __global__ void rounds(const int* x, int* out) {
     const int t = threadIdx.x;
     int value = x[t], mixed = 0;
@@ -241,7 +228,7 @@ def test_exchanges_follow_each_other(cuda_source: Source, order: str) -> None:
     x = np.random.default_rng(3).integers(-1000, 1000, 96, dtype=np.int32)
     out = np.zeros_like(x)
     with host.thread_order(order):
-        run(cuda_source(PREFIX), "rounds", ONE, (96, 1, 1), x, out)
+        run(cuda_source(ROUNDS), "rounds", ONE, (96, 1, 1), x, out)
     value, mixed = x.copy(), np.zeros_like(x)
     for _ in range(7):
         for lanes in (1, 2, 4, 8, 16):
@@ -320,140 +307,3 @@ def test_threads_that_wait_forever_are_an_error_with_their_block_and_leave_the_t
                 run(source, "stuck", (5, 1, 1), (32, 1, 1), out, np.int32(3), workers=workers)
             run(source, "stuck", (5, 1, 1), (32, 1, 1), out, np.int32(-1), workers=workers)
             assert (out == np.arange(32) ^ 1).all()
-
-
-# Both ways to switch stacks.
-
-MIXED = """
-extern "C" __global__ void mixed(const float* x, float* out) {
-    __shared__ float values[128];
-    const int t = threadIdx.x;
-    double sum = x[blockIdx.x * 128 + t];
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += 1.5 * __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-    values[t] = static_cast<float>(sum);
-    __syncthreads();
-    out[blockIdx.x * 128 + t] = values[127 - t] / 3.0f;
-}
-"""
-
-
-@EVERY_ORDER
-def test_the_portable_switch_of_stacks_gives_the_same_bytes(cuda_source: Source, order: str) -> None:
-    x = np.random.default_rng(6).standard_normal(9 * 128, np.float32)
-    outs = []
-    for flags in ((), ("-DSIMT_UCONTEXT",)):
-        outs.append(np.zeros_like(x))
-        with host.thread_order(order):
-            run(cuda_source(MIXED), "mixed", (9, 1, 1), (128, 1, 1), x, outs[-1], workers=2, extra_flags=flags)
-    assert outs[0].any()
-    assert outs[0].tobytes() == outs[1].tobytes()
-
-
-# Arithmetic.
-
-HALVED = """
-extern "C" __global__ void halved(const float* x, float* out) {
-    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
-    __syncthreads();
-    out[i] = x[i] * 0.5f;
-}
-"""
-
-
-@pytest.fixture
-def flush_to_zero() -> object:
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot flush subnormal numbers to zero")
-    yield
-    torch.set_flush_denormal(False)
-
-
-@pytest.mark.usefixtures("flush_to_zero")
-@pytest.mark.parametrize("flags", [(), ("-DSIMT_UCONTEXT",)])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_subnormal_numbers_are_kept_where_the_caller_flushes_them(
-    cuda_source: Source, workers: int, flags: tuple[str, ...]
-) -> None:
-    bits = np.arange(2, 2 + 2 * 256, 2, dtype=np.uint32)
-    out = np.zeros_like(bits)
-    run(cuda_source(HALVED), "halved", (8, 1, 1), (32, 1, 1), bits, out, workers=workers, extra_flags=flags)
-    np.testing.assert_array_equal(out, bits // 2)
-    assert not (bits.view(np.float32) * np.float32(0.5)).any(), "and the caller flushes still"
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize("arguments", [[], [np.uintp(0)], [np.uintp(0)] * 3])
-def test_a_wrong_number_of_arguments_is_refused(cuda_source: Source, arguments: list[np.generic]) -> None:
-    message = f"kernel halved has 2 parameters, but {len(arguments)} arguments were given"
-    with pytest.raises(TypeError, match=message):
-        run(cuda_source(HALVED), "halved", ONE, ONE, *arguments)
-
-
-@pytest.mark.parametrize("block", [(1025, 1, 1), (32, 33, 1), (1, 1, 2000), (0, 1, 1)])
-def test_a_block_that_no_gpu_runs_is_refused(cuda_source: Source, block: tuple[int, int, int]) -> None:
-    out = np.zeros(4, np.float32)
-    with pytest.raises(ValueError, match=re.escape(f"kernel halved: a block has 1 to 1024 threads, not {block}")):
-        run(cuda_source(HALVED), "halved", ONE, block, out, out)
-
-
-def test_an_order_that_does_not_exist_is_refused_and_the_last_one_stays() -> None:
-    with host.thread_order("reverse"):
-        with pytest.raises(ValueError, match="threads can run forward, reverse, shuffled, not 'backward'"):
-            host.thread_order("backward").__enter__()
-        assert host._order.get() == "reverse"
-    assert host._order.get() == "forward"
-
-
-BROKEN = """#include "first.cuh"
-#include "second.cuh"
-
-extern "C" __global__ void broken(float* out) {
-    out[0] = undeclared_name;
-}
-"""
-
-
-def test_a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words_file_and_line(
-    cuda_source: Source, folder: object
-) -> None:
-    (folder / "first.cuh").write_text('// a comment\n#pragma once\n#include "second.cuh"\nusing first = int;\n')
-    (folder / "second.cuh").write_text("#pragma once\nusing second = int;\n\n\n")
-    source = cuda_source(BROKEN)
-    with pytest.raises(ToolchainError, match=rf"{source}\.cu:5:.*undeclared_name") as caught:
-        host.library(source)
-    assert str(caught.value).startswith(f"{source}.cu does not compile: ")
-
-
-def test_a_mistake_in_a_header_is_named_by_the_headers_file_and_line(cuda_source: Source, folder: object) -> None:
-    (folder / "first.cuh").write_text('#pragma once\n#include "second.cuh"\nusing first = nonsense;\n')
-    (folder / "second.cuh").write_text("#pragma once\nusing second = rubbish;\n")
-    with pytest.raises(ToolchainError) as caught:
-        host.library(cuda_source("\n\n" + BROKEN))
-    for where in (r"first\.cuh:3:.*nonsense", r"second\.cuh:2:.*rubbish", r"\.cu:7:.*undeclared_name"):
-        assert re.search(where, str(caught.value))
-
-
-def test_what_the_host_model_refuses_is_named_by_its_own_line(cuda_source: Source) -> None:
-    text = "struct wide { long long a[2]; };\n" + SHUFFLE.replace("const float* x, float* out", "wide* x, wide* out")
-    lines = (host.FOLDER / "simt.h").read_text().splitlines()
-    at = 1 + next(i for i, line in enumerate(lines) if "a lane exchanges up to eight bytes" in line)
-    with pytest.raises(ToolchainError, match=rf"simt\.h:{at}:.*a lane exchanges up to eight bytes"):
-        host.library(cuda_source(text))
-
-
-# A lost barrier of the project's own kernels.
-
-
-def without_barrier(source: str, which: int) -> str:
-    """The text of a kernel source with its `which`-th __syncthreads() taken out."""
-    pieces = (host.FOLDER / f"{source}.cu").read_text().split("__syncthreads();")
-    assert len(pieces) > which + 1
-    return "__syncthreads();".join(pieces[: which + 1]) + "".join(pieces[which + 1 : which + 2]) + "".join(
-        "__syncthreads();" + piece for piece in pieces[which + 2 :]
-    )
-
-
-def test_sources_are_restored_after_a_test() -> None:
-    assert sources.FOLDER == host.FOLDER

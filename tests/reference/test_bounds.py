@@ -182,22 +182,39 @@ def test_the_exact_tier_is_where_no_partial_sum_can_exceed_24_bits(family: str, 
             assert limits.zero_sum[i, j].item() == (positive == negative)
 
 
-def staircase(extra: bool) -> tuple[Quantized, Quantized]:
-    """S+ = 2^24·q exactly, q = 2^-10: 15·1024, 512, 256, … 2^-10, and one 2^-10 more; `extra` adds one to that."""
-    numbers = [1024.0] * 15 + [2.0**e for e in range(9, -11, -1)] + [2.0**-10] * (2 if extra else 1)
+def total_of(numbers: list[float], amaxes: tuple[float, float]) -> tuple[Quantized, Quantized]:
+    """One output whose terms are `numbers`, powers of two from 2^-10 to 1024, one a block, against a column of ones."""
     codes, scales = np.zeros((1, 16 * len(numbers)), np.uint8), np.zeros((1, len(numbers)), np.uint8)
     for block, number in enumerate(numbers):
         scale = max(number / 4, 2.0**-9)
         codes[0, 16 * block] = scalar.encode(number / scale, scalar.E2M1)
         scales[0, block] = scalar.encode(scale, scalar.E4M3)
+    assert values(codes, scales).sum() == sum(numbers)
     ones = np.full_like(codes, 2), np.full_like(scales, 0x38)
-    assert values(codes, scales).sum() == 2.0**14 + 2.0**-10 * extra
-    return quantized(codes, scales), quantized(*ones)
+    return quantized(codes, scales, amaxes[0]), quantized(*ones, amaxes[1])
 
 
-def test_the_exact_tier_ends_just_above_2_to_the_24_units() -> None:
-    assert bounds(*staircase(extra=False), out_dtype=torch.float32).exact.all()
-    assert not bounds(*staircase(extra=True), out_dtype=torch.float32).exact.any()
+@pytest.mark.parametrize("extra", [False, True])
+def test_the_exact_tier_ends_just_above_2_to_the_24_units(extra: bool) -> None:
+    """S+ = 2^14 = 2^24·q exactly, by 15·1024, 512, 256, … 2^-10 and one 2^-10 more; then by another."""
+    numbers = [1024.0] * 15 + [2.0**e for e in range(9, -11, -1)] + [2.0**-10] * (2 if extra else 1)
+    assert sum(numbers) == 2.0**14 + 2.0**-10 * extra
+    assert bounds(*total_of(numbers, AMAXES[0]), out_dtype=torch.float32).exact.all() != extra
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_fused_addition_rounds_once(sign: int) -> None:
+    """α·S + c = ±(1 + 2^-24 + 2^-60): a sum in float64 is a tie of float32 and then goes to 1."""
+    numbers = [1024.0] * 15 + [2.0**e for e in range(9, 1, -1)] + [2.0**-10]
+    a, b = total_of(numbers, (2688 * (1 + 2.0**-12) * 2.0**-38, 2688.0))
+    if sign < 0:
+        b.codes = torch.full_like(b.codes, 0xAA)
+    assert alpha(a, b) == (1 + 2.0**-12) * 2.0**-38
+    assert (1 + 2.0**-12) * 2.0**-38 * sum(numbers) == 2.0**-24 * (1 + 2.0**-36)
+    limits = bounds(a, b, out_dtype=torch.float32, c=torch.tensor([[float(sign)]]))
+    assert limits.exact.all()
+    assert limits.fused == sign * (1 + 2.0**-23)
+    assert limits.expected == sign  # α·S itself rounds to 2^-24
 
 
 def rule(problem: Problem, i: int, j: int, c: float, exact: bool, dtype: str) -> tuple[float, float]:
@@ -370,6 +387,17 @@ def test_the_sign_of_an_infinity_is_undetermined_only_where_the_sums_sign_is() -
             positive, negative, n = parts(cancelling, i, j)
             open_sign = abs(positive - negative) <= (n - 1) * U * (positive + negative) and not limits.exact[i, j]
             assert limits.undetermined[i, j].item() == open_sign
+    assert limits.undetermined.any()
+
+
+def test_an_exact_sum_of_zero_times_infinity_is_nan_and_nothing_else() -> None:
+    codes, scales = np.array([[2, 10, *[0] * 14]], np.uint8), np.full((1, 1), 0x38, np.uint8)
+    limits = bounds(quantized(codes, scales, math.inf), quantized(codes & 7, scales), out_dtype=torch.float32)
+    assert limits.zero_sum.all()
+    assert limits.expected.isnan().all()
+    assert not limits.undetermined.any()
+    assert accepted(limits, torch.tensor([[math.nan]])).all()
+    assert not accepted(limits, torch.tensor([[math.inf]])).any()
 
 
 @pytest.mark.parametrize("epilogue", ["", "c"])

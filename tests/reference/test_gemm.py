@@ -235,6 +235,21 @@ def test_rounding_to_odd_first_is_rounding_once(a: float, b: float) -> None:
     assert round_to_odd(s, e).float().item() == once
 
 
+def test_rounding_to_odd_first_is_rounding_once_around_every_kind_of_tie() -> None:
+    """float64 numbers up to 3 ulp from a tie of float32, or from a float32, and a rest of up to half an ulp."""
+    ulp = 2.0**-52
+    for start in (1.0, 1 + 2.0**-24, 1 + 2.0**-23, 1 + 3 * 2.0**-24, 2 - 2.0**-24):
+        for steps in range(-3, 4):
+            for rest in (-0.5, -0.25, -(2.0**-900), 0.0, 2.0**-900, 0.25, 0.5):
+                for sign in (1, -1):
+                    high, low = sign * (start + steps * ulp), sign * rest * ulp
+                    if high + low != high:  # a rest that leaves `high` is not one: half an ulp from an odd number
+                        continue
+                    one, other = (torch.tensor([x], dtype=torch.float64) for x in (high, low))
+                    once = scalar.nearest(Fraction(high) + Fraction(low), "float32")
+                    assert round_to_odd(one, other).float().item() == once
+
+
 @pytest.mark.parametrize("high", [math.inf, -math.inf, math.nan, 1.0])
 @pytest.mark.parametrize("low", [math.inf, -math.inf, math.nan, 0.0])
 def test_rounding_to_odd_leaves_what_is_not_finite(high: float, low: float) -> None:

@@ -1,0 +1,359 @@
+"""Loading backends by name, calling their doors, and what is said of results that are none."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.backend import Backend, BackendError, Unsupported, as_quantized, load_backend
+from reference import ops as reference
+from reference.recipes import recipe
+from tests.harness.backends import backend
+
+NVFP4 = recipe("nvfp4")
+X = torch.linspace(-3, 3, 32 * 48).view(32, 48).bfloat16()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module of the current folder; every module is gone after the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+
+    def write(text, name="my_kernels"):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+
+    yield write
+    for name in set(sys.modules) - before:
+        if name.startswith("my_"):
+            del sys.modules[name]
+
+
+CLASS = """
+class Backend:
+    def quantize(self, x, recipe):
+        return "quantized"
+
+class Broken:
+    def __init__(self):
+        raise OSError("libkernels.so is missing")
+
+class Needy(Backend):
+    def __init__(self, library):
+        pass
+
+class Empty:
+    pass
+
+instance = Backend()
+number = 3
+
+def gemm(a, b, **options):
+    return "multiplied"
+"""
+
+
+# Loading.
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+def test_the_built_in_ones_have_every_door(name):
+    loaded = load_backend(name)
+    assert loaded.name == name
+    assert all(loaded.has(door) for door in ("quantize", "dequantize", "gemm"))
+    assert not loaded.has("swizzle")
+
+
+@pytest.mark.parametrize(
+    ("spec", "door", "answer"),
+    [
+        ("my_kernels:Backend", "quantize", "quantized"),
+        ("my_kernels:instance", "quantize", "quantized"),
+        ("my_kernels:", "gemm", "multiplied"),
+    ],
+)
+def test_a_class_an_object_and_a_module_of_the_current_folder(module, spec, door, answer):
+    module(CLASS)
+    loaded = load_backend(spec)
+    assert loaded.name == spec
+    assert loaded.call(door, None, None) == answer
+
+
+def test_a_module_of_a_package(module, tmp_path):
+    (tmp_path / "my_package").mkdir()
+    module(CLASS, "my_package/kernels")
+    assert load_backend("my_package.kernels").call("gemm", 1, 2) == "multiplied"
+    assert load_backend("my_package.kernels:Backend").call("quantize", 1, 2) == "quantized"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "natve",
+            "no backend is called 'natve' (did you mean 'native'?); there are native, reference, "
+            "and your own as package.module:Name",
+        ),
+        ("", "no backend is called ''; there are native, reference, and your own as package.module:Name"),
+        (
+            "my_kernels:Bakend",
+            "backend my_kernels:Bakend: module my_kernels has no 'Bakend' (did you mean 'Backend'?)",
+        ),
+        ("my_kernels:Broken", "backend my_kernels:Broken: Broken() raised OSError: libkernels.so is missing"),
+        (
+            "my_kernels:Empty",
+            "backend my_kernels:Empty has none of the doors quantize, dequantize, gemm; see README, 'Your own kernel'",
+        ),
+        (
+            "my_kernels:number",
+            "backend my_kernels:number has none of the doors quantize, dequantize, gemm; see README, 'Your own kernel'",
+        ),
+        (
+            "my_kernel:Backend",
+            "backend my_kernel:Backend: module my_kernel cannot be imported: "
+            "ModuleNotFoundError: No module named 'my_kernel'",
+        ),
+        (
+            "my_package.missing",
+            "backend my_package.missing: module my_package.missing cannot be imported: "
+            "ModuleNotFoundError: No module named 'my_package'",
+        ),
+        (":Backend", "backend :Backend: module  cannot be imported: ValueError: Empty module name"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(module, spec, message):
+    module(CLASS)
+    with pytest.raises(BackendError) as raised:
+        load_backend(spec)
+    assert str(raised.value) == message
+
+
+def test_a_class_that_wants_arguments(module):
+    module(CLASS)
+    with pytest.raises(BackendError, match=r"Needy\(\) raised TypeError: .*missing 1 required .*'library'"):
+        load_backend("my_kernels:Needy")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import torc", "ModuleNotFoundError: No module named 'torc'"),
+        ("raise RuntimeError('no GPU')", "RuntimeError: no GPU"),
+        ("def broken(:", "SyntaxError: "),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_why(module, text, words):
+    module(text, "my_broken")
+    with pytest.raises(BackendError) as raised:
+        load_backend("my_broken:Backend")
+    assert str(raised.value).startswith(f"backend my_broken:Backend: module my_broken cannot be imported: {words}")
+    assert raised.value.__cause__ is not None
+
+
+# Doors.
+
+
+def test_a_missing_door_and_one_that_is_not_implemented_are_unsupported():
+    def gemm(a, b, **options):
+        raise NotImplementedError("no kernel for K below 64")
+
+    def silent(q, dtype):
+        raise NotImplementedError
+
+    partial = backend(gemm=gemm, dequantize=silent)
+    with pytest.raises(Unsupported, match="backend wrong has no quantize"):
+        partial.quantize(X, NVFP4)
+    with pytest.raises(Unsupported, match="no kernel for K below 64"):
+        partial.call("gemm", None, None)
+    with pytest.raises(Unsupported, match=r"wrong\.dequantize is not implemented for this case"):
+        partial.call("dequantize", None, None)
+
+
+def test_an_exception_comes_with_its_type_words_and_place():
+    def quantize(x, recipe):
+        raise ValueError("K must be a multiple of 32")
+
+    place = f"test_backend.py:{quantize.__code__.co_firstlineno + 1}"
+    with pytest.raises(BackendError) as raised:
+        backend(quantize=quantize).quantize(X, NVFP4)
+    assert str(raised.value) == f"quantize raised ValueError: K must be a multiple of 32 (at {place})"
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_a_door_with_another_signature_has_no_place_in_the_harness():
+    with pytest.raises(BackendError) as raised:
+        backend(quantize=lambda x: x).quantize(X, NVFP4)
+    assert str(raised.value).startswith("quantize raised TypeError: ")
+    assert "backend.py" not in str(raised.value)
+
+
+def test_an_interrupt_is_none_of_its_business():
+    def quantize(x, recipe):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend(quantize=quantize).quantize(X, NVFP4)
+
+
+def test_a_recipe_is_given_as_data():
+    given = []
+    backend(quantize=lambda x, r: given.append(r) or reference.quantize(x, r)).quantize(X, NVFP4)
+    assert given == [NVFP4]
+
+
+# Variations.
+
+
+def test_without_variations_an_operation_runs_twice():
+    ways = backend(quantize=reference.quantize).variations(CPU)
+    assert list(ways) == ["first run", "second run"]
+
+
+def test_variations_are_named_by_the_backend():
+    ways = {"wide": nullcontext, "narrow": nullcontext}
+    assert backend(quantize=reference.quantize, variations=lambda device: ways).variations(CPU) == ways
+
+
+def test_native_kernels_run_in_every_order_of_threads():
+    names = list(load_backend("native").variations(CPU))
+    assert names == ["forward threads", "reverse threads", "shuffled threads"]
+
+
+@pytest.mark.parametrize(
+    ("variations", "message"),
+    [
+        (lambda device: {}, "variations gave none; it names at least one way of running, or is left out"),
+        (lambda device: None, "variations raised TypeError: 'NoneType' object is not iterable"),
+        (lambda device: {}["threads"], "variations raised KeyError: 'threads'"),
+    ],
+)
+def test_variations_that_are_none(variations, message):
+    with pytest.raises(BackendError) as raised:
+        backend(quantize=reference.quantize, variations=variations).variations(CPU)
+    assert str(raised.value).startswith(message)
+
+
+# Results of quantize.
+
+
+def parts(**changes):
+    q = replace(reference.quantize(X, NVFP4), **changes)
+    return {"codes": q.codes, "scales": q.scales, "amax": q.amax, "tensor_scale": q.tensor_scale}
+
+
+GIVEN = {
+    "Quantized": lambda p: reference.quantize(X, NVFP4),
+    "an object": lambda p: SimpleNamespace(**p),
+    "a dictionary": lambda p: p,
+    "a tuple": lambda p: (p["codes"], p["scales"], p["amax"]),
+    "a list": lambda p: [p["codes"], p["scales"], p["amax"]],
+    "a tuple without amax": lambda p: (p["codes"], p["scales"]),
+    "a tuple with no amax": lambda p: (p["codes"], p["scales"], None),
+    "torch's narrow dtypes": lambda p: (p["codes"].view(torch.float4_e2m1fn_x2), p["scales"].view(torch.float8_e4m3fn)),
+    "tensors with strides": lambda p: (p["codes"].T.contiguous().T, p["scales"].T.contiguous().T),
+}
+
+
+@pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
+def test_a_result_may_be(give):
+    expected = parts()
+    q = as_quantized(give(parts()), X, NVFP4)
+    assert (q.recipe, q.shape) == (NVFP4, (32, 48))
+    for name in ("codes", "scales"):
+        assert getattr(q, name).dtype == torch.uint8
+        assert getattr(q, name).is_contiguous()
+        assert torch.equal(getattr(q, name), expected[name])
+    assert q.amax is None or torch.equal(q.amax, expected["amax"])
+    assert q.tensor_scale is None or torch.equal(q.tensor_scale, expected["tensor_scale"])
+
+
+def test_amax_and_tensor_scale_are_kept_where_they_are_shown():
+    assert as_quantized(parts(), X, NVFP4).tensor_scale is not None
+    assert as_quantized(parts(), X, NVFP4).amax is not None
+    hidden = as_quantized(parts(amax=None, tensor_scale=None), X, NVFP4)
+    assert (hidden.amax, hidden.tensor_scale) == (None, None)
+
+
+def no_tensor(name, kind):
+    return f"quantize gave {name} as {kind}, not a tensor; it gives codes, scales and amax"
+
+
+WRONG = {
+    "None": (lambda p: None, "quantize gave NoneType; it gives codes, scales and amax"),
+    "a number": (lambda p: 3, "quantize gave int; it gives codes, scales and amax"),
+    "a tensor": (lambda p: p["codes"], "quantize gave Tensor; it gives codes, scales and amax"),
+    "numpy": (lambda p: (p["codes"].numpy(), p["scales"]), no_tensor("codes", "ndarray")),
+    "scales left out": (lambda p: (p["codes"],), no_tensor("scales", "NoneType")),
+    "a wrong key": (lambda p: {"codes": p["codes"], "scale": p["scales"]}, no_tensor("scales", "NoneType")),
+    "amax as a number": (lambda p: (p["codes"], p["scales"], 3.0), no_tensor("amax", "float")),
+    "too many": (
+        lambda p: (p["codes"], p["scales"], p["amax"], p["tensor_scale"]),
+        "quantize gave 4 things; it gives codes, scales and amax",
+    ),
+    "codes not packed": (
+        lambda p: (torch.zeros(32, 48, dtype=torch.uint8), p["scales"]),
+        "quantize gave codes as uint8 of shape (32, 48); nvfp4 of (32, 48) has uint8 of shape (32, 24)",
+    ),
+    "wide codes": (
+        lambda p: (p["codes"].int(), p["scales"]),
+        "quantize gave codes as int32 of shape (32, 24); nvfp4 of (32, 48) has uint8 of shape (32, 24)",
+    ),
+    "decoded scales": (
+        lambda p: (p["codes"], p["scales"].float()),
+        "quantize gave scales as float32 of shape (32, 3); nvfp4 of (32, 48) has uint8 of shape (32, 3)",
+    ),
+    "swizzled scales": (
+        lambda p: (p["codes"], torch.zeros(128, 4, dtype=torch.uint8)),
+        "quantize gave scales as uint8 of shape (128, 4); nvfp4 of (32, 48) has uint8 of shape (32, 3)",
+    ),
+    "amax of no dimension": (
+        lambda p: (p["codes"], p["scales"], p["amax"][0]),
+        "quantize gave amax as float32 of shape (); nvfp4 of (32, 48) has float32 of shape (1,)",
+    ),
+    "amax of another dtype": (
+        lambda p: (p["codes"], p["scales"], p["amax"].bfloat16()),
+        "quantize gave amax as bfloat16 of shape (1,); nvfp4 of (32, 48) has float32 of shape (1,)",
+    ),
+    "another device": (
+        lambda p: (p["codes"], p["scales"].to("meta")),
+        "quantize gave scales on meta; its input is on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize(("give", "message"), WRONG.values(), ids=WRONG)
+def test_a_result_may_not_be(give, message):
+    with pytest.raises(BackendError) as raised:
+        as_quantized(give(parts()), X, NVFP4)
+    assert str(raised.value) == message
+
+
+# Results of the other doors.
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "gemm gave NoneType, not a tensor"),
+        (torch.zeros(4, 4).numpy(), "gemm gave ndarray, not a tensor"),
+        (torch.zeros(4, 5), "gemm gave float32 of shape (4, 5), not float32 of shape (4, 4)"),
+        (torch.zeros(4, 4).half(), "gemm gave float16 of shape (4, 4), not float32 of shape (4, 4)"),
+        (torch.zeros(4, 4, device="meta"), "gemm gave its result on meta; its input is on cpu"),
+    ],
+)
+def test_a_tensor_of_another_kind(result, message):
+    wrong = backend(gemm=lambda a, b, **options: result)
+    q = reference.quantize(X, NVFP4)
+    with pytest.raises(BackendError) as raised:
+        wrong.tensor("gemm", (4, 4), torch.float32, q, q, out_dtype=torch.float32)
+    assert str(raised.value) == message
+
+
+def test_a_backend_needs_a_door():
+    with pytest.raises(BackendError, match="has none of the doors quantize, dequantize, gemm"):
+        Backend("empty", SimpleNamespace(quantise=print, quantize="a string"))

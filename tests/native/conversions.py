@@ -1,0 +1,83 @@
+"""The device functions of formats.cuh as kernels of their own, and the values on which they are tried."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from native.launch import launch
+
+_MAP = """
+extern "C" __global__ void {name}(const {given}* x, {got}* out, i64 n) {{
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < n) {body};
+}}
+"""
+
+# Name: input, output, what is done with element i, and the output's NumPy dtype.
+KERNELS = {
+    "bf16_to_float": ("bf16", "float", "out[i] = to_float(x[i])", "u4"),
+    "fp16_to_float": ("fp16", "float", "out[i] = to_float(x[i])", "u4"),
+    "bf16_from_float": ("float", "bf16", "from_float(x[i], out[i])", "u2"),
+    "fp16_from_float": ("float", "fp16", "from_float(x[i], out[i])", "u2"),
+    "e4m3_from_floats": ("float", "u8", "out[i] = e4m3_from_float(x[i])", "u1"),
+    "e2m1_from_floats": ("float", "u8", "out[i] = static_cast<u8>(e2m1_from_float(x[i]))", "u1"),
+    "e2m1x2_from_floats": ("float", "u8", "out[i] = e2m1x2_from_float(x[2 * i], x[2 * i + 1])", "u1"),
+    "e4m3_to_floats": ("u8", "float", "out[i] = e4m3_to_float(x[i])", "u4"),
+    "e2m1_to_floats": ("u8", "float", "out[i] = e2m1_to_float(x[i])", "u4"),
+}
+TEXT = '#include "formats.cuh"\n' + "".join(
+    _MAP.format(name=name, given=given, got=got, body=body) for name, (given, got, body, _) in KERNELS.items()
+)
+
+EVERY_HALF = np.arange(1 << 16, dtype=np.uint16)
+EVERY_BYTE = np.arange(1 << 8, dtype=np.uint8)
+
+
+def convert(source: str, kernel: str, x: np.ndarray, *, device: str = "cpu", flags: tuple[str, ...] = ()) -> np.ndarray:
+    """Bits that `kernel` of `source` (made of TEXT) gives for each element of `x`, two at a time for e2m1x2."""
+    dtype = np.dtype(KERNELS[kernel][3])
+    given = torch.from_numpy(x.view(np.uint8).copy()).to(device)
+    count = x.size // 2 if kernel == "e2m1x2_from_floats" else x.size
+    out = torch.zeros(count * dtype.itemsize, dtype=torch.uint8, device=given.device)
+    launch(
+        source,
+        kernel,
+        (-(-count // 256),),
+        (256,),
+        (given, out, np.int64(count)),
+        device=given.device,
+        extra_flags=flags,
+    )
+    return out.cpu().numpy().view(dtype)
+
+
+def around(exact: np.ndarray) -> np.ndarray:
+    """float32 numbers and the ones 1 ulp either side of each, with both signs."""
+    bits = np.abs(exact).astype(np.float32).view(np.uint32)
+    near = np.concatenate([bits, bits + 1, np.maximum(bits, 1) - 1]).view(np.float32)
+    return np.concatenate([near, -near])
+
+
+def bf16_values() -> np.ndarray:
+    """All 65536 bfloat16 patterns as float32 bits, NaN of every payload among them."""
+    return (EVERY_HALF.astype(np.uint32) << 16).view(np.float32)
+
+
+def fp16_decisions() -> np.ndarray:
+    """Every finite float16, every midpoint between two, and the one above the largest, 65520, ± 1 ulp."""
+    points = np.append(np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64), 65536.0)
+    return np.concatenate([around(points), around((points[:-1] + points[1:]) / 2)])
+
+
+def bf16_decisions() -> np.ndarray:
+    """Every midpoint between two bfloat16 numbers and the one above the largest, ± 1 ulp, and beside every NaN."""
+    midpoints = (np.arange(0x8000, dtype=np.uint32) << 16) + 0x8000
+    bits = np.concatenate([midpoints - 1, midpoints, midpoints + 1])
+    return np.concatenate([bits, bits | 0x80000000]).view(np.float32)
+
+
+def grid_decisions(values: np.ndarray, beyond: float) -> np.ndarray:
+    """Every value of a narrow format, every midpoint, the one to `beyond` too, ± 1 ulp."""
+    points = np.append(np.unique(np.abs(values.astype(np.float64))), beyond)
+    return np.concatenate([around(points), around((points[:-1] + points[1:]) / 2)])

@@ -1,0 +1,112 @@
+"""Matrices to quantize, on every device the same: made on the CPU, from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from native.ops import Quantized, recipe
+from tests.golden import bits
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+RECIPES = {
+    "te": recipe("nvfp4"),
+    "te-2.8": recipe("nvfp4@te-2.8"),
+    "te-native": recipe("nvfp4@te-native"),
+    "te-propagate": replace(recipe("nvfp4"), nan="propagate"),
+    "te-2.8-propagate": replace(recipe("nvfp4@te-2.8"), nan="propagate"),
+}
+
+FAMILIES = (
+    "normal", "outliers", "e2m1 ties", "e4m3 ties", "zeros", "negative zeros", "nan", "inf", "subnormal", "huge",
+    "any bits",
+)  # fmt: skip
+
+
+def matrix(family: str, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A (rows, columns) matrix of a family."""
+    generator = torch.Generator().manual_seed(1000 * seed + rows * 7 + columns)
+    normal = torch.randn(rows, columns, generator=generator)
+    pick = torch.rand(rows, columns, generator=generator)
+    match family:
+        case "normal":
+            x = normal
+        case "outliers":
+            x = torch.where(pick < 0.02, 300 * normal, normal)
+        case "e2m1 ties":  # under S_enc = 1 and block scales of powers of two
+            ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+            x = ties[(pick * 8).long()] * normal.sign()
+            x[:, ::16] = 6.0
+            x = x * 2.0 ** (torch.arange(rows) % 5).unsqueeze(1)
+            x.view(-1)[:1] = 2688.0
+        case "e4m3 ties":  # a tensor amax of 65 and block amaxes of 48.75·2^-j
+            x = 2 * pick - 1
+            x[:, ::16] = 1.0
+            x *= 48.75 * 2.0 ** -((torch.arange(columns) // 16 + torch.arange(rows).unsqueeze(1)) % 12)
+            x.view(-1)[:1] = 65.0
+        case "zeros":
+            x = torch.zeros(rows, columns)
+        case "negative zeros":
+            x = torch.where(pick < 0.5, -0.0, normal)
+            x[::2] = -0.0
+        case "nan":
+            x = torch.where(pick < 0.05, torch.nan, normal)
+            x[:, :16] = torch.where(pick[:, :16] < 0.5, torch.nan, x[:, :16])
+            x[::3, 16:32] = torch.nan
+        case "inf":
+            x = torch.where(pick < 0.01, torch.inf, normal)
+            x.view(-1)[:2] = -torch.inf
+        case "subnormal":
+            x = normal * torch.finfo(dtype).smallest_normal / 4
+        case "huge":
+            x = normal / 1000
+            x.view(-1)[-1:] = torch.finfo(dtype).max
+        case "any bits":
+            size = torch.finfo(dtype).bits
+            low, high = -(1 << (size - 1)), 1 << (size - 1)
+            integers = torch.randint(low, high, (rows, columns), generator=generator, dtype=torch.int64)
+            return integers.to(torch.int32 if size == 32 else torch.int16).view(dtype)
+        case _:
+            raise ValueError(family)
+    return x.to(dtype)
+
+
+def codes_under_every_scale(amax: float, columns: int = 16) -> Quantized:
+    """A row for every scale byte, all 16 codes in each; 15 of them in a matrix of 15 columns."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = (codes[::2] | codes[1::2] << 4).repeat(256, 1)
+    if columns % 2:
+        packed[:, -1] &= 0xF
+    scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    return Quantized(packed.contiguous(), scales, torch.tensor([amax]), RECIPES["te"], (256, columns))
+
+
+def assert_equal(got: torch.Tensor, expected: torch.Tensor, what: str = "values") -> None:
+    """The same shape, dtype and bits on the CPU; NaN only as NaN, since nobody defines its payload."""
+    assert got.dtype == expected.dtype, what
+    assert got.shape == expected.shape, what
+    got, expected = got.cpu(), expected.cpu()
+    if not got.is_floating_point():
+        differ = got != expected
+    else:
+        differ = (bits(got) != bits(expected)) & ~(got.isnan() & expected.isnan())
+    if differ.any():
+        first = tuple(differ.nonzero()[0].tolist())
+        count = int(differ.sum())
+        raise AssertionError(f"{count} {what} differ, the first at {first}: {got[first]!r} is not {expected[first]!r}")
+
+
+def assert_same(got: Quantized, expected: Quantized) -> None:
+    """Codes, scales, amax and tensor scale, bit for bit."""
+    assert got.shape == expected.shape
+    assert got.recipe == expected.recipe
+    for part in ("tensor_scale", "amax", "scales", "codes"):
+        assert_equal(getattr(got, part), getattr(expected, part), part)
+
+
+def to(q: Quantized, device: torch.device | str) -> Quantized:
+    """`q` on another device."""
+    moved = {part: getattr(q, part).to(device) for part in ("codes", "scales", "amax")}
+    return replace(q, **moved, tensor_scale=None)
