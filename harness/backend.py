@@ -104,11 +104,15 @@ def _dtype(dtype: Any) -> str:
 
 
 def place(error: BaseException) -> str:
-    """` (at file:line)`: where an exception was raised; nothing where the backend was not even entered."""
+    """` (at file:line)`: the innermost place outside installed packages; nothing where there is none."""
+    found = ""
     trace = error.__traceback__ and error.__traceback__.tb_next
-    while trace is not None and trace.tb_next is not None:
+    while trace is not None:
+        path = Path(trace.tb_frame.f_code.co_filename)
+        if path.is_file() and "site-packages" not in path.parts:
+            found = f" (at {path.name}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return "" if trace is None else f" (at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
+    return found
 
 
 def load_backend(spec: str) -> Backend:

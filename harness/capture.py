@@ -70,6 +70,8 @@ class Captured:
             entries = reader(path)
             chosen = _choose(path, entries, names)
             tensors = {name: entries[name].read() for name in chosen}
+        except CaptureError:
+            raise
         except _UNREADABLE as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise CaptureError(f"{path}: cannot be read as {path.suffix}: {reason}") from error

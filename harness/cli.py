@@ -107,7 +107,7 @@ def run(
     seed: Seed = 0,
     source: Input = None,
     tensors: Tensors = None,
-    workers: Annotated[int, typer.Option("-n", help="Worker processes; 0 is one a core, or one a GPU.")] = 0,
+    workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, or one a GPU.")] = 0,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 300.0,
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/latest"),
 ) -> None:
@@ -158,7 +158,7 @@ def show(
 
     try:
         place = tuple(int(part) for part in at.split(",")) if at else None
-        if place is not None and len(place) != 2:
+        if place is not None and (len(place) != 2 or min(place) < 0):
             raise ValueError(at)
     except ValueError:
         _stop(f"--at is {at!r}; it is a row and a column: --at 3,17")

@@ -52,17 +52,28 @@ def _compiler() -> Fact:
         return Fact("C++ compiler", f"{path} ({banner.splitlines()[0] if banner else 'no version'})")
     except ToolchainError as error:
         return Fact("C++ compiler", "missing", ok=False, remedy=str(error))
+    except OSError as error:
+        return Fact(
+            "C++ compiler", f"{path} cannot be run: {error.strerror}", ok=False, remedy="set CXX to another one"
+        )
 
 
 def _gpu() -> list[Fact]:
-    import torch
-
+    try:
+        import torch
+    except Exception as error:
+        words = f"unknown: torch cannot be imported: {type(error).__name__}: {error}"
+        return [Fact("GPU", words, ok=False, remedy="pip install torch")]
     if not torch.cuda.is_available():
         why = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no GPU"
         return [
             Fact("GPU", f"none: {why}", ok=False, remedy="only --device cuda needs one; cases run on the CPU without")
         ]
-    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    try:
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    except Exception as error:
+        words = f"cannot be used: {type(error).__name__}: {error}"
+        return [Fact("GPU", words, ok=False, remedy="see what nvidia-smi says of the driver")]
     found = [Fact("GPU", f"{name}, compute capability {major}.{minor}"), Fact("CUDA of torch", str(torch.version.cuda))]
     try:
         import cupy

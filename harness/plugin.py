@@ -14,6 +14,7 @@ from harness.case import Case, CaseFileError, load
 
 if TYPE_CHECKING:
     from harness.backend import Backend
+    from harness.record import Record
 
 _ATTRIBUTE = "narrowgauge"
 """Of a test report: the record. Plain values, so it crosses from an xdist worker to the controller."""
@@ -95,21 +96,37 @@ class CaseItem(pytest.Item):
         from harness.backend import BackendError
         from harness.view import first_failure
 
-        if isinstance(excinfo.value, CaseFailed) and self.record is not None:
+        if self.record is not None and (isinstance(excinfo.value, CaseFailed) or self.record["verdict"] == "timeout"):
             return first_failure(self.record)
         if isinstance(excinfo.value, BackendError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
+    def without_result(self, error: BaseException) -> dict[str, Any]:
+        """The record of a case that pytest-timeout ended, or that did not even begin."""
+        record = _new_record(self.case, self.config)
+        timeout = isinstance(error, pytest.fail.Exception) and "Timeout" in str(error)
+        record.verdict, record.message = ("timeout" if timeout else "error"), str(error) or type(error).__name__
+        return record.to_dict()
+
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, self.name
 
 
+def _new_record(case: Case, config: pytest.Config) -> Record:
+    from harness.runner import new_record
+
+    return new_record(case, backend=config.option.backend, device=config.option.device, seed=config.option.case_seed)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    if not isinstance(item, CaseItem) or call.when != "call":
+        return (yield)
+    if item.record is None and call.excinfo is not None:
+        item.record = item.without_result(call.excinfo.value)
     report = yield
-    if isinstance(item, CaseItem) and call.when == "call" and item.record is not None:
-        setattr(report, _ATTRIBUTE, item.record)
+    setattr(report, _ATTRIBUTE, item.record)
     return report
 
 
@@ -155,12 +172,9 @@ class Session:
             self.records.append(self._crash(report))
 
     def _crash(self, report: pytest.TestReport) -> dict[str, Any]:
-        from harness.runner import new_record
-
         path, _, name = report.nodeid.partition("::")
         case = next(case for case in load(self.config.rootpath / path) if case.id == name)
-        option = self.config.option
-        record = new_record(case, backend=option.backend, device=option.device, seed=option.case_seed)
+        record = _new_record(case, self.config)
         record.verdict, record.message = "crash", "the pytest worker died while it ran this case"
         return record.to_dict()
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -30,6 +31,8 @@ class Settings:
     """File of captured tensors, for cases made from one."""
 
 
+GRACE = 5.0
+"""Seconds that a worker without work has to end by itself."""
 OnRecord = Callable[[dict[str, Any]], None]
 
 
@@ -78,10 +81,11 @@ class _Worker:
         self.connection.send(case)
 
     def stop(self, *, kill: bool = False) -> None:
-        if kill:
-            self.process.kill()
-        else:
-            self.connection.send(None)
+        if not kill:
+            with suppress(OSError):  # it may be dead already
+                self.connection.send(None)
+            self.process.join(GRACE)
+        self.process.kill()
         self.process.join()
         self.connection.close()
 
@@ -110,7 +114,13 @@ def run_cases(cases: Sequence[Case], settings: Settings, on_record: OnRecord) ->
 
     def feed(worker: _Worker) -> None:
         if waiting:
-            worker.give(waiting.pop())
+            case = waiting.pop()
+            try:
+                worker.give(case)
+            except OSError:  # it died after its last record: another one takes the case
+                waiting.append(case)
+                worker.case = None
+                lost(worker, "", "")
         else:
             worker.case = None
             worker.stop()

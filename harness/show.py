@@ -20,7 +20,7 @@ from reference.decode import decode
 from reference.layout import unpack
 from reference.quantized import Quantized
 from reference.recipes import Recipe, recipe
-from reference.scaling import element_factors
+from reference.scaling import element_factors, tensor_scale
 
 
 def show_case(
@@ -93,9 +93,11 @@ def _kernel(outcome: Outcome, oracle: Quantized) -> Quantized:
 
 
 def _encode_scale(kernel: Quantized, oracle: Quantized) -> torch.Tensor:
-    scale = oracle.tensor_scale if kernel.tensor_scale is None else kernel.tensor_scale
-    assert scale is not None
-    return scale
+    if kernel.tensor_scale is not None:
+        return kernel.tensor_scale
+    amax = oracle.amax if kernel.amax is None else kernel.amax
+    assert amax is not None
+    return tensor_scale(amax, kernel.recipe)
 
 
 def _block_title(oracle: Quantized, kernel: Quantized, row: int, block: int) -> str:

@@ -64,6 +64,26 @@ def _module(source: str, device: int, extra_flags: tuple[str, ...]) -> Any:
         return cupy.RawModule(path=str(path))
 
 
+class _Stream:
+    """The address of a stream for CuPy, by the CUDA stream protocol."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
+def _current_stream(index: int) -> Any:
+    import torch
+
+    streams = _cupy().cuda
+    address = torch.cuda.current_stream(index).cuda_stream
+    if hasattr(streams.Stream, "from_external"):  # CuPy 14, where ExternalStream warns that it is deprecated
+        return streams.Stream.from_external(_Stream(address))
+    return streams.ExternalStream(address, index)
+
+
 def launch(
     source: str,
     kernel: str,
@@ -83,5 +103,5 @@ def launch(
     cupy = _cupy()
     index = torch.cuda.current_device() if device.index is None else device.index
     function = _module(source, index, extra_flags).get_function(kernel)
-    with cupy.cuda.Device(index), cupy.cuda.ExternalStream(torch.cuda.current_stream(index).cuda_stream, index):
+    with cupy.cuda.Device(index), _current_stream(index):
         function(tuple(grid), tuple(block), tuple(arguments))

@@ -9,6 +9,7 @@ from typing import Any
 from harness.record import VERDICTS, succeeded
 from harness.report import tables, text
 from harness.report.groups import SHOWN, Group, group
+from harness.view import reproduction
 
 CASES = 10
 _FIGURES = {
@@ -75,7 +76,7 @@ def _group(one: Group) -> Iterable[str]:
     yield ""
     yield escape(text.sentence(worst))
     yield ""
-    yield code(text.reproduction(worst))
+    yield code(reproduction(worst))
     if others:
         yield ""
     for record in others[: CASES - 1]:

@@ -14,6 +14,7 @@ from typing import Any
 from harness.record import VERDICTS, succeeded
 from harness.report import text
 from harness.report.groups import SEVERITY, SHOWN, Group, group
+from harness.view import reproduction
 
 OTHERS = 100
 """Further cases listed under a group."""
@@ -88,11 +89,11 @@ def _group(one: Group) -> dict[str, Any]:
         "mismatches": one.mismatches,
         "case": worst["case"],
         "sentence": text.sentence(worst),
-        "reproduction": text.reproduction(worst),
+        "reproduction": reproduction(worst),
         "findings": [_finding(finding) for finding in findings],
         "sweep": [(f"1e-{n}", text.share(value)) for n, value in enumerate(worst["sweep"], 1)],
         "figures": _figures(worst),
-        "others": [(r["case"], text.sentence(r), text.reproduction(r)) for r in others[:OTHERS]],
+        "others": [(r["case"], text.sentence(r), reproduction(r)) for r in others[:OTHERS]],
         "others_left": max(0, len(others) - OTHERS),
         "filter": f"{one.operation}/{one.recipe}/",
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -102,10 +101,3 @@ def not_compared(records: list[dict[str, Any]]) -> str:
 def sentence(record: dict[str, Any]) -> str:
     """What is wrong with a record: its message, or its first finding's sentence."""
     return record["message"] or next((s for f in record["findings"] if (s := f.get("sentence"))), "")
-
-
-def reproduction(record: dict[str, Any]) -> str:
-    """The shell line that shows a record's case again."""
-    case = "'" + record["case"].replace("'", "'\"'\"'") + "'"
-    backend, device = shlex.quote(record["backend"]), shlex.quote(record["device"])
-    return f"narrowgauge show {case} --backend {backend} --device {device} --seed {record['seed']}"

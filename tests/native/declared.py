@@ -16,9 +16,9 @@ def blocks(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     """Elements (rows, blocks, 16), zero behind the last column, and block scales (rows, blocks), both float64."""
     codes, scales = q.codes.cpu().numpy(), q.scales.cpu().numpy()
     rows, columns = q.shape
-    unpacked = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(rows, -1)[:, :columns]
+    unpacked = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(rows, 2 * codes.shape[1])[:, :columns]
     padded = np.pad(unpacked, ((0, 0), (0, -columns % 16)))
-    return np.array(E2M1.values)[padded].reshape(rows, -1, 16), np.array(E4M3.values)[scales]
+    return np.array(E2M1.values)[padded].reshape(rows, scales.shape[1], 16), np.array(E4M3.values)[scales]
 
 
 def gemm(

@@ -13,6 +13,27 @@ Source = Callable[[str], str]
 
 ONE = (1, 1, 1)
 
+ARITHMETIC = """
+extern "C" __global__ void multiply_add(const float* x, float* out, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = x[3 * i] * x[3 * i + 1] + x[3 * i + 2];
+}
+extern "C" __global__ void divide(const float* x, float* out, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = x[3 * i] / x[3 * i + 1];
+}
+"""
+
+
+def arithmetic(kernel: str) -> tuple[np.ndarray, np.ndarray]:
+    """Input of a kernel of ARITHMETIC, (n, 3) float32 of every size, and its result with one rounding an operation."""
+    rng = np.random.default_rng(7)
+    x = np.ldexp(rng.uniform(-2, 2, (20_000, 3)), rng.integers(-70, 60, (20_000, 3))).astype(np.float32)
+    x[:10_000, 2] = -(x[:10_000, 0] * x[:10_000, 1])  # what a fused multiply-add would not cancel
+    with np.errstate(over="ignore"):
+        expected = x[:, 0] * x[:, 1] + x[:, 2] if kernel == "multiply_add" else x[:, 0] / x[:, 1]
+    return x, expected
+
 
 def run(
     source: str,

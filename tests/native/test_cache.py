@@ -49,12 +49,16 @@ def test_the_folder_is_the_one_that_the_environment_names(tmp_path: Path, monkey
     assert cache_folder() == tmp_path / "home" / ".cache" / "narrowgauge"
 
 
-def test_what_is_built_lies_there_and_is_built_once(cache: Path) -> None:
+def test_what_is_built_appears_there_in_one_step_and_is_built_once(cache: Path) -> None:
+    files = []
+
     def build(path: Path) -> None:
         assert not (cache / "it.so").exists()
         path.write_text("built")
+        files.append(path.stat().st_ino)
 
     assert cached("it.so", build) == cache / "it.so"
+    assert [(cache / "it.so").stat().st_ino] == files, "the file that was built, not a copy"
     assert left(cache) == ["it.so"]
     assert cached("it.so", lambda _: pytest.fail("built again")).read_text() == "built"
 

@@ -12,7 +12,7 @@ import torch
 
 from native import host
 from native.sources import ToolchainError
-from tests.native.launching import ONE, Source, run
+from tests.native.launching import ARITHMETIC, ONE, Source, arithmetic, run
 
 EVERY_ORDER = pytest.mark.parametrize("order", host.ORDERS)
 
@@ -66,6 +66,15 @@ def test_the_portable_switch_of_stacks_gives_the_same_bytes(cuda_source: Source,
 
 
 # Arithmetic.
+
+
+@pytest.mark.parametrize("kernel", ["multiply_add", "divide"])
+def test_every_operation_rounds_by_itself(cuda_source: Source, kernel: str) -> None:
+    x, expected = arithmetic(kernel)
+    out = np.zeros_like(expected)
+    run(cuda_source(ARITHMETIC), kernel, (79, 1, 1), (256, 1, 1), x, out, np.int32(len(out)))
+    np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
+
 
 HALVED = """
 extern "C" __global__ void halved(const float* x, float* out) {

@@ -273,13 +273,22 @@ extern "C" __global__ void maximum(const unsigned* x, unsigned* out, unsigned* b
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
 def test_atomic_max_keeps_the_largest_of_all_blocks(cuda_source: Source, workers: int) -> None:
-    x = np.random.default_rng(5).integers(0, 2**32, 64 * 128, dtype=np.uint32)
+    """Every value is larger than those before it, so blocks that run at once meet at nearly every step."""
+    x = np.arange(1, 512 * 256 + 1, dtype=np.uint32) + np.uint32(2**31)
     out, before = np.zeros(1, np.uint32), np.zeros_like(x)
-    run(cuda_source(MAXIMUM), "maximum", (64, 1, 1), (128, 1, 1), x, out, before, workers=workers)
-    assert out[0] == x.max()
+    run(cuda_source(MAXIMUM), "maximum", (512, 1, 1), (256, 1, 1), x, out, before, workers=workers)
+    assert out[0] == x[-1]
+    replaced = before[before < x]
+    assert len(np.unique(replaced)) == len(replaced), "no value is replaced twice"
     if workers == 1:
-        np.testing.assert_array_equal(before[1:], np.maximum.accumulate(x)[:-1])
-    assert before[0] == 0 or workers > 1
+        np.testing.assert_array_equal(before[1:], x[:-1])
+
+
+def test_atomic_max_leaves_a_larger_value(cuda_source: Source) -> None:
+    x, out, before = np.array([7, 3], np.uint32), np.array([5], np.uint32), np.zeros(2, np.uint32)
+    run(cuda_source(MAXIMUM), "maximum", ONE, (2, 1, 1), x, out, before)
+    assert out.tolist() == [7]
+    assert before.tolist() == [5, 7]
 
 
 # Threads that wait for each other forever.
@@ -288,7 +297,7 @@ STUCK = """
 extern "C" __global__ void stuck(int* out, int block) {
     const int t = threadIdx.x;
     if (blockIdx.x == block && t < 16) __syncthreads();
-    out[blockIdx.x * 32 + t] = __shfl_xor_sync(0xFFFFFFFFu, t, 1);
+    out[blockIdx.x * blockDim.x + t] = __shfl_xor_sync(0xFFFFFFFFu, t, 1);
     if (blockIdx.x != block || t >= 16) __syncthreads();
 }
 """
@@ -299,11 +308,13 @@ extern "C" __global__ void stuck(int* out, int block) {
 def test_threads_that_wait_forever_are_an_error_with_their_block_and_leave_the_toolchain_usable(
     cuda_source: Source, order: str, workers: int
 ) -> None:
-    source, out = cuda_source(STUCK), np.zeros((5, 32), np.int32)
+    """Half a warp waits at the barrier, the other half for the first one's values. Every thread holds a stack."""
+    source, out = cuda_source(STUCK), np.zeros((5, 1024), np.int32)
     message = "kernel stuck: the threads of block 3 of grid (5, 1, 1) wait for each other forever"
     with host.thread_order(order):
-        for _ in range(3):
+        for _ in range(2):
             with pytest.raises(RuntimeError, match=re.escape(message)):
-                run(source, "stuck", (5, 1, 1), (32, 1, 1), out, np.int32(3), workers=workers)
-            run(source, "stuck", (5, 1, 1), (32, 1, 1), out, np.int32(-1), workers=workers)
-            assert (out == np.arange(32) ^ 1).all()
+                run(source, "stuck", (5, 1, 1), (1024, 1, 1), out, np.int32(3), workers=workers)
+            out[:] = -1
+            run(source, "stuck", (5, 1, 1), (1024, 1, 1), out, np.int32(-1), workers=workers)
+            assert (out == np.arange(1024) ^ 1).all()
