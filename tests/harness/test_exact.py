@@ -76,6 +76,7 @@ def test_the_other_zero_differs_by_no_step(dtype, sign):
     result = floats(one_of(-0.0 * sign, dtype), one_of(0.0 * sign, dtype))
     assert result.sentence == "1 of 6 values differ, each the other zero, at row 1, column 2"
     assert (result.mismatches, result.max_ulp) == (1, 0)
+    assert result.finding["elements"] == [{"which": "first", "at": (1, 2), "distance": 0}]
 
 
 def test_a_wrong_zero_beside_a_wrong_number():
