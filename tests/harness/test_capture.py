@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import pytest
@@ -102,11 +103,21 @@ def test_errors_of_names(safetensors):
 
 
 def test_a_named_tensor_of_another_dtype(tmp_path):
-    path = saved_by_torch(tmp_path / "a.pt", {"a": WEIGHT.double(), "b": WEIGHT.to_sparse(), "c": WEIGHT})
-    for name, held in (("a", "float64"), ("b", "sparse_coo fp32")):
-        with pytest.raises(CaptureError, match=rf"a\.pt: {name} holds {held}; "):
-            Captured.load(path, [name])
-    assert Captured.load(path).left_out == ("a", "b")
+    path = saved_by_torch(tmp_path / "a.pt", {"a": WEIGHT.double(), "c": WEIGHT})
+    with pytest.raises(CaptureError, match=r"a\.pt: a holds float64; "):
+        Captured.load(path, ["a"])
+    assert Captured.load(path).left_out == ("a",)
+
+
+def test_a_sparse_tensor_is_named_for_what_it_is(tmp_path):
+    path = saved_by_torch(tmp_path / "a.pt", {"b": WEIGHT.to_sparse(), "c": WEIGHT})
+    try:
+        torch.load(path, weights_only=True)
+    except UnpicklingError:
+        pytest.skip(f"torch {torch.__version__} loads no sparse tensor with weights_only")
+    with pytest.raises(CaptureError, match=r"a\.pt: b holds sparse_coo fp32; "):
+        Captured.load(path, ["b"])
+    assert Captured.load(path).left_out == ("b",)
 
 
 def test_no_matrix_at_all(tmp_path):

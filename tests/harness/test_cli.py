@@ -1,6 +1,7 @@
 """The command line: what it prints, what it refuses, its exit status."""
 
 import csv
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -443,6 +444,6 @@ def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = narrowgauge("doctor")
     assert result.exit_code == 0
-    assert re.search(rf"✓ +torch +{re.escape(torch.__version__)}", result.stdout)
+    assert re.search(rf"✓ +torch +{re.escape(importlib.metadata.version('torch'))}", result.stdout)
     assert re.search(r"– +GPU +none: ", result.stdout)
     assert "only --device cuda needs one; cases run on the CPU without" in result.stdout

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
+from types import ModuleType
+from typing import Any
 
-import gfloat
-import gfloat.formats
 import ml_dtypes
 import numpy as np
 import pytest
@@ -55,7 +55,14 @@ SATURATING_OR_NOT = pytest.mark.parametrize(
 )
 
 
-def gfloat_format(fmt: Format) -> gfloat.FormatInfo:
+@pytest.fixture
+def gfloat() -> ModuleType:
+    why = "gfloat is not installed: pip install gfloat"
+    pytest.importorskip("gfloat.formats", reason=why)
+    return pytest.importorskip("gfloat", reason=why)
+
+
+def gfloat_format(gfloat: ModuleType, fmt: Format) -> Any:
     return getattr(gfloat.formats, f"format_info_ocp_{fmt.name.lower()}")
 
 
@@ -95,8 +102,8 @@ def test_every_code_means_what_ml_dtypes_says(fmt: Format) -> None:
 
 
 @formats(ALL)
-def test_every_code_means_what_gfloat_says(fmt: Format) -> None:
-    theirs = [gfloat.decode_float(gfloat_format(fmt), code).fval for code in range(fmt.codes)]
+def test_every_code_means_what_gfloat_says(gfloat: ModuleType, fmt: Format) -> None:
+    theirs = [gfloat.decode_float(gfloat_format(gfloat, fmt), code).fval for code in range(fmt.codes)]
     assert_same_values(np.array(fmt.values), np.array(theirs))
 
 
@@ -193,14 +200,14 @@ def test_encode_agrees_with_ml_dtypes_on_e8m0() -> None:
 
 
 @SATURATING_OR_NOT
-def test_encode_agrees_with_gfloat(fmt: Format, saturate: bool) -> None:
+def test_encode_agrees_with_gfloat(gfloat: ModuleType, fmt: Format, saturate: bool) -> None:
     x = every_input(fmt)
     x = x[~np.isnan(x)]
     if fmt.nan_code is None:  # gfloat has no infinity there
         x = x[np.isfinite(x)]
     if not fmt.signed:  # gfloat encodes neither negative numbers nor any below the smallest
         x = x[x >= 2.0**-127]
-    info = gfloat_format(fmt)
+    info = gfloat_format(gfloat, fmt)
     theirs = gfloat.encode_ndarray(info, gfloat.round_ndarray(info, x.astype(np.float64), sat=saturate))
     ours = codes_of(x, fmt, saturate=saturate)
     if fmt == E4M3 and not saturate:  # gfloat's NaN is 0xFF, whatever the sign
