@@ -71,7 +71,8 @@ def measure(device_name: str) -> list[Row]:
         return row
 
     n, elements = x.numel(), "elem/s"
-    copy = add(f"copy {size}² bf16", x.clone, n, elements, None)
+    target = torch.empty_like(x)
+    copy = add(f"copy {size}² bf16", lambda: target.copy_(x), n, elements, None)
     add("reference quantize nvfp4", lambda: reference.quantize(x, "nvfp4"), n, elements, copy)
     add("native quantize nvfp4", lambda: native.quantize(x, "nvfp4"), n, elements, copy)
     add("native quantize nvfp4, amax given", lambda: native.quantize(x, "nvfp4", amax=amax), n, elements, copy)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.backend import Backend
+from harness.backend import Backend, Unsupported
 from harness.checks.bound import bound
 from harness.finding import float_view
 from harness.operations.outcome import Outcome
@@ -17,6 +17,18 @@ from reference import ops as reference
 from reference.bounds import bounds
 from reference.quantized import Quantized
 from reference.recipes import Recipe
+
+
+def _operand(name: str, matrix: torch.Tensor, recipe: Recipe, backend: Backend, outcome: Outcome) -> Quantized:
+    oracle = reference.quantize(matrix, recipe)
+    try:
+        kernel = backend.quantize(matrix, recipe)
+    except Unsupported:
+        return oracle
+    outcome.stages += quantize_stages(matrix, kernel, oracle, prefix=f"{name}.")
+    if kernel.amax is None:
+        kernel.amax = oracle.amax
+    return kernel
 
 
 def judge_gemm(
@@ -32,20 +44,10 @@ def judge_gemm(
     """Run and judge x @ w.T (+ c) (+ bias), x (M, K) and w (N, K).
 
     The operands are quantized by the backend where it quantizes, and judged so; the product is judged on those very
-    codes, so that a wrong code is found once. A backend without quantize is given the reference's operands.
+    codes, so that a wrong code is found once. Where it does not quantize this, it is given the reference's operands.
     """
     outcome = Outcome()
-    operands = []
-    for name, matrix in (("x", x), ("w", w)):
-        oracle = reference.quantize(matrix, recipe)
-        kernel = oracle
-        if backend.has("quantize"):
-            kernel = backend.quantize(matrix, recipe)
-            outcome.stages += quantize_stages(matrix, kernel, oracle, prefix=f"{name}.")
-            if kernel.amax is None:
-                kernel.amax = oracle.amax
-        operands.append(kernel)
-    a, b = operands
+    a, b = (_operand(name, matrix, recipe, backend, outcome) for name, matrix in (("x", x), ("w", w)))
     shape = (x.shape[0], w.shape[0])
 
     def call(given: Tensors) -> Tensors:

@@ -245,8 +245,9 @@ def test_a_gemm_of_wrong_operands_is_right_on_them():
     assert record.stage == "x.codes"
 
 
-def test_a_backend_of_a_gemm_alone_is_given_the_reference_s_operands():
-    record = run(GEMM, gemm=reference.gemm)
+@pytest.mark.parametrize("doors", [{}, {"quantize": raising(NotImplementedError("not this recipe"))}])
+def test_a_backend_that_does_not_quantize_is_given_the_reference_s_operands(doors):
+    record = run(GEMM, gemm=reference.gemm, **doors)
     assert record.verdict == "pass"
     assert list(judged(record)) == ["memory", "repeat", "output"]
 
