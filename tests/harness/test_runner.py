@@ -245,6 +245,13 @@ def test_a_gemm_of_wrong_operands_is_right_on_them():
     assert record.stage == "x.codes"
 
 
+def raising(error):
+    def door(*_, **__):
+        raise error
+
+    return door
+
+
 @pytest.mark.parametrize("doors", [{}, {"quantize": raising(NotImplementedError("not this recipe"))}])
 def test_a_backend_that_does_not_quantize_is_given_the_reference_s_operands(doors):
     record = run(GEMM, gemm=reference.gemm, **doors)
@@ -267,13 +274,6 @@ def test_a_gemm_is_given_what_it_adds(flags):
 
 
 # No result.
-
-
-def raising(error):
-    def door(*_, **__):
-        raise error
-
-    return door
 
 
 @pytest.mark.parametrize(
