@@ -93,8 +93,9 @@ class _Worker:
 def run_cases(cases: Sequence[Case], settings: Settings, on_record: OnRecord) -> list[dict[str, Any]]:
     """Run every case and hand each record to `on_record` as it comes; the records, in the order in which they came.
 
-    A dead worker gives a `crash`, one past the timeout a `timeout`, and a new one takes its place. An interrupt ends
-    the run early and keeps what was measured. Raises BackendError where the backend cannot be loaded.
+    A dead worker gives a `crash`, one past the timeout a `timeout`, and a new one takes its place; where that one
+    cannot load the backend, the cases left are errors. An interrupt ends the run early and keeps what was measured.
+    Raises BackendError where the backend cannot be loaded at the start.
     """
     waiting = list(reversed(cases))
     records: list[dict[str, Any]] = []
@@ -111,6 +112,14 @@ def run_cases(cases: Sequence[Case], settings: Settings, on_record: OnRecord) ->
             finish(_without_result(worker.case, settings, verdict, message))
         if waiting:
             workers.append(_Worker(settings))
+
+    def not_loaded(worker: _Worker, message: str) -> None:
+        if not records:
+            raise BackendError(message)
+        worker.stop(kill=True)
+        workers.remove(worker)
+        while waiting:
+            finish(_without_result(waiting.pop(), settings, "error", message))
 
     def feed(worker: _Worker) -> None:
         if waiting:
@@ -134,15 +143,16 @@ def run_cases(cases: Sequence[Case], settings: Settings, on_record: OnRecord) ->
                     answer = worker.connection.recv()
                 except (EOFError, ConnectionError):
                     worker.process.join()
-                    if not worker.ready:
-                        raise BackendError(
-                            f"a worker process died at its start ({_ending(worker.process.exitcode)})"
-                        ) from None
-                    lost(worker, "crash", f"the process died ({_ending(worker.process.exitcode)})")
+                    ending = _ending(worker.process.exitcode)
+                    if worker.ready:
+                        lost(worker, "crash", f"the process died ({ending})")
+                    else:
+                        not_loaded(worker, f"a worker process died at its start ({ending})")
                     continue
                 if isinstance(answer, str):
                     if answer:
-                        raise BackendError(answer)
+                        not_loaded(worker, answer)
+                        continue
                     worker.ready = True
                 else:
                     finish(answer)

@@ -36,6 +36,18 @@ class Broken:
     def __init__(self):
         raise OSError("libkernels.so is missing")
 
+class OnceOnly:
+    # Loads the first time, dies at 17 rows, and then its library is gone.
+    def __init__(self):
+        if os.path.exists("loaded"):
+            raise OSError("libkernels.so is gone")
+        open("loaded", "w").close()
+
+    def quantize(self, x, recipe, *, amax=None, random=None):
+        if x.shape[0] == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ops.quantize(x, recipe)
+
 class Dying:
     def __init__(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -179,3 +191,16 @@ def test_an_interrupt_keeps_what_was_measured(scripted):
     (worker,) = Scripted.made
     assert worker.joined == [None]  # at once
     assert worker.killed
+
+
+def test_what_was_measured_stays_where_the_backend_can_no_longer_be_loaded(kernels):
+    cases = [case_of(rows) for rows in (16, 17, 18, 19)]
+    records = run_cases(cases, Settings("pool_kernels:OnceOnly", workers=1), lambda record: None)
+    said = [(r["shape"], r["verdict"], r["message"]) for r in records]
+    gone = "backend pool_kernels:OnceOnly: OnceOnly() raised OSError: libkernels.so is gone"
+    assert said == [
+        ("16x32", "pass", ""),
+        ("17x32", "crash", "the process died (signal SIGKILL)"),
+        ("18x32", "error", gone),
+        ("19x32", "error", gone),
+    ]

@@ -246,15 +246,15 @@ def test_a_block_far_below_the_tensors_amax_has_scale_0_codes_of_6_and_decodes_t
     assert q.scales.tolist() == [[0x7E, 0, 1]]
     assert elements(q)[0, 16:20].tolist() == [7 if sign > 0 else 15, 7, 0, 8]
     assert not dequantize(q)[0, 16:32].any()
-    assert edge / 2688 == pytest.approx(2.18e-6, rel=1e-3)
+    assert f"{edge / 2688:.3g}" == "2.18e-06"
 
 
 def test_below_7_9e_36_the_encode_scale_is_clamped_and_values_shrink() -> None:
-    for amax, share in ((8e-36, 1), (7.8e-36, 1), (4e-36, 0.506), (1e-36, 0.127), (1e-37, 0.0127)):
+    for amax, share in ((8e-36, "1"), (7.8e-36, "1"), (4e-36, "0.5"), (1e-36, "0.13"), (1e-37, "0.012")):
         q = quantize(one_block(amax), "nvfp4")
         assert q.tensor_scale is not None
         assert (q.tensor_scale == FLT_MAX) == (amax < 7.9e-36)
-        assert float(dequantize(q)[0, 0]) / amax == pytest.approx(share, rel=0.07)
+        assert f"{float(dequantize(q)[0, 0]) / amax:.2g}" == share
 
 
 def test_a_given_amax_smaller_than_the_tensors_own_saturates_the_scales() -> None:
