@@ -140,12 +140,18 @@ def load(path: str | Path) -> list[Case]:
     tables = content.get("matrix")
     if not isinstance(tables, list) or not tables:
         raise CaseFileError(f"{path}: no [[matrix]] table, so no case; see cases/README.md")
-    cases: dict[str, Case] = {}
-    for number, table in enumerate(tables, 1):
-        for case in _expand(table, f"{path}: [[matrix]] {number}", str(path)):
-            known = cases.get(case.id)
-            cases[case.id] = replace(known, tier="quick") if known and "quick" in (case.tier, known.tier) else case
-    return list(cases.values())
+    places = ((f"{path}: [[matrix]] {number}", table) for number, table in enumerate(tables, 1))
+    return _merged(case for where, table in places for case in _expand(table, where, str(path)))
+
+
+def _merged(cases: Iterable[Case]) -> list[Case]:
+    """One case an id, in order of appearance, quick where any of them is."""
+    merged: dict[str, Case] = {}
+    for case in cases:
+        known = merged.setdefault(case.id, case)
+        if case.tier == "quick":
+            merged[case.id] = replace(known, tier="quick")
+    return list(merged.values())
 
 
 def _expand(table: Any, where: str, file: str) -> Iterable[Case]:
@@ -198,14 +204,14 @@ def _case(operation: str, point: dict[str, Any], tier: str, file: str) -> Case:
 
 
 def load_all(paths: Sequence[str | Path]) -> list[Case]:
-    """The cases of files, and of every *.toml of folders. Raises CaseFileError, also where there is no file."""
+    """The cases of files, and of every *.toml of folders, each id once. Raises CaseFileError, also without a file."""
     files: list[Path] = []
     for path in map(Path, paths):
         found = sorted(path.glob("*.toml")) if path.is_dir() else [path]
         if not found:
             raise CaseFileError(f"{path}: holds no *.toml case file")
         files += found
-    return [case for file in files for case in load(file)]
+    return _merged(case for file in files for case in load(file))
 
 
 class _Matcher:

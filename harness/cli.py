@@ -88,7 +88,7 @@ def _check_device(device: str) -> None:
 
 @app.command("list")
 def list_cases(
-    paths: Paths = None, tier: Tier = "full", keyword: Keyword = "", source: Input = None, tensors: Tensors = None
+    paths: Paths = None, tier: Tier = "quick", keyword: Keyword = "", source: Input = None, tensors: Tensors = None
 ) -> None:
     """Print the ids of the cases that a run with the same arguments would run."""
     chosen = _select(paths, tier, keyword, source, tensors)
