@@ -7,7 +7,8 @@ A backend is any object or module that has some of the doors of design.md:
     gemm(a, b, *, out_dtype, c=None, bias=None) -> Tensor
 
 It raises NotImplementedError for what it does not do. It may have `variations(device)`, a dict of names to context
-managers under which its results must be the same bytes; without one, an operation runs twice.
+managers under which its results must be the same bytes; without one, an operation runs twice. It may have
+`check(device)`, which raises where it cannot run at all, before any case does: a missing compiler, say.
 """
 
 from __future__ import annotations
@@ -115,10 +116,11 @@ def place(error: BaseException) -> str:
     return found
 
 
-def load_backend(spec: str) -> Backend:
+def load_backend(spec: str, device: str = "") -> Backend:
     """The backend called `native`, `reference`, or `package.module[:Name]`; a class is made into an object.
 
-    Modules are found as `python -m` finds them, from the current folder too. Raises BackendError where there is none.
+    Modules are found as `python -m` finds them, from the current folder too. Raises BackendError where there is none,
+    or where its own `check` says that it cannot run on `device`, where one is named.
     """
     if spec not in BUILT_IN and ":" not in spec and "." not in spec:
         raise BackendError(
@@ -143,7 +145,15 @@ def load_backend(spec: str) -> Backend:
             found = found()
         except Exception as error:
             raise BackendError(f"backend {spec}: {attribute}() raised {type(error).__name__}: {error}") from error
-    return Backend(spec, found)
+    backend = Backend(spec, found)
+    if device and callable(check := getattr(found, "check", None)):
+        import torch
+
+        try:
+            check(torch.device(device))
+        except Exception as error:
+            raise BackendError(f"backend {spec} cannot run on {device}: {error}") from error
+    return backend
 
 
 def check_device(device: str) -> None:

@@ -163,7 +163,9 @@ def show(
     except ValueError:
         _stop(f"--at is {at!r}; it is a row and a column: --at 3,17")
     try:
-        right = show_case(cases[case_id], load_backend(backend), device=device, seed=seed, source=source, at=place)
+        right = show_case(
+            cases[case_id], load_backend(backend, device), device=device, seed=seed, source=source, at=place
+        )
     except (BackendError, Unsupported) as error:
         _stop(str(error))
     raise typer.Exit(0 if right else 1)

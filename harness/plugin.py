@@ -148,7 +148,7 @@ class Session:
 
         if self._backend is None:
             prepare_process(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-            self._backend = load_backend(self.config.option.backend)
+            self._backend = load_backend(self.config.option.backend, self.config.option.device)
         return self._backend
 
     @pytest.hookimpl

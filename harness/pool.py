@@ -54,7 +54,7 @@ def _serve(connection: Connection, settings: Settings) -> None:
     from harness.runner import run_case
 
     try:
-        backend = load_backend(settings.backend)
+        backend = load_backend(settings.backend, settings.device)
         captures = Captured.load(settings.input_path) if settings.input_path else None
     except Exception as error:
         connection.send(str(error))

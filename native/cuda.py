@@ -31,6 +31,11 @@ def _cupy() -> Any:
     return cupy
 
 
+def check() -> None:
+    """Raises ToolchainError where CuPy is missing."""
+    _cupy()
+
+
 def architecture(capability: str) -> str:
     """The target for a device of compute capability `capability` ("90"): with its own instructions from 9.0 on."""
     return f"sm_{capability}a" if int(capability) >= 90 else f"sm_{capability}"

@@ -62,6 +62,11 @@ def compiler() -> str:
     )
 
 
+def check() -> None:
+    """Raises ToolchainError where there is no C++ compiler, or one that does not run."""
+    _compiler_identity()
+
+
 @cache
 def _compiler_identity() -> str:
     # The predefined macros name the compiler's version and, with -march=native, this CPU's instruction sets.

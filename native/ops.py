@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from native import host
+from native import cuda, host
 from native.launch import launch
 from reference.quantized import Quantized, codes_shape, scales_shape
 from reference.recipes import Recipe, recipe
 
-__all__ = ["Quantized", "amax", "dequantize", "gemm", "quantize", "recipe", "variations"]
+__all__ = ["Quantized", "amax", "check", "dequantize", "gemm", "quantize", "recipe", "variations"]
 
 _SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -166,6 +166,11 @@ def gemm(
         device=a.codes.device,
     )  # fmt: skip
     return out
+
+
+def check(device: torch.device) -> None:
+    """Raises ToolchainError where kernels cannot be compiled or launched for `device`: no C++ compiler, no CuPy."""
+    (cuda if device.type == "cuda" else host).check()
 
 
 def variations(device: torch.device) -> dict[str, Callable[[], AbstractContextManager[None]]]:

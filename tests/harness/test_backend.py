@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from harness.backend import Backend, BackendError, Unsupported, as_quantized, load_backend
+from native import host
 from reference import ops as reference
 from reference.recipes import recipe
 from tests.harness.backends import backend
@@ -357,3 +358,26 @@ def test_a_tensor_of_another_kind(result, message):
 def test_a_backend_needs_a_door():
     with pytest.raises(BackendError, match="has none of the doors quantize, dequantize, gemm"):
         Backend("empty", SimpleNamespace(quantise=print, quantize="a string"))
+
+
+def test_a_backend_that_cannot_run_says_so_before_any_case(tmp_path, monkeypatch):
+    (tmp_path / "my_check.py").write_text(
+        "class Backend:\n    def quantize(self, x, recipe): ...\n\n    def check(self, device):\n"
+        "        raise OSError(f'no kernels for {device}')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert load_backend("my_check:Backend").name == "my_check:Backend"
+    with pytest.raises(BackendError, match=r"^backend my_check:Backend cannot run on cpu: no kernels for cpu$"):
+        load_backend("my_check:Backend", "cpu")
+
+
+def test_native_without_a_compiler_says_what_to_install(monkeypatch):
+    for cached in (host.compiler, host._compiler_identity):
+        cached.cache_clear()
+    monkeypatch.setenv("CXX", "/nonexistent/g++")
+    try:
+        with pytest.raises(BackendError, match=r"cannot run on cpu: native kernels on a CPU need .*; install g\+\+ "):
+            load_backend("native", "cpu")
+    finally:
+        for cached in (host.compiler, host._compiler_identity):
+            cached.cache_clear()
