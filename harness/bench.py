@@ -6,13 +6,12 @@ Rates are medians; a ratio of two rows of one run is worth more than either, sin
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from harness.operations.repeated import synchronize
+from harness.operations.repeated import timed
 from native import ops as native
 from reference import ops as reference
 from reference.gemm import operand
@@ -42,16 +41,12 @@ class Row:
         return self.work / self.milliseconds / 1e3
 
 
-def timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+def median(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Median milliseconds of `call` and slowest over fastest, after one call that does not count."""
     call()
     seconds = []
     for _ in range(REPEATS):
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(timed(device, call)[1])
     return statistics.median(seconds) * 1e3, max(seconds) / min(seconds)
 
 
@@ -65,7 +60,7 @@ def measure(device_name: str) -> list[Row]:
     rows: list[Row] = []
 
     def add(name: str, call: Callable[[], object], work: float, unit: str, ceiling: Row | None) -> Row:
-        milliseconds, spread = timed(call, device)
+        milliseconds, spread = median(call, device)
         row = Row(name, milliseconds, spread, work, unit, None if ceiling is None else ceiling.milliseconds)
         rows.append(row)
         return row

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from harness.inputs import Inputs
     from harness.operations.outcome import Outcome
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ALLCLOSE = 8e-3
 """The tolerance of Transformer Engine's own NVFP4 GEMM test, reported and never used for a verdict."""
 
@@ -60,15 +59,14 @@ def make_case_inputs(case: Case, *, seed: int, captures: Captured | None, device
 
 def judge(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     """The outcome of a case. Raises BackendError and Unsupported for what the backend does."""
-    import torch
-
+    from harness.inputs import TORCH_DTYPES
     from harness.operations.gemm import judge_gemm
     from harness.operations.quantize import judge_quantize
 
     if case.operation == "quantize":
         return judge_quantize(inputs.x, recipe(case.recipe), backend)
     assert inputs.w is not None
-    out_dtype = getattr(torch, _DTYPES[case.dtypes[2]])
+    out_dtype = TORCH_DTYPES[case.dtypes[2]]
     return judge_gemm(
         inputs.x, inputs.w, recipe(case.recipe), backend, out_dtype=out_dtype, c=inputs.c, bias=inputs.bias
     )

@@ -9,8 +9,6 @@ from harness.checks.stage import StageResult
 from harness.finding import Describe, finding, sentence
 from reference.formats import Format
 
-_INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-
 
 def exact_codes(
     stage: str, actual: torch.Tensor, expected: torch.Tensor, fmt: Format, *, noun: str, describe: Describe
@@ -28,7 +26,7 @@ def exact_floats(
     stage: str, actual: torch.Tensor, expected: torch.Tensor, *, noun: str, describe: Describe
 ) -> StageResult:
     """Compare float32, bfloat16 or float16 tensors of one shape and dtype, (M, N) or (1,)."""
-    integer = _INTEGER[expected.dtype]
+    integer = ordinal.INTEGER[expected.dtype]
     a, e = actual.contiguous().view(integer), expected.contiguous().view(integer)
     compared = expected.numel()
     if torch.equal(a, e):

@@ -6,12 +6,13 @@ import torch
 
 from reference.formats import Format
 
-_INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+"""The integer dtype that holds a number's bits."""
 
 
 def of_floats(x: torch.Tensor) -> torch.Tensor:
     """int64 ordinals of float32, bfloat16 or float16 numbers; +0 and −0 are both 0."""
-    bits = x.contiguous().view(_INTEGER[x.dtype]).long()
+    bits = x.contiguous().view(INTEGER[x.dtype]).long()
     magnitude = bits & ((1 << (x.element_size() * 8 - 1)) - 1)
     return torch.where(bits < 0, -magnitude, magnitude)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from harness.checks.bound import bound
 from harness.finding import float_view
 from harness.operations.outcome import Outcome
 from harness.operations.quantize import quantize_stages
-from harness.operations.repeated import Tensors, repeated, synchronize
+from harness.operations.repeated import Tensors, repeated, timed
 from reference import ops as reference
 from reference.bounds import bounds
 from reference.quantized import Quantized
@@ -63,11 +62,7 @@ def judge_gemm(
     }  # fmt: skip
     outputs, protection, outcome.seconds = repeated(backend, x.device, inputs, call)
     outcome.stages += protection
-    synchronize(x.device)
-    start = time.perf_counter()
-    limits = bounds(a, b, out_dtype=out_dtype, c=c, bias=bias)
-    synchronize(x.device)
-    outcome.seconds_reference = time.perf_counter() - start
+    limits, outcome.seconds_reference = timed(x.device, lambda: bounds(a, b, out_dtype=out_dtype, c=c, bias=bias))
     output = outputs["output"]
     assert output is not None
 

@@ -23,7 +23,3 @@ class Outcome:
     """Of a gemm: what was right for each output."""
     seconds: float | None = None
     seconds_reference: float | None = None
-
-    def actual_size(self) -> int:
-        """Number of the kernel's values."""
-        return 0 if self.actual is None else self.actual.numel()

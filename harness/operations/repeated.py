@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -13,11 +15,21 @@ from harness.checks.stage import StageResult
 from harness.finding import spaced
 from harness.guard import POISON, Guard, unwritten
 
+T = TypeVar("T")
 Tensors = dict[str, torch.Tensor | None]
 
 
+def timed(device: torch.device, call: Callable[[], T]) -> tuple[T, float]:
+    """What `call` gives, and its seconds, the device waited for: a time is a time, a fault shows where it happened."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return result, time.perf_counter() - start
+
+
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a time is a time and a fault shows where it happened."""
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -38,11 +50,8 @@ def repeated(
         guard = Guard(POISON[number % len(POISON)])
         given = {key: None if t is None else guard.guarded(t, key) for key, t in inputs.items()}
         with context() or nullcontext(), guard:
-            synchronize(device)
-            start = time.perf_counter()
-            outputs = call(given)
-            synchronize(device)
-            seconds = min(seconds, time.perf_counter() - start)
+            outputs, elapsed = timed(device, partial(call, given))
+        seconds = min(seconds, elapsed)
         memory += [f"{text} ({name})" for text in guard.violations()]
         runs.append({key: None if t is None else t.detach().clone() for key, t in outputs.items()})
     protected = StageResult("memory", "guard", compared=len(inputs) * len(runs), mismatches=len(memory))

@@ -12,23 +12,16 @@ constexpr int THREADS = 256;
 constexpr int PER_THREAD = 16;
 
 template <class T>
-__device__ __forceinline__ void take(T x, u32 highest, u32& largest) {
-    const u32 magnitude = __float_as_uint(to_float(x)) & 0x7FFFFFFFu;
-    const u32 counted = magnitude <= highest ? magnitude : 0u;
-    largest = counted > largest ? counted : largest;
-}
-
-template <class T>
 __device__ void amax(const T* x, u32* out, i64 n, int propagate_nan) {
     __shared__ u32 warps[THREADS / 32];
     const i64 step = static_cast<i64>(gridDim.x) * THREADS * PER_THREAD;
-    const u32 highest = propagate_nan ? 0x7FFFFFFFu : FLOAT_INF_BITS;
+    const u32 highest = highest_counted(propagate_nan);
     u32 largest = 0;
     for (i64 start = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) * PER_THREAD; start < n; start += step) {
         if (n - start >= PER_THREAD) {  // a constant count, which compilers unroll
-            for (int i = 0; i < PER_THREAD; ++i) take(x[start + i], highest, largest);
+            for (int i = 0; i < PER_THREAD; ++i) take_magnitude(to_float(x[start + i]), highest, largest);
         } else {
-            for (int i = 0; i < n - start; ++i) take(x[start + i], highest, largest);
+            for (int i = 0; i < n - start; ++i) take_magnitude(to_float(x[start + i]), highest, largest);
         }
     }
     for (int lanes = 16; lanes > 0; lanes /= 2) {

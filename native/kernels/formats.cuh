@@ -72,6 +72,17 @@ __device__ __forceinline__ void from_float(float x, fp16& out) {
     out.bits = static_cast<u16>(code | sign);
 }
 
+// ---- largest magnitude -----------------------------------------------------------------------------------------------
+
+// Magnitudes as integers are in the order of their values. Those above `highest`, which are NaN, are left out.
+__device__ __forceinline__ u32 highest_counted(int propagate_nan) { return propagate_nan ? 0x7FFFFFFFu : FLOAT_INF_BITS; }
+
+__device__ __forceinline__ void take_magnitude(float x, u32 highest, u32& largest) {
+    const u32 magnitude = __float_as_uint(x) & 0x7FFFFFFFu;
+    const u32 counted = magnitude <= highest ? magnitude : 0u;
+    largest = counted > largest ? counted : largest;
+}
+
 // ---- E4M3 ------------------------------------------------------------------------------------------------------------
 
 // Nearest even, saturating at 448; NaN gives 0x7F. Exactly what cvt.rn.satfinite.e4m3x2.f32 does.

@@ -39,12 +39,9 @@ __device__ void quantize(const T* x, const float* amax, u8* codes, u8* scales, f
         for (int i = 0; i < BLOCK; ++i) values[i] = i < count ? to_float(source[i]) : 0.0f;
     }
 
+    const u32 highest = highest_counted(propagate_nan);
     u32 largest = 0;
-    for (int i = 0; i < BLOCK; ++i) {
-        const u32 magnitude = __float_as_uint(values[i]) & 0x7FFFFFFFu;
-        const u32 counted = magnitude <= FLOAT_INF_BITS || propagate_nan ? magnitude : 0u;
-        largest = counted > largest ? counted : largest;
-    }
+    for (int i = 0; i < BLOCK; ++i) take_magnitude(values[i], highest, largest);
     const u8 scale = nvfp4_block_scale(__uint_as_float(largest), encode, scale_order);
     const float factor = nvfp4_element_factor(scale, encode);
 
