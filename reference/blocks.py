@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -46,6 +46,24 @@ def block_amax(x: torch.Tensor, block: int, *, propagate_nan: bool = False) -> t
             bits.masked_fill_(bits > nan_above, 0)
         torch.amax(bits.view(bits.shape[0], -1, block), dim=2, out=amax[rows])
     return amax.view(x.dtype).float()
+
+
+def over_tiles(
+    blocks: torch.Tensor, height: int, reduce: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows.amax(1)
+) -> torch.Tensor:
+    """(M, B) to (M, B): what `reduce` makes of `height` rows, (T, height, B) to (T, B), once for each of them.
+
+    Zeros are added below the last rows.
+    """
+    if height == 1:
+        return blocks
+    padded = torch.nn.functional.pad(blocks, (0, 0, 0, -blocks.shape[0] % height))
+    return reduce(padded.view(-1, height, blocks.shape[1])).repeat_interleave(height, 0)[: blocks.shape[0]]
+
+
+def of_rows(each: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Of a number for each row (M,) those of `rows`; of one for the whole tensor (1,) that one."""
+    return each if each.shape[0] == 1 else each[rows]
 
 
 def tensor_amax(blocks: torch.Tensor) -> torch.Tensor:

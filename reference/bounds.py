@@ -56,7 +56,7 @@ def bounds(
     never exclude a right output.
     """
     check_operands(a, b)
-    check_epilogue(a, b, out_dtype, c, bias)
+    check_epilogue((a.shape[0], b.shape[0]), out_dtype, c, bias)
     left, right = operand(a), operand(b)
     total = exact_sum(left, right)
     magnitude = left.abs() @ right.abs().T

@@ -6,20 +6,22 @@ import torch
 
 from reference.blocks import INPUT_DTYPES, slabs
 from reference.decode import decode, decode_packed
+from reference.layout import linear_scales
 from reference.quantized import Quantized
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values (M, K) of `q` in float32, bfloat16 or float16: cast(fl(code·f)), f = fl(fl(s·amax)·fl(1/2688)).
 
-    Source: numerics.md, "NVFP4, 1×16", Dequantize. Raises TypeError for another dtype.
+    A rotation is not undone; 4over6-256 has 1536 in place of 2688. Source: numerics.md, "NVFP4, 1×16", Dequantize.
+    Raises TypeError for another dtype.
     """
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"dequantize gives float32, bfloat16 or float16, not {dtype}")
     assert q.amax is not None
     rows, columns = q.shape
     block = q.recipe.block[1]
-    factors = decode(q.scales, q.recipe.scale) * q.amax * (1.0 / q.recipe.max_product)
+    factors = decode(linear_scales(q), q.recipe.scale) * q.amax.unsqueeze(1) * (1.0 / q.recipe.max_product)
     out = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)
     if out.numel() == 0:
         return out

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from reference.blocks import INPUT_DTYPES
 from reference.decode import decode, decode_packed
-from reference.quantized import Quantized
+from reference.layout import linear_scales
+from reference.quantized import GroupedQuantized, Quantized
 
 # Every NVFP4 operand value is a multiple of 2^-10 (E2M1's 2^-1 times E4M3's 2^-9) of at most 2688 < 2^12, so a product
 # is a multiple of 2^-20 below 2^23: 1024 of them stay under 2^53 units, and int64 holds 2^20 of them.
@@ -56,7 +58,7 @@ def operand(q: Quantized) -> torch.Tensor:
     rows, columns = q.shape
     block = q.recipe.block[1]
     values = decode_packed(q.codes, q.recipe.element, columns, torch.float64)
-    scales = decode(q.scales, q.recipe.scale, torch.float64)
+    scales = decode(linear_scales(q), q.recipe.scale, torch.float64)
     full = columns // block * block
     out = values if values.is_contiguous() else values.contiguous()
     out[:, :full].view(rows, full // block, block).mul_(scales[:, : full // block].unsqueeze(2))
@@ -116,19 +118,27 @@ def check_operands(a: Quantized, b: Quantized) -> None:
         raise ValueError(
             f"gemm multiplies (M, K) by (N, K): K is {a.shape[1]} in a {a.shape} and {b.shape[1]} in b {b.shape}"
         )
-    if a.recipe != b.recipe:
-        raise ValueError(f"gemm takes two operands of one recipe, not {a.recipe} and {b.recipe}")
+    for what in ("element", "scale", "transform", "alpha"):
+        one, other = getattr(a.recipe, what), getattr(b.recipe, what)
+        if one != other:
+            reason = "rotations cancel only where both operands have the same" if what == "transform" else "they differ"
+            raise ValueError(f"gemm cannot multiply {a.recipe} by {b.recipe}: {what} is {one} and {other}; {reason}")
 
 
 def alpha(a: Quantized, b: Quantized) -> torch.Tensor:
-    """The factor of a product of the two operands, float32 (1,), in the order that the recipe names."""
+    """The factor of a product of the two operands, float32, in the order that the recipe names.
+
+    (1, 1); (M, 1), (1, N) or (M, N) where a, b or both have an amax for each row. d is the product of the two recipes'
+    max_product: 36·448·448 for plain NVFP4.
+    """
     assert a.amax is not None
     assert b.amax is not None
-    constant = a.recipe.max_product**2
+    constant = a.recipe.max_product * b.recipe.max_product
+    left, right = a.amax.unsqueeze(1), b.amax.unsqueeze(0)
     if a.recipe.alpha == "(a*b)/d":
-        product = a.amax * b.amax
+        product = left * right
         return product / torch.full_like(product, constant)
-    return (b.amax * a.amax) * (1.0 / constant)
+    return (right * left) * (1.0 / constant)
 
 
 def gemm(
@@ -147,7 +157,7 @@ def gemm(
     Raises ValueError for shapes or recipes that do not fit, TypeError for the output's dtype.
     """
     check_operands(a, b)
-    check_epilogue(a, b, out_dtype, c, bias)
+    check_epilogue((a.shape[0], b.shape[0]), out_dtype, c, bias)
     acc = exact_sum(operand(a), operand(b)).to_float32()
     y = alpha(a, b) * acc
     if c is not None:
@@ -157,13 +167,44 @@ def gemm(
     return y.to(out_dtype)
 
 
+def gemm_grouped(
+    a: GroupedQuantized,
+    b: Sequence[Quantized],
+    *,
+    out_dtype: torch.dtype,
+    c: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each section of `a` (M, K), quantized rowwise, times its own matrix of `b` (N, K), one below the other: (M, N).
+
+    `c` is (M, N); `bias` (G, N), a row for each section. As `gemm` for every section; raises as it does, and ValueError
+    where sections and matrices are not as many.
+    """
+    if a.columnwise:
+        raise ValueError("gemm_grouped multiplies sections that were quantized rowwise; these are columnwise")
+    sections = a.sections()
+    if len(sections) != len(b) or not b:
+        raise ValueError(f"gemm_grouped multiplies each section by one matrix: {len(sections)} sections, {len(b)} of b")
+    columns = b[0].shape[0]
+    check_epilogue((a.shape[0], columns), out_dtype, c, None)
+    if bias is not None and tuple(bias.shape) != (len(b), columns):
+        raise ValueError(f"bias has a row for each section, {(len(b), columns)}, not shape {tuple(bias.shape)}")
+    parts = []
+    start = 0
+    for number, (section, matrix) in enumerate(zip(sections, b, strict=True)):
+        rows = slice(start, start + section.shape[0])
+        start = rows.stop
+        added = None if c is None else c[rows]
+        parts.append(gemm(section, matrix, out_dtype=out_dtype, c=added, bias=None if bias is None else bias[number]))
+    return torch.cat(parts)
+
+
 def check_epilogue(
-    a: Quantized, b: Quantized, out_dtype: torch.dtype, c: torch.Tensor | None, bias: torch.Tensor | None
+    shape: tuple[int, int], out_dtype: torch.dtype, c: torch.Tensor | None, bias: torch.Tensor | None
 ) -> None:
-    """Raises TypeError or ValueError where the output or what is added to it does not fit."""
+    """Raises TypeError or ValueError where the output (M, N) or what is added to it does not fit."""
     if out_dtype not in INPUT_DTYPES:
         raise TypeError(f"gemm gives float32, bfloat16 or float16, not {out_dtype}")
-    shape = (a.shape[0], b.shape[0])
     if c is not None and tuple(c.shape) != shape:
         raise ValueError(f"c is added to the output {shape}, but has shape {tuple(c.shape)}")
     if bias is not None and tuple(bias.shape) != (shape[1],):

@@ -1,8 +1,10 @@
-"""How codes lie in memory: two 4-bit codes a byte, the first element low."""
+"""How codes and scales lie in memory: two 4-bit codes a byte, the first low; scales in tiles of 128×4."""
 
 from __future__ import annotations
 
 import torch
+
+from reference.quantized import Quantized, scales_shape
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -17,3 +19,48 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """(M, ⌈K/2⌉) bytes to (M, K) codes, K = `columns`: the inverse of `pack`."""
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).view(packed.shape[0], 2 * packed.shape[1])[:, :columns]
+
+
+def pad_scales(scales: torch.Tensor) -> torch.Tensor:
+    """(R, C) bytes with zeros to the right and below up to whole tiles: (⌈R/128⌉·128, ⌈C/4⌉·4)."""
+    rows, columns = scales.shape
+    return torch.nn.functional.pad(scales, (0, -columns % 4, 0, -rows % 128))
+
+
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """Linear scales (R, C), uint8, padded with zeros and in the layout that block-scaled tensor cores read.
+
+    Tiles of 128×4 are 512 bytes; element (i, j) lies at ((i/128)·(C/4) + j/4)·512 + (i%32)·16 + (i%128/32)·4 + j%4 of
+    the padded C. Source: numerics.md, "Scale layout of cuBLAS". Raises ValueError or TypeError for another shape or
+    dtype.
+    """
+    _check_scales(scales)
+    padded = pad_scales(scales)
+    rows, columns = padded.shape
+    tiles = padded.view(rows // 128, 4, 32, columns // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
+
+
+def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The linear scales `shape`, (R, C), of swizzled ones: the inverse of `swizzle`, without the padding.
+
+    Raises ValueError where `scales` has not the padded shape.
+    """
+    _check_scales(scales)
+    rows, columns = (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
+    if tuple(scales.shape) != (rows, columns):
+        raise ValueError(f"swizzled scales of {tuple(shape)} have shape {(rows, columns)}, not {tuple(scales.shape)}")
+    tiles = scales.reshape(rows // 128, columns // 4, 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)[: shape[0], : shape[1]].contiguous()
+
+
+def linear_scales(q: Quantized) -> torch.Tensor:
+    """The scales of `q`, linear and unpadded, however it holds them."""
+    return unswizzle(q.scales, scales_shape(q.shape, q.recipe)) if q.swizzled else q.scales
+
+
+def _check_scales(scales: torch.Tensor) -> None:
+    if scales.dtype != torch.uint8:
+        raise TypeError(f"scales are uint8 codes, not {str(scales.dtype).removeprefix('torch.')}")
+    if scales.dim() != 2:
+        raise ValueError(f"scales are a matrix (M, ⌈K/16⌉), not shape {tuple(scales.shape)}")

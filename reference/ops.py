@@ -1,9 +1,14 @@
 """The doors of the reference, the same as those of `native.ops`."""
 
 from reference.dequantize import dequantize
-from reference.gemm import gemm
-from reference.quantize import quantize
-from reference.quantized import Quantized
+from reference.gemm import gemm, gemm_grouped
+from reference.hadamard import transform
+from reference.layout import swizzle, unswizzle
+from reference.quantize import quantize, quantize_both, quantize_grouped
+from reference.quantized import GroupedQuantized, Quantized
 from reference.recipes import recipe
 
-__all__ = ["Quantized", "dequantize", "gemm", "quantize", "recipe"]
+__all__ = [
+    "GroupedQuantized", "Quantized", "dequantize", "gemm", "gemm_grouped", "quantize", "quantize_both",
+    "quantize_grouped", "recipe", "swizzle", "transform", "unswizzle",
+]  # fmt: skip

@@ -2,39 +2,111 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from reference.blocks import INPUT_DTYPES, block_amax, pad_columns, slabs, tensor_amax
+from reference.blocks import INPUT_DTYPES, block_amax, over_tiles, pad_columns, slabs, tensor_amax
 from reference.encode import encode
-from reference.layout import pack
-from reference.quantized import Quantized
+from reference.four_over_six import choose_scales
+from reference.hadamard import transform
+from reference.layout import pack, swizzle, unpack
+from reference.philox import philox
+from reference.quantized import GroupedQuantized, Quantized, amax_shape, words_shape
 from reference.recipes import Recipe
 from reference.recipes import recipe as find_recipe
+from reference.rounding import stochastic_e2m1
 from reference.scaling import block_scales, element_factors, tensor_scale
 
+Random = torch.Tensor | tuple[int, int]
+"""Random bits of a stochastic rounding: words, int32 (M, ⌈K/4⌉), element 4j + i of a row taking byte i of word j, the
+lowest first; or seed and offset, both 64 bits, of Philox: subsequence n makes the four words of block n, counted as its
+scale lies in memory."""
 
-def check_input(x: torch.Tensor) -> None:
-    """Raises TypeError or ValueError, with the dtype or shape, where `x` cannot be quantized."""
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a matrix (M, K): all dimensions but the last together, as Transformer Engine does.
+
+    Raises TypeError or ValueError, with the dtype or shape, where `x` cannot be quantized.
+    """
     if x.dtype not in INPUT_DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in INPUT_DTYPES)
         raise TypeError(f"quantize takes {names}, not {str(x.dtype).removeprefix('torch.')}")
-    if x.dim() != 2:
-        raise ValueError(f"quantize takes a matrix (M, K), not shape {tuple(x.shape)}; reshape it first")
+    if x.dim() < 2:
+        raise ValueError(f"quantize takes a matrix (M, K) or (…, K), not shape {tuple(x.shape)}; reshape it first")
+    return x.flatten(0, -2)
 
 
-def encode_elements(x: torch.Tensor, scales: torch.Tensor, encode_scale: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Packed element codes of `x` (M, K) under stored block scales (M, ⌈K/16⌉) and S_enc (1,)."""
+def check_random(random: object, shape: tuple[int, int], recipe: Recipe) -> None:
+    """Raises ValueError or TypeError where `random` is not what the recipe's rounding takes."""
+    if recipe.rounding != "stochastic":
+        if random is not None:
+            raise ValueError(f"recipe {recipe} rounds {recipe.rounding}; it takes no random bits")
+    elif random is None:
+        raise ValueError(
+            f"recipe {recipe} rounds stochastically; give random=(seed, offset), or words, int32 {words_shape(shape)}"
+        )
+    elif isinstance(random, torch.Tensor):
+        if random.dtype != torch.int32 or tuple(random.shape) != words_shape(shape):
+            found = f"{random.dtype} of shape {tuple(random.shape)}"
+            raise ValueError(f"random words of a matrix {shape} are int32 of shape {words_shape(shape)}, not {found}")
+    elif not (isinstance(random, tuple) and len(random) == 2 and all(type(n) is int for n in random)):
+        raise TypeError(f"random is a tensor of words or (seed, offset), not {random!r}")
+
+
+def random_bytes(
+    random: Random, shape: tuple[int, int], rows: slice, device: torch.device, first: int = 0
+) -> torch.Tensor:
+    """The byte of every element of `rows`, uint8, blocks padded to 16. `first`: subsequence of the first block."""
+    if isinstance(random, torch.Tensor):
+        words = torch.nn.functional.pad(random[rows], (0, -random.shape[1] % 4))
+    else:
+        blocks = -(-shape[1] // 16)
+        block = torch.arange(rows.start * blocks, rows.stop * blocks, device=device)
+        words = philox(*random, block + first).to(torch.int32).view(-1, 4 * blocks)
+    return words.contiguous().view(torch.uint8)
+
+
+def encode_elements(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    encode_scale: torch.Tensor,
+    recipe: Recipe,
+    random: Random | None = None,
+    first: int = 0,
+) -> torch.Tensor:
+    """Packed element codes of `x` (M, K), rotated already, under stored block scales (M, ⌈K/16⌉) and S_enc.
+
+    `first`: as in `random_bytes`.
+    """
     block = recipe.block[1]
-    columns = x.shape[1]
+    shape = (x.shape[0], x.shape[1])
     factors = element_factors(scales, encode_scale, recipe)
-    codes = torch.empty(x.shape[0], -(-columns // 2), dtype=torch.uint8, device=x.device)
+    codes = torch.empty(shape[0], -(-shape[1] // 2), dtype=torch.uint8, device=x.device)
     if codes.numel() == 0:
         return codes
     for rows in slabs(x):
         values = pad_columns(x[rows].float(), block)
         scaled = values.view(values.shape[0], -1, block) * factors[rows].unsqueeze(2)
-        codes[rows] = pack(encode(scaled.view_as(values), recipe.element)[:, :columns])
+        scaled = scaled.view_as(values)
+        if random is not None:
+            scaled = stochastic_e2m1(scaled, random_bytes(random, shape, rows, x.device, first))
+        codes[rows] = pack(encode(scaled, recipe.element)[:, : shape[1]])
     return codes
+
+
+def stored_scales(
+    x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, recipe: Recipe
+) -> torch.Tensor:
+    """Block scales (M, ⌈K/16⌉) as they are stored, of `x` (M, K), rotated already, whose `block_amaxes` are `blocks`."""
+    if recipe.candidates != "6":
+        return choose_scales(x, blocks, amax, encode_scale, recipe)
+    return block_scales(blocks, encode_scale, recipe)
+
+
+def block_amaxes(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """The amax of every block of `x` (M, K), rotated already: float32 (M, ⌈K/16⌉), that of a tile for all its rows."""
+    return over_tiles(block_amax(x, recipe.block[1], propagate_nan=recipe.nan == "propagate"), recipe.block[0])
 
 
 def quantize(
@@ -42,27 +114,154 @@ def quantize(
     recipe: str | Recipe,
     *,
     amax: torch.Tensor | None = None,
-    random: torch.Tensor | None = None,
+    random: Random | None = None,
+    swizzled: bool = False,
 ) -> Quantized:
-    """Quantize `x` (M, K), float32, bfloat16 or float16, along K.
+    """Quantize `x` (M, K), float32, bfloat16 or float16, along K; a recipe with a transform rotates it first.
 
-    Any M and K: a short last block is padded with zeros, which change neither its amax nor its other codes, and
-    `Quantized.shape` keeps (M, K). `amax`, float32 (1,), replaces the tensor's own. `random` belongs to recipes that
-    round stochastically. Source: numerics.md, "NVFP4, 1×16", steps 1 to 8.
+    Any M and K (but whole groups of a transform): a short last block is padded with zeros, which change neither its
+    amax nor its other codes, and `Quantized.shape` keeps (M, K). More dimensions are taken as rows. `amax`, float32
+    (1,), or (M,) for one a row, replaces the tensor's own (after a rotation). `random`, see `Random`, belongs to
+    recipes that round stochastically. `swizzled` scales are padded and in the 128×4 layout. Source: numerics.md,
+    "NVFP4, 1×16", steps 1 to 8, and "Variants of NVFP4".
 
     Raises TypeError for a dtype, ValueError for a shape, an unknown recipe, or random bits that the recipe has no use
     for.
     """
     recipe = find_recipe(recipe)
-    check_input(x)
-    if random is not None:
-        raise ValueError(f"recipe {recipe} rounds {recipe.rounding}; it takes no random bits")
-    blocks = block_amax(x, recipe.block[1], propagate_nan=recipe.nan == "propagate")
+    q = _quantize(as_matrix(x), recipe, amax, random)
+    return replace(q, scales=swizzle(q.scales), swizzled=True) if swizzled else q
+
+
+def _quantize(
+    x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None, random: Random | None, first: int = 0
+) -> Quantized:
+    shape = (x.shape[0], x.shape[1])
+    check_random(random, shape, recipe)
+    x = x.contiguous()
+    if recipe.transform is not None:
+        x = transform(x, recipe)
+    blocks = block_amaxes(x, recipe)
+    wanted = amax_shape(shape, recipe)
     if amax is None:
-        amax = tensor_amax(blocks)
-    elif amax.dtype != torch.float32 or amax.shape != (1,):
-        raise ValueError(f"amax is float32 of shape (1,), not {amax.dtype} of shape {tuple(amax.shape)}")
+        amax = tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
+    elif amax.dtype != torch.float32 or amax.shape != wanted:
+        raise ValueError(f"amax is float32 of shape {wanted}, not {amax.dtype} of shape {tuple(amax.shape)}")
     encode_scale = tensor_scale(amax, recipe)
-    scales = block_scales(blocks, encode_scale, recipe)
-    codes = encode_elements(x, scales, encode_scale, recipe)
-    return Quantized(codes, scales, amax, recipe, (x.shape[0], x.shape[1]), encode_scale)
+    scales = stored_scales(x, blocks, amax, encode_scale, recipe)
+    codes = encode_elements(x, scales, encode_scale, recipe, random, first)
+    return Quantized(codes, scales, amax, recipe, shape, encode_scale)
+
+
+def row_amax(blocks: torch.Tensor) -> torch.Tensor:
+    """The largest block amax of each row, float32 (M,)."""
+    return blocks.amax(1) if blocks.shape[1] else torch.zeros(blocks.shape[0], device=blocks.device)
+
+
+def quantize_both(
+    x: torch.Tensor,
+    recipe: str | Recipe,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: tuple[torch.Tensor, torch.Tensor] | None = None,
+    random: tuple[torch.Tensor, torch.Tensor] | tuple[int, int] | None = None,
+    swizzled: bool = False,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Both orientations of `x` (M, K): rowwise (M, K), and columnwise (K, M), the transpose quantized along M.
+
+    A transform rotates the columnwise half alone. `amax` holds that of either half, `random` the words of either half,
+    or seed and offset, of which the columnwise half uses offset + 1. A half that is not wanted is None. In 2-D the
+    columnwise half is the transpose of the rowwise one, the choice of 4over6 included; only stochastic rounding draws
+    for each half by itself. Raises as `quantize` does, and ValueError where neither half is wanted.
+    """
+    recipe = find_recipe(recipe)
+    if not (rowwise or columnwise):
+        raise ValueError("quantize_both makes a rowwise or a columnwise half, or both; neither is wanted")
+    x = as_matrix(x)
+    given = (None, None) if amax is None else amax
+    bits = split_random(random)
+    row = column = None
+    if rowwise:
+        row = quantize(x, recipe.rowwise, amax=given[0], random=bits[0], swizzled=swizzled)
+    if columnwise:
+        if recipe.candidates != "6" and recipe.block[0] > 1:
+            column = _transposed_tiles(_quantize(x, recipe, given[1], None))
+            column = replace(column, scales=swizzle(column.scales), swizzled=True) if swizzled else column
+        else:
+            column = quantize(x.T, recipe, amax=given[1], random=bits[1], swizzled=swizzled)
+    return row, column
+
+
+def split_random(
+    random: tuple[torch.Tensor, torch.Tensor] | tuple[int, int] | None,
+) -> tuple[Random | None, Random | None]:
+    """The random bits of the rowwise and of the columnwise half."""
+    if random is None:
+        return None, None
+    if isinstance(random, tuple) and len(random) == 2:
+        if isinstance(random[0], torch.Tensor):
+            return random
+        seed, offset = random
+        return (seed, offset), (seed, offset + 1)
+    raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
+
+
+def _transposed_tiles(q: Quantized) -> Quantized:
+    """The transpose of a matrix quantized in square tiles."""
+    rows, columns = q.shape
+    height = q.recipe.block[0]
+    codes = pack(unpack(q.codes, columns).T)
+    scales = q.scales[::height].T.repeat_interleave(height, 0)[:columns].contiguous()
+    return replace(q, codes=codes, scales=scales, shape=(columns, rows))
+
+
+def quantize_grouped(
+    x: torch.Tensor,
+    sizes: torch.Tensor,
+    recipe: str | Recipe,
+    *,
+    columnwise: bool = False,
+    amax: torch.Tensor | None = None,
+    random: tuple[int, int] | None = None,
+) -> GroupedQuantized:
+    """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each with its own amax, some perhaps empty.
+
+    Each section's bytes are those of `quantize`, of the section or, `columnwise`, of its transpose, rotated where the
+    recipe rotates; Philox counts the blocks of all sections through. `amax`: float32 (G,). Raises ValueError where the
+    sizes are not those of M rows, or the recipe has an amax for every row, and as `quantize` does.
+    """
+    recipe = find_recipe(recipe)
+    x = as_matrix(x)
+    rows = check_sections(x, sizes, recipe)
+    if amax is not None and (amax.dtype != torch.float32 or amax.shape != sizes.shape):
+        found = f"{amax.dtype} of shape {tuple(amax.shape)}"
+        raise ValueError(f"amax of {len(rows)} sections is float32 of shape {tuple(sizes.shape)}, not {found}")
+    parts: list[Quantized] = []
+    first = 0
+    for number, section in enumerate(torch.split(x, rows)):
+        given = None if amax is None else amax[number : number + 1]
+        parts.append(_quantize(section.T if columnwise else section, recipe, given, random, first))
+        first += parts[-1].scales.numel()
+    codes, scales = ([getattr(part, name) for part in parts] for name in ("codes", "scales"))
+    if columnwise:
+        codes, scales = ([part.flatten() for part in some] for some in (codes, scales))
+    encode = torch.cat([part.tensor_scale for part in parts if part.tensor_scale is not None])
+    found_amax = torch.cat([part.amax for part in parts if part.amax is not None])
+    shape = (x.shape[0], x.shape[1])
+    return GroupedQuantized(
+        torch.cat(codes), torch.cat(scales), found_amax, recipe, shape, sizes, encode, columnwise=columnwise
+    )
+
+
+def check_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: Recipe) -> list[int]:
+    """The sizes as a list. Raises ValueError where they are not those of the rows of `x`."""
+    if recipe.granularity == "row":
+        raise ValueError(f"recipe {recipe} has an amax for every row; sections of one amax each do not apply")
+    rows: list[int] = sizes.tolist()
+    if sizes.dtype != torch.int64 or sizes.dim() != 1 or min(rows, default=-1) < 0 or sum(rows) != x.shape[0]:
+        raise ValueError(
+            f"sizes of sections are int64 (G,), not negative, and sum to the {x.shape[0]} rows of x; "
+            f"these are {sizes.dtype} {rows}, sum {sum(rows)}"
+        )
+    return rows

@@ -16,9 +16,11 @@ class Quantized:
     """A quantized (M, K) matrix.
 
     codes: uint8, (M, ⌈K/2⌉) for 4-bit elements (first element in the low nibble, an odd K leaves the last high nibble
-    0), (M, K) otherwise. scales: uint8 codes of the recipe's scale format, linear and unpadded, (M, ⌈K/block⌉). amax:
-    float32, (1,), or None where the recipe has no tensor scale. tensor_scale: float32, (1,), the encode factor that was
-    used; None where a kernel does not show it. shape: (M, K) as given, before the last block was padded with zeros.
+    0), (M, K) otherwise. scales: uint8 codes of the recipe's scale format, linear and unpadded, (M, ⌈K/block⌉), the
+    scale of a block of 16 rows once for each of them; or, where `swizzled`, padded and in the 128×4 layout. amax:
+    float32, (1,), or (M,) where the recipe has one for each row, or None where it has no tensor scale. tensor_scale:
+    float32, like amax, the encode factor that was used; None where a kernel does not show it. shape: (M, K) as given,
+    before the last block was padded with zeros.
     """
 
     codes: torch.Tensor
@@ -27,6 +29,45 @@ class Quantized:
     recipe: Recipe
     shape: tuple[int, int]
     tensor_scale: torch.Tensor | None = None
+    swizzled: bool = False
+
+
+@dataclass
+class GroupedQuantized:
+    """A matrix (M, K) quantized in sections along M, each with its own amax: `sections()` are its Quantized parts.
+
+    sizes: int64 (G,), rows of each section, on the device of the rest. Rowwise (`columnwise` False), codes (M, ⌈K/2⌉)
+    and scales (M, ⌈K/16⌉) are those of the sections one below the other. Columnwise, codes and scales are flat: those
+    of the transpose (K, m) of each section one behind the other, and what is left at the end is not used.
+    amax and tensor_scale: float32 (G,).
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    amax: torch.Tensor
+    recipe: Recipe
+    shape: tuple[int, int]
+    sizes: torch.Tensor
+    tensor_scale: torch.Tensor | None = None
+    columnwise: bool = False
+
+    def sections(self) -> list[Quantized]:
+        """One Quantized for each section, views of this one's memory. Waits for the device that holds `sizes`."""
+        parts = []
+        start = code = scale = 0
+        for number, rows in enumerate(self.sizes.tolist()):
+            shape = (self.shape[1], rows) if self.columnwise else (rows, self.shape[1])
+            if self.columnwise:
+                (high, wide), (tall, broad) = codes_shape(shape, self.recipe), scales_shape(shape, self.recipe)
+                codes = self.codes[code : code + high * wide].view(high, wide)
+                scales = self.scales[scale : scale + tall * broad].view(tall, broad)
+                code, scale = code + high * wide, scale + tall * broad
+            else:
+                codes, scales = self.codes[start : start + rows], self.scales[start : start + rows]
+            start += rows
+            encode = None if self.tensor_scale is None else self.tensor_scale[number : number + 1]
+            parts.append(Quantized(codes, scales, self.amax[number : number + 1], self.recipe, shape, encode))
+        return parts
 
 
 def codes_shape(shape: tuple[int, int], recipe: Recipe) -> tuple[int, int]:
@@ -39,3 +80,20 @@ def scales_shape(shape: tuple[int, int], recipe: Recipe) -> tuple[int, int]:
     """Shape of the unpadded block scales of a (M, K) matrix: a row for every row of the matrix."""
     rows, columns = shape
     return rows, -(-columns // recipe.block[1])
+
+
+def swizzled_shape(shape: tuple[int, int], recipe: Recipe) -> tuple[int, int]:
+    """Shape of the block scales of a (M, K) matrix in the 128×4 layout: whole tiles."""
+    rows, columns = scales_shape(shape, recipe)
+    return -(-rows // 128) * 128, -(-columns // 4) * 4
+
+
+def amax_shape(shape: tuple[int, int], recipe: Recipe) -> tuple[int]:
+    """Shape of the amax of a (M, K) matrix."""
+    return (shape[0],) if recipe.granularity == "row" else (1,)
+
+
+def words_shape(shape: tuple[int, int]) -> tuple[int, int]:
+    """Shape of the random words of a (M, K) matrix that is rounded stochastically: one for four elements of a row."""
+    rows, columns = shape
+    return rows, -(-columns // 4)

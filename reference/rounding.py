@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reference.formats import Format
+from reference.formats import E2M1, Format
 
 FLOAT32_INF_BITS = 0x7F800000
 FLOAT32_MANTISSA = 23
@@ -31,3 +31,23 @@ def nearest_even(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     below = bits.view(torch.float32).mul(2.0 ** (fmt.bias - 1 + fmt.mantissa_bits)).round_()
     below = below.clamp_(max=float(1 << fmt.mantissa_bits)).int()
     return torch.where(bits < smallest_normal, below, rounded)
+
+
+def stochastic_e2m1(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Float32 `x` rounded to the grid of E2M1 by the random bytes `random` (uint8, the same shape); a new tensor.
+
+    With u = byte/256 and the grid's step at |x|, t = |x| + u·step is cut down to the grid at t, at most 6; the sign is
+    kept and NaN gives 6. A number of the grid never moves, and |x| goes up in ⌊256·f⌋ of 256 cases, f the distance to
+    the grid point below in steps. Source: numerics.md, `nvfp4-sr` (Transformer Engine's software path).
+    """
+    magnitude = x.abs()
+    step = _e2m1_step(magnitude)
+    # u·step is exact, so the sum rounds once, as a fused multiply-add does.
+    moved = step.mul_(random.float().mul_(2.0**-8)).add_(magnitude)
+    step = _e2m1_step(moved)
+    rounded = moved.div_(step).floor_().mul_(step).clamp_(max=E2M1.max)
+    return torch.where(x.isnan(), E2M1.max, rounded.copysign_(x))
+
+
+def _e2m1_step(magnitude: torch.Tensor) -> torch.Tensor:
+    return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))

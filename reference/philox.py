@@ -1,0 +1,35 @@
+"""Philox4x32-10, a counter-based generator: the same words for the same key and counter, in any order, anywhere.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LOW = 0xFFFFFFFF
+
+
+def philox(seed: int, offset: int, subsequence: torch.Tensor) -> torch.Tensor:
+    """Four 32-bit words for every `subsequence` (int64, any shape): int64 (…, 4), each below 2^32.
+
+    The key is the 64-bit seed, low word first; the counter's words 0 and 1 are the offset, 2 and 3 the subsequence,
+    as in numerics.md, `nvfp4-sr`.
+    """
+    key = [seed & _LOW, seed >> 32 & _LOW]
+    counter = [
+        torch.full_like(subsequence, offset & _LOW), torch.full_like(subsequence, offset >> 32 & _LOW),
+        subsequence & _LOW, subsequence >> 32 & _LOW,
+    ]  # fmt: skip
+    for _ in range(_ROUNDS):
+        # int64 multiplication keeps the low 64 bits of the product; the mask undoes the shift's sign.
+        low, high = (counter[i] * multiplier for i, multiplier in ((0, _MULTIPLIERS[0]), (2, _MULTIPLIERS[1])))
+        counter = [
+            (high >> 32 & _LOW) ^ counter[1] ^ key[0], high & _LOW,
+            (low >> 32 & _LOW) ^ counter[3] ^ key[1], low & _LOW,
+        ]  # fmt: skip
+        key = [(k + step) & _LOW for k, step in zip(key, _KEY_STEPS, strict=True)]
+    return torch.stack(counter, dim=-1)
