@@ -98,7 +98,7 @@ def encode_elements(
 def stored_scales(
     x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, recipe: Recipe
 ) -> torch.Tensor:
-    """Block scales (M, ⌈K/16⌉) as they are stored, of `x` (M, K), rotated already, whose `block_amaxes` are `blocks`."""
+    """Block scales as they are stored, uint8 (M, ⌈K/16⌉), of `x`, rotated already, whose block amaxes are `blocks`."""
     if recipe.candidates != "6":
         return choose_scales(x, blocks, amax, encode_scale, recipe)
     return block_scales(blocks, encode_scale, recipe)
