@@ -11,9 +11,12 @@ FOLDER = Path(__file__).parent / "kernels"
 _TYPED = ("fp32", "bf16", "fp16")
 KERNELS = {
     "amax": tuple(f"amax_{t}" for t in _TYPED),
+    "amax_blocks": tuple(f"amax_blocks_{t}" for t in _TYPED),
+    "hadamard": ("hadamard",),
+    "swizzle": ("swizzle", "unswizzle"),
     "quantize_nvfp4": tuple(f"quantize_nvfp4_{t}" for t in _TYPED),
     "dequantize_nvfp4": tuple(f"dequantize_nvfp4_{t}" for t in _TYPED),
-    "gemm_nvfp4": ("gemm_nvfp4",),
+    "gemm_nvfp4": ("gemm_nvfp4", "gemm_grouped_nvfp4"),
 }
 """Source file (without .cu) to the kernels in it."""
 

@@ -18,6 +18,11 @@ using i64 = long long;
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define HAS_CVT_E2M1
 #endif
+// How cvt.rs uses its random bits is not documented, so it gives other bits than its twin, with the same expectation: it
+// is taken only where NARROWGAUGE_CVT_RS asks for it.
+#if defined(NARROWGAUGE_CVT_RS) && (defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL))
+#define HAS_CVT_RS_E2M1
+#endif
 #endif
 
 constexpr u32 FLOAT_INF_BITS = 0x7F800000u;
@@ -137,6 +142,39 @@ __device__ __forceinline__ u8 e2m1x2_from_float(float low, float high) {
     return static_cast<u8>(pair);
 #else
     return static_cast<u8>(e2m1_from_float(low) | e2m1_from_float(high) << 4);
+#endif
+}
+
+__device__ __forceinline__ float e2m1_step(float magnitude) {
+    return magnitude < 2.0f ? 0.5f : magnitude < 4.0f ? 1.0f : 2.0f;
+}
+
+// One element to a code by a random byte: t = |x| + byte/256 * step, cut down to the grid at t, at most 6; the sign is
+// kept, NaN gives 7. The product is exact, so that t rounds once. numerics.md, `nvfp4-sr`.
+__device__ __forceinline__ u32 e2m1_stochastic(float x, u32 byte) {
+    const u32 bits = __float_as_uint(x);
+    const u32 magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > FLOAT_INF_BITS) return 7u;
+    const float a = __uint_as_float(magnitude);
+    const float moved = a + static_cast<float>(byte) * 0x1p-8f * e2m1_step(a);
+    const u32 sign = bits >> 28 & 8u;
+    if (moved >= 6.0f) return 7u | sign;
+    // Below 2 halves are codes 0 to 3, below 4 ones are 4 and 5, then twos from 6.
+    const u32 code = moved < 2.0f   ? static_cast<u32>(moved * 2.0f)
+                     : moved < 4.0f ? static_cast<u32>(moved) + 2u
+                                    : static_cast<u32>(moved * 0.5f) + 4u;
+    return code | sign;
+}
+
+// Four elements to two bytes by the four bytes of one random word, the lowest for the first element.
+__device__ __forceinline__ u16 e2m1x4_stochastic(float x0, float x1, float x2, float x3, u32 word) {
+#ifdef HAS_CVT_RS_E2M1
+    u16 codes;
+    asm("cvt.rs.satfinite.e2m1x4.f32 %0, {%4, %3, %2, %1}, %5;" : "=h"(codes) : "f"(x0), "f"(x1), "f"(x2), "f"(x3), "r"(word));
+    return codes;
+#else
+    return static_cast<u16>(e2m1_stochastic(x0, word & 0xFFu) | e2m1_stochastic(x1, word >> 8 & 0xFFu) << 4 |
+                            e2m1_stochastic(x2, word >> 16 & 0xFFu) << 8 | e2m1_stochastic(x3, word >> 24) << 12);
 #endif
 }
 

@@ -1,15 +1,18 @@
-// gemm_nvfp4: out = alpha * (a @ b.T) (+ c) (+ bias), a and b NVFP4 with 1x16 blocks along K.
+// gemm_nvfp4: out = alpha * (a @ b.T) (+ c) (+ bias), a and b NVFP4 with blocks of 16 along K.
+// gemm_grouped_nvfp4: the same for each section of a, with a matrix of b of its own.
 //
-//   a_codes (M, ceil(K/2)), a_scales (M, ceil(K/16)), a_amax float32 (1,); b likewise with N rows
+//   a_codes (M, ceil(K/2)), a_scales (M, ceil(K/16)), a_amax float32 (1,), or (M,) where a_each; b likewise with N rows
 //   c       (M, N) or null; bias (N,) or null
 //   out     (M, N)
 //   Types of c, bias and out: 0 float32, 1 bfloat16, 2 float16.
 //   Launch: 64 threads for every 64x64 tile of the output, grid (ceil(N/64), ceil(M/64)). Any M, N and K.
+//   Grouped: sizes (G,) rows of each section, a_amax (G,), b_codes, b_scales, b_amax the addresses of G matrices of one
+//   shape, bias (G, N); grid.z = G, and blocks beyond the end of a section do nothing.
 //   Numerics: elements are decoded to float32; the inner product of a block of 16 and its two scales are exact
 //   (numerics.md, "NVFP4 GEMM": at most 20 bits); blocks are added in order of K, one float32 rounding each. Then
 //   alpha * acc, + c, + bias round to float32, and one cast to nearest even ends it.
 
-#include "nvfp4.cuh"
+#include "sections.cuh"
 
 constexpr int TILE = 64;            // rows and columns of the output a block of threads makes
 constexpr int STEP = 64;            // columns of K in shared memory at a time
@@ -17,8 +20,6 @@ constexpr int STEP_BLOCKS = STEP / BLOCK;
 constexpr int EACH = 8;             // rows and columns of the output a thread makes
 constexpr int SIDE = TILE / EACH;
 constexpr int THREADS = SIDE * SIDE;
-constexpr float ALPHA_DIVISOR = MAX_PRODUCT * MAX_PRODUCT;     // 7225344, exact
-constexpr float ALPHA_RECIPROCAL = 0x1.293726p-23f;             // fl(1/7225344)
 
 enum Alpha { DIVIDED = 0, TIMES_RECIPROCAL = 1 };
 
@@ -54,10 +55,28 @@ __device__ __forceinline__ void load_row(const u8* codes, const u8* scales, i64 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    gemm_nvfp4(const u8* a_codes, const u8* a_scales, const float* a_amax, const u8* b_codes, const u8* b_scales,
-               const float* b_amax, const void* c, const void* bias, void* out, i64 m, i64 n, i64 k, int c_type,
-               int bias_type, int out_type, int alpha_order) {
+// One operand: codes, scales and amaxes of `rows` rows.
+struct Operand {
+    const u8* codes;
+    const u8* scales;
+    const float* amax;
+    i64 rows;
+    int each;  // whether every row has an amax of its own
+};
+
+// How the sum becomes an output: alpha's divisor d and fl(1/d), what is added, and types.
+struct Epilogue {
+    float divisor, reciprocal;
+    int alpha_order;
+    const void* c;
+    const void* bias;
+    void* out;
+    int c_type, bias_type, out_type;
+    i64 first;       // element of c and out where the product begins
+    i64 first_bias;  // element of bias
+};
+
+__device__ void multiply(Operand a, Operand b, i64 k, Epilogue epilogue) {
     __shared__ float a_values[STEP][TILE], b_values[STEP][TILE];
     __shared__ float a_block_scales[STEP_BLOCKS][TILE], b_block_scales[STEP_BLOCKS][TILE];
     const int thread = threadIdx.x;
@@ -68,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     float acc[EACH][EACH] = {};
     for (i64 start = 0; start < k; start += STEP) {
-        load_row(a_codes, a_scales, first_row + thread, m, k, start, a_values, a_block_scales, thread);
-        load_row(b_codes, b_scales, first_column + thread, n, k, start, b_values, b_block_scales, thread);
+        load_row(a.codes, a.scales, first_row + thread, a.rows, k, start, a_values, a_block_scales, thread);
+        load_row(b.codes, b.scales, first_column + thread, b.rows, k, start, b_values, b_block_scales, thread);
         __syncthreads();
         for (int block = 0; block < STEP_BLOCKS; ++block) {
             float inner[EACH][EACH] = {};
@@ -90,20 +109,47 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
     }
 
-    const float alpha = alpha_order == DIVIDED ? a_amax[0] * b_amax[0] / ALPHA_DIVISOR
-                                               : b_amax[0] * a_amax[0] * ALPHA_RECIPROCAL;
-    // Unrolled, and without a break: an index known only at run time would move acc to local memory.
+    // Through shared memory, so that neighbours write neighbours; and small code: unrolled over acc, with every type of
+    // output, it took ptxas two minutes.
+    static_assert(STEP == TILE, "the sums of a tile take the place of a's values");
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const i64 y = first_row + row + i;
 #pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-            const i64 x = first_column + column + j;
-            if (y >= m || x >= n) continue;
-            float value = alpha * acc[i][j];
-            if (c != nullptr) value += load_as(c, c_type, y * n + x);
-            if (bias != nullptr) value += load_as(bias, bias_type, x);
-            store_as(out, out_type, y * n + x, value);
-        }
+        for (int j = 0; j < EACH; ++j) a_values[row + i][column + j] = acc[i][j];
     }
+    __syncthreads();
+    for (int element = thread; element < TILE * TILE; element += THREADS) {
+        const i64 y = first_row + element / TILE, x = first_column + element % TILE;
+        if (y >= a.rows || x >= b.rows) continue;
+        const float product = a.amax[a.each ? y : 0] * b.amax[b.each ? x : 0];
+        const float alpha = epilogue.alpha_order == DIVIDED ? product / epilogue.divisor : product * epilogue.reciprocal;
+        const i64 place = epilogue.first + y * b.rows + x;
+        float value = alpha * a_values[element / TILE][element % TILE];
+        if (epilogue.c != nullptr) value += load_as(epilogue.c, epilogue.c_type, place);
+        if (epilogue.bias != nullptr) value += load_as(epilogue.bias, epilogue.bias_type, epilogue.first_bias + x);
+        store_as(epilogue.out, epilogue.out_type, place, value);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    gemm_nvfp4(const u8* a_codes, const u8* a_scales, const float* a_amax, int a_each, const u8* b_codes,
+               const u8* b_scales, const float* b_amax, int b_each, const void* c, const void* bias, void* out, i64 m, i64 n,
+               i64 k, int c_type, int bias_type, int out_type, int alpha_order, float divisor, float reciprocal) {
+    multiply(Operand{a_codes, a_scales, a_amax, m, a_each}, Operand{b_codes, b_scales, b_amax, n, b_each}, k,
+             Epilogue{divisor, reciprocal, alpha_order, c, bias, out, c_type, bias_type, out_type, 0, 0});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    gemm_grouped_nvfp4(const u8* a_codes, const u8* a_scales, const float* a_amax, const i64* sizes,
+                       const u8* const* b_codes, const u8* const* b_scales, const float* const* b_amax, const void* c,
+                       const void* bias, void* out, i64 m, i64 n, i64 k, int c_type, int bias_type, int out_type,
+                       int alpha_order, float divisor, float reciprocal) {
+    const int section = static_cast<int>(blockIdx.z);
+    const Section rows = find_section(Sections{sizes, section + 1, m}, section);
+    if (static_cast<i64>(blockIdx.y) * TILE >= rows.count) return;
+    const Operand a = {a_codes + rows.start * ((k + 1) / 2), a_scales + rows.start * ((k + BLOCK - 1) / BLOCK),
+                       a_amax + section, rows.count, 0};
+    multiply(a, Operand{b_codes[section], b_scales[section], b_amax[section], n, 0}, k,
+             Epilogue{divisor, reciprocal, alpha_order, c, bias, out, c_type, bias_type, out_type, rows.start * n,
+                      section * n});
 }

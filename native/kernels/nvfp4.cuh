@@ -4,9 +4,7 @@
 #include "formats.cuh"
 
 constexpr int BLOCK = 16;
-constexpr float MAX_PRODUCT = 2688.0f;               // 448 * 6
 constexpr float RECIPROCAL_6 = 0x1.555556p-3f;       // fl(1/6)
-constexpr float RECIPROCAL_2688 = 0x1.861862p-12f;   // fl(1/2688)
 constexpr u32 LARGEST_BITS = 0x7F7FFFFFu;
 
 // Order of operations of the block scale.
@@ -19,15 +17,17 @@ __device__ __forceinline__ float at_most_largest(float x) {
     return __uint_as_float(bits == FLOAT_INF_BITS ? LARGEST_BITS : bits);
 }
 
-__device__ __forceinline__ float nvfp4_tensor_scale(float amax) {
-    const float scale = at_most_largest(MAX_PRODUCT / amax);
+// `max_product` is 2688 = 448 * 6, or 1536 = 256 * 6.
+__device__ __forceinline__ float nvfp4_tensor_scale(float amax, float max_product) {
+    const float scale = at_most_largest(max_product / amax);
     return amax == 0.0f || scale == 0.0f ? 1.0f : scale;
 }
 
-__device__ __forceinline__ u8 nvfp4_block_scale(float block_amax, float tensor_scale, int order) {
+// The float32 number that the stored scale rounds.
+__device__ __forceinline__ float nvfp4_unrounded_scale(float block_amax, float tensor_scale, int order) {
     const float scale = order == AMAX_TIMES_ENC_SIXTH ? block_amax * (tensor_scale * RECIPROCAL_6)
                                                       : block_amax / 6.0f * tensor_scale;
-    return e4m3_from_float(at_most_largest(scale));
+    return at_most_largest(scale);
 }
 
 __device__ __forceinline__ float nvfp4_element_factor(u8 scale, float tensor_scale) {

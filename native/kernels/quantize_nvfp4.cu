@@ -1,62 +1,268 @@
-// quantize_nvfp4: NVFP4 with 1x16 blocks along K.
+// quantize_nvfp4: NVFP4 of one read of x: rowwise, columnwise (the transpose, quantized along M), or both.
 //
-//   x             (M, K) contiguous, float32, bfloat16 or float16; any M and K, a short last block counts as padded
-//                 with zeros
-//   amax          float32 (1,), largest magnitude of the tensor
-//   codes         (M, ceil(K/2)) bytes, element 2j in the low nibble of byte j
-//   scales        (M, ceil(K/16)) bytes, E4M3 decode scales
-//   tensor_scale  float32 (1,), the encode factor that was used
-//   Launch: 256 threads a block, one thread for every 16 elements.
-//   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, float32 with one rounding per operation; E4M3 and E2M1 nearest
-//   even, saturating. Everything is exact to the bit.
+//   x              (M, K), any strides, float32, bfloat16 or float16; any M and K, a short last block counts as padded
+//                  with zeros
+//   sizes          rows of each of `sections` sections along M, or null: the whole tensor is one section
+//   Rowwise, or all null:
+//   amax           float32, one a section, or one a row where `each`
+//   codes          (M, ceil(K/2)) bytes, element 2j in the low nibble of byte j
+//   scales         (M, ceil(K/16)) bytes, E4M3 decode scales; where `swizzled` in the 128x4 layout, whose padding the
+//                  caller has set to 0
+//   tensor_scale   float32 like amax, the encode factors that were used
+//   words          (M, ceil(K/4)) random words where `stochastic`, or null: Philox with seed and offset
+//   Columnwise, or all null: the same of each section's transpose (K, m), sections one behind the other; offset_t.
+//   Launch: 256 threads for every 64x64 tile, of which a strip of 64 rows has ceil(K/64), at least one; ceil(M/64) strips,
+//   or with sections one more for each. A thread makes a block of 16 of a row, then one of a column.
+//   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, and "Variants of NVFP4", float32 with one rounding per operation;
+//   E4M3 and E2M1 nearest even or stochastic, saturating. `tiles`: blocks of 16x16. `candidates`: 4over6 by absolute (1)
+//   or squared (2) errors; those of a tile are measured along its rows, whichever half is made. `rotation`: groups of
+//   16 are rotated along K in the rowwise half (bit 0), along M in the columnwise half (bit 1). Everything is exact to
+//   the bit.
 
-#include "nvfp4.cuh"
+#include "hadamard.cuh"
+#include "layout.cuh"
+#include "philox.cuh"
+#include "sections.cuh"
 
 constexpr int THREADS = 256;
+constexpr int TILE = 64;
+constexpr int TILE_BLOCKS = TILE / BLOCK;
+static_assert(TILE == STRIP && TILE * TILE_BLOCKS == THREADS, "a thread makes one block of either half");
 
-template <class T>
-__device__ void quantize(const T* x, const float* amax, u8* codes, u8* scales, float* tensor_scale, i64 rows, i64 columns,
-                         int scale_order, int propagate_nan) {
-    const i64 blocks = (columns + BLOCK - 1) / BLOCK;
-    const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
-    const float encode = nvfp4_tensor_scale(amax[0]);
-    if (index == 0) tensor_scale[0] = encode;
-    if (index >= rows * blocks) return;
+enum Rotation { ROTATE_ROWS = 1, ROTATE_COLUMNS = 2 };
 
-    // Where every block is full, rows follow each other without a gap and no row number is needed.
-    const bool full_rows = columns % BLOCK == 0;
-    const i64 row = full_rows ? 0 : index / blocks;
-    const i64 column = (index - row * blocks) * BLOCK;
-    const i64 left = full_rows ? BLOCK : columns - column;
-    const int count = left < BLOCK ? static_cast<int>(left) : BLOCK;
-    const T* source = x + row * columns + column;
-    u8* target = codes + row * ((columns + 1) / 2) + column / 2;
+// What the quantization depends on: the same for all threads.
+struct Rule {
+    float max_product;
+    int scale_order, candidates, tiles, each, propagate_nan, rotation, stochastic, swizzled;
+    u32 signs;
+    u64 seed;
+};
 
-    float values[BLOCK];
-    if (count == BLOCK) {
-        for (int i = 0; i < BLOCK; ++i) values[i] = to_float(source[i]);
-    } else {
-        for (int i = 0; i < BLOCK; ++i) values[i] = i < count ? to_float(source[i]) : 0.0f;
-    }
+// One orientation of the result; without a tensor_scale it is not wanted (empty codes have no address either).
+struct Half {
+    const float* amax;
+    u8* codes;
+    u8* scales;
+    float* tensor_scale;
+    const u32* words;
+    u64 offset;
+};
 
-    const u32 highest = highest_counted(propagate_nan);
+// Sums over tiles of 16x16, shared by a block of threads.
+struct Shared {
+    float values[TILE][TILE + 1];
+    u32 amaxes[TILE][TILE_BLOCKS], amaxes_t[TILE][TILE_BLOCKS];
+    float errors[2][TILE][TILE_BLOCKS];
+};
+
+// A block of 16: what it is, where it lies in its matrix of `lines` lines of `length` elements, and how many of it exist.
+struct Place {
+    i64 line, start, lines, length;
+    i64 first_code, first_scale;
+    int count;
+};
+
+__device__ __forceinline__ u32 largest_magnitude(const float (&v)[BLOCK], u32 highest) {
     u32 largest = 0;
-    for (int i = 0; i < BLOCK; ++i) take_magnitude(values[i], highest, largest);
-    const u8 scale = nvfp4_block_scale(__uint_as_float(largest), encode, scale_order);
+    for (int i = 0; i < BLOCK; ++i) take_magnitude(v[i], highest, largest);
+    return largest;
+}
+
+__device__ __forceinline__ u32 largest_of_tile(const u32 (&amaxes)[TILE][TILE_BLOCKS], int line, int block) {
+    u32 largest = 0;
+    for (int i = 0; i < BLOCK; ++i) {
+        const u32 other = amaxes[line / BLOCK * BLOCK + i][block];
+        largest = other > largest ? other : largest;
+    }
+    return largest;
+}
+
+// The 16 rows of a tile in a tree: 8 to 8, then 4, 2 and 1.
+__device__ __forceinline__ float error_of_tile(const float (&errors)[TILE][TILE_BLOCKS], int line, int block) {
+    float sums[BLOCK];
+    for (int i = 0; i < BLOCK; ++i) sums[i] = errors[line / BLOCK * BLOCK + i][block];
+    for (int half = BLOCK / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+    }
+    return sums[0];
+}
+
+// Error of a block under a scale, summed in the order of its elements.
+__device__ float error_of_block(const float (&v)[BLOCK], u8 scale, float encode, float amax, Rule rule) {
     const float factor = nvfp4_element_factor(scale, encode);
+    const float decoded = e4m3_to_float(scale);
+    float total = 0.0f;
+    for (int i = 0; i < BLOCK; ++i) {
+        const float q = e2m1_to_float(e2m1_from_float(v[i] * factor));
+        const float error = q * decoded * amax / rule.max_product - v[i];
+        const float size = __uint_as_float(__float_as_uint(error) & 0x7FFFFFFFu);
+        total += rule.candidates == 1 ? size : error * error;
+    }
+    return total;
+}
+
+__device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, float encode, const Half& half,
+                                            const Place& place, const Rule& rule) {
+    const float factor = nvfp4_element_factor(scale, encode);
+    const i64 blocks = (place.length + BLOCK - 1) / BLOCK;
+    const i64 block = place.start / BLOCK;
+    const i64 index = place.first_scale + place.line * blocks + block;
+    half.scales[rule.swizzled ? swizzled_index(place.line, block, blocks) : index] = scale;
 
     u8 packed[BLOCK / 2];
-    for (int j = 0; j < BLOCK / 2; ++j) packed[j] = e2m1x2_from_float(values[2 * j] * factor, values[2 * j + 1] * factor);
-    for (int j = 0; j < (count + 1) / 2; ++j) target[j] = packed[j];
-    if (count % 2 != 0) target[count / 2] &= 0xFu;  // padding is code 0 under a NaN factor, too
-    scales[index] = scale;
+    if (rule.stochastic) {
+        u32 words[4];
+        if (half.words == nullptr) {
+            philox(rule.seed, half.offset, static_cast<u64>(index), words);
+        } else {
+            const i64 row_words = (place.length + 3) / 4;
+            for (int j = 0; j < 4; ++j) {
+                const i64 word = place.start / 4 + j;
+                words[j] = word < row_words ? half.words[place.line * row_words + word] : 0u;
+            }
+        }
+        for (int j = 0; j < 4; ++j) {
+            const u32 codes = e2m1x4_stochastic(v[4 * j] * factor, v[4 * j + 1] * factor, v[4 * j + 2] * factor,
+                                                v[4 * j + 3] * factor, words[j]);
+            packed[2 * j] = static_cast<u8>(codes);
+            packed[2 * j + 1] = static_cast<u8>(codes >> 8);
+        }
+    } else {
+        for (int j = 0; j < BLOCK / 2; ++j) packed[j] = e2m1x2_from_float(v[2 * j] * factor, v[2 * j + 1] * factor);
+    }
+    u8* target = half.codes + place.first_code + place.line * ((place.length + 1) / 2) + place.start / 2;
+    if (place.count == BLOCK) {
+        for (int j = 0; j < BLOCK / 2; ++j) target[j] = packed[j];
+    } else {
+        for (int j = 0; j < (place.count + 1) / 2; ++j) target[j] = packed[j];
+        if (place.count % 2 != 0) target[place.count / 2] &= 0xFu;  // padding is code 0 under a NaN factor, too
+    }
+}
+
+// The two scales that 4over6 chooses from; both the same where it does not.
+struct Scales {
+    u8 six, four;
+};
+
+__device__ __forceinline__ Scales candidate_scales(u32 amax, float encode, const Rule& rule) {
+    const float scale = nvfp4_unrounded_scale(__uint_as_float(amax), encode, rule.scale_order);
+    const u8 six = e4m3_from_float(scale);
+    return {six, rule.candidates != 0 ? e4m3_from_float(scale * 1.5f) : six};
+}
+
+__device__ __forceinline__ u8 chosen_scale(const float (&v)[BLOCK], Scales scales, float encode, float amax, const Rule& rule) {
+    if (rule.candidates == 0) return scales.six;
+    const float six = error_of_block(v, scales.six, encode, amax, rule);
+    return error_of_block(v, scales.four, encode, amax, rule) < six ? scales.four : scales.six;
+}
+
+__device__ __forceinline__ void write_tensor_scales(const Half& half, i64 count, float max_product) {
+    if (half.tensor_scale == nullptr) return;
+    const i64 step = static_cast<i64>(gridDim.x) * THREADS;
+    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < count; i += step) {
+        half.tensor_scale[i] = nvfp4_tensor_scale(half.amax[i], max_product);
+    }
+}
+
+template <class T>
+__device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, Half row_half,
+                         Half column_half, Rule rule) {
+    __shared__ Shared shared;
+    const bool rowwise = row_half.tensor_scale != nullptr, columnwise = column_half.tensor_scale != nullptr;
+    write_tensor_scales(row_half, rule.each ? sections.rows : sections.count, rule.max_product);
+    write_tensor_scales(column_half, rule.each ? columns : sections.count, rule.max_product);
+    const i64 across = columns > 0 ? (columns + TILE - 1) / TILE : 1;
+    const Strip strip = find_strip(sections, blockIdx.x / across, columns);
+    if (strip.section_rows == 0) return;
+    const int thread = threadIdx.x;
+    const i64 first_column = blockIdx.x % across * TILE;
+    const u32 highest = highest_counted(rule.propagate_nan);
+    const bool tiled_choice = rule.tiles && rule.candidates != 0;
+
+    // ---- a block of a row ----
+    const int line = thread / TILE_BLOCKS, block = thread % TILE_BLOCKS;
+    const i64 row = strip.section_start + strip.start + line;
+    const i64 column = first_column + block * BLOCK;
+    const i64 left = strip.start + line < strip.section_rows ? columns - column : 0;
+    const int count = left <= 0 ? 0 : left < BLOCK ? static_cast<int>(left) : BLOCK;
+    const T* source = x + row * row_stride + column * column_stride;
+    float v[BLOCK];
+    if (count == BLOCK && column_stride == 1) {
+        for (int i = 0; i < BLOCK; ++i) v[i] = to_float(source[i]);
+    } else {
+        for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i * column_stride]) : 0.0f;
+    }
+    if (columnwise) {
+        for (int i = 0; i < BLOCK; ++i) shared.values[line][block * BLOCK + i] = v[i];
+    }
+    if ((rule.rotation & ROTATE_ROWS) != 0) rotate16(v, rule.signs);
+    u32 amax = largest_magnitude(v, highest);
+    if (rule.tiles) shared.amaxes[line][block] = amax;
+    if (rule.tiles || columnwise) __syncthreads();
+    if (rule.tiles) amax = largest_of_tile(shared.amaxes, line, block);
+    const Half& measured = rowwise ? row_half : column_half;  // whose amax the choice of a tile is made by
+    if (rowwise || tiled_choice) {
+        const float gamax = count == 0 ? 0.0f : measured.amax[rule.each ? row : strip.section];
+        const float encode = nvfp4_tensor_scale(gamax, rule.max_product);
+        const Scales scales = candidate_scales(amax, encode, rule);
+        u8 scale = scales.six;
+        if (tiled_choice) {
+            shared.errors[0][line][block] = error_of_block(v, scales.six, encode, gamax, rule);
+            shared.errors[1][line][block] = error_of_block(v, scales.four, encode, gamax, rule);
+            __syncthreads();
+            const float six = error_of_tile(shared.errors[0], line, block);
+            scale = error_of_tile(shared.errors[1], line, block) < six ? scales.four : scales.six;
+        } else {
+            scale = chosen_scale(v, scales, encode, gamax, rule);
+        }
+        if (rowwise && count > 0) {
+            write_block(v, scale, encode, row_half, Place{row, column, sections.rows, columns, 0, 0, count}, rule);
+        }
+    }
+    if (!columnwise) return;
+
+    // ---- a block of a column ----
+    const int line_t = thread % TILE, block_t = thread / TILE;
+    const i64 column_t = first_column + line_t;
+    const i64 start_t = strip.start + block_t * BLOCK;
+    const i64 left_t = column_t < columns ? strip.section_rows - start_t : 0;
+    const int count_t = left_t <= 0 ? 0 : left_t < BLOCK ? static_cast<int>(left_t) : BLOCK;
+    for (int i = 0; i < BLOCK; ++i) v[i] = shared.values[block_t * BLOCK + i][line_t];
+    if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate16(v, rule.signs);
+    amax = largest_magnitude(v, highest);
+    if (rule.tiles) {
+        shared.amaxes_t[line_t][block_t] = amax;
+        __syncthreads();
+        amax = largest_of_tile(shared.amaxes_t, line_t, block_t);
+    }
+    if (count_t == 0) return;
+    const float gamax = column_half.amax[rule.each ? column_t : strip.section];
+    const float encode = nvfp4_tensor_scale(gamax, rule.max_product);
+    const Scales scales = candidate_scales(amax, encode, rule);
+    u8 scale;
+    if (tiled_choice) {
+        const float six = error_of_tile(shared.errors[0], block_t * BLOCK, line_t / BLOCK);
+        scale = error_of_tile(shared.errors[1], block_t * BLOCK, line_t / BLOCK) < six ? scales.four : scales.six;
+    } else {
+        scale = chosen_scale(v, scales, encode, gamax, rule);
+    }
+    const Place place = {column_t, start_t, columns, strip.section_rows, strip.codes_t, strip.scales_t, count_t};
+    write_block(v, scale, encode, column_half, place, rule);
 }
 
 #define QUANTIZE(NAME, T)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
-        NAME(const T* x, const float* amax, u8* codes, u8* scales, float* tensor_scale, i64 rows, i64 columns,         \
-             int scale_order, int propagate_nan) {                                                                     \
-        quantize(x, amax, codes, scales, tensor_scale, rows, columns, scale_order, propagate_nan);                     \
+        NAME(const T* x, i64 row_stride, i64 column_stride, i64 rows, i64 columns, const i64* sizes, int sections,     \
+             const float* amax, u8* codes, u8* scales, float* tensor_scale, const u32* words, u64 offset,              \
+             const float* amax_t, u8* codes_t, u8* scales_t, float* tensor_scale_t, const u32* words_t, u64 offset_t,  \
+             float max_product, int scale_order, int candidates, int tiles, int each, int propagate_nan, int rotation, \
+             int signs, int stochastic, u64 seed, int swizzled) {                                                      \
+        const Rule rule = {max_product, scale_order, candidates, tiles, each, propagate_nan, rotation, stochastic,     \
+                           swizzled, static_cast<u32>(signs), seed};                                                   \
+        quantize(x, row_stride, column_stride, columns, Sections{sizes, sections, rows},                               \
+                 Half{amax, codes, scales, tensor_scale, words, offset},                                               \
+                 Half{amax_t, codes_t, scales_t, tensor_scale_t, words_t, offset_t}, rule);                            \
     }
 
 QUANTIZE(quantize_nvfp4_fp32, float)

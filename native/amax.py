@@ -1,0 +1,64 @@
+"""Largest magnitudes: of tensors, rows, columns and sections, before and after a rotation."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from native.arguments import DTYPES, STRIP, THREADS, blocks_for, check_tensor, suffix
+from native.launch import launch
+
+_PER_THREAD = 16
+# The grid strides over the rest. 1024 blocks fill any present GPU; on a CPU every block costs its warps' exchanges.
+_BLOCKS = {"cuda": 1024, "cpu": 64}
+
+
+def amax(x: torch.Tensor, *, propagate_nan: bool = False) -> torch.Tensor:
+    """max|x| of a contiguous tensor, float32 (1,); NaN is left out unless `propagate_nan`. 0 for an empty tensor."""
+    check_tensor(x, "x", DTYPES)
+    out = torch.zeros(1, dtype=torch.float32, device=x.device)
+    grid = min(_BLOCKS.get(x.device.type, 1), blocks_for(x.numel(), THREADS * _PER_THREAD))
+    arguments = (x, out, np.int64(x.numel()), np.int32(propagate_nan))
+    launch("amax", f"amax_{suffix(x.dtype)}", (grid,), (THREADS,), arguments, device=x.device)
+    return out
+
+
+def strips(rows: int, sizes: torch.Tensor | None) -> int:
+    """Strips of rows that `rows` rows are worked on in, an upper bound where they are split into sections."""
+    return blocks_for(rows, STRIP) if sizes is None else rows // STRIP + len(sizes)
+
+
+def oriented_amax(
+    x: torch.Tensor,
+    *,
+    plain: bool,
+    rotated: bool,
+    along_rows: bool,
+    each: bool = False,
+    sizes: torch.Tensor | None = None,
+    signs: int = 0,
+    propagate_nan: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Amaxes of `x` (M, K), any strides, in one read: as it is (`plain`), and of groups of 16 rotated (`rotated`).
+
+    float32 (1,), or one for each section of `sizes` rows, int64 (G,); `plain` with `each` (M,) or, not `along_rows`,
+    (K,). Groups lie along K where `along_rows`, else along M. None for what is not wanted.
+    """
+    rows, columns = x.shape
+    sections = 1 if sizes is None else len(sizes)
+    lines = (rows if along_rows else columns) if each else sections
+    out = torch.zeros(lines, dtype=torch.float32, device=x.device) if plain else None
+    out_rotated = torch.zeros(sections, dtype=torch.float32, device=x.device) if rotated else None
+    # On a GPU a strip of 64 rows alone would leave it idle; on a CPU every block costs its warps' exchanges.
+    parts = min(16 if x.device.type == "cuda" else 1, blocks_for(columns, STRIP))
+    launch(
+        "amax_blocks",
+        f"amax_blocks_{suffix(x.dtype)}",
+        (max(1, strips(rows, sizes)) * parts,),
+        (THREADS,),
+        (x, np.int64(x.stride(0)), np.int64(x.stride(1)), np.int64(rows), np.int64(columns), sizes, np.int32(sections),
+         out, out_rotated, np.int32(parts), np.int32(along_rows), np.int32(each), np.int32(signs),
+         np.int32(propagate_nan)),
+        device=x.device,
+    )  # fmt: skip
+    return out, out_rotated

@@ -1,0 +1,36 @@
+"""The Hadamard transform as a door of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from native.arguments import BLOCK, THREADS, as_matrix, blocks_for, check_rotated, supported
+from native.launch import launch
+from reference.recipes import Recipe
+
+
+def transform(x: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
+    """`x` (M, K), bfloat16, any strides, rotated along K by the recipe's transform: bfloat16 (M, K), contiguous.
+
+    Raises ValueError where the recipe has no transform or K is no multiple of its group, TypeError for another dtype.
+    """
+    r = supported(recipe)
+    if r.transform is None:
+        raise ValueError(f"recipe {r} has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have")
+    x = as_matrix(x)
+    rows, columns = x.shape
+    check_rotated(x, columns, r)
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    group = r.transform.group
+    factor = torch.tensor(group**-0.5).bfloat16().item()  # 1/√group to nearest, ¼ for 16
+    launch(
+        "hadamard",
+        "hadamard",
+        (blocks_for(rows * blocks_for(columns, BLOCK), THREADS),),
+        (THREADS,),
+        (x, out, np.int64(rows), np.int64(columns), np.int64(x.stride(0)), np.int64(x.stride(1)), np.int32(group),
+         np.int32(r.transform.signs), np.float32(factor)),
+        device=x.device,
+    )  # fmt: skip
+    return out

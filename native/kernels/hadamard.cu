@@ -1,0 +1,41 @@
+// hadamard: rotates groups of 2 to 128 elements along K.
+//
+//   x       (M, K) bfloat16, any strides; K a multiple of the group
+//   out     (M, K) bfloat16, contiguous
+//   Launch: 256 threads a block, one thread for every 16 elements of a row; groups above 16 are shared by up to 8 lanes.
+//   Numerics: numerics.md, `nvfp4-rht`: products x * (+-c) are exact in float32, c a bfloat16 number; the sum's order is
+//   declared: stages 1, 2, 4 ... group/2, stage h adds and subtracts elements h apart, every addition rounds to float32;
+//   one rounding to bfloat16, nearest even. Exact to the bit in that order.
+
+#include "hadamard.cuh"
+
+constexpr int THREADS = 256;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    hadamard(const bf16* x, bf16* out, i64 rows, i64 columns, i64 row_stride, i64 column_stride, int group, int signs,
+             float c) {
+    const i64 blocks = (columns + 15) / 16;
+    const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    const bool inside = index < rows * blocks;  // no thread returns before the exchanges of its warp
+    const i64 row = inside ? index / blocks : 0;
+    const i64 column = inside ? index % blocks * 16 : 0;
+    const i64 left = inside ? columns - column : 0;
+    const int count = left < 16 ? static_cast<int>(left) : 16;
+
+    const int period = group < 16 ? group : 16;
+    float v[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const float sign = (signs >> i % period & 1) != 0 ? -c : c;
+        v[i] = i < count ? to_float(x[row * row_stride + (column + i) * column_stride]) * sign : 0.0f;
+    }
+    butterfly(v, group / 2);
+    for (int lanes = 1; lanes < group / 16; lanes *= 2) {
+        const bool upper = (threadIdx.x & lanes) != 0;
+        for (int i = 0; i < 16; ++i) {
+            const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], lanes);
+            v[i] = upper ? other - v[i] : v[i] + other;
+        }
+    }
+    for (int i = 0; i < count; ++i) from_float(v[i], out[row * columns + column + i]);
+}
