@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from reference.formats import E2M1, E4M3, Format
 from reference.quantized import Quantized, amax_shape, codes_shape, scales_shape, swizzled_shape, words_shape
 from reference.recipes import Recipe, recipe
 
@@ -100,14 +101,20 @@ def check_operand(q: Quantized, name: str) -> torch.Tensor:
     return q.amax
 
 
-# What the kernels can do of what a recipe can ask for.
-_CHOICES = {
+# What the kernels can do of what a recipe can ask for. They know formats and blocks by heart, so those are here, too.
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "element": (E2M1,),
+    "block": ((1, BLOCK), (BLOCK, BLOCK)),
+    "scale": (E4M3,),
     "statistics": ("float32",),
+    "granularity": ("tensor", "row"),
     "tensor_scale": ("max/amax",),
     "block_scale": ("amax*(enc*(1/6))", "(amax/6)*enc"),
+    "candidates": ("6", "4-or-6-mae", "4-or-6-mse"),
     "zero_scale": ("saturate",),
     "element_scale": ("x*min(1/(s*(1/enc)),FLT_MAX)",),
     "rounding": ("nearest-even", "stochastic"),
+    "nan": ("ignore", "propagate"),
 }
 
 
@@ -116,8 +123,12 @@ def supported(name: str | Recipe) -> Recipe:
     r = recipe(name)
     for field, known in _CHOICES.items():
         if getattr(r, field) not in known:
-            can = ", ".join(known)
+            asked, can = _named(getattr(r, field)), ", ".join(map(_named, known))
             raise NotImplementedError(
-                f"the native kernels do not have recipe {r}: its {field} is {getattr(r, field)}, and theirs {can}"
+                f"the native kernels do not have recipe {r}: its {field} is {asked}, and theirs {can}"
             )
     return r
+
+
+def _named(choice: object) -> str:
+    return choice.name if isinstance(choice, Format) else str(choice)

@@ -84,6 +84,18 @@ def _launch(
     swizzled: bool = False,
 ) -> None:
     rows, columns = x.shape
+    scale_order, propagate_nan = np.int32(_SCALE_ORDER[r.block_scale]), np.int32(r.nan == "propagate")
+    if row is not None and column is None and sizes is None and not swizzled and x.is_contiguous() and not _variant(r):
+        launch(
+            "quantize_nvfp4",
+            f"quantize_nvfp4_plain_{suffix(x.dtype)}",
+            (blocks_for(row.scales.numel(), THREADS),),
+            (THREADS,),
+            (x, np.int64(rows), np.int64(columns), *row.arguments()[:4], np.float32(r.max_product), scale_order,
+             propagate_nan),
+            device=x.device,
+        )  # fmt: skip
+        return
     sections = 1 if sizes is None else len(sizes)
     seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
     launch(
@@ -93,12 +105,18 @@ def _launch(
         (THREADS,),
         (x, np.int64(x.stride(0)), np.int64(x.stride(1)), np.int64(rows), np.int64(columns), sizes, np.int32(sections),
          *(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments()),
-         np.float32(r.max_product), np.int32(_SCALE_ORDER[r.block_scale]), np.int32(_CANDIDATES[r.candidates]),
-         np.int32(r.block[0] > 1), np.int32(r.granularity == "row"), np.int32(r.nan == "propagate"),
-         np.int32(rotation), np.int32(0 if r.transform is None else r.transform.signs),
-         np.int32(r.rounding == "stochastic"), np.uint64(seed % 2**64), np.int32(swizzled)),
+         np.float32(r.max_product), scale_order, np.int32(_CANDIDATES[r.candidates]), np.int32(r.block[0] > 1),
+         np.int32(r.granularity == "row"), propagate_nan, np.int32(rotation),
+         np.int32(0 if r.transform is None else r.transform.signs), np.int32(r.rounding == "stochastic"),
+         np.uint64(seed % 2**64), np.int32(swizzled)),
         device=x.device,
     )  # fmt: skip
+
+
+def _variant(r: Recipe) -> bool:
+    """Whether a recipe asks for more than steps 1 to 8 of numerics.md."""
+    plain = (r.block[0], r.granularity, r.transform, r.candidates, r.rounding)
+    return plain != (1, "tensor", None, "6", "nearest-even")
 
 
 def _fused(r: Recipe) -> bool:

@@ -14,7 +14,7 @@ KERNELS = {
     "amax_blocks": tuple(f"amax_blocks_{t}" for t in _TYPED),
     "hadamard": ("hadamard",),
     "swizzle": ("swizzle", "unswizzle"),
-    "quantize_nvfp4": tuple(f"quantize_nvfp4_{t}" for t in _TYPED),
+    "quantize_nvfp4": tuple(f"quantize_nvfp4{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
     "dequantize_nvfp4": tuple(f"dequantize_nvfp4_{t}" for t in _TYPED),
     "gemm_nvfp4": ("gemm_nvfp4", "gemm_grouped_nvfp4"),
 }

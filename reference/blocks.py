@@ -58,7 +58,9 @@ def over_tiles(
     if height == 1:
         return blocks
     padded = torch.nn.functional.pad(blocks, (0, 0, 0, -blocks.shape[0] % height))
-    return reduce(padded.view(-1, height, blocks.shape[1])).repeat_interleave(height, 0)[: blocks.shape[0]]
+    return reduce(padded.view(padded.shape[0] // height, height, blocks.shape[1])).repeat_interleave(height, 0)[
+        : blocks.shape[0]
+    ]
 
 
 def of_rows(each: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -12,8 +12,8 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     # Seen as little-endian 16-bit words, a pair is low | high << 8; one shift brings the high nibble down.
-    words = codes.contiguous().view(torch.int16)
-    return (words | (words >> 4)).to(torch.uint8)
+    words = codes.flatten().view(torch.int16)  # flat, since an empty tensor may keep odd strides
+    return (words | (words >> 4)).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2)
 
 
 def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
