@@ -109,12 +109,21 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "statistics": ("float32",),
     "granularity": ("tensor", "row"),
     "tensor_scale": ("max/amax",),
+    "tensor_limit": ("finite",),
     "block_scale": ("amax*(enc*(1/6))", "(amax/6)*enc"),
+    "zero_block": ("keep",),
+    "smallest_scale": ("0",),
+    "scale_rounding": ("nearest-even",),
     "candidates": ("6", "4-or-6-mae", "4-or-6-mse"),
     "zero_scale": ("saturate",),
     "element_scale": ("x*min(1/(s*(1/enc)),FLT_MAX)",),
     "rounding": ("nearest-even", "stochastic"),
+    "negative_zero": ("keep",),
+    "nan_code": (7,),
+    "packing": ("low-first",),
     "nan": ("ignore", "propagate"),
+    "decode": ("(s*amax)*(1/max)",),
+    "alpha": ("(a*b)/d", "(b*a)*(1/d)"),
 }
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from native import cuda, host
-from native.amax import amax
+from native.amax import amax, another_grid
 from native.dequantize import dequantize
 from native.gemm import gemm, gemm_grouped
 from native.hadamard import transform
@@ -33,7 +33,7 @@ def check(device: torch.device) -> None:
 
 
 def variations(device: torch.device) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """Ways to run a kernel that must give the same bytes: on a CPU every order of threads, on a GPU two runs."""
+    """Ways to run a kernel that must give the same bytes: on a CPU every order of threads, on a GPU two grids."""
     if device.type == "cpu":
         return {f"{order} threads": partial(host.thread_order, order) for order in host.ORDERS}
-    return {"first run": nullcontext, "second run": nullcontext}
+    return {"first run": nullcontext, "second run, another grid": another_grid}

@@ -293,8 +293,10 @@ def quantize_grouped(
     check_random(random, (rows, columns), r)
     if isinstance(random, torch.Tensor):
         raise ValueError("sections take random=(seed, offset), not words")
-    if not _fused(r):
-        raise NotImplementedError(f"sections are rotated in groups of {_FUSED_GROUP}, not as recipe {r} does")
+    if not _fused(r):  # no group crosses the border of two sections, so that all are rotated at once
+        y = transform(x.T, r).T if columnwise else transform(x, r)
+        plain = replace(r, transform=None)
+        return replace(quantize_grouped(y, sizes, plain, columnwise=columnwise, amax=amax, random=random), recipe=r)
     count = len(sizes)
     rotated = r.transform is not None
     if amax is None:

@@ -5,28 +5,30 @@ from __future__ import annotations
 import torch
 
 from reference.blocks import INPUT_DTYPES, slabs
-from reference.decode import decode, decode_packed
-from reference.layout import linear_scales
+from reference.decode import decode_packed
+from reference.layout import linear_scales, low_first
 from reference.quantized import Quantized
+from reference.scaling import decode_factors
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values (M, K) of `q` in float32, bfloat16 or float16: cast(fl(code·f)), f = fl(fl(s·amax)·fl(1/2688)).
 
-    A rotation is not undone; 4over6-256 has 1536 in place of 2688. Source: numerics.md, "NVFP4, 1×16", Dequantize.
-    Raises TypeError for another dtype.
+    A rotation is not undone; 4over6-256 has 1536 in place of 2688. f has other forms in other dialects: `decode` of the
+    recipe. Source: numerics.md, "NVFP4, 1×16", Dequantize. Raises TypeError for another dtype, ValueError where the
+    tensor's scale was rounded to the dtype of x, which `q` does not tell, and `q` does not show it.
     """
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"dequantize gives float32, bfloat16 or float16, not {dtype}")
-    assert q.amax is not None
     rows, columns = q.shape
     block = q.recipe.block[1]
-    factors = decode(linear_scales(q), q.recipe.scale) * q.amax.unsqueeze(1) * (1.0 / q.recipe.max_product)
+    factors = decode_factors(linear_scales(q), q)
     out = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)
     if out.numel() == 0:
         return out
+    codes = low_first(q)
     for part in slabs(out):
-        values = decode_packed(q.codes[part], q.recipe.element, columns)
+        values = decode_packed(codes[part], q.recipe.element, columns)
         each = factors[part].repeat_interleave(block, dim=1)[:, :columns]
         out[part] = values * each
     return out

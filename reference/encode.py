@@ -1,15 +1,19 @@
-"""Values to codes: nearest even, saturating or not."""
+"""Values to codes: nearest, saturating or not."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
 from reference.formats import FORMATS, Format
-from reference.rounding import FLOAT32_INF_BITS, nearest_even
+from reference.rounding import FLOAT32_INF_BITS, nearest_even, nearest_toward_zero
+
+Ties = Literal["even", "zero"]
 
 
-def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tensor:
-    """Codes (uint8, the shape of `x`) nearest to float32 `x`, ties to even.
+def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True, ties: Ties = "even") -> torch.Tensor:
+    """Codes (uint8, the shape of `x`) nearest to float32 `x`, ties to even, or to the code nearer to zero.
 
     Saturating (`cvt.rn.satfinite` of PTX): overflow and infinity give the largest finite value with their sign; NaN
     gives the canonical NaN, or the largest positive value where the format has no NaN. Not saturating: overflow and
@@ -27,7 +31,7 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tens
         raise ValueError(f"{fmt.name} has no code for overflow, so it must saturate; formats that need not: {names}")
     bits = x.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    code = nearest_even(magnitude, fmt)
+    code = nearest_even(magnitude, fmt) if ties == "even" else nearest_toward_zero(magnitude, fmt)
     if saturate:
         code.clamp_(max=fmt.max_code)
     else:

@@ -9,8 +9,9 @@ import torch
 
 from reference.blocks import INPUT_DTYPES
 from reference.decode import decode, decode_packed
-from reference.layout import linear_scales
+from reference.layout import linear_scales, low_first
 from reference.quantized import GroupedQuantized, Quantized
+from reference.scaling import divide, used_tensor_scale
 
 # Every NVFP4 operand value is a multiple of 2^-10 (E2M1's 2^-1 times E4M3's 2^-9) of at most 2688 < 2^12, so a product
 # is a multiple of 2^-20 below 2^23: 1024 of them stay under 2^53 units, and int64 holds 2^20 of them.
@@ -57,7 +58,7 @@ def operand(q: Quantized) -> torch.Tensor:
     """code·scale of every element, float64 (M, K), exact; the tensor's factor is left to α."""
     rows, columns = q.shape
     block = q.recipe.block[1]
-    values = decode_packed(q.codes, q.recipe.element, columns, torch.float64)
+    values = decode_packed(low_first(q), q.recipe.element, columns, torch.float64)
     scales = decode(linear_scales(q), q.recipe.scale, torch.float64)
     full = columns // block * block
     out = values if values.is_contiguous() else values.contiguous()
@@ -129,8 +130,14 @@ def alpha(a: Quantized, b: Quantized) -> torch.Tensor:
     """The factor of a product of the two operands, float32, in the order that the recipe names.
 
     (1, 1); (M, 1), (1, N) or (M, N) where a, b or both have an amax for each row. d is the product of the two recipes'
-    max_product: 36·448·448 for plain NVFP4.
+    max_product: 36·448·448 for plain NVFP4. Of two tensor scales, 1/(a_enc*b_enc) is 0 where the product is 0, and 1
+    stands for operands without. Raises as `used_tensor_scale` does.
     """
+    if a.recipe.alpha == "1":
+        return torch.ones(1, 1, device=a.codes.device)
+    if a.recipe.alpha in ("1/(a_enc*b_enc)", "a_dec*b_dec"):
+        product = used_tensor_scale(a).unsqueeze(1) * used_tensor_scale(b).unsqueeze(0)
+        return product if a.recipe.alpha == "a_dec*b_dec" else torch.where(product == 0, 0.0, divide(1.0, product))
     assert a.amax is not None
     assert b.amax is not None
     constant = a.recipe.max_product * b.recipe.max_product
@@ -178,7 +185,7 @@ def gemm_grouped(
     """Each section of `a` (M, K), quantized rowwise, times its own matrix of `b` (N, K), one below the other: (M, N).
 
     `c` is (M, N); `bias` (G, N), a row for each section. As `gemm` for every section; raises as it does, and ValueError
-    where sections and matrices are not as many.
+    where sections and matrices are not as many, or matrices have not the same N.
     """
     if a.columnwise:
         raise ValueError("gemm_grouped multiplies sections that were quantized rowwise; these are columnwise")
@@ -186,6 +193,9 @@ def gemm_grouped(
     if len(sections) != len(b) or not b:
         raise ValueError(f"gemm_grouped multiplies each section by one matrix: {len(sections)} sections, {len(b)} of b")
     columns = b[0].shape[0]
+    if any(matrix.shape[0] != columns for matrix in b):
+        heights = ", ".join(str(matrix.shape[0]) for matrix in b)
+        raise ValueError(f"gemm_grouped gives one output ({a.shape[0]}, N): the matrices of b have {heights} rows")
     check_epilogue((a.shape[0], columns), out_dtype, c, None)
     if bias is not None and tuple(bias.shape) != (len(b), columns):
         raise ValueError(f"bias has a row for each section, {(len(b), columns)}, not shape {tuple(bias.shape)}")

@@ -12,13 +12,23 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     # Seen as little-endian 16-bit words, a pair is low | high << 8; one shift brings the high nibble down.
-    words = codes.flatten().view(torch.int16)  # flat, since an empty tensor may keep odd strides
+    words = codes.flatten().contiguous().view(torch.int16)  # flat, since an empty or one-row matrix keeps odd strides
     return (words | (words >> 4)).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2)
 
 
 def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """(M, ⌈K/2⌉) bytes to (M, K) codes, K = `columns`: the inverse of `pack`."""
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).view(packed.shape[0], 2 * packed.shape[1])[:, :columns]
+
+
+def swap_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Packed codes with the two of every byte exchanged."""
+    return (packed >> 4) | (packed << 4)
+
+
+def low_first(q: Quantized) -> torch.Tensor:
+    """The packed codes of `q`, the first of two in the low nibble, however its recipe packs them."""
+    return q.codes if q.recipe.packing == "low-first" else swap_nibbles(q.codes)
 
 
 def pad_scales(scales: torch.Tensor) -> torch.Tensor:

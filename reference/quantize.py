@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from reference.blocks import INPUT_DTYPES, block_amax, over_tiles, pad_columns, slabs, tensor_amax
-from reference.encode import encode
+from reference.blocks import INPUT_DTYPES, block_amax, of_rows, over_tiles, slabs, tensor_amax
+from reference.elements import element_codes
 from reference.four_over_six import choose_scales
 from reference.hadamard import transform
-from reference.layout import pack, swizzle, unpack
+from reference.layout import pack, swap_nibbles, swizzle, unpack
 from reference.philox import philox
 from reference.quantized import GroupedQuantized, Quantized, amax_shape, words_shape
 from reference.recipes import Recipe
 from reference.recipes import recipe as find_recipe
-from reference.rounding import stochastic_e2m1
-from reference.scaling import block_scales, element_factors, tensor_scale
+from reference.scaling import block_scales, element_factors, scale_elements, tensor_scale
 
 Random = torch.Tensor | tuple[int, int]
 """Random bits of a stochastic rounding: words, int32 (M, ⌈K/4⌉), element 4j + i of a row taking byte i of word j, the
@@ -70,38 +69,39 @@ def random_bytes(
 def encode_elements(
     x: torch.Tensor,
     scales: torch.Tensor,
-    encode_scale: torch.Tensor,
+    tensor: torch.Tensor | None,
     recipe: Recipe,
     random: Random | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """Packed element codes of `x` (M, K), rotated already, under stored block scales (M, ⌈K/16⌉) and S_enc.
+    """Packed element codes of `x` (M, K), rotated already, under stored block scales (M, ⌈K/16⌉).
 
-    `first`: as in `random_bytes`.
+    `tensor`: the tensor's scale, None where the recipe has none. `first`: as in `random_bytes`.
     """
-    block = recipe.block[1]
     shape = (x.shape[0], x.shape[1])
-    factors = element_factors(scales, encode_scale, recipe)
+    factors = element_factors(scales, tensor, recipe, x.dtype)
     codes = torch.empty(shape[0], -(-shape[1] // 2), dtype=torch.uint8, device=x.device)
     if codes.numel() == 0:
         return codes
     for rows in slabs(x):
-        values = pad_columns(x[rows].float(), block)
-        scaled = values.view(values.shape[0], -1, block) * factors[rows].unsqueeze(2)
-        scaled = scaled.view_as(values)
-        if random is not None:
-            scaled = stochastic_e2m1(scaled, random_bytes(random, shape, rows, x.device, first))
-        codes[rows] = pack(encode(scaled, recipe.element)[:, : shape[1]])
-    return codes
+        scaled = scale_elements(x[rows], factors[rows], None if tensor is None else of_rows(tensor, rows), recipe)
+        bits = None if random is None else random_bytes(random, shape, rows, x.device, first)[:, : shape[1]]
+        codes[rows] = pack(element_codes(scaled, recipe, bits))
+    return codes if recipe.packing == "low-first" else swap_nibbles(codes)
 
 
 def stored_scales(
-    x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor, encode_scale: torch.Tensor, recipe: Recipe
+    x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor | None, tensor: torch.Tensor | None, recipe: Recipe
 ) -> torch.Tensor:
-    """Block scales as they are stored, uint8 (M, ⌈K/16⌉), of `x`, rotated already, whose block amaxes are `blocks`."""
+    """Block scales as they are stored, uint8 (M, ⌈K/16⌉), of `x`, rotated already, whose block amaxes are `blocks`.
+
+    `amax` and `tensor` are the tensor's amax and scale, None where the recipe has none.
+    """
     if recipe.candidates != "6":
-        return choose_scales(x, blocks, amax, encode_scale, recipe)
-    return block_scales(blocks, encode_scale, recipe)
+        assert amax is not None
+        assert tensor is not None
+        return choose_scales(x, blocks, amax, tensor, recipe)
+    return block_scales(blocks, tensor, recipe, x.dtype)
 
 
 def block_amaxes(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -143,14 +143,19 @@ def _quantize(
         x = transform(x, recipe)
     blocks = block_amaxes(x, recipe)
     wanted = amax_shape(shape, recipe)
+    if recipe.tensor_scale == "none":
+        if amax is not None:
+            raise ValueError(f"recipe {recipe} has no tensor scale; it takes no amax")
+        scales = stored_scales(x, blocks, None, None, recipe)
+        return Quantized(encode_elements(x, scales, None, recipe, random, first), scales, None, recipe, shape)
     if amax is None:
         amax = tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
     elif amax.dtype != torch.float32 or amax.shape != wanted:
         raise ValueError(f"amax is float32 of shape {wanted}, not {amax.dtype} of shape {tuple(amax.shape)}")
-    encode_scale = tensor_scale(amax, recipe)
-    scales = stored_scales(x, blocks, amax, encode_scale, recipe)
-    codes = encode_elements(x, scales, encode_scale, recipe, random, first)
-    return Quantized(codes, scales, amax, recipe, shape, encode_scale)
+    tensor = tensor_scale(amax, recipe, x.dtype)
+    scales = stored_scales(x, blocks, amax, tensor, recipe)
+    codes = encode_elements(x, scales, tensor, recipe, random, first)
+    return Quantized(codes, scales, amax, recipe, shape, tensor)
 
 
 def row_amax(blocks: torch.Tensor) -> torch.Tensor:
@@ -164,8 +169,8 @@ def quantize_both(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-    amax: tuple[torch.Tensor, torch.Tensor] | None = None,
-    random: tuple[torch.Tensor, torch.Tensor] | tuple[int, int] | None = None,
+    amax: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+    random: tuple[torch.Tensor | None, torch.Tensor | None] | tuple[int, int] | None = None,
     swizzled: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K): rowwise (M, K), and columnwise (K, M), the transpose quantized along M.
@@ -194,16 +199,17 @@ def quantize_both(
 
 
 def split_random(
-    random: tuple[torch.Tensor, torch.Tensor] | tuple[int, int] | None,
+    random: tuple[torch.Tensor | None, torch.Tensor | None] | tuple[int, int] | None,
 ) -> tuple[Random | None, Random | None]:
     """The random bits of the rowwise and of the columnwise half."""
     if random is None:
         return None, None
     if isinstance(random, tuple) and len(random) == 2:
-        if isinstance(random[0], torch.Tensor):
-            return random
-        seed, offset = random
-        return (seed, offset), (seed, offset + 1)
+        one, other = random
+        if isinstance(one, int) and isinstance(other, int):
+            return (one, other), (one, other + 1)
+        if not (isinstance(one, int) or isinstance(other, int)):  # None for a half that is not wanted
+            return one, other
     raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
 
 
@@ -258,10 +264,12 @@ def check_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: Recipe) -> list
     """The sizes as a list. Raises ValueError where they are not those of the rows of `x`."""
     if recipe.granularity == "row":
         raise ValueError(f"recipe {recipe} has an amax for every row; sections of one amax each do not apply")
+    if recipe.tensor_scale == "none":
+        raise ValueError(f"recipe {recipe} has no amax, so sections are like the whole; quantize the whole")
     rows: list[int] = sizes.tolist()
     if sizes.dtype != torch.int64 or sizes.dim() != 1 or min(rows, default=-1) < 0 or sum(rows) != x.shape[0]:
         raise ValueError(
             f"sizes of sections are int64 (G,), not negative, and sum to the {x.shape[0]} rows of x; "
-            f"these are {sizes.dtype} {rows}, sum {sum(rows)}"
+            f"these are {sizes.dtype} {rows}, sum {sizes.sum().item()}"
         )
     return rows

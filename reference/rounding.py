@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from reference.formats import E2M1, Format
@@ -31,6 +33,55 @@ def nearest_even(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     below = bits.view(torch.float32).mul(2.0 ** (fmt.bias - 1 + fmt.mantissa_bits)).round_()
     below = below.clamp_(max=float(1 << fmt.mantissa_bits)).int()
     return torch.where(bits < smallest_normal, below, rounded)
+
+
+def nearest_toward_zero(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`nearest_even`, but ties go to the grid point nearer to zero."""
+    rounded = nearest_even(magnitude, fmt)
+    below = _midpoints(fmt, str(magnitude.device))[rounded.clamp(max=fmt.max_code)]
+    return rounded - (magnitude.view(torch.float32) == below).int()
+
+
+@lru_cache(maxsize=16)
+def _midpoints(fmt: Format, device: str) -> torch.Tensor:
+    """The midpoint below every code up to `max_code`, float32; NaN below 0."""
+    points = torch.tensor(fmt.values[: fmt.max_code + 1], dtype=torch.float64)
+    middles = (points[1:] + points[:-1]) / 2
+    return torch.nn.functional.pad(middles, (1, 0), value=torch.nan).float().to(device)
+
+
+def nearest_e2m1_within(x: torch.Tensor) -> torch.Tensor:
+    """Codes (uint8) of float32 `x`: the nearest point of E2M1, where a distance to an even code counts 1e-6 less.
+
+    Distances round to float32, before and after. The first of the nearest wins; what is not finite gives the largest
+    code. The sign is kept. Source: fireworks-prequant 0.2.
+    """
+    magnitude = x.abs()
+    least = torch.full_like(magnitude, torch.inf)
+    code = torch.full_like(magnitude, E2M1.max_code, dtype=torch.uint8)
+    for candidate, value in enumerate(E2M1.values[: E2M1.max_code + 1]):
+        distance = (magnitude - value).abs_()
+        if candidate % 2 == 0:
+            distance = distance.sub_(1e-6)
+        nearer = distance < least
+        least = torch.where(nearer, distance, least)
+        code.masked_fill_(nearer, candidate)
+    return code | x.signbit().byte() * E2M1.sign_code
+
+
+def wrapping_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Codes (uint8) of float32 `x`, nearest even without a largest one: what needs more than 3 bits is cut to them.
+
+    From 4 on the step is 2, and exponent and first mantissa bit make the code: 8 and 10 have 8, which is that of −0,
+    12 and 14 have 9. The sign is a bit that is OR-ed in. What is not finite gives a code of no meaning. Source:
+    fouroversix 1.0.5, whose pseudo-quantization rounds without a clamp before it takes the bits.
+    """
+    magnitude = x.abs()
+    step = _e2m1_step(magnitude)
+    rounded = magnitude.div_(step).round_().mul_(step)
+    code = (rounded.view(torch.int32) >> (FLOAT32_MANTISSA - E2M1.mantissa_bits)) - ((FLOAT32_BIAS - E2M1.bias) << 1)
+    code = torch.where(rounded < 1, rounded * 2, code)  # 0 and 0.5, which are subnormal in E2M1
+    return (code.int() & 0xF).to(torch.uint8) | x.signbit().byte() * E2M1.sign_code
 
 
 def stochastic_e2m1(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

@@ -154,27 +154,31 @@ __device__ __forceinline__ float e2m1_step(float magnitude) {
 __device__ __forceinline__ u32 e2m1_stochastic(float x, u32 byte) {
     const u32 bits = __float_as_uint(x);
     const u32 magnitude = bits & 0x7FFFFFFFu;
-    if (magnitude > FLOAT_INF_BITS) return 7u;
     const float a = __uint_as_float(magnitude);
-    const float moved = a + static_cast<float>(byte) * 0x1p-8f * e2m1_step(a);
-    const u32 sign = bits >> 28 & 8u;
-    if (moved >= 6.0f) return 7u | sign;
-    // Below 2 halves are codes 0 to 3, below 4 ones are 4 and 5, then twos from 6.
-    const u32 code = moved < 2.0f   ? static_cast<u32>(moved * 2.0f)
-                     : moved < 4.0f ? static_cast<u32>(moved) + 2u
-                                    : static_cast<u32>(moved * 0.5f) + 4u;
-    return code | sign;
+    const float moved = a + static_cast<float>(static_cast<int>(byte)) * 0x1p-8f * e2m1_step(a);
+    const float t = moved < 6.0f ? moved : 6.0f;  // NaN is not below 6
+    // Below 2 codes 0 to 3 are halves, below 4 codes 4 and 5 ones, then 6 and 7 twos.
+    const float per_step = t < 2.0f ? 2.0f : t < 4.0f ? 1.0f : 0.5f;
+    const int first = t < 2.0f ? 0 : t < 4.0f ? 2 : 4;
+    const u32 sign = magnitude > FLOAT_INF_BITS ? 0u : bits >> 28 & 8u;
+    return static_cast<u32>(static_cast<int>(t * per_step) + first) | sign;
 }
 
-// Four elements to two bytes by the four bytes of one random word, the lowest for the first element.
-__device__ __forceinline__ u16 e2m1x4_stochastic(float x0, float x1, float x2, float x3, u32 word) {
+// 16 elements to eight bytes by four random words, the lowest byte of a word for the first element of four.
+__device__ __forceinline__ void e2m1x16_stochastic(const float (&x)[16], const u32 (&words)[4], u8 (&packed)[8]) {
 #ifdef HAS_CVT_RS_E2M1
-    u16 codes;
-    asm("cvt.rs.satfinite.e2m1x4.f32 %0, {%4, %3, %2, %1}, %5;" : "=h"(codes) : "f"(x0), "f"(x1), "f"(x2), "f"(x3), "r"(word));
-    return codes;
+    for (int j = 0; j < 4; ++j) {
+        u16 codes;
+        asm("cvt.rs.satfinite.e2m1x4.f32 %0, {%4, %3, %2, %1}, %5;"
+            : "=h"(codes)
+            : "f"(x[4 * j]), "f"(x[4 * j + 1]), "f"(x[4 * j + 2]), "f"(x[4 * j + 3]), "r"(words[j]));
+        packed[2 * j] = static_cast<u8>(codes);
+        packed[2 * j + 1] = static_cast<u8>(codes >> 8);
+    }
 #else
-    return static_cast<u16>(e2m1_stochastic(x0, word & 0xFFu) | e2m1_stochastic(x1, word >> 8 & 0xFFu) << 4 |
-                            e2m1_stochastic(x2, word >> 16 & 0xFFu) << 8 | e2m1_stochastic(x3, word >> 24) << 12);
+    u32 codes[16];
+    for (int i = 0; i < 16; ++i) codes[i] = e2m1_stochastic(x[i], words[i / 4] >> i % 4 * 8 & 0xFFu);
+    for (int j = 0; j < 8; ++j) packed[j] = static_cast<u8>(codes[2 * j] | codes[2 * j + 1] << 4);
 #endif
 }
 

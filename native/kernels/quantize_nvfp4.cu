@@ -124,12 +124,9 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
                 words[j] = word < row_words ? half.words[place.line * row_words + word] : 0u;
             }
         }
-        for (int j = 0; j < 4; ++j) {
-            const u32 codes = e2m1x4_stochastic(v[4 * j] * factor, v[4 * j + 1] * factor, v[4 * j + 2] * factor,
-                                                v[4 * j + 3] * factor, words[j]);
-            packed[2 * j] = static_cast<u8>(codes);
-            packed[2 * j + 1] = static_cast<u8>(codes >> 8);
-        }
+        float scaled[BLOCK];
+        for (int i = 0; i < BLOCK; ++i) scaled[i] = v[i] * factor;
+        e2m1x16_stochastic(scaled, words, packed);
     } else {
         for (int j = 0; j < BLOCK / 2; ++j) packed[j] = e2m1x2_from_float(v[2 * j] * factor, v[2 * j + 1] * factor);
     }

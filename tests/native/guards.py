@@ -22,20 +22,32 @@ def embedded(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def guarded_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within the context `torch.empty` gives poisoned memory with guards on both sides; they are checked at the end."""
+    """Within the context what torch makes for kernels to write has guards on both sides; they are checked at the end.
+
+    `torch.empty` and `torch.empty_like` give poisoned memory, `torch.zeros` zeros between the guards.
+    """
     buffers = []
 
-    def empty(*shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        plain = tuple(shape[0]) if isinstance(shape[0], tuple) else shape
-        size = math.prod(plain) * dtype.itemsize
+    def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        size = math.prod(shape) * dtype.itemsize
         buffer = torch.full((size + 2 * _GUARD,), _POISON, dtype=torch.uint8, device=device)
         buffers.append(buffer)
-        return buffer[_GUARD : _GUARD + size].view(dtype).view(plain)
+        return buffer[_GUARD : _GUARD + size].view(dtype).view(shape)
+
+    def empty(*shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return guarded(tuple(shape[0]) if isinstance(shape[0], tuple) else shape, dtype, device)
+
+    def zeros(*shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return empty(*shape, dtype=dtype, device=device).zero_()
+
+    def empty_like(x: torch.Tensor) -> torch.Tensor:
+        return guarded(tuple(x.shape), x.dtype, x.device)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", empty)
+        for made in (empty, zeros, empty_like):
+            patch.setattr(torch, made.__name__, made)
         yield
-    assert buffers, "the kernel's outputs were not made by torch.empty, and nothing was guarded"
+    assert buffers, "the kernel's outputs were not made by torch, and nothing was guarded"
     for buffer in buffers:
         assert (buffer[:_GUARD] == _POISON).all(), "something wrote before an output"
         assert (buffer[-_GUARD:] == _POISON).all(), "something wrote behind an output"

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from native.ops import Quantized, recipe
+from native.ops import GroupedQuantized, Quantized, recipe
+from reference.recipes import Recipe, recipe_names
 from tests.golden import bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,6 +19,14 @@ RECIPES = {
     "te-propagate": replace(recipe("nvfp4"), nan="propagate"),
     "te-2.8-propagate": replace(recipe("nvfp4@te-2.8"), nan="propagate"),
 }
+
+DIALECTS = ("te", "te-2.8", "te-native")
+"""Those that the kernels speak."""
+NAMES = tuple(name for name in recipe_names() if name.startswith("nvfp4") and recipe(name).dialect in DIALECTS)
+"""Every recipe that the kernels have."""
+ROTATED = tuple(name for name in NAMES if recipe(name).transform is not None)
+SECTIONED = tuple(name for name in NAMES if recipe(name).granularity == "tensor")
+"""Those that quantize sections."""
 
 FAMILIES = (
     "normal", "outliers", "e2m1 ties", "e4m3 ties", "zeros", "negative zeros", "nan", "inf", "subnormal", "huge",
@@ -73,6 +82,46 @@ def matrix(family: str, rows: int, columns: int, dtype: torch.dtype, seed: int =
     return x.to(dtype)
 
 
+def nearly_tied(rows: int = 2048) -> torch.Tensor:
+    """(rows, 64) of tiles whose two errors of 4over6 are nearly equal, so that the order of their sum decides."""
+    x = torch.randint(-24, 25, (rows, 64), generator=torch.Generator().manual_seed(0)) * (1 / 3)
+    x[::16, ::16] = 8.0
+    return x * 2.0 ** -(torch.arange(rows) // 16 % 3).unsqueeze(1)
+
+
+def dtypes(r: Recipe) -> tuple[torch.dtype, ...]:
+    """What a recipe can be given: rotations take bfloat16 alone."""
+    return DTYPES if r.transform is None else (torch.bfloat16,)
+
+
+def dtype_in_turn(name: str, family: str) -> torch.dtype:
+    """One of those: every family has each in some recipe, and every recipe each in some family."""
+    some = dtypes(recipe(name))
+    return some[(NAMES.index(name) + FAMILIES.index(family)) % len(some)]
+
+
+def fitting(extent: int, r: Recipe) -> int:
+    """`extent`, or the next one of whole groups where the recipe rotates."""
+    return extent if r.transform is None else -(-extent // r.transform.group) * r.transform.group
+
+
+def sample(r: Recipe, family: str, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A matrix of a family about as large as said, whose rows and columns the recipe can rotate."""
+    return matrix(family, fitting(rows, r), fitting(columns, r), dtype, seed)
+
+
+def seeded(r: Recipe, seed: int = 1234, offset: int = 5) -> tuple[int, int] | None:
+    """Seed and offset where the recipe rounds stochastically; None where it takes none."""
+    return (seed, offset) if r.rounding == "stochastic" else None
+
+
+def words_for(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Random words of a matrix (rows, columns), int32 (rows, ⌈columns/4⌉), of every value."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, -(-columns // 4))
+    return torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, dtype=torch.int64).int()
+
+
 def codes_under_every_scale(amax: float, columns: int = 16) -> Quantized:
     """A row for every scale byte, all 16 codes in each; 15 of them in a matrix of 15 columns."""
     codes = torch.arange(16, dtype=torch.uint8)
@@ -98,12 +147,31 @@ def assert_equal(got: torch.Tensor, expected: torch.Tensor, what: str = "values"
         raise AssertionError(f"{count} {what} differ, the first at {first}: {got[first]!r} is not {expected[first]!r}")
 
 
-def assert_same(got: Quantized, expected: Quantized) -> None:
-    """Codes, scales, amax and tensor scale, bit for bit."""
+def assert_same(got: Quantized | None, expected: Quantized | None) -> None:
+    """Codes, scales, amax and tensor scale, bit for bit; or a half that neither has."""
+    assert (got is None) == (expected is None)
+    if got is None or expected is None:
+        return
     assert got.shape == expected.shape
     assert got.recipe == expected.recipe
+    assert got.swizzled == expected.swizzled
     for part in ("tensor_scale", "amax", "scales", "codes"):
         assert_equal(getattr(got, part), getattr(expected, part), part)
+
+
+def assert_both_same(
+    got: tuple[Quantized | None, Quantized | None], expected: tuple[Quantized | None, Quantized | None]
+) -> None:
+    """Either half, bit for bit."""
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other)
+
+
+def assert_sections_same(got: GroupedQuantized, expected: GroupedQuantized) -> None:
+    """Every section, bit for bit."""
+    assert (got.shape, got.columnwise, got.recipe) == (expected.shape, expected.columnwise, expected.recipe)
+    for one, other in zip(got.sections(), expected.sections(), strict=True):
+        assert_same(one, other)
 
 
 def to(q: Quantized, device: torch.device | str) -> Quantized:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from native import ops
+from native import arguments, ops
 from native.ops import Quantized
-from tests.native.samples import RECIPES
+from reference.formats import E2M3
+from reference.recipes import Recipe, recipe_names
+from tests.native.samples import NAMES, RECIPES
 
 X = torch.ones(3, 32)
-HALF = torch.float16
 FP32 = torch.float32
 
 
@@ -31,6 +32,16 @@ def gemm(a: Quantized | None = None, b: Quantized | None = None, **options: obje
     return ops.gemm(a or q(), b or q(), **{"out_dtype": FP32, **options})  # type: ignore[arg-type]
 
 
+def both(x: torch.Tensor = X, recipe: object = "nvfp4", **options: object) -> object:
+    return ops.quantize_both(x, recipe, **options)  # type: ignore[arg-type]
+
+
+def grouped(*, columnwise: bool = False) -> ops.GroupedQuantized:
+    """Two sections of X."""
+    return ops.quantize_grouped(X, torch.tensor([1, 2]), "nvfp4", columnwise=columnwise)
+
+
+WORDS = torch.zeros(32, 1, dtype=torch.int32)
 META = torch.device("meta")
 ONE = torch.ones(1)
 
@@ -54,9 +65,9 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
      "bias is float32, bfloat16, float16, not float64"),
     # shapes
     ("a vector", lambda: quantize(torch.ones(32)), ValueError,
-     "quantize takes a matrix (M, K), not shape (32,); reshape it first"),
-    ("three dimensions", lambda: quantize(torch.ones(2, 3, 32)), ValueError,
-     "quantize takes a matrix (M, K), not shape (2, 3, 32); reshape it first"),
+     "quantize takes a matrix (M, K) or (…, K), not shape (32,); reshape it first"),
+    ("a scalar", lambda: both(torch.tensor(1.0)), ValueError,
+     "quantize takes a matrix (M, K) or (…, K), not shape (); reshape it first"),
     ("an amax a row", lambda: quantize(amax=torch.ones(3)), ValueError, "amax has shape (1,), not (3,)"),
     ("a scalar amax", lambda: quantize(amax=torch.tensor(1.0)), ValueError, "amax has shape (1,), not ()"),
     ("codes of another K", lambda: ops.dequantize(q(shape=(3, 48))), ValueError,
@@ -70,8 +81,9 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     ("c of one row", lambda: gemm(c=torch.ones(3)), ValueError, "c has shape (3, 3), not (3,)"),
     ("bias of another shape", lambda: gemm(bias=torch.ones(1, 3)), ValueError, "bias has shape (3,), not (1, 3)"),
     # memory
-    ("a transposed x", lambda: quantize(torch.ones(32, 3).T), ValueError,
-     "x of shape (3, 32) has strides (1, 3); the kernels read contiguous memory: pass x.contiguous()"),
+    ("strided words", lambda: quantize(recipe="nvfp4-sr", random=torch.zeros(3, 16, dtype=torch.int32)[:, ::2]),
+     ValueError,
+     "random of shape (3, 8) has strides (16, 2); the kernels read contiguous memory: pass random.contiguous()"),
     ("amax of every second", lambda: ops.amax(torch.ones(8)[::2]), ValueError,
      "x of shape (4,) has strides (2,); the kernels read contiguous memory: pass x.contiguous()"),
     ("strided codes", lambda: ops.dequantize(q(codes=torch.zeros(3, 32, dtype=torch.uint8)[:, ::2])), ValueError,
@@ -85,25 +97,86 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
      "no recipe is called 'nvpf4' (did you mean 'nvfp4'?)"),
     ("no such dialect", lambda: quantize(recipe="nvfp4@te-2.9"), ValueError,
      "recipe nvfp4 has no dialect 'te-2.9' (did you mean 'te-2.8'?)"),
-    ("a recipe without kernels", lambda: quantize(recipe=replace(RECIPES["te"], name="nvfp4-2d")), NotImplementedError,
-     "the native kernels do not have recipe nvfp4-2d"),
-    ("operands of two recipes", lambda: gemm(b=quantize(recipe="nvfp4@te-2.8")), ValueError,
-     "gemm takes two operands of one recipe, not nvfp4 and nvfp4@te-2.8"),
+    ("elements of another format", lambda: quantize(recipe=replace(RECIPES["te"], element=E2M3)), NotImplementedError,
+     "the native kernels do not have recipe nvfp4: its element is E2M3, and theirs E2M1"),
+    ("another block", lambda: quantize(recipe=replace(RECIPES["te"], block=(1, 32))), NotImplementedError,
+     "the native kernels do not have recipe nvfp4: its block is (1, 32), and theirs (1, 16), (16, 16)"),
+    ("operands of two orders of alpha", lambda: gemm(b=quantize(recipe="nvfp4@te-native")), ValueError,
+     "gemm cannot multiply nvfp4 by nvfp4@te-native: alpha is (a*b)/d and (b*a)*(1/d)"),
+    ("one operand rotated", lambda: gemm(b=quantize(X.bfloat16(), "nvfp4-rht")), ValueError,
+     "gemm cannot multiply nvfp4 by nvfp4-rht: transform is None and Hadamard(group=16, signs=55272)"),
+    ("operands of two rotations", lambda: gemm(*(quantize(X.bfloat16(), r) for r in ("nvfp4-rht", "nvfp4-rht32"))),
+     ValueError, "transform is Hadamard(group=16, signs=55272) and Hadamard(group=32, signs=55272)"),
+    # random bits and rotations
     ("random bits", lambda: quantize(random=torch.zeros(3, 32, dtype=torch.uint8)), ValueError,
      "recipe nvfp4 rounds nearest-even; it takes no random bits"),
+    ("no random bits", lambda: quantize(recipe="nvfp4-sr"), ValueError,
+     "recipe nvfp4-sr rounds stochastically; give random=(seed, offset), or words, int32 (3, 8)"),
+    ("words of another shape", lambda: quantize(recipe="nvfp4-sr", random=torch.zeros(3, 32, dtype=torch.int32)),
+     ValueError, "random has shape (3, 8), not (3, 32)"),
+    ("words of int64", lambda: quantize(recipe="nvfp4-sr", random=torch.zeros(3, 8, dtype=torch.int64)), TypeError,
+     "random is int32, not int64"),
+    ("a seed alone", lambda: quantize(recipe="nvfp4-sr", random=7), TypeError,
+     "random is a tensor of words or (seed, offset), not 7"),
+    ("a seed of a float", lambda: quantize(recipe="nvfp4-sr", random=(1.5, 0)), TypeError,
+     "random is a tensor of words or (seed, offset), not (1.5, 0)"),
+    ("words for both halves at once", lambda: both(recipe="nvfp4-sr", random=torch.zeros(3, 8, dtype=torch.int32)),
+     TypeError, "random of two halves is (seed, offset) or the words of either, not Tensor"),
+    ("columnwise words of the rowwise half", lambda: both(recipe="nvfp4-sr", random=(WORDS, WORDS)), ValueError,
+     "random has shape (3, 8), not (32, 1)"),
+    ("a rotation of float32", lambda: quantize(recipe="nvfp4-rht"), TypeError,
+     "recipe nvfp4-rht rotates bfloat16, not float32; convert it first"),
+    ("half a group of K", lambda: quantize(X[:, :24].bfloat16(), "nvfp4-rht"), ValueError,
+     "recipe nvfp4-rht rotates whole groups of 16, and 24 elements of x (3, 24) are none; pad it first"),
+    ("half a group of M", lambda: both(X.bfloat16(), "nvfp4-rht"), ValueError,
+     "recipe nvfp4-rht rotates whole groups of 16, and 3 elements of x (3, 32) are none; pad it first"),
+    # halves and amaxes
+    ("neither half", lambda: both(rowwise=False, columnwise=False), ValueError,
+     "quantize_both makes a rowwise or a columnwise half, or both; neither is wanted"),
+    ("an amax for one half", lambda: both(amax=(ONE, None)), ValueError,
+     "amax holds that of either half; the columnwise one is missing"),
+    ("a columnwise amax a row", lambda: both(recipe="nvfp4-rowscaled", amax=(torch.ones(3), torch.ones(3))), ValueError,
+     "columnwise amax has shape (32,), not (3,)"),
+    ("an amax for all rows", lambda: quantize(recipe="nvfp4-rowscaled", amax=ONE), ValueError,
+     "amax has shape (3,), not (1,)"),
+    ("an operand of one amax for all rows", lambda: ops.dequantize(q(recipe=ops.recipe("nvfp4-rowscaled"))), ValueError,
+     "q.amax has shape (3,), not (1,)"),
+    ("linear scales said to be swizzled", lambda: ops.dequantize(q(swizzled=True)), ValueError,
+     "q.scales has shape (128, 4), not (3, 2)"),
+    # sections
+    ("a columnwise operand", lambda: ops.gemm_grouped(grouped(columnwise=True), [q()] * 2, out_dtype=FP32), ValueError,
+     "gemm_grouped multiplies sections that were quantized rowwise; these are columnwise"),
+    ("too few matrices", lambda: ops.gemm_grouped(grouped(), [q()], out_dtype=FP32), ValueError,
+     "gemm_grouped multiplies each section by one matrix: 2 sections, 1 of b"),
+    ("a matrix of another shape", lambda: ops.gemm_grouped(grouped(), [q(), quantize(X[:2])], out_dtype=FP32),
+     ValueError, "gemm_grouped multiplies sections (m, 32) by matrices (3, 32) of one recipe with one amax each; "
+     "b[1] is (2, 32), nvfp4"),
+    ("a matrix of another recipe", lambda: ops.gemm_grouped(grouped(), [q(), quantize(recipe="nvfp4-2d")],
+     out_dtype=FP32), ValueError, "b[1] is (3, 32), nvfp4-2d"),
+    ("a matrix of row scales", lambda: ops.gemm_grouped(grouped(), [quantize(recipe="nvfp4-rowscaled")] * 2,
+     out_dtype=FP32), ValueError, "b[0] is (3, 32), nvfp4-rowscaled"),
+    ("a bias for all sections", lambda: ops.gemm_grouped(grouped(), [q()] * 2, out_dtype=FP32, bias=torch.ones(3)),
+     ValueError, "bias has shape (2, 3), not (3,)"),
+    ("sections of float64", lambda: ops.gemm_grouped(grouped(), [q()] * 2, out_dtype=torch.float64), TypeError,
+     "gemm gives float32, bfloat16 or float16, not torch.float64"),
+    ("a matrix elsewhere", lambda: ops.gemm_grouped(grouped(), [q(), q(scales=q().scales.to(META))], out_dtype=FP32),
+     ValueError, "gemm_grouped runs on cpu, but a part of b lies on meta; move it first"),
+    # operands
     ("an operand without amax", lambda: ops.dequantize(q(amax=None)), ValueError,
      "q.amax is None; nvfp4 has a tensor scale"),
     ("b without amax", lambda: gemm(b=q(amax=None)), ValueError, "b.amax is None; nvfp4 has a tensor scale"),
     # devices
     ("amax elsewhere", lambda: quantize(amax=ONE.to(META)), ValueError,
-     "kernel quantize_nvfp4_fp32 runs on cpu, but a tensor lies on meta; move it first"),
+     "kernel quantize_nvfp4_plain_fp32 runs on cpu, but a tensor lies on meta; move it first"),
     ("scales elsewhere", lambda: ops.dequantize(q(scales=q().scales.to(META))), ValueError,
      "kernel dequantize_nvfp4_fp32 runs on cpu, but a tensor lies on meta; move it first"),
     ("c elsewhere", lambda: gemm(c=torch.ones(3, 3, device=META)), ValueError,
      "kernel gemm_nvfp4 runs on cpu, but a tensor lies on meta; move it first"),
     ("x on no device", lambda: quantize(X.to(META)), ValueError, "kernel amax_fp32 runs on cpu and cuda, not meta"),
     ("x and amax on no device", lambda: quantize(X.to(META), amax=ONE.to(META)), ValueError,
-     "kernel quantize_nvfp4_fp32 runs on cpu and cuda, not meta"),
+     "kernel quantize_nvfp4_plain_fp32 runs on cpu and cuda, not meta"),
+    ("sizes elsewhere", lambda: ops.quantize_grouped(X, torch.tensor([3]).to(META), "nvfp4"), ValueError,
+     "kernel amax_blocks_fp32 runs on cpu, but a tensor lies on meta; move it first"),
 ]  # fmt: skip
 
 
@@ -111,3 +184,47 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
 def test_it_is_refused_with_a_sentence(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+# Recipes that the kernels do not have.
+
+FREE = {"name", "dialect", "scale_max", "transform"}
+"""Fields that may be anything: names, and numbers that kernels are given."""
+
+
+def test_the_kernels_name_what_they_can_of_every_other_field_of_a_recipe() -> None:
+    """A field that somebody adds is a choice that the kernels have not heard of."""
+    assert {field.name for field in fields(Recipe)} - FREE == set(arguments._CHOICES)
+
+
+@pytest.mark.parametrize("field", arguments._CHOICES)
+def test_a_choice_that_the_kernels_do_not_know_is_refused_by_its_field(field: str) -> None:
+    r = replace(RECIPES["te"])
+    object.__setattr__(r, field, "something else")
+    known = ", ".join(getattr(choice, "name", str(choice)) for choice in arguments._CHOICES[field])
+    message = f"the native kernels do not have recipe nvfp4: its {field} is something else, and theirs {known}"
+    doors: list[Callable[[], object]] = [
+        lambda: ops.quantize(X, r),
+        lambda: ops.quantize_both(X, r),
+        lambda: ops.quantize_grouped(X, torch.tensor([3]), r),
+        lambda: ops.transform(X, r),
+        lambda: ops.dequantize(q(recipe=r)),
+        lambda: gemm(q(recipe=r)),
+        lambda: gemm(b=q(recipe=r)),
+    ]
+    for door in doors:
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            door()
+
+
+def test_every_recipe_of_another_library_is_refused_by_a_field_in_which_it_differs() -> None:
+    others = [name for name in recipe_names() if name not in NAMES]
+    assert others, "other dialects are recipes by now"
+    for name in others:
+        r = ops.recipe(name)
+        with pytest.raises(
+            NotImplementedError, match=rf"^the native kernels do not have recipe {name}: its \w+ is "
+        ) as e:
+            ops.quantize(X, r)
+        field = str(e.value).split(": its ")[1].split(" ")[0]
+        assert getattr(r, field) != getattr(ops.recipe("nvfp4"), field)

@@ -143,6 +143,141 @@ def test_alpha_is_formed_in_the_recipes_order(rule: str) -> None:
     assert differ > 10
 
 
+# Row scales, operands of two recipes, swizzled scales.
+
+PAIRS = [
+    ("nvfp4-rowscaled", "nvfp4"), ("nvfp4", "nvfp4-rowscaled"), ("nvfp4-rowscaled", "nvfp4-rowscaled"),
+    ("nvfp4-rowscaled@te-native", "nvfp4-2d@te-native"), ("nvfp4@te-native", "nvfp4-rowscaled@te-native"),
+    ("nvfp4-4over6-256-mae", "nvfp4-2d"), ("nvfp4-2d", "nvfp4-4over6-256-mse"),
+    ("nvfp4-4over6-256-mae", "nvfp4-2d-4over6-256-mae"), ("nvfp4-rowscaled-4over6-256-mse", "nvfp4-4over6-448-mae"),
+    ("nvfp4", "nvfp4@te-2.8"), ("nvfp4-rht", "nvfp4-2d-rht"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right"), PAIRS, ids=[" x ".join(pair) for pair in PAIRS])
+@pytest.mark.parametrize("swizzled", [(False, False), (True, False), (False, True), (True, True)])
+def test_two_recipes_are_multiplied_with_scales_in_either_layout(
+    left: str, right: str, swizzled: tuple[bool, bool]
+) -> None:
+    """M and N end inside a tile; α has an amax for each row where the recipe has."""
+    sides = zip((70, 133), (left, right), swizzled, strict=True)
+    a, b = (
+        reference.quantize(matrix("outliers", rows, 112, torch.bfloat16, seed=rows), name, swizzled=layout)
+        for rows, name, layout in sides
+    )
+    c, bias = matrix("normal", 70, 133, torch.bfloat16), matrix("normal", 1, 133, torch.float32).view(133)
+    for out_dtype, added in ((torch.float32, {}), (torch.bfloat16, {"c": c, "bias": bias})):
+        y = ops.gemm(a, b, out_dtype=out_dtype, **added)
+        assert_equal(y, declared.gemm(a, b, out_dtype=out_dtype, **added))
+
+
+def test_sums_that_cannot_round_are_the_references_whatever_the_recipes() -> None:
+    """Small integers: every sum is exact."""
+    x, w = (torch.randint(-3, 4, (rows, 96), generator=torch.Generator().manual_seed(rows)) for rows in (70, 33))
+    for left, right in PAIRS:
+        a, b = reference.quantize(x.bfloat16(), left), reference.quantize(w.bfloat16(), right)
+        if "rht" not in left:
+            assert_equal(ops.gemm(a, b, out_dtype=torch.float32), reference.gemm(a, b, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("rule", ["nvfp4-rowscaled", "nvfp4-rowscaled@te-native"])
+def test_each_row_and_column_has_an_alpha_of_its_own(rule: str) -> None:
+    amaxes = torch.tensor([1e-45, 1e-20, 0.0, 1.0, 65.0, 0.37, 1e30, 3.4e38, math.inf, math.nan])
+    one = reference.quantize(torch.ones(10, 16), rule, amax=amaxes)
+    for amax in (amaxes, amaxes.flip(0), torch.rand(10, generator=torch.Generator().manual_seed(1))):
+        other = replace(one, amax=amax)
+        y = ops.gemm(one, other, out_dtype=torch.float32)
+        assert_equal(y, declared.gemm(one, other, out_dtype=torch.float32))
+
+
+# Sections.
+
+SECTIONS = [[100, 0, 30, 70, 0], [0], [0, 0, 5], [64, 64], [65, 63, 1], [1] * 40]
+
+
+def section_operands(
+    sizes: list[int], n: int, k: int, left: str = "nvfp4", right: str = "nvfp4-2d", *, swizzled: bool = False
+) -> tuple[ops.GroupedQuantized, list[Quantized]]:
+    x = matrix("outliers", max(1, sum(sizes)), k, torch.bfloat16)[: sum(sizes)]
+    weights = [matrix("normal", n, k, torch.bfloat16, seed=number) for number, _ in enumerate(sizes)]
+    return (
+        reference.quantize_grouped(x, torch.tensor(sizes), left),
+        [reference.quantize(w, right, swizzled=swizzled) for w in weights],
+    )
+
+
+@pytest.mark.parametrize("sizes", SECTIONS, ids=str)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int], out_dtype: torch.dtype) -> None:
+    for n, k in ((33, 80), (130, 45)):
+        a, b = section_operands(sizes, n, k)
+        c = matrix("normal", max(1, sum(sizes)), n, out_dtype)[: sum(sizes)]
+        bias = matrix("normal", len(sizes), n, torch.bfloat16)
+        for added in ({}, {"c": c}, {"bias": bias}, {"c": c, "bias": bias}):
+            y = ops.gemm_grouped(a, b, out_dtype=out_dtype, **added)
+            assert_equal(y, declared.gemm_grouped(a, b, out_dtype=out_dtype, **added))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "swizzled"),
+    [
+        ("nvfp4@te-native", "nvfp4@te-native", False),
+        ("nvfp4-4over6-256-mae", "nvfp4-2d", True),
+        ("nvfp4-rht", "nvfp4-2d-rht", False),
+        ("nvfp4", "nvfp4@te-2.8", True),
+    ],
+)
+def test_sections_of_two_recipes_are_multiplied_as_their_matrices_are(left: str, right: str, swizzled: bool) -> None:
+    a, b = section_operands([70, 0, 3, 64], 66, 96, left, right, swizzled=swizzled)
+    y = ops.gemm_grouped(a, b, out_dtype=torch.float32)
+    assert_equal(y, declared.gemm_grouped(a, b, out_dtype=torch.float32))
+    whole = [ops.gemm(part, matrix, out_dtype=torch.float32) for part, matrix in zip(a.sections(), b, strict=True)]
+    assert_equal(y, torch.cat(whole))
+
+
+def test_sections_without_columns_are_what_is_added() -> None:
+    a = ops.quantize_grouped(torch.empty(5, 0), torch.tensor([3, 0, 2]), "nvfp4")
+    b = [ops.quantize(torch.empty(5, 0), "nvfp4")] * 3
+    bias = torch.arange(15.0).view(3, 5)
+    y = ops.gemm_grouped(a, b, out_dtype=torch.float32, bias=bias)
+    assert_equal(y, bias.repeat_interleave(torch.tensor([3, 0, 2]), 0))
+
+
+@pytest.mark.parametrize("sizes", [[5, -3, 1000], [20, 20, 20], [-1, torch.iinfo(torch.int64).max, 1]], ids=str)
+def test_sizes_that_are_wrong_on_a_device_are_cut_to_the_rows_there_are(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = section_operands([5, 0, 15], 33, 48)
+    a.codes, a.scales, a.amax, a.sizes = (
+        embedded(part) for part in (a.codes, a.scales, a.amax, torch.tensor(sizes))
+    )  # fmt: skip
+    with guarded_outputs(monkeypatch):
+        y = ops.gemm_grouped(a, b, out_dtype=torch.float32)
+    starts, left = [], 20
+    for size in sizes:
+        starts.append(min(max(size, 0), left))
+        left -= starts[-1]
+    a.sizes = torch.tensor(starts)
+    assert_equal(y, declared.gemm_grouped(a, b, out_dtype=torch.float32))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("sizes", [[1], [7, 0, 60]], ids=str)
+def test_nothing_outside_the_sections_is_read_and_nothing_outside_the_output_is_written(
+    sizes: list[int], out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n, k in ((1, 1), (66, 31)):
+        a, b = section_operands(sizes, n, k)
+        c, bias = matrix("normal", sum(sizes), n, out_dtype), matrix("normal", len(sizes), n, out_dtype)
+        expected = declared.gemm_grouped(a, b, out_dtype=out_dtype, c=c, bias=bias)
+        for q in (a, *b):
+            q.codes, q.scales, q.amax = (embedded(part) for part in (q.codes, q.scales, q.amax))
+        a.sizes = embedded(a.sizes)
+        with guarded_outputs(monkeypatch):
+            y = ops.gemm_grouped(a, b, out_dtype=out_dtype, c=embedded(c), bias=embedded(bias))
+        assert_equal(y, expected)
+
+
 @EVERY_DTYPE
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 32), (2, 0, 32), (0, 0, 32), (2, 3, 0), (0, 0, 0)])
 def test_an_empty_product_is_empty_or_what_is_added(m: int, n: int, k: int, out_dtype: torch.dtype) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from native import cuda
 from native.sources import KERNELS
-from tests.native import nvrtc
+from tests.native import conversions, nvrtc, test_stochastic
+from tests.native.launching import Source
 
 MISSING = nvrtc.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -43,6 +44,8 @@ def test_every_kernel_is_in_the_cubin(source: str, architecture: str) -> None:
 @pytest.mark.parametrize("target", ["compute_90", "compute_100a"])
 def test_bit_exact_kernels_flush_nothing_fuse_nothing_and_approximate_nothing(source: str, target: str) -> None:
     text = ptx(source, target)
+    assert RANDOM not in text
+    assert (E2M1 in text) == (source == "quantize_nvfp4" and target == "compute_100a")
     assert entries(text) == set(KERNELS[source])
     found = instructions(text)
     assert {i.split(".")[0] for i in found} >= {"ld", "st", "mov", "setp"}, "instructions are recognized"
@@ -54,11 +57,13 @@ def test_bit_exact_kernels_flush_nothing_fuse_nothing_and_approximate_nothing(so
 
 
 def test_what_those_flags_keep_out_would_be_seen() -> None:
-    fast = instructions(ptx("quantize_nvfp4", "compute_90", "--ftz=true", "--prec-div=false"))
+    fast = instructions(ptx("gemm_nvfp4", "compute_90", "--ftz=true", "--prec-div=false", "--fmad=true"))
     assert any(".ftz" in i for i in fast)
-    assert any(".approx" in i for i in fast)
-    fused = instructions(ptx("gemm_nvfp4", "compute_90", "--fmad=true"))
-    assert "fma.rn.f32" in fused
+    assert any(".approx" in i or ".full" in i for i in fast)
+    assert any(i.startswith("fma.rn.") and i.endswith(".f32") for i in fast)
+
+
+E4M3, E2M1 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e2m1x2.f32"
 
 
 @pytest.mark.parametrize(
@@ -75,12 +80,34 @@ def test_what_those_flags_keep_out_would_be_seen() -> None:
         ("compute_100a", ("-DNARROWGAUGE_PORTABLE",), False, False),
     ],
 )
-def test_quantize_uses_the_chips_conversions_where_it_has_them_and_is_asked_to(
-    target: str, flags: tuple[str, ...], e4m3: bool, e2m1: bool
+def test_the_chips_conversions_are_used_where_it_has_them_unless_portable_ones_are_asked_for(
+    cuda_source: Source, target: str, flags: tuple[str, ...], e4m3: bool, e2m1: bool
 ) -> None:
+    found = instructions(ptx(cuda_source(conversions.TEXT), target, *flags))
+    assert (E4M3 in found) == e4m3
+    assert (E2M1 in found) == e2m1
+
+
+RANDOM = "cvt.rs.satfinite.e2m1x4.f32"
+ASKED = ("-DNARROWGAUGE_CVT_RS",)
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "random"),
+    [("compute_100a", ASKED, True), ("compute_103a", ASKED, True), ("compute_103a", (), False)],
+)
+def test_quantize_rounds_by_the_chips_random_conversion_only_where_it_is_asked_to(
+    target: str, flags: tuple[str, ...], random: bool
+) -> None:
+    """It has other bits than its twin. That compute_100a does not have it unasked is seen above."""
     found = instructions(ptx("quantize_nvfp4", target, *flags))
-    assert ("cvt.rn.satfinite.e4m3x2.f32" in found) == e4m3
-    assert ("cvt.rn.satfinite.e2m1x2.f32" in found) == e2m1
+    assert (RANDOM in found) == random
+    assert E4M3 in found
+
+
+@pytest.mark.parametrize("target", ["compute_80", "compute_90a", "compute_100", "compute_120a"])
+def test_a_chip_without_the_random_conversion_keeps_its_twin(cuda_source: Source, target: str) -> None:
+    assert RANDOM not in instructions(ptx(cuda_source(test_stochastic.TEXT), target, *ASKED))
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import combinations
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from native import host, ops
+from native import host, ops, sources
+from native.amax import another_grid, oriented_amax
+from native.launch import launch
+from native.ops import Quantized
 from tests.golden import bits
-from tests.native.launching import ONE, Source, run
-from tests.native.samples import DTYPES, RECIPES, matrix
+from tests.native.launching import Source
+from tests.native.samples import DTYPES, NAMES, RECIPES, ROTATED, dtypes, matrix, nearly_tied, sample, seeded
 
 CPU = torch.device("cpu")
 
@@ -25,6 +29,30 @@ def outputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     yield from (bits(ops.amax(x)), bits(ops.amax(matrix("normal", 1, 300_001, dtype))), q.codes, q.scales, bits(q.amax))
     yield bits(ops.dequantize(q, dtype))
     yield bits(ops.gemm(q, q, out_dtype=dtype, c=matrix("normal", 150, 150, dtype)))
+    for name in NAMES:
+        r = ops.recipe(name)
+        if dtype in dtypes(r):
+            y = sample(r, "outliers", 80, 140, dtype)
+            yield from parts(*ops.quantize_both(y, r, random=seeded(r), swizzled=True))
+            yield from parts(ops.quantize(y.T, r, random=seeded(r)))
+    sizes = torch.tensor([70, 0, 80])
+    for name in ("nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-sr"):
+        for columnwise in (False, True):
+            grouped = ops.quantize_grouped(x, sizes, name, columnwise=columnwise, random=seeded(ops.recipe(name)))
+            yield from parts(*grouped.sections())
+    yield bits(ops.gemm_grouped(ops.quantize_grouped(x, sizes, "nvfp4"), [q] * 3, out_dtype=dtype))
+    yield from (ops.swizzle(q.scales), ops.unswizzle(ops.swizzle(q.scales), tuple(q.scales.shape)))
+    if dtype == torch.bfloat16:
+        yield from (bits(ops.transform(matrix("outliers", 33, 384, dtype), name)) for name in ROTATED)
+
+
+def parts(*some: Quantized | None) -> Iterator[torch.Tensor]:
+    """Everything that kernels have written of each."""
+    for q in some:
+        assert q is not None
+        assert q.amax is not None
+        assert q.tensor_scale is not None
+        yield from (q.codes, q.scales, bits(q.amax), bits(q.tensor_scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
@@ -56,6 +84,15 @@ def test_any_number_of_workers_gives_the_same_bytes(dtype: torch.dtype) -> None:
             assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+def test_another_grid_gives_the_same_bytes(dtype: torch.dtype) -> None:
+    one = list(outputs(dtype))
+    with another_grid():
+        other = list(outputs(dtype))
+    for left, right in zip(one, other, strict=True):
+        assert torch.equal(left, right)
+
+
 # A lost barrier of the project's own kernels.
 
 
@@ -66,33 +103,93 @@ def without_barrier(name: str, which: int) -> str:
     return text[:start] + text[end:]
 
 
-def test_a_lost_barrier_of_amax_shows(cuda_source: Source) -> None:
-    source = cuda_source(without_barrier("amax", 0))
-    zeros, x = np.zeros(4096, np.float32), np.arange(4096, dtype=np.float32)
+@contextmanager
+def lost(module: str, name: str, which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the context the doors of `module` launch `name`.cu without its `which`-th barrier."""
+    mutant = cuda_source(without_barrier(name, which))
+    monkeypatch.setitem(sources.KERNELS, mutant, sources.KERNELS[name])  # of which some are made by macros
+
+    def launch_mutant(source: str, *arguments: Any, **options: Any) -> None:
+        if source == name:
+            launch(mutant, *arguments, **options, extra_flags=("-O0",))  # compiled sooner
+        else:
+            launch(source, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"native.{module}.launch", launch_mutant)
+        yield
+
+
+def seen_in_orders(call: Callable[[bool], Iterator[torch.Tensor]]) -> set[bytes]:
+    """What `call` gives in every order of threads, as bytes; of another input first, which stays in shared memory."""
     seen = set()
     for order in host.ORDERS:
-        out = np.zeros(1, np.float32)
         with host.thread_order(order):
-            for given in (zeros, x):  # zeros first: shared memory keeps what the last block left
-                run(source, "amax_fp32", ONE, (256, 1, 1), given, out, np.int64(4096), np.int32(0))
-        seen.add(out.item())
+            list(call(False))
+            seen.add(b"".join(part.numpy().tobytes() for part in call(True)))
+    return seen
+
+
+def barriers(name: str) -> range:
+    return range((host.FOLDER / f"{name}.cu").read_text(encoding="utf-8").count("__syncthreads();"))
+
+
+def test_a_lost_barrier_of_amax_shows(cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(4096.0)
+    assert len(barriers("amax")) == 1
+    with lost("amax", "amax", 0, cuda_source, monkeypatch):
+        seen = seen_in_orders(lambda real: iter([ops.amax(x if real else 0 * x)]))
     assert len(seen) > 1
-    assert 4095.0 in seen
+    assert x[-1:].numpy().tobytes() in seen
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_lost_barrier_of_gemm_shows(cuda_source: Source, which: int) -> None:
-    source = cuda_source(without_barrier("gemm_nvfp4", which))
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_lost_barrier_of_amaxes_of_blocks_shows(
+    rotated: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = matrix("normal", 64, 64, torch.bfloat16)
+    x[-1] = 1000.0  # in the last warp, on which thread 0 waits
+    assert len(barriers("amax_blocks")) == 1
+
+    def call(real: bool) -> Iterator[torch.Tensor]:
+        amaxes = oriented_amax(x if real else 0 * x, plain=not rotated, rotated=rotated, along_rows=True)
+        return (amax for amax in amaxes if amax is not None)
+
+    with lost("amax", "amax_blocks", 0, cuda_source, monkeypatch):
+        assert len(seen_in_orders(call)) > 1
+
+
+# What each barrier of quantize_nvfp4.cu stands between: a recipe that needs it, and whether both halves do.
+NEEDED = [
+    (0, "nvfp4", True),  # rows of the tile and the columns that are read of it
+    (0, "nvfp4-2d", False),  # amaxes of the rows of a tile
+    (1, "nvfp4-2d-4over6-256-mae", False),  # errors of the rows of a tile
+    (2, "nvfp4-2d", True),  # amaxes of the columns of a tile
+]
+
+
+@pytest.mark.parametrize(("which", "name", "columnwise"), NEEDED)
+def test_a_lost_barrier_of_quantize_shows(
+    which: int, name: str, columnwise: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {number for number, *_ in NEEDED} == set(barriers("quantize_nvfp4"))
+    amax = torch.tensor([8.0])
+    tiles = nearly_tied(192)  # some of which get a scale for 4
+    other, real = tiles[:64], tiles[-64:]
+
+    def call(now: bool) -> Iterator[torch.Tensor]:
+        halves = ops.quantize_both(real if now else other, name, columnwise=columnwise, amax=(amax, amax))
+        return parts(*(half for half in halves if half is not None))
+
+    if "4over6" in name:
+        assert not columnwise, "given amaxes would make either half by itself"
+    with lost("quantize", "quantize_nvfp4", which, cuda_source, monkeypatch):
+        assert len(seen_in_orders(call)) > 1
+
+
+@pytest.mark.parametrize("which", barriers("gemm_nvfp4"))
+def test_a_lost_barrier_of_gemm_shows(which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = (ops.quantize(matrix("normal", 64, 128, torch.float32, seed=seed), "nvfp4") for seed in (1, 2))
-    parts = [part.numpy() for q in (a, b) for part in (q.codes, q.scales, q.amax)]
-    sizes = [np.int64(64), np.int64(64), np.int64(128)]
-    seen = set()
-    for order in host.ORDERS:
-        out = np.zeros((64, 64), np.float32)
-        with host.thread_order(order):
-            run(
-                source, "gemm_nvfp4", ONE, (64, 1, 1),
-                *parts, np.uintp(0), np.uintp(0), out, *sizes, *[np.int32(0)] * 4,
-            )  # fmt: skip
-        seen.add(out.tobytes())
+    with lost("gemm", "gemm_nvfp4", which, cuda_source, monkeypatch):
+        seen = seen_in_orders(lambda real: iter([ops.gemm(a, b if real else a, out_dtype=torch.float32)]))
     assert len(seen) > 1

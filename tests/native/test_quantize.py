@@ -92,7 +92,7 @@ def test_every_family_is_quantized_as_the_reference_does(family: str, rule: str,
 @EVERY_DTYPE
 @pytest.mark.parametrize("columns", [*range(1, 34), 47, 48, 63, 65, 4097])
 def test_any_shape_is_quantized_as_the_reference_does(columns: int, dtype: torch.dtype) -> None:
-    for rows in (1, 2, 3, 16, 17, 129):
+    for rows in (1, 17, 129):
         for rule in ("te", "te-propagate"):
             assert_as_reference(matrix("nan", rows, columns, dtype), rule)
         assert_as_reference(matrix("outliers", rows, columns, dtype))

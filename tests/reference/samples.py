@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import pairwise
 
@@ -81,3 +82,33 @@ def operands(family: str, rng: np.random.Generator, m: int, n: int, k: int) -> t
             scales[:, half // 16 : half // 8] = scales[:, : half // 16]
             scales[:, -1] = rng.integers(0, 0x7F, len(scales))
     return left, left_scales, right, right_scales
+
+
+MIDPOINTS = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+NASTY = [0.0, -0.0, 1e-45, -1e-45, 1.17549435e-38, 7.9e-36, 2.18e-6, 448.0, 2688.0, 3.4028234663852886e38]
+NASTY += [-3.4028234663852886e38, math.inf, -math.inf, math.nan]
+MATRICES = ("normal", "spread", "ties", "tiny", "any", "nasty")
+
+
+def matrix(family: str, seed: int, rows: int, columns: int) -> torch.Tensor:
+    """float32 (rows, columns) of a family; `ties` are those of E2M1 and of E4M3, `any` has random bits."""
+    rng = np.random.default_rng(seed)
+    shape = (rows, columns)
+    ties = rng.choice([*MIDPOINTS, 65.0, 48.75, 6.0, 4.0, 8.5, 9.5], shape)
+    ties *= 2.0 ** rng.choice([0, 0, 1, -1, -4, -8], shape)
+    ties *= rng.choice([1.0, -1.0], shape)
+    found = {
+        "normal": rng.standard_normal(shape),
+        "spread": rng.standard_normal(shape) * 2.0 ** rng.integers(-30, 31, shape),
+        "ties": ties,
+        "tiny": np.where(rng.random(shape) < 0.5, ties, rng.standard_normal(shape)) * 2.0**-124,
+        "any": rng.integers(0, 1 << 32, shape).astype(np.uint32).view(np.float32),
+        "nasty": np.where(rng.random(shape) < 0.8, ties, rng.choice(NASTY, shape)),
+    }[family]
+    return torch.from_numpy(np.asarray(found, np.float32))
+
+
+def words(seed: int, rows: int, columns: int) -> torch.Tensor:
+    """Random words of a matrix (rows, columns) that is rounded stochastically."""
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.integers(0, 1 << 32, (rows, -(-columns // 4))).astype(np.uint32).view(np.int32))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -72,10 +74,10 @@ def nearest(x: Fraction, dtype: str) -> float:
     return math.copysign(math.inf, x) if abs(rounded) >= Fraction(2) ** overflow else float(rounded)
 
 
-# NVFP4, 1×16.
+# NVFP4 and its variants.
 
 
-def largest(values: list[f32], *, propagate: bool) -> f32:
+def largest(values: Iterable[f32], *, propagate: bool = False) -> f32:
     """Step 1: max|x|, without NaN unless it propagates."""
     amax = f32(0)
     for value in values:
@@ -92,16 +94,15 @@ def limited(value: f32) -> f32:
     return FLT_MAX if value > FLT_MAX else value
 
 
-def tensor_scale(gamax: f32) -> f32:
-    """Step 2."""
-    scale = limited(f32(2688) / gamax)
+def tensor_scale(gamax: f32, most: int = 448) -> f32:
+    """Step 2; `most` is the E of 4over6."""
+    scale = limited(f32(6 * most) / gamax)
     return f32(1) if gamax == 0 or scale == 0 else scale
 
 
-def block_scale(bamax: f32, scale: f32, dialect: str) -> int:
-    """Steps 3 to 5: the stored byte."""
-    d = bamax * (scale * SIXTH) if dialect == "te" else (bamax / f32(6)) * scale
-    return encode(float(limited(d)), E4M3)
+def unrounded_scale(bamax: f32, scale: f32, dialect: str) -> f32:
+    """Steps 3 and 4."""
+    return limited(bamax * (scale * SIXTH) if dialect == "te" else (bamax / f32(6)) * scale)
 
 
 def element_factor(stored: int, scale: f32) -> f32:
@@ -110,38 +111,183 @@ def element_factor(stored: int, scale: f32) -> f32:
     return limited(f32(1) / p)
 
 
+@dataclass(frozen=True)
+class Rule:
+    """The choices of a variant."""
+
+    dialect: str = "te"
+    """Of the block scale."""
+    nan: str = "ignore"
+    height: int = 1
+    """Rows of a block."""
+    by_row: bool = False
+    """An amax for each row."""
+    most: int = 448
+    error: str | None = None
+    """mae or mse, of 4over6."""
+
+
 def quantize(
-    x: np.ndarray, *, dialect: str = "te", amax: float | None = None, nan: str = "ignore"
-) -> tuple[np.ndarray, np.ndarray, f32]:
-    """Packed codes, scale bytes and amax of a float32 matrix: steps 1 to 8."""
+    x: np.ndarray, rule: Rule = Rule(), *, amax: np.ndarray | None = None, random: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Packed codes, scale bytes and amax, (1,) or (M,), of a float32 matrix, rotated already.
+
+    `amax` replaces its own. `random`: a byte for every element, where rounding is stochastic.
+    """
     rows, columns = x.shape
     codes = np.zeros((rows, -(-columns // 2)), np.uint8)
     scales = np.zeros((rows, -(-columns // 16)), np.uint8)
-    propagate = nan == "propagate"
+    propagate = rule.nan == "propagate"
     with np.errstate(all="ignore"):
-        gamax = largest(list(x.ravel()), propagate=propagate) if amax is None else f32(amax)
-        scale = tensor_scale(gamax)
-        for i in range(rows):
-            for j in range(columns):
-                block = j // 16
-                if j % 16 == 0:
-                    bamax = largest(list(x[i, j : j + 16]), propagate=propagate)
-                    scales[i, block] = block_scale(bamax, scale, dialect)
-                    factor = element_factor(int(scales[i, block]), scale)
-                code = encode(float(x[i, j] * factor), E2M1)
-                codes[i, j // 2] |= code << 4 * (j % 2)
-    return codes, scales, gamax
+        if amax is None:
+            parts = x if rule.by_row else x[None]
+            amax = np.array([largest(part.ravel(), propagate=propagate) for part in parts], f32)
+        for top in range(0, rows, rule.height):
+            for left in range(0, columns, 16):
+                tile = x[top : top + rule.height, left : left + 16]
+                gamax = amax[top if rule.by_row else 0]
+                stored = tile_scale(tile, gamax, rule)
+                factor = element_factor(stored, tensor_scale(gamax, rule.most))
+                for i, j in np.ndindex(tile.shape):
+                    row, column = top + i, left + j
+                    scales[row, left // 16] = stored
+                    scaled = tile[i, j] * factor
+                    byte = None if random is None else int(random[row, column])
+                    code = encode(float(scaled), E2M1) if byte is None else stochastic(float(scaled), byte)
+                    codes[row, column // 2] |= code << 4 * (column % 2)
+    return codes, scales, amax
 
 
-def dequantize(code: int, stored: int, amax: f32) -> f32:
+def tile_scale(tile: np.ndarray, gamax: f32, rule: Rule) -> int:
+    """Steps 1 to 5: the byte stored for a block, or for a tile of up to 16 rows, the right and lower parts cut off."""
+    scale = tensor_scale(gamax, rule.most)
+    base = unrounded_scale(largest(tile.ravel(), propagate=rule.nan == "propagate"), scale, rule.dialect)
+    six = encode(float(base), E4M3)
+    if rule.error is None:
+        return six
+    four = encode(float(base * f32(1.5)), E4M3)
+    one, other = (tile_error(tile, stored, gamax, rule) for stored in (four, six))
+    return four if one < other else six
+
+
+def tile_error(tile: np.ndarray, stored: int, gamax: f32, rule: Rule) -> f32:
+    """Error of 4over6 under a scale: rows by themselves, then in a tree, the row 8, 4, 2 and 1 below added to each."""
+    sums = [row_error(row, stored, gamax, rule) for row in tile]
+    if rule.height == 1:
+        return sums[0]
+    sums += [f32(0)] * (rule.height - len(sums))
+    distance = rule.height // 2
+    while distance:
+        for i in range(distance):
+            sums[i] = sums[i] + sums[i + distance]
+        distance //= 2
+    return sums[0]
+
+
+def row_error(row: np.ndarray, stored: int, gamax: f32, rule: Rule) -> f32:
+    """Sum over 16 elements, in order, of |fl(fl(fl(q·s)·gamax)/fl(6E)) − x| or its square; missing ones are 0."""
+    factor = element_factor(stored, tensor_scale(gamax, rule.most))
+    total = f32(0)
+    for x in [*row, *[f32(0)] * (16 - len(row))]:
+        q = f32(E2M1.value(encode(float(x * factor), E2M1)))
+        difference = q * f32(E4M3.value(stored)) * gamax / f32(6 * rule.most) - x
+        total = total + (abs(difference) if rule.error == "mae" else difference * difference)
+    return total
+
+
+def step(magnitude: Fraction) -> Fraction:
+    """Distance of the grid points of E2M1 from |x| upward."""
+    return Fraction(1, 2) if magnitude < 2 else Fraction(1) if magnitude < 4 else Fraction(2)
+
+
+def stochastic(x: float, byte: int) -> int:
+    """Code of x under one random byte: numerics.md, `nvfp4-sr`, with the sum of the fma rounded once to float32."""
+    if math.isnan(x):
+        return E2M1.max_code
+    sign = E2M1.sign_code if math.copysign(1.0, x) < 0 else 0
+    if math.isinf(x):
+        return sign | E2M1.max_code
+    magnitude = abs(Fraction(x))
+    t = nearest(magnitude + Fraction(byte, 256) * step(magnitude), "float32")
+    if math.isinf(t):
+        return sign | E2M1.max_code
+    cut = Fraction(t) // step(Fraction(t)) * step(Fraction(t))
+    return sign | grid(E2M1).index(min(cut, grid(E2M1)[E2M1.max_code]))
+
+
+def random_bytes(words: np.ndarray) -> np.ndarray:
+    """Words (M, W), below 2^32, to a byte for every element (M, 4·W): byte i of word j for element 4j + i."""
+    return np.array([[int(word) >> 8 * i & 0xFF for word in row for i in range(4)] for row in words], np.uint8)
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """Four words of Philox4x32-10: Salmon et al. 2011, with the products as whole numbers."""
+    a, b, c, d = counter
+    for number in range(10):
+        k, m = ((word + number * weyl) % 2**32 for word, weyl in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        high, low = divmod(0xCD9E8D57 * c, 2**32)
+        top, bottom = divmod(0xD2511F53 * a, 2**32)
+        a, b, c, d = high ^ b ^ k, low, top ^ d ^ m, bottom
+    return a, b, c, d
+
+
+def philox_words(seed: int, offset: int, rows: int, columns: int, first: int = 0) -> np.ndarray:
+    """Words (rows, 4·⌈columns/16⌉) of a matrix: four for each block of 16, blocks counted along rows from `first`."""
+    blocks = -(-columns // 16)
+    words = np.zeros((rows, 4 * blocks), np.uint32)
+    for i, j in np.ndindex(rows, blocks):
+        number = first + i * blocks + j
+        counter = (offset % 2**32, offset >> 32, number % 2**32, number >> 32)
+        words[i, 4 * j : 4 * j + 4] = philox(counter, (seed % 2**32, seed >> 32))
+    return words
+
+
+# The Hadamard transform.
+
+# ✓ in numerics.md: σ, as it is listed there.
+SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+
+
+def coefficient(group: int) -> Fraction:
+    """bf16(1/√group): a power of two, or 181/256, the bfloat16 nearest to 1/√2, times one."""
+    exponent = group.bit_length() - 1
+    return Fraction(181 if exponent % 2 else 256, 256) / 2 ** (exponent // 2)
+
+
+def rotation(group: int, *, signs: bool = True) -> list[list[Fraction]]:
+    """R = diag(σ)·H·c, exactly: Sylvester's H is −1 at (i, j) where i and j have an odd number of bits in common."""
+    c = coefficient(group)
+    return [
+        [c * (SIGNS[i % 16] if signs else 1) * (-1) ** (i & j).bit_count() for j in range(group)] for i in range(group)
+    ]
+
+
+def rotate(x: list[f32], *, signs: bool = True) -> list[float]:
+    """One group in the declared order: neighbours first, then 2, 4, … apart, a float32 rounding each; then bfloat16."""
+    group = len(x)
+    c = f32(float(coefficient(group)))
+    y = [value * c * f32(SIGNS[k % 16] if signs else 1) for k, value in enumerate(x)]
+    apart = 1
+    with np.errstate(all="ignore"):
+        while apart < group:
+            y = [y[k - apart] - y[k] if k & apart else y[k] + y[k + apart] for k in range(group)]
+            apart *= 2
+    rounded = [nearest(Fraction(float(v)), "bfloat16") if np.isfinite(v) else float(v) for v in y]
+    return [math.copysign(value, v) for value, v in zip(rounded, y, strict=True)]
+
+
+# Dequantize and GEMM.
+
+
+def dequantize(code: int, stored: int, amax: f32, most: int = 448) -> f32:
     """One element: fl(code·f), f = fl(fl(s·gamax)·fl(1/2688))."""
     with np.errstate(all="ignore"):
-        factor = (f32(E4M3.value(stored)) * amax) * f32(1 / 2688)
+        factor = (f32(E4M3.value(stored)) * amax) * f32(1 / (6 * most))
         return f32(E2M1.value(code)) * factor
 
 
-def alpha(a: f32, b: f32, expression: str) -> f32:
+def alpha(a: f32, b: f32, expression: str, most: tuple[int, int] = (448, 448)) -> f32:
     """α of a GEMM, from the two amaxes, in the order of operations that the recipe names."""
-    d = f32(36 * 448 * 448)
+    d = f32(36 * most[0] * most[1])
     with np.errstate(all="ignore"):
         return (a * b) / d if expression == "(a*b)/d" else (b * a) * (f32(1) / d)

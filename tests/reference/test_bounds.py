@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import Quantized
+from reference import Quantized, recipe
 from reference.bounds import Bounds, bounds
 from reference.gemm import alpha
 from reference.ops import gemm, quantize
@@ -60,6 +61,11 @@ def accepted(limits: Bounds, out: torch.Tensor) -> torch.Tensor:
     inside = (limits.lower <= out) & (out <= limits.upper)
     free = limits.undetermined & ~out.isfinite()
     return torch.where(limits.exact, right_bits | unsigned | nan, inside | nan | free)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal, NaN being equal to NaN; zeros of both signs are too."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def ordinal(x: torch.Tensor) -> torch.Tensor:
@@ -151,6 +157,77 @@ def test_the_reference_itself_is_accepted_and_is_what_is_expected(
     assert accepted(limits, y).all()
     for field in ("expected", "fused", "lower", "upper"):
         assert getattr(limits, field).dtype == out_dtype
+
+
+# Amaxes of rows.
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("epilogue", ["", "c", "bias", "c and bias"])
+@pytest.mark.parametrize("family", ["wide", "cancel", "lattice"])
+def test_a_row_with_its_own_amax_has_the_bounds_of_a_product_of_that_row_alone(
+    family: str, epilogue: str, out_dtype: torch.dtype
+) -> None:
+    """So do columns: each output has the bounds of a 1×1 product of plain operands, shown to be sound above."""
+    problem = Problem(family, 3, 4, 3, 96, (1.0, 1.0))
+    rows, columns = torch.tensor([3.3, 1e-17, 2688.0, math.inf]), torch.tensor([41.7, 3e-18, 0.0])
+    row_scaled = recipe("nvfp4-rowscaled")
+    added = problem.addends(epilogue)
+    c, bias = added.get("c"), added.get("bias")
+    plain = ((problem.a, torch.ones(1)), (problem.b, torch.ones(1)))
+    scaled = ((problem.a, rows), (problem.b, columns))
+    for left, right in ((scaled[0], scaled[1]), (scaled[0], plain[1]), (plain[0], scaled[1])):
+        a, b = (
+            dataclasses.replace(q, amax=amax, recipe=row_scaled if len(amax) > 1 else q.recipe)
+            for q, amax in (left, right)
+        )
+        limits = bounds(a, b, out_dtype=out_dtype, **added)
+        y = gemm(a, b, out_dtype=out_dtype, **added)
+        for i, j in np.ndindex(4, 3):
+            one, other = (
+                Quantized(
+                    q.codes[n : n + 1], q.scales[n : n + 1], amax[n : n + 1] if len(amax) > 1 else amax,
+                    recipe("nvfp4"), (1, 96),
+                )
+                for (q, amax), n in ((left, i), (right, j))
+            )  # fmt: skip
+            alone = bounds(
+                one, other, out_dtype=out_dtype, c=None if c is None else c[i : i + 1, j : j + 1],
+                bias=None if bias is None else bias[j : j + 1],
+            )  # fmt: skip
+            for field in dataclasses.fields(Bounds):
+                mine, its = getattr(limits, field.name), getattr(alone, field.name)
+                assert tuple(mine.shape) == (4, 3)
+                assert same(mine[i : i + 1, j : j + 1], its), field.name
+            assert same(y[i : i + 1, j : j + 1], alone.expected)
+
+
+@settings(SETTINGS, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    family=st.sampled_from(FAMILIES),
+    names=st.tuples(*[st.sampled_from(["nvfp4-rowscaled", "nvfp4-4over6-256-mae"])] * 2),
+    expression=st.sampled_from(["(a*b)/d", "(b*a)*(1/d)"]),
+)
+def test_no_order_of_summation_leaves_the_bounds_of_other_recipes(
+    seed: int, family: str, names: tuple[str, str], expression: str
+) -> None:
+    """With α of each output from the scalar twin: amaxes of rows, and the constant of 4over6."""
+    problem = Problem(family, seed, 2, 3, 64, (1.0, 1.0))
+    pair, amaxes = [], []
+    for q, name in zip((problem.a, problem.b), names, strict=True):
+        rows = q.shape[0] if name == "nvfp4-rowscaled" else 1
+        amax = problem.rng.uniform(0.01, 300, rows).astype(np.float32)
+        rule = dataclasses.replace(recipe(name), alpha=expression)  # type: ignore[arg-type]
+        pair.append(dataclasses.replace(q, amax=torch.from_numpy(amax), recipe=rule))
+        amaxes.append(np.broadcast_to(amax, q.shape[:1]))
+    limits = bounds(*pair, out_dtype=torch.float32)
+    sums = orders.accumulators(problem.terms, problem.rng, 20)
+    most = tuple(256 if "256" in name else 448 for name in names)
+    factors = np.array([[scalar.alpha(x, y, expression, most) for y in amaxes[1]] for x in amaxes[0]])
+    out = torch.from_numpy(factors.astype(np.float32) * sums)
+    assert accepted(limits, out).all()
+    assert ((out.double() - limits.centre).abs() <= limits.budget).all()
 
 
 # The tiers, in exact arithmetic.

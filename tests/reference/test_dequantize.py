@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from reference.ops import dequantize, quantize
+from reference.ops import dequantize, quantize, transform
 from tests.golden import bits
 from tests.reference import scalar
-from tests.reference.samples import quantized
+from tests.reference.samples import matrix, quantized
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 AMAXES = [0.0, 1e-45, 1e-38, 3.1e-36, 1.0, 65.0, 2688.0, 12345.678, 3.4028234663852886e38, math.inf, math.nan]
@@ -27,15 +28,36 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("amax", AMAXES)
-def test_every_code_under_every_scale_byte_is_the_scalar_twins(amax: float) -> None:
-    q = quantized(CODES, SCALES, amax)
-    twin = [[scalar.dequantize(code, scale, np.float32(amax)) for code in range(16)] for scale in range(256)]
+@pytest.mark.parametrize(
+    ("name", "most"), [("nvfp4", 448), ("nvfp4-4over6-448-mse", 448), ("nvfp4-4over6-256-mse", 256)]
+)
+def test_every_code_under_every_scale_byte_is_the_scalar_twins(amax: float, name: str, most: int) -> None:
+    q = quantized(CODES, SCALES, amax, name=name)
+    twin = [[scalar.dequantize(code, scale, np.float32(amax), most) for code in range(16)] for scale in range(256)]
     expected = torch.from_numpy(np.array(twin, dtype=np.float32))
     for dtype in DTYPES:
         values = dequantize(q, dtype)
         assert values.dtype == dtype
         assert same(values, expected.to(dtype))
     assert same(dequantize(q), expected)
+
+
+def test_each_row_has_its_own_amax() -> None:
+    amaxes = np.resize(np.array(AMAXES, np.float32), 256)
+    q = dataclasses.replace(quantized(CODES, SCALES, name="nvfp4-rowscaled"), amax=torch.from_numpy(amaxes))
+    twin = [[scalar.dequantize(code, row, amaxes[row]) for code in range(16)] for row in range(256)]
+    assert same(dequantize(q), torch.from_numpy(np.array(twin, dtype=np.float32)))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "nvfp4-4over6-256-mae"])
+def test_swizzled_scales_give_the_same_values(name: str) -> None:
+    x = matrix("normal", 1, 130, 75)
+    assert same(dequantize(quantize(x, name, swizzled=True)), dequantize(quantize(x, name)))
+
+
+def test_a_rotation_is_not_undone() -> None:
+    x = matrix("normal", 2, 4, 48).bfloat16()
+    assert same(dequantize(quantize(x, "nvfp4-rht")), dequantize(quantize(transform(x, "nvfp4-rht"), "nvfp4")))
 
 
 @pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 31, 33])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from fractions import Fraction
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 from reference import Quantized, recipe
 from reference import gemm as module
 from reference.bounds import bounds
+from reference.formats import E2M1, E2M3, E4M3, E5M2
 from reference.gemm import alpha, exact_sum, lowest_bit, operand, round_to_odd, two_sum
-from reference.ops import gemm, quantize
+from reference.ops import dequantize, gemm, quantize, quantize_both
+from reference.recipes import Hadamard
 from tests.golden import bits, floats, golden, load
 from tests.reference import samples, scalar
 from tests.reference.samples import FAMILIES, operands, quantized, values
@@ -290,8 +293,119 @@ def test_alpha_is_its_expression_in_float32(expression: str) -> None:
     pairs = [(x, y) for x in AMAXES for y in AMAXES] + rng.uniform(0.1, 300, (500, 2)).tolist()
     for x, y in pairs:
         a, b = (Quantized(one.codes, one.scales, torch.tensor([v]), one.recipe, one.shape) for v in (x, y))
-        expected = torch.tensor([scalar.alpha(np.float32(x), np.float32(y), expression)])
+        expected = torch.tensor([[scalar.alpha(np.float32(x), np.float32(y), expression)]])
         assert torch.equal(alpha(a, b), expected) or (alpha(a, b).isnan().all() and expected.isnan().all())
+
+
+KINDS = {"nvfp4": 448, "nvfp4-rowscaled": 448, "nvfp4-4over6-256-mae": 256, "nvfp4-rowscaled-4over6-256-mse": 256}
+
+
+def of_kind(kind: str, expression: str, seed: int, rows: int) -> Quantized:
+    """A random operand (rows, 48) of a recipe with α's expression, its rows of different sizes."""
+    rule = dataclasses.replace(recipe(kind), alpha=expression)  # type: ignore[arg-type]
+    x = samples.matrix("normal", seed, rows, 48) * torch.linspace(0.3, 40, rows).unsqueeze(1)
+    return quantize(x, rule)
+
+
+@pytest.mark.parametrize("expression", ["(a*b)/d", "(b*a)*(1/d)"])
+@pytest.mark.parametrize("left", KINDS)
+@pytest.mark.parametrize("right", KINDS)
+def test_alpha_has_the_amaxes_of_rows_and_the_constants_of_both_recipes(left: str, right: str, expression: str) -> None:
+    a, b = of_kind(left, expression, 1, 3), of_kind(right, expression, 2, 4)
+    assert a.amax is not None
+    assert b.amax is not None
+    found = alpha(a, b)
+    assert tuple(found.shape) == (len(a.amax), len(b.amax))
+    for i, x in enumerate(a.amax.numpy()):
+        for j, y in enumerate(b.amax.numpy()):
+            assert found[i, j] == scalar.alpha(x, y, expression, (KINDS[left], KINDS[right]))
+
+
+@pytest.mark.parametrize("expression", ["(a*b)/d", "(b*a)*(1/d)"])
+@pytest.mark.parametrize("left", KINDS)
+@pytest.mark.parametrize("right", KINDS)
+def test_operands_of_row_scaled_and_4over6_recipes_are_multiplied(left: str, right: str, expression: str) -> None:
+    a, b = of_kind(left, expression, 3, 3), of_kind(right, expression, 4, 4)
+    c, bias = torch.linspace(-3, 3, 12).view(3, 4), torch.linspace(-1, 1, 4)
+    assert a.amax is not None
+    assert b.amax is not None
+    sums = fraction_sums(operand(a), operand(b))
+    plain = gemm(a, b, out_dtype=torch.float32)
+    added = gemm(a, b, out_dtype=torch.float32, c=c, bias=bias)
+    for i, j in np.ndindex(3, 4):
+        amaxes = a.amax[i if len(a.amax) > 1 else 0].numpy(), b.amax[j if len(b.amax) > 1 else 0].numpy()
+        factor = Fraction(float(scalar.alpha(*amaxes, expression, (KINDS[left], KINDS[right]))))
+        value = scalar.nearest(factor * Fraction(scalar.nearest(sums[i, j], "float32")), "float32")
+        assert plain[i, j].item() == value
+        for addend in (c[i, j].item(), bias[j].item()):
+            value = scalar.nearest(Fraction(value) + Fraction(addend), "float32")
+        assert added[i, j].item() == value
+
+
+# Rotated operands: the product of wgrad, dyᵀ·x, both quantized along the tokens.
+
+
+def tokens(seed: int, features: int) -> torch.Tensor:
+    return samples.matrix("normal", seed, 32, features).bfloat16()
+
+
+def fractions(x: torch.Tensor) -> np.ndarray:
+    return np.array([[Fraction(v) for v in row] for row in x.double().tolist()], object)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht4", "nvfp4-rht-nosign"])
+def test_the_product_of_rotated_operands_is_that_of_the_unrotated_ones_to_within_what_quantizing_lost(
+    name: str,
+) -> None:
+    """|y − dyᵀ·x| <= |e|·|x·R|ᵀ + |dŷ|·|f|ᵀ and what the GEMM may round, e and f the errors of the two operands."""
+    dy, x = tokens(1, 5), tokens(2, 6)
+    pair = [quantize_both(some, name, rowwise=False)[1] for some in (dy, x)]
+    kept, whole = [], []
+    rotation = recipe(name).transform
+    assert rotation is not None
+    r = np.array(scalar.rotation(rotation.group, signs=rotation.signs != 0), object)
+    for q, some in zip(pair, (dy, x), strict=True):
+        assert q is not None
+        assert q.amax is not None
+        kept.append(fractions(operand(q)) * Fraction(q.amax.item()) / 2688)
+        groups = fractions(some.T).reshape(-1, rotation.group)
+        whole.append((groups @ r).reshape(q.shape))
+    a, b = pair
+    assert a is not None
+    assert b is not None
+    y = fractions(gemm(a, b, out_dtype=torch.float32))
+    constant = Fraction(float(alpha(a, b))) / (Fraction(a.amax.item() * b.amax.item()) / 2688**2)  # type: ignore[union-attr]
+    lost = abs(kept[0] - whole[0]) @ abs(whole[1]).T + abs(kept[0]) @ abs(kept[1] - whole[1]).T
+    lost = lost + abs(constant - 1) * (abs(kept[0]) @ abs(kept[1]).T)
+    room = lost + fractions(bounds(a, b, out_dtype=torch.float32).budget)
+    product = fractions(dy.T) @ fractions(x)
+    assert (abs(y - product) <= room).all()
+    one_rotated = whole[0] @ fractions(x)  # what must not happen: it lies outside
+    assert not (abs(one_rotated - product) <= room).all()
+
+
+def test_the_rotations_cancel_where_nothing_is_lost() -> None:
+    """Rows of E2M1's grid turned back by Rᵀ are bfloat16 numbers, whose rotation is the grid again."""
+    r = torch.tensor([[float(v) for v in row] for row in scalar.rotation(16)])
+    generator = torch.Generator().manual_seed(3)
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    amax = torch.tensor([2688.0])
+    turned, quantized_rows = [], []
+    for rows in (5, 6):
+        lattice = grid[torch.randint(0, 15, (rows, 64), generator=generator)]
+        lattice[:, ::16] = 6.0
+        back = (lattice.view(-1, 16) @ r.T).view(rows, 64)
+        assert torch.equal(back.bfloat16().float(), back)
+        turned.append(back)
+        q = quantize_both(back.T.bfloat16(), "nvfp4-rht", rowwise=False, amax=(amax, amax))[1]
+        assert q is not None
+        assert torch.equal(dequantize(q), lattice)
+        assert (q.scales == 0x38).all()
+        quantized_rows.append(q)
+    assert alpha(*quantized_rows) == 1.0
+    y = gemm(*quantized_rows, out_dtype=torch.float32)
+    assert torch.equal(y, turned[0] @ turned[1].T)
+    assert bounds(*quantized_rows, out_dtype=torch.float32).exact.all()
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
@@ -346,8 +460,12 @@ def test_the_inputs_come_back_unchanged() -> None:
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 32), (2, 0, 32), (0, 0, 32), (2, 3, 0), (0, 3, 0), (0, 3, 2048)])
 @pytest.mark.parametrize("out_dtype", DTYPES)
-def test_an_empty_product_is_empty_or_zero(m: int, n: int, k: int, out_dtype: torch.dtype) -> None:
-    a, b = (quantize(torch.ones(rows, k), "nvfp4") for rows in (m, n))
+@pytest.mark.parametrize("kind", ["nvfp4", "nvfp4-rowscaled"])
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_an_empty_product_is_empty_or_zero(
+    m: int, n: int, k: int, out_dtype: torch.dtype, kind: str, swizzled: bool
+) -> None:
+    a, b = (quantize(torch.ones(rows, k), kind, swizzled=swizzled) for rows in (m, n))
     y = gemm(a, b, out_dtype=out_dtype)
     assert tuple(y.shape) == (m, n)
     assert y.dtype == out_dtype
@@ -381,6 +499,15 @@ def test_an_infinite_amax_gives_signed_infinities_and_nan_for_a_sum_of_zero() ->
     assert math.isnan(y[2])
 
 
+def test_an_infinite_amax_of_a_row_is_that_rows_alone() -> None:
+    a = quantize(torch.ones(3, 16), "nvfp4-rowscaled")
+    assert a.amax is not None
+    a.amax[1], a.amax[2] = math.inf, math.nan
+    y = gemm(a, quantize(torch.ones(2, 16), "nvfp4"), out_dtype=torch.float32)
+    assert y[:2].tolist() == [[16.0, 16.0], [math.inf, math.inf]]
+    assert y[2].isnan().all()
+
+
 # Errors.
 
 
@@ -392,12 +519,58 @@ def test_operands_of_another_k_are_refused() -> None:
             door(a, b, out_dtype=torch.float32)
 
 
-def test_operands_of_two_recipes_are_refused() -> None:
-    a, b = quantize(torch.ones(2, 32), "nvfp4"), quantize(torch.ones(3, 32), "nvfp4@te-2.8")
-    message = "gemm takes two operands of one recipe, not nvfp4 and nvfp4@te-2.8"
+@pytest.mark.parametrize(
+    ("changed", "what", "shown", "reason"),
+    [
+        ({"element": E2M3}, "element", (E2M1, E2M3), "they differ"),
+        ({"scale": E5M2}, "scale", (E4M3, E5M2), "they differ"),
+        (
+            {"transform": Hadamard()},
+            "transform",
+            (None, Hadamard()),
+            "rotations cancel only where both operands have the same",
+        ),
+        ({"alpha": "(b*a)*(1/d)"}, "alpha", ("(a*b)/d", "(b*a)*(1/d)"), "they differ"),
+    ],
+    ids=["element", "scale", "transform", "alpha"],
+)
+def test_operands_whose_recipes_do_not_fit_are_refused(
+    changed: dict[str, object], what: str, shown: tuple[object, object], reason: str
+) -> None:
+    a, b = (quantize(torch.ones(rows, 32), "nvfp4") for rows in (2, 3))
+    b.recipe = dataclasses.replace(b.recipe, name="mine", **changed)  # type: ignore[arg-type]
+    message = f"gemm cannot multiply nvfp4 by mine: {what} is {shown[0]} and {shown[1]}; {reason}"
     for door in (gemm, bounds):
         with pytest.raises(ValueError, match=re.escape(message)):
             door(a, b, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("nvfp4-rht", "nvfp4-rht-nosign"), ("nvfp4-rht", "nvfp4-rht32"), ("nvfp4-2d", "nvfp4-rht")]
+)
+def test_operands_of_different_rotations_are_refused(one: str, other: str) -> None:
+    a, b = (quantize(torch.ones(2, 32).bfloat16(), name) for name in (one, other))
+    for first, second in ((a, b), (b, a)):
+        message = (
+            f"gemm cannot multiply {first.recipe} by {second.recipe}: transform is {first.recipe.transform} and "
+            f"{second.recipe.transform}; rotations cancel only where both operands have the same"
+        )
+        for door in (gemm, bounds):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                door(first, second, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "other", ["nvfp4@te-2.8", "nvfp4-2d", "nvfp4-sr", "nvfp4-rowscaled", "nvfp4-2d-4over6-448-mse"]
+)
+def test_operands_of_recipes_that_quantize_differently_are_multiplied(other: str) -> None:
+    """Only what a product depends on has to be the same. Of exact inputs the product is exact."""
+    a = quantize(torch.full((2, 32), 6.0), "nvfp4", amax=torch.tensor([2688.0]))
+    rule = recipe(other)
+    amax = torch.full((3 if rule.granularity == "row" else 1,), 2688.0)
+    b = quantize(torch.full((3, 32), 6.0), rule, amax=amax, random=(1, 2) if rule.rounding == "stochastic" else None)
+    assert torch.equal(gemm(a, b, out_dtype=torch.float32), torch.full((2, 3), 36.0 * 32))
+    assert torch.equal(gemm(b, a, out_dtype=torch.float32), torch.full((3, 2), 36.0 * 32))
 
 
 def test_another_output_dtype_is_refused() -> None:

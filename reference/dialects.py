@@ -1,0 +1,101 @@
+"""What libraries mean by "NVFP4": for each dialect, the choices in which it leaves Transformer Engine's.
+
+Each library's own code was run, on constructed and on random inputs, and gave the bytes of its dialect; dialects.md has
+the counts. Not modelled: XLA's flush of subnormals on CPU (jax, qwix); the sign of a scale that is NaN (0x7F here) or
+0 (FP-Quant stores 0x80 for blocks of zeros); codes of NaN where they depend on its payload (torchao), on the dtype
+(compressed-tensors) or on the sign of x (qwantize), or where there is none (vLLM, Quark); amaxes below 7.9e-36, where
+2688/amax is infinite and fireworks gets NaN from its product with 0. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ONE_LEVEL = {"tensor_scale": "none", "tensor_limit": "none", "decode": "s", "alpha": "1", "nan": "propagate"}
+
+# Each library's own code was run on constructed and random inputs and gave these bytes; dialects.md has versions and
+# counts. Not modelled: XLA's flush of subnormals on CPU (jax, qwix); codes of NaN where they depend on its payload
+# (torchao) or on the sign of x (qwantize); a NaN scale is always 0x7F, whichever its sign was.
+DIALECTS: dict[str, dict[str, Any]] = {
+    # Transformer Engine >= 2.14; 2.8 to 2.13; and 2.14's native GEMM path, whose α multiplies by a reciprocal.
+    "te": {},
+    "te-2.8": {"block_scale": "(amax/6)*enc"},
+    "te-native": {"alpha": "(b*a)*(1/d)"},
+    # The order of TensorRT-LLM, in the test references of vLLM 0.33 and FlashInfer, and in auto-round 0.16. vLLM's own
+    # emulation has 1e-8 for 1/0, so negative elements of a block whose scale is 0 get code 8, and zeros alone give NaN.
+    "trtllm": {
+        "tensor_scale": "(1/amax)*max", "tensor_limit": "0-for-0", "block_scale": "(amax*(1/6))*enc",
+        "element_scale": "x*r(s*r(enc))", "zero_scale": "zeros", "negative_zero": "rounded", "nan_code": 0,
+        "nan": "propagate", "decode": "s/enc", "alpha": "1/(a_enc*b_enc)",
+    },
+    # torchao 0.18.
+    "torchao": {
+        "tensor_scale": "amax/max", "tensor_limit": "none", "block_scale": "(amax/6)/dec", "smallest_scale": "2^-6",
+        "element_scale": "x*((1/dec)/s)", "zero_scale": "infinity", "nan_code": 12, "nan": "propagate",
+        "decode": "s*dec", "alpha": "a_dec*b_dec",
+    },
+    # nvidia-modelopt 0.47.
+    "modelopt": {
+        "tensor_scale": "amax/max", "tensor_limit": "none", "block_scale": "amax/(6*dec)", "zero_block": "1",
+        "smallest_scale": "2^-9", "element_scale": "x/(s*dec)", "zero_scale": "infinity", "negative_zero": "rounded",
+        "nan": "propagate", "decode": "s*dec", "alpha": "a_dec*b_dec",
+    },
+    # compressed-tensors 0.20.
+    "compressed-tensors": {
+        "statistics": "input", "tensor_scale": "(1/amax)*max", "tensor_limit": "1", "block_scale": "(amax/6)*enc",
+        "zero_block": "stored-2^-3", "element_scale": "x/(s/enc)", "zero_scale": "infinity",
+        "negative_zero": "rounded", "nan_code": 0, "nan": "propagate", "decode": "s/enc", "alpha": "1/(a_enc*b_enc)",
+    },
+    # fouroversix 1.0.5 with its scale rule static 6, which maps every block's amax to 6.
+    "fouroversix": {
+        "tensor_limit": "0-for-0", "block_scale": "(amax/6)*enc", "element_scale": "x*(1/(s*(1/enc)))",
+        "zero_scale": "zeros", "rounding": "nearest-even-wrapping", "negative_zero": "rounded", "nan_code": 11,
+        "nan": "propagate",
+    },
+    # AMD Quark 0.13.
+    "quark": {
+        "tensor_scale": "amax/max", "tensor_limit": "2^-23", "block_scale": "(amax/6)/dec",
+        "zero_block": "amax/6=2^-23", "element_scale": "x/(s*dec)", "zero_scale": "2^-23", "negative_zero": "never",
+        "nan": "propagate",
+    },
+    # The trace reference of FlashInfer 0.7.2, which its kernels do not follow. Its tensor scale is given: this is the
+    # one of its own inputs; other callers ignore NaN and take infinity for FLT_MAX.
+    "flashinfer-trace": {
+        "tensor_scale": "(1/amax)*max", "tensor_limit": "amax>=1e-12", "block_scale": "(amax/6)*enc",
+        "element_scale": "(x*enc)/s", "zero_scale": "1", "rounding": "nearest-toward-zero",
+        "negative_zero": "rounded", "nan_code": 0, "nan": "propagate", "decode": "s/enc", "alpha": "1/(a_enc*b_enc)",
+    },
+    # fireworks-prequant 0.2.
+    "fireworks": {
+        "tensor_scale": "(1/amax)*max", "tensor_limit": "0-for-0", "block_scale": "(amax*enc)/6",
+        "element_scale": "(x*enc)*(1/s)", "zero_scale": "zeros", "rounding": "nearest-even-within-1e-6",
+        "nan": "propagate",
+    },
+    # JAX 0.10, scaled_matmul on CPU, where XLA divides by 6 and by s through their reciprocals.
+    "jax": {
+        "tensor_scale": "amax/max", "tensor_limit": "none", "block_scale": "(amax*(1/dec))*(1/6)",
+        "element_scale": "(x*(1/dec))*(1/s)", "zero_scale": "infinity", "nan_code": 8, "nan": "propagate",
+    },
+    # FP-Quant 0.3.2.
+    "fp-quant": {
+        "statistics": "input-blocks", "tensor_scale": "(1/amax)*max", "tensor_limit": "refuse",
+        "block_scale": "(2*amax/12)*enc", "element_scale": "R(x/R(s*(1/enc)))", "zero_scale": "1",
+        "negative_zero": "rounded", "nan": "propagate",
+    },
+    # qwantize 0.1.1.
+    "qwantize": _ONE_LEVEL | {
+        "block_scale": "amax/6", "element_scale": "x/s", "rounding": "nearest-toward-zero", "negative_zero": "rounded",
+    },
+    # breccia 0.1.3.
+    "breccia": _ONE_LEVEL | {
+        "block_scale": "amax/6", "scale_rounding": "nearest-toward-zero", "element_scale": "x/s",
+        "zero_scale": "2^-9", "rounding": "nearest-toward-zero", "negative_zero": "never", "nan_code": 0,
+        "packing": "high-first",
+    },
+    # qwix 0.1.8. It rounds x/s to the dtype of x, too, which changes no code: the ties, times s, are numbers of that
+    # dtype, and its next numbers are too far from them.
+    "qwix": _ONE_LEVEL | {
+        "statistics": "input-blocks", "block_scale": "amax*(1/6)", "zero_block": "1-below-sqrt(tiny)",
+        "element_scale": "x/s", "zero_scale": "infinity", "nan_code": 8,
+    },
+}  # fmt: skip
