@@ -2,13 +2,23 @@
 
 A backend is any object or module that has some of the doors of design.md:
 
-    quantize(x, recipe, *, amax=None, random=None) -> Quantized, or (codes, scales, amax), or a dict of those
+    quantize(x, recipe, *, amax=None, random=None, swizzled=False) -> Quantized, or (codes, scales, amax), or a dict
+    quantize_both(x, recipe, *, rowwise=True, columnwise=True, random=None, swizzled=False) -> two such, or None
+    quantize_grouped(x, sizes, recipe, *, columnwise=False, random=None) -> GroupedQuantized, or a list of sections
     dequantize(q, dtype) -> Tensor
+    transform(x, recipe) -> Tensor
+    swizzle(scales) -> Tensor
+    unswizzle(scales, shape) -> Tensor
     gemm(a, b, *, out_dtype, c=None, bias=None) -> Tensor
+    gemm_grouped(a, b, *, out_dtype, c=None, bias=None) -> Tensor, a GroupedQuantized, b a list of Quantized
+
+An option is passed only where it differs from its default, so a door may lack those that it does not have.
 
 It raises NotImplementedError for what it does not do. It may have `variations(device)`, a dict of names to context
 managers under which its results must be the same bytes; without one, an operation runs twice. It may have
-`check(device)`, which raises where it cannot run at all, before any case does: a missing compiler, say.
+`check(device)`, which raises where it cannot run at all, before any case does: a missing compiler, say. It may have
+`declares`, a mapping: {"transform": "butterfly"} says that its rotation adds in the order of `reference.hadamard`, so
+that bytes must be equal; without it the order is free (tolerance.md, rule 3).
 """
 
 from __future__ import annotations
@@ -22,19 +32,25 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.case import nearest
-from reference.quantized import Quantized, codes_shape, scales_shape
+from harness.results import BackendError, as_quantized, as_sections, dtype_name, matrix_shape
+from harness.schema import nearest
+from reference.quantized import Quantized
 from reference.recipes import Recipe
 
 if TYPE_CHECKING:
     import torch
 
+    from harness.inputs import Random
+
+__all__ = ["Backend", "BackendError", "Unsupported", "check_device", "load_backend", "place"]
+
 BUILT_IN = {"native": "native.ops", "reference": "reference.ops"}
-DOORS = ("quantize", "dequantize", "gemm")
-
-
-class BackendError(Exception):
-    """A backend cannot be loaded, raised, or gave something that is no result. The sentence says which."""
+DOORS = (
+    "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
+    "gemm_grouped",
+)  # fmt: skip
+DECLARATIONS = {"transform": ("butterfly",)}
+"""What a backend can declare, and how."""
 
 
 class Unsupported(Exception):
@@ -51,6 +67,7 @@ class Backend:
             raise BackendError(
                 f"backend {name} has none of the doors {', '.join(DOORS)}; see README, 'Your own kernel'"
             )
+        self.declares = _declarations(name, getattr(doors, "declares", {}))
 
     def has(self, door: str) -> bool:
         """Whether the backend has this door."""
@@ -79,29 +96,98 @@ class Backend:
         except Exception as error:
             raise BackendError(f"{door} raised {type(error).__name__}: {error}{place(error)}") from error
 
-    def quantize(self, x: torch.Tensor, recipe: Recipe) -> Quantized:
+    def quantize(
+        self, x: torch.Tensor, recipe: Recipe, *, random: Random | None = None, swizzled: bool = False
+    ) -> Quantized:
         """The door, with its result brought into a Quantized whose shapes and dtypes are right."""
-        return as_quantized(self.call("quantize", x, recipe), x, recipe)
+        result = self.call("quantize", x, recipe, **_given(random=random, swizzled=swizzled))
+        return as_quantized(result, x, recipe, swizzled=swizzled)
+
+    def quantize_both(
+        self,
+        x: torch.Tensor,
+        recipe: Recipe,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        random: Random | tuple[torch.Tensor, torch.Tensor] | None = None,
+        swizzled: bool = False,
+    ) -> tuple[Quantized | None, Quantized | None]:
+        """The door: both halves as Quantized, None for one that is not wanted."""
+        options = _given(random=random, swizzled=swizzled)
+        options |= {name: False for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if not wanted}
+        result = self.call("quantize_both", x, recipe, **options)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise BackendError(f"quantize_both gave {type(result).__name__}; it gives a rowwise and a columnwise half")
+        shape = matrix_shape(x)
+        found = []
+        wanted = (("rowwise", rowwise, shape, recipe.rowwise), ("columnwise", columnwise, shape[::-1], recipe))
+        for half, (name, asked, its_shape, its_recipe) in zip(result, wanted, strict=True):
+            if (half is not None) != asked:
+                raise BackendError(f"quantize_both gave {'no' if asked else 'a'} {name} half, {name}={asked}")
+            what = f"the {name} half of quantize_both"
+            found.append(
+                as_quantized(half, x, its_recipe, shape=its_shape, swizzled=swizzled, door=what) if asked else None
+            )
+        return found[0], found[1]
+
+    def quantize_grouped(
+        self,
+        x: torch.Tensor,
+        sizes: torch.Tensor,
+        recipe: Recipe,
+        *,
+        columnwise: bool = False,
+        random: tuple[int, int] | None = None,
+    ) -> list[Quantized]:
+        """The door, its result as the Quantized of each section: of its transpose where `columnwise`."""
+        rows = sizes.tolist()  # before the call, which may change them
+        result = self.call("quantize_grouped", x, sizes, recipe, **_given(columnwise=columnwise, random=random))
+        return as_sections(result, x, rows, recipe, columnwise=columnwise)
 
     def tensor(
-        self, door: str, shape: tuple[int, ...], dtype: torch.dtype, q: Quantized, *arguments: Any, **options: Any
+        self, door: str, shape: tuple[int, ...], dtype: torch.dtype, given: Any, *arguments: Any, **options: Any
     ) -> torch.Tensor:
-        """A door of `q` that gives a tensor. Raises BackendError where it has another shape, dtype or device."""
+        """A door that takes `given`, a tensor or something quantized, and gives a tensor on its device.
+
+        A dtype of one byte is seen as uint8 where that is wanted. Raises BackendError where the result has another
+        shape, dtype or device.
+        """
         import torch
 
-        out = self.call(door, q, *arguments, **options)
+        out = self.call(door, given, *arguments, **options)
+        device = getattr(given, "codes", given).device
         if not isinstance(out, torch.Tensor):
             raise BackendError(f"{door} gave {type(out).__name__}, not a tensor")
+        if dtype == torch.uint8 and out.element_size() == 1:
+            out = out.view(torch.uint8)
         if tuple(out.shape) != shape or out.dtype != dtype:
-            wanted = f"{_dtype(dtype)} of shape {shape}"
-            raise BackendError(f"{door} gave {_dtype(out.dtype)} of shape {tuple(out.shape)}, not {wanted}")
-        if out.device != q.codes.device:
-            raise BackendError(f"{door} gave its result on {out.device}; its input is on {q.codes.device}")
+            wanted = f"{dtype_name(dtype)} of shape {shape}"
+            raise BackendError(f"{door} gave {dtype_name(out.dtype)} of shape {tuple(out.shape)}, not {wanted}")
+        if out.device != device:
+            raise BackendError(f"{door} gave its result on {out.device}; its input is on {device}")
         return out
 
 
-def _dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that differ from their default, which is None or False."""
+    return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def _declarations(name: str, declared: Any) -> dict[str, str]:
+    if not isinstance(declared, Mapping):
+        raise BackendError(f"backend {name}: declares is {declared!r}; it is a mapping, {_ALLOWED}")
+    for key, value in declared.items():
+        if key not in DECLARATIONS:
+            raise BackendError(
+                f"backend {name}: declares has {key!r}{nearest(key, DECLARATIONS)}; it can say {_ALLOWED}"
+            )
+        if value not in DECLARATIONS[key]:
+            raise BackendError(f"backend {name}: declares {key!r} to be {value!r}; it can say {_ALLOWED}")
+    return dict(declared)
+
+
+_ALLOWED = ", ".join(f"{{{key!r}: {value!r}}}" for key, values in DECLARATIONS.items() for value in values)
 
 
 def place(error: BaseException) -> str:
@@ -163,52 +249,3 @@ def check_device(device: str) -> None:
 
         if not torch.cuda.is_available():
             raise BackendError("--device cuda needs a GPU, and torch sees none; `narrowgauge doctor` says more")
-
-
-def as_quantized(result: Any, x: torch.Tensor, recipe: Recipe) -> Quantized:
-    """A backend's result as a Quantized of `x`.
-
-    Takes an object with codes, scales and amax, a mapping of them, or a tuple in that order; amax may be None where a
-    kernel does not show it. float4 and float8 dtypes of torch are seen as their bytes. Raises BackendError where a part
-    is missing or has another shape, dtype or device.
-    """
-    import torch
-
-    if isinstance(result, Mapping):
-        parts = dict(result)
-    elif isinstance(result, tuple | list):
-        if len(result) > 3:
-            raise BackendError(f"quantize gave {len(result)} things; it gives codes, scales and amax")
-        parts = dict(zip(("codes", "scales", "amax"), result, strict=False))
-    elif not hasattr(result, "codes"):
-        raise BackendError(f"quantize gave {type(result).__name__}; it gives codes, scales and amax")
-    else:
-        parts = {name: getattr(result, name, None) for name in ("codes", "scales", "amax", "tensor_scale")}
-    shape = (x.shape[0], x.shape[1])
-    wanted = {
-        "codes": (torch.uint8, codes_shape(shape, recipe), True),
-        "scales": (torch.uint8, scales_shape(shape, recipe), True),
-        "amax": (torch.float32, (1,), False),
-        "tensor_scale": (torch.float32, (1,), False),
-    }
-    checked: dict[str, Any] = {}
-    for name, (dtype, expected, required) in wanted.items():
-        part = parts.get(name)
-        if part is None and not required:
-            checked[name] = None
-            continue
-        if not isinstance(part, torch.Tensor):
-            raise BackendError(
-                f"quantize gave {name} as {type(part).__name__}, not a tensor; it gives codes, scales and amax"
-            )
-        if dtype == torch.uint8 and part.dtype != dtype and part.element_size() == 1:
-            part = part.view(torch.uint8)
-        if part.dtype != dtype or tuple(part.shape) != tuple(expected):
-            raise BackendError(
-                f"quantize gave {name} as {_dtype(part.dtype)} of shape {tuple(part.shape)}; "
-                f"{recipe} of {shape} has {_dtype(dtype)} of shape {tuple(expected)}"
-            )
-        if part.device != x.device:
-            raise BackendError(f"quantize gave {name} on {part.device}; its input is on {x.device}")
-        checked[name] = part.detach().contiguous()
-    return Quantized(checked["codes"], checked["scales"], checked["amax"], recipe, shape, checked["tensor_scale"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ REPEATS = 9
 QUANTIZE = {"cpu": 4096, "cuda": 16384}
 """Rows and columns of the matrix that is quantized: on a GPU several times its L2."""
 GEMM = 1024
+VARIANTS = ("nvfp4-2d", "nvfp4-rht", "nvfp4-rht-sr", "nvfp4-rowscaled", "nvfp4-4over6-448-mae")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ def measure(device_name: str) -> list[Row]:
     add("reference quantize nvfp4", lambda: reference.quantize(x, "nvfp4"), n, elements, copy)
     add("native quantize nvfp4", lambda: native.quantize(x, "nvfp4"), n, elements, copy)
     add("native quantize nvfp4, amax given", lambda: native.quantize(x, "nvfp4", amax=amax), n, elements, copy)
+    for recipe in VARIANTS:
+        random = (0, 0) if recipe.endswith("-sr") else None
+        for name, doors in (("reference", reference), ("native", native)):
+            one, both = (partial(door, x, recipe, random=random) for door in (doors.quantize, doors.quantize_both))
+            add(f"{name} quantize {recipe}", one, n, elements, copy)
+            add(f"{name} quantize_both {recipe}", both, n, elements, copy)
     quantized = native.quantize(x, "nvfp4")
     add("native dequantize to bf16", lambda: native.dequantize(quantized, torch.bfloat16), n, elements, copy)
 

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from harness.case import Case, nearest
+from harness.case import Case, case_of
 from harness.inputs import TORCH_DTYPES
+from harness.schema import nearest, problem
+from reference.recipes import recipe
 
 GEMM_ROWS = 128
 """M of the gemm cases of a captured weight."""
@@ -191,23 +193,42 @@ _UNREADABLE = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, 
 def captured_cases(
     captured: Captured, *, operations: Sequence[str] = ("quantize", "gemm"), recipes: Sequence[str] = ("nvfp4",)
 ) -> list[Case]:
-    """Quick cases for each captured matrix and recipe.
+    """Quick cases for each captured matrix and recipe, as far as the two go together; `refused` names the others.
 
     quantize: rowwise and columnwise. gemm: the matrix is w (N, K), x is normal (128, K) of the same dtype, the output
-    bf16 and fp32.
+    bf16 and fp32; the layout is the one that the recipe can have.
     """
+    points = _points(captured, operations, recipes)
+    return [case_of(point, "quick", str(captured.path)) for _, point in points if not problem(point)]
+
+
+def refused(
+    captured: Captured, *, operations: Sequence[str] = ("quantize", "gemm"), recipes: Sequence[str] = ("nvfp4",)
+) -> list[str]:
+    """One sentence for everything that `captured_cases` leaves out: which tensor, what of it, why."""
+    found = (
+        f"{captured.path}: {name} makes no {point['operation']} case: {reason}"
+        for name, point in _points(captured, operations, recipes)
+        if (reason := problem(point))
+    )
+    return list(dict.fromkeys(found))
+
+
+def _points(
+    captured: Captured, operations: Sequence[str], recipes: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-    file = str(captured.path)
-    cases = []
     for name, tensor in captured.tensors.items():
-        inputs, dtype = f"{captured.path.name}:{name}", names[tensor.dtype]
+        dtype = names[tensor.dtype]
         rows, columns = tensor.shape
-        for recipe in recipes:
+        for rule in recipes:
+            point = {"recipe": rule, "inputs": f"{captured.path.name}:{name}"}
             if "quantize" in operations:
-                for flags in ((), ("columnwise",)):
-                    cases.append(Case("quantize", recipe, (rows, columns), dtype, inputs, flags, "quick", file))
+                quantize = {**point, "operation": "quantize", "shape": [rows, columns], "dtype": dtype}
+                for usage in ("rowwise", "columnwise"):
+                    yield name, {**quantize, "usage": usage}
             if "gemm" in operations:
+                gemm = {**point, "operation": "gemm", "shape": [GEMM_ROWS, columns, rows], "x": dtype, "w": dtype}
+                layout = "nt" if recipe(rule).transform else "tn"
                 for out in ("bf16", "fp32"):
-                    dtypes, shape = f"{dtype}x{dtype}-{out}", (GEMM_ROWS, columns, rows)
-                    cases.append(Case("gemm", recipe, shape, dtypes, inputs, ("tn",), "quick", file))
-    return cases
+                    yield name, {**gemm, "out": out, "layout": layout}

@@ -6,21 +6,16 @@ key of `KEYS[operation]`; the product of the lists is its cases. cases/README.md
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.families import families_of
+from harness import schema
+from harness.sections import section_sizes
 from reference.recipes import recipe
-
-TIERS = ("quick", "full")
-DTYPES = ("fp32", "bf16", "fp16")
-USAGES = ("rowwise", "columnwise")
-LAYOUTS = ("tn", "nn", "nt")
 
 
 class CaseFileError(Exception):
@@ -33,10 +28,11 @@ class Case:
 
     operation: str
     recipe: str
+    """Name of the recipe; of a gemm `recipe+w_recipe` where they differ; nothing of a swizzle."""
     shape: tuple[int, ...]
-    """(M, K) of a quantize, (M, K, N) of a gemm."""
+    """(M, K), or (…, K) of a quantize; (M, K, N) of a gemm; (R, C) of a swizzle."""
     dtype: str
-    """Of the input; of a gemm `bf16xfp32-bf16`: x, w and output."""
+    """Of the input; of a gemm `bf16xfp32-bf16`: x, w and output; nothing of a swizzle."""
     inputs: str
     """Input family, or `file:tensor` of captured tensors."""
     flags: tuple[str, ...] = ()
@@ -45,9 +41,9 @@ class Case:
 
     @property
     def id(self) -> str:
-        """operation/recipe/shape/dtype/inputs, then the flags joined by +."""
+        """operation/recipe/shape/dtype/inputs, those that there are, then the flags joined by +."""
         parts = [self.operation, self.recipe, "x".join(map(str, self.shape)), self.dtype, self.inputs]
-        return "/".join([*parts, "+".join(self.flags)] if self.flags else parts)
+        return "/".join(part for part in [*parts, "+".join(self.flags)] if part)
 
     @property
     def dtypes(self) -> tuple[str, str, str]:
@@ -57,67 +53,45 @@ class Case:
         return x, w, out
 
     @property
+    def recipes(self) -> tuple[str, str]:
+        """Of a gemm: the recipes of x and w."""
+        x, _, w = self.recipe.partition("+")
+        return x, w or x
+
+    @property
     def layout(self) -> str:
         """Of a gemm: `tn`, `nn` or `nt`."""
         return self.flags[0]
 
+    @property
+    def usage(self) -> str:
+        """Of a quantize: `rowwise`, `columnwise` or `both`."""
+        return self._flag(schema.USAGES)
 
-def _dims(count: int, names: str) -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:
-        sizes = isinstance(value, list) and len(value) == count and all(type(n) is int and n >= 0 for n in value)
-        return None if sizes else f"is {value!r}; a shape is {names}, {count} sizes that are not negative"
+    @property
+    def view(self) -> str:
+        """How the tensor lies in memory: `contiguous`, `strided` or `transposed`."""
+        return self._flag(schema.VIEWS)
 
-    return check
+    @property
+    def scales(self) -> str:
+        """How the scales are asked for: `linear` or `swizzled`."""
+        return self._flag(schema.SCALES)
 
+    @property
+    def words(self) -> bool:
+        """Whether random bits are given as words, and not as seed and offset."""
+        return "words" in self.flags
 
-def _one_of(choices: Iterable[str]) -> Callable[[Any], str | None]:
-    known = list(choices)
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Of a grouped operation: the rows of each section."""
+        rule = recipe(self.recipes[0])
+        return section_sizes(self.flags[0], self.shape[0], whole=schema.whole_of(rule, self.usage))
 
-    def check(value: Any) -> str | None:
-        return None if value in known else f"is {value!r}{nearest(value, known)}; it can be {', '.join(known)}"
-
-    return check
-
-
-def _recipe(value: Any) -> str | None:
-    try:
-        recipe(value)
-    except (ValueError, AttributeError) as error:
-        return f"is {value!r}: {error}" if isinstance(error, ValueError) else f"is {value!r}, not a recipe's name"
-    return None
-
-
-def _boolean(value: Any) -> str | None:
-    return None if isinstance(value, bool) else f"is {value!r}; it can be true or false"
-
-
-KEYS: dict[str, dict[str, Callable[[Any], str | None]]] = {
-    "quantize": {
-        "recipe": _recipe,
-        "shape": _dims(2, "[M, K]"),
-        "dtype": _one_of(DTYPES),
-        "inputs": _one_of(families_of("quantize")),
-        "usage": _one_of(USAGES),
-    },
-    "gemm": {
-        "recipe": _recipe,
-        "shape": _dims(3, "[M, K, N]"),
-        "x": _one_of(DTYPES),
-        "w": _one_of(DTYPES),
-        "out": _one_of(DTYPES),
-        "inputs": _one_of(families_of("gemm")),
-        "layout": _one_of(LAYOUTS),
-        "accumulate": _boolean,
-        "bias": _boolean,
-    },
-}
-OPTIONAL: dict[str, list[Any]] = {"usage": ["rowwise"], "layout": ["tn"], "accumulate": [False], "bias": [False]}
-
-
-def nearest(word: Any, known: Iterable[str]) -> str:
-    """` (did you mean …?)` with the known word nearest to `word`, or nothing."""
-    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    def _flag(self, choices: tuple[str, ...]) -> str:
+        """The choice among the flags; the first of them is the default, which no flag names."""
+        return next((choice for choice in choices if choice in self.flags), choices[0])
 
 
 def load(path: str | Path) -> list[Case]:
@@ -135,7 +109,7 @@ def load(path: str | Path) -> list[Case]:
     for key in content:
         if key != "matrix":
             raise CaseFileError(
-                f"{path}: unknown key {key!r}{nearest(key, ['matrix'])}; a case file holds [[matrix]] tables"
+                f"{path}: unknown key {key!r}{schema.nearest(key, ['matrix'])}; a case file holds [[matrix]] tables"
             )
     tables = content.get("matrix")
     if not isinstance(tables, list) or not tables:
@@ -158,33 +132,38 @@ def _expand(table: Any, where: str, file: str) -> Iterable[Case]:
     if not isinstance(table, dict):
         raise CaseFileError(f"{where}: is {table!r}; a matrix is a table of keys")
     operation = table.get("operation")
-    if not isinstance(operation, str) or operation not in KEYS:
-        raise CaseFileError(f"{where}: operation {_one_of(KEYS)(operation)}")
-    keys = KEYS[operation]
+    if not isinstance(operation, str) or operation not in schema.KEYS:
+        raise CaseFileError(f"{where}: operation {schema.one_of(schema.KEYS)(operation)}")
+    keys = schema.KEYS[operation]
     known = ["operation", "tier", *keys]
     for key in table:
         if key not in known:
             raise CaseFileError(
-                f"{where}: unknown key {key!r}{nearest(key, known)}; a {operation} has {', '.join(known)}"
+                f"{where}: unknown key {key!r}{schema.nearest(key, known)}; a {operation} has {', '.join(known)}"
             )
     tier = table.get("tier")
-    if tier not in TIERS:
-        raise CaseFileError(f"{where}: tier {_one_of(TIERS)(tier)}")
+    if tier not in schema.TIERS:
+        raise CaseFileError(f"{where}: tier {schema.one_of(schema.TIERS)(tier)}")
     axes = []
     for key, check in keys.items():
-        if key not in table and key not in OPTIONAL:
-            raise CaseFileError(
-                f"{where}: {key} is missing; a {operation} needs {', '.join(k for k in keys if k not in OPTIONAL)}"
-            )
-        values = _values(key, table[key]) if key in table else OPTIONAL[key]
+        if key not in table and key not in schema.OPTIONAL:
+            needed = ", ".join(k for k in keys if k not in schema.OPTIONAL)
+            raise CaseFileError(f"{where}: {key} is missing; a {operation} needs {needed}")
+        if key not in table:
+            axes.append([schema.OPTIONAL[key]])
+            continue
+        values = _values(key, table[key])
         if not values:
             raise CaseFileError(f"{where}: {key} is an empty list, which selects nothing")
         for value in values:
-            if problem := check(value):
-                raise CaseFileError(f"{where}: {key} {problem}")
+            if wrong := check(value):
+                raise CaseFileError(f"{where}: {key} {wrong}")
         axes.append(values)
-    for point in itertools.product(*axes):
-        yield _case(operation, dict(zip(keys, point, strict=True)), tier, file)
+    for chosen in itertools.product(*axes):
+        point = {"operation": operation, **dict(zip(keys, chosen, strict=True))}
+        if wrong := schema.problem(point):
+            raise CaseFileError(f"{where}: {wrong}")
+        yield case_of(point, tier, file)
 
 
 def _values(key: str, given: Any) -> list[Any]:
@@ -193,14 +172,17 @@ def _values(key: str, given: Any) -> list[Any]:
     return given if isinstance(given, list) else [given]
 
 
-def _case(operation: str, point: dict[str, Any], tier: str, file: str) -> Case:
-    if operation == "quantize":
-        dtype = point["dtype"]
-        flags = tuple(f for f in (point["usage"],) if f != "rowwise")
-    else:
-        dtype = f"{point['x']}x{point['w']}-{point['out']}"
-        flags = (point["layout"], *(name for name in ("accumulate", "bias") if point[name]))
-    return Case(operation, point["recipe"], tuple(point["shape"]), dtype, point["inputs"], flags, tier, file)
+def case_of(point: schema.Point, tier: str = "quick", file: str = "") -> Case:
+    """The case of a point: flags are a layout, sections, and whatever differs from its default."""
+    names = dict.fromkeys(schema.recipes_of(point)) if "recipe" in point else {}
+    dtype = f"{point['x']}x{point['w']}-{point['out']}" if "out" in point else point.get("dtype", "")
+    flags = [point[key] for key in ("layout", "sections") if key in point]
+    for key, choices in schema.FLAGS.items():
+        if point.get(key) in choices[1:]:  # the first is the default
+            flags.append(point[key])
+    flags += [key for key in ("accumulate", "bias") if point.get(key)]
+    shape = tuple(point["shape"])
+    return Case(point["operation"], "+".join(names), shape, dtype, point["inputs"], tuple(flags), tier, file)
 
 
 def load_all(paths: Sequence[str | Path]) -> list[Case]:

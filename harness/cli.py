@@ -35,6 +35,9 @@ Input = Annotated[
 Tensors = Annotated[
     list[str] | None, typer.Option("--tensor", help="Of --input: this tensor alone; may be given again.")
 ]
+Recipes = Annotated[
+    list[str] | None, typer.Option("--recipe", help="Of --input: this recipe (default: nvfp4); may be given again.")
+]
 USAGE_ERROR = 2
 
 
@@ -44,26 +47,37 @@ def _stop(message: str) -> NoReturn:
 
 
 def _select(
-    paths: list[Path] | None, tier: str, keyword: str, source: Path | None, tensors: list[str] | None
+    paths: list[Path] | None,
+    tier: str,
+    keyword: str,
+    source: Path | None,
+    tensors: list[str] | None,
+    recipes: list[str] | None,
 ) -> list[Case]:
-    from harness.case import TIERS, CaseFileError, load_all, nearest, select
+    from harness.case import CaseFileError, load_all, select
+    from harness.schema import TIERS, nearest
 
     if tier not in TIERS:
         _stop(f"--tier is {tier!r}{nearest(tier, TIERS)}; it can be {', '.join(TIERS)}")
     if source is None and tensors:
         _stop("--tensor names tensors of an --input file, and none is given")
+    if source is None and recipes:
+        _stop("--recipe names recipes for an --input file, and none is given")
     if source is not None and paths:
         _stop(f"cases come from case files or from --input, not from both: {paths[0]} and {source}")
     try:
         if source is None:
             cases = load_all(paths or [CASES])
         else:
-            from harness.capture import Captured, captured_cases
+            from harness.capture import Captured, captured_cases, refused
+            from reference.recipes import recipe
 
             captured = Captured.load(source, tensors)
-            if note := captured.note():
-                typer.echo(note, err=True)
-            cases = captured_cases(captured)
+            names = [str(recipe(name)) for name in recipes or ["nvfp4"]]
+            for note in [captured.note(), *refused(captured, recipes=names)]:
+                if note:
+                    typer.echo(note, err=True)
+            cases = captured_cases(captured, recipes=names)
         chosen = select(cases, tier=tier, keyword=keyword)
     except (CaseFileError, ValueError) as error:
         _stop(str(error))
@@ -73,7 +87,7 @@ def _select(
 
 
 def _check_device(device: str) -> None:
-    from harness.case import nearest
+    from harness.schema import nearest
 
     devices = ("cpu", "cuda")
     if device not in devices:
@@ -88,10 +102,15 @@ def _check_device(device: str) -> None:
 
 @app.command("list")
 def list_cases(
-    paths: Paths = None, tier: Tier = "quick", keyword: Keyword = "", source: Input = None, tensors: Tensors = None
+    paths: Paths = None,
+    tier: Tier = "quick",
+    keyword: Keyword = "",
+    source: Input = None,
+    tensors: Tensors = None,
+    recipes: Recipes = None,
 ) -> None:
     """Print the ids of the cases that a run with the same arguments would run."""
-    chosen = _select(paths, tier, keyword, source, tensors)
+    chosen = _select(paths, tier, keyword, source, tensors, recipes)
     for case in chosen:
         typer.echo(case.id)
     typer.echo(f"{len(chosen)} cases", err=True)
@@ -107,6 +126,7 @@ def run(
     seed: Seed = 0,
     source: Input = None,
     tensors: Tensors = None,
+    recipes: Recipes = None,
     workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, or one a GPU.")] = 0,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 300.0,
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/latest"),
@@ -114,7 +134,7 @@ def run(
     """Run cases and write a report. Exit status 0 only if every case passed."""
     from harness.session import run_session
 
-    chosen = _select(paths, tier, keyword, source, tensors)
+    chosen = _select(paths, tier, keyword, source, tensors, recipes)
     _check_device(device)
     from harness.backend import BackendError
     from harness.pool import Settings
@@ -144,12 +164,13 @@ def show(
     device: Device = "cpu",
     seed: Seed = 0,
     source: Input = None,
+    recipes: Recipes = None,
     at: Annotated[str, typer.Option("--at", help="row,column to show (default: the first wrong element).")] = "",
 ) -> None:
     """Run one case and print its stages, element by element, around one place."""
-    from harness.case import nearest
+    from harness.schema import nearest
 
-    cases = {case.id: case for case in _select(paths, "full", "", source, None)}
+    cases = {case.id: case for case in _select(paths, "full", "", source, None, recipes)}
     if case_id not in cases:
         _stop(f"no case is called {case_id!r}{nearest(case_id, cases)}")
     _check_device(device)

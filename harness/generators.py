@@ -5,6 +5,7 @@ Every value is built exactly, or from one float32 rounding, and then rounded onc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -143,10 +144,27 @@ def _e4m3_ties(want: Wanted) -> torch.Tensor:
     return _pin(want, x, magnitude)
 
 
+def _single(want: Wanted) -> torch.Tensor:
+    magnitude = (1.5 + 0.5 * want.draw.uniform(*want.blocks)) * _power_of_two(want.draw.below(8, *want.blocks) - 4)
+    return _pin(want, torch.zeros(want.shape), magnitude)
+
+
 def _low_rows(want: Wanted) -> torch.Tensor:
     # 10 and 21 have no common divisor: 21 rows have every exponent, and the first three have the ends and the middle.
     scale = _power_of_two(8 - 10 * torch.arange(want.rows) % 21)
     return want.draw.normal(*want.shape).mul_(scale.unsqueeze(1))
+
+
+def _exponents(want: Wanted) -> torch.Tensor:
+    # Row after row every power of two of the dtype, from any of them on; each is the amax of its row.
+    limits = torch.finfo(want.dtype)
+    lowest = math.frexp(limits.smallest_normal * limits.eps)[1] - 1
+    count = math.frexp(limits.max)[1] - lowest
+    exponent = lowest + (want.draw.index(count) + torch.arange(want.rows)) % count
+    scale = torch.ldexp(torch.ones(want.rows, 1, dtype=torch.float64), exponent.unsqueeze(1))
+    x = want.draw.uniform(*want.shape).mul(scale).to(want.dtype)
+    place = want.draw.below(min(want.columns, 1 << 15), want.rows, 1).long()
+    return x.scatter_(1, place, (want.draw.signs(want.rows, 1) * scale).to(want.dtype))
 
 
 def _huge(want: Wanted) -> torch.Tensor:
@@ -211,6 +229,19 @@ def _position(want: Wanted) -> torch.Tensor:
     return value * want.spread(scale) * 2.0 ** (want.draw.index(4) - 8)
 
 
+def _spread(want: Wanted) -> torch.Tensor:
+    # Every other block on average has two largest elements of one magnitude, which cancel in half of a rotation's sums:
+    # what the order of summation did to the small ones is left.
+    low, high = (-14, 10) if want.dtype == torch.float16 else (-30, 30)
+    exponent = want.draw.below(high - low + 1, *want.shape) + low
+    x = want.draw.normal(*want.shape).clamp_(-4, 4).mul_(_power_of_two(exponent)).to(want.dtype)
+    twins = want.draw.one_in(2, *want.blocks)
+    for _ in range(2):
+        pinned = _pin(want, x.clone(), torch.full(want.blocks, 4.0 * 2.0**high))
+        x = torch.where(want.spread(twins), pinned, x)
+    return x
+
+
 def _lattice(want: Wanted) -> torch.Tensor:
     x = _look_up(torch.tensor(_LATTICE), want.draw.below(len(_LATTICE), *want.shape))
     return _pin(want, x, torch.full(want.blocks, 6.0)).mul_(2.0 ** (want.draw.index(4) - 3))
@@ -237,6 +268,22 @@ def _cancelling(want: Wanted) -> torch.Tensor:
     return x
 
 
+def _bytes(draw: Draw, rows: int, columns: int) -> torch.Tensor:
+    return draw.below(256, rows, columns).to(torch.uint8)
+
+
+def _places(draw: Draw, rows: int, columns: int) -> torch.Tensor:
+    # Of a tile's 512 bytes every value comes twice, never in one row or column: rows 64 to 127 are the first 64 with
+    # their four bytes turned round. 85 and 51 keep a tile from its neighbours, also the diagonal ones.
+    row, column = (torch.arange(n, dtype=torch.int32) for n in (rows, columns))
+    inside = torch.where((row % 128 < 64).unsqueeze(1), column % 4, 3 - column % 4)
+    tile = 85 * (row // 128).unsqueeze(1) + 51 * (column // 4) + draw.index(256)
+    return (4 * row.unsqueeze(1) + inside + tile).bitwise_and_(255).to(torch.uint8)
+
+
+SCALE_BYTES: dict[str, Callable[[Draw, int, int], torch.Tensor]] = {"bytes": _bytes, "position": _places}
+"""The families of a swizzle: bytes (R, C)."""
+
 GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "normal": _normal,
     "uniform": _uniform,
@@ -244,7 +291,9 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "tiles": _tiles,
     "e2m1-ties": _e2m1_ties,
     "e4m3-ties": _e4m3_ties,
+    "single": _single,
     "low-rows": _low_rows,
+    "exponents": _exponents,
     "huge": _huge,
     "subnormal": _subnormal,
     "zeros": _zeros,
@@ -252,6 +301,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "nan": _nan,
     "inf": _inf,
     "position": _position,
+    "spread": _spread,
     "lattice": _lattice,
     "rounding": _rounding,
     "positive": _positive,

@@ -37,6 +37,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.poison = poison
         self._buffers: list[tuple[torch.Tensor, str]] = []
         self._inputs: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        """Memory of each input, and what was in it."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -44,18 +45,23 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def _allocate(self, like: torch.Tensor, device: Any, what: str) -> torch.Tensor:
-        """Guarded memory with the shape, strides and dtype of `like`, whose elements lie dense."""
-        size = like.numel() * like.dtype.itemsize
+        """Guarded memory with the shape, strides and dtype of `like`; poison also between its elements."""
+        size = _extent(like) * like.dtype.itemsize
         buffer = torch.full((ZONE + size + ZONE,), self.poison, dtype=torch.uint8, device=device)
         self._buffers.append((buffer, what))
         inside = buffer[ZONE : ZONE + size].view(like.dtype)
         return inside.as_strided(like.shape, like.stride(), inside.storage_offset())
 
     def guarded(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """A copy of an input between guard zones, remembered so that a change of it is seen."""
-        copy = self._allocate(tensor.contiguous(), tensor.device, f"input {name}")
-        copy.copy_(tensor)
-        self._inputs.append((copy, tensor, name))
+        """A copy of an input between guard zones, with its strides, remembered so that a change of it is seen.
+
+        What lies between the elements of a view is poison, and remembered too.
+        """
+        copy = self._allocate(tensor, tensor.device, f"input {name}").copy_(tensor)
+        memory = self._buffers[-1][0][ZONE:-ZONE]
+        # The memory of a tensor without gaps is that of the original, so no third copy is kept.
+        before = _memory(tensor) if _extent(tensor) == tensor.numel() else memory.clone()
+        self._inputs.append((memory, before, name))
         return copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,23 +85,27 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written = int((zone != self.poison).sum())
                 if written:
                     found.append(f"{written} bytes {where} {what} were written")
-        for copy, original, name in self._inputs:
-            if not torch.equal(_bytes(copy), _bytes(original)):
-                changed = int((_bytes(copy) != _bytes(original)).sum())
-                found.append(f"{changed} bytes of input {name} were changed")
+        for memory, before, name in self._inputs:
+            if not torch.equal(memory, before):
+                found.append(f"{int((memory != before).sum())} bytes of input {name} were changed")
         return found
 
 
 def _guardable(plain: torch.Tensor) -> bool:
     """Whether its elements lie dense, and are any: torch makes room in an empty tensor that is given as `out`."""
-    if plain.layout != torch.strided or plain.numel() == 0:
-        return False
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True))
-    return extent == plain.numel()
+    return plain.layout == torch.strided and 0 < plain.numel() == _extent(plain)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps, as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _meta(args: tuple[Any, ...]) -> list[Any]:

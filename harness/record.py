@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA = 1
+SCHEMA = 2
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: right. fail: a result is wrong. error: the backend raised, or gave something that is no result. crash: its
 process died. timeout: it did not end. unsupported: it says that it does not do this."""
@@ -47,6 +47,8 @@ class Record:
     """Largest distance of a wrong element, in steps of its own format."""
     exact_share: float | None = None
     """Share of outputs in tier 0 of tolerance.md: any order of summation gives the same bits."""
+    excused_share: float | None = None
+    """Share of elements that are right by rule 3 of tolerance.md, though not the bytes of the reference's order."""
     budget_max: float | None = None
     """Largest |out - centre| / budget of a gemm; above 1 no right kernel goes."""
     budget_p99: float | None = None
@@ -68,7 +70,7 @@ class Record:
     output_digest: str = ""
     """Of the bytes that the backend gave: equal on two machines where the results are."""
     stages: list[dict[str, Any]] = field(default_factory=list)
-    """One entry a stage: stage, rule, compared, mismatches, max_ulp, sentence (empty where right)."""
+    """One entry a stage: stage, rule, compared, mismatches, max_ulp, excused, sentence (empty where right)."""
     findings: list[dict[str, Any]] = field(default_factory=list)
     """One entry a wrong stage, for people: `harness.finding` says what is in it."""
 
@@ -82,8 +84,9 @@ NESTED = ("budget_histogram", "sweep", "stages", "findings")
 
 _FRAME_TYPES = {
     "seed": "int64", "compared": "int64", "mismatches": "int64", "max_ulp": "Int64", "interval_ulps_max": "Int64",
-    "exact_share": "float64", "budget_max": "float64", "budget_p99": "float64", "interval_ulps_mean": "float64",
-    "sqnr_db": "float64", "seconds": "float64", "seconds_reference": "float64", "allclose": "boolean",
+    "exact_share": "float64", "excused_share": "float64", "budget_max": "float64", "budget_p99": "float64",
+    "interval_ulps_mean": "float64", "sqnr_db": "float64", "seconds": "float64", "seconds_reference": "float64",
+    "allclose": "boolean",
 }  # fmt: skip
 
 

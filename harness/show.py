@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,26 @@ from harness.backend import Backend
 from harness.capture import Captured
 from harness.case import Case
 from harness.finding import bits, float_view
+from harness.inputs import Inputs
 from harness.operations.outcome import Outcome
+from harness.operations.stages import Judged
 from harness.runner import judge, make_case_inputs
 from reference import ops as reference
 from reference.decode import decode
 from reference.layout import unpack
 from reference.quantized import Quantized
-from reference.recipes import Recipe, recipe
 from reference.scaling import element_factors, tensor_scale
 
+Place = tuple[int, int]
+NEIGHBOURS = 8
+"""Elements of a row that are shown, where it has no blocks."""
 
-def show_case(
-    case: Case, backend: Backend, *, device: str, seed: int, source: Path | None, at: tuple[int, int] | None
-) -> bool:
+
+def show_case(case: Case, backend: Backend, *, device: str, seed: int, source: Path | None, at: Place | None) -> bool:
     """Run `case` and print every stage, then the elements around `at`, (row, column), or around the first wrong one.
 
-    True where every stage is right. Raises BackendError and Unsupported.
+    Rows of sections are counted through all of them; of two halves the place is in the wrong one, or in the rowwise
+    one. True where every stage is right. Raises BackendError and Unsupported.
     """
     console = Console(highlight=False)
     captures = None if source is None else Captured.load(source)
@@ -36,12 +41,8 @@ def show_case(
     outcome = judge(case, inputs, backend)
     console.print(f"{case.id}   backend {backend.name}, device {device}, seed {seed}", markup=False)
     console.print(_stages(outcome))
-    if outcome.actual is None or not outcome.actual.numel():
-        console.print("the result is empty")
-    elif case.operation == "quantize":
-        console.print(_quantize_block(inputs.x, recipe(case.recipe), outcome, _place(outcome, "codes", at, inputs.x)))
-    else:
-        console.print(_outputs(outcome, _place(outcome, "output", at, outcome.actual)))
+    table = _SHOWN[case.operation](inputs, outcome, at)
+    console.print("the result is empty" if table is None else table)
     return all(stage.right for stage in outcome.stages)
 
 
@@ -52,26 +53,69 @@ def _stages(outcome: Outcome) -> Table:
     return table
 
 
-def _place(outcome: Outcome, stage: str, at: tuple[int, int] | None, shape_of: torch.Tensor) -> tuple[int, int]:
-    """Where to look: as asked, within the matrix; else the first wrong element of the last stage; else the first."""
-    if at is not None:
-        return min(at[0], shape_of.shape[0] - 1), min(at[1], shape_of.shape[1] - 1)
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _wrong_element(outcome: Outcome, stage: str) -> dict[str, Any] | None:
+    """The first wrong element of a stage."""
     for result in outcome.stages:
         if result.stage == stage and result.finding is not None:
-            first = result.finding["elements"][0]
-            return first["row"], first["column"]
-    return 0, 0
+            found: dict[str, Any] = result.finding["elements"][0]
+            return found
+    return None
 
 
-def _quantize_block(x: torch.Tensor, rule: Recipe, outcome: Outcome, at: tuple[int, int]) -> Table:
+def _place(outcome: Outcome, stage: str, at: Place | None, shape: Sequence[int]) -> Place:
+    """Where to look in a matrix: as asked, within it; else the first wrong element of the stage; else the first."""
+    if at is not None:
+        return min(at[0], shape[0] - 1), min(at[1], shape[1] - 1)
+    element = _wrong_element(outcome, stage)
+    return (0, 0) if element is None else (element["row"], element["column"])
+
+
+def _quantized(_: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
+    """A block of the matrix that has the place."""
+    wrong = {judged.prefix: _wrong_element(outcome, f"{judged.prefix}codes") for judged in outcome.judged}
+    prefix = next((prefix for prefix, element in wrong.items() if element), next(iter(wrong), ""))
+    parts = [judged for judged in outcome.judged if judged.prefix == prefix]
+    some = [number for number, judged in enumerate(parts) if judged.subject.matrix.numel()]
+    if not some:
+        return None
+    element = wrong[prefix]
+    number = some[0] if element is None else element.get("section", 0)
+    if at is not None:
+        number, at = _section(parts, some, at)
+    judged = parts[number]
+    place = _place(outcome, f"{prefix}codes", at, judged.subject.matrix.shape)
+    name = f"section {number}, " if len(parts) > 1 else f"{prefix.rstrip('.')} half, " if prefix else ""
+    return _block(judged, place, name)
+
+
+def _section(parts: list[Judged], some: list[int], at: Place) -> tuple[int, Place]:
+    """The part that has a row, counted through all of them, and the place in it; the last for a row behind them."""
+    row = at[0]
+    for number in some[:-1]:
+        rows = parts[number].subject.matrix.shape[0]
+        if row < rows:
+            return number, (row, at[1])
+        row -= rows
+    return some[-1], (row, at[1])
+
+
+def _block(judged: Judged, at: Place, name: str) -> Table:
+    x, oracle, kernel = judged.subject.x, judged.oracle, judged.kernel
+    rule = judged.subject.recipe
     row, block = at[0], at[1] // rule.block[1]
     columns = range(block * rule.block[1], min((block + 1) * rule.block[1], x.shape[1]))
-    oracle = reference.quantize(x, rule)
-    kernel = _kernel(outcome, oracle)
-    table = Table(title=_block_title(oracle, kernel, row, block), title_justify="left", box=None)
-    for heading in ("column", "x", "bits of x", "x·e", "expected", "", "actual", ""):
-        table.add_column(heading, justify="right")
-    factor = element_factors(kernel.scales[row : row + 1], _encode_scale(kernel, oracle), rule)[0, block]
+    title = f"{name}row {row}, block {block}" + (", rotated in the reference's order" if rule.transform else "")
+    lines = [title, *(_scales(which, q, row, block) for which, q in (("expected", oracle), ("actual", kernel)))]
+    table = _table("\n".join(lines), ("column", "x", "bits of x", "x·e", "expected", "", "actual", ""))
+    encode = _of_row(_encode_scale(kernel), row)
+    factor = element_factors(kernel.scales[row : row + 1], encode, rule)[0, block]
     codes = [unpack(q.codes[row : row + 1], x.shape[1])[0] for q in (oracle, kernel)]
     for column in columns:
         value, raw = float_view(x[row, column])
@@ -83,49 +127,93 @@ def _quantize_block(x: torch.Tensor, rule: Recipe, outcome: Outcome, at: tuple[i
     return table
 
 
-def _kernel(outcome: Outcome, oracle: Quantized) -> Quantized:
-    parts = outcome.outputs
-    codes, scales = parts["codes"], parts["scales"]
-    assert codes is not None
-    assert scales is not None
-    return Quantized(codes, scales, parts["amax"], oracle.recipe, oracle.shape, parts["tensor_scale"])
+def _encode_scale(q: Quantized) -> torch.Tensor:
+    if q.tensor_scale is not None:
+        return q.tensor_scale
+    assert q.amax is not None
+    return tensor_scale(q.amax, q.recipe)
 
 
-def _encode_scale(kernel: Quantized, oracle: Quantized) -> torch.Tensor:
-    if kernel.tensor_scale is not None:
-        return kernel.tensor_scale
-    amax = oracle.amax if kernel.amax is None else kernel.amax
-    assert amax is not None
-    return tensor_scale(amax, kernel.recipe)
+def _of_row(numbers: torch.Tensor, row: int) -> torch.Tensor:
+    """The number of a row, (1,), where there is one for each, else that of the tensor."""
+    return numbers[row : row + 1] if len(numbers) > 1 else numbers
 
 
-def _block_title(oracle: Quantized, kernel: Quantized, row: int, block: int) -> str:
-    lines = [f"row {row}, block {block}"]
-    for name, q in (("expected", oracle), ("actual", kernel)):
-        scale = q.scales[row, block]
-        parts: list[Any] = [bits(int(scale), q.recipe.scale.bits), float(decode(scale.view(1), q.recipe.scale))]
-        amax = "not shown" if q.amax is None else float(q.amax)
-        encode = "not shown" if q.tensor_scale is None else float(q.tensor_scale)
-        lines.append(f"{name}: amax {amax}, tensor scale {encode}, block scale {parts[0]} = {parts[1]}")
-    return "\n".join(lines)
+def _scales(which: str, q: Quantized, row: int, block: int) -> str:
+    scale = q.scales[row, block]
+    amax = "not shown" if q.amax is None else float(_of_row(q.amax, row))
+    encode = "not shown" if q.tensor_scale is None else float(_of_row(q.tensor_scale, row))
+    value = float(decode(scale.view(1), q.recipe.scale))
+    return f"{which}: amax {amax}, tensor scale {encode}, block scale {bits(int(scale), q.recipe.scale.bits)} = {value}"
 
 
-def _outputs(outcome: Outcome, at: tuple[int, int]) -> Table:
-    assert outcome.actual is not None
-    limits = outcome.limits
+def _product(_: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
+    output, limits = outcome.actual, outcome.limits
+    assert output is not None
     assert limits is not None
-    row = at[0]
-    start = at[1] // 8 * 8
-    table = Table(title=f"row {row}", title_justify="left", box=None)
-    for heading in ("column", "rule", "expected", "", "lower", "upper", "actual", ""):
-        table.add_column(heading, justify="right")
-    for column in range(start, min(start + 8, outcome.actual.shape[1])):
-        here = (row, column)
-        expected, actual = float_view(limits.expected[here]), float_view(outcome.actual[here])
+    if not output.numel():
+        return None
+    row, column = _place(outcome, "output", at, output.shape)
+    table = _table(f"row {row}", ("column", "rule", "expected", "", "lower", "upper", "actual", ""))
+    for here in _around(row, column, output):
         exact = bool(limits.exact[here])
-        table.add_row(
-            str(column), "exact" if exact else "bound", str(expected[0]), expected[1],
-            "" if exact else str(float(limits.lower[here])), "" if exact else str(float(limits.upper[here])),
-            str(actual[0]), actual[1], style="" if expected == actual else "bold",
-        )  # fmt: skip
+        ends = None if exact else (limits.lower[here], limits.upper[here])
+        _add(table, here, ["exact" if exact else "bound"], limits.expected[here], ends, output[here])
     return table
+
+
+def _transform(inputs: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
+    output, expected = outcome.actual, outcome.expected
+    assert output is not None
+    assert expected is not None
+    if not output.numel():
+        return None
+    row, column = _place(outcome, "output", at, output.shape)
+    table = _table(f"row {row}", ("column", "x", "expected", "", "lower", "upper", "actual", ""))
+    for here in _around(row, column, output):
+        ends = None if outcome.ends is None else (outcome.ends[0][here], outcome.ends[1][here])
+        _add(table, here, [str(float(inputs.x[here]))], expected[here], ends, output[here])
+    return table
+
+
+def _around(row: int, column: int, matrix: torch.Tensor) -> list[Place]:
+    start = column // NEIGHBOURS * NEIGHBOURS
+    return [(row, c) for c in range(start, min(start + NEIGHBOURS, matrix.shape[1]))]
+
+
+def _add(
+    table: Table,
+    here: Place,
+    first: list[str],
+    expected: torch.Tensor,
+    ends: tuple[torch.Tensor, torch.Tensor] | None,
+    actual: torch.Tensor,
+) -> None:
+    wanted, found = float_view(expected), float_view(actual)
+    lower, upper = ("", "") if ends is None else (str(float(end)) for end in ends)
+    cells = [str(here[1]), *first, str(wanted[0]), wanted[1], lower, upper, str(found[0]), found[1]]
+    table.add_row(*cells, style="" if wanted == found else "bold")
+
+
+def _swizzle(inputs: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
+    swizzled, scales = outcome.outputs["swizzled"], inputs.x
+    assert swizzled is not None
+    if not scales.numel():
+        return None
+    row, column = _place(outcome, "layout", at, scales.shape)
+    linear = reference.unswizzle(swizzled, (scales.shape[0], scales.shape[1]))
+    table = _table(f"row {row}", ("column", "byte", "read back"))
+    for here in _around(row, column, scales):
+        expected, actual = (f"0x{int(t[here]):02X}" for t in (scales, linear))
+        table.add_row(str(here[1]), expected, actual, style="" if expected == actual else "bold red")
+    return table
+
+
+_SHOWN: dict[str, Callable[[Inputs, Outcome, Place | None], Table | None]] = {
+    "quantize": _quantized,
+    "quantize-grouped": _quantized,
+    "transform": _transform,
+    "swizzle": _swizzle,
+    "gemm": _product,
+    "gemm-grouped": _product,
+}

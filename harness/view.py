@@ -13,6 +13,8 @@ def reproduction(record: dict[str, Any]) -> str:
         words += ["--seed", str(record["seed"])]
     if record["inputs"] and ":" in record["inputs"]:
         words += ["--input", record["file"]]
+        if record["recipe"] != "nvfp4":
+            words += ["--recipe", record["recipe"]]
     return shlex.join(words)
 
 

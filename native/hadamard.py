@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from native.arguments import BLOCK, THREADS, as_matrix, blocks_for, check_rotated, supported
+from native.arguments import BLOCK, THREADS, blocks_for, check_rotated, supported
 from native.launch import launch
 from reference.recipes import Recipe
 
@@ -18,9 +18,10 @@ def transform(x: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
     r = supported(recipe)
     if r.transform is None:
         raise ValueError(f"recipe {r} has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have")
-    x = as_matrix(x)
+    check_rotated(x, x.shape[-1] if x.dim() else 0, r)
+    if x.dim() != 2:
+        raise ValueError(f"recipe {r} rotates rows of a matrix (M, K), not shape {tuple(x.shape)}; reshape it first")
     rows, columns = x.shape
-    check_rotated(x, columns, r)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     group = r.transform.group
     factor = torch.tensor(group**-0.5).bfloat16().item()  # 1/√group to nearest, ¼ for 16

@@ -247,26 +247,27 @@ def _both_amaxes(
 ) -> list[torch.Tensor | None]:
     """The amax of either half, None for one that is not wanted. Before and after a rotation they cost one read."""
     wanted = (rowwise, columnwise)
-    if given[0] is not None or given[1] is not None:
-        for amax, side, name, extent in zip(given, wanted, ("rowwise", "columnwise"), x.shape, strict=True):
-            if side:
-                if amax is None:
-                    raise ValueError(f"amax holds that of either half; the {name} one is missing")
-                check_tensor(amax, f"{name} amax", (torch.float32,), amax_shape((extent, 0), r))
-        return [amax if side else None for amax, side in zip(given, wanted, strict=True)]
+    for amax, side, name, extent in zip(given, wanted, ("rowwise", "columnwise"), x.shape, strict=True):
+        if side and amax is not None:
+            check_tensor(amax, f"{name} amax", (torch.float32,), amax_shape((extent, 0), r))
+    missing = [side and amax is None for side, amax in zip(wanted, given, strict=True)]
+    own = _own_amaxes(x, r, rowwise=missing[0], columnwise=missing[1]) if any(missing) else (None, None)
+    found = [amax if amax is not None else mine for amax, mine in zip(given, own, strict=True)]
+    return [amax if side else None for side, amax in zip(wanted, found, strict=True)]
+
+
+def _own_amaxes(
+    x: torch.Tensor, r: Recipe, *, rowwise: bool, columnwise: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if r.transform is not None:
-        return list(
-            oriented_amax(
-                x, plain=rowwise, rotated=columnwise, along_rows=False, signs=r.transform.signs,
-                propagate_nan=r.nan == "propagate",
-            )
+        return oriented_amax(
+            x, plain=rowwise, rotated=columnwise, along_rows=False, signs=r.transform.signs,
+            propagate_nan=r.nan == "propagate",
         )  # fmt: skip
     if r.granularity == "row":
-        return [
-            _amax(x, r, along_rows=along) if side else None for along, side in zip((True, False), wanted, strict=True)
-        ]
+        return (_amax(x, r) if rowwise else None), (_amax(x, r, along_rows=False) if columnwise else None)
     amax = _amax(x, r)
-    return [amax if side else None for side in wanted]
+    return amax, amax
 
 
 def quantize_grouped(

@@ -9,6 +9,9 @@ from reference.quantized import GroupedQuantized, Quantized
 from reference.recipes import recipe
 
 __all__ = [
-    "GroupedQuantized", "Quantized", "dequantize", "gemm", "gemm_grouped", "quantize", "quantize_both",
+    "GroupedQuantized", "Quantized", "declares", "dequantize", "gemm", "gemm_grouped", "quantize", "quantize_both",
     "quantize_grouped", "recipe", "swizzle", "transform", "unswizzle",
 ]  # fmt: skip
+
+declares = {"transform": "butterfly"}
+"""Rotations sum in the order of `reference.hadamard`."""

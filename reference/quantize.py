@@ -190,11 +190,8 @@ def quantize_both(
     if rowwise:
         row = quantize(x, recipe.rowwise, amax=given[0], random=bits[0], swizzled=swizzled)
     if columnwise:
-        if recipe.candidates != "6" and recipe.block[0] > 1:
-            column = _transposed_tiles(_quantize(x, recipe, given[1], None))
-            column = replace(column, scales=swizzle(column.scales), swizzled=True) if swizzled else column
-        else:
-            column = quantize(x.T, recipe, amax=given[1], random=bits[1], swizzled=swizzled)
+        column = _quantize_transpose(x, recipe, given[1], bits[1])
+        column = replace(column, scales=swizzle(column.scales), swizzled=True) if swizzled else column
     return row, column
 
 
@@ -213,8 +210,13 @@ def split_random(
     raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
 
 
-def _transposed_tiles(q: Quantized) -> Quantized:
-    """The transpose of a matrix quantized in square tiles."""
+def _quantize_transpose(
+    x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None, random: Random | None, first: int = 0
+) -> Quantized:
+    """The transpose of `x`, quantized; in square tiles the choice of 4over6 is made along the rows of `x`."""
+    if recipe.candidates == "6" or recipe.block[0] == 1:
+        return _quantize(x.T, recipe, amax, random, first)
+    q = _quantize(x, recipe, amax, random, first)
     rows, columns = q.shape
     height = q.recipe.block[0]
     codes = pack(unpack(q.codes, columns).T)
@@ -233,9 +235,9 @@ def quantize_grouped(
 ) -> GroupedQuantized:
     """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each with its own amax, some perhaps empty.
 
-    Each section's bytes are those of `quantize`, of the section or, `columnwise`, of its transpose, rotated where the
-    recipe rotates; Philox counts the blocks of all sections through. `amax`: float32 (G,). Raises ValueError where the
-    sizes are not those of M rows, or the recipe has an amax for every row, and as `quantize` does.
+    Each section's bytes are those of `quantize`, or, `columnwise`, those of the columnwise half of `quantize_both`, and
+    Philox counts the blocks of all sections through. `amax`: float32 (G,). Raises ValueError where the sizes are not
+    those of M rows, or the recipe has an amax for every row, and as `quantize` does.
     """
     recipe = find_recipe(recipe)
     x = as_matrix(x)
@@ -247,7 +249,7 @@ def quantize_grouped(
     first = 0
     for number, section in enumerate(torch.split(x, rows)):
         given = None if amax is None else amax[number : number + 1]
-        parts.append(_quantize(section.T if columnwise else section, recipe, given, random, first))
+        parts.append((_quantize_transpose if columnwise else _quantize)(section, recipe, given, random, first))
         first += parts[-1].scales.numel()
     codes, scales = ([getattr(part, name) for part in parts] for name in ("codes", "scales"))
     if columnwise:

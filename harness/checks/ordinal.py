@@ -24,3 +24,13 @@ def of_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
         return wide
     magnitude = wide & (fmt.sign_code - 1)
     return torch.where((wide & fmt.sign_code) != 0, -magnitude, magnitude)
+
+
+def signed_floats(x: torch.Tensor) -> torch.Tensor:
+    """As `of_floats`, but −0 lies below +0, and what is below it one lower."""
+    return of_floats(x) - x.signbit().long()
+
+
+def signed_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """As `of_codes`, but −0 lies below +0, and what is below it one lower."""
+    return of_codes(codes, fmt) - (codes & fmt.sign_code != 0).long()

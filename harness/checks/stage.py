@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,20 +20,43 @@ class StageResult:
     finding: dict[str, Any] | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     """Columns of the record that this stage measured."""
+    excused: int = 0
+    """Elements that are right by rule 3 of tolerance.md, though not the reference's."""
 
     @property
     def right(self) -> bool:
         return not self.sentence
 
     def add(self, other: StageResult) -> None:
-        """Take in the same stage of a further door: its counts, and its sentence where this one has none."""
+        """Take in the same stage of a further door or section: its counts; the rest where this one is right."""
+        if self.right:
+            self.sentence, self.finding = other.sentence, other.finding
         self.compared += other.compared
         self.mismatches += other.mismatches
-        self.sentence = self.sentence or other.sentence
+        self.excused += other.excused
+        self.max_ulp = max((n for n in (self.max_ulp, other.max_ulp) if n is not None), default=None)
 
     def entry(self) -> dict[str, Any]:
         """What the record keeps of it."""
         return {
             "stage": self.stage, "rule": self.rule, "compared": self.compared, "mismatches": self.mismatches,
-            "max_ulp": self.max_ulp, "sentence": self.sentence,
+            "max_ulp": self.max_ulp, "excused": self.excused, "sentence": self.sentence,
         }  # fmt: skip
+
+
+def merged(parts: Sequence[Sequence[StageResult]], noun: str) -> list[StageResult]:
+    """The stages of several parts of one matrix as one stage each; a sentence names the first wrong part."""
+    found: dict[str, StageResult] = {}
+    for number, stages in enumerate(parts):
+        for stage in stages:
+            if stage.sentence:
+                stage.sentence = f"{noun} {number} of {len(parts)}: {stage.sentence}"
+            if stage.finding is not None:
+                stage.finding["sentence"] = stage.sentence
+                for element in stage.finding["elements"]:
+                    element[noun] = number
+            if stage.stage in found:
+                found[stage.stage].add(stage)
+            else:
+                found[stage.stage] = stage
+    return list(found.values())

@@ -2,83 +2,105 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import suppress
 
 import torch
 
 from harness.backend import Backend, Unsupported
-from harness.checks.bound import bound
-from harness.finding import float_view
+from harness.case import Case
+from harness.inputs import TORCH_DTYPES, Inputs, Random
 from harness.operations.outcome import Outcome
-from harness.operations.quantize import quantize_stages
+from harness.operations.product import add_output
+from harness.operations.quantize import columnwise_subject, rotates_freely, second_half
 from harness.operations.repeated import Tensors, repeated, timed
+from harness.operations.stages import Subject, quantize_stages
+from harness.results import PARTS
 from reference import ops as reference
 from reference.bounds import bounds
 from reference.quantized import Quantized
-from reference.recipes import Recipe
+from reference.recipes import Recipe, recipe
+
+COLUMNWISE = {"tn": "", "nn": "w", "nt": "xw"}
+"""Operands that a layout stores the other way round, so that their columnwise halves are multiplied."""
 
 
-def _operand(name: str, matrix: torch.Tensor, recipe: Recipe, backend: Backend, outcome: Outcome) -> Quantized:
-    oracle = reference.quantize(matrix, recipe)
-    try:
-        kernel = backend.quantize(matrix, recipe)
-    except Unsupported:
-        return oracle
-    outcome.stages += quantize_stages(matrix, kernel, oracle, prefix=f"{name}.")
-    if kernel.amax is None:
-        kernel.amax = oracle.amax
-    return kernel
-
-
-def judge_gemm(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    recipe: Recipe,
-    backend: Backend,
-    *,
-    out_dtype: torch.dtype,
-    c: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> Outcome:
+def judge_gemm(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge x @ w.T (+ c) (+ bias), x (M, K) and w (N, K).
 
     The operands are quantized by the backend where it quantizes, and judged so; the product is judged on those very
     codes, so that a wrong code is found once. Where it does not quantize this, it is given the reference's operands.
     """
+    assert inputs.w is not None
     outcome = Outcome()
-    a, b = (_operand(name, matrix, recipe, backend, outcome) for name, matrix in (("x", x), ("w", w)))
-    shape = (x.shape[0], w.shape[0])
+    out_dtype = TORCH_DTYPES[case.dtypes[2]]
+    a, b = (
+        operand(name, matrix, recipe(rule), inputs.random.get(name), backend, outcome, name in COLUMNWISE[case.layout])
+        for name, matrix, rule in zip("xw", (inputs.x, inputs.w), case.recipes, strict=True)
+    )
+    shape = (a.shape[0], b.shape[0])
 
     def call(given: Tensors) -> Tensors:
-        left = Quantized(given["a.codes"], given["a.scales"], given["a.amax"], recipe, a.shape)  # type: ignore[arg-type]
-        right = Quantized(given["b.codes"], given["b.scales"], given["b.amax"], recipe, b.shape)  # type: ignore[arg-type]
         options = {key: given[key] for key in ("c", "bias") if given[key] is not None}
-        out = backend.tensor("gemm", shape, out_dtype, left, right, out_dtype=out_dtype, **options)
-        return {"output": out}
+        left, right = (_taken(q, given, name) for q, name in ((a, "a"), (b, "b")))
+        return {"output": backend.tensor("gemm", shape, out_dtype, left, right, out_dtype=out_dtype, **options)}
 
-    inputs: Tensors = {
-        "a.codes": a.codes, "a.scales": a.scales, "a.amax": a.amax,
-        "b.codes": b.codes, "b.scales": b.scales, "b.amax": b.amax, "c": c, "bias": bias,
-    }  # fmt: skip
-    outputs, protection, outcome.seconds = repeated(backend, x.device, inputs, call)
+    given: Tensors = {**_named(a, "a"), **_named(b, "b"), "c": inputs.c, "bias": inputs.bias}
+    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, given, call)
     outcome.stages += protection
-    limits, outcome.seconds_reference = timed(x.device, lambda: bounds(a, b, out_dtype=out_dtype, c=c, bias=bias))
+    limits, outcome.seconds_reference = timed(
+        inputs.x.device, lambda: bounds(a, b, out_dtype=out_dtype, c=inputs.c, bias=inputs.bias)
+    )
     output = outputs["output"]
     assert output is not None
-
-    def describe(row: int, column: int) -> dict[str, Any]:
-        here = (row, column)
-        parts = {
-            "expected": limits.expected[here], "lower": limits.lower[here], "upper": limits.upper[here],
-            "actual": output[here],
-        }  # fmt: skip
-        found: dict[str, Any] = {"row": row, "column": column, "tile": f"({row // 128}, {column // 128})"}
-        for name, value in parts.items():
-            found[name], found[f"{name}_bits"] = float_view(value)
-        found["rule"] = "exact" if bool(limits.exact[here]) else "bound"
-        return found
-
-    outcome.stages.append(bound("output", output, limits, describe=describe))
+    add_output(outcome, output, limits)
     outcome.outputs = {"a.codes": a.codes, "a.scales": a.scales, "b.codes": b.codes, "b.scales": b.scales, **outputs}
-    outcome.actual, outcome.expected, outcome.limits = output, limits.expected, limits
     return outcome
+
+
+def operand(
+    name: str,
+    matrix: torch.Tensor,
+    rule: Recipe,
+    random: Random | None,
+    backend: Backend,
+    outcome: Outcome,
+    columnwise: bool = False,
+) -> Quantized:
+    """`matrix`, quantized along its rows by the backend, its stages judged; by the reference where it does not do that.
+
+    A columnwise operand is the columnwise half of the physical transpose where the backend makes halves. Without
+    `quantize_both`, and of a rowwise operand, it is quantize of the matrix.
+    """
+    free = rotates_freely(backend)
+    if columnwise:
+        physical = matrix.T.contiguous()
+        oracle = reference.quantize_both(physical, rule, rowwise=False, random=random)[1]  # type: ignore[arg-type]
+        assert oracle is not None
+        with suppress(Unsupported):
+            kernel = backend.quantize_both(physical, rule, rowwise=False, random=random)[1]
+            assert kernel is not None
+            return _judged(
+                name, columnwise_subject(matrix, rule, second_half(random), free=free), kernel, oracle, outcome
+            )
+    oracle = reference.quantize(matrix, rule, random=random)
+    try:
+        kernel = backend.quantize(matrix, rule, random=random)
+    except Unsupported:
+        return oracle
+    return _judged(name, Subject(matrix, rule, random, free=free), kernel, oracle, outcome)
+
+
+def _judged(name: str, subject: Subject, kernel: Quantized, oracle: Quantized, outcome: Outcome) -> Quantized:
+    stages, judged = quantize_stages(subject, kernel, oracle, prefix=f"{name}.")
+    outcome.stages += stages
+    outcome.judged.append(judged)
+    return judged.kernel
+
+
+def _named(q: Quantized, name: str) -> Tensors:
+    return {f"{name}.{part}": getattr(q, part) for part in PARTS[:3]}
+
+
+def _taken(q: Quantized, given: Tensors, name: str) -> Quantized:
+    codes, scales, amax = (given[f"{name}.{part}"] for part in PARTS[:3])
+    return Quantized(codes, scales, amax, q.recipe, q.shape)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from harness.checks.stage import StageResult
+from harness.operations.stages import Judged
 from reference.bounds import Bounds
 
 
@@ -21,5 +22,9 @@ class Outcome:
     """Values of the kernel and of the reference, for the figures that are for information."""
     limits: Bounds | None = None
     """Of a gemm: what was right for each output."""
+    judged: list[Judged] = field(default_factory=list)
+    """Every quantized matrix: halves, sections, operands."""
+    ends: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of a transform whose order of summation is free: the least and the greatest right output."""
     seconds: float | None = None
     seconds_reference: float | None = None

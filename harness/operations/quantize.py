@@ -1,49 +1,83 @@
-"""Quantize, judged stage by stage: each stage is given the kernel's own result of the stage before."""
+"""Quantize, one matrix or both orientations of one, judged stage by stage."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cache
-from typing import Any
 
 import torch
 
-from harness.backend import Backend, Unsupported, as_quantized
-from harness.checks.exact import exact_codes, exact_floats
+from harness.backend import Backend, Unsupported
+from harness.case import Case
 from harness.checks.stage import StageResult
-from harness.finding import bits, float_view
+from harness.finding import spaced
+from harness.inputs import Inputs, Random
+from harness.layouts import laid_out
 from harness.operations.outcome import Outcome
 from harness.operations.repeated import Tensors, repeated, timed
+from harness.operations.stages import Subject, quantize_stages, values_stage
+from harness.results import PARTS, as_quantized
 from reference import ops as reference
-from reference.blocks import block_amax
-from reference.layout import unpack
-from reference.quantize import encode_elements
 from reference.quantized import Quantized
-from reference.recipes import Recipe
-from reference.scaling import block_scales, element_factors, tensor_scale
+from reference.recipes import Recipe, recipe
+
+HALVES = ("rowwise", "columnwise")
 
 
-def judge_quantize(x: torch.Tensor, recipe: Recipe, backend: Backend) -> Outcome:
-    """Run and judge quantize of `x` (M, K), and dequantize of its result where the backend has it."""
+def judge_quantize(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+    """Run and judge quantize, and dequantize of its result where the backend has it; of usage both quantize_both."""
+    if case.usage == "both":
+        return _judge_both(case, inputs, backend)
+    rule, swizzled = recipe(case.recipe), case.scales == "swizzled"
+    random = inputs.random.get("x")
 
     def call(given: Tensors) -> Tensors:
-        q = backend.quantize(given["x"], recipe)  # type: ignore[arg-type]
-        return {"codes": q.codes, "scales": q.scales, "amax": q.amax, "tensor_scale": q.tensor_scale}
+        bits = given.get("random") if isinstance(random, torch.Tensor) else random
+        q = backend.quantize(given["x"], rule, random=bits, swizzled=swizzled)  # type: ignore[arg-type]
+        return parts_of(q)
 
-    outputs, protection, seconds = repeated(backend, x.device, {"x": x}, call)
-    kernel = as_quantized(outputs, x, recipe)
-    oracle, seconds_reference = timed(x.device, lambda: reference.quantize(x, recipe))
+    outputs, protection, seconds = repeated(backend, inputs.x.device, _given(case, inputs), call)
+    kernel = as_quantized(outputs, inputs.x, rule, swizzled=swizzled)
+    oracle, seconds_reference = timed(inputs.x.device, lambda: reference.quantize(inputs.x, rule, random=random))
     outcome = Outcome(protection, outputs, seconds=seconds, seconds_reference=seconds_reference)
-    outcome.stages += quantize_stages(x, kernel, oracle)
-    if kernel.amax is None:
-        kernel.amax = oracle.amax
-    outcome.expected = reference.dequantize(oracle)
-    same = all(torch.equal(*pair) for pair in ((kernel.codes, oracle.codes), (kernel.scales, oracle.scales)))
-    outcome.actual = outcome.expected if same else reference.dequantize(kernel)
+    subject = Subject(inputs.x.flatten(0, -2), rule, random, free=rotates_freely(backend))
+    add_judged(outcome, subject, kernel, oracle)
     if backend.has("dequantize"):
         with suppress(Unsupported):  # what quantize gave is judged all the same
-            _judge_dequantize(kernel, x.dtype, backend, outcome)
+            _judge_dequantize(outcome.judged[0].kernel, inputs.x.dtype, backend, outcome)
     return outcome
+
+
+def parts_of(q: Quantized) -> Tensors:
+    """What of a Quantized is bytes."""
+    return {name: getattr(q, name) for name in PARTS}
+
+
+def rotates_freely(backend: Backend) -> bool:
+    """Whether the order in which the backend's rotation adds is its own."""
+    return backend.declares.get("transform") != "butterfly"
+
+
+def add_judged(outcome: Outcome, subject: Subject, kernel: Quantized, oracle: Quantized, prefix: str = "") -> None:
+    """Judge the stages of one quantized matrix, and keep its values for the figures that are for information."""
+    stages, judged = quantize_stages(subject, kernel, oracle, prefix)
+    outcome.stages += stages
+    outcome.judged.append(judged)
+    expected = reference.dequantize(oracle)
+    shown = judged.kernel
+    same = all(torch.equal(*pair) for pair in ((shown.codes, oracle.codes), (shown.scales, oracle.scales)))
+    actual = expected if same else reference.dequantize(shown)
+    if outcome.expected is None or outcome.actual is None:
+        outcome.expected, outcome.actual = expected, actual
+    else:  # orientations and sections have no common shape, and the figures are over all elements
+        outcome.expected = torch.cat([outcome.expected.flatten(), expected.flatten()])
+        outcome.actual = torch.cat([outcome.actual.flatten(), actual.flatten()])
+
+
+def _given(case: Case, inputs: Inputs) -> Tensors:
+    """What a backend is given, by name; words of random bits are guarded as x is."""
+    given: Tensors = {"x": laid_out(inputs.x, case.view)}
+    words = {"random": inputs.random.get("x"), "random of the transpose": inputs.random.get("xT")}
+    return given | {name: bits for name, bits in words.items() if isinstance(bits, torch.Tensor)}
 
 
 def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, outcome: Outcome) -> None:
@@ -53,118 +87,78 @@ def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, o
         q = Quantized(**given, recipe=kernel.recipe, shape=kernel.shape)  # type: ignore[arg-type]
         return {"values": backend.tensor("dequantize", kernel.shape, dtype, q, dtype)}
 
-    inputs: Tensors = {
-        "codes": kernel.codes, "scales": kernel.scales, "amax": kernel.amax, "tensor_scale": kernel.tensor_scale,
-    }  # fmt: skip
-    outputs, protection, _ = repeated(backend, kernel.codes.device, inputs, call)
+    outputs, protection, _ = repeated(backend, kernel.codes.device, parts_of(kernel), call)
     for before, now in zip(outcome.stages, protection, strict=False):  # memory and repeat come first in both
         before.add(now)
     values = outputs["values"]
     assert values is not None
-    outcome.stages.append(_values(kernel, values))
+    outcome.stages.append(values_stage(kernel, values))
     outcome.outputs["values"] = values
 
 
-def quantize_stages(x: torch.Tensor, kernel: Quantized, oracle: Quantized, prefix: str = "") -> list[StageResult]:
-    """amax, tensor scale, block scales and codes of `kernel`, a quantization of `x`; `oracle` is the reference's.
+def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+    rule, swizzled, x = recipe(case.recipe), case.scales == "swizzled", inputs.x
+    random = inputs.random.get("x")
 
-    A stage that the kernel does not show (no amax, no tensor scale) is not judged and does not appear.
-    """
-    recipe = oracle.recipe
-    assert oracle.amax is not None
-    assert oracle.tensor_scale is not None
-    stages = []
-    amax, encode = oracle.amax, oracle.tensor_scale
-    if kernel.amax is not None:
-        stages.append(_scalar(prefix + "amax", kernel.amax, amax, "amaxes"))
-        amax = kernel.amax
-        encode = tensor_scale(amax, recipe)
-    if kernel.tensor_scale is not None:
-        stages.append(_scalar(prefix + "tensor scale", kernel.tensor_scale, encode, "tensor scales"))
-        encode = kernel.tensor_scale
-    as_oracle = torch.equal(encode, oracle.tensor_scale)
+    def call(given: Tensors) -> Tensors:
+        bits = (given["random"], given["random of the transpose"]) if isinstance(random, torch.Tensor) else random
+        options = {"random": bits, "swizzled": swizzled}
+        found: Tensors = {}
+        halves = backend.quantize_both(given["x"], rule, **options)  # type: ignore[arg-type]
+        for name, half in zip(HALVES, halves, strict=True):
+            assert half is not None
+            found |= {f"{name}.{part}": tensor for part, tensor in parts_of(half).items()}
+        for number, name in enumerate(HALVES):
+            with suppress(Unsupported):  # a kernel may make both or nothing
+                alone = backend.quantize_both(given["x"], rule, **options, **{HALVES[1 - number]: False})[number]  # type: ignore[arg-type]
+                assert alone is not None
+                found |= {f"{name} alone.{part}": tensor for part, tensor in parts_of(alone).items()}
+        return found
 
-    @cache
-    def blocks() -> torch.Tensor:  # a pass over x that a right kernel does not need
-        return block_amax(x, recipe.block[1], propagate_nan=recipe.nan == "propagate")
-
-    scales = oracle.scales if as_oracle else block_scales(blocks(), encode, recipe)
-
-    def describe_scale(row: int, column: int) -> dict[str, Any]:
-        expected, actual = int(scales[row, column]), int(kernel.scales[row, column])
-        value, raw = float_view(blocks()[row, column])
-        return {
-            "row": row, "block": column, "input": value, "input_bits": raw, "tensor_scale": float(encode),
-            **_codes(expected, actual, recipe.scale),
-        }  # fmt: skip
-
-    stages.append(
-        exact_codes(
-            prefix + "scales", kernel.scales, scales, recipe.scale, noun="block scales", describe=describe_scale
-        )
+    outputs, protection, seconds = repeated(backend, x.device, _given(case, inputs), call)
+    words = inputs.random.get("xT")
+    bits = (random, words) if isinstance(words, torch.Tensor) else random
+    oracles, seconds_reference = timed(x.device, lambda: reference.quantize_both(x, rule, random=bits))  # type: ignore[arg-type]
+    kept = {name: tensor for name, tensor in outputs.items() if " alone" not in name}
+    outcome = Outcome(protection, kept, seconds=seconds, seconds_reference=seconds_reference)
+    matrix = x.flatten(0, -2)
+    subjects = (
+        Subject(matrix, rule.rowwise, random),
+        columnwise_subject(matrix.T.contiguous(), rule, second_half(random, words), free=rotates_freely(backend)),
     )
-
-    if as_oracle and torch.equal(kernel.scales, oracle.scales):
-        packed = oracle.codes
-    else:
-        packed = encode_elements(x, kernel.scales, encode, recipe)
-    columns = x.shape[1]
-
-    def describe_code(row: int, column: int) -> dict[str, Any]:
-        at = slice(column // 2, column // 2 + 1)
-        shift = column % 2 * 4
-        expected, actual = (int(p[row, at]) >> shift & 0xF for p in (packed, kernel.codes))
-        value, raw = float_view(x[row, column])
-        block = column // recipe.block[1]
-        here = kernel.scales[row : row + 1, block : block + 1]
-        scale = int(here)
-        scaled = float(x[row, column].float() * element_factors(here, encode, recipe))
-        return {
-            "row": row, "column": column, "block": block, "lane": column % recipe.block[1], "input": value,
-            "input_bits": raw, "scaled": scaled, "scale": recipe.scale.value(scale),
-            "scale_bits": bits(scale, recipe.scale.bits), **_codes(expected, actual, recipe.element),
-        }  # fmt: skip
-
-    if torch.equal(kernel.codes, packed):  # the padding nibble of an odd K is compared too
-        stages.append(StageResult(prefix + "codes", "exact", x.numel()))
-        return stages
-    expected, actual = unpack(packed, columns), unpack(kernel.codes, columns)
-    result = exact_codes(prefix + "codes", actual, expected, recipe.element, noun="codes", describe=describe_code)
-    if result.right:
-        wrong = int((kernel.codes != packed).sum())
-        result.mismatches = wrong
-        result.sentence = f"{wrong} padding nibbles behind K = {columns} are not 0"
-    stages.append(result)
-    return stages
+    for name, subject, oracle in zip(HALVES, subjects, oracles, strict=True):
+        assert oracle is not None
+        found = {part: outputs[f"{name}.{part}"] for part in PARTS}
+        kernel = as_quantized(found, x, subject.recipe, shape=oracle.shape, swizzled=swizzled)
+        add_judged(outcome, subject, kernel, oracle, f"{name}.")
+    if " alone" in "".join(outputs):
+        outcome.stages.append(_halves(outputs))
+    return outcome
 
 
-def _codes(expected: int, actual: int, fmt: Any) -> dict[str, Any]:
-    return {
-        "expected": fmt.value(expected), "expected_bits": bits(expected, fmt.bits),
-        "actual": fmt.value(actual), "actual_bits": bits(actual, fmt.bits),
-    }  # fmt: skip
+def second_half(random: Random | None, words: Random | None = None) -> Random | None:
+    """Random bits of the columnwise half, given those of the rowwise one: its own words, or the next offset."""
+    return (random[0], random[1] + 1) if isinstance(random, tuple) else words
 
 
-def _floats(expected: torch.Tensor, actual: torch.Tensor) -> dict[str, Any]:
-    (e, e_bits), (a, a_bits) = float_view(expected), float_view(actual)
-    return {"expected": e, "expected_bits": e_bits, "actual": a, "actual_bits": a_bits}
+def columnwise_subject(matrix: torch.Tensor, rule: Recipe, random: Random | None, *, free: bool) -> Subject:
+    """The columnwise half of `quantize_both`, as (K, M)."""
+    return Subject(matrix, rule, random, transposed=rule.candidates != "6" and rule.block[0] > 1, free=free)
 
 
-def _scalar(stage: str, actual: torch.Tensor, expected: torch.Tensor, noun: str) -> StageResult:
-    return exact_floats(stage, actual, expected, noun=noun, describe=lambda _, i: _floats(expected[i], actual[i]))
-
-
-def _values(kernel: Quantized, values: torch.Tensor) -> StageResult:
-    expected = reference.dequantize(kernel, values.dtype)
-    recipe = kernel.recipe
-
-    def describe(row: int, column: int) -> dict[str, Any]:
-        block = column // recipe.block[1]
-        code = int(kernel.codes[row, column // 2]) >> (column % 2 * 4) & 0xF
-        scale = int(kernel.scales[row, block])
-        return {
-            "row": row, "column": column, "block": block, "code_bits": bits(code, recipe.element.bits),
-            "scale_bits": bits(scale, recipe.scale.bits), **_floats(expected[row, column], values[row, column]),
-        }  # fmt: skip
-
-    return exact_floats("values", values, expected, noun="dequantized values", describe=describe)
+def _halves(outputs: Tensors) -> StageResult:
+    """A half that is made alone has the bytes that it has beside the other."""
+    result = StageResult("halves", "exact", 0)
+    for name in HALVES:
+        for part in PARTS:
+            alone, beside = outputs.get(f"{name} alone.{part}"), outputs[f"{name}.{part}"]
+            if alone is None or beside is None:
+                continue
+            result.compared += alone.numel()
+            a, b = (t.view(torch.uint8) for t in (alone, beside))
+            if not torch.equal(a, b):
+                different = int((a != b).view(alone.numel(), -1).any(1).sum())
+                result.mismatches += different
+                of = f"{spaced(different)} of {spaced(alone.numel())} {part}"
+                result.sentence = result.sentence or f"{of} of the {name} half differ when it is made alone"
+    return result

@@ -33,7 +33,7 @@ class Group:
     def title(self) -> str:
         """What the records share: `quantize nvfp4, codes (exact)`."""
         where = self.stage + (f" ({self.rule})" if self.rule else "")
-        return f"{self.operation} {self.recipe}" + (f", {where}" if where else "")
+        return " ".join(filter(None, (self.operation, self.recipe))) + (f", {where}" if where else "")
 
 
 def group(records: Iterable[dict[str, Any]]) -> list[Group]:

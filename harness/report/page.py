@@ -95,7 +95,7 @@ def _group(one: Group) -> dict[str, Any]:
         "figures": _figures(worst),
         "others": [(r["case"], text.sentence(r), reproduction(r)) for r in others[:OTHERS]],
         "others_left": max(0, len(others) - OTHERS),
-        "filter": f"{one.operation}/{one.recipe}/",
+        "filter": "".join(f"{part}/" for part in (one.operation, one.recipe) if part),
     }
 
 
@@ -106,6 +106,7 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("wrong", number(record["mismatches"])),
         ("max ulp", number(record["max_ulp"])),
         ("tier 0, exact", share(record["exact_share"])),
+        ("excused", share(record["excused_share"])),
         ("budget, max", number(record["budget_max"])),
         ("budget, p99", number(record["budget_p99"])),
         ("interval, max ulps", number(record["interval_ulps_max"])),
@@ -224,16 +225,24 @@ def _grid(key: tuple[str, ...], cells: dict[tuple[str, str], list[dict[str, Any]
     operation, recipe, backend, device = key
     dtypes = sorted({dtype for _, dtype in cells})
     shapes = sorted({shape for shape, _ in cells}, key=_sizes)
-    place = f"{operation}/{recipe}"
+    place = [part for part in (operation, recipe) if part]  # a swizzle has neither recipe nor dtype
     return {
-        "title": f"{operation} {recipe}",
+        "title": " ".join(place),
         "backend": f"{backend}, {device}",
         "dtypes": dtypes,
         "rows": [
-            (shape, [_cell(cells.get((shape, dtype)), f"{place}/{shape}/{dtype}/ {backend}") for dtype in dtypes])
+            (
+                shape,
+                [_cell(cells.get((shape, dtype)), _words(*place, shape, dtype, backend=backend)) for dtype in dtypes],
+            )
             for shape in shapes
         ],
     }
+
+
+def _words(*place: str, backend: str) -> str:
+    """What the table of cases is filtered by: the beginning of an id, and the backend."""
+    return "".join(f"{part}/" for part in place if part) + f" {backend}"
 
 
 def _cell(records: list[dict[str, Any]] | None, words: str) -> dict[str, Any] | None:

@@ -10,11 +10,24 @@ from typing import Any
 from harness.record import VERDICTS, succeeded
 
 _QUANTIZED = ("amax", "tensor scale", "scales", "codes")
+_PRODUCT = (*(f"{operand}.{stage}" for operand in "xw" for stage in _QUANTIZED), "output")
 STAGES = {
     "quantize": (*_QUANTIZED, "values"),
-    "gemm": (*(f"{operand}.{stage}" for operand in "xw" for stage in _QUANTIZED), "output"),
+    "transform": ("output",),
+    "swizzle": ("layout", "unswizzle"),
+    "quantize-grouped": _QUANTIZED,
+    "gemm": _PRODUCT,
+    "gemm-grouped": _PRODUCT,
 }
 """What a kernel can show of an operation. A stage that a record lacks was not observed."""
+_HALVES = (*(f"{half}.{stage}" for half in ("rowwise", "columnwise") for stage in _QUANTIZED), "halves")
+
+
+def stages_of(operation: str, flags: str) -> tuple[str, ...]:
+    """The stages of a record's operation: of both halves where it quantizes both."""
+    return _HALVES if "both" in flags.split("+") else STAGES.get(operation, ())
+
+
 GLYPHS = {"pass": "✓", "fail": "✗", "error": "!", "crash": "‼", "timeout": "…", "unsupported": "–"}
 
 
@@ -86,7 +99,7 @@ def not_compared(records: list[dict[str, Any]]) -> str:
             cases["without a compared element"] += 1
         empty = "0" in record["shape"].split("x")  # there a stage rightly compares nothing
         shown = {entry.get("stage"): empty or bool(entry.get("compared")) for entry in record["stages"]}
-        expected = dict.fromkeys([*STAGES.get(record["operation"], ()), *shown])
+        expected = dict.fromkeys([*stages_of(record["operation"], record["flags"]), *shown])
         stages.update(f"{record['operation']} {stage}" for stage in expected if not shown.get(stage))
     parts = []
     if cases:

@@ -58,9 +58,9 @@ struct Shared {
     float errors[2][TILE][TILE_BLOCKS];
 };
 
-// A block of 16: what it is, where it lies in its matrix of `lines` lines of `length` elements, and how many of it exist.
+// A block of 16: where it lies in a matrix whose lines have `length` elements, and how many of its own exist.
 struct Place {
-    i64 line, start, lines, length;
+    i64 line, start, length;
     i64 first_code, first_scale;
     int count;
 };
@@ -216,7 +216,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
             scale = chosen_scale(v, scales, encode, gamax, rule);
         }
         if (rowwise && count > 0) {
-            write_block(v, scale, encode, row_half, Place{row, column, sections.rows, columns, 0, 0, count}, rule);
+            write_block(v, scale, encode, row_half, Place{row, column, columns, 0, 0, count}, rule);
         }
     }
     if (!columnwise) return;
@@ -246,7 +246,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     } else {
         scale = chosen_scale(v, scales, encode, gamax, rule);
     }
-    const Place place = {column_t, start_t, columns, strip.section_rows, strip.codes_t, strip.scales_t, count_t};
+    const Place place = {column_t, start_t, strip.section_rows, strip.codes_t, strip.scales_t, count_t};
     write_block(v, scale, encode, column_half, place, rule);
 }
 
@@ -286,7 +286,7 @@ __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rul
     }
     const float encode = nvfp4_tensor_scale(half.amax[0], rule.max_product);
     const u32 amax = largest_magnitude(v, highest_counted(rule.propagate_nan));
-    write_block(v, candidate_scales(amax, encode, rule).six, encode, half, Place{row, column, rows, length, 0, 0, count}, rule);
+    write_block(v, candidate_scales(amax, encode, rule).six, encode, half, Place{row, column, length, 0, 0, count}, rule);
 }
 
 #define QUANTIZE_PLAIN(NAME, T)                                                                                        \

@@ -5,10 +5,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from harness.backend import Backend
 from harness.case import Case
 from reference import ops as reference
+from reference.hadamard import coefficient, signs
 from reference.quantized import Quantized
+from reference.recipes import Hadamard
+from reference.recipes import recipe as find_recipe
 
 QUANTIZE = Case("quantize", "nvfp4", (32, 48), "bf16", "normal")
 GEMM = Case("gemm", "nvfp4", (16, 64, 24), "bf16xbf16-fp32", "normal", ("tn",))
@@ -22,8 +27,8 @@ def backend(**doors: Any) -> Backend:
 def quantize(change: Callable[[Quantized], object]) -> Callable[..., Any]:
     """A quantize that gives what `change` makes of the reference's result: the result itself where that is None."""
 
-    def door(x, recipe):
-        q = reference.quantize(x, recipe)
+    def door(x, recipe, **options):
+        q = reference.quantize(x, recipe, **options)
         changed = change(q)
         return q if changed is None else changed
 
@@ -44,3 +49,34 @@ def gemm(change: Callable[[Any], object]) -> Callable[..., Any]:
 def without_amax(q: Quantized) -> Quantized:
     """`q` of a kernel that shows neither amax nor tensor scale."""
     return replace(q, amax=None, tensor_scale=None)
+
+
+def terms(x: torch.Tensor, rotation: Hadamard) -> torch.Tensor:
+    """The products of every sum of a rotation, float32: (groups, outputs, inputs)."""
+    k = torch.arange(rotation.group)
+    parity = torch.tensor([[bin(i & j).count("1") % 2 for j in k] for i in k])
+    entries = (1.0 - 2.0 * parity) * signs(rotation) * coefficient(rotation.group)
+    return x.float().reshape(-1, 1, rotation.group) * entries
+
+
+def in_turn(values: torch.Tensor) -> torch.Tensor:
+    """The last dimension added up in float32, one after the other."""
+    total = torch.zeros(values.shape[:-1])
+    for value in values.unbind(-1):
+        total = total + value
+    return total
+
+
+def rotating(add: Callable[[torch.Tensor], torch.Tensor] = in_turn, **changes: Any) -> dict[str, Callable[..., Any]]:
+    """The doors quantize and transform of a kernel that adds in its own way, or rotates by another `Hadamard`."""
+
+    def transform(x, recipe):
+        rotation = replace(find_recipe(recipe).transform, **changes)
+        return add(terms(x, rotation)).to(x.dtype).view(x.shape)
+
+    def quantize(x, recipe, **options):
+        rule = find_recipe(recipe)
+        rotated = transform(x, rule) if rule.transform else x
+        return replace(reference.quantize(rotated, rule.rowwise, **options), recipe=rule)
+
+    return {"quantize": quantize, "transform": transform}

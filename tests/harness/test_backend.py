@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.backend import Backend, BackendError, Unsupported, as_quantized, load_backend
+from harness.backend import DOORS, Backend, BackendError, Unsupported, load_backend
+from harness.results import as_quantized, as_sections, join_sections
 from native import host
 from reference import ops as reference
 from reference.recipes import recipe
@@ -66,8 +67,8 @@ def gemm(a, b, **options):
 def test_the_built_in_ones_have_every_door(name):
     loaded = load_backend(name)
     assert loaded.name == name
-    assert all(loaded.has(door) for door in ("quantize", "dequantize", "gemm"))
-    assert not loaded.has("swizzle")
+    assert all(loaded.has(door) for door in DOORS)
+    assert not loaded.has("explain")
 
 
 @pytest.mark.parametrize(
@@ -108,11 +109,11 @@ def test_a_module_of_a_package(module, tmp_path):
         ("my_kernels:Broken", "backend my_kernels:Broken: Broken() raised OSError: libkernels.so is missing"),
         (
             "my_kernels:Empty",
-            "backend my_kernels:Empty has none of the doors quantize, dequantize, gemm; see README, 'Your own kernel'",
+            f"backend my_kernels:Empty has none of the doors {', '.join(DOORS)}; see README, 'Your own kernel'",
         ),
         (
             "my_kernels:number",
-            "backend my_kernels:number has none of the doors quantize, dequantize, gemm; see README, 'Your own kernel'",
+            f"backend my_kernels:number has none of the doors {', '.join(DOORS)}; see README, 'Your own kernel'",
         ),
         (
             "my_kernel:Backend",
@@ -356,7 +357,7 @@ def test_a_tensor_of_another_kind(result, message):
 
 
 def test_a_backend_needs_a_door():
-    with pytest.raises(BackendError, match="has none of the doors quantize, dequantize, gemm"):
+    with pytest.raises(BackendError, match="has none of the doors quantize, quantize_both, "):
         Backend("empty", SimpleNamespace(quantise=print, quantize="a string"))
 
 
@@ -381,3 +382,101 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
     finally:
         for cached in (host.compiler, host._compiler_identity):
             cached.cache_clear()
+
+
+# What a backend declares.
+
+
+def test_a_declaration_is_kept_and_none_is_none():
+    assert backend(quantize=reference.quantize).declares == {}
+    declared = {"transform": "butterfly"}
+    assert backend(quantize=reference.quantize, declares=declared).declares == declared
+
+
+@pytest.mark.parametrize(
+    ("declares", "message"),
+    [
+        ("butterfly", "declares is 'butterfly'; it is a mapping, {'transform': 'butterfly'}"),
+        (None, "declares is None; it is a mapping, {'transform': 'butterfly'}"),
+        (
+            {"transfrom": "butterfly"},
+            "declares has 'transfrom' (did you mean 'transform'?); it can say {'transform': 'butterfly'}",
+        ),
+        ({"transform": "tree"}, "declares 'transform' to be 'tree'; it can say {'transform': 'butterfly'}"),
+        ({"transform": None}, "declares 'transform' to be None; it can say {'transform': 'butterfly'}"),
+    ],
+)
+def test_a_declaration_that_says_nothing_known(declares, message):
+    with pytest.raises(BackendError) as raised:
+        backend(quantize=reference.quantize, declares=declares)
+    assert str(raised.value) == f"backend wrong: {message}"
+
+
+# Results of quantize_grouped.
+
+SIZES = [16, 0, 16]
+
+
+def sections(**changes):
+    q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4)
+    return {name: changes.get(name, getattr(q, name)) for name in ("codes", "scales", "amax", "tensor_scale")}
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_sections_are_split_and_joined(columnwise):
+    q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4, columnwise=columnwise)
+    found = as_sections(q, X, SIZES, NVFP4, columnwise=columnwise)
+    assert [s.shape for s in found] == [(48, n) if columnwise else (n, 48) for n in SIZES]
+    for one, other in zip(found, q.sections(), strict=True):
+        for name in ("codes", "scales", "amax", "tensor_scale"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+    joined = join_sections(found, columnwise=columnwise)
+    assert all(torch.equal(joined[name], getattr(q, name)) for name in joined)
+
+
+WRONG_SECTIONS = {
+    "None": (lambda p: None, "quantize_grouped gave NoneType; it gives codes, scales and amax"),
+    "too few sections": (lambda p: [reference.quantize(X, NVFP4)], "quantize_grouped gave 1 sections; sizes has 3"),
+    "a section of another shape": (
+        lambda p: [reference.quantize(X, NVFP4)] * 3,
+        "section 0 of quantize_grouped gave codes as uint8 of shape (32, 24); "
+        "nvfp4 of (16, 48) has uint8 of shape (16, 24)",
+    ),
+    "one amax for all": (
+        lambda p: p | {"amax": p["amax"][:1]},
+        "quantize_grouped gave amax as float32 of shape (1,); "
+        "nvfp4 of (32, 48) in sections [16, 0, 16] has float32 of shape (3,)",
+    ),
+    "codes of fewer rows": (
+        lambda p: p | {"codes": p["codes"][:16]},
+        "quantize_grouped gave codes as uint8 of shape (16, 24); "
+        "nvfp4 of (32, 48) in sections [16, 0, 16] has uint8 of shape (32, 24)",
+    ),
+    "no scales": (
+        lambda p: {"codes": p["codes"]},
+        "quantize_grouped gave scales as NoneType, not a tensor; it gives codes, scales and amax",
+    ),
+}
+
+
+@pytest.mark.parametrize(("give", "message"), WRONG_SECTIONS.values(), ids=WRONG_SECTIONS)
+def test_sections_may_not_be(give, message):
+    with pytest.raises(BackendError) as raised:
+        as_sections(give(sections()), X, SIZES, NVFP4)
+    assert str(raised.value) == message
+
+
+def test_columnwise_sections_that_are_too_short():
+    q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4, columnwise=True)
+    with pytest.raises(BackendError, match=r"gave codes as uint8 of shape \(767,\); .* has uint8 of shape \(768,\)"):
+        as_sections(replace(q, codes=q.codes[:-1]), X, SIZES, NVFP4, columnwise=True)
+
+
+# Tensors of one byte.
+
+
+def test_bytes_may_have_another_dtype_of_one_byte():
+    scales = torch.arange(16, dtype=torch.uint8).view(4, 4)
+    door = backend(swizzle=lambda s: reference.swizzle(s).view(torch.float8_e4m3fn))
+    out = door.tensor("swizzle", (128, 4), torch.uint8, scales)
+    assert torch.equal(out, reference.swizzle(scales))

@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.capture import Captured, CaptureError, captured_cases
+from harness.backend import load_backend
+from harness.capture import Captured, CaptureError, captured_cases, refused
 from harness.inputs import make_inputs
+from harness.runner import run_case
 
 WEIGHT = torch.linspace(-3, 3, 48 * 32).view(48, 32)
 TENSORS = {
@@ -192,3 +194,34 @@ def test_inputs_that_do_not_fit(safetensors):
     changed = Captured(safetensors, {"layer.half": WEIGHT[:16]})
     with pytest.raises(ValueError, match=r"the case is \(48, 32\) torch\.float16, but .* is \(16, 32\) torch\.float32"):
         make_inputs(case, captured=changed)
+
+
+def test_recipes_that_a_tensor_cannot_have_are_left_out_and_named(safetensors):
+    captured = Captured.load(safetensors, ["layer.weight", "layer.brain"])
+    recipes = ["nvfp4-2d", "nvfp4-rht", "nvfp4-rht32", "nvfp4-sr"]
+    cases = captured_cases(captured, recipes=recipes)
+    assert [case.id for case in cases if case.recipe == "nvfp4-rht"] == [
+        "quantize/nvfp4-rht/48x32/bf16/model.safetensors:layer.brain",
+        "quantize/nvfp4-rht/48x32/bf16/model.safetensors:layer.brain/columnwise",
+        "gemm/nvfp4-rht/128x32x48/bf16xbf16-bf16/model.safetensors:layer.brain/nt",
+        "gemm/nvfp4-rht/128x32x48/bf16xbf16-fp32/model.safetensors:layer.brain/nt",
+    ]
+    assert len([case for case in cases if case.recipe == "nvfp4-rht32"]) == 3  # 48 rows are no whole groups of 32
+    assert len([case for case in cases if case.recipe in ("nvfp4-2d", "nvfp4-sr")]) == 16
+    assert refused(captured, recipes=recipes) == [
+        f"{safetensors}: layer.weight makes no quantize case: recipe nvfp4-rht rotates bf16 alone, not fp32",
+        f"{safetensors}: layer.weight makes no gemm case: recipe nvfp4-rht rotates bf16 alone, not fp32",
+        f"{safetensors}: layer.weight makes no quantize case: recipe nvfp4-rht32 rotates bf16 alone, not fp32",
+        f"{safetensors}: layer.weight makes no gemm case: recipe nvfp4-rht32 rotates bf16 alone, not fp32",
+        f"{safetensors}: layer.brain makes no quantize case: "
+        "recipe nvfp4-rht32 rotates whole groups of 32; M = 48 is no multiple of it",
+    ]
+    assert refused(captured) == []
+
+
+@pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d", "nvfp4-rowscaled", "nvfp4-sr"])
+def test_captured_tensors_of_every_recipe_run(safetensors, name):
+    captured = Captured.load(safetensors, ["layer.brain"])
+    for case in captured_cases(captured, recipes=[name]):
+        record = run_case(case, load_backend("reference"), captures=captured)
+        assert (record.verdict, record.message) == ("pass", ""), case.id

@@ -436,6 +436,159 @@ def test_show_of_no_result(name, case, message):
     assert result.stderr.startswith(f"narrowgauge: {message}")
 
 
+OPERATIONS = """
+[[matrix]]
+operation = "quantize"
+tier = "quick"
+recipe = ["nvfp4-rht", "nvfp4-rowscaled", "nvfp4-2d-4over6-448-mae"]
+shape = [[32, 48], [0, 48]]
+dtype = "bf16"
+inputs = "normal"
+usage = ["rowwise", "both"]
+scales = ["linear", "swizzled"]
+
+[[matrix]]
+operation = "transform"
+tier = "quick"
+recipe = "nvfp4-rht"
+shape = [[32, 48], [0, 48]]
+dtype = "bf16"
+inputs = "spread"
+
+[[matrix]]
+operation = "swizzle"
+tier = "quick"
+shape = [[130, 5], [0, 4]]
+inputs = "position"
+
+[[matrix]]
+operation = "quantize-grouped"
+tier = "quick"
+recipe = "nvfp4"
+shape = [[32, 48], [0, 48]]
+dtype = "bf16"
+inputs = "normal"
+sections = ["even:4"]
+usage = ["rowwise", "columnwise"]
+
+[[matrix]]
+operation = "quantize-grouped"
+tier = "quick"
+recipe = "nvfp4"
+shape = [32, 48]
+dtype = "bf16"
+inputs = "normal"
+sections = ["front:4"]
+
+[[matrix]]
+operation = "gemm-grouped"
+tier = "quick"
+recipe = "nvfp4"
+w_recipe = "nvfp4-rowscaled"
+shape = [[32, 48, 16], [0, 48, 16]]
+x = "bf16"
+w = "bf16"
+out = "fp32"
+inputs = "normal"
+sections = "even:4"
+"""
+
+SPOILT = """
+from dataclasses import replace
+from reference import ops
+
+
+class Backend:
+    def quantize_both(self, x, recipe, **options):
+        row, column = ops.quantize_both(x, recipe, **options)
+        if column is not None:
+            column.codes[7, 3] ^= 0x10
+        return row, column
+
+    def quantize_grouped(self, x, sizes, recipe, **options):
+        q = ops.quantize_grouped(x, sizes, recipe, **options)
+        if not q.columnwise:
+            q.codes[29, 20] ^= 1
+        return q
+
+    def swizzle(self, scales):
+        out = ops.swizzle(scales)
+        out[0, 5] ^= 1
+        return out
+
+    def transform(self, x, recipe):
+        y = ops.transform(x, recipe)
+        y[5, 20] *= 2
+        return y
+"""
+
+
+@pytest.fixture
+def operations(folder):
+    (folder / "cases" / "small.toml").write_text(OPERATIONS)
+    (folder / "cli_kernels.py").write_text(SPOILT)
+    return narrowgauge("list").stdout.splitlines()
+
+
+def test_show_works_for_every_operation(operations):
+    assert len(operations) == 35
+    for name in operations:
+        result = narrowgauge("show", name, "--backend", "reference")
+        assert result.exit_code == 0, result.output
+        assert ("the result is empty" in result.stdout) == ("/0x" in name), name
+        if "/0x" not in name:
+            assert re.search(r"^(section \d, |\w+ half, )?row 0", result.stdout, re.MULTILINE), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "quantize/nvfp4-rht/32x48/bf16/normal/both",
+            "columnwise half, row 7, block 0, rotated in the reference's order",
+        ),
+        ("quantize/nvfp4-rowscaled/32x48/bf16/normal/both", "columnwise half, row 7, block 0"),
+        ("quantize-grouped/nvfp4/32x48/bf16/normal/even:4", "section 3, row 5, block 2"),
+        ("quantize-grouped/nvfp4/32x48/bf16/normal/front:4", "section 3, row 13, block 2"),
+        ("transform/nvfp4-rht/32x48/bf16/spread", "row 5\n"),
+        ("swizzle/130x5/position", "row 32\n"),
+    ],
+)
+def test_show_goes_to_the_half_and_section_that_are_wrong(operations, name, said):
+    assert name in operations
+    result = narrowgauge("show", name, "--backend", "cli_kernels:Backend")
+    assert result.exit_code == 1, result.output
+    assert said in re.sub(r" +\n", "\n", result.stdout)
+
+
+def test_show_counts_rows_through_sections(operations):
+    for at, said in (
+        ("9,17", "section 1, row 1, block 1"),
+        ("31,0", "section 3, row 7"),
+        ("99,99", "section 3, row 7"),
+    ):
+        name = "quantize-grouped/nvfp4/32x48/bf16/normal/even:4"
+        result = narrowgauge("show", name, "--backend", "reference", "--at", at)
+        assert said in result.stdout
+
+
+def test_recipes_of_captured_tensors(one_process, folder):
+    np.savez(folder / "captured.npz", up=np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32))
+    listed = narrowgauge("list", "--input", "captured.npz", "--recipe", "nvfp4-2d", "--recipe", "nvfp4-rht")
+    assert [line.split("/")[1] for line in listed.stdout.splitlines()] == ["nvfp4-2d"] * 4
+    reason = "recipe nvfp4-rht rotates bf16 alone, not fp32"
+    assert f"captured.npz: up makes no quantize case: {reason}\n" in listed.stderr
+    assert refused("list", "--recipe", "nvfp4") == "--recipe names recipes for an --input file, and none is given"
+    assert refused("list", "--input", "captured.npz", "--recipe", "nvpf4").startswith("no recipe is called 'nvpf4'")
+    (folder / "cli_kernels.py").write_text(KERNELS.replace('if str(recipe) != "nvfp4"', "if False"))
+    words = ["--input", "captured.npz", "--recipe", "nvfp4-2d", "--backend", "cli_kernels:Wrong"]
+    failed = narrowgauge("run", *words, "-k", "quantize and not columnwise")
+    (line,) = re.findall(r"reproduce: narrowgauge (.*)", failed.stdout)
+    shown = narrowgauge(*line.split())
+    assert shown.exit_code == 1, shown.output
+    assert "1 of 512 codes differ, each by 1 step, at row 2, column 7" in shown.stdout
+
+
 # doctor
 
 

@@ -143,11 +143,36 @@ def test_tensors_of_nothing():
     assert guard.violations() == []
 
 
-def test_an_input_with_strides_is_given_contiguous():
-    guard, given = within(lambda x: x, x=X.T)
-    assert given.is_contiguous()
-    assert torch.equal(given, X.T)
+VIEWS = {
+    "a transpose": X.T, "every second column": torch.arange(24.0).view(3, 8)[:, ::2],
+    "rows with padding": torch.arange(30.0).view(3, 10)[:, 2:6], "three dimensions": torch.zeros(2, 5, 9)[:, :, ::3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_is_given_as_a_view(view):
+    guard, given = within(lambda x: x, x=view)
+    assert (given.shape, given.stride()) == (view.shape, view.stride())
+    assert torch.equal(given, view)
     assert guard.violations() == []
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_what_surrounds_a_view_is_watched(view):
+    last = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+    guard, _ = within(lambda x: (put(x, 4 * last + 4), put(x, -3)), x=view)
+    assert guard.violations() == ["3 bytes before input x were written", "3 bytes behind input x were written"]
+    guard, _ = within(lambda x: x.add_(1), x=view)
+    assert "bytes of input x were changed" in guard.violations()[0]
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_between_the_elements_of_a_view_is_poison_and_stays(poison):
+    view = VIEWS["every second column"]
+    guard, given = within(lambda x: put(x, 4) or x, poison, view)
+    assert guard.violations() == ["3 bytes of input x were changed"]
+    gaps = given.as_strided((3, 3), (8, 2), given.storage_offset() + 1).contiguous().view(torch.uint8)
+    assert bool((gaps[1:] == poison).all())
 
 
 def test_an_input_of_nan_is_unchanged():

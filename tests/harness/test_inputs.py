@@ -8,16 +8,18 @@ import torch
 from harness.case import Case
 from harness.draw import Draw
 from harness.families import FAMILIES, families_of
-from harness.generators import GENERATORS
+from harness.generators import GENERATORS, SCALE_BYTES
 from harness.inputs import TORCH_DTYPES, Inputs, make_inputs
 from reference.blocks import block_amax, pad_columns
 from reference.bounds import Bounds, bounds
 from reference.decode import decode
 from reference.formats import E2M1, E4M3
 from reference.gemm import operand
+from reference.hadamard import coefficient, signs
 from reference.layout import unpack
 from reference.ops import quantize
 from reference.quantized import Quantized
+from reference.recipes import Hadamard
 from reference.scaling import element_factors
 
 DTYPES = list(TORCH_DTYPES)
@@ -61,11 +63,12 @@ def digest(x: torch.Tensor) -> str:
 
 
 def test_every_family_has_a_generator():
-    assert list(GENERATORS) == list(FAMILIES)
+    assert list(GENERATORS) == [family for family in FAMILIES if family != "bytes"]
+    assert set(SCALE_BYTES) == set(families_of("swizzle"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GENERATORS)
 def test_any_shape_and_dtype(family, dtype):
     for rows, columns in [*AWKWARD, (0, 16), (16, 0)]:
         if family in families_of("quantize"):
@@ -318,6 +321,48 @@ def test_position_is_told_by_codes_and_scale(dtype, role):
     for distance in range(1, 9):
         assert bool((q.scales[:, distance:] != q.scales[:, :-distance]).all())
     assert q.tensor_scale.frexp().mantissa.item() == 0.5
+
+
+@pytest.mark.parametrize("group", [16, 32, 128])
+def test_spread_makes_the_order_of_a_rotation_s_sum_show(group):
+    x = make_inputs(Case("transform", "nvfp4-rht", (256, 256), "bf16", "spread")).x
+    products = x.float().view(-1, group) * signs(Hadamard(group)) * coefficient(group)
+    rows = products.unbind(1)
+    forward, backward = torch.zeros(len(products)), torch.zeros(len(products))
+    for one, other in zip(rows, reversed(rows), strict=True):  # the first row of Sylvester's matrix adds them all
+        forward, backward = forward + one, backward + other
+    assert share(forward != backward) > 0.3
+    if group == 16:  # what cancels is a block's largest
+        assert share(forward.bfloat16() != backward.bfloat16()) > 1e-3
+    exponents = torch.frexp(x.float()).exponent.view(-1, 16)
+    assert (exponents.amax(1) - exponents.amin(1)).float().median() > 40
+
+
+# Families of swizzle.
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (384, 20), (130, 5), (1, 1), (0, 4), (4, 0)])
+def test_bytes_of_a_swizzle_have_any_shape(shape):
+    for family in SCALE_BYTES:
+        scales = make_inputs(Case("swizzle", "", shape, "", family)).x
+        assert (tuple(scales.shape), scales.dtype, scales.is_contiguous()) == (shape, torch.uint8, True)
+
+
+def test_places_are_told_by_bytes():
+    scales = make_inputs(Case("swizzle", "", (512, 32), "", "position")).x
+    tiles = scales.view(4, 128, 8, 4).transpose(1, 2)
+    for tile in tiles.reshape(-1, 128, 4):
+        assert len(tile.unique()) == 256
+        assert len(tile.contiguous().view(torch.int32).unique()) == 128  # every row is told by its four bytes
+        assert all(len(column.unique()) == 128 for column in tile.T)
+        assert all(len(row.unique()) == 4 for row in tile)
+    for down, across in ((1, 0), (0, 1), (1, 1)):  # no place has the byte of a neighbouring tile
+        assert bool((tiles[down:, across:] != tiles[: 4 - down, : 8 - across]).all())
+    assert bool((tiles[1:, :-1] != tiles[:-1, 1:]).all())
+
+
+def test_random_bytes_are_of_every_value():
+    assert len(make_inputs(Case("swizzle", "", (128, 64), "", "bytes")).x.unique()) == 256
 
 
 # Families of gemm.

@@ -16,7 +16,8 @@ from rich.console import Console
 from harness import report
 from harness.record import NESTED, SCHEMA, VERDICTS, Record
 from harness.report import groups, markdown, page, swap, text
-from harness.report.text import STAGES
+from harness.report.text import STAGES, stages_of
+from harness.schema import KEYS
 from harness.view import reproduction
 
 NASTY = """<script>alert(1)</script>&"'"""
@@ -345,3 +346,43 @@ def test_durations(value: float, shown: str) -> None:
 @pytest.mark.parametrize(("value", "shown"), [(1, "100 %"), (1 - 1e-9, "> 99.9 %"), (1e-9, "1e-07 %"), (0, "0 %")])
 def test_shares(value: float, shown: str) -> None:
     assert text.share(value) == shown
+
+
+def test_the_schema_of_records_is_documented_and_numbered() -> None:
+    """A change of a column changes the number: whoever reads tables of two versions can tell."""
+    assert SCHEMA == 2
+    assert [f.name for f in fields(Record)] == [
+        "case", "file", "operation", "recipe", "shape", "dtype", "inputs", "flags", "tier", "backend", "device",
+        "seed", "verdict", "stage", "message", "compared", "mismatches", "max_ulp", "exact_share", "excused_share",
+        "budget_max", "budget_p99", "budget_histogram", "interval_ulps_max", "interval_ulps_mean", "allclose",
+        "sqnr_db", "sweep", "seconds", "seconds_reference", "input_digest", "output_digest", "stages", "findings",
+    ]  # fmt: skip
+
+
+def test_every_operation_has_its_stages() -> None:
+    assert set(STAGES) == set(KEYS)
+    both = stages_of("quantize", "both+swizzled")
+    assert both[0] == "rowwise.amax"
+    assert both[-1] == "halves"
+    assert stages_of("quantize", "columnwise+swizzled") == STAGES["quantize"]
+    assert stages_of("quantize-grouped", "front:4+columnwise") == STAGES["quantize-grouped"]
+    shown = [{"stage": stage, "compared": 5} for stage in both[:-1]]
+    assert text.not_compared([record(flags="both", stages=shown)]) == (
+        "Not compared: stages not observed: quantize halves in 1 case."
+    )
+
+
+def test_a_swizzle_has_neither_recipe_nor_dtype(tmp_path: Path) -> None:
+    bare = {"operation": "swizzle", "recipe": "", "dtype": "", "stage": "layout"}
+    bad = failing("position", **bare) | {"case": "swizzle/64x128/position"}
+    html = write([bad, record("bytes", **bare) | {"case": "swizzle/64x128/bytes", "stage": ""}], tmp_path)
+    assert "swizzle, layout" in html
+    assert "swizzle//" not in html
+    assert "swizzle/64x128/" in html
+    assert "1/2" in printed([bad, record("bytes", **bare)])
+    assert "swizzle, layout" in (tmp_path / "summary.md").read_text(encoding="utf-8")
+
+
+def test_excused_elements_are_shown(tmp_path: Path) -> None:
+    html = write([failing(excused_share=0.0125)], tmp_path)
+    assert re.search(r"excused</\w+>\s*<\w+>1.25 %", html)

@@ -1,0 +1,72 @@
+"""The layout of block scales that tensor cores read, there and back."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from harness.backend import Backend, Unsupported
+from harness.case import Case
+from harness.checks.stage import StageResult
+from harness.finding import finding, spaced
+from harness.inputs import Inputs
+from harness.operations.outcome import Outcome
+from harness.operations.repeated import Tensors, repeated, timed
+from harness.operations.stages import padding
+from reference import ops as reference
+
+
+def judge_swizzle(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+    """Run and judge swizzle of the bytes (R, C), padding included, and unswizzle of the result where there is one."""
+    scales, shape = inputs.x, (inputs.x.shape[0], inputs.x.shape[1])
+    padded = (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
+
+    def call(given: Tensors) -> Tensors:
+        swizzled = backend.tensor("swizzle", padded, torch.uint8, given["scales"])
+        found: Tensors = {"swizzled": swizzled}
+        with suppress(Unsupported):  # the way there is judged all the same
+            found["linear"] = backend.tensor("unswizzle", shape, torch.uint8, swizzled, shape)
+        return found
+
+    outputs, protection, seconds = repeated(backend, scales.device, {"scales": scales}, call)
+    _, seconds_reference = timed(scales.device, lambda: reference.swizzle(scales))
+    swizzled = outputs["swizzled"]
+    assert swizzled is not None
+    outcome = Outcome(protection, outputs, seconds=seconds, seconds_reference=seconds_reference)
+    outcome.stages.append(_layout(swizzled, scales))
+    if (linear := outputs.get("linear")) is not None:
+        outcome.stages.append(_bytes("unswizzle", linear, reference.unswizzle(swizzled, shape)))
+    return outcome
+
+
+def _layout(swizzled: torch.Tensor, scales: torch.Tensor) -> StageResult:
+    """Every byte where it belongs, seen in the linear order, and zeros in the padding."""
+    linear = reference.unswizzle(swizzled, (scales.shape[0], scales.shape[1]))
+    result = _bytes("layout", linear, scales)
+    wrong, sentence = padding(swizzled, linear)
+    result.compared = swizzled.numel()
+    result.mismatches += wrong
+    result.sentence = result.sentence or sentence
+    return result
+
+
+def _bytes(stage: str, actual: torch.Tensor, expected: torch.Tensor) -> StageResult:
+    result = StageResult(stage, "exact", expected.numel())
+    wrong = actual != expected
+    if not bool(wrong.any()):
+        return result
+
+    def describe(row: int, column: int) -> dict[str, Any]:
+        return {
+            "row": row, "column": column, "tile": f"({row // 128}, {column // 4})",
+            "expected": int(expected[row, column]), "actual": int(actual[row, column]),
+        }  # fmt: skip
+
+    result.mismatches = int(wrong.sum())
+    rows, columns = wrong.nonzero(as_tuple=True)
+    where = f"the first at row {int(rows[0])}, column {int(columns[0])}"
+    result.sentence = f"{spaced(result.mismatches)} of {spaced(result.compared)} bytes are not in their place, {where}"
+    result.finding = finding(stage, "exact", result.sentence, wrong, wrong.long(), describe=describe)
+    return result

@@ -1,0 +1,58 @@
+"""The rotation alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.backend import Backend
+from harness.case import Case
+from harness.checks.boundary import boundary_floats
+from harness.checks.exact import exact_floats
+from harness.finding import float_view
+from harness.inputs import Inputs
+from harness.layouts import laid_out
+from harness.operations.outcome import Outcome
+from harness.operations.quantize import rotates_freely
+from harness.operations.repeated import Tensors, repeated, timed
+from harness.operations.stages import Subject, float_views
+from reference import ops as reference
+from reference.recipes import recipe
+
+
+def judge_transform(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+    """Run and judge transform of x (M, K): exact where the backend declares the order of its sums, else bounded."""
+    rule, x = recipe(case.recipe), inputs.x
+    subject = Subject(x, rule, free=rotates_freely(backend))
+
+    def call(given: Tensors) -> Tensors:
+        return {"output": backend.tensor("transform", tuple(x.shape), x.dtype, given["x"], rule)}
+
+    outputs, protection, seconds = repeated(backend, x.device, {"x": laid_out(x, case.view)}, call)
+    expected, seconds_reference = timed(x.device, lambda: reference.transform(x, rule))
+    output = outputs["output"]
+    assert output is not None
+    outcome = Outcome(protection, outputs, output, expected, seconds=seconds, seconds_reference=seconds_reference)
+
+    def describe(row: int, column: int) -> dict[str, Any]:
+        here = (row, column)
+        assert rule.transform is not None
+        value, raw = float_view(x[here])
+        group = rule.transform.group
+        found = {"row": row, "column": column, "group": column // group, "lane": column % group, "input": value}
+        found |= {"input_bits": raw, **float_views(expected[here], output[here])}
+        if outcome.ends is not None:
+            for name, end in zip(("lower", "upper"), outcome.ends, strict=True):
+                found[name], found[f"{name}_bits"] = float_view(end[here])
+        return found
+
+    if subject.rule == "exact":
+        stage = exact_floats("output", output, expected, noun="rotated elements", describe=describe)
+    else:
+        interval = subject.interval
+        outcome.ends = (interval.lower, interval.upper)
+        stage = boundary_floats(
+            "output", output, expected, outcome.ends, subject.sources(), free=interval.undetermined,
+            noun="rotated elements", describe=describe,
+        )  # fmt: skip
+    outcome.stages.append(stage)
+    return outcome

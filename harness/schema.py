@@ -1,0 +1,245 @@
+"""The schema of case files: the keys of each operation, what they can be, and what does not go together.
+
+cases/README.md is the same for people.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from harness.families import families_of
+from harness.sections import parse, section_sizes
+from reference.recipes import Recipe
+from reference.recipes import recipe as find_recipe
+
+TIERS = ("quick", "full")
+DTYPES = ("fp32", "bf16", "fp16")
+USAGES = ("rowwise", "columnwise", "both")
+VIEWS = ("contiguous", "strided", "transposed")
+SCALES = ("linear", "swizzled")
+RANDOMS = ("philox", "words")
+LAYOUTS = ("tn", "nn", "nt")
+FLAGS = {"usage": USAGES, "view": VIEWS, "scales": SCALES, "random": RANDOMS}
+"""Keys whose values are flags of an id, but for the first."""
+
+Check = Callable[[Any], str | None]
+"""What is wrong with a value, or None."""
+Point = dict[str, Any]
+"""One value for every key of an operation."""
+
+
+def nearest(word: Any, known: Iterable[str]) -> str:
+    """` (did you mean …?)` with the known word nearest to `word`, or nothing."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def one_of(choices: Iterable[str]) -> Check:
+    """A check that a value is one of `choices`."""
+    known = list(choices)
+
+    def check(value: Any) -> str | None:
+        return None if value in known else f"is {value!r}{nearest(value, known)}; it can be {', '.join(known)}"
+
+    return check
+
+
+def _dims(names: str, least: int, most: int) -> Check:
+    count = f"{least} sizes" if least == most else f"{least} to {most} sizes"
+
+    def check(value: Any) -> str | None:
+        sizes = (
+            isinstance(value, list) and least <= len(value) <= most and all(type(n) is int and n >= 0 for n in value)
+        )
+        return None if sizes else f"is {value!r}; a shape is {names}, {count} that are not negative"
+
+    return check
+
+
+def _recipe(value: Any) -> str | None:
+    try:
+        find_recipe(value)
+    except (ValueError, AttributeError) as error:
+        return f"is {value!r}: {error}" if isinstance(error, ValueError) else f"is {value!r}, not a recipe's name"
+    return None
+
+
+def _rotating(value: Any) -> str | None:
+    if problem := _recipe(value):
+        return problem
+    return (
+        None if find_recipe(value).transform else f"is {value!r}, which has no transform; nvfp4-rht and the like have"
+    )
+
+
+def _boolean(value: Any) -> str | None:
+    return None if isinstance(value, bool) else f"is {value!r}; it can be true or false"
+
+
+def _sections(value: Any) -> str | None:
+    try:
+        parse(value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+_MATRIX = _dims("[M, K]", 2, 2)
+_GEMM = _dims("[M, K, N]", 3, 3)
+_EPILOGUE: dict[str, Check] = {"accumulate": _boolean, "bias": _boolean}
+_OPERANDS: dict[str, Check] = {"x": one_of(DTYPES), "w": one_of(DTYPES), "out": one_of(DTYPES)}
+
+KEYS: dict[str, dict[str, Check]] = {
+    "quantize": {
+        "recipe": _recipe,
+        "shape": _dims("[M, K] or (…, K)", 2, 4),
+        "dtype": one_of(DTYPES),
+        "inputs": one_of(families_of("quantize")),
+        "usage": one_of(USAGES),
+        "view": one_of(VIEWS),
+        "scales": one_of(SCALES),
+        "random": one_of(RANDOMS),
+    },
+    "transform": {
+        "recipe": _rotating,
+        "shape": _MATRIX,
+        "dtype": one_of(DTYPES),
+        "inputs": one_of(families_of("transform")),
+        "view": one_of(VIEWS),
+    },
+    "swizzle": {"shape": _dims("[R, C]", 2, 2), "inputs": one_of(families_of("swizzle"))},
+    "quantize-grouped": {
+        "recipe": _recipe,
+        "shape": _MATRIX,
+        "dtype": one_of(DTYPES),
+        "inputs": one_of(families_of("quantize-grouped")),
+        "sections": _sections,
+        "usage": one_of(USAGES[:2]),
+    },
+    "gemm": {
+        "recipe": _recipe,
+        "w_recipe": _recipe,
+        "shape": _GEMM,
+        **_OPERANDS,
+        "inputs": one_of(families_of("gemm")),
+        "layout": one_of(LAYOUTS),
+        **_EPILOGUE,
+    },
+    "gemm-grouped": {
+        "recipe": _recipe,
+        "w_recipe": _recipe,
+        "shape": _GEMM,
+        **_OPERANDS,
+        "inputs": one_of(families_of("gemm-grouped")),
+        "sections": _sections,
+        **_EPILOGUE,
+    },
+}
+OPTIONAL: dict[str, Any] = {
+    "usage": "rowwise", "view": "contiguous", "scales": "linear", "random": None, "w_recipe": None, "layout": "tn",
+    "accumulate": False, "bias": False,
+}  # fmt: skip
+"""Defaults. None: `random` is philox where the recipe rounds stochastically, `w_recipe` is the recipe."""
+
+
+_rule = cache(find_recipe)
+"""A recipe by its name; a matrix asks for the same few for every point."""
+
+
+def _not_rotated(rule: Recipe, dtypes: Iterable[str], extent: int, axis: str) -> str | None:
+    """Why the recipe cannot rotate operands of these dtypes along an axis of so many elements, or None."""
+    if rule.transform is None:
+        return None
+    if wrong := [dtype for dtype in dtypes if dtype != "bf16"]:
+        return f"recipe {rule} rotates bf16 alone, not {wrong[0]}"
+    if extent % rule.transform.group:
+        return f"recipe {rule} rotates whole groups of {rule.transform.group}; {axis} = {extent} is no multiple of it"
+    return None
+
+
+def _quantize(point: Point) -> str | None:
+    rule = _rule(point["recipe"])
+    if point.get("random") is not None and rule.rounding != "stochastic":
+        return f"random is {point['random']!r}, but recipe {rule} does not round stochastically; leave it out"
+    rows, columns = math.prod(point["shape"][:-1]), point["shape"][-1]
+    # A columnwise half runs along M; `columnwise` is quantize of the physical transpose.
+    extent, axis = (columns, "K") if point["usage"] == "rowwise" else (rows, "M")
+    return _not_rotated(rule, [point["dtype"]], extent, axis)
+
+
+def _transform(point: Point) -> str | None:
+    return _not_rotated(_rule(point["recipe"]), [point["dtype"]], point["shape"][-1], "K")
+
+
+def _divided(point: Point, whole: int) -> str | None:
+    rule = _rule(point["recipe"])
+    if rule.granularity == "row":
+        return f"recipe {rule} has an amax for every row; sections of one amax each do not apply"
+    try:
+        section_sizes(point["sections"], point["shape"][0], whole=whole)
+    except ValueError as error:
+        return f"sections {error}"
+    return None
+
+
+def _quantize_grouped(point: Point) -> str | None:
+    rule, (rows, columns) = _rule(point["recipe"]), point["shape"]
+    extent, axis = (columns, "K") if point["usage"] == "rowwise" else (rows, "M")
+    return _not_rotated(rule, [point["dtype"]], extent, axis) or _divided(point, whole_of(rule, point["usage"]))
+
+
+def whole_of(rule: Recipe, usage: str) -> int:
+    """What the rows of a section have to be a multiple of."""
+    return rule.transform.group if rule.transform and usage == "columnwise" else 1
+
+
+def _multiplied(point: Point) -> str | None:
+    left, right = (_rule(name) for name in recipes_of(point))
+    for what in ("element", "scale", "transform", "alpha"):
+        one, other = getattr(left, what), getattr(right, what)
+        if one != other:
+            return f"recipe {left} and w_recipe {right} cannot be multiplied: {what} is {one} and {other}"
+    return None
+
+
+def _gemm(point: Point) -> str | None:
+    for rule in map(_rule, recipes_of(point)):
+        if rule.transform and point["layout"] != "nt":
+            return (
+                f"layout is {point['layout']!r}, but recipe {rule} rotates columnwise operands, and rotations cancel "
+                "where both operands are: layout can be nt"
+            )
+        if problem := _not_rotated(rule, [point["x"], point["w"]], point["shape"][1], "K"):
+            return problem
+    return _multiplied(point)
+
+
+def _gemm_grouped(point: Point) -> str | None:
+    for rule in map(_rule, recipes_of(point)):
+        if rule.transform:
+            return f"recipe {rule} rotates columnwise operands; those of a {point['operation']} are rowwise"
+    return _multiplied(point) or _divided(point, 1)
+
+
+def recipes_of(point: Point) -> list[str]:
+    """The recipes of x and w."""
+    return [point["recipe"], point.get("w_recipe") or point["recipe"]]
+
+
+_PROBLEMS: dict[str, Callable[[Point], str | None]] = {
+    "quantize": _quantize,
+    "transform": _transform,
+    "swizzle": lambda point: None,
+    "quantize-grouped": _quantize_grouped,
+    "gemm": _gemm,
+    "gemm-grouped": _gemm_grouped,
+}
+
+
+def problem(point: Point) -> str | None:
+    """Why the values of a point, each right by itself, do not go together; None where they do."""
+    return _PROBLEMS[point["operation"]](point)

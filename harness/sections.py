@@ -1,0 +1,76 @@
+"""Sections: how the rows of a matrix are divided among experts or groups, some of them without a row."""
+
+from __future__ import annotations
+
+import difflib
+
+KINDS = ("even", "front", "middle", "end", "ragged", "empty")
+MOST = 64
+TILE = 16
+"""Rows of a 2-D block: ragged sections begin and end inside one."""
+LAYOUT_TILE = 128
+"""Rows of a tile of swizzled scales, which ragged sections avoid where they have to be whole groups of a rotation."""
+
+
+def parse(text: object) -> tuple[str, int]:
+    """Kind and count of `kind:count`. Raises ValueError, with what would be right."""
+    kind, _, count = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if kind not in KINDS:
+        close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)
+        near = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"is {text!r}{near}; sections are a kind and a count, even:4; kinds are {', '.join(KINDS)}")
+    if not count.isdecimal() or not 1 <= int(count) <= MOST:
+        raise ValueError(f"is {text!r}; there can be 1 to {MOST} sections")
+    return kind, int(count)
+
+
+def section_sizes(text: str, rows: int, *, whole: int = 1) -> tuple[int, ...]:
+    """Rows of each section of a matrix of `rows` rows, each a multiple of `whole`.
+
+    With a = rows/count: even [a, a, a, a]; front [0, a, a, 2a]; middle [a, a, 0, 2a]; end [2a, a, a, 0]; empty, of a
+    matrix without rows, [0, 0, 0, 0]. ragged: about 1, 3, 5 … times the first, and none a multiple of 16 (of 128 where
+    sections are multiples of a group of 16 or 32).
+
+    Raises ValueError where the rows cannot be divided so.
+    """
+    kind, count = parse(text)
+    if kind == "ragged":
+        return _ragged(text, count, rows, whole)
+    if kind == "empty":
+        if rows:
+            raise ValueError(f"is {text!r}, sections without a row; M is {rows} and has to be 0")
+        return (0,) * count
+    least = {"even": 1, "front": 2, "middle": 3, "end": 2}[kind]
+    if count < least:
+        raise ValueError(f"is {text!r}; {kind} needs {least} sections or more, of which one is empty")
+    each, rest = divmod(rows, count)
+    if rest:
+        raise ValueError(f"is {text!r}; M = {rows} is no multiple of {count}")
+    if each % whole:
+        raise ValueError(f"is {text!r}; {each} rows are no whole groups of {whole}, which the recipe rotates")
+    sizes = [each] * count
+    if kind != "even":
+        empty, double = {"front": (0, -1), "middle": (count // 2, -1), "end": (-1, 0)}[kind]
+        sizes[empty], sizes[double] = 0, 2 * each
+    return tuple(sizes)
+
+
+def _ragged(text: str, count: int, rows: int, whole: int) -> tuple[int, ...]:
+    if rows % whole:
+        raise ValueError(f"is {text!r}; M = {rows} is no multiple of {whole}, the group that the recipe rotates")
+    units = rows // whole
+    sizes = [units * (2 * i + 1) // count**2 for i in range(count)]
+    sizes[-1] += units - sum(sizes)
+    avoided = (TILE if whole == 1 else LAYOUT_TILE) // whole
+    if avoided > 2:  # of two numbers beside each other at most one is a multiple
+        for i in range(count - 1):
+            moved = int(sizes[i] % avoided == 0)
+            sizes[i], sizes[-1] = sizes[i] + moved, sizes[-1] - moved
+        while count > 1 and (sizes[-1] % avoided == 0 or sizes[0] % avoided == 0):
+            sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+    if min(sizes) < 1 or (avoided > 2 and any(size % avoided == 0 for size in sizes)):
+        raise ValueError(
+            f"is {text!r}; M = {rows} cannot be divided into {count} ragged sections of which none is a multiple of "
+            f"{avoided * whole}"
+        )
+    return tuple(size * whole for size in sizes)
