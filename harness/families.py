@@ -30,7 +30,9 @@ FAMILIES = {
         Family("e4m3-ties", _QUANTIZE, "block scales on and beside the ties of E4M3: their order of operations"),
         Family("single", _QUANTIZE, "one element of a block is not 0: where 4 and 6 of 4over6 are as near, 6 is right"),
         Family("low-rows", _ALL, "each row a power of two lower, down to 2^-20: subnormal scales and scales of 0"),
-        Family("exponents", _QUANTIZE, "every power of two of the dtype, a row each: every amax where rows have their own"),
+        Family(
+            "exponents", _QUANTIZE, "every power of two of the dtype, a row each: every amax where rows have their own"
+        ),
         Family("huge", _ROTATED, "small normal and one element the dtype's largest: scales that round to 0"),
         Family("subnormal", _ROTATED, "all elements subnormal in the dtype: flush-to-zero, encode factor's limit"),
         Family("zeros", _ALL, "all zero: divisions by zero"),

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from harness.backend import Backend
     from harness.record import Record
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores. Where torch has a thread a core in each, they wait for one another: twice the time.
+    _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
+
 _ATTRIBUTE = "narrowgauge"
 """Of a test report: the record. Plain values, so it crosses from an xdist worker to the controller."""
 

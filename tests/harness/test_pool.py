@@ -67,14 +67,14 @@ def case_of(rows):
 def test_a_crash_a_hang_and_an_exception_cost_their_own_cases(kernels):
     cases = [case_of(rows) for rows in (16, 17, 18, 19, 20, 21)]
     seen = []
-    settings = Settings("pool_kernels:Backend", seed=7, workers=2, timeout=30.0)
+    settings = Settings("pool_kernels:Backend", seed=7, workers=2, timeout=12.0)
     records = run_cases(cases, settings, seen.append)
     assert seen == records
     assert sorted(r["case"] for r in records) == sorted(case.id for case in cases)
     said = {int(r["shape"].split("x")[0]): (r["verdict"], r["message"]) for r in records}
     assert said[16] == said[21] == ("pass", "")
     assert said[17] == ("crash", "the process died (signal SIGSEGV)")
-    assert said[18] == ("timeout", "no result after 30 s")
+    assert said[18] == ("timeout", "no result after 12 s")
     assert said[19] == ("crash", "the process died (exit status 3)")
     assert said[20][0] == "error"
     assert said[20][1].startswith("quantize raised ValueError: not today (at pool_kernels.py:")
