@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,7 +75,9 @@ def assert_as_reference(x: torch.Tensor, r: Recipe, *, there: bool = False, **op
 def without_waiting() -> Iterator[None]:
     """Within the context torch raises where the host would wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not see every waiting
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
