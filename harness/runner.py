@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from harness.inputs import Inputs
     from harness.operations.outcome import Outcome
 
+KEPT = 1 << 30
+"""Bytes of a GPU that a process may keep between cases."""
 ALLCLOSE = 8e-3
 """The tolerance of Transformer Engine's own NVFP4 GEMM test, reported and never used for a verdict."""
 
@@ -35,6 +37,7 @@ def run_case(
 ) -> Record:
     """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file."""
     record = new_record(case, backend=backend.name, device=device, seed=seed)
+    _give_back_memory(device)
     try:
         inputs = make_case_inputs(case, seed=seed, captures=captures, device=device)
         record.input_digest = digest(inputs.tensors())
@@ -46,6 +49,15 @@ def run_case(
     except Exception as error:  # a result so odd that a check cannot read it costs its own case, not the run
         record.verdict, record.message = "error", f"cannot be judged: {type(error).__name__}: {error}{place(error)}"
     return record
+
+
+def _give_back_memory(device: str) -> None:
+    """Free what torch keeps of a large case before: the processes of a run share a GPU, whose memory they could fill."""
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.memory_reserved() > KEPT:
+            torch.cuda.empty_cache()
 
 
 def make_case_inputs(case: Case, *, seed: int, captures: Captured | None, device: str) -> Inputs:

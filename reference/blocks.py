@@ -11,8 +11,10 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _INF_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
-# Slabs of 2^18 elements stay in a core's cache: ten times faster than whole-matrix passes on two cores.
-_SLAB = 1 << 18
+# Slabs of 2^18 elements stay in a core's cache: ten times faster than whole-matrix passes on two cores. On a GPU 2^26
+# fill it, and temporaries of a few hundred MiB leave room for other processes.
+_SLAB = {"cpu": 1 << 18}
+_SLAB_ELSEWHERE = 1 << 26
 
 
 def pad_columns(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -22,9 +24,9 @@ def pad_columns(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def slabs(x: torch.Tensor) -> Iterator[slice]:
-    """Row ranges of `x` (M, K), each of a size that stays in cache on a CPU and the whole on a GPU."""
+    """Row ranges of `x` (M, K), each of a size that stays in cache on a CPU, or that fills a GPU."""
     rows, columns = x.shape
-    step = max(1, _SLAB // max(1, columns)) if x.device.type == "cpu" else max(1, rows)
+    step = max(1, _SLAB.get(x.device.type, _SLAB_ELSEWHERE) // max(1, columns))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
