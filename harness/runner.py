@@ -52,7 +52,7 @@ def run_case(
 
 
 def _give_back_memory(device: str) -> None:
-    """Free what torch keeps of a large case before: the processes of a run share a GPU, whose memory they could fill."""
+    """Free what torch keeps of a large case before: the processes of a run share a GPU and could fill it."""
     if device == "cuda":
         import torch
 

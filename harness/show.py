@@ -16,13 +16,13 @@ from harness.case import Case
 from harness.finding import bits, float_view
 from harness.inputs import Inputs
 from harness.operations.outcome import Outcome
-from harness.operations.stages import Judged
+from harness.operations.stages import Judged, of_row, scaled_elements
 from harness.runner import judge, make_case_inputs
 from reference import ops as reference
 from reference.decode import decode
-from reference.layout import unpack
+from reference.layout import elements
 from reference.quantized import Quantized
-from reference.scaling import element_factors, tensor_scale
+from reference.scaling import tensor_scale
 
 Place = tuple[int, int]
 NEIGHBOURS = 8
@@ -114,35 +114,28 @@ def _block(judged: Judged, at: Place, name: str) -> Table:
     title = f"{name}row {row}, block {block}" + (", rotated in the reference's order" if rule.transform else "")
     lines = [title, *(_scales(which, q, row, block) for which, q in (("expected", oracle), ("actual", kernel)))]
     table = _table("\n".join(lines), ("column", "x", "bits of x", "x·e", "expected", "", "actual", ""))
-    encode = _of_row(_encode_scale(kernel), row)
-    factor = element_factors(kernel.scales[row : row + 1], encode, rule)[0, block]
-    codes = [unpack(q.codes[row : row + 1], x.shape[1])[0] for q in (oracle, kernel)]
+    encode = of_row(_encode_scale(kernel, x.dtype), row)
+    scaled = scaled_elements(x[row : row + 1], kernel.scales[row : row + 1], encode, rule)[0]
+    codes = [elements(q.codes[row : row + 1], x.shape[1], rule)[0] for q in (oracle, kernel)]
     for column in columns:
         value, raw = float_view(x[row, column])
         expected, actual = (int(c[column]) for c in codes)
-        cells = [str(column), str(value), raw, f"{float(x[row, column].float() * factor):.9g}"]
+        cells = [str(column), str(value), raw, f"{float(scaled[column]):.9g}"]
         for code in (expected, actual):
             cells += [bits(code, rule.element.bits), str(rule.element.value(code))]
         table.add_row(*cells, style="" if expected == actual else "bold red")
     return table
 
 
-def _encode_scale(q: Quantized) -> torch.Tensor:
-    if q.tensor_scale is not None:
+def _encode_scale(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+    if q.tensor_scale is not None or q.amax is None:
         return q.tensor_scale
-    assert q.amax is not None
-    return tensor_scale(q.amax, q.recipe)
-
-
-def _of_row(numbers: torch.Tensor, row: int) -> torch.Tensor:
-    """The number of a row, (1,), where there is one for each, else that of the tensor."""
-    return numbers[row : row + 1] if len(numbers) > 1 else numbers
+    return tensor_scale(q.amax, q.recipe, dtype)
 
 
 def _scales(which: str, q: Quantized, row: int, block: int) -> str:
     scale = q.scales[row, block]
-    amax = "not shown" if q.amax is None else float(_of_row(q.amax, row))
-    encode = "not shown" if q.tensor_scale is None else float(_of_row(q.tensor_scale, row))
+    amax, encode = ("not shown" if n is None else float(n) for n in (of_row(q.amax, row), of_row(q.tensor_scale, row)))
     value = float(decode(scale.view(1), q.recipe.scale))
     return f"{which}: amax {amax}, tensor scale {encode}, block scale {bits(int(scale), q.recipe.scale.bits)} = {value}"
 

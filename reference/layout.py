@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from reference.quantized import Quantized, scales_shape
+from reference.recipes import Recipe
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -29,6 +30,11 @@ def swap_nibbles(packed: torch.Tensor) -> torch.Tensor:
 def low_first(q: Quantized) -> torch.Tensor:
     """The packed codes of `q`, the first of two in the low nibble, however its recipe packs them."""
     return q.codes if q.recipe.packing == "low-first" else swap_nibbles(q.codes)
+
+
+def elements(packed: torch.Tensor, columns: int, recipe: Recipe) -> torch.Tensor:
+    """(M, ⌈K/2⌉) bytes to (M, K) codes, K = `columns`, in the order in which the recipe packs them."""
+    return unpack(packed if recipe.packing == "low-first" else swap_nibbles(packed), columns)
 
 
 def pad_scales(scales: torch.Tensor) -> torch.Tensor:

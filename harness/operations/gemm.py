@@ -98,9 +98,9 @@ def _judged(name: str, subject: Subject, kernel: Quantized, oracle: Quantized, o
 
 
 def _named(q: Quantized, name: str) -> Tensors:
-    return {f"{name}.{part}": getattr(q, part) for part in PARTS[:3]}
+    return {f"{name}.{part}": getattr(q, part) for part in PARTS}
 
 
 def _taken(q: Quantized, given: Tensors, name: str) -> Quantized:
-    codes, scales, amax = (given[f"{name}.{part}"] for part in PARTS[:3])
-    return Quantized(codes, scales, amax, q.recipe, q.shape)  # type: ignore[arg-type]
+    parts = {part: given[f"{name}.{part}"] for part in PARTS}
+    return Quantized(**parts, recipe=q.recipe, shape=q.shape)  # type: ignore[arg-type]

@@ -99,19 +99,18 @@ def judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     shape = (x.shape[0], case.shape[2])
 
     def call(given: Tensors) -> Tensors:
-        a = GroupedQuantized(
-            given["a.codes"], given["a.scales"], given["a.amax"], rule, oracle.shape, given["sizes"],  # type: ignore[arg-type]
-        )  # fmt: skip
+        parts = {name: given[f"a.{name}"] for name in PARTS}
+        a = GroupedQuantized(**parts, recipe=rule, shape=oracle.shape, sizes=given["sizes"])  # type: ignore[arg-type]
         b = [
-            Quantized(given[f"b{n}.codes"], given[f"b{n}.scales"], given[f"b{n}.amax"], w_rule, q.shape)  # type: ignore[arg-type]
+            Quantized(**{name: given[f"b{n}.{name}"] for name in PARTS}, recipe=w_rule, shape=q.shape)  # type: ignore[arg-type]
             for n, q in enumerate(right)
         ]
         options = {key: given[key] for key in ("c", "bias") if given[key] is not None}
         return {"output": backend.tensor("gemm_grouped", shape, out_dtype, a, b, out_dtype=out_dtype, **options)}
 
     given: Tensors = {"sizes": sizes, "c": inputs.c, "bias": inputs.bias}
-    given |= {f"a.{name}": left[name] for name in PARTS[:3]}
-    given |= {f"b{n}.{name}": getattr(q, name) for n, q in enumerate(right) for name in PARTS[:3]}
+    given |= {f"a.{name}": left[name] for name in PARTS}
+    given |= {f"b{n}.{name}": getattr(q, name) for n, q in enumerate(right) for name in PARTS}
     outputs, protection, outcome.seconds = repeated(backend, x.device, given, call)
     outcome.stages += protection
     limits, outcome.seconds_reference = timed(x.device, lambda: _bounds(sections, right, inputs, out_dtype))

@@ -16,11 +16,11 @@ from harness.finding import bits, float_view, spaced
 from harness.inputs import Random
 from reference import ops as reference
 from reference.blocks import tensor_amax
-from reference.layout import pad_scales, unpack
+from reference.layout import elements, pad_scales
 from reference.quantize import block_amaxes, encode_elements, stored_scales
 from reference.quantized import Quantized, scales_shape
 from reference.recipes import Recipe
-from reference.scaling import element_factors, tensor_scale
+from reference.scaling import element_factors, scale_elements, tensor_scale
 
 
 @dataclass
@@ -64,7 +64,9 @@ class Subject:
         least, greatest = self.interval.magnitude
         return block_amaxes(least, self.recipe), block_amaxes(greatest, self.recipe)
 
-    def scales(self, amax: torch.Tensor, encode: torch.Tensor, blocks: torch.Tensor | None = None) -> torch.Tensor:
+    def scales(
+        self, amax: torch.Tensor | None, encode: torch.Tensor | None, blocks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Stored block scales under these numbers, of `blocks` where they are not those of `x`."""
         if not self.transposed:
             return stored_scales(self.x, self.blocks if blocks is None else blocks, amax, encode, self.recipe)
@@ -73,7 +75,7 @@ class Subject:
         height = self.recipe.block[0]
         return stored[::height].T.repeat_interleave(height, 0)[: self.x.shape[0]].contiguous()
 
-    def codes(self, scales: torch.Tensor, encode: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+    def codes(self, scales: torch.Tensor, encode: torch.Tensor | None, x: torch.Tensor | None = None) -> torch.Tensor:
         """Packed codes under these scales, of `x` where it is not the subject's own."""
         return encode_elements(self.x if x is None else x, scales, encode, self.recipe, self.random, self.first)
 
@@ -100,20 +102,19 @@ def quantize_stages(
     """amax, tensor scale, layout (of swizzled scales), block scales and codes of `kernel`.
 
     `oracle` is the reference's quantization of the subject, with linear scales. A stage that the kernel does not show
-    (no amax, no tensor scale) is not judged and does not appear.
+    (no amax, no tensor scale), or that its recipe has not, is not judged and does not appear.
     """
-    assert oracle.amax is not None
-    assert oracle.tensor_scale is not None
     stages = []
     amax, encode = oracle.amax, oracle.tensor_scale
-    if kernel.amax is not None:
-        stages.append(_amax(prefix + "amax", subject, kernel.amax, amax))
-        amax = kernel.amax
-        encode = tensor_scale(amax, subject.recipe)
-    if kernel.tensor_scale is not None:
-        stages.append(_numbers(prefix + "tensor scale", kernel.tensor_scale, encode, "tensor scales"))
-        encode = kernel.tensor_scale
-    as_oracle = torch.equal(encode, oracle.tensor_scale) and torch.equal(amax, oracle.amax)
+    if amax is not None and encode is not None:
+        if kernel.amax is not None:
+            stages.append(_amax(prefix + "amax", subject, kernel.amax, amax))
+            amax = kernel.amax
+            encode = tensor_scale(amax, subject.recipe, subject.x.dtype)
+        if kernel.tensor_scale is not None:
+            stages.append(_numbers(prefix + "tensor scale", kernel.tensor_scale, encode, "tensor scales"))
+            encode = kernel.tensor_scale
+    as_oracle = _same(encode, oracle.tensor_scale) and _same(amax, oracle.amax)
     expected = oracle.scales if as_oracle else subject.scales(amax, encode)
     scales = kernel.scales
     if kernel.swizzled:
@@ -122,8 +123,24 @@ def quantize_stages(
     stages.append(_scales(prefix + "scales", subject, scales, expected, (amax, encode)))
     packed = oracle.codes if as_oracle and torch.equal(scales, oracle.scales) else subject.codes(scales, encode)
     stages.append(_codes(prefix + "codes", subject, kernel.codes, packed, scales, encode))
-    shown = Quantized(kernel.codes, scales, amax, kernel.recipe, kernel.shape, kernel.tensor_scale)
+    # Where statistics are of x's dtype, nobody can find the tensor scale again without x.
+    kept = kernel.tensor_scale if subject.recipe.statistics == "float32" else encode
+    shown = Quantized(kernel.codes, scales, amax, kernel.recipe, kernel.shape, kept)
     return stages, Judged(prefix, subject, shown, oracle)
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def of_row(numbers: torch.Tensor | None, row: int) -> torch.Tensor | None:
+    """The number of a row, (1,), where there is one for each, else that of the tensor."""
+    return numbers[row : row + 1] if numbers is not None and len(numbers) > 1 else numbers
+
+
+def scaled_elements(x: torch.Tensor, scales: torch.Tensor, encode: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
+    """What is rounded to the codes of `x` (M, K), float32 (M, K), under stored scales (M, ⌈K/16⌉)."""
+    return scale_elements(x, element_factors(scales, encode, recipe, x.dtype), encode, recipe)
 
 
 def _code_views(expected: int, actual: int, fmt: Any) -> dict[str, Any]:
@@ -194,16 +211,17 @@ def _scales(
     subject: Subject,
     actual: torch.Tensor,
     expected: torch.Tensor,
-    given: tuple[torch.Tensor, torch.Tensor],
+    given: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> StageResult:
     fmt = subject.recipe.scale
     encode = given[1]
 
     def describe(row: int, column: int) -> dict[str, Any]:
         value, raw = float_view(subject.blocks[row, column])
+        its_encode = of_row(encode, row)
         return {
             "row": row, "block": column, "input": value, "input_bits": raw,
-            "tensor_scale": float(encode[row if len(encode) > 1 else 0]),
+            **({} if its_encode is None else {"tensor_scale": float(its_encode)}),
             **_code_views(int(expected[row, column]), int(actual[row, column]), fmt),
         }  # fmt: skip
 
@@ -217,20 +235,24 @@ def _scales(
 
 
 def _codes(
-    stage: str, subject: Subject, actual: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, encode: torch.Tensor
+    stage: str,
+    subject: Subject,
+    actual: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    encode: torch.Tensor | None,
 ) -> StageResult:
     recipe, columns = subject.recipe, subject.matrix.shape[1]
-    expected, found = (unpack(codes, columns) for codes in (packed, actual))
+    expected, found = (elements(codes, columns, recipe) for codes in (packed, actual))
 
     def describe(row: int, column: int) -> dict[str, Any]:
         value, raw = float_view(subject.x[row, column])
         block = column // recipe.block[1]
         here = scales[row : row + 1, block : block + 1]
-        its_encode = encode[row : row + 1] if len(encode) > 1 else encode
-        scaled = float(subject.x[row, column].float() * element_factors(here, its_encode, recipe))
+        scaled = scaled_elements(subject.x[row : row + 1, column : column + 1], here, of_row(encode, row), recipe)
         return {
             "row": row, "column": column, "block": block, "lane": column % recipe.block[1], "input": value,
-            "input_bits": raw, "scaled": scaled,
+            "input_bits": raw, "scaled": float(scaled),
             "scale": recipe.scale.value(int(here)), "scale_bits": bits(int(here), recipe.scale.bits),
             **_code_views(int(expected[row, column]), int(found[row, column]), recipe.element),
         }  # fmt: skip
@@ -241,7 +263,7 @@ def _codes(
         result = exact_codes(stage, found, expected, recipe.element, noun="codes", describe=describe)
     else:
         ends = (subject.codes(scales, encode, x) for x in (subject.interval.lower, subject.interval.upper))
-        low, high = (unpack(codes, columns) for codes in ends)
+        low, high = (elements(codes, columns, recipe) for codes in ends)
         result = boundary_codes(
             stage, found, expected, (low, high), recipe.element, subject.sources(), noun="codes", describe=describe
         )
@@ -260,7 +282,7 @@ def values_stage(kernel: Quantized, values: torch.Tensor) -> StageResult:
 
     def describe(row: int, column: int) -> dict[str, Any]:
         block = column // recipe.block[1]
-        code = int(kernel.codes[row, column // 2]) >> (column % 2 * 4) & 0xF
+        code = int(elements(kernel.codes[row : row + 1], kernel.shape[1], recipe)[0, column])
         scale = int(kernel.scales[row, block])
         return {
             "row": row, "column": column, "block": block, "code_bits": bits(code, recipe.element.bits),

@@ -628,3 +628,32 @@ def test_one_wrong_byte_of_any_recipe_is_found(name, part):
 
     record = fails(quantize_case(name, shape=(32, 128)), part, quantize=quantize(spoil))
     assert stages(record)[part]["mismatches"] == 1
+
+
+# Dialects: whoever speaks one of another library is judged by it.
+
+SPOKEN = [name for name in recipe_names() if "@" in name]
+
+
+@pytest.mark.parametrize("usage", [(), ("both",)])
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_backend_that_speaks_a_dialect_passes_in_it(name, usage):
+    for dtype in ("fp32", "bf16", "fp16"):
+        for inputs in ("normal", "e4m3-ties", "huge"):
+            passes(quantize_case(name, *usage, dtype=dtype, inputs=inputs, shape=(33, 77)))
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_backend_that_speaks_another_dialect_fails_in_it(name):
+    """It speaks te, but for the name: what te-native quantizes is the same."""
+    rule = recipe(name)
+
+    def quantize(x, _, **options):
+        return replace(reference.quantize(x, "nvfp4", **options), recipe=rule)
+
+    verdicts = {
+        run(quantize_case(name, dtype=dtype, inputs=inputs, shape=(64, 128)), quantize=quantize).verdict
+        for dtype in ("fp32", "bf16")
+        for inputs in ("e4m3-ties", "huge", "low-rows")
+    }
+    assert ("fail" in verdicts) == (name != "nvfp4@te-native")
