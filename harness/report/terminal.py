@@ -32,8 +32,8 @@ def print_summary(records: list[dict[str, Any]], console: Console) -> None:
 def _table(rows: list[dict[str, Any]], marks: dict[str, str]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("")
-    table.add_column("operation", no_wrap=True)
-    table.add_column("recipe", overflow="fold")
+    table.add_column("operation", overflow="fold", min_width=9)
+    table.add_column("recipe", overflow="fold", min_width=9)
     table.add_column("dtype", overflow="fold")
     table.add_column("passed", justify="right", no_wrap=True)
     table.add_column("not passed")
