@@ -6,7 +6,7 @@
 //   Exact. Magnitudes are compared as integers, whose order is theirs. NaN is left out, or wins where propagate_nan
 //   (its bits are above infinity's).
 
-#include "formats.cuh"
+#include "reduce.cuh"
 
 constexpr int THREADS = 256;
 constexpr int PER_THREAD = 16;
@@ -24,16 +24,7 @@ __device__ void amax(const T* x, u32* out, i64 n, int propagate_nan) {
             for (int i = 0; i < n - start; ++i) take_magnitude(to_float(x[start + i]), highest, largest);
         }
     }
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, lanes);
-        largest = other > largest ? other : largest;
-    }
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int w = 1; w < THREADS / 32; ++w) largest = warps[w] > largest ? warps[w] : largest;
-        atomicMax(out, largest);
-    }
+    largest_of_block(warps, largest, out);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) amax_fp32(const float* x, u32* out, i64 n, int propagate_nan) {

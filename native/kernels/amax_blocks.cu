@@ -11,23 +11,11 @@
 //   Exact: magnitudes are compared as integers, NaN left out unless propagate_nan; the rotation is hadamard.cuh's.
 
 #include "hadamard.cuh"
+#include "reduce.cuh"
 #include "sections.cuh"
 
 constexpr int THREADS = 256;
 constexpr int TILE = 64;  // columns
-
-__device__ __forceinline__ void largest_of_block(u32* warps, u32 largest, u32* out) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, lanes);
-        largest = other > largest ? other : largest;
-    }
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int w = 1; w < THREADS / 32; ++w) largest = warps[w] > largest ? warps[w] : largest;
-        atomicMax(out, largest);
-    }
-}
 
 template <class T>
 __device__ void amax_blocks(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, u32* plain,

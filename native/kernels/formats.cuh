@@ -176,8 +176,10 @@ __device__ __forceinline__ void e2m1x16_stochastic(const float (&x)[16], const u
         packed[2 * j + 1] = static_cast<u8>(codes >> 8);
     }
 #else
+    u8 bytes[16];  // one a lane, so that a CPU takes several at once
+    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
     u32 codes[16];
-    for (int i = 0; i < 16; ++i) codes[i] = e2m1_stochastic(x[i], words[i / 4] >> i % 4 * 8 & 0xFFu);
+    for (int i = 0; i < 16; ++i) codes[i] = e2m1_stochastic(x[i], bytes[i]);
     for (int j = 0; j < 8; ++j) packed[j] = static_cast<u8>(codes[2 * j] | codes[2 * j + 1] << 4);
 #endif
 }

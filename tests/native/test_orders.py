@@ -96,9 +96,12 @@ def test_another_grid_gives_the_same_bytes(dtype: torch.dtype) -> None:
 # A lost barrier of the project's own kernels.
 
 
+TEXTS = {name: sources.text(name) for name in ("amax", "amax_blocks", "quantize_nvfp4", "gemm_nvfp4")}
+
+
 def without_barrier(name: str, which: int) -> str:
-    """The text of a source of `native` whose `which`-th __syncthreads() is taken out."""
-    text = (host.FOLDER / f"{name}.cu").read_text(encoding="utf-8")
+    """The text of a source of `native`, its headers put in, whose `which`-th __syncthreads() is taken out."""
+    text = TEXTS[name]
     start, end = list(re.finditer(r"__syncthreads\(\);", text))[which].span()
     return text[:start] + text[end:]
 
@@ -131,7 +134,7 @@ def seen_in_orders(call: Callable[[bool], Iterator[torch.Tensor]]) -> set[bytes]
 
 
 def barriers(name: str) -> range:
-    return range((host.FOLDER / f"{name}.cu").read_text(encoding="utf-8").count("__syncthreads();"))
+    return range(TEXTS[name].count("__syncthreads();"))
 
 
 def test_a_lost_barrier_of_amax_shows(cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
