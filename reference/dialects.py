@@ -13,9 +13,6 @@ from typing import Any
 
 _ONE_LEVEL = {"tensor_scale": "none", "tensor_limit": "none", "decode": "s", "alpha": "1", "nan": "propagate"}
 
-# Each library's own code was run on constructed and random inputs and gave these bytes; dialects.md has versions and
-# counts. Not modelled: XLA's flush of subnormals on CPU (jax, qwix); codes of NaN where they depend on its payload
-# (torchao) or on the sign of x (qwantize); a NaN scale is always 0x7F, whichever its sign was.
 DIALECTS: dict[str, dict[str, Any]] = {
     # Transformer Engine >= 2.14; 2.8 to 2.13; and 2.14's native GEMM path, whose α multiplies by a reciprocal.
     "te": {},
