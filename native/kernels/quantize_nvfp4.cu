@@ -132,7 +132,7 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
     }
     u8* target = half.codes + place.first_code + place.line * ((place.length + 1) / 2) + place.start / 2;
     if (place.count == BLOCK) {
-        for (int j = 0; j < BLOCK / 2; ++j) target[j] = packed[j];
+        store_8(packed, target);
     } else {
         for (int j = 0; j < (place.count + 1) / 2; ++j) target[j] = packed[j];
         if (place.count % 2 != 0) target[place.count / 2] &= 0xFu;  // padding is code 0 under a NaN factor, too
@@ -188,7 +188,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     const T* source = x + row * row_stride + column * column_stride;
     float v[BLOCK];
     if (count == BLOCK && column_stride == 1) {
-        for (int i = 0; i < BLOCK; ++i) v[i] = to_float(source[i]);
+        load_16(source, v);
     } else {
         for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i * column_stride]) : 0.0f;
     }
@@ -280,7 +280,7 @@ __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rul
     const T* source = x + row * columns + column;
     float v[BLOCK];
     if (count == BLOCK) {
-        for (int i = 0; i < BLOCK; ++i) v[i] = to_float(source[i]);
+        load_16(source, v);
     } else {
         for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i]) : 0.0f;
     }
