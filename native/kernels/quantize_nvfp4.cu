@@ -14,7 +14,7 @@
 //   Launch: 256 threads for every 64x64 tile, of which a strip of 64 rows has ceil(K/64), at least one; ceil(M/64) strips,
 //   or with sections one more for each. A thread makes a block of 16 of a row, then one of a column.
 //   quantize_nvfp4_plain: rowwise alone, contiguous, no variant; one thread for every 16 elements, in the order of memory,
-//   which is faster by half on a CPU and by a third on a GPU.
+//   which is faster by half on a CPU, and a little on a GPU.
 //   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, and "Variants of NVFP4", float32 with one rounding per operation;
 //   E4M3 and E2M1 nearest even or stochastic, saturating. `tiles`: blocks of 16x16. `candidates`: 4over6 by absolute (1)
 //   or squared (2) errors; those of a tile are measured along its rows, whichever half is made. `rotation`: groups of
