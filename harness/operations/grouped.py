@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from harness.inputs import TORCH_DTYPES, Inputs, Random
 from harness.operations.gemm import operand
 from harness.operations.outcome import Outcome
 from harness.operations.product import add_output
-from harness.operations.quantize import add_judged, rotates_freely
+from harness.operations.quantize import add_judged, columnwise_subject, rotates_freely
 from harness.operations.repeated import Tensors, repeated, timed
 from harness.operations.stages import Subject
 from harness.results import PARTS, join_sections, split_sections
@@ -67,9 +67,13 @@ def _judge_sections(
     found = []
     first = 0
     for part, kernel, oracle in zip(torch.split(inputs.x, list(case.sections)), kernels, oracles, strict=True):
-        matrix = part.T.contiguous() if case.usage == "columnwise" else part
+        random = inputs.random.get("x")
+        if case.usage == "columnwise":
+            subject = replace(columnwise_subject(part.T.contiguous(), rule, random, free=free), first=first)
+        else:
+            subject = Subject(part, rule, random, first, free=free)
         one = Outcome(expected=outcome.expected, actual=outcome.actual)
-        add_judged(one, Subject(matrix, rule, inputs.random.get("x"), first, free=free), kernel, oracle, prefix)
+        add_judged(one, subject, kernel, oracle, prefix)
         first += oracle.scales.numel()
         found.append(one.stages)
         outcome.judged += one.judged

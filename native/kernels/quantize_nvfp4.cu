@@ -51,7 +51,7 @@ struct Half {
     u64 offset;
 };
 
-// Sums over tiles of 16x16, shared by a block of threads.
+// What the threads of a block read of each other: elements, amaxes of blocks of either half, errors of blocks of rows.
 struct Shared {
     float values[TILE][TILE + 1];
     u32 amaxes[TILE][TILE_BLOCKS], amaxes_t[TILE][TILE_BLOCKS];

@@ -8,8 +8,9 @@ import torch
 
 from harness.case import Case
 from harness.families import families_of
-from harness.inputs import make_inputs
+from harness.inputs import Inputs, make_inputs
 from harness.layouts import laid_out
+from harness.operations.grouped import judge_quantize_grouped
 from harness.report.text import not_compared
 from harness.runner import run_case
 from harness.schema import KEYS
@@ -22,6 +23,7 @@ from reference.quantize import encode_elements, quantize_both, quantize_grouped
 from reference.recipes import recipe, recipe_names
 from reference.scaling import block_scales, tensor_scale, unrounded_scales
 from tests.harness.backends import backend, quantize, rotating
+from tests.native.samples import nearly_tied
 
 REFERENCE = {name: getattr(reference, name) for name in (
     "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
@@ -395,6 +397,19 @@ def stale_amax(x, sizes, rule, **options):
         parts.append(section if last is None else reference.quantize(part, rule, amax=last))
         last = section.amax
     return parts
+
+
+def test_a_wrong_amax_of_columnwise_tiles_is_one_finding():
+    """Scales are judged by the kernel's own amax, and 4over6 chooses along the rows of what was given."""
+    x = nearly_tied()
+    case = grouped_case("nvfp4-2d-4over6-256-mae", "even:2", "columnwise", shape=tuple(x.shape))
+
+    def door(given, sizes, rule, **options):
+        amaxes = [part.abs().amax().float() for part in torch.split(given, sizes.tolist())]
+        return reference.quantize_grouped(given, sizes, rule, **options, amax=2 * torch.stack(amaxes))
+
+    outcome = judge_quantize_grouped(case, Inputs(x), backend(quantize_grouped=door))
+    assert [stage.stage for stage in outcome.stages if stage.sentence] == ["amax"]
 
 
 def test_the_amax_of_the_section_before():
