@@ -44,9 +44,10 @@ def block_amax(x: torch.Tensor, block: int, *, propagate_nan: bool = False) -> t
     sign_clear = (1 << (x.element_size() * 8 - 1)) - 1
     for rows in slabs(x):
         bits = pad_columns(x[rows].contiguous().view(_BITS[x.dtype]), block) & sign_clear
-        if not propagate_nan:
-            bits.masked_fill_(bits > nan_above, 0)
-        torch.amax(bits.view(bits.shape[0], -1, block), dim=2, out=amax[rows])
+        blocks, found = bits.view(bits.shape[0], -1, block), amax[rows]
+        torch.amax(blocks, dim=2, out=found)
+        if not propagate_nan and bool((found > nan_above).any()):  # rare, so it costs a second look only then
+            torch.amax(blocks.masked_fill_(blocks > nan_above, 0), dim=2, out=found)
     return amax.view(x.dtype).float()
 
 

@@ -39,3 +39,8 @@ def decode_packed(packed: torch.Tensor, fmt: Format, columns: int, dtype: torch.
     table = _pair_table(fmt, dtype, str(packed.device))
     pairs = table.index_select(0, packed.reshape(-1).int())
     return pairs.view(packed.shape[0], 2 * packed.shape[1])[:, :columns]
+
+
+def decode_stored(codes: torch.Tensor, fmt: Format, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of codes as they are stored, two a byte where they have 4 bits, else one: (M, K), K = `columns`."""
+    return decode_packed(codes, fmt, columns, dtype) if fmt.bits == 4 else decode(codes, fmt, dtype)

@@ -96,3 +96,32 @@ DIALECTS: dict[str, dict[str, Any]] = {
         "element_scale": "x/s", "zero_scale": "infinity", "nan_code": 8,
     },
 }  # fmt: skip
+
+MX_DIALECTS: dict[str, dict[str, Any]] = {
+    # Round up to a power of two: Transformer Engine, nvidia-modelopt, vLLM, JAX, torchao's RCEIL.
+    "te": {},
+    # OCP MX 1.0, and torchao's FLOOR, auto-round, microxcaling, gfloat.
+    "ocp": {"block_scale": "amax*2^-emax", "scale_rounding": "down"},
+    # AMD Quark, torchao's EVEN.
+    "even": {"block_scale": "amax*2^-emax", "scale_rounding": "as-element"},
+    # torchao's CEIL.
+    "ceil": {"block_scale": "amax*2^-emax", "scale_rounding": "up"},
+    # compressed-tensors 0.20: the midpoint above 1.5, but for E2M3. It has neither E3M2 nor E5M2.
+    "compressed-tensors": {"block_scale": "amax*2^-emax", "scale_rounding": "up-from-1.75"},
+    # The trace reference of FlashInfer 0.7.2, which its kernels do not follow.
+    "floor-448": {"block_scale": "amax/max", "scale_rounding": "down"},
+    # breccia 0.1.3.
+    "nearest": {"block_scale": "amax/max", "scale_rounding": "nearest-log2"},
+}
+"""What libraries mean by "MXFP8" and the other MX formats: their rules for the exponent of a scale (dialects.md).
+
+Not modelled: the scale of a block of zeros, whose codes are zeros under any (0 here and in torchao and Quark; 120 for
+E4M3 in auto-round, 127 in FlashInfer's trace); that of an infinite amax in Quark, 254; elements under code 0, which
+torchao divides by 2^-126, or by 1 in its RCEIL; logarithms of float32, wrong one ulp above max·2^k in torchao's RCEIL
+and up to 32 beside √2·2^k in breccia, which takes every amax below its epsilon for that.
+"""
+
+MX_DIALECTS_OF: dict[tuple[str, str], dict[str, Any]] = {
+    ("compressed-tensors", "E2M3"): {"scale_rounding": "as-element"},  # generate_mx_scales, of 6 bits
+}
+"""What a dialect and an element have in place of the dialect's choices."""

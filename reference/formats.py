@@ -74,4 +74,11 @@ E4M3 = Format("E4M3", bits=8, exponent_bits=4, mantissa_bits=3, bias=7, max_code
 E5M2 = Format("E5M2", bits=8, exponent_bits=5, mantissa_bits=2, bias=15, max_code=0x7B, inf_code=0x7C, nan_code=0x7F)
 E8M0 = Format("E8M0", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max_code=0xFE, nan_code=0xFF, signed=False)
 
+FP32 = Format(
+    "FP32", bits=32, exponent_bits=8, mantissa_bits=23, bias=127, max_code=0x7F7FFFFF, inf_code=0x7F800000,
+    nan_code=0x7FC00000,
+)  # fmt: skip
+"""float32, of scales that are stored as such."""
+
 FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0)}
+"""The narrow ones by name."""

@@ -27,14 +27,17 @@ def swap_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return (packed >> 4) | (packed << 4)
 
 
-def low_first(q: Quantized) -> torch.Tensor:
-    """The packed codes of `q`, the first of two in the low nibble, however its recipe packs them."""
-    return q.codes if q.recipe.packing == "low-first" else swap_nibbles(q.codes)
+def rowwise_codes(q: Quantized) -> torch.Tensor:
+    """The codes of `q` along its rows: (M, K), or packed (M, ⌈K/2⌉) with the first of two in the low nibble."""
+    codes = q.codes.T.contiguous() if q.transposed else q.codes
+    return codes if q.recipe.packing == "low-first" else swap_nibbles(codes)
 
 
-def elements(packed: torch.Tensor, columns: int, recipe: Recipe) -> torch.Tensor:
-    """(M, ⌈K/2⌉) bytes to (M, K) codes, K = `columns`, in the order in which the recipe packs them."""
-    return unpack(packed if recipe.packing == "low-first" else swap_nibbles(packed), columns)
+def elements(codes: torch.Tensor, columns: int, recipe: Recipe) -> torch.Tensor:
+    """Codes one a byte, (M, K), K = `columns`: packed ones taken apart in the order in which the recipe packs them."""
+    if recipe.element.bits != 4:
+        return codes
+    return unpack(codes if recipe.packing == "low-first" else swap_nibbles(codes), columns)
 
 
 def pad_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -71,12 +74,14 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def linear_scales(q: Quantized) -> torch.Tensor:
-    """The scales of `q`, linear and unpadded, however it holds them."""
-    return unswizzle(q.scales, scales_shape(q.shape, q.recipe)) if q.swizzled else q.scales
+    """The scales of `q`, linear and unpadded, along its rows, however it holds them."""
+    if q.swizzled:
+        return unswizzle(q.scales, scales_shape(q.shape, q.recipe))
+    return q.scales.T.contiguous() if q.transposed else q.scales
 
 
 def _check_scales(scales: torch.Tensor) -> None:
     if scales.dtype != torch.uint8:
         raise TypeError(f"scales are uint8 codes, not {str(scales.dtype).removeprefix('torch.')}")
     if scales.dim() != 2:
-        raise ValueError(f"scales are a matrix (M, ⌈K/16⌉), not shape {tuple(scales.shape)}")
+        raise ValueError(f"scales are a matrix (M, ⌈K/block⌉), not shape {tuple(scales.shape)}")

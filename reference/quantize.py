@@ -8,19 +8,24 @@ import torch
 
 from reference.blocks import INPUT_DTYPES, block_amax, of_rows, over_tiles, slabs, tensor_amax
 from reference.elements import element_codes
+from reference.formats import FP32
 from reference.four_over_six import choose_scales
 from reference.hadamard import transform
-from reference.layout import pack, swap_nibbles, swizzle, unpack
+from reference.layout import linear_scales, pack, swap_nibbles, swizzle, unpack
 from reference.philox import philox
-from reference.quantized import GroupedQuantized, Quantized, amax_shape, words_shape
+from reference.quantized import GroupedQuantized, Quantized, amax_shape, codes_shape, words_shape
 from reference.recipes import Recipe
 from reference.recipes import recipe as find_recipe
-from reference.scaling import block_scales, element_factors, scale_elements, tensor_scale
+from reference.scaling import block_scales, element_factors, per_row, scale_elements, tensor_scale
+from reference.sections import section_rows
+
+_RUN = 128
+"""Elements of a row whose largest is found at once, on the way to that of a tensor with one scale."""
 
 Random = torch.Tensor | tuple[int, int]
 """Random bits of a stochastic rounding: words, int32 (M, ⌈K/4⌉), element 4j + i of a row taking byte i of word j, the
-lowest first; or seed and offset, both 64 bits, of Philox: subsequence n makes the four words of block n, counted as its
-scale lies in memory."""
+lowest first; or seed and offset, both 64 bits, of Philox: subsequence n makes the four words of block n of 16 elements,
+counted along the rows, 2n and 2n + 1 those of block n of 32."""
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -54,16 +59,16 @@ def check_random(random: object, shape: tuple[int, int], recipe: Recipe) -> None
 
 
 def random_bytes(
-    random: Random, shape: tuple[int, int], rows: slice, device: torch.device, first: int = 0
+    random: Random, shape: tuple[int, int], rows: slice, device: torch.device, block: int = 16, first: int = 0
 ) -> torch.Tensor:
-    """The byte of every element of `rows`, uint8, blocks padded to 16. `first`: subsequence of the first block."""
+    """The byte of every element of `rows`, uint8 (rows, K). `first`: number of the first block of `block` elements."""
     if isinstance(random, torch.Tensor):
-        words = torch.nn.functional.pad(random[rows], (0, -random.shape[1] % 4))
+        words = random[rows]
     else:
-        blocks = -(-shape[1] // 16)
-        block = torch.arange(rows.start * blocks, rows.stop * blocks, device=device)
-        words = philox(*random, block + first).to(torch.int32).view(-1, 4 * blocks)
-    return words.contiguous().view(torch.uint8)
+        sixteens = -(-shape[1] // block) * (block // 16)
+        subsequence = torch.arange(rows.start * sixteens, rows.stop * sixteens, device=device)
+        words = philox(*random, subsequence + first * (block // 16)).to(torch.int32).view(-1, 4 * sixteens)
+    return words.contiguous().view(torch.uint8)[:, : shape[1]]
 
 
 def encode_elements(
@@ -73,27 +78,32 @@ def encode_elements(
     recipe: Recipe,
     random: Random | None = None,
     first: int = 0,
+    blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Packed element codes of `x` (M, K), rotated already, under stored block scales (M, ⌈K/16⌉).
+    """Element codes of `x` (M, K), rotated already, as they are stored, under stored block scales.
 
-    `tensor`: the tensor's scale, None where the recipe has none. `first`: as in `random_bytes`.
+    `tensor`: the tensor's scale, None where the recipe has none. `first`: as in `random_bytes`. `blocks`: the
+    `block_amaxes` of `x`, where they are known; FP8 blocks need them, see `element_factors`.
     """
     shape = (x.shape[0], x.shape[1])
-    factors = element_factors(scales, tensor, recipe, x.dtype)
-    codes = torch.empty(shape[0], -(-shape[1] // 2), dtype=torch.uint8, device=x.device)
+    codes = torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=x.device)
     if codes.numel() == 0:
         return codes
+    if blocks is None and recipe.element_scale == "x*(max/amax)":
+        blocks = block_amaxes(x, recipe)
+    factors = per_row(element_factors(scales, tensor, recipe, x.dtype, blocks), recipe, shape[0])
     for rows in slabs(x):
         scaled = scale_elements(x[rows], factors[rows], None if tensor is None else of_rows(tensor, rows), recipe)
-        bits = None if random is None else random_bytes(random, shape, rows, x.device, first)[:, : shape[1]]
-        codes[rows] = pack(element_codes(scaled, recipe, bits))
+        bits = None if random is None else random_bytes(random, shape, rows, x.device, recipe.block[1], first)
+        found = element_codes(scaled, recipe, bits)
+        codes[rows] = pack(found) if recipe.element.bits == 4 else found
     return codes if recipe.packing == "low-first" else swap_nibbles(codes)
 
 
 def stored_scales(
     x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor | None, tensor: torch.Tensor | None, recipe: Recipe
 ) -> torch.Tensor:
-    """Block scales as they are stored, uint8 (M, ⌈K/16⌉), of `x`, rotated already, whose block amaxes are `blocks`.
+    """Block scales as they are stored, of `x`, rotated already, whose `block_amaxes` are `blocks`.
 
     `amax` and `tensor` are the tensor's amax and scale, None where the recipe has none.
     """
@@ -105,8 +115,14 @@ def stored_scales(
 
 
 def block_amaxes(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """The amax of every block of `x` (M, K), rotated already: float32 (M, ⌈K/16⌉), that of a tile for all its rows."""
-    return over_tiles(block_amax(x, recipe.block[1], propagate_nan=recipe.nan == "propagate"), recipe.block[0])
+    """The amax of every block of `x` (M, K), rotated already, float32, like linear scales: of every stored one.
+
+    Those of a tile are repeated for its rows, unless scales are float32 numbers. (1, 1) of a whole tensor.
+    """
+    propagate = recipe.nan == "propagate"
+    if recipe.whole:
+        return tensor_amax(block_amax(x, _RUN, propagate_nan=propagate)).unsqueeze(1)
+    return over_tiles(block_amax(x, recipe.block[1], propagate_nan=propagate), recipe.block[0])[:: recipe.stored_rows]
 
 
 def quantize(
@@ -114,6 +130,7 @@ def quantize(
     recipe: str | Recipe,
     *,
     amax: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     random: Random | None = None,
     swizzled: bool = False,
 ) -> Quantized:
@@ -121,23 +138,49 @@ def quantize(
 
     Any M and K (but whole groups of a transform): a short last block is padded with zeros, which change neither its
     amax nor its other codes, and `Quantized.shape` keeps (M, K). More dimensions are taken as rows. `amax`, float32
-    (1,), or (M,) for one a row, replaces the tensor's own (after a rotation). `random`, see `Random`, belongs to
-    recipes that round stochastically. `swizzled` scales are padded and in the 128×4 layout. Source: numerics.md,
-    "NVFP4, 1×16", steps 1 to 8, and "Variants of NVFP4".
+    (1,), or (M,) for one a row, replaces the tensor's own (after a rotation). `scale`, float32 (1,), is the encode
+    scale of delayed scaling, which has no other. `random`, see `Random`, belongs to recipes that round stochastically.
+    `swizzled` scales, bytes all, are padded and in the 128×4 layout. Source: numerics.md, "NVFP4, 1×16", steps 1 to 8,
+    "Variants of NVFP4", "MXFP8", "FP8 with float32 scales".
 
-    Raises TypeError for a dtype, ValueError for a shape, an unknown recipe, or random bits that the recipe has no use
-    for.
+    Raises TypeError for a dtype, ValueError for a shape, an unknown recipe, or an amax, a scale or random bits that the
+    recipe has no use for, or lacks.
     """
     recipe = find_recipe(recipe)
-    q = _quantize(as_matrix(x), recipe, amax, random)
-    return replace(q, scales=swizzle(q.scales), swizzled=True) if swizzled else q
+    check_swizzled(recipe, swizzled=swizzled)
+    return _swizzled(_quantize(as_matrix(x), recipe, amax, scale, random), swizzled=swizzled)
+
+
+def check_swizzled(recipe: Recipe, *, swizzled: bool) -> None:
+    """Raises ValueError where swizzled scales are wanted of a recipe whose scales are no bytes."""
+    if swizzled and recipe.scale is FP32:
+        raise ValueError(f"recipe {recipe} has float32 scales; the 128×4 layout is of bytes")
+
+
+def check_scale(scale: torch.Tensor | None, count: int, recipe: Recipe) -> None:
+    """Raises ValueError where `count` encode scales are missing, not wanted, or of another shape or dtype."""
+    if (scale is None) == (recipe.tensor_scale == "given"):
+        what = f"takes scale, float32 ({count},)" if scale is None else "makes its own scales; it takes none"
+        raise ValueError(f"recipe {recipe} {what}")
+    if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) != (count,)):
+        raise ValueError(f"scale is float32 of shape ({count},), not {scale.dtype} of shape {tuple(scale.shape)}")
+
+
+def _swizzled(q: Quantized, *, swizzled: bool) -> Quantized:
+    return replace(q, scales=swizzle(linear_scales(q)), swizzled=True) if swizzled else q
 
 
 def _quantize(
-    x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None, random: Random | None, first: int = 0
+    x: torch.Tensor,
+    recipe: Recipe,
+    amax: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    random: Random | None,
+    first: int = 0,
 ) -> Quantized:
     shape = (x.shape[0], x.shape[1])
     check_random(random, shape, recipe)
+    check_scale(scale, 1, recipe)
     x = x.contiguous()
     if recipe.transform is not None:
         x = transform(x, recipe)
@@ -147,12 +190,13 @@ def _quantize(
         if amax is not None:
             raise ValueError(f"recipe {recipe} has no tensor scale; it takes no amax")
         scales = stored_scales(x, blocks, None, None, recipe)
-        return Quantized(encode_elements(x, scales, None, recipe, random, first), scales, None, recipe, shape)
+        codes = encode_elements(x, scales, None, recipe, random, first, blocks)
+        return Quantized(codes, scales, None, recipe, shape)
     if amax is None:
         amax = tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
     elif amax.dtype != torch.float32 or amax.shape != wanted:
         raise ValueError(f"amax is float32 of shape {wanted}, not {amax.dtype} of shape {tuple(amax.shape)}")
-    tensor = tensor_scale(amax, recipe, x.dtype)
+    tensor = tensor_scale(amax, recipe, x.dtype) if scale is None else scale
     scales = stored_scales(x, blocks, amax, tensor, recipe)
     codes = encode_elements(x, scales, tensor, recipe, random, first)
     return Quantized(codes, scales, amax, recipe, shape, tensor)
@@ -170,28 +214,30 @@ def quantize_both(
     rowwise: bool = True,
     columnwise: bool = True,
     amax: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+    scale: torch.Tensor | None = None,
     random: tuple[torch.Tensor | None, torch.Tensor | None] | tuple[int, int] | None = None,
     swizzled: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K): rowwise (M, K), and columnwise (K, M), the transpose quantized along M.
 
-    A transform rotates the columnwise half alone. `amax` holds that of either half, `random` the words of either half,
-    or seed and offset, of which the columnwise half uses offset + 1. A half that is not wanted is None. In 2-D the
-    columnwise half is the transpose of the rowwise one, the choice of 4over6 included; only stochastic rounding draws
-    for each half by itself. Raises as `quantize` does, and ValueError where neither half is wanted.
+    The columnwise half is stored as the recipe says (`Recipe.columnwise`). A transform rotates that half alone. `amax`
+    holds that of either half, `random` the words of either half, or seed and offset, of which the columnwise half uses
+    offset + 1; `scale` is that of both. A half that is not wanted is None. In 2-D the columnwise half is the transpose
+    of the rowwise one, the choice of 4over6 included; only stochastic rounding draws for each half by itself. Raises as
+    `quantize` does, and ValueError where neither half is wanted.
     """
     recipe = find_recipe(recipe)
     if not (rowwise or columnwise):
         raise ValueError("quantize_both makes a rowwise or a columnwise half, or both; neither is wanted")
+    check_swizzled(recipe, swizzled=swizzled)
     x = as_matrix(x)
     given = (None, None) if amax is None else amax
     bits = split_random(random)
     row = column = None
     if rowwise:
-        row = quantize(x, recipe.rowwise, amax=given[0], random=bits[0], swizzled=swizzled)
+        row = quantize(x, recipe.rowwise, amax=given[0], scale=scale, random=bits[0], swizzled=swizzled)
     if columnwise:
-        column = _quantize_transpose(x, recipe, given[1], bits[1])
-        column = replace(column, scales=swizzle(column.scales), swizzled=True) if swizzled else column
+        column = _swizzled(_quantize_transpose(x, recipe, given[1], scale, bits[1]), swizzled=swizzled)
     return row, column
 
 
@@ -211,12 +257,20 @@ def split_random(
 
 
 def _quantize_transpose(
-    x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None, random: Random | None, first: int = 0
+    x: torch.Tensor,
+    recipe: Recipe,
+    amax: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    random: Random | None,
+    first: int = 0,
 ) -> Quantized:
     """The transpose of `x`, quantized; in square tiles the choice of 4over6 is made along the rows of `x`."""
+    if recipe.columnwise == "in-place":
+        q = _quantize(x.T, recipe, amax, scale, random, first)
+        return replace(q, codes=q.codes.T.contiguous(), scales=q.scales.T.contiguous(), transposed=True)
     if recipe.candidates == "6" or recipe.block[0] == 1:
-        return _quantize(x.T, recipe, amax, random, first)
-    q = _quantize(x, recipe, amax, random, first)
+        return _quantize(x.T, recipe, amax, scale, random, first)
+    q = _quantize(x, recipe, amax, scale, random, first)
     rows, columns = q.shape
     height = q.recipe.block[0]
     codes = pack(unpack(q.codes, columns).T)
@@ -231,47 +285,42 @@ def quantize_grouped(
     *,
     columnwise: bool = False,
     amax: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     random: tuple[int, int] | None = None,
 ) -> GroupedQuantized:
-    """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each with its own amax, some perhaps empty.
+    """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each by itself, some perhaps empty.
 
     Each section's bytes are those of `quantize`, or, `columnwise`, those of the columnwise half of `quantize_both`, and
-    Philox counts the blocks of all sections through. `amax`: float32 (G,). Raises ValueError where the sizes are not
-    those of M rows, or the recipe has an amax for every row, and as `quantize` does.
+    Philox counts the blocks of all sections through. `amax` and `scale`: float32 (G,). Raises ValueError where the
+    sizes are not those of M rows, or the recipe has an amax for every row, and as `quantize` does.
     """
     recipe = find_recipe(recipe)
     x = as_matrix(x)
     rows = check_sections(x, sizes, recipe)
+    check_scale(scale, len(rows), recipe)
     if amax is not None and (amax.dtype != torch.float32 or amax.shape != sizes.shape):
         found = f"{amax.dtype} of shape {tuple(amax.shape)}"
         raise ValueError(f"amax of {len(rows)} sections is float32 of shape {tuple(sizes.shape)}, not {found}")
     parts: list[Quantized] = []
     first = 0
     for number, section in enumerate(torch.split(x, rows)):
-        given = None if amax is None else amax[number : number + 1]
-        parts.append((_quantize_transpose if columnwise else _quantize)(section, recipe, given, random, first))
+        given, used = (None if every is None else every[number : number + 1] for every in (amax, scale))
+        parts.append((_quantize_transpose if columnwise else _quantize)(section, recipe, given, used, random, first))
         first += parts[-1].scales.numel()
     codes, scales = ([getattr(part, name) for part in parts] for name in ("codes", "scales"))
     if columnwise:
         codes, scales = ([part.flatten() for part in some] for some in (codes, scales))
-    encode = torch.cat([part.tensor_scale for part in parts if part.tensor_scale is not None])
-    found_amax = torch.cat([part.amax for part in parts if part.amax is not None])
+    amaxes = [part.amax for part in parts if part.amax is not None]
+    encode = [part.tensor_scale for part in parts if part.tensor_scale is not None]
     shape = (x.shape[0], x.shape[1])
     return GroupedQuantized(
-        torch.cat(codes), torch.cat(scales), found_amax, recipe, shape, sizes, encode, columnwise=columnwise
-    )
+        torch.cat(codes), torch.cat(scales), torch.cat(amaxes) if amaxes else None, recipe, shape, sizes,
+        torch.cat(encode) if encode else None, columnwise=columnwise,
+    )  # fmt: skip
 
 
 def check_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: Recipe) -> list[int]:
     """The sizes as a list. Raises ValueError where they are not those of the rows of `x`."""
     if recipe.granularity == "row":
         raise ValueError(f"recipe {recipe} has an amax for every row; sections of one amax each do not apply")
-    if recipe.tensor_scale == "none":
-        raise ValueError(f"recipe {recipe} has no amax, so sections are like the whole; quantize the whole")
-    rows: list[int] = sizes.tolist()
-    if sizes.dtype != torch.int64 or sizes.dim() != 1 or min(rows, default=-1) < 0 or sum(rows) != x.shape[0]:
-        raise ValueError(
-            f"sizes of sections are int64 (G,), not negative, and sum to the {x.shape[0]} rows of x; "
-            f"these are {sizes.dtype} {rows}, sum {sizes.sum().item()}"
-        )
-    return rows
+    return section_rows(x.shape[0], sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -18,21 +19,25 @@ def nearest_even(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     `magnitude` holds the bits of non-negative float32 numbers (int32, any shape). The result (int32) counts grid
     points from zero: it is the code wherever it is at most `fmt.max_code`, and larger where the rounded value
-    overflows. NaN counts as infinity. Ties are decided on the last kept bit, as IEEE 754 roundTiesToEven does.
+    overflows. NaN counts as infinity.
     """
-    shift = FLOAT32_MANTISSA - fmt.mantissa_bits
-    rebias = (FLOAT32_BIAS - fmt.bias) << fmt.mantissa_bits
-    bits = magnitude.clamp(max=FLOAT32_INF_BITS)
-    rounded = bits >> shift
-    odd = rounded & 1
-    rounded = odd.add_(bits).add_((1 << (shift - 1)) - 1).bitwise_right_shift_(shift).sub_(rebias)
     if not fmt.signed:  # E8M0: code 0 is 2^-127, itself subnormal in float32; the tie at 1.5·2^-127 is even at 0
+        half = 1 << (FLOAT32_MANTISSA - 1)
+        bits = magnitude.clamp(max=FLOAT32_INF_BITS)
+        odd = (bits >> FLOAT32_MANTISSA) & 1
+        rounded = odd.add_(bits).add_(half - 1).bitwise_right_shift_(FLOAT32_MANTISSA)
         return torch.where(bits < 0x00800000, (bits > 0x00600000).int(), rounded)
-    smallest_normal = (FLOAT32_BIAS + 1 - fmt.bias) << FLOAT32_MANTISSA
-    # A power of two times a float32 below the smallest normal is exact, and torch.round takes ties to even.
-    below = bits.view(torch.float32).mul(2.0 ** (fmt.bias - 1 + fmt.mantissa_bits)).round_()
-    below = below.clamp_(max=float(1 << fmt.mantissa_bits)).int()
-    return torch.where(bits < smallest_normal, below, rounded)
+    # With the grid's step at a number, 2^(e − mantissa bits), e at least that of the smallest normal number, adding
+    # 2^(e + 23 − mantissa bits) leaves a count of steps in the low bits, rounded as IEEE 754 rounds every sum. Powers
+    # of two have an even number of steps, so the even count is the even code.
+    shift = FLOAT32_MANTISSA - fmt.mantissa_bits
+    smallest = (FLOAT32_BIAS + 1 - fmt.bias) << FLOAT32_MANTISSA
+    beyond = (math.frexp(fmt.max)[1] + FLOAT32_BIAS) << FLOAT32_MANTISSA  # the power of two above all
+    value = magnitude.clamp(max=beyond)
+    anchor = value.bitwise_and(FLOAT32_INF_BITS).clamp_(min=smallest).add_(shift << FLOAT32_MANTISSA)
+    steps = value.view(torch.float32).add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
+    first = (smallest + (shift << FLOAT32_MANTISSA)) >> shift
+    return steps.add_(anchor.bitwise_right_shift_(shift)).sub_(first)
 
 
 def nearest_toward_zero(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -77,28 +82,31 @@ def wrapping_e2m1(x: torch.Tensor) -> torch.Tensor:
     fouroversix 1.0.5, whose pseudo-quantization rounds without a clamp before it takes the bits.
     """
     magnitude = x.abs()
-    step = _e2m1_step(magnitude)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     rounded = magnitude.div_(step).round_().mul_(step)
     code = (rounded.view(torch.int32) >> (FLOAT32_MANTISSA - E2M1.mantissa_bits)) - ((FLOAT32_BIAS - E2M1.bias) << 1)
     code = torch.where(rounded < 1, rounded * 2, code)  # 0 and 0.5, which are subnormal in E2M1
     return (code.int() & 0xF).to(torch.uint8) | x.signbit().byte() * E2M1.sign_code
 
 
-def stochastic_e2m1(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Float32 `x` rounded to the grid of E2M1 by the random bytes `random` (uint8, the same shape); a new tensor.
+def stochastic(x: torch.Tensor, fmt: Format, random: torch.Tensor) -> torch.Tensor:
+    """Float32 `x` rounded to the grid of `fmt` by the random bytes `random` (uint8, the same shape); a new tensor.
 
-    With u = byte/256 and the grid's step at |x|, t = |x| + u·step is cut down to the grid at t, at most 6; the sign is
-    kept and NaN gives 6. A number of the grid never moves, and |x| goes up in ⌊256·f⌋ of 256 cases, f the distance to
-    the grid point below in steps. Source: numerics.md, `nvfp4-sr` (Transformer Engine's software path).
+    With u = byte/256 and the grid's step at |x|, t = |x| + u·step is cut down to the grid at t, at most the largest
+    value; the sign is kept and NaN stays. A number of the grid never moves, and |x| goes up in ⌊256·f⌋ of 256 cases, f
+    the distance to the grid point below in steps. Source: numerics.md, `nvfp4-sr` (Transformer Engine's software path,
+    of E2M1).
     """
     magnitude = x.abs()
-    step = _e2m1_step(magnitude)
+    step = _step(magnitude, fmt)
     # u·step is exact, so the sum rounds once, as a fused multiply-add does.
-    moved = step.mul_(random.float().mul_(2.0**-8)).add_(magnitude)
-    step = _e2m1_step(moved)
-    rounded = moved.div_(step).floor_().mul_(step).clamp_(max=E2M1.max)
-    return torch.where(x.isnan(), E2M1.max, rounded.copysign_(x))
+    moved = step.mul_(random.float().mul_(2.0**-8)).add_(magnitude).clamp_(max=fmt.max)
+    step = _step(moved, fmt)
+    return moved.div_(step).floor_().mul_(step).copysign_(x)
 
 
-def _e2m1_step(magnitude: torch.Tensor) -> torch.Tensor:
-    return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+def _step(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The distance of the grid's points from the one at or below float32 `magnitude` upwards; NaN of NaN."""
+    smallest_normal = 2.0 ** (1 - fmt.bias)
+    bits = magnitude.clamp(smallest_normal, fmt.max).view(torch.int32).bitwise_and_(FLOAT32_INF_BITS)
+    return bits.view(torch.float32).mul_(2.0**-fmt.mantissa_bits)

@@ -1,4 +1,4 @@
-"""Scales of NVFP4: from amaxes to stored bytes, and from elements to what is rounded to codes.
+"""Scales: from amaxes to what is stored, and from elements to what is rounded to codes.
 
 Every operation rounds to float32. Divisions have a tensor on both sides: PyTorch turns x / number into x · (1/number)
 on CUDA, a third of whose values differ (dialects.md). The tensor's scale is (1,), or (M,) where each row has its own:
@@ -7,13 +7,18 @@ enc or dec, as the recipe's `tensor_scale` says, and None where it has none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from reference.blocks import pad_columns
 from reference.decode import decode
 from reference.encode import encode
+from reference.exponents import exponent_codes, exponent_factors
+from reference.formats import E8M0, FP32
 from reference.quantized import Quantized
 from reference.recipes import Recipe
+from reference.rounding import FLOAT32_INF_BITS
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -26,11 +31,15 @@ def divide(number: float, by: torch.Tensor) -> torch.Tensor:
 def tensor_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The tensor's scale, enc or dec, float32 like `amax`. `te`: fl(2688/amax) up to FLT_MAX; 1 for amax 0 or infinite.
 
+    FP8 current scaling: fl(max/amax) up to FLT_MAX, 1 for amax 0, infinite or NaN, perhaps cut to a power of two.
+
     `dtype` is that of x, which recipes with other `statistics` than float32 round to. Raises ValueError where the
     recipe has no tensor scale, where it refuses an amax, or where it rounds to a dtype that is not given.
     """
     if recipe.tensor_limit == "amax>=1e-12":
         amax = amax.clamp(min=1e-12)
+    if recipe.smallest_amax:
+        amax = amax.clamp(min=recipe.smallest_amax)
     if recipe.tensor_scale == "max/amax":
         scale = divide(recipe.max_product, amax)
     elif recipe.tensor_scale == "(1/amax)*max":
@@ -50,6 +59,8 @@ def tensor_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None =
 def _limited(scale: torch.Tensor, amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """`scale` after the recipe's `tensor_limit`."""
     limit = recipe.tensor_limit
+    if limit == "1-for-nan":
+        return _encode_scale(scale, amax, FLT_MAX, recipe)
     if limit == "finite":
         scale = scale.clamp(max=FLT_MAX)
         return torch.where((amax == 0) | (scale == 0), 1.0, scale)
@@ -69,14 +80,42 @@ def _limited(scale: torch.Tensor, amax: torch.Tensor, recipe: Recipe) -> torch.T
     return scale
 
 
+def _encode_scale(quotient: torch.Tensor, amax: torch.Tensor, largest: float, recipe: Recipe) -> torch.Tensor:
+    """FP8's scale from max/amax: `largest` where that is infinite, 1 where `amax` is 0, infinite or NaN; rounded."""
+    finite = torch.where(quotient.isinf(), largest, quotient)
+    scale = torch.where((amax > 0) & amax.isfinite(), finite, 1.0)
+    if recipe.scale_rounding == "down":
+        scale = scale.view(torch.int32).bitwise_and(FLOAT32_INF_BITS).view(torch.float32)
+    return scale
+
+
+def encode_scales(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None) -> torch.Tensor:
+    """FP8's block scales before they are inverted: fl(max/amax), float32 like `amax`, the blocks' amaxes.
+
+    1 where amax is 0, infinite or NaN; where the quotient is infinite, the largest number of `dtype`, that of x.
+    Source: numerics.md, "FP8 with float32 scales". Raises ValueError where it needs `dtype` and is not given it.
+    """
+    if recipe.smallest_amax:
+        amax = amax.clamp(min=recipe.smallest_amax)
+    if recipe.largest_scale == "input" and dtype is None:
+        raise ValueError(f"recipe {recipe} has a largest scale of the dtype of x; give dtype")
+    largest = FLT_MAX if recipe.largest_scale == "float32" or dtype is None else torch.finfo(dtype).max
+    return _encode_scale(divide(recipe.element.max, amax), amax, largest, recipe)
+
+
 def block_scales(
     amax: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Stored decode scales, uint8 codes of `recipe.scale`, from block amaxes (M, ⌈K/16⌉) and the tensor's scale.
+    """Stored decode scales from block amaxes and the tensor's scale: uint8 codes of `recipe.scale`, or float32.
 
+    `amax`: (M, ⌈K/block⌉), of float32 scales (⌈M/rows⌉, ⌈K/block⌉); not looked at where the tensor has one scale.
     `dtype` and what is raised: as in `tensor_scale`. Source: numerics.md, NVFP4 steps 3 to 5 (`te`) and its table of
-    dialects (`te-2.8`); dialects.md for the rest.
+    dialects (`te-2.8`), "MXFP8", "FP8 with float32 scales"; dialects.md for the rest.
     """
+    if recipe.scale is E8M0:
+        return exponent_codes(amax, recipe)
+    if recipe.scale is FP32:
+        return divide(1.0, encode_scales(amax, recipe, dtype) if tensor is None else tensor.unsqueeze(1))
     scale = unrounded_scales(amax, tensor, recipe, dtype)
     stored = encode(scale, recipe.scale, ties="zero" if recipe.scale_rounding == "nearest-toward-zero" else "even")
     if recipe.zero_block == "stored-2^-3":
@@ -134,15 +173,32 @@ def _sixth(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None) -> tor
 
 
 def element_factors(
-    scales: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype | None = None
+    scales: torch.Tensor,
+    tensor: torch.Tensor | None,
+    recipe: Recipe,
+    dtype: torch.dtype | None = None,
+    amax: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What each block's elements are multiplied by, or divided by where `recipe.divides`, float32 like `scales`.
 
-    `te`: min(fl(1/fl(s·fl(1/enc))), FLT_MAX), FLT_MAX for a scale of 0; not the same as fl(enc/s). Source: numerics.md,
-    NVFP4 step 6, and dialects.md. `dtype` and what is raised: as in `tensor_scale`.
+    `te`: min(fl(1/fl(s·fl(1/enc))), FLT_MAX), FLT_MAX for a scale of 0; not the same as fl(enc/s). MX: 1/s. One scale
+    for the tensor: that scale. FP8 blocks: the encode scale of the block's `amax` where `scales` holds its inverse; of
+    another scale, and without `amax`, fl(1/s), since an inverse does not tell what it is the inverse of. Source:
+    numerics.md, NVFP4 step 6, "MXFP8", and dialects.md. `dtype` and what is raised: as in `tensor_scale`.
     """
-    stored = decode(scales, recipe.scale)
     form = recipe.element_scale
+    if form == "x*enc":
+        assert tensor is not None
+        return tensor.unsqueeze(1)
+    if form == "x*(max/amax)":
+        inverse = divide(1.0, scales)
+        if amax is None:
+            return inverse
+        own = encode_scales(amax, recipe, dtype)
+        return torch.where(divide(1.0, own) == scales, own, inverse)
+    if recipe.scale is E8M0 and form == "x*(1/s)":
+        return exponent_factors(scales)
+    stored = decode(scales, recipe.scale)
     if form == "x*min(1/(s*(1/enc)),FLT_MAX)":
         assert tensor is not None
         return divide(1.0, stored * divide(1.0, tensor).unsqueeze(1)).clamp(max=FLT_MAX)
@@ -176,29 +232,42 @@ def _with_tensor(stored: torch.Tensor, tensor: torch.Tensor, recipe: Recipe, dty
 def scale_elements(x: torch.Tensor, factors: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
     """What is rounded to the codes of `x` (M, K): float32 (M, K).
 
-    `factors` (M, ⌈K/16⌉) are the `element_factors`, `tensor` the tensor's scale. Source: numerics.md, NVFP4 step 7, and
-    dialects.md.
+    `factors` (M, ⌈K/block⌉) are the `element_factors`, `tensor` the tensor's scale. Source: numerics.md, NVFP4 step 7,
+    and dialects.md.
     """
-    width = recipe.block[1]
-    values = pad_columns(x.float(), width)
-    values = values.view(values.shape[0], values.shape[1] // width, width)
-    factors = factors.unsqueeze(2)
+    values = x.float()
     if tensor is not None and recipe.element_scale.startswith("(x*"):
-        values = values * (tensor if "enc" in recipe.element_scale else divide(1.0, tensor)).view(-1, 1, 1)
-    if not recipe.divides:
-        scaled = values * factors
-    elif recipe.zero_scale == "saturate":
-        scaled = torch.where(values == 0, values, values / factors)
-    else:
-        scaled = values / factors
-    if recipe.element_scale.startswith("R("):
-        scaled = _rounded(scaled, recipe, x.dtype)
-    return scaled.view(scaled.shape[0], scaled.shape[1] * width)[:, : x.shape[1]]
+        values = values * (tensor if "enc" in recipe.element_scale else divide(1.0, tensor)).view(-1, 1)
+    scaled = over_elements(values, factors, recipe, torch.div if recipe.divides else torch.mul)
+    if recipe.divides and recipe.zero_scale == "saturate":
+        scaled = torch.where(values == 0, values, scaled)
+    return _rounded(scaled, recipe, x.dtype) if recipe.element_scale.startswith("R(") else scaled
+
+
+def per_row(numbers: torch.Tensor, recipe: Recipe, rows: int) -> torch.Tensor:
+    """Numbers of blocks, like stored scales, as those of `rows` rows: (M, ⌈K/block⌉), (M, 1) of a whole tensor."""
+    if recipe.whole:
+        return numbers.expand(rows, 1)
+    return numbers.repeat_interleave(recipe.stored_rows, 0)[:rows] if recipe.stored_rows > 1 else numbers
+
+
+def over_elements(
+    values: torch.Tensor,
+    numbers: torch.Tensor,
+    recipe: Recipe,
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`combine(value, number)` of every element of `values` (M, K) and the number of its block, `numbers` `per_row`."""
+    if recipe.whole:
+        return combine(values, numbers)
+    width, columns = recipe.block[1], values.shape[1]
+    blocks = pad_columns(values, width).view(values.shape[0], -(-columns // width), width)
+    return combine(blocks, numbers.unsqueeze(2)).view(blocks.shape[0], blocks.shape[1] * width)[:, :columns]
 
 
 def decode_factors(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
-    """What the codes of `q` are multiplied by, float32 (M, ⌈K/16⌉), `scales` being its linear ones."""
-    stored = decode(scales, q.recipe.scale)
+    """What the codes of `q` are multiplied by, float32 like `scales`, which are its linear ones."""
+    stored = scales if q.recipe.scale is FP32 else decode(scales, q.recipe.scale)
     if q.recipe.decode == "s":
         return stored
     if q.recipe.decode == "(s*amax)*(1/max)":

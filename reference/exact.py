@@ -1,0 +1,189 @@
+"""Exact sums of products in float64, and roundings of them to float32 that happen once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+FLOAT64_EXACT = 2.0**53
+# Columns that are halved no further before bits are: a block of MX, whose elements share a scale.
+_LEAF = 32
+# What 13 significant bits span by themselves; a row that spans more has numbers of several sizes.
+_MANTISSAS = 2.0**26
+# The last bits of a float64 number that float32 has not, and those of a tie between two float32 numbers.
+_REST, _TIE = (1 << 29) - 1, 1 << 28
+_TINY = 2.0**-126
+
+
+@dataclass
+class ExactSum:
+    """Sums (M, N) as high + low, both float64, |low| at most half an ulp of high: exact, not rounded.
+
+    Where it takes more than two float64 numbers, low is the rest, rounded: its sign is right, and it is 0 only where
+    the rest is.
+    """
+
+    high: torch.Tensor
+    low: torch.Tensor | None
+    """None where the sums are float64 numbers."""
+
+    def to_float32(self) -> torch.Tensor:
+        """Each sum rounded once, to nearest even."""
+        return (self.high if self.low is None else round_to_odd(self.high, self.low)).float()
+
+
+def round_to_odd(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """high + low as one float64 whose rounding to float32 is that of the exact sum.
+
+    `high` is the sum rounded to float64. Where `low` is not 0 and the last bit of `high` is even, the neighbour on
+    low's side is taken, whose last bit is odd: with 53 ≥ 24 + 2 bits a second rounding to nearest is then the same as
+    one (Boldo and Melquiond, 2008). Not-finite sums stay.
+    """
+    even = (high.view(torch.int64) & 1) == 0
+    inexact = (low != 0) & torch.isfinite(high) & torch.isfinite(low)
+    toward = torch.where(low > 0, torch.inf, -torch.inf).to(torch.float64)
+    return torch.where(inexact & even, torch.nextafter(high, toward), high)
+
+
+def two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(s, e) with s = fl(a + b) and s + e = a + b exactly (Knuth)."""
+    s = a + b
+    back = s - a
+    return s, (a - (s - back)).add_(b - back)
+
+
+def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """fl(x·y + z), rounded once, of float32 tensors.
+
+    The product is exact in float64. The sum rounds there, and once more to float32: that is one rounding unless the
+    float64 sum is a tie between two float32 numbers, or smaller than a normal one.
+    """
+    product, addend = x.double() * y.double(), z.double()
+    s = product + addend
+    doubtful = ((s.view(torch.int64) & _REST) == _TIE) | (s.abs() < _TINY)
+    if bool(doubtful.any()):
+        return round_to_odd(*two_sum(product, addend)).float()
+    return s.float()
+
+
+def lowest_bit(values: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that divides every number along the last dimension: (…, K) float64 to (…,).
+
+    Numbers are 0 or from 2^-900 to 2^900, so that none is subnormal. What is 0 or not finite is left out; infinity
+    where that is all.
+    """
+    if values.shape[-1] == 0:
+        return values.new_full(values.shape[:-1], torch.inf)
+    word = values.contiguous().view(torch.int64)
+    exponent = (word >> 52) & 0x7FF
+    mantissa = (word & ((1 << 52) - 1)) | 1 << 52
+    # The mantissa's lowest bit, as a float64 number, has the count of zeros below it in its exponent.
+    zeros = ((mantissa & -mantissa).double().view(torch.int64) >> 52) - 1023
+    lowest = (exponent - 52 + zeros).masked_fill_((values == 0) | (exponent == 0x7FF), 0x7FF).amin(dim=-1)
+    return (lowest << 52).view(torch.float64)
+
+
+def exact_sum(a: torch.Tensor, b: torch.Tensor) -> ExactSum:
+    """Σ_k a[i, k]·b[j, k], exactly: (M, K) and (N, K) float64 to (M, N).
+
+    Numbers have at most 13 significant bits, and magnitudes from 2^-400 to 2^400. A float64 matmul is exact in any
+    order once the sum of magnitudes counts at most 2^53 units: certified for each pair of rows by ‖a_i‖₁·max|b_j|
+    against their lowest bits. Where that fails, products of fewer columns, and then of fewer bits, are added without
+    an error. NaN and infinities have the sums of IEEE 754, the same in every order.
+    """
+    if _certified(a, b):
+        return ExactSum(a @ b.T, None)
+    finite_a, finite_b = a.isfinite(), b.isfinite()
+    if not bool(finite_a.all() & finite_b.all()):
+        special = a @ b.T
+        total = exact_sum(a.where(finite_a, 0.0), b.where(finite_b, 0.0))
+        settled = special.isfinite()
+        low = None if total.low is None else total.low.where(settled, 0.0)
+        return ExactSum(total.high.where(settled, special), low)
+    total_of = Expansion()
+    for part in _parts(a, b):
+        total_of.add(part)
+    return total_of.rounded()
+
+
+class Expansion:
+    """A sum that loses nothing: tensors of one shape, float64, whose sum it is."""
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = []
+
+    def add(self, term: torch.Tensor) -> None:
+        """Adds `term` by TwoSum, from the largest part down, and keeps what is left as a part of its own."""
+        for number, part in enumerate(self.parts):
+            self.parts[number], term = two_sum(part, term)
+            if not bool(term.any()):
+                return
+        self.parts.append(term)
+
+    def rounded(self) -> ExactSum:
+        """The sum as high and low.
+
+        Passes of TwoSum from the smallest part up (Kahan's distillation) end where each part is at most half an ulp of
+        the one before; so the first alone is within that of the sum, and the second has the sign of the rest.
+        """
+        parts = list(self.parts)
+        moved = len(parts) > 1
+        while moved:
+            moved = False
+            for number in range(len(parts) - 1, 0, -1):
+                high, low = two_sum(parts[number - 1], parts[number])
+                moved = moved or not torch.equal(high, parts[number - 1])
+                parts[number - 1], parts[number] = high, low
+        low_parts = parts[1:]
+        if not low_parts:
+            return ExactSum(parts[0], None)
+        low = low_parts[-1]
+        for part in reversed(low_parts[:-1]):
+            low = part + low
+        return ExactSum(parts[0], low)
+
+
+def _spans(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """‖x_i‖₁ and max|x_i| of every row, in units of its lowest bit."""
+    unit, magnitude = lowest_bit(x), x.abs()
+    return magnitude.sum(1) / unit, magnitude.amax(1) / unit
+
+
+def _certified(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether no partial sum of a float64 matmul can round. False where something is not finite."""
+    if min(*a.shape, *b.shape) == 0:
+        return True
+    (norm_a, most_a), (norm_b, most_b) = _spans(a), _spans(b)
+    units = torch.minimum(norm_a.amax() * most_b.amax(), norm_b.amax() * most_a.amax())
+    return bool(units < FLOAT64_EXACT * (1 - 2.0**-20))
+
+
+def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Tensors (M, N) that are exact and whose sum is a @ b.T: first of fewer columns, then of fewer bits."""
+    if _certified(a, b):
+        yield a @ b.T
+        return
+    span_a, span_b = (_spans(x)[1].amax() for x in (a, b))
+    columns = a.shape[1]
+    if columns > _LEAF or max(span_a, span_b) <= _MANTISSAS:
+        half = -(-columns // (2 * _LEAF)) * _LEAF if columns > _LEAF else columns // 2
+        yield from _parts(a[:, :half], b[:, :half])
+        yield from _parts(a[:, half:], b[:, half:])
+    elif span_a >= span_b:
+        for some in _halves(a):
+            yield from _parts(some, b)
+    else:
+        for some in _halves(b):
+            yield from _parts(a, some)
+
+
+def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The large and the small numbers of each row, 0 in place of the others; either spans about half the exponents.
+
+    Of numbers that span 2^s and have p significant bits, the large span at most 2^(s/2 + p), the small 2^(s/2).
+    """
+    middle = x.abs().amax(1).mul_(lowest_bit(x).nan_to_num_(posinf=0.0)).sqrt_().unsqueeze(1)
+    large = x.abs() >= middle
+    return x.where(large, 0.0), x.where(~large, 0.0)
