@@ -2,15 +2,22 @@
 
 A backend is any object or module that has some of the doors of design.md:
 
-    quantize(x, recipe, *, amax=None, random=None, swizzled=False) -> Quantized, or (codes, scales, amax), or a dict
-    quantize_both(x, recipe, *, rowwise=True, columnwise=True, random=None, swizzled=False) -> two such, or None
-    quantize_grouped(x, sizes, recipe, *, columnwise=False, random=None) -> GroupedQuantized, or a list of sections
+    quantize(x, recipe, *, amax=None, scale=None, random=None, swizzled=False)
+        -> Quantized, or (codes, scales, amax), or a dict
+    quantize_both(x, recipe, *, rowwise=True, columnwise=True, scale=None, random=None, swizzled=False)
+        -> two such, or None
+    quantize_grouped(x, sizes, recipe, *, columnwise=False, scale=None, random=None)
+        -> GroupedQuantized, or a list of sections
     dequantize(q, dtype) -> Tensor
     transform(x, recipe) -> Tensor
     swizzle(scales) -> Tensor
     unswizzle(scales, shape) -> Tensor
     gemm(a, b, *, out_dtype, c=None, bias=None) -> Tensor
     gemm_grouped(a, b, *, out_dtype, c=None, bias=None) -> Tensor, a GroupedQuantized, b a list of Quantized
+    gemm_quantized(a, b, recipe, *, out_dtype, c=None, bias=None, scale=None) -> as quantize
+    update_scale(history, scale, recipe) -> (history, scale)
+    pad_sections(x, sizes, recipe) -> (padded, sizes)
+    unpad_sections(y, sizes, recipe) -> Tensor
 
 An option is passed only where it differs from its default, so a door may lack those that it does not have.
 
@@ -18,7 +25,9 @@ It raises NotImplementedError for what it does not do. It may have `variations(d
 managers under which its results must be the same bytes; without one, an operation runs twice. It may have
 `check(device)`, which raises where it cannot run at all, before any case does: a missing compiler, say. It may have
 `declares`, a mapping: {"transform": "butterfly"} says that its rotation adds in the order of `reference.hadamard`, so
-that bytes must be equal; without it the order is free (tolerance.md, rule 3).
+that bytes must be equal; without it the order is free (tolerance.md, rule 3). {"gemm": "blocks"} says that its products
+are added in float32, those of a block in order of K, and the sums of blocks in order of K, which narrows what is right
+(rule 2, tier 1); without it the order is free (tier 2).
 """
 
 from __future__ import annotations
@@ -27,12 +36,12 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.results import BackendError, as_quantized, as_sections, dtype_name, matrix_shape
+from harness.results import BackendError, as_quantized, as_sections, dtype_name, matrix_shape, padded_rows
 from harness.schema import nearest
 from reference.quantized import Quantized
 from reference.recipes import Recipe
@@ -47,9 +56,9 @@ __all__ = ["Backend", "BackendError", "Unsupported", "check_device", "load_backe
 BUILT_IN = {"native": "native.ops", "reference": "reference.ops"}
 DOORS = (
     "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
-    "gemm_grouped",
+    "gemm_grouped", "gemm_quantized", "update_scale", "pad_sections", "unpad_sections",
 )  # fmt: skip
-DECLARATIONS = {"transform": ("butterfly",)}
+DECLARATIONS = {"transform": ("butterfly",), "gemm": ("blocks",)}
 """What a backend can declare, and how."""
 
 
@@ -97,10 +106,16 @@ class Backend:
             raise BackendError(f"{door} raised {type(error).__name__}: {error}{place(error)}") from error
 
     def quantize(
-        self, x: torch.Tensor, recipe: Recipe, *, random: Random | None = None, swizzled: bool = False
+        self,
+        x: torch.Tensor,
+        recipe: Recipe,
+        *,
+        scale: torch.Tensor | None = None,
+        random: Random | None = None,
+        swizzled: bool = False,
     ) -> Quantized:
         """The door, with its result brought into a Quantized whose shapes and dtypes are right."""
-        result = self.call("quantize", x, recipe, **_given(random=random, swizzled=swizzled))
+        result = self.call("quantize", x, recipe, **_given(scale=scale, random=random, swizzled=swizzled))
         return as_quantized(result, x, recipe, swizzled=swizzled)
 
     def quantize_both(
@@ -110,11 +125,12 @@ class Backend:
         *,
         rowwise: bool = True,
         columnwise: bool = True,
+        scale: torch.Tensor | None = None,
         random: Random | tuple[torch.Tensor, torch.Tensor] | None = None,
         swizzled: bool = False,
     ) -> tuple[Quantized | None, Quantized | None]:
         """The door: both halves as Quantized, None for one that is not wanted."""
-        options = _given(random=random, swizzled=swizzled)
+        options = _given(scale=scale, random=random, swizzled=swizzled)
         options |= {name: False for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if not wanted}
         result = self.call("quantize_both", x, recipe, **options)
         if not isinstance(result, tuple | list) or len(result) != 2:
@@ -125,10 +141,10 @@ class Backend:
         for half, (name, asked, its_shape, its_recipe) in zip(result, wanted, strict=True):
             if (half is not None) != asked:
                 raise BackendError(f"quantize_both gave {'no' if asked else 'a'} {name} half, {name}={asked}")
+            described: dict[str, Any] = {"shape": its_shape, "swizzled": swizzled}
+            described |= {"transposed": name == "columnwise" and recipe.columnwise == "in-place"}
             what = f"the {name} half of quantize_both"
-            found.append(
-                as_quantized(half, x, its_recipe, shape=its_shape, swizzled=swizzled, door=what) if asked else None
-            )
+            found.append(as_quantized(half, x, its_recipe, **described, door=what) if asked else None)
         return found[0], found[1]
 
     def quantize_grouped(
@@ -138,12 +154,57 @@ class Backend:
         recipe: Recipe,
         *,
         columnwise: bool = False,
+        scale: torch.Tensor | None = None,
         random: tuple[int, int] | None = None,
     ) -> list[Quantized]:
         """The door, its result as the Quantized of each section: of its transpose where `columnwise`."""
         rows = sizes.tolist()  # before the call, which may change them
-        result = self.call("quantize_grouped", x, sizes, recipe, **_given(columnwise=columnwise, random=random))
+        options = _given(columnwise=columnwise, scale=scale, random=random)
+        result = self.call("quantize_grouped", x, sizes, recipe, **options)
         return as_sections(result, x, rows, recipe, columnwise=columnwise)
+
+    def gemm_quantized(
+        self,
+        a: Quantized,
+        b: Quantized,
+        recipe: Recipe,
+        *,
+        out_dtype: torch.dtype,
+        c: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> Quantized:
+        """The door, its result as the Quantized of the output (M, N)."""
+        options = _given(c=c, bias=bias, scale=scale)
+        result = self.call("gemm_quantized", a, b, recipe, out_dtype=out_dtype, **options)
+        return as_quantized(result, a.codes, recipe, shape=(a.shape[0], b.shape[0]), door="gemm_quantized")
+
+    def update_scale(
+        self, history: torch.Tensor, scale: torch.Tensor, recipe: Recipe
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The door: the new history (H, N) and the new scales (N,), float32."""
+        wanted = [(name, tuple(old.shape), old) for name, old in (("the history", history), ("the scale", scale))]
+        return self._two("update_scale", wanted, history, scale, recipe)
+
+    def pad_sections(self, x: torch.Tensor, sizes: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+        """The door: `x` (M, K) with the rows of each section up to a multiple of the recipe's, and those sizes (G,)."""
+        rows = padded_rows(sizes.tolist(), recipe)  # before the call, which may change them
+        wanted = [("the padded rows", (sum(rows), x.shape[1]), x), ("their sizes", (len(rows),), sizes)]
+        return self._two("pad_sections", wanted, x, sizes, recipe)
+
+    def _two(
+        self, door: str, wanted: Sequence[tuple[str, tuple[int, ...], torch.Tensor]], *arguments: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a door gives that gives two tensors: their names, shapes, and tensors of the same dtype and device."""
+        result = self.call(door, *arguments)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            names = " and ".join(name for name, _, _ in wanted)
+            raise BackendError(f"{door} gave {type(result).__name__}; it gives {names}")
+        one, other = (
+            _checked_tensor(door, part, shape, like.dtype, like.device, name)
+            for part, (name, shape, like) in zip(result, wanted, strict=True)
+        )
+        return one, other
 
     def tensor(
         self, door: str, shape: tuple[int, ...], dtype: torch.dtype, given: Any, *arguments: Any, **options: Any
@@ -157,16 +218,26 @@ class Backend:
 
         out = self.call(door, given, *arguments, **options)
         device = getattr(given, "codes", given).device
-        if not isinstance(out, torch.Tensor):
-            raise BackendError(f"{door} gave {type(out).__name__}, not a tensor")
-        if dtype == torch.uint8 and out.element_size() == 1:
+        if isinstance(out, torch.Tensor) and dtype == torch.uint8 and out.element_size() == 1:
             out = out.view(torch.uint8)
-        if tuple(out.shape) != shape or out.dtype != dtype:
-            wanted = f"{dtype_name(dtype)} of shape {shape}"
-            raise BackendError(f"{door} gave {dtype_name(out.dtype)} of shape {tuple(out.shape)}, not {wanted}")
-        if out.device != device:
-            raise BackendError(f"{door} gave its result on {out.device}; its input is on {device}")
-        return out
+        return _checked_tensor(door, out, shape, dtype, device)
+
+
+def _checked_tensor(
+    door: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = ""
+) -> torch.Tensor:
+    """`out`, called `name` where a door gives several. Raises BackendError where it is no such tensor."""
+    import torch
+
+    gave = f"{door} gave {name} as" if name else f"{door} gave"
+    if not isinstance(out, torch.Tensor):
+        raise BackendError(f"{gave} {type(out).__name__}, not a tensor")
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        wanted = f"{dtype_name(dtype)} of shape {shape}"
+        raise BackendError(f"{gave} {dtype_name(out.dtype)} of shape {tuple(out.shape)}, not {wanted}")
+    if out.device != device:
+        raise BackendError(f"{door} gave {name or 'its result'} on {out.device}; its input is on {device}")
+    return out
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -21,6 +21,8 @@ REPEATS = 9
 QUANTIZE = {"cpu": 4096, "cuda": 16384}
 """Rows and columns of the matrix that is quantized: on a GPU several times its L2."""
 GEMM = 1024
+PLAIN = ("mxfp8-e4m3", "fp8-block-1x128", "fp8-current")
+"""Recipes of other formats: quantized along rows, and in both orientations."""
 VARIANTS = ("nvfp4-2d", "nvfp4-rht", "nvfp4-rht-sr", "nvfp4-rowscaled", "nvfp4-4over6-448-mae")
 
 
@@ -73,7 +75,7 @@ def measure(device_name: str) -> list[Row]:
     add("reference quantize nvfp4", lambda: reference.quantize(x, "nvfp4"), n, elements, copy)
     add("native quantize nvfp4", lambda: native.quantize(x, "nvfp4"), n, elements, copy)
     add("native quantize nvfp4, amax given", lambda: native.quantize(x, "nvfp4", amax=amax), n, elements, copy)
-    for recipe in VARIANTS:
+    for recipe in (*VARIANTS, *PLAIN):
         random = (0, 0) if recipe.endswith("-sr") else None
         for name, doors in (("reference", reference), ("native", native)):
             one, both = (partial(door, x, recipe, random=random) for door in (doors.quantize, doors.quantize_both))

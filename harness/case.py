@@ -64,6 +64,16 @@ class Case:
         return self.flags[0]
 
     @property
+    def out_recipe(self) -> str:
+        """Of a quantized gemm: the recipe of its output."""
+        return self.flags[1]
+
+    @property
+    def padded(self) -> bool:
+        """Of a grouped gemm: whether its sections are padded to the alignment of the recipe first."""
+        return "padded" in self.flags
+
+    @property
     def usage(self) -> str:
         """Of a quantize: `rowwise`, `columnwise` or `both`."""
         return self._flag(schema.USAGES)
@@ -173,14 +183,14 @@ def _values(key: str, given: Any) -> list[Any]:
 
 
 def case_of(point: schema.Point, tier: str = "quick", file: str = "") -> Case:
-    """The case of a point: flags are a layout, sections, and whatever differs from its default."""
+    """The case of a point: flags are a layout, sections, an output's recipe, and whatever differs from its default."""
     names = dict.fromkeys(schema.recipes_of(point)) if "recipe" in point else {}
     dtype = f"{point['x']}x{point['w']}-{point['out']}" if "out" in point else point.get("dtype", "")
-    flags = [point[key] for key in ("layout", "sections") if key in point]
+    flags = [point[key] for key in ("layout", "sections", "out_recipe") if key in point]
     for key, choices in schema.FLAGS.items():
         if point.get(key) in choices[1:]:  # the first is the default
             flags.append(point[key])
-    flags += [key for key in ("accumulate", "bias") if point.get(key)]
+    flags += [key for key in ("padded", "accumulate", "bias") if point.get(key)]
     shape = tuple(point["shape"])
     return Case(point["operation"], "+".join(names), shape, dtype, point["inputs"], tuple(flags), tier, file)
 

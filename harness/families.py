@@ -15,7 +15,8 @@ class Family:
 
 
 _QUANTIZE = ("quantize", "quantize-grouped")
-_GEMM = ("gemm", "gemm-grouped")
+_GEMM = ("gemm", "gemm-grouped", "gemm-quantized")
+_UPDATE = ("update-scale",)
 _ROTATED = (*_QUANTIZE, "transform")
 _ALL = (*_ROTATED, *_GEMM)
 
@@ -28,6 +29,23 @@ FAMILIES = {
         Family("tiles", _ALL, "every block its own power of two, neighbours never the same: swapped scales show"),
         Family("e2m1-ties", _QUANTIZE, "half the elements exact midpoints of E2M1, the rest one ulp off: rounding"),
         Family("e4m3-ties", _QUANTIZE, "block scales on and beside the ties of E4M3: their order of operations"),
+        Family(
+            "ties",
+            _QUANTIZE,
+            "half the elements exact midpoints of the recipe's element, the rest one ulp off: rounding",
+        ),
+        Family(
+            "near-ties", _QUANTIZE, "midpoints over max/amax, an ulp more, an ulp less: the last bit of an encode scale"
+        ),
+        Family(
+            "scale-edges",
+            _QUANTIZE,
+            "block amaxes within an ulp of where rules for a power of two take a step: which one",
+        ),
+        Family("every-exponent", _QUANTIZE, "every exponent of the dtype, a block each: the range of block scales"),
+        Family("normal-1e-28", _QUANTIZE, "normal times 1e-28: block scales far down"),
+        Family("normal-1e-3", _QUANTIZE, "normal times 1e-3: magnitudes of gradients"),
+        Family("normal-1e3", _QUANTIZE, "normal times 1e3: magnitudes beyond the element's"),
         Family("single", _QUANTIZE, "one element of a block is not 0: where 4 and 6 of 4over6 are as near, 6 is right"),
         Family("low-rows", _ALL, "each row a power of two lower, down to 2^-20: subnormal scales and scales of 0"),
         Family(
@@ -46,6 +64,16 @@ FAMILIES = {
         ),
         Family("spread", _ROTATED, "exponents 2^-30 to 2^30 inside every group: the order of a rotation's sum shows"),
         Family("bytes", ("swizzle",), "random bytes: what a layout does with any scale"),
+        Family(
+            "amaxes", _UPDATE, "random amaxes, each tensor its own power of two: the largest, the order, the division"
+        ),
+        Family(
+            "amaxes-zero-first", _UPDATE, "the first amax of every other tensor is 0: single and bulk update differ"
+        ),
+        Family("amaxes-zeros", _UPDATE, "no amax but 0: the scale stays"),
+        Family("amaxes-tiny", _UPDATE, "amaxes from the least subnormal number on: scales that would be infinite"),
+        Family("amaxes-inf", _UPDATE, "infinity first, somewhere or everywhere in a history: which scales stay"),
+        Family("amaxes-nan", _UPDATE, "NaN first, somewhere or everywhere in a history: a NaN that a maximum loses"),
         Family("lattice", _GEMM, "small integers under equal scales: the sum is exact in any order at any K"),
         Family("rounding", _GEMM, "normal, blocks scaled by 2^-6 to 2^6: nearly every sum rounds"),
         Family("positive", _GEMM, "no negative element: the tightest bound, sums that round only from K = 1024 on"),

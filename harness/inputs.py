@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,10 @@ import torch
 from harness.case import Case
 from harness.draw import Draw
 from harness.families import FAMILIES
-from harness.generators import SCALE_BYTES, generate
+from harness.generators import SCALE_BYTES, generate, power_of_two
+from harness.histories import HISTORIES
 from reference.quantized import words_shape
-from reference.recipes import recipe
+from reference.recipes import Recipe, recipe
 
 if TYPE_CHECKING:
     from harness.capture import Captured
@@ -35,7 +36,8 @@ class Inputs:
     """
 
     x: torch.Tensor
-    """(M, K); of a columnwise quantize (K, M); of a swizzle the bytes (R, C)."""
+    """(M, K); of a columnwise quantize (K, M), unless its recipe makes columnwise halves in place; of a swizzle the
+    bytes (R, C); of an update-scale the history (H, N)."""
     w: torch.Tensor | None = None
     """(N, K) of a gemm; of a grouped one the matrices one below the other, (G·N, K)."""
     c: torch.Tensor | None = None
@@ -44,10 +46,13 @@ class Inputs:
     """(N,), of a grouped gemm (G, N), in the dtype of the output."""
     random: dict[str, Random] = field(default_factory=dict)
     """Random bits, of recipes that round stochastically: of `x` and `w`; words of two halves are of `x` and `xT`."""
+    scale: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Encode scales that are given, of recipes with delayed scaling: of `x`, `w` and `output`, float32 (1,), or (G,) of
+    sections; of an update-scale (N,), those of `x` before it."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, in order."""
-        given = [self.x, self.w, self.c, self.bias, *self.random.values()]
+        given = [self.x, self.w, self.c, self.bias, *self.random.values(), *self.scale.values()]
         return [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
 
     def to(self, device: str) -> Inputs:
@@ -55,7 +60,8 @@ class Inputs:
         x, w, c, bias = (None if t is None else t.to(device) for t in (self.x, self.w, self.c, self.bias))
         assert x is not None
         random = {name: r.to(device) if isinstance(r, torch.Tensor) else r for name, r in self.random.items()}
-        return Inputs(x, w, c, bias, random)
+        scale = {name: number.to(device) for name, number in self.scale.items()}
+        return Inputs(x, w, c, bias, random, scale)
 
 
 def make_inputs(case: Case, *, seed: int = 0, captured: Captured | None = None) -> Inputs:
@@ -71,22 +77,35 @@ def _quantize(case: Case, seed: int, captured: Captured | None) -> Inputs:
     *leading, columns = case.shape
     rows = math.prod(leading)
     dtype = TORCH_DTYPES[case.dtype]
+    rule = recipe(case.recipe)
     columnwise = case.usage == "columnwise"
     if case.inputs in FAMILIES:
         # Made in the orientation that is quantized, so that a family's blocks are the kernel's blocks in both usages.
         shape = (columns, rows) if columnwise else (rows, columns)
-        x = generate(case.inputs, _draw(case, seed, "x"), shape, dtype, "x")
+        x = generate(case.inputs, _draw(case, seed, "x"), shape, dtype, "x", rule)
     else:
         x = _captured(case, captured, (rows, columns), dtype)
         x = x.T.contiguous() if columnwise else x
-    if columnwise and case.operation == "quantize-grouped":  # sections are rows of (M, K) in either usage
+    # Sections are rows of (M, K) in either usage, and a half that is made in place is one of (M, K).
+    physical = not columnwise or case.operation == "quantize-grouped" or rule.columnwise == "in-place"
+    if columnwise and physical:
         x = x.T.contiguous()
-    return Inputs(x if columnwise else x.view(case.shape), random=_random_of_quantize(case, seed, x))
+    parts = torch.split(x, list(case.sections)) if case.operation == "quantize-grouped" else (x,)
+    random, scale = _random_of_quantize(case, seed, x), _given_scales(case, seed, {"x": (rule, parts)})
+    return Inputs(x.view(case.shape) if physical else x, random=random, scale=scale)
 
 
 def _swizzle(case: Case, seed: int, captured: Captured | None) -> Inputs:
     rows, columns = case.shape
     return Inputs(SCALE_BYTES[case.inputs](_draw(case, seed, "x"), rows, columns))
+
+
+def _update_scale(case: Case, seed: int, captured: Captured | None) -> Inputs:
+    rows, tensors = case.shape
+    history = HISTORIES[case.inputs](_draw(case, seed, "x"), rows, tensors)
+    # Any scales, none of which follows from the history: one that stays is told from one that is made.
+    scale = 1.5 + 0.5 * _draw(case, seed, "scale of x").uniform(tensors)
+    return Inputs(history, scale={"x": scale})
 
 
 def _gemm(case: Case, seed: int, captured: Captured | None) -> Inputs:
@@ -95,11 +114,12 @@ def _gemm(case: Case, seed: int, captured: Captured | None) -> Inputs:
     sizes = case.sections if grouped else (rows,)
     x_dtype, w_dtype, out_dtype = (TORCH_DTYPES[name] for name in case.dtypes)
     w_shape = (len(sizes) * columns, depth)
+    rules = [recipe(name) for name in case.recipes]
     if case.inputs in FAMILIES:
-        x = generate(case.inputs, _draw(case, seed, "x"), (rows, depth), x_dtype, "x")
-        w = generate(case.inputs, _draw(case, seed, "w"), w_shape, w_dtype, "w")
+        x = generate(case.inputs, _draw(case, seed, "x"), (rows, depth), x_dtype, "x", rules[0])
+        w = generate(case.inputs, _draw(case, seed, "w"), w_shape, w_dtype, "w", rules[1])
     else:
-        x = generate("normal", _draw(case, seed, "x"), (rows, depth), x_dtype, "x")
+        x = generate("normal", _draw(case, seed, "x"), (rows, depth), x_dtype, "x", rules[0])
         w = _captured(case, captured, w_shape, w_dtype)
     c = bias = None
     of_w = _exponents(w).view(len(sizes), columns) + _growth(depth)
@@ -115,7 +135,38 @@ def _gemm(case: Case, seed: int, captured: Captured | None) -> Inputs:
         for role, name in zip("xw", case.recipes, strict=True)
         if recipe(name).rounding == "stochastic"
     }
-    return Inputs(x, w, c, bias, random)
+    matrices = torch.split(w, columns) if columns else (w,) * len(sizes)
+    parts = {"x": (rules[0], torch.split(x, list(sizes))), "w": (rules[1], matrices)}
+    scale = _given_scales(case, seed, parts)
+    if case.operation == "gemm-quantized" and (out := recipe(case.out_recipe)).tensor_scale == "given":
+        # What maps a product of typical rows into the format; the largest saturate.
+        typical = (int(_exponents(x).amax()) if rows else 0) + (int(of_w.amax()) if columns else 0)
+        power = torch.tensor([max(-100, min(100, -typical))])
+        scale["output"] = out.element.max / 4 * power_of_two(power)
+    return Inputs(x, w, c, bias, random, scale)
+
+
+def _given_scales(
+    case: Case, seed: int, operands: Mapping[str, tuple[Recipe, Sequence[torch.Tensor]]]
+) -> dict[str, torch.Tensor]:
+    """For each operand with delayed scaling the encode scale of every one of its parts, float32 (parts,)."""
+    found = {}
+    for role, (rule, parts) in operands.items():
+        if rule.tensor_scale == "given":
+            draw = _draw(case, seed, f"scale of {role}")
+            found[role] = torch.stack([_earlier_scale(draw, part, rule) for part in parts])
+    return found
+
+
+def _earlier_scale(draw: Draw, x: torch.Tensor, rule: Recipe) -> torch.Tensor:
+    """What max/amax may have been a step ago, finite: that of `x` times a power of two, so that ties stay ties.
+
+    One of four is twice as large, and the elements near the amax saturate.
+    """
+    factor = (2.0, 1.0, 0.5, 0.0625)[draw.index(4)]
+    amax = x.float().abs().nan_to_num_(nan=0.0, posinf=0.0).amax() if x.numel() else torch.zeros(())
+    scale = torch.full_like(amax, rule.element.max) / amax * factor
+    return torch.where(amax > 0, scale.clamp(max=torch.finfo(torch.float32).max), factor)
 
 
 _MAKERS: dict[str, Callable[[Case, int, Captured | None], Inputs]] = {
@@ -123,8 +174,10 @@ _MAKERS: dict[str, Callable[[Case, int, Captured | None], Inputs]] = {
     "transform": _quantize,
     "quantize-grouped": _quantize,
     "swizzle": _swizzle,
+    "update-scale": _update_scale,
     "gemm": _gemm,
     "gemm-grouped": _gemm,
+    "gemm-quantized": _gemm,
 }
 
 
@@ -139,14 +192,16 @@ def _philox(case: Case, seed: int, role: str) -> tuple[int, int]:
 
 
 def _random_of_quantize(case: Case, seed: int, x: torch.Tensor) -> dict[str, Random]:
-    """Random bits of `x`, (M, K); words also of its transpose, where that is quantized too."""
+    """Random bits of `x`, (M, K); words also, or alone, of its transpose where that is quantized."""
     if case.operation == "transform" or recipe(case.recipe).rounding != "stochastic":
         return {}
     if not case.words:
         return {"x": _philox(case, seed, "x")}
     rows, columns = x.shape
-    shapes = {"x": (rows, columns)} | ({"xT": (columns, rows)} if case.usage == "both" else {})
-    return {name: _draw(case, seed, f"random of {name}").words(*words_shape(shape)) for name, shape in shapes.items()}
+    shapes = {"x": (rows, columns), "xT": (columns, rows)}
+    in_place = case.usage == "columnwise" and recipe(case.recipe).columnwise == "in-place"
+    made = ["x", "xT"] if case.usage == "both" else ["xT"] if in_place else ["x"]
+    return {name: _draw(case, seed, f"random of {name}").words(*words_shape(shapes[name])) for name in made}
 
 
 def _captured(case: Case, captured: Captured | None, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA = 2
+SCHEMA = 3
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: right. fail: a result is wrong. error: the backend raised, or gave something that is no result. crash: its
 process died. timeout: it did not end. unsupported: it says that it does not do this."""
@@ -47,6 +47,8 @@ class Record:
     """Largest distance of a wrong element, in steps of its own format."""
     exact_share: float | None = None
     """Share of outputs in tier 0 of tolerance.md: any order of summation gives the same bits."""
+    ordered_share: float | None = None
+    """Share of outputs in tier 1: judged by the order of summation that the backend declares. The rest is in tier 2."""
     excused_share: float | None = None
     """Share of elements that are right by rule 3 of tolerance.md, though not the bytes of the reference's order."""
     budget_max: float | None = None
@@ -84,9 +86,9 @@ NESTED = ("budget_histogram", "sweep", "stages", "findings")
 
 _FRAME_TYPES = {
     "seed": "int64", "compared": "int64", "mismatches": "int64", "max_ulp": "Int64", "interval_ulps_max": "Int64",
-    "exact_share": "float64", "excused_share": "float64", "budget_max": "float64", "budget_p99": "float64",
-    "interval_ulps_mean": "float64", "sqnr_db": "float64", "seconds": "float64", "seconds_reference": "float64",
-    "allclose": "boolean",
+    "exact_share": "float64", "ordered_share": "float64", "excused_share": "float64", "budget_max": "float64",
+    "budget_p99": "float64", "interval_ulps_mean": "float64", "sqnr_db": "float64", "seconds": "float64",
+    "seconds_reference": "float64", "allclose": "boolean",
 }  # fmt: skip
 
 
@@ -113,6 +115,7 @@ def summarize(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     table["mismatches"] = by["mismatches"].sum()
     table["max_ulp"] = by["max_ulp"].max()
     table["exact_share"] = by["exact_share"].mean()
+    table["ordered_share"] = by["ordered_share"].mean()
     table["budget_max"] = by["budget_max"].max()
     table["seconds"] = by["seconds"].sum(min_count=1)
     return table.reset_index()

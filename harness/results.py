@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from reference.formats import FP32
 from reference.quantized import Quantized, amax_shape, codes_shape, scales_shape, swizzled_shape
 from reference.recipes import Recipe
 
@@ -37,27 +38,46 @@ def as_quantized(
     *,
     shape: tuple[int, int] | None = None,
     swizzled: bool = False,
+    transposed: bool = False,
     door: str = "quantize",
 ) -> Quantized:
-    """A backend's result as a Quantized of `x`, or of a matrix `shape` where that is another.
+    """A backend's result as a Quantized of `x`, or of a matrix `shape` where that is another, on the device of `x`.
 
     Takes an object with codes, scales and amax, a mapping of them, or a tuple in that order; amax may be None where a
-    kernel does not show it. float4 and float8 dtypes of torch are seen as their bytes. Raises BackendError where a part
-    is missing or has another shape, dtype or device.
+    kernel does not show it. float4 and float8 dtypes of torch are seen as their bytes. `transposed` codes and linear
+    scales are stored as a Quantized says. Raises BackendError where a part is missing or has another shape, dtype or
+    device.
     """
     import torch
 
     shape = shape or matrix_shape(x)
     each = amax_shape(shape, recipe)
     wanted = {
-        "codes": (torch.uint8, codes_shape(shape, recipe)),
-        "scales": (torch.uint8, (swizzled_shape if swizzled else scales_shape)(shape, recipe)),
+        "codes": (torch.uint8, codes_shape(shape, recipe, transposed=transposed)),
+        "scales": (
+            scale_dtype(recipe),
+            swizzled_shape(shape, recipe) if swizzled else scales_shape(shape, recipe, transposed=transposed),
+        ),
         "amax": (torch.float32, each),
         "tensor_scale": (torch.float32, each),
     }
     subject = f"{recipe} of {shape}" + (", swizzled," if swizzled else "")
     found = _checked(_parts(result, door), wanted, x.device, subject, door)
-    return Quantized(found["codes"], found["scales"], found["amax"], recipe, shape, found["tensor_scale"], swizzled)
+    return Quantized(
+        found["codes"], found["scales"], found["amax"], recipe, shape, found["tensor_scale"], swizzled, transposed
+    )
+
+
+def scale_dtype(recipe: Recipe) -> torch.dtype:
+    """The dtype of stored block scales: float32 where they are such numbers, else uint8, their codes."""
+    import torch
+
+    return torch.float32 if recipe.scale is FP32 else torch.uint8
+
+
+def padded_rows(sizes: list[int], recipe: Recipe) -> list[int]:
+    """Rows of each section, up to the multiple that the recipe's grouped GEMM takes."""
+    return [-(-size // recipe.row_alignment) * recipe.row_alignment for size in sizes]
 
 
 def as_sections(
@@ -71,26 +91,29 @@ def as_sections(
     import torch
 
     rows, columns = matrix_shape(x)
+    transposed = columnwise and recipe.columnwise == "in-place"
     shapes = [(columns, size) if columnwise else (size, columns) for size in sizes]
     door = "quantize_grouped"
     if isinstance(result, tuple | list) and not any(isinstance(part, torch.Tensor) for part in result):
         if len(result) != len(sizes):
             raise BackendError(f"{door} gave {len(result)} sections; sizes has {len(sizes)}")
         return [
-            as_quantized(part, x, recipe, shape=shape, door=f"section {number} of {door}")
+            as_quantized(part, x, recipe, shape=shape, transposed=transposed, door=f"section {number} of {door}")
             for number, (part, shape) in enumerate(zip(result, shapes, strict=True))
         ]
     wanted: dict[str, Any] = {name: (torch.float32, (len(sizes),)) for name in ("amax", "tensor_scale")}
     parts = _parts(result, door)
     for name, shape_of in (("codes", codes_shape), ("scales", scales_shape)):
-        whole = shape_of((rows, columns), recipe)
-        if columnwise:  # flat, and what is left at the end is not used
-            used = sum(math.prod(shape_of(shape, recipe)) for shape in shapes)
-            part = parts.get(name)
-            if isinstance(part, torch.Tensor) and part.dim() == 1 and part.shape[0] > used:
-                parts[name] = part[:used]
-            whole = (used,)  # type: ignore[assignment]
-        wanted[name] = (torch.uint8, whole)
+        stored = [shape_of(shape, recipe, transposed=transposed) for shape in shapes]
+        whole: tuple[int, ...] = (sum(height for height, _ in stored), shape_of((rows, columns), recipe)[1])
+        if columnwise:
+            whole = (sum(map(math.prod, stored)),)
+        # Flat, or a row for each tile of sections whose sizes no host knows: what is left at the end is not used.
+        part = parts.get(name)
+        room = columnwise or (name == "scales" and recipe.stored_rows > 1 and not recipe.whole)
+        if room and isinstance(part, torch.Tensor) and part.dim() == len(whole) and part.shape[1:] == whole[1:]:
+            parts[name] = part[: whole[0]]
+        wanted[name] = (torch.uint8 if name == "codes" else scale_dtype(recipe), whole)
     found = _checked(parts, wanted, x.device, f"{recipe} of {(rows, columns)} in sections {sizes}", door)
     return split_sections(found, sizes, columns, recipe, columnwise=columnwise)
 
@@ -106,6 +129,7 @@ def split_sections(
     """The Quantized of each section, from codes, scales, amax and tensor_scale as a GroupedQuantized holds them."""
     found = []
     at = dict.fromkeys(PARTS, 0)
+    transposed = columnwise and recipe.columnwise == "in-place"
 
     def take(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         part = parts[name]
@@ -116,10 +140,12 @@ def split_sections(
 
     for size in sizes:
         shape = (columns, size) if columnwise else (size, columns)
-        codes, scales = take("codes", codes_shape(shape, recipe)), take("scales", scales_shape(shape, recipe))
+        codes = take("codes", codes_shape(shape, recipe, transposed=transposed))
+        scales = take("scales", scales_shape(shape, recipe, transposed=transposed))
         assert codes is not None
         assert scales is not None
-        found.append(Quantized(codes, scales, take("amax", (1,)), recipe, shape, take("tensor_scale", (1,))))
+        amax, encode = take("amax", (1,)), take("tensor_scale", (1,))
+        found.append(Quantized(codes, scales, amax, recipe, shape, encode, transposed=transposed))
     return found
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from harness.families import families_of
 from harness.sections import parse, section_sizes
+from reference.formats import FP32
+from reference.pairs import mismatch
 from reference.recipes import Recipe
 from reference.recipes import recipe as find_recipe
 
@@ -76,6 +78,13 @@ def _rotating(value: Any) -> str | None:
     )
 
 
+def _delayed(value: Any) -> str | None:
+    if problem := _recipe(value):
+        return problem
+    takes = find_recipe(value).delayed
+    return None if takes else f"is {value!r}, which takes no history; fp8-delayed-e4m3 and the like do"
+
+
 def _boolean(value: Any) -> str | None:
     return None if isinstance(value, bool) else f"is {value!r}; it can be true or false"
 
@@ -112,6 +121,11 @@ KEYS: dict[str, dict[str, Check]] = {
         "view": one_of(VIEWS),
     },
     "swizzle": {"shape": _dims("[R, C]", 2, 2), "inputs": one_of(families_of("swizzle"))},
+    "update-scale": {
+        "recipe": _delayed,
+        "shape": _dims("[H, N]", 2, 2),
+        "inputs": one_of(families_of("update-scale")),
+    },
     "quantize-grouped": {
         "recipe": _recipe,
         "shape": _MATRIX,
@@ -136,12 +150,23 @@ KEYS: dict[str, dict[str, Check]] = {
         **_OPERANDS,
         "inputs": one_of(families_of("gemm-grouped")),
         "sections": _sections,
+        "padded": _boolean,
+        **_EPILOGUE,
+    },
+    "gemm-quantized": {
+        "recipe": _recipe,
+        "w_recipe": _recipe,
+        "out_recipe": _recipe,
+        "shape": _GEMM,
+        **_OPERANDS,
+        "inputs": one_of(families_of("gemm-quantized")),
+        "layout": one_of(LAYOUTS),
         **_EPILOGUE,
     },
 }
 OPTIONAL: dict[str, Any] = {
     "usage": "rowwise", "view": "contiguous", "scales": "linear", "random": None, "w_recipe": None, "layout": "tn",
-    "accumulate": False, "bias": False,
+    "padded": False, "accumulate": False, "bias": False,
 }  # fmt: skip
 """Defaults. None: `random` is philox where the recipe rounds stochastically, `w_recipe` is the recipe."""
 
@@ -165,10 +190,23 @@ def _quantize(point: Point) -> str | None:
     rule = _rule(point["recipe"])
     if point.get("random") is not None and rule.rounding != "stochastic":
         return f"random is {point['random']!r}, but recipe {rule} does not round stochastically; leave it out"
+    if point.get("scales") == "swizzled" and rule.scale is FP32:
+        return f"scales is 'swizzled', but recipe {rule} has float32 scales; the 128×4 layout is of bytes"
     rows, columns = math.prod(point["shape"][:-1]), point["shape"][-1]
     # A columnwise half runs along M; `columnwise` is quantize of the physical transpose.
     extent, axis = (columns, "K") if point["usage"] == "rowwise" else (rows, "M")
-    return _not_rotated(rule, [point["dtype"]], extent, axis)
+    return _lost(point) or _not_rotated(rule, [point["dtype"]], extent, axis)
+
+
+def _lost(point: Point) -> str | None:
+    """Why the family has nothing but zeros in this dtype, or None."""
+    if point["inputs"] == "normal-1e-28" and point["dtype"] == "fp16":
+        return "inputs is 'normal-1e-28', which is 0 in fp16; dtype can be fp32 or bf16"
+    return None
+
+
+def _update_scale(point: Point) -> str | None:
+    return None if point["shape"][0] else "shape is [0, N]; a history [H, N] has at least one amax of each tensor"
 
 
 def _transform(point: Point) -> str | None:
@@ -189,7 +227,8 @@ def _divided(point: Point, whole: int) -> str | None:
 def _quantize_grouped(point: Point) -> str | None:
     rule, (rows, columns) = _rule(point["recipe"]), point["shape"]
     extent, axis = (columns, "K") if point["usage"] == "rowwise" else (rows, "M")
-    return _not_rotated(rule, [point["dtype"]], extent, axis) or _divided(point, whole_of(rule, point["usage"]))
+    problem = _lost(point) or _not_rotated(rule, [point["dtype"]], extent, axis)
+    return problem or _divided(point, whole_of(rule, point["usage"]))
 
 
 def whole_of(rule: Recipe, usage: str) -> int:
@@ -199,11 +238,8 @@ def whole_of(rule: Recipe, usage: str) -> int:
 
 def _multiplied(point: Point) -> str | None:
     left, right = (_rule(name) for name in recipes_of(point))
-    for what in ("element", "scale", "transform", "alpha"):
-        one, other = getattr(left, what), getattr(right, what)
-        if one != other:
-            return f"recipe {left} and w_recipe {right} cannot be multiplied: {what} is {one} and {other}"
-    return None
+    reason = mismatch(left, right)
+    return f"recipe {left} and w_recipe {right} cannot be multiplied: {reason}" if reason else None
 
 
 def _gemm(point: Point) -> str | None:
@@ -225,6 +261,15 @@ def _gemm_grouped(point: Point) -> str | None:
     return _multiplied(point) or _divided(point, 1)
 
 
+def _gemm_quantized(point: Point) -> str | None:
+    rule = _rule(point["out_recipe"])
+    if rule.rounding == "stochastic":
+        return f"out_recipe {rule} rounds stochastically; gemm_quantized takes no random bits"
+    if rule.transform:
+        return f"out_recipe {rule} rotates; gemm_quantized rotates no output"
+    return _gemm(point)
+
+
 def recipes_of(point: Point) -> list[str]:
     """The recipes of x and w."""
     return [point["recipe"], point.get("w_recipe") or point["recipe"]]
@@ -234,9 +279,11 @@ _PROBLEMS: dict[str, Callable[[Point], str | None]] = {
     "quantize": _quantize,
     "transform": _transform,
     "swizzle": lambda point: None,
+    "update-scale": _update_scale,
     "quantize-grouped": _quantize_grouped,
     "gemm": _gemm,
     "gemm-grouped": _gemm_grouped,
+    "gemm-quantized": _gemm_quantized,
 }
 
 

@@ -13,20 +13,32 @@ from rich.table import Table
 from harness.backend import Backend
 from harness.capture import Captured
 from harness.case import Case
-from harness.finding import bits, float_view
+from harness.finding import float_view
 from harness.inputs import Inputs
 from harness.operations.outcome import Outcome
-from harness.operations.stages import Judged, of_row, scaled_elements
+from harness.operations.product import rule_at
+from harness.operations.stages import (
+    Judged,
+    code_view,
+    of_row,
+    scale_place,
+    scale_view,
+    scaled_elements,
+    stored_along_rows,
+)
 from harness.runner import judge, make_case_inputs
 from reference import ops as reference
-from reference.decode import decode
-from reference.layout import elements
+from reference.layout import elements, linear_scales
 from reference.quantized import Quantized
 from reference.scaling import tensor_scale
 
 Place = tuple[int, int]
 NEIGHBOURS = 8
 """Elements of a row that are shown, where it has no blocks."""
+WIDTH = 110
+"""Columns of the narrowest table: bits that are cut short tell nothing."""
+SHOWN_OF_WHOLE = 32
+"""Elements of a row that are shown, where the tensor has one scale."""
 
 
 def show_case(case: Case, backend: Backend, *, device: str, seed: int, source: Path | None, at: Place | None) -> bool:
@@ -36,6 +48,7 @@ def show_case(case: Case, backend: Backend, *, device: str, seed: int, source: P
     one. True where every stage is right. Raises BackendError and Unsupported.
     """
     console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
     captures = None if source is None else Captured.load(source)
     inputs = make_case_inputs(case, seed=seed, captures=captures, device=device)
     outcome = judge(case, inputs, backend)
@@ -90,7 +103,12 @@ def _quantized(_: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
     if at is not None:
         number, at = _section(parts, some, at)
     judged = parts[number]
-    place = _place(outcome, f"{prefix}codes", at, judged.subject.matrix.shape)
+    shape = judged.subject.matrix.shape
+    if judged.kernel.transposed:  # its findings are in the coordinates of x
+        column, row = _place(outcome, f"{prefix}codes", at, shape[::-1])
+        place = (row, column)
+    else:
+        place = _place(outcome, f"{prefix}codes", at, shape)
     name = f"section {number}, " if len(parts) > 1 else f"{prefix.rstrip('.')} half, " if prefix else ""
     return _block(judged, place, name)
 
@@ -99,7 +117,7 @@ def _section(parts: list[Judged], some: list[int], at: Place) -> tuple[int, Plac
     """The part that has a row, counted through all of them, and the place in it; the last for a row behind them."""
     row = at[0]
     for number in some[:-1]:
-        rows = parts[number].subject.matrix.shape[0]
+        rows = parts[number].subject.matrix.shape[int(parts[number].kernel.transposed)]
         if row < rows:
             return number, (row, at[1])
         row -= rows
@@ -107,22 +125,30 @@ def _section(parts: list[Judged], some: list[int], at: Place) -> tuple[int, Plac
 
 
 def _block(judged: Judged, at: Place, name: str) -> Table:
+    """The block of an element (row, column) of the matrix that is quantized: of x, or of its transpose."""
     x, oracle, kernel = judged.subject.x, judged.oracle, judged.kernel
     rule = judged.subject.recipe
-    row, block = at[0], at[1] // rule.block[1]
-    columns = range(block * rule.block[1], min((block + 1) * rule.block[1], x.shape[1]))
-    title = f"{name}row {row}, block {block}" + (", rotated in the reference's order" if rule.transform else "")
-    lines = [title, *(_scales(which, q, row, block) for which, q in (("expected", oracle), ("actual", kernel)))]
-    table = _table("\n".join(lines), ("column", "x", "bits of x", "x·e", "expected", "", "actual", ""))
+    transposed = kernel.transposed
+    width = SHOWN_OF_WHOLE if rule.whole else rule.block[1]
+    row, block = at[0], at[1] // width
+    columns = range(block * width, min((block + 1) * width, x.shape[1]))
+    stored = scale_place(rule, row, at[1])
+    title = f"{name}{'column' if transposed else 'row'} {row}, block {0 if rule.whole else block}"
+    title += ", rotated in the reference's order" if rule.transform else ""
+    lines = [title, *(_scales(which, q, row, stored) for which, q in (("expected", oracle), ("actual", kernel)))]
+    headings = ("row" if transposed else "column", "x", "bits of x", "x·e", "expected", "", "actual", "")
+    table = _table("\n".join(lines), headings)
     encode = of_row(_encode_scale(kernel, x.dtype), row)
-    scaled = scaled_elements(x[row : row + 1], kernel.scales[row : row + 1], encode, rule)[0]
-    codes = [elements(q.codes[row : row + 1], x.shape[1], rule)[0] for q in (oracle, kernel)]
+    own = slice(stored[0], stored[0] + 1)
+    scaled = scaled_elements(x[row : row + 1], linear_scales(kernel)[own], encode, rule, judged.subject.blocks[own])[0]
+    codes = [elements(stored_along_rows(q)[row : row + 1], x.shape[1], rule)[0] for q in (oracle, kernel)]
     for column in columns:
         value, raw = float_view(x[row, column])
         expected, actual = (int(c[column]) for c in codes)
         cells = [str(column), str(value), raw, f"{float(scaled[column]):.9g}"]
         for code in (expected, actual):
-            cells += [bits(code, rule.element.bits), str(rule.element.value(code))]
+            shown, of_code = code_view(code, rule.element)
+            cells += [of_code, str(shown)]
         table.add_row(*cells, style="" if expected == actual else "bold red")
     return table
 
@@ -133,11 +159,31 @@ def _encode_scale(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
     return tensor_scale(q.amax, q.recipe, dtype)
 
 
-def _scales(which: str, q: Quantized, row: int, block: int) -> str:
-    scale = q.scales[row, block]
+def _scales(which: str, q: Quantized, row: int, place: Place) -> str:
+    """The numbers of a block whose scale is stored at a place, in one line."""
     amax, encode = ("not shown" if n is None else float(n) for n in (of_row(q.amax, row), of_row(q.tensor_scale, row)))
-    value = float(decode(scale.view(1), q.recipe.scale))
-    return f"{which}: amax {amax}, tensor scale {encode}, block scale {bits(int(scale), q.recipe.scale.bits)} = {value}"
+    value, raw = scale_view(linear_scales(q)[place], q.recipe.scale)
+    tensor = "" if q.recipe.tensor_scale == "none" else f"amax {amax}, tensor scale {encode}, "
+    return f"{which}: {tensor}block scale {raw} = {value}"
+
+
+def _update(inputs: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
+    """The scale of a tensor, the column of a place, and those beside it."""
+    found, expected = outcome.actual, outcome.expected
+    assert found is not None
+    assert expected is not None
+    if not found.numel():
+        return None
+    wrong = _wrong_element(outcome, "scale") or _wrong_element(outcome, "history") or {"tensor": 0}
+    tensor = min(at[1], len(found) - 1) if at is not None else wrong["tensor"]
+    table = _table("scales", ("tensor", "first amax", "largest amax", "before", "expected", "", "actual", ""))
+    for _, n in _around(0, tensor, found.unsqueeze(0)):
+        amaxes, before = inputs.x[:, n], inputs.scale["x"][n]
+        largest = amaxes.nan_to_num(nan=0.0, posinf=torch.inf).amax()
+        cells = [str(n), *(str(float(number)) for number in (amaxes[0], largest, before))]
+        cells += [str(part) for number in (expected[n], found[n]) for part in float_view(number)]
+        table.add_row(*cells, style="" if float_view(expected[n]) == float_view(found[n]) else "bold red")
+    return table
 
 
 def _product(_: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
@@ -151,7 +197,7 @@ def _product(_: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
     for here in _around(row, column, output):
         exact = bool(limits.exact[here])
         ends = None if exact else (limits.lower[here], limits.upper[here])
-        _add(table, here, ["exact" if exact else "bound"], limits.expected[here], ends, output[here])
+        _add(table, here, [rule_at(limits, here)], limits.expected[here], ends, output[here])
     return table
 
 
@@ -207,6 +253,8 @@ _SHOWN: dict[str, Callable[[Inputs, Outcome, Place | None], Table | None]] = {
     "quantize-grouped": _quantized,
     "transform": _transform,
     "swizzle": _swizzle,
+    "update-scale": _update,
     "gemm": _product,
     "gemm-grouped": _product,
+    "gemm-quantized": _product,
 }

@@ -75,7 +75,7 @@ def bounds(
         return _promoted(a, b, out_dtype, c, bias, declared=order == "blocks")
     total = code_sum(a, b)
     error, tier, overflow = _accumulation(a, b, total, order)
-    exact = error == 0
+    exact = (error == 0) & ~overflow
 
     s = total.high
     factor = alpha(a, b)
@@ -140,19 +140,20 @@ def _accumulation(
     subnormal = (unit < SMALLEST) & (raw != 0)
     exact &= ~subnormal
     error = torch.where(subnormal, (error + n * SMALLEST / 2) * (1 + n * UNIT), error)
-    overflow = magnitude + error > FLT_MAX
+    overflow = (magnitude + error > FLT_MAX) & ~exact
     settled = exact | (error == 0) | ~torch.isfinite(total.high)
     tier = torch.full_like(exact, ANY_ORDER, dtype=torch.uint8)
-    if order is not None:
+    if order is not None and not bool(settled.all()):
         scales = [_finite(scale_values(q)) for q in (a, b)]
         if a.recipe.whole:
             scales = [torch.ones_like(scale) for scale in scales]
         width = min(a.recipe.block[1], max(1, columns))
         codes = [_finite(element_values(q)) for q in (a, b)]
-        declared, overflow = blocks_error(codes[0], codes[1], scales[0], scales[1], width)
+        declared, possible = blocks_error(codes[0], codes[1], scales[0], scales[1], width)
+        overflow &= possible
         error = torch.minimum(error, declared)
         tier.fill_(DECLARED)
-    return error.masked_fill_(settled, 0.0), tier.masked_fill_(settled, EXACT), overflow & ~exact
+    return error.masked_fill_(settled, 0.0), tier.masked_fill_(settled & ~overflow, EXACT), overflow
 
 
 def _promoted(

@@ -14,6 +14,7 @@ _LEAF = 32
 _MANTISSAS = 2.0**26
 # The last bits of a float64 number that float32 has not, and those of a tie between two float32 numbers.
 _REST, _TIE = (1 << 29) - 1, 1 << 28
+_MANTISSA = (1 << 23) - 1
 _TINY = 2.0**-126
 
 
@@ -57,15 +58,20 @@ def two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """fl(x·y + z), rounded once, of float32 tensors.
 
-    The product is exact in float64. The sum rounds there, and once more to float32: that is one rounding unless the
-    float64 sum is a tie between two float32 numbers, or smaller than a normal one.
+    Where y has powers of two and the product is a float32 number, that is an addition. Else the product is exact in
+    float64. The sum rounds there, and once more to float32: that is one rounding unless the float64 sum is a tie
+    between two float32 numbers, or smaller than a normal one.
     """
-    product, addend = x.double() * y.double(), z.double()
-    s = product + addend
-    doubtful = ((s.view(torch.int64) & _REST) == _TIE) | (s.abs() < _TINY)
-    if bool(doubtful.any()):
-        return round_to_odd(*two_sum(product, addend)).float()
-    return s.float()
+    if bool(((y.view(torch.int32) & _MANTISSA) == 0).all()):
+        product = x * y
+        if torch.equal(product / y, x):
+            return product + z
+    s = x.double().mul_(y).add_(z)
+    rounded = s.float()
+    tie = (s.view(torch.int64) & _REST) == _TIE
+    if rounded.numel() and bool(tie.any() | (rounded.abs().amin() <= _TINY)):
+        return round_to_odd(*two_sum(x.double().mul_(y), z.double())).float()
+    return rounded
 
 
 def lowest_bit(values: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from reference.recipes import recipe
 from reference.sections import pad_sections, unpad_sections
 
 __all__ = [
-    "GroupedQuantized", "Quantized", "declares", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "pad_sections", "quantize",
-    "quantize_both", "quantize_grouped", "recipe", "swizzle", "transform", "unpad_sections", "unswizzle",
+    "GroupedQuantized", "Quantized", "declares", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "pad_sections",
+    "quantize", "quantize_both", "quantize_grouped", "recipe", "swizzle", "transform", "unpad_sections", "unswizzle",
     "update_scale",
 ]  # fmt: skip
 

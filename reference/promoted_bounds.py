@@ -119,12 +119,13 @@ def _any(blocks: Blocks, rows: slice, found: PromotedLimits) -> None:
     overflow |= magnitude + underflow > FLT_MAX
     exact_sums &= ~overflow
     steps = (terms + (_FACTORS - 1)) * UNIT
-    error = (steps / (1 - steps) * magnitude + underflow * (1 + steps)) * (1 + 2.0**-20)
+    error = (steps / (1 - steps) * magnitude + underflow * (1 + 2 * steps)) * (1 + 2.0**-20)
     error = error.masked_fill(exact_sums | special, 0.0)
     expected = found.expected[rows]
     exact_sums |= special
     found.lower[rows] = torch.where(exact_sums, expected, -_down(error - centre))
     found.upper[rows] = torch.where(exact_sums, expected, _down(centre + error))
+    exact_sums &= ~overflow
     found.exact[rows], found.any_order[rows], found.overflow[rows] = exact_sums, exact_sums, overflow
 
 

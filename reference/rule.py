@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from reference.formats import E2M1, E8M0, FP32, Format
+from reference.formats import E2M1, E4M3, E8M0, FP32, Format
 
 Statistics = Literal["float32", "input", "input-blocks"]
 Granularity = Literal["tensor", "row"]
@@ -194,11 +194,19 @@ class Recipe:
                     f"recipe {self.name}: {name} {expression} does not fit tensor_scale {self.tensor_scale}, "
                     f"which gives {has or 'no factor'}"
                 )
-        if self.scale_rounding not in (roundings := _SCALE_ROUNDINGS[self.scale.name]):
+        for name, forms in _OF_SCALES[self.scale.name].items():
+            if getattr(self, name) not in forms:
+                raise ValueError(
+                    f"recipe {self.name}: {name} {getattr(self, name)} does not go with scales of {self.scale.name}; "
+                    f"they go with {', '.join(forms)}"
+                )
+        if not self.whole == (self.block_scale == "1/enc") == (self.alpha == "s_a*s_b"):
             raise ValueError(
-                f"recipe {self.name}: scale_rounding {self.scale_rounding} does not round to {self.scale.name}; "
-                f"it can be {', '.join(roundings)}"
+                f"recipe {self.name}: one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together, or "
+                "none of them"
             )
+        if self.nan_code >= self.element.codes:
+            raise ValueError(f"recipe {self.name}: nan_code {self.nan_code} is no code of {self.element.name}")
         if (self.tensor_scale == "given") != (self.delayed is not None):
             raise ValueError(f"recipe {self.name}: tensor_scale is given exactly where there is a rule in delayed")
         allowed = _zero_scales(self.element_scale)
@@ -246,10 +254,22 @@ class Recipe:
 
 
 DEFAULT_DIALECT = "te"
-_SCALE_ROUNDINGS = {
-    "E4M3": ("nearest-even", "nearest-toward-zero"),
-    "E8M0": ("up", "down", "as-element", "up-from-1.75", "nearest-log2"),
-    "FP32": ("none", "down"),
+_EXPONENT_SCALES: tuple[str, ...] = ("amax*(1/max)", "amax/max", "amax*2^-emax")
+_FLOAT_SCALES: tuple[str, ...] = ("1/(max/amax)", "1/enc")
+_FLOAT_ELEMENTS: tuple[str, ...] = ("x*(max/amax)", "x*enc")
+# The choices that scales of a format have.
+_OF_SCALES: dict[str, dict[str, tuple[str, ...]]] = {
+    "E4M3": {
+        "block_scale": tuple(e for e in get_args(BlockScale) if e not in (*_EXPONENT_SCALES, *_FLOAT_SCALES)),
+        "scale_rounding": ("nearest-even", "nearest-toward-zero"),
+        "element_scale": tuple(e for e in get_args(Element) if e not in ("x*(1/s)", *_FLOAT_ELEMENTS)),
+    },
+    "E8M0": {
+        "block_scale": _EXPONENT_SCALES,
+        "scale_rounding": ("up", "down", "as-element", "up-from-1.75", "nearest-log2"),
+        "element_scale": ("x*(1/s)", "x/s"),
+    },
+    "FP32": {"block_scale": _FLOAT_SCALES, "scale_rounding": ("none", "down"), "element_scale": _FLOAT_ELEMENTS},
 }
 
 
@@ -276,6 +296,16 @@ _FEATURES: dict[str, Any] = {
     "row scaling": lambda r: r.granularity == "row",
     "float32 scales": lambda r: r.scale is FP32,
     "another element than E2M1": lambda r: r.element is not E2M1,
+    "E2M1": lambda r: r.element is E2M1,
+    "scales of bytes": lambda r: r.scale is not FP32,
+    "scales of another format than E4M3": lambda r: r.scale is not E4M3,
+    "choices for scales of E4M3": lambda r: (r.statistics, r.zero_block, r.smallest_scale) != ("float32", "keep", "0"),
+    "a smallest amax": lambda r: r.smallest_amax > 0,
+    "a given scale": lambda r: r.tensor_scale == "given",
+    "a largest scale of the dtype of x": lambda r: r.largest_scale == "input",
+    "a block scale other than 1/(max/amax)": lambda r: r.block_scale != "1/(max/amax)",
+    "the first element high": lambda r: r.packing == "high-first",
+    "a columnwise half in place": lambda r: r.columnwise == "in-place",
     "a rounding of E2M1": lambda r: r.rounding not in ("nearest-even", "stochastic"),
     "4over6": lambda r: r.candidates != "6",
     "one level of scales": lambda r: r.tensor_scale == "none",
@@ -313,4 +343,11 @@ _EXCLUDED = (
     ("float32 scales", "stochastic rounding", "Transformer Engine rounds FP8 to nearest"),
     ("float32 scales", "a rotation", "Transformer Engine rotates no FP8"),
     ("a rounding of E2M1", "another element than E2M1", "it is made of that format's grid"),
+    ("the first element high", "another element than E2M1", "no two elements share a byte"),
+    ("a columnwise half in place", "E2M1", "two columns would share a byte"),
+    ("a columnwise half in place", "float32 scales", "Transformer Engine transposes FP8"),
+    ("choices for scales of E4M3", "scales of another format than E4M3", "nothing would be changed"),
+    ("a smallest amax", "scales of bytes", "Transformer Engine's epsilon is one of FP8"),
+    ("a smallest amax", "a given scale", "no amax is used"),
+    ("a largest scale of the dtype of x", "a block scale other than 1/(max/amax)", "nothing would be changed"),
 )

@@ -70,16 +70,24 @@ def running_sum(left: torch.Tensor, right: torch.Tensor) -> Running:
 
 
 def _every_partial(x: torch.Tensor, y: torch.Tensor, before: Running) -> torch.Tensor:
-    """The error after the columns of `x` and `y` have been added to `before` one by one."""
-    total, error = before.total.clone(), before.error.clone()
+    """The error after the columns of `x` and `y` have been added to `before` one by one.
+
+    e + u·(|s| + e) at every step is at most (e + u·Σ|s|)·(1 + u)^n after n of them.
+    """
+    columns = x.shape[1]
+    total, sizes = before.total.clone(), torch.zeros_like(before.total)
     begun = before.magnitude != 0
-    for column in range(x.shape[1]):
-        term = torch.outer(x[:, column], y[:, column])
-        total += term
-        adds = begun & (term != 0)
-        error += torch.where(adds, UNIT * (total.abs() + error), 0.0)
-        begun |= term != 0
-    return error
+    zeros = ((x == 0).any(0) | (y == 0).any(0)).tolist()
+    for column, some_zero in enumerate(zeros):
+        total.addr_(x[:, column], y[:, column])
+        if some_zero or column == 0:  # what is added, or added to, may be 0
+            adds = torch.outer(x[:, column] != 0, y[:, column] != 0)
+            sizes.add_(total.abs().mul_(begun & adds))
+            begun |= adds
+        else:
+            begun.fill_(True)
+            sizes.add_(total.abs())
+    return (before.error + UNIT * sizes) * (1 + columns * UNIT * (1 + 2.0**-10))
 
 
 def blocks_error(

@@ -26,9 +26,14 @@ def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> 
 def unpad_sections(y: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
     """`y` (M', N), sections padded as by `pad_sections`, without the padding: (M, N), M the sum of `sizes`.
 
-    `sizes` are those before the padding. Raises ValueError where sections of those sizes, padded, are not M' rows.
+    `sizes` are those before the padding. Raises ValueError where they are no sizes, or where sections of those sizes,
+    padded, are not M' rows.
     """
     alignment = find_recipe(recipe).row_alignment
+    if not _are_sizes(sizes):
+        raise ValueError(
+            f"sizes of sections are int64 (G,), not negative, at least one; these are {sizes.dtype} {sizes.tolist()}"
+        )
     rows: list[int] = sizes.tolist()
     aligned = [-(-count // alignment) * alignment for count in rows]
     if sum(aligned) != y.shape[0]:
@@ -41,10 +46,14 @@ def unpad_sections(y: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -
 
 def section_rows(total: int, sizes: torch.Tensor) -> list[int]:
     """The sizes as a list. Raises ValueError where they are not those of `total` rows."""
-    rows: list[int] = sizes.tolist()
-    if sizes.dtype != torch.int64 or sizes.dim() != 1 or min(rows, default=-1) < 0 or sum(rows) != total:
+    if not _are_sizes(sizes) or int(sizes.sum()) != total:
         raise ValueError(
             f"sizes of sections are int64 (G,), not negative, and sum to the {total} rows of x; "
-            f"these are {sizes.dtype} {rows}, sum {sizes.sum().item()}"
+            f"these are {sizes.dtype} {sizes.tolist()}, sum {sizes.sum().item()}"
         )
+    rows: list[int] = sizes.tolist()
     return rows
+
+
+def _are_sizes(sizes: torch.Tensor) -> bool:
+    return sizes.dtype == torch.int64 and sizes.dim() == 1 and min(sizes.tolist(), default=-1) >= 0

@@ -1,4 +1,4 @@
-"""Rule 2 of tolerance.md: a sum is right where a correct order of summation can give it. Tiers 0 and 2."""
+"""Rule 2 of tolerance.md: a sum is right where a correct order of summation, or the declared one, can give it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from reference.bounds import Bounds
 
 
 def bound(stage: str, actual: torch.Tensor, limits: Bounds, *, describe: Describe) -> StageResult:
-    """Compare a GEMM's output (M, N) with its bounds.
+    """Compare a GEMM's output (M, N) with its bounds, those of any order or of the one that the backend declares.
 
-    Tier 0 elements are right where they equal the expected or the fused value bit for bit (the sign of a zero sum is
-    free); the others where they lie in [lower, upper]. NaN is right where NaN is expected.
+    Exact elements are right where they equal the expected or the fused value bit for bit (the sign of a zero sum is
+    free): all of tier 0, and those of tier 1 where the declared order rounds nowhere. The others are right where they
+    lie in [lower, upper]. NaN is right where NaN is expected.
     """
     expected, fused = limits.expected, limits.fused
     matches = _same(actual, expected, limits.zero_sum) | _same(actual, fused, limits.zero_sum)
@@ -27,7 +28,7 @@ def bound(stage: str, actual: torch.Tensor, limits: Bounds, *, describe: Describ
     if not bool(right.all()):
         wrong = ~right
         distance = _distance(actual, limits).masked_fill_(right, -1)
-        result.sentence = f"{sentence(wrong, distance, 'outputs')}; {_tiers(wrong, limits.exact)}"
+        result.sentence = f"{sentence(wrong, distance, 'outputs')}; {_tiers(wrong, limits.tier)}"
         result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())
         result.finding = finding(stage, "bound", result.sentence, wrong, distance, describe=describe)
     return result
@@ -46,15 +47,24 @@ def _distance(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
     return torch.maximum(ordinal.of_floats(lower) - at, at - ordinal.of_floats(upper)).clamp_(min=0)
 
 
-def _tiers(wrong: torch.Tensor, exact: torch.Tensor) -> str:
-    sharp = int((wrong & exact).sum())
-    return f"{sharp} of them where no order of summation can round, {int(wrong.sum()) - sharp} outside the proved bound"
+def _tiers(wrong: torch.Tensor, tier: torch.Tensor) -> str:
+    """Of which tier the wrong elements are; of the declared order only where there is one."""
+    exact, ordered, free = (int((wrong & (tier == number)).sum()) for number in range(3))
+    parts = [f"{exact} of them where no order of summation can round"]
+    declared = bool((tier == 1).any())
+    if declared:
+        parts.append(f"{ordered} that the declared order cannot give")
+    if free or not declared:
+        parts.append(f"{free} outside the proved bound")
+    return ", ".join(parts)
 
 
 def _figures(actual: torch.Tensor, limits: Bounds) -> dict[str, Any]:
     if actual.numel() == 0:
         return {}
-    figures: dict[str, Any] = {"exact_share": float(limits.exact.double().mean())}
+    figures: dict[str, Any] = {
+        name: float((limits.tier == tier).double().mean()) for tier, name in enumerate(("exact_share", "ordered_share"))
+    }
     finite = torch.isfinite(limits.centre) & torch.isfinite(actual) & torch.isfinite(limits.budget)
     if bool(finite.any()):
         used = ((actual.double() - limits.centre).abs() / limits.budget)[finite]

@@ -1,4 +1,4 @@
-"""The output of a product of quantized operands, judged by what any order of summation can give."""
+"""The product of quantized operands: run on guarded copies, and judged by what its order of summation can give."""
 
 from __future__ import annotations
 
@@ -6,10 +6,83 @@ from typing import Any
 
 import torch
 
+from harness.backend import Backend
 from harness.checks.bound import bound
+from harness.checks.stage import StageResult
 from harness.finding import float_view
+from harness.inputs import Inputs
 from harness.operations.outcome import Outcome
-from reference.bounds import Bounds
+from harness.operations.repeated import Tensors, repeated, timed
+from harness.results import PARTS
+from reference.bounds import Bounds, bounds
+from reference.quantized import Quantized
+
+
+def order_of(backend: Backend) -> str | None:
+    """The order in which the backend declares that its products add; None where it is free."""
+    return backend.declares.get("gemm")
+
+
+def named(q: Quantized, name: str) -> Tensors:
+    """What of an operand is bytes, under its name."""
+    return {f"{name}.{part}": getattr(q, part) for part in PARTS}
+
+
+def taken(q: Quantized, given: Tensors, name: str) -> Quantized:
+    """The operand `q`, made of the tensors that `named` gave."""
+    parts = {part: given[f"{name}.{part}"] for part in PARTS}
+    return Quantized(**parts, recipe=q.recipe, shape=q.shape, transposed=q.transposed)  # type: ignore[arg-type]
+
+
+def addends(given: Tensors) -> dict[str, torch.Tensor]:
+    """c and bias, those that there are."""
+    return {key: tensor for key in ("c", "bias") if (tensor := given[key]) is not None}
+
+
+def operands_given(a: Quantized, b: Quantized, inputs: Inputs) -> Tensors:
+    """What a product is given, by name."""
+    return {**named(a, "a"), **named(b, "b"), "c": inputs.c, "bias": inputs.bias}
+
+
+def judge_product(
+    outcome: Outcome, a: Quantized, b: Quantized, inputs: Inputs, backend: Backend, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Run and judge gemm of two operands; gives the output (M, N)."""
+    shape = (a.shape[0], b.shape[0])
+
+    def call(given: Tensors) -> Tensors:
+        left, right = taken(a, given, "a"), taken(b, given, "b")
+        options = {"out_dtype": out_dtype, **addends(given)}
+        return {"output": backend.tensor("gemm", shape, out_dtype, left, right, **options)}
+
+    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, operands_given(a, b, inputs), call)
+    add_protection(outcome, protection)
+    order = order_of(backend)
+    limits, outcome.seconds_reference = timed(
+        inputs.x.device,
+        lambda: bounds(a, b, out_dtype=out_dtype, c=inputs.c, bias=inputs.bias, order=order),
+    )
+    output = outputs["output"]
+    assert output is not None
+    add_output(outcome, output, limits)
+    kept = {f"{name}.{part}": getattr(q, part) for name, q in (("a", a), ("b", b)) for part in ("codes", "scales")}
+    outcome.outputs = {**outcome.outputs, **kept, **outputs}
+    return output
+
+
+def add_protection(outcome: Outcome, protection: list[StageResult]) -> None:
+    """Keep the stages `memory` and `repeat` of a run: as one with those of the run before it."""
+    known = {stage.stage: stage for stage in outcome.stages}
+    for stage in protection:
+        if stage.stage in known:
+            known[stage.stage].add(stage)
+        else:
+            outcome.stages.append(stage)
+
+
+def rule_at(limits: Bounds, here: tuple[int, int]) -> str:
+    """How an output is judged: `exact`, by the `order` that is declared, or by the `bound` of any order."""
+    return "exact" if bool(limits.exact[here]) else "order" if int(limits.tier[here]) == 1 else "bound"
 
 
 def add_output(outcome: Outcome, output: torch.Tensor, limits: Bounds) -> None:
@@ -24,7 +97,7 @@ def add_output(outcome: Outcome, output: torch.Tensor, limits: Bounds) -> None:
         found: dict[str, Any] = {"row": row, "column": column, "tile": f"({row // 128}, {column // 128})"}
         for name, value in parts.items():
             found[name], found[f"{name}_bits"] = float_view(value)
-        found["rule"] = "exact" if bool(limits.exact[here]) else "bound"
+        found["rule"] = rule_at(limits, here)
         return found
 
     outcome.stages.append(bound("output", output, limits, describe=describe))

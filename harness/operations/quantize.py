@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from harness.inputs import Inputs, Random
 from harness.layouts import laid_out
 from harness.operations.outcome import Outcome
 from harness.operations.repeated import Tensors, repeated, timed
-from harness.operations.stages import Subject, quantize_stages, values_stage
+from harness.operations.stages import Subject, no_codes, quantize_stages, values_stage
 from harness.results import PARTS, as_quantized
 from reference import ops as reference
 from reference.quantized import Quantized
@@ -27,24 +29,51 @@ def judge_quantize(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge quantize, and dequantize of its result where the backend has it; of usage both quantize_both."""
     if case.usage == "both":
         return _judge_both(case, inputs, backend)
-    rule, swizzled = recipe(case.recipe), case.scales == "swizzled"
-    random = inputs.random.get("x")
+    rule, swizzled, x = recipe(case.recipe), case.scales == "swizzled", inputs.x
+    in_place = case.usage == "columnwise" and rule.columnwise == "in-place"
+    random, scale = inputs.random.get("x"), inputs.scale.get("x")
+    words = inputs.random.get("xT")
 
     def call(given: Tensors) -> Tensors:
-        bits = given.get("random") if isinstance(random, torch.Tensor) else random
-        q = backend.quantize(given["x"], rule, random=bits, swizzled=swizzled)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"scale": given.get("scale"), "swizzled": swizzled}
+        if in_place:
+            bits = random if words is None else (None, given["random of the transpose"])
+            q = backend.quantize_both(given["x"], rule, rowwise=False, random=bits, **options)[1]  # type: ignore[arg-type]
+            assert q is not None
+        else:
+            bits = given.get("random") if isinstance(random, torch.Tensor) else random
+            q = backend.quantize(given["x"], rule, random=bits, **options)  # type: ignore[arg-type]
         return parts_of(q)
 
-    outputs, protection, seconds = repeated(backend, inputs.x.device, _given(case, inputs), call)
-    kernel = as_quantized(outputs, inputs.x, rule, swizzled=swizzled)
-    oracle, seconds_reference = timed(inputs.x.device, lambda: reference.quantize(inputs.x, rule, random=random))
+    def expect() -> Quantized:
+        if not in_place:
+            return reference.quantize(x, rule, scale=scale, random=random)
+        bits = random if words is None else (None, words)
+        half = reference.quantize_both(x, rule, rowwise=False, scale=scale, random=bits)[1]  # type: ignore[arg-type]
+        assert half is not None
+        return half
+
+    outputs, protection, seconds = repeated(backend, x.device, _given(case, inputs), call)
+    oracle, seconds_reference = timed(x.device, expect)
     outcome = Outcome(protection, outputs, seconds=seconds, seconds_reference=seconds_reference)
-    subject = Subject(inputs.x.flatten(0, -2), rule, random, free=rotates_freely(backend))
+    matrix, free = x.flatten(0, -2), rotates_freely(backend)
+    subject = (
+        columnwise_subject(matrix.T.contiguous(), rule, second_half(random, words), free=free)
+        if in_place
+        else Subject(matrix, rule, random, free=free)
+    )
+    kernel = _as_oracle(outputs, x, oracle, swizzled=swizzled)
     add_judged(outcome, subject, kernel, oracle)
-    if backend.has("dequantize"):
+    shown = outcome.judged[0].kernel
+    if backend.has("dequantize") and not bool(no_codes(shown).any()):
         with suppress(Unsupported):  # what quantize gave is judged all the same
-            _judge_dequantize(outcome.judged[0].kernel, inputs.x.dtype, backend, outcome)
+            _judge_dequantize(shown, x.dtype, backend, outcome)
     return outcome
+
+
+def _as_oracle(parts: Tensors, x: torch.Tensor, oracle: Quantized, *, swizzled: bool) -> Quantized:
+    """A kernel's parts as the Quantized of the matrix that `oracle` is of, stored as that is."""
+    return as_quantized(parts, x, oracle.recipe, shape=oracle.shape, swizzled=swizzled, transposed=oracle.transposed)
 
 
 def parts_of(q: Quantized) -> Tensors:
@@ -65,7 +94,7 @@ def add_judged(outcome: Outcome, subject: Subject, kernel: Quantized, oracle: Qu
     expected = reference.dequantize(oracle)
     shown = judged.kernel
     same = all(torch.equal(*pair) for pair in ((shown.codes, oracle.codes), (shown.scales, oracle.scales)))
-    actual = expected if same else reference.dequantize(shown)
+    actual = expected if same else _values(shown)
     if outcome.expected is None or outcome.actual is None:
         outcome.expected, outcome.actual = expected, actual
     else:  # orientations and sections have no common shape, and the figures are over all elements
@@ -73,18 +102,28 @@ def add_judged(outcome: Outcome, subject: Subject, kernel: Quantized, oracle: Qu
         outcome.actual = torch.cat([outcome.actual.flatten(), actual.flatten()])
 
 
+def _values(kernel: Quantized) -> torch.Tensor:
+    """Its values, NaN where a byte is no code."""
+    bad = no_codes(kernel)
+    if not bool(bad.any()):
+        return reference.dequantize(kernel)
+    values = reference.dequantize(replace(kernel, codes=kernel.codes.masked_fill(bad, 0)))
+    return values.masked_fill(bad.T if kernel.transposed else bad, torch.nan)
+
+
 def _given(case: Case, inputs: Inputs) -> Tensors:
     """What a backend is given, by name; words of random bits are guarded as x is."""
     given: Tensors = {"x": laid_out(inputs.x, case.view)}
     words = {"random": inputs.random.get("x"), "random of the transpose": inputs.random.get("xT")}
-    return given | {name: bits for name, bits in words.items() if isinstance(bits, torch.Tensor)}
+    others = words | {"scale": inputs.scale.get("x")}
+    return given | {name: tensor for name, tensor in others.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, outcome: Outcome) -> None:
     """Run dequantize on the kernel's own result, guarded as quantize was, and add to its stages."""
 
     def call(given: Tensors) -> Tensors:
-        q = Quantized(**given, recipe=kernel.recipe, shape=kernel.shape)  # type: ignore[arg-type]
+        q = Quantized(**given, recipe=kernel.recipe, shape=kernel.shape, transposed=kernel.transposed)  # type: ignore[arg-type]
         return {"values": backend.tensor("dequantize", kernel.shape, dtype, q, dtype)}
 
     outputs, protection, _ = repeated(backend, kernel.codes.device, parts_of(kernel), call)
@@ -98,11 +137,11 @@ def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, o
 
 def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     rule, swizzled, x = recipe(case.recipe), case.scales == "swizzled", inputs.x
-    random = inputs.random.get("x")
+    random, scale = inputs.random.get("x"), inputs.scale.get("x")
 
     def call(given: Tensors) -> Tensors:
         bits = (given["random"], given["random of the transpose"]) if isinstance(random, torch.Tensor) else random
-        options = {"random": bits, "swizzled": swizzled}
+        options = {"scale": given.get("scale"), "random": bits, "swizzled": swizzled}
         found: Tensors = {}
         halves = backend.quantize_both(given["x"], rule, **options)  # type: ignore[arg-type]
         for name, half in zip(HALVES, halves, strict=True):
@@ -118,7 +157,10 @@ def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     outputs, protection, seconds = repeated(backend, x.device, _given(case, inputs), call)
     words = inputs.random.get("xT")
     bits = (random, words) if isinstance(words, torch.Tensor) else random
-    oracles, seconds_reference = timed(x.device, lambda: reference.quantize_both(x, rule, random=bits))  # type: ignore[arg-type]
+    oracles, seconds_reference = timed(
+        x.device,
+        lambda: reference.quantize_both(x, rule, scale=scale, random=bits),  # type: ignore[arg-type]
+    )
     kept = {name: tensor for name, tensor in outputs.items() if " alone" not in name}
     outcome = Outcome(protection, kept, seconds=seconds, seconds_reference=seconds_reference)
     matrix = x.flatten(0, -2)
@@ -129,7 +171,7 @@ def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     for name, subject, oracle in zip(HALVES, subjects, oracles, strict=True):
         assert oracle is not None
         found = {part: outputs[f"{name}.{part}"] for part in PARTS}
-        kernel = as_quantized(found, x, subject.recipe, shape=oracle.shape, swizzled=swizzled)
+        kernel = _as_oracle(found, x, oracle, swizzled=swizzled)
         add_judged(outcome, subject, kernel, oracle, f"{name}.")
     if " alone" in "".join(outputs):
         outcome.stages.append(_halves(outputs))

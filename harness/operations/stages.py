@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isfinite
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from harness.finding import bits, float_view, spaced
 from harness.inputs import Random
 from reference import ops as reference
 from reference.blocks import tensor_amax
-from reference.layout import elements, pad_scales
+from reference.formats import FP32, Format
+from reference.layout import elements, linear_scales, pad_scales
 from reference.quantize import block_amaxes, encode_elements, stored_scales
 from reference.quantized import Quantized, scales_shape
 from reference.recipes import Recipe
-from reference.scaling import element_factors, scale_elements, tensor_scale
+from reference.scaling import divide, element_factors, per_row, scale_elements, tensor_scale
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Subject:
 
     @cached_property
     def blocks(self) -> torch.Tensor:
-        """Block amaxes (M, ⌈K/16⌉)."""
+        """Block amaxes, like linear scales: one for each that is stored."""
         return block_amaxes(self.x, self.recipe)
 
     @cached_property
@@ -76,8 +78,9 @@ class Subject:
         return stored[::height].T.repeat_interleave(height, 0)[: self.x.shape[0]].contiguous()
 
     def codes(self, scales: torch.Tensor, encode: torch.Tensor | None, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Packed codes under these scales, of `x` where it is not the subject's own."""
-        return encode_elements(self.x if x is None else x, scales, encode, self.recipe, self.random, self.first)
+        """Codes as they are stored along rows, under these scales, of `x` where it is not the subject's own."""
+        own, blocks = (self.x, self.blocks) if x is None else (x, None)
+        return encode_elements(own, scales, encode, self.recipe, self.random, self.first, blocks)
 
     def sources(self, *, rows: int = 1, columns: int = 1) -> Sources:
         """Which elements of a stage come from the same sums: at least a rotated group."""
@@ -92,7 +95,7 @@ class Judged:
     prefix: str
     subject: Subject
     kernel: Quantized
-    """The scales linear, and the amax the reference's where the kernel shows none."""
+    """Its scales linear, and the amax the reference's where the kernel shows none."""
     oracle: Quantized
 
 
@@ -102,31 +105,63 @@ def quantize_stages(
     """amax, tensor scale, layout (of swizzled scales), block scales and codes of `kernel`.
 
     `oracle` is the reference's quantization of the subject, with linear scales. A stage that the kernel does not show
-    (no amax, no tensor scale), or that its recipe has not, is not judged and does not appear.
+    (no amax, no tensor scale), or that its recipe has not, is not judged and does not appear. Where one of the two is
+    `transposed` both are, and findings are in the coordinates of the matrix as it was given.
     """
     stages = []
+    recipe = subject.recipe
     amax, encode = oracle.amax, oracle.tensor_scale
     if amax is not None and encode is not None:
         if kernel.amax is not None:
             stages.append(_amax(prefix + "amax", subject, kernel.amax, amax))
             amax = kernel.amax
-            encode = tensor_scale(amax, subject.recipe, subject.x.dtype)
+            if recipe.tensor_scale != "given":
+                encode = tensor_scale(amax, recipe, subject.x.dtype)
         if kernel.tensor_scale is not None:
             stages.append(_numbers(prefix + "tensor scale", kernel.tensor_scale, encode, "tensor scales"))
-            encode = kernel.tensor_scale
+            if recipe.tensor_scale != "given":
+                encode = kernel.tensor_scale
+    right, own = linear_scales(oracle), stored_along_rows(oracle)
     as_oracle = _same(encode, oracle.tensor_scale) and _same(amax, oracle.amax)
-    expected = oracle.scales if as_oracle else subject.scales(amax, encode)
-    scales = kernel.scales
+    expected = right if as_oracle else subject.scales(amax, encode)
     if kernel.swizzled:
         layout, scales = _layout(prefix + "layout", kernel, expected)
         stages.append(layout)
-    stages.append(_scales(prefix + "scales", subject, scales, expected, (amax, encode)))
-    packed = oracle.codes if as_oracle and torch.equal(scales, oracle.scales) else subject.codes(scales, encode)
-    stages.append(_codes(prefix + "codes", subject, kernel.codes, packed, scales, encode))
+    else:
+        scales = linear_scales(kernel)
+    transposed = kernel.transposed
+    stages.append(_scales(prefix + "scales", subject, scales, expected, (amax, encode), transposed))
+    used = _used_scale(encode, scales, kernel)
+    packed = own if as_oracle and used is encode and torch.equal(scales, right) else subject.codes(scales, used)
+    codes = stored_along_rows(kernel)
+    stages.append(_codes(prefix + "codes", subject, codes, packed, scales, used, transposed))
     # Where statistics are of x's dtype, nobody can find the tensor scale again without x.
-    kept = kernel.tensor_scale if subject.recipe.statistics == "float32" else encode
-    shown = Quantized(kernel.codes, scales, amax, kernel.recipe, kernel.shape, kept)
+    kept = kernel.tensor_scale if recipe.statistics == "float32" else encode
+    stored = scales.T.contiguous() if transposed else scales
+    shown = Quantized(kernel.codes, stored, amax, kernel.recipe, kernel.shape, kept, transposed=transposed)
     return stages, Judged(prefix, subject, shown, oracle)
+
+
+def _used_scale(encode: torch.Tensor | None, scales: torch.Tensor, kernel: Quantized) -> torch.Tensor | None:
+    """The tensor's scale that the codes of `kernel` are judged by.
+
+    A kernel of current scaling that stores another inverse, and shows no scale, is taken to have used what its inverse
+    is the inverse of: one finding, not two.
+    """
+    rule = kernel.recipe
+    if encode is None or not rule.whole or rule.tensor_scale == "given" or kernel.tensor_scale is not None:
+        return encode
+    return encode if _same(divide(1.0, encode), scales.view(1)) else divide(1.0, scales.view(1))
+
+
+def stored_along_rows(q: Quantized) -> torch.Tensor:
+    """The codes of `q` along its rows, packed as its recipe packs them."""
+    return q.codes.T.contiguous() if q.transposed else q.codes
+
+
+def no_codes(q: Quantized) -> torch.Tensor:
+    """bool, like the codes of `q` as stored: bytes that are no code of a format of six bits, and have no value."""
+    return q.codes >= q.recipe.element.codes if q.recipe.element.bits == 6 else torch.zeros_like(q.codes).bool()
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -138,16 +173,40 @@ def of_row(numbers: torch.Tensor | None, row: int) -> torch.Tensor | None:
     return numbers[row : row + 1] if numbers is not None and len(numbers) > 1 else numbers
 
 
-def scaled_elements(x: torch.Tensor, scales: torch.Tensor, encode: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
-    """What is rounded to the codes of `x` (M, K), float32 (M, K), under stored scales (M, ⌈K/16⌉)."""
-    return scale_elements(x, element_factors(scales, encode, recipe, x.dtype), encode, recipe)
+def scaled_elements(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    encode: torch.Tensor | None,
+    recipe: Recipe,
+    blocks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What is rounded to the codes of rows of `x` (M, K) that share stored scales: float32 (M, K).
+
+    `scales`: those of the rows, (M, ⌈K/block⌉), or (1, ⌈K/block⌉) of one tile; `blocks`: their block amaxes.
+    """
+    factors = per_row(element_factors(scales, encode, recipe, x.dtype, blocks), recipe, x.shape[0])
+    return scale_elements(x, factors, encode, recipe)
 
 
-def _code_views(expected: int, actual: int, fmt: Any) -> dict[str, Any]:
-    return {
-        "expected": fmt.value(expected), "expected_bits": bits(expected, fmt.bits),
-        "actual": fmt.value(actual), "actual_bits": bits(actual, fmt.bits),
-    }  # fmt: skip
+def plain(value: float) -> float | str:
+    """A number as JSON can hold it: NaN and infinity as words."""
+    return value if isfinite(value) else str(value)
+
+
+def code_view(code: int, fmt: Format) -> tuple[float | str, str]:
+    """What a code stands for, and its bits; a byte may be no code of a format of six bits."""
+    value = plain(fmt.value(code)) if code < fmt.codes else f"no code of {fmt.name}"
+    return value, bits(code, fmt.bits)
+
+
+def _code_views(expected: int, actual: int, fmt: Format) -> dict[str, Any]:
+    (e, e_bits), (a, a_bits) = code_view(expected, fmt), code_view(actual, fmt)
+    return {"expected": e, "expected_bits": e_bits, "actual": a, "actual_bits": a_bits}
+
+
+def scale_view(scale: torch.Tensor, fmt: Format) -> tuple[float | str, str]:
+    """A single stored scale, as a value and as bits."""
+    return float_view(scale) if fmt is FP32 else code_view(int(scale), fmt)
 
 
 def float_views(expected: torch.Tensor, actual: torch.Tensor) -> dict[str, Any]:
@@ -212,24 +271,35 @@ def _scales(
     actual: torch.Tensor,
     expected: torch.Tensor,
     given: tuple[torch.Tensor | None, torch.Tensor | None],
+    transposed: bool,
 ) -> StageResult:
-    fmt = subject.recipe.scale
+    """Stored scales along the subject's rows; where `transposed`, seen as they lie in memory."""
+    recipe, fmt = subject.recipe, subject.recipe.scale
     encode = given[1]
 
     def describe(row: int, column: int) -> dict[str, Any]:
-        value, raw = float_view(subject.blocks[row, column])
-        its_encode = of_row(encode, row)
+        here = (column, row) if transposed else (row, column)
+        value, raw = float_view(subject.blocks[here])
+        its_encode = of_row(encode, here[0])
+        if transposed:
+            place = {"row": recipe.block[1] * row, "column": column, "block": row}
+        else:  # a tile with one scale begins at that row
+            place = {"row": 0 if recipe.whole else recipe.stored_rows * row, "block": column}
+        two = (expected[here], actual[here])
         return {
-            "row": row, "block": column, "input": value, "input_bits": raw,
-            **({} if its_encode is None else {"tensor_scale": float(its_encode)}),
-            **_code_views(int(expected[row, column]), int(actual[row, column]), fmt),
+            **place, "input": value, "input_bits": raw,
+            **({} if its_encode is None else {"tensor_scale": plain(float(its_encode))}),
+            **(float_views(*two) if fmt is FP32 else _code_views(int(two[0]), int(two[1]), fmt)),
         }  # fmt: skip
 
+    one, other = (t.T.contiguous() if transposed else t for t in (actual, expected))
+    if fmt is FP32:
+        return exact_floats(stage, one, other, noun="block scales", describe=describe)
     if subject.rule == "exact" or torch.equal(actual, expected):
-        result = exact_codes(stage, actual, expected, fmt, noun="block scales", describe=describe)
+        result = exact_codes(stage, one, other, fmt, noun="block scales", describe=describe)
         return replace(result, rule=subject.rule)
     low, high = (subject.scales(*given, blocks=blocks) for blocks in subject.block_ends)
-    height, width = subject.recipe.block
+    height, width = recipe.block
     sources = subject.sources(rows=height, columns=width)
     return boundary_codes(stage, actual, expected, (low, high), fmt, sources, noun="block scales", describe=describe)
 
@@ -241,33 +311,37 @@ def _codes(
     packed: torch.Tensor,
     scales: torch.Tensor,
     encode: torch.Tensor | None,
+    transposed: bool,
 ) -> StageResult:
+    """Codes along the subject's rows, as stored there; where `transposed`, seen as they lie in memory."""
     recipe, columns = subject.recipe, subject.matrix.shape[1]
     expected, found = (elements(codes, columns, recipe) for codes in (packed, actual))
 
     def describe(row: int, column: int) -> dict[str, Any]:
-        value, raw = float_view(subject.x[row, column])
-        block = column // recipe.block[1]
-        here = scales[row : row + 1, block : block + 1]
-        scaled = scaled_elements(subject.x[row : row + 1, column : column + 1], here, of_row(encode, row), recipe)
+        i, k = (column, row) if transposed else (row, column)
+        value, raw = float_view(subject.x[i, k])
+        place, block = scale_place(recipe, i, k), 0 if recipe.whole else k // recipe.block[1]
+        scale, amax = (numbers[place].view(1, 1) for numbers in (scales, subject.blocks))
+        scaled = scaled_elements(subject.x[i : i + 1, k : k + 1], scale, of_row(encode, i), recipe, amax)
+        scale_value, scale_bits = scale_view(scale, recipe.scale)
         return {
-            "row": row, "column": column, "block": block, "lane": column % recipe.block[1], "input": value,
-            "input_bits": raw, "scaled": float(scaled),
-            "scale": recipe.scale.value(int(here)), "scale_bits": bits(int(here), recipe.scale.bits),
-            **_code_views(int(expected[row, column]), int(found[row, column]), recipe.element),
+            "row": row, "column": column, "block": block, "lane": k if recipe.whole else k % recipe.block[1],
+            "input": value, "input_bits": raw, "scaled": plain(float(scaled)), "scale": scale_value,
+            "scale_bits": scale_bits, **_code_views(int(expected[i, k]), int(found[i, k]), recipe.element),
         }  # fmt: skip
 
     if torch.equal(actual, packed):  # the padding nibble of an odd K is compared too
         return StageResult(stage, subject.rule, subject.matrix.numel())
     if subject.rule == "exact":
-        result = exact_codes(stage, found, expected, recipe.element, noun="codes", describe=describe)
+        one, other = (t.T.contiguous() if transposed else t for t in (found, expected))
+        result = exact_codes(stage, one, other, recipe.element, noun="codes", describe=describe)
     else:
         ends = (subject.codes(scales, encode, x) for x in (subject.interval.lower, subject.interval.upper))
         low, high = (elements(codes, columns, recipe) for codes in ends)
         result = boundary_codes(
             stage, found, expected, (low, high), recipe.element, subject.sources(), noun="codes", describe=describe
         )
-    if result.right and columns % 2:
+    if result.right and columns % 2 and recipe.element.bits == 4:
         wrong = int((actual[:, -1] >> 4 != packed[:, -1] >> 4).sum())
         if wrong:
             result.mismatches = wrong
@@ -275,18 +349,25 @@ def _codes(
     return result
 
 
+def scale_place(recipe: Recipe, row: int, column: int) -> tuple[int, int]:
+    """Where among the linear scales that of an element is."""
+    return (0, 0) if recipe.whole else (row // recipe.stored_rows, column // recipe.block[1])
+
+
 def values_stage(kernel: Quantized, values: torch.Tensor) -> StageResult:
-    """Dequantized values of the kernel's own result."""
+    """Dequantized values of the kernel's own result, whose scales are linear."""
     expected = reference.dequantize(kernel, values.dtype)
     recipe = kernel.recipe
+    codes, scales = elements(stored_along_rows(kernel), kernel.shape[1], recipe), linear_scales(kernel)
 
     def describe(row: int, column: int) -> dict[str, Any]:
-        block = column // recipe.block[1]
-        code = int(elements(kernel.codes[row : row + 1], kernel.shape[1], recipe)[0, column])
-        scale = int(kernel.scales[row, block])
+        i, k = (column, row) if kernel.transposed else (row, column)
+        scale_bits = scale_view(scales[scale_place(recipe, i, k)], recipe.scale)[1]
         return {
-            "row": row, "column": column, "block": block, "code_bits": bits(code, recipe.element.bits),
-            "scale_bits": bits(scale, recipe.scale.bits), **float_views(expected[row, column], values[row, column]),
+            "row": row, "column": column, "block": 0 if recipe.whole else k // recipe.block[1],
+            "code_bits": bits(int(codes[i, k]), recipe.element.bits), "scale_bits": scale_bits,
+            **float_views(expected[i, k], values[i, k]),
         }  # fmt: skip
 
-    return exact_floats("values", values, expected, noun="dequantized values", describe=describe)
+    one, other = (t.T.contiguous() if kernel.transposed else t for t in (values, expected))
+    return exact_floats("values", one, other, noun="dequantized values", describe=describe)

@@ -14,7 +14,7 @@ from harness.view import reproduction
 CASES = 10
 _FIGURES = {
     "compared": "compared", "mismatches": "wrong", "max_ulp": "max ulp", "budget_max": "max budget",
-    "exact_share": "tier 0", "seconds": "time",
+    "exact_share": "tier 0", "ordered_share": "tier 1", "seconds": "time",
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def _table(records: list[dict[str, Any]]) -> Iterable[str]:
 def _figure(key: str, value: float | None) -> str:
     if key == "seconds":
         return text.duration(value)
-    return text.share(value) if key == "exact_share" else text.number(value)
+    return text.share(value) if key.endswith("_share") else text.number(value)
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -106,6 +106,7 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("wrong", number(record["mismatches"])),
         ("max ulp", number(record["max_ulp"])),
         ("tier 0, exact", share(record["exact_share"])),
+        ("tier 1, declared order", share(record["ordered_share"])),
         ("excused", share(record["excused_share"])),
         ("budget, max", number(record["budget_max"])),
         ("budget, p99", number(record["budget_p99"])),

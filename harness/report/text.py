@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from harness.record import VERDICTS, succeeded
+from reference.recipes import Recipe
+from reference.recipes import recipe as find_recipe
 
 _QUANTIZED = ("amax", "tensor scale", "scales", "codes")
 _PRODUCT = (*(f"{operand}.{stage}" for operand in "xw" for stage in _QUANTIZED), "output")
@@ -15,17 +18,49 @@ STAGES = {
     "quantize": (*_QUANTIZED, "values"),
     "transform": ("output",),
     "swizzle": ("layout", "unswizzle"),
+    "update-scale": ("history", "scale"),
     "quantize-grouped": _QUANTIZED,
     "gemm": _PRODUCT,
     "gemm-grouped": _PRODUCT,
+    "gemm-quantized": (*_PRODUCT, *(f"{made}.{stage}" for made in ("output", "fused") for stage in _QUANTIZED)),
 }
 """What a kernel can show of an operation. A stage that a record lacks was not observed."""
+_PADDED = ("padding", *_PRODUCT[:-1], "rows", "output", "unpadding")
 _HALVES = (*(f"{half}.{stage}" for half in ("rowwise", "columnwise") for stage in _QUANTIZED), "halves")
 
 
-def stages_of(operation: str, flags: str) -> tuple[str, ...]:
-    """The stages of a record's operation: of both halves where it quantizes both."""
-    return _HALVES if "both" in flags.split("+") else STAGES.get(operation, ())
+def stages_of(operation: str, flags: str, recipes: str = "") -> tuple[str, ...]:
+    """The stages of a record's operation: of both halves where it quantizes both, of padding where it pads.
+
+    An operand whose recipe has no tensor scale has neither that stage nor an amax.
+    """
+    given = flags.split("+")
+    found = _HALVES if "both" in given else _PADDED if "padded" in given else STAGES.get(operation, ())
+    x, _, w = recipes.partition("+")
+    made = next((flag for flag in given if _rule(flag)), x)
+    of = {"w": w or x, "output": made, "fused": made}
+    return tuple(
+        stage
+        for stage in found
+        if not stage.endswith(_TENSOR_STAGES) or _has_tensor_scale(of.get(stage.partition(".")[0], x))
+    )
+
+
+_TENSOR_STAGES = _QUANTIZED[:2]
+
+
+@cache
+def _rule(name: str) -> Recipe | None:
+    """The recipe of a name, None where a record has a name that is none."""
+    try:
+        return find_recipe(name)
+    except ValueError:
+        return None
+
+
+def _has_tensor_scale(name: str) -> bool:
+    rule = _rule(name)
+    return rule is None or rule.tensor_scale != "none"
 
 
 GLYPHS = {"pass": "✓", "fail": "✗", "error": "!", "crash": "‼", "timeout": "…", "unsupported": "–"}
@@ -99,7 +134,7 @@ def not_compared(records: list[dict[str, Any]]) -> str:
             cases["without a compared element"] += 1
         empty = "0" in record["shape"].split("x")  # there a stage rightly compares nothing
         shown = {entry.get("stage"): empty or bool(entry.get("compared")) for entry in record["stages"]}
-        expected = dict.fromkeys([*stages_of(record["operation"], record["flags"]), *shown])
+        expected = dict.fromkeys([*stages_of(record["operation"], record["flags"], record["recipe"]), *shown])
         stages.update(f"{record['operation']} {stage}" for stage in expected if not shown.get(stage))
     parts = []
     if cases:

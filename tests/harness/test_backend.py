@@ -386,24 +386,32 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
 
 # What a backend declares.
 
+DECLARED = "{'transform': 'butterfly'}, {'gemm': 'blocks'}"
+
 
 def test_a_declaration_is_kept_and_none_is_none():
     assert backend(quantize=reference.quantize).declares == {}
-    declared = {"transform": "butterfly"}
+    declared = {"transform": "butterfly", "gemm": "blocks"}
     assert backend(quantize=reference.quantize, declares=declared).declares == declared
 
 
 @pytest.mark.parametrize(
     ("declares", "message"),
     [
-        ("butterfly", "declares is 'butterfly'; it is a mapping, {'transform': 'butterfly'}"),
-        (None, "declares is None; it is a mapping, {'transform': 'butterfly'}"),
+        ("butterfly", f"declares is 'butterfly'; it is a mapping, {DECLARED}"),
+        (None, f"declares is None; it is a mapping, {DECLARED}"),
         (
             {"transfrom": "butterfly"},
-            "declares has 'transfrom' (did you mean 'transform'?); it can say {'transform': 'butterfly'}",
+            f"declares has 'transfrom' (did you mean 'transform'?); it can say {DECLARED}",
         ),
-        ({"transform": "tree"}, "declares 'transform' to be 'tree'; it can say {'transform': 'butterfly'}"),
-        ({"transform": None}, "declares 'transform' to be None; it can say {'transform': 'butterfly'}"),
+        (
+            {"transform": "tree"},
+            f"declares 'transform' to be 'tree'; it can say {DECLARED}",
+        ),
+        (
+            {"transform": None},
+            f"declares 'transform' to be None; it can say {DECLARED}",
+        ),
     ],
 )
 def test_a_declaration_that_says_nothing_known(declares, message):
@@ -480,3 +488,167 @@ def test_bytes_may_have_another_dtype_of_one_byte():
     door = backend(swizzle=lambda s: reference.swizzle(s).view(torch.float8_e4m3fn))
     out = door.tensor("swizzle", (128, 4), torch.uint8, scales)
     assert torch.equal(out, reference.swizzle(scales))
+
+
+# Recipes other than NVFP4: float32 scales, halves that are stored as the elements of x lie, a scale that is given.
+
+OTHERS = [
+    "mxfp8-e4m3", "mxfp8-2d", "mxfp6-e2m3", "mxfp4", "fp8-block-1x128-e4m3-pow2", "fp8-block-128x128-e4m3-fp32",
+    "fp8-current-e5m2", "fp8-delayed-e4m3",
+]  # fmt: skip
+TALL = torch.linspace(-3, 3, 200 * 150).view(200, 150).bfloat16()
+
+
+def scale_of(rule, parts=1):
+    return {"scale": torch.arange(1.0, parts + 1)} if rule.tensor_scale == "given" else {}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_every_recipe_gives_is_taken_as_it_is(name):
+    rule = recipe(name)
+    loaded = backend(
+        quantize=reference.quantize, quantize_both=reference.quantize_both, quantize_grouped=reference.quantize_grouped
+    )
+    q = loaded.quantize(TALL, rule, **scale_of(rule))
+    row, column = loaded.quantize_both(TALL, rule, **scale_of(rule))
+    expected = reference.quantize_both(TALL, rule, **scale_of(rule))
+    for one, other in ((q, expected[0]), (row, expected[0]), (column, expected[1])):
+        assert torch.equal(one.codes, other.codes)
+        assert torch.equal(one.scales, other.scales)
+        assert (one.shape, one.transposed) == (other.shape, other.transposed)
+    assert column.transposed == (rule.columnwise == "in-place")
+    sizes = torch.tensor([130, 0, 70])
+    for columnwise in (False, True):
+        options = {"columnwise": columnwise, **scale_of(rule, 3)}
+        parts = loaded.quantize_grouped(TALL, sizes, rule, **options)
+        whole = reference.quantize_grouped(TALL, sizes, rule, **options)
+        for one, other in zip(parts, whole.sections(), strict=True):
+            assert torch.equal(one.codes, other.codes)
+            assert torch.equal(one.scales, other.scales)
+            assert (one.shape, one.transposed) == (other.shape, other.transposed)
+        if rule.stored_rows > 1 and not rule.whole:  # a kernel that does not read the sizes leaves room at the end
+            room = replace(whole, scales=torch.cat([whole.scales, whole.scales]))
+            again = as_sections(room, TALL, sizes.tolist(), rule, columnwise=columnwise)
+            assert all(torch.equal(a.scales, b.scales) for a, b in zip(again, parts, strict=True))
+        joined = join_sections(parts, columnwise=columnwise)
+        assert torch.equal(joined["codes"], whole.codes)
+        assert torch.equal(joined["scales"], whole.scales)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "fp8-block-128x128-e4m3-fp32", {"scales": torch.zeros(2, 2, dtype=torch.uint8)},
+            "quantize gave scales as uint8 of shape (2, 2); fp8-block-128x128-e4m3-fp32 of (200, 150) has float32 "
+            "of shape (2, 2)",
+        ),
+        (
+            "fp8-block-128x128-e4m3-fp32", {"scales": torch.zeros(200, 2)},
+            "quantize gave scales as float32 of shape (200, 2); fp8-block-128x128-e4m3-fp32 of (200, 150) has float32 "
+            "of shape (2, 2)",
+        ),
+        (
+            "fp8-current-e5m2", {"scales": torch.zeros(1)},
+            "quantize gave scales as float32 of shape (1,); fp8-current-e5m2 of (200, 150) has float32 of shape (1, 1)",
+        ),
+        (
+            "mxfp8-e4m3", {"codes": torch.zeros(150, 200, dtype=torch.uint8)},
+            "quantize gave codes as uint8 of shape (150, 200); mxfp8-e4m3 of (200, 150) has uint8 of shape (200, 150)",
+        ),
+    ],
+)  # fmt: skip
+def test_scales_and_codes_of_another_shape_or_dtype(name, change, message):
+    rule = recipe(name)
+    with pytest.raises(BackendError) as raised:
+        backend(quantize=lambda x, rule: replace(reference.quantize(x, rule), **change)).quantize(TALL, rule)
+    assert str(raised.value) == message
+
+
+def test_a_half_that_is_not_stored_in_place():
+    def door(x, rule, **options):
+        return None, reference.quantize(x.T.contiguous(), rule)
+
+    with pytest.raises(BackendError) as raised:
+        backend(quantize_both=door).quantize_both(TALL, recipe("mxfp8-e4m3"), rowwise=False)
+    assert str(raised.value) == (
+        "the columnwise half of quantize_both gave codes as uint8 of shape (150, 200); mxfp8-e4m3 of (150, 200) has "
+        "uint8 of shape (200, 150)"
+    )
+
+
+def test_a_scale_is_given_where_there_is_one_and_nowhere_else():
+    given = []
+
+    def door(x, *rest, **options):
+        given.append(sorted(options))
+        raise NotImplementedError
+
+    loaded = backend(quantize=door, quantize_both=door, quantize_grouped=door, gemm_quantized=door)
+    sizes, q = torch.tensor([200]), reference.quantize(TALL, "mxfp8-e4m3")
+    for options in ({}, {"scale": torch.ones(1)}):
+        for call in (
+            lambda o=options: loaded.quantize(TALL, NVFP4, **o),
+            lambda o=options: loaded.quantize_both(TALL, NVFP4, **o),
+            lambda o=options: loaded.quantize_grouped(TALL, sizes, NVFP4, **o),
+            lambda o=options: loaded.gemm_quantized(q, q, NVFP4, out_dtype=torch.float32, **o),
+        ):
+            with pytest.raises(Unsupported):
+                call()
+    assert given == [[], [], [], ["out_dtype"], ["scale"], ["scale"], ["scale"], ["out_dtype", "scale"]]
+
+
+def test_a_quantized_output_of_another_shape():
+    a, b = (reference.quantize(x, "mxfp8-e4m3") for x in (TALL, TALL[:40]))
+    loaded = backend(gemm_quantized=lambda a, b, rule, **options: reference.quantize(TALL, rule))
+    with pytest.raises(BackendError) as raised:
+        loaded.gemm_quantized(a, b, recipe("mxfp8-e4m3"), out_dtype=torch.float32)
+    assert str(raised.value) == (
+        "gemm_quantized gave codes as uint8 of shape (200, 150); mxfp8-e4m3 of (200, 40) has uint8 of shape (200, 40)"
+    )
+
+
+HISTORY, SCALE = torch.ones(4, 2), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (HISTORY, "update_scale gave Tensor; it gives the history and the scale"),
+        ((HISTORY,), "update_scale gave tuple; it gives the history and the scale"),
+        ((HISTORY, None), "update_scale gave the scale as NoneType, not a tensor"),
+        ((HISTORY[1:], SCALE), "update_scale gave the history as float32 of shape (3, 2), not float32 of shape (4, 2)"),
+        (
+            (HISTORY, SCALE.double()),
+            "update_scale gave the scale as float64 of shape (2,), not float32 of shape (2,)",
+        ),
+        ((HISTORY, SCALE.to("meta")), "update_scale gave the scale on meta; its input is on cpu"),
+    ],
+)
+def test_an_update_may_not_be(give, message):
+    with pytest.raises(BackendError) as raised:
+        backend(update_scale=lambda *_: give).update_scale(HISTORY, SCALE, recipe("fp8-delayed-e4m3"))
+    assert str(raised.value) == message
+
+
+def test_an_update_gives_two_tensors():
+    history, scale = backend(update_scale=reference.update_scale).update_scale(
+        HISTORY, SCALE, recipe("fp8-delayed-e4m3")
+    )
+    assert (tuple(history.shape), scale.tolist()) == ((4, 2), [448.0, 448.0])
+
+
+def test_padded_sections_have_the_rows_of_their_recipe():
+    sizes = torch.tensor([130, 0, 70])
+    loaded = backend(pad_sections=reference.pad_sections)
+    padded, aligned = loaded.pad_sections(TALL, sizes, recipe("mxfp8-e4m3"))
+    assert (tuple(padded.shape), aligned.tolist()) == ((256, 150), [160, 0, 96])
+    wrong = backend(pad_sections=lambda x, sizes, rule: (padded, sizes.int()))
+    with pytest.raises(BackendError) as raised:
+        wrong.pad_sections(TALL, sizes, recipe("mxfp8-e4m3"))
+    assert str(raised.value) == "pad_sections gave their sizes as int32 of shape (3,), not int64 of shape (3,)"
+    with pytest.raises(BackendError) as raised:
+        wrong.pad_sections(TALL, sizes, recipe("fp8-current-e4m3"))
+    assert str(raised.value) == (
+        "pad_sections gave the padded rows as bfloat16 of shape (256, 150), not bfloat16 of shape (224, 150)"
+    )

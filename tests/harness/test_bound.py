@@ -12,6 +12,7 @@ from harness.draw import Draw
 from harness.generators import generate
 from reference import ops as reference
 from reference.bounds import bounds
+from reference.recipes import recipe
 
 FLT_MAX = torch.finfo(torch.float32).max
 OUT = [torch.float32, torch.bfloat16, torch.float16]
@@ -24,8 +25,8 @@ def check(actual, limits):
 
 def operands(family="normal", shape=(16, 1024, 24)):
     m, k, n = shape
-    x = generate(family, Draw("x"), (m, k), torch.bfloat16, "x")
-    w = generate(family, Draw("w"), (n, k), torch.bfloat16, "w")
+    x = generate(family, Draw("x"), (m, k), torch.bfloat16, "x", recipe("nvfp4"))
+    w = generate(family, Draw("w"), (n, k), torch.bfloat16, "w", recipe("nvfp4"))
     return reference.quantize(x, "nvfp4"), reference.quantize(w, "nvfp4")
 
 
@@ -33,14 +34,14 @@ def limits_of(out=torch.float32, family="normal", **options):
     return bounds(*operands(family), out_dtype=out, **options)
 
 
-def mixed(out):
+def mixed(out, **options):
     """Bounds with elements of tier 0 and of tier 2: some rows of x are short of values, the others round."""
     m, k, n = 16, 1024, 24
-    x = generate("rounding", Draw("x"), (m, k), torch.bfloat16, "x")
+    x = generate("rounding", Draw("x"), (m, k), torch.bfloat16, "x", recipe("nvfp4"))
     x[::2, 32:] = 0
-    w = generate("rounding", Draw("w"), (n, k), torch.bfloat16, "w")
+    w = generate("rounding", Draw("w"), (n, k), torch.bfloat16, "w", recipe("nvfp4"))
     w[:, :32] = 1
-    limits = bounds(reference.quantize(x, "nvfp4"), reference.quantize(w, "nvfp4"), out_dtype=out)
+    limits = bounds(reference.quantize(x, "nvfp4"), reference.quantize(w, "nvfp4"), out_dtype=out, **options)
     assert bool(limits.exact.any())
     assert not bool(limits.exact.all())
     return limits
@@ -278,3 +279,53 @@ def test_the_budget_of_a_wrong_output_is_above_one():
     figures = check(actual, limits).figures
     assert figures["budget_max"] > 1
     assert figures["budget_histogram"][-1] == 1
+
+
+# A declared order.
+
+
+def ordered(out=torch.float32):
+    """Bounds of `mixed` under the order "blocks"."""
+    return mixed(out, order="blocks")
+
+
+@every_output
+def test_a_declared_order_narrows_what_is_right(out):
+    free, limits = mixed(out), ordered(out)
+    assert torch.equal(limits.tier == 0, free.tier == 0)
+    assert set(limits.tier.unique().tolist()) == {0, 1}
+    assert set(free.tier.unique().tolist()) == {0, 2}
+    for end in (limits.lower, limits.upper, limits.expected):
+        assert check(torch.where(limits.exact, limits.expected, end), limits).right
+    if out == torch.float32:  # elsewhere the last cast hides the difference
+        outside = ~limits.exact & (free.upper > limits.upper)
+        assert bool(outside.any())
+        actual, place = one(limits, outside, neighbour(limits.upper, up=True))
+        assert check(actual, free).right
+        assert judged_wrong(check(actual, limits), place)
+
+
+def test_the_sentence_says_which_tier_is_wrong():
+    limits = ordered()
+    sharp, _ = one(limits, limits.tier == 0, neighbour(limits.expected, up=True))
+    assert check(sharp, limits).sentence.endswith(
+        "; 1 of them where no order of summation can round, 0 that the declared order cannot give"
+    )
+    wide, _ = one(limits, ~limits.exact, neighbour(limits.upper, up=True))
+    assert check(wide, limits).sentence.endswith(
+        "; 0 of them where no order of summation can round, 1 that the declared order cannot give"
+    )
+    limits.tier[limits.tier == 1] = 2
+    limits.tier[0, 0] = 1
+    assert check(wide, limits).sentence.endswith(
+        "; 0 of them where no order of summation can round, 0 that the declared order cannot give, "
+        "1 outside the proved bound"
+    )
+
+
+def test_figures_say_which_share_the_declared_order_judges():
+    free, declared = mixed(torch.float32), ordered()
+    figures = check(declared.expected, declared).figures
+    assert figures["exact_share"] + figures["ordered_share"] == 1
+    assert 0 < figures["ordered_share"] == float((declared.tier == 1).double().mean())
+    assert check(free.expected, free).figures["ordered_share"] == 0

@@ -9,6 +9,7 @@ from harness.case import Case
 from harness.draw import Draw
 from harness.families import FAMILIES, families_of
 from harness.generators import GENERATORS, SCALE_BYTES
+from harness.histories import HISTORIES
 from harness.inputs import TORCH_DTYPES, Inputs, make_inputs
 from reference.blocks import block_amax, pad_columns
 from reference.bounds import Bounds, bounds
@@ -63,7 +64,7 @@ def digest(x: torch.Tensor) -> str:
 
 
 def test_every_family_has_a_generator():
-    assert list(GENERATORS) == [family for family in FAMILIES if family != "bytes"]
+    assert list(GENERATORS) == [family for family in FAMILIES if family not in ("bytes", *HISTORIES)]
     assert set(SCALE_BYTES) == set(families_of("swizzle"))
 
 

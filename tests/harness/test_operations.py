@@ -18,6 +18,7 @@ from reference import ops as reference
 from reference.blocks import block_amax, over_tiles
 from reference.decode import decode
 from reference.encode import encode
+from reference.formats import FP32
 from reference.layout import pad_scales
 from reference.quantize import encode_elements, quantize_both, quantize_grouped
 from reference.recipes import recipe, recipe_names
@@ -69,7 +70,8 @@ def fails(case, stage, **doors):
 
 # The reference passes everything, and every stage is seen.
 
-RECIPES = [name for name in recipe_names() if "@" not in name]
+# How the next scale of delayed scaling is made changes nothing of quantize.
+RECIPES = [name for name in recipe_names() if "@" not in name and not name.endswith(("-recent", "-bulk"))]
 
 
 @pytest.mark.parametrize("usage", ["rowwise", "columnwise", "both"])
@@ -77,7 +79,7 @@ RECIPES = [name for name in recipe_names() if "@" not in name]
 def test_every_recipe_passes_in_every_usage(name, usage):
     flags = [] if usage == "rowwise" else [usage]
     for inputs in ("normal", "nan"):
-        for options in ([], ["swizzled"]):
+        for options in ([], ["swizzled"]) if recipe(name).scale is not FP32 else ([],):
             record = passes(quantize_case(name, *flags, *options, shape=(128, 128), inputs=inputs))
             assert "stages not observed" not in not_compared([record.to_dict()])
             assert record.excused_share == (0 if "rht" in name else None)
@@ -609,6 +611,8 @@ def test_a_door_that_is_not_there_is_unsupported(operation):
     cases = {
         "quantize": quantize_case("nvfp4", "both"),
         "transform": Case("transform", "nvfp4-rht", (16, 32), "bf16", "normal"),
+        "update-scale": Case("update-scale", "fp8-delayed-e4m3", (4, 3), "", "amaxes"),
+        "gemm-quantized": gemm_case("mxfp8-e4m3", "tn", "mxfp8-e4m3", operation="gemm-quantized"),
         "swizzle": swizzle_case(), "quantize-grouped": grouped_case("nvfp4", "even:4"),
         "gemm": gemm_case("nvfp4", "tn"), "gemm-grouped": gemm_case("nvfp4", "even:4", operation="gemm-grouped"),
     }  # fmt: skip
@@ -639,7 +643,11 @@ def test_options_are_given_only_where_they_differ_from_their_default():
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_wrong_byte_of_any_recipe_is_found(name, part):
     def spoil(q):
-        getattr(q, part)[17, 3] ^= 1
+        numbers = getattr(q, part)
+        if numbers.dtype == torch.float32:
+            numbers.view(torch.int32)[-1, -1] ^= 1
+        else:
+            numbers[17, 3] ^= 1
 
     record = fails(quantize_case(name, shape=(32, 128)), part, quantize=quantize(spoil))
     assert stages(record)[part]["mismatches"] == 1
@@ -664,11 +672,11 @@ def test_a_backend_that_speaks_another_dialect_fails_in_it(name):
     rule = recipe(name)
 
     def quantize(x, _, **options):
-        return replace(reference.quantize(x, "nvfp4", **options), recipe=rule)
+        return replace(reference.quantize(x, rule.name, **options), recipe=rule)
 
     verdicts = {
         run(quantize_case(name, dtype=dtype, inputs=inputs, shape=(64, 128)), quantize=quantize).verdict
         for dtype in ("fp32", "bf16")
-        for inputs in ("e4m3-ties", "huge", "low-rows")
+        for inputs in ("e4m3-ties", "huge", "low-rows", "scale-edges")
     }
     assert ("fail" in verdicts) == (name != "nvfp4@te-native")

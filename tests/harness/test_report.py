@@ -350,12 +350,13 @@ def test_shares(value: float, shown: str) -> None:
 
 def test_the_schema_of_records_is_documented_and_numbered() -> None:
     """A change of a column changes the number: whoever reads tables of two versions can tell."""
-    assert SCHEMA == 2
+    assert SCHEMA == 3
     assert [f.name for f in fields(Record)] == [
         "case", "file", "operation", "recipe", "shape", "dtype", "inputs", "flags", "tier", "backend", "device",
-        "seed", "verdict", "stage", "message", "compared", "mismatches", "max_ulp", "exact_share", "excused_share",
-        "budget_max", "budget_p99", "budget_histogram", "interval_ulps_max", "interval_ulps_mean", "allclose",
-        "sqnr_db", "sweep", "seconds", "seconds_reference", "input_digest", "output_digest", "stages", "findings",
+        "seed", "verdict", "stage", "message", "compared", "mismatches", "max_ulp", "exact_share", "ordered_share",
+        "excused_share", "budget_max", "budget_p99", "budget_histogram", "interval_ulps_max", "interval_ulps_mean",
+        "allclose", "sqnr_db", "sweep", "seconds", "seconds_reference", "input_digest", "output_digest", "stages",
+        "findings",
     ]  # fmt: skip
 
 
@@ -366,6 +367,10 @@ def test_every_operation_has_its_stages() -> None:
     assert both[-1] == "halves"
     assert stages_of("quantize", "columnwise+swizzled") == STAGES["quantize"]
     assert stages_of("quantize-grouped", "front:4+columnwise") == STAGES["quantize-grouped"]
+    assert stages_of("gemm-grouped", "front:4+bias") == STAGES["gemm-grouped"]
+    padded = stages_of("gemm-grouped", "front:4+padded+bias")
+    assert set(padded) - set(STAGES["gemm-grouped"]) == {"padding", "rows", "unpadding"}
+    assert set(STAGES["gemm-quantized"]) > {*STAGES["gemm"], "output.scales", "fused.scales"}
     shown = [{"stage": stage, "compared": 5} for stage in both[:-1]]
     assert text.not_compared([record(flags="both", stages=shown)]) == (
         "Not compared: stages not observed: quantize halves in 1 case."

@@ -20,12 +20,19 @@ KERNELS = {
     "fp16_to_float": ("fp16", "float", "out[i] = to_float(x[i])", "u4"),
     "bf16_from_float": ("float", "bf16", "from_float(x[i], out[i])", "u2"),
     "fp16_from_float": ("float", "fp16", "from_float(x[i], out[i])", "u2"),
-    "e4m3_from_floats": ("float", "u8", "out[i] = e4m3_from_float(x[i])", "u1"),
     "e2m1_from_floats": ("float", "u8", "out[i] = static_cast<u8>(e2m1_from_float(x[i]))", "u1"),
     "e2m1x2_from_floats": ("float", "u8", "out[i] = e2m1x2_from_float(x[2 * i], x[2 * i + 1])", "u1"),
-    "e4m3_to_floats": ("u8", "float", "out[i] = e4m3_to_float(x[i])", "u4"),
     "e2m1_to_floats": ("u8", "float", "out[i] = e2m1_to_float(x[i])", "u4"),
+    "e8m0_up": ("float", "u8", "out[i] = e8m0_from_float(x[i], 1u, 0)", "u1"),
+    "e8m0_down": ("float", "u8", "out[i] = e8m0_from_float(x[i], 1u << 23, 0)", "u1"),
+    "e8m0_down_and_8_less": ("float", "u8", "out[i] = e8m0_from_float(x[i], 1u << 23, 8)", "u1"),
+    "e8m0_to_floats": ("u8", "float", "out[i] = e8m0_to_float(x[i])", "u4"),
 }
+for _name in ("e2m3", "e3m2", "e4m3", "e5m2"):
+    KERNELS[f"{_name}_from_floats"] = ("float", "u8", f"out[i] = {_name}_from_float(x[i])", "u1")
+    _pair = f"out[i] = pair_from_float<{_name.upper()}>(x[2 * i], x[2 * i + 1])"
+    KERNELS[f"{_name}x2_from_floats"] = ("float", "u16", _pair, "u2")
+    KERNELS[f"{_name}_to_floats"] = ("u8", "float", f"out[i] = {_name}_to_float(x[i])", "u4")
 TEXT = '#include "formats.cuh"\n' + "".join(
     _MAP.format(name=name, given=given, got=got, body=body) for name, (given, got, body, _) in KERNELS.items()
 )
@@ -35,10 +42,10 @@ EVERY_BYTE = np.arange(1 << 8, dtype=np.uint8)
 
 
 def convert(source: str, kernel: str, x: np.ndarray, *, device: str = "cpu", flags: tuple[str, ...] = ()) -> np.ndarray:
-    """Bits that `kernel` of `source` (made of TEXT) gives for each element of `x`, two at a time for e2m1x2."""
+    """Bits that `kernel` of `source` (made of TEXT) gives for each element of `x`, two at a time for pairs."""
     dtype = np.dtype(KERNELS[kernel][3])
     given = torch.from_numpy(x.view(np.uint8).copy()).to(device)
-    count = x.size // 2 if kernel == "e2m1x2_from_floats" else x.size
+    count = x.size // 2 if "x2_" in kernel else x.size
     out = torch.zeros(count * dtype.itemsize, dtype=torch.uint8, device=given.device)
     launch(
         source,
@@ -75,6 +82,13 @@ def bf16_decisions() -> np.ndarray:
     midpoints = (np.arange(0x8000, dtype=np.uint32) << 16) + 0x8000
     bits = np.concatenate([midpoints - 1, midpoints, midpoints + 1])
     return np.concatenate([bits, bits | 0x80000000]).view(np.float32)
+
+
+def powers() -> np.ndarray:
+    """Every power of two of float32, and what lies beside it, numbers between two of them, 0, infinity and NaN."""
+    exact = np.ldexp([1.0, 1.5], np.arange(-149, 128)[:, None]).astype(np.float32).ravel()
+    near = np.abs(around(exact))
+    return np.concatenate([near, np.array([0, np.inf, np.nan, np.finfo(np.float32).max], np.float32)])
 
 
 def grid_decisions(values: np.ndarray, beyond: float) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from native.ops import GroupedQuantized, Quantized, recipe
+from reference.formats import E4M3, E8M0
 from reference.recipes import Recipe, recipe_names
 from tests.golden import bits
 
@@ -21,9 +22,12 @@ RECIPES = {
 }
 
 DIALECTS = ("te", "te-2.8", "te-native")
-"""Those that the kernels speak."""
-NAMES = tuple(name for name in recipe_names() if name.startswith("nvfp4") and recipe(name).dialect in DIALECTS)
-"""Every recipe that the kernels have."""
+"""Those of NVFP4 that the kernels speak. Of MX they speak all."""
+MX_NAMES = tuple(name for name in recipe_names() if recipe(name).scale is E8M0)
+TWO_LEVELS = tuple(name for name in recipe_names() if recipe(name).scale is E4M3 and recipe(name).dialect in DIALECTS)
+"""Those with a tensor scale, too."""
+NAMES = TWO_LEVELS + MX_NAMES
+"""Every recipe of these two families that the kernels have."""
 ROTATED = tuple(name for name in NAMES if recipe(name).transform is not None)
 SECTIONED = tuple(name for name in NAMES if recipe(name).granularity == "tensor")
 """Those that quantize sections."""
@@ -132,6 +136,16 @@ def codes_under_every_scale(amax: float, columns: int = 16) -> Quantized:
     return Quantized(packed.contiguous(), scales, torch.tensor([amax]), RECIPES["te"], (256, columns))
 
 
+def codes_under_every_power(name: str) -> Quantized:
+    """Of an MX recipe: a row for every scale byte, every code in each, as often as whole blocks take."""
+    r = recipe(name)
+    columns = max(32, r.element.codes)
+    codes = (torch.arange(columns) % r.element.codes).byte()
+    stored = codes[::2] | codes[1::2] << 4 if r.element.bits == 4 else codes
+    scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1).repeat(1, columns // 32)
+    return Quantized(stored.repeat(256, 1), scales, None, r, (256, columns))
+
+
 def assert_equal(got: torch.Tensor, expected: torch.Tensor, what: str = "values") -> None:
     """The same shape, dtype and bits on the CPU; NaN only as NaN, since nobody defines its payload."""
     assert got.dtype == expected.dtype, what
@@ -148,15 +162,17 @@ def assert_equal(got: torch.Tensor, expected: torch.Tensor, what: str = "values"
 
 
 def assert_same(got: Quantized | None, expected: Quantized | None) -> None:
-    """Codes, scales, amax and tensor scale, bit for bit; or a half that neither has."""
+    """Codes, scales, amax and tensor scale, bit for bit; or a half, or one of them, that neither has."""
     assert (got is None) == (expected is None)
     if got is None or expected is None:
         return
-    assert got.shape == expected.shape
-    assert got.recipe == expected.recipe
-    assert got.swizzled == expected.swizzled
+    for part in ("shape", "recipe", "swizzled", "transposed"):
+        assert getattr(got, part) == getattr(expected, part), part
     for part in ("tensor_scale", "amax", "scales", "codes"):
-        assert_equal(getattr(got, part), getattr(expected, part), part)
+        one, other = getattr(got, part), getattr(expected, part)
+        assert (one is None) == (other is None), part
+        if one is not None:
+            assert_equal(one, other, part)
 
 
 def assert_both_same(
@@ -176,5 +192,5 @@ def assert_sections_same(got: GroupedQuantized, expected: GroupedQuantized) -> N
 
 def to(q: Quantized, device: torch.device | str) -> Quantized:
     """`q` on another device."""
-    moved = {part: getattr(q, part).to(device) for part in ("codes", "scales", "amax")}
-    return replace(q, **moved, tensor_scale=None)
+    amax = None if q.amax is None else q.amax.to(device)
+    return replace(q, codes=q.codes.to(device), scales=q.scales.to(device), amax=amax, tensor_scale=None)

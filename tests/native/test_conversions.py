@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from reference.encode import encode
-from reference.formats import E2M1, E4M3
+from reference.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from tests.native import conversions
 from tests.native.conversions import EVERY_BYTE, EVERY_HALF, TEXT, convert
 from tests.native.launching import Source
@@ -17,8 +19,17 @@ from tests.native.launching import Source
 EVERY_BUILD = pytest.mark.parametrize("flags", [(), ("-O0", "-march=x86-64")], ids=["optimized", "unoptimized"])
 Flags = tuple[str, ...]
 
-E4M3_VALUES = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
 E2M1_VALUES = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+
+BYTES: dict[str, tuple[Format, Any]] = {
+    "e2m3": (E2M3, ml_dtypes.float6_e2m3fn),
+    "e3m2": (E3M2, ml_dtypes.float6_e3m2fn),
+    "e4m3": (E4M3, ml_dtypes.float8_e4m3fn),
+    "e5m2": (E5M2, ml_dtypes.float8_e5m2),
+}
+"""Elements of a byte each, and ml_dtypes' types of them."""
+EVERY_BYTE_FORMAT = pytest.mark.parametrize("name", BYTES)
+TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def assert_same(got: np.ndarray, expected: np.ndarray) -> None:
@@ -52,11 +63,23 @@ def test_every_float16_becomes_its_float32(cuda_source: Source, flags: Flags) ->
 
 
 @EVERY_BUILD
-def test_every_e4m3_code_becomes_its_value(cuda_source: Source, flags: Flags) -> None:
-    got = convert(cuda_source(TEXT), "e4m3_to_floats", EVERY_BYTE, flags=flags)
-    assert_same(got, EVERY_BYTE.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    assert_same(got, torch.from_numpy(EVERY_BYTE).view(torch.float8_e4m3fn).float().numpy())
-    assert np.isnan(got.view(np.float32)).nonzero()[0].tolist() == [0x7F, 0xFF]
+@EVERY_BYTE_FORMAT
+def test_every_code_becomes_its_value(cuda_source: Source, name: str, flags: Flags) -> None:
+    fmt, theirs = BYTES[name]
+    codes = EVERY_BYTE[: fmt.codes]
+    got = convert(cuda_source(TEXT), f"{name}_to_floats", codes, flags=flags)
+    assert_same(got, np.array(fmt.values, np.float32))
+    assert_same(got, codes.view(theirs).astype(np.float32))
+    if name in TORCH:
+        assert_same(got, torch.from_numpy(codes).view(TORCH[name]).float().numpy())
+
+
+@EVERY_BUILD
+def test_every_e8m0_code_becomes_its_value(cuda_source: Source, flags: Flags) -> None:
+    """0 is 2^-127, a subnormal number, and 255 is NaN."""
+    got = convert(cuda_source(TEXT), "e8m0_to_floats", EVERY_BYTE, flags=flags)
+    assert_same(got, np.array(E8M0.values, np.float32))
+    assert_same(got, EVERY_BYTE.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
 
 
 @EVERY_BUILD
@@ -116,12 +139,31 @@ def test_a_cast_to_float16_at_its_ends(cuda_source: Source, x: float, bits: int)
     assert got.tolist() == [bits, bits | 0x8000]
 
 
-# From float32 to E4M3 and E2M1.
+# From float32 to narrow formats.
 
 
-def e4m3_inputs() -> np.ndarray:
+@EVERY_BUILD
+def test_a_cast_to_e8m0_goes_up_or_down_to_a_power_of_two_and_saturates(cuda_source: Source, flags: Flags) -> None:
+    """Whatever lies below 2^-127 is that; with powers less, infinity is 2^128."""
+    source, x = cuda_source(TEXT), conversions.powers()
+    exact = x.astype(np.float64)
+    with np.errstate(divide="ignore"):
+        for kernel, rounded in (
+            ("e8m0_up", np.ceil(np.log2(exact))),
+            ("e8m0_down", np.floor(np.log2(exact))),
+            ("e8m0_down_and_8_less", np.floor(np.log2(np.minimum(exact, 2.0**128))) - 8),
+        ):
+            expected = np.where(np.isnan(x), 255, np.clip(rounded, -127, 127) + 127)
+            np.testing.assert_array_equal(convert(source, kernel, x, flags=flags), expected.astype(np.uint8), kernel)
+
+
+def inputs(name: str) -> np.ndarray:
+    """Where a cast decides, what would follow the largest number among it, and every bfloat16."""
+    fmt = BYTES[name][0]
+    points = np.array(fmt.values[: fmt.max_code + 1])
+    beyond = 2 * points[-1] - points[-2]
     return np.concatenate(
-        [conversions.bf16_values(), conversions.fp16_decisions(), conversions.grid_decisions(E4M3_VALUES, 480.0)]
+        [conversions.bf16_values(), conversions.fp16_decisions(), conversions.grid_decisions(points, beyond)]
     )
 
 
@@ -132,17 +174,35 @@ def e2m1_inputs() -> np.ndarray:
 
 
 @EVERY_BUILD
-def test_a_cast_to_e4m3_is_nearest_even_and_saturates(cuda_source: Source, flags: Flags) -> None:
-    """ml_dtypes and torch give NaN for overflow, so they see the numbers up to 448; NaN of either sign gives 0x7F."""
-    x = e4m3_inputs()
-    got = convert(cuda_source(TEXT), "e4m3_from_floats", x, flags=flags)
+@EVERY_BYTE_FORMAT
+def test_a_cast_is_nearest_even_and_saturates(cuda_source: Source, name: str, flags: Flags) -> None:
+    """ml_dtypes and torch overflow, so they see limited numbers; NaN of either sign is NaN, or the largest number."""
+    fmt, theirs = BYTES[name]
+    x = inputs(name)
+    got = convert(cuda_source(TEXT), f"{name}_from_floats", x, flags=flags)
     numbers = ~np.isnan(x)
-    limited = np.clip(x[numbers], -448, 448)
-    np.testing.assert_array_equal(got[numbers], limited.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
-    theirs = torch.from_numpy(limited).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    np.testing.assert_array_equal(got[numbers], theirs)
-    assert set(got[~numbers].tolist()) == {0x7F}
-    np.testing.assert_array_equal(got, encode(torch.from_numpy(x), E4M3).numpy())
+    limited = np.clip(x[numbers], -fmt.max, fmt.max)
+    np.testing.assert_array_equal(got[numbers], limited.astype(theirs).view(np.uint8))
+    if name in TORCH:
+        casted = torch.from_numpy(limited).to(TORCH[name]).view(torch.uint8).numpy()
+        np.testing.assert_array_equal(got[numbers], casted)
+    assert set(got[~numbers].tolist()) == {fmt.max_code if fmt.nan_code is None else fmt.nan_code}
+    np.testing.assert_array_equal(got, encode(torch.from_numpy(x), fmt).numpy())
+    assert set(got.tolist()) >= {sign | code for sign in (0, fmt.sign_code) for code in range(fmt.max_code + 1)}
+
+
+@EVERY_BUILD
+@EVERY_BYTE_FORMAT
+def test_a_pair_is_its_two_codes_the_first_one_low(cuda_source: Source, name: str, flags: Flags) -> None:
+    """Every pair of codes, and every input in either place."""
+    source, x = cuda_source(TEXT), inputs(name)
+    values = np.array(BYTES[name][0].values, np.float32)
+    pairs = np.stack(np.meshgrid(values, values), axis=-1).ravel()
+    partner = np.roll(x, 12345)
+    x = np.concatenate([pairs, np.stack([x, partner], axis=1).ravel(), np.stack([partner, x], axis=1).ravel()])
+    codes = convert(source, f"{name}_from_floats", x, flags=flags)
+    got = convert(source, f"{name}x2_from_floats", x, flags=flags)
+    np.testing.assert_array_equal(got, codes[::2] | codes[1::2].astype(np.uint16) << 8)
 
 
 @EVERY_BUILD

@@ -15,7 +15,7 @@ from native import cuda, ops
 from native.launch import launch
 from native.sources import ToolchainError
 from reference import ops as reference
-from reference.formats import E2M1, E4M3
+from reference.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from tests.native import conversions
 from tests.native.conversions import KERNELS, TEXT, convert
 from tests.native.gpu import DEVICE, needs_compiler, needs_gpu
@@ -76,15 +76,15 @@ def test_a_kernel_is_queued_on_torchs_current_stream(door: str) -> None:
 
 
 def decisions() -> np.ndarray:
-    """float32: every bfloat16, every float16 and its midpoints, those of E4M3 and E2M1, ± 1 ulp."""
-    grids = [np.array(fmt.values[: fmt.max_code + 1]) for fmt in (E4M3, E2M1)]
+    """float32: every bfloat16, every float16 and its midpoints, those of narrow formats, powers of two, ± 1 ulp."""
+    grids = [np.array(fmt.values[: fmt.max_code + 1]) for fmt in (E2M1, E2M3, E3M2, E4M3, E5M2)]
     return np.concatenate(
         [
             conversions.bf16_values(),
             conversions.bf16_decisions(),
             conversions.fp16_decisions(),
-            conversions.grid_decisions(grids[0], 480.0),
-            conversions.grid_decisions(grids[1], 8.0),
+            *(conversions.grid_decisions(grid, 2 * grid[-1] - grid[-2]) for grid in grids),
+            conversions.powers(),
         ]
     )
 
@@ -94,7 +94,9 @@ def given(kernel: str) -> np.ndarray:
     dtype = KERNELS[kernel][0]
     if dtype == "float":
         x = decisions()
-        return np.stack([x, np.roll(x, 12345)], axis=1).ravel() if kernel == "e2m1x2_from_floats" else x
+        if kernel.startswith("e8m0"):
+            return np.abs(x)  # of magnitudes alone
+        return np.stack([x, np.roll(x, 12345)], axis=1).ravel() if "x2_" in kernel else x
     return conversions.EVERY_BYTE if dtype == "u8" else conversions.EVERY_HALF
 
 

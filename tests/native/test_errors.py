@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 
 from native import arguments, ops
 from native.ops import Quantized
-from reference.formats import E2M3
-from reference.recipes import Recipe, recipe_names
+from reference.formats import E2M3, E4M3
+from reference.recipes import Hadamard, Recipe, recipe_names
 from tests.native.samples import NAMES, RECIPES
 
 X = torch.ones(3, 32)
@@ -130,6 +131,30 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
      "recipe nvfp4-rht rotates whole groups of 16, and 24 elements of x (3, 24) are none; pad it first"),
     ("half a group of M", lambda: both(X.bfloat16(), "nvfp4-rht"), ValueError,
      "recipe nvfp4-rht rotates whole groups of 16, and 3 elements of x (3, 32) are none; pad it first"),
+    # what MX has not
+    ("an amax of MX", lambda: quantize(recipe="mxfp8-e4m3", amax=ONE), ValueError,
+     "recipe mxfp8-e4m3 has no tensor scale; it takes no amax"),
+    ("a columnwise amax of MX", lambda: both(recipe="mxfp4", amax=(None, ONE)), ValueError,
+     "recipe mxfp4 has no tensor scale; it takes no amax"),
+    ("an encode scale of MX", lambda: quantize(recipe="mxfp8-2d", scale=ONE), ValueError,
+     "recipe mxfp8-2d makes its own scales; it takes none"),
+    ("an encode scale of both halves of MX", lambda: both(recipe="mxfp8-2d", scale=ONE), ValueError,
+     "recipe mxfp8-2d makes its own scales; it takes none"),
+    ("an encode scale of NVFP4", lambda: quantize(scale=ONE), ValueError,
+     "recipe nvfp4 makes its own scales; it takes none"),
+    ("an encode scale of both halves of NVFP4", lambda: both(scale=ONE), ValueError,
+     "recipe nvfp4 makes its own scales; it takes none"),
+    ("an encode scale of sections", lambda: ops.quantize_grouped(X, torch.tensor([3]), "nvfp4", scale=ONE), ValueError,
+     "recipe nvfp4 makes its own scales; it takes none"),
+    ("no random bits of MX", lambda: quantize(recipe="mxfp4-sr"), ValueError,
+     "recipe mxfp4-sr rounds stochastically; give random=(seed, offset), or words, int32 (3, 8)"),
+    ("columnwise words of MX", lambda: both(recipe="mxfp4-sr", random=(None, torch.zeros(3, 8, dtype=torch.int32)),
+     rowwise=False), ValueError, "random has shape (32, 1), not (3, 8)"),
+    ("packed elements stored transposed", lambda: ops.dequantize(Quantized(torch.zeros(32, 2, dtype=torch.uint8),
+     torch.zeros(1, 3, dtype=torch.uint8), None, ops.recipe("mxfp4"), (3, 32), transposed=True)), ValueError,
+     "q of recipe mxfp4 is stored transposed, two rows in a byte; the kernels read E2M1 along K"),
+    ("codes of a transpose", lambda: ops.dequantize(replace(quantize(recipe="mxfp8-e4m3"), transposed=True)),
+     ValueError, "q.codes has shape (32, 3), not (3, 32)"),
     # halves and amaxes
     ("neither half", lambda: both(rowwise=False, columnwise=False), ValueError,
      "quantize_both makes a rowwise or a columnwise half, or both; neither is wanted"),
@@ -167,7 +192,7 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     ("amax elsewhere", lambda: quantize(amax=ONE.to(META)), ValueError,
      "kernel quantize_nvfp4_plain_fp32 runs on cpu, but a tensor lies on meta; move it first"),
     ("scales elsewhere", lambda: ops.dequantize(q(scales=q().scales.to(META))), ValueError,
-     "kernel dequantize_nvfp4_fp32 runs on cpu, but a tensor lies on meta; move it first"),
+     "kernel dequantize_fp32 runs on cpu, but a tensor lies on meta; move it first"),
     ("c elsewhere", lambda: gemm(c=torch.ones(3, 3, device=META)), ValueError,
      "kernel gemm_nvfp4 runs on cpu, but a tensor lies on meta; move it first"),
     ("x on no device", lambda: quantize(X.to(META)), ValueError, "kernel amax_fp32 runs on cpu and cuda, not meta"),
@@ -186,37 +211,72 @@ def test_it_is_refused_with_a_sentence(call: Callable[[], object], error: type[E
 
 # Recipes that the kernels do not have.
 
-FREE = {"name", "dialect", "scale_max", "transform"}
-"""Fields that may be anything: names, and numbers that kernels are given."""
+ONE_OF_EACH = (
+    "nvfp4",
+    "mxfp8-e4m3",
+    "mxfp8-e5m2",
+    "mxfp6-e3m2",
+    "mxfp6-e2m3",
+    "mxfp4",
+    "fp8-block-1x128",
+    "fp8-current",
+)
+EVERY_CHOICE = [
+    (name, field)
+    for name in ONE_OF_EACH
+    for field, known in arguments.choices(ops.recipe(name)).items()
+    if known is not None and field != "scale"
+]
 
 
-def test_the_kernels_name_what_they_can_of_every_other_field_of_a_recipe() -> None:
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_the_kernels_name_what_they_can_of_every_field_of_a_recipe(name: str) -> None:
     """A field that somebody adds is a choice that the kernels have not heard of."""
-    assert {field.name for field in fields(Recipe)} - FREE == set(arguments._CHOICES)
+    assert {field.name for field in fields(Recipe)} == set(arguments.choices(ops.recipe(name)))
 
 
-@pytest.mark.parametrize("field", arguments._CHOICES)
-def test_a_choice_that_the_kernels_do_not_know_is_refused_by_its_field(field: str) -> None:
-    r = replace(RECIPES["te"])
+@pytest.mark.parametrize(("name", "field"), [*EVERY_CHOICE, ("nvfp4", "scale"), ("mxfp4", "scale")])
+def test_a_choice_that_the_kernels_do_not_know_is_refused_by_its_field(name: str, field: str) -> None:
+    r, valid = replace(ops.recipe(name)), ops.quantize(X, name)
     object.__setattr__(r, field, "something else")
-    known = ", ".join(getattr(choice, "name", str(choice)) for choice in arguments._CHOICES[field])
-    message = f"the native kernels do not have recipe nvfp4: its {field} is something else, and theirs {known}"
+    table = arguments.FAMILIES if field == "scale" else arguments.choices(ops.recipe(name))[field]
+    known = ", ".join(getattr(choice, "name", str(choice)) for choice in table or ())
+    message = f"the native kernels do not have recipe {r}: its {field} is something else, and theirs {known}"
+    other = replace(valid, recipe=r)
     doors: list[Callable[[], object]] = [
         lambda: ops.quantize(X, r),
         lambda: ops.quantize_both(X, r),
         lambda: ops.quantize_grouped(X, torch.tensor([3]), r),
         lambda: ops.transform(X, r),
-        lambda: ops.dequantize(q(recipe=r)),
-        lambda: gemm(q(recipe=r)),
-        lambda: gemm(b=q(recipe=r)),
+        lambda: ops.dequantize(other),
+        lambda: ops.gemm(other, valid, out_dtype=FP32),
+        lambda: ops.gemm(valid, other, out_dtype=FP32),
     ]
     for door in doors:
         with pytest.raises(NotImplementedError, match=re.escape(message)):
             door()
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mxfp8-e4m3", {"nan_code": 31}, "its nan_code is 31, and theirs 127"),
+        ("mxfp6-e3m2", {"nan_code": 7}, "its nan_code is 7, and theirs 31"),
+        ("mxfp4", {"nan_code": 0}, "its nan_code is 0, and theirs 7"),
+        ("mxfp8-e5m2", {"block": (1, 16)}, "its block is (1, 16), and theirs (1, 32), (32, 32)"),
+        ("mxfp8-e5m2", {"transform": Hadamard()}, "its transform is Hadamard(group=16, signs=55272), and theirs None"),
+    ],
+)
+def test_a_choice_that_belongs_to_another_element_or_family_is_refused(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        ops.quantize(X.bfloat16(), replace(ops.recipe(name), **changes))
+
+
 def test_every_recipe_of_another_library_is_refused_by_a_field_in_which_it_differs() -> None:
-    others = [name for name in recipe_names() if name not in NAMES]
+    """Those of MX and FP8 are all there."""
+    others = [name for name in recipe_names() if ops.recipe(name).scale is E4M3 and name not in NAMES]
     assert others, "other dialects are recipes by now"
     for name in others:
         r = ops.recipe(name)
@@ -226,3 +286,5 @@ def test_every_recipe_of_another_library_is_refused_by_a_field_in_which_it_diffe
             ops.quantize(X, r)
         field = str(e.value).split(": its ")[1].split(" ")[0]
         assert getattr(r, field) != getattr(ops.recipe("nvfp4"), field)
+    for name in set(recipe_names()) - set(others):
+        assert arguments.supported(name) == ops.recipe(name)

@@ -69,7 +69,7 @@ def test_nothing_outside_is_read_and_nothing_outside_is_written(
     ("call", "error", "message"),
     [
         (lambda: ops.swizzle(torch.ones(4, 4)), TypeError, "scales is uint8, not float32"),
-        (lambda: ops.swizzle(scales(4, 4)[0]), ValueError, "scales are a matrix (M, ⌈K/16⌉), not shape (4,)"),
+        (lambda: ops.swizzle(scales(4, 4)[0]), ValueError, "scales are a matrix (M, ⌈K/block⌉), not shape (4,)"),
         (lambda: ops.swizzle(scales(4, 4).T), ValueError, "scales of shape (4, 4) has strides (1, 4)"),
         (lambda: ops.unswizzle(scales(128, 4), (129, 4)), ValueError,
          "swizzled scales has shape (256, 4), not (128, 4)"),

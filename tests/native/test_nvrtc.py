@@ -15,7 +15,12 @@ MISSING = nvrtc.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_90a", "sm_100a", "sm_120a"]
-EVERY_SOURCE = pytest.mark.parametrize("source", KERNELS)
+ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
+SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
+SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
+EVERY_SOURCE = pytest.mark.parametrize(
+    ("source", "flags"), SOURCES, ids=["-".join((s, *(flag.split("=")[1] for flag in flags))) for s, flags in SOURCES]
+)
 
 
 def ptx(source: str, target: str, *flags: str) -> str:
@@ -33,25 +38,36 @@ def entries(text: str) -> set[str]:
 
 @EVERY_SOURCE
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_kernel_is_in_the_cubin(source: str, architecture: str) -> None:
-    cubin = nvrtc.compiled(source, architecture)
+def test_every_kernel_is_in_the_cubin(source: str, flags: tuple[str, ...], architecture: str) -> None:
+    cubin = nvrtc.compiled(source, architecture, *flags)
     assert cubin.startswith(b"\x7fELF")
     for kernel in KERNELS[source]:
         assert f"\0.text.{kernel}\0".encode() in cubin
 
 
+FUSED = {"gemm_fp8", "gemm_quantized_fp8"}
+"""Those that say so: numerics.md, "FP8 with float32 scales", y = fma(partial·s_x, s_w, y)."""
+
+
 @EVERY_SOURCE
 @pytest.mark.parametrize("target", ["compute_90", "compute_100a"])
-def test_bit_exact_kernels_flush_nothing_fuse_nothing_and_approximate_nothing(source: str, target: str) -> None:
-    text = ptx(source, target)
+def test_bit_exact_kernels_flush_nothing_fuse_nothing_and_approximate_nothing(
+    source: str, flags: tuple[str, ...], target: str
+) -> None:
+    text = ptx(source, target, *flags)
     assert RANDOM not in text
-    assert (E2M1 in text) == (source == "quantize_nvfp4" and target == "compute_100a")
+    packs = source.startswith(("quantize_nvfp4", "gemm_quantized")) or (source, *flags) == (
+        "quantize_mx",
+        "-DELEMENT=E2M1",
+    )
+    assert (CVT["e2m1"] in text) == (packs and target == "compute_100a")
     assert entries(text) == set(KERNELS[source])
     found = instructions(text)
     assert {i.split(".")[0] for i in found} >= {"ld", "st", "mov", "setp"}, "instructions are recognized"
     floats = {i for i in found if re.search(r"\.f32|\.f64|\.f16", i)}
     assert not {i for i in floats if ".ftz" in i}
-    assert not {i for i in floats if i.startswith(("fma.", "mad."))}
+    fused = {i for i in floats if i.startswith(("fma.", "mad."))}
+    assert fused == ({"fma.rn.f32"} if source in FUSED else set())
     assert not {i for i in floats if ".approx" in i or ".full" in i}
     assert not {i for i in floats if ".f64" in i}, "a double constant has crept in"
 
@@ -63,29 +79,40 @@ def test_what_those_flags_keep_out_would_be_seen() -> None:
     assert any(i.startswith("fma.rn.") and i.endswith(".f32") for i in fast)
 
 
-E4M3, E2M1 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e2m1x2.f32"
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_mx_is_quantized_by_the_chips_conversion_of_its_element_and_of_its_scale(element: str) -> None:
+    """Those that it has not are its twins'; sm_90 has no conversion to E8M0."""
+    for target, narrow in (("compute_90", False), ("compute_100a", True)):
+        found = instructions(ptx("quantize_mx", target, f"-DELEMENT={element}"))
+        has = narrow or element in ("E4M3", "E5M2")
+        assert {name for name, cvt in CVT.items() if cvt in found} == ({element.lower()} if has else set())
+        assert (POWER in found) == narrow
+
+
+CVT = {name: f"cvt.rn.satfinite.{name}x2.f32" for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")}
+POWER = "cvt.rp.satfinite.ue8m0x2.f32"
+FP8 = {"e4m3", "e5m2"}
 
 
 @pytest.mark.parametrize(
-    ("target", "flags", "e4m3", "e2m1"),
+    ("target", "flags", "used"),
     [
-        ("compute_80", (), False, False),
-        ("compute_89", (), True, False),
-        ("compute_90", (), True, False),
-        ("compute_90a", (), True, False),
-        ("compute_100", (), True, False),
-        ("compute_100a", (), True, True),
-        ("compute_120a", (), True, True),
-        ("compute_90", ("-DNARROWGAUGE_PORTABLE",), False, False),
-        ("compute_100a", ("-DNARROWGAUGE_PORTABLE",), False, False),
+        ("compute_80", (), set()),
+        ("compute_89", (), FP8),
+        ("compute_90", (), FP8),
+        ("compute_90a", (), FP8),
+        ("compute_100", (), FP8),
+        ("compute_100a", (), {*CVT, "e8m0"}),
+        ("compute_120a", (), {*CVT, "e8m0"}),
+        ("compute_90", ("-DNARROWGAUGE_PORTABLE",), set()),
+        ("compute_100a", ("-DNARROWGAUGE_PORTABLE",), set()),
     ],
 )
 def test_the_chips_conversions_are_used_where_it_has_them_unless_portable_ones_are_asked_for(
-    cuda_source: Source, target: str, flags: tuple[str, ...], e4m3: bool, e2m1: bool
+    cuda_source: Source, target: str, flags: tuple[str, ...], used: set[str]
 ) -> None:
     found = instructions(ptx(cuda_source(conversions.TEXT), target, *flags))
-    assert (E4M3 in found) == e4m3
-    assert (E2M1 in found) == e2m1
+    assert {name for name, cvt in {**CVT, "e8m0": POWER}.items() if cvt in found} == used
 
 
 RANDOM = "cvt.rs.satfinite.e2m1x4.f32"
@@ -102,7 +129,7 @@ def test_quantize_rounds_by_the_chips_random_conversion_only_where_it_is_asked_t
     """It has other bits than its twin. That compute_100a does not have it unasked is seen above."""
     found = instructions(ptx("quantize_nvfp4", target, *flags))
     assert (RANDOM in found) == random
-    assert E4M3 in found
+    assert CVT["e4m3"] in found
 
 
 @pytest.mark.parametrize("target", ["compute_80", "compute_90a", "compute_100", "compute_120a"])

@@ -17,6 +17,7 @@ from tests.golden import bits
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import (
     FAMILIES,
+    MX_NAMES,
     SECTIONED,
     assert_equal,
     assert_same,
@@ -80,7 +81,16 @@ def test_every_section_has_the_references_bytes(name: str, columnwise: bool) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["nvfp4", "nvfp4-2d-sr", "nvfp4-rht", "nvfp4-4over6-256-mae", "nvfp4-2d-4over6-448-mse"]
+    "name",
+    [
+        "nvfp4",
+        "nvfp4-2d-sr",
+        "nvfp4-rht",
+        "nvfp4-4over6-256-mae",
+        "nvfp4-2d-4over6-448-mse",
+        "mxfp6-e3m2",
+        "mxfp4-2d-sr",
+    ],
 )
 @EITHER
 def test_every_family_is_quantized_as_the_reference_does(name: str, columnwise: bool) -> None:
@@ -146,7 +156,7 @@ def test_a_nan_stays_in_its_section(columnwise: bool, nan: str) -> None:
 
 
 @EITHER
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-2d-rht-sr"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-2d-rht-sr", "mxfp4-sr", "mxfp8-2d"])
 def test_views_are_quantized_like_their_copies(name: str, columnwise: bool) -> None:
     plain = matrix("outliers", 192, 192, torch.bfloat16)
     sizes = torch.tensor([16, 0, 48, 32])
@@ -160,7 +170,7 @@ def test_views_are_quantized_like_their_copies(name: str, columnwise: bool) -> N
 
 
 @EITHER
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-sr"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-sr", "mxfp4", "mxfp8-2d-sr"])
 @pytest.mark.parametrize("columns", [1, 17, 64, 77])
 def test_nothing_outside_the_matrix_is_read_and_nothing_outside_the_outputs_is_written(
     columns: int, name: str, columnwise: bool, monkeypatch: pytest.MonkeyPatch
@@ -169,7 +179,8 @@ def test_nothing_outside_the_matrix_is_read_and_nothing_outside_the_outputs_is_w
     sizes = embedded(torch.tensor([17, 0, 66, 1, 16]))
     before = x.clone()
     random = seeded(recipe(name))
-    for amax in (None, embedded(torch.tensor([3.0, 1.0, 2.0, 5.0, 0.1]))):
+    given = embedded(torch.tensor([3.0, 1.0, 2.0, 5.0, 0.1]))
+    for amax in (None,) if name in MX_NAMES else (None, given):
         with guarded_outputs(monkeypatch):
             got = ops.quantize_grouped(x, sizes, name, columnwise=columnwise, amax=amax, random=random)
         options: dict[str, Any] = {"columnwise": columnwise, "amax": amax, "random": random}
@@ -190,12 +201,13 @@ WRONG = {
 
 @EITHER
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-rht"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-rht", "mxfp4-2d", "mxfp8-e5m2"])
 def test_sizes_that_nobody_has_checked_are_cut_to_the_rows_there_are(
     name: str, wrong: str, columnwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As sizes on a GPU are, which the host does not see: nothing outside is read or written."""
-    monkeypatch.setattr("native.quantize._check_sizes", lambda *_, **__: None)
+    for check in ("native.quantize_nvfp4._check_sizes", "native.quantize_mx.check_sizes"):
+        monkeypatch.setattr(check, lambda *_, **__: None)
     sizes, cut = WRONG[wrong]
     x = embedded(matrix("outliers", 20, 48, torch.bfloat16))
     with guarded_outputs(monkeypatch):
@@ -233,6 +245,10 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
      "recipe nvfp4-rht rotates whole groups of 16, and 30 elements of x (48, 30) are none; pad it first"),
     ("amaxes of other sections", {"amax": torch.ones(1)}, ValueError, "amax has shape (2,), not (1,)"),
     ("words", {"recipe": "nvfp4-sr", "random": torch.zeros(48, 8, dtype=torch.int32)}, ValueError,
+     "sections take random=(seed, offset), not words"),
+    ("an amax without a tensor scale", {"recipe": "mxfp8-2d", "amax": torch.ones(2)}, ValueError,
+     "recipe mxfp8-2d has no tensor scale; it takes no amax"),
+    ("words of MX", {"recipe": "mxfp4-sr", "random": torch.zeros(48, 8, dtype=torch.int32)}, ValueError,
      "sections take random=(seed, offset), not words"),
     ("no random bits", {"recipe": "nvfp4-sr"}, ValueError, "recipe nvfp4-sr rounds stochastically; give random="),
 ]  # fmt: skip

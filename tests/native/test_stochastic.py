@@ -1,4 +1,4 @@
-"""The device functions of stochastic rounding: Philox by published vectors, E2M1 by every byte on whole value sets."""
+"""The device functions of stochastic rounding: Philox by published vectors, narrow formats by every byte."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from native.launch import launch
 from reference.encode import encode
-from reference.formats import E2M1
+from reference.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
 from reference.philox import philox
-from reference.rounding import stochastic_e2m1
+from reference.rounding import stochastic
 from tests.native import conversions
 from tests.native.launching import Source
 
@@ -30,11 +30,17 @@ extern "C" __global__ void words(const u64* given, u32* out, i64 n) {
     for (int j = 0; j < 4; ++j) out[4 * i + j] = four[j];
 }
 
-extern "C" __global__ void every_byte(const float* x, u8* out, i64 n) {
+template <class Format>
+__device__ void every_byte(const float* x, u8* out, i64 n) {
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    for (u32 byte = 0; byte < 256; ++byte) out[256 * i + byte] = static_cast<u8>(e2m1_stochastic(x[i], byte));
+    for (u32 byte = 0; byte < 256; ++byte) out[256 * i + byte] = static_cast<u8>(stochastic<Format>(x[i], byte));
 }
+extern "C" __global__ void every_byte_E2M1(const float* x, u8* out, i64 n) { every_byte<E2M1>(x, out, n); }
+extern "C" __global__ void every_byte_E2M3(const float* x, u8* out, i64 n) { every_byte<E2M3>(x, out, n); }
+extern "C" __global__ void every_byte_E3M2(const float* x, u8* out, i64 n) { every_byte<E3M2>(x, out, n); }
+extern "C" __global__ void every_byte_E4M3(const float* x, u8* out, i64 n) { every_byte<E4M3>(x, out, n); }
+extern "C" __global__ void every_byte_E5M2(const float* x, u8* out, i64 n) { every_byte<E5M2>(x, out, n); }
 
 extern "C" __global__ void blocks(const float* x, const u32* given, u8* out, i64 n) {
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -104,19 +110,20 @@ def test_philox_is_the_references(cuda_source: Source, flags: Flags) -> None:
         np.testing.assert_array_equal(row, philox(seed, offset, signed)[0])
 
 
-# E2M1 by a random byte.
+# A number by a random byte.
 
 
-def reference_codes(x: np.ndarray) -> torch.Tensor:
+def reference_codes(x: np.ndarray, fmt: Format = E2M1) -> torch.Tensor:
     """Codes of each of `x` under each byte, (n, 256)."""
     every = torch.arange(256, dtype=torch.uint8).expand(len(x), 256)
-    return encode(stochastic_e2m1(torch.from_numpy(x).unsqueeze(1).expand(-1, 256), every), E2M1)
+    return encode(stochastic(torch.from_numpy(x).unsqueeze(1).expand(-1, 256), fmt, every), fmt)
 
 
-def codes(source: str, x: np.ndarray, flags: Flags = (), device: str = "cpu") -> torch.Tensor:
+def codes(source: str, x: np.ndarray, flags: Flags = (), device: str = "cpu", fmt: Format = E2M1) -> torch.Tensor:
     """Codes of each of `x` under each byte, (n, 256)."""
     out = np.zeros((len(x), 256), np.uint8)
-    return torch.from_numpy(run(source, "every_byte", [np.ascontiguousarray(x)], out, len(x), flags, device))
+    given = [np.ascontiguousarray(x)]
+    return torch.from_numpy(run(source, f"every_byte_{fmt.name}", given, out, len(x), flags, device))
 
 
 def decisions() -> np.ndarray:
@@ -146,6 +153,28 @@ def test_every_decision_under_every_byte_is_the_references(cuda_source: Source) 
     assert set(got.unique().tolist()) == set(range(16))
 
 
+def crossings(fmt: Format) -> np.ndarray:
+    """Numbers of every step of the grid that a byte lifts over the next point, or just not, of 16 bytes a step."""
+    points = np.array(fmt.values[: fmt.max_code + 1])
+    low, step = points[:-1, None], np.diff(points)[:, None]
+    exact = low + step * (np.arange(0, 256, 16) + np.arange(len(low))[:, None] % 16) / 256
+    special = np.array([np.inf, -np.inf, np.nan, -np.nan, -0.0, 2 * fmt.max, -2 * fmt.max], np.float32)
+    return np.concatenate([conversions.around(np.append(exact.ravel(), points)), special])
+
+
+@EVERY_BUILD
+@pytest.mark.parametrize("fmt", [E2M1, E2M3, E3M2, E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_every_narrow_format_is_rounded_by_a_byte_as_the_reference_does(
+    cuda_source: Source, fmt: Format, flags: Flags
+) -> None:
+    values = conversions.bf16_values()[:: 31 if flags else 5]
+    for x in (values, crossings(fmt)[:: 16 if flags else 1]):
+        got = codes(cuda_source(TEXT), x, flags, fmt=fmt)
+        assert torch.equal(got, reference_codes(x, fmt))
+    nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
+    assert (codes(cuda_source(TEXT), np.array([np.nan, -np.nan], np.float32), flags, fmt=fmt) == nan).all()
+
+
 def test_numbers_of_the_grid_never_move_and_special_values_have_one_code(cuda_source: Source) -> None:
     grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     x = np.array([*grid, *(-v for v in grid), 7.0, -7.0, np.inf, -np.inf, np.nan, -np.nan], np.float32)
@@ -172,5 +201,5 @@ def test_a_block_takes_the_bytes_of_its_four_words_the_lowest_first(cuda_source:
     given = rng.integers(0, 1 << 32, (500, 4), dtype=np.uint32)
     out = run(cuda_source(TEXT), "blocks", [x, given], np.zeros((500, 8), np.uint8), 500, flags)
     bytes_ = torch.from_numpy(given.astype("<u4").view(np.uint8))
-    expected = encode(stochastic_e2m1(torch.from_numpy(x), bytes_), E2M1).numpy()
+    expected = encode(stochastic(torch.from_numpy(x), E2M1, bytes_), E2M1).numpy()
     np.testing.assert_array_equal(out, expected[:, ::2] | expected[:, 1::2] << 4)

@@ -62,7 +62,21 @@ def sparse(x: torch.Tensor) -> torch.Tensor:
     return inside.copy_(x)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-sr", "nvfp4-rowscaled", "nvfp4-2d-4over6-448-mae"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvfp4",
+        "nvfp4-2d",
+        "nvfp4-sr",
+        "nvfp4-rowscaled",
+        "nvfp4-2d-4over6-448-mae",
+        "mxfp8-e4m3",
+        "mxfp6-e2m3-2d",
+        "mxfp4",
+        "mxfp8-e5m2-sr",
+        "mxfp4-2d-sr",
+    ],
+)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (17, 31), (65, 33), (128, 64)])
 @pytest.mark.parametrize("swizzled", [False, True], ids=["linear", "swizzled"])
 def test_nothing_but_the_elements_is_read_and_nothing_outside_the_outputs_is_written(

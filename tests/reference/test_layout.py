@@ -122,7 +122,7 @@ def test_another_dtype_is_refused(scales: torch.Tensor) -> None:
 @pytest.mark.parametrize("shape", [(), (512,), (1, 128, 4)])
 def test_another_rank_is_refused(shape: tuple[int, ...]) -> None:
     scales = torch.zeros(shape, dtype=torch.uint8)
-    message = re.escape(f"scales are a matrix (M, ⌈K/16⌉), not shape {shape}")
+    message = re.escape(f"scales are a matrix (M, ⌈K/block⌉), not shape {shape}")
     with pytest.raises(ValueError, match=message):
         swizzle(scales)
     with pytest.raises(ValueError, match=message):

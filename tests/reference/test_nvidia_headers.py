@@ -14,9 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from reference import recipe
 from reference.encode import encode
+from reference.exponents import exponent_codes
 from reference.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
+from tests.reference.mx_twins import NAMES
 from tests.reference.samples import every_input
+from tests.reference.test_exponents import amaxes
 
 # Reads float32 numbers or codes from stdin and writes what the header named by the first argument makes of each.
 PROGRAM = r"""
@@ -33,6 +37,8 @@ static uint8_t encode(const char* name, float x) {
     if (!strcmp(name, "E3M2")) return __nv_cvt_float_to_fp6(x, __NV_E3M2, cudaRoundNearest);
     if (!strcmp(name, "E4M3")) return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
     if (!strcmp(name, "E5M2")) return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
+    if (!strcmp(name, "E8M0-up")) return __nv_cvt_float_to_e8m0(x, __NV_SATFINITE, cudaRoundPosInf);
+    if (!strcmp(name, "E8M0-down")) return __nv_cvt_float_to_e8m0(x, __NV_SATFINITE, cudaRoundZero);
     if (!strcmp(name, "E4M3-nosat")) return __nv_cvt_float_to_fp8(x, __NV_NOSAT, __NV_E4M3);
     return __nv_cvt_float_to_fp8(x, __NV_NOSAT, __NV_E5M2);
 }
@@ -121,6 +127,19 @@ def test_encode_is_nvidias_cast_without_saturation(headers: Path, fmt: Format) -
     x = every_input(fmt)
     theirs = ask(headers, "encode", f"{fmt.name}-nosat", x, np.uint8)
     np.testing.assert_array_equal(encode(torch.from_numpy(x), fmt, saturate=False).numpy(), theirs)
+
+
+@pytest.mark.parametrize(("dialect", "rounding"), [("te", "up"), ("floor-448", "down")])
+@formats(E2M1, E2M3, E3M2, E4M3, E5M2)
+def test_exponents_of_scales_are_nvidias_cast_to_e8m0(headers: Path, fmt: Format, dialect: str, rounding: str) -> None:
+    """`cvt.rp.satfinite.ue8m0` and `cvt.rz` of amax/max, every 16-bit number and threshold, infinity, NaN and 0."""
+    x = np.concatenate([every_input(fmt), amaxes()])
+    amax = torch.from_numpy(x[~np.signbit(x)])
+    quotient = amax * (1.0 / fmt.max) if dialect == "te" else amax / torch.full_like(amax, fmt.max)
+    theirs = ask(headers, "encode", f"E8M0-{rounding}", quotient.numpy(), np.uint8)
+    found = exponent_codes(amax, recipe(f"{NAMES[fmt]}@{dialect}")).numpy()
+    np.testing.assert_array_equal(found, theirs)
+    assert {0, 254, 255} <= set(found.tolist())
 
 
 @formats(E2M1, E2M3, E3M2, E4M3, E5M2, E8M0)

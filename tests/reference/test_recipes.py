@@ -7,22 +7,23 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 from reference import Recipe, recipe
-from reference.formats import E2M1, E4M3
+from reference.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32
 from reference.gemm import alpha
-from reference.ops import dequantize, quantize
-from reference.recipes import RHT_SIGNS, Hadamard, recipe_names
+from reference.ops import dequantize, quantize, quantize_both, update_scale
+from reference.recipes import RHT_SIGNS, WHOLE, Delayed, Hadamard, recipe_names
 from reference.scaling import block_scales, tensor_scale
 from tests.golden import bits
 from tests.reference.edges import edges
 
 TE, TE_28, TE_NATIVE = "nvfp4", "nvfp4@te-2.8", "nvfp4@te-native"
+MX, BLOCK, CURRENT = "mxfp8-e4m3", "fp8-block-1x128-e4m3-fp32", "fp8-current-e4m3"
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -59,6 +60,65 @@ def test_the_parts_of_a_name_set_what_they_say() -> None:
     assert recipe("nvfp4-rowscaled").granularity == "row"
     chosen = recipe("nvfp4-4over6-256-mse@te-2.8")
     assert (chosen.candidates, chosen.max_product, chosen.dialect) == ("4-or-6-mse", 1536.0, "te-2.8")
+
+
+@pytest.mark.parametrize(
+    ("name", "element", "block", "scale"),
+    [
+        ("mxfp8-e4m3", E4M3, (1, 32), E8M0),
+        ("mxfp8-e5m2-2d", E5M2, (32, 32), E8M0),
+        ("mxfp8-2d", E4M3, (32, 32), E8M0),
+        ("mxfp6-e3m2", E3M2, (1, 32), E8M0),
+        ("mxfp6-e2m3-2d-sr", E2M3, (32, 32), E8M0),
+        ("mxfp4-sr", E2M1, (1, 32), E8M0),
+        ("fp8-block-1x128-e5m2-pow2", E5M2, (1, 128), FP32),
+        ("fp8-block-128x128-e4m3-fp32", E4M3, (128, 128), FP32),
+        ("fp8-current-e5m2-pow2", E5M2, (WHOLE, WHOLE), FP32),
+        ("fp8-delayed-e4m3-bulk", E4M3, (WHOLE, WHOLE), FP32),
+    ],
+)
+def test_mx_and_fp8_are_what_their_names_say(name: str, element: Any, block: tuple[int, int], scale: Any) -> None:
+    rule = recipe(name)
+    assert (rule.element, rule.block, rule.scale) == (element, block, scale)
+    assert rule.whole == (block[0] == WHOLE)
+    assert rule.stored_rows == (block[0] if scale is FP32 else 1)
+    assert (rule.rounding == "stochastic") == name.endswith("-sr")
+    assert (rule.scale_rounding == "down") == ("pow2" in name)
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ("mxfp8", "mxfp8-e4m3"),
+        ("mxfp8-e4m3-2d", "mxfp8-2d"),
+        ("mxfp8-2d-sr", "mxfp8-e4m3-2d-sr"),
+        ("fp8-block-1x128", "fp8-block-1x128-e4m3-pow2"),
+        ("fp8-block-128x128-e5m2", "fp8-block-128x128-e5m2-pow2"),
+        ("fp8-block-1x128-eps0.000001", "fp8-block-1x128-e4m3-pow2-eps1e-06"),
+        ("fp8-current", "fp8-current-e4m3"),
+        ("fp8-current-eps1e-6", "fp8-current-e4m3-eps1e-06"),
+        ("fp8-current-eps0", "fp8-current-e4m3"),
+        ("fp8-delayed-margin0", "fp8-delayed-e4m3"),
+        ("fp8-delayed-recent-bulk", "fp8-delayed-e4m3-recent-bulk"),
+    ],
+)
+def test_what_a_name_leaves_out_is_in_the_recipes_own(short: str, full: str) -> None:
+    assert recipe(short) == recipe(full)
+    assert recipe(recipe(short).name) == recipe(short)
+
+
+@pytest.mark.parametrize("margin", [0, 1, 2, 17])
+def test_a_delayed_recipe_has_the_rule_that_its_name_says(margin: int) -> None:
+    part = f"-margin{margin}" if margin else ""
+    assert recipe(f"fp8-delayed-e5m2{part}").delayed == Delayed("max", margin, "single")
+    assert recipe(f"fp8-delayed-e5m2-recent{part}-bulk").delayed == Delayed("most-recent", margin, "bulk")
+    assert recipe("fp8-current").delayed is None
+
+
+def test_a_dialect_of_mx_may_have_a_rule_of_its_own_for_an_element() -> None:
+    """compressed-tensors 0.20, generate_mx_scales: from 1.75 on, but of 6 bits, which are E2M3, as the element."""
+    found = {name: recipe(f"{name}@compressed-tensors").scale_rounding for name in ("mxfp8", "mxfp4", "mxfp6-e2m3")}
+    assert found == {"mxfp8": "up-from-1.75", "mxfp4": "up-from-1.75", "mxfp6-e2m3": "as-element"}
 
 
 def test_the_rowwise_half_is_not_rotated() -> None:
@@ -121,10 +181,28 @@ def test_recipes_are_listed_without_importing_torch() -> None:
         ("nvfp5@te-2.8", ["no recipe is called 'nvfp5@te-2.8' (did you mean 'nvfp4'?)"]),
         ("nvfp4@te-2.9", ["recipe nvfp4 has no dialect 'te-2.9' (did you mean 'te-2.8'?); it has te, te-2.8"]),
         ("nvfp4@qqq", ["recipe nvfp4 has no dialect 'qqq'; it has te, te-2.8, te-native"]),
+        ("mxfp8-e4m4", ["no recipe is called 'mxfp8-e4m4' (did you mean 'mxfp8-e4m3'?)"]),
+        ("mxfp6", ["no recipe is called 'mxfp6' (did you mean 'mxfp"]),
+        ("mxfp8-e4m3-rht", ["no recipe is called 'mxfp8-e4m3-rht' (did you mean 'mxfp8-e4m3"]),
+        ("mxfp4-e2m1", ["no recipe is called 'mxfp4-e2m1' (did you mean 'mxfp"]),
+        ("fp8-block-64x64", ["no recipe is called 'fp8-block-64x64' (did you mean 'fp8-block-"]),
+        (
+            "fp8-block-1x128-e4m3-sr",
+            ["no recipe is called 'fp8-block-1x128-e4m3-sr' (did you mean 'fp8-block-1x128-e4"],
+        ),
+        ("fp8-curent-e4m3", ["no recipe is called 'fp8-curent-e4m3' (did you mean 'fp8-current-e4m3'?)"]),
+        ("fp8-current-eps", ["no recipe is called 'fp8-current-eps' (did you mean 'fp8-current-e"]),
+        (
+            "fp8-delayed-e4m3-margin",
+            ["no recipe is called 'fp8-delayed-e4m3-margin' (did you mean 'fp8-delayed-e"],
+        ),
+        ("mxfp8-2d@oct", ["recipe mxfp8-2d has no dialect 'oct' (did you mean 'ocp'?); it has te, ocp, even, ceil"]),
+        ("mxfp8-e4m3@torchao", ["recipe mxfp8-e4m3 has no dialect 'torchao'; it has te, ocp, even, ceil"]),
+        ("fp8-current@ocp", ["recipe fp8-current has no dialect 'ocp'; it has te"]),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest_and_with_all(name: str, texts: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"^(no recipe|recipe nvfp4 has)") as caught:
+    with pytest.raises(ValueError, match=r"^(no recipe|recipe \S+ has)") as caught:
         recipe(name)
     for text in texts:
         assert text in str(caught.value)
@@ -184,6 +262,60 @@ def test_choices_that_do_not_fit_are_refused_with_the_reason(changes: dict[str, 
         dataclasses.replace(recipe("nvfp4"), **changes)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (MX, {"block_scale": "amax/6"},
+         "block_scale amax/6 does not go with scales of E8M0; they go with amax*(1/max), amax/max, amax*2^-emax"),
+        (MX, {"scale_rounding": "nearest-even"},
+         "scale_rounding nearest-even does not go with scales of E8M0; they go with up, down, as-element"),
+        (MX, {"element_scale": "x*(max/amax)"},
+         "element_scale x*(max/amax) does not go with scales of E8M0; they go with x*(1/s), x/s"),
+        (BLOCK, {"element_scale": "x*(1/s)"},
+         "element_scale x*(1/s) does not go with scales of FP32; they go with x*(max/amax), x*enc"),
+        (BLOCK, {"scale_rounding": "up"}, "scale_rounding up does not go with scales of FP32; they go with none, down"),
+        ("nvfp4@qwix", {"element_scale": "x*(1/s)", "zero_scale": "saturate"},
+         "element_scale x*(1/s) does not go with scales of E4M3; they go with x*min(1/(s*(1/enc)),FLT_MAX), "),
+        ("nvfp4@qwantize", {"block_scale": "amax*(1/max)"},
+         "block_scale amax*(1/max) does not go with scales of E4M3; they go with amax*(enc*(1/6)), (amax/6)*enc"),
+        ("nvfp4", {"scale_rounding": "up"},
+         "scale_rounding up does not go with scales of E4M3; they go with nearest-even, nearest-toward-zero"),
+        (CURRENT, {"block": (1, 128)}, "one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together, or"),
+        (BLOCK, {"block": (WHOLE, WHOLE)}, "one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together"),
+        (BLOCK, {"alpha": "s_a*s_b"}, "one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together, or"),
+        (CURRENT, {"alpha": "1"}, "one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together, or none"),
+        (CURRENT, {"delayed": Delayed()}, "tensor_scale is given exactly where there is a rule in delayed"),
+        ("fp8-delayed", {"delayed": None}, "tensor_scale is given exactly where there is a rule in delayed"),
+        ("nvfp4", {"nan_code": 31}, "nan_code 31 is no code of E2M1"),
+        ("mxfp6-e3m2", {"nan_code": 127}, "nan_code 127 is no code of E3M2"),
+        (MX, {"rounding": "nearest-toward-zero"},
+         "a rounding of E2M1 and another element than E2M1 do not go together: it is made of that format's grid"),
+        (MX, {"packing": "high-first"},
+         "the first element high and another element than E2M1 do not go together: no two elements share a byte"),
+        ("mxfp4", {"columnwise": "in-place"},
+         "a columnwise half in place and E2M1 do not go together: two columns would share a byte"),
+        (BLOCK, {"columnwise": "in-place"},
+         "a columnwise half in place and float32 scales do not go together: Transformer Engine transposes FP8"),
+        (MX, {"zero_block": "1"},
+         "choices for scales of E4M3 and scales of another format than E4M3 do not go together: nothing would be"),
+        (BLOCK, {"smallest_scale": "2^-9"}, "choices for scales of E4M3 and scales of another format than E4M3 do not"),
+        (MX, {"smallest_amax": 1e-6},
+         "a smallest amax and scales of bytes do not go together: Transformer Engine's epsilon is one of FP8"),
+        ("fp8-delayed", {"smallest_amax": 1e-6}, "a smallest amax and a given scale do not go together: no amax is"),
+        (CURRENT, {"largest_scale": "input"},
+         "a largest scale of the dtype of x and a block scale other than 1/(max/amax) do not go together: nothing"),
+        (BLOCK, {"rounding": "stochastic"},
+         "float32 scales and stochastic rounding do not go together: Transformer Engine rounds FP8 to nearest"),
+        (CURRENT, {"transform": Hadamard()},
+         "float32 scales and a rotation do not go together: Transformer Engine rotates no FP8"),
+        (CURRENT, {"granularity": "row"}, "row scaling and 2-D blocks do not go together"),
+    ],
+)  # fmt: skip
+def test_choices_of_other_scales_are_refused_with_the_reason(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^recipe .*: {re.escape(message)}"):
+        dataclasses.replace(recipe(name), **changes)
+
+
 def test_a_tensor_scale_of_one_level_is_refused() -> None:
     with pytest.raises(ValueError, match="recipe nvfp4@qwix has no tensor scale"):
         tensor_scale(torch.ones(1), recipe("nvfp4@qwix"))
@@ -215,6 +347,7 @@ def options() -> dict[str, tuple[str | int, ...]]:
 ENC, DEC, ONE = "x*(1/(s*(1/enc)))", "x*((1/dec)/s)", {"tensor_scale": "none", "decode": "s", "alpha": "1"}
 OTHERS: dict[str, dict[str | int, dict[str, Any]]] = {
     "tensor_scale": {
+        "given": {"delayed": Delayed()},
         "amax/max": {"block_scale": "(amax/6)/dec", "element_scale": DEC},
         "none": ONE | {"block_scale": "amax/6", "element_scale": "x/s"},
     },
@@ -256,9 +389,39 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
+# Recipes that all values, or some values, of a field are tried in, and what these have beside them; the rest in nvfp4.
+# Of block scales and roundings of scales, those that belong to a format of scales are told apart in one recipe of it.
+DOWN = {"scale_rounding": "down"}  # up, 448·2^k rounds the same by a product and by a quotient
+ELSEWHERE: dict[str, tuple[str, dict[str | int, dict[str, Any]]]] = {
+    "nan_code": (MX, {value: {} for value in (7, 0, 8, 11, 12, 31, 127)}),
+    "largest_scale": (BLOCK, {"float32": {}, "input": {}}),
+    "columnwise": (MX, {"transposed": {}, "in-place": {}}),
+}
+OF_FORMAT: dict[str, list[tuple[str, dict[str | int, dict[str, Any]]]]] = {
+    "block_scale": [
+        (MX, {"amax*(1/max)": DOWN, "amax/max": DOWN, "amax*2^-emax": DOWN}),
+        (BLOCK, {"1/(max/amax)": {}}),
+        (CURRENT, {"1/enc": {}}),
+    ],
+    "scale_rounding": [
+        (MX, {rule: {"block_scale": "amax*2^-emax"}
+              for rule in ("up", "down", "as-element", "up-from-1.75", "nearest-log2")}),
+        (BLOCK, {"none": {}}),
+    ],
+    "element_scale": [(MX, {"x*(1/s)": {}}), (BLOCK, {"x*(max/amax)": {}}), (CURRENT, {"x*enc": {}})],
+    "alpha": [(CURRENT, {"s_a*s_b": {}})],
+}  # fmt: skip
+
+
 def with_value(field: str, value: str | int) -> Recipe:
-    others = BESIDE.get(field, {}) | OTHERS.get(field, {}).get(value, {})
-    return dataclasses.replace(recipe("nvfp4"), **(others | {field: value}))
+    if field in ELSEWHERE:
+        base, others = ELSEWHERE[field]
+        return dataclasses.replace(recipe(base), **(others[value] | {field: value}))
+    for base, others in OF_FORMAT.get(field, []):
+        if value in others:
+            return dataclasses.replace(recipe(base), **(others[value] | {field: value}))
+    beside = BESIDE.get(field, {}) | OTHERS.get(field, {}).get(value, {})
+    return dataclasses.replace(recipe("nvfp4"), **(beside | {field: value}))
 
 
 # Inputs on which all values of a field part. Each gives bytes.
@@ -267,8 +430,9 @@ def with_value(field: str, value: str | int) -> Recipe:
 def everything(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """All that `quantize` gives, as bytes."""
     words = torch.full((x.shape[0], -(-x.shape[1] // 4)), -1, dtype=torch.int32)
-    q = quantize(x, recipe, random=words if recipe.rounding == "stochastic" else None)
-    return torch.cat([q.scales.flatten(), q.codes.flatten()])
+    scale = torch.tensor([5.0]) if recipe.tensor_scale == "given" else None
+    q = quantize(x, recipe, scale=scale, random=words if recipe.rounding == "stochastic" else None)
+    return torch.cat([q.scales.contiguous().flatten().view(torch.uint8), q.codes.flatten()])
 
 
 def random_matrix() -> torch.Tensor:
@@ -279,7 +443,7 @@ def random_matrix() -> torch.Tensor:
 def limits(recipe: Recipe) -> torch.Tensor:
     """The tensor scales of amaxes that have no proper one."""
     found = []
-    for amax in (0.0, 1e-13, 1e-40, float("inf")):
+    for amax in (0.0, 1e-13, 1e-40, float("inf"), float("nan")):
         try:
             found.append(float(tensor_scale(torch.tensor([amax]), recipe)))
         except ValueError:
@@ -289,11 +453,29 @@ def limits(recipe: Recipe) -> torch.Tensor:
 
 def scales_of_edges(recipe: Recipe) -> torch.Tensor:
     """Scale bytes of blocks near every midpoint of E4M3 under several amaxes of the tensor, and one above FLT_MAX/2."""
-    parts = [quantize(edges(65.0 * 1.07**step), recipe).scales.flatten() for step in range(64)]
-    parts.append(quantize(edges(2688.0), recipe).scales.flatten())
-    alone = tensor_scale(torch.tensor([3.3e38]), recipe) if recipe.tensor_scale != "none" else None
-    parts.append(block_scales(torch.tensor([[2e38]]), alone, recipe).flatten())
-    return torch.cat(parts)
+    scale = torch.tensor([5.0]) if recipe.tensor_scale == "given" else None
+    parts = [quantize(edges(65.0 * 1.07**step), recipe, scale=scale).scales.flatten() for step in range(64)]
+    parts.append(quantize(edges(2688.0), recipe, scale=scale).scales.flatten())
+    alone = scale
+    if recipe.tensor_scale not in ("none", "given"):
+        alone = tensor_scale(torch.tensor([3.3e38]), recipe)
+    largest = torch.tensor([[2e38, float(torch.tensor(448.0).nextafter(torch.tensor(0.0)))]])
+    parts.append(block_scales(largest, alone, recipe, torch.float32).flatten())
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+
+
+def exponents(recipe: Recipe) -> torch.Tensor:
+    """Scale bytes of blocks whose amaxes have mantissas beside the thresholds of every rule; of E4M3, near ties."""
+    x = torch.zeros(8, 32)
+    x[:, 5] = torch.tensor([1.0, 1.25, 1.4375, 1.625, 1.75, 1.875, 1.9375, 1.984375])
+    return torch.cat([everything(x, recipe), everything(edges(2688.0), recipe)])
+
+
+def both_halves(recipe: Recipe) -> torch.Tensor:
+    """Codes and scales of the columnwise half as they lie."""
+    _, column = quantize_both(random_matrix(), recipe)
+    assert column is not None
+    return torch.cat([column.codes.flatten(), column.scales.flatten()])
 
 
 def small_blocks(recipe: Recipe) -> torch.Tensor:
@@ -354,7 +536,9 @@ WITNESSES: dict[str, Callable[[Recipe], torch.Tensor]] = {
     "block_scale": scales_of_edges,
     "zero_block": small_blocks,
     "smallest_scale": small_blocks,
-    "scale_rounding": lambda r: everything(edges(2688.0), r),
+    "scale_rounding": exponents,
+    "largest_scale": lambda r: everything(torch.full((1, 128), 1e-40).bfloat16(), r),
+    "columnwise": both_halves,
     "candidates": lambda r: everything(random_matrix(), r),
     "zero_scale": zero_scales,
     "element_scale": any_elements,
@@ -368,11 +552,38 @@ WITNESSES: dict[str, Callable[[Recipe], torch.Tensor]] = {
 }
 
 
+def same_bytes(outputs: dict[Any, torch.Tensor]) -> list[tuple[Any, ...]]:
+    """The pairs whose outputs are equal."""
+    return [pair for pair in combinations(outputs, 2) if torch.equal(*(outputs[value] for value in pair))]
+
+
 @pytest.mark.parametrize("option", options())
 def test_every_value_of_an_option_gives_its_own_bytes(option: str) -> None:
     outputs = {value: WITNESSES[option](with_value(option, value)) for value in options()[option]}
-    same = [pair for pair in combinations(outputs, 2) if torch.equal(*(outputs[value] for value in pair))]
-    assert same == []
+    assert same_bytes(outputs) == []
+
+
+FP8_OPTIONS: dict[str, list[dict[str, Any]]] = {
+    BLOCK: [{}, {"scale_rounding": "down"}, {"smallest_amax": 3.0}, {"smallest_amax": 3.5}],
+    CURRENT: [{}, {"scale_rounding": "down"}, {"smallest_amax": 4.5}, {"smallest_amax": 5.5}],
+}
+
+
+@pytest.mark.parametrize("name", FP8_OPTIONS)
+def test_options_of_float32_scales_give_their_own_bytes(name: str) -> None:
+    rules = [dataclasses.replace(recipe(name), **changes) for changes in FP8_OPTIONS[name]]
+    assert same_bytes({number: everything(random_matrix(), rule) for number, rule in enumerate(rules)}) == []
+
+
+def test_every_choice_of_a_delayed_rule_gives_its_own_histories_and_scales() -> None:
+    """Two tensors, one of which saw nothing."""
+    history, scale = torch.tensor([[3.0, 0.0], [7.0, 7.0], [1.0, 2.0]]), torch.ones(2)
+    outputs = {}
+    for algorithm, margin, kernel in product(("max", "most-recent"), (0, 1), ("single", "bulk")):
+        rule = Delayed(algorithm, margin, kernel)
+        found = update_scale(history, scale, dataclasses.replace(recipe("fp8-delayed-e4m3"), delayed=rule))
+        outputs[rule] = torch.cat([part.flatten() for part in found])
+    assert same_bytes(outputs) == []
 
 
 def test_the_dialects_of_the_block_scale_part_on_every_constructed_tie() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from reference import Quantized, Recipe
-from reference.layout import unpack
+from reference.layout import rowwise_codes, unpack
 from tests.golden import bits
 from tests.reference import scalar
 
@@ -59,3 +59,9 @@ def assert_twin(
     np.testing.assert_array_equal(q.scales.numpy(), scales)
     np.testing.assert_array_equal(q.codes.numpy(), codes)
     np.testing.assert_array_equal(q.amax, own)
+
+
+def rowwise_elements(q: Quantized) -> torch.Tensor:
+    """Codes (M, K) of `q`, one an element, along its rows, however it holds them."""
+    codes = rowwise_codes(q)
+    return unpack(codes, q.shape[1]) if q.recipe.element.bits == 4 else codes

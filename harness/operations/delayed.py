@@ -1,0 +1,61 @@
+"""The update of delayed scaling: the next history of amaxes and the next scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from harness.backend import Backend
+from harness.case import Case
+from harness.checks.exact import exact_floats
+from harness.checks.stage import StageResult
+from harness.inputs import Inputs
+from harness.operations.outcome import Outcome
+from harness.operations.repeated import Tensors, repeated, timed
+from harness.operations.stages import float_views, plain
+from reference import ops as reference
+from reference.recipes import recipe
+
+
+def judge_update_scale(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+    """Run and judge update_scale of a history (H, N) and its N scales: both are exact."""
+    rule, history, scale = recipe(case.recipe), inputs.x, inputs.scale["x"]
+
+    def call(given: Tensors) -> Tensors:
+        found = backend.update_scale(given["history"], given["scale"], rule)  # type: ignore[arg-type]
+        return dict(zip(("history", "scale"), found, strict=True))
+
+    outputs, protection, seconds = repeated(backend, history.device, {"history": history, "scale": scale}, call)
+    expected, seconds_reference = timed(history.device, lambda: reference.update_scale(history, scale, rule))
+    outcome = Outcome(protection, outputs, seconds=seconds, seconds_reference=seconds_reference)
+    rolled, updated = outputs["history"], outputs["scale"]
+    assert rolled is not None
+    assert updated is not None
+    outcome.stages += [_history(rolled, expected[0], history), _scale(updated, expected[1], history, scale)]
+    outcome.actual, outcome.expected = updated, expected[1]
+    return outcome
+
+
+def _history(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> StageResult:
+    def describe(row: int, column: int) -> dict[str, Any]:
+        here = (row, column)
+        return {
+            "row": row, "tensor": column, "before": plain(float(before[here])),
+            **float_views(expected[here], actual[here]),
+        }  # fmt: skip
+
+    return exact_floats("history", actual, expected, noun="amaxes", describe=describe)
+
+
+def _scale(actual: torch.Tensor, expected: torch.Tensor, history: torch.Tensor, before: torch.Tensor) -> StageResult:
+    def describe(_: int, column: int) -> dict[str, Any]:
+        amaxes = history[:, column]
+        return {
+            "tensor": column, "before": plain(float(before[column])), "first_amax": plain(float(amaxes[0])),
+            "largest_amax": plain(float(amaxes.nan_to_num(nan=0.0, posinf=torch.inf).amax())),
+            **float_views(expected[column], actual[column]),
+        }  # fmt: skip
+
+    one, other = actual.unsqueeze(0), expected.unsqueeze(0)
+    return exact_floats("scale", one, other, noun="scales", describe=describe)

@@ -1,0 +1,139 @@
+"""Grouped GEMM: every section of a matrix multiplied by a matrix of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields
+
+import torch
+
+from harness.backend import Backend, Unsupported
+from harness.case import Case
+from harness.checks.stage import merged
+from harness.inputs import TORCH_DTYPES, Inputs
+from harness.operations.gemm import operand
+from harness.operations.grouped import judge_sections
+from harness.operations.outcome import Outcome
+from harness.operations.product import add_output, add_protection, addends, named, order_of, taken
+from harness.operations.quantize import rotates_freely
+from harness.operations.repeated import Tensors, repeated, timed
+from harness.results import PARTS, join_sections
+from reference import ops as reference
+from reference.bounds import Bounds, bounds
+from reference.quantized import GroupedQuantized, Quantized
+from reference.recipes import recipe
+
+
+def judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+    """Run and judge the product of each section of x (M, K) with its own w (N, K), on the kernel's own operands."""
+    outcome = Outcome()
+    sizes = torch.tensor(case.sections, device=inputs.x.device)
+    sections = quantized_sections(outcome, inputs.x, sizes, case, inputs, backend)
+    matrices = quantized_matrices(outcome, case, inputs, backend)
+    out_dtype = TORCH_DTYPES[case.dtypes[2]]
+    given = grouped_given(sections, matrices, inputs.c, inputs.bias)
+
+    def call(given: Tensors) -> Tensors:
+        return {"output": grouped_product(given, sections, matrices, backend, out_dtype)}
+
+    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, given, call)
+    add_protection(outcome, protection)
+    add_grouped_output(outcome, outputs["output"], sections, matrices, inputs, order_of(backend))
+    operands = {name: tensor for name, tensor in given.items() if name.endswith((".codes", ".scales"))}
+    outcome.outputs = {**operands, **outputs}
+    return outcome
+
+
+def quantized_sections(
+    outcome: Outcome, x: torch.Tensor, sizes: torch.Tensor, case: Case, inputs: Inputs, backend: Backend
+) -> list[Quantized]:
+    """Sections of `x` (M, K), quantized by the backend, their stages judged; else by the reference."""
+    rule, random, scale = recipe(case.recipes[0]), inputs.random.get("x"), inputs.scale.get("x")
+    oracles = reference.quantize_grouped(x, sizes, rule, scale=scale, random=random).sections()  # type: ignore[arg-type]
+    with suppress(Unsupported):
+        kernels = backend.quantize_grouped(x, sizes, rule, scale=scale, random=random)  # type: ignore[arg-type]
+        before = len(outcome.judged)
+        parts = torch.split(x, sizes.tolist())
+        free = rotates_freely(backend)
+        judge_sections(outcome, parts, kernels, oracles, random=random, free=free, prefix="x.")
+        return [judged.kernel for judged in outcome.judged[before:]]
+    return oracles
+
+
+def quantized_matrices(outcome: Outcome, case: Case, inputs: Inputs, backend: Backend) -> list[Quantized]:
+    """The w of every section, quantized by the backend, their stages judged as one."""
+    assert inputs.w is not None
+    rule, random, scale = recipe(case.recipes[1]), inputs.random.get("w"), inputs.scale.get("w")
+    quantized, stages = [], []
+    for number, matrix in enumerate(inputs.w.view(len(case.sections), case.shape[2], case.shape[1])):
+        bits = (random[0], random[1] + number) if isinstance(random, tuple) else None
+        own = None if scale is None else scale[number : number + 1]
+        one = Outcome()
+        quantized.append(operand("w", matrix, rule, backend, one, random=bits, scale=own))
+        stages.append(one.stages)
+        outcome.judged += one.judged
+    outcome.stages += merged(stages, "matrix")
+    return quantized
+
+
+def grouped_given(
+    sections: Sequence[Quantized], matrices: Sequence[Quantized], c: torch.Tensor | None, bias: torch.Tensor | None
+) -> Tensors:
+    """What a grouped product is given, by name."""
+    device = matrices[0].codes.device
+    given: Tensors = {"sizes": torch.tensor([q.shape[0] for q in sections], device=device), "c": c, "bias": bias}
+    given |= {f"a.{name}": tensor for name, tensor in join_sections(list(sections)).items()}
+    for number, matrix in enumerate(matrices):
+        given |= named(matrix, f"b{number}")
+    return given
+
+
+def grouped_product(
+    given: Tensors,
+    sections: Sequence[Quantized],
+    matrices: Sequence[Quantized],
+    backend: Backend,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """gemm_grouped of what `grouped_given` gave."""
+    parts = {name: given[f"a.{name}"] for name in PARTS}
+    shape = (sum(q.shape[0] for q in sections), sections[0].shape[1])
+    a = GroupedQuantized(**parts, recipe=sections[0].recipe, shape=shape, sizes=given["sizes"])  # type: ignore[arg-type]
+    b = [taken(q, given, f"b{number}") for number, q in enumerate(matrices)]
+    wanted = (shape[0], matrices[0].shape[0])
+    return backend.tensor("gemm_grouped", wanted, out_dtype, a, b, out_dtype=out_dtype, **addends(given))
+
+
+def add_grouped_output(
+    outcome: Outcome,
+    output: torch.Tensor | None,
+    sections: Sequence[Quantized],
+    matrices: Sequence[Quantized],
+    inputs: Inputs,
+    order: str | None,
+) -> None:
+    """Judge the output (M, N) of sections by the bounds of every one, one below the other."""
+    assert output is not None
+    limits, outcome.seconds_reference = timed(
+        output.device, lambda: _bounds(sections, matrices, inputs, output.dtype, order)
+    )
+    add_output(outcome, output, limits)
+
+
+def _bounds(
+    sections: Sequence[Quantized],
+    matrices: Sequence[Quantized],
+    inputs: Inputs,
+    out_dtype: torch.dtype,
+    order: str | None,
+) -> Bounds:
+    found = []
+    start = 0
+    for number, (a, b) in enumerate(zip(sections, matrices, strict=True)):
+        rows = slice(start, start + a.shape[0])
+        start = rows.stop
+        c = None if inputs.c is None else inputs.c[rows]
+        bias = None if inputs.bias is None else inputs.bias[number]
+        found.append(bounds(a, b, out_dtype=out_dtype, c=c, bias=bias, order=order))
+    return Bounds(**{field.name: torch.cat([getattr(one, field.name) for one in found]) for field in fields(Bounds)})

@@ -1,0 +1,602 @@
+"""GEMMs of every recipe, quantized outputs and padded sections: the reference passes, one defect fails by name."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.case import Case
+from harness.families import families_of
+from harness.inputs import Inputs, make_inputs
+from harness.operations.gemm import judge_gemm
+from harness.operations.padded import judge_padded
+from harness.report.text import not_compared
+from harness.runner import run_case
+from reference import ops as reference
+from reference.gemm import operand
+from reference.gemm_quantized import gemm_quantized
+from reference.quantized import GroupedQuantized, Quantized
+from reference.recipes import recipe
+from tests.harness.backends import backend
+
+REFERENCE = {name: getattr(reference, name) for name in (
+    "quantize", "quantize_both", "quantize_grouped", "gemm", "gemm_grouped", "pad_sections", "unpad_sections",
+)} | {"gemm_quantized": gemm_quantized}  # fmt: skip
+PAIRS = [
+    "mxfp8-e4m3", "mxfp8-e4m3+mxfp8-e5m2", "mxfp8-e5m2+mxfp8-2d", "mxfp8-e4m3-sr+mxfp8-e4m3", "mxfp6-e2m3+mxfp6-e3m2",
+    "mxfp4+mxfp8-e4m3", "mxfp6-e3m2+mxfp4-2d", "fp8-block-1x128-e4m3-pow2",
+    "fp8-block-1x128-e4m3-fp32+fp8-block-128x128-e5m2-fp32", "fp8-block-128x128-e4m3-pow2+fp8-block-1x128-e5m2-pow2",
+    "fp8-current-e4m3", "fp8-current-e5m2+fp8-current-e4m3", "fp8-delayed-e4m3+fp8-delayed-e5m2",
+]  # fmt: skip
+
+
+def case_of(operation, rule, *flags, shape=(48, 160, 32), inputs="normal", dtype="bf16xbf16-fp32"):
+    return Case(operation, rule, shape, dtype, inputs, flags)
+
+
+def gemm_case(rule, *flags, **options):
+    return case_of("gemm", rule, *flags, **options)
+
+
+def quantized_case(rule, out_recipe, *flags, **options):
+    return case_of("gemm-quantized", rule, "tn", out_recipe, *flags, **options)
+
+
+def padded_case(rule, *flags, shape=(99, 128, 32), sections="ragged:3", **options):
+    return case_of("gemm-grouped", rule, sections, "padded", *flags, shape=shape, **options)
+
+
+def run(case, declares=None, **doors):
+    return run_case(case, backend(**({**REFERENCE, **doors}), declares=declares or {}))
+
+
+def stages(record):
+    return {entry["stage"]: entry for entry in record.stages}
+
+
+def wrong(record):
+    return [entry["stage"] for entry in record.stages if entry["sentence"]]
+
+
+def passes(case, declares=None, **doors):
+    record = run(case, declares, **doors)
+    assert (record.verdict, record.message) == ("pass", ""), case.id
+    return record
+
+
+def fails(case, stage, declares=None, **doors):
+    """The record of a case in which this stage is wrong, and no other."""
+    record = run(case, declares, **doors)
+    assert record.verdict == "fail", (case.id, record.message)
+    assert wrong(record) == [stage], (case.id, record.message)
+    return record
+
+
+# GEMM of every recipe.
+
+
+@pytest.mark.parametrize("layout", ["tn", "nn", "nt"])
+@pytest.mark.parametrize("rule", PAIRS)
+def test_products_of_every_recipe_pass_in_every_layout(rule, layout):
+    for flags, dtype in (((), "fp32"), (("accumulate", "bias"), "bf16")):
+        record = passes(gemm_case(rule, layout, *flags, dtype=f"bf16xbf16-{dtype}"))
+        assert stages(record)["output"]["compared"] == 48 * 32
+        assert {"x.scales", "x.codes", "w.scales", "w.codes"} <= set(stages(record))
+
+
+@pytest.mark.parametrize("family", families_of("gemm"))
+@pytest.mark.parametrize("rule", ["mxfp8-e4m3+mxfp8-e5m2", "mxfp4", "fp8-block-1x128-e4m3-fp32", "fp8-delayed-e4m3"])
+def test_products_of_every_family_pass(rule, family):
+    passes(gemm_case(rule, "nt", "accumulate", inputs=family, shape=(17, 200, 24)))
+
+
+@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "fp8-block-1x128-e4m3-pow2", "fp8-current-e4m3", "fp8-delayed-e4m3"])
+@pytest.mark.parametrize("shape", [(0, 64, 32), (16, 0, 32), (16, 64, 0)])
+def test_products_of_nothing_pass(rule, shape):
+    for layout in ("tn", "nn", "nt"):
+        passes(gemm_case(rule, layout, shape=shape))
+
+
+@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "mxfp6-e2m3", "mxfp8-e5m2-sr"])
+def test_columnwise_operands_that_are_made_in_place_reach_the_product_as_they_are_stored(rule):
+    seen = []
+
+    def gemm(a, b, **options):
+        seen.append((a.transposed, tuple(a.codes.shape), tuple(a.scales.shape), b.transposed, tuple(b.codes.shape)))
+        return reference.gemm(a, b, **options)
+
+    passes(gemm_case(rule, "nn"), gemm=gemm)
+    assert set(seen) == {(False, (48, 160), (48, 5), True, (160, 32))}
+    seen.clear()
+    passes(gemm_case(rule, "nt"), gemm=gemm)
+    assert set(seen) == {(True, (160, 48), (5, 48), True, (160, 32))}
+
+
+def test_a_product_that_reads_a_transposed_operand_as_if_it_were_not():
+    def gemm(a, b, **options):
+        scales = a.scales.view(a.scales.shape[::-1])
+        return reference.gemm(replace(a, scales=scales, transposed=False), b, **options)
+
+    record = fails(gemm_case("mxfp8-e4m3", "nt", shape=(64, 64, 32)), "output", gemm=gemm)
+    assert " of 2 048 outputs differ, " in record.message
+
+
+def test_a_product_that_forgets_the_scales_of_one_operand():
+    def gemm(a, b, **options):
+        return reference.gemm(a, replace(b, scales=torch.full_like(b.scales, 127)), **options)
+
+    fails(gemm_case("mxfp8-e4m3", "tn", inputs="tiles"), "output", gemm=gemm)
+
+
+def test_a_product_that_takes_the_encode_scale_for_its_inverse():
+    def gemm(a, b, **options):
+        return reference.gemm(replace(a, scales=1 / a.scales), b, **options)
+
+    for rule in ("fp8-current-e4m3", "fp8-delayed-e4m3", "fp8-block-1x128-e4m3-fp32"):
+        fails(gemm_case(rule, "tn"), "output", gemm=gemm)
+
+
+def test_a_product_of_blocks_of_fp8_that_accumulates_before_the_cast():
+    """Blocks of FP8 are cast, then accumulated; every other recipe accumulates, then casts."""
+
+    def gemm(a, b, *, out_dtype, c=None, bias=None):
+        return (reference.gemm(a, b, out_dtype=torch.float32, bias=bias) + c.float()).to(out_dtype)
+
+    block = "fp8-block-1x128-e4m3-pow2"
+    # Sums that no order can round, and that bfloat16 does not hold.
+    options = {"shape": (48, 64, 32), "dtype": "bf16xbf16-bf16", "inputs": "lattice"}
+    case = gemm_case(block, "tn", "accumulate", **options)
+    record = fails(case, "output", gemm=gemm)
+    assert " of them where no order of summation can round, 0 outside the proved bound" in record.message
+    passes(gemm_case("mxfp8-e4m3", "tn", "accumulate", **options), gemm=gemm)
+
+
+def test_a_delayed_scale_is_given_to_the_quantizer_and_judged():
+    given = []
+
+    def quantize(x, rule, *, scale):
+        given.append(scale.clone())
+        return reference.quantize(x, rule, scale=scale)
+
+    case = gemm_case("fp8-delayed-e4m3", "tn")
+    passes(case, quantize=quantize)
+    scales = make_inputs(case).scale
+    assert [float(scale) for scale in given] == [float(scales["x"]), float(scales["w"])]
+    ignoring = run(case, quantize=lambda x, rule, *, scale: reference.quantize(x, rule, scale=2 * scale))
+    assert ignoring.verdict == "fail"
+    assert ignoring.stage.startswith("x.")
+    assert "output" not in wrong(ignoring)
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+def test_grouped_products_of_every_recipe_pass(rule):
+    for flags in (("front:4",), ("ragged:3", "accumulate", "bias")):
+        shape = (96, 128, 32) if flags == ("front:4",) else (99, 128, 32)
+        passes(case_of("gemm-grouped", rule, *flags, shape=shape))
+
+
+# A declared order.
+
+
+def in_order(products):
+    """(M, N, K) added along K in float32, one after the other."""
+    total = torch.zeros(products.shape[:2])
+    for column in products.unbind(-1):
+        total = total + column
+    return total
+
+
+def blocks_of(a, b, width=32):
+    left, right = operand(a), operand(b)
+    products = (left.unsqueeze(1) * right.unsqueeze(0)).float()
+    assert torch.equal(products.double(), left.unsqueeze(1) * right.unsqueeze(0))
+    return products.split(width, dim=2)
+
+
+def in_blocks(a, b, *, out_dtype):
+    """MX in the order "blocks": products of a block in order of K, then blocks in order of K, in float32."""
+    total = torch.zeros(a.shape[0], b.shape[0])
+    for block in blocks_of(a, b):
+        total = total + in_order(block)
+    return total.to(out_dtype)
+
+
+def last_block_first(a, b, *, out_dtype):
+    """As `in_blocks`, from the last block to the first."""
+    total = torch.zeros(a.shape[0], b.shape[0])
+    for block in blocks_of(a, b)[::-1]:
+        total = total + in_order(block)
+    return total.to(out_dtype)
+
+
+BLOCKS = {"gemm": "blocks"}
+
+
+@pytest.mark.parametrize("family", ["normal", "rounding", "cancelling", "positive", "lattice"])
+def test_a_kernel_that_adds_in_the_declared_order_passes_within_narrower_intervals(family):
+    case = gemm_case("mxfp8-e4m3+mxfp8-e5m2", "tn", inputs=family, shape=(12, 256, 8))
+    free = passes(case, gemm=in_blocks)
+    declared = passes(case, BLOCKS, gemm=in_blocks)
+    assert free.ordered_share == 0
+    assert free.exact_share == declared.exact_share
+    assert declared.ordered_share == pytest.approx(1 - declared.exact_share)
+    if family == "lattice":
+        assert declared.exact_share == 1
+    else:
+        assert declared.interval_ulps_mean < free.interval_ulps_mean
+
+
+def cancelling_in_order():
+    """Inputs whose large products cancel one after the other, so that the declared order rounds nowhere."""
+    x = torch.zeros(2, 64)
+    x[:, 0:32:2], x[:, 1:32:2] = 448.0, -448.0
+    x[:, :32] *= 2.0**20
+    x[:, 32:] = torch.tensor([1.0, 0.5]).repeat(16) * 2.0**-4
+    x[1, :32] = 0
+    return Inputs(x.to(torch.bfloat16), torch.ones(3, 64, dtype=torch.bfloat16))
+
+
+def test_another_order_than_the_declared_one_is_found():
+    case = gemm_case("mxfp8-e4m3", "tn", shape=(2, 64, 3))
+
+    def judged(gemm, declares):
+        outcome = judge_gemm(case, cancelling_in_order(), backend(**{**REFERENCE, "gemm": gemm}, declares=declares))
+        return {stage.stage: stage for stage in outcome.stages}["output"]
+
+    def halves(a, b, *, out_dtype):
+        # Even columns, then odd ones: what cancels is added far apart.
+        products = torch.cat(blocks_of(a, b), 2)
+        return (in_order(products[..., 0::2]) + in_order(products[..., 1::2])).to(out_dtype)
+
+    assert judged(in_blocks, BLOCKS).right
+    assert judged(halves, {}).right
+    found = judged(halves, BLOCKS)
+    assert found.mismatches == 3
+    assert found.sentence.endswith(
+        ", all in row 0; 0 of them where no order of summation can round, 3 that the declared order cannot give"
+    )
+    assert found.finding["elements"][0]["rule"] == "order"
+    assert found.figures["ordered_share"] == 0.5
+
+
+def test_a_declaration_does_not_excuse_what_no_order_gives():
+    case = gemm_case("mxfp8-e4m3", "tn", inputs="normal")
+
+    def gemm(a, b, **options):
+        out = reference.gemm(a, b, **options)
+        out[3, 5] *= 1.5
+        return out
+
+    record = fails(case, "output", BLOCKS, gemm=gemm)
+    assert "1 of 1 536 outputs differ, " in record.message
+    assert record.findings[0]["elements"][0]["rule"] in ("order", "exact")
+
+
+# Quantized outputs.
+
+OUTPUTS = [
+    "mxfp8-e4m3", "mxfp8-e5m2", "mxfp4", "mxfp8-2d", "fp8-block-1x128-e4m3-pow2", "fp8-block-128x128-e4m3-fp32",
+    "fp8-current-e4m3", "fp8-delayed-e4m3", "fp8-delayed-e5m2", "nvfp4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("out_recipe", OUTPUTS)
+@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3-pow2", "nvfp4"])
+def test_quantized_outputs_pass(rule, out_recipe):
+    for flags, dtype in (((), "fp32"), (("accumulate", "bias"), "bf16")):
+        record = passes(quantized_case(rule, out_recipe, *flags, shape=(16, 32, 48), dtype=f"bf16xbf16-{dtype}"))
+        assert {"output", "output.scales", "output.codes", "fused.scales", "fused.codes"} <= set(stages(record))
+        assert stages(record)["fused.codes"]["compared"] == 16 * 48
+
+
+def test_a_quantized_output_of_a_backend_that_quantizes_nothing_is_judged_by_the_reference():
+    def refuse(*_, **__):
+        raise NotImplementedError("no quantize")
+
+    record = passes(quantized_case("mxfp8-e4m3", "mxfp8-e4m3"), quantize=refuse)
+    assert "output.codes" not in stages(record)
+    assert "fused.codes" in stages(record)
+
+
+def test_no_quantized_output_is_unsupported():
+    def refuse(*_, **__):
+        raise NotImplementedError("current scaling needs the whole output")
+
+    record = run(quantized_case("mxfp8-e4m3", "fp8-current-e4m3"), gemm_quantized=refuse)
+    assert (record.verdict, record.message) == ("unsupported", "current scaling needs the whole output")
+    bare = run_case(quantized_case("mxfp8-e4m3", "mxfp8-e4m3"), backend(gemm=reference.gemm))
+    assert (bare.verdict, bare.message) == ("unsupported", "backend wrong has no gemm_quantized")
+    bare = run_case(quantized_case("mxfp8-e4m3", "mxfp8-e4m3"), backend(gemm_quantized=gemm_quantized))
+    assert (bare.verdict, bare.message) == ("unsupported", "backend wrong has no gemm")
+
+
+def unrounded(a, b, rule, *, out_dtype, scale=None, **options):
+    """Quantizes what was accumulated, and leaves out its rounding to the output's dtype."""
+    return gemm_quantized(a, b, rule, out_dtype=torch.float32, scale=scale, **options)
+
+
+@pytest.mark.parametrize("out_recipe", ["mxfp8-e4m3", "fp8-delayed-e4m3", "fp8-block-1x128-e4m3-pow2"])
+def test_a_fused_kernel_that_does_not_round_to_the_dtype_of_the_output(out_recipe):
+    case = quantized_case("mxfp8-e4m3", out_recipe, dtype="bf16xbf16-bf16", shape=(96, 64, 96))
+    record = run(case, gemm_quantized=unrounded)
+    assert record.verdict == "fail"
+    assert set(wrong(record)) <= {"fused.amax", "fused.scales", "fused.codes"}
+    assert "fused.codes" in wrong(record)
+    assert " of 9 216 codes differ, each by 1 step" in stages(record)["fused.codes"]["sentence"]
+
+
+def test_one_wrong_code_or_scale_of_a_fused_kernel_is_one_finding():
+    def code(*arguments, **options):
+        q = gemm_quantized(*arguments, **options)
+        q.codes[3, 5] ^= 1
+        return q
+
+    case = quantized_case("mxfp8-e4m3", "mxfp8-e4m3")
+    record = fails(case, "fused.codes", gemm_quantized=code)
+    assert record.message == "fused.codes: 1 of 1 536 codes differ, each by 1 step, at row 3, column 5"
+
+    def larger(a, b, rule, *, out_dtype, **options):
+        """A scale twice as large, and the codes that go with it."""
+        out = reference.gemm(a, b, out_dtype=out_dtype, **options)
+        q, doubled = reference.quantize(out, rule), reference.quantize(2 * out, rule)
+        q.scales[4, 0] = doubled.scales[4, 0]
+        x = out[4:5, :32].float() / 2.0 ** (int(q.scales[4, 0]) - 127)
+        q.codes[4, :32] = x.to(torch.float8_e4m3fn).view(torch.uint8)
+        return q
+
+    record = fails(case, "fused.scales", gemm_quantized=larger)
+    assert record.message == "fused.scales: 1 of 48 block scales differ, each by 1 step, at row 4, column 0"
+
+
+def test_a_fused_kernel_that_writes_into_its_operands():
+    def door(a, b, rule, **options):
+        q = gemm_quantized(a, b, rule, **options)
+        a.codes[2, 3] ^= 1
+        return q
+
+    record = fails(quantized_case("mxfp8-e4m3", "mxfp8-e4m3"), "memory", gemm_quantized=door)
+    assert "a.codes" in record.message
+
+
+def test_what_is_wrong_without_fusion_is_not_blamed_on_it():
+    def gemm(a, b, **options):
+        out = reference.gemm(a, b, **options)
+        out[3, 5] = 2 * out[3, 5] + 1
+        return out
+
+    def quantize(x, rule, **options):
+        q = reference.quantize(x, rule, **options)
+        if tuple(x.shape) == (48, 32):
+            q.codes[3, 5] ^= 1
+        return q
+
+    case = quantized_case("mxfp8-e4m3", "mxfp8-e4m3")
+    fails(case, "output", gemm=gemm, gemm_quantized=lambda *a, **o: fused_by(gemm, reference.quantize, *a, **o))
+    fails(case, "output.codes", quantize=quantize,
+          gemm_quantized=lambda *a, **o: fused_by(reference.gemm, quantize, *a, **o))  # fmt: skip
+
+
+def fused_by(gemm, quantize, a, b, rule, *, out_dtype, **options):
+    return quantize(gemm(a, b, out_dtype=out_dtype, **options), rule)
+
+
+def test_the_scale_of_a_delayed_output_is_given():
+    given = []
+
+    def door(a, b, rule, *, scale, **options):
+        given.append(float(scale))
+        return gemm_quantized(a, b, rule, scale=scale, **options)
+
+    case = quantized_case("fp8-delayed-e4m3", "fp8-delayed-e5m2")
+    passes(case, gemm_quantized=door)
+    assert set(given) == {float(make_inputs(case).scale["output"])}
+    record = run(case, gemm_quantized=lambda *a, scale, **o: gemm_quantized(*a, scale=scale / 2, **o))
+    assert record.verdict == "fail"
+    assert record.stage.startswith("fused.")
+
+
+# Padded sections.
+
+
+@pytest.mark.parametrize(
+    ("rule", "sections", "rows"),
+    [
+        *((rule, "ragged:3", 99) for rule in PAIRS),
+        *(("mxfp8-e4m3+mxfp8-2d", f"{kind}:4", 44) for kind in ("front", "middle", "end")),
+        *(("fp8-current-e4m3", f"{kind}:4", 44) for kind in ("front", "middle", "end")),
+        ("mxfp8-e4m3", "even:2", 128),
+    ],
+)
+def test_padded_sections_pass(rule, sections, rows):
+    record = passes(padded_case(rule, "accumulate", "bias", shape=(rows, 128, 32), sections=sections))
+    assert stages(record)["output"]["compared"] == rows * 32
+    assert {"padding", "unpadding"} <= set(stages(record))
+    assert ("rows" in stages(record)) == ("-sr" not in rule)
+    assert "unpadded" not in stages(record)
+
+
+def test_padded_sections_of_nvfp4_and_of_nothing_pass():
+    record = passes(padded_case("nvfp4+nvfp4-2d", "bias"))
+    assert not_compared([record.to_dict()]) == "Not compared: no case and no stage."
+    passes(padded_case("mxfp8-e4m3", "accumulate", shape=(0, 64, 32), sections="empty:4"))
+
+
+def test_a_backend_without_the_door_pads_nothing():
+    doors = {name: door for name, door in REFERENCE.items() if name != "pad_sections"}
+    record = run_case(padded_case("mxfp8-e4m3"), backend(**doors))
+    assert (record.verdict, record.message) == ("unsupported", "backend wrong has no pad_sections")
+
+
+def test_a_kernel_that_takes_aligned_sections_alone_passes():
+    def grouped(x, sizes, rule, **options):
+        if any(size % 32 for size in sizes.tolist()):
+            raise NotImplementedError("sections of 32 rows")
+        return reference.quantize_grouped(x, sizes, rule, **options)
+
+    record = passes(padded_case("mxfp8-e4m3"), quantize_grouped=grouped)
+    assert "rows" not in stages(record)
+    assert not_compared([record.to_dict()]).endswith("gemm-grouped rows in 1 case.")
+
+
+def rows_of(sizes, alignment=32):
+    """Numbers of the rows that are padding."""
+    found, start = [], 0
+    for size in sizes.tolist():
+        aligned = -(-size // alignment) * alignment
+        found += range(start + size, start + aligned)
+        start += aligned
+    return found
+
+
+def test_padding_that_is_not_zero():
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        padded[rows_of(sizes)] = 1
+        return padded, aligned
+
+    record = fails(padded_case("mxfp8-e4m3"), "padding", pad_sections=pad)
+    assert record.message == (
+        "padding: 7 808 of 20 480 padded elements differ, each by 16 256 steps, the first at row 11, column 0"
+    )
+
+
+def test_padding_that_nobody_writes():
+    """Every stage behind it is judged on what was there, and a finding of either run says so."""
+
+    def pad(x, sizes, rule):
+        right, aligned = reference.pad_sections(x, sizes, rule)
+        padded, behind = torch.empty_like(right), rows_of(sizes)
+        kept = [row for row in range(len(right)) if row not in behind]
+        padded[kept] = right[kept]
+        return padded, aligned
+
+    record = run(padded_case("mxfp8-e4m3"), pad_sections=pad)
+    assert (record.verdict, record.stage) == ("fail", "repeat")
+    assert stages(record)["repeat"]["sentence"] == "7 808 of 20 480 elements of padded were never written"
+    assert stages(record)["padding"]["sentence"] != ""
+
+
+def test_padding_of_minus_zero_is_not_zero():
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        padded[rows_of(sizes)] = -0.0
+        return padded, aligned
+
+    fails(padded_case("mxfp8-e4m3"), "padding", pad_sections=pad)
+
+
+def test_padding_in_front_of_a_section():
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        parts = torch.split(padded, aligned.tolist())
+        return torch.cat([part.roll(1, 0) if len(part) != size else part for part, size in
+                          zip(parts, sizes.tolist(), strict=True)]), aligned  # fmt: skip
+
+    record = run(padded_case("mxfp8-e4m3"), pad_sections=pad)
+    assert (record.verdict, record.stage) == ("fail", "padding")
+
+
+def test_padded_sizes_that_are_not_right():
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        return padded, aligned.flip(0)
+
+    record = fails(padded_case("mxfp8-e4m3"), "padding", pad_sections=pad)
+    assert record.message == "padding: the padded sizes are [64, 64, 32], and have to be [32, 64, 64]"
+
+
+def test_a_padded_matrix_of_another_shape_is_an_error():
+    record = run(padded_case("mxfp8-e4m3"), pad_sections=lambda x, sizes, rule: (x, sizes))
+    assert record.verdict == "error"
+    assert record.message.startswith(
+        "pad_sections gave the padded rows as bfloat16 of shape (99, 128), not bfloat16 of "
+    )
+    record = run(padded_case("mxfp8-e4m3"), pad_sections=lambda x, sizes, rule: x)
+    assert record.message == "pad_sections gave Tensor; it gives the padded rows and their sizes"
+
+
+def test_rows_that_are_quantized_otherwise_where_padding_is_behind_them():
+    """A kernel that takes another path for sections that end inside a tile, and is right in that which pads need."""
+
+    def grouped(x, sizes, rule, **options):
+        q = reference.quantize_grouped(x, sizes, rule, **options)
+        if any(size % 32 for size in sizes.tolist()):
+            q.codes[7, 3] ^= 1
+        return q
+
+    record = fails(padded_case("mxfp8-e4m3"), "rows", quantize_grouped=grouped)
+    assert record.message.startswith("rows: 1 of ")
+    assert record.message.endswith(" codes of section 0 differ from those of the section without padding")
+
+
+def test_rows_that_are_left_out_or_moved_by_unpadding():
+    def shifted(y, sizes, rule):
+        return reference.unpad_sections(y, sizes, rule).roll(1, 0)
+
+    record = fails(padded_case("mxfp8-e4m3", dtype="bf16xbf16-fp32"), "unpadding", unpad_sections=shifted)
+    assert " of 3 168 unpadded outputs differ, " in record.message
+
+    def packed(y, sizes, rule):
+        return y[: int(sizes.sum())].clone()
+
+    fails(padded_case("mxfp8-e4m3"), "unpadding", unpad_sections=packed)
+
+
+def test_a_product_of_padded_sections_that_uses_the_matrix_of_the_section_before():
+    def grouped(a, b, **options):
+        return reference.gemm_grouped(a, [b[0], *b[:-1]], **options)
+
+    fails(padded_case("mxfp8-e4m3"), "output", gemm_grouped=grouped)
+
+
+def grouped_by(product):
+    """gemm_grouped made of a gemm."""
+
+    def door(a: GroupedQuantized, b, *, out_dtype):
+        return torch.cat([product(section, matrix, out_dtype=out_dtype) for section, matrix in
+                          zip(a.sections(), b, strict=True)])  # fmt: skip
+
+    return door
+
+
+def by_rows(a: Quantized, b: Quantized, *, out_dtype):
+    """The declared order where sections are not aligned, and what a float64 sum rounds to where they are."""
+    if a.shape[0] % 32 == 0:
+        return reference.gemm(a, b, out_dtype=out_dtype)
+    return in_blocks(a, b, out_dtype=out_dtype)
+
+
+def test_other_bits_than_the_backends_own_unpadded_product():
+    case = padded_case("mxfp8-e4m3", inputs="rounding")
+    right = passes(case, BLOCKS, gemm_grouped=grouped_by(in_blocks))
+    assert stages(right)["unpadded"]["compared"] == 99 * 32
+    record = fails(case, "unpadded", BLOCKS, gemm_grouped=grouped_by(by_rows))
+    assert " outputs of padded and unpadded sections differ, " in record.message
+    passes(case, gemm_grouped=grouped_by(by_rows))  # without a declaration both are right
+
+
+def test_zero_tokens_stay_without_a_row():
+    case = padded_case("fp8-current-e4m3", shape=(44, 128, 32), sections="front:4")
+    seen = []
+
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        seen.append((sizes.tolist(), aligned.tolist(), tuple(padded.shape)))
+        return padded, aligned
+
+    outcome = judge_padded(case, make_inputs(case), backend(**{**REFERENCE, "pad_sections": pad}))
+    assert set(map(str, seen)) == {"([0, 11, 11, 22], [0, 16, 16, 32], (64, 128))"}
+    assert all(stage.right for stage in outcome.stages)
+
+
+@pytest.mark.parametrize(("rule", "alignment"), [("fp8-delayed-e4m3", 16), ("mxfp8-e4m3", 32), ("nvfp4", 128)])
+def test_sections_are_padded_to_the_alignment_of_their_recipe(rule, alignment):
+    assert recipe(rule).row_alignment == alignment
+    seen = []
+
+    def grouped(a, b, **options):
+        seen.append(a.sizes.tolist())
+        return reference.gemm_grouped(a, b, **options)
+
+    passes(padded_case(rule), gemm_grouped=grouped)
+    assert all(size % alignment == 0 for sizes in seen for size in sizes)

@@ -1,0 +1,146 @@
+"""FP8 with float32 scales for tests: its recipes, and numerics.md one number at a time, in exact fractions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from native import quantize_fp8
+from native.launch import launch
+from native.ops import Quantized, recipe
+from reference.formats import FP32
+from reference.recipes import Delayed, Recipe, recipe_names
+from tests.reference.scalar import encode, nearest
+
+f32 = np.float32
+
+EPSILONS = ("fp8-block-1x128-e4m3-pow2-eps0.01", "fp8-block-128x128-e5m2-fp32-eps1e-12", "fp8-current-e4m3-eps0.5")
+NAMES = (
+    *(name for name in recipe_names() if recipe(name).scale is FP32 and recipe(name).delayed in (None, Delayed())),
+    *EPSILONS,
+)
+"""Every recipe, of delayed scaling with one way to update its scale, and some that raise amaxes."""
+BLOCKS = tuple(name for name in NAMES if not recipe(name).whole)
+WHOLE = tuple(name for name in NAMES if recipe(name).whole)
+KINDS = ("fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e5m2-pow2", "fp8-current-e4m3", "fp8-delayed-e5m2")
+"""One of each: what shares a scale, and where it comes from."""
+
+SCALES = (2.7, 0.01, 1e30, 1e-40, 0.0, -0.0, -3.0, math.inf, -math.inf, math.nan, 3.4028235e38)
+"""That a caller can give."""
+AMAXES = (0.0, -0.0, -1.0, 1e-45, 1e-40, 1.3e-36, 0.1, 448.0, 57344.0, 1e30, 3.4028235e38, math.inf, math.nan)
+
+
+def given_scale(r: Recipe, count: int = 1, *, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """The option `scale` where the recipe takes one: of each of `count` tensors another."""
+    if r.tensor_scale != "given":
+        return {}
+    return {"scale": (0.37 * 1.9 ** (torch.arange(count) % 40)).to(device)}
+
+
+# In exact fractions.
+
+
+def times(a: float, b: float) -> float:
+    """a·b rounded to float32."""
+    if math.isfinite(a) and math.isfinite(b):
+        return math.copysign(
+            nearest(Fraction(abs(a)) * Fraction(abs(b)), "float32"), math.copysign(1, a) * math.copysign(1, b)
+        )
+    return math.nan if a == 0 or b == 0 else a * b
+
+
+def inverse(scale: float) -> float:
+    """1/scale rounded to float32."""
+    if scale == 0:
+        return math.copysign(math.inf, scale)
+    if not math.isfinite(scale):
+        return math.nan if math.isnan(scale) else math.copysign(0.0, scale)
+    return nearest(1 / Fraction(scale), "float32")
+
+
+def encode_scale(amax: float, r: Recipe, dtype: torch.dtype) -> float:
+    """What elements of a block, or of a tensor, of this amax are multiplied by."""
+    amax = max(amax, float(f32(r.smallest_amax)))  # NaN, which comes first, stays
+    if amax == 0 or not math.isfinite(amax):
+        return 1.0
+    scale = nearest(Fraction(r.element.max) / Fraction(amax), "float32")
+    if math.isinf(scale):
+        scale = torch.finfo(dtype if r.largest_scale == "input" else torch.float32).max
+    return 2.0 ** (math.frexp(scale)[1] - 1) if r.scale_rounding == "down" else scale
+
+
+def largest(values: np.ndarray, r: Recipe) -> float:
+    """The amax of a block."""
+    some = np.abs(values[~np.isnan(values)])
+    return math.nan if r.nan == "propagate" and some.size < values.size else float(max(some, default=0.0))
+
+
+def model(x: torch.Tensor, r: Recipe, *, scale: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and stored scales of `x` (M, K)."""
+    values = x.float().numpy()
+    rows, columns = values.shape
+    height, width = (max(rows, 1), max(columns, 1)) if r.whole else r.block
+    codes = np.zeros(values.shape, np.uint8)
+    scales = np.zeros((-(-rows // height), -(-columns // width)), f32) if not r.whole else np.zeros((1, 1), f32)
+    for i, j in np.ndindex(*scales.shape):
+        block = values[i * height : (i + 1) * height, j * width : (j + 1) * width]
+        factor = encode_scale(largest(block, r), r, x.dtype) if scale is None else float(scale)
+        scales[i, j] = inverse(factor)
+        part = codes[i * height : (i + 1) * height, j * width : (j + 1) * width]
+        for at in np.ndindex(*block.shape):
+            part[at] = encode(times(float(block[at]), factor), r.element)
+    return codes, scales
+
+
+# Inputs that random numbers do not have.
+
+
+def amaxes_of_every_exponent(r: Recipe) -> torch.Tensor:
+    """Rows of 128 whose amaxes are powers of two, and the largest element times one, ± 1 ulp: float32 (M, 128)."""
+    exact = [Fraction(2) ** k * m for k, m in product(range(-149, 128), (Fraction(1), Fraction(r.element.max)))]
+    amaxes = np.array([nearest(amax, "float32") for amax in exact], f32)
+    amaxes = np.unique(amaxes[np.isfinite(amaxes)])
+    near = np.concatenate([amaxes, np.nextafter(amaxes, f32(0)), np.nextafter(amaxes, f32(math.inf))])
+    near = torch.from_numpy(near[np.isfinite(near)])
+    shares = torch.cat([torch.tensor([1.0, -0.75, 0.31, -0.1, 1e-2, 1e-3, 0.0]), torch.linspace(-1, 1, 121)])
+    return near.unsqueeze(1) * shares
+
+
+def halves(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of a half precision, (512, 128)."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(512, 128)
+
+
+# The kernels in the shape of a GPU.
+
+
+@pytest.fixture(params=[8, 256])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Threads to a block on the CPU: its own number, and that of a GPU."""
+    count: int = request.param
+    monkeypatch.setitem(quantize_fp8._THREADS, "cpu", count)
+    if count != 8:
+        flags = (f"-DFP8_THREADS={count}", "-O0")  # compiled sooner
+        monkeypatch.setattr(quantize_fp8, "launch", partial(launch, extra_flags=flags))
+    return count
+
+
+def parts(*some: Quantized | None) -> Iterator[torch.Tensor]:
+    """Everything that kernels have written of each."""
+    for q in some:
+        if q is not None:
+            yield from (q.codes, q.scales)
+            yield from (part for part in (q.amax, q.tensor_scale) if part is not None)
+
+
+def propagating(name: str) -> Recipe:
+    """The recipe, under which a NaN that is read shows."""
+    return replace(recipe(name), nan="propagate")

@@ -1,0 +1,86 @@
+"""Operands of a GEMM made of codes and scales themselves: whole value sets, and every layout in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from native.ops import GroupedQuantized, Quantized, recipe
+from reference.formats import E4M3, E8M0, Format
+from reference.layout import pack, swizzle
+from reference.quantized import scales_shape
+from reference.recipes import Recipe
+
+MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
+"""One recipe of each element format."""
+FP8_PAIRS = (
+    ("fp8-block-1x128-e4m3", "fp8-block-1x128-e4m3"), ("fp8-block-1x128-e4m3", "fp8-block-128x128-e5m2"),
+    ("fp8-block-128x128-e5m2", "fp8-block-1x128-e4m3"), ("fp8-block-1x128-e5m2", "fp8-block-128x128-e4m3"),
+    ("fp8-current-e4m3", "fp8-current-e4m3"), ("fp8-current-e4m3", "fp8-delayed-e5m2"),
+    ("fp8-delayed-e5m2", "fp8-current-e4m3"),
+)  # fmt: skip
+MX_PAIRS = (
+    ("mxfp8-e4m3", "mxfp8-e4m3"), ("mxfp8-e5m2", "mxfp8-e5m2"), ("mxfp8-e4m3", "mxfp4"), ("mxfp4", "mxfp6-e3m2-2d"),
+    ("mxfp6-e2m3", "mxfp8-e5m2"), ("mxfp8-2d", "mxfp6-e2m3-2d"), ("mxfp8-e5m2-2d", "mxfp4-2d"),
+    ("mxfp8-e4m3@ocp", "mxfp6-e3m2@nearest"),
+)  # fmt: skip
+PAIRS = MX_PAIRS + FP8_PAIRS
+
+
+def finite_codes(fmt: Format) -> torch.Tensor:
+    """Codes of the finite numbers of a format, uint8."""
+    magnitudes = torch.arange(fmt.max_code + 1)
+    return torch.cat([magnitudes, magnitudes | fmt.sign_code]).to(torch.uint8)
+
+
+def operand(codes: torch.Tensor, scales: torch.Tensor, r: Recipe | str) -> Quantized:
+    """Codes (M, K), one an element, and scales as they are stored."""
+    r = recipe(r)
+    one = torch.ones(1) if r.tensor_scale != "none" else None
+    stored = pack(codes) if r.element.bits == 4 else codes.contiguous()
+    return Quantized(stored, scales, one, r, (codes.shape[0], codes.shape[1]), None if one is None else 1 / scales[0])
+
+
+def random_operand(name: str, rows: int, columns: int, seed: int = 0, *, spread: int = 6) -> Quantized:
+    """Finite codes of every kind, and scales within 2^±spread, each another one; all rows of a tile have one."""
+    r = recipe(name)
+    generator = torch.Generator().manual_seed(seed)
+    known = finite_codes(r.element)
+    codes = known[torch.randint(len(known), (rows, columns), generator=generator)]
+    shape = scales_shape((rows, columns), r)
+    if r.scale is E8M0:
+        scales = torch.randint(127 - spread, 128 + spread, shape, generator=generator).to(torch.uint8)
+        return operand(codes, scales[torch.arange(rows) // r.block[0] * r.block[0]], r)
+    exponents = torch.randint(-spread, spread + 1, shape, generator=generator)
+    return operand(codes, (1 + torch.rand(shape, generator=generator)) * 2.0**exponents, r)
+
+
+def lattice(name: str, rows: int, columns: int, seed: int = 0) -> Quantized:
+    """Small integers under scales that are all the same power of two: every sum is exact."""
+    r = recipe(name)
+    values = torch.tensor(r.element.values)
+    whole = ((values == values.round()) & (values.abs() <= 3)).nonzero().flatten().to(torch.uint8)
+    codes = whole[torch.randint(len(whole), (rows, columns), generator=torch.Generator().manual_seed(seed))]
+    shape = scales_shape((rows, columns), r)
+    return operand(codes, torch.full(shape, 129, dtype=torch.uint8) if r.scale is E8M0 else torch.full(shape, 0.25), r)
+
+
+def stored_transposed(q: Quantized) -> Quantized:
+    """The same operand in memory as a columnwise MX half is: codes (K, M), scales (⌈K/32⌉, M)."""
+    return replace(q, codes=q.codes.T.contiguous(), scales=q.scales.T.contiguous(), transposed=True)
+
+
+def stored_swizzled(q: Quantized) -> Quantized:
+    """The same operand with scales in the 128×4 layout, those of the matrix as it is meant."""
+    return replace(q, scales=swizzle(q.scales.T.contiguous() if q.transposed else q.scales), swizzled=True)
+
+
+def random_sections(name: str, sizes: list[int], columns: int) -> GroupedQuantized:
+    """Sections of random operands, one below the other."""
+    parts = [random_operand(name, rows, columns, seed=number) for number, rows in enumerate(sizes)]
+    amaxes = None if parts[0].amax is None else torch.ones(len(sizes))
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    r = recipe(name)
+    assert r.scale is not E4M3
+    return GroupedQuantized(codes, scales, amaxes, r, (sum(sizes), columns), torch.tensor(sizes), amaxes)
