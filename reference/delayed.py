@@ -15,7 +15,7 @@ def update_scale(history: torch.Tensor, scale: torch.Tensor, recipe: str | Recip
 
     The history is rolled: its first row becomes the last, every other moves one up, and the first is 0. The amax is
     that first row (`most-recent`) or the largest of the history (`max`, which leaves NaN out). Where it is finite and
-    above 0 the scale is fl(fl(max·2^−margin)/amax), FLT_MAX where that is infinite; else it stays. `bulk` leaves a
+    above 0 the scale is fl(fl(max·2^−margin)/amax), else it stays; FLT_MAX where either is infinite. `bulk` leaves a
     tensor whose first amax is 0 as it is. Source: numerics.md, "fp8-delayed".
 
     Raises ValueError for a recipe that is not of delayed scaling, ValueError or TypeError for another shape or dtype.
@@ -32,11 +32,11 @@ def update_scale(history: torch.Tensor, scale: torch.Tensor, recipe: str | Recip
     if rule.algorithm == "max":
         amax = torch.where(history.isnan(), 0.0, history).amax(0)
     largest = torch.full_like(amax, recipe.element.max * 2.0**-rule.margin)
-    found = torch.where(amax.isfinite() & (amax > 0), (largest / amax).clamp(max=FLT_MAX), scale)
+    updates = amax.isfinite() & (amax > 0)
     if rule.update == "bulk":
-        kept = last == 0
-        return torch.where(kept, history, rolled), torch.where(kept, scale, found)
-    return rolled, found
+        rolled, updates = torch.where(last == 0, history, rolled), updates & (last != 0)
+    found = torch.where(updates, largest / amax, scale)
+    return rolled, torch.where(found.isinf(), FLT_MAX, found)
 
 
 def check_history(history: torch.Tensor, scale: torch.Tensor) -> None:

@@ -101,11 +101,11 @@ MX_DIALECTS: dict[str, dict[str, Any]] = {
     # Round up to a power of two: Transformer Engine, nvidia-modelopt, vLLM, JAX, torchao's RCEIL.
     "te": {},
     # OCP MX 1.0, and torchao's FLOOR, auto-round, microxcaling, gfloat.
-    "ocp": {"block_scale": "amax*2^-emax", "scale_rounding": "down"},
+    "ocp": {"block_scale": "amax*2^-emax", "scale_rounding": "down", "nan": "propagate"},
     # AMD Quark, torchao's EVEN.
-    "even": {"block_scale": "amax*2^-emax", "scale_rounding": "as-element"},
+    "even": {"block_scale": "amax*2^-emax", "scale_rounding": "as-element", "nan": "propagate"},
     # torchao's CEIL.
-    "ceil": {"block_scale": "amax*2^-emax", "scale_rounding": "up"},
+    "ceil": {"block_scale": "amax*2^-emax", "scale_rounding": "up", "nan": "propagate"},
     # compressed-tensors 0.20: the midpoint above 1.5, but for E2M3. It has neither E3M2 nor E5M2.
     "compressed-tensors": {"block_scale": "amax*2^-emax", "scale_rounding": "up-from-1.75"},
     # The trace reference of FlashInfer 0.7.2, which its kernels do not follow.
@@ -117,8 +117,9 @@ MX_DIALECTS: dict[str, dict[str, Any]] = {
 
 Not modelled: the scale of a block of zeros, whose codes are zeros under any (0 here and in torchao and Quark; 120 for
 E4M3 in auto-round, 127 in FlashInfer's trace); that of an infinite amax in Quark, 254; elements under code 0, which
-torchao divides by 2^-126, or by 1 in its RCEIL; logarithms of float32, wrong one ulp above max·2^k in torchao's RCEIL
-and up to 32 beside √2·2^k in breccia, which takes every amax below its epsilon for that.
+torchao divides by 2^-126, or by 1 in its RCEIL; the NaN scale of a block with NaN in torchao's RCEIL; logarithms of
+float32, wrong one ulp above max·2^k in torchao's RCEIL and up to 32 beside √2·2^k in breccia, which takes every amax
+below its epsilon for that.
 """
 
 MX_DIALECTS_OF: dict[tuple[str, str], dict[str, Any]] = {

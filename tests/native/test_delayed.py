@@ -1,4 +1,4 @@
-"""update_scale on a CPU, as Transformer Engine's two kernels: exact arithmetic, a tensor at a time, and the reference."""
+"""update_scale on a CPU: as exact arithmetic does it, a tensor at a time, and as the reference does."""
 
 from __future__ import annotations
 

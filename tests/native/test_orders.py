@@ -17,6 +17,7 @@ from native.launch import launch
 from native.ops import Quantized
 from tests.golden import bits
 from tests.native.launching import Source
+from tests.native.operands import random_operand
 from tests.native.samples import DTYPES, NAMES, RECIPES, ROTATED, dtypes, matrix, nearly_tied, sample, seeded
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_another_grid_gives_the_same_bytes(dtype: torch.dtype) -> None:
 # A lost barrier of the project's own kernels.
 
 
-TEXTS = {name: sources.text(name) for name in ("amax", "amax_blocks", "quantize_nvfp4", "gemm_nvfp4")}
+TEXTS = {name: sources.text(name) for name in ("amax", "amax_blocks", "quantize_nvfp4", "quantize_mx", "gemm_mx")}
 
 
 def without_barrier(name: str, which: int) -> str:
@@ -114,7 +115,8 @@ def lost(module: str, name: str, which: int, cuda_source: Source, monkeypatch: p
 
     def launch_mutant(source: str, *arguments: Any, **options: Any) -> None:
         if source == name:
-            launch(mutant, *arguments, **options, extra_flags=("-O0",))  # compiled sooner
+            flags = (*options.pop("extra_flags", ()), "-O0")  # compiled sooner
+            launch(mutant, *arguments, **options, extra_flags=flags)
         else:
             launch(source, *arguments, **options)
 
@@ -162,12 +164,14 @@ def test_a_lost_barrier_of_amaxes_of_blocks_shows(
         assert len(seen_in_orders(call)) > 1
 
 
-# What each barrier of quantize_nvfp4.cu stands between: a recipe that needs it, and whether both halves do.
+# What each barrier of a quantizer stands between: a recipe that needs it, and whether both halves do.
 NEEDED = [
     (0, "nvfp4", True),  # rows of the tile and the columns that are read of it
     (0, "nvfp4-2d", False),  # amaxes of the rows of a tile
     (1, "nvfp4-2d-4over6-256-mae", False),  # errors of the rows of a tile
     (2, "nvfp4-2d", True),  # amaxes of the columns of a tile
+    (0, "mxfp8-e4m3", True),
+    (0, "mxfp8-2d", False),
 ]
 
 
@@ -175,24 +179,28 @@ NEEDED = [
 def test_a_lost_barrier_of_quantize_shows(
     which: int, name: str, columnwise: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {number for number, *_ in NEEDED} == set(barriers("quantize_nvfp4"))
-    amax = torch.tensor([8.0])
+    source = "quantize_mx" if name in MX_NAMES else "quantize_nvfp4"
+    assert {number for number, of, _ in NEEDED if (of in MX_NAMES) == (name in MX_NAMES)} == set(barriers(source))
+    amax = None if name in MX_NAMES else (torch.tensor([8.0]),) * 2
     tiles = nearly_tied(192)  # some of which get a scale for 4
     other, real = tiles[:64], tiles[-64:]
 
     def call(now: bool) -> Iterator[torch.Tensor]:
-        halves = ops.quantize_both(real if now else other, name, columnwise=columnwise, amax=(amax, amax))
+        halves = ops.quantize_both(real if now else other, name, columnwise=columnwise, amax=amax)
         return parts(*(half for half in halves if half is not None))
 
     if "4over6" in name:
         assert not columnwise, "given amaxes would make either half by itself"
-    with lost("quantize", "quantize_nvfp4", which, cuda_source, monkeypatch):
+    with lost(source, source, which, cuda_source, monkeypatch):
         assert len(seen_in_orders(call)) > 1
 
 
-@pytest.mark.parametrize("which", barriers("gemm_nvfp4"))
+@pytest.mark.parametrize("which", barriers("gemm_mx"))
 def test_a_lost_barrier_of_gemm_shows(which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = (ops.quantize(matrix("normal", 64, 128, torch.float32, seed=seed), "nvfp4") for seed in (1, 2))
-    with lost("gemm", "gemm_nvfp4", which, cuda_source, monkeypatch):
-        seen = seen_in_orders(lambda real: iter([ops.gemm(a, b if real else a, out_dtype=torch.float32)]))
+    """Of other elements first, whose values stay in the tables of codes."""
+    first, second = (
+        [random_operand(name, 64, 128, seed=seed) for seed in (1, 2)] for name in ("mxfp8-e5m2", "mxfp8-e4m3")
+    )
+    with lost("gemm", "gemm_mx", which, cuda_source, monkeypatch):
+        seen = seen_in_orders(lambda real: iter([ops.gemm(*(second if real else first), out_dtype=torch.float32)]))
     assert len(seen) > 1

@@ -87,6 +87,16 @@ def test_an_infinite_scale_is_flt_max_and_an_amax_that_is_no_number_keeps_the_la
     assert updated("fp8-delayed-e4m3", [math.inf, 7.0])[1] == 3.0
 
 
+@pytest.mark.parametrize("update", ["", "-bulk"])
+@pytest.mark.parametrize("last", [0.0, math.inf])
+def test_a_scale_that_is_kept_is_finite_too(last: float, update: str) -> None:
+    """Transformer Engine's delayed_scaling.cu looks for infinity behind both branches."""
+    rule = f"fp8-delayed-e4m3-recent{update}"
+    for scale in (math.inf, -math.inf):
+        found = update_scale(torch.tensor([[last], [1.0]]), torch.tensor([scale]), rule)[1]
+        assert found.tolist() == [FLT_MAX]
+
+
 def test_three_steps_use_the_scale_of_the_step_before() -> None:
     """The scale of a step is that of the amaxes of the steps before it."""
     history, scale = torch.zeros(4, 1), torch.ones(1)
