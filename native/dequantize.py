@@ -8,25 +8,33 @@ import torch
 from native.arguments import DTYPES, THREADS, blocks_for, check_operand, suffix, supported
 from native.launch import launch
 from native.layout import linear_scales
+from reference.formats import E2M1, E4M3, E8M0, FP32
 from reference.quantized import Quantized
+
+_EACH = 16
+_SCALE_KIND = {E4M3: 0, E8M0: 1, FP32: 2}
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values (M, K) of `q` in float32, bfloat16 or float16; a rotation is not undone. Raises as `quantize` does."""
-    supported(q.recipe)
+    r = supported(q.recipe)
     if dtype not in DTYPES:
         raise TypeError(f"dequantize gives float32, bfloat16 or float16, not {dtype}")
     amax = check_operand(q, "q")
+    if q.transposed and r.element is E2M1:
+        raise ValueError(f"q of recipe {r} is stored transposed, two rows in a byte; the kernels read E2M1 along K")
     rows, columns = q.shape
     scales = linear_scales(q)
     out = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)
     launch(
-        "dequantize_nvfp4",
-        f"dequantize_nvfp4_{suffix(dtype)}",
-        (blocks_for(scales.numel(), THREADS),),
+        "dequantize",
+        f"dequantize_{suffix(dtype)}",
+        (blocks_for(rows * -(-columns // _EACH), THREADS),),
         (THREADS,),
-        (q.codes, scales, amax, out, np.int64(rows), np.int64(columns), np.int32(q.recipe.granularity == "row"),
-         np.float32(1 / q.recipe.max_product)),
+        (q.codes, np.int32(q.transposed), scales, np.int32(_SCALE_KIND[r.scale]), np.int64(r.stored_rows),
+         np.int64(r.block[1]), np.int32(q.transposed and not q.swizzled), amax, np.int32(r.granularity == "row"),
+         np.float32(1 / r.max_product), out, np.int64(rows), np.int64(columns)),
         device=q.codes.device,
+        extra_flags=(f"-DELEMENT={r.element.name}",),
     )  # fmt: skip
     return out

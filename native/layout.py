@@ -21,7 +21,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     """
     check_tensor(scales, "scales", (torch.uint8,))
     if scales.dim() != 2:
-        raise ValueError(f"scales are a matrix (M, ⌈K/16⌉), not shape {tuple(scales.shape)}")
+        raise ValueError(f"scales are a matrix (M, ⌈K/block⌉), not shape {tuple(scales.shape)}")
     rows, columns = scales.shape
     out = torch.empty(_padded((rows, columns)), dtype=torch.uint8, device=scales.device)
     _move("swizzle", scales, out, rows, columns)
@@ -37,7 +37,7 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def linear_scales(q: Quantized) -> torch.Tensor:
-    """The scales of `q`, linear and unpadded, however it holds them."""
+    """The scales of `q`, linear and unpadded: as they are stored, or along its rows where they were swizzled."""
     return unswizzle(q.scales, scales_shape(q.shape, q.recipe)) if q.swizzled else q.scales
 
 

@@ -10,21 +10,26 @@ import torch
 
 from native import cuda, host
 from native.amax import amax, another_grid
+from native.delayed import update_scale
 from native.dequantize import dequantize
 from native.gemm import gemm, gemm_grouped
+from native.gemm_quantized import gemm_quantized
 from native.hadamard import transform
 from native.layout import swizzle, unswizzle
 from native.quantize import quantize, quantize_both, quantize_grouped
+from native.sections import pad_sections, unpad_sections
 from reference.quantized import GroupedQuantized, Quantized
 from reference.recipes import recipe
 
 __all__ = [
-    "GroupedQuantized", "Quantized", "amax", "check", "declares", "dequantize", "gemm", "gemm_grouped", "quantize",
-    "quantize_both", "quantize_grouped", "recipe", "swizzle", "transform", "unswizzle", "variations",
+    "GroupedQuantized", "Quantized", "amax", "check", "declares", "dequantize", "gemm", "gemm_grouped",
+    "gemm_quantized", "pad_sections", "quantize", "quantize_both", "quantize_grouped", "recipe", "swizzle", "transform",
+    "unpad_sections", "unswizzle", "update_scale", "variations",
 ]  # fmt: skip
 
-declares = {"transform": "butterfly"}
-"""Rotations sum in the order that the reference declares, so that their bytes must be equal to its."""
+declares = {"transform": "butterfly", "gemm": "blocks"}
+"""Rotations sum in the order that the reference declares, so that their bytes must be equal to its; GEMMs add products
+within a block, and blocks, in order of K."""
 
 
 def check(device: torch.device) -> None:

@@ -1,126 +1,19 @@
-"""Quantize: one orientation, both in one launch, and sections with an amax each."""
+"""Quantize: one orientation, both in one launch, and sections. The family of the recipe picks the kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from types import ModuleType
 
-import numpy as np
 import torch
 
-from native.amax import amax as tensor_amax
-from native.amax import oriented_amax, strips
-from native.arguments import (
-    STRIP,
-    THREADS,
-    as_matrix,
-    blocks_for,
-    check_random,
-    check_rotated,
-    check_tensor,
-    suffix,
-    supported,
-)
-from native.hadamard import transform
-from native.launch import Argument, launch
-from reference.quantized import (
-    GroupedQuantized,
-    Quantized,
-    amax_shape,
-    codes_shape,
-    scales_shape,
-    swizzled_shape,
-)
+from native import quantize_fp8, quantize_mx, quantize_nvfp4
+from native.arguments import supported
+from reference.formats import E4M3, E8M0, FP32, Format
+from reference.quantized import GroupedQuantized, Quantized
 from reference.recipes import Recipe
 
-Random = torch.Tensor | tuple[int, int]
-
-_SCALE_ORDER = {"amax*(enc*(1/6))": 0, "(amax/6)*enc": 1}
-_CANDIDATES = {"6": 0, "4-or-6-mae": 1, "4-or-6-mse": 2}
-_ROTATE_ROWS, _ROTATE_COLUMNS = 1, 2
-_FUSED_GROUP = 16
-"""Groups of other sizes are rotated by a launch of their own."""
-
-
-@dataclass
-class _Half:
-    """One orientation of a result, (lines, length), as the kernel writes it."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    amax: torch.Tensor
-    tensor_scale: torch.Tensor
-    random: Random | None
-
-    def arguments(self) -> list[Argument]:
-        words = self.random if isinstance(self.random, torch.Tensor) else None
-        offset = self.random[1] if isinstance(self.random, tuple) else 0
-        return [self.amax, self.codes, self.scales, self.tensor_scale, words, np.uint64(offset % 2**64)]
-
-
-_NO_HALF: list[Argument] = [None, None, None, None, None, np.uint64(0)]
-
-
-def _half(shape: tuple[int, int], r: Recipe, amax: torch.Tensor, random: Random | None, *, swizzled: bool) -> _Half:
-    device = amax.device
-    # The padding of swizzled scales is 0, and no thread has it.
-    scales = (
-        torch.zeros(swizzled_shape(shape, r), dtype=torch.uint8, device=device)
-        if swizzled
-        else torch.empty(scales_shape(shape, r), dtype=torch.uint8, device=device)
-    )
-    codes = torch.empty(codes_shape(shape, r), dtype=torch.uint8, device=device)
-    return _Half(codes, scales, amax, torch.empty_like(amax), random)
-
-
-def _launch(
-    x: torch.Tensor,
-    r: Recipe,
-    row: _Half | None,
-    column: _Half | None,
-    *,
-    rotation: int,
-    sizes: torch.Tensor | None = None,
-    swizzled: bool = False,
-) -> None:
-    rows, columns = x.shape
-    scale_order, propagate_nan = np.int32(_SCALE_ORDER[r.block_scale]), np.int32(r.nan == "propagate")
-    if row is not None and column is None and sizes is None and not swizzled and x.is_contiguous() and not _variant(r):
-        launch(
-            "quantize_nvfp4",
-            f"quantize_nvfp4_plain_{suffix(x.dtype)}",
-            (blocks_for(row.scales.numel(), THREADS),),
-            (THREADS,),
-            (x, np.int64(rows), np.int64(columns), *row.arguments()[:4], np.float32(r.max_product), scale_order,
-             propagate_nan),
-            device=x.device,
-        )  # fmt: skip
-        return
-    sections = 1 if sizes is None else len(sizes)
-    seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
-    launch(
-        "quantize_nvfp4",
-        f"quantize_nvfp4_{suffix(x.dtype)}",
-        (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),),
-        (THREADS,),
-        (x, np.int64(x.stride(0)), np.int64(x.stride(1)), np.int64(rows), np.int64(columns), sizes, np.int32(sections),
-         *(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments()),
-         np.float32(r.max_product), scale_order, np.int32(_CANDIDATES[r.candidates]), np.int32(r.block[0] > 1),
-         np.int32(r.granularity == "row"), propagate_nan, np.int32(rotation),
-         np.int32(0 if r.transform is None else r.transform.signs), np.int32(r.rounding == "stochastic"),
-         np.uint64(seed % 2**64), np.int32(swizzled)),
-        device=x.device,
-    )  # fmt: skip
-
-
-def _variant(r: Recipe) -> bool:
-    """Whether a recipe asks for more than steps 1 to 8 of numerics.md."""
-    plain = (r.block[0], r.granularity, r.transform, r.candidates, r.rounding)
-    return plain != (1, "tensor", None, "6", "nearest-even")
-
-
-def _fused(r: Recipe) -> bool:
-    return r.transform is None or r.transform.group == _FUSED_GROUP
+_FAMILIES: dict[Format, ModuleType] = {E4M3: quantize_nvfp4, E8M0: quantize_mx, FP32: quantize_fp8}
 
 
 def quantize(
@@ -128,50 +21,21 @@ def quantize(
     recipe: str | Recipe,
     *,
     amax: torch.Tensor | None = None,
-    random: Random | None = None,
+    scale: torch.Tensor | None = None,
+    random: torch.Tensor | tuple[int, int] | None = None,
     swizzled: bool = False,
 ) -> Quantized:
     """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K; a recipe with a transform rotates it.
 
     Any M and K (but whole groups of a transform); more dimensions are taken as rows. `amax`, float32 (1,), or (M,)
-    where every row has one, replaces the tensor's own. `random`: words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox,
-    for recipes that round stochastically. `swizzled` scales are padded and in the 128×4 layout. Raises TypeError or
-    ValueError for inputs that do not fit, NotImplementedError for a recipe that the kernels do not have, ToolchainError
-    where they cannot be compiled.
+    where every row has one, replaces the tensor's own. `scale`, float32 (1,), is the encode scale of delayed scaling.
+    `random`: words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox, for recipes that round stochastically. `swizzled`
+    scales are padded and in the 128×4 layout. Raises TypeError or ValueError for inputs that do not fit,
+    NotImplementedError for a recipe that the kernels do not have, ToolchainError where they cannot be compiled.
     """
     r = supported(recipe)
-    x = as_matrix(x)
-    shape = (x.shape[0], x.shape[1])
-    check_rotated(x, shape[1], r)
-    check_random(random, shape, r)
-    if not _fused(r):
-        rotated = quantize(transform(x, r), replace(r, transform=None), amax=amax, random=random, swizzled=swizzled)
-        return replace(rotated, recipe=r)
-    if amax is None:
-        amax = _amax(x, r)
-    check_tensor(amax, "amax", (torch.float32,), amax_shape(shape, r))
-    half = _half(shape, r, amax, random, swizzled=swizzled)
-    _launch(x, r, half, None, rotation=0 if r.transform is None else _ROTATE_ROWS, swizzled=swizzled)
-    return _quantized(half, r, shape, swizzled=swizzled)
-
-
-def _quantized(half: _Half, r: Recipe, shape: tuple[int, int], *, swizzled: bool) -> Quantized:
-    return Quantized(half.codes, half.scales, half.amax, r, shape, half.tensor_scale, swizzled)
-
-
-def _amax(x: torch.Tensor, r: Recipe, *, along_rows: bool = True) -> torch.Tensor:
-    """The amax of `x`, rotated where the recipe rotates: of the tensor, or of every row or column."""
-    propagate_nan = r.nan == "propagate"
-    each, rotated = r.granularity == "row", r.transform is not None
-    if not each and not rotated and x.is_contiguous():
-        return tensor_amax(x, propagate_nan=propagate_nan)
-    found = oriented_amax(
-        x, plain=not rotated, rotated=rotated, along_rows=along_rows, each=each,
-        signs=0 if r.transform is None else r.transform.signs, propagate_nan=propagate_nan,
-    )  # fmt: skip
-    amax = found[1] if rotated else found[0]
-    assert amax is not None
-    return amax
+    found: Quantized = _FAMILIES[r.scale].quantize(x, r, amax=amax, scale=scale, random=random, swizzled=swizzled)
+    return found
 
 
 def quantize_both(
@@ -180,94 +44,25 @@ def quantize_both(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-    amax: Sequence[torch.Tensor] | None = None,
-    random: tuple[torch.Tensor, torch.Tensor] | tuple[int, int] | None = None,
+    amax: Sequence[torch.Tensor | None] | None = None,
+    scale: torch.Tensor | None = None,
+    random: tuple[torch.Tensor | None, torch.Tensor | None] | tuple[int, int] | None = None,
     swizzled: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and columnwise (K, M), its transpose.
 
-    A transform rotates the columnwise half alone; groups other than 16 cost a launch of their own. `amax` holds that of
-    either half, `random` the words of either half, or seed and offset, of which the columnwise half uses offset + 1. A
-    half that is not wanted is None. Raises as `quantize` does, and ValueError where neither half is wanted.
+    The columnwise half is stored as the recipe says (`Recipe.columnwise`). A transform rotates that half alone; groups
+    other than 16 cost a launch of their own. `amax` holds that of either half, `scale` is that of both, `random` the
+    words of either half, or seed and offset, of which the columnwise half uses offset + 1. A half that is not wanted is
+    None. Raises as `quantize` does, and ValueError where neither half is wanted.
     """
     r = supported(recipe)
     if not (rowwise or columnwise):
         raise ValueError("quantize_both makes a rowwise or a columnwise half, or both; neither is wanted")
-    x = as_matrix(x)
-    shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
-    bits, bits_t = _split(random)
-    if columnwise:
-        check_rotated(x, x.shape[0], r)
-        check_random(bits_t, shape_t, r)
-    if rowwise:
-        check_random(bits, shape, r)
-    given = (None, None) if amax is None else amax
-    one_by_one = r.candidates != "6" and r.block[0] > 1 and amax is not None  # a tile's choice is made by one amax
-    if rowwise and columnwise and (one_by_one or not _fused(r)):
-        row = quantize(x, r.rowwise, amax=given[0], random=bits, swizzled=swizzled)
-        column = quantize_both(x, r, rowwise=False, amax=amax, random=random, swizzled=swizzled)[1]
-        return row, column
-    if not _fused(r) and columnwise:
-        return None, quantize(x.T, r, amax=given[1], random=bits_t, swizzled=swizzled)
-    amaxes = _both_amaxes(x, r, given, rowwise=rowwise, columnwise=columnwise)
-    halves = [
-        _half(of, r, found, some, swizzled=swizzled) if found is not None else None
-        for of, found, some in zip((shape, shape_t), amaxes, (bits, bits_t), strict=True)
-    ]
-    rotation = 0 if r.transform is None else _ROTATE_COLUMNS
-    _launch(x, r, halves[0], halves[1], rotation=rotation, swizzled=swizzled)
-    row_half, column_half = halves
-    return (
-        None if row_half is None else _quantized(row_half, r.rowwise, shape, swizzled=swizzled),
-        None if column_half is None else _quantized(column_half, r, shape_t, swizzled=swizzled),
+    found: tuple[Quantized | None, Quantized | None] = _FAMILIES[r.scale].quantize_both(
+        x, r, rowwise=rowwise, columnwise=columnwise, amax=amax, scale=scale, random=random, swizzled=swizzled
     )
-
-
-def _split(
-    random: tuple[torch.Tensor, torch.Tensor] | tuple[int, int] | None,
-) -> tuple[Random | None, Random | None]:
-    """The random bits of the rowwise and of the columnwise half."""
-    if random is None:
-        return None, None
-    if isinstance(random, tuple) and len(random) == 2:
-        if isinstance(random[0], torch.Tensor):
-            return random
-        seed, offset = random
-        return (seed, offset), (seed, offset + 1)
-    raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
-
-
-def _both_amaxes(
-    x: torch.Tensor,
-    r: Recipe,
-    given: Sequence[torch.Tensor | None],
-    *,
-    rowwise: bool,
-    columnwise: bool,
-) -> list[torch.Tensor | None]:
-    """The amax of either half, None for one that is not wanted. Before and after a rotation they cost one read."""
-    wanted = (rowwise, columnwise)
-    for amax, side, name, extent in zip(given, wanted, ("rowwise", "columnwise"), x.shape, strict=True):
-        if side and amax is not None:
-            check_tensor(amax, f"{name} amax", (torch.float32,), amax_shape((extent, 0), r))
-    missing = [side and amax is None for side, amax in zip(wanted, given, strict=True)]
-    own = _own_amaxes(x, r, rowwise=missing[0], columnwise=missing[1]) if any(missing) else (None, None)
-    found = [amax if amax is not None else mine for amax, mine in zip(given, own, strict=True)]
-    return [amax if side else None for side, amax in zip(wanted, found, strict=True)]
-
-
-def _own_amaxes(
-    x: torch.Tensor, r: Recipe, *, rowwise: bool, columnwise: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if r.transform is not None:
-        return oriented_amax(
-            x, plain=rowwise, rotated=columnwise, along_rows=False, signs=r.transform.signs,
-            propagate_nan=r.nan == "propagate",
-        )  # fmt: skip
-    if r.granularity == "row":
-        return (_amax(x, r) if rowwise else None), (_amax(x, r, along_rows=False) if columnwise else None)
-    amax = _amax(x, r)
-    return amax, amax
+    return found
 
 
 def quantize_grouped(
@@ -277,61 +72,17 @@ def quantize_grouped(
     *,
     columnwise: bool = False,
     amax: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     random: tuple[int, int] | None = None,
 ) -> GroupedQuantized:
-    """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each with its own amax, some perhaps empty.
+    """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each by itself, some perhaps empty.
 
     One launch for all, which reads the sizes where they lie: the host does not wait for a GPU. Sizes on a CPU are
     checked; on a GPU, what is wrong in them is cut to the rows of x. `columnwise`: of the transpose of each section,
-    rotated where the recipe rotates. `amax`: float32 (G,). Raises as `quantize` does.
+    rotated where the recipe rotates. `amax` and `scale`: float32 (G,). Raises as `quantize` does.
     """
     r = supported(recipe)
-    x = as_matrix(x)
-    rows, columns = x.shape
-    _check_sizes(sizes, rows, r, rotated=columnwise)
-    if not columnwise:
-        check_rotated(x, columns, r)
-    check_random(random, (rows, columns), r)
-    if isinstance(random, torch.Tensor):
-        raise ValueError("sections take random=(seed, offset), not words")
-    if not _fused(r):  # no group crosses the border of two sections, so that all are rotated at once
-        y = transform(x.T, r).T if columnwise else transform(x, r)
-        plain = replace(r, transform=None)
-        return replace(quantize_grouped(y, sizes, plain, columnwise=columnwise, amax=amax, random=random), recipe=r)
-    count = len(sizes)
-    rotated = r.transform is not None
-    if amax is None:
-        found = oriented_amax(
-            x, plain=not rotated, rotated=rotated, along_rows=not columnwise, sizes=sizes,
-            signs=0 if r.transform is None else r.transform.signs, propagate_nan=r.nan == "propagate",
-        )  # fmt: skip
-        amax = found[1] if rotated else found[0]
-        assert amax is not None
-    check_tensor(amax, "amax", (torch.float32,), (count,))
-    half = _half((rows, columns), r, amax, random, swizzled=False)
-    if columnwise:  # flat, with room for a half byte and a short block of every section
-        half.codes = torch.empty(columns * ((rows + count) // 2 + 1), dtype=torch.uint8, device=x.device)
-        half.scales = torch.empty(columns * (rows // 16 + count), dtype=torch.uint8, device=x.device)
-    rotation = 0 if not rotated else _ROTATE_COLUMNS if columnwise else _ROTATE_ROWS
-    _launch(x, r, None if columnwise else half, half if columnwise else None, rotation=rotation, sizes=sizes)
-    return GroupedQuantized(
-        half.codes, half.scales, amax, r, (rows, columns), sizes, half.tensor_scale, columnwise=columnwise
+    found: GroupedQuantized = _FAMILIES[r.scale].quantize_grouped(
+        x, sizes, r, columnwise=columnwise, amax=amax, scale=scale, random=random
     )
-
-
-def _check_sizes(sizes: torch.Tensor, rows: int, r: Recipe, *, rotated: bool) -> None:
-    if r.granularity == "row":
-        raise ValueError(f"recipe {r} has an amax for every row; sections of one amax each do not apply")
-    check_tensor(sizes, "sizes", (torch.int64,))
-    if sizes.dim() != 1 or not len(sizes):
-        raise ValueError(f"sizes of sections have shape (G,), not {tuple(sizes.shape)}")
-    if sizes.device.type != "cpu":
-        return
-    listed = sizes.tolist()
-    if min(listed) < 0 or sum(listed) != rows:
-        raise ValueError(
-            f"sizes of sections are not negative and sum to the {rows} rows of x; these are {listed}, sum {sum(listed)}"
-        )
-    group = r.transform.group if rotated and r.transform is not None else 1
-    if any(size % group for size in listed):
-        raise ValueError(f"recipe {r} rotates whole groups of {group} along M; sections of {listed} rows are none")
+    return found

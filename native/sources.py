@@ -14,9 +14,18 @@ KERNELS = {
     "amax_blocks": tuple(f"amax_blocks_{t}" for t in _TYPED),
     "hadamard": ("hadamard",),
     "swizzle": ("swizzle", "unswizzle"),
+    "quantize_mx": tuple(f"quantize_mx{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
     "quantize_nvfp4": tuple(f"quantize_nvfp4{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
-    "dequantize_nvfp4": tuple(f"dequantize_nvfp4_{t}" for t in _TYPED),
+    "dequantize": tuple(f"dequantize_{t}" for t in _TYPED),
+    "quantize_fp8": tuple(f"quantize_fp8_{t}" for t in _TYPED),
+    "delayed": ("update_scale",),
+    "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
     "gemm_nvfp4": ("gemm_nvfp4", "gemm_grouped_nvfp4"),
+    "gemm_mx": ("gemm_mx", "gemm_grouped_mx"),
+    "gemm_fp8": tuple(f"gemm{grouped}_fp8_{scales}" for grouped in ("", "_grouped") for scales in ("block", "tensor")),
+    "gemm_quantized_nvfp4": ("gemm_quantized_nvfp4",),
+    "gemm_quantized_mx": ("gemm_quantized_mx",),
+    "gemm_quantized_fp8": ("gemm_quantized_fp8_block", "gemm_quantized_fp8_tensor"),
 }
 """Source file (without .cu) to the kernels in it."""
 

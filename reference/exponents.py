@@ -14,12 +14,9 @@ from reference.formats import E8M0
 from reference.recipes import Recipe
 from reference.rounding import FLOAT32_INF_BITS, FLOAT32_MANTISSA
 
-_MANTISSA_BITS = (1 << FLOAT32_MANTISSA) - 1
-_HALF = 1 << (FLOAT32_MANTISSA - 1)
-# In log2 the power of two above is nearer from √2 on: the mantissa of the first float32 above it, and, among subnormal
-# numbers, the first above 2^-126·√½, where code 1 is nearer.
+_ONE = 1 << FLOAT32_MANTISSA
 _ABOVE_ROOT = 0x3504F4
-_SUBNORMAL_ABOVE_ROOT = 0x5A827A
+"""Mantissa bits of the first float32 above √2, from which on, in log2, the power of two above is nearer."""
 
 
 def exponent_codes(amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -38,27 +35,24 @@ def exponent_codes(amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     else:  # amax*2^-emax, on the exponent: the product could be subnormal
         value, drop = amax, math.frexp(largest)[1] - 1
     bits = value.view(torch.int32)
-    code = (bits + _carry(recipe)) >> FLOAT32_MANTISSA
-    if recipe.scale_rounding == "up":
-        # A subnormal number is at most 2^-127, which is code 0, up to 0.5·2^-126.
-        code = torch.where(bits <= _HALF, 0, code)
-    elif recipe.scale_rounding == "nearest-log2":
-        code = torch.where(bits < 1 << FLOAT32_MANTISSA, (bits >= _SUBNORMAL_ABOVE_ROOT).int(), code)
+    up_from = _up_from(recipe)
+    # A subnormal number has its leading bit among the mantissa's; below 2^-127, whose bits are half of 2^-126's, is
+    # code 0.
+    below = (bits >= (_ONE + up_from + 1) // 2).int()
+    code = torch.where(bits < _ONE, below, (bits + (_ONE - up_from)) >> FLOAT32_MANTISSA)
     code = code.sub_(drop).clamp_(0, E8M0.max_code)
     return code.masked_fill_(bits > FLOAT32_INF_BITS, E8M0.nan_code or 0).to(torch.uint8)
 
 
-def _carry(recipe: Recipe) -> int:
-    """What added to the bits of a float32 number carries into its exponent exactly where the rule rounds up."""
+def _up_from(recipe: Recipe) -> int:
+    """The mantissa bits from which on the rule rounds up to the next power of two: 1 to 2^23, which is never."""
     if recipe.scale_rounding == "up":
-        return _MANTISSA_BITS
+        return 1
     if recipe.scale_rounding == "as-element":
-        return 1 << (FLOAT32_MANTISSA - recipe.element.mantissa_bits - 1)
+        return _ONE - (_ONE >> (recipe.element.mantissa_bits + 1))
     if recipe.scale_rounding == "up-from-1.75":
-        return 1 << (FLOAT32_MANTISSA - 2)
-    if recipe.scale_rounding == "nearest-log2":
-        return _MANTISSA_BITS + 1 - _ABOVE_ROOT
-    return 0
+        return 3 * _ONE // 4
+    return _ABOVE_ROOT if recipe.scale_rounding == "nearest-log2" else _ONE
 
 
 @lru_cache(maxsize=8)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.record import SCHEMA, summarize, to_frame
+from harness.record import SCHEMA, VERDICTS, summarize, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,3 +42,40 @@ def summary(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     table = summarize(records).astype(object)
     rows = table.where(table.notna(), None).to_dict("records")
     return [{str(column): value for column, value in row.items()} for row in rows]
+
+
+def folded(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The rows of `summary`; where there are more than `most`, those that passed are one an operation and family.
+
+    A family is what the names of recipes begin with: nvfp4, mxfp8, fp8-block. Rows that did not all pass stay as they
+    are, and before the rest.
+    """
+    if len(rows) <= most:
+        return rows
+    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    kept = [row for row in rows if row["pass"] != row["cases"]]
+    for row in rows:
+        if row["pass"] == row["cases"]:
+            families.setdefault((row["operation"], _family(row["recipe"])), []).append(row)
+    return kept + [_fold(members, family) for (_, family), members in families.items()]
+
+
+def _family(recipe: str) -> str:
+    found = re.match(r"nvfp4|mxfp\d|fp8-[a-z]+", recipe)
+    return found[0] if found else recipe
+
+
+def _fold(rows: list[dict[str, Any]], family: str) -> dict[str, Any]:
+    if len(rows) == 1:
+        return rows[0]
+    joined = dict(rows[0])
+    for name in ("cases", *VERDICTS, "compared", "mismatches", "seconds"):
+        joined[name] = sum(row[name] or 0 for row in rows)
+    for name in ("max_ulp", "budget_max"):
+        joined[name] = max((row[name] for row in rows if row[name] is not None), default=None)
+    for name, noun in (("recipe", "recipes"), ("dtype", "dtypes")):
+        values = {row[name] for row in rows}
+        joined[name] = values.pop() if len(values) == 1 else f"{len(values)} {noun}"
+    if joined["recipe"].endswith(" recipes"):
+        joined["recipe"] = f"{family}: {joined['recipe']}"
+    return joined

@@ -15,13 +15,18 @@ from harness.report import tables, text
 _SHORT = {"unsupported": "unsup."}
 _STYLES = {"pass": "blue", "unsupported": "yellow"}
 _RED = "bold red"
+_SCREEN = 40
+"""Rows."""
 
 
 def print_summary(records: list[dict[str, Any]], console: Console) -> None:
-    """Print a row per operation, recipe and dtype, what was not compared, and the verdict."""
+    """Print a row per operation, recipe and dtype, what was not compared, and the verdict.
+
+    Rows that passed are folded where there are more than fit a screen: the page and the tables have them all.
+    """
     # A terminal that cannot encode the glyphs must not turn a verdict into an exception.
     marks = {v: v if console.options.ascii_only else glyph for v, glyph in text.GLYPHS.items()}
-    rows = tables.summary(records)
+    rows = tables.folded(tables.summary(records), _SCREEN)
     if rows:
         console.print(_table(rows, marks))
     console.print(Text(text.not_compared(records)))

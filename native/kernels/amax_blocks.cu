@@ -11,6 +11,7 @@
 //   Exact: magnitudes are compared as integers, NaN left out unless propagate_nan; the rotation is hadamard.cuh's.
 
 #include "hadamard.cuh"
+#include "nvfp4.cuh"
 #include "reduce.cuh"
 #include "sections.cuh"
 
@@ -21,7 +22,7 @@ template <class T>
 __device__ void amax_blocks(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, u32* plain,
                             u32* rotated, int parts, int along_rows, int each, int signs, int propagate_nan) {
     __shared__ u32 plain_warps[THREADS / 32], rotated_warps[THREADS / 32];
-    const Strip strip = find_strip(sections, blockIdx.x / parts, columns);
+    const Strip strip = find_strip<BLOCK, 2>(sections, blockIdx.x / parts, columns);
     if (strip.section_rows == 0) return;
     // Along rows, four threads share a row of the tile; along columns, 64 threads read 64 neighbours.
     const int thread = threadIdx.x;

@@ -13,10 +13,10 @@ using i64 = long long;
 
 #if defined(__CUDA_ARCH__) && !defined(NARROWGAUGE_PORTABLE)
 #if __CUDA_ARCH__ >= 890
-#define HAS_CVT_E4M3
+#define HAS_CVT_FP8
 #endif
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
-#define HAS_CVT_E2M1
+#define HAS_CVT_NARROW  // E2M1, E2M3, E3M2 and E8M0
 #endif
 // How cvt.rs uses its random bits is not documented, so it gives other bits than its twin, with the same expectation: it
 // is taken only where NARROWGAUGE_CVT_RS asks for it.
@@ -77,11 +77,11 @@ __device__ __forceinline__ void from_float(float x, fp16& out) {
     out.bits = static_cast<u16>(code | sign);
 }
 
-// ---- 16 elements at once ---------------------------------------------------------------------------------------------
+// ---- many elements at once -------------------------------------------------------------------------------------------
 
 // Where they lie aligned, a GPU moves 16 bytes, or 8, with one instruction; a CPU's compiler finds that by itself.
-template <class T>
-__device__ __forceinline__ void load_16(const T* source, float (&v)[16]) {
+template <class T, int N>
+__device__ __forceinline__ void load_elements(const T* source, float (&v)[N]) {
 #ifdef __CUDA_ARCH__
     if (reinterpret_cast<u64>(source) % 16 == 0) {
         constexpr int EACH = 16 / sizeof(T);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_16(const T* source, float (&v)[16]) {
             T each[EACH];
         };
 #pragma unroll
-        for (int i = 0; i < 16 / EACH; ++i) {
+        for (int i = 0; i < N / EACH; ++i) {
             const Chunk chunk = reinterpret_cast<const Chunk*>(source)[i];
 #pragma unroll
             for (int j = 0; j < EACH; ++j) v[i * EACH + j] = to_float(chunk.each[j]);
@@ -97,20 +97,24 @@ __device__ __forceinline__ void load_16(const T* source, float (&v)[16]) {
         return;
     }
 #endif
-    for (int i = 0; i < 16; ++i) v[i] = to_float(source[i]);
+    for (int i = 0; i < N; ++i) v[i] = to_float(source[i]);
 }
 
-__device__ __forceinline__ void store_8(const u8 (&bytes)[8], u8* target) {
+template <int N>
+__device__ __forceinline__ void store_bytes(const u8 (&bytes)[N], u8* target) {
 #ifdef __CUDA_ARCH__
     if (reinterpret_cast<u64>(target) % 8 == 0) {
-        u64 word = 0;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) word |= static_cast<u64>(bytes[j]) << 8 * j;
-        *reinterpret_cast<u64*>(target) = word;
+        for (int i = 0; i < N / 8; ++i) {
+            u64 word = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) word |= static_cast<u64>(bytes[8 * i + j]) << 8 * j;
+            reinterpret_cast<u64*>(target)[i] = word;
+        }
         return;
     }
 #endif
-    for (int j = 0; j < 8; ++j) target[j] = bytes[j];
+    for (int j = 0; j < N; ++j) target[j] = bytes[j];
 }
 
 // ---- largest magnitude -----------------------------------------------------------------------------------------------
@@ -124,35 +128,157 @@ __device__ __forceinline__ void take_magnitude(float x, u32 highest, u32& larges
     largest = counted > largest ? counted : largest;
 }
 
-// ---- E4M3 ------------------------------------------------------------------------------------------------------------
+// ---- narrow formats --------------------------------------------------------------------------------------------------
 
-// Nearest even, saturating at 448; NaN gives 0x7F. Exactly what cvt.rn.satfinite.e4m3x2.f32 does.
-__device__ __forceinline__ u8 e4m3_from_float(float x) {
-#ifdef HAS_CVT_E4M3
-    u16 pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
-    return static_cast<u8>(pair);
+// A sign, an exponent and MANTISSA bits; codes of magnitudes are in the order of their values, those above MAX_CODE are
+// infinity and NaN. NAN_CODE is what NaN becomes, of either sign: the largest number where the format has no NaN.
+template <int WIDTH, int MANTISSA_BITS, int EXPONENT_BIAS, u32 LARGEST, u32 NOT_A_NUMBER>
+struct Narrow {
+    static constexpr int BITS = WIDTH, MANTISSA = MANTISSA_BITS;
+    static constexpr u32 MAX_CODE = LARGEST, NAN_CODE = NOT_A_NUMBER, SIGN = 1u << (WIDTH - 1);
+    // Bits of a float32 shifted right so far are a code, whose exponent is then too large by REBIAS.
+    static constexpr int SHIFT = 23 - MANTISSA;
+    static constexpr u32 REBIAS = static_cast<u32>(127 - EXPONENT_BIAS) << MANTISSA;
+    // As bits of float32: the largest number, the smallest normal one, and the step between those below that.
+    static constexpr u32 MAX_BITS = (MAX_CODE + REBIAS) << SHIFT;
+    static constexpr u32 NORMAL_BITS = static_cast<u32>(128 - EXPONENT_BIAS) << 23;
+    static constexpr u32 STEP_BITS = NORMAL_BITS - (static_cast<u32>(MANTISSA) << 23);
+};
+
+// cvt of two numbers at once, where the chip has it: to the bytes of one word, the first one low.
+#define CVT_PAIR(NAME)                                                                                                 \
+    static constexpr bool HAS_CVT = true;                                                                              \
+    static __device__ __forceinline__ u16 cvt_pair(float low, float high) {                                            \
+        u16 pair;                                                                                                      \
+        asm("cvt.rn.satfinite." NAME "x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));                         \
+        return pair;                                                                                                   \
+    }
+#define NO_CVT static constexpr bool HAS_CVT = false;
+#ifdef HAS_CVT_FP8
+#define CVT_FP8(NAME) CVT_PAIR(NAME)
 #else
+#define CVT_FP8(NAME) NO_CVT
+#endif
+#ifdef HAS_CVT_NARROW
+#define CVT_FP6(NAME) CVT_PAIR(NAME)
+#else
+#define CVT_FP6(NAME) NO_CVT
+#endif
+
+struct E2M1 : Narrow<4, 1, 1, 0x7, 0x7> {
+    NO_CVT  // but that of a whole byte, e2m1x2_from_float
+};
+struct E2M3 : Narrow<6, 3, 1, 0x1F, 0x1F> {
+    CVT_FP6("e2m3")
+};
+struct E3M2 : Narrow<6, 2, 3, 0x1F, 0x1F> {
+    CVT_FP6("e3m2")
+};
+struct E4M3 : Narrow<8, 3, 7, 0x7E, 0x7F> {
+    CVT_FP8("e4m3")
+};
+struct E5M2 : Narrow<8, 2, 15, 0x7B, 0x7F> {
+    CVT_FP8("e5m2")
+};
+
+// The code of a float32 number, nearest even, saturating, the sign kept; NaN gives NAN_CODE. What cvt.rn.satfinite does.
+template <class F>
+__device__ __forceinline__ u32 nearest_even(float x) {
     const u32 bits = __float_as_uint(x);
     const u32 magnitude = bits & 0x7FFFFFFFu;
-    if (magnitude > FLOAT_INF_BITS) return 0x7F;
-    const float a = magnitude > 0x43E00000u ? 448.0f : __uint_as_float(magnitude);
-    // Adding 2^(e + 20) leaves the three mantissa bits of exponent e, at least 2^-6.
-    const u32 exponent = __float_as_uint(a) & FLOAT_INF_BITS;
-    const float anchor = __uint_as_float((exponent < 0x3C800000u ? 0x3C800000u : exponent) + (20u << 23));
-    const float rounded = (a + anchor) - anchor;
-    const u32 code = rounded < 0x1p-6f ? static_cast<u32>(rounded * 512.0f) : (__float_as_uint(rounded) >> 20) - (120u << 3);
-    return static_cast<u8>(code | (bits >> 24 & 0x80u));
-#endif
+    const u32 a = magnitude < F::MAX_BITS ? magnitude : F::MAX_BITS;
+    const u32 normal = ((a + ((1u << (F::SHIFT - 1)) - 1u) + (a >> F::SHIFT & 1u)) >> F::SHIFT) - F::REBIAS;
+    // 2^23 steps plus a number rounds it to whole steps, which the last bits of the sum count.
+    constexpr u32 ANCHOR = F::STEP_BITS + (23u << 23);
+    const u32 small = __float_as_uint(__uint_as_float(a) + __uint_as_float(ANCHOR)) - ANCHOR;
+    const u32 code = (a < F::NORMAL_BITS ? small : normal) | (bits >> 31) * F::SIGN;
+    return magnitude > FLOAT_INF_BITS ? F::NAN_CODE : code;
 }
 
-__device__ __forceinline__ float e4m3_to_float(u8 code) {
-    const u32 magnitude = code & 0x7Fu;
-    const u32 sign = (code & 0x80u) << 24;
-    if (magnitude == 0x7Fu) return __uint_as_float(0x7FC00000u | sign);
-    const float small = static_cast<float>(magnitude) * 0x1p-9f;
-    const float value = magnitude < 8u ? small : __uint_as_float((magnitude << 20) + (120u << 23));
-    return __uint_as_float(__float_as_uint(value) | sign);
+// The same by a random byte: t = |x| + byte/256 * step, the step of the grid at |x|, cut down to the grid at t. The
+// product is exact, so that t rounds once. numerics.md, `nvfp4-sr`.
+template <class F>
+__device__ __forceinline__ u32 stochastic(float x, u32 byte) {
+    const u32 bits = __float_as_uint(x);
+    const u32 magnitude = bits & 0x7FFFFFFFu;
+    const u32 exponent = magnitude & FLOAT_INF_BITS;
+    const u32 step = (exponent > F::NORMAL_BITS ? exponent : F::NORMAL_BITS) - (static_cast<u32>(F::MANTISSA) << 23);
+    const float share = static_cast<float>(static_cast<int>(byte)) * 0x1p-8f;
+    const float moved = __uint_as_float(magnitude) + share * __uint_as_float(step);
+    const u32 t = __float_as_uint(moved) < F::MAX_BITS ? __float_as_uint(moved) : F::MAX_BITS;
+    // 2^23 steps in one number of steps: a power of two times a number is exact.
+    constexpr u32 STEPS_BITS = (254u << 23) - F::STEP_BITS;
+    const u32 small = static_cast<u32>(static_cast<int>(__uint_as_float(t) * __uint_as_float(STEPS_BITS)));
+    const u32 code = (t < F::NORMAL_BITS ? small : (t >> F::SHIFT) - F::REBIAS) | (bits >> 31) * F::SIGN;
+    return magnitude > FLOAT_INF_BITS ? F::NAN_CODE : code;
+}
+
+template <class F>
+__device__ __forceinline__ u8 from_float(float x) {
+    if constexpr (F::HAS_CVT) {
+        return static_cast<u8>(F::cvt_pair(x, 0.0f));
+    } else {
+        return static_cast<u8>(nearest_even<F>(x));
+    }
+}
+
+template <class F>
+__device__ __forceinline__ u16 pair_from_float(float low, float high) {
+    if constexpr (F::HAS_CVT) {
+        return F::cvt_pair(low, high);
+    } else {
+        return static_cast<u16>(nearest_even<F>(low) | nearest_even<F>(high) << 8);
+    }
+}
+
+// Bits above those of the format are not looked at.
+template <class F>
+__device__ __forceinline__ float narrow_to_float(u32 code) {
+    const u32 magnitude = code & (F::SIGN - 1u);
+    const float small = static_cast<float>(static_cast<int>(magnitude)) * __uint_as_float(F::STEP_BITS);
+    const u32 normal = (magnitude + F::REBIAS) << F::SHIFT;
+    const u32 finite = magnitude < 1u << F::MANTISSA ? __float_as_uint(small) : normal;
+    // Above the largest number lies infinity where NaN does not follow at once, then NaN.
+    const bool infinite = F::MAX_CODE + 1u < F::NAN_CODE && magnitude == F::MAX_CODE + 1u;
+    const u32 value = magnitude <= F::MAX_CODE ? finite : infinite ? FLOAT_INF_BITS : 0x7FC00000u;
+    return __uint_as_float(value | ((code & F::SIGN) != 0u ? 0x80000000u : 0u));
+}
+
+__device__ __forceinline__ u8 e2m3_from_float(float x) { return from_float<E2M3>(x); }
+__device__ __forceinline__ u8 e3m2_from_float(float x) { return from_float<E3M2>(x); }
+__device__ __forceinline__ u8 e4m3_from_float(float x) { return from_float<E4M3>(x); }
+__device__ __forceinline__ u8 e5m2_from_float(float x) { return from_float<E5M2>(x); }
+__device__ __forceinline__ float e2m3_to_float(u8 code) { return narrow_to_float<E2M3>(code); }
+__device__ __forceinline__ float e3m2_to_float(u8 code) { return narrow_to_float<E3M2>(code); }
+__device__ __forceinline__ float e4m3_to_float(u8 code) { return narrow_to_float<E4M3>(code); }
+__device__ __forceinline__ float e5m2_to_float(u8 code) { return narrow_to_float<E5M2>(code); }
+
+// ---- E8M0 ------------------------------------------------------------------------------------------------------------
+
+// The power of two at or below x, which is not negative, or the next one where the mantissa of x is at least `up_from`, 1
+// to 2^23 (never); then `less` powers of two smaller. Saturating, from 2^-127 to 2^127, with infinity for 2^128; NaN gives
+// 255. Up from 1, this is what cvt.rp.satfinite.ue8m0x2.f32 does.
+__device__ __forceinline__ u8 e8m0_from_float(float x, u32 up_from, int less) {
+#ifdef HAS_CVT_NARROW
+    if (up_from == 1u && less == 0) {
+        u16 pair;
+        asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+        return static_cast<u8>(pair);
+    }
+#endif
+    const u32 bits = __float_as_uint(x);
+    // Of subnormal numbers those from 2^-127 on have a mantissa of one bit less; the others are code 0, and stay it.
+    const u32 subnormal = bits >= 0x00400000u ? bits << 1 : 0u;
+    const u32 mantissa = (bits < 0x00800000u ? subnormal : bits) & 0x007FFFFFu;
+    const int code = static_cast<int>((bits >> 23) + (mantissa >= up_from ? 1u : 0u)) - less;
+    const int limited = code > 254 ? 254 : code < 0 ? 0 : code;
+    return static_cast<u8>(bits > FLOAT_INF_BITS ? 255 : limited);
+}
+
+// 2^(code - 127), of which code 0 is subnormal; 255 is NaN.
+__device__ __forceinline__ float e8m0_to_float(u8 code) {
+    const u32 bits = code == 0u ? 0x00400000u : static_cast<u32>(code) << 23;
+    return __uint_as_float(code == 0xFFu ? 0x7FC00000u : bits);
 }
 
 // ---- E2M1 ------------------------------------------------------------------------------------------------------------
@@ -172,32 +298,13 @@ __device__ __forceinline__ u32 e2m1_from_float(float x) {
 
 // Two elements to one byte, the first in the low nibble.
 __device__ __forceinline__ u8 e2m1x2_from_float(float low, float high) {
-#ifdef HAS_CVT_E2M1
+#ifdef HAS_CVT_NARROW
     u32 pair;
     asm("{\n.reg .b8 byte;\ncvt.rn.satfinite.e2m1x2.f32 byte, %1, %2;\ncvt.u32.u8 %0, byte;\n}" : "=r"(pair) : "f"(high), "f"(low));
     return static_cast<u8>(pair);
 #else
     return static_cast<u8>(e2m1_from_float(low) | e2m1_from_float(high) << 4);
 #endif
-}
-
-__device__ __forceinline__ float e2m1_step(float magnitude) {
-    return magnitude < 2.0f ? 0.5f : magnitude < 4.0f ? 1.0f : 2.0f;
-}
-
-// One element to a code by a random byte: t = |x| + byte/256 * step, cut down to the grid at t, at most 6; the sign is
-// kept, NaN gives 7. The product is exact, so that t rounds once. numerics.md, `nvfp4-sr`.
-__device__ __forceinline__ u32 e2m1_stochastic(float x, u32 byte) {
-    const u32 bits = __float_as_uint(x);
-    const u32 magnitude = bits & 0x7FFFFFFFu;
-    const float a = __uint_as_float(magnitude);
-    const float moved = a + static_cast<float>(static_cast<int>(byte)) * 0x1p-8f * e2m1_step(a);
-    const float t = moved < 6.0f ? moved : 6.0f;  // NaN is not below 6
-    // Below 2 codes 0 to 3 are halves, below 4 codes 4 and 5 ones, then 6 and 7 twos.
-    const float per_step = t < 2.0f ? 2.0f : t < 4.0f ? 1.0f : 0.5f;
-    const int first = t < 2.0f ? 0 : t < 4.0f ? 2 : 4;
-    const u32 sign = magnitude > FLOAT_INF_BITS ? 0u : bits >> 28 & 8u;
-    return static_cast<u32>(static_cast<int>(t * per_step) + first) | sign;
 }
 
 // 16 elements to eight bytes by four random words, the lowest byte of a word for the first element of four.
@@ -215,7 +322,7 @@ __device__ __forceinline__ void e2m1x16_stochastic(const float (&x)[16], const u
     u8 bytes[16];  // one a lane, so that a CPU takes several at once
     for (int i = 0; i < 16; ++i) bytes[i] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
     u32 codes[16];
-    for (int i = 0; i < 16; ++i) codes[i] = e2m1_stochastic(x[i], bytes[i]);
+    for (int i = 0; i < 16; ++i) codes[i] = stochastic<E2M1>(x[i], bytes[i]);
     for (int j = 0; j < 8; ++j) packed[j] = static_cast<u8>(codes[2 * j] | codes[2 * j + 1] << 4);
 #endif
 }

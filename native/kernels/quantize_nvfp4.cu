@@ -23,6 +23,7 @@
 
 #include "hadamard.cuh"
 #include "layout.cuh"
+#include "nvfp4.cuh"
 #include "philox.cuh"
 #include "sections.cuh"
 
@@ -132,7 +133,7 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
     }
     u8* target = half.codes + place.first_code + place.line * ((place.length + 1) / 2) + place.start / 2;
     if (place.count == BLOCK) {
-        store_8(packed, target);
+        store_bytes(packed, target);
     } else {
         for (int j = 0; j < (place.count + 1) / 2; ++j) target[j] = packed[j];
         if (place.count % 2 != 0) target[place.count / 2] &= 0xFu;  // padding is code 0 under a NaN factor, too
@@ -172,7 +173,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     write_tensor_scales(row_half, rule.each ? sections.rows : sections.count, rule.max_product);
     write_tensor_scales(column_half, rule.each ? columns : sections.count, rule.max_product);
     const u32 across = columns > 0 ? static_cast<u32>((columns + TILE - 1) / TILE) : 1u;
-    const Strip strip = find_strip(sections, blockIdx.x / across, columns);
+    const Strip strip = find_strip<BLOCK, 2>(sections, blockIdx.x / across, columns);
     if (strip.section_rows == 0) return;
     const int thread = threadIdx.x;
     const i64 first_column = static_cast<i64>(blockIdx.x % across) * TILE;
@@ -188,7 +189,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     const T* source = x + row * row_stride + column * column_stride;
     float v[BLOCK];
     if (count == BLOCK && column_stride == 1) {
-        load_16(source, v);
+        load_elements(source, v);
     } else {
         for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i * column_stride]) : 0.0f;
     }
@@ -280,7 +281,7 @@ __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rul
     const T* source = x + row * columns + column;
     float v[BLOCK];
     if (count == BLOCK) {
-        load_16(source, v);
+        load_elements(source, v);
     } else {
         for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i]) : 0.0f;
     }

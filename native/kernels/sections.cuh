@@ -1,9 +1,9 @@
 // sections.cuh: a tensor split along M into sections, and the strips of rows that blocks of threads work on.
 #pragma once
 
-#include "nvfp4.cuh"
+#include "formats.cuh"
 
-constexpr int STRIP = 64;  // rows; four blocks of 16 of the columnwise half
+constexpr int STRIP = 64;  // rows; whole blocks of the columnwise half
 
 struct Sections {
     const i64* sizes;  // rows of each; null: the whole tensor is one section
@@ -38,6 +38,8 @@ struct Strip {
     i64 codes_t, scales_t;  // where the section begins in flat columnwise codes and scales
 };
 
+// BLOCK elements of a column share a scale, PER_BYTE of them a byte.
+template <int BLOCK, int PER_BYTE>
 __device__ __forceinline__ Strip find_strip(const Sections& sections, i64 strip, i64 columns) {
     if (sections.sizes == nullptr) {
         const bool exists = strip * STRIP < sections.rows;
@@ -50,7 +52,7 @@ __device__ __forceinline__ Strip find_strip(const Sections& sections, i64 strip,
         if (strip < strips) return {s, start, section.count, strip * STRIP, codes_t, scales_t};
         strip -= strips;
         start += section.count;
-        codes_t += columns * ((section.count + 1) / 2);
+        codes_t += columns * ((section.count + PER_BYTE - 1) / PER_BYTE);
         scales_t += columns * ((section.count + BLOCK - 1) / BLOCK);
     }
     return {0, 0, 0, 0, 0, 0};

@@ -372,3 +372,6 @@ inline float __uint_as_float(unsigned bits) {
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
+
+// One rounding: an instruction where the compiler's target has it, else the C library's, which is exact, too.
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

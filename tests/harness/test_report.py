@@ -15,7 +15,7 @@ from rich.console import Console
 
 from harness import report
 from harness.record import NESTED, SCHEMA, VERDICTS, Record
-from harness.report import groups, markdown, page, swap, text
+from harness.report import groups, markdown, page, swap, tables, text
 from harness.report.text import STAGES, stages_of
 from harness.schema import KEYS
 from harness.view import reproduction
@@ -323,6 +323,20 @@ def test_terminal_fits_a_hundred_columns() -> None:
     assert max(map(len, out.splitlines())) <= 100
     for part in ("1/6", "1 unsup.", "6G", "6M", "123k", "0.1235", "[red]x[/]", "1 024", "✗ 6 of 9 cases did not pass"):
         assert part in out
+
+
+def test_what_passed_is_folded_where_there_is_much_of_it() -> None:
+    recipes = [f"nvfp4-{n}" for n in range(30)] + [f"mxfp8-{n}" for n in range(12)] + [""]
+    records = [record(str(n), recipe=recipe, dtype=("bf16", "fp32")[n % 2]) for n, recipe in enumerate(recipes)]
+    records.append(failing("last", recipe="nvfp4-2d"))
+    rows = tables.folded(tables.summary(records), 40)
+    assert [(row["recipe"], row["dtype"], row["pass"], row["cases"]) for row in rows] == [
+        ("nvfp4-2d", failing()["dtype"], 0, 1), ("", "bf16", 1, 1), ("mxfp8: 12 recipes", "2 dtypes", 12, 12),
+        ("nvfp4: 30 recipes", "2 dtypes", 30, 30),
+    ]  # fmt: skip
+    assert sum(row["compared"] for row in rows) == sum(one["compared"] for one in records)
+    assert tables.folded(tables.summary(records), 44) == tables.summary(records)
+    assert "mxfp8: 12 recipes" in re.sub(r"\s+", " ", printed(records))
 
 
 def test_terminal_without_glyphs() -> None:

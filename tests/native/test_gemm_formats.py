@@ -99,6 +99,14 @@ def test_every_scale_is_multiplied_by_every_other_and_the_term_rounds_once(name:
     assert_equal(ops.gemm(a, a, out_dtype=FP32), torch.from_numpy(expected))
 
 
+def test_zeros_are_zero_under_every_two_scales() -> None:
+    every = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    a = operand(torch.zeros(256, 1, dtype=torch.uint8), every, "mxfp8-e4m3")
+    expected = torch.zeros(256, 256)
+    expected[255], expected[:, 255] = torch.nan, torch.nan
+    assert_equal(ops.gemm(a, a, out_dtype=FP32), expected)
+
+
 def test_terms_that_overflow_are_added_as_such() -> None:
     """2^127 + 2^127 is infinite and stays it, also where the exact sum is 0; infinite terms of two signs are NaN."""
     signs = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, -1, 1]])

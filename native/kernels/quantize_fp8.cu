@@ -1,0 +1,300 @@
+// quantize_fp8: FP8 with float32 scales of one read of x: rowwise, columnwise (the transpose), or both.
+//
+//   x              (M, K), any strides, float32, bfloat16 or float16; any M and K, short blocks at the ends
+//   sizes          rows of each of `sections` sections along M, or null: the whole tensor is one section
+//   kind           what shares a scale: 128 elements of a line (0), a tile of 128x128 (1), or a section (2)
+//   given          float32, one a section: the scales of kind 2 (delayed scaling); or null
+//   e5m2           elements are E5M2, else E4M3
+//   Rowwise, or all null:
+//   amax           float32, one a section, of which kind 2 makes its scales; or null
+//   codes          (M, K) bytes
+//   scales         float32, the inverse of what elements were multiplied by: kind 0 (M, ceil(K/128)), kind 1
+//                  (ceil(m/128), ceil(K/128)) of each section, one below the other, kind 2 one a section
+//   encode         float32, one a section: the scales that kind 2 used; or null
+//   Columnwise, or all null: the same of each section's transpose (K, m), sections one behind the other: kind 0
+//   (K, ceil(m/128)), kind 1 (ceil(K/128), ceil(m/128)).
+//   Launch: THREADS threads for every tile of 128x128, of which a strip of 128 rows has ceil(K/128), at least one;
+//   ceil(M/128) strips, or with sections floor(M/128) and one more for each. THREADS is 256, on a CPU 8: a thread then
+//   runs along 16 rows, and a barrier costs little.
+//   Numerics: numerics.md, "FP8 with float32 scales": float32 with one rounding per operation, the scale max/amax, FP8
+//   of x times it, nearest even, saturating. Everything is exact to the bit.
+
+#include "fp8.cuh"
+#include "sections.cuh"
+
+#ifndef FP8_THREADS
+#ifdef __CUDA_ARCH__
+#define FP8_THREADS 256
+#else
+#define FP8_THREADS 8
+#endif
+#endif
+
+constexpr int THREADS = FP8_THREADS;
+constexpr int TILE = 128;
+// A thread takes patches of four neighbouring rows of 16 columns: 32 or 64 bytes of a row, a word of codes of a column.
+// Those of one thread lie side by side, then below.
+constexpr int CHUNK = 16, ROWS = 4;
+constexpr int ACROSS = TILE / CHUNK;
+constexpr int PATCHES = ACROSS * (TILE / ROWS) / THREADS;    // of a thread,
+constexpr int CHUNKS = PATCHES < ACROSS ? PATCHES : ACROSS;  // in so many different columns
+constexpr int DOWN = THREADS * CHUNKS / ACROSS;              // threads that see a column
+constexpr int WORDS = TILE / ROWS;                           // words of codes of a column
+static_assert(PATCHES * THREADS == ACROSS * (TILE / ROWS), "threads cover the tile");
+
+enum Kind { LINES = 0, TILES = 1, WHOLE = 2 };
+
+// What the quantization depends on: the same for all threads.
+struct Rule {
+    int kind, e5m2;
+    u32 highest;  // magnitude that counts
+    const float* given;
+    ScaleRule scale;
+};
+
+// One orientation of the result; without scales there is none to write.
+struct Half {
+    const float* amax;
+    u8* codes;
+    float* scales;
+    float* encode;
+};
+
+// What the threads of a block read of each other. Strides are odd where lanes would meet in one bank.
+struct Shared {
+    u32 row_amaxes[TILE][ACROSS + 1];  // of the chunks of a row
+    u32 line_amaxes[TILE];             // of the rows of a tile
+    float scales[2][TILE];             // of rows, of columns
+    union {
+        u32 column_amaxes[CHUNK][DOWN * ACROSS + 1];  // of what a thread sees of column i of a chunk
+        u32 codes[TILE][WORDS];                 // of the transpose
+    };
+};
+
+// Up to TILE rows of one section.
+struct TileRows {
+    int section;
+    i64 section_start;  // the section's first row in the tensor
+    i64 section_rows;   // 0 where there is no such strip
+    i64 start;          // the strip's first row in the section
+    i64 blocks_before;  // rows of blocks of the sections before
+};
+
+__device__ __forceinline__ TileRows find_tile_rows(const Sections& sections, i64 strip) {
+    if (sections.sizes == nullptr) return {0, 0, strip * TILE < sections.rows ? sections.rows : 0, strip * TILE, 0};
+    i64 start = 0, blocks = 0;
+    for (int s = 0; s < sections.count; ++s) {
+        const Section section = section_after(sections, s, start);
+        const i64 strips = (section.count + TILE - 1) / TILE;
+        if (strip < strips) return {s, start, section.count, strip * TILE, blocks};
+        strip -= strips;
+        start += section.count;
+        blocks += strips;
+    }
+    return {0, 0, 0, 0, 0};
+}
+
+// Where a patch begins in the tile, and how many columns of its own exist.
+struct Patch {
+    int row, column, count;
+};
+
+__device__ __forceinline__ Patch patch_of(int thread, int patch, int width) {
+    const int number = thread * PATCHES + patch;
+    const int column = number % ACROSS * CHUNK, left = width - column;
+    return {number / ACROSS * ROWS, column, left < 0 ? 0 : left < CHUNK ? left : CHUNK};
+}
+
+template <class Get>
+__device__ __forceinline__ u32 largest(int count, Get get) {
+    u32 most = 0;
+    for (int n = 0; n < count; ++n) {
+        const u32 other = get(n);
+        most = other > most ? other : most;
+    }
+    return most;
+}
+
+__device__ __forceinline__ int at_most_tile(i64 count) { return count < TILE ? static_cast<int>(count) : TILE; }
+
+__device__ __forceinline__ float scale_of_section(const float* amax, i64 section, const Rule& rule) {
+    return rule.given != nullptr ? rule.given[section] : fp8_scale(amax[section], rule.scale);
+}
+
+// Of every section, also those without rows.
+__device__ __forceinline__ void write_scales_of_sections(const Half& half, int count, const Rule& rule) {
+    if (half.scales == nullptr) return;
+    const i64 step = static_cast<i64>(gridDim.x) * THREADS;
+    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < count; i += step) {
+        const float scale = scale_of_section(half.amax, i, rule);
+        half.encode[i] = scale;
+        half.scales[i] = 1.0f / scale;
+    }
+}
+
+// Where the words of column `column` begin with the rows from 16 * `part` on: turned by the chunk, so that lanes that
+// write a word of eight chunks each, or read four words of eight parts each, meet in no bank.
+__device__ __forceinline__ int turned(int column, int part) { return (part ^ column / CHUNK % (WORDS / 4)) * 4; }
+
+template <class F>
+__device__ __forceinline__ void write_rows(const float (&v)[ROWS][CHUNK], const float* scales, int rows, int columns,
+                                           u8* target, i64 stride) {
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k) {
+        if (k >= rows) return;
+        u8 codes[CHUNK];
+        encode_row<F>(v[k], scales[k], codes);
+        store_some(codes, columns, target + k * stride);
+    }
+}
+
+template <class T>
+__device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, Half row_half,
+                         Half column_half, Rule rule) {
+    __shared__ Shared shared;
+    if (rule.kind == WHOLE) {
+        write_scales_of_sections(row_half, sections.count, rule);
+        write_scales_of_sections(column_half, sections.count, rule);
+    }
+    const i64 blocks = (columns + TILE - 1) / TILE;  // of a row
+    const i64 across = blocks > 0 ? blocks : 1;
+    const TileRows strip = find_tile_rows(sections, blockIdx.x / across);
+    if (strip.section_rows == 0 || columns == 0) return;
+    const bool rowwise = row_half.scales != nullptr, columnwise = column_half.scales != nullptr;
+    const i64 block = blockIdx.x % across;
+    const i64 first_row = strip.section_start + strip.start, first_column = block * TILE;
+    const int height = at_most_tile(strip.section_rows - strip.start), width = at_most_tile(columns - first_column);
+
+    const int thread = threadIdx.x;
+
+    // ---- elements, and the largest of each line ----
+    float v[PATCHES][ROWS][CHUNK];
+    u32 column_most[CHUNKS][CHUNK] = {};
+    for (int patch = 0; patch < PATCHES; ++patch) {
+        const Patch at = patch_of(thread, patch, width);
+#pragma unroll
+        for (int k = 0; k < ROWS; ++k) {
+            const int here = at.row + k < height ? at.count : 0;
+            const T* source = x + (first_row + at.row + k) * row_stride + (first_column + at.column) * column_stride;
+            if (here == CHUNK && column_stride == 1) {
+                load_elements(source, v[patch][k]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < CHUNK; ++i) v[patch][k][i] = i < here ? to_float(source[i * column_stride]) : 0.0f;
+            }
+        }
+        if (rule.kind == WHOLE) continue;
+        u32 (&below)[CHUNK] = column_most[patch % CHUNKS];
+#pragma unroll
+        for (int k = 0; k < ROWS; ++k) {
+            u32 most = 0;
+            for (int i = 0; i < CHUNK; ++i) take_magnitude(v[patch][k][i], rule.highest, most);
+            for (int i = 0; i < CHUNK; ++i) take_magnitude(v[patch][k][i], rule.highest, below[i]);
+            shared.row_amaxes[at.row + k][at.column / CHUNK] = most;
+        }
+    }
+
+    // ---- scales, and what is stored of them ----
+    const i64 section_blocks = (strip.section_rows + TILE - 1) / TILE, block_row = strip.start / TILE;
+    if (rule.kind == LINES && columnwise) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+            for (int c = 0; c < CHUNKS; ++c) shared.column_amaxes[i][thread * CHUNKS + c] = column_most[c][i];
+        }
+    }
+    if (rule.kind != WHOLE) {
+        __syncthreads();
+    }
+    float scale = 0.0f;  // of the whole tile
+    if (rule.kind == TILES) {
+        for (int line = thread; line < TILE; line += THREADS) {
+            shared.line_amaxes[line] = largest(ACROSS, [&](int n) { return shared.row_amaxes[line][n]; });
+        }
+        __syncthreads();
+        const u32 amax = largest(TILE, [&](int n) { return shared.line_amaxes[n]; });
+        scale = fp8_scale(__uint_as_float(amax), rule.scale);
+        if (thread == 0) {
+            if (rowwise) row_half.scales[(strip.blocks_before + block_row) * blocks + block] = 1.0f / scale;
+            if (columnwise) {
+                column_half.scales[blocks * strip.blocks_before + block * section_blocks + block_row] = 1.0f / scale;
+            }
+        }
+    }
+    for (int n = thread; n < 2 * TILE; n += THREADS) {  // rows, then columns
+        const bool is_row = n < TILE;
+        const int line = n % TILE;
+        if (!(is_row ? rowwise : columnwise)) continue;
+        if (rule.kind == WHOLE) {
+            scale = scale_of_section(is_row ? row_half.amax : column_half.amax, strip.section, rule);
+        } else if (rule.kind == LINES) {
+            const int chunk = line / CHUNK, i = line % CHUNK;
+            const u32 amax = is_row ? largest(ACROSS, [&](int c) { return shared.row_amaxes[line][c]; })
+                                    : largest(DOWN, [&](int d) { return shared.column_amaxes[i][d * ACROSS + chunk]; });
+            scale = fp8_scale(__uint_as_float(amax), rule.scale);
+            if (is_row && line < height) row_half.scales[(first_row + line) * blocks + block] = 1.0f / scale;
+            if (!is_row && line < width) {
+                const i64 first = columns * strip.blocks_before + (first_column + line) * section_blocks;
+                column_half.scales[first + block_row] = 1.0f / scale;
+            }
+        }
+        shared.scales[is_row ? 0 : 1][line] = scale;
+    }
+    __syncthreads();
+
+    // ---- codes ----
+    for (int patch = 0; patch < PATCHES; ++patch) {
+        const Patch at = patch_of(thread, patch, width);
+        if (rowwise) {
+            u8* target = row_half.codes + (first_row + at.row) * columns + first_column + at.column;
+            if (rule.e5m2) {
+                write_rows<E5M2>(v[patch], shared.scales[0] + at.row, height - at.row, at.count, target, columns);
+            } else {
+                write_rows<E4M3>(v[patch], shared.scales[0] + at.row, height - at.row, at.count, target, columns);
+            }
+        }
+        if (columnwise) {
+            float scales[CHUNK];
+#pragma unroll
+            for (int i = 0; i < CHUNK; ++i) scales[i] = shared.scales[1][at.column + i];
+            u32 words[CHUNK];
+            if (rule.e5m2) {
+                encode_columns<E5M2>(v[patch], scales, words);
+            } else {
+                encode_columns<E4M3>(v[patch], scales, words);
+            }
+            const int word = turned(at.column, at.row / (4 * ROWS)) + at.row / ROWS % 4;
+#pragma unroll
+            for (int i = 0; i < CHUNK; ++i) shared.codes[at.column + i][word] = words[i];
+        }
+    }
+    if (!columnwise) return;
+    __syncthreads();
+    for (int index = thread; index < width * (WORDS / 4); index += THREADS) {
+        const int at = index / (WORDS / 4), part = index % (WORDS / 4);
+        const int left = height - part * 16;
+        u8 codes[16];
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            codes[j] = static_cast<u8>(shared.codes[at][turned(at, part) + j / 4] >> j % 4 * 8);
+        }
+        u8* target = column_half.codes + columns * strip.section_start + (first_column + at) * strip.section_rows +
+                     strip.start + part * 16;
+        store_some(codes, left < 16 ? left : 16, target);
+    }
+}
+
+#define QUANTIZE(NAME, T)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        NAME(const T* x, i64 row_stride, i64 column_stride, i64 rows, i64 columns, const i64* sizes, int sections,     \
+             int kind, const float* given, int e5m2, const float* amax, u8* codes, float* scales, float* encode,       \
+             const float* amax_t, u8* codes_t, float* scales_t, float* encode_t, float largest_element,                \
+             float smallest_amax, float largest_scale, int power_of_two, int propagate_nan) {                          \
+        const Rule rule = {kind, e5m2, highest_counted(propagate_nan), given,                                          \
+                           ScaleRule{largest_element, smallest_amax, largest_scale, power_of_two}};                    \
+        quantize(x, row_stride, column_stride, columns, Sections{sizes, sections, rows},                               \
+                 Half{amax, codes, scales, encode}, Half{amax_t, codes_t, scales_t, encode_t}, rule);                  \
+    }
+
+QUANTIZE(quantize_fp8_fp32, float)
+QUANTIZE(quantize_fp8_bf16, bf16)
+QUANTIZE(quantize_fp8_fp16, fp16)

@@ -1,0 +1,262 @@
+// quantize_mx: MX formats of one read of x: rowwise, columnwise (the transpose, quantized along M), or both.
+//
+//   ELEMENT        E2M1, E2M3, E3M2, E4M3 or E5M2, a macro: each is a compilation of its own
+//   x              (M, K), any strides, float32, bfloat16 or float16; any M and K, a short last block counts as padded
+//                  with zeros
+//   sizes          rows of each of `sections` sections along M, or null: the whole tensor is one section
+//   Rowwise, where wanted:
+//   codes          (M, K) bytes, one an element; of E2M1 (M, ceil(K/2)), element 2j in the low nibble of byte j
+//   scales         (M, ceil(K/32)) bytes, E8M0; where `swizzled` in the 128x4 layout, whose padding the caller has set to 0
+//   words          (M, ceil(K/4)) random words where `stochastic`, or null: Philox with seed and offset, subsequences 2n
+//                  and 2n + 1 for block n, counted along the lines of the half, sections one after the other
+//   Columnwise, where wanted: the same of each section's transpose (K, m), sections one behind the other. Where `in_place`,
+//   which E2M1 is never, codes are stored as (m, K) and linear scales as (ceil(m/32), K).
+//   Launch: 128 threads for every 64x64 tile, of which a strip of 64 rows has ceil(K/64), at least one; ceil(M/64) strips,
+//   or with sections one more for each. A thread makes a block of 32 of a row, then one of a column.
+//   quantize_mx_plain: rowwise alone, contiguous, no variant; one thread for every 32 elements, in the order of memory.
+//   Numerics: numerics.md, "MXFP8", float32 with one rounding per operation; elements nearest even or stochastic,
+//   saturating. `scale_order` and `up_from`: mx.cuh. `tiles`: blocks of 32x32. Everything is exact to the bit.
+
+#include "layout.cuh"
+#include "mx.cuh"
+#include "philox.cuh"
+#include "sections.cuh"
+
+#ifndef ELEMENT
+#define ELEMENT E4M3
+#endif
+using Element = ELEMENT;
+
+constexpr int THREADS = 128;
+constexpr int TILE = 64;
+constexpr int TILE_BLOCKS = TILE / BLOCK;
+static_assert(TILE == STRIP && TILE * TILE_BLOCKS == THREADS, "a thread makes one block of either half");
+
+constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;
+constexpr int BYTES = BLOCK / PER_BYTE;
+
+// What the quantization depends on: the same for all threads.
+struct Rule {
+    int scale_order;
+    u32 up_from;
+    int tiles, propagate_nan, in_place, stochastic, swizzled;
+    u64 seed;
+};
+
+// One orientation of the result.
+struct Half {
+    int wanted;
+    u8* codes;
+    u8* scales;
+    const u32* words;
+    u64 offset;
+};
+
+// What the threads of a block read of each other.
+struct Shared {
+    float values[TILE][TILE + 1];
+    u32 amaxes[TILE][TILE_BLOCKS];
+};
+
+// A block of 32: where it lies in a matrix whose lines have `length` elements, and how many of its own exist.
+struct Place {
+    i64 line, start, length;
+    i64 first_code, first_scale;  // of the section
+    i64 transposed;               // lines, where they are stored as columns; else 0
+    int count;
+};
+
+__device__ __forceinline__ u32 largest_magnitude(const float (&v)[BLOCK], u32 highest) {
+    u32 largest = 0;
+    for (int i = 0; i < BLOCK; ++i) take_magnitude(v[i], highest, largest);
+    return largest;
+}
+
+__device__ __forceinline__ u32 largest_of_tile(const u32 (&amaxes)[TILE][TILE_BLOCKS], int first_line, int block) {
+    u32 largest = 0;
+    for (int i = 0; i < BLOCK; ++i) {
+        const u32 other = amaxes[first_line + i][block];
+        largest = other > largest ? other : largest;
+    }
+    return largest;
+}
+
+__device__ __forceinline__ void pack(const u8 (&codes)[BLOCK], u8 (&packed)[BYTES]) {
+    if constexpr (PER_BYTE == 2) {
+        for (int j = 0; j < BYTES; ++j) packed[j] = static_cast<u8>(codes[2 * j] | codes[2 * j + 1] << 4);
+    } else {
+        for (int j = 0; j < BYTES; ++j) packed[j] = codes[j];
+    }
+}
+
+__device__ __forceinline__ void round_to_nearest(const float (&scaled)[BLOCK], u8 (&packed)[BYTES]) {
+    if constexpr (PER_BYTE == 2) {
+        for (int j = 0; j < BYTES; ++j) packed[j] = e2m1x2_from_float(scaled[2 * j], scaled[2 * j + 1]);
+    } else if constexpr (Element::HAS_CVT) {
+        for (int j = 0; j < BYTES / 2; ++j) {
+            const u16 pair = pair_from_float<Element>(scaled[2 * j], scaled[2 * j + 1]);
+            packed[2 * j] = static_cast<u8>(pair);
+            packed[2 * j + 1] = static_cast<u8>(pair >> 8);
+        }
+    } else {
+        for (int j = 0; j < BYTES; ++j) packed[j] = static_cast<u8>(nearest_even<Element>(scaled[j]));
+    }
+}
+
+__device__ __forceinline__ void round_by_words(const float (&scaled)[BLOCK], const Half& half, const Place& place,
+                                               const Rule& rule, u8 (&packed)[BYTES]) {
+    u32 words[BLOCK / 4];
+    if (half.words == nullptr) {
+        const i64 blocks = (place.length + BLOCK - 1) / BLOCK;
+        const u64 number = static_cast<u64>(place.first_scale + place.line * blocks + place.start / BLOCK);
+        for (int j = 0; j < 2; ++j) {
+            u32 four[4];
+            philox(rule.seed, half.offset, 2u * number + static_cast<u64>(j), four);
+            for (int k = 0; k < 4; ++k) words[4 * j + k] = four[k];
+        }
+    } else {
+        const i64 line_words = (place.length + 3) / 4;
+        for (int j = 0; j < BLOCK / 4; ++j) {
+            const i64 word = place.start / 4 + j;
+            words[j] = word < line_words ? half.words[place.line * line_words + word] : 0u;
+        }
+    }
+    u8 bytes[BLOCK], codes[BLOCK];  // one a lane, so that a CPU takes several at once
+    for (int i = 0; i < BLOCK; ++i) bytes[i] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
+    for (int i = 0; i < BLOCK; ++i) codes[i] = static_cast<u8>(stochastic<Element>(scaled[i], bytes[i]));
+    pack(codes, packed);
+}
+
+__device__ __forceinline__ void write_block(const float (&v)[BLOCK], u32 amax, const Half& half, const Place& place,
+                                            const Rule& rule) {
+    const u8 scale = mx_scale<Element>(__uint_as_float(amax), rule.scale_order, rule.up_from);
+    const float factor = mx_element_factor(scale);
+    const i64 blocks = (place.length + BLOCK - 1) / BLOCK;
+    const i64 block = place.start / BLOCK;
+    const i64 linear = place.transposed != 0 ? block * place.transposed + place.line : place.line * blocks + block;
+    half.scales[rule.swizzled ? swizzled_index(place.line, block, blocks) : place.first_scale + linear] = scale;
+
+    float scaled[BLOCK];
+    for (int i = 0; i < BLOCK; ++i) scaled[i] = v[i] * factor;
+    u8 packed[BYTES];
+    if (rule.stochastic) {
+        round_by_words(scaled, half, place, rule, packed);
+    } else {
+        round_to_nearest(scaled, packed);
+    }
+    if (place.transposed != 0) {
+        u8* target = half.codes + place.first_code + place.start * place.transposed + place.line;
+        for (int i = 0; i < place.count; ++i) target[i * place.transposed] = packed[i];
+        return;
+    }
+    const i64 line_bytes = (place.length + PER_BYTE - 1) / PER_BYTE;
+    u8* target = half.codes + place.first_code + place.line * line_bytes + place.start / PER_BYTE;
+    if (place.count == BLOCK) {
+        store_bytes(packed, target);
+    } else {
+        for (int j = 0; j < (place.count + PER_BYTE - 1) / PER_BYTE; ++j) target[j] = packed[j];
+        // Padding is code 0 under a NaN factor, too.
+        if (place.count % PER_BYTE != 0) target[place.count / PER_BYTE] &= 0xFu;
+    }
+}
+
+template <class T>
+__device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, Half row_half,
+                         Half column_half, Rule rule) {
+    __shared__ Shared shared;
+    const u32 across = columns > 0 ? static_cast<u32>((columns + TILE - 1) / TILE) : 1u;
+    const Strip strip = find_strip<BLOCK, PER_BYTE>(sections, blockIdx.x / across, columns);
+    if (strip.section_rows == 0) return;
+    const int thread = threadIdx.x;
+    const i64 first_column = static_cast<i64>(blockIdx.x % across) * TILE;
+    const u32 highest = highest_counted(rule.propagate_nan);
+
+    // ---- a block of a row ----
+    const int line = thread / TILE_BLOCKS, block = thread % TILE_BLOCKS;
+    const i64 row = strip.section_start + strip.start + line;
+    const i64 column = first_column + block * BLOCK;
+    const i64 left = strip.start + line < strip.section_rows ? columns - column : 0;
+    const int count = left <= 0 ? 0 : left < BLOCK ? static_cast<int>(left) : BLOCK;
+    const T* source = x + row * row_stride + column * column_stride;
+    float v[BLOCK];
+    if (count == BLOCK && column_stride == 1) {
+        load_elements(source, v);
+    } else {
+        for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i * column_stride]) : 0.0f;
+    }
+    if (column_half.wanted) {
+        for (int i = 0; i < BLOCK; ++i) shared.values[line][block * BLOCK + i] = v[i];
+    }
+    u32 amax = largest_magnitude(v, highest);
+    if (rule.tiles) shared.amaxes[line][block] = amax;
+    if (rule.tiles || column_half.wanted) __syncthreads();
+    if (row_half.wanted && count > 0) {
+        if (rule.tiles) amax = largest_of_tile(shared.amaxes, line / BLOCK * BLOCK, block);
+        write_block(v, amax, row_half, Place{row, column, columns, 0, 0, 0, count}, rule);
+    }
+    if (!column_half.wanted) return;
+
+    // ---- a block of a column ----
+    const int line_t = thread % TILE, block_t = thread / TILE;
+    const i64 column_t = first_column + line_t;
+    const i64 start_t = strip.start + block_t * BLOCK;
+    const i64 left_t = column_t < columns ? strip.section_rows - start_t : 0;
+    const int count_t = left_t <= 0 ? 0 : left_t < BLOCK ? static_cast<int>(left_t) : BLOCK;
+    if (count_t == 0) return;
+    for (int i = 0; i < BLOCK; ++i) v[i] = shared.values[block_t * BLOCK + i][line_t];
+    amax = rule.tiles ? largest_of_tile(shared.amaxes, block_t * BLOCK, line_t / BLOCK) : largest_magnitude(v, highest);
+    const i64 transposed = rule.in_place ? columns : 0;
+    const Place place = {column_t, start_t, strip.section_rows, strip.codes_t, strip.scales_t, transposed, count_t};
+    write_block(v, amax, column_half, place, rule);
+}
+
+#define QUANTIZE(NAME, T)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        NAME(const T* x, i64 row_stride, i64 column_stride, i64 rows, i64 columns, const i64* sizes, int sections,     \
+             int rowwise, u8* codes, u8* scales, const u32* words, u64 offset, int columnwise, u8* codes_t,            \
+             u8* scales_t, const u32* words_t, u64 offset_t, int scale_order, int up_from, int tiles,                  \
+             int propagate_nan, int in_place, int stochastic, u64 seed, int swizzled) {                                \
+        const Rule rule = {scale_order, static_cast<u32>(up_from), tiles, propagate_nan, in_place, stochastic,         \
+                           swizzled, seed};                                                                            \
+        quantize(x, row_stride, column_stride, columns, Sections{sizes, sections, rows},                               \
+                 Half{rowwise, codes, scales, words, offset}, Half{columnwise, codes_t, scales_t, words_t, offset_t},  \
+                 rule);                                                                                                \
+    }
+
+// Rowwise, of a whole contiguous tensor, without any variant.
+template <class T>
+__device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rule rule) {
+    const i64 blocks = (columns + BLOCK - 1) / BLOCK;
+    const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    if (index >= rows * blocks) return;
+    // Where every block is full, rows follow each other without a gap, as one line, and no row number is needed.
+    const bool one_line = columns % BLOCK == 0;
+    const i64 row = one_line ? 0 : index / blocks;
+    const i64 column = (index - row * blocks) * BLOCK;
+    const i64 length = one_line ? rows * columns : columns;
+    const int count = length - column < BLOCK ? static_cast<int>(length - column) : BLOCK;
+    const T* source = x + row * columns + column;
+    float v[BLOCK];
+    if (count == BLOCK) {
+        load_elements(source, v);
+    } else {
+        for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i]) : 0.0f;
+    }
+    const u32 amax = largest_magnitude(v, highest_counted(rule.propagate_nan));
+    write_block(v, amax, half, Place{row, column, length, 0, 0, 0, count}, rule);
+}
+
+#define QUANTIZE_PLAIN(NAME, T)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        NAME(const T* x, i64 rows, i64 columns, u8* codes, u8* scales, int scale_order, int up_from,                   \
+             int propagate_nan) {                                                                                      \
+        quantize_plain(x, rows, columns, Half{1, codes, scales, nullptr, 0},                                           \
+                       Rule{scale_order, static_cast<u32>(up_from), 0, propagate_nan, 0, 0, 0, 0u});                   \
+    }
+
+QUANTIZE(quantize_mx_fp32, float)
+QUANTIZE(quantize_mx_bf16, bf16)
+QUANTIZE(quantize_mx_fp16, fp16)
+QUANTIZE_PLAIN(quantize_mx_plain_fp32, float)
+QUANTIZE_PLAIN(quantize_mx_plain_bf16, bf16)
+QUANTIZE_PLAIN(quantize_mx_plain_fp16, fp16)

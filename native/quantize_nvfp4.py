@@ -1,0 +1,316 @@
+"""Quantize to NVFP4: one orientation, both in one launch, and sections with an amax each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from native.amax import amax as tensor_amax
+from native.amax import oriented_amax, strips
+from native.arguments import (
+    STRIP,
+    THREADS,
+    as_matrix,
+    blocks_for,
+    check_no_scale,
+    check_random,
+    check_rotated,
+    check_tensor,
+    split_random,
+    suffix,
+)
+from native.hadamard import transform
+from native.launch import Argument, launch
+from native.sections import check_sizes
+from reference.quantized import (
+    GroupedQuantized,
+    Quantized,
+    amax_shape,
+    codes_shape,
+    scales_shape,
+    swizzled_shape,
+)
+from reference.recipes import Recipe
+
+_SCALE_ORDER = {"amax*(enc*(1/6))": 0, "(amax/6)*enc": 1}
+_CANDIDATES = {"6": 0, "4-or-6-mae": 1, "4-or-6-mse": 2}
+_ROTATE_ROWS, _ROTATE_COLUMNS = 1, 2
+_FUSED_GROUP = 16
+"""Groups of other sizes are rotated by a launch of their own."""
+
+
+@dataclass
+class _Half:
+    """One orientation of a result, (lines, length), as the kernel writes it."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    amax: torch.Tensor
+    tensor_scale: torch.Tensor
+    random: object
+
+    def arguments(self) -> list[Argument]:
+        words = self.random if isinstance(self.random, torch.Tensor) else None
+        offset = self.random[1] if isinstance(self.random, tuple) else 0
+        return [self.amax, self.codes, self.scales, self.tensor_scale, words, np.uint64(offset % 2**64)]
+
+
+_NO_HALF: list[Argument] = [None, None, None, None, None, np.uint64(0)]
+
+
+def _half(shape: tuple[int, int], r: Recipe, amax: torch.Tensor, random: object, *, swizzled: bool) -> _Half:
+    device = amax.device
+    # The padding of swizzled scales is 0, and no thread has it.
+    scales = (
+        torch.zeros(swizzled_shape(shape, r), dtype=torch.uint8, device=device)
+        if swizzled
+        else torch.empty(scales_shape(shape, r), dtype=torch.uint8, device=device)
+    )
+    codes = torch.empty(codes_shape(shape, r), dtype=torch.uint8, device=device)
+    return _Half(codes, scales, amax, torch.empty_like(amax), random)
+
+
+def _launch(
+    x: torch.Tensor,
+    r: Recipe,
+    row: _Half | None,
+    column: _Half | None,
+    *,
+    rotation: int,
+    sizes: torch.Tensor | None = None,
+    swizzled: bool = False,
+) -> None:
+    rows, columns = x.shape
+    scale_order, propagate_nan = np.int32(_SCALE_ORDER[r.block_scale]), np.int32(r.nan == "propagate")
+    if row is not None and column is None and sizes is None and not swizzled and x.is_contiguous() and not _variant(r):
+        launch(
+            "quantize_nvfp4",
+            f"quantize_nvfp4_plain_{suffix(x.dtype)}",
+            (blocks_for(row.scales.numel(), THREADS),),
+            (THREADS,),
+            (x, np.int64(rows), np.int64(columns), *row.arguments()[:4], np.float32(r.max_product), scale_order,
+             propagate_nan),
+            device=x.device,
+        )  # fmt: skip
+        return
+    sections = 1 if sizes is None else len(sizes)
+    seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
+    launch(
+        "quantize_nvfp4",
+        f"quantize_nvfp4_{suffix(x.dtype)}",
+        (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),),
+        (THREADS,),
+        (x, np.int64(x.stride(0)), np.int64(x.stride(1)), np.int64(rows), np.int64(columns), sizes, np.int32(sections),
+         *(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments()),
+         np.float32(r.max_product), scale_order, np.int32(_CANDIDATES[r.candidates]), np.int32(r.block[0] > 1),
+         np.int32(r.granularity == "row"), propagate_nan, np.int32(rotation),
+         np.int32(0 if r.transform is None else r.transform.signs), np.int32(r.rounding == "stochastic"),
+         np.uint64(seed % 2**64), np.int32(swizzled)),
+        device=x.device,
+    )  # fmt: skip
+
+
+def _variant(r: Recipe) -> bool:
+    """Whether a recipe asks for more than steps 1 to 8 of numerics.md."""
+    plain = (r.block[0], r.granularity, r.transform, r.candidates, r.rounding)
+    return plain != (1, "tensor", None, "6", "nearest-even")
+
+
+def _fused(r: Recipe) -> bool:
+    return r.transform is None or r.transform.group == _FUSED_GROUP
+
+
+def quantize(
+    x: torch.Tensor,
+    r: Recipe,
+    *,
+    amax: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    random: object = None,
+    swizzled: bool = False,
+) -> Quantized:
+    """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K; a recipe with a transform rotates it.
+
+    Any M and K (but whole groups of a transform); more dimensions are taken as rows. `amax`, float32 (1,), or (M,)
+    where every row has one, replaces the tensor's own. `random`: words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox.
+    Source: numerics.md, "NVFP4, 1×16". Raises TypeError or ValueError for inputs that do not fit, an encode scale among
+    them, ToolchainError where kernels cannot be compiled.
+    """
+    check_no_scale(scale, r)
+    x = as_matrix(x)
+    shape = (x.shape[0], x.shape[1])
+    check_rotated(x, shape[1], r)
+    check_random(random, shape, r)
+    if not _fused(r):
+        rotated = quantize(transform(x, r), replace(r, transform=None), amax=amax, random=random, swizzled=swizzled)
+        return replace(rotated, recipe=r)
+    if amax is None:
+        amax = _amax(x, r)
+    check_tensor(amax, "amax", (torch.float32,), amax_shape(shape, r))
+    half = _half(shape, r, amax, random, swizzled=swizzled)
+    _launch(x, r, half, None, rotation=0 if r.transform is None else _ROTATE_ROWS, swizzled=swizzled)
+    return _quantized(half, r, shape, swizzled=swizzled)
+
+
+def _quantized(half: _Half, r: Recipe, shape: tuple[int, int], *, swizzled: bool) -> Quantized:
+    return Quantized(half.codes, half.scales, half.amax, r, shape, half.tensor_scale, swizzled)
+
+
+def _amax(x: torch.Tensor, r: Recipe, *, along_rows: bool = True) -> torch.Tensor:
+    """The amax of `x`, rotated where the recipe rotates: of the tensor, or of every row or column."""
+    propagate_nan = r.nan == "propagate"
+    each, rotated = r.granularity == "row", r.transform is not None
+    if not each and not rotated and x.is_contiguous():
+        return tensor_amax(x, propagate_nan=propagate_nan)
+    found = oriented_amax(
+        x, plain=not rotated, rotated=rotated, along_rows=along_rows, each=each,
+        signs=0 if r.transform is None else r.transform.signs, propagate_nan=propagate_nan,
+    )  # fmt: skip
+    amax = found[1] if rotated else found[0]
+    assert amax is not None
+    return amax
+
+
+def quantize_both(
+    x: torch.Tensor,
+    r: Recipe,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: Sequence[torch.Tensor | None] | None = None,
+    scale: torch.Tensor | None = None,
+    random: object = None,
+    swizzled: bool = False,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and columnwise (K, M), its transpose.
+
+    A transform rotates the columnwise half alone; groups other than 16 cost a launch of their own. `amax` holds that of
+    either half, `random` the words of either half, or seed and offset, of which the columnwise half uses offset + 1. A
+    half that is not wanted is None. Raises as `quantize` does.
+    """
+    check_no_scale(scale, r)
+    x = as_matrix(x)
+    shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
+    bits, bits_t = split_random(random)
+    if columnwise:
+        check_rotated(x, x.shape[0], r)
+        check_random(bits_t, shape_t, r)
+    if rowwise:
+        check_random(bits, shape, r)
+    given = (None, None) if amax is None else amax
+    one_by_one = r.candidates != "6" and r.block[0] > 1 and amax is not None  # a tile's choice is made by one amax
+    if rowwise and columnwise and (one_by_one or not _fused(r)):
+        row = quantize(x, r.rowwise, amax=given[0], random=bits, swizzled=swizzled)
+        column = quantize_both(x, r, rowwise=False, amax=amax, random=random, swizzled=swizzled)[1]
+        return row, column
+    if not _fused(r) and columnwise:
+        return None, quantize(x.T, r, amax=given[1], random=bits_t, swizzled=swizzled)
+    amaxes = _both_amaxes(x, r, given, rowwise=rowwise, columnwise=columnwise)
+    halves = [
+        _half(of, r, found, some, swizzled=swizzled) if found is not None else None
+        for of, found, some in zip((shape, shape_t), amaxes, (bits, bits_t), strict=True)
+    ]
+    rotation = 0 if r.transform is None else _ROTATE_COLUMNS
+    _launch(x, r, halves[0], halves[1], rotation=rotation, swizzled=swizzled)
+    row_half, column_half = halves
+    return (
+        None if row_half is None else _quantized(row_half, r.rowwise, shape, swizzled=swizzled),
+        None if column_half is None else _quantized(column_half, r, shape_t, swizzled=swizzled),
+    )
+
+
+def _both_amaxes(
+    x: torch.Tensor,
+    r: Recipe,
+    given: Sequence[torch.Tensor | None],
+    *,
+    rowwise: bool,
+    columnwise: bool,
+) -> list[torch.Tensor | None]:
+    """The amax of either half, None for one that is not wanted. Before and after a rotation they cost one read."""
+    wanted = (rowwise, columnwise)
+    for amax, side, name, extent in zip(given, wanted, ("rowwise", "columnwise"), x.shape, strict=True):
+        if side and amax is not None:
+            check_tensor(amax, f"{name} amax", (torch.float32,), amax_shape((extent, 0), r))
+    missing = [side and amax is None for side, amax in zip(wanted, given, strict=True)]
+    own = _own_amaxes(x, r, rowwise=missing[0], columnwise=missing[1]) if any(missing) else (None, None)
+    found = [amax if amax is not None else mine for amax, mine in zip(given, own, strict=True)]
+    return [amax if side else None for side, amax in zip(wanted, found, strict=True)]
+
+
+def _own_amaxes(
+    x: torch.Tensor, r: Recipe, *, rowwise: bool, columnwise: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if r.transform is not None:
+        return oriented_amax(
+            x, plain=rowwise, rotated=columnwise, along_rows=False, signs=r.transform.signs,
+            propagate_nan=r.nan == "propagate",
+        )  # fmt: skip
+    if r.granularity == "row":
+        return (_amax(x, r) if rowwise else None), (_amax(x, r, along_rows=False) if columnwise else None)
+    amax = _amax(x, r)
+    return amax, amax
+
+
+def quantize_grouped(
+    x: torch.Tensor,
+    sizes: torch.Tensor,
+    r: Recipe,
+    *,
+    columnwise: bool = False,
+    amax: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    random: object = None,
+) -> GroupedQuantized:
+    """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each with its own amax, some perhaps empty.
+
+    One launch for all, which reads the sizes where they lie: the host does not wait for a GPU. Sizes on a CPU are
+    checked; on a GPU, what is wrong in them is cut to the rows of x. `columnwise`: of the transpose of each section,
+    rotated where the recipe rotates. `amax`: float32 (G,). Raises as `quantize` does.
+    """
+    check_no_scale(scale, r)
+    x = as_matrix(x)
+    rows, columns = x.shape
+    _check_sizes(sizes, rows, r, rotated=columnwise)
+    if not columnwise:
+        check_rotated(x, columns, r)
+    check_random(random, (rows, columns), r)
+    if isinstance(random, torch.Tensor):
+        raise ValueError("sections take random=(seed, offset), not words")
+    if not _fused(r):  # no group crosses the border of two sections, so that all are rotated at once
+        y = transform(x.T, r).T if columnwise else transform(x, r)
+        plain = replace(r, transform=None)
+        return replace(quantize_grouped(y, sizes, plain, columnwise=columnwise, amax=amax, random=random), recipe=r)
+    count = len(sizes)
+    rotated = r.transform is not None
+    if amax is None:
+        found = oriented_amax(
+            x, plain=not rotated, rotated=rotated, along_rows=not columnwise, sizes=sizes,
+            signs=0 if r.transform is None else r.transform.signs, propagate_nan=r.nan == "propagate",
+        )  # fmt: skip
+        amax = found[1] if rotated else found[0]
+        assert amax is not None
+    check_tensor(amax, "amax", (torch.float32,), (count,))
+    half = _half((rows, columns), r, amax, random, swizzled=False)
+    if columnwise:  # flat, with room for a half byte and a short block of every section
+        half.codes = torch.empty(columns * ((rows + count) // 2 + 1), dtype=torch.uint8, device=x.device)
+        half.scales = torch.empty(columns * (rows // 16 + count), dtype=torch.uint8, device=x.device)
+    rotation = 0 if not rotated else _ROTATE_COLUMNS if columnwise else _ROTATE_ROWS
+    _launch(x, r, None if columnwise else half, half if columnwise else None, rotation=rotation, sizes=sizes)
+    return GroupedQuantized(
+        half.codes, half.scales, amax, r, (rows, columns), sizes, half.tensor_scale, columnwise=columnwise
+    )
+
+
+def _check_sizes(sizes: torch.Tensor, rows: int, r: Recipe, *, rotated: bool) -> None:
+    if r.granularity == "row":
+        raise ValueError(f"recipe {r} has an amax for every row; sections of one amax each do not apply")
+    check_sizes(sizes, rows)
+    if sizes.device.type != "cpu" or not rotated or r.transform is None:
+        return
+    group, listed = r.transform.group, sizes.tolist()
+    if any(size % group for size in listed):
+        raise ValueError(f"recipe {r} rotates whole groups of {group} along M; sections of {listed} rows are none")
