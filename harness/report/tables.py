@@ -48,7 +48,7 @@ def folded(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """The rows of `summary`; where there are more than `most`, those that passed are one an operation and family.
 
     A family is what the names of recipes begin with: nvfp4, mxfp8, fp8-block. Rows that did not all pass stay as they
-    are, and before the rest.
+    are, and before the rest. `mxfp8 (12)` stands for 12 recipes, `(3)` for as many dtypes.
     """
     if len(rows) <= most:
         return rows
@@ -73,9 +73,7 @@ def _fold(rows: list[dict[str, Any]], family: str) -> dict[str, Any]:
         joined[name] = sum(row[name] or 0 for row in rows)
     for name in ("max_ulp", "budget_max"):
         joined[name] = max((row[name] for row in rows if row[name] is not None), default=None)
-    for name, noun in (("recipe", "recipes"), ("dtype", "dtypes")):
+    for name, shared in (("recipe", family), ("dtype", "")):
         values = {row[name] for row in rows}
-        joined[name] = values.pop() if len(values) == 1 else f"{len(values)} {noun}"
-    if joined["recipe"].endswith(" recipes"):
-        joined["recipe"] = f"{family}: {joined['recipe']}"
+        joined[name] = values.pop() if len(values) == 1 else f"{shared} ({len(values)})".lstrip()
     return joined

@@ -55,10 +55,9 @@ def test_any_order_of_a_rotation_passes(name, family):
 @pytest.mark.parametrize("family", families_of("transform"))
 @pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht-sr", "nvfp4-rht128", "nvfp4-rht4"])
 def test_any_order_before_a_quantize_passes(name, family):
-    for seed in range(2):
-        of_any_order.seed = seed
-        record = run_case(replace(ROTATED, recipe=name, inputs=family), backend(**rotating(of_any_order)))
-        assert (record.verdict, record.message) == ("pass", "")
+    of_any_order.seed = len(name + family)  # another for each
+    record = run_case(replace(ROTATED, recipe=name, inputs=family), backend(**rotating(of_any_order)))
+    assert (record.verdict, record.message) == ("pass", "")
 
 
 def cancelling(x: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ def test_families_of_nvfp4_keep_their_bytes(case):
 @pytest.mark.parametrize("family", families_of("quantize"))
 def test_any_shape_and_dtype(family, dtype):
     for rule in ("mxfp8-e5m2", "mxfp4", "mxfp8-2d", "fp8-block-128x128-e4m3-fp32", "fp8-delayed-e5m2"):
-        for shape in ((1, 1), (3, 33), (129, 130), (0, 32), (32, 0)):
+        for shape in ((1, 1), (129, 130), (0, 32), (32, 0)):
             for flags in ((), ("columnwise",)):
                 x = make_inputs(case_of(rule, family, shape, dtype, *flags)).x
                 in_place = recipe(rule).columnwise == "in-place"

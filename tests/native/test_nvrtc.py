@@ -36,9 +36,17 @@ def entries(text: str) -> set[str]:
     return set(re.findall(r"^\.visible \.entry (\w+)\(", text, re.MULTILINE))
 
 
-@EVERY_SOURCE
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_kernel_is_in_the_cubin(source: str, flags: tuple[str, ...], architecture: str) -> None:
+# Elements of MX on sm_90a, where twins stand for most instructions, and on sm_100a, which has all; E4M3 everywhere.
+CUBINS = [
+    pytest.param(architecture, source, flags, id="-".join((architecture, source, *(f.split("=")[1] for f in flags))))
+    for architecture in ARCHITECTURES
+    for source, flags in SOURCES
+    if architecture in ("sm_90a", "sm_100a") or flags in ((), ("-DELEMENT=E4M3",))
+]
+
+
+@pytest.mark.parametrize(("architecture", "source", "flags"), CUBINS)
+def test_every_kernel_is_in_the_cubin(architecture: str, source: str, flags: tuple[str, ...]) -> None:
     cubin = nvrtc.compiled(source, architecture, *flags)
     assert cubin.startswith(b"\x7fELF")
     for kernel in KERNELS[source]:

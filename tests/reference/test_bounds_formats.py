@@ -55,7 +55,7 @@ def test_no_order_of_summation_leaves_the_bounds(names: tuple[str, str], kind: s
 @pytest.mark.parametrize("kind", narrow.EXPONENTS)
 @pytest.mark.parametrize("names", NAMES, ids="-".join)
 def test_the_declared_order_does_not_leave_its_bounds(names: tuple[str, str], kind: str) -> None:
-    for seed, (family, k) in enumerate(itertools.product(FAMILIES, (1, 32, 33, 160))):
+    for seed, (family, k) in enumerate(itertools.product(FAMILIES, (1, 33, 160))):
         a, b = pair(names, seed, (4, 5, k), kind, family)
         limits = bounds(a, b, out_dtype=torch.float32, order="blocks")
         assert_accepted(limits, kernels.declared(a, b), (family, k))
