@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from reference.dialects import DIALECTS, MX_DIALECTS, MX_DIALECTS_OF
@@ -214,9 +215,14 @@ def recipe(name: str | Recipe) -> Recipe:
     if isinstance(name, Recipe):
         return name
     base, _, dialect = name.partition("@")
-    dialect = dialect or DEFAULT_DIALECT
+    return _find(base, dialect or DEFAULT_DIALECT)
+
+
+@lru_cache(maxsize=1024)
+def _find(base: str, dialect: str) -> Recipe:
     found = next(((f, parts) for f in _FAMILIES if (parts := f.parts.fullmatch(base))), None)
     if found is None:
+        name = base if dialect == DEFAULT_DIALECT else f"{base}@{dialect}"
         raise ValueError(f"no recipe is called {name!r}{_nearest(base, _NAMES)}; there are {', '.join(recipe_names())}")
     family, parts = found
     if dialect not in family.dialects:

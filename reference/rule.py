@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from reference.formats import E2M1, E4M3, E8M0, FP32, Format
@@ -167,12 +168,9 @@ class Recipe:
     """How `update_scale` makes the scale that `quantize` is given."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if get_origin(hints[field.name]) is Literal and value not in get_args(hints[field.name]):
-                choices = ", ".join(map(str, get_args(hints[field.name])))
-                raise ValueError(f"recipe {self.name}: {field.name} is {value!r}; it can be {choices}")
+        for name, choices in _choices().items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"recipe {self.name}: {name} is {value!r}; it can be {', '.join(map(str, choices))}")
         for one, other, reason in _EXCLUDED:
             if _FEATURES[one](self) and _FEATURES[other](self):
                 raise ValueError(f"recipe {self.name}: {one} and {other} do not go together: {reason}")
@@ -251,6 +249,13 @@ class Recipe:
 
     def __str__(self) -> str:
         return self.name if self.dialect == DEFAULT_DIALECT else f"{self.name}@{self.dialect}"
+
+
+@cache
+def _choices() -> dict[str, tuple[Any, ...]]:
+    """What the fields that choose can be. Found once: a recipe is made at each call of a door."""
+    hints = get_type_hints(Recipe)
+    return {field.name: get_args(hint) for field in fields(Recipe) if get_origin(hint := hints[field.name]) is Literal}
 
 
 DEFAULT_DIALECT = "te"
