@@ -17,6 +17,7 @@
 //   Numerics: numerics.md, "MXFP8", float32 with one rounding per operation; elements nearest even or stochastic,
 //   saturating. `scale_order` and `up_from`: mx.cuh. `tiles`: blocks of 32x32. Everything is exact to the bit.
 
+#include "blocks.cuh"
 #include "layout.cuh"
 #include "mx.cuh"
 #include "philox.cuh"
@@ -65,12 +66,6 @@ struct Place {
     i64 transposed;               // lines, where they are stored as columns; else 0
     int count;
 };
-
-__device__ __forceinline__ u32 largest_magnitude(const float (&v)[BLOCK], u32 highest) {
-    u32 largest = 0;
-    for (int i = 0; i < BLOCK; ++i) take_magnitude(v[i], highest, largest);
-    return largest;
-}
 
 __device__ __forceinline__ u32 largest_of_tile(const u32 (&amaxes)[TILE][TILE_BLOCKS], int first_line, int block) {
     u32 largest = 0;
@@ -176,14 +171,9 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     const i64 row = strip.section_start + strip.start + line;
     const i64 column = first_column + block * BLOCK;
     const i64 left = strip.start + line < strip.section_rows ? columns - column : 0;
-    const int count = left <= 0 ? 0 : left < BLOCK ? static_cast<int>(left) : BLOCK;
-    const T* source = x + row * row_stride + column * column_stride;
+    const int count = count_of<BLOCK>(left);
     float v[BLOCK];
-    if (count == BLOCK && column_stride == 1) {
-        load_elements(source, v);
-    } else {
-        for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i * column_stride]) : 0.0f;
-    }
+    load_block(x + row * row_stride + column * column_stride, column_stride, count, v);
     if (column_half.wanted) {
         for (int i = 0; i < BLOCK; ++i) shared.values[line][block * BLOCK + i] = v[i];
     }
@@ -201,7 +191,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     const i64 column_t = first_column + line_t;
     const i64 start_t = strip.start + block_t * BLOCK;
     const i64 left_t = column_t < columns ? strip.section_rows - start_t : 0;
-    const int count_t = left_t <= 0 ? 0 : left_t < BLOCK ? static_cast<int>(left_t) : BLOCK;
+    const int count_t = count_of<BLOCK>(left_t);
     if (count_t == 0) return;
     for (int i = 0; i < BLOCK; ++i) v[i] = shared.values[block_t * BLOCK + i][line_t];
     amax = rule.tiles ? largest_of_tile(shared.amaxes, block_t * BLOCK, line_t / BLOCK) : largest_magnitude(v, highest);
@@ -226,24 +216,13 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
 // Rowwise, of a whole contiguous tensor, without any variant.
 template <class T>
 __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rule rule) {
-    const i64 blocks = (columns + BLOCK - 1) / BLOCK;
     const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
-    if (index >= rows * blocks) return;
-    // Where every block is full, rows follow each other without a gap, as one line, and no row number is needed.
-    const bool one_line = columns % BLOCK == 0;
-    const i64 row = one_line ? 0 : index / blocks;
-    const i64 column = (index - row * blocks) * BLOCK;
-    const i64 length = one_line ? rows * columns : columns;
-    const int count = length - column < BLOCK ? static_cast<int>(length - column) : BLOCK;
-    const T* source = x + row * columns + column;
+    if (index >= rows * ((columns + BLOCK - 1) / BLOCK)) return;
+    const Run run = find_run<BLOCK>(rows, columns, index);
     float v[BLOCK];
-    if (count == BLOCK) {
-        load_elements(source, v);
-    } else {
-        for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i]) : 0.0f;
-    }
+    load_block(x + run.line * columns + run.start, 1, run.count, v);
     const u32 amax = largest_magnitude(v, highest_counted(rule.propagate_nan));
-    write_block(v, amax, half, Place{row, column, length, 0, 0, 0, count}, rule);
+    write_block(v, amax, half, Place{run.line, run.start, run.length, 0, 0, 0, run.count}, rule);
 }
 
 #define QUANTIZE_PLAIN(NAME, T)                                                                                        \

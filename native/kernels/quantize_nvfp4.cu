@@ -21,6 +21,7 @@
 //   16 are rotated along K in the rowwise half (bit 0), along M in the columnwise half (bit 1). Everything is exact to
 //   the bit.
 
+#include "blocks.cuh"
 #include "hadamard.cuh"
 #include "layout.cuh"
 #include "nvfp4.cuh"
@@ -65,12 +66,6 @@ struct Place {
     i64 first_code, first_scale;
     int count;
 };
-
-__device__ __forceinline__ u32 largest_magnitude(const float (&v)[BLOCK], u32 highest) {
-    u32 largest = 0;
-    for (int i = 0; i < BLOCK; ++i) take_magnitude(v[i], highest, largest);
-    return largest;
-}
 
 __device__ __forceinline__ u32 largest_of_tile(const u32 (&amaxes)[TILE][TILE_BLOCKS], int line, int block) {
     u32 largest = 0;
@@ -185,14 +180,9 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     const i64 row = strip.section_start + strip.start + line;
     const i64 column = first_column + block * BLOCK;
     const i64 left = strip.start + line < strip.section_rows ? columns - column : 0;
-    const int count = left <= 0 ? 0 : left < BLOCK ? static_cast<int>(left) : BLOCK;
-    const T* source = x + row * row_stride + column * column_stride;
+    const int count = count_of<BLOCK>(left);
     float v[BLOCK];
-    if (count == BLOCK && column_stride == 1) {
-        load_elements(source, v);
-    } else {
-        for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i * column_stride]) : 0.0f;
-    }
+    load_block(x + row * row_stride + column * column_stride, column_stride, count, v);
     if (columnwise) {
         for (int i = 0; i < BLOCK; ++i) shared.values[line][block * BLOCK + i] = v[i];
     }
@@ -227,7 +217,7 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     const i64 column_t = first_column + line_t;
     const i64 start_t = strip.start + block_t * BLOCK;
     const i64 left_t = column_t < columns ? strip.section_rows - start_t : 0;
-    const int count_t = left_t <= 0 ? 0 : left_t < BLOCK ? static_cast<int>(left_t) : BLOCK;
+    const int count_t = count_of<BLOCK>(left_t);
     for (int i = 0; i < BLOCK; ++i) v[i] = shared.values[block_t * BLOCK + i][line_t];
     if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate16(v, rule.signs);
     amax = largest_magnitude(v, highest);
@@ -269,25 +259,15 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
 template <class T>
 __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rule rule) {
     write_tensor_scales(half, 1, rule.max_product);
-    const i64 blocks = (columns + BLOCK - 1) / BLOCK;
     const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
-    if (index >= rows * blocks) return;
-    // Where every block is full, rows follow each other without a gap, as one line, and no row number is needed.
-    const bool one_line = columns % BLOCK == 0;
-    const i64 row = one_line ? 0 : index / blocks;
-    const i64 column = (index - row * blocks) * BLOCK;
-    const i64 length = one_line ? rows * columns : columns;
-    const int count = length - column < BLOCK ? static_cast<int>(length - column) : BLOCK;
-    const T* source = x + row * columns + column;
+    if (index >= rows * ((columns + BLOCK - 1) / BLOCK)) return;
+    const Run run = find_run<BLOCK>(rows, columns, index);
     float v[BLOCK];
-    if (count == BLOCK) {
-        load_elements(source, v);
-    } else {
-        for (int i = 0; i < BLOCK; ++i) v[i] = i < count ? to_float(source[i]) : 0.0f;
-    }
+    load_block(x + run.line * columns + run.start, 1, run.count, v);
     const float encode = nvfp4_tensor_scale(half.amax[0], rule.max_product);
     const u32 amax = largest_magnitude(v, highest_counted(rule.propagate_nan));
-    write_block(v, candidate_scales(amax, encode, rule).six, encode, half, Place{row, column, length, 0, 0, count}, rule);
+    write_block(v, candidate_scales(amax, encode, rule).six, encode, half,
+                Place{run.line, run.start, run.length, 0, 0, run.count}, rule);
 }
 
 #define QUANTIZE_PLAIN(NAME, T)                                                                                        \
