@@ -106,6 +106,15 @@ def split_random(random: object) -> tuple[object, object]:
     raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
 
 
+def check_scale(scale: torch.Tensor | None, count: int, r: Recipe) -> None:
+    """Raises ValueError or TypeError where encode scales are missing, not wanted, or of another shape or dtype."""
+    if (scale is None) == (r.tensor_scale == "given"):
+        what = f"takes scale, float32 ({count},)" if scale is None else "makes its own scales; it takes none"
+        raise ValueError(f"recipe {r} {what}")
+    if scale is not None:
+        check_tensor(scale, "scale", (torch.float32,), (count,))
+
+
 def check_no_scale(scale: torch.Tensor | None, r: Recipe) -> None:
     """Raises ValueError where an encode scale is given to a recipe that is not of delayed scaling."""
     if scale is not None:

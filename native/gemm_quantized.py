@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from native.arguments import blocks_for, check_tensor, supported
+from native.arguments import blocks_for, check_scale, supported
 from native.launch import Argument, launch
 from native.operands import element_of, epilogue, product_arguments, rule_of, source_of
 from native.quantize_mx import scale_rule
@@ -40,11 +40,7 @@ def gemm_quantized(
     (m, k), n = a.shape, b.shape[0]
     operands, factors = product_arguments(a, b)
     sizes = epilogue((m, n, k), out_dtype, c, bias)
-    if (scale is None) == r.whole:
-        what = "takes scale, float32 (1,)" if scale is None else "makes its own scales; it takes none"
-        raise ValueError(f"recipe {r} {what}")
-    if scale is not None:
-        check_tensor(scale, "scale", (torch.float32,), (1,))
+    check_scale(scale, 1, r)
     device = a.codes.device
     codes = torch.empty(codes_shape((m, n), r), dtype=torch.uint8, device=device)
     scales = torch.empty(

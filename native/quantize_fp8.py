@@ -10,7 +10,7 @@ import torch
 
 from native.amax import amax as tensor_amax
 from native.amax import oriented_amax
-from native.arguments import as_matrix, blocks_for, check_random, check_tensor, suffix
+from native.arguments import as_matrix, blocks_for, check_random, check_scale, check_tensor, suffix
 from native.launch import Argument, launch
 from native.sections import check_sizes
 from reference.formats import E5M2
@@ -82,7 +82,7 @@ def quantize_both(
     x = as_matrix(x)
     shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
     _check_options(r, shape, random, swizzled=swizzled)
-    _check_scale(scale, 1, r)
+    check_scale(scale, 1, r)
     amaxes = _amaxes(x, r, (None, None) if amax is None else amax, rowwise=rowwise, columnwise=columnwise)
     halves = [
         _half(of, r, found, x.device) if side else None
@@ -119,7 +119,7 @@ def quantize_grouped(
     check_sizes(sizes, rows)
     count = len(sizes)
     _check_options(r, (rows, columns), random, swizzled=False)
-    _check_scale(scale, count, r)
+    check_scale(scale, count, r)
     _check_amax(amax, "amax", (count,), r)
     if r.whole and amax is None:
         amax, _ = oriented_amax(
@@ -211,15 +211,6 @@ def _check_amax(amax: torch.Tensor | None, name: str, shape: tuple[int, ...], r:
     if not r.whole:
         raise ValueError(f"recipe {r} has no tensor scale; it takes no amax")
     check_tensor(amax, name, (torch.float32,), shape)
-
-
-def _check_scale(scale: torch.Tensor | None, count: int, r: Recipe) -> None:
-    """Raises ValueError or TypeError where encode scales are missing, not wanted, or of another shape or dtype."""
-    if (scale is None) == (r.tensor_scale == "given"):
-        what = f"takes scale, float32 ({count},)" if scale is None else "makes its own scales; it takes none"
-        raise ValueError(f"recipe {r} {what}")
-    if scale is not None:
-        check_tensor(scale, "scale", (torch.float32,), (count,))
 
 
 def _check_options(r: Recipe, shape: tuple[int, int], random: object, *, swizzled: bool) -> None:
