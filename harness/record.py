@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA = 3
+SCHEMA = 4
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: right. fail: a result is wrong. error: the backend raised, or gave something that is no result. crash: its
 process died. timeout: it did not end. unsupported: it says that it does not do this."""
@@ -73,6 +73,8 @@ class Record:
     """Of the bytes that the backend gave: equal on two machines where the results are."""
     stages: list[dict[str, Any]] = field(default_factory=list)
     """One entry a stage: stage, rule, compared, mismatches, max_ulp, excused, sentence (empty where right)."""
+    explanations: list[dict[str, Any]] = field(default_factory=list)
+    """What explains the first wrong stage, the best first: cause, sentence, stage, exact (`harness.diagnosis`)."""
     findings: list[dict[str, Any]] = field(default_factory=list)
     """One entry a wrong stage, for people: `harness.finding` says what is in it."""
 
@@ -81,7 +83,7 @@ class Record:
         return asdict(self)
 
 
-NESTED = ("budget_histogram", "sweep", "stages", "findings")
+NESTED = ("budget_histogram", "sweep", "stages", "explanations", "findings")
 """Columns that hold lists; tables keep them as JSON."""
 
 _FRAME_TYPES = {

@@ -41,7 +41,10 @@ def run_case(
     try:
         inputs = make_case_inputs(case, seed=seed, captures=captures, device=device)
         record.input_digest = digest(inputs.tensors())
-        _fill(record, judge(case, inputs, backend))
+        outcome = judge(case, inputs, backend)
+        _fill(record, outcome)
+        if record.verdict == "fail":
+            record.explanations = explained(outcome)
     except Unsupported as error:
         record.verdict, record.message = "unsupported", str(error)
     except BackendError as error:
@@ -72,6 +75,17 @@ def judge(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     from harness.operations import JUDGES
 
     return JUDGES[case.operation](case, inputs, backend)
+
+
+def explained(outcome: Outcome) -> list[dict[str, Any]]:
+    """What explains a wrong outcome. A diagnosis that fails costs itself, not the verdict."""
+    from harness.diagnosis.explain import explain
+
+    try:
+        return [explanation.to_dict() for explanation in explain(outcome)]
+    except Exception as error:
+        words = f"no diagnosis: {type(error).__name__}: {error}{place(error)}"
+        return [{"cause": "no-diagnosis", "sentence": words, "stage": "", "exact": False}]
 
 
 def digest(tensors: Iterable[torch.Tensor | None]) -> str:

@@ -16,10 +16,11 @@ from harness.environment import describe_run
 from harness.pool import Settings, run_cases
 from harness.record import succeeded
 from harness.report import print_summary, write
+from harness.report.groups import group
 from harness.view import first_failure
 
 SHOWN = 3
-"""First-failure views printed in full, of groups that fail at different stages; the report has them all."""
+"""First-failure views printed in full, of groups that fail in different ways; the report has them all."""
 
 
 def run_session(cases: Sequence[Case], settings: Settings, directory: Path) -> bool:
@@ -55,11 +56,10 @@ def _run(cases: Sequence[Case], settings: Settings, console: Console) -> list[di
 
 def _print_failures(records: list[dict[str, Any]], console: Console) -> None:
     bad = [r for r in records if r["verdict"] not in ("pass", "unsupported")]
-    first: dict[tuple[str, ...], dict[str, Any]] = {}
-    for record in bad:
-        first.setdefault((record["operation"], record["recipe"], record["verdict"], record["stage"]), record)
-    for record in list(first.values())[:SHOWN]:
+    groups = group(bad)
+    for one in groups[:SHOWN]:
+        record = next(r for r in bad if r in one.records)
         console.rule(record["case"], style="red")
         console.print(first_failure(record), markup=False, highlight=False, soft_wrap=True)
-    if left := len(bad) - min(len(first), SHOWN):
+    if left := len(bad) - min(len(groups), SHOWN):
         console.print(f"\n{left} more cases did not pass; the report has them all", style="red")

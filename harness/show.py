@@ -26,7 +26,8 @@ from harness.operations.stages import (
     scaled_elements,
     stored_along_rows,
 )
-from harness.runner import judge, make_case_inputs
+from harness.runner import explained, judge, make_case_inputs
+from harness.view import explanation_lines
 from reference import ops as reference
 from reference.layout import elements, linear_scales
 from reference.quantized import Quantized
@@ -54,6 +55,8 @@ def show_case(case: Case, backend: Backend, *, device: str, seed: int, source: P
     outcome = judge(case, inputs, backend)
     console.print(f"{case.id}   backend {backend.name}, device {device}, seed {seed}", markup=False)
     console.print(_stages(outcome))
+    for line in explanation_lines(explained(outcome)):
+        console.print(line, markup=False)
     table = _SHOWN[case.operation](inputs, outcome, at)
     console.print("the result is empty" if table is None else table)
     return all(stage.right for stage in outcome.stages)

@@ -19,8 +19,9 @@ def reproduction(record: dict[str, Any]) -> str:
 
 
 def first_failure(record: dict[str, Any]) -> str:
-    """Sentence, reproduction line, then every wrong stage with its first and its worst element."""
-    lines = [f"{record['verdict']}: {record['message']}", f"reproduce: {reproduction(record)}"]
+    """Sentence, what explains it, reproduction line, then every wrong stage with its first and its worst element."""
+    lines = [f"{record['verdict']}: {record['message']}", *explanation_lines(record["explanations"])]
+    lines.append(f"reproduce: {reproduction(record)}")
     for found in record["findings"]:
         lines += ["", f"{found['stage']} ({found['rule']}): {found['sentence']}"]
         lines += _elements(found["elements"])
@@ -29,6 +30,15 @@ def first_failure(record: dict[str, Any]) -> str:
     if judged:
         lines += ["", f"stages: {judged}"]
     return "\n".join(lines)
+
+
+def explanation_lines(explanations: list[dict[str, Any]]) -> list[str]:
+    """What explains a record: deviations of the reference that give its bytes, and what wrong elements share."""
+    exact = [found["sentence"] for found in explanations if found["exact"]]
+    shared = [found["sentence"] for found in explanations if not found["exact"]]
+    lines = [f"explained exactly by: {exact[0]}"] if exact else []
+    lines += [f"              or by: {sentence}" for sentence in exact[1:]]
+    return lines + [f"wrong elements: {sentence}" for sentence in shared]
 
 
 def _elements(elements: list[dict[str, Any]]) -> list[str]:

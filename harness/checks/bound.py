@@ -30,6 +30,7 @@ def bound(stage: str, actual: torch.Tensor, limits: Bounds, *, describe: Describ
         distance = _distance(actual, limits).masked_fill_(right, -1)
         result.sentence = f"{sentence(wrong, distance, 'outputs')}; {_tiers(wrong, limits.tier)}"
         result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())
+        result.wrong = wrong
         result.finding = finding(stage, "bound", result.sentence, wrong, distance, describe=describe)
     return result
 

@@ -95,6 +95,7 @@ def _compare(
         wrong, distance = excused, (actual - expected).abs().masked_fill_(~excused, -1)
         result.mismatches, result.max_ulp, result.sentence = int(wrong.sum()), int(distance.amax()), message
     if not result.right:
+        result.wrong = wrong
         result.finding = finding(stage, "boundary", result.sentence, wrong, distance, describe=describe)
     return result
 

@@ -42,5 +42,5 @@ def _wrong(stage: str, wrong: torch.Tensor, distance: torch.Tensor, noun: str, d
     text = sentence(wrong, distance, noun)
     return StageResult(
         stage, "exact", wrong.numel(), int(wrong.sum()), int(distance.amax()), text,
-        finding(stage, "exact", text, wrong, distance, describe=describe),
+        finding(stage, "exact", text, wrong, distance, describe=describe), wrong=wrong,
     )  # fmt: skip

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 
 @dataclass
 class StageResult:
@@ -22,6 +24,8 @@ class StageResult:
     """Columns of the record that this stage measured."""
     excused: int = 0
     """Elements that are right by rule 3 of tolerance.md, though not the reference's."""
+    wrong: torch.Tensor | None = None
+    """bool: the wrong elements, in the coordinates of the finding; None where there are none, or none has a place."""
 
     @property
     def right(self) -> bool:
@@ -30,7 +34,7 @@ class StageResult:
     def add(self, other: StageResult) -> None:
         """Take in the same stage of a further door or section: its counts; the rest where this one is right."""
         if self.right:
-            self.sentence, self.finding = other.sentence, other.finding
+            self.sentence, self.finding, self.wrong = other.sentence, other.finding, other.wrong
         self.compared += other.compared
         self.mismatches += other.mismatches
         self.excused += other.excused

@@ -14,7 +14,7 @@ from harness.checks.stage import merged
 from harness.inputs import TORCH_DTYPES, Inputs
 from harness.operations.gemm import operand
 from harness.operations.grouped import judge_sections
-from harness.operations.outcome import Outcome
+from harness.operations.outcome import Outcome, Product
 from harness.operations.product import add_output, add_protection, addends, named, order_of, taken
 from harness.operations.quantize import rotates_freely
 from harness.operations.repeated import Tensors, repeated, timed
@@ -115,19 +115,22 @@ def add_grouped_output(
 ) -> None:
     """Judge the output (M, N) of sections by the bounds of every one, one below the other."""
     assert output is not None
-    limits, outcome.seconds_reference = timed(
-        output.device, lambda: _bounds(sections, matrices, inputs, output.dtype, order)
+    products, outcome.seconds_reference = timed(
+        output.device, lambda: _products(sections, matrices, inputs, output, order)
     )
-    add_output(outcome, output, limits)
+    outcome.products += products
+    together = [torch.cat([getattr(one.limits, field.name) for one in products]) for field in fields(Bounds)]
+    add_output(outcome, output, Bounds(*together))
 
 
-def _bounds(
+def _products(
     sections: Sequence[Quantized],
     matrices: Sequence[Quantized],
     inputs: Inputs,
-    out_dtype: torch.dtype,
+    output: torch.Tensor,
     order: str | None,
-) -> Bounds:
+) -> list[Product]:
+    """Each section times its matrix, with its bounds."""
     found = []
     start = 0
     for number, (a, b) in enumerate(zip(sections, matrices, strict=True)):
@@ -135,5 +138,6 @@ def _bounds(
         start = rows.stop
         c = None if inputs.c is None else inputs.c[rows]
         bias = None if inputs.bias is None else inputs.bias[number]
-        found.append(bounds(a, b, out_dtype=out_dtype, c=c, bias=bias, order=order))
-    return Bounds(**{field.name: torch.cat([getattr(one, field.name) for one in found]) for field in fields(Bounds)})
+        limits = bounds(a, b, out_dtype=output.dtype, c=c, bias=bias, order=order)
+        found.append(Product(a, b, c, bias, output[rows], limits, order))
+    return found

@@ -44,10 +44,12 @@ def judge_gemm_quantized(case: Case, inputs: Inputs, backend: Backend) -> Outcom
         found = backend.quantize(output, rule, scale=scale)
         stages, judged = quantize_stages(subject, found, apart, prefix="output.")
         outcome.stages += stages
+        outcome.judged.append(judged)
         apart = judged.kernel
     fused = as_quantized(outputs, a.codes, rule, shape=apart.shape, door="gemm_quantized")
-    stages, _ = quantize_stages(subject, fused, apart, prefix="fused.")
+    stages, judged = quantize_stages(subject, fused, apart, prefix="fused.")
     outcome.stages += stages
+    outcome.judged.append(judged)
     outcome.outputs |= {f"fused.{name}": tensor for name, tensor in outputs.items()}
     outcome.seconds = seconds
     return outcome

@@ -9,6 +9,23 @@ import torch
 from harness.checks.stage import StageResult
 from harness.operations.stages import Judged
 from reference.bounds import Bounds
+from reference.quantized import Quantized
+
+
+@dataclass
+class Product:
+    """A product as it was judged."""
+
+    a: Quantized
+    b: Quantized
+    """The operands as the kernel stored them, (M, K) and (N, K)."""
+    c: torch.Tensor | None
+    bias: torch.Tensor | None
+    output: torch.Tensor
+    """(M, N), in the output's dtype."""
+    limits: Bounds
+    order: str | None
+    """The order of summation that the backend declares."""
 
 
 @dataclass
@@ -20,6 +37,8 @@ class Outcome:
     actual: torch.Tensor | None = None
     expected: torch.Tensor | None = None
     """Values of the kernel and of the reference, for the figures that are for information."""
+    products: list[Product] = field(default_factory=list)
+    """Every product: one, or one a section."""
     limits: Bounds | None = None
     """Of a gemm: what was right for each output."""
     judged: list[Judged] = field(default_factory=list)

@@ -11,7 +11,7 @@ from harness.checks.bound import bound
 from harness.checks.stage import StageResult
 from harness.finding import float_view
 from harness.inputs import Inputs
-from harness.operations.outcome import Outcome
+from harness.operations.outcome import Outcome, Product
 from harness.operations.repeated import Tensors, repeated, timed
 from harness.results import PARTS
 from reference.bounds import Bounds, bounds
@@ -65,6 +65,7 @@ def judge_product(
     output = outputs["output"]
     assert output is not None
     add_output(outcome, output, limits)
+    outcome.products.append(Product(a, b, inputs.c, inputs.bias, output, limits, order))
     kept = {f"{name}.{part}": getattr(q, part) for name, q in (("a", a), ("b", b)) for part in ("codes", "scales")}
     outcome.outputs = {**outcome.outputs, **kept, **outputs}
     return output

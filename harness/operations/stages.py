@@ -97,6 +97,8 @@ class Judged:
     kernel: Quantized
     """Its scales linear, and the amax the reference's where the kernel shows none."""
     oracle: Quantized
+    given: Quantized
+    """What the kernel gave, as it gave it: its scales perhaps swizzled."""
 
 
 def quantize_stages(
@@ -139,7 +141,7 @@ def quantize_stages(
     kept = kernel.tensor_scale if recipe.statistics == "float32" else encode
     stored = scales.T.contiguous() if transposed else scales
     shown = Quantized(kernel.codes, stored, amax, kernel.recipe, kernel.shape, kept, transposed=transposed)
-    return stages, Judged(prefix, subject, shown, oracle)
+    return stages, Judged(prefix, subject, shown, oracle, kernel)
 
 
 def _used_scale(encode: torch.Tensor | None, scales: torch.Tensor, kernel: Quantized) -> torch.Tensor | None:

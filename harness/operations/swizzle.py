@@ -68,5 +68,6 @@ def _bytes(stage: str, actual: torch.Tensor, expected: torch.Tensor) -> StageRes
     rows, columns = wrong.nonzero(as_tuple=True)
     where = f"the first at row {int(rows[0])}, column {int(columns[0])}"
     result.sentence = f"{spaced(result.mismatches)} of {spaced(result.compared)} bytes are not in their place, {where}"
+    result.wrong = wrong
     result.finding = finding(stage, "exact", result.sentence, wrong, wrong.long(), describe=describe)
     return result

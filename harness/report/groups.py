@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from harness.diagnosis.causes import assign
+
 SEVERITY = ("fail", "crash", "error", "timeout", "unsupported", "pass")
 """Verdicts, worst first: a wrong result before one that is missing."""
 SHOWN = 50
@@ -15,7 +17,10 @@ SHOWN = 50
 
 @dataclass(frozen=True)
 class Group:
-    """Records of one verdict, operation, recipe, stage and rule. The worst comes first."""
+    """Records that fail in the same way: of one cause, else of one verdict, operation, recipe, stage and rule.
+
+    What they do not share is empty. The worst comes first.
+    """
 
     verdict: str
     operation: str
@@ -23,6 +28,8 @@ class Group:
     stage: str
     rule: str
     records: list[dict[str, Any]]
+    explanation: dict[str, Any] | None = None
+    """What explains them all."""
 
     @property
     def mismatches(self) -> int:
@@ -33,18 +40,47 @@ class Group:
     def title(self) -> str:
         """What the records share: `quantize nvfp4, codes (exact)`."""
         where = self.stage + (f" ({self.rule})" if self.rule else "")
-        return " ".join(filter(None, (self.operation, self.recipe))) + (f", {where}" if where else "")
+        shared = " ".join(filter(None, (self.operation, self.recipe)))
+        return ", ".join(filter(None, (shared, where))) or "several operations"
 
 
 def group(records: Iterable[dict[str, Any]]) -> list[Group]:
-    """Groups of the records that did not pass: by severity, then most cases, then most wrong elements."""
-    found: dict[tuple[str, str, str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    for record in records:
-        if record["verdict"] != "pass":
-            stage = record["stage"]
-            found[record["verdict"], record["operation"], record["recipe"], stage, _rule(record, stage)].append(record)
-    groups = [Group(*key, sorted(members, key=_badness)) for key, members in found.items()]
+    """Groups of the records that did not pass: by severity, then most cases, then most wrong elements.
+
+    A deviation that gives the very bytes of records makes them one group, whatever their recipes. Others are one group
+    where operation, recipe and stage are the same, and what explains them, if anything does.
+    """
+    bad = [record for record in records if record["verdict"] != "pass"]
+    groups = []
+    named: dict[int, dict[str, Any]] = {}
+    together: set[int] = set()
+    for explanation, members in assign(bad):
+        named |= {id(record): explanation for record in members}
+        if explanation["exact"]:
+            together |= {id(record) for record in members}
+            groups.append(Group(*_shared(members), sorted(members, key=_badness), explanation))
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for record in bad:
+        if id(record) not in together:
+            cause = named[id(record)]["cause"] if id(record) in named else ""
+            found[*_key(record), cause].append(record)
+    for members in found.values():
+        groups.append(Group(*_key(members[0]), sorted(members, key=_badness), named.get(id(members[0]))))
     return sorted(groups, key=lambda g: (SEVERITY.index(g.verdict), -len(g.records), -g.mismatches, g.title))
+
+
+def _key(record: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    stage = record["stage"]
+    return record["verdict"], record["operation"], record["recipe"], stage, _rule(record, stage)
+
+
+def _shared(records: list[dict[str, Any]]) -> tuple[str, str, str, str, str]:
+    """What all records have; nothing where they differ."""
+    keys = [_key(record) for record in records]
+    verdict, operation, recipe, stage, rule = (
+        values[0] if len(set(values)) == 1 else "" for values in zip(*keys, strict=True)
+    )
+    return verdict or records[0]["verdict"], operation, recipe, stage, rule
 
 
 def _rule(record: dict[str, Any], stage: str) -> str:

@@ -76,6 +76,9 @@ def _group(one: Group) -> Iterable[str]:
     yield ""
     yield escape(text.sentence(worst))
     yield ""
+    if one.explanation is not None:
+        yield escape(text.explanation(one.explanation))
+        yield ""
     yield code(reproduction(worst))
     if others:
         yield ""

@@ -89,6 +89,7 @@ def _group(one: Group) -> dict[str, Any]:
         "mismatches": one.mismatches,
         "case": worst["case"],
         "sentence": text.sentence(worst),
+        "explanation": text.explanation(one.explanation),
         "reproduction": reproduction(worst),
         "findings": [_finding(finding) for finding in findings],
         "sweep": [(f"1e-{n}", text.share(value)) for n, value in enumerate(worst["sweep"], 1)],

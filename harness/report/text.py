@@ -146,6 +146,13 @@ def not_compared(records: list[dict[str, Any]]) -> str:
     return f"Not compared: {'; '.join(parts) or otherwise}."
 
 
+def explanation(found: dict[str, Any] | None) -> str:
+    """What a record or a group is explained by: exactly, or by what its wrong elements share."""
+    if found is None:
+        return ""
+    return f"{'explained exactly by' if found['exact'] else 'wrong elements'}: {found['sentence']}"
+
+
 def sentence(record: dict[str, Any]) -> str:
     """What is wrong with a record: its message, or its first finding's sentence."""
     return record["message"] or next((s for f in record["findings"] if (s := f.get("sentence"))), "")

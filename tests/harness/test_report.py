@@ -18,7 +18,7 @@ from harness.record import NESTED, SCHEMA, VERDICTS, Record
 from harness.report import groups, markdown, page, swap, tables, text
 from harness.report.text import STAGES, stages_of
 from harness.schema import KEYS
-from harness.view import reproduction
+from harness.view import first_failure, reproduction
 
 NASTY = """<script>alert(1)</script>&"'"""
 ENVIRONMENT = {"torch": "2.9.1", NASTY: f"label and value {NASTY}"}
@@ -53,6 +53,7 @@ def mixed() -> list[dict[str, Any]]:
     others = [record(verdict, verdict=verdict, compared=0, sqnr_db=None) for verdict in VERDICTS[2:]]
     nasty = failing(NASTY, message=NASTY, backend=NASTY, findings=[{**FINDING, "sentence": NASTY, NASTY: NASTY}])
     nasty["findings"][0]["elements"] = [{"which": NASTY, NASTY: NASTY}]
+    nasty["explanations"] = [{"cause": NASTY, "sentence": NASTY, "stage": "codes", "exact": True}]
     return [record(), failing(), nasty, *others]
 
 
@@ -364,13 +365,13 @@ def test_shares(value: float, shown: str) -> None:
 
 def test_the_schema_of_records_is_documented_and_numbered() -> None:
     """A change of a column changes the number: whoever reads tables of two versions can tell."""
-    assert SCHEMA == 3
+    assert SCHEMA == 4
     assert [f.name for f in fields(Record)] == [
         "case", "file", "operation", "recipe", "shape", "dtype", "inputs", "flags", "tier", "backend", "device",
         "seed", "verdict", "stage", "message", "compared", "mismatches", "max_ulp", "exact_share", "ordered_share",
         "excused_share", "budget_max", "budget_p99", "budget_histogram", "interval_ulps_max", "interval_ulps_mean",
         "allclose", "sqnr_db", "sweep", "seconds", "seconds_reference", "input_digest", "output_digest", "stages",
-        "findings",
+        "explanations", "findings",
     ]  # fmt: skip
 
 
@@ -405,3 +406,32 @@ def test_a_swizzle_has_neither_recipe_nor_dtype(tmp_path: Path) -> None:
 def test_excused_elements_are_shown(tmp_path: Path) -> None:
     html = write([failing(excused_share=0.0125)], tmp_path)
     assert re.search(r"excused</\w+>\s*<\w+>1.25 %", html)
+
+
+def explained(cause: str, *, exact: bool = True) -> dict[str, Any]:
+    return {"cause": cause, "sentence": f"sentence of {cause}", "stage": "codes", "exact": exact}
+
+
+def test_one_cause_is_one_group_whatever_the_recipes(tmp_path: Path) -> None:
+    """What explains most records explains all that it can; a signature joins only what fails at one place."""
+    truncated, away, lane = explained("truncated"), explained("ties-away"), explained("place:lane-3", exact=False)
+    records = [
+        failing("a", explanations=[truncated, away]),
+        failing("b", explanations=[away, lane]),
+        {**failing("c", explanations=[away]), "recipe": "mxfp8-e4m3", "operation": "gemm", "stage": "x.codes"},
+        failing("d", explanations=[truncated]),
+        failing("e", explanations=[lane]),
+        {**failing("f", explanations=[lane]), "recipe": "nvfp4-2d"},
+        failing("g"),
+    ]
+    found = groups.group(records)
+    names = [(one.explanation["cause"] if one.explanation else "", len(one.records)) for one in found]
+    assert names[0] == ("ties-away", 3)
+    assert sorted(names[1:]) == [("", 1), ("place:lane-3", 1), ("place:lane-3", 1), ("truncated", 1)]
+    assert found[0].title == "several operations"
+    html, summary = page.render(records, {}, 1.0), markdown.render(records, {}, 1.0)
+    for text_of in (html, summary):
+        assert "explained exactly by: sentence of ties-away" in text_of
+        assert "wrong elements: sentence of place:lane-3" in text_of
+    lines = first_failure(records[0]).splitlines()
+    assert lines[1:3] == ["explained exactly by: sentence of truncated", "              or by: sentence of ties-away"]

@@ -1,0 +1,23 @@
+"""The explanations of one wrong outcome, the best first."""
+
+from __future__ import annotations
+
+from harness.diagnosis.explanation import Explanation
+from harness.diagnosis.memory import memory_explanations
+from harness.diagnosis.moving import moving_explanations
+from harness.diagnosis.multiplying import product_explanations
+from harness.diagnosis.quantizing import quantizing_explanations
+from harness.diagnosis.signatures import signatures
+from harness.operations.outcome import Outcome
+
+
+def explain(outcome: Outcome) -> list[Explanation]:
+    """What explains the first wrong stage: deviations that give the kernel's bytes, then what wrong elements share."""
+    wrong = next((stage for stage in outcome.stages if not stage.right), None)
+    if wrong is None:
+        return []
+    found = memory_explanations(outcome, wrong)
+    found += quantizing_explanations(outcome, wrong)
+    found += product_explanations(outcome, wrong)
+    found += moving_explanations(outcome, wrong)
+    return [*found, *signatures(outcome, wrong)]
