@@ -1,6 +1,8 @@
 # make report    the quick tier of the case matrix; the page is reports/latest/index.html
 # make test      lint, the tests of the three packages, and the quick tier under pytest
 # make bench     speed of the reference and of the native kernels
+# make mutants   about 150 wrong kernels against the quick tier, which has to find each; on a CPU
+# make soak      a tenth of the quick tier over 200 fresh seeds, a quarter of an hour on two cores: no kernel may fail
 #
 # Each sets itself up in .venv the first time. DEVICE=cuda runs on a GPU. PY=python3 uses that interpreter as it is, where
 # it already has everything (a GPU container, say).
@@ -22,7 +24,7 @@ else
 INSTALL := -c constraints-cpu.txt -e '.[test]'
 endif
 
-.PHONY: report test lint bench clean
+.PHONY: report test lint bench mutants soak clean
 
 report: $(READY)
 	$(PY) -m harness run --tier quick --device $(DEVICE)
@@ -37,6 +39,12 @@ lint: $(READY)
 
 bench: $(READY)
 	$(PY) -m harness bench --device $(DEVICE)
+
+mutants: $(READY)
+	$(PY) -m harness mutants
+
+soak: $(READY)
+	$(PY) -m harness soak --device $(DEVICE)
 
 $(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -25,9 +25,22 @@ It raises NotImplementedError for what it does not do. It may have `variations(d
 managers under which its results must be the same bytes; without one, an operation runs twice. It may have
 `check(device)`, which raises where it cannot run at all, before any case does: a missing compiler, say. It may have
 `declares`, a mapping: {"transform": "butterfly"} says that its rotation adds in the order of `reference.hadamard`, so
-that bytes must be equal; without it the order is free (tolerance.md, rule 3). {"gemm": "blocks"} says that its products
-are added in float32, those of a block in order of K, and the sums of blocks in order of K, which narrows what is right
-(rule 2, tier 1); without it the order is free (tier 2).
+that bytes must be equal; without it the order is free (tolerance.md, rule 3). {"random": "own"} says that it rounds
+stochastically by random bits that nobody else can know; `random` need only make other draws for another seed or offset,
+and the codes are judged by their distribution (rule 4). What it can say of the sums of products (rule 2), and
+`reference.summation.Summation` says exactly what is meant:
+
+    {"gemm": "sequential"}         products with their scales, in order of K, to one accumulator
+    {"gemm": "blocks"}             those of a block of scales in order of K, then such blocks in order of K
+    {"gemm": "tree"}               a balanced tree: 0 and 1, 2 and 3, then their sums, zeros up to a power of two
+    {"gemm": "split-<n>"}          K in n equal slices of blocks, each as "blocks", then their sums in order
+    {"gemm": "aligned-<F>-<W>"}    a tensor core's: W products aligned to the largest, cut off behind F bits; -<P>
+                                   behind it where sums of P columns are moved to a float32 accumulator
+    {"accumulator": "truncating"}  additions round to either neighbour, as those that truncate do
+    {"subnormals": "flushed"}      float32 numbers below 2^-126 may become 0
+
+An order narrows what is right (tier 1; to the very bits of a tensor core's); without one any order is (tier 2). The
+other two widen it.
 """
 
 from __future__ import annotations
@@ -45,6 +58,7 @@ from harness.results import BackendError, as_quantized, as_sections, dtype_name,
 from harness.schema import nearest
 from reference.quantized import Quantized
 from reference.recipes import Recipe
+from reference.summation import ORDERS, Summation, is_order
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +72,14 @@ DOORS = (
     "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
     "gemm_grouped", "gemm_quantized", "update_scale", "pad_sections", "unpad_sections",
 )  # fmt: skip
-DECLARATIONS = {"transform": ("butterfly",), "gemm": ("blocks",)}
-"""What a backend can declare, and how."""
+DECLARATIONS = {
+    "transform": ("butterfly",),
+    "gemm": ORDERS,
+    "accumulator": ("truncating",),
+    "subnormals": ("flushed",),
+    "random": ("own",),
+}
+"""What a backend can declare, and how; a number stands for each <letter>."""
 
 
 class Unsupported(Exception):
@@ -253,12 +273,17 @@ def _declarations(name: str, declared: Any) -> dict[str, str]:
             raise BackendError(
                 f"backend {name}: declares has {key!r}{nearest(key, DECLARATIONS)}; it can say {_ALLOWED}"
             )
-        if value not in DECLARATIONS[key]:
-            raise BackendError(f"backend {name}: declares {key!r} to be {value!r}; it can say {_ALLOWED}")
+        if not (is_order(value) if key == "gemm" else value in DECLARATIONS[key]):
+            close = nearest(value, DECLARATIONS[key])
+            raise BackendError(f"backend {name}: declares {key!r} to be {value!r}{close}; it can say {_ALLOWED}")
+    try:
+        Summation(declared.get("gemm"), truncates="accumulator" in declared)
+    except ValueError as error:
+        raise BackendError(f"backend {name}: declares 'gemm' to be {declared['gemm']!r}: {error}") from None
     return dict(declared)
 
 
-_ALLOWED = ", ".join(f"{{{key!r}: {value!r}}}" for key, values in DECLARATIONS.items() for value in values)
+_ALLOWED = ", ".join(f"{{{key!r}: {' | '.join(map(repr, values))}}}" for key, values in DECLARATIONS.items())
 
 
 def place(error: BaseException) -> str:

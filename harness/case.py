@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -216,18 +216,26 @@ class _Matcher:
         return word.lower() in self.text
 
 
+def matching(keyword: str) -> Callable[[str], bool]:
+    """Whether a pytest keyword expression matches a name; none matches all.
+
+    Raises ValueError for an expression that cannot be read.
+    """
+    if not keyword:
+        return lambda name: True
+    from _pytest.mark.expression import Expression
+
+    try:
+        expression = Expression.compile(keyword)
+    except Exception as error:  # pytest's own ParseError before release 9, SyntaxError since
+        raise ValueError(f"cannot read the keyword expression {keyword!r}: {error}") from error
+    return lambda name: expression.evaluate(_Matcher(name.lower()))
+
+
 def select(cases: Iterable[Case], *, tier: str = "full", keyword: str = "") -> list[Case]:
     """The cases of a tier (`full` has them all) whose id a pytest keyword expression matches.
 
     Raises ValueError for an expression that cannot be read.
     """
-    chosen = [case for case in cases if tier in ("full", case.tier)]
-    if keyword:
-        from _pytest.mark.expression import Expression
-
-        try:
-            expression = Expression.compile(keyword)
-        except Exception as error:  # pytest's own ParseError before release 9, SyntaxError since
-            raise ValueError(f"cannot read the keyword expression {keyword!r}: {error}") from error
-        chosen = [case for case in chosen if expression.evaluate(_Matcher(case.id.lower()))]
-    return chosen
+    matches = matching(keyword)
+    return [case for case in cases if tier in ("full", case.tier) and matches(case.id)]

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from harness.case import Case
+    from harness.saved import Saved
 
 app = typer.Typer(
     name="narrowgauge",
@@ -38,6 +39,7 @@ Tensors = Annotated[
 Recipes = Annotated[
     list[str] | None, typer.Option("--recipe", help="Of --input: this recipe (default: nvfp4); may be given again.")
 ]
+Workers = Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, or one a GPU.")]
 USAGE_ERROR = 2
 
 
@@ -127,7 +129,7 @@ def run(
     source: Input = None,
     tensors: Tensors = None,
     recipes: Recipes = None,
-    workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, or one a GPU.")] = 0,
+    workers: Workers = 0,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 300.0,
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/latest"),
 ) -> None:
@@ -156,6 +158,42 @@ def _default_workers(device: str) -> int:
     return (os.cpu_count() or 1) if device == "cpu" else 1
 
 
+@app.command("soak")
+def soak_cases(
+    paths: Paths = None,
+    tier: Tier = "quick",
+    keyword: Keyword = "",
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds.")] = 200,
+    first: Annotated[
+        int | None, typer.Option("--from", min=0, help="The first seed (default: one drawn afresh, and printed).")
+    ] = None,
+    share: Annotated[
+        float, typer.Option("--share", min=0.0, max=1.0, help="Share of the cases: the cheapest that hold all recipes.")
+    ] = 0.1,
+    backend: BackendOption = "native",
+    device: Device = "cpu",
+    workers: Workers = 0,
+) -> None:
+    """Run a part of the cases over many seeds. Exit status 0 only if every run passed."""
+    chosen_from = _select(paths, tier, keyword, None, None, None)
+    _check_device(device)
+    import secrets
+
+    from rich.console import Console
+
+    from harness.backend import BackendError
+    from harness.pool import Settings
+    from harness.soak import chosen, soak
+
+    start = secrets.randbelow(1 << 31) if first is None else first
+    settings = Settings(backend, device, workers=workers or _default_workers(device))
+    try:
+        passed = soak(chosen(chosen_from, share), range(start, start + seeds), settings, Console())
+    except BackendError as error:
+        _stop(str(error))
+    raise typer.Exit(0 if passed else 1)
+
+
 @app.command()
 def show(
     case_id: Annotated[str, typer.Argument(metavar="CASE", help="A case id, as `list` and reports print it.")],
@@ -166,13 +204,24 @@ def show(
     source: Input = None,
     recipes: Recipes = None,
     at: Annotated[str, typer.Option("--at", help="row,column to show (default: the first wrong element).")] = "",
+    saved: Annotated[
+        Path | None, typer.Option("--saved", help="A saved failure of the case: its inputs, and the shape they have.")
+    ] = None,
 ) -> None:
     """Run one case and print its stages, element by element, around one place."""
     from harness.schema import nearest
 
-    cases = {case.id: case for case in _select(paths, "full", "", source, None, recipes)}
-    if case_id not in cases:
-        _stop(f"no case is called {case_id!r}{nearest(case_id, cases)}")
+    kept = None
+    if saved is not None:
+        if paths or source or recipes or seed:
+            _stop("--saved has its own inputs; --cases, --input, --recipe and --seed do not go with it")
+        kept = _saved(saved, case_id)
+        case, seed = kept.case, kept.seed
+    else:
+        cases = {case.id: case for case in _select(paths, "full", "", source, None, recipes)}
+        if case_id not in cases:
+            _stop(f"no case is called {case_id!r}{nearest(case_id, cases)}")
+        case = cases[case_id]
     _check_device(device)
     from harness.backend import BackendError, Unsupported, load_backend
     from harness.show import show_case
@@ -185,11 +234,50 @@ def show(
         _stop(f"--at is {at!r}; it is a row and a column: --at 3,17")
     try:
         right = show_case(
-            cases[case_id], load_backend(backend, device), device=device, seed=seed, source=source, at=place
-        )
+            case, load_backend(backend, device), device=device, seed=seed, source=source, at=place,
+            saved=kept.inputs if kept else None,
+        )  # fmt: skip
     except (BackendError, Unsupported) as error:
         _stop(str(error))
     raise typer.Exit(0 if right else 1)
+
+
+def _saved(path: Path, case_id: str) -> Saved:
+    """The failure in a file, which has to be one of the case."""
+    from harness.saved import SavedError, load
+
+    try:
+        found = load(path)
+    except SavedError as error:
+        _stop(str(error))
+    if found.id != case_id:
+        _stop(f"{path}: holds a failure of {found.id}, not of {case_id}")
+    return found
+
+
+@app.command("dialect")
+def which_dialect(
+    backend: Annotated[str, typer.Argument(metavar="BACKEND", help="native, reference, or package.module:Name.")],
+    name: Annotated[str, typer.Option("--recipe", help="What its quantize is asked for.")] = "nvfp4",
+    device: Device = "cpu",
+    seed: Seed = 0,
+) -> None:
+    """Say which library's bytes a quantizer gives. Exit status 0 only if it is one's on every input."""
+    _check_device(device)
+    from rich.console import Console
+
+    from harness.backend import BackendError, Unsupported, load_backend
+    from harness.dialect import sentence, survey, table
+
+    try:
+        found = survey(load_backend(backend, device), name, device=device, seed=seed)
+    except (BackendError, Unsupported, ValueError) as error:
+        _stop(str(error))
+    console = Console(highlight=False)
+    console.print(f"{found.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
+    console.print(table(found))
+    console.print(sentence(found), markup=False, soft_wrap=True)
+    raise typer.Exit(0 if found.spoken else 1)
 
 
 @app.command()
@@ -223,6 +311,31 @@ def bench(device: Device = "cpu") -> None:
         rate = f"{row.rate:.0f} M {row.unit}"
         table.add_row(row.name, f"{row.milliseconds:.2f}", f"{row.spread:.2f}", rate, ratio)
     Console(width=100).print(table)
+
+
+@app.command()
+def mutants(
+    paths: Paths = None,
+    keyword: Annotated[str, typer.Option("-k", help="pytest keyword expression on the names of mutants.")] = "",
+    workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core.")] = 0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 60.0,
+    report_dir: Annotated[Path, typer.Option("--report-dir", help="Where mutants.json goes.")] = Path("reports/latest"),
+) -> None:
+    """Run wrong kernels against the quick tier. Exit status 0 only if each is killed, or equivalent and is not."""
+    from harness.case import matching
+    from harness.mutants.mutant import MutantFileError, load_all
+    from harness.mutants.session import run_session
+
+    try:
+        known = load_all()
+        chosen = [mutant for mutant in known if matching(keyword)(mutant.name)]
+    except (MutantFileError, ValueError) as error:
+        _stop(str(error))
+    if not chosen:
+        _stop(f"no mutant of {len(known)} is selected by -k {keyword!r}")
+    cases = _select(paths, "quick", "", None, None, None)
+    passed = run_session(chosen, cases, report_dir, workers=workers or _default_workers("cpu"), timeout=timeout)
+    raise typer.Exit(0 if passed else 1)
 
 
 def main() -> None:

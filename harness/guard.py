@@ -79,12 +79,21 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def violations(self) -> list[str]:
         """One sentence for every tensor whose guard zone was written and every input that was changed."""
+        return self.overwritten() + self.changed()
+
+    def overwritten(self) -> list[str]:
+        """One sentence for every guard zone that was written."""
         found = []
         for buffer, what in self._buffers:
             for zone, where in ((buffer[:ZONE], "before"), (buffer[-ZONE:], "behind")):
                 written = int((zone != self.poison).sum())
                 if written:
                     found.append(f"{written} bytes {where} {what} were written")
+        return found
+
+    def changed(self) -> list[str]:
+        """One sentence for every input that was changed."""
+        found = []
         for memory, before, name in self._inputs:
             if not torch.equal(memory, before):
                 found.append(f"{int((memory != before).sum())} bytes of input {name} were changed")

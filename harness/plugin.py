@@ -14,6 +14,7 @@ from harness.case import Case, CaseFileError, load
 
 if TYPE_CHECKING:
     from harness.backend import Backend
+    from harness.keep import Keeper
     from harness.record import Record
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -87,21 +88,30 @@ class CaseItem(pytest.Item):
 
         session = self.config.pluginmanager.get_plugin("narrowgauge-session")
         assert isinstance(session, Session)
-        option = self.config.option
-        record = run_case(self.case, session.backend(), device=option.device, seed=option.case_seed)
-        self.record = record.to_dict()
+        option, keeper = self.config.option, session.keeper()
+        keeper.before = self.note
+        record = run_case(
+            self.case, session.backend(), device=option.device, seed=option.case_seed, keeper=keeper,
+            sharing=session.sharing,
+        )  # fmt: skip
+        self.note(record.to_dict())
+        assert self.record is not None
         self.user_properties += [(name, self.record[name]) for name in ("verdict", "stage", "compared", "mismatches")]
         if record.verdict == "unsupported":
             pytest.skip(record.message)
         if record.verdict != "pass":
             raise CaseFailed(record.message)
 
+    def note(self, record: dict[str, Any]) -> None:
+        """Keep the record; a timeout that ends the shrinking of a failure leaves the failure."""
+        self.record = record
+
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The first-failure view in place of a traceback, which would show the harness and not the kernel."""
         from harness.backend import BackendError
         from harness.view import first_failure
 
-        if self.record is not None and (isinstance(excinfo.value, CaseFailed) or self.record["verdict"] == "timeout"):
+        if self.record is not None and self.record["verdict"] != "pass":
             return first_failure(self.record)
         if isinstance(excinfo.value, BackendError):
             return str(excinfo.value)
@@ -144,7 +154,12 @@ class Session:
         self.records: list[dict[str, Any]] = []
         self.started = time.monotonic()
         self.page: Path | None = None
+        self.compared = False
+        """Whether any case compared anything."""
         self._backend: Backend | None = None
+        self._keeper: Keeper | None = None
+        self.sharing = 1
+        """Cases that share the run's false alarms."""
 
     def backend(self) -> Backend:
         """The backend of the run, loaded at the first case."""
@@ -156,6 +171,15 @@ class Session:
             self._backend = load_backend(self.config.option.backend, self.config.option.device)
         return self._backend
 
+    def keeper(self) -> Keeper:
+        """What shrinks and saves the failures of this process."""
+        from harness.keep import Keeper
+        from harness.report import FAILURES
+
+        if self._keeper is None:
+            self._keeper = Keeper(self.config.rootpath / self.config.option.report_dir / FAILURES)
+        return self._keeper
+
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """One error for a backend that cannot be loaded, in place of one a case; xdist's workers report a case each."""
@@ -166,6 +190,13 @@ class Session:
                 self.backend()
             except BackendError as error:
                 raise pytest.UsageError(str(error)) from error
+
+    @pytest.hookimpl
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Count the cases that are left: every worker of xdist has them all."""
+        from harness.checks.holm import sharing
+
+        self.sharing = sharing(item.case for item in session.items if isinstance(item, CaseItem))
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -184,11 +215,17 @@ class Session:
         return record.to_dict()
 
     @pytest.hookimpl
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the report. Cases of which none compared anything are a failure, though each was only skipped."""
         if self.is_worker or not self.records:
             return
         from harness.environment import describe_run
+        from harness.record import elements_compared
         from harness.report import write
+
+        self.compared = any(map(elements_compared, self.records))
+        if not self.compared and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
         option = self.config.option
         environment = describe_run(backend=option.backend, device=option.device, seed=option.case_seed)
@@ -198,5 +235,10 @@ class Session:
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.page is not None:
+            from harness.report.text import not_compared
+
             terminalreporter.section("narrowgauge")
+            if not self.compared:
+                terminalreporter.line("nothing was compared", red=True, bold=True)
+            terminalreporter.line(not_compared(self.records))
             terminalreporter.line(f"{len(self.records)} cases; report: {self.page}")

@@ -51,6 +51,14 @@ class Record:
     """Share of outputs in tier 1: judged by the order of summation that the backend declares. The rest is in tier 2."""
     excused_share: float | None = None
     """Share of elements that are right by rule 3 of tolerance.md, though not the bytes of the reference's order."""
+    outside_share: float | None = None
+    """Share of outputs of a gemm outside the bounds of the reference's own operands: end to end, and in no verdict. 0
+    where operands and product are right; a wrong operand shows here and fails where it was made."""
+    p_value: float | None = None
+    """Smallest p-value of the tests that a right kernel fails by chance, those of rules 3 and 4 of tolerance.md,
+    adjusted for their number: a right kernel's is below q in at most a share q of cases."""
+    draws: int | None = None
+    """Roundings by random bits of the backend's own that were counted."""
     budget_max: float | None = None
     """Largest |out - centre| / budget of a gemm; above 1 no right kernel goes."""
     budget_p99: float | None = None
@@ -60,7 +68,7 @@ class Record:
     """Widest accepted interval, in ulps of the output: a wide one is a weak test."""
     interval_ulps_mean: float | None = None
     allclose: bool | None = None
-    """For information: what allclose(rtol=8e-3, atol=8e-3) on the values would have said."""
+    """For information: what allclose(rtol=8e-3, atol=8e-3) on the values would have said; of a gemm end to end."""
     sqnr_db: float | None = None
     """For information: signal over difference between kernel's and reference's values; inf where they are equal."""
     sweep: list[float] = field(default_factory=list)
@@ -75,6 +83,13 @@ class Record:
     """One entry a stage: stage, rule, compared, mismatches, max_ulp, excused, sentence (empty where right)."""
     explanations: list[dict[str, Any]] = field(default_factory=list)
     """What explains the first wrong stage, the best first: cause, sentence, stage, exact (`harness.diagnosis`)."""
+    shrunk: str = ""
+    """Smallest shape found at which a part of the inputs fails in the same way; nothing where none smaller does, or
+    the search was not made: it is for the first failure of a kind in a process."""
+    saved: str = ""
+    """File of the inputs, of that shape, and of what the kernel and the reference made of them (`harness.saved`)."""
+    save_note: str = ""
+    """Why a failure that should be is not shrunk or saved."""
     findings: list[dict[str, Any]] = field(default_factory=list)
     """One entry a wrong stage, for people: `harness.finding` says what is in it."""
 
@@ -88,9 +103,10 @@ NESTED = ("budget_histogram", "sweep", "stages", "explanations", "findings")
 
 _FRAME_TYPES = {
     "seed": "int64", "compared": "int64", "mismatches": "int64", "max_ulp": "Int64", "interval_ulps_max": "Int64",
-    "exact_share": "float64", "ordered_share": "float64", "excused_share": "float64", "budget_max": "float64",
-    "budget_p99": "float64", "interval_ulps_mean": "float64", "sqnr_db": "float64", "seconds": "float64",
-    "seconds_reference": "float64", "allclose": "boolean",
+    "draws": "Int64", "p_value": "float64",
+    "exact_share": "float64", "ordered_share": "float64", "excused_share": "float64", "outside_share": "float64",
+    "budget_max": "float64", "budget_p99": "float64", "interval_ulps_mean": "float64", "sqnr_db": "float64",
+    "seconds": "float64", "seconds_reference": "float64", "allclose": "boolean",
 }  # fmt: skip
 
 
@@ -123,7 +139,17 @@ def summarize(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     return table.reset_index()
 
 
+PROTECTING = ("guard", "repeat")
+"""Rules that hold a kernel against itself: what they count says nothing about what is right."""
+
+
+def elements_compared(record: dict[str, Any]) -> int:
+    """Elements of a record that were compared with what they should be, all stages together."""
+    itself = (stage["compared"] for stage in record["stages"] if stage.get("rule") in PROTECTING)
+    return int(record["compared"] - sum(itself))
+
+
 def succeeded(records: Iterable[dict[str, Any]]) -> bool:
-    """Whether every case passed, and there was one."""
-    verdicts = [r["verdict"] for r in records]
-    return bool(verdicts) and all(v == "pass" for v in verdicts)
+    """Whether every case passed, and something was compared."""
+    records = list(records)
+    return all(r["verdict"] == "pass" for r in records) and any(elements_compared(r) for r in records)

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
     from harness.capture import Captured
     from harness.inputs import Inputs
+    from harness.keep import Keeper
     from harness.operations.outcome import Outcome
 
 KEPT = 1 << 30
 """Bytes of a GPU that a process may keep between cases."""
+COMPARING = ("exact", "bound", "boundary", "statistics")
+"""Rules that compare results with what they should be."""
 ALLCLOSE = 8e-3
 """The tolerance of Transformer Engine's own NVFP4 GEMM test, reported and never used for a verdict."""
 
@@ -33,18 +36,31 @@ def new_record(case: Case, *, backend: str, device: str, seed: int) -> Record:
 
 
 def run_case(
-    case: Case, backend: Backend, *, device: str = "cpu", seed: int = 0, captures: Captured | None = None
+    case: Case,
+    backend: Backend,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    captures: Captured | None = None,
+    keeper: Keeper | None = None,
+    sharing: int = 1,
 ) -> Record:
-    """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file."""
+    """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file.
+
+    `keeper` shrinks and saves a failure, where it is wanted. `sharing`: how many cases of the run share its false
+    alarms, as `harness.checks.holm` counts them.
+    """
     record = new_record(case, backend=backend.name, device=device, seed=seed)
     _give_back_memory(device)
     try:
         inputs = make_case_inputs(case, seed=seed, captures=captures, device=device)
         record.input_digest = digest(inputs.tensors())
-        outcome = judge(case, inputs, backend)
+        outcome = judge(case, inputs, backend, sharing=sharing)
         _fill(record, outcome)
         if record.verdict == "fail":
             record.explanations = explained(outcome)
+            if keeper is not None:
+                keeper.keep(record, case, inputs, outcome, backend)
     except Unsupported as error:
         record.verdict, record.message = "unsupported", str(error)
     except BackendError as error:
@@ -70,11 +86,14 @@ def make_case_inputs(case: Case, *, seed: int, captures: Captured | None, device
     return make_inputs(case, seed=seed, captured=captures).to(device)
 
 
-def judge(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
-    """The outcome of a case. Raises BackendError and Unsupported for what the backend does."""
+def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> Outcome:
+    """The outcome of a case; `sharing` as of `run_case`. Raises BackendError and Unsupported, as the backend does."""
+    from harness.checks.chance import decide
     from harness.operations import JUDGES
 
-    return JUDGES[case.operation](case, inputs, backend)
+    outcome = JUDGES[case.operation](case, inputs, backend)
+    decide(outcome.stages, sharing)
+    return outcome
 
 
 def explained(outcome: Outcome) -> list[dict[str, Any]]:
@@ -113,12 +132,14 @@ def _fill(record: Record, outcome: Outcome) -> None:
     bounded = [s for s in outcome.stages if s.rule == "boundary"]
     if any(s.compared for s in bounded):
         record.excused_share = sum(s.excused for s in bounded) / sum(s.compared for s in bounded)
+    if any(s.rule == "statistics" for s in outcome.stages):
+        record.draws = sum(s.draws for s in outcome.stages)
     for stage in outcome.stages:
         for name, value in stage.figures.items():
             setattr(record, name, value)
     if wrong:
         record.verdict, record.stage, record.message = "fail", wrong[0].stage, f"{wrong[0].stage}: {wrong[0].sentence}"
-    elif not any(s.compared for s in outcome.stages if s.rule in ("exact", "bound", "boundary")) and _size(record):
+    elif not any(s.compared for s in outcome.stages if s.rule in COMPARING) and _size(record):
         record.verdict, record.message = "error", "nothing was compared"
     record.seconds, record.seconds_reference = outcome.seconds, outcome.seconds_reference
     record.output_digest = digest(outcome.outputs.values())

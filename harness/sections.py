@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 
 KINDS = ("even", "front", "middle", "end", "ragged", "empty")
+GIVEN = "rows"
+"""The kind whose rows are given, section by section."""
 MOST = 64
 TILE = 16
 """Rows of a 2-D block: ragged sections begin and end inside one."""
@@ -15,13 +17,28 @@ LAYOUT_TILE = 128
 def parse(text: object) -> tuple[str, int]:
     """Kind and count of `kind:count`. Raises ValueError, with what would be right."""
     kind, _, count = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if kind == GIVEN:
+        return kind, len(_given(text, count))
     if kind not in KINDS:
-        close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(kind, (*KINDS, GIVEN), n=1, cutoff=0.5)
         near = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"is {text!r}{near}; sections are a kind and a count, even:4; kinds are {', '.join(KINDS)}")
+        raise ValueError(
+            f"is {text!r}{near}; sections are a kind and a count, even:4; kinds are {', '.join(KINDS)}, and {GIVEN} "
+            "with the rows of each, rows:17,0,48"
+        )
     if not count.isdecimal() or not 1 <= int(count) <= MOST:
         raise ValueError(f"is {text!r}; there can be 1 to {MOST} sections")
     return kind, int(count)
+
+
+def _given(text: object, sizes: str) -> tuple[int, ...]:
+    """The rows of every section, as a text says. Raises ValueError."""
+    parts = sizes.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"is {text!r}; rows are numbers with commas between them: rows:17,0,48")
+    if len(parts) > MOST:
+        raise ValueError(f"is {text!r}; there can be 1 to {MOST} sections")
+    return tuple(map(int, parts))
 
 
 def section_sizes(text: str, rows: int, *, whole: int = 1) -> tuple[int, ...]:
@@ -29,11 +46,18 @@ def section_sizes(text: str, rows: int, *, whole: int = 1) -> tuple[int, ...]:
 
     With a = rows/count: even [a, a, a, a]; front [0, a, a, 2a]; middle [a, a, 0, 2a]; end [2a, a, a, 0]; empty, of a
     matrix without rows, [0, 0, 0, 0]. ragged: about 1, 3, 5 … times the first, and none a multiple of 16 (of 128 where
-    sections are multiples of a group of 16 or 32).
+    sections are multiples of a group of 16 or 32). rows:17,0,48 says the rows of each.
 
     Raises ValueError where the rows cannot be divided so.
     """
     kind, count = parse(text)
+    if kind == GIVEN:
+        given = _given(text, text.partition(":")[2])
+        if sum(given) != rows:
+            raise ValueError(f"is {text!r}, {sum(given)} rows together; M is {rows}")
+        if broken := [size for size in given if size % whole]:
+            raise ValueError(f"is {text!r}; {broken[0]} rows are no whole groups of {whole}, which the recipe rotates")
+        return given
     if kind == "ragged":
         return _ragged(text, count, rows, whole)
     if kind == "empty":

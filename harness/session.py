@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from harness.case import Case
 from harness.environment import describe_run
 from harness.pool import Settings, run_cases
 from harness.record import succeeded
-from harness.report import print_summary, write
+from harness.report import FAILURES, print_summary, write
 from harness.report.groups import group
 from harness.view import first_failure
 
@@ -27,7 +28,7 @@ def run_session(cases: Sequence[Case], settings: Settings, directory: Path) -> b
     """Run the cases, write the report into `directory`, print the summary. True where every case passed."""
     console = Console()
     started = time.monotonic()
-    records = _run(cases, settings, console)
+    records = _run(cases, replace(settings, failures=str(directory / FAILURES)), console)
     elapsed = time.monotonic() - started
     environment = describe_run(backend=settings.backend, device=settings.device, seed=settings.seed)
     page = write(records, environment, directory, elapsed=elapsed)
@@ -39,12 +40,17 @@ def run_session(cases: Sequence[Case], settings: Settings, directory: Path) -> b
     return succeeded(records) and not missing
 
 
-def _run(cases: Sequence[Case], settings: Settings, console: Console) -> list[dict[str, Any]]:
-    seen: Counter[str] = Counter()
+def progress_bar(console: Console) -> Progress:
+    """What is shown while cases run: done, total, time, time left."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
+    return Progress(*columns, console=console)
+
+
+def _run(cases: Sequence[Case], settings: Settings, console: Console) -> list[dict[str, Any]]:
+    seen: Counter[str] = Counter()
+    with progress_bar(console) as progress:
         task = progress.add_task("running", total=len(cases))
 
         def on_record(record: dict[str, Any]) -> None:

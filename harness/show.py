@@ -42,16 +42,26 @@ SHOWN_OF_WHOLE = 32
 """Elements of a row that are shown, where the tensor has one scale."""
 
 
-def show_case(case: Case, backend: Backend, *, device: str, seed: int, source: Path | None, at: Place | None) -> bool:
+def show_case(
+    case: Case,
+    backend: Backend,
+    *,
+    device: str,
+    seed: int,
+    source: Path | None,
+    at: Place | None,
+    saved: Inputs | None = None,
+) -> bool:
     """Run `case` and print every stage, then the elements around `at`, (row, column), or around the first wrong one.
 
     Rows of sections are counted through all of them; of two halves the place is in the wrong one, or in the rowwise
-    one. True where every stage is right. Raises BackendError and Unsupported.
+    one. `saved` inputs take the place of those that the seed makes. True where every stage is right. Raises
+    BackendError and Unsupported.
     """
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     captures = None if source is None else Captured.load(source)
-    inputs = make_case_inputs(case, seed=seed, captures=captures, device=device)
+    inputs = saved.to(device) if saved else make_case_inputs(case, seed=seed, captures=captures, device=device)
     outcome = judge(case, inputs, backend)
     console.print(f"{case.id}   backend {backend.name}, device {device}, seed {seed}", markup=False)
     console.print(_stages(outcome))

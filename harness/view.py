@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -21,7 +22,7 @@ def reproduction(record: dict[str, Any]) -> str:
 def first_failure(record: dict[str, Any]) -> str:
     """Sentence, what explains it, reproduction line, then every wrong stage with its first and its worst element."""
     lines = [f"{record['verdict']}: {record['message']}", *explanation_lines(record["explanations"])]
-    lines.append(f"reproduce: {reproduction(record)}")
+    lines += [f"reproduce: {reproduction(record)}", *saved_lines(record)]
     for found in record["findings"]:
         lines += ["", f"{found['stage']} ({found['rule']}): {found['sentence']}"]
         lines += _elements(found["elements"])
@@ -30,6 +31,23 @@ def first_failure(record: dict[str, Any]) -> str:
     if judged:
         lines += ["", f"stages: {judged}"]
     return "\n".join(lines)
+
+
+def saved_lines(record: dict[str, Any]) -> list[str]:
+    """Where a failure lies, the line that runs it again from there, and the line of Python that loads it."""
+    lines = [record["save_note"]] if record["save_note"] else []
+    if record["saved"]:
+        words = ["narrowgauge", "show", record["case"], "--saved", record["saved"]]
+        words += ["--backend", record["backend"], "--device", record["device"]]
+        what = f"fails at {record['shrunk']} too" if record["shrunk"] else "as saved"
+        lines += [f"{what}: {shlex.join(words)}", f'tensors: safetensors.torch.load_file("{record["saved"]}")']
+    return lines
+
+
+def saved_of(records: Iterable[dict[str, Any]]) -> list[str]:
+    """The `saved_lines` of the first record that is saved, of several that fail in one way; else those of a note."""
+    told = [record for record in records if record["saved"] or record["save_note"]]
+    return saved_lines(min(told, key=lambda record: not record["saved"])) if told else []
 
 
 def explanation_lines(explanations: list[dict[str, Any]]) -> list[str]:

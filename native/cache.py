@@ -22,12 +22,12 @@ def cache_key(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def cached(name: str, build: Callable[[Path], object]) -> Path:
-    """The file `name` of the cache, made by `build(path)` where it is not there.
+def cached(name: str, build: Callable[[Path], object], *, folder: Path | None = None) -> Path:
+    """The file `name` of the cache, or of another folder, made by `build(path)` where it is not there.
 
     Processes that want the same file wait for the first one to make it; it appears whole or not at all.
     """
-    folder = cache_folder()
+    folder = folder or cache_folder()
     target = folder / name
     if target.exists():
         return target

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from native.cache import cache_key, cached
-from native.sources import ToolchainError, text
+from native.sources import ToolchainError, scratch_of, text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,11 +41,11 @@ def architecture(capability: str) -> str:
     return f"sm_{capability}a" if int(capability) >= 90 else f"sm_{capability}"
 
 
-def _cubin(source: str, target: str, extra_flags: tuple[str, ...]) -> bytes:
+def _cubin(source: str, kernels: str, target: str, extra_flags: tuple[str, ...]) -> bytes:
     from cupy.cuda import nvrtc
 
     options = (f"--gpu-architecture={target}", *FLAGS, *extra_flags)
-    program = nvrtc.createProgram(text(source), f"{source}.cu", (), ())
+    program = nvrtc.createProgram(kernels, f"{source}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)
         return bytes(nvrtc.getCUBIN(program))
@@ -57,14 +57,18 @@ def _cubin(source: str, target: str, extra_flags: tuple[str, ...]) -> bytes:
 
 
 @cache
-def _module(source: str, device: int, extra_flags: tuple[str, ...]) -> Any:
+def _module(source: str, kernels: str, device: int, extra_flags: tuple[str, ...]) -> Any:
     cupy = _cupy()
     from cupy.cuda import nvrtc
 
     target = architecture(cupy.cuda.Device(device).compute_capability)
-    key = cache_key(text(source), *FLAGS, *extra_flags, target, str(nvrtc.getVersion()))
+    key = cache_key(kernels, *FLAGS, *extra_flags, target, str(nvrtc.getVersion()))
     name = f"{source}-{target}-{key}.cubin"
-    path = cached(name, lambda built: built.write_bytes(_cubin(source, target, extra_flags)))
+    path = cached(
+        name,
+        lambda built: built.write_bytes(_cubin(source, kernels, target, extra_flags)),
+        folder=scratch_of(source),
+    )
     with cupy.cuda.Device(device):
         return cupy.RawModule(path=str(path))
 
@@ -107,6 +111,6 @@ def launch(
 
     cupy = _cupy()
     index = torch.cuda.current_device() if device.index is None else device.index
-    function = _module(source, index, extra_flags).get_function(kernel)
+    function = _module(source, text(source), index, extra_flags).get_function(kernel)
     with cupy.cuda.Device(index), _current_stream(index):
         function(tuple(grid), tuple(block), tuple(arguments))

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from native.cache import cache_key, cached
-from native.sources import FOLDER, KERNELS, ToolchainError, text
+from native.sources import FOLDER, KERNELS, ToolchainError, scratch_of, text
 
 # -ffp-contract=off: a fused multiply-add rounds once where the kernels say twice. The next two change no result:
 # they let comparisons and conversions be vectorized. -fvisibility=hidden: GCC makes variables of inline functions and
@@ -77,7 +77,7 @@ def _compiler_identity() -> str:
     return done.stdout
 
 
-def _program(source: str) -> str:
+def _program(source: str, kernels: str) -> str:
     launchers = "".join(
         f"""
 SIMT_EXPORT long long launch_{kernel}(void** arguments, const unsigned* shape, int order, unsigned long long seed,
@@ -90,20 +90,25 @@ SIMT_EXPORT int parameters_{kernel}() {{ return simt::Entry<{kernel}>::parameter
         for kernel in KERNELS[source]
     )
     simt = (FOLDER / "simt.h").read_text(encoding="utf-8").replace("#pragma once\n", "\n")
-    return f'#line 1 "simt.h"\n{simt}\n{text(source)}\n{launchers}'
+    return f'#line 1 "simt.h"\n{simt}\n{kernels}\n{launchers}'
 
 
-@cache
 def library(source: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The compiled kernels of `source`, from the cache where they are there.
 
     The key is the text, the flags and the compiler with its target, so a stale object is never loaded; processes that
     want the same one wait for the first. Raises ToolchainError with the compiler's words where it does not compile.
     """
-    program = _program(source)
+    return _library(source, text(source), extra_flags)
+
+
+@cache
+def _library(source: str, kernels: str, extra_flags: tuple[str, ...]) -> ctypes.CDLL:
+    program = _program(source, kernels)
     flags = (*FLAGS, *extra_flags)
     key = cache_key(program, *flags, compiler(), _compiler_identity())
-    return ctypes.CDLL(str(cached(f"{source}-{key}.so", lambda built: _compile(source, program, flags, built))))
+    built = cached(f"{source}-{key}.so", lambda path: _compile(source, program, flags, path), folder=scratch_of(source))
+    return ctypes.CDLL(str(built))
 
 
 def _compile(source: str, program: str, flags: tuple[str, ...], built: Path) -> None:

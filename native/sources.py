@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -36,22 +38,70 @@ class ToolchainError(RuntimeError):
     """Kernels cannot be compiled or run here: what is missing and how to get it."""
 
 
+_replaced: dict[str, tuple[str, Path]] = {}
+"""Kernel files that have another text in this process, and where what is compiled of them goes."""
+
+
+@contextlib.contextmanager
+def replaced(file: str, text_of_file: str, scratch: Path) -> Iterator[None]:
+    """Within the context, the kernel file `file` (`formats.cuh`) has another text in this process.
+
+    What is compiled of it goes into the folder `scratch`, and not into the cache. The files themselves stay as they
+    are. Raises ValueError for a file that is no kernel file.
+    """
+    if file not in kernel_files():
+        raise ValueError(f"no kernel file is called {file!r}; there are {', '.join(kernel_files())}")
+    before = _replaced.get(file)
+    _replaced[file] = text_of_file, scratch
+    text.cache_clear()
+    try:
+        yield
+    finally:
+        del _replaced[file]
+        if before is not None:
+            _replaced[file] = before
+        text.cache_clear()
+
+
+def kernel_files() -> list[str]:
+    """The names of the files that kernels are made of, their own and headers. What runs them on a CPU is none."""
+    return sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".cu", ".cuh"))
+
+
+def file_text(file: str) -> str:
+    """The text of a kernel file: the one that replaces it, where there is one."""
+    return _replaced[file][0] if file in _replaced else (FOLDER / file).read_text(encoding="utf-8")
+
+
+def files_of(source: str) -> set[str]:
+    """The files that `source`.cu is made of: itself, and its headers with theirs."""
+    seen: set[str] = set()
+    _expand(f"{source}.cu", seen)
+    return seen
+
+
+def scratch_of(source: str) -> Path | None:
+    """Where what is compiled of `source`.cu goes while one of its files is replaced; else None: into the cache."""
+    changed = files_of(source) & _replaced.keys() if _replaced else ()
+    return next((_replaced[file][1] for file in changed), None)
+
+
 @cache
 def text(source: str) -> str:
     """The text of `source`.cu with the project's own headers put in once each, so that it is one compilable text.
 
     A compiled kernel is cached by this text: a change of a header is a change of every kernel that uses it.
     """
-    return _expand(FOLDER / f"{source}.cu", set())
+    return _expand(f"{source}.cu", set())
 
 
-def _expand(path: Path, seen: set[str]) -> str:
-    seen.add(path.name)
-    lines = path.read_text(encoding="utf-8").replace("#pragma once\n", "\n")
+def _expand(file: str, seen: set[str]) -> str:
+    seen.add(file)
+    lines = file_text(file).replace("#pragma once\n", "\n")
 
     def include(match: re.Match[str]) -> str:
         name = match.group(1)
         after = lines.count("\n", 0, match.start()) + 2
-        return "" if name in seen else f'{_expand(FOLDER / name, seen)}\n#line {after} "{path.name}"'
+        return "" if name in seen else f'{_expand(name, seen)}\n#line {after} "{file}"'
 
-    return f'#line 1 "{path.name}"\n' + _INCLUDE.sub(include, lines)
+    return f'#line 1 "{file}"\n' + _INCLUDE.sub(include, lines)

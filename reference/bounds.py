@@ -1,6 +1,6 @@
 """Proved bounds of a GEMM: which outputs a correct kernel can give, in any order of summation or in a declared one.
 
-Source: tolerance.md, rule 2, for a float32 accumulator that rounds to nearest.
+Source: tolerance.md, rule 2, for float32 accumulators; `reference.summation` has what a kernel can declare of them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
+from reference.aligned import aligned_sum, of_operand
 from reference.exact import ExactSum, lowest_bit, round_to_odd, two_sum
+from reference.flushing import alpha_vanishes, below_normal, flushed_ends, subnormal
 from reference.gemm import alpha, check_epilogue, check_operands, code_sum, operand
-from reference.operands import element_values, promotes, scale_values
+from reference.operands import element_values, promotes, scale_values, unit_span
 from reference.promoted_bounds import promoted_limits
 from reference.quantized import Quantized
-from reference.schedules import ACCUMULATOR_BITS, FLT_MAX, SMALLEST, UNIT, blocks_error
+from reference.running import growth
+from reference.schedules import Terms, declared_error
+from reference.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST, TINY, UNIT, Summation, summation
 
-ORDERS = ("blocks",)
-"""What a kernel can declare about the order in which it adds: `reference.schedules`."""
 EXACT, DECLARED, ANY_ORDER = 0, 1, 2
 # Half an ulp, relative, of the cast that ends a GEMM, and half the smallest subnormal; float32 ends without one.
 _CAST = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 2.0**-134), torch.float16: (2.0**-11, 2.0**-25)}
@@ -35,7 +37,7 @@ class Bounds:
     upper: torch.Tensor
     """A correct kernel's output lies in [lower, upper]."""
     exact: torch.Tensor
-    """bool: no sum can round, so the output is `expected` or `fused`, bit for bit."""
+    """bool: no sum can round, or all its roundings are known, so the output is `expected` or `fused`, bit for bit."""
     zero_sum: torch.Tensor
     """bool: the float32 sum is 0, whose sign depends on the order."""
     undetermined: torch.Tensor
@@ -46,8 +48,8 @@ class Bounds:
     budget: torch.Tensor
     """float64: the largest distance from `centre` that all roundings together may cause."""
     tier: torch.Tensor
-    """uint8: 0 where no order of summation can round; 1 where the declared order gives the bound, or rounds nowhere; 2
-    where it is that of any order."""
+    """uint8: 0 where no order of summation can round; 1 where the declared order gives the bound, or rounds nowhere, or
+    is simulated; 2 where it is that of any order."""
 
 
 def bounds(
@@ -57,24 +59,31 @@ def bounds(
     out_dtype: torch.dtype,
     c: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    order: str | None = None,
+    order: Summation | str | None = None,
 ) -> Bounds:
-    """Bounds of `gemm(a, b, out_dtype=…, c=…, bias=…)`; raises as `gemm` does, and ValueError for an unknown order.
+    """Bounds of `gemm(a, b, out_dtype=…, c=…, bias=…)`; raises as `gemm` does, and ValueError for an unknown order,
+    or for more columns than an accumulator that truncates has a bound for.
 
-    `order`: None, any; "blocks", that of `reference.schedules`. A term, or a sum of terms, times scales that are powers
-    of two is taken to be exact wherever it has a float32 number, and to round once elsewhere.
+    `order`: what is declared of the sums, or its name. A term, or a sum of terms, times scales that are powers of two
+    is taken to be exact wherever it has a float32 number, and to round once elsewhere.
 
     The rule's E is evaluated in float64 and widened by 2^-50 of its terms, sums of magnitudes by K·2^-52, so that the
     evaluation's own rounding can never exclude a right output.
     """
     check_operands(a, b)
     check_epilogue((a.shape[0], b.shape[0]), out_dtype, c, bias)
-    if order is not None and order not in ORDERS:
-        raise ValueError(f"the order of a sum is {', '.join(map(repr, ORDERS))}, or None for any; not {order!r}")
+    declared = summation(order)
+    if declared.truncates:
+        _check_terms(a.shape[1])
     if promotes(a.recipe):
-        return _promoted(a, b, out_dtype, c, bias, declared=order == "blocks")
+        return _promoted(a, b, out_dtype, c, bias, declared)
     total = code_sum(a, b)
-    error, tier, overflow = _accumulation(a, b, total, order)
+    if (model := declared.aligned) is not None:
+        total = ExactSum(aligned_sum(of_operand(a), of_operand(b), model, total.high), None)
+        tier = torch.full_like(total.high, DECLARED, dtype=torch.uint8)
+        error, overflow = torch.zeros_like(total.high), torch.zeros_like(tier, dtype=torch.bool)
+    else:
+        error, tier, overflow = _accumulation(a, b, total, declared)
     exact = (error == 0) & ~overflow
 
     s = total.high
@@ -87,22 +96,37 @@ def bounds(
     # Under an infinite α the sign of the sum is all that matters, and inf - inf must not make it NaN.
     determined = torch.isinf(wide) & (s.abs() > error)
     lower, upper = torch.where(determined, scaled, lower), torch.where(determined, scaled, upper)
+    infinite_vanishes = torch.zeros_like(exact)
+    if declared.flushes:
+        vanishes = alpha_vanishes(a, b)
+        infinite_vanishes = vanishes & torch.isinf(s)
+        exact &= ~(below_normal(lower, upper) | vanishes) | (s == 0)
+        lower, upper = flushed_ends(lower, upper, vanishes)
+        reach = reach + TINY + scaled.abs() * vanishes
 
     acc = total.to_float32()
     expected = fused = factor * acc
     lower32, upper32 = lower.float(), upper.float()
     centre, budget = scaled, reach + slack
-    addends = [t for t in (c, bias) if t is not None]
+    addends = [t.float() for t in (c, bias) if t is not None]
     for number, addend in enumerate(addends):
+        low, high = flushed_ends(addend, addend) if declared.flushes else (addend, addend)
         if number == 0:  # the one that may be fused with the product
             fused = round_to_odd(*two_sum(scaled, addend.double().expand_as(scaled))).float()
-            lower32, upper32 = _add(lower, upper, addend)
+            lower32, upper32 = _add(lower, low, -torch.inf), _add(upper, high, torch.inf)
         else:  # monotone, and the same addition that a kernel does
-            fused = fused + addend.float()
-            lower32, upper32 = lower32 + addend.float(), upper32 + addend.float()
-        expected = expected + addend.float()
+            fused = fused + addend
+            lower32, upper32 = lower32 + low, upper32 + high
+        expected = expected + addend
         centre = centre + addend.double()
         budget = budget + UNIT * centre.abs() + SMALLEST
+        if declared.flushes:
+            nothing = (expected == 0) & (fused == 0)
+            exact &= ~(below_normal(lower32, upper32) & ~nothing | subnormal(addend))
+            lower32, upper32 = flushed_ends(lower32, upper32)
+            budget = budget + 2 * TINY
+    if declared.flushes:
+        tier = tier.masked_fill(~exact & (tier == EXACT), ANY_ORDER if declared.order is None else DECLARED)
     return Bounds(
         expected=expected.to(out_dtype),
         fused=fused.to(out_dtype),
@@ -110,7 +134,7 @@ def bounds(
         upper=upper32.to(out_dtype),
         exact=exact,
         zero_sum=acc == 0,
-        undetermined=overflow | (torch.isinf(wide) & (s.abs() <= error) & ~exact),
+        undetermined=overflow | infinite_vanishes | (torch.isinf(wide) & (s.abs() <= error) & ~exact),
         centre=centre,
         budget=_cast(centre, budget, out_dtype),
         tier=tier,
@@ -118,7 +142,7 @@ def bounds(
 
 
 def _accumulation(
-    a: Quantized, b: Quantized, total: ExactSum, order: str | None
+    a: Quantized, b: Quantized, total: ExactSum, declared: Summation
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How far an accumulator can be from the sum (E_acc, float64), by which tier, and where it can overflow: (M, N).
 
@@ -134,26 +158,39 @@ def _accumulation(
     exact = (largest_part <= 2.0**ACCUMULATOR_BITS * unit) & (largest_part <= FLT_MAX)
     magnitude = raw * (1 + columns * 2.0**-52)
     n = products.double()
-    error = (n - 1).clamp_(min=0) * UNIT * magnitude
+    error = (n - 1).clamp_(min=0) * declared.unit * magnitude
+    if declared.truncates:
+        error /= 1 - (n - 1).clamp_(min=0) * declared.unit
     # Terms that are no multiples of the smallest float32, or sums of them, round; and n·u of that, and of what a tree
     # with such roundings may add in the second order, is not left out.
-    subnormal = (unit < SMALLEST) & (raw != 0)
-    exact &= ~subnormal
-    error = torch.where(subnormal, (error + n * SMALLEST / 2) * (1 + n * UNIT), error)
+    underflows = (unit < declared.normal) & (raw != 0)
+    exact &= ~underflows
+    error = torch.where(underflows, (error + n * declared.underflow) * growth(columns, declared.unit), error)
     overflow = (magnitude + error > FLT_MAX) & ~exact
     settled = exact | (error == 0) | ~torch.isfinite(total.high)
     tier = torch.full_like(exact, ANY_ORDER, dtype=torch.uint8)
-    if order is not None and not bool(settled.all()):
+    if declared.order is not None and not bool(settled.all()):
+        whole = a.recipe.whole
         scales = [_finite(scale_values(q)) for q in (a, b)]
-        if a.recipe.whole:
-            scales = [torch.ones_like(scale) for scale in scales]
         width = min(a.recipe.block[1], max(1, columns))
-        codes = [_finite(element_values(q)) for q in (a, b)]
-        declared, possible = blocks_error(codes[0], codes[1], scales[0], scales[1], width)
+        terms = Terms(
+            left, right,
+            codes=(_finite(element_values(a)), _finite(element_values(b))),
+            scales=(torch.ones_like(scales[0]), torch.ones_like(scales[1])) if whole else (scales[0], scales[1]),
+            width=width, cut=1 if whole else width,
+            span=unit_span(a.recipe.element) * unit_span(b.recipe.element),
+            magnitude=raw, unit=unit,
+        )  # fmt: skip
+        ordered, possible = declared_error(terms, declared, settled, overflows=bool(overflow.any()))
         overflow &= possible
-        error = torch.minimum(error, declared)
+        error = torch.minimum(error, ordered)
         tier.fill_(DECLARED)
     return error.masked_fill_(settled, 0.0), tier.masked_fill_(settled & ~overflow, EXACT), overflow
+
+
+def _check_terms(columns: int) -> None:
+    if columns * 2 * UNIT > 0.5:
+        raise ValueError(f"an accumulator that truncates has a bound for K up to {2**22}, not {columns}")
 
 
 def _promoted(
@@ -162,37 +199,40 @@ def _promoted(
     out_dtype: torch.dtype,
     c: torch.Tensor | None,
     bias: torch.Tensor | None,
-    *,
-    declared: bool,
+    declared: Summation,
 ) -> Bounds:
     """Bounds where blocks are scaled on the way: y, then the bias and a cast, then c and another cast, all monotone."""
-    limits = promoted_limits(a, b, declared=declared)
-    ends = [limits.expected, limits.lower, limits.upper]
+    limits = promoted_limits(a, b, declared)
+    expected, lower, upper, exact = limits.expected, limits.lower, limits.upper, limits.exact
     centre = limits.centre
     budget = torch.maximum(limits.upper.double() - centre, centre - limits.lower.double()) + SMALLEST
-    if bias is not None:
-        ends = [end + bias.float() for end in ends]
-        centre = centre + bias.double()
+    steps = [(t.float(), out_dtype) for t in (bias, c) if t is not None]
+    if bias is None:
+        expected, lower, upper = (end.to(out_dtype) for end in (expected, lower, upper))
+        budget = _cast(centre, budget, out_dtype)
+    for addend, dtype in steps:
+        low, high = flushed_ends(addend, addend) if declared.flushes else (addend, addend)
+        expected, lower, upper = expected.float() + addend, lower.float() + low, upper.float() + high
+        centre = centre + addend.double()
         budget = budget + UNIT * centre.abs() + SMALLEST
-    ends = [end.to(out_dtype) for end in ends]
-    budget = _cast(centre, budget, out_dtype)
-    if c is not None:
-        ends = [(end.float() + c.float()).to(out_dtype) for end in ends]
-        centre = centre + c.double()
-        budget = _cast(centre, budget + UNIT * centre.abs() + SMALLEST, out_dtype)
-    expected, lower, upper = ends
-    tier = torch.where(limits.exact & limits.any_order, EXACT, DECLARED if declared else ANY_ORDER).to(torch.uint8)
+        if declared.flushes:
+            exact = exact & ~(below_normal(lower, upper) & (expected != 0) | subnormal(addend))
+            lower, upper = flushed_ends(lower, upper)
+            budget = budget + 2 * TINY
+        expected, lower, upper = (end.to(dtype) for end in (expected, lower, upper))
+        budget = _cast(centre, budget, dtype)
+    known = DECLARED if declared.order is not None else ANY_ORDER
     return Bounds(
         expected=expected,
         fused=expected,
         lower=lower,
         upper=upper,
-        exact=limits.exact,
+        exact=exact,
         zero_sum=limits.expected == 0,
         undetermined=limits.overflow,
         centre=centre,
         budget=budget,
-        tier=tier,
+        tier=torch.where(exact & limits.any_order, EXACT, known).to(torch.uint8),
     )
 
 
@@ -206,15 +246,13 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _add(lower: torch.Tensor, upper: torch.Tensor, addend: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 ends of [lower, upper] + addend, fused or not, from float64 ends.
+def _add(end: torch.Tensor, addend: torch.Tensor, outward: float) -> torch.Tensor:
+    """The float32 end on the side `outward` of [lower, upper] + addend, fused or not, from a float64 end.
 
     Adding and rounding are monotone; the float64 sum may itself have rounded, hence one step outward. A product that
     overflows before the addition stays infinite, though the sum would not be.
     """
-    ends = []
-    for end, outward, outer in ((lower, -torch.inf, torch.minimum), (upper, torch.inf, torch.maximum)):
-        together = torch.nextafter(end + addend.double(), torch.full_like(end, outward)).float()
-        apart = end.float() + addend.float()
-        ends.append(outer(together, torch.where(end.float().isinf(), apart, together)))
-    return ends[0], ends[1]
+    outer = torch.maximum if outward > 0 else torch.minimum
+    together = torch.nextafter(end + addend.double(), torch.full_like(end, outward)).float()
+    apart = end.float() + addend
+    return outer(together, torch.where(end.float().isinf(), apart, together))

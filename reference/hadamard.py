@@ -43,11 +43,16 @@ def transform(x: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
         y = x[rows].contiguous().float() * factors
         half = 1
         while half < rotation.group:
-            pairs = y.view(-1, 2, half)
-            y = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], dim=1)
+            y = butterfly(y, half)
             half *= 2
-        out[rows] = y.view(-1, x.shape[1])
+        out[rows] = y
     return out
+
+
+def butterfly(y: torch.Tensor, half: int) -> torch.Tensor:
+    """One stage of the sums along K: what lies `half` apart in groups of 2·half becomes its sum and its difference."""
+    pairs = y.view(-1, 2, half)
+    return torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], dim=1).view(y.shape)
 
 
 def check_rotation(x: torch.Tensor, recipe: Recipe) -> Hadamard:

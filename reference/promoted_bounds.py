@@ -8,9 +8,11 @@ import torch
 
 from reference.blocks import slabs
 from reference.exact import fma, lowest_bit
+from reference.flushing import below_normal, flushed_ends, subnormal
 from reference.promoted import Blocks, promoted_sum
 from reference.quantized import Quantized
-from reference.schedules import ACCUMULATOR_BITS, FLT_MAX, SMALLEST, UNIT, running_sum, widened
+from reference.running import empty, running_sum, tree_sum, widened
+from reference.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST, TINY, Summation
 
 # A term code·code·s_a·s_b takes at most so many roundings besides those of additions, however its factors are applied:
 # fl(fl(code·s_a)·fl(code·s_b)), fl(P·fl(s_a·s_b)), fl(fl(P·s_a)·s_b).
@@ -36,56 +38,103 @@ class PromotedLimits:
     """float64: Σ P·s_a·s_b, to within 2^-20 of what its roundings may be."""
 
 
-def promoted_limits(a: Quantized, b: Quantized, *, declared: bool) -> PromotedLimits:
-    """Limits of `promoted_sum(a, b)` in the order "blocks" (`declared`), or in any order of additions.
+def promoted_limits(a: Quantized, b: Quantized, declared: Summation) -> PromotedLimits:
+    """Limits of `promoted_sum(a, b)` in the declared order, or in any order of additions.
 
-    Without a declaration terms code·code·s_a·s_b may be added in any order or tree, and the factors be applied to each
-    element, block or partial sum in any association, with at most 3 roundings for a term.
+    Without a declared order terms code·code·s_a·s_b may be added in any order or tree, and the factors be applied to
+    each element, block or partial sum in any association, with at most 3 roundings for a term.
     """
     blocks = Blocks(a, b)
-    expected = promoted_sum(a, b)
+    expected = promoted_sum(a, b, slices=declared.slices, alignment=declared.aligned)
     no = torch.zeros_like(expected, dtype=torch.bool)
     zeros = torch.zeros_like(expected, dtype=torch.float64)
     found = PromotedLimits(expected, expected.clone(), expected.clone(), no, no.clone(), no.clone(), zeros)
     for rows in slabs(expected):
-        (_declared if declared else _any)(blocks, rows, found)
+        if declared.order is None:
+            _any(blocks, rows, found, declared)
+        else:
+            _declared(blocks, rows, found, declared)
     return found
 
 
-def _declared(blocks: Blocks, rows: slice, found: PromotedLimits) -> None:
+def _declared(blocks: Blocks, rows: slice, found: PromotedLimits, declared: Summation) -> None:
     """Interval arithmetic through t = fl(P·s_a) and y = fma(t, s_b, y): each rounding is monotone, so it maps ends.
 
-    P, in the order of K, lies within the running error bound of the exact sum, and is that where nothing can round.
+    P lies within the running error bound of the exact sum, and is that where nothing can round; or it is simulated.
     """
-    lower = upper = torch.zeros_like(found.expected[rows])
-    any_order = torch.ones_like(lower, dtype=torch.bool)
+    any_order = torch.ones_like(found.expected[rows], dtype=torch.bool)
     overflow = torch.zeros_like(any_order)
-    for columns, number in blocks:
-        s_a, s_b = blocks.scales(rows, number)
-        exact = blocks.sum(rows, columns).high
-        left, right = (_finite(x[:, columns]) for x in (blocks.left[rows], blocks.right))
-        sums = running_sum(left, right)
-        error = widened(sums, left.shape[1])
-        any_order &= (error == 0) | ~exact.isfinite()
-        low, high = 0.0 - _down(error - exact), _down(exact + error)
-        low, high = (torch.where(exact.isfinite(), end, exact.float()) for end in (low, high))
-        low, high = _ordered(low * s_a, high * s_a)
-        low, high = torch.where(s_b < 0, high, low), torch.where(s_b < 0, low, high)
-        lower, upper = fma(low, s_b, lower), fma(high, s_b, upper)
-        open_ended = ~_same(lower, upper) & ~(lower.isfinite() & upper.isfinite())
-        overflow |= open_ended
-        lower, upper = lower.masked_fill(open_ended, -torch.inf), upper.masked_fill(open_ended, torch.inf)
-        found.centre[rows] += exact * s_a.double() * s_b.double()
+    flushed = torch.zeros_like(any_order)
+    parts = []
+    for some in blocks.sliced(declared.slices):
+        lower = upper = torch.zeros_like(found.expected[rows])
+        for columns, number in some:
+            s_a, s_b = blocks.scales(rows, number)
+            exact = blocks.sum(rows, columns).high
+            low, high, free = _partial(blocks, rows, columns, exact, declared)
+            any_order &= free
+            low, high = _ordered(low * s_a, high * s_a)
+            vanishes: torch.Tensor | bool = False
+            if declared.flushes:
+                vanishes = (subnormal(s_a) | subnormal(s_b)) & (exact != 0)
+                flushed |= (below_normal(low, high) & (exact != 0)) | vanishes
+                low, high = flushed_ends(low, high, vanishes)
+            low, high = torch.where(s_b < 0, high, low), torch.where(s_b < 0, low, high)
+            lower, upper = fma(low, s_b, lower), fma(high, s_b, upper)
+            if declared.flushes:
+                flushed |= below_normal(lower, upper) & ((lower != 0) | (upper != 0))
+                lower, upper = flushed_ends(lower, upper)
+            lower, upper = _open_ended(lower, upper, overflow)
+            found.centre[rows] += exact * s_a.double() * s_b.double()
+        parts.append((lower, upper))
+    lower, upper = parts[0] if parts else (found.expected[rows], found.expected[rows])
+    for low, high in parts[1:]:
+        lower, upper = lower + low, upper + high
+        if declared.flushes:
+            flushed |= below_normal(lower, upper) & ((lower != 0) | (upper != 0))
+            lower, upper = flushed_ends(lower, upper)
+        lower, upper = _open_ended(lower, upper, overflow)
     lower, upper = lower.masked_fill(overflow, -torch.inf), upper.masked_fill(overflow, torch.inf)
     found.lower[rows], found.upper[rows] = lower, upper
-    found.exact[rows], found.any_order[rows], found.overflow[rows] = _same(lower, upper), any_order, overflow
+    found.exact[rows], found.any_order[rows] = _same(lower, upper) & ~flushed, any_order
+    found.overflow[rows] = overflow
 
 
-def _any(blocks: Blocks, rows: slice, found: PromotedLimits) -> None:
+def _partial(
+    blocks: Blocks, rows: slice, columns: slice, exact: torch.Tensor, declared: Summation
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The least and the greatest float32 sum of a block, and where that is the same in any order; `exact`, float64.
+
+    Products of codes and their sums are multiples of 2^-32, which no flushing reaches.
+    """
+    settled = ~exact.isfinite()
+    if (model := declared.aligned) is not None:
+        p = blocks.aligned(rows, columns, model, exact)
+        return p, p, settled
+    left, right = (_finite(x[:, columns]) for x in (blocks.left[rows], blocks.right))
+    if declared.order == "tree":
+        sums = tree_sum(left, right, declared.unit, torch.zeros_like(exact))
+    else:
+        none = empty(left.shape[0], right.shape[0], left.device)
+        sums = running_sum(left, right, declared.unit, none)
+    error = widened(sums, left.shape[1], declared.unit)
+    low, high = 0.0 - _down(error - exact), _down(exact + error)
+    low, high = (torch.where(settled, exact.float(), end) for end in (low, high))
+    return low, high, settled | sums.exact()
+
+
+def _open_ended(lower: torch.Tensor, upper: torch.Tensor, overflow: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ends that may have overflowed, noted in `overflow`, become infinite."""
+    open_ended = ~_same(lower, upper) & ~(lower.isfinite() & upper.isfinite())
+    overflow |= open_ended
+    return lower.masked_fill(open_ended, -torch.inf), upper.masked_fill(open_ended, torch.inf)
+
+
+def _any(blocks: Blocks, rows: slice, found: PromotedLimits, declared: Summation) -> None:
     """S ± ((1 + u)^(n + 2) - 1)·A, n the nonzero terms: n - 1 additions and 3 factors; 0 where nothing can round.
 
     Roundings of subnormal products, of any part of the factors of a term, are off by 2^-150 each before the rest of the
-    factors is applied.
+    factors is applied; where they are flushed, by 2^-126 once, and the sums that the term takes part in by as much.
     """
     centre = found.centre[rows]
     magnitude, underflow, terms = (torch.zeros_like(centre) for _ in range(3))
@@ -111,14 +160,16 @@ def _any(blocks: Blocks, rows: slice, found: PromotedLimits) -> None:
         least = bits[0].clamp(max=1.0).unsqueeze(1) * bits[1].clamp(max=1.0)
         least = least * s_a.abs().clamp(max=1.0) * s_b.abs().clamp(max=1.0)
         width = left.shape[1]
-        underflow += torch.where((least < 2.0**-126) & (size != 0), _FACTORS * width * SMALLEST / 2 * largest, 0.0)
+        lost, below = (2 * TINY, TINY * 2.0**24) if declared.flushes else (0.0, TINY)  # 24 bits of such terms cancel
+        lost += _FACTORS * SMALLEST / 2
+        underflow += torch.where((least < below) & (size != 0), width * lost * largest, 0.0)
         overflow |= width * largest > FLT_MAX
         overflow |= scale.isinf()
     exact_sums = ((magnitude + centre.abs()) / 2 <= 2.0**ACCUMULATOR_BITS * unit) & (underflow == 0)
     magnitude *= 1 + 2.0**-20
     overflow |= magnitude + underflow > FLT_MAX
     exact_sums &= ~overflow
-    steps = (terms + (_FACTORS - 1)) * UNIT
+    steps = (terms + (_FACTORS - 1)) * declared.unit
     error = (steps / (1 - steps) * magnitude + underflow * (1 + 2 * steps)) * (1 + 2.0**-20)
     error = error.masked_fill(exact_sums | special, 0.0)
     expected = found.expected[rows]

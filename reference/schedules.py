@@ -1,134 +1,175 @@
-"""How far a float32 sum in a declared order can be from the exact one: tier 1 of tolerance.md.
-
-The order is "blocks": products of a block of K, which are exact, are added in order of K from 0; a block's sum, times
-its scales, is added to the sum of the blocks before it, in order of K.
-
-The running error bound: where the sum s of what an addition is given is off by at most e, the addition adds at most
-u·(|s| + e) to that, or nothing where it cannot round. It cannot where one of the two is 0, or where neither what came
-before nor this has rounded, since all is a multiple of one power of two and below 2^24 of it. s and e are evaluated in
-float64: the rounding of s there, at most K·2^-53 of the sum of magnitudes A for each of 2·K additions, adds K^2·2^-76·A
-to a bound that is not 0, and 2^-20 of the bound covers that of e.
-"""
+"""How far a float32 sum in a declared order can be from the exact one: tier 1 of tolerance.md."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from reference.blocks import slabs
-from reference.exact import lowest_bit
+from reference.exact import FLOAT64_EXACT, lowest_bit
+from reference.running import Running, empty, growth, running_sum, tree_sum, widened
+from reference.summation import ACCUMULATOR_BITS, FLT_MAX, Summation
 
-UNIT = 2.0**-24
-ACCUMULATOR_BITS = 24
-FLT_MAX = torch.finfo(torch.float32).max
-SMALLEST = 2.0**-149
-# Columns whose partial sums are looked at together first, since most of them cannot round.
-_CHUNK = 32
+# Blocks after which it is asked anew whether all sums have rounded.
+_LOOK = 8
 
 
 @dataclass
-class Running:
-    """Sums (M, N) on their way along K, float64."""
+class Terms:
+    """The products of two operands (M, K) and (N, K), float64 and finite, scales of blocks included."""
 
-    total: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+    codes: tuple[torch.Tensor, torch.Tensor]
+    """The operands without scales."""
+    scales: tuple[torch.Tensor, torch.Tensor]
+    """(M, B) and (N, B)."""
+    width: int
+    """Columns of a block."""
+    cut: int
+    """Columns between which "split-<n>" may cut: those of a block, or 1 where one is all of K."""
+    span: float
+    """The largest product of two codes in units of the smallest, of which all are multiples."""
     magnitude: torch.Tensor
-    """The sum of magnitudes."""
+    """Σ of magnitudes (M, N)."""
     unit: torch.Tensor
-    """A power of two that divides every term; infinity where all are 0."""
-    error: torch.Tensor
-    """The largest distance of the float32 sum from the exact one. Evaluation in float64 is not covered."""
+    """A power of two that divides every term of an output (M, N)."""
 
-    def exact(self) -> torch.Tensor:
-        """bool: no partial sum so far, in whatever order, can have rounded."""
-        return (self.error == 0) & ((self.magnitude + self.total.abs()) / 2 <= 2.0**ACCUMULATOR_BITS * self.unit)
-
-
-def empty(m: int, n: int, device: torch.device) -> Running:
-    """The sum of nothing, (M, N)."""
-    zeros = torch.zeros(m, n, dtype=torch.float64, device=device)
-    return Running(zeros, zeros, torch.full_like(zeros, torch.inf), zeros)
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.left.shape[1]
 
 
-def running_sum(left: torch.Tensor, right: torch.Tensor) -> Running:
-    """The products of (M, K) and (N, K), finite float64 numbers, added in order of K from 0."""
-    sums = empty(left.shape[0], right.shape[0], left.device)
-    for start in range(0, left.shape[1], _CHUNK):
-        x, y = left[:, start : start + _CHUNK], right[:, start : start + _CHUNK]
-        magnitude = x.abs() @ y.abs().T
-        after = Running(
-            sums.total + x @ y.T,
-            sums.magnitude + magnitude,
-            torch.minimum(sums.unit, torch.outer(lowest_bit(x), lowest_bit(y)).masked_fill_(magnitude == 0, torch.inf)),
-            sums.error,
-        )
-        exact = after.exact()
-        if not bool(exact.all()):
-            after.error = _every_partial(x, y, sums).masked_fill_(exact, 0.0)
-        sums = after
-    return sums
-
-
-def _every_partial(x: torch.Tensor, y: torch.Tensor, before: Running) -> torch.Tensor:
-    """The error after the columns of `x` and `y` have been added to `before` one by one.
-
-    e + u·(|s| + e) at every step is at most (e + u·Σ|s|)·(1 + u)^n after n of them.
-    """
-    columns = x.shape[1]
-    total, sizes = before.total.clone(), torch.zeros_like(before.total)
-    begun = before.magnitude != 0
-    zeros = ((x == 0).any(0) | (y == 0).any(0)).tolist()
-    for column, some_zero in enumerate(zeros):
-        total.addr_(x[:, column], y[:, column])
-        if some_zero or column == 0:  # what is added, or added to, may be 0
-            adds = torch.outer(x[:, column] != 0, y[:, column] != 0)
-            sizes.add_(total.abs().mul_(begun & adds))
-            begun |= adds
-        else:
-            begun.fill_(True)
-            sizes.add_(total.abs())
-    return (before.error + UNIT * sizes) * (1 + columns * UNIT * (1 + 2.0**-10))
-
-
-def blocks_error(
-    left: torch.Tensor, right: torch.Tensor, left_scales: torch.Tensor, right_scales: torch.Tensor, width: int
+def declared_error(
+    terms: Terms, summation: Summation, settled: torch.Tensor, *, overflows: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(error, overflow) (M, N) of the sums of (M, K) by (N, K) in the order "blocks".
+    """(error, overflow) (M, N) of the sums in the order that `summation` names; 0 where `settled` is all there is.
 
-    Operands are codes and scales (M, B) and (N, B) of blocks of `width` columns, all float64 and finite. A block's sum
-    times its scales rounds once, and that only where it is no multiple of 2^-149 or too large. overflow, bool: a
-    partial sum may have no float32.
+    A block's sum times its scales, or a product times its own, rounds once, and that only where it is no multiple of
+    2^-149 or too large. overflow, bool: a partial sum may have no float32; only looked for where `overflows`.
     """
-    m, n = left.shape[0], right.shape[0]
-    error = torch.zeros(m, n, dtype=torch.float64, device=left.device)
-    overflow = torch.zeros(m, n, dtype=torch.bool, device=left.device)
-    unit_left, unit_right = lowest_bit(left_scales.unsqueeze(2)), lowest_bit(right_scales.unsqueeze(2))
-    for rows in slabs(error):
-        sums = empty(len(left[rows]), n, left.device)
-        for block, start in enumerate(range(0, left.shape[1], width)):
-            columns = slice(start, start + width)
-            inner = running_sum(left[rows, columns], right[:, columns])
-            scale = torch.outer(left_scales[rows, block], right_scales[:, block])
-            unit = inner.unit * torch.outer(unit_left[rows, block], unit_right[:, block])
-            magnitude = inner.magnitude * scale.abs()
-            nothing = magnitude == 0
-            begun = (sums.magnitude != 0) & ~nothing
-            rounding = ((unit < SMALLEST) & ~nothing).double() * (SMALLEST / 2)
-            term, term_error = inner.total * scale, inner.error * scale.abs() + rounding
-            sums = Running(
-                sums.total + term,
-                sums.magnitude + magnitude,
-                torch.minimum(sums.unit, unit.masked_fill_(nothing, torch.inf)),
-                sums.error + term_error,
-            )
-            size = sums.total.abs() + sums.error
-            sums.error += torch.where(begun & ~sums.exact(), UNIT * size, 0.0)
-            overflow[rows] |= torch.maximum(size, term.abs() + term_error) * (1 + UNIT) >= FLT_MAX
-        error[rows] = widened(sums, left.shape[1])
+    error = torch.zeros_like(terms.magnitude)
+    overflow = torch.zeros_like(settled)
+    # Where all block sums are exact and so is float64, and nothing underflows or overflows, one loop does for all.
+    plain = (
+        summation.order == "blocks"
+        and not overflows
+        and terms.width * terms.span <= 2.0**ACCUMULATOR_BITS
+        and bool((terms.magnitude <= FLOAT64_EXACT * (1 - 2.0**-20) * terms.unit).all())
+        and bool(((terms.unit >= summation.normal) | (terms.magnitude == 0)).all())
+    )
+    # A tree has up to 32 numbers of each output at a time.
+    columns = error.shape[1] * (8 if summation.order == "tree" else 1)
+    for rows in slabs(error.new_empty(1, 1).expand(error.shape[0], columns)):
+        if bool(settled[rows].all()):
+            continue
+        if plain:
+            error[rows] = _exact_blocks(terms, rows, summation.unit) * (1 + 2.0**-20)
+            continue
+        sums = _sums(terms, rows, summation, overflows)
+        error[rows] = widened(sums, terms.columns, summation.unit)
+        if sums.peak is not None:
+            overflow[rows] = (sums.peak + sums.error) * (1 + summation.unit) >= FLT_MAX
     return error, overflow
 
 
-def widened(sums: Running, columns: int) -> torch.Tensor:
-    """The error of sums of K = `columns` products with that of its own evaluation in float64, 0 where it is 0."""
-    own = float(columns) ** 2 * 2.0**-76 * sums.magnitude
-    return torch.where(sums.error > 0, sums.error * (1 + 2.0**-20) + own, 0.0)
+def _sums(terms: Terms, rows: slice, summation: Summation, peak: bool) -> Running:
+    """The sums of some rows."""
+    left, right = terms.left[rows], terms.right
+    start = empty(left.shape[0], right.shape[0], left.device, peak=peak)
+    if summation.order in ("sequential", "tree"):
+        own = _underflow(terms.unit[rows], summation)
+        if summation.order == "tree":
+            return tree_sum(left, right, summation.unit, own, peak=peak)
+        start.error = own * ((left != 0).double() @ (right != 0).double().T)
+        return running_sum(left, right, summation.unit, start)
+    if summation.slices == 1:
+        return _blocks(terms, rows, summation, slice(0, terms.columns), start)
+    parts = [
+        _blocks(terms, rows, summation, columns, start)
+        for columns in sliced(terms.columns, terms.cut, summation.slices)
+    ]
+    sums = parts[0]
+    for part in parts[1:]:
+        sums = sums.plus(part, summation.unit)
+    return sums
+
+
+def sliced(columns: int, cut: int, slices: int) -> Iterator[slice]:
+    """The slices of K of "split-<n>" that are not empty, or an empty one: blocks of `cut` columns in n parts."""
+    blocks = -(-columns // cut)
+    each = max(1, -(-blocks // slices)) * cut
+    for start in range(0, max(1, columns), each):
+        yield slice(start, min(start + each, columns))
+
+
+def _underflow(unit: torch.Tensor, summation: Summation) -> torch.Tensor:
+    """What a term that is not 0 can be off by as a float32 number."""
+    return (unit < summation.normal).double() * summation.underflow
+
+
+def _blocks(terms: Terms, rows: slice, summation: Summation, columns: slice, sums: Running) -> Running:
+    """The blocks that begin in `columns`, or their part of the only block, added to `sums` in order."""
+    left, right = (codes[:, columns] for codes in (terms.codes[0][rows], terms.codes[1]))
+    left_scales, right_scales = terms.scales[0][rows], terms.scales[1]
+    first = columns.start // terms.width
+    none = empty(left.shape[0], right.shape[0], left.device, peak=sums.peak is not None)
+    for number, start in enumerate(range(0, left.shape[1], terms.width), first):
+        here = slice(start, start + terms.width)
+        inner = running_sum(left[:, here], right[:, here], summation.unit, none)
+        scales = left_scales[:, number], right_scales[:, number]
+        factor = torch.outer(*scales)
+        unit = inner.unit * torch.outer(*(lowest_bit(scale.unsqueeze(1)) for scale in scales))
+        nothing = inner.magnitude == 0
+        term = Running(
+            inner.total * factor,
+            inner.magnitude * factor.abs(),
+            unit.masked_fill_(nothing, torch.inf),
+            inner.error * factor.abs() + _underflow(unit, summation).masked_fill_(nothing, 0.0),
+        )
+        if sums.peak is not None:
+            term.peak = term.total.abs()
+        sums = sums.plus(term, summation.unit)
+    return sums
+
+
+def _exact_blocks(terms: Terms, rows: slice, unit: float) -> torch.Tensor:
+    """The error of the order "blocks" where block sums and float64 are exact: u·Σ|s| from the first that rounds on."""
+    left, right = terms.left[rows], terms.right
+    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float64, device=left.device)
+    sizes, size = torch.zeros_like(total), torch.empty_like(total)
+    rounded: torch.Tensor | None = torch.zeros_like(total, dtype=torch.bool)
+    near = torch.empty_like(total, dtype=torch.float32)
+    steps = 0
+    for start in range(0, terms.columns, terms.width):
+        x, y = (operand[:, start : start + terms.width] for operand in (left, right))
+        total.addmm_(x, y.T)
+        torch.abs(total, out=size)
+        if rounded is not None:
+            rounded |= near.copy_(total) != total
+            if steps % _LOOK == 0 and bool(rounded.all()):
+                rounded = None
+            else:
+                size.mul_(rounded)  # a product, which is faster than a choice
+        if (nothing := _no_product(x, y)) is not None:
+            size.mul_(~nothing)
+        sizes.add_(size)
+        steps += 1
+    return sizes.mul_(unit * growth(steps, unit))
+
+
+def _no_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+    """bool (M, N): every product of (M, W) and (N, W) is 0; None where that is nowhere so.
+
+    Of W columns a row that has p and one that has q which are not 0 share one where p + q > W.
+    """
+    width = x.shape[1]
+    some_x, some_y = (x != 0).float(), (y != 0).float()
+    counts_x, counts_y = some_x.sum(1), some_y.sum(1)
+    few_x, few_y = counts_x + counts_y.amin() <= width, counts_y + counts_x.amin() <= width
+    if not bool(few_x.any()) or not bool((some_x[few_x] @ some_y[few_y].T == 0).any()):
+        return None
+    return (some_x @ some_y.T) == 0

@@ -15,15 +15,9 @@ from reference.bounds import Bounds
 def bound(stage: str, actual: torch.Tensor, limits: Bounds, *, describe: Describe) -> StageResult:
     """Compare a GEMM's output (M, N) with its bounds, those of any order or of the one that the backend declares.
 
-    Exact elements are right where they equal the expected or the fused value bit for bit (the sign of a zero sum is
-    free): all of tier 0, and those of tier 1 where the declared order rounds nowhere. The others are right where they
-    lie in [lower, upper]. NaN is right where NaN is expected.
+    `within` says which elements are right.
     """
-    expected, fused = limits.expected, limits.fused
-    matches = _same(actual, expected, limits.zero_sum) | _same(actual, fused, limits.zero_sum)
-    inside = (actual >= limits.lower) & (actual <= limits.upper) & torch.isfinite(limits.centre)
-    excused = limits.undetermined & ~torch.isfinite(actual)
-    right = matches | excused | (inside & ~limits.exact)
+    right = within(actual, limits)
     result = StageResult(stage, "bound", actual.numel(), figures=_figures(actual, limits))
     if not bool(right.all()):
         wrong = ~right
@@ -33,6 +27,19 @@ def bound(stage: str, actual: torch.Tensor, limits: Bounds, *, describe: Describ
         result.wrong = wrong
         result.finding = finding(stage, "bound", result.sentence, wrong, distance, describe=describe)
     return result
+
+
+def within(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
+    """Which elements of a GEMM's output (M, N) are right, bool.
+
+    Exact elements are right where they equal the expected or the fused value bit for bit (the sign of a zero sum is
+    free): all of tier 0, and those of tier 1 where the declared order rounds nowhere. The others are right where they
+    lie in [lower, upper]. NaN is right where NaN is expected.
+    """
+    matches = _same(actual, limits.expected, limits.zero_sum) | _same(actual, limits.fused, limits.zero_sum)
+    inside = (actual >= limits.lower) & (actual <= limits.upper) & torch.isfinite(limits.centre)
+    excused = limits.undetermined & ~torch.isfinite(actual)
+    return matches | excused | (inside & ~limits.exact)
 
 
 def _same(actual: torch.Tensor, expected: torch.Tensor, zero_sum: torch.Tensor) -> torch.Tensor:

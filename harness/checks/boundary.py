@@ -7,19 +7,16 @@ elements: more of them than chance explains is wrong too.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from harness.checks import ordinal
+from harness.checks.chance import Chance
 from harness.checks.interval import power_of_two
 from harness.checks.stage import StageResult
 from harness.finding import Describe, finding, sentence, spaced
 from reference.formats import Format
-
-FALSE_ALARM = 1e-9
-"""Of one stage whose errors are independent from group to group."""
 
 
 @dataclass
@@ -91,36 +88,37 @@ def _compare(
         distance = torch.maximum(lower - actual, actual - upper).clamp_(min=0).masked_fill_(~wrong, -1)
         result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())
         result.sentence = f"{sentence(wrong, distance, noun)}; no order of summation gives them"
-    elif message := _too_many(excused, (upper - lower == 1) & ~free, sources, noun):
-        wrong, distance = excused, (actual - expected).abs().masked_fill_(~excused, -1)
-        result.mismatches, result.max_ulp, result.sentence = int(wrong.sum()), int(distance.amax()), message
-    if not result.right:
         result.wrong = wrong
         result.finding = finding(stage, "boundary", result.sentence, wrong, distance, describe=describe)
+    elif bool((differ := excused & (straddles := (upper - lower == 1) & ~free)).any()):
+        distance = (actual - expected).abs().masked_fill_(~excused, -1)
+        result.chances = [_excused(differ, straddles, sources, noun, (excused, distance, describe))]
     return result
 
 
-def _too_many(excused: torch.Tensor, straddles: torch.Tensor, sources: Sources, noun: str) -> str:
-    """What is wrong with the number of excused elements, or nothing.
-
-    Of the N elements whose interval straddles one boundary at most half differ on average. By Hoeffding's inequality
-    more than N/2 + √(Σn²·ln(1e9)/2) do once in 1e9 runs, n the elements of one source: N/2 + √(N·ln(1e9)/2) where each
-    source has one. Sources that are the same up to a power of two count once.
-    """
-    differ = excused & straddles
-    if not bool(differ.any()):
-        return ""
-    count, limit, total = excuses(differ, straddles, sources)
-    if count <= limit:
-        return ""
-    return (
+def _excused(
+    differ: torch.Tensor,
+    straddles: torch.Tensor,
+    sources: Sources,
+    noun: str,
+    elements: tuple[torch.Tensor, torch.Tensor, Describe],
+) -> Chance:
+    """The test of the number of excused elements, whose interval `straddles` one boundary."""
+    count, log_p, total = excuses(differ, straddles, sources)
+    text = (
         f"{spaced(count)} of {spaced(total)} {noun} that the order of summation can change are not those of the "
-        f"reference; errors symmetric about the exact sum change {spaced(int(limit))} at most"
+        "reference; errors symmetric about the exact sum change half of them"
     )
+    return Chance("excuses", log_p, text, elements)
 
 
 def excuses(differ: torch.Tensor, straddles: torch.Tensor, sources: Sources) -> tuple[int, float, int]:
-    """How many elements differ, how many can, and how many straddle a boundary: those of different sources."""
+    """How many elements differ, log of a bound of the chance of so many, and how many straddle a boundary.
+
+    Those of different sources: sources that are the same up to a power of two count once. Of the N elements whose
+    interval straddles one boundary at most half differ on average. By Hoeffding's inequality N/2 + d or more do with a
+    probability of at most exp(-2·d²/Σn²), n the elements of one source.
+    """
     each = _by_source(straddles, sources).sum(1)
     some = each > 0
     columns = sources.x.shape[1]
@@ -135,7 +133,7 @@ def excuses(differ: torch.Tensor, straddles: torch.Tensor, sources: Sources) -> 
     chosen = first[first < len(content)]
     n = each[some][chosen]
     count, total = int(_by_source(differ, sources).sum(1)[some][chosen].sum()), int(n.sum())
-    return count, total / 2 + math.sqrt(float((n.double() ** 2).sum()) * -math.log(FALSE_ALARM) / 2), total
+    return count, -2 * max(0.0, count - total / 2) ** 2 / float((n.double() ** 2).sum()), total
 
 
 def _by_source(mask: torch.Tensor, sources: Sources) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from harness.checks.chance import Chance
+
 
 @dataclass
 class StageResult:
@@ -24,8 +26,14 @@ class StageResult:
     """Columns of the record that this stage measured."""
     excused: int = 0
     """Elements that are right by rule 3 of tolerance.md, though not the reference's."""
+    draws: int = 0
+    """Roundings by random bits of the backend's own that the tests of this stage counted."""
     wrong: torch.Tensor | None = None
     """bool: the wrong elements, in the coordinates of the finding; None where there are none, or none has a place."""
+    causes: list[str] = field(default_factory=list)
+    """Why it is wrong, as explanations name it, where whoever judged it knows: of guard zones and repeated runs."""
+    chances: list[Chance] = field(default_factory=list)
+    """Tests that a right kernel fails by chance; `decide` has the last word on the stage."""
 
     @property
     def right(self) -> bool:
@@ -35,9 +43,12 @@ class StageResult:
         """Take in the same stage of a further door or section: its counts; the rest where this one is right."""
         if self.right:
             self.sentence, self.finding, self.wrong = other.sentence, other.finding, other.wrong
+            self.causes = other.causes
         self.compared += other.compared
         self.mismatches += other.mismatches
         self.excused += other.excused
+        self.chances += other.chances
+        self.draws += other.draws
         self.max_ulp = max((n for n in (self.max_ulp, other.max_ulp) if n is not None), default=None)
 
     def entry(self) -> dict[str, Any]:
@@ -59,6 +70,9 @@ def merged(parts: Sequence[Sequence[StageResult]], noun: str) -> list[StageResul
                 stage.finding["sentence"] = stage.sentence
                 for element in stage.finding["elements"]:
                     element[noun] = number
+            for chance in stage.chances:
+                chance.sentence = f"{noun} {number} of {len(parts)}: {chance.sentence}"
+                chance.place[noun] = number
             if stage.stage in found:
                 found[stage.stage].add(stage)
             else:

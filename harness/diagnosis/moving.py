@@ -2,10 +2,160 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from harness.checks import ordinal
+from harness.checks.interval import rotated_interval
 from harness.checks.stage import StageResult
 from harness.diagnosis.explanation import Explanation
-from harness.operations.outcome import Outcome
+from harness.diagnosis.histories import deviating_histories, deviating_scales
+from harness.diagnosis.rotations import Ends, deviating_ends, deviating_rotations
+from harness.diagnosis.swizzles import deviating_layouts, padding_not_zeroed
+from harness.operations.outcome import Moved, Outcome
+from reference.recipes import Recipe
+
+Cause = tuple[str, str]
+_ALIGNMENTS = (1, 8, 16, 32, 64, 128, 256)
 
 
 def moving_explanations(outcome: Outcome, wrong: StageResult) -> list[Explanation]:
-    return []
+    """The known deviations of an operation that moves, rotates or updates that give what the kernel gave."""
+    moved = outcome.moved
+    find = None if moved is None else _FINDERS.get((moved.operation, wrong.stage))
+    if moved is None or find is None:
+        return []
+    found: dict[str, Explanation] = {}
+    for cause, sentence in find(moved):
+        found.setdefault(cause, Explanation(cause, sentence, wrong.stage, exact=True))
+    return list(found.values())
+
+
+def _tensor(moved: Moved, name: str) -> torch.Tensor:
+    tensor = moved.found[name]
+    assert tensor is not None
+    return tensor
+
+
+def _rule(moved: Moved) -> Recipe:
+    assert moved.recipe is not None
+    return moved.recipe
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two floating tensors have the same bits, a NaN being any NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    bits = [t.contiguous().view(ordinal.INTEGER[t.dtype]) for t in (one, other)]
+    return torch.equal(*bits) or bool(((bits[0] == bits[1]) | (one.isnan() & other.isnan())).all())
+
+
+def _giving(given: torch.Tensor, deviations: Iterable[tuple[str, str, Callable[[], torch.Tensor]]]) -> Iterator[Cause]:
+    for cause, sentence, make in deviations:
+        if _same(make(), given):
+            yield cause, sentence
+
+
+# ---- swizzle ---------------------------------------------------------------------------------------------------------
+
+
+def _layout(moved: Moved) -> Iterator[Cause]:
+    scales, swizzled = moved.given["scales"], _tensor(moved, "swizzled")
+    if padding_not_zeroed(swizzled, scales):
+        yield "padding-not-zeroed", "bytes of the padding are not 0"
+    for cause, sentence, bytes_ in deviating_layouts(scales):
+        if torch.equal(bytes_, swizzled):
+            yield cause, sentence
+
+
+def _unswizzled(moved: Moved) -> Iterator[Cause]:
+    """Bytes read as if they lay in a wrong layout."""
+    swizzled, linear = _tensor(moved, "swizzled").flatten(), _tensor(moved, "linear")
+    numbers = torch.arange(1, linear.numel() + 1, device=linear.device).view(linear.shape)
+    for cause, sentence, places in deviating_layouts(numbers):
+        at = places.flatten().nonzero().flatten()
+        read = torch.empty_like(linear).flatten()
+        read[places.flatten()[at] - 1] = swizzled[at]
+        if torch.equal(read.view(linear.shape), linear):
+            yield cause, f"swizzled scales are read as such: {sentence}"
+
+
+# ---- transform -------------------------------------------------------------------------------------------------------
+
+
+def _rotation(moved: Moved) -> Iterator[Cause]:
+    x, rule, output = moved.given["x"], _rule(moved), _tensor(moved, "output")
+    if not moved.free:
+        yield from _giving(output, deviating_rotations(x, rule))
+        return
+
+    def rotate(matrix: torch.Tensor, of: Recipe) -> Ends:
+        interval = rotated_interval(matrix, of)
+        return interval.lower, interval.upper
+
+    at = ordinal.signed_floats(output)
+    for cause, sentence, ends in deviating_ends(x, rule, rotate):
+        low, high = ends()
+        inside = (at >= ordinal.signed_floats(low)) & (at <= ordinal.signed_floats(high))
+        if bool((inside | (output.isnan() & low.isnan())).all()):
+            yield cause, sentence
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def _padding(moved: Moved) -> Iterator[Cause]:
+    x, sizes, rule = moved.given["x"], moved.given["sizes"].tolist(), _rule(moved)
+    padded, aligned = _tensor(moved, "padded"), _tensor(moved, "padded sizes").tolist()
+    right = [_up(size, rule.row_alignment) for size in sizes]
+    if aligned != right:
+        for rows in _ALIGNMENTS:
+            if aligned == [_up(size, rows) for size in sizes]:
+                yield f"alignment:{rows}", f"sections are padded to multiples of {rows}, not of {rule.row_alignment}"
+        return
+    sections, starts = torch.split(x, sizes), [sum(right[:number]) for number in range(len(right))]
+    together, before = torch.zeros_like(padded), torch.zeros_like(padded)
+    together[: len(x)] = x
+    for section, start, rows in zip(sections, starts, right, strict=True):
+        before[start + rows - len(section) : start + rows] = section
+    if all(_same(padded[start : start + len(part)], part) for start, part in zip(starts, sections, strict=True)):
+        yield "padding-not-zeroed", "rows of the padding are not 0"
+    if _same(together, padded):
+        yield "sections-not-padded", "sections lie one behind the other, and all the padding behind them"
+    if _same(before, padded):
+        yield "padding-before-rows", "the padding of a section lies before its rows"
+
+
+def _up(size: int, rows: int) -> int:
+    return -(-size // rows) * rows
+
+
+def _unpadding(moved: Moved) -> Iterator[Cause]:
+    output = _tensor(moved, "output")
+    if _same(output, _tensor(moved, "padded output")[: len(output)]):
+        yield "unpadding-first-rows", "the first rows are kept, those of the padding among them"
+
+
+# ---- delayed scaling -------------------------------------------------------------------------------------------------
+
+
+def _history(moved: Moved) -> Iterator[Cause]:
+    given = moved.given
+    yield from _giving(_tensor(moved, "history"), deviating_histories(given["history"], given["scale"], _rule(moved)))
+
+
+def _scale(moved: Moved) -> Iterator[Cause]:
+    given = moved.given
+    yield from _giving(_tensor(moved, "scale"), deviating_scales(given["history"], given["scale"], _rule(moved)))
+
+
+_FINDERS: dict[tuple[str, str], Callable[[Moved], Iterator[Cause]]] = {
+    ("swizzle", "layout"): _layout,
+    ("swizzle", "unswizzle"): _unswizzled,
+    ("transform", "output"): _rotation,
+    ("pad", "padding"): _padding,
+    ("pad", "unpadding"): _unpadding,
+    ("update-scale", "history"): _history,
+    ("update-scale", "scale"): _scale,
+}

@@ -11,7 +11,7 @@ from harness.case import Case
 from harness.checks.exact import exact_floats
 from harness.checks.stage import StageResult
 from harness.inputs import Inputs
-from harness.operations.outcome import Outcome
+from harness.operations.outcome import Moved, Outcome
 from harness.operations.repeated import Tensors, repeated, timed
 from harness.operations.stages import float_views, plain
 from reference import ops as reference
@@ -29,6 +29,7 @@ def judge_update_scale(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     outputs, protection, seconds = repeated(backend, history.device, {"history": history, "scale": scale}, call)
     expected, seconds_reference = timed(history.device, lambda: reference.update_scale(history, scale, rule))
     outcome = Outcome(protection, outputs, seconds=seconds, seconds_reference=seconds_reference)
+    outcome.moved = Moved("update-scale", {"history": history, "scale": scale}, outputs, rule)
     rolled, updated = outputs["history"], outputs["scale"]
     assert rolled is not None
     assert updated is not None

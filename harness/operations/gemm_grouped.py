@@ -12,6 +12,8 @@ from harness.backend import Backend, Unsupported
 from harness.case import Case
 from harness.checks.stage import merged
 from harness.inputs import TORCH_DTYPES, Inputs
+from harness.operations.black_box import makes_own_bits, seed_torch
+from harness.operations.end_to_end import Operand, add_end_to_end
 from harness.operations.gemm import operand
 from harness.operations.grouped import judge_sections
 from harness.operations.outcome import Outcome, Product
@@ -23,14 +25,19 @@ from reference import ops as reference
 from reference.bounds import Bounds, bounds
 from reference.quantized import GroupedQuantized, Quantized
 from reference.recipes import recipe
+from reference.summation import Summation
 
 
 def judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
-    """Run and judge the product of each section of x (M, K) with its own w (N, K), on the kernel's own operands."""
+    """Run and judge the product of each section of x (M, K) with its own w (N, K), on the kernel's own operands.
+
+    End to end, against the reference's own operands, it is measured.
+    """
     outcome = Outcome()
     sizes = torch.tensor(case.sections, device=inputs.x.device)
-    sections = quantized_sections(outcome, inputs.x, sizes, case, inputs, backend)
-    matrices = quantized_matrices(outcome, case, inputs, backend)
+    x = quantized_sections(outcome, inputs.x, sizes, case, inputs, backend)
+    w = quantized_matrices(outcome, case, inputs, backend)
+    sections, matrices = [one.kernel for one in x], [one.kernel for one in w]
     out_dtype = TORCH_DTYPES[case.dtypes[2]]
     given = grouped_given(sections, matrices, inputs.c, inputs.bias)
 
@@ -40,6 +47,7 @@ def judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, given, call)
     add_protection(outcome, protection)
     add_grouped_output(outcome, outputs["output"], sections, matrices, inputs, order_of(backend))
+    add_end_to_end(outcome, [(a.own, b.own) for a, b in zip(x, w, strict=True)])
     operands = {name: tensor for name, tensor in given.items() if name.endswith((".codes", ".scales"))}
     outcome.outputs = {**operands, **outputs}
     return outcome
@@ -47,21 +55,29 @@ def judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
 
 def quantized_sections(
     outcome: Outcome, x: torch.Tensor, sizes: torch.Tensor, case: Case, inputs: Inputs, backend: Backend
-) -> list[Quantized]:
+) -> list[Operand]:
     """Sections of `x` (M, K), quantized by the backend, their stages judged; else by the reference."""
     rule, random, scale = recipe(case.recipes[0]), inputs.random.get("x"), inputs.scale.get("x")
-    oracles = reference.quantize_grouped(x, sizes, rule, scale=scale, random=random).sections()  # type: ignore[arg-type]
+    oracles = own_sections(x, sizes, case, inputs)
+    if own := makes_own_bits(backend, rule):
+        seed_torch(random)
     with suppress(Unsupported):
         kernels = backend.quantize_grouped(x, sizes, rule, scale=scale, random=random)  # type: ignore[arg-type]
         before = len(outcome.judged)
         parts = torch.split(x, sizes.tolist())
         free = rotates_freely(backend)
-        judge_sections(outcome, parts, kernels, oracles, random=random, free=free, prefix="x.")
-        return [judged.kernel for judged in outcome.judged[before:]]
-    return oracles
+        judge_sections(outcome, parts, kernels, oracles, random=random, free=free, own=own, prefix="x.")
+        return [Operand(judged.kernel, judged.oracle) for judged in outcome.judged[before:]]
+    return [Operand(oracle, oracle) for oracle in oracles]
 
 
-def quantized_matrices(outcome: Outcome, case: Case, inputs: Inputs, backend: Backend) -> list[Quantized]:
+def own_sections(x: torch.Tensor, sizes: torch.Tensor, case: Case, inputs: Inputs) -> list[Quantized]:
+    """Sections of `x` (M, K) as the reference quantizes them."""
+    rule, random, scale = recipe(case.recipes[0]), inputs.random.get("x"), inputs.scale.get("x")
+    return reference.quantize_grouped(x, sizes, rule, scale=scale, random=random).sections()  # type: ignore[arg-type]
+
+
+def quantized_matrices(outcome: Outcome, case: Case, inputs: Inputs, backend: Backend) -> list[Operand]:
     """The w of every section, quantized by the backend, their stages judged as one."""
     assert inputs.w is not None
     rule, random, scale = recipe(case.recipes[1]), inputs.random.get("w"), inputs.scale.get("w")
@@ -111,7 +127,7 @@ def add_grouped_output(
     sections: Sequence[Quantized],
     matrices: Sequence[Quantized],
     inputs: Inputs,
-    order: str | None,
+    order: Summation,
 ) -> None:
     """Judge the output (M, N) of sections by the bounds of every one, one below the other."""
     assert output is not None
@@ -128,7 +144,7 @@ def _products(
     matrices: Sequence[Quantized],
     inputs: Inputs,
     output: torch.Tensor,
-    order: str | None,
+    order: Summation,
 ) -> list[Product]:
     """Each section times its matrix, with its bounds."""
     found = []

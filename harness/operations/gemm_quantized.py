@@ -7,6 +7,7 @@ from contextlib import suppress
 from harness.backend import Backend, Unsupported
 from harness.case import Case
 from harness.inputs import TORCH_DTYPES, Inputs
+from harness.operations.end_to_end import add_end_to_end
 from harness.operations.gemm import operands
 from harness.operations.outcome import Outcome
 from harness.operations.product import add_protection, addends, judge_product, operands_given, taken
@@ -27,7 +28,8 @@ def judge_gemm_quantized(case: Case, inputs: Inputs, backend: Backend) -> Outcom
     """
     outcome = Outcome()
     out_dtype, rule, scale = TORCH_DTYPES[case.dtypes[2]], recipe(case.out_recipe), inputs.scale.get("output")
-    a, b = operands(case, inputs, backend, outcome)
+    x, w = operands(case, inputs, backend, outcome)
+    a, b = x.kernel, w.kernel
 
     def fuse(given: Tensors) -> Tensors:
         left, right = taken(a, given, "a"), taken(b, given, "b")
@@ -38,6 +40,7 @@ def judge_gemm_quantized(case: Case, inputs: Inputs, backend: Backend) -> Outcom
     outputs, protection, seconds = repeated(backend, inputs.x.device, given, fuse)
     add_protection(outcome, protection)
     output = judge_product(outcome, a, b, inputs, backend, out_dtype)
+    add_end_to_end(outcome, [(x.own, w.own)])
     subject = Subject(output, rule, free=rotates_freely(backend))
     apart = reference.quantize(output, rule, scale=scale)
     with suppress(Unsupported):

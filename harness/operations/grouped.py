@@ -11,6 +11,7 @@ from harness.backend import Backend
 from harness.case import Case
 from harness.checks.stage import merged
 from harness.inputs import Inputs, Random
+from harness.operations.black_box import makes_own_bits, seed_torch
 from harness.operations.outcome import Outcome
 from harness.operations.quantize import add_judged, columnwise_subject, rotates_freely
 from harness.operations.repeated import Tensors, repeated, timed
@@ -26,14 +27,18 @@ def judge_quantize_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outc
     columnwise = case.usage == "columnwise"
     x, random, scale = inputs.x, inputs.random.get("x"), inputs.scale.get("x")
     rule = recipe(case.recipe)
+    own = makes_own_bits(backend, rule)
 
     def call(given: Tensors) -> Tensors:
+        if own:
+            seed_torch(random)
         options = {"columnwise": columnwise, "scale": given["scale"], "random": random}
         found = backend.quantize_grouped(given["x"], given["sizes"], rule, **options)  # type: ignore[arg-type]
         return join_sections(found, columnwise=columnwise)
 
     sizes = torch.tensor(case.sections, device=x.device)
-    outputs, protection, seconds = repeated(backend, x.device, {"x": x, "sizes": sizes, "scale": scale}, call)
+    given = {"x": x, "sizes": sizes, "scale": scale}
+    outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
     oracle, seconds_reference = timed(
         x.device,
         lambda: reference.quantize_grouped(x, sizes, rule, columnwise=columnwise, scale=scale, random=random),  # type: ignore[arg-type]
@@ -42,8 +47,9 @@ def judge_quantize_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outc
     kernels = split_sections(outputs, list(case.sections), x.shape[1], rule, columnwise=columnwise)
     parts = torch.split(x, list(case.sections))
     judge_sections(
-        outcome, parts, kernels, oracle.sections(), random=random, columnwise=columnwise, free=rotates_freely(backend)
-    )
+        outcome, parts, kernels, oracle.sections(), random=random, columnwise=columnwise,
+        free=rotates_freely(backend), own=own,
+    )  # fmt: skip
     return outcome
 
 
@@ -56,6 +62,7 @@ def judge_sections(
     random: Random | None = None,
     columnwise: bool = False,
     free: bool,
+    own: bool = False,
     prefix: str = "",
 ) -> None:
     """Judge every section (m, K), and add to the outcome one stage for all; the first wrong section is named."""
@@ -64,9 +71,10 @@ def judge_sections(
     for part, kernel, oracle in zip(parts, kernels, oracles, strict=True):
         rule = oracle.recipe
         if columnwise:
-            subject = replace(columnwise_subject(part.T.contiguous(), rule, random, free=free), first=first)
+            subject = columnwise_subject(part.T.contiguous(), rule, random, free=free, own=own)
+            subject = replace(subject, first=first)
         else:
-            subject = Subject(part, rule, random, first, free=free)
+            subject = Subject(part, rule, random, first, free=free, own=own)
         one = Outcome(expected=outcome.expected, actual=outcome.actual)
         add_judged(one, subject, kernel, oracle, prefix)
         first += oracle.scales.numel()

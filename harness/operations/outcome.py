@@ -10,6 +10,8 @@ from harness.checks.stage import StageResult
 from harness.operations.stages import Judged
 from reference.bounds import Bounds
 from reference.quantized import Quantized
+from reference.recipes import Recipe
+from reference.summation import Summation
 
 
 @dataclass
@@ -24,8 +26,21 @@ class Product:
     output: torch.Tensor
     """(M, N), in the output's dtype."""
     limits: Bounds
-    order: str | None
-    """The order of summation that the backend declares."""
+    order: Summation
+    """What the backend declares of its sums."""
+
+
+@dataclass
+class Moved:
+    """What an operation was given that moves, rotates or updates numbers, and neither quantizes nor multiplies."""
+
+    operation: str
+    given: dict[str, torch.Tensor]
+    found: dict[str, torch.Tensor | None]
+    """What the kernel gave."""
+    recipe: Recipe | None = None
+    free: bool = False
+    """Whether the order in which a rotation adds is free."""
 
 
 @dataclass
@@ -43,6 +58,7 @@ class Outcome:
     """Of a gemm: what was right for each output."""
     judged: list[Judged] = field(default_factory=list)
     """Every quantized matrix: halves, sections, operands."""
+    moved: Moved | None = None
     ends: tuple[torch.Tensor, torch.Tensor] | None = None
     """Of a transform whose order of summation is free: the least and the greatest right output."""
     seconds: float | None = None

@@ -14,14 +14,16 @@ from harness.checks.exact import exact_floats
 from harness.checks.stage import StageResult
 from harness.finding import spaced
 from harness.inputs import TORCH_DTYPES, Inputs
+from harness.operations.end_to_end import add_end_to_end
 from harness.operations.gemm_grouped import (
     add_grouped_output,
     grouped_given,
     grouped_product,
+    own_sections,
     quantized_matrices,
     quantized_sections,
 )
-from harness.operations.outcome import Outcome
+from harness.operations.outcome import Moved, Outcome
 from harness.operations.product import add_protection, order_of
 from harness.operations.repeated import Tensors, repeated
 from harness.operations.stages import float_views
@@ -44,11 +46,13 @@ def judge_padded(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     sizes = torch.tensor(case.sections, device=inputs.x.device)
     rows = _kept(case.sections, rule, inputs.x.device)
     padded, aligned = _pad(outcome, inputs.x, sizes, rule, backend)
-    sections = quantized_sections(outcome, padded, aligned, case, inputs, backend)
+    x = quantized_sections(outcome, padded, aligned, case, inputs, backend)
+    sections = [one.kernel for one in x]
     cut = [_cut(q, size) for q, size in zip(sections, case.sections, strict=True)]
     if rule.rounding != "stochastic":  # whose random bits are counted through all rows, padding included
         _judge_rows(outcome, cut, sizes, inputs, backend)
-    matrices = quantized_matrices(outcome, case, inputs, backend)
+    w = quantized_matrices(outcome, case, inputs, backend)
+    matrices = [one.kernel for one in w]
     c = None if inputs.c is None else reference.pad_sections(inputs.c, sizes, rule)[0]
     shape = (inputs.x.shape[0], case.shape[2])
 
@@ -64,8 +68,14 @@ def judge_padded(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     assert product is not None
     kept = product[rows]
     add_grouped_output(outcome, kept, cut, matrices, inputs, order_of(backend))
+    right = reference.pad_sections(inputs.x, sizes, rule)[0]
+    own = [one.own for one in x] if torch.equal(padded, right) else own_sections(right, aligned, case, inputs)
+    pairs = zip(own, case.sections, w, strict=True)
+    add_end_to_end(outcome, [(_cut(a, rows), b.own) for a, rows, b in pairs])
+    assert outcome.moved is not None
+    outcome.moved.found |= outputs
     outcome.stages.append(_same_output("unpadding", output, kept, "unpadded outputs"))
-    if order_of(backend) is not None:
+    if order_of(backend).order is not None:
         with suppress(Unsupported):  # a kernel may take aligned sections alone
             alone = grouped_product(
                 grouped_given(cut, matrices, inputs.c, inputs.bias), cut, matrices, backend, out_dtype
@@ -109,6 +119,7 @@ def _pad(
         stage.mismatches += int((aligned != right).sum())
         stage.sentence = f"the padded sizes are {aligned.tolist()}, and have to be {right.tolist()}"
     outcome.stages.append(stage)
+    outcome.moved = Moved("pad", {"x": x, "sizes": sizes}, outputs, rule)
     return padded, right
 
 

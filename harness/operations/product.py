@@ -16,11 +16,17 @@ from harness.operations.repeated import Tensors, repeated, timed
 from harness.results import PARTS
 from reference.bounds import Bounds, bounds
 from reference.quantized import Quantized
+from reference.summation import Summation
 
 
-def order_of(backend: Backend) -> str | None:
-    """The order in which the backend declares that its products add; None where it is free."""
-    return backend.declares.get("gemm")
+def order_of(backend: Backend) -> Summation:
+    """What the backend declares of its sums: their order, their accumulator, subnormal numbers."""
+    declared = backend.declares
+    return Summation(
+        declared.get("gemm"),
+        truncates=declared.get("accumulator") == "truncating",
+        flushes=declared.get("subnormals") == "flushed",
+    )
 
 
 def named(q: Quantized, name: str) -> Tensors:
@@ -83,7 +89,9 @@ def add_protection(outcome: Outcome, protection: list[StageResult]) -> None:
 
 def rule_at(limits: Bounds, here: tuple[int, int]) -> str:
     """How an output is judged: `exact`, by the `order` that is declared, or by the `bound` of any order."""
-    return "exact" if bool(limits.exact[here]) else "order" if int(limits.tier[here]) == 1 else "bound"
+    if int(limits.tier[here]) == 1:
+        return "order"
+    return "exact" if bool(limits.exact[here]) else "bound"
 
 
 def add_output(outcome: Outcome, output: torch.Tensor, limits: Bounds) -> None:

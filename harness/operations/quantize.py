@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +16,13 @@ from harness.checks.stage import StageResult
 from harness.finding import spaced
 from harness.inputs import Inputs, Random
 from harness.layouts import laid_out
+from harness.operations.black_box import Draw, bits_of, makes_own_bits, refuse_words, seed_torch
 from harness.operations.outcome import Outcome
 from harness.operations.repeated import Tensors, repeated, timed
-from harness.operations.stages import Subject, no_codes, quantize_stages, values_stage
+from harness.operations.stages import Subject, no_codes, quantize_stages, stored_along_rows, values_stage
 from harness.results import PARTS, as_quantized
 from reference import ops as reference
+from reference.layout import elements
 from reference.quantized import Quantized
 from reference.recipes import Recipe, recipe
 
@@ -33,17 +37,23 @@ def judge_quantize(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     in_place = case.usage == "columnwise" and rule.columnwise == "in-place"
     random, scale = inputs.random.get("x"), inputs.scale.get("x")
     words = inputs.random.get("xT")
+    own = makes_own_bits(backend, rule)
+    refuse_words(case, backend, rule)
+
+    def quantize(given: Tensors, bits: Any) -> Quantized:
+        options: dict[str, Any] = {"scale": given.get("scale"), "swizzled": swizzled}
+        if not in_place:
+            return backend.quantize(given["x"], rule, random=bits, **options)  # type: ignore[arg-type]
+        q = backend.quantize_both(given["x"], rule, rowwise=False, random=bits, **options)[1]  # type: ignore[arg-type]
+        assert q is not None
+        return q
 
     def call(given: Tensors) -> Tensors:
-        options: dict[str, Any] = {"scale": given.get("scale"), "swizzled": swizzled}
+        if own:
+            seed_torch(random)
         if in_place:
-            bits = random if words is None else (None, given["random of the transpose"])
-            q = backend.quantize_both(given["x"], rule, rowwise=False, random=bits, **options)[1]  # type: ignore[arg-type]
-            assert q is not None
-        else:
-            bits = given.get("random") if isinstance(random, torch.Tensor) else random
-            q = backend.quantize(given["x"], rule, random=bits, **options)  # type: ignore[arg-type]
-        return parts_of(q)
+            return parts_of(quantize(given, random if words is None else (None, given["random of the transpose"])))
+        return parts_of(quantize(given, given.get("random") if isinstance(random, torch.Tensor) else random))
 
     def expect() -> Quantized:
         if not in_place:
@@ -53,15 +63,18 @@ def judge_quantize(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
         assert half is not None
         return half
 
-    outputs, protection, seconds = repeated(backend, x.device, _given(case, inputs), call)
+    given = _given(case, inputs)
+    outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
     oracle, seconds_reference = timed(x.device, expect)
     outcome = Outcome(protection, outputs, seconds=seconds, seconds_reference=seconds_reference)
     matrix, free = x.flatten(0, -2), rotates_freely(backend)
     subject = (
-        columnwise_subject(matrix.T.contiguous(), rule, second_half(random, words), free=free)
+        columnwise_subject(matrix.T.contiguous(), rule, second_half(random, words), free=free, own=own)
         if in_place
-        else Subject(matrix, rule, random, free=free)
+        else Subject(matrix, rule, random, free=free, own=own)
     )
+    if own:
+        subject.draw = _further(random, lambda bits: quantize(given, bits))
     kernel = _as_oracle(outputs, x, oracle, swizzled=swizzled)
     add_judged(outcome, subject, kernel, oracle)
     shown = outcome.judged[0].kernel
@@ -84,6 +97,20 @@ def parts_of(q: Quantized) -> Tensors:
 def rotates_freely(backend: Backend) -> bool:
     """Whether the order in which the backend's rotation adds is its own."""
     return backend.declares.get("transform") != "butterfly"
+
+
+def _further(random: Random | None, quantize: Callable[[tuple[int, int]], Quantized | None]) -> Draw:
+    """The codes of further calls, one an element, along the rows that are quantized."""
+    assert isinstance(random, tuple)
+
+    def draw(call: int) -> torch.Tensor:
+        bits = bits_of(random, call)
+        seed_torch(bits)
+        q = quantize(bits)
+        assert q is not None
+        return elements(stored_along_rows(q), q.shape[1], q.recipe)
+
+    return draw
 
 
 def add_judged(outcome: Outcome, subject: Subject, kernel: Quantized, oracle: Quantized, prefix: str = "") -> None:
@@ -138,8 +165,12 @@ def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, o
 def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     rule, swizzled, x = recipe(case.recipe), case.scales == "swizzled", inputs.x
     random, scale = inputs.random.get("x"), inputs.scale.get("x")
+    own = makes_own_bits(backend, rule)
+    refuse_words(case, backend, rule)
 
     def call(given: Tensors) -> Tensors:
+        if own:
+            seed_torch(random)
         bits = (given["random"], given["random of the transpose"]) if isinstance(random, torch.Tensor) else random
         options = {"scale": given.get("scale"), "random": bits, "swizzled": swizzled}
         found: Tensors = {}
@@ -154,7 +185,9 @@ def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
                 found |= {f"{name} alone.{part}": tensor for part, tensor in parts_of(alone).items()}
         return found
 
-    outputs, protection, seconds = repeated(backend, x.device, _given(case, inputs), call)
+    given = _given(case, inputs)
+    drawn = [f"{name}{alone}.codes" for name in HALVES for alone in ("", " alone")] if own else []
+    outputs, protection, seconds = repeated(backend, x.device, given, call, drawn)
     words = inputs.random.get("xT")
     bits = (random, words) if isinstance(words, torch.Tensor) else random
     oracles, seconds_reference = timed(
@@ -165,16 +198,27 @@ def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     outcome = Outcome(protection, kept, seconds=seconds, seconds_reference=seconds_reference)
     matrix = x.flatten(0, -2)
     subjects = (
-        Subject(matrix, rule.rowwise, random),
-        columnwise_subject(matrix.T.contiguous(), rule, second_half(random, words), free=rotates_freely(backend)),
+        Subject(matrix, rule.rowwise, random, own=own),
+        columnwise_subject(
+            matrix.T.contiguous(), rule, second_half(random, words), free=rotates_freely(backend), own=own
+        ),
     )
-    for name, subject, oracle in zip(HALVES, subjects, oracles, strict=True):
+
+    def half(bits: tuple[int, int], number: int) -> Quantized | None:
+        """One half of a further call: alone where it can be made so, since those codes are compared with nothing."""
+        other = HALVES[1 - number]
+        options: dict[str, Any] = {other: False} if f"{HALVES[number]} alone.codes" in outputs else {}
+        return backend.quantize_both(given["x"], rule, scale=scale, random=bits, **options)[number]  # type: ignore[arg-type]
+
+    for number, (name, subject, oracle) in enumerate(zip(HALVES, subjects, oracles, strict=True)):
         assert oracle is not None
+        if own:
+            subject.draw = _further(random, partial(half, number=number))
         found = {part: outputs[f"{name}.{part}"] for part in PARTS}
         kernel = _as_oracle(found, x, oracle, swizzled=swizzled)
         add_judged(outcome, subject, kernel, oracle, f"{name}.")
     if " alone" in "".join(outputs):
-        outcome.stages.append(_halves(outputs))
+        outcome.stages.append(_halves(outputs, drawn))
     return outcome
 
 
@@ -183,18 +227,20 @@ def second_half(random: Random | None, words: Random | None = None) -> Random | 
     return (random[0], random[1] + 1) if isinstance(random, tuple) else words
 
 
-def columnwise_subject(matrix: torch.Tensor, rule: Recipe, random: Random | None, *, free: bool) -> Subject:
+def columnwise_subject(
+    matrix: torch.Tensor, rule: Recipe, random: Random | None, *, free: bool, own: bool = False
+) -> Subject:
     """The columnwise half of `quantize_both`, as (K, M)."""
-    return Subject(matrix, rule, random, transposed=rule.candidates != "6" and rule.block[0] > 1, free=free)
+    return Subject(matrix, rule, random, transposed=rule.candidates != "6" and rule.block[0] > 1, free=free, own=own)
 
 
-def _halves(outputs: Tensors) -> StageResult:
-    """A half that is made alone has the bytes that it has beside the other."""
+def _halves(outputs: Tensors, drawn: Collection[str]) -> StageResult:
+    """A half that is made alone has the bytes that it has beside the other, but for what is `drawn` at random."""
     result = StageResult("halves", "exact", 0)
     for name in HALVES:
         for part in PARTS:
             alone, beside = outputs.get(f"{name} alone.{part}"), outputs[f"{name}.{part}"]
-            if alone is None or beside is None:
+            if alone is None or beside is None or f"{name}.{part}" in drawn:
                 continue
             result.compared += alone.numel()
             a, b = (t.view(torch.uint8) for t in (alone, beside))

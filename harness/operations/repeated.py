@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from harness.backend import Backend
+from harness.backend import Backend, BackendError, Unsupported
 from harness.checks.stage import StageResult
 from harness.finding import spaced
 from harness.guard import POISON, Guard, unwritten
@@ -35,55 +35,112 @@ def synchronize(device: torch.device) -> None:
 
 
 def repeated(
-    backend: Backend, device: torch.device, inputs: Tensors, call: Callable[[Tensors], Tensors]
+    backend: Backend,
+    device: torch.device,
+    inputs: Tensors,
+    call: Callable[[Tensors], Tensors],
+    drawn: Collection[str] = (),
 ) -> tuple[Tensors, list[StageResult], float]:
     """Run `call` once per variation of the backend, on guarded copies of `inputs`.
 
+    What it names in `drawn` is made of random bits that are its own: another call may give other bytes of it, all of
+    them right, and `repeat` is about the rest.
+
     Gives the first run's outputs, the stages `memory` (guard zones intact, inputs unchanged) and `repeat` (the same
-    bytes every time, every element written), and the seconds of the fastest run.
+    bytes every time, every element written), and the seconds of the fastest run. Where runs disagree, up to three more
+    find out whether that is by the poison, by the variation or by neither.
     """
+    variations = list(backend.variations(device).items())
+
+    def run(number: int, poison: int) -> tuple[Tensors, Guard, float]:
+        """One run of a variation among this poison."""
+        guard = Guard(poison)
+        given = {key: None if t is None else guard.guarded(t, key) for key, t in inputs.items()}
+        with variations[number][1]() or nullcontext(), guard:
+            outputs, elapsed = timed(device, partial(call, given))
+        return {key: None if t is None else t.detach().clone() for key, t in outputs.items()}, guard, elapsed
+
+    def again(number: int, poison: int) -> Tensors:
+        return _without(run(number, poison)[0], drawn)
+
     runs: list[Tensors] = []
+    protected = StageResult("memory", "guard", compared=len(inputs) * len(variations))
     memory: list[str] = []
     seconds = float("inf")
-    variations = backend.variations(device)
-    for number, (name, context) in enumerate(variations.items()):
-        guard = Guard(POISON[number % len(POISON)])
-        given = {key: None if t is None else guard.guarded(t, key) for key, t in inputs.items()}
-        with context() or nullcontext(), guard:
-            outputs, elapsed = timed(device, partial(call, given))
+    for number, (name, _) in enumerate(variations):
+        outputs, guard, elapsed = run(number, _poison(number))
         seconds = min(seconds, elapsed)
-        memory += [f"{text} ({name})" for text in guard.violations()]
-        runs.append({key: None if t is None else t.detach().clone() for key, t in outputs.items()})
-    protected = StageResult("memory", "guard", compared=len(inputs) * len(runs), mismatches=len(memory))
+        for cause, texts in (("writes-outside", guard.overwritten()), ("changes-its-input", guard.changed())):
+            memory += [f"{text} ({name})" for text in texts]
+            if texts and cause not in protected.causes:
+                protected.causes.append(cause)
+        runs.append(outputs)
+    protected.mismatches = len(memory)
     if memory:
         more = f"; and {len(memory) - 3} more" if len(memory) > 3 else ""
         protected.sentence = "; ".join(memory[:3]) + more
-    return runs[0], [protected, _agree(runs, list(variations))], seconds
+    names = [name for name, _ in variations]
+    return runs[0], [protected, _agree([_without(outputs, drawn) for outputs in runs], names, again)], seconds
 
 
-def _agree(runs: list[Tensors], names: list[str]) -> StageResult:
+def _without(outputs: Tensors, drawn: Collection[str]) -> Tensors:
+    return {key: t for key, t in outputs.items() if key not in drawn}
+
+
+def _poison(number: int) -> int:
+    """That of the `number`-th run."""
+    return POISON[number % len(POISON)]
+
+
+def _agree(runs: list[Tensors], names: list[str], again: Callable[[int, int], Tensors]) -> StageResult:
+    """The stage `repeat`. Where runs disagree, `again` runs a variation, by number, among a poison to find out why."""
     result = StageResult("repeat", "repeat", compared=sum(t.numel() for t in runs[0].values() if t is not None))
     for number, run in enumerate(runs[1:], 1):
         for key, first in runs[0].items():
             other = run[key]
             if first is None or other is None:
-                if (first is None) != (other is None):
-                    result.mismatches += 1
-                    result.sentence = result.sentence or f"{key} is given in one of {names[0]} and {names[number]} only"
-                continue
-            different = _different(first, other)
-            if not different:
-                continue
-            result.mismatches += different
-            missing = unwritten(first, other, (POISON[0], POISON[number % len(POISON)]))
-            if not result.sentence:
+                different, missing = int((first is None) != (other is None)), 0
+                text = f"{key} is given in one of {names[0]} and {names[number]} only"
+            else:
+                different = _different(first, other)
+                missing = unwritten(first, other, (_poison(0), _poison(number))) if different else 0
                 of = f"{spaced(first.numel())} elements of {key}"
-                result.sentence = (
-                    f"{spaced(missing)} of {of} were never written"
-                    if missing
-                    else f"{spaced(different)} of {of} differ between {names[0]} and {names[number]}"
-                )
+                text = f"{spaced(different)} of {of} differ between {names[0]} and {names[number]}"
+                text = f"{spaced(missing)} of {of} were never written" if missing else text
+            result.mismatches += different
+            if different and not result.sentence:
+                cause, why = ("never-written", "") if missing else _reason(runs[0], number, again)
+                result.causes, result.sentence = [cause], text + why
     return result
+
+
+def _reason(first: Tensors, number: int, again: Callable[[int, int], Tensors]) -> tuple[str, str]:
+    """Why the run of a variation is not the first one: its cause, and the end of the sentence that says so.
+
+    One thing is changed at a time: nothing, the poison, the variation.
+    """
+    try:
+        if not _equal(first, again(0, _poison(0))):
+            return "not-repeatable", ": the same run again gives other bytes"
+        if not _equal(first, again(0, _poison(number))):
+            return "reads-outside", ": they depend on bytes outside the inputs, or on memory that nobody wrote"
+        if not _equal(first, again(number, _poison(0))):
+            return "order-of-threads", ", all else the same"
+    except (BackendError, Unsupported) as error:
+        return "not-repeatable", f": run again, it fails: {error}"
+    return "not-repeatable", ": run again, they agree"
+
+
+def _equal(one: Tensors, other: Tensors) -> bool:
+    """Whether two runs gave the same bytes."""
+    for key, first in one.items():
+        second = other[key]
+        if first is None or second is None:
+            if first is not second:
+                return False
+        elif _different(first, second):
+            return False
+    return True
 
 
 def _different(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from harness.checks.interval import Interval, rotated_interval
 from harness.checks.stage import StageResult
 from harness.finding import bits, float_view, spaced
 from harness.inputs import Random
+from harness.operations.black_box import Draw, distribution_stage
 from reference import ops as reference
 from reference.blocks import tensor_amax
 from reference.formats import FP32, Format
@@ -39,6 +40,10 @@ class Subject:
     """Whether this is a columnwise half whose tiles are those of the rowwise one, 4over6's choice included."""
     free: bool = False
     """Whether the order in which a rotation adds is free."""
+    own: bool = False
+    """Whether the kernel rounds by random bits of its own."""
+    draw: Draw | None = None
+    """Codes of its further calls then, where they are to be had."""
 
     @cached_property
     def x(self) -> torch.Tensor:
@@ -133,7 +138,7 @@ def quantize_stages(
         scales = linear_scales(kernel)
     transposed = kernel.transposed
     stages.append(_scales(prefix + "scales", subject, scales, expected, (amax, encode), transposed))
-    used = _used_scale(encode, scales, kernel)
+    used = used_scale(encode, scales, kernel)
     packed = own if as_oracle and used is encode and torch.equal(scales, right) else subject.codes(scales, used)
     codes = stored_along_rows(kernel)
     stages.append(_codes(prefix + "codes", subject, codes, packed, scales, used, transposed))
@@ -144,7 +149,7 @@ def quantize_stages(
     return stages, Judged(prefix, subject, shown, oracle, kernel)
 
 
-def _used_scale(encode: torch.Tensor | None, scales: torch.Tensor, kernel: Quantized) -> torch.Tensor | None:
+def used_scale(encode: torch.Tensor | None, scales: torch.Tensor, kernel: Quantized) -> torch.Tensor | None:
     """The tensor's scale that the codes of `kernel` are judged by.
 
     A kernel of current scaling that stores another inverse, and shows no scale, is taken to have used what its inverse
@@ -332,9 +337,16 @@ def _codes(
             "scale_bits": scale_bits, **_code_views(int(expected[i, k]), int(found[i, k]), recipe.element),
         }  # fmt: skip
 
-    if torch.equal(actual, packed):  # the padding nibble of an odd K is compared too
+    if subject.own:
+        known = subject.rule == "exact"
+        low = scaled_elements(subject.x if known else subject.interval.lower, scales, encode, recipe)
+        high = low if known else scaled_elements(subject.interval.upper, scales, encode, recipe)
+        result = distribution_stage(
+            stage, found, (low, high), recipe, subject.draw, transposed=transposed, describe=describe
+        )
+    elif torch.equal(actual, packed):  # the padding nibble of an odd K is compared too
         return StageResult(stage, subject.rule, subject.matrix.numel())
-    if subject.rule == "exact":
+    elif subject.rule == "exact":
         one, other = (t.T.contiguous() if transposed else t for t in (found, expected))
         result = exact_codes(stage, one, other, recipe.element, noun="codes", describe=describe)
     else:

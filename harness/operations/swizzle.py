@@ -12,7 +12,7 @@ from harness.case import Case
 from harness.checks.stage import StageResult
 from harness.finding import finding, spaced
 from harness.inputs import Inputs
-from harness.operations.outcome import Outcome
+from harness.operations.outcome import Moved, Outcome
 from harness.operations.repeated import Tensors, repeated, timed
 from harness.operations.stages import padding
 from reference import ops as reference
@@ -35,6 +35,7 @@ def judge_swizzle(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     swizzled = outputs["swizzled"]
     assert swizzled is not None
     outcome = Outcome(protection, outputs, seconds=seconds, seconds_reference=seconds_reference)
+    outcome.moved = Moved("swizzle", {"scales": scales}, outputs)
     outcome.stages.append(_layout(swizzled, scales))
     if (linear := outputs.get("linear")) is not None:
         outcome.stages.append(_bytes("unswizzle", linear, reference.unswizzle(swizzled, shape)))

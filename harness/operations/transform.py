@@ -11,7 +11,7 @@ from harness.checks.exact import exact_floats
 from harness.finding import float_view
 from harness.inputs import Inputs
 from harness.layouts import laid_out
-from harness.operations.outcome import Outcome
+from harness.operations.outcome import Moved, Outcome
 from harness.operations.quantize import rotates_freely
 from harness.operations.repeated import Tensors, repeated, timed
 from harness.operations.stages import Subject, float_views
@@ -32,6 +32,8 @@ def judge_transform(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     output = outputs["output"]
     assert output is not None
     outcome = Outcome(protection, outputs, output, expected, seconds=seconds, seconds_reference=seconds_reference)
+
+    outcome.moved = Moved("transform", {"x": x}, outputs, rule, free=subject.rule == "boundary")
 
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (row, column)

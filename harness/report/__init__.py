@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PAGE = "index.html"
+FAILURES = "failures"
+"""The folder of saved failures (`harness.keep`) in that of a report. They stay where a new report replaces an old."""
 
 
 def write(records: list[dict[str, Any]], environment: dict[str, str], directory: Path, *, elapsed: float) -> Path:

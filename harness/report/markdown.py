@@ -9,7 +9,7 @@ from typing import Any
 from harness.record import VERDICTS, succeeded
 from harness.report import tables, text
 from harness.report.groups import SHOWN, Group, group
-from harness.view import reproduction
+from harness.view import reproduction, saved_of
 
 CASES = 10
 _FIGURES = {
@@ -80,6 +80,9 @@ def _group(one: Group) -> Iterable[str]:
         yield escape(text.explanation(one.explanation))
         yield ""
     yield code(reproduction(worst))
+    for line in saved_of(one.records):
+        yield ""
+        yield code(line)
     if others:
         yield ""
     for record in others[: CASES - 1]:

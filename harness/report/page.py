@@ -14,7 +14,7 @@ from typing import Any
 from harness.record import VERDICTS, succeeded
 from harness.report import text
 from harness.report.groups import SEVERITY, SHOWN, Group, group
-from harness.view import reproduction
+from harness.view import reproduction, saved_of
 
 OTHERS = 100
 """Further cases listed under a group."""
@@ -91,6 +91,7 @@ def _group(one: Group) -> dict[str, Any]:
         "sentence": text.sentence(worst),
         "explanation": text.explanation(one.explanation),
         "reproduction": reproduction(worst),
+        "saved": saved_of(one.records),
         "findings": [_finding(finding) for finding in findings],
         "sweep": [(f"1e-{n}", text.share(value)) for n, value in enumerate(worst["sweep"], 1)],
         "figures": _figures(worst),
@@ -109,6 +110,7 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("tier 0, exact", share(record["exact_share"])),
         ("tier 1, declared order", share(record["ordered_share"])),
         ("excused", share(record["excused_share"])),
+        ("outside, end to end", share(record["outside_share"])),
         ("budget, max", number(record["budget_max"])),
         ("budget, p99", number(record["budget_p99"])),
         ("interval, max ulps", number(record["interval_ulps_max"])),

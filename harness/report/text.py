@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from harness.record import VERDICTS, succeeded
+from harness.record import VERDICTS, elements_compared, succeeded
 from reference.recipes import Recipe
 from reference.recipes import recipe as find_recipe
 
@@ -108,37 +108,53 @@ def verdict_counts(records: Iterable[dict[str, Any]]) -> dict[str, int]:
     return {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
 
 
+REASONS = 5
+"""Reasons of what is not supported that a line names."""
+
+
 def verdict_line(records: list[dict[str, Any]], elapsed: float | None = None) -> str:
-    """The run in one sentence. A run without a case is red: nothing ran."""
+    """The run in one sentence. A run without a case is red, and one that compared nothing."""
     duration_of_run = f" in {duration(elapsed)}" if elapsed is not None else ""
     if not records:
         return f"nothing ran{duration_of_run}: no case, so no verdict"
-    if succeeded(records):
-        compared = number(sum(record["compared"] for record in records))
-        return f"{plural(len(records), 'case')} passed{duration_of_run}, {compared} elements compared"
     counts = verdict_counts(records)
     wrong = len(records) - counts.get("pass", 0)
+    if not wrong:
+        compared = sum(map(elements_compared, records))
+        what = f"{number(compared)} elements compared" if succeeded(records) else "but nothing was compared"
+        return f"{plural(len(records), 'case')} passed{duration_of_run}, {what}"
     named = ", ".join(f"{number(count)} {verdict}" for verdict, count in counts.items() if verdict != "pass")
     return f"{number(wrong)} of {plural(len(records), 'case')} did not pass{duration_of_run}: {named}"
 
 
 def not_compared(records: list[dict[str, Any]]) -> str:
-    """What the run says nothing about: cases without a result, and stages that a result did not show."""
+    """What the run says nothing about: cases without a result, and stages that a result did not show.
+
+    What is not supported is named by what the backend said of it, a door that it lacks, say.
+    """
     cases: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
     stages: Counter[str] = Counter()
     for record in records:
         if record["verdict"] not in ("pass", "fail"):
             cases[record["verdict"]] += 1
+            if record["verdict"] == "unsupported" and record["message"]:
+                reasons[record["message"]] += 1
             continue
-        if not record["compared"]:
-            cases["without a compared element"] += 1
         empty = "0" in record["shape"].split("x")  # there a stage rightly compares nothing
+        if not empty and not elements_compared(record):
+            cases["without a compared element"] += 1
         shown = {entry.get("stage"): empty or bool(entry.get("compared")) for entry in record["stages"]}
         expected = dict.fromkeys([*stages_of(record["operation"], record["flags"], record["recipe"]), *shown])
         stages.update(f"{record['operation']} {stage}" for stage in expected if not shown.get(stage))
     parts = []
     if cases:
         parts.append("cases: " + ", ".join(f"{number(count)} {what}" for what, count in sorted(cases.items())))
+    if reasons:
+        named = [f"{reason} ({number(count)})" for reason, count in reasons.most_common(REASONS)]
+        if len(reasons) > REASONS:
+            named.append(plural(len(reasons) - REASONS, "more reason"))
+        parts.append(f"not supported: {', '.join(named)}")
     if stages:
         listed = (f"{stage} in {plural(count, 'case')}" for stage, count in stages.most_common())
         parts.append(f"stages not observed: {', '.join(listed)}")

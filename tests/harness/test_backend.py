@@ -386,12 +386,15 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
 
 # What a backend declares.
 
-DECLARED = "{'transform': 'butterfly'}, {'gemm': 'blocks'}"
+DECLARED = (
+    "{'transform': 'butterfly'}, {'gemm': 'sequential' | 'blocks' | 'tree' | 'split-<n>' | 'aligned-<F>-<W>' | "
+    "'aligned-<F>-<W>-<P>'}, {'accumulator': 'truncating'}, {'subnormals': 'flushed'}, {'random': 'own'}"
+)
 
 
 def test_a_declaration_is_kept_and_none_is_none():
     assert backend(quantize=reference.quantize).declares == {}
-    declared = {"transform": "butterfly", "gemm": "blocks"}
+    declared = {"transform": "butterfly", "gemm": "split-4", "accumulator": "truncating", "subnormals": "flushed"}
     assert backend(quantize=reference.quantize, declares=declared).declares == declared
 
 
@@ -411,6 +414,27 @@ def test_a_declaration_is_kept_and_none_is_none():
         (
             {"transform": None},
             f"declares 'transform' to be None; it can say {DECLARED}",
+        ),
+        (
+            {"gemm": "block"},
+            f"declares 'gemm' to be 'block' (did you mean 'blocks'?); it can say {DECLARED}",
+        ),
+        (
+            {"gemm": "split-0"},
+            f"declares 'gemm' to be 'split-0' (did you mean 'split-<n>'?); it can say {DECLARED}",
+        ),
+        (
+            {"accumulator": "truncated"},
+            f"declares 'accumulator' to be 'truncated' (did you mean 'truncating'?); it can say {DECLARED}",
+        ),
+        (
+            {"subnormal": "flushed"},
+            f"declares has 'subnormal' (did you mean 'subnormals'?); it can say {DECLARED}",
+        ),
+        (
+            {"gemm": "aligned-13-32", "accumulator": "truncating"},
+            "declares 'gemm' to be 'aligned-13-32': 'aligned-13-32' says itself how the accumulator truncates; "
+            "declare one of the two",
         ),
     ],
 )

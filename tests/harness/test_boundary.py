@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from harness.case import Case
-from harness.checks.boundary import FALSE_ALARM, Sources, boundary_codes, boundary_floats, excuses
+from harness.checks.boundary import Sources, boundary_codes, boundary_floats, excuses
+from harness.checks.chance import decide
 from harness.checks.interval import rotated_interval
 from harness.families import families_of
 from harness.inputs import make_inputs
@@ -249,12 +250,16 @@ def test_the_bound_of_excuses_is_hoeffding_s():
     x = torch.randn(400, 16, generator=torch.Generator().manual_seed(0))
     straddles = torch.zeros(400, 16, dtype=torch.bool)
     straddles[:, 3] = True
-    count, limit, total = excuses(straddles, straddles, Sources(x, 1, 16))
-    assert (count, total) == (400, 400)
-    assert math.isclose(limit, 200 + math.sqrt(400 * math.log(1e9) / 2))
-    assert math.isclose(math.exp(-2 * (limit - 200) ** 2 / 400), FALSE_ALARM)
-    straddles[:, 4] = True  # two of one source: their errors may be one and the same
-    assert math.isclose(excuses(straddles, straddles, Sources(x, 1, 16))[1], 400 + math.sqrt(1600 * math.log(1e9) / 2))
+    differ = straddles.clone()
+    differ[300:] = False
+    count, log_p, total = excuses(differ, straddles, Sources(x, 1, 16))
+    assert (count, total) == (300, 400)
+    assert math.isclose(log_p, -2 * (300 - 200) ** 2 / 400)
+    differ[:, 4] = straddles[:, 4] = True  # two of one source: their errors may be one and the same
+    differ[300:] = False
+    assert math.isclose(excuses(differ, straddles, Sources(x, 1, 16))[1], -2 * (600 - 400) ** 2 / 1600)
+    differ[200:] = False
+    assert excuses(differ, straddles, Sources(x, 1, 16))[1] == 0
 
 
 def test_sources_that_are_the_same_count_once():
@@ -281,15 +286,38 @@ def test_a_kernel_that_needs_every_excuse_fails(flipped):
     result = boundary_codes(
         "codes", actual, low, (low, high), E4M3, Sources(x, 1, 16), noun="codes", describe=lambda row, column: {}
     )
-    limit = 2048 + math.sqrt(4096 * math.log(1e9) / 2)
     assert result.excused == int((actual != low).sum())
-    assert result.right == (result.excused <= limit) == (flipped == 0.5)
+    assert result.right  # until all tests of the case are known
+    decide([result])
+    assert result.right == (result.excused <= 2048 + math.sqrt(4096 * math.log(1e9) / 2)) == (flipped == 0.5)
+    assert math.isclose(result.figures["p_value"], math.exp(-2 * max(0, result.excused - 2048) ** 2 / 4096))
     if flipped == 1:
         assert result.sentence == (
-            "4 096 of 4 096 codes that the order of summation can change are not those of the reference; errors "
-            f"symmetric about the exact sum change {int(limit):,} at most".replace(",", " ")
+            "excuses: 4 096 of 4 096 codes that the order of summation can change are not those of the reference; "
+            "errors symmetric about the exact sum change half of them, p <= 1e-889"
         )
         assert result.finding["sentence"] == result.sentence
+        assert (result.mismatches, result.max_ulp) == (4096, 1)
+        assert int(result.wrong.sum()) == 4096
+
+
+def test_the_cases_of_a_run_share_its_false_alarms():
+    """2 262 of 4 096 are one of 5e9 runs: less than what a case alone is allowed, more than one of a million is."""
+    x = torch.randn(4096, 16, generator=torch.Generator().manual_seed(5))
+    straddles = torch.zeros(4096, 16, dtype=torch.uint8)
+    straddles[:, 0] = 1
+    found = {}
+    for sharing in (1, 10**6):
+        low = straddles + 1
+        actual = low.clone()
+        actual[:2262, 0] += 1
+        result = boundary_codes(
+            "codes", actual, low, (low, low + straddles), E4M3, Sources(x, 1, 16), noun="codes",
+            describe=lambda row, column: {},
+        )  # fmt: skip
+        decide([result], sharing)
+        found[sharing] = result.right
+    assert found == {1: False, 10**6: True}
 
 
 def test_wide_intervals_are_no_evidence_of_too_many_excuses():

@@ -162,7 +162,7 @@ def test_help_and_list_import_nothing_heavy(words):
 @pytest.mark.parametrize("words", [[], ["--help"]])
 def test_help_names_every_command(words):
     printed = narrowgauge(*words).output
-    assert all(command in printed for command in ("list", "run", "show", "doctor", "bench"))
+    assert all(command in printed for command in ("list", "run", "soak", "show", "dialect", "doctor", "bench"))
 
 
 # list

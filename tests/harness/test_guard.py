@@ -320,7 +320,8 @@ def test_reading_beyond_the_input():
         codes[3, 5] = beyond.value & 0x77
 
     assert judged(quantize=with_own_memory(spoil)) == (
-        "fail", "repeat", "repeat: 1 of 768 elements of codes differ between first run and second run",
+        "fail", "repeat", "repeat: 1 of 768 elements of codes differ between first run and second run: they depend on "
+        "bytes outside the inputs, or on memory that nobody wrote",
     )  # fmt: skip
 
 
@@ -333,7 +334,10 @@ def test_reading_before_the_input():
 
 def test_another_result_on_the_second_run():
     calls = count()
-    message = "repeat: 768 of 768 elements of codes differ between first run and second run"
+    message = (
+        "repeat: 768 of 768 elements of codes differ between first run and second run: the same run again "
+        "gives other bytes"
+    )
     assert judged(quantize=with_own_memory(lambda codes, x: codes.add_(next(calls)))) == ("fail", "repeat", message)
 
 
@@ -344,7 +348,7 @@ def test_an_amax_that_is_given_now_and_then():
         q = reference.quantize(x, recipe)
         return q.codes, q.scales, q.amax if next(calls) else None
 
-    message = "repeat: amax is given in one of first run and second run only"
+    message = "repeat: amax is given in one of first run and second run only: the same run again gives other bytes"
     assert judged(quantize=quantize) == ("fail", "repeat", message)
 
 
@@ -352,7 +356,7 @@ def test_every_variation_is_compared_with_the_first():
     calls = count()
     names = {f"order {i}": torch.no_grad for i in range(3)}
     third = with_own_memory(lambda codes, x: codes.add_(next(calls) == 2))
-    message = "repeat: 768 of 768 elements of codes differ between order 0 and order 2"
+    message = "repeat: 768 of 768 elements of codes differ between order 0 and order 2: run again, they agree"
     assert judged(quantize=third, variations=lambda device: names) == ("fail", "repeat", message)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from harness import report
 from harness.runner import run_case
+from harness.saved import load
 from reference import ops as reference
 from tests.harness.backends import GEMM, QUANTIZE, backend, gemm
 
@@ -79,7 +80,10 @@ class Crashing:
     def quantize(self, x, recipe):
         if x.shape[1] == 48 and x.element_size() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return ops.quantize(x, recipe)
+        q = ops.quantize(x, recipe)
+        if x.shape[1] == 48:
+            q.codes[2, 3] ^= 0x10
+        return q
 """
 
 QUICK = [f"quantize/nvfp4/{shape}/{dtype}/normal" for shape in ("16x32", "16x48") for dtype in ("fp32", "bf16")]
@@ -88,7 +92,10 @@ FULL = ["quantize/nvfp4/32x32/bf16/zeros", "quantize/nvfp4/32x32/bf16/inf"]
 
 @pytest.fixture(autouse=True, scope="module")
 def everything_is_imported(tmp_path_factory):
-    """Sessions in this process forget what they import, and torch, pandas and pyarrow cannot be imported twice."""
+    """Sessions in this process forget what they import, and torch, pandas and pyarrow cannot be imported twice.
+
+    Nor can safetensors, which `harness.saved` has imported here.
+    """
     record = run_case(GEMM, backend(quantize=reference.quantize, gemm=gemm(lambda out: out * 2))).to_dict()
     run_case(QUANTIZE, backend(quantize=reference.quantize, dequantize=reference.dequantize))
     report.write([record], {}, tmp_path_factory.mktemp("report"), elapsed=1.0)
@@ -309,10 +316,37 @@ def test_a_gpu_that_is_not_there(project, monkeypatch):
 
 def test_xdist_gives_one_report_of_every_case_and_a_crash_costs_its_own(project):
     result = project.runpytest_subprocess("--backend", "plugin_kernels:Crashing", "-n", "2", "--report-dir", "out")
-    result.assert_outcomes(passed=5, failed=1)
+    result.assert_outcomes(passed=4, failed=2)
     result.stdout.fnmatch_lines([f"6 cases; report: {project.path}/out/index.html"])
     rows = {row["case"]: (row["verdict"], row["message"]) for row in records(project, "out")}
     crash = "the pytest worker died while it ran this case"
-    assert rows == {**dict.fromkeys([*QUICK, *FULL], ("pass", "")), QUICK[3]: ("crash", crash)}
+    wrong = "codes: 1 of 768 codes differ, each by 1 step, at row 2, column 7"
+    expected = {**dict.fromkeys([*QUICK, *FULL], ("pass", "")), QUICK[2]: ("fail", wrong), QUICK[3]: ("crash", crash)}
+    assert rows == expected
     assert len(records(project, "out")) == 6
+    (path,) = (project.path / "out" / "failures").iterdir()  # written by the worker, named by the controller
+    saved = {row["case"]: (row["shrunk"], row["saved"]) for row in records(project, "out") if row["saved"]}
+    assert saved == {QUICK[2]: ("3x48", f"out/failures/{path.name}")}
+    assert load(path).case.shape == (3, 48)
     assert [str(path.relative_to(project.path)) for path in project.path.rglob("index.html")] == ["out/index.html"]
+
+
+def test_a_run_in_which_nothing_was_compared_fails_though_every_case_is_skipped(project):
+    (project.path / "cases" / "small.toml").write_text(PRODUCT)
+    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong")
+    result.assert_outcomes(skipped=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "nothing was compared",
+            "Not compared: cases: 1 unsupported; not supported: backend plugin_kernels:Wrong has no gemm (1).",
+            "1 cases; report: *",
+        ]
+    )
+
+
+def test_what_was_not_compared_is_said_where_cases_pass(project):
+    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong", "-k", "16x32 and fp32")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["Not compared: *quantize values in 1 case*"])
+    result.stdout.no_fnmatch_line("nothing was compared")

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from harness import pool
-from harness.backend import BackendError
-from harness.pool import Settings, run_cases
-from harness.runner import new_record
+from harness.backend import BackendError, load_backend
+from harness.pool import Settings, Task, run_cases, run_tasks
+from harness.runner import new_record, run_case
 from tests.harness.backends import QUANTIZE
 
 # One module for every process of this file: what it does depends on the rows of the matrix.
@@ -117,7 +117,7 @@ class Scripted(pool._Worker):
         self.killed = False
         self.joined = []
         self.process = SimpleNamespace(kill=self._kill, join=self._join, exitcode=-9)
-        self.case, self.ready, self.since, self.settings = None, False, 0.0, settings
+        self.task, self.ready, self.since, self.settings = None, False, 0.0, settings
         self.made.append(self)
         self.theirs.send("")
 
@@ -127,14 +127,17 @@ class Scripted(pool._Worker):
     def _join(self, timeout=None):
         self.joined.append(timeout)
 
-    def give(self, case):
-        super().give(case)
-        assert self.theirs.recv() == case
+    def give(self, task):
+        super().give(task)
+        assert self.theirs.recv() == task
         word = self.script.pop(0)
         if word == "interrupt":
             raise KeyboardInterrupt
-        if word != "die":
-            self.theirs.send(new_record(case, backend="b", device="cpu", seed=0).to_dict())
+        record = new_record(task.case, backend="b", device="cpu", seed=task.seed).to_dict()
+        if word.startswith("so far"):
+            self.theirs.send((pool.SO_FAR, record | {"verdict": "fail"}))
+        elif word != "die":
+            self.theirs.send(record)
         if "die" in word:
             self.theirs.close()
 
@@ -146,7 +149,7 @@ def scripted(monkeypatch):
         monkeypatch.setattr(Scripted, "script", [*script], raising=False)
         monkeypatch.setattr(Scripted, "made", [], raising=False)
         cases = [case_of(rows) for rows in range(1, count + 1)]
-        return run_cases(cases, Settings(workers=workers), lambda record: None)
+        return run_cases(cases, Settings(workers=workers, failures="failures"), lambda record: None)
 
     return run
 
@@ -170,6 +173,15 @@ def test_every_worker_that_dies_is_replaced(scripted):
     assert verdicts(records) == [("1x32", "crash"), ("2x32", "pass"), ("3x32", "crash")]
     assert records[0]["message"] == "the process died (signal SIGKILL)"
     assert len(Scripted.made) == 2  # none for no case
+
+
+def test_a_worker_that_dies_while_it_shrinks_a_failure_leaves_the_failure(scripted):
+    """And the next one does not try: each would die of it."""
+    records = scripted(["record", "so far, then die", "die"], 3)
+    assert verdicts(records) == [("1x32", "pass"), ("2x32", "fail"), ("3x32", "crash")]
+    note = "not shrunk: at another shape, crash: the process died (signal SIGKILL)"
+    assert [record["save_note"] for record in records] == ["", note, ""]
+    assert [worker.settings.failures for worker in Scripted.made] == ["failures", ""]
 
 
 def test_no_more_workers_than_cases(scripted):
@@ -204,3 +216,30 @@ def test_what_was_measured_stays_where_the_backend_can_no_longer_be_loaded(kerne
         ("18x32", "error", gone),
         ("19x32", "error", gone),
     ]
+
+
+def test_one_pool_serves_cases_of_several_seeds(scripted, monkeypatch):
+    scripted([], 0)  # the scripted workers in place of processes
+    monkeypatch.setattr(Scripted, "script", ["record", "die", "record", "record"])
+    tasks = [Task(case_of(rows), seed) for seed in (3, 8) for rows in (1, 2)]
+    records = []
+    run_tasks(iter(tasks), Settings(seed=5), records.append)
+    said = [(record["shape"], record["seed"], record["verdict"]) for record in records]
+    assert said == [("1x32", 3, "pass"), ("2x32", 3, "crash"), ("1x32", 8, "pass"), ("2x32", 8, "pass")]
+    assert len(Scripted.made) == 2
+
+
+def test_a_worker_runs_a_task_on_the_inputs_of_its_seed(monkeypatch):
+    monkeypatch.setattr(pool, "signal", SimpleNamespace(signal=lambda *_: None, SIGINT=2, SIG_IGN=1))
+    monkeypatch.setattr(pool, "prepare_process", lambda _: None)  # this process stays as it is
+    ours, theirs = multiprocessing.Pipe()
+    for seed in (3, 8):
+        ours.send(Task(QUANTIZE, seed))
+    ours.send(None)
+    pool._serve(theirs, Settings("reference", seed=5))
+    assert ours.recv() == ""
+    records = [ours.recv() for _ in range(2)]
+    assert [record["seed"] for record in records] == [3, 8]
+    right = [run_case(QUANTIZE, load_backend("reference"), seed=seed).input_digest for seed in (3, 8)]
+    assert [record["input_digest"] for record in records] == right
+    assert len(set(right)) == 2

@@ -13,6 +13,7 @@ from harness.operations.padded import judge_padded
 from harness.report.text import not_compared
 from harness.runner import run_case
 from reference import ops as reference
+from reference.bounds import bounds
 from reference.gemm import operand
 from reference.gemm_quantized import gemm_quantized
 from reference.quantized import GroupedQuantized, Quantized
@@ -257,6 +258,62 @@ def test_another_order_than_the_declared_one_is_found():
     )
     assert found.finding["elements"][0]["rule"] == "order"
     assert found.figures["ordered_share"] == 0.5
+
+
+def judged_output(x, gemm, declares):
+    """The stage `output` of x (M, K) times ones."""
+    case = gemm_case("mxfp8-e4m3", "tn", shape=(*x.shape, 3))
+    inputs = Inputs(x.to(torch.bfloat16), torch.ones(3, x.shape[1], dtype=torch.bfloat16))
+    outcome = judge_gemm(case, inputs, backend(**{**REFERENCE, "gemm": gemm}, declares=declares))
+    return {stage.stage: stage for stage in outcome.stages}["output"]
+
+
+@pytest.mark.parametrize("order", [{}, BLOCKS])
+def test_an_accumulator_that_truncates_is_right_where_it_says_so(order):
+    # 2^24 and 64 blocks of 1.75, less than the last bit of the sum.
+    x = torch.zeros(2, 32 * 65)
+    x[:, ::32], x[:, 0] = 1.75, 2.0**24
+
+    def truncating(a, b, *, out_dtype):
+        return torch.full((2, 3), 2.0**24)
+
+    assert judged_output(x, truncating, {**order, "accumulator": "truncating"}).right
+    assert judged_output(x, truncating, order).mismatches == 6
+
+
+def test_sums_that_are_flushed_are_right_where_the_backend_says_so():
+    x = torch.full((2, 64), 2.0**-132)
+
+    def flushing(a, b, **options):
+        out = reference.gemm(a, b, **options)
+        return torch.where(out.abs() < 2.0**-126, 0.0, out)
+
+    x[:, 1:] = 0
+    assert judged_output(x, flushing, {"subnormals": "flushed"}).right
+    assert judged_output(x, reference.gemm, {"subnormals": "flushed"}).right
+    assert judged_output(x, flushing, {}).mismatches == 6
+
+
+@pytest.mark.parametrize("order", ["sequential", "blocks", "tree", "split-2"])
+def test_what_a_declared_order_does_not_lose_has_to_be_there(order):
+    # 2^40 - 2^40 + 1, each in a block of its own: the 1 is lost where it meets 2^40, which only another order does.
+    x = torch.zeros(2, 128)
+    x[:, 0], x[:, 32], x[:, 64] = 2.0**40, -(2.0**40), 1.0
+    assert judged_output(x, reference.gemm, {"gemm": order}).right
+    assert judged_output(x, last_block_first, {}).right
+    assert judged_output(x, last_block_first, {"gemm": order}).mismatches == 6
+
+
+def test_the_bits_of_a_tensor_core_are_judged_where_it_is_declared():
+    case = gemm_case("fp8-current-e4m3", "tn", shape=(16, 256, 8))
+
+    def core(a, b, *, out_dtype):
+        return bounds(a, b, out_dtype=out_dtype, order="aligned-13-32").expected
+
+    assert passes(case, {"gemm": "aligned-13-32"}, gemm=core).ordered_share == 1
+    assert run(case, gemm=core).verdict == "fail"
+    assert run(case, {"gemm": "aligned-13-32"}).verdict == "fail"
+    assert run(case, {"gemm": "aligned-14-32"}, gemm=core).verdict == "fail"
 
 
 def test_a_declaration_does_not_excuse_what_no_order_gives():

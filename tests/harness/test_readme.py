@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ import torch
 
 from harness.backend import Backend
 from harness.case import load
+from harness.keep import Keeper
 from harness.runner import run_case
-from harness.view import first_failure
+from harness.view import first_failure, saved_lines
 from reference import ops
 from reference.layout import pack
 from reference.scaling import element_factors
@@ -78,12 +80,29 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     weights = np.random.default_rng(0).standard_normal((96, 64), dtype=np.float32)
     save_file({"encoder.layer.0.output.dense.weight": weights}, folder / "weights.safetensors")
+    _fail(folder)
     return folder
+
+
+def _fail(folder: Path) -> dict[str, Any]:
+    """The failure that the README shows, shrunk and saved below a folder."""
+    cases = {case.id: case for case in load(ROOT / "cases" / "nvfp4_quantize.toml")}
+    case = cases["quantize/nvfp4/256x1024/bf16/e2m1-ties"]
+    keeper = Keeper(folder / "reports" / "latest" / "failures")
+    return run_case(case, Backend("ties_away:Backend", TiesAway()), keeper=keeper).to_dict()
+
+
+def test_the_lines_of_a_saved_failure_are_what_the_harness_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "\n".join(saved_lines(_fail(tmp_path))) in README
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
 def test_every_command_of_the_readme_runs(command: str, prepared: Path, tmp_path: Path) -> None:
     words = shlex.split(command.replace("weights.safetensors", str(prepared / "weights.safetensors")))
+    words = [str(prepared / word) if word.startswith("reports/latest/failures/") else word for word in words]
     program = {"narrowgauge": [sys.executable, "-m", "harness"], "pytest": [sys.executable, "-m", "pytest"]}[words[0]]
     extra = ["--report-dir", str(tmp_path / "report")] if words[0] == "pytest" or words[1] == "run" else []
     if "cuda" in words:
@@ -95,3 +114,5 @@ def test_every_command_of_the_readme_runs(command: str, prepared: Path, tmp_path
         env={**os.environ, "PYTHONPATH": str(prepared)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    if words[1] == "dialect":
+        assert f"\n{done.stdout.splitlines()[-1]}\n" in README

@@ -395,7 +395,7 @@ def test_results_that_are_unusual_but_right():
 
 
 def test_a_case_that_compared_nothing_is_an_error(monkeypatch):
-    monkeypatch.setattr("harness.runner.judge", lambda case, inputs, backend: Outcome())
+    monkeypatch.setattr("harness.runner.judge", lambda *_, **__: Outcome())
     record = run(quantize=reference.quantize)
     assert (record.verdict, record.message) == ("error", "nothing was compared")
 

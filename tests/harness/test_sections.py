@@ -1,5 +1,7 @@
 """How rows are divided into sections."""
 
+import re
+
 import pytest
 
 from harness.sections import KINDS, MOST, parse, section_sizes
@@ -12,6 +14,7 @@ from harness.sections import KINDS, MOST, parse, section_sizes
         ("front:4", 64, (0, 16, 16, 32)), ("middle:4", 64, (16, 16, 0, 32)), ("end:4", 64, (32, 16, 16, 0)),
         ("front:2", 64, (0, 64)), ("end:2", 64, (64, 0)), ("middle:3", 48, (16, 0, 32)),
         ("middle:5", 5, (1, 1, 0, 1, 2)),
+        ("rows:17,0,47", 64, (17, 0, 47)), ("rows:5", 5, (5,)),
         ("empty:3", 0, (0, 0, 0)), ("ragged:1", 7, (7,)), ("ragged:2", 48, (12, 36)),
     ],
 )  # fmt: skip
@@ -46,6 +49,22 @@ def test_ragged_sections_end_inside_a_tile(count):
 def test_ragged_rows_of_whole_groups():
     with pytest.raises(ValueError, match="M = 100 is no multiple of 16, the group that the recipe rotates"):
         section_sizes("ragged:3", 100, whole=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "whole", "message"),
+    [
+        ("rows:17,0", 16, 1, "is 'rows:17,0', 17 rows together; M is 16"),
+        ("rows:16,24", 40, 16, "is 'rows:16,24'; 24 rows are no whole groups of 16, which the recipe rotates"),
+        ("rows:", 0, 1, "is 'rows:'; rows are numbers with commas between them: rows:17,0,48"),
+        ("rows:4,-4", 0, 1, "is 'rows:4,-4'; rows are numbers with commas between them: rows:17,0,48"),
+        ("rows:" + ",".join("1" * 65), 65, 1, "there can be 1 to 64 sections"),
+        ("row:4", 4, 1, "is 'row:4' (did you mean 'rows'?); sections are a kind and a count, even:4; kinds are even, "),
+    ],
+)
+def test_rows_that_are_given(text, rows, whole, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        section_sizes(text, rows, whole=whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,8 +20,19 @@ def missing() -> str | None:
     return None
 
 
-def compiled(source: str, target: str, *flags: str) -> bytes:
-    """`source`.cu for `target` with the project's flags: a cubin for sm_…, PTX for compute_…."""
+def cubin_and_ptx(source: str, architecture: str, *flags: str) -> tuple[bytes, str]:
+    """`source`.cu for an architecture, sm_…, with the project's flags: the cubin, and the PTX that it was made of."""
+    cubin, text = _compiled(source, architecture, flags, "CUBIN", "PTX")
+    return cubin, text.decode()
+
+
+def ptx(source: str, target: str, *flags: str) -> str:
+    """`source`.cu for a virtual architecture, compute_…, with the project's flags."""
+    return _compiled(source, target, flags, "PTX")[0].decode()
+
+
+def _compiled(source: str, target: str, flags: tuple[str, ...], *kinds: str) -> list[bytes]:
+    """What one compilation gives of each kind, as NVRTC's functions name them."""
     from cuda.bindings import nvrtc
 
     def checked(answer: tuple) -> object:  # type: ignore[type-arg]
@@ -36,18 +47,16 @@ def compiled(source: str, target: str, *flags: str) -> bytes:
         nvrtc.nvrtcGetProgramLog(program, text)
         return text.decode(errors="replace")
 
+    def given(kind: str) -> bytes:
+        out = bytes(checked(getattr(nvrtc, f"nvrtcGet{kind}Size")(program)))  # type: ignore[call-overload]
+        checked(getattr(nvrtc, f"nvrtcGet{kind}")(program, out))
+        return out
+
     options = [option.encode() for option in (f"--gpu-architecture={target}", *cuda.FLAGS, *flags)]
     text = sources.text(source).encode()
     program = nvrtc.nvrtcCreateProgram(text, f"{source}.cu".encode(), 0, [], [])[1]
-    size, get = (
-        (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-        if target.startswith("sm_")
-        else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-    )
     try:
         checked(nvrtc.nvrtcCompileProgram(program, len(options), options))
-        out = bytes(checked(size(program)))  # type: ignore[call-overload]
-        checked(get(program, out))
-        return out
+        return [given(kind) for kind in kinds]
     finally:
         nvrtc.nvrtcDestroyProgram(program)

@@ -87,7 +87,7 @@ def names(cuda_source: Source, cache: Path, monkeypatch: pytest.MonkeyPatch, tex
     """Libraries in the cache after `text` has been compiled into it with `flags`."""
     source = cuda_source(text)
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(cache))
-    host.library.cache_clear()
+    host._library.cache_clear()
     host.text.cache_clear()
     host.library(source, flags)
     return set(left(cache))

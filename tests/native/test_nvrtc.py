@@ -18,13 +18,6 @@ ARCHITECTURES = ["sm_80", "sm_90", "sm_90a", "sm_100a", "sm_120a"]
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
 SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
-EVERY_SOURCE = pytest.mark.parametrize(
-    ("source", "flags"), SOURCES, ids=["-".join((s, *(flag.split("=")[1] for flag in flags))) for s, flags in SOURCES]
-)
-
-
-def ptx(source: str, target: str, *flags: str) -> str:
-    return nvrtc.compiled(source, target, *flags).decode()
 
 
 def instructions(text: str) -> set[str]:
@@ -45,31 +38,21 @@ CUBINS = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "source", "flags"), CUBINS)
-def test_every_kernel_is_in_the_cubin(architecture: str, source: str, flags: tuple[str, ...]) -> None:
-    cubin = nvrtc.compiled(source, architecture, *flags)
-    assert cubin.startswith(b"\x7fELF")
-    for kernel in KERNELS[source]:
-        assert f"\0.text.{kernel}\0".encode() in cubin
-
-
 FUSED = {"gemm_fp8", "gemm_quantized_fp8"}
 """Those that say so: numerics.md, "FP8 with float32 scales", y = fma(partial·s_x, s_w, y)."""
 
 
-@EVERY_SOURCE
-@pytest.mark.parametrize("target", ["compute_90", "compute_100a"])
-def test_bit_exact_kernels_flush_nothing_fuse_nothing_and_approximate_nothing(
-    source: str, flags: tuple[str, ...], target: str
+@pytest.mark.parametrize(("architecture", "source", "flags"), CUBINS)
+def test_every_kernel_is_in_the_cubin_flushes_nothing_fuses_nothing_and_approximates_nothing(
+    architecture: str, source: str, flags: tuple[str, ...]
 ) -> None:
-    text = ptx(source, target, *flags)
-    assert RANDOM not in text
-    packs = source.startswith(("quantize_nvfp4", "gemm_quantized")) or (source, *flags) == (
-        "quantize_mx",
-        "-DELEMENT=E2M1",
-    )
-    assert (CVT["e2m1"] in text) == (packs and target == "compute_100a")
+    """Those of MX convert by the chip's instructions, where it has them, their elements and their scales."""
+    cubin, text = nvrtc.cubin_and_ptx(source, architecture, *flags)
+    assert cubin.startswith(b"\x7fELF")
+    for kernel in KERNELS[source]:
+        assert f"\0.text.{kernel}\0".encode() in cubin
     assert entries(text) == set(KERNELS[source])
+
     found = instructions(text)
     assert {i.split(".")[0] for i in found} >= {"ld", "st", "mov", "setp"}, "instructions are recognized"
     floats = {i for i in found if re.search(r"\.f32|\.f64|\.f16", i)}
@@ -79,22 +62,26 @@ def test_bit_exact_kernels_flush_nothing_fuse_nothing_and_approximate_nothing(
     assert not {i for i in floats if ".approx" in i or ".full" in i}
     assert not {i for i in floats if ".f64" in i}, "a double constant has crept in"
 
+    narrow = architecture in ("sm_100a", "sm_120a")
+    packs = (
+        source.startswith(("quantize_nvfp4", "gemm_quantized"))
+        or flags == ("-DELEMENT=E2M1",)
+        and source == "quantize_mx"
+    )
+    assert (CVT["e2m1"] in text) == (packs and narrow)
+    assert RANDOM not in text
+    if source == "quantize_mx":
+        element = flags[0].partition("=")[2].lower()
+        has = narrow or (element in FP8 and architecture != "sm_80")
+        assert {name for name, cvt in CVT.items() if cvt in found} == ({element} if has else set())
+        assert (POWER in found) == narrow
+
 
 def test_what_those_flags_keep_out_would_be_seen() -> None:
-    fast = instructions(ptx("gemm_nvfp4", "compute_90", "--ftz=true", "--prec-div=false", "--fmad=true"))
+    fast = instructions(nvrtc.ptx("gemm_nvfp4", "compute_90", "--ftz=true", "--prec-div=false", "--fmad=true"))
     assert any(".ftz" in i for i in fast)
     assert any(".approx" in i or ".full" in i for i in fast)
     assert any(i.startswith("fma.rn.") and i.endswith(".f32") for i in fast)
-
-
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_mx_is_quantized_by_the_chips_conversion_of_its_element_and_of_its_scale(element: str) -> None:
-    """Those that it has not are its twins'; sm_90 has no conversion to E8M0."""
-    for target, narrow in (("compute_90", False), ("compute_100a", True)):
-        found = instructions(ptx("quantize_mx", target, f"-DELEMENT={element}"))
-        has = narrow or element in ("E4M3", "E5M2")
-        assert {name for name, cvt in CVT.items() if cvt in found} == ({element.lower()} if has else set())
-        assert (POWER in found) == narrow
 
 
 CVT = {name: f"cvt.rn.satfinite.{name}x2.f32" for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")}
@@ -119,7 +106,7 @@ FP8 = {"e4m3", "e5m2"}
 def test_the_chips_conversions_are_used_where_it_has_them_unless_portable_ones_are_asked_for(
     cuda_source: Source, target: str, flags: tuple[str, ...], used: set[str]
 ) -> None:
-    found = instructions(ptx(cuda_source(conversions.TEXT), target, *flags))
+    found = instructions(nvrtc.ptx(cuda_source(conversions.TEXT), target, *flags))
     assert {name for name, cvt in {**CVT, "e8m0": POWER}.items() if cvt in found} == used
 
 
@@ -135,14 +122,14 @@ def test_quantize_rounds_by_the_chips_random_conversion_only_where_it_is_asked_t
     target: str, flags: tuple[str, ...], random: bool
 ) -> None:
     """It has other bits than its twin. That compute_100a does not have it unasked is seen above."""
-    found = instructions(ptx("quantize_nvfp4", target, *flags))
+    found = instructions(nvrtc.ptx("quantize_nvfp4", target, *flags))
     assert (RANDOM in found) == random
     assert CVT["e4m3"] in found
 
 
 @pytest.mark.parametrize("target", ["compute_80", "compute_90a", "compute_100", "compute_120a"])
 def test_a_chip_without_the_random_conversion_keeps_its_twin(cuda_source: Source, target: str) -> None:
-    assert RANDOM not in instructions(ptx(cuda_source(test_stochastic.TEXT), target, *ASKED))
+    assert RANDOM not in instructions(nvrtc.ptx(cuda_source(test_stochastic.TEXT), target, *ASKED))
 
 
 @pytest.mark.parametrize(

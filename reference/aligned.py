@@ -1,0 +1,94 @@
+"""The sum of a tensor core, simulated bit for bit: products aligned to the largest of a block, truncated and added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from reference.blocks import slabs
+from reference.formats import FP32, Format
+from reference.operands import element_values, scale_values
+from reference.quantized import Quantized
+from reference.summation import Alignment
+
+_EXPONENT = 0x7FF << 52
+# Of zeros; below every other unit.
+_NOTHING = 2.0**-900
+
+
+@dataclass
+class Factors:
+    """An operand (M, K) as a tensor core sees it, float64, finite."""
+
+    values: torch.Tensor
+    powers: torch.Tensor
+    """The power of two of each, that of the smallest normal number of its format where it is below; 0 of 0."""
+
+    def part(self, columns: slice) -> Factors:
+        """Some columns."""
+        return Factors(self.values[:, columns], self.powers[:, columns])
+
+
+def of_elements(values: torch.Tensor, fmt: Format) -> Factors:
+    """Elements of a format, without scales; what is not finite is 0."""
+    finite = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return Factors(finite, _power(finite).clamp_(min=2.0 ** (1 - fmt.bias)).mul_(finite != 0))
+
+
+def of_operand(q: Quantized) -> Factors:
+    """Elements with the scales of their blocks; float32 scales are left out."""
+    found = of_elements(element_values(q), q.recipe.element)
+    if q.recipe.scale is FP32:
+        return found
+    scales = scale_values(q).nan_to_num(nan=0.0).repeat_interleave(q.recipe.block[1], 1)[:, : q.shape[1]]
+    return Factors(found.values * scales, found.powers * _power(scales))
+
+
+def aligned_sum(left: Factors, right: Factors, model: Alignment, exact: torch.Tensor) -> torch.Tensor:
+    """Σ_k left[i, k]·right[j, k] as a tensor core adds it: (M, K) and (N, K) to (M, N), float64, float32 numbers.
+
+    `model.width` products, which are exact, and the accumulator are aligned to the largest exponent among them, that of
+    a product being the sum of its factors', and are cut off behind `model.fraction` bits. They are added without a
+    rounding, and the sum is cut off behind as many bits, or float32's. With `model.promoted` the accumulator begins
+    anew with 0 after so many columns, and each is added to a float32 sum, rounded to nearest. Factors are 0 or from
+    2^-200 to 2^200. Where `exact` (M, N), the sum of IEEE 754, is not finite, that is the result.
+
+    Source: tolerance.md, rule 2, tier 1, "a model of the hardware". An H200 showed what it leaves open: exponents of
+    products are not normalised, subnormal factors have that of the smallest normal one, and sums keep no more bits than
+    terms. With F = 13 and W = 32 all bits of torch._scaled_mm of E4M3, and of E5M2 by E4M3, are these; without
+    `use_fast_accum` with P = 128.
+    """
+    columns = left.values.shape[1]
+    out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
+    whole = model.promoted or max(1, columns)
+    for start in range(0, columns, whole):
+        here = slice(start, start + whole)
+        out += _accumulated(left.part(here), right.part(here), model).float()
+    return out.double().where(exact.isfinite(), exact)
+
+
+def _accumulated(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
+    """One accumulator, from 0 on, over all columns."""
+    height, columns = left.values.shape
+    out = torch.zeros(height, right.values.shape[0], dtype=torch.float64, device=left.values.device)
+    for start in range(0, columns, model.width):
+        x, y = (factors.part(slice(start, start + model.width)) for factors in (left, right))
+        for rows in slabs(out.new_empty(1, 1).expand(height, out.shape[1] * x.values.shape[1])):
+            before = out[rows]
+            largest = (x.powers[rows].unsqueeze(1) * y.powers).amax(2)
+            unit = (torch.maximum(largest, _power(before)) * 2.0**-model.fraction).clamp_(min=_NOTHING)
+            terms = (x.values[rows].unsqueeze(1) * y.values).div_(unit.unsqueeze(2)).trunc_()
+            total = terms.sum(2).add_((before / unit).trunc_()).mul_(unit)
+            out[rows] = _cut(total, min(model.fraction, 23))
+    return out
+
+
+def _power(x: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that is not above |x|, float64; 0 of 0."""
+    return (x.contiguous().view(torch.int64) & _EXPONENT).view(torch.float64)
+
+
+def _cut(x: torch.Tensor, fraction: int) -> torch.Tensor:
+    """float64 numbers, cut off behind so many bits of their fraction."""
+    return (x.view(torch.int64) & ~((1 << (52 - fraction)) - 1)).view(torch.float64)
