@@ -63,10 +63,8 @@ def test_every_kernel_is_in_the_cubin_flushes_nothing_fuses_nothing_and_approxim
     assert not {i for i in floats if ".f64" in i}, "a double constant has crept in"
 
     narrow = architecture in ("sm_100a", "sm_120a")
-    packs = (
-        source.startswith(("quantize_nvfp4", "gemm_quantized"))
-        or flags == ("-DELEMENT=E2M1",)
-        and source == "quantize_mx"
+    packs = source.startswith(("quantize_nvfp4", "gemm_quantized")) or (
+        flags == ("-DELEMENT=E2M1",) and source == "quantize_mx"
     )
     assert (CVT["e2m1"] in text) == (packs and narrow)
     assert RANDOM not in text
