@@ -369,8 +369,8 @@ def test_the_schema_of_records_is_documented_and_numbered() -> None:
     assert [f.name for f in fields(Record)] == [
         "case", "file", "operation", "recipe", "shape", "dtype", "inputs", "flags", "tier", "backend", "device",
         "seed", "verdict", "stage", "message", "compared", "mismatches", "max_ulp", "exact_share", "ordered_share",
-        "excused_share",
-        "outside_share", "p_value", "draws", "budget_max", "budget_p99", "budget_histogram", "interval_ulps_max", "interval_ulps_mean",
+        "excused_share", "outside_share", "p_value", "draws", "budget_max", "budget_p99", "budget_histogram",
+        "interval_ulps_max", "interval_ulps_mean",
         "allclose", "sqnr_db", "sweep", "seconds", "seconds_reference", "input_digest", "output_digest", "stages",
         "explanations", "shrunk", "saved", "save_note", "findings",
     ]  # fmt: skip
