@@ -183,3 +183,8 @@ class Run:
             self.x, self.scales, self.used, self.recipe, self.subject.random, self.subject.first,
             self.blocks if self.recipe.scale is FP32 and not self.recipe.whole else None,
         )  # fmt: skip
+
+
+def by_rows(deviation: Deviation, matrix: Evidence) -> bool:
+    """Whether some rows of the matrix show what the deviation makes of them: they do not know an amax of the tensor."""
+    return deviation.local and ("amax" in matrix.shown or "amax" not in deviation.stages)

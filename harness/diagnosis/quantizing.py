@@ -11,7 +11,7 @@ import torch
 
 from harness.checks.stage import StageResult
 from harness.diagnosis.catalogue import catalogue
-from harness.diagnosis.deviation import Deviation, Run
+from harness.diagnosis.deviation import Deviation, Run, by_rows
 from harness.diagnosis.evidence import OF_ROWS, STAGES, Evidence, different, evidence, same
 from harness.diagnosis.explanation import Explanation
 from harness.operations.outcome import Outcome
@@ -147,7 +147,7 @@ class _Search:
         also = deviation.stages - {unknown} if whole else frozenset()
         compared = [stage for stage in STAGES if stage in stages or stage in also]
         try:
-            if self._probe is not None and _by_rows(deviation, self._probe[1]):
+            if self._probe is not None and by_rows(deviation, self._probe[1]):
                 stage, rows = self._probe
                 if stage in compared and not self._gives(deviation, rows, [stage]):
                     return False
@@ -159,7 +159,7 @@ class _Search:
         """Whether a matrix has the deviation's bytes: first its few numbers, then all rows, some at a time."""
         of_rows = [stage for stage in stages if stage in OF_ROWS]
         others = [stage for stage in stages if stage not in OF_ROWS]
-        if not _by_rows(deviation, matrix):
+        if not by_rows(deviation, matrix):
             return self._gives(deviation, matrix, stages)
         if others and not self._gives(deviation, matrix, others):
             return False
@@ -173,8 +173,3 @@ class _Search:
         self.memory.work += cost
         run = Run(matrix, deviation)
         return all(same(run.stage(stage), matrix.shown[stage]) for stage in stages if stage in matrix.shown)
-
-
-def _by_rows(deviation: Deviation, matrix: Evidence) -> bool:
-    """Whether some rows of the matrix show what the deviation makes of them: they do not know an amax of the tensor."""
-    return deviation.local and ("amax" in matrix.shown or "amax" not in deviation.stages)

@@ -88,6 +88,8 @@ def test_the_plugin_counts_the_cases_that_are_left(pytester, monkeypatch):
 
     monkeypatch.setattr(runner, "run_case", judged)
     pytester.mkdir("cases").joinpath("small.toml").write_text(CASES)
-    result = pytester.runpytest_inprocess("cases", "--backend", "reference", "-p", "no:xdist", "-k", "48")
+    result = pytester.runpytest_inprocess(
+        "cases", "--backend", "reference", "-p", "harness.plugin", "-p", "no:xdist", "-k", "48"
+    )
     result.assert_outcomes(passed=3, deselected=3)
     assert given == [2, 2, 2]

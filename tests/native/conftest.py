@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -31,9 +32,11 @@ def cuda_source(
 ) -> Callable[[str], str]:
     """Makes a text a source of `native`: `launch(cuda_source(TEXT), "kernel", …)` runs a kernel of it.
 
-    The name is a hash of the text, so that a text is compiled once a process, into a cache of this run's own.
+    The name is a hash of the text, so that a text is compiled once a run, into a cache of its own.
     """
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(base / "kernels"))
 
     def add(text: str) -> str:
         name = f"test_{hashlib.sha256(text.encode()).hexdigest()[:12]}"

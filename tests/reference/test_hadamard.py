@@ -28,9 +28,11 @@ def name(group: int, *, signs: bool = True) -> str:
 
 
 def exact(x: torch.Tensor, group: int) -> np.ndarray:
-    """x·R of every group as fractions (object array)."""
-    units = np.array([[Fraction(v) for v in row] for row in x.double().tolist()], object)
-    return (units.reshape(-1, group) @ np.array(scalar.rotation(group), object)).reshape(units.shape)
+    """x·R of every group as fractions (object array): sums of whole numbers, which are faster, times their unit and c."""
+    c = scalar.coefficient(group)
+    units = np.array([[int(v * 2.0**133) for v in row] for row in x.double().tolist()], object)
+    ones = np.array([[int(entry / c) for entry in row] for row in scalar.rotation(group)], object)
+    return (units.reshape(-1, group) @ ones).reshape(units.shape) * (c / (1 << 133))
 
 
 @EVERY
@@ -103,12 +105,12 @@ def test_of_integers_every_order_gives_the_same(group: int) -> None:
 def test_of_spread_exponents_it_lies_within_the_error_of_its_additions(group: int) -> None:
     """Exponents over 2^±30. log2(group) additions on every path round, each by u at most: the rest is one rounding."""
     x = matrix("spread", group, 24, 128).bfloat16()
-    sums, sizes = exact(x, group), np.array([[abs(Fraction(v)) for v in row] for row in x.double().tolist()], object)
-    most = (1 + U) ** (group.bit_length() - 1) - 1
+    sums = exact(x, group)
+    sizes = [[sum(map(Fraction, part)) for part in row] for row in x.double().abs().view(24, -1, group).tolist()]
+    most = ((1 + U) ** (group.bit_length() - 1) - 1) * scalar.coefficient(group)
     found = transform(x, name(group)).tolist()
     for i, k in np.ndindex(sums.shape):
-        start = k // group * group
-        error = most * scalar.coefficient(group) * sum(sizes[i, start : start + group])
+        error = most * sizes[i][k // group]
         low, high = (scalar.nearest(sums[i, k] + side * error, "bfloat16") for side in (-1, 1))
         assert low <= found[i][k] <= high
 
