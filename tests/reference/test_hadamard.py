@@ -28,7 +28,7 @@ def name(group: int, *, signs: bool = True) -> str:
 
 
 def exact(x: torch.Tensor, group: int) -> np.ndarray:
-    """x·R of every group as fractions (object array): sums of whole numbers, which are faster, times their unit and c."""
+    """x·R of every group as fractions (object array): sums of whole numbers, which are faster, times unit and c."""
     c = scalar.coefficient(group)
     units = np.array([[int(v * 2.0**133) for v in row] for row in x.double().tolist()], object)
     ones = np.array([[int(entry / c) for entry in row] for row in scalar.rotation(group)], object)
