@@ -58,7 +58,7 @@ def run_case(
         outcome = judge(case, inputs, backend, sharing=sharing)
         _fill(record, outcome)
         if record.verdict == "fail":
-            record.explanations = explained(outcome)
+            record.explanations = explained(outcome, backend)
             if keeper is not None:
                 keeper.keep(record, case, inputs, outcome, backend)
     except Unsupported as error:
@@ -96,12 +96,13 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
     return outcome
 
 
-def explained(outcome: Outcome) -> list[dict[str, Any]]:
-    """What explains a wrong outcome. A diagnosis that fails costs itself, not the verdict."""
+def explained(outcome: Outcome, backend: Backend) -> list[dict[str, Any]]:
+    """What explains a wrong outcome of `backend`. A diagnosis that fails costs itself, not the verdict."""
     from harness.diagnosis.explain import explain
+    from harness.diagnosis.tried import tried_of
 
     try:
-        return [explanation.to_dict() for explanation in explain(outcome)]
+        return [explanation.to_dict() for explanation in explain(outcome, tried_of(backend))]
     except Exception as error:
         words = f"no diagnosis: {type(error).__name__}: {error}{place(error)}"
         return [{"cause": "no-diagnosis", "sentence": words, "stage": "", "exact": False}]

@@ -65,7 +65,7 @@ def show_case(
     outcome = judge(case, inputs, backend)
     console.print(f"{case.id}   backend {backend.name}, device {device}, seed {seed}", markup=False)
     console.print(_stages(outcome))
-    for line in explanation_lines(explained(outcome)):
+    for line in explanation_lines(explained(outcome, backend)):
         console.print(line, markup=False)
     table = _SHOWN[case.operation](inputs, outcome, at)
     console.print("the result is empty" if table is None else table)

@@ -13,8 +13,8 @@ from harness.diagnosis.epilogues import epilogue_deviations
 from harness.diagnosis.explanation import Explanation
 from harness.diagnosis.operands import operand_deviations, section_deviations
 from harness.diagnosis.product_deviation import Deviation
-from harness.diagnosis.quantizing import MEMORY, SEARCHES
 from harness.diagnosis.terms import Sums, Terms, finish, fits, terms_of
+from harness.diagnosis.tried import SEARCHES, Tried
 from harness.operations.outcome import Outcome
 
 _ROWS, _COLUMNS = 6, 24
@@ -23,7 +23,7 @@ _SIMULATED = 1 << 27
 """Products of all sections together for which narrow accumulators are run."""
 
 
-def product_explanations(outcome: Outcome, wrong: StageResult) -> list[Explanation]:
+def product_explanations(outcome: Outcome, wrong: StageResult, memory: Tried) -> list[Explanation]:
     """The known deviations that every output fits, where the first wrong stage is that of the outputs.
 
     An output fits where it is the deviation's own, bit for bit, wherever no order of summation can round; elsewhere
@@ -36,20 +36,20 @@ def product_explanations(outcome: Outcome, wrong: StageResult) -> list[Explanati
         return []
     tried = _Tried(terms_of(outcome.products, wrong.wrong))
     every = list(_deviations(tried.whole))
-    found = {rank for rank, one in enumerate(every) if one.cause in MEMORY.recent and tried.fits(one)}
+    found = {rank for rank, one in enumerate(every) if one.cause in memory.recent and tried.fits(one)}
     recipes = " + ".join(str(q.recipe) for q in (outcome.products[0].a, outcome.products[0].b))
     key = (recipes, wrong.stage, bool(found))
-    searched = MEMORY.searches[key] < SEARCHES
+    searched = memory.searches[key] < SEARCHES
     if searched:
-        more = {rank for rank, one in enumerate(every) if one.cause not in MEMORY.recent and tried.fits(one)}
+        more = {rank for rank, one in enumerate(every) if one.cause not in memory.recent and tried.fits(one)}
         found |= more
-        MEMORY.searches[key] += not more
+        memory.searches[key] += not more
     named = [(every[rank].cause, every[rank].sentence) for rank in sorted(found)]
-    if not named and (searched or not NARROW.keys().isdisjoint(MEMORY.recent)):
+    if not named and (searched or not NARROW.keys().isdisjoint(memory.recent)):
         named = list(tried.narrow())
     sentences = dict(reversed(named))
     causes = list(dict.fromkeys(cause for cause, _ in named))
-    MEMORY.found(causes)
+    memory.found(causes)
     return [Explanation(cause, sentences[cause], wrong.stage, exact=True) for cause in causes]
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -14,38 +11,18 @@ from harness.diagnosis.catalogue import catalogue
 from harness.diagnosis.deviation import Deviation, Run, by_rows
 from harness.diagnosis.evidence import OF_ROWS, STAGES, Evidence, different, evidence, same
 from harness.diagnosis.explanation import Explanation
+from harness.diagnosis.tried import SEARCHES, Tried
 from harness.operations.outcome import Outcome
 
 MOST = 5
 """Explanations of one wrong stage."""
-RECENT = 8
-"""Causes that are tried first, and alone once searches are used up: the last that explained something."""
-SEARCHES = 6
-"""Full searches of one stage of one recipe in a process that may find nothing, and that may find something."""
 WORK_OF_A_CASE = 1 << 30
 """Elements times deviations that are looked at for one wrong stage: ten seconds on one core, of 256x1024 0.1."""
 WORK = 1 << 34
-"""The same of a process."""
+"""The same of a backend."""
 
 
-@dataclass
-class Memory:
-    """What a process has tried: a broken kernel is wrong in thousands of cases, and for the same reason."""
-
-    recent: list[str] = field(default_factory=list)
-    searches: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
-    """Full searches by recipe and stage, and by whether they found something."""
-    work: int = 0
-
-    def found(self, causes: Sequence[str]) -> None:
-        """Keep what explained a case, the best foremost."""
-        self.recent = list(dict.fromkeys([*causes, *self.recent]))[:RECENT]
-
-
-MEMORY = Memory()
-
-
-def quantizing_explanations(outcome: Outcome, wrong: StageResult) -> list[Explanation]:
+def quantizing_explanations(outcome: Outcome, wrong: StageResult, tried: Tried) -> list[Explanation]:
     """The deviations of a quantizer that give the bytes of all matrices that the stage `wrong` is of.
 
     Every stage of a matrix is compared, given the kernel's own stage before. Where nothing gives them all, what gives
@@ -59,7 +36,7 @@ def quantizing_explanations(outcome: Outcome, wrong: StageResult) -> list[Explan
     if name not in STAGES or not matrices:
         return []
     known = {stage.stage for stage in outcome.stages if not stage.right}
-    search = _Search(matrices, [stage for stage in STAGES if prefix + stage in known], MEMORY)
+    search = _Search(matrices, [stage for stage in STAGES if prefix + stage in known], tried)
     if name not in search.wrong:
         return []
     every = search.explain(search.wrong)
@@ -77,7 +54,7 @@ def _explanation(deviation: Deviation, stage: str, words: str) -> Explanation:
 class _Search:
     """Deviations of some matrices of one recipe, tried one after the other."""
 
-    def __init__(self, matrices: list[Evidence], wrong: list[str], memory: Memory) -> None:
+    def __init__(self, matrices: list[Evidence], wrong: list[str], memory: Tried) -> None:
         self.matrices, self.memory = matrices, memory
         self.recipe = matrices[0].subject.recipe
         self.work = 0

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from harness.case import Case
-from harness.diagnosis import multiplying
 from harness.diagnosis.accumulators import NARROW
 from harness.diagnosis.epilogues import ORDERS, epilogue_deviations
 from harness.diagnosis.multiplying import product_explanations
 from harness.diagnosis.operands import operand_deviations, section_deviations
-from harness.diagnosis.quantizing import SEARCHES, Memory
 from harness.diagnosis.terms import terms_of
+from harness.diagnosis.tried import SEARCHES, Tried, tried_of
 from harness.operations.outcome import Outcome, Product
 from harness.operations.product import add_output
 from harness.runner import run_case
@@ -35,12 +34,6 @@ RECIPES = [
     "fp8-block-1x128+fp8-block-128x128",
     "fp8-current",
 ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_tried(monkeypatch):
-    """Every test searches as the first of a process does."""
-    monkeypatch.setattr(multiplying, "MEMORY", Memory())
 
 
 def explained(gemm, rule="nvfp4", *flags, shape=(24, 272, 40), dtype="bf16", inputs="spread", declares=None):
@@ -189,7 +182,7 @@ def test_forms_of_alpha():
                 for q, amax in zip((a, b), torch.rand(2, 1, generator=generator) + 1, strict=True)
             )
         output = factor(a, b) * code_sum(a, b).to_float32()
-        assert f"alpha-order:{name}" in [e.cause for e in product_explanations(*judged(a, b, output))]
+        assert f"alpha-order:{name}" in [e.cause for e in product_explanations(*judged(a, b, output), Tried())]
 
 
 @pytest.mark.parametrize(
@@ -416,33 +409,41 @@ def test_what_nothing_explains_has_no_explanation(rule):
     a, b = operands(rule)
     output = reference.gemm(a, b, out_dtype=BF16)
     output[3, 5] = 3 * output[3, 5] + 1
-    assert product_explanations(*judged(a, b, output)) == []
+    assert product_explanations(*judged(a, b, output), Tried()) == []
 
 
 def test_searches_that_find_nothing_come_to_an_end():
+    tried = Tried()
     a, b = operands()
     right = reference.gemm(a, b, out_dtype=BF16)
     odd = right.clone()
     odd[3, 5] = 3 * odd[3, 5] + 1
     for _ in range(SEARCHES):
-        assert product_explanations(*judged(a, b, odd)) == []
+        assert product_explanations(*judged(a, b, odd), tried) == []
     missing = code_sum(a, b).to_float32().bfloat16()
     dropped = reference.gemm(a, last_block(b), out_dtype=BF16)
-    assert product_explanations(*judged(a, b, missing)) == []  # no more searches
-    multiplying.MEMORY.found(["last-block-dropped"])
-    assert [e.cause for e in product_explanations(*judged(a, b, dropped))] == ["last-block-dropped"]
-    assert product_explanations(*judged(a, b, missing)) == []
+    assert product_explanations(*judged(a, b, missing), tried) == []  # no more searches
+    tried.found(["last-block-dropped"])
+    assert [e.cause for e in product_explanations(*judged(a, b, dropped), tried)] == ["last-block-dropped"]
+    assert product_explanations(*judged(a, b, missing), tried) == []
 
 
 def test_what_explained_a_case_is_tried_first_and_then_alone():
+    tried = Tried()
     a, b = operands()
     dropped = reference.gemm(a, last_block(b), out_dtype=BF16)
     for _ in range(SEARCHES + 1):
-        assert [e.cause for e in product_explanations(*judged(a, b, dropped))] == ["last-block-dropped"]
-    assert multiplying.MEMORY.searches == {
+        assert [e.cause for e in product_explanations(*judged(a, b, dropped), tried)] == ["last-block-dropped"]
+    assert tried.searches == {
         ("nvfp4 + nvfp4", "output", True): SEARCHES,
         ("nvfp4 + nvfp4", "output", False): 0,
     }
+
+
+def test_what_was_tried_for_one_backend_is_nothing_to_another():
+    one, another = backend(quantize=reference.quantize), backend(quantize=reference.quantize)
+    assert tried_of(one) is tried_of(one)
+    assert tried_of(one) is not tried_of(another)
 
 
 def test_sums_in_another_order_than_the_declared_one():
@@ -452,7 +453,7 @@ def test_sums_in_another_order_than_the_declared_one():
     output = torch.where(limits.exact, limits.expected, (limits.centre - limits.budget / 2).float())
     outcome, wrong = judged(a, b, output, "blocks")
     assert not wrong.right
-    assert [e.cause for e in product_explanations(outcome, wrong)] == ["order-not-declared"]
+    assert [e.cause for e in product_explanations(outcome, wrong, Tried())] == ["order-not-declared"]
 
 
 def test_every_deviation_changes_the_output_of_some_product():

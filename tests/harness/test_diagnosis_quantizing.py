@@ -9,11 +9,13 @@ import torch
 
 from harness.case import Case
 from harness.diagnosis import quantizing
+from harness.diagnosis import tried as tried_before
 from harness.diagnosis.catalogue import catalogue
 from harness.diagnosis.choices import chosen_deviations
 from harness.diagnosis.deviation import Run, by_rows
 from harness.diagnosis.evidence import evidence, same
-from harness.diagnosis.quantizing import MOST, SEARCHES, Memory
+from harness.diagnosis.quantizing import MOST
+from harness.diagnosis.tried import SEARCHES, Tried
 from harness.inputs import make_inputs
 from harness.operations.stages import Subject, quantize_stages
 from harness.runner import run_case
@@ -34,9 +36,9 @@ from tests.harness.backends import backend, rotating
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch):
-    """What earlier tests found is forgotten, so that each searches by itself."""
-    fresh = Memory()
-    monkeypatch.setattr(quantizing, "MEMORY", fresh)
+    """One for all backends of a test."""
+    fresh = Tried()
+    monkeypatch.setattr(tried_before, "tried_of", lambda backend: fresh)
     return fresh
 
 

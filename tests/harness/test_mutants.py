@@ -155,10 +155,8 @@ def test_a_replaced_text_is_compiled_into_its_own_folder_and_gone_afterwards(
         assert sources.scratch_of("amax") is None
         ops.amax(scales.float())
     assert [path.suffix for path in (tmp_path / "scratch").iterdir()].count(".so") == 1
-    assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").glob("*.so")) in (
-        ["amax"],
-        ["amax", "swizzle"],
-    )
+    # What is not replaced comes from the cache, or was loaded by an earlier test of this process.
+    assert {path.name.split("-")[0] for path in (tmp_path / "cache").glob("*.so")} <= {"amax", "swizzle"}
     assert torch.equal(layout.swizzle(scales), right)
 
 
