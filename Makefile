@@ -1,5 +1,6 @@
 # make report    the quick tier of the case matrix; the page is reports/latest/index.html
 # make test      lint, the tests of the three packages, and the quick tier under pytest
+# make gate      the quick tier, and whether any case got worse than in the baseline of this device
 # make bench     speed of the reference and of the native kernels
 # make mutants   about 150 wrong kernels against the quick tier, which has to find each; on a CPU
 # make soak      a tenth of the quick tier over 200 fresh seeds, a quarter of an hour on two cores: no kernel may fail
@@ -8,6 +9,11 @@
 # it already has everything (a GPU container, say).
 
 DEVICE ?= cpu
+ifeq ($(DEVICE),cuda)
+BASELINE ?= reports/baselines/h200.json
+else
+BASELINE ?= reports/baselines/host.json
+endif
 PYTHON ?= python3
 VENV := .venv
 
@@ -24,18 +30,27 @@ else
 INSTALL := -c constraints-cpu.txt -e '.[test]'
 endif
 
-.PHONY: report test lint bench mutants soak clean
+.PHONY: report test lint gate bench mutants soak clean
 
 report: $(READY)
 	$(PY) -m harness run --tier quick --device $(DEVICE)
 
 test: lint
+	@# Without it pytest that collects no case would leave an older run to the gate.
+	@rm -f reports/latest/records.jsonl
 	$(PY) -m pytest -n auto -m "quick or not full" --device $(DEVICE)
+ifeq ($(DEVICE),cpu)
+	$(PY) -m harness gate --baseline $(BASELINE)
+endif
 
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+gate: $(READY)
+	$(PY) -m harness run --tier quick --device $(DEVICE) || test $$? -eq 1 # a failure may be an accepted one
+	$(PY) -m harness gate --baseline $(BASELINE)
 
 bench: $(READY)
 	$(PY) -m harness bench --device $(DEVICE)
@@ -50,7 +65,9 @@ $(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "narrowgauge needs Python 3.11 or later; $(PYTHON) is not: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(INSTALL)
+	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check $(INSTALL)
+	@# pip compiles on one core; packages hold a few files for other versions of Python, which this cannot
+	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 clean:

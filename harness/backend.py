@@ -22,12 +22,13 @@ A backend is any object or module that has some of the doors of design.md:
 An option is passed only where it differs from its default, so a door may lack those that it does not have.
 
 It raises NotImplementedError for what it does not do. It may have `variations(device)`, a dict of names to context
-managers under which its results must be the same bytes; without one, an operation runs twice. It may have
-`check(device)`, which raises where it cannot run at all, before any case does: a missing compiler, say. It may have
-`declares`, a mapping: {"transform": "butterfly"} says that its rotation adds in the order of `reference.hadamard`, so
-that bytes must be equal; without it the order is free (tolerance.md, rule 3). {"random": "own"} says that it rounds
-stochastically by random bits that nobody else can know; `random` need only make other draws for another seed or offset,
-and the codes are judged by their distribution (rule 4). What it can say of the sums of products (rule 2), and
+managers under which its results must be the same bytes; without one, an operation runs twice. Where it can choose the
+order of its threads, `variations(device, shuffles=n)` has n seeded shuffles of them. It may have `check(device)`, which
+raises where it cannot run at all, before any case does: a missing compiler, say. It may have `declares`, a mapping:
+{"transform": "butterfly"} says that its rotation adds in the order of `reference.hadamard`, so that bytes must be
+equal; without it the order is free (tolerance.md, rule 3). {"random": "own"} says that it rounds stochastically by
+random bits that nobody else can know; `random` need only make other draws for another seed or offset, and the codes are
+judged by their distribution (rule 4). What it can say of the sums of products (rule 2), and
 `reference.summation.Summation` says exactly what is meant:
 
     {"gemm": "sequential"}         products with their scales, in order of K, to one accumulator
@@ -89,9 +90,16 @@ class Unsupported(Exception):
 class Backend:
     """One loaded backend: calls its doors and checks what comes back."""
 
-    def __init__(self, name: str, doors: Any) -> None:
+    def __init__(self, name: str, doors: Any, schedules: int = 0) -> None:
         self.name = name
         self.doors = doors
+        self.schedules = schedules
+        """Shuffles of threads that its variations are asked for; 0: as many as it has of itself."""
+        if schedules and not _takes_shuffles(getattr(doors, "variations", None)):
+            raise BackendError(
+                f"--schedules: backend {name} does not choose the order of its threads: it has no "
+                "variations(device, shuffles)"
+            )
         if not any(self.has(door) for door in DOORS):
             raise BackendError(
                 f"backend {name} has none of the doors {', '.join(DOORS)}; see README, 'Your own kernel'"
@@ -106,7 +114,7 @@ class Backend:
         """Ways of running an operation that must all give the same bytes."""
         if callable(given := getattr(self.doors, "variations", None)):
             try:
-                found = dict(given(device))
+                found = dict(given(device, **({"shuffles": self.schedules} if self.schedules else {})))
             except Exception as error:
                 raise BackendError(f"variations raised {type(error).__name__}: {error}{place(error)}") from error
             if not found:
@@ -243,6 +251,10 @@ class Backend:
         return _checked_tensor(door, out, shape, dtype, device)
 
 
+def _takes_shuffles(variations: Any) -> bool:
+    return callable(variations) and "shuffles" in inspect.signature(variations).parameters
+
+
 def _checked_tensor(
     door: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = ""
 ) -> torch.Tensor:
@@ -298,11 +310,12 @@ def place(error: BaseException) -> str:
     return found
 
 
-def load_backend(spec: str, device: str = "") -> Backend:
+def load_backend(spec: str, device: str = "", schedules: int = 0) -> Backend:
     """The backend called `native`, `reference`, or `package.module[:Name]`; a class is made into an object.
 
-    Modules are found as `python -m` finds them, from the current folder too. Raises BackendError where there is none,
-    or where its own `check` says that it cannot run on `device`, where one is named.
+    Modules are found as `python -m` finds them, from the current folder too. `schedules`: how many shuffles of threads
+    its `variations` has, where it is asked for a number. Raises BackendError where there is none, where its own `check`
+    says that it cannot run on `device`, where one is named, or where its threads cannot be shuffled.
     """
     if spec not in BUILT_IN and ":" not in spec and "." not in spec:
         raise BackendError(
@@ -327,7 +340,7 @@ def load_backend(spec: str, device: str = "") -> Backend:
             found = found()
         except Exception as error:
             raise BackendError(f"backend {spec}: {attribute}() raised {type(error).__name__}: {error}") from error
-    backend = Backend(spec, found)
+    backend = Backend(spec, found, schedules)
     if device and callable(check := getattr(found, "check", None)):
         import torch
 
@@ -336,6 +349,17 @@ def load_backend(spec: str, device: str = "") -> Backend:
         except Exception as error:
             raise BackendError(f"backend {spec} cannot run on {device}: {error}") from error
     return backend
+
+
+def check_schedules(schedules: int, device: str) -> None:
+    """Raises BackendError where `schedules` shuffles of threads cannot be asked for: more than one, on a GPU."""
+    if schedules < 1:
+        raise BackendError(f"--schedules is {schedules}; threads are shuffled in 1 way or more")
+    if schedules > 1 and device != "cpu":
+        raise BackendError(
+            f"--schedules chooses the order of threads on a CPU, not on {device}; there `narrowgauge sanitize --tool "
+            "racecheck` looks for races"
+        )
 
 
 def check_device(device: str) -> None:

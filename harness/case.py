@@ -7,6 +7,7 @@ key of `KEYS[operation]`; the product of the lists is its cases. cases/README.md
 from __future__ import annotations
 
 import itertools
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ from typing import Any
 from harness import schema
 from harness.sections import section_sizes
 from reference.recipes import recipe
+
+LEDGER = "known.toml"
+"""A file that lies among case files and is none: the ledger of known failures (`harness.known`)."""
 
 
 class CaseFileError(Exception):
@@ -110,6 +114,11 @@ def load(path: str | Path) -> list[Case]:
     Raises CaseFileError where the file cannot be read, is not TOML, or has an unknown key or value.
     """
     path = Path(path)
+    return _merged(case for where, table in _tables(path) for case in _expand(table, where, str(path)))
+
+
+def _tables(path: Path) -> list[tuple[str, Any]]:
+    """The tables of a file, each with its place in words."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -124,8 +133,26 @@ def load(path: str | Path) -> list[Case]:
     tables = content.get("matrix")
     if not isinstance(tables, list) or not tables:
         raise CaseFileError(f"{path}: no [[matrix]] table, so no case; see cases/README.md")
-    places = ((f"{path}: [[matrix]] {number}", table) for number, table in enumerate(tables, 1))
-    return _merged(case for where, table in places for case in _expand(table, where, str(path)))
+    return [(f"{path}: [[matrix]] {number}", table) for number, table in enumerate(tables, 1)]
+
+
+def line_of(path: Path, name: str) -> int:
+    """The line of the first table of a file that holds the case of this id, counted from 1; 1 where that is unknown."""
+    if path.suffix != ".toml":  # captured tensors: gigabytes, perhaps
+        return 1
+    try:
+        tables = _tables(path)
+        number = next(i for i, (where, table) in enumerate(tables) if _holds(table, where, name))
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (CaseFileError, StopIteration, OSError):
+        return 1
+    heads = [i for i, line in enumerate(lines, 1) if re.match(r"\s*\[\[\s*matrix\s*\]\]", line)]
+    # A string of several lines may hold what looks like a table, and a table may be written otherwise.
+    return heads[number] if len(heads) == len(tables) else 1
+
+
+def _holds(table: Any, where: str, name: str) -> bool:
+    return any(case.id == name for case in _expand(table, where, ""))
 
 
 def _merged(cases: Iterable[Case]) -> list[Case]:
@@ -196,13 +223,19 @@ def case_of(point: schema.Point, tier: str = "quick", file: str = "") -> Case:
 
 
 def load_all(paths: Sequence[str | Path]) -> list[Case]:
-    """The cases of files, and of every *.toml of folders, each id once. Raises CaseFileError, also without a file."""
+    """The cases of files, and of every *.toml of folders, each id once; the ledger among them is passed over.
+
+    Raises CaseFileError, also without a file.
+    """
     files: list[Path] = []
     for path in map(Path, paths):
         found = sorted(path.glob("*.toml")) if path.is_dir() else [path]
-        if not found:
+        cases = [file for file in found if file.name != LEDGER]
+        if path.is_dir() and not cases:
             raise CaseFileError(f"{path}: holds no *.toml case file")
-        files += found
+        files += cases
+    if paths and not files:
+        raise CaseFileError(f"{', '.join(map(str, paths))}: holds known failures, and no case")
     return _merged(case for file in files for case in load(file))
 
 

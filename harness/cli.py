@@ -10,7 +10,9 @@ import typer
 
 if TYPE_CHECKING:
     from harness.case import Case
+    from harness.known import Ledger
     from harness.saved import Saved
+    from harness.shard import Part
 
 app = typer.Typer(
     name="narrowgauge",
@@ -39,6 +41,20 @@ Tensors = Annotated[
 Recipes = Annotated[
     list[str] | None, typer.Option("--recipe", help="Of --input: this recipe (default: nvfp4); may be given again.")
 ]
+ShardOption = Annotated[
+    str, typer.Option("--shard", help="2/4: the second of four parts of the cases, which take about equally long.")
+]
+Durations = Annotated[
+    Path | None,
+    typer.Option("--durations", help="Of --shard: report or journal of an earlier run, whose times divide the cases."),
+]
+KnownFile = Annotated[
+    Path | None,
+    typer.Option("--known", help="Ledger of known failures (default: known.toml beside the case files)."),
+]
+Link = Annotated[
+    str, typer.Option("--link", help="Address of the report, for summary.md (default: the run's, in a GitHub job).")
+]
 Workers = Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, or one a GPU.")]
 USAGE_ERROR = 2
 
@@ -56,11 +72,29 @@ def _select(
     tensors: list[str] | None,
     recipes: list[str] | None,
 ) -> list[Case]:
-    from harness.case import CaseFileError, load_all, select
+    return _chosen(_load(paths, source, tensors, recipes), tier, keyword)
+
+
+def _chosen(cases: list[Case], tier: str, keyword: str) -> list[Case]:
+    from harness.case import select
     from harness.schema import TIERS, nearest
 
     if tier not in TIERS:
         _stop(f"--tier is {tier!r}{nearest(tier, TIERS)}; it can be {', '.join(TIERS)}")
+    try:
+        chosen = select(cases, tier=tier, keyword=keyword)
+    except ValueError as error:
+        _stop(str(error))
+    if not chosen:
+        _stop(f"no case of {len(cases)} is selected by --tier {tier}" + (f" -k {keyword!r}" if keyword else ""))
+    return chosen
+
+
+def _load(
+    paths: list[Path] | None, source: Path | None, tensors: list[str] | None, recipes: list[str] | None
+) -> list[Case]:
+    from harness.case import CaseFileError, load_all
+
     if source is None and tensors:
         _stop("--tensor names tensors of an --input file, and none is given")
     if source is None and recipes:
@@ -69,23 +103,38 @@ def _select(
         _stop(f"cases come from case files or from --input, not from both: {paths[0]} and {source}")
     try:
         if source is None:
-            cases = load_all(paths or [CASES])
-        else:
-            from harness.capture import Captured, captured_cases, refused
-            from reference.recipes import recipe
+            return load_all(paths or [CASES])
+        from harness.capture import Captured, captured_cases, refused
+        from reference.recipes import recipe
 
-            captured = Captured.load(source, tensors)
-            names = [str(recipe(name)) for name in recipes or ["nvfp4"]]
-            for note in [captured.note(), *refused(captured, recipes=names)]:
-                if note:
-                    typer.echo(note, err=True)
-            cases = captured_cases(captured, recipes=names)
-        chosen = select(cases, tier=tier, keyword=keyword)
+        captured = Captured.load(source, tensors)
+        names = [str(recipe(name)) for name in recipes or ["nvfp4"]]
+        for note in [captured.note(), *refused(captured, recipes=names)]:
+            if note:
+                typer.echo(note, err=True)
+        return captured_cases(captured, recipes=names)
     except (CaseFileError, ValueError) as error:
         _stop(str(error))
-    if not chosen:
-        _stop(f"no case of {len(cases)} is selected by --tier {tier}" + (f" -k {keyword!r}" if keyword else ""))
-    return chosen
+
+
+def _ledger(file: Path | None, paths: list[Path], cases: list[Case]) -> Ledger:
+    """The ledger of a run of these case files and folders, checked against the cases that were loaded from them."""
+    from harness.case import CaseFileError
+    from harness.known import LedgerError, beside, folders_of, load
+
+    try:
+        ledger = beside(paths) if file is None else load(file)
+        ledger.check(cases, folders_of(paths))
+    except (LedgerError, CaseFileError) as error:
+        _stop(str(error))
+    return ledger
+
+
+def _check_link(link: str) -> None:
+    from harness.known import is_link
+
+    if link and not is_link(link):
+        _stop(f"--link is {link!r}; it is the address of a page: https://…")
 
 
 def _check_device(device: str) -> None:
@@ -102,6 +151,21 @@ def _check_device(device: str) -> None:
         _stop(str(error))
 
 
+def _part(cases: list[Case], shard: str, durations: Path | None) -> Part | None:
+    """The part of the cases that is this shard's, where there are shards."""
+    from harness.journal import JournalError
+    from harness.shard import Shard, ShardError, part_of, read_durations
+
+    if not shard:
+        if durations is not None:
+            _stop("--durations divides cases into shards, and no --shard is given")
+        return None
+    try:
+        return part_of(cases, Shard.parse(shard), read_durations(durations) if durations else None)
+    except (ShardError, JournalError) as error:
+        _stop(str(error))
+
+
 @app.command("list")
 def list_cases(
     paths: Paths = None,
@@ -110,9 +174,13 @@ def list_cases(
     source: Input = None,
     tensors: Tensors = None,
     recipes: Recipes = None,
+    shard: ShardOption = "",
+    durations: Durations = None,
 ) -> None:
     """Print the ids of the cases that a run with the same arguments would run."""
     chosen = _select(paths, tier, keyword, source, tensors, recipes)
+    if part := _part(chosen, shard, durations):
+        chosen = part.cases
     for case in chosen:
         typer.echo(case.id)
     typer.echo(f"{len(chosen)} cases", err=True)
@@ -129,33 +197,98 @@ def run(
     source: Input = None,
     tensors: Tensors = None,
     recipes: Recipes = None,
+    shard: ShardOption = "",
+    durations: Durations = None,
     workers: Workers = 0,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 300.0,
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/latest"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of --report-dir that was ended.")
+    ] = False,
+    known: KnownFile = None,
+    link: Link = "",
+    schedules: Annotated[
+        int,
+        typer.Option("--schedules", min=1, help="Seeded shuffles of threads, beside forward and reverse; on a CPU."),
+    ] = 1,
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="Build native kernels with sanitizers (address, undefined); on a CPU.")
+    ] = False,
 ) -> None:
-    """Run cases and write a report. Exit status 0 only if every case passed."""
+    """Run cases and write a report. Exit status 0 only if every case passed, or failed as the ledger expects."""
     from harness.session import run_session
 
-    chosen = _select(paths, tier, keyword, source, tensors, recipes)
+    shuffles = _schedules(schedules, device)
+    if sanitize:
+        _check_sanitizer(device)
+    _check_link(link)
+    cases = _load(paths, source, tensors, recipes)
+    chosen = _chosen(cases, tier, keyword)
+    ledger = _ledger(known, (paths or [CASES]) if source is None else [], cases)
+    part = _part(chosen, shard, durations)
+    chosen = part.cases if part else chosen
     _check_device(device)
     from harness.backend import BackendError
+    from harness.journal import JournalError
     from harness.pool import Settings
+    from harness.report import ReportError
 
     settings = Settings(
         backend, device, seed, workers=workers or _default_workers(device), timeout=timeout,
-        input_path="" if source is None else str(source),
+        input_path="" if source is None else str(source), schedules=shuffles, sanitize=sanitize,
     )  # fmt: skip
     try:
-        passed = run_session(chosen, settings, report_dir)
-    except BackendError as error:
+        passed = run_session(chosen, settings, report_dir, resume=resume, part=part, ledger=ledger, link=link)
+    except (BackendError, JournalError, ReportError) as error:
         _stop(str(error))
     raise typer.Exit(0 if passed else 1)
+
+
+def _schedules(schedules: int, device: str) -> int:
+    """How many shuffles a backend is asked for; 0, nothing, where there is one."""
+    from harness.backend import BackendError, check_schedules
+
+    try:
+        check_schedules(schedules, device)
+    except BackendError as error:
+        _stop(str(error))
+    return schedules if schedules > 1 else 0
+
+
+def _check_sanitizer(device: str) -> None:
+    from harness.backend import BackendError
+    from harness.sanitizer import check_sanitizer
+
+    try:
+        check_sanitizer(device)
+    except BackendError as error:
+        _stop(str(error))
 
 
 def _default_workers(device: str) -> int:
     import os
 
-    return (os.cpu_count() or 1) if device == "cpu" else 1
+    from harness.gpus import visible
+
+    return (os.cpu_count() or 1) if device == "cpu" else max(1, len(visible()))
+
+
+@app.command("merge")
+def merge_shards(
+    shards: Annotated[list[Path], typer.Argument(metavar="DIR...", help="The --report-dir of every shard.")],
+    report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/latest"),
+    link: Link = "",
+) -> None:
+    """Join the shards of one run into its report. Exit status as of `run`; 2 where they are not all shards of one."""
+    _check_link(link)
+    from harness.journal import JournalError
+    from harness.merge import MergeError, merge_session
+
+    try:
+        passed = merge_session(shards, report_dir, link=link)
+    except (JournalError, MergeError) as error:
+        _stop(str(error))
+    raise typer.Exit(0 if passed else 1)
 
 
 @app.command("soak")
@@ -190,6 +323,43 @@ def soak_cases(
     try:
         passed = soak(chosen(chosen_from, share), range(start, start + seeds), settings, Console())
     except BackendError as error:
+        _stop(str(error))
+    raise typer.Exit(0 if passed else 1)
+
+
+@app.command("sanitize")
+def sanitize_cases(
+    paths: Paths = None,
+    tier: Tier = "quick",
+    keyword: Keyword = "",
+    tool: Annotated[
+        str, typer.Option("--tool", help="memcheck, racecheck (shared memory), initcheck or synccheck.")
+    ] = "memcheck",
+    backend: BackendOption = "native",
+    seed: Seed = 0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 300.0,
+    report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/sanitize"),
+) -> None:
+    """Run cases on a GPU under compute-sanitizer. Exit status 0 only if it finds nothing and every case passed."""
+    from harness.compute_sanitizer import TOOLS, ComputeSanitizerError, find_tool
+    from harness.schema import nearest
+
+    if tool not in TOOLS:
+        _stop(f"--tool is {tool!r}{nearest(tool, TOOLS)}; it can be {', '.join(TOOLS)}")
+    try:
+        find_tool()
+    except ComputeSanitizerError as error:
+        _stop(str(error))
+    chosen = _select(paths, tier, keyword, None, None, None)
+    _check_device("cuda")
+    from harness.backend import BackendError
+    from harness.compute_sanitizer import Request
+    from harness.report import ReportError
+    from harness.sanitize import sanitize_session
+
+    try:
+        passed = sanitize_session(chosen, Request(tool, backend, seed, timeout), report_dir)
+    except (BackendError, ComputeSanitizerError, ReportError) as error:
         _stop(str(error))
     raise typer.Exit(0 if passed else 1)
 
@@ -336,6 +506,75 @@ def mutants(
     cases = _select(paths, "quick", "", None, None, None)
     passed = run_session(chosen, cases, report_dir, workers=workers or _default_workers("cpu"), timeout=timeout)
     raise typer.Exit(0 if passed else 1)
+
+
+RunPath = Annotated[Path, typer.Option("--run", help="A finished run: the --report-dir that it wrote.")]
+BaselinePath = Annotated[Path, typer.Option("--baseline", help="The baseline: reports/baselines/host.json.")]
+
+
+@app.command("gate")
+def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> None:
+    """Hold a finished run against a baseline. Exit status 0 only if every case of it ran and no figure is worse."""
+    from rich.console import Console
+
+    from harness.gate.baseline import BaselineError, read
+    from harness.gate.gate import judge, show
+    from harness.journal import JournalError
+    from harness.journal import read as read_run
+
+    try:
+        found = judge(read_run(run), read(baseline))
+    except (BaselineError, JournalError) as error:
+        _stop(str(error))
+    show(found, str(baseline), Console())
+    raise typer.Exit(0 if found.passed else 1)
+
+
+baselines = typer.Typer(help="Keep the baselines that the gate holds runs against.", no_args_is_help=True)
+app.add_typer(baselines, name="baseline")
+
+
+@baselines.command()
+def accept(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> None:
+    """Make a finished run the baseline, and print what that changes."""
+    from rich.console import Console
+
+    from harness.gate.accept import accept as accept_run
+    from harness.gate.baseline import BaselineError
+    from harness.journal import JournalError, read
+
+    try:
+        accept_run(read(run), baseline, Console())
+    except (BaselineError, JournalError) as error:
+        _stop(str(error))
+
+
+@app.command("compare")
+def compare_runs(
+    a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run: the --report-dir that it wrote.")],
+    b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
+    html: Annotated[Path | None, typer.Option("--html", help="Write the comparison as a page too.")] = None,
+) -> None:
+    """Say what differs between two runs. Exit status 0 only if B is nowhere worse than A."""
+    from rich.console import Console
+
+    from harness.gate.compare import compare, show
+    from harness.journal import JournalError, read
+
+    try:
+        found = compare(read(a), read(b))
+    except JournalError as error:
+        _stop(str(error))
+    if html is not None:
+        from harness.gate.compare_page import render
+
+        try:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(render(found, str(a), str(b)), encoding="utf-8")
+        except OSError as error:
+            _stop(f"{html}: cannot be written: {error.strerror}")
+    show(found, Console())
+    raise typer.Exit(0 if found.no_worse else 1)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -107,15 +108,64 @@ def kernel_hash() -> str:
     return hashlib.sha256(texts).hexdigest()[:8]
 
 
-def describe_run(*, backend: str, device: str, seed: int) -> dict[str, str]:
+def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
+    """Eight hexadecimal digits for each part of the code and the data that a record depends on.
+
+    `backend` is the module file of a backend of somebody's own, without what that imports; "" where it has none.
+    """
+    patterns = {
+        "kernels": ["native/**/*"],
+        "reference": ["reference/**/*"],
+        "harness": [f"harness/{folder}*.py" for folder in ("", "checks/", "diagnosis/", "operations/")],  # no reports
+    }
+    found = {name: _hash(_sources(ours)) for name, ours in patterns.items()}
+    module = _module_file(backend)
+    found["backend"] = "" if module is None else _hash([module])
+    if input_path:
+        found["input"] = _hash([Path(input_path)])
+    return found
+
+
+def _sources(patterns: Iterable[str]) -> list[Path]:
+    root = Path(__file__).parent.parent
+    paths = {path for pattern in patterns for path in root.glob(pattern)}
+    return sorted(path for path in paths if path.suffix in (".py", ".cu", ".cuh", ".h"))
+
+
+def _hash(paths: Iterable[Path]) -> str:
+    import hashlib
+
+    state = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            state.update(hashlib.file_digest(file, "sha256").digest())
+    return state.hexdigest()[:8]
+
+
+def _module_file(backend: str) -> Path | None:
+    """The file of a backend's module, which is not imported: a kernel may end the process that does."""
+    if ":" not in backend and "." not in backend:
+        return None
+    *folders, name = backend.partition(":")[0].split(".")
+    for place in [Path.cwd(), *map(Path, sys.path)]:
+        base = place.joinpath(*folders, name)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sanitize: bool = False) -> dict[str, str]:
     """What a report says above its tables: the run's settings, then every fact, then the kernels' flags and hash."""
     from native import cuda, host
 
+    host_flags = host.SANITIZED if sanitize else host.FLAGS
     return {
         "backend": backend,
         "device": device,
         "seed": str(seed),
+        **({"schedules": str(schedules)} if schedules else {}),
         **{fact.name: fact.value for fact in facts()},
-        "kernel flags": " ".join(host.FLAGS if device == "cpu" else cuda.FLAGS),
+        "kernel flags": " ".join(host_flags if device == "cpu" else cuda.FLAGS),
         "kernel sources": kernel_hash(),
     }

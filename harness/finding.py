@@ -3,15 +3,22 @@
 Keys: stage; rule; sentence; elements, a list of views of single elements (`which` is "first" or "worst", then
 coordinates, input, expected and actual in bits and as values, scale, distance in steps); modulo, {"row": {"16":
 counts, "128": counts}, "column": …}; heat, {"rows": tile height, "columns": tile width, "counts": rows of mismatch
-counts a tile}.
+counts a tile}; steps, the histogram of actual minus expected (`histogram`); census, {"expected": counts of special
+values, "actual": …} (`census`). The last two are empty where a stage has no single expected number an element.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+
+from harness.checks import ordinal
+from reference.formats import Format
 
 Describe = Callable[[int, int], dict[str, Any]]
 """(row, column) of an element to what is known of it."""
@@ -19,6 +26,20 @@ Describe = Callable[[int, int], dict[str, Any]]
 _MODULI = (16, 32, 128)
 _HEAT = 32
 """A heat map has at most this many tiles a side."""
+
+
+SPECIAL = ("nan", "inf", "negative_zero", "saturated", "subnormal", "no_code")
+"""What a census counts. saturated: the largest finite magnitude. no_code: bytes above the codes of a 6-bit format."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The two results that a stage compares, both (M, N), in the coordinates of its finding."""
+
+    expected: torch.Tensor
+    actual: torch.Tensor
+    fmt: Format | None = None
+    """Of what they are the codes, uint8, one an element; None of floating-point numbers."""
 
 
 def sentence(wrong: torch.Tensor, distance: torch.Tensor, noun: str) -> str:
@@ -54,7 +75,14 @@ def _where(wrong: torch.Tensor) -> str:
 
 
 def finding(
-    stage: str, rule: str, text: str, wrong: torch.Tensor, distance: torch.Tensor, *, describe: Describe
+    stage: str,
+    rule: str,
+    text: str,
+    wrong: torch.Tensor,
+    distance: torch.Tensor,
+    *,
+    describe: Describe,
+    sides: Sides | None = None,
 ) -> dict[str, Any]:
     """The finding of a stage with wrong elements, a bool tensor (M, N) or (1,), and their distances in steps."""
     grid = wrong.view(1, -1) if wrong.dim() == 1 else wrong
@@ -68,7 +96,80 @@ def finding(
     return {
         "stage": stage, "rule": rule, "sentence": text, "elements": elements,
         "modulo": {"row": _modulo(grid, 1), "column": _modulo(grid, 0)}, "heat": _heat(grid),
+        "steps": [] if sides is None else histogram(sides), "census": {} if sides is None else census(sides),
     }  # fmt: skip
+
+
+def histogram(sides: Sides) -> list[list[int]]:
+    """[low, high, count]: how many elements are low to high steps above what is expected, in order, without a gap.
+
+    Bins are 0, 1, 2, 3 to 4, 5 to 8 and so on, and the same below. Elements that are NaN, or no code, are not counted.
+    """
+    expected, actual = (_ordinals(x, sides.fmt) for x in (sides.expected, sides.actual))
+    steps = (actual - expected)[_numbers(sides.expected, sides.fmt) & _numbers(sides.actual, sides.fmt)]
+    far = steps.abs()
+    size = torch.frexp((far - 1).clamp(min=0).double()).exponent.long() + 1
+    bins = torch.where(far == 0, 0, torch.where(steps < 0, -size, size))
+    if not bins.numel():
+        return []
+    first = int(bins.amin())
+    return [[*_span(first + n), count] for n, count in enumerate(torch.bincount(bins - first).tolist())]
+
+
+def _span(number: int) -> tuple[int, int]:
+    """The least and the greatest number of steps of a bin."""
+    if number < 0:
+        low, high = _span(-number)
+        return -high, -low
+    return ((1 << number - 2) + 1, 1 << number - 1) if number > 1 else (number, number)
+
+
+def census(sides: Sides) -> dict[str, dict[str, int]]:
+    """How many special values either side has, by the names of `SPECIAL`; those that neither has are left out."""
+    both = {name: _special(getattr(sides, name), sides.fmt) for name in ("expected", "actual")}
+    present = [name for name in SPECIAL if any(counts.get(name) for counts in both.values())]
+    return {side: {name: counts.get(name, 0) for name in present} for side, counts in both.items()} if present else {}
+
+
+def _ordinals(x: torch.Tensor, fmt: Format | None) -> torch.Tensor:
+    return ordinal.of_floats(x) if fmt is None else ordinal.of_codes(x, fmt)
+
+
+def _numbers(x: torch.Tensor, fmt: Format | None) -> torch.Tensor:
+    """bool: what is a number, or infinite."""
+    if fmt is None:
+        return ~x.isnan()
+    nameless = [SPECIAL.index(name) for name in ("nan", "no_code")]
+    return ~torch.isin(_kinds(fmt, x.device)[x.long()], torch.tensor(nameless, device=x.device))
+
+
+def _special(x: torch.Tensor, fmt: Format | None) -> dict[str, int]:
+    if fmt is not None:
+        counts = torch.bincount(_kinds(fmt, x.device)[x.long()].view(-1), minlength=len(SPECIAL)).tolist()
+        return dict(zip(SPECIAL, counts, strict=False))
+    limits, far = torch.finfo(x.dtype), x.abs()
+    kinds = {
+        "nan": x.isnan(), "inf": x.isinf(), "negative_zero": (x == 0) & x.signbit(), "saturated": far == limits.max,
+        "subnormal": (far > 0) & (far < limits.tiny),
+    }  # fmt: skip
+    return {name: int(found.sum()) for name, found in kinds.items()}
+
+
+@cache
+def _kinds(fmt: Format, device: torch.device) -> torch.Tensor:
+    """For every byte, what of `SPECIAL` it is; the next number of what is nothing special."""
+    return torch.tensor([_kind(code, fmt) for code in range(256)], device=device)
+
+
+def _kind(code: int, fmt: Format) -> int:
+    if code >= fmt.codes:
+        return SPECIAL.index("no_code")
+    value, magnitude = fmt.value(code), code & ~fmt.sign_code
+    found = {
+        "nan": math.isnan(value), "inf": math.isinf(value), "negative_zero": value == 0 and code != 0,
+        "saturated": abs(value) == fmt.max, "subnormal": fmt.signed and 0 < magnitude < 1 << fmt.mantissa_bits,
+    }  # fmt: skip
+    return next((SPECIAL.index(name) for name, holds in found.items() if holds), len(SPECIAL))
 
 
 def _modulo(wrong: torch.Tensor, summed: int) -> dict[str, list[int]]:

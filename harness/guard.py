@@ -2,11 +2,17 @@
 
 Tensors that a backend allocates through torch, from Python or C++, get a guard zone before and after, and start out
 filled with a poison byte. Its inputs lie between guard zones too. Runs use different poison, so that an element that
-nobody wrote, or a read beyond an input, differs between runs.
+nobody wrote, or a read beyond an input, differs between runs. Where the address sanitizer is in the process, it is told
+of the zones: a read that changes nothing is found too.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +35,22 @@ _FILLED = {
 }  # fmt: skip
 
 
+_bare: ContextVar[bool] = ContextVar("bare", default=False)
+
+
+@contextmanager
+def bare() -> Iterator[None]:
+    """Within the context guards guard nothing: memory is as torch allocates it, for a tool that watches every access.
+
+    A read beyond a tensor would meet a guard zone, which is memory of the same allocation; and poison is a value.
+    """
+    token = _bare.set(True)
+    try:
+        yield
+    finally:
+        _bare.reset(token)
+
+
 class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the context, torch allocates guarded memory. `violations()` then says what was overwritten."""
 
@@ -49,6 +71,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = _extent(like) * like.dtype.itemsize
         buffer = torch.full((ZONE + size + ZONE,), self.poison, dtype=torch.uint8, device=device)
         self._buffers.append((buffer, what))
+        self._forbid(buffer, on=True)
         inside = buffer[ZONE : ZONE + size].view(like.dtype)
         return inside.as_strided(like.shape, like.stride(), inside.storage_offset())
 
@@ -57,6 +80,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         What lies between the elements of a view is poison, and remembered too.
         """
+        if _bare.get():
+            return _alike(tensor)
         copy = self._allocate(tensor, tensor.device, f"input {name}").copy_(tensor)
         memory = self._buffers[-1][0][ZONE:-ZONE]
         # The memory of a tensor without gaps is that of the original, so no third copy is kept.
@@ -66,7 +91,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _EMPTY or func in _FILLED:
+        if (func in _EMPTY or func in _FILLED) and not _bare.get():
             like = args[0] if isinstance(args[0], torch.Tensor) else None
             device = torch.device(kwargs.get("device") or ("cpu" if like is None else like.device))
             if device.type != "meta":
@@ -76,6 +101,21 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     out = self._allocate(plain, device, f"a tensor of shape {tuple(plain.shape)}")
                     return out if func in _EMPTY else out.copy_(func(*args, **kwargs))
         return func(*args, **kwargs)
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for buffer, _ in self._buffers:
+            self._forbid(buffer, on=False)
+
+    @staticmethod
+    def _forbid(buffer: torch.Tensor, *, on: bool) -> None:
+        """Where the address sanitizer is in this process: any access to the guard zones is a finding of it, or none."""
+        marks = _sanitizer()
+        if marks is None or buffer.device.type != "cpu":
+            return
+        mark = marks[0] if on else marks[1]
+        for start in (buffer.data_ptr(), buffer.data_ptr() + buffer.numel() - ZONE):
+            mark(ctypes.c_void_p(start), ctypes.c_size_t(ZONE))
 
     def violations(self) -> list[str]:
         """One sentence for every tensor whose guard zone was written and every input that was changed."""
@@ -100,9 +140,23 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
+@cache
+def _sanitizer() -> tuple[Any, Any] | None:
+    """What forbids and allows memory to the address sanitizer, where this process was started with it."""
+    process = ctypes.CDLL(None)
+    with suppress(AttributeError):
+        return process["__asan_poison_memory_region"], process["__asan_unpoison_memory_region"]
+    return None
+
+
 def _guardable(plain: torch.Tensor) -> bool:
     """Whether its elements lie dense, and are any: torch makes room in an empty tensor that is given as `out`."""
     return plain.layout == torch.strided and 0 < plain.numel() == _extent(plain)
+
+
+def _alike(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides and nothing around it."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -1,6 +1,7 @@
 """Records: everything measured about one case on one backend, one row of a table.
 
-The columns are the schema of the Parquet and CSV tables. A change of a column changes `SCHEMA`.
+The columns are the schema of the Parquet and CSV tables, and reports/SCHEMA.md says what each means. A change of a
+column, or of the keys of what a column holds, changes `SCHEMA`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ SCHEMA = 5
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: right. fail: a result is wrong. error: the backend raised, or gave something that is no result. crash: its
 process died. timeout: it did not end. unsupported: it says that it does not do this."""
+OUTCOMES = (*VERDICTS, "unexpected", "known")
+"""Verdicts, seen beside the ledger (`harness.known`). known: a failure that it expects. unexpected: a pass, where it
+expects a failure."""
 
 
 @dataclass
@@ -39,6 +43,9 @@ class Record:
     """First stage that is wrong."""
     message: str = ""
     """One sentence: how many, how far, where; or why there is no result."""
+    known: str = ""
+    """Why the ledger expects this case to fail, and the link to its issue; nothing where it does not, or where the
+    case failed in another way."""
     compared: int = 0
     """Elements compared, all stages together."""
     mismatches: int = 0
@@ -76,6 +83,9 @@ class Record:
     seconds: float | None = None
     """First call of the backend's operation, compilation included where it happens there."""
     seconds_reference: float | None = None
+    seconds_total: float | None = None
+    """All that the case took: inputs, every call of the backend, the reference, checks, shrinking. Cases are divided
+    into shards by it (`harness.shard`)."""
     input_digest: str = ""
     output_digest: str = ""
     """Of the bytes that the backend gave: equal on two machines where the results are."""
@@ -90,34 +100,46 @@ class Record:
     """File of the inputs, of that shape, and of what the kernel and the reference made of them (`harness.saved`)."""
     save_note: str = ""
     """Why a failure that should be is not shrunk or saved."""
+    baseline: str = ""
+    """What the baseline of this device, backend and seed says of a case that did not pass."""
     findings: list[dict[str, Any]] = field(default_factory=list)
     """One entry a wrong stage, for people: `harness.finding` says what is in it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python values only: it crosses processes and goes into JSON."""
-        return asdict(self)
+        # What a backend raised may hold what is no Unicode, a file's name say, and no file of the report would take it.
+        return asdict(self) | {"message": self.message.encode(errors="replace").decode()}
 
 
 NESTED = ("budget_histogram", "sweep", "stages", "explanations", "findings")
 """Columns that hold lists; tables keep them as JSON."""
+ENTRIES = {
+    "stages": ("stage", "rule", "compared", "mismatches", "max_ulp", "excused", "sentence"),
+    "explanations": ("cause", "sentence", "stage", "exact"),
+    "findings": ("stage", "rule", "sentence", "elements", "modulo", "heat", "steps", "census"),
+}
+"""Keys of the entries of columns that hold objects."""
 
 _FRAME_TYPES = {
     "seed": "int64", "compared": "int64", "mismatches": "int64", "max_ulp": "Int64", "interval_ulps_max": "Int64",
     "draws": "Int64", "p_value": "float64",
     "exact_share": "float64", "ordered_share": "float64", "excused_share": "float64", "outside_share": "float64",
     "budget_max": "float64", "budget_p99": "float64", "interval_ulps_mean": "float64", "sqnr_db": "float64",
-    "seconds": "float64", "seconds_reference": "float64", "allclose": "boolean",
+    "seconds": "float64", "seconds_reference": "float64", "seconds_total": "float64", "allclose": "boolean",
 }  # fmt: skip
 
 
 def to_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """Records (`Record.to_dict`) as a table sorted by case and backend, every column of the schema present."""
+    return _frame(records, [f.name for f in fields(Record)])
+
+
+def _frame(records: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
     import json
 
     import pandas as pd
 
-    columns = [f.name for f in fields(Record)]
-    rows = [{**r, **{name: json.dumps(r[name]) for name in NESTED}} for r in records]
+    rows = [[json.dumps(r[name]) if name in NESTED else r[name] for name in columns] for r in records]
     frame = pd.DataFrame(rows, columns=columns)
     frame = frame.astype({name: _FRAME_TYPES.get(name, "str") for name in columns})
     return frame.sort_values(["case", "backend"], ignore_index=True)
@@ -125,9 +147,11 @@ def to_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
 def summarize(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """Counts and worst figures per operation × recipe × dtype."""
-    frame = to_frame(records)
+    frame = _frame(records, [f.name for f in fields(Record) if f.name not in NESTED])
+    pairs = zip(frame["verdict"], frame["known"], strict=True)
+    frame["outcome"] = [outcome({"verdict": verdict, "known": known}) for verdict, known in pairs]
     by = frame.groupby(["operation", "recipe", "dtype"], sort=True)
-    table = by["verdict"].value_counts().unstack(fill_value=0).reindex(columns=list(VERDICTS), fill_value=0)
+    table = by["outcome"].value_counts().unstack(fill_value=0).reindex(columns=list(OUTCOMES), fill_value=0)
     table.insert(0, "cases", by.size())
     table["compared"] = by["compared"].sum()
     table["mismatches"] = by["mismatches"].sum()
@@ -149,7 +173,15 @@ def elements_compared(record: dict[str, Any]) -> int:
     return int(record["compared"] - sum(itself))
 
 
+def outcome(record: dict[str, Any]) -> str:
+    """One of `OUTCOMES`: the verdict, unless the ledger of known failures knows the case."""
+    if not record["known"]:
+        return str(record["verdict"])
+    return "unexpected" if record["verdict"] == "pass" else "known"
+
+
 def succeeded(records: Iterable[dict[str, Any]]) -> bool:
-    """Whether every case passed, and something was compared."""
+    """Whether every case passed or failed as the ledger expects, none that it expects to fail passed, and something
+    was compared."""
     records = list(records)
-    return all(r["verdict"] == "pass" for r in records) and any(elements_compared(r) for r in records)
+    return all(outcome(r) in ("pass", "known") for r in records) and any(elements_compared(r) for r in records)

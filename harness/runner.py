@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ def run_case(
     `keeper` shrinks and saves a failure, where it is wanted. `sharing`: how many cases of the run share its false
     alarms, as `harness.checks.holm` counts them.
     """
+    started = time.perf_counter()
     record = new_record(case, backend=backend.name, device=device, seed=seed)
     _give_back_memory(device)
     try:
@@ -67,6 +69,7 @@ def run_case(
         record.verdict, record.message = "error", str(error)
     except Exception as error:  # a result so odd that a check cannot read it costs its own case, not the run
         record.verdict, record.message = "error", f"cannot be judged: {type(error).__name__}: {error}{place(error)}"
+    record.seconds_total = time.perf_counter() - started
     return record
 
 

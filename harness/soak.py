@@ -20,6 +20,7 @@ from harness.report.text import duration, number, plural
 from harness.runner import digest
 from harness.session import progress_bar
 from harness.view import reproduction
+from harness.work import work as elements_of
 
 SHOWN = 20
 """Cases that failed which are printed, each with one line that reproduces it; the rest are counted."""
@@ -27,8 +28,6 @@ SEEDS_COMPARED = 4
 """Seeds whose inputs are compared, to see whether a case depends on its seed."""
 LEAST = 1 << 14
 """Work of the smallest cases, in elements: fewer cost no less, and see less."""
-SECTION = 1 << 12
-"""Work of one more section, in elements: measured, 1.6 ms beside 0.4 µs an element."""
 
 
 def chosen(cases: Sequence[Case], share: float) -> list[Case]:
@@ -81,13 +80,7 @@ def parts(case: Case) -> list[str]:
 
 def work(case: Case) -> int:
     """What a case costs to run and judge, in elements: enough to tell cheap cases from others."""
-    sections = len(case.sections) if "grouped" in case.operation else 0
-    if case.operation.startswith("gemm"):
-        rows, depth, columns = case.shape
-        elements = rows * depth + max(1, sections) * columns * depth + rows * depth * columns // 32
-    else:
-        elements = math.prod(case.shape) * (2 if case.usage == "both" else 1)
-    return max(LEAST, elements + SECTION * sections)
+    return max(LEAST, elements_of(case))
 
 
 def varies(case: Case) -> bool:

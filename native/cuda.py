@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# Without --fmad=false a product and a sum would be contracted and round once where the kernels say twice. The other
+# Without --fmad=false a product and a sum would be contracted and round once where the kernels say twice. The next
 # three are NVRTC's defaults, said aloud because CuPy's own compilation of a RawModule appends -ftz=true (cupy issue
-# 9576): subnormal numbers would be lost.
-FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+# 9576): subnormal numbers would be lost. The last one changes no instruction; by it tools name lines of the source.
+FLAGS = (
+    "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--generate-line-info",
+)  # fmt: skip
 
 
 @cache

@@ -27,26 +27,44 @@ FLAGS = (
     "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
 )  # fmt: skip
 
+REPLACED = (*(flag for flag in FLAGS if flag != "-O3"), "-O1")
+"""Flags of kernels one of whose files is replaced: they run on a few small cases, and compiling them is what costs."""
+
+SANITIZED = (
+    *(flag for flag in FLAGS if flag != "-O3"), "-O1", "-g", "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DSIMT_SANITIZE",
+)  # fmt: skip
+"""Flags in a process that has the sanitizers: findings name lines, and the first one ends the process."""
+SANITIZE = "NARROWGAUGE_SANITIZE"
+"""Environment variable of such a process: `native.sanitizer` sets it together with all else that is needed."""
+
 ORDERS = ("forward", "reverse", "shuffled")
 
 MAX_THREADS = 1024  # of a block, as in simt.h
 
 _order: ContextVar[str] = ContextVar("thread_order", default="forward")
+_shuffle: ContextVar[int] = ContextVar("shuffle", default=1)
 
 
 @contextlib.contextmanager
-def thread_order(order: str) -> Iterator[None]:
+def thread_order(order: str, seed: int = 1) -> Iterator[None]:
     """Within the context, threads of a block (and blocks of a grid) take turns forward, in reverse, or shuffled.
 
-    Raises ValueError for another order.
+    Another `seed`, from 1 on, shuffles in another way. Raises ValueError for another order.
     """
     if order not in ORDERS:
         raise ValueError(f"threads can run {', '.join(ORDERS)}, not {order!r}")
-    token = _order.set(order)
+    tokens = _order.set(order), _shuffle.set(seed)
     try:
         yield
     finally:
-        _order.reset(token)
+        _order.reset(tokens[0])
+        _shuffle.reset(tokens[1])
+
+
+def sanitized() -> bool:
+    """Whether this process builds kernels with the sanitizers, whose runtime it has."""
+    return bool(os.environ.get(SANITIZE))
 
 
 @cache
@@ -82,13 +100,18 @@ def _program(source: str, kernels: str) -> str:
         f"""
 SIMT_EXPORT long long launch_{kernel}(void** arguments, const unsigned* shape, int order, unsigned long long seed,
                                       int workers) {{
-    simt::Launch launch{{{{shape[0], shape[1], shape[2]}}, {{shape[3], shape[4], shape[5]}}, order, seed, workers}};
+    simt::Launch launch{{{{shape[0], shape[1], shape[2]}}, {{shape[3], shape[4], shape[5]}}, order, seed, workers,
+                        "{kernel}"}};
     return simt::run_grid(launch, simt::Entry<{kernel}>::call, arguments);
 }}
 SIMT_EXPORT int parameters_{kernel}() {{ return simt::Entry<{kernel}>::parameters; }}
 """
         for kernel in KERNELS[source]
     )
+    if sanitized():
+        # Static variables of templates have no redzones, for another library could have the same one; of templates
+        # that no other library can know they have.
+        kernels = f"namespace {{\n{kernels}\n}}"
     simt = (FOLDER / "simt.h").read_text(encoding="utf-8").replace("#pragma once\n", "\n")
     return f'#line 1 "simt.h"\n{simt}\n{kernels}\n{launchers}'
 
@@ -99,13 +122,27 @@ def library(source: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     The key is the text, the flags and the compiler with its target, so a stale object is never loaded; processes that
     want the same one wait for the first. Raises ToolchainError with the compiler's words where it does not compile.
     """
-    return _library(source, text(source), extra_flags)
+    return _library(source, text(source), (*_flags(source), *extra_flags))
+
+
+def is_clang() -> bool:
+    """Whether the compiler is Clang, or one that is made of it."""
+    return "#define __clang__ " in _compiler_identity()
+
+
+def _flags(source: str) -> tuple[str, ...]:
+    if sanitized():
+        return _sanitized_flags()
+    return FLAGS if scratch_of(source) is None else REPLACED
+
+
+def _sanitized_flags() -> tuple[str, ...]:
+    return (*SANITIZED, "-shared-libasan") if is_clang() else SANITIZED  # what g++ does of itself
 
 
 @cache
-def _library(source: str, kernels: str, extra_flags: tuple[str, ...]) -> ctypes.CDLL:
+def _library(source: str, kernels: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     program = _program(source, kernels)
-    flags = (*FLAGS, *extra_flags)
     key = cache_key(program, *flags, compiler(), _compiler_identity())
     built = cached(f"{source}-{key}.so", lambda path: _compile(source, program, flags, path), folder=scratch_of(source))
     return ctypes.CDLL(str(built))
@@ -130,7 +167,7 @@ def launch(
     workers: int,
     extra_flags: tuple[str, ...] = (),
 ) -> None:
-    """Run one kernel to its end on `workers` OS threads.
+    """Run one kernel to its end on `workers` OS threads, on one where it is sanitized.
 
     Raises ToolchainError where it cannot be compiled, TypeError for a wrong number of arguments, ValueError for a block
     that no GPU runs, RuntimeError where the threads of a block wait for each other forever.
@@ -146,7 +183,8 @@ def launch(
     shape = (ctypes.c_uint * 6)(*grid, *block)
     run = getattr(compiled, f"launch_{kernel}")
     run.restype = ctypes.c_longlong
-    stuck = run(pointers, shape, ORDERS.index(_order.get()), ctypes.c_ulonglong(1), workers)
+    workers = 1 if sanitized() else workers
+    stuck = run(pointers, shape, ORDERS.index(_order.get()), ctypes.c_ulonglong(_shuffle.get()), workers)
     if stuck >= 0:
         raise RuntimeError(
             f"kernel {kernel}: the threads of block {stuck} of grid {tuple(grid)} wait for each other forever; "

@@ -37,8 +37,15 @@ def check(device: torch.device) -> None:
     (cuda if device.type == "cuda" else host).check()
 
 
-def variations(device: torch.device) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """Ways to run a kernel that must give the same bytes: on a CPU every order of threads, on a GPU two grids."""
+def variations(device: torch.device, shuffles: int = 1) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    """Ways to run a kernel that must give the same bytes: on a CPU every order of threads, on a GPU two grids.
+
+    On a CPU threads are shuffled in so many ways, each by a seed of its own.
+    """
     if device.type == "cpu":
-        return {f"{order} threads": partial(host.thread_order, order) for order in host.ORDERS}
+        ways: dict[str, Callable[[], AbstractContextManager[None]]]
+        ways = {f"{order} threads": partial(host.thread_order, order) for order in host.ORDERS}
+        for seed in range(2, shuffles + 1):
+            ways[f"shuffled threads (seed {seed})"] = partial(host.thread_order, "shuffled", seed)
+        return ways
     return {"first run": nullcontext, "second run, another grid": another_grid}

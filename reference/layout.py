@@ -60,6 +60,12 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
 
 
+def swizzled_offset(row: int, column: int, columns: int) -> int:
+    """Where `swizzle` puts the byte at (row, column) of scales with `columns` columns."""
+    tile = row // 128 * -(-columns // 4) + column // 4
+    return 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+
+
 def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """The linear scales `shape`, (R, C), of swizzled ones: the inverse of `swizzle`, without the padding.
 

@@ -9,22 +9,22 @@ import torch
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+ROUNDS = 10
 _LOW = 0xFFFFFFFF
 
 
-def philox(seed: int, offset: int, subsequence: torch.Tensor) -> torch.Tensor:
+def philox(seed: int, offset: int, subsequence: torch.Tensor, rounds: int = ROUNDS) -> torch.Tensor:
     """Four 32-bit words for every `subsequence` (int64, any shape): int64 (…, 4), each below 2^32.
 
     The key is the 64-bit seed, low word first; the counter's words 0 and 1 are the offset, 2 and 3 the subsequence,
-    as in numerics.md, `nvfp4-sr`.
+    as in numerics.md, `nvfp4-sr`. Fewer `rounds` are another generator, as random in most tests.
     """
     key = [seed & _LOW, seed >> 32 & _LOW]
     counter = [
         torch.full_like(subsequence, offset & _LOW), torch.full_like(subsequence, offset >> 32 & _LOW),
         subsequence & _LOW, subsequence >> 32 & _LOW,
     ]  # fmt: skip
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         # int64 multiplication keeps the low 64 bits of the product; the mask undoes the shift's sign.
         low, high = (counter[i] * multiplier for i, multiplier in ((0, _MULTIPLIERS[0]), (2, _MULTIPLIERS[1])))
         counter = [

@@ -12,7 +12,7 @@ from reference.formats import FP32
 from reference.four_over_six import choose_scales
 from reference.hadamard import transform
 from reference.layout import linear_scales, pack, swap_nibbles, swizzle, unpack
-from reference.philox import philox
+from reference.philox import ROUNDS, philox
 from reference.quantized import GroupedQuantized, Quantized, amax_shape, codes_shape, words_shape
 from reference.recipes import Recipe
 from reference.recipes import recipe as find_recipe
@@ -59,15 +59,24 @@ def check_random(random: object, shape: tuple[int, int], recipe: Recipe) -> None
 
 
 def random_bytes(
-    random: Random, shape: tuple[int, int], rows: slice, device: torch.device, block: int = 16, first: int = 0
+    random: Random,
+    shape: tuple[int, int],
+    rows: slice,
+    device: torch.device,
+    block: int = 16,
+    first: int = 0,
+    rounds: int = ROUNDS,
 ) -> torch.Tensor:
-    """The byte of every element of `rows`, uint8 (rows, K). `first`: number of the first block of `block` elements."""
+    """The byte of every element of `rows`, uint8 (rows, K). `first`: number of the first block of `block` elements.
+
+    `rounds`: those of Philox.
+    """
     if isinstance(random, torch.Tensor):
         words = random[rows]
     else:
         sixteens = -(-shape[1] // block) * (block // 16)
         subsequence = torch.arange(rows.start * sixteens, rows.stop * sixteens, device=device)
-        words = philox(*random, subsequence + first * (block // 16)).to(torch.int32).view(-1, 4 * sixteens)
+        words = philox(*random, subsequence + first * (block // 16), rounds).to(torch.int32).view(-1, 4 * sixteens)
     return words.contiguous().view(torch.uint8)[:, : shape[1]]
 
 

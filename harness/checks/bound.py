@@ -8,7 +8,7 @@ import torch
 
 from harness.checks import ordinal
 from harness.checks.stage import StageResult
-from harness.finding import Describe, finding, sentence
+from harness.finding import Describe, Sides, finding, sentence
 from reference.bounds import Bounds
 
 
@@ -25,7 +25,8 @@ def bound(stage: str, actual: torch.Tensor, limits: Bounds, *, describe: Describ
         result.sentence = f"{sentence(wrong, distance, 'outputs')}; {_tiers(wrong, limits.tier)}"
         result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())
         result.wrong = wrong
-        result.finding = finding(stage, "bound", result.sentence, wrong, distance, describe=describe)
+        sides = Sides(limits.expected, actual)
+        result.finding = finding(stage, "bound", result.sentence, wrong, distance, describe=describe, sides=sides)
     return result
 
 

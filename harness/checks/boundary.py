@@ -15,7 +15,7 @@ from harness.checks import ordinal
 from harness.checks.chance import Chance
 from harness.checks.interval import power_of_two
 from harness.checks.stage import StageResult
-from harness.finding import Describe, finding, sentence, spaced
+from harness.finding import Describe, Sides, finding, sentence, spaced
 from reference.formats import Format
 
 
@@ -45,7 +45,8 @@ def boundary_codes(
     """Compare codes (uint8, (M, K), one an element) with those of the least and the greatest value, `ends`."""
     values = [ordinal.of_codes(codes, fmt) for codes in (actual, expected, *ends)]
     signed = [ordinal.signed_codes(codes, fmt) for codes in (actual, *ends)]
-    return _compare(stage, values, signed, torch.zeros_like(actual, dtype=torch.bool), sources, noun, describe)
+    free, sides = torch.zeros_like(actual, dtype=torch.bool), Sides(expected, actual, fmt)
+    return _compare(stage, values, signed, free, sources, noun, describe, sides)
 
 
 def boundary_floats(
@@ -66,7 +67,8 @@ def boundary_floats(
     nan = actual.isnan() & ends[0].isnan() & ends[1].isnan()
     values = [ordinal.of_floats(x) for x in (actual, expected, *ends)]
     signed = [ordinal.signed_floats(x) for x in (actual, *ends)]
-    return _compare(stage, values, signed, nan if free is None else nan | free, sources, noun, describe)
+    free = nan if free is None else nan | free
+    return _compare(stage, values, signed, free, sources, noun, describe, Sides(expected, actual))
 
 
 def _compare(
@@ -77,6 +79,7 @@ def _compare(
     sources: Sources,
     noun: str,
     describe: Describe,
+    sides: Sides,
 ) -> StageResult:
     """`values`, in which zeros are equal: actual, expected and ends. `signed`, in which not: the same but expected."""
     at, low, high = signed
@@ -89,10 +92,10 @@ def _compare(
         result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())
         result.sentence = f"{sentence(wrong, distance, noun)}; no order of summation gives them"
         result.wrong = wrong
-        result.finding = finding(stage, "boundary", result.sentence, wrong, distance, describe=describe)
+        result.finding = finding(stage, "boundary", result.sentence, wrong, distance, describe=describe, sides=sides)
     elif bool((differ := excused & (straddles := (upper - lower == 1) & ~free)).any()):
         distance = (actual - expected).abs().masked_fill_(~excused, -1)
-        result.chances = [_excused(differ, straddles, sources, noun, (excused, distance, describe))]
+        result.chances = [_excused(differ, straddles, sources, noun, (excused, distance, describe, sides))]
     return result
 
 
@@ -101,7 +104,7 @@ def _excused(
     straddles: torch.Tensor,
     sources: Sources,
     noun: str,
-    elements: tuple[torch.Tensor, torch.Tensor, Describe],
+    elements: tuple[torch.Tensor, torch.Tensor, Describe, Sides],
 ) -> Chance:
     """The test of the number of excused elements, whose interval `straddles` one boundary."""
     count, log_p, total = excuses(differ, straddles, sources)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from harness.checks.holm import FALSE_ALARM, holm
-from harness.finding import Describe, finding
+from harness.finding import Describe, Sides, finding
 
 if TYPE_CHECKING:
     from harness.checks.stage import StageResult
@@ -29,8 +29,9 @@ class Chance:
     """Natural logarithm of the p-value, or of a bound above it; minus infinity of what never happens."""
     sentence: str
     """What is wrong where it rejects, with its numbers."""
-    elements: tuple[torch.Tensor, torch.Tensor, Describe] | None = None
-    """What a finding is made of where it rejects: the wrong elements, bool, their distances, and how to show one."""
+    elements: tuple[torch.Tensor, torch.Tensor, Describe, Sides] | None = None
+    """What a finding is made of where it rejects: the wrong elements, bool, their distances, how to show one, and what
+    was compared."""
     kind: str = ""
     """What tests that look for the same have in common; by itself where empty."""
     place: dict[str, int] = field(default_factory=dict)
@@ -71,8 +72,10 @@ def _fail(stage: StageResult, chances: list[Chance]) -> None:
     if names := [chance.test for chance in others[TOLD - 1 :]]:
         stage.sentence += f"; rejected too by {', '.join(names)}"
     if first.elements is not None:
-        stage.wrong, distance, describe = first.elements
+        stage.wrong, distance, describe, sides = first.elements
         stage.mismatches, stage.max_ulp = int(stage.wrong.sum()), int(distance.amax())
-        stage.finding = finding(stage.stage, stage.rule, stage.sentence, stage.wrong, distance, describe=describe)
+        stage.finding = finding(
+            stage.stage, stage.rule, stage.sentence, stage.wrong, distance, describe=describe, sides=sides
+        )
         for element in stage.finding["elements"]:
             element.update(first.place)

@@ -6,7 +6,7 @@ import torch
 
 from harness.checks import ordinal
 from harness.checks.stage import StageResult
-from harness.finding import Describe, finding, sentence
+from harness.finding import Describe, Sides, finding, sentence
 from reference.formats import Format
 
 
@@ -17,9 +17,8 @@ def exact_codes(
     compared = expected.numel()
     if torch.equal(actual, expected):
         return StageResult(stage, "exact", compared)
-    return _wrong(
-        stage, actual != expected, ordinal.of_codes(actual, fmt) - ordinal.of_codes(expected, fmt), noun, describe
-    )
+    distance = ordinal.of_codes(actual, fmt) - ordinal.of_codes(expected, fmt)
+    return _wrong(stage, actual != expected, distance, noun, describe, Sides(expected, actual, fmt))
 
 
 def exact_floats(
@@ -34,13 +33,16 @@ def exact_floats(
     wrong = (a != e) & ~(actual.isnan() & expected.isnan())
     if not wrong.any():
         return StageResult(stage, "exact", compared)
-    return _wrong(stage, wrong, ordinal.of_floats(actual) - ordinal.of_floats(expected), noun, describe)
+    distance = ordinal.of_floats(actual) - ordinal.of_floats(expected)
+    return _wrong(stage, wrong, distance, noun, describe, Sides(expected, actual))
 
 
-def _wrong(stage: str, wrong: torch.Tensor, distance: torch.Tensor, noun: str, describe: Describe) -> StageResult:
+def _wrong(
+    stage: str, wrong: torch.Tensor, distance: torch.Tensor, noun: str, describe: Describe, sides: Sides
+) -> StageResult:
     distance = distance.abs().masked_fill_(~wrong, -1)
     text = sentence(wrong, distance, noun)
     return StageResult(
         stage, "exact", wrong.numel(), int(wrong.sum()), int(distance.amax()), text,
-        finding(stage, "exact", text, wrong, distance, describe=describe), wrong=wrong,
+        finding(stage, "exact", text, wrong, distance, describe=describe, sides=sides), wrong=wrong,
     )  # fmt: skip

@@ -29,6 +29,10 @@ def block_deviations(recipe: Recipe) -> Iterator[Deviation]:
     yield _of("block-amax-half", f"of the last {width // 2} elements of {width}", _kept(slice(width // 2, width)))
     yield _of("block-amax-half", "of the even elements", _kept(slice(0, None, 2)))
     yield _of("block-amax-half", "of the odd elements", _kept(slice(1, None, 2)))
+    yield _of(
+        "tail-dropped", f"of whole blocks, 0 of a last one of fewer than {width} elements",
+        _of_x(partial(without_tail, width)),
+    )  # fmt: skip
     yield _of("block-amax-spans-two", f"of two blocks together, {2 * width} elements", _pairs)
     if height > 1:
         if recipe.scale is not FP32:
@@ -63,6 +67,16 @@ def _nan(run: Run, policy: NanPolicy) -> Recipe:
 
 def _of_x(change: Callable[[torch.Tensor], torch.Tensor]) -> Hook:
     return lambda run: block_amaxes(change(run.x), run.recipe)
+
+
+def without_tail(width: int, x: torch.Tensor) -> torch.Tensor:
+    """`x` (M, K) with zeros for the columns behind the last whole block. Raises ValueError where there are none."""
+    tail = x.shape[1] % width
+    if tail == 0:
+        raise ValueError(f"{x.shape[1]} columns are whole blocks of {width}")
+    cut = x.clone()
+    cut[:, -tail:] = 0
+    return cut
 
 
 def _positive(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from harness.diagnosis.evidence import Evidence
 from harness.diagnosis.exponents import single_codes
 from harness.diagnosis.rotating import rotating_deviations
 from harness.diagnosis.scales import scale_deviations
+from harness.diagnosis.sectioned import section_deviations
 from harness.diagnosis.tensors import found_amaxes, tensor_deviations
 
 _LATER = ("tensor scale", "scales", "codes")
@@ -59,6 +60,7 @@ def _steps(matrices: Sequence[Evidence], wrong: Mapping[str, Sequence[torch.Tens
     if "amax" in wrong:
         yield from found_amaxes(matrices)
     yield from rotating_deviations(recipe, first.subject.matrix)
+    yield from section_deviations(matrices)
     if "scales" in wrong:
         yield from scale_deviations(recipe)
         yield from block_deviations(recipe)

@@ -12,6 +12,7 @@ from harness.diagnosis.deviation import Deviation, Run
 from harness.inputs import Random
 from reference.elements import element_codes
 from reference.encode import encode
+from reference.philox import ROUNDS
 from reference.quantize import random_bytes
 from reference.recipes import Recipe
 from reference.rounding import stochastic
@@ -20,6 +21,8 @@ Draw = Callable[[Run], torch.Tensor]
 """The random byte of each element, or a number from 0 to 256 in its place: (M, K)."""
 
 
+_OTHER_ROUNDS = (7, 9)
+"""Of Philox: 7 are the fewest that its authors found random, 9 are one too few."""
 _UNKNOWN = "nobody knows the random bits of a kernel that has its own"
 
 
@@ -146,20 +149,23 @@ def _all(run: Run) -> slice:
     return slice(0, run.x.shape[0])
 
 
-def _bytes(run: Run, random: Random, first: int) -> torch.Tensor:
+def _bytes(run: Run, random: Random, first: int, rounds: int = ROUNDS) -> torch.Tensor:
     rows, columns = run.x.shape
-    return random_bytes(random, (rows, columns), _all(run), run.x.device, run.recipe.block[1], first)
+    width = run.recipe.block[1]
+    return random_bytes(random, (rows, columns), _all(run), run.x.device, width, first, rounds)
 
 
 def _seeded() -> Iterator[Deviation]:
     """Other words of Philox, where there are a seed and an offset."""
 
-    def by(change: Callable[[int, int], tuple[int, int]], first: Callable[[Run], int] | None = None) -> Draw:
+    def by(
+        change: Callable[[int, int], tuple[int, int]], first: Callable[[Run], int] | None = None, rounds: int = ROUNDS
+    ) -> Draw:
         def draw(run: Run) -> torch.Tensor:
             random = run.subject.random
             if not isinstance(random, tuple):
                 raise ValueError("words have neither seed nor offset")
-            return _bytes(run, change(*random), run.subject.first if first is None else first(run))
+            return _bytes(run, change(*random), run.subject.first if first is None else first(run), rounds)
 
         return draw
 
@@ -183,6 +189,8 @@ def _seeded() -> Iterator[Deviation]:
         ("stochastic-seed:swapped", "seed and offset are exchanged", lambda seed, offset: (offset, seed)),
     ):
         yield _drawn(cause, words, by(change))
+    for rounds in _OTHER_ROUNDS:
+        yield _drawn("stochastic-philox-rounds", f"Philox has {rounds} rounds, not {ROUNDS}", by(same, rounds=rounds))
     yield _drawn(
         "stochastic-other-block:+1", "words are those of the next block", by(same, lambda run: run.subject.first + 1)
     )

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 import torch
 
 from harness.diagnosis import grids
+from harness.diagnosis.amaxes import without_tail
 from harness.diagnosis.deviation import Deviation, Hook, Run
 from harness.diagnosis.evidence import Evidence
 from reference.decode import decode
@@ -65,6 +66,11 @@ def _rounded(recipe: Recipe) -> Iterator[Deviation]:
             )  # fmt: skip
     if recipe.rounding == "stochastic":
         return
+    if recipe.element.mantissa_bits > 1:
+        yield _of(
+            "top-binade-saturated", "the largest number in place of all that have its exponent",
+            _rounding(grids.top_binade_saturated),
+        )  # fmt: skip
     if recipe.element.nan_code is not None:
         for rounding, words in ((grids.overflow_to_nan, ""), (grids.unsigned_overflow, ", without a sign,")):
             yield _of("overflow-to-nan", f"NaN{words} where they overflow", _rounding(rounding))
@@ -111,10 +117,22 @@ def _special(recipe: Recipe) -> Iterator[Deviation]:
     yield _of("nan-keeps-sign", "the code of a NaN has the sign of the element", after(
         lambda codes, run: torch.where(run.scaled.isnan(), codes | run.x.signbit().byte() * sign, codes)
     ))  # fmt: skip
+    if recipe.element.bits == 4:
+        yield _of("padding-not-zeroed", "the nibble behind an odd number of columns is not 0", _padded)
     yield _of(
         "zero-block-nan", "NaN in blocks whose scale is 0",
         lambda run: run.packed(run.coded(run.scaled).masked_fill(_per_element(run, run.blocks == 0), recipe.nan_code)),
     )  # fmt: skip
+
+
+def _padded(run: Run) -> torch.Tensor:
+    """The right codes, and behind them whatever the kernel left there."""
+    codes, shown = Run(run.evidence).stage("codes"), run.evidence.shown["codes"]
+    if run.x.shape[1] % 2 == 0:
+        raise ValueError("an even number of columns fills all bytes")
+    behind = 0xF0 if run.recipe.packing == "low-first" else 0xF
+    codes[:, -1] = codes[:, -1] & (0xFF ^ behind) | shown[:, -1] & behind
+    return codes
 
 
 def _per_element(run: Run, blocks: torch.Tensor) -> torch.Tensor:
@@ -174,8 +192,13 @@ def _scaled(recipe: Recipe) -> Iterator[Deviation]:
         yield _of("element-order:x/s", "scaled as x/s", whole(lambda run, x, s: torch.where(x == 0, x, x / s)))
     if recipe.scale is E8M0:
         yield _of(
-            "subnormal-factors-flushed", "factors are flushed to 0 where they are subnormal",
+            "subnormal-factors-flushed", "factors are flushed to 0 where they are subnormal, as 2^-127 is, of code 0",
             factors(lambda run: flush(run.factors)),
+        )  # fmt: skip
+    for step, words in ((1, "larger"), (-1, "smaller")):
+        yield Deviation(
+            "element-factor-ulp", f"elements: the factor is one step of float32 {words}", CODES, odd=True,
+            hooks={"codes": factors(partial(_factors_moved, step))},
         )  # fmt: skip
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         yield _of(
@@ -198,6 +221,12 @@ def _scaled(recipe: Recipe) -> Iterator[Deviation]:
         "inputs-flushed", "flushed to 0 where they are subnormal, before they are scaled",
         lambda run: run.packed(run.coded(run.scaled_by(run.factors, flush(run.x)))),
     )  # fmt: skip
+    if not recipe.whole:
+        yield Deviation(
+            "tail-dropped", "columns behind the last whole block are taken for 0", frozenset({"scales", "codes"}),
+            hooks={"x": lambda run: without_tail(run.recipe.block[1], run.evidence.subject.x)},
+            lenient=frozenset({"amax"}),
+        )  # fmt: skip
     if recipe.tensor_scale in ("max/amax", "(1/amax)*max"):
         yield _of(
             "tensor-scale-ignored", "scaled without the tensor's scale",
@@ -214,6 +243,11 @@ def _limited(number: Callable[[Run], torch.Tensor], limit: float, run: Run) -> t
 
 def _flushed(fmt: Format, zero: int, codes: torch.Tensor, _: Run) -> torch.Tensor:
     return torch.where(codes & (fmt.sign_code - 1) < 1 << fmt.mantissa_bits, codes & zero, codes)
+
+
+def _factors_moved(step: int, run: Run) -> torch.Tensor:
+    moved = (run.factors.view(torch.int32) + step).view(torch.float32)
+    return torch.where((run.factors > 0) & (run.factors < _LARGEST), moved, run.factors)
 
 
 def _factors_through(dtype: torch.dtype, run: Run) -> torch.Tensor:

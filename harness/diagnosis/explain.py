@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from harness.diagnosis.decoding import decoding_explanations
 from harness.diagnosis.explanation import Explanation
+from harness.diagnosis.fusing import fusing_explanations
 from harness.diagnosis.memory import memory_explanations
 from harness.diagnosis.moving import moving_explanations
 from harness.diagnosis.multiplying import product_explanations
@@ -22,6 +24,8 @@ def explain(outcome: Outcome, tried: Tried) -> list[Explanation]:
         return []
     found = memory_explanations(outcome, wrong)
     found += quantizing_explanations(outcome, wrong, tried)
+    found += fusing_explanations(outcome, wrong)
     found += product_explanations(outcome, wrong, tried)
     found += moving_explanations(outcome, wrong)
+    found += decoding_explanations(outcome, wrong, tried)
     return [*found, *signatures(outcome, wrong)]

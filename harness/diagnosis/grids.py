@@ -89,6 +89,14 @@ def unsigned_overflow(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return torch.where(codes & (fmt.sign_code - 1) > fmt.max_code, codes & (fmt.sign_code - 1), codes)
 
 
+def top_binade_saturated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The largest number, with its sign, in place of all that have its exponent."""
+    codes = encode(x, fmt)
+    magnitude = codes & (fmt.sign_code - 1)
+    top = fmt.max_code >> fmt.mantissa_bits << fmt.mantissa_bits
+    return torch.where((magnitude >= top) & (magnitude <= fmt.max_code), codes & fmt.sign_code | fmt.max_code, codes)
+
+
 def subnormals_to_zero(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Codes without subnormal ones: zero, with its sign, in their place."""
     codes = encode(x, fmt)

@@ -17,6 +17,14 @@ Updated = tuple[str, str, Callable[[], torch.Tensor]]
 """A cause, its sentence, and what makes the tensor that it leaves."""
 
 
+# Rows that one of several threads, which take them in turn, is to look at.
+_PARTS = tuple(
+    (f"row {first} of every {count}", slice(first, None, count))
+    for count in (2, 4, 8, 16, 32)
+    for first in range(count)
+)
+
+
 def deviating_histories(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe) -> Iterator[Updated]:
     """Histories (H, N), float32, after a step that is wrong in a known way. Source: numerics.md, "fp8-delayed"."""
     zero = torch.zeros_like(history[:1])
@@ -44,7 +52,10 @@ def deviating_scales(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe)
     right = update_scale(history, scale, recipe)[1]
 
     def of(numbers: torch.Tensor, largest: float = most * 2.0**-rule.margin) -> torch.Tensor:
-        return torch.where(numbers.isfinite() & (numbers > 0), _limited(divide(largest, numbers)), scale)
+        updates = numbers.isfinite() & (numbers > 0)
+        if rule.update == "bulk":
+            updates &= latest != 0
+        return torch.where(updates, _limited(divide(largest, numbers)), scale)
 
     yield "scale-not-updated", "scales stay as they are", lambda: scale
     yield _of_rule(history, scale, recipe, "algorithm", 1)
@@ -54,6 +65,12 @@ def deviating_scales(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe)
     yield "scale-inverted", "scales are decode scales", lambda: divide(1.0, right)
     yield "amax-without-latest", "the latest amax does not count", lambda: of(_largest(known[1:], latest))
     yield "amax-without-oldest", "the oldest amax does not count", lambda: of(_largest(known[:-1], latest))
+    for words, skipped in _PARTS:
+        if rule.algorithm == "max" and skipped.start < len(known):
+            yield (
+                "history-partial", f"{words} of the history does not count",
+                lambda skipped=skipped: of(_without(known, skipped).amax(0)),  # type: ignore[misc]
+            )  # fmt: skip
     yield "amax-of-all-tensors", "every tensor takes the amax of all", lambda: of(amax.amax().expand_as(amax))
     yield (
         "nan-spread", "a NaN in the history leaves the scale as it is",
@@ -79,6 +96,12 @@ def deviating_scales(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe)
     yield "zero-amax-updates", "an amax of 0 makes the scale 1", lambda: torch.where(amax == 0, 1.0, right)
     yield "infinite-amax-updates", "an infinite amax makes the scale 0", lambda: torch.where(amax.isinf(), 0.0, right)
     yield "infinite-amax-updates", "an infinite amax makes the scale 1", lambda: torch.where(amax.isinf(), 1.0, right)
+
+
+def _without(history: torch.Tensor, skipped: slice) -> torch.Tensor:
+    cut = history.clone()
+    cut[skipped] = 0
+    return cut
 
 
 def _rows(*parts: torch.Tensor) -> torch.Tensor:

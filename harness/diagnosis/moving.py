@@ -15,6 +15,7 @@ from harness.diagnosis.rotations import Ends, deviating_ends, deviating_rotation
 from harness.diagnosis.swizzles import deviating_layouts, padding_not_zeroed
 from harness.operations.outcome import Moved, Outcome
 from reference.recipes import Recipe
+from reference.sections import pad_sections
 
 Cause = tuple[str, str]
 _ALIGNMENTS = (1, 8, 16, 32, 64, 128, 256)
@@ -43,7 +44,7 @@ def _rule(moved: Moved) -> Recipe:
     return moved.recipe
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_floats(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two floating tensors have the same bits, a NaN being any NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
@@ -53,7 +54,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _giving(given: torch.Tensor, deviations: Iterable[tuple[str, str, Callable[[], torch.Tensor]]]) -> Iterator[Cause]:
     for cause, sentence, make in deviations:
-        if _same(make(), given):
+        if same_floats(make(), given):
             yield cause, sentence
 
 
@@ -79,6 +80,12 @@ def _unswizzled(moved: Moved) -> Iterator[Cause]:
         read[places.flatten()[at] - 1] = swizzled[at]
         if torch.equal(read.view(linear.shape), linear):
             yield cause, f"swizzled scales are read as such: {sentence}"
+    columns = linear.shape[1]
+    row, column = (torch.arange(extent, device=linear.device) for extent in linear.shape)
+    row = row.unsqueeze(1)
+    tile = row // 128 * (columns // 4) + column // 4  # what is right has ⌈columns / 4⌉
+    if columns % 4 and torch.equal(swizzled[512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4], linear):
+        yield "swizzle-columns-not-padded", "tiles of swizzled scales are counted by columns that are not padded"
 
 
 # ---- transform -------------------------------------------------------------------------------------------------------
@@ -119,11 +126,15 @@ def _padding(moved: Moved) -> Iterator[Cause]:
     together[: len(x)] = x
     for section, start, rows in zip(sections, starts, right, strict=True):
         before[start + rows - len(section) : start + rows] = section
-    if all(_same(padded[start : start + len(part)], part) for start, part in zip(starts, sections, strict=True)):
+    if all(same_floats(padded[start : start + len(part)], part) for start, part in zip(starts, sections, strict=True)):
         yield "padding-not-zeroed", "rows of the padding are not 0"
-    if _same(together, padded):
+    if same_floats(together, padded):
         yield "sections-not-padded", "sections lie one behind the other, and all the padding behind them"
-    if _same(before, padded):
+    without = pad_sections(x, moved.given["sizes"], rule)[0]
+    without[[start for start in starts[1:] if start < len(without)]] = 0
+    if same_floats(without, padded):
+        yield "padding-wrong-section", "the first row of a section is taken for one of the section before: padding"
+    if same_floats(before, padded):
         yield "padding-before-rows", "the padding of a section lies before its rows"
 
 
@@ -133,7 +144,7 @@ def _up(size: int, rows: int) -> int:
 
 def _unpadding(moved: Moved) -> Iterator[Cause]:
     output = _tensor(moved, "output")
-    if _same(output, _tensor(moved, "padded output")[: len(output)]):
+    if same_floats(output, _tensor(moved, "padded output")[: len(output)]):
         yield "unpadding-first-rows", "the first rows are kept, those of the padding among them"
 
 

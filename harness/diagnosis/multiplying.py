@@ -13,6 +13,7 @@ from harness.diagnosis.epilogues import epilogue_deviations
 from harness.diagnosis.explanation import Explanation
 from harness.diagnosis.operands import operand_deviations, section_deviations
 from harness.diagnosis.product_deviation import Deviation
+from harness.diagnosis.promotions import promotion_deviations
 from harness.diagnosis.terms import Sums, Terms, finish, fits, terms_of
 from harness.diagnosis.tried import SEARCHES, Tried
 from harness.operations.outcome import Outcome
@@ -57,6 +58,7 @@ def _deviations(terms: Sequence[Terms]) -> Iterator[Deviation]:
     yield Deviation("order-not-declared", "sums are right in some order, not in the declared one", _any_order)
     yield from epilogue_deviations()
     yield from operand_deviations()
+    yield from promotion_deviations()
     if len(terms) > 1:
         yield from section_deviations()
     yield Deviation("output-transposed", "the output is transposed", _transposed)

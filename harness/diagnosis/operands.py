@@ -19,26 +19,45 @@ from reference.quantized import Quantized
 Change = Callable[[Quantized], Quantized | None]
 _OTHER = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
 _TILES = (32, 64, 128)
+_BLOCKS_OF_A_STEP = (2, 4, 8)
+
+
+def changed_scales() -> Iterator[tuple[str, str, Change]]:
+    """Scales that are read in place of a matrix's own: a cause, its sentence with {} for the matrix, and the change."""
+    for step, words in ((1, "next"), (-1, "previous")):
+        for way, at_the_end in _STEPS.items():
+            yield (
+                f"scale-of-{words}-block", f"blocks of {{}} take the scale of the {words} one{at_the_end}",
+                _step(step, way),
+            )  # fmt: skip
+    yield "scales-ignored", "block scales of {} are taken to be 1", _without_scales
+    yield "scale-of-first-block", "every block of {} takes the scale of the row's first one", _first_scale
+    for count in _BLOCKS_OF_A_STEP:
+        yield (
+            "scale-of-first-step", f"every {count} blocks of {{}} take the scales of the row's first {count}",
+            _first_scales(count),
+        )  # fmt: skip
+    yield "scales-transposed", "scales of {} are read as if they were transposed", _transposed_scales
+    yield "scales-read-swizzled", "linear scales of {} are read as swizzled ones", _read_swizzled
+    yield "scales-read-linear", "scales of {} are swizzled, and read as linear ones", _read_linear
+
+
+def changed_codes() -> Iterator[tuple[str, str, Change]]:
+    """The same of what codes and scales are taken for."""
+    yield "subnormal-codes-flushed", "subnormal codes of {} are taken to be 0", _flushed_codes
+    yield "subnormal-scales-flushed", "subnormal scales of {} are taken to be 0", _flushed_scales
+    yield "decoded-as-other-format", "codes of {} are decoded as the other format of their size", _decoded
 
 
 def operand_deviations() -> Iterator[Deviation]:
     """What is done to a, to b, or to both."""
-    for step, words in ((1, "next"), (-1, "previous")):
-        for way, at_the_end in _STEPS.items():
-            yield from _each(
-                f"scale-of-{words}-block", f"blocks of {{}} take the scale of the {words} one{at_the_end}",
-                _step(step, way),
-            )  # fmt: skip
-    yield from _each("scales-ignored", "block scales of {} are taken to be 1", _without_scales)
-    yield from _each("scale-of-first-block", "every block of {} takes the scale of the row's first one", _first_scale)
-    yield from _each("scales-transposed", "scales of {} are read as if they were transposed", _transposed_scales)
-    yield from _each("scales-read-swizzled", "linear scales of {} are read as swizzled ones", _read_swizzled)
-    yield from _each("scales-read-linear", "scales of {} are swizzled, and read as linear ones", _read_linear)
+    for cause, sentence, change in changed_scales():
+        yield from _each(cause, sentence, change)
     yield Deviation("scales-of-one-operand", "scales of a are used for b too", _scales_of_left)
     yield Deviation("scales-of-one-operand", "scales of b are used for a too", _scales_of_right)
     # Of either operand: the products are the same.
     yield Deviation(
-        "nibbles-swapped", "the two elements of a byte of one operand change places", _of(("left",), _swapped)
+        "nibbles-swapped", "the two elements of a byte of one operand change places", _of(("left",), swapped)
     )
     yield Deviation("last-block-dropped", "the last block of K is left out", _both(_without_last_block))
     for tile in _TILES:
@@ -47,9 +66,8 @@ def operand_deviations() -> Iterator[Deviation]:
             _both(_without_tail(tile)),
         )  # fmt: skip
     yield Deviation("last-element-dropped", "the last column of K is left out", _both(_without_last))
-    yield from _each("subnormal-codes-flushed", "subnormal codes of {} are taken to be 0", _flushed_codes)
-    yield from _each("subnormal-scales-flushed", "subnormal scales of {} are taken to be 0", _flushed_scales)
-    yield from _each("decoded-as-other-format", "codes of {} are decoded as the other format of their size", _decoded)
+    for cause, sentence, change in changed_codes():
+        yield from _each(cause, sentence, change)
 
 
 def section_deviations() -> Iterator[Deviation]:
@@ -114,6 +132,16 @@ def _first_scale(q: Quantized) -> Quantized | None:
     return _scaled(q, q.scales[:, :1].expand_as(q.scales))
 
 
+def _first_scales(count: int) -> Change:
+    def change(q: Quantized) -> Quantized | None:
+        blocks = q.scales.shape[1]
+        if blocks <= count:
+            return None
+        return _scaled(q, q.scales[:, torch.arange(blocks, device=q.scales.device) % count])
+
+    return change
+
+
 def _transposed_scales(q: Quantized) -> Quantized | None:
     return _scaled(q, q.scales.T.reshape(q.scales.shape))
 
@@ -153,7 +181,8 @@ def _scales_of_right(terms: Terms) -> Terms | None:
 # ---- codes -----------------------------------------------------------------------------------------------------------
 
 
-def _swapped(q: Quantized) -> Quantized | None:
+def swapped(q: Quantized) -> Quantized | None:
+    """With the two codes of every byte exchanged, where there are two."""
     return replace(q, codes=swap_nibbles(q.codes)) if q.recipe.element.bits == 4 else None
 
 

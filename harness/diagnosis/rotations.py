@@ -34,6 +34,11 @@ def deviating_rotations(x: torch.Tensor, recipe: Recipe) -> Iterator[tuple[str, 
     group = check_rotation(x, recipe).group
     if not _exact(group):
         yield "rotation-without-factor", _FACTOR.format(coefficient(group)), lambda: _sums(x, recipe, 1.0).bfloat16()
+    for words, half in (("last", group // 2), ("first", 1)):
+        yield (
+            "rotation-stage-missing", f"the {words} stage of the rotation's sums is missing",
+            lambda half=half: _sums(x, recipe, without=half).bfloat16(),  # type: ignore[misc]
+        )  # fmt: skip
     yield "rotation-not-rounded", "rotated elements are not rounded to bfloat16", lambda: _sums(x, recipe)
     yield (
         "rotation-truncated", "rotated elements are truncated to bfloat16, not rounded",
@@ -62,6 +67,14 @@ def deviating_ends(x: torch.Tensor, recipe: Recipe, rotate: Rotate) -> Iterator[
         yield f"rotation-signs:{name}", f"the rotation has its signs, {words}", of(signs=other)
     if not mask:
         yield "rotation-signs:te", "the rotation has signs, those of Transformer Engine", of(signs=RHT_SIGNS)
+
+    if group < len(row := signs(replace(rotation, group=16))) and x.shape[1] > group:
+
+        def along_row() -> Ends:
+            factors = row.to(x.device).repeat(-(-x.shape[1] // len(row)))[: x.shape[1]]
+            return rotate(x * factors.to(x.dtype), replace(recipe, transform=replace(rotation, signs=0)))
+
+        yield "rotation-signs-along-row", f"signs are counted along the row, and not in groups of {group}", along_row
 
     def signs_after() -> Ends:
         low, high = rotate(x, replace(recipe, transform=replace(rotation, signs=0)))
@@ -104,14 +117,22 @@ def _exact(group: int) -> bool:
 
 
 def _sums(
-    x: torch.Tensor, recipe: Recipe, factor: float | None = None, between: torch.dtype = torch.float32
+    x: torch.Tensor,
+    recipe: Recipe,
+    factor: float | None = None,
+    between: torch.dtype = torch.float32,
+    without: int | None = None,
 ) -> torch.Tensor:
-    """The rotation's sums before they are rounded, float32, with another factor; every stage rounds to `between`."""
+    """The rotation's sums before they are rounded, float32, with another factor; every stage rounds to `between`.
+
+    `without`: how far the elements are apart that the stage adds which is left out.
+    """
     rotation = check_rotation(x, recipe)
     factors = signs(rotation) * (coefficient(rotation.group) if factor is None else factor)
     y = x.contiguous().float() * factors.to(x.device).repeat(x.shape[1] // rotation.group)
     half = 1
     while half < rotation.group:
-        y = butterfly(y, half).to(between).float()
+        if half != without:
+            y = butterfly(y, half).to(between).float()
         half *= 2
     return y

@@ -12,8 +12,10 @@ from harness.diagnosis import grids
 from harness.diagnosis.choosing import choosing_deviations, chosen
 from harness.diagnosis.deviation import Deviation, Hook, Run, Store
 from harness.diagnosis.exponents import exponent_deviations
+from harness.diagnosis.tensors import OF_ZERO
 from reference.encode import encode
 from reference.formats import E8M0, FP32, Format
+from reference.quantize import block_amaxes
 from reference.recipes import Recipe
 from reference.scaling import divide, encode_scales, unrounded_scales
 
@@ -41,6 +43,12 @@ def scale_deviations(recipe: Recipe) -> Iterator[Deviation]:
             "tiles-transposed", "the scale of a tile is that of the tile with row and column exchanged", SCALES,
             hooks={"scales": _tiles_exchanged}, local=False,
         )  # fmt: skip
+        for side in (2, 4, 8):
+            yield Deviation(
+                "tiles-transposed", f"tiles within a square of {side}x{side} have each other's block amaxes, "
+                "row and column exchanged", SCALES, hooks={"blocks": partial(_tiles_exchanged_within, side)},
+                local=False,
+            )  # fmt: skip
     yield Deviation(
         "scales-of-next-block", "a block has the scale of the next one", SCALES,
         hooks={"scales": lambda run: _of_reference(run).roll(-1, 1)},
@@ -64,6 +72,18 @@ def _tiles_exchanged(run: Run) -> torch.Tensor:
     height = run.recipe.block[0] // run.recipe.stored_rows
     tiles = stored[::height]
     return tiles.T.reshape(tiles.shape).repeat_interleave(height, 0)[: len(stored)]
+
+
+def _tiles_exchanged_within(side: int, run: Run) -> torch.Tensor:
+    """Block amaxes; those of tiles behind the last row and column are 0."""
+    blocks = block_amaxes(run.x, run.recipe)
+    height = run.recipe.block[0] // run.recipe.stored_rows
+    tiles = blocks[::height]
+    rows, columns = tiles.shape
+    squares = torch.nn.functional.pad(tiles, (0, -columns % side, 0, -rows % side))
+    down, across = (extent // side for extent in squares.shape)
+    exchanged = squares.view(down, side, across, side).transpose(1, 3).reshape(squares.shape)[:rows, :columns]
+    return exchanged.repeat_interleave(height, 0)[: len(blocks)]
 
 
 def _rounding(rounding: grids.Rounding, recipe: Recipe) -> Hook:
@@ -181,12 +201,27 @@ def _inverses(recipe: Recipe) -> Iterator[Deviation]:
         "scale-not-clamped", "made of max/amax as it comes, infinite too",
         lambda run: divide(1.0, _cut(divide(largest, amax_of(run)), run.recipe)),
     )  # fmt: skip
+    for words, number in OF_ZERO.items():
+        yield _of(
+            "zero-block-not-one", f"stored as the inverse of a scale that is {words} for an amax of 0, not 1",
+            partial(_of_zero, number),
+        )  # fmt: skip
+    yield _of("zero-block-not-one", "the largest number of the inputs for an amax of 0, not 1", _of_zero_as_input)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         yield _of(
             f"scale-through-{name}", f"rounded to {name}",
             partial(_inverse_through, dtype),
         )  # fmt: skip
     yield _of("exponent:up", "max/amax is rounded up to a power of two", lambda run: divide(1.0, _up(run)))
+
+
+def _of_zero(number: float, run: Run) -> torch.Tensor:
+    amax = run.blocks.clamp(min=run.recipe.smallest_amax)
+    return torch.where(amax == 0, divide(1.0, torch.full_like(amax, number)), _of_reference(run))
+
+
+def _of_zero_as_input(run: Run) -> torch.Tensor:
+    return _of_zero(torch.finfo(run.x.dtype).max, run)
 
 
 def _inverse_through(dtype: torch.dtype, run: Run) -> torch.Tensor:

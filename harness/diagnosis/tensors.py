@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import torch
 
@@ -14,9 +15,11 @@ from harness.diagnosis.evidence import Evidence, different
 from reference.blocks import tensor_amax
 from reference.quantize import block_amaxes, row_amax
 from reference.recipes import Recipe
-from reference.scaling import divide, tensor_scale
+from reference.scaling import FLT_MAX, divide, tensor_scale
 
 _AMAX = frozenset({"amax"})
+OF_ZERO = {"the largest number": FLT_MAX, "2^127": 2.0**127, "infinite": inf, "0": 0.0}
+"""What kernels make of max/0 where a scale is to be 1."""
 _MODULI = (8, 16, 32, 64, 128, 256)
 
 
@@ -81,9 +84,18 @@ def _scales(recipe: Recipe) -> Iterator[Deviation]:
             f"tensor-scale-through-{name}", f"is rounded to {name}",
             partial(_scale_through, dtype),
         ))  # fmt: skip
+    if recipe.tensor_limit in ("1-for-nan", "finite"):
+        forms += [
+            ("zero-block-not-one", f"is {words} for an amax of 0, not 1", partial(_of_zero, number))
+            for words, number in OF_ZERO.items()
+        ]
     forms.append(("tensor-scale-inverted", "is its inverse", lambda run: divide(1.0, _right(run))))
     for cause, sentence, hook in forms:
         yield Deviation(cause, f"the scale of the tensor {sentence}", later, hooks={"tensor scale": hook}, odd=True)
+
+
+def _of_zero(number: float, run: Run) -> torch.Tensor:
+    return torch.where(_given(run) == 0, number, _right(run))
 
 
 def _through(dtype: torch.dtype, run: Run) -> torch.Tensor:

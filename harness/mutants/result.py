@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.diagnosis.causes import assign
+from harness.diagnosis.memory import SENTENCES
 from harness.mutants.mutant import Mutant
 from harness.mutants.yardsticks import Noticed
 
@@ -56,11 +57,15 @@ class Result:
 
     @property
     def causes(self) -> list[tuple[str, int]]:
-        """What the failing cases are explained by, and how many each: what explains most of them first."""
+        """What the failing cases are explained by, and how many each: what was seen first, then what explains most.
+
+        What a kernel reads or writes where it should not, and a race, make anything of results: what the others look
+        like comes after what guard zones have seen.
+        """
         found = [(explanation["cause"], len(records)) for explanation, records in assign(self.failing)]
         if stuck := sum(_DEADLOCK in record["message"] for record in self.failing):
             found.append(("threads-wait-forever", stuck))
-        return sorted(found, key=lambda cause: -cause[1])
+        return sorted(found, key=lambda cause: (cause[0] not in SENTENCES, -cause[1]))
 
     @property
     def named(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,15 +15,13 @@ from harness.mutants.mutant import Mutant
 from harness.mutants.result import Result
 from harness.mutants.selection import selected
 from harness.mutants.yardsticks import Noticed, Yardsticks
-from harness.pool import ending
 from harness.runner import new_record, run_case
+from harness.worker import ending, forkserver
 
 ENOUGH = 6
 """Failing cases after which a mutant is left: enough to see what they have in common."""
 TIMEOUT = 60.0
 """Seconds that one case may take, the compilation of a changed kernel included."""
-_PRELOADED = ["harness.mutants.run", "harness.operations", "native.ops", "numpy.random", "torch._dynamo"]
-"""What every process needs. torch imports the last at the first allocation that a guard sees, which takes a second."""
 _NO_COMPILATION = "ToolchainError"
 _CRASHED = Noticed(True, True, True)
 
@@ -44,9 +41,7 @@ def run_mutants(
     Each has processes of its own, which leave nothing in the cache of compiled kernels. `on_result` is called as
     results come, from any thread.
     """
-    # A fork of a process that has run torch can hang; this server has imported it, and runs nothing.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = forkserver("harness.mutants.run")
 
     def examine(mutant: Mutant) -> Result:
         result = _examine(context, mutant, selected(mutant, cases), timeout)

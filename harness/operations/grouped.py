@@ -68,6 +68,7 @@ def judge_sections(
     """Judge every section (m, K), and add to the outcome one stage for all; the first wrong section is named."""
     found = []
     first = 0
+    expected, actual = [outcome.expected], [outcome.actual]
     for part, kernel, oracle in zip(parts, kernels, oracles, strict=True):
         rule = oracle.recipe
         if columnwise:
@@ -75,10 +76,18 @@ def judge_sections(
             subject = replace(subject, first=first)
         else:
             subject = Subject(part, rule, random, first, free=free, own=own)
-        one = Outcome(expected=outcome.expected, actual=outcome.actual)
+        one = Outcome()
         add_judged(one, subject, kernel, oracle, prefix)
         first += oracle.scales.numel()
         found.append(one.stages)
         outcome.judged += one.judged
-        outcome.expected, outcome.actual = one.expected, one.actual
+        expected.append(one.expected)
+        actual.append(one.actual)
+    outcome.expected, outcome.actual = _together(expected), _together(actual)
     outcome.stages += merged(found, "section")
+
+
+def _together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The elements of all parts; added one by one, 64 sections would be copied 64 times."""
+    given = [part for part in parts if part is not None]
+    return torch.cat([part.flatten() for part in given]) if len(given) > 1 else next(iter(given), None)

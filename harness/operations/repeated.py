@@ -15,6 +15,9 @@ from harness.checks.stage import StageResult
 from harness.finding import spaced
 from harness.guard import POISON, Guard, unwritten
 
+RACE = "order-of-threads"
+"""The cause where the variation alone changes bytes."""
+
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor | None]
 
@@ -110,6 +113,8 @@ def _agree(runs: list[Tensors], names: list[str], again: Callable[[int, int], Te
             result.mismatches += different
             if different and not result.sentence:
                 cause, why = ("never-written", "") if missing else _reason(runs[0], number, again)
+                if cause == RACE and first is not None and other is not None:
+                    why += f": a race, seen first in {_first_difference(first, other)}"
                 result.causes, result.sentence = [cause], text + why
     return result
 
@@ -125,7 +130,7 @@ def _reason(first: Tensors, number: int, again: Callable[[int, int], Tensors]) -
         if not _equal(first, again(0, _poison(number))):
             return "reads-outside", ": they depend on bytes outside the inputs, or on memory that nobody wrote"
         if not _equal(first, again(number, _poison(0))):
-            return "order-of-threads", ", all else the same"
+            return RACE, ", all else the same"
     except (BackendError, Unsupported) as error:
         return "not-repeatable", f": run again, it fails: {error}"
     return "not-repeatable", ": run again, they agree"
@@ -144,6 +149,19 @@ def _equal(one: Tensors, other: Tensors) -> bool:
 
 
 def _different(a: torch.Tensor, b: torch.Tensor) -> int:
-    rows = (t.contiguous().view(torch.uint8).view(t.numel(), t.element_size()) for t in (a, b))
-    x, y = rows
+    x, y = _bytes(a), _bytes(b)
     return 0 if torch.equal(x, y) else int((x != y).any(1).sum())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, a row an element."""
+    return tensor.contiguous().view(torch.uint8).view(tensor.numel(), tensor.element_size())
+
+
+def _first_difference(a: torch.Tensor, b: torch.Tensor) -> str:
+    """The first element that differs, and what it is in either: `row 0, column 5: 0x1A and 0x00`."""
+    x, y = _bytes(a), _bytes(b)
+    index = int((x != y).any(1).nonzero()[0])
+    bits = ("0x" + bytes(row[index].tolist())[::-1].hex().upper() for row in (x, y))
+    place = f"row {index // a.shape[1]}, column {index % a.shape[1]}" if a.dim() == 2 else f"element {index}"
+    return f"{place}: {' and '.join(bits)}"

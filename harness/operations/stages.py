@@ -19,7 +19,7 @@ from harness.operations.black_box import Draw, distribution_stage
 from reference import ops as reference
 from reference.blocks import tensor_amax
 from reference.formats import FP32, Format
-from reference.layout import elements, linear_scales, pad_scales
+from reference.layout import elements, linear_scales, pad_scales, swizzled_offset
 from reference.quantize import block_amaxes, encode_elements, stored_scales
 from reference.quantized import Quantized, scales_shape
 from reference.recipes import Recipe
@@ -137,11 +137,11 @@ def quantize_stages(
     else:
         scales = linear_scales(kernel)
     transposed = kernel.transposed
-    stages.append(_scales(prefix + "scales", subject, scales, expected, (amax, encode), transposed))
+    stages.append(_scales(prefix + "scales", subject, scales, expected, (amax, encode), transposed, kernel.swizzled))
     used = used_scale(encode, scales, kernel)
     packed = own if as_oracle and used is encode and torch.equal(scales, right) else subject.codes(scales, used)
     codes = stored_along_rows(kernel)
-    stages.append(_codes(prefix + "codes", subject, codes, packed, scales, used, transposed))
+    stages.append(_codes(prefix + "codes", subject, codes, packed, scales, used, transposed, kernel.swizzled))
     # Where statistics are of x's dtype, nobody can find the tensor scale again without x.
     kept = kernel.tensor_scale if recipe.statistics == "float32" else encode
     stored = scales.T.contiguous() if transposed else scales
@@ -272,6 +272,13 @@ def padding(swizzled: torch.Tensor, linear: torch.Tensor) -> tuple[int, str]:
     return count, f"{spaced(count)} of {spaced(total)} padding bytes are not 0" if count else ""
 
 
+def _swizzled(place: tuple[int, int], scales: torch.Tensor) -> dict[str, Any]:
+    """Where a scale lies in the 128×4 layout, from its place among the linear ones."""
+    row, column = place
+    offset = swizzled_offset(row, column, scales.shape[1])
+    return {"tile": f"({row // 128}, {column // 4})", "swizzled_offset": offset}
+
+
 def _scales(
     stage: str,
     subject: Subject,
@@ -279,6 +286,7 @@ def _scales(
     expected: torch.Tensor,
     given: tuple[torch.Tensor | None, torch.Tensor | None],
     transposed: bool,
+    swizzled: bool,
 ) -> StageResult:
     """Stored scales along the subject's rows; where `transposed`, seen as they lie in memory."""
     recipe, fmt = subject.recipe, subject.recipe.scale
@@ -292,6 +300,8 @@ def _scales(
             place = {"row": recipe.block[1] * row, "column": column, "block": row}
         else:  # a tile with one scale begins at that row
             place = {"row": 0 if recipe.whole else recipe.stored_rows * row, "block": column}
+        if swizzled:
+            place |= _swizzled(here, actual)
         two = (expected[here], actual[here])
         return {
             **place, "input": value, "input_bits": raw,
@@ -319,6 +329,7 @@ def _codes(
     scales: torch.Tensor,
     encode: torch.Tensor | None,
     transposed: bool,
+    swizzled: bool,
 ) -> StageResult:
     """Codes along the subject's rows, as stored there; where `transposed`, seen as they lie in memory."""
     recipe, columns = subject.recipe, subject.matrix.shape[1]
@@ -333,6 +344,7 @@ def _codes(
         scale_value, scale_bits = scale_view(scale, recipe.scale)
         return {
             "row": row, "column": column, "block": block, "lane": k if recipe.whole else k % recipe.block[1],
+            **(_swizzled(place, scales) if swizzled else {}),
             "input": value, "input_bits": raw, "scaled": plain(float(scaled)), "scale": scale_value,
             "scale_bits": scale_bits, **_code_views(int(expected[i, k]), int(found[i, k]), recipe.element),
         }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +14,48 @@ FAILURES = "failures"
 """The folder of saved failures (`harness.keep`) in that of a report. They stay where a new report replaces an old."""
 
 
-def write(records: list[dict[str, Any]], environment: dict[str, str], directory: Path, *, elapsed: float) -> Path:
+def write(
+    records: list[dict[str, Any]],
+    environment: dict[str, str],
+    directory: Path,
+    *,
+    elapsed: float | None,
+    link: str = "",
+) -> Path:
     """Write `index.html`, `records.parquet`, `records.csv` and `summary.md` into `directory`; return the page's path.
 
-    `records` are `Record.to_dict()`s; `environment` is shown in its order; `elapsed` is the run's wall time in seconds.
-    An earlier report is replaced only once the new one is complete; other files of the folder stay.
+    `records` are `Record.to_dict()`s; `environment` is shown in its order; `elapsed` is the run's wall time in seconds,
+    None where it went on in several places. `link` is the address that the summary ends with, in place of the page
+    beside it. An earlier report is replaced only once the new one is complete; other files of the folder stay.
     """
     from harness.report import markdown, page, tables
     from harness.report.swap import replacing
 
     with replacing(directory, last=PAGE) as fresh:
         tables.write(records, fresh)
-        (fresh / "summary.md").write_text(markdown.render(records, environment, elapsed), encoding="utf-8")
+        (fresh / "summary.md").write_text(markdown.render(records, environment, elapsed, link=link), encoding="utf-8")
         (fresh / PAGE).write_text(page.render(records, environment, elapsed), encoding="utf-8")
     return directory / PAGE
+
+
+class ReportError(Exception):
+    """A report that cannot be written: why, and where the records are."""
+
+
+def write_kept(
+    records: list[dict[str, Any]], environment: dict[str, str], directory: Path, *, elapsed: float, link: str = ""
+) -> Path:
+    """`write` of a run whose records are in a journal in `directory`. Raises ReportError where it cannot be written."""
+    from harness.journal import NAME
+
+    try:
+        return write(records, environment, directory, elapsed=elapsed, link=link)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error
+        raise ReportError(
+            f"the report cannot be written into {directory}: {why}. The {len(records)} records are "
+            f"in {directory / NAME}: mend that, and the same command with --resume writes the report"
+        ) from error
 
 
 def print_summary(records: list[dict[str, Any]], console: Console) -> None:

@@ -8,21 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.diagnosis.causes import assign
+from harness.record import outcome
 
-SEVERITY = ("fail", "crash", "error", "timeout", "unsupported", "pass")
-"""Verdicts, worst first: a wrong result before one that is missing."""
+SEVERITY = ("fail", "crash", "error", "timeout", "unexpected", "unsupported", "known", "pass")
+"""Outcomes, worst first: a wrong result before one that is missing."""
 SHOWN = 50
 """Groups that a summary or a page shows; it says how many it left out."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Records that fail in the same way: of one cause, else of one verdict, operation, recipe, stage and rule.
+    """Records that fail in the same way: of one cause, else of one outcome, operation, recipe, stage and rule.
 
     What they do not share is empty. The worst comes first.
     """
 
     verdict: str
+    """The outcome (`harness.record.outcome`) of all."""
     operation: str
     recipe: str
     stage: str
@@ -45,12 +47,22 @@ class Group:
 
 
 def group(records: Iterable[dict[str, Any]]) -> list[Group]:
-    """Groups of the records that did not pass: by severity, then most cases, then most wrong elements.
+    """Groups of the records that did not pass, or against the ledger: by severity, most cases, most wrong elements.
 
     A deviation that gives the very bytes of records makes them one group, whatever their recipes. Others are one group
-    where operation, recipe and stage are the same, and what explains them, if anything does.
+    where operation, recipe and stage are the same, and what explains them, if anything does. What the ledger knows is
+    apart from what it does not.
     """
-    bad = [record for record in records if record["verdict"] != "pass"]
+    bad: list[dict[str, Any]] = []
+    known: list[dict[str, Any]] = []
+    for record in records:
+        if (what := outcome(record)) != "pass":
+            (known if what == "known" else bad).append(record)
+    groups = [*_alike(bad), *_alike(known)]
+    return sorted(groups, key=lambda g: (SEVERITY.index(g.verdict), -len(g.records), -g.mismatches, g.title))
+
+
+def _alike(bad: list[dict[str, Any]]) -> list[Group]:
     groups = []
     named: dict[int, dict[str, Any]] = {}
     together: set[int] = set()
@@ -66,12 +78,12 @@ def group(records: Iterable[dict[str, Any]]) -> list[Group]:
             found[*_key(record), cause].append(record)
     for members in found.values():
         groups.append(Group(*_key(members[0]), sorted(members, key=_badness), named.get(id(members[0]))))
-    return sorted(groups, key=lambda g: (SEVERITY.index(g.verdict), -len(g.records), -g.mismatches, g.title))
+    return groups
 
 
 def _key(record: dict[str, Any]) -> tuple[str, str, str, str, str]:
     stage = record["stage"]
-    return record["verdict"], record["operation"], record["recipe"], stage, _rule(record, stage)
+    return outcome(record), record["operation"], record["recipe"], stage, _rule(record, stage)
 
 
 def _shared(records: list[dict[str, Any]]) -> tuple[str, str, str, str, str]:
@@ -80,7 +92,7 @@ def _shared(records: list[dict[str, Any]]) -> tuple[str, str, str, str, str]:
     verdict, operation, recipe, stage, rule = (
         values[0] if len(set(values)) == 1 else "" for values in zip(*keys, strict=True)
     )
-    return verdict or records[0]["verdict"], operation, recipe, stage, rule
+    return verdict or outcome(records[0]), operation, recipe, stage, rule
 
 
 def _rule(record: dict[str, Any], stage: str) -> str:

@@ -1,4 +1,4 @@
-"""The summary as Markdown, for a pull request or a job's page."""
+"""The summary as Markdown, for a pull request or a job's page: the worst first, and never above its budget of bytes."""
 
 from __future__ import annotations
 
@@ -6,56 +6,143 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from harness.record import VERDICTS, succeeded
+from harness.record import OUTCOMES, succeeded
 from harness.report import tables, text
 from harness.report.groups import SHOWN, Group, group
 from harness.view import reproduction, saved_of
 
+BUDGET = 1 << 20
+"""Bytes of UTF-8: what GitHub takes of a job's summary."""
 CASES = 10
+LONGEST = 2000
+"""Characters of a message, a command or an id: what is longer is cut."""
 _FIGURES = {
     "compared": "compared", "mismatches": "wrong", "max_ulp": "max ulp", "budget_max": "max budget",
     "exact_share": "tier 0", "ordered_share": "tier 1", "seconds": "time",
 }  # fmt: skip
 
 
-def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: float) -> str:
-    """The verdict, the environment, a table per operation, recipe and dtype, and the worst groups of failing cases."""
+def render(
+    records: list[dict[str, Any]],
+    environment: dict[str, str],
+    elapsed: float | None,
+    *,
+    link: str = "",
+    budget: int = BUDGET,
+) -> str:
+    """The verdict, the worst groups of failing cases, a table per operation, recipe and dtype, and the environment.
+
+    It ends with a line that links to `link`, or to the page beside it. What does not fit into `budget` bytes is left
+    out from the end of the groups, then of the table, and counted; nothing is given where verdict and link do not fit.
+    """
     mark = text.GLYPHS["pass" if succeeded(records) else "fail"]
-    lines = [f"# {mark} narrowgauge: {escape(text.verdict_line(records, elapsed))}", ""]
-    lines += [escape(text.not_compared(records)), ""]
-    lines += [f"- {escape(label)}: {escape(value)}" for label, value in environment.items()]
-    if records:
-        lines += ["", *_table(records)]
+    title = f"# {mark} narrowgauge: {escape(text.verdict_line(records, elapsed))}"
+    address = link.replace("<", "%3C").replace(">", "%3E")
+    last = f"The whole report: {f'<{address}>' if address else '[index.html](index.html)'}"
+    page = _Page(budget, title, last)
+    if not page.holds:
+        return ""
+    page.add("", escape(text.not_compared(records)))
+    facts = ["", *(f"- {escape(label)}: {escape(value)}" for label, value in environment.items())]
+    table = _table(records) if records else []
     groups = group(records)
+    # The table and the facts are short, and groups may be long: they leave room for what comes behind them.
+    behind = min(page.size_of("", *table) + page.size_of(*facts), page.left // 2)
+    shown = 0
     for one in groups[:SHOWN]:
-        lines += ["", *_group(one)]
-    if len(groups) > SHOWN:
-        left = sum(len(one.records) for one in groups[SHOWN:])
-        lines += ["", f"{text.plural(len(groups) - SHOWN, 'more group')} with {text.plural(left, 'case')} left out."]
-    return "\n".join(lines) + "\n"
+        if not page.add("", *_group(one), spare=behind + _NOTE):
+            break
+        shown += 1
+    if left := groups[shown:]:
+        cases = sum(len(one.records) for one in left)
+        page.add("", f"{text.plural(len(left), 'more group')} with {text.plural(cases, 'case')} left out.")
+    if table:
+        page.add("", *table[:2])
+        rows = 0
+        for row in table[2:]:
+            if not page.add(row, spare=_NOTE):
+                break
+            rows += 1
+        if rows < len(table) - 2:
+            page.add("", f"{text.plural(len(table) - 2 - rows, 'more row')} left out.")
+    page.add(*facts)
+    return page.text
+
+
+_NOTE = 100
+"""Bytes that a line on what was left out takes at most."""
+
+
+class _Page:
+    """Lines between a title and a last line, no more than a budget has room for."""
+
+    def __init__(self, budget: int, title: str, last: str) -> None:
+        self._lines = [title]
+        self._last = ["", last]
+        self.left = budget - self.size_of(title, *self._last)
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is room for title and last line."""
+        return self.left >= 0
+
+    @staticmethod
+    def size_of(*lines: str) -> int:
+        """Bytes of the lines, each with its end."""
+        return sum(len(line.encode()) + 1 for line in lines)
+
+    def add(self, *lines: str, spare: int = 0) -> bool:
+        """Put the lines behind the others, all or none: whether they fit, and leave `spare` bytes."""
+        size = self.size_of(*lines)
+        if size + spare > self.left:
+            return False
+        self.left -= size
+        self._lines += lines
+        return True
+
+    @property
+    def text(self) -> str:
+        """All lines."""
+        return "\n".join([*self._lines, *self._last]) + "\n"
+
+
+def cut(value: object) -> str:
+    """Text on one line, of `LONGEST` characters at most."""
+    # Cut before it is joined, too: a message may be a million lines.
+    words = " ".join(str(value)[: 2 * LONGEST].encode(errors="replace").decode().split())
+    return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"
 
 
 def escape(value: object) -> str:
-    """Text that Markdown and HTML show as it is, on one line."""
-    return re.sub(r"([\\`*_~\[\]<>|&#])", r"\\\1", " ".join(str(value).split()))
+    """Text that Markdown and HTML show as it is, on one line, cut where it is long."""
+    return re.sub(r"([\\`*_~\[\]<>|&#])", r"\\\1", cut(value))
 
 
 def code(value: str) -> str:
-    """A code span, whatever backticks the text has."""
+    """A code span, whatever backticks the text has; cut where it is long."""
+    value = cut(value)
     fence = "`" * (1 + max(map(len, re.findall("`+", value)), default=0))
     pad = " " if "`" in value else ""
     return f"{fence}{pad}{value}{pad}{fence}"
 
 
-def _table(records: list[dict[str, Any]]) -> Iterable[str]:
-    rows = tables.summary(records)
-    verdicts = [v for v in VERDICTS if v == "pass" or any(row[v] for row in rows)]
-    yield _row(["operation", "recipe", "dtype", "cases", *verdicts, *_FIGURES.values()])
-    yield _row(["---"] * 3 + ["---:"] * (1 + len(verdicts) + len(_FIGURES)))
+def _table(records: list[dict[str, Any]]) -> list[str]:
+    """Header, rule, and a row per operation, recipe and dtype: those that did not all pass first, the worst of them."""
+    rows = sorted(tables.summary(records), key=_wrong, reverse=True)
+    outcomes = [v for v in OUTCOMES if v == "pass" or any(row[v] for row in rows)]
+    lines = [
+        _row(["operation", "recipe", "dtype", "cases", *outcomes, *_FIGURES.values()]),
+        _row(["---"] * 3 + ["---:"] * (1 + len(outcomes) + len(_FIGURES))),
+    ]
     for row in rows:
         names = [escape(row[key]) for key in ("operation", "recipe", "dtype")]
-        counts = [text.number(row[key]) for key in ("cases", *verdicts)]
-        yield _row([*names, *counts, *(_figure(key, row[key]) for key in _FIGURES)])
+        counts = [text.number(row[key]) for key in ("cases", *outcomes)]
+        lines.append(_row([*names, *counts, *(_figure(key, row[key]) for key in _FIGURES)]))
+    return lines
+
+
+def _wrong(row: dict[str, Any]) -> tuple[int, int]:
+    return row["cases"] - row["pass"] - row["known"], row["mismatches"]
 
 
 def _figure(key: str, value: float | None) -> str:
@@ -76,6 +163,9 @@ def _group(one: Group) -> Iterable[str]:
     yield ""
     yield escape(text.sentence(worst))
     yield ""
+    if worst["known"]:
+        yield f"known: {escape(worst['known'])}"
+        yield ""
     if one.explanation is not None:
         yield escape(text.explanation(one.explanation))
         yield ""

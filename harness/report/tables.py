@@ -7,19 +7,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.record import SCHEMA, VERDICTS, summarize, to_frame
+from harness.record import OUTCOMES, SCHEMA, summarize, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 def write(records: Iterable[dict[str, Any]], directory: Path) -> None:
-    """Write `records.parquet` and `records.csv`: one row a record, the columns of `Record`.
+    """Write `records.parquet` and `records.csv`: one row a record, the columns of reports/SCHEMA.md.
 
-    The Parquet file's metadata says the schema's version (`narrowgauge_schema`). A figure that was not measured is
-    null in the one and empty in the other.
+    The first column is the schema's version, which the Parquet file's metadata say too (`narrowgauge_schema`). A figure
+    that was not measured is null in the one and empty in the other.
     """
     frame = to_frame(records)
+    frame.insert(0, "schema", SCHEMA)
     _write_parquet(frame, directory / "records.parquet")
     frame.to_csv(directory / "records.csv", index=False)
 
@@ -69,7 +70,7 @@ def _fold(rows: list[dict[str, Any]], family: str) -> dict[str, Any]:
     if len(rows) == 1:
         return rows[0]
     joined = dict(rows[0])
-    for name in ("cases", *VERDICTS, "compared", "mismatches", "seconds"):
+    for name in ("cases", *OUTCOMES, "compared", "mismatches", "seconds"):
         joined[name] = sum(row[name] or 0 for row in rows)
     for name in ("max_ulp", "budget_max"):
         joined[name] = max((row[name] for row in rows if row[name] is not None), default=None)

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.record import VERDICTS, succeeded
+from harness.record import OUTCOMES, succeeded
 from harness.report import tables, text
 
-_SHORT = {"unsupported": "unsup."}
-_STYLES = {"pass": "blue", "unsupported": "yellow"}
+_SHORT = {"unsupported": "unsup.", "unexpected": "unexp."}
+_STYLES = {"pass": "blue", "unsupported": "yellow", "known": "dim"}
 _RED = "bold red"
 _SCREEN = 40
 """Rows."""
@@ -50,7 +50,7 @@ def _table(rows: list[dict[str, Any]], marks: dict[str, str]) -> Table:
             marks[verdict],
             *(Text(row[key]) for key in ("operation", "recipe", "dtype")),
             f"{row['pass']}/{row['cases']}",
-            ", ".join(f"{row[v]} {_SHORT.get(v, v)}" for v in VERDICTS if v != "pass" and row[v]),
+            ", ".join(f"{row[v]} {_SHORT.get(v, v)}" for v in OUTCOMES if v != "pass" and row[v]),
             _compact(row["compared"]),
             _compact(row["mismatches"]),
             _compact(row["max_ulp"]),
@@ -62,8 +62,8 @@ def _table(rows: list[dict[str, Any]], marks: dict[str, str]) -> Table:
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    red = [v for v in VERDICTS if v not in ("pass", "unsupported") and row[v]]
-    return red[0] if red else "unsupported" if row["unsupported"] else "pass"
+    red = [v for v in OUTCOMES if v not in _STYLES and row[v]]
+    return next((v for v in (*red, "unsupported", "known") if row[v]), "pass")
 
 
 def _style(verdict: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from harness.record import VERDICTS, elements_compared, succeeded
+from harness.record import OUTCOMES, elements_compared, outcome
 from reference.recipes import Recipe
 from reference.recipes import recipe as find_recipe
 
@@ -29,6 +29,7 @@ _PADDED = ("padding", *_PRODUCT[:-1], "rows", "output", "unpadding")
 _HALVES = (*(f"{half}.{stage}" for half in ("rowwise", "columnwise") for stage in _QUANTIZED), "halves")
 
 
+@cache
 def stages_of(operation: str, flags: str, recipes: str = "") -> tuple[str, ...]:
     """The stages of a record's operation: of both halves where it quantizes both, of padding where it pads.
 
@@ -63,7 +64,10 @@ def _has_tensor_scale(name: str) -> bool:
     return rule is None or rule.tensor_scale != "none"
 
 
-GLYPHS = {"pass": "✓", "fail": "✗", "error": "!", "crash": "‼", "timeout": "…", "unsupported": "–"}
+GLYPHS = {
+    "pass": "✓", "fail": "✗", "error": "!", "crash": "‼", "timeout": "…", "unsupported": "–", "unexpected": "?",
+    "known": "○",
+}  # fmt: skip
 
 
 def number(value: float | str | None) -> str:
@@ -103,9 +107,9 @@ def plural(count: int, noun: str) -> str:
 
 
 def verdict_counts(records: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Records of each verdict that occurs, in the order of `VERDICTS`."""
-    counts = Counter(record["verdict"] for record in records)
-    return {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
+    """Records of each outcome that occurs, in the order of `OUTCOMES`."""
+    counts = Counter(map(outcome, records))
+    return {name: counts[name] for name in OUTCOMES if counts[name]}
 
 
 REASONS = 5
@@ -118,13 +122,16 @@ def verdict_line(records: list[dict[str, Any]], elapsed: float | None = None) ->
     if not records:
         return f"nothing ran{duration_of_run}: no case, so no verdict"
     counts = verdict_counts(records)
-    wrong = len(records) - counts.get("pass", 0)
-    if not wrong:
+    passed, unexpected, known = (counts.pop(name, 0) for name in ("pass", "unexpected", "known"))
+    beside = f"; {plural(unexpected, 'case')} passed though known to fail" if unexpected else ""
+    beside += f"; {plural(known, 'known failure')}" if known else ""
+    if not counts:
         compared = sum(map(elements_compared, records))
-        what = f"{number(compared)} elements compared" if succeeded(records) else "but nothing was compared"
-        return f"{plural(len(records), 'case')} passed{duration_of_run}, {what}"
-    named = ", ".join(f"{number(count)} {verdict}" for verdict, count in counts.items() if verdict != "pass")
-    return f"{number(wrong)} of {plural(len(records), 'case')} did not pass{duration_of_run}: {named}"
+        what = f"{number(compared)} elements compared" if compared else "but nothing was compared"
+        return f"{plural(passed, 'case')} passed{duration_of_run}, {what}{beside}"
+    named = ", ".join(f"{number(count)} {verdict}" for verdict, count in counts.items())
+    wrong = f"{number(sum(counts.values()))} of {plural(len(records), 'case')} did not pass"
+    return f"{wrong}{duration_of_run}: {named}{beside}"
 
 
 def not_compared(records: list[dict[str, Any]]) -> str:
@@ -172,3 +179,8 @@ def explanation(found: dict[str, Any] | None) -> str:
 def sentence(record: dict[str, Any]) -> str:
     """What is wrong with a record: its message, or its first finding's sentence."""
     return record["message"] or next((s for f in record["findings"] if (s := f.get("sentence"))), "")
+
+
+def clipped(value: str, most: int) -> str:
+    """Text of `most` characters at most; what is longer ends in `…`."""
+    return value if len(value) <= most else value[: most - 1] + "…"

@@ -5,6 +5,9 @@
 // each block that runs has its own. Within a block, threads take turns in a chosen order (forward, reverse, shuffled
 // anew between barriers): a kernel that lacks a barrier gives different bytes in different orders.
 //
+// With SIMT_SANITIZE it is built for the address sanitizer: __shared__ variables are plain static ones, which alone have
+// redzones, so that one block runs at a time; the sanitizer is told of each switch of stacks.
+//
 // Not modelled: divergence inside a warp between barriers, memory ordering weaker than the CPU's, dynamic shared memory.
 #pragma once
 
@@ -35,7 +38,14 @@
 #define __device__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#ifdef SIMT_SANITIZE
+#include <sanitizer/common_interface_defs.h>
+#define __shared__ static
+// Of monitor.h: asks, when something is found, which thread of which kernel runs.
+extern "C" void narrowgauge_running(void (*say)(char* text, std::size_t size));
+#else
 #define __shared__ static thread_local
+#endif
 #define SIMT_EXPORT extern "C" __attribute__((visibility("default")))
 
 struct uint3 {
@@ -46,7 +56,11 @@ namespace simt {
 
 constexpr unsigned WARP = 32;
 constexpr unsigned MAX_THREADS = 1024;
+#ifdef SIMT_SANITIZE
+constexpr std::size_t STACK_BYTES = 256 * 1024;  // redzones lie between local variables
+#else
 constexpr std::size_t STACK_BYTES = 64 * 1024;
+#endif
 
 enum Order { FORWARD = 0, REVERSE = 1, SHUFFLED = 2 };
 
@@ -55,6 +69,7 @@ struct Launch {
     int order;
     std::uint64_t seed;  // of the shuffled order
     int workers;         // OS threads
+    const char* kernel;
 };
 
 // ---- switching stacks ------------------------------------------------------------------------------------------------
@@ -131,6 +146,8 @@ struct Worker {
     void (*call)(void**);
     void** arguments;
     std::uint64_t random;
+    const void* scheduler_stack;  // where it lies, and its bytes: what the sanitizer has to know
+    std::size_t scheduler_bytes;
 
     Worker() {
         // Untouched pages cost nothing; a block that never waits touches one stack only.
@@ -156,7 +173,19 @@ struct Worker {
 
     void wait(State state) {
         self->state = state;
+        [[maybe_unused]] void* kept = nullptr;
+#ifdef SIMT_SANITIZE
+        __sanitizer_start_switch_fiber(state == DONE ? nullptr : &kept, scheduler_stack, scheduler_bytes);
+#endif
         switch_stack(self->stack, scheduler);
+        arrived(kept);
+    }
+
+    // The first thing that a fiber does on its stack, whenever it is switched to.
+    void arrived([[maybe_unused]] void* kept) {
+#ifdef SIMT_SANITIZE
+        __sanitizer_finish_switch_fiber(kept, &scheduler_stack, &scheduler_bytes);
+#endif
     }
 
     void resume(Fiber& fiber) {
@@ -167,7 +196,14 @@ struct Worker {
         }
         fiber.state = READY;
         self = &fiber;
+#ifdef SIMT_SANITIZE
+        void* kept = nullptr;
+        __sanitizer_start_switch_fiber(&kept, stacks + fiber.stack_slot * STACK_BYTES, STACK_BYTES);
+#endif
         switch_stack(scheduler, fiber.stack);
+#ifdef SIMT_SANITIZE
+        __sanitizer_finish_switch_fiber(kept, nullptr, nullptr);
+#endif
         if (fiber.state == DONE) free_slots.push_back(fiber.stack_slot);
     }
 
@@ -250,6 +286,7 @@ struct Worker {
 };
 
 inline void enter() {
+    worker->arrived(nullptr);
     worker->call(worker->arguments);
     worker->wait(DONE);
 }
@@ -282,13 +319,22 @@ struct IeeeArithmetic {
 #endif
 };
 
+#ifdef SIMT_SANITIZE
+inline void say_where(char* text, std::size_t size) {
+    if (self == nullptr) return;
+    const uint3 thread = self->index, block = block_index;
+    std::snprintf(text, size, "thread (%u, %u, %u) of block (%u, %u, %u) of %s", thread.x, thread.y, thread.z, block.x,
+                  block.y, block.z, launch_shape->kernel);
+}
+#endif
+
 // The block that runs as number `turn`. Shuffled: steps with no divisor in common with the count meet each block once.
 inline unsigned block_in_turn(const Launch& launch, unsigned turn, unsigned blocks) {
     if (launch.order == FORWARD) return turn;
     if (launch.order == REVERSE) return blocks - 1 - turn;
     std::uint64_t step = blocks / 2 + 1;
     while (std::gcd(step, std::uint64_t{blocks}) != 1) ++step;
-    return static_cast<unsigned>((turn * step + blocks / 3) % blocks);
+    return static_cast<unsigned>((turn * step + blocks / 3 + launch.seed - 1) % blocks);
 }
 
 // Runs a grid. Returns -1, or the linear index of a block whose threads waited for each other forever.
@@ -304,6 +350,9 @@ inline long long run_grid(const Launch& launch, void (*call)(void**), void** arg
         mine->call = call;
         mine->arguments = arguments;
         bool lost = false;
+#ifdef SIMT_SANITIZE
+        narrowgauge_running(say_where);
+#endif
         for (unsigned b; !lost && (b = next.fetch_add(1)) < blocks && stuck.load() < 0;) {
             const unsigned linear = block_in_turn(launch, b, blocks);
             if (!mine->run_block(launch, linear)) {
@@ -311,6 +360,9 @@ inline long long run_grid(const Launch& launch, void (*call)(void**), void** arg
                 lost = true;
             }
         }
+#ifdef SIMT_SANITIZE
+        narrowgauge_running(nullptr);
+#endif
         if (!lost) return_worker(mine);  // a stuck block's fibers keep their stacks; the worker is given up with them
     };
     std::vector<std::thread> threads;

@@ -162,7 +162,10 @@ def test_help_and_list_import_nothing_heavy(words):
 @pytest.mark.parametrize("words", [[], ["--help"]])
 def test_help_names_every_command(words):
     printed = narrowgauge(*words).output
-    assert all(command in printed for command in ("list", "run", "soak", "show", "dialect", "doctor", "bench"))
+    assert all(
+        command in printed
+        for command in ("list", "run", "gate", "baseline", "compare", "soak", "show", "dialect", "doctor", "bench")
+    )
 
 
 # list
@@ -268,7 +271,7 @@ def test_a_run_that_passes(one_process):
     assert result.exit_code == 0, result.output
     assert {row["case"] for row in records()} == set(QUICK)
     assert {path.name for path in Path("reports/latest").iterdir()} == {
-        "index.html", "records.csv", "records.parquet", "summary.md",
+        "index.html", "records.csv", "records.jsonl", "records.parquet", "summary.md",
     }  # fmt: skip
     assert re.search(r"5 cases in [0-9.]+ s; report: reports/latest/index.html\n", result.stdout)
     assert "reproduce:" not in result.stdout

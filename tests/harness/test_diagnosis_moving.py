@@ -105,6 +105,20 @@ def test_reading_in_another_layout(cause, read):
     assert (stage, found[:1]) == ("unswizzle", [cause])
 
 
+def test_tiles_counted_by_columns_that_are_not_padded():
+    def unswizzle(swizzled, shape):
+        rows, columns = shape
+        flat, tiles = swizzled.flatten(), columns // 4
+        read = [
+            flat[512 * (i // 128 * tiles + j // 4) + 16 * (i % 32) + 4 * (i % 128 // 32) + j % 4]
+            for i in range(rows) for j in range(columns)
+        ]  # fmt: skip
+        return torch.stack(read).view(shape)
+
+    found = causes(Case("swizzle", "", (130, 5), "u8", "bytes"), swizzle=reference.swizzle, unswizzle=unswizzle)
+    assert found == (["swizzle-columns-not-padded"], "unswizzle")
+
+
 # ---- rotations -------------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +187,21 @@ def test_a_factor_that_is_no_power_of_two():
     assert found[0] == ["rotation-without-factor"]
 
 
+def test_a_stage_that_is_missing():
+    case = Case("transform", "nvfp4-rht32", (32, 64), "bf16", "normal")
+    halves = matrix(16, factor=coefficient(32))
+    found = causes(case, transform=lambda x, _: rotated(x, halves).bfloat16(), declares=BUTTERFLY)
+    assert found[0] == ["rotation-stage-missing"]
+
+
+@pytest.mark.parametrize("declares", [BUTTERFLY, {}], ids=["declared", "free"])
+def test_signs_along_the_row(declares):
+    case = Case("transform", "nvfp4-rht4", (32, 64), "bf16", "normal")
+    row = signs(recipe("nvfp4-rht").transform).repeat(4).bfloat16()
+    found = causes(case, transform=lambda x, _: rotated(x * row, matrix(4, mask=0)).bfloat16(), declares=declares)
+    assert found[0] == ["rotation-signs-along-row"]
+
+
 def test_signs_where_there_are_none():
     case = Case("transform", "nvfp4-rht-nosign", (32, 64), "bf16", "normal")
     found = causes(case, transform=lambda x, _: rotated(x, matrix()).bfloat16(), declares=BUTTERFLY)
@@ -239,6 +268,11 @@ def test_paddings():
             padded[end - len(section) : end] = section
         return padded, aligned
 
+    def first_rows(padded, aligned, x, sizes):
+        padded[aligned.cumsum(0)[:-1]] = 0
+        return padded, aligned
+
+    assert padding(first_rows) == (["padding-wrong-section"], "padding")
     assert padding(dirty_rows) == (["padding-not-zeroed"], "padding")
     assert padding(together) == (["sections-not-padded"], "padding")
     assert padding(before) == (["padding-before-rows"], "padding")
@@ -305,6 +339,8 @@ def test_scales_of_histories():
     assert updated(1, lambda history, scale, right: 448 * (1 / amax(history))) == ["scale-order:max*(1/amax)"]
     found = updated(1, lambda history, scale, right: over(448, amax(history)), "fp8-delayed-e4m3-margin2")
     assert found == ["margin-ignored"]
+    partial = updated(1, lambda history, scale, right: over(448, amax(history[[0, 1, 2, 4, 5, 6]])))
+    assert partial == ["history-partial"]
     found = updated(1, lambda history, scale, right: over(448 * 4, amax(history)), "fp8-delayed-e4m3-margin2")
     assert found == ["margin-inverted"]
 

@@ -108,6 +108,30 @@ def test_scales_ignored_and_a_block_dropped(rule):
     assert "last-block-dropped" in causes(explained(on_operands(last_block), rule))
 
 
+@pytest.mark.parametrize(("rule", "count"), [("nvfp4", 4), ("mxfp8-e4m3", 2), ("fp8-block-1x128", 2)])
+def test_scales_of_the_first_step(rule, count):
+    def first(q):
+        return replace(q, scales=q.scales[:, torch.arange(q.scales.shape[1]) % count])
+
+    record = explained(on_operands(first), rule, shape=(24, 400, 40))
+    assert causes(record) == ["scale-of-first-step"]
+    assert f"every {count} blocks of both operands" in record.explanations[0]["sentence"]
+
+
+@pytest.mark.parametrize("inputs", ["lattice", "spread"])
+def test_scales_of_a_block_that_multiply_the_sum(inputs):
+    def gemm(a, b, *, out_dtype, c=None, bias=None):
+        blocks = Blocks(a, b)
+        y = torch.zeros(a.shape[0], b.shape[0])
+        for columns, number in blocks:
+            s_a, s_b = blocks.scales(slice(None), number)
+            y = (y + blocks.sum(slice(None), columns).to_float32()) * (s_a * s_b)
+        return y.to(out_dtype)
+
+    record = explained(gemm, "fp8-block-1x128-e4m3-fp32", shape=(24, 400, 40), dtype="fp32", inputs=inputs)
+    assert causes(record) == ["scales-of-sum"]
+
+
 def test_scales_read_in_another_layout():
     assert causes(explained(on_operands(as_swizzled, "b"), shape=(24, 512, 256))) == ["scales-read-linear"]
 

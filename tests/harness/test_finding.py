@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 
-from harness.finding import bits, finding, float_view, sentence, spaced
+from harness.finding import Sides, bits, census, finding, float_view, histogram, sentence, spaced
+from reference.formats import E2M1, E2M3, E4M3, E5M2, E8M0
+from reference.layout import swizzle, swizzled_offset
 
 
 def wrong_at(shape, *places):
@@ -176,3 +178,68 @@ def test_a_number_is_seen_as_value_and_bits(value, dtype, seen):
 def test_codes_are_seen_in_binary():
     assert bits(5, 4) == "0b0101"
     assert bits(0x7E, 8) == "0b01111110"
+
+
+def test_steps_are_counted_by_powers_of_two_and_sign():
+    far = torch.tensor([[0, 0, 1, -1, 2, 3, 4, 5, 8, 9, -3, 1 << 31]])
+    base = torch.full_like(far, 0x3F800000)
+    # Steps of float32, made of its bits; what is too far is its opposite sign.
+    actual = (base + far.clamp(max=16)).int().view(torch.float32)
+    found = histogram(Sides(base.int().view(torch.float32), actual))
+    assert found == [
+        [-4, -3, 1], [-2, -2, 0], [-1, -1, 1], [0, 0, 2], [1, 1, 1], [2, 2, 1], [3, 4, 2], [5, 8, 2], [9, 16, 2],
+    ]  # fmt: skip
+
+
+def test_steps_of_codes_know_the_sign_and_leave_out_what_is_no_number():
+    expected, actual = torch.tensor([[0x0, 0x9, 0x7]]), torch.tensor([[0x8, 0x1, 0x6]])
+    assert histogram(Sides(expected.byte(), actual.byte(), E2M1)) == [[-1, -1, 1], [0, 0, 1], [1, 1, 0], [2, 2, 1]]
+    nan = torch.tensor([[0x7F, 0x00]]).byte()
+    assert histogram(Sides(nan, torch.zeros_like(nan), E4M3)) == [[0, 0, 1]]
+    assert histogram(Sides(torch.tensor([[64]]).byte(), torch.zeros(1, 1).byte(), E2M3)) == []
+
+
+@pytest.mark.parametrize(
+    ("fmt", "codes", "counts"),
+    [
+        (E2M1, range(16), {"negative_zero": 1, "saturated": 2, "subnormal": 2}),
+        (E4M3, range(256), {"nan": 2, "negative_zero": 1, "saturated": 2, "subnormal": 14}),
+        (E5M2, range(256), {"nan": 6, "inf": 2, "negative_zero": 1, "saturated": 2, "subnormal": 6}),
+        (E8M0, range(256), {"nan": 1, "saturated": 1}),
+        (E2M3, range(256), {"negative_zero": 1, "saturated": 2, "subnormal": 14, "no_code": 192}),
+    ],
+)
+def test_a_census_of_every_code(fmt, codes, counts):
+    every = torch.tensor([list(codes)]).byte()
+    assert census(Sides(every, torch.full_like(every, 1 << fmt.mantissa_bits), fmt)) == {
+        "expected": counts, "actual": dict.fromkeys(counts, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_census_of_floats(dtype):
+    limits = torch.finfo(dtype)
+    special = [math.nan, math.inf, -math.inf, -0.0, limits.max, limits.min, limits.tiny / 2, limits.tiny, 0.0, 1.0]
+    found = census(Sides(torch.ones(1, 10, dtype=dtype), torch.tensor([special], dtype=torch.float64).to(dtype)))
+    assert found["actual"] == {"nan": 1, "inf": 2, "negative_zero": 1, "saturated": 2, "subnormal": 1}
+    assert not any(found["expected"].values())
+
+
+def test_a_finding_has_steps_and_census_where_it_is_told_what_was_compared():
+    expected, actual = torch.zeros(4, 4), torch.zeros(4, 4)
+    actual[1, 2] = math.nan
+    wrong = actual.isnan()
+    plain = finding(
+        "output", "exact", "a sentence", wrong, wrong.long(), describe=lambda _, __: {}, sides=Sides(expected, actual)
+    )
+    assert plain["steps"] == [[0, 0, 15]]
+    assert plain["census"] == {"expected": {"nan": 0}, "actual": {"nan": 1}}
+    without = found(wrong)
+    assert (without["steps"], without["census"]) == ([], {})
+
+
+@pytest.mark.parametrize("place", [(0, 0), (33, 5), (127, 3), (130, 9), (199, 10)])
+def test_the_offset_of_a_swizzled_scale_is_where_the_layout_puts_it(place):
+    scales = torch.zeros(200, 11, dtype=torch.uint8)
+    scales[place] = 1
+    assert swizzled_offset(*place, 11) == int(swizzle(scales).view(-1).argmax())

@@ -2,35 +2,26 @@
 
 import multiprocessing
 import re
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from harness import pool
+from harness import pool, worker
 from harness.backend import BackendError, load_backend
+from harness.gpus import VISIBLE
 from harness.pool import Settings, Task, run_cases, run_tasks
 from harness.runner import new_record, run_case
+from harness.worker import GRACE, KILLED, Worker, serve
 from tests.harness.backends import QUANTIZE
 
+SIGKILL = "signal SIGKILL, as where memory runs out"
 # One module for every process of this file: what it does depends on the rows of the matrix.
 KERNELS = """
-import ctypes, os, signal, time
+import os, signal
 from reference import ops
-
-SEGFAULT, HANG, EXIT, RAISE = 17, 18, 19, 20
-
-class Backend:
-    def quantize(self, x, recipe):
-        if x.shape[0] == SEGFAULT:
-            ctypes.string_at(0)
-        if x.shape[0] == HANG:
-            time.sleep(600)
-        if x.shape[0] == EXIT:
-            os._exit(3)
-        if x.shape[0] == RAISE:
-            raise ValueError("not today")
-        return ops.quantize(x, recipe)
 
 class Broken:
     def __init__(self):
@@ -64,30 +55,11 @@ def case_of(rows):
     return replace(QUANTIZE, shape=(rows, 32))
 
 
-def test_a_crash_a_hang_and_an_exception_cost_their_own_cases(kernels):
-    cases = [case_of(rows) for rows in (16, 17, 18, 19, 20, 21)]
-    seen = []
-    settings = Settings("pool_kernels:Backend", seed=7, workers=2, timeout=12.0)
-    records = run_cases(cases, settings, seen.append)
-    assert seen == records
-    assert sorted(r["case"] for r in records) == sorted(case.id for case in cases)
-    said = {int(r["shape"].split("x")[0]): (r["verdict"], r["message"]) for r in records}
-    assert said[16] == said[21] == ("pass", "")
-    assert said[17] == ("crash", "the process died (signal SIGSEGV)")
-    assert said[18] == ("timeout", "no result after 12 s")
-    assert said[19] == ("crash", "the process died (exit status 3)")
-    assert said[20][0] == "error"
-    assert said[20][1].startswith("quantize raised ValueError: not today (at pool_kernels.py:")
-    for record in records:
-        assert (record["backend"], record["device"], record["seed"]) == ("pool_kernels:Backend", "cpu", 7)
-    assert not multiprocessing.active_children()
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("Broken", r"backend pool_kernels:Broken: Broken\(\) raised OSError: libkernels.so is missing"),
-        ("Dying", r"a worker process died at its start \(signal SIGKILL\)"),
+        ("Dying", rf"a worker process died at its start \({SIGKILL}\)"),
     ],
 )
 def test_a_backend_that_cannot_begin_ends_the_run(kernels, name, message):
@@ -100,7 +72,7 @@ def test_a_backend_that_cannot_begin_ends_the_run(kernels, name, message):
 
 
 def test_no_cases_need_no_process(monkeypatch):
-    monkeypatch.setattr(pool, "_Worker", None)
+    monkeypatch.setattr(pool, "Worker", None)
     assert run_cases([], Settings(workers=4), print) == []
 
 
@@ -108,18 +80,21 @@ def test_no_cases_need_no_process(monkeypatch):
 # whether its worker dies, or that the person interrupts.
 
 
-class Scripted(pool._Worker):
+class Scripted(Worker):
     script: list[str]
-    made: list[pool._Worker]
+    made: list[Worker]
 
-    def __init__(self, settings):
+    def __init__(self, settings, gpu=""):
         self.connection, self.theirs = multiprocessing.Pipe()
         self.killed = False
         self.joined = []
-        self.process = SimpleNamespace(kill=self._kill, join=self._join, exitcode=-9)
-        self.task, self.ready, self.since, self.settings = None, False, 0.0, settings
+        self.process = SimpleNamespace(kill=self._kill, join=self._join, exitcode=-9, pid=None)
+        self.task, self.ready, self.last, self.settings, self.gpu = None, False, False, settings, gpu
+        self.since, self.limit = time.monotonic(), max(worker.LOAD, settings.timeout)
+        self._sanitizer = None
         self.made.append(self)
-        self.theirs.send("")
+        if "never loads" not in self.script:
+            self.theirs.send("")
 
     def _kill(self):
         self.killed = True
@@ -127,15 +102,17 @@ class Scripted(pool._Worker):
     def _join(self, timeout=None):
         self.joined.append(timeout)
 
-    def give(self, task):
-        super().give(task)
+    def give(self, task, timeout=0.0):
+        super().give(task, timeout)
         assert self.theirs.recv() == task
         word = self.script.pop(0)
         if word == "interrupt":
             raise KeyboardInterrupt
         record = new_record(task.case, backend="b", device="cpu", seed=task.seed).to_dict()
         if word.startswith("so far"):
-            self.theirs.send((pool.SO_FAR, record | {"verdict": "fail"}))
+            self.theirs.send((worker.SO_FAR, record | {"verdict": "fail"}))
+        elif word == "last":
+            self.theirs.send((worker.LAST, record | {"verdict": "crash"}))
         elif word != "die":
             self.theirs.send(record)
         if "die" in word:
@@ -144,12 +121,12 @@ class Scripted(pool._Worker):
 
 @pytest.fixture
 def scripted(monkeypatch):
-    def run(script, count, workers=1):
-        monkeypatch.setattr(pool, "_Worker", Scripted)
+    def run(script, count, workers=1, **settings):
+        monkeypatch.setattr(pool, "Worker", Scripted)
         monkeypatch.setattr(Scripted, "script", [*script], raising=False)
         monkeypatch.setattr(Scripted, "made", [], raising=False)
         cases = [case_of(rows) for rows in range(1, count + 1)]
-        return run_cases(cases, Settings(workers=workers, failures="failures"), lambda record: None)
+        return run_cases(cases, Settings(workers=workers, failures="failures", **settings), lambda record: None)
 
     return run
 
@@ -171,7 +148,7 @@ def test_a_worker_that_dies_after_the_last_case_costs_none(scripted):
 def test_every_worker_that_dies_is_replaced(scripted):
     records = scripted(["die", "record", "die"], 3)
     assert verdicts(records) == [("1x32", "crash"), ("2x32", "pass"), ("3x32", "crash")]
-    assert records[0]["message"] == "the process died (signal SIGKILL)"
+    assert records[0]["message"] == f"the process died ({SIGKILL})"
     assert len(Scripted.made) == 2  # none for no case
 
 
@@ -179,9 +156,42 @@ def test_a_worker_that_dies_while_it_shrinks_a_failure_leaves_the_failure(script
     """And the next one does not try: each would die of it."""
     records = scripted(["record", "so far, then die", "die"], 3)
     assert verdicts(records) == [("1x32", "pass"), ("2x32", "fail"), ("3x32", "crash")]
-    note = "not shrunk: at another shape, crash: the process died (signal SIGKILL)"
+    note = f"not shrunk: at another shape, crash: the process died ({SIGKILL})"
     assert [record["save_note"] for record in records] == ["", note, ""]
     assert [worker.settings.failures for worker in Scripted.made] == ["failures", ""]
+
+
+def test_a_worker_whose_gpu_answers_no_more_is_replaced(scripted):
+    """It says so with its record, and is given nothing more."""
+    records = scripted(["record", "last", "record"], 3)
+    assert verdicts(records) == [("1x32", "pass"), ("2x32", "crash"), ("3x32", "pass")]
+    first, second = Scripted.made
+    assert (first.killed, first.joined) == (True, [KILLED])
+    assert second.ready
+
+
+def test_a_backend_that_does_not_load_in_time_ends_the_run(scripted, monkeypatch):
+    monkeypatch.setattr(worker, "LOAD", 0.0)
+    message = r"backend native did not load within 0\.1 s; a longer --timeout gives it more"
+    with pytest.raises(BackendError, match=message):
+        scripted(["never loads"], 3, workers=2, timeout=0.1)
+    assert all(made.killed for made in Scripted.made)
+
+
+@pytest.mark.parametrize("named", ["2,5", None])
+def test_workers_take_the_gpus_in_turn_and_a_new_one_takes_that_of_the_dead(scripted, monkeypatch, named):
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if named is not None:
+        monkeypatch.setenv(VISIBLE, named)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    names = ["2", "5"] if named else ["0", "1"]
+    scripted(["record"] * 3, 3, workers=3, device="cuda")
+    assert [made.gpu for made in Scripted.made] == [*names, names[0]]
+    scripted(["die", "die", "record", "record"], 4, workers=2, device="cuda")
+    gpus = [made.gpu for made in Scripted.made]
+    assert (gpus[:2], sorted(gpus[2:])) == (names, names)
+    scripted(["record"], 1)
+    assert [made.gpu for made in Scripted.made] == [""]
 
 
 def test_no_more_workers_than_cases(scripted):
@@ -192,7 +202,7 @@ def test_no_more_workers_than_cases(scripted):
 def test_workers_end_by_themselves_or_are_ended(scripted):
     scripted(["record"], 1)
     (worker,) = Scripted.made
-    assert worker.joined == [pool.GRACE, None]
+    assert worker.joined == [GRACE, KILLED]
     assert worker.killed
     assert worker.connection.closed
 
@@ -201,7 +211,7 @@ def test_an_interrupt_keeps_what_was_measured(scripted):
     records = scripted(["record", "interrupt"], 4)
     assert verdicts(records) == [("1x32", "pass")]
     (worker,) = Scripted.made
-    assert worker.joined == [None]  # at once
+    assert worker.joined == [KILLED]  # at once
     assert worker.killed
 
 
@@ -212,7 +222,7 @@ def test_what_was_measured_stays_where_the_backend_can_no_longer_be_loaded(kerne
     gone = "backend pool_kernels:OnceOnly: OnceOnly() raised OSError: libkernels.so is gone"
     assert said == [
         ("16x32", "pass", ""),
-        ("17x32", "crash", "the process died (signal SIGKILL)"),
+        ("17x32", "crash", f"the process died ({SIGKILL})"),
         ("18x32", "error", gone),
         ("19x32", "error", gone),
     ]
@@ -229,14 +239,12 @@ def test_one_pool_serves_cases_of_several_seeds(scripted, monkeypatch):
     assert len(Scripted.made) == 2
 
 
-def test_a_worker_runs_a_task_on_the_inputs_of_its_seed(monkeypatch):
-    monkeypatch.setattr(pool, "signal", SimpleNamespace(signal=lambda *_: None, SIGINT=2, SIG_IGN=1))
-    monkeypatch.setattr(pool, "prepare_process", lambda _: None)  # this process stays as it is
+def test_a_worker_runs_a_task_on_the_inputs_of_its_seed():
     ours, theirs = multiprocessing.Pipe()
     for seed in (3, 8):
         ours.send(Task(QUANTIZE, seed))
     ours.send(None)
-    pool._serve(theirs, Settings("reference", seed=5))
+    serve(theirs, Settings("reference", seed=5))
     assert ours.recv() == ""
     records = [ours.recv() for _ in range(2)]
     assert [record["seed"] for record in records] == [3, 8]

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from harness.backend import Backend
 from harness.case import load
+from harness.cli import app
 from harness.keep import Keeper
 from harness.runner import run_case
 from harness.view import first_failure, saved_lines
@@ -100,26 +102,45 @@ def test_the_lines_of_a_saved_failure_are_what_the_harness_says(
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
-def test_every_command_of_the_readme_runs(command: str, prepared: Path, tmp_path: Path) -> None:
+def test_every_command_of_the_readme_runs(
+    command: str, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = shlex.split(command.replace("weights.safetensors", str(prepared / "weights.safetensors")))
     words = [str(prepared / word) if word.startswith("reports/latest/failures/") else word for word in words]
-    program = {"narrowgauge": [sys.executable, "-m", "harness"], "pytest": [sys.executable, "-m", "pytest"]}[words[0]]
-    runs = words[0] == "pytest" or words[1] == "run"
-    extra = ["--report-dir", str(tmp_path / "report")] if runs else []
+    program, *words = words
+    runs = program == "pytest" or words[0] == "run"
     if "cuda" in words:
         words[words.index("cuda")] = "cuda" if torch.cuda.is_available() else "cpu"
     # Some of its cases, in one worker: `make test` runs them all anyway, and a process takes seconds to begin.
     if runs and "-k" in words:
         selected = words.index("-k") + 1
         words[selected] = f"({words[selected]}) and (128x128 or lattice)"
-    if words[1] == "run" or "-n" in words:
-        extra += ["-n", "1"]
+    if words[0] == "run" or "-n" in words:
+        words += ["-n", "1"]
     if words[-1] == "--lf":
-        extra += ["-k", "128x128 and bf16 and outliers", "-o", f"cache_dir={tmp_path}"]
+        words += ["-k", "128x128 and bf16 and outliers", "-o", f"cache_dir={tmp_path}"]
+    if runs:
+        words += ["--report-dir", str(tmp_path / "report")]
+    status, output = _PROGRAMS[program](words, prepared, monkeypatch)
+    assert status == 0, output
+    if words[0] == "dialect":
+        assert f"\n{output.splitlines()[-1]}\n" in README
+
+
+def _narrowgauge(words: list[str], prepared: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """In this process, which has imported torch."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(prepared)
+    done = CliRunner().invoke(app, words)
+    return done.exit_code, done.output + (repr(done.exception) if done.exception else "")
+
+
+def _pytest(words: list[str], prepared: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     done = subprocess.run(
-        [*program, *words[1:], *extra], cwd=ROOT, capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(prepared)},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    if words[1] == "dialect":
-        assert f"\n{done.stdout.splitlines()[-1]}\n" in README
+    return done.returncode, done.stdout + done.stderr
+
+
+_PROGRAMS = {"narrowgauge": _narrowgauge, "pytest": _pytest}

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import pool, runner
+from harness import pool, runner, sandbox
 from harness.backend import Backend
 from harness.case import Case
 from harness.checks import statistics
 from harness.checks.holm import FALSE_ALARM
 from harness.pool import Settings, Task, run_tasks
 from harness.runner import new_record, run_case
+from harness.worker import serve
 from reference import ops as reference
 
 pytest_plugins = ["pytester"]
@@ -52,11 +53,11 @@ def test_a_run_counts_its_tasks(monkeypatch):
     class Refusing(Exception):
         pass
 
-    def worker(settings):
+    def worker(settings, gpu):
         found.append(settings.sharing)
         raise Refusing
 
-    monkeypatch.setattr(pool, "_Worker", worker)
+    monkeypatch.setattr(pool, "Worker", worker)
     cases = [NVFP4, replace(NVFP4, recipe="nvfp4"), replace(NVFP4, recipe="nvfp4-2d-rht")]
     with pytest.raises(Refusing):
         run_tasks((Task(case, seed) for seed in (0, 1) for case in cases), Settings(), print)
@@ -72,9 +73,7 @@ def test_a_worker_tells_its_cases(monkeypatch):
         return new_record(case, backend="reference", device="cpu", seed=options["seed"])
 
     monkeypatch.setattr(runner, "run_case", judged)
-    monkeypatch.setattr(pool.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(pool, "prepare_process", lambda workers: None)
-    pool._serve(SimpleNamespace(recv=lambda: next(tasks), send=sent.append), Settings("reference", sharing=17))
+    serve(SimpleNamespace(recv=lambda: next(tasks), send=sent.append), Settings("reference", sharing=17))
     assert given == [17]
     assert sent[-1]["seed"] == 3
 
@@ -86,10 +85,10 @@ def test_the_plugin_counts_the_cases_that_are_left(pytester, monkeypatch):
         given.append(sharing)
         return new_record(case, backend="reference", device=device, seed=seed)
 
-    monkeypatch.setattr(runner, "run_case", judged)
+    monkeypatch.setattr(sandbox, "run_case", judged)
     pytester.mkdir("cases").joinpath("small.toml").write_text(CASES)
     result = pytester.runpytest_inprocess(
-        "cases", "--backend", "reference", "-p", "harness.plugin", "-p", "no:xdist", "-k", "48"
+        "cases", "--backend", "reference", "-p", "harness.plugin", "-p", "no:xdist", "-k", "48", "--pdb"
     )
     result.assert_outcomes(passed=3, deselected=3)
     assert given == [2, 2, 2]

@@ -1,0 +1,1 @@
+"""The gate: a finished run against the baseline that was accepted before, in integers and exact figures alone."""

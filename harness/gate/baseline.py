@@ -1,0 +1,180 @@
+"""Baselines: the figures of a run that were accepted, as a file that is small and whose diff a person can read.
+
+JSON: what the baseline is of, then a line for all cases whose ids begin alike. Which line a case stands in follows from
+its id alone, so that a case that changes changes its own line and no other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from harness.gate.device import device_class
+from harness.gate.figures import Figures, figures, not_finite, parse
+from harness.journal import Run
+from harness.report.text import plural
+from harness.schema import nearest
+
+FORMAT = 1
+"""Version of the file. A change of its keys or of the text of figures changes it."""
+_TYPES = {"format": int, "device": str, "backend": str, "seed": int, "cases": dict}
+_read_figures = cache(parse)
+
+
+class BaselineError(Exception):
+    """A baseline that cannot be read, or a run that cannot become one. The sentence says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The accepted figures of every case of a run."""
+
+    device: str
+    """Its device class (`harness.gate.device`)."""
+    backend: str
+    seed: int
+    groups: dict[str, dict[str, list[str]]]
+    """Beginning of ids → figures, as text → how the ids with these figures go on: `pass 561` → `zeros`, `inf/both`."""
+
+    def cases(self) -> dict[str, Figures]:
+        """Figures by case id."""
+        return {
+            _id(start, end): _read_figures(text)
+            for start, group in self.groups.items()
+            for text, ends in group.items()
+            for end in ends
+        }
+
+
+def of_run(run: Run) -> Baseline:
+    """The baseline of a run. Raises BaselineError of a run without a record, cut short, in part, or not finite."""
+    if not run.records:
+        raise BaselineError("nothing ran, so there is nothing to accept")
+    if run.shard is not None:
+        raise BaselineError(f"the run is shard {run.shard} of a matrix; narrowgauge merge joins all shards into one")
+    if missing := run.missing:
+        raise BaselineError(
+            f"the run was interrupted: {len(missing)} of {plural(len(run.cases), 'case')} did not run, the first "
+            f"{missing[0]}; go on with it by --resume"
+        )
+    groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    seen: set[str] = set()
+    for record in run.records:
+        if record["case"] in seen:
+            raise BaselineError(f"{record['case']} has two records in the run; run it anew")
+        seen.add(record["case"])
+        if words := not_finite(record):
+            raise BaselineError(f"{record['case']}: {', '.join(words)}; a baseline holds finite figures alone")
+        start, end = _parts(record)
+        groups[start][str(figures(record))].append(end)
+    return Baseline(device_class(run), run.backend, run.seed, groups)
+
+
+def _parts(record: dict[str, Any]) -> tuple[str, str]:
+    """A case's id in two: a product's up to its inputs, since its figures follow them; others' up to the dtype."""
+    product = "-" in record["dtype"]  # `bf16xbf16-fp32`: of operands and output
+    names = ["operation", "recipe", "shape", "dtype", *(["inputs"] if product else [])]
+    start = "/".join(record[name] for name in names if record[name])
+    if _id(start, rest := record["case"][len(start) + 1 :]) != record["case"]:
+        return record["case"], ""  # captured tensors are named by their file
+    return start, rest
+
+
+def _id(start: str, end: str) -> str:
+    return f"{start}/{end}" if end else start
+
+
+def write(baseline: Baseline, path: Path) -> None:
+    """Write a baseline, sorted, in place of what `path` holds. Raises BaselineError where it cannot be written."""
+    head = {
+        "format": FORMAT, "device": baseline.device, "backend": baseline.backend, "seed": baseline.seed,
+    }  # fmt: skip
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    groups = {
+        start: {text: sorted(ends) for text, ends in sorted(group.items(), key=lambda item: min(item[1]))}
+        for start, group in sorted(baseline.groups.items())
+    }
+    cases = ",\n".join(f"{json.dumps(start)}: {json.dumps(group)}" for start, group in groups.items())
+    content = "\n".join(["{", *lines, '"cases": {', cases, "}", "}", ""])
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(content, encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            fresh.unlink()
+        raise BaselineError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read(path: Path) -> Baseline:
+    """The baseline in a file. Raises BaselineError of anything that is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except FileNotFoundError as error:
+        raise BaselineError(
+            f"{path}: there is no such file; `narrowgauge baseline accept --baseline {path}` makes it of a run"
+        ) from error
+    except OSError as error:
+        raise BaselineError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BaselineError(f"{path}: is no baseline: {error}") from error
+    try:
+        return _checked(found)
+    except ValueError as error:
+        raise BaselineError(f"{path}: is no baseline: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, none of whose keys is there twice: of two, a merge would have kept the wrong one in silence."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def _checked(found: Any) -> Baseline:
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {type(found).__name__}, not an object")
+    version = found.get("format")
+    if version != FORMAT:
+        raise ValueError(f"its format is {version}; this narrowgauge reads {FORMAT}: accept a run anew")
+    for name in found:
+        if name not in _TYPES:
+            raise ValueError(f"unknown key {name!r}{nearest(name, _TYPES)}; it can be {', '.join(_TYPES)}")
+    for name, kind in _TYPES.items():
+        if type(found.get(name)) is not kind:
+            raise ValueError(f"{name} is {found.get(name)!r}, not {kind.__name__}")
+    _check_groups(found["cases"])
+    return Baseline(found["device"], found["backend"], found["seed"], found["cases"])
+
+
+def _check_groups(groups: dict[str, Any]) -> None:
+    if not groups:
+        raise ValueError("it holds no case")
+    seen: set[str] = set()
+    for start, group in groups.items():
+        if not isinstance(group, dict) or not group:
+            raise ValueError(f"{start!r} is {group!r}, not an object of figures")
+        for text, ends in group.items():
+            try:
+                _read_figures(text)
+            except ValueError as error:
+                raise ValueError(f"{start}: {error}") from error
+            if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends) or not ends:
+                raise ValueError(f"{start}: {text!r} is of {ends!r}, not of a list of how ids go on")
+            _check_new(seen, (_id(start, end) for end in ends))
+
+
+def _check_new(seen: set[str], ids: Iterable[str]) -> None:
+    for case in ids:
+        if case in seen:
+            raise ValueError(f"{case} is there twice")
+        seen.add(case)

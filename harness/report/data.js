@@ -1,0 +1,46 @@
+// What the page shows, and what of it its address asks for. An error anywhere is written where a test can read it.
+
+addEventListener("error", (event) => (document.documentElement.dataset.error = event.message));
+addEventListener("unhandledrejection", (event) => (document.documentElement.dataset.error = String(event.reason)));
+addEventListener("securitypolicyviolation", (event) => (document.documentElement.dataset.error = event.violatedDirective));
+
+const data = JSON.parse(document.getElementById("records").textContent);
+const columns = Object.fromEntries(data.columns.map((column) => [column.name, column]));
+
+/** A value of a record; null where it was not measured. A column has all values, or places among different ones. */
+function cell(name, row) {
+  const { values, at } = columns[name];
+  return values[at ? at[row] : row];
+}
+
+/** The line that runs a case again: lines are kept without the id, which most of them share. */
+function reproduction(row) {
+  return cell("line", row).replace("\0", () => cell("case", row));
+}
+
+const state = {};
+
+function read() {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  Object.assign(state, {
+    words: asked.get("words") ?? "",
+    verdicts: asked.has("verdicts") ? asked.get("verdicts").split(",") : null,
+    sort: asked.get("sort") ?? "",
+    descending: asked.get("order") === "descending",
+    group: asked.get("group") ?? "",
+    case: asked.get("case") ?? "",
+    backend: asked.get("backend") ?? "",
+    metric: asked.get("metric") ?? "",
+  });
+}
+
+/** Put the state into the address, so that it can be sent and comes back. */
+function keep() {
+  const asked = new URLSearchParams();
+  const { verdicts, descending, ...plain } = state;
+  for (const [name, value] of Object.entries(plain)) if (value) asked.set(name, value);
+  if (verdicts) asked.set("verdicts", verdicts.join(","));
+  if (descending) asked.set("order", "descending");
+  const hash = asked.toString();
+  history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
+}

@@ -1,0 +1,80 @@
+// Elements and figures. Text goes in as text, never as HTML: it may come from a case file or a backend.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An element with properties (or attributes, where it has no such property) and children. */
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name in element) element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+function shape(tag, attributes, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+function titled(tag, attributes, words) {
+  return shape(tag, attributes, shape("title", {}, words));
+}
+
+/** A figure for people: thousands apart, four digits of a fraction, nothing of what was not measured. */
+function figure(value) {
+  if (value === null || value === undefined) return "";
+  if (typeof value !== "number") return String(value).replace("Infinity", "∞").replace("-", "−");
+  if (!Number.isInteger(value)) return Number(value.toPrecision(4)).toString();
+  return value.toString().replace("-", "−").replace(/\B(?=(\d{3})+$)/g, "\u00a0");
+}
+
+function plural(count, noun) {
+  return `${figure(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+function seconds(value) {
+  if (typeof value !== "number") return "";
+  if (value < 1e-3) return `${figure(value * 1e6)} µs`;
+  return value < 1 ? `${figure(value * 1e3)} ms` : `${figure(value)} s`;
+}
+
+/** A line that one click selects whole. */
+function command(line) {
+  return make("pre", { className: "line", tabIndex: 0 }, make("code", {}, line));
+}
+
+function captioned(words, ...children) {
+  return make("figure", {}, make("figcaption", {}, words), ...children);
+}
+
+/** Rows of label, bar and count; `[label, count, class, outside]`: a row that is `outside` is on no scale. */
+function bars(words, rows) {
+  const most = Math.max(1, ...rows.filter((row) => !row[3]).map((row) => row[1]));
+  const body = rows.map(([label, count, kind, outside]) => {
+    const length = outside ? 0 : Math.max(count ? 1 : 0, Math.round((160 * count) / most));
+    const bar = shape("svg", { width: 160, height: 11, "aria-hidden": "true" });
+    if (outside) bar.append(shape("text", { x: 0, y: 10, class: "aside" }, "not drawn"));
+    bar.append(shape("rect", { class: kind, width: length, height: 11 }));
+    return make("tr", {}, make("th", { scope: "row" }, label), make("td", {}, bar), make("td", { className: "number" }, figure(count)));
+  });
+  return captioned(words, make("table", { className: "bars" }, make("tbody", {}, ...body)));
+}
+
+/** Arrow keys, Home and End go from one item to another; only one of them is on the way of Tab. */
+function roving(container, selector, step) {
+  container.addEventListener("keydown", (event) => {
+    let items = [...container.querySelectorAll(selector)];
+    const at = items.indexOf(document.activeElement);
+    const to = at < 0 ? -1 : event.key === "Home" ? 0 : event.key === "End" ? items.length - 1 : step(event.key, at, items);
+    items = [...container.querySelectorAll(selector)]; // a step may have made more
+    if (to < 0 || to >= items.length || to === at) return;
+    event.preventDefault();
+    items[at].tabIndex = -1;
+    items[to].tabIndex = 0;
+    items[to].focus();
+  });
+}

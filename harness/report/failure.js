@@ -1,0 +1,134 @@
+// The first-failure view: what a kernel engineer wants to see of a case, in that order.
+
+const SPECIAL = {
+  nan: "NaN", inf: "Inf", negative_zero: "−0", saturated: "saturated", subnormal: "subnormal", no_code: "no code",
+};
+
+/** Everything known of a case that did not pass; of one that passed, how to run it again. */
+function failure(row) {
+  const found = data.failures[row];
+  const parts = [make("p", { className: "sentence" }, found?.sentence ?? cell("message", row) ?? "")];
+  parts.push(command(reproduction(row)));
+  if (!found) {
+    if (cell("verdict", row) !== "pass") {
+      parts.push(make("p", { className: "hint" }, "Its figures are left out, to keep this page small: the line above shows them."));
+    }
+    return make("div", { className: "failure" }, ...parts);
+  }
+  if (found.known) parts.push(make("p", {}, `known: ${found.known}`));
+  parts.push(...found.findings.map((one, place) => findingView(one, place === 0)));
+  parts.push(make("div", { className: "finding" }, budgets(found.budget), sweep(found.sweep)));
+  parts.push(...found.explanations.map((line) => make("p", { className: "explanation" }, line)));
+  parts.push(...found.saved.map(command));
+  if (found.baseline) parts.push(make("p", {}, `baseline: ${found.baseline}`));
+  if (found.stages.length) parts.push(make("p", { className: "stages" }, "stages: ", found.stages.join(", ")));
+  if (found.figures.length) {
+    const entries = found.figures.map(([label, value]) => make("div", {}, make("dt", {}, label), make("dd", {}, value)));
+    parts.push(make("dl", { className: "figures" }, ...entries));
+  }
+  return make("div", { className: "failure" }, ...parts.filter(Boolean));
+}
+
+function findingView(found, first) {
+  const head = found.stage + (found.rule ? ` (${found.rule})` : "");
+  const heading = first ? [] : [make("h4", {}, head), make("p", {}, found.sentence)];
+  // One wrong element has a place, and no pattern.
+  const total = found.heat ? found.heat.counts.flat().reduce((sum, count) => sum + count, 0) : 0;
+  const where = total > 1 ? [heatMap(found.heat), ...Object.entries(found.modulo).map(([axis, by]) => axisView(axis, by))] : [];
+  const figures = [
+    found.elements.length ? elements(found) : null,
+    where.length ? make("div", { className: "where" }, ...where) : null,
+    found.steps.length ? make("div", {}, steps(found.steps), census(found.census)) : null,
+  ];
+  return make("section", {}, ...heading, make("div", { className: "finding" }, ...figures));
+}
+
+function elements({ keys, elements: shown, which }) {
+  const head = make("tr", {}, make("th", { scope: "col" }, "element"), ...which.map((name) => make("th", { scope: "col" }, name)));
+  const rows = keys.map((key, n) =>
+    make("tr", {}, make("th", { scope: "row" }, key), ...shown.map((values) => make("td", {}, values[n]))),
+  );
+  return make("div", { className: "scroll" }, make("table", { className: "elements" }, make("thead", {}, head), make("tbody", {}, ...rows)));
+}
+
+function heatMap({ rows, columns, counts }) {
+  const down = counts.length;
+  const across = Math.max(...counts.map((line) => line.length));
+  const side = Math.max(6, Math.min(20, Math.floor(384 / Math.max(down, across))));
+  const most = Math.max(...counts.flat());
+  const span = (index, size) => (size === 1 ? `${index}` : `${index * size}–${(index + 1) * size - 1}`);
+  const map = shape("svg", { class: "heat", width: side * across, height: side * down, role: "img" });
+  let worst = "";
+  counts.forEach((line, row) =>
+    line.forEach((count, column) => {
+      if (!count) return;
+      const level = Math.ceil((5 * Math.log1p(count)) / Math.log1p(most));
+      const words = `rows ${span(row, rows)}, columns ${span(column, columns)}: ${figure(count)} wrong`;
+      if (count === most && !worst) worst = words;
+      map.append(titled("rect", { class: `level${level}`, x: side * column, y: side * row, width: side, height: side }, words));
+    }),
+  );
+  map.setAttribute("aria-label", `heat map of wrong elements; the most in ${worst}`);
+  return captioned(`wrong elements, rows down, columns across; a square is ${rows} × ${columns}. Most: ${worst}`, map);
+}
+
+/** Counts modulo 16, 32 and 128 of rows or columns, with what has any in words. */
+function axisView(axis, by) {
+  const divisors = Object.keys(by).sort((a, b) => a - b);
+  return make("div", { className: "axis" }, ...divisors.map((divisor) => residues(axis, divisor, by[divisor])));
+}
+
+function residues(axis, divisor, counts) {
+  const hit = counts.flatMap((count, residue) => (count ? [residue] : []));
+  let which = `${hit.length} of ${counts.length} residues`;
+  if (hit.length === counts.length) which = "every residue";
+  else if (hit.length <= 8) which = hit.length ? `only ${hit.join(", ")}` : "none";
+  const width = Math.max(2, Math.min(12, Math.floor(256 / divisor)));
+  const most = Math.max(1, ...counts);
+  const words = `${axis} modulo ${divisor}: ${which}`;
+  const chart = shape("svg", { width: width * counts.length, height: 44, role: "img", "aria-label": words });
+  chart.append(shape("rect", { class: "ground", y: 43, width: width * counts.length, height: 1 }));
+  for (const residue of hit) {
+    const height = Math.ceil((40 * counts[residue]) / most);
+    const place = { x: width * residue, y: 43 - height, width: width - (width > 3 ? 1 : 0), height };
+    chart.append(titled("rect", { class: "bar", ...place }, `${axis} % ${divisor} = ${residue}: ${figure(counts[residue])} wrong`));
+  }
+  return captioned(words, chart);
+}
+
+function steps(histogram) {
+  const sign = (n) => (n > 0 ? `+${figure(n)}` : figure(n));
+  const rows = histogram
+    .filter(([, , count]) => count)
+    .map(([low, high, count]) => [low === high ? sign(low) : `${sign(low)} to ${sign(high)}`, count, "bar", low === 0]);
+  return bars("elements by steps above what is expected", rows);
+}
+
+function census(found) {
+  if (!found.expected) return captioned("special values", make("p", {}, "no NaN, Inf, −0, saturated or subnormal number on either side"));
+  const names = Object.keys(SPECIAL).filter((name) => name !== "no_code" || name in found.expected);
+  const sides = ["expected", "actual"].map((side) =>
+    make("tr", {}, make("th", { scope: "row" }, side), ...names.map((name) => {
+      const differs = (found.expected[name] ?? 0) !== (found.actual[name] ?? 0);
+      return make("td", { className: differs ? "number differs" : "number" }, figure(found[side][name] ?? 0));
+    })),
+  );
+  const head = make("tr", {}, make("td"), ...names.map((name) => make("th", { scope: "col" }, SPECIAL[name])));
+  return captioned("special values; bold where the sides differ", make("table", { className: "census" }, make("thead", {}, head), make("tbody", {}, ...sides)));
+}
+
+function budgets(counts) {
+  if (!counts.length) return null;
+  const label = (n) => (n === counts.length - 1 ? "above 1" : `${figure(n / 10)} to ${figure((n + 1) / 10)}`);
+  const rows = counts.map((count, n) => [label(n), count, n === counts.length - 1 ? "bar over" : "bar", false]);
+  return bars("outputs by share of the proved budget that they use", rows.filter(([, count], n) => count || n === counts.length - 1));
+}
+
+function sweep(shares) {
+  if (!shares.length) return null;
+  const row = (tag, place) => make("tr", {}, ...shares.map((pair) => make(tag, tag === "th" ? { scope: "col" } : {}, pair[place])));
+  return captioned(
+    "values within a relative distance of the reference's (for information)",
+    make("table", { className: "sweep" }, make("thead", {}, row("th", 0)), make("tbody", {}, row("td", 1))),
+  );
+}

@@ -1,0 +1,145 @@
+"""How far the report reaches: many records to tables, page, summary and gate, timed. `python -m tests.harness.reach`
+
+Prints a row a step: seconds by the clock and of a core, and megabytes of what it wrote. Nothing here fails: how long a
+shared machine takes says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from harness.case import Case, load_all, select
+from harness.journal import Journal, beginning, read
+from harness.report import print_summary, write
+from harness.report.text import stages_of
+from harness.runner import new_record
+
+RECORDS = 20_000
+FAILING = 10
+"""One record of so many fails."""
+ROOT = Path(__file__).parents[2]
+SENTENCE = "70 301 of 262 144 codes differ, each by 1 step, the first at row {row}, column 2"
+
+
+def many_records(count: int) -> Iterator[dict[str, Any]]:
+    """Records of the quick tier, again and again under other ids, until there are so many: with the stages of each
+    operation, figures of a gemm, and the findings of those that fail. The same every time."""
+    cases = _cases()
+    for number, case in enumerate(islice(cycle(cases), count)):
+        record = new_record(case, backend="native", device="cpu", seed=0)
+        if again := number // len(cases):
+            record.case = f"{record.case}+{again}" if record.flags else f"{record.case}/{again}"
+            record.flags = "+".join(filter(None, [record.flags, str(again)]))
+        names = ("memory", "repeat", *stages_of(record.operation, record.flags, record.recipe))
+        record.stages = [
+            {
+                "stage": name, "rule": "exact", "compared": 262144 + number, "mismatches": 0, "max_ulp": None,
+                "excused": 0, "sentence": "",
+            }
+            for name in names
+        ]  # fmt: skip
+        record.compared = sum(stage["compared"] for stage in record.stages)
+        record.allclose, record.sqnr_db, record.sweep = True, float("inf"), [1.0] * 6
+        record.seconds = record.seconds_reference = record.seconds_total = 1e-3 + number % 97 / 977
+        record.input_digest, record.output_digest = f"{number:016x}", f"{7919 * number:016x}"
+        if record.operation.startswith("gemm"):
+            record.exact_share, record.ordered_share, record.budget_max, record.budget_p99 = 0.25, 0.5, 0.3, 0.2
+            record.budget_histogram = [number, 5, 3, 2, 1, 1, 0, 0, 0, 0, 0]
+        if number % FAILING == 1:
+            _fail(record, number)
+        yield record.to_dict()
+
+
+@cache
+def _cases() -> list[Case]:
+    return select(load_all([ROOT / "cases"]), tier="quick")
+
+
+def _fail(record: Any, number: int) -> None:
+    record.stages[-1] |= {"mismatches": 70_301, "max_ulp": 1, "sentence": SENTENCE.format(row=number % 64)}
+    record.verdict, record.stage = "fail", record.stages[-1]["stage"]
+    record.mismatches, record.max_ulp = 70_301, 1
+    record.message = f"{record.stage}: {SENTENCE.format(row=number % 64)}"
+    element = {
+        "row": number % 64, "column": 2, "block": 0, "lane": 2, "input": -21474836480.0, "input_bits": "0xD0A0",
+        "scaled": -5.0, "scale": 56.0, "scale_bits": "0b01100110", "expected": -4.0, "expected_bits": "0b1110",
+        "actual": -6.0, "actual_bits": "0b1111", "distance": 1,
+    }  # fmt: skip
+    record.findings = [
+        {
+            "stage": record.stage, "rule": "exact", "sentence": SENTENCE.format(row=number % 64),
+            "elements": [{"which": which, **element} for which in ("first", "worst")],
+            "modulo": {
+                axis: {str(n): [(number + k) % 9 for k in range(n)] for n in (16, 32, 128)}
+                for axis in ("row", "column")
+            },
+            "heat": {"rows": 16, "columns": 16, "counts": [[(number * k) % 20 for k in range(64)] for _ in range(16)]},
+        }
+    ]  # fmt: skip
+
+
+Times = tuple[float, float]
+"""Seconds by the clock, and of a core."""
+
+
+def measure(count: int, directory: Path) -> Iterator[tuple[str, Times | None, Path | None]]:
+    """Each step of what follows a run, its times, and the file that it wrote."""
+    from harness.gate.baseline import of_run
+    from harness.gate.baseline import read as read_baseline
+    from harness.gate.baseline import write as write_baseline
+    from harness.gate.gate import judge
+
+    records = list(many_records(count))
+    run = beginning([record["case"] for record in records], backend="native", device="cpu", seed=0)
+
+    def timed(call: Callable[[], Any]) -> tuple[Any, Times]:
+        started, used = time.perf_counter(), time.process_time()
+        return call(), (time.perf_counter() - started, time.process_time() - used)
+
+    def journal() -> None:
+        written = Journal(directory, lambda: run)
+        for record in records:
+            written.add(record)
+        written.close()
+
+    yield "journal", timed(journal)[1], directory / "records.jsonl"
+    found, seconds = timed(lambda: read(directory))
+    yield "journal read", seconds, None
+    baseline = directory / "baseline.json"
+    write_baseline(of_run(found), baseline)
+    page, seconds = timed(lambda: write(found.records, found.environment, directory, elapsed=None))
+    yield "report and tables", seconds, page
+    console = Console(file=(directory / "terminal").open("w", encoding="utf-8"))
+    yield "summary in the terminal", timed(lambda: print_summary(found.records, console))[1], None
+    console.file.close()
+    yield "gate", timed(lambda: judge(read(directory), read_baseline(baseline)))[1], baseline
+    for name in ("records.parquet", "records.csv", "summary.md"):
+        yield name, None, directory / name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--records", type=int, default=RECORDS)
+    table = Table("", "s", "of a core", "MB", box=None)
+    all_times: list[Times] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, times, path in measure(parser.parse_args().records, Path(folder)):
+            all_times += [times] if times else []
+            size = f"{path.stat().st_size / 1e6:.2f}" if path else ""
+            table.add_row(name, *(f"{seconds:.2f}" for seconds in times or ()), *([] if times else ["", ""]), size)
+    table.add_row("together", *(f"{sum(column):.2f}" for column in zip(*all_times, strict=True)))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

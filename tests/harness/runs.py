@@ -1,0 +1,58 @@
+"""Finished runs for the tests of the harness: records, their journal, and the folder that holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from harness.journal import Journal, Run
+from harness.record import Record
+
+GPU = {"GPU": "NVIDIA H200, compute capability 9.0"}
+
+
+def record(inputs: str = "normal", flags: str = "", **changes: Any) -> dict[str, Any]:
+    """The record of a quantize that passed; `changes` are columns of it."""
+    names = {"operation": "quantize", "recipe": "nvfp4", "shape": "64x128", "dtype": "bf16", **changes}
+    parts = [*(names.pop(key) for key in ("operation", "recipe", "shape", "dtype")), inputs]
+    case = "/".join(part for part in [*parts, flags] if part)
+    given: dict[str, Any] = {
+        "file": "cases/a.toml", "tier": "quick", "backend": "native", "device": "cpu", "seed": 0, "compared": 100,
+        "stages": [stage("codes", "exact", 90), stage("memory", "guard", 10)], "seconds": 0.5, "input_digest": "11",
+        "output_digest": "22", "sqnr_db": float("inf"), **names,
+    }  # fmt: skip
+    return Record(case, given.pop("file"), *parts[:4], inputs=inputs, flags=flags, **given).to_dict()
+
+
+def product(inputs: str = "normal", flags: str = "tn", **changes: Any) -> dict[str, Any]:
+    """The record of a gemm of 561 outputs that passed."""
+    given = {
+        "operation": "gemm", "shape": "33x64x17", "dtype": "bf16xbf16-fp32", "compared": 561,
+        "stages": [stage("output", "bound", 561)], "exact_share": 400 / 561, "ordered_share": 0.0, "budget_max": 0.75,
+        "interval_ulps_max": 9,
+    }  # fmt: skip
+    return record(inputs, flags, **{**given, **changes})
+
+
+def stage(name: str, rule: str, compared: int, **changes: Any) -> dict[str, Any]:
+    """What a record keeps of a stage."""
+    right = {"mismatches": 0, "max_ulp": None, "excused": 0, "sentence": ""}
+    return {"stage": name, "rule": rule, "compared": compared, **right, **changes}
+
+
+def run(*records: dict[str, Any], **changes: Any) -> Run:
+    """A run of these records on the host that is complete; `changes` are fields of it."""
+    given: dict[str, Any] = {
+        "backend": "native", "device": "cpu", "seed": 0, "cases": [one["case"] for one in records],
+        "environment": {"commit": "abc"}, "sources": {}, "records": list(records),
+    }  # fmt: skip
+    return Run(**{**given, **changes})
+
+
+def saved(folder: Path, finished: Run) -> Path:
+    """The folder of a run's report, with its journal."""
+    journal = Journal(folder, lambda: finished)
+    for one in finished.records:
+        journal.add(one)
+    journal.close()
+    return folder

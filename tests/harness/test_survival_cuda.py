@@ -1,0 +1,172 @@
+"""What a kernel may do to a GPU: a fault, a hang, too much memory. Each costs its own case, and the run goes on.
+
+To see that it always does: `for i in $(seq 20); do pytest tests/harness/test_survival_cuda.py -q -n 0 || break; done`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.journal import read
+from harness.pool import Settings, run_cases
+from harness.runner import new_record
+from harness.worker import settle
+from tests.harness.backends import QUANTIZE
+from tests.harness.test_survival import ROOT, case_of, check, rows_of, select
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LIMIT = 60
+"""Seconds that a case may take; a process that begins makes a context first."""
+
+KERNELS = r'''
+import os
+import cupy
+import torch
+from reference import ops
+
+SOURCE = """
+extern "C" __global__ void fault(int* p) { p[1ull << 40] = 1; }
+extern "C" __global__ void trap() { __trap(); }
+extern "C" __global__ void hang(volatile int* p) { while (!*p); }
+extern "C" __global__ void write(unsigned char* p) { *p ^= 1; }
+"""
+
+
+class Backend:
+    def __init__(self):
+        self.kernels = cupy.RawModule(code=SOURCE)
+
+    def launch(self, name, *arguments):
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            self.kernels.get_function(name)((1,), (1,), arguments)
+
+    def quantize(self, x, recipe):
+        q = ops.quantize(x, recipe)
+        rows = x.shape[0]
+        word = torch.zeros(1, dtype=torch.int32, device=x.device)
+        if rows == 17:
+            self.launch("fault", word.data_ptr())
+        if rows == 18:
+            self.launch("hang", word.data_ptr())
+        if rows == 19:
+            self.launch("trap")
+        if rows == 20:
+            torch.empty(1 << 42, dtype=torch.uint8, device=x.device)
+        if rows == 21:
+            self.launch("write", x.data_ptr())
+        if rows == 22:
+            os._exit(6)
+        if rows == 23:
+            q.codes[0, 0] ^= 1
+        return q
+
+
+class Where:
+    """Passes on the GPU that it is told, and says which that is."""
+
+    def quantize(self, x, recipe):
+        with open(f"gpu-{os.getpid()}", "w") as file:
+            file.write(f"{os.environ['CUDA_VISIBLE_DEVICES']} {torch.cuda.get_device_properties(0).uuid}")
+        return ops.quantize(x, recipe)
+'''
+
+CRASH = r"the GPU no longer answers this process: \w+: CUDA error: {}.*"
+EXPECTED = {
+    16: ("pass", ""),
+    17: ("crash", CRASH.format("an illegal memory access")),
+    18: ("timeout", rf"no result after {LIMIT} s"),
+    19: ("crash", CRASH.format(r"\w+")),
+    20: ("error", r"quantize raised OutOfMemoryError: CUDA out of memory.*"),
+    21: ("fail", r"memory: \d bytes of input x were changed .*"),
+    22: ("crash", r"the process died \(exit status 6\)"),
+    23: ("fail", r"codes: .*"),
+    24: ("pass", ""),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "faulty_cuda.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    select(tmp_path, EXPECTED)
+    return tmp_path
+
+
+@gpu
+@pytest.mark.parametrize("way", ["run", "pytest", "pytest -n"])
+def test_faults_of_a_gpu_cost_their_own_cases(folder, way):
+    words = {
+        "run": ["harness", "run", "-n", "2"],
+        "pytest": ["pytest", "cases", "-p", "harness.plugin", "-p", "no:cacheprovider"],
+        "pytest -n": ["pytest", "cases", "-p", "harness.plugin", "-p", "no:cacheprovider", "-n", "2"],
+    }[way]
+    words += ["--backend", "faulty_cuda:Backend", "--device", "cuda", "--timeout", str(LIMIT)]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 1, done.stdout + done.stderr
+    check(read(folder / "reports" / "latest").records, EXPECTED)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_workers_take_two_gpus_in_turn(folder):
+    settings = Settings("faulty_cuda:Where", "cuda", workers=2)
+    records = run_cases([case_of(rows) for rows in range(16, 32)], settings, lambda record: None)
+    assert sorted(map(rows_of, records)) == list(range(16, 32))
+    assert {record["verdict"] for record in records} == {"pass"}
+    said = [path.read_text().split() for path in folder.glob("gpu-*")]
+    assert len({name for name, _ in said}) == len({uuid for _, uuid in said}) == 2
+
+
+# What a probe makes of a GPU's words, without a GPU.
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict", "message", "goes_on"),
+    [
+        ([], "pass", "", True),
+        (["CUDA error: invalid argument\nmore"], "error", "after the case the GPU reports {}: {}", True),
+        (["CUDA error: illegal"] * 9, "crash", "the GPU no longer answers this process: {}: {}", False),
+    ],
+)
+@pytest.mark.parametrize("before", ["", "quantize raised RuntimeError: no"])
+def test_a_late_error_of_a_gpu_is_that_of_its_case(monkeypatch, words, verdict, message, goes_on, before):
+    left = list(words)
+
+    def synchronize():
+        if left:
+            raise RuntimeError(left.pop(0))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    record = new_record(QUANTIZE, backend="b", device="cuda", seed=0)
+    if before:
+        record.verdict, record.message = "error", before
+    assert settle(record) is goes_on
+    assert record.verdict == ("error" if before and not words else verdict)
+    first = words[0].splitlines()[0] if words else ""
+    tail = f"; before that, error: {before}" if before and words else ""
+    expected = message.format("RuntimeError", first) + tail if words else before
+    assert record.message == expected
+
+
+def test_memory_that_ran_out_is_given_back(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr("harness.worker.gc", SimpleNamespace(collect=lambda: done.append("collected")))
+    record = new_record(QUANTIZE, backend="b", device="cuda", seed=0)
+    assert settle(record)
+    assert done == []
+    record.verdict, record.message = "error", "quantize raised OutOfMemoryError: CUDA out of memory"
+    assert settle(record)
+    assert done == ["collected", "emptied"]
+    assert re.match("quantize raised", record.message)
