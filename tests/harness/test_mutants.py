@@ -148,6 +148,8 @@ def test_a_replaced_text_is_compiled_into_its_own_folder_and_gone_afterwards(
     scales = torch.arange(12, dtype=torch.uint8).view(3, 4)
     right = layout.swizzle(scales)
     text = sources.file_text("layout.cuh").replace("i % 32 * 16", "i % 32 * 8")
+    flags, compiled = {}, host._compile
+    monkeypatch.setattr(host, "_compile", lambda *given: (flags.update({given[0]: given[2]}), compiled(*given)))
     with sources.replaced("layout.cuh", text, tmp_path / "scratch"):
         assert sources.file_text("layout.cuh") == text
         assert text.splitlines()[-2] in sources.text("swizzle")
@@ -155,6 +157,8 @@ def test_a_replaced_text_is_compiled_into_its_own_folder_and_gone_afterwards(
         assert sources.scratch_of("amax") is None
         ops.amax(scales.float())
     assert [path.suffix for path in (tmp_path / "scratch").iterdir()].count(".so") == 1
+    assert "-O1" in flags["swizzle"], "what runs on a few cases is compiled for the time that this takes"
+    assert "-O3" in flags.get("amax", host.FLAGS)
     # What is not replaced comes from the cache, or was loaded by an earlier test of this process.
     assert {path.name.split("-")[0] for path in (tmp_path / "cache").glob("*.so")} <= {"amax", "swizzle"}
     assert torch.equal(layout.swizzle(scales), right)
@@ -301,6 +305,9 @@ def test_totals_count_what_is_not_equivalent() -> None:
     assert totals(results).right
     assert not totals([*results, result("d", killed=False, noticed=(False, False, False))]).right
     assert results[0].to_dict()["causes"] == [("writes-outside", 1)]
+    concluded = [result(kind, killed=True, noticed=(True, True, True), cause="amax-partial") for kind in "ef"]
+    both = replace(results[1], failing=[record for one in (*concluded, results[1]) for record in one.failing])
+    assert both.causes == [("reads-outside", 1), ("amax-partial", 2)], "what was seen comes first"
     assert json.dumps(results[0].to_dict())
 
 
