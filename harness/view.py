@@ -20,9 +20,11 @@ def reproduction(record: dict[str, Any]) -> str:
 
 
 def first_failure(record: dict[str, Any]) -> str:
-    """Sentence, what explains it, reproduction line, then every wrong stage with its first and its worst element."""
+    """Sentence, explanation, reproduction, baseline, then every wrong stage with its first and its worst element."""
     lines = [f"{record['verdict']}: {record['message']}", *explanation_lines(record["explanations"])]
     lines += [f"reproduce: {reproduction(record)}", *saved_lines(record)]
+    if record["baseline"]:
+        lines.append(f"baseline: {record['baseline']}")
     for found in record["findings"]:
         lines += ["", f"{found['stage']} ({found['rule']}): {found['sentence']}"]
         lines += _elements(found["elements"])

@@ -94,9 +94,11 @@ class Worker:
 
     def __init__(self, settings: Settings, gpu: str = "") -> None:
         """Start the process, on the GPU of that name; it says whether it has loaded the backend before anything."""
-        # Sanitizers come with the start of an interpreter, and a server has one that is started already.
-        context: Any = multiprocessing.get_context("spawn") if settings.sanitize else forkserver()
-        environment = {} if settings.sanitize else dict(os.environ)  # the server's may be older
+        # Sanitizers come with the start of an interpreter, and the server has started. And no process can use CUDA
+        # whose parent has as much as asked whether there is any, which a library may do as it is imported.
+        alone = settings.sanitize or settings.device == "cuda"
+        context: Any = multiprocessing.get_context("spawn") if alone else forkserver()
+        environment = {} if alone else dict(os.environ)  # the server's may be older
         if gpu:
             environment[VISIBLE] = gpu
         self.connection, theirs = context.Pipe()
@@ -298,7 +300,7 @@ def settle(record: Record) -> bool:
             torch.cuda.empty_cache()
         return True
     usable = not _gpu_error()  # an error of one launch is told once, one of the context for ever
-    before = f"; before that, {record.verdict}: {record.message}" if record.message else ""
+    before = f"; before that, {record.verdict}: {record.message.splitlines()[0]}" if record.message else ""
     if usable:
         record.verdict, record.message = "error", f"after the case the GPU reports {late}{before}"
     else:

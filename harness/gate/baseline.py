@@ -73,7 +73,7 @@ def of_run(run: Run) -> Baseline:
             raise BaselineError(f"{record['case']}: {', '.join(words)}; a baseline holds finite figures alone")
         start, end = _parts(record)
         groups[start][str(figures(record))].append(end)
-    return Baseline(device_class(run), run.backend, run.seed, groups)
+    return Baseline(device_class(run.device, run.environment), run.backend, run.seed, groups)
 
 
 def _parts(record: dict[str, Any]) -> tuple[str, str]:

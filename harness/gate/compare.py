@@ -126,7 +126,7 @@ def _heads(a: Run, b: Run) -> list[tuple[str, str, str]]:
         (name, str(of(a)), str(of(b)))
         for name, of in {
             "backend": lambda run: run.backend,
-            "device": device_class,
+            "device": lambda run: device_class(run.device, run.environment),
             "seed": lambda run: run.seed,
             "cases": _cases,
         }.items()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from harness.journal import Run
-
 HOST = "host"
 
 
-def device_class(run: Run) -> str:
-    """`host` of a run on a CPU, `NVIDIA H200` and the like of one on a GPU; a MIG slice is of its GPU's class."""
-    if run.device == "cpu":
+def device_class(device: str, environment: dict[str, str]) -> str:
+    """`host` of what ran on "cpu"; `NVIDIA H200` and the like of what ran on a GPU, as `environment` names it.
+
+    `environment` is that of `harness.environment.describe_run`. A MIG slice is of its GPU's class.
+    """
+    if device == "cpu":
         return HOST
-    name = run.environment.get("GPU", "an unknown GPU").partition(", compute capability")[0]
+    name = environment.get("GPU", "an unknown GPU").partition(", compute capability")[0]
     return name.partition(" MIG ")[0]

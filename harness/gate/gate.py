@@ -68,7 +68,7 @@ def _whole(run: Run, found: Judgement) -> None:
 
 def _same_kind(run: Run, baseline: Baseline, found: Judgement) -> bool:
     pairs = {
-        "another device": (baseline.device, device_class(run)),
+        "another device": (baseline.device, device_class(run.device, run.environment)),
         "another backend": (baseline.backend, run.backend),
         "another seed": (baseline.seed, run.seed),
     }

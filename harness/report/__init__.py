@@ -28,9 +28,11 @@ def write(
     None where it went on in several places. `link` is the address that the summary ends with, in place of the page
     beside it. An earlier report is replaced only once the new one is complete; other files of the folder stay.
     """
+    from harness.gate.said import say_baseline
     from harness.report import markdown, page, tables
     from harness.report.swap import replacing
 
+    say_baseline(records, environment)
     with replacing(directory, last=PAGE) as fresh:
         tables.write(records, fresh)
         (fresh / "summary.md").write_text(markdown.render(records, environment, elapsed, link=link), encoding="utf-8")

@@ -20,7 +20,7 @@ def failure(record: dict[str, Any], saved: list[str]) -> dict[str, Any]:
     return {
         "sentence": cut(text.sentence(record)),
         "known": cut(record["known"]),
-        "baseline": cut(record.get("baseline", "")),
+        "baseline": cut(record["baseline"]),
         "findings": [_finding(found) for found in findings],
         "budget": record["budget_histogram"],
         "sweep": [(f"1e-{n}", text.share(value)) for n, value in enumerate(record["sweep"], 1)],

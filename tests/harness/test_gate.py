@@ -12,11 +12,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from harness.cli import app
-from harness.gate.baseline import of_run
+from harness.gate.baseline import of_run, write
 from harness.gate.device import device_class
 from harness.gate.figures import BELOW, FLOATS, Figures, changes, exponent, figures, not_finite, parse
 from harness.gate.gate import Judgement, judge, show
 from harness.gate.listing import LISTED
+from harness.gate.said import say_baseline
+from harness.view import first_failure
 from tests.harness.runs import GPU, product, record, run, saved, stage
 
 
@@ -210,9 +212,25 @@ def test_a_run_of_something_else(change: dict[str, Any], words: str) -> None:
 
 def test_device_classes() -> None:
     names = {"H200": GPU, "slice": {"GPU": "NVIDIA H200 MIG 1g.18gb, compute capability 9.0"}, "unknown": {}}
-    found = {name: device_class(run(device="cuda", environment=facts)) for name, facts in names.items()}
+    found = {name: device_class("cuda", facts) for name, facts in names.items()}
     assert found == {"H200": "NVIDIA H200", "slice": "NVIDIA H200", "unknown": "an unknown GPU"}
-    assert device_class(run(environment=GPU)) == "host"
+    assert device_class("cpu", GPU) == "host"
+
+
+# What a baseline says in a report
+
+
+def test_a_report_says_what_the_baseline_has_of_what_did_not_pass(tmp_path: Path) -> None:
+    write(of_run(run(record(), record("zeros"))), tmp_path / "host.json")
+    (tmp_path / "other.json").write_text("{", encoding="utf-8")
+    bad = {"verdict": "fail", "mismatches": 3}
+    records = [record(**bad), record("ties", **bad), record("zeros"), record(backend="reference", **bad)]
+    records.append(record(device="cuda", **bad))
+    say_baseline(records, GPU, tmp_path)
+    assert [one["baseline"] for one in records] == [
+        "host.json has pass 90 accepted", "host.json has no such case", "", "", ""
+    ]  # fmt: skip
+    assert "baseline: host.json has pass 90 accepted" in first_failure(records[0])
 
 
 def test_new_cases() -> None:

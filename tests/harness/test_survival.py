@@ -142,7 +142,7 @@ def check(records, expected=EXPECTED):
     for record in records:
         verdict, message = expected[rows_of(record)]
         assert record["verdict"] == verdict, record
-        assert re.fullmatch(message, record["message"]), record["message"]
+        assert re.fullmatch(message, record["message"], re.DOTALL), record["message"]
 
 
 def narrowgauge(*words):
@@ -440,6 +440,41 @@ def _no_space(*_):
 
 
 # Under pytest, without a process.
+
+
+def in_pytest(pytester, monkeypatch, folder):
+    """A run of pytest over the cases of 16 and 26 rows, in this process."""
+    monkeypatch.setattr("harness.plugin.in_process", lambda config: True)
+    select(folder, (16, 26))
+    words = ["-p", "harness.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "--backend", "reference"]
+    return pytester.runpytest_inprocess("--rootdir", folder, folder / "cases", *words)
+
+
+def test_pytest_ends_with_one_error_where_its_journal_does_not_fit(folder, pytester, monkeypatch):
+    add = Journal.add
+
+    def full(self, record):
+        if rows_of(record) == 26:
+            monkeypatch.setattr(os, "write", _no_space)
+        add(self, record)
+
+    monkeypatch.setattr(Journal, "add", full)
+    result = in_pytest(pytester, monkeypatch, folder)
+    monkeypatch.undo()
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*Exit: *cannot be written: No space left on device. The records before are in it*"])
+    assert len(read(folder / "reports" / "latest").records) == 1
+
+
+def test_pytest_says_that_its_report_does_not_fit_and_keeps_the_journal(folder, pytester, monkeypatch):
+    monkeypatch.setattr("harness.report.write", _no_space)
+    result = in_pytest(pytester, monkeypatch, folder)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(
+        ["the report cannot be written into *: No space left on device. The 2 records are in *"]
+    )
+    assert len(read(folder / "reports" / "latest").records) == 2
 
 
 def test_a_debugger_has_the_kernel_in_the_process_of_pytest(folder, pytester, monkeypatch):
