@@ -435,7 +435,7 @@ def test_a_run_ends_with_one_error_where_its_journal_does_not_fit(folder, monkey
     assert len(read(folder / "reports" / "latest").records) == 1
 
 
-def _no_space(*_):
+def _no_space(*_, **__):
     raise OSError(28, "No space left on device")
 
 
