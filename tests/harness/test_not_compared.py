@@ -195,7 +195,9 @@ def test_a_run_of_empty_cases_ends_with_status_1(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "harness.session.run_cases",
-        lambda cases, settings, _: [run_case(case, load_backend(settings.backend)).to_dict() for case in cases],
+        lambda cases, settings, on_record: [
+            on_record(run_case(case, load_backend(settings.backend)).to_dict()) for case in cases
+        ],
     )
     result = CliRunner().invoke(app, ["run", "empty.toml", "--backend", "reference"])
     assert result.exit_code == 1, result.output

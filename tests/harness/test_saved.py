@@ -2,7 +2,6 @@
 
 import multiprocessing
 import re
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from harness import keep, pool, report, saved
+from harness import keep, report, saved, worker
 from harness.backend import load_backend
 from harness.case import Case
 from harness.cli import app
@@ -260,30 +259,26 @@ def test_a_run_saves_in_its_report(folder, monkeypatch):
     assert line in result.stdout
     for name in ("index.html", "summary.md"):
         assert f"--saved out/failures/{path.name}" in (folder / "out" / name).read_text(encoding="utf-8")
-    page = (folder / "out" / "index.html").read_text(encoding="utf-8")
-    assert f"safetensors.torch.load_file(&#34;out/failures/{path.name}&#34;)" in page
 
 
-def served(monkeypatch, *cases, spec=WRONG):
+def served(*cases, spec=WRONG):
     """What a worker of a run answers, in this process."""
-    monkeypatch.setattr(signal, "signal", lambda *given: None)
-    monkeypatch.setattr(pool, "prepare_process", lambda workers: None)
     ours, theirs = multiprocessing.Pipe()
     for case in cases:
-        ours.send(pool.Task(case, 7))
+        ours.send(worker.Task(case, 7))
     ours.send(None)
-    pool._serve(theirs, pool.Settings(spec, failures="failures"))
+    worker.serve(theirs, worker.Settings(spec, failures="failures"))
     answers = []
     while ours.poll():
         answers.append(ours.recv())
     return answers
 
 
-def test_a_worker_tells_of_a_failure_before_it_shrinks_it(monkeypatch):
-    loaded, (word, before), after = served(monkeypatch, LARGE)
-    assert (loaded, word) == ("", pool.SO_FAR)
+def test_a_worker_tells_of_a_failure_before_it_shrinks_it():
+    loaded, (word, before), after = served(LARGE)
+    assert (loaded, word) == ("", worker.SO_FAR)
     assert (before["verdict"], before["saved"], before["shrunk"], before["seed"]) == ("fail", "", "", 7)
-    assert after == before | {"saved": after["saved"], "shrunk": "1x208"}
+    assert after == before | {"saved": after["saved"], "shrunk": "1x208", "seconds_total": after["seconds_total"]}
     assert load(Path(after["saved"])).seed == 7
 
 
@@ -291,11 +286,11 @@ def test_a_worker_whose_gpu_answers_no_more_ends(monkeypatch):
     def ended(status):
         raise SystemExit(status)
 
-    monkeypatch.setattr(pool, "_usable", lambda device: False)
-    monkeypatch.setattr(pool.os, "_exit", ended)
+    monkeypatch.setattr(worker, "settle", lambda record: record.verdict == "pass")
+    monkeypatch.setattr(worker.os, "_exit", ended)
     with pytest.raises(SystemExit):
-        served(monkeypatch, LARGE)
-    assert len(served(monkeypatch, LARGE, spec="reference")) == 2  # what passed is not asked
+        served(LARGE)
+    assert len(served(LARGE, spec="reference")) == 2  # what passed is not asked
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.harness.backends import QUANTIZE
 from tests.harness.test_survival import ROOT, case_of, check, rows_of, select
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-LIMIT = 60
+LIMIT = 20
 """Seconds that a case may take; a process that begins makes a context first."""
 
 KERNELS = r'''
