@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from harness.backend import BackendError, load_backend
 from harness.gpus import gpu_of
-from harness.keep import Keeper
 from harness.runner import run_case
 from harness.worker import Lost, Settings, Task, Worker, prepare_process, without_result
 
@@ -120,6 +119,8 @@ class InProcess:
     """This process: a debugger stops in the backend, and a crash ends the run."""
 
     def __init__(self, settings: Settings) -> None:
+        from harness.keep import Keeper  # imports torch, which a run that has workers does without
+
         self.settings = settings
         self._keeper = Keeper(Path(settings.failures))
 

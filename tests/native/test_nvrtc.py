@@ -15,7 +15,7 @@ MISSING = nvrtc.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
-"""sm_90 is not one of them: its PTX is that of sm_90a, which is tested below."""
+"""sm_90 is not one of them: its PTX is that of sm_90a, as is tested."""
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
 SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
@@ -58,6 +58,8 @@ def test_every_kernel_is_there_flushes_nothing_fuses_nothing_and_approximates_no
     else:
         text = nvrtc.ptx(source, architecture.replace("sm_", "compute_"), *flags)
     assert entries(text) == set(KERNELS[source])
+    if architecture == "sm_90a":
+        assert nvrtc.ptx(source, "compute_90", *flags) == text.replace(".target sm_90a", ".target sm_90")
 
     found = instructions(text)
     assert {i.split(".")[0] for i in found} >= {"ld", "st", "mov", "setp"}, "instructions are recognized"
@@ -79,15 +81,6 @@ def test_every_kernel_is_there_flushes_nothing_fuses_nothing_and_approximates_no
         has = narrow or (element in FP8 and architecture != "sm_80")
         assert {name for name, cvt in CVT.items() if cvt in found} == ({element} if has else set())
         assert (POWER in found) == narrow
-
-
-@pytest.mark.parametrize("source", [source for source, flags in SOURCES if flags in ((), ("-DELEMENT=E4M3",))])
-def test_sm_90_has_the_ptx_of_sm_90a(source: str) -> None:
-    """No kernel uses what only Hopper's own architecture has, so that the checks of the one hold for the other."""
-    flags = ("-DELEMENT=E4M3",) if (source, ()) not in SOURCES else ()
-    plain, own = (nvrtc.ptx(source, target, *flags) for target in ("compute_90", "compute_90a"))
-    assert ".target sm_90a" in own
-    assert plain == own.replace(".target sm_90a", ".target sm_90")
 
 
 def test_what_those_flags_keep_out_would_be_seen() -> None:
