@@ -1,5 +1,6 @@
 # make report    the quick tier of the case matrix; the page is reports/latest/index.html
 # make test      lint, the tests of the three packages, and the quick tier under pytest
+# make test-long the tests that make test leaves out: they take long, and others test the most of it
 # make gate      the quick tier, and whether any case got worse than in the baseline of this device
 # make bench     speed of the reference and of the native kernels
 # make mutants   about 150 wrong kernels against the quick tier, which has to find each; on a CPU
@@ -30,7 +31,7 @@ else
 INSTALL := -c constraints-cpu.txt -e '.[test]'
 endif
 
-.PHONY: report test lint gate bench mutants soak clean
+.PHONY: report test test-long lint gate bench mutants soak clean
 
 report: $(READY)
 	$(PY) -m harness run --tier quick --device $(DEVICE)
@@ -38,10 +39,13 @@ report: $(READY)
 test: lint
 	@# Without it pytest that collects no case would leave an older run to the gate.
 	@rm -f reports/latest/records.jsonl
-	$(PY) -m pytest -n auto -m "quick or not full" --device $(DEVICE)
+	$(PY) -m pytest -n auto -m "not full and not long" --device $(DEVICE)
 ifeq ($(DEVICE),cpu)
 	$(PY) -m harness gate --baseline $(BASELINE)
 endif
+
+test-long: $(READY)
+	$(PY) -m pytest tests -n auto -m long --device $(DEVICE)
 
 lint: $(READY)
 	$(PY) -m ruff check .
@@ -67,7 +71,7 @@ $(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check $(INSTALL)
 	@# pip compiles on one core; packages hold a few files for other versions of Python, which this cannot
-	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(VENV)/bin/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
 	touch $@
 
 clean:

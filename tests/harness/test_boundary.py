@@ -43,6 +43,7 @@ def stage(record, name):
 # Right kernels.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", families_of("transform"))
 @pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-rht2", "nvfp4-rht-nosign", "nvfp4-rht128"])
 def test_any_order_of_a_rotation_passes(name, family):

@@ -74,6 +74,7 @@ def fails(case, stage, **doors):
 RECIPES = [name for name in recipe_names() if "@" not in name and not name.endswith(("-recent", "-bulk"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("usage", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_passes_in_every_usage(name, usage):

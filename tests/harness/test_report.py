@@ -237,6 +237,7 @@ def test_a_swap_that_stops_half_way_leaves_no_page(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_many_records(tmp_path: Path) -> None:
     records = [failing(f"i{n}") if n % 7 == 0 else record(f"i{n}") for n in range(20_000)]
     html = write(records, tmp_path)

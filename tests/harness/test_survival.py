@@ -161,7 +161,10 @@ def test_faults_cost_their_own_cases_in_a_run_of_the_command(folder):
     assert "quantize/nvfp4/26x32" in Path("reports/latest/index.html").read_text()
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["in one process", "over processes"])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param([], marks=pytest.mark.long, id="in one process"), pytest.param(["-n", "2"], id="over processes")],
+)
 def test_faults_cost_their_own_cases_under_pytest(folder, workers):
     """The timeout is pytest-timeout's, by its method that would end the process; workers of xdist are never replaced.
 
@@ -251,6 +254,7 @@ def test_a_killed_run_leaves_its_records_and_is_gone_on_with(folder):
     assert "backend was faulty:Counting, and is reference; seed was 0, and is 3; " in result.stderr
 
 
+@pytest.mark.long
 def test_an_interrupted_pytest_is_gone_on_with_over_processes(folder):
     """Ctrl-C: a report of what was measured; then --resume with -n, and once more, when nothing is left to do."""
     select(folder, range(16, 21))

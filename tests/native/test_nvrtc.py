@@ -34,11 +34,15 @@ def entries(text: str) -> set[str]:
 # Assembly takes most of the time, and there the chips hardly differ: one of Hopper and one of Blackwell are assembled.
 ASSEMBLED = ("sm_90a", "sm_100a")
 COMPILED = [
-    pytest.param(architecture, source, flags, id="-".join((architecture, source, *(f.split("=")[1] for f in flags))))
+    pytest.param(
+        architecture, source, flags,
+        id="-".join((architecture, source, *(f.split("=")[1] for f in flags))),
+        marks=() if architecture in ASSEMBLED else pytest.mark.long,
+    )
     for architecture in ARCHITECTURES
     for source, flags in SOURCES
     if architecture in ASSEMBLED or flags in ((), ("-DELEMENT=E4M3",))
-]
+]  # fmt: skip
 
 
 FUSED = {"gemm_fp8", "gemm_quantized_fp8"}
