@@ -54,6 +54,7 @@ def test_any_order_of_a_rotation_passes(name, family):
     assert 0 <= record.excused_share < 0.02
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", families_of("transform"))
 @pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht-sr", "nvfp4-rht128", "nvfp4-rht4"])
 def test_any_order_before_a_quantize_passes(name, family):

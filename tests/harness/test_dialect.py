@@ -74,6 +74,7 @@ def test_every_dialect_of_nvfp4_is_recognised(few, name):
     assert (found.inputs, len(found.left_out)) == (6 - refused, refused)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxfp8-2d"])
 def test_every_rule_of_mx_is_recognised(few, base):
     for name in MX_DIALECTS:

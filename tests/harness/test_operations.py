@@ -659,6 +659,7 @@ def test_one_wrong_byte_of_any_recipe_is_found(name, part):
 SPOKEN = [name for name in recipe_names() if "@" in name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("usage", [(), ("both",)])
 @pytest.mark.parametrize("name", SPOKEN)
 def test_a_backend_that_speaks_a_dialect_passes_in_it(name, usage):
@@ -667,6 +668,7 @@ def test_a_backend_that_speaks_a_dialect_passes_in_it(name, usage):
             passes(quantize_case(name, *usage, dtype=dtype, inputs=inputs, shape=(33, 77)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPOKEN)
 def test_a_backend_that_speaks_another_dialect_fails_in_it(name):
     """It speaks te, but for the name: what te-native quantizes is the same."""

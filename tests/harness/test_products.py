@@ -85,6 +85,7 @@ def test_products_of_every_recipe_pass_in_every_layout(rule, layout):
         assert {"x.scales", "x.codes", "w.scales", "w.codes"} <= set(stages(record))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", families_of("gemm"))
 @pytest.mark.parametrize("rule", ["mxfp8-e4m3+mxfp8-e5m2", "mxfp4", "fp8-block-1x128-e4m3-fp32", "fp8-delayed-e4m3"])
 def test_products_of_every_family_pass(rule, family):
@@ -337,6 +338,7 @@ OUTPUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("out_recipe", OUTPUTS)
 @pytest.mark.parametrize("rule", ["mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3-pow2", "nvfp4"])
 def test_quantized_outputs_pass(rule, out_recipe):

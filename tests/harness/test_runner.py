@@ -46,6 +46,7 @@ SHAPES = {"quantize": [(32, 48), (17, 50)], "gemm": [(16, 64, 24), (17, 50, 33)]
 DTYPES = {"quantize": ["fp32", "bf16", "fp16"], "gemm": ["bf16xbf16-bf16", "fp32xbf16-fp32", "fp16xfp16-fp16"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["native", "reference"])
 @pytest.mark.parametrize(
     ("operation", "family"), [(o, family) for o in ("quantize", "gemm") for family in families_of(o)]

@@ -283,6 +283,7 @@ def covering(cases):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["native", "reference"])
 def test_right_kernels_never_fail(tenth, name):
     cases, backend = covering(tenth), load_backend(name)

@@ -81,6 +81,7 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
 # Exact arithmetic's.
 
 
+@pytest.mark.long
 @EVERY_RECIPE
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_every_family_is_quantized_as_exact_arithmetic_does(name: str, nan: str) -> None:

@@ -70,6 +70,7 @@ def assert_as_reference(x: torch.Tensor, sizes: list[int], name: str | Recipe, *
     return got
 
 
+@pytest.mark.long
 @EVERY_RECIPE
 @EITHER
 def test_every_section_has_the_references_bytes(name: str, columnwise: bool) -> None:

@@ -82,6 +82,7 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
 # Every recipe against the reference.
 
 
+@pytest.mark.long
 @EVERY_RECIPE
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_quantized_as_the_reference_does(name: str, family: str) -> None:
@@ -90,6 +91,7 @@ def test_every_family_is_quantized_as_the_reference_does(name: str, family: str)
     assert_as_reference(sample(r, family, 70, 77, dtype_in_turn(name, family)), r, **random_of(r))
 
 
+@pytest.mark.long
 @EVERY_RECIPE
 def test_any_shape_is_quantized_as_the_reference_does(name: str) -> None:
     r = recipe(name)

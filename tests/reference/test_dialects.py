@@ -143,6 +143,7 @@ def matrices(draw: st.DrawFn) -> torch.Tensor:
     return torch.zeros_like(x) if x.abs().max() < 2.0**-100 else x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dialect", TWINS)
 @SETTINGS
 @given(x=matrices())
