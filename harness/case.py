@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import schema
+from harness import schema, toml_file
 from harness.sections import section_sizes
 from reference.recipes import recipe
 
@@ -119,18 +118,7 @@ def load(path: str | Path) -> list[Case]:
 
 def _tables(path: Path) -> list[tuple[str, Any]]:
     """The tables of a file, each with its place in words."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CaseFileError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise CaseFileError(f"{path}: not TOML: {error}") from error
-    for key in content:
-        if key != "matrix":
-            raise CaseFileError(
-                f"{path}: unknown key {key!r}{schema.nearest(key, ['matrix'])}; a case file holds [[matrix]] tables"
-            )
-    tables = content.get("matrix")
+    tables = toml_file.read(path, "matrix", what="a case file", error=CaseFileError)
     if not isinstance(tables, list) or not tables:
         raise CaseFileError(f"{path}: no [[matrix]] table, so no case; see cases/README.md")
     return [(f"{path}: [[matrix]] {number}", table) for number, table in enumerate(tables, 1)]

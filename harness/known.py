@@ -6,7 +6,6 @@ A TOML file of `[[known]]` tables, `known.toml` beside the case files; cases/REA
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from harness import toml_file
 from harness.case import LEDGER, Case
 from harness.schema import nearest, one_of
 
@@ -153,16 +153,9 @@ class Ledgers:
 
 def load(path: Path) -> Ledger:
     """The ledger of a file, which may hold no entry. Raises LedgerError where it cannot be read or is malformed."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise LedgerError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise LedgerError(f"{path}: not TOML: {error}") from error
-    for key in content:
-        if key != "known":
-            raise LedgerError(f"{path}: unknown key {key!r}{nearest(key, ['known'])}; a ledger holds [[known]] tables")
-    tables = content.get("known", [])
+    tables = toml_file.read(path, "known", what="a ledger", error=LedgerError)
+    if tables is None:
+        return Ledger()
     if not isinstance(tables, list):
         raise LedgerError(f"{path}: known is {type(tables).__name__}; a ledger holds [[known]] tables")
     return Ledger(tuple(_entry(table, f"{path}: [[known]] {number}") for number, table in enumerate(tables, 1)))

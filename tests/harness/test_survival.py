@@ -113,15 +113,20 @@ EXPECTED = {
 def folder(tmp_path, monkeypatch):
     """The current folder: faulty.py, and cases/faults.toml with a case for each number of rows."""
     (tmp_path / "faulty.py").write_text(KERNELS)
-    monkeypatch.chdir(tmp_path)
+    move_to(tmp_path, monkeypatch)
+    select(tmp_path, ALL)
+    return tmp_path
+
+
+def move_to(folder, monkeypatch):
+    """Make a folder the current one, whose modules runs find, and nothing of this run of pytest."""
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{folder}")
     monkeypatch.setenv("COLUMNS", "200")
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")  # it takes a second and more to import
-    select(tmp_path, ALL)
-    return tmp_path
 
 
 def select(folder, rows):

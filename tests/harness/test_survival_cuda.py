@@ -3,7 +3,6 @@
 To see that it always does: `for i in $(seq 20); do pytest tests/harness/test_survival_cuda.py -q -n 0 || break; done`.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from harness.pool import Settings, run_cases
 from harness.runner import new_record
 from harness.worker import settle
 from tests.harness.backends import QUANTIZE
-from tests.harness.test_survival import ROOT, case_of, check, rows_of, select
+from tests.harness.test_survival import case_of, check, move_to, rows_of, select
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LIMIT = 20
@@ -92,11 +91,7 @@ EXPECTED = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "faulty_cuda.py").write_text(KERNELS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-        monkeypatch.delenv(name)
+    move_to(tmp_path, monkeypatch)
     select(tmp_path, EXPECTED)
     return tmp_path
 
