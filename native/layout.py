@@ -9,6 +9,9 @@ from native.arguments import THREADS, blocks_for, check_tensor
 from native.launch import launch
 from reference.quantized import Quantized, scales_shape
 
+_TILES = 8
+"""Of a strip of 128 rows, that a block of threads moves."""
+
 
 def _padded(shape: tuple[int, int]) -> tuple[int, int]:
     return blocks_for(shape[0], 128) * 128 if shape[0] else 0, -(-shape[1] // 4) * 4
@@ -42,6 +45,6 @@ def linear_scales(q: Quantized) -> torch.Tensor:
 
 
 def _move(kernel: str, source: torch.Tensor, target: torch.Tensor, rows: int, columns: int) -> None:
-    quads = _padded((rows, columns))[0] * -(-columns // 4)
+    groups = blocks_for(rows, 128) * blocks_for(columns, 4 * _TILES)
     arguments = (source, target, np.int64(rows), np.int64(columns))
-    launch("swizzle", kernel, (blocks_for(quads, THREADS),), (THREADS,), arguments, device=source.device)
+    launch("swizzle", kernel, (groups,), (THREADS,), arguments, device=source.device)

@@ -38,6 +38,8 @@ from reference.recipes import Recipe
 _SCALE_ORDER = {"amax*(enc*(1/6))": 0, "(amax/6)*enc": 1}
 _CANDIDATES = {"6": 0, "4-or-6-mae": 1, "4-or-6-mse": 2}
 _ROTATE_ROWS, _ROTATE_COLUMNS = 1, 2
+_PLAIN_BLOCKS = 2
+"""Blocks of 16 that a thread of the plain kernel makes."""
 _FUSED_GROUP = 16
 """Groups of other sizes are rotated by a launch of their own."""
 
@@ -89,7 +91,7 @@ def _launch(
         launch(
             "quantize_nvfp4",
             f"quantize_nvfp4_plain_{suffix(x.dtype)}",
-            (blocks_for(row.scales.numel(), THREADS),),
+            (blocks_for(row.scales.numel(), THREADS * _PLAIN_BLOCKS),),
             (THREADS,),
             (x, np.int64(rows), np.int64(columns), *row.arguments()[:4], np.float32(r.max_product), scale_order,
              propagate_nan),
@@ -98,6 +100,7 @@ def _launch(
         return
     sections = 1 if sizes is None else len(sizes)
     seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
+    variant = _variant_bits(r, rotation=rotation, swizzled=swizzled)
     launch(
         "quantize_nvfp4",
         f"quantize_nvfp4_{suffix(x.dtype)}",
@@ -105,12 +108,25 @@ def _launch(
         (THREADS,),
         (x, np.int64(x.stride(0)), np.int64(x.stride(1)), np.int64(rows), np.int64(columns), sizes, np.int32(sections),
          *(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments()),
-         np.float32(r.max_product), scale_order, np.int32(_CANDIDATES[r.candidates]), np.int32(r.block[0] > 1),
-         np.int32(r.granularity == "row"), propagate_nan, np.int32(rotation),
-         np.int32(0 if r.transform is None else r.transform.signs), np.int32(r.rounding == "stochastic"),
-         np.uint64(seed % 2**64), np.int32(swizzled)),
+         np.float32(r.max_product), scale_order, np.int32(variant), np.uint64(seed % 2**64)),
         device=x.device,
+        # One compilation for each costs a GPU's driver a second, once, and a CPU's compiler many.
+        extra_flags=(f"-DVARIANT={variant}",) if x.device.type == "cuda" else (),
     )  # fmt: skip
+
+
+def _variant_bits(r: Recipe, *, rotation: int, swizzled: bool) -> int:
+    """What the kernel's `rule_of` reads."""
+    fields = (
+        (_CANDIDATES[r.candidates], 2), (r.block[0] > 1, 1), (r.granularity == "row", 1), (r.nan == "propagate", 1),
+        (rotation, 2), (r.rounding == "stochastic", 1), (swizzled, 1),
+        (0 if r.transform is None else r.transform.signs, 16),
+    )  # fmt: skip
+    bits = shift = 0
+    for value, width in fields:
+        bits |= int(value) << shift
+        shift += width
+    return bits
 
 
 def _variant(r: Recipe) -> bool:

@@ -6,6 +6,7 @@
 //   Exact. Magnitudes are compared as integers, whose order is theirs. NaN is left out, or wins where propagate_nan
 //   (its bits are above infinity's).
 
+#include "blocks.cuh"
 #include "reduce.cuh"
 
 constexpr int THREADS = 256;
@@ -18,6 +19,15 @@ __device__ void amax(const T* x, u32* out, i64 n, int propagate_nan) {
     const u32 highest = highest_counted(propagate_nan);
     u32 largest = 0;
     for (i64 start = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) * PER_THREAD; start < n; start += step) {
+#ifdef __CUDA_ARCH__
+        if (n - start >= PER_THREAD) {
+            float v[PER_THREAD];
+            load_elements(x + start, v);
+            const u32 found = largest_magnitude(v, highest);
+            largest = found > largest ? found : largest;
+            continue;
+        }
+#endif
         if (n - start >= PER_THREAD) {  // a constant count, which compilers unroll
             for (int i = 0; i < PER_THREAD; ++i) take_magnitude(to_float(x[start + i]), highest, largest);
         } else {

@@ -3,6 +3,14 @@
 
 #include "formats.cuh"
 
+// a / b of numbers that are not negative. A GPU takes a tenth of the instructions where both have 32 bits.
+__device__ __forceinline__ i64 quotient(i64 a, i64 b) {
+#ifdef __CUDA_ARCH__
+    if (((a | b) >> 32) == 0) return static_cast<u32>(a) / static_cast<u32>(b);
+#endif
+    return a / b;
+}
+
 // How many of a block's elements exist, where `left` are left of its line.
 template <int BLOCK>
 __device__ __forceinline__ int count_of(i64 left) {
@@ -21,6 +29,14 @@ __device__ __forceinline__ void load_block(const T* source, i64 stride, int coun
 
 template <int BLOCK>
 __device__ __forceinline__ u32 largest_magnitude(const float (&v)[BLOCK], u32 highest) {
+#ifdef __CUDA_ARCH__
+    if (highest == FLOAT_INF_BITS) {  // one instruction an element, which leaves NaN out
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < BLOCK; ++i) largest = fmaxf(largest, fabsf(v[i]));
+        return __float_as_uint(largest);
+    }
+#endif
     u32 largest = 0;
     for (int i = 0; i < BLOCK; ++i) take_magnitude(v[i], highest, largest);
     return largest;
@@ -37,7 +53,7 @@ template <int BLOCK>
 __device__ __forceinline__ Run find_run(i64 rows, i64 columns, i64 index) {
     const i64 blocks = (columns + BLOCK - 1) / BLOCK;
     const bool one_line = columns % BLOCK == 0;
-    const i64 row = one_line ? 0 : index / blocks;
+    const i64 row = one_line ? 0 : quotient(index, blocks);
     const i64 column = (index - row * blocks) * BLOCK;
     const i64 length = one_line ? rows * columns : columns;
     return {row, column, length, count_of<BLOCK>(length - column)};

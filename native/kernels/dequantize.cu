@@ -12,7 +12,7 @@
 //   Numerics: f = fl(fl(s * amax) * r), r = fl(1/2688) or fl(1/1536), or s alone; out = cast(fl(code * f)), nearest even.
 //   Exact to the bit.
 
-#include "formats.cuh"
+#include "blocks.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT E2M1
@@ -34,11 +34,14 @@ struct Scales {
     float reciprocal;
 };
 
-__device__ __forceinline__ i64 blocks_of(i64 extent, i64 block) { return extent / block + (extent % block != 0 ? 1 : 0); }
+__device__ __forceinline__ i64 blocks_of(i64 extent, i64 block) {
+    const i64 whole = quotient(extent, block);
+    return whole + (whole * block != extent ? 1 : 0);
+}
 
 // What the codes of row `row` are multiplied by from column `column` on.
 __device__ __forceinline__ float factor_at(const Scales& scales, i64 row, i64 column, i64 rows, i64 columns) {
-    const i64 i = row / scales.block_rows, j = column / scales.block_columns;
+    const i64 i = quotient(row, scales.block_rows), j = quotient(column, scales.block_columns);
     const i64 index = scales.transposed ? j * blocks_of(rows, scales.block_rows) + i
                                         : i * blocks_of(columns, scales.block_columns) + j;
     if (scales.kind == FP32) return static_cast<const float*>(scales.stored)[index];
@@ -62,8 +65,10 @@ __device__ void dequantize(const u8* codes, int codes_transposed, Scales scales,
     const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     if (index >= rows * chunks) return;
     // Neighbours read neighbouring codes.
-    const i64 row = codes_transposed ? index % rows : index / chunks;
-    const i64 column = (codes_transposed ? index / rows : index % chunks) * EACH;
+    const i64 lines = codes_transposed ? rows : chunks;
+    const i64 line = quotient(index, lines), place = index - line * lines;
+    const i64 row = codes_transposed ? place : line;
+    const i64 column = (codes_transposed ? line : place) * EACH;
     const int count = columns - column < EACH ? static_cast<int>(columns - column) : EACH;
     const u8* source = codes_transposed ? codes + column * rows + row
                                         : codes + row * ((columns + PER_BYTE - 1) / PER_BYTE) + column / PER_BYTE;
@@ -72,9 +77,11 @@ __device__ void dequantize(const u8* codes, int codes_transposed, Scales scales,
 
     const float factor = factor_at(scales, row, column, rows, columns);
     if (count == EACH && step == 1) {  // a constant count, which compilers unroll
-        for (int i = 0; i < EACH; ++i) {
-            from_float(element_to_float(source[i / PER_BYTE] >> i % PER_BYTE * 4) * factor, target[i]);
-        }
+        u8 bytes[EACH / PER_BYTE];
+        load_bytes(source, bytes);
+        float v[EACH];
+        for (int i = 0; i < EACH; ++i) v[i] = element_to_float(bytes[i / PER_BYTE] >> i % PER_BYTE * 4) * factor;
+        store_elements(v, target);
     } else {
         for (int i = 0; i < count; ++i) {
             from_float(element_to_float(source[i / PER_BYTE * step] >> i % PER_BYTE * 4) * factor, target[i]);

@@ -12,6 +12,9 @@ using u64 = unsigned long long;
 using i64 = long long;
 
 #if defined(__CUDA_ARCH__) && !defined(NARROWGAUGE_PORTABLE)
+#if __CUDA_ARCH__ >= 800
+#define HAS_CVT_HALF
+#endif
 #if __CUDA_ARCH__ >= 890
 #define HAS_CVT_FP8
 #endif
@@ -51,13 +54,20 @@ __device__ __forceinline__ float to_float(fp16 x) {
 __device__ __forceinline__ void from_float(float x, float& out) { out = x; }
 
 __device__ __forceinline__ void from_float(float x, bf16& out) {
+#ifdef HAS_CVT_HALF
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+#else
     const u32 bits = __float_as_uint(x);
     const u32 rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
     out.bits = static_cast<u16>((bits & 0x7FFFFFFFu) > FLOAT_INF_BITS ? 0x7FFFu : rounded);
+#endif
 }
 
 // Adding 2^(e + 13) leaves the ten mantissa bits that fp16 keeps at exponent e, rounded to nearest even by the addition.
 __device__ __forceinline__ void from_float(float x, fp16& out) {
+#ifdef HAS_CVT_HALF
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+#else
     const u32 bits = __float_as_uint(x);
     const u32 sign = bits >> 16 & 0x8000u;
     const u32 magnitude = bits & 0x7FFFFFFFu;
@@ -75,6 +85,7 @@ __device__ __forceinline__ void from_float(float x, fp16& out) {
         code = r < 0x38800000u ? static_cast<u32>(rounded * 0x1p24f) : (r >> 13) - (112u << 10);
     }
     out.bits = static_cast<u16>(code | sign);
+#endif
 }
 
 // ---- many elements at once -------------------------------------------------------------------------------------------
@@ -100,21 +111,97 @@ __device__ __forceinline__ void load_elements(const T* source, float (&v)[N]) {
     for (int i = 0; i < N; ++i) v[i] = to_float(source[i]);
 }
 
+template <class T, int N>
+__device__ __forceinline__ void store_elements(const float (&v)[N], T* target) {
+#ifdef __CUDA_ARCH__
+    if (reinterpret_cast<u64>(target) % 16 == 0) {
+        constexpr int EACH = 16 / sizeof(T);
+        struct alignas(16) Chunk {
+            T each[EACH];
+        };
+#pragma unroll
+        for (int i = 0; i < N / EACH; ++i) {
+            Chunk chunk;
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) from_float(v[i * EACH + j], chunk.each[j]);
+            reinterpret_cast<Chunk*>(target)[i] = chunk;
+        }
+        return;
+    }
+#endif
+    for (int i = 0; i < N; ++i) from_float(v[i], target[i]);
+}
+
+template <int N>
+__device__ __forceinline__ void load_bytes(const u8* source, u8 (&bytes)[N]) {
+#ifdef __CUDA_ARCH__
+    constexpr int EACH = N % 16 == 0 ? 16 : 8;
+    if (reinterpret_cast<u64>(source) % EACH == 0) {
+        struct alignas(EACH) Chunk {
+            u32 words[EACH / 4];
+        };
+#pragma unroll
+        for (int i = 0; i < N / EACH; ++i) {
+            const Chunk chunk = reinterpret_cast<const Chunk*>(source)[i];
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) bytes[EACH * i + j] = static_cast<u8>(chunk.words[j / 4] >> j % 4 * 8);
+        }
+        return;
+    }
+#endif
+    for (int j = 0; j < N; ++j) bytes[j] = source[j];
+}
+
 template <int N>
 __device__ __forceinline__ void store_bytes(const u8 (&bytes)[N], u8* target) {
 #ifdef __CUDA_ARCH__
-    if (reinterpret_cast<u64>(target) % 8 == 0) {
+    constexpr int EACH = N % 16 == 0 ? 16 : 8;
+    if (reinterpret_cast<u64>(target) % EACH == 0) {
+        struct alignas(EACH) Chunk {
+            u32 words[EACH / 4];
+        };
 #pragma unroll
-        for (int i = 0; i < N / 8; ++i) {
-            u64 word = 0;
+        for (int i = 0; i < N / EACH; ++i) {
+            Chunk chunk;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) word |= static_cast<u64>(bytes[8 * i + j]) << 8 * j;
-            reinterpret_cast<u64*>(target)[i] = word;
+            for (int j = 0; j < EACH / 4; ++j) {
+                const u8* four = bytes + EACH * i + 4 * j;
+                chunk.words[j] = four[0] | four[1] << 8 | four[2] << 16 | static_cast<u32>(four[3]) << 24;
+            }
+            reinterpret_cast<Chunk*>(target)[i] = chunk;
         }
         return;
     }
 #endif
     for (int j = 0; j < N; ++j) target[j] = bytes[j];
+}
+
+// The first `count` of four bytes, and zeros.
+__device__ __forceinline__ void load_bytes4(const u8* source, int count, u8* bytes) {
+#ifdef __CUDA_ARCH__
+    if (count == 4 && reinterpret_cast<u64>(source) % 4 == 0) {
+        const u32 word = *reinterpret_cast<const u32*>(source);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) bytes[j] = static_cast<u8>(word >> 8 * j);
+        return;
+    }
+#endif
+    for (int j = 0; j < 4; ++j) bytes[j] = j < count ? source[j] : 0;
+}
+
+__device__ __forceinline__ void store_bytes4(const u8* bytes, int count, u8* target) {
+#ifdef __CUDA_ARCH__
+    if (count == 4 && reinterpret_cast<u64>(target) % 4 == 0) {
+        u32 word = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) word |= static_cast<u32>(bytes[j]) << 8 * j;
+        *reinterpret_cast<u32*>(target) = word;
+        return;
+    }
+#endif
+    for (int j = 0; j < 4; ++j) {
+        if (j < count) target[j] = bytes[j];
+    }
 }
 
 // ---- largest magnitude -----------------------------------------------------------------------------------------------
@@ -235,9 +322,15 @@ __device__ __forceinline__ u16 pair_from_float(float low, float high) {
 template <class F>
 __device__ __forceinline__ float narrow_to_float(u32 code) {
     const u32 magnitude = code & (F::SIGN - 1u);
+#ifdef __CUDA_ARCH__
+    // As bits of float32, subnormal ones too, it is a power of two too small. A CPU is slow with subnormal numbers.
+    constexpr u32 POWER = ((F::REBIAS >> F::MANTISSA) + 127u) << 23;
+    const u32 finite = __float_as_uint(__uint_as_float(magnitude << F::SHIFT) * __uint_as_float(POWER));
+#else
     const float small = static_cast<float>(static_cast<int>(magnitude)) * __uint_as_float(F::STEP_BITS);
     const u32 normal = (magnitude + F::REBIAS) << F::SHIFT;
     const u32 finite = magnitude < 1u << F::MANTISSA ? __float_as_uint(small) : normal;
+#endif
     // Above the largest number lies infinity where NaN does not follow at once, then NaN.
     const bool infinite = F::MAX_CODE + 1u < F::NAN_CODE && magnitude == F::MAX_CODE + 1u;
     const u32 value = magnitude <= F::MAX_CODE ? finite : infinite ? FLOAT_INF_BITS : 0x7FC00000u;
@@ -307,6 +400,66 @@ __device__ __forceinline__ u8 e2m1x2_from_float(float low, float high) {
 #endif
 }
 
+#if defined(__CUDA_ARCH__) && !defined(HAS_CVT_NARROW) && !defined(NARROWGAUGE_PORTABLE)
+#define HAS_E2M1_BY_SUMS
+// A word whose low byte is the code of |x|, nearest even: |x| plus 2^22 of its binade 2^e, which is from 1 to 4, counts
+// steps of 2^(e-1) in its last bits, and 2e lies 22 bits above. The 107 makes all that lies in that byte besides 0.
+__device__ __forceinline__ u32 e2m1_by_sum(float x) {
+    const float a = fminf(fabsf(x), 6.0f);  // NaN to 6
+    const float binade = __uint_as_float(__float_as_uint(fmaxf(a, 1.0f)) & FLOAT_INF_BITS);
+    const u32 sum = __float_as_uint(__fmaf_rn(binade, 0x1p22f + 107.0f, a));
+    return sum + (sum >> 22);
+}
+
+// The same of a number from 0 to below 7: 6 and what rounds to it.
+__device__ __forceinline__ u32 e2m1_by_sum_below_7(float a) {
+    const float binade = __uint_as_float(__float_as_uint(fmaxf(a, 1.0f)) & FLOAT_INF_BITS);
+    const u32 sum = __float_as_uint(__fmaf_rn(binade, 0x1p22f + 107.0f, a));
+    return sum + (sum >> 22);
+}
+
+// Products of eight bfloat16 numbers, two a word, and a factor that makes them smaller than 7: to a word.
+__device__ __forceinline__ u32 e2m1x8_of_products_below_7(const u32* x, float factor) {
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const u32 magnitudes = x[j] & 0x7FFF7FFFu;
+        const u32 low = e2m1_by_sum_below_7(__uint_as_float(magnitudes << 16) * factor);
+        const u32 high = e2m1_by_sum_below_7(__uint_as_float(magnitudes & 0xFFFF0000u) * factor);
+        // Signs from bits 15 and 31 to 3 and 7 of the low byte.
+        pairs[j] = __umulhi(x[j] & 0x80008000u, (1u << 20) + (1u << 8)) + (high * 16u + low);
+    }
+    return __byte_perm(__byte_perm(pairs[0], pairs[1], 0x0040), __byte_perm(pairs[2], pairs[3], 0x0040), 0x5410);
+}
+
+// Eight elements to a word. A product that is NaN has no sign on a GPU.
+__device__ __forceinline__ u32 e2m1x8_by_sums(const float* x) {
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pairs[j] = e2m1_by_sum(x[2 * j + 1]) * 16u + e2m1_by_sum(x[2 * j]);
+    const u32 codes = __byte_perm(__byte_perm(pairs[0], pairs[1], 0x0040), __byte_perm(pairs[2], pairs[3], 0x0040), 0x5410);
+    u32 signs[2];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+        const u32 low = __byte_perm(__float_as_uint(x[odd]), __float_as_uint(x[2 + odd]), 0x0073);
+        const u32 high = __byte_perm(__float_as_uint(x[4 + odd]), __float_as_uint(x[6 + odd]), 0x0073);
+        signs[odd] = __byte_perm(low, high, 0x5410) & 0x80808080u;
+    }
+    return codes | signs[0] >> 4 | signs[1];
+}
+#endif
+
+// 16 elements to eight bytes, nearest even.
+__device__ __forceinline__ void e2m1x16_from_float(const float (&x)[16], u8 (&packed)[8]) {
+#ifdef HAS_E2M1_BY_SUMS
+    const u32 words[2] = {e2m1x8_by_sums(x), e2m1x8_by_sums(x + 8)};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) packed[j] = static_cast<u8>(words[j / 4] >> j % 4 * 8);
+#else
+    for (int j = 0; j < 8; ++j) packed[j] = e2m1x2_from_float(x[2 * j], x[2 * j + 1]);
+#endif
+}
+
 // 16 elements to eight bytes by four random words, the lowest byte of a word for the first element of four.
 __device__ __forceinline__ void e2m1x16_stochastic(const float (&x)[16], const u32 (&words)[4], u8 (&packed)[8]) {
 #ifdef HAS_CVT_RS_E2M1
@@ -329,9 +482,14 @@ __device__ __forceinline__ void e2m1x16_stochastic(const float (&x)[16], const u
 
 // Magnitudes in halves are 0, 1, 2, 3, 4, 6, 8, 12: (2 + m) << (e - 1), or m where e = 0.
 __device__ __forceinline__ float e2m1_to_float(u32 code) {
+#ifdef __CUDA_ARCH__
+    // As bits of float32, of which a half is subnormal, it is 2^126 too small.
+    return __uint_as_float((code & 7u) << 22 | (code & 8u) << 28) * 0x1p126f;
+#else
     const u32 exponent = code >> 1 & 3u;
     const u32 mantissa = code & 1u;
     const u32 halves = exponent == 0u ? mantissa : (2u + mantissa) << (exponent - 1u);
     const u32 sign = (code & 8u) << 28;
     return __uint_as_float(__float_as_uint(static_cast<float>(halves) * 0.5f) | sign);
+#endif
 }
