@@ -5,6 +5,7 @@
 # make bench     speed of the reference and of the native kernels
 # make mutants   about 150 wrong kernels against the quick tier, which has to find each; on a CPU
 # make soak      a tenth of the quick tier over 200 fresh seeds, a quarter of an hour on two cores: no kernel may fail
+# make train     a small transformer learns under every recipe, every stage of every step judged; reports/train/index.html
 #
 # Each sets itself up in .venv the first time. DEVICE=cuda runs on a GPU. PY=python3 uses that interpreter as it is, where
 # it already has everything (a GPU container, say).
@@ -31,7 +32,7 @@ else
 INSTALL := -c constraints-cpu.txt -e '.[test]'
 endif
 
-.PHONY: report test test-long lint gate bench mutants soak clean
+.PHONY: report test test-long lint gate bench mutants soak train clean
 
 report: $(READY)
 	$(PY) -m harness run --tier quick --device $(DEVICE)
@@ -64,6 +65,9 @@ mutants: $(READY)
 
 soak: $(READY)
 	$(PY) -m harness soak --device $(DEVICE)
+
+train: $(READY)
+	$(PY) -m harness train --device $(DEVICE)
 
 $(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -18,6 +18,16 @@ A backend is any object or module that has some of the doors of design.md:
     update_scale(history, scale, recipe) -> (history, scale)
     pad_sections(x, sizes, recipe) -> (padded, sizes)
     unpad_sections(y, sizes, recipe) -> Tensor
+    Linear(in_features, out_features, bias=True, *, dtype=torch.bfloat16, device=None, seed=0, accumulate=False,
+           quantized_parameters=False, delay_wgrad=False) -> torch.nn.Module
+    LayerNormLinear(in_features, out_features, bias=True, *, norm="layer", eps=1e-5, as Linear) -> torch.nn.Module
+    GroupedLinear(groups, in_features, out_features, bias=True, *, as Linear) -> torch.nn.Module
+    TransformerLayer(hidden, ffn, heads, *, norm="layer", eps=1e-5, bias=True, as Linear) -> torch.nn.Module
+
+A module has the parameters and methods of those of `reference.modules`, and asks `reference.autocast.current()` for the
+training recipe in its forward. It is judged by its outputs and gradients; where it calls its `observer(name, value)`
+with the results on the way, as those do, each stage is judged by itself, given the module's own result of the one
+before.
 
 An option is passed only where it differs from its default, so a door may lack those that it does not have.
 
@@ -71,7 +81,8 @@ __all__ = ["Backend", "BackendError", "Unsupported", "check_device", "load_backe
 BUILT_IN = {"native": "native.ops", "reference": "reference.ops"}
 DOORS = (
     "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
-    "gemm_grouped", "gemm_quantized", "update_scale", "pad_sections", "unpad_sections",
+    "gemm_grouped", "gemm_quantized", "update_scale", "pad_sections", "unpad_sections", "Linear", "LayerNormLinear",
+    "GroupedLinear", "TransformerLayer",
 )  # fmt: skip
 DECLARATIONS = {
     "transform": ("butterfly",),
@@ -126,12 +137,16 @@ class Backend:
         """What the door gives. Raises Unsupported, or BackendError with the exception's own words and place."""
         if not self.has(door):
             raise Unsupported(f"backend {self.name} has no {door}")
+        return self.run(door, getattr(self.doors, door), *arguments, **options)
+
+    def run(self, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """What a function of the backend gives: a door, or a method of its modules. Raises as `call` does."""
         try:
-            return getattr(self.doors, door)(*arguments, **options)
+            return function(*arguments, **options)
         except NotImplementedError as error:
-            raise Unsupported(str(error) or f"{self.name}.{door} is not implemented for this case") from error
+            raise Unsupported(str(error) or f"{self.name}.{what} is not implemented for this case") from error
         except Exception as error:
-            raise BackendError(f"{door} raised {type(error).__name__}: {error}{place(error)}") from error
+            raise BackendError(f"{what} raised {type(error).__name__}: {error}{place(error)}") from error
 
     def quantize(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 from harness import schema, toml_file
 from harness.sections import section_sizes
 from reference.recipes import recipe
+from reference.training import TrainingRecipe, training_recipe
 
 LEDGER = "known.toml"
 """A file that lies among case files and is none: the ledger of known failures (`harness.known`)."""
@@ -31,9 +32,11 @@ class Case:
 
     operation: str
     recipe: str
-    """Name of the recipe; of a gemm `recipe+w_recipe` where they differ; nothing of a swizzle."""
+    """Name of the recipe; of a gemm `recipe+w_recipe` where they differ; of a module that of the training recipe;
+    nothing of a swizzle."""
     shape: tuple[int, ...]
-    """(M, K), or (…, K) of a quantize; (M, K, N) of a gemm; (R, C) of a swizzle."""
+    """(M, K), or (…, K) of a quantize; (M, K, N) of a gemm; (R, C) of a swizzle; (B, S, K, N) of a linear layer; (B, S,
+    hidden, ffn) of a transformer layer."""
     dtype: str
     """Of the input; of a gemm `bf16xfp32-bf16`: x, w and output; nothing of a swizzle."""
     inputs: str
@@ -99,8 +102,40 @@ class Case:
     @property
     def sections(self) -> tuple[int, ...]:
         """Of a grouped operation: the rows of each section."""
+        if self.is_module:
+            return section_sizes(self.flags[0], self.shape[0])
         rule = recipe(self.recipes[0])
         return section_sizes(self.flags[0], self.shape[0], whole=schema.whole_of(rule, self.usage))
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it runs a module, forward and backward, under a training recipe."""
+        return self.operation in schema.MODULES
+
+    @property
+    def training(self) -> TrainingRecipe:
+        """Of a module: the training recipe."""
+        return training_recipe(self.recipe)
+
+    @property
+    def norm(self) -> str:
+        """Of a module that normalizes: `layer` or `rms`."""
+        return self._flag(schema.NORMS)
+
+    @property
+    def heads(self) -> int:
+        """Of a transformer layer: the heads of its attention."""
+        return self._number("heads", 1)
+
+    @property
+    def steps(self) -> int:
+        """Of a module: the training steps."""
+        return self._number("steps", 1)
+
+    def _number(self, name: str, default: int) -> int:
+        """The number of a flag like `steps:3`."""
+        found = (flag.partition(":")[2] for flag in self.flags if flag.startswith(f"{name}:"))
+        return int(next(found, default))
 
     def _flag(self, choices: tuple[str, ...]) -> str:
         """The choice among the flags; the first of them is the default, which no flag names."""
@@ -198,16 +233,23 @@ def _values(key: str, given: Any) -> list[Any]:
 
 
 def case_of(point: schema.Point, tier: str = "quick", file: str = "") -> Case:
-    """The case of a point: flags are a layout, sections, an output's recipe, and whatever differs from its default."""
-    names = dict.fromkeys(schema.recipes_of(point)) if "recipe" in point else {}
+    """The case of a point: flags are a layout, sections, an output's recipe, heads, and what is not its default."""
+    names = dict.fromkeys(schema.recipes_of(point)) if "recipe" in point else dict.fromkeys(_training(point))
     dtype = f"{point['x']}x{point['w']}-{point['out']}" if "out" in point else point.get("dtype", "")
     flags = [point[key] for key in ("layout", "sections", "out_recipe") if key in point]
+    flags += [f"heads:{point['heads']}"] if "heads" in point else []
     for key, choices in schema.FLAGS.items():
         if point.get(key) in choices[1:]:  # the first is the default
             flags.append(point[key])
-    flags += [key for key in ("padded", "accumulate", "bias") if point.get(key)]
+    flags += [f"steps:{point['steps']}"] if point.get("steps", 1) > 1 else []
+    flags += [key for key in schema.SWITCHES if point.get(key)]
     shape = tuple(point["shape"])
     return Case(point["operation"], "+".join(names), shape, dtype, point["inputs"], tuple(flags), tier, file)
+
+
+def _training(point: schema.Point) -> list[str]:
+    """The name of a module's training recipe, as it says itself; no other operation has one."""
+    return [str(training_recipe(point["training"]))] if "training" in point else []
 
 
 def load_all(paths: Sequence[str | Path]) -> list[Case]:

@@ -307,8 +307,13 @@ def soak_cases(
     device: Device = "cpu",
     workers: Workers = 0,
 ) -> None:
-    """Run a part of the cases over many seeds. Exit status 0 only if every run passed."""
-    chosen_from = _select(paths, tier, keyword, None, None, None)
+    """Run a part of the cases over many seeds. Exit status 0 only if every run passed, or failed as is known."""
+    cases = _load(paths, None, None, None)
+    selected = _chosen(cases, tier, keyword)
+    ledger = _ledger(None, paths or [CASES], cases)
+    launched = ledger.launchable(selected, backend=backend, device=device)
+    if left_out := len(selected) - len(launched):
+        typer.echo(f"{left_out} of {len(selected)} cases are known to crash or hang, and are not run", err=True)
     _check_device(device)
     import secrets
 
@@ -321,7 +326,8 @@ def soak_cases(
     start = secrets.randbelow(1 << 31) if first is None else first
     settings = Settings(backend, device, workers=workers or _default_workers(device))
     try:
-        passed = soak(chosen(chosen_from, share), range(start, start + seeds), settings, Console())
+        part = chosen(launched, share)
+        passed = soak(part, range(start, start + seeds), settings, Console(), ledger=ledger)
     except BackendError as error:
         _stop(str(error))
     raise typer.Exit(0 if passed else 1)
@@ -456,10 +462,10 @@ def doctor() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from harness.environment import facts
+    from harness.environment import facts, guards
 
     table = Table(show_header=False, box=None)
-    for fact in facts():
+    for fact in [*facts(), *guards()]:
         table.add_row(
             "✓" if fact.ok else "–", fact.name, fact.value + (f"\n{fact.remedy}" if fact.remedy and not fact.ok else "")
         )
@@ -467,20 +473,32 @@ def doctor() -> None:
 
 
 @app.command()
-def bench(device: Device = "cpu") -> None:
-    """Time the reference and the native kernels beside ceilings measured in the same run."""
+def bench(paths: Paths = None, device: Device = "cpu") -> None:
+    """Time the reference and the native kernels beside ceilings measured in the same run, and the harness itself."""
+    cases = _select(paths, "quick", "", None, None, None)
     _check_device(device)
     from rich.console import Console
     from rich.table import Table
 
+    from harness.backend import load_backend
     from harness.bench import measure
+    from harness.overhead import overheads, sample
 
     table = Table("", "ms", "spread", "rate", "× ceiling", box=None)
     for row in measure(device):
         ratio = "" if row.ceiling is None else f"{row.milliseconds / row.ceiling:.2f}"
         rate = f"{row.rate:.0f} M {row.unit}"
         table.add_row(row.name, f"{row.milliseconds:.2f}", f"{row.spread:.2f}", rate, ratio)
-    Console(width=100).print(table)
+    console = Console(width=100)
+    console.print(table)
+    own = Table("quick cases, of a core", "ms a case", "the harness's own", "cases", box=None)
+    rows = overheads(sample(cases), load_backend("native", device), device)
+    for each in rows:
+        own.add_row(each.operation, f"{each.milliseconds:.1f}", f"{each.harness:.1f}", str(each.cases))
+    count = sum(each.cases for each in rows)
+    whole, harness = (sum(each.cases * getattr(each, name) for each in rows) for name in ("milliseconds", "harness"))
+    own.add_row("together", f"{whole / count:.1f}", f"{harness / count:.1f}", str(count))
+    console.print(own)
 
 
 @app.command()
@@ -503,8 +521,46 @@ def mutants(
         _stop(str(error))
     if not chosen:
         _stop(f"no mutant of {len(known)} is selected by -k {keyword!r}")
-    cases = _select(paths, "quick", "", None, None, None)
+    cases = _load(paths, None, None, None)
+    ledger = _ledger(None, paths or [CASES], cases)
+    # What fails without a mutant tells nothing of one.
+    cases = [case for case in _chosen(cases, "quick", "") if not ledger.of(case.id, "native", "cpu")]
     passed = run_session(chosen, cases, report_dir, workers=workers or _default_workers("cpu"), timeout=timeout)
+    raise typer.Exit(0 if passed else 1)
+
+
+@app.command("train")
+def train_layers(
+    recipes: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", help="A training recipe (default: every one, and switches off); may be given again."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each training.")] = 200,
+    backend: BackendOption = "native",
+    device: Device = "cpu",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the text, the weights and the batches.")] = 0,
+    workers: Workers = 0,
+    report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/train"),
+) -> None:
+    """Train a small transformer under every recipe, and judge each step of it.
+
+    Exit status 0 only if every stage of every step is right and every training learns.
+    """
+    from harness.backend import BackendError, load_backend
+    from harness.train.session import RECIPES, run_session, tasks
+
+    try:
+        chosen = tasks(recipes or RECIPES, backend, device, seed=seed, steps=steps)
+    except ValueError as error:
+        _stop(str(error))
+    _check_device(device)
+    try:
+        load_backend(backend)
+        passed = run_session(chosen, report_dir, workers=workers or _default_workers(device))
+    except BackendError as error:
+        _stop(str(error))
+    except OSError as error:
+        _stop(f"{report_dir}: the report cannot be written: {error.strerror}")
     raise typer.Exit(0 if passed else 1)
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +33,46 @@ def facts() -> list[Fact]:
         *_gpu(),
         _commit(),
     ]
+
+
+def guards() -> list[Fact]:
+    """What `--sanitize` and `narrowgauge sanitize` need. It is tried, which takes a second, and nothing here raises."""
+    return [_host_sanitizers(), _compute_sanitizer()]
+
+
+def _host_sanitizers() -> Fact:
+    from native import host, sanitizer
+    from native.sources import ToolchainError
+
+    name = "sanitizers of the compiler"
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
+        try:
+            command = [host.compiler(), *host.SANITIZED, "-x", "c++", "-o", f"{folder}/empty.so", "-"]
+            done = subprocess.run(
+                command, input="int empty() { return 0; }", capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                why = " ".join(done.stderr.split())[:300]
+                remedy = (
+                    "only --sanitize needs them; they come with g++ (Fedora: dnf install libasan libubsan), or set CXX "
+                    "to another compiler"
+                )
+                return Fact(name, f"do not link: {why}", ok=False, remedy=remedy)
+            sanitizer.environment(Path(folder) / "findings")
+        except ToolchainError as error:
+            return Fact(name, "missing", ok=False, remedy=str(error))
+        except OSError as error:
+            return Fact(name, f"cannot be tried: {error.strerror}", ok=False, remedy="set CXX to another compiler")
+    return Fact(name, "address and undefined link and run, for --sanitize")
+
+
+def _compute_sanitizer() -> Fact:
+    from harness.compute_sanitizer import ComputeSanitizerError, find_tool
+
+    try:
+        return Fact("compute-sanitizer", find_tool())
+    except ComputeSanitizerError as error:
+        return Fact("compute-sanitizer", "missing", ok=False, remedy=f"only `narrowgauge sanitize` needs it: {error}")
 
 
 def _package(name: str) -> Fact:
@@ -155,6 +196,11 @@ def _module_file(backend: str) -> Path | None:
     return None
 
 
+def switches() -> dict[str, str]:
+    """What is set of the variables that training recipes of NVFP4 read when they are made (`reference.training`)."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NVTE_NVFP4_DISABLE_")}
+
+
 def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sanitize: bool = False) -> dict[str, str]:
     """What a report says above its tables: the run's settings, then every fact, then the kernels' flags and hash."""
     from native import cuda, host
@@ -168,4 +214,5 @@ def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sa
         **{fact.name: fact.value for fact in facts()},
         "kernel flags": " ".join(host_flags if device == "cpu" else cuda.FLAGS),
         "kernel sources": kernel_hash(),
+        **switches(),
     }

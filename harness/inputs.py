@@ -15,6 +15,8 @@ from harness.draw import Draw
 from harness.families import FAMILIES
 from harness.generators import SCALE_BYTES, generate, power_of_two
 from harness.histories import HISTORIES
+from harness.parameters import Layer, layers_of
+from harness.schema import MODULES
 from reference.quantized import words_shape
 from reference.recipes import Recipe, recipe
 
@@ -37,7 +39,8 @@ class Inputs:
 
     x: torch.Tensor
     """(M, K); of a columnwise quantize (K, M), unless its recipe makes columnwise halves in place; of a swizzle the
-    bytes (R, C); of an update-scale the history (H, N)."""
+    bytes (R, C); of an update-scale the history (H, N); of a module those of all its steps, (steps, B, S, K) or, of a
+    grouped one, (steps, M, K)."""
     w: torch.Tensor | None = None
     """(N, K) of a gemm; of a grouped one the matrices one below the other, (G·N, K)."""
     c: torch.Tensor | None = None
@@ -49,10 +52,13 @@ class Inputs:
     scale: dict[str, torch.Tensor] = field(default_factory=dict)
     """Encode scales that are given, of recipes with delayed scaling: of `x`, `w` and `output`, float32 (1,), or (G,) of
     sections; of an update-scale (N,), those of `x` before it."""
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of a module: `dy`, the gradients of its outputs in all steps, like `x`; its parameters by their names; and of
+    every weight that gradients accumulate into, `weight.main_grad`, what is there before, float32 (N, K)."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, in order."""
-        given = [self.x, self.w, self.c, self.bias, *self.random.values(), *self.scale.values()]
+        given = [self.x, self.w, self.c, self.bias, *self.random.values(), *self.scale.values(), *self.given.values()]
         return [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
 
     def to(self, device: str) -> Inputs:
@@ -61,7 +67,8 @@ class Inputs:
         assert x is not None
         random = {name: r.to(device) if isinstance(r, torch.Tensor) else r for name, r in self.random.items()}
         scale = {name: number.to(device) for name, number in self.scale.items()}
-        return Inputs(x, w, c, bias, random, scale)
+        given = {name: tensor.to(device) for name, tensor in self.given.items()}
+        return Inputs(x, w, c, bias, random, scale, given)
 
 
 def make_inputs(case: Case, *, seed: int = 0, captured: Captured | None = None) -> Inputs:
@@ -146,6 +153,54 @@ def _gemm(case: Case, seed: int, captured: Captured | None) -> Inputs:
     return Inputs(x, w, c, bias, random, scale)
 
 
+def _module(case: Case, seed: int, captured: Captured | None) -> Inputs:
+    """x and dy of every step, by the family; parameters too where the module is one product, else normal numbers."""
+    dtype, rule, layers = TORCH_DTYPES[case.dtype], case.training, layers_of(case)
+    rows, inner = math.prod(case.shape[:-2]), case.shape[-2]
+    outer = inner if case.operation == "transformer-layer" else case.shape[-1]
+    leading = case.shape[:-2]
+
+    def steps(role: str, columns: int, recipe_of_role: Recipe) -> torch.Tensor:
+        made = [
+            generate(case.inputs, _draw(case, seed, f"{role} of step {n}"), (rows, columns), dtype, "x", recipe_of_role)
+            for n in range(case.steps)
+        ]
+        return torch.stack(made).view(case.steps, *leading, columns)
+
+    x, dy = steps("x", inner, rule.input.rowwise), steps("dy", outer, rule.grad.rowwise)
+    given = {"dy": dy}
+    for layer in layers:
+        given |= _parameters(case, seed, layer, x.view(-1, inner))
+    if "accumulate" in case.flags:
+        for name in (name for layer in layers for name in layer.weights):
+            shape = (given[name].shape[0], given[name].shape[1])
+            # As large as a sum over the rows of typical products, so that adding to it rounds.
+            given[f"{name}.main_grad"] = _draw(case, seed, f"{name}.main_grad").normal(*shape) * 2.0 ** _growth(rows)
+    random: dict[str, Random] = {"dy": _philox(case, seed, "dy")} if rule.grad.rounding == "stochastic" else {}
+    return Inputs(x, random=random, given=given)
+
+
+def _parameters(case: Case, seed: int, layer: Layer, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parameters of a layer whose input, where nothing comes before it, is `x`."""
+    dtype, alone = TORCH_DTYPES[case.dtype], not layer.prefix
+    found = {}
+    for name, shape in layer.shapes(bias="bias" in case.flags).items():
+        draw = _draw(case, seed, name)
+        if name in layer.weights:
+            size = (shape[0], shape[1])
+            if alone:
+                found[name] = generate(case.inputs, draw, size, dtype, "w", case.training.weight)
+            else:  # what keeps a sum of as many products as large as one of them
+                found[name] = (draw.normal(*size) * 2.0 ** -_growth(size[1])).to(dtype)
+        elif name in layer.biases and alone and not layer.norm:
+            of_x = _exponents(x).amax(0, keepdim=True) if len(x) else torch.zeros(1, dtype=torch.int32)
+            weight = found[layer.weights[layer.biases.index(name)]]
+            found[name] = _addend(draw, of_x + _exponents(weight) + _growth(layer.inner), dtype)
+        else:
+            found[name] = (0.25 * draw.normal(*shape) + (name == layer.gamma)).to(dtype)
+    return found
+
+
 def _given_scales(
     case: Case, seed: int, operands: Mapping[str, tuple[Recipe, Sequence[torch.Tensor]]]
 ) -> dict[str, torch.Tensor]:
@@ -178,6 +233,7 @@ _MAKERS: dict[str, Callable[[Case, int, Captured | None], Inputs]] = {
     "gemm": _gemm,
     "gemm-grouped": _gemm,
     "gemm-quantized": _gemm,
+    **dict.fromkeys(MODULES, _module),
 }
 
 

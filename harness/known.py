@@ -117,6 +117,12 @@ class Ledger:
                 return record.to_dict()
         return None
 
+    def launchable(self, cases: Iterable[Case], *, backend: str, device: str) -> list[Case]:
+        """The cases that do not end their process, as far as is known, and come to an end."""
+        return [
+            case for case in cases if not any(entry.verdict in CRASHING for entry in self.of(case.id, backend, device))
+        ]
+
     def mark(self, record: dict[str, Any]) -> None:
         """Fill the column `known` of a record; the message of a pass against the ledger then says which entry it is."""
         entries = self.of(record["case"], record["backend"], record["device"])
@@ -193,7 +199,32 @@ def _entry(table: Any, where: str) -> Entry:
             raise LedgerError(f"{where}: {key} {wrong}")
     if table.get("verdict", "fail") != "fail" and (given := [key for key in ("stage", "cause") if key in table]):
         raise LedgerError(f"{where}: {given[0]} says how a fail is wrong, and the verdict is {table['verdict']}")
+    for key, wrong in (("stage", _stage(table)), ("cause", _cause(table))):
+        if wrong:
+            raise LedgerError(f"{where}: {key} {wrong}")
     return Entry(**table, where=where)
+
+
+def _stage(table: dict[str, str]) -> str | None:
+    """What is wrong with the stage of an entry whose pattern names an operation, or None."""
+    from harness.report.text import stage_names
+
+    stage, operation = table.get("stage"), table["case"].partition("/")[0]
+    names = stage_names(operation)
+    if stage is None or not names or stage in names:
+        return None
+    return f"is {stage!r}{nearest(stage, names)}; of {operation} it can be {', '.join(names)}"
+
+
+def _cause(table: dict[str, str]) -> str | None:
+    """What is wrong with the cause of an entry, or None."""
+    from harness.diagnosis.names import CAUSES, FAMILIES, is_cause
+
+    cause = table.get("cause")
+    if cause is None or is_cause(cause):
+        return None
+    close = nearest(cause, [*CAUSES, *(f"{family}…" for family in FAMILIES)])
+    return f"is {cause!r}{close}; it is one of the column explanations, and harness/diagnosis/names.py has them all"
 
 
 def _link(value: str) -> str | None:

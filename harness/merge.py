@@ -14,13 +14,14 @@ from typing import Any
 from harness.journal import Journal, JournalError, Run, read
 from harness.record import succeeded
 from harness.report import FAILURES, github, write
-from harness.report.text import plural
+from harness.report.text import duration, plural
 from harness.shard import Shard, ShardError, digest
 
 NAMED = 5
 """Shards or cases that a sentence names; it says how many there are."""
 SETTINGS: dict[str, Callable[[Run], Any]] = {
     "backend": lambda run: run.backend, "device": lambda run: run.device, "seed": lambda run: run.seed,
+    "--schedules": lambda run: run.schedules, "--sanitize": lambda run: run.sanitize,
     **{
         name: lambda run, name=name: run.environment.get(name)  # type: ignore[misc]
         for name in ("GPU", "commit", "kernel flags", "kernel sources")
@@ -36,8 +37,9 @@ class MergeError(Exception):
 def merge(folders: Sequence[Path]) -> Run:
     """The run whose shards these journals are, each of a report's folder, or itself: the records in order of their ids.
 
-    What is not the same in all shards of the environment names the shards that it is of. Raises MergeError where the
-    journals are not all shards of one run, each once and complete, JournalError where one cannot be read.
+    What is not the same in all shards of the environment names the shards that it is of. The run took as long as its
+    longest shard. Raises MergeError where the journals are not all shards of one run, each once and complete,
+    JournalError where one cannot be read.
     """
     shards = sorted(((_shard(folder, run), folder, run) for folder in folders for run in [read(folder)]), key=_number)
     counts = {shard.count: folder for shard, folder, _ in shards}
@@ -54,6 +56,7 @@ def merge(folders: Sequence[Path]) -> Run:
     return replace(
         run, shard=None, selection="", cases=sorted(case for _, _, part in shards for case in part.cases),
         environment=_environment([(shard, part.environment) for shard, _, part in shards]),
+        elapsed=max(part.elapsed for _, _, part in shards),
         records=sorted((record for _, _, part in shards for record in part.records), key=lambda r: str(r["case"])),
     )  # fmt: skip
 
@@ -70,14 +73,17 @@ def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "") -
 
     console, link = Console(), link or github.run_link()
     run = gather(merge(folders), folders, directory)
+    of_cases = sum(record.get("seconds_total") or 0.0 for record in run.records)
+    took = f"{duration(run.elapsed)}, that of the longest shard; all cases together {duration(of_cases)}"
+    environment = run.environment | {"time": took}
     try:
-        page = write(run.records, run.environment, directory, elapsed=None, link=link)
+        page = write(run.records, environment, directory, elapsed=run.elapsed, link=link)
     except OSError as error:
         raise MergeError(f"{directory}: cannot be written: {error}") from error
     print_result(run.records, console)
-    words = f"{len(run.records)} cases of {plural(len(folders), 'shard')}; report: {page}"
+    words = f"{len(run.records)} cases of {plural(len(folders), 'shard')} in {took}; report: {page}"
     console.print(words, markup=False, soft_wrap=True)
-    github.publish(run.records, run.environment, None, link=link, say=print)
+    github.publish(run.records, environment, run.elapsed, link=link, say=print)
     return succeeded(run.records)
 
 
@@ -164,9 +170,10 @@ def gather(run: Run, folders: Iterable[Path], directory: Path) -> Run:
         if folder.resolve() == directory.resolve():
             raise MergeError(f"--report-dir is {directory}, which is a shard's: it would be replaced; name another one")
     saved = {path.name: path for folder in reports for path in sorted((folder / FAILURES).glob("*"))}
+    journal = Journal(directory, lambda: run, clock=lambda: run.elapsed)  # it has seen what was saved there before
     run = replace(run, records=[_brought(record, saved, directory / FAILURES) for record in run.records])
     try:
-        with closing(Journal(directory, lambda: run)) as journal:
+        with closing(journal):
             for record in run.records:
                 journal.add(record)
     except JournalError as error:

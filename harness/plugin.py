@@ -109,8 +109,13 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     if file_path.name == LEDGER:  # of cases/*.toml on a command line, pytest wants something for each
         return LedgerFile.from_parent(parent, path=file_path) if parent.session.isinitpath(file_path) else None
     if file_path.parent.name == "cases" or parent.session.isinitpath(file_path):
-        return CaseFile.from_parent(parent, path=file_path)
+        return CaseFile.from_parent(parent, path=file_path, nodeid=_node(file_path, parent.config.rootpath))
     return None
+
+
+def _node(file: Path, root: Path) -> str:
+    """The id of a case file. pytest's own says of a file outside its root nothing but the name, or not even that."""
+    return (file.relative_to(root) if file.is_relative_to(root) else file).as_posix()
 
 
 class CaseFile(pytest.File):
@@ -305,10 +310,13 @@ class Session:
         """The journal of this run, on the controller. Raises UsageError where it cannot go on with an earlier one."""
         from harness.journal import Journal, JournalError
 
+        def clock() -> float:
+            return time.monotonic() - self.started
+
         if not self.config.option.resume:
-            return Journal(self.directory, self.header)
+            return Journal(self.directory, self.header, clock=clock)
         try:
-            return Journal.resumed(self.directory, self.header())
+            return Journal.resumed(self.directory, self.header(), clock=clock)
         except JournalError as error:
             raise pytest.UsageError(str(error)) from error
 
@@ -383,7 +391,8 @@ class Session:
 
     def _begin(self, cases: list[str]) -> None:
         self.cases = [*sorted(self._done), *cases]
-        if self.config.option.resume:
+        if self.cases:
+            # The journal is made before a case saves its failure: what lies there now is of another run.
             self.records = list(self.journal.kept)
 
     @pytest.hookimpl
@@ -432,7 +441,7 @@ class Session:
         option = self.config.option
         where = {"backend": option.backend, "device": option.device}
         self.environment = describe_run(**where, seed=option.case_seed, **self.guards)
-        self.elapsed, self.link = time.monotonic() - self.started, option.link or run_link()
+        self.elapsed, self.link = self.journal.elapsed, option.link or run_link()
         try:
             self.page = write_kept(self.records, self.environment, self.directory, elapsed=self.elapsed, link=self.link)
         except ReportError as error:

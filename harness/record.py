@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA = 5
+SCHEMA = 6
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: right. fail: a result is wrong. error: the backend raised, or gave something that is no result. crash: its
 process died. timeout: it did not end. unsupported: it says that it does not do this."""
@@ -80,6 +80,9 @@ class Record:
     """For information: signal over difference between kernel's and reference's values; inf where they are equal."""
     sweep: list[float] = field(default_factory=list)
     """For information: share of values within a relative 1e-1, 1e-2, … 1e-6 of the reference's."""
+    accuracy: list[dict[str, Any]] = field(default_factory=list)
+    """For information: what quantizing costs. Of a module one entry each for its y, dx and dw beside those of the same
+    unquantized inputs in float64, of the last step: tensor, sqnr_db, relative_error, cosine (`harness.accuracy`)."""
     seconds: float | None = None
     """First call of the backend's operation, compilation included where it happens there."""
     seconds_reference: float | None = None
@@ -111,9 +114,10 @@ class Record:
         return asdict(self) | {"message": self.message.encode(errors="replace").decode()}
 
 
-NESTED = ("budget_histogram", "sweep", "stages", "explanations", "findings")
-"""Columns that hold lists; tables keep them as JSON."""
+NESTED = ("budget_histogram", "sweep", "accuracy", "stages", "explanations", "findings")
+"""Columns that hold lists: JSON in Parquet, and left out of CSV."""
 ENTRIES = {
+    "accuracy": ("tensor", "sqnr_db", "relative_error", "cosine"),
     "stages": ("stage", "rule", "compared", "mismatches", "max_ulp", "excused", "sentence"),
     "explanations": ("cause", "sentence", "stage", "exact"),
     "findings": ("stage", "rule", "sentence", "elements", "modulo", "heat", "steps", "census"),

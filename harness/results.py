@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reference.formats import FP32
@@ -127,24 +127,30 @@ def split_sections(
     columnwise: bool = False,
 ) -> list[Quantized]:
     """The Quantized of each section, from codes, scales, amax and tensor_scale as a GroupedQuantized holds them."""
-    found = []
-    at = dict.fromkeys(PARTS, 0)
+    import torch
+
+    shapes = [(columns, size) if columnwise else (size, columns) for size in sizes]
     transposed = columnwise and recipe.columnwise == "in-place"
+    stored = {
+        "codes": [codes_shape(shape, recipe, transposed=transposed) for shape in shapes],
+        "scales": [scales_shape(shape, recipe, transposed=transposed) for shape in shapes],
+    }
 
-    def take(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    # One split of a part, not a slice a section: between guard zones each call of torch costs ten times as much.
+    def split(name: str) -> Sequence[torch.Tensor | None]:
         part = parts[name]
-        count = shape[0] if name in ("amax", "tensor_scale") or not columnwise else math.prod(shape)
-        start = at[name]
-        at[name] = start + count
-        return None if part is None else part[start : start + count].view(shape)
+        if part is None:
+            return [None] * len(sizes)
+        if name not in stored:
+            return torch.split(part[: len(sizes)], 1)
+        counts = [math.prod(shape) if columnwise else shape[0] for shape in stored[name]]
+        pieces = torch.split(part[: sum(counts)], counts)
+        return [piece.view(shape) for piece, shape in zip(pieces, stored[name], strict=True)] if columnwise else pieces
 
-    for size in sizes:
-        shape = (columns, size) if columnwise else (size, columns)
-        codes = take("codes", codes_shape(shape, recipe, transposed=transposed))
-        scales = take("scales", scales_shape(shape, recipe, transposed=transposed))
+    found = []
+    for shape, codes, scales, amax, encode in zip(shapes, *map(split, PARTS), strict=True):
         assert codes is not None
         assert scales is not None
-        amax, encode = take("amax", (1,)), take("tensor_scale", (1,))
         found.append(Quantized(codes, scales, amax, recipe, shape, encode, transposed=transposed))
     return found
 

@@ -145,6 +145,7 @@ def _fill(record: Record, outcome: Outcome) -> None:
         record.verdict, record.stage, record.message = "fail", wrong[0].stage, f"{wrong[0].stage}: {wrong[0].sentence}"
     elif not any(s.compared for s in outcome.stages if s.rule in COMPARING) and _size(record):
         record.verdict, record.message = "error", "nothing was compared"
+    record.accuracy = outcome.accuracy
     record.seconds, record.seconds_reference = outcome.seconds, outcome.seconds_reference
     record.output_digest = digest(outcome.outputs.values())
     if outcome.actual is not None and outcome.expected is not None and outcome.actual.numel():

@@ -1,7 +1,7 @@
 """Saved failures: the inputs of a case, what the kernel made of them and what is right, in one file of safetensors.
 
-Tensors are called x, w, c, bias, random.x, scale.x as `harness.inputs` has them; actual.codes and the like are what
-the kernel gave, expected.codes what the reference gives for the same inputs. The metadata say which case they are of.
+Tensors are called x, w, c, bias, random.x, scale.x, given.dy as `harness.inputs` has them; actual.codes and the like are
+what the kernel gave, expected.codes what the reference gives for the same inputs. The metadata say of which case.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
     found = {"x": inputs.x, "w": inputs.w, "c": inputs.c, "bias": inputs.bias}
     found |= {f"random.{name}": bits for name, bits in inputs.random.items() if isinstance(bits, torch.Tensor)}
     found |= {f"scale.{name}": numbers for name, numbers in inputs.scale.items()}
+    found |= {f"given.{name}": tensor for name, tensor in inputs.given.items()}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -116,12 +117,12 @@ def _inputs(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, list[int]])
     """The inverse of `_tensors`."""
     below = {
         group: {name.removeprefix(group): t for name, t in tensors.items() if name.startswith(group)}
-        for group in ("random.", "scale.")
+        for group in ("random.", "scale.", "given.")
     }
     random: dict[str, Random] = {**below["random."]}
     random |= {name: (bits[0], bits[1]) for name, bits in pairs.items()}
     w, c, bias = (tensors.get(name) for name in ("w", "c", "bias"))
-    return Inputs(tensors["x"], w, c, bias, random, below["scale."])
+    return Inputs(tensors["x"], w, c, bias, random, below["scale."], below["given."])
 
 
 def _actual(outcome: Outcome) -> dict[str, torch.Tensor]:

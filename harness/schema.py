@@ -17,6 +17,7 @@ from reference.formats import FP32
 from reference.pairs import mismatch
 from reference.recipes import Recipe
 from reference.recipes import recipe as find_recipe
+from reference.training import TrainingRecipe, training_recipe
 
 TIERS = ("quick", "full")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -25,8 +26,14 @@ VIEWS = ("contiguous", "strided", "transposed")
 SCALES = ("linear", "swizzled")
 RANDOMS = ("philox", "words")
 LAYOUTS = ("tn", "nn", "nt")
-FLAGS = {"usage": USAGES, "view": VIEWS, "scales": SCALES, "random": RANDOMS}
+NORMS = ("layer", "rms")
+FLAGS = {"usage": USAGES, "view": VIEWS, "scales": SCALES, "random": RANDOMS, "norm": NORMS}
 """Keys whose values are flags of an id, but for the first."""
+SWITCHES = ("padded", "accumulate", "bias", "quantized-parameters", "delayed-wgrad", "recompute")
+"""Keys that are true or false, and flags of an id where they are true."""
+MODULES = ("linear", "layernorm-linear", "grouped-linear", "transformer-layer")
+"""Operations that run a module forward and backward, under a training recipe."""
+MOST_STEPS = 16
 
 Check = Callable[[Any], str | None]
 """What is wrong with a value, or None."""
@@ -89,6 +96,21 @@ def _boolean(value: Any) -> str | None:
     return None if isinstance(value, bool) else f"is {value!r}; it can be true or false"
 
 
+def _training(value: Any) -> str | None:
+    try:
+        training_recipe(value)
+    except (ValueError, TypeError) as error:
+        return f"is {value!r}: {error}" if isinstance(value, str) else f"is {value!r}, not a training recipe's name"
+    return None
+
+
+def _count(noun: str, most: int) -> Check:
+    def check(value: Any) -> str | None:
+        return None if type(value) is int and 1 <= value <= most else f"is {value!r}; there can be 1 to {most} {noun}"
+
+    return check
+
+
 def _sections(value: Any) -> str | None:
     try:
         parse(value)
@@ -101,6 +123,22 @@ _MATRIX = _dims("[M, K]", 2, 2)
 _GEMM = _dims("[M, K, N]", 3, 3)
 _EPILOGUE: dict[str, Check] = {"accumulate": _boolean, "bias": _boolean}
 _OPERANDS: dict[str, Check] = {"x": one_of(DTYPES), "w": one_of(DTYPES), "out": one_of(DTYPES)}
+_MODULE_OPTIONS: dict[str, Check] = {
+    "steps": _count("steps", MOST_STEPS),
+    **_EPILOGUE,
+    "quantized-parameters": _boolean,
+    "delayed-wgrad": _boolean,
+    "recompute": _boolean,
+}
+
+
+def _module(operation: str, shape: Check, **keys: Check) -> dict[str, Check]:
+    """The keys of an operation that runs a module: what all have, and its own."""
+    return {
+        "training": _training, "shape": shape, "dtype": one_of(DTYPES), "inputs": one_of(families_of(operation)),
+        **keys, **_MODULE_OPTIONS,
+    }  # fmt: skip
+
 
 KEYS: dict[str, dict[str, Check]] = {
     "quantize": {
@@ -163,10 +201,16 @@ KEYS: dict[str, dict[str, Check]] = {
         "layout": one_of(LAYOUTS),
         **_EPILOGUE,
     },
+    "linear": _module("linear", _dims("[B, S, K, N]", 4, 4)),
+    "layernorm-linear": _module("layernorm-linear", _dims("[B, S, K, N]", 4, 4), norm=one_of(NORMS)),
+    "grouped-linear": _module("grouped-linear", _GEMM, sections=_sections),
+    "transformer-layer": _module(
+        "transformer-layer", _dims("[B, S, hidden, ffn]", 4, 4), heads=_count("heads", 1024), norm=one_of(NORMS)
+    ),
 }
 OPTIONAL: dict[str, Any] = {
     "usage": "rowwise", "view": "contiguous", "scales": "linear", "random": None, "w_recipe": None, "layout": "tn",
-    "padded": False, "accumulate": False, "bias": False,
+    "norm": "layer", "steps": 1, **dict.fromkeys(SWITCHES, False),
 }  # fmt: skip
 """Defaults. None: `random` is philox where the recipe rounds stochastically, `w_recipe` is the recipe."""
 
@@ -270,6 +314,33 @@ def _gemm_quantized(point: Point) -> str | None:
     return _gemm(point)
 
 
+def _runs_module(point: Point) -> str | None:
+    operation, shape = point["operation"], point["shape"]
+    grouped = operation == "grouped-linear"
+    if 0 in (shape[1:] if grouped else shape):
+        return f"shape is {shape}; but for the rows of a grouped-linear, which may be 0, a module has no empty side"
+    if point["quantized-parameters"] and not point["accumulate"]:
+        return "quantized-parameters have no high-precision weight that could hold a gradient: accumulate can be true"
+    if operation == "transformer-layer" and shape[2] % point["heads"]:
+        return f"hidden = {shape[2]} is no multiple of heads = {point['heads']}"
+    rows = shape[0] if grouped else shape[0] * shape[1]
+    rule = _training_rule(point["training"])
+    for role in (rule.input, rule.grad):
+        # Sections are padded to whole groups.
+        if problem := _not_rotated(role, [point["dtype"]], 0 if grouped else rows, "B·S"):
+            return problem
+    if not grouped:
+        return None
+    try:
+        section_sizes(point["sections"], rows)
+    except ValueError as error:
+        return f"sections {error}"
+    return None
+
+
+_training_rule: Callable[[str], TrainingRecipe] = cache(training_recipe)
+
+
 def recipes_of(point: Point) -> list[str]:
     """The recipes of x and w."""
     return [point["recipe"], point.get("w_recipe") or point["recipe"]]
@@ -284,6 +355,7 @@ _PROBLEMS: dict[str, Callable[[Point], str | None]] = {
     "gemm": _gemm,
     "gemm-grouped": _gemm_grouped,
     "gemm-quantized": _gemm_quantized,
+    **dict.fromkeys(MODULES, _runs_module),
 }
 
 

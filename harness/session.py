@@ -56,12 +56,16 @@ def run_session(
             selection=part.selection if part else "", schedules=settings.schedules, sanitize=settings.sanitize,
         )
     )  # fmt: skip
-    journal = Journal.resumed(directory, header()) if resume else Journal(directory, header)
+
+    def clock() -> float:
+        return time.monotonic() - started
+
+    journal = Journal.resumed(directory, header(), clock=clock) if resume else Journal(directory, header, clock=clock)
     if journal.kept:
         console.print(f"going on with {journal.path}: {len(journal.kept)} of {len(cases)} cases are done", markup=False)
     settings = replace(settings, failures=str(directory / FAILURES), sharing=part.sharing if part else settings.sharing)
     records = _run(cases, settings, ledger or Ledger(), journal, console)
-    elapsed = time.monotonic() - started
+    elapsed = journal.elapsed
     link = link or github.run_link()
     page = write_kept(records, header().environment, directory, elapsed=elapsed, link=link)
     print_result(records, console)

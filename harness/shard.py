@@ -21,6 +21,8 @@ SECONDS = {
     "quantize": (7e-3, 210e-9), "quantize-grouped": (1e-3, 320e-9), "transform": (3.5e-3, 130e-9),
     "swizzle": (2.8e-3, 120e-9), "update-scale": (2.3e-3, 40e-9), "gemm": (11e-3, 40e-9),
     "gemm-grouped": (13e-3, 140e-9), "gemm-quantized": (12e-3, 185e-9),
+    "linear": (60e-3, 200e-9), "layernorm-linear": (80e-3, 200e-9), "grouped-linear": (150e-3, 200e-9),
+    "transformer-layer": (300e-3, 200e-9),
 }  # fmt: skip
 """Seconds of a case of an operation, and of an element of its work: fitted to the quick tier on one core of a CPU. Only
 their ratios matter. By them alone the slowest of 16 shards takes 7 % longer than the mean, by recorded times 0 %."""

@@ -27,6 +27,7 @@ from harness.operations.stages import (
     stored_along_rows,
 )
 from harness.runner import explained, judge, make_case_inputs
+from harness.schema import MODULES
 from harness.view import explanation_lines
 from reference import ops as reference
 from reference.layout import elements, linear_scales
@@ -261,6 +262,15 @@ def _swizzle(inputs: Inputs, outcome: Outcome, at: Place | None) -> Table | None
     return table
 
 
+def _accuracy(_: Inputs, outcome: Outcome, __: Place | None) -> Table:
+    """What quantizing costs a module: it has no one element to show."""
+    table = _table("beside float64, of the last step", ("tensor", "SQNR, dB", "relative error", "cosine"))
+    for entry in outcome.accuracy:
+        figures = (entry[name] for name in ("sqnr_db", "relative_error", "cosine"))
+        table.add_row(entry["tensor"], *("" if figure is None else f"{figure:.4g}" for figure in figures))
+    return table
+
+
 _SHOWN: dict[str, Callable[[Inputs, Outcome, Place | None], Table | None]] = {
     "quantize": _quantized,
     "quantize-grouped": _quantized,
@@ -270,4 +280,5 @@ _SHOWN: dict[str, Callable[[Inputs, Outcome, Place | None], Table | None]] = {
     "gemm": _product,
     "gemm-grouped": _product,
     "gemm-quantized": _product,
+    **dict.fromkeys(MODULES, _accuracy),
 }

@@ -57,11 +57,13 @@ class Shrunk:
 
 def shrink(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, *, cause: str = "") -> Shrunk | None:
     """The smallest part found of the inputs of a failing case; None where no part fails as the whole does, or the whole
-    is larger than `LARGEST`.
+    is larger than `LARGEST`, and of modules, whose steps and stages follow from all of what is given.
 
     In the same way: the first wrong stage is that of `outcome`, and where a `cause` is given the first explanation has
     it. A part that the backend refuses, or that cannot be judged, fails in another way.
     """
+    if case.is_module:
+        return None
     search = _Search(case, inputs, outcome, backend, cause)
     size = sum(tensor.numel() for tensor in inputs.tensors())
     if size > LARGEST or not all(axis.extent for axis in search.axes.values()):

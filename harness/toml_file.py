@@ -1,4 +1,4 @@
-"""The TOML files that people write: files of cases, ledgers of known failures. Each holds tables of one name."""
+"""The TOML files that people write: of cases, of known failures, of mutants. Each holds tables of one name."""
 
 from __future__ import annotations
 

@@ -6,6 +6,16 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
+from harness.report.text import number, plural
+
+BINS = 8
+"""Bins of a histogram of steps that a line has: those of most elements. It says how many it left out."""
+SPECIAL = {
+    "nan": "NaN", "inf": "Inf", "negative_zero": "−0", "saturated": "saturated", "subnormal": "subnormal",
+    "no_code": "no code",
+}  # fmt: skip
+"""What a census counts (`harness.finding.SPECIAL`), as people call it."""
+
 
 def reproduction(record: dict[str, Any]) -> str:
     """The line that runs this case again and shows its stages."""
@@ -29,6 +39,7 @@ def first_failure(record: dict[str, Any]) -> str:
         lines += ["", f"{found['stage']} ({found['rule']}): {found['sentence']}"]
         lines += _elements(found["elements"])
         lines += _counts(found["modulo"])
+        lines += [f"  {line}" for line in distribution_lines(found)]
     judged = ", ".join(f"{s['stage']} {'✗' if s['sentence'] else '✓'}" for s in record["stages"])
     if judged:
         lines += ["", f"stages: {judged}"]
@@ -72,6 +83,31 @@ def _elements(elements: list[dict[str, Any]]) -> list[str]:
         "  " + "  ".join([name.ljust(label), *(row[i].rjust(w) for row, w in zip(rows[1:], widths, strict=True))])
         for i, name in enumerate(names)
     ]
+
+
+def distribution_lines(found: dict[str, Any]) -> list[str]:
+    """Of a finding: elements by signed steps from what is expected, and special values, where either was counted."""
+    lines = []
+    if steps := [(low, high, count) for low, high, count in found.get("steps", ()) if count]:
+        shown = sorted(sorted(steps, key=lambda step: -step[2])[:BINS])
+        parts = [f"{number(count)} at {_span(low, high)}" for low, high, count in shown]
+        if len(steps) > BINS:
+            parts.append(f"{plural(len(steps) - BINS, 'more bin')}")
+        lines.append(f"by steps above what is expected: {', '.join(parts)}")
+    if sides := found.get("census"):
+        expected, actual = sides["expected"], sides["actual"]
+        pairs = ((SPECIAL[name], number(count), number(actual[name])) for name, count in expected.items())
+        counts = (f"{name} {before}" + (f" → {after}" if after != before else "") for name, before, after in pairs)
+        lines.append(f"special values, expected → actual: {', '.join(counts)}")
+    return lines
+
+
+def _span(low: int, high: int) -> str:
+    return _signed(low) if low == high else f"{_signed(low)} to {_signed(high)}"
+
+
+def _signed(steps: int) -> str:
+    return f"+{number(steps)}" if steps > 0 else number(steps)
 
 
 def _counts(modulo: dict[str, dict[str, list[int]]]) -> list[str]:

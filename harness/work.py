@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from harness.case import Case
+from harness.parameters import layers_of
 
 SECTION = 1 << 12
 """Work of one more section, in elements: measured, 1.6 ms beside 0.4 µs an element."""
@@ -13,6 +14,12 @@ SECTION = 1 << 12
 def work(case: Case) -> int:
     """What a case costs to run and judge, in elements."""
     sections = len(case.sections) if "grouped" in case.operation else 0
+    if case.is_module:
+        rows = math.prod(case.shape[:-2])
+        # Three products of every layer and step, whose operands are quantized in both orientations.
+        matrices = [(rows * (n.inner + n.outer), n.inner * n.outer * max(1, n.groups), n) for n in layers_of(case)]
+        one = sum(2 * (x + w) + 3 * rows * n.inner * n.outer // 32 for x, w, n in matrices)
+        return case.steps * one + SECTION * sections
     if case.operation.startswith("gemm"):
         rows, depth, columns = case.shape
         elements = rows * depth + max(1, sections) * columns * depth + rows * depth * columns // 32

@@ -16,15 +16,16 @@ from native.gemm import gemm, gemm_grouped
 from native.gemm_quantized import gemm_quantized
 from native.hadamard import transform
 from native.layout import swizzle, unswizzle
+from native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
 from native.quantize import quantize, quantize_both, quantize_grouped
 from native.sections import pad_sections, unpad_sections
 from reference.quantized import GroupedQuantized, Quantized
 from reference.recipes import recipe
 
 __all__ = [
-    "GroupedQuantized", "Quantized", "amax", "check", "declares", "dequantize", "gemm", "gemm_grouped",
-    "gemm_quantized", "pad_sections", "quantize", "quantize_both", "quantize_grouped", "recipe", "swizzle", "transform",
-    "unpad_sections", "unswizzle", "update_scale", "variations",
+    "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "amax", "check",
+    "declares", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "pad_sections", "quantize", "quantize_both",
+    "quantize_grouped", "recipe", "swizzle", "transform", "unpad_sections", "unswizzle", "update_scale", "variations",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly", "gemm": "blocks"}

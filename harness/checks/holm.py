@@ -36,7 +36,10 @@ def sharing(cases: Iterable[Case]) -> int:
 
 
 def _by_chance(case: Case) -> bool:
-    """Whether a recipe of the case rotates or rounds stochastically."""
+    """Whether a recipe of the case, or of its training recipe, rotates or rounds stochastically."""
+    if case.is_module:
+        training = case.training
+        return training.input.transform is not None or training.grad.rounding == "stochastic"
     names = [name for name in case.recipes if name]
     if case.operation == "gemm-quantized":
         names.append(case.out_recipe)

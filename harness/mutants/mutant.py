@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import toml_file
 from harness.mutants.yardsticks import DOORS
 from harness.schema import nearest
 from native.sources import FOLDER, kernel_files
@@ -70,13 +70,9 @@ class Mutant:
 
 def load(path: Path) -> list[Mutant]:
     """The mutants of one file, in order. Raises MutantFileError for what is wrong in it."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise MutantFileError(f"{path}: cannot be read: {error}") from error
-    tables = content.pop("mutant", None)
-    if content or not isinstance(tables, list) or not tables:
-        raise MutantFileError(f"{path}: a file of mutants holds [[mutant]] tables, at least one, and nothing else")
+    tables = toml_file.read(path, "mutant", what="a file of mutants", error=MutantFileError)
+    if not isinstance(tables, list) or not tables:
+        raise MutantFileError(f"{path}: a file of mutants holds [[mutant]] tables, at least one")
     return [_mutant(table, f"{path}: [[mutant]] {number}") for number, table in enumerate(tables, 1)]
 
 

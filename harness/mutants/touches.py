@@ -35,6 +35,8 @@ def _quantizes(r: Recipe, *, strided: bool = False, both: bool = False) -> set[s
 @cache
 def sources_of(case: Case) -> frozenset[str]:
     """The sources whose kernels are launched to judge `case` on the native backend; perhaps one amax more."""
+    if case.is_module:  # each of its launches is that of an operation, whose own cases tell more for less
+        return frozenset()
     if case.operation in _SINGLE:
         return frozenset({_SINGLE[case.operation]})
     rules = list(map(recipe, case.recipes))

@@ -10,11 +10,13 @@ from harness.operations.gemm import judge_gemm
 from harness.operations.gemm_grouped import judge_gemm_grouped
 from harness.operations.gemm_quantized import judge_gemm_quantized
 from harness.operations.grouped import judge_quantize_grouped
+from harness.operations.modules import judge_module
 from harness.operations.outcome import Outcome
 from harness.operations.padded import judge_padded
 from harness.operations.quantize import judge_quantize
 from harness.operations.swizzle import judge_swizzle
 from harness.operations.transform import judge_transform
+from harness.schema import MODULES
 
 
 def _judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
@@ -30,4 +32,5 @@ JUDGES: dict[str, Callable[[Case, Inputs, Backend], Outcome]] = {
     "gemm": judge_gemm,
     "gemm-grouped": _judge_gemm_grouped,
     "gemm-quantized": judge_gemm_quantized,
+    **dict.fromkeys(MODULES, judge_module),
 }

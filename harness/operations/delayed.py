@@ -33,12 +33,15 @@ def judge_update_scale(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     rolled, updated = outputs["history"], outputs["scale"]
     assert rolled is not None
     assert updated is not None
-    outcome.stages += [_history(rolled, expected[0], history), _scale(updated, expected[1], history, scale)]
+    outcome.stages.append(history_stage("history", rolled, expected[0], history))
+    outcome.stages.append(scale_stage("scale", updated, expected[1], (history, scale)))
     outcome.actual, outcome.expected = updated, expected[1]
     return outcome
 
 
-def _history(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> StageResult:
+def history_stage(stage: str, actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> StageResult:
+    """Compare a history (H, N) with the right one, and show what was there before the update."""
+
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (row, column)
         return {
@@ -46,17 +49,22 @@ def _history(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor)
             **float_views(expected[here], actual[here]),
         }  # fmt: skip
 
-    return exact_floats("history", actual, expected, noun="amaxes", describe=describe)
+    return exact_floats(stage, actual, expected, noun="amaxes", describe=describe)
 
 
-def _scale(actual: torch.Tensor, expected: torch.Tensor, history: torch.Tensor, before: torch.Tensor) -> StageResult:
+def scale_stage(
+    stage: str, actual: torch.Tensor, expected: torch.Tensor, before: tuple[torch.Tensor, torch.Tensor]
+) -> StageResult:
+    """Compare scales (N,) with the right ones, and show the history (H, N) and the scales before the update."""
+    history, scale = before
+
     def describe(_: int, column: int) -> dict[str, Any]:
         amaxes = history[:, column]
         return {
-            "tensor": column, "before": plain(float(before[column])), "first_amax": plain(float(amaxes[0])),
+            "tensor": column, "before": plain(float(scale[column])), "first_amax": plain(float(amaxes[0])),
             "largest_amax": plain(float(amaxes.nan_to_num(nan=0.0, posinf=torch.inf).amax())),
             **float_views(expected[column], actual[column]),
         }  # fmt: skip
 
     one, other = actual.unsqueeze(0), expected.unsqueeze(0)
-    return exact_floats("scale", one, other, noun="scales", describe=describe)
+    return exact_floats(stage, one, other, noun="scales", describe=describe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -61,5 +62,7 @@ class Outcome:
     moved: Moved | None = None
     ends: tuple[torch.Tensor, torch.Tensor] | None = None
     """Of a transform whose order of summation is free: the least and the greatest right output."""
+    accuracy: list[dict[str, Any]] = field(default_factory=list)
+    """Of a module: what quantizing cost (`harness.accuracy`), in no verdict."""
     seconds: float | None = None
     seconds_reference: float | None = None

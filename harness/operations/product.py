@@ -96,6 +96,12 @@ def rule_at(limits: Bounds, here: tuple[int, int]) -> str:
 
 def add_output(outcome: Outcome, output: torch.Tensor, limits: Bounds) -> None:
     """Judge the output (M, N) and keep it."""
+    outcome.stages.append(output_stage("output", output, limits))
+    outcome.actual, outcome.expected, outcome.limits = output, limits.expected, limits
+
+
+def output_stage(name: str, output: torch.Tensor, limits: Bounds) -> StageResult:
+    """Judge an output (M, N) by its bounds, as the stage of that name."""
 
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (row, column)
@@ -104,10 +110,9 @@ def add_output(outcome: Outcome, output: torch.Tensor, limits: Bounds) -> None:
             "actual": output[here],
         }  # fmt: skip
         found: dict[str, Any] = {"row": row, "column": column, "tile": f"({row // 128}, {column // 128})"}
-        for name, value in parts.items():
-            found[name], found[f"{name}_bits"] = float_view(value)
+        for part, value in parts.items():
+            found[part], found[f"{part}_bits"] = float_view(value)
         found["rule"] = rule_at(limits, here)
         return found
 
-    outcome.stages.append(bound("output", output, limits, describe=describe))
-    outcome.actual, outcome.expected, outcome.limits = output, limits.expected, limits
+    return bound(name, output, limits, describe=describe)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 PAGE = "index.html"
 FAILURES = "failures"
-"""The folder of saved failures (`harness.keep`) in that of a report. They stay where a new report replaces an old."""
+"""The folder of saved failures (`harness.keep`) in that of a report: those of its run (`harness.journal`)."""
 
 
 def write(

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness.record import OUTCOMES, succeeded
-from harness.report import tables, text
+from harness.report import accuracy, tables, text
 from harness.report.groups import SHOWN, Group, group
-from harness.view import reproduction, saved_of
+from harness.view import distribution_lines, reproduction, saved_of
 
 BUDGET = 1 << 20
 """Bytes of UTF-8: what GitHub takes of a job's summary."""
@@ -45,9 +45,10 @@ def render(
     page.add("", escape(text.not_compared(records)))
     facts = ["", *(f"- {escape(label)}: {escape(value)}" for label, value in environment.items())]
     table = _table(records) if records else []
+    costs = _accuracy(records)
     groups = group(records)
     # The table and the facts are short, and groups may be long: they leave room for what comes behind them.
-    behind = min(page.size_of("", *table) + page.size_of(*facts), page.left // 2)
+    behind = min(page.size_of("", *table, *costs, *facts), page.left // 2)
     shown = 0
     for one in groups[:SHOWN]:
         if not page.add("", *_group(one), spare=behind + _NOTE):
@@ -65,6 +66,8 @@ def render(
             rows += 1
         if rows < len(table) - 2:
             page.add("", f"{text.plural(len(table) - 2 - rows, 'more row')} left out.")
+    if costs and not page.add(*costs, spare=page.size_of(*facts)):
+        page.add("", f"{accuracy.TITLE}: left out.")
     page.add(*facts)
     return page.text
 
@@ -141,6 +144,20 @@ def _table(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _accuracy(records: list[dict[str, Any]]) -> list[str]:
+    """What each recipe costs: title, note, table; nothing where no module ran."""
+    rows = accuracy.rows(records)
+    if not rows:
+        return []
+    figures = [f"{tensor} {accuracy.FIGURES[figure]}" for tensor, figure in accuracy.COLUMNS]
+    return [
+        "", f"## {accuracy.TITLE}", "", accuracy.NOTE, "",
+        _row(["recipe", "operation", "cases", *figures]),
+        _row(["---"] * 2 + ["---:"] * (1 + len(figures))),
+        *(_row([escape(row.recipe), escape(row.operation), text.number(row.cases), *row.shown]) for row in rows),
+    ]  # fmt: skip
+
+
 def _wrong(row: dict[str, Any]) -> tuple[int, int]:
     return row["cases"] - row["pass"] - row["known"], row["mismatches"]
 
@@ -153,6 +170,12 @@ def _figure(key: str, value: float | None) -> str:
 
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _distribution(record: dict[str, Any]) -> list[str]:
+    """The `distribution_lines` of the first wrong stage."""
+    first = [found for found in record["findings"] if found.get("stage") == record["stage"]][:1]
+    return [line for found in first for line in distribution_lines(found)]
 
 
 def _group(one: Group) -> Iterable[str]:
@@ -170,6 +193,9 @@ def _group(one: Group) -> Iterable[str]:
         yield escape(text.explanation(one.explanation))
         yield ""
     yield code(reproduction(worst))
+    for line in _distribution(worst):
+        yield ""
+        yield escape(line)
     for line in saved_of(one.records):
         yield ""
         yield code(line)

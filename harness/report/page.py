@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.record import succeeded
-from harness.report import text
+from harness.report import accuracy, text
 from harness.report.failure import cut
 from harness.report.groups import SHOWN, Group, group
 from harness.report.island import arranged, island
@@ -44,6 +44,8 @@ def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: 
         groups=[_group(one) | {"row": row[id(one.records[0])]} for one in groups[:SHOWN]],
         groups_left=groups[SHOWN:],
         counts=text.verdict_counts(records),
+        accuracy=accuracy,
+        accuracies=accuracy.rows(records),
         records=Markup(island(rows, groups)),
     )
     return html.encode(errors="replace").decode()  # a message may hold half a surrogate pair

@@ -10,11 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.record import OUTCOMES, succeeded
-from harness.report import tables, text
+from harness.report import accuracy, tables, text
 
 _SHORT = {"unsupported": "unsup.", "unexpected": "unexp."}
 _STYLES = {"pass": "blue", "unsupported": "yellow", "known": "dim"}
 _RED = "bold red"
+_FIGURES = {"sqnr_db": "dB", "relative_error": "rel.", "cosine": "cos."}
 _SCREEN = 40
 """Rows."""
 
@@ -29,6 +30,10 @@ def print_summary(records: list[dict[str, Any]], console: Console) -> None:
     rows = tables.folded(tables.summary(records), _SCREEN)
     if rows:
         console.print(_table(rows, marks))
+    if costs := _costs(records):
+        console.print(Text(f"\n{accuracy.TITLE}", style="bold"))
+        console.print(Text(accuracy.NOTE, style="dim"))
+        console.print(_accuracy(costs, ascii_only=console.options.ascii_only), Text())
     console.print(Text(text.not_compared(records)))
     verdict = "pass" if succeeded(records) else "fail"
     console.print(Text(f"{marks[verdict]} {text.verdict_line(records)}", style=_style(verdict)))
@@ -51,13 +56,31 @@ def _table(rows: list[dict[str, Any]], marks: dict[str, str]) -> Table:
             *(Text(row[key]) for key in ("operation", "recipe", "dtype")),
             f"{row['pass']}/{row['cases']}",
             ", ".join(f"{row[v]} {_SHORT.get(v, v)}" for v in OUTCOMES if v != "pass" and row[v]),
-            _compact(row["compared"]),
-            _compact(row["mismatches"]),
-            _compact(row["max_ulp"]),
+            compact(row["compared"]),
+            compact(row["mismatches"]),
+            compact(row["max_ulp"]),
             text.number(row["budget_max"]),
             text.duration(row["seconds"]),
             style=_style(verdict) if verdict != "pass" else "",
         )
+    return table
+
+
+def _costs(records: list[dict[str, Any]]) -> list[accuracy.Row]:
+    """What each recipe costs; where there are more rows than fit a screen, one for each recipe."""
+    rows = accuracy.rows(records)
+    return rows if len(rows) <= _SCREEN else accuracy.rows(records, operations=False)
+
+
+def _accuracy(rows: list[accuracy.Row], *, ascii_only: bool) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("recipe", overflow="fold", min_width=12)
+    table.add_column("operation", overflow="fold", min_width=9)
+    for tensor, figure in accuracy.COLUMNS:
+        table.add_column(f"{tensor} {_FIGURES[figure]}", justify="right", no_wrap=True)
+    for row in rows:
+        shown = [cell.replace("−", "-") if ascii_only else cell for cell in row.shown]
+        table.add_row(Text(row.recipe), Text(row.operation), *shown)
     return table
 
 
@@ -70,7 +93,7 @@ def _style(verdict: str) -> str:
     return _STYLES.get(verdict, _RED)
 
 
-def _compact(value: int | None) -> str:
+def compact(value: int | None) -> str:
     """A count in six characters at most: exact up to 99 999, then three digits."""
     if value is None or value < 100_000:
         return text.number(value)

@@ -2,8 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from harness.diagnosis.tried import Tried
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -13,3 +17,13 @@ def no_job_of_github() -> Iterator[None]:
     given = {name: os.environ.pop(name) for name in names if name in os.environ}
     yield
     os.environ.update(given)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> "Tried":
+    """What the diagnosis has tried: the same for all backends of a test."""
+    from harness.diagnosis import tried
+
+    fresh = tried.Tried()
+    monkeypatch.setattr(tried, "tried_of", lambda backend: fresh)
+    return fresh

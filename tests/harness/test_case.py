@@ -11,6 +11,7 @@ from harness.families import FAMILIES, families_of
 from harness.schema import FLAGS, KEYS, LAYOUTS, OPTIONAL, nearest
 from harness.sections import KINDS
 from reference.recipes import recipe
+from reference.training import training_recipe
 
 CASES = Path(__file__).parents[2] / "cases"
 
@@ -435,5 +436,7 @@ def test_the_readme_example_is_eight_cases(write):
 
 
 def test_every_case_names_a_recipe(committed):
-    named = {name for case in committed if case.recipe for name in case.recipes}
+    named = {name for case in committed if case.recipe and not case.is_module for name in case.recipes}
     assert {str(recipe(name)) for name in named} == named
+    trained = {case.recipe for case in committed if case.is_module}
+    assert {str(training_recipe(name)) for name in trained} == trained

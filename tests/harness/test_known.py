@@ -1,5 +1,6 @@
 """The ledger of known failures: what it may say, what it makes of a record, and what a run makes of it."""
 
+import ast
 import csv
 import re
 from dataclasses import replace
@@ -11,20 +12,27 @@ from typer.testing import CliRunner
 
 from harness.case import CaseFileError, load_all
 from harness.cli import app
+from harness.diagnosis.names import CAUSES, FAMILIES, is_cause
 from harness.known import Entry, Ledger, LedgerError, Ledgers, beside, is_link, load
 from harness.record import Record, outcome, succeeded
 from harness.report import groups, markdown, page, tables, text
+from tests.harness import small_toml
 from tests.harness.backends import QUANTIZE
+from tests.harness.small_toml import ISSUE
+from tests.harness.small_toml import known as known_table
 
 ROOT = Path(__file__).parents[2]
-ISSUE = "https://github.com/me/kernels/issues/12"
 ENTRY = Entry("quantize/*/bf16/*", "native", ISSUE, "ties", where="cases/known.toml: [[known]] 2")
 STAGE = {"stage": "codes", "rule": "exact", "compared": 9, "mismatches": 1, "max_ulp": 1, "sentence": ""}
 
 
-def table(**changes: str) -> str:
-    keys = {"case": "quantize/*", "backend": "native", "issue": ISSUE, "reason": "ties", **changes}
-    return "\n[[known]]\n" + "".join(f'{key} = "{value}"\n' for key, value in keys.items() if value)
+NO_CAUSES = {
+    "1-for-nan", "4-or-6-mse", "as-element", "element-order", "exact-sums", "largest-of-block", "largest-of-tensor",
+    "low-first", "most-recent", "nearest-even", "nearest-even-wrapping", "nearest-log2", "nearest-toward-zero",
+    "negative-zero", "not-finite", "nvfp4-rht", "rounding-sums", "row-lane", "saturated-scales", "subnormal-codes",
+    "subnormal-scales", "update-scale", "with-bias", "with-c", "zero-blocks", "zero-scales",
+}  # fmt: skip
+"""Literals of the diagnosis that look like a cause: classes of elements, choices of recipes."""
 
 
 def record(verdict: str = "fail", case: str = "quantize/nvfp4/1x2/bf16/a", **changes: Any) -> dict[str, Any]:
@@ -44,15 +52,31 @@ def marked(entries: list[Entry], found: dict[str, Any]) -> dict[str, Any]:
         ("known = 3\n", "known is int; a ledger holds [[known]] tables"),
         ("known = [3]\n", "[[known]] 1: is 3; an entry is a table of keys"),
         ("[[known]\n", "not TOML: "),
-        (table() + table(reson="x"), "[[known]] 2: unknown key 'reson' (did you mean 'reason'?); an entry has case, "),
-        (table(reason=""), "[[known]] 1: reason is missing; an entry needs case, backend, issue, reason"),
-        (table(reason="  "), "[[known]] 1: reason is '  '; it is text, and not empty"),
-        (table().replace('"ties"', "3"), "[[known]] 1: reason is 3; it is text, and not empty"),
-        (table(issue="kernels#12"), "[[known]] 1: issue is 'kernels#12'; it is a link: https://…"),
-        (table(verdict="fial"), "verdict is 'fial' (did you mean 'fail'?); it can be fail, error, crash, timeout"),
-        (table(verdict="unsupported"), "verdict is 'unsupported'; it can be fail, error, crash, timeout"),
-        (table(device="gpu"), "device is 'gpu'"),
-        (table(verdict="crash", stage="codes"), "stage says how a fail is wrong, and the verdict is crash"),
+        (
+            known_table() + known_table(reson="x"),
+            "[[known]] 2: unknown key 'reson' (did you mean 'reason'?); an entry has case, ",
+        ),
+        (known_table(reason=None), "[[known]] 1: reason is missing; an entry needs case, backend, issue, reason"),
+        (known_table(reason="  "), "[[known]] 1: reason is '  '; it is text, and not empty"),
+        (known_table().replace('"ties"', "3"), "[[known]] 1: reason is 3; it is text, and not empty"),
+        (known_table(issue="kernels#12"), "[[known]] 1: issue is 'kernels#12'; it is a link: https://…"),
+        (
+            known_table(verdict="fial"),
+            "verdict is 'fial' (did you mean 'fail'?); it can be fail, error, crash, timeout",
+        ),
+        (known_table(verdict="unsupported"), "verdict is 'unsupported'; it can be fail, error, crash, timeout"),
+        (known_table(device="gpu"), "device is 'gpu'"),
+        (
+            known_table(stage="code"),
+            "stage is 'code' (did you mean 'codes'?); of quantize it can be amax, tensor scale, ",
+        ),
+        (
+            known_table(case="swizzle/*", stage="codes"),
+            "stage is 'codes'; of swizzle it can be layout, unswizzle, memory",
+        ),
+        (known_table(cause="tie-away"), "cause is 'tie-away' (did you mean 'ties-away'?); it is one of the column "),
+        (known_table(cause="place:"), "cause is 'place:' (did you mean 'place:…'?)"),
+        (known_table(verdict="crash", stage="codes"), "stage says how a fail is wrong, and the verdict is crash"),
     ],
 )
 def test_a_malformed_ledger_is_one_error_that_names_the_entry(tmp_path, content, message):
@@ -61,6 +85,35 @@ def test_a_malformed_ledger_is_one_error_that_names_the_entry(tmp_path, content,
         load(tmp_path / "known.toml")
     assert str(raised.value).startswith(f"{tmp_path / 'known.toml'}: ")
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"stage": "codes", "cause": "ties-away"},
+        {"stage": "columnwise.layout", "cause": "place:last-row"},
+        {"case": "gemm-grouped/*", "stage": "unpadded", "cause": "scale-of-next-block"},
+        {"case": "*/nvfp4/*", "stage": "whatever it is", "cause": "dialect:torchao"},
+    ],
+)
+def test_a_stage_and_a_cause_that_there_are(tmp_path, keys):
+    """Of a pattern that names no operation any stage may be."""
+    (tmp_path / "known.toml").write_text(known_table(**keys))
+    (entry,) = load(tmp_path / "known.toml").entries
+    assert (entry.stage, entry.cause) == (keys["stage"], keys["cause"])
+
+
+def test_the_names_of_causes_are_those_of_the_diagnosis():
+    """Every literal of its files that looks like a cause is one, or known to be something else."""
+    literals = set()
+    for path in (ROOT / "harness" / "diagnosis").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if path.stem != "names" else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                literals.add(node.value)
+    hyphenated = {name for name in literals if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", name)}
+    assert {name for name in hyphenated if not is_cause(name)} == NO_CAUSES
+    assert set(CAUSES) - literals == {"no-diagnosis"}  # the runner's
+    assert all(name in ("algorithm:", "update:") or any(name in text for text in literals) for name in FAMILIES)
 
 
 def test_a_ledger_that_is_not_there(tmp_path):
@@ -153,7 +206,7 @@ def test_an_entry_without_a_case_is_an_error_that_names_it(tmp_path):
 
 
 def test_a_ledger_is_read_once_a_folder_and_its_error_comes_once(tmp_path):
-    (tmp_path / "known.toml").write_text(table(case="nothing"))
+    (tmp_path / "known.toml").write_text(known_table(case="nothing"))
     (tmp_path / "a.toml").write_text(
         '[[matrix]]\noperation = "swizzle"\ntier = "full"\nshape = [3, 4]\ninputs = "bytes"'
     )
@@ -161,7 +214,7 @@ def test_a_ledger_is_read_once_a_folder_and_its_error_comes_once(tmp_path):
     with pytest.raises(LedgerError, match="matches no case"):
         ledgers.of(tmp_path, [QUANTIZE])
     assert ledgers.of(tmp_path, [QUANTIZE]) == Ledger()
-    (tmp_path / "known.toml").write_text(table())
+    (tmp_path / "known.toml").write_text(known_table())
     assert len(Ledgers().of(tmp_path, [QUANTIZE]).entries) == 1
     assert Ledgers(Ledger((ENTRY,))).of(tmp_path, [QUANTIZE]).entries == (ENTRY,)
 
@@ -191,15 +244,7 @@ def test_reports_keep_what_is_known_apart():
 
 # Runs.
 
-CASES = """
-[[matrix]]
-operation = "quantize"
-tier = "quick"
-recipe = "nvfp4"
-shape = [[16, 32], [16, 48]]
-dtype = ["fp32", "bf16"]
-inputs = "normal"
-"""
+CASES = small_toml.matrix()
 
 
 @pytest.fixture
@@ -226,7 +271,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_run_succeeds_where_its_failures_are_known_and_says_so(run):
-    result, launched = run(ledger=table(case="quantize/*/16x48/*"))
+    result, launched = run(ledger=known_table(case="quantize/*/16x48/*"))
     assert result.exit_code == 0, result.output
     assert len(launched) == 4
     assert "2 cases passed, 36 elements compared; 2 known failures" in " ".join(result.stdout.split())
@@ -235,17 +280,17 @@ def test_a_run_succeeds_where_its_failures_are_known_and_says_so(run):
 
 
 def test_a_run_fails_where_a_known_failure_passes_or_another_fails(run):
-    result, _ = run(ledger=table(case="quantize/*"))
+    result, _ = run(ledger=known_table(case="quantize/*"))
     assert result.exit_code == 1
     assert "2 cases passed though known to fail; 2 known failures" in " ".join(result.stdout.split())
     assert "delete cases/known.toml: [[known]] 1, or narrow its pattern" in " ".join(result.stdout.split())
-    result, _ = run(ledger=table(case="quantize/*/16x48/fp32/*"))
+    result, _ = run(ledger=known_table(case="quantize/*/16x48/fp32/*"))
     assert result.exit_code == 1
     assert "1 of 4 cases did not pass: 1 fail; 1 known failure" in " ".join(result.stdout.split())
 
 
 def test_a_run_does_not_launch_what_is_known_to_crash(run):
-    result, launched = run(ledger=table(case="quantize/*/16x48/*", verdict="crash"))
+    result, launched = run(ledger=known_table(case="quantize/*/16x48/*", verdict="crash"))
     assert result.exit_code == 0, result.output
     assert [case for case in launched if "48" in case] == []
     assert "2 cases passed, 18 elements compared; 2 known failures" in " ".join(result.stdout.split())
@@ -253,26 +298,26 @@ def test_a_run_does_not_launch_what_is_known_to_crash(run):
 
 def test_a_run_of_one_file_knows_the_cases_beside_it_and_refuses_what_is_of_none(run):
     Path("cases/b.toml").write_text(CASES.replace("16, 48", "16, 64"))
-    result, _ = run("cases/b.toml", ledger=table(case="quantize/*/16x48/*"))
+    result, _ = run("cases/b.toml", ledger=known_table(case="quantize/*/16x48/*"))
     assert result.exit_code == 0, result.output
-    result, launched = run("cases/b.toml", ledger=table(case="quantize/*/16x50/*"))
+    result, launched = run("cases/b.toml", ledger=known_table(case="quantize/*/16x50/*"))
     assert result.exit_code == 2
     assert "cases/known.toml: [[known]] 1: case 'quantize/*/16x50/*' matches no case" in result.stderr
     assert not launched
-    result, _ = run("-k", "16x32", ledger=table(case="quantize/*/16x48/*"))
+    result, _ = run("-k", "16x32", ledger=known_table(case="quantize/*/16x48/*"))
     assert result.exit_code == 0, result.output
 
 
 def test_another_ledger_may_be_named(run):
-    result, _ = run("--known", "mine.toml", ledger=table(case="quantize/*/16x48/*"), file="mine.toml")
+    result, _ = run("--known", "mine.toml", ledger=known_table(case="quantize/*/16x48/*"), file="mine.toml")
     assert result.exit_code == 0, result.output
-    result, _ = run("--known", "mine.toml", ledger=table(case=""), file="mine.toml")
+    result, _ = run("--known", "mine.toml", ledger=known_table(case=None), file="mine.toml")
     assert result.exit_code == 2
     assert "mine.toml: [[known]] 1: case is missing" in result.stderr
 
 
 def test_a_link_is_the_last_line_of_the_summary(run):
-    result, _ = run("--link", "https://ci.example/7", ledger=table(case="quantize/*/16x48/*"))
+    result, _ = run("--link", "https://ci.example/7", ledger=known_table(case="quantize/*/16x48/*"))
     assert result.exit_code == 0, result.output
     assert Path("reports/latest/summary.md").read_text(encoding="utf-8").endswith("<https://ci.example/7>\n")
     result, launched = run("--link", "ci/7")

@@ -15,19 +15,13 @@ from harness.backend import load_backend
 from harness.cli import app
 from harness.journal import Journal, Run, read
 from harness.merge import MergeError, gather, merge
+from harness.report.text import duration
 from harness.runner import run_case
 from harness.shard import Shard, digest
+from tests.harness import small_toml
 
 DOCS = Path(__file__).parents[2] / "docs"
-FILE = """
-[[matrix]]
-operation = "quantize"
-tier = "quick"
-recipe = ["nvfp4", "nvfp4-sr", "nvfp4-rht"]
-shape = [[16, 32], [16, 48]]
-dtype = "bf16"
-inputs = "normal"
-"""
+FILE = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
 KERNELS = """
 from reference import ops
 
@@ -89,7 +83,7 @@ def test_a_merged_run_is_the_undivided_one(folder, shared, backend, status):
     assert shared == [4, 4, 4, 4]
     result = narrowgauge("merge", "shard-3", "shard-1", "shard-2", "--report-dir", "merged")
     assert result.exit_code == status, result.output
-    assert "6 cases of 3 shards; report: merged/index.html" in result.output
+    assert re.search(r"6 cases of 3 shards in .* s, that of the longest shard; all cases .* report: ", result.output)
     whole, merged = read(Path("whole")), read(Path("merged"))
     assert without_times(merged.records) == without_times(whole.records)
     assert (merged.shard, merged.selection, merged.missing) == (None, "", [])
@@ -110,11 +104,34 @@ def shard(directory, number, count=2, *, cases=None, missing=0, **changes):
         "native", "cpu", 0, cases, {"platform": f"node{number}", "commit": "abc1234", "kernel sources": "0011"},
         {"kernels": "0011"}, f"{number}/{count}", digest(CASES),
     )  # fmt: skip
-    journal = Journal(Path(directory), lambda: replace(header, **changes))
+    run = replace(header, **changes)
+    journal = Journal(Path(directory), lambda: run, clock=lambda: run.elapsed)
     for case in [*cases[: len(cases) - missing]]:
         journal.add({"case": case, "verdict": "pass", "saved": ""})
     journal.close()
     return Path(directory)
+
+
+def test_a_merged_run_took_as_long_as_its_longest_shard(folder):
+    """They run at the same time; the journal keeps it."""
+    folders = [shard("a", 1, elapsed=4.0), shard("b", 2, elapsed=30.0)]
+    assert [read(path).elapsed for path in folders] == [4.0, 30.0]
+    found = merge(folders)
+    assert found.elapsed == 30.0
+    assert read(gather(found, folders, Path("out")) and Path("out")).elapsed == 30.0
+
+
+def test_the_report_of_a_merged_run_says_whose_time_it_shows(folder):
+    for number in (1, 2):
+        run(f"shard-{number}", "--shard", f"{number}/2")
+    first, second = (read(Path(f"shard-{number}")) for number in (1, 2))
+    together = sum(record["seconds_total"] for part in (first, second) for record in part.records)
+    narrowgauge("merge", "shard-1", "shard-2", "--report-dir", "merged")
+    longest = duration(max(first.elapsed, second.elapsed))
+    summary = (folder / "merged" / "summary.md").read_text(encoding="utf-8")
+    assert f"6 cases passed in {longest}, " in summary.splitlines()[0]
+    words = f"{longest}, that of the longest shard; all cases together {duration(together)}"
+    assert f"- time: {words}\n" in summary
 
 
 def environment(**changes):
@@ -138,6 +155,17 @@ REFUSED = {
         "shards of different runs: device is cpu in a, cuda in b",
     ),
     "seed": (lambda: [shard("a", 1), shard("b", 2, seed=7)], "shards of different runs: seed is 0 in a, 7 in b"),
+    "schedules": (
+        lambda: [shard("a", 1), shard("b", 2, schedules=8)],
+        "shards of different runs: --schedules is 1 in a, 8 in b",
+    ),
+    "sanitize": (
+        lambda: [
+            shard("a", 1, sanitize=True, environment=environment(**{"kernel flags": "-fsanitize=address"})),
+            shard("b", 2, environment=environment(**{"kernel flags": "-O2"})),
+        ],
+        "shards of different runs: --sanitize is True in a, False in b",
+    ),
     "commit": (
         lambda: [shard("a", 1), shard("b", 2, environment=environment(commit="def"))],
         "shards of different runs: commit is abc1234 in a, def in b",

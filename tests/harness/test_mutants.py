@@ -27,6 +27,7 @@ from harness.mutants.touches import sources_of, touched_by
 from harness.mutants.yardsticks import DOORS, Noticed, Yardsticks
 from harness.runner import new_record, run_case
 from native import host, layout, ops, sources
+from tests.harness import small_toml
 
 ALL = mutants.load_all()
 
@@ -117,10 +118,10 @@ def test_a_mutant_that_says_something_wrong_is_refused(tmp_path: Path, old: str,
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "a file of mutants holds [[mutant]] tables, at least one, and nothing else"),
-        (f"other = 1\n{TABLE}", "a file of mutants holds [[mutant]] tables, at least one, and nothing else"),
+        ("", "a file of mutants holds [[mutant]] tables, at least one"),
+        (f"other = 1\n{TABLE}", "unknown key 'other'; a file of mutants holds [[mutant]] tables"),
         ("mutant = [1]", "[[mutant]] 1: is 1; a mutant is a table of keys"),
-        ("mutant = [", "cannot be read: "),
+        ("mutant = [", "not TOML: "),
     ],
 )
 def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -318,6 +319,30 @@ def test_the_yardsticks_notice_nothing_in_the_real_kernels(door: str, recipes: s
 
 def test_every_door_is_some_mutants() -> None:
     assert {mutant.door for mutant in ALL} == set(DOORS)
+
+
+def test_what_is_known_to_fail_without_a_mutant_tells_nothing_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the verdict, of the native kernels on a CPU alone."""
+    given: list[str] = []
+
+    def run(chosen: object, cases: list[Case], *_: object, **__: object) -> bool:
+        given.extend(case.inputs for case in cases)
+        return True
+
+    monkeypatch.setattr("harness.mutants.session.run_session", run)
+    table = small_toml.matrix(shape=[16, 32], inputs=["normal", "zeros", "inf", "nan", "outliers"])
+    (tmp_path / "small.toml").write_text(table)
+    (tmp_path / "known.toml").write_text(
+        small_toml.known(case="*/normal", backend="native")
+        + small_toml.known(case="*/zeros", backend="native", verdict="crash")
+        + small_toml.known(case="*/inf", backend="native", device="cuda")
+        + small_toml.known(case="*/nan", backend="mine:Backend")
+    )
+    found = CliRunner().invoke(cli.app, ["mutants", str(tmp_path), "-k", "unswizzle-of-unpadded"])
+    assert found.exit_code == 0, found.output
+    assert given == ["inf", "nan", "outliers"]
 
 
 def test_the_command_runs_those_that_are_selected(tmp_path: Path) -> None:

@@ -616,6 +616,9 @@ def test_a_door_that_is_not_there_is_unsupported(operation):
         "gemm-quantized": gemm_case("mxfp8-e4m3", "tn", "mxfp8-e4m3", operation="gemm-quantized"),
         "swizzle": swizzle_case(), "quantize-grouped": grouped_case("nvfp4", "even:4"),
         "gemm": gemm_case("nvfp4", "tn"), "gemm-grouped": gemm_case("nvfp4", "even:4", operation="gemm-grouped"),
+        "grouped-linear": Case("grouped-linear", "MXFP8BlockScaling", (8, 32, 16), "bf16", "normal", ("even:2",)),
+        **{name: Case(name, "MXFP8BlockScaling", (1, 8, 32, 16), "bf16", "normal", ("heads:2",))
+           for name in ("linear", "layernorm-linear", "transformer-layer")},
     }  # fmt: skip
     record = run(cases[operation], dequantize=reference.dequantize)
     assert record.verdict == "unsupported"

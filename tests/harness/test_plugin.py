@@ -10,41 +10,18 @@ import torch
 from harness import report
 from harness.runner import run_case
 from reference import ops as reference
+from tests.harness import small_toml
 from tests.harness.backends import GEMM, QUANTIZE, backend, gemm
 
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
 
-SMALL = """
-[[matrix]]
-operation = "quantize"
-tier = "quick"
-recipe = "nvfp4"
-shape = [[16, 32], [16, 48]]
-dtype = ["fp32", "bf16"]
-inputs = "normal"
+SMALL = small_toml.matrix() + small_toml.matrix(tier="full", shape=[32, 32], dtype="bf16", inputs=["zeros", "inf"])
 
-[[matrix]]
-operation = "quantize"
-tier = "full"
-recipe = "nvfp4"
-shape = [32, 32]
-dtype = "bf16"
-inputs = ["zeros", "inf"]
-"""
-
-PRODUCT = """
-[[matrix]]
-operation = "gemm"
-tier = "quick"
-recipe = "nvfp4"
-shape = [16, 32, 24]
-x = "bf16"
-w = "bf16"
-out = "fp32"
-inputs = "lattice"
-"""
+PRODUCT = small_toml.matrix(
+    operation="gemm", shape=[16, 32, 24], dtype=None, x="bf16", w="bf16", out="fp32", inputs="lattice"
+)
 
 KERNELS = """
 import time
@@ -132,6 +109,23 @@ def test_a_file_that_is_named_is_collected_wherever_it_is(project):
     assert ids(result) == ["gemm/nvfp4/16x32x24/bf16xbf16-fp32/lattice/tn"]
 
 
+@pytest.mark.parametrize("named", ["cases", "cases/small.toml"])
+def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
+    """The controller has nothing but ids: of the run's cases, and of the one in which a worker died."""
+    root = project.mkdir("root")
+    words = ("--rootdir", root, project.path / named)
+    result = project.runpytest_inprocess("-p", "no:xdist", "--collect-only", "-q", *words)
+    assert ids(result) == [*QUICK, *FULL]
+    found = [line for line in result.outlines if "::" in line]
+    session = project.parseconfigure(*words).pluginmanager.get_plugin("narrowgauge-session")
+    session.pytest_xdist_node_collection_finished(found)
+    assert session.cases == [*QUICK, *FULL]
+    session.pytest_runtest_logreport(pytest.TestReport(found[1], ("", 0, ""), {}, "failed", "", "???"))
+    (record,) = session.records
+    assert (record["case"], record["verdict"]) == (QUICK[1], "crash")
+    session.pytest_unconfigure()
+
+
 @pytest.mark.parametrize(
     ("words", "chosen"),
     [
@@ -217,6 +211,17 @@ def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
     assert "plugin.py" not in printed
     (row,) = records(project)
     assert (row["verdict"], row["stage"], row["mismatches"]) == ("fail", "codes", "2")
+
+
+def test_the_failures_that_a_run_saves_replace_those_of_the_run_before(project):
+    saved = []
+    for chosen in ("16x48 and fp32", "16x48 and fp32", "16x48 and bf16"):
+        project.runpytest_inprocess("-p", "no:xdist", "--backend", "plugin_kernels:Wrong", "-k", chosen)
+        (record,) = records(project)
+        (path,) = (project.path / "reports" / "latest" / "failures").iterdir()
+        assert record["saved"].endswith(path.name)
+        saved.append(path.name)
+    assert saved[0] == saved[1] != saved[2]
 
 
 def test_what_is_unsupported_is_skipped_with_its_reason(project):

@@ -10,19 +10,12 @@ from harness import report
 from harness.record import Record
 from harness.report.junit import add_properties
 from harness.runner import run_case
+from tests.harness import small_toml
 from tests.harness.backends import QUANTIZE, backend, quantize
 
 pytest_plugins = ["pytester"]
 
-CASES = """
-[[matrix]]
-operation = "quantize"
-tier = "quick"
-recipe = "nvfp4"
-shape = [[16, 32], [16, 48]]
-dtype = ["fp32", "bf16"]
-inputs = "normal"
-"""
+CASES = small_toml.matrix()
 
 KERNELS = """
 import os
@@ -40,26 +33,13 @@ class Wrong:
         return q
 """
 
-LEDGER = """
-[[known]]
-case = "quantize/nvfp4/16x48/bf16/*"
-backend = "ledger_kernels:Wrong"
-issue = "https://github.com/me/kernels/issues/12"
-reason = "ties"
-
-[[known]]
-case = "quantize/nvfp4/16x32/*"
-backend = "ledger_kernels:Wrong"
-issue = "https://github.com/me/kernels/issues/13"
-reason = "exits"
-verdict = "crash"
-
-[[known]]
-case = "quantize/nvfp4/16x32/fp32/normal"
-backend = "another:Backend"
-issue = "https://github.com/me/kernels/issues/14"
-reason = "not this one's"
-"""
+BACKEND = "ledger_kernels:Wrong"
+EXITS = "https://github.com/me/kernels/issues/13"
+LEDGER = (
+    small_toml.known(case="quantize/nvfp4/16x48/bf16/*", backend=BACKEND)
+    + small_toml.known(case="quantize/nvfp4/16x32/*", backend=BACKEND, issue=EXITS, reason="exits", verdict="crash")
+    + small_toml.known(case="quantize/nvfp4/16x32/fp32/normal", backend="another:Backend", reason="not this one's")
+)
 
 FP32, BF16 = (f"quantize/nvfp4/16x48/{dtype}/normal" for dtype in ("fp32", "bf16"))
 WORDS = ("-p", "no:xdist", "--backend", "ledger_kernels:Wrong")

@@ -71,6 +71,17 @@ def test_a_backend_that_cannot_begin_ends_the_run(kernels, name, message):
     assert not multiprocessing.active_children()
 
 
+def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, monkeypatch):
+    """Its process is killed, though it has not come to ask for a task."""
+    (tmp_path / "hanging_kernels.py").write_text("import time\n\ntime.sleep(1000)\n")
+    monkeypatch.setattr(worker, "LOAD", 0.0)
+    records = []
+    with pytest.raises(BackendError, match=r"backend hanging_kernels:B did not load within 1 s; a longer --timeout"):
+        run_cases([case_of(16)] * 3, Settings("hanging_kernels:B", timeout=1.0), records.append)
+    assert records == []
+    assert not multiprocessing.active_children()
+
+
 def test_no_cases_need_no_process(monkeypatch):
     monkeypatch.setattr(pool, "Worker", None)
     assert run_cases([], Settings(workers=4), print) == []

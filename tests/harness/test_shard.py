@@ -14,21 +14,14 @@ from harness.cli import app
 from harness.journal import Journal, Run
 from harness.runner import new_record
 from harness.shard import Shard, ShardError, digest, durations, estimate, part_of, read_durations, split
+from tests.harness import small_toml
 
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
 SMALL = Case("quantize", "nvfp4", (16, 32), "bf16", "normal")
 CASES = [replace(SMALL, shape=(16 * n, 32), recipe="nvfp4-sr" if n % 4 == 0 else "nvfp4") for n in range(1, 13)]
-FILE = """
-[[matrix]]
-operation = "quantize"
-tier = "quick"
-recipe = ["nvfp4", "nvfp4-sr", "nvfp4-rht"]
-shape = [[16, 32], [16, 48]]
-dtype = "bf16"
-inputs = "normal"
-"""
+FILE = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
 ALL = [f"quantize/{recipe}/16x{k}/bf16/normal" for recipe in ("nvfp4", "nvfp4-sr", "nvfp4-rht") for k in (32, 48)]
 
 

@@ -15,19 +15,12 @@ from harness.pool import Settings, Task, run_tasks
 from harness.runner import new_record, run_case
 from harness.worker import serve
 from reference import ops as reference
+from tests.harness import small_toml
 
 pytest_plugins = ["pytester"]
 
 NVFP4 = Case("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")
-CASES = """
-[[matrix]]
-operation = "quantize"
-tier = "quick"
-recipe = ["nvfp4", "nvfp4-sr", "nvfp4-rht"]
-shape = [[16, 32], [16, 48]]
-dtype = "bf16"
-inputs = "normal"
-"""
+CASES = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
 
 
 def test_a_case_of_many_needs_a_smaller_p_value(monkeypatch):

@@ -15,27 +15,14 @@ from harness.cli import app
 from harness.record import elements_compared
 from harness.runner import run_case
 from harness.soak import chosen, parts, varies, work
+from tests.harness import small_toml
 from tests.harness.backends import QUANTIZE
 
 ROOT = Path(__file__).parents[2]
 
-CASES = """
-[[matrix]]
-operation = "quantize"
-tier = "quick"
-recipe = "nvfp4"
-shape = [16, 32]
-dtype = ["fp32", "bf16"]
-inputs = ["normal", "zeros"]
-
-[[matrix]]
-operation = "quantize"
-tier = "quick"
-recipe = "mxfp8-e4m3"
-shape = [0, 32]
-dtype = "fp16"
-inputs = "normal"
-"""
+CASES = small_toml.matrix(shape=[16, 32], inputs=["normal", "zeros"]) + small_toml.matrix(
+    recipe="mxfp8-e4m3", shape=[0, 32], dtype="fp16"
+)
 
 KERNELS = """
 from reference import ops
@@ -219,6 +206,38 @@ def test_a_kernel_that_is_wrong_now_and_then_is_found_and_reproduced(folder):
     assert shown.exit_code == 1
     assert message.removeprefix("codes: ") in shown.stdout
     assert narrowgauge("show", line.split()[3], "--backend", "soak_kernels:Now", "--seed", seed - 1).exit_code == 0
+
+
+def ledger(**keys):
+    """One that knows the case that is wrong now and then."""
+    return small_toml.known(case="quantize/nvfp4/16x32/fp32/normal", backend="soak_kernels:Now", **keys)
+
+
+def test_a_known_failure_is_counted_and_may_pass_on_some_seeds(folder):
+    words = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
+    (failures,) = re.findall(r", (\d+) failures?$", said(narrowgauge(*words)))
+    (folder / "cases" / "known.toml").write_text(ledger())
+    result = narrowgauge(*words)
+    assert result.exit_code == 0, result.output
+    assert said(result).endswith(f", 0 failures, {failures} known failure{'s' if failures != '1' else ''}")
+    assert 0 < int(failures) < 12
+    assert "reproduce" not in result.stdout
+    (folder / "cases" / "known.toml").write_text(ledger(stage="scales"))
+    assert narrowgauge(*words).exit_code == 1, "it fails at another stage than the ledger says"
+
+
+@pytest.mark.parametrize("verdict", ["crash", "timeout"])
+def test_what_is_known_to_crash_is_not_run(folder, monkeypatch, verdict):
+    seen = []
+    monkeypatch.setattr("harness.soak.run_tasks", lambda tasks, *_: seen.extend(task.case.id for task in tasks))
+    (folder / "cases" / "known.toml").write_text(ledger(verdict=verdict))
+    words = ["soak", "--seeds", 1, "--from", 1, "--share", 1, "-k", "normal and (fp32 or bf16)"]
+    result = narrowgauge(*words, "--backend", "soak_kernels:Now")
+    assert seen == ["quantize/nvfp4/16x32/bf16/normal"]
+    assert result.stderr == "1 of 2 cases are known to crash or hang, and are not run\n"
+    seen.clear()
+    narrowgauge(*words, "--backend", "soak_kernels:Right")
+    assert len(seen) == 2, "the entry is of another backend"
 
 
 def test_without_a_first_seed_it_is_a_fresh_one_and_printed(folder):

@@ -210,9 +210,10 @@ def start(*words):
 
 
 def written():
-    """Lines of the journal."""
+    """Lines of the journal, without those of the time."""
     path = Path("reports/latest") / NAME
-    return path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if not line.startswith('{"elapsed"')]
 
 
 def seen():
@@ -240,13 +241,13 @@ def test_a_killed_run_leaves_its_records_and_is_gone_on_with(folder):
     assert [rows_of(record) for record in run.records] == [16, 17]
     assert [case.split("/")[2] for case in run.missing] == ["18x32", "19x32", "20x32"]
     with (Path("reports/latest") / NAME).open("a") as file:
-        file.write('{"case": "cut sho')
+        file.write('{"elapsed": 5000.0}\n{"case": "cut sho')
     before = seen()
     Path("go").touch()
     result = narrowgauge("--backend", "faulty:Counting", "-n", 1, "--resume")
     assert result.exit_code == 0, result.output
     assert "2 of 5 cases are done" in result.output
-    assert "5 cases in" in result.output
+    assert "5 cases in 50" in result.output  # the seconds of both parts
     run = read(Path("reports/latest"))
     assert [rows_of(record) for record in run.records] == [16, 17, 18, 19, 20]
     assert run.missing == []
@@ -297,6 +298,12 @@ def record_of(rows, **changes):
     return new_record(case_of(rows), backend="b", device="cpu", seed=0).to_dict() | changes
 
 
+def test_a_header_says_what_the_guards_were():
+    given = {"backend": "native", "device": "cpu", "seed": 0}
+    plain, asked = journal.beginning([], **given), journal.beginning([], **given, schedules=8, sanitize=True)
+    assert [(run.schedules, run.sanitize) for run in (plain, asked)] == [(1, False), (8, True)]
+
+
 @pytest.fixture
 def written_run(tmp_path):
     """A folder with the journal of three cases, of which two are done."""
@@ -325,6 +332,50 @@ def test_a_line_that_was_cut_short_is_written_anew(written_run):
     assert said == [("16x32", "fail"), ("17x32", "pass"), ("18x32", "pass")]
 
 
+def test_the_time_of_a_run_is_that_of_its_parts(tmp_path):
+    """Of what was gone on with; of a part that was killed, up to its last record or a second before."""
+    now = [2.0]
+    first = Journal(tmp_path, header, clock=lambda: now[0])
+    first.add(record_of(16))
+    now[0] = 2.5
+    first.add(record_of(17))
+    assert read(tmp_path).elapsed == 2.0  # as if it were killed here
+    now[0] = 3.5
+    first.close()
+    assert read(tmp_path).elapsed == 3.5
+    now[0] = 0.25
+    second = Journal.resumed(tmp_path, header(), clock=lambda: now[0])
+    assert second.elapsed == 3.75
+    now[0] = 10.0
+    second.add(record_of(18))
+    assert (read(tmp_path).elapsed, len(read(tmp_path).records)) == (13.5, 3)
+    second.close()
+    assert Journal.resumed(tmp_path, header(), clock=lambda: 1.0).elapsed == 14.5
+
+
+def test_the_failures_that_a_run_saved_go_with_its_journal(tmp_path):
+    """Not before the first record of another run, not those of others, and not what that has saved again."""
+    folder = tmp_path / "failures"
+    folder.mkdir()
+    names = ("old", "again", "mine")
+    for name in names:
+        (folder / f"{name}.safetensors").write_bytes(b"1")
+        os.utime(folder / f"{name}.safetensors", ns=(1, 1))
+    first = Journal(tmp_path, header)
+    for rows, name in zip((16, 17), names, strict=False):
+        first.add(record_of(rows, saved=f"somewhere/failures/{name}.safetensors"))
+    first.close()
+    resumed = Journal.resumed(tmp_path, header())
+    resumed.add(record_of(18))
+    resumed.close()
+    another = Journal(tmp_path, header)
+    (folder / "again.safetensors").write_bytes(b"2")
+    assert len(list(folder.iterdir())) == 3
+    another.add(record_of(16))
+    assert sorted(path.stem for path in folder.iterdir()) == ["again", "mine"]
+    another.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -332,6 +383,8 @@ def test_a_line_that_was_cut_short_is_written_anew(written_run):
         ({"device": "cuda"}, "device was cpu, and is cuda"),
         ({"seed": 1}, "seed was 0, and is 1"),
         ({"shard": "1/2"}, "shard was None, and is 1/2"),
+        ({"schedules": 8}, "--schedules was 1, and is 8"),
+        ({"sanitize": True}, "--sanitize was False, and is True"),
         ({"environment": {"GPU": "H200", "kernel flags": "-O2"}}, "GPU was none, and is H200"),
         ({"sources": {"kernels": "01", "reference": "03"}}, "the source of reference has changed"),
         ({"cases": [case_of(16).id]}, f"this one selects no longer 2 cases, the first {case_of(17).id}"),
@@ -366,7 +419,7 @@ def test_what_is_no_journal_is_refused(tmp_path, text, words):
 def test_a_line_in_the_midst_that_is_no_record_is_refused(written_run):
     with (written_run / NAME).open("a") as file:
         file.write('{"case": 1}\n')
-    with pytest.raises(JournalError, match="line 4 is no record: it has no case or no verdict"):
+    with pytest.raises(JournalError, match="line 5 is no record: it has no case or no verdict"):
         read(written_run)
 
 

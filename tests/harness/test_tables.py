@@ -16,6 +16,7 @@ from harness.report.junit import PROPERTIES, properties
 from harness.runner import run_case
 from reference import ops as reference
 from tests.harness.backends import GEMM, QUANTIZE, backend, gemm, quantize
+from tests.harness.reach import FAILING, many_records
 
 DOCUMENT = (Path(__file__).parents[2] / "reports" / "SCHEMA.md").read_text(encoding="utf-8")
 
@@ -31,6 +32,11 @@ def written(folder: Path) -> list[tuple[str, str]]:
     return [(field.name, str(field.type)) for field in pyarrow.parquet.read_schema(folder / "records.parquet")]
 
 
+def csv_columns(folder: Path) -> list[str]:
+    tables.write([], folder)
+    return (folder / "records.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
+
+
 def test_the_document_has_the_columns_in_their_order_with_their_types(tmp_path: Path) -> None:
     documented = [(name, "string" if kind == "JSON" else kind) for name, kind, *_ in rows("# The tables of a run")]
     assert documented == written(tmp_path)
@@ -38,6 +44,21 @@ def test_the_document_has_the_columns_in_their_order_with_their_types(tmp_path: 
         f.name for f in fields(Record) if f.name in NESTED
     ]
     assert all(len(row) == 4 and row[3] for row in rows("# The tables of a run"))
+
+
+def test_a_csv_has_the_columns_that_are_no_lists(tmp_path: Path) -> None:
+    """In the order of the document: what a spreadsheet can sort and filter."""
+    flat = [name for name, kind, *_ in rows("# The tables of a run") if kind != "JSON"]
+    assert csv_columns(tmp_path) == flat
+    assert len(flat) == len(written(tmp_path)) - len(NESTED)
+
+
+def test_a_csv_of_failures_is_small(tmp_path: Path) -> None:
+    """The findings of a failure are 20 kB, and no cell of a spreadsheet."""
+    found = list(many_records(FAILING))
+    assert sum(len(record["findings"]) for record in found) == 1
+    tables.write(found, tmp_path)
+    assert (tmp_path / "records.csv").stat().st_size < 600 * len(found)
 
 
 def test_the_document_has_the_keys_of_what_columns_hold() -> None:
@@ -51,7 +72,8 @@ def test_the_document_has_the_keys_of_what_columns_hold() -> None:
 
 def test_a_change_of_the_columns_changes_the_version(tmp_path: Path) -> None:
     """Where this fails: raise SCHEMA, and give the new version a line with this fingerprint in reports/SCHEMA.md."""
-    content = json.dumps([written(tmp_path), {column: list(keys) for column, keys in ENTRIES.items()}])
+    keys = {column: list(keys) for column, keys in ENTRIES.items()}
+    content = json.dumps([written(tmp_path), csv_columns(tmp_path), keys])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:12]
     versions = {int(version): known for version, known, _ in rows("## Versions")}
     assert max(versions) == SCHEMA

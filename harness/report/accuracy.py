@@ -1,0 +1,74 @@
+"""What each recipe costs in accuracy: modules under a recipe against high precision. It decides no verdict."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from harness.report import text
+
+TITLE = "What each recipe costs in accuracy"
+NOTE = (
+    "For information, and in no verdict: medians over the cases of a module under a recipe against float64 of the same "
+    "inputs, not quantized. Relative error: Frobenius norm of the difference over that of the result."
+)
+TENSORS = ("y", "dx", "dw")
+"""Output, gradient of the input, gradient of the weight."""
+FIGURES = {"sqnr_db": "SQNR dB", "relative_error": "relative error", "cosine": "cosine"}
+"""Keys of an entry of a record's `accuracy`, and what people read."""
+
+
+class Row(NamedTuple):
+    """The cases of an operation under a training recipe that measured anything."""
+
+    recipe: str
+    operation: str
+    cases: int
+    figures: tuple[float | None, ...]
+    """Of each of `TENSORS`, each of `FIGURES`: the median, None where nothing was measured."""
+
+    @property
+    def shown(self) -> list[str]:
+        """The figures for people, nothing for what was not measured."""
+        return [shown(figure, value) for (_, figure), value in zip(COLUMNS, self.figures, strict=True)]
+
+
+COLUMNS = [(tensor, figure) for tensor in TENSORS for figure in FIGURES]
+"""What `Row.figures` has, in order."""
+
+
+def rows(records: Iterable[dict[str, Any]], *, operations: bool = True) -> list[Row]:
+    """A row for each training recipe and operation, sorted; of all operations together where not `operations`."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        if record["accuracy"]:
+            groups.setdefault((record["recipe"], record["operation"] if operations else ""), []).append(record)
+    return [_row(recipe, operation, members) for (recipe, operation), members in sorted(groups.items())]
+
+
+def _row(recipe: str, operation: str, members: list[dict[str, Any]]) -> Row:
+    entries = [entry for record in members for entry in record["accuracy"]]
+    return Row(
+        recipe,
+        operation or f"({len({record['operation'] for record in members})})",
+        len(members),
+        tuple(_median(entry[figure] for entry in entries if entry["tensor"] == tensor) for tensor, figure in COLUMNS),
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return statistics.median(found) if found else None
+
+
+def shown(figure: str, value: float | None) -> str:
+    """A figure for people, in eight characters at most."""
+    if value is None:
+        return ""
+    if figure == "sqnr_db":
+        return f"{value:.1f}".replace("-", "−")
+    if figure == "cosine":  # rounded down: 1 is said of equal directions only
+        return f"{math.floor(value * 1e5) / 1e5:.5f}".replace("-", "−")
+    return text.number(float(f"{value:.3g}"))

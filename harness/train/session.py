@@ -1,0 +1,218 @@
+"""Several trainings side by side, each in a process of its own: what ends one costs the steps that it had left."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.backend import BackendError
+from harness.backend import place as location
+from harness.gpus import VISIBLE, gpu_of
+from harness.worker import ending, forkserver, prepare_process
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from harness.train.run import Step, Task
+
+RECIPES = (
+    "NVFP4BlockScaling", "NVFP4BlockScaling-norht", "NVFP4BlockScaling-nosr", "NVFP4BlockScaling-no2d",
+    "NVFP4BlockScaling-norht-nosr-no2d", "MXFP8BlockScaling", "Float8BlockScaling", "Float8CurrentScaling",
+    "DelayedScaling",
+)  # fmt: skip
+"""What is trained unless recipes are named: every recipe, and each switch of NVFP4 turned off."""
+LAST = 20
+"""Steps at the end whose mean loss is the final one."""
+
+
+@dataclass
+class Training:
+    """A training, as far as it got."""
+
+    task: Task
+    steps: list[Step] = field(default_factory=list)
+    error: str = ""
+    """Why it ended early."""
+    seconds: float = 0.0
+
+    @property
+    def final(self) -> float | None:
+        """Mean loss of the last `LAST` steps; None where none was taken."""
+        last = [step.loss for step in self.steps[-LAST:]]
+        return math.fsum(last) / len(last) if last else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether it took every step."""
+        return not self.error and len(self.steps) == self.task.steps
+
+    @property
+    def judged(self) -> bool:
+        """Whether its stages are judged."""
+        return self.task.judged and self.task.recipe is not None
+
+    @property
+    def wrong(self) -> list[str]:
+        """A sentence for each wrong stage that is named."""
+        return [words for step in self.steps for words in step.wrong]
+
+    @property
+    def agreeing(self) -> int:
+        """Steps of which every stage is right, and something was compared."""
+        return sum(step.compared > 0 and not step.mismatches for step in self.steps)
+
+    @property
+    def apart(self) -> float | None:
+        """The largest distance of its loss from the reference's of the same weights; None where none was computed."""
+        return max((abs(step.loss - step.beside) for step in self.steps if step.beside is not None), default=None)
+
+    def learned(self, entropy: float) -> bool:
+        """Whether the final loss is below what no model reaches whose layers do nothing."""
+        return self.final is not None and self.final < entropy
+
+    def passed(self, entropy: float) -> bool:
+        """Whether it took every step, all of them agree where they are judged, and it learned."""
+        agrees = not self.judged or self.agreeing == self.task.steps
+        return self.complete and agrees and self.learned(entropy)
+
+
+def tasks(recipes: Sequence[str], backend: str, device: str, *, seed: int, steps: int) -> list[Task]:
+    """Under each recipe, and in high precision, the layers of the backend, judged, and those of the reference.
+
+    Raises ValueError for a name that is no training recipe's.
+    """
+    from harness.train.model import LAYERS
+    from harness.train.run import Task
+    from reference.training import training_recipe
+
+    names = dict.fromkeys(str(training_recipe(recipe)) for recipe in recipes)
+    sharing = len(names) * steps * LAYERS
+    return [
+        Task(recipe, layers, device, seed, steps, judged=layers == backend, sharing=sharing)
+        for recipe in [*names, None]
+        for layers in dict.fromkeys((backend, "reference"))
+    ]
+
+
+class _Process:
+    """A training in its process, seen from the session."""
+
+    def __init__(self, task: Task, workers: int, number: int) -> None:
+        context: Any = multiprocessing.get_context("spawn") if task.device == "cuda" else forkserver()
+        gpu = gpu_of(number, task.device)
+        self.connection, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=_main, args=(theirs, task, workers, gpu), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.number = number
+        self.training = Training(task)
+        self._started = time.monotonic()
+
+    def receive(self) -> bool:
+        """Take its next word: a step, or that it has ended; whether there may be another."""
+        try:
+            word = self.connection.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+            word = f"its process died ({ending(self.process.exitcode)})"
+        self.training.seconds = time.monotonic() - self._started
+        if isinstance(word, str):
+            self.training.error = word
+            return False
+        self.training.steps.append(word)
+        return True
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def run_tasks(tasks: Sequence[Task], workers: int, on_step: Callable[[Training], None]) -> list[Training]:
+    """Train every task, `workers` at a time; the trainings in the order of the tasks, `on_step` after every step.
+
+    An interrupt ends those that run, which keep their steps, and leaves the others without any.
+    """
+    waiting = list(enumerate(tasks))[::-1]
+    found = [Training(task, error="interrupted") for task in tasks]
+    running: dict[int, _Process] = {}
+    places = list(range(workers))[::-1]
+    try:
+        while waiting or running:
+            while waiting and places:
+                place, task = waiting.pop()
+                running[place] = _Process(task, workers, places.pop())
+                found[place] = running[place].training
+            ready = wait([one.connection for one in running.values()])
+            for place, one in [item for item in running.items() if item[1].connection in ready]:
+                if one.receive():
+                    on_step(one.training)
+                else:
+                    one.stop()
+                    places.append(one.number)
+                    del running[place]
+    except KeyboardInterrupt:
+        for one in running.values():
+            one.training.error = "interrupted"
+    finally:
+        for one in running.values():
+            one.stop()
+    return found
+
+
+def run_session(tasks: Sequence[Task], directory: Path, *, workers: int, console: Console | None = None) -> bool:
+    """Train every task, print and write the report; whether all passed. Raises OSError where it cannot be written."""
+    from rich.console import Console as Terminal
+
+    from harness.environment import describe_run
+    from harness.session import progress_bar
+    from harness.train import corpus, report
+
+    console = console or Terminal()
+    started = time.monotonic()
+    first = tasks[0]
+    environment = describe_run(backend=first.backend, device=first.device, seed=first.seed)
+    entropy = corpus.make(first.seed).entropy
+    with progress_bar(console) as progress:
+        bar = progress.add_task("training", total=sum(task.steps for task in tasks))
+
+        def on_step(training: Training) -> None:
+            step = training.steps[-1]
+            words = f"{report.name(training)}: step {len(training.steps)}, loss {step.loss:.3f}"
+            progress.update(bar, advance=1, description=words)
+
+        found = run_tasks(tasks, workers, on_step)
+    report.print_result(found, entropy, console)
+    page = report.write(found, environment, entropy, directory)
+    passed = all(one.passed(entropy) for one in found)
+    words = f"{report.sentence(found, entropy)}; {time.monotonic() - started:.1f} s; report: {page}"
+    console.print(words, markup=False, highlight=False, soft_wrap=True, style="" if passed else "bold red")
+    return passed
+
+
+def _main(connection: Connection, task: Task, workers: int, gpu: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session decides what an interrupt means
+    if gpu:
+        os.environ[VISIBLE] = gpu
+    prepare_process(workers)
+    from harness.train.run import train
+
+    try:
+        for step in train(task):
+            connection.send(step)
+        connection.send("")
+    except BrokenPipeError:  # the session is gone
+        return
+    except BackendError as error:
+        connection.send(str(error))
+    except Exception as error:  # a result so odd that a check cannot read it costs its own training
+        connection.send(f"{type(error).__name__}: {error}{location(error)}")

@@ -1,0 +1,24 @@
+"""A module whose float32 buffers stay float32 when it is converted to another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Float32Buffers(torch.nn.Module):
+    """`module.bfloat16()` and `module.to(dtype)` convert parameters; scales and amaxes go to the device alone.
+
+    A scale of 7 bits would be another scale, and no kernel takes it.
+    """
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return applied

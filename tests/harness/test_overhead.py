@@ -1,0 +1,136 @@
+"""The harness's own time: whose code is whose, what a timer sees, and the row of an operation."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
+
+from harness import cli
+from harness.bench import Row
+from harness.overhead import SAMPLE, Overhead, overheads, part_of, sample, watched
+from harness.results import join_sections, split_sections
+from reference import ops as reference
+from reference.recipes import recipe
+from tests.harness.backends import GEMM, QUANTIZE, backend
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """
+def call(inner):
+    return inner()
+
+
+def burn(clock, until):
+    while clock() < until:
+        pass
+"""
+
+
+def code_of(file: str) -> dict[str, Any]:
+    """Functions that seem to stand in a file of the project."""
+    found: dict[str, Any] = {}
+    exec(compile(SOURCE, str(ROOT / file), "exec"), found)
+    return found
+
+
+def through(*files: str) -> FrameType:
+    """A frame outside the project, called through functions of these files, the outermost first."""
+    inner: Callable[[], FrameType] = sys._getframe
+    for file in reversed(files):
+        inner = partial(code_of(file)["call"], inner)
+    return inner()
+
+
+@pytest.mark.parametrize(
+    ("files", "part"),
+    [
+        (["harness/runner.py"], "harness"),
+        (["harness/runner.py", "harness/checks/exact.py"], "check"),
+        (["harness/runner.py", "harness/checks/exact.py", "reference/decode.py"], "reference"),
+        (["harness/runner.py", "native/ops.py"], "kernel"),
+        (["harness/runner.py", "native/ops.py", "harness/guard.py"], "harness"),
+        (["harness/runner.py", "native/ops.py", "references/else.py"], "kernel"),
+        (["elsewhere/main.py"], "harness"),
+    ],
+)
+def test_what_runs_is_that_of_the_innermost_code_of_the_project(files: list[str], part: str) -> None:
+    assert part_of(through(*files)) == part
+    assert part_of(None) == "harness"
+
+
+def test_a_timer_sees_whose_time_it_is() -> None:
+    spent: defaultdict[str, float] = defaultdict(float)
+    parts = {"reference/a.py": 0.06, "native/a.py": 0.12}
+    with watched(spent):
+        for file, seconds in parts.items():
+            code_of(file)["burn"](time.thread_time, time.thread_time() + seconds)
+    assert spent["reference"] == pytest.approx(0.06, abs=0.03)
+    assert spent["kernel"] == pytest.approx(0.12, abs=0.03)
+    assert spent["harness"] < 0.03
+
+
+def test_a_row_for_each_operation() -> None:
+    kernels = backend(quantize=reference.quantize, gemm=reference.gemm)
+    rows = overheads([QUANTIZE, GEMM, QUANTIZE], kernels, "cpu")
+    assert {row.operation: row.cases for row in rows} == {"quantize": 2, "gemm": 1}
+    assert all(0 < row.harness <= row.milliseconds for row in rows)
+    assert rows[0].harness >= rows[1].harness
+
+
+def test_a_sample_is_spread_over_the_cases() -> None:
+    assert sample([QUANTIZE] * 3) == [QUANTIZE] * 3
+    many = [QUANTIZE] * 2 * SAMPLE + [GEMM] * SAMPLE
+    assert sample(many) == [QUANTIZE] * (2 * SAMPLE // 3) + [GEMM] * (SAMPLE // 3)
+
+
+def test_bench_prints_it_behind_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.bench.measure", lambda device: [Row("copy", 2.0, 1.1, 4e6, "elem/s")])
+    found = [Overhead("gemm", 1, 30.0, 4.0), Overhead("quantize", 3, 10.0, 2.0)]
+    monkeypatch.setattr("harness.overhead.overheads", lambda cases, kernels, device: found)
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(cli.app, ["bench", "cases/nvfp4_layout.toml"])
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert lines[1] == "copy 2.00 1.10 2000 M elem/s"
+    assert lines[-3:] == ["gemm 30.0 4.0 1", "quantize 10.0 2.0 3", "together 15.0 2.5 4"]
+    assert re.search("ms a case +the harness's own", result.output)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the calls of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_sections_are_split_by_a_few_calls_of_torch(columnwise: bool) -> None:
+    """Between guard zones a call costs ten times as much, and a result of 64 sections took 512 of them."""
+    sizes = [16, 0, 48] * 16
+    x = torch.randn(sum(sizes), 32)
+    parts = torch.split(x, sizes)
+    whole = [reference.quantize(part.T.contiguous() if columnwise else part, "nvfp4") for part in parts]
+    joined = join_sections(whole, columnwise=columnwise)
+    with Counting() as counting:
+        found = split_sections(joined, sizes, 32, recipe("nvfp4"), columnwise=columnwise)
+    assert counting.calls < 10 + (2 * len(sizes) if columnwise else 0)
+    for section, expected in zip(found, whole, strict=True):
+        for name in ("codes", "scales", "amax", "tensor_scale"):
+            assert torch.equal(getattr(section, name), getattr(expected, name)), name
+        assert section.shape == expected.shape

@@ -1,0 +1,171 @@
+"""A quantizer put together of the reference's steps, some of them wrong: the kernels that the diagnosis is to name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from harness.case import Case
+from harness.runner import run_case
+from reference import ops as reference
+from reference.blocks import block_amax, over_tiles, pad_columns, tensor_amax
+from reference.decode import decode
+from reference.elements import element_codes
+from reference.formats import E4M3
+from reference.hadamard import coefficient, signs
+from reference.layout import pack
+from reference.quantize import block_amaxes, random_bytes, row_amax, stored_scales
+from reference.quantized import Quantized
+from reference.recipes import Recipe, recipe
+from reference.scaling import element_factors, per_row, scale_elements, tensor_scale
+from tests.harness.backends import backend
+
+
+@dataclass
+class Steps:
+    """One run of a quantizer that is put together of the reference's steps: what a wrong step may look at."""
+
+    matrix: torch.Tensor
+    rule: Recipe
+    random: Any = None
+    scale: torch.Tensor | None = None
+    wrong: dict[str, Callable[["Steps"], torch.Tensor]] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in STEPS:
+            raise AttributeError(name)
+        value = self.wrong.get(name, STEPS[name])(self)
+        setattr(self, name, value)
+        return value
+
+
+def _tensor(s):
+    if s.rule.tensor_scale == "none":
+        return None
+    return s.scale if s.rule.tensor_scale == "given" else tensor_scale(s.amax, s.rule, s.x.dtype)
+
+
+def _amax(s):
+    if s.rule.tensor_scale == "none":
+        return None
+    return tensor_amax(s.blocks) if s.rule.granularity == "tensor" else row_amax(s.blocks)
+
+
+STEPS: dict[str, Callable[[Steps], Any]] = {
+    "x": lambda s: reference.transform(s.matrix, s.rule) if s.rule.transform else s.matrix,
+    "blocks": lambda s: block_amaxes(s.x, s.rule),
+    "amax": _amax,
+    "tensor": _tensor,
+    "scales": lambda s: stored_scales(s.x, s.blocks, s.amax, s.tensor, s.rule),
+    "bytes": lambda s: None if s.random is None else bytes_of(s),
+    "factors": lambda s: per_row(
+        element_factors(s.scales, s.tensor, s.rule, s.x.dtype, s.blocks), s.rule, len(s.matrix)
+    ),
+    "scaled": lambda s: scale_elements(s.x, s.factors, s.tensor, s.rule),
+    "codes": lambda s: element_codes(s.scaled, s.rule, s.bytes),
+    "stored": lambda s: pack(s.codes) if s.rule.element.bits == 4 else s.codes,
+    "layout": lambda s: reference.swizzle(s.scales),
+}
+
+
+def bytes_of(s, random=None, first=0):
+    rows, columns = s.matrix.shape
+    given = s.random if random is None else random
+    return random_bytes(given, (rows, columns), slice(0, rows), s.x.device, s.rule.block[1], first)
+
+
+def wrong(**steps):
+    """The door of a kernel whose steps are the reference's but for these."""
+
+    def quantize(x, rule, *, random=None, scale=None, swizzled=False):
+        rule = recipe(rule)
+        s = Steps(x.flatten(0, -2).contiguous(), rule, random, scale, steps)
+        scales = s.layout if swizzled else s.scales
+        return Quantized(s.stored, scales, s.amax, rule, tuple(s.matrix.shape), s.tensor, swizzled)
+
+    return quantize
+
+
+def case(rule, inputs="normal", *flags, shape=(64, 128), dtype="bf16"):
+    return Case("quantize", rule, shape, dtype, inputs, flags)
+
+
+def record_of(case_, **doors):
+    return run_case(case_, backend(**doors, declares={"transform": "butterfly"}))
+
+
+def causes(record):
+    assert record.verdict == "fail", record.message
+    return [explanation["cause"] for explanation in record.explanations if explanation["exact"]]
+
+
+def grid(fmt):
+    return torch.tensor(fmt.values[: fmt.max_code + 1])
+
+
+def cut_down(values, fmt):
+    points = grid(fmt).double()
+    code = (values.abs().double().unsqueeze(-1) >= points).sum(-1) - 1
+    return code.to(torch.uint8) | values.signbit().byte() * fmt.sign_code
+
+
+def unclamped(s):
+    return (decode(s.scales, E4M3) * s.tensor.reciprocal()).reciprocal()
+
+
+def exchanged(s):
+    packed = pack(s.codes)
+    return packed >> 4 | packed << 4
+
+
+def by_lane(keep):
+    """Block amaxes of some lanes."""
+
+    def blocks(s):
+        width = s.rule.block[1]
+        magnitude = pad_columns(s.x.abs().float(), width).view(len(s.x), -1, width)
+        kept = magnitude[:, :, torch.tensor([lane for lane in range(width) if keep(lane)])].amax(2)
+        return over_tiles(kept, s.rule.block[0])[:: s.rule.stored_rows]
+
+    return {"blocks": blocks, "amax": right_amax}
+
+
+def right_amax(s):
+    right = block_amaxes(s.x, s.rule)
+    return (
+        None
+        if s.rule.tensor_scale == "none"
+        else tensor_amax(right)
+        if s.rule.granularity == "tensor"
+        else row_amax(right)
+    )
+
+
+def signed_blocks(s):
+    return block_amax(s.x.clamp(min=0), s.rule.block[1])
+
+
+def rotated(s, *, first=True, factor=True, after=False):
+    """x·diag(σ)·H·c by a matrix, exact enough in float64 for what is not spread."""
+    rotation = s.rule.transform
+    k = torch.arange(rotation.group)
+    parity = torch.tensor([[bin(i & j).count("1") % 2 for j in k.tolist()] for i in k.tolist()])
+    sigma, c = signs(rotation).double(), coefficient(rotation.group)
+    hadamard = (1.0 - 2.0 * parity).double() * (c if factor else 1.0)
+    groups = s.matrix.double().view(-1, rotation.group)
+    y = (groups * sigma if first else groups) @ hadamard.T
+    return (y * sigma if after else y).view(s.matrix.shape)
+
+
+def wrong_amax(of):
+    """The tensor's amax of some of the elements; those of blocks are right."""
+    return {"amax": lambda s: of(s).abs().float().amax().view(1)}
+
+
+def given(value):
+    return {"amax": lambda s: torch.tensor([value])}
+
+
+def wrong_tensor(of):
+    return {"tensor": lambda s: of(s, s.amax)}

@@ -1,0 +1,138 @@
+"""Tensors in shards: with their common amax, processes of a group quantize to the bytes of the whole tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from reference.linear import Linear
+from reference.ops import quantize_both
+from tests.processes import JUDGED_WRONG, WRONG, Results, run
+from tests.sharded_linear import operand_differences, sharded_linears
+from tests.shards import Sharded, differences, sharded_matrices
+
+OF_ANOTHER = r"ValueError: process {failing} of the group cannot quantize its shard; its own error says why"
+NOT_IN_GROUP = "ValueError: this process is not in the group that the amax is reduced over; give it the group it is in"
+MISALIGNED = (
+    r"ValueError: recipe {recipe} has blocks of {step} along dimension {dim}, and one would lie in two shards: that of "
+    r"process 0 has {extent}, no multiple of {step} \(shards: \({shape}\), .*\); give every shard but the last a "
+    r"multiple of {step}"
+)
+REFUSED = {
+    "dtype": "TypeError: recipe nvfp4-rht rotates bfloat16, not float32; convert it first",
+    "part of a rotated group": r"ValueError: recipe nvfp4-rht rotates whole groups of 16.* pad it first",
+    "no matrix": r"ValueError: quantize takes a matrix \(M, K\) or \(…, K\), not shape \(16,\); reshape it first",
+}
+"""What the last process alone is given, and what it raises."""
+REFUSED_BY_ALL = {
+    "rows": "ValueError: recipe nvfp4-rowscaled has an amax for every row, and none of the tensor that shards could .*",
+    "neither": "ValueError: sharded_amax finds the amax of a rowwise or a columnwise half, or both; neither is wanted",
+    "not a member": NOT_IN_GROUP,
+    "not a member either": NOT_IN_GROUP,
+    "straddling": MISALIGNED.format(recipe="nvfp4", step=16, dim=0, extent="24 rows", shape="24, 16"),
+    "straddling tiles": MISALIGNED.format(recipe="nvfp4-2d", step=16, dim=0, extent="24 rows", shape="24, 16"),
+    "straddling columns": MISALIGNED.format(recipe="mxfp8-e4m3", step=32, dim=1, extent="16 columns", shape="32, 16"),
+    "straddling rotation": MISALIGNED.format(recipe="nvfp4-rht64", step=64, dim=0, extent="32 rows", shape="32, 16"),
+    "unequal": r"ValueError: shards along dimension 1 have one extent along the other; these are .*, \(24, 16\)",
+    "dimension": r"ValueError: shards lie along dimension 0 or 1 of a matrix \(M, K\), not 2",
+    "rows need no blocks": "nothing was raised",
+    "columns are not rotated": "nothing was raised",
+    "one scale": "nothing was raised",
+    "a short last one": "nothing was raised",
+}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The matrices are small: two threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# One test, since workers of xdist that shared its parts would each start the processes.
+@pytest.mark.usefixtures("one_thread")
+def test_shards_are_quantized_as_parts_of_the_whole(tmp_path: Path) -> None:
+    for found in run(tmp_path, [2, 4], "gloo"):
+        assert_sharded(found)
+
+
+def test_a_process_that_fails_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"process 1:\n(.*\n)+RuntimeError: this process was asked to fail"):
+        run(tmp_path, [2], "gloo", fail=True)
+
+
+def assert_sharded(found: list[Results]) -> None:
+    """Everything that is asked of what the processes of a group, on CPUs or GPUs, found."""
+    rooms = {"reference", "native"} - found[0]["missing"].keys()
+    matrices, linears = sharded_matrices(len(found)), sharded_linears(len(found))
+    wholes = [
+        quantize_both(case.whole(), case.recipe, columnwise=case.columnwise, scale=case.scale(), random=case.words())
+        for case in matrices
+    ]
+    layers = [linear.observe(Linear, torch.device("cpu")) for linear in linears]
+    for room in sorted(rooms):
+        differ: dict[str, list[str]] = {}
+        caught: set[tuple[str, str]] = set()
+        for number, (case, whole) in enumerate(zip(matrices, wholes, strict=True)):
+            shards = [process[room, "right", number] for process in found]
+            if isinstance(shards[0], NotImplementedError):
+                assert room == "native"
+                assert "@" in case.name
+                continue
+            differ[f"{room}: {case}"] = differences(shards, whole, case.dim)
+            for version in WRONG:
+                if (
+                    len(found) == 2
+                    and case.name in JUDGED_WRONG
+                    and sum(map(bool, case.extents)) > 1
+                    and not case.special
+                ):
+                    shards = [process[room, version, number] for process in found]
+                    assert_wrong(version, differences(shards, whole, case.dim), case)
+                    caught.add((version, case.name))
+        assert caught == {(version, name) for version in WRONG for name in JUDGED_WRONG} or len(found) > 2
+        for number, (linear, layer) in enumerate(zip(linears, layers, strict=True)):
+            parts = [process[room, "linear", number] for process in found]
+            differ[f"{room}: {linear}"] = operand_differences(parts, layer, linear)
+        assert {case: fields for case, fields in differ.items() if fields} == {}
+        for rank, process in enumerate(found):
+            assert_refused(process[room, "refused"], rank, len(found))
+            assert_in_subgroup(process[room, "subgroup"], rank, len(found))
+
+
+def assert_wrong(version: str, differ: list[str], case: Sharded) -> None:
+    """A mistake shows where it should, and nowhere else."""
+    fields = {"sum": ["amax"], "scale-first": ["tensor_scale", "codes"], "rowwise-only": ["amax", "codes"]}[version]
+    sides = ["columnwise"] if version == "rowwise-only" else ["rowwise", "columnwise"]
+    assert {f"{side} {field}" for side in sides for field in fields} <= set(differ), (version, str(case))
+    if version == "scale-first":
+        assert not {"rowwise amax", "columnwise amax"} & set(differ), str(case)
+    if version == "rowwise-only":
+        assert all(part.startswith("columnwise") for part in differ), str(case)
+
+
+def assert_refused(messages: dict[str, str], rank: int, world: int) -> None:
+    """Bad input of the last process is told by all of them, and so is what they have in common."""
+    expected = REFUSED_BY_ALL | (
+        REFUSED if rank == world - 1 else dict.fromkeys(REFUSED, OF_ANOTHER.format(failing=world - 1))
+    )
+    assert messages.keys() == expected.keys()
+    for name, pattern in expected.items():
+        assert re.fullmatch(pattern, messages[name]), (name, messages[name])
+
+
+def assert_in_subgroup(found: tuple[torch.Tensor, torch.Tensor, str], rank: int, world: int) -> None:
+    """Every other process is in a group: it knows of the amaxes there alone, and counts processes as it does."""
+    row, column, message = found
+    last = world - 2 + rank % 2
+    assert row.tolist() == column.tolist() == [last + 1]
+    if rank == last:
+        assert re.fullmatch(r"TypeError: (quantize takes|x is) float32, bfloat16, float16, not float64", message)
+    else:
+        assert message == OF_ANOTHER.format(failing=world // 2 - 1)
