@@ -119,9 +119,12 @@ class InProcess:
     """This process: a debugger stops in the backend, and a crash ends the run."""
 
     def __init__(self, settings: Settings) -> None:
-        from harness.keep import Keeper  # imports torch, which a run that has workers does without
+        import torch  # which a run that has workers does without
+
+        from harness.keep import Keeper
 
         self.settings = settings
+        self._threads = torch.get_num_threads()
         self._keeper = Keeper(Path(settings.failures))
 
     def load(self) -> None:
@@ -139,4 +142,7 @@ class InProcess:
         ).to_dict()
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Give torch the threads back that it had: who called pytest in this process goes on."""
+        import torch
+
+        torch.set_num_threads(self._threads)

@@ -1,7 +1,8 @@
 """Saved failures: the inputs of a case, what the kernel made of them and what is right, in one file of safetensors.
 
-Tensors are called x, w, c, bias, random.x, scale.x, given.dy as `harness.inputs` has them; actual.codes and the like are
-what the kernel gave, expected.codes what the reference gives for the same inputs. The metadata say of which case.
+Tensors are called x, w, c, bias, random.x, scale.x, given.dy as `harness.inputs` has them; actual.codes and the like
+are what the kernel gave, expected.codes what the reference gives for the same inputs. The metadata say which case they
+are of.
 """
 
 from __future__ import annotations

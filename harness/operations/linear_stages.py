@@ -26,6 +26,7 @@ from reference.bounds import Bounds, bounds
 from reference.quantized import Quantized
 from reference.recipes import Recipe
 from reference.summation import Summation
+from reference.training import TrainingRecipe
 
 INPUT, WEIGHT, GRAD = 0, 1, 2
 """Columns of an amax history, and numbers among scales."""
@@ -104,7 +105,7 @@ class LinearStages:
         self._x: Matrices = None
 
     @property
-    def _training(self) -> Any:
+    def _training(self) -> TrainingRecipe:
         return self.plan.training
 
     def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:

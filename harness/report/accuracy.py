@@ -70,5 +70,5 @@ def shown(figure: str, value: float | None) -> str:
     if figure == "sqnr_db":
         return f"{value:.1f}".replace("-", "−")
     if figure == "cosine":  # rounded down: 1 is said of equal directions only
-        return f"{math.floor(value * 1e5) / 1e5:.5f}".replace("-", "−")
+        return f"{math.floor(value * 1e4) / 1e4:.4f}".replace("-", "−")
     return text.number(float(f"{value:.3g}"))

@@ -15,7 +15,7 @@ from harness.report import accuracy, tables, text
 _SHORT = {"unsupported": "unsup.", "unexpected": "unexp."}
 _STYLES = {"pass": "blue", "unsupported": "yellow", "known": "dim"}
 _RED = "bold red"
-_FIGURES = {"sqnr_db": "dB", "relative_error": "rel.", "cosine": "cos."}
+_FIGURES = {"sqnr_db": "{} dB", "relative_error": "rel.", "cosine": "cos."}
 _SCREEN = 40
 """Rows."""
 
@@ -74,10 +74,10 @@ def _costs(records: list[dict[str, Any]]) -> list[accuracy.Row]:
 
 def _accuracy(rows: list[accuracy.Row], *, ascii_only: bool) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("recipe", overflow="fold", min_width=12)
+    table.add_column("recipe", overflow="fold", min_width=9)
     table.add_column("operation", overflow="fold", min_width=9)
     for tensor, figure in accuracy.COLUMNS:
-        table.add_column(f"{tensor} {_FIGURES[figure]}", justify="right", no_wrap=True)
+        table.add_column(_FIGURES[figure].format(tensor), justify="right", no_wrap=True)
     for row in rows:
         shown = [cell.replace("−", "-") if ascii_only else cell for cell in row.shown]
         table.add_row(Text(row.recipe), Text(row.operation), *shown)

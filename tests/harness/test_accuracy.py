@@ -41,10 +41,10 @@ def written(records: list[dict[str, Any]], folder: Path) -> tuple[str, str]:
     return page, (folder / "summary.md").read_text(encoding="utf-8")
 
 
-def printed(records: list[dict[str, Any]], encoding: str = "utf-8") -> str:
+def printed(records: list[dict[str, Any]], encoding: str = "utf-8", width: int = 100) -> str:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding=encoding) as file:
-        report.print_summary(records, Console(file=file, width=100))
+        report.print_summary(records, Console(file=file, width=width))
         file.flush()
         return raw.getvalue().decode(encoding)
 
@@ -56,14 +56,14 @@ def test_medians_of_a_recipe_and_an_operation() -> None:
     assert first.shown == ["", "0.5", *[""] * 7]
     assert (second.recipe, second.cases) == ("NVFP4BlockScaling", 3)
     assert second.figures == (20.0, 0.1, 0.99, None, None, None, 15.5, 0.17, 0.98)
-    assert second.shown == ["20.0", "0.1", "0.99000", "", "", "", "15.5", "0.17", "0.98000"]
+    assert second.shown == ["20.0", "0.1", "0.9900", "", "", "", "15.5", "0.17", "0.9800"]
 
 
 @pytest.mark.parametrize(
     ("figure", "value", "words"),
     [
         ("sqnr_db", -3.25, "−3.2"), ("relative_error", 1.23456e-5, "1.23e-05"),
-        ("cosine", 1.0, "1.00000"), ("cosine", 1 - 1e-9, "0.99999"), ("cosine", -0.5, "−0.50000"), ("cosine", None, ""),
+        ("cosine", 1.0, "1.0000"), ("cosine", 1 - 1e-9, "0.9999"), ("cosine", -0.5, "−0.5000"), ("cosine", None, ""),
     ],
 )  # fmt: skip
 def test_figures_for_people(figure: str, value: float | None, words: str) -> None:
@@ -76,10 +76,10 @@ def test_page_and_summary_have_the_table(tmp_path: Path) -> None:
     assert accuracy.TITLE in table
     assert "in no verdict" in table
     assert '<th scope="row">NVFP4BlockScaling</th><td>linear</td><td class="number">3</td>' in table
-    assert '<td class="number">20.0</td><td class="number">0.1</td><td class="number">0.99000</td>' in table
+    assert '<td class="number">20.0</td><td class="number">0.1</td><td class="number">0.9900</td>' in table
     assert '<a href="#accuracy">' in page
     assert f"\n## {accuracy.TITLE}\n\n{accuracy.NOTE}\n\n| recipe | operation | cases | y SQNR dB |" in summary
-    assert "\n| NVFP4BlockScaling | linear | 3 | 20.0 | 0.1 | 0.99000 |  |  |  | 15.5 | 0.17 | 0.98000 |\n" in summary
+    assert "\n| NVFP4BlockScaling | linear | 3 | 20.0 | 0.1 | 0.9900 |  |  |  | 15.5 | 0.17 | 0.9800 |\n" in summary
 
 
 def test_without_modules_there_is_no_table(tmp_path: Path) -> None:
@@ -114,6 +114,9 @@ def test_terminal_fits_a_hundred_columns_and_a_screen() -> None:
     table = out.partition(accuracy.TITLE)[2]
     assert max(map(len, out.splitlines())) <= 100
     assert table.count("1.23e-12") == 3
+    usual = [measured(tensor, 20.5, 0.0987, 0.9951) for tensor in accuracy.TENSORS]
+    narrow = printed([module("a", *usual, recipe=recipe, operation="transformer-layer")], width=80)
+    assert narrow.count("0.0987 0.9951") == 3
     many = [module("a", *cells, recipe=f"r{n}", operation=name) for n in range(30) for name in ("linear", "other")]
     folded = printed(many).partition(accuracy.TITLE)[2]
     assert folded.count("(2)") == 30

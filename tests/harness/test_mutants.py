@@ -332,7 +332,7 @@ def test_what_is_known_to_fail_without_a_mutant_tells_nothing_of_one(
         return True
 
     monkeypatch.setattr("harness.mutants.session.run_session", run)
-    table = small_toml.matrix(shape=[16, 32], inputs=["normal", "zeros", "inf", "nan", "outliers"])
+    table = small_toml.matrix(shape=[16, 32], dtype="bf16", inputs=["normal", "zeros", "inf", "nan", "outliers"])
     (tmp_path / "small.toml").write_text(table)
     (tmp_path / "known.toml").write_text(
         small_toml.known(case="*/normal", backend="native")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from harness import journal, sandbox
@@ -547,6 +548,21 @@ def test_a_debugger_has_the_kernel_in_the_process_of_pytest(folder, pytester, mo
     words = ["cases", "-p", "harness.plugin", "-p", "no:cacheprovider", "--backend", "faulty:Backend", "--pdb"]
     result = pytester.runpytest_inprocess("--rootdir", folder, folder / words[0], *words[1:], "-k", "16x32")
     result.assert_outcomes(passed=1, deselected=len(ALL) - 1)
+
+
+def test_a_debuggers_run_leaves_the_process_its_threads(folder, monkeypatch):
+    """Or every test of ours that comes after it runs on more threads than cores are idle."""
+    monkeypatch.chdir(folder)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "cpu_count", lambda: before + 1)
+    runner = sandbox.InProcess(Settings("faulty:Backend"))
+    try:
+        runner.load()
+        assert torch.get_num_threads() == before + 1
+        runner.close()
+        assert torch.get_num_threads() == before
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_worker_that_died_between_two_cases_is_replaced(folder):

@@ -196,6 +196,17 @@ class TestSums:
                 total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total.astype(f32), f32(0)), total)
         assert bool(inside(total.astype(f32), expected).all())
 
+    def test_sums_that_truncate_have_their_own_unit(self) -> None:
+        x = numbers(14, 300, 16, spread=0).abs()
+        total = np.zeros(16, f32)
+        for row in x.numpy():
+            exact = total.astype(np.float64) + row
+            nearest = exact.astype(f32)
+            total = np.where(nearest > exact, np.nextafter(nearest, f32(0)), nearest)
+        truncating = exactly(x).sum(0, unit=TRUNCATING)
+        assert bool(inside(total, truncating).all())
+        assert bool((truncating.error > 1.99 * exactly(x).sum(0).error).all())
+
     def test_further_roundings_of_a_product_count(self) -> None:
         a, b = exactly(numbers(12, 4, 50)), exactly(numbers(13, 50, 4))
         assert bool((a.matmul(b, roundings=50).error > 1.9 * a.matmul(b).error).all())
@@ -206,7 +217,7 @@ class TestSoftmax:
         keep = torch.ones(40, 40, dtype=torch.bool).tril()
         return numbers(seed, 40, 40, spread=1) * scale, keep
 
-    @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+    @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0, 400.0])
     def test_torch_and_online_softmax_are_inside(self, scale: float) -> None:
         scores, keep = self.scores(1, scale)
         expected = softmax(exactly(scores), keep)
