@@ -48,15 +48,11 @@ def stages_of(operation: str, flags: str, recipes: str = "") -> tuple[str, ...]:
 
 
 _TENSOR_STAGES = _QUANTIZED[:2]
-_OF_ONE_STEP = (
-    "quantize", "transform", "swizzle", "update-scale", "quantize-grouped", "gemm", "gemm-grouped", "gemm-quantized",
-)  # fmt: skip
-"""Operations whose stages are few and have fixed names; those of a module are as many as its results."""
 
 
 def stage_names(operation: str) -> tuple[str, ...]:
-    """Every stage that a record of an operation may have; none where they cannot be listed."""
-    if operation not in _OF_ONE_STEP:
+    """Every stage that a record of an operation may have; none of a module, which has as many as results."""
+    if operation not in STAGES:
         return ()
     found = [*STAGES[operation], "memory", "repeat"]
     if operation == "quantize":

@@ -62,6 +62,9 @@ constexpr std::size_t STACK_BYTES = 256 * 1024;  // redzones lie between local v
 constexpr std::size_t STACK_BYTES = 64 * 1024;
 #endif
 
+// From one stack to the next. The tops of stacks a power of two apart would all lie in the same few sets of a cache.
+constexpr std::size_t STACK_STEP = STACK_BYTES + 9 * 64;
+
 enum Order { FORWARD = 0, REVERSE = 1, SHUFFLED = 2 };
 
 struct Launch {
@@ -151,7 +154,7 @@ struct Worker {
 
     Worker() {
         // Untouched pages cost nothing; a block that never waits touches one stack only.
-        stacks = static_cast<char*>(mmap(nullptr, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE,
+        stacks = static_cast<char*>(mmap(nullptr, MAX_THREADS * STACK_STEP, PROT_READ | PROT_WRITE,
                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
         if (stacks == MAP_FAILED) {
             std::fprintf(stderr, "simt: no memory for %u thread stacks\n", MAX_THREADS);
@@ -192,13 +195,13 @@ struct Worker {
         if (fiber.state == FRESH) {
             fiber.stack_slot = free_slots.back();
             free_slots.pop_back();
-            prepare_stack(fiber.stack, stacks + fiber.stack_slot * STACK_BYTES, enter);
+            prepare_stack(fiber.stack, stacks + fiber.stack_slot * STACK_STEP, enter);
         }
         fiber.state = READY;
         self = &fiber;
 #ifdef SIMT_SANITIZE
         void* kept = nullptr;
-        __sanitizer_start_switch_fiber(&kept, stacks + fiber.stack_slot * STACK_BYTES, STACK_BYTES);
+        __sanitizer_start_switch_fiber(&kept, stacks + fiber.stack_slot * STACK_STEP, STACK_BYTES);
 #endif
         switch_stack(scheduler, fiber.stack);
 #ifdef SIMT_SANITIZE

@@ -210,6 +210,15 @@ def start(*words):
     return process
 
 
+def said_by(process):
+    """What the process has printed when it ends; where it does not end, what it is at."""
+    try:
+        return process.communicate(timeout=60)[0]
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # pytest prints the stacks of its threads
+        pytest.fail(f"it does not end:\n{process.communicate(timeout=60)[0]}")
+
+
 def written():
     """Lines of the journal, without those of the time."""
     path = Path("reports/latest") / NAME
@@ -267,7 +276,7 @@ def test_an_interrupted_pytest_is_gone_on_with_over_processes(folder):
     select(folder, range(16, 21))
     process = start("pytest", "cases", "-p", "harness.plugin", "-p", "no:cacheprovider")
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said = said_by(process)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, said
     assert "3 of 5 cases did not run; --resume goes on with them" in said
     assert "2 cases; report: " in said
