@@ -40,6 +40,8 @@ _CANDIDATES = {"6": 0, "4-or-6-mae": 1, "4-or-6-mse": 2}
 _ROTATE_ROWS, _ROTATE_COLUMNS = 1, 2
 _PLAIN_BLOCKS = 2
 """Blocks of 16 that a thread of the plain kernel makes."""
+_WIDE = 128
+"""Columns of a tile of bfloat16."""
 _FUSED_GROUP = 16
 """Groups of other sizes are rotated by a launch of their own."""
 
@@ -101,18 +103,27 @@ def _launch(
     sections = 1 if sizes is None else len(sizes)
     seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
     variant = _variant_bits(r, rotation=rotation, swizzled=swizzled)
-    launch(
-        "quantize_nvfp4",
-        f"quantize_nvfp4_{suffix(x.dtype)}",
-        (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),),
-        (THREADS,),
-        (x, np.int64(x.stride(0)), np.int64(x.stride(1)), np.int64(rows), np.int64(columns), sizes, np.int32(sections),
-         *(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments()),
-         np.float32(r.max_product), scale_order, np.int32(variant), np.uint64(seed % 2**64)),
-        device=x.device,
-        # One compilation for each costs a GPU's driver a second, once, and a CPU's compiler many.
-        extra_flags=(f"-DVARIANT={variant}",) if x.device.type == "cuda" else (),
-    )  # fmt: skip
+    halves = [*(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments())]
+    rule = (np.float32(r.max_product), scale_order, np.int32(variant), np.uint64(seed % 2**64))
+    # One compilation for each costs a GPU's driver a second, once, and a CPU's compiler many.
+    flags = (f"-DVARIANT={variant}",) if x.device.type == "cuda" else ()
+    if sizes is None and _in_tiles(x, r):
+        grid, name = rows // STRIP * (columns // _WIDE), "quantize_nvfp4_tiles_bf16"
+        arguments = [x, np.int64(rows), np.int64(columns), *halves, *rule]
+    else:
+        grid, name = max(1, strips(rows, sizes)) * blocks_for(columns, STRIP), f"quantize_nvfp4_{suffix(x.dtype)}"
+        strides = [np.int64(x.stride(0)), np.int64(x.stride(1))]
+        arguments = [x, *strides, np.int64(rows), np.int64(columns), sizes, np.int32(sections), *halves, *rule]
+    launch("quantize_nvfp4", name, (grid,), (THREADS,), arguments, device=x.device, extra_flags=flags)
+
+
+def _in_tiles(x: torch.Tensor, r: Recipe) -> bool:
+    """Whether the kernel that takes whole tiles does for this."""
+    rows, columns = x.shape
+    whole = rows % STRIP == columns % _WIDE == 0 and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
+    return x.dtype == torch.bfloat16 and whole and r.granularity == "tensor" and r.candidates == "6" and not (
+        r.block[0] > 1 and r.transform is not None
+    )
 
 
 def _variant_bits(r: Recipe, *, rotation: int, swizzled: bool) -> int:

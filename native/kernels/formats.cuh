@@ -411,33 +411,29 @@ __device__ __forceinline__ u32 e2m1_by_sum(float x) {
     return sum + (sum >> 22);
 }
 
-// The same of a number from 0 to below 7: 6 and what rounds to it.
+// The same of a number from 0 to below 7, which is what 6 and less are rounded from.
 __device__ __forceinline__ u32 e2m1_by_sum_below_7(float a) {
     const float binade = __uint_as_float(__float_as_uint(fmaxf(a, 1.0f)) & FLOAT_INF_BITS);
     const u32 sum = __float_as_uint(__fmaf_rn(binade, 0x1p22f + 107.0f, a));
     return sum + (sum >> 22);
 }
 
-// Products of eight bfloat16 numbers, two a word, and a factor that makes them smaller than 7: to a word.
-__device__ __forceinline__ u32 e2m1x8_of_products_below_7(const u32* x, float factor) {
-    u32 pairs[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const u32 magnitudes = x[j] & 0x7FFF7FFFu;
-        const u32 low = e2m1_by_sum_below_7(__uint_as_float(magnitudes << 16) * factor);
-        const u32 high = e2m1_by_sum_below_7(__uint_as_float(magnitudes & 0xFFFF0000u) * factor);
-        // Signs from bits 15 and 31 to 3 and 7 of the low byte.
-        pairs[j] = __umulhi(x[j] & 0x80008000u, (1u << 20) + (1u << 8)) + (high * 16u + low);
-    }
-    return __byte_perm(__byte_perm(pairs[0], pairs[1], 0x0040), __byte_perm(pairs[2], pairs[3], 0x0040), 0x5410);
+// As `stochastic` does it; `byte` is a random one, alone in its word.
+__device__ __forceinline__ u32 e2m1_by_sum_stochastic(float x, u32 byte) {
+    const float a = fabsf(x);
+    const float binade = __uint_as_float(__float_as_uint(fmaxf(a, 1.0f)) & FLOAT_INF_BITS);
+    const float share = __uint_as_float(0x46800000u | byte) - 0x1p14f;  // byte/512: the step is half of the binade
+    const float t = fminf(__fmaf_rn(share, binade, a), 6.0f);           // NaN to 6
+    const float grid = __uint_as_float(__float_as_uint(fmaxf(t, 1.0f)) & FLOAT_INF_BITS);
+    const u32 sum = __float_as_uint(__fmaf_rz(grid, 0x1p22f + 107.0f, t));
+    return sum + (sum >> 22);
 }
 
-// Eight elements to a word. A product that is NaN has no sign on a GPU.
-__device__ __forceinline__ u32 e2m1x8_by_sums(const float* x) {
+// Eight words whose low bytes are codes of magnitudes, and the signs of x, to one word.
+__device__ __forceinline__ u32 e2m1x8_packed(const u32 (&codes)[8], const float* x) {
     u32 pairs[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) pairs[j] = e2m1_by_sum(x[2 * j + 1]) * 16u + e2m1_by_sum(x[2 * j]);
-    const u32 codes = __byte_perm(__byte_perm(pairs[0], pairs[1], 0x0040), __byte_perm(pairs[2], pairs[3], 0x0040), 0x5410);
+    for (int j = 0; j < 4; ++j) pairs[j] = codes[2 * j + 1] * 16u + codes[2 * j];
     u32 signs[2];
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
@@ -445,16 +441,24 @@ __device__ __forceinline__ u32 e2m1x8_by_sums(const float* x) {
         const u32 high = __byte_perm(__float_as_uint(x[4 + odd]), __float_as_uint(x[6 + odd]), 0x0073);
         signs[odd] = __byte_perm(low, high, 0x5410) & 0x80808080u;
     }
-    return codes | signs[0] >> 4 | signs[1];
+    const u32 low = __byte_perm(pairs[0], pairs[1], 0x0040), high = __byte_perm(pairs[2], pairs[3], 0x0040);
+    return __byte_perm(low, high, 0x5410) | signs[0] >> 4 | signs[1];
 }
+
 #endif
 
 // 16 elements to eight bytes, nearest even.
 __device__ __forceinline__ void e2m1x16_from_float(const float (&x)[16], u8 (&packed)[8]) {
 #ifdef HAS_E2M1_BY_SUMS
-    const u32 words[2] = {e2m1x8_by_sums(x), e2m1x8_by_sums(x + 8)};
 #pragma unroll
-    for (int j = 0; j < 8; ++j) packed[j] = static_cast<u8>(words[j / 4] >> j % 4 * 8);
+    for (int half = 0; half < 2; ++half) {
+        u32 codes[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) codes[i] = e2m1_by_sum(x[8 * half + i]);
+        const u32 word = e2m1x8_packed(codes, x + 8 * half);  // a product that is NaN has no sign on a GPU
+#pragma unroll
+        for (int j = 0; j < 4; ++j) packed[4 * half + j] = static_cast<u8>(word >> 8 * j);
+    }
 #else
     for (int j = 0; j < 8; ++j) packed[j] = e2m1x2_from_float(x[2 * j], x[2 * j + 1]);
 #endif
@@ -470,6 +474,18 @@ __device__ __forceinline__ void e2m1x16_stochastic(const float (&x)[16], const u
             : "f"(x[4 * j]), "f"(x[4 * j + 1]), "f"(x[4 * j + 2]), "f"(x[4 * j + 3]), "r"(words[j]));
         packed[2 * j] = static_cast<u8>(codes);
         packed[2 * j + 1] = static_cast<u8>(codes >> 8);
+    }
+#elif defined(HAS_E2M1_BY_SUMS)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 codes[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            codes[i] = e2m1_by_sum_stochastic(x[8 * half + i], words[2 * half + i / 4] >> i % 4 * 8 & 0xFFu);
+        }
+        const u32 word = e2m1x8_packed(codes, x + 8 * half);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) packed[4 * half + j] = static_cast<u8>(word >> 8 * j);
     }
 #else
     u8 bytes[16];  // one a lane, so that a CPU takes several at once

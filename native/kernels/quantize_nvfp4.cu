@@ -15,6 +15,9 @@
 //   or with sections one more for each. A thread makes a block of 16 of a row, then one of a column.
 //   quantize_nvfp4_plain: rowwise alone, contiguous, no variant; two blocks of 16 for every thread, THREADS apart in the
 //   order of memory, which is faster by half on a CPU, and a little on a GPU.
+//   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, no sections, one amax a half, no 4over6,
+//   no rotation of 16x16 blocks;
+//   256 threads for every 64x128 tile. A thread makes two blocks of rows, then one of two columns.
 //   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, and "Variants of NVFP4", float32 with one rounding per operation;
 //   E4M3 and E2M1 nearest even or stochastic, saturating. `tiles`: blocks of 16x16. `candidates`: 4over6 by absolute (1)
 //   or squared (2) errors; those of a tile are measured along its rows, whichever half is made. `rotation`: groups of
@@ -27,6 +30,7 @@
 #include "nvfp4.cuh"
 #include "philox.cuh"
 #include "sections.cuh"
+#include "words.cuh"
 
 constexpr int THREADS = 256;
 constexpr int TILE = 64;
@@ -109,13 +113,23 @@ __device__ float error_of_block(const float (&v)[BLOCK], u8 scale, float encode,
     return total;
 }
 
-__device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, float encode, const Half& half,
-                                            const Place& place, const Rule& rule) {
-    const float factor = nvfp4_element_factor(scale, encode);
+// Where a half keeps the scale of a block; its number, where scales are linear, is what Philox counts.
+__device__ __forceinline__ i64 write_scale(u8 scale, const Half& half, const Place& place, const Rule& rule) {
     const i64 blocks = (place.length + BLOCK - 1) / BLOCK;
     const i64 block = place.start / BLOCK;
     const i64 index = place.first_scale + place.line * blocks + block;
     half.scales[rule.swizzled ? swizzled_index(place.line, block, blocks) : index] = scale;
+    return index;
+}
+
+__device__ __forceinline__ u8* code_address(const Half& half, const Place& place) {
+    return half.codes + place.first_code + place.line * ((place.length + 1) / 2) + place.start / 2;
+}
+
+__device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, float encode, const Half& half,
+                                            const Place& place, const Rule& rule) {
+    const float factor = nvfp4_element_factor(scale, encode);
+    const i64 index = write_scale(scale, half, place, rule);
 
     float scaled[BLOCK];
     for (int i = 0; i < BLOCK; ++i) scaled[i] = v[i] * factor;
@@ -135,7 +149,7 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
     } else {
         e2m1x16_from_float(scaled, packed);
     }
-    u8* target = half.codes + place.first_code + place.line * ((place.length + 1) / 2) + place.start / 2;
+    u8* target = code_address(half, place);
     if (place.count == BLOCK) {
         store_bytes(packed, target);
     } else {
@@ -144,6 +158,21 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
         }
         if (place.count % 2 != 0) target[place.count / 2] &= 0xFu;  // padding is code 0 under a NaN factor, too
     }
+}
+
+// The same of 16 bfloat16 numbers.
+__device__ __forceinline__ void write_words(const Words& x, u8 scale, float encode, const Half& half, const Place& place,
+                                            const Rule& rule) {
+    if (rule.stochastic) {
+        float v[BLOCK];
+        to_floats(x, v);
+        write_block(v, scale, encode, half, place, rule);
+        return;
+    }
+    write_scale(scale, half, place, rule);
+    u8 packed[BLOCK / 2];
+    e2m1x16_of_words(x, nvfp4_element_factor(scale, encode), packed);
+    store_bytes(packed, code_address(half, place));
 }
 
 // The two scales that 4over6 chooses from; both the same where it does not.
@@ -275,60 +304,32 @@ __device__ __forceinline__ Rule rule_of(int variant, float max_product, int scal
                  rule_of(CHOSEN, max_product, scale_order, seed));                                                     \
     }
 
-#ifdef HAS_E2M1_BY_SUMS
-// Whole blocks of bfloat16, one behind the other, on a GPU.
+// Whole blocks of bfloat16, one behind the other: all are loaded before any is used.
 __device__ __forceinline__ void quantize_lines(const bf16* x, i64 total, const Half& half, const Rule& rule) {
     const float encode = nvfp4_tensor_scale(half.amax[0], rule.max_product);
     const i64 first = static_cast<i64>(blockIdx.x) * THREADS * PLAIN_BLOCKS + threadIdx.x;
-    struct alignas(16) Chunk {
-        u32 words[4];
-    };
-    Chunk raw[PLAIN_BLOCKS][2];
+    Words loaded[PLAIN_BLOCKS];
 #pragma unroll
     for (int b = 0; b < PLAIN_BLOCKS; ++b) {
         const i64 index = first + b * THREADS;
-        if (index < total) {
-            raw[b][0] = reinterpret_cast<const Chunk*>(x)[2 * index];
-            raw[b][1] = reinterpret_cast<const Chunk*>(x)[2 * index + 1];
-        }
+        if (index < total) loaded[b] = load_words(reinterpret_cast<const u32*>(x) + index * (BLOCK / 2));
     }
 #pragma unroll
     for (int b = 0; b < PLAIN_BLOCKS; ++b) {
         const i64 index = first + b * THREADS;
         if (index >= total) return;
-        u32 largest = 0;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) largest = __vmaxu2(largest, raw[b][j / 4].words[j % 4] & 0x7FFF7FFFu);
-        const u32 low = largest << 16, high = largest & 0xFFFF0000u;
-        const u32 amax = low > high ? low : high;
-        const u8 scale = candidate_scales(amax, encode, rule).six;
-        const float factor = nvfp4_element_factor(scale, encode);
-        if (amax <= FLOAT_INF_BITS && __uint_as_float(amax) * factor < 7.0f) {
-            half.scales[index] = scale;
-            uint2 codes;
-            codes.x = e2m1x8_of_products_below_7(raw[b][0].words, factor);
-            codes.y = e2m1x8_of_products_below_7(raw[b][1].words, factor);
-            reinterpret_cast<uint2*>(half.codes)[index] = codes;
-        } else {
-            float v[BLOCK];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                v[2 * j] = __uint_as_float(raw[b][j / 4].words[j % 4] << 16);
-                v[2 * j + 1] = __uint_as_float(raw[b][j / 4].words[j % 4] & 0xFFFF0000u);
-            }
-            const u32 counted = largest_magnitude(v, highest_counted(rule.propagate_nan));
-            write_block(v, candidate_scales(counted, encode, rule).six, encode, half, Place{0, BLOCK * index, BLOCK * total, 0, 0, BLOCK}, rule);
-        }
+        const u32 amax = largest_of_words(loaded[b], highest_counted(rule.propagate_nan));
+        write_words(loaded[b], candidate_scales(amax, encode, rule).six, encode, half,
+                    Place{0, BLOCK * index, BLOCK * total, 0, 0, BLOCK}, rule);
     }
 }
-#endif
 
 // Rowwise, of a whole contiguous tensor, without any variant.
 template <class T>
 __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rule rule) {
     write_tensor_scales(half, 1, rule.max_product);
     const i64 total = rows * ((columns + BLOCK - 1) / BLOCK);
-#ifdef HAS_E2M1_BY_SUMS
+#ifdef __CUDA_ARCH__
     if constexpr (is_bf16<T>) {
         if (columns % BLOCK == 0 && reinterpret_cast<u64>(x) % 16 == 0) {
             quantize_lines(x, total, half, rule);
@@ -346,6 +347,102 @@ __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rul
         write_block(v, candidate_scales(amax, encode, rule).six, encode, half,
                     Place{run.line, run.start, run.length, 0, 0, run.count}, rule);
     }
+}
+
+// ---- bfloat16 in whole tiles of 64x128 ----
+
+constexpr int WIDE = 128;
+constexpr int WIDE_BLOCKS = WIDE / BLOCK;
+constexpr int WIDE_WORDS = WIDE / 2;
+constexpr int STRIPES = TILE / BLOCK;  // blocks of a column
+
+struct SharedTile {
+    u32 values[TILE * WIDE_WORDS + STRIPES * 8];
+    u32 amaxes[TILE][WIDE_BLOCKS];
+    u32 largest[STRIPES][WIDE_BLOCKS];
+};
+
+// As `value_index`.
+__device__ __forceinline__ int word_index(int row, int word) { return row * WIDE_WORDS + row / BLOCK * 8 + word; }
+
+__device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 columns, const Half& row_half,
+                                              const Half& column_half, const Rule& rule) {
+    __shared__ SharedTile shared;
+    const bool rowwise = row_half.tensor_scale != nullptr, columnwise = column_half.tensor_scale != nullptr;
+    write_tensor_scales(row_half, 1, rule.max_product);
+    write_tensor_scales(column_half, 1, rule.max_product);
+    const u32 across = static_cast<u32>(columns / WIDE);
+    const i64 first_row = static_cast<i64>(blockIdx.x / across) * TILE;
+    const i64 first_column = static_cast<i64>(blockIdx.x % across) * WIDE;
+    const u32 highest = highest_counted(rule.propagate_nan);
+    const int thread = threadIdx.x;
+
+    // ---- blocks of rows ----
+    constexpr int EACH = TILE * WIDE_BLOCKS / THREADS;
+    Words loaded[EACH];
+    u32 amaxes[EACH];
+#pragma unroll
+    for (int b = 0; b < EACH; ++b) {
+        const int line = (thread + b * THREADS) / WIDE_BLOCKS, block = (thread + b * THREADS) % WIDE_BLOCKS;
+        const i64 start = (first_row + line) * columns + first_column + block * BLOCK;
+        loaded[b] = load_words(reinterpret_cast<const u32*>(x) + start / 2);
+    }
+#pragma unroll
+    for (int b = 0; b < EACH; ++b) {
+        const int line = (thread + b * THREADS) / WIDE_BLOCKS, block = (thread + b * THREADS) % WIDE_BLOCKS;
+        if (columnwise) store_words(loaded[b], &shared.values[word_index(line, block * (BLOCK / 2))]);
+        if ((rule.rotation & ROTATE_ROWS) != 0) rotate_words(loaded[b], rule.signs);
+        amaxes[b] = largest_of_words(loaded[b], highest);
+        if (rule.tiles) shared.amaxes[line][block] = amaxes[b];
+    }
+    if (rule.tiles || columnwise) __syncthreads();
+    if (rule.tiles) {
+        if (thread < STRIPES * WIDE_BLOCKS) {
+            u32 largest = 0;
+            for (int i = 0; i < BLOCK; ++i) {
+                const u32 other = shared.amaxes[thread / WIDE_BLOCKS * BLOCK + i][thread % WIDE_BLOCKS];
+                largest = other > largest ? other : largest;
+            }
+            shared.largest[thread / WIDE_BLOCKS][thread % WIDE_BLOCKS] = largest;
+        }
+        __syncthreads();
+    }
+    if (rowwise) {
+        const float encode = nvfp4_tensor_scale(row_half.amax[0], rule.max_product);
+#pragma unroll
+        for (int b = 0; b < EACH; ++b) {
+            const int line = (thread + b * THREADS) / WIDE_BLOCKS, block = (thread + b * THREADS) % WIDE_BLOCKS;
+            const u32 amax = rule.tiles ? shared.largest[line / BLOCK][block] : amaxes[b];
+            write_words(loaded[b], candidate_scales(amax, encode, rule).six, encode, row_half,
+                        Place{first_row + line, first_column + block * BLOCK, columns, 0, 0, BLOCK}, rule);
+        }
+    }
+    if (!columnwise) return;
+
+    // ---- a block of two columns ----
+    const int pair = thread / STRIPES, stripe = thread % STRIPES;
+    u32 both[BLOCK];
+    for (int i = 0; i < BLOCK; ++i) both[i] = shared.values[word_index(stripe * BLOCK + i, pair)];
+    const float encode = nvfp4_tensor_scale(column_half.amax[0], rule.max_product);
+#pragma unroll
+    for (int second = 0; second < 2; ++second) {
+        Words line;
+        for (int j = 0; j < BLOCK / 2; ++j) line.each[j] = paired(both[2 * j], both[2 * j + 1], second);
+        if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate_words(line, rule.signs);
+        const u32 amax = rule.tiles ? shared.largest[stripe][pair / (BLOCK / 2)] : largest_of_words(line, highest);
+        write_words(line, candidate_scales(amax, encode, rule).six, encode, column_half,
+                    Place{first_column + 2 * pair + second, first_row + stripe * BLOCK, rows, 0, 0, BLOCK}, rule);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, const float* amax, u8* codes, u8* scales,
+                              float* tensor_scale, const u32* words, u64 offset, const float* amax_t, u8* codes_t,
+                              u8* scales_t, float* tensor_scale_t, const u32* words_t, u64 offset_t, float max_product,
+                              int scale_order, int variant, u64 seed) {
+    quantize_tile(x, rows, columns, Half{amax, codes, scales, tensor_scale, words, offset},
+                  Half{amax_t, codes_t, scales_t, tensor_scale_t, words_t, offset_t},
+                  rule_of(CHOSEN, max_product, scale_order, seed));
 }
 
 #define QUANTIZE_PLAIN(NAME, T)                                                                                        \
