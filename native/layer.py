@@ -17,7 +17,7 @@ from native.parallel import sharded_amax
 from native.products import product
 from native.quantize import quantize_both
 from native.quantized_weight import QuantizedWeight
-from reference.autocast import current
+from reference.autocast import current, remember
 from reference.quantized import Quantized
 from reference.training import TrainingRecipe, training_recipe
 
@@ -179,7 +179,7 @@ class Layer(History):
         A parameter is quantized now. Raises as `QuantizedWeight.halves` does.
         """
         if self.quantized_parameters:
-            kept, across = self._held(name).halves(step.recipe)
+            kept, across = remember(self._held(name).halves(step.recipe))  # it may be written anew before the backward
             return kept, across if step.dgrad else None
         rows, columns = self.operands(getattr(self, name), WEIGHT, step, columnwise=step.dgrad)
         assert rows is not None

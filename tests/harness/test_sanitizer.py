@@ -19,7 +19,7 @@ from pathlib import Path
 
 from native import ops, sources
 
-START = "    if (columns == 0) return;\\n"
+START = "    if (rows == 0 || columns == 0) return;\\n"
 READ = "    if (rows == 32 && *const_cast<const volatile u8*>(linear + rows * columns + 9) == 77) return;\\n"
 KEPT = contextlib.ExitStack()
 

@@ -196,6 +196,23 @@ def test_recomputation_gives_the_same_bytes_and_keeps_the_input_alone(recipe: st
         assert sum(kept) <= len(given) * given[0].x.numel()
 
 
+def test_a_weight_written_between_the_two_forwards_of_a_checkpoint_is_not_in_the_second() -> None:
+    x, dy = (lattice(32, 32, torch.bfloat16) for _ in range(2))
+    given = []
+    for between in (False, True):
+        layer = Linear(32, 32, accumulate=True, quantized_parameters=True)
+        layer.write_weight(lattice(32, 32, torch.bfloat16), "MXFP8BlockScaling")
+        leaf = x.clone().requires_grad_()
+        with autocast("MXFP8BlockScaling"):
+            y = checkpoint(layer, leaf)
+        if between:
+            layer.write_weight(torch.zeros(32, 32), "MXFP8BlockScaling")
+        y.backward(dy)
+        given.append(leaf.grad)
+    assert bool(given[0].any())
+    assert torch.equal(*given)
+
+
 # Options.
 
 
