@@ -121,8 +121,12 @@ def _in_tiles(x: torch.Tensor, r: Recipe) -> bool:
     """Whether the kernel that takes whole tiles does for this."""
     rows, columns = x.shape
     whole = rows % STRIP == columns % _WIDE == 0 and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
-    return x.dtype == torch.bfloat16 and whole and r.granularity == "tensor" and r.candidates == "6" and not (
-        r.block[0] > 1 and r.transform is not None
+    return (
+        x.dtype == torch.bfloat16
+        and whole
+        and r.granularity == "tensor"
+        and r.candidates == "6"
+        and not (r.block[0] > 1 and r.transform is not None)
     )
 
 

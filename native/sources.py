@@ -18,7 +18,8 @@ KERNELS = {
     "swizzle": ("swizzle", "unswizzle"),
     "quantize_mx": tuple(f"quantize_mx{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
     "quantize_nvfp4": (
-        *(f"quantize_nvfp4{kind}_{t}" for kind in ("", "_plain") for t in _TYPED), "quantize_nvfp4_tiles_bf16",
+        *(f"quantize_nvfp4{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
+        "quantize_nvfp4_tiles_bf16",
     ),
     "dequantize": tuple(f"dequantize_{t}" for t in _TYPED),
     "quantize_fp8": tuple(f"quantize_fp8_{t}" for t in _TYPED),

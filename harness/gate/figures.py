@@ -1,7 +1,9 @@
 """The figures of a case that the gate compares: integers, exact fractions and powers of two, never a rounded float.
 
 What is for information (SQNR, allclose, the sweep, the share outside end to end), what chance moves (p-values) and
-what the machine moves (times) is none of them.
+what the machine moves (times) is none of them. So a module has a verdict and counts of elements alone: what torch makes
+of it in high precision, a norm, a sum, a step of the weights, decides how sharp the bounds of its products are, and
+depends on the processor.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from harness.record import VERDICTS, elements_compared
+from harness.schema import MODULES
 
 BELOW = -1075
 """The power of two that stands for 0: below the least double."""
@@ -77,13 +80,18 @@ def figures(record: dict[str, Any]) -> Figures:
     Shares become counts. A record holds k of n outputs as the float k/n, which a CPU divides and a GPU multiplies by
     1/n: the float's last bit depends on the machine, the nearest integer to share × n is k on all.
     """
-    outputs = sum(stage["compared"] for stage in record["stages"] if stage["rule"] == "bound")
-    tiers = outputs > 0 and record["exact_share"] is not None
-    return Figures(
+    counts = Figures(
         verdict=record["verdict"],
         compared=elements_compared(record),
         wrong=record["mismatches"],
         ulp=record["max_ulp"],
+    )
+    if record["operation"] in MODULES:
+        return counts
+    outputs = sum(stage["compared"] for stage in record["stages"] if stage["rule"] == "bound")
+    tiers = outputs > 0 and record["exact_share"] is not None
+    return replace(
+        counts,
         outputs=outputs if tiers else None,
         exact=round(record["exact_share"] * outputs) if tiers else 0,
         ordered=round((record["ordered_share"] or 0) * outputs) if tiers else 0,

@@ -84,7 +84,7 @@ __device__ __forceinline__ void from_float(float x, fp16& out) {
         const u32 r = __float_as_uint(rounded);
         code = r < 0x38800000u ? static_cast<u32>(rounded * 0x1p24f) : (r >> 13) - (112u << 10);
     }
-    out.bits = static_cast<u16>(code | sign);
+    out.bits = static_cast<u16>(magnitude > FLOAT_INF_BITS ? code : code | sign);
 #endif
 }
 

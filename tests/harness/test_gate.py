@@ -62,6 +62,12 @@ def test_figures_of_records() -> None:
                                interval_ulps_max=None))) == "crash 0"  # fmt: skip
 
 
+@pytest.mark.parametrize("operation", MODULES)
+def test_of_a_module_only_what_no_processor_moves(operation: str) -> None:
+    wrong = product(operation=operation, mismatches=12, max_ulp=3, verdict="fail")
+    assert str(figures(wrong)) == "fail 561, wrong 12, ulp 3"
+
+
 @pytest.mark.parametrize(
     "given",
     [

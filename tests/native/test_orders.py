@@ -163,25 +163,31 @@ def test_a_lost_barrier_of_amaxes_of_blocks_shows(
         assert len(seen_in_orders(call)) > 1
 
 
-# What each barrier of a quantizer stands between: a recipe that needs it, and whether both halves do.
+# What each barrier of a quantizer stands between: a recipe that needs it, whether both halves do, and whether it is in
+# the kernel of whole tiles of bfloat16.
 NEEDED = [
-    (0, "nvfp4", True),  # rows of the tile and the columns that are read of it
-    (0, "nvfp4-2d", False),  # amaxes of the rows of a tile
-    (1, "nvfp4-2d-4over6-256-mae", False),  # errors of the rows of a tile
-    (2, "nvfp4-2d", True),  # amaxes of the columns of a tile
-    (0, "mxfp8-e4m3", True),
-    (0, "mxfp8-2d", False),
+    (0, "nvfp4", True, False),  # rows of the tile and the columns that are read of it
+    (0, "nvfp4-2d", False, False),  # amaxes of the rows of a tile
+    (1, "nvfp4-2d-4over6-256-mae", False, False),  # errors of the rows of a tile
+    (2, "nvfp4-2d", True, False),  # amaxes of the columns of a tile
+    (3, "nvfp4", True, True),  # rows of the tile and the columns that are read of it
+    (3, "nvfp4-2d", False, True),  # amaxes of the rows of a tile
+    (4, "nvfp4-2d", False, True),  # the largest of them
+    (0, "mxfp8-e4m3", True, False),
+    (0, "mxfp8-2d", False, False),
 ]
 
 
-@pytest.mark.parametrize(("which", "name", "columnwise"), NEEDED)
+@pytest.mark.parametrize(("which", "name", "columnwise", "whole"), NEEDED)
 def test_a_lost_barrier_of_quantize_shows(
-    which: int, name: str, columnwise: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
+    which: int, name: str, columnwise: bool, whole: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "quantize_mx" if name in MX_NAMES else "quantize_nvfp4"
-    assert {number for number, of, _ in NEEDED if (of in MX_NAMES) == (name in MX_NAMES)} == set(barriers(source))
+    assert {number for number, of, _, _ in NEEDED if (of in MX_NAMES) == (name in MX_NAMES)} == set(barriers(source))
     amax = None if name in MX_NAMES else (torch.tensor([8.0]),) * 2
     tiles = nearly_tied(192)  # some of which get a scale for 4
+    if whole:
+        tiles = torch.cat([tiles, tiles], 1).bfloat16()
     other, real = tiles[:64], tiles[-64:]
 
     def call(now: bool) -> Iterator[torch.Tensor]:
