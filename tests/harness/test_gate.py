@@ -18,6 +18,7 @@ from harness.gate.figures import BELOW, FLOATS, Figures, changes, exponent, figu
 from harness.gate.gate import Judgement, judge, show
 from harness.gate.listing import LISTED
 from harness.gate.said import say_baseline
+from harness.schema import MODULES
 from harness.view import first_failure
 from tests.harness.runs import GPU, product, record, run, saved, stage
 
