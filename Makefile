@@ -10,6 +10,9 @@
 # Each sets itself up in .venv the first time. DEVICE=cuda runs on a GPU. PY=python3 uses that interpreter as it is, where
 # it already has everything (a GPU container, say).
 
+# Dozens of processes import the same modules; each would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 DEVICE ?= cpu
 ifeq ($(DEVICE),cuda)
 BASELINE ?= reports/baselines/h200.json

@@ -25,6 +25,7 @@ from reference.recipes import recipe, recipe_names
 from reference.scaling import block_scales, tensor_scale, unrounded_scales
 from tests.harness.backends import backend, quantize, rotating
 from tests.native.samples import nearly_tied
+from tests.thinned import thinned
 
 REFERENCE = {name: getattr(reference, name) for name in (
     "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
@@ -85,7 +86,7 @@ def test_every_recipe_passes_in_every_usage(name, usage):
         assert record.excused_share == (0 if "rht" in name else None)
 
 
-@pytest.mark.parametrize("family", families_of("quantize"))
+@pytest.mark.parametrize("family", thinned(families_of("quantize"), 3))
 @pytest.mark.parametrize(
     "name", ["nvfp4-2d", "nvfp4-rowscaled", "nvfp4-4over6-448-mae", "nvfp4-2d-4over6-256-mse", "nvfp4-sr"]
 )
@@ -644,7 +645,7 @@ def test_options_are_given_only_where_they_differ_from_their_default():
 
 
 @pytest.mark.parametrize("part", ["codes", "scales"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", thinned(RECIPES, 3))
 def test_one_wrong_byte_of_any_recipe_is_found(name, part):
     def spoil(q):
         numbers = getattr(q, part)

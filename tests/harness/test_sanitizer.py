@@ -34,6 +34,7 @@ class Backend:
 """
 
 
+@pytest.mark.long
 def test_a_read_that_changes_nothing_is_found_and_costs_its_own_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

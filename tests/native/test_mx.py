@@ -23,6 +23,7 @@ from tests.golden import golden, load, quantize_input
 from tests.native import exact_mx
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import DTYPES, FAMILIES, MX_NAMES, assert_both_same, assert_equal, assert_same, matrix, seeded
+from tests.thinned import thinned
 
 ELEMENTS = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
 RULES = [f"{name}@{dialect}" for name, dialect in product(ELEMENTS, MX_DIALECTS)]
@@ -101,7 +102,7 @@ def test_a_scale_of_te_is_the_smallest_power_of_two_under_which_nothing_saturate
 
 
 @EVERY_RULE
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16], 2))
 def test_every_half_precision_number_is_quantized_as_it_is_defined(rule: str, dtype: torch.dtype) -> None:
     """In blocks of neighbours, and as the largest element of a block of its own; NaN and infinities among them."""
     r = recipe(rule)

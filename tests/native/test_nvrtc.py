@@ -32,14 +32,16 @@ def entries(text: str) -> set[str]:
 
 # Elements of MX on sm_90a, where twins stand for most instructions, and on sm_100a, which has all; E4M3 everywhere.
 # Assembly takes most of the time, and there the chips hardly differ: one of Hopper and one of Blackwell are assembled.
-# Blackwell has other instructions for conversions alone, which are those of the quantizers.
 ASSEMBLED = ("sm_90a", "sm_100a")
-ALSO = ("sm_100a", "quantize")
+# `make test` compiles every source for Hopper once, and for Blackwell, which has other instructions for conversions
+# alone, those that convert most.
+STAY = [("sm_90a", source, *flags) for source, flags in SOURCES if flags in ((), ("-DELEMENT=E4M3",))]
+STAY += [("sm_100a", "quantize_nvfp4"), *(("sm_100a", "quantize_mx", f"-DELEMENT={e}") for e in ("E2M1", "E4M3"))]
 COMPILED = [
     pytest.param(
         architecture, source, flags,
         id="-".join((architecture, source, *(f.split("=")[1] for f in flags))),
-        marks=() if architecture == "sm_90a" or (architecture, source[:8]) == ALSO else pytest.mark.long,
+        marks=() if (architecture, source, *flags) in STAY else pytest.mark.long,
     )
     for architecture in ARCHITECTURES
     for source, flags in SOURCES

@@ -18,6 +18,7 @@ from reference.ops import quantize
 from tests.reference import kernels, narrow, orders, scalar
 from tests.reference.test_bounds import accepted, neighbour, ordinal
 from tests.reference.test_gemm_formats import BLOCK_PAIRS, pair, sums
+from tests.thinned import thinned
 
 U = Fraction(1, 1 << 24)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -92,7 +93,7 @@ def test_one_scale_for_the_tensor_is_one_block(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", narrow.FLOATS)
-@pytest.mark.parametrize("names", BLOCK_PAIRS, ids="-".join)
+@pytest.mark.parametrize("names", thinned(BLOCK_PAIRS, 3), ids="-".join)
 def test_no_way_to_scale_blocks_leaves_the_bounds(names: tuple[str, str], kind: str) -> None:
     kinds = list(narrow.FLOATS)
     for seed, (family, k) in enumerate(zip(FAMILIES, (128, 300, 160, 300, 40), strict=True)):

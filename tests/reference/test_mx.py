@@ -26,6 +26,7 @@ from tests.reference import mx_twins, scalar
 from tests.reference.mx_twins import DIALECTS, ELEMENTS, NAMES
 from tests.reference.samples import MATRICES, matrix, words
 from tests.reference.twins import rowwise_elements
+from tests.thinned import thinned
 
 SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 ELEMENT = pytest.mark.parametrize("element", ELEMENTS, ids=lambda fmt: fmt.name)
@@ -407,7 +408,7 @@ def test_gfloat_rounds_so_too(element: Format) -> None:
     np.testing.assert_array_equal(enumerated(numbers, element).numpy(), rounded)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name.endswith("-sr")])
+@pytest.mark.parametrize("name", thinned([name for name in ALL if name.endswith("-sr")], 3))
 def test_a_stochastic_recipe_is_its_twin(name: str) -> None:
     rule = recipe(name)
     x = matrix("ties", 6, 35, 70)
