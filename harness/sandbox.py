@@ -12,8 +12,8 @@ from harness.gpus import gpu_of
 from harness.runner import run_case
 from harness.worker import Lost, Settings, Task, Worker, prepare_process, without_result
 
-WAIT = 60.0
-"""Seconds that it waits at a time: there may be no limit."""
+WAIT = 1.0
+"""Seconds that it waits at a time. An interrupt between Python's last look and the wait itself is seen after it."""
 Note = Callable[[dict[str, Any]], None]
 """Is given the record of a failure before it is shrunk: it counts if that ends in an exception."""
 

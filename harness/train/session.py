@@ -152,7 +152,8 @@ def run_tasks(tasks: Sequence[Task], workers: int, on_step: Callable[[Training],
                 place, task = waiting.pop()
                 running[place] = _Process(task, workers, places.pop())
                 found[place] = running[place].training
-            ready = wait([one.connection for one in running.values()])
+            # An interrupt between Python's last look and the wait itself is seen after it.
+            ready = wait([one.connection for one in running.values()], timeout=1.0)
             for place, one in [item for item in running.items() if item[1].connection in ready]:
                 if one.receive():
                     on_step(one.training)

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -572,6 +573,15 @@ def test_a_debuggers_run_leaves_the_process_its_threads(folder, monkeypatch):
         assert torch.get_num_threads() == before
     finally:
         torch.set_num_threads(before)
+
+
+def test_no_wait_is_long():
+    """An interrupt that comes just before one is seen behind it: a pytest hung for a minute, once in a hundred."""
+    waits = []
+    connection = SimpleNamespace(poll=waits.append)
+    worker = SimpleNamespace(connection=connection, left=lambda: 300.0)
+    assert sandbox.Sandbox(Settings("faulty:Backend"))._answer(worker) is None
+    assert waits == [1.0]
 
 
 def test_a_worker_that_died_between_two_cases_is_replaced(folder):
