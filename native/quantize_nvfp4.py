@@ -89,6 +89,9 @@ def _launch(
 ) -> None:
     rows, columns = x.shape
     scale_order, propagate_nan = np.int32(_SCALE_ORDER[r.block_scale]), np.int32(r.nan == "propagate")
+    variant = _variant_bits(r, rotation=rotation, swizzled=swizzled)
+    # One compilation for each costs a GPU's driver a second, once, and a CPU's compiler many.
+    flags = (f"-DVARIANT={variant}",) if x.device.type == "cuda" else ()
     if row is not None and column is None and sizes is None and not swizzled and x.is_contiguous() and not _variant(r):
         launch(
             "quantize_nvfp4",
@@ -98,15 +101,13 @@ def _launch(
             (x, np.int64(rows), np.int64(columns), *row.arguments()[:4], np.float32(r.max_product), scale_order,
              propagate_nan),
             device=x.device,
+            extra_flags=flags,
         )  # fmt: skip
         return
     sections = 1 if sizes is None else len(sizes)
     seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
-    variant = _variant_bits(r, rotation=rotation, swizzled=swizzled)
     halves = [*(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments())]
     rule = (np.float32(r.max_product), scale_order, np.int32(variant), np.uint64(seed % 2**64))
-    # One compilation for each costs a GPU's driver a second, once, and a CPU's compiler many.
-    flags = (f"-DVARIANT={variant}",) if x.device.type == "cuda" else ()
     if sizes is None and _in_tiles(x, r):
         grid, name = rows // STRIP * (columns // _WIDE), "quantize_nvfp4_tiles_bf16"
         arguments = [x, np.int64(rows), np.int64(columns), *halves, *rule]

@@ -19,6 +19,9 @@ ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
 SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
+NEAREST, STOCHASTIC = ("-DVARIANT=0",), ("-DVARIANT=128",)
+"""Of quantize_nvfp4, which a GPU compiles for what is asked for: no variant, and stochastic rounding."""
+SOURCES += [("quantize_nvfp4", NEAREST), ("quantize_nvfp4", STOCHASTIC)]
 
 
 def instructions(text: str) -> set[str]:
@@ -35,8 +38,10 @@ def entries(text: str) -> set[str]:
 ASSEMBLED = ("sm_90a", "sm_100a")
 # `make test` compiles every source for Hopper once, and for Blackwell, which has other instructions for conversions
 # alone, those that convert most.
-STAY = [("sm_90a", source, *flags) for source, flags in SOURCES if flags in ((), ("-DELEMENT=E4M3",))]
-STAY += [("sm_100a", "quantize_nvfp4"), *(("sm_100a", "quantize_mx", f"-DELEMENT={e}") for e in ("E2M1", "E4M3"))]
+STAY = [("sm_90a", source, *flags) for source, flags in SOURCES if flags in ((), ("-DELEMENT=E4M3",), STOCHASTIC)]
+STAY.remove(("sm_90a", "quantize_nvfp4"))
+STAY += [("sm_90a", "quantize_nvfp4", *NEAREST), ("sm_100a", "quantize_nvfp4", *NEAREST)]
+STAY += [("sm_100a", "quantize_mx", f"-DELEMENT={e}") for e in ("E2M1", "E4M3")]
 COMPILED = [
     pytest.param(
         architecture, source, flags,
@@ -51,8 +56,9 @@ COMPILED = [
 
 FUSED = {"gemm_fp8", "gemm_quantized_fp8"}
 """Those that say so: numerics.md, "FP8 with float32 scales", y = fma(partial·s_x, s_w, y)."""
-BY_SUMS = {"fma.rn.f32", "fma.rz.f32"}
-"""formats.cuh, e2m1_by_sum: a number plus a power of two, exact but for the one rounding that counts its steps."""
+NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
+"""formats.cuh, e2m1_by_sum: a number plus a power of two, exact but for the one rounding that counts its steps, which
+cuts where they are counted after a stochastic rounding."""
 
 
 @pytest.mark.parametrize(("architecture", "source", "flags"), COMPILED)
@@ -77,7 +83,7 @@ def test_every_kernel_is_there_flushes_nothing_fuses_nothing_and_approximates_no
     assert not {i for i in floats if ".ftz" in i}
     fused = {i for i in floats if i.startswith(("fma.", "mad."))}
     narrow = architecture in ("sm_100a", "sm_120a")
-    by_sums = BY_SUMS if source == "quantize_nvfp4" and not narrow else set()
+    by_sums = (NEAREST_SUMS if flags == NEAREST else SUMS) if source == "quantize_nvfp4" and not narrow else set()
     assert fused == ({"fma.rn.f32"} if source in FUSED else by_sums)
     assert not {i for i in floats if ".approx" in i or ".full" in i}
     assert not {i for i in floats if ".f64" in i}, "a double constant has crept in"
