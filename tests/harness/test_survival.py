@@ -199,10 +199,13 @@ def test_faults_cost_their_own_cases_under_pytest(folder, workers):
 
 def start(*words):
     """A run over the Counting backend, which waits in the case of 18 rows; both are given back once it does."""
+    # What a shell runs in the background ignores Ctrl-C, and so does all that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", *words, "--backend", "faulty:Counting"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
     until = time.monotonic() + 120
     while not (Path("seen").exists() and "18\n" in Path("seen").read_text() and len(written()) == 3):
         assert process.poll() is None, process.communicate()[0]
@@ -576,7 +579,7 @@ def test_a_debuggers_run_leaves_the_process_its_threads(folder, monkeypatch):
 
 
 def test_no_wait_is_long():
-    """An interrupt that comes just before one is seen behind it: a pytest hung for a minute, once in a hundred."""
+    """An interrupt that comes just before one is seen behind it."""
     waits = []
     connection = SimpleNamespace(poll=waits.append)
     worker = SimpleNamespace(connection=connection, left=lambda: 300.0)
