@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from harness import cli
 from harness.bench import Row
-from harness.overhead import SAMPLE, Overhead, overheads, part_of, sample, watched
+from harness.overhead import INTERVAL, SAMPLE, Overhead, overheads, part_of, sample, watched
 from harness.results import join_sections, split_sections
 from reference import ops as reference
 from reference.recipes import recipe
@@ -31,8 +31,8 @@ def call(inner):
     return inner()
 
 
-def burn(clock, until):
-    while clock() < until:
+def burn(done):
+    while not done():
         pass
 """
 
@@ -69,15 +69,28 @@ def test_what_runs_is_that_of_the_innermost_code_of_the_project(files: list[str]
     assert part_of(None) == "harness"
 
 
-def test_a_timer_sees_whose_time_it_is() -> None:
+def test_the_time_since_the_last_look_is_that_of_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("harness.overhead.time", SimpleNamespace(thread_time=lambda: clock[0]))
+    timers: list[tuple[float, ...]] = []
+    monkeypatch.setattr("harness.overhead.signal.setitimer", lambda _, *seconds: timers.append(seconds))
     spent: defaultdict[str, float] = defaultdict(float)
-    parts = {"reference/a.py": 0.06, "native/a.py": 0.12}
     with watched(spent):
-        for file, seconds in parts.items():
-            code_of(file)["burn"](time.thread_time, time.thread_time() + seconds)
-    assert spent["reference"] == pytest.approx(0.06, abs=0.03)
-    assert spent["kernel"] == pytest.approx(0.12, abs=0.03)
-    assert spent["harness"] < 0.03
+        for file, seconds in {"reference/a.py": 2.0, "native/a.py": 3.0}.items():
+            clock[0] += seconds
+            code_of(file)["call"](partial(signal.raise_signal, signal.SIGPROF))
+        clock[0] += 4.0
+    assert spent == {"reference": 2.0, "kernel": 3.0, "harness": 4.0}
+    assert timers == [(INTERVAL, INTERVAL), (0.0,)]
+
+
+def test_a_timer_looks_by_itself() -> None:
+    spent: defaultdict[str, float] = defaultdict(float)
+    with watched(spent):
+        for file, part in {"reference/a.py": "reference", "native/a.py": "kernel"}.items():
+            code_of(file)["burn"](lambda part=part: spent[part])
+    assert spent["reference"] > 0
+    assert spent["kernel"] > 0
 
 
 def test_a_row_for_each_operation() -> None:
