@@ -104,10 +104,12 @@ def launch(
     *,
     device: torch.device,
     extra_flags: tuple[str, ...] = (),
+    shared_bytes: int = 0,
 ) -> None:
     """Queue one kernel on the device's current torch stream; compiled kernels are cached by text, flags, target.
 
-    Raises ToolchainError where CuPy is missing or the kernel does not compile.
+    A block has `shared_bytes` of dynamic shared memory. Raises ToolchainError where CuPy is missing or the kernel does
+    not compile.
     """
     import torch
 
@@ -115,4 +117,6 @@ def launch(
     index = torch.cuda.current_device() if device.index is None else device.index
     function = _module(source, text(source), index, extra_flags).get_function(kernel)
     with cupy.cuda.Device(index), _current_stream(index):
-        function(tuple(grid), tuple(block), tuple(arguments))
+        if shared_bytes > 48 * 1024:  # more has to be asked for
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        function(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared_bytes)

@@ -21,12 +21,14 @@ def launch(
     *,
     device: torch.device,
     extra_flags: tuple[str, ...] = (),
+    shared_bytes: int = 0,
 ) -> None:
     """Run `kernel` of `source`.cu over `grid` × `block` on `device`.
 
     Arguments are tensors on that device (their address is passed), None (a null pointer) and numpy scalars of the
-    parameter's type. Raises ValueError where a tensor lies elsewhere or kernels do not run on the device, and what the
-    toolchains raise.
+    parameter's type. A block has `shared_bytes` of dynamic shared memory, which there is on a GPU alone. Raises
+    ValueError where a tensor lies elsewhere, kernels do not run on the device or it has no dynamic shared memory, and
+    what the toolchains raise.
     """
     for argument in arguments:
         if isinstance(argument, torch.Tensor) and argument.device != device:
@@ -34,8 +36,12 @@ def launch(
     plain = [_plain(argument) for argument in arguments]
     grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
     if device.type == "cuda":
-        cuda.launch(source, kernel, grid, block, plain, device=device, extra_flags=extra_flags)
+        cuda.launch(
+            source, kernel, grid, block, plain, device=device, extra_flags=extra_flags, shared_bytes=shared_bytes
+        )
     elif device.type == "cpu":
+        if shared_bytes:
+            raise ValueError(f"kernel {kernel} asks for {shared_bytes} bytes of dynamic shared memory; a CPU has none")
         workers = torch.get_num_threads()
         host.launch(source, kernel, grid, block, plain, workers=workers, extra_flags=extra_flags)
     else:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from native import arguments, ops
+from native.launch import launch
 from native.ops import Quantized
 from reference.formats import E2M3, E4M3
 from reference.recipes import Hadamard, Recipe, recipe_names
@@ -198,6 +199,9 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     ("x on no device", lambda: quantize(X.to(META)), ValueError, "kernel amax_fp32 runs on cpu and cuda, not meta"),
     ("x and amax on no device", lambda: quantize(X.to(META), amax=ONE.to(META)), ValueError,
      "kernel quantize_nvfp4_plain_fp32 runs on cpu and cuda, not meta"),
+    ("dynamic shared memory on a CPU",
+     lambda: launch("amax", "amax_fp32", (1,), (32,), (), device=X.device, shared_bytes=8), ValueError,
+     "kernel amax_fp32 asks for 8 bytes of dynamic shared memory; a CPU has none"),
     ("sizes elsewhere", lambda: ops.quantize_grouped(X, torch.tensor([3]).to(META), "nvfp4"), ValueError,
      "kernel amax_blocks_fp32 runs on cpu, but a tensor lies on meta; move it first"),
 ]  # fmt: skip
