@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from reference.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
@@ -246,7 +248,15 @@ def choices(r: Recipe) -> Choices:
 
 def supported(name: str | Recipe) -> Recipe:
     """The recipe called so. Raises NotImplementedError where the kernels lack it, ValueError where everybody does."""
-    r = recipe(name)
+    return _named_one(name) if isinstance(name, str) else _checked(name)
+
+
+@cache
+def _named_one(name: str) -> Recipe:
+    return _checked(recipe(name))
+
+
+def _checked(r: Recipe) -> Recipe:
     for field, known in choices(r).items():
         if known is not None and getattr(r, field) not in known:
             asked, can = _named(getattr(r, field)), ", ".join(map(_named, known))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from native.cache import cache_key, cached
 from native.sources import ToolchainError, scratch_of, text
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 # Without --fmad=false a product and a sum would be contracted and round once where the kernels say twice. The next
@@ -75,24 +79,50 @@ def _module(source: str, kernels: str, device: int, extra_flags: tuple[str, ...]
         return cupy.RawModule(path=str(path))
 
 
-class _Stream:
-    """The address of a stream for CuPy, by the CUDA stream protocol."""
+class _Kernel:
+    """A loaded kernel. Its module stays loaded while this lives."""
 
-    def __init__(self, address: int) -> None:
-        self._address = address
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.address: int = function.ptr
+        self.shared_bytes = 0
+        """Dynamic shared memory that it was asked for."""
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address
+
+@cache
+def _kernel(source: str, name: str, kernels: str, device: int, extra_flags: tuple[str, ...]) -> _Kernel:
+    module = _module(source, kernels, device, extra_flags)
+    with _cupy().cuda.Device(device):
+        return _Kernel(module.get_function(name).kernel)
 
 
-def _current_stream(index: int) -> Any:
-    import torch
+_LETTERS = {np.uint64: "Q", np.int64: "q", np.uint32: "I", np.int32: "i", np.float32: "f", np.float64: "d"}
+"""Of `struct`, whose native alignment is that of a kernel's parameters."""
+_MOST = 4096
+"""Bytes of parameters that a kernel can have."""
+_POINTER, _SIZE, _END = 1, 2, 0
+"""CU_LAUNCH_PARAM_BUFFER_POINTER, …_SIZE, …_END of cuda.h."""
 
-    streams = _cupy().cuda
-    address = torch.cuda.current_stream(index).cuda_stream
-    if hasattr(streams.Stream, "from_external"):  # CuPy 14, where ExternalStream warns that it is deprecated
-        return streams.Stream.from_external(_Stream(address))
-    return streams.ExternalStream(address, index)
+
+class _Parameters(threading.local):
+    """A kernel's parameters in one buffer, as cuLaunchKernel takes them by `extra`. A launch copies them."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(_MOST)
+        self.size = ctypes.c_size_t()
+        entries = _POINTER, ctypes.addressof(self.buffer), _SIZE, ctypes.addressof(self.size), _END
+        self._extra = (ctypes.c_void_p * len(entries))(*entries)
+        self.extra = ctypes.addressof(self._extra)
+
+    def pack(self, arguments: Sequence[np.generic]) -> int:
+        """The address of the list for `extra`."""
+        layout = "".join([_LETTERS[type(argument)] for argument in arguments])
+        struct.pack_into(layout, self.buffer, 0, *arguments)
+        self.size.value = struct.calcsize(layout)
+        return self.extra
+
+
+_parameters = _Parameters()
 
 
 def launch(
@@ -108,15 +138,28 @@ def launch(
 ) -> None:
     """Queue one kernel on the device's current torch stream; compiled kernels are cached by text, flags, target.
 
-    A block has `shared_bytes` of dynamic shared memory. Raises ToolchainError where CuPy is missing or the kernel does
-    not compile.
+    Nothing is queued for a grid of no blocks. A block has `shared_bytes` of dynamic shared memory. Raises
+    ToolchainError where CuPy is missing or the kernel does not compile.
     """
     import torch
 
-    cupy = _cupy()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    function = _module(source, text(source), index, extra_flags).get_function(kernel)
-    with cupy.cuda.Device(index), _current_stream(index):
-        if shared_bytes > 48 * 1024:  # more has to be asked for
-            function.max_dynamic_shared_size_bytes = shared_bytes
-        function(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared_bytes)
+    cuda = _cupy().cuda
+    current = torch.cuda.current_device()
+    if device.index is not None and device.index != current:
+        with torch.cuda.device(device.index):
+            launch(
+                source, kernel, grid, block, arguments, device=device, extra_flags=extra_flags,
+                shared_bytes=shared_bytes,
+            )  # fmt: skip
+        return
+    loaded = _kernel(source, kernel, text(source), current, extra_flags)
+    if 0 in grid:
+        return
+    driver = cuda.driver
+    if not driver.ctxGetCurrent():  # a thread that has not yet called the runtime: its first call gives it the context
+        cuda.runtime.free(0)
+    if shared_bytes > loaded.shared_bytes:
+        driver.funcSetAttribute(loaded.address, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        loaded.shared_bytes = shared_bytes
+    stream = torch.cuda.current_stream(current).cuda_stream
+    driver.launchKernel(loaded.address, *grid, *block, shared_bytes, stream, 0, _parameters.pack(arguments))

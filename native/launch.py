@@ -10,6 +10,7 @@ import torch
 from native import cuda, host
 
 Argument = torch.Tensor | np.generic | None
+_NULL = np.uintp(0)
 
 
 def launch(
@@ -30,10 +31,7 @@ def launch(
     ValueError where a tensor lies elsewhere, kernels do not run on the device or it has no dynamic shared memory, and
     what the toolchains raise.
     """
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor) and argument.device != device:
-            raise ValueError(f"kernel {kernel} runs on {device}, but a tensor lies on {argument.device}; move it first")
-    plain = [_plain(argument) for argument in arguments]
+    plain = [_plain(argument, kernel, device) for argument in arguments]
     grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
     if device.type == "cuda":
         cuda.launch(
@@ -48,7 +46,11 @@ def launch(
         raise ValueError(f"kernel {kernel} runs on cpu and cuda, not {device}")
 
 
-def _plain(argument: Argument) -> np.generic:
+def _plain(argument: Argument, kernel: str, device: torch.device) -> np.generic:
     if argument is None:
-        return np.uintp(0)
-    return np.uintp(argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument
+        return _NULL
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    if argument.device != device:
+        raise ValueError(f"kernel {kernel} runs on {device}, but a tensor lies on {argument.device}; move it first")
+    return np.uintp(argument.data_ptr())
