@@ -15,6 +15,7 @@ _INF_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0
 # fill it, and temporaries of a few hundred MiB leave room for other processes.
 _SLAB = {"cpu": 1 << 18}
 _SLAB_ELSEWHERE = 1 << 26
+_VECTORS = 128
 
 
 def pad_columns(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -37,18 +38,28 @@ def block_amax(x: torch.Tensor, block: int, *, propagate_nan: bool = False) -> t
     Works on the bits, whose order is the order of magnitudes, so it is exact and the same on every device. A NaN
     is left out (numerics.md, "amax ignores NaN"), or makes its block NaN where `propagate_nan`.
     """
-    nan_above = _INF_BITS[x.dtype]
     amax = torch.zeros(x.shape[0], -(-x.shape[1] // block), dtype=_BITS[x.dtype], device=x.device)
     if amax.numel() == 0:
         return amax.float()
-    sign_clear = (1 << (x.element_size() * 8 - 1)) - 1
+    nan_above = _INF_BITS[x.dtype]
     for rows in slabs(x):
-        bits = pad_columns(x[rows].contiguous().view(_BITS[x.dtype]), block) & sign_clear
-        blocks, found = bits.view(bits.shape[0], -1, block), amax[rows]
-        torch.amax(blocks, dim=2, out=found)
-        if not propagate_nan and bool((found > nan_above).any()):  # rare, so it costs a second look only then
-            torch.amax(blocks.masked_fill_(blocks > nan_above, 0), dim=2, out=found)
+        amax[rows] = _magnitudes(x[rows], block).amax(2)
+    if not propagate_nan and bool(amax.amax() > nan_above):  # rare, so it costs a second look only then
+        for rows in slabs(x):
+            magnitudes = _magnitudes(x[rows], block)
+            amax[rows] = magnitudes.masked_fill_(magnitudes > nan_above, 0).amax(2)
     return amax.view(x.dtype).float()
+
+
+def _magnitudes(x: torch.Tensor, block: int) -> torch.Tensor:
+    """The bits of |x| in blocks: (M, K) to (M, ⌈K/block⌉, block), a new tensor of integers.
+
+    On a CPU they are wide enough for a block of 128 bytes, whose amax torch finds with vectors, three times faster.
+    """
+    bits = pad_columns(x.contiguous().view(_BITS[x.dtype]), block) & ((1 << (x.element_size() * 8 - 1)) - 1)
+    if bits.device.type == "cpu" and block * bits.element_size() < _VECTORS:
+        bits = bits.to(torch.int32 if block * 4 >= _VECTORS else torch.int64)
+    return bits.view(bits.shape[0], -1, block)
 
 
 def over_tiles(

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from reference.formats import FORMATS, Format
-from reference.rounding import nearest_even, nearest_toward_zero
+from reference.rounding import FLOAT32_INF_BITS, nearest_even, nearest_toward_zero
 
 Ties = Literal["even", "zero"]
 
@@ -36,9 +36,11 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True, ties: Ties = 
         code.clamp_(max=fmt.max_code)
     else:
         code.masked_fill_(code > fmt.max_code, overflow)
-    is_nan = x.isnan()
+    # Choosing by a mask takes as long as ten sums, so signs are added, and NaN is only looked for where there is one.
+    code.sub_(bits >> 31, alpha=fmt.sign_code)
     if not fmt.signed:
-        return code.masked_fill_(is_nan | ((bits < 0) & (magnitude != 0)), fmt.nan_code or 0).to(torch.uint8)
-    # Bytes are four times as fast as words: what can wait for them does.
-    stored = code.to(torch.uint8).bitwise_or_(x.signbit().to(torch.uint8).mul_(fmt.sign_code))
-    return stored.masked_fill_(is_nan, fmt.max_code if fmt.nan_code is None else fmt.nan_code)
+        code.masked_fill_((bits < 0) & (magnitude != 0), fmt.nan_code or 0)
+    stored = code.to(torch.uint8)
+    if x.numel() and bool(magnitude.amax() > FLOAT32_INF_BITS):
+        stored.masked_fill_(magnitude > FLOAT32_INF_BITS, fmt.max_code if fmt.nan_code is None else fmt.nan_code)
+    return stored

@@ -33,9 +33,8 @@ def nearest_even(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     shift = FLOAT32_MANTISSA - fmt.mantissa_bits
     smallest = (FLOAT32_BIAS + 1 - fmt.bias) << FLOAT32_MANTISSA
     beyond = (math.frexp(fmt.max)[1] + FLOAT32_BIAS) << FLOAT32_MANTISSA  # the power of two above all
-    value = magnitude.clamp(max=beyond)
-    anchor = value.bitwise_and(FLOAT32_INF_BITS).clamp_(min=smallest).add_(shift << FLOAT32_MANTISSA)
-    steps = value.view(torch.float32).add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
+    anchor = magnitude.clamp(smallest, beyond).bitwise_and_(FLOAT32_INF_BITS).add_(shift << FLOAT32_MANTISSA)
+    steps = (magnitude.view(torch.float32) + anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
     first = (smallest + (shift << FLOAT32_MANTISSA)) >> shift
     return steps.add_(anchor.bitwise_right_shift_(shift)).sub_(first)
 
