@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from reference.blocks import slabs
+
 FLOAT64_EXACT = 2.0**53
 # Columns that are halved no further before bits are: a block of MX, whose elements share a scale.
 _LEAF = 32
@@ -15,6 +17,8 @@ _MANTISSAS = 2.0**26
 # The last bits of a float64 number that float32 has not, and those of a tie between two float32 numbers.
 _REST, _TIE = (1 << 29) - 1, 1 << 28
 _MANTISSA = (1 << 23) - 1
+# Parts of a float64 number: the bits behind the point, the one before it, and the exponent.
+_FRACTION, _HIDDEN, _EXPONENT = (1 << 52) - 1, 1 << 52, 0x7FF << 52
 _TINY = 2.0**-126
 
 
@@ -68,9 +72,13 @@ def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
             return product + z
     s = x.double().mul_(y).add_(z)
     rounded = s.float()
-    tie = (s.view(torch.int64) & _REST) == _TIE
-    if rounded.numel() and bool(tie.any() | (rounded.abs().amin() <= _TINY)):
-        return round_to_odd(*two_sum(x.double().mul_(y), z.double())).float()
+    if rounded.numel() == 0:
+        return rounded
+    beside_tie = (s.view(torch.int64) & _REST).bitwise_xor_(_TIE)
+    if bool((beside_tie.amin() == 0) | (rounded.abs().amin() <= _TINY)):
+        at = ((beside_tie == 0) | (rounded.abs() <= _TINY)).nonzero(as_tuple=True)
+        x, y, z = (each.expand_as(rounded)[at].double() for each in (x, y, z))
+        rounded[at] = round_to_odd(*two_sum(x * y, z)).float()
     return rounded
 
 
@@ -82,24 +90,32 @@ def lowest_bit(values: torch.Tensor) -> torch.Tensor:
     """
     if values.shape[-1] == 0:
         return values.new_full(values.shape[:-1], torch.inf)
-    word = values.contiguous().view(torch.int64)
-    exponent = (word >> 52) & 0x7FF
-    mantissa = (word & ((1 << 52) - 1)) | 1 << 52
-    # The mantissa's lowest bit, as a float64 number, has the count of zeros below it in its exponent.
-    zeros = ((mantissa & -mantissa).double().view(torch.int64) >> 52) - 1023
-    lowest = (exponent - 52 + zeros).masked_fill_((values == 0) | (exponent == 0x7FF), 0x7FF).amin(dim=-1)
-    return (lowest << 52).view(torch.float64)
+    rows = values.reshape(-1, values.shape[-1])
+    lowest = values.new_empty(rows.shape[0])
+    for some in slabs(rows):
+        word = rows[some].contiguous().view(torch.int64)
+        mantissa = (word & _FRACTION).bitwise_or_(_HIDDEN)
+        count = (-mantissa).bitwise_and_(mantissa).double()
+        # Half the power of two of each number, from its exponent alone: 2^1023 of what is not finite, infinity of 0,
+        # whose exponent wraps around.
+        half = word.sub(_HIDDEN).bitwise_and_(_EXPONENT).view(torch.float64)
+        lowest[some] = count.mul_(half).amin(dim=1)
+    lowest.mul_(2.0**-51)
+    return lowest.masked_fill_(lowest > 2.0**960, torch.inf).view(values.shape[:-1])
 
 
 def exact_sum(a: torch.Tensor, b: torch.Tensor) -> ExactSum:
     """Σ_k a[i, k]·b[j, k], exactly: (M, K) and (N, K) float64 to (M, N).
 
     Numbers have at most 13 significant bits, and magnitudes from 2^-400 to 2^400. A float64 matmul is exact in any
-    order once the sum of magnitudes counts at most 2^53 units: certified for each pair of rows by ‖a_i‖₁·max|b_j|
-    against their lowest bits. Where that fails, products of fewer columns, and then of fewer bits, are added without
-    an error. NaN and infinities have the sums of IEEE 754, the same in every order.
+    order once the sum of magnitudes counts at most 2^53 units: certified by norms of the rows in units of their lowest
+    bits. Where that fails, products of fewer columns, and then of fewer bits, are added without an error. NaN and
+    infinities have the sums of IEEE 754, the same in every order.
     """
-    if _certified(a, b):
+    if min(*a.shape, *b.shape) == 0:
+        return ExactSum(a @ b.T, None)
+    spans = _span(a), _span(b)
+    if _certified(*spans):
         return ExactSum(a @ b.T, None)
     finite_a, finite_b = a.isfinite(), b.isfinite()
     if not bool(finite_a.all() & finite_b.all()):
@@ -109,7 +125,7 @@ def exact_sum(a: torch.Tensor, b: torch.Tensor) -> ExactSum:
         low = None if total.low is None else total.low.where(settled, 0.0)
         return ExactSum(total.high.where(settled, special), low)
     total_of = Expansion()
-    for part in _parts(a, b):
+    for part in _split(a, b, spans):
         total_of.add(part)
     return total_of.rounded()
 
@@ -151,27 +167,50 @@ class Expansion:
         return ExactSum(parts[0], low)
 
 
-def _spans(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """‖x_i‖₁ and max|x_i| of every row, in units of its lowest bit."""
-    unit, magnitude = lowest_bit(x), x.abs()
-    return magnitude.sum(1) / unit, magnitude.amax(1) / unit
+@dataclass
+class _Span:
+    """What the rows of an operand (M, K) span, in units of the lowest bit of each: (M,)."""
+
+    sum: torch.Tensor
+    """‖x_i‖₁."""
+    norm: torch.Tensor
+    """‖x_i‖₂."""
+    most: torch.Tensor
+    """max|x_i|."""
 
 
-def _certified(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether no partial sum of a float64 matmul can round. False where something is not finite."""
-    if min(*a.shape, *b.shape) == 0:
-        return True
-    (norm_a, most_a), (norm_b, most_b) = _spans(a), _spans(b)
-    units = torch.minimum(norm_a.amax() * most_b.amax(), norm_b.amax() * most_a.amax())
+def _span(x: torch.Tensor) -> _Span:
+    found = _Span(*(x.new_empty(x.shape[0]) for _ in range(3)))
+    for rows in slabs(x):
+        magnitude = x[rows].abs()
+        found.sum[rows], found.most[rows] = magnitude.sum(1), magnitude.amax(1)
+        found.norm[rows] = magnitude.square_().sum(1).sqrt_()
+    unit = lowest_bit(x)
+    return _Span(found.sum / unit, found.norm / unit, found.most / unit)
+
+
+def _certified(a: _Span, b: _Span) -> bool:
+    """Whether no partial sum of a float64 matmul can round. False where something is not finite.
+
+    Hölder's inequality: Σ|x·y| is at most ‖x‖₁·max|y|, max|x|·‖y‖₁ and ‖x‖₂·‖y‖₂.
+    """
+    pairs = ((a.sum, b.most), (a.most, b.sum), (a.norm, b.norm))
+    units = torch.stack([one.amax() * other.amax() for one, other in pairs]).amin()
     return bool(units < FLOAT64_EXACT * (1 - 2.0**-20))
 
 
 def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Tensors (M, N) that are exact and whose sum is a @ b.T: first of fewer columns, then of fewer bits."""
-    if _certified(a, b):
+    """Tensors (M, N) that are exact and whose sum is a @ b.T."""
+    spans = _span(a), _span(b)
+    if _certified(*spans):
         yield a @ b.T
-        return
-    span_a, span_b = (_spans(x)[1].amax() for x in (a, b))
+    else:
+        yield from _split(a, b, spans)
+
+
+def _split(a: torch.Tensor, b: torch.Tensor, spans: tuple[_Span, _Span]) -> Iterator[torch.Tensor]:
+    """The same of operands whose matmul is not exact: first of fewer columns, then of fewer bits."""
+    span_a, span_b = (span.most.amax() for span in spans)
     columns = a.shape[1]
     if columns > _LEAF or max(span_a, span_b) <= _MANTISSAS:
         half = -(-columns // (2 * _LEAF)) * _LEAF if columns > _LEAF else columns // 2

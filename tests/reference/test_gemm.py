@@ -51,6 +51,10 @@ def fraction_sums(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
     return np.vectorize(lambda total: Fraction(int(total), 1 << 20), otypes=[object])(units(a) @ units(b).T)
 
 
+def certified(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return module._certified(module._span(a), module._span(b))
+
+
 def assert_exact(a: torch.Tensor, b: torch.Tensor) -> None:
     total, expected = exact_sum(a, b), fraction_sums(a, b)
     low = torch.zeros_like(total.high) if total.low is None else total.low
@@ -163,7 +167,7 @@ WITNESSES = {
 def test_a_sum_that_float64_cannot_hold_is_exact_and_rounds_once(witness: str, sign: int) -> None:
     a, b = dyadic_rows(WITNESSES[witness], (LARGEST, LARGEST), 3200)
     b = b * sign
-    assert not module._certified(a, b)
+    assert not certified(a, b)
     total = fraction_sums(a, b)[0, 0]
     assert 2**34 < abs(total) < 2**35
     if "little" in witness:
@@ -184,7 +188,7 @@ def test_a_row_of_more_than_a_million_columns_is_exact() -> None:
     a, b = torch.full((1, k), LARGEST, dtype=torch.float64), torch.full((2, k), LARGEST, dtype=torch.float64)
     b[1] = -LARGEST
     a[0, 0] = b[0, 0] = b[1, 0] = SMALLEST
-    assert not module._certified(a, b)
+    assert not certified(a, b)
     total = exact_sum(a, b)
     assert total.low is not None
     for j, sign in ((0, 1), (1, -1)):
@@ -198,11 +202,38 @@ def test_a_certificate_is_never_wrong(m: int, n: int, k: int) -> None:
     """Where the float64 matmul is called exact, no partial sum of magnitudes exceeds 2^53 units."""
     for family in FAMILIES:
         a, b = (operand(q) for q in random_pair(family, m + n + k, m, n, k))
-        if m and n and module._certified(a, b):
+        if m and n and certified(a, b):
             nonzero = [units(x)[units(x) != 0] for x in (a, b)]
             step = [min(int(v) & -int(v) for v in some) for some in nonzero]
             assert (units(a.abs()) @ units(b.abs()).T).max() <= 2**53 * step[0] * step[1]
         assert tuple(exact_sum(a, b).high.shape) == (m, n)
+
+
+def row_of(large: float, others: float, k: int = 1024) -> torch.Tensor:
+    """One large number, one unit, and others."""
+    x = torch.full((1, k), others, dtype=torch.float64)
+    x[0, :2] = torch.tensor([large, 1.0])
+    return x
+
+
+SPIKE, DENSE, MIXED = row_of(2.0**25, 0.0), row_of(2.0**25, 2.0**25), row_of(2.0**25, 2.0**20)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "by"), [(SPIKE, DENSE, ("sum", "most")), (DENSE, SPIKE, ("most", "sum")), (MIXED, MIXED, ("norm", "norm"))]
+)
+def test_each_pair_of_norms_certifies_what_no_other_does(
+    a: torch.Tensor, b: torch.Tensor, by: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert certified(a, b)
+    assert not certified(DENSE, DENSE)
+    span = module._span
+
+    def without(x: torch.Tensor) -> module._Span:
+        name = by[0] if x is a else by[1]
+        return dataclasses.replace(span(x), **{name: torch.full((1,), math.inf, dtype=torch.float64)})
+
+    assert not module._certified(without(a), without(b.clone()))
 
 
 # Its parts.
