@@ -67,6 +67,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.results import BackendError, as_quantized, as_sections, dtype_name, matrix_shape, padded_rows
 from harness.schema import nearest
+from harness.spent import spending
 from reference.quantized import Quantized
 from reference.recipes import Recipe
 from reference.summation import ORDERS, Summation, is_order
@@ -142,7 +143,8 @@ class Backend:
     def run(self, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """What a function of the backend gives: a door, or a method of its modules. Raises as `call` does."""
         try:
-            return function(*arguments, **options)
+            with spending("backend"):
+                return function(*arguments, **options)
         except NotImplementedError as error:
             raise Unsupported(str(error) or f"{self.name}.{what} is not implemented for this case") from error
         except Exception as error:

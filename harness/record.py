@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from harness.spent import PARTS
+
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA = 6
+SCHEMA = 7
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: right. fail: a result is wrong. error: the backend raised, or gave something that is no result. crash: its
 process died. timeout: it did not end. unsupported: it says that it does not do this."""
@@ -85,10 +87,18 @@ class Record:
     unquantized inputs in float64, of the last step: tensor, sqnr_db, relative_error, cosine (`harness.accuracy`)."""
     seconds: float | None = None
     """First call of the backend's operation, compilation included where it happens there."""
+    seconds_inputs: float | None = None
+    """Of `seconds_total`, as the next four: what `harness.spent.PARTS` says of the part."""
+    seconds_backend: float | None = None
     seconds_reference: float | None = None
+    seconds_checks: float | None = None
+    seconds_diagnosis: float | None = None
     seconds_total: float | None = None
-    """All that the case took: inputs, every call of the backend, the reference, checks, shrinking. Cases are divided
-    into shards by it (`harness.shard`)."""
+    """All that the case took. Cases are divided into shards by it (`harness.shard`)."""
+    seconds_core: float | None = None
+    """Of processors, while the case took those: of all threads of its process."""
+    bytes_peak: int | None = None
+    """Of a GPU's memory: what torch had allocated at once, the inputs included."""
     input_digest: str = ""
     output_digest: str = ""
     """Of the bytes that the backend gave: equal on two machines where the results are."""
@@ -126,10 +136,10 @@ ENTRIES = {
 
 _FRAME_TYPES = {
     "seed": "int64", "compared": "int64", "mismatches": "int64", "max_ulp": "Int64", "interval_ulps_max": "Int64",
-    "draws": "Int64", "p_value": "float64",
+    "draws": "Int64", "bytes_peak": "Int64", "p_value": "float64",
     "exact_share": "float64", "ordered_share": "float64", "excused_share": "float64", "outside_share": "float64",
     "budget_max": "float64", "budget_p99": "float64", "interval_ulps_mean": "float64", "sqnr_db": "float64",
-    "seconds": "float64", "seconds_reference": "float64", "seconds_total": "float64", "allclose": "boolean",
+    "seconds": "float64", **{f"seconds_{part}": "float64" for part in (*PARTS, "total", "core")}, "allclose": "boolean",
 }  # fmt: skip
 
 

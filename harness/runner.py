@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from harness.backend import Backend, BackendError, Unsupported, place
 from harness.case import Case
 from harness.record import Record
+from harness.spent import CHECKS, PARTS, spending, watching
 
 if TYPE_CHECKING:
     import torch
@@ -51,26 +52,52 @@ def run_case(
     `keeper` shrinks and saves a failure, where it is wanted. `sharing`: how many cases of the run share its false
     alarms, as `harness.checks.holm` counts them.
     """
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     record = new_record(case, backend=backend.name, device=device, seed=seed)
     _give_back_memory(device)
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    with watching(device) as watch:
+        _measure(record, case, backend, seed=seed, captures=captures, keeper=keeper, sharing=sharing)
+    for part in PARTS:
+        setattr(record, f"seconds_{part}", round(watch.seconds[part], 6))
+    if device == "cuda":
+        record.bytes_peak = torch.cuda.max_memory_allocated()
+    record.seconds_total, record.seconds_core = time.perf_counter() - started, time.process_time() - busy
+    return record
+
+
+def _measure(
+    record: Record,
+    case: Case,
+    backend: Backend,
+    *,
+    seed: int,
+    captures: Captured | None,
+    keeper: Keeper | None,
+    sharing: int,
+) -> None:
+    """Fill the record of a case, whatever becomes of it."""
     try:
-        inputs = make_case_inputs(case, seed=seed, captures=captures, device=device)
+        with spending("inputs"):
+            inputs = make_case_inputs(case, seed=seed, captures=captures, device=record.device)
         record.input_digest = digest(inputs.tensors())
-        outcome = judge(case, inputs, backend, sharing=sharing)
+        with spending(CHECKS):
+            outcome = judge(case, inputs, backend, sharing=sharing)
         _fill(record, outcome)
         if record.verdict == "fail":
-            record.explanations = explained(outcome, backend)
-            if keeper is not None:
-                keeper.keep(record, case, inputs, outcome, backend)
+            with spending("diagnosis"):
+                record.explanations = explained(outcome, backend)
+                if keeper is not None:
+                    keeper.keep(record, case, inputs, outcome, backend)
     except Unsupported as error:
         record.verdict, record.message = "unsupported", str(error)
     except BackendError as error:
         record.verdict, record.message = "error", str(error)
     except Exception as error:  # a result so odd that a check cannot read it costs its own case, not the run
         record.verdict, record.message = "error", f"cannot be judged: {type(error).__name__}: {error}{place(error)}"
-    record.seconds_total = time.perf_counter() - started
-    return record
 
 
 def _give_back_memory(device: str) -> None:
@@ -146,7 +173,7 @@ def _fill(record: Record, outcome: Outcome) -> None:
     elif not any(s.compared for s in outcome.stages if s.rule in COMPARING) and _size(record):
         record.verdict, record.message = "error", "nothing was compared"
     record.accuracy = outcome.accuracy
-    record.seconds, record.seconds_reference = outcome.seconds, outcome.seconds_reference
+    record.seconds = outcome.seconds
     record.output_digest = digest(outcome.outputs.values())
     if outcome.actual is not None and outcome.expected is not None and outcome.actual.numel():
         for name, value in informative(outcome.actual, outcome.expected).items():

@@ -9,8 +9,8 @@ import torch
 
 from harness.checks.bound import within
 from harness.operations.outcome import Outcome
+from harness.oracle import bounds
 from harness.results import PARTS
-from reference.bounds import bounds
 from reference.quantized import Quantized
 
 

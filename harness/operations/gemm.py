@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from harness import oracle as reference
 from harness.backend import Backend, Unsupported
 from harness.case import Case
 from harness.inputs import TORCH_DTYPES, Inputs, Random
@@ -16,7 +17,6 @@ from harness.operations.outcome import Outcome
 from harness.operations.product import judge_product
 from harness.operations.quantize import columnwise_subject, rotates_freely, second_half
 from harness.operations.stages import Subject, quantize_stages
-from reference import ops as reference
 from reference.quantized import Quantized
 from reference.recipes import Recipe, recipe
 

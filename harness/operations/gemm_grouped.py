@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import torch
 
+from harness import oracle as reference
 from harness.backend import Backend, Unsupported
 from harness.case import Case
 from harness.checks.stage import merged
@@ -19,10 +20,10 @@ from harness.operations.grouped import judge_sections
 from harness.operations.outcome import Outcome, Product
 from harness.operations.product import add_output, add_protection, addends, named, order_of, taken
 from harness.operations.quantize import rotates_freely
-from harness.operations.repeated import Tensors, repeated, timed
+from harness.operations.repeated import Tensors, repeated
+from harness.oracle import bounds
 from harness.results import PARTS, join_sections
-from reference import ops as reference
-from reference.bounds import Bounds, bounds
+from reference.bounds import Bounds
 from reference.quantized import GroupedQuantized, Quantized
 from reference.recipes import recipe
 from reference.summation import Summation
@@ -131,9 +132,7 @@ def add_grouped_output(
 ) -> None:
     """Judge the output (M, N) of sections by the bounds of every one, one below the other."""
     assert output is not None
-    products, outcome.seconds_reference = timed(
-        output.device, lambda: _products(sections, matrices, inputs, output, order)
-    )
+    products = _products(sections, matrices, inputs, output, order)
     outcome.products += products
     together = [torch.cat([getattr(one.limits, field.name) for one in products]) for field in fields(Bounds)]
     add_output(outcome, output, Bounds(*together))

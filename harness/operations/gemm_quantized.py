@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from harness import oracle as reference
 from harness.backend import Backend, Unsupported
 from harness.case import Case
 from harness.inputs import TORCH_DTYPES, Inputs
@@ -15,7 +16,6 @@ from harness.operations.quantize import parts_of, rotates_freely
 from harness.operations.repeated import Tensors, repeated
 from harness.operations.stages import Subject, quantize_stages
 from harness.results import as_quantized
-from reference import ops as reference
 from reference.recipes import recipe
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from harness import oracle as reference
 from harness.backend import Backend
 from harness.case import Case
 from harness.checks.stage import merged
@@ -14,10 +15,9 @@ from harness.inputs import Inputs, Random
 from harness.operations.black_box import makes_own_bits, seed_torch
 from harness.operations.outcome import Outcome
 from harness.operations.quantize import add_judged, columnwise_subject, rotates_freely
-from harness.operations.repeated import Tensors, repeated, timed
+from harness.operations.repeated import Tensors, repeated
 from harness.operations.stages import Subject
 from harness.results import join_sections, split_sections
-from reference import ops as reference
 from reference.quantized import Quantized
 from reference.recipes import recipe
 
@@ -39,11 +39,8 @@ def judge_quantize_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outc
     sizes = torch.tensor(case.sections, device=x.device)
     given = {"x": x, "sizes": sizes, "scale": scale}
     outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
-    oracle, seconds_reference = timed(
-        x.device,
-        lambda: reference.quantize_grouped(x, sizes, rule, columnwise=columnwise, scale=scale, random=random),  # type: ignore[arg-type]
-    )
-    outcome = Outcome(protection, outputs, seconds=seconds, seconds_reference=seconds_reference)
+    oracle = reference.quantize_grouped(x, sizes, rule, columnwise=columnwise, scale=scale, random=random)  # type: ignore[arg-type]
+    outcome = Outcome(protection, outputs, seconds=seconds)
     kernels = split_sections(outputs, list(case.sections), x.shape[1], rule, columnwise=columnwise)
     parts = torch.split(x, list(case.sections))
     judge_sections(

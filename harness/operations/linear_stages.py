@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness import oracle as reference
 from harness.backend import BackendError
 from harness.checks.stage import StageResult, merged
 from harness.operations.delayed import history_stage, scale_stage
@@ -17,12 +18,11 @@ from harness.operations.outcome import Outcome
 from harness.operations.product import output_stage
 from harness.operations.quantize import columnwise_subject
 from harness.operations.stages import Subject, quantize_stages
+from harness.oracle import bounds, column_sum
 from harness.parameters import Layer
 from harness.results import as_quantized
-from reference import ops as reference
-from reference.additions import column_sum
 from reference.bounded import Bounded
-from reference.bounds import Bounds, bounds
+from reference.bounds import Bounds
 from reference.quantized import Quantized
 from reference.recipes import Recipe
 from reference.summation import Summation

@@ -22,9 +22,10 @@ from harness.operations.norm_stages import NormStages
 from harness.operations.outcome import Outcome
 from harness.operations.product import order_of
 from harness.operations.quantize import rotates_freely
-from harness.operations.repeated import Tensors, repeated, timed
+from harness.operations.repeated import Tensors, repeated
 from harness.operations.transformer_stages import TransformerStages
 from harness.parameters import layers_of
+from harness.spent import spending
 from reference import modules as reference_modules
 
 KINDS = {
@@ -73,9 +74,8 @@ def judge_module(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     judge.note_unseen()
     _pool_figures(outcome.stages)
     outcome.accuracy = accuracy(plan, kept[-1])
-    own_run, outcome.seconds_reference = timed(
-        inputs.x.device, lambda: run(plan, given_of(inputs), Backend("reference", reference_modules))
-    )
+    with spending("reference"):
+        own_run = run(plan, given_of(inputs), Backend("reference", reference_modules))
     actual, expected = _ends(plan, kept), _ends(plan, own_run)
     if actual.numel() == expected.numel():  # no gradient is missing
         outcome.actual, outcome.expected = actual, expected

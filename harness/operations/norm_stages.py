@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from harness.operations.linear_stages import Ground, LinearStages, State
+from harness.oracle import norm_backward, norm_forward
 from harness.parameters import Layer
-from reference.norm import norm_backward, norm_forward
 
 
 class NormStages:

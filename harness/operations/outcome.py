@@ -65,4 +65,3 @@ class Outcome:
     accuracy: list[dict[str, Any]] = field(default_factory=list)
     """Of a module: what quantizing cost (`harness.accuracy`), in no verdict."""
     seconds: float | None = None
-    seconds_reference: float | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness import oracle as reference
 from harness.backend import Backend, Unsupported
 from harness.case import Case
 from harness.checks.exact import exact_floats
@@ -28,7 +29,6 @@ from harness.operations.product import add_protection, order_of
 from harness.operations.repeated import Tensors, repeated
 from harness.operations.stages import float_views
 from harness.results import PARTS, padded_rows
-from reference import ops as reference
 from reference.quantized import Quantized
 from reference.recipes import Recipe, recipe
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from harness import oracle as reference
 from harness.backend import Backend, Unsupported
 from harness.case import Case
 from harness.checks.stage import StageResult
@@ -18,10 +19,9 @@ from harness.inputs import Inputs, Random
 from harness.layouts import laid_out
 from harness.operations.black_box import Draw, bits_of, makes_own_bits, refuse_words, seed_torch
 from harness.operations.outcome import Outcome
-from harness.operations.repeated import Tensors, repeated, timed
+from harness.operations.repeated import Tensors, repeated
 from harness.operations.stages import Subject, no_codes, quantize_stages, stored_along_rows, values_stage
 from harness.results import PARTS, as_quantized
-from reference import ops as reference
 from reference.layout import elements
 from reference.quantized import Quantized
 from reference.recipes import Recipe, recipe
@@ -65,8 +65,8 @@ def judge_quantize(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
 
     given = _given(case, inputs)
     outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
-    oracle, seconds_reference = timed(x.device, expect)
-    outcome = Outcome(protection, outputs, seconds=seconds, seconds_reference=seconds_reference)
+    oracle = expect()
+    outcome = Outcome(protection, outputs, seconds=seconds)
     matrix, free = x.flatten(0, -2), rotates_freely(backend)
     subject = (
         columnwise_subject(matrix.T.contiguous(), rule, second_half(random, words), free=free, own=own)
@@ -190,12 +190,9 @@ def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     outputs, protection, seconds = repeated(backend, x.device, given, call, drawn)
     words = inputs.random.get("xT")
     bits = (random, words) if isinstance(words, torch.Tensor) else random
-    oracles, seconds_reference = timed(
-        x.device,
-        lambda: reference.quantize_both(x, rule, scale=scale, random=bits),  # type: ignore[arg-type]
-    )
+    oracles = reference.quantize_both(x, rule, scale=scale, random=bits)  # type: ignore[arg-type]
     kept = {name: tensor for name, tensor in outputs.items() if " alone" not in name}
-    outcome = Outcome(protection, kept, seconds=seconds, seconds_reference=seconds_reference)
+    outcome = Outcome(protection, kept, seconds=seconds)
     matrix = x.flatten(0, -2)
     subjects = (
         Subject(matrix, rule.rowwise, random, own=own),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from harness import oracle as reference
 from harness.checks.boundary import Sources, boundary_codes, boundary_floats
 from harness.checks.exact import exact_codes, exact_floats
 from harness.checks.interval import Interval, rotated_interval
@@ -16,14 +17,12 @@ from harness.checks.stage import StageResult
 from harness.finding import bits, float_view, spaced
 from harness.inputs import Random
 from harness.operations.black_box import Draw, distribution_stage
-from reference import ops as reference
-from reference.blocks import tensor_amax
+from harness.oracle import block_amaxes, encode_elements, stored_scales, tensor_amax, tensor_scale
 from reference.formats import FP32, Format
 from reference.layout import elements, linear_scales, pad_scales, swizzled_offset
-from reference.quantize import block_amaxes, encode_elements, stored_scales
 from reference.quantized import Quantized, scales_shape
 from reference.recipes import Recipe
-from reference.scaling import divide, element_factors, per_row, scale_elements, tensor_scale
+from reference.scaling import divide, element_factors, per_row, scale_elements
 
 
 @dataclass

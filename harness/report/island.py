@@ -24,8 +24,8 @@ _SHOWN = {
     "message": "message", "known": "known", "compared": "compared", "mismatches": "wrong", "max_ulp": "ulp",
     "budget_max": "budget", "sqnr_db": "SQNR dB", "seconds": "seconds",
 }  # fmt: skip
-_HIDDEN = ("operation", "recipe", "shape", "dtype", "seconds_reference", "group", "line")
-_NUMERIC = ("compared", "mismatches", "max_ulp", "budget_max", "sqnr_db", "seconds", "seconds_reference", "group")
+_HIDDEN = ("operation", "recipe", "shape", "dtype", "group", "line")
+_NUMERIC = ("compared", "mismatches", "max_ulp", "budget_max", "sqnr_db", "seconds", "group")
 _OFTEN_ONE = ("backend", "device", "stage", "message", "known")
 """Columns that are not shown where every record has the same."""
 

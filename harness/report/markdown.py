@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness.record import OUTCOMES, succeeded
-from harness.report import accuracy, tables, text
+from harness.report import accuracy, tables, text, times
 from harness.report.groups import SHOWN, Group, group
 from harness.view import distribution_lines, reproduction, saved_of
 
@@ -45,10 +45,10 @@ def render(
     page.add("", escape(text.not_compared(records)))
     facts = ["", *(f"- {escape(label)}: {escape(value)}" for label, value in environment.items())]
     table = _table(records) if records else []
-    costs = _accuracy(records)
+    costs, spent = _accuracy(records), _times(records)
     groups = group(records)
     # The table and the facts are short, and groups may be long: they leave room for what comes behind them.
-    behind = min(page.size_of("", *table, *costs, *facts), page.left // 2)
+    behind = min(page.size_of("", *table, *costs, *spent, *facts), page.left // 2)
     shown = 0
     for one in groups[:SHOWN]:
         if not page.add("", *_group(one), spare=behind + _NOTE):
@@ -66,8 +66,9 @@ def render(
             rows += 1
         if rows < len(table) - 2:
             page.add("", f"{text.plural(len(table) - 2 - rows, 'more row')} left out.")
-    if costs and not page.add(*costs, spare=page.size_of(*facts)):
-        page.add("", f"{accuracy.TITLE}: left out.")
+    for title, lines in ((accuracy.TITLE, costs), (times.TITLE, spent)):
+        if lines and not page.add(*lines, spare=page.size_of(*facts)):
+            page.add("", f"{title}: left out.")
     page.add(*facts)
     return page.text
 
@@ -155,6 +156,22 @@ def _accuracy(records: list[dict[str, Any]]) -> list[str]:
         _row(["recipe", "operation", "cases", *figures]),
         _row(["---"] * 2 + ["---:"] * (1 + len(figures))),
         *(_row([escape(row.recipe), escape(row.operation), text.number(row.cases), *row.shown]) for row in rows),
+    ]  # fmt: skip
+
+
+def _times(records: list[dict[str, Any]]) -> list[str]:
+    """Where time goes: title, note, a table by operation and recipe, and one of the slowest cases."""
+    rows = times.rows(records, recipes=True)
+    if not rows:
+        return []
+    rule = ["---:"] * len(times.LABELS)
+    return [
+        "", f"## {times.TITLE}", "", times.NOTE, "",
+        _row(["operation", "recipe", "cases", *times.LABELS]),
+        _row(["---", "---", "---:", *rule]),
+        *(_row([escape(row.operation), escape(row.recipe), text.number(row.cases), *row.shown]) for row in rows),
+        "", _row(["slowest cases", *times.LABELS]), _row(["---", *rule]),
+        *(_row([code(name), *row.shown]) for name, row in times.slowest(records)),
     ]  # fmt: skip
 
 

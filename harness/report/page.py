@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.record import succeeded
-from harness.report import accuracy, text
+from harness.report import accuracy, text, times
 from harness.report.failure import cut
 from harness.report.groups import SHOWN, Group, group
 from harness.report.island import arranged, island
@@ -46,6 +46,9 @@ def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: 
         counts=text.verdict_counts(records),
         accuracy=accuracy,
         accuracies=accuracy.rows(records),
+        times=times,
+        spent=times.rows(records, recipes=True),
+        slowest=times.slowest(records),
         records=Markup(island(rows, groups)),
     )
     return html.encode(errors="replace").decode()  # a message may hold half a surrogate pair

@@ -58,11 +58,12 @@ def folded(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     kept = [row for row in rows if row["pass"] != row["cases"]]
     for row in rows:
         if row["pass"] == row["cases"]:
-            families.setdefault((row["operation"], _family(row["recipe"])), []).append(row)
+            families.setdefault((row["operation"], family(row["recipe"])), []).append(row)
     return kept + [_fold(members, family) for (_, family), members in families.items()]
 
 
-def _family(recipe: str) -> str:
+def family(recipe: str) -> str:
+    """What the name of a recipe begins with: nvfp4, mxfp8, fp8-block; the name itself of any other."""
     found = re.match(r"nvfp4|mxfp\d|fp8-[a-z]+", recipe)
     return found[0] if found else recipe
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.record import OUTCOMES, succeeded
-from harness.report import accuracy, tables, text
+from harness.report import accuracy, tables, text, times
 
 _SHORT = {"unsupported": "unsup.", "unexpected": "unexp."}
 _STYLES = {"pass": "blue", "unsupported": "yellow", "known": "dim"}
@@ -34,6 +34,14 @@ def print_summary(records: list[dict[str, Any]], console: Console) -> None:
         console.print(Text(f"\n{accuracy.TITLE}", style="bold"))
         console.print(Text(accuracy.NOTE, style="dim"))
         console.print(_accuracy(costs, ascii_only=console.options.ascii_only), Text())
+    if spent := times.rows(records):
+        console.print(Text(f"\n{times.TITLE}", style="bold"))
+        console.print(Text(times.NOTE, style="dim"))
+        console.print(_times(spent))
+        console.print(Text("\nslowest cases"))
+        for name, row in times.slowest(records):
+            console.print(Text(f"{text.duration(row.seconds[0]):>9}, {row.most}: {name}"), soft_wrap=True)
+        console.print()
     console.print(Text(text.not_compared(records)))
     verdict = "pass" if succeeded(records) else "fail"
     console.print(Text(f"{marks[verdict]} {text.verdict_line(records)}", style=_style(verdict)))
@@ -82,6 +90,21 @@ def _accuracy(rows: list[accuracy.Row], *, ascii_only: bool) -> Table:
         shown = [cell.replace("−", "-") if ascii_only else cell for cell in row.shown]
         table.add_row(Text(row.recipe), Text(row.operation), *shown)
     return table
+
+
+def _times(rows: list[times.Row]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("operation", overflow="fold", min_width=9)
+    for name in ("cases", *times.LABELS):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        # Whole seconds, but for a few: eleven columns fit 80 characters.
+        table.add_row(Text(row.operation), compact(row.cases), *map(_brief, row.seconds))
+    return table
+
+
+def _brief(seconds: float) -> str:
+    return "" if not seconds else f"{seconds:.3g}" if seconds < 9.95 else f"{seconds:.0f}"
 
 
 def _verdict(row: dict[str, Any]) -> str:

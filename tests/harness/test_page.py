@@ -140,7 +140,7 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
         "row modulo 128: every residue", "column modulo 128: none", "elements by steps above what is expected",
         '<th scope="row">−2</th>', '<th scope="row">+1</th>', "special values", '<td class="number differs">3</td>',
         "above 1", "<td>50 %</td>", "explained exactly by: ties round away", "fails at 1x16 too",
-        "baseline: it passed", "stages: codes ✓", "share of wrong elements", "slowest cases",
+        "baseline: it passed", "stages: codes ✓", "share of wrong elements", "cases by the time of the kernel",
     ]  # fmt: skip
     places = [shown.find(part) for part in parts]
     assert -1 not in places, parts[places.index(-1)]
