@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from harness.checks.stage import StageResult
-from harness.operations.outcome import Outcome
+from harness.operations.outcome import Outcome, Product
 from harness.operations.stages import Judged, scaled_elements, stored_along_rows, used_scale
 from reference.blocks import tensor_amax
 from reference.decode import decode
@@ -25,8 +25,8 @@ def classes(outcome: Outcome, wrong: StageResult) -> Iterator[Class]:
     product's outputs by what they are sums of."""
     assert wrong.wrong is not None
     shape = wrong.wrong.shape
-    if wrong.stage == "output" and outcome.products:
-        found = _of_outputs(outcome)
+    if products := [one for one in outcome.products if one.stage == wrong.stage]:
+        found = _of_outputs(products)
     else:
         judged = _judged(outcome, wrong)
         kind = wrong.stage.rpartition(".")[2]
@@ -130,10 +130,8 @@ def _ties(size: torch.Tensor, fmt: Format) -> torch.Tensor:
 # ---- a product -------------------------------------------------------------------------------------------------------
 
 
-def _of_outputs(outcome: Outcome) -> Iterator[Class]:
-    joined = {
-        name: torch.cat([getattr(one.limits, name) for one in outcome.products]) for name in ("exact", "expected")
-    }
+def _of_outputs(products: Sequence[Product]) -> Iterator[Class]:
+    joined = {name: torch.cat([getattr(one.limits, name) for one in products]) for name in ("exact", "expected")}
     expected, exact = joined["expected"], joined["exact"]
     yield "exact-sums", "where no order of summation can round", exact
     yield "rounding-sums", "where the order of summation can round", ~exact
@@ -142,13 +140,13 @@ def _of_outputs(outcome: Outcome) -> Iterator[Class]:
     yield "zero", "where the output is 0", expected == 0
     yield "subnormal", "where the output is subnormal", _subnormal(expected, expected.dtype)
     yield "not-finite", "where the output is infinite or NaN", ~expected.isfinite()
-    if all(one.c is not None for one in outcome.products):
-        yield "with-c", "where c is not 0", torch.cat([one.c for one in outcome.products if one.c is not None]) != 0
-    if all(one.bias is not None for one in outcome.products):
-        added = [one.bias.expand_as(one.output) != 0 for one in outcome.products if one.bias is not None]
+    if all(one.c is not None for one in products):
+        yield "with-c", "where c is not 0", torch.cat([one.c for one in products if one.c is not None]) != 0
+    if all(one.bias is not None for one in products):
+        added = [one.bias.expand_as(one.output) != 0 for one in products if one.bias is not None]
         yield "with-bias", "where the bias is not 0", torch.cat(added)
     start = 0
-    for number, one in enumerate(outcome.products if len(outcome.products) > 1 else ()):
+    for number, one in enumerate(products if len(products) > 1 else ()):
         mask = torch.zeros_like(expected, dtype=torch.bool)
         mask[start : start + len(one.output)] = True
         start += len(one.output)

@@ -36,6 +36,8 @@ def epilogue_deviations() -> Iterator[Deviation]:
     yield _ending("bias-before-c", "the bias is added before c", _bias_before_c)
     yield _ending("bias-by-rows", "the bias is indexed by rows, not by columns", _bias_by_rows)
     yield _ending("c-twice", "c is added twice", _twice_c)
+    yield _ending("bias-twice", "the bias is added twice", _twice_bias)
+    yield _ending("product-missing", "what is added to a product is there, and no product", _no_product)
     yield _ending("c-transposed", "c is read as if it were transposed", _transposed_c)
 
 
@@ -218,6 +220,17 @@ def _twice_c(t: Terms, ends: Ends) -> list[Ends]:
     if t.c is None:
         return []
     return [cast(plus(way, t.c), t.dtype) for way in finish(t, ends)] + finish(replace(t, c=2 * t.c), ends)
+
+
+def _twice_bias(t: Terms, ends: Ends) -> list[Ends]:
+    if t.bias is None:
+        return []
+    return [cast(plus(way, t.bias), t.dtype) for way in finish(t, ends)] + finish(replace(t, bias=2 * t.bias), ends)
+
+
+def _no_product(t: Terms, ends: Ends) -> list[Ends]:
+    nothing = torch.zeros_like(ends[0])
+    return finish(t, (nothing, nothing))
 
 
 def _transposed_c(t: Terms, ends: Ends) -> list[Ends]:

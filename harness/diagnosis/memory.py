@@ -1,4 +1,4 @@
-"""Memory and order: what guard zones, poison and other orders of threads tell."""
+"""What was seen while a backend ran: by guard zones, poison and other orders of threads, and in a module's steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ SENTENCES = {
     "not-repeatable": "its result changes from run to run",
 }
 """What whoever ran the backend can have found out, `harness.operations.repeated`."""
+OF_STEPS = {
+    "gradient-missing": "a weight has no gradient",
+    "gradient-too-early": "a gradient that is to wait does not",
+    "recomputed-otherwise": "a second forward gives other bytes than the first",
+    "operand-of-the-step-before": "an operand is that of the step before",
+    "quantized-twice": "a half is made of the other one's decoded values",
+}
+"""What whoever judged a module's steps can have found out, `harness.operations.linear_stages`."""
 
 
 def memory_explanations(outcome: Outcome, wrong: StageResult) -> list[Explanation]:
-    """What is known of a wrong stage `memory` or `repeat`. Exact: it was seen, not concluded from wrong elements."""
-    return [Explanation(cause, SENTENCES[cause], wrong.stage, exact=True) for cause in wrong.causes]
+    """What is known of a wrong stage. Exact: it was seen, not concluded from wrong elements."""
+    known = SENTENCES | OF_STEPS
+    return [Explanation(cause, known[cause], wrong.stage, exact=True) for cause in wrong.causes]

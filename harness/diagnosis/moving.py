@@ -24,7 +24,7 @@ _ALIGNMENTS = (1, 8, 16, 32, 64, 128, 256)
 def moving_explanations(outcome: Outcome, wrong: StageResult) -> list[Explanation]:
     """The known deviations of an operation that moves, rotates or updates that give what the kernel gave."""
     moved = outcome.moved
-    find = None if moved is None else _FINDERS.get((moved.operation, wrong.stage))
+    find = None if moved is None else _FINDERS.get((moved.operation, wrong.stage.removeprefix(moved.prefix)))
     if moved is None or find is None:
         return []
     found: dict[str, Explanation] = {}
@@ -161,6 +161,22 @@ def _scale(moved: Moved) -> Iterator[Cause]:
     yield from _giving(_tensor(moved, "scale"), deviating_scales(given["history"], given["scale"], _rule(moved)))
 
 
+# ---- sums of columns -------------------------------------------------------------------------------------------------
+
+
+def _column_sums(moved: Moved) -> Iterator[Cause]:
+    """Of rows (M, N), in order of the rows, each partial sum rounded to the rows' dtype."""
+    rows, found = moved.given["dy"], _tensor(moved, "dbias")
+    if rows.dtype == torch.float32:
+        return
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total = total + row
+    if same_floats(total, found):
+        narrow = "accumulator-fp16" if rows.dtype == torch.float16 else "accumulator-bf16"
+        yield narrow, "partial sums are rounded to the dtype of what they are sums of"
+
+
 _FINDERS: dict[tuple[str, str], Callable[[Moved], Iterator[Cause]]] = {
     ("swizzle", "layout"): _layout,
     ("swizzle", "unswizzle"): _unswizzled,
@@ -169,4 +185,5 @@ _FINDERS: dict[tuple[str, str], Callable[[Moved], Iterator[Cause]]] = {
     ("pad", "unpadding"): _unpadding,
     ("update-scale", "history"): _history,
     ("update-scale", "scale"): _scale,
+    ("sum", "dbias"): _column_sums,
 }

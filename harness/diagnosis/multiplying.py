@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from harness.checks.bound import within
 from harness.checks.stage import StageResult
 from harness.diagnosis.accumulators import NARROW, accumulators
 from harness.diagnosis.epilogues import epilogue_deviations
@@ -25,7 +26,7 @@ _SIMULATED = 1 << 27
 
 
 def product_explanations(outcome: Outcome, wrong: StageResult, memory: Tried) -> list[Explanation]:
-    """The known deviations that every output fits, where the first wrong stage is that of the outputs.
+    """The known deviations that every output fits, where the first wrong stage is that of a product's outputs.
 
     An output fits where it is the deviation's own, bit for bit, wherever no order of summation can round; elsewhere
     where it lies between the deviation's own ends, those of the order that is declared. A deviation is tried on a few
@@ -33,12 +34,16 @@ def product_explanations(outcome: Outcome, wrong: StageResult, memory: Tried) ->
     every bit. What explained another case is tried first, and alone once `SEARCHES` of products of these recipes added
     nothing to it.
     """
-    if wrong.stage != "output" or not outcome.products:
+    products = [one for one in outcome.products if one.stage == wrong.stage]
+    if not products:
         return []
-    tried = _Tried(terms_of(outcome.products, wrong.wrong))
+    outside = torch.cat([~within(one.output, one.limits) for one in products])
+    if not bool(outside.any()):  # what is wrong is not what it holds
+        return []
+    tried = _Tried(terms_of(products, outside))
     every = list(_deviations(tried.whole))
     found = {rank for rank, one in enumerate(every) if one.cause in memory.recent and tried.fits(one)}
-    recipes = " + ".join(str(q.recipe) for q in (outcome.products[0].a, outcome.products[0].b))
+    recipes = " + ".join(str(q.recipe) for q in (products[0].a, products[0].b))
     key = (recipes, wrong.stage, bool(found))
     searched = memory.searches[key] < SEARCHES
     if searched:

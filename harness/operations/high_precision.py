@@ -14,12 +14,14 @@ from harness.operations.product import output_stage
 from reference.bounded import Bounded
 
 
-def bounded_stage(name: str, found: torch.Tensor, expected: Bounded, dtype: torch.dtype) -> StageResult:
+def bounded_stage(
+    name: str, found: torch.Tensor, expected: Bounded, dtype: torch.dtype, *, figures: bool = True
+) -> StageResult:
     """Compare `found`, a kernel's tensor, with `expected`, of the same shape and device, cast to `dtype`.
 
     An element is right where it lies in the interval of the bound, and bit for bit where nothing can round. Places in a
     finding are rows and columns of (…, K) as (M, K); a vector is one row. A tensor of another shape or dtype is wrong
-    as a whole, and the sentence says so.
+    as a whole, and the sentence says so. `figures` as of `bound`.
     """
     if found.shape != expected.shape or found.dtype != dtype:
         is_, should = f"{tuple(found.shape)} {found.dtype}", f"{tuple(expected.shape)} {dtype}"
@@ -29,4 +31,4 @@ def bounded_stage(name: str, found: torch.Tensor, expected: Bounded, dtype: torc
     columns = found.shape[-1] if found.dim() else 1
     rows = found.numel() // max(1, columns)
     flat = Bounded(expected.value.reshape(rows, columns), expected.error.reshape(rows, columns))
-    return output_stage(name, found.reshape(rows, columns), flat.limits(dtype))
+    return output_stage(name, found.reshape(rows, columns), flat.limits(dtype), figures=figures)

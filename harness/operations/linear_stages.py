@@ -14,7 +14,7 @@ from harness.checks.stage import StageResult, merged
 from harness.operations.delayed import history_stage, scale_stage
 from harness.operations.high_precision import bounded_stage
 from harness.operations.module_run import Plan, Step
-from harness.operations.outcome import Outcome
+from harness.operations.outcome import Moved, Outcome, Product
 from harness.operations.product import output_stage
 from harness.operations.quantize import columnwise_subject
 from harness.operations.stages import Subject, quantize_stages
@@ -52,6 +52,10 @@ class Ground:
     """Whether it rounds by random bits of its own."""
     unseen: dict[str, None] = field(default_factory=dict)
     """What was not reported, and so not compared."""
+    before: Step | None = None
+    """The step before it, for those who look for what it left."""
+    figures: bool = True
+    """Whether more is measured than decides."""
 
     def stage(self, name: str) -> str:
         """The name of a stage: which step, and what."""
@@ -81,7 +85,9 @@ class Ground:
         """
         found = self.tensor(name, shape)
         if found is not None and expected is not None:
-            self.outcome.stages.append(bounded_stage(self.stage(name), found, expected, self.plan.dtype))
+            self.outcome.stages.append(
+                bounded_stage(self.stage(name), found, expected, self.plan.dtype, figures=self.figures)
+            )
         elif expected is None:
             self.unseen[name] = None
         return found
@@ -151,6 +157,12 @@ class LinearStages:
 
     def _moved(self, name: str, found: torch.Tensor, expected: State) -> StageResult:
         assert self.state is not None
+        right = expected[0] if name == "history" else expected[1]
+        for columns, rule in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
+            if not torch.equal(found[..., columns], right[..., columns]):
+                history, scale = (tensor[..., columns] for tensor in self._given)
+                given = {"history": history, "scale": scale}
+                self._note_moved("update-scale", given, {name: found[..., columns]}, rule)
         if name == "history":
             return history_stage(self._stage(name), found, expected[0], self.state[0])
         return scale_stage(self._stage(name), found, expected[1], self.state)
@@ -166,6 +178,7 @@ class LinearStages:
                 return None
             amaxes = [q.amax.max() for q in halves if q.amax is not None]
             history[0, number] = torch.stack([history[0, number], *amaxes]).amax()
+        self._given = history.clone(), scale.clone()
         for columns, rule in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
             rolled, updated = reference.update_scale(history[:, columns].contiguous(), scale[columns].clone(), rule)
             history[:, columns], scale[columns] = rolled, updated
@@ -226,10 +239,21 @@ class LinearStages:
             stages, one = quantize_stages(subject, kernel, oracle, ground.stage(key) + ".")
             parts.append(stages)
             judged.append(one)
+        self._note_origin(name, found, parts, kernels)
         self._add(parts)
         ground.outcome.judged += judged
         self._operands[name] = [one.kernel for one in judged]
         return self._operands[name]
+
+    def _note_origin(self, name: str, found: Any, parts: list[list[StageResult]], kernels: list[Quantized]) -> None:
+        """Where operands are wrong, whether they are those of the step before, or made of the other half."""
+        wrong = [stage for stages in parts for stage in stages if not stage.right]
+        before = None if self.ground.before is None else self.ground.before.last(self.layer.prefix + name)
+        if wrong and before is not None and _same(found, before):
+            wrong[0].causes.append("operand-of-the-step-before")
+        rows = self._operands.get(name.removesuffix(" columnwise"))
+        if wrong and rows is not None and name.endswith(" columnwise") and _made_of(rows, kernels):
+            wrong[0].causes.append("quantized-twice")
 
     @property
     def _seed_offset(self) -> int:
@@ -287,9 +311,29 @@ class LinearStages:
             return
         stages = []
         for number, (left, right, part) in enumerate(zip(a, b, torch.split(found, self.sizes), strict=True)):
-            limits = self._limits(left, right, bias=None if bias is None else bias[number])
-            stages.append([output_stage(self._stage(name), part, _cut(limits, len(part)))])
+            stages.append(
+                [self._product(name, left, right, part, self.plan.dtype, bias=None if bias is None else bias[number])]
+            )
         self._add(stages)
+
+    def _product(
+        self,
+        name: str,
+        a: Quantized,
+        b: Quantized,
+        output: torch.Tensor,
+        out_dtype: torch.dtype,
+        *,
+        c: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> StageResult:
+        """Judge the rows of a @ b.T (+ c) (+ bias) that are in `output`, and keep them for a diagnosis."""
+        ground, stage = self.ground, self._stage(name)
+        limits = _cut(bounds(a, b, out_dtype=out_dtype, c=c, bias=bias, order=ground.order), len(output))
+        ground.outcome.products.append(
+            Product(_first_rows(a, len(output)), b, c, bias, output, limits, ground.order, stage)
+        )
+        return output_stage(stage, output, limits, figures=ground.figures)
 
     def _weight_gradients(self, a: list[Quantized] | None, b: list[Quantized] | None) -> None:
         found = self._each("dw")
@@ -302,11 +346,13 @@ class LinearStages:
                 stages.append([self._absent("dw", name, left.shape[0] * right.shape[0])])
                 continue
             c = self.step.before.get(name)
-            out_dtype = torch.float32 if self.plan.accumulate else self.plan.dtype
-            stage = output_stage(self._stage("dw"), dw, self._limits(left, right, c=c, out_dtype=out_dtype))
+            stage = self._product(
+                "dw", left, right, dw, torch.float32 if self.plan.accumulate else self.plan.dtype, c=c
+            )
             early = self.step.early.get(name)
             if stage.right and early is not None and (c is None or not torch.equal(early, c)):
                 stage.mismatches, stage.sentence = dw.numel(), f"{name} has its gradient before backward_dw is called"
+                stage.causes.append("gradient-too-early")
             stages.append([stage])
         self._add(stages)
 
@@ -320,19 +366,11 @@ class LinearStages:
             if dbias is None:
                 stages.append([self._absent("dbias", name, part.shape[1])])
             else:
-                stages.append([bounded_stage(self._stage("dbias"), dbias, column_sum(part), self.plan.dtype)])
+                expected, dtype, figures = column_sum(part), self.plan.dtype, self.ground.figures
+                stages.append([bounded_stage(self._stage("dbias"), dbias, expected, dtype, figures=figures)])
+                if not stages[-1][0].right:
+                    self._note_moved("sum", {"dy": part}, {"dbias": dbias})
         self._add(stages)
-
-    def _limits(
-        self,
-        a: Quantized,
-        b: Quantized,
-        *,
-        out_dtype: torch.dtype | None = None,
-        c: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-    ) -> Bounds:
-        return bounds(a, b, out_dtype=out_dtype or self.plan.dtype, c=c, bias=bias, order=self.ground.order)
 
     def _each(self, name: str) -> list[Any]:
         """A gradient of every section, None of those that have none."""
@@ -340,7 +378,8 @@ class LinearStages:
         return list(found) if self.layer.groups else [found]
 
     def _absent(self, name: str, parameter: str, size: int) -> StageResult:
-        return StageResult(self._stage(name), "bound", size, size, sentence=f"{parameter} has no gradient")
+        sentence = f"{parameter} has no gradient"
+        return StageResult(self._stage(name), "bound", size, size, sentence=sentence, causes=["gradient-missing"])
 
     # ---- stages ----------------------------------------------------------------------------------------------------
 
@@ -350,6 +389,48 @@ class LinearStages:
     def _add(self, parts: list[list[StageResult]]) -> None:
         """Keep the stages of every section as one."""
         self.ground.outcome.stages += merged(parts, "section") if len(parts) > 1 else parts[0]
+
+    def _note_moved(
+        self,
+        operation: str,
+        given: dict[str, torch.Tensor],
+        found: dict[str, torch.Tensor | None],
+        rule: Recipe | None = None,
+    ) -> None:
+        """Keep what was given and found where this is the first that is wrong, for a diagnosis."""
+        outcome = self.ground.outcome
+        if outcome.moved is None and all(stage.right for stage in outcome.stages):
+            outcome.moved = Moved(operation, given, found, rule, prefix=self._stage(""))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two reports of an operand are the same: tensors, and lists and mappings of them."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _made_of(rows: list[Quantized], columns: list[Quantized]) -> bool:
+    """Whether columnwise halves are those of the decoded values of the rowwise ones."""
+    if any(
+        q.recipe.transform or q.recipe.rounding == "stochastic" or q.recipe.tensor_scale == "given" for q in columns
+    ):
+        return False
+    pairs = zip(rows, columns, strict=True)
+    made = ((reference.quantize_both(reference.dequantize(row), half.recipe)[1], half) for row, half in pairs)
+    return all(one is not None and torch.equal(one.codes, half.codes) for one, half in made)
+
+
+def _first_rows(q: Quantized, rows: int) -> Quantized:
+    """An operand without the rows of padding behind these, each of which has scales of its own, or none has."""
+    if q.shape[0] == rows:
+        return q
+    scales = q.scales if q.recipe.whole else q.scales[:rows]
+    return replace(q, codes=q.codes[:rows], scales=scales, shape=(rows, q.shape[1]))
 
 
 def _cut(limits: Bounds, rows: int) -> Bounds:

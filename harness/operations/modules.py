@@ -112,6 +112,7 @@ class Judge:
         self.unseen: dict[str, None] = {}
         """What was not reported in some step, and so not compared."""
         self.states: dict[str, State | None] = {layer.prefix: None for layer in plan.layers}
+        self._before: Step | None = None
 
     def step(self, step: Step) -> None:
         """Judge a step, and add its stages to the outcome."""
@@ -120,7 +121,8 @@ class Judge:
             for prefix in self.states:
                 history = torch.zeros(plan.training.history, 3, device=step.x.device)
                 self.states[prefix] = history, torch.ones(3, device=step.x.device)
-        ground = Ground(plan, step, self.outcome, self.order, self.free, self.own, self.unseen)
+        ground = Ground(plan, step, self.outcome, self.order, self.free, self.own, self.unseen, self._before)
+        self._before = step
         x, dy = step.x.flatten(0, -2), step.dy.flatten(0, -2)
         if plan.recompute:
             self.outcome.stages.append(_recomputed(ground))
@@ -156,6 +158,7 @@ def _recomputed(ground: Ground) -> StageResult:
                 result.compared += tensor.numel()
                 if again is None or not _same_bytes(tensor, again):
                     result.mismatches += 1
+                    result.causes = ["recomputed-otherwise"]
                     result.sentence = result.sentence or f"{name} is not what it was in the first forward"
     return result
 

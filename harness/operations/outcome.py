@@ -29,6 +29,8 @@ class Product:
     limits: Bounds
     order: Summation
     """What the backend declares of its sums."""
+    stage: str = "output"
+    """That it was judged as."""
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Moved:
     recipe: Recipe | None = None
     free: bool = False
     """Whether the order in which a rotation adds is free."""
+    prefix: str = ""
+    """What the names of its stages begin with: of a module's, the step and the layer."""
 
 
 @dataclass
@@ -54,7 +58,7 @@ class Outcome:
     expected: torch.Tensor | None = None
     """Values of the kernel and of the reference, for the figures that are for information."""
     products: list[Product] = field(default_factory=list)
-    """Every product: one, or one a section."""
+    """Every product: one, or one a section; of a module those of all its stages."""
     limits: Bounds | None = None
     """Of a gemm: what was right for each output."""
     judged: list[Judged] = field(default_factory=list)

@@ -98,8 +98,8 @@ def add_output(outcome: Outcome, output: torch.Tensor, limits: Bounds) -> None:
     outcome.actual, outcome.expected, outcome.limits = output, limits.expected, limits
 
 
-def output_stage(name: str, output: torch.Tensor, limits: Bounds) -> StageResult:
-    """Judge an output (M, N) by its bounds, as the stage of that name."""
+def output_stage(name: str, output: torch.Tensor, limits: Bounds, *, figures: bool = True) -> StageResult:
+    """Judge an output (M, N) by its bounds, as the stage of that name; `figures` as of `bound`."""
 
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (row, column)
@@ -113,4 +113,4 @@ def output_stage(name: str, output: torch.Tensor, limits: Bounds) -> StageResult
         found["rule"] = rule_at(limits, here)
         return found
 
-    return bound(name, output, limits, describe=describe)
+    return bound(name, output, limits, describe=describe, figures=figures)
