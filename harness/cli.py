@@ -539,12 +539,14 @@ def train_layers(
     backend: BackendOption = "native",
     device: Device = "cpu",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the text, the weights and the batches.")] = 0,
-    workers: Workers = 0,
+    workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core.")] = 0,
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/train"),
 ) -> None:
     """Train a small transformer under every recipe, and judge each step of it.
 
-    Exit status 0 only if every stage of every step is right and every training learns.
+    On a GPU too a process a core: what a step costs is launches, and many share one GPU. After Ctrl-C, SIGTERM or a
+    time limit the report has what was done. Exit status 0 only if every stage of every step is right and every training
+    learns.
     """
     from harness.backend import BackendError, load_backend
     from harness.train.session import RECIPES, run_session, tasks
@@ -556,7 +558,7 @@ def train_layers(
     _check_device(device)
     try:
         load_backend(backend)
-        passed = run_session(chosen, report_dir, workers=workers or _default_workers(device))
+        passed = run_session(chosen, report_dir, workers=workers or _default_workers("cpu"))
     except BackendError as error:
         _stop(str(error))
     except OSError as error:

@@ -37,6 +37,23 @@ def name(training: Training) -> str:
     return f"{training.task.recipe or HIGH_PRECISION}, {training.task.backend}"
 
 
+def line(training: Training) -> str:
+    """A training that has ended, in one line: final loss, what was judged and how much of it is wrong, its time."""
+    words = [f"final loss {text.number(training.final) or 'none'}"]
+    if training.judged:
+        stages, wrong = (sum(getattr(step, part) for step in training.steps) for part in ("stages", "mismatches"))
+        words.append(f"{text.plural(stages, 'stage')} judged, {text.number(wrong)} wrong")
+    if not training.complete:
+        words.append(_ended(training))
+    return f"{name(training)}: {', '.join(words)}, {text.duration(training.seconds)}"
+
+
+def _ended(training: Training) -> str:
+    """How far a training came that is not complete, and why no further."""
+    steps = f"{len(training.steps)} of {text.plural(training.task.steps, 'step')}"
+    return f"ended after {steps}: {cut(training.error)}" if training.error else f"after {steps} not at its end yet"
+
+
 def cells(training: Training, count: Callable[[int], str] = text.number) -> list[str]:
     """A row of the table, its large counts as `count` writes them. What was not measured is empty."""
     task = training.task
@@ -55,7 +72,7 @@ def cells(training: Training, count: Callable[[int], str] = text.number) -> list
 
 def complaints(training: Training, entropy: float) -> list[str]:
     """Why a training did not pass: the wrong stages first, a few of them; nothing where it did."""
-    task, found = training.task, []
+    found = []
     if training.judged and (bad := [step for step in training.steps if step.mismatches]):
         stages = text.plural(sum(step.mismatches for step in bad), "wrong stage")
         found.append(f"{stages} in {len(bad)} of {text.plural(len(training.steps), 'step')}")
@@ -63,7 +80,7 @@ def complaints(training: Training, entropy: float) -> list[str]:
     if training.judged and (empty := sum(not step.compared for step in training.steps)):
         found.append(f"nothing was compared in {text.plural(empty, 'step')}")
     if not training.complete:
-        found.append(f"ended after {len(training.steps)} of {text.plural(task.steps, 'step')}: {cut(training.error)}")
+        found.append(_ended(training))
     elif not training.learned(entropy):
         known = text.number(float(f"{entropy:.4g}"))
         found.append(f"does not learn: the loss of the last steps is {text.number(training.final)}, not below {known}")
@@ -81,7 +98,9 @@ def sentence(trainings: Sequence[Training], entropy: float) -> str:
     """The session in one sentence."""
     bad = [one for one in trainings if not one.passed(entropy)]
     if bad or not trainings:
-        return f"{len(bad)} of {text.plural(len(trainings), 'training')} did not pass"
+        unfinished = sum(not one.complete for one in bad)
+        rest = f", {unfinished} of which did not take every step" if unfinished else ""
+        return f"{len(bad)} of {text.plural(len(trainings), 'training')} did not pass{rest}"
     steps = [step for one in trainings for step in one.steps]
     judged = (
         f"{text.plural(sum(step.stages for step in steps), 'stage')}, {text.number(sum(s.compared for s in steps))}"

@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,6 +32,8 @@ RECIPES = (
 """What is trained unless recipes are named: every recipe, and each switch of NVFP4 turned off."""
 LAST = 20
 """Steps at the end whose mean loss is the final one."""
+NOT_BEGUN = "not begun"
+"""Why a training has no step whose turn has not come."""
 
 
 @dataclass
@@ -137,13 +140,19 @@ class _Process:
         self.connection.close()
 
 
-def run_tasks(tasks: Sequence[Task], workers: int, on_step: Callable[[Training], None]) -> list[Training]:
-    """Train every task, `workers` at a time; the trainings in the order of the tasks, `on_step` after every step.
+def run_tasks(
+    tasks: Sequence[Task],
+    workers: int,
+    on_step: Callable[[Training], None],
+    on_end: Callable[[Training, list[Training]], None] = lambda training, found: None,
+) -> list[Training]:
+    """Train every task, `workers` at a time; the trainings in the order of the tasks.
 
-    An interrupt ends those that run, which keep their steps, and leaves the others without any.
+    `on_step` is called after every step, and `on_end` with each training that has ended and all of them as they are
+    then. An interrupt ends those that run, which keep their steps, and leaves the others without any.
     """
     waiting = list(enumerate(tasks))[::-1]
-    found = [Training(task, error="interrupted") for task in tasks]
+    found = [Training(task, error=NOT_BEGUN) for task in tasks]
     running: dict[int, _Process] = {}
     places = list(range(workers))[::-1]
     try:
@@ -161,6 +170,7 @@ def run_tasks(tasks: Sequence[Task], workers: int, on_step: Callable[[Training],
                     one.stop()
                     places.append(one.number)
                     del running[place]
+                    on_end(one.training, found)
     except KeyboardInterrupt:
         for one in running.values():
             one.training.error = "interrupted"
@@ -170,8 +180,22 @@ def run_tasks(tasks: Sequence[Task], workers: int, on_step: Callable[[Training],
     return found
 
 
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Within the context SIGTERM is an interrupt: what a time limit or a scheduler ends keeps what it has."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_session(tasks: Sequence[Task], directory: Path, *, workers: int, console: Console | None = None) -> bool:
-    """Train every task, print and write the report; whether all passed. Raises OSError where it cannot be written."""
+    """Train every task, print and write the report; whether all passed. Raises OSError where it cannot be written.
+
+    The report is written after every training, and says what has not ended; a console that is no terminal gets a line
+    for each that has.
+    """
     from rich.console import Console as Terminal
 
     from harness.environment import describe_run
@@ -191,7 +215,13 @@ def run_session(tasks: Sequence[Task], directory: Path, *, workers: int, console
             words = f"{report.name(training)}: step {len(training.steps)}, loss {step.loss:.3f}"
             progress.update(bar, advance=1, description=words)
 
-        found = run_tasks(tasks, workers, on_step)
+        def on_end(training: Training, found: list[Training]) -> None:
+            if not console.is_terminal:
+                console.print(report.line(training), markup=False, highlight=False, soft_wrap=True)
+            report.write(found, environment, entropy, directory)
+
+        with terminated_as_interrupted():
+            found = run_tasks(tasks, workers, on_step, on_end)
     report.print_result(found, entropy, console)
     page = report.write(found, environment, entropy, directory)
     passed = all(one.passed(entropy) for one in found)
@@ -201,7 +231,8 @@ def run_session(tasks: Sequence[Task], directory: Path, *, workers: int, console
 
 
 def _main(connection: Connection, task: Task, workers: int, gpu: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session decides what an interrupt means
+    for number in (signal.SIGINT, signal.SIGTERM):  # which a shell, or timeout, sends to the whole group
+        signal.signal(number, signal.SIG_IGN)  # the session decides what it means
     if gpu:
         os.environ[VISIBLE] = gpu
     prepare_process(workers)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from harness.backend import BackendError, load_backend
 from harness.cli import app
-from harness.train import corpus
+from harness.train import corpus, report, session
 from harness.train.model import Adam, Model, Size
 from harness.train.run import SAID, Task, train
-from harness.train.session import run_tasks
+from harness.train.session import NOT_BEGUN, run_tasks
 from reference import ops
 from reference.modules import TransformerLayer
 
@@ -127,9 +133,35 @@ def test_an_interrupt_keeps_the_steps() -> None:
         raise KeyboardInterrupt
 
     first, second = run_tasks([task(None, 50, backend="reference", judged=False)] * 2, 1, interrupt)
-    assert first.error == second.error == "interrupted"
+    assert (first.error, second.error) == ("interrupted", NOT_BEGUN)
     assert len(first.steps) == 1
     assert second.steps == []
+
+
+def test_what_has_ended_is_said_and_kept_at_once_and_a_sigterm_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [task(None, steps, backend="reference", judged=False) for steps in (2, 1000, 1)]
+    said, kept = io.StringIO(), []
+
+    def write(found: list[session.Training], *given: Any) -> Path:
+        kept.append([(len(one.steps), one.error) for one in found])
+        if len(kept) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report_write(found, *given)
+
+    report_write = report.write
+    monkeypatch.setattr(report, "write", write)
+    assert not session.run_session(tasks, tmp_path, workers=1, console=Console(file=said, width=200))
+    assert kept == [[(2, ""), (0, NOT_BEGUN), (0, NOT_BEGUN)]] * 2
+    first, *_ = lines = said.getvalue().splitlines()
+    assert re.fullmatch(r"high precision, reference: final loss \d\.\d+, \d.*s", first)
+    assert f"high precision, reference: ended after 0 of 1 step: {NOT_BEGUN}" in lines
+    assert lines[-1].startswith("3 of 3 trainings did not pass, 2 of which did not take every step; ")
+    with (tmp_path / "losses.csv").open(encoding="utf-8", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 2
+    assert f"ended after 0 of 1 000 steps: {NOT_BEGUN}" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_every_backend_begins_with_the_same_weights_that_the_seed_draws() -> None:
@@ -194,9 +226,12 @@ def test_the_command_refuses(words: list[str], said: str) -> None:
 def test_the_command_writes_a_report(
     learns: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from harness.train import session
-
-    def trained(tasks: list[Task], workers: int, on_step: Callable[[session.Training], None]) -> list[session.Training]:
+    def trained(
+        tasks: list[Task],
+        workers: int,
+        on_step: Callable[[session.Training], None],
+        on_end: Callable[[session.Training, list[session.Training]], None],
+    ) -> list[session.Training]:
         from harness.train.run import Step
 
         found = []
@@ -204,6 +239,7 @@ def test_the_command_writes_a_report(
             right = Step(0.5 if learns else 2.5, 0.5, 10, 100) if one.judged and one.recipe else Step(0.5)
             found.append(session.Training(one, [right] * one.steps))
             on_step(found[-1])
+            on_end(found[-1], found)
         return found
 
     monkeypatch.setattr(session, "run_tasks", trained)
@@ -211,4 +247,8 @@ def test_the_command_writes_a_report(
     done = CliRunner().invoke(app, words)
     assert done.exit_code == status, done.output
     assert ("4 trainings agree and learn: 30" in done.output) == learns
+    assert (
+        "\nMXFP8BlockScaling, native: final loss 0.5, 30 stages judged, 0 wrong, 0 s\n" in f"\n{done.output}"
+        or not learns
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "losses.csv"]
