@@ -24,6 +24,9 @@ def epilogue_deviations() -> Iterator[Deviation]:
     yield _ending("output-truncated", "outputs are truncated to the output's dtype, not rounded", _truncated)
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         yield _ending(f"output-through-{name}", f"outputs are rounded to {name} on the way", _through(dtype))
+        yield _ending(
+            f"product-through-{name}", f"products are rounded to {name} before c is added", _product_first(dtype)
+        )
     yield _ending("output-saturated", "outputs too large for the output's dtype are its largest number", _limited)
     yield _ending("c-ignored", "c is not added", _with(c=None))
     yield _ending("bias-ignored", "the bias is not added", _with(bias=None))
@@ -254,6 +257,15 @@ def _wide(t: Terms, ends: Ends) -> list[Ends]:
 def _through(dtype: torch.dtype) -> Finish:
     def wrong(t: Terms, ends: Ends) -> list[Ends]:
         return [] if t.dtype == dtype else [cast(cast(way, dtype), t.dtype) for way in _wide(t, ends)]
+
+    return wrong
+
+
+def _product_first(dtype: torch.dtype) -> Finish:
+    def wrong(t: Terms, ends: Ends) -> list[Ends]:
+        if t.c is None or t.promotes or t.dtype == dtype:
+            return []
+        return [cast(plus(plus(cast(scaled(ends, t.factor), dtype), t.c), t.bias), t.dtype)]
 
     return wrong
 

@@ -39,10 +39,6 @@ def deviating_histories(history: torch.Tensor, scale: torch.Tensor, recipe: Reci
         "history-latest-lost", "the latest amax is not kept as the last row",
         lambda: _rows(zero, history[2:], history[-1:]) if len(history) > 1 else zero,
     )  # fmt: skip
-    yield (
-        "history-rolled-twice", "the history is rolled twice",
-        lambda: update_scale(*update_scale(history, scale, recipe), recipe)[0],
-    )  # fmt: skip
     yield "history-cleared", "the history is all 0", lambda: torch.zeros_like(history)
     yield _of_rule(history, scale, recipe, "update", 0)
 
@@ -61,10 +57,6 @@ def deviating_scales(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe)
             updates &= latest != 0
         return torch.where(updates, _limited(divide(largest, numbers)), scale)
 
-    yield (
-        "history-rolled-twice", "scales are made of a history that was rolled before",
-        lambda: update_scale(*update_scale(history, scale, recipe), recipe)[1],
-    )  # fmt: skip
     yield "scale-not-updated", "scales stay as they are", lambda: scale
     yield _of_rule(history, scale, recipe, "algorithm", 1)
     yield _of_rule(history, scale, recipe, "update", 1)

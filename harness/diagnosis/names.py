@@ -16,7 +16,7 @@ CAUSES = (
     "four-over-six-never-4", "four-over-six-other-measure", "four-over-six-reciprocal", "four-over-six-ties",
     "fused-output-not-cast", "gradient-missing", "gradient-too-early", "history-cleared",
     "history-first-not-zeroed", "history-latest-lost", "history-not-rolled", "history-partial",
-    "history-rolled-back", "history-rolled-twice", "infinite-amax-updates", "infinity-dropped", "inputs-flushed",
+    "history-rolled-back", "infinite-amax-updates", "infinity-dropped", "inputs-flushed",
     "last-block-dropped", "last-element-dropped", "margin-ignored", "margin-inverted", "max-of-other-format",
     "nan-dropped", "nan-keeps-sign", "nan-spread", "nearest-not-stochastic", "negative-zero-kept",
     "negative-zero-lost", "never-written", "nibbles-swapped", "no-diagnosis", "not-repeatable", "not-swizzled",
@@ -46,11 +46,11 @@ FAMILIES = (
     "algorithm:", "alignment:", "alpha-order:", "amax-through-", "block-amax-skips:", "block-amax-through-",
     "candidates:", "decode-order:", "decode-through-", "dialect:", "element-format:", "element-order:",
     "element-through-", "exponent-code-", "exponent:", "factor-through-", "four-over-six-order:", "input-through-",
-    "largest-scale:", "nan-code:", "only:", "output-through-", "place:", "rotation-group:", "rotation-signs:",
-    "rounding:", "scale-max-", "scale-of-", "scale-order:", "scale-through-", "smallest-scale:", "statistics:",
-    "stochastic-bits:", "stochastic-offset:", "stochastic-other-block:", "stochastic-seed:", "tail-of-k-dropped:",
-    "tensor-limit:", "tensor-scale-order:", "tensor-scale-through-", "update:", "values-through-", "zero-block:",
-    "zero-scale:",
+    "largest-scale:", "nan-code:", "only:", "output-through-", "place:", "product-through-", "rotation-group:",
+    "rotation-signs:", "rounding:", "scale-max-", "scale-of-", "scale-order:", "scale-through-", "smallest-scale:",
+    "statistics:", "stochastic-bits:", "stochastic-offset:", "stochastic-other-block:", "stochastic-seed:",
+    "tail-of-k-dropped:", "tensor-limit:", "tensor-scale-order:", "tensor-scale-through-", "update:",
+    "values-through-", "zero-block:", "zero-scale:",
 )  # fmt: skip
 """What names begin with that go on with what varies: a number, a formula, a place."""
 

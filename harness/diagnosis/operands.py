@@ -165,7 +165,7 @@ def _flushed_scales(q: Quantized) -> Quantized | None:
 
 
 def _rows(scales: torch.Tensor, rows: int) -> torch.Tensor:
-    return scales[torch.arange(rows, device=scales.device) % len(scales)]
+    return scales[torch.arange(rows, device=scales.device) % len(scales)] if len(scales) else scales
 
 
 def _scales_of_left(terms: Terms) -> Terms | None:
@@ -272,6 +272,8 @@ def _of_section(which: str, take: _From) -> Callable[[Terms], Terms | None]:
     def change(mine: Terms) -> Terms | None:
         last = len(mine.all) - 1
         number = {"next": min(mine.number + 1, last), "previous": max(mine.number - 1, 0), "first": 0}[which]
-        return take(mine, mine.all[number])
+        found = take(mine, mine.all[number])
+        # In the product for a weight's gradient sections have sums of other lengths.
+        return None if found is None or found.left.shape[1] != found.right.shape[1] else found
 
     return change

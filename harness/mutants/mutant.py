@@ -1,4 +1,4 @@
-"""A mutant: one change of one kernel file, what it imitates, and what is to be found."""
+"""A mutant: one change of one file of kernels or modules, what it imitates, and what is to be found."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import toml_file
-from harness.mutants.yardsticks import DOORS
+from harness.mutants.module_files import MODULE_FILES, NATIVE
+from harness.mutants.yardsticks import DOORS, MODULE_DOORS
 from harness.schema import nearest
 from native.sources import FOLDER, kernel_files
 from reference.recipes import recipe
+from reference.training import training_recipe
 
 MUTANTS = Path(__file__).parent
 """The folder with the files of mutants."""
@@ -19,7 +21,8 @@ CLASSES = (
     "element rounding", "element scaling", "element range", "block scale", "tensor scale", "power-of-two scale",
     "zeros and limits", "amax", "NaN", "transform", "stochastic rounding", "choice of 4 or 6", "tails and sections",
     "layout", "nibbles", "tiles", "epilogue", "accumulator", "operand", "fused output", "delayed scaling", "memory",
-    "order of threads",
+    "order of threads", "operand of a module", "gradient of a weight", "step of a module", "norm",
+    "sections of a module",
 )  # fmt: skip
 """What kind of mistake it is."""
 NEEDED = ("name", "class", "file", "find", "replace", "imitates", "cause", "door")
@@ -38,7 +41,7 @@ class Mutant:
     kind: str
     """One of CLASSES."""
     file: str
-    """The kernel file that is changed."""
+    """The kernel file, or the file of modules, that is changed."""
     find: str
     """Text that occurs in it exactly once."""
     replace: str
@@ -49,17 +52,22 @@ class Mutant:
     door: str
     """What the yardsticks call: one of `yardsticks.DOORS`."""
     recipe: str = ""
-    """Recipe, or `recipe+w_recipe`, that the yardsticks use; none for doors that take none."""
+    """Recipe, `recipe+w_recipe`, or of a module training recipe, that the yardsticks use; none for doors without."""
     cases: str = ""
-    """Keyword expression: of the cases that launch the changed file, those that the change touches; none: all."""
+    """Keyword expression: of the cases that run the changed file, those that the change touches; none: all."""
     equivalent: str = ""
     """Why no result differs, of a mutant that no test can find."""
     url: str = ""
     """The public bug that it imitates, where there is one."""
 
+    @property
+    def of_module(self) -> bool:
+        """Whether a file of modules is changed, and none of kernels."""
+        return self.file in MODULE_FILES
+
     def changed_text(self) -> str:
-        """The text of the kernel file with the change. Raises MutantFileError where `find` does not occur once."""
-        text = (FOLDER / self.file).read_text(encoding="utf-8")
+        """The text of the file with the change. Raises MutantFileError where `find` does not occur once."""
+        text = ((NATIVE if self.of_module else FOLDER) / self.file).read_text(encoding="utf-8")
         if (count := text.count(self.find)) != 1:
             raise MutantFileError(
                 f"mutant {self.name!r}: the text to find occurs {count} times in {self.file}, and has to occur once: "
@@ -106,11 +114,12 @@ def _mutant(table: Any, where: str) -> Mutant:
         if key in NEEDED and key != "replace" and not value and not (key == "cause" and given["equivalent"]):
             raise MutantFileError(f"{where}: {key} is missing; a mutant needs {', '.join(NEEDED)}")
     _check_choice(where, "class", given["class"], CLASSES)
-    _check_choice(where, "file", given["file"], kernel_files())
-    _check_choice(where, "door", given["door"], DOORS)
+    of_module = given["file"] in MODULE_FILES
+    _check_choice(where, "file", given["file"], [*kernel_files(), *MODULE_FILES])
+    _check_choice(where, "door", given["door"], MODULE_DOORS if of_module else DOORS)
     for name in given["recipe"].split("+") if given["recipe"] else []:
         try:
-            recipe(name)
+            (training_recipe if of_module else recipe)(name)
         except ValueError as error:
             raise MutantFileError(f"{where}: recipe is {name!r}: {error}") from error
     found = Mutant(

@@ -6,11 +6,14 @@ import resource
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from harness.case import Case
+from harness.mutants.module_files import replaced_module
 from harness.mutants.mutant import Mutant
 from harness.mutants.result import Result
 from harness.mutants.selection import selected
@@ -117,24 +120,31 @@ def _messages(context: Any, target: Callable[..., None], arguments: tuple[Any, .
         ours.close()
 
 
-def _prepare() -> Any:
+def _prepare() -> None:
     """One thread for each process: there is one of them for each core."""
     import torch
 
-    from harness.backend import load_backend
-
     torch.set_flush_denormal(False)
     torch.set_num_threads(1)
-    return load_backend("native", "cpu")
+
+
+def _changed(mutant: Mutant, scratch: Path) -> AbstractContextManager[None]:
+    """The context in which what is imported and compiled has the mutant's change."""
+    from native.sources import replaced
+
+    if mutant.of_module:
+        return replaced_module(mutant.file, mutant.changed_text())
+    return replaced(mutant.file, mutant.changed_text(), scratch)
 
 
 def _judge(connection: Connection, mutant: Mutant, cases: Sequence[Case], scratch: Path) -> None:
     """Run cases with the changed kernel until enough fail; then those with the real one, which has to pass them."""
-    from native.sources import replaced
+    from harness.backend import load_backend
 
-    backend = _prepare()
+    _prepare()
     failing = []
-    with replaced(mutant.file, mutant.changed_text(), scratch):
+    with _changed(mutant, scratch):
+        backend = load_backend("native", "cpu")
         for case in cases:
             connection.send(("case", case.id))
             record = run_case(case, backend)
@@ -144,6 +154,7 @@ def _judge(connection: Connection, mutant: Mutant, cases: Sequence[Case], scratc
             failing.append(case)
             if len(failing) == ENOUGH or _NO_COMPILATION in record.message:
                 break
+    backend = load_backend("native", "cpu")
     for case in failing:
         if run_case(case, backend).verdict != "pass":
             connection.send(("right kernels fail", case.id))
@@ -158,15 +169,12 @@ def _end(connection: Connection) -> None:
 
 
 def _measure(connection: Connection, mutant: Mutant, scratch: Path) -> None:
-    from native import ops
-    from native.sources import replaced
-
     _prepare()
-    yardsticks = Yardsticks(mutant.door, mutant.recipe, ops)
+    yardsticks = Yardsticks(mutant.door, mutant.recipe, import_module("native.ops"))
     connection.send("ready")
-    with replaced(mutant.file, mutant.changed_text(), scratch):
+    with _changed(mutant, scratch):
         try:
-            noticed = yardsticks.notice(ops)
+            noticed = yardsticks.notice(import_module("native.ops"))
         except Exception:  # an error is noticed by all
             noticed = _CRASHED
     connection.send(("noticed", noticed))

@@ -1,4 +1,4 @@
-"""Which kernel sources judging a case launches, so that a mutant runs the cases that can find it and no others."""
+"""Which cases run what a file is of, so that a mutant runs the cases that can find it and no others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from harness.case import Case
+from harness.mutants.module_files import MODULE_FILES
 from native.sources import KERNELS, files_of
 from reference.formats import E4M3, E8M0, FP32, Format
 from reference.recipes import Recipe, recipe
@@ -54,6 +55,9 @@ def sources_of(case: Case) -> frozenset[str]:
 
 
 def touched_by(file: str, cases: Iterable[Case]) -> list[Case]:
-    """The cases that launch a kernel which is made of the kernel file `file`."""
+    """The cases that launch a kernel which is made of the kernel file `file`, or run a module which is made of it."""
+    if file in MODULE_FILES:
+        only = MODULE_FILES[file]
+        return [case for case in cases if case.is_module and (not only or case.operation in only)]
     sources = {source for source in KERNELS if file in files_of(source)}
     return [case for case in cases if sources & sources_of(case)]

@@ -2,20 +2,24 @@
 
 Three are common. An end-to-end comparison of values by allclose(8e-3), both operands quantized and multiplied by the
 kernels; a comparison of all their bytes with those of a reference; and the signal-to-noise ratio of the product, beside
-the one of unquantized operands, above a limit. A door without a product takes the place of the product.
+the one of unquantized operands, above a limit. A door without a product takes the place of the product; of a module its
+output and gradients do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from harness.runner import ALLCLOSE
 from reference import ops as reference
+from reference.autocast import autocast
 from reference.recipes import Recipe, recipe
+from reference.training import training_recipe
 
 SQNR_DB = 15.8
 """What a product has to be above."""
@@ -24,6 +28,8 @@ ROWS, COLUMNS, SUM = 256, 512, 1024
 SEED = 20260101
 SIZES = (64, 0, 128, 64)
 """Rows of sections."""
+LAYER = (128, 256, 4)
+"""Hidden size, that of the feed-forward part, and heads."""
 
 Parts = dict[str, torch.Tensor]
 
@@ -36,6 +42,8 @@ class Given:
     w: torch.Tensor
     c: torch.Tensor
     recipes: tuple[Recipe, ...]
+    training: str = ""
+    """The training recipe of a module, which has those of x, w and the gradient of the output."""
 
     @property
     def r(self) -> Recipe:
@@ -48,11 +56,14 @@ class Given:
         return self.x.double() @ self.w.double().T
 
 
-def _made(names: str) -> Given:
+def _made(names: str, *, module: bool) -> Given:
     draw = torch.Generator().manual_seed(SEED)
     x, w, c = (
         torch.randn(shape, generator=draw).bfloat16() for shape in ((ROWS, SUM), (COLUMNS, SUM), (ROWS, COLUMNS))
     )
+    if module:
+        training = training_recipe(names)
+        return Given(x, w, c, (training.input, training.weight, training.grad), names)
     x_name, *others = names.split("+") if names else ["nvfp4"]
     w_name, out_name = [*others, *[x_name] * 2][:2]
     return Given(x, w, c, (recipe(x_name), recipe(w_name), recipe(out_name)))
@@ -167,6 +178,41 @@ def _update_scale(ops: Any, given: Given) -> tuple[torch.Tensor, Parts]:
     return new, {"history": moved, "scale": new}
 
 
+def _trained(ops: Any, given: Given, *, kind: str = "Linear", steps: int = 1) -> tuple[torch.Tensor, Parts]:
+    """Output and gradients of a module's steps; gradients of its weights accumulate over several in float32."""
+    x, dy = given.x, given.c
+    sizes: tuple[int, ...] = (SUM, COLUMNS)
+    if kind == "GroupedLinear":
+        sizes = (len(SIZES), *sizes)
+    if kind == "TransformerLayer":
+        (hidden, _, _) = sizes = LAYER
+        x, dy = (matrix[:, :hidden].reshape(-1, SIZES[0], hidden) for matrix in (x, dy))
+    layer = getattr(ops, kind)(*sizes, accumulate=steps > 1)
+    draw = torch.Generator().manual_seed(SEED)
+    parameters = dict(sorted(layer.named_parameters()))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) / 16 + ("norm_weight" in name))
+    ends: list[torch.Tensor] = []
+    for number in range(steps):
+        leaf = (x * 2.0**number).requires_grad_()
+        with autocast(given.training):
+            y = layer(leaf, list(SIZES)) if kind == "GroupedLinear" else layer(leaf)
+        y.backward(dy)
+        assert leaf.grad is not None
+        ends += [y.detach(), leaf.grad]
+    ends += [p.main_grad if p.grad is None else p.grad for p in parameters.values()]
+    return torch.cat([end.flatten().float() for end in ends]), {f"end {number}": end for number, end in enumerate(ends)}
+
+
+MODULE_DOORS: dict[str, Callable[[Any, Given], tuple[torch.Tensor, Parts]]] = {
+    "Linear": _trained,
+    "Linear, two steps": partial(_trained, steps=2),
+    "LayerNormLinear": partial(_trained, kind="LayerNormLinear"),
+    "GroupedLinear": partial(_trained, kind="GroupedLinear"),
+    "TransformerLayer": partial(_trained, kind="TransformerLayer"),
+}
+"""The same of what a mutant of a module calls."""
 DOORS: dict[str, Callable[[Any, Given], tuple[torch.Tensor, Parts]]] = {
     "gemm": _gemm,
     "gemm with c": _gemm_with_c,
@@ -197,20 +243,24 @@ class Yardsticks:
     """The yardsticks of one door under one recipe. Made before the kernels are changed, then asked."""
 
     def __init__(self, door: str, names: str, kernels: Any) -> None:
-        self._call, self._given = DOORS[door], _made(names)
+        self._call, self._given = {**DOORS, **MODULE_DOORS}[door], _made(names, module=door in MODULE_DOORS)
         self._expected = self._call(reference, self._given)
         self._right = self._call(kernels, self._given)
 
     def notice(self, kernels: Any) -> Noticed:
-        """What they say of the changed kernels. A byte counts where the right kernels give the reference's."""
+        """What they say of the changed kernels, where they would let the right ones pass."""
         value, parts = self._call(kernels, self._given)
-        expected, wanted = self._expected
+        wanted = self._expected[1]
         same = [name for name, part in self._right[1].items() if _equal(part, wanted[name])]
         return Noticed(
-            allclose=not torch.allclose(value.float(), expected.float(), rtol=ALLCLOSE, atol=ALLCLOSE, equal_nan=True),
+            allclose=self._close(self._right[0]) and not self._close(value),
             compare_bytes=any(not _equal(parts[name], wanted[name]) for name in same),
             sqnr=self._sqnr(value) <= SQNR_DB < self._sqnr(self._right[0]),
         )
+
+    def _close(self, value: torch.Tensor) -> bool:
+        expected = self._expected[0].float()
+        return torch.allclose(value.float(), expected, rtol=ALLCLOSE, atol=ALLCLOSE, equal_nan=True)
 
     def _sqnr(self, value: torch.Tensor) -> float:
         """Signal over noise in dB: beside the product of unquantized operands, or what the door is to give."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +16,20 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import native
 from harness import cli
 from harness.backend import load_backend
 from harness.case import Case, load_all, select
+from harness.mutants import module_files
 from harness.mutants import mutant as mutants
+from harness.mutants.module_files import NATIVE
 from harness.mutants.mutant import CLASSES, Mutant, MutantFileError
 from harness.mutants.result import Result, totals
 from harness.mutants.run import ENOUGH, run_mutants
 from harness.mutants.selection import selected
 from harness.mutants.table import print_results
 from harness.mutants.touches import sources_of, touched_by
-from harness.mutants.yardsticks import DOORS, Noticed, Yardsticks
+from harness.mutants.yardsticks import DOORS, MODULE_DOORS, Noticed, Yardsticks
 from harness.runner import new_record, run_case
 from native import host, layout, ops, sources
 from tests.harness import small_toml
@@ -50,8 +55,10 @@ def test_there_are_enough_of_every_class() -> None:
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_every_mutant_changes_its_file_and_touches_cases(mutant: Mutant, quick: list[Case]) -> None:
-    assert mutant.changed_text() != sources.file_text(mutant.file)
+    folder = NATIVE if mutant.of_module else sources.FOLDER
+    assert mutant.changed_text() != (folder / mutant.file).read_text(encoding="utf-8")
     assert selected(mutant, quick)
+    assert all(case.is_module == mutant.of_module for case in selected(mutant, quick))
     assert not mutant.url or re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", mutant.url)
 
 
@@ -171,6 +178,27 @@ def test_what_is_no_kernel_file_is_not_replaced(tmp_path: Path) -> None:
         sources.replaced("simt.h", "", tmp_path).__enter__()
 
 
+def test_a_replaced_module_is_imported_anew_and_gone_afterwards() -> None:
+    before = sys.modules["native.layer"], sys.modules["native.ops"], ops.Linear
+    text = (NATIVE / "products.py").read_text(encoding="utf-8").replace("dy.sum(0,", "2 * dy.sum(0,")
+    with module_files.replaced_module("products.py", text):
+        changed = importlib.import_module("native.ops")
+        assert changed.Linear is not ops.Linear
+        assert changed.gemm is ops.gemm
+        assert sys.modules["native.products"].column_sums(torch.ones(3, 1)).item() == 6
+        assert sys.modules["native.linear"].column_sums is sys.modules["native.products"].column_sums
+    assert (sys.modules["native.layer"], sys.modules["native.ops"], ops.Linear) == before
+    assert native.ops is ops
+    assert importlib.import_module("native.products").column_sums(torch.ones(3, 1)).item() == 3
+
+
+def test_what_modules_are_not_made_of_is_not_replaced() -> None:
+    with pytest.raises(ValueError, match=r"modules are not made of 'gemm\.py'; they are of history\.py, kept\.py, "):
+        module_files.replaced_module("gemm.py", "").__enter__()
+    every = {path.name for path in NATIVE.glob("*.py") if "Layer" in path.read_text(encoding="utf-8")}
+    assert every - {"modules.py", "ops.py"} <= set(module_files.MODULE_FILES)
+
+
 # ---- which cases ----
 
 
@@ -191,6 +219,11 @@ def test_every_source_that_a_case_launches_is_known(quick: list[Case], monkeypat
         assert run_case(case, backend).verdict == "pass"
         assert launched <= sources_of(case), case.id
         assert sources_of(case) - launched <= {"amax", "amax_blocks"}, case.id
+
+
+def test_a_file_of_modules_touches_those_that_it_is_for(quick: list[Case]) -> None:
+    assert {case.operation for case in touched_by("transformer.py", quick)} == {"transformer-layer"}
+    assert touched_by("layer.py", quick) == [case for case in quick if case.is_module]
 
 
 def test_a_header_touches_what_includes_it(quick: list[Case]) -> None:
@@ -259,6 +292,14 @@ def test_a_mutant_is_killed_and_named_and_has_a_row(few: list[Case]) -> None:
     assert "caught by narrowgauge 1 of 1, by allclose " in shown
 
 
+def test_a_mutant_of_a_module_is_killed_and_named(quick: list[Case]) -> None:
+    [mutant] = [mutant for mutant in ALL if mutant.name == "main-grad-overwritten"]
+    [case] = [case for case in quick if case.id == "linear/MXFP8BlockScaling/3x16x80x112/bf16/lattice/accumulate"]
+    result = examined(mutant, [case])
+    assert (result.killed, result.right, result.stage, result.named) == (True, True, "step 1 dw", True)
+    assert result.noticed.allclose
+
+
 def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
     result = examined(made("    if (quad.column >= columns - 1) return;", equivalent="No."), few)
     assert result.killed
@@ -322,7 +363,8 @@ def test_the_yardsticks_notice_nothing_in_the_real_kernels(judged: tuple[str, st
 
 
 def test_every_door_is_some_mutants() -> None:
-    assert {mutant.door for mutant in ALL} == set(DOORS)
+    assert {mutant.door for mutant in ALL if not mutant.of_module} == set(DOORS)
+    assert {mutant.door for mutant in ALL if mutant.of_module} == set(MODULE_DOORS)
 
 
 def test_what_is_known_to_fail_without_a_mutant_tells_nothing_of_one(
