@@ -12,7 +12,7 @@ import torch
 from reference.aligned import aligned_sum, of_operand
 from reference.exact import ExactSum, lowest_bit, round_to_odd, two_sum
 from reference.flushing import alpha_vanishes, below_normal, flushed_ends, subnormal
-from reference.gemm import alpha, check_epilogue, check_operands, code_sum, operand
+from reference.gemm import alpha, check_epilogue, check_operands, operand, product_sum
 from reference.operands import element_values, promotes, scale_values, unit_span
 from reference.promoted_bounds import promoted_limits
 from reference.quantized import Quantized
@@ -77,13 +77,14 @@ def bounds(
         _check_terms(a.shape[1])
     if promotes(a.recipe):
         return _promoted(a, b, out_dtype, c, bias, declared)
-    total = code_sum(a, b)
+    left, right = operand(a), operand(b)
+    total = product_sum(a, b, left, right)
     if (model := declared.aligned) is not None:
         total = ExactSum(aligned_sum(of_operand(a), of_operand(b), model, total.high), None)
         tier = torch.full_like(total.high, DECLARED, dtype=torch.uint8)
         error, overflow = torch.zeros_like(total.high), torch.zeros_like(tier, dtype=torch.bool)
     else:
-        error, tier, overflow = _accumulation(a, b, total, declared)
+        error, tier, overflow = _accumulation(a, b, _finite(left), _finite(right), total, declared)
     exact = (error == 0) & ~overflow
 
     s = total.high
@@ -142,29 +143,28 @@ def bounds(
 
 
 def _accumulation(
-    a: Quantized, b: Quantized, total: ExactSum, declared: Summation
+    a: Quantized, b: Quantized, left: torch.Tensor, right: torch.Tensor, total: ExactSum, declared: Summation
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How far an accumulator can be from the sum (E_acc, float64), by which tier, and where it can overflow: (M, N).
 
-    A sum that is not finite because an operand is not is the same in every order.
+    `left` and `right` are the two operands as numbers, 0 where they are not finite, `total` their sum. A sum that is not finite because an operand is not is the same in every order.
     """
-    left, right = (_finite(operand(q)) for q in (a, b))
     columns = left.shape[1]
     raw = left.abs() @ right.abs().T
-    products = (left != 0).float() @ (right != 0).float().T
     unit = torch.outer(lowest_bit(left), lowest_bit(right))
     s = _finite(total.high)
     largest_part = (raw + s.abs()) / 2
-    exact = (largest_part <= 2.0**ACCUMULATOR_BITS * unit) & (largest_part <= FLT_MAX)
-    magnitude = raw * (1 + columns * 2.0**-52)
-    n = products.double()
-    error = (n - 1).clamp_(min=0) * declared.unit * magnitude
-    if declared.truncates:
-        error /= 1 - (n - 1).clamp_(min=0) * declared.unit
     # Terms that are no multiples of the smallest float32, or sums of them, round; and n·u of that, and of what a tree
     # with such roundings may add in the second order, is not left out.
     underflows = (unit < declared.normal) & (raw != 0)
-    exact &= ~underflows
+    exact = (largest_part <= 2.0**ACCUMULATOR_BITS * unit) & (largest_part <= FLT_MAX) & ~underflows
+    if bool(exact.all()):
+        return torch.zeros_like(raw), torch.full_like(exact, EXACT, dtype=torch.uint8), ~exact
+    magnitude = raw * (1 + columns * 2.0**-52)
+    n = ((left != 0).float() @ (right != 0).float().T).double()
+    error = (n - 1).clamp_(min=0) * declared.unit * magnitude
+    if declared.truncates:
+        error /= 1 - (n - 1).clamp_(min=0) * declared.unit
     error = torch.where(underflows, (error + n * declared.underflow) * growth(columns, declared.unit), error)
     overflow = (magnitude + error > FLT_MAX) & ~exact
     settled = exact | (error == 0) | ~torch.isfinite(total.high)

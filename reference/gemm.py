@@ -33,9 +33,12 @@ def operand(q: Quantized) -> torch.Tensor:
 
 def code_sum(a: Quantized, b: Quantized) -> ExactSum:
     """Σ_k of the products of two `operand`s, exactly: (M, N)."""
-    left, right = operand(a), operand(b)
-    columns = a.shape[1]
-    if columns * span(a) * span(b) < FLOAT64_EXACT:  # without a look at the elements
+    return product_sum(a, b, operand(a), operand(b))
+
+
+def product_sum(a: Quantized, b: Quantized, left: torch.Tensor, right: torch.Tensor) -> ExactSum:
+    """`code_sum` of operands that are numbers already."""
+    if a.shape[1] * span(a) * span(b) < FLOAT64_EXACT:  # without a look at the elements
         return ExactSum(left @ right.T, None)
     return exact_sum(left, right)
 
