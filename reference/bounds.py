@@ -147,7 +147,8 @@ def _accumulation(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How far an accumulator can be from the sum (E_acc, float64), by which tier, and where it can overflow: (M, N).
 
-    `left` and `right` are the two operands as numbers, 0 where they are not finite, `total` their sum. A sum that is not finite because an operand is not is the same in every order.
+    `left` and `right` are the two operands as numbers, 0 where they are not finite, `total` their sum. A sum that is
+    not finite because an operand is not is the same in every order.
     """
     columns = left.shape[1]
     raw = left.abs() @ right.abs().T

@@ -256,6 +256,30 @@ def test_nan_of_any_sign_and_payload_is_the_canonical_nan(fmt: Format, saturate:
     assert encode_scalars(NAN, fmt, saturate=saturate) == [fmt.nan_code] * len(NAN)
 
 
+@formats(ALL)
+def test_every_sixteen_leading_bits_are_rounded_to_the_nearest_code_with_nan_among_them_or_not(fmt: Format) -> None:
+    """The first bits decide but for ties, which the last ones break: none, one, all but one, all, and those beside
+    the middle."""
+    words = torch.arange(1 << 16).unsqueeze(1) << 16
+    lasts = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+    x = (words + lasts).flatten().to(torch.int32).view(torch.float32)
+    values = np.array([abs(v) for v in fmt.values[: fmt.max_code + 1]])
+    middles, magnitude = (values[1:] + values[:-1]) / 2, x.abs().double().numpy()
+    below = np.searchsorted(middles, magnitude, side="left")
+    tie = magnitude == np.append(middles, np.nan)[below]
+    expected = below + (tie & (below % 2 == 1))
+    negative = np.signbit(x.numpy())
+    if fmt.signed:
+        expected[negative] += fmt.sign_code
+    else:
+        expected[negative & (magnitude > 0)] = fmt.nan_code
+    nan = np.isnan(magnitude)
+    expected[nan] = fmt.max_code if fmt.nan_code is None else fmt.nan_code
+    np.testing.assert_array_equal(encode(x, fmt).numpy(), expected)
+    numbers = torch.from_numpy(~nan)
+    np.testing.assert_array_equal(encode(x[numbers], fmt).numpy(), expected[~nan])
+
+
 @formats([E2M1, E2M3, E3M2])
 def test_nan_is_the_largest_positive_value_where_the_format_has_none(fmt: Format) -> None:
     assert encode_scalars(NAN, fmt) == [fmt.max_code] * len(NAN)
