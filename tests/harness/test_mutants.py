@@ -67,7 +67,7 @@ TABLE = """
 name = "wrong"
 class = "layout"
 file = "swizzle.cu"
-find = "store_bytes(bytes, target);"
+find = "store_scales(of_tile, 16, target + 512 * t);"
 replace = ""
 imitates = "A test."
 cause = "writes-outside"
@@ -87,7 +87,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         "wrong",
         "layout",
         "swizzle.cu",
-        "store_bytes(bytes, target);",
+        "store_scales(of_tile, 16, target + 512 * t);",
         "",
         "A test.",
         ("writes-outside",),
@@ -95,7 +95,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     )
 
 
-CHECK, TWICE = "store_bytes(bytes, target);", "if (quad.column >= columns) return;"
+CHECK, TWICE = "store_scales(of_tile, 16, target + 512 * t);", "if (rows == 0 || columns == 0) return;"
 ONCE = "the text to find occurs {count} times in swizzle.cu, and has to occur once: {line!r}"
 NEEDED = "name, class, file, find, replace, imitates, cause, door"
 
@@ -260,7 +260,7 @@ def few(quick: list[Case]) -> list[Case]:
 
 def made(replaced_by: str, *, equivalent: str = "") -> Mutant:
     """swizzle.cu with something in place of its bounds check."""
-    check, behind = "    if (quad.column >= columns) return;\n", "    u8* target"
+    check, behind = "    if (quad.row >= padded_to(rows, 128)) return;\n", "    u8* target"
     return Mutant(
         "made",
         "memory",
@@ -280,7 +280,7 @@ def examined(mutant: Mutant, cases: list[Case], timeout: float = 60.0) -> Result
 
 
 def test_a_mutant_is_killed_and_named_and_has_a_row(few: list[Case]) -> None:
-    result = examined(made("    if (quad.row >= rows || quad.column >= columns) return;"), few)
+    result = examined(made("    if (quad.row >= rows) return;"), few)
     assert (result.killed, result.right, result.check, result.stage) == (True, True, "repeat", "repeat")
     assert [record["case"] for record in result.failing] == ["swizzle/129x5/bytes", "swizzle/31x1/position"]
     assert result.ran == 3
@@ -301,10 +301,10 @@ def test_a_mutant_of_a_module_is_killed_and_named(quick: list[Case]) -> None:
 
 
 def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
-    result = examined(made("    if (quad.column >= columns - 1) return;", equivalent="No."), few)
+    result = examined(made("    if (quad.row >= rows - 1) return;", equivalent="No."), few)
     assert result.killed
     assert not result.right, "an equivalent mutant that is killed is none"
-    same = "    const i64 end = columns;\n    if (!(quad.column < end)) return;"
+    same = "    const i64 end = padded_to(rows, 128);\n    if (!(quad.row < end)) return;"
     result = examined(made(same, equivalent="a >= b is not a < b for integers"), few)
     assert (result.killed, result.right, result.check, result.causes) == (False, True, "", [])
     assert result.noticed == Noticed(False, False, False)
