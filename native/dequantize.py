@@ -12,6 +12,8 @@ from reference.formats import E2M1, E4M3, E8M0, FP32
 from reference.quantized import Quantized
 
 _EACH = 16
+_UNITS = 2
+"""Runs of 16 bytes of the output, on a CPU of 16 elements, that a thread of the kernel for whole lines makes."""
 _SCALE_KIND = {E4M3: 0, E8M0: 1, FP32: 2}
 
 
@@ -26,6 +28,20 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     rows, columns = q.shape
     scales = linear_scales(q)
     out = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)
+    flags = (f"-DELEMENT={r.element.name}",)
+    if _in_lines(q, scales, out):
+        unit = 16 // out.element_size() if out.device.type == "cuda" else _EACH
+        launch(
+            "dequantize",
+            f"dequantize_lines_{suffix(dtype)}",
+            (blocks_for(out.numel() // unit, THREADS * _UNITS),),
+            (THREADS,),
+            (q.codes, scales, np.int32(_SCALE_KIND[r.scale]), np.int32(r.block[1].bit_length() - 1), amax,
+             np.float32(1 / r.max_product), out, np.int64(out.numel())),
+            device=q.codes.device,
+            extra_flags=flags,
+        )  # fmt: skip
+        return out
     launch(
         "dequantize",
         f"dequantize_{suffix(dtype)}",
@@ -35,6 +51,14 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
          np.int64(r.block[1]), np.int32(q.transposed and not q.swizzled), amax, np.int32(r.granularity == "row"),
          np.float32(1 / r.max_product), out, np.int64(rows), np.int64(columns)),
         device=q.codes.device,
-        extra_flags=(f"-DELEMENT={r.element.name}",),
+        extra_flags=flags,
     )  # fmt: skip
     return out
+
+
+def _in_lines(q: Quantized, scales: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether blocks of one row, or of all, follow each other without a gap, and lie aligned."""
+    r = q.recipe
+    together = r.whole or (r.stored_rows == 1 and q.shape[1] % r.block[1] == 0)
+    aligned = out.numel() % _EACH == 0 and q.codes.data_ptr() % _EACH == out.data_ptr() % _EACH == 0
+    return together and aligned and out.numel() > 0 and r.granularity == "tensor" and not q.transposed

@@ -21,7 +21,7 @@ KERNELS = {
         *(f"quantize_nvfp4{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
         "quantize_nvfp4_tiles_bf16",
     ),
-    "dequantize": tuple(f"dequantize_{t}" for t in _TYPED),
+    "dequantize": tuple(f"dequantize{kind}_{t}" for kind in ("", "_lines") for t in _TYPED),
     "quantize_fp8": tuple(f"quantize_fp8_{t}" for t in _TYPED),
     "delayed": ("update_scale",),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),

@@ -9,6 +9,8 @@
 //            FP32       float32
 //   out      (M, K) float32, bfloat16 or float16
 //   Launch: 256 threads a block, one thread for every 16 elements of a row. A block has a multiple of 16 columns.
+//   dequantize_lines: codes of rows, blocks of one row and a power of two columns that divides K, or one of the whole
+//   tensor, one amax; everything aligned to 16 bytes; UNITS units for every thread.
 //   Numerics: f = fl(fl(s * amax) * r), r = fl(1/2688) or fl(1/1536), or s alone; out = cast(fl(code * f)), nearest even.
 //   Exact to the bit.
 
@@ -39,6 +41,29 @@ __device__ __forceinline__ i64 blocks_of(i64 extent, i64 block) {
     return whole + (whole * block != extent ? 1 : 0);
 }
 
+template <int KIND>
+struct StoredScale {
+    using Type = u8;
+};
+template <>
+struct StoredScale<FP32> {
+    using Type = float;
+};
+template <int KIND>
+using Stored = typename StoredScale<KIND>::Type;
+
+// What codes of a stored scale are multiplied by.
+template <int KIND>
+__device__ __forceinline__ float factor_of(Stored<KIND> scale, float amax, float reciprocal) {
+    if constexpr (KIND == FP32) {
+        return scale;
+    } else if constexpr (KIND == E8M0) {
+        return e8m0_to_float(scale);
+    } else {
+        return e4m3_to_float(scale) * amax * reciprocal;
+    }
+}
+
 // What the codes of row `row` are multiplied by from column `column` on.
 __device__ __forceinline__ float factor_at(const Scales& scales, i64 row, i64 column, i64 rows, i64 columns) {
     const i64 i = quotient(row, scales.block_rows), j = quotient(column, scales.block_columns);
@@ -46,8 +71,8 @@ __device__ __forceinline__ float factor_at(const Scales& scales, i64 row, i64 co
                                         : i * blocks_of(columns, scales.block_columns) + j;
     if (scales.kind == FP32) return static_cast<const float*>(scales.stored)[index];
     const u8 code = static_cast<const u8*>(scales.stored)[index];
-    if (scales.kind == E8M0) return e8m0_to_float(code);
-    return e4m3_to_float(code) * scales.amax[scales.each ? row : 0] * scales.reciprocal;
+    if (scales.kind == E8M0) return factor_of<E8M0>(code, 0.0f, 0.0f);
+    return factor_of<E4M3_AMAX>(code, scales.amax[scales.each ? row : 0], scales.reciprocal);
 }
 
 __device__ __forceinline__ float element_to_float(u32 code) {
@@ -55,6 +80,17 @@ __device__ __forceinline__ float element_to_float(u32 code) {
         return e2m1_to_float(code);
     } else {
         return narrow_to_float<Element>(code);
+    }
+}
+
+// The numbers of neighbouring codes.
+template <int N>
+__device__ __forceinline__ void decode(const u8* bytes, float (&v)[N]) {
+    if constexpr (Element::BITS == 4) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = element_to_float(bytes[i / 2] >> i % 2 * 4);
+    } else {
+        narrows_to_floats<Element>(bytes, v);
     }
 }
 
@@ -80,7 +116,8 @@ __device__ void dequantize(const u8* codes, int codes_transposed, Scales scales,
         u8 bytes[EACH / PER_BYTE];
         load_bytes(source, bytes);
         float v[EACH];
-        for (int i = 0; i < EACH; ++i) v[i] = element_to_float(bytes[i / PER_BYTE] >> i % PER_BYTE * 4) * factor;
+        decode(bytes, v);
+        for (int i = 0; i < EACH; ++i) v[i] *= factor;
         store_elements(v, target);
     } else {
         for (int i = 0; i < count; ++i) {
@@ -88,6 +125,69 @@ __device__ void dequantize(const u8* codes, int codes_transposed, Scales scales,
         }
     }
 }
+
+// ---- whole blocks, one behind the other ----
+
+constexpr int UNITS = 2;  // of a thread: nvfp4 of 16384^2 to bf16 on an H200 0.171 ms, 0.187 with 1, 0.174 with 4
+
+// What a thread decodes at once: what a GPU stores with one instruction.
+template <class T>
+struct Unit {
+#ifdef __CUDA_ARCH__
+    static constexpr int ELEMENTS = 16 / sizeof(T);
+#else
+    static constexpr int ELEMENTS = EACH;
+#endif
+    static constexpr int BYTES = Element::BITS == 4 ? ELEMENTS / 2 : ELEMENTS;
+    struct alignas(BYTES) Codes {
+        u8 each[BYTES];
+    };
+};
+
+template <class T, int KIND>
+__device__ __forceinline__ void dequantize_lines(const u8* codes, const Stored<KIND>* scales, int block_log2,
+                                                 const float* amaxes, float reciprocal, T* out, i64 units) {
+    using Codes = typename Unit<T>::Codes;
+    constexpr int ELEMENTS = Unit<T>::ELEMENTS;
+    const i64 first = static_cast<i64>(blockIdx.x) * THREADS * UNITS + threadIdx.x;
+    const float amax = KIND == E4M3_AMAX ? *amaxes : 0.0f;
+    Codes loaded[UNITS];
+    Stored<KIND> stored[UNITS];
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+        const i64 index = first + u * THREADS;
+        if (index >= units) break;
+        loaded[u] = reinterpret_cast<const Codes*>(codes)[index];
+        stored[u] = scales[index * ELEMENTS >> block_log2];
+    }
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+        const i64 index = first + u * THREADS;
+        if (index >= units) break;
+        const float factor = factor_of<KIND>(stored[u], amax, reciprocal);
+        float v[ELEMENTS];
+        decode(loaded[u].each, v);
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) v[i] *= factor;
+        store_elements(v, out + index * ELEMENTS);
+    }
+}
+
+#define DEQUANTIZE_LINES(NAME, T)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        NAME(const u8* codes, const void* scales, int kind, int block_log2, const float* amax, float reciprocal,       \
+             T* out, i64 total) {                                                                                      \
+        const i64 units = total / Unit<T>::ELEMENTS;                                                                   \
+        const u8* bytes = static_cast<const u8*>(scales);                                                              \
+        if (kind == FP32) {                                                                                            \
+            dequantize_lines<T, FP32>(codes, static_cast<const float*>(scales), block_log2, amax, reciprocal, out,     \
+                                      units);                                                                          \
+        } else if (kind == E8M0) {                                                                                     \
+            dequantize_lines<T, E8M0>(codes, bytes, block_log2, amax, reciprocal, out, units);                         \
+        } else {                                                                                                       \
+            dequantize_lines<T, E4M3_AMAX>(codes, bytes, block_log2, amax, reciprocal, out, units);                    \
+        }                                                                                                              \
+    }
 
 #define DEQUANTIZE(NAME, T)                                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
@@ -100,3 +200,6 @@ __device__ void dequantize(const u8* codes, int codes_transposed, Scales scales,
 DEQUANTIZE(dequantize_fp32, float)
 DEQUANTIZE(dequantize_bf16, bf16)
 DEQUANTIZE(dequantize_fp16, fp16)
+DEQUANTIZE_LINES(dequantize_lines_fp32, float)
+DEQUANTIZE_LINES(dequantize_lines_bf16, bf16)
+DEQUANTIZE_LINES(dequantize_lines_fp16, fp16)

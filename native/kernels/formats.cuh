@@ -232,13 +232,20 @@ struct Narrow {
     static constexpr u32 STEP_BITS = NORMAL_BITS - (static_cast<u32>(MANTISSA) << 23);
 };
 
-// cvt of two numbers at once, where the chip has it: to the bytes of one word, the first one low.
+// cvt of two numbers at once, where the chip has it: to the bytes of one word, the first one low, and back by way of
+// fp16, which holds every number of these formats.
 #define CVT_PAIR(NAME)                                                                                                 \
     static constexpr bool HAS_CVT = true;                                                                              \
     static __device__ __forceinline__ u16 cvt_pair(float low, float high) {                                            \
         u16 pair;                                                                                                      \
         asm("cvt.rn.satfinite." NAME "x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));                         \
         return pair;                                                                                                   \
+    }                                                                                                                  \
+    static __device__ __forceinline__ void cvt_to_floats(u16 pair, float& low, float& high) {                          \
+        asm("{\n.reg .b32 both;\n.reg .b16 one, other;\ncvt.rn.f16x2." NAME "x2 both, %2;\n"                          \
+            "mov.b32 {one, other}, both;\ncvt.f32.f16 %0, one;\ncvt.f32.f16 %1, other;\n}"                             \
+            : "=f"(low), "=f"(high)                                                                                    \
+            : "h"(pair));                                                                                              \
     }
 #define NO_CVT static constexpr bool HAS_CVT = false;
 #ifdef HAS_CVT_FP8
@@ -335,6 +342,16 @@ __device__ __forceinline__ float narrow_to_float(u32 code) {
     const bool infinite = F::MAX_CODE + 1u < F::NAN_CODE && magnitude == F::MAX_CODE + 1u;
     const u32 value = magnitude <= F::MAX_CODE ? finite : infinite ? FLOAT_INF_BITS : 0x7FC00000u;
     return __uint_as_float(value | ((code & F::SIGN) != 0u ? 0x80000000u : 0u));
+}
+
+template <class F, int N>
+__device__ __forceinline__ void narrows_to_floats(const u8* codes, float (&v)[N]) {
+    if constexpr (F::HAS_CVT) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) F::cvt_to_floats(static_cast<u16>(codes[i] | codes[i + 1] << 8), v[i], v[i + 1]);
+    } else {
+        for (int i = 0; i < N; ++i) v[i] = narrow_to_float<F>(codes[i]);
+    }
 }
 
 __device__ __forceinline__ u8 e2m3_from_float(float x) { return from_float<E2M3>(x); }
