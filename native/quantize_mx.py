@@ -24,6 +24,9 @@ from reference.quantized import GroupedQuantized, Quantized, codes_shape, scales
 from reference.recipes import Recipe
 
 _THREADS = 128
+_TILE = (32, 128)
+"""Rows and columns of a tile of bfloat16, and the threads that hold one: the kernel's PIECE_ROWS."""
+_TILE_THREADS = {"cuda": 64, "cpu": 16}
 _SCALE_ORDER = {"amax*(1/max)": 0, "amax/max": 1, "amax*2^-emax": 2}
 
 
@@ -184,30 +187,38 @@ def _launch(
     stochastic, tiles = r.rounding == "stochastic", r.block[0] > 1
     rule = scale_rule(r)
     propagate_nan = np.int32(r.nan == "propagate")
+    halves = [_NO_HALF if half is None else half.arguments() for half in (row, column)]
+    plain = column is None and sizes is None and x.is_contiguous() and not (stochastic or tiles or swizzled)
+    matrix: list[Argument] = [x, np.int64(rows), np.int64(columns)]
+    # A CPU takes the plain kernel where it can, of which it makes one thread for many blocks, without a barrier.
+    if sizes is None and _in_tiles(x, r, column) and not (plain and x.device.type == "cpu"):
+        name, grid, threads = "quantize_mx_tiles_bf16", x.numel() // (_TILE[0] * _TILE[1]), _TILE_THREADS[x.device.type]
+        arguments = [*matrix, *halves[0][:3], *halves[1][:3], *rule, np.int32(tiles), propagate_nan, np.int32(swizzled)]
+    elif plain and row is not None:
+        name, grid, threads = f"quantize_mx_plain_{suffix(x.dtype)}", blocks_for(row.scales.numel(), _THREADS), _THREADS
+        arguments = [*matrix, *halves[0][1:3], *rule, propagate_nan]
+    else:
+        grid, threads = max(1, strips(rows, sizes)) * blocks_for(columns, STRIP), _THREADS
+        name, sections = f"quantize_mx_{suffix(x.dtype)}", 1 if sizes is None else len(sizes)
+        seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
+        arguments = [
+            x, np.int64(x.stride(0)), np.int64(x.stride(1)), *matrix[1:], sizes, np.int32(sections), *halves[0],
+            *halves[1], *rule, np.int32(tiles), propagate_nan, np.int32(r.columnwise == "in-place"),
+            np.int32(stochastic), np.uint64(seed % 2**64), np.int32(swizzled),
+        ]  # fmt: skip
     flags = (f"-DELEMENT={r.element.name}",)
-    variant = stochastic or tiles or swizzled
-    if row is not None and column is None and sizes is None and x.is_contiguous() and not variant:
-        launch(
-            "quantize_mx",
-            f"quantize_mx_plain_{suffix(x.dtype)}",
-            (blocks_for(row.scales.numel(), _THREADS),),
-            (_THREADS,),
-            (x, np.int64(rows), np.int64(columns), row.codes, row.scales, *rule, propagate_nan),
-            device=x.device,
-            extra_flags=flags,
-        )
-        return
-    sections = 1 if sizes is None else len(sizes)
-    seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
-    launch(
-        "quantize_mx",
-        f"quantize_mx_{suffix(x.dtype)}",
-        (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),),
-        (_THREADS,),
-        (x, np.int64(x.stride(0)), np.int64(x.stride(1)), np.int64(rows), np.int64(columns), sizes, np.int32(sections),
-         *(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments()),
-         *rule, np.int32(tiles), propagate_nan, np.int32(r.columnwise == "in-place"), np.int32(stochastic),
-         np.uint64(seed % 2**64), np.int32(swizzled)),
-        device=x.device,
-        extra_flags=flags,
-    )  # fmt: skip
+    launch("quantize_mx", name, (grid,), (threads,), arguments, device=x.device, extra_flags=flags)
+
+
+def _in_tiles(x: torch.Tensor, r: Recipe, column: _Half | None) -> bool:
+    """Whether the kernel that takes whole tiles does for this."""
+    rows, columns = x.shape
+    whole = (
+        rows % _TILE[0] == columns % _TILE[1] == 0 and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
+    )
+    return (
+        x.dtype == torch.bfloat16
+        and whole
+        and r.rounding == "nearest-even"
+        and (column is None or r.columnwise == "in-place")
+    )

@@ -16,13 +16,16 @@ KERNELS = {
     "amax_blocks": tuple(f"amax_blocks_{t}" for t in _TYPED),
     "hadamard": ("hadamard",),
     "swizzle": ("swizzle", "unswizzle"),
-    "quantize_mx": tuple(f"quantize_mx{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
+    "quantize_mx": (
+        *(f"quantize_mx{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
+        "quantize_mx_tiles_bf16",
+    ),
     "quantize_nvfp4": (
         *(f"quantize_nvfp4{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
         "quantize_nvfp4_tiles_bf16",
     ),
     "dequantize": tuple(f"dequantize{kind}_{t}" for kind in ("", "_lines") for t in _TYPED),
-    "quantize_fp8": tuple(f"quantize_fp8_{t}" for t in _TYPED),
+    "quantize_fp8": (*(f"quantize_fp8_{t}" for t in _TYPED), "quantize_fp8_tiles_bf16"),
     "delayed": ("update_scale",),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),
     "gemm_nvfp4": ("gemm_nvfp4", "gemm_grouped_nvfp4"),

@@ -14,6 +14,8 @@
 //   Launch: 128 threads for every 64x64 tile, of which a strip of 64 rows has ceil(K/64), at least one; ceil(M/64) strips,
 //   or with sections one more for each. A thread makes a block of 32 of a row, then one of a column.
 //   quantize_mx_plain: rowwise alone, contiguous, no variant; one thread for every 32 elements, in the order of memory.
+//   quantize_mx_tiles: bfloat16, contiguous, aligned to 16 bytes, M a multiple of 32 and K of 128, no sections, nearest
+//   even, columnwise in place; TILE_THREADS threads for every tile of 32x128.
 //   Numerics: numerics.md, "MXFP8", float32 with one rounding per operation; elements nearest even or stochastic,
 //   saturating. `scale_order` and `up_from`: mx.cuh. `tiles`: blocks of 32x32. Everything is exact to the bit.
 
@@ -22,6 +24,7 @@
 #include "mx.cuh"
 #include "philox.cuh"
 #include "sections.cuh"
+#include "tiles.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT E4M3
@@ -232,6 +235,150 @@ __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rul
         quantize_plain(x, rows, columns, Half{1, codes, scales, nullptr, 0},                                           \
                        Rule{scale_order, static_cast<u32>(up_from), 0, propagate_nan, 0, 0, 0, 0u});                   \
     }
+
+// ---- bfloat16 in whole tiles ----
+
+// Of a thread. On an H200, both halves of 16384^2: 91 % of the rate of a copy, with 4 rows and twice the threads 88 %. On a
+// CPU, where a barrier costs, a thread holds all rows.
+#ifndef MX_PIECE_ROWS
+#ifdef __CUDA_ARCH__
+#define MX_PIECE_ROWS 8
+#else
+#define MX_PIECE_ROWS 32
+#endif
+#endif
+constexpr int PIECE_ROWS = MX_PIECE_ROWS;
+constexpr int PIECES_DOWN = BLOCK / PIECE_ROWS;
+constexpr int TILE_THREADS = PIECES_DOWN * ACROSS_TILE;
+constexpr int BLOCKS_ACROSS = TILE_WIDTH / BLOCK;
+constexpr int PIECES_ACROSS = BLOCK / PIECE;  // of a block
+
+struct SharedTile {
+    Maxima<PIECE_ROWS, BLOCK> maxima;
+    u32 pieces[PIECES_DOWN][ACROSS_TILE];                     // the largest of each, of square blocks
+    alignas(16) float row_factors[BLOCKS_ACROSS][BLOCK + 8];  // padded, so that threads meet in fewer banks
+    alignas(16) float column_factors[TILE_WIDTH];
+};
+
+// The largest magnitude of a block of 32x32.
+__device__ __forceinline__ u32 largest_of_square(const SharedTile& shared, int block) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < PIECES_DOWN; ++i) {
+#pragma unroll
+        for (int j = 0; j < PIECES_ACROSS; ++j) {
+            const u32 other = shared.pieces[i][block * PIECES_ACROSS + j];
+            largest = other > largest ? other : largest;
+        }
+    }
+    return largest;
+}
+
+// A scale to where the half keeps it; returns what elements are multiplied by.
+__device__ __forceinline__ float write_scale(u32 amax, const Half& half, i64 line, i64 block, i64 blocks, i64 linear,
+                                             const Rule& rule) {
+    const u8 scale = mx_scale<Element>(__uint_as_float(amax), rule.scale_order, rule.up_from);
+    half.scales[rule.swizzled ? swizzled_index(line, block, blocks) : linear] = scale;
+    return mx_element_factor(scale);
+}
+
+// Eight numbers, each with its factor, to their codes.
+__device__ __forceinline__ void write_piece(const float (&v)[PIECE], const float (&factors)[PIECE], u8* target) {
+    float scaled[PIECE];
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) scaled[i] = v[i] * factors[i];
+    u32 words[2 / PER_BYTE];
+    if constexpr (PER_BYTE == 2) {
+        words[0] = 0;
+        for (int j = 0; j < 4; ++j) {
+            words[0] |= static_cast<u32>(e2m1x2_from_float(scaled[2 * j], scaled[2 * j + 1])) << 8 * j;
+        }
+    } else {
+        for (int w = 0; w < 2; ++w) {
+            words[w] = four_codes<Element>(scaled[4 * w], scaled[4 * w + 1], scaled[4 * w + 2], scaled[4 * w + 3]);
+        }
+    }
+    store_code_words(words, target);
+}
+
+template <bool PROPAGATE_NAN>
+__device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 columns, const Half& row_half,
+                                              const Half& column_half, const Rule& rule, SharedTile& shared) {
+    const u32 tiles_across = static_cast<u32>(columns / TILE_WIDTH);
+    const i64 block_row = blockIdx.x / tiles_across, first_row = block_row * BLOCK;
+    const i64 first_column = static_cast<i64>(blockIdx.x % tiles_across) * TILE_WIDTH;
+    const int thread = threadIdx.x;
+    const int down = thread / ACROSS_TILE, across = thread % ACROSS_TILE;
+    const i64 start = (first_row + down * PIECE_ROWS) * columns + first_column + across * PIECE;
+
+    Piece<PIECE_ROWS> piece;
+    load_piece(x + start, columns, piece);
+    if (rule.tiles) {
+        shared.pieces[down][across] = largest_of_piece<PROPAGATE_NAN>(piece);
+    } else {
+        note_maxima<PROPAGATE_NAN>(piece, down, across, row_half.wanted, column_half.wanted, shared.maxima);
+    }
+    __syncthreads();
+
+    // ---- scales: neighbours write neighbouring bytes, of four blocks of a row or of a row of columns ----
+    if (row_half.wanted) {
+        const i64 blocks = columns / BLOCK;
+#pragma unroll
+        for (int n = 0; n < BLOCK * BLOCKS_ACROSS; n += TILE_THREADS) {
+            const int row = (n + thread) / BLOCKS_ACROSS, number = (n + thread) % BLOCKS_ACROSS;
+            const u32 amax = rule.tiles ? largest_of_square(shared, number)
+                                        : largest_of_line<PROPAGATE_NAN, PIECES_ACROSS>(
+                                              shared.maxima.rows, number * PIECES_ACROSS, row);
+            const i64 line = first_row + row, block = first_column / BLOCK + number;
+            shared.row_factors[number][row] = write_scale(amax, row_half, line, block, blocks, line * blocks + block, rule);
+        }
+    }
+    if (column_half.wanted) {
+#pragma unroll
+        for (int n = 0; n < TILE_WIDTH; n += TILE_THREADS) {
+            const int column = n + thread;
+            const u32 amax = rule.tiles ? largest_of_square(shared, column / BLOCK)
+                                        : largest_of_line<PROPAGATE_NAN, PIECES_DOWN>(shared.maxima.columns, 0, column);
+            const i64 line = first_column + column;
+            shared.column_factors[column] =
+                write_scale(amax, column_half, line, block_row, rows / BLOCK, block_row * columns + line, rule);
+        }
+    }
+    __syncthreads();
+
+    // ---- codes ----
+    float of_columns[PIECE];
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) of_columns[i] = shared.column_factors[across * PIECE + i];
+#pragma unroll
+    for (int k = 0; k < PIECE_ROWS; ++k) {
+        float v[PIECE], of_row[PIECE];
+        const float factor = shared.row_factors[across / PIECES_ACROSS][down * PIECE_ROWS + k];
+#pragma unroll
+        for (int j = 0; j < PIECE / 2; ++j) {
+            v[2 * j] = low_of(piece.words[k][j]);
+            v[2 * j + 1] = high_of(piece.words[k][j]);
+        }
+        for (int i = 0; i < PIECE; ++i) of_row[i] = factor;
+        const i64 target = (start + k * columns) / PER_BYTE;
+        if (row_half.wanted) write_piece(v, of_row, row_half.codes + target);
+        if (column_half.wanted) write_piece(v, of_columns, column_half.codes + target);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+    quantize_mx_tiles_bf16(const bf16* x, i64 rows, i64 columns, int rowwise, u8* codes, u8* scales, int columnwise,
+                           u8* codes_t, u8* scales_t, int scale_order, int up_from, int tiles, int propagate_nan,
+                           int swizzled) {
+    const Half row_half = {rowwise, codes, scales, nullptr, 0}, column_half = {columnwise, codes_t, scales_t, nullptr, 0};
+    const Rule rule = {scale_order, static_cast<u32>(up_from), tiles, propagate_nan, 1, 0, swizzled, 0u};
+    __shared__ SharedTile shared;
+    if (propagate_nan) {
+        quantize_tile<true>(x, rows, columns, row_half, column_half, rule, shared);
+    } else {
+        quantize_tile<false>(x, rows, columns, row_half, column_half, rule, shared);
+    }
+}
 
 QUANTIZE(quantize_mx_fp32, float)
 QUANTIZE(quantize_mx_bf16, bf16)

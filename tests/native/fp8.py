@@ -124,10 +124,11 @@ def halves(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.fixture(params=[8, 256])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Threads to a block on the CPU: its own number, and that of a GPU."""
+    """Threads to a block on the CPU: its own number, and that of a GPU, with the kernel of whole tiles."""
     count: int = request.param
     monkeypatch.setitem(quantize_fp8._THREADS, "cpu", count)
     if count != 8:
+        monkeypatch.setitem(quantize_fp8._TILE_THREADS, "cpu", count)
         flags = (f"-DFP8_THREADS={count}", "-O0")  # compiled sooner
         monkeypatch.setattr(quantize_fp8, "launch", partial(launch, extra_flags=flags))
     return count

@@ -23,11 +23,12 @@ TEXTS = {name: sources.text(name) for name in ("quantize_fp8", "delayed")}
 
 def outputs() -> Iterator[torch.Tensor]:
     """What every door gives, in several tiles, with tails."""
-    x = matrix("outliers", 150, 301, torch.bfloat16)
+    x, tiles = matrix("outliers", 150, 301, torch.bfloat16), matrix("outliers", 128, 256, torch.bfloat16)
     sizes = torch.tensor([70, 0, 80])
     for name in KINDS:
         r = recipe(name)
-        yield from parts(*ops.quantize_both(x, r, **given_scale(r)))
+        for y in (x, tiles):
+            yield from parts(*ops.quantize_both(y, r, **given_scale(r)))
         for columnwise in (False, True):
             grouped = ops.quantize_grouped(x, sizes, r, columnwise=columnwise, **given_scale(r, 3))
             yield from parts(*grouped.sections())
@@ -53,24 +54,30 @@ def test_every_order_and_number_of_workers_gives_the_same_bytes(threads: int) ->
             assert_equal(left, right)
 
 
-# What each barrier of quantize_fp8.cu stands between.
+# What each barrier of quantize_fp8.cu stands between, and the dtype of which whole tiles go to its kernel.
 NEEDED = [
-    (0, "fp8-block-1x128-e4m3-fp32"),  # amaxes of chunks, and those of lines
-    (1, "fp8-block-128x128-e4m3-fp32"),  # amaxes of rows, and that of the tile
-    (2, "fp8-block-1x128-e4m3-fp32"),  # scales, and the elements that they multiply
-    (3, "fp8-current-e4m3"),  # codes of rows, and the columns that are written of them
+    (0, "fp8-block-1x128-e4m3-fp32", torch.float32),  # amaxes of chunks, and those of lines
+    (1, "fp8-block-128x128-e4m3-fp32", torch.float32),  # amaxes of rows, and that of the tile
+    (2, "fp8-block-1x128-e4m3-fp32", torch.float32),  # scales, and the elements that they multiply
+    (3, "fp8-current-e4m3", torch.float32),  # codes of rows, and the columns that are written of them
+    (4, "fp8-block-1x128-e4m3-fp32", torch.bfloat16),  # largest magnitudes of pieces, and those of lines
+    (5, "fp8-block-1x128-e4m3-fp32", torch.bfloat16),  # scales, and the elements that they multiply
+    (6, "fp8-block-128x128-e4m3-fp32", torch.bfloat16),  # largest magnitudes of pieces, and those of pieces in a column
+    (7, "fp8-block-128x128-e4m3-fp32", torch.bfloat16),  # those, and that of the tile
+    (8, "fp8-current-e4m3", torch.bfloat16),  # codes of rows, and the columns that are written of them
 ]
 
 
-@pytest.mark.parametrize(("which", "name"), NEEDED)
+@pytest.mark.parametrize(("which", "name", "dtype"), NEEDED)
 def test_a_lost_barrier_of_quantize_shows(
-    which: int, name: str, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
+    which: int, name: str, dtype: torch.dtype, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the shape of a GPU: of eight threads, each reads the columns that it has written itself."""
     monkeypatch.setitem(test_orders.TEXTS, "quantize_fp8", "#define FP8_THREADS 256\n" + TEXTS["quantize_fp8"])
-    monkeypatch.setitem(quantize_fp8._THREADS, "cpu", 256)
-    assert {number for number, _ in NEEDED} == set(test_orders.barriers("quantize_fp8"))
-    one, other = (matrix("normal", 128, 128, torch.float32, seed=seed) * 3.0**seed for seed in (0, 1))
+    for threads_of in (quantize_fp8._THREADS, quantize_fp8._TILE_THREADS):
+        monkeypatch.setitem(threads_of, "cpu", 256)
+    assert {number for number, _, _ in NEEDED} == set(test_orders.barriers("quantize_fp8"))
+    one, other = (matrix("normal", 128, 128, dtype, seed=seed) * 3.0**seed for seed in (0, 1))
 
     def call(real: bool) -> Iterator[torch.Tensor]:
         return parts(*ops.quantize_both(one if real else other, name))

@@ -36,6 +36,7 @@ def outputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:
             y = sample(r, "outliers", 80, 140, dtype)
             yield from parts(*ops.quantize_both(y, r, random=seeded(r), swizzled=True))
             yield from parts(ops.quantize(y.T, r, random=seeded(r)))
+            yield from parts(*ops.quantize_both(sample(r, "outliers", 64, 128, dtype), r, random=seeded(r)))
     sizes = torch.tensor([70, 0, 80])
     for name in ("nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-sr", "mxfp8-2d", "mxfp4-sr"):
         for columnwise in (False, True):
@@ -175,6 +176,8 @@ NEEDED = [
     (4, "nvfp4-2d", False, True),  # the largest of them
     (0, "mxfp8-e4m3", True, False),
     (0, "mxfp8-2d", False, False),
+    (1, "mxfp8-e4m3", True, True),  # largest magnitudes of pieces of the tile, and of its lines
+    (2, "mxfp8-e4m3", True, True),  # factors, and the elements that they multiply
 ]
 
 
