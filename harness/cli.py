@@ -473,32 +473,81 @@ def doctor() -> None:
 
 
 @app.command()
-def bench(paths: Paths = None, device: Device = "cpu") -> None:
-    """Time the reference and the native kernels beside ceilings measured in the same run, and the harness itself."""
-    cases = _select(paths, "quick", "", None, None, None)
+def bench(
+    paths: Paths = None,
+    device: Device = "cpu",
+    keyword: Annotated[
+        str, typer.Option("-k", help="pytest keyword expression on what is timed: 'gemm', 'nvfp4 and both'.")
+    ] = "",
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option("--sizes", help="MxK of a matrix, MxKxN of a product; may be given again, or with commas."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Three rounds, and the first size of each kind.")] = False,
+    compiling: Annotated[
+        bool, typer.Option("--compile", help="Time torch.compile of the reference too, which takes minutes.")
+    ] = False,
+    growing: Annotated[
+        bool, typer.Option("--growth", help="In place of rates: time and memory against elements, to 2^26 or 2^30.")
+    ] = False,
+    own: Annotated[
+        bool, typer.Option("--overhead", help="In place of rates: the harness's own time, of cases of the quick tier.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", help="Where the page and the tables go.")] = Path("reports/bench"),
+) -> None:
+    """Time the kernels beside ceilings measured in the same run, and judge every output.
+
+    Exit status 0 only if every output is right. How fast it is does not count.
+    """
+    if growing and own:
+        _stop("--growth and --overhead are tables of their own; give one of them")
+    if paths and not own:
+        _stop(f"case files are for --overhead, which is not given: {paths[0]}")
+    if own:
+        cases = _select(paths, "quick", "", None, None, None)
+        _check_device(device)
+        _print_overhead(cases, device)
+        return
+    from harness.bench.session import run_growth, run_rates
+    from harness.bench.tasks import LAUNCH, tasks
+    from harness.case import matching
+
+    if growing and (keyword or sizes or quick or compiling):
+        _stop("--growth has sizes and operations of its own; -k, --sizes, --quick and --compile do not go with it")
+    try:
+        listed = [size for given in sizes or [] for size in given.split(",")]
+        chosen = tasks(device, listed, keyword, quick=quick) if device in ("cpu", "cuda") else []
+        launches = matching(keyword)(LAUNCH)
+    except ValueError as error:
+        _stop(str(error))
     _check_device(device)
+    if not chosen and not launches:
+        _stop(f"nothing is selected by -k {keyword!r}")
+    try:
+        if growing:
+            right = run_growth(device, out)
+        else:
+            right = run_rates(chosen, device, out, quick=quick, compiling=compiling, launches=launches)
+    except OSError as error:
+        _stop(f"{out}: the report cannot be written: {error.strerror}")
+    raise typer.Exit(0 if right else 1)
+
+
+def _print_overhead(cases: list[Case], device: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from harness.backend import load_backend
-    from harness.bench import measure
     from harness.overhead import overheads, sample
 
-    table = Table("", "ms", "spread", "rate", "× ceiling", box=None)
-    for row in measure(device):
-        ratio = "" if row.ceiling is None else f"{row.milliseconds / row.ceiling:.2f}"
-        rate = f"{row.rate:.0f} M {row.unit}"
-        table.add_row(row.name, f"{row.milliseconds:.2f}", f"{row.spread:.2f}", rate, ratio)
-    console = Console(width=100)
-    console.print(table)
-    own = Table("quick cases, of a core", "ms a case", "the harness's own", "cases", box=None)
+    table = Table("quick cases, of a core", "ms a case", "the harness's own", "cases", box=None)
     rows = overheads(sample(cases), load_backend("native", device), device)
     for each in rows:
-        own.add_row(each.operation, f"{each.milliseconds:.1f}", f"{each.harness:.1f}", str(each.cases))
+        table.add_row(each.operation, f"{each.milliseconds:.1f}", f"{each.harness:.1f}", str(each.cases))
     count = sum(each.cases for each in rows)
     whole, harness = (sum(each.cases * getattr(each, name) for each in rows) for name in ("milliseconds", "harness"))
-    own.add_row("together", f"{whole / count:.1f}", f"{harness / count:.1f}", str(count))
-    console.print(own)
+    table.add_row("together", f"{whole / count:.1f}", f"{harness / count:.1f}", str(count))
+    Console(width=100).print(table)
 
 
 @app.command()

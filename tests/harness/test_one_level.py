@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness import bench
 from harness.case import Case
 from harness.families import families_of
 from harness.inputs import make_inputs
@@ -611,19 +610,3 @@ def test_what_is_not_there_is_not_missed():
     assert {"output.amax", "fused.tensor scale"} < set(quantized)
     assert "x.amax" not in quantized
     assert stages_of("quantize", "", "a recipe of another release") == STAGES["quantize"]
-
-
-def once(call, _):
-    call()
-    return 1.0, 1.0
-
-
-def test_bench_times_every_kind_of_scale(monkeypatch):
-    monkeypatch.setattr(bench, "QUANTIZE", {"cpu": 64})
-    monkeypatch.setattr(bench, "GEMM", 32)
-    monkeypatch.setattr(bench, "median", once)
-    rows = {row.name: row for row in bench.measure("cpu")}
-    for name in ("mxfp8-e4m3", "fp8-block-1x128", "fp8-current"):
-        for door in ("quantize", "quantize_both"):
-            for who in ("reference", "native"):
-                assert rows[f"{who} {door} {name}"].ceiling == 1.0  # milliseconds of the copy

@@ -1,0 +1,163 @@
+"""How cost grows: time and memory of quantize against elements, by the kernels and by the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.bench.judge import Given, judge_quantized
+from harness.bench.timing import interleaved
+from native import ops as native
+from reference import ops as reference
+from reference.recipes import recipe
+
+RECIPE = "nvfp4"
+FIRST, LAST = 16, {"cpu": 26, "cuda": 30}
+"""Of the sizes, as powers of two; every fourth power of two between them."""
+STEP = 2
+_LARGE = 22
+"""From here on a curve is held to a line: what a call costs anyway no longer counts."""
+LINEAR = 0.2
+"""How far from one another the costs of an element may lie for a curve to be linear."""
+_ROUNDS, _SECONDS = 5, 1.0
+_PROC = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class Point:
+    """What 2^exponent elements cost."""
+
+    exponent: int
+    seconds: float
+    memory: int | None
+    """Bytes that were in use at once, beyond the input; None where nobody counts them."""
+
+    @property
+    def elements(self) -> int:
+        return 1 << self.exponent
+
+    @property
+    def nanoseconds(self) -> float:
+        """Of an element."""
+        return 1e9 * self.seconds / self.elements
+
+    @property
+    def memory_each(self) -> float:
+        """Bytes of an element."""
+        return (self.memory or 0) / self.elements
+
+
+@dataclass
+class Growth:
+    """The curve of one side."""
+
+    who: str
+    points: list[Point] = field(default_factory=list)
+    ended: str = ""
+    """Why it ends early, or is wrong."""
+    wrong: bool = False
+
+    def slope(self, cost: Callable[[Point], float]) -> float | None:
+        """Least squares of log cost by log elements, over the large sizes; 1 is linear. None of fewer than two."""
+        large = [(point.exponent, math.log2(cost(point))) for point in self._large() if cost(point) > 0]
+        if len(large) < 2:
+            return None
+        x, y = (sum(values) / len(large) for values in zip(*large, strict=True))
+        return float(sum((a - x) * (b - y) for a, b in large) / sum((a - x) ** 2 for a, _ in large))
+
+    def apart(self, each: Callable[[Point], float]) -> float | None:
+        """How much dearer an element is at the dearest large size than at the cheapest, as a share."""
+        costs = [each(point) for point in self._large() if each(point) > 0]
+        return max(costs) / min(costs) - 1 if len(costs) > 1 else None
+
+    def _large(self) -> list[Point]:
+        return [point for point in self.points if point.exponent >= _LARGE]
+
+    def sentence(self) -> str:
+        """What was measured of it."""
+        parts = []
+        for name, cost, each in (
+            ("time", lambda point: point.seconds, lambda point: point.nanoseconds),
+            ("memory", lambda point: point.memory or 0, lambda point: point.memory_each),
+        ):
+            slope, apart = self.slope(cost), self.apart(each)
+            if slope is not None and apart is not None:
+                linear = "linear" if apart <= LINEAR else "not linear"
+                parts.append(
+                    f"{name} grows as elements^{slope:.3f}, an element costs up to {100 * apart:.3g} % more: {linear} "
+                    f"within {100 * LINEAR:.0f} %"
+                )
+        said = "; ".join(parts) or "too few large sizes to say how it grows"
+        ended = f"; {self.ended}" if self.ended else ""
+        return f"{self.who}, from 2^{_LARGE}: {said}{ended}"
+
+
+def grow(
+    device_name: str, *, last: int | None = None, on_size: Callable[[str], None] = lambda name: None
+) -> list[Growth]:
+    """Quantize ever larger matrices, and judge each result of the kernels. `last`: the largest, as a power of two.
+
+    A side that raises, where memory ends for example, has no larger sizes, and says so.
+    """
+    device = torch.device(device_name)
+    found = [Growth("native"), Growth("reference")]
+    for exponent in range(FIRST, (LAST[device.type] if last is None else last) + 1, STEP):
+        on_size(f"2^{exponent} elements")
+        rows = 1 << (exponent // 2)
+        generator = torch.Generator(device).manual_seed(exponent)
+        x = torch.randn(rows, (1 << exponent) // rows, generator=generator, device=device, dtype=torch.bfloat16)
+        for growth, doors in zip(found, (native, reference), strict=True):
+            if growth.ended:
+                continue
+            try:
+                _measure(growth, exponent, partial(doors.quantize, x, RECIPE), x, device)
+            except Exception as error:
+                growth.ended = f"ends before 2^{exponent}: {type(error).__name__}: {str(error)[:200]}"
+    return found
+
+
+def _measure(growth: Growth, exponent: int, call: Callable[[], Any], x: torch.Tensor, device: torch.device) -> None:
+    call()
+    with _memory(device) as used:
+        call()
+    times, results = interleaved({growth.who: [call]}, device, rounds=_ROUNDS, seconds=_SECONDS)
+    growth.points.append(Point(exponent, times[growth.who].median, used[0] if used else None))
+    if growth.who == "native":
+        verdict = judge_quantized(x, recipe(RECIPE), Given(), results[growth.who])
+        if verdict.sentence:
+            growth.ended, growth.wrong = f"wrong at 2^{exponent}: {verdict.sentence}", True
+
+
+@contextmanager
+def _memory(device: torch.device) -> Iterator[list[int]]:
+    """A list that has, afterwards, the bytes that were in use at once within the context; empty where nobody counts."""
+    used: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield used
+        torch.cuda.synchronize(device)
+        used.append(torch.cuda.max_memory_allocated(device) - before)
+        return
+    try:
+        (_PROC / "clear_refs").write_text("5")  # Linux: the peak of resident memory begins anew
+        before = _resident("VmRSS")
+    except OSError:
+        yield used
+        return
+    yield used
+    used.append(max(0, _resident("VmHWM") - before))
+
+
+def _resident(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    lines = (_PROC / "status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

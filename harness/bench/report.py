@@ -1,0 +1,99 @@
+"""What a bench leaves: a page with the roofline, and its rows as Parquet and JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness.bench import figures, words
+from harness.bench.growth import Growth
+from harness.bench.row import COLUMNS, SCHEMA, Row
+from harness.bench.run import Bench
+from harness.report import page as records_page
+from harness.report import text
+from harness.report.policy import policy
+from harness.report.swap import replacing
+
+PAGE = "index.html"
+
+
+def write(bench: Bench, growths: list[Growth], environment: dict[str, str], directory: Path) -> Path:
+    """Write `index.html`, and `bench.parquet` and `bench.json` where there are rows; return the page's path.
+
+    Files of an earlier bench that this one has not are removed.
+    """
+    with replacing(directory, last=PAGE) as fresh:
+        if bench.rows:
+            _write_parquet(bench.rows, fresh / "bench.parquet")
+        content = {
+            "schema": SCHEMA,
+            "environment": environment,
+            "rows": [row.to_dict() for row in bench.rows],
+            "notes": bench.notes,
+            "growth": [{**asdict(growth), "sentence": growth.sentence()} for growth in growths],
+        }
+        (fresh / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (fresh / PAGE).write_text(render(bench, growths, environment), encoding="utf-8")
+    if not bench.rows:
+        (directory / "bench.parquet").unlink(missing_ok=True)
+    return directory / PAGE
+
+
+def _write_parquet(rows: list[Row], path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pa: Any = pyarrow  # it has no types
+    kinds = {"str": pa.string(), "int": pa.int64(), "float | None": pa.float64(), "bool | None": pa.bool_()}
+    types = {name: kinds[str(kind)] for name, kind in Row.__annotations__.items()}
+    types |= {"schema": pa.int64(), "id": pa.string(), "rate": pa.float64()}
+    schema = pa.schema([(name, types[name]) for name in COLUMNS])
+    table = pa.Table.from_pylist([row.to_dict() for row in rows], schema=schema)
+    table = table.replace_schema_metadata({"narrowgauge_bench_schema": str(SCHEMA)})
+    pa.parquet.write_table(table, path, compression="zstd")
+
+
+def verdict_of(bench: Bench, growths: list[Growth]) -> str:
+    """`pass`, or `fail` where anything is wrong or nothing was judged."""
+    judged = bench.right if bench.rows or not growths else True
+    grown = any(growth.points for growth in growths) if growths else True
+    return "pass" if judged and grown and not any(growth.wrong for growth in growths) else "fail"
+
+
+def sentence(bench: Bench, growths: list[Growth]) -> str:
+    """A bench in one sentence."""
+    parts = [words.sentence(bench.rows)] if bench.rows or not growths else []
+    return "; ".join([*parts, *(growth.sentence() for growth in growths)])
+
+
+def render(bench: Bench, growths: list[Growth], environment: dict[str, str]) -> str:
+    """The page. Everything that is not of this file is escaped."""
+    import jinja2
+    from markupsafe import Markup
+
+    css = Path(records_page.__file__).with_name("page.css").read_text(encoding="utf-8")
+    jinja = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    roofs = figures.roofline(bench.rows)
+    html = jinja.get_template("bench.html").render(
+        css=Markup(css),
+        policy=policy(css),
+        glyphs=text.GLYPHS,
+        verdict=verdict_of(bench, growths),
+        sentence=sentence(bench, growths),
+        environment=environment,
+        figures=([roofs] if roofs else []) + figures.growths(growths),
+        width=figures.WIDTH,
+        height=figures.HEIGHT,
+        columns=words.COLUMNS,
+        explained=words.EXPLAINED,
+        rows=[(row, words.cells(row)) for row in bench.rows],
+        missed=words.missed(bench.rows),
+        wrong=words.wrong(bench.rows),
+        notes=sorted(bench.notes.items()),
+    )
+    return html.encode(errors="replace").decode()
