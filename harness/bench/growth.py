@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,6 @@ _LARGE = 22
 LINEAR = 0.2
 """How far from one another the costs of an element may lie for a curve to be linear."""
 _ROUNDS, _SECONDS = 5, 1.0
-_PROC = Path("/proc/self")
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Point:
 
     exponent: int
     seconds: float
-    memory: int | None
-    """Bytes that were in use at once, beyond the input; None where nobody counts them."""
+    memory: int
+    """Bytes that were in use at once, beyond the input."""
 
     @property
     def elements(self) -> int:
@@ -51,7 +52,7 @@ class Point:
     @property
     def memory_each(self) -> float:
         """Bytes of an element."""
-        return (self.memory or 0) / self.elements
+        return self.memory / self.elements
 
 
 @dataclass
@@ -72,10 +73,11 @@ class Growth:
         x, y = (sum(values) / len(large) for values in zip(*large, strict=True))
         return float(sum((a - x) * (b - y) for a, b in large) / sum((a - x) ** 2 for a, _ in large))
 
-    def apart(self, each: Callable[[Point], float]) -> float | None:
-        """How much dearer an element is at the dearest large size than at the cheapest, as a share."""
+    def apart(self, each: Callable[[Point], float]) -> tuple[float, float] | None:
+        """How much cheaper and how much dearer an element gets, at most, with the size: (−0.5, 0.1)."""
         costs = [each(point) for point in self._large() if each(point) > 0]
-        return max(costs) / min(costs) - 1 if len(costs) > 1 else None
+        changes = [late / early - 1 for early, late in itertools.combinations(costs, 2)]
+        return (min(0.0, *changes), max(0.0, *changes)) if changes else None
 
     def _large(self) -> list[Point]:
         return [point for point in self.points if point.exponent >= _LARGE]
@@ -85,14 +87,15 @@ class Growth:
         parts = []
         for name, cost, each in (
             ("time", lambda point: point.seconds, lambda point: point.nanoseconds),
-            ("memory", lambda point: point.memory or 0, lambda point: point.memory_each),
+            ("memory", lambda point: point.memory, lambda point: point.memory_each),
         ):
             slope, apart = self.slope(cost), self.apart(each)
             if slope is not None and apart is not None:
-                linear = "linear" if apart <= LINEAR else "not linear"
+                cheaper, dearer = apart
+                linear = "dearer than" if dearer > LINEAR else "cheaper than" if cheaper < -LINEAR else "within"
                 parts.append(
-                    f"{name} grows as elements^{slope:.3f}, an element costs up to {100 * apart:.3g} % more: {linear} "
-                    f"within {100 * LINEAR:.0f} %"
+                    f"{name} grows as elements^{slope:.3f}, that of an element by {100 * cheaper:+.3g} to "
+                    f"{100 * dearer:+.3g} %: {linear} linear ± {100 * LINEAR:.0f} %"
                 )
         said = "; ".join(parts) or "too few large sizes to say how it grows"
         ended = f"; {self.ended}" if self.ended else ""
@@ -125,39 +128,41 @@ def grow(
 
 def _measure(growth: Growth, exponent: int, call: Callable[[], Any], x: torch.Tensor, device: torch.device) -> None:
     call()
-    with _memory(device) as used:
-        call()
+    memory = _peak(call, device)
     times, results = interleaved({growth.who: [call]}, device, rounds=_ROUNDS, seconds=_SECONDS)
-    growth.points.append(Point(exponent, times[growth.who].median, used[0] if used else None))
+    growth.points.append(Point(exponent, times[growth.who].median, memory))
     if growth.who == "native":
         verdict = judge_quantized(x, recipe(RECIPE), Given(), results[growth.who])
         if verdict.sentence:
             growth.ended, growth.wrong = f"wrong at 2^{exponent}: {verdict.sentence}", True
 
 
-@contextmanager
-def _memory(device: torch.device) -> Iterator[list[int]]:
-    """A list that has, afterwards, the bytes that were in use at once within the context; empty where nobody counts."""
-    used: list[int] = []
+def _peak(call: Callable[[], Any], device: torch.device) -> int:
+    """Bytes of torch's own that were in use at once within a call, beyond those before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield used
+        call()
         torch.cuda.synchronize(device)
-        used.append(torch.cuda.max_memory_allocated(device) - before)
-        return
+        return torch.cuda.max_memory_allocated(device) - before
+    with _without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profiled:
+        call()
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
+    changes: list[int] = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes, initial=0))
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """The profiler of torch 2.13 writes a line whenever it starts and stops, whatever it is told."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
     try:
-        (_PROC / "clear_refs").write_text("5")  # Linux: the peak of resident memory begins anew
-        before = _resident("VmRSS")
-    except OSError:
-        yield used
-        return
-    yield used
-    used.append(max(0, _resident("VmHWM") - before))
-
-
-def _resident(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    lines = (_PROC / "status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -56,10 +56,10 @@ def print_growth(growths: list[Growth], console: Console) -> None:
         table.add_column(column, justify="left" if column == "who" else "right", no_wrap=True)
     for growth in growths:
         for point in growth.points:
-            memory = ("", "") if point.memory is None else (words.rate(point.memory, "B"), f"{point.memory_each:.3g}")
             table.add_row(
-                growth.who, f"2^{point.exponent}", words.time(point.seconds), f"{point.nanoseconds:.3g}", *memory
-            )
+                growth.who, f"2^{point.exponent}", words.time(point.seconds), f"{point.nanoseconds:.3g}",
+                words.rate(point.memory, "B"), f"{point.memory_each:.3g}",
+            )  # fmt: skip
     console.print(table)
     for growth in growths:
         console.print(growth.sentence(), markup=False, highlight=False, soft_wrap=True)

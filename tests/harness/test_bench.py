@@ -485,27 +485,34 @@ def test_torchs_own_fp8_product_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def curve(*seconds: float, first: int = growth._LARGE) -> Growth:
-    return Growth("native", [Point(first + 2 * n, one, None) for n, one in enumerate(seconds)])
+    return Growth("native", [Point(first + 2 * n, one, 0) for n, one in enumerate(seconds)])
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (curve(1.0, 4.0, 16.0), "time grows as elements^1.000, an element costs up to 0 % more: linear within 20 %"),
-        (curve(1.0, 4.7), "time grows as elements^1.116, an element costs up to 17.5 % more: linear within 20 %"),
-        (curve(1.0, 16.0), "time grows as elements^2.000, an element costs up to 300 % more: not linear within 20 %"),
-        (curve(1.0, 16.0, first=16), "too few large sizes to say how it grows"),
+        (curve(1.0, 4.0, 16.0), "time grows as elements^1.000, that of an element by +0 to +0 %: within linear"),
+        (curve(1.0, 4.7), "time grows as elements^1.116, that of an element by +0 to +17.5 %: within linear"),
+        (curve(1.0, 16.0), "time grows as elements^2.000, that of an element by +0 to +300 %: dearer than linear"),
+        (curve(1.0, 2.0), "time grows as elements^0.500, that of an element by -50 to +0 %: cheaper than linear"),
+        (
+            curve(4.0, 8.0, 64.0),
+            "time grows as elements^1.000, that of an element by -50 to +100 %: dearer than linear",
+        ),
     ],
 )
 def test_what_is_said_of_a_curve(found: Growth, said: str) -> None:
-    assert found.sentence() == f"native, from 2^22: {said}"
+    assert found.sentence() == f"native, from 2^22: {said} ± 20 %"
     found.ended = "ends before 2^30: no memory"
-    assert found.sentence().endswith(f"{said}; ends before 2^30: no memory")
+    assert found.sentence().endswith(f"{said} ± 20 %; ends before 2^30: no memory")
 
 
-def test_memory_is_held_to_a_line_too() -> None:
+def test_memory_is_held_to_a_line_too_and_small_sizes_to_none() -> None:
     found = Growth("reference", [Point(22, 1.0, 1 << 24), Point(24, 4.0, 1 << 27)])
-    assert "; memory grows as elements^1.500, an element costs up to 100 % more: not linear" in found.sentence()
+    assert found.sentence().endswith(
+        "; memory grows as elements^1.500, that of an element by +0 to +100 %: dearer than linear ± 20 %"
+    )
+    assert curve(1.0, 16.0, first=16).sentence() == "native, from 2^22: too few large sizes to say how it grows"
 
 
 @needs_compiler
@@ -517,6 +524,10 @@ def test_ever_larger_matrices_are_quantized_by_both() -> None:
         ("native", [16, 18], ""), ("reference", [16, 18], ""),
     ]  # fmt: skip
     assert all(math.isfinite(point.nanoseconds) for one in found for point in one.points)
+    kernels, oracle = found
+    for point in kernels.points:  # its result: codes, scales, amax and tensor scale
+        assert point.memory == point.elements // 2 + point.elements // 16 + 8
+    assert all(point.memory > point.elements for point in oracle.points)
 
 
 def test_a_curve_ends_where_a_side_raises_or_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

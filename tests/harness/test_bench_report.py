@@ -125,10 +125,12 @@ def test_a_terminal_without_the_glyphs_has_words() -> None:
 
 def test_growth_is_a_row_for_each_size() -> None:
     file = io.StringIO()
-    table.print_growth([Growth("native", [Point(22, 4194304e-9, 1 << 23), Point(24, 0.017, None)])], Console(file=file))
+    table.print_growth(
+        [Growth("native", [Point(22, 4194304e-9, 1 << 23), Point(24, 0.017, 1 << 24)])], Console(file=file)
+    )
     output = file.getvalue()
     assert re.search(r"native +2\^22 +4.19 ms +1 +8.39 MB +2\b", output)
-    assert re.search(r"native +2\^24 +17 ms +1.01", output)
+    assert re.search(r"native +2\^24 +17 ms +1.01 +16.8 MB +1\b", output)
     assert "native, from 2^22: time grows as" in output
 
 
@@ -159,7 +161,7 @@ def test_without_a_ceiling_or_arithmetic_there_is_no_roofline(rows: list[Row]) -
 
 
 def test_growth_is_drawn_as_the_cost_of_an_element() -> None:
-    level = [Point(20, 1.0, 8 << 20), Point(22, 4.0, None)]
+    level = [Point(20, 1.0, 8 << 20), Point(22, 4.0, 0)]
     time, memory = figures.growths([Growth("native", level), Growth("reference", level[:1])])
     assert (time.title, memory.title) == ("Time", "Memory")
     first, second = (tuple(map(float, point.split(","))) for point in time.curves[0].points.split())
@@ -175,7 +177,7 @@ def test_growth_is_drawn_as_the_cost_of_an_element() -> None:
 
 def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
     found = bench(COPY, row(), MATMUL, product(), wrong())
-    page = report.write(found, [Growth("native", [Point(22, 1.0, None)])], {"GPU": NASTY}, tmp_path)
+    page = report.write(found, [Growth("native", [Point(22, 1.0, 4)])], {"GPU": NASTY}, tmp_path)
     html = page.read_text(encoding="utf-8")
     assert NASTY not in html
     assert html.count("&lt;script&gt;") >= 2
@@ -215,12 +217,12 @@ def test_every_column_is_documented() -> None:
 
 def test_a_bench_without_rows_leaves_no_table_of_an_older_one(tmp_path: Path) -> None:
     report.write(bench(), [], {}, tmp_path)
-    report.write(Bench(), [Growth("native", [Point(22, 1.0, None)])], {}, tmp_path)
+    report.write(Bench(), [Growth("native", [Point(22, 1.0, 4)])], {}, tmp_path)
     assert not (tmp_path / "bench.parquet").exists()
     assert json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["rows"] == []
 
 
-POINTS = [Point(22, 1.0, None)]
+POINTS = [Point(22, 1.0, 4)]
 
 
 @pytest.mark.parametrize(
