@@ -96,7 +96,7 @@ def _kernel(source: str, name: str, kernels: str, device: int, extra_flags: tupl
         return _Kernel(module.get_function(name).kernel)
 
 
-_LETTERS = {np.uint64: "Q", np.int64: "q", np.uint32: "I", np.int32: "i", np.float32: "f", np.float64: "d"}
+_LETTERS = {int: "P", np.uint64: "Q", np.int64: "q", np.uint32: "I", np.int32: "i", np.float32: "f", np.float64: "d"}
 """Of `struct`, whose native alignment is that of a kernel's parameters."""
 _MOST = 4096
 """Bytes of parameters that a kernel can have."""
@@ -114,7 +114,7 @@ class _Parameters(threading.local):
         self._extra = (ctypes.c_void_p * len(entries))(*entries)
         self.extra = ctypes.addressof(self._extra)
 
-    def pack(self, arguments: Sequence[np.generic]) -> int:
+    def pack(self, arguments: Sequence[np.generic | int]) -> int:
         """The address of the list for `extra`."""
         layout = "".join([_LETTERS[type(argument)] for argument in arguments])
         struct.pack_into(layout, self.buffer, 0, *arguments)
@@ -130,7 +130,7 @@ def launch(
     kernel: str,
     grid: Sequence[int],
     block: Sequence[int],
-    arguments: Sequence[np.generic],
+    arguments: Sequence[np.generic | int],
     *,
     device: torch.device,
     extra_flags: tuple[str, ...] = (),
@@ -138,8 +138,9 @@ def launch(
 ) -> None:
     """Queue one kernel on the device's current torch stream; compiled kernels are cached by text, flags, target.
 
-    Nothing is queued for a grid of no blocks. A block has `shared_bytes` of dynamic shared memory. Raises
-    ToolchainError where CuPy is missing or the kernel does not compile.
+    Arguments are numbers of the parameters' types, and addresses as int. Nothing is queued for a grid of no blocks. A
+    block has `shared_bytes` of dynamic shared memory. Raises ToolchainError where CuPy is missing or the kernel does
+    not compile.
     """
     import torch
 
@@ -161,5 +162,5 @@ def launch(
     if shared_bytes > loaded.shared_bytes:
         driver.funcSetAttribute(loaded.address, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         loaded.shared_bytes = shared_bytes
-    stream = torch.cuda.current_stream(current).cuda_stream
+    stream = torch._C._cuda_getCurrentRawStream(current)  # as current_stream, without an object for each launch
     driver.launchKernel(loaded.address, *grid, *block, shared_bytes, stream, 0, _parameters.pack(arguments))

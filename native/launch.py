@@ -10,7 +10,6 @@ import torch
 from native import cuda, host
 
 Argument = torch.Tensor | np.generic | None
-_NULL = np.uintp(0)
 
 
 def launch(
@@ -41,16 +40,17 @@ def launch(
         if shared_bytes:
             raise ValueError(f"kernel {kernel} asks for {shared_bytes} bytes of dynamic shared memory; a CPU has none")
         workers = torch.get_num_threads()
-        host.launch(source, kernel, grid, block, plain, workers=workers, extra_flags=extra_flags)
+        numbers = [np.uintp(one) if isinstance(one, int) else one for one in plain]
+        host.launch(source, kernel, grid, block, numbers, workers=workers, extra_flags=extra_flags)
     else:
         raise ValueError(f"kernel {kernel} runs on cpu and cuda, not {device}")
 
 
-def _plain(argument: Argument, kernel: str, device: torch.device) -> np.generic:
-    if argument is None:
-        return _NULL
-    if not isinstance(argument, torch.Tensor):
+def _plain(argument: Argument, kernel: str, device: torch.device) -> np.generic | int:
+    if isinstance(argument, np.generic):  # first: of a number, isinstance takes four times as long to deny a tensor
         return argument
+    if argument is None:
+        return 0
     if argument.device != device:
         raise ValueError(f"kernel {kernel} runs on {device}, but a tensor lies on {argument.device}; move it first")
-    return np.uintp(argument.data_ptr())
+    return argument.data_ptr()

@@ -84,21 +84,21 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(cuda, "text", lambda source: f"text of {source}")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: fake.current)
     monkeypatch.setattr(torch.cuda, "device", fake.device)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=fake.streams[index]))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: fake.streams[index], raising=False)
     cuda._kernel.cache_clear()
     yield fake
     cuda._kernel.cache_clear()
 
 
-def launch(*arguments: np.generic, kernel: str = "fill", index: int | None = None, **options: Any) -> None:
+def launch(*arguments: np.generic | int, kernel: str = "fill", index: int | None = None, **options: Any) -> None:
     device = torch.device("cuda", index) if index is not None else torch.device("cuda")
     cuda.launch("fills", kernel, (3, 2, 1), (64, 1, 1), arguments, device=device, **options)
 
 
 def test_parameters_lie_where_the_kernel_looks_for_them(driver: FakeDriver) -> None:
     """As in a C struct of the same types: each at a multiple of its size."""
-    arguments = (
-        np.uintp(1 << 40), np.int32(-5), np.int64(-(1 << 50)), np.float32(np.finfo(np.float32).max), np.uint32(7),
+    arguments: tuple[Any, ...] = (
+        1 << 40, np.int32(-5), np.int64(-(1 << 50)), np.float32(np.finfo(np.float32).max), np.uint32(7),
         np.uint64(2**64 - 1), np.int32(9), np.float64(0.1),
     )  # fmt: skip
     kinds = (
@@ -110,7 +110,8 @@ def test_parameters_lie_where_the_kernel_looks_for_them(driver: FakeDriver) -> N
         _fields_ = tuple((f"p{number}", kind) for number, kind in enumerate(kinds))  # type: ignore[misc]
 
     launch(*arguments)
-    expected = bytes(Parameters(*(argument.item() for argument in arguments)))
+    address, *numbers = arguments
+    expected = bytes(Parameters(address, *(number.item() for number in numbers)))
     assert driver.launches[0]["bytes"] == expected
     launch(*arguments[:2])  # a short list after a long one has its own length, without padding at the end
     assert driver.launches[1]["bytes"] == expected[:12]
