@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import torch
 
 from harness.bench.judge import Given, judge_quantized
+from harness.bench.quiet import without_stderr
 from harness.bench.timing import interleaved
 from native import ops as native
 from reference import ops as reference
@@ -146,23 +144,9 @@ def _peak(call: Callable[[], Any], device: torch.device) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profiled:
+    # The profiler of torch 2.13 writes a line whenever it starts and stops.
+    with without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profiled:
         call()
     events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
     changes: list[int] = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(changes, initial=0))
-
-
-@contextmanager
-def _without_stderr() -> Iterator[None]:
-    """The profiler of torch 2.13 writes a line whenever it starts and stops, whatever it is told."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

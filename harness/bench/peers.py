@@ -12,6 +12,7 @@ import torch
 
 from harness.bench.judge import Verdict, judge_product
 from harness.bench.operations import Inputs, Peer
+from harness.bench.quiet import without_stderr
 from harness.bench.tasks import GIVEN, Task
 from native import ops as native
 from reference import ops as reference
@@ -56,14 +57,14 @@ def _torchao(task: Task, inputs: Inputs) -> Peer | None:
     if task.recipe == "nvfp4":
         if task.variant != f"rowwise{GIVEN}":
             return None
-        module = importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+        module = _imported("nvfp4_tensor")
         amax = native.amax(x)
         call = partial(module.nvfp4_quantize, block_size=16, per_tensor_scale=module.per_tensor_amax_to_scale(amax))
         expected = partial(reference.quantize, x, "nvfp4@torchao", amax=amax)
     else:
         if task.variant != "rowwise":
             return None
-        module = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
+        module = _imported("mx_tensor")
         mode, element = module.ScaleCalculationMode.RCEIL, _FP8[task.recipe.removeprefix("mxfp8-")]
         call = partial(module.to_mx, elem_dtype=element, block_size=32, scaling_mode=mode)
         expected = partial(reference.quantize, x, task.recipe)
@@ -76,6 +77,11 @@ def _torchao(task: Task, inputs: Inputs) -> Peer | None:
         return verdict
 
     return Peer(TORCHAO, [partial(call, some) for (some,) in inputs.copies(x)], judge)
+
+
+def _imported(name: str) -> Any:
+    with without_stderr():  # torchao says there which of its extensions do not fit this torch
+        return importlib.import_module(f"torchao.prototype.mx_formats.{name}")
 
 
 def _compiled(task: Task, inputs: Inputs) -> Peer | None:

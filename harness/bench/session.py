@@ -79,5 +79,6 @@ class _Bar:
         self._progress.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._progress.update(self._task, advance=1 if kind is None and self._begun else 0)
         self._progress.stop()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from harness.bench.run import Bench
 
 _PLAIN = str.maketrans("µ−×·", "u-x*")
-WIDTH = 150
+WIDTH = 160
 """Of the table where nobody sees it: in a file or a pipe."""
 
 

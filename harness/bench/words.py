@@ -13,7 +13,7 @@ EXPLAINED = (
     "bytes that the operation has to move, or 2·M·N·K, a second. of ceiling: that beside the rate of a copy, or of "
     "torch's matmul, in brackets of dequantize + matmul; of a launch, what one of torch's own costs beside it."
 )
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def time(seconds: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.bench import growth, judge, peers, run, timing
+from harness.bench import growth, judge, peers, quiet, run, timing
 from harness.bench.asked import ASKED, hold
 from harness.bench.growth import Growth, Point, grow
 from harness.bench.judge import Given
@@ -275,6 +276,14 @@ def test_an_operation_that_raises_is_red_and_the_bench_goes_on(monkeypatch: pyte
     assert any(row.verdict == "pass" for row in bench.rows)
     assert not bench.right
     assert not run.Bench().right, "nothing was judged"
+
+
+def test_what_libraries_write_to_stderr_is_not_seen(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with quiet.without_stderr():
+            os.write(2, b"unseen")
+    os.write(2, b"seen")
+    assert capfd.readouterr().err == "seen"
 
 
 # Timing.

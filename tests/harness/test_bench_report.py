@@ -20,6 +20,7 @@ from harness.bench.asked import hold
 from harness.bench.growth import Growth, Point
 from harness.bench.row import COLUMNS, SCHEMA, Row
 from harness.bench.run import Bench
+from harness.bench.tasks import Task
 
 NASTY = """<script>alert(1)</script>&"'"""
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,8 @@ def printed(found: Bench, encoding: str = "utf-8") -> str:
     [
         (words.time(1.5), "1.5 s"), (words.time(1e-3), "1 ms"), (words.time(123.4e-6), "123 µs"),
         (words.time(None), ""),
-        (words.rate(4.2e12, "B/s"), "4.2 TB/s"), (words.rate(999, "FLOP/s"), "999 FLOP/s"), (words.rate(None, "B"), ""),
+        (words.rate(4.2e12, "B/s"), "4.2 TB/s"), (words.rate(1.48e15, "FLOP/s"), "1.48 PFLOP/s"),
+         (words.rate(999, "FLOP/s"), "999 FLOP/s"), (words.rate(None, "B"), ""),
         (words.percent(0.8512), "85.1 %"), (words.spread(row()), "−5 +25 %"), (words.spread(Row(*"abcdefg")), ""),
         (words.figure("speedup", 2.0), "2 ×"), (words.figure("elements/s", 1e8), "100 Melem/s"),
         (words.figure("FLOP/s", 5e9), "5 GFLOP/s"), (words.figure("share", 0.85), "85 %"),
@@ -183,7 +185,8 @@ def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
     assert html.count("&lt;script&gt;") >= 2
     assert "<h2>Roofline</h2>" in html
     assert "<h2>Time</h2>" in html
-    assert html.count("<circle") == 4
+    assert "<h2>Memory</h2>" in html
+    assert html.count("<circle") == 3 + 2
     assert "✗" in re.search("<title>.*</title>", html).group()  # type: ignore[union-attr]
     assert "torchao: not installed (no torchao)" in html
     assert html.count("<tr") == 6
@@ -330,11 +333,13 @@ def test_a_session_measures_prints_and_writes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(session, "measure", measure)
     monkeypatch.setattr(session, "grow", grow)
     console = Console(file=io.StringIO(), width=200)
-    assert session.run_rates([], "cpu", tmp_path, quick=True, compiling=True, launches=False, console=console)
-    assert heard == {"quick": True, "compiling": True, "launches": False}
+    chosen = [Task("swizzle", "", "", (128, 128))]
+    assert session.run_rates(chosen, "cpu", tmp_path, quick=True, compiling=True, launches=True, console=console)
+    assert heard == {"quick": True, "compiling": True, "launches": True}
     assert (tmp_path / "bench.parquet").is_file()
     assert session.run_growth("cpu", tmp_path, last=18, console=console)
     assert heard["last"] == 18
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "figures asked are reached; " in output
+    assert re.search("two .* 2/2 ", output), "what runs, and that it is done"
     assert f"report: {tmp_path / 'index.html'}" in output
