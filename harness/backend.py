@@ -65,9 +65,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.carry import carried, tensors_in
 from harness.results import BackendError, as_quantized, as_sections, dtype_name, matrix_shape, padded_rows
 from harness.schema import nearest
 from harness.spent import spending
+from harness.turns import turn
 from reference.quantized import Quantized
 from reference.recipes import Recipe
 from reference.summation import ORDERS, Summation, is_order
@@ -102,9 +104,11 @@ class Unsupported(Exception):
 class Backend:
     """One loaded backend: calls its doors and checks what comes back."""
 
-    def __init__(self, name: str, doors: Any, schedules: int = 0) -> None:
+    def __init__(self, name: str, doors: Any, schedules: int = 0, device: torch.device | None = None) -> None:
         self.name = name
         self.doors = doors
+        self.device = device
+        """Where it runs, wherever what it is given lies; None: there."""
         self.schedules = schedules
         """Shuffles of threads that its variations are asked for; 0: as many as it has of itself."""
         if schedules and not _takes_shuffles(getattr(doors, "variations", None)):
@@ -138,7 +142,16 @@ class Backend:
         """What the door gives. Raises Unsupported, or BackendError with the exception's own words and place."""
         if not self.has(door):
             raise Unsupported(f"backend {self.name} has no {door}")
-        return self.run(door, getattr(self.doors, door), *arguments, **options)
+        function = getattr(self.doors, door)
+        first = next(tensors_in((arguments, options)), None) if self.device is not None else None
+        if first is None or self.device is None or first.device.type == self.device.type:
+            return self.run(door, function, *arguments, **options)
+        with turn(self.device.type):
+            result = self.run(door, function, *carried(arguments, self.device), **carried(options, self.device))
+            for tensor in tensors_in(result):
+                if tensor.device.type != self.device.type:
+                    raise BackendError(f"{door} gave a tensor on {tensor.device}; its input is on {self.device}")
+            return carried(result, first.device)
 
     def run(self, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """What a function of the backend gives: a door, or a method of its modules. Raises as `call` does."""
@@ -357,10 +370,10 @@ def load_backend(spec: str, device: str = "", schedules: int = 0) -> Backend:
             found = found()
         except Exception as error:
             raise BackendError(f"backend {spec}: {attribute}() raised {type(error).__name__}: {error}") from error
-    backend = Backend(spec, found, schedules)
-    if device and callable(check := getattr(found, "check", None)):
-        import torch
+    import torch
 
+    backend = Backend(spec, found, schedules, torch.device(device) if device else None)
+    if device and callable(check := getattr(found, "check", None)):
         try:
             check(torch.device(device))
         except Exception as error:

@@ -10,6 +10,7 @@ values, "actual": …} (`census`). The last two are empty where a stage has no s
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from harness.checks import ordinal
+from harness.checks.chunks import chunks
 from reference.formats import Format
 
 Describe = Callable[[int, int], dict[str, Any]]
@@ -45,8 +47,8 @@ class Sides:
 def sentence(wrong: torch.Tensor, distance: torch.Tensor, noun: str) -> str:
     """How many, how far, where: "37 of 1 048 576 codes differ, each by 1 step, all at column 15 modulo 16"."""
     count, total = int(wrong.sum()), wrong.numel()
-    far = distance[wrong]
-    low, high = int(far.amin()), int(far.amax())
+    far = [part for rows in chunks(wrong) if (part := distance[rows][wrong[rows]]).numel()]
+    low, high = min(int(part.amin()) for part in far), max(int(part.amax()) for part in far)
     steps = f"{spaced(high)} step{'s' if high != 1 else ''}"
     # A distance of 0 is a sign of zero.
     how_far = "each the other zero" if high == 0 else f"each by {steps}" if low == high else f"by up to {steps}"
@@ -61,17 +63,19 @@ def spaced(count: int) -> str:
 def _where(wrong: torch.Tensor) -> str:
     if wrong.dim() != 2 or wrong.numel() == 1:
         return ""
-    rows, columns = wrong.nonzero(as_tuple=True)
-    if rows.numel() == 1:
-        return f", at row {int(rows[0])}, column {int(columns[0])}"
+    rows, columns = (wrong.any(across).nonzero()[:, 0] for across in (1, 0))
+    first = int(rows[0])
+    here = f"row {first}, column {int(wrong[first].nonzero()[0])}"
+    if rows.numel() == columns.numel() == 1:
+        return f", at {here}"
     for name, index, extent in (("row", rows, wrong.shape[0]), ("column", columns, wrong.shape[1])):
-        if extent > 1 and bool((index == index[0]).all()):
+        if extent > 1 and index.numel() == 1:
             return f", all in {name} {int(index[0])}"
         for modulus in _MODULI:
             phase = index % modulus
             if extent > modulus and bool((phase == phase[0]).all()):
                 return f", all at {name} {int(phase[0])} modulo {modulus}"
-    return f", the first at row {int(rows[0])}, column {int(columns[0])}"
+    return f", the first at {here}"
 
 
 def finding(
@@ -88,7 +92,7 @@ def finding(
     grid = wrong.view(1, -1) if wrong.dim() == 1 else wrong
     steps = distance.view(grid.shape)
     width = grid.shape[1]
-    first, worst = int(grid.view(-1).int().argmax()), int(steps.view(-1).argmax())
+    first, worst = int(grid.view(-1).view(torch.uint8).argmax()), int(steps.view(-1).argmax())
     elements = []
     for which, flat in (("first", first), ("worst", worst)) if worst != first else (("first", first),):
         row, column = divmod(flat, width)
@@ -105,15 +109,25 @@ def histogram(sides: Sides) -> list[list[int]]:
 
     Bins are 0, 1, 2, 3 to 4, 5 to 8 and so on, and the same below. Elements that are NaN, or no code, are not counted.
     """
-    expected, actual = (_ordinals(x, sides.fmt) for x in (sides.expected, sides.actual))
-    steps = (actual - expected)[_numbers(sides.expected, sides.fmt) & _numbers(sides.actual, sides.fmt)]
+    counts = sum(_steps(sides.expected[rows], sides.actual[rows], sides.fmt) for rows in chunks(sides.expected))
+    assert isinstance(counts, torch.Tensor)
+    some = counts.nonzero()[:, 0].tolist()
+    if not some:
+        return []
+    return [[*_span(number - _FARTHEST), int(counts[number])] for number in range(some[0], some[-1] + 1)]
+
+
+def _steps(expected: torch.Tensor, actual: torch.Tensor, fmt: Format | None) -> torch.Tensor:
+    """Elements of each bin, from `-_FARTHEST` on."""
+    steps = (_ordinals(actual, fmt) - _ordinals(expected, fmt))[_numbers(expected, fmt) & _numbers(actual, fmt)]
     far = steps.abs()
     size = torch.frexp((far - 1).clamp(min=0).double()).exponent.long() + 1
     bins = torch.where(far == 0, 0, torch.where(steps < 0, -size, size))
-    if not bins.numel():
-        return []
-    first = int(bins.amin())
-    return [[*_span(first + n), count] for n, count in enumerate(torch.bincount(bins - first).tolist())]
+    return torch.bincount(bins + _FARTHEST, minlength=2 * _FARTHEST + 1)
+
+
+_FARTHEST = 34
+"""The last bin, of the two ends of float32: 2^33 steps."""
 
 
 def _span(number: int) -> tuple[int, int]:
@@ -126,7 +140,10 @@ def _span(number: int) -> tuple[int, int]:
 
 def census(sides: Sides) -> dict[str, dict[str, int]]:
     """How many special values either side has, by the names of `SPECIAL`; those that neither has are left out."""
-    both = {name: _special(getattr(sides, name), sides.fmt) for name in ("expected", "actual")}
+    both: dict[str, Counter[str]] = {"expected": Counter(), "actual": Counter()}
+    for rows in chunks(sides.expected):
+        for name, counts in both.items():
+            counts.update(_special(getattr(sides, name)[rows], sides.fmt))
     present = [name for name in SPECIAL if any(counts.get(name) for counts in both.values())]
     return {side: {name: counts.get(name, 0) for name in present} for side, counts in both.items()} if present else {}
 
@@ -183,7 +200,7 @@ def _modulo(wrong: torch.Tensor, summed: int) -> dict[str, list[int]]:
 
 def _heat(wrong: torch.Tensor) -> dict[str, Any]:
     height, width = (max(16, -(-extent // _HEAT)) for extent in wrong.shape)
-    padded = torch.nn.functional.pad(wrong.int(), (0, -wrong.shape[1] % width, 0, -wrong.shape[0] % height))
+    padded = torch.nn.functional.pad(wrong.view(torch.uint8), (0, -wrong.shape[1] % width, 0, -wrong.shape[0] % height))
     tiles = padded.view(padded.shape[0] // height, height, -1, width).sum((1, 3))
     return {"rows": height, "columns": width, "counts": tiles.tolist()}
 

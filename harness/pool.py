@@ -11,6 +11,7 @@ from harness.backend import BackendError
 from harness.case import Case
 from harness.checks.holm import sharing
 from harness.gpus import gpu_of
+from harness.queue import Queue
 from harness.worker import Lost, Settings, Task, Worker, ending, prepare_process, without_result
 
 __all__ = ["OnRecord", "Settings", "Task", "ending", "prepare_process", "run_cases", "run_tasks"]
@@ -37,10 +38,11 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
     cannot load the backend, the tasks left are errors. An interrupt ends the run early and keeps what was measured.
     Raises BackendError where the backend cannot be loaded at the start.
     """
-    waiting = list(tasks)[::-1]
-    settings = replace(settings, sharing=settings.sharing or sharing(task.case for task in waiting))
+    given = list(tasks)
+    settings = replace(settings, sharing=settings.sharing or sharing(task.case for task in given))
     finished = 0
-    gpus = [gpu_of(number, settings.device) for number in range(min(settings.workers, len(waiting)))]
+    gpus = [gpu_of(number, settings.device) for number in range(min(settings.workers, len(given)))]
+    waiting = Queue(given, settings.device, len(set(gpus)))
     workers = [Worker(settings, gpu) for gpu in gpus]
 
     def finish(record: dict[str, Any]) -> None:
@@ -59,8 +61,8 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
         if not lost.loaded and not finished:
             raise BackendError(str(lost))
         if not lost.loaded:
-            while waiting:
-                finish(without_result(waiting.pop(), settings, "error", str(lost)))
+            while task := waiting.take():
+                finish(without_result(task, settings, "error", str(lost)))
         elif worker.task is not None:
             if worker.so_far is not None:
                 settings = replace(settings, failures="")  # the next one would die of it again
@@ -69,18 +71,19 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
 
     def feed(worker: Worker) -> None:
         worker.task = None
-        if not waiting:
+        if worker.last:
+            replaced(worker)
+            return
+        task = waiting.take([other.task for other in workers if other.task is not None])
+        if task is None:  # what is left is for those that run
             worker.stop()
             workers.remove(worker)
-        elif worker.last:
+            return
+        try:
+            worker.give(task)
+        except OSError:  # it died after its last record: another one takes the task
+            waiting.put_back(task)
             replaced(worker)
-        else:
-            task = waiting.pop()
-            try:
-                worker.give(task)
-            except OSError:  # it died after its last record: another one takes the task
-                waiting.append(task)
-                replaced(worker)
 
     try:
         while workers:
@@ -93,6 +96,8 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
                     continue
                 if record is not None:
                     finish(record)
+                if worker.room is not None:
+                    waiting.room = min(worker.room, waiting.room or worker.room)
                 if record is not None or worker.task is None:
                     feed(worker)
             for worker in list(workers):

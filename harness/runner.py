@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from harness.backend import Backend, BackendError, Unsupported, place
 from harness.case import Case
+from harness.memory import KEPT, shortage
 from harness.record import Record
 from harness.spent import CHECKS, PARTS, spending, watching
+from harness.turns import turn
+from harness.work import home_of
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +23,6 @@ if TYPE_CHECKING:
     from harness.keep import Keeper
     from harness.operations.outcome import Outcome
 
-KEPT = 1 << 30
-"""Bytes of a GPU that a process may keep between cases."""
 COMPARING = ("exact", "bound", "boundary", "statistics")
 """Rules that compare results with what they should be."""
 ALLCLOSE = 8e-3
@@ -80,13 +81,22 @@ def _measure(
     sharing: int,
 ) -> None:
     """Fill the record of a case, whatever becomes of it."""
+    if problem := shortage(case, record.device):
+        record.verdict, record.message = "error", problem
+        return
     try:
         with spending("inputs"):
-            inputs = make_case_inputs(case, seed=seed, captures=captures, device=record.device)
+            inputs = make_case_inputs(case, seed=seed, captures=captures, device="cpu")
         record.input_digest = digest(inputs.tensors())
-        with spending(CHECKS):
-            outcome = judge(case, inputs, backend, sharing=sharing)
-        _fill(record, outcome)
+        home = home_of(case, record.device) if backend.device is not None else record.device
+        with turn(home):
+            with spending("inputs"):
+                inputs = inputs.to(home)
+            with spending(CHECKS):
+                outcome = judge(case, inputs, backend, sharing=sharing)
+            _fill(record, outcome)
+            outputs = [None if tensor is None else tensor.cpu() for tensor in outcome.outputs.values()]
+        record.output_digest = digest(outputs)
         if record.verdict == "fail":
             with spending("diagnosis"):
                 record.explanations = explained(outcome, backend)
@@ -147,9 +157,10 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
         if tensor is None:
             continue
         plain = tensor.detach().cpu().contiguous()
-        if plain.is_floating_point():
-            plain = plain.masked_fill(plain.isnan(), torch.nan)
-        state.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+        if plain.is_floating_point() and bool((nan := plain.isnan()).any()):
+            plain = plain.masked_fill(nan, torch.nan)
+        if plain.numel():
+            state.update(plain.view(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()
 
 
@@ -174,7 +185,6 @@ def _fill(record: Record, outcome: Outcome) -> None:
         record.verdict, record.message = "error", "nothing was compared"
     record.accuracy = outcome.accuracy
     record.seconds = outcome.seconds
-    record.output_digest = digest(outcome.outputs.values())
     if outcome.actual is not None and outcome.expected is not None and outcome.actual.numel():
         for name, value in informative(outcome.actual, outcome.expected).items():
             setattr(record, name, value)
@@ -191,16 +201,27 @@ def informative(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
     """
     import torch
 
-    a, e = actual.double(), expected.double()
-    same = (a == e) | (a.isnan() & e.isnan())
-    if bool(same.all()):
+    from harness.checks.chunks import chunks
+
+    if actual is expected:
         return {"allclose": True, "sqnr_db": float("inf"), "sweep": [1.0] * 6}
-    difference = torch.where(same, 0.0, (a - e).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    noise, signal = float((difference**2).sum()), float((e.nan_to_num(posinf=0.0, neginf=0.0) ** 2).sum())
-    relative = difference / e.abs()
-    close = (difference <= ALLCLOSE + ALLCLOSE * e.abs()) & torch.isfinite(difference)
+    noise = signal = 0.0
+    close, within = True, [0] * 6
+    for rows in chunks(actual):
+        a, e = actual[rows].double(), expected[rows].double()
+        same = (a == e) | (a.isnan() & e.isnan())
+        signal += float((e.nan_to_num(posinf=0.0, neginf=0.0) ** 2).sum())
+        if bool(same.all()):
+            within = [count + a.numel() for count in within]
+            continue
+        difference = torch.where(same, 0.0, (a - e).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        noise += float((difference**2).sum())
+        relative = difference / e.abs()
+        near = (difference <= ALLCLOSE + ALLCLOSE * e.abs()) & torch.isfinite(difference)
+        close = close and bool((near | same).all())
+        within = [count + int(((relative <= 10.0**-n) | same).sum()) for n, count in enumerate(within, 1)]
     return {
-        "allclose": bool((close | same).all()),
+        "allclose": close,
         "sqnr_db": float(10 * torch.log10(torch.tensor(signal / noise))) if noise else float("inf"),
-        "sweep": [float(((relative <= 10.0**-n) | same).double().mean()) for n in range(1, 7)],
+        "sweep": [count / actual.numel() for count in within],
     }

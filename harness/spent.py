@@ -15,7 +15,7 @@ PARTS = ("inputs", "backend", "reference", CHECKS, "diagnosis")
 judges ask of it. Checks: the rest of judging, guard zones and poison too. Diagnosis: explaining, shrinking and saving a
 failure."""
 OTHER = "other"
-"""Of a case: digests, figures for information, and making its record."""
+"""Of a case: digests, figures for information, making its record, and waiting for a turn on a GPU."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,6 +7,8 @@ import math
 from harness.case import Case
 from harness.parameters import layers_of
 
+SMALL = 1 << 24
+"""Work, in elements, below which a case of a GPU is judged on the CPU (`home_of`)."""
 SECTION = 1 << 12
 """Work of one more section, in elements: measured, 1.6 ms beside 0.4 µs an element."""
 
@@ -26,3 +28,11 @@ def work(case: Case) -> int:
     else:
         elements = math.prod(case.shape) * (2 if case.usage == "both" else 1)
     return elements + SECTION * sections
+
+
+def home_of(case: Case, device: str) -> str:
+    """Where a case that runs on a device has its inputs and its reference, and is judged: there, or on the CPU.
+
+    Judging a small case is a thousand small kernels, and of several processes one at a time has the GPU.
+    """
+    return "cpu" if work(case) < SMALL else device

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from harness.case import Case
 from harness.gpus import VISIBLE
+from harness.memory import room
 from harness.runner import new_record
 from harness.sanitizer import Sanitizer, settle_sanitizer
+from harness.turns import turn
 
 if TYPE_CHECKING:
     from harness.keep import Keeper
@@ -89,6 +91,8 @@ class Lost(Exception):
 class Worker:
     """The worker of a run, seen from the run."""
 
+    room: int | None = None
+    """Bytes of memory that it found when it was ready."""
     so_far: dict[str, Any] | None = None
     """The record of a failure that is being shrunk."""
 
@@ -132,9 +136,9 @@ class Worker:
                 words = f"sanitizer: {found}"
             raise Lost("crash", words, loaded=self.ready) from None
         if isinstance(answer, str):
-            if answer:
-                raise Lost("error", answer, loaded=False)
-            self.ready = True
+            raise Lost("error", answer, loaded=False)
+        if isinstance(answer, int):
+            self.ready, self.room = True, answer
             return None
         if isinstance(answer, tuple):
             kind, record = answer
@@ -247,10 +251,11 @@ def serve(connection: Connection, settings: Settings) -> None:
     try:
         backend = load_backend(settings.backend, settings.device, settings.schedules)
         captures = Captured.load(settings.input_path) if settings.input_path else None
+        found = room(settings.device)
     except Exception as error:
         connection.send(str(error))
         return
-    connection.send("")
+    connection.send(found)
     keeper, noted = _keeper(connection, settings)
     while (task := connection.recv()) is not None:
         noted.clear()
@@ -292,7 +297,8 @@ def settle(record: Record) -> bool:
         return True
     if "OutOfMemory" in record.message:
         gc.collect()
-    late = _gpu_error()
+    with turn(record.device):
+        late = _gpu_error()
     if not late:
         if "OutOfMemory" in record.message:
             import torch

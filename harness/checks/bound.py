@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from harness.checks import ordinal
+from harness.checks.chunks import by_rows
 from harness.checks.stage import StageResult
 from harness.finding import Describe, Sides, finding, sentence
 from reference.bounds import Bounds
@@ -37,10 +38,27 @@ def within(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
     free): all of tier 0, and those of tier 1 where the declared order rounds nowhere. The others are right where they
     lie in [lower, upper]. NaN is right where NaN is expected.
     """
-    matches = _same(actual, limits.expected, limits.zero_sum) | _same(actual, limits.fused, limits.zero_sum)
-    inside = (actual >= limits.lower) & (actual <= limits.upper) & torch.isfinite(limits.centre)
-    excused = limits.undetermined & ~torch.isfinite(actual)
-    return matches | excused | (inside & ~limits.exact)
+    (right,) = by_rows(
+        _right, actual, limits.expected, limits.fused, limits.zero_sum, limits.lower, limits.upper, limits.centre,
+        limits.undetermined, limits.exact,
+    )  # fmt: skip
+    return right
+
+
+def _right(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    fused: torch.Tensor,
+    zero_sum: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    centre: torch.Tensor,
+    undetermined: torch.Tensor,
+    exact: torch.Tensor,
+) -> tuple[torch.Tensor]:
+    matches = _same(actual, expected, zero_sum) | _same(actual, fused, zero_sum)
+    inside = (actual >= lower) & (actual <= upper) & torch.isfinite(centre)
+    return (matches | (undetermined & ~torch.isfinite(actual)) | (inside & ~exact),)
 
 
 def _same(actual: torch.Tensor, expected: torch.Tensor, zero_sum: torch.Tensor) -> torch.Tensor:
@@ -50,10 +68,14 @@ def _same(actual: torch.Tensor, expected: torch.Tensor, zero_sum: torch.Tensor) 
 
 def _distance(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
     """Steps of the output's dtype to the nearest value that is right."""
-    at = ordinal.of_floats(actual)
-    lower = torch.where(limits.exact, limits.expected, limits.lower)
-    upper = torch.where(limits.exact, limits.expected, limits.upper)
-    return torch.maximum(ordinal.of_floats(lower) - at, at - ordinal.of_floats(upper)).clamp_(min=0)
+
+    def outside(*given: torch.Tensor) -> tuple[torch.Tensor]:
+        found, exact, expected, lower, upper = given
+        at = ordinal.of_floats(found)
+        low, high = (ordinal.of_floats(torch.where(exact, expected, end)) for end in (lower, upper))
+        return (torch.maximum(low - at, at - high).clamp_(min=0),)
+
+    return by_rows(outside, actual, limits.exact, limits.expected, limits.lower, limits.upper)[0]
 
 
 def _tiers(wrong: torch.Tensor, tier: torch.Tensor) -> str:
@@ -72,19 +94,24 @@ def _figures(actual: torch.Tensor, limits: Bounds) -> dict[str, Any]:
     if actual.numel() == 0:
         return {}
     figures: dict[str, Any] = {
-        name: float((limits.tier == tier).double().mean()) for tier, name in enumerate(("exact_share", "ordered_share"))
+        name: int((limits.tier == tier).sum()) / actual.numel()
+        for tier, name in enumerate(("exact_share", "ordered_share"))
     }
     finite = torch.isfinite(limits.centre) & torch.isfinite(actual) & torch.isfinite(limits.budget)
     if bool(finite.any()):
-        used = ((actual.double() - limits.centre).abs() / limits.budget)[finite]
+        used = by_rows(
+            lambda found, centre, budget: ((found.double() - centre).abs_().div_(budget),),
+            actual, limits.centre, limits.budget,
+        )[0][finite]  # fmt: skip
         figures["budget_max"] = float(used.amax())
         # The nearest rank of the 99th percentile; torch.quantile takes no more than 16 million elements.
         figures["budget_p99"] = float(used.kthvalue(max(1, -(-99 * used.numel() // 100))).values)
         bins = used.mul(10).clamp_(max=10).long()
         figures["budget_histogram"] = torch.bincount(bins, minlength=11).tolist()
-    inexact = finite & ~limits.exact
+    inexact, ends = finite & ~limits.exact, (limits.lower, limits.upper)
     if bool(inexact.any()):
-        width = (ordinal.of_floats(limits.upper) - ordinal.of_floats(limits.lower))[inexact]
+        (width,) = by_rows(lambda low, high: (ordinal.of_floats(high) - ordinal.of_floats(low),), *ends)
+        width = width[inexact]
         figures["interval_ulps_max"] = int(width.amax())
         figures["interval_ulps_mean"] = float(width.double().mean())
     return figures

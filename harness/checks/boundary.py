@@ -13,6 +13,7 @@ import torch
 
 from harness.checks import ordinal
 from harness.checks.chance import Chance
+from harness.checks.chunks import by_rows
 from harness.checks.interval import power_of_two
 from harness.checks.stage import StageResult
 from harness.finding import Describe, Sides, finding, sentence, spaced
@@ -43,10 +44,8 @@ def boundary_codes(
     describe: Describe,
 ) -> StageResult:
     """Compare codes (uint8, (M, K), one an element) with those of the least and the greatest value, `ends`."""
-    values = [ordinal.of_codes(codes, fmt) for codes in (actual, expected, *ends)]
-    signed = [ordinal.signed_codes(codes, fmt) for codes in (actual, *ends)]
-    free, sides = torch.zeros_like(actual, dtype=torch.bool), Sides(expected, actual, fmt)
-    return _compare(stage, values, signed, free, sources, noun, describe, sides)
+    free = torch.zeros_like(actual, dtype=torch.bool)
+    return _compare(stage, Sides(expected, actual, fmt), ends, free, sources, noun, describe)
 
 
 def boundary_floats(
@@ -65,36 +64,55 @@ def boundary_floats(
     `free`, bool: elements that can be anything.
     """
     nan = actual.isnan() & ends[0].isnan() & ends[1].isnan()
-    values = [ordinal.of_floats(x) for x in (actual, expected, *ends)]
-    signed = [ordinal.signed_floats(x) for x in (actual, *ends)]
     free = nan if free is None else nan | free
-    return _compare(stage, values, signed, free, sources, noun, describe, Sides(expected, actual))
+    return _compare(stage, Sides(expected, actual), ends, free, sources, noun, describe)
 
 
 def _compare(
     stage: str,
-    values: list[torch.Tensor],
-    signed: list[torch.Tensor],
+    sides: Sides,
+    ends: tuple[torch.Tensor, torch.Tensor],
     free: torch.Tensor,
     sources: Sources,
     noun: str,
     describe: Describe,
-    sides: Sides,
 ) -> StageResult:
-    """`values`, in which zeros are equal: actual, expected and ends. `signed`, in which not: the same but expected."""
-    at, low, high = signed
-    wrong = ~(free | ((at >= low) & (at <= high)))
-    actual, expected, lower, upper = values
-    excused = ~wrong & ~free & (actual != expected)
+    """Compare two sides with the least and the greatest that is right, but for what is `free`."""
+    fmt = sides.fmt
+
+    def value(x: torch.Tensor) -> torch.Tensor:
+        """Its ordinal; zeros are equal."""
+        return ordinal.of_floats(x) if fmt is None else ordinal.of_codes(x, fmt)
+
+    def signed(x: torch.Tensor) -> torch.Tensor:
+        """The same, but −0 is below +0."""
+        return ordinal.signed_floats(x) if fmt is None else ordinal.signed_codes(x, fmt)
+
+    def compare(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        anything, actual, expected, lower, upper = given
+        at = signed(actual)
+        wrong = ~(anything | ((at >= signed(lower)) & (at <= signed(upper))))
+        differs = ~wrong & ~anything & (value(actual) != value(expected))
+        return wrong, differs, (value(upper) - value(lower) == 1) & ~anything
+
+    def outside(here: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
+        actual, lower, upper = map(value, given)
+        return (torch.maximum(lower - actual, actual - upper).clamp_(min=0).masked_fill_(~here, -1),)
+
+    def apart(here: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
+        actual, expected = map(value, given)
+        return ((actual - expected).abs_().masked_fill_(~here, -1),)
+
+    wrong, excused, straddles = by_rows(compare, free, sides.actual, sides.expected, *ends)
     result = StageResult(stage, "boundary", wrong.numel(), excused=int(excused.sum()))
     if bool(wrong.any()):
-        distance = torch.maximum(lower - actual, actual - upper).clamp_(min=0).masked_fill_(~wrong, -1)
+        (distance,) = by_rows(outside, wrong, sides.actual, *ends)
         result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())
         result.sentence = f"{sentence(wrong, distance, noun)}; no order of summation gives them"
         result.wrong = wrong
         result.finding = finding(stage, "boundary", result.sentence, wrong, distance, describe=describe, sides=sides)
-    elif bool((differ := excused & (straddles := (upper - lower == 1) & ~free)).any()):
-        distance = (actual - expected).abs().masked_fill_(~excused, -1)
+    elif bool((differ := excused & straddles).any()):
+        (distance,) = by_rows(apart, excused, sides.actual, sides.expected)
         result.chances = [_excused(differ, straddles, sources, noun, (excused, distance, describe, sides))]
     return result
 

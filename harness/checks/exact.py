@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from harness.checks import ordinal
+from harness.checks.chunks import by_rows
 from harness.checks.stage import StageResult
 from harness.finding import Describe, Sides, finding, sentence
 from reference.formats import Format
@@ -17,8 +18,7 @@ def exact_codes(
     compared = expected.numel()
     if torch.equal(actual, expected):
         return StageResult(stage, "exact", compared)
-    distance = ordinal.of_codes(actual, fmt) - ordinal.of_codes(expected, fmt)
-    return _wrong(stage, actual != expected, distance, noun, describe, Sides(expected, actual, fmt))
+    return _wrong(stage, actual != expected, noun, describe, Sides(expected, actual, fmt))
 
 
 def exact_floats(
@@ -30,17 +30,18 @@ def exact_floats(
     compared = expected.numel()
     if torch.equal(a, e):
         return StageResult(stage, "exact", compared)
-    wrong = (a != e) & ~(actual.isnan() & expected.isnan())
+    (wrong,) = by_rows(lambda x, y, i, j: ((i != j) & ~(x.isnan() & y.isnan()),), actual, expected, a, e)
     if not wrong.any():
         return StageResult(stage, "exact", compared)
-    distance = ordinal.of_floats(actual) - ordinal.of_floats(expected)
-    return _wrong(stage, wrong, distance, noun, describe, Sides(expected, actual))
+    return _wrong(stage, wrong, noun, describe, Sides(expected, actual))
 
 
-def _wrong(
-    stage: str, wrong: torch.Tensor, distance: torch.Tensor, noun: str, describe: Describe, sides: Sides
-) -> StageResult:
-    distance = distance.abs().masked_fill_(~wrong, -1)
+def _wrong(stage: str, wrong: torch.Tensor, noun: str, describe: Describe, sides: Sides) -> StageResult:
+    def far(here: torch.Tensor, *two: torch.Tensor) -> tuple[torch.Tensor]:
+        actual, expected = (ordinal.of_floats(x) if sides.fmt is None else ordinal.of_codes(x, sides.fmt) for x in two)
+        return ((actual - expected).abs_().masked_fill_(~here, -1),)
+
+    (distance,) = by_rows(far, wrong, sides.actual, sides.expected)
     text = sentence(wrong, distance, noun)
     return StageResult(
         stage, "exact", wrong.numel(), int(wrong.sum()), int(distance.amax()), text,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from harness.backend import Backend, BackendError
+from harness.carry import carried
 from harness.inputs import Inputs
 from harness.operations.repeated import Tensors
 from harness.parameters import Layer
@@ -69,6 +70,11 @@ class Step:
     def last(self, name: str) -> Any:
         """What was reported last under a name, or None."""
         return self.seen[name][-1] if self.seen.get(name) else None
+
+    def at(self, home: torch.device) -> Step:
+        """The same on a device."""
+        held = {name: carried(getattr(self, name), home) for name in ("parameters", "before", "seen", "early")}
+        return Step(self.number, self.x.to(home), self.dy.to(home), **held)
 
     def report(self, name: str, value: Any) -> None:
         """Be an observer: keep a copy of the value, which the module may go on to change."""

@@ -53,7 +53,7 @@ def judge_module(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
         if own:
             seed_torch(inputs.random.get("dy"))
         steps = run(plan, given, backend)
-        kept.extend(steps if not kept else [])
+        kept.extend([step.at(inputs.x.device) for step in steps] if not kept else [])
         if own:  # another run may draw others, and all that follows from them differs
             return tensors_of(replace(steps[0], seen={n: v for n, v in steps[0].seen.items() if _settled(n)}))
         found: Tensors = {}

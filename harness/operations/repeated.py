@@ -14,6 +14,7 @@ from harness.backend import Backend, BackendError, Unsupported
 from harness.checks.stage import StageResult
 from harness.finding import spaced
 from harness.guard import POISON, Guard, unwritten
+from harness.turns import turn
 
 RACE = "order-of-threads"
 """The cause where the variation alone changes bytes."""
@@ -39,12 +40,14 @@ def synchronize(device: torch.device) -> None:
 
 def repeated(
     backend: Backend,
-    device: torch.device,
+    home: torch.device,
     inputs: Tensors,
     call: Callable[[Tensors], Tensors],
     drawn: Collection[str] = (),
 ) -> tuple[Tensors, list[StageResult], float]:
-    """Run `call` once per variation of the backend, on guarded copies of `inputs`.
+    """Run `call` once per variation of the backend, on guarded copies of `inputs`, which are at `home`.
+
+    The copies are where the backend runs, and what it gives comes home.
 
     What it names in `drawn` is made of random bits that are its own: another call may give other bytes of it, all of
     them right, and `repeat` is about the rest.
@@ -53,15 +56,17 @@ def repeated(
     bytes every time, every element written), and the seconds of the fastest run. Where runs disagree, up to three more
     find out whether that is by the poison, by the variation or by neither.
     """
+    device = backend.device or home
     variations = list(backend.variations(device).items())
 
     def run(number: int, poison: int) -> tuple[Tensors, Guard, float]:
         """One run of a variation among this poison."""
         guard = Guard(poison)
-        given = {key: None if t is None else guard.guarded(t, key) for key, t in inputs.items()}
+        given = {key: None if t is None else guard.guarded(t, key, device) for key, t in inputs.items()}
         with variations[number][1]() or nullcontext(), guard:
             outputs, elapsed = timed(device, partial(call, given))
-        return {key: None if t is None else t.detach().clone() for key, t in outputs.items()}, guard, elapsed
+        copies = {key: None if t is None else t.detach().to(home, copy=True) for key, t in outputs.items()}
+        return copies, guard, elapsed
 
     def again(number: int, poison: int) -> Tensors:
         return _without(run(number, poison)[0], drawn)
@@ -70,14 +75,15 @@ def repeated(
     protected = StageResult("memory", "guard", compared=len(inputs) * len(variations))
     memory: list[str] = []
     seconds = float("inf")
-    for number, (name, _) in enumerate(variations):
-        outputs, guard, elapsed = run(number, _poison(number))
-        seconds = min(seconds, elapsed)
-        for cause, texts in (("writes-outside", guard.overwritten()), ("changes-its-input", guard.changed())):
-            memory += [f"{text} ({name})" for text in texts]
-            if texts and cause not in protected.causes:
-                protected.causes.append(cause)
-        runs.append(outputs)
+    with turn(device.type):
+        for number, (name, _) in enumerate(variations):
+            outputs, guard, elapsed = run(number, _poison(number))
+            seconds = min(seconds, elapsed)
+            for cause, texts in (("writes-outside", guard.overwritten()), ("changes-its-input", guard.changed())):
+                memory += [f"{text} ({name})" for text in texts]
+                if texts and cause not in protected.causes:
+                    protected.causes.append(cause)
+            runs.append(outputs)
     protected.mismatches = len(memory)
     if memory:
         more = f"; and {len(memory) - 3} more" if len(memory) > 3 else ""

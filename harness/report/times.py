@@ -11,7 +11,7 @@ from harness.spent import PARTS
 
 TITLE = "Where time goes"
 NOTE = (
-    "Seconds of a wall clock, of all processes together. Other: digests, figures for information, the record. Core: "
+    "Seconds of a wall clock, of all processes together. Other: digests, the record, turns on a GPU. Core: "
     "seconds of processors in that time, more where a case has several threads, less where it waits for one."
 )
 SLOWEST = 10

@@ -1,0 +1,82 @@
+"""Turns on a GPU: of the processes that share one, few use it at a time.
+
+A GPU runs the kernels of one process at a time, for a millisecond or two, and each that waits for a result waits for
+all others: 15 processes judge fewer cases an hour than one. A turn makes nothing right or wrong: who has waited long
+goes on without it, and a process that dies has none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.gpus import VISIBLE
+from harness.spent import OTHER, spending
+
+AT_ONCE = 2
+"""Processes that have a turn on a GPU: while one launches, another computes."""
+PATIENCE = 0.5
+"""Seconds that a process waits for its turn: whoever compiles a kernel in it holds nobody up for long."""
+_LOOK = 1e-3
+_held = 0
+
+
+@contextmanager
+def turn(device: str) -> Iterator[None]:
+    """Within the context this process has a turn on its GPU, and what it asked of it is done when it ends.
+
+    A turn within a turn is the same one. Without a GPU there are none.
+    """
+    global _held  # noqa: PLW0603
+    if device != "cuda" or _held:
+        yield
+        return
+    with spending(OTHER):
+        file = _wait(os.environ.get(VISIBLE, "all"))
+    _held += 1
+    try:
+        yield
+        _finish()
+    finally:
+        _held -= 1
+        if file is not None:
+            os.close(file)
+
+
+def _finish() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+def _wait(gpu: str) -> int | None:
+    """The open file whose lock is the turn; None where there was none in time."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in gpu)
+    until = time.monotonic() + PATIENCE
+    files = []
+    try:
+        for number in range(AT_ONCE):
+            path = Path(tempfile.gettempdir()) / f"narrowgauge-{os.getuid()}-{name}-{number}"
+            files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        while True:
+            for file in files:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                files.remove(file)
+                return file
+            if time.monotonic() > until:
+                return None
+            time.sleep(_LOOK)
+    except OSError:  # no such folder, no such right: then there are no turns
+        return None
+    finally:
+        for file in files:
+            os.close(file)

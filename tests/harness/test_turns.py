@@ -1,0 +1,105 @@
+"""Turns on a GPU: so many processes have one at a time, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from harness import turns
+from harness.turns import turn
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the locks are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    return tmp_path
+
+
+def hold(folder, name, held, done):
+    """Have a turn until told to end it."""
+    tempfile.tempdir = folder
+    os.environ["CUDA_VISIBLE_DEVICES"] = name
+    with turn("cuda"):
+        held.send(True)
+        done.recv()
+
+
+@pytest.fixture
+def holder(folder: Path):
+    """Starts a process that has a turn on the GPU of a name; it ends with the test, or when it is killed."""
+    context, started = multiprocessing.get_context("spawn"), []
+
+    def start(name: str = "GPU-1"):
+        (held, theirs), (done, read) = context.Pipe(False), context.Pipe(False)[::-1]
+        process = context.Process(target=hold, args=(str(folder), name, theirs, read), daemon=True)
+        process.start()
+        started.append((process, done))
+        assert held.recv()
+        return process
+
+    yield start
+    for process, _ in started:
+        process.kill()
+        process.join()
+
+
+def had(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether this process gets a turn without patience."""
+    found = []
+    monkeypatch.setattr(turns, "PATIENCE", 0.0)
+    wait = turns._wait
+    monkeypatch.setattr(turns, "_wait", lambda gpu: found.append(wait(gpu)) or found[-1])
+    with turn("cuda"):
+        assert turns._held == 1
+    monkeypatch.setattr(turns, "_wait", wait)
+    return found[0] is not None
+
+
+def test_so_many_have_a_turn_and_the_next_when_one_dies(holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [holder() for _ in range(turns.AT_ONCE - 1)]
+    assert had(monkeypatch)
+    assert had(monkeypatch)  # it was given back
+    others.append(holder())
+    assert not had(monkeypatch)  # and went on without it
+    others[0].kill()
+    others[0].join()
+    assert had(monkeypatch)
+
+
+def test_every_gpu_has_its_own(holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(turns.AT_ONCE):
+        holder("GPU-2")
+    assert had(monkeypatch)
+
+
+def test_a_turn_within_a_turn_is_the_same(folder: Path) -> None:
+    with turn("cuda"):
+        files = sorted(folder.iterdir())
+        with turn("cuda"), turn("cuda"):
+            assert turns._held == 1
+        assert sorted(folder.iterdir()) == files
+    assert turns._held == 0
+
+
+def test_there_are_none_without_a_gpu(folder: Path) -> None:
+    with turn("cpu"):
+        assert turns._held == 0
+    assert list(folder.iterdir()) == []
+
+
+def test_a_turn_ends_where_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(turns.AT_ONCE + 1):
+        with pytest.raises(KeyError), turn("cuda"):
+            raise KeyError
+    assert had(monkeypatch)
+
+
+def test_where_nothing_can_be_written_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    assert turns._wait("GPU-1") is None
