@@ -18,8 +18,8 @@ from pathlib import Path
 from harness.gpus import VISIBLE
 from harness.spent import OTHER, spending
 
-AT_ONCE = 2
-"""Processes that have a turn on a GPU: while one launches, another computes."""
+AT_ONCE = 4
+"""Processes that have a turn on a GPU: while one launches, others compute."""
 PATIENCE = 0.5
 """Seconds that a process waits for its turn: whoever compiles a kernel in it holds nobody up for long."""
 _LOOK = 1e-3
