@@ -11,7 +11,6 @@ from harness.queue import Queue
 from harness.work import SMALL, home_of
 from harness.worker import Task
 
-
 LANES = 3
 
 

@@ -1,0 +1,91 @@
+"""What lies on one device and runs on another: every tensor is carried, and nothing else is touched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.backend import Backend, BackendError
+from harness.carry import carried, tensors_in
+from harness.case import Case
+from harness.operations.module_run import Step
+from harness.runner import run_case
+from harness.work import SMALL
+from reference import ops as reference
+from reference.recipes import recipe
+from tests.native.gpu import DEVICE, needs_gpu
+
+META = torch.device("meta")
+"""A device that every machine has."""
+
+
+def test_every_tensor_is_carried() -> None:
+    x = torch.zeros(32, 32)
+    q = reference.quantize(x, "nvfp4")
+    grouped = reference.quantize_grouped(x, torch.tensor([16, 16]), recipe("nvfp4"))
+    other = SimpleNamespace(codes=x, scales=x, amax=None, note="kept")
+    value = {"a": [x, (q, None)], "grouped": grouped, "other": other, "seed": (3, 5), "rule": recipe("nvfp4")}
+    there = carried(value, META)
+    # x; codes, scales, amax and tensor scale of q; those and sizes of the grouped one; codes and scales of the other.
+    assert len(list(tensors_in(value))) == len(list(tensors_in(there))) == 1 + 4 + 5 + 2
+    assert {tensor.device for tensor in tensors_in(there)} == {META}
+    assert {tensor.device.type for tensor in tensors_in(value)} == {"cpu"}
+    quantized = there["a"][1][0]
+    assert (type(quantized), quantized.recipe, quantized.shape) == (type(q), q.recipe, q.shape)
+    assert type(there["a"]) is list
+    assert there["seed"] == (3, 5)
+    assert there["rule"] is value["rule"]
+    assert there["other"]["amax"] is None
+
+
+def test_a_step_is_carried_whole() -> None:
+    x = torch.zeros(4, 4)
+    step = Step(2, x, x, {"weight": x}, {"weight": x}, {"y": [x, {"codes": x, "swizzled": False}]}, {"weight": None})
+    there = step.at(META)
+    held = [there.x, there.dy, there.parameters, there.before, there.seen]
+    assert {tensor.device for tensor in tensors_in(held)} == {META}
+    assert there.number == 2
+    assert there.seen["y"][1]["swizzled"] is False
+    assert there.early == {"weight": None}
+
+
+def test_a_backend_is_given_what_lies_where_it_runs() -> None:
+    seen = []
+
+    def transform(x, rule, *, scale=None):
+        seen.extend([x.device, scale.device])
+        return torch.zeros(2, 2)
+
+    doors = Backend("b", SimpleNamespace(transform=transform), device=META)
+    with pytest.raises(BackendError, match="transform gave a tensor on cpu; its input is on meta"):
+        doors.call("transform", torch.ones(2, 2), recipe("nvfp4-rht"), scale=torch.ones(1))
+    assert seen == [META, META]
+    there = torch.ones(2, 2, device=META)
+    assert doors.call("transform", there, recipe("nvfp4-rht"), scale=there).device.type == "cpu"  # as it gave it
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("quantize", "nvfp4-rht", (64, 128), "bf16", "outliers", ("both", "swizzled")),
+        Case("quantize", "nvfp4-sr", (64, 128), "bf16", "normal", ("strided", "words")),
+        Case("gemm", "mxfp8-e4m3", (48, 160, 32), "bf16xbf16-fp32", "rounding", ("nt", "accumulate", "bias")),
+        Case("gemm-grouped", "nvfp4", (96, 64, 32), "bf16xbf16-fp32", "normal", ("rows:17,0,79", "padded")),
+        Case("update-scale", "fp8-delayed-e4m3", (16, 3), "", "amaxes"),
+        Case("linear", "NVFP4BlockScaling", (2, 16, 64, 96), "bf16", "normal", ("steps:2", "accumulate", "recompute")),
+    ],
+    ids=lambda case: case.id,
+)
+def test_a_case_is_the_same_wherever_it_is_judged(case, monkeypatch) -> None:
+    from harness.backend import load_backend
+
+    records = []
+    for small in (SMALL, 0):
+        monkeypatch.setattr("harness.work.SMALL", small)
+        records.append(run_case(case, load_backend("native", DEVICE), device=DEVICE).to_dict())
+    here, there = ({n: v for n, v in r.items() if not n.startswith(("seconds", "bytes"))} for r in records)
+    assert here == there
+    assert here["verdict"] == "pass"
