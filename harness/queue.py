@@ -9,9 +9,9 @@ from harness.turns import AT_ONCE
 from harness.work import home_of, work
 from harness.worker import Task
 
-LANES = 2 * AT_ONCE
-"""Tasks that are judged on a GPU at once: those that have a turn, and as many that make their inputs or digests. The
-other processes judge small ones on the CPU."""
+LANES = 3 * AT_ONCE
+"""Tasks that are judged on a GPU at once: those that have a turn, and those that make inputs and digests. The other
+processes judge small ones on the CPU."""
 
 
 class Queue:

@@ -7,8 +7,9 @@ import math
 from harness.case import Case
 from harness.parameters import layers_of
 
-SMALL = 1 << 24
-"""Work, in elements, below which a case of a GPU is judged on the CPU (`home_of`)."""
+SMALL, SMALL_MODULE = 1 << 24, 1 << 28
+"""Work, in elements, below which a case of a GPU is judged on the CPU (`home_of`): of an operation, and of a module,
+whose many stages are more launches for as much work."""
 SECTION = 1 << 12
 """Work of one more section, in elements: measured, 1.6 ms beside 0.4 µs an element."""
 
@@ -35,4 +36,4 @@ def home_of(case: Case, device: str) -> str:
 
     Judging a small case is a thousand small kernels, and of several processes one at a time has the GPU.
     """
-    return "cpu" if work(case) < SMALL else device
+    return "cpu" if work(case) < (SMALL_MODULE if case.is_module else SMALL) else device

@@ -85,6 +85,7 @@ def test_a_case_is_the_same_wherever_it_is_judged(case, monkeypatch) -> None:
     records = []
     for small in (SMALL, 0):
         monkeypatch.setattr("harness.work.SMALL", small)
+        monkeypatch.setattr("harness.work.SMALL_MODULE", small)
         records.append(run_case(case, load_backend("native", DEVICE), device=DEVICE).to_dict())
     here, there = ({n: v for n, v in r.items() if not n.startswith(("seconds", "bytes"))} for r in records)
     assert here == there
