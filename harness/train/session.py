@@ -182,8 +182,16 @@ def run_tasks(
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Within the context SIGTERM is an interrupt: what a time limit or a scheduler ends keeps what it has."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Within the context the first SIGTERM is an interrupt: what a time limit or a scheduler ends keeps what it has.
+
+    Others do nothing: `timeout` sends two, to the process and to its group.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
@@ -207,26 +215,26 @@ def run_session(tasks: Sequence[Task], directory: Path, *, workers: int, console
     first = tasks[0]
     environment = describe_run(backend=first.backend, device=first.device, seed=first.seed)
     entropy = corpus.make(first.seed).entropy
-    with progress_bar(console) as progress:
-        bar = progress.add_task("training", total=sum(task.steps for task in tasks))
+    with terminated_as_interrupted():
+        with progress_bar(console) as progress:
+            bar = progress.add_task("training", total=sum(task.steps for task in tasks))
 
-        def on_step(training: Training) -> None:
-            step = training.steps[-1]
-            words = f"{report.name(training)}: step {len(training.steps)}, loss {step.loss:.3f}"
-            progress.update(bar, advance=1, description=words)
+            def on_step(training: Training) -> None:
+                step = training.steps[-1]
+                words = f"{report.name(training)}: step {len(training.steps)}, loss {step.loss:.3f}"
+                progress.update(bar, advance=1, description=words)
 
-        def on_end(training: Training, found: list[Training]) -> None:
-            if not console.is_terminal:
-                console.print(report.line(training), markup=False, highlight=False, soft_wrap=True)
-            report.write(found, environment, entropy, directory)
+            def on_end(training: Training, found: list[Training]) -> None:
+                if not console.is_terminal:
+                    console.print(report.line(training), markup=False, highlight=False, soft_wrap=True)
+                report.write(found, environment, entropy, directory)
 
-        with terminated_as_interrupted():
             found = run_tasks(tasks, workers, on_step, on_end)
-    report.print_result(found, entropy, console)
-    page = report.write(found, environment, entropy, directory)
-    passed = all(one.passed(entropy) for one in found)
-    words = f"{report.sentence(found, entropy)}; {time.monotonic() - started:.1f} s; report: {page}"
-    console.print(words, markup=False, highlight=False, soft_wrap=True, style="" if passed else "bold red")
+        report.print_result(found, entropy, console)
+        page = report.write(found, environment, entropy, directory)
+        passed = all(one.passed(entropy) for one in found)
+        words = f"{report.sentence(found, entropy)}; {time.monotonic() - started:.1f} s; report: {page}"
+        console.print(words, markup=False, highlight=False, soft_wrap=True, style="" if passed else "bold red")
     return passed
 
 

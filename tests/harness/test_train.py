@@ -146,7 +146,7 @@ def test_what_has_ended_is_said_and_kept_at_once_and_a_sigterm_loses_nothing(
 
     def write(found: list[session.Training], *given: Any) -> Path:
         kept.append([(len(one.steps), one.error) for one in found])
-        if len(kept) == 1:
+        if len(kept) <= 2:  # the second time the last report is being written
             os.kill(os.getpid(), signal.SIGTERM)
         return report_write(found, *given)
 
