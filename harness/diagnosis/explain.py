@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.diagnosis.decoding import decoding_explanations
 from harness.diagnosis.explanation import Explanation
+from harness.diagnosis.formulas import formula_explanations
 from harness.diagnosis.fusing import fusing_explanations
 from harness.diagnosis.memory import memory_explanations
 from harness.diagnosis.moving import moving_explanations
@@ -27,5 +28,6 @@ def explain(outcome: Outcome, tried: Tried) -> list[Explanation]:
     found += fusing_explanations(outcome, wrong)
     found += product_explanations(outcome, wrong, tried)
     found += moving_explanations(outcome, wrong)
+    found += formula_explanations(outcome, wrong)
     found += decoding_explanations(outcome, wrong, tried)
     return [*found, *signatures(outcome, wrong)]

@@ -14,7 +14,7 @@ from harness.checks.stage import StageResult, merged
 from harness.operations.delayed import history_stage, scale_stage
 from harness.operations.high_precision import bounded_stage
 from harness.operations.module_run import Plan, Step
-from harness.operations.outcome import Moved, Outcome, Product
+from harness.operations.outcome import Formula, Moved, Outcome, Product
 from harness.operations.product import output_stage
 from harness.operations.quantize import columnwise_subject
 from harness.operations.stages import Subject, quantize_stages
@@ -78,16 +78,21 @@ class Ground:
             raise BackendError(f"the module reported {name} as {what}, not as a tensor of shape {shape}")
         return found.reshape(shape)
 
-    def high_precision(self, name: str, shape: tuple[int, ...], expected: Bounded | None) -> torch.Tensor | None:
+    def high_precision(
+        self, name: str, shape: tuple[int, ...], expected: Bounded | None, formula: str = "", **given: Any
+    ) -> torch.Tensor | None:
         """Judge a reported tensor of what stays in high precision, and give it; None where it was not reported.
 
-        `expected` is None where what it is made of was not reported.
+        `expected` is None where what it is made of was not reported. `formula`, and what it is `given`: for those who
+        look for a wrong one (`harness.diagnosis.formulas`).
         """
         found = self.tensor(name, shape)
         if found is not None and expected is not None:
             self.outcome.stages.append(
                 bounded_stage(self.stage(name), found, expected, self.plan.dtype, figures=self.figures)
             )
+            if formula and self.outcome.formula is None and not self.outcome.stages[-1].right:
+                self.outcome.formula = Formula(formula, self.stage(name), given, found)
         elif expected is None:
             self.unseen[name] = None
         return found

@@ -22,7 +22,8 @@ class NormStages:
         self._x = x
         gamma, beta = self._parameters
         expected = None if x is None else norm_forward(x, gamma, beta, self.layer.norm, self.ground.plan.eps)  # type: ignore[arg-type]
-        normalized = self.ground.high_precision(f"{self.layer.prefix}norm", self._shape, expected)
+        given = {"x": x, "gamma": gamma, "added": beta, "kind": self.layer.norm, "eps": self.ground.plan.eps}
+        normalized = self.ground.high_precision(f"{self.layer.prefix}norm", self._shape, expected, "norm", **given)
         return self.linear.forward(normalized)
 
     def backward(self, dy: torch.Tensor | None) -> torch.Tensor | None:

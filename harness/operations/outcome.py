@@ -49,6 +49,19 @@ class Moved:
 
 
 @dataclass
+class Formula:
+    """What stays in high precision in a module: the first tensor of it that is wrong."""
+
+    name: str
+    """Of the formula: norm, gelu, attention or residual."""
+    stage: str
+    given: dict[str, Any]
+    """Its arguments, by name."""
+    found: torch.Tensor
+    """What the kernel gave, (M, N)."""
+
+
+@dataclass
 class Outcome:
     """Stages in order, the backend's bytes, and its values beside the reference's."""
 
@@ -64,6 +77,7 @@ class Outcome:
     judged: list[Judged] = field(default_factory=list)
     """Every quantized matrix: halves, sections, operands."""
     moved: Moved | None = None
+    formula: Formula | None = None
     ends: tuple[torch.Tensor, torch.Tensor] | None = None
     """Of a transform whose order of summation is free: the least and the greatest right output."""
     accuracy: list[dict[str, Any]] = field(default_factory=list)

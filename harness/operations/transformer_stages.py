@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from harness.oracle import attention_backward, attention_forward, gelu_backward,
 from reference.bounded import Bounded
 
 Matrix = torch.Tensor | None
+_ARGUMENTS = {"gelu": ("x",), "residual": ("a", "b")}
+"""Of wrong formulas, by the names that `harness.diagnosis.formulas` has for them."""
 
 
 class TransformerStages:
@@ -33,12 +36,13 @@ class TransformerStages:
     def forward(self, x: Matrix) -> Matrix:
         """Judge the forward of `x` (B·S, hidden); gives y."""
         qkv = self.qkv.forward(x)
-        attended = self._between("attention", lambda given: self._joined(attention_forward(*self._heads(given))), qkv)
-        h = self._between("h", residual_sum, x, self.proj.forward(attended))
+        attended = self._between("attention", self._attention, qkv, wrong="attention")
+        h = self._between("h", residual_sum, x, self.proj.forward(attended), wrong="residual", others={})
         inner = self.fc1.forward(h)
-        activated = self._between("gelu", gelu_forward, inner, width=self.ground.plan.layers[2].outer)
+        activated = self._between("gelu", gelu_forward, inner, width=self.ground.plan.layers[2].outer, wrong="gelu")
         self._saved = {"qkv": qkv, "h": h, "fc1": inner}
-        return self._between("y", residual_sum, h, self.fc2.forward(activated))
+        others = {} if x is None else {"the layer's input": x}
+        return self._between("y", residual_sum, h, self.fc2.forward(activated), wrong="residual", others=others)
 
     def backward(self, dy: Matrix) -> Matrix:
         """Judge the backward of `dy` (B·S, hidden); gives dx."""
@@ -54,11 +58,30 @@ class TransformerStages:
         """Judge the end of the step of every layer."""
         return {layer.layer.prefix: layer.end() for layer in (self.qkv, self.proj, self.fc1, self.fc2)}
 
-    def _between(self, name: str, formula: Callable[..., Bounded], *given: Matrix, width: int = 0) -> Matrix:
-        """Judge what stays in high precision: a formula of what was reported, where all of it was."""
+    def _between(
+        self,
+        name: str,
+        formula: Callable[..., Bounded],
+        *given: Matrix,
+        width: int = 0,
+        wrong: str = "",
+        **more: Any,
+    ) -> Matrix:
+        """Judge what stays in high precision: a formula of what was reported, where all of it was.
+
+        `wrong`: which wrong formulas to look for, where it is wrong, which take `more` than it does.
+        """
         known = all(one is not None for one in given)
         shape = (self.batch * self.sequence, width or self.hidden)
-        return self.ground.high_precision(name, shape, formula(*given) if known else None)
+        if not known:
+            return self.ground.high_precision(name, shape, None)
+        names: dict[str, Any] = dict(zip(_ARGUMENTS.get(wrong, ()), given, strict=False))
+        if wrong == "attention":
+            names = dict(zip("qkv", self._heads(given[0]), strict=True))  # type: ignore[arg-type]
+        return self.ground.high_precision(name, shape, formula(*given), wrong, **names, **more)
+
+    def _attention(self, qkv: torch.Tensor) -> Bounded:
+        return self._joined(attention_forward(*self._heads(qkv)))
 
     def _heads(self, qkv: torch.Tensor) -> list[torch.Tensor]:
         """q, k and v (B, heads, S, d) of (B·S, 3·hidden)."""
