@@ -31,6 +31,7 @@ KERNELS = {
     "gemm_nvfp4": ("gemm_nvfp4", "gemm_grouped_nvfp4"),
     "gemm_mx": ("gemm_mx", "gemm_grouped_mx"),
     "gemm_fp8": tuple(f"gemm{grouped}_fp8_{scales}" for grouped in ("", "_grouped") for scales in ("block", "tensor")),
+    "gemm_skinny": ("gemm_skinny_nvfp4", "gemm_skinny_mx"),
     "gemm_quantized_nvfp4": ("gemm_quantized_nvfp4",),
     "gemm_quantized_mx": ("gemm_quantized_mx",),
     "gemm_quantized_fp8": ("gemm_quantized_fp8_block", "gemm_quantized_fp8_tensor"),

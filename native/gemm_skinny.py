@@ -1,0 +1,59 @@
+"""Products of a few rows by kernels/gemm_skinny.cu, which reads the other operand once and decodes it in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from native.arguments import blocks_for
+from native.launch import Argument, launch
+from reference.formats import E4M3
+from reference.quantized import Quantized
+
+_TOKENS, _ROWS, _THREADS = 16, 32, 256
+"""Rows of a and of b that a block makes, and its threads."""
+_COLUMNS = {"nvfp4": 128, "mx": 64}
+"""K is a multiple of them; a rule that is not here has no such kernel."""
+_CODES_ALIGNMENT, _SCALES_ALIGNMENT = 16, 2
+"""Bytes."""
+
+
+def takes(a: Quantized, b: Quantized, rule: str) -> bool:
+    """Whether the kernels can make the product (M, K) by (N, K) of a rule (`native.operands.rule_of`)."""
+    if rule not in _COLUMNS or a.shape[1] % _COLUMNS[rule] or not a.shape[1]:
+        return False
+    return all(_taken(q, rule) for q in (a, b))
+
+
+def _taken(q: Quantized, rule: str) -> bool:
+    if q.transposed or q.swizzled or (rule == "mx" and q.recipe.element is not E4M3):
+        return False
+    return q.codes.data_ptr() % _CODES_ALIGNMENT == 0 and q.scales.data_ptr() % _SCALES_ALIGNMENT == 0
+
+
+def multiply(
+    rule: str,
+    shape: tuple[int, int, int],
+    operands: Sequence[Argument],
+    factors: Sequence[Argument],
+    ends: Sequence[Argument],
+) -> None:
+    """The product of operands that `takes` takes, to its output.
+
+    `shape`: M, N and K. `operands` and `factors`: what `product_arguments` gave; `ends`: c, bias, the output and what
+    `epilogue` gave.
+    """
+    m, n, _ = shape
+    if m == 0 or n == 0:
+        return
+    a_codes, a_scales, _, _, b_codes, b_scales, _, _ = operands
+    assert isinstance(a_codes, torch.Tensor)
+    launch(
+        "gemm_skinny",
+        f"gemm_skinny_{rule}",
+        (blocks_for(m, _TOKENS), blocks_for(n, _ROWS)),
+        (_THREADS,),
+        (a_codes, a_scales, b_codes, b_scales, *ends, *factors),
+        device=a_codes.device,
+    )

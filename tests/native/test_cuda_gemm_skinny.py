@@ -1,0 +1,50 @@
+"""Products of a few rows on a GPU: the declared order, which is a CPU's, and what any order can give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.checks.bound import within
+from native import ops
+from reference.bounds import bounds
+from reference.summation import Summation
+from tests.native import skinny
+from tests.native.gpu import DEVICE, needs_gpu
+from tests.native.guards import guarded_outputs
+from tests.native.samples import assert_equal, matrix, to
+from tests.native.test_gemm_skinny import FP32, SHAPES, one_element, operands
+
+pytestmark = needs_gpu
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp8-e4m3"])
+def test_sums_are_in_the_declared_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for m, n, k in SHAPES:
+        a, b = operands(name, m, n, k)
+        bias = matrix("normal", 1, n, FP32).view(n)
+        with guarded_outputs(monkeypatch):
+            y = skinny.product(to(a, DEVICE), to(b, DEVICE), out_dtype=FP32, bias=bias.to(DEVICE))
+        assert_equal(y, skinny.gemm(a, b, out_dtype=FP32, bias=bias))
+
+
+def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it() -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    for name, codes, scales in (
+        ("mxfp8-e4m3", every, torch.full((256,), 127, dtype=torch.uint8)),
+        ("mxfp8-e4m3", torch.full((256,), 0x39, dtype=torch.uint8), every),
+        ("nvfp4", every[:16].repeat(16), torch.full((256,), 0x38, dtype=torch.uint8)),
+        ("nvfp4", torch.full((256,), 0x7, dtype=torch.uint8), every),
+    ):
+        q = one_element(name, codes, scales)
+        assert_equal(skinny.product(to(q, DEVICE), to(q, DEVICE), out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 8192, 8192), (64, 1000, 4096)], ids=str)
+def test_large_ones_are_within_what_any_order_can_give(name: str, m: int, n: int, k: int) -> None:
+    a, b = (ops.quantize(torch.randn(rows, k, device=DEVICE), name) for rows in (m, n))
+    limits = bounds(a, b, out_dtype=torch.bfloat16, order=Summation(None, truncates=True))
+    first, second = (skinny.product(a, b, out_dtype=torch.bfloat16) for _ in range(2))
+    assert bool(within(first, limits).all())
+    assert torch.equal(first, second)

@@ -1,0 +1,152 @@
+"""Products of a few rows on a CPU: the declared order bit for bit, whole value sets, and what is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.checks.bound import within
+from native import gemm_skinny, ops
+from native.operands import rule_of
+from native.ops import Quantized, recipe
+from reference.bounds import bounds
+from reference.summation import Summation
+from tests.native import skinny
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.launching import Source
+from tests.native.operands import lattice, operand, random_operand, stored_swizzled, stored_transposed
+from tests.native.samples import DTYPES, assert_equal, matrix
+from tests.native.test_orders import TEXTS, lost, seen_in_orders
+
+FP32 = torch.float32
+SHAPES = [(16, 32, 128), (7, 40, 1280), (33, 70, 256), (1, 1, 128)]
+"""M, N and K: whole tiles, tails of both, more chunks than warps."""
+
+
+def spread(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Blocks of 32 of very different size, so that sums round."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-8, 8, (rows, columns // 32, 1), generator=generator)
+    numbers = torch.randn(rows, columns // 32, 32, generator=generator)
+    return (numbers * 2.0**powers).view(rows, columns)
+
+
+def operands(name: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
+    if name == "mxfp8-e4m3":
+        return random_operand(name, m, k, seed=1), random_operand(name, n, k, seed=2)
+    return ops.quantize(spread(m, k, 1), "nvfp4"), ops.quantize(spread(n, k, 2), name)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp8-e4m3"])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
+def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> None:
+    a, b = operands(name, m, n, k)
+    c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
+    for number, added in enumerate(({}, {"c": c}, {"bias": bias}, {"c": c, "bias": bias})):
+        dtype = DTYPES[number % 3]
+        assert_equal(skinny.product(a, b, out_dtype=dtype, **added), skinny.gemm(a, b, out_dtype=dtype, **added))
+
+
+def test_it_is_within_what_any_order_of_a_truncating_accumulator_can_give() -> None:
+    """Which is narrow enough to see a row of wrong scales."""
+    for name in ("nvfp4", "mxfp8-e4m3"):
+        a, b = operands(name, 16, 32, 1280)
+        limits = bounds(a, b, out_dtype=FP32, order=Summation(None, truncates=True))
+        assert bool(within(skinny.product(a, b, out_dtype=FP32), limits).all())
+        scales = b.scales.clone()
+        scales[5] ^= 1
+        other = skinny.product(a, replace(b, scales=scales), out_dtype=FP32)
+        assert not bool(within(other, limits)[:, 5].all())
+        assert bool(within(other, limits)[:, 6].all())
+
+
+def test_where_no_order_rounds_it_gives_the_bits_of_the_portable_kernels() -> None:
+    a, b = lattice("mxfp8-e4m3", 20, 256, seed=1), lattice("mxfp8-e4m3", 40, 256, seed=2)
+    assert_equal(skinny.product(a, b, out_dtype=FP32), ops.gemm(a, b, out_dtype=FP32))
+    a, b = (ops.quantize(torch.randn(rows, 384), "nvfp4") for rows in (16, 33))
+    assert bool(bounds(a, b, out_dtype=torch.bfloat16).exact.all())
+    assert_equal(skinny.product(a, b, out_dtype=torch.bfloat16), ops.gemm(a, b, out_dtype=torch.bfloat16))
+
+
+def one_element(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
+    """A row for each code and scale: the code is its second element, the others are 0."""
+    r = recipe(name)
+    whole = torch.zeros(len(codes), 128, dtype=torch.uint8)
+    whole[:, 1] = codes
+    found = operand(whole, scales.unsqueeze(1).repeat(1, 128 // r.block[1]), r)
+    return found if r.scale.name == "E8M0" else replace(found, tensor_scale=None)
+
+
+def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it() -> None:
+    """What is no number, and what is below or above the numbers of float32, too."""
+    every = torch.arange(256, dtype=torch.uint8)
+    cases = [
+        ("mxfp8-e4m3", every, torch.full((256,), 127, dtype=torch.uint8)),
+        ("mxfp8-e4m3", torch.full((256,), 0x39, dtype=torch.uint8), every),
+        ("nvfp4", every[:16].repeat(16), torch.full((256,), 0x38, dtype=torch.uint8)),
+        ("nvfp4", torch.full((256,), 0x7, dtype=torch.uint8), every),
+    ]  # fmt: skip
+    for name, codes, scales in cases:
+        q = one_element(name, codes, scales)
+        assert_equal(skinny.product(q, q, out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
+
+
+def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvfp4", "mxfp8-e4m3"):
+        a, b = operands(name, 5, 35, 128)
+        right = skinny.product(a, b, out_dtype=FP32)
+        inside = [replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in (a, b)]
+        with guarded_outputs(monkeypatch):
+            assert_equal(skinny.product(*inside, out_dtype=FP32), right)
+
+
+def test_empty_products_are_empty() -> None:
+    a, b = operands("mxfp8-e4m3", 3, 5, 128)
+    none = replace(a, codes=a.codes[:0], scales=a.scales[:0], shape=(0, 128))
+    assert skinny.product(none, b, out_dtype=FP32).shape == (0, 5)
+    assert skinny.product(a, none, out_dtype=FP32).shape == (3, 0)
+
+
+def test_what_is_taken() -> None:
+    def taken(a: Quantized, b: Quantized | None = None) -> bool:
+        b = a if b is None else b
+        return gemm_skinny.takes(a, b, rule_of(a.recipe, b.recipe))
+
+    mx, nvfp4 = random_operand("mxfp8-e4m3", 4, 64), ops.quantize(torch.randn(4, 128), "nvfp4")
+    assert taken(mx)
+    assert taken(nvfp4)
+    assert not taken(random_operand("mxfp8-e4m3", 4, 96))
+    assert not taken(ops.quantize(torch.randn(4, 64), "nvfp4"))
+    assert not taken(random_operand("mxfp8-e4m3", 4, 0))
+    assert not taken(random_operand("mxfp8-e5m2", 4, 64))
+    assert not taken(mx, random_operand("mxfp4", 4, 64))
+    assert not taken(random_operand("fp8-block-1x128-e4m3", 4, 128))
+    assert not taken(mx, stored_transposed(mx))
+    assert not taken(stored_swizzled(nvfp4), nvfp4)
+    for part, by in (("codes", 8), ("scales", 1)):
+        whole = getattr(nvfp4, part)
+        buffer = torch.zeros(whole.nbytes + 16, dtype=torch.uint8)
+        moved = buffer[by : by + whole.nbytes].view(whole.shape).copy_(whole)
+        assert not taken(replace(nvfp4, **{part: moved}))
+
+
+def test_every_order_of_threads_gives_the_same_bits() -> None:
+    for name in ("nvfp4", "mxfp8-e4m3"):
+        a, b = operands(name, 20, 33, 256)
+        seen = seen_in_orders(lambda real, a=a, b=b: iter([skinny.product(a, b, out_dtype=FP32)]))  # type: ignore[misc]
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_lost_barrier_shows(which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TEXTS, "gemm_skinny", skinny_text := skinny.text())
+    inside = skinny_text[skinny_text.index("multiply_skinny(") :]
+    assert inside.count("__syncthreads();") == 2
+    before = skinny_text.count("__syncthreads();") - 2
+    a, b = operands("mxfp8-e4m3", 16, 32, 64)
+    others = operands("mxfp8-e4m3", 16, 32, 128)
+    with lost("gemm_skinny", "gemm_skinny", before + which, cuda_source, monkeypatch):
+        seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
+    assert len(seen) > 1
