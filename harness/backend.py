@@ -46,12 +46,15 @@ judged by their distribution (rule 4). What it can say of the sums of products (
     {"gemm": "tree"}               a balanced tree: 0 and 1, 2 and 3, then their sums, zeros up to a power of two
     {"gemm": "split-<n>"}          K in n equal slices of blocks, each as "blocks", then their sums in order
     {"gemm": "aligned-<F>-<W>"}    a tensor core's: W products aligned to the largest, cut off behind F bits; -<P>
-                                   behind it where sums of P columns are moved to a float32 accumulator
+                                   behind it where sums of P columns are moved to a float32 accumulator; decoded-
+                                   before it where operands are decoded to bfloat16 first
     {"accumulator": "truncating"}  additions round to either neighbour, as those that truncate do
     {"subnormals": "flushed"}      float32 numbers below 2^-126 may become 0
 
 An order narrows what is right (tier 1; to the very bits of a tensor core's); without one any order is (tier 2). The
-other two widen it.
+other two widen it. Where not all products are added in one order, it may have `gemm_order(a, b)`: the order of the
+product of two Quantized operands, or of two lists of them, those of the sections of a grouped product, by such a name,
+or None; then what it declares of "gemm" is not asked for.
 """
 
 from __future__ import annotations
@@ -236,6 +239,19 @@ class Backend:
         options = _given(c=c, bias=bias, scale=scale)
         result = self.call("gemm_quantized", a, b, recipe, out_dtype=out_dtype, **options)
         return as_quantized(result, a.codes, recipe, shape=(a.shape[0], b.shape[0]), door="gemm_quantized")
+
+    def gemm_order(self, a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quantized]) -> str | None:
+        """The order in which it adds the products of operands, or of those of all sections; None for any.
+
+        It is asked on its own device, wherever the operands lie. Raises BackendError where it names none that there is.
+        """
+        if not self.has("gemm_order"):
+            return self.declares.get("gemm")
+        order: str | None = self.call("gemm_order", a, b)
+        if order is not None and not is_order(order):
+            names = ", ".join(map(repr, ORDERS))
+            raise BackendError(f"gemm_order gave {order!r}; the order of a sum is {names}, or None for any")
+        return order
 
     def update_scale(
         self, history: torch.Tensor, scale: torch.Tensor, recipe: Recipe

@@ -29,6 +29,10 @@ class Factors:
         """Some columns."""
         return Factors(self.values[:, columns], self.powers[:, columns])
 
+    def decoded(self) -> Factors:
+        """The same as normal numbers of a format whose exponents reach that far."""
+        return Factors(self.values, _power(self.values))
+
 
 def of_elements(values: torch.Tensor, fmt: Format) -> Factors:
     """Elements of a format, without scales; what is not finite is 0."""
@@ -51,7 +55,8 @@ def aligned_sum(left: Factors, right: Factors, model: Alignment, exact: torch.Te
     `model.width` products, which are exact, and the accumulator are aligned to the largest exponent among them, that of
     a product being the sum of its factors', and are cut off behind `model.fraction` bits. They are added without a
     rounding, and the sum is cut off behind as many bits, or float32's. With `model.promoted` the accumulator begins
-    anew with 0 after so many columns, and each is added to a float32 sum, rounded to nearest. Factors are 0 or from
+    anew with 0 after so many columns, and each is added to a float32 sum, rounded to nearest. With `model.decoded` no
+    factor is subnormal: elements and scales were multiplied to numbers of a wider format. Factors are 0 or from
     2^-200 to 2^200. Where `exact` (M, N), the sum of IEEE 754, is not finite, that is the result.
 
     Source: tolerance.md, rule 2, tier 1, "a model of the hardware". An H200 showed what it leaves open: exponents of
@@ -59,6 +64,8 @@ def aligned_sum(left: Factors, right: Factors, model: Alignment, exact: torch.Te
     terms. With F = 13 and W = 32 all bits of torch._scaled_mm of E4M3, and of E5M2 by E4M3, are these; without
     `use_fast_accum` with P = 128.
     """
+    if model.decoded:
+        left, right = left.decoded(), right.decoded()
     columns = left.values.shape[1]
     out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
     whole = model.promoted or max(1, columns)

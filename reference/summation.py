@@ -16,10 +16,12 @@ TINY = 2.0**-126
 LAST_BITS = (1 << 29) - 1
 """Those of a float64 number that float32 has not."""
 
-ORDERS = ("sequential", "blocks", "tree", "split-<n>", "aligned-<F>-<W>", "aligned-<F>-<W>-<P>")
+ORDERS = (
+    "sequential", "blocks", "tree", "split-<n>", "aligned-<F>-<W>", "aligned-<F>-<W>-<P>", "decoded-aligned-<F>-<W>",
+)  # fmt: skip
 """Orders of summation by name, a number in place of each <letter>: `Summation.order` says what they mean."""
 _SPLIT = re.compile(r"split-([1-9]\d{0,3})")
-_ALIGNED = re.compile(r"aligned-([1-9]\d?)-([1-9]\d{0,3})(?:-([1-9]\d{0,5}))?")
+_ALIGNED = re.compile(r"(?:(decoded)-)?aligned-([1-9]\d?)-([1-9]\d{0,3})(?(1)|(?:-([1-9]\d{0,5}))?)")
 # A sum of W products and an accumulator, in units of the last bit kept, is a float64 number: each is below 2^(F + 2).
 _FLOAT64_BITS = 53
 
@@ -34,6 +36,8 @@ class Alignment:
     """Products that are added at a time."""
     promoted: int | None
     """Columns whose sum is moved to a float32 accumulator of its own; None where none is."""
+    decoded: bool = False
+    """Whether factors are decoded, with the scales of their blocks, to floating-point numbers before."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Summation:
     zeros to a power of two; neighbours are added, 0 to 1, 2 to 3, then their sums, until one is left. "split-<n>": the
     blocks are cut into n slices of ⌈blocks/n⌉, columns where one scale holds for all of K, the last ones shorter or
     empty; each is summed as "blocks", and their sums are added in order. "aligned-<F>-<W>" and "aligned-<F>-<W>-<P>":
-    a tensor core, whose bits are simulated: `reference.aligned`.
+    a tensor core, whose bits are simulated: `reference.aligned`. "decoded-aligned-<F>-<W>": one that is given elements
+    times the scales of their blocks as bfloat16 numbers, which are normalised.
 
     FP8 with scales of blocks has its sums of blocks P promoted by y = fma(fl(P·s_a), s_b, y), in order of K, in each of
     these orders: they say how P is summed, and "split-<n>" cuts the chain of y, whose parts are added in order.
@@ -107,8 +112,8 @@ class Summation:
         found = _ALIGNED.fullmatch(self.order or "")
         if not found:
             return None
-        fraction, width, promoted = found.groups()
-        return Alignment(int(fraction), int(width), int(promoted) if promoted else None)
+        decoded, fraction, width, promoted = found.groups()
+        return Alignment(int(fraction), int(width), int(promoted) if promoted else None, decoded is not None)
 
 
 def is_order(name: object) -> bool:

@@ -245,7 +245,7 @@ def _gemm(task: Task, inputs: Inputs) -> Prepared:
     a, b = (native.quantize(matrix, task.recipe) for matrix in (x, w))
     cpu = inputs.device.type != "cuda"
     out_dtype = torch.float32 if cpu else torch.bfloat16
-    order = order_of(load_backend("native", inputs.device.type))
+    order = order_of(load_backend("native", inputs.device.type), a, b)
     return Prepared(
         {
             "native": [partial(native.gemm, a, b, out_dtype=out_dtype)],
@@ -266,7 +266,7 @@ def _gemm_grouped(task: Task, inputs: Inputs) -> Prepared:
     pairs = list(zip(a.sections(), b, strict=True))
     cpu = inputs.device.type != "cuda"
     out_dtype = torch.float32 if cpu else torch.bfloat16
-    order = order_of(load_backend("native", inputs.device.type))
+    order = order_of(load_backend("native", inputs.device.type), [one for one, _ in pairs], b)
     return Prepared(
         {
             "native": [partial(native.gemm_grouped, a, b, out_dtype=out_dtype)],

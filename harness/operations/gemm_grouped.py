@@ -47,7 +47,7 @@ def judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
 
     outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, given, call)
     add_protection(outcome, protection)
-    add_grouped_output(outcome, outputs["output"], sections, matrices, inputs, order_of(backend))
+    add_grouped_output(outcome, outputs["output"], sections, matrices, inputs, order_of(backend, sections, matrices))
     add_end_to_end(outcome, [(a.own, b.own) for a, b in zip(x, w, strict=True)])
     operands = {name: tensor for name, tensor in given.items() if name.endswith((".codes", ".scales"))}
     outcome.outputs = {**operands, **outputs}

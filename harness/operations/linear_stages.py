@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from harness.operations.delayed import history_stage, scale_stage
 from harness.operations.high_precision import bounded_stage
 from harness.operations.module_run import Plan, Step
 from harness.operations.outcome import Formula, Moved, Outcome, Product
-from harness.operations.product import output_stage
+from harness.operations.product import Operands, output_stage
 from harness.operations.quantize import columnwise_subject
 from harness.operations.stages import Subject, quantize_stages
 from harness.oracle import bounds, column_sum
@@ -44,8 +44,8 @@ class Ground:
     plan: Plan
     step: Step
     outcome: Outcome
-    order: Summation
-    """What the backend declares of its sums."""
+    order: Callable[[Operands, Operands], Summation]
+    """What the backend declares of the sums of a product."""
     free: bool = False
     """Whether the order in which its rotation adds is free."""
     own: bool = False
@@ -315,10 +315,10 @@ class LinearStages:
             self.ground.unseen[self.layer.prefix + name] = None
             return
         stages = []
+        order = self.ground.order(a, b) if self.layer.groups else self.ground.order(a[0], b[0])
         for number, (left, right, part) in enumerate(zip(a, b, torch.split(found, self.sizes), strict=True)):
-            stages.append(
-                [self._product(name, left, right, part, self.plan.dtype, bias=None if bias is None else bias[number])]
-            )
+            added = None if bias is None else bias[number]
+            stages.append([self._product(name, left, right, part, order, self.plan.dtype, bias=added)])
         self._add(stages)
 
     def _product(
@@ -327,6 +327,7 @@ class LinearStages:
         a: Quantized,
         b: Quantized,
         output: torch.Tensor,
+        order: Summation,
         out_dtype: torch.dtype,
         *,
         c: torch.Tensor | None = None,
@@ -334,10 +335,8 @@ class LinearStages:
     ) -> StageResult:
         """Judge the rows of a @ b.T (+ c) (+ bias) that are in `output`, and keep them for a diagnosis."""
         ground, stage = self.ground, self._stage(name)
-        limits = _cut(bounds(a, b, out_dtype=out_dtype, c=c, bias=bias, order=ground.order), len(output))
-        ground.outcome.products.append(
-            Product(_first_rows(a, len(output)), b, c, bias, output, limits, ground.order, stage)
-        )
+        limits = _cut(bounds(a, b, out_dtype=out_dtype, c=c, bias=bias, order=order), len(output))
+        ground.outcome.products.append(Product(_first_rows(a, len(output)), b, c, bias, output, limits, order, stage))
         return output_stage(stage, output, limits, figures=ground.figures)
 
     def _weight_gradients(self, a: list[Quantized] | None, b: list[Quantized] | None) -> None:
@@ -351,9 +350,8 @@ class LinearStages:
                 stages.append([self._absent("dw", name, left.shape[0] * right.shape[0])])
                 continue
             c = self.step.before.get(name)
-            stage = self._product(
-                "dw", left, right, dw, torch.float32 if self.plan.accumulate else self.plan.dtype, c=c
-            )
+            out_dtype = torch.float32 if self.plan.accumulate else self.plan.dtype
+            stage = self._product("dw", left, right, dw, self.ground.order(left, right), out_dtype, c=c)
             early = self.step.early.get(name)
             if stage.right and early is not None and (c is None or not torch.equal(early, c)):
                 stage.mismatches, stage.sentence = dw.numel(), f"{name} has its gradient before backward_dw is called"

@@ -7,6 +7,7 @@ what those do is judged as anybody else's.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -107,7 +108,7 @@ class Judge:
 
     def __init__(self, plan: Plan, backend: Backend, outcome: Outcome) -> None:
         self.plan, self.outcome = plan, outcome
-        self.order, self.free = order_of(backend), rotates_freely(backend)
+        self.order, self.free = partial(order_of, backend), rotates_freely(backend)
         self.own = makes_own_bits(backend, plan.training.grad)
         self.unseen: dict[str, None] = {}
         """What was not reported in some step, and so not compared."""

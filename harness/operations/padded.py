@@ -39,7 +39,7 @@ def judge_padded(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     Stages: `padding` (x and zeros, byte for byte); those of quantize on the padded sections; `rows` (codes and scales
     of the rows that are no padding, equal to those that the backend gives x itself); the output of those rows, judged
     by the bounds of the unpadded product; `unpadding` (those rows and no other); and `unpadded`: the same bits as the
-    backend's own product of unpadded sections, where it declares its order, so that no other bits are right.
+    backend's own product of unpadded sections, where it declares one order of both, so that no other bits are right.
     """
     outcome = Outcome()
     rule, out_dtype = recipe(case.recipes[0]), TORCH_DTYPES[case.dtypes[2]]
@@ -67,7 +67,8 @@ def judge_padded(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     product, output = outputs["padded output"], outputs["output"]
     assert product is not None
     kept = product[rows]
-    add_grouped_output(outcome, kept, cut, matrices, inputs, order_of(backend))
+    order = order_of(backend, sections, matrices)
+    add_grouped_output(outcome, kept, cut, matrices, inputs, order)
     right = reference.pad_sections(inputs.x, sizes, rule)[0]
     own = [one.own for one in x] if torch.equal(padded, right) else own_sections(right, aligned, case, inputs)
     pairs = zip(own, case.sections, w, strict=True)
@@ -75,7 +76,7 @@ def judge_padded(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     assert outcome.moved is not None
     outcome.moved.found |= outputs
     outcome.stages.append(_same_output("unpadding", output, kept, "unpadded outputs"))
-    if order_of(backend).order is not None:
+    if order.order is not None and order == order_of(backend, cut, matrices):
         with suppress(Unsupported):  # a kernel may take aligned sections alone
             alone = grouped_product(
                 grouped_given(cut, matrices, inputs.c, inputs.bias), cut, matrices, backend, out_dtype

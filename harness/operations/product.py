@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from reference.bounds import Bounds
 from reference.quantized import Quantized
 from reference.summation import Summation
 
+Operands = Quantized | Sequence[Quantized]
+"""One side of a product, or that of every section of a grouped one."""
 
-def order_of(backend: Backend) -> Summation:
-    """What the backend declares of its sums: their order, their accumulator, subnormal numbers."""
+
+def order_of(backend: Backend, a: Operands, b: Operands) -> Summation:
+    """What the backend declares of the sums of a product: their order, their accumulator, subnormal numbers."""
     declared = backend.declares
     return Summation(
-        declared.get("gemm"),
+        backend.gemm_order(a, b),
         truncates=declared.get("accumulator") == "truncating",
         flushes=declared.get("subnormals") == "flushed",
     )
@@ -64,7 +68,7 @@ def judge_product(
 
     outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, operands_given(a, b, inputs), call)
     add_protection(outcome, protection)
-    order = order_of(backend)
+    order = order_of(backend, a, b)
     limits = bounds(a, b, out_dtype=out_dtype, c=inputs.c, bias=inputs.bias, order=order)
     output = outputs["output"]
     assert output is not None

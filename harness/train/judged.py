@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Watched:
         step = Step(step.number, on_host(x), on_host(y.grad), on_host(step.parameters), seen=on_host(step.seen))
         own = makes_own_bits(self.backend, self.plan.training.grad)
         ground = Ground(
-            self.plan, step, Outcome(), order_of(self.backend), free=rotates_freely(self.backend), own=own,
+            self.plan, step, Outcome(), partial(order_of, self.backend), free=rotates_freely(self.backend), own=own,
             figures=False,
         )  # fmt: skip
         stages = TransformerStages(ground, self._states)

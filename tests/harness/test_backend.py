@@ -388,7 +388,8 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
 
 DECLARED = (
     "{'transform': 'butterfly'}, {'gemm': 'sequential' | 'blocks' | 'tree' | 'split-<n>' | 'aligned-<F>-<W>' | "
-    "'aligned-<F>-<W>-<P>'}, {'accumulator': 'truncating'}, {'subnormals': 'flushed'}, {'random': 'own'}"
+    "'aligned-<F>-<W>-<P>' | 'decoded-aligned-<F>-<W>'}, {'accumulator': 'truncating'}, {'subnormals': 'flushed'}, "
+    "{'random': 'own'}"
 )
 
 
@@ -442,6 +443,30 @@ def test_a_declaration_that_says_nothing_known(declares, message):
     with pytest.raises(BackendError) as raised:
         backend(quantize=reference.quantize, declares=declares)
     assert str(raised.value) == f"backend wrong: {message}"
+
+
+def test_an_order_of_each_product_takes_the_place_of_what_is_declared_of_all():
+    asked = []
+
+    def gemm_order(a, b):
+        asked.append((a, b))
+        return next(orders)
+
+    orders = iter(["tree", None, "trees"])
+    found = backend(gemm=reference.gemm, gemm_order=gemm_order, declares={"gemm": "blocks"})
+    one, other = object(), object()
+    assert [found.gemm_order(one, other), found.gemm_order([one], [other])] == ["tree", None]
+    assert asked == [(one, other), ([one], [other])]
+    with pytest.raises(BackendError) as raised:
+        found.gemm_order(one, other)
+    assert str(raised.value) == (
+        "gemm_order gave 'trees'; the order of a sum is 'sequential', 'blocks', 'tree', 'split-<n>', "
+        "'aligned-<F>-<W>', 'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', or None for any"
+    )
+    with pytest.raises(BackendError, match="gemm_order raised StopIteration"):
+        found.gemm_order(one, other)
+    assert backend(gemm=reference.gemm, declares={"gemm": "blocks"}).gemm_order(one, other) == "blocks"
+    assert backend(gemm=reference.gemm).gemm_order(one, other) is None
 
 
 # Results of quantize_grouped.

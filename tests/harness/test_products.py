@@ -317,6 +317,22 @@ def test_the_bits_of_a_tensor_core_are_judged_where_it_is_declared():
     assert run(case, {"gemm": "aligned-14-32"}, gemm=core).verdict == "fail"
 
 
+def test_each_product_is_judged_in_the_order_that_is_said_of_it():
+    """Small ones by one order, large ones by another, as kernels have paths."""
+    small, large = (gemm_case("fp8-current-e4m3", "tn", shape=(rows, 256, 8)) for rows in (16, 32))
+
+    def gemm_order(a, b):
+        return "aligned-13-32" if a.shape[0] > 16 else "blocks"
+
+    def core(a, b, *, out_dtype):
+        return bounds(a, b, out_dtype=out_dtype, order=gemm_order(a, b)).expected
+
+    for case in (small, large):
+        assert passes(case, gemm=core, gemm_order=gemm_order).verdict == "pass"
+        assert run(case, gemm=core, gemm_order=lambda a, b: "aligned-14-32").verdict == "fail"
+    assert run(large, {"gemm": "blocks"}, gemm=core).verdict == "fail"
+
+
 def test_a_declaration_does_not_excuse_what_no_order_gives():
     case = gemm_case("mxfp8-e4m3", "tn", inputs="normal")
 

@@ -72,6 +72,23 @@ def test_scales_of_blocks_are_part_of_the_products() -> None:
         assert limits.expected[i, j] == tensor_core(left[i], right[j], formats, 25, 1)
 
 
+@pytest.mark.parametrize("names", [("mxfp6-e3m2", "mxfp6-e2m3"), FP8])
+def test_decoded_factors_are_normal_numbers(names: tuple[str, str]) -> None:
+    """Subnormal elements have exponents of their own."""
+    a, b = pair(names, 5, (4, 4, 160), "one" if names == FP8 else "near", "any")
+    for q in (a, b):
+        fmt = q.recipe.element
+        q.codes &= fmt.sign_code | (1 << fmt.mantissa_bits) - 1
+    limits = bounds(a, b, out_dtype=torch.float32, order="decoded-aligned-4-16")
+    left, right = ((narrow.elements if names == FP8 else narrow.values)(q) for q in (a, b))
+    wide = Format("wide", 16, 8, 7, bias=300, max_code=1)
+    for i, j in np.ndindex(4, 4):
+        total = np.float32(tensor_core(left[i], right[j], (wide, wide), 4, 16))
+        assert limits.expected[i, j] == alpha(a, b).numpy()[0, 0] * total
+    assert limits.exact.all()
+    assert not torch.equal(limits.expected, bounds(a, b, out_dtype=torch.float32, order="aligned-4-16").expected)
+
+
 def products(left: list[float], right: list[float]) -> tuple[Quantized, Quantized]:
     """One output of the products of E4M3 numbers, one a column, under scales of 1."""
     rule = recipe("fp8-current-e4m3")

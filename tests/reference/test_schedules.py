@@ -292,7 +292,10 @@ def test_a_truncating_unit_has_no_bound_for_very_long_sums() -> None:
     ("order", "truncates", "message"),
     [
         ("split-0", False, "the order of a sum is 'sequential', 'blocks', 'tree', 'split-<n>', 'aligned-<F>-<W>', "
-         "'aligned-<F>-<W>-<P>', or None for any; not 'split-0'"),
+         "'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', or None for any; not 'split-0'"),
+        ("decoded-aligned-13-32-64", False, "not 'decoded-aligned-13-32-64'"),
+        ("decoded-blocks", False, "not 'decoded-blocks'"),
+        ("decoded-aligned-50-32", False, "'decoded-aligned-50-32' is simulated in float64: F + 2 + log2(W + 1) is 58"),
         ("split-n", False, "not 'split-n'"),
         ("aligned-13", False, "not 'aligned-13'"),
         ("aligned-50-32", False, "'aligned-50-32' is simulated in float64: F + 2 + log2(W + 1) is 58, above 53"),
