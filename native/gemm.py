@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from native import gemm_tensor
 from native.arguments import blocks_for, check_tensor
+from native.gemm_paths import ORDERS, PORTABLE, TENSOR, path_of
 from native.launch import Argument, launch
 from native.operands import (
     alpha_of,
@@ -37,22 +39,20 @@ def gemm(
     """a @ b.T (+ c) (+ bias): (M, K) and (N, K) to (M, N) in float32, bfloat16 or float16. Any M, N and K.
 
     `c` (M, N) and `bias` (N,) are of those dtypes; FP8 with scales of blocks adds `c` last, to what is cast already.
-    Recipes may differ as far as `reference.pairs` says. Sums are in the order that kernels/gemm.cuh declares. Raises
-    TypeError or ValueError for operands that do not fit, and as `quantize` does.
+    Recipes may differ as far as `reference.pairs` says. Sums are in the order that `gemm_order` names. Raises TypeError
+    or ValueError for operands that do not fit, and as `quantize` does.
     """
     rule = rule_of(a.recipe, b.recipe)
     (m, k), n = a.shape, b.shape[0]
     operands, factors = product_arguments(a, b)
     sizes = epilogue((m, n, k), out_dtype, c, bias)
     out = torch.empty(m, n, dtype=out_dtype, device=a.codes.device)
-    launch(
-        source_of(rule),
-        f"gemm_{rule}",
-        (blocks_for(n, _TILE), blocks_for(m, _TILE)),
-        (_THREADS,),
-        (*operands, c, bias, out, *sizes, *factors),
-        device=out.device,
-    )  # fmt: skip
+    ends = (c, bias, out, *sizes)
+    if path_of(m, n, k, rule, out.device) == TENSOR:
+        gemm_tensor.multiply(rule, (m, n, k), operands, factors, ends)
+        return out
+    grid = (blocks_for(n, _TILE), blocks_for(m, _TILE))
+    launch(source_of(rule), f"gemm_{rule}", grid, (_THREADS,), (*operands, *ends, *factors), device=out.device)
     return out
 
 
@@ -93,16 +93,37 @@ def gemm_grouped(
     factors: list[Argument] = [a.amax, _addresses(amaxes), *alpha_of(a.recipe, b[0].recipe)] if amaxes else []
     sizes = epilogue((m, n, k), out_dtype, c, bias, len(b))
     out = torch.empty(m, n, dtype=out_dtype, device=device)
-    launch(
-        source_of(rule),
-        f"gemm_grouped_{rule}",
-        (blocks_for(n, _TILE), blocks_for(m, _TILE), len(b)),
-        (_THREADS,),
-        (a.sizes, a.codes, section_scales, element_of(a.recipe), np.int32(layout_of(a.recipe)), _addresses(codes),
-         _addresses(scales), element_of(b[0].recipe), layouts, c, bias, out, *sizes, *factors),
-        device=device,
-    )  # fmt: skip
+    operands: list[Argument] = [
+        a.sizes, a.codes, section_scales, element_of(a.recipe), np.int32(layout_of(a.recipe)), _addresses(codes),
+        _addresses(scales), element_of(b[0].recipe), layouts,
+    ]  # fmt: skip
+    ends = (c, bias, out, *sizes)
+    if path_of(m, n, k, rule, device) == TENSOR:
+        gemm_tensor.multiply_grouped(rule, (m, n, k), operands, factors, ends)
+        return out
+    grid = (blocks_for(n, _TILE), blocks_for(m, _TILE), len(b))
+    launch(source_of(rule), f"gemm_grouped_{rule}", grid, (_THREADS,), (*operands, *ends, *factors), device=device)
     return out
+
+
+def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quantized]) -> str:
+    """The order in which `gemm` adds the products of two operands, by a name of `reference.summation.ORDERS`.
+
+    Of two lists of them, those of all sections: that of `gemm_grouped`. It depends on the shape and the device, and for
+    MX on the numbers, so that it may wait for the device.
+    """
+    left, right = ([q] if isinstance(q, Quantized) else list(q) for q in (a, b))
+    rule = rule_of(left[0].recipe, right[0].recipe)
+    shape = sum(q.shape[0] for q in left), right[0].shape[0], left[0].shape[1]
+    path = path_of(*shape, rule, left[0].codes.device)
+    if path == TENSOR and rule == "mx" and any(map(_refused, (*left, *right))):
+        path = PORTABLE
+    return ORDERS[path]
+
+
+def _refused(q: Quantized) -> bool:
+    codes, scales, _ = operand(q, "q")
+    return gemm_tensor.refuses((codes, scales, element_of(q.recipe), np.int32(layout_of(q.recipe, q))), *q.shape)
 
 
 def _section_scales(a: GroupedQuantized) -> torch.Tensor:

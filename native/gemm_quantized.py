@@ -6,8 +6,11 @@ import numpy as np
 import torch
 
 from native.arguments import blocks_for, check_scale, supported
+from native.gemm import gemm
+from native.gemm_paths import PORTABLE, path_of
 from native.launch import Argument, launch
 from native.operands import element_of, epilogue, product_arguments, rule_of, source_of
+from native.quantize import quantize
 from native.quantize_mx import scale_rule
 from reference.formats import E8M0, FP32
 from reference.quantized import Quantized, codes_shape, scales_shape
@@ -28,11 +31,11 @@ def gemm_quantized(
     bias: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> Quantized:
-    """a @ b.T (+ c) (+ bias), rounded to `out_dtype`, (M, N), quantized by `recipe` along N: one launch.
+    """a @ b.T (+ c) (+ bias), rounded to `out_dtype`, (M, N), quantized by `recipe` along N.
 
-    The bytes are those of `quantize(gemm(…), recipe)`. `scale`: float32 (1,), the encode scale of delayed scaling.
-    Raises NotImplementedError where scales depend on the whole output, or codes on random bits, and as `gemm` and
-    `quantize` do.
+    One launch of the portable kernels; what other ones multiply is quantized behind them. The bytes are those of
+    `quantize(gemm(…), recipe)`. `scale`: float32 (1,), the encode scale of delayed scaling. Raises NotImplementedError
+    where scales depend on the whole output, or codes on random bits, and as `gemm` and `quantize` do.
     """
     r = supported(recipe)
     kind = _kind(r)
@@ -42,6 +45,8 @@ def gemm_quantized(
     sizes = epilogue((m, n, k), out_dtype, c, bias)
     check_scale(scale, 1, r)
     device = a.codes.device
+    if path_of(m, n, k, rule, device) != PORTABLE:
+        return quantize(gemm(a, b, out_dtype=out_dtype, c=c, bias=bias), r, scale=scale)
     codes = torch.empty(codes_shape((m, n), r), dtype=torch.uint8, device=device)
     scales = torch.empty(
         scales_shape((m, n), r), dtype=torch.float32 if r.scale is FP32 else torch.uint8, device=device

@@ -12,7 +12,7 @@ from native import cuda, host
 from native.amax import amax, another_grid
 from native.delayed import update_scale
 from native.dequantize import dequantize
-from native.gemm import gemm, gemm_grouped
+from native.gemm import gemm, gemm_grouped, gemm_order
 from native.gemm_quantized import gemm_quantized
 from native.hadamard import transform
 from native.layout import swizzle, unswizzle
@@ -24,13 +24,14 @@ from reference.recipes import recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "amax", "check",
-    "declares", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "pad_sections", "quantize", "quantize_both",
-    "quantize_grouped", "recipe", "swizzle", "transform", "unpad_sections", "unswizzle", "update_scale", "variations",
+    "declares", "dequantize", "gemm", "gemm_grouped", "gemm_order", "gemm_quantized", "pad_sections", "quantize",
+    "quantize_both", "quantize_grouped", "recipe", "swizzle", "transform", "unpad_sections", "unswizzle",
+    "update_scale", "variations",
 ]  # fmt: skip
 
-declares = {"transform": "butterfly", "gemm": "blocks"}
-"""Rotations sum in the order that the reference declares, so that their bytes must be equal to its; GEMMs add products
-within a block, and blocks, in order of K."""
+declares = {"transform": "butterfly"}
+"""Rotations sum in the order that the reference declares, so that their bytes must be equal to its; of a GEMM
+`gemm_order` says in which order it adds."""
 
 
 def check(device: torch.device) -> None:

@@ -32,6 +32,13 @@ KERNELS = {
     "gemm_mx": ("gemm_mx", "gemm_grouped_mx"),
     "gemm_fp8": tuple(f"gemm{grouped}_fp8_{scales}" for grouped in ("", "_grouped") for scales in ("block", "tensor")),
     "gemm_skinny": ("gemm_skinny_nvfp4", "gemm_skinny_mx"),
+    "gemm_tensor": (
+        "pack",
+        "gemm_tensor",
+        "gemm_tensor_grouped",
+        "gemm_mx_refused",
+        "gemm_grouped_mx_refused",
+    ),
     "gemm_quantized_nvfp4": ("gemm_quantized_nvfp4",),
     "gemm_quantized_mx": ("gemm_quantized_mx",),
     "gemm_quantized_fp8": ("gemm_quantized_fp8_block", "gemm_quantized_fp8_tensor"),

@@ -15,7 +15,7 @@ MISSING = nvrtc.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
-"""sm_90 is not one of them: its PTX is that of sm_90a, as is tested."""
+"""sm_90 is not one of them: its PTX is that of sm_90a but for tensor cores, as is tested."""
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
 SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
@@ -54,6 +54,8 @@ COMPILED = [
 ]  # fmt: skip
 
 
+HOPPERS = {"gemm_tensor"}
+"""Those with instructions that sm_90a alone has."""
 FUSED = {"gemm_fp8", "gemm_quantized_fp8"}
 """Those that say so: numerics.md, "FP8 with float32 scales", y = fma(partial·s_x, s_w, y)."""
 NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
@@ -75,7 +77,13 @@ def test_every_kernel_is_there_flushes_nothing_fuses_nothing_and_approximates_no
         text = nvrtc.ptx(source, architecture.replace("sm_", "compute_"), *flags)
     assert entries(text) == set(KERNELS[source])
     if architecture == "sm_90a":
-        assert nvrtc.ptx(source, "compute_90", *flags) == text.replace(".target sm_90a", ".target sm_90")
+        plain = nvrtc.ptx(source, "compute_90", *flags)
+        if source in HOPPERS:
+            assert entries(plain) == entries(text)
+            assert not {i for i in instructions(plain) if i.startswith("wgmma")}
+        else:
+            assert plain == text.replace(".target sm_90a", ".target sm_90")
+    assert ("wgmma.mma_async" in text) == (source in HOPPERS and architecture == "sm_90a")
 
     found = instructions(text)
     assert {i.split(".")[0] for i in found} >= {"ld", "st", "mov", "setp"}, "instructions are recognized"

@@ -1,0 +1,51 @@
+"""Products on the path of tensor cores, on whatever device, and the very bits that they have to have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from native import gemm_paths
+from native.ops import Quantized
+from reference import ops as reference
+from reference.bounds import bounds
+from tests.native.operands import random_operand
+from tests.native.samples import assert_equal, matrix
+
+ORDER = gemm_paths.ORDERS[gemm_paths.TENSOR]
+PAIRS = (
+    ("nvfp4", "nvfp4-2d"), ("nvfp4-4over6-256-mse", "nvfp4"), ("nvfp4-rowscaled", "nvfp4-rowscaled"),
+    ("nvfp4", "nvfp4-rowscaled"), ("mxfp8-e4m3", "mxfp8-e4m3"), ("mxfp8-e5m2", "mxfp6-e3m2"),
+    ("mxfp6-e2m3", "mxfp4"), ("mxfp8-2d", "mxfp8-e5m2"), ("fp8-current-e4m3", "fp8-delayed-e5m2"),
+)  # fmt: skip
+"""Every rule, element and place of an amax that this path has."""
+SHAPES = [(1, 1, 1), (3, 300, 17), (130, 70, 150), (129, 257, 64), (257, 5, 200), (5, 0, 32), (0, 5, 32), (4, 5, 0)]
+
+
+@contextmanager
+def on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the context every product of a rule that tensor cores have takes their path."""
+
+    def path_of(m: int, n: int, k: int, rule: str, device: torch.device) -> str:
+        return gemm_paths.PORTABLE if rule == "fp8_block" else gemm_paths.TENSOR
+
+    with monkeypatch.context() as patch:
+        for module in ("gemm", "gemm_quantized"):
+            patch.setattr(f"native.{module}.path_of", path_of)
+        yield
+
+
+def operand(name: str, rows: int, columns: int, seed: int = 0) -> Quantized:
+    """Numbers of many sizes, so that sums are cut off."""
+    if not name.startswith("nvfp4"):
+        return random_operand(name, rows, columns, seed)
+    return reference.quantize(matrix("outliers", rows, columns, torch.float32, seed=seed), name)
+
+
+def assert_bits(multiply: Callable[..., torch.Tensor], a: Quantized, b: Quantized, **epilogue: object) -> None:
+    """A product has the bits of the reference's model."""
+    expected = bounds(a, b, **epilogue, order=ORDER)  # type: ignore[arg-type]
+    assert_equal(multiply(a, b, **epilogue), expected.expected)
