@@ -38,32 +38,37 @@ struct TiledSection {
 constexpr int CHUNK = 8, PACKING_THREADS = 256;  // columns that a thread packs at a time
 constexpr int PASSES = TILE_ROWS * TILE_COLUMNS / CHUNK / PACKING_THREADS;
 
-template <class F>
-__device__ __forceinline__ float value_of(u32 code) {
-    if constexpr (F::BITS == 4) {
-        return e2m1_to_float(code);
-    } else {
-        return narrow_to_float<F>(code);
-    }
+struct Codes {
+    u32 words[2];  // of a chunk: a byte each, or four bits in the first word
+};
+
+// Up to four bytes as a word, the first one low, and zeros.
+__device__ __forceinline__ u32 load_word(const u8* source, int count) {
+#ifdef __CUDA_ARCH__
+    if (count >= 4 && reinterpret_cast<u64>(source) % 4 == 0) return *reinterpret_cast<const u32*>(source);
+#endif
+    u32 word = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) word |= j < count ? static_cast<u32>(source[j]) << 8 * j : 0u;
+    return word;
 }
 
 // The codes of a chunk, 0 behind the last column.
 template <class F>
-__device__ __forceinline__ void load_chunk(const Operand& from, i64 row, i64 start, i64 k, u8 (&codes)[CHUNK]) {
+__device__ __forceinline__ Codes load_chunk(const Operand& from, i64 row, i64 start, i64 k) {
     const int count = k - start < CHUNK ? static_cast<int>(k - start) : CHUNK;
     if constexpr (F::BITS == 4) {
-        const u8* source = from.codes + row * ((k + 1) / 2) + start / 2;
-        u8 pairs[CHUNK / 2];
-        load_bytes4(source, (count + 1) / 2, pairs);
-#pragma unroll
-        for (int j = 0; j < CHUNK; ++j) codes[j] = pairs[j / 2] >> j % 2 * 4 & 0xF;
+        return {{load_word(from.codes + row * ((k + 1) / 2) + start / 2, (count + 1) / 2), 0}};
     } else if ((from.layout & CODES_TRANSPOSED) != 0) {
+        Codes codes = {};
 #pragma unroll
-        for (int j = 0; j < CHUNK; ++j) codes[j] = j < count ? from.codes[(start + j) * from.rows + row] : 0;
-    } else if (count == CHUNK) {
-        load_bytes(from.codes + row * k + start, codes);
+        for (int j = 0; j < CHUNK; ++j) {
+            codes.words[j / 4] |= j < count ? static_cast<u32>(from.codes[(start + j) * from.rows + row]) << j % 4 * 8 : 0u;
+        }
+        return codes;
     } else {
-        for (int j = 0; j < CHUNK; ++j) codes[j] = j < count ? from.codes[row * k + start + j] : 0;
+        const u8* source = from.codes + row * k + start;
+        return {{load_word(source, count), load_word(source + 4, count - 4)}};
     }
 }
 
@@ -80,6 +85,85 @@ __device__ __forceinline__ float load_scale(const Operand& from, i64 row, i64 st
     }
 }
 
+// The high halves of two float32 numbers that are bfloat16 ones, the first one low.
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+    return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xFFFF0000u);
+}
+
+template <class F>
+__device__ __forceinline__ float value_at(const Codes& codes, int j) {
+    if constexpr (F::BITS == 4) {
+        return e2m1_to_float(codes.words[0] >> 4 * j & 0xFu);
+    } else {
+        return narrow_to_float<F>(codes.words[j / 4] >> j % 4 * 8 & 0xFFu);
+    }
+}
+
+// What the codes of a chunk stand for, two numbers a word.
+template <class F>
+__device__ __forceinline__ void decode_chunk(const Codes& codes, u32 (&pairs)[CHUNK / 2]) {
+#ifdef HAS_WGMMA
+    if constexpr (F::BITS == 4) {
+        // A table of eight magnitudes, their low bytes and their high ones, which a permutation looks four up in.
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 which = codes.words[0] >> 16 * half & 0x7777u;
+            const u32 low = __byte_perm(0xC0800000u, 0xC0804000u, which);
+            const u32 signs = __byte_perm(codes.words[0] << 4, codes.words[0], half == 0 ? 0xD9C8u : 0xFBEAu);
+            const u32 high = __byte_perm(0x3F3F3F00u, 0x40404040u, which) | (signs & 0x80808080u);
+            pairs[2 * half] = __byte_perm(low, high, 0x5140);
+            pairs[2 * half + 1] = __byte_perm(low, high, 0x7362);
+        }
+        return;
+    } else if constexpr (F::BITS == 8) {
+#pragma unroll
+        for (int j = 0; j < CHUNK / 2; ++j) {
+            const u32 word = codes.words[j / 2] >> j % 2 * 16;
+            u32 halves;  // two of float16, which have all numbers of FP8
+            if constexpr (F::MANTISSA == 3) {
+                asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<u16>(word)));
+            } else {
+                halves = __byte_perm(word, 0u, 0x1404);
+            }
+            float low, high;
+            asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+                : "=f"(low), "=f"(high)
+                : "r"(halves));
+            pairs[j] = pair_of(low, high);
+        }
+        return;
+    }
+#endif
+#pragma unroll
+    for (int j = 0; j < CHUNK / 2; ++j) pairs[j] = pair_of(value_at<F>(codes, 2 * j), value_at<F>(codes, 2 * j + 1));
+}
+
+// Two bfloat16 numbers times one; products that are none are not looked at.
+__device__ __forceinline__ u32 times(u32 pair, float scale) {
+#ifdef HAS_WGMMA
+    u32 product;
+    const u32 both = __byte_perm(__float_as_uint(scale), 0u, 0x3232);
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(both));
+    return product;
+#else
+    return pair_of(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xFFFF0000u) * scale);
+#endif
+}
+
+// Whether a chunk has a number that may not be packed. Under most scales no code is one but infinity and NaN, which are
+// packed then, and spread as they do everywhere.
+template <class F>
+__device__ __forceinline__ bool outside(const Codes& codes, float scale) {
+    const float smallest = __uint_as_float(F::STEP_BITS) * scale, largest = __uint_as_float(F::MAX_BITS) * scale;
+    if (smallest >= __uint_as_float(SMALLEST_PACKED) && largest < __uint_as_float(END_OF_PACKED)) return false;
+    bool found = false;
+    for (int j = 0; j < CHUNK; ++j) {
+        const u32 magnitude = __float_as_uint(value_at<F>(codes, j) * scale) & 0x7FFFFFFFu;
+        found |= magnitude - SMALLEST_PACKED >= END_OF_PACKED - SMALLEST_PACKED && magnitude != 0u;
+    }
+    return found;
+}
+
 // The part of a tile that a thread packs: rows `first` on of `from`, those behind its last one as zeros, columns `start`
 // on. A warp has the eight chunks of four rows, which lie together where K is contiguous, or a chunk of 32 rows.
 template <class F, int KIND>
@@ -88,40 +172,34 @@ __device__ __forceinline__ void pack_tile(const Operand& from, i64 first, i64 st
     const bool across = (from.layout & CODES_TRANSPOSED) != 0;
     const int chunk = across ? thread / 32 : thread % 8, top = across ? thread % 32 : thread / 8;
     const i64 column = start + chunk * CHUNK;
-    u8 codes[PASSES][CHUNK] = {};
-    float scales[PASSES] = {};
+    Codes codes[PASSES] = {};
+    float scales[PASSES];
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
         const i64 row = first + top + 32 * pass;
+        scales[pass] = 1.0f;
         if (row >= from.rows || column >= k) continue;
-        load_chunk<F>(from, row, column, k, codes[pass]);
+        codes[pass] = load_chunk<F>(from, row, column, k);
         scales[pass] = load_scale<KIND>(from, row, column, k);
     }
-    bool outside = false;
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-        u32 words[CHUNK / 2];
+        u32 pairs[CHUNK / 2];
+        decode_chunk<F>(codes[pass], pairs);
+        if constexpr (KIND != NO_SCALES) {
 #pragma unroll
-        for (int j = 0; j < CHUNK / 2; ++j) {
-            u32 bits[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                bits[half] = __float_as_uint(value_of<F>(codes[pass][2 * j + half]) * scales[pass]);
-                if constexpr (KIND == SCALES_E8M0) {
-                    const u32 magnitude = bits[half] & 0x7FFFFFFFu;
-                    outside |= magnitude - SMALLEST_PACKED >= END_OF_PACKED - SMALLEST_PACKED && magnitude != 0u;
-                }
-            }
-            words[j] = bits[0] >> 16 | (bits[1] & 0xFFFF0000u);
+            for (int j = 0; j < CHUNK / 2; ++j) pairs[j] = times(pairs[j], scales[pass]);
+        }
+        if constexpr (KIND == SCALES_E8M0) {
+            if (outside<F>(codes[pass], scales[pass])) *refused = 1;
         }
         u32* target = reinterpret_cast<u32*>(tile + chunk_at(top + 32 * pass, chunk));
 #ifdef __CUDA_ARCH__
-        *reinterpret_cast<uint4*>(target) = {words[0], words[1], words[2], words[3]};
+        *reinterpret_cast<uint4*>(target) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 #else
-        for (int j = 0; j < CHUNK / 2; ++j) target[j] = words[j];
+        for (int j = 0; j < CHUNK / 2; ++j) target[j] = pairs[j];
 #endif
     }
-    if (outside) *refused = 1;
 }
 
 __device__ __forceinline__ void pack_as(int kind, const Operand& from, i64 first, i64 start, i64 k, u8* tile, u32* refused) {

@@ -89,7 +89,8 @@ def test_every_code_is_packed_as_its_number_and_the_rest_of_a_tile_as_zeros(name
     [
         (0x01, 127 - 46, False), (0x01, 127 - 47, True), (0x81, 127 - 47, True), (0x3C, 127 - 62, False),
         (0x3C, 127 - 63, True), (0x7B, 127 + 32, False), (0x7B, 127 + 33, True), (0xFB, 254, True), (0x00, 0, False),
-        (0x80, 254, False), (0x00, 255, True), (0x7C, 127, True), (0x7D, 127, True),
+        (0x80, 254, False), (0x00, 255, True), (0x7C, 127, False), (0x7D, 127, False),
+        (0x7C, 127 + 33, True), (0x3C, 127 + 47, False), (0x3C, 127 + 48, True),
     ],
 )  # fmt: skip
 def test_numbers_whose_products_could_leave_float32_are_refused(code: int, scale: int, refused: bool) -> None:
@@ -153,6 +154,18 @@ def test_values_that_are_not_finite_spread_as_they_do_everywhere(name: str, monk
         y = ops.gemm(a, b, out_dtype=FP32)
     assert torch.equal(y.isnan(), expected.isnan())
     assert expected.isnan().sum() == 20 + 40 - 1
+
+
+def test_infinities_and_nan_of_elements_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = random_operand("mxfp8-e5m2", 40, 96, 1), random_operand("mxfp8-e5m2", 20, 96, 2)
+    a.codes[3, 7], a.codes[4, 40], b.codes[5, 70] = 0x7C, 0x7D, 0xFC
+    a.codes[6, 70] = 0
+    with on_tensor_cores(monkeypatch):
+        assert ops.gemm_order(a, b) == ORDER
+        assert_bits(ops.gemm, a, b, out_dtype=FP32)
+        y = ops.gemm(a, b, out_dtype=FP32)
+    assert y[6, 5].isnan()
+    assert y.isinf().any()
 
 
 def test_operands_in_every_layout_are_the_same_operands(monkeypatch: pytest.MonkeyPatch) -> None:
