@@ -190,9 +190,10 @@ def _launch(
     halves = [_NO_HALF if half is None else half.arguments() for half in (row, column)]
     plain = column is None and sizes is None and x.is_contiguous() and not (stochastic or tiles or swizzled)
     matrix: list[Argument] = [x, np.int64(rows), np.int64(columns)]
-    # A CPU takes the plain kernel where it can, of which it makes one thread for many blocks, without a barrier.
+    # Where both do, a CPU is faster with the plain kernel, which has no barrier.
     if sizes is None and _in_tiles(x, r, column) and not (plain and x.device.type == "cpu"):
-        name, grid, threads = "quantize_mx_tiles_bf16", x.numel() // (_TILE[0] * _TILE[1]), _TILE_THREADS[x.device.type]
+        name, grid = "quantize_mx_tiles_bf16", x.numel() // (_TILE[0] * _TILE[1])
+        threads = _TILE_THREADS.get(x.device.type, 1)
         arguments = [*matrix, *halves[0][:3], *halves[1][:3], *rule, np.int32(tiles), propagate_nan, np.int32(swizzled)]
     elif plain and row is not None:
         name, grid, threads = f"quantize_mx_plain_{suffix(x.dtype)}", blocks_for(row.scales.numel(), _THREADS), _THREADS
@@ -213,12 +214,6 @@ def _launch(
 def _in_tiles(x: torch.Tensor, r: Recipe, column: _Half | None) -> bool:
     """Whether the kernel that takes whole tiles does for this."""
     rows, columns = x.shape
-    whole = (
-        rows % _TILE[0] == columns % _TILE[1] == 0 and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
-    )
-    return (
-        x.dtype == torch.bfloat16
-        and whole
-        and r.rounding == "nearest-even"
-        and (column is None or r.columnwise == "in-place")
-    )
+    whole = rows % _TILE[0] == columns % _TILE[1] == 0 and x.numel() > 0
+    known = x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
+    return whole and known and r.rounding == "nearest-even" and (column is None or r.columnwise == "in-place")

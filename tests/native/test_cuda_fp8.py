@@ -162,6 +162,17 @@ def test_views_are_quantized_as_the_reference_does(name: str) -> None:
         assert_same(ops.quantize(view(on_gpu), r, **there(given_scale(r))), wanted[0])
 
 
+@EVERY_RECIPE
+def test_every_bfloat16_number_is_quantized_in_whole_tiles_as_the_reference_does(name: str) -> None:
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for x in (patterns.view(-1, 128), patterns.view(128, -1)):
+        for nan in ("ignore", "propagate"):
+            r = replace(recipe(name), nan=nan)  # type: ignore[arg-type]
+            wanted = reference.quantize_both(x, r, **given_scale(r))
+            assert_both_same(ops.quantize_both(x.to(DEVICE), r, **there(given_scale(r))), wanted)
+            assert_same(ops.quantize(x.to(DEVICE), r, **there(given_scale(r))), wanted[0])
+
+
 @EVERY_KIND
 def test_many_tiles_and_rows_that_are_not_aligned(name: str) -> None:
     """Wide loads and stores where addresses allow them, bytes where they do not."""

@@ -174,7 +174,7 @@ def test_a_tensor_on_another_device_is_refused() -> None:
     here = q.codes.device
     calls: list[tuple[str, Callable[[], object]]] = [
         ("quantize_nvfp4_plain_fp32", lambda: ops.quantize(X.to(DEVICE), "nvfp4", amax=torch.ones(1))),
-        ("dequantize_fp32", lambda: ops.dequantize(replace(q, scales=q.scales.cpu()))),
+        ("dequantize_lines_fp32", lambda: ops.dequantize(replace(q, scales=q.scales.cpu()))),
         ("gemm_nvfp4", lambda: ops.gemm(q, to(q, "cpu"), out_dtype=torch.float32)),
         ("gemm_nvfp4", lambda: ops.gemm(q, q, out_dtype=torch.float32, c=torch.ones(64, 64))),
     ]

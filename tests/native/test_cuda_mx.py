@@ -6,6 +6,7 @@ Families, shapes, views, sections and memory are in test_cuda_variants.py, besid
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,15 @@ from tests.native import conversions, exact_mx, test_stochastic
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.launching import Source
-from tests.native.samples import DTYPES, assert_equal, assert_same, codes_under_every_power, matrix, to
+from tests.native.samples import (
+    DTYPES,
+    assert_both_same,
+    assert_equal,
+    assert_same,
+    codes_under_every_power,
+    matrix,
+    to,
+)
 from tests.native.test_mx import ELEMENTS, RULES, amaxes
 
 pytestmark = needs_gpu
@@ -57,6 +66,18 @@ def test_every_half_precision_number_is_quantized_as_the_reference_does(rule: st
         for nan in ("ignore", "propagate"):
             r = replace(recipe(rule), nan=nan)  # type: ignore[arg-type]
             assert_same(ops.quantize(x.to(DEVICE), r), reference.quantize(x, r))
+
+
+@pytest.mark.parametrize("rule", [*RULES, "mxfp8-2d"])
+def test_every_bfloat16_number_is_quantized_in_whole_tiles_as_the_reference_does(rule: str) -> None:
+    """NaN and infinities beside others, and in columns by themselves."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for x in (patterns.view(-1, 256), patterns.view(256, -1).T.contiguous()):
+        for nan, swizzled in product(("ignore", "propagate"), (False, True)):
+            r = replace(recipe(rule), nan=nan)  # type: ignore[arg-type]
+            expected = reference.quantize_both(x, r, swizzled=swizzled)
+            assert_both_same(ops.quantize_both(x.to(DEVICE), r, swizzled=swizzled), expected)
+            assert_same(ops.quantize(x.to(DEVICE), r, swizzled=swizzled), expected[0])
 
 
 @pytest.mark.parametrize("name", ELEMENTS)

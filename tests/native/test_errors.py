@@ -193,7 +193,7 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     ("amax elsewhere", lambda: quantize(amax=ONE.to(META)), ValueError,
      "kernel quantize_nvfp4_plain_fp32 runs on cpu, but a tensor lies on meta; move it first"),
     ("scales elsewhere", lambda: ops.dequantize(q(scales=q().scales.to(META))), ValueError,
-     "kernel dequantize_fp32 runs on cpu, but a tensor lies on meta; move it first"),
+     "kernel dequantize_lines_fp32 runs on cpu, but a tensor lies on meta; move it first"),
     ("c elsewhere", lambda: gemm(c=torch.ones(3, 3, device=META)), ValueError,
      "kernel gemm_nvfp4 runs on cpu, but a tensor lies on meta; move it first"),
     ("x on no device", lambda: quantize(X.to(META)), ValueError, "kernel amax_fp32 runs on cpu and cuda, not meta"),

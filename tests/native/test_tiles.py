@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from reference import ops as reference
 from tests.native.fp8 import NAMES as FP8_NAMES
 from tests.native.fp8 import given_scale
 from tests.native.guards import embedded, guarded_outputs
-from tests.native.samples import DTYPES, FAMILIES, assert_both_same, assert_equal, matrix
+from tests.native.samples import DTYPES, FAMILIES, assert_both_same, assert_equal, assert_same, matrix
 from tests.native.test_mx import ELEMENTS, RULES
 
 BF16 = torch.bfloat16
@@ -52,6 +53,28 @@ def test_whole_tiles_have_the_references_mx(name: str, swizzled: bool, used: lis
     tiled = {"quantize_mx_tiles_bf16"}
     plain = set() if swizzled or r.block[0] > 1 else {"quantize_mx_plain_bf16"}
     assert set(used) == tiled | plain
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d"])
+def test_tiles_in_the_shape_of_a_gpu_have_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a thread holds all rows of a tile."""
+    monkeypatch.setitem(quantize_mx._TILE_THREADS, "cpu", quantize_mx._TILE_THREADS["cuda"])
+
+    def as_on_a_gpu(*given: Any, extra_flags: tuple[str, ...], **options: Any) -> None:
+        launch(*given, **options, extra_flags=(*extra_flags, "-DMX_PIECE_ROWS=8", "-O1"))
+
+    monkeypatch.setattr(quantize_mx, "launch", as_on_a_gpu)
+    for family in FAMILIES:
+        x = matrix(family, 64, 256, BF16)
+        assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
+
+
+def test_rows_of_e2m1_go_in_tiles_too(used: list[str]) -> None:
+    """Columns of it are stored transposed, which tiles are not."""
+    for family in FAMILIES:
+        x = matrix(family, 32, 256, BF16)
+        assert_same(ops.quantize(x, "mxfp4", swizzled=True), reference.quantize(x, "mxfp4", swizzled=True))
+    assert set(used) == {"quantize_mx_tiles_bf16"}
 
 
 @pytest.mark.parametrize("name", FP8_NAMES)
