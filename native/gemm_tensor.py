@@ -49,9 +49,8 @@ def multiply(
     _launch("gemm_tensor", (*packed, refused, *epilogue, *factors), device)
     if refused is not None:
         grid = (_up(n, _PORTABLE_TILE), _up(m, _PORTABLE_TILE))
-        launch(
-            SOURCE, "gemm_mx_refused", grid, (_PORTABLE_THREADS,), (refused, *operands, *epilogue), device=device
-        )  # fmt: skip
+        arguments = (refused, *operands, *epilogue)
+        launch(SOURCE, "gemm_mx_refused", grid, (_PORTABLE_THREADS,), arguments, device=device)
 
 
 def multiply_grouped(
@@ -61,8 +60,7 @@ def multiply_grouped(
     factors: Sequence[Argument],
     epilogue: Sequence[Argument],
 ) -> None:
-    """That of sections: their sizes, those of `a` as above, and of b the addresses of all codes and scales, and all
-    layouts."""
+    """That of sections: their sizes, a as above, and of b addresses of all codes and of all scales, and all layouts."""
     m, n, k = shape
     sizes, a, b = operands[0], operands[1:5], operands[5:]
     device = _device(operands)
@@ -78,10 +76,8 @@ def multiply_grouped(
     _launch("gemm_tensor_grouped", (left, right, refused, sizes, np.int32(count), *epilogue, *factors), device)
     if refused is not None:
         grid = (_up(n, _PORTABLE_TILE), _up(m, _PORTABLE_TILE), count)
-        launch(
-            SOURCE, "gemm_grouped_mx_refused", grid, (_PORTABLE_THREADS,), (refused, *operands, *epilogue),
-            device=device,
-        )  # fmt: skip
+        arguments = (refused, *operands, *epilogue)
+        launch(SOURCE, "gemm_grouped_mx_refused", grid, (_PORTABLE_THREADS,), arguments, device=device)
 
 
 def refuses(operand: Sequence[Argument], rows: int, k: int) -> bool:
@@ -130,9 +126,8 @@ def _refusal(rule: str, device: torch.device) -> torch.Tensor | None:
 
 
 def _launch(kernel: str, arguments: Sequence[Argument], device: torch.device) -> None:
-    launch(
-        SOURCE, kernel, (_multiprocessors(device),), (_THREADS,), arguments, device=device, shared_bytes=_SHARED_BYTES
-    )  # fmt: skip
+    grid = (_multiprocessors(device),)
+    launch(SOURCE, kernel, grid, (_THREADS,), arguments, device=device, shared_bytes=_SHARED_BYTES)
 
 
 @cache

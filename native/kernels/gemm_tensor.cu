@@ -47,9 +47,9 @@ extern "C" __global__ void __launch_bounds__(PACKING_THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS)
-    gemm_tensor(const u8* a, const u8* b, const u32* refused, const void* c, const void* bias, void* out, i64 m, i64 n, i64 k,
-                int c_type, int bias_type, int out_type, const float* a_alpha, int a_each, const float* b_alpha, int b_each, int order,
-                float divisor, float reciprocal) {
+    gemm_tensor(const u8* a, const u8* b, const u32* refused, const void* c, const void* bias, void* out, i64 m, i64 n,
+                i64 k, int c_type, int bias_type, int out_type, const float* a_alpha, int a_each, const float* b_alpha,
+                int b_each, int order, float divisor, float reciprocal) {
     if (refused != nullptr && *refused != 0) return;
     const Alpha alpha = {a_alpha, b_alpha, a_each, b_each, order, divisor, reciprocal};
     const Epilogue epilogue = {c, bias, out, c_type, bias_type, out_type, 0, 0};

@@ -17,7 +17,8 @@ constexpr int COPYING_REGISTERS = 40, MULTIPLYING_REGISTERS = 232;
 // Columns of sums that a warp moves at a time, and floats from one of its 16 rows to the next, so that the eight rows that
 // are written at once lie in different banks.
 constexpr int MOVED = 32, MOVED_STRIDE = MOVED + 8;
-// Rows of tiles of the output that are made together: 16 by 8 tiles at a time read the fewest bytes.
+// Rows of tiles of the output that are made together: 16 by 8 tiles at a time read the fewest bytes. On an H200 8192^3 of
+// NVFP4 takes 1.381 ms with 8, 1.382 with 16 and 1.396 with 32, without packing.
 constexpr int TOGETHER = 16;
 
 struct TensorStage {
@@ -29,6 +30,7 @@ struct alignas(1024) TensorShared {
     float sums[CONSUMERS * 4][16][MOVED_STRIDE];
     Barrier full[STAGES], empty[STAGES];
 };
+static_assert(sizeof(TensorShared) == 213 * 1024, "what native/gemm_tensor.py asks for");
 
 // What the scales of the two operands that all of K shares make of a sum: tensor amaxes, or scales of tensors.
 struct Alpha {

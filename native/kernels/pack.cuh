@@ -22,7 +22,9 @@ struct TiledSection {
     i64 before;  // rows of tiles of those before it
 
     __device__ __forceinline__ TiledSection(const Sections& every)
-        : all(every), number(0), section(every.sizes == nullptr ? Section{0, every.rows} : section_after(every, 0, 0)), before(0) {}
+        : all(every), number(0), section{0, every.rows}, before(0) {
+        if (all.sizes != nullptr) section = section_after(all, 0, 0);
+    }
 
     __device__ __forceinline__ i64 tiles() const { return (section.count + TILE_ROWS - 1) / TILE_ROWS; }
 
