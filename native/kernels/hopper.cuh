@@ -248,21 +248,31 @@ __device__ __forceinline__ void multiply_tiles(float (&d)[SUMS], const u8* a, co
     __trap();
 #else
     const int thread = static_cast<int>(threadIdx.x) % GROUP, lane = thread % WARP;
-    Scaled left[2][TILE_COLUMNS], right[TILE_COLUMNS];
-    const auto read = [](const u8* tile, int row, Scaled* values) {
-        for (int chunk = 0; chunk < 8; ++chunk) {
-            bf16 numbers[8];
-            __builtin_memcpy(numbers, tile + chunk_at(row, chunk), 16);
-            for (int i = 0; i < 8; ++i) values[8 * chunk + i] = Scaled(to_float(numbers[i]));
+    struct Row {
+        Scaled values[TILE_COLUMNS];
+        bool zero = true, finite = true;
+
+        Row(const u8* tile, int row) {
+            for (int column = 0; column < TILE_COLUMNS; ++column) {
+                bf16 number;
+                __builtin_memcpy(&number, tile + chunk_at(row, column / 8) + column % 8 * 2, 2);
+                const Scaled& value = values[column] = Scaled(to_float(number));
+                zero &= value.significand == 0;
+                finite &= value.finite();
+            }
         }
     };
-    for (int i = 0; i < 2; ++i) read(a, thread / WARP * 16 + lane / 4 + 8 * i, left[i]);
+    const int top = thread / WARP * 16 + lane / 4;
+    const Row left[2] = {{a, top}, {a, top + 8}};
     for (int j = 0; j < PRODUCT_COLUMNS / 8; ++j) {
         for (int e = 0; e < 2; ++e) {
-            read(b, 8 * j + lane % 4 * 2 + e, right);
+            const Row right(b, 8 * j + lane % 4 * 2 + e);
             for (int i = 0; i < 2; ++i) {
+                if ((left[i].zero && right.finite) || (right.zero && left[i].finite)) continue;  // as behind an edge
                 float& sum = d[4 * j + 2 * i + e];
-                for (int k = 0; k < TILE_COLUMNS; k += STEP_OF_SUM) sum = aligned_sum(sum, left[i] + k, right + k);
+                for (int k = 0; k < TILE_COLUMNS; k += STEP_OF_SUM) {
+                    sum = aligned_sum(sum, left[i].values + k, right.values + k);
+                }
             }
         }
     }
