@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from harness.bench.row import Row
 
+_SQUARE = ("512x512x512", "1024x1024x1024")
 _LARGE = ("16384x16384", "8192x8192", "4096x14336")
 
 
@@ -43,8 +44,8 @@ ASKED = (
     # Of a CPU with two cores.
     Asked("cpu", "quantize/nvfp4/rowwise/*/reference", "elements/s", 100e6),
     Asked("cpu", "quantize/mxfp8-e4m3/rowwise/*/reference", "elements/s", 300e6),
-    Asked("cpu", "gemm/*/reference", "share", 1 / 1.5),
-    Asked("cpu", "gemm*/native", "FLOP/s", 5e9),
+    Asked("cpu", "gemm/*/reference", "share", 1 / 1.5, _SQUARE),
+    Asked("cpu", "gemm*/native", "FLOP/s", 5e9, _SQUARE),
     Asked("cpu", "quantize/*/native", "speedup", 1.0),
 )
 

@@ -92,8 +92,8 @@ class Growth:
                 cheaper, dearer = apart
                 linear = "dearer than" if dearer > LINEAR else "cheaper than" if cheaper < -LINEAR else "within"
                 parts.append(
-                    f"{name} grows as elements^{slope:.3f}, that of an element by {100 * cheaper:+.3g} to "
-                    f"{100 * dearer:+.3g} %: {linear} linear ± {100 * LINEAR:.0f} %"
+                    f"{name} grows as elements^{slope:.3f}, that of an element by {100 * cheaper:+.1f} to "
+                    f"{100 * dearer:+.1f} %: {linear} linear ± {100 * LINEAR:.0f} %"
                 )
         said = "; ".join(parts) or "too few large sizes to say how it grows"
         ended = f"; {self.ended}" if self.ended else ""

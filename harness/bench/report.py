@@ -65,7 +65,11 @@ def verdict_of(bench: Bench, growths: list[Growth]) -> str:
 def sentence(bench: Bench, growths: list[Growth]) -> str:
     """A bench in one sentence."""
     parts = [words.sentence(bench.rows)] if bench.rows or not growths else []
-    return "; ".join([*parts, *(growth.sentence() for growth in growths)])
+    if growths:
+        largest = max((point.exponent for growth in growths for point in growth.points), default=None)
+        parts.append("no size was measured" if largest is None else f"cost measured to 2^{largest} elements")
+        parts += [f"{growth.who}: {growth.ended}" for growth in growths if growth.wrong]
+    return "; ".join(parts)
 
 
 def render(bench: Bench, growths: list[Growth], environment: dict[str, str]) -> str:
@@ -95,5 +99,6 @@ def render(bench: Bench, growths: list[Growth], environment: dict[str, str]) -> 
         missed=words.missed(bench.rows),
         wrong=words.wrong(bench.rows),
         notes=sorted(bench.notes.items()),
+        grown=[growth.sentence() for growth in growths],
     )
     return html.encode(errors="replace").decode()

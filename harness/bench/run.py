@@ -17,7 +17,7 @@ from harness.bench.tasks import LAUNCH, Task
 from harness.bench.timing import QUICK_ROUNDS, ROUNDS, Times, interleaved, launched
 from native import ops as native
 
-_SECONDS = 0.3
+_SECONDS = 0.2
 """Of all rounds of one thing, about: what takes longer has fewer rounds."""
 _SMALL = 128
 """Rows and columns of what is launched to see what a launch costs."""

@@ -49,8 +49,7 @@ def _end(bench: Bench, growths: list[Growth], device: str, directory: Path, cons
     environment = describe_run(backend="native", device=device, seed=0)
     page = report.write(bench, growths, environment, directory)
     passed = report.verdict_of(bench, growths) == "pass"
-    said = f"{report.sentence(bench, [])}; " if bench.rows else ""
-    words = f"{said}{time.monotonic() - started:.1f} s; report: {page}"
+    words = f"{report.sentence(bench, growths)}; {time.monotonic() - started:.1f} s; report: {page}"
     console.print(words, markup=False, highlight=False, soft_wrap=True, style="" if passed else "bold red")
     return passed
 

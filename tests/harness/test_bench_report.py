@@ -185,6 +185,7 @@ def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
     assert html.count("&lt;script&gt;") >= 2
     assert "<h2>Roofline</h2>" in html
     assert "<h2>Time</h2>" in html
+    assert "native, from 2^22: too few large sizes" in html
     assert "<h2>Memory</h2>" in html
     assert html.count("<circle") == 3 + 2
     assert "✗" in re.search("<title>.*</title>", html).group()  # type: ignore[union-attr]
@@ -242,6 +243,14 @@ POINTS = [Point(22, 1.0, 4)]
 )
 def test_the_verdict_of_a_bench(found: Bench, growths: list[Growth], verdict: str) -> None:
     assert report.verdict_of(found, growths) == verdict
+
+
+def test_a_bench_of_growth_in_one_sentence() -> None:
+    assert report.sentence(Bench(), [Growth("native", POINTS)]) == "cost measured to 2^22 elements"
+    assert report.sentence(Bench(), [Growth("native", [], "raises")]) == "no size was measured"
+    wrong_one = Growth("native", POINTS, "wrong at 2^22: codes", wrong=True)
+    assert report.sentence(Bench(), [wrong_one]) == "cost measured to 2^22 elements; native: wrong at 2^22: codes"
+    assert report.sentence(Bench(), []) == "nothing was judged"
 
 
 # The command.
