@@ -46,7 +46,7 @@ def _errors(
         values = values.view(values.shape[0], -1, width)
         codes = encode(values * factors[rows].unsqueeze(2), recipe.element)
         back = decode(codes, recipe.element) * decoded[rows].unsqueeze(2) * of_rows(amax, rows).view(-1, 1, 1)
-        error = back.div_(torch.full_like(back, recipe.max_product)).sub_(values)
+        error = back.div_(back.new_full((), recipe.max_product)).sub_(values)
         error = error.abs_() if recipe.candidates == "4-or-6-mae" else error.square_()
         for element in error.unbind(2):
             total[rows] += element

@@ -27,9 +27,10 @@ def philox(seed: int, offset: int, subsequence: torch.Tensor, rounds: int = ROUN
     for _ in range(rounds):
         # int64 multiplication keeps the low 64 bits of the product; the mask undoes the shift's sign.
         low, high = (counter[i] * multiplier for i, multiplier in ((0, _MULTIPLIERS[0]), (2, _MULTIPLIERS[1])))
-        counter = [
-            (high >> 32 & _LOW) ^ counter[1] ^ key[0], high & _LOW,
-            (low >> 32 & _LOW) ^ counter[3] ^ key[1], low & _LOW,
-        ]  # fmt: skip
+        mixed = (
+            (high >> 32).bitwise_and_(_LOW).bitwise_xor_(counter[1]).bitwise_xor_(key[0]),
+            (low >> 32).bitwise_and_(_LOW).bitwise_xor_(counter[3]).bitwise_xor_(key[1]),
+        )
+        counter = [mixed[0], high.bitwise_and_(_LOW), mixed[1], low.bitwise_and_(_LOW)]
         key = [(k + step) & _LOW for k, step in zip(key, _KEY_STEPS, strict=True)]
     return torch.stack(counter, dim=-1)

@@ -25,7 +25,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 def divide(number: float, by: torch.Tensor) -> torch.Tensor:
     """fl(number / by), elementwise and correctly rounded on every device."""
-    return torch.full_like(by, number) / by
+    return by.new_full((), number) / by
 
 
 def tensor_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> torch.Tensor:
