@@ -27,8 +27,9 @@ FLAGS = (
     "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
 )  # fmt: skip
 
-REPLACED = (*(flag for flag in FLAGS if flag != "-O3"), "-O1")
-"""Flags of kernels one of whose files is replaced: they run on a few small cases, and compiling them is what costs."""
+REPLACED = (*(flag for flag in FLAGS if flag != "-O3"), "-O1", "-DNARROWGAUGE_PORTABLE")
+"""Flags of kernels one of whose files is replaced: they run on a few small cases, and compiling them is what costs.
+Portable, so that what is replaced in the form for one element is not lost where a CPU has one for many (lanes.cuh)."""
 
 SANITIZED = (
     *(flag for flag in FLAGS if flag != "-O3"), "-O1", "-g", "-fno-omit-frame-pointer",
@@ -102,7 +103,7 @@ SIMT_EXPORT long long launch_{kernel}(void** arguments, const unsigned* shape, i
                                       int workers) {{
     simt::Launch launch{{{{shape[0], shape[1], shape[2]}}, {{shape[3], shape[4], shape[5]}}, order, seed, workers,
                         "{kernel}"}};
-    return simt::run_grid(launch, simt::Entry<{kernel}>::call, arguments);
+    return simt::run_grid(launch, simt::Entry<{kernel}>::run, arguments);
 }}
 SIMT_EXPORT int parameters_{kernel}() {{ return simt::Entry<{kernel}>::parameters; }}
 """

@@ -11,6 +11,22 @@
 
 constexpr int THREADS = 256;
 
+struct Group {
+    float each[16];
+};
+
+// Those of the lane whose number differs by the bit `lanes`. A CPU changes threads once for all of them.
+__device__ __forceinline__ Group from_lane(const Group& mine, int lanes) {
+#ifdef __CUDA_ARCH__
+    Group other;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) other.each[i] = __shfl_xor_sync(0xFFFFFFFFu, mine.each[i], lanes);
+    return other;
+#else
+    return simt::exchange(0xFFFFFFFFu, mine, static_cast<unsigned>(lanes));
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     hadamard(const bf16* x, bf16* out, i64 rows, i64 columns, i64 row_stride, i64 column_stride, int group, int signs,
              float c) {
@@ -23,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int count = left < 16 ? static_cast<int>(left) : 16;
 
     const int period = group < 16 ? group : 16;
-    float v[16];
+    Group group_of_thread;
+    float(&v)[16] = group_of_thread.each;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const float sign = (signs >> i % period & 1) != 0 ? -c : c;
@@ -32,10 +49,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     butterfly(v, group / 2);
     for (int lanes = 1; lanes < group / 16; lanes *= 2) {
         const bool upper = (threadIdx.x & lanes) != 0;
-        for (int i = 0; i < 16; ++i) {
-            const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], lanes);
-            v[i] = upper ? other - v[i] : v[i] + other;
-        }
+        const Group other = from_lane(group_of_thread, lanes);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[i] = upper ? other.each[i] - v[i] : v[i] + other.each[i];
     }
     for (int i = 0; i < count; ++i) from_float(v[i], out[row * columns + column + i]);
 }

@@ -1,9 +1,10 @@
 // simt.h: runs CUDA kernels on a CPU, from the very same source.
 //
-// A block of threads becomes fibers on one OS thread: each has its own stack and its own threadIdx, and gives way at
-// __syncthreads and at warp operations. Blocks are spread over OS threads; __shared__ variables are thread-local, so
-// each block that runs has its own. Within a block, threads take turns in a chosen order (forward, reverse, shuffled
-// anew between barriers): a kernel that lacks a barrier gives different bytes in different orders.
+// A block of threads runs on one OS thread, one after the other: as a loop where none of them waits; one that waits, at
+// __syncthreads or a warp operation, keeps its stack, and the next one gets a stack of its own. Blocks are spread over OS
+// threads; __shared__ variables are thread-local, so each block that runs has its own. Within a block, threads take turns
+// in a chosen order (forward, reverse, shuffled anew between barriers): a kernel that lacks a barrier gives different
+// bytes in different orders.
 //
 // With SIMT_SANITIZE it is built for the address sanitizer: __shared__ variables are plain static ones, which alone have
 // redzones, so that one block runs at a time; the sanitizer is told of each switch of stacks.
@@ -43,8 +44,10 @@
 #define __shared__ static
 // Of monitor.h: asks, when something is found, which thread of which kernel runs.
 extern "C" void narrowgauge_running(void (*say)(char* text, std::size_t size));
+#define SIMT_WITHOUT_REDZONES __attribute__((no_sanitize("address")))  // of a stack that is left for good they would stay
 #else
 #define __shared__ static thread_local
+#define SIMT_WITHOUT_REDZONES
 #endif
 #define SIMT_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -119,38 +122,44 @@ inline void prepare_stack(Stack& stack, char* base, void (*entry)()) {
 
 // ---- a block of threads ----------------------------------------------------------------------------------------------
 
-enum State { FRESH, READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
+enum State : unsigned char { FRESH, READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
 
+// A thread that waits, or has waited.
 struct Fiber {
     Stack stack;
-    uint3 index;
-    State state;
-    int stack_slot;
-    unsigned mask;            // of the warp exchange it waits in: who takes part,
-    unsigned source;          // the thread it reads from,
-    std::uint64_t given;      // what it gives,
-    std::uint64_t received;   // and what it was given
+    int slot;  // of its stack
+    unsigned mask, source;  // of the warp exchange it waits in: who takes part, the thread it reads from,
+    const void* given;      // what it gives,
+    void* received;         // and where what it is given goes
+    std::size_t bytes;
 };
 
 struct Worker;
 inline thread_local Worker* worker = nullptr;
-inline thread_local Fiber* self = nullptr;
-inline thread_local uint3 block_index;
+inline thread_local uint3 thread_index, block_index;
 inline thread_local const Launch* launch_shape = nullptr;
 
-void enter();
-
+// Threads of a block take turns in rounds. A stack runs one thread after the other until one waits; the thread whose turn
+// is next then gets a stack of its own, or goes on on the one it has waited on. So a block that never waits runs as a
+// loop, and one in which all wait switches stacks once for each thread and barrier, always between the same two lines,
+// whose return address the CPU has foreseen.
 struct Worker {
-    Fiber fibers[MAX_THREADS];
+    State states[MAX_THREADS];
+    uint3 indices[MAX_THREADS];
     unsigned order[MAX_THREADS];
+    Fiber fibers[MAX_THREADS];
+    unsigned count, live, turn;  // threads, those that have not returned, and turns taken of this round
+    unsigned current;            // thread that runs
     Stack scheduler;
+    Stack nobody;  // whose stack is left for good
     char* stacks;
     std::vector<int> free_slots;
-    void (*call)(void**);
+    void (*run)();
     void** arguments;
     std::uint64_t random;
     const void* scheduler_stack;  // where it lies, and its bytes: what the sanitizer has to know
     std::size_t scheduler_bytes;
+    bool from_scheduler;
 
     Worker() {
         // Untouched pages cost nothing; a block that never waits touches one stack only.
@@ -170,79 +179,122 @@ struct Worker {
         return static_cast<unsigned>((random * 0x2545F4914F6CDD1Dull) >> 33);
     }
 
-    void shuffle(unsigned count) {
+    void shuffle() {
         for (unsigned i = count; i > 1; --i) std::swap(order[i - 1], order[next_random() % i]);
     }
 
-    void wait(State state) {
-        self->state = state;
+    // Whose turn is next in this round, or `count`.
+    unsigned next() {
+        while (turn < count) {
+            const unsigned thread = order[turn++];
+            if (states[thread] <= READY) return thread;
+        }
+        return count;
+    }
+
+    void make_current(unsigned thread) {
+        states[thread] = READY;
+        current = thread;
+        thread_index = indices[thread];
+    }
+
+    // From the stack `from`, which is left for good or until its thread is resumed, to the next thread, or to the
+    // scheduler where the round is over.
+    SIMT_WITHOUT_REDZONES void leave(Stack& from, unsigned to, [[maybe_unused]] bool for_good) {
+        Stack* target = &scheduler;
+        [[maybe_unused]] const void* base = scheduler_stack;
+        [[maybe_unused]] std::size_t bytes = scheduler_bytes;
+        if (to != count) {
+            Fiber& fiber = fibers[to];
+            if (states[to] == FRESH) {
+                fiber.slot = free_slots.back();
+                free_slots.pop_back();
+                prepare_stack(fiber.stack, stacks + fiber.slot * STACK_STEP, run);
+            }
+            make_current(to);
+            target = &fiber.stack;
+            base = stacks + fiber.slot * STACK_STEP;
+            bytes = STACK_BYTES;
+        }
         [[maybe_unused]] void* kept = nullptr;
 #ifdef SIMT_SANITIZE
-        __sanitizer_start_switch_fiber(state == DONE ? nullptr : &kept, scheduler_stack, scheduler_bytes);
+        __sanitizer_start_switch_fiber(for_good ? nullptr : &kept, base, bytes);
 #endif
-        switch_stack(self->stack, scheduler);
+        switch_stack(from, *target);
         arrived(kept);
     }
 
-    // The first thing that a fiber does on its stack, whenever it is switched to.
+    // To the sanitizer, a call that does not return ends the life of all that lies on the stack.
+    [[noreturn]] SIMT_WITHOUT_REDZONES void leave_for_good(unsigned to, int slot) {
+        free_slots.push_back(slot);
+        leave(nobody, to, true);
+        std::abort();  // nobody comes back
+    }
+
+    // The first thing that happens on a stack, whenever it is switched to.
     void arrived([[maybe_unused]] void* kept) {
 #ifdef SIMT_SANITIZE
-        __sanitizer_finish_switch_fiber(kept, &scheduler_stack, &scheduler_bytes);
+        const void* base = nullptr;
+        std::size_t bytes = 0;
+        __sanitizer_finish_switch_fiber(kept, &base, &bytes);
+        if (from_scheduler) scheduler_stack = base, scheduler_bytes = bytes;
+        from_scheduler = false;
 #endif
     }
 
-    void resume(Fiber& fiber) {
-        if (fiber.state == FRESH) {
-            fiber.stack_slot = free_slots.back();
-            free_slots.pop_back();
-            prepare_stack(fiber.stack, stacks + fiber.stack_slot * STACK_STEP, enter);
+    void wait(State state) {
+        states[current] = state;
+        leave(fibers[current].stack, next(), false);
+    }
+
+    // Runs threads on this stack until one of them is not the first to run there. `call` runs one thread.
+    template <class Call>
+    void run_threads(const Call& call) {
+        arrived(nullptr);
+        const int slot = fibers[current].slot;
+        for (;;) {
+            call();
+            states[current] = DONE;
+            --live;
+            const unsigned thread = next();
+            if (thread == count || states[thread] != FRESH) leave_for_good(thread, slot);
+            fibers[thread].slot = slot;
+            make_current(thread);
         }
-        fiber.state = READY;
-        self = &fiber;
-#ifdef SIMT_SANITIZE
-        void* kept = nullptr;
-        __sanitizer_start_switch_fiber(&kept, stacks + fiber.stack_slot * STACK_STEP, STACK_BYTES);
-#endif
-        switch_stack(scheduler, fiber.stack);
-#ifdef SIMT_SANITIZE
-        __sanitizer_finish_switch_fiber(kept, nullptr, nullptr);
-#endif
-        if (fiber.state == DONE) free_slots.push_back(fiber.stack_slot);
+    }
+
+    // What all blocks of a launch have in common.
+    void prepare(const Launch& launch) {
+        const uint3 shape = launch.block;
+        count = shape.x * shape.y * shape.z;
+        for (unsigned t = 0; t < count; ++t) {
+            indices[t] = {t % shape.x, t / shape.x % shape.y, t / shape.x / shape.y};
+            order[t] = launch.order == REVERSE ? count - 1 - t : t;
+        }
     }
 
     // Runs one block to its end; false where its threads wait for each other forever.
     bool run_block(const Launch& launch, unsigned linear) {
-        const uint3 shape = launch.block;
-        const unsigned count = shape.x * shape.y * shape.z;
         block_index = {linear % launch.grid.x, linear / launch.grid.x % launch.grid.y,
                        linear / launch.grid.x / launch.grid.y};
-        unsigned t = 0;
-        for (unsigned z = 0; z < shape.z; ++z)
-            for (unsigned y = 0; y < shape.y; ++y)
-                for (unsigned x = 0; x < shape.x; ++x, ++t) {
-                    Fiber& fiber = fibers[t];
-                    fiber.index = {x, y, z};
-                    fiber.state = FRESH;
-                    order[t] = launch.order == REVERSE ? count - 1 - t : t;
-                }
+        std::memset(states, FRESH, count);
+        if (launch.order == SHUFFLED) std::iota(order, order + count, 0u);
         random = launch.seed * 0x9E3779B97F4A7C15ull + linear + 1;
-        for (unsigned live = count; live > 0;) {
-            if (launch.order == SHUFFLED) shuffle(count);
-            bool progress = false;
-            for (unsigned k = 0; k < count; ++k) {
-                Fiber& fiber = fibers[order[k]];
-                if (fiber.state > READY) continue;
-                progress = true;
-                resume(fiber);
-                if (fiber.state == DONE) --live;
+        for (live = count; live > 0;) {
+            if (launch.order == SHUFFLED) shuffle();
+            turn = 0;
+            const unsigned first = next();
+            if (first != count) {
+                from_scheduler = true;
+                leave(scheduler, first, false);
             }
-            if (live > 0 && !release(count, live) && !progress) return false;
+            if (live > 0 && !release() && first == count) return false;
         }
         return true;
     }
 
     // Lets go who has nobody left to wait for; threads that have returned are not waited for, as on a GPU.
-    bool release(unsigned count, unsigned live) {
+    bool release() {
         unsigned at_block = 0;
         bool released = false;
         for (unsigned first = 0; first < count; first += WARP) {
@@ -250,9 +302,9 @@ struct Worker {
             unsigned alive = 0, waiting = 0;
             for (unsigned t = first; t < last; ++t) {
                 const unsigned bit = 1u << (t - first);
-                if (fibers[t].state != DONE) alive |= bit;
-                if (fibers[t].state == AT_BLOCK_BARRIER) ++at_block;
-                if (fibers[t].state == AT_WARP_BARRIER) waiting |= bit;
+                if (states[t] != DONE) alive |= bit;
+                if (states[t] == AT_BLOCK_BARRIER) ++at_block;
+                if (states[t] == AT_WARP_BARRIER) waiting |= bit;
             }
             while (waiting != 0) {  // lanes that wait with one mask are at one exchange
                 const unsigned mask = fibers[first + static_cast<unsigned>(__builtin_ctz(waiting))].mask;
@@ -263,36 +315,34 @@ struct Worker {
                 if ((alive & mask & ~group) != 0) continue;
                 for (unsigned t = first; t < last; ++t) {
                     if ((group >> (t - first) & 1u) == 0) continue;
-                    fibers[t].received = fibers[fibers[t].source].given;
-                    fibers[t].state = READY;
+                    std::memcpy(fibers[t].received, fibers[fibers[t].source].given, fibers[t].bytes);
+                    states[t] = READY;
                 }
                 released = true;
             }
         }
         if (at_block == live) {
             for (unsigned t = 0; t < count; ++t)
-                if (fibers[t].state == AT_BLOCK_BARRIER) fibers[t].state = READY;
+                if (states[t] == AT_BLOCK_BARRIER) states[t] = READY;
             released = true;
         }
         return released;
     }
 
     // Gives `value` to its warp and returns what lane `source` gave: release() hands over when all have met.
-    std::uint64_t exchange_lanes(unsigned mask, std::uint64_t value, unsigned source) {
-        const unsigned first = static_cast<unsigned>(self - fibers) / WARP * WARP;
-        self->mask = mask;
-        self->source = first + source % WARP;
-        self->given = value;
+    template <class T>
+    T exchange_lanes(unsigned mask, const T& value, unsigned source) {
+        T given = value, received;
+        Fiber& mine = fibers[current];
+        mine.mask = mask;
+        mine.source = current / WARP * WARP + source % WARP;
+        mine.given = &given;
+        mine.received = &received;
+        mine.bytes = sizeof(T);
         wait(AT_WARP_BARRIER);
-        return self->received;
+        return received;
     }
 };
-
-inline void enter() {
-    worker->arrived(nullptr);
-    worker->call(worker->arguments);
-    worker->wait(DONE);
-}
 
 // ---- a grid of blocks ------------------------------------------------------------------------------------------------
 
@@ -324,8 +374,7 @@ struct IeeeArithmetic {
 
 #ifdef SIMT_SANITIZE
 inline void say_where(char* text, std::size_t size) {
-    if (self == nullptr) return;
-    const uint3 thread = self->index, block = block_index;
+    const uint3 thread = thread_index, block = block_index;
     std::snprintf(text, size, "thread (%u, %u, %u) of block (%u, %u, %u) of %s", thread.x, thread.y, thread.z, block.x,
                   block.y, block.z, launch_shape->kernel);
 }
@@ -341,7 +390,7 @@ inline unsigned block_in_turn(const Launch& launch, unsigned turn, unsigned bloc
 }
 
 // Runs a grid. Returns -1, or the linear index of a block whose threads waited for each other forever.
-inline long long run_grid(const Launch& launch, void (*call)(void**), void** arguments) {
+inline long long run_grid(const Launch& launch, void (*run)(), void** arguments) {
     const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
     std::atomic<unsigned> next{0};
     std::atomic<long long> stuck{-1};
@@ -350,8 +399,9 @@ inline long long run_grid(const Launch& launch, void (*call)(void**), void** arg
         Worker* mine = take_worker();
         worker = mine;
         launch_shape = &launch;
-        mine->call = call;
+        mine->run = run;
         mine->arguments = arguments;
+        mine->prepare(launch);
         bool lost = false;
 #ifdef SIMT_SANITIZE
         narrowgauge_running(say_where);
@@ -386,27 +436,35 @@ struct Entry;
 template <class... Parameters, void (*Kernel)(Parameters...)>
 struct Entry<Kernel> {
     static constexpr int parameters = sizeof...(Parameters);
-    static void call(void** arguments) { apply(Kernel, arguments, std::index_sequence_for<Parameters...>{}); }
+    static void run() {  // on a stack of its own, which it never leaves
+        void** arguments = worker->arguments;
+        worker->run_threads([=] { apply(Kernel, arguments, std::index_sequence_for<Parameters...>{}); });
+    }
 };
 
 }  // namespace simt
 
-#define threadIdx (simt::self->index)
+#define threadIdx (simt::thread_index)
 #define blockIdx (simt::block_index)
 #define blockDim (simt::launch_shape->block)
 #define gridDim (simt::launch_shape->grid)
 
 inline void __syncthreads() { simt::worker->wait(simt::AT_BLOCK_BARRIER); }
 
+namespace simt {
+
+// __shfl_xor_sync of any type: what a GPU takes several of, at the price of one change of threads.
+template <class T>
+inline T exchange(unsigned mask, const T& value, unsigned lanes) {
+    return worker->exchange_lanes(mask, value, worker->current % WARP ^ lanes);
+}
+
+}  // namespace simt
+
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, unsigned lanes) {
     static_assert(sizeof(T) <= 8, "a lane exchanges up to eight bytes");
-    std::uint64_t raw = 0;
-    std::memcpy(&raw, &value, sizeof(T));
-    const unsigned lane = static_cast<unsigned>(simt::self - simt::worker->fibers) % simt::WARP;
-    raw = simt::worker->exchange_lanes(mask, raw, lane ^ lanes);
-    std::memcpy(&value, &raw, sizeof(T));
-    return value;
+    return simt::exchange(mask, value, lanes);
 }
 
 inline unsigned atomicMax(unsigned* address, unsigned value) {
