@@ -19,7 +19,7 @@ __device__ void amax(const T* x, u32* out, i64 n, int propagate_nan) {
     const u32 highest = highest_counted(propagate_nan);
     u32 largest = 0;
     for (i64 start = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) * PER_THREAD; start < n; start += step) {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) || defined(HAS_LANES)
         if (n - start >= PER_THREAD) {
             float v[PER_THREAD];
             load_elements(x + start, v);

@@ -37,6 +37,16 @@ __device__ __forceinline__ u32 largest_magnitude(const float (&v)[BLOCK], u32 hi
         return __float_as_uint(largest);
     }
 #endif
+#ifdef HAS_LANES
+    if constexpr (BLOCK % LANES == 0) {
+        Bits most = {};
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const Bits magnitude = load_lanes<Bits>(v + i) & 0x7FFFFFFFu;
+            most = larger(most, magnitude <= highest ? magnitude : Bits{});
+        }
+        return largest_lane(most);
+    }
+#endif
     u32 largest = 0;
     for (int i = 0; i < BLOCK; ++i) take_magnitude(v[i], highest, largest);
     return largest;

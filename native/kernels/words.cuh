@@ -12,11 +12,15 @@ __device__ __forceinline__ float low_of(u32 word) { return __uint_as_float(word 
 __device__ __forceinline__ float high_of(u32 word) { return __uint_as_float(word & 0xFFFF0000u); }
 
 __device__ __forceinline__ void to_floats(const Words& x, float (&v)[16]) {
+#ifdef HAS_LANES
+    for (int i = 0; i < 16; i += LANES) store_lanes(to_float_lanes(reinterpret_cast<const bf16*>(x.each) + i), v + i);
+#else
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         v[2 * j] = low_of(x.each[j]);
         v[2 * j + 1] = high_of(x.each[j]);
     }
+#endif
 }
 
 // 16 bytes each, where they lie aligned.
