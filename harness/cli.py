@@ -55,7 +55,7 @@ KnownFile = Annotated[
 Link = Annotated[
     str, typer.Option("--link", help="Address of the report, for summary.md (default: the run's, in a GitHub job).")
 ]
-Workers = Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, or one a GPU.")]
+Workers = Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, at most 16 a GPU.")]
 USAGE_ERROR = 2
 
 
@@ -270,7 +270,12 @@ def _default_workers(device: str) -> int:
 
     from harness.gpus import visible
 
-    return (os.cpu_count() or 1) if device == "cpu" else max(1, len(visible()))
+    cores = os.cpu_count() or 1
+    if device == "cpu":
+        return cores
+    # Most cases of a GPU are judged on the CPU; each process takes half a gigabyte of the GPU.
+    gpus = max(1, len(visible()))
+    return max(gpus, min(cores, 16 * gpus))
 
 
 @app.command("merge")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from harness.backend import load_backend
 from harness.capture import Captured
-from harness.cli import app
+from harness.cli import _default_workers, app
 from harness.runner import run_case
 
 ROOT = Path(__file__).parents[2]
@@ -602,3 +602,20 @@ def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monke
     assert re.search(rf"✓ +torch +{re.escape(importlib.metadata.version('torch'))}", result.stdout)
     assert re.search(r"– +GPU +none: ", result.stdout)
     assert "only --device cuda needs one; cases run on the CPU without" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "gpus", "workers"),
+    [
+        ("cpu", 6, 2, 6),
+        ("cuda", 6, 1, 6),
+        ("cuda", 128, 1, 16),
+        ("cuda", 128, 2, 32),
+        ("cuda", 2, 8, 8),
+        ("cuda", 4, 0, 4),
+    ],
+)
+def test_there_is_a_process_a_core_and_not_many_a_gpu(device, cores, gpus, workers, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("harness.gpus.visible", lambda: [str(number) for number in range(gpus)])
+    assert _default_workers(device) == workers
