@@ -125,8 +125,9 @@ def add_judged(outcome: Outcome, subject: Subject, kernel: Quantized, oracle: Qu
     if outcome.expected is None or outcome.actual is None:
         outcome.expected, outcome.actual = expected, actual
     else:  # orientations and sections have no common shape, and the figures are over all elements
+        same = same and outcome.actual is outcome.expected
         outcome.expected = torch.cat([outcome.expected.flatten(), expected.flatten()])
-        outcome.actual = torch.cat([outcome.actual.flatten(), actual.flatten()])
+        outcome.actual = outcome.expected if same else torch.cat([outcome.actual.flatten(), actual.flatten()])
 
 
 def _values(kernel: Quantized) -> torch.Tensor:
