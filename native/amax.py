@@ -15,6 +15,12 @@ from native.launch import launch
 _PER_THREAD = 16
 # The grid strides over the rest. 1024 blocks fill any present GPU; on a CPU every block costs its warps' exchanges.
 _BLOCKS = {"cuda": 1024, "cpu": 64}
+_WIDE = 128
+"""Columns of a tile of bfloat16."""
+_LONGEST = 2**24
+"""Rows or columns from which on a grid has no room for their tiles, and a tile's blocks have no 32-bit numbers soon."""
+_TILES_EACH, _ABREAST = 8, 8
+"""Tiles that a block of threads takes, and the strips of rows that neighbouring blocks take."""
 
 _other_grid: ContextVar[bool] = ContextVar("other_grid", default=False)
 
@@ -38,6 +44,19 @@ def amax(x: torch.Tensor, *, propagate_nan: bool = False) -> torch.Tensor:
     arguments = (x, out, np.int64(x.numel()), np.int32(propagate_nan))
     launch("amax", f"amax_{suffix(x.dtype)}", (grid,), (THREADS,), arguments, device=x.device)
     return out
+
+
+def in_tiles(x: torch.Tensor) -> bool:
+    """Whether a matrix lies in memory as the kernels want it that work on whole tiles."""
+    whole = x.shape[0] % STRIP == x.shape[1] % _WIDE == 0 and x.numel() > 0 and max(x.shape) < _LONGEST
+    return x.dtype == torch.bfloat16 and whole and x.is_contiguous() and x.data_ptr() % 16 == 0
+
+
+def tiles_each(x: torch.Tensor) -> tuple[tuple[int, int], int]:
+    """The grid of blocks of threads for the tiles of `x`, and how many tiles, side by side, each block takes."""
+    each = 3 if _other_grid.get() else _TILES_EACH
+    runs, bands = blocks_for(x.shape[1] // _WIDE, each), blocks_for(x.shape[0] // STRIP, _ABREAST)
+    return (_ABREAST * runs, bands), each
 
 
 def strips(rows: int, sizes: torch.Tensor | None) -> int:
@@ -68,6 +87,12 @@ def oriented_amax(
     out_rotated = torch.zeros(sections, dtype=torch.float32, device=x.device) if rotated else None
     # On a GPU a strip of 64 rows alone would leave it idle; on a CPU every block costs its warps' exchanges.
     parts = 3 if _other_grid.get() else min(16 if x.device.type == "cuda" else 1, blocks_for(columns, STRIP))
+    if sizes is None and not each and in_tiles(x):
+        grid, tiles = tiles_each(x)
+        arguments = (x, np.int64(rows), np.int64(columns), np.int32(tiles), out, out_rotated, np.int32(along_rows),
+                     np.int32(signs), np.int32(propagate_nan))  # fmt: skip
+        launch("amax_blocks", "amax_tiles_bf16", grid, (THREADS,), arguments, device=x.device)
+        return out, out_rotated
     launch(
         "amax_blocks",
         f"amax_blocks_{suffix(x.dtype)}",

@@ -79,6 +79,10 @@ def _module(source: str, kernels: str, device: int, extra_flags: tuple[str, ...]
         return cupy.RawModule(path=str(path))
 
 
+_MUCH_SHARED = 16 * 1024
+"""Bytes of a block from which on the driver, left alone, does not find room for as many blocks as there is."""
+
+
 class _Kernel:
     """A loaded kernel. Its module stays loaded while this lives."""
 
@@ -93,7 +97,10 @@ class _Kernel:
 def _kernel(source: str, name: str, kernels: str, device: int, extra_flags: tuple[str, ...]) -> _Kernel:
     module = _module(source, kernels, device, extra_flags)
     with _cupy().cuda.Device(device):
-        return _Kernel(module.get_function(name).kernel)
+        function = module.get_function(name)
+        if function.shared_size_bytes > _MUCH_SHARED:
+            function.preferred_shared_memory_carveout = 100
+        return _Kernel(function.kernel)
 
 
 _LETTERS = {int: "P", np.uint64: "Q", np.int64: "q", np.uint32: "I", np.int32: "i", np.float32: "f", np.float64: "d"}

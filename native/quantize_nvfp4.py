@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from native.amax import amax as tensor_amax
-from native.amax import oriented_amax, strips
+from native.amax import in_tiles, oriented_amax, strips, tiles_each
 from native.arguments import (
     STRIP,
     THREADS,
@@ -40,8 +40,6 @@ _CANDIDATES = {"6": 0, "4-or-6-mae": 1, "4-or-6-mse": 2}
 _ROTATE_ROWS, _ROTATE_COLUMNS = 1, 2
 _PLAIN_BLOCKS = 2
 """Blocks of 16 that a thread of the plain kernel makes."""
-_WIDE = 128
-"""Columns of a tile of bfloat16."""
 _FUSED_GROUP = 16
 """Groups of other sizes are rotated by a launch of their own."""
 
@@ -88,7 +86,6 @@ def _launch(
     swizzled: bool = False,
 ) -> None:
     rows, columns = x.shape
-    scale_order, propagate_nan = np.int32(_SCALE_ORDER[r.block_scale]), np.int32(r.nan == "propagate")
     variant = _variant_bits(r, rotation=rotation, swizzled=swizzled)
     # One compilation for each costs a GPU's driver a second, once, and a CPU's compiler many.
     flags = (f"-DVARIANT={variant}",) if x.device.type == "cuda" else ()
@@ -98,8 +95,8 @@ def _launch(
             f"quantize_nvfp4_plain_{suffix(x.dtype)}",
             (blocks_for(row.scales.numel(), THREADS * _PLAIN_BLOCKS),),
             (THREADS,),
-            (x, np.int64(rows), np.int64(columns), *row.arguments()[:4], np.float32(r.max_product), scale_order,
-             propagate_nan),
+            (x, np.int64(rows), np.int64(columns), *row.arguments()[:4], np.float32(r.max_product),
+             np.int32(_SCALE_ORDER[r.block_scale]), np.int32(r.nan == "propagate")),
             device=x.device,
             extra_flags=flags,
         )  # fmt: skip
@@ -107,28 +104,23 @@ def _launch(
     sections = 1 if sizes is None else len(sizes)
     seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
     halves = [*(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments())]
-    rule = (np.float32(r.max_product), scale_order, np.int32(variant), np.uint64(seed % 2**64))
-    if sizes is None and _in_tiles(x, r):
-        grid, name = rows // STRIP * (columns // _WIDE), "quantize_nvfp4_tiles_bf16"
-        arguments = [x, np.int64(rows), np.int64(columns), *halves, *rule]
+    rule = (np.float32(r.max_product), np.int32(variant), np.uint64(seed % 2**64))
+    grid: tuple[int, ...]
+    if sizes is None and _in_tiles(x, r, row, column):
+        name, (grid, tiles) = "quantize_nvfp4_tiles_bf16", tiles_each(x)
+        arguments = [x, np.int64(rows), np.int64(columns), np.int32(tiles), *halves, *rule]
     else:
-        grid, name = max(1, strips(rows, sizes)) * blocks_for(columns, STRIP), f"quantize_nvfp4_{suffix(x.dtype)}"
+        grid, name = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),), f"quantize_nvfp4_{suffix(x.dtype)}"
         strides = [np.int64(x.stride(0)), np.int64(x.stride(1))]
         arguments = [x, *strides, np.int64(rows), np.int64(columns), sizes, np.int32(sections), *halves, *rule]
-    launch("quantize_nvfp4", name, (grid,), (THREADS,), arguments, device=x.device, extra_flags=flags)
+    launch("quantize_nvfp4", name, grid, (THREADS,), arguments, device=x.device, extra_flags=flags)
 
 
-def _in_tiles(x: torch.Tensor, r: Recipe) -> bool:
+def _in_tiles(x: torch.Tensor, r: Recipe, *halves: _Half | None) -> bool:
     """Whether the kernel that takes whole tiles does for this."""
-    rows, columns = x.shape
-    whole = rows % STRIP == columns % _WIDE == 0 and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
-    return (
-        x.dtype == torch.bfloat16
-        and whole
-        and r.granularity == "tensor"
-        and r.candidates == "6"
-        and not (r.block[0] > 1 and r.transform is not None)
-    )
+    turned = r.block[0] > 1 and r.transform is not None
+    plain = r.granularity == "tensor" and r.candidates == "6" and not turned
+    return plain and in_tiles(x) and all(half is None or half.codes.data_ptr() % 8 == 0 for half in halves)
 
 
 def _variant_bits(r: Recipe, *, rotation: int, swizzled: bool) -> int:
@@ -136,7 +128,7 @@ def _variant_bits(r: Recipe, *, rotation: int, swizzled: bool) -> int:
     fields = (
         (_CANDIDATES[r.candidates], 2), (r.block[0] > 1, 1), (r.granularity == "row", 1), (r.nan == "propagate", 1),
         (rotation, 2), (r.rounding == "stochastic", 1), (swizzled, 1),
-        (0 if r.transform is None else r.transform.signs, 16),
+        (0 if r.transform is None else r.transform.signs, 16), (_SCALE_ORDER[r.block_scale], 1),
     )  # fmt: skip
     bits = shift = 0
     for value, width in fields:

@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "kernels"
 _TYPED = ("fp32", "bf16", "fp16")
 KERNELS = {
     "amax": tuple(f"amax_{t}" for t in _TYPED),
-    "amax_blocks": tuple(f"amax_blocks_{t}" for t in _TYPED),
+    "amax_blocks": (*(f"amax_blocks_{t}" for t in _TYPED), "amax_tiles_bf16"),
     "hadamard": ("hadamard",),
     "swizzle": ("swizzle", "unswizzle"),
     "quantize_mx": (

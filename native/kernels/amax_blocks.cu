@@ -8,12 +8,15 @@
 //   The caller sets both to 0.
 //   Launch: 256 threads a block, `parts` blocks for every strip of 64 rows, which share its columns; ceil(M/64) strips, or
 //   with sections one more for each.
+//   amax_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, one section; 256 threads for every
+//   `each` tiles of 64x128, in tile.cuh's grid.
 //   Exact: magnitudes are compared as integers, NaN left out unless propagate_nan; the rotation is hadamard.cuh's.
 
 #include "hadamard.cuh"
 #include "nvfp4.cuh"
 #include "reduce.cuh"
 #include "sections.cuh"
+#include "tile.cuh"
 
 constexpr int THREADS = 256;
 constexpr int TILE = 64;  // columns
@@ -60,6 +63,39 @@ __device__ void amax_blocks(const T* x, i64 row_stride, i64 column_stride, i64 c
     if (plain != nullptr && each && along_rows && rows_left > 0) atomicMax(plain + strip.section_start + row, largest);
     if (plain != nullptr && !each) largest_of_block(plain_warps, largest, plain + strip.section);
     if (rotated != nullptr) largest_of_block(rotated_warps, largest_rotated, rotated + strip.section);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    amax_tiles_bf16(const bf16* x, i64 rows, i64 columns, int each, u32* plain, u32* rotated, int along_rows, int signs,
+                    int propagate_nan) {
+    __shared__ Tile tiles[2];
+    __shared__ u32 plain_warps[THREADS / 32], rotated_warps[THREADS / 32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 highest = highest_counted(propagate_nan);
+    u32 largest = 0, largest_rotated = 0;
+    TileWalk walk(x, rows, columns, static_cast<u32>(each));
+    walk.fetch<THREADS>(tiles[0]);
+    for (int slot = 0; walk.inside(); slot ^= 1) {
+        tile_waits();
+        __syncthreads();  // this tile has come, and all have done with the other one
+        walk.step();
+        walk.fetch<THREADS>(tiles[slot ^ 1]);
+#pragma unroll
+        for (int b = 0; b < TILE_ROWS * ROW_BLOCKS / THREADS; ++b) {
+            const int each = warp * (TILE_ROWS * ROW_BLOCKS / THREADS) + b;
+            Words line = along_rows ? block_of_row(tiles[slot], each * 4 + lane / ROW_BLOCKS, lane % ROW_BLOCKS)
+                                    : block_of_column(tiles[slot], each);
+            const u32 most = largest_of_words(line, bound_of_words(line), highest);
+            largest = most > largest ? most : largest;
+            if (rotated != nullptr) {
+                rotate_words(line, static_cast<u32>(signs));
+                const u32 turned = largest_of_words(line, bound_of_words(line), highest);
+                largest_rotated = turned > largest_rotated ? turned : largest_rotated;
+            }
+        }
+    }
+    if (plain != nullptr) largest_of_block(plain_warps, largest, plain);
+    if (rotated != nullptr) largest_of_block(rotated_warps, largest_rotated, rotated);
 }
 
 #define AMAX_BLOCKS(NAME, T)                                                                                           \

@@ -3,11 +3,11 @@
 
 #include "formats.cuh"
 
-// Stages 1, 2 ... last of the butterfly on 16 numbers: stage h adds and subtracts elements that are h apart.
-__device__ __forceinline__ void butterfly(float (&v)[16], int last) {
+// Stages first, 2 * first ... last of the butterfly on 16 numbers: stage h adds and subtracts elements that are h apart.
+__device__ __forceinline__ void butterfly(float (&v)[16], int last, int first = 1) {
 #pragma unroll
     for (int half = 1; half < 16; half *= 2) {
-        if (half > last) return;
+        if (half < first || half > last) continue;
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             if ((i & half) != 0) continue;

@@ -15,9 +15,10 @@
 //   or with sections one more for each. A thread makes a block of 16 of a row, then one of a column.
 //   quantize_nvfp4_plain: rowwise alone, contiguous, no variant; two blocks of 16 for every thread, THREADS apart in the
 //   order of memory, which is faster by half on a CPU, and a little on a GPU.
-//   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, no sections, one amax a half, no 4over6,
-//   no rotation of 16x16 blocks;
-//   256 threads for every 64x128 tile. A thread makes two blocks of rows, then one of two columns.
+//   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, no sections, one amax a
+//   half, no 4over6, no rotation of 16x16 blocks; codes aligned to 8 bytes. 256 threads for every `each` tiles of 64x128
+//   of a strip of 64 rows, or what is left of it; the grid is tile.cuh's. While the threads work on a tile in shared
+//   memory, the next one comes; a thread makes two blocks of rows, then two of columns.
 //   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, and "Variants of NVFP4", float32 with one rounding per operation;
 //   E4M3 and E2M1 nearest even or stochastic, saturating. `tiles`: blocks of 16x16. `candidates`: 4over6 by absolute (1)
 //   or squared (2) errors; those of a tile are measured along its rows, whichever half is made. `rotation`: groups of
@@ -30,6 +31,7 @@
 #include "nvfp4.cuh"
 #include "philox.cuh"
 #include "sections.cuh"
+#include "tile.cuh"
 #include "words.cuh"
 
 constexpr int THREADS = 256;
@@ -126,6 +128,16 @@ __device__ __forceinline__ u8* code_address(const Half& half, const Place& place
     return half.codes + place.first_code + place.line * ((place.length + 1) / 2) + place.start / 2;
 }
 
+// Four random words of block `index`: of Philox, or, where they are given, from `first` on, of which `left` are its line's.
+__device__ __forceinline__ void random_words(const Half& half, const Rule& rule, i64 index, i64 first, i64 left,
+                                             u32 (&words)[4]) {
+    if (half.words == nullptr) {
+        philox(rule.seed, half.offset, static_cast<u64>(index), words);
+    } else {
+        for (int j = 0; j < 4; ++j) words[j] = j < left ? half.words[first + j] : 0u;
+    }
+}
+
 __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, float encode, const Half& half,
                                             const Place& place, const Rule& rule) {
     const float factor = nvfp4_element_factor(scale, encode);
@@ -136,15 +148,8 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
     u8 packed[BLOCK / 2];
     if (rule.stochastic) {
         u32 words[4];
-        if (half.words == nullptr) {
-            philox(rule.seed, half.offset, static_cast<u64>(index), words);
-        } else {
-            const i64 row_words = (place.length + 3) / 4;
-            for (int j = 0; j < 4; ++j) {
-                const i64 word = place.start / 4 + j;
-                words[j] = word < row_words ? half.words[place.line * row_words + word] : 0u;
-            }
-        }
+        const i64 row_words = (place.length + 3) / 4, word = place.start / 4;
+        random_words(half, rule, index, place.line * row_words + word, row_words - word, words);
         e2m1x16_stochastic(scaled, words, packed);
     } else {
         e2m1x16_from_float(scaled, packed);
@@ -160,19 +165,12 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
     }
 }
 
-// The same of 16 bfloat16 numbers.
-__device__ __forceinline__ void write_words(const Words& x, u8 scale, float encode, const Half& half, const Place& place,
+// The codes of 16 bfloat16 numbers, where all blocks of the matrix are whole and this is number `index`.
+__device__ __forceinline__ void write_words(const Words& x, u32 bound, float factor, const Half& half, i64 index,
                                             const Rule& rule) {
-    if (rule.stochastic) {
-        float v[BLOCK];
-        to_floats(x, v);
-        write_block(v, scale, encode, half, place, rule);
-        return;
-    }
-    write_scale(scale, half, place, rule);
-    u8 packed[BLOCK / 2];
-    e2m1x16_of_words(x, nvfp4_element_factor(scale, encode), packed);
-    store_bytes(packed, code_address(half, place));
+    u32 words[4];
+    if (rule.stochastic) random_words(half, rule, index, index * 4, 4, words);
+    store_codes(e2m1x16_of_words(x, bound, factor, rule.stochastic ? &words : nullptr), half.codes + index * (BLOCK / 2));
 }
 
 // The two scales that 4over6 chooses from; both the same where it does not.
@@ -287,9 +285,9 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
 #else
 #define CHOSEN variant
 #endif
-__device__ __forceinline__ Rule rule_of(int variant, float max_product, int scale_order, u64 seed) {
-    return {max_product, scale_order, variant & 3, variant >> 2 & 1, variant >> 3 & 1, variant >> 4 & 1, variant >> 5 & 3,
-            variant >> 7 & 1, variant >> 8 & 1, static_cast<u32>(variant >> 9), seed};
+__device__ __forceinline__ Rule rule_of(int variant, float max_product, u64 seed) {
+    return {max_product, variant >> 25 & 1, variant & 3, variant >> 2 & 1, variant >> 3 & 1, variant >> 4 & 1,
+            variant >> 5 & 3, variant >> 7 & 1, variant >> 8 & 1, static_cast<u32>(variant >> 9 & 0xFFFF), seed};
 }
 
 #define QUANTIZE(NAME, T)                                                                                              \
@@ -297,11 +295,11 @@ __device__ __forceinline__ Rule rule_of(int variant, float max_product, int scal
         NAME(const T* x, i64 row_stride, i64 column_stride, i64 rows, i64 columns, const i64* sizes, int sections,     \
              const float* amax, u8* codes, u8* scales, float* tensor_scale, const u32* words, u64 offset,              \
              const float* amax_t, u8* codes_t, u8* scales_t, float* tensor_scale_t, const u32* words_t, u64 offset_t,  \
-             float max_product, int scale_order, int variant, u64 seed) {                                              \
+             float max_product, int variant, u64 seed) {                                                               \
         quantize(x, row_stride, column_stride, columns, Sections{sizes, sections, rows},                               \
                  Half{amax, codes, scales, tensor_scale, words, offset},                                               \
                  Half{amax_t, codes_t, scales_t, tensor_scale_t, words_t, offset_t},                                   \
-                 rule_of(CHOSEN, max_product, scale_order, seed));                                                     \
+                 rule_of(CHOSEN, max_product, seed));                                                                  \
     }
 
 // Whole blocks of bfloat16, one behind the other: all are loaded before any is used.
@@ -318,9 +316,11 @@ __device__ __forceinline__ void quantize_lines(const bf16* x, i64 total, const H
     for (int b = 0; b < PLAIN_BLOCKS; ++b) {
         const i64 index = first + b * THREADS;
         if (index >= total) return;
-        const u32 amax = largest_of_words(loaded[b], highest_counted(rule.propagate_nan));
-        write_words(loaded[b], candidate_scales(amax, encode, rule).six, encode, half,
-                    Place{0, BLOCK * index, BLOCK * total, 0, 0, BLOCK}, rule);
+        const u32 bound = bound_of_words(loaded[b]);
+        const u32 amax = largest_of_words(loaded[b], bound, highest_counted(rule.propagate_nan));
+        const u8 scale = candidate_scales(amax, encode, rule).six;
+        half.scales[index] = scale;
+        write_words(loaded[b], bound, nvfp4_element_factor(scale, encode), half, index, rule);
     }
 }
 
@@ -331,7 +331,7 @@ __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rul
     const i64 total = rows * ((columns + BLOCK - 1) / BLOCK);
 #ifdef __CUDA_ARCH__
     if constexpr (is_bf16<T>) {
-        if (columns % BLOCK == 0 && reinterpret_cast<u64>(x) % 16 == 0) {
+        if (columns % BLOCK == 0 && reinterpret_cast<u64>(x) % 16 == 0 && reinterpret_cast<u64>(half.codes) % 8 == 0) {
             quantize_lines(x, total, half, rule);
             return;
         }
@@ -351,98 +351,135 @@ __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rul
 
 // ---- bfloat16 in whole tiles of 64x128 ----
 
-constexpr int WIDE = 128;
-constexpr int WIDE_BLOCKS = WIDE / BLOCK;
-constexpr int WIDE_WORDS = WIDE / 2;
-constexpr int STRIPES = TILE / BLOCK;  // blocks of a column
+// Of a multiprocessor, so that a thread has 64 registers: 0.304 ms for both halves of nvfp4-rht, 16384^2 on an H200, 0.311
+// with 3 and 80 registers.
+constexpr int TILE_BLOCKS_OF_SM = 4;
+constexpr int WARPS = THREADS / 32;
+constexpr int WARP_ROWS = TILE_ROWS / WARPS;            // of the warp's blocks of rows
+constexpr int EACH = TILE_ROWS * ROW_BLOCKS / THREADS;  // blocks of a thread, of either half
+constexpr int SCALES = 128;                             // codes of E4M3 without a sign
+static_assert(WARP_ROWS % EACH == 0 && BLOCK % WARP_ROWS == 0, "a warp has whole rows of one tile of 16x16");
+static_assert(2 * SCALES == THREADS, "a thread finds one factor");
 
-struct SharedTile {
-    u32 values[TILE * WIDE_WORDS + STRIPES * 8];
-    u32 amaxes[TILE][WIDE_BLOCKS];
-    u32 largest[STRIPES][WIDE_BLOCKS];
+struct SharedTiles {
+    Tile tiles[2];             // one is worked on while the other comes
+    float factors[2][SCALES];  // of elements under each scale, in either half
+    u32 amaxes[2][WARPS][ROW_BLOCKS];
 };
 
-// As `value_index`.
-__device__ __forceinline__ int word_index(int row, int word) { return row * WIDE_WORDS + row / BLOCK * 8 + word; }
+// Of block `block` of the rows of a stripe of 16, which two warps have.
+__device__ __forceinline__ u32 largest_of_stripe(const u32 (&amaxes)[WARPS][ROW_BLOCKS], int stripe, int block) {
+    u32 largest = 0;
+    for (int warp = stripe * (BLOCK / WARP_ROWS); warp < (stripe + 1) * (BLOCK / WARP_ROWS); ++warp) {
+        largest = amaxes[warp][block] > largest ? amaxes[warp][block] : largest;
+    }
+    return largest;
+}
 
-__device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 columns, const Half& row_half,
-                                              const Half& column_half, const Rule& rule) {
-    __shared__ SharedTile shared;
+// Where a half of a tile lies in its result: the first line and, of it, block; and that one's number.
+struct Corner {
+    i64 line, block, index;
+};
+
+__device__ __forceinline__ Corner corner_of(i64 line, i64 block, u32 blocks) { return {line, block, line * blocks + block}; }
+
+// Block `block` of line `line` of a half of a tile; there are `blocks` in a line.
+__device__ __forceinline__ void write_line(const Words& x, u32 bound, u32 amax, u32 line, u32 block, u32 blocks,
+                                           const Corner& corner, float encode, const float (&factors)[SCALES],
+                                           const Half& half, const Rule& rule) {
+    const u8 scale = candidate_scales(amax, encode, rule).six;
+    const i64 index = corner.index + (line * blocks + block);
+    half.scales[rule.swizzled ? swizzled_index(corner.line + line, corner.block + block, blocks) : index] = scale;
+    write_words(x, bound, factors[scale], half, index, rule);
+}
+
+__device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 columns, u32 each, const Half& row_half,
+                                               const Half& column_half, const Rule& rule) {
+    __shared__ SharedTiles shared;
+    TileWalk walk(x, rows, columns, each);
+    walk.fetch<THREADS>(shared.tiles[0]);
     const bool rowwise = row_half.tensor_scale != nullptr, columnwise = column_half.tensor_scale != nullptr;
-    write_tensor_scales(row_half, 1, rule.max_product);
-    write_tensor_scales(column_half, 1, rule.max_product);
-    const u32 across = static_cast<u32>(columns / WIDE);
-    const i64 first_row = static_cast<i64>(blockIdx.x / across) * TILE;
-    const i64 first_column = static_cast<i64>(blockIdx.x % across) * WIDE;
     const u32 highest = highest_counted(rule.propagate_nan);
-    const int thread = threadIdx.x;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
 
-    // ---- blocks of rows ----
-    constexpr int EACH = TILE * WIDE_BLOCKS / THREADS;
-    Words loaded[EACH];
-    u32 amaxes[EACH];
-#pragma unroll
-    for (int b = 0; b < EACH; ++b) {
-        const int line = (thread + b * THREADS) / WIDE_BLOCKS, block = (thread + b * THREADS) % WIDE_BLOCKS;
-        const i64 start = (first_row + line) * columns + first_column + block * BLOCK;
-        loaded[b] = load_words(reinterpret_cast<const u32*>(x) + start / 2);
+    const float encode = rowwise ? nvfp4_tensor_scale(row_half.amax[0], rule.max_product) : 1.0f;
+    const float encode_t = columnwise ? nvfp4_tensor_scale(column_half.amax[0], rule.max_product) : 1.0f;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && thread == 0) {
+        if (rowwise) row_half.tensor_scale[0] = encode;
+        if (columnwise) column_half.tensor_scale[0] = encode_t;
     }
+    shared.factors[thread / SCALES][thread % SCALES] =
+        nvfp4_element_factor(static_cast<u8>(thread % SCALES), thread < SCALES ? encode : encode_t);
+
+    const u32 blocks = static_cast<u32>(columns / BLOCK), blocks_t = static_cast<u32>(rows / BLOCK);  // of a line
+    for (int slot = 0; walk.inside(); slot ^= 1) {
+        const Corner corner = corner_of(walk.strip * TILE_ROWS, walk.place * ROW_BLOCKS, blocks);
+        const Corner corner_t = corner_of(walk.place * TILE_COLUMNS, walk.strip * COLUMN_BLOCKS, blocks_t);
+        tile_waits();
+        __syncthreads();  // this tile has come, and all have done with the other one
+        walk.step();
+        walk.fetch<THREADS>(shared.tiles[slot ^ 1]);
+        const Tile& tile = shared.tiles[slot];
+
+        // ---- blocks of rows: a quarter of a warp has a row ----
+        if (rowwise || rule.tiles) {
+            const int line = warp * WARP_ROWS + lane / ROW_BLOCKS * EACH, block = lane % ROW_BLOCKS;
+            Words lines[EACH];
+            u32 bounds[EACH], amaxes[EACH];
 #pragma unroll
-    for (int b = 0; b < EACH; ++b) {
-        const int line = (thread + b * THREADS) / WIDE_BLOCKS, block = (thread + b * THREADS) % WIDE_BLOCKS;
-        if (columnwise) store_words(loaded[b], &shared.values[word_index(line, block * (BLOCK / 2))]);
-        if ((rule.rotation & ROTATE_ROWS) != 0) rotate_words(loaded[b], rule.signs);
-        amaxes[b] = largest_of_words(loaded[b], highest);
-        if (rule.tiles) shared.amaxes[line][block] = amaxes[b];
-    }
-    if (rule.tiles || columnwise) __syncthreads();
-    if (rule.tiles) {
-        if (thread < STRIPES * WIDE_BLOCKS) {
-            u32 largest = 0;
-            for (int i = 0; i < BLOCK; ++i) {
-                const u32 other = shared.amaxes[thread / WIDE_BLOCKS * BLOCK + i][thread % WIDE_BLOCKS];
-                largest = other > largest ? other : largest;
+            for (int b = 0; b < EACH; ++b) {
+                lines[b] = block_of_row(tile, line + b, block);
+                if ((rule.rotation & ROTATE_ROWS) != 0) rotate_words(lines[b], rule.signs);
+                bounds[b] = bound_of_words(lines[b]);
+                amaxes[b] = largest_of_words(lines[b], bounds[b], highest);
             }
-            shared.largest[thread / WIDE_BLOCKS][thread % WIDE_BLOCKS] = largest;
-        }
-        __syncthreads();
-    }
-    if (rowwise) {
-        const float encode = nvfp4_tensor_scale(row_half.amax[0], rule.max_product);
+            if (rule.tiles) {
+                u32 most = 0;
 #pragma unroll
-        for (int b = 0; b < EACH; ++b) {
-            const int line = (thread + b * THREADS) / WIDE_BLOCKS, block = (thread + b * THREADS) % WIDE_BLOCKS;
-            const u32 amax = rule.tiles ? shared.largest[line / BLOCK][block] : amaxes[b];
-            write_words(loaded[b], candidate_scales(amax, encode, rule).six, encode, row_half,
-                        Place{first_row + line, first_column + block * BLOCK, columns, 0, 0, BLOCK}, rule);
+                for (int b = 0; b < EACH; ++b) most = amaxes[b] > most ? amaxes[b] : most;
+                for (int lanes = ROW_BLOCKS; lanes < 32; lanes *= 2) {
+                    const u32 other = __shfl_xor_sync(0xFFFFFFFFu, most, lanes);
+                    most = other > most ? other : most;
+                }
+                if (lane < ROW_BLOCKS) shared.amaxes[slot][warp][lane] = most;
+                __syncthreads();
+            }
+            if (rowwise) {
+#pragma unroll
+                for (int b = 0; b < EACH; ++b) {
+                    const u32 amax =
+                        rule.tiles ? largest_of_stripe(shared.amaxes[slot], line / BLOCK, block) : amaxes[b];
+                    write_line(lines[b], bounds[b], amax, line + b, block, blocks, corner, encode, shared.factors[0],
+                               row_half, rule);
+                }
+            }
         }
-    }
-    if (!columnwise) return;
 
-    // ---- a block of two columns ----
-    const int pair = thread / STRIPES, stripe = thread % STRIPES;
-    u32 both[BLOCK];
-    for (int i = 0; i < BLOCK; ++i) both[i] = shared.values[word_index(stripe * BLOCK + i, pair)];
-    const float encode = nvfp4_tensor_scale(column_half.amax[0], rule.max_product);
+        // ---- blocks of columns: four lanes have a column, a warp a chunk of eight ----
+        if (columnwise) {
 #pragma unroll
-    for (int second = 0; second < 2; ++second) {
-        Words line;
-        for (int j = 0; j < BLOCK / 2; ++j) line.each[j] = paired(both[2 * j], both[2 * j + 1], second);
-        if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate_words(line, rule.signs);
-        const u32 amax = rule.tiles ? shared.largest[stripe][pair / (BLOCK / 2)] : largest_of_words(line, highest);
-        write_words(line, candidate_scales(amax, encode, rule).six, encode, column_half,
-                    Place{first_column + 2 * pair + second, first_row + stripe * BLOCK, rows, 0, 0, BLOCK}, rule);
+            for (int b = 0; b < EACH; ++b) {
+                const int chunk = warp * EACH + b, stripe = lane % COLUMN_BLOCKS;
+                Words line = block_of_column(tile, chunk);
+                if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate_words(line, rule.signs);
+                const u32 bound = bound_of_words(line);
+                const u32 amax = rule.tiles ? largest_of_stripe(shared.amaxes[slot], stripe, chunk / 2)
+                                            : largest_of_words(line, bound, highest);
+                write_line(line, bound, amax, chunk * 8 + lane / COLUMN_BLOCKS, stripe, blocks_t, corner_t, encode_t,
+                           shared.factors[1], column_half, rule);
+            }
+        }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, const float* amax, u8* codes, u8* scales,
+extern "C" __global__ void __launch_bounds__(THREADS, TILE_BLOCKS_OF_SM)
+    quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, int each, const float* amax, u8* codes, u8* scales,
                               float* tensor_scale, const u32* words, u64 offset, const float* amax_t, u8* codes_t,
                               u8* scales_t, float* tensor_scale_t, const u32* words_t, u64 offset_t, float max_product,
-                              int scale_order, int variant, u64 seed) {
-    quantize_tile(x, rows, columns, Half{amax, codes, scales, tensor_scale, words, offset},
+                              int variant, u64 seed) {
+    quantize_tiles(x, rows, columns, static_cast<u32>(each), Half{amax, codes, scales, tensor_scale, words, offset},
                   Half{amax_t, codes_t, scales_t, tensor_scale_t, words_t, offset_t},
-                  rule_of(CHOSEN, max_product, scale_order, seed));
+                  rule_of(CHOSEN, max_product, seed));
 }
 
 #define QUANTIZE_PLAIN(NAME, T)                                                                                        \

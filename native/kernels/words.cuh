@@ -49,71 +49,156 @@ __device__ __forceinline__ u32 paired(u32 a, u32 b, bool second) {
     return second ? (a >> 16) | (b & 0xFFFF0000u) : (a & 0xFFFFu) | b << 16;
 }
 
-// The larger of two pairs of magnitudes, bfloat16 as integers.
-__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
+// The larger magnitudes of two pairs, NaN above all, in the lower 15 bits of each half.
+__device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {
+#ifdef HAS_MAX_MAGNITUDE
+    u32 larger;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+#else
+    a &= 0x7FFF7FFFu;
+    b &= 0x7FFF7FFFu;
 #ifdef __CUDA_ARCH__
     return __vmaxu2(a, b);
 #else
     const u32 low = (a & 0xFFFFu) > (b & 0xFFFFu) ? a : b, high = a >> 16 > b >> 16 ? a : b;
     return (high & 0xFFFF0000u) | (low & 0xFFFFu);
 #endif
+#endif
 }
 
-// The largest magnitude as bits of float32; those above `highest` are left out.
-__device__ __forceinline__ u32 largest_of_words(const Words& x, u32 highest) {
-    u32 pair = 0;
+// The largest magnitude as bits of float32, NaN above all.
+__device__ __forceinline__ u32 bound_of_words(const Words& x) {
+    u32 pairs[4];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) pair = larger_pair(pair, x.each[j] & 0x7FFF7FFFu);
-    const u32 low = pair << 16, high = pair & 0xFFFF0000u;
-    const u32 largest = low > high ? low : high;
-    if (largest <= highest) return largest;
+    for (int j = 0; j < 4; ++j) pairs[j] = larger_magnitudes(x.each[j], x.each[j + 4]);
+    const u32 pair = larger_magnitudes(larger_magnitudes(pairs[0], pairs[1]), larger_magnitudes(pairs[2], pairs[3]));
+    const u32 low = (pair & 0x7FFFu) << 16, high = pair & 0x7FFF0000u;
+    return low > high ? low : high;
+}
+
+// The largest magnitude of those not above `highest`, where `bound` is the largest of all.
+__device__ __forceinline__ u32 largest_of_words(const Words& x, u32 bound, u32 highest) {
+    if (bound <= highest) return bound;
     float v[16];
     to_floats(x, v);
     return largest_magnitude(v, highest);
 }
 
-// A group rotated, as `rotate16` does it.
+// A group rotated, as `rotate16` does it. A quarter of a bfloat16 number is exact, so that a fused sum rounds as often.
 __device__ __forceinline__ void rotate_words(Words& x, u32 signs) {
     float v[16];
     to_floats(x, v);
-    rotate16(v, signs);
+#ifdef __CUDA_ARCH__
 #pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+        const float a = v[i] * ((signs >> i & 1u) != 0u ? -0.25f : 0.25f);
+        const float factor = (signs >> (i + 1) & 1u) != 0u ? -0.25f : 0.25f, b = v[i + 1];
+        v[i] = __fmaf_rn(b, factor, a);
+        v[i + 1] = __fmaf_rn(b, -factor, a);
+    }
+    butterfly(v, 8, 2);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x.each[j]) : "f"(v[2 * j + 1]), "f"(v[2 * j]));
+    }
+#else
+    rotate16(v, signs);
     for (int j = 0; j < 8; ++j) x.each[j] = __float_as_uint(v[2 * j]) >> 16 | (__float_as_uint(v[2 * j + 1]) & 0xFFFF0000u);
+#endif
 }
 
 #ifdef HAS_E2M1_BY_SUMS
+__device__ __forceinline__ u32 permuted(u32 a, u32 b, u32 bytes) {
+    u32 result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(bytes));
+    return result;
+}
+
+// `high_of` a word of two finite numbers, by the units of floating point, which have less to do; a zero has no sign.
+__device__ __forceinline__ float finite_high_of(u32 word) {
+    u32 high;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(high) : "r"(word), "r"(0x3F800000u), "r"(0u));
+    return __uint_as_float(high);
+}
+
+// Eight codes of one word from pairs of them in low bytes, and signs of four words of x.
+__device__ __forceinline__ u32 joined(const u32 (&pairs)[4]) {
+    return permuted(permuted(pairs[0], pairs[1], 0x0040), permuted(pairs[2], pairs[3], 0x0040), 0x5410);
+}
+
+__device__ __forceinline__ u32 with_signs(u32 codes, const u32* x) {
+    // Selectors from 8 on fill a byte with the sign of the one they select: of elements 0, 2, 1, 3, then 4, 6, 5, 7.
+    const u32 low = permuted(x[0], x[1], 0xFBD9), high = permuted(x[2], x[3], 0xFBD9);
+    return codes | (permuted(low, high, 0x5410) & 0x08080808u) | (permuted(low, high, 0x7632) & 0x80808080u);
+}
+
 // Codes of the products of eight numbers and a factor, all of which are smaller than 7.
 __device__ __forceinline__ u32 e2m1x8_of_products_below_7(const u32* x, float factor) {
     u32 pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        const u32 magnitudes = x[j] & 0x7FFF7FFFu;
-        const u32 low = e2m1_by_sum_below_7(low_of(magnitudes) * factor);
-        const u32 high = e2m1_by_sum_below_7(high_of(magnitudes) * factor);
-        // Signs from bits 15 and 31 to 3 and 7 of the low byte.
-        pairs[j] = __umulhi(x[j] & 0x80008000u, (1u << 20) + (1u << 8)) + (high * 16u + low);
+        const u32 low = e2m1_by_sum_below_7(fabsf(low_of(x[j])) * factor);
+        const u32 high = e2m1_by_sum_below_7(fabsf(finite_high_of(x[j])) * factor);
+        pairs[j] = high * 16u + low;
     }
-    return __byte_perm(__byte_perm(pairs[0], pairs[1], 0x0040), __byte_perm(pairs[2], pairs[3], 0x0040), 0x5410);
+    return with_signs(joined(pairs), x);
+}
+
+// The same by the bytes of two random words; `factor` is 2^115 times smaller, exactly.
+__device__ __forceinline__ u32 e2m1x8_of_products_below_7(const u32* x, float factor, const u32* random) {
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const u32 bytes = random[j / 2], select = 0x4044u + (j % 2 * 2 << 8);
+        const u32 low = e2m1_by_sum_below_7(fabsf(low_of(x[j])) * factor, bytes, select);
+        const u32 high = e2m1_by_sum_below_7(fabsf(finite_high_of(x[j])) * factor, bytes, select + 0x100u);
+        pairs[j] = high * 16u + low;
+    }
+    const u32 codes = joined(pairs);
+    return with_signs(codes - (codes >> 3 & 0x11111111u), x);  // 8 to 7
 }
 #endif
 
-// Codes of the products of 16 numbers and a factor, nearest even.
-__device__ __forceinline__ void e2m1x16_of_words(const Words& x, float factor, u8 (&packed)[8]) {
+// 16 codes as they lie in memory, eight a word.
+struct Codes {
+    u32 each[2];
+};
+
+__device__ __forceinline__ void store_codes(const Codes& codes, u8* target) {  // aligned
+#ifdef __CUDA_ARCH__
+    *reinterpret_cast<uint2*>(target) = {codes.each[0], codes.each[1]};
+#else
+    for (int j = 0; j < 8; ++j) target[j] = static_cast<u8>(codes.each[j / 4] >> j % 4 * 8);
+#endif
+}
+
+// Codes of the products of 16 numbers and a factor: nearest even, or, where `random` is not null, by four random words as
+// `e2m1x16_stochastic` takes them. `bound`: `bound_of_words` of the numbers.
+__device__ __forceinline__ Codes e2m1x16_of_words(const Words& x, u32 bound, float factor, const u32 (*random)[4]) {
 #ifdef HAS_E2M1_BY_SUMS
-    u32 pair = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) pair = larger_pair(pair, x.each[j] & 0x7FFF7FFFu);
-    // Comparisons that NaN does not pass.
-    if (low_of(pair) * factor < 7.0f && high_of(pair) * factor < 7.0f) {
-        const u32 words[2] = {e2m1x8_of_products_below_7(x.each, factor), e2m1x8_of_products_below_7(x.each + 4, factor)};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) packed[j] = static_cast<u8>(words[j / 4] >> j % 4 * 8);
-        return;
+    const bool below_7 = __uint_as_float(bound) * factor < 7.0f;  // NaN is not
+    if (random != nullptr && below_7 && factor >= 0x1p-11f) {
+        const float small = factor * 0x1p-115f;
+        return {{e2m1x8_of_products_below_7(x.each, small, *random),
+                 e2m1x8_of_products_below_7(x.each + 4, small, *random + 2)}};
+    }
+    if (random == nullptr && below_7) {
+        return {{e2m1x8_of_products_below_7(x.each, factor), e2m1x8_of_products_below_7(x.each + 4, factor)}};
     }
 #endif
     float v[16];
     to_floats(x, v);
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] *= factor;
-    e2m1x16_from_float(v, packed);
+    u8 packed[8];
+    if (random != nullptr) {
+        e2m1x16_stochastic(v, *random, packed);
+    } else {
+        e2m1x16_from_float(v, packed);
+    }
+    Codes codes = {{0u, 0u}};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) codes.each[j / 4] |= static_cast<u32>(packed[j]) << j % 4 * 8;
+    return codes;
 }

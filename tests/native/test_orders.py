@@ -37,6 +37,13 @@ def outputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:
             yield from parts(*ops.quantize_both(y, r, random=seeded(r), swizzled=True))
             yield from parts(ops.quantize(y.T, r, random=seeded(r)))
             yield from parts(*ops.quantize_both(sample(r, "outliers", 64, 128, dtype), r, random=seeded(r)))
+    if dtype == torch.bfloat16:  # eight tiles, and so many blocks, or fewer that take several
+        tiles = matrix("outliers", 128, 512, dtype)
+        for name in ("nvfp4", "nvfp4-2d", "nvfp4-rht-sr"):
+            yield from parts(*ops.quantize_both(tiles, name, random=seeded(ops.recipe(name))))
+        for along_rows in (False, True):
+            amaxes = oriented_amax(tiles, plain=True, rotated=True, along_rows=along_rows, signs=5)
+            yield from (bits(amax) for amax in amaxes if amax is not None)
     sizes = torch.tensor([70, 0, 80])
     for name in ("nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-sr", "mxfp8-2d", "mxfp4-sr"):
         for columnwise in (False, True):
@@ -152,16 +159,19 @@ def test_a_lost_barrier_of_amax_shows(cuda_source: Source, monkeypatch: pytest.M
 def test_a_lost_barrier_of_amaxes_of_blocks_shows(
     rotated: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = matrix("normal", 64, 64, torch.bfloat16)
-    x[-1] = 1000.0  # in the last warp, on which thread 0 waits
-    assert len(barriers("amax_blocks")) == 1
+    """That of a block's warps, and that of a tile that has come."""
+    assert len(barriers("amax_blocks")) == 2
+    # In the last warp, on which thread 0 waits; in a row that is read by the first threads, and not copied by them.
+    for which, columns, row in ((0, 64, 63), (1, 128, 1)):
+        x = matrix("normal", 64, columns, torch.bfloat16)
+        x[row] = 1000.0
 
-    def call(real: bool) -> Iterator[torch.Tensor]:
-        amaxes = oriented_amax(x if real else 0 * x, plain=not rotated, rotated=rotated, along_rows=True)
-        return (amax for amax in amaxes if amax is not None)
+        def call(real: bool, x: torch.Tensor = x) -> Iterator[torch.Tensor]:
+            amaxes = oriented_amax(x if real else 0 * x, plain=not rotated, rotated=rotated, along_rows=True)
+            return (amax for amax in amaxes if amax is not None)
 
-    with lost("amax", "amax_blocks", 0, cuda_source, monkeypatch):
-        assert len(seen_in_orders(call)) > 1
+        with lost("amax", "amax_blocks", which, cuda_source, monkeypatch):
+            assert len(seen_in_orders(call)) > 1
 
 
 # What each barrier of a quantizer stands between: a recipe that needs it, whether both halves do, and whether it is in
@@ -172,8 +182,8 @@ NEEDED = [
     (1, "nvfp4-2d-4over6-256-mae", False, False),  # errors of the rows of a tile
     (2, "nvfp4-2d", True, False),  # amaxes of the columns of a tile
     (3, "nvfp4", True, True),  # rows of the tile and the columns that are read of it
-    (3, "nvfp4-2d", False, True),  # amaxes of the rows of a tile
-    (4, "nvfp4-2d", False, True),  # the largest of them
+    (3, "nvfp4-2d", False, True),  # the same of rows
+    (4, "nvfp4-2d", False, True),  # amaxes of the rows of a tile
     (0, "mxfp8-e4m3", True, False),
     (0, "mxfp8-2d", False, False),
     (1, "mxfp8-e4m3", True, True),  # largest magnitudes of pieces of the tile, and of its lines
