@@ -15,13 +15,16 @@ _TOKENS, _ROWS, _THREADS = 16, 32, 256
 """Rows of a and of b that a block makes, and its threads."""
 _COLUMNS = {"nvfp4": 128, "mx": 64}
 """K is a multiple of them; a rule that is not here has no such kernel."""
+_LARGEST = 2**20
+"""N and K: the blocks of a grid, and offsets of 32 bits, reach so far."""
 _CODES_ALIGNMENT, _SCALES_ALIGNMENT = 16, 2
 """Bytes."""
 
 
 def takes(a: Quantized, b: Quantized, rule: str) -> bool:
     """Whether the kernels can make the product (M, K) by (N, K) of a rule (`native.operands.rule_of`)."""
-    if rule not in _COLUMNS or a.shape[1] % _COLUMNS[rule] or not a.shape[1]:
+    n, k = b.shape
+    if rule not in _COLUMNS or k % _COLUMNS[rule] or not k or max(n, k) > _LARGEST:
         return False
     return all(_taken(q, rule) for q in (a, b))
 

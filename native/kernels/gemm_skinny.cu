@@ -3,7 +3,7 @@
 //
 //   a_codes  (M, K/2) or (M, K), a_scales (M, K/16) or (M, K/32); b likewise with N rows. Codes begin at a multiple of 16
 //            bytes, scales of 2
-//   K        a multiple of 128 of NVFP4, of 64 of MXFP8; any M and N
+//   K        a multiple of 128 of NVFP4, of 64 of MXFP8; any M; N and K to 2^20
 //   c        (M, N) or null; bias (N,) or null
 //   out      (M, N)
 //   Types of c, bias and out: 0 float32, 1 bfloat16, 2 float16.
@@ -13,9 +13,9 @@
 //   at a time to a float32 number, cut off as they do it (aligned_halves); of MXFP8 the sum P of a block of 32, which
 //   begins at 0, then becomes fl(P * 2^(ea+eb)) and is added to that of the blocks before it. Which 16 columns: thread t
 //   of the four with a row has 32 that follow each other in a chunk of 128 (8 in a block of 32), and gives four of each
-//   eight to an mma, the elements 0, 4, 1 and 5 of them to the first and 2, 6, 3 and 7 to the second of NVFP4, and the
-//   first and the last four of MXFP8. Chunks are taken by eight warps in turn, in order of K; the sums of the warps are
-//   added in their order, one float32 rounding each. Then alpha * sum, + c, + bias round to float32, and one cast ends it.
+//   eight to an mma, of NVFP4 the even ones to the first and the odd ones to the second, of MXFP8 the first four and the
+//   last. Chunks are taken by eight warps in turn, in order of K; the sums of the warps are added in their order, one
+//   float32 rounding each. Then alpha * sum, + c, + bias round to float32, and one cast ends it.
 
 #include "gemm_skinny.cuh"
 

@@ -47,14 +47,20 @@ __device__ __forceinline__ u32 e4m3_pair(u32 codes) {
 #endif
 }
 
-// Elements I and I + 4 of eight of E2M1, times 2^-14: their exponent and mantissa as the lowest bits of an exponent and
-// the highest of a mantissa, subnormal ones too.
-template <int I>
-__device__ __forceinline__ u32 e2m1_pair(u32 codes) {
-    constexpr int SIGN = 12 - 4 * I, REST = 9 - 4 * I;
-    const u32 rest = REST >= 0 ? codes << (REST & 31) : codes >> (-REST & 31);
-    return (codes << SIGN & 0x80008000u) | (rest & 0x0E000E00u);
+// Four of them.
+__device__ __forceinline__ void e4m3_pairs(u32 codes, u32& low, u32& high) {
+#ifdef HAS_CVT_FP8
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(low), "=r"(high) : "r"(codes));
+#else
+    low = e4m3_pair(codes);
+    high = e4m3_pair(codes >> 16);
+#endif
 }
+
+// Eight codes of E2M1 as those of E4M3, which stand for 2^-6 of it: the even ones, the odd ones.
+__device__ __forceinline__ u32 even_as_e4m3(u32 codes) { return (codes << 4 & 0x80808080u) | (codes << 2 & 0x1C1C1C1Cu); }
+__device__ __forceinline__ u32 odd_as_e4m3(u32 codes) { return (codes & 0x80808080u) | (codes >> 2 & 0x1C1C1C1Cu); }
 
 // ---- memory ------------------------------------------------------------------------------------------------------------
 
@@ -154,70 +160,52 @@ __device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4]
 #endif
 }
 
+// The same over 32 columns: four pairs of two rows of a strip, and of a row of tokens.
+__device__ __forceinline__ void multiply_eight(float (&d)[4], const u32 (&top)[4], const u32 (&bottom)[4], const u32 (&right)[4]) {
+    multiply_halves(d, {top[0], bottom[0], top[1], bottom[1]}, {right[0], right[1]});
+    multiply_halves(d, {top[2], bottom[2], top[3], bottom[3]}, {right[2], right[3]});
+}
+
 // ---- what a format is --------------------------------------------------------------------------------------------------
 
 // Each has
-//   COLUMNS   of K that a warp takes at a time
-//   Chunk     what a thread has of one row of them: codes and scales, `load(codes, scales, row, k, chunk, t)`
-//   UNITS     parts of it, each of which becomes four pairs, enough for two mma: `pairs(chunk, unit, pairs)`
-// and `multiply` of all of it: sums of a strip of b (two rows a thread) and the tokens of an mma.
+//   COLUMNS, SPAN  of K that a warp takes at a time, and bytes of their codes in a row
+//   Chunk          what a thread has of a row of them
+//   load(codes, scales): a chunk of a row, of where the thread's codes and the row's scales of the columns begin
+//   multiply(b, a, scales, sums): all of it, of four rows of b and one of each group of a that a thread has; `scales` are
+//                  those of the two rows of a of which it has sums
+// and how far apart chunks are.
 
 struct SkinnyNvfp4 {
     using Rule = Nvfp4;
-    static constexpr int COLUMNS = 128;
-    static constexpr float FACTOR = 0x1p14f;  // of a sum: decoded elements are 2^-7 of what they stand for
+    static constexpr int COLUMNS = 128, SPAN = 64, SCALES = 8, EACH_CODES = 16, EACH_SCALES = 2;
+    static constexpr bool OTHER_SCALES = false;
 
     struct Chunk {
         Sixteen codes;
         u32 scales;  // a block in each of two bytes
     };
 
-    static __device__ __forceinline__ Chunk load(const u8* codes, const u8* scales, i64 row, i64 k, i64 chunk, int t) {
-        return {load_once(reinterpret_cast<const Sixteen*>(codes + row * (k / 2) + chunk * (COLUMNS / 2) + t * 16)),
-                *reinterpret_cast<const u16*>(scales + row * (k / 16) + chunk * (COLUMNS / 16) + t * 2)};
+    static __device__ __forceinline__ Chunk load(const u8* codes, const u8* scales) {
+        return {load_once(reinterpret_cast<const Sixteen*>(codes)), *reinterpret_cast<const u16*>(scales)};
     }
 
     struct Scales {
         u32 pairs[2];
     };
 
-    // Each of the two twice, times 2^7: with the 2^-14 of elements, products are exact float16 numbers, subnormal ones
-    // included: at most 6 bits, multiples of 2^-17, below 2^5.
+    // Each of the two twice, times 2^6 for the 2^-6 of elements. Products of the two are exact float16 numbers: at most 6
+    // bits, from 2^-10 to 2688.
     static __device__ __forceinline__ Scales scales(const Chunk& chunk) {
-        const u32 two = multiply_pairs(e4m3_pair(chunk.scales), 0x58005800u);
+        const u32 two = multiply_pairs(e4m3_pair(chunk.scales), 0x54005400u);
         return {{(two & 0xFFFFu) | two << 16, two >> 16 | (two & 0xFFFF0000u)}};
     }
 
-    template <int UNIT>
-    static __device__ __forceinline__ void decode(const Chunk& chunk, const Scales& scales, u32 (&pairs)[4]) {
-        const u32 codes = chunk.codes.words[UNIT], scale = scales.pairs[UNIT / 2];
-        pairs[0] = multiply_pairs(e2m1_pair<0>(codes), scale);
-        pairs[1] = multiply_pairs(e2m1_pair<1>(codes), scale);
-        pairs[2] = multiply_pairs(e2m1_pair<2>(codes), scale);
-        pairs[3] = multiply_pairs(e2m1_pair<3>(codes), scale);
-    }
-
-    template <int UNIT, int GROUPS>
-    static __device__ __forceinline__ void multiply_unit(const Chunk (&b)[2 * STRIPS], const Scales (&b_scales)[2 * STRIPS],
-                                                         const Chunk (&a)[GROUPS], const Scales (&a_scales)[GROUPS],
-                                                         float (&sums)[STRIPS][GROUPS][4]) {
-        u32 left[2 * STRIPS][4];
+    static __device__ __forceinline__ void decode(u32 codes, u32 scale, u32 (&pairs)[4]) {
+        e4m3_pairs(even_as_e4m3(codes), pairs[0], pairs[1]);
+        e4m3_pairs(odd_as_e4m3(codes), pairs[2], pairs[3]);
 #pragma unroll
-        for (int row = 0; row < 2 * STRIPS; ++row) decode<UNIT>(b[row], b_scales[row], left[row]);
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            u32 right[4];
-            decode<UNIT>(a[group], a_scales[group], right);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int strip = 0; strip < STRIPS; ++strip) {
-                    const u32(&top)[4] = left[2 * strip], (&bottom)[4] = left[2 * strip + 1];
-                    multiply_halves(sums[strip][group], {top[2 * half], bottom[2 * half], top[2 * half + 1], bottom[2 * half + 1]},
-                                    {right[2 * half], right[2 * half + 1]});
-                }
-            }
-        }
+        for (int i = 0; i < 4; ++i) pairs[i] = multiply_pairs(pairs[i], scale);
     }
 
     template <int GROUPS>
@@ -228,66 +216,98 @@ struct SkinnyNvfp4 {
         for (int row = 0; row < 2 * STRIPS; ++row) b_scales[row] = scales(b[row]);
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) a_scales[group] = scales(a[group]);
-        multiply_unit<0>(b, b_scales, a, a_scales, sums);
-        multiply_unit<1>(b, b_scales, a, a_scales, sums);
-        multiply_unit<2>(b, b_scales, a, a_scales, sums);
-        multiply_unit<3>(b, b_scales, a, a_scales, sums);
+#pragma unroll
+        for (int unit = 0; unit < 4; ++unit) {
+            u32 left[2 * STRIPS][4];
+#pragma unroll
+            for (int row = 0; row < 2 * STRIPS; ++row) decode(b[row].codes.words[unit], b_scales[row].pairs[unit / 2], left[row]);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                u32 right[4];
+                decode(a[group].codes.words[unit], a_scales[group].pairs[unit / 2], right);
+#pragma unroll
+                for (int strip = 0; strip < STRIPS; ++strip) multiply_eight(sums[strip][group], left[2 * strip], left[2 * strip + 1], right);
+            }
+        }
     }
 };
 
 struct SkinnyMx {
     using Rule = Mx;
-    static constexpr int COLUMNS = 64, BLOCKS = 2;
-    static constexpr float FACTOR = 1.0f;
+    static constexpr int COLUMNS = 64, BLOCKS = 2, SPAN = 64, SCALES = 2, EACH_CODES = 8, EACH_SCALES = 0;
+    static constexpr bool OTHER_SCALES = true;
 
     struct Chunk {
         Eight codes[BLOCKS];
-        u32 scales;  // a block in each byte
+        u32 scales;  // a block in each of two bytes
     };
 
-    static __device__ __forceinline__ u32 scales_of(const u8* scales, i64 row, i64 k, i64 chunk) {
-        return *reinterpret_cast<const u16*>(scales + row * (k / 32) + chunk * BLOCKS);
-    }
-
-    static __device__ __forceinline__ Chunk load(const u8* codes, const u8* scales, i64 row, i64 k, i64 chunk, int t) {
-        const Eight* source = reinterpret_cast<const Eight*>(codes + row * k + chunk * COLUMNS + t * 8);
-        return {{load_once(source), load_once(source + 4)}, scales_of(scales, row, k, chunk)};
+    static __device__ __forceinline__ Chunk load(const u8* codes, const u8* scales) {
+        const Eight* source = reinterpret_cast<const Eight*>(codes);
+        return {{load_once(source), load_once(source + 4)}, *reinterpret_cast<const u16*>(scales)};
     }
 
     static __device__ __forceinline__ void decode(const Eight& codes, u32 (&pairs)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = e4m3_pair(codes.words[i / 2] >> i % 2 * 16);
+        for (int i = 0; i < 2; ++i) e4m3_pairs(codes.words[i], pairs[2 * i], pairs[2 * i + 1]);
     }
 
-    // `a_scales`: of the two rows of a of which a thread has sums.
+    // Whether both scales are from 2^-47 to 2^48. P is a multiple of 2^-18, so that P * 2^(ea+eb) is a number then, and
+    // 2^(ea+eb), whose bits are the sum of those of both but for the bias, too.
+    static __device__ __forceinline__ bool moderate(u32 scales) {
+        return (scales & 0xFFu) - 80u < 96u && (scales >> 8) - 80u < 96u;
+    }
+
     template <int GROUPS>
-    static __device__ __forceinline__ void multiply(const Chunk (&b)[2 * STRIPS], const Chunk (&a)[GROUPS], const u32 (&a_scales)[GROUPS][2],
+    static __device__ __forceinline__ void multiply(const Chunk (&b)[2 * STRIPS], const Chunk (&a)[GROUPS], const u32 (&scales)[GROUPS][2],
                                                     float (&sums)[STRIPS][GROUPS][4]) {
+        bool plain = true;
+#pragma unroll
+        for (int row = 0; row < 2 * STRIPS; ++row) plain = plain && moderate(b[row].scales);
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) plain = plain && moderate(scales[group][0]) && moderate(scales[group][1]);
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
             u32 left[2 * STRIPS][4];
-            float b_parts[2 * STRIPS][2];
 #pragma unroll
-            for (int row = 0; row < 2 * STRIPS; ++row) {
-                decode(b[row].codes[block], left[row]);
-                Mx::decode(1, static_cast<u8>(b[row].scales >> 8 * block), b_parts[row]);
-            }
+            for (int row = 0; row < 2 * STRIPS; ++row) decode(b[row].codes[block], left[row]);
+            float inner[STRIPS][GROUPS][4] = {};
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
                 u32 right[4];
                 decode(a[group].codes[block], right);
-                float a_parts[2][2];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) Mx::decode(0, static_cast<u8>(a_scales[group][e] >> 8 * block), a_parts[e]);
+                for (int strip = 0; strip < STRIPS; ++strip) multiply_eight(inner[strip][group], left[2 * strip], left[2 * strip + 1], right);
+            }
+            if (plain) {
+                u32 upper[2 * STRIPS];
 #pragma unroll
-                for (int strip = 0; strip < STRIPS; ++strip) {
-                    const u32(&top)[4] = left[2 * strip], (&bottom)[4] = left[2 * strip + 1];
-                    float inner[4] = {};
-                    multiply_halves(inner, {top[0], bottom[0], top[1], bottom[1]}, {right[0], right[1]});
-                    multiply_halves(inner, {top[2], bottom[2], top[3], bottom[3]}, {right[2], right[3]});
+                for (int row = 0; row < 2 * STRIPS; ++row) upper[row] = (b[row].scales >> 8 * block & 0xFFu) << 23;
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        sums[strip][group][i] = Mx::add(sums[strip][group][i], inner[i], a_parts[i % 2], b_parts[2 * strip + i / 2]);
+                for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const u32 lower = ((scales[group][e] >> 8 * block & 0xFFu) - 127u) << 23;
+#pragma unroll
+                        for (int row = 0; row < 2 * STRIPS; ++row) {
+                            float& sum = sums[row / 2][group][row % 2 * 2 + e];
+                            sum = __fmaf_rn(inner[row / 2][group][row % 2 * 2 + e], __uint_as_float(upper[row] + lower), sum);
+                        }
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+                        for (int row = 0; row < 2 * STRIPS; ++row) {
+                            float a_parts[2], b_parts[2];
+                            Mx::decode(0, static_cast<u8>(scales[group][e] >> 8 * block), a_parts);
+                            Mx::decode(1, static_cast<u8>(b[row].scales >> 8 * block), b_parts);
+                            float& sum = sums[row / 2][group][row % 2 * 2 + e];
+                            sum = Mx::add(sum, inner[row / 2][group][row % 2 * 2 + e], a_parts, b_parts);
+                        }
                     }
                 }
             }
@@ -299,41 +319,77 @@ struct SkinnyMx {
 
 __device__ __forceinline__ i64 within(i64 row, i64 rows) { return row < rows ? row : rows - 1; }
 
-// GROUPS * 8 rows of a, those of blockIdx.x. What stands behind the last row of either operand is read as the last one, and made of
-// no use.
+// GROUPS * 8 rows of a, those of blockIdx.x. What stands behind the last row of either operand is read as the last one, and
+// made of no use.
 template <class Format, int GROUPS, class Rule>
 __device__ __forceinline__ void multiply_skinny(const Rule& rule, const u8* a_codes, const u8* a_scales, const u8* b_codes,
                                                 const u8* b_scales, const Epilogue& epilogue, i64 m, i64 n, i64 k) {
     __shared__ float parts[WARPS][TOKENS][PART_STRIDE];
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, g = lane / 4, t = lane % 4;
     const i64 first_token = static_cast<i64>(blockIdx.x) * (GROUPS * TOKENS), first = static_cast<i64>(blockIdx.y) * SKINNY_ROWS;
-    float sums[STRIPS][GROUPS][4] = {};
-    const i64 chunks = k / Format::COLUMNS;
+    const i64 chunks = k / Format::COLUMNS, codes_row = chunks * Format::SPAN, scales_row = chunks * Format::SCALES;
     using Chunk = typename Format::Chunk;
-    Chunk next[2 * STRIPS];
-    const auto load_b = [&](i64 chunk) {
+
+    // Where what the thread has of the next chunk begins: of its first row, and how many bytes behind it the others.
+    const i64 b_row = within(first + g, n), a_row = within(first_token + g, m);
+    const i64 codes_start = warp * Format::SPAN + t * Format::EACH_CODES, scales_start = warp * Format::SCALES + t * Format::EACH_SCALES;
+    const u8* b_code = b_codes + b_row * codes_row + codes_start;
+    const u8* b_scale = b_scales + b_row * scales_row + scales_start;
+    const u8* a_code = a_codes + a_row * codes_row + codes_start;
+    const u8* a_scale = a_scales + a_row * scales_row + scales_start;
+    u32 b_codes_at[2 * STRIPS], b_scales_at[2 * STRIPS], a_codes_at[GROUPS], a_scales_at[GROUPS];
+    int others_at[GROUPS][2];
+#pragma unroll
+    for (int row = 0; row < 2 * STRIPS; ++row) {
+        const i64 behind = within(first + 8 * row + g, n) - b_row;
+        b_codes_at[row] = static_cast<u32>(behind * codes_row);
+        b_scales_at[row] = static_cast<u32>(behind * scales_row);
+    }
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        const i64 behind = within(first_token + 8 * group + g, m) - a_row;
+        a_codes_at[group] = static_cast<u32>(behind * codes_row);
+        a_scales_at[group] = static_cast<u32>(behind * scales_row);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            others_at[group][e] = static_cast<int>((within(first_token + 8 * group + 2 * t + e, m) - a_row) * scales_row);
+        }
+    }
+
+    float sums[STRIPS][GROUPS][4] = {};
+    Chunk next[2 * STRIPS], next_a[GROUPS];
+    u32 next_scales[GROUPS][2] = {};
+    const auto load_chunk = [&] {
 #pragma unroll
         for (int row = 0; row < 2 * STRIPS; ++row) {
-            next[row] = Format::load(b_codes, b_scales, within(first + 8 * row + g, n), k, chunk, t);
+            next[row] = Format::load(b_code + b_codes_at[row], b_scale + b_scales_at[row]);
         }
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            next_a[group] = Format::load(a_code + a_codes_at[group], a_scale + a_scales_at[group]);
+            if constexpr (Format::OTHER_SCALES) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) next_scales[group][e] = *reinterpret_cast<const u16*>(a_scale + others_at[group][e]);
+            }
+        }
+        b_code += WARPS * Format::SPAN;
+        b_scale += WARPS * Format::SCALES;
+        a_code += WARPS * Format::SPAN;
+        a_scale += WARPS * Format::SCALES;
     };
-    if (warp < chunks) load_b(warp);
+    if (warp < chunks) load_chunk();
     for (i64 chunk = warp; chunk < chunks; chunk += WARPS) {
         Chunk b[2 * STRIPS], a[GROUPS];
-        u32 scales[GROUPS][2] = {};
+        u32 scales[GROUPS][2];
 #pragma unroll
         for (int row = 0; row < 2 * STRIPS; ++row) b[row] = next[row];
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
-            a[group] = Format::load(a_codes, a_scales, within(first_token + 8 * group + g, m), k, chunk, t);
-            if constexpr (Rule::WIDTH == 32) {
+            a[group] = next_a[group];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    scales[group][e] = Format::scales_of(a_scales, within(first_token + 8 * group + 2 * t + e, m), k, chunk);
-                }
-            }
+            for (int e = 0; e < 2; ++e) scales[group][e] = next_scales[group][e];
         }
-        if (chunk + WARPS < chunks) load_b(chunk + WARPS);
+        if (chunk + WARPS < chunks) load_chunk();
         Format::multiply(b, a, scales, sums);
     }
 #pragma unroll
@@ -351,6 +407,6 @@ __device__ __forceinline__ void multiply_skinny(const Rule& rule, const u8* a_co
         float sum = parts[0][token][row];
 #pragma unroll
         for (int other = 1; other < WARPS; ++other) sum += parts[other][token][row];
-        store_as(epilogue.out, epilogue.out_type, y * n + x, output(rule, epilogue, sum * Format::FACTOR, y, x, n));
+        store_as(epilogue.out, epilogue.out_type, y * n + x, output(rule, epilogue, sum, y, x, n));
     }
 }

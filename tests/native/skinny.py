@@ -85,7 +85,7 @@ def sums(a: Quantized, b: Quantized) -> np.ndarray:
 
 def _of_nvfp4(start: int) -> Iterator[list[int]]:
     for unit in range(4):
-        for places in ((0, 4, 1, 5), (2, 6, 3, 7)):
+        for places in ((0, 2, 4, 6), (1, 3, 5, 7)):
             yield [start + 32 * t + 8 * unit + place for t in range(4) for place in places]
 
 
