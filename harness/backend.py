@@ -54,7 +54,7 @@ judged by their distribution (rule 4). What it can say of the sums of products (
 An order narrows what is right (tier 1; to the very bits of a tensor core's); without one any order is (tier 2). The
 other two widen it. Where not all products are added in one order, it may have `gemm_order(a, b)`: the order of the
 product of two Quantized operands, or of two lists of them, those of the sections of a grouped product, by such a name,
-or None; then what it declares of "gemm" is not asked for.
+None, or "truncating": any order, by an accumulator that truncates; then what it declares of "gemm" is not asked for.
 """
 
 from __future__ import annotations
@@ -90,10 +90,12 @@ DOORS = (
     "gemm_grouped", "gemm_quantized", "update_scale", "pad_sections", "unpad_sections", "Linear", "LayerNormLinear",
     "GroupedLinear", "TransformerLayer",
 )  # fmt: skip
+TRUNCATING = "truncating"
+"""An accumulator, and what `gemm_order` may say in place of an order: any, by such a one."""
 DECLARATIONS = {
     "transform": ("butterfly",),
     "gemm": ORDERS,
-    "accumulator": ("truncating",),
+    "accumulator": (TRUNCATING,),
     "subnormals": ("flushed",),
     "random": ("own",),
 }
@@ -241,15 +243,15 @@ class Backend:
         return as_quantized(result, a.codes, recipe, shape=(a.shape[0], b.shape[0]), door="gemm_quantized")
 
     def gemm_order(self, a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quantized]) -> str | None:
-        """The order in which it adds the products of operands, or of those of all sections; None for any.
+        """The order in which it adds the products of operands, or of those of all sections; None or TRUNCATING for any.
 
         It is asked on its own device, wherever the operands lie. Raises BackendError where it names none that there is.
         """
         if not self.has("gemm_order"):
             return self.declares.get("gemm")
         order: str | None = self.call("gemm_order", a, b)
-        if order is not None and not is_order(order):
-            names = ", ".join(map(repr, ORDERS))
+        if order not in (None, TRUNCATING) and not is_order(order):
+            names = ", ".join(map(repr, (*ORDERS, TRUNCATING)))
             raise BackendError(f"gemm_order gave {order!r}; the order of a sum is {names}, or None for any")
         return order
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from native import gemm_tensor
+from native import gemm_skinny, gemm_tensor
 from native.arguments import blocks_for, check_tensor
-from native.gemm_paths import ORDERS, PORTABLE, TENSOR, path_of
+from native.gemm_paths import ORDERS, PORTABLE, SKINNY, TENSOR, path_of
 from native.launch import Argument, launch
 from native.operands import (
     alpha_of,
@@ -48,7 +48,11 @@ def gemm(
     sizes = epilogue((m, n, k), out_dtype, c, bias)
     out = torch.empty(m, n, dtype=out_dtype, device=a.codes.device)
     ends = (c, bias, out, *sizes)
-    if path_of(m, n, k, rule, out.device) == TENSOR:
+    path = path_of(m, n, k, rule, out.device, skinny=gemm_skinny.takes(a, b, rule))
+    if path == SKINNY:
+        gemm_skinny.multiply(rule, (m, n, k), operands, factors, ends)
+        return out
+    if path == TENSOR:
         gemm_tensor.multiply(rule, (m, n, k), operands, factors, ends)
         return out
     grid = (blocks_for(n, _TILE), blocks_for(m, _TILE))
@@ -107,7 +111,8 @@ def gemm_grouped(
 
 
 def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quantized]) -> str:
-    """The order in which `gemm` adds the products of two operands, by a name of `reference.summation.ORDERS`.
+    """The order in which `gemm` adds the products of two operands, by a name of `reference.summation.ORDERS`, or
+    "truncating": any, by an accumulator that truncates.
 
     Of two lists of them, those of all sections: that of `gemm_grouped`. It depends on the shape and the device, and for
     MX on the numbers, so that it may wait for the device.
@@ -115,7 +120,8 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
     left, right = ([q] if isinstance(q, Quantized) else list(q) for q in (a, b))
     rule = rule_of(left[0].recipe, right[0].recipe)
     shape = sum(q.shape[0] for q in left), right[0].shape[0], left[0].shape[1]
-    path = path_of(*shape, rule, left[0].codes.device)
+    skinny = isinstance(a, Quantized) and gemm_skinny.takes(left[0], right[0], rule)
+    path = path_of(*shape, rule, left[0].codes.device, skinny=skinny)
     if path == TENSOR and rule == "mx" and any(map(_refused, (*left, *right))):
         path = PORTABLE
     return ORDERS[path]

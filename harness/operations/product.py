@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.backend import Backend
+from harness.backend import TRUNCATING, Backend
 from harness.checks.bound import bound
 from harness.checks.stage import StageResult
 from harness.finding import float_view
@@ -26,10 +26,10 @@ Operands = Quantized | Sequence[Quantized]
 
 def order_of(backend: Backend, a: Operands, b: Operands) -> Summation:
     """What the backend declares of the sums of a product: their order, their accumulator, subnormal numbers."""
-    declared = backend.declares
+    declared, order = backend.declares, backend.gemm_order(a, b)
     return Summation(
-        backend.gemm_order(a, b),
-        truncates=declared.get("accumulator") == "truncating",
+        None if order == TRUNCATING else order,
+        truncates=TRUNCATING in (order, declared.get("accumulator")),
         flushes=declared.get("subnormals") == "flushed",
     )
 

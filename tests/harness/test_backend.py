@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from harness.backend import DOORS, Backend, BackendError, Unsupported, load_backend
+from harness.operations.product import order_of
 from harness.results import as_quantized, as_sections, join_sections
 from native import host
 from reference import ops as reference
 from reference.recipes import recipe
+from reference.summation import Summation
 from tests.harness.backends import backend
 
 NVFP4 = recipe("nvfp4")
@@ -452,16 +454,17 @@ def test_an_order_of_each_product_takes_the_place_of_what_is_declared_of_all():
         asked.append((a, b))
         return next(orders)
 
-    orders = iter(["tree", None, "trees"])
+    orders = iter(["tree", None, "truncating", "trees"])
     found = backend(gemm=reference.gemm, gemm_order=gemm_order, declares={"gemm": "blocks"})
     one, other = object(), object()
     assert [found.gemm_order(one, other), found.gemm_order([one], [other])] == ["tree", None]
     assert asked == [(one, other), ([one], [other])]
+    assert order_of(found, one, other) == Summation(None, truncates=True)
     with pytest.raises(BackendError) as raised:
         found.gemm_order(one, other)
     assert str(raised.value) == (
         "gemm_order gave 'trees'; the order of a sum is 'sequential', 'blocks', 'tree', 'split-<n>', "
-        "'aligned-<F>-<W>', 'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', or None for any"
+        "'aligned-<F>-<W>', 'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', 'truncating', or None for any"
     )
     with pytest.raises(BackendError, match="gemm_order raised StopIteration"):
         found.gemm_order(one, other)

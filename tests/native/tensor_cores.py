@@ -29,7 +29,7 @@ SHAPES = [(1, 1, 1), (3, 300, 17), (130, 70, 150), (129, 257, 64), (257, 5, 200)
 def on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within the context every product of a rule that tensor cores have takes their path."""
 
-    def path_of(m: int, n: int, k: int, rule: str, device: torch.device) -> str:
+    def path_of(m: int, n: int, k: int, rule: str, device: torch.device, *, skinny: bool = False) -> str:
         return gemm_paths.PORTABLE if rule == "fp8_block" else gemm_paths.TENSOR
 
     with monkeypatch.context() as patch:

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from harness.checks.bound import within
-from native import gemm_skinny, ops
+from native import gemm_paths, gemm_skinny, ops
+from native.gemm_paths import FEW, MANY, PORTABLE, SKINNY, path_of
 from native.operands import rule_of
 from native.ops import Quantized, recipe
 from reference.bounds import bounds
 from reference.summation import Summation
-from tests.native import skinny
+from tests.native import declared, skinny
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.launching import Source
 from tests.native.operands import lattice, operand, random_operand, stored_swizzled, stored_transposed
@@ -123,6 +124,9 @@ def test_what_is_taken() -> None:
     assert not taken(random_operand("mxfp8-e5m2", 4, 64))
     assert not taken(mx, random_operand("mxfp4", 4, 64))
     assert not taken(random_operand("fp8-block-1x128-e4m3", 4, 128))
+    assert taken(mx, replace(mx, shape=(2**20, 64)))
+    assert not taken(mx, replace(mx, shape=(2**20 + 1, 64)))
+    assert not taken(*[replace(mx, shape=(4, 2**20 + 64))] * 2)
     assert not taken(mx, stored_transposed(mx))
     assert not taken(stored_swizzled(nvfp4), nvfp4)
     for part, by in (("codes", 8), ("scales", 1)):
@@ -130,6 +134,33 @@ def test_what_is_taken() -> None:
         buffer = torch.zeros(whole.nbytes + 16, dtype=torch.uint8)
         moved = buffer[by : by + whole.nbytes].view(whole.shape).copy_(whole)
         assert not taken(replace(nvfp4, **{part: moved}))
+
+
+def test_few_rows_of_a_large_matrix_take_this_path_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_paths, "_capability", lambda device: (9, device.index))
+    hopper, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    for rule in ("nvfp4", "mx"):
+        assert path_of(16, 8192, 8192, rule, hopper, skinny=True) == SKINNY
+        assert path_of(FEW, 1024, MANY // 1024, rule, hopper, skinny=True) == SKINNY
+        for m, n, device, taken in (
+            (FEW + 1, 8192, hopper, True), (16, 8192, hopper, False), (1, MANY // 8192 - 1, hopper, True),
+            (16, 8192, other, True), (16, 8192, torch.device("cpu"), True),
+        ):  # fmt: skip
+            assert path_of(m, n, 8192, rule, device, skinny=taken) != SKINNY
+
+
+def test_the_door_takes_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not take goes elsewhere: sections, and K that is no multiple."""
+    a, b = operands("mxfp8-e4m3", 5, 33, 128)
+    assert ops.gemm_order(a, b) == "blocks"
+    asked = lambda *_, skinny=False: SKINNY if skinny else PORTABLE  # noqa: E731
+    monkeypatch.setattr("native.gemm.path_of", asked)
+    assert_equal(ops.gemm(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
+    assert ops.gemm_order(a, b) == "truncating"
+    assert ops.gemm_order([a], [b]) == "blocks"
+    a, b = operands("mxfp8-e4m3", 5, 33, 96)
+    assert ops.gemm_order(a, b) == "blocks"
+    assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
 
 
 def test_every_order_of_threads_gives_the_same_bits() -> None:
