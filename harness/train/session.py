@@ -146,12 +146,12 @@ def run_tasks(
     on_step: Callable[[Training], None],
     on_end: Callable[[Training, list[Training]], None] = lambda training, found: None,
 ) -> list[Training]:
-    """Train every task, `workers` at a time; the trainings in the order of the tasks.
+    """Train every task, `workers` at a time, the judged ones first, which take longest; in the order of the tasks.
 
     `on_step` is called after every step, and `on_end` with each training that has ended and all of them as they are
     then. An interrupt ends those that run, which keep their steps, and leaves the others without any.
     """
-    waiting = list(enumerate(tasks))[::-1]
+    waiting = sorted(enumerate(tasks), key=lambda item: (item[1].judged and item[1].recipe is not None, -item[0]))
     found = [Training(task, error=NOT_BEGUN) for task in tasks]
     running: dict[int, _Process] = {}
     places = list(range(workers))[::-1]

@@ -127,6 +127,17 @@ def test_a_process_that_dies_and_one_that_raises_cost_their_own_training() -> No
     assert fine.seconds > 0
 
 
+def test_what_is_judged_begins_first() -> None:
+    ended: list[session.Training] = []
+    tasks = [
+        task(None, 1, backend="reference", judged=False),
+        task("MXFP8BlockScaling", 1, backend="tests.harness.test_train:Raising"),
+    ]
+    found = run_tasks(tasks, 1, lambda training: None, lambda training, _: ended.append(training))
+    assert ended == [found[1], found[0]]
+    assert found[0].complete
+
+
 @pytest.mark.long
 def test_an_interrupt_keeps_the_steps() -> None:
     def interrupt(_: object) -> None:
