@@ -127,7 +127,8 @@ def _refusal(rule: str, device: torch.device) -> torch.Tensor | None:
 
 def _launch(kernel: str, arguments: Sequence[Argument], device: torch.device) -> None:
     grid = (_multiprocessors(device),)
-    launch(SOURCE, kernel, grid, (_THREADS,), arguments, device=device, shared_bytes=_SHARED_BYTES)
+    shared_bytes = _SHARED_BYTES if device.type == "cuda" else 0  # a CPU's twin has them as an array
+    launch(SOURCE, kernel, grid, (_THREADS,), arguments, device=device, shared_bytes=shared_bytes)
 
 
 @cache

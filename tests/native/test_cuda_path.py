@@ -31,6 +31,9 @@ class FakeDriver:
         self.limits: list[tuple[int, int, int]] = []
         self.bound = 0
         self.launches: list[dict[str, Any]] = []
+        self.declared: dict[str, int] = {}
+        """Static shared memory of kernels by name, in bytes; 0 where it is not said."""
+        self.functions: dict[str, Any] = {}
 
     def ctxGetCurrent(self) -> int:
         return self.context
@@ -68,7 +71,12 @@ class FakeDriver:
         def function(name: str) -> Any:
             assert self.current == device, "a module is loaded into the context that is current"
             self.loaded.append((kernels, name, device))
-            return SimpleNamespace(kernel=SimpleNamespace(ptr=1000 + len(self.loaded)))
+            self.functions[name] = SimpleNamespace(
+                kernel=SimpleNamespace(ptr=1000 + len(self.loaded)),
+                shared_size_bytes=self.declared.get(name, 0),
+                preferred_shared_memory_carveout=-1,
+            )
+            return self.functions[name]
 
         return SimpleNamespace(get_function=function)
 
@@ -145,6 +153,13 @@ def test_dynamic_shared_memory_is_asked_for_where_it_grows(driver: FakeDriver) -
         launch(shared_bytes=shared)
     assert driver.limits == [(1001, SHARED_LIMIT, 100_000), (1001, SHARED_LIMIT, 200_000)]
     assert [one["shared"] for one in driver.launches] == [0, 100_000, 50_000, 200_000, 100_000]
+
+
+@pytest.mark.parametrize(("declared", "carveout"), [(16 * 1024, -1), (16 * 1024 + 4, 100)])
+def test_kernels_of_much_shared_memory_prefer_it_to_a_cache(driver: FakeDriver, declared: int, carveout: int) -> None:
+    driver.declared["fill"] = declared
+    launch()
+    assert driver.functions["fill"].preferred_shared_memory_carveout == carveout
 
 
 def test_a_thread_that_has_no_context_gets_one(driver: FakeDriver) -> None:
