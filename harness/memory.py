@@ -12,15 +12,16 @@ from harness.work import home_of
 
 BYTES = {
     "quantize": (36, 0), "quantize both": (110, 0), "quantize-grouped": (66, 0), "transform": (60, 0),
-    "swizzle": (26, 0), "update-scale": (110, 0), "gemm": (66, 180), "gemm-grouped": (66, 180),
-    "gemm-quantized": (66, 290), "linear": (110, 200), "layernorm-linear": (110, 200), "grouped-linear": (110, 200),
+    "swizzle": (26, 0), "update-scale": (110, 0), "gemm": (66, 320), "gemm-grouped": (66, 320),
+    "gemm-quantized": (66, 430), "linear": (110, 200), "layernorm-linear": (110, 200), "grouped-linear": (110, 200),
     "transformer-layer": (110, 200),
 }  # fmt: skip
 """Bytes for each element of what is quantized or moved, and for each output of a product.
 
 Largest of the recipes, dtypes and flags measured on either device, a tenth more: on a CPU the resident set of a process
 (2^22 elements: quantize 21, both halves 105, grouped 60, transform 54, swizzle 22; product 58 and 163), on an H200 what
-torch allocates, which `bytes_peak` of every record is (quantize 32, both halves 69; product 149 an output).
+torch allocates, which `bytes_peak` of every record is (quantize 32, both halves 69; product 149 an output, in the order of tensor cores 214 and,
+of 1024³, 307).
 """
 KEPT = 1 << 30
 """Bytes of a GPU that a process may keep between cases."""

@@ -87,6 +87,8 @@ def test_a_case_is_the_same_wherever_it_is_judged(case, monkeypatch) -> None:
         monkeypatch.setattr("harness.work.SMALL", small)
         monkeypatch.setattr("harness.work.SMALL_MODULE", small)
         records.append(run_case(case, load_backend("native", DEVICE), device=DEVICE).to_dict())
-    here, there = ({n: v for n, v in r.items() if not n.startswith(("seconds", "bytes"))} for r in records)
+    # What quantizing costs, in no verdict, is of float64 sums, which two devices add in two orders.
+    free = {name for name in records[0] if name.startswith(("seconds", "bytes"))} | {"accuracy"}
+    here, there = ({n: v for n, v in r.items() if n not in free} for r in records)
     assert here == there
     assert here["verdict"] == "pass"
