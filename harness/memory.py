@@ -20,8 +20,8 @@ BYTES = {
 
 Largest of the recipes, dtypes and flags measured on either device, a tenth more: on a CPU the resident set of a process
 (2^22 elements: quantize 21, both halves 105, grouped 60, transform 54, swizzle 22; product 58 and 163), on an H200 what
-torch allocates, which `bytes_peak` of every record is (quantize 32, both halves 69; product 149 an output, in the order of tensor cores 214 and,
-of 1024³, 307).
+torch allocates, which `bytes_peak` of every record is (quantize 32, both halves 69; product 149 an output, in the order
+of tensor cores 214 and, of 1024³, 307).
 """
 KEPT = 1 << 30
 """Bytes of a GPU that a process may keep between cases."""
