@@ -364,16 +364,18 @@ static_assert(2 * SCALES == THREADS, "a thread finds one factor");
 struct SharedTiles {
     Tile tiles[2];             // one is worked on while the other comes
     float factors[2][SCALES];  // of elements under each scale, in either half
-    u32 amaxes[2][WARPS][ROW_BLOCKS];
+    u32 largest[2][WARPS][ROW_BLOCKS];
 };
 
-// Of block `block` of the rows of a stripe of 16, which two warps have.
-__device__ __forceinline__ u32 largest_of_stripe(const u32 (&amaxes)[WARPS][ROW_BLOCKS], int stripe, int block) {
-    u32 largest = 0;
-    for (int warp = stripe * (BLOCK / WARP_ROWS); warp < (stripe + 1) * (BLOCK / WARP_ROWS); ++warp) {
-        largest = amaxes[warp][block] > largest ? amaxes[warp][block] : largest;
-    }
-    return largest;
+// The largest magnitude that counts and that of all, both of bfloat16 as bits of float32, in one word, which
+// `larger_magnitudes` compares; and of block `block` of the rows of a stripe of 16, which two warps have.
+__device__ __forceinline__ u32 amax_and_bound(u32 amax, u32 bound) { return amax | bound >> 16; }
+__device__ __forceinline__ u32 amax_of(u32 both) { return both & 0x7FFF0000u; }
+__device__ __forceinline__ u32 bound_of(u32 both) { return (both & 0x7FFFu) << 16; }
+
+__device__ __forceinline__ u32 largest_of_stripe(const u32 (&largest)[WARPS][ROW_BLOCKS], int stripe, int block) {
+    static_assert(BLOCK / WARP_ROWS == 2, "two warps");
+    return larger_magnitudes(largest[2 * stripe][block], largest[2 * stripe + 1][block]);
 }
 
 // Where a half of a tile lies in its result: the first line and, of it, block; and that one's number.
@@ -436,19 +438,18 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
             if (rule.tiles) {
                 u32 most = 0;
 #pragma unroll
-                for (int b = 0; b < EACH; ++b) most = amaxes[b] > most ? amaxes[b] : most;
+                for (int b = 0; b < EACH; ++b) most = larger_magnitudes(most, amax_and_bound(amaxes[b], bounds[b]));
                 for (int lanes = ROW_BLOCKS; lanes < 32; lanes *= 2) {
-                    const u32 other = __shfl_xor_sync(0xFFFFFFFFu, most, lanes);
-                    most = other > most ? other : most;
+                    most = larger_magnitudes(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
                 }
-                if (lane < ROW_BLOCKS) shared.amaxes[slot][warp][lane] = most;
+                if (lane < ROW_BLOCKS) shared.largest[slot][warp][lane] = most;
                 __syncthreads();
             }
             if (rowwise) {
 #pragma unroll
                 for (int b = 0; b < EACH; ++b) {
                     const u32 amax =
-                        rule.tiles ? largest_of_stripe(shared.amaxes[slot], line / BLOCK, block) : amaxes[b];
+                        rule.tiles ? amax_of(largest_of_stripe(shared.largest[slot], line / BLOCK, block)) : amaxes[b];
                     write_line(lines[b], bounds[b], amax, line + b, block, blocks, corner, encode, shared.factors[0],
                                row_half, rule);
                 }
@@ -462,9 +463,9 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
                 const int chunk = warp * EACH + b, stripe = lane % COLUMN_BLOCKS;
                 Words line = block_of_column(tile, chunk);
                 if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate_words(line, rule.signs);
-                const u32 bound = bound_of_words(line);
-                const u32 amax = rule.tiles ? largest_of_stripe(shared.amaxes[slot], stripe, chunk / 2)
-                                            : largest_of_words(line, bound, highest);
+                const u32 both = rule.tiles ? largest_of_stripe(shared.largest[slot], stripe, chunk / 2) : 0u;
+                const u32 bound = rule.tiles ? bound_of(both) : bound_of_words(line);
+                const u32 amax = rule.tiles ? amax_of(both) : largest_of_words(line, bound, highest);
                 write_line(line, bound, amax, chunk * 8 + lane / COLUMN_BLOCKS, stripe, blocks_t, corner_t, encode_t,
                            shared.factors[1], column_half, rule);
             }
