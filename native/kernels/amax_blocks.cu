@@ -9,14 +9,14 @@
 //   Launch: 256 threads a block, `parts` blocks for every strip of 64 rows, which share its columns; ceil(M/64) strips, or
 //   with sections one more for each.
 //   amax_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, one section; 256 threads for every
-//   `each` tiles of 64x128, in tile.cuh's grid.
+//   `each` tiles of 64x128, in shared_tile.cuh's grid.
 //   Exact: magnitudes are compared as integers, NaN left out unless propagate_nan; the rotation is hadamard.cuh's.
 
 #include "hadamard.cuh"
 #include "nvfp4.cuh"
 #include "reduce.cuh"
 #include "sections.cuh"
-#include "tile.cuh"
+#include "shared_tile.cuh"
 
 constexpr int THREADS = 256;
 constexpr int TILE = 64;  // columns

@@ -23,7 +23,7 @@
 
 #include "fp8.cuh"
 #include "sections.cuh"
-#include "tiles.cuh"
+#include "register_tile.cuh"
 
 #ifndef FP8_THREADS
 #ifdef __CUDA_ARCH__

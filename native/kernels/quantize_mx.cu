@@ -24,7 +24,7 @@
 #include "mx.cuh"
 #include "philox.cuh"
 #include "sections.cuh"
-#include "tiles.cuh"
+#include "register_tile.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT E4M3

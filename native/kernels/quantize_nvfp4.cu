@@ -17,8 +17,8 @@
 //   order of memory, which is faster by half on a CPU, and a little on a GPU.
 //   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, no sections, one amax a
 //   half, no 4over6, no rotation of 16x16 blocks; codes aligned to 8 bytes. 256 threads for every `each` tiles of 64x128
-//   of a strip of 64 rows, or what is left of it; the grid is tile.cuh's. While the threads work on a tile in shared
-//   memory, the next one comes; a thread makes two blocks of rows, then two of columns.
+//   of a strip of 64 rows, or what is left of it; the grid is shared_tile.cuh's. While the threads work on a tile in
+//   shared memory, the next one comes; a thread makes two blocks of rows, then two of columns.
 //   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, and "Variants of NVFP4", float32 with one rounding per operation;
 //   E4M3 and E2M1 nearest even or stochastic, saturating. `tiles`: blocks of 16x16. `candidates`: 4over6 by absolute (1)
 //   or squared (2) errors; those of a tile are measured along its rows, whichever half is made. `rotation`: groups of
@@ -31,7 +31,7 @@
 #include "nvfp4.cuh"
 #include "philox.cuh"
 #include "sections.cuh"
-#include "tile.cuh"
+#include "shared_tile.cuh"
 #include "words.cuh"
 
 constexpr int THREADS = 256;

@@ -1,4 +1,5 @@
-// tile.cuh: tiles of 64 rows and 128 columns of bfloat16 in shared memory, and the blocks of 16 of their rows and columns.
+// shared_tile.cuh: tiles of 64 rows and 128 columns of bfloat16 in shared memory, and the blocks of 16 of their rows and
+// columns.
 //
 // A row holds 16 chunks of 16 bytes. They are permuted so that the eight that a quarter of a warp moves at once lie in
 // different banks, whether it copies neighbours, reads every second chunk of a row (blocks of rows), or one chunk of the

@@ -1,6 +1,6 @@
-// tiles.cuh: whole tiles of bfloat16, of 128 columns, in the registers of a block of threads: a thread holds a piece of
-// eight neighbouring columns of ROWS neighbouring rows. Sixteen threads lie side by side, so that a GPU reads 256 bytes
-// of a row at once, and writes 128 of its codes.
+// register_tile.cuh: whole tiles of bfloat16, of 128 columns, in the registers of a block of threads: a thread holds a
+// piece of eight neighbouring columns of ROWS neighbouring rows. Sixteen threads lie side by side, so that a GPU reads
+// 256 bytes of a row at once, and writes 128 of its codes.
 #pragma once
 
 #include "words.cuh"
