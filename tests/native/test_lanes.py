@@ -10,7 +10,10 @@ from tests.native.conversions import EVERY_HALF
 from tests.native.launching import Source, run
 
 WIDTHS = {"native": (), "avx2": ("-march=x86-64-v3",), "sse2": ("-march=x86-64",)}
-EVERY_WIDTH = pytest.mark.parametrize("flags", WIDTHS.values(), ids=WIDTHS)
+EVERY_WIDTH = pytest.mark.parametrize(
+    "flags",
+    [pytest.param(flags, id=name, marks=pytest.mark.long if name == "sse2" else ()) for name, flags in WIDTHS.items()],
+)
 Flags = tuple[str, ...]
 
 FORMATS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
