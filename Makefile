@@ -43,8 +43,7 @@ report: $(READY)
 test: lint
 	@# Without it pytest that collects no case would leave an older run to the gate.
 	@rm -f reports/latest/records.jsonl
-	@# One worker more than there are cores: some tests wait for processes, or for time to pass.
-	$(PY) -m pytest -n $$($(PY) -c 'import os; print(os.cpu_count() + 1)') -m "not full and not long" --device $(DEVICE)
+	$(PY) -m pytest -n auto -m "not full and not long" --device $(DEVICE)
 ifeq ($(DEVICE),cpu)
 	$(PY) -m harness gate --baseline $(BASELINE)
 endif
