@@ -500,7 +500,7 @@ def bench(
     ] = False,
     out: Annotated[Path, typer.Option("--out", help="Where the page and the tables go.")] = Path("reports/bench"),
 ) -> None:
-    """Time the kernels beside ceilings measured in the same run, and judge every output.
+    """Time the kernels beside ceilings measured in the same run, and judge what they give.
 
     Exit status 0 only if every output is right. How fast it is does not count.
     """
