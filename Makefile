@@ -35,12 +35,12 @@ else
 INSTALL := -c constraints-cpu.txt -e '.[test]'
 endif
 
-.PHONY: report test test-long lint gate bench mutants soak train clean
+.PHONY: report test test-long lint ruff gate bench mutants soak train clean
 
 report: $(READY)
 	$(PY) -m harness run --tier quick --device $(DEVICE)
 
-test: lint
+test: ruff
 	@# Without it pytest that collects no case would leave an older run to the gate.
 	@rm -f reports/latest/records.jsonl
 	$(PY) -m pytest -n auto -m "not full and not long" --device $(DEVICE)
@@ -51,10 +51,13 @@ endif
 test-long: $(READY)
 	$(PY) -m pytest tests -n auto -m long --device $(DEVICE)
 
-lint: $(READY)
+lint: ruff
+	$(PY) -m mypy
+
+# What of it takes no time; make test checks the types beside its other tests.
+ruff: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
 
 gate: $(READY)
 	$(PY) -m harness run --tier quick --device $(DEVICE) || test $$? -eq 1 # a failure may be an accepted one
