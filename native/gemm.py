@@ -103,7 +103,7 @@ def gemm_grouped(
     ]  # fmt: skip
     ends = (c, bias, out, *sizes)
     if path_of(m, n, k, rule, device) == TENSOR:
-        gemm_tensor.multiply_grouped(rule, (m, n, k), operands, factors, ends)
+        gemm_tensor.multiply(rule, (m, n, k), operands[1:], factors, ends, sizes=a.sizes)
         return out
     grid = (blocks_for(n, _TILE), blocks_for(m, _TILE), len(b))
     launch(source_of(rule), f"gemm_grouped_{rule}", grid, (_THREADS,), (*operands, *ends, *factors), device=device)

@@ -1,6 +1,6 @@
 """GEMM on the tensor cores of a Hopper GPU: operands are packed as tiles of bfloat16, then multiplied.
 
-Both functions are told what the portable kernels are: operands, what their rule needs beyond them, and the epilogue: c,
+`multiply` is told what the portable kernels are: operands, what their rule needs beyond them, and the epilogue: c,
 bias, the output, M, N and K, and the types of the three. An MX operand with numbers at the ends of bfloat16's range is
 refused by packing; its product is made as those kernels do, by a launch behind that else does nothing, so that nobody
 waits for a GPU.
@@ -35,55 +35,40 @@ def multiply(
     operands: Sequence[Argument],
     factors: Sequence[Argument],
     epilogue: Sequence[Argument],
+    *,
+    sizes: torch.Tensor | None = None,
 ) -> None:
-    """A product of shape (M, N, K): codes, scales, element and layout of both operands."""
+    """A product of shape (M, N, K): codes, scales, element and layout of both operands.
+
+    Of sections where there are `sizes` of them: of b then the addresses of all codes and of all scales, and all
+    layouts.
+    """
     m, n, k = shape
     a, b = operands[:4], operands[4:]
     device = _device(a)
-    refused = _refusal(rule, device)
-    packed = [pack(rule, a[:3], a[3], m, k, 1, refused), pack(rule, b[:3], b[3], n, k, 2, refused)]
-    if rule == "mx":
-        factors = (None, np.int32(0), None, np.int32(0), *_TIMES_1)
-    elif rule == "fp8_tensor":
-        factors = (a[1], np.int32(0), b[1], np.int32(0), *_TIMES_1)
-    _launch("gemm_tensor", (*packed, refused, *epilogue, *factors), device)
-    if refused is not None:
-        grid = (_up(n, _PORTABLE_TILE), _up(m, _PORTABLE_TILE))
-        arguments = (refused, *operands, *epilogue)
-        launch(SOURCE, "gemm_mx_refused", grid, (_PORTABLE_THREADS,), arguments, device=device)
-
-
-def multiply_grouped(
-    rule: str,
-    shape: tuple[int, int, int],
-    operands: Sequence[Argument],
-    factors: Sequence[Argument],
-    epilogue: Sequence[Argument],
-) -> None:
-    """That of sections: their sizes, a as above, and of b addresses of all codes and of all scales, and all layouts."""
-    m, n, k = shape
-    sizes, a, b = operands[0], operands[1:5], operands[5:]
-    device = _device(operands)
-    assert isinstance(sizes, torch.Tensor)
-    count = len(sizes)
-    refused = _refusal(rule, device)
+    refused = torch.zeros(1, dtype=torch.int32, device=device) if rule == "mx" else None
+    count = 1 if sizes is None else len(sizes)
+    grouped, number_of = ("", ()) if sizes is None else ("_grouped", (sizes, np.int32(count)))
     left = pack(rule, a[:3], a[3], m, k, 1, refused, sizes=sizes)
     right = pack(rule, b[:3], b[3], n, k, 2, refused, count=count)
-    if rule == "mx":
-        factors = (None, None, *_TIMES_1)
-    elif rule == "fp8_tensor":
-        factors = (a[1], b[1], *_TIMES_1)
-    _launch("gemm_tensor_grouped", (left, right, refused, sizes, np.int32(count), *epilogue, *factors), device)
+    if rule != "nvfp4":
+        each = (np.int32(0),) if sizes is None else ()
+        scales = (None, None) if rule == "mx" else (a[1], b[1])
+        factors = (scales[0], *each, scales[1], *each, *_TIMES_1)
+    shared_bytes = _SHARED_BYTES if device.type == "cuda" else 0  # a CPU's twin has them as an array
+    launch(
+        SOURCE, f"gemm_tensor{grouped}", (_multiprocessors(device),), (_THREADS,),
+        (left, right, refused, *number_of, *epilogue, *factors), device=device, shared_bytes=shared_bytes,
+    )  # fmt: skip
     if refused is not None:
         grid = (_up(n, _PORTABLE_TILE), _up(m, _PORTABLE_TILE), count)
-        arguments = (refused, *operands, *epilogue)
-        launch(SOURCE, "gemm_grouped_mx_refused", grid, (_PORTABLE_THREADS,), arguments, device=device)
+        arguments = (refused, *number_of[:1], *operands, *epilogue)
+        launch(SOURCE, f"gemm{grouped}_mx_refused", grid, (_PORTABLE_THREADS,), arguments, device=device)
 
 
 def refuses(operand: Sequence[Argument], rows: int, k: int) -> bool:
     """Whether an MX operand (rows, K) is refused. Waits for its device."""
-    refused = _refusal("mx", _device(operand))
-    assert refused is not None
+    refused = torch.zeros(1, dtype=torch.int32, device=_device(operand))
     pack("mx", operand[:3], operand[3], rows, k, 1, refused)
     return bool(refused)
 
@@ -118,17 +103,6 @@ def pack(
             device=device,
         )  # fmt: skip
     return packed
-
-
-def _refusal(rule: str, device: torch.device) -> torch.Tensor | None:
-    """Where packing says that it refuses an operand; None where it never does."""
-    return torch.zeros(1, dtype=torch.int32, device=device) if rule == "mx" else None
-
-
-def _launch(kernel: str, arguments: Sequence[Argument], device: torch.device) -> None:
-    grid = (_multiprocessors(device),)
-    shared_bytes = _SHARED_BYTES if device.type == "cuda" else 0  # a CPU's twin has them as an array
-    launch(SOURCE, kernel, grid, (_THREADS,), arguments, device=device, shared_bytes=shared_bytes)
 
 
 @cache
