@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 RIGHT, WRONG, ERROR, UNJUDGED = "pass", "fail", "error", "unjudged"
 """Verdicts: as of a record; ceilings and the reference, which judges, are judged by nobody."""
 
@@ -25,6 +25,7 @@ class Row:
     message: str = ""
     compared: int = 0
     mismatches: int = 0
+    judged: str = ""
     seconds: float | None = None
     seconds_min: float | None = None
     seconds_q1: float | None = None
@@ -39,7 +40,8 @@ class Row:
     ceiling: str = ""
     ceiling_rate: float | None = None
     share: float | None = None
-    dequantized: float | None = None
+    second_ceiling: str = ""
+    second_share: float | None = None
     speedup: float | None = None
     asked: str = ""
     asked_least: float | None = None

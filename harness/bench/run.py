@@ -10,7 +10,7 @@ import torch
 from harness.backend import place
 from harness.bench.asked import hold
 from harness.bench.judge import Verdict
-from harness.bench.operations import COPY, DEQUANTIZED, MATMUL, Inputs, Prepared, prepare
+from harness.bench.operations import COPY, MATMUL, Inputs, Prepared, prepare
 from harness.bench.peers import Notes, peers
 from harness.bench.row import ERROR, RIGHT, WRONG, Row
 from harness.bench.tasks import LAUNCH, Task
@@ -102,20 +102,23 @@ def _compare(row: Row, times: dict[str, Times], ready: Prepared) -> None:
     assert row.seconds is not None
     if row.who in ready.ceilings:
         return
-    row.ceiling = next(iter(ready.ceilings))
+    row.ceiling, *others = ready.ceilings
     ceiling = times[row.ceiling].median
     if row.ceiling == MATMUL:
         row.ceiling_rate = ready.flop / ceiling
         row.share = ceiling / row.seconds
-        row.dequantized = times[DEQUANTIZED].median / row.seconds
     else:
         row.ceiling_rate = ready.copied / ceiling
         row.share = row.moved / row.seconds / row.ceiling_rate
+    if others:  # which does the same work, or moves as many bytes
+        (row.second_ceiling,) = others
+        row.second_share = times[row.second_ceiling].median / row.seconds
     row.speedup = times["reference"].median / row.seconds
 
 
 def _judge(row: Row, verdict: Verdict) -> None:
     row.compared, row.mismatches, row.message = verdict.compared, verdict.mismatches, verdict.sentence
+    row.judged = verdict.by
     row.verdict = WRONG if verdict.sentence else RIGHT if verdict.compared else ERROR
     if row.verdict == ERROR:
         row.message = "nothing was compared"

@@ -42,7 +42,7 @@ _SIZES = {
     "cuda": ("16384x16384", "8192x8192x8192", "16x8192x8192"),
     "cpu": ("1024x2048", "512x512x512", "16x1024x1024"),
 }
-_FURTHER = {"cuda": ("8192x8192", "4096x14336"), "cpu": ()}
+_FURTHER = {"cuda": ("8192x8192", "4096x14336", "32768x32768"), "cpu": ()}
 """Sizes at which only what something is asked of is timed, unless they are asked for."""
 _GROUPED_FROM = 64
 """Rows below which there is nothing to divide among experts."""

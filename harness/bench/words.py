@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from harness.bench.row import UNJUDGED, Row
 from harness.report import text
 
-COLUMNS = ("operation", "size", "who", "time", "spread", "rate", "of ceiling", "× reference", "asked", "")
+COLUMNS = ("operation", "size", "who", "time", "spread", "rate", "of ceiling", "× reference", "asked", "judged by")
 EXPLAINED = (
     "time: of one call, median of the rounds. spread: how far the fastest and the slowest round are from it. rate: "
-    "bytes that the operation has to move, or 2·M·N·K, a second. of ceiling: that beside the rate of a copy, or of "
-    "torch's matmul, in brackets of dequantize + matmul; of a launch, what one of torch's own costs beside it."
+    "bytes that the operation has to move, or 2·M·N·K, a second. of ceiling: that beside the rate of a large copy, or "
+    "of torch's matmul, in brackets of a copy of as many bytes, or of dequantize + matmul; of a launch, what one of "
+    "torch's own costs beside it. judged by: bytes, which are the reference's; order, the sums that the declared order "
+    "can give, of a tensor core to the bit; bound, those of any order. 1/16: in one row of 16, all others by what "
+    "stands before."
 )
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -66,15 +69,15 @@ def asked(row: Row, *, plain: bool = False) -> str:
 
 
 def verdict(row: Row, *, plain: bool = False) -> str:
-    """A mark where the output was judged."""
+    """A mark where the output was judged, and by what."""
     if row.verdict == UNJUDGED:
         return ""
-    return row.verdict if plain else text.GLYPHS[row.verdict]
+    return f"{row.verdict if plain else text.GLYPHS[row.verdict]} {row.judged}".rstrip()
 
 
 def ceiling(row: Row) -> str:
-    """`87.1 %`, and beside dequantize + matmul where that is measured."""
-    return percent(row.share) + ("" if row.dequantized is None else f" ({percent(row.dequantized)})")
+    """`87.1 %`, and beside the second ceiling where that is measured."""
+    return percent(row.share) + ("" if row.second_share is None else f" ({percent(row.second_share)})")
 
 
 def cells(row: Row, *, plain: bool = False) -> list[str]:

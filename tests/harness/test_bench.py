@@ -19,17 +19,18 @@ from harness.bench import growth, judge, peers, quiet, run, timing
 from harness.bench.asked import ASKED, hold
 from harness.bench.growth import Growth, Point, grow
 from harness.bench.judge import Given
-from harness.bench.operations import Inputs
+from harness.bench.operations import SAME, Inputs, Prepared
 from harness.bench.row import Row
 from harness.bench.run import measure
 from harness.bench.tasks import EXPERTS, MEMORY, Task, tasks
+from harness.bench.timing import Times
 from native import ops as native
 from reference import ops as reference
 from reference.formats import FP32
 from reference.quantized import Quantized
 from reference.recipes import recipe
 from reference.summation import Summation
-from tests.native.gpu import needs_compiler
+from tests.native.gpu import needs_compiler, needs_gpu
 
 CPU = torch.device("cpu")
 X = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -192,25 +193,33 @@ def test_a_product_is_judged_a_part_at_a_time_and_section_by_section(monkeypatch
         assert judge.judge_product(wrong, pairs, Summation()).mismatches == 1
 
 
-def test_of_a_large_product_every_strip_has_a_row_that_is_judged_by_the_declared_order(
+def test_of_a_large_product_whose_order_is_dear_every_strip_has_a_row_that_is_judged_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any order is right for the others; a tensor core is right by its own model alone."""
+    """Any order is right for the others; a tensor core is right by its own model alone, whole where that is cheap."""
     monkeypatch.setattr(judge, "_WHOLE", 0)
     a, b = reference.quantize(X[:64], "nvfp4"), reference.quantize(X[:48], "nvfp4")
     right = reference.gemm(a, b, out_dtype=torch.float32)
     verdict = judge.judge_product(right, [(a, b)], Summation("blocks"))
     assert (verdict.compared, verdict.sentence) == ((64 + 4) * 48, "")
-    heard: list[tuple[torch.Tensor, Summation]] = []
-    monkeypatch.setattr(judge, "_judge_product", lambda v, found, a, b, order: heard.append((found, order)))
+    heard: list[tuple[list[float], Summation]] = []
+    monkeypatch.setattr(
+        judge, "_judge_product", lambda v, found, a, b, order: heard.append((found[:, 0].tolist(), order))
+    )
     rows = torch.arange(64.0).unsqueeze(1).expand(64, 48)
-    for order in (Summation("blocks", truncates=True), Summation("aligned-13-32")):
-        judge.judge_product(rows, [(a, b)], order)
-    (sample, declared), (whole, free), (modelled, core) = heard
-    assert sample[:, 0].tolist() == modelled[:, 0].tolist() == [0, 17, 34, 51]
-    assert whole is not sample
-    assert len(whole) == 64
-    assert (declared.order, free.order, free.truncates, core.order) == ("blocks", None, True, "aligned-13-32")
+    sample, whole = [0.0, 17.0, 34.0, 51.0], rows[:, 0].tolist()
+    for order, by, expected in (
+        (Summation("blocks", truncates=True), "bound, order 1/16", [(sample, "blocks"), (whole, None)]),
+        (Summation("aligned-13-32"), "order 1/16", [(sample, "aligned-13-32")]),
+        (Summation("decoded-aligned-25-16"), "order", [(whole, "decoded-aligned-25-16")]),
+        (Summation(truncates=True), "bound", [(whole, None)]),
+    ):
+        heard.clear()
+        assert judge.judge_product(rows, [(a, b)], order).by == by
+        assert [(found, declared.order) for found, declared in heard] == expected
+        assert all(declared.truncates == order.truncates for _, declared in heard)
+    monkeypatch.setattr(judge, "_WHOLE", 64 * 48 * 256)
+    assert judge.judge_product(rows, [(a, b)], Summation("aligned-13-32")).by == "order"
 
 
 # A bench.
@@ -242,7 +251,8 @@ def test_every_operation_is_timed_beside_its_ceiling_and_right(keyword: str) -> 
         assert row.ceiling == ("matmul" if task.operation.startswith("gemm") else "copy")
         assert row.share is not None
         assert row.speedup is not None
-        assert (row.dequantized is None) == (row.ceiling == "copy")
+        assert (row.second_share is None) == (row.ceiling == "copy")
+        assert row.second_ceiling == ("dequantize + matmul" if row.ceiling == "matmul" else "")
         assert row.moved > 0
     one, two = (judged[f"quantize/nvfp4/rowwise{given}/128x256/native"].moved for given in (", amax given", ""))
     elements = 128 * 256
@@ -251,6 +261,28 @@ def test_every_operation_is_timed_beside_its_ceiling_and_right(keyword: str) -> 
     launches = [row for row in bench.rows if row.operation == "launch"]
     assert {row.variant for row in launches} == {"quantize", "quantize, amax given", "dequantize", "gemm", "add"}
     assert all(row.share is not None for row in launches if row.who == "native")
+
+
+@needs_gpu
+def test_on_a_gpu_a_swizzle_is_held_against_a_copy_of_as_much_too() -> None:
+    bench = measure(tasks("cuda", ["128x256"], "swizzle"), "cuda", quick=True, launches=False)
+    assert bench.right
+    whole, same = ([row for row in bench.rows if row.who == who] for who in ("copy", SAME))
+    for row in (row for row in bench.rows if row.who == "native"):
+        assert row.ceiling == "copy"
+        assert row.second_ceiling == SAME
+        assert row.second_share is not None
+        assert all(one.moved == row.moved for one in same)
+        assert all(one.moved > 1000 * row.moved for one in whole)
+
+
+def test_a_row_is_beside_both_of_its_ceilings() -> None:
+    ready = Prepared({}, lambda _: judge.Verdict(), lambda _: 30, {"copy": [], SAME: []}, copied=100)
+    one = Row("swizzle", "", "", "128x256", "", "native", "cuda", seconds=2.0, moved=30)
+    times = {"copy": Times((4.0,)), SAME: Times((1.0,)), "reference": Times((8.0,))}
+    run._compare(one, times, ready)
+    assert (one.ceiling, one.ceiling_rate, one.share) == ("copy", 25.0, 0.6)
+    assert (one.second_ceiling, one.second_share, one.speedup) == (SAME, 0.5, 4.0)
 
 
 def test_an_output_that_is_wrong_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +414,8 @@ def row(name: str, device: str = "cuda", **columns: Any) -> Row:
         (row("quantize/mxfp8-e5m2/both/8192x8192/native", share=0.5), ("share", 0.75, False)),
         (row("quantize/fp8-block-1x128/rowwise/8192x8192/native", share=0.9), ("share", 0.75, True)),
         (row("dequantize/nvfp4/16384x16384/native", share=0.81), ("share", 0.80, True)),
-        (row("unswizzle/16384x16384/native", share=0.1), ("share", 0.80, False)),
+        (row("unswizzle/32768x32768/native", share=0.1), ("share", 0.80, False)),
+        (row("unswizzle/16384x16384/native", share=0.1), ("", None, None)),
         (row("gemm/nvfp4/8192x8192x8192/native", share=0.61), ("share", 0.60, True)),
         (row("gemm/mxfp8-e4m3/16x8192x8192/native", share=1.9), ("share", 2.0, False)),
         (row("gemm-grouped/nvfp4/8192x8192x8192/native", share=0.5), ("share", 0.5, True)),
@@ -475,8 +508,9 @@ def test_the_reference_is_compiled_where_that_is_asked_for(monkeypatch: pytest.M
     compiled: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
     fake_torchao(monkeypatch, **TORCHAO)
-    bench = measure([MX_TASK], "cpu", quick=True, launches=False, compiling=True)
-    assert len(compiled) == 1
+    larger = replace(MX_TASK, shape=(128, 256))
+    bench = measure([MX_TASK, larger], "cpu", quick=True, launches=False, compiling=True)
+    assert len(compiled) == 1, "of the first size"
     assert next(row for row in bench.rows if row.who == peers.COMPILED).verdict == "pass"
     assert not bench.notes
 
