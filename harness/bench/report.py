@@ -11,9 +11,7 @@ from harness.bench import figures, words
 from harness.bench.growth import Growth
 from harness.bench.row import COLUMNS, SCHEMA, Row
 from harness.bench.run import Bench
-from harness.report import page as records_page
-from harness.report import text
-from harness.report.policy import policy
+from harness.report import template
 from harness.report.swap import replacing
 
 PAGE = "index.html"
@@ -74,19 +72,10 @@ def sentence(bench: Bench, growths: list[Growth]) -> str:
 
 def render(bench: Bench, growths: list[Growth], environment: dict[str, str]) -> str:
     """The page. Everything that is not of this file is escaped."""
-    import jinja2
-    from markupsafe import Markup
-
-    css = Path(records_page.__file__).with_name("page.css").read_text(encoding="utf-8")
-    jinja = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
     roofs = figures.roofline(bench.rows)
-    html = jinja.get_template("bench.html").render(
-        css=Markup(css),
-        policy=policy(css),
-        glyphs=text.GLYPHS,
+    return template.render(
+        Path(__file__).with_name("bench.html"),
+        name="narrowgauge bench",
         verdict=verdict_of(bench, growths),
         sentence=sentence(bench, growths),
         environment=environment,
@@ -101,4 +90,3 @@ def render(bench: Bench, growths: list[Growth], environment: dict[str, str]) -> 
         notes=sorted(bench.notes.items()),
         grown=[growth.sentence() for growth in growths],
     )
-    return html.encode(errors="replace").decode()

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.record import succeeded
-from harness.report import accuracy, text, times
+from harness.report import accuracy, template, text, times
 from harness.report.failure import cut
 from harness.report.groups import SHOWN, Group, group
 from harness.report.island import arranged, island
-from harness.report.policy import policy
 from harness.view import reproduction
 
 _HERE = Path(__file__).parent
@@ -20,27 +19,19 @@ _SCRIPTS = ("data.js", "draw.js", "failure.js", "table.js", "matrix.js", "times.
 
 def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: float | None) -> str:
     """The whole page. Everything that comes from a record or the environment is escaped."""
-    import jinja2
     from markupsafe import Markup
 
-    css = _read("page.css")
-    js = "\n".join(map(_read, _SCRIPTS))
-    jinja = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    jinja.globals.update(number=text.number, plural=text.plural, glyphs=text.GLYPHS)
     rows = arranged(records)
     row = {id(record): n for n, record in enumerate(rows)}
     groups = group(records)
-    html = jinja.get_template("page.html").render(
-        css=Markup(css),
-        js=Markup(js),
-        policy=policy(css, js),
+    return template.render(
+        _HERE / "page.html",
+        name="narrowgauge",
         verdict="pass" if succeeded(records) else "fail",
         sentence=text.verdict_line(records, elapsed),
-        not_compared=text.not_compared(records),
+        aside=text.not_compared(records),
         environment=environment,
+        script="\n".join(map(_read, _SCRIPTS)),
         groups=[_group(one) | {"row": row[id(one.records[0])]} for one in groups[:SHOWN]],
         groups_left=groups[SHOWN:],
         counts=text.verdict_counts(records),
@@ -51,7 +42,6 @@ def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: 
         slowest=times.slowest(records),
         records=Markup(island(rows, groups)),
     )
-    return html.encode(errors="replace").decode()  # a message may hold half a surrogate pair
 
 
 def _read(name: str) -> str:

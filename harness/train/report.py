@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.report import page as records_page
-from harness.report import text
+from harness.report import template, text
 from harness.report.markdown import cut
-from harness.report.policy import policy
 from harness.report.swap import replacing
 from harness.report.terminal import compact
 from harness.train.curves import HEIGHT, WIDTH, figure
@@ -158,21 +156,12 @@ def _write_steps(trainings: Sequence[Training], writer: csv._writer) -> None:  #
 
 def render(trainings: Sequence[Training], environment: dict[str, str], entropy: float) -> str:
     """The page. Everything that is not of this file is escaped."""
-    import jinja2
-    from markupsafe import Markup
-
-    css = Path(records_page.__file__).with_name("page.css").read_text(encoding="utf-8")
-    jinja = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    jinja.globals.update(number=text.number, glyphs=text.GLYPHS)
     passed = [one.passed(entropy) for one in trainings]
     steps = max((one.task.steps for one in trainings), default=0)
     drawn = figure(trainings, entropy, steps)
-    html = jinja.get_template("train.html").render(
-        css=Markup(css),
-        policy=policy(css),
+    return template.render(
+        Path(__file__).with_name("train.html"),
+        name="narrowgauge train",
         verdict="pass" if trainings and all(passed) else "fail",
         sentence=sentence(trainings, entropy),
         environment=environment,
@@ -187,4 +176,3 @@ def render(trainings: Sequence[Training], environment: dict[str, str], entropy: 
         sentences=[words for one in trainings for words in complaints(one, entropy)],
         left_out=list(filter(None, map(not_compared, trainings))),
     )
-    return html.encode(errors="replace").decode()  # a message may hold half a surrogate pair
