@@ -10,4 +10,9 @@ import pytest
 
 def thinned(values: Iterable[Any], each: int) -> list[Any]:
     """`values` as parameters: the first of every `each` stays, the others are `long`."""
-    return [pytest.param(v, marks=pytest.mark.long if i % each else ()) for i, v in enumerate(values)]
+    return thinned_rows(((value,) for value in values), each)
+
+
+def thinned_rows(rows: Iterable[tuple[Any, ...]], each: int) -> list[Any]:
+    """The same of several parameters at once."""
+    return [pytest.param(*row, marks=pytest.mark.long if i % each else ()) for i, row in enumerate(rows)]

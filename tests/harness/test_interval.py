@@ -13,6 +13,7 @@ from reference import ops as reference
 from reference.hadamard import coefficient, signs
 from reference.recipes import recipe
 from tests.harness.backends import terms
+from tests.thinned import thinned
 
 GROUPS = [2, 4, 8, 16, 32, 64, 128]
 FAMILIES = [
@@ -42,7 +43,7 @@ def outside(y: torch.Tensor, interval: Interval) -> torch.Tensor:
     return ~((y >= interval.lower) & (y <= interval.upper))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_order_or_tree_of_additions_leaves_it(group, family):
     x = matrix(family)

@@ -20,6 +20,7 @@ from reference.quantize import block_amaxes
 from reference.recipes import recipe
 from reference.scaling import divide, element_factors, encode_scales, per_row, scale_elements
 from tests.harness.backends import backend, quantize
+from tests.thinned import thinned
 
 DOORS = ("quantize", "quantize_both", "quantize_grouped", "dequantize", "update_scale")
 REFERENCE = {name: getattr(reference, name) for name in DOORS}
@@ -71,7 +72,7 @@ def test_every_stage_is_seen(name, flags):
 
 
 @pytest.mark.parametrize("usage", [(), ("columnwise",)])
-@pytest.mark.parametrize("sections", ["ragged:3", "front:4", "even:1"])
+@pytest.mark.parametrize("sections", thinned(["ragged:3", "front:4", "even:1"], 3))
 @pytest.mark.parametrize("name", [*MX, "mxfp8-2d", "mxfp8-e4m3-sr", *FP8])
 def test_sections_pass(name, sections, usage):
     case = case_of(name, sections, *usage, shape=(288, 136), operation="quantize-grouped")
@@ -211,7 +212,7 @@ def rounding_ties_to_zero(x, rule, **options):
     return replace(q, codes=pack(codes) if rule.element.bits == 4 else codes)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", thinned(["fp32", "bf16", "fp16"], 3))
 @pytest.mark.parametrize("name", [*MX, *FP8, "fp8-current-e5m2", "fp8-block-1x128-e5m2-fp32", "fp8-delayed-e5m2"])
 def test_another_rounding_of_ties_is_found_on_ties(name, dtype):
     record = fails(case_of(name, inputs="ties", dtype=dtype), "codes", quantize=rounding_ties_to_zero)
@@ -429,7 +430,7 @@ def update_case(rule="fp8-delayed-e4m3", inputs="amaxes", shape=(16, 40)):
     return Case("update-scale", rule, shape, "", inputs)
 
 
-@pytest.mark.parametrize("inputs", families_of("update-scale"))
+@pytest.mark.parametrize("inputs", thinned(families_of("update-scale"), 3))
 @pytest.mark.parametrize("rule", UPDATES)
 def test_updates_pass(rule, inputs):
     for shape in ((1, 1), (2, 3), (16, 40), (1024, 5), (4, 0)):

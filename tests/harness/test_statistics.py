@@ -29,6 +29,7 @@ from reference.quantize import random_bytes
 from reference.quantized import words_shape
 from reference.recipes import recipe
 from tests.harness.backends import rotating
+from tests.thinned import thinned
 
 NVFP4 = Case("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")
 MX = Case("quantize", "mxfp8-e4m3-sr", (64, 96), "fp32", "normal")
@@ -222,7 +223,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", thinned(WRONG, 2))
 def test_a_wrong_sampler_fails_by_the_test_that_it_fails(wrong, monkeypatch):
     monkeypatch.setattr(statistics, "DRAWS", FEW)
     door, test = WRONG[wrong]

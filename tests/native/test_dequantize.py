@@ -24,6 +24,7 @@ from tests.native.samples import (
     matrix,
     seeded,
 )
+from tests.thinned import thinned
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 MX_ELEMENTS = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
@@ -50,7 +51,7 @@ def test_the_values_are_those_of_the_formats() -> None:
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("columns", [*range(1, 34), 47, 63, 65, 4097])
+@pytest.mark.parametrize("columns", thinned([*range(1, 34), 47, 63, 65, 4097], 2))
 def test_any_shape_is_dequantized_as_the_reference_does(columns: int, dtype: torch.dtype) -> None:
     for rows in (1, 2, 17, 129):
         q = reference.quantize(matrix("outliers", rows, columns, torch.float32), "nvfp4")

@@ -15,6 +15,7 @@ from tests.native.fp8 import KINDS, given_scale, parts, threads
 from tests.native.launching import Source
 from tests.native.samples import assert_equal, matrix
 from tests.native.test_orders import lost, seen_in_orders
+from tests.thinned import thinned_rows
 
 __all__ = ["threads"]
 
@@ -68,7 +69,7 @@ NEEDED = [
 ]
 
 
-@pytest.mark.parametrize(("which", "name", "dtype"), NEEDED)
+@pytest.mark.parametrize(("which", "name", "dtype"), thinned_rows(NEEDED, 4))
 def test_a_lost_barrier_of_quantize_shows(
     which: int, name: str, dtype: torch.dtype, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

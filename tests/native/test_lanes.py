@@ -8,6 +8,7 @@ import pytest
 from tests.native import conversions
 from tests.native.conversions import EVERY_HALF
 from tests.native.launching import Source, run
+from tests.thinned import thinned
 
 WIDTHS = {"native": (), "avx2": ("-march=x86-64-v3",), "sse2": ("-march=x86-64",)}
 EVERY_WIDTH = pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def decisions() -> np.ndarray:
 
 
 @EVERY_WIDTH
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", thinned(FORMATS, 2))
 def test_a_cast_is_that_of_one(cuda_source: Source, name: str, flags: Flags) -> None:
     assert differing(cuda_source(TEXT), f"cast_{name}", decisions(), flags) == 0
 

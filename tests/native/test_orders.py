@@ -19,6 +19,7 @@ from tests.golden import bits
 from tests.native.launching import Source
 from tests.native.operands import random_operand
 from tests.native.samples import DTYPES, MX_NAMES, NAMES, RECIPES, ROTATED, dtypes, matrix, nearly_tied, sample, seeded
+from tests.thinned import thinned_rows
 
 CPU = torch.device("cpu")
 
@@ -191,7 +192,7 @@ NEEDED = [
 ]
 
 
-@pytest.mark.parametrize(("which", "name", "columnwise", "whole"), NEEDED)
+@pytest.mark.parametrize(("which", "name", "columnwise", "whole"), thinned_rows(NEEDED, 4))
 def test_a_lost_barrier_of_quantize_shows(
     which: int, name: str, columnwise: bool, whole: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

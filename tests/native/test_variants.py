@@ -33,6 +33,7 @@ from tests.native.samples import (
     seeded,
     words_for,
 )
+from tests.thinned import thinned
 
 EVERY_RECIPE = pytest.mark.parametrize("name", NAMES)
 STOCHASTIC = tuple(name for name in NAMES if recipe(name).rounding == "stochastic")
@@ -187,7 +188,7 @@ def test_the_order_of_that_sum_is_seen() -> None:
 AMAXES = [0.0, -0.0, 1e-45, 1e-40, 7.8e-36, 0.1, 65.0, 2688.0, 3.4028235e38, math.inf, math.nan]
 
 
-@pytest.mark.parametrize("name", TWO_LEVELS)
+@pytest.mark.parametrize("name", thinned(TWO_LEVELS, 3))
 def test_a_given_amax_replaces_the_tensors_own(name: str) -> None:
     """One, or one for each row; another one for either half."""
     r = recipe(name)
@@ -214,7 +215,7 @@ def test_elements_are_rounded_by_the_words_that_are_given(name: str) -> None:
         assert_as_reference(x, r, random=(words_for(*x.shape), words_for(*x.T.shape, seed=1)))
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("name", thinned(STOCHASTIC, 3))
 def test_seed_and_offset_of_64_bits_give_the_references_words(name: str) -> None:
     """The columnwise half's offset is one more, and 2^64 is 0."""
     r = recipe(name)

@@ -15,6 +15,7 @@ from reference import ops as reference
 from tests.golden import bits
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import NAMES, assert_both_same, assert_same, matrix, seeded, words_for
+from tests.thinned import thinned
 
 View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,7 +34,7 @@ VIEWS: dict[str, View] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, 3))
 def test_views_are_quantized_like_their_copies(name: str) -> None:
     """The copies are compared with the reference elsewhere."""
     plain, r = matrix("outliers", 256, 512, torch.bfloat16), recipe(name)

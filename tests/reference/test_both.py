@@ -13,6 +13,7 @@ from reference.quantized import amax_shape
 from reference.recipes import recipe_names
 from tests.reference.samples import MATRICES, matrix, words
 from tests.reference.twins import assert_same
+from tests.thinned import thinned
 
 NAMES = [name for name in recipe_names() if "@" not in name and name.startswith("nvfp4")]
 TRANSPOSED = [name for name in NAMES if not ("-2d" in name and "4over6" in name)]  # test_two_dimensional.py has those
@@ -29,7 +30,7 @@ def random_of(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (words(1, *SHAPE), words(2, *SHAPE[::-1])) if recipe(name).rounding == "stochastic" else None
 
 
-@pytest.mark.parametrize("family", MATRICES)
+@pytest.mark.parametrize("family", thinned(MATRICES, 3))
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_each_half_is_what_quantize_gives(name: str, family: str) -> None:
     x, random = source(name, family), random_of(name)
@@ -42,7 +43,7 @@ def test_each_half_is_what_quantize_gives(name: str, family: str) -> None:
     assert (row.recipe, column.recipe) == (recipe(name).rowwise, recipe(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, 3))
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("swizzled", [False, True])
 def test_a_half_alone_is_that_of_both(name: str, seeded: bool, swizzled: bool) -> None:

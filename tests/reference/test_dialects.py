@@ -22,6 +22,7 @@ from tests.reference.dialect_twins import quantize as twin
 from tests.reference.dialect_vectors import NEAREST, VECTORS
 from tests.reference.edges import edges
 from tests.reference.samples import every_input
+from tests.thinned import thinned
 
 SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -120,7 +121,7 @@ def families() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", thinned(families(), 3))
 @pytest.mark.parametrize("dialect", TWINS)
 def test_a_dialect_is_its_scalar_twin_on_every_family(dialect: str, family: str, dtype: torch.dtype) -> None:
     x = families()[family].to(dtype)

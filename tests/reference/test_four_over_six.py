@@ -15,6 +15,7 @@ from reference.recipes import recipe_names
 from tests.reference import scalar
 from tests.reference.scalar import f32
 from tests.reference.twins import elements
+from tests.thinned import thinned
 
 NAMES = [name for name in recipe_names() if "4over6" in name and "@" not in name]
 SCALE_6, SCALE_4 = 0x38, 0x3C  # 1 and 1.5: what a block amax of 6 maps to 6 and to 4 by, under S_enc = 1
@@ -88,7 +89,7 @@ def test_each_block_chooses_for_itself_but_a_tile_as_one(name: str) -> None:
         assert scales[:, 1].tolist() == [SCALE_6] * 7 + [SCALE_4] * 9
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, 3))
 def test_every_element_of_a_block_is_counted(name: str) -> None:
     """4.5 in any one place is a gain for 4; beside it, a 4 in any other makes a tie."""
     for one in range(1, 16):

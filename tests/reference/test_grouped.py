@@ -17,6 +17,7 @@ from tests.golden import bits
 from tests.reference import scalar
 from tests.reference.samples import matrix
 from tests.reference.twins import assert_same
+from tests.thinned import thinned
 
 NAMES = [
     name
@@ -72,7 +73,7 @@ def check(q: GroupedQuantized, x: torch.Tensor, sizes: list[int], expected: list
 
 @EVERY
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-4over6-448-mae", "nvfp4-2d-4over6-256-mse"])
+@pytest.mark.parametrize("name", thinned(["nvfp4", "nvfp4-2d", "nvfp4-4over6-448-mae", "nvfp4-2d-4over6-256-mse"], 2))
 def test_each_section_is_quantized_by_itself(name: str, columnwise: bool, sizes: list[int]) -> None:
     x = source(sizes, 37)
     expected = [quantize(part.contiguous(), name) for part in sections_of(x, sizes, columnwise)]
@@ -81,7 +82,7 @@ def test_each_section_is_quantized_by_itself(name: str, columnwise: bool, sizes:
 
 @EVERY
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-rht2-nosign", "nvfp4-2d-rht", "nvfp4-rht32"])
+@pytest.mark.parametrize("name", thinned(["nvfp4-rht", "nvfp4-rht2-nosign", "nvfp4-2d-rht", "nvfp4-rht32"], 2))
 def test_each_section_is_rotated_by_itself(name: str, columnwise: bool, sizes: list[int]) -> None:
     rotation = recipe(name).transform
     assert rotation is not None
@@ -93,7 +94,7 @@ def test_each_section_is_rotated_by_itself(name: str, columnwise: bool, sizes: l
 
 @EVERY
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", ["nvfp4-sr", "nvfp4-2d-sr", "nvfp4-rht2-sr"])
+@pytest.mark.parametrize("name", thinned(["nvfp4-sr", "nvfp4-2d-sr", "nvfp4-rht2-sr"], 3))
 def test_blocks_are_counted_through_all_sections_for_the_random_bits(
     name: str, columnwise: bool, sizes: list[int]
 ) -> None:
@@ -222,7 +223,7 @@ def matrices(count: int, rows: int, columns: int, name: str) -> list[Quantized]:
 
 
 @EVERY
-@pytest.mark.parametrize("added", ["", "c", "bias", "c and bias"])
+@pytest.mark.parametrize("added", thinned(["", "c", "bias", "c and bias"], 2))
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int], added: str, out_dtype: torch.dtype) -> None:
     a = quantize_grouped(source(sizes, 40), torch.tensor(sizes), "nvfp4")

@@ -209,7 +209,7 @@ def test_ocp_clips_what_te_does_not(element: Format) -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (1, 1), (33, 70), (130, 3), (3, 130), (0, 0), (0, 40), (40, 0)])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", thinned(ALL, 2))
 def test_each_half_is_what_quantize_gives(name: str, shape: tuple[int, int]) -> None:
     """The columnwise half of MXFP8 and MXFP6 lies where x does, that of MXFP4 as its transpose."""
     x, rule = matrix("spread", 1, *shape), recipe(name)
@@ -274,7 +274,7 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", NEAREST)
+@pytest.mark.parametrize("name", thinned(NEAREST, 2))
 def test_each_section_is_what_quantize_gives_for_it(name: str, columnwise: bool, sizes: list[int]) -> None:
     x = matrix("spread", 4, sum(sizes), 45)
     if not sizes:

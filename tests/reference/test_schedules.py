@@ -20,12 +20,13 @@ from tests.reference.adders import Adder
 from tests.reference.samples import operands, quantized
 from tests.reference.test_bounds import accepted, neighbour, ordinal
 from tests.reference.test_gemm_formats import BLOCK_PAIRS, pair
+from tests.thinned import thinned
 
 ORDERS = ["sequential", "blocks", "tree", "split-2", "split-3"]
 UNITS = [Adder(), Adder(truncates=True), Adder(flushes=True), Adder(truncates=True, flushes=True)]
 UNIT_IDS = ["nearest", "truncating", "flushing", "truncating and flushing"]
 every_order = pytest.mark.parametrize("order", ORDERS)
-every_unit = pytest.mark.parametrize("unit", UNITS, ids=UNIT_IDS)
+every_unit = pytest.mark.parametrize("unit", thinned(UNITS, 3), ids=UNIT_IDS)
 E4M3 = ("mxfp8-e4m3", "mxfp8-e4m3")
 
 
