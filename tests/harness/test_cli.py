@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from harness.backend import load_backend
 from harness.capture import Captured
-from harness.cli import _default_workers, app
+from harness.cli import app
+from harness.cli.selection import default_workers
 from harness.runner import run_case
 
 ROOT = Path(__file__).parents[2]
@@ -618,4 +619,4 @@ def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monke
 def test_there_is_a_process_a_core_and_not_many_a_gpu(device, cores, gpus, workers, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     monkeypatch.setattr("harness.gpus.visible", lambda: [str(number) for number in range(gpus)])
-    assert _default_workers(device) == workers
+    assert default_workers(device) == workers

@@ -1,0 +1,91 @@
+"""`narrowgauge bench`: how fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.cli.options import Device, Paths, stop
+from harness.cli.selection import require_device, select_cases
+
+if TYPE_CHECKING:
+    from harness.case import Case
+
+
+def bench(
+    paths: Paths = None,
+    device: Device = "cpu",
+    keyword: Annotated[
+        str, typer.Option("-k", help="pytest keyword expression on what is timed: 'gemm', 'nvfp4 and both'.")
+    ] = "",
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option("--sizes", help="MxK of a matrix, MxKxN of a product; may be given again, or with commas."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Three rounds, and the first size of each kind.")] = False,
+    compiling: Annotated[
+        bool, typer.Option("--compile", help="Time torch.compile of the reference too, which takes minutes.")
+    ] = False,
+    growing: Annotated[
+        bool, typer.Option("--growth", help="In place of rates: time and memory against elements, to 2^26 or 2^30.")
+    ] = False,
+    own: Annotated[
+        bool, typer.Option("--overhead", help="In place of rates: the harness's own time, of cases of the quick tier.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", help="Where the page and the tables go.")] = Path("reports/bench"),
+) -> None:
+    """Time the kernels beside ceilings measured in the same run, and judge what they give.
+
+    Exit status 0 only if every output is right. How fast it is does not count.
+    """
+    if growing and own:
+        stop("--growth and --overhead are tables of their own; give one of them")
+    if paths and not own:
+        stop(f"case files are for --overhead, which is not given: {paths[0]}")
+    if own:
+        cases = select_cases(paths, "quick", "", None, None, None)
+        require_device(device)
+        _print_overhead(cases, device)
+        return
+    from harness.bench.session import run_growth, run_rates
+    from harness.bench.tasks import LAUNCH, tasks
+    from harness.case import matching
+
+    if growing and (keyword or sizes or quick or compiling):
+        stop("--growth has sizes and operations of its own; -k, --sizes, --quick and --compile do not go with it")
+    try:
+        listed = [size for given in sizes or [] for size in given.split(",")]
+        chosen = tasks(device, listed, keyword, quick=quick) if device in ("cpu", "cuda") else []
+        launches = matching(keyword)(LAUNCH)
+    except ValueError as error:
+        stop(str(error))
+    require_device(device)
+    if not chosen and not launches:
+        stop(f"nothing is selected by -k {keyword!r}")
+    try:
+        if growing:
+            right = run_growth(device, out)
+        else:
+            right = run_rates(chosen, device, out, quick=quick, compiling=compiling, launches=launches)
+    except OSError as error:
+        stop(f"{out}: the report cannot be written: {error.strerror}")
+    raise typer.Exit(0 if right else 1)
+
+
+def _print_overhead(cases: list[Case], device: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from harness.backend import load_backend
+    from harness.overhead import overheads, sample
+
+    table = Table("quick cases, of a core", "ms a case", "the harness's own", "cases", box=None)
+    rows = overheads(sample(cases), load_backend("native", device), device)
+    for each in rows:
+        table.add_row(each.operation, f"{each.milliseconds:.1f}", f"{each.harness:.1f}", str(each.cases))
+    count = sum(each.cases for each in rows)
+    whole, harness = (sum(each.cases * getattr(each, name) for each in rows) for name in ("milliseconds", "harness"))
+    table.add_row("together", f"{whole / count:.1f}", f"{harness / count:.1f}", str(count))
+    Console(width=100).print(table)

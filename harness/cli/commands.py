@@ -1,0 +1,59 @@
+"""The commands, each a file of its name, in the order of `--help`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import typer
+
+from harness.cli.baseline import accept
+from harness.cli.bench import bench
+from harness.cli.compare import compare_runs
+from harness.cli.dialect import which_dialect
+from harness.cli.doctor import doctor
+from harness.cli.gate import gate_run
+from harness.cli.list import list_cases
+from harness.cli.merge import merge_shards
+from harness.cli.mutants import mutants
+from harness.cli.run import run
+from harness.cli.sanitize import sanitize_cases
+from harness.cli.show import show
+from harness.cli.soak import soak_cases
+from harness.cli.train import train_layers
+
+app = typer.Typer(
+    name="narrowgauge",
+    help="Run narrow-precision kernels against a reference that is right to the last bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+baselines = typer.Typer(help="Keep the baselines that the gate holds runs against.", no_args_is_help=True)
+baselines.command("accept")(accept)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "list": list_cases,
+    "run": run,
+    "merge": merge_shards,
+    "soak": soak_cases,
+    "sanitize": sanitize_cases,
+    "show": show,
+    "dialect": which_dialect,
+    "doctor": doctor,
+    "bench": bench,
+    "mutants": mutants,
+    "train": train_layers,
+    "gate": gate_run,
+    "compare": compare_runs,
+}
+for name, command in _COMMANDS.items():
+    app.command(name)(command)
+app.add_typer(baselines, name="baseline")
+
+
+def main() -> None:
+    """Entry point; the output is UTF-8 whatever the locale."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    app()

@@ -1,0 +1,34 @@
+"""`narrowgauge dialect`: whose bytes a quantizer gives."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from harness.cli.options import Device, Seed, stop
+from harness.cli.selection import require_device
+
+
+def which_dialect(
+    backend: Annotated[str, typer.Argument(metavar="BACKEND", help="native, reference, or package.module:Name.")],
+    name: Annotated[str, typer.Option("--recipe", help="What its quantize is asked for.")] = "nvfp4",
+    device: Device = "cpu",
+    seed: Seed = 0,
+) -> None:
+    """Say which library's bytes a quantizer gives. Exit status 0 only if it is one's on every input."""
+    require_device(device)
+    from rich.console import Console
+
+    from harness.backend import BackendError, Unsupported, load_backend
+    from harness.dialect import sentence, survey, table
+
+    try:
+        found = survey(load_backend(backend, device), name, device=device, seed=seed)
+    except (BackendError, Unsupported, ValueError) as error:
+        stop(str(error))
+    console = Console(highlight=False)
+    console.print(f"{found.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
+    console.print(table(found))
+    console.print(sentence(found), markup=False, soft_wrap=True)
+    raise typer.Exit(0 if found.spoken else 1)

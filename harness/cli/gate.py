@@ -1,0 +1,26 @@
+"""`narrowgauge gate`: a finished run against a baseline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from harness.cli.options import BaselinePath, RunPath, stop
+
+
+def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> None:
+    """Hold a finished run against a baseline. Exit status 0 only if every case of it ran and no figure is worse."""
+    from rich.console import Console
+
+    from harness.gate.baseline import BaselineError, read
+    from harness.gate.gate import judge, show
+    from harness.journal import JournalError
+    from harness.journal import read as read_run
+
+    try:
+        found = judge(read_run(run), read(baseline))
+    except (BaselineError, JournalError) as error:
+        stop(str(error))
+    show(found, str(baseline), Console())
+    raise typer.Exit(0 if found.passed else 1)

@@ -1,0 +1,28 @@
+"""`narrowgauge merge`: the shards of a run as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.options import Link, stop
+from harness.cli.selection import require_link
+
+
+def merge_shards(
+    shards: Annotated[list[Path], typer.Argument(metavar="DIR...", help="The --report-dir of every shard.")],
+    report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/latest"),
+    link: Link = "",
+) -> None:
+    """Join the shards of one run into its report. Exit status as of `run`; 2 where they are not all shards of one."""
+    require_link(link)
+    from harness.journal import JournalError
+    from harness.merge import MergeError, merge_session
+
+    try:
+        passed = merge_session(shards, report_dir, link=link)
+    except (JournalError, MergeError) as error:
+        stop(str(error))
+    raise typer.Exit(0 if passed else 1)

@@ -1,0 +1,38 @@
+"""`narrowgauge mutants`: wrong kernels, and who finds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.options import CASES, Paths, stop
+from harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases
+
+
+def mutants(
+    paths: Paths = None,
+    keyword: Annotated[str, typer.Option("-k", help="pytest keyword expression on the names of mutants.")] = "",
+    workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core.")] = 0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 60.0,
+    report_dir: Annotated[Path, typer.Option("--report-dir", help="Where mutants.json goes.")] = Path("reports/latest"),
+) -> None:
+    """Run wrong kernels against the quick tier. Exit status 0 only if each is killed, or equivalent and is not."""
+    from harness.case import matching
+    from harness.mutants.mutant import MutantFileError, load_all
+    from harness.mutants.session import run_session
+
+    try:
+        known = load_all()
+        chosen = [mutant for mutant in known if matching(keyword)(mutant.name)]
+    except (MutantFileError, ValueError) as error:
+        stop(str(error))
+    if not chosen:
+        stop(f"no mutant of {len(known)} is selected by -k {keyword!r}")
+    cases = load_cases(paths, None, None, None)
+    ledger = ledger_of(None, paths or [CASES], cases)
+    # What fails without a mutant tells nothing of one.
+    cases = [case for case in choose_cases(cases, "quick", "") if not ledger.of(case.id, "native", "cpu")]
+    passed = run_session(chosen, cases, report_dir, workers=workers or default_workers("cpu"), timeout=timeout)
+    raise typer.Exit(0 if passed else 1)

@@ -1,0 +1,52 @@
+"""What several commands take, and how one stops that cannot begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+CASES = Path("cases")
+
+Paths = Annotated[list[Path] | None, typer.Argument(help="Case files or folders (default: cases).", show_default=False)]
+BackendOption = Annotated[str, typer.Option("--backend", help="native, reference, or package.module:Name.")]
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the inputs, beside each case's id.")]
+Tier = Annotated[str, typer.Option("--tier", help="quick or full; full has every case.")]
+Keyword = Annotated[str, typer.Option("-k", help="pytest keyword expression on case ids: '1024 and bf16'.")]
+Input = Annotated[
+    Path | None,
+    typer.Option("--input", help="Captured tensors (.safetensors, .npy, .npz, .pt) in place of the case files."),
+]
+Tensors = Annotated[
+    list[str] | None, typer.Option("--tensor", help="Of --input: this tensor alone; may be given again.")
+]
+Recipes = Annotated[
+    list[str] | None, typer.Option("--recipe", help="Of --input: this recipe (default: nvfp4); may be given again.")
+]
+ShardOption = Annotated[
+    str, typer.Option("--shard", help="2/4: the second of four parts of the cases, which take about equally long.")
+]
+Durations = Annotated[
+    Path | None,
+    typer.Option("--durations", help="Of --shard: report or journal of an earlier run, whose times divide the cases."),
+]
+KnownFile = Annotated[
+    Path | None,
+    typer.Option("--known", help="Ledger of known failures (default: known.toml beside the case files)."),
+]
+Link = Annotated[
+    str, typer.Option("--link", help="Address of the report, for summary.md (default: the run's, in a GitHub job).")
+]
+Workers = Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, at most 16 a GPU.")]
+RunPath = Annotated[Path, typer.Option("--run", help="A finished run: the --report-dir that it wrote.")]
+BaselinePath = Annotated[Path, typer.Option("--baseline", help="The baseline: reports/baselines/host.json.")]
+USAGE_ERROR = 2
+"""Exit status of a command that cannot begin."""
+
+
+def stop(message: str) -> NoReturn:
+    """End the command with a sentence on stderr."""
+    typer.echo(f"narrowgauge: {message}", err=True)
+    raise typer.Exit(USAGE_ERROR)

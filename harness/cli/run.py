@@ -1,0 +1,114 @@
+"""`narrowgauge run`: cases in, a report out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.options import (
+    CASES,
+    BackendOption,
+    Device,
+    Durations,
+    Input,
+    Keyword,
+    KnownFile,
+    Link,
+    Paths,
+    Recipes,
+    Seed,
+    ShardOption,
+    Tensors,
+    Tier,
+    Workers,
+    stop,
+)
+from harness.cli.selection import (
+    choose_cases,
+    default_workers,
+    ledger_of,
+    load_cases,
+    part_of_run,
+    require_device,
+    require_link,
+)
+
+
+def run(
+    paths: Paths = None,
+    tier: Tier = "quick",
+    keyword: Keyword = "",
+    backend: BackendOption = "native",
+    device: Device = "cpu",
+    seed: Seed = 0,
+    source: Input = None,
+    tensors: Tensors = None,
+    recipes: Recipes = None,
+    shard: ShardOption = "",
+    durations: Durations = None,
+    workers: Workers = 0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 300.0,
+    report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/latest"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of --report-dir that was ended.")
+    ] = False,
+    known: KnownFile = None,
+    link: Link = "",
+    schedules: Annotated[
+        int,
+        typer.Option("--schedules", min=1, help="Seeded shuffles of threads, beside forward and reverse; on a CPU."),
+    ] = 1,
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="Build native kernels with sanitizers (address, undefined); on a CPU.")
+    ] = False,
+) -> None:
+    """Run cases and write a report. Exit status 0 only if every case passed, or failed as the ledger expects."""
+    from harness.session import run_session
+
+    shuffles = _schedules(schedules, device)
+    if sanitize:
+        _check_sanitizer(device)
+    require_link(link)
+    cases = load_cases(paths, source, tensors, recipes)
+    chosen = choose_cases(cases, tier, keyword)
+    ledger = ledger_of(known, (paths or [CASES]) if source is None else [], cases)
+    part = part_of_run(chosen, shard, durations)
+    chosen = part.cases if part else chosen
+    require_device(device)
+    from harness.backend import BackendError
+    from harness.journal import JournalError
+    from harness.pool import Settings
+    from harness.report import ReportError
+
+    settings = Settings(
+        backend, device, seed, workers=workers or default_workers(device), timeout=timeout,
+        input_path="" if source is None else str(source), schedules=shuffles, sanitize=sanitize,
+    )  # fmt: skip
+    try:
+        passed = run_session(chosen, settings, report_dir, resume=resume, part=part, ledger=ledger, link=link)
+    except (BackendError, JournalError, ReportError) as error:
+        stop(str(error))
+    raise typer.Exit(0 if passed else 1)
+
+
+def _schedules(schedules: int, device: str) -> int:
+    """How many shuffles a backend is asked for; 0, nothing, where there is one."""
+    from harness.backend import BackendError, check_schedules
+
+    try:
+        check_schedules(schedules, device)
+    except BackendError as error:
+        stop(str(error))
+    return schedules if schedules > 1 else 0
+
+
+def _check_sanitizer(device: str) -> None:
+    from harness.backend import BackendError
+    from harness.sanitizer import check_sanitizer
+
+    try:
+        check_sanitizer(device)
+    except BackendError as error:
+        stop(str(error))

@@ -1,0 +1,47 @@
+"""`narrowgauge sanitize`: cases under compute-sanitizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.options import BackendOption, Keyword, Paths, Seed, Tier, stop
+from harness.cli.selection import require_device, select_cases
+
+
+def sanitize_cases(
+    paths: Paths = None,
+    tier: Tier = "quick",
+    keyword: Keyword = "",
+    tool: Annotated[
+        str, typer.Option("--tool", help="memcheck, racecheck (shared memory), initcheck or synccheck.")
+    ] = "memcheck",
+    backend: BackendOption = "native",
+    seed: Seed = 0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 300.0,
+    report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/sanitize"),
+) -> None:
+    """Run cases on a GPU under compute-sanitizer. Exit status 0 only if it finds nothing and every case passed."""
+    from harness.compute_sanitizer import TOOLS, ComputeSanitizerError, find_tool
+    from harness.schema import nearest
+
+    if tool not in TOOLS:
+        stop(f"--tool is {tool!r}{nearest(tool, TOOLS)}; it can be {', '.join(TOOLS)}")
+    try:
+        find_tool()
+    except ComputeSanitizerError as error:
+        stop(str(error))
+    chosen = select_cases(paths, tier, keyword, None, None, None)
+    require_device("cuda")
+    from harness.backend import BackendError
+    from harness.compute_sanitizer import Request
+    from harness.report import ReportError
+    from harness.sanitize import sanitize_session
+
+    try:
+        passed = sanitize_session(chosen, Request(tool, backend, seed, timeout), report_dir)
+    except (BackendError, ComputeSanitizerError, ReportError) as error:
+        stop(str(error))
+    raise typer.Exit(0 if passed else 1)

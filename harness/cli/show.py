@@ -1,0 +1,74 @@
+"""`narrowgauge show`: one case, element by element."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.cli.options import BackendOption, Device, Input, Recipes, Seed, stop
+from harness.cli.selection import require_device, select_cases
+
+if TYPE_CHECKING:
+    from harness.saved import Saved
+
+
+def show(
+    case_id: Annotated[str, typer.Argument(metavar="CASE", help="A case id, as `list` and reports print it.")],
+    paths: Annotated[list[Path] | None, typer.Option("--cases", help="Case files (default: cases).")] = None,
+    backend: BackendOption = "native",
+    device: Device = "cpu",
+    seed: Seed = 0,
+    source: Input = None,
+    recipes: Recipes = None,
+    at: Annotated[str, typer.Option("--at", help="row,column to show (default: the first wrong element).")] = "",
+    saved: Annotated[
+        Path | None, typer.Option("--saved", help="A saved failure of the case: its inputs, and the shape they have.")
+    ] = None,
+) -> None:
+    """Run one case and print its stages, element by element, around one place."""
+    from harness.schema import nearest
+
+    kept = None
+    if saved is not None:
+        if paths or source or recipes or seed:
+            stop("--saved has its own inputs; --cases, --input, --recipe and --seed do not go with it")
+        kept = _saved(saved, case_id)
+        case, seed = kept.case, kept.seed
+    else:
+        cases = {case.id: case for case in select_cases(paths, "full", "", source, None, recipes)}
+        if case_id not in cases:
+            stop(f"no case is called {case_id!r}{nearest(case_id, cases)}")
+        case = cases[case_id]
+    require_device(device)
+    from harness.backend import BackendError, Unsupported, load_backend
+    from harness.show import show_case
+
+    try:
+        place = tuple(int(part) for part in at.split(",")) if at else None
+        if place is not None and (len(place) != 2 or min(place) < 0):
+            raise ValueError(at)
+    except ValueError:
+        stop(f"--at is {at!r}; it is a row and a column: --at 3,17")
+    try:
+        right = show_case(
+            case, load_backend(backend, device), device=device, seed=seed, source=source, at=place,
+            saved=kept.inputs if kept else None,
+        )  # fmt: skip
+    except (BackendError, Unsupported) as error:
+        stop(str(error))
+    raise typer.Exit(0 if right else 1)
+
+
+def _saved(path: Path, case_id: str) -> Saved:
+    """The failure in a file, which has to be one of the case."""
+    from harness.saved import SavedError, load
+
+    try:
+        found = load(path)
+    except SavedError as error:
+        stop(str(error))
+    if found.id != case_id:
+        stop(f"{path}: holds a failure of {found.id}, not of {case_id}")
+    return found

@@ -1,0 +1,51 @@
+"""`narrowgauge soak`: the same cases over many seeds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from harness.cli.options import CASES, BackendOption, Device, Keyword, Paths, Tier, Workers, stop
+from harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases, require_device
+
+
+def soak_cases(
+    paths: Paths = None,
+    tier: Tier = "quick",
+    keyword: Keyword = "",
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds.")] = 200,
+    first: Annotated[
+        int | None, typer.Option("--from", min=0, help="The first seed (default: one drawn afresh, and printed).")
+    ] = None,
+    share: Annotated[
+        float, typer.Option("--share", min=0.0, max=1.0, help="Share of the cases: the cheapest that hold all recipes.")
+    ] = 0.1,
+    backend: BackendOption = "native",
+    device: Device = "cpu",
+    workers: Workers = 0,
+) -> None:
+    """Run a part of the cases over many seeds. Exit status 0 only if every run passed, or failed as is known."""
+    cases = load_cases(paths, None, None, None)
+    selected = choose_cases(cases, tier, keyword)
+    ledger = ledger_of(None, paths or [CASES], cases)
+    launched = ledger.launchable(selected, backend=backend, device=device)
+    if left_out := len(selected) - len(launched):
+        typer.echo(f"{left_out} of {len(selected)} cases are known to crash or hang, and are not run", err=True)
+    require_device(device)
+    import secrets
+
+    from rich.console import Console
+
+    from harness.backend import BackendError
+    from harness.pool import Settings
+    from harness.soak import chosen, soak
+
+    start = secrets.randbelow(1 << 31) if first is None else first
+    settings = Settings(backend, device, workers=workers or default_workers(device))
+    try:
+        part = chosen(launched, share)
+        passed = soak(part, range(start, start + seeds), settings, Console(), ledger=ledger)
+    except BackendError as error:
+        stop(str(error))
+    raise typer.Exit(0 if passed else 1)
