@@ -1,0 +1,47 @@
+"""Cases of operations, and a backend that is the reference but for some doors."""
+
+from harness.case import Case
+from harness.runner import run_case
+from reference import ops as reference
+from tests.harness.backends import backend
+
+REFERENCE = {name: getattr(reference, name) for name in (
+    "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
+    "gemm_grouped",
+)}  # fmt: skip
+
+
+def quantize_case(rule: str, *flags: str, shape=(48, 64), inputs="normal", dtype="bf16") -> Case:
+    return Case("quantize", rule, shape, dtype, inputs, flags)
+
+
+def grouped_case(rule: str, *flags: str, shape=(96, 64), inputs="normal") -> Case:
+    return Case("quantize-grouped", rule, shape, "bf16", inputs, flags)
+
+
+def gemm_case(rule: str, *flags: str, shape=(48, 64, 32), inputs="normal", operation="gemm") -> Case:
+    return Case(operation, rule, shape, "bf16xbf16-fp32", inputs, flags)
+
+
+def swizzle_case(inputs="position", shape=(256, 12)) -> Case:
+    return Case("swizzle", "", shape, "", inputs)
+
+
+def run(case, **doors):
+    return run_case(case, backend(**doors))
+
+
+def stages(record):
+    return {entry["stage"]: entry for entry in record.stages}
+
+
+def passes(case, **doors):
+    record = run(case, **(doors or REFERENCE))
+    assert (record.verdict, record.message) == ("pass", ""), case.id
+    return record
+
+
+def fails(case, stage, **doors):
+    record = run(case, **{**REFERENCE, **doors})
+    assert (record.verdict, record.stage) == ("fail", stage), (case.id, record.message)
+    return record
