@@ -14,8 +14,8 @@ FLOAT64_EXACT = 2.0**53
 _LEAF = 32
 # What 13 significant bits span by themselves; a row that spans more has numbers of several sizes.
 _MANTISSAS = 2.0**26
-# The last bits of a float64 number that float32 has not, and those of a tie between two float32 numbers.
-_REST, _TIE = (1 << 29) - 1, 1 << 28
+# The first bit of 64 alone.
+_TIE = -(1 << 63)
 _MANTISSA = (1 << 23) - 1
 # Parts of a float64 number: the bits behind the point, the one before it, and the exponent.
 _FRACTION, _HIDDEN, _EXPONENT = (1 << 52) - 1, 1 << 52, 0x7FF << 52
@@ -36,7 +36,11 @@ class ExactSum:
 
     def to_float32(self) -> torch.Tensor:
         """Each sum rounded once, to nearest even."""
-        return (self.high if self.low is None else round_to_odd(self.high, self.low)).float()
+        rounded = self.high.float()
+        if self.low is not None:
+            rows = self.low.any(1).nonzero().squeeze(1)
+            rounded[rows] = round_to_odd(self.high[rows], self.low[rows]).float()
+        return rounded
 
 
 def round_to_odd(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -74,9 +78,9 @@ def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     rounded = s.float()
     if rounded.numel() == 0:
         return rounded
-    beside_tie = (s.view(torch.int64) & _REST).bitwise_xor_(_TIE)
-    if bool((beside_tie.amin() == 0) | (rounded.abs().amin() <= _TINY)):
-        at = ((beside_tie == 0) | (rounded.abs() <= _TINY)).nonzero(as_tuple=True)
+    beside_tie = s.view(torch.int64) << 35  # the bits that float32 has not, of which a tie has the first alone
+    if bool((beside_tie.amin() == _TIE) | (rounded.abs().amin() <= _TINY)):
+        at = ((beside_tie == _TIE) | (rounded.abs() <= _TINY)).nonzero(as_tuple=True)
         x, y, z = (each.expand_as(rounded)[at].double() for each in (x, y, z))
         rounded[at] = round_to_odd(*two_sum(x * y, z)).float()
     return rounded
@@ -128,6 +132,30 @@ def exact_sum(a: torch.Tensor, b: torch.Tensor) -> ExactSum:
     for part in _split(a, b, spans):
         total_of.add(part)
     return total_of.rounded()
+
+
+def exact_rows(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, product: torch.Tensor, most: float) -> ExactSum:
+    """`exact_sum` where `product`, a @ b.T, is exact but for some `rows` of `a`, which are replaced in it.
+
+    `most`: what the numbers of a row of `b` can be, in units of its lowest bit. The large and the small numbers of
+    these rows are multiplied by themselves, since each spans half the exponents.
+    """
+    some = a[rows]
+    if not bool(product[rows].isfinite().all()):
+        part = exact_sum(some, b)
+    else:
+        bounds = [b.new_full((1,), most * count) for count in (a.shape[1], a.shape[1] ** 0.5, 1)]
+        spans, total_of = _Span(*bounds), Expansion()
+        for side in _halves(some):
+            for term in [side @ b.T] if _certified(_span(side), spans) else _parts(side, b):
+                total_of.add(term)
+        part = total_of.rounded()
+    product[rows] = part.high
+    if part.low is None:
+        return ExactSum(product, None)
+    low = torch.zeros_like(product)
+    low[rows] = part.low
+    return ExactSum(product, low)
 
 
 class Expansion:

@@ -7,28 +7,22 @@ from collections.abc import Sequence
 import torch
 
 from reference.blocks import INPUT_DTYPES
-from reference.exact import FLOAT64_EXACT, ExactSum, exact_sum
+from reference.exact import FLOAT64_EXACT, ExactSum, exact_rows, exact_sum
 from reference.formats import FP32
-from reference.operands import element_values, promotes, scale_values, span
+from reference.operands import element_values, multiply_blocks, promotes, row_spans, scale_values
 from reference.pairs import mismatch
 from reference.promoted import promoted_sum
 from reference.quantized import GroupedQuantized, Quantized
 from reference.scaling import divide, used_tensor_scale
 
+_FEW = 0.25
+"""Of all rows, those that are summed by themselves; of more the whole matrix is split."""
+
 
 def operand(q: Quantized) -> torch.Tensor:
     """code·scale of every element, float64 (M, K), exact; the tensor's factor, and float32 scales, are left out."""
     out = element_values(q)
-    if q.recipe.scale is FP32:
-        return out
-    rows, columns = q.shape
-    block = q.recipe.block[1]
-    scales = scale_values(q)
-    full = columns // block * block
-    out[:, :full].view(rows, full // block, block).mul_(scales[:, : full // block].unsqueeze(2))
-    if full < columns:
-        out[:, full:].mul_(scales[:, -1:])
-    return out
+    return out if q.recipe.scale is FP32 else multiply_blocks(out, scale_values(q), q.recipe.block[1])
 
 
 def code_sum(a: Quantized, b: Quantized) -> ExactSum:
@@ -37,10 +31,25 @@ def code_sum(a: Quantized, b: Quantized) -> ExactSum:
 
 
 def product_sum(a: Quantized, b: Quantized, left: torch.Tensor, right: torch.Tensor) -> ExactSum:
-    """`code_sum` of operands that are numbers already."""
-    if a.shape[1] * span(a) * span(b) < FLOAT64_EXACT:  # without a look at the elements
-        return ExactSum(left @ right.T, None)
-    return exact_sum(left, right)
+    """`code_sum` of operands that are numbers already.
+
+    The sums of a row of `a` are exact in float64 where K of its largest numbers times the largest of any row of `b` are
+    below 2^53 units. Where that fails for few rows, these alone take `exact_rows`.
+    """
+    product = left @ right.T  # first, so that a GPU has work while it is asked whether that is exact
+    if product.numel() == 0:
+        return ExactSum(product, None)
+    limit = FLOAT64_EXACT * (1 - 2.0**-20) / max(1, a.shape[1])
+    for look in (False, True):
+        spans_a, spans_b = (row_spans(q, look=look) for q in (a, b))
+        most = spans_b.amax()
+        beyond = spans_a * most >= limit
+        if (count := int(beyond.sum())) == 0:
+            return ExactSum(product, None)
+    if count > a.shape[0] * _FEW:
+        return exact_sum(left, right)
+    rows = beyond.nonzero().squeeze(1)
+    return exact_rows(rows, left, right, product, float(most))
 
 
 def check_operands(a: Quantized, b: Quantized) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from reference.decode import decode, decode_stored
-from reference.exact import lowest_bit
 from reference.formats import FP32, Format
 from reference.layout import linear_scales, rowwise_codes
 from reference.quantized import Quantized
@@ -32,13 +33,53 @@ def scale_values(q: Quantized) -> torch.Tensor:
     return scales.double().repeat_interleave(q.recipe.stored_rows, dim=0)[: q.shape[0]]
 
 
-def span(q: Quantized) -> float:
-    """What an element of a row of the operand can be at most, in units of the lowest bit that one can have."""
-    most = unit_span(q.recipe.element)
-    if q.recipe.scale is FP32 or q.scales.numel() == 0:
+def row_spans(q: Quantized, *, look: bool) -> torch.Tensor:
+    """What an element of each row of the operand can be at most, in units of a power of two that divides all of it.
+
+    float64 (M,), of the codes alone. Without a `look` at those of elements, they may be any.
+    """
+    fmt = q.recipe.element
+    most = torch.full((q.shape[0],), unit_span(fmt), dtype=torch.float64, device=q.codes.device)
+    if q.codes.numel() == 0:
         return most
-    scales = scale_values(q)
-    return most * float((scales.nan_to_num(nan=0.0).amax(1) / lowest_bit(scales)).amax())
+    if look and fmt.bits > 4:
+        most = code_spans(rowwise_codes(q), fmt)
+    return most if q.recipe.scale is FP32 else most * code_spans(linear_scales(q), q.recipe.scale)
+
+
+def code_spans(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The largest number of each row in units of a power of two that divides all: codes (M, B) to float64 (M,).
+
+    Of the largest and the smallest code of a row, whose order is that of magnitudes. What is not finite counts as the
+    largest number.
+    """
+    magnitudes = codes & (fmt.sign_code - 1) if fmt.signed else codes
+    nonzero = magnitudes - 1 if fmt.signed else magnitudes  # 0 wraps around: all divide it
+    # As bytes they are read fast, but compared slowly.
+    ends = torch.cat([magnitudes.int().amax(1), nonzero.int().amin(1)])
+    found = _sizes(fmt, str(codes.device)).index_select(1, ends).view(2, 2, -1)
+    return found[0, 0] / found[1, 1]
+
+
+@lru_cache(maxsize=16)
+def _sizes(fmt: Format, device: str) -> torch.Tensor:
+    """Of bytes b that are codes without a sign the magnitude, the largest of NaN, float64 (256,), and below it a power
+    of two that divides all numbers from code b on; of a signed format, whose code 0 is 0, from code b + 1 on."""
+    sizes = [fmt.value(min(code, fmt.max_code)) for code in range(256)]
+    units = [
+        fmt.value(1) * 2.0 ** (max(1, min(code + 1, fmt.max_code) >> fmt.mantissa_bits) - 1) for code in range(256)
+    ]
+    return torch.tensor([sizes, units if fmt.signed else sizes], dtype=torch.float64, device=device)
+
+
+def multiply_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
+    """`values` (M, K), contiguous, each multiplied in place by the scale of its block, (M, ⌈K/block⌉)."""
+    rows, columns = values.shape
+    full = columns // block
+    values[:, : full * block].view(rows, full, block).mul_(scales[:, :full].unsqueeze(2))
+    if full * block < columns:
+        values[:, full * block :].mul_(scales[:, -1:])
+    return values
 
 
 def unit_span(fmt: Format) -> float:

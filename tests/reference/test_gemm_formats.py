@@ -14,11 +14,14 @@ import torch
 
 from reference import Quantized, recipe
 from reference.bounds import bounds
-from reference.exact import Expansion, exact_sum, fma
-from reference.formats import E8M0, FORMATS
+from reference.decode import decode
+from reference.exact import Expansion, exact_sum, fma, lowest_bit
+from reference.formats import E8M0, FORMATS, Format
 from reference.gemm import alpha, code_sum, gemm, gemm_grouped, operand
 from reference.layout import swizzle
+from reference.operands import code_spans
 from reference.ops import gemm_quantized, quantize
+from reference.promoted import Blocks
 from reference.quantized import GroupedQuantized
 from tests.golden import bits
 from tests.reference import narrow, scalar
@@ -101,6 +104,58 @@ def test_the_sum_is_exact_whatever_the_scales(names: tuple[str, str], kind: str)
             assert total.to_float32()[at].item() == scalar.nearest(expected[at], "float32")
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("special", [None, 0x7C, 0x7F])
+def test_few_rows_that_float64_cannot_hold_are_summed_by_themselves(special: int | None, sign: int) -> None:
+    """One row of five has the largest numbers and the smallest; then with an infinity or a NaN in one column, too."""
+    k = 4096
+    a_codes, b_codes = np.full((5, k), 0x3C, np.uint8), np.full((3, k), 0x7E, np.uint8)
+    a_codes[3] = 0x7B
+    a_codes[3, 1], b_codes[0, 1] = (0x01, 0x01 if sign > 0 else 0x81)
+    if special is not None:
+        a_codes[3, 2], b_codes[:2, 2] = special, 0
+    scales = torch.full((5, k // 32), 127, dtype=torch.uint8)
+    a = Quantized(torch.from_numpy(a_codes), scales, None, recipe("mxfp8-e5m2"), (5, k))
+    b = Quantized(torch.from_numpy(b_codes), scales[:3], None, recipe("mxfp8-e4m3"), (3, k))
+    total, plain = code_sum(a, b), operand(a) @ operand(b).T
+    others = [0, 1, 2, 4]
+    assert torch.equal(total.high[others], plain[others])
+    if special is not None:  # 0 times either is NaN
+        assert total.high[3, :2].isnan().all()
+        assert total.high[3, 2].isnan() if special == 0x7F else total.high[3, 2].isinf()
+        return
+    assert total.low is not None
+    assert not total.low[others].any()
+    expected = (k - 1) * Fraction(57344 * 448) + sign * Fraction(1, 2**25)
+    assert Fraction(total.high[3, 0].item()) + Fraction(total.low[3, 0].item()) == expected
+    assert Fraction(plain[3, 0].item()) != expected
+
+
+@pytest.mark.parametrize(
+    ("exponents", "folds"),
+    [((-66, -65), True), ((-66, -66), False), ((-126, 0), True), ((0, -126), True), ((51, 51), True), ((52, 51), False),
+     ((-140, 10), False), ((102, -126), True), ((103, -126), False)],
+)  # fmt: skip
+def test_scales_are_folded_into_operands_where_no_product_with_one_can_round(
+    exponents: tuple[int, int], folds: bool
+) -> None:
+    """Up to the last exponent: the smallest numbers and the largest sum of a block, of E4M3."""
+    codes = np.full((4, 256), 0x7E, np.uint8)
+    codes[1], codes[2] = 0x01, np.arange(256) & 0x7D
+    a, b = (
+        Quantized(torch.from_numpy(codes), torch.full((4, 2), 2.0**e), None, recipe("fp8-block-1x128"), (4, 256))
+        for e in exponents
+    )
+    assert Blocks(a, b).fold() == folds
+    y = gemm(a, b, out_dtype=torch.float32)
+    for i, j in itertools.product(range(4), repeat=2):
+        if y[i, j].isfinite():
+            assert y[i, j].item() == chain(a, b, i, j)
+    for wrong in (0.0, math.inf, math.nan, 1.5, -1.0):
+        b.scales[2, 1] = wrong
+        assert not Blocks(a, b).fold()
+
+
 def test_a_float64_matmul_would_not_have_been_exact() -> None:
     """Else the test above would show nothing."""
     for names in [("mxfp8-e5m2", "mxfp8-e5m2"), ("mxfp8-e4m3", "mxfp8-e5m2"), ("mxfp8-e4m3", "mxfp8-e4m3")]:
@@ -138,7 +193,7 @@ def test_an_expansion_loses_nothing_and_rounds_by_the_whole_of_it() -> None:
         for order in itertools.permutations(terms.tolist()):
             expansion = Expansion()
             for term in order:
-                expansion.add(torch.tensor([term], dtype=torch.float64))
+                expansion.add(torch.tensor([[term]], dtype=torch.float64))
             assert sum(Fraction(part.item()) for part in expansion.parts) == total
             assert expansion.rounded().to_float32().item() == scalar.nearest(total, "float32")
 
@@ -376,3 +431,16 @@ def test_operands_that_do_not_fit_are_refused(names: tuple[str, str], reason: st
 def test_every_format_has_a_pair_here() -> None:
     used = {recipe(kind).element.name for kind in narrow.MX}
     assert used == {fmt for fmt in FORMATS if fmt != "E8M0"}
+
+
+# What an operand spans.
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_the_span_of_any_two_numbers_is_found_of_their_codes(fmt: Format) -> None:
+    """Of powers of two exactly; else it may be too large by the bits of a mantissa, which may end with zeros."""
+    codes = torch.cartesian_prod(*[torch.arange(fmt.codes, dtype=torch.uint8)] * 2)
+    values = decode(codes, fmt, torch.float64).nan_to_num(nan=fmt.max, posinf=fmt.max, neginf=fmt.max)
+    exact, found = values.abs().amax(1) / lowest_bit(values), code_spans(codes, fmt)
+    assert (found >= exact).all()
+    assert (found <= exact * 2**fmt.mantissa_bits).all()
