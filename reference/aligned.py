@@ -7,14 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from reference.blocks import slabs
+from reference.exact import lowest_bit
 from reference.formats import FP32, Format
 from reference.operands import element_values, scale_values
 from reference.quantized import Quantized
-from reference.summation import Alignment
+from reference.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST, Alignment
 
 _EXPONENT = 0x7FF << 52
 # Of zeros; below every other unit.
 _NOTHING = 2.0**-900
+# The share of sums that are cut off from which on it is faster to align all of them than to pick those.
+_MANY = 0.2
 
 
 @dataclass
@@ -28,6 +31,10 @@ class Factors:
     def part(self, columns: slice) -> Factors:
         """Some columns."""
         return Factors(self.values[:, columns], self.powers[:, columns])
+
+    def rows(self, rows: slice | torch.Tensor) -> Factors:
+        """Some rows."""
+        return Factors(self.values[rows], self.powers[rows])
 
     def decoded(self) -> Factors:
         """The same as normal numbers of a format whose exponents reach that far."""
@@ -66,29 +73,79 @@ def aligned_sum(left: Factors, right: Factors, model: Alignment, exact: torch.Te
     """
     if model.decoded:
         left, right = left.decoded(), right.decoded()
+    out = exact.float()
+    cut = (~_never_cut(left, right, model)).any(1).nonzero().squeeze(1)
+    if len(cut):
+        out[cut] = _promoted(left.rows(cut), right, model)
+    return out.add_(0.0).double().where(exact.isfinite(), exact)  # a sum of zeros is +0
+
+
+def _never_cut(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
+    """bool (M, N): the sum is the exact one, since nothing is cut off.
+
+    Every term and sum of terms is a multiple of one power of two, which is not below the last bit that is kept beside
+    the largest of them, and has no more bits than an accumulator.
+    """
+    kept = torch.outer(lowest_bit(left.values), lowest_bit(right.values))
+    magnitude = (left.values.abs() @ right.values.abs().T).mul_(1 + 2.0**-20)
+    largest = torch.outer(left.powers.amax(1), right.powers.amax(1)) if left.values.shape[1] else magnitude
+    fits = magnitude <= kept * 2.0 ** (1 + _accumulator(model))
+    within = (kept >= SMALLEST) & (magnitude <= FLT_MAX)
+    return fits & within & (torch.maximum(largest, magnitude) <= kept * 2.0**model.fraction)
+
+
+def _promoted(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
+    """The sum of the accumulators, float32 (M, N)."""
     columns = left.values.shape[1]
     out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
     whole = model.promoted or max(1, columns)
-    for start in range(0, columns, whole):
-        here = slice(start, start + whole)
-        out += _accumulated(left.part(here), right.part(here), model).float()
-    return out.double().where(exact.isfinite(), exact)
+    for rows in slabs(out):
+        some = left.rows(rows)
+        for start in range(0, columns, whole):
+            here = slice(start, start + whole)
+            out[rows] += _accumulated(some.part(here), right.part(here), model).float()
+    return out
 
 
 def _accumulated(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
-    """One accumulator, from 0 on, over all columns."""
+    """One accumulator, from 0 on, over all columns.
+
+    Where products of a block have no bit below the last that is kept beside the largest that one could be, nor has the
+    accumulator, the sum is exact, and a matmul. The rest are aligned one by one, or all, where those are many.
+    """
     height, columns = left.values.shape
     out = torch.zeros(height, right.values.shape[0], dtype=torch.float64, device=left.values.device)
     for start in range(0, columns, model.width):
         x, y = (factors.part(slice(start, start + model.width)) for factors in (left, right))
-        for rows in slabs(out.new_empty(1, 1).expand(height, out.shape[1] * x.values.shape[1])):
-            before = out[rows]
-            largest = (x.powers[rows].unsqueeze(1) * y.powers).amax(2)
-            unit = (torch.maximum(largest, _power(before)) * 2.0**-model.fraction).clamp_(min=_NOTHING)
-            terms = (x.values[rows].unsqueeze(1) * y.values).div_(unit.unsqueeze(2)).trunc_()
-            total = terms.sum(2).add_((before / unit).trunc_()).mul_(unit)
-            out[rows] = _cut(total, min(model.fraction, 23))
+        unit = torch.maximum(torch.outer(x.powers.amax(1), y.powers.amax(1)), _power(out))
+        unit.mul_(2.0**-model.fraction).clamp_(min=_NOTHING)
+        cut = (out / unit).frac_() != 0
+        cut |= torch.outer(lowest_bit(x.values), lowest_bit(y.values)) < unit
+        if int(cut.sum()) > _MANY * cut.numel():
+            for rows in slabs(out.new_empty(1, 1).expand(height, out.shape[1] * x.values.shape[1])):
+                each = Factors(x.values[rows].unsqueeze(1), x.powers[rows].unsqueeze(1))
+                out[rows] = _aligned(each, y, out[rows], model)
+            continue
+        total = _cut((x.values @ y.values.T).add_(out), model)
+        at = cut.nonzero()
+        for some in slabs(out.new_empty(1, 1).expand(len(at), x.values.shape[1])):
+            i, j = at[some].T
+            total[i, j] = _aligned(x.rows(i), y.rows(j), out[i, j], model)
+        out = total
     return out
+
+
+def _aligned(x: Factors, y: Factors, before: torch.Tensor, model: Alignment) -> torch.Tensor:
+    """The accumulators `before` and the products of a block, of factors (…, W), aligned, cut off and added."""
+    largest = (x.powers * y.powers).amax(-1)
+    unit = torch.maximum(largest, _power(before)).mul_(2.0**-model.fraction).clamp_(min=_NOTHING)
+    terms = (x.values * y.values).div_(unit.unsqueeze(-1)).trunc_()
+    return _cut(terms.sum(-1).add_((before / unit).trunc_()).mul_(unit), model)
+
+
+def _accumulator(model: Alignment) -> int:
+    """Bits behind the point that an accumulator keeps."""
+    return min(model.fraction, ACCUMULATOR_BITS - 1)
 
 
 def _power(x: torch.Tensor) -> torch.Tensor:
@@ -96,6 +153,6 @@ def _power(x: torch.Tensor) -> torch.Tensor:
     return (x.contiguous().view(torch.int64) & _EXPONENT).view(torch.float64)
 
 
-def _cut(x: torch.Tensor, fraction: int) -> torch.Tensor:
-    """float64 numbers, cut off behind so many bits of their fraction."""
-    return (x.view(torch.int64) & ~((1 << (52 - fraction)) - 1)).view(torch.float64)
+def _cut(x: torch.Tensor, model: Alignment) -> torch.Tensor:
+    """float64 numbers, cut off behind the bits that an accumulator keeps."""
+    return (x.view(torch.int64) & ~((1 << (52 - _accumulator(model))) - 1)).view(torch.float64)

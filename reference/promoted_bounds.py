@@ -52,9 +52,21 @@ def promoted_limits(a: Quantized, b: Quantized, declared: Summation) -> Promoted
     for rows in slabs(expected):
         if declared.order is None:
             _any(blocks, rows, found, declared)
+        elif declared.aligned is not None and not declared.flushes:
+            _simulated(blocks, rows, found)
         else:
             _declared(blocks, rows, found, declared)
     return found
+
+
+def _simulated(blocks: Blocks, rows: slice, found: PromotedLimits) -> None:
+    """Every bit is known; it is that of any order where no block's sum is finite."""
+    found.exact[rows] = found.any_order[rows] = True
+    for columns, number in blocks:
+        s_a, s_b = blocks.scales(rows, number)
+        exact = blocks.sum(rows, columns).high
+        found.any_order[rows] &= ~exact.isfinite()
+        found.centre[rows] += exact * s_a.double() * s_b.double()
 
 
 def _declared(blocks: Blocks, rows: slice, found: PromotedLimits, declared: Summation) -> None:
