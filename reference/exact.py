@@ -134,20 +134,19 @@ def exact_sum(a: torch.Tensor, b: torch.Tensor) -> ExactSum:
     return total_of.rounded()
 
 
-def exact_rows(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, product: torch.Tensor, most: float) -> ExactSum:
+def exact_rows(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, product: torch.Tensor, span_b: Span) -> ExactSum:
     """`exact_sum` where `product`, a @ b.T, is exact but for some `rows` of `a`, which are replaced in it.
 
-    `most`: what the numbers of a row of `b` can be, in units of its lowest bit. The large and the small numbers of
-    these rows are multiplied by themselves, since each spans half the exponents.
+    `span_b`: at least what any row of `b` spans. The large and the small numbers of these rows are multiplied by
+    themselves, since each spans half the exponents.
     """
     some = a[rows]
     if not bool(product[rows].isfinite().all()):
         part = exact_sum(some, b)
     else:
-        bounds = [b.new_full((1,), most * count) for count in (a.shape[1], a.shape[1] ** 0.5, 1)]
-        spans, total_of = _Span(*bounds), Expansion()
+        total_of = Expansion()
         for side in _halves(some):
-            for term in [side @ b.T] if _certified(_span(side), spans) else _parts(side, b):
+            for term in [side @ b.T] if _certified(_span(side), span_b) else _parts(side, b):
                 total_of.add(term)
         part = total_of.rounded()
     product[rows] = part.high
@@ -196,8 +195,8 @@ class Expansion:
 
 
 @dataclass
-class _Span:
-    """What the rows of an operand (M, K) span, in units of the lowest bit of each: (M,)."""
+class Span:
+    """What the rows of an operand (M, K) span, in units of the lowest bit of each: (M,), or the largest of them."""
 
     sum: torch.Tensor
     """‖x_i‖₁."""
@@ -207,17 +206,17 @@ class _Span:
     """max|x_i|."""
 
 
-def _span(x: torch.Tensor) -> _Span:
-    found = _Span(*(x.new_empty(x.shape[0]) for _ in range(3)))
+def _span(x: torch.Tensor) -> Span:
+    found = Span(*(x.new_empty(x.shape[0]) for _ in range(3)))
     for rows in slabs(x):
         magnitude = x[rows].abs()
         found.sum[rows], found.most[rows] = magnitude.sum(1), magnitude.amax(1)
         found.norm[rows] = magnitude.square_().sum(1).sqrt_()
     unit = lowest_bit(x)
-    return _Span(found.sum / unit, found.norm / unit, found.most / unit)
+    return Span(found.sum / unit, found.norm / unit, found.most / unit)
 
 
-def _certified(a: _Span, b: _Span) -> bool:
+def _certified(a: Span, b: Span) -> bool:
     """Whether no partial sum of a float64 matmul can round. False where something is not finite.
 
     Hölder's inequality: Σ|x·y| is at most ‖x‖₁·max|y|, max|x|·‖y‖₁ and ‖x‖₂·‖y‖₂.
@@ -236,7 +235,7 @@ def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _split(a, b, spans)
 
 
-def _split(a: torch.Tensor, b: torch.Tensor, spans: tuple[_Span, _Span]) -> Iterator[torch.Tensor]:
+def _split(a: torch.Tensor, b: torch.Tensor, spans: tuple[Span, Span]) -> Iterator[torch.Tensor]:
     """The same of operands whose matmul is not exact: first of fewer columns, then of fewer bits."""
     span_a, span_b = (span.most.amax() for span in spans)
     columns = a.shape[1]

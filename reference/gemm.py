@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from reference.blocks import INPUT_DTYPES
-from reference.exact import FLOAT64_EXACT, ExactSum, exact_rows, exact_sum
+from reference.exact import FLOAT64_EXACT, ExactSum, Span, exact_rows, exact_sum
 from reference.formats import FP32
-from reference.operands import element_values, multiply_blocks, promotes, row_spans, scale_values
+from reference.operands import element_values, multiply_blocks, promotes, row_ends, scale_values, widest_span
 from reference.pairs import mismatch
 from reference.promoted import promoted_sum
 from reference.quantized import GroupedQuantized, Quantized
@@ -33,23 +33,27 @@ def code_sum(a: Quantized, b: Quantized) -> ExactSum:
 def product_sum(a: Quantized, b: Quantized, left: torch.Tensor, right: torch.Tensor) -> ExactSum:
     """`code_sum` of operands that are numbers already.
 
-    The sums of a row of `a` are exact in float64 where K of its largest numbers times the largest of any row of `b` are
-    below 2^53 units. Where that fails for few rows, these alone take `exact_rows`.
+    The sums of a row of `a` are exact in float64 where those of magnitudes are below 2^53 units. At most they are K
+    times the row's largest and the largest of any row of `b`, of the formats or of the codes at hand, and the product
+    of the two norms (Cauchy and Schwarz). Few rows where none of that is enough take `exact_rows`.
     """
     product = left @ right.T  # first, so that a GPU has work while it is asked whether that is exact
-    if product.numel() == 0:
+    columns, limit = a.shape[1], FLOAT64_EXACT * (1 - 2.0**-20)
+    if product.numel() == 0 or columns * widest_span(a.recipe) * widest_span(b.recipe) < limit:
         return ExactSum(product, None)
-    limit = FLOAT64_EXACT * (1 - 2.0**-20) / max(1, a.shape[1])
     for look in (False, True):
-        spans_a, spans_b = (row_spans(q, look=look) for q in (a, b))
-        most = spans_b.amax()
-        beyond = spans_a * most >= limit
+        (most_a, unit_a), (most_b, unit_b) = (row_ends(q, look=look) for q in (a, b))
+        most = (most_b / unit_b).amax()
+        units = most_a / unit_a * (columns * most)
+        if look:
+            norm = (torch.linalg.vector_norm(right, dim=1) / unit_b).amax()
+            units = torch.fmin(units, torch.linalg.vector_norm(left, dim=1) / unit_a * norm)
+        beyond = ~(units < limit)
         if (count := int(beyond.sum())) == 0:
             return ExactSum(product, None)
     if count > a.shape[0] * _FEW:
         return exact_sum(left, right)
-    rows = beyond.nonzero().squeeze(1)
-    return exact_rows(rows, left, right, product, float(most))
+    return exact_rows(beyond.nonzero().squeeze(1), left, right, product, Span(columns * most, norm, most))
 
 
 def check_operands(a: Quantized, b: Quantized) -> None:

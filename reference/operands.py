@@ -33,22 +33,24 @@ def scale_values(q: Quantized) -> torch.Tensor:
     return scales.double().repeat_interleave(q.recipe.stored_rows, dim=0)[: q.shape[0]]
 
 
-def row_spans(q: Quantized, *, look: bool) -> torch.Tensor:
-    """What an element of each row of the operand can be at most, in units of a power of two that divides all of it.
+def row_ends(q: Quantized, *, look: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest that an element of each row of the operand can be, and a power of two that divides all of the row.
 
-    float64 (M,), of the codes alone. Without a `look` at those of elements, they may be any.
+    float64 (M,) both, of the codes alone. Without a `look` at those of elements, they may be any.
     """
     fmt = q.recipe.element
-    most = torch.full((q.shape[0],), unit_span(fmt), dtype=torch.float64, device=q.codes.device)
-    if q.codes.numel() == 0:
-        return most
     if look and fmt.bits > 4:
-        most = code_spans(rowwise_codes(q), fmt)
-    return most if q.recipe.scale is FP32 else most * code_spans(linear_scales(q), q.recipe.scale)
+        ends = code_ends(rowwise_codes(q), fmt)
+    else:
+        ends = torch.tensor([[fmt.max], [fmt.value(1)]], dtype=torch.float64, device=q.codes.device)
+    if q.recipe.scale is not FP32:
+        ends = ends * code_ends(linear_scales(q), q.recipe.scale)
+    most, unit = ends.expand(2, q.shape[0])
+    return most, unit
 
 
-def code_spans(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The largest number of each row in units of a power of two that divides all: codes (M, B) to float64 (M,).
+def code_ends(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The largest magnitude of each row and a power of two that divides all: codes (M, B) to float64 (2, M), B not 0.
 
     Of the largest and the smallest code of a row, whose order is that of magnitudes. What is not finite counts as the
     largest number.
@@ -58,7 +60,7 @@ def code_spans(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     # As bytes they are read fast, but compared slowly.
     ends = torch.cat([magnitudes.int().amax(1), nonzero.int().amin(1)])
     found = _sizes(fmt, str(codes.device)).index_select(1, ends).view(2, 2, -1)
-    return found[0, 0] / found[1, 1]
+    return torch.stack([found[0, 0], found[1, 1]])
 
 
 @lru_cache(maxsize=16)
@@ -80,6 +82,11 @@ def multiply_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> t
     if full * block < columns:
         values[:, full * block :].mul_(scales[:, -1:])
     return values
+
+
+def widest_span(recipe: Recipe) -> float:
+    """The largest element of an operand, in units of the smallest, under any scales."""
+    return unit_span(recipe.element) * (1.0 if recipe.scale is FP32 else unit_span(recipe.scale))
 
 
 def unit_span(fmt: Format) -> float:

@@ -19,7 +19,7 @@ from reference.exact import Expansion, exact_sum, fma, lowest_bit
 from reference.formats import E8M0, FORMATS, Format
 from reference.gemm import alpha, code_sum, gemm, gemm_grouped, operand
 from reference.layout import swizzle
-from reference.operands import code_spans
+from reference.operands import code_ends
 from reference.ops import gemm_quantized, quantize
 from reference.promoted import Blocks
 from reference.quantized import GroupedQuantized
@@ -441,6 +441,8 @@ def test_the_span_of_any_two_numbers_is_found_of_their_codes(fmt: Format) -> Non
     """Of powers of two exactly; else it may be too large by the bits of a mantissa, which may end with zeros."""
     codes = torch.cartesian_prod(*[torch.arange(fmt.codes, dtype=torch.uint8)] * 2)
     values = decode(codes, fmt, torch.float64).nan_to_num(nan=fmt.max, posinf=fmt.max, neginf=fmt.max)
-    exact, found = values.abs().amax(1) / lowest_bit(values), code_spans(codes, fmt)
-    assert (found >= exact).all()
-    assert (found <= exact * 2**fmt.mantissa_bits).all()
+    most, unit = code_ends(codes, fmt)
+    assert torch.equal(most, values.abs().amax(1))
+    some = most > 0
+    assert (unit <= lowest_bit(values))[some].all()
+    assert (unit >= lowest_bit(values) / 2**fmt.mantissa_bits)[some].all()
