@@ -41,7 +41,7 @@ def product_sum(a: Quantized, b: Quantized, left: torch.Tensor, right: torch.Ten
     columns, limit = a.shape[1], FLOAT64_EXACT * (1 - 2.0**-20)
     if product.numel() == 0 or columns * widest_span(a.recipe) * widest_span(b.recipe) < limit:
         return ExactSum(product, None)
-    for look in (False, True):
+    for look in (True,) if a.recipe.scale is FP32 else (False, True):
         (most_a, unit_a), (most_b, unit_b) = (row_ends(q, look=look) for q in (a, b))
         most = (most_b / unit_b).amax()
         units = most_a / unit_a * (columns * most)

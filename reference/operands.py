@@ -36,21 +36,21 @@ def scale_values(q: Quantized) -> torch.Tensor:
 def row_ends(q: Quantized, *, look: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest that an element of each row of the operand can be, and a power of two that divides all of the row.
 
-    float64 (M,) both, of the codes alone. Without a `look` at those of elements, they may be any.
+    float64 (M,) both, of the codes alone. Elements of 4 bits, and without a `look` those under scales of bytes, may be
+    any.
     """
-    fmt = q.recipe.element
-    if look and fmt.bits > 4:
-        ends = code_ends(rowwise_codes(q), fmt)
-    else:
-        ends = torch.tensor([[fmt.max], [fmt.value(1)]], dtype=torch.float64, device=q.codes.device)
-    if q.recipe.scale is not FP32:
-        ends = ends * code_ends(linear_scales(q), q.recipe.scale)
-    most, unit = ends.expand(2, q.shape[0])
-    return most, unit
+    fmt, scale = q.recipe.element, q.recipe.scale
+    if scale is FP32:
+        return code_ends(rowwise_codes(q), fmt)
+    most, unit = code_ends(linear_scales(q), scale)
+    if not look or fmt.bits == 4:
+        return most * fmt.max, unit * fmt.value(1)
+    own_most, own_unit = code_ends(rowwise_codes(q), fmt)
+    return most * own_most, unit * own_unit
 
 
-def code_ends(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The largest magnitude of each row and a power of two that divides all: codes (M, B) to float64 (2, M), B not 0.
+def code_ends(codes: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest magnitude of each row and a power of two that divides all: codes (M, B), B not 0, to float64 (M,).
 
     Of the largest and the smallest code of a row, whose order is that of magnitudes. What is not finite counts as the
     largest number.
@@ -60,7 +60,7 @@ def code_ends(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     # As bytes they are read fast, but compared slowly.
     ends = torch.cat([magnitudes.int().amax(1), nonzero.int().amin(1)])
     found = _sizes(fmt, str(codes.device)).index_select(1, ends).view(2, 2, -1)
-    return torch.stack([found[0, 0], found[1, 1]])
+    return found[0, 0], found[1, 1]
 
 
 @lru_cache(maxsize=16)
