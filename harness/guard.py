@@ -9,7 +9,7 @@ of the zones: a read that changes nothing is found too.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ZONE = 4096
-"""Bytes of a guard zone; a multiple of every alignment that kernels ask for."""
+from harness.arena import ZONE, Arena, Piece, extent
+
 POISON = (0xFF, 0xA5, 0x3C, 0x81)
 """Poison of successive runs; 0xFF is NaN in every floating dtype."""
 
@@ -56,40 +56,44 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, poison: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.poison = poison
-        self._buffers: list[tuple[torch.Tensor, str]] = []
-        self._inputs: list[tuple[torch.Tensor, torch.Tensor, str]] = []
-        """Memory of each input, and what was in it."""
+        self._arena = Arena(poison)
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._pieces: list[Piece] = []
+        """Where each of them was laid; none where nothing is guarded."""
+        self._before: torch.Tensor | None = None
+        """What was in their memory; None where each is that of an input, so that no third copy is kept."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Without this, torch.compile would step aside, and its function be judged as it runs uncompiled."""
         return True
 
-    def _allocate(self, like: torch.Tensor, device: Any, what: str) -> torch.Tensor:
-        """Guarded memory with the shape, strides and dtype of `like`; poison also between its elements."""
-        size = _extent(like) * like.dtype.itemsize
-        buffer = torch.full((ZONE + size + ZONE,), self.poison, dtype=torch.uint8, device=device)
-        self._buffers.append((buffer, what))
-        self._forbid(buffer, on=True)
-        inside = buffer[ZONE : ZONE + size].view(like.dtype)
-        return inside.as_strided(like.shape, like.stride(), inside.storage_offset())
+    def lay(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Copy inputs, which are on one device, to guarded memory there, with their strides.
 
-    def guarded(self, tensor: torch.Tensor, name: str, device: torch.device | None = None) -> torch.Tensor:
-        """A copy of an input between guard zones, with its strides, remembered so that a change of it is seen.
-
-        What lies between the elements of a view is poison, and remembered too. `device`: where it is to be.
+        What lies between the elements of a view is poison, and watched too.
         """
-        device = device or tensor.device
-        if _bare.get():
-            return _alike(tensor, device)
-        copy = self._allocate(tensor, device, f"input {name}").copy_(tensor)
-        memory = self._buffers[-1][0][ZONE:-ZONE]
-        # The memory of a tensor without gaps is that of the original, so no third copy is kept.
-        there = tensor.device == copy.device and _extent(tensor) == tensor.numel()
-        before = _memory(tensor) if there else memory.clone()
-        self._inputs.append((memory, before, name))
-        return copy
+        self._inputs = dict(inputs)
+        if inputs and not _bare.get():
+            self._pieces = self._arena.laid(inputs)
+            for piece in self._pieces:
+                self._forbid(piece, on=True)
+
+    def given(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The inputs that were laid, on a device; a change of them is seen."""
+        if not self._pieces:
+            return {name: _alike(tensor, device) for name, tensor in self._inputs.items()}
+        memory = self._pieces[0].memory
+        there = memory.tensor.to(device)
+        self._before = None if there is memory.tensor else there.clone()
+        memory.tensor = there
+        laid = zip(self._inputs.items(), self._pieces, strict=True)
+        given = {name: piece.like(tensor) for (name, tensor), piece in laid}
+        if self._before is None and any(
+            piece.size != t.nbytes for t, piece in zip(given.values(), self._pieces, strict=True)
+        ):
+            self._before = there.clone()
+        return given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,55 +101,46 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             like = args[0] if isinstance(args[0], torch.Tensor) else None
             device = torch.device(kwargs.get("device") or ("cpu" if like is None else like.device))
             if device.type != "meta":
-                # The function itself says which shape, strides and dtype it would give; meta tensors hold no memory.
-                plain = func(*_meta(args), **{**kwargs, "device": "meta"})
+                plain = _plain(func, args, kwargs)
                 if _guardable(plain) and not kwargs.get("pin_memory"):
-                    out = self._allocate(plain, device, f"a tensor of shape {tuple(plain.shape)}")
+                    size = plain.numel() * plain.element_size()
+                    piece = self._arena.piece(size, device, f"a tensor of shape {tuple(plain.shape)}")
+                    self._forbid(piece, on=True)
+                    out = piece.like(plain)
                     return out if func in _EMPTY else out.copy_(func(*args, **kwargs))
         return func(*args, **kwargs)
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        for buffer, _ in self._buffers:
-            self._forbid(buffer, on=False)
+        for piece in self._arena.pieces:
+            self._forbid(piece, on=False)
 
     @staticmethod
-    def _forbid(buffer: torch.Tensor, *, on: bool) -> None:
+    def _forbid(piece: Piece, *, on: bool) -> None:
         """Where the address sanitizer is in this process: any access to the guard zones is a finding of it, or none."""
         marks = _sanitizer()
-        if marks is None or buffer.device.type != "cpu":
+        memory = piece.memory.tensor
+        if marks is None or memory.device.type != "cpu":
             return
         mark = marks[0] if on else marks[1]
-        for start in (buffer.data_ptr(), buffer.data_ptr() + buffer.numel() - ZONE):
-            mark(ctypes.c_void_p(start), ctypes.c_size_t(ZONE))
+        for zone in piece.zones:
+            mark(ctypes.c_void_p(memory.data_ptr() + zone.start), ctypes.c_size_t(ZONE))
 
-    def violations(self) -> list[str]:
-        """One sentence for every tensor whose guard zone was written and every input that was changed."""
-        return self.overwritten() + self.changed()
+    def home(self, outputs: Mapping[str, torch.Tensor | None], home: torch.device) -> dict[str, torch.Tensor | None]:
+        """Copies of what a run gave, on the device `home`."""
+        return {key: None if tensor is None else self._arena.home(tensor, home) for key, tensor in outputs.items()}
 
-    def overwritten(self) -> list[str]:
-        """One sentence for every guard zone that was written."""
-        zones: dict[torch.device, list[torch.Tensor]] = {}
-        for buffer, _ in self._buffers:
-            zones.setdefault(buffer.device, []).extend((buffer[:ZONE], buffer[-ZONE:]))
-        # One look at all of them: asking a GPU about each takes a hundred times as long.
-        if not any(bool((torch.cat(each) != self.poison).any()) for each in zones.values()):
-            return []
-        found = []
-        for buffer, what in self._buffers:
-            for zone, where in ((buffer[:ZONE], "before"), (buffer[-ZONE:], "behind")):
-                written = int((zone != self.poison).sum())
-                if written:
-                    found.append(f"{written} bytes {where} {what} were written")
-        return found
-
-    def changed(self) -> list[str]:
-        """One sentence for every input that was changed."""
-        found = []
-        for memory, before, name in self._inputs:
-            if not torch.equal(memory, before):
-                found.append(f"{int((memory != before).sum())} bytes of input {name} were changed")
-        return found
+    def violations(self) -> tuple[list[str], list[str]]:
+        """One sentence for every guard zone that was written, and one for every input that was changed."""
+        memory = self._pieces[0].memory.tensor if self._pieces else None
+        if memory is not None and self._before is not None and torch.equal(memory, self._before):
+            return self._arena.overwritten(intact=memory), []  # one look at all inputs
+        changed = []
+        for (name, tensor), piece in zip(self._inputs.items(), self._pieces, strict=bool(self._pieces)):
+            before = _memory(tensor) if self._before is None else piece.of(self._before)
+            if not torch.equal(piece.bytes, before):
+                changed.append(f"{int((piece.bytes != before).sum())} bytes of input {name} were changed")
+        return self._arena.overwritten(), changed
 
 
 @cache
@@ -159,7 +154,7 @@ def _sanitizer() -> tuple[Any, Any] | None:
 
 def _guardable(plain: torch.Tensor) -> bool:
     """Whether its elements lie dense, and are any: torch makes room in an empty tensor that is given as `out`."""
-    return plain.layout == torch.strided and 0 < plain.numel() == _extent(plain)
+    return plain.layout == torch.strided and 0 < plain.numel() == extent(plain.shape, plain.stride())
 
 
 def _alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -167,16 +162,14 @@ def _alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor without gaps, as they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _plain(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """The shape, strides and dtype that a function would give, as itself says; meta tensors hold no memory."""
+    return func(*_meta(args), **{**kwargs, "device": "meta"})  # type: ignore[no-any-return]
 
 
 def _meta(args: tuple[Any, ...]) -> list[Any]:

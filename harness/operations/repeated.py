@@ -59,27 +59,34 @@ def repeated(
     device = backend.device or home
     variations = list(backend.variations(device).items())
 
-    def run(number: int, poison: int) -> tuple[Tensors, Guard, float]:
-        """One run of a variation among this poison."""
+    def laid(poison: int) -> Guard:
+        """A guard among this poison that has the inputs."""
         guard = Guard(poison)
-        given = {key: None if t is None else guard.guarded(t, key, device) for key, t in inputs.items()}
+        guard.lay({key: t for key, t in inputs.items() if t is not None})
+        return guard
+
+    def run(number: int, guard: Guard) -> tuple[Tensors, float]:
+        """One run of a variation."""
+        given = {**inputs, **guard.given(device)}
         with variations[number][1]() or nullcontext(), guard:
             outputs, elapsed = timed(device, partial(call, given))
-        copies = {key: None if t is None else t.detach().to(home, copy=True) for key, t in outputs.items()}
-        return copies, guard, elapsed
+        return guard.home(outputs, home), elapsed
 
     def again(number: int, poison: int) -> Tensors:
-        return _without(run(number, poison)[0], drawn)
+        return _without(run(number, laid(poison))[0], drawn)
 
     runs: list[Tensors] = []
     protected = StageResult("memory", "guard", compared=len(inputs) * len(variations))
     memory: list[str] = []
     seconds = float("inf")
+    poisons = map(_poison, range(len(variations)))
+    # What a CPU does is done before the turn on a GPU begins.
+    guards = map(laid, poisons) if device.type == home.type else iter([laid(poison) for poison in poisons])
     with turn(device.type):
-        for number, (name, _) in enumerate(variations):
-            outputs, guard, elapsed = run(number, _poison(number))
+        for number, ((name, _), guard) in enumerate(zip(variations, guards, strict=True)):
+            outputs, elapsed = run(number, guard)
             seconds = min(seconds, elapsed)
-            for cause, texts in (("writes-outside", guard.overwritten()), ("changes-its-input", guard.changed())):
+            for cause, texts in zip(("writes-outside", "changes-its-input"), guard.violations(), strict=True):
                 memory += [f"{text} ({name})" for text in texts]
                 if texts and cause not in protected.causes:
                     protected.causes.append(cause)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.guard import POISON, ZONE, Guard, unwritten
+from harness.arena import ZONE
+from harness.guard import POISON, Guard, unwritten
 from harness.runner import run_case
 from reference import ops as reference
 from tests.harness.backends import GEMM, QUANTIZE, backend
@@ -42,10 +43,16 @@ every_allocation = pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids
 def within(work, poison=0xA5, x=X):
     """The guard and what `work` gave, given a guarded copy of x."""
     guard = Guard(poison)
-    given = guard.guarded(x, "x")
+    guard.lay({"x": x})
+    given = guard.given(x.device)["x"]
     with guard:
         result = work(given)
     return guard, result
+
+
+def said(guard):
+    """Every sentence of a guard."""
+    return [text for texts in guard.violations() for text in texts]
 
 
 def put(tensor, offset, data=b"\x01\x02\x03"):
@@ -60,20 +67,20 @@ def put(tensor, offset, data=b"\x01\x02\x03"):
 def test_a_write_behind_a_tensor_is_seen(allocate):
     guard, out = within(allocate)
     put(out, out.numel() * out.element_size())
-    assert guard.violations() == [f"3 bytes behind a tensor of shape {tuple(out.shape)} were written"]
+    assert said(guard) == [f"3 bytes behind a tensor of shape {tuple(out.shape)} were written"]
 
 
 @every_allocation
 def test_a_write_before_a_tensor_is_seen(allocate):
     guard, out = within(allocate)
     put(out, -3)
-    assert guard.violations() == [f"3 bytes before a tensor of shape {tuple(out.shape)} were written"]
+    assert said(guard) == [f"3 bytes before a tensor of shape {tuple(out.shape)} were written"]
 
 
 @every_allocation
 def test_a_tensor_that_is_filled_to_its_ends_is_no_violation(allocate):
     guard, out = within(lambda x: allocate(x).fill_(1))
-    assert guard.violations() == []
+    assert said(guard) == []
     assert bool((out == 1).all())
 
 
@@ -104,43 +111,43 @@ def test_the_whole_zone_is_watched(offset):
     guard, out = within(lambda x: torch.empty(3, 4))
     put(out, 48 + offset)
     put(out, -3 - offset)
-    assert [text.split(" a ")[0] for text in guard.violations()] == ["3 bytes before", "3 bytes behind"]
+    assert [text.split(" a ")[0] for text in said(guard)] == ["3 bytes before", "3 bytes behind"]
 
 
 def test_a_write_through_a_strided_view_is_seen():
     guard, _ = within(lambda x: torch.empty(8).as_strided((9,), (1,)).fill_(0))
-    assert guard.violations() == ["4 bytes behind a tensor of shape (8,) were written"]
+    assert said(guard) == ["4 bytes behind a tensor of shape (8,) were written"]
 
 
 def test_a_write_through_numpy_is_seen():
     guard, out = within(lambda x: torch.empty(8))
     words = (ctypes.c_float * 10).from_address(out.data_ptr())
     words[8] = words[9] = 1.0
-    assert guard.violations() == ["8 bytes behind a tensor of shape (8,) were written"]
+    assert said(guard) == ["8 bytes behind a tensor of shape (8,) were written"]
 
 
 def test_writing_the_poison_itself_is_seen_in_another_run():
     for poison in POISON[:2]:
         guard, out = within(lambda x: torch.empty(8), poison)
         put(out, 32, bytes([POISON[0]]))
-        assert len(guard.violations()) == (poison != POISON[0])
+        assert len(said(guard)) == (poison != POISON[0])
 
 
 def test_a_change_of_an_input_is_seen():
     guard, _ = within(lambda x: x[1].neg_())
-    assert guard.violations() == ["4 bytes of input x were changed"]  # of four floats, their signs
+    assert said(guard) == ["4 bytes of input x were changed"]  # of four floats, their signs
 
 
 def test_writes_round_an_input_are_seen():
     guard, _ = within(lambda x: (put(x, 48), put(x, -3)))
-    assert guard.violations() == ["3 bytes before input x were written", "3 bytes behind input x were written"]
+    assert said(guard) == ["3 bytes before input x were written", "3 bytes behind input x were written"]
 
 
 def test_tensors_of_nothing():
     # torch gives them the address 0, so that a write through it is a crash, which is another verdict.
     guard, out = within(torch.empty_like, x=torch.empty(0, 4))
     assert (out.shape, out.data_ptr()) == ((0, 4), 0)
-    assert guard.violations() == []
+    assert said(guard) == []
 
 
 VIEWS = {
@@ -154,30 +161,30 @@ def test_a_view_is_given_as_a_view(view):
     guard, given = within(lambda x: x, x=view)
     assert (given.shape, given.stride()) == (view.shape, view.stride())
     assert torch.equal(given, view)
-    assert guard.violations() == []
+    assert said(guard) == []
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_what_surrounds_a_view_is_watched(view):
     last = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
     guard, _ = within(lambda x: (put(x, 4 * last + 4), put(x, -3)), x=view)
-    assert guard.violations() == ["3 bytes before input x were written", "3 bytes behind input x were written"]
+    assert said(guard) == ["3 bytes before input x were written", "3 bytes behind input x were written"]
     guard, _ = within(lambda x: x.add_(1), x=view)
-    assert "bytes of input x were changed" in guard.violations()[0]
+    assert "bytes of input x were changed" in said(guard)[0]
 
 
 @pytest.mark.parametrize("poison", POISON)
 def test_between_the_elements_of_a_view_is_poison_and_stays(poison):
     view = VIEWS["every second column"]
     guard, given = within(lambda x: put(x, 4) or x, poison, view)
-    assert guard.violations() == ["3 bytes of input x were changed"]
+    assert said(guard) == ["3 bytes of input x were changed"]
     gaps = given.as_strided((3, 3), (8, 2), given.storage_offset() + 1).contiguous().view(torch.uint8)
     assert bool((gaps[1:] == poison).all())
 
 
 def test_an_input_of_nan_is_unchanged():
     guard, _ = within(lambda x: x + 1, x=torch.full((3, 4), torch.nan))
-    assert guard.violations() == []
+    assert said(guard) == []
 
 
 # What is not its business.
@@ -190,13 +197,13 @@ def test_operations_that_allocate_for_themselves_are_left_alone():
 
     guard, out = within(work)
     assert torch.equal(out, work(X))
-    assert guard.violations() == []
+    assert said(guard) == []
 
 
 def test_an_output_that_torch_makes_room_in_is_no_violation():
     guard, out = within(lambda x: torch.add(x, 1, out=torch.empty(0)))
     assert torch.equal(out, X + 1)
-    assert guard.violations() == []
+    assert said(guard) == []
 
 
 @pytest.mark.parametrize(
@@ -216,7 +223,7 @@ def test_rare_allocations_work(allocate):
     plain = allocate()
     assert (out.shape, out.dtype, out.device, out.layout) == (plain.shape, plain.dtype, plain.device, plain.layout)
     assert out.requires_grad == plain.requires_grad
-    assert guard.violations() == []
+    assert said(guard) == []
 
 
 def test_nothing_is_guarded_once_the_run_is_over():
@@ -224,7 +231,7 @@ def test_nothing_is_guarded_once_the_run_is_over():
     with pytest.raises(ZeroDivisionError), guard:
         1 / 0  # noqa: B018
     put(torch.empty(1024), 0)
-    assert guard.violations() == []
+    assert said(guard) == []
 
 
 @pytest.mark.skipif(

@@ -202,7 +202,8 @@ def test_a_watched_process_runs_the_cases_of_its_file_unguarded_until_the_gpu_an
 
     def run_case(case: Case, backend: str, *, device: str, seed: int) -> Record:
         guard, x = Guard(0xA5), torch.arange(12).view(3, 4).T
-        given = guard.guarded(x, "x")
+        guard.lay({"x": x})
+        given = guard.given(x.device)["x"]
         with guard:
             assert torch.empty(3)._base is None, "of its own memory"
         assert (given.stride(), given._base) == (x.stride(), None)
