@@ -152,7 +152,8 @@ class Backend:
         if first is None or self.device is None or first.device.type == self.device.type:
             return self.run(door, function, *arguments, **options)
         with turn(self.device.type):
-            result = self.run(door, function, *carried(arguments, self.device), **carried(options, self.device))
+            given, named = carried((arguments, options), self.device)
+            result = self.run(door, function, *given, **named)
             for tensor in tensors_in(result):
                 if tensor.device.type != self.device.type:
                     raise BackendError(f"{door} gave a tensor on {tensor.device}; its input is on {self.device}")
