@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+_SLAB = 1 << 18
+
 Random = torch.Tensor | tuple[int, int]
 """Words, or seed and offset of Philox, as `reference.quantize.Random`."""
 
@@ -287,5 +289,10 @@ def _growth(depth: int) -> int:
 def _addend(draw: Draw, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Normal numbers as large as the product they are added to, so that the addition rounds, finite in `dtype`."""
     limit = 10 if dtype == torch.float16 else 100
-    scale = (exponents.clamp(-limit, limit) + 127).bitwise_left_shift_(23).view(torch.float32)
-    return draw.normal(*exponents.shape).mul_(scale).to(dtype)
+    made = torch.empty(exponents.shape, dtype=dtype)
+    # The temporaries of so many elements stay in cache. Whole pairs of rows take whole words of the stream.
+    rows = max(2, _SLAB // max(1, exponents.shape[-1]) // 2 * 2)
+    for part, some in zip(torch.split(made, rows), torch.split(exponents, rows), strict=True):
+        scale = (some.clamp(-limit, limit) + 127).bitwise_left_shift_(23).view(torch.float32)
+        part.copy_(draw.normal(*some.shape).mul_(scale))
+    return made
