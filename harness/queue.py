@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from harness.case import Case
 from harness.memory import KEPT, needed
 from harness.turns import AT_ONCE
 from harness.work import home_of, work
@@ -16,7 +20,10 @@ processes judge small ones on the CPU."""
 
 class Queue:
     """Tasks, of which few are judged on a GPU at once, the largest first: they take longest, and nothing waits for
-    them at the end. None is begun beside others with which it would not fit into memory."""
+    them at the end. None is begun beside others with which it would not fit into memory.
+
+    On a GPU small ones of every kind come before all others (`firsts`), and wait for no turn: a kernel that is compiled
+    within a turn, for some seconds, keeps the GPU from all processes, and so they compile side by side."""
 
     def __init__(self, tasks: Iterable[Task], device: str, gpus: int = 1) -> None:
         self._device, self._gpus = device, gpus
@@ -26,21 +33,21 @@ class Queue:
         self._large: list[Task] = []
         for task in tasks:
             (self._large if self._on_gpu(task) else self._small).append(task)
-        self._small.reverse()
+        self._first = [replace(task, first=True) for task in firsts(self._small)] if device == "cuda" else []
+        first = {id(task.case) for task in self._first}
+        self._small = [task for task in reversed(self._small) if id(task.case) not in first]
         self._large.sort(key=lambda task: work(task.case))
 
     def __bool__(self) -> bool:
-        return bool(self._small or self._large)
+        return bool(self._first or self._small or self._large)
 
     def take(self, running: Sequence[Task] = ()) -> Task | None:
         """The next task beside those that run; None where there is none, or all that are left wait for one of those."""
-        if self._large and sum(map(self._on_gpu, running)) < LANES * self._gpus:
-            for place in range(len(self._large) - 1, -1, -1):
-                if self._fits(self._large[place], running):
-                    return self._large.pop(place)
-        for place in range(len(self._small) - 1, -1, -1):
-            if self._fits(self._small[place], running):
-                return self._small.pop(place)
+        lane = sum(map(self._on_gpu, running)) < LANES * self._gpus
+        for tasks in (self._first, self._large if lane else [], self._small):
+            for place in range(len(tasks) - 1, -1, -1):
+                if self._fits(tasks[place], running):
+                    return tasks.pop(place)
         return None
 
     def _fits(self, task: Task, running: Sequence[Task]) -> bool:
@@ -52,7 +59,36 @@ class Queue:
 
     def put_back(self, task: Task) -> None:
         """Make it the next again."""
-        (self._large if self._on_gpu(task) else self._small).append(task)
+        (self._first if task.first else self._large if self._on_gpu(task) else self._small).append(task)
 
     def _on_gpu(self, task: Task) -> bool:
         return home_of(task.case, self._device) == "cuda"
+
+
+def firsts(tasks: Sequence[Task]) -> list[Task]:
+    """Of each kind of operation and flags the smallest task, and of each recipe of an operation the largest: between
+    them they launch about every kernel. Not modules, whose kernels are those of operations.
+
+    Mixed, so that few processes want the same kernel at a time: of each recipe one, then of each a second, in the order
+    of a digest of their ids.
+    """
+    alike: dict[tuple[object, ...], Task] = {}
+    for task in sorted((task for task in tasks if not task.case.is_module), key=lambda task: work(task.case)):
+        alike.setdefault(_kind(task.case), task)
+        alike[task.case.operation, task.case.recipe] = task
+    seen: Counter[str] = Counter()
+    order = []
+    for task in sorted({id(task): task for task in alike.values()}.values(), key=_mixed):
+        seen[task.case.recipe] += 1
+        order.append((seen[task.case.recipe], _mixed(task), task))
+    return [task for *_, task in sorted(order, key=lambda one: one[:2], reverse=True)]
+
+
+def _kind(case: Case) -> tuple[object, ...]:
+    """What decides which kernels are launched, as far as a case says it: numbers, and what is added, do not."""
+    flags = [flag for flag in case.flags if ":" not in flag and flag not in ("accumulate", "bias")]
+    return case.operation, case.recipe, *flags, "of a kind"
+
+
+def _mixed(task: Task) -> str:
+    return hashlib.sha256(task.case.id.encode()).hexdigest()

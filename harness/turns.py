@@ -28,20 +28,24 @@ PATIENCE = 0.5
 """Seconds that a process waits for its turn: whoever compiles a kernel in it holds nobody up for long."""
 _LOOK = 1e-3
 _held = 0
+_said: str | None = None
+_out_of_turn = False
 
 
 @contextmanager
 def turn(device: str) -> Iterator[None]:
     """Within the context this process has a turn on its GPU, and what it asked of it is done when it ends.
 
-    A turn within a turn is the same one. Without a GPU there are none.
+    A turn within a turn is the same one. Without a GPU there are none. What the GPU says at the end is kept (`said`).
     """
     global _held  # noqa: PLW0603
     if device != "cuda" or _held:
         yield
         return
-    with spending(OTHER):
-        file = _wait(os.environ.get(VISIBLE, "all"))
+    file = None
+    if not _out_of_turn:
+        with spending(OTHER):
+            file = _wait(os.environ.get(VISIBLE, "all"))
     _held += 1
     try:
         yield
@@ -52,11 +56,46 @@ def turn(device: str) -> Iterator[None]:
             os.close(file)
 
 
+@contextmanager
+def out_of_turn() -> Iterator[None]:
+    """Within the context this process waits for nobody, and nobody for it: for what may compile kernels."""
+    global _out_of_turn  # noqa: PLW0603
+    _out_of_turn = True
+    try:
+        yield
+    finally:
+        _out_of_turn = False
+
+
 def _finish() -> None:
     import torch
 
+    global _said  # noqa: PLW0603
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _said = _said or gpu_error()
+
+
+def said() -> str | None:
+    """What the GPU said at the end of the turns since this was asked last; None where there was none. See `gpu_error`.
+
+    It is asked there since a process that asks by itself waits for another turn.
+    """
+    global _said
+    heard, _said = _said, None
+    return heard
+
+
+def gpu_error() -> str:
+    """What the GPU says of everything so far, by waiting for it and by one small kernel; nothing where all is well."""
+    import torch
+
+    try:
         torch.cuda.synchronize()
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
 
 
 def _wait(gpu: str) -> int | None:

@@ -22,7 +22,7 @@ from harness.gpus import VISIBLE
 from harness.memory import room
 from harness.runner import new_record
 from harness.sanitizer import Sanitizer, settle_sanitizer
-from harness.turns import turn
+from harness.turns import gpu_error, out_of_turn, said, turn
 
 if TYPE_CHECKING:
     from harness.keep import Keeper
@@ -58,6 +58,8 @@ class Task:
 
     case: Case
     seed: int
+    first: bool = False
+    """Whether it is one of its kind that is run before others, on a GPU, to compile kernels: it waits for no turn."""
 
 
 GRACE = 5.0
@@ -259,10 +261,11 @@ def serve(connection: Connection, settings: Settings) -> None:
     keeper, noted = _keeper(connection, settings)
     while (task := connection.recv()) is not None:
         noted.clear()
-        record = run_case(
-            task.case, backend, device=settings.device, seed=task.seed, captures=captures, keeper=keeper,
-            sharing=max(1, settings.sharing),
-        )  # fmt: skip
+        with out_of_turn() if task.first else nullcontext():
+            record = run_case(
+                task.case, backend, device=settings.device, seed=task.seed, captures=captures, keeper=keeper,
+                sharing=max(1, settings.sharing),
+            )  # fmt: skip
         usable = settle(record)
         sys.stdout.flush()  # what a kernel printed belongs to its case
         sys.stderr.flush()
@@ -297,31 +300,21 @@ def settle(record: Record) -> bool:
         return True
     if "OutOfMemory" in record.message:
         gc.collect()
-    with turn(record.device):
-        late = _gpu_error()
+    late = said()
+    if late is None or (not late and record.verdict != "pass"):  # whose diagnosis takes no turns
+        with turn(record.device):
+            late = gpu_error()
+        said()
     if not late:
         if "OutOfMemory" in record.message:
             import torch
 
             torch.cuda.empty_cache()
         return True
-    usable = not _gpu_error()  # an error of one launch is told once, one of the context for ever
+    usable = not gpu_error()  # an error of one launch is told once, one of the context for ever
     before = f"; before that, {record.verdict}: {record.message.splitlines()[0]}" if record.message else ""
     if usable:
         record.verdict, record.message = "error", f"after the case the GPU reports {late}{before}"
     else:
         record.verdict, record.message = "crash", f"the GPU no longer answers this process: {late}{before}"
     return usable
-
-
-def _gpu_error() -> str:
-    """What the GPU says of everything so far, by waiting for it and by one small kernel; nothing where all is well."""
-    import torch
-
-    try:
-        torch.cuda.synchronize()
-        torch.zeros(1, device="cuda")
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return ""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -17,6 +20,7 @@ from harness.operations.outcome import Outcome
 from harness.operations.product import judge_product
 from harness.operations.quantize import columnwise_subject, rotates_freely, second_half
 from harness.operations.stages import Subject, quantize_stages
+from harness.turns import turn
 from reference.quantized import Quantized
 from reference.recipes import Recipe, recipe
 
@@ -41,51 +45,71 @@ def judge_gemm(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
 def operands(case: Case, inputs: Inputs, backend: Backend, outcome: Outcome) -> tuple[Operand, Operand]:
     """x and w of a case, quantized, their stages judged."""
     assert inputs.w is not None
-    a, b = (
-        operand(
-            name, matrix, recipe(rule), backend, outcome,
-            random=inputs.random.get(name), scale=inputs.scale.get(name), columnwise=name in COLUMNWISE[case.layout],
+    asked = [
+        Asked(
+            name, matrix, recipe(rule), random=inputs.random.get(name), scale=inputs.scale.get(name),
+            columnwise=name in COLUMNWISE[case.layout],
         )
         for name, matrix, rule in zip("xw", (inputs.x, inputs.w), case.recipes, strict=True)
-    )  # fmt: skip
+    ]  # fmt: skip
+    a, b = (
+        operand(one, kernel, backend, outcome) for one, kernel in zip(asked, quantized(asked, backend), strict=True)
+    )
     return a, b
 
 
-def operand(
-    name: str,
-    matrix: torch.Tensor,
-    rule: Recipe,
-    backend: Backend,
-    outcome: Outcome,
-    *,
-    random: Random | None = None,
-    scale: torch.Tensor | None = None,
-    columnwise: bool = False,
-) -> Operand:
-    """`matrix`, quantized along its rows by the backend, its stages judged; by the reference where it does not do that.
+@dataclass
+class Asked:
+    """An operand of a product: what is quantized along its rows, and how."""
 
-    A columnwise operand is the columnwise half of the physical transpose where the backend makes halves. Without
-    `quantize_both`, and of a rowwise operand, it is quantize of the matrix.
-    """
-    free, own = rotates_freely(backend), makes_own_bits(backend, rule)
-    if own:
-        seed_torch(random)
-    if columnwise:
-        physical = matrix.T.contiguous()
-        oracle = reference.quantize_both(physical, rule, rowwise=False, scale=scale, random=random)[1]  # type: ignore[arg-type]
-        assert oracle is not None
+    name: str
+    matrix: torch.Tensor
+    """(M, K)."""
+    recipe: Recipe
+    random: Random | None = None
+    scale: torch.Tensor | None = None
+    columnwise: bool = False
+    """Whether it is the columnwise half of the physical transpose, where the backend makes halves. Without
+    `quantize_both`, and of a rowwise operand, it is quantize of the matrix."""
+
+    @cached_property
+    def physical(self) -> torch.Tensor:
+        """The transpose, as it is stored."""
+        return self.matrix.T.contiguous()
+
+
+def quantized(asked: Sequence[Asked], backend: Backend) -> list[tuple[Quantized | None, bool]]:
+    """Each as the backend quantizes it, one after the other in one turn, and whether it is a half; None of those that
+    it does not quantize."""
+    with turn(backend.device.type if backend.device else "cpu"):
+        return [_quantized(one, backend) for one in asked]
+
+
+def _quantized(asked: Asked, backend: Backend) -> tuple[Quantized | None, bool]:
+    options: dict[str, Any] = {"scale": asked.scale, "random": asked.random}
+    if makes_own_bits(backend, asked.recipe):
+        seed_torch(asked.random)
+    if asked.columnwise:
         with suppress(Unsupported):
-            kernel = backend.quantize_both(physical, rule, rowwise=False, scale=scale, random=random)[1]
-            assert kernel is not None
-            return _judged(
-                name, columnwise_subject(matrix, rule, second_half(random), free=free, own=own), kernel, oracle, outcome
-            )
-    oracle = reference.quantize(matrix, rule, scale=scale, random=random)
-    try:
-        kernel = backend.quantize(matrix, rule, scale=scale, random=random)
-    except Unsupported:
-        return Operand(oracle, oracle)
-    return _judged(name, Subject(matrix, rule, random, free=free, own=own), kernel, oracle, outcome)
+            return backend.quantize_both(asked.physical, asked.recipe, rowwise=False, **options)[1], True
+    with suppress(Unsupported):
+        return backend.quantize(asked.matrix, asked.recipe, **options), False
+    return None, False
+
+
+def operand(asked: Asked, found: tuple[Quantized | None, bool], backend: Backend, outcome: Outcome) -> Operand:
+    """What `quantized` gave of an operand, its stages judged; the reference's own where that is nothing."""
+    (kernel, half), rule = found, asked.recipe
+    options: dict[str, Any] = {"scale": asked.scale, "random": asked.random}
+    free, own = rotates_freely(backend), makes_own_bits(backend, rule)
+    if half:
+        oracle = reference.quantize_both(asked.physical, rule, rowwise=False, **options)[1]
+        assert oracle is not None
+        subject = columnwise_subject(asked.matrix, rule, second_half(asked.random), free=free, own=own)
+    else:
+        oracle = reference.quantize(asked.matrix, rule, **options)
+        subject = Subject(asked.matrix, rule, asked.random, free=free, own=own)
+    return Operand(oracle, oracle) if kernel is None else _judged(asked.name, subject, kernel, oracle, outcome)
 
 
 def _judged(name: str, subject: Subject, kernel: Quantized, oracle: Quantized, outcome: Outcome) -> Operand:

@@ -15,7 +15,7 @@ from harness.checks.stage import merged
 from harness.inputs import TORCH_DTYPES, Inputs
 from harness.operations.black_box import makes_own_bits, seed_torch
 from harness.operations.end_to_end import Operand, add_end_to_end
-from harness.operations.gemm import operand
+from harness.operations.gemm import Asked, operand, quantized
 from harness.operations.grouped import judge_sections
 from harness.operations.outcome import Outcome, Product
 from harness.operations.product import add_output, add_protection, addends, named, order_of, taken
@@ -82,16 +82,19 @@ def quantized_matrices(outcome: Outcome, case: Case, inputs: Inputs, backend: Ba
     """The w of every section, quantized by the backend, their stages judged as one."""
     assert inputs.w is not None
     rule, random, scale = recipe(case.recipes[1]), inputs.random.get("w"), inputs.scale.get("w")
-    quantized, stages = [], []
+    asked = []
     for number, matrix in enumerate(inputs.w.view(len(case.sections), case.shape[2], case.shape[1])):
         bits = (random[0], random[1] + number) if isinstance(random, tuple) else None
         own = None if scale is None else scale[number : number + 1]
+        asked.append(Asked("w", matrix, rule, random=bits, scale=own))
+    found, stages = [], []
+    for each, kernel in zip(asked, quantized(asked, backend), strict=True):
         one = Outcome()
-        quantized.append(operand("w", matrix, rule, backend, one, random=bits, scale=own))
+        found.append(operand(each, kernel, backend, one))
         stages.append(one.stages)
         outcome.judged += one.judged
     outcome.stages += merged(stages, "matrix")
-    return quantized
+    return found
 
 
 def grouped_given(

@@ -72,6 +72,16 @@ def test_so_many_have_a_turn_and_the_next_when_one_dies(holder, monkeypatch: pyt
     assert had(monkeypatch)
 
 
+def test_out_of_turn_nobody_is_waited_for_and_nobody_waits(holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_wait", lambda gpu: pytest.fail("it waits"))
+    with turns.out_of_turn():
+        for _ in range(2):
+            with turn("cuda"):
+                assert turns._held == 1
+    monkeypatch.undo()
+    assert not turns._out_of_turn
+
+
 def test_every_gpu_has_its_own(holder, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(turns.AT_ONCE):
         holder("GPU-2")
