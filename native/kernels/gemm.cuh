@@ -149,6 +149,7 @@ __device__ GIVEN_ITS_ADDRESS void accumulate(S& shared, const Operand& a, const 
         shared.tables[1][code] = element_to_float(b.element, static_cast<u32>(code));
     }
     __syncthreads();
+    const bool inside = first_row + row < a.rows && first_column + column < b.rows;  // else nobody asks for the sums
     float inner[EACH][EACH] = {};  // of a block, which may be longer than a step
     for (i64 start = 0; start < k; start += S::STEP) {
         for (int slot = thread; slot < 2 * S::TILE; slot += S::THREADS) {
@@ -156,7 +157,7 @@ __device__ GIVEN_ITS_ADDRESS void accumulate(S& shared, const Operand& a, const 
             load_row(shared, side, place, side == 0 ? a : b, (side == 0 ? first_row : first_column) + place, k, start);
         }
         __syncthreads();
-        for (int block = 0; block < S::BLOCKS; ++block) {
+        for (int block = 0; inside && block < S::BLOCKS; ++block) {
             for (int e = block * CHUNK; e < (block + 1) * CHUNK; ++e) {
                 const float* left = shared.values[0][e] + row;
                 const float* right = shared.values[1][e] + column;
