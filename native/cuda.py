@@ -123,7 +123,7 @@ class _Parameters(threading.local):
 
     def pack(self, arguments: Sequence[np.generic | int]) -> int:
         """The address of the list for `extra`."""
-        layout = "".join([_LETTERS[type(argument)] for argument in arguments])
+        layout = "".join([f"{len(one)}s" if isinstance(one, np.bytes_) else _LETTERS[type(one)] for one in arguments])
         struct.pack_into(layout, self.buffer, 0, *arguments)
         self.size.value = struct.calcsize(layout)
         return self.extra
@@ -145,7 +145,8 @@ def launch(
 ) -> None:
     """Queue one kernel on the device's current torch stream; compiled kernels are cached by text, flags, target.
 
-    Arguments are numbers of the parameters' types, and addresses as int. Nothing is queued for a grid of no blocks. A
+    Arguments are numbers of the parameters' types, addresses as int, and the bytes of structs, whose alignment those
+    before them give. Nothing is queued for a grid of no blocks. A
     block has `shared_bytes` of dynamic shared memory. Raises ToolchainError where CuPy is missing or the kernel does
     not compile.
     """

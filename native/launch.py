@@ -26,9 +26,9 @@ def launch(
     """Run `kernel` of `source`.cu over `grid` × `block` on `device`.
 
     Arguments are tensors on that device (their address is passed), None (a null pointer) and numpy scalars of the
-    parameter's type. A block has `shared_bytes` of dynamic shared memory, which there is on a GPU alone. Raises
-    ValueError where a tensor lies elsewhere, kernels do not run on the device or it has no dynamic shared memory, and
-    what the toolchains raise.
+    parameter's type, or np.bytes_ of a struct. A block has `shared_bytes` of dynamic shared memory, which there is on a
+    GPU alone. Raises ValueError where a tensor lies elsewhere, kernels do not run on the device or it has no dynamic
+    shared memory, and what the toolchains raise.
     """
     plain = [_plain(argument, kernel, device) for argument in arguments]
     grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]

@@ -40,6 +40,8 @@ _CANDIDATES = {"6": 0, "4-or-6-mae": 1, "4-or-6-mse": 2}
 _ROTATE_ROWS, _ROTATE_COLUMNS = 1, 2
 _PLAIN_BLOCKS = 2
 """Blocks of 16 that a thread of the plain kernel makes."""
+_KEY_STEPS = np.arange(10, dtype=np.uint32)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint32)
+"""What is added to the key of Philox up to each round."""
 _FUSED_GROUP = 16
 """Groups of other sizes are rotated by a launch of their own."""
 
@@ -86,7 +88,8 @@ def _launch(
     swizzled: bool = False,
 ) -> None:
     rows, columns = x.shape
-    variant = _variant_bits(r, rotation=rotation, swizzled=swizzled)
+    words = any(half is not None and isinstance(half.random, torch.Tensor) for half in (row, column))
+    variant = _variant_bits(r, rotation=rotation, swizzled=swizzled, words=words)
     # One compilation for each costs a GPU's driver a second, once, and a CPU's compiler many.
     flags = (f"-DVARIANT={variant}",) if x.device.type == "cuda" else ()
     if row is not None and column is None and sizes is None and not swizzled and x.is_contiguous() and not _variant(r):
@@ -108,12 +111,17 @@ def _launch(
     grid: tuple[int, ...]
     if sizes is None and _in_tiles(x, r, row, column):
         name, (grid, tiles) = "quantize_nvfp4_tiles_bf16", tiles_each(x)
-        arguments = [x, np.int64(rows), np.int64(columns), np.int32(tiles), *halves, *rule]
+        arguments = [x, np.int64(rows), np.int64(columns), np.int32(tiles), *halves, *rule, _philox_keys(seed)]
     else:
         grid, name = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),), f"quantize_nvfp4_{suffix(x.dtype)}"
         strides = [np.int64(x.stride(0)), np.int64(x.stride(1))]
         arguments = [x, *strides, np.int64(rows), np.int64(columns), sizes, np.int32(sections), *halves, *rule]
     launch("quantize_nvfp4", name, grid, (THREADS,), arguments, device=x.device, extra_flags=flags)
+
+
+def _philox_keys(seed: int) -> np.bytes_:
+    """The kernel's PhiloxKeys: philox.cuh has them from a seed, too, round by round."""
+    return np.bytes_((np.array([seed % 2**64], np.uint64).view(np.uint32) + _KEY_STEPS).tobytes())
 
 
 def _in_tiles(x: torch.Tensor, r: Recipe, *halves: _Half | None) -> bool:
@@ -123,12 +131,12 @@ def _in_tiles(x: torch.Tensor, r: Recipe, *halves: _Half | None) -> bool:
     return plain and in_tiles(x) and all(half is None or half.codes.data_ptr() % 8 == 0 for half in halves)
 
 
-def _variant_bits(r: Recipe, *, rotation: int, swizzled: bool) -> int:
+def _variant_bits(r: Recipe, *, rotation: int, swizzled: bool, words: bool) -> int:
     """What the kernel's `rule_of` reads."""
     fields = (
         (_CANDIDATES[r.candidates], 2), (r.block[0] > 1, 1), (r.granularity == "row", 1), (r.nan == "propagate", 1),
         (rotation, 2), (r.rounding == "stochastic", 1), (swizzled, 1),
-        (0 if r.transform is None else r.transform.signs, 16), (_SCALE_ORDER[r.block_scale], 1),
+        (0 if r.transform is None else r.transform.signs, 16), (_SCALE_ORDER[r.block_scale], 1), (words, 1),
     )  # fmt: skip
     bits = shift = 0
     for value, width in fields:

@@ -507,27 +507,6 @@ __device__ __forceinline__ u32 e2m1_by_sum(float x) {
     return sum + (sum >> 22);
 }
 
-// The same of a number from 0 to below 7, which is what 6 and less are rounded from.
-__device__ __forceinline__ u32 e2m1_by_sum_below_7(float a) {
-    const float binade = __uint_as_float(__float_as_uint(fmaxf(a, 1.0f)) & FLOAT_INF_BITS);
-    const u32 sum = __float_as_uint(__fmaf_rn(binade, 0x1p22f + 107.0f, a));
-    return sum + (sum >> 22);
-}
-
-// The same by a random byte, the one of `bytes` that `select` puts above two zeros: as `stochastic` does it, but that above
-// 6 it may give 8. All is 2^115 times smaller, so that the byte as bits of float32 is what it is to be, byte * 2^-133, and
-// that the binade in the form of its product with that, 2^124 times larger, differs from it in two bits of its exponent,
-// which is from 12 to 14. Where |x| + share passes a binade, the steps of either meet.
-__device__ __forceinline__ u32 e2m1_by_sum_below_7(float small, u32 bytes, u32 select) {
-    u32 byte;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(byte) : "r"(bytes), "r"(select));
-    const u32 larger = __float_as_uint(fmaxf(small, 0x1p-115f));
-    const float binade = __uint_as_float((larger & 0x7D800000u) | 0x40000000u);
-    const float moved = __fmaf_rn(__uint_as_float(byte), binade, small);
-    const u32 sum = __float_as_uint(__fmaf_rz(binade, 0x1p-102f + 94.0f * 0x1p-124f, moved));
-    return sum + (sum >> 22);
-}
-
 // As `stochastic` does it; `byte` is a random one, alone in its word.
 __device__ __forceinline__ u32 e2m1_by_sum_stochastic(float x, u32 byte) {
     const float a = fabsf(x);

@@ -27,7 +27,11 @@ __device__ __forceinline__ float nvfp4_tensor_scale(float amax, float max_produc
 __device__ __forceinline__ float nvfp4_unrounded_scale(float block_amax, float tensor_scale, int order) {
     const float scale = order == AMAX_TIMES_ENC_SIXTH ? block_amax * (tensor_scale * RECIPROCAL_6)
                                                       : block_amax / 6.0f * tensor_scale;
+#ifdef HAS_CVT_FP8
+    return scale;  // which saturates infinity as it does FLT_MAX
+#else
     return at_most_largest(scale);
+#endif
 }
 
 __device__ __forceinline__ float nvfp4_element_factor(u8 scale, float tensor_scale) {

@@ -13,23 +13,37 @@ __device__ __forceinline__ u64 wide_product(u32 a, u32 b) {
 #endif
 }
 
-// The key is the seed, low word first; counter words 0 and 1 are the offset, 2 and 3 the subsequence.
-__device__ __forceinline__ void philox(u64 seed, u64 offset, u64 subsequence, u32 (&words)[4]) {
-    u32 key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
+// Of each round. As a parameter of a kernel they cost a GPU nothing, which otherwise adds to the key every round.
+struct PhiloxKeys {
+    u32 each[10][2];
+};
+
+// Counter words 0 and 1 are the offset, 2 and 3 the subsequence.
+__device__ __forceinline__ void philox(const PhiloxKeys& keys, u64 offset, u64 subsequence, u32 (&words)[4]) {
     words[0] = static_cast<u32>(offset);
     words[1] = static_cast<u32>(offset >> 32);
     words[2] = static_cast<u32>(subsequence);
     words[3] = static_cast<u32>(subsequence >> 32);
+#pragma unroll
     for (int round = 0; round < 10; ++round) {
         const u64 first = wide_product(words[0], 0xD2511F53u);
         const u64 second = wide_product(words[2], 0xCD9E8D57u);
-        const u32 word0 = static_cast<u32>(second >> 32) ^ words[1] ^ key0;
-        const u32 word2 = static_cast<u32>(first >> 32) ^ words[3] ^ key1;
+        const u32 word0 = static_cast<u32>(second >> 32) ^ words[1] ^ keys.each[round][0];
+        const u32 word2 = static_cast<u32>(first >> 32) ^ words[3] ^ keys.each[round][1];
         words[0] = word0;
         words[1] = static_cast<u32>(second);
         words[2] = word2;
         words[3] = static_cast<u32>(first);
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
     }
+}
+
+// The first key is the seed, low word first.
+__device__ __forceinline__ void philox(u64 seed, u64 offset, u64 subsequence, u32 (&words)[4]) {
+    PhiloxKeys keys;
+#pragma unroll
+    for (u32 round = 0; round < 10; ++round) {
+        keys.each[round][0] = static_cast<u32>(seed) + round * 0x9E3779B9u;
+        keys.each[round][1] = static_cast<u32>(seed >> 32) + round * 0xBB67AE85u;
+    }
+    philox(keys, offset, subsequence, words);
 }

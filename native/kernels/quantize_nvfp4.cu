@@ -17,8 +17,8 @@
 //   order of memory, which is faster by half on a CPU, and a little on a GPU.
 //   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, no sections, one amax a
 //   half, no 4over6, no rotation of 16x16 blocks; codes aligned to 8 bytes. 256 threads for every `each` tiles of 64x128
-//   of a strip of 64 rows, or what is left of it; the grid is shared_tile.cuh's. While the threads work on a tile in
-//   shared memory, the next one comes; a thread makes two blocks of rows, then two of columns.
+//   of a strip of 64 rows, or what is left of it; the grid is shared_tile.cuh's. `keys` are those of the seed. While the
+//   threads work on a tile in shared memory, the next one comes; a thread makes two blocks of rows, then two of columns.
 //   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, and "Variants of NVFP4", float32 with one rounding per operation;
 //   E4M3 and E2M1 nearest even or stochastic, saturating. `tiles`: blocks of 16x16. `candidates`: 4over6 by absolute (1)
 //   or squared (2) errors; those of a tile are measured along its rows, whichever half is made. `rotation`: groups of
@@ -50,7 +50,7 @@ enum Rotation { ROTATE_ROWS = 1, ROTATE_COLUMNS = 2 };
 // What the quantization depends on: the same for all threads.
 struct Rule {
     float max_product;
-    int scale_order, candidates, tiles, each, propagate_nan, rotation, stochastic, swizzled;
+    int scale_order, candidates, tiles, each, propagate_nan, rotation, stochastic, swizzled, given_words;
     u32 signs;
     u64 seed;
 };
@@ -128,13 +128,15 @@ __device__ __forceinline__ u8* code_address(const Half& half, const Place& place
     return half.codes + place.first_code + place.line * ((place.length + 1) / 2) + place.start / 2;
 }
 
-// Four random words of block `index`: of Philox, or, where they are given, from `first` on, of which `left` are its line's.
-__device__ __forceinline__ void random_words(const Half& half, const Rule& rule, i64 index, i64 first, i64 left,
-                                             u32 (&words)[4]) {
-    if (half.words == nullptr) {
-        philox(rule.seed, half.offset, static_cast<u64>(index), words);
-    } else {
+// Four random words of block `index`: of Philox by a seed or its keys, or, where they are given, from `first` on, of which
+// `left` are its line's.
+template <class Key>
+__device__ __forceinline__ void random_words(const Half& half, const Rule& rule, const Key& key, i64 index, i64 first,
+                                             i64 left, u32 (&words)[4]) {
+    if (rule.given_words) {
         for (int j = 0; j < 4; ++j) words[j] = j < left ? half.words[first + j] : 0u;
+    } else {
+        philox(key, half.offset, static_cast<u64>(index), words);
     }
 }
 
@@ -149,7 +151,7 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
     if (rule.stochastic) {
         u32 words[4];
         const i64 row_words = (place.length + 3) / 4, word = place.start / 4;
-        random_words(half, rule, index, place.line * row_words + word, row_words - word, words);
+        random_words(half, rule, rule.seed, index, place.line * row_words + word, row_words - word, words);
         e2m1x16_stochastic(scaled, words, packed);
     } else {
         e2m1x16_from_float(scaled, packed);
@@ -163,14 +165,6 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
         }
         if (place.count % 2 != 0) target[place.count / 2] &= 0xFu;  // padding is code 0 under a NaN factor, too
     }
-}
-
-// The codes of 16 bfloat16 numbers, where all blocks of the matrix are whole and this is number `index`.
-__device__ __forceinline__ void write_words(const Words& x, u32 bound, float factor, const Half& half, i64 index,
-                                            const Rule& rule) {
-    u32 words[4];
-    if (rule.stochastic) random_words(half, rule, index, index * 4, 4, words);
-    store_codes(e2m1x16_of_words(x, bound, factor, rule.stochastic ? &words : nullptr), half.codes + index * (BLOCK / 2));
 }
 
 // The two scales that 4over6 chooses from; both the same where it does not.
@@ -287,7 +281,27 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
 #endif
 __device__ __forceinline__ Rule rule_of(int variant, float max_product, u64 seed) {
     return {max_product, variant >> 25 & 1, variant & 3, variant >> 2 & 1, variant >> 3 & 1, variant >> 4 & 1,
-            variant >> 5 & 3, variant >> 7 & 1, variant >> 8 & 1, static_cast<u32>(variant >> 9 & 0xFFFF), seed};
+            variant >> 5 & 3, variant >> 7 & 1, variant >> 8 & 1, variant >> 26 & 1,
+            static_cast<u32>(variant >> 9 & 0xFFFF), seed};
+}
+
+struct Made {
+    u8 scale;
+    Codes codes;
+};
+
+// A block of 16 bfloat16 numbers, whose largest magnitude is `bound`, by an amax that is not above it; where that is NaN,
+// which need not count, the block's own is looked for. `factor` is that of elements under a scale.
+template <class Factor>
+__device__ __forceinline__ Made make_block(const Words& x, u32 bound, u32 amax, float encode, const Factor& factor,
+                                           const u32 (*random)[4], const Rule& rule) {
+    u8 scale = candidate_scales(amax, encode, rule).six;
+    if (!below_7(bound, factor(scale))) {
+        const u32 highest = highest_counted(rule.propagate_nan);
+        if (amax > highest) scale = candidate_scales(largest_of_words(x, bound, highest), encode, rule).six;
+        return {scale, e2m1x16_of_products(x, factor(scale), random)};
+    }
+    return {scale, e2m1x16_of_products_below_7(x, factor(scale), random)};
 }
 
 #define QUANTIZE(NAME, T)                                                                                              \
@@ -317,10 +331,10 @@ __device__ __forceinline__ void quantize_lines(const bf16* x, i64 total, const H
         const i64 index = first + b * THREADS;
         if (index >= total) return;
         const u32 bound = bound_of_words(loaded[b]);
-        const u32 amax = largest_of_words(loaded[b], bound, highest_counted(rule.propagate_nan));
-        const u8 scale = candidate_scales(amax, encode, rule).six;
-        half.scales[index] = scale;
-        write_words(loaded[b], bound, nvfp4_element_factor(scale, encode), half, index, rule);
+        const auto factor = [&](u8 scale) { return nvfp4_element_factor(scale, encode); };
+        const Made made = make_block(loaded[b], bound, bound, encode, factor, nullptr, rule);
+        half.scales[index] = made.scale;
+        store_codes(made.codes, half.codes + index * (BLOCK / 2));
     }
 }
 
@@ -385,18 +399,21 @@ struct Corner {
 
 __device__ __forceinline__ Corner corner_of(i64 line, i64 block, u32 blocks) { return {line, block, line * blocks + block}; }
 
-// Block `block` of line `line` of a half of a tile; there are `blocks` in a line.
+// Block `block` of line `line` of a half of a tile; there are `blocks` in a line. The rest as `make_block` has it.
 __device__ __forceinline__ void write_line(const Words& x, u32 bound, u32 amax, u32 line, u32 block, u32 blocks,
                                            const Corner& corner, float encode, const float (&factors)[SCALES],
-                                           const Half& half, const Rule& rule) {
-    const u8 scale = candidate_scales(amax, encode, rule).six;
+                                           const Half& half, const Rule& rule, const PhiloxKeys& keys) {
     const i64 index = corner.index + (line * blocks + block);
-    half.scales[rule.swizzled ? swizzled_index(corner.line + line, corner.block + block, blocks) : index] = scale;
-    write_words(x, bound, factors[scale], half, index, rule);
+    u32 words[4];
+    if (rule.stochastic) random_words(half, rule, keys, index, index * 4, 4, words);
+    const auto factor = [&](u8 scale) { return factors[scale]; };
+    const Made made = make_block(x, bound, amax, encode, factor, rule.stochastic ? &words : nullptr, rule);
+    half.scales[rule.swizzled ? swizzled_index(corner.line + line, corner.block + block, blocks) : index] = made.scale;
+    store_codes(made.codes, half.codes + index * (BLOCK / 2));
 }
 
 __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 columns, u32 each, const Half& row_half,
-                                               const Half& column_half, const Rule& rule) {
+                                               const Half& column_half, const Rule& rule, const PhiloxKeys& keys) {
     __shared__ SharedTiles shared;
     TileWalk walk(x, rows, columns, each);
     walk.fetch<THREADS>(shared.tiles[0]);
@@ -427,18 +444,20 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
         if (rowwise || rule.tiles) {
             const int line = warp * WARP_ROWS + lane / ROW_BLOCKS * EACH, block = lane % ROW_BLOCKS;
             Words lines[EACH];
-            u32 bounds[EACH], amaxes[EACH];
+            u32 bounds[EACH];
 #pragma unroll
             for (int b = 0; b < EACH; ++b) {
                 lines[b] = block_of_row(tile, line + b, block);
                 if ((rule.rotation & ROTATE_ROWS) != 0) rotate_words(lines[b], rule.signs);
                 bounds[b] = bound_of_words(lines[b]);
-                amaxes[b] = largest_of_words(lines[b], bounds[b], highest);
             }
             if (rule.tiles) {
                 u32 most = 0;
 #pragma unroll
-                for (int b = 0; b < EACH; ++b) most = larger_magnitudes(most, amax_and_bound(amaxes[b], bounds[b]));
+                for (int b = 0; b < EACH; ++b) {
+                    const u32 amax = largest_of_words(lines[b], bounds[b], highest);
+                    most = larger_magnitudes(most, amax_and_bound(amax, bounds[b]));
+                }
                 for (int lanes = ROW_BLOCKS; lanes < 32; lanes *= 2) {
                     most = larger_magnitudes(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
                 }
@@ -449,9 +468,9 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
 #pragma unroll
                 for (int b = 0; b < EACH; ++b) {
                     const u32 amax =
-                        rule.tiles ? amax_of(largest_of_stripe(shared.largest[slot], line / BLOCK, block)) : amaxes[b];
+                        rule.tiles ? amax_of(largest_of_stripe(shared.largest[slot], line / BLOCK, block)) : bounds[b];
                     write_line(lines[b], bounds[b], amax, line + b, block, blocks, corner, encode, shared.factors[0],
-                               row_half, rule);
+                               row_half, rule, keys);
                 }
             }
         }
@@ -465,9 +484,9 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
                 if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate_words(line, rule.signs);
                 const u32 both = rule.tiles ? largest_of_stripe(shared.largest[slot], stripe, chunk / 2) : 0u;
                 const u32 bound = rule.tiles ? bound_of(both) : bound_of_words(line);
-                const u32 amax = rule.tiles ? amax_of(both) : largest_of_words(line, bound, highest);
+                const u32 amax = rule.tiles ? amax_of(both) : bound;
                 write_line(line, bound, amax, chunk * 8 + lane / COLUMN_BLOCKS, stripe, blocks_t, corner_t, encode_t,
-                           shared.factors[1], column_half, rule);
+                           shared.factors[1], column_half, rule, keys);
             }
         }
     }
@@ -477,10 +496,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE_BLOCKS_OF_SM)
     quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, int each, const float* amax, u8* codes, u8* scales,
                               float* tensor_scale, const u32* words, u64 offset, const float* amax_t, u8* codes_t,
                               u8* scales_t, float* tensor_scale_t, const u32* words_t, u64 offset_t, float max_product,
-                              int variant, u64 seed) {
+                              int variant, u64 seed, PhiloxKeys keys) {
     quantize_tiles(x, rows, columns, static_cast<u32>(each), Half{amax, codes, scales, tensor_scale, words, offset},
                   Half{amax_t, codes_t, scales_t, tensor_scale_t, words_t, offset_t},
-                  rule_of(CHOSEN, max_product, seed));
+                  rule_of(CHOSEN, max_product, seed), keys);
 }
 
 #define QUANTIZE_PLAIN(NAME, T)                                                                                        \
@@ -488,7 +507,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE_BLOCKS_OF_SM)
         NAME(const T* x, i64 rows, i64 columns, const float* amax, u8* codes, u8* scales, float* tensor_scale,         \
              float max_product, int scale_order, int propagate_nan) {                                                  \
         quantize_plain(x, rows, columns, Half{amax, codes, scales, tensor_scale, nullptr, 0},                          \
-                       Rule{max_product, scale_order, 0, 0, 0, propagate_nan, 0, 0, 0, 0u, 0u});                       \
+                       Rule{max_product, scale_order, 0, 0, 0, propagate_nan, 0, 0, 0, 0, 0u, 0u});                    \
     }
 
 QUANTIZE(quantize_nvfp4_fp32, float)

@@ -73,8 +73,7 @@ __device__ __forceinline__ u32 bound_of_words(const Words& x) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) pairs[j] = larger_magnitudes(x.each[j], x.each[j + 4]);
     const u32 pair = larger_magnitudes(larger_magnitudes(pairs[0], pairs[1]), larger_magnitudes(pairs[2], pairs[3]));
-    const u32 low = (pair & 0x7FFFu) << 16, high = pair & 0x7FFF0000u;
-    return low > high ? low : high;
+    return larger_magnitudes(pair, pair << 16) & 0x7FFF0000u;
 }
 
 // The largest magnitude of those not above `highest`, where `bound` is the largest of all.
@@ -115,16 +114,50 @@ __device__ __forceinline__ u32 permuted(u32 a, u32 b, u32 bytes) {
     return result;
 }
 
-// `high_of` a word of two finite numbers, by the units of floating point, which have less to do; a zero has no sign.
+// `high_of` a word of two finite numbers, by the units of floating point, which have less to do: the low number less
+// itself is +0, the high one plus 0 times itself keeps the sign of a zero, too.
 __device__ __forceinline__ float finite_high_of(u32 word) {
     u32 high;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(high) : "r"(word), "r"(0x3F800000u), "r"(0u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(high) : "r"(word), "r"(0x0000BF80u));
     return __uint_as_float(high);
 }
 
-// Eight codes of one word from pairs of them in low bytes, and signs of four words of x.
-__device__ __forceinline__ u32 joined(const u32 (&pairs)[4]) {
-    return permuted(permuted(pairs[0], pairs[1], 0x0040), permuted(pairs[2], pairs[3], 0x0040), 0x5410);
+// Two numbers of magnitudes below 8, cut to E2M10, the first one low: E2M1 with nine more bits. That is what fp16 is, of
+// which E2M1 has the smallest normal number 2^14 times larger: both numbers are given so much smaller.
+__device__ __forceinline__ u32 cut_pair(float first, float second) {
+    u32 pair;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+
+// a where the mask has a bit, b elsewhere: one instruction, which the compiler does not always find.
+__device__ __forceinline__ u32 selected(u32 mask, u32 a, u32 b) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
+    return result;
+}
+
+// A number below 7 in magnitude, 2^14 times smaller, and moved such that ties go to even where half a step is added and
+// the sum is cut: those that are to go down, 1/4, 5/4, 5/2 and 5, to the number below. Those that go up, 3/4, 7/4 and 7/2,
+// are 1.5 and 1.75 times a power of two, not 1 and 1.25 times: from 4/3 on, numbers first go one up, and then all go down.
+// Every float32 number below 7 was tried.
+__device__ __forceinline__ float ties_moved(float x) {
+    return __fmul_rz(__fmaf_rn(x, 0x1.8p-25f, x), 0x1.fffffep-15f);
+}
+
+// Codes of the products of eight numbers and a factor, all of which are smaller than 7.
+__device__ __forceinline__ u32 e2m1x8_of_products_below_7(const u32* x, float factor) {
+    u32 even[2], odd[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const u32 *a = x + 2 * j, *b = a + 1;
+        even[j] = cut_pair(ties_moved(low_of(*a) * factor), ties_moved(low_of(*b) * factor));
+        odd[j] = cut_pair(ties_moved(finite_high_of(*a) * factor), ties_moved(finite_high_of(*b) * factor));
+    }
+    // A byte is the sign, three zeros, the code, and a half step, to which another one is added.
+    const u32 low = permuted(even[0], even[1], 0x7531), high = permuted(odd[0], odd[1], 0x7531);
+    const u32 codes = selected(0x70707070u, high * 8u + 0x08080808u, (low + 0x01010101u) >> 1);
+    return selected(0x88888888u, selected(0x80808080u, high, low >> 4), codes);
 }
 
 __device__ __forceinline__ u32 with_signs(u32 codes, const u32* x) {
@@ -133,29 +166,31 @@ __device__ __forceinline__ u32 with_signs(u32 codes, const u32* x) {
     return codes | (permuted(low, high, 0x5410) & 0x08080808u) | (permuted(low, high, 0x7632) & 0x80808080u);
 }
 
-// Codes of the products of eight numbers and a factor, all of which are smaller than 7.
-__device__ __forceinline__ u32 e2m1x8_of_products_below_7(const u32* x, float factor) {
-    u32 pairs[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const u32 low = e2m1_by_sum_below_7(fabsf(low_of(x[j])) * factor);
-        const u32 high = e2m1_by_sum_below_7(fabsf(finite_high_of(x[j])) * factor);
-        pairs[j] = high * 16u + low;
-    }
-    return with_signs(joined(pairs), x);
+// The magnitude of a number, 2^14 times smaller. `stochastic` rounds |x| + byte/512; where |x| is below 1/4 and has finer
+// steps than the sum just below 1/2, that lifts it to 1/2 from 2^-26 below it on. Elsewhere the sum is exact.
+__device__ __forceinline__ float sum_rounded(float x) { return __fmaf_rz(fabsf(x), 0x1p-14f, 0x1p-40f); }
+
+// Two numbers as `cut_pair` has them, where a step of E2M1 is 2^9, and as many 256th parts of one as two bytes say. One
+// instruction, which the compiler would make two of.
+__device__ __forceinline__ u32 with_shares(u32 pair, u32 bytes) {
+    u32 sum;
+    asm("mad.lo.u32 %0, %1, 2, %2;" : "=r"(sum) : "r"(bytes), "r"(pair));
+    return sum;
 }
 
-// The same by the bytes of two random words; `factor` is 2^115 times smaller, exactly.
+// The same by the bytes of two random words, as `stochastic` does it.
 __device__ __forceinline__ u32 e2m1x8_of_products_below_7(const u32* x, float factor, const u32* random) {
-    u32 pairs[4];
+    u32 even[2], odd[2];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const u32 bytes = random[j / 2], select = 0x4044u + (j % 2 * 2 << 8);
-        const u32 low = e2m1_by_sum_below_7(fabsf(low_of(x[j])) * factor, bytes, select);
-        const u32 high = e2m1_by_sum_below_7(fabsf(finite_high_of(x[j])) * factor, bytes, select + 0x100u);
-        pairs[j] = high * 16u + low;
+    for (int j = 0; j < 2; ++j) {
+        const u32 *a = x + 2 * j, *b = a + 1;
+        even[j] = cut_pair(sum_rounded(low_of(*a) * factor), sum_rounded(low_of(*b) * factor));
+        odd[j] = cut_pair(sum_rounded(finite_high_of(*a) * factor), sum_rounded(finite_high_of(*b) * factor));
+        even[j] = with_shares(even[j], random[j] & 0x00FF00FFu);
+        odd[j] = with_shares(odd[j], permuted(random[j], 0u, 0x4341));
     }
-    const u32 codes = joined(pairs);
+    const u32 low = permuted(even[0], even[1], 0x7531), high = permuted(odd[0], odd[1], 0x7531);
+    const u32 codes = selected(0xF0F0F0F0u, high * 8u, low >> 1);
     return with_signs(codes - (codes >> 3 & 0x11111111u), x);  // 8 to 7
 }
 #endif
@@ -174,19 +209,8 @@ __device__ __forceinline__ void store_codes(const Codes& codes, u8* target) {  /
 }
 
 // Codes of the products of 16 numbers and a factor: nearest even, or, where `random` is not null, by four random words as
-// `e2m1x16_stochastic` takes them. `bound`: `bound_of_words` of the numbers.
-__device__ __forceinline__ Codes e2m1x16_of_words(const Words& x, u32 bound, float factor, const u32 (*random)[4]) {
-#ifdef HAS_E2M1_BY_SUMS
-    const bool below_7 = __uint_as_float(bound) * factor < 7.0f;  // NaN is not
-    if (random != nullptr && below_7 && factor >= 0x1p-11f) {
-        const float small = factor * 0x1p-115f;
-        return {{e2m1x8_of_products_below_7(x.each, small, *random),
-                 e2m1x8_of_products_below_7(x.each + 4, small, *random + 2)}};
-    }
-    if (random == nullptr && below_7) {
-        return {{e2m1x8_of_products_below_7(x.each, factor), e2m1x8_of_products_below_7(x.each + 4, factor)}};
-    }
-#endif
+// `e2m1x16_stochastic` takes them.
+__device__ __forceinline__ Codes e2m1x16_of_products(const Words& x, float factor, const u32 (*random)[4]) {
     float v[16];
     to_floats(x, v);
 #pragma unroll
@@ -202,3 +226,23 @@ __device__ __forceinline__ Codes e2m1x16_of_words(const Words& x, u32 bound, flo
     for (int j = 0; j < 8; ++j) codes.each[j / 4] |= static_cast<u32>(packed[j]) << j % 4 * 8;
     return codes;
 }
+
+// The same where all products are below 7, none of them NaN, as nearly always; `below_7` says so, where it is worth asking.
+// `bound`: `bound_of_words` of the numbers.
+#ifdef HAS_E2M1_BY_SUMS
+__device__ __forceinline__ bool below_7(u32 bound, float factor) { return __uint_as_float(bound) * factor < 7.0f; }
+
+__device__ __forceinline__ Codes e2m1x16_of_products_below_7(const Words& x, float factor, const u32 (*random)[4]) {
+    if (random != nullptr) {
+        return {{e2m1x8_of_products_below_7(x.each, factor, *random),
+                 e2m1x8_of_products_below_7(x.each + 4, factor, *random + 2)}};
+    }
+    return {{e2m1x8_of_products_below_7(x.each, factor), e2m1x8_of_products_below_7(x.each + 4, factor)}};
+}
+#else
+__device__ __forceinline__ bool below_7(u32, float) { return false; }
+
+__device__ __forceinline__ Codes e2m1x16_of_products_below_7(const Words& x, float factor, const u32 (*random)[4]) {
+    return e2m1x16_of_products(x, factor, random);
+}
+#endif

@@ -104,14 +104,15 @@ def launch(*arguments: np.generic | int, kernel: str = "fill", index: int | None
 
 
 def test_parameters_lie_where_the_kernel_looks_for_them(driver: FakeDriver) -> None:
-    """As in a C struct of the same types: each at a multiple of its size."""
+    """As in a C struct of the same types: each at a multiple of its size. A struct is its bytes."""
+    three = ctypes.c_uint32 * 3
     arguments: tuple[Any, ...] = (
         1 << 40, np.int32(-5), np.int64(-(1 << 50)), np.float32(np.finfo(np.float32).max), np.uint32(7),
-        np.uint64(2**64 - 1), np.int32(9), np.float64(0.1),
+        np.uint64(2**64 - 1), np.int32(9), np.bytes_(bytes(three(1, 2, 0))), np.float64(0.1),
     )  # fmt: skip
     kinds = (
         ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_uint32, ctypes.c_uint64,
-        ctypes.c_int32, ctypes.c_double,
+        ctypes.c_int32, three, ctypes.c_double,
     )  # fmt: skip
 
     class Parameters(ctypes.Structure):
@@ -119,7 +120,8 @@ def test_parameters_lie_where_the_kernel_looks_for_them(driver: FakeDriver) -> N
 
     launch(*arguments)
     address, *numbers = arguments
-    expected = bytes(Parameters(address, *(number.item() for number in numbers)))
+    values = (three.from_buffer_copy(one) if isinstance(one, np.bytes_) else one.item() for one in numbers)
+    expected = bytes(Parameters(address, *values))
     assert driver.launches[0]["bytes"] == expected
     launch(*arguments[:2])  # a short list after a long one has its own length, without padding at the end
     assert driver.launches[1]["bytes"] == expected[:12]

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from native import ops
+from native.launch import launch
 from native.ops import GroupedQuantized, Quantized, recipe
 from reference import ops as reference
 from reference.recipes import Recipe
 from tests.golden import bits, golden, load, quantize_input
-from tests.native import conversions, declared, test_stochastic
+from tests.native import conversions, declared, test_stochastic, test_words
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.launching import Source
@@ -168,6 +169,22 @@ def test_philox_and_every_byte_of_a_stochastic_rounding(cuda_source: Source) -> 
     for part in ((x[(np.abs(x) < 8) | ~np.isfinite(x)]), test_stochastic.decisions()):
         got = test_stochastic.codes(source, part, device=DEVICE)
         assert torch.equal(got, test_stochastic.reference_codes(part))
+
+
+def test_blocks_of_words_have_the_references_codes(cuda_source: Source) -> None:
+    source = cuda_source(test_words.TEXT)
+    test_words.check_decisions(source, DEVICE)
+    test_words.check_every_bfloat16(source, DEVICE)
+
+
+def test_every_float32_below_7_has_the_same_codes_in_a_block_of_words_as_alone(cuda_source: Source) -> None:
+    different = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    count = int(np.float32(7).view(np.int32))
+    arguments = (np.uint32(0), np.int64(count), different)
+    launch(
+        cuda_source(test_words.TEXT), "disagreements", (-(-count // 256),), (256,), arguments, device=different.device
+    )
+    assert different.tolist() == [0, 0]
 
 
 # transform, swizzle, dequantize.
