@@ -37,7 +37,8 @@ def peers(task: Task, inputs: Inputs, notes: Notes, *, compiling: bool) -> list[
         try:
             peer = make(task, inputs)
             if peer is not None:
-                peer.calls[0]()  # what it compiles, and what it cannot do
+                with without_stderr():  # torch.compile tells there what it could not trace
+                    peer.calls[0]()  # what it compiles, and what it cannot do
                 found.append(peer)
         except ImportError as error:
             notes[name] = f"not installed ({error})"

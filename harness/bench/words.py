@@ -13,8 +13,7 @@ EXPLAINED = (
     "bytes that the operation has to move, or 2·M·N·K, a second. of ceiling: that beside the rate of a large copy, or "
     "of torch's matmul, in brackets of a copy of as many bytes, or of dequantize + matmul; of a launch, what one of "
     "torch's own costs beside it. judged by: bytes, which are the reference's; order, the sums that the declared order "
-    "can give, of a tensor core to the bit; bound, those of any order. 1/16: in one row of 16, all others by what "
-    "stands before."
+    "can give, of a tensor core to the bit; bound, those of any order; 1/16: of one row in 16 alone."
 )
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

@@ -504,13 +504,29 @@ def test_a_peer_that_is_not_there_or_has_changed_is_a_line(monkeypatch: pytest.M
     assert bench.right
 
 
-def test_the_reference_is_compiled_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_compiled_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    warnings = [b"graph break"]  # on stderr, when it is called for the first time
+
+    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled.append(function)
+
+        def call(*given: Any) -> Any:
+            if warnings:
+                os.write(2, warnings.pop())
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_)
     fake_torchao(monkeypatch, **TORCHAO)
     larger = replace(MX_TASK, shape=(128, 256))
     bench = measure([MX_TASK, larger], "cpu", quick=True, launches=False, compiling=True)
     assert len(compiled) == 1, "of the first size"
+    assert not warnings
+    assert "graph break" not in capfd.readouterr().err
     assert next(row for row in bench.rows if row.who == peers.COMPILED).verdict == "pass"
     assert not bench.notes
 
