@@ -198,7 +198,9 @@ def _transform(task: Task, inputs: Inputs) -> Prepared:
 
 
 def _swizzle(task: Task, inputs: Inputs) -> Prepared:
-    """Of the scales of NVFP4: a byte for 16 elements. A GPU copies so few bytes more slowly than many, as they say."""
+    """Of the scales of NVFP4: a byte for 16 elements. The fewer bytes, the lower the rate at which a GPU copies them: a
+    copy of as many is the second ceiling.
+    """
     rows, columns = task.shape[0], task.shape[1] // 16
     scales = torch.arange(rows * columns, device=inputs.device).mul_(2654435761).bitwise_right_shift_(13)
     scales = scales.to(torch.uint8).view(rows, columns)
