@@ -19,6 +19,14 @@ def no_job_of_github() -> Iterator[None]:
     os.environ.update(given)
 
 
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """torch's compiler, imported for good: a `pytester` in whose process cases run would import it and drop it again,
+    and it cannot be imported twice.
+    """
+    pytest.importorskip("torch._dynamo")
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> "Tried":
     """What the diagnosis has tried: the same for all backends of a test."""

@@ -240,6 +240,7 @@ def test_what_raises_is_a_failure_that_says_where(project):
     assert [row["verdict"] for row in records(project)] == ["error"]
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
     """Where cases run in the process of pytest; otherwise their worker is ended, and tests of survival say how."""
     monkeypatch.setattr("harness.plugin.in_process", lambda config: True)

@@ -53,7 +53,7 @@ def everything_is_imported(tmp_path_factory):
 
 
 @pytest.fixture
-def project(pytester, monkeypatch):
+def project(compiler, pytester, monkeypatch):
     """A folder with cases/small.toml and ledger_kernels.py; cases run in this process: another takes seconds."""
     (pytester.path / "cases").mkdir()
     (pytester.path / "cases" / "small.toml").write_text(CASES)

@@ -159,6 +159,7 @@ def test_pytest_divides_by_the_durations_of_a_run(pytester):
     result.stdout.fnmatch_lines([f"*{ALL[3]}", "1/6 tests collected*"])
 
 
+@pytest.mark.usefixtures("compiler")
 def test_the_journal_of_pytest_says_which_shard_it_is_of(pytester, monkeypatch):
     monkeypatch.setattr("harness.plugin.in_process", lambda config: True)
     pytest_run(pytester, "--shard", "2/3", "--report-dir", "out").assert_outcomes(passed=2, deselected=4)

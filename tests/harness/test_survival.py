@@ -527,6 +527,7 @@ def in_pytest(pytester, monkeypatch, folder):
     return pytester.runpytest_inprocess("--rootdir", folder, folder / "cases", *words)
 
 
+@pytest.mark.usefixtures("compiler")
 def test_pytest_ends_with_one_error_where_its_journal_does_not_fit(folder, pytester, monkeypatch):
     add = Journal.add
 
@@ -543,6 +544,7 @@ def test_pytest_ends_with_one_error_where_its_journal_does_not_fit(folder, pytes
     assert len(read(folder / "reports" / "latest").records) == 1
 
 
+@pytest.mark.usefixtures("compiler")
 def test_pytest_says_that_its_report_does_not_fit_and_keeps_the_journal(folder, pytester, monkeypatch):
     monkeypatch.setattr("harness.report.write", _no_space)
     result = in_pytest(pytester, monkeypatch, folder)
