@@ -115,14 +115,14 @@ def _blocks(terms: Terms, rows: slice, summation: Summation, columns: slice, sum
     """The blocks that begin in `columns`, or their part of the only block, added to `sums` in order."""
     left, right = (codes[:, columns] for codes in (terms.codes[0][rows], terms.codes[1]))
     left_scales, right_scales = terms.scales[0][rows], terms.scales[1]
+    left_units, right_units = (lowest_bit(scales.unsqueeze(2)) for scales in (left_scales, right_scales))
     first = columns.start // terms.width
     none = empty(left.shape[0], right.shape[0], left.device, peak=sums.peak is not None)
     for number, start in enumerate(range(0, left.shape[1], terms.width), first):
         here = slice(start, start + terms.width)
         inner = running_sum(left[:, here], right[:, here], summation.unit, none)
-        scales = left_scales[:, number], right_scales[:, number]
-        factor = torch.outer(*scales)
-        unit = inner.unit * torch.outer(*(lowest_bit(scale.unsqueeze(1)) for scale in scales))
+        factor = torch.outer(left_scales[:, number], right_scales[:, number])
+        unit = inner.unit * torch.outer(left_units[:, number], right_units[:, number])
         nothing = inner.magnitude == 0
         term = Running(
             inner.total * factor,
