@@ -111,18 +111,17 @@ def _accumulated(left: Factors, right: Factors, model: Alignment) -> torch.Tenso
     """One accumulator, from 0 on, over all columns.
 
     Where products of a block have no bit below the last that is kept beside the largest that one could be, nor has the
-    accumulator, the sum is exact, and a matmul. The rest are aligned one by one, or all, where those are many.
+    accumulator, the sum is exact, and a matmul. The rest are aligned one by one; or all are, where the rest are many or
+    all terms of a block few, which takes the fewest steps.
     """
     height, columns = left.values.shape
     out = torch.zeros(height, right.values.shape[0], dtype=torch.float64, device=left.values.device)
     for start in range(0, columns, model.width):
         x, y = (factors.part(slice(start, start + model.width)) for factors in (left, right))
-        unit = torch.maximum(torch.outer(x.powers.amax(1), y.powers.amax(1)), _power(out))
-        unit.mul_(2.0**-model.fraction).clamp_(min=_NOTHING)
-        cut = (out / unit).frac_() != 0
-        cut |= torch.outer(lowest_bit(x.values), lowest_bit(y.values)) < unit
-        if int(cut.sum()) > _MANY * cut.numel():
-            for rows in slabs(out.new_empty(1, 1).expand(height, out.shape[1] * x.values.shape[1])):
+        parts = list(slabs(out.new_empty(1, 1).expand(height, out.shape[1] * x.values.shape[1])))
+        cut = _may_cut(x, y, out, model) if len(parts) > 1 else None
+        if cut is None or int(cut.sum()) > _MANY * cut.numel():
+            for rows in parts:
                 each = Factors(x.values[rows].unsqueeze(1), x.powers[rows].unsqueeze(1))
                 out[rows] = _aligned(each, y, out[rows], model)
             continue
@@ -133,6 +132,14 @@ def _accumulated(left: Factors, right: Factors, model: Alignment) -> torch.Tenso
             total[i, j] = _aligned(x.rows(i), y.rows(j), out[i, j], model)
         out = total
     return out
+
+
+def _may_cut(x: Factors, y: Factors, before: torch.Tensor, model: Alignment) -> torch.Tensor:
+    """bool (M, N): a product of the block, or the accumulator `before`, may have bits that are cut off."""
+    unit = torch.maximum(torch.outer(x.powers.amax(1), y.powers.amax(1)), _power(before))
+    unit.mul_(2.0**-model.fraction).clamp_(min=_NOTHING)
+    cut = (before / unit).frac_() != 0
+    return cut.logical_or_(torch.outer(lowest_bit(x.values), lowest_bit(y.values)) < unit)
 
 
 def _aligned(x: Factors, y: Factors, before: torch.Tensor, model: Alignment) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from reference import Quantized, aligned, recipe
+from reference import Quantized, aligned, blocks, recipe
 from reference.aligned import of_operand
 from reference.bounds import bounds
 from reference.formats import Format
@@ -70,7 +70,7 @@ def test_the_model_is_that_in_exact_arithmetic(family: str, fraction: int, width
 def test_sums_that_are_not_cut_off_are_those_that_are_aligned(
     names: tuple[str, str], order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums that are exact as a whole, or in a block, picked ones and all: the same bits."""
+    """Sums that are exact as a whole, or in a block, picked ones and all, at once or not: the same bits."""
     shares = []
     for seed, (kind, family) in enumerate(
         [("equal", "lattice"), ("near", "data"), ("wide", "sparse"), ("wide", "any")]
@@ -81,8 +81,9 @@ def test_sums_that_are_not_cut_off_are_those_that_are_aligned(
         factors, exact = (of_operand(a), of_operand(b)), code_sum(a, b).high
         shares.append(float(aligned._never_cut(*factors, model).double().mean()))
         found = [aligned.aligned_sum(*factors, model, exact).float()]
-        for many in (1.0, -1.0):
+        for many, slab in ((1.0, 1 << 10), (-1.0, 1 << 10), (1.0, 1 << 18)):
             with monkeypatch.context() as patched:
+                patched.setitem(blocks._SLAB, "cpu", slab)
                 patched.setattr(aligned, "_MANY", many)
                 patched.setattr(aligned, "_never_cut", lambda *_: torch.zeros(15, 20).bool())
                 found.append(aligned.aligned_sum(*factors, model, exact).float())
