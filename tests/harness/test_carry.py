@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.backend import Backend, BackendError
-from harness.carry import carried, tensors_in
+from harness.carry import _together, carried, tensors_in
 from harness.case import Case
 from harness.operations.module_run import Step
 from harness.runner import run_case
@@ -38,6 +38,19 @@ def test_every_tensor_is_carried() -> None:
     assert there["seed"] == (3, 5)
     assert there["rule"] is value["rule"]
     assert there["other"]["amax"] is None
+
+
+def test_small_tensors_are_brought_together_as_they_are() -> None:
+    tensors = [
+        torch.arange(5, dtype=torch.uint8), torch.tensor(3.5), torch.arange(12.0).view(3, 4), torch.ones(7).bfloat16(),
+        torch.tensor([[1, 2**40]]), torch.tensor([True, False, True]),
+    ]  # fmt: skip
+    there = _together(tensors, torch.device("cpu"))
+    assert [(t.shape, t.dtype) for t in there] == [(t.shape, t.dtype) for t in tensors]
+    assert all(map(torch.equal, there, tensors))
+    assert {t.data_ptr() % 64 for t in there} == {0}
+    there[0].zero_()
+    assert torch.equal(tensors[0], torch.arange(5, dtype=torch.uint8))
 
 
 def test_a_step_is_carried_whole() -> None:

@@ -150,6 +150,30 @@ def test_tensors_of_nothing():
     assert said(guard) == []
 
 
+def test_many_tensors_share_an_allocation_and_each_has_its_own_zones():
+    guard, made = within(lambda x: [torch.empty(n, dtype=torch.uint8) for n in (1, 513, 40, 1 << 20, 7)])
+    small = [t for t in made if t.numel() < 1 << 20]
+    assert len({t.untyped_storage().data_ptr() for t in small}) == 1
+    assert made[3].untyped_storage().data_ptr() != made[0].untyped_storage().data_ptr()
+    for t in made:
+        put(t, t.numel(), b"\1")
+    assert said(guard) == [f"1 bytes behind a tensor of shape ({t.numel()},) were written" for t in made]
+    assert [t._version for t in (made[0].add_(1), made[1])] == [1, 0], "a change of one is none of another"
+
+
+def test_what_a_run_gave_is_copied_home_as_it_was():
+    shapes = [lambda: torch.empty(3, 4).fill_(2), lambda: torch.empty_permuted((3, 4), (1, 0)).fill_(3)]
+    guard, made = within(lambda x: [*(make() for make in shapes), x, x[:, 1:3], torch.ones(1 << 18), torch.tensor(5)])
+    home = guard.home({str(n): t for n, t in enumerate([*made, None])}, torch.device("cpu"))
+    assert home.pop("6") is None
+    before = [t.clone() for t in made]
+    for t in made:
+        t.zero_()
+    for t, was in zip(home.values(), before, strict=True):
+        assert torch.equal(t, was)
+    assert [t.stride() for t in list(home.values())[:3]] == [(4, 1), (1, 3), (4, 1)]
+
+
 VIEWS = {
     "a transpose": X.T, "every second column": torch.arange(24.0).view(3, 8)[:, ::2],
     "rows with padding": torch.arange(30.0).view(3, 10)[:, 2:6], "three dimensions": torch.zeros(2, 5, 9)[:, :, ::3],
