@@ -1,7 +1,10 @@
 """Cases over processes: what dies, hangs or cannot begin costs its own case and nothing else."""
 
 import multiprocessing
+import platform
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -262,3 +265,31 @@ def test_a_worker_runs_a_task_on_the_inputs_of_its_seed():
     right = [run_case(QUANTIZE, load_backend("reference"), seed=seed).input_digest for seed in (3, 8)]
     assert [record["input_digest"] for record in records] == right
     assert len(set(right)) == 2
+
+
+FREED = """
+import ctypes, resource
+from harness.worker import _keep_memory
+
+def faults(libc):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for size in (1 << 24, 1 << 26):
+        block = libc.malloc(size)
+        ctypes.memset(block, 1, size)
+        libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+before = [faults(libc) for _ in range(3)][-1]
+_keep_memory()
+after = [faults(libc) for _ in range(3)][-1]
+print(before, after)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_a_worker_does_not_ask_for_the_same_memory_again_and_again() -> None:
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert after < 10 < before
