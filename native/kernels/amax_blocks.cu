@@ -9,7 +9,7 @@
 //   Launch: 256 threads a block, `parts` blocks for every strip of 64 rows, which share its columns; ceil(M/64) strips, or
 //   with sections one more for each.
 //   amax_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, one section; 256 threads for every
-//   `each` tiles of 64x128, in shared_tile.cuh's grid.
+//   `apart`th tile of 64x128 of a strip, in shared_tile.cuh's grid.
 //   Exact: magnitudes are compared as integers, NaN left out unless propagate_nan; the rotation is hadamard.cuh's.
 
 #include "hadamard.cuh"
@@ -66,14 +66,14 @@ __device__ void amax_blocks(const T* x, i64 row_stride, i64 column_stride, i64 c
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    amax_tiles_bf16(const bf16* x, i64 rows, i64 columns, int each, u32* plain, u32* rotated, int along_rows, int signs,
+    amax_tiles_bf16(const bf16* x, i64 rows, i64 columns, int apart, u32* plain, u32* rotated, int along_rows, int signs,
                     int propagate_nan) {
     __shared__ Tile tiles[2];
     __shared__ u32 plain_warps[THREADS / 32], rotated_warps[THREADS / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 highest = highest_counted(propagate_nan);
     u32 largest = 0, largest_rotated = 0;
-    TileWalk walk(x, rows, columns, static_cast<u32>(each));
+    TileWalk walk(x, rows, columns, static_cast<u32>(apart));
     walk.fetch<THREADS>(tiles[0]);
     for (int slot = 0; walk.inside(); slot ^= 1) {
         tile_waits();

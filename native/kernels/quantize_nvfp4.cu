@@ -15,10 +15,10 @@
 //   or with sections one more for each. A thread makes a block of 16 of a row, then one of a column.
 //   quantize_nvfp4_plain: rowwise alone, contiguous, no variant; two blocks of 16 for every thread, THREADS apart in the
 //   order of memory, which is faster by half on a CPU, and a little on a GPU.
-//   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, no sections, one amax a
-//   half, no 4over6, no rotation of 16x16 blocks; codes aligned to 8 bytes. 256 threads for every `each` tiles of 64x128
-//   of a strip of 64 rows, or what is left of it; the grid is shared_tile.cuh's. `keys` are those of the seed. While the
-//   threads work on a tile in shared memory, the next one comes; a thread makes two blocks of rows, then two of columns.
+//   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, fewer than 2^32 blocks of
+//   16, no sections, one amax a half, no 4over6, no rotation of 16x16 blocks; codes aligned to 8 bytes. 256 threads for
+//   every `apart`th tile of 64x128 of a strip of 64 rows; the grid is shared_tile.cuh's. `keys` are those of the seed. While
+//   the threads work on a tile in shared memory, the next one comes; a thread makes two blocks of rows, then two of columns.
 //   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, and "Variants of NVFP4", float32 with one rounding per operation;
 //   E4M3 and E2M1 nearest even or stochastic, saturating. `tiles`: blocks of 16x16. `candidates`: 4over6 by absolute (1)
 //   or squared (2) errors; those of a tile are measured along its rows, whichever half is made. `rotation`: groups of
@@ -365,8 +365,8 @@ __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rul
 
 // ---- bfloat16 in whole tiles of 64x128 ----
 
-// Of a multiprocessor, so that a thread has 64 registers: 0.304 ms for both halves of nvfp4-rht, 16384^2 on an H200, 0.311
-// with 3 and 80 registers.
+// Of a multiprocessor, so that a thread has 64 registers: 0.338 ms for both halves of nvfp4-rht-sr, 16384^2 on an H200,
+// 0.341 with 3 and 80 registers.
 constexpr int TILE_BLOCKS_OF_SM = 4;
 constexpr int WARPS = THREADS / 32;
 constexpr int WARP_ROWS = TILE_ROWS / WARPS;            // of the warp's blocks of rows
@@ -394,28 +394,28 @@ __device__ __forceinline__ u32 largest_of_stripe(const u32 (&largest)[WARPS][ROW
 
 // Where a half of a tile lies in its result: the first line and, of it, block; and that one's number.
 struct Corner {
-    i64 line, block, index;
+    u32 line, block, index;
 };
 
-__device__ __forceinline__ Corner corner_of(i64 line, i64 block, u32 blocks) { return {line, block, line * blocks + block}; }
+__device__ __forceinline__ Corner corner_of(u32 line, u32 block, u32 blocks) { return {line, block, line * blocks + block}; }
 
 // Block `block` of line `line` of a half of a tile; there are `blocks` in a line. The rest as `make_block` has it.
 __device__ __forceinline__ void write_line(const Words& x, u32 bound, u32 amax, u32 line, u32 block, u32 blocks,
                                            const Corner& corner, float encode, const float (&factors)[SCALES],
                                            const Half& half, const Rule& rule, const PhiloxKeys& keys) {
-    const i64 index = corner.index + (line * blocks + block);
+    const u32 index = corner.index + (line * blocks + block);
     u32 words[4];
-    if (rule.stochastic) random_words(half, rule, keys, index, index * 4, 4, words);
+    if (rule.stochastic) random_words(half, rule, keys, index, static_cast<i64>(index) * 4, 4, words);
     const auto factor = [&](u8 scale) { return factors[scale]; };
     const Made made = make_block(x, bound, amax, encode, factor, rule.stochastic ? &words : nullptr, rule);
     half.scales[rule.swizzled ? swizzled_index(corner.line + line, corner.block + block, blocks) : index] = made.scale;
-    store_codes(made.codes, half.codes + index * (BLOCK / 2));
+    store_codes(made.codes, half.codes + static_cast<i64>(index) * (BLOCK / 2));
 }
 
-__device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 columns, u32 each, const Half& row_half,
+__device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 columns, u32 apart, const Half& row_half,
                                                const Half& column_half, const Rule& rule, const PhiloxKeys& keys) {
     __shared__ SharedTiles shared;
-    TileWalk walk(x, rows, columns, each);
+    TileWalk walk(x, rows, columns, apart);
     walk.fetch<THREADS>(shared.tiles[0]);
     const bool rowwise = row_half.tensor_scale != nullptr, columnwise = column_half.tensor_scale != nullptr;
     const u32 highest = highest_counted(rule.propagate_nan);
@@ -493,11 +493,11 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, TILE_BLOCKS_OF_SM)
-    quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, int each, const float* amax, u8* codes, u8* scales,
+    quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, int apart, const float* amax, u8* codes, u8* scales,
                               float* tensor_scale, const u32* words, u64 offset, const float* amax_t, u8* codes_t,
                               u8* scales_t, float* tensor_scale_t, const u32* words_t, u64 offset_t, float max_product,
                               int variant, u64 seed, PhiloxKeys keys) {
-    quantize_tiles(x, rows, columns, static_cast<u32>(each), Half{amax, codes, scales, tensor_scale, words, offset},
+    quantize_tiles(x, rows, columns, static_cast<u32>(apart), Half{amax, codes, scales, tensor_scale, words, offset},
                   Half{amax_t, codes_t, scales_t, tensor_scale_t, words_t, offset_t},
                   rule_of(CHOSEN, max_product, seed), keys);
 }

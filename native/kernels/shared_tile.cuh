@@ -24,28 +24,27 @@ __device__ __forceinline__ int chunk_index(int row, int chunk) {
     return row * ROW_WORDS + moved * 4;
 }
 
-// The tiles of a contiguous matrix that a block of threads takes: `each` that follow each other in a strip of 64 rows, or
-// what is left of it. Of neighbouring blocks, eight take strips that lie one under the other, so that results along
-// columns are written piece by piece at about one time: 0.38 ms for both halves of 16384^2 on an H200, 0.46 without.
-// Grid: 8 * ceil(tiles of a strip / each) times ceil(strips / 8).
+// The tiles of a contiguous matrix that a block of threads takes: of a strip of 64 rows those that lie `apart` tiles from
+// each other. As many blocks begin side by side, and so neighbours are at neighbouring tiles all the time. Eight of them
+// take strips that lie one under the other, so that results along columns are written piece by piece at about one time.
+// Grid: 8 * apart times ceil(strips / 8).
 struct TileWalk {
     const bf16* source;  // what the thread copies first of the tile
     i64 columns;
-    u32 strip, place, end;
+    u32 strip, place, apart, end;
 
-    __device__ __forceinline__ TileWalk(const bf16* x, i64 rows, i64 length, u32 each) : columns(length) {
-        const u32 across = static_cast<u32>(length / TILE_COLUMNS), down = static_cast<u32>(rows / TILE_ROWS);
+    __device__ __forceinline__ TileWalk(const bf16* x, i64 rows, i64 length, u32 apart) : columns(length), apart(apart) {
         strip = blockIdx.y * ABREAST + blockIdx.x % ABREAST;
-        place = blockIdx.x / ABREAST * each;
-        end = strip >= down ? place : place + each < across ? place + each : across;
+        place = blockIdx.x / ABREAST;
+        end = strip < static_cast<u32>(rows / TILE_ROWS) ? static_cast<u32>(length / TILE_COLUMNS) : 0u;
         source = x + (strip * TILE_ROWS + threadIdx.x / CHUNKS) * length + place * TILE_COLUMNS + threadIdx.x % CHUNKS * 8;
     }
 
     __device__ __forceinline__ bool inside() const { return place < end; }
 
     __device__ __forceinline__ void step() {
-        ++place;
-        source += TILE_COLUMNS;
+        place += apart;
+        source += apart * TILE_COLUMNS;
     }
 
     // All threads copy the tile, if there is one; it has come after `tile_waits` and a barrier.

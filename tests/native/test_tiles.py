@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from native import dequantize, ops, quantize_fp8, quantize_mx
+from native import amax, dequantize, ops, quantize_fp8, quantize_mx, quantize_nvfp4
 from native.launch import launch
 from native.ops import recipe
 from reference import ops as reference
@@ -111,6 +111,24 @@ def test_what_tiles_do_not_round_goes_to_the_other_kernels(used: list[str]) -> N
     for name, random in (("mxfp8-e4m3-sr", (1, 2)), ("mxfp4", None)):
         assert_both_same(ops.quantize_both(x, name, random=random), reference.quantize_both(x, name, random=random))
     assert used == ["quantize_mx_bf16"] * 2
+
+
+@pytest.mark.parametrize(("limit", "size"), [("_LONGEST", 128), ("_MOST", 64 * 128)])
+def test_what_is_too_large_for_tiles_goes_to_the_other_kernel(
+    limit: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def noted(*given: Any, **options: Any) -> None:
+        names.append(given[1])
+        launch(*given, **options)
+
+    monkeypatch.setattr(quantize_nvfp4, "launch", noted)
+    x = matrix("outliers", 64, 128, BF16)
+    for least in (size + 1, size):
+        monkeypatch.setattr(amax, limit, least)
+        assert_both_same(ops.quantize_both(x, "nvfp4-2d"), reference.quantize_both(x, "nvfp4-2d"))
+    assert names == ["quantize_nvfp4_tiles_bf16", "quantize_nvfp4_bf16"]
 
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "fp8-block-1x128", "fp8-block-128x128", "fp8-current"])
