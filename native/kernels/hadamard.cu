@@ -7,6 +7,7 @@
 //   declared: stages 1, 2, 4 ... group/2, stage h adds and subtracts elements h apart, every addition rounds to float32;
 //   one rounding to bfloat16, nearest even. Exact to the bit in that order.
 
+#include "blocks.cuh"
 #include "hadamard.cuh"
 
 constexpr int THREADS = 256;
@@ -33,18 +34,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 blocks = (columns + 15) / 16;
     const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     const bool inside = index < rows * blocks;  // no thread returns before the exchanges of its warp
-    const i64 row = inside ? index / blocks : 0;
-    const i64 column = inside ? index % blocks * 16 : 0;
-    const i64 left = inside ? columns - column : 0;
-    const int count = left < 16 ? static_cast<int>(left) : 16;
+    const i64 row = inside ? quotient(index, blocks) : 0;
+    const i64 column = inside ? (index - row * blocks) * 16 : 0;
+    const int count = count_of<16>(inside ? columns - column : 0);
 
-    const int period = group < 16 ? group : 16;
     Group group_of_thread;
     float(&v)[16] = group_of_thread.each;
+    load_block(x + row * row_stride + column * column_stride, column_stride, count, v);
+    const int period = group < 16 ? group : 16;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        const float sign = (signs >> i % period & 1) != 0 ? -c : c;
-        v[i] = i < count ? to_float(x[row * row_stride + (column + i) * column_stride]) * sign : 0.0f;
+        v[i] *= (signs >> (i & (period - 1)) & 1) != 0 ? -c : c;
     }
     butterfly(v, group / 2);
     for (int lanes = 1; lanes < group / 16; lanes *= 2) {
@@ -53,5 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < 16; ++i) v[i] = upper ? other.each[i] - v[i] : v[i] + other.each[i];
     }
-    for (int i = 0; i < count; ++i) from_float(v[i], out[row * columns + column + i]);
+    bf16* target = out + row * columns + column;
+    if (count == 16) return store_elements(v, target);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        if (i < count) from_float(v[i], target[i]);
+    }
 }
