@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from native.arguments import DTYPES, THREADS, blocks_for, check_operand, suffix, supported
-from native.launch import launch
+from native.launch import Argument, launch
 from native.layout import linear_scales
 from reference.formats import E2M1, E4M3, E8M0, FP32
 from reference.quantized import Quantized
@@ -31,16 +31,22 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     flags = (f"-DELEMENT={r.element.name}",)
     if _in_lines(q, scales, out):
         unit = 16 // out.element_size() if out.device.type == "cuda" else _EACH
+        block_log2, factor = np.int32(r.block[1].bit_length() - 1), np.float32(1 / r.max_product)
+        arguments: list[Argument]
+        if r.granularity == "row":
+            name, arguments = "rows", [q.codes, scales, block_log2, amax, np.int64(columns), factor]
+        else:
+            name = "lines"
+            arguments = [q.codes, scales, np.int32(_SCALE_KIND[r.scale]), block_log2, amax, factor]
         launch(
             "dequantize",
-            f"dequantize_lines_{suffix(dtype)}",
+            f"dequantize_{name}_{suffix(dtype)}",
             (blocks_for(out.numel() // unit, THREADS * _UNITS),),
             (THREADS,),
-            (q.codes, scales, np.int32(_SCALE_KIND[r.scale]), np.int32(r.block[1].bit_length() - 1), amax,
-             np.float32(1 / r.max_product), out, np.int64(out.numel())),
+            (*arguments, out, np.int64(out.numel())),
             device=q.codes.device,
             extra_flags=flags,
-        )  # fmt: skip
+        )
         return out
     launch(
         "dequantize",
@@ -61,4 +67,4 @@ def _in_lines(q: Quantized, scales: torch.Tensor, out: torch.Tensor) -> bool:
     r = q.recipe
     together = r.whole or (r.stored_rows == 1 and q.shape[1] % r.block[1] == 0)
     aligned = out.numel() % _EACH == 0 and q.codes.data_ptr() % _EACH == out.data_ptr() % _EACH == 0
-    return together and aligned and out.numel() > 0 and r.granularity == "tensor" and not q.transposed
+    return together and aligned and out.numel() > 0 and not q.transposed

@@ -24,7 +24,7 @@ KERNELS = {
         *(f"quantize_nvfp4{kind}_{t}" for kind in ("", "_plain") for t in _TYPED),
         "quantize_nvfp4_tiles_bf16",
     ),
-    "dequantize": tuple(f"dequantize{kind}_{t}" for kind in ("", "_lines") for t in _TYPED),
+    "dequantize": tuple(f"dequantize{kind}_{t}" for kind in ("", "_lines", "_rows") for t in _TYPED),
     "quantize_fp8": (*(f"quantize_fp8_{t}" for t in _TYPED), "quantize_fp8_tiles_bf16"),
     "delayed": ("update_scale",),
     "pad": tuple(f"pad_{size}" for size in (1, 2, 4, 8, 16)),

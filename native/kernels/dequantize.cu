@@ -10,7 +10,8 @@
 //   out      (M, K) float32, bfloat16 or float16
 //   Launch: 256 threads a block, one thread for every 16 elements of a row. A block has a multiple of 16 columns.
 //   dequantize_lines: codes of rows, blocks of one row and a power of two columns that divides K, or one of the whole
-//   tensor, one amax; everything aligned to 16 bytes; UNITS units for every thread.
+//   tensor, one amax; everything aligned to 16 bytes; UNITS units for every thread. dequantize_rows: the same of E4M3_AMAX
+//   with an amax for every row; a kernel of its own, since more registers than 32 would cost the others threads.
 //   Numerics: f = fl(fl(s * amax) * r), r = fl(1/2688) or fl(1/1536), or s alone; out = cast(fl(code * f)), nearest even.
 //   Exact to the bit.
 
@@ -112,9 +113,13 @@ __device__ void dequantize(const u8* codes, int codes_transposed, Scales scales,
     T* target = out + row * columns + column;
 
     const float factor = factor_at(scales, row, column, rows, columns);
-    if (count == EACH && step == 1) {  // a constant count, which compilers unroll
+    if (count == EACH) {  // a constant count, which compilers unroll
         u8 bytes[EACH / PER_BYTE];
-        load_bytes(source, bytes);
+        if (step == 1) {
+            load_bytes(source, bytes);
+        } else {
+            for (int j = 0; j < EACH / PER_BYTE; ++j) bytes[j] = source[j * step];
+        }
         float v[EACH];
         decode(bytes, v);
         for (int i = 0; i < EACH; ++i) v[i] *= factor;
@@ -144,13 +149,14 @@ struct Unit {
     };
 };
 
+// `row_units`: of a row, where every row has an amax; else 0.
 template <class T, int KIND>
 __device__ __forceinline__ void dequantize_lines(const u8* codes, const Stored<KIND>* scales, int block_log2,
-                                                 const float* amaxes, float reciprocal, T* out, i64 units) {
+                                                 const float* amaxes, i64 row_units, float reciprocal, T* out, i64 units) {
     using Codes = typename Unit<T>::Codes;
     constexpr int ELEMENTS = Unit<T>::ELEMENTS;
     const i64 first = static_cast<i64>(blockIdx.x) * THREADS * UNITS + threadIdx.x;
-    const float amax = KIND == E4M3_AMAX ? *amaxes : 0.0f;
+    float amax[UNITS];
     Codes loaded[UNITS];
     Stored<KIND> stored[UNITS];
 #pragma unroll
@@ -159,12 +165,13 @@ __device__ __forceinline__ void dequantize_lines(const u8* codes, const Stored<K
         if (index >= units) break;
         loaded[u] = reinterpret_cast<const Codes*>(codes)[index];
         stored[u] = scales[index * ELEMENTS >> block_log2];
+        amax[u] = KIND == E4M3_AMAX ? amaxes[row_units != 0 ? quotient(index, row_units) : 0] : 0.0f;
     }
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
         const i64 index = first + u * THREADS;
         if (index >= units) break;
-        const float factor = factor_of<KIND>(stored[u], amax, reciprocal);
+        const float factor = factor_of<KIND>(stored[u], amax[u], reciprocal);
         float v[ELEMENTS];
         decode(loaded[u].each, v);
 #pragma unroll
@@ -180,13 +187,22 @@ __device__ __forceinline__ void dequantize_lines(const u8* codes, const Stored<K
         const i64 units = total / Unit<T>::ELEMENTS;                                                                   \
         const u8* bytes = static_cast<const u8*>(scales);                                                              \
         if (kind == FP32) {                                                                                            \
-            dequantize_lines<T, FP32>(codes, static_cast<const float*>(scales), block_log2, amax, reciprocal, out,     \
+            dequantize_lines<T, FP32>(codes, static_cast<const float*>(scales), block_log2, amax, 0, reciprocal, out,  \
                                       units);                                                                          \
         } else if (kind == E8M0) {                                                                                     \
-            dequantize_lines<T, E8M0>(codes, bytes, block_log2, amax, reciprocal, out, units);                         \
+            dequantize_lines<T, E8M0>(codes, bytes, block_log2, amax, 0, reciprocal, out, units);                      \
         } else {                                                                                                       \
-            dequantize_lines<T, E4M3_AMAX>(codes, bytes, block_log2, amax, reciprocal, out, units);                    \
+            dequantize_lines<T, E4M3_AMAX>(codes, bytes, block_log2, amax, 0, reciprocal, out, units);                 \
         }                                                                                                              \
+    }
+
+#define DEQUANTIZE_ROWS(NAME, T)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        NAME(const u8* codes, const u8* scales, int block_log2, const float* amaxes, i64 columns, float reciprocal,    \
+             T* out, i64 total) {                                                                                      \
+        constexpr int EACH_UNIT = Unit<T>::ELEMENTS;                                                                   \
+        dequantize_lines<T, E4M3_AMAX>(codes, scales, block_log2, amaxes, columns / EACH_UNIT, reciprocal, out,        \
+                                       total / EACH_UNIT);                                                             \
     }
 
 #define DEQUANTIZE(NAME, T)                                                                                            \
@@ -203,3 +219,6 @@ DEQUANTIZE(dequantize_fp16, fp16)
 DEQUANTIZE_LINES(dequantize_lines_fp32, float)
 DEQUANTIZE_LINES(dequantize_lines_bf16, bf16)
 DEQUANTIZE_LINES(dequantize_lines_fp16, fp16)
+DEQUANTIZE_ROWS(dequantize_rows_fp32, float)
+DEQUANTIZE_ROWS(dequantize_rows_bf16, bf16)
+DEQUANTIZE_ROWS(dequantize_rows_fp16, fp16)

@@ -147,12 +147,14 @@ def test_nothing_outside_of_whole_tiles_is_read_or_written(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d", "nvfp4", "nvfp4-2d", "fp8-block-1x128-e5m2", "fp8-current"])
+@pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d", "nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "fp8-block-1x128-e5m2",
+                                  "fp8-current"])  # fmt: skip
 def test_whole_lines_have_the_references_values(name: str, dtype: torch.dtype, used: list[str]) -> None:
     for family in FAMILIES:
         q = reference.quantize(matrix(family, 67, 384, BF16), name)
         assert_equal(ops.dequantize(q, dtype), reference.dequantize(q, dtype))
-    assert set(used) == {f"dequantize_lines_{suffix(dtype)}"}
+    kind = "rows" if recipe(name).granularity == "row" else "lines"
+    assert set(used) == {f"dequantize_{kind}_{suffix(dtype)}"}
 
 
 def suffix(dtype: torch.dtype) -> str:
@@ -161,7 +163,7 @@ def suffix(dtype: torch.dtype) -> str:
 
 @pytest.mark.parametrize(
     ("name", "rows", "columns"),
-    [("nvfp4", 5, 24), ("nvfp4-rowscaled", 4, 32), ("mxfp8-e4m3", 4, 48), ("fp8-block-128x128", 128, 128),
+    [("nvfp4", 5, 24), ("nvfp4-rowscaled", 4, 24), ("mxfp8-e4m3", 4, 48), ("fp8-block-128x128", 128, 128),
      ("fp8-block-1x128", 3, 130), ("fp8-current", 3, 5)],
 )  # fmt: skip
 def test_what_is_not_whole_lines_goes_to_the_other_kernel(name: str, rows: int, columns: int, used: list[str]) -> None:
