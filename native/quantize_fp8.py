@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from native.amax import amax as tensor_amax
-from native.amax import oriented_amax
+from native.amax import in_tiles, oriented_amax
 from native.arguments import as_matrix, blocks_for, check_random, check_scale, check_tensor, suffix
 from native.launch import Argument, launch
 from native.sections import check_sizes
@@ -85,14 +85,14 @@ def quantize_both(
     shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
     _check_options(r, shape, random, swizzled=swizzled)
     check_scale(scale, 1, r)
-    amaxes = _amaxes(x, r, (None, None) if amax is None else amax, rowwise=rowwise, columnwise=columnwise)
+    amaxes, found = _amaxes(x, r, (None, None) if amax is None else amax, rowwise=rowwise, columnwise=columnwise)
     halves = [
-        _half(of, r, found, x.device) if side else None
-        for side, of, found in zip((rowwise, columnwise), (shape, shape_t), amaxes, strict=True)
+        _half(of, r, one, x.device) if side else None
+        for side, of, one in zip((rowwise, columnwise), (shape, shape_t), amaxes, strict=True)
     ]
     # Either half of x is the other half of its transpose, which a view of a contiguous matrix is read along.
     along_rows = x.stride(1) == 1 or x.stride(0) != 1
-    _launch(x if along_rows else x.T, r, halves if along_rows else halves[::-1], scale)
+    _launch(x if along_rows else x.T, r, halves if along_rows else halves[::-1], scale, found)
     row, column = (
         None if half is None else Quantized(half.codes, half.scales, half.amax, r, of, half.encode)
         for half, of in zip(halves, (shape, shape_t), strict=True)
@@ -123,6 +123,9 @@ def quantize_grouped(
     _check_options(r, (rows, columns), random, swizzled=False)
     check_scale(scale, count, r)
     _check_amax(amax, "amax", (count,), r)
+    found = None
+    if r.whole and amax is None:
+        amax = found = _to_find(r, count, x.device)
     if r.whole and amax is None:
         amax, _ = oriented_amax(
             x, plain=True, rotated=False, along_rows=True, sizes=sizes, propagate_nan=r.nan == "propagate"
@@ -139,7 +142,7 @@ def quantize_grouped(
         amax,
         torch.empty((count,), dtype=torch.float32, device=x.device) if r.whole else None,
     )
-    _launch(x, r, [None, half] if columnwise else [half, None], scale, sizes)
+    _launch(x, r, [None, half] if columnwise else [half, None], scale, found, sizes)
     return GroupedQuantized(
         half.codes, half.scales, amax, r, (rows, columns), sizes, half.encode, columnwise=columnwise
     )  # fmt: skip
@@ -159,6 +162,7 @@ def _launch(
     r: Recipe,
     halves: Sequence[_Half | None],
     scale: torch.Tensor | None,
+    found: torch.Tensor | None,
     sizes: torch.Tensor | None = None,
 ) -> None:
     rows, columns = x.shape
@@ -167,7 +171,7 @@ def _launch(
     largest = torch.finfo(x.dtype if r.largest_scale == "input" else torch.float32).max
     row, column = ([None] * 4 if half is None else half.arguments() for half in halves)
     halves_and_rule = (
-        np.int32(_kind(r)), scale, np.int32(r.element is E5M2), *row, *column, np.float32(r.element.max),
+        np.int32(_kind(r)), scale, found, np.int32(r.element is E5M2), *row, *column, np.float32(r.element.max),
         np.float32(r.smallest_amax), np.float32(largest), np.int32(r.scale_rounding == "down"),
         np.int32(r.nan == "propagate"),
     )  # fmt: skip
@@ -190,10 +194,7 @@ def _launch(
 
 def _in_tiles(x: torch.Tensor) -> bool:
     """Whether the kernel that takes whole tiles does for this."""
-    rows, columns = x.shape
-    whole = rows % TILE == columns % TILE == 0 and x.numel() > 0 and x.is_contiguous()
-    known = x.device.type in _TILE_THREADS and x.dtype == torch.bfloat16
-    return known and whole and x.data_ptr() % 16 == 0
+    return x.device.type in _TILE_THREADS and x.shape[0] % TILE == 0 and in_tiles(x)
 
 
 def _amaxes(
@@ -203,18 +204,28 @@ def _amaxes(
     *,
     rowwise: bool,
     columnwise: bool,
-) -> list[torch.Tensor | None]:
-    """The amax of either half where the tensor has one scale: what is given, or the tensor's own, found once."""
+) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+    """The amax of either half where the tensor has one scale: what is given, or the tensor's own.
+
+    That is found once: here where scales are made of it, else by the kernel that quantizes, and is then the second
+    result, too.
+    """
     wanted = (rowwise, columnwise)
     names = ("amax", "amax") if not columnwise else ("rowwise amax", "columnwise amax")
     for side, one, name in zip(wanted, given, names, strict=True):
         if side:
             _check_amax(one, name, amax_shape((0, 0), r), r)
     if not r.whole:
-        return [None, None]
+        return [None, None], None
     missing = any(side and one is None for side, one in zip(wanted, given, strict=True))
-    own = _tensor_amax(x, propagate_nan=r.nan == "propagate") if missing else None
-    return [own if one is None else one for one in given]
+    found = _to_find(r, 1, x.device) if missing else None
+    own = _tensor_amax(x, propagate_nan=r.nan == "propagate") if missing and found is None else found
+    return [own if one is None else one for one in given], found
+
+
+def _to_find(r: Recipe, count: int, device: torch.device) -> torch.Tensor | None:
+    """Where the kernel that quantizes leaves the amaxes of which later scales are made, if the recipe has such."""
+    return torch.zeros(count, dtype=torch.float32, device=device) if r.tensor_scale == "given" else None
 
 
 def _tensor_amax(x: torch.Tensor, *, propagate_nan: bool) -> torch.Tensor | None:

@@ -4,6 +4,7 @@
 //   sizes          rows of each of `sections` sections along M, or null: the whole tensor is one section
 //   kind           what shares a scale: 128 elements of a line (0), a tile of 128x128 (1), or a section (2)
 //   given          float32, one a section: the scales of kind 2 (delayed scaling); or null
+//   found          float32, one a section, which the caller has set to 0: kind 2 leaves the largest magnitude there; or null
 //   e5m2           elements are E5M2, else E4M3
 //   Rowwise, or all null:
 //   amax           float32, one a section, of which kind 2 makes its scales; or null
@@ -22,6 +23,7 @@
 //   of x times it, nearest even, saturating. Everything is exact to the bit.
 
 #include "fp8.cuh"
+#include "reduce.cuh"
 #include "sections.cuh"
 #include "register_tile.cuh"
 
@@ -52,6 +54,7 @@ struct Rule {
     int kind, e5m2;
     u32 highest;  // magnitude that counts
     const float* given;
+    u32* found;
     ScaleRule scale;
 };
 
@@ -124,15 +127,11 @@ __device__ __forceinline__ float scale_of_section(const float* amax, i64 section
     return rule.given != nullptr ? rule.given[section] : fp8_scale(amax[section], rule.scale);
 }
 
-// Of every section, also those without rows.
-__device__ __forceinline__ void write_scales_of_sections(const Half& half, int count, const Rule& rule) {
+__device__ __forceinline__ void write_scale_of_section(const Half& half, i64 section, const Rule& rule) {
     if (half.scales == nullptr) return;
-    const i64 step = static_cast<i64>(gridDim.x) * THREADS;
-    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < count; i += step) {
-        const float scale = scale_of_section(half.amax, i, rule);
-        half.encode[i] = scale;
-        half.scales[i] = 1.0f / scale;
-    }
+    const float scale = scale_of_section(half.amax, section, rule);
+    half.encode[section] = scale;
+    half.scales[section] = 1.0f / scale;
 }
 
 // Where the words of column `column` begin with the rows from 16 * `part` on: turned by the chunk, so that lanes that
@@ -155,9 +154,12 @@ template <class T>
 __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, Half row_half,
                          Half column_half, Rule rule) {
     __shared__ Shared shared;
-    if (rule.kind == WHOLE) {
-        write_scales_of_sections(row_half, sections.count, rule);
-        write_scales_of_sections(column_half, sections.count, rule);
+    if (rule.kind == WHOLE) {  // of every section, also those without rows
+        const i64 step = static_cast<i64>(gridDim.x) * THREADS;
+        for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < sections.count; i += step) {
+            write_scale_of_section(row_half, i, rule);
+            write_scale_of_section(column_half, i, rule);
+        }
     }
     const i64 blocks = (columns + TILE - 1) / TILE;  // of a row
     const i64 across = blocks > 0 ? blocks : 1;
@@ -186,14 +188,13 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
                 for (int i = 0; i < CHUNK; ++i) v[patch][k][i] = i < here ? to_float(source[i * column_stride]) : 0.0f;
             }
         }
-        if (rule.kind == WHOLE) continue;
+        if (rule.kind == WHOLE && rule.found == nullptr) continue;
         u32 (&below)[CHUNK] = column_most[patch % CHUNKS];
 #pragma unroll
         for (int k = 0; k < ROWS; ++k) {
-            u32 most = 0;
-            for (int i = 0; i < CHUNK; ++i) take_magnitude(v[patch][k][i], rule.highest, most);
+            shared.row_amaxes[at.row + k][at.column / CHUNK] = largest_magnitude(v[patch][k], rule.highest);
+            if (rule.kind != LINES) continue;
             for (int i = 0; i < CHUNK; ++i) take_magnitude(v[patch][k][i], rule.highest, below[i]);
-            shared.row_amaxes[at.row + k][at.column / CHUNK] = most;
         }
     }
 
@@ -205,18 +206,20 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
             for (int c = 0; c < CHUNKS; ++c) shared.column_amaxes[i][thread * CHUNKS + c] = column_most[c][i];
         }
     }
-    if (rule.kind != WHOLE) {
+    const bool of_tile = rule.kind == TILES || rule.found != nullptr;
+    if (rule.kind == LINES || of_tile) {
         __syncthreads();
     }
     float scale = 0.0f;  // of the whole tile
-    if (rule.kind == TILES) {
+    if (of_tile) {
         for (int line = thread; line < TILE; line += THREADS) {
             shared.line_amaxes[line] = largest(ACROSS, [&](int n) { return shared.row_amaxes[line][n]; });
         }
         __syncthreads();
         const u32 amax = largest(TILE, [&](int n) { return shared.line_amaxes[n]; });
         scale = fp8_scale(__uint_as_float(amax), rule.scale);
-        if (thread == 0) {
+        if (thread == 0 && rule.kind == WHOLE) atomicMax(rule.found + strip.section, amax);
+        if (thread == 0 && rule.kind == TILES) {
             if (rowwise) row_half.scales[(strip.blocks_before + block_row) * blocks + block] = 1.0f / scale;
             if (columnwise) {
                 column_half.scales[blocks * strip.blocks_before + block * section_blocks + block_row] = 1.0f / scale;
@@ -289,10 +292,10 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
 #define QUANTIZE(NAME, T)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         NAME(const T* x, i64 row_stride, i64 column_stride, i64 rows, i64 columns, const i64* sizes, int sections,     \
-             int kind, const float* given, int e5m2, const float* amax, u8* codes, float* scales, float* encode,       \
-             const float* amax_t, u8* codes_t, float* scales_t, float* encode_t, float largest_element,                \
+             int kind, const float* given, u32* found, int e5m2, const float* amax, u8* codes, float* scales,          \
+             float* encode, const float* amax_t, u8* codes_t, float* scales_t, float* encode_t, float largest_element, \
              float smallest_amax, float largest_scale, int power_of_two, int propagate_nan) {                          \
-        const Rule rule = {kind, e5m2, highest_counted(propagate_nan), given,                                          \
+        const Rule rule = {kind, e5m2, highest_counted(propagate_nan), given, found,                                   \
                            ScaleRule{largest_element, smallest_amax, largest_scale, power_of_two}};                    \
         quantize(x, row_stride, column_stride, columns, Sections{sizes, sections, rows},                               \
                  Half{amax, codes, scales, encode}, Half{amax_t, codes_t, scales_t, encode_t}, rule);                  \
@@ -304,6 +307,7 @@ constexpr int PIECE_ROWS = 8;  // 1x128, both halves of 16384^2 on an H200: 0.32
 constexpr int PIECES_DOWN = TILE / PIECE_ROWS;
 constexpr int TILE_THREADS = PIECES_DOWN * ACROSS_TILE;
 static_assert(TILE == TILE_WIDTH, "a row of a tile is a block");
+static_assert(TILE_THREADS == 2 * TILE, "a thread finds the scale of a row, or of a column");
 
 struct SharedTile {
     union {
@@ -315,36 +319,26 @@ struct SharedTile {
     };
     alignas(16) float factors[2][TILE];  // of rows, of columns
     alignas(16) u32 codes[TILE][WORDS];  // of the transpose
+    u32 warps[TILE_THREADS / 32];        // the largest of each
 };
 
-// Which word of column `column` holds the codes of rows 4 * word to 4 * word + 3: turned so that the threads of a warp meet
-// in no bank, sixteen of which lie side by side, and two below each other. Four words of a column stay together.
-__device__ __forceinline__ int turned_word(int column, int word) {
-    const int across = column / PIECE;
+// Which word of a column of the piece `across` holds the codes of rows 4 * word to 4 * word + 3: turned so that the threads
+// of a warp meet in no bank, sixteen of which lie side by side, and two below each other. Four words of a column stay
+// together.
+__device__ __forceinline__ u32 turned_word(u32 across, u32 word) {
     return word ^ (across / 2 % (WORDS / 4) * 4 + across % 2);
-}
-
-// The scale of a block, whose inverse goes to where the half keeps it.
-__device__ __forceinline__ float write_scale(u32 amax, float* stored, const Rule& rule) {
-    const float scale = fp8_scale(__uint_as_float(amax), rule.scale);
-    *stored = 1.0f / scale;
-    return scale;
 }
 
 template <class F, bool PROPAGATE_NAN>
 __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 columns, const Half& row_half,
                                               const Half& column_half, const Rule& rule, SharedTile& shared) {
     const bool rowwise = row_half.scales != nullptr, columnwise = column_half.scales != nullptr;
-    if (rule.kind == WHOLE) {
-        write_scales_of_sections(row_half, 1, rule);
-        write_scales_of_sections(column_half, 1, rule);
-    }
-    const u32 tiles_across = static_cast<u32>(columns / TILE);
-    const i64 tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
-    const i64 tiles_down = rows / TILE;
-    const int thread = threadIdx.x;
-    const int down = thread / ACROSS_TILE, across = thread % ACROSS_TILE;
-    const i64 start = (tile_row * TILE + down * PIECE_ROWS) * columns + tile_column * TILE + across * PIECE;
+    const u32 tiles_across = static_cast<u32>(columns / TILE), tiles_down = static_cast<u32>(rows / TILE);
+    const u32 tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
+    const u32 thread = threadIdx.x;
+    const u32 down = thread / ACROSS_TILE, across = thread % ACROSS_TILE;
+    const i64 first_row = static_cast<i64>(tile_row) * TILE, first_column = static_cast<i64>(tile_column) * TILE;
+    const i64 start = (first_row + down * PIECE_ROWS) * columns + first_column + across * PIECE;
 
     Piece<PIECE_ROWS> piece;
     load_piece(x + start, columns, piece);
@@ -353,15 +347,16 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
     if (rule.kind == LINES) {
         note_maxima<PROPAGATE_NAN>(piece, down, across, rowwise, columnwise, shared.maxima);
         __syncthreads();
-        for (int n = thread; n < 2 * TILE; n += TILE_THREADS) {
-            const bool is_row = n < TILE;
-            const int line = n % TILE;
-            if (!(is_row ? rowwise : columnwise)) continue;
+        const bool is_row = thread < TILE;
+        const u32 line = thread % TILE;
+        if (is_row ? rowwise : columnwise) {
             const u32 amax = is_row ? largest_of_line<PROPAGATE_NAN, ACROSS_TILE>(shared.maxima.rows, 0, line)
                                     : largest_of_line<PROPAGATE_NAN, PIECES_DOWN>(shared.maxima.columns, 0, line);
-            float* stored = is_row ? row_half.scales + (tile_row * TILE + line) * tiles_across + tile_column
-                                   : column_half.scales + (tile_column * TILE + line) * tiles_down + tile_row;
-            shared.factors[is_row ? 0 : 1][line] = write_scale(amax, stored, rule);
+            const float scale = fp8_scale(__uint_as_float(amax), rule.scale);
+            shared.factors[is_row ? 0 : 1][line] = scale;
+            const i64 at = is_row ? (first_row + line) * tiles_across + tile_column
+                                  : (first_column + line) * tiles_down + tile_row;
+            (is_row ? row_half : column_half).scales[at] = 1.0f / scale;
         }
         __syncthreads();
     } else if (rule.kind == TILES) {
@@ -377,12 +372,16 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
         const u32 amax = largest(ACROSS_TILE, [&](int n) { return shared.largest.columns[n]; });
         row_factor = column_factor = fp8_scale(__uint_as_float(amax), rule.scale);
         if (thread == 0) {
-            if (rowwise) row_half.scales[tile_row * tiles_across + tile_column] = 1.0f / row_factor;
-            if (columnwise) column_half.scales[tile_column * tiles_down + tile_row] = 1.0f / row_factor;
+            if (rowwise) row_half.scales[static_cast<i64>(tile_row) * tiles_across + tile_column] = 1.0f / row_factor;
+            if (columnwise) column_half.scales[static_cast<i64>(tile_column) * tiles_down + tile_row] = 1.0f / row_factor;
         }
     } else if (rule.kind == WHOLE) {
         if (rowwise) row_factor = scale_of_section(row_half.amax, 0, rule);
         if (columnwise) column_factor = scale_of_section(column_half.amax, 0, rule);
+        if (tile_row == 0 && tile_column == 0 && thread == 0) {
+            write_scale_of_section(row_half, 0, rule);
+            write_scale_of_section(column_half, 0, rule);
+        }
     }
 
     // ---- codes ----
@@ -405,9 +404,9 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
             if (!columnwise) continue;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int column = across * PIECE + 4 * w + i;
+                const u32 column = across * PIECE + 4 * w + i;
                 const float f = rule.kind == LINES ? shared.factors[1][column] : column_factor;
-                shared.codes[column][turned_word(column, (down * PIECE_ROWS + group) / ROWS)] =
+                shared.codes[column][turned_word(across, (down * PIECE_ROWS + group) / ROWS)] =
                     four_codes<F>(v[0][i] * f, v[1][i] * f, v[2][i] * f, v[3][i] * f);
             }
         }
@@ -415,26 +414,27 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
 #pragma unroll
         for (int k = 0; k < ROWS; ++k) store_code_words(of_rows[k], row_half.codes + start + (group + k) * columns);
     }
+    if (rule.found != nullptr) largest_of_block(shared.warps, largest_of_piece<PROPAGATE_NAN>(piece), rule.found);
     if (!columnwise) return;
     __syncthreads();
 #pragma unroll
-    for (int index = 0; index < TILE * (WORDS / 4); index += TILE_THREADS) {
-        const int column = (index + thread) / (WORDS / 4), part = (index + thread) % (WORDS / 4);
+    for (u32 n = 0; n < TILE * (WORDS / 4); n += TILE_THREADS) {
+        const u32 column = (n + thread) / (WORDS / 4), part = (n + thread) % (WORDS / 4);
         u32 turned_words[4], words[4];
-        load_aligned(&shared.codes[column][turned_word(column, 4 * part) / 4 * 4], turned_words);
+        load_aligned(&shared.codes[column][turned_word(column / PIECE, 4 * part) / 4 * 4], turned_words);
         const bool odd = column / PIECE % 2 != 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) words[j] = odd ? turned_words[j ^ 1] : turned_words[j];
-        store_code_words(words, column_half.codes + (tile_column * TILE + column) * rows + tile_row * TILE + 16 * part);
+        store_code_words(words, column_half.codes + (first_column + column) * rows + first_row + 16 * part);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
-    quantize_fp8_tiles_bf16(const bf16* x, i64 rows, i64 columns, int kind, const float* given, int e5m2,
+    quantize_fp8_tiles_bf16(const bf16* x, i64 rows, i64 columns, int kind, const float* given, u32* found, int e5m2,
                             const float* amax, u8* codes, float* scales, float* encode, const float* amax_t,
                             u8* codes_t, float* scales_t, float* encode_t, float largest_element, float smallest_amax,
                             float largest_scale, int power_of_two, int propagate_nan) {
-    const Rule rule = {kind, e5m2, highest_counted(propagate_nan), given,
+    const Rule rule = {kind, e5m2, highest_counted(propagate_nan), given, found,
                        ScaleRule{largest_element, smallest_amax, largest_scale, power_of_two}};
     const Half row_half = {amax, codes, scales, encode}, column_half = {amax_t, codes_t, scales_t, encode_t};
     __shared__ SharedTile shared;

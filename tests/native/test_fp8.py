@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from native import ops
+from native import ops, quantize_fp8
 from native.ops import Quantized, recipe
 from reference import ops as reference
 from reference.recipes import Recipe
@@ -199,6 +199,24 @@ def test_whatever_scale_is_given_multiplies_the_elements_and_the_amax_is_observe
         q = ops.quantize(x, name, scale=scale)
         assert torch.equal(bits(q.amax), bits(ops.amax(x)))  # type: ignore[arg-type]
         assert q.tensor_scale is not scale
+
+
+def test_delayed_scaling_reads_a_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other recipes need the amax before the first element can be scaled."""
+
+    def read_before(*_: object, **__: object) -> None:
+        raise AssertionError("an amax of its own was asked for")
+
+    for name in ("tensor_amax", "oriented_amax"):
+        monkeypatch.setattr(quantize_fp8, name, read_before)
+    x, options = matrix("outliers", 130, 140, torch.bfloat16), {"scale": torch.tensor([2.0])}
+    for view in (x, x.T, x[:, ::2]):
+        assert_both_same(ops.quantize_both(view, DELAYED, **options), reference.quantize_both(view, DELAYED, **options))
+    sizes = torch.tensor([100, 0, 30])
+    got, expected = (one.quantize_grouped(x, sizes, DELAYED, scale=torch.ones(3)) for one in (ops, reference))
+    assert torch.equal(got.amax, expected.amax)
+    with pytest.raises(AssertionError, match="an amax of its own"):
+        ops.quantize(x, CURRENT)
 
 
 @pytest.mark.parametrize("kind", ["block-1x128", "block-128x128", "current"])

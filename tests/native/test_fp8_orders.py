@@ -57,15 +57,16 @@ def test_every_order_and_number_of_workers_gives_the_same_bytes(threads: int) ->
 
 # What each barrier of quantize_fp8.cu stands between, and the dtype of which whole tiles go to its kernel.
 NEEDED = [
-    (0, "fp8-block-1x128-e4m3-fp32", torch.float32),  # amaxes of chunks, and those of lines
-    (1, "fp8-block-128x128-e4m3-fp32", torch.float32),  # amaxes of rows, and that of the tile
-    (2, "fp8-block-1x128-e4m3-fp32", torch.float32),  # scales, and the elements that they multiply
-    (3, "fp8-current-e4m3", torch.float32),  # codes of rows, and the columns that are written of them
-    (4, "fp8-block-1x128-e4m3-fp32", torch.bfloat16),  # largest magnitudes of pieces, and those of lines
-    (5, "fp8-block-1x128-e4m3-fp32", torch.bfloat16),  # scales, and the elements that they multiply
-    (6, "fp8-block-128x128-e4m3-fp32", torch.bfloat16),  # largest magnitudes of pieces, and those of pieces in a column
-    (7, "fp8-block-128x128-e4m3-fp32", torch.bfloat16),  # those, and that of the tile
-    (8, "fp8-current-e4m3", torch.bfloat16),  # codes of rows, and the columns that are written of them
+    (0, "fp8-delayed-e4m3", torch.bfloat16),  # of reduce.cuh: the largest of warps, and that of the tile
+    (1, "fp8-block-1x128-e4m3-fp32", torch.float32),  # amaxes of chunks, and those of lines
+    (2, "fp8-block-128x128-e4m3-fp32", torch.float32),  # amaxes of rows, and that of the tile
+    (3, "fp8-block-1x128-e4m3-fp32", torch.float32),  # scales, and the elements that they multiply
+    (4, "fp8-current-e4m3", torch.float32),  # codes of rows, and the columns that are written of them
+    (5, "fp8-block-1x128-e4m3-fp32", torch.bfloat16),  # largest magnitudes of pieces, and those of lines
+    (6, "fp8-block-1x128-e4m3-fp32", torch.bfloat16),  # scales, and the elements that they multiply
+    (7, "fp8-block-128x128-e4m3-fp32", torch.bfloat16),  # largest magnitudes of pieces, and those of pieces in a column
+    (8, "fp8-block-128x128-e4m3-fp32", torch.bfloat16),  # those, and that of the tile
+    (9, "fp8-current-e4m3", torch.bfloat16),  # codes of rows, and the columns that are written of them
 ]
 
 
@@ -81,7 +82,7 @@ def test_a_lost_barrier_of_quantize_shows(
     one, other = (matrix("normal", 128, 128, dtype, seed=seed) * 3.0**seed for seed in (0, 1))
 
     def call(real: bool) -> Iterator[torch.Tensor]:
-        return parts(*ops.quantize_both(one if real else other, name))
+        return parts(*ops.quantize_both(one if real else other, name, **given_scale(recipe(name))))
 
     with lost("quantize_fp8", "quantize_fp8", which, cuda_source, monkeypatch):
         assert len(seen_in_orders(call)) > 1
