@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from native.arguments import THREADS, blocks_for, check_tensor
+from native.arguments import blocks_for, check_tensor
 from native.launch import launch
 from reference.quantized import Quantized, scales_shape
 
 _CHUNK = 16
 """Scales of each of four rows, 32 apart, that a thread moves."""
+_THREADS = 128
 
 
 def _padded(shape: tuple[int, int]) -> tuple[int, int]:
@@ -47,4 +48,4 @@ def linear_scales(q: Quantized) -> torch.Tensor:
 def _move(kernel: str, source: torch.Tensor, target: torch.Tensor, rows: int, columns: int) -> None:
     threads = blocks_for(rows, 128) * 32 * blocks_for(columns, _CHUNK)
     arguments = (source, target, np.int64(rows), np.int64(columns))
-    launch("swizzle", kernel, (blocks_for(threads, THREADS),), (THREADS,), arguments, device=source.device)
+    launch("swizzle", kernel, (blocks_for(threads, _THREADS),), (_THREADS,), arguments, device=source.device)
