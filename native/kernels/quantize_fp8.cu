@@ -303,6 +303,8 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
 
 // ---- bfloat16 in whole tiles ----
 
+// Of both halves of 1x128 on an H200, a tenth of the time is the stores of scales, of which every four bytes take a sector of
+// L2 as 32 bytes of codes do; tiles in bands, more threads at once and streaming loads were no faster.
 constexpr int PIECE_ROWS = 8;  // 1x128, both halves of 16384^2 on an H200: 0.324 ms, 0.333 with 4 and twice the threads
 constexpr int PIECES_DOWN = TILE / PIECE_ROWS;
 constexpr int TILE_THREADS = PIECES_DOWN * ACROSS_TILE;
