@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from native.amax import strips
+from native.amax import prefers_tiles, strips
 from native.arguments import (
     STRIP,
     as_matrix,
@@ -24,6 +24,8 @@ from reference.quantized import GroupedQuantized, Quantized, codes_shape, scales
 from reference.recipes import Recipe
 
 _THREADS = 128
+_ANY_THREADS = {"cuda": 128, "cpu": 8}
+"""Of the kernel that takes any matrix."""
 _TILE = (32, 128)
 """Rows and columns of a tile of bfloat16, and the threads that hold one: the kernel's PIECE_ROWS."""
 _TILE_THREADS = {"cuda": 64, "cpu": 16}
@@ -191,7 +193,8 @@ def _launch(
     plain = column is None and sizes is None and x.is_contiguous() and not (stochastic or tiles or swizzled)
     matrix: list[Argument] = [x, np.int64(rows), np.int64(columns)]
     # Where both do, a CPU is faster with the plain kernel, which has no barrier.
-    if sizes is None and _in_tiles(x, r, column) and not (plain and x.device.type == "cpu"):
+    tiled = sizes is None and _in_tiles(x, r, column) and prefers_tiles(x)
+    if tiled and not (plain and x.device.type == "cpu"):
         name, grid = "quantize_mx_tiles_bf16", x.numel() // (_TILE[0] * _TILE[1])
         threads = _TILE_THREADS.get(x.device.type, 1)
         arguments = [*matrix, *halves[0][:3], *halves[1][:3], *rule, np.int32(tiles), propagate_nan, np.int32(swizzled)]
@@ -199,7 +202,8 @@ def _launch(
         name, grid, threads = f"quantize_mx_plain_{suffix(x.dtype)}", blocks_for(row.scales.numel(), _THREADS), _THREADS
         arguments = [*matrix, *halves[0][1:3], *rule, propagate_nan]
     else:
-        grid, threads = max(1, strips(rows, sizes)) * blocks_for(columns, STRIP), _THREADS
+        grid = max(1, strips(rows, sizes)) * blocks_for(columns, STRIP)
+        threads = _ANY_THREADS.get(x.device.type, 1)
         name, sections = f"quantize_mx_{suffix(x.dtype)}", 1 if sizes is None else len(sizes)
         seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
         arguments = [

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from native.amax import amax as tensor_amax
-from native.amax import in_tiles, oriented_amax, strips, tiles_each
+from native.amax import in_tiles, oriented_amax, prefers_tiles, strips, tiles_each
 from native.arguments import (
     STRIP,
     THREADS,
@@ -38,6 +38,8 @@ from reference.recipes import Recipe
 _SCALE_ORDER = {"amax*(enc*(1/6))": 0, "(amax/6)*enc": 1}
 _CANDIDATES = {"6": 0, "4-or-6-mae": 1, "4-or-6-mse": 2}
 _ROTATE_ROWS, _ROTATE_COLUMNS = 1, 2
+_ANY_THREADS = {"cuda": 256, "cpu": 8}
+"""Of the kernel that takes any matrix."""
 _PLAIN_BLOCKS = 2
 """Blocks of 16 that a thread of the plain kernel makes."""
 _TILES_EACH = {"nearest-even": 2, "stochastic": 6}
@@ -113,14 +115,16 @@ def _launch(
     halves = [*(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments())]
     rule = (np.float32(r.max_product), np.int32(variant), np.uint64(seed % 2**64))
     grid: tuple[int, ...]
-    if sizes is None and _in_tiles(x, r, row, column):
-        name, (grid, apart) = "quantize_nvfp4_tiles_bf16", tiles_each(x, _TILES_EACH[r.rounding])
+    if sizes is None and _in_tiles(x, r, row, column) and prefers_tiles(x):
+        name, threads = "quantize_nvfp4_tiles_bf16", THREADS
+        grid, apart = tiles_each(x, _TILES_EACH[r.rounding])
         arguments = [x, np.int64(rows), np.int64(columns), np.int32(apart), *halves, *rule, _philox_keys(seed)]
     else:
-        grid, name = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),), f"quantize_nvfp4_{suffix(x.dtype)}"
+        grid = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),)
+        name, threads = f"quantize_nvfp4_{suffix(x.dtype)}", _ANY_THREADS.get(x.device.type, 1)
         strides = [np.int64(x.stride(0)), np.int64(x.stride(1))]
         arguments = [x, *strides, np.int64(rows), np.int64(columns), sizes, np.int32(sections), *halves, *rule]
-    launch("quantize_nvfp4", name, grid, (THREADS,), arguments, device=x.device, extra_flags=flags)
+    launch("quantize_nvfp4", name, grid, (threads,), arguments, device=x.device, extra_flags=flags)
 
 
 def _philox_keys(seed: int) -> np.bytes_:

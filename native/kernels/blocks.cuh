@@ -27,6 +27,13 @@ __device__ __forceinline__ void load_block(const T* source, i64 stride, int coun
     }
 }
 
+#ifdef HAS_LANES
+__forceinline__ void take_magnitudes(Floats x, u32 highest, Bits& largest) {
+    const Bits magnitude = same_bits<Bits>(x) & 0x7FFFFFFFu;
+    largest = larger(largest, magnitude <= highest ? magnitude : Bits{});
+}
+#endif
+
 template <int BLOCK>
 __device__ __forceinline__ u32 largest_magnitude(const float (&v)[BLOCK], u32 highest) {
 #ifdef __CUDA_ARCH__
@@ -40,10 +47,7 @@ __device__ __forceinline__ u32 largest_magnitude(const float (&v)[BLOCK], u32 hi
 #ifdef HAS_LANES
     if constexpr (BLOCK % LANES == 0) {
         Bits most = {};
-        for (int i = 0; i < BLOCK; i += LANES) {
-            const Bits magnitude = load_lanes<Bits>(v + i) & 0x7FFFFFFFu;
-            most = larger(most, magnitude <= highest ? magnitude : Bits{});
-        }
+        for (int i = 0; i < BLOCK; i += LANES) take_magnitudes(load_lanes<Floats>(v + i), highest, most);
         return largest_lane(most);
     }
 #endif

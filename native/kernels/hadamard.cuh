@@ -3,22 +3,32 @@
 
 #include "formats.cuh"
 
-// Stages first, 2 * first ... last of the butterfly on 16 numbers: stage h adds and subtracts elements that are h apart.
-__device__ __forceinline__ void butterfly(float (&v)[16], int last, int first = 1) {
+// Stages first, 2 * first ... last of the butterfly on 16 numbers, or vectors of them: stage h adds and subtracts elements
+// that are h apart.
+template <class V>
+__device__ __forceinline__ void butterfly(V (&v)[16], int last, int first = 1) {
 #pragma unroll
     for (int half = 1; half < 16; half *= 2) {
         if (half < first || half > last) continue;
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             if ((i & half) != 0) continue;
-            const float a = v[i], b = v[i + half];
+            const V a = v[i], b = v[i + half];
             v[i] = a + b;
             v[i + half] = a - b;
         }
     }
 }
 
+__device__ __forceinline__ float rounded_to_bf16(float x) {
+    bf16 narrow;
+    from_float(x, narrow);
+    return to_float(narrow);
+}
+
 #ifdef HAS_LANES
+__forceinline__ Floats rounded_to_bf16(Floats x) { return same_bits<Floats>(bf16_lanes(x) << 16); }
+
 // Stage DISTANCE within lanes. The lower of two is their sum, the upper its difference from the lower.
 template <int DISTANCE>
 __forceinline__ Floats butterfly_lanes(Floats x) {
@@ -27,13 +37,17 @@ __forceinline__ Floats butterfly_lanes(Floats x) {
 }
 #endif
 
-__device__ __forceinline__ float rounded_to_bf16(float x) {
-    bf16 narrow;
-    from_float(x, narrow);
-    return to_float(narrow);
+// A group of 16 bfloat16 numbers times diag(signs) * H16 * 1/4: exact products, float32 sums, one rounding to bfloat16.
+// Of vectors, one group a lane.
+template <class V>
+__device__ __forceinline__ void rotate_each(V (&v)[16], u32 signs) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] *= (signs >> i & 1u) != 0u ? -0.25f : 0.25f;
+    butterfly(v, 8);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = rounded_to_bf16(v[i]);
 }
 
-// A group of 16 bfloat16 numbers times diag(signs) * H16 * 1/4: exact products, float32 sums, one rounding to bfloat16.
 __device__ __forceinline__ void rotate16(float (&v)[16], u32 signs) {
 #ifdef HAS_LANES
     constexpr int REGISTERS = 16 / LANES;
@@ -53,12 +67,8 @@ __device__ __forceinline__ void rotate16(float (&v)[16], u32 signs) {
             x[r + half] = a - b;
         }
     }
-    for (int r = 0; r < REGISTERS; ++r) store_lanes(bf16_lanes(x[r]) << 16, v + r * LANES);
+    for (int r = 0; r < REGISTERS; ++r) store_lanes(rounded_to_bf16(x[r]), v + r * LANES);
 #else
-#pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] *= (signs >> i & 1u) != 0u ? -0.25f : 0.25f;
-    butterfly(v, 8);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = rounded_to_bf16(v[i]);
+    rotate_each(v, signs);
 #endif
 }

@@ -11,8 +11,9 @@
 //                  and 2n + 1 for block n, counted along the lines of the half, sections one after the other
 //   Columnwise, where wanted: the same of each section's transpose (K, m), sections one behind the other. Where `in_place`,
 //   which E2M1 is never, codes are stored as (m, K) and linear scales as (ceil(m/32), K).
-//   Launch: 128 threads for every 64x64 tile, of which a strip of 64 rows has ceil(K/64), at least one; ceil(M/64) strips,
-//   or with sections one more for each. A thread makes a block of 32 of a row, then one of a column.
+//   Launch: ANY_THREADS threads for every 64x64 tile, of which a strip of 64 rows has ceil(K/64), at least one; ceil(M/64)
+//   strips, or with sections one more for each. Of 128 threads, one makes a block of 32 of a row, then one of a column; on
+//   a CPU there are 8, a thread has 16 of either, and a barrier costs little.
 //   quantize_mx_plain: rowwise alone, contiguous, no variant; one thread for every 32 elements, in the order of memory.
 //   quantize_mx_tiles: bfloat16, contiguous, aligned to 16 bytes, M a multiple of 32 and K of 128, no sections, nearest
 //   even, columnwise in place; TILE_THREADS threads for every tile of 32x128.
@@ -31,10 +32,20 @@
 #endif
 using Element = ELEMENT;
 
+#ifndef MX_THREADS
+#ifdef __CUDA_ARCH__
+#define MX_THREADS 128
+#else
+#define MX_THREADS 8
+#endif
+#endif
+
 constexpr int THREADS = 128;
+constexpr int ANY_THREADS = MX_THREADS;  // of the kernel that takes any matrix
 constexpr int TILE = 64;
 constexpr int TILE_BLOCKS = TILE / BLOCK;
-static_assert(TILE == STRIP && TILE * TILE_BLOCKS == THREADS, "a thread makes one block of either half");
+constexpr int MANY = TILE * TILE_BLOCKS / ANY_THREADS;  // blocks of a thread, of either half
+static_assert(TILE == STRIP && MANY * ANY_THREADS == TILE * TILE_BLOCKS, "threads cover the tile");
 
 constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;
 constexpr int BYTES = BLOCK / PER_BYTE;
@@ -165,46 +176,60 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     const u32 across = columns > 0 ? static_cast<u32>((columns + TILE - 1) / TILE) : 1u;
     const Strip strip = find_strip<BLOCK, PER_BYTE>(sections, blockIdx.x / across, columns);
     if (strip.section_rows == 0) return;
-    const int thread = threadIdx.x;
+    const int first = static_cast<int>(threadIdx.x) * MANY;
     const i64 first_column = static_cast<i64>(blockIdx.x % across) * TILE;
     const u32 highest = highest_counted(rule.propagate_nan);
+    float v[MANY][BLOCK];
+    u32 amaxes[MANY];
+    int counts[MANY];
 
-    // ---- a block of a row ----
-    const int line = thread / TILE_BLOCKS, block = thread % TILE_BLOCKS;
-    const i64 row = strip.section_start + strip.start + line;
-    const i64 column = first_column + block * BLOCK;
-    const i64 left = strip.start + line < strip.section_rows ? columns - column : 0;
-    const int count = count_of<BLOCK>(left);
-    float v[BLOCK];
-    load_block(x + row * row_stride + column * column_stride, column_stride, count, v);
-    if (column_half.wanted) {
-        for (int i = 0; i < BLOCK; ++i) shared.values[line][block * BLOCK + i] = v[i];
+    // ---- blocks of rows ----
+#pragma unroll
+    for (int n = 0; n < MANY; ++n) {
+        const int line = (first + n) / TILE_BLOCKS, block = (first + n) % TILE_BLOCKS;
+        const i64 row = strip.section_start + strip.start + line;
+        const i64 column = first_column + block * BLOCK;
+        counts[n] = count_of<BLOCK>(strip.start + line < strip.section_rows ? columns - column : 0);
+        load_block(x + row * row_stride + column * column_stride, column_stride, counts[n], v[n]);
+        if (column_half.wanted) {
+            for (int i = 0; i < BLOCK; ++i) shared.values[line][block * BLOCK + i] = v[n][i];
+        }
+        amaxes[n] = largest_magnitude(v[n], highest);
+        if (rule.tiles) shared.amaxes[line][block] = amaxes[n];
     }
-    u32 amax = largest_magnitude(v, highest);
-    if (rule.tiles) shared.amaxes[line][block] = amax;
     if (rule.tiles || column_half.wanted) __syncthreads();
-    if (row_half.wanted && count > 0) {
-        if (rule.tiles) amax = largest_of_tile(shared.amaxes, line / BLOCK * BLOCK, block);
-        write_block(v, amax, row_half, Place{row, column, columns, 0, 0, 0, count}, rule);
+    if (row_half.wanted) {
+#pragma unroll
+        for (int n = 0; n < MANY; ++n) {
+            const int line = (first + n) / TILE_BLOCKS, block = (first + n) % TILE_BLOCKS;
+            if (counts[n] == 0) continue;
+            if (rule.tiles) amaxes[n] = largest_of_tile(shared.amaxes, line / BLOCK * BLOCK, block);
+            const i64 row = strip.section_start + strip.start + line;
+            const Place place = {row, first_column + block * BLOCK, columns, 0, 0, 0, counts[n]};
+            write_block(v[n], amaxes[n], row_half, place, rule);
+        }
     }
     if (!column_half.wanted) return;
 
-    // ---- a block of a column ----
-    const int line_t = thread % TILE, block_t = thread / TILE;
-    const i64 column_t = first_column + line_t;
-    const i64 start_t = strip.start + block_t * BLOCK;
-    const i64 left_t = column_t < columns ? strip.section_rows - start_t : 0;
-    const int count_t = count_of<BLOCK>(left_t);
-    if (count_t == 0) return;
-    for (int i = 0; i < BLOCK; ++i) v[i] = shared.values[block_t * BLOCK + i][line_t];
-    amax = rule.tiles ? largest_of_tile(shared.amaxes, block_t * BLOCK, line_t / BLOCK) : largest_magnitude(v, highest);
-    const i64 transposed = rule.in_place ? columns : 0;
-    const Place place = {column_t, start_t, strip.section_rows, strip.codes_t, strip.scales_t, transposed, count_t};
-    write_block(v, amax, column_half, place, rule);
+    // ---- blocks of columns ----
+#pragma unroll
+    for (int n = 0; n < MANY; ++n) {
+        const int line = (first + n) % TILE, block = (first + n) / TILE;
+        const i64 column = first_column + line;
+        const i64 start = strip.start + block * BLOCK;
+        const int count = count_of<BLOCK>(column < columns ? strip.section_rows - start : 0);
+        if (count == 0) continue;
+        for (int i = 0; i < BLOCK; ++i) v[n][i] = shared.values[block * BLOCK + i][line];
+        const u32 amax =
+            rule.tiles ? largest_of_tile(shared.amaxes, block * BLOCK, line / BLOCK) : largest_magnitude(v[n], highest);
+        const i64 transposed = rule.in_place ? columns : 0;
+        const Place place = {column, start, strip.section_rows, strip.codes_t, strip.scales_t, transposed, count};
+        write_block(v[n], amax, column_half, place, rule);
+    }
 }
 
 #define QUANTIZE(NAME, T)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+    extern "C" __global__ void __launch_bounds__(ANY_THREADS)                                                          \
         NAME(const T* x, i64 row_stride, i64 column_stride, i64 rows, i64 columns, const i64* sizes, int sections,     \
              int rowwise, u8* codes, u8* scales, const u32* words, u64 offset, int columnwise, u8* codes_t,            \
              u8* scales_t, const u32* words_t, u64 offset_t, int scale_order, int up_from, int tiles,                  \

@@ -11,8 +11,9 @@
 //   tensor_scale   float32 like amax, the encode factors that were used
 //   words          (M, ceil(K/4)) random words where `stochastic`, or null: Philox with seed and offset
 //   Columnwise, or all null: the same of each section's transpose (K, m), sections one behind the other; offset_t.
-//   Launch: 256 threads for every 64x64 tile, of which a strip of 64 rows has ceil(K/64), at least one; ceil(M/64) strips,
-//   or with sections one more for each. A thread makes a block of 16 of a row, then one of a column.
+//   Launch: ANY_THREADS threads for every 64x64 tile, of which a strip of 64 rows has ceil(K/64), at least one; ceil(M/64)
+//   strips, or with sections one more for each. Of 256 threads, one makes a block of 16 of a row, then one of a column; on
+//   a CPU there are 8, a thread has 32 of either, and a barrier costs little.
 //   quantize_nvfp4_plain: rowwise alone, contiguous, no variant; two blocks of 16 for every thread, THREADS apart in the
 //   order of memory, which is faster by half on a CPU, and a little on a GPU.
 //   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, fewer than 2^32 blocks of
@@ -34,11 +35,21 @@
 #include "shared_tile.cuh"
 #include "words.cuh"
 
+#ifndef NVFP4_THREADS
+#ifdef __CUDA_ARCH__
+#define NVFP4_THREADS 256
+#else
+#define NVFP4_THREADS 8
+#endif
+#endif
+
 constexpr int THREADS = 256;
+constexpr int ANY_THREADS = NVFP4_THREADS;  // of the kernel that takes any matrix
 constexpr int TILE = 64;
 constexpr int TILE_BLOCKS = TILE / BLOCK;
+constexpr int MANY = TILE * TILE_BLOCKS / ANY_THREADS;  // blocks of a thread, of either half
 constexpr int PLAIN_BLOCKS = 2;  // of a thread: 0.20 ms for 16384^2 bf16 on an H200, 0.22 with 1, 0.21 with 4
-static_assert(TILE == STRIP && TILE * TILE_BLOCKS == THREADS, "a thread makes one block of either half");
+static_assert(TILE == STRIP && MANY * ANY_THREADS == TILE * TILE_BLOCKS, "threads cover the tile");
 
 template <class T>
 constexpr bool is_bf16 = false;
@@ -184,6 +195,7 @@ __device__ __forceinline__ u8 chosen_scale(const float (&v)[BLOCK], Scales scale
     return error_of_block(v, scales.four, encode, amax, rule) < six ? scales.four : scales.six;
 }
 
+template <int THREADS>
 __device__ __forceinline__ void write_tensor_scales(const Half& half, i64 count, float max_product) {
     if (half.tensor_scale == nullptr) return;
     const i64 step = static_cast<i64>(gridDim.x) * THREADS;
@@ -192,85 +204,125 @@ __device__ __forceinline__ void write_tensor_scales(const Half& half, i64 count,
     }
 }
 
+// Number `n` of a thread's blocks of the tile: the line it lies in, and which of its line's.
+struct Spot {
+    int line, block;
+};
+
+__device__ __forceinline__ Spot spot_of(int n) {
+    const int number = static_cast<int>(threadIdx.x) * MANY + n;
+    return {number / TILE_BLOCKS, number % TILE_BLOCKS};
+}
+
 template <class T>
 __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, Half row_half,
                          Half column_half, Rule rule) {
     __shared__ Shared shared;
     const bool rowwise = row_half.tensor_scale != nullptr, columnwise = column_half.tensor_scale != nullptr;
-    write_tensor_scales(row_half, rule.each ? sections.rows : sections.count, rule.max_product);
-    write_tensor_scales(column_half, rule.each ? columns : sections.count, rule.max_product);
+    write_tensor_scales<ANY_THREADS>(row_half, rule.each ? sections.rows : sections.count, rule.max_product);
+    write_tensor_scales<ANY_THREADS>(column_half, rule.each ? columns : sections.count, rule.max_product);
     const u32 across = columns > 0 ? static_cast<u32>((columns + TILE - 1) / TILE) : 1u;
     const Strip strip = find_strip<BLOCK, 2>(sections, blockIdx.x / across, columns);
     if (strip.section_rows == 0) return;
-    const int thread = threadIdx.x;
     const i64 first_column = static_cast<i64>(blockIdx.x % across) * TILE;
     const u32 highest = highest_counted(rule.propagate_nan);
     const bool tiled_choice = rule.tiles && rule.candidates != 0;
-
-    // ---- a block of a row ----
-    const int line = thread / TILE_BLOCKS, block = thread % TILE_BLOCKS;
-    const i64 row = strip.section_start + strip.start + line;
-    const i64 column = first_column + block * BLOCK;
-    const i64 left = strip.start + line < strip.section_rows ? columns - column : 0;
-    const int count = count_of<BLOCK>(left);
-    float v[BLOCK];
-    load_block(x + row * row_stride + column * column_stride, column_stride, count, v);
-    if (columnwise) {
-        for (int i = 0; i < BLOCK; ++i) shared.values[value_index(line, block * BLOCK + i)] = v[i];
-    }
-    if ((rule.rotation & ROTATE_ROWS) != 0) rotate16(v, rule.signs);
-    u32 amax = largest_magnitude(v, highest);
-    if (rule.tiles) shared.amaxes[line][block] = amax;
-    if (rule.tiles || columnwise) __syncthreads();
-    if (rule.tiles) amax = largest_of_tile(shared.amaxes, line, block);
     const Half& measured = rowwise ? row_half : column_half;  // whose amax the choice of a tile is made by
-    if (rowwise || tiled_choice) {
-        const float gamax = count == 0 ? 0.0f : measured.amax[rule.each ? row : strip.section];
-        const float encode = nvfp4_tensor_scale(gamax, rule.max_product);
-        const Scales scales = candidate_scales(amax, encode, rule);
-        u8 scale = scales.six;
-        if (tiled_choice) {
-            shared.errors[0][line][block] = error_of_block(v, scales.six, encode, gamax, rule);
-            shared.errors[1][line][block] = error_of_block(v, scales.four, encode, gamax, rule);
-            __syncthreads();
-            const float six = error_of_tile(shared.errors[0], line, block);
-            scale = error_of_tile(shared.errors[1], line, block) < six ? scales.four : scales.six;
-        } else {
-            scale = chosen_scale(v, scales, encode, gamax, rule);
+    float v[MANY][BLOCK];
+    u32 amaxes[MANY];
+    int counts[MANY];
+
+    // ---- blocks of rows ----
+#pragma unroll
+    for (int n = 0; n < MANY; ++n) {
+        const auto [line, block] = spot_of(n);
+        const i64 row = strip.section_start + strip.start + line;
+        const i64 column = first_column + block * BLOCK;
+        const i64 left = strip.start + line < strip.section_rows ? columns - column : 0;
+        counts[n] = count_of<BLOCK>(left);
+        load_block(x + row * row_stride + column * column_stride, column_stride, counts[n], v[n]);
+        if (columnwise) {
+            float* kept = &shared.values[value_index(line, block * BLOCK)];
+            for (int i = 0; i < BLOCK; ++i) kept[i] = v[n][i];
         }
-        if (rowwise && count > 0) {
-            write_block(v, scale, encode, row_half, Place{row, column, columns, 0, 0, count}, rule);
+        if ((rule.rotation & ROTATE_ROWS) != 0) rotate16(v[n], rule.signs);
+        amaxes[n] = largest_magnitude(v[n], highest);
+        if (rule.tiles) shared.amaxes[line][block] = amaxes[n];
+    }
+    if (rule.tiles || columnwise) __syncthreads();
+    if (rowwise || tiled_choice) {
+        float gamaxes[MANY], encodes[MANY];
+        Scales scales[MANY];
+#pragma unroll
+        for (int n = 0; n < MANY; ++n) {
+            const auto [line, block] = spot_of(n);
+            if (rule.tiles) amaxes[n] = largest_of_tile(shared.amaxes, line, block);
+            const i64 row = strip.section_start + strip.start + line;
+            const float gamax = counts[n] == 0 ? 0.0f : measured.amax[rule.each ? row : strip.section];
+            const float encode = nvfp4_tensor_scale(gamax, rule.max_product);
+            scales[n] = candidate_scales(amaxes[n], encode, rule);
+            if (tiled_choice) {
+                shared.errors[0][line][block] = error_of_block(v[n], scales[n].six, encode, gamax, rule);
+                shared.errors[1][line][block] = error_of_block(v[n], scales[n].four, encode, gamax, rule);
+            }
+            gamaxes[n] = gamax;
+            encodes[n] = encode;
+        }
+        if (tiled_choice) __syncthreads();
+#pragma unroll
+        for (int n = 0; n < MANY; ++n) {
+            const auto [line, block] = spot_of(n);
+            u8 scale;
+            if (tiled_choice) {
+                const float six = error_of_tile(shared.errors[0], line, block);
+                scale = error_of_tile(shared.errors[1], line, block) < six ? scales[n].four : scales[n].six;
+            } else {
+                scale = chosen_scale(v[n], scales[n], encodes[n], gamaxes[n], rule);
+            }
+            if (rowwise && counts[n] > 0) {
+                const i64 row = strip.section_start + strip.start + line;
+                const Place place = {row, first_column + block * BLOCK, columns, 0, 0, counts[n]};
+                write_block(v[n], scale, encodes[n], row_half, place, rule);
+            }
         }
     }
     if (!columnwise) return;
 
-    // ---- a block of a column ----
-    const int line_t = thread / TILE_BLOCKS, block_t = thread % TILE_BLOCKS;
-    const i64 column_t = first_column + line_t;
-    const i64 start_t = strip.start + block_t * BLOCK;
-    const i64 left_t = column_t < columns ? strip.section_rows - start_t : 0;
-    const int count_t = count_of<BLOCK>(left_t);
-    for (int i = 0; i < BLOCK; ++i) v[i] = shared.values[value_index(block_t * BLOCK + i, line_t)];
-    if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate16(v, rule.signs);
-    amax = largest_magnitude(v, highest);
-    if (rule.tiles) {
-        shared.amaxes_t[line_t][block_t] = amax;
-        __syncthreads();
-        amax = largest_of_tile(shared.amaxes_t, line_t, block_t);
+    // ---- blocks of columns ----
+#pragma unroll
+    for (int n = 0; n < MANY; ++n) {
+        const auto [line, block] = spot_of(n);
+        for (int i = 0; i < BLOCK; ++i) v[n][i] = shared.values[value_index(block * BLOCK + i, line)];
     }
-    if (count_t == 0) return;
-    const float gamax = column_half.amax[rule.each ? column_t : strip.section];
-    const float encode = nvfp4_tensor_scale(gamax, rule.max_product);
-    const Scales scales = candidate_scales(amax, encode, rule);
-    u8 scale;
-    if (tiled_choice) {
-        const float six = error_of_tile(shared.errors[0], block_t * BLOCK, line_t / BLOCK);
-        scale = error_of_tile(shared.errors[1], block_t * BLOCK, line_t / BLOCK) < six ? scales.four : scales.six;
-    } else {
-        scale = chosen_scale(v, scales, encode, gamax, rule);
+#pragma unroll
+    for (int n = 0; n < MANY; ++n) {
+        const auto [line, block] = spot_of(n);
+        if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate16(v[n], rule.signs);
+        amaxes[n] = largest_magnitude(v[n], highest);
+        if (rule.tiles) shared.amaxes_t[line][block] = amaxes[n];
     }
-    const Place place = {column_t, start_t, strip.section_rows, strip.codes_t, strip.scales_t, count_t};
-    write_block(v, scale, encode, column_half, place, rule);
+    if (rule.tiles) __syncthreads();
+#pragma unroll
+    for (int n = 0; n < MANY; ++n) {
+        const auto [line, block] = spot_of(n);
+        const i64 column = first_column + line;
+        const i64 start = strip.start + block * BLOCK;
+        const int count = count_of<BLOCK>(column < columns ? strip.section_rows - start : 0);
+        if (count == 0) continue;
+        if (rule.tiles) amaxes[n] = largest_of_tile(shared.amaxes_t, line, block);
+        const float gamax = column_half.amax[rule.each ? column : strip.section];
+        const float encode = nvfp4_tensor_scale(gamax, rule.max_product);
+        const Scales scales = candidate_scales(amaxes[n], encode, rule);
+        u8 scale;
+        if (tiled_choice) {
+            const float six = error_of_tile(shared.errors[0], block * BLOCK, line / BLOCK);
+            scale = error_of_tile(shared.errors[1], block * BLOCK, line / BLOCK) < six ? scales.four : scales.six;
+        } else {
+            scale = chosen_scale(v[n], scales, encode, gamax, rule);
+        }
+        const Place place = {column, start, strip.section_rows, strip.codes_t, strip.scales_t, count};
+        write_block(v[n], scale, encode, column_half, place, rule);
+    }
 }
 
 // What a recipe asks for, in one number: where that is known when the kernel is compiled, the rest costs nothing.
@@ -305,7 +357,7 @@ __device__ __forceinline__ Made make_block(const Words& x, u32 bound, u32 amax, 
 }
 
 #define QUANTIZE(NAME, T)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+    extern "C" __global__ void __launch_bounds__(ANY_THREADS)                                                          \
         NAME(const T* x, i64 row_stride, i64 column_stride, i64 rows, i64 columns, const i64* sizes, int sections,     \
              const float* amax, u8* codes, u8* scales, float* tensor_scale, const u32* words, u64 offset,              \
              const float* amax_t, u8* codes_t, u8* scales_t, float* tensor_scale_t, const u32* words_t, u64 offset_t,  \
@@ -341,7 +393,7 @@ __device__ __forceinline__ void quantize_lines(const bf16* x, i64 total, const H
 // Rowwise, of a whole contiguous tensor, without any variant.
 template <class T>
 __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rule rule) {
-    write_tensor_scales(half, 1, rule.max_product);
+    write_tensor_scales<THREADS>(half, 1, rule.max_product);
     const i64 total = rows * ((columns + BLOCK - 1) / BLOCK);
 #ifdef __CUDA_ARCH__
     if constexpr (is_bf16<T>) {

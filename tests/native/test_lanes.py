@@ -86,7 +86,13 @@ __device__ void rotate(const float* x, u32* differ) {
             w[i + half] = a - b;
         }
     }
-    for (int i = 0; i < 16; ++i) *differ += __float_as_uint(v[i]) != __float_as_uint(rounded_to_bf16(w[i]));
+    Floats groups[16];
+    for (int i = 0; i < 16; ++i) groups[i] = same_bits<Floats>(Bits{} + __float_as_uint(rounded_to_bf16(x[i])));
+    rotate_each(groups, signs);
+    for (int i = 0; i < 16; ++i) {
+        const u32 expected = __float_as_uint(rounded_to_bf16(w[i]));
+        *differ += __float_as_uint(v[i]) != expected || __float_as_uint(groups[i][i % LANES]) != expected;
+    }
 }
 """
 KERNELS = {

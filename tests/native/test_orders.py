@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import native.amax
 from native import host, ops, sources
 from native.amax import another_grid, oriented_amax
 from native.launch import launch
@@ -160,7 +161,9 @@ def test_a_lost_barrier_of_amax_shows(cuda_source: Source, monkeypatch: pytest.M
 def test_a_lost_barrier_of_amaxes_of_blocks_shows(
     rotated: bool, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of a block's warps, and that of a tile that has come."""
+    """That of a block's warps, and that of a tile that has come. In the shape of a GPU: fewer threads need no warps."""
+    monkeypatch.setitem(TEXTS, "amax_blocks", "#define AMAX_THREADS 256\n" + TEXTS["amax_blocks"])
+    monkeypatch.setitem(native.amax._ANY_THREADS, "cpu", 256)
     assert len(barriers("amax_blocks")) == 2
     # In the last warp, on which thread 0 waits; in a row that is read by the first threads, and not copied by them.
     for which, columns, row in ((0, 64, 63), (1, 128, 1)):

@@ -36,7 +36,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setitem(quantize_fp8._TILE_THREADS, "cpu", quantize_fp8._TILE_THREADS["cuda"])
     monkeypatch.setattr(quantize_fp8, "launch", partial(noted, extra_flags=("-O1",)))  # compiled sooner
-    for module in (quantize_mx, dequantize):
+    for module in (quantize_mx, quantize_nvfp4, dequantize):
         monkeypatch.setattr(module, "launch", noted)
     return names
 
@@ -129,6 +129,35 @@ def test_what_is_too_large_for_tiles_goes_to_the_other_kernel(
         monkeypatch.setattr(amax, limit, least)
         assert_both_same(ops.quantize_both(x, "nvfp4-2d"), reference.quantize_both(x, "nvfp4-2d"))
     assert names == ["quantize_nvfp4_tiles_bf16", "quantize_nvfp4_bf16"]
+
+
+def test_a_cpu_takes_large_matrices_to_the_kernels_of_any(used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are faster there."""
+    monkeypatch.setattr(amax, "_SMALL", 64 * 128)
+    for rows in (64, 128):
+        for name in ("nvfp4-2d", "nvfp4-rht", "mxfp8-2d"):
+            x = matrix("outliers", rows, 128, BF16)
+            assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
+    tiled = ["quantize_nvfp4_tiles_bf16", "quantize_nvfp4_tiles_bf16", "quantize_mx_tiles_bf16"]
+    assert used == [*tiled, "quantize_nvfp4_bf16", "quantize_nvfp4_bf16", "quantize_mx_bf16"]
+
+
+@pytest.mark.long
+def test_the_kernels_of_any_matrix_have_the_same_bytes_in_the_shape_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a thread takes many blocks, on a GPU one."""
+    for module, flag in ((quantize_nvfp4, "NVFP4"), (quantize_mx, "MX"), (amax, "AMAX")):
+        threads = module._ANY_THREADS["cuda"]
+        monkeypatch.setitem(module._ANY_THREADS, "cpu", threads)
+
+        def as_on_a_gpu(*given: Any, extra_flags: tuple[str, ...] = (), flag: str = f"-D{flag}_THREADS={threads}",
+                        **options: Any) -> None:  # fmt: skip
+            launch(*given, **options, extra_flags=(*extra_flags, flag, "-O1"))
+
+        monkeypatch.setattr(module, "launch", as_on_a_gpu)
+    for family in FAMILIES:
+        x = matrix(family, 80, 140, BF16)
+        for name in ("nvfp4-2d-4over6-448-mae", "nvfp4-rht", "nvfp4-rowscaled", "mxfp8-e4m3", "mxfp8-2d"):
+            assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
 
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "fp8-block-1x128", "fp8-block-128x128", "fp8-current"])
