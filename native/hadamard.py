@@ -9,6 +9,9 @@ from native.arguments import BLOCK, THREADS, blocks_for, check_rotated, supporte
 from native.launch import launch
 from reference.recipes import Recipe
 
+_MANY = {"cuda": 1, "cpu": 8}
+"""Blocks of 16 of a thread: on a CPU, whole groups."""
+
 
 def transform(x: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
     """`x` (M, K), bfloat16, any strides, rotated along K by the recipe's transform: bfloat16 (M, K), contiguous.
@@ -28,7 +31,7 @@ def transform(x: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
     launch(
         "hadamard",
         "hadamard",
-        (blocks_for(rows * blocks_for(columns, BLOCK), THREADS),),
+        (blocks_for(rows * blocks_for(columns, BLOCK), THREADS * _MANY.get(x.device.type, 1)),),
         (THREADS,),
         (x, out, np.int64(rows), np.int64(columns), np.int64(x.stride(0)), np.int64(x.stride(1)), np.int32(group),
          np.int32(r.transform.signs), np.float32(factor)),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from native import ops
+from native import hadamard, ops
+from native.launch import launch
 from native.ops import recipe
 from reference import ops as reference
 from reference.recipes import RHT_GROUPS, Hadamard, Recipe
@@ -56,6 +58,16 @@ def test_every_bfloat16_is_rotated_as_the_reference_does(group: int) -> None:
     alone = torch.zeros(1 << 16, group, dtype=torch.bfloat16)
     alone[torch.arange(1 << 16), torch.arange(1 << 16) % group] = patterns
     for x in (patterns.view(-1, 128), alone[:: max(1, group // 16)]):
+        assert_equal(ops.transform(x, rotating(group)), reference.transform(x, rotating(group)))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_groups_that_lanes_share_are_rotated_alike(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; on a CPU a thread has whole groups."""
+    monkeypatch.setitem(hadamard._MANY, "cpu", 1)
+    monkeypatch.setattr(hadamard, "launch", partial(launch, extra_flags=("-DHADAMARD_MANY=1", "-O0")))
+    for rows, groups in ((5, 1), (33, 3)):
+        x = spread(rows, groups * group)
         assert_equal(ops.transform(x, rotating(group)), reference.transform(x, rotating(group)))
 
 
