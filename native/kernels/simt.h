@@ -6,6 +6,10 @@
 // in a chosen order (forward, reverse, shuffled anew between barriers): a kernel that lacks a barrier gives different
 // bytes in different orders.
 //
+// Which kernels of the project wait here: products, at two barriers for every step of K; quantizers of any matrix and of
+// FP8, at up to three a tile, with 8 threads that take many blocks each; updates of scales; amaxes of whole tensors, in a
+// few blocks; and those of tiles, which a CPU takes for small matrices alone. All others run as loops.
+//
 // With SIMT_SANITIZE it is built for the address sanitizer: __shared__ variables are plain static ones, which alone have
 // redzones, so that one block runs at a time; the sanitizer is told of each switch of stacks.
 //
