@@ -17,14 +17,22 @@ __device__ void amax(const T* x, u32* out, i64 n, int propagate_nan) {
     __shared__ u32 warps[THREADS / 32];
     const i64 step = static_cast<i64>(gridDim.x) * THREADS * PER_THREAD;
     const u32 highest = highest_counted(propagate_nan);
+#ifdef HAS_LANES
+    Bits most = {};  // of each lane
+#endif
     u32 largest = 0;
     for (i64 start = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) * PER_THREAD; start < n; start += step) {
-#if defined(__CUDA_ARCH__) || defined(HAS_LANES)
+#ifdef __CUDA_ARCH__
         if (n - start >= PER_THREAD) {
             float v[PER_THREAD];
             load_elements(x + start, v);
             const u32 found = largest_magnitude(v, highest);
             largest = found > largest ? found : largest;
+            continue;
+        }
+#elif defined(HAS_LANES)
+        if (n - start >= PER_THREAD) {
+            for (int i = 0; i < PER_THREAD; i += LANES) take_magnitudes(to_float_lanes(x + start + i), highest, most);
             continue;
         }
 #endif
@@ -34,6 +42,9 @@ __device__ void amax(const T* x, u32* out, i64 n, int propagate_nan) {
             for (int i = 0; i < n - start; ++i) take_magnitude(to_float(x[start + i]), highest, largest);
         }
     }
+#ifdef HAS_LANES
+    largest = largest_lane(larger(most, Bits{} + largest));
+#endif
     largest_of_block(warps, largest, out);
 }
 
