@@ -9,13 +9,12 @@ from dataclasses import replace
 
 from harness.case import Case
 from harness.memory import KEPT, needed
-from harness.turns import AT_ONCE
 from harness.work import home_of, work
 from harness.worker import Task
 
-LANES = 3 * AT_ONCE
-"""Tasks that are judged on a GPU at once: those that have a turn, and those that make inputs and digests. The other
-processes judge small ones on the CPU."""
+LANES = 6
+"""Tasks that are judged on a GPU at once: the one that has its turn, and those that make inputs and digests, which
+take a CPU five times as long. The other processes judge small ones on the CPU."""
 
 
 class Queue:

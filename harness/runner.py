@@ -12,7 +12,7 @@ from harness.case import Case
 from harness.memory import KEPT, shortage
 from harness.record import Record
 from harness.spent import CHECKS, PARTS, spending, watching
-from harness.turns import turn
+from harness.turns import JUDGED, turn
 from harness.work import home_of
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _measure(
             inputs = make_case_inputs(case, seed=seed, captures=captures, device="cpu")
         record.input_digest = digest(inputs.tensors())
         home = home_of(case, record.device) if backend.device is not None else record.device
-        with turn(home):
+        with turn(home, JUDGED):
             with spending("inputs"):
                 inputs = inputs.to(home)
             with spending(CHECKS):

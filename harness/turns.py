@@ -13,19 +13,30 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.gpus import VISIBLE
 from harness.spent import OTHER, spending
 
-AT_ONCE = 2
-"""Processes that have a turn on a GPU: while one launches, the other computes.
 
-Measured on an H200, large cases in 15 processes: a grouped linear layer, 40 000 launches, takes 0.8 s alone, 3.4 s as
-one of two, 7.2 s as one of four, 9.3 s as one of eight; products, of few launches, 0.5 to 0.9 s.
-"""
-PATIENCE = 0.5
-"""Seconds that a process waits for its turn: whoever compiles a kernel in it holds nobody up for long."""
+@dataclass(frozen=True)
+class Line:
+    """Those who wait for the same turns."""
+
+    name: str
+    at_once: int
+    """Processes that have one at a time."""
+    patience: float
+    """Seconds that a process waits for its turn: whoever compiles a kernel in it holds nobody up for ever."""
+
+
+JUDGED = Line("judged", 1, 30.0)
+"""Cases that are judged on the GPU. Measured on an H200: a grouped linear layer, 40 000 launches, takes 0.8 s alone,
+3.4 s as one of two, 7.2 s as one of four; a product (4096, 512, 3072) 0.1 s alone, 0.3 s as one of two."""
+VISITS = Line("visits", 2, 0.5)
+"""Cases that are judged on the CPU, whose kernels alone run on the GPU, for some milliseconds: they wait for none of
+the others, which take a hundred times as long."""
 _LOOK = 1e-3
 _held = 0
 _said: str | None = None
@@ -33,7 +44,7 @@ _out_of_turn = False
 
 
 @contextmanager
-def turn(device: str) -> Iterator[None]:
+def turn(device: str, line: Line = VISITS) -> Iterator[None]:
     """Within the context this process has a turn on its GPU, and what it asked of it is done when it ends.
 
     A turn within a turn is the same one. Without a GPU there are none. What the GPU says at the end is kept (`said`).
@@ -45,7 +56,7 @@ def turn(device: str) -> Iterator[None]:
     file = None
     if not _out_of_turn:
         with spending(OTHER):
-            file = _wait(os.environ.get(VISIBLE, "all"))
+            file = _wait(os.environ.get(VISIBLE, "all"), line)
     _held += 1
     try:
         yield
@@ -98,14 +109,14 @@ def gpu_error() -> str:
     return ""
 
 
-def _wait(gpu: str) -> int | None:
+def _wait(gpu: str, line: Line) -> int | None:
     """The open file whose lock is the turn; None where there was none in time."""
     name = "".join(letter if letter.isalnum() else "-" for letter in gpu)
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + line.patience
     files = []
     try:
-        for number in range(AT_ONCE):
-            path = Path(tempfile.gettempdir()) / f"narrowgauge-{os.getuid()}-{name}-{number}"
+        for number in range(line.at_once):
+            path = Path(tempfile.gettempdir()) / f"narrowgauge-{os.getuid()}-{name}-{line.name}-{number}"
             files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         while True:
             for file in files:

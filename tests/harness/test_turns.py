@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness import turns
-from harness.turns import turn
+from harness.turns import JUDGED, VISITS, Line, turn
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +22,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def hold(folder, name, held, done):
+def hold(folder, name, line, held, done):
     """Have a turn until told to end it."""
     tempfile.tempdir = folder
     os.environ["CUDA_VISIBLE_DEVICES"] = name
-    with turn("cuda"):
+    with turn("cuda", line):
         held.send(True)
         done.recv()
 
@@ -35,9 +36,9 @@ def holder(folder: Path):
     """Starts a process that has a turn on the GPU of a name; it ends with the test, or when it is killed."""
     context, started = multiprocessing.get_context("spawn"), []
 
-    def start(name: str = "GPU-1"):
+    def start(name: str = "GPU-1", line: Line = VISITS):
         (held, theirs), (done, read) = context.Pipe(False), context.Pipe(False)[::-1]
-        process = context.Process(target=hold, args=(str(folder), name, theirs, read), daemon=True)
+        process = context.Process(target=hold, args=(str(folder), name, line, theirs, read), daemon=True)
         process.start()
         started.append((process, done))
         assert held.recv()
@@ -49,20 +50,19 @@ def holder(folder: Path):
         process.join()
 
 
-def had(monkeypatch: pytest.MonkeyPatch) -> bool:
+def had(monkeypatch: pytest.MonkeyPatch, line: Line = VISITS) -> bool:
     """Whether this process gets a turn without patience."""
     found = []
-    monkeypatch.setattr(turns, "PATIENCE", 0.0)
     wait = turns._wait
-    monkeypatch.setattr(turns, "_wait", lambda gpu: found.append(wait(gpu)) or found[-1])
-    with turn("cuda"):
+    monkeypatch.setattr(turns, "_wait", lambda gpu, line: found.append(wait(gpu, line)) or found[-1])
+    with turn("cuda", replace(line, patience=0.0)):
         assert turns._held == 1
     monkeypatch.setattr(turns, "_wait", wait)
     return found[0] is not None
 
 
 def test_so_many_have_a_turn_and_the_next_when_one_dies(holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [holder() for _ in range(turns.AT_ONCE - 1)]
+    others = [holder() for _ in range(VISITS.at_once - 1)]
     assert had(monkeypatch)
     assert had(monkeypatch)  # it was given back
     others.append(holder())
@@ -73,7 +73,7 @@ def test_so_many_have_a_turn_and_the_next_when_one_dies(holder, monkeypatch: pyt
 
 
 def test_out_of_turn_nobody_is_waited_for_and_nobody_waits(holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_wait", lambda gpu: pytest.fail("it waits"))
+    monkeypatch.setattr(turns, "_wait", lambda gpu, line: pytest.fail("it waits"))
     with turns.out_of_turn():
         for _ in range(2):
             with turn("cuda"):
@@ -82,8 +82,14 @@ def test_out_of_turn_nobody_is_waited_for_and_nobody_waits(holder, monkeypatch: 
     assert not turns._out_of_turn
 
 
+def test_a_visit_waits_for_none_that_is_judged(holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder(line=JUDGED)
+    assert not had(monkeypatch, JUDGED)
+    assert had(monkeypatch)
+
+
 def test_every_gpu_has_its_own(holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(turns.AT_ONCE):
+    for _ in range(VISITS.at_once):
         holder("GPU-2")
     assert had(monkeypatch)
 
@@ -104,7 +110,7 @@ def test_there_are_none_without_a_gpu(folder: Path) -> None:
 
 
 def test_a_turn_ends_where_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(turns.AT_ONCE + 1):
+    for _ in range(VISITS.at_once + 1):
         with pytest.raises(KeyError), turn("cuda"):
             raise KeyError
     assert had(monkeypatch)
@@ -112,4 +118,4 @@ def test_a_turn_ends_where_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_nothing_can_be_written_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    assert turns._wait("GPU-1") is None
+    assert turns._wait("GPU-1", VISITS) is None
