@@ -103,7 +103,7 @@ def _compiled(task: Task, inputs: Inputs) -> Peer | None:
             verdict.bytes(name, part, other)
         return verdict
 
-    compiled = torch.compile(plain)
+    compiled = torch.compile(plain, dynamic=False)  # an integer of a recipe is no size that may change
     return Peer(COMPILED, [partial(compiled, some) for (some,) in inputs.copies(x)], judge)
 
 
