@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
-_SLAB = 1 << 20  # the temporaries of so many elements stay in cache
+_SLAB = 1 << 16  # the temporaries of so many elements, and the bins, stay in cache
 _BINS = 1 << 16
 _OUTERMOST = 2.0**-24  # the normal ends at this quantile, 5.3 standard deviations
 
@@ -66,10 +66,10 @@ class Draw:
         """float32 on [-1, 1), multiples of 2^-23."""
         return self.words(*shape).bitwise_right_shift_(8).float().mul_(2.0**-23)
 
-    def normal(self, *shape: int) -> torch.Tensor:
-        """float32, standard normal: a bin by its probability, then linear inside it."""
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Standard normal, float32 or cast from it: a bin by its probability, then linear inside it."""
         lower, width = _normal_bins()
-        out = torch.empty(math.prod(shape))
+        out = torch.empty(math.prod(shape), dtype=dtype)
         for start in range(0, len(out), _SLAB):
             part = out[start : start + _SLAB]
             words = self.words(len(part))
@@ -77,5 +77,5 @@ class Draw:
             inside = words.bitwise_and_(0xFFFF).float().mul_(2.0**-16)
             # Two roundings, never one: a fused multiply-add would give other bits on other machines.
             torch.mul(width.index_select(0, bins), inside, out=inside)
-            torch.add(lower.index_select(0, bins), inside, out=part)
+            part.copy_(inside.add_(lower.index_select(0, bins)))
         return out.view(shape)

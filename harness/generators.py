@@ -116,7 +116,7 @@ def _put(want: Wanted, x: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def _normal(want: Wanted) -> torch.Tensor:
-    return want.draw.normal(*want.shape)
+    return want.draw.normal(*want.shape, dtype=want.dtype)
 
 
 def _uniform(want: Wanted) -> torch.Tensor:
