@@ -510,7 +510,8 @@ def test_the_reference_is_compiled_where_that_is_asked_for(
     compiled: list[Any] = []
     warnings = [b"graph break"]  # on stderr, when it is called for the first time
 
-    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+        assert not dynamic
         compiled.append(function)
 
         def call(*given: Any) -> Any:
