@@ -35,6 +35,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.strip()
 ]
+FIRST_PYTEST = next(command for command in COMMANDS if command.startswith("pytest"))
 
 
 class TiesAway:
@@ -101,7 +102,12 @@ def test_the_lines_of_a_saved_failure_are_what_the_harness_says(
     assert "\n".join(saved_lines(_fail(tmp_path))) in README
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make")])
+@pytest.mark.parametrize(
+    "command",
+    # Of those that start pytest one stays: each collects all cases, and runs some of them in about the same way.
+    [pytest.param(c, marks=pytest.mark.long if c.startswith("pytest") and c != FIRST_PYTEST else ()) for c in COMMANDS
+     if not c.startswith("make")],
+)  # fmt: skip
 def test_every_command_of_the_readme_runs(
     command: str, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from tests.golden import bits
 from tests.native.launching import Source
 from tests.native.operands import random_operand
 from tests.native.samples import DTYPES, MX_NAMES, NAMES, RECIPES, ROTATED, dtypes, matrix, nearly_tied, sample, seeded
-from tests.thinned import thinned_rows
+from tests.thinned import thinned, thinned_rows
 
 CPU = torch.device("cpu")
 
@@ -217,7 +217,7 @@ def test_a_lost_barrier_of_quantize_shows(
         assert len(seen_in_orders(call)) > 1
 
 
-@pytest.mark.parametrize("which", barriers("gemm_mx"))
+@pytest.mark.parametrize("which", thinned(barriers("gemm_mx"), 4))
 def test_a_lost_barrier_of_gemm_shows(which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other elements first, whose values stay in the tables of codes."""
     first, second = (
