@@ -146,9 +146,8 @@ def launch(
     """Queue one kernel on the device's current torch stream; compiled kernels are cached by text, flags, target.
 
     Arguments are numbers of the parameters' types, addresses as int, and the bytes of structs, whose alignment those
-    before them give. Nothing is queued for a grid of no blocks. A
-    block has `shared_bytes` of dynamic shared memory. Raises ToolchainError where CuPy is missing or the kernel does
-    not compile.
+    before them give. Nothing is queued for a grid of no blocks. A block has `shared_bytes` of dynamic shared memory.
+    Raises ToolchainError where CuPy is missing or the kernel does not compile.
     """
     import torch
 
