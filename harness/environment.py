@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from harness.cores import cores
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -26,7 +28,7 @@ class Fact:
 def facts() -> list[Fact]:
     """Every fact, in the order in which they are printed. Nothing here raises."""
     return [
-        Fact("platform", f"{platform.platform()}, {os.cpu_count()} cores"),
+        Fact("platform", f"{platform.platform()}, {cores()} cores"),
         Fact("python", sys.version.split()[0], sys.version_info >= (3, 11), "narrowgauge needs Python 3.11"),
         *(_package(name) for name in ("torch", "numpy", "pandas", "pyarrow", "pytest", "pytest-xdist", "safetensors")),
         _compiler(),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.case import LEDGER, Case, CaseFileError, load
+from harness.cores import cores
 from harness.known import Ledger, LedgerError, Ledgers, is_link
 from harness.known import load as load_ledger
 from harness.record import outcome
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. Where torch has a thread a core in each, they wait for one another: twice the time.
     _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // _workers)))
 
 _ATTRIBUTE = "narrowgauge"
 """Of a test report: the record. Plain values, so it crosses from an xdist worker to the controller."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.case import Case
+from harness.cores import cores
 from harness.gpus import VISIBLE
 from harness.memory import room
 from harness.runner import new_record
@@ -209,7 +210,7 @@ def prepare_process(workers: int) -> None:
 
     _keep_memory()
     torch.set_flush_denormal(False)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    torch.set_num_threads(max(1, cores() // workers))
 
 
 def _keep_memory() -> None:

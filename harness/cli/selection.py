@@ -124,13 +124,11 @@ def part_of_run(cases: list[Case], shard: str, durations: Path | None) -> Part |
 
 def default_workers(device: str) -> int:
     """Processes of a run that is not told how many: one a core, at most 16 a GPU."""
-    import os
-
+    from harness.cores import cores
     from harness.gpus import visible
 
-    cores = os.cpu_count() or 1
     if device == "cpu":
-        return cores
+        return cores()
     # Most cases of a GPU are judged on the CPU; each process takes half a gigabyte of the GPU.
     gpus = max(1, len(visible()))
-    return max(gpus, min(cores, 16 * gpus))
+    return max(gpus, min(cores(), 16 * gpus))

@@ -617,6 +617,6 @@ def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monke
     ],
 )
 def test_there_is_a_process_a_core_and_not_many_a_gpu(device, cores, gpus, workers, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
     monkeypatch.setattr("harness.gpus.visible", lambda: [str(number) for number in range(gpus)])
     assert default_workers(device) == workers

@@ -569,7 +569,7 @@ def test_a_debuggers_run_leaves_the_process_its_threads(folder, monkeypatch):
     """Or every test of ours that comes after it runs on more threads than cores are idle."""
     monkeypatch.chdir(folder)
     before = torch.get_num_threads()
-    monkeypatch.setattr(os, "cpu_count", lambda: before + 1)
+    monkeypatch.setattr("harness.worker.cores", lambda: before + 1)
     runner = sandbox.InProcess(Settings("faulty:Backend"))
     try:
         runner.load()
