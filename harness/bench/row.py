@@ -8,6 +8,8 @@ from typing import Any
 SCHEMA = 2
 RIGHT, WRONG, ERROR, UNJUDGED = "pass", "fail", "error", "unjudged"
 """Verdicts: as of a record; ceilings and the reference, which judges, are judged by nobody."""
+OURS = "native"
+"""Who is timed for its own sake; all others are there to be compared with."""
 
 
 @dataclass
@@ -63,6 +65,11 @@ class Row:
         """FLOP a second of a product, bytes a second of all else."""
         work = self.flop if self.timed_by_flop else self.moved
         return work / self.seconds if self.seconds and work else None
+
+    @property
+    def ours(self) -> bool:
+        """Whether the verdict on the bench depends on it; a peer that is wrong is its makers' matter."""
+        return self.who == OURS
 
     @property
     def red(self) -> bool:

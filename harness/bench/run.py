@@ -12,7 +12,7 @@ from harness.bench.asked import hold
 from harness.bench.judge import Verdict
 from harness.bench.operations import COPY, MATMUL, Inputs, Prepared, prepare
 from harness.bench.peers import Notes, peers
-from harness.bench.row import ERROR, RIGHT, WRONG, Row
+from harness.bench.row import ERROR, OURS, RIGHT, WRONG, Row
 from harness.bench.tasks import LAUNCH, Task
 from harness.bench.timing import QUICK_ROUNDS, ROUNDS, Times, interleaved, launched
 from native import ops as native
@@ -33,8 +33,9 @@ class Bench:
 
     @property
     def right(self) -> bool:
-        """Whether something was judged, and nothing is wrong."""
-        return any(row.verdict == RIGHT for row in self.rows) and not any(row.red for row in self.rows)
+        """Whether something of ours was judged, and nothing is wrong. Peers are judged beside it."""
+        ours = [row for row in self.rows if row.ours]
+        return any(row.verdict == RIGHT for row in ours) and not any(row.red for row in ours)
 
 
 def measure(
@@ -56,7 +57,7 @@ def measure(
             bench.rows += _measured(task, inputs, bench.notes, rounds, compiling=compiling)
         except Exception as error:
             words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place(error)}"
-            bench.rows.append(_row(task, "native", device, verdict=ERROR, message=words))
+            bench.rows.append(_row(task, OURS, device, verdict=ERROR, message=words))
     if launches:
         on_task(LAUNCH)
         bench.rows += _launches(inputs, rounds)
@@ -75,8 +76,8 @@ def _measured(task: Task, inputs: Inputs, notes: Notes, rounds: int, *, compilin
     ready.peers = peers(task, inputs, notes, compiling=compiling)
     calls = {**ready.ceilings, **ready.calls, **{peer.name: peer.calls for peer in ready.peers}}
     times, results = interleaved(calls, inputs.device, rounds=rounds, seconds=_SECONDS)
-    judges = {"native": ready.judge, **{peer.name: peer.judge for peer in ready.peers}}
-    moved = ready.moved(results["native"])
+    judges = {OURS: ready.judge, **{peer.name: peer.judge for peer in ready.peers}}
+    moved = ready.moved(results[OURS])
     rows = []
     for who, time in times.items():
         row = _row(
@@ -130,10 +131,10 @@ def _launches(inputs: Inputs, rounds: int) -> list[Row]:
     amax = native.amax(x)
     q = native.quantize(x, "nvfp4")
     calls = {
-        ("quantize", "amax given", "native"): lambda: native.quantize(x, "nvfp4", amax=amax),
-        ("quantize", "", "native"): lambda: native.quantize(x, "nvfp4"),
-        ("dequantize", "", "native"): lambda: native.dequantize(q, torch.bfloat16),
-        ("gemm", "", "native"): lambda: native.gemm(q, q, out_dtype=torch.bfloat16),
+        ("quantize", "amax given", OURS): lambda: native.quantize(x, "nvfp4", amax=amax),
+        ("quantize", "", OURS): lambda: native.quantize(x, "nvfp4"),
+        ("dequantize", "", OURS): lambda: native.dequantize(q, torch.bfloat16),
+        ("gemm", "", OURS): lambda: native.gemm(q, q, out_dtype=torch.bfloat16),
         ("add", "", _LIBRARY): lambda: x + x,
     }
     found = {key: launched(call, inputs.device, rounds=rounds) for key, call in calls.items()}

@@ -116,17 +116,22 @@ def wrong(rows: Sequence[Row]) -> list[str]:
 
 def sentence(rows: Sequence[Row]) -> str:
     """A bench in one sentence."""
-    judged = [row for row in rows if row.verdict != UNJUDGED]
+    judged = [row for row in rows if row.verdict != UNJUDGED and row.ours]
     red = [row for row in judged if row.red]
     if not judged:
         return "nothing was judged"
     if red:
         return f"{len(red)} of {text.plural(len(judged), 'timed output')} did not pass"
+    peers = [row for row in rows if row.verdict != UNJUDGED and not row.ours]
+    wrong_peers = sum(row.red for row in peers)
+    others = f"; {wrong_peers} of {text.plural(len(peers), 'output')} of peers wrong" if wrong_peers else ""
     held = [row for row in rows if row.met is not None]
     reached = sum(row.met is True for row in held)
     compared = sum(row.compared for row in judged)
     asked_of = f"; {reached} of {text.plural(len(held), 'figure')} asked are reached" if held else ""
-    return f"{text.plural(len(judged), 'timed output')} right, {text.number(compared)} elements compared{asked_of}"
+    return (
+        f"{text.plural(len(judged), 'timed output')} right, {text.number(compared)} elements compared{asked_of}{others}"
+    )
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:

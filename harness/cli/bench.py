@@ -38,7 +38,7 @@ def bench(
 ) -> None:
     """Time the kernels beside ceilings measured in the same run, and judge what they give.
 
-    Exit status 0 only if every output is right. How fast it is does not count.
+    Exit status 0 only if every output of the kernels is right. How fast it is does not count, nor what peers give.
     """
     if growing and own:
         stop("--growth and --overhead are tables of their own; give one of them")

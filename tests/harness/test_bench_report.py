@@ -105,7 +105,10 @@ def test_the_table_has_no_ceilings_and_the_reference_as_a_column() -> None:
 def test_a_bench_in_one_sentence() -> None:
     said = words.sentence(bench().rows)
     assert said == "2 timed outputs right, 536 870 912 elements compared; 1 of 2 figures asked are reached"
-    assert words.sentence([row(), wrong()]) == "1 of 2 timed outputs did not pass"
+    assert words.sentence([row(), row(verdict="fail"), wrong()]) == "1 of 2 timed outputs did not pass"
+    said = words.sentence([row(), wrong(), row("torch._scaled_mm")])
+    assert said.startswith("1 timed output right, 268 435 456 elements compared")
+    assert said.endswith("; 1 of 2 outputs of peers wrong")
     assert words.sentence([COPY]) == "nothing was judged"
 
 
@@ -189,7 +192,9 @@ def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
     assert "native, from 2^22: too few large sizes" in html
     assert "<h2>Memory</h2>" in html
     assert html.count("<circle") == 3 + 2
-    assert "✗" in re.search("<title>.*</title>", html).group()  # type: ignore[union-attr]
+    title = re.search("<title>.*</title>", html).group()  # type: ignore[union-attr]
+    assert "✓" in title
+    assert "1 of 1 output of peers wrong" in title
     assert "torchao: not installed (no torchao)" in html
     assert html.count("<tr") == 6
 
@@ -234,7 +239,9 @@ POINTS = [Point(22, 1.0, 4)]
     ("found", "growths", "verdict"),
     [
         (bench(), [], "pass"),
-        (bench(row(), wrong()), [], "fail"),
+        (bench(row(), wrong()), [], "pass"),
+        (bench(row(), product(verdict="fail")), [], "fail"),
+        (bench(wrong()), [], "fail"),
         (bench(COPY), [], "fail"),
         (Bench(), [], "fail"),
         (Bench(), [Growth("native", POINTS)], "pass"),
