@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -84,6 +86,51 @@ def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         x, y, z = (each.expand_as(rounded)[at].double() for each in (x, y, z))
         rounded[at] = round_to_odd(*two_sum(x * y, z)).float()
     return rounded
+
+
+def add_product(y: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
+    """y = `fma`(x, factor, y) in place: float32 (M, N), (M, N) and (N,).
+
+    By torch's `addcmul`, in a single pass, where this device rounds it once; else by `fma`.
+    """
+    if addcmul_rounds_once(str(y.device)):
+        y.addcmul_(x, factor)
+    else:
+        y.copy_(fma(x, factor, y))
+
+
+# x, factor, y and fl(x·factor + y). Another way to compute it gives another number in one of them: 0 where the product
+# is rounded to float32 first; 2^24 + 4 where the sum is rounded to float64 first, there a tie; 0 where subnormal
+# factors are flushed, or addends or outputs.
+_WITNESSES = (
+    (1 + 2.0**-12, 1 + 2.0**-12, -1 - 2.0**-11, 2.0**-24),
+    (1 + 2.0**-23, 1 - 2.0**-23, 2.0**24 + 2, 2.0**24 + 2),
+    (2.0**-149, 2.0**100, 0.0, 2.0**-49),
+    (2.0**-126, 2.0**-126, 2.0**-149, 2.0**-149),
+)
+# Elements of a row: more than a block of a GPU's threads takes, and no multiple of the numbers in a vector.
+_LONG = 4099
+
+
+@lru_cache(maxsize=16)
+def addcmul_rounds_once(device: str) -> bool:
+    """Whether torch's `addcmul_` of float32 numbers on this device is a fused multiply-add.
+
+    torch does not say; its compiler decides, once for every loop. So each of the loops that `add_product` can get to is
+    asked for each of the witnesses in all of its elements: over rows that are longer than vectors and blocks of
+    threads, over a single row or column, each contiguous and as a part of a wider matrix.
+    """
+    x, factor, y, expected = torch.tensor(_WITNESSES, device=device).unbind(1)
+    count = len(_WITNESSES)
+    for (rows, columns), beside in itertools.product(((1, _LONG), (3, _LONG), (_LONG, 1)), (0, 1)):
+        for first in range(count):
+            each = torch.arange(first, first + columns, device=device) % count
+            found = torch.empty(rows, columns + beside, device=device)[:, :columns]
+            found.copy_(y[each])
+            found.addcmul_(x[each].repeat(rows, 1), factor[each])
+            if not torch.equal(found, expected[each].expand(rows, columns)):
+                return False
+    return True
 
 
 def lowest_bit(values: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,12 @@ EXPONENTS = {"equal": (127, 128), "near": (125, 129), "wide": (100, 150), "small
 # Exponents of float32 scales, and whether they are powers of two.
 FLOATS = {"one": (0, 1, True), "pow2": (-3, 3, True), "near": (-3, 3, False), "wide": (-40, 40, False),
           "small": (-140, -60, False), "large": (60, 127, False), "wild": (-149, 127, False)}  # fmt: skip
+# FP8 with scales of blocks: any scales, and powers of two.
+BLOCK_PAIRS = [
+    ("fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e4m3-fp32"),
+    ("fp8-block-1x128-e5m2-pow2", "fp8-block-1x128-e4m3-fp32"),
+    ("fp8-block-128x128-e4m3-pow2", "fp8-block-1x128-e5m2-pow2"),
+]
 
 
 def finite_codes(fmt: Format) -> np.ndarray:
@@ -66,6 +72,16 @@ def narrow(
     rule = recipe(name)
     held = pack(one) if rule.element.bits == 4 else one
     return Quantized(held, scales(name, rng, (rows, columns), kind), None, rule, (rows, columns))
+
+
+def pair(
+    names: tuple[str, str], seed: int, shape: tuple[int, int, int], kind: str = "near", family: str = "any"
+) -> tuple[Quantized, Quantized]:
+    """Operands of `shape`, (M, N, K)."""
+    rng = np.random.default_rng(seed)
+    m, n, k = shape
+    a, b = (narrow(one, rng, rows, k, kind=kind, family=family) for one, rows in zip(names, (m, n), strict=True))
+    return a, b
 
 
 def one_a_byte(q: Quantized) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""GEMM of MX and FP8 operands: exact sums against fractions, the chain of FP8 blocks, NaN and infinities, sections."""
+"""GEMM of MX and FP8 operands: exact sums against fractions, NaN and infinities, sections."""
 
 from __future__ import annotations
 
@@ -15,38 +15,24 @@ import torch
 from reference import Quantized, recipe
 from reference.bounds import bounds
 from reference.decode import decode
-from reference.exact import Expansion, exact_sum, fma, lowest_bit
+from reference.exact import Expansion, exact_sum, lowest_bit
 from reference.formats import E8M0, FORMATS, Format
 from reference.gemm import alpha, code_sum, gemm, gemm_grouped, operand
 from reference.layout import swizzle
 from reference.operands import code_ends
 from reference.ops import gemm_quantized, quantize
-from reference.promoted import Blocks
 from reference.quantized import GroupedQuantized
 from tests.golden import bits
 from tests.reference import narrow, scalar
+from tests.reference.narrow import BLOCK_PAIRS, pair
 from tests.thinned import thinned
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MX_PAIRS = list(itertools.product(narrow.MX, repeat=2))
-BLOCK_PAIRS = [
-    ("fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e4m3-fp32"),
-    ("fp8-block-1x128-e5m2-pow2", "fp8-block-1x128-e4m3-fp32"),
-    ("fp8-block-128x128-e4m3-pow2", "fp8-block-1x128-e5m2-pow2"),
-]
 
 
 def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def pair(
-    names: tuple[str, str], seed: int, shape: tuple[int, int, int], kind: str = "near", family: str = "any"
-) -> tuple[Quantized, Quantized]:
-    rng = np.random.default_rng(seed)
-    m, n, k = shape
-    a, b = (narrow.narrow(one, rng, rows, k, kind=kind, family=family) for one, rows in zip(names, (m, n), strict=True))
-    return a, b
 
 
 def fractions(x: np.ndarray) -> np.ndarray:
@@ -129,31 +115,6 @@ def test_few_rows_that_float64_cannot_hold_are_summed_by_themselves(special: int
     expected = (k - 1) * Fraction(57344 * 448) + sign * Fraction(1, 2**25)
     assert Fraction(total.high[3, 0].item()) + Fraction(total.low[3, 0].item()) == expected
     assert Fraction(plain[3, 0].item()) != expected
-
-
-@pytest.mark.parametrize(
-    ("exponents", "folds"),
-    [((-66, -65), True), ((-66, -66), False), ((-126, 0), True), ((0, -126), True), ((51, 51), True), ((52, 51), False),
-     ((-140, 10), False), ((102, -126), True), ((103, -126), False)],
-)  # fmt: skip
-def test_scales_are_folded_into_operands_where_no_product_with_one_can_round(
-    exponents: tuple[int, int], folds: bool
-) -> None:
-    """Up to the last exponent: the smallest numbers and the largest sum of a block, of E4M3."""
-    codes = np.full((4, 256), 0x7E, np.uint8)
-    codes[1], codes[2] = 0x01, np.arange(256) & 0x7D
-    a, b = (
-        Quantized(torch.from_numpy(codes), torch.full((4, 2), 2.0**e), None, recipe("fp8-block-1x128"), (4, 256))
-        for e in exponents
-    )
-    assert Blocks(a, b).fold() == folds
-    y = gemm(a, b, out_dtype=torch.float32)
-    for i, j in itertools.product(range(4), repeat=2):
-        if y[i, j].isfinite():
-            assert y[i, j].item() == chain(a, b, i, j)
-    for wrong in (0.0, math.inf, math.nan, 1.5, -1.0):
-        b.scales[2, 1] = wrong
-        assert not Blocks(a, b).fold()
 
 
 def test_a_float64_matmul_would_not_have_been_exact() -> None:
@@ -275,41 +236,6 @@ def test_every_step_rounds_to_float32(names: tuple[str, str], epilogue: str, out
 # FP8 with scales of blocks.
 
 
-def chain(a: Quantized, b: Quantized, i: int, j: int) -> float:
-    """y = fma(fl(P·s_a), s_b, y) over blocks of 128 in fractions; infinite once something overflows."""
-    left, right = narrow.elements(a)[i], narrow.elements(b)[j]
-    s_a, s_b = narrow.factors(a)[i], narrow.factors(b)[j]
-    y = 0.0
-    for start in range(0, len(left), 128):
-        block = slice(start, start + 128)
-        exact = sum(Fraction(p) for p in (left[block] * right[block]).tolist())
-        partial = scalar.nearest(exact, "float32")
-        scaled = scalar.nearest(Fraction(partial) * Fraction(s_a[start]), "float32")
-        y = scalar.nearest(Fraction(scaled) * Fraction(s_b[start]) + Fraction(y), "float32")
-    return y
-
-
-@pytest.mark.parametrize("kind", ["one", "pow2", "near", "wide", "small"])
-@pytest.mark.parametrize("names", BLOCK_PAIRS, ids="-".join)
-def test_blocks_are_promoted_by_a_fused_multiply_add(names: tuple[str, str], kind: str) -> None:
-    for seed, (k, family) in enumerate([(1, "any"), (128, "data"), (300, "any"), (640, "data")]):
-        a, b = pair(names, seed, (3, 130 if "128x128" in names[1] else 3, k), kind, family)
-        y = gemm(a, b, out_dtype=torch.float32)
-        for i, j in itertools.product(range(3), {0, 1, b.shape[0] - 1}):
-            assert y[i, j].item() == chain(a, b, i, j)
-
-
-def test_a_multiply_and_an_add_would_have_been_seen() -> None:
-    a, b = pair(BLOCK_PAIRS[0], 1, (16, 16, 512), "near", "data")
-    y = gemm(a, b, out_dtype=torch.float32)
-    plain = torch.zeros(16, 16)
-    for block in range(4):
-        columns = slice(128 * block, 128 * (block + 1))
-        partial = torch.from_numpy(narrow.elements(a)[:, columns] @ narrow.elements(b)[:, columns].T).float()
-        plain = partial * a.scales[:, block : block + 1] * b.scales[0, block] + plain
-    assert (plain != y).any()
-
-
 @pytest.mark.parametrize("out_dtype", DTYPES)
 def test_c_is_added_after_the_cast_and_the_bias_before_it(out_dtype: torch.dtype) -> None:
     a, b = pair(BLOCK_PAIRS[0], 2, (6, 5, 256), "near", "data")
@@ -326,33 +252,6 @@ def test_c_is_added_after_the_cast_and_the_bias_before_it(out_dtype: torch.dtype
     assert torch.equal(found, once) == (out_dtype == torch.float32)
     assert torch.equal(gemm(a, b, out_dtype=out_dtype, bias=bias), stored)
     assert torch.equal(gemm(a, b, out_dtype=out_dtype, c=c), (y.to(out_dtype).float() + c.float()).to(out_dtype))
-
-
-def test_fma_rounds_once_at_ties_and_below_the_normal_numbers() -> None:
-    rng = np.random.default_rng(4)
-    odd = 2 * rng.integers(0, 2**23, 400) + 1
-    x = [*(1 + odd * 2.0**-24).tolist(), *rng.standard_normal(400).tolist(), *([2.0**-100, 2.0**-120] * 100)]
-    y = rng.choice([1.0, 1 + 2.0**-12, 2.0**-48, 3.0 * 2.0**-30, 1.5], len(x))
-    z = rng.choice([0.0, 1.0, -1.0, 2.0**-24, 2.0**-149, -(2.0**-140), 2.0**30, 1 + 2.0**-23], len(x))
-    x32, y32, z32 = (np.asarray(v, np.float32) for v in (x, y, z))
-    found = fma(*(torch.from_numpy(v) for v in (x32, y32, z32))).tolist()
-    for p, q, r, got in zip(x32.tolist(), y32.tolist(), z32.tolist(), found, strict=True):
-        assert got == scalar.nearest(Fraction(p) * Fraction(q) + Fraction(r), "float32")
-
-
-def test_fma_breaks_a_tie_by_what_float64_cannot_hold() -> None:
-    """1 + (2^-24 ± 2^-70) is no tie of float32, but in float64 it rounds to one."""
-    for sign, expected in ((1, 1 + 2.0**-23), (-1, 1.0)):
-        odd = 1 + sign * 2.0**-23
-        x, y = torch.tensor([odd * 2.0**-12]), torch.tensor([odd * 2.0**-12])
-        product = Fraction(x.item()) * Fraction(y.item())
-        assert product - Fraction(1, 2**24) == sign * Fraction(1, 2**46) + Fraction(1, 2**70)
-        z = torch.tensor([1.0])
-        assert fma(x, y, z) == expected
-    x, y = torch.tensor([(2.0**23 - 1) * 2.0**-47]), torch.tensor([(2.0**23 + 1) * 2.0**-23])
-    assert Fraction(x.item()) * Fraction(y.item()) == Fraction(1, 2**24) - Fraction(1, 2**70)
-    assert 1 + x.double() * y.double() == 1 + 2.0**-24
-    assert fma(x, y, torch.tensor([1.0])) == 1
 
 
 # Sections, and a GEMM whose output is quantized.
