@@ -63,10 +63,12 @@ class Blocks:
             return [True] * number
         spans = torch.ones(number, dtype=torch.float64, device=self._codes[0].device)
         for codes, fmt in zip(self._codes, self.formats, strict=True):
-            most, unit = code_ends(codes.T, fmt)  # of each column
-            tail = 0, -self.columns % self.width
-            most = torch.nn.functional.pad(most, tail).view(number, self.width).amax(1)
-            unit = torch.nn.functional.pad(unit, tail, value=torch.inf).view(number, self.width).amin(1)
+            magnitudes = codes & (fmt.sign_code - 1)
+            # Of each column the largest code and the smallest but 0, which wraps around less 1. Bytes are compared fast
+            # by columns, not along rows.
+            ends = torch.stack([magnitudes.amax(0), (magnitudes - 1).amin(0) + 1])
+            ends = torch.nn.functional.pad(ends, (0, -self.columns % self.width)).view(2, number, self.width)
+            most, unit = code_ends(ends.transpose(0, 1).flatten(1), fmt)
             spans *= most / unit
         found: list[bool] = (spans < limit).tolist()
         return found
