@@ -123,12 +123,13 @@ def part_of_run(cases: list[Case], shard: str, durations: Path | None) -> Part |
 
 
 def default_workers(device: str) -> int:
-    """Processes of a run that is not told how many: one a core, at most 16 a GPU."""
+    """Processes of a run that is not told how many: one a core; with GPUs a quarter more, at most 20 a GPU."""
     from harness.cores import cores
     from harness.gpus import visible
 
     if device == "cpu":
         return cores()
-    # Most cases of a GPU are judged on the CPU; each process takes half a gigabyte of the GPU.
+    # Most cases of a GPU are judged on the CPU, and a third of what processes do is wait for turns on the GPU. Each
+    # takes half a gigabyte of it.
     gpus = max(1, len(visible()))
-    return max(gpus, min(cores(), 16 * gpus))
+    return max(gpus, min(cores() * 5 // 4, 20 * gpus))

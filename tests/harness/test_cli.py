@@ -609,14 +609,15 @@ def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monke
     ("device", "cores", "gpus", "workers"),
     [
         ("cpu", 6, 2, 6),
-        ("cuda", 6, 1, 6),
-        ("cuda", 128, 1, 16),
-        ("cuda", 128, 2, 32),
+        ("cuda", 6, 1, 7),
+        ("cuda", 16, 1, 20),
+        ("cuda", 128, 1, 20),
+        ("cuda", 128, 2, 40),
         ("cuda", 2, 8, 8),
-        ("cuda", 4, 0, 4),
+        ("cuda", 4, 0, 5),
     ],
 )
-def test_there_is_a_process_a_core_and_not_many_a_gpu(device, cores, gpus, workers, monkeypatch):
+def test_there_is_a_process_a_core_and_some_more_for_those_that_wait_for_a_gpu(device, cores, gpus, workers, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
     monkeypatch.setattr("harness.gpus.visible", lambda: [str(number) for number in range(gpus)])
     assert default_workers(device) == workers
