@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -30,6 +31,21 @@ def slabs(x: torch.Tensor) -> Iterator[slice]:
     step = max(1, _SLAB.get(x.device.type, _SLAB_ELSEWHERE) // max(1, columns))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+def tiles(x: torch.Tensor, each: int = 1) -> Iterator[tuple[slice, slice]]:
+    """Row and column ranges of `x` (M, N), as high as wide where it is large enough, of such a size.
+
+    `each`: numbers that belong to an element.
+    """
+    rows, columns = x.shape
+    size = max(1, _SLAB.get(x.device.type, _SLAB_ELSEWHERE) // each)
+    width = max(math.isqrt(size), size // max(1, rows))
+    for left in range(0, columns, width):
+        some = slice(left, min(left + width, columns))
+        height = max(1, size // (some.stop - some.start))
+        for top in range(0, rows, height):
+            yield slice(top, min(top + height, rows)), some
 
 
 def block_amax(x: torch.Tensor, block: int, *, propagate_nan: bool = False) -> torch.Tensor:

@@ -144,15 +144,34 @@ def lowest_bit(values: torch.Tensor) -> torch.Tensor:
     rows = values.reshape(-1, values.shape[-1])
     lowest = values.new_empty(rows.shape[0])
     for some in slabs(rows):
-        word = rows[some].contiguous().view(torch.int64)
-        mantissa = (word & _FRACTION).bitwise_or_(_HIDDEN)
-        count = (-mantissa).bitwise_and_(mantissa).double()
-        # Half the power of two of each number, from its exponent alone: 2^1023 of what is not finite, infinity of 0,
-        # whose exponent wraps around.
-        half = word.sub(_HIDDEN).bitwise_and_(_EXPONENT).view(torch.float64)
-        lowest[some] = count.mul_(half).amin(dim=1)
+        lowest[some] = _scaled_bits(rows[some]).amin(dim=1)
+    return _unscaled(lowest).view(values.shape[:-1])
+
+
+def has_powers(values: torch.Tensor) -> bool:
+    """Whether all numbers, float64, are powers of two or 0."""
+    return not bool((values.contiguous().view(torch.int64) & _FRACTION).any())
+
+
+def lowest_bits(values: torch.Tensor) -> torch.Tensor:
+    """The same of each number by itself: float64 to a tensor of its shape."""
+    return _unscaled(_scaled_bits(values))
+
+
+def _scaled_bits(values: torch.Tensor) -> torch.Tensor:
+    """The lowest bit of each number times 2^51; more than 2^1010 of what is left out."""
+    word = values.contiguous().view(torch.int64)
+    mantissa = (word & _FRACTION).bitwise_or_(_HIDDEN)
+    count = (-mantissa).bitwise_and_(mantissa).double()
+    # Half the power of two of each number, from its exponent alone: 2^1023 of what is not finite, infinity of 0, whose
+    # exponent wraps around.
+    half = word.sub(_HIDDEN).bitwise_and_(_EXPONENT).view(torch.float64)
+    return count.mul_(half)
+
+
+def _unscaled(lowest: torch.Tensor) -> torch.Tensor:
     lowest.mul_(2.0**-51)
-    return lowest.masked_fill_(lowest > 2.0**960, torch.inf).view(values.shape[:-1])
+    return lowest.masked_fill_(lowest > 2.0**960, torch.inf)
 
 
 def exact_sum(a: torch.Tensor, b: torch.Tensor) -> ExactSum:
@@ -165,8 +184,8 @@ def exact_sum(a: torch.Tensor, b: torch.Tensor) -> ExactSum:
     """
     if min(*a.shape, *b.shape) == 0:
         return ExactSum(a @ b.T, None)
-    spans = _span(a), _span(b)
-    if _certified(*spans):
+    spans = span(a), span(b)
+    if certified(*spans):
         return ExactSum(a @ b.T, None)
     finite_a, finite_b = a.isfinite(), b.isfinite()
     if not bool(finite_a.all() & finite_b.all()):
@@ -193,7 +212,7 @@ def exact_rows(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, product: to
     else:
         total_of = Expansion()
         for side in _halves(some):
-            for term in [side @ b.T] if _certified(_span(side), span_b) else _parts(side, b):
+            for term in [side @ b.T] if certified(span(side), span_b) else _parts(side, b):
                 total_of.add(term)
         part = total_of.rounded()
     product[rows] = part.high
@@ -253,7 +272,8 @@ class Span:
     """max|x_i|."""
 
 
-def _span(x: torch.Tensor) -> Span:
+def span(x: torch.Tensor) -> Span:
+    """What each row of `x` spans: (M, K) float64."""
     found = Span(*(x.new_empty(x.shape[0]) for _ in range(3)))
     for rows in slabs(x):
         magnitude = x[rows].abs()
@@ -263,7 +283,7 @@ def _span(x: torch.Tensor) -> Span:
     return Span(found.sum / unit, found.norm / unit, found.most / unit)
 
 
-def _certified(a: Span, b: Span) -> bool:
+def certified(a: Span, b: Span) -> bool:
     """Whether no partial sum of a float64 matmul can round. False where something is not finite.
 
     Hölder's inequality: Σ|x·y| is at most ‖x‖₁·max|y|, max|x|·‖y‖₁ and ‖x‖₂·‖y‖₂.
@@ -275,8 +295,8 @@ def _certified(a: Span, b: Span) -> bool:
 
 def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
     """Tensors (M, N) that are exact and whose sum is a @ b.T."""
-    spans = _span(a), _span(b)
-    if _certified(*spans):
+    spans = span(a), span(b)
+    if certified(*spans):
         yield a @ b.T
     else:
         yield from _split(a, b, spans)

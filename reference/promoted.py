@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from functools import cached_property
 
 import torch
 
 from reference.aligned import aligned_sum, of_elements
 from reference.blocks import slabs
+from reference.certificate import Marks
 from reference.decode import decode
 from reference.exact import FLOAT64_EXACT, ExactSum, add_product, exact_sum, fma
 from reference.layout import rowwise_codes
@@ -35,6 +37,8 @@ class Blocks:
         self.columns = a.shape[1]
         self.proved = self._proved()
         self.folded = False
+        self.marks: Marks | None = None
+        """Those of the codes, where somebody needs them."""
 
     @cached_property
     def left(self) -> torch.Tensor:
@@ -88,9 +92,17 @@ class Blocks:
         for some in self.sliced(1):
             yield from some
 
-    def sum(self, rows: slice, columns: slice) -> ExactSum:
-        """Σ of the products of codes in a block, exactly: (rows, N)."""
-        left, right = self.left[rows, columns], self.right[:, columns]
+    def part(self, rows: slice, others: slice) -> Blocks:
+        """Those of some rows of the two, without panels."""
+        found = copy(self)
+        found.left, found.right = self.left[rows], self.right[others]
+        found.left_scales, found.right_scales = self.left_scales[rows], self.right_scales[others]
+        found.marks = None if self.marks is None else self.marks.part(rows, others)
+        return found
+
+    def sum(self, columns: slice) -> ExactSum:
+        """Σ of the products of codes in a block, exactly: (M, N)."""
+        left, right = self.left[:, columns], self.right[:, columns]
         return ExactSum(left @ right.T, None) if self.proved[columns.start // self.width] else exact_sum(left, right)
 
     def round_sum(
@@ -103,9 +115,9 @@ class Blocks:
         else:
             near.copy_(exact_sum(left, right).to_float32())
 
-    def aligned(self, rows: slice, columns: slice, model: Alignment, exact: torch.Tensor) -> torch.Tensor:
+    def aligned(self, columns: slice, model: Alignment, exact: torch.Tensor) -> torch.Tensor:
         """The same as a tensor core adds it, float32, `exact` being that of IEEE 754 in float64."""
-        left, right = self.left[rows, columns], self.right[:, columns]
+        left, right = self.left[:, columns], self.right[:, columns]
         factors = of_elements(left, self.formats[0]), of_elements(right, self.formats[1])
         return aligned_sum(*factors, model, exact).float()
 
@@ -130,9 +142,9 @@ class Blocks:
         )
         return self.folded
 
-    def scales(self, rows: slice, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales of a block, float32: (rows, 1) and (N,)."""
-        return self.left_scales[rows, number : number + 1], self.right_scales[:, number]
+    def scales(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales of a block, float32: (M, 1) and (N,)."""
+        return self.left_scales[:, number : number + 1], self.right_scales[:, number]
 
 
 def promoted_sum(a: Quantized, b: Quantized, *, slices: int = 1, alignment: Alignment | None = None) -> torch.Tensor:
@@ -182,12 +194,12 @@ def _add_aligned(
 ) -> None:
     """The same with the sums of blocks that a tensor core gives."""
     for rows in slabs(out):
-        here = out[rows]
+        here, some = out[rows], blocks.part(rows, slice(None))
         for chain in chains:
             y = torch.zeros_like(here)
             for block, number in chain:
-                s_a, s_b = blocks.scales(rows, number)
-                p = blocks.aligned(rows, block, alignment, blocks.sum(rows, block).high)
+                s_a, s_b = some.scales(number)
+                p = some.aligned(block, alignment, some.sum(block).high)
                 y = fma(p * s_a, s_b, y)
             if chain is chains[0]:
                 here.copy_(y)

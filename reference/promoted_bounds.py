@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from reference.blocks import slabs
+from reference.blocks import tiles
+from reference.certificate import marks
 from reference.exact import fma, lowest_bit
 from reference.flushing import below_normal, flushed_ends, subnormal
+from reference.marked import marked_sum
 from reference.promoted import Blocks, promoted_sum
 from reference.quantized import Quantized
-from reference.running import empty, running_sum, tree_sum, widened
+from reference.running import empty, tree_sum, widened
 from reference.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST, TINY, Summation
 
 # A term code·code·s_a·s_b takes at most so many roundings besides those of additions, however its factors are applied:
@@ -37,6 +39,10 @@ class PromotedLimits:
     centre: torch.Tensor
     """float64: Σ P·s_a·s_b, to within 2^-20 of what its roundings may be."""
 
+    def part(self, rows: slice, others: slice) -> PromotedLimits:
+        """Views of those of some outputs."""
+        return PromotedLimits(*(each[rows, others] for each in vars(self).values()))
+
 
 def promoted_limits(a: Quantized, b: Quantized, declared: Summation) -> PromotedLimits:
     """Limits of `promoted_sum(a, b)` in the declared order, or in any order of additions.
@@ -45,45 +51,49 @@ def promoted_limits(a: Quantized, b: Quantized, declared: Summation) -> Promoted
     each element, block or partial sum in any association, with at most 3 roundings for a term.
     """
     blocks = Blocks(a, b)
+    if declared.order not in (None, "tree") and declared.aligned is None:
+        blocks.marks = marks(_finite(blocks.left), _finite(blocks.right), exact=False)
     expected = promoted_sum(a, b, slices=declared.slices, alignment=declared.aligned)
     no = torch.zeros_like(expected, dtype=torch.bool)
     zeros = torch.zeros_like(expected, dtype=torch.float64)
     found = PromotedLimits(expected, expected.clone(), expected.clone(), no, no.clone(), no.clone(), zeros)
-    for rows in slabs(expected):
+    for rows, others in tiles(expected):
+        part, some = blocks.part(rows, others), found.part(rows, others)
         if declared.order is None:
-            _any(blocks, rows, found, declared)
+            _any(part, some, declared)
         elif declared.aligned is not None and not declared.flushes:
-            _simulated(blocks, rows, found)
+            _simulated(part, some)
         else:
-            _declared(blocks, rows, found, declared)
+            _declared(part, some, declared)
     return found
 
 
-def _simulated(blocks: Blocks, rows: slice, found: PromotedLimits) -> None:
+def _simulated(blocks: Blocks, found: PromotedLimits) -> None:
     """Every bit is known; it is that of any order where no block's sum is finite."""
-    found.exact[rows] = found.any_order[rows] = True
+    found.exact.fill_(True)
+    found.any_order.fill_(True)
     for columns, number in blocks:
-        s_a, s_b = blocks.scales(rows, number)
-        exact = blocks.sum(rows, columns).high
-        found.any_order[rows] &= ~exact.isfinite()
-        found.centre[rows] += exact * s_a.double() * s_b.double()
+        s_a, s_b = blocks.scales(number)
+        exact = blocks.sum(columns).high
+        found.any_order &= ~exact.isfinite()
+        found.centre += exact * s_a.double() * s_b.double()
 
 
-def _declared(blocks: Blocks, rows: slice, found: PromotedLimits, declared: Summation) -> None:
+def _declared(blocks: Blocks, found: PromotedLimits, declared: Summation) -> None:
     """Interval arithmetic through t = fl(P·s_a) and y = fma(t, s_b, y): each rounding is monotone, so it maps ends.
 
     P lies within the running error bound of the exact sum, and is that where nothing can round; or it is simulated.
     """
-    any_order = torch.ones_like(found.expected[rows], dtype=torch.bool)
+    any_order = torch.ones_like(found.expected, dtype=torch.bool)
     overflow = torch.zeros_like(any_order)
     flushed = torch.zeros_like(any_order)
     parts = []
     for some in blocks.sliced(declared.slices):
-        lower = upper = torch.zeros_like(found.expected[rows])
+        lower = upper = torch.zeros_like(found.expected)
         for columns, number in some:
-            s_a, s_b = blocks.scales(rows, number)
-            exact = blocks.sum(rows, columns).high
-            low, high, free = _partial(blocks, rows, columns, exact, declared)
+            s_a, s_b = blocks.scales(number)
+            exact = blocks.sum(columns).high
+            low, high, free = _partial(blocks, columns, exact, declared)
             any_order &= free
             low, high = _ordered(low * s_a, high * s_a)
             vanishes: torch.Tensor | bool = False
@@ -97,9 +107,9 @@ def _declared(blocks: Blocks, rows: slice, found: PromotedLimits, declared: Summ
                 flushed |= below_normal(lower, upper) & ((lower != 0) | (upper != 0))
                 lower, upper = flushed_ends(lower, upper)
             lower, upper = _open_ended(lower, upper, overflow)
-            found.centre[rows] += exact * s_a.double() * s_b.double()
+            found.centre += exact * s_a.double() * s_b.double()
         parts.append((lower, upper))
-    lower, upper = parts[0] if parts else (found.expected[rows], found.expected[rows])
+    lower, upper = parts[0] if parts else (found.expected, found.expected)
     for low, high in parts[1:]:
         lower, upper = lower + low, upper + high
         if declared.flushes:
@@ -107,13 +117,15 @@ def _declared(blocks: Blocks, rows: slice, found: PromotedLimits, declared: Summ
             lower, upper = flushed_ends(lower, upper)
         lower, upper = _open_ended(lower, upper, overflow)
     lower, upper = lower.masked_fill(overflow, -torch.inf), upper.masked_fill(overflow, torch.inf)
-    found.lower[rows], found.upper[rows] = lower, upper
-    found.exact[rows], found.any_order[rows] = _same(lower, upper) & ~flushed, any_order
-    found.overflow[rows] = overflow
+    found.lower.copy_(lower)
+    found.upper.copy_(upper)
+    found.exact.copy_(_same(lower, upper) & ~flushed)
+    found.any_order.copy_(any_order)
+    found.overflow.copy_(overflow)
 
 
 def _partial(
-    blocks: Blocks, rows: slice, columns: slice, exact: torch.Tensor, declared: Summation
+    blocks: Blocks, columns: slice, exact: torch.Tensor, declared: Summation
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The least and the greatest float32 sum of a block, and where that is the same in any order; `exact`, float64.
 
@@ -121,14 +133,15 @@ def _partial(
     """
     settled = ~exact.isfinite()
     if (model := declared.aligned) is not None:
-        p = blocks.aligned(rows, columns, model, exact)
+        p = blocks.aligned(columns, model, exact)
         return p, p, settled
-    left, right = (_finite(x[:, columns]) for x in (blocks.left[rows], blocks.right))
+    left, right = (_finite(x[:, columns]) for x in (blocks.left, blocks.right))
     if declared.order == "tree":
         sums = tree_sum(left, right, declared.unit, torch.zeros_like(exact))
     else:
         none = empty(left.shape[0], right.shape[0], left.device)
-        sums = running_sum(left, right, declared.unit, none)
+        shown = None if blocks.marks is None else blocks.marks.columns(columns)
+        sums = marked_sum(left, right, declared.unit, none, shown)
     error = widened(sums, left.shape[1], declared.unit)
     low, high = 0.0 - _down(error - exact), _down(exact + error)
     low, high = (torch.where(settled, exact.float(), end) for end in (low, high))
@@ -142,21 +155,21 @@ def _open_ended(lower: torch.Tensor, upper: torch.Tensor, overflow: torch.Tensor
     return lower.masked_fill(open_ended, -torch.inf), upper.masked_fill(open_ended, torch.inf)
 
 
-def _any(blocks: Blocks, rows: slice, found: PromotedLimits, declared: Summation) -> None:
+def _any(blocks: Blocks, found: PromotedLimits, declared: Summation) -> None:
     """S ± ((1 + u)^(n + 2) - 1)·A, n the nonzero terms: n - 1 additions and 3 factors; 0 where nothing can round.
 
     Roundings of subnormal products, of any part of the factors of a term, are off by 2^-150 each before the rest of the
     factors is applied; where they are flushed, by 2^-126 once, and the sums that the term takes part in by as much.
     """
-    centre = found.centre[rows]
+    centre = found.centre
     magnitude, underflow, terms = (torch.zeros_like(centre) for _ in range(3))
     unit = torch.full_like(centre, torch.inf)
     overflow = torch.zeros_like(centre, dtype=torch.bool)
     special = torch.zeros_like(overflow)
     for columns, number in blocks:
-        s_a, s_b = (s.double() for s in blocks.scales(rows, number))
-        exact = blocks.sum(rows, columns).high
-        left, right = (_finite(x[:, columns]) for x in (blocks.left[rows], blocks.right))
+        s_a, s_b = (s.double() for s in blocks.scales(number))
+        exact = blocks.sum(columns).high
+        left, right = (_finite(x[:, columns]) for x in (blocks.left, blocks.right))
         scale = s_a * s_b
         special |= ~(exact.isfinite() & scale.isfinite())
         centre += exact * scale
@@ -184,12 +197,14 @@ def _any(blocks: Blocks, rows: slice, found: PromotedLimits, declared: Summation
     steps = (terms + (_FACTORS - 1)) * declared.unit
     error = (steps / (1 - steps) * magnitude + underflow * (1 + 2 * steps)) * (1 + 2.0**-20)
     error = error.masked_fill(exact_sums | special, 0.0)
-    expected = found.expected[rows]
+    expected = found.expected
     exact_sums |= special
-    found.lower[rows] = torch.where(exact_sums, expected, -_down(error - centre))
-    found.upper[rows] = torch.where(exact_sums, expected, _down(centre + error))
+    found.lower.copy_(torch.where(exact_sums, expected, -_down(error - centre)))
+    found.upper.copy_(torch.where(exact_sums, expected, _down(centre + error)))
     exact_sums &= ~overflow
-    found.exact[rows], found.any_order[rows], found.overflow[rows] = exact_sums, exact_sums, overflow
+    found.exact.copy_(exact_sums)
+    found.any_order.copy_(exact_sums)
+    found.overflow.copy_(overflow)
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 from reference.exact import FLOAT64_EXACT, lowest_bit
 from reference.summation import ACCUMULATOR_BITS, FLT_MAX, LAST_BITS, SMALLEST
 
-# Columns whose partial sums are looked at together first, since most of them cannot round.
-_CHUNK = 32
+CHUNK = 32
+"""Columns whose partial sums are looked at together first, since most of them cannot round."""
 
 
 @dataclass
@@ -76,8 +76,8 @@ def empty(m: int, n: int, device: torch.device, *, peak: bool = False) -> Runnin
 def running_sum(left: torch.Tensor, right: torch.Tensor, unit: float, before: Running) -> Running:
     """The products of (M, K) and (N, K), finite float64 numbers, added to `before` in order of K."""
     sums = before
-    for start in range(0, left.shape[1], _CHUNK):
-        x, y = left[:, start : start + _CHUNK], right[:, start : start + _CHUNK]
+    for start in range(0, left.shape[1], CHUNK):
+        x, y = left[:, start : start + CHUNK], right[:, start : start + CHUNK]
         here = _products(x, y)
         after = Running(
             sums.total + here.total,
@@ -87,12 +87,12 @@ def running_sum(left: torch.Tensor, right: torch.Tensor, unit: float, before: Ru
             sums.peak,
         )
         if sums.peak is not None or not bool(after.exact().all()):
-            _every_partial(x, y, unit, sums, after)
+            every_partial(x, y, unit, sums, after)
         sums = after
     return sums
 
 
-def _every_partial(x: torch.Tensor, y: torch.Tensor, unit: float, before: Running, after: Running) -> None:
+def every_partial(x: torch.Tensor, y: torch.Tensor, unit: float, before: Running, after: Running) -> None:
     """`after.error`, and peak, where the columns of `x` and `y` are added to `before` one by one.
 
     e + u·(|s| + e) at every step is at most (e + u·Σ|s|)·(1 + u)^n after n of them. Where e is 0 and every s a float32
@@ -146,7 +146,7 @@ def tree_sum(left: torch.Tensor, right: torch.Tensor, unit: float, own: torch.Te
 
 def _subtree(x: torch.Tensor, y: torch.Tensor, unit: float, own: torch.Tensor, width: int, peak: bool) -> Running:
     """The sum of `width` columns, a power of two, of which the last may be missing."""
-    if width > _CHUNK:
+    if width > CHUNK:
         half = width // 2
         first = _subtree(x[:, :half], y[:, :half], unit, own, half, peak)
         if x.shape[1] <= half:

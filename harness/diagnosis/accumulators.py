@@ -55,15 +55,14 @@ class Accumulator:
         blocks = Blocks(terms.left, terms.right)
         if not self.inside and self.step != blocks.width:
             return None
-        rows = slice(0, terms.left.shape[0])
         y = torch.zeros(terms.output.shape, device=terms.left.codes.device)
         for columns, number in blocks:
-            s_a, s_b = blocks.scales(rows, number)
+            s_a, s_b = blocks.scales(number)
             if self.inside:
                 left, right = blocks.left[:, columns].float(), blocks.right[:, columns].float()
                 y = y + self._added(left, right, torch.zeros_like(y)) * s_a * s_b
             else:
-                y = self.narrow(y + blocks.sum(rows, columns).to_float32() * s_a * s_b)
+                y = self.narrow(y + blocks.sum(columns).to_float32() * s_a * s_b)
         return y
 
 

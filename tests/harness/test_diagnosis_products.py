@@ -124,8 +124,8 @@ def test_scales_of_a_block_that_multiply_the_sum(inputs):
         blocks = Blocks(a, b)
         y = torch.zeros(a.shape[0], b.shape[0])
         for columns, number in blocks:
-            s_a, s_b = blocks.scales(slice(None), number)
-            y = (y + blocks.sum(slice(None), columns).to_float32()) * (s_a * s_b)
+            s_a, s_b = blocks.scales(number)
+            y = (y + blocks.sum(columns).to_float32()) * (s_a * s_b)
         return y.to(out_dtype)
 
     record = explained(gemm, "fp8-block-1x128-e4m3-fp32", shape=(24, 400, 40), dtype="fp32", inputs=inputs)
@@ -349,7 +349,7 @@ def test_narrow_accumulators_of_promoted_sums(inside):
         blocks, rounded = Blocks(a, b), ROUND["accumulator-14-bits"]
         y = torch.zeros(a.shape[0], b.shape[0])
         for columns, number in blocks:
-            s_a, s_b = blocks.scales(slice(None), number)
+            s_a, s_b = blocks.scales(number)
             left, right = blocks.left[:, columns].float(), blocks.right[:, columns].float()
             p = torch.zeros_like(y)
             for k in range(0, left.shape[1], 32):

@@ -52,7 +52,7 @@ def fraction_sums(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
 
 
 def certified(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return module._certified(module._span(a), module._span(b))
+    return module.certified(module.span(a), module.span(b))
 
 
 def assert_exact(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -226,10 +226,10 @@ SPIKE, DENSE, MIXED = row_of(2.0**25, 0.0), row_of(2.0**25, 2.0**25), row_of(2.0
 def test_each_pair_of_norms_certifies_what_no_other_does(a: torch.Tensor, b: torch.Tensor, by: tuple[str, str]) -> None:
     assert certified(a, b)
     assert not certified(DENSE, DENSE)
-    spans = module._span(a), module._span(b)
+    spans = module.span(a), module.span(b)
     unknown = torch.full((1,), math.inf, dtype=torch.float64)
     without = [dataclasses.replace(span, **{name: unknown}) for span, name in zip(spans, by, strict=True)]
-    assert not module._certified(*without)
+    assert not module.certified(*without)
 
 
 # Its parts.
