@@ -173,6 +173,22 @@ def test_where_most_are_in_doubt_all_are_looked_at(monkeypatch: pytest.MonkeyPat
     assert found.error.all()
 
 
+def test_sizes_that_float64_cannot_add_are_added_in_turn() -> None:
+    """2^50 and odd numbers: each sum of them is a float64 number, and no sum of their sizes."""
+    x = torch.from_numpy(np.random.default_rng(2).integers(-(2**19), 2**19, (8, 4 * CHUNK)) * 2 + 1).double()
+    x[1:] = torch.where(x[1:] < 0, -1.0, 1.0)
+    x[0, 0] = 2.0**50
+    y = torch.ones(8, 4 * CHUNK, dtype=torch.float64)
+    none, shown = empty(8, 8, x.device), marks(x, y, exact=False)
+    assert shown is not None
+    for columns in (CHUNK, 4 * CHUNK):  # the first time, and again
+        here = slice(0, columns)
+        found = marked_sum(x[:, here], y[:, here], UNIT, none, shown.columns(here))
+        assert same(found, running_sum(x[:, here], y[:, here], UNIT, none))
+        assert found.error[0].all()
+        assert not found.error[1:].any()
+
+
 def planes(a: Quantized, b: Quantized, **declared: str) -> list[torch.Tensor]:
     return list(vars(bounds(a, b, out_dtype=torch.float32, **declared)).values())  # type: ignore[arg-type]
 
