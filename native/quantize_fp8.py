@@ -170,10 +170,12 @@ def _launch(
     strips = blocks_for(rows, TILE) if sizes is None else max(1, rows // TILE + sections)
     largest = torch.finfo(x.dtype if r.largest_scale == "input" else torch.float32).max
     row, column = ([None] * 4 if half is None else half.arguments() for half in halves)
+    variant = _kind(r) | (r.element is E5M2) << 2 | (r.scale_rounding == "down") << 3 | (r.nan == "propagate") << 4
+    # One compilation for each costs a GPU's driver a second, once, and a CPU's compiler many.
+    flags = (f"-DVARIANT={variant}",) if x.device.type == "cuda" else ()
     halves_and_rule = (
-        np.int32(_kind(r)), scale, found, np.int32(r.element is E5M2), *row, *column, np.float32(r.element.max),
-        np.float32(r.smallest_amax), np.float32(largest), np.int32(r.scale_rounding == "down"),
-        np.int32(r.nan == "propagate"),
+        np.int32(variant), scale, found, *row, *column, np.float32(r.element.max), np.float32(r.smallest_amax),
+        np.float32(largest),
     )  # fmt: skip
     if sizes is None and _in_tiles(x):
         name, threads = "quantize_fp8_tiles_bf16", _TILE_THREADS
@@ -189,6 +191,7 @@ def _launch(
         (threads.get(x.device.type, 1),),
         (*matrix, *halves_and_rule),
         device=x.device,
+        extra_flags=flags,
     )
 
 

@@ -2,10 +2,11 @@
 //
 //   x              (M, K), any strides, float32, bfloat16 or float16; any M and K, short blocks at the ends
 //   sizes          rows of each of `sections` sections along M, or null: the whole tensor is one section
-//   kind           what shares a scale: 128 elements of a line (0), a tile of 128x128 (1), or a section (2)
+//   variant        the rule in bits. 0, 1: what shares a scale: 128 elements of a line (0), a tile of 128x128 (1), or a section
+//                  (2). 2: elements are E5M2, else E4M3. 3: scales are rounded down to powers of two. 4: NaN counts
+//                  as the largest
 //   given          float32, one a section: the scales of kind 2 (delayed scaling); or null
 //   found          float32, one a section, which the caller has set to 0: kind 2 leaves the largest magnitude there; or null
-//   e5m2           elements are E5M2, else E4M3
 //   Rowwise, or all null:
 //   amax           float32, one a section, of which kind 2 makes its scales; or null
 //   codes          (M, K) bytes
@@ -289,23 +290,36 @@ __device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 colu
     }
 }
 
+// What a recipe asks for, in one number: where that is known when the kernel is compiled, the rest costs nothing.
+#ifdef VARIANT
+#define CHOSEN VARIANT
+#else
+#define CHOSEN variant
+#endif
+__device__ __forceinline__ Rule rule_of(int variant, const float* given, u32* found, float largest_element,
+                                        float smallest_amax, float largest_scale) {
+    return {variant & 3, variant >> 2 & 1, highest_counted(variant >> 4 & 1), given, found,
+            ScaleRule{largest_element, smallest_amax, largest_scale, variant >> 3 & 1}};
+}
+
 #define QUANTIZE(NAME, T)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         NAME(const T* x, i64 row_stride, i64 column_stride, i64 rows, i64 columns, const i64* sizes, int sections,     \
-             int kind, const float* given, u32* found, int e5m2, const float* amax, u8* codes, float* scales,          \
-             float* encode, const float* amax_t, u8* codes_t, float* scales_t, float* encode_t, float largest_element, \
-             float smallest_amax, float largest_scale, int power_of_two, int propagate_nan) {                          \
-        const Rule rule = {kind, e5m2, highest_counted(propagate_nan), given, found,                                   \
-                           ScaleRule{largest_element, smallest_amax, largest_scale, power_of_two}};                    \
+             int variant, const float* given, u32* found, const float* amax, u8* codes, float* scales, float* encode,  \
+             const float* amax_t, u8* codes_t, float* scales_t, float* encode_t, float largest_element,                \
+             float smallest_amax, float largest_scale) {                                                               \
         quantize(x, row_stride, column_stride, columns, Sections{sizes, sections, rows},                               \
-                 Half{amax, codes, scales, encode}, Half{amax_t, codes_t, scales_t, encode_t}, rule);                  \
+                 Half{amax, codes, scales, encode}, Half{amax_t, codes_t, scales_t, encode_t},                         \
+                 rule_of(CHOSEN, given, found, largest_element, smallest_amax, largest_scale));                        \
     }
 
 // ---- bfloat16 in whole tiles ----
 
 // Of both halves of 1x128 on an H200, a tenth of the time is the stores of scales, of which every four bytes take a sector of
-// L2 as 32 bytes of codes do; tiles in bands, more threads at once and streaming loads were no faster.
+// L2 as 32 bytes of codes do. Blocks that take 2, 4 or 8 tiles side by side, and store the scales of their rows at once,
+// are slower, tiles in bands too.
 constexpr int PIECE_ROWS = 8;  // 1x128, both halves of 16384^2 on an H200: 0.324 ms, 0.333 with 4 and twice the threads
+constexpr int TILE_BLOCKS_OF_SM = 4;  // so that a thread has 64 registers: 0.334 ms, 0.336 with 3
 constexpr int PIECES_DOWN = TILE / PIECE_ROWS;
 constexpr int TILE_THREADS = PIECES_DOWN * ACROSS_TILE;
 static_assert(TILE == TILE_WIDTH, "a row of a tile is a block");
@@ -356,9 +370,11 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
                                     : largest_of_line<PROPAGATE_NAN, PIECES_DOWN>(shared.maxima.columns, 0, line);
             const float scale = fp8_scale(__uint_as_float(amax), rule.scale);
             shared.factors[is_row ? 0 : 1][line] = scale;
-            const i64 at = is_row ? (first_row + line) * tiles_across + tile_column
-                                  : (first_column + line) * tiles_down + tile_row;
-            (is_row ? row_half : column_half).scales[at] = 1.0f / scale;
+            if (is_row) {
+                row_half.scales[(first_row + line) * tiles_across + tile_column] = 1.0f / scale;
+            } else {
+                column_half.scales[(first_column + line) * tiles_down + tile_row] = 1.0f / scale;
+            }
         }
         __syncthreads();
     } else if (rule.kind == TILES) {
@@ -431,27 +447,29 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
     }
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
-    quantize_fp8_tiles_bf16(const bf16* x, i64 rows, i64 columns, int kind, const float* given, u32* found, int e5m2,
+template <class F>
+__device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 columns, const Half& row_half,
+                                              const Half& column_half, const Rule& rule, int propagate_nan,
+                                              SharedTile& shared) {
+    if (propagate_nan) {
+        quantize_tile<F, true>(x, rows, columns, row_half, column_half, rule, shared);
+    } else {
+        quantize_tile<F, false>(x, rows, columns, row_half, column_half, rule, shared);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_OF_SM)
+    quantize_fp8_tiles_bf16(const bf16* x, i64 rows, i64 columns, int variant, const float* given, u32* found,
                             const float* amax, u8* codes, float* scales, float* encode, const float* amax_t,
                             u8* codes_t, float* scales_t, float* encode_t, float largest_element, float smallest_amax,
-                            float largest_scale, int power_of_two, int propagate_nan) {
-    const Rule rule = {kind, e5m2, highest_counted(propagate_nan), given, found,
-                       ScaleRule{largest_element, smallest_amax, largest_scale, power_of_two}};
-    const Half row_half = {amax, codes, scales, encode}, column_half = {amax_t, codes_t, scales_t, encode_t};
+                            float largest_scale) {
     __shared__ SharedTile shared;
-    if (e5m2) {
-        if (propagate_nan) {
-            quantize_tile<E5M2, true>(x, rows, columns, row_half, column_half, rule, shared);
-        } else {
-            quantize_tile<E5M2, false>(x, rows, columns, row_half, column_half, rule, shared);
-        }
+    const Rule rule = rule_of(CHOSEN, given, found, largest_element, smallest_amax, largest_scale);
+    const Half row_half = {amax, codes, scales, encode}, column_half = {amax_t, codes_t, scales_t, encode_t};
+    if (rule.e5m2) {
+        quantize_tile<E5M2>(x, rows, columns, row_half, column_half, rule, CHOSEN >> 4 & 1, shared);
     } else {
-        if (propagate_nan) {
-            quantize_tile<E4M3, true>(x, rows, columns, row_half, column_half, rule, shared);
-        } else {
-            quantize_tile<E4M3, false>(x, rows, columns, row_half, column_half, rule, shared);
-        }
+        quantize_tile<E4M3>(x, rows, columns, row_half, column_half, rule, CHOSEN >> 4 & 1, shared);
     }
 }
 

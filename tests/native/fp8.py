@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,7 +130,11 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if count != 8:
         monkeypatch.setitem(quantize_fp8._TILE_THREADS, "cpu", count)
         flags = (f"-DFP8_THREADS={count}", "-O0")  # compiled sooner
-        monkeypatch.setattr(quantize_fp8, "launch", partial(launch, extra_flags=flags))
+
+        def with_flags(*given: Any, extra_flags: tuple[str, ...] = (), **options: Any) -> None:
+            launch(*given, **options, extra_flags=(*extra_flags, *flags))
+
+        monkeypatch.setattr(quantize_fp8, "launch", with_flags)
     return count
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -30,12 +29,15 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that are launched, of quantizing and dequantizing. FP8 goes in tiles on a CPU, too."""
     names: list[str] = []
 
-    def noted(*given: object, **options: object) -> None:
-        names.append(str(given[1]))
-        launch(*given, **options)  # type: ignore[arg-type]
+    def noted(*given: Any, **options: Any) -> None:
+        names.append(given[1])
+        launch(*given, **options)
+
+    def noted_with_flags(*given: Any, extra_flags: tuple[str, ...] = (), **options: Any) -> None:
+        noted(*given, **options, extra_flags=(*extra_flags, "-O1"))  # compiled sooner
 
     monkeypatch.setitem(quantize_fp8._TILE_THREADS, "cpu", quantize_fp8._TILE_THREADS["cuda"])
-    monkeypatch.setattr(quantize_fp8, "launch", partial(noted, extra_flags=("-O1",)))  # compiled sooner
+    monkeypatch.setattr(quantize_fp8, "launch", noted_with_flags)
     for module in (quantize_mx, quantize_nvfp4, dequantize):
         monkeypatch.setattr(module, "launch", noted)
     return names
