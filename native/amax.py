@@ -9,12 +9,10 @@ from contextvars import ContextVar
 import numpy as np
 import torch
 
-from native.arguments import DTYPES, STRIP, THREADS, blocks_for, check_tensor, suffix
+from native.arguments import ANY_THREADS, DTYPES, STRIP, THREADS, blocks_for, check_tensor, suffix
 from native.launch import launch
 
 _PER_THREAD = 16
-_ANY_THREADS = {"cuda": 256, "cpu": 8}
-"""Of the kernel that takes any tensor in blocks."""
 _BLOCKS = 1024
 """Blocks that fill any present GPU; the grid strides over the rest."""
 _BLOCKS_A_CORE = 4
@@ -22,7 +20,7 @@ _BLOCKS_A_CORE = 4
 and 1.1 ms with 8."""
 _WIDE = 128
 """Columns of a tile of bfloat16."""
-_LONGEST = 2**24
+_LONGEST = 2**23
 """Rows or columns from which on a grid has no room for their tiles."""
 _MOST = 2**36
 """Elements from which on blocks of 16 have no numbers of 32 bits."""
@@ -30,12 +28,14 @@ _SMALL = 2**17
 """Elements up to which a CPU takes the kernels of whole tiles, too, so that cases and tests run what a GPU runs; of
 1024x2048 bf16 both halves of nvfp4-2d take one core 21 ms with them and 11 ms with the kernel of any matrix, both of
 mxfp8-e4m3 15 and 8 ms, and amaxes before and after a rotation of columns 16 and 3 ms."""
-_TILES_EACH = 8
-"""Tiles that a block of threads takes for amaxes: those before and after a rotation of 16384² take an H200 0.142 ms
-with 2, 0.133 with 4, 0.131 with 8 and 0.135 with 16."""
-_ABREAST = 8
-"""Strips of rows that neighbouring blocks take: both halves of nvfp4-2d of 16384² take an H200 0.258 ms with 8, 0.266
-with 4, and no less with 16."""
+_DEEP = 4
+"""Tiles, one below the other, that a block of threads takes for amaxes: those before and after a rotation of 8192² take
+an H200 42 µs with 4, 44 µs with 2 and 48 µs with 8."""
+_FEW, _LAST = 2, 16
+"""Tiles that it takes of the last strips, and how many strips those are at least: shared_tile.cuh."""
+_FEWEST = 256
+"""Blocks below which each takes fewer tiles: both halves of nvfp4-2d of 2048² take an H200 8.2 µs with 256 blocks of 2,
+8.9 µs with 512 of 1 or 128 of 4, and 12.8 µs with 64 of 8."""
 
 _other_grid: ContextVar[bool] = ContextVar("other_grid", default=False)
 
@@ -62,23 +62,30 @@ def amax(x: torch.Tensor, *, propagate_nan: bool = False) -> torch.Tensor:
     return out
 
 
-def in_tiles(x: torch.Tensor) -> bool:
-    """Whether a matrix lies in memory as the kernels want it that work on whole tiles."""
-    whole = x.shape[0] % STRIP == x.shape[1] % _WIDE == 0 and max(x.shape) < _LONGEST and 0 < x.numel() < _MOST
-    return x.dtype == torch.bfloat16 and whole and x.is_contiguous() and x.data_ptr() % 16 == 0
+def in_tiles(x: torch.Tensor, rows: int = STRIP) -> bool:
+    """Whether kernels that work on whole tiles of `rows`×128 are to take `x`: bfloat16 that lies in memory as they want
+    it; on a CPU, where others are faster, only what is small."""
+    whole = x.shape[0] % rows == x.shape[1] % _WIDE == 0 and x.numel() > 0
+    known = x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
+    return whole and known and (x.device.type != "cpu" or x.numel() <= _SMALL)
 
 
-def prefers_tiles(x: torch.Tensor) -> bool:
-    """Whether kernels that work on whole tiles are to take `x`, where they can: on a CPU, where others are faster, only
-    what is small."""
-    return x.device.type != "cpu" or x.numel() <= _SMALL
+def in_32_bits(x: torch.Tensor) -> bool:
+    """Whether a grid has room for the tiles of `x`, and its blocks of 16 have numbers of 32 bits."""
+    return max(x.shape) < _LONGEST and x.numel() < _MOST
 
 
-def tiles_each(x: torch.Tensor, each: int) -> tuple[tuple[int, int], int]:
-    """The grid of blocks of threads that take `each` tiles of `x`, and how far from each other those of a block are."""
-    each = 3 if _other_grid.get() else each
-    apart, bands = blocks_for(x.shape[1] // _WIDE, each), blocks_for(x.shape[0] // STRIP, _ABREAST)
-    return (_ABREAST * apart, bands), apart
+def tiles_deep(x: torch.Tensor, deep: int) -> tuple[tuple[int, int], int]:
+    """The grid of blocks of threads that take tiles of `x`, and how many of them, one below the other, each takes:
+    `deep`, or fewer of a small matrix."""
+    across, strips_of_x = x.shape[1] // _WIDE, x.shape[0] // STRIP
+    deep = 5 if _other_grid.get() else deep
+    while True:
+        whole = max(strips_of_x - _LAST, 0) // deep
+        down = whole + blocks_for(strips_of_x - whole * deep, min(deep, _FEW))
+        if deep == 1 or across * down >= _FEWEST or _other_grid.get():
+            return (across, down), deep
+        deep //= 2
 
 
 def strips(rows: int, sizes: torch.Tensor | None) -> int:
@@ -109,9 +116,9 @@ def oriented_amax(
     out_rotated = torch.zeros(sections, dtype=torch.float32, device=x.device) if rotated else None
     # On a GPU a strip of 64 rows alone would leave it idle; a CPU reads on: 16 parts take it twice as long.
     parts = 3 if _other_grid.get() else min(16 if x.device.type == "cuda" else 1, blocks_for(columns, STRIP))
-    if sizes is None and not each and in_tiles(x) and prefers_tiles(x):
-        grid, apart = tiles_each(x, _TILES_EACH)
-        arguments = (x, np.int64(rows), np.int64(columns), np.int32(apart), out, out_rotated, np.int32(along_rows),
+    if sizes is None and not each and in_tiles(x) and in_32_bits(x):
+        grid, deep = tiles_deep(x, _DEEP)
+        arguments = (x, np.int64(rows), np.int64(columns), np.int32(deep), out, out_rotated, np.int32(along_rows),
                      np.int32(signs), np.int32(propagate_nan))  # fmt: skip
         launch("amax_blocks", "amax_tiles_bf16", grid, (THREADS,), arguments, device=x.device)
         return out, out_rotated
@@ -119,7 +126,7 @@ def oriented_amax(
         "amax_blocks",
         f"amax_blocks_{suffix(x.dtype)}",
         (max(1, strips(rows, sizes)) * parts,),
-        (_ANY_THREADS.get(x.device.type, 1),),
+        (ANY_THREADS["amax_blocks"].get(x.device.type, 1),),
         (x, np.int64(x.stride(0)), np.int64(x.stride(1)), np.int64(rows), np.int64(columns), sizes, np.int32(sections),
          out, out_rotated, np.int32(parts), np.int32(along_rows), np.int32(each), np.int32(signs),
          np.int32(propagate_nan)),

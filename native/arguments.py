@@ -14,6 +14,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 THREADS = 256
+ANY_THREADS = {
+    "amax_blocks": {"cuda": 256, "cpu": 8},
+    "quantize_fp8": {"cuda": 256, "cpu": 8},
+    "quantize_mx": {"cuda": 128, "cpu": 8},
+    "quantize_nvfp4": {"cuda": 256, "cpu": 8},
+}
+"""Of the kernels that take any matrix, by source and device."""
 BLOCK, MX_BLOCK = 16, 32
 STRIP = 64
 """Rows and columns of the tile that a block of threads quantizes."""

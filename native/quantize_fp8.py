@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from native.amax import amax as tensor_amax
-from native.amax import in_tiles, oriented_amax
-from native.arguments import as_matrix, blocks_for, check_random, check_scale, check_tensor, suffix
+from native.amax import in_32_bits, in_tiles, oriented_amax
+from native.arguments import ANY_THREADS, as_matrix, blocks_for, check_random, check_scale, check_tensor, suffix
 from native.launch import Argument, launch
 from native.sections import check_sizes
 from reference.formats import E5M2
@@ -19,7 +19,6 @@ from reference.recipes import Recipe
 
 TILE = 128
 """Rows and columns that a block of threads quantizes."""
-_THREADS = {"cuda": 256, "cpu": 8}
 _TILE_THREADS = {"cuda": 256}
 """Of the kernel that takes whole tiles of bfloat16, by the devices on which it is the faster one."""
 _LINES, _TILES, _WHOLE = 0, 1, 2
@@ -181,7 +180,7 @@ def _launch(
         name, threads = "quantize_fp8_tiles_bf16", _TILE_THREADS
         matrix: tuple[Argument, ...] = (x, np.int64(rows), np.int64(columns))
     else:
-        name, threads = f"quantize_fp8_{suffix(x.dtype)}", _THREADS
+        name, threads = f"quantize_fp8_{suffix(x.dtype)}", ANY_THREADS["quantize_fp8"]
         strides = np.int64(x.stride(0)), np.int64(x.stride(1))
         matrix = (x, *strides, np.int64(rows), np.int64(columns), sizes, np.int32(sections))
     launch(
@@ -197,7 +196,7 @@ def _launch(
 
 def _in_tiles(x: torch.Tensor) -> bool:
     """Whether the kernel that takes whole tiles does for this."""
-    return x.device.type in _TILE_THREADS and x.shape[0] % TILE == 0 and in_tiles(x)
+    return x.device.type in _TILE_THREADS and in_tiles(x, TILE) and in_32_bits(x)
 
 
 def _amaxes(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from native.amax import prefers_tiles, strips
+from native.amax import in_tiles, strips
 from native.arguments import (
+    ANY_THREADS,
     STRIP,
     as_matrix,
     blocks_for,
@@ -24,8 +25,6 @@ from reference.quantized import GroupedQuantized, Quantized, codes_shape, scales
 from reference.recipes import Recipe
 
 _THREADS = 128
-_ANY_THREADS = {"cuda": 128, "cpu": 8}
-"""Of the kernel that takes any matrix."""
 _TILE = (32, 128)
 """Rows and columns of a tile of bfloat16, and the threads that hold one: the kernel's PIECE_ROWS."""
 _TILE_THREADS = {"cuda": 64, "cpu": 16}
@@ -193,7 +192,7 @@ def _launch(
     plain = column is None and sizes is None and x.is_contiguous() and not (stochastic or tiles or swizzled)
     matrix: list[Argument] = [x, np.int64(rows), np.int64(columns)]
     # Where both do, a CPU is faster with the plain kernel, which has no barrier.
-    tiled = sizes is None and _in_tiles(x, r, column) and prefers_tiles(x)
+    tiled = sizes is None and _in_tiles(x, r, column)
     if tiled and not (plain and x.device.type == "cpu"):
         name, grid = "quantize_mx_tiles_bf16", x.numel() // (_TILE[0] * _TILE[1])
         threads = _TILE_THREADS.get(x.device.type, 1)
@@ -203,7 +202,7 @@ def _launch(
         arguments = [*matrix, *halves[0][1:3], *rule, propagate_nan]
     else:
         grid = max(1, strips(rows, sizes)) * blocks_for(columns, STRIP)
-        threads = _ANY_THREADS.get(x.device.type, 1)
+        threads = ANY_THREADS["quantize_mx"].get(x.device.type, 1)
         name, sections = f"quantize_mx_{suffix(x.dtype)}", 1 if sizes is None else len(sizes)
         seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
         arguments = [
@@ -217,7 +216,4 @@ def _launch(
 
 def _in_tiles(x: torch.Tensor, r: Recipe, column: _Half | None) -> bool:
     """Whether the kernel that takes whole tiles does for this."""
-    rows, columns = x.shape
-    whole = rows % _TILE[0] == columns % _TILE[1] == 0 and x.numel() > 0
-    known = x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
-    return whole and known and r.rounding == "nearest-even" and (column is None or r.columnwise == "in-place")
+    return in_tiles(x, _TILE[0]) and r.rounding == "nearest-even" and (column is None or r.columnwise == "in-place")

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from native.amax import amax as tensor_amax
-from native.amax import in_tiles, oriented_amax, prefers_tiles, strips, tiles_each
+from native.amax import in_32_bits, in_tiles, oriented_amax, strips, tiles_deep
 from native.arguments import (
+    ANY_THREADS,
     STRIP,
     THREADS,
     as_matrix,
@@ -38,14 +39,12 @@ from reference.recipes import Recipe
 _SCALE_ORDER = {"amax*(enc*(1/6))": 0, "(amax/6)*enc": 1}
 _CANDIDATES = {"6": 0, "4-or-6-mae": 1, "4-or-6-mse": 2}
 _ROTATE_ROWS, _ROTATE_COLUMNS = 1, 2
-_ANY_THREADS = {"cuda": 256, "cpu": 8}
-"""Of the kernel that takes any matrix."""
 _PLAIN_BLOCKS = 2
 """Blocks of 16 that a thread of the plain kernel makes."""
-_TILES_EACH = {"nearest-even": 2, "stochastic": 6}
-"""Tiles that a block of threads takes, which begins with the factors of all scales: for both halves of 16384² bf16 an
-H200 takes 0.258 ms of nvfp4-2d with 2, 0.264 with 1 and 0.269 with 4, of -rht 0.256, 0.289 and 0.265; 0.277 ms of -sr
-with 6, 0.297 with 2 and 0.288 with 12, of -rht-sr 0.328, 0.348 and 0.330."""
+_DEEP = 8
+"""Tiles, one below the other, that a block of threads takes, which begins with the factors of all scales, and stores
+the scales of columns together: both halves of 16384² bf16 take an H200 0.253 ms of nvfp4-2d with 8, 0.256 with 4, 0.258
+with 2, and 0.248 where the last 16 strips go in twos; of nvfp4-rht-sr 0.331, 0.336 with 4, and 0.326."""
 _KEY_STEPS = np.arange(10, dtype=np.uint32)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint32)
 """What is added to the key of Philox up to each round."""
 _FUSED_GROUP = 16
@@ -115,13 +114,13 @@ def _launch(
     halves = [*(_NO_HALF if row is None else row.arguments()), *(_NO_HALF if column is None else column.arguments())]
     rule = (np.float32(r.max_product), np.int32(variant), np.uint64(seed % 2**64))
     grid: tuple[int, ...]
-    if sizes is None and _in_tiles(x, r, row, column) and prefers_tiles(x):
+    if sizes is None and _in_tiles(x, r, row, column):
         name, threads = "quantize_nvfp4_tiles_bf16", THREADS
-        grid, apart = tiles_each(x, _TILES_EACH[r.rounding])
-        arguments = [x, np.int64(rows), np.int64(columns), np.int32(apart), *halves, *rule, _philox_keys(seed)]
+        grid, deep = tiles_deep(x, _DEEP)
+        arguments = [x, np.int64(rows), np.int64(columns), np.int32(deep), *halves, *rule, _philox_keys(seed)]
     else:
         grid = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),)
-        name, threads = f"quantize_nvfp4_{suffix(x.dtype)}", _ANY_THREADS.get(x.device.type, 1)
+        name, threads = f"quantize_nvfp4_{suffix(x.dtype)}", ANY_THREADS["quantize_nvfp4"].get(x.device.type, 1)
         strides = [np.int64(x.stride(0)), np.int64(x.stride(1))]
         arguments = [x, *strides, np.int64(rows), np.int64(columns), sizes, np.int32(sections), *halves, *rule]
     launch("quantize_nvfp4", name, grid, (threads,), arguments, device=x.device, extra_flags=flags)
@@ -136,7 +135,8 @@ def _in_tiles(x: torch.Tensor, r: Recipe, *halves: _Half | None) -> bool:
     """Whether the kernel that takes whole tiles does for this."""
     turned = r.block[0] > 1 and r.transform is not None
     plain = r.granularity == "tensor" and r.candidates == "6" and not turned
-    return plain and in_tiles(x) and all(half is None or half.codes.data_ptr() % 8 == 0 for half in halves)
+    aligned = all(half.codes.data_ptr() % 8 == half.scales.data_ptr() % 4 == 0 for half in halves if half is not None)
+    return plain and aligned and in_tiles(x) and in_32_bits(x)
 
 
 def _variant_bits(r: Recipe, *, rotation: int, swizzled: bool, words: bool) -> int:

@@ -9,8 +9,8 @@
 //   Launch: ANY_THREADS threads a block, `parts` blocks for every strip of 64 rows, which share its columns; ceil(M/64)
 //   strips, or with sections one more for each. Of 256 threads, each takes every ceil(64 * parts)th column or block; on a
 //   CPU there are 8, which take 32 times as much and need no barrier.
-//   amax_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, one section; 256 threads for every
-//   `apart`th tile of 64x128 of a strip, in shared_tile.cuh's grid.
+//   amax_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^23, one section; 256 threads for
+//   `deep` tiles of 64x128, one below the other, in shared_tile.cuh's grid.
 //   Exact: magnitudes are compared as integers, NaN left out unless propagate_nan; the rotation is hadamard.cuh's.
 
 #include "blocks.cuh"
@@ -123,14 +123,17 @@ __device__ void amax_blocks(const T* x, i64 row_stride, i64 column_stride, i64 c
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    amax_tiles_bf16(const bf16* x, i64 rows, i64 columns, int apart, u32* plain, u32* rotated, int along_rows, int signs,
+    amax_tiles_bf16(const bf16* x, i64 rows, i64 columns, int deep, u32* plain, u32* rotated, int along_rows, int signs,
                     int propagate_nan) {
     __shared__ Tile tiles[2];
     __shared__ u32 plain_warps[THREADS / 32], rotated_warps[THREADS / 32];
+    constexpr int EACH = TILE_ROWS * ROW_BLOCKS / THREADS;  // blocks of a thread
+    static_assert(EACH == 2, "of a row and the next one, or of two chunks");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = static_cast<int>(threadIdx.x) / ROW_BLOCKS * EACH;
     const u32 highest = highest_counted(propagate_nan);
     u32 largest = 0, largest_rotated = 0;
-    TileWalk walk(x, rows, columns, static_cast<u32>(apart));
+    TileWalk walk(x, rows, columns, static_cast<u32>(deep));
     walk.fetch<THREADS>(tiles[0]);
     for (int slot = 0; walk.inside(); slot ^= 1) {
         tile_waits();
@@ -138,10 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         walk.step();
         walk.fetch<THREADS>(tiles[slot ^ 1]);
 #pragma unroll
-        for (int b = 0; b < TILE_ROWS * ROW_BLOCKS / THREADS; ++b) {
-            const int each = warp * (TILE_ROWS * ROW_BLOCKS / THREADS) + b;
-            Words line = along_rows ? block_of_row(tiles[slot], each * 4 + lane / ROW_BLOCKS, lane % ROW_BLOCKS)
-                                    : block_of_column(tiles[slot], each);
+        for (int b = 0; b < EACH; ++b) {
+            Words line = along_rows ? block_of_row(tiles[slot], row, lane % ROW_BLOCKS, b)
+                                    : block_of_column(tiles[slot], warp * EACH, b);
             const u32 most = largest_of_words(line, bound_of_words(line), highest);
             largest = most > largest ? most : largest;
             if (rotated != nullptr) {

@@ -16,10 +16,13 @@
 //   a CPU there are 8, a thread has 32 of either, and a barrier costs little.
 //   quantize_nvfp4_plain: rowwise alone, contiguous, no variant; two blocks of 16 for every thread, THREADS apart in the
 //   order of memory, which is faster by half on a CPU, and a little on a GPU.
-//   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^24, fewer than 2^32 blocks of
-//   16, no sections, one amax a half, no 4over6, no rotation of 16x16 blocks; codes aligned to 8 bytes. 256 threads for
-//   every `apart`th tile of 64x128 of a strip of 64 rows; the grid is shared_tile.cuh's. `keys` are those of the seed. While
-//   the threads work on a tile in shared memory, the next one comes; a thread makes two blocks of rows, then two of columns.
+//   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^23, fewer than 2^32 blocks of
+//   16, no sections, one amax a half, no 4over6, no rotation of 16x16 blocks; codes aligned to 8 bytes, scales to 4. 256
+//   threads for `deep` tiles of 64x128, at most 8, one below the other; the grid is shared_tile.cuh's. `keys` are those
+//   of the seed.
+//   While the threads work on a tile in shared memory, the next one comes; a thread makes two blocks of rows, then two of
+//   columns. Scales of columns are stored when all tiles are done: those of eight fill a sector of L2, of which each part
+//   would cost as much as the whole.
 //   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, and "Variants of NVFP4", float32 with one rounding per operation;
 //   E4M3 and E2M1 nearest even or stochastic, saturating. `tiles`: blocks of 16x16. `candidates`: 4over6 by absolute (1)
 //   or squared (2) errors; those of a tile are measured along its rows, whichever half is made. `rotation`: groups of
@@ -426,11 +429,13 @@ constexpr int EACH = TILE_ROWS * ROW_BLOCKS / THREADS;  // blocks of a thread, o
 constexpr int SCALES = 128;                             // codes of E4M3 without a sign
 static_assert(WARP_ROWS % EACH == 0 && BLOCK % WARP_ROWS == 0, "a warp has whole rows of one tile of 16x16");
 static_assert(2 * SCALES == THREADS, "a thread finds one factor");
+static_assert(EACH == 2, "a row and the next one, a chunk and the next one");
 
 struct SharedTiles {
     Tile tiles[2];             // one is worked on while the other comes
     float factors[2][SCALES];  // of elements under each scale, in either half
     u32 largest[2][WARPS][ROW_BLOCKS];
+    alignas(16) u8 scales_t[TILE_COLUMNS][DEEPEST][COLUMN_BLOCKS];  // of columns: a word of each tile
 };
 
 // The largest magnitude that counts and that of all, both of bfloat16 as bits of float32, in one word, which
@@ -444,30 +449,30 @@ __device__ __forceinline__ u32 largest_of_stripe(const u32 (&largest)[WARPS][ROW
     return larger_magnitudes(largest[2 * stripe][block], largest[2 * stripe + 1][block]);
 }
 
-// Where a half of a tile lies in its result: the first line and, of it, block; and that one's number.
-struct Corner {
-    u32 line, block, index;
-};
-
-__device__ __forceinline__ Corner corner_of(u32 line, u32 block, u32 blocks) { return {line, block, line * blocks + block}; }
-
-// Block `block` of line `line` of a half of a tile; there are `blocks` in a line. The rest as `make_block` has it.
-__device__ __forceinline__ void write_line(const Words& x, u32 bound, u32 amax, u32 line, u32 block, u32 blocks,
-                                           const Corner& corner, float encode, const float (&factors)[SCALES],
-                                           const Half& half, const Rule& rule, const PhiloxKeys& keys) {
-    const u32 index = corner.index + (line * blocks + block);
+// The block with this number of a half; the rest as `make_block` has it. What is left to write is the scale.
+__device__ __forceinline__ u8 write_codes(const Words& x, u32 bound, u32 amax, u32 index, float encode,
+                                          const float (&factors)[SCALES], const Half& half, const Rule& rule,
+                                          const PhiloxKeys& keys) {
     u32 words[4];
     if (rule.stochastic) random_words(half, rule, keys, index, static_cast<i64>(index) * 4, 4, words);
     const auto factor = [&](u8 scale) { return factors[scale]; };
     const Made made = make_block(x, bound, amax, encode, factor, rule.stochastic ? &words : nullptr, rule);
-    half.scales[rule.swizzled ? swizzled_index(corner.line + line, corner.block + block, blocks) : index] = made.scale;
     store_codes(made.codes, half.codes + static_cast<i64>(index) * (BLOCK / 2));
+    return made.scale;
 }
 
-__device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 columns, u32 apart, const Half& row_half,
+__device__ __forceinline__ void store_word(const u8 (&bytes)[4], u8* target) {  // both aligned
+#ifdef __CUDA_ARCH__
+    *reinterpret_cast<u32*>(target) = *reinterpret_cast<const u32*>(bytes);
+#else
+    for (int j = 0; j < 4; ++j) target[j] = bytes[j];
+#endif
+}
+
+__device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 columns, u32 deep, const Half& row_half,
                                                const Half& column_half, const Rule& rule, const PhiloxKeys& keys) {
     __shared__ SharedTiles shared;
-    TileWalk walk(x, rows, columns, apart);
+    TileWalk walk(x, rows, columns, deep);
     walk.fetch<THREADS>(shared.tiles[0]);
     const bool rowwise = row_half.tensor_scale != nullptr, columnwise = column_half.tensor_scale != nullptr;
     const u32 highest = highest_counted(rule.propagate_nan);
@@ -483,9 +488,14 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
         nvfp4_element_factor(static_cast<u8>(thread % SCALES), thread < SCALES ? encode : encode_t);
 
     const u32 blocks = static_cast<u32>(columns / BLOCK), blocks_t = static_cast<u32>(rows / BLOCK);  // of a line
-    for (int slot = 0; walk.inside(); slot ^= 1) {
-        const Corner corner = corner_of(walk.strip * TILE_ROWS, walk.place * ROW_BLOCKS, blocks);
-        const Corner corner_t = corner_of(walk.place * TILE_COLUMNS, walk.strip * COLUMN_BLOCKS, blocks_t);
+    // Of a warp: rows, of which a quarter has EACH, a block of each; chunks of eight columns, which four lanes have.
+    const int row = warp * WARP_ROWS + lane / ROW_BLOCKS * EACH, block = lane % ROW_BLOCKS;
+    const int chunk = warp * EACH, column = chunk * 8 + lane / COLUMN_BLOCKS, stripe = lane % COLUMN_BLOCKS;
+    // Numbers of a thread's first block in a tile, of rows and of columns.
+    u32 index = (walk.top * TILE_ROWS + row) * blocks + walk.place * ROW_BLOCKS + block;
+    u32 index_t = (walk.place * TILE_COLUMNS + column) * blocks_t + walk.top * COLUMN_BLOCKS + stripe;
+    for (u32 number = 0; walk.inside(); ++number) {
+        const u32 slot = number % 2;
         tile_waits();
         __syncthreads();  // this tile has come, and all have done with the other one
         walk.step();
@@ -494,12 +504,11 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
 
         // ---- blocks of rows: a quarter of a warp has a row ----
         if (rowwise || rule.tiles) {
-            const int line = warp * WARP_ROWS + lane / ROW_BLOCKS * EACH, block = lane % ROW_BLOCKS;
             Words lines[EACH];
             u32 bounds[EACH];
 #pragma unroll
             for (int b = 0; b < EACH; ++b) {
-                lines[b] = block_of_row(tile, line + b, block);
+                lines[b] = block_of_row(tile, row, block, b);
                 if ((rule.rotation & ROTATE_ROWS) != 0) rotate_words(lines[b], rule.signs);
                 bounds[b] = bound_of_words(lines[b]);
             }
@@ -520,36 +529,53 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
 #pragma unroll
                 for (int b = 0; b < EACH; ++b) {
                     const u32 amax =
-                        rule.tiles ? amax_of(largest_of_stripe(shared.largest[slot], line / BLOCK, block)) : bounds[b];
-                    write_line(lines[b], bounds[b], amax, line + b, block, blocks, corner, encode, shared.factors[0],
-                               row_half, rule, keys);
+                        rule.tiles ? amax_of(largest_of_stripe(shared.largest[slot], row / BLOCK, block)) : bounds[b];
+                    const u8 scale = write_codes(lines[b], bounds[b], amax, index + b * blocks, encode, shared.factors[0],
+                                                 row_half, rule, keys);
+                    const u32 line = (walk.top + number) * TILE_ROWS + row + b, start = walk.place * ROW_BLOCKS + block;
+                    row_half.scales[rule.swizzled ? swizzled_index(line, start, blocks) : index + b * blocks] = scale;
                 }
             }
+            index += TILE_ROWS * blocks;
         }
 
         // ---- blocks of columns: four lanes have a column, a warp a chunk of eight ----
         if (columnwise) {
 #pragma unroll
             for (int b = 0; b < EACH; ++b) {
-                const int chunk = warp * EACH + b, stripe = lane % COLUMN_BLOCKS;
-                Words line = block_of_column(tile, chunk);
+                Words line = block_of_column(tile, chunk, b);
                 if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate_words(line, rule.signs);
                 const u32 both = rule.tiles ? largest_of_stripe(shared.largest[slot], stripe, chunk / 2) : 0u;
                 const u32 bound = rule.tiles ? bound_of(both) : bound_of_words(line);
                 const u32 amax = rule.tiles ? amax_of(both) : bound;
-                write_line(line, bound, amax, chunk * 8 + lane / COLUMN_BLOCKS, stripe, blocks_t, corner_t, encode_t,
-                           shared.factors[1], column_half, rule, keys);
+                shared.scales_t[column + b * 8][number][stripe] =
+                    write_codes(line, bound, amax, index_t + b * 8 * blocks_t, encode_t, shared.factors[1], column_half,
+                                rule, keys);
             }
+            index_t += COLUMN_BLOCKS;
         }
+    }
+    if (!columnwise) return;
+    __syncthreads();
+    const u32 count = walk.end - walk.top;
+#pragma unroll
+    for (u32 n = thread; n < TILE_COLUMNS * DEEPEST; n += THREADS) {
+        // Neighbours store what lies side by side.
+        const u32 number = rule.swizzled ? n / TILE_COLUMNS : n % DEEPEST;
+        const u32 line = rule.swizzled ? n % TILE_COLUMNS / 4 + n % 4 * 32 : n / DEEPEST;
+        if (number >= count) continue;
+        const u32 at = walk.place * TILE_COLUMNS + line, start = (walk.top + number) * COLUMN_BLOCKS;
+        store_word(shared.scales_t[line][number],
+                   column_half.scales + (rule.swizzled ? swizzled_index(at, start, blocks_t) : at * blocks_t + start));
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, TILE_BLOCKS_OF_SM)
-    quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, int apart, const float* amax, u8* codes, u8* scales,
+    quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, int deep, const float* amax, u8* codes, u8* scales,
                               float* tensor_scale, const u32* words, u64 offset, const float* amax_t, u8* codes_t,
                               u8* scales_t, float* tensor_scale_t, const u32* words_t, u64 offset_t, float max_product,
                               int variant, u64 seed, PhiloxKeys keys) {
-    quantize_tiles(x, rows, columns, static_cast<u32>(apart), Half{amax, codes, scales, tensor_scale, words, offset},
+    quantize_tiles(x, rows, columns, static_cast<u32>(deep), Half{amax, codes, scales, tensor_scale, words, offset},
                   Half{amax_t, codes_t, scales_t, tensor_scale_t, words_t, offset_t},
                   rule_of(CHOSEN, max_product, seed), keys);
 }

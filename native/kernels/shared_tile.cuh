@@ -12,10 +12,11 @@ constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128;
 constexpr int ROW_BLOCKS = TILE_COLUMNS / 16, COLUMN_BLOCKS = TILE_ROWS / 16;
 constexpr int CHUNKS = TILE_COLUMNS / 8;  // of a row
 constexpr int ROW_WORDS = TILE_COLUMNS / 2;
-constexpr u32 ABREAST = 8;
+constexpr u32 DEEPEST = 8, FEW = 2;  // tiles that a block of threads takes, at most, and of the last strips
+constexpr u32 LAST = 16;             // strips
 
 struct Tile {
-    alignas(16) u32 words[TILE_ROWS * ROW_WORDS];
+    alignas(128) u32 words[TILE_ROWS * ROW_WORDS];
 };
 
 // The first word of a chunk.
@@ -24,27 +25,34 @@ __device__ __forceinline__ int chunk_index(int row, int chunk) {
     return row * ROW_WORDS + moved * 4;
 }
 
-// The tiles of a contiguous matrix that a block of threads takes: of a strip of 64 rows those that lie `apart` tiles from
-// each other. As many blocks begin side by side, and so neighbours are at neighbouring tiles all the time. Eight of them
-// take strips that lie one under the other, so that results along columns are written piece by piece at about one time.
-// Grid: 8 * apart times ceil(strips / 8).
+// The tiles of a contiguous matrix that a block of threads takes: `deep`, one below the other, of the last strips of 64 rows
+// two, so that a GPU is busy to the end. Grid: the tiles of a strip, times the blocks below each other: as many of `deep`
+// tiles as leave LAST strips, and those of two.
 struct TileWalk {
     const bf16* source;  // what the thread copies first of the tile
     i64 columns;
-    u32 strip, place, apart, end;
+    u32 place, top, strip, end;  // which tile of its strip of 64 rows; strips: the first one, this one, behind the last
 
-    __device__ __forceinline__ TileWalk(const bf16* x, i64 rows, i64 length, u32 apart) : columns(length), apart(apart) {
-        strip = blockIdx.y * ABREAST + blockIdx.x % ABREAST;
-        place = blockIdx.x / ABREAST;
-        end = strip < static_cast<u32>(rows / TILE_ROWS) ? static_cast<u32>(length / TILE_COLUMNS) : 0u;
+    __device__ __forceinline__ TileWalk(const bf16* x, i64 rows, i64 length, u32 deep) : columns(length) {
+        const u32 strips = static_cast<u32>(rows / TILE_ROWS);
+        place = blockIdx.x;
+        const u32 whole = strips > LAST ? (strips - LAST) / deep : 0u, y = blockIdx.y;
+        if (y >= whole && deep > FEW) {
+            top = whole * deep + (y - whole) * FEW;
+            deep = FEW;
+        } else {
+            top = y * deep;
+        }
+        strip = top;
+        end = strips - top < deep ? strips : top + deep;
         source = x + (strip * TILE_ROWS + threadIdx.x / CHUNKS) * length + place * TILE_COLUMNS + threadIdx.x % CHUNKS * 8;
     }
 
-    __device__ __forceinline__ bool inside() const { return place < end; }
+    __device__ __forceinline__ bool inside() const { return strip < end; }
 
     __device__ __forceinline__ void step() {
-        place += apart;
-        source += apart * TILE_COLUMNS;
+        strip += 1;
+        source += TILE_ROWS * columns;
     }
 
     // All threads copy the tile, if there is one; it has come after `tile_waits` and a barrier.
@@ -53,15 +61,19 @@ struct TileWalk {
         if (!inside()) return;
         static_assert(THREADS == 16 * CHUNKS, "rows 16 apart");
         const int first = chunk_index(static_cast<int>(threadIdx.x) / CHUNKS, static_cast<int>(threadIdx.x) % CHUNKS);
+#ifdef __CUDA_ARCH__
+        const u32 target = static_cast<u32>(__cvta_generic_to_shared(&tile.words[first]));
+#endif
 #pragma unroll
         for (int i = 0; i < TILE_ROWS / 16; ++i) {
             const bf16* from = source + i * 16 * columns;
-            u32* to = &tile.words[(first ^ i * 8) + i * 16 * ROW_WORDS];  // chunk_index of row + 16 * i
+            // chunk_index of row + 16 * i is (first ^ i * 8) + i * 16 * ROW_WORDS; a tile begins at a multiple of 128 bytes.
 #ifdef __CUDA_ARCH__
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))),
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((target ^ i * 32) + i * 16 * ROW_WORDS * 4),
                          "l"(from)
                          : "memory");
 #else
+            u32* to = &tile.words[(first ^ i * 8) + i * 16 * ROW_WORDS];
             for (int j = 0; j < 4; ++j) to[j] = reinterpret_cast<const u32*>(from)[j];
 #endif
         }
@@ -74,9 +86,10 @@ __device__ __forceinline__ void tile_waits() {
 #endif
 }
 
-__device__ __forceinline__ Words block_of_row(const Tile& tile, int row, int block) {
-    const int index = chunk_index(row, 2 * block);
-    const u32 *first = &tile.words[index], *second = &tile.words[index ^ 4];
+// Block `block` of row `row`, which is even, or of the next one.
+__device__ __forceinline__ Words block_of_row(const Tile& tile, int row, int block, int next) {
+    const int index = chunk_index(row, 2 * block) ^ next * 4;
+    const u32 *first = &tile.words[index + next * ROW_WORDS], *second = &tile.words[(index ^ 4) + next * ROW_WORDS];
 #ifdef __CUDA_ARCH__
     const uint4 a = *reinterpret_cast<const uint4*>(first), b = *reinterpret_cast<const uint4*>(second);
     return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
@@ -85,8 +98,9 @@ __device__ __forceinline__ Words block_of_row(const Tile& tile, int row, int blo
 #endif
 }
 
-// Lane 4c + s of a warp gets rows 16s to 16s + 15 of column c of the chunk. All lanes of the warp call.
-__device__ __forceinline__ Words block_of_column(const Tile& tile, int chunk) {
+// Lane 4c + s of a warp gets rows 16s to 16s + 15 of column c of chunk `chunk`, which is even, or of the next one. All
+// lanes of the warp call.
+__device__ __forceinline__ Words block_of_column(const Tile& tile, int chunk, int next) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     Words x;
 #ifdef __CUDA_ARCH__
@@ -94,7 +108,7 @@ __device__ __forceinline__ Words block_of_column(const Tile& tile, int chunk) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = lane % 8 / 2 * 16 + lane / 8 * 2 + lane % 2;  // and eight below, which are permuted alike
-        const u32* first = &tile.words[chunk_index(row, chunk) + half * 8 * ROW_WORDS];
+        const u32* first = &tile.words[(chunk_index(row, chunk) ^ next * 4) + half * 8 * ROW_WORDS];
         const u32 address = static_cast<u32>(__cvta_generic_to_shared(first));
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(x.each[4 * half]), "=r"(x.each[4 * half + 1]), "=r"(x.each[4 * half + 2]),
@@ -105,8 +119,8 @@ __device__ __forceinline__ Words block_of_column(const Tile& tile, int chunk) {
     const int column = lane / 4, stripe = lane % 4;
     for (int j = 0; j < 8; ++j) {
         const int row = stripe * 16 + 2 * j;
-        x.each[j] = paired(tile.words[chunk_index(row, chunk) + column / 2],
-                           tile.words[chunk_index(row + 1, chunk) + column / 2], column % 2 != 0);
+        x.each[j] = paired(tile.words[chunk_index(row, chunk + next) + column / 2],
+                           tile.words[chunk_index(row + 1, chunk + next) + column / 2], column % 2 != 0);
     }
 #endif
     return x;

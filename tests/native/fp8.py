@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from native import quantize_fp8
+from native.arguments import ANY_THREADS
 from native.launch import launch
 from native.ops import Quantized, recipe
 from reference.formats import FP32
@@ -126,7 +127,7 @@ def halves(dtype: torch.dtype) -> torch.Tensor:
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Threads to a block on the CPU: its own number, and that of a GPU, with the kernel of whole tiles."""
     count: int = request.param
-    monkeypatch.setitem(quantize_fp8._THREADS, "cpu", count)
+    monkeypatch.setitem(ANY_THREADS["quantize_fp8"], "cpu", count)
     if count != 8:
         monkeypatch.setitem(quantize_fp8._TILE_THREADS, "cpu", count)
         flags = (f"-DFP8_THREADS={count}", "-O0")  # compiled sooner

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from native import host, ops, quantize_fp8, sources
+from native.arguments import ANY_THREADS
 from native.ops import recipe
 from tests.native import test_orders
 from tests.native.fp8 import KINDS, given_scale, parts, threads
@@ -76,7 +77,7 @@ def test_a_lost_barrier_of_quantize_shows(
 ) -> None:
     """In the shape of a GPU: of eight threads, each reads the columns that it has written itself."""
     monkeypatch.setitem(test_orders.TEXTS, "quantize_fp8", "#define FP8_THREADS 256\n" + TEXTS["quantize_fp8"])
-    for threads_of in (quantize_fp8._THREADS, quantize_fp8._TILE_THREADS):
+    for threads_of in (ANY_THREADS["quantize_fp8"], quantize_fp8._TILE_THREADS):
         monkeypatch.setitem(threads_of, "cpu", 256)
     assert {number for number, _, _ in NEEDED} == set(test_orders.barriers("quantize_fp8"))
     one, other = (matrix("normal", 128, 128, dtype, seed=seed) * 3.0**seed for seed in (0, 1))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import native.amax
 from native import host, ops, sources
 from native.amax import another_grid, oriented_amax
+from native.arguments import ANY_THREADS
 from native.launch import launch
 from native.ops import Quantized
 from tests.golden import bits
@@ -163,7 +163,7 @@ def test_a_lost_barrier_of_amaxes_of_blocks_shows(
 ) -> None:
     """That of a block's warps, and that of a tile that has come. In the shape of a GPU: fewer threads need no warps."""
     monkeypatch.setitem(TEXTS, "amax_blocks", "#define AMAX_THREADS 256\n" + TEXTS["amax_blocks"])
-    monkeypatch.setitem(native.amax._ANY_THREADS, "cpu", 256)
+    monkeypatch.setitem(ANY_THREADS["amax_blocks"], "cpu", 256)
     assert len(barriers("amax_blocks")) == 2
     # In the last warp, on which thread 0 waits; in a row that is read by the first threads, and not copied by them.
     for which, columns, row in ((0, 64, 63), (1, 128, 1)):
@@ -188,6 +188,7 @@ NEEDED = [
     (3, "nvfp4", True, True),  # rows of the tile and the columns that are read of it
     (3, "nvfp4-2d", False, True),  # the same of rows
     (4, "nvfp4-2d", False, True),  # amaxes of the rows of a tile
+    (5, "nvfp4", True, True),  # scales of columns, and those that are stored together
     (0, "mxfp8-e4m3", True, False),
     (0, "mxfp8-2d", False, False),
     (1, "mxfp8-e4m3", True, True),  # largest magnitudes of pieces of the tile, and of its lines

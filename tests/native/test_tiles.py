@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from native import amax, dequantize, ops, quantize_fp8, quantize_mx, quantize_nvfp4
+from native.arguments import ANY_THREADS
 from native.launch import launch
 from native.ops import recipe
 from reference import ops as reference
@@ -115,6 +116,21 @@ def test_what_tiles_do_not_round_goes_to_the_other_kernels(used: list[str]) -> N
     assert used == ["quantize_mx_bf16"] * 2
 
 
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rht-sr"])
+def test_a_block_of_threads_takes_many_tiles_one_below_the_other(
+    name: str, swizzled: bool, used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of large matrices: eight, then two, and last of all one."""
+    monkeypatch.setattr(amax, "_FEWEST", 1)
+    monkeypatch.setattr(amax, "_SMALL", 2**20)
+    options: dict[str, Any] = {"swizzled": swizzled, "random": (7, 1) if name.endswith("sr") else None}
+    for strips in (24, 29):
+        x = matrix("outliers", 64 * strips, 128, BF16)
+        assert_both_same(ops.quantize_both(x, name, **options), reference.quantize_both(x, name, **options))
+    assert set(used) == {"quantize_nvfp4_tiles_bf16"}
+
+
 @pytest.mark.parametrize(("limit", "size"), [("_LONGEST", 128), ("_MOST", 64 * 128)])
 def test_what_is_too_large_for_tiles_goes_to_the_other_kernel(
     limit: str, size: int, monkeypatch: pytest.MonkeyPatch
@@ -148,8 +164,9 @@ def test_a_cpu_takes_large_matrices_to_the_kernels_of_any(used: list[str], monke
 def test_the_kernels_of_any_matrix_have_the_same_bytes_in_the_shape_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a thread takes many blocks, on a GPU one."""
     for module, flag in ((quantize_nvfp4, "NVFP4"), (quantize_mx, "MX"), (amax, "AMAX")):
-        threads = module._ANY_THREADS["cuda"]
-        monkeypatch.setitem(module._ANY_THREADS, "cpu", threads)
+        threads_of = ANY_THREADS["amax_blocks" if module is amax else module.__name__.removeprefix("native.")]
+        threads = threads_of["cuda"]
+        monkeypatch.setitem(threads_of, "cpu", threads)
 
         def as_on_a_gpu(*given: Any, extra_flags: tuple[str, ...] = (), flag: str = f"-D{flag}_THREADS={threads}",
                         **options: Any) -> None:  # fmt: skip
