@@ -57,7 +57,7 @@ def multiply(
         factors = (scales[0], *each, scales[1], *each, *_TIMES_1)
     shared_bytes = _SHARED_BYTES if device.type == "cuda" else 0  # a CPU's twin has them as an array
     launch(
-        SOURCE, f"gemm_tensor{grouped}", (_multiprocessors(device),), (_THREADS,),
+        SOURCE, f"gemm_tensor{grouped}", (multiprocessors(device),), (_THREADS,),
         (left, right, refused, *number_of, *epilogue, *factors), device=device, shared_bytes=shared_bytes,
     )  # fmt: skip
     if refused is not None:
@@ -106,7 +106,7 @@ def pack(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """As many blocks of threads as run at a time; on a CPU a few, so that each makes several tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 

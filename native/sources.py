@@ -31,7 +31,8 @@ KERNELS = {
     "gemm_nvfp4": ("gemm_nvfp4", "gemm_grouped_nvfp4"),
     "gemm_mx": ("gemm_mx", "gemm_grouped_mx"),
     "gemm_fp8": tuple(f"gemm{grouped}_fp8_{scales}" for grouped in ("", "_grouped") for scales in ("block", "tensor")),
-    "gemm_skinny": ("gemm_skinny_nvfp4", "gemm_skinny_mx"),
+    "gemm_skinny_nvfp4": ("gemm_skinny_nvfp4",),
+    "gemm_skinny_mx": ("gemm_skinny_mx",),
     "gemm_tensor": (
         "pack",
         "gemm_tensor",

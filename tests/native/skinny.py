@@ -1,4 +1,5 @@
-"""The product of a few rows: called by itself, and in the order that kernels/gemm_skinny.cu declares, in NumPy."""
+"""The product of a few rows: called by itself, and in the orders that kernels/gemm_skinny_*.cu declare, in
+NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from reference.formats import E4M3
 from tests.native import declared
 
 f32 = np.float32
-WARPS, KEPT = 8, 25
+WARPS, KEPT = {"nvfp4": 8, "mx": 16}, 25
 
 
 def product(
@@ -52,9 +53,9 @@ def gemm(
 
 
 def sums(a: Quantized, b: Quantized) -> np.ndarray:
-    """What eight warps have summed, in their order: float32 (M, N)."""
-    parts = np.zeros((WARPS, a.shape[0], b.shape[0]), f32)
+    """What the warps have summed, in their order: float32 (M, N)."""
     nvfp4 = a.recipe.scale is E4M3
+    parts = np.zeros((WARPS["nvfp4" if nvfp4 else "mx"], a.shape[0], b.shape[0]), f32)
     left, right, left_scales, right_scales = (
         *(declared.elements(q) for q in (a, b)),
         declared.scales(a),
@@ -62,21 +63,20 @@ def sums(a: Quantized, b: Quantized) -> np.ndarray:
     )
     if nvfp4:
         left, right = (x * s.repeat(16, 1) for x, s in ((left, left_scales), (right, right_scales)))
-    width = 128 if nvfp4 else 64
-    for chunk, start in enumerate(range(0, a.shape[1], width)):
-        acc = parts[chunk % WARPS]
+    for chunk, start in enumerate(range(0, a.shape[1], 128)):
+        acc = parts[chunk % len(parts)]
         if nvfp4:
             for columns in _of_nvfp4(start):
                 acc = aligned(acc, left[:, columns], right[:, columns])
         else:
-            for block in (start // 32, start // 32 + 1):
+            for block in range(start // 32, start // 32 + 4):
                 inner = np.zeros_like(acc)
                 for half in (0, 4):
                     columns = [32 * block + 8 * t + half + i for t in range(4) for i in range(4)]
                     inner = aligned(inner, left[:, columns], right[:, columns])
                 scaled = inner.astype(np.float64) * (left_scales[:, block, None] * right_scales[None, :, block])
                 acc = acc + scaled.astype(f32)
-        parts[chunk % WARPS] = acc
+        parts[chunk % len(parts)] = acc
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -104,6 +104,6 @@ def _exponent(x: np.ndarray) -> np.ndarray:
     return np.frexp(x.astype(np.float64))[1] - 1
 
 
-def text() -> str:
-    """The kernels' source, its headers put in."""
-    return sources.text("gemm_skinny")
+def text(rule: str) -> str:
+    """A kernel's source, its headers put in."""
+    return sources.text(f"gemm_skinny_{rule}")

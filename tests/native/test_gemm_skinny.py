@@ -23,8 +23,10 @@ from tests.native.test_orders import TEXTS, lost, seen_in_orders
 from tests.thinned import thinned
 
 FP32 = torch.float32
-SHAPES = [(16, 32, 128), (7, 40, 1280), (33, 70, 256), (1, 1, 128)]
-"""M, N and K: whole tiles, tails of both, more chunks than warps."""
+SHAPES = [(16, 32, 512), (7, 40, 2560), (33, 270, 512), (1, 1, 512)]
+"""M, N and K: whole tiles, tails of both, more chunks than warps, more strips than a block multiplies together."""
+
+SOURCES = {rule: skinny.text(rule) for rule in ("nvfp4", "mx")}
 
 
 def spread(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -54,7 +56,7 @@ def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> No
 def test_it_is_within_what_any_order_of_a_truncating_accumulator_can_give() -> None:
     """Which is narrow enough to see a row of wrong scales."""
     for name in ("nvfp4", "mxfp8-e4m3"):
-        a, b = operands(name, 16, 32, 1280)
+        a, b = operands(name, 16, 32, 1536)
         limits = bounds(a, b, out_dtype=FP32, order=Summation(None, truncates=True))
         assert bool(within(skinny.product(a, b, out_dtype=FP32), limits).all())
         scales = b.scales.clone()
@@ -65,7 +67,7 @@ def test_it_is_within_what_any_order_of_a_truncating_accumulator_can_give() -> N
 
 
 def test_where_no_order_rounds_it_gives_the_bits_of_the_portable_kernels() -> None:
-    a, b = lattice("mxfp8-e4m3", 20, 256, seed=1), lattice("mxfp8-e4m3", 40, 256, seed=2)
+    a, b = lattice("mxfp8-e4m3", 20, 512, seed=1), lattice("mxfp8-e4m3", 40, 512, seed=2)
     assert_equal(skinny.product(a, b, out_dtype=FP32), ops.gemm(a, b, out_dtype=FP32))
     a, b = (ops.quantize(torch.randn(rows, 384), "nvfp4") for rows in (16, 33))
     assert bool(bounds(a, b, out_dtype=torch.bfloat16).exact.all())
@@ -75,9 +77,9 @@ def test_where_no_order_rounds_it_gives_the_bits_of_the_portable_kernels() -> No
 def one_element(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
     """A row for each code and scale: the code is its second element, the others are 0."""
     r = recipe(name)
-    whole = torch.zeros(len(codes), 128, dtype=torch.uint8)
+    whole = torch.zeros(len(codes), 512, dtype=torch.uint8)
     whole[:, 1] = codes
-    found = operand(whole, scales.unsqueeze(1).repeat(1, 128 // r.block[1]), r)
+    found = operand(whole, scales.unsqueeze(1).repeat(1, 512 // r.block[1]), r)
     return found if r.scale.name == "E8M0" else replace(found, tensor_scale=None)
 
 
@@ -97,7 +99,7 @@ def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it(
 
 def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvfp4", "mxfp8-e4m3"):
-        a, b = operands(name, 5, 35, 128)
+        a, b = operands(name, 5, 35, 512)
         right = skinny.product(a, b, out_dtype=FP32)
         inside = [replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in (a, b)]
         with guarded_outputs(monkeypatch):
@@ -105,8 +107,8 @@ def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_empty_products_are_empty() -> None:
-    a, b = operands("mxfp8-e4m3", 3, 5, 128)
-    none = replace(a, codes=a.codes[:0], scales=a.scales[:0], shape=(0, 128))
+    a, b = operands("mxfp8-e4m3", 3, 5, 512)
+    none = replace(a, codes=a.codes[:0], scales=a.scales[:0], shape=(0, 512))
     assert skinny.product(none, b, out_dtype=FP32).shape == (0, 5)
     assert skinny.product(a, none, out_dtype=FP32).shape == (3, 0)
 
@@ -116,25 +118,25 @@ def test_what_is_taken() -> None:
         b = a if b is None else b
         return gemm_skinny.takes(a, b, rule_of(a.recipe, b.recipe))
 
-    mx, nvfp4 = random_operand("mxfp8-e4m3", 4, 64), ops.quantize(torch.randn(4, 128), "nvfp4")
+    mx, nvfp4 = random_operand("mxfp8-e4m3", 4, 512), ops.quantize(torch.randn(4, 128), "nvfp4")
     assert taken(mx)
     assert taken(nvfp4)
-    assert not taken(random_operand("mxfp8-e4m3", 4, 96))
+    assert not taken(random_operand("mxfp8-e4m3", 4, 768))
     assert not taken(ops.quantize(torch.randn(4, 64), "nvfp4"))
     assert not taken(random_operand("mxfp8-e4m3", 4, 0))
-    assert not taken(random_operand("mxfp8-e5m2", 4, 64))
-    assert not taken(mx, random_operand("mxfp4", 4, 64))
-    assert not taken(random_operand("fp8-block-1x128-e4m3", 4, 128))
-    assert taken(mx, replace(mx, shape=(2**20, 64)))
-    assert not taken(mx, replace(mx, shape=(2**20 + 1, 64)))
-    assert not taken(*[replace(mx, shape=(4, 2**20 + 64))] * 2)
+    assert not taken(random_operand("mxfp8-e5m2", 4, 512))
+    assert not taken(mx, random_operand("mxfp4", 4, 512))
+    assert not taken(random_operand("fp8-block-1x128-e4m3", 4, 512))
+    assert taken(mx, replace(mx, shape=(2**20, 512)))
+    assert not taken(mx, replace(mx, shape=(2**20 + 1, 512)))
+    assert not taken(*[replace(mx, shape=(4, 2**20 + 512))] * 2)
     assert not taken(mx, stored_transposed(mx))
     assert not taken(stored_swizzled(nvfp4), nvfp4)
-    for part, by in (("codes", 8), ("scales", 1)):
-        whole = getattr(nvfp4, part)
+    for q, part, by in ((nvfp4, "codes", 8), (nvfp4, "scales", 1), (mx, "codes", 8), (mx, "scales", 8)):
+        whole = getattr(q, part)
         buffer = torch.zeros(whole.nbytes + 16, dtype=torch.uint8)
         moved = buffer[by : by + whole.nbytes].view(whole.shape).copy_(whole)
-        assert not taken(replace(nvfp4, **{part: moved}))
+        assert not taken(replace(q, **{part: moved}))
 
 
 def test_few_rows_of_a_large_matrix_take_this_path_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +154,7 @@ def test_few_rows_of_a_large_matrix_take_this_path_on_hopper(monkeypatch: pytest
 
 def test_the_door_takes_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel does not take goes elsewhere: sections, and K that is no multiple."""
-    a, b = operands("mxfp8-e4m3", 5, 33, 128)
+    a, b = operands("mxfp8-e4m3", 5, 33, 512)
     assert ops.gemm_order(a, b) == "blocks"
     asked = lambda *_, skinny=False: SKINNY if skinny else PORTABLE  # noqa: E731
     monkeypatch.setattr("native.gemm.path_of", asked)
@@ -166,19 +168,33 @@ def test_the_door_takes_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_order_of_threads_gives_the_same_bits() -> None:
     for name in ("nvfp4", "mxfp8-e4m3"):
-        a, b = operands(name, 20, 33, 256)
+        a, b = operands(name, 20, 270 if name != "nvfp4" else 33, 512)
         seen = seen_in_orders(lambda real, a=a, b=b: iter([skinny.product(a, b, out_dtype=FP32)]))  # type: ignore[misc]
         assert len(seen) == 1
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_lost_barrier_shows(which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TEXTS, "gemm_skinny", skinny_text := skinny.text())
-    inside = skinny_text[skinny_text.index("multiply_skinny(") :]
-    assert inside.count("__syncthreads();") == 2
-    before = skinny_text.count("__syncthreads();") - 2
-    a, b = operands("mxfp8-e4m3", 16, 32, 64)
-    others = operands("mxfp8-e4m3", 16, 32, 128)
-    with lost("gemm_skinny", "gemm_skinny", before + which, cuda_source, monkeypatch):
+def test_a_lost_barrier_of_nvfp4_shows(which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TEXTS, "gemm_skinny_nvfp4", text := SOURCES["nvfp4"])
+    start = text.index("multiply_skinny(")
+    assert text[start:].count("__syncthreads();") == 2
+    before = text[:start].count("__syncthreads();")
+    a, b = operands("nvfp4", 16, 32, 128)
+    others = operands("nvfp4", 16, 32, 256)
+    with lost("gemm_skinny", "gemm_skinny_nvfp4", before + which, cuda_source, monkeypatch):
+        seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
+    assert len(seen) > 1
+
+
+def test_a_lost_meeting_of_mx_shows(cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the warps that multiply, before their sums are added. No thread of a CPU gets so far ahead of the others that
+    it needs the other one, before the next strips."""
+    before, meeting, after = SOURCES["mx"].partition(" meet();")
+    assert meeting
+    # `lost` takes out what is a barrier of all threads.
+    monkeypatch.setitem(TEXTS, "gemm_skinny_mx", f"{before} __syncthreads();{after}")
+    a, b = operands("mxfp8-e4m3", 16, 32, 512)
+    others = operands("mxfp8-e4m3", 16, 32, 1024)
+    with lost("gemm_skinny", "gemm_skinny_mx", before.count("__syncthreads();"), cuda_source, monkeypatch):
         seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
     assert len(seen) > 1

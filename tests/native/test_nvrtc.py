@@ -58,11 +58,11 @@ COMPILED = [
 ]
 
 
-HOPPERS = {"gemm_tensor"}
+HOPPERS = {"gemm_tensor", "gemm_skinny_mx"}
 """Those with instructions that sm_90a alone has."""
-FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny"}
+FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_mx"}
 """Those that say so: numerics.md, "FP8 with float32 scales", y = fma(partial·s_x, s_w, y); and where the product is
-exact, gemm_skinny.cuh, `moderate`."""
+exact, gemm_skinny_mx.cu, `moderate_token`."""
 NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
 """words.cuh, rotate_words: sums of exact products, which round once; ties_moved and sum_rounded, which round as they
 say; formats.cuh, e2m1_by_sum: a number plus a power of two, exact but for the one rounding that counts its steps, which
@@ -90,7 +90,8 @@ def test_every_kernel_is_there_flushes_nothing_fuses_nothing_and_approximates_no
             assert not {i for i in instructions(plain) if i.startswith("wgmma")}
         else:
             assert plain == text.replace(".target sm_90a", ".target sm_90")
-    assert ("wgmma.mma_async" in text) == (source in HOPPERS and chip == "90a")
+    assert ("wgmma.mma_async" in text) == (source == "gemm_tensor" and chip == "90a")
+    assert ("mbarrier.try_wait" in text) == (source in HOPPERS and chip == "90a")
 
     found = instructions(text)
     assert {i.split(".")[0] for i in found} >= {"ld", "st", "mov", "setp"}, "instructions are recognized"
