@@ -39,7 +39,7 @@ KnownFile = Annotated[
 Link = Annotated[
     str, typer.Option("--link", help="Address of the report, for summary.md (default: the run's, in a GitHub job).")
 ]
-Workers = Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, or a quarter more with GPUs.")]
+Workers = Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, with GPUs a quarter more.")]
 RunPath = Annotated[Path, typer.Option("--run", help="A finished run: the --report-dir that it wrote.")]
 BaselinePath = Annotated[Path, typer.Option("--baseline", help="The baseline: reports/baselines/host.json.")]
 USAGE_ERROR = 2

@@ -617,7 +617,7 @@ def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monke
         ("cuda", 4, 0, 5),
     ],
 )
-def test_there_is_a_process_a_core_and_some_more_for_those_that_wait_for_a_gpu(device, cores, gpus, workers, monkeypatch):
+def test_there_is_a_process_a_core_and_more_for_turns_on_a_gpu(device, cores, gpus, workers, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
     monkeypatch.setattr("harness.gpus.visible", lambda: [str(number) for number in range(gpus)])
     assert default_workers(device) == workers
