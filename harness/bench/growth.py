@@ -13,6 +13,7 @@ import torch
 
 from harness.bench.judge import Given, judge_quantized
 from harness.bench.quiet import without_stderr
+from harness.bench.row import OURS
 from harness.bench.timing import interleaved
 from native import ops as native
 from reference import ops as reference
@@ -108,7 +109,7 @@ def grow(
     A side that raises, where memory ends for example, has no larger sizes, and says so.
     """
     device = torch.device(device_name)
-    found = [Growth("native"), Growth("reference")]
+    found = [Growth(OURS), Growth("reference")]
     for exponent in range(FIRST, (LAST[device.type] if last is None else last) + 1, STEP):
         on_size(f"2^{exponent} elements")
         rows = 1 << (exponent // 2)
@@ -129,7 +130,7 @@ def _measure(growth: Growth, exponent: int, call: Callable[[], Any], x: torch.Te
     memory = _peak(call, device)
     times, results = interleaved({growth.who: [call]}, device, rounds=_ROUNDS, seconds=_SECONDS)
     growth.points.append(Point(exponent, times[growth.who].median, memory))
-    if growth.who == "native":
+    if growth.who == OURS:
         verdict = judge_quantized(x, recipe(RECIPE), Given(), results[growth.who])
         if verdict.sentence:
             growth.ended, growth.wrong = f"wrong at 2^{exponent}: {verdict.sentence}", True

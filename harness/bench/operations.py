@@ -20,6 +20,7 @@ from harness.bench.judge import (
     judge_rotated,
     judge_values,
 )
+from harness.bench.row import OURS
 from harness.bench.tasks import EXPERTS, GIVEN, Task
 from harness.bench.timing import Calls
 from harness.operations.product import order_of
@@ -155,7 +156,7 @@ def _quantize(task: Task, inputs: Inputs) -> Prepared:
     copy, copied = inputs.copy(x)
     reads = 2 if r.tensor_scale not in ("none", "given") and not amax_given else 1
     calls: dict[str, Calls] = {
-        "native": [partial(call, native, some) for (some,) in inputs.copies(x)],
+        OURS: [partial(call, native, some) for (some,) in inputs.copies(x)],
         "reference": [partial(call, reference, x)],
     }
     # A comparison and a product an element, four more additions of a butterfly of 16, in each half.
@@ -172,7 +173,7 @@ def _dequantize(task: Task, inputs: Inputs) -> Prepared:
     copy, copied = inputs.copy(inputs.matrix((rows, columns)))
     return Prepared(
         {
-            "native": [partial(native.dequantize, one, torch.bfloat16) for one in copies],
+            OURS: [partial(native.dequantize, one, torch.bfloat16) for one in copies],
             "reference": [partial(reference.dequantize, q, torch.bfloat16)],
         },
         lambda values: judge_values(values, q),
@@ -188,7 +189,7 @@ def _transform(task: Task, inputs: Inputs) -> Prepared:
     copy, copied = inputs.copy(x)
     return Prepared(
         {
-            "native": [partial(native.transform, some, r) for (some,) in inputs.copies(x)],
+            OURS: [partial(native.transform, some, r) for (some,) in inputs.copies(x)],
             "reference": [partial(reference.transform, x, r)],
         },
         lambda rotated: judge_rotated(rotated, x, r),
@@ -219,7 +220,7 @@ def _swizzle(task: Task, inputs: Inputs) -> Prepared:
         ceilings[SAME] = [some.clone for (some,) in copies]
     return Prepared(
         {
-            "native": [partial(call, native, some) for (some,) in copies],
+            OURS: [partial(call, native, some) for (some,) in copies],
             "reference": [partial(call, reference, source)],
         },
         lambda moved: judge_bytes(task.operation, moved, expected),
@@ -256,7 +257,7 @@ def _gemm(task: Task, inputs: Inputs) -> Prepared:
     order = order_of(load_backend("native", inputs.device.type), a, b)
     return Prepared(
         {
-            "native": [partial(native.gemm, a, b, out_dtype=out_dtype)],
+            OURS: [partial(native.gemm, a, b, out_dtype=out_dtype)],
             "reference": [partial(reference.gemm, a, b, out_dtype=out_dtype)],
         },
         lambda y: judge_product(y, [(a, b)], order),
@@ -277,7 +278,7 @@ def _gemm_grouped(task: Task, inputs: Inputs) -> Prepared:
     order = order_of(load_backend("native", inputs.device.type), [one for one, _ in pairs], b)
     return Prepared(
         {
-            "native": [partial(native.gemm_grouped, a, b, out_dtype=out_dtype)],
+            OURS: [partial(native.gemm_grouped, a, b, out_dtype=out_dtype)],
             "reference": [partial(reference.gemm_grouped, a, b, out_dtype=out_dtype)],
         },
         lambda y: judge_product(y, pairs, order),
