@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from reference.blocks import slabs
+from reference.blocks import pad_columns, slabs
 from reference.exact import lowest_bit
 from reference.formats import FP32, Format
 from reference.operands import element_values, scale_values
@@ -16,8 +16,13 @@ from reference.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST, Alignment
 _EXPONENT = 0x7FF << 52
 # Of zeros; below every other unit.
 _NOTHING = 2.0**-900
-# The share of sums that are cut off from which on it is faster to align all of them than to pick those.
-_MANY = 0.2
+# The share of sums that are cut off from which on it is faster to align all of them than to pick those, and blocks
+# after which it is asked anew.
+_MANY, _LOOK = 0.1, 8
+# A matmul finds the largest of so many powers of two as `reference.certificate` does: the exponent of a sum of at most
+# 2^7 8th powers over 8, rounded down, is that of the largest. No 8th power of a ratio of this is subnormal.
+_TERMS, _RATIO = 1 << 7, 2.0**-124
+_FIELD, _BIAS = 52, 1023
 
 
 @dataclass
@@ -99,16 +104,17 @@ def _promoted(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
     columns = left.values.shape[1]
     out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
     whole = model.promoted or max(1, columns)
+    near = _near(left.powers, right.powers, model.width)
     for rows in slabs(out):
         some = left.rows(rows)
         for start in range(0, columns, whole):
             here = slice(start, start + whole)
-            out[rows] += _accumulated(some.part(here), right.part(here), model).float()
+            out[rows] += _accumulated(some.part(here), right.part(here), model, near).float()
     return out
 
 
-def _accumulated(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
-    """One accumulator, from 0 on, over all columns.
+def _accumulated(left: Factors, right: Factors, model: Alignment, near: bool) -> torch.Tensor:
+    """One accumulator, from 0 on, over all columns; `near` as `_near` has it.
 
     Where products of a block have no bit below the last that is kept beside the largest that one could be, nor has the
     accumulator, the sum is exact, and a matmul. The rest are aligned one by one; or all are, where the rest are many or
@@ -116,20 +122,30 @@ def _accumulated(left: Factors, right: Factors, model: Alignment) -> torch.Tenso
     """
     height, columns = left.values.shape
     out = torch.zeros(height, right.values.shape[0], dtype=torch.float64, device=left.values.device)
+    look = 0
     for start in range(0, columns, model.width):
         x, y = (factors.part(slice(start, start + model.width)) for factors in (left, right))
         parts = list(slabs(out.new_empty(1, 1).expand(height, out.shape[1] * x.values.shape[1])))
-        cut = _may_cut(x, y, out, model) if len(parts) > 1 else None
-        if cut is None or int(cut.sum()) > _MANY * cut.numel():
+        cut = _may_cut(x, y, out, model) if len(parts) > 1 and start >= look else None
+        if cut is not None and int(cut.sum()) > _MANY * cut.numel():
+            cut, look = None, start + _LOOK * model.width
+        if cut is None:
+            largest = _largest(x, y, near=near)
+            # Columns first: their sums are those of rows of memory.
+            left_values, right_values = (factors.values.T.contiguous() for factors in (x, y))
             for rows in parts:
-                each = Factors(x.values[rows].unsqueeze(1), x.powers[rows].unsqueeze(1))
-                out[rows] = _aligned(each, y, out[rows], model)
+                products = left_values[:, rows].unsqueeze(2) * right_values.unsqueeze(1)
+                out[rows] = _aligned(products, largest[rows], out[rows], model, dim=0)
             continue
         total = _cut((x.values @ y.values.T).add_(out), model)
         at = cut.nonzero()
         for some in slabs(out.new_empty(1, 1).expand(len(at), x.values.shape[1])):
             i, j = at[some].T
-            total[i, j] = _aligned(x.rows(i), y.rows(j), out[i, j], model)
+            products, powers = (
+                each.index_select(0, i).mul_(other.index_select(0, j))
+                for each, other in ((x.values, y.values), (x.powers, y.powers))
+            )
+            total[i, j] = _aligned(products, powers.amax(1), out[i, j], model, dim=1)
         out = total
     return out
 
@@ -142,12 +158,51 @@ def _may_cut(x: Factors, y: Factors, before: torch.Tensor, model: Alignment) -> 
     return cut.logical_or_(torch.outer(lowest_bit(x.values), lowest_bit(y.values)) < unit)
 
 
-def _aligned(x: Factors, y: Factors, before: torch.Tensor, model: Alignment) -> torch.Tensor:
-    """The accumulators `before` and the products of a block, of factors (…, W), aligned, cut off and added."""
-    largest = (x.powers * y.powers).amax(-1)
+def _near(left: torch.Tensor, right: torch.Tensor, width: int) -> bool:
+    """Whether the powers of all products of a block (M, W) by (N, W) are near enough for a matmul to compare them."""
+    if width > _TERMS:
+        return False
+    return bool(_ratio(left, width) * _ratio(right, width) >= _RATIO)
+
+
+def _ratio(powers: torch.Tensor, width: int) -> torch.Tensor:
+    """The smallest power in a row of a block over the largest, 0 left out; a scalar."""
+    least = [powers.new_ones(1)]
+    for rows in slabs(powers):
+        each = pad_columns(powers[rows], width).view(-1, width)
+        most = each.amax(1, keepdim=True)
+        least.append(each.where(each != 0, most).div_(most).nan_to_num_(nan=1.0).amin().view(1))
+    return torch.cat(least).amin()
+
+
+def _largest(x: Factors, y: Factors, *, near: bool) -> torch.Tensor:
+    """The largest power of two of the products of a block (M, W) by (N, W): (M, N), 0 where there is none."""
+    if not near:
+        found = torch.zeros_like(torch.outer(x.powers[:, 0], y.powers[:, 0]))
+        for left, right in zip(x.powers.T, y.powers.T, strict=True):
+            torch.maximum(found, torch.outer(left, right), out=found)
+        return found
+    most = [powers.amax(1) for powers in (x.powers, y.powers)]
+    left, right = (
+        powers.div(each.unsqueeze(1)).nan_to_num_(nan=0.0).square_().square_().square_()
+        for powers, each in zip((x.powers, y.powers), most, strict=True)
+    )
+    # The exponent of 2^(8g + 1) to 2^(8g + 8), and its bias, over 8 is g + 128; as an exponent that is g + 128 - 1023.
+    sums = left.mul_(2.0) @ right.T
+    exponents = (sums.view(torch.int64) >> (_FIELD + 3)).bitwise_left_shift_(_FIELD)
+    return exponents.view(torch.float64).mul_(2.0 ** (_BIAS - 128)).mul_(torch.outer(*most))
+
+
+def _aligned(
+    products: torch.Tensor, largest: torch.Tensor, before: torch.Tensor, model: Alignment, *, dim: int
+) -> torch.Tensor:
+    """The accumulators `before` and products of a block, along `dim`, aligned, cut off and added; `products` are lost.
+
+    `largest` is the largest product of powers of two of their factors.
+    """
     unit = torch.maximum(largest, _power(before)).mul_(2.0**-model.fraction).clamp_(min=_NOTHING)
-    terms = (x.values * y.values).div_(unit.unsqueeze(-1)).trunc_()
-    return _cut(terms.sum(-1).add_((before / unit).trunc_()).mul_(unit), model)
+    terms = products.div_(unit.unsqueeze(dim), rounding_mode="trunc")
+    return _cut(terms.sum(dim).add_((before / unit).trunc_()).mul_(unit), model)
 
 
 def _accumulator(model: Alignment) -> int:

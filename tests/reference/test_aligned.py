@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reference import Quantized, aligned, blocks, recipe
-from reference.aligned import of_operand
+from reference.aligned import Factors, of_operand
 from reference.bounds import bounds
 from reference.formats import Format
 from reference.gemm import alpha, code_sum
@@ -81,15 +81,50 @@ def test_sums_that_are_not_cut_off_are_those_that_are_aligned(
         factors, exact = (of_operand(a), of_operand(b)), code_sum(a, b).high
         shares.append(float(aligned._never_cut(*factors, model).double().mean()))
         found = [aligned.aligned_sum(*factors, model, exact).float()]
-        for many, slab in ((1.0, 1 << 10), (-1.0, 1 << 10), (1.0, 1 << 18)):
+        for many, look, slab in ((1.0, 8, 1 << 10), (-1.0, 8, 1 << 10), (0.1, 2, 1 << 10), (1.0, 8, 1 << 18)):
             with monkeypatch.context() as patched:
                 patched.setitem(blocks._SLAB, "cpu", slab)
                 patched.setattr(aligned, "_MANY", many)
+                patched.setattr(aligned, "_LOOK", look)
                 patched.setattr(aligned, "_never_cut", lambda *_: torch.zeros(15, 20).bool())
                 found.append(aligned.aligned_sum(*factors, model, exact).float())
         assert all(torch.equal(bits(one), bits(found[0])) for one in found)
     assert max(shares) == 1
     assert min(shares) < 1
+
+
+@pytest.mark.parametrize("width", [1, 16, 128])
+@pytest.mark.parametrize("lowest", [0, -8, -62])
+def test_a_matmul_finds_the_largest_power_of_products(width: int, lowest: int) -> None:
+    """As comparing them does, where all are as large, where few are not 0, and where none is."""
+    draws = torch.Generator().manual_seed(width)
+    sides = []
+    for rows in (17, 33):
+        exponents = torch.randint(lowest, 1, (rows, width), generator=draws)
+        powers = torch.exp2((exponents + 50 * torch.arange(rows).remainder(3).unsqueeze(1)).double())
+        powers *= torch.rand(rows, width, generator=draws) < torch.linspace(0, 1.2, rows).unsqueeze(1)
+        sides.append(Factors(powers, powers))
+    x, y = sides
+    assert aligned._near(x.powers, y.powers, width)
+    found = aligned._largest(x, y, near=True)
+    assert torch.equal(found, aligned._largest(x, y, near=False))
+    assert torch.equal(found, (x.powers.unsqueeze(1) * y.powers).amax(2))
+    assert (found == 0).any()
+
+
+@pytest.mark.parametrize(
+    ("lowest", "width", "near"), [(-62, 16, True), (-63, 16, False), (-62, 128, True), (-62, 129, False)]
+)
+def test_powers_that_are_far_apart_are_compared_one_by_one(lowest: int, width: int, near: bool) -> None:
+    powers = torch.ones(2, 300, dtype=torch.float64)
+    powers[1, 7] = 2.0**lowest
+    powers[1, 300 - 300 % width :] = 2.0**300  # another block
+    powers[0, :width] = 0.0
+    assert aligned._near(powers, powers, width) == near
+    x = Factors(powers[:, :width], powers[:, :width])
+    y = Factors(x.values.flip(1), x.powers.flip(1))
+    largest = (x.powers.unsqueeze(1) * y.powers).amax(2)
+    assert torch.equal(aligned._largest(x, y, near=near), largest)
 
 
 def test_scales_of_blocks_are_part_of_the_products() -> None:
