@@ -12,7 +12,7 @@ from harness.memory import KEPT, needed
 from harness.work import home_of, work
 from harness.worker import Task
 
-LANES = 6
+LANES = 10
 """Tasks that are judged on a GPU at once: the one that has its turn, and those that make inputs and digests, which
 take a CPU five times as long. The other processes judge small ones on the CPU."""
 

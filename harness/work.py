@@ -7,7 +7,7 @@ import math
 from harness.case import Case
 from harness.parameters import layers_of
 
-SMALL, SMALL_MODULE = 1 << 24, 1 << 28
+SMALL, SMALL_MODULE = 1 << 24, 1 << 27
 """Work, in elements, below which a case of a GPU is judged on the CPU (`home_of`): of an operation, and of a module,
 whose many stages are more launches for as much work."""
 SECTION = 1 << 12

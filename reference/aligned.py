@@ -20,8 +20,8 @@ _NOTHING = 2.0**-900
 # after which it is asked anew.
 _MANY, _LOOK = 0.1, 8
 # A matmul finds the largest of so many powers of two as `reference.certificate` does: the exponent of a sum of at most
-# 2^7 8th powers over 8, rounded down, is that of the largest. No 8th power of a ratio of this is subnormal.
-_TERMS, _RATIO = 1 << 7, 2.0**-124
+# 2^6 8th powers over 8, rounded down, is that of the largest. No 8th power of a ratio of this is subnormal.
+_TERMS, _RATIO = 1 << 6, 2.0**-124
 _FIELD, _BIAS = 52, 1023
 
 
@@ -99,98 +99,119 @@ def _never_cut(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
     return fits & within & (torch.maximum(largest, magnitude) <= kept * 2.0**model.fraction)
 
 
+@dataclass
+class _Blocks:
+    """An operand (M, K) in blocks of W columns."""
+
+    factors: Factors
+    width: int
+    columns: torch.Tensor
+    """Its values, columns first: (K, M), so that sums over columns are sums of rows of memory."""
+    most: torch.Tensor
+    """The largest power of each block, (M, B); 0 where all are 0."""
+    least: torch.Tensor
+    """The lowest bit of each block, (M, B); infinity where all are 0."""
+    eighths: torch.Tensor
+    """Twice the 8th powers of the powers over the largest of their block, (M, K)."""
+    least_ratio: torch.Tensor
+    """The smallest of the powers over the largest of their block, 0 left out; a scalar."""
+
+    @classmethod
+    def of(cls, factors: Factors, width: int) -> _Blocks:
+        """The blocks of an operand."""
+        height, columns = factors.values.shape
+        values, powers = (pad_columns(x, width).view(height, -1, width) for x in (factors.values, factors.powers))
+        most = powers.amax(2)
+        ratios = (powers / most.unsqueeze(2)).nan_to_num_(nan=0.0)
+        least_ratio = ratios.where(ratios != 0, 1.0).amin()
+        eighths = ratios.square_().square_().square_().mul_(2.0).view(height, -1)[:, :columns]
+        return cls(factors, width, factors.values.T.contiguous(), most, lowest_bit(values), eighths, least_ratio)
+
+    def rows(self, rows: slice) -> _Blocks:
+        """Some rows."""
+        some = self.most[rows], self.least[rows], self.eighths[rows]
+        return _Blocks(self.factors.rows(rows), self.width, self.columns[:, rows], *some, self.least_ratio)
+
+
 def _promoted(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
     """The sum of the accumulators, float32 (M, N)."""
     columns = left.values.shape[1]
     out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
-    whole = model.promoted or max(1, columns)
-    near = _near(left.powers, right.powers, model.width)
+    if columns == 0:
+        return out
+    whole = model.promoted or columns
+    x, y = _Blocks.of(left, model.width), _Blocks.of(right, model.width)
+    near = _near(x, y)
     for rows in slabs(out):
-        some = left.rows(rows)
+        some = x.rows(rows)
         for start in range(0, columns, whole):
-            here = slice(start, start + whole)
-            out[rows] += _accumulated(some.part(here), right.part(here), model, near).float()
+            out[rows] += _accumulated(some, y, slice(start, min(start + whole, columns)), model, near=near).float()
     return out
 
 
-def _accumulated(left: Factors, right: Factors, model: Alignment, near: bool) -> torch.Tensor:
-    """One accumulator, from 0 on, over all columns; `near` as `_near` has it.
+def _accumulated(x: _Blocks, y: _Blocks, columns: slice, model: Alignment, *, near: bool) -> torch.Tensor:
+    """One accumulator, from 0 on, over some columns; `near` as of `_largest`.
 
     Where products of a block have no bit below the last that is kept beside the largest that one could be, nor has the
     accumulator, the sum is exact, and a matmul. The rest are aligned one by one; or all are, where the rest are many or
     all terms of a block few, which takes the fewest steps.
     """
-    height, columns = left.values.shape
-    out = torch.zeros(height, right.values.shape[0], dtype=torch.float64, device=left.values.device)
-    look = 0
-    for start in range(0, columns, model.width):
-        x, y = (factors.part(slice(start, start + model.width)) for factors in (left, right))
-        parts = list(slabs(out.new_empty(1, 1).expand(height, out.shape[1] * x.values.shape[1])))
-        cut = _may_cut(x, y, out, model) if len(parts) > 1 and start >= look else None
+    height, width = x.most.shape[0], y.most.shape[0]
+    out = torch.zeros(height, width, dtype=torch.float64, device=x.most.device)
+    parts = list(slabs(out.new_empty(1, 1).expand(height, width * model.width)))
+    look = columns.start
+    for start in range(columns.start, columns.stop, model.width):
+        number, here = start // model.width, slice(start, min(start + model.width, columns.stop))
+        cut = _may_cut(x, y, number, out, model) if len(parts) > 1 and start >= look else None
         if cut is not None and int(cut.sum()) > _MANY * cut.numel():
             cut, look = None, start + _LOOK * model.width
         if cut is None:
-            largest = _largest(x, y, near=near)
-            # Columns first: their sums are those of rows of memory.
-            left_values, right_values = (factors.values.T.contiguous() for factors in (x, y))
+            largest = _largest(x, y, number, here, near=near)
             for rows in parts:
-                products = left_values[:, rows].unsqueeze(2) * right_values.unsqueeze(1)
+                products = x.columns[here, rows].unsqueeze(2) * y.columns[here].unsqueeze(1)
                 out[rows] = _aligned(products, largest[rows], out[rows], model, dim=0)
             continue
-        total = _cut((x.values @ y.values.T).add_(out), model)
+        left, right = x.factors.part(here), y.factors.part(here)
+        total = _cut((left.values @ right.values.T).add_(out), model)
         at = cut.nonzero()
-        for some in slabs(out.new_empty(1, 1).expand(len(at), x.values.shape[1])):
+        for some in slabs(out.new_empty(1, 1).expand(len(at), left.values.shape[1])):
             i, j = at[some].T
             products, powers = (
                 each.index_select(0, i).mul_(other.index_select(0, j))
-                for each, other in ((x.values, y.values), (x.powers, y.powers))
+                for each, other in ((left.values, right.values), (left.powers, right.powers))
             )
             total[i, j] = _aligned(products, powers.amax(1), out[i, j], model, dim=1)
         out = total
     return out
 
 
-def _may_cut(x: Factors, y: Factors, before: torch.Tensor, model: Alignment) -> torch.Tensor:
-    """bool (M, N): a product of the block, or the accumulator `before`, may have bits that are cut off."""
-    unit = torch.maximum(torch.outer(x.powers.amax(1), y.powers.amax(1)), _power(before))
+def _may_cut(x: _Blocks, y: _Blocks, number: int, before: torch.Tensor, model: Alignment) -> torch.Tensor:
+    """bool (M, N): a product of a block, or the accumulator `before`, may have bits that are cut off."""
+    unit = torch.maximum(torch.outer(x.most[:, number], y.most[:, number]), _power(before))
     unit.mul_(2.0**-model.fraction).clamp_(min=_NOTHING)
     cut = (before / unit).frac_() != 0
-    return cut.logical_or_(torch.outer(lowest_bit(x.values), lowest_bit(y.values)) < unit)
+    return cut.logical_or_(torch.outer(x.least[:, number], y.least[:, number]) < unit)
 
 
-def _near(left: torch.Tensor, right: torch.Tensor, width: int) -> bool:
-    """Whether the powers of all products of a block (M, W) by (N, W) are near enough for a matmul to compare them."""
-    if width > _TERMS:
-        return False
-    return bool(_ratio(left, width) * _ratio(right, width) >= _RATIO)
+def _near(x: _Blocks, y: _Blocks) -> bool:
+    """Whether the powers of products of each block are near enough for a matmul to find the largest."""
+    return x.width <= _TERMS and bool(x.least_ratio * y.least_ratio >= _RATIO)
 
 
-def _ratio(powers: torch.Tensor, width: int) -> torch.Tensor:
-    """The smallest power in a row of a block over the largest, 0 left out; a scalar."""
-    least = [powers.new_ones(1)]
-    for rows in slabs(powers):
-        each = pad_columns(powers[rows], width).view(-1, width)
-        most = each.amax(1, keepdim=True)
-        least.append(each.where(each != 0, most).div_(most).nan_to_num_(nan=1.0).amin().view(1))
-    return torch.cat(least).amin()
-
-
-def _largest(x: Factors, y: Factors, *, near: bool) -> torch.Tensor:
-    """The largest power of two of the products of a block (M, W) by (N, W): (M, N), 0 where there is none."""
+def _largest(x: _Blocks, y: _Blocks, number: int, here: slice, *, near: bool) -> torch.Tensor:
+    """The largest power of two of the products of a block, columns `here`, (M, N); 0 where all are; `near`: `_near`."""
     if not near:
-        found = torch.zeros_like(torch.outer(x.powers[:, 0], y.powers[:, 0]))
-        for left, right in zip(x.powers.T, y.powers.T, strict=True):
+        powers = x.factors.powers[:, here], y.factors.powers[:, here]
+        found = torch.zeros(x.most.shape[0], y.most.shape[0], dtype=torch.float64, device=x.most.device)
+        for left, right in zip(*(side.T for side in powers), strict=True):
             torch.maximum(found, torch.outer(left, right), out=found)
         return found
-    most = [powers.amax(1) for powers in (x.powers, y.powers)]
-    left, right = (
-        powers.div(each.unsqueeze(1)).nan_to_num_(nan=0.0).square_().square_().square_()
-        for powers, each in zip((x.powers, y.powers), most, strict=True)
-    )
-    # The exponent of 2^(8g + 1) to 2^(8g + 8), and its bias, over 8 is g + 128; as an exponent that is g + 128 - 1023.
-    sums = left.mul_(2.0) @ right.T
+    # An exponent g becomes 8g, of a sum at most 8g + 6, which with its bias and a factor of 4 is 8(g + 128) + 1 to 7;
+    # over 8, rounded down, g + 128, which as an exponent with its bias is g + 128 - 1023.
+    sums = x.eighths[:, here] @ y.eighths[:, here].T
     exponents = (sums.view(torch.int64) >> (_FIELD + 3)).bitwise_left_shift_(_FIELD)
-    return exponents.view(torch.float64).mul_(2.0 ** (_BIAS - 128)).mul_(torch.outer(*most))
+    most = torch.outer(x.most[:, number], y.most[:, number])
+    return exponents.view(torch.float64).mul_(2.0 ** (_BIAS - 128)).mul_(most)
 
 
 def _aligned(
@@ -201,8 +222,8 @@ def _aligned(
     `largest` is the largest product of powers of two of their factors.
     """
     unit = torch.maximum(largest, _power(before)).mul_(2.0**-model.fraction).clamp_(min=_NOTHING)
-    terms = products.div_(unit.unsqueeze(dim), rounding_mode="trunc")
-    return _cut(terms.sum(dim).add_((before / unit).trunc_()).mul_(unit), model)
+    terms = products.div_(unit.unsqueeze(dim), rounding_mode="trunc").sum(dim)
+    return _cut(terms.add_(before.div(unit, rounding_mode="trunc")).mul_(unit), model)
 
 
 def _accumulator(model: Alignment) -> int:
