@@ -70,23 +70,22 @@ class _Columns:
             return False
         if bool((self.reached.view(-1).index_select(0, at) > self.summable).any()):
             return False
-        rounded = self.before.error.view(-1).index_select(0, at) != 0
-        for first, some in ((True, at[~rounded]), (False, at[rounded])):
-            for part in slabs(some.unsqueeze(1).expand(-1, _ARRAYS * self.x.shape[1])):
-                self._write(some[part], first, error)
+        for part in slabs(at.unsqueeze(1).expand(-1, _ARRAYS * self.x.shape[1])):
+            self._write(at[part], error)
         return True
 
-    def _write(self, at: torch.Tensor, first: bool, error: torch.Tensor) -> None:
-        """The same of outputs `at` (P,), numbered row by row. `first`: no sum has rounded before; else some of all."""
+    def _write(self, at: torch.Tensor, error: torch.Tensor) -> None:
+        """The same of outputs `at` (P,), numbered row by row."""
         rows, others = at.div(len(self.y), rounding_mode="floor"), at % len(self.y)
         sums = self.x.index_select(0, rows).mul_(self.y.index_select(0, others))
         sums[:, 0] += self.before.total.view(-1).index_select(0, at)
         torch.cumsum(sums, 1, out=sums)
-        begun = torch.ones_like(at, dtype=torch.bool)
-        if first:
-            lost = sums.float().double().sub_(sums).abs_().sum(1).nonzero().squeeze(1)
-            at, rows, others, sums = (each.index_select(0, lost) for each in (at, rows, others, sums))
-            begun = self.before.magnitude.view(-1).index_select(0, at) != 0
+        earlier = self.before.error.view(-1).index_select(0, at)
+        rounded = sums.float().double().sub_(sums).abs_().sum(1).add_(earlier).nonzero().squeeze(1)
+        at, rows, others, sums, earlier = (
+            each.index_select(0, rounded) for each in (at, rows, others, sums, earlier)
+        )
+        begun = self.before.magnitude.view(-1).index_select(0, at) != 0
         # What is added, or added to, may be 0: then nothing rounds.
         sizes = sums.abs_()
         sizes[:, 0] *= begun
@@ -94,7 +93,6 @@ class _Columns:
         if gaps.numel():
             adds = (self.x != 0).index_select(0, rows[gaps]) & (self.y != 0).index_select(0, others[gaps])
             sizes[gaps] *= adds & ((adds.cumsum(1) > 1) | begun[gaps].unsqueeze(1))
-        earlier = self.before.error.view(-1).index_select(0, at)
         error.view(-1)[at] = sizes.sum(1).mul_(self.unit).add_(earlier).mul_(self.growth)
 
 
