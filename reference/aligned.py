@@ -16,9 +16,10 @@ from reference.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST, Alignment
 _EXPONENT = 0x7FF << 52
 # Of zeros; below every other unit.
 _NOTHING = 2.0**-900
-# The share of sums that are cut off from which on it is faster to align all of them than to pick those, and blocks
-# after which it is asked anew.
-_MANY, _LOOK = 0.1, 8
+# Blocks that are looked at together; and the share of sums that may be cut off, in all of them and in one, up to which
+# it is faster to pick those than to look at each block, or to align all. Where it is not, the next so many times it is
+# not either, as a rule.
+_TOGETHER, _FEW, _MANY, _AGAIN = 8, 0.05, 0.1, 4
 # A matmul finds the largest of so many powers of two as `reference.certificate` does: the exponent of a sum of at most
 # 2^6 8th powers over 8, rounded down, is that of the largest. No 8th power of a ratio of this is subnormal.
 _TERMS, _RATIO = 1 << 6, 2.0**-124
@@ -132,6 +133,10 @@ class _Blocks:
         some = self.most[rows], self.least[rows], self.eighths[rows]
         return _Blocks(self.factors.rows(rows), self.width, self.columns[:, rows], *some, self.least_ratio)
 
+    def product(self, other: _Blocks, columns: slice) -> torch.Tensor:
+        """The product of some columns with those of (N, K): (M, N)."""
+        return self.factors.values[:, columns] @ other.factors.values[:, columns].T
+
 
 def _promoted(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
     """The sum of the accumulators, float32 (M, N)."""
@@ -152,45 +157,93 @@ def _promoted(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
 def _accumulated(x: _Blocks, y: _Blocks, columns: slice, model: Alignment, *, near: bool) -> torch.Tensor:
     """One accumulator, from 0 on, over some columns; `near` as of `_largest`.
 
-    Where products of a block have no bit below the last that is kept beside the largest that one could be, nor has the
-    accumulator, the sum is exact, and a matmul. The rest are aligned one by one; or all are, where the rest are many or
-    all terms of a block few, which takes the fewest steps.
+    Where no bit can be cut off in some blocks, or in one, the sum is a matmul. The rest of the sums are aligned one by
+    one; or all are, where the rest are many or all terms of a block few, which takes the fewest steps.
     """
-    height, width = x.most.shape[0], y.most.shape[0]
-    out = torch.zeros(height, width, dtype=torch.float64, device=x.most.device)
-    parts = list(slabs(out.new_empty(1, 1).expand(height, width * model.width)))
-    look = columns.start
-    for start in range(columns.start, columns.stop, model.width):
-        number, here = start // model.width, slice(start, min(start + model.width, columns.stop))
-        cut = _may_cut(x, y, number, out, model) if len(parts) > 1 and start >= look else None
-        if cut is not None and int(cut.sum()) > _MANY * cut.numel():
-            cut, look = None, start + _LOOK * model.width
-        if cut is None:
-            largest = _largest(x, y, number, here, near=near)
-            for rows in parts:
-                products = x.columns[here, rows].unsqueeze(2) * y.columns[here].unsqueeze(1)
-                out[rows] = _aligned(products, largest[rows], out[rows], model, dim=0)
-            continue
-        left, right = x.factors.part(here), y.factors.part(here)
-        total = _cut((left.values @ right.values.T).add_(out), model)
-        at = cut.nonzero()
-        for some in slabs(out.new_empty(1, 1).expand(len(at), left.values.shape[1])):
-            i, j = at[some].T
-            products, powers = (
-                each.index_select(0, i).mul_(other.index_select(0, j))
-                for each, other in ((left.values, right.values), (left.powers, right.powers))
-            )
-            total[i, j] = _aligned(products, powers.amax(1), out[i, j], model, dim=1)
-        out = total
+    out = torch.zeros(x.most.shape[0], y.most.shape[0], dtype=torch.float64, device=x.most.device)
+    unit = torch.full_like(out, torch.inf)
+    small = len(list(slabs(_terms(out, model)))) == 1
+    step = _TOGETHER * model.width
+    known = look = columns.start
+    for start in range(columns.start, columns.stop, step):
+        some = slice(start, min(start + step, columns.stop))
+        blocks = [slice(at, min(at + model.width, some.stop)) for at in range(start, some.stop, model.width)]
+        if start >= look:
+            cut = _may_round(x, y, some, slice(known, some.stop), out, unit, model)
+            known = some.stop
+            if int(cut.sum()) <= _FEW * cut.numel():
+                out = _picked(x, y, blocks, cut, out, x.product(y, some).add_(out), model)
+                continue
+            look = start + _AGAIN * step
+        for here in blocks:
+            cut = None if small else _may_cut(x, y, here, out, model)
+            if cut is None or int(cut.sum()) > _MANY * cut.numel():
+                _align(x, y, here, out, model, near=near)
+            else:
+                out = _picked(x, y, [here], cut, out, _cut(x.product(y, here).add_(out), model), model)
     return out
 
 
-def _may_cut(x: _Blocks, y: _Blocks, number: int, before: torch.Tensor, model: Alignment) -> torch.Tensor:
+def _terms(sums: torch.Tensor, model: Alignment) -> torch.Tensor:
+    """Something of the size of a block's products for the rows of `sums`, without memory."""
+    return sums.new_empty(1, 1).expand(sums.shape[0], sums.shape[1] * model.width)
+
+
+def _may_round(
+    x: _Blocks, y: _Blocks, columns: slice, new: slice, before: torch.Tensor, unit: torch.Tensor, model: Alignment
+) -> torch.Tensor:
+    """bool (M, N): a product of some blocks, or any sum of them and `before`, may have bits that are cut off.
+
+    They are at most the sum of magnitudes, and multiples of `unit`, which divides what came before the columns `new`,
+    and becomes that of both.
+    """
+    some, others = (slice(part.start // x.width, -(-part.stop // x.width)) for part in (columns, new))
+    torch.minimum(unit, torch.outer(x.least[:, others].amin(1), y.least[:, others].amin(1)), out=unit)
+    left, right = (side.factors.values[:, columns].abs() for side in (x, y))
+    reach = (left @ right.T).add_(before.abs()).mul_(1 + 2.0**-20)
+    cut = reach > unit * 2.0 ** (1 + _accumulator(model))
+    largest = torch.outer(x.most[:, some].amax(1), y.most[:, some].amax(1))
+    return cut.logical_or_(torch.maximum(reach, largest, out=reach) > unit * 2.0**model.fraction)
+
+
+def _may_cut(x: _Blocks, y: _Blocks, here: slice, before: torch.Tensor, model: Alignment) -> torch.Tensor:
     """bool (M, N): a product of a block, or the accumulator `before`, may have bits that are cut off."""
+    number = here.start // x.width
     unit = torch.maximum(torch.outer(x.most[:, number], y.most[:, number]), _power(before))
     unit.mul_(2.0**-model.fraction).clamp_(min=_NOTHING)
     cut = (before / unit).frac_() != 0
     return cut.logical_or_(torch.outer(x.least[:, number], y.least[:, number]) < unit)
+
+
+def _align(x: _Blocks, y: _Blocks, here: slice, out: torch.Tensor, model: Alignment, *, near: bool) -> None:
+    """Adds a block, columns `here`, to the accumulators `out` (M, N)."""
+    largest = _largest(x, y, here, near=near)
+    for rows in slabs(_terms(out, model)):
+        products = x.columns[here, rows].unsqueeze(2) * y.columns[here].unsqueeze(1)
+        out[rows] = _aligned(products, largest[rows], out[rows], model, dim=0)
+
+
+def _picked(
+    x: _Blocks,
+    y: _Blocks,
+    blocks: list[slice],
+    cut: torch.Tensor,
+    before: torch.Tensor,
+    out: torch.Tensor,
+    model: Alignment,
+) -> torch.Tensor:
+    """`out` (M, N), where `cut` the accumulators `before` and some blocks, aligned."""
+    at = cut.nonzero()
+    for some in slabs(_terms(at[:, :1], model)):
+        i, j = at[some].T
+        sums = before[i, j]
+        for here in blocks:
+            left, right = x.factors.part(here), y.factors.part(here)
+            products = left.values.index_select(0, i).mul_(right.values.index_select(0, j))
+            powers = left.powers.index_select(0, i).mul_(right.powers.index_select(0, j))
+            sums = _aligned(products, powers.amax(1), sums, model, dim=1)
+        out[i, j] = sums
+    return out
 
 
 def _near(x: _Blocks, y: _Blocks) -> bool:
@@ -198,7 +251,7 @@ def _near(x: _Blocks, y: _Blocks) -> bool:
     return x.width <= _TERMS and bool(x.least_ratio * y.least_ratio >= _RATIO)
 
 
-def _largest(x: _Blocks, y: _Blocks, number: int, here: slice, *, near: bool) -> torch.Tensor:
+def _largest(x: _Blocks, y: _Blocks, here: slice, *, near: bool) -> torch.Tensor:
     """The largest power of two of the products of a block, columns `here`, (M, N); 0 where all are; `near`: `_near`."""
     if not near:
         powers = x.factors.powers[:, here], y.factors.powers[:, here]
@@ -210,6 +263,7 @@ def _largest(x: _Blocks, y: _Blocks, number: int, here: slice, *, near: bool) ->
     # over 8, rounded down, g + 128, which as an exponent with its bias is g + 128 - 1023.
     sums = x.eighths[:, here] @ y.eighths[:, here].T
     exponents = (sums.view(torch.int64) >> (_FIELD + 3)).bitwise_left_shift_(_FIELD)
+    number = here.start // x.width
     most = torch.outer(x.most[:, number], y.most[:, number])
     return exponents.view(torch.float64).mul_(2.0 ** (_BIAS - 128)).mul_(most)
 

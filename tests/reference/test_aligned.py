@@ -81,11 +81,16 @@ def test_sums_that_are_not_cut_off_are_those_that_are_aligned(
         factors, exact = (of_operand(a), of_operand(b)), code_sum(a, b).high
         shares.append(float(aligned._never_cut(*factors, model).double().mean()))
         found = [aligned.aligned_sum(*factors, model, exact).float()]
-        for many, look, slab in ((1.0, 8, 1 << 10), (-1.0, 8, 1 << 10), (0.1, 2, 1 << 10), (1.0, 8, 1 << 18)):
+        for few, many, together, slab in (
+            (1.0, 1.0, 1, 1 << 10), (1.0, 1.0, 3, 1 << 10), (-1.0, 1.0, 3, 1 << 10), (-1.0, -1.0, 1, 1 << 10),
+            (0.1, 0.1, 2, 1 << 10), (-1.0, 1.0, 8, 1 << 18),
+        ):  # fmt: skip
             with monkeypatch.context() as patched:
                 patched.setitem(blocks._SLAB, "cpu", slab)
+                patched.setattr(aligned, "_FEW", few)
                 patched.setattr(aligned, "_MANY", many)
-                patched.setattr(aligned, "_LOOK", look)
+                patched.setattr(aligned, "_TOGETHER", together)
+                patched.setattr(aligned, "_AGAIN", 2)
                 patched.setattr(aligned, "_never_cut", lambda *_: torch.zeros(15, 20).bool())
                 found.append(aligned.aligned_sum(*factors, model, exact).float())
         assert all(torch.equal(bits(one), bits(found[0])) for one in found)
@@ -106,8 +111,8 @@ def test_a_matmul_finds_the_largest_power_of_products(width: int, lowest: int) -
         sides.append(Factors(powers, powers))
     x, y = (aligned._Blocks.of(side, width) for side in sides)
     assert aligned._near(x, y)
-    found = aligned._largest(x, y, 0, slice(0, width), near=True)
-    assert torch.equal(found, aligned._largest(x, y, 0, slice(0, width), near=False))
+    found = aligned._largest(x, y, slice(0, width), near=True)
+    assert torch.equal(found, aligned._largest(x, y, slice(0, width), near=False))
     assert torch.equal(found, (sides[0].powers.unsqueeze(1) * sides[1].powers).amax(2))
     assert (found == 0).any()
 
@@ -122,9 +127,9 @@ def test_powers_that_are_far_apart_are_compared_one_by_one(lowest: int, width: i
     powers[0, :width] = 0.0
     x, y = (aligned._Blocks.of(Factors(some, some), width) for some in (powers, powers.flip(0)))
     assert aligned._near(x, y) == near
-    for number, here in enumerate((slice(0, width), slice(width, 2 * width))):
+    for here in (slice(0, width), slice(width, 2 * width)):
         largest = (powers[:, here].unsqueeze(1) * powers.flip(0)[:, here]).amax(2)
-        assert torch.equal(aligned._largest(x, y, number, here, near=near), largest)
+        assert torch.equal(aligned._largest(x, y, here, near=near), largest)
 
 
 def test_scales_of_blocks_are_part_of_the_products() -> None:
