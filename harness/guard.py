@@ -135,12 +135,13 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = self._pieces[0].memory.tensor if self._pieces else None
         if memory is not None and self._before is not None and torch.equal(memory, self._before):
             return self._arena.overwritten(intact=memory), []  # one look at all inputs
-        changed = []
+        changes = {}
         for (name, tensor), piece in zip(self._inputs.items(), self._pieces, strict=bool(self._pieces)):
             before = _memory(tensor) if self._before is None else piece.of(self._before)
-            if not torch.equal(piece.bytes, before):
-                changed.append(f"{int((piece.bytes != before).sum())} bytes of input {name} were changed")
-        return self._arena.overwritten(), changed
+            changes[name] = torch.count_nonzero(piece.bytes != before)
+        counts = torch.stack(list(changes.values())).tolist() if changes else []  # a GPU is waited for once
+        words = [f"{n} bytes of input {name} were changed" for name, n in zip(changes, counts, strict=True) if n]
+        return self._arena.overwritten(), words
 
 
 @cache
