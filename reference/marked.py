@@ -82,9 +82,7 @@ class _Columns:
         torch.cumsum(sums, 1, out=sums)
         earlier = self.before.error.view(-1).index_select(0, at)
         rounded = sums.float().double().sub_(sums).abs_().sum(1).add_(earlier).nonzero().squeeze(1)
-        at, rows, others, sums, earlier = (
-            each.index_select(0, rounded) for each in (at, rows, others, sums, earlier)
-        )
+        at, rows, others, sums, earlier = (each.index_select(0, rounded) for each in (at, rows, others, sums, earlier))
         begun = self.before.magnitude.view(-1).index_select(0, at) != 0
         # What is added, or added to, may be 0: then nothing rounds.
         sizes = sums.abs_()
