@@ -176,11 +176,11 @@ def _accumulated(x: _Blocks, y: _Blocks, columns: slice, model: Alignment, *, ne
                 continue
             look = start + _AGAIN * step
         for here in blocks:
-            cut = None if small else _may_cut(x, y, here, out, model)
-            if cut is None or int(cut.sum()) > _MANY * cut.numel():
+            picked = None if small else _may_cut(x, y, here, out, model)
+            if picked is None or int(picked.sum()) > _MANY * picked.numel():
                 _align(x, y, here, out, model, near=near)
             else:
-                out = _picked(x, y, [here], cut, out, _cut(x.product(y, here).add_(out), model), model)
+                out = _picked(x, y, [here], picked, out, _cut(x.product(y, here).add_(out), model), model)
     return out
 
 
@@ -252,7 +252,10 @@ def _near(x: _Blocks, y: _Blocks) -> bool:
 
 
 def _largest(x: _Blocks, y: _Blocks, here: slice, *, near: bool) -> torch.Tensor:
-    """The largest power of two of the products of a block, columns `here`, (M, N); 0 where all are; `near`: `_near`."""
+    """The largest power of two of the products of a block, columns `here`: (M, N), 0 where all are 0.
+
+    `near`: what `_near` says.
+    """
     if not near:
         powers = x.factors.powers[:, here], y.factors.powers[:, here]
         found = torch.zeros(x.most.shape[0], y.most.shape[0], dtype=torch.float64, device=x.most.device)
