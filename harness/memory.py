@@ -11,8 +11,8 @@ from harness.parameters import layers_of
 from harness.work import home_of
 
 BYTES = {
-    "quantize": (36, 0), "quantize both": (110, 0), "quantize-grouped": (66, 0), "transform": (60, 0),
-    "swizzle": (26, 0), "update-scale": (110, 0), "gemm": (66, 320), "gemm-grouped": (66, 320),
+    "quantize": (42, 0), "quantize columnwise": (57, 0), "quantize both": (110, 0), "quantize-grouped": (66, 0),
+    "transform": (60, 0), "swizzle": (26, 0), "update-scale": (110, 0), "gemm": (66, 360), "gemm-grouped": (66, 360),
     "gemm-quantized": (66, 430), "linear": (110, 200), "layernorm-linear": (110, 200), "grouped-linear": (110, 200),
     "transformer-layer": (110, 200),
 }  # fmt: skip
@@ -20,8 +20,8 @@ BYTES = {
 
 Largest of the recipes, dtypes and flags measured on either device, a tenth more: on a CPU the resident set of a process
 (2^22 elements: quantize 21, both halves 105, grouped 60, transform 54, swizzle 22; product 58 and 163), on an H200 what
-torch allocates, which `bytes_peak` of every record is (quantize 32, both halves 69; product 149 an output, in the order
-of tensor cores 214 and, of 1024³, 307).
+torch allocates, which `bytes_peak` of every record is (quantize 38, columnwise 51, both halves 69; product 149 an
+output, in the order of tensor cores 214 and, of 1024³, 330).
 """
 KEPT = 1 << 30
 """Bytes of a GPU that a process may keep between cases."""
@@ -43,7 +43,7 @@ def needed(case: Case) -> int:
         elements, outputs = depth * (rows + matrices * columns), rows * columns
     else:
         elements, outputs = math.prod(case.shape), 0
-        name += " both" if case.usage == "both" else ""
+        name += f" {case.usage}" if name == "quantize" and case.usage != "rowwise" else ""
     element, output = BYTES[name]
     return element * elements + output * outputs
 
