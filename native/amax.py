@@ -32,7 +32,7 @@ _DEEP = 4
 """Tiles, one below the other, that a block of threads takes for amaxes: those before and after a rotation of 8192² take
 an H200 42 µs with 4, 44 µs with 2 and 48 µs with 8."""
 _FEW, _LAST = 2, 16
-"""Tiles that it takes of the last strips, and how many strips those are at least: shared_tile.cuh."""
+"""Tiles that it takes of the last strips, and how many strips those are at least."""
 _FEWEST = 256
 """Blocks below which each takes fewer tiles: both halves of nvfp4-2d of 2048² take an H200 8.2 µs with 256 blocks of 2,
 8.9 µs with 512 of 1 or 128 of 4, and 12.8 µs with 64 of 8."""
@@ -75,16 +75,18 @@ def in_32_bits(x: torch.Tensor) -> bool:
     return max(x.shape) < _LONGEST and x.numel() < _MOST
 
 
-def tiles_deep(x: torch.Tensor, deep: int) -> tuple[tuple[int, int], int]:
-    """The grid of blocks of threads that take tiles of `x`, and how many of them, one below the other, each takes:
-    `deep`, or fewer of a small matrix."""
+def deal(x: torch.Tensor, deep: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32, np.int32]]:
+    """The grid of blocks of threads that take tiles of `x`, and shared_tile.cuh's Deal: how many of them, one below the
+    other, each takes, `deep`, or fewer of a small matrix; how many blocks do below each other; what the last ones take.
+    """
     across, strips_of_x = x.shape[1] // _WIDE, x.shape[0] // STRIP
     deep = 5 if _other_grid.get() else deep
     while True:
         whole = max(strips_of_x - _LAST, 0) // deep
-        down = whole + blocks_for(strips_of_x - whole * deep, min(deep, _FEW))
+        few = min(deep, _FEW)
+        down = whole + blocks_for(strips_of_x - whole * deep, few)
         if deep == 1 or across * down >= _FEWEST or _other_grid.get():
-            return (across, down), deep
+            return (across, down), (np.int32(deep), np.int32(whole), np.int32(few))
         deep //= 2
 
 
@@ -117,8 +119,8 @@ def oriented_amax(
     # On a GPU a strip of 64 rows alone would leave it idle; a CPU reads on: 16 parts take it twice as long.
     parts = 3 if _other_grid.get() else min(16 if x.device.type == "cuda" else 1, blocks_for(columns, STRIP))
     if sizes is None and not each and in_tiles(x) and in_32_bits(x):
-        grid, deep = tiles_deep(x, _DEEP)
-        arguments = (x, np.int64(rows), np.int64(columns), np.int32(deep), out, out_rotated, np.int32(along_rows),
+        grid, dealt = deal(x, _DEEP)
+        arguments = (x, np.int64(rows), np.int64(columns), *dealt, out, out_rotated, np.int32(along_rows),
                      np.int32(signs), np.int32(propagate_nan))  # fmt: skip
         launch("amax_blocks", "amax_tiles_bf16", grid, (THREADS,), arguments, device=x.device)
         return out, out_rotated

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from struct import Struct
 
 import numpy as np
 import torch
 
 from native.amax import amax as tensor_amax
-from native.amax import in_32_bits, in_tiles, oriented_amax, strips, tiles_deep
+from native.amax import deal, in_32_bits, in_tiles, oriented_amax, strips
 from native.arguments import (
     ANY_THREADS,
     STRIP,
@@ -44,9 +45,14 @@ _PLAIN_BLOCKS = 2
 _DEEP = 8
 """Tiles, one below the other, that a block of threads takes, which begins with the factors of all scales, and stores
 the scales of columns together: both halves of 16384² bf16 take an H200 0.253 ms of nvfp4-2d with 8, 0.256 with 4, 0.258
-with 2, and 0.248 where the last 16 strips go in twos; of nvfp4-rht-sr 0.331, 0.336 with 4, and 0.326."""
-_KEY_STEPS = np.arange(10, dtype=np.uint32)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint32)
+with 2, and 0.248 where the last 16 strips go in twos, as they do; of nvfp4-rht-sr so 0.309, 0.311 with 7."""
+_KEY_STEPS = tuple((n * 0x9E3779B9, n * 0xBB67AE85) for n in range(10))
 """What is added to the key of Philox up to each round."""
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+"""Of Philox, by which a round multiplies words 0 and 2."""
+_KEYS = Struct("20I")
+_NO_KEYS = np.bytes_(bytes(_KEYS.size))
+"""The kernel's PhiloxKeys, and those where nothing is random."""
 _FUSED_GROUP = 16
 """Groups of other sizes are rotated by a launch of their own."""
 
@@ -61,10 +67,14 @@ class _Half:
     tensor_scale: torch.Tensor
     random: object
 
+    @property
+    def offset(self) -> int | None:
+        """That of Philox, where it draws."""
+        return self.random[1] % 2**64 if isinstance(self.random, tuple) else None
+
     def arguments(self) -> list[Argument]:
         words = self.random if isinstance(self.random, torch.Tensor) else None
-        offset = self.random[1] if isinstance(self.random, tuple) else 0
-        return [self.amax, self.codes, self.scales, self.tensor_scale, words, np.uint64(offset % 2**64)]
+        return [self.amax, self.codes, self.scales, self.tensor_scale, words, np.uint64(self.offset or 0)]
 
 
 _NO_HALF: list[Argument] = [None, None, None, None, None, np.uint64(0)]
@@ -116,8 +126,12 @@ def _launch(
     grid: tuple[int, ...]
     if sizes is None and _in_tiles(x, r, row, column):
         name, threads = "quantize_nvfp4_tiles_bf16", THREADS
-        grid, deep = tiles_deep(x, _DEEP)
-        arguments = [x, np.int64(rows), np.int64(columns), np.int32(deep), *halves, *rule, _philox_keys(seed)]
+        grid, dealt = deal(x, _DEEP)
+        keys = [
+            _NO_KEYS if half is None or half.offset is None else philox_keys(seed, half.offset)
+            for half in (row, column)
+        ]
+        arguments = [x, np.int64(rows), np.int64(columns), *dealt, *halves, *rule, *keys]
     else:
         grid = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),)
         name, threads = f"quantize_nvfp4_{suffix(x.dtype)}", ANY_THREADS["quantize_nvfp4"].get(x.device.type, 1)
@@ -126,9 +140,16 @@ def _launch(
     launch("quantize_nvfp4", name, grid, (threads,), arguments, device=x.device, extra_flags=flags)
 
 
-def _philox_keys(seed: int) -> np.bytes_:
-    """The kernel's PhiloxKeys: philox.cuh has them from a seed, too, round by round."""
-    return np.bytes_((np.array([seed % 2**64], np.uint64).view(np.uint32) + _KEY_STEPS).tobytes())
+def philox_keys(seed: int, offset: int) -> np.bytes_:
+    """The PhiloxKeys of `philox_with_offset`: those of all rounds, the first three with what rounds 0 and 1 make of the
+    offset. Source: Salmon et al., SC 2011; philox.cuh has the rounds."""
+    low, high = seed % 2**32, seed % 2**64 >> 32
+    keys = [key for a, b in _KEY_STEPS for key in ((low + a) % 2**32, (high + b) % 2**32)]
+    first = _MULTIPLIERS[0] * (offset % 2**32)
+    second = _MULTIPLIERS[1] * (first >> 32 ^ keys[1])
+    for n, word in (0, offset >> 32), (2, second >> 32), (3, first % 2**32), (4, second % 2**32):
+        keys[n] ^= word
+    return np.bytes_(_KEYS.pack(*keys))
 
 
 def _in_tiles(x: torch.Tensor, r: Recipe, *halves: _Half | None) -> bool:

@@ -10,7 +10,7 @@
 //   strips, or with sections one more for each. Of 256 threads, each takes every ceil(64 * parts)th column or block; on a
 //   CPU there are 8, which take 32 times as much and need no barrier.
 //   amax_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^23, one section; 256 threads for
-//   `deep` tiles of 64x128, one below the other, in shared_tile.cuh's grid.
+//   `deep` or `few` tiles of 64x128, one below the other: shared_tile.cuh's Deal.
 //   Exact: magnitudes are compared as integers, NaN left out unless propagate_nan; the rotation is hadamard.cuh's.
 
 #include "blocks.cuh"
@@ -123,27 +123,28 @@ __device__ void amax_blocks(const T* x, i64 row_stride, i64 column_stride, i64 c
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    amax_tiles_bf16(const bf16* x, i64 rows, i64 columns, int deep, u32* plain, u32* rotated, int along_rows, int signs,
-                    int propagate_nan) {
-    __shared__ Tile tiles[2];
+    amax_tiles_bf16(const bf16* x, i64 rows, i64 columns, int deep, int whole, int few, u32* plain, u32* rotated,
+                    int along_rows, int signs, int propagate_nan) {
+    __shared__ Tiles tiles;
     __shared__ u32 plain_warps[THREADS / 32], rotated_warps[THREADS / 32];
     constexpr int EACH = TILE_ROWS * ROW_BLOCKS / THREADS;  // blocks of a thread
     static_assert(EACH == 2, "of a row and the next one, or of two chunks");
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int row = static_cast<int>(threadIdx.x) / ROW_BLOCKS * EACH;
+    u32 copied = copy_index();
+    u32 first = along_rows ? chunk_index(threadIdx.x / ROW_BLOCKS * EACH, threadIdx.x % ROW_BLOCKS * 2)
+                           : column_index<NEIGHBOURS>(threadIdx.x / 32 * EACH);
     const u32 highest = highest_counted(propagate_nan);
     u32 largest = 0, largest_rotated = 0;
-    TileWalk walk(x, rows, columns, static_cast<u32>(deep));
-    walk.fetch<THREADS>(tiles[0]);
-    for (int slot = 0; walk.inside(); slot ^= 1) {
+    TileWalk walk(x, rows, columns, Deal{deep, whole, few});
+    walk.fetch<THREADS>(tiles, copied);
+    for (; walk.inside(); first ^= TILE_WORDS) {
         tile_waits();
         __syncthreads();  // this tile has come, and all have done with the other one
         walk.step();
-        walk.fetch<THREADS>(tiles[slot ^ 1]);
+        copied ^= TILE_WORDS;
+        walk.fetch<THREADS>(tiles, copied);
 #pragma unroll
         for (int b = 0; b < EACH; ++b) {
-            Words line = along_rows ? block_of_row(tiles[slot], row, lane % ROW_BLOCKS, b)
-                                    : block_of_column(tiles[slot], warp * EACH, b);
+            Words line = along_rows ? block_of_row(tiles, first, b) : blocks_of_columns(tiles, first, b);
             const u32 most = largest_of_words(line, bound_of_words(line), highest);
             largest = most > largest ? most : largest;
             if (rotated != nullptr) {

@@ -18,8 +18,8 @@
 //   order of memory, which is faster by half on a CPU, and a little on a GPU.
 //   quantize_nvfp4_tiles: bfloat16, contiguous, M a multiple of 64 and K of 128, both below 2^23, fewer than 2^32 blocks of
 //   16, no sections, one amax a half, no 4over6, no rotation of 16x16 blocks; codes aligned to 8 bytes, scales to 4. 256
-//   threads for `deep` tiles of 64x128, at most 8, one below the other; the grid is shared_tile.cuh's. `keys` are those
-//   of the seed.
+//   threads for `deep` or `few` tiles of 64x128, at most 8, one below the other: shared_tile.cuh's Deal. `keys` are those
+//   of philox_with_offset.
 //   While the threads work on a tile in shared memory, the next one comes; a thread makes two blocks of rows, then two of
 //   columns. Scales of columns are stored when all tiles are done: those of eight fill a sector of L2, of which each part
 //   would cost as much as the whole.
@@ -142,16 +142,9 @@ __device__ __forceinline__ u8* code_address(const Half& half, const Place& place
     return half.codes + place.first_code + place.line * ((place.length + 1) / 2) + place.start / 2;
 }
 
-// Four random words of block `index`: of Philox by a seed or its keys, or, where they are given, from `first` on, of which
-// `left` are its line's.
-template <class Key>
-__device__ __forceinline__ void random_words(const Half& half, const Rule& rule, const Key& key, i64 index, i64 first,
-                                             i64 left, u32 (&words)[4]) {
-    if (rule.given_words) {
-        for (int j = 0; j < 4; ++j) words[j] = j < left ? half.words[first + j] : 0u;
-    } else {
-        philox(key, half.offset, static_cast<u64>(index), words);
-    }
+// The four random words of a block that are given from `first` on, of which `left` are its line's.
+__device__ __forceinline__ void load_random(const Half& half, i64 first, i64 left, u32 (&words)[4]) {
+    for (int j = 0; j < 4; ++j) words[j] = j < left ? half.words[first + j] : 0u;
 }
 
 __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, float encode, const Half& half,
@@ -164,8 +157,12 @@ __device__ __forceinline__ void write_block(const float (&v)[BLOCK], u8 scale, f
     u8 packed[BLOCK / 2];
     if (rule.stochastic) {
         u32 words[4];
-        const i64 row_words = (place.length + 3) / 4, word = place.start / 4;
-        random_words(half, rule, rule.seed, index, place.line * row_words + word, row_words - word, words);
+        if (rule.given_words) {
+            const i64 row_words = (place.length + 3) / 4, word = place.start / 4;
+            load_random(half, place.line * row_words + word, row_words - word, words);
+        } else {
+            philox(rule.seed, half.offset, static_cast<u64>(index), words);
+        }
         e2m1x16_stochastic(scaled, words, packed);
     } else {
         e2m1x16_from_float(scaled, packed);
@@ -420,8 +417,8 @@ __device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rul
 
 // ---- bfloat16 in whole tiles of 64x128 ----
 
-// Of a multiprocessor, so that a thread has 64 registers: 0.338 ms for both halves of nvfp4-rht-sr, 16384^2 on an H200,
-// 0.341 with 3 and 80 registers.
+// Of a multiprocessor, so that a thread has 64 registers: 0.321 ms for both halves of nvfp4-rht-sr, 16384^2 on an H200,
+// 0.324 with 3 and 80 registers.
 constexpr int TILE_BLOCKS_OF_SM = 4;
 constexpr int WARPS = THREADS / 32;
 constexpr int WARP_ROWS = TILE_ROWS / WARPS;            // of the warp's blocks of rows
@@ -432,7 +429,7 @@ static_assert(2 * SCALES == THREADS, "a thread finds one factor");
 static_assert(EACH == 2, "a row and the next one, a chunk and the next one");
 
 struct SharedTiles {
-    Tile tiles[2];             // one is worked on while the other comes
+    Tiles tiles;
     float factors[2][SCALES];  // of elements under each scale, in either half
     u32 largest[2][WARPS][ROW_BLOCKS];
     alignas(16) u8 scales_t[TILE_COLUMNS][DEEPEST][COLUMN_BLOCKS];  // of columns: a word of each tile
@@ -449,16 +446,74 @@ __device__ __forceinline__ u32 largest_of_stripe(const u32 (&largest)[WARPS][ROW
     return larger_magnitudes(largest[2 * stripe][block], largest[2 * stripe + 1][block]);
 }
 
-// The block with this number of a half; the rest as `make_block` has it. What is left to write is the scale.
-__device__ __forceinline__ u8 write_codes(const Words& x, u32 bound, u32 amax, u32 index, float encode,
-                                          const float (&factors)[SCALES], const Half& half, const Rule& rule,
-                                          const PhiloxKeys& keys) {
+// What all blocks of a half are made with.
+struct Making {
+    float encode;
+    const float (&factors)[SCALES];
+    const Half& half;
+    const Rule& rule;
+    const PhiloxKeys& keys;
+    bool rotated;
+};
+
+// A block, its largest magnitude, and the amax that its scale is made of.
+struct Line {
+    Words x;
+    u32 bound, amax;
+};
+
+#ifdef HAS_E2M1_BY_SUMS
+constexpr Order COLUMN_ORDER = EVEN_FIRST;  // both halves of nvfp4-rht-sr, 16384^2, take an H200 1 % longer without
+#else
+constexpr Order COLUMN_ORDER = NEIGHBOURS;
+#endif
+
+// The codes of the block with this number; what is returned is its scale. `line` is right where its numbers are finite; if
+// they are not, or products are not below 7, which is rare, `any_line` makes it anew, for any numbers.
+template <Order ORDER, class Make>
+__device__ __forceinline__ u8 write_codes(const Line& line, u32 index, const Making& by, const Make& any_line) {
+    const Rule& rule = by.rule;
     u32 words[4];
-    if (rule.stochastic) random_words(half, rule, keys, index, static_cast<i64>(index) * 4, 4, words);
-    const auto factor = [&](u8 scale) { return factors[scale]; };
-    const Made made = make_block(x, bound, amax, encode, factor, rule.stochastic ? &words : nullptr, rule);
-    store_codes(made.codes, half.codes + static_cast<i64>(index) * (BLOCK / 2));
+    if (rule.stochastic) {
+        if (rule.given_words) {
+            load_random(by.half, static_cast<i64>(index) * 4, 4, words);
+        } else {
+            philox_with_offset(by.keys, index, words);
+        }
+    }
+    const auto random = rule.stochastic ? &words : nullptr;
+    const auto factor_of = [&](u8 code) { return by.factors[code]; };
+    Made made;
+#ifdef HAS_E2M1_BY_SUMS
+    made.scale = candidate_scales(line.amax, by.encode, rule).six;
+    const float factor = factor_of(made.scale);
+    if (below_7(line.bound, factor)) {
+        made.codes = e2m1x16_of_products_below_7<ORDER>(line.x, factor, random);
+    } else {
+        const Line any = any_line();
+        made = make_block(any.x, any.bound, any.amax, by.encode, factor_of, random, rule);
+    }
+#else
+    made = make_block(line.x, line.bound, line.amax, by.encode, factor_of, random, rule);
+#endif
+    store_codes(made.codes, by.half.codes + static_cast<i64>(index) * (BLOCK / 2));
     return made.scale;
+}
+
+// The words of a block of finite numbers, rotated where its half is.
+template <Order ORDER>
+__device__ __forceinline__ Words finite_words(Words x, const Making& by) {
+#ifdef HAS_E2M1_BY_SUMS
+    if (by.rotated) rotate_finite_words<ORDER>(x, by.rule.signs);
+#else
+    if (by.rotated) rotate_words(x, by.rule.signs);
+#endif
+    return x;
+}
+
+__device__ __forceinline__ Words any_words(Words x, const Making& by) {
+    if (by.rotated) rotate_words(x, by.rule.signs);
+    return x;
 }
 
 __device__ __forceinline__ void store_word(const u8 (&bytes)[4], u8* target) {  // both aligned
@@ -469,14 +524,16 @@ __device__ __forceinline__ void store_word(const u8 (&bytes)[4], u8* target) {  
 #endif
 }
 
-__device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 columns, u32 deep, const Half& row_half,
-                                               const Half& column_half, const Rule& rule, const PhiloxKeys& keys) {
+__device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 columns, const Deal& deal, const Half& row_half,
+                                               const Half& column_half, const Rule& rule, const PhiloxKeys& keys,
+                                               const PhiloxKeys& keys_t) {
     __shared__ SharedTiles shared;
-    TileWalk walk(x, rows, columns, deep);
-    walk.fetch<THREADS>(shared.tiles[0]);
+    TileWalk walk(x, rows, columns, deal);
+    u32 copied = copy_index();
+    walk.fetch<THREADS>(shared.tiles, copied);
     const bool rowwise = row_half.tensor_scale != nullptr, columnwise = column_half.tensor_scale != nullptr;
     const u32 highest = highest_counted(rule.propagate_nan);
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
 
     const float encode = rowwise ? nvfp4_tensor_scale(row_half.amax[0], rule.max_product) : 1.0f;
     const float encode_t = columnwise ? nvfp4_tensor_scale(column_half.amax[0], rule.max_product) : 1.0f;
@@ -486,52 +543,59 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
     }
     shared.factors[thread / SCALES][thread % SCALES] =
         nvfp4_element_factor(static_cast<u8>(thread % SCALES), thread < SCALES ? encode : encode_t);
+    const bool rows_rotated = (rule.rotation & ROTATE_ROWS) != 0, columns_rotated = (rule.rotation & ROTATE_COLUMNS) != 0;
+    const Making by = {encode, shared.factors[0], row_half, rule, keys, rows_rotated};
+    const Making by_t = {encode_t, shared.factors[1], column_half, rule, keys_t, columns_rotated};
 
     const u32 blocks = static_cast<u32>(columns / BLOCK), blocks_t = static_cast<u32>(rows / BLOCK);  // of a line
     // Of a warp: rows, of which a quarter has EACH, a block of each; chunks of eight columns, which four lanes have.
-    const int row = warp * WARP_ROWS + lane / ROW_BLOCKS * EACH, block = lane % ROW_BLOCKS;
-    const int chunk = warp * EACH, column = chunk * 8 + lane / COLUMN_BLOCKS, stripe = lane % COLUMN_BLOCKS;
+    const u32 row = warp * WARP_ROWS + lane / ROW_BLOCKS * EACH, block = lane % ROW_BLOCKS;
+    const u32 chunk = warp * EACH, column = chunk * 8 + lane / COLUMN_BLOCKS, stripe = lane % COLUMN_BLOCKS;
     // Numbers of a thread's first block in a tile, of rows and of columns.
     u32 index = (walk.top * TILE_ROWS + row) * blocks + walk.place * ROW_BLOCKS + block;
     u32 index_t = (walk.place * TILE_COLUMNS + column) * blocks_t + walk.top * COLUMN_BLOCKS + stripe;
+    // Where they lie in the tile.
+    u32 first = chunk_index(row, 2 * block), first_t = column_index<COLUMN_ORDER>(chunk);
+    u8* kept = &shared.scales_t[column][0][stripe];  // of the first of a thread's columns, in this tile
     for (u32 number = 0; walk.inside(); ++number) {
-        const u32 slot = number % 2;
         tile_waits();
         __syncthreads();  // this tile has come, and all have done with the other one
         walk.step();
-        walk.fetch<THREADS>(shared.tiles[slot ^ 1]);
-        const Tile& tile = shared.tiles[slot];
+        copied ^= TILE_WORDS;
+        walk.fetch<THREADS>(shared.tiles, copied);
 
         // ---- blocks of rows: a quarter of a warp has a row ----
         if (rowwise || rule.tiles) {
-            Words lines[EACH];
-            u32 bounds[EACH];
+            Line lines[EACH];
 #pragma unroll
-            for (int b = 0; b < EACH; ++b) {
-                lines[b] = block_of_row(tile, row, block, b);
-                if ((rule.rotation & ROTATE_ROWS) != 0) rotate_words(lines[b], rule.signs);
-                bounds[b] = bound_of_words(lines[b]);
+            for (u32 b = 0; b < EACH; ++b) {
+                const Words x = finite_words<NEIGHBOURS>(block_of_row(shared.tiles, first, b), by);
+                const u32 bound = rule.tiles ? bound_of_words(x) : bound_of_finite_words(x);
+                lines[b] = {x, bound, bound};
             }
             if (rule.tiles) {
                 u32 most = 0;
 #pragma unroll
-                for (int b = 0; b < EACH; ++b) {
-                    const u32 amax = largest_of_words(lines[b], bounds[b], highest);
-                    most = larger_magnitudes(most, amax_and_bound(amax, bounds[b]));
+                for (u32 b = 0; b < EACH; ++b) {
+                    const u32 amax = largest_of_words(lines[b].x, lines[b].bound, highest);
+                    most = larger_magnitudes(most, amax_and_bound(amax, lines[b].bound));
                 }
                 for (int lanes = ROW_BLOCKS; lanes < 32; lanes *= 2) {
                     most = larger_magnitudes(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
                 }
-                if (lane < ROW_BLOCKS) shared.largest[slot][warp][lane] = most;
+                if (lane < ROW_BLOCKS) shared.largest[number % 2][warp][lane] = most;
                 __syncthreads();
             }
             if (rowwise) {
 #pragma unroll
-                for (int b = 0; b < EACH; ++b) {
-                    const u32 amax =
-                        rule.tiles ? amax_of(largest_of_stripe(shared.largest[slot], row / BLOCK, block)) : bounds[b];
-                    const u8 scale = write_codes(lines[b], bounds[b], amax, index + b * blocks, encode, shared.factors[0],
-                                                 row_half, rule, keys);
+                for (u32 b = 0; b < EACH; ++b) {
+                    if (rule.tiles) lines[b].amax = amax_of(largest_of_stripe(shared.largest[number % 2], row / BLOCK, block));
+                    const auto any_line = [&] {
+                        const Words x = any_words(block_of_row(shared.tiles, first, b), by);
+                        const u32 bound = bound_of_words(x);
+                        return Line{x, bound, rule.tiles ? lines[b].amax : bound};
+                    };
+                    const u8 scale = write_codes<NEIGHBOURS>(lines[b], index + b * blocks, by, any_line);
                     const u32 line = (walk.top + number) * TILE_ROWS + row + b, start = walk.place * ROW_BLOCKS + block;
                     row_half.scales[rule.swizzled ? swizzled_index(line, start, blocks) : index + b * blocks] = scale;
                 }
@@ -542,24 +606,33 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
         // ---- blocks of columns: four lanes have a column, a warp a chunk of eight ----
         if (columnwise) {
 #pragma unroll
-            for (int b = 0; b < EACH; ++b) {
-                Words line = block_of_column(tile, chunk, b);
-                if ((rule.rotation & ROTATE_COLUMNS) != 0) rotate_words(line, rule.signs);
-                const u32 both = rule.tiles ? largest_of_stripe(shared.largest[slot], stripe, chunk / 2) : 0u;
-                const u32 bound = rule.tiles ? bound_of(both) : bound_of_words(line);
-                const u32 amax = rule.tiles ? amax_of(both) : bound;
-                shared.scales_t[column + b * 8][number][stripe] =
-                    write_codes(line, bound, amax, index_t + b * 8 * blocks_t, encode_t, shared.factors[1], column_half,
-                                rule, keys);
+            for (u32 b = 0; b < EACH; ++b) {
+                const auto line_of = [&](const Words& x, u32 bound) {
+                    if (!rule.tiles) return Line{x, bound, bound};
+                    const u32 both = largest_of_stripe(shared.largest[number % 2], stripe, chunk / 2);
+                    return Line{x, bound_of(both), amax_of(both)};
+                };
+                const auto any_line = [&] {
+                    const Words x = any_words(block_of_column(shared.tiles, first_t & TILE_WORDS, chunk + b), by_t);
+                    return line_of(x, bound_of_words(x));
+                };
+                const Words x = finite_words<COLUMN_ORDER>(blocks_of_columns(shared.tiles, first_t, b), by_t);
+                const Line line = line_of(x, bound_of_finite_words(x));
+                kept[b * 8 * DEEPEST * COLUMN_BLOCKS] =
+                    write_codes<COLUMN_ORDER>(line, index_t + b * 8 * blocks_t, by_t, any_line);
             }
             index_t += COLUMN_BLOCKS;
+            kept += COLUMN_BLOCKS;
         }
+        first ^= TILE_WORDS;
+        first_t ^= TILE_WORDS;
     }
     if (!columnwise) return;
     __syncthreads();
     const u32 count = walk.end - walk.top;
 #pragma unroll
-    for (u32 n = thread; n < TILE_COLUMNS * DEEPEST; n += THREADS) {
+    for (u32 i = 0; i < TILE_COLUMNS * DEEPEST / THREADS; ++i) {
+        const u32 n = i * THREADS + thread;
         // Neighbours store what lies side by side.
         const u32 number = rule.swizzled ? n / TILE_COLUMNS : n % DEEPEST;
         const u32 line = rule.swizzled ? n % TILE_COLUMNS / 4 + n % 4 * 32 : n / DEEPEST;
@@ -571,13 +644,13 @@ __device__ __forceinline__ void quantize_tiles(const bf16* x, i64 rows, i64 colu
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, TILE_BLOCKS_OF_SM)
-    quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, int deep, const float* amax, u8* codes, u8* scales,
-                              float* tensor_scale, const u32* words, u64 offset, const float* amax_t, u8* codes_t,
+    quantize_nvfp4_tiles_bf16(const bf16* x, i64 rows, i64 columns, int deep, int whole, int few, const float* amax,
+                              u8* codes, u8* scales, float* tensor_scale, const u32* words, u64 offset, const float* amax_t, u8* codes_t,
                               u8* scales_t, float* tensor_scale_t, const u32* words_t, u64 offset_t, float max_product,
-                              int variant, u64 seed, PhiloxKeys keys) {
-    quantize_tiles(x, rows, columns, static_cast<u32>(deep), Half{amax, codes, scales, tensor_scale, words, offset},
+                              int variant, u64 seed, PhiloxKeys keys, PhiloxKeys keys_t) {
+    quantize_tiles(x, rows, columns, Deal{deep, whole, few}, Half{amax, codes, scales, tensor_scale, words, offset},
                   Half{amax_t, codes_t, scales_t, tensor_scale_t, words_t, offset_t},
-                  rule_of(CHOSEN, max_product, seed), keys);
+                  rule_of(CHOSEN, max_product, seed), keys, keys_t);
 }
 
 #define QUANTIZE_PLAIN(NAME, T)                                                                                        \

@@ -3,48 +3,52 @@
 //
 // A row holds 16 chunks of 16 bytes. They are permuted so that the eight that a quarter of a warp moves at once lie in
 // different banks, whether it copies neighbours, reads every second chunk of a row (blocks of rows), or one chunk of the
-// rows 0, 1, 16, 17, 32, 33, 48 and 49 from an even row on (blocks of columns).
+// rows 0, 1, 16, 17, 32, 33, 48 and 49, or 0, 2, 16, 18 and so on, from an even row on (blocks of columns).
 #pragma once
 
 #include "words.cuh"
 
 constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128;
 constexpr int ROW_BLOCKS = TILE_COLUMNS / 16, COLUMN_BLOCKS = TILE_ROWS / 16;
-constexpr int CHUNKS = TILE_COLUMNS / 8;  // of a row
+constexpr u32 CHUNKS = TILE_COLUMNS / 8;  // of a row
 constexpr int ROW_WORDS = TILE_COLUMNS / 2;
-constexpr u32 DEEPEST = 8, FEW = 2;  // tiles that a block of threads takes, at most, and of the last strips
-constexpr u32 LAST = 16;             // strips
+constexpr u32 DEEPEST = 8;  // tiles that a block of threads takes, at most
 
-struct Tile {
-    alignas(128) u32 words[TILE_ROWS * ROW_WORDS];
+// Two tiles: one is worked on while the other comes. A place in one, `^ TILE_WORDS`, is that in the other.
+constexpr u32 TILE_WORDS = TILE_ROWS * ROW_WORDS;
+struct Tiles {
+    alignas(128) u32 words[2 * TILE_WORDS];
 };
 
-// The first word of a chunk.
-__device__ __forceinline__ int chunk_index(int row, int chunk) {
-    const int moved = chunk ^ chunk >> 3 ^ ((row ^ (row >> 3 & 6)) & 7);
+// The first word of a chunk, in the first tile.
+__device__ __forceinline__ u32 chunk_index(u32 row, u32 chunk) {
+    const u32 moved = chunk ^ chunk >> 3 ^ ((row ^ row >> 1) & 1) ^ (row >> 3 & 6);
     return row * ROW_WORDS + moved * 4;
 }
 
-// The tiles of a contiguous matrix that a block of threads takes: `deep`, one below the other, of the last strips of 64 rows
-// two, so that a GPU is busy to the end. Grid: the tiles of a strip, times the blocks below each other: as many of `deep`
-// tiles as leave LAST strips, and those of two.
+__device__ __forceinline__ u32 copy_index() { return chunk_index(threadIdx.x / CHUNKS, threadIdx.x % CHUNKS); }
+
+// How the tiles of a contiguous matrix are dealt out: blocks of threads take `deep` of them, one below the other, of the
+// first `whole` * `deep` strips of 64 rows, and `few` of the last ones, so that a GPU is busy to the end. Grid: the tiles of
+// a strip, times the blocks below each other.
+struct Deal {
+    int deep, whole, few;
+};
+
+// The tiles of a block of threads.
 struct TileWalk {
     const bf16* source;  // what the thread copies first of the tile
     i64 columns;
     u32 place, top, strip, end;  // which tile of its strip of 64 rows; strips: the first one, this one, behind the last
 
-    __device__ __forceinline__ TileWalk(const bf16* x, i64 rows, i64 length, u32 deep) : columns(length) {
-        const u32 strips = static_cast<u32>(rows / TILE_ROWS);
+    __device__ __forceinline__ TileWalk(const bf16* x, i64 rows, i64 length, const Deal& deal) : columns(length) {
+        const u32 strips = static_cast<u32>(rows / TILE_ROWS), y = blockIdx.y;
+        const u32 deep = static_cast<u32>(deal.deep), whole = static_cast<u32>(deal.whole), few = static_cast<u32>(deal.few);
         place = blockIdx.x;
-        const u32 whole = strips > LAST ? (strips - LAST) / deep : 0u, y = blockIdx.y;
-        if (y >= whole && deep > FEW) {
-            top = whole * deep + (y - whole) * FEW;
-            deep = FEW;
-        } else {
-            top = y * deep;
-        }
+        top = y < whole ? y * deep : whole * deep + (y - whole) * few;
+        const u32 most = y < whole ? deep : few;
         strip = top;
-        end = strips - top < deep ? strips : top + deep;
+        end = strips - top < most ? strips : top + most;
         source = x + (strip * TILE_ROWS + threadIdx.x / CHUNKS) * length + place * TILE_COLUMNS + threadIdx.x % CHUNKS * 8;
     }
 
@@ -55,14 +59,14 @@ struct TileWalk {
         source += TILE_ROWS * columns;
     }
 
-    // All threads copy the tile, if there is one; it has come after `tile_waits` and a barrier.
+    // All threads copy the tile, if there is one, each from the place `copy_index` on; it has come after `tile_waits` and a
+    // barrier.
     template <int THREADS>
-    __device__ __forceinline__ void fetch(Tile& tile) const {
+    __device__ __forceinline__ void fetch(Tiles& tiles, u32 first) const {
         if (!inside()) return;
         static_assert(THREADS == 16 * CHUNKS, "rows 16 apart");
-        const int first = chunk_index(static_cast<int>(threadIdx.x) / CHUNKS, static_cast<int>(threadIdx.x) % CHUNKS);
 #ifdef __CUDA_ARCH__
-        const u32 target = static_cast<u32>(__cvta_generic_to_shared(&tile.words[first]));
+        const u32 target = static_cast<u32>(__cvta_generic_to_shared(tiles.words)) + first * 4;
 #endif
 #pragma unroll
         for (int i = 0; i < TILE_ROWS / 16; ++i) {
@@ -73,7 +77,7 @@ struct TileWalk {
                          "l"(from)
                          : "memory");
 #else
-            u32* to = &tile.words[(first ^ i * 8) + i * 16 * ROW_WORDS];
+            u32* to = &tiles.words[(first ^ i * 8) + i * 16 * ROW_WORDS];
             for (int j = 0; j < 4; ++j) to[j] = reinterpret_cast<const u32*>(from)[j];
 #endif
         }
@@ -86,42 +90,64 @@ __device__ __forceinline__ void tile_waits() {
 #endif
 }
 
-// Block `block` of row `row`, which is even, or of the next one.
-__device__ __forceinline__ Words block_of_row(const Tile& tile, int row, int block, int next) {
-    const int index = chunk_index(row, 2 * block) ^ next * 4;
-    const u32 *first = &tile.words[index + next * ROW_WORDS], *second = &tile.words[(index ^ 4) + next * ROW_WORDS];
+// The block of a row that begins at `first`, which is even, or the one below it in the next row.
+__device__ __forceinline__ Words block_of_row(const Tiles& tiles, u32 first, u32 next) {
+    const u32 index = first ^ next * 4;
+    const u32 *a = &tiles.words[index + next * ROW_WORDS], *b = &tiles.words[(index ^ 4) + next * ROW_WORDS];
 #ifdef __CUDA_ARCH__
-    const uint4 a = *reinterpret_cast<const uint4*>(first), b = *reinterpret_cast<const uint4*>(second);
-    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+    const uint4 low = *reinterpret_cast<const uint4*>(a), high = *reinterpret_cast<const uint4*>(b);
+    return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
 #else
-    return {{first[0], first[1], first[2], first[3], second[0], second[1], second[2], second[3]}};
+    return {{a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]}};
 #endif
 }
 
-// Lane 4c + s of a warp gets rows 16s to 16s + 15 of column c of chunk `chunk`, which is even, or of the next one. All
-// lanes of the warp call.
-__device__ __forceinline__ Words block_of_column(const Tile& tile, int chunk, int next) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+// Lane 4c + s of a warp has rows 16s to 16s + 15 of column c of a chunk, here of chunk `chunk` of the tile that begins at
+// the word `tile`: two neighbours a word.
+__device__ __forceinline__ Words block_of_column(const Tiles& tiles, u32 tile, u32 chunk) {
+    const u32 lane = threadIdx.x % 32, column = lane / 4;
     Words x;
-#ifdef __CUDA_ARCH__
-    // A matrix is eight rows of a chunk, of which a lane names one and gets two numbers of a column.
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = lane % 8 / 2 * 16 + lane / 8 * 2 + lane % 2;  // and eight below, which are permuted alike
-        const u32* first = &tile.words[(chunk_index(row, chunk) ^ next * 4) + half * 8 * ROW_WORDS];
-        const u32 address = static_cast<u32>(__cvta_generic_to_shared(first));
+    for (u32 j = 0; j < 8; ++j) {
+        const u32 row = lane % 4 * 16 + 2 * j;
+        x.each[j] = paired(tiles.words[(tile ^ chunk_index(row, chunk)) + column / 2],
+                           tiles.words[(tile ^ chunk_index(row + 1, chunk)) + column / 2], column % 2 != 0);
+    }
+    return x;
+}
+
+#ifdef __CUDA_ARCH__
+// Where a lane of a warp that moves columns of chunk `chunk` on begins, which is even. A matrix is eight rows of a chunk, of
+// which a lane names one and gets two numbers of a column.
+template <Order ORDER>
+__device__ __forceinline__ u32 column_index(u32 chunk) {
+    const u32 lane = threadIdx.x % 32;
+    const u32 low = low_number<ORDER>(lane / 8), high = high_number<ORDER>(lane / 8);
+    return chunk_index(lane % 8 / 2 * 16 + (lane % 2 == 0 ? low : high), chunk);
+}
+
+// The blocks of all lanes of a warp, as above, of the chunk that begins at `first` or the next one, in that order.
+__device__ __forceinline__ Words blocks_of_columns(const Tiles& tiles, u32 first, u32 next) {
+    Words x;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // rows eight below are permuted alike
+        const u32* from = &tiles.words[(first ^ next * 4) + half * 8 * ROW_WORDS];
+        const u32 address = static_cast<u32>(__cvta_generic_to_shared(from));
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(x.each[4 * half]), "=r"(x.each[4 * half + 1]), "=r"(x.each[4 * half + 2]),
                        "=r"(x.each[4 * half + 3])
                      : "r"(address));
     }
-#else
-    const int column = lane / 4, stripe = lane % 4;
-    for (int j = 0; j < 8; ++j) {
-        const int row = stripe * 16 + 2 * j;
-        x.each[j] = paired(tile.words[chunk_index(row, chunk + next) + column / 2],
-                           tile.words[chunk_index(row + 1, chunk + next) + column / 2], column % 2 != 0);
-    }
-#endif
     return x;
 }
+#else
+template <Order ORDER>
+__device__ __forceinline__ u32 column_index(u32 chunk) {
+    static_assert(ORDER == NEIGHBOURS, "of a CPU, which has no other");
+    return chunk * 4;
+}
+
+__device__ __forceinline__ Words blocks_of_columns(const Tiles& tiles, u32 first, u32 next) {
+    return block_of_column(tiles, first & TILE_WORDS, first % TILE_WORDS / 4 + next);
+}
+#endif

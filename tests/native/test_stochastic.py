@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from native.launch import launch
+from native.quantize_nvfp4 import philox_keys
 from reference.encode import encode
 from reference.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
 from reference.philox import philox
@@ -27,6 +28,14 @@ extern "C" __global__ void words(const u64* given, u32* out, i64 n) {
     if (i >= n) return;
     u32 four[4];
     philox(given[3 * i], given[3 * i + 1], given[3 * i + 2], four);
+    for (int j = 0; j < 4; ++j) out[4 * i + j] = four[j];
+}
+
+extern "C" __global__ void words_with_offset(PhiloxKeys keys, const u32* given, u32* out, i64 n) {
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    u32 four[4];
+    philox_with_offset(keys, given[i], four);
     for (int j = 0; j < 4; ++j) out[4 * i + j] = four[j];
 }
 
@@ -108,6 +117,22 @@ def test_philox_is_the_references(cuda_source: Source, flags: Flags) -> None:
     for (seed, offset, subsequence), row in zip(given.tolist(), got, strict=True):
         signed = torch.tensor([subsequence - (1 << 64) if subsequence >> 63 else subsequence])
         np.testing.assert_array_equal(row, philox(seed, offset, signed)[0])
+
+
+@EVERY_BUILD
+def test_philox_by_keys_that_have_the_offset_is_the_references(cuda_source: Source, flags: Flags) -> None:
+    """Every bit of seed and offset by itself, and many at once; of a subsequence, those below 2^32."""
+    source = cuda_source(TEXT)
+    single = [(1 << bit, 0) for bit in range(64)] + [(0, 1 << bit) for bit in range(64)]
+    generator = np.random.default_rng(7)
+    many = generator.integers(0, 1 << 64, (20, 2), dtype=np.uint64).tolist()
+    given = np.array([0, *(1 << bit for bit in range(32)), *generator.integers(0, 1 << 32, 20)], np.uint32)
+    for seed, offset in [*single, *many]:
+        out = torch.zeros((len(given), 4), dtype=torch.int32)
+        arguments = (philox_keys(seed, offset), torch.from_numpy(given.view(np.int32)), out, np.int64(len(given)))
+        launch(source, "words_with_offset", (1,), (256,), arguments, device=out.device, extra_flags=flags)
+        expected = philox(seed, offset, torch.from_numpy(given.astype(np.int64)))
+        np.testing.assert_array_equal(out.numpy().view(np.uint32), expected)
 
 
 # A number by a random byte.
