@@ -132,6 +132,18 @@ def test_given_amaxes_and_one_half_alone(name: str) -> None:
     assert_both_same(ops.quantize_both(x.to(DEVICE), r, rowwise=False, **random_of(r)), (None, column))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("nvfp4")])
+def test_whole_tiles_of_every_family_by_any_amax(name: str) -> None:
+    """Blocks of finite numbers and of products below 7 go another way than the others among them."""
+    for number, family in enumerate(FAMILIES):
+        r = replace(recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
+        x = sample(r, family, 128, 256, torch.bfloat16)
+        assert_as_reference(x, r, **random_of(r))
+        for value in AMAXES if r.granularity == "tensor" else ():
+            amax = torch.tensor([value])
+            assert_as_reference(x, r, amax=(amax, amax), **random_of(r))
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if "-2d-4over6" in name])
 def test_a_tile_is_chosen_by_its_rows_whichever_half_is_made(name: str) -> None:
     assert_as_reference(nearly_tied(), recipe(name))
