@@ -14,6 +14,7 @@ import torch
 from harness.journal import read
 from harness.pool import Settings, run_cases
 from harness.runner import new_record
+from harness.turns import said
 from harness.worker import settle
 from tests.harness.backends import QUANTIZE
 from tests.harness.test_survival import case_of, check, move_to, rows_of, select
@@ -139,6 +140,7 @@ def test_a_late_error_of_a_gpu_is_that_of_its_case(monkeypatch, words, verdict, 
         if left:
             raise RuntimeError(left.pop(0))
 
+    said()  # what a GPU said in the turns of other tests
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     record = new_record(QUANTIZE, backend="b", device="cuda", seed=0)
