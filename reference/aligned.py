@@ -95,9 +95,14 @@ def _never_cut(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
     kept = torch.outer(lowest_bit(left.values), lowest_bit(right.values))
     magnitude = (left.values.abs() @ right.values.abs().T).mul_(1 + 2.0**-20)
     largest = torch.outer(left.powers.amax(1), right.powers.amax(1)) if left.values.shape[1] else magnitude
-    fits = magnitude <= kept * 2.0 ** (1 + _accumulator(model))
     within = (kept >= SMALLEST) & (magnitude <= FLT_MAX)
-    return fits & within & (torch.maximum(largest, magnitude) <= kept * 2.0**model.fraction)
+    return within.logical_and_(_kept(magnitude, largest, kept, model))
+
+
+def _kept(reach: torch.Tensor, largest: torch.Tensor, unit: torch.Tensor, model: Alignment) -> torch.Tensor:
+    """bool (M, N): no bit is cut off of multiples of `unit`: of sums up to `reach`, of products of powers `largest`."""
+    fits = reach <= unit * 2.0 ** (1 + _accumulator(model))
+    return fits.logical_and_(torch.maximum(reach, largest) <= unit * 2.0**model.fraction)
 
 
 @dataclass
@@ -201,9 +206,8 @@ def _may_round(
     torch.minimum(unit, torch.outer(x.least[:, others].amin(1), y.least[:, others].amin(1)), out=unit)
     left, right = (side.factors.values[:, columns].abs() for side in (x, y))
     reach = (left @ right.T).add_(before.abs()).mul_(1 + 2.0**-20)
-    cut = reach > unit * 2.0 ** (1 + _accumulator(model))
     largest = torch.outer(x.most[:, some].amax(1), y.most[:, some].amax(1))
-    return cut.logical_or_(torch.maximum(reach, largest, out=reach) > unit * 2.0**model.fraction)
+    return _kept(reach, largest, unit, model).logical_not_()
 
 
 def _may_cut(x: _Blocks, y: _Blocks, here: slice, before: torch.Tensor, model: Alignment) -> torch.Tensor:
