@@ -9,7 +9,8 @@ from harness.parameters import layers_of
 
 SMALL, SMALL_MODULE = 1 << 24, 1 << 27
 """Work, in elements, below which a case of a GPU is judged on the CPU (`home_of`): of an operation, and of a module,
-whose many stages are more launches for as much work."""
+whose many stages are more launches for as much work. Linear layers of 4x128x1024x4096 take a core 6 to 20 s, and an
+H200, beside other processes, 0.3 to 1.3 s."""
 SECTION = 1 << 12
 """Work of one more section, in elements: measured, 1.6 ms beside 0.4 µs an element."""
 
