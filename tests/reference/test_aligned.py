@@ -180,6 +180,24 @@ def test_what_is_below_the_last_bit_of_the_largest_is_lost(large: float, kept: b
         assert not accepted(limits, neighbour(limits.expected, direction))
 
 
+@pytest.mark.parametrize(("order", "expected"), [("aligned-4-16", 0.0), ("decoded-aligned-4-16", 2.0**-18)])
+def test_subnormal_products_are_cut_off_as_if_they_were_normal(order: str, expected: float) -> None:
+    """The largest power is that of the smallest normal numbers, above all that the sum could be."""
+    a, b = products([2.0**-9], [2.0**-9])
+    assert bounds(a, b, out_dtype=torch.float32, order=order).expected == expected
+
+
+def test_bits_of_blocks_that_nobody_looked_at_together_are_cut_off_later() -> None:
+    """Some in the first eight may be, so the next are taken one by one; the last ones have none of their own."""
+    left, right = ([0.0] * 513 for _ in range(2))
+    pairs = {0: (448.0, 448.0), 1: (448.0, 448.0), 2: (2.0**-9, 1.0), 128: (1.5 * 2.0**-6, 2.0**-8), 512: (32.0, 32.0)}
+    for column, (x, y) in pairs.items():
+        left[column], right[column] = x, y
+    a, b = products(left, right)
+    a.codes[0, 1] |= a.recipe.element.sign_code
+    assert bounds(a, b, out_dtype=torch.float32, order="aligned-25-16").expected == 1024 + 2.0**-9
+
+
 def test_the_bits_of_another_model_are_rejected() -> None:
     a, b = pair(FP8, 3, (6, 6, 300), "one", "data")
     limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
