@@ -254,6 +254,17 @@ def test_terminal_fits_a_hundred_columns() -> None:
         assert part in out
 
 
+def test_no_figure_of_the_full_tier_is_cut_off_at_eighty_columns() -> None:
+    """A pipe has 80, and the longest rows were a tenth of a second short of them."""
+    wide = {"operation": "gemm-quantized", "recipe": "fp8-block-1x128-e4m3-pow2", "dtype": "bf16xbf16-bf16"}
+    each = {"budget_max": 0.9999, "compared": 99_999, "seconds": 0.832e-2}
+    records = [record(str(n), **wide, **each) for n in range(10_118)]
+    out = printed(records, width=80)
+    assert max(map(len, out.splitlines())) <= 80
+    for part in ("operation", " 10118 ", "1.01G", "0.9999", "84.2 s"):
+        assert part in out
+
+
 def test_what_passed_is_folded_where_there_is_much_of_it() -> None:
     recipes = [f"nvfp4-{n}" for n in range(30)] + [f"mxfp8-{n}" for n in range(12)] + [""]
     records = [record(str(n), recipe=recipe, dtype=("bf16", "fp32")[n % 2]) for n, recipe in enumerate(recipes)]
