@@ -18,8 +18,8 @@ ROUNDS = 9
 QUICK_ROUNDS = 3
 FEWEST = 3
 """Rounds of what takes longer than it may."""
-_QUEUED = 10
-"""Calls that one round queues on a GPU, at most."""
+_QUEUED = 100
+"""Calls that one round queues on a GPU, at most. Its two events take some microseconds, which they share."""
 _ROUND = 2e-3
 """Seconds that one round of short calls takes on a GPU, about."""
 _CLOCK = 2.0e9
@@ -63,27 +63,23 @@ def interleaved(
     results = {name: some[0]() for name, some in calls.items()}
     lines = {name: (_queued if device.type == "cuda" else _called)(some, device) for name, some in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
+    counts = dict.fromkeys(calls, 1)
     for number in range(rounds):
         for name, line in lines.items():
             if number < FEWEST or sum(found[name]) * (number + 1) / number < seconds:
-                found[name].append(next(line))
-    return {name: Times(tuple(some), _count(calls[name], some[0], device)) for name, some in found.items()}, results
+                one, counts[name] = next(line)
+                found[name].append(one)
+    return {name: Times(tuple(some), counts[name]) for name, some in found.items()}, results
 
 
-def _count(calls: Calls, seconds: float, device: torch.device) -> int:
-    """Calls of a round: on a CPU one."""
-    if device.type != "cuda":
-        return 1
-    return max(min(_QUEUED, round(_ROUND / max(seconds, 1e-9))), 1)
-
-
-def _called(calls: Calls, device: torch.device) -> Iterator[float]:
+def _called(calls: Calls, device: torch.device) -> Iterator[tuple[float, int]]:
+    """Seconds of a call, which is a round of its own."""
     for call in itertools.cycle(calls):
-        yield timed(device, call)[1]
+        yield timed(device, call)[1], 1
 
 
-def _queued(calls: Calls, device: torch.device) -> Iterator[float]:
-    """Rounds of `count` calls on a GPU. The second of two rounds before the first one says how long to sleep."""
+def _queued(calls: Calls, device: torch.device) -> Iterator[tuple[float, int]]:
+    """Seconds a call of a round on a GPU, and its calls. A call before says how many, and how long to sleep."""
     cycle = itertools.cycle(calls)
     kept: deque[Any] = deque(maxlen=len(calls))
     events: Any = torch.cuda  # it has no types
@@ -92,8 +88,7 @@ def _queued(calls: Calls, device: torch.device) -> Iterator[float]:
     def round_of(count: int, sleep: float) -> tuple[float, float]:
         """Seconds a call on the GPU, and those that it took to queue it."""
         synchronize(device)
-        if sleep:
-            events._sleep(int(sleep * _CLOCK))
+        events._sleep(int(sleep * _CLOCK))
         start.record()
         before = time.perf_counter()
         for _ in range(count):
@@ -103,11 +98,11 @@ def _queued(calls: Calls, device: torch.device) -> Iterator[float]:
         synchronize(device)
         return start.elapsed_time(end) / 1e3 / count, queued / count
 
-    count = _count(calls, round_of(1, 0.0)[0], device)
-    round_of(max(count, len(calls)), 0.0)  # memory for as many results as will live
-    launch = round_of(count, 0.0)[1]
+    round_of(len(calls), _ROUND)  # memory for as many results as will live
+    alone, launch = round_of(1, _ROUND)
+    count = max(min(_QUEUED, int(_ROUND / alone), int(_LONGEST_SLEEP / (2 * launch))), 1)
     while True:
-        yield round_of(count, min(_LONGEST_SLEEP, 2 * count * launch + 0.2e-3))[0]
+        yield round_of(count, min(_LONGEST_SLEEP, 2 * count * launch + 0.2e-3))[0], count
 
 
 def launched(call: Callable[[], Any], device: torch.device, *, rounds: int, calls: int = 100) -> Times:

@@ -344,10 +344,13 @@ def test_what_is_timed_is_called_in_turns_and_its_copies_too(monkeypatch: pytest
 
 
 class Gpu:
-    """A GPU whose clock is told: a call keeps it busy for `busy` seconds, and takes `launch` seconds to queue."""
+    """A GPU whose clock is told: a call keeps it busy for `busy` seconds, and takes `launch` seconds to queue.
 
-    def __init__(self, busy: float, launch: float) -> None:
-        self.busy, self.launch = busy, launch
+    What follows an event begins `edge` seconds behind it.
+    """
+
+    def __init__(self, busy: float, launch: float, edge: float) -> None:
+        self.busy, self.launch, self.edge = busy, launch, edge
         self.host = self.device = 0.0
         self.slept: list[float] = []
         self.queue: list[str] = []
@@ -355,9 +358,13 @@ class Gpu:
     def Event(self, *, enable_timing: bool) -> Any:
         assert enable_timing
         event = SimpleNamespace(at=0.0)
-        event.record = lambda: setattr(event, "at", max(self.device, self.host))
+        event.record = lambda: self._pass(event)
         event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
         return event
+
+    def _pass(self, event: SimpleNamespace) -> None:
+        event.at = max(self.device, self.host)
+        self.device = event.at + self.edge
 
     def _sleep(self, cycles: int) -> None:
         self.slept.append(cycles / timing._CLOCK)
@@ -376,18 +383,21 @@ class Gpu:
         self.host = self.device = max(self.host, self.device)
 
 
-@pytest.mark.parametrize(("busy", "launch"), [(50e-6, 90e-6), (5e-3, 90e-6), (1e-6, 30e-6)])
-def test_what_python_takes_is_not_in_the_time_of_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, busy: float, launch: float
+@pytest.mark.parametrize(
+    ("busy", "launch", "count"),
+    [(50e-6, 90e-6, 36), (5e-3, 90e-6, 1), (1e-6, 30e-6, 100), (17e-6, 390e-6, 25), (17e-6, 50e-6, 90)],
+)
+def test_what_python_takes_is_not_in_the_time_of_a_gpu_and_of_events_little(
+    monkeypatch: pytest.MonkeyPatch, busy: float, launch: float, count: int
 ) -> None:
-    gpu = Gpu(busy, launch)
+    gpu = Gpu(busy, launch, edge=5e-6)
     monkeypatch.setattr(torch, "cuda", gpu)
     monkeypatch.setattr(timing, "synchronize", gpu.synchronize)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
     calls = {"a": [gpu.call("a0"), gpu.call("a1"), gpu.call("a2")]}
     times, _ = timing.interleaved(calls, torch.device("cuda"), rounds=4, seconds=1.0)
-    assert times["a"].rounds == pytest.approx([busy] * 4)
-    assert 1 <= times["a"].calls <= 10
+    assert times["a"].rounds == pytest.approx([busy + gpu.edge / count] * 4)
+    assert times["a"].calls == count
     assert gpu.queue[1:] == list(itertools.islice(itertools.cycle(("a0", "a1", "a2")), len(gpu.queue) - 1))
 
 
