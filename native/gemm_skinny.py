@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,16 +15,28 @@ from reference.quantized import Quantized
 
 _TOKENS = 16
 """Rows of a that a block has."""
-_ROWS, _THREADS = {"nvfp4": 32, "mx": 16}, {"nvfp4": 256, "mx": 640}
-"""Rows of b that a block makes, or, of MX, takes at a time; and its threads."""
-_SHARED_BYTES = {"nvfp4": 0, "mx": 203904}
-"""sizeof(Shared) of MX, which a CPU's twin has as an array."""
+
+
+class _Kernel(NamedTuple):
+    name: str
+    rows: int
+    """Of b that a block makes, or, of MX, takes at a time."""
+    threads: int
+    shared_bytes: int
+    """sizeof(Shared), which a CPU's twin has as an array."""
+
+
+_NVFP4 = _Kernel("gemm_skinny_nvfp4", 32, 256, 0)
+_NVFP4_WIDE = _Kernel("gemm_skinny_nvfp4_wide", 64, 512, 95232)
+_MX = _Kernel("gemm_skinny_mx", 16, 640, 203904)
+_WAVE, _RUN = 132, 512
+"""Multiprocessors of an H200, and columns of K that a team of the wide kernel takes at a time."""
 _COLUMNS = {"nvfp4": 128, "mx": 512}
 """K is a multiple of them; a rule that is not here has no such kernel."""
 _LARGEST = 2**20
 """N and K: the blocks of a grid, and offsets of 32 bits, reach so far."""
-_CODES_ALIGNMENT, _SCALES_ALIGNMENT = 16, {"nvfp4": 2, "mx": 16}
-"""Bytes."""
+_ALIGNMENT = 16
+"""Bytes, of codes and of scales."""
 
 
 def takes(a: Quantized, b: Quantized, rule: str) -> bool:
@@ -37,7 +50,17 @@ def takes(a: Quantized, b: Quantized, rule: str) -> bool:
 def _taken(q: Quantized, rule: str) -> bool:
     if q.transposed or q.swizzled or (rule == "mx" and q.recipe.element is not E4M3):
         return False
-    return q.codes.data_ptr() % _CODES_ALIGNMENT == 0 and q.scales.data_ptr() % _SCALES_ALIGNMENT[rule] == 0
+    return q.codes.data_ptr() % _ALIGNMENT == 0 and q.scales.data_ptr() % _ALIGNMENT == 0
+
+
+def wide(m: int, n: int, k: int) -> bool:
+    """Whether blocks that make 64 rows of b make an NVFP4 product (M, K) by (N, K).
+
+    They do where they run at once on an H200, and on more than half of it. It is for the shape alone to say so, as
+    these blocks add in another order.
+    """
+    blocks = blocks_for(m, _TOKENS) * blocks_for(n, _NVFP4_WIDE.rows)
+    return k % _RUN == 0 and _WAVE // 2 < blocks <= _WAVE
 
 
 def multiply(
@@ -52,17 +75,18 @@ def multiply(
     `shape`: M, N and K. `operands` and `factors`: what `product_arguments` gave; `ends`: c, bias, the output and what
     `epilogue` gave.
     """
-    m, n, _ = shape
+    m, n, k = shape
     if m == 0 or n == 0:
         return
     a_codes, a_scales, _, _, b_codes, b_scales, _, _ = operands
     assert isinstance(a_codes, torch.Tensor)
     device = a_codes.device
-    tokens, blocks = blocks_for(m, _TOKENS), blocks_for(n, _ROWS[rule])
+    kernel = _MX if rule == "mx" else _NVFP4_WIDE if wide(m, n, k) else _NVFP4
+    tokens, blocks = blocks_for(m, _TOKENS), blocks_for(n, kernel.rows)
     if rule == "mx":  # all at a time, with as many strips of b each
         blocks = blocks_for(blocks, blocks_for(blocks, max(multiprocessors(device) // tokens, 1)))
     launch(
-        f"gemm_skinny_{rule}", f"gemm_skinny_{rule}", (tokens, blocks), (_THREADS[rule],),
+        kernel.name, kernel.name, (tokens, blocks), (kernel.threads,),
         (a_codes, a_scales, b_codes, b_scales, *ends, *factors), device=device,
-        shared_bytes=_SHARED_BYTES[rule] if device.type == "cuda" else 0,
+        shared_bytes=kernel.shared_bytes if device.type == "cuda" else 0,
     )  # fmt: skip

@@ -32,6 +32,7 @@ KERNELS = {
     "gemm_mx": ("gemm_mx", "gemm_grouped_mx"),
     "gemm_fp8": tuple(f"gemm{grouped}_fp8_{scales}" for grouped in ("", "_grouped") for scales in ("block", "tensor")),
     "gemm_skinny_nvfp4": ("gemm_skinny_nvfp4",),
+    "gemm_skinny_nvfp4_wide": ("gemm_skinny_nvfp4_wide",),
     "gemm_skinny_mx": ("gemm_skinny_mx",),
     "gemm_tensor": (
         "pack",

@@ -30,6 +30,29 @@ __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
 #endif
 }
 
+// A pair, each times the first or the second of another one.
+__device__ __forceinline__ u32 multiply_by_low(u32 pair, u32 factors) {
+#ifdef HAS_CVT_HALF
+    u32 product;
+    asm("{ .reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {l, l}; mul.rn.f16x2 %0, %1, t; }"
+        : "=r"(product) : "r"(pair), "r"(factors));
+    return product;
+#else
+    return multiply_pairs(pair, (factors & 0xFFFFu) | factors << 16);
+#endif
+}
+
+__device__ __forceinline__ u32 multiply_by_high(u32 pair, u32 factors) {
+#ifdef HAS_CVT_HALF
+    u32 product;
+    asm("{ .reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {h, h}; mul.rn.f16x2 %0, %1, t; }"
+        : "=r"(product) : "r"(pair), "r"(factors));
+    return product;
+#else
+    return multiply_pairs(pair, factors >> 16 | (factors & 0xFFFF0000u));
+#endif
+}
+
 // Two codes of E4M3, exactly.
 __device__ __forceinline__ u32 e4m3_pair(u32 codes) {
 #ifdef HAS_CVT_FP8

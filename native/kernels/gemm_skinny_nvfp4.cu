@@ -16,33 +16,11 @@
 // What takes the time is reading b, and decoding it: b goes from memory to registers, a chunk ahead, is decoded there to
 // float16, and is the operand of 16 rows of mma.m16n8k16; 8 rows of a are the other one. Warps of a block share the same
 // rows of b; their sums meet in shared memory.
-#include "gemm_nvfp4.cuh"
-#include "gemm_skinny.cuh"
+#include "gemm_skinny_nvfp4.cuh"
 
 constexpr int WARPS = 8, SKINNY_THREADS = WARPS * WARP;
 constexpr int STRIPS = 2, SKINNY_ROWS = STRIPS * STRIP_ROWS;  // of b that a block makes
 constexpr int PART_STRIDE = SKINNY_ROWS + 4;  // so that what a warp writes at once lies in different banks
-
-// ---- memory ------------------------------------------------------------------------------------------------------------
-
-struct alignas(16) Sixteen {
-    u32 words[4];
-};
-
-__device__ __forceinline__ Sixteen load_once(const Sixteen* source) {
-#ifdef __CUDA_ARCH__
-    Sixteen found;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(found.words[0]), "=r"(found.words[1]), "=r"(found.words[2]), "=r"(found.words[3]) : "l"(source));
-    return found;
-#else
-    return *source;
-#endif
-}
-
-// ---- a chunk: 128 columns of K, of which a thread has 32 of a row ----------------------------------------------------------
-
-constexpr int COLUMNS = 128, SPAN = 64, SCALES = 8;  // of K; bytes of their codes in a row, and of their scales
 
 struct Chunk {
     Sixteen codes;
@@ -50,55 +28,32 @@ struct Chunk {
 };
 
 __device__ __forceinline__ Chunk load_chunk(const u8* codes, const u8* scales) {
-    return {load_once(reinterpret_cast<const Sixteen*>(codes)), *reinterpret_cast<const u16*>(scales)};
-}
-
-struct Scales {
-    u32 pairs[2];
-};
-
-// Each of the two twice, times 2^6 for the 2^-6 of elements. Products of the two are exact float16 numbers: at most 6
-// bits, from 2^-10 to 2688.
-__device__ __forceinline__ Scales scales(const Chunk& chunk) {
-    const u32 two = multiply_pairs(e4m3_pair(chunk.scales), 0x54005400u);
-    return {{(two & 0xFFFFu) | two << 16, two >> 16 | (two & 0xFFFF0000u)}};
-}
-
-__device__ __forceinline__ void decode(u32 codes, u32 scale, u32 (&pairs)[4]) {
-    e4m3_pairs(even_as_e4m3(codes), pairs[0], pairs[1]);
-    e4m3_pairs(odd_as_e4m3(codes), pairs[2], pairs[3]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = multiply_pairs(pairs[i], scale);
+    return {load_once(codes), *reinterpret_cast<const u16*>(scales)};
 }
 
 // All of it, of four rows of b and one of each group of a that a thread has.
 __device__ __forceinline__ void multiply(const Chunk (&b)[2 * STRIPS], const Chunk (&a)[GROUPS], float (&sums)[STRIPS][GROUPS][4]) {
-    Scales b_scales[2 * STRIPS], a_scales[GROUPS];
+    u32 b_scales[2 * STRIPS], a_scales[GROUPS];
 #pragma unroll
-    for (int row = 0; row < 2 * STRIPS; ++row) b_scales[row] = scales(b[row]);
+    for (int row = 0; row < 2 * STRIPS; ++row) b_scales[row] = two_scales(b[row].scales);
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) a_scales[group] = scales(a[group]);
+    for (int group = 0; group < GROUPS; ++group) a_scales[group] = two_scales(a[group].scales);
 #pragma unroll
-    for (int unit = 0; unit < 4; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
         u32 left[2 * STRIPS][4];
 #pragma unroll
-        for (int row = 0; row < 2 * STRIPS; ++row) decode(b[row].codes.words[unit], b_scales[row].pairs[unit / 2], left[row]);
+        for (int row = 0; row < 2 * STRIPS; ++row) decode(b[row].codes, unit, b_scales[row], left[row]);
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
             u32 right[4];
-            decode(a[group].codes.words[unit], a_scales[group].pairs[unit / 2], right);
+            decode(a[group].codes, unit, a_scales[group], right);
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) multiply_eight(sums[strip][group], left[2 * strip], left[2 * strip + 1], right);
         }
     }
 }
 
-// ---- all of it ---------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ i64 within(i64 row, i64 rows) { return row < rows ? row : rows - 1; }
-
-// TOKENS rows of a, those of blockIdx.x. What stands behind the last row of either operand is read as the last one, and
-// made of no use.
+// TOKENS rows of a, those of blockIdx.x.
 __device__ __forceinline__ void multiply_skinny(const Nvfp4& rule, const u8* a_codes, const u8* a_scales, const u8* b_codes,
                                                 const u8* b_scales, const Epilogue& epilogue, i64 m, i64 n, i64 k) {
     __shared__ float parts[WARPS][GROUP_ROWS][PART_STRIDE];

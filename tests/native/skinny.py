@@ -15,7 +15,10 @@ from reference.formats import E4M3
 from tests.native import declared
 
 f32 = np.float32
-WARPS, KEPT = {"nvfp4": 8, "mx": 16}, 25
+PARTS, WIDE_PARTS, KEPT = {"nvfp4": 8, "mx": 16}, 4, 25
+"""Sums of a kernel that are added last: those of its warps, or of the teams of the wide one."""
+RUN = 4
+"""Chunks that follow each other in one of the wide kernel's."""
 
 
 def product(
@@ -53,9 +56,11 @@ def gemm(
 
 
 def sums(a: Quantized, b: Quantized) -> np.ndarray:
-    """What the warps have summed, in their order: float32 (M, N)."""
+    """What the warps, or teams of them, have summed, in their order: float32 (M, N)."""
     nvfp4 = a.recipe.scale is E4M3
-    parts = np.zeros((WARPS["nvfp4" if nvfp4 else "mx"], a.shape[0], b.shape[0]), f32)
+    wide = nvfp4 and gemm_skinny.wide(a.shape[0], *b.shape)
+    count, run = (WIDE_PARTS, RUN) if wide else (PARTS["nvfp4" if nvfp4 else "mx"], 1)
+    parts = np.zeros((count, a.shape[0], b.shape[0]), f32)
     left, right, left_scales, right_scales = (
         *(declared.elements(q) for q in (a, b)),
         declared.scales(a),
@@ -64,7 +69,7 @@ def sums(a: Quantized, b: Quantized) -> np.ndarray:
     if nvfp4:
         left, right = (x * s.repeat(16, 1) for x, s in ((left, left_scales), (right, right_scales)))
     for chunk, start in enumerate(range(0, a.shape[1], 128)):
-        acc = parts[chunk % len(parts)]
+        acc = parts[chunk // run % count]
         if nvfp4:
             for columns in _of_nvfp4(start):
                 acc = aligned(acc, left[:, columns], right[:, columns])
@@ -76,7 +81,7 @@ def sums(a: Quantized, b: Quantized) -> np.ndarray:
                     inner = aligned(inner, left[:, columns], right[:, columns])
                 scaled = inner.astype(np.float64) * (left_scales[:, block, None] * right_scales[None, :, block])
                 acc = acc + scaled.astype(f32)
-        parts[chunk % len(parts)] = acc
+        parts[chunk // run % count] = acc
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -104,6 +109,6 @@ def _exponent(x: np.ndarray) -> np.ndarray:
     return np.frexp(x.astype(np.float64))[1] - 1
 
 
-def text(rule: str) -> str:
+def text(kernel: str) -> str:
     """A kernel's source, its headers put in."""
-    return sources.text(f"gemm_skinny_{rule}")
+    return sources.text(f"gemm_skinny_{kernel}")

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from harness.checks.bound import within
-from native import ops
+from native import gemm_skinny, ops
 from reference.bounds import bounds
 from reference.summation import Summation
 from tests.native import skinny
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.native.guards import guarded_outputs
 from tests.native.samples import assert_equal, matrix, to
-from tests.native.test_gemm_skinny import FP32, SHAPES, one_element, operands
+from tests.native.test_gemm_skinny import FP32, one_element, operands
+from tests.native.test_gemm_skinny_wide import WIDE_SHAPES
 
 pytestmark = needs_gpu
 
+EITHER = pytest.mark.parametrize("wide", [False, True], ids=["", "wide"])
+"""Kernel of NVFP4."""
 
+
+@EITHER
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp8-e4m3"])
-def test_sums_are_in_the_declared_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for m, n, k in SHAPES:
+def test_sums_are_in_the_declared_order(name: str, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_skinny, "wide", lambda *_: wide)
+    for m, n, k in WIDE_SHAPES:
         a, b = operands(name, m, n, k)
         bias = matrix("normal", 1, n, FP32).view(n)
         with guarded_outputs(monkeypatch):
@@ -28,7 +36,11 @@ def test_sums_are_in_the_declared_order(name: str, monkeypatch: pytest.MonkeyPat
         assert_equal(y, skinny.gemm(a, b, out_dtype=FP32, bias=bias))
 
 
-def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it() -> None:
+@EITHER
+def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it(
+    wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm_skinny, "wide", lambda *_: wide)
     every = torch.arange(256, dtype=torch.uint8)
     for name, codes, scales in (
         ("mxfp8-e4m3", every, torch.full((256,), 127, dtype=torch.uint8)),
@@ -38,6 +50,21 @@ def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it(
     ):
         q = one_element(name, codes, scales)
         assert_equal(skinny.product(to(q, DEVICE), to(q, DEVICE), out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
+
+
+def test_sums_of_many_blocks_and_runs_are_in_the_declared_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all blocks that run at once: threads that do not wait for others show here. Some rows of b on a CPU."""
+    a, b = operands("nvfp4", 16, 8448, 8192)
+    assert gemm_skinny.wide(16, 8448, 8192)
+    left, right = to(a, DEVICE), to(b, DEVICE)
+    y = skinny.product(left, right, out_dtype=FP32)
+    for _ in range(20):
+        assert torch.equal(skinny.product(left, right, out_dtype=FP32), y)
+    monkeypatch.setattr(gemm_skinny, "wide", lambda *_: True)
+    for first in (0, 4096, 8448 - 64):
+        rows = slice(first, first + 64)
+        some = replace(b, codes=b.codes[rows], scales=b.scales[rows], shape=(64, 8192))
+        assert_equal(y[:, rows], skinny.product(a, some, out_dtype=FP32))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])

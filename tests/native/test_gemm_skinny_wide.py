@@ -1,0 +1,97 @@
+"""Products of a few rows in blocks of 64 rows of b, on a CPU: those of `test_gemm_skinny` in another order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from native import gemm_skinny, ops
+from tests.native import skinny
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.launching import Source
+from tests.native.samples import DTYPES, assert_equal, matrix
+from tests.native.test_gemm_skinny import FP32, SHAPES, one_element, operands
+from tests.native.test_orders import TEXTS, lost, seen_in_orders
+from tests.thinned import thinned
+
+WIDE_SHAPES = [*SHAPES, (3, 70, 4608)]
+"""The last one: three runs of 512 columns for a team, two for the others."""
+
+SOURCE = skinny.text("nvfp4_wide")
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every shape, so that small ones will do."""
+    monkeypatch.setattr(gemm_skinny, "wide", lambda m, n, k: k % 512 == 0)
+
+
+@pytest.mark.parametrize("name", thinned(["nvfp4", "nvfp4-2d", "nvfp4-rowscaled"], 2))
+@pytest.mark.parametrize(("m", "n", "k"), WIDE_SHAPES, ids=str)
+def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> None:
+    a, b = operands(name, m, n, k)
+    c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
+    for number, added in enumerate(({}, {"c": c}, {"bias": bias}, {"c": c, "bias": bias})):
+        dtype = DTYPES[number % 3]
+        assert_equal(skinny.product(a, b, out_dtype=dtype, **added), skinny.gemm(a, b, out_dtype=dtype, **added))
+
+
+def test_it_is_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = operands("nvfp4", 7, 40, 2560)
+    other = skinny.product(a, b, out_dtype=FP32)
+    monkeypatch.setattr(gemm_skinny, "wide", lambda *_: False)
+    assert not torch.equal(skinny.product(a, b, out_dtype=FP32), other)
+
+
+def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it() -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    ones, largest = torch.full((256,), 0x38, dtype=torch.uint8), torch.full((256,), 0x7, dtype=torch.uint8)
+    for codes, scales in ((every[:16].repeat(16), ones), (largest, every)):
+        q = one_element("nvfp4", codes, scales)
+        assert_equal(skinny.product(q, q, out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
+
+
+def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for k in (512, 4608):
+        a, b = operands("nvfp4", 5, 67, k)
+        right = skinny.product(a, b, out_dtype=FP32)
+        inside = [replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in (a, b)]
+        with guarded_outputs(monkeypatch):
+            assert_equal(skinny.product(*inside, out_dtype=FP32), right)
+
+
+def test_every_order_of_threads_gives_the_same_bits() -> None:
+    a, b = operands("nvfp4", 20, 67, 4608)
+    seen = seen_in_orders(lambda real: iter([skinny.product(a, b, out_dtype=FP32)]))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        "meet_in_team(team);",  # for what others have loaded and decoded
+        "__syncthreads();",  # for the sums of the teams
+    ],
+)
+def test_a_lost_wait_shows(waiting: str, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, here, after = SOURCE.rpartition(f" {waiting}")
+    assert here
+    # `lost` takes out what is a barrier of all threads.
+    monkeypatch.setitem(TEXTS, "gemm_skinny_nvfp4_wide", f"{before} __syncthreads();{after}")
+    a, b = operands("nvfp4", 16, 64, 2560)
+    others = operands("nvfp4", 16, 64, 512)
+    which = before.count("__syncthreads();")
+    with lost("gemm_skinny", "gemm_skinny_nvfp4_wide", which, cuda_source, monkeypatch):
+        seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
+    assert len(seen) > 1
+
+
+def test_the_shape_alone_says_which_kernel_makes_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wave of an H200's 132 multiprocessors, and more than half of it."""
+    monkeypatch.undo()
+    taken = [(16, 8192, 8192), (1, 8448, 512), (32, 4096, 14336), (16, 66 * 64 + 1, 8192), (64, 2112, 512)]
+    not_taken = [(16, 8449, 512), (16, 66 * 64, 8192), (16, 8192, 8192 + 128), (16, 28672, 8192), (16, 4096, 4096)]
+    assert all(gemm_skinny.wide(*shape) for shape in taken)
+    assert not any(gemm_skinny.wide(*shape) for shape in not_taken)
