@@ -29,8 +29,9 @@ class _Kernel(NamedTuple):
 _NVFP4 = _Kernel("gemm_skinny_nvfp4", 32, 256, 0)
 _NVFP4_WIDE = _Kernel("gemm_skinny_nvfp4_wide", 64, 512, 95232)
 _MX = _Kernel("gemm_skinny_mx", 16, 640, 203904)
-_WAVE, _RUN = 132, 512
-"""Multiprocessors of an H200, and columns of K that a team of the wide kernel takes at a time."""
+_WAVE, _RUN, _LONG = 132, 512, 4096
+"""Multiprocessors of an H200; columns of K that a team of the wide kernel takes at a time; the fewest by which it was
+seen to be faster."""
 _COLUMNS = {"nvfp4": 128, "mx": 512}
 """K is a multiple of them; a rule that is not here has no such kernel."""
 _LARGEST = 2**20
@@ -60,7 +61,7 @@ def wide(m: int, n: int, k: int) -> bool:
     these blocks add in another order.
     """
     blocks = blocks_for(m, _TOKENS) * blocks_for(n, _NVFP4_WIDE.rows)
-    return k % _RUN == 0 and _WAVE // 2 < blocks <= _WAVE
+    return k >= _LONG and k % _RUN == 0 and _WAVE // 2 < blocks <= _WAVE
 
 
 def multiply(

@@ -1,4 +1,4 @@
-// gemm_skinny_nvfp4_wide: out = alpha * (a @ b.T) (+ c) (+ bias), NVFP4, where a has few rows. On a Hopper GPU.
+// gemm_skinny_nvfp4_wide: out = alpha * (a @ b.T) (+ c) (+ bias), NVFP4, where a has few rows.
 //
 //   a_codes  (M, K/2), a_scales (M, K/16); b likewise with N rows. All begin at a multiple of 16 bytes
 //   K        a multiple of 512; any M; N and K to 2^20
@@ -123,13 +123,13 @@ __device__ __forceinline__ void multiply_runs(Shared& shared, const u8* a_codes,
             }
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit) {
-                u32 left_pairs[2][4];
+                u32 pairs[2][4];
 #pragma unroll
-                for (int row = 0; row < 2; ++row) decode(b[chunk % 2][row], unit, factors[row], left_pairs[row]);
+                for (int row = 0; row < 2; ++row) decode(b[chunk % 2][row], unit, factors[row], pairs[row]);
 #pragma unroll
                 for (int group = 0; group < GROUPS; ++group) {
                     const Sixteen right = shared.tokens[team][half][chunk % HALF][group][unit][lane];
-                    multiply_eight(sums[group], left_pairs[0], left_pairs[1], right.words);
+                    multiply_eight(sums[group], pairs[0], pairs[1], right.words);
                 }
             }
             if (chunk + 2 < RUN || more) load_b(chunk + 2, b[chunk % 2]);

@@ -89,9 +89,9 @@ def test_a_lost_wait_shows(waiting: str, cuda_source: Source, monkeypatch: pytes
 
 
 def test_the_shape_alone_says_which_kernel_makes_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wave of an H200's 132 multiprocessors, and more than half of it."""
+    """One wave of an H200's 132 multiprocessors, more than half of it, and whole runs of columns, eight or more."""
     monkeypatch.undo()
-    taken = [(16, 8192, 8192), (1, 8448, 512), (32, 4096, 14336), (16, 66 * 64 + 1, 8192), (64, 2112, 512)]
-    not_taken = [(16, 8449, 512), (16, 66 * 64, 8192), (16, 8192, 8192 + 128), (16, 28672, 8192), (16, 4096, 4096)]
+    taken = [(16, 8192, 8192), (1, 8448, 4096), (32, 4096, 14336), (16, 66 * 64 + 1, 8192), (64, 2112, 4096)]
+    not_taken = [(16, 8449, 8192), (16, 66 * 64, 8192), (16, 8192, 8320), (16, 8192, 3584), (16, 4096, 4096)]
     assert all(gemm_skinny.wide(*shape) for shape in taken)
     assert not any(gemm_skinny.wide(*shape) for shape in not_taken)
