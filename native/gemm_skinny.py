@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from native.arguments import blocks_for
@@ -28,11 +29,11 @@ class _Kernel(NamedTuple):
 
 _NVFP4 = _Kernel("gemm_skinny_nvfp4", 32, 256, 0)
 _NVFP4_WIDE = _Kernel("gemm_skinny_nvfp4_wide", 64, 512, 95232)
-_MX = _Kernel("gemm_skinny_mx", 16, 640, 203904)
+_MX = _Kernel("gemm_skinny_mx", 16, 256, 128000)
 _WAVE, _RUN, _LONG = 132, 512, 4096
 """Multiprocessors of an H200; columns of K that a team of the wide kernel takes at a time; the fewest by which it was
 seen to be faster."""
-_COLUMNS = {"nvfp4": 128, "mx": 512}
+_COLUMNS = {"nvfp4": 128, "mx": 128}
 """K is a multiple of them; a rule that is not here has no such kernel."""
 _LARGEST = 2**20
 """N and K: the blocks of a grid, and offsets of 32 bits, reach so far."""
@@ -85,7 +86,8 @@ def multiply(
     kernel = _MX if rule == "mx" else _NVFP4_WIDE if wide(m, n, k) else _NVFP4
     tokens, blocks = blocks_for(m, _TOKENS), blocks_for(n, kernel.rows)
     if rule == "mx":  # all at a time, with as many strips of b each
-        blocks = blocks_for(blocks, blocks_for(blocks, max(multiprocessors(device) // tokens, 1)))
+        each = blocks_for(blocks, max(multiprocessors(device) // tokens, 1))
+        blocks, factors = blocks_for(blocks, each), (np.int32(each),)
     launch(
         kernel.name, kernel.name, (tokens, blocks), (kernel.threads,),
         (a_codes, a_scales, b_codes, b_scales, *ends, *factors), device=device,

@@ -1,67 +1,56 @@
-// gemm_skinny_mx: out = a @ b.T (+ c) (+ bias), MXFP8 of elements E4M3, where a has few rows. On a Hopper GPU.
+// gemm_skinny_mx: out = a @ b.T (+ c) (+ bias), MXFP8 of elements E4M3, where a has few rows.
 //
-//   a_codes  (M, K), a_scales (M, K/32); b likewise with N rows. All begin at a multiple of 16 bytes
-//   K        a multiple of 512; any M; N and K to 2^20
+//   a_codes  (M, K), a_scales (M, K/32); b likewise with N rows. Codes begin at a multiple of 16 bytes, scales of 4
+//   K        a multiple of 128; any M; N and K to 2^20
 //   c        (M, N) or null; bias (N,) or null
 //   out      (M, N)
 //   Types of c, bias and out: 0 float32, 1 bfloat16, 2 float16.
-//   Launch: 640 threads, sizeof(Shared) of dynamic shared memory, grid (ceil(M/16), blocks), as many as run at a time
-//   or fewer: of the strips of 16 rows of b each block takes as many as any other, but for the last ones.
+//   Launch: 256 threads, sizeof(Shared) of dynamic shared memory, grid (ceil(M/16), ceil(ceil(N/16)/each)): a block has
+//   16 rows of a and `each` strips of 16 rows of b.
 //   Numerics: elements become float16, exactly. Tensor cores add 16 products at a time to a float32 number, cut off as
 //   they do it (aligned_halves). The sum P of a block of 32 begins at 0; thread t of the four with a row has eight
 //   columns of it that follow each other, and gives the first four to one mma and the last four to the next. P then
-//   becomes fl(P * 2^(ea+eb)) and is added to that of the blocks before it. Of each 2048 columns, warp w of sixteen
-//   adds the blocks of columns 128w to 128w + 127, in order of K; the sums of the warps are added in their order. Then
-//   + c, + bias; each of these sums rounds to float32, and one cast ends it.
+//   becomes fl(P * 2^(ea+eb)) and is added to that of the blocks before it. Of each 1024 columns, warp w of eight adds
+//   the blocks of columns 128w to 128w + 127, in order of K; the sums of the warps are added in their order. Then + c,
+//   + bias; each of these sums rounds to float32, and one cast ends it.
 //
-// What takes the time is reading b. Copies that run by themselves bring 16 rows of an operand, 2048 columns of each, to
-// a stage of shared memory, some stages ahead. Each warp has 128 bytes of a row: it decodes those of a, which come
-// first, and keeps them in registers, while some strips of b come and are multiplied by them; then come the next
-// columns. What a warp has summed of each strip waits in shared memory meanwhile, and is added to that of the others
-// last.
+// What takes the time is reading b. Each warp copies what it multiplies to shared memory of its own, four pieces ahead,
+// and waits for no other one until all is multiplied. A piece is 16 rows of 128 columns. That of a comes first; it is
+// decoded and stays in registers while those of four strips of b come and are multiplied by it. Then come the next
+// columns.
+//
+// On an H200, 16 rows by N = K = 8192 took 18.8 us, a bare read of b 16.6 us, and trials of this kernel 18.0 us without
+// products; 20.7 us with 16 warps, of half the registers each; 18.9 us with five pieces ahead (and 4 % less than this
+// where N = 4096), 20.0 us with nine; 19.2 us where the columns of a warp follow each other; 1 us more where what is
+// read once does not leave the cache first.
 #include "gemm_mx.cuh"
 #include "gemm_skinny.cuh"
 
-// Warps that multiply, and those that copy: a group of four, which gives its registers to the others.
-constexpr int WARPS = 16, COPIERS = GROUP / WARP, SKINNY_THREADS = (WARPS + COPIERS) * WARP;
-constexpr int COPYING_REGISTERS = 32, MULTIPLYING_REGISTERS = 112;  // of 96 for all
-constexpr int BLOCK = 32, BLOCKS = 4, SHARE = BLOCKS * BLOCK;  // columns: of a scale; what a warp has of a stage
-constexpr int STAGE_COLUMNS = WARPS * SHARE, STAGE_SCALES = STAGE_COLUMNS / BLOCK;
-// So that what threads read at once lies in different banks.
-constexpr int CODES_STRIDE = STAGE_COLUMNS + 32, SCALES_STRIDE = STAGE_SCALES + 16;
-// Strips that are multiplied by the same columns of a, and stages. On an H200, 16 rows by N = K = 8192, trials of this
-// kernel took 23.4 us with 3 or 4 stages; 24.1 us with 12 warps that multiply, 24.3 us with 8 that have twice as much;
-// 25.2 us where what is read once does not leave the cache first; 20.5 us without products, 15.6 us without copies. A
-// bare read of b took 16.7 us.
-constexpr int STRIPS = 4, STAGES = 4;
-constexpr int PAIRS = SHARE / 8;  // of float16, that a thread has of a share
+constexpr int WARPS = 8, SKINNY_THREADS = WARPS * WARP;
+constexpr int BLOCK = 32, BLOCKS = 4, CHUNK = BLOCKS * BLOCK;  // columns: of a scale; of a piece
+constexpr int STRIPS = 4, ROWS = STRIPS * STRIP_ROWS;          // of b that are multiplied by the same columns of a
+constexpr int PIECES = 1 + STRIPS;                             // of a and of each strip, from the same columns
+constexpr int PAIRS = CHUNK / 8;                               // of float16, that a thread has of a row of a piece
+constexpr u32 FOUR = 0x01010101u;                              // times a byte: four of them
 
-struct alignas(16) Four {
-    float each[4];
-};
 struct alignas(8) Eight {
     u32 words[2];
 };
-
-struct alignas(128) Shared {
-    u8 codes[STAGES][STRIP_ROWS][CODES_STRIDE];
-    u8 scales[STAGES][STRIP_ROWS][SCALES_STRIDE];
-    Four sums[STRIPS][WARPS][GROUPS][WARP];  // each is one thread's until all have met
-    Barrier full[STAGES], empty[STAGES], met;
+struct alignas(16) Four {
+    float each[4];
 };
-static_assert(sizeof(Shared) == 203904, "what native/gemm_skinny.py asks for");
+using Piece = u8[STRIP_ROWS][CHUNK];  // block j of row r lies at j ^ r % 4, so that threads read from different banks
 
-// A stage, and how often it has been filled before, modulo 2.
-struct Turn {
-    int stage = 0;
-    u32 phase = 0;
-
-    __device__ __forceinline__ void next() {
-        if (++stage < STAGES) return;
-        stage = 0;
-        phase ^= 1u;
-    }
+struct alignas(128) Share {  // of a warp
+    Piece pieces[PIECES];
+    u32 scales[2][TOKENS + ROWS];  // of all pieces of some columns, and of the next: of a row's blocks, four to a word
+    Four factors[ROWS];            // of the columns at hand: what sums are multiplied by, of each block of b
+    float sums[TOKENS][ROWS];
 };
+struct Shared {
+    Share shares[WARPS];
+};
+static_assert(sizeof(Shared) == 128000, "what native/gemm_skinny.py asks for");
 
 // What a block has to do: rows of a from `token` on, strips of b from `first` to before `last`.
 struct Work {
@@ -69,127 +58,147 @@ struct Work {
     int tokens, rows, columns;  // of a, of b, of both
     int token, first, last;
 
-    // Behind the strips that are multiplied by the same columns of a.
-    __device__ __forceinline__ int last_of(int strip) const { return last - strip < STRIPS ? last : strip + STRIPS; }
+    // Rows of b before the end of the block's.
+    __device__ __forceinline__ int end() const { return last * STRIP_ROWS < rows ? last * STRIP_ROWS : rows; }
 };
 
-// ---- copying --------------------------------------------------------------------------------------------------------
+// ---- copying: cp.async of PTX ---------------------------------------------------------------------------------------
 
-// A thread copies a row of each stage, once nobody reads what was there before. Behind the last row of an operand that
-// stays, and is made of no use.
-__device__ __forceinline__ void copy_rows(Shared& shared, const Work& work) {
-    constexpr int EACH = STRIP_ROWS / COPIERS;
-    const int lane = threadIdx.x % WARP, row = (threadIdx.x / WARP - WARPS) * EACH + lane;
-    if (lane >= EACH) return;
-    const u64 once = read_once(), often = read_often();
-    Turn turn;
-    const auto copy = [&](const u8* codes, const u8* scales, int source_row, int rows, int column, u64 policy) {
-        const int left = work.columns - column, count = left < STAGE_COLUMNS ? left : STAGE_COLUMNS;
-        const i64 start = static_cast<i64>(source_row) * work.columns + column;
-        Barrier& full = shared.full[turn.stage];
-        shared.empty[turn.stage].wait_for(turn.phase ^ 1u);
-        if (source_row < rows) {
-            full.arrive_before(count + count / BLOCK);
-            copy_bytes(shared.codes[turn.stage][row], codes + start, count, full, policy);
-            copy_bytes(shared.scales[turn.stage][row], scales + start / BLOCK, count / BLOCK, full, policy);
-        } else {
-            full.arrive();
-        }
-        turn.next();
-    };
-    for (int first = work.first; first < work.last; first += STRIPS) {
-#pragma unroll 1
-        for (int column = 0; column < work.columns; column += STAGE_COLUMNS) {
-            copy(work.a_codes, work.a_scales, work.token + row, work.tokens, column, often);
-#pragma unroll 1
-            for (int strip = first; strip < work.last_of(first); ++strip) {
-                copy(work.b_codes, work.b_scales, strip * STRIP_ROWS + row, work.rows, column, once);
-            }
-        }
-    }
+// Lines of the L2 cache that make room first.
+__device__ __forceinline__ u64 read_once() {
+    u64 policy = 0;
+#ifdef __CUDA_ARCH__
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    return policy;
 }
+
+// 16 bytes; or 4, of which the L1 cache keeps what lies beside them, for other warps.
+template <int BYTES>
+__device__ __forceinline__ void copy_bytes(void* target, const u8* source) {
+    static_assert(BYTES == 16 || BYTES == 4, "what cp.async has for these caches");
+#ifdef __CUDA_ARCH__
+    const u32 address = static_cast<u32>(__cvta_generic_to_shared(target));
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address), "l"(source),
+                     "l"(read_once())
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(source) : "memory");
+    }
+#else
+    __builtin_memcpy(target, source, BYTES);
+#endif
+}
+
+// A thread's copies since the last end of some are one of those that can be waited for.
+__device__ __forceinline__ void end_copies() {
+#ifdef __CUDA_ARCH__
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Until at most PENDING of them have still to come.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {
+#ifdef __CUDA_ARCH__
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// Rows of an operand that are copied next, and how many are left of them.
+struct Source {
+    const u8* codes;
+    int left;
+
+    // A thread has 16 bytes of every fourth row.
+    __device__ __forceinline__ void copy(Piece& piece, u32 columns) {
+        const int lane = threadIdx.x % WARP, first = lane / 8, block = lane % 8 / 2;
+        u8* const target = &piece[first][(block ^ first) * BLOCK + lane % 2 * 16];
+#pragma unroll
+        for (int row = 0; row < STRIP_ROWS; row += 4) {
+            if (row + first < left) copy_bytes<16>(target + row * CHUNK, codes);
+            codes += 4 * columns;
+        }
+        left -= STRIP_ROWS;
+    }
+};
+
+// A warp's copies, piece after piece: of some columns, then of its next ones; last, of the next strips. There are none
+// behind the last row of an operand, or when all has been copied.
+struct Copies {
+    Share& share;
+    const Work& work;
+    int strip, column, turn = 0;
+    Source b = {};
+
+    __device__ __forceinline__ Copies(Share& share, const Work& work, int start)
+        : share(share), work(work), strip(start < work.columns ? work.first : work.last), column(start) {}
+
+    __device__ __forceinline__ void copy(int piece) {
+        Piece& target = share.pieces[piece];
+        const u32 columns = work.columns;
+        if (piece == 0) {
+            const int lane = threadIdx.x % WARP, row = strip * STRIP_ROWS;
+            const u32 start = column + lane % 8 * 16;
+            b = {work.b_codes + (static_cast<u64>(row + lane / 8) * columns + start), work.end() - row};
+            if (strip < work.last) {
+                const u64 first = static_cast<u64>(work.token + lane / 8) * columns;
+                Source a = {work.a_codes + (first + start), work.tokens - work.token};
+                a.copy(target, columns);
+                copy_scales();
+            }
+        } else {
+            b.copy(target, columns);
+        }
+        end_copies();
+        if (piece == PIECES - 1) next();
+    }
+
+    // Where there is no row, those of the last one: moderate, where the others are.
+    __device__ __forceinline__ void copy_scales() {
+        u32* const target = share.scales[turn % 2];
+        const u32 width = work.columns / BLOCK, block = column / BLOCK;
+        const auto copy = [&](const u8* scales, int place, int row, int rows) {
+            const u32 within = row < rows ? row : rows - 1;
+            copy_bytes<4>(target + place, scales + (static_cast<u64>(within) * width + block));
+        };
+        const int lane = threadIdx.x % WARP, first = strip * STRIP_ROWS;
+        if (lane < TOKENS) copy(work.a_scales, lane, work.token + lane, work.tokens);
+#pragma unroll
+        for (int row = lane; row < ROWS; row += WARP) copy(work.b_scales, TOKENS + row, first + row, work.rows);
+    }
+
+    __device__ __forceinline__ void next() {
+        ++turn;
+        column += WARPS * CHUNK;
+        if (column < work.columns) return;
+        column %= WARPS * CHUNK;
+        strip += STRIPS;
+    }
+};
 
 // ---- multiplying ----------------------------------------------------------------------------------------------------
 
-// Thread 4g + t has, of a share, eight columns of each block of rows g and g + 8 of a strip, and of row g of both
-// groups of a; of their sums, rows g and g + 8 of the strip by rows 2t and 2t + 1 of each group.
-struct Codes {
-    Eight blocks[BLOCKS];
-};
+// Thread 4g + t has, of a piece, eight columns of each block of rows g and g + 8; of the sums of a strip, those of its
+// rows g and g + 8 by tokens 2t and 2t + 1 of each group.
 
-struct TokenScales {
-    u32 codes[GROUPS][2];
-    float powers[GROUPS][2][BLOCKS];  // where moderate
-    bool moderate;
-};
-
-__device__ __forceinline__ u32 scale_of(u32 scales, int block) { return scales >> 8 * block & 0xFFu; }
-
-__device__ __forceinline__ void decode(const Eight& codes, u32* pairs) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) e4m3_pairs(codes.words[i], pairs[2 * i], pairs[2 * i + 1]);
-}
-
-// Scales of a from 2^-63 to 2^40 and of b from 2^-63 to 2^64 are moderate: P, a multiple of 2^-18 and below 2^23, times
-// one of them or both is a number, so that a product and a sum round as often as two products and a sum would.
-__device__ __forceinline__ bool moderate_token(u32 scale) { return scale - 64u < 104u; }
-// Of four: the two highest bits of each differ.
+// Scales of a from 2^-5 to 2^7 times one power of two become part of its elements, which stay normal numbers: 2^-14 to
+// 57344. P, which is cut off at the same places, is larger by as much: a multiple of 2^-23 and below 2^30. What is left
+// of a's scale, times that of b, is 2^-126 to 2^97 where both are moderate. P times that is a number, so that a product
+// and a sum that are rounded together are rounded as by themselves.
+constexpr u32 DOWN = 5, SPAN = 12, BEFORE = 6;  // BEFORE: from the least of these scales to the first that there is
+__device__ __forceinline__ bool moderate_token(u32 least) { return least + DOWN - 64u <= 96u; }
+// Of four: from 2^-63 to 2^64, as the two highest bits of each differ.
 __device__ __forceinline__ bool moderate_four(u32 scales) {
     return ((scales ^ scales << 1) & 0x80808080u) == 0x80808080u;
 }
-
-__device__ __forceinline__ TokenScales token_scales(const u32 (&scales)[GROUPS][2]) {
-    TokenScales found;
-    found.moderate = true;
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            found.codes[group][e] = scales[group][e];
-#pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) {
-                const u32 scale = scale_of(scales[group][e], block);
-                found.powers[group][e][block] = __uint_as_float(scale << 23);
-                found.moderate = found.moderate && moderate_token(scale);
-            }
-        }
-    }
-    return found;
+// Whether one of four, less the least, is none of 0 to the span. The first that is less than 0 is above 100 then.
+__device__ __forceinline__ bool outside(u32 above) {
+    return ((above | (above + (15u - SPAN) * FOUR)) & 0xF0F0F0F0u) != 0u;
 }
 
-template <bool MODERATE>
-__device__ __forceinline__ void multiply_share(const Codes (&b)[2], const u32 (&b_scales)[2],
-                                               const u32 (&a)[GROUPS][PAIRS], const TokenScales& a_scales,
-                                               float (&sums)[GROUPS][4]) {
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-        u32 left[2][4];
-#pragma unroll
-        for (int row = 0; row < 2; ++row) decode(b[row].blocks[block], left[row]);
-        float inner[GROUPS][4] = {};
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            multiply_eight(inner[group], left[0], left[1], a[group] + 4 * block);
-        }
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 b_scale = scale_of(b_scales[i / 2], block);
-                float& sum = sums[group][i];
-                if constexpr (MODERATE) {
-                    const float scaled = inner[group][i] * a_scales.powers[group][i % 2][block];
-                    sum = __fmaf_rn(scaled, __uint_as_float(b_scale << 23), sum);
-                } else {
-                    float a_parts[2], b_parts[2];
-                    Mx::decode(0, static_cast<u8>(scale_of(a_scales.codes[group][i % 2], block)), a_parts);
-                    Mx::decode(1, static_cast<u8>(b_scale), b_parts);
-                    sum = Mx::add(sum, inner[group][i], a_parts, b_parts);
-                }
-            }
-        }
-    }
-}
+__device__ __forceinline__ u32 byte_of(u32 word, int byte) { return word >> 8 * byte & 0xFFu; }
 
 // Whether all threads of a warp say so.
 __device__ __forceinline__ bool all_of_warp(bool mine) {
@@ -202,133 +211,175 @@ __device__ __forceinline__ bool all_of_warp(bool mine) {
 #endif
 }
 
-// The sums of all warps, of strips from `strip` on, to the output. Sum i of a thread is that of row g + i/2*8 and token
-// 2t + i%2 of its group.
+// Of row `half` * 8 + g.
+__device__ __forceinline__ void decode(const Piece& piece, int half, int block, u32* pairs) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    const Eight codes = *reinterpret_cast<const Eight*>(&piece[half * GROUP_ROWS + g][(block ^ g % 4) * BLOCK + 8 * t]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) e4m3_pairs(codes.words[i], pairs[2 * i], pairs[2 * i + 1]);
+}
+
+// Adds the products of `count` strips of b, of the columns at hand. `above`: scales of rows g and g + 8 of a, less the
+// least.
+template <bool MODERATE, class Take>
+__device__ __forceinline__ void multiply_pieces(const Share& share, int turn, const u32 (&above)[GROUPS], int count,
+                                                const Take& take, float (&sums)[STRIPS][GROUPS][4]) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    u32 a[GROUPS][PAIRS];
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        const u32 exponents = (above[group] + (15u - DOWN) * FOUR) << 2;  // as they lie in the high bytes of float16
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            u32* const pairs = a[group] + 4 * block;
+            decode(share.pieces[0], group, block, pairs);
+            if constexpr (MODERATE) {
+                const u32 powers = byte_of(exponents, block) * 0x01000100u;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) pairs[i] = multiply_pairs(pairs[i], powers);
+            }
+        }
+    }
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+        take(1 + strip);
+        if (strip >= count) continue;
+        const int row = strip * STRIP_ROWS + g;
+        const Four factors[2] = {share.factors[row], share.factors[row + 8]};
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            u32 left[2][4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) decode(share.pieces[1 + strip], half, block, left[half]);
+            float inner[GROUPS][4] = {};
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                multiply_eight(inner[group], left[0], left[1], a[group] + 4 * block);
+            }
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float& sum = sums[strip][group][i];
+                    if constexpr (MODERATE) {
+                        sum = __fmaf_rn(inner[group][i], factors[i / 2].each[block], sum);
+                    } else {
+                        const u32* const scales = share.scales[turn % 2];
+                        float a_parts[2], b_parts[2];
+                        Mx::decode(0, byte_of(scales[group * GROUP_ROWS + 2 * t + i % 2], block), a_parts);
+                        Mx::decode(1, byte_of(scales[TOKENS + row + i / 2 * 8], block), b_parts);
+                        sum = Mx::add(sum, inner[group][i], a_parts, b_parts);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Those of a row of tokens and of b in Share::sums: what threads write at once lies in different banks.
+__device__ __forceinline__ int place_of_sum(int token, int row) { return token * ROWS + (row ^ token / 2 % 4 * 8); }
+
+// The sums of all warps, of strips from `strip` on, to the output.
 __device__ __forceinline__ void store_strips(const Shared& shared, const Work& work, const Epilogue& epilogue,
                                              int strip) {
-    constexpr int OUTPUTS = STRIP_ROWS * TOKENS;
-    const int count = work.last_of(strip) - strip;
-#pragma unroll 1  // code that runs once takes longer to fetch
-    for (int place = threadIdx.x; place < count * OUTPUTS; place += WARPS * WARP) {
-        const int lane = place / 4 % WARP, group = place / (4 * WARP) % GROUPS;
-        const int y = work.token + group * GROUP_ROWS + lane % 4 * 2 + place % 2;
-        const int x = (strip + place / OUTPUTS) * STRIP_ROWS + lane / 4 + place % 4 / 2 * 8;
-        if (y >= work.tokens || x >= work.rows) continue;
-        float sum = shared.sums[place / OUTPUTS][0][group][lane].each[place % 4];
+    constexpr int EACH = 4;  // rows that follow each other
+    static_assert(TOKENS * ROWS == SKINNY_THREADS * EACH, "each thread has so many");
+    const int token = threadIdx.x / (ROWS / EACH), row = threadIdx.x % (ROWS / EACH) * EACH;
+    Four sum;
 #pragma unroll
-        for (int warp = 1; warp < WARPS; ++warp) sum += shared.sums[place / OUTPUTS][warp][group][lane].each[place % 4];
-        const i64 n = work.rows;
-        store_as(epilogue.out, epilogue.out_type, y * n + x, output(Mx{}, epilogue, sum, y, x, n));
+    for (int warp = 0; warp < WARPS; ++warp) {
+        const float* const sums = &shared.shares[warp].sums[0][0] + place_of_sum(token, row);
+        const Four part = *reinterpret_cast<const Four*>(sums);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) sum.each[i] = warp == 0 ? part.each[i] : sum.each[i] + part.each[i];
+    }
+    const int x = strip * STRIP_ROWS + row, y = work.token + token, count = y < work.tokens ? work.end() - x : 0;
+    const i64 n = work.rows;
+    if (epilogue.c != nullptr || epilogue.bias != nullptr) {  // else that code need not be fetched
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if (i < count) sum.each[i] = output(Mx{}, epilogue, sum.each[i], y, x + i, n);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        if (i < count) store_as(epilogue.out, epilogue.out_type, y * n + x + i, sum.each[i]);
     }
 }
 
 __device__ __forceinline__ void multiply_rows(Shared& shared, const Work& work, const Epilogue& epilogue) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    Turn turn;
-    u32 meeting = 0;
-    const auto codes_of = [&](int row) {
-        Codes codes;
-#pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-            const u8* source = shared.codes[turn.stage][row] + warp * SHARE + block * BLOCK + 8 * t;
-            codes.blocks[block] = *reinterpret_cast<const Eight*>(source);
-        }
-        return codes;
-    };
-    const auto scales_of = [&](int row) {
-        return *reinterpret_cast<const u32*>(shared.scales[turn.stage][row] + warp * BLOCKS);
-    };
-    const auto release = [&] {
+    Share& share = shared.shares[warp];
+    Copies copies(share, work, warp * CHUNK);
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES - 1; ++piece) copies.copy(piece);
+    // A piece has come, and the one before it makes room.
+    const auto take = [&](int piece) {
+        wait_for_copies<PIECES - 2>();
         meet_in_warp();
-        if (lane == 0) shared.empty[turn.stage].arrive();
-        turn.next();
+        copies.copy((piece + PIECES - 1) % PIECES);
     };
-    const auto meet = [&] {
-        meet_in_warp();
-        if (lane == 0) shared.met.arrive();
-        shared.met.wait_for(meeting);
-        meeting ^= 1u;
-    };
-    for (int first = work.first; first < work.last; first += STRIPS) {
-        const int count = work.last_of(first) - first;
-        for (int column = warp * SHARE; column - warp * SHARE < work.columns; column += STAGE_COLUMNS) {
-            const bool mine = column < work.columns;
-            u32 a[GROUPS][PAIRS], scales[GROUPS][2];
-            shared.full[turn.stage].wait_for(turn.phase);
+    int turn = 0;
+    for (int strip = work.first; strip < work.last; strip += STRIPS) {
+        float sums[STRIPS][GROUPS][4] = {};
+#pragma unroll 1
+        for (int column = warp * CHUNK; column < work.columns; column += WARPS * CHUNK, ++turn) {
+            take(0);
+            const u32* const scales = share.scales[turn % 2];
+            const u32 least = byte_of(scales[0], 0) - BEFORE;
+            bool moderate = moderate_token(least);
+            u32 above[GROUPS];
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                const Codes codes = codes_of(group * GROUP_ROWS + g);
+                above[group] = scales[group * GROUP_ROWS + g] - least * FOUR;
+                moderate &= !outside(above[group]);
+            }
 #pragma unroll
-                for (int block = 0; block < BLOCKS; ++block) decode(codes.blocks[block], a[group] + 4 * block);
+            for (int row = lane; row < ROWS; row += WARP) {
+                const u32 own = scales[TOKENS + row], product = own + (least + DOWN - 127u) * FOUR;
+                moderate &= moderate_four(own);
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int row = group * GROUP_ROWS + 2 * t + e;
-                    scales[group][e] = work.token + row < work.tokens ? scales_of(row) : 0x7F7F7F7Fu;
+                for (int block = 0; block < BLOCKS; ++block) {
+                    share.factors[row].each[block] = __uint_as_float(byte_of(product, block) << 23);
                 }
             }
-            release();
-            const TokenScales a_scales = token_scales(scales);
-#pragma unroll 1
-            for (int strip = 0; strip < count; ++strip) {
-                Four(&kept)[GROUPS][WARP] = shared.sums[strip][warp];
-                float sums[GROUPS][4] = {};
-                if (column >= STAGE_COLUMNS) {
+            const int count = work.last - strip;
+            if (all_of_warp(moderate)) {
+                multiply_pieces<true>(share, turn, above, count, take, sums);
+            } else {
+                multiply_pieces<false>(share, turn, above, count, take, sums);
+            }
+        }
 #pragma unroll
-                    for (int group = 0; group < GROUPS; ++group) {
-                        const Four before = kept[group][lane];
+        for (int s = 0; s < STRIPS; ++s) {
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) sums[group][i] = before.each[i];
-                    }
-                }
-                shared.full[turn.stage].wait_for(turn.phase);
-                const Codes b[2] = {codes_of(g), codes_of(g + 8)};
-                const u32 b_scales[2] = {scales_of(g), scales_of(g + 8)};
-                release();
-                const bool moderate = moderate_four(b_scales[0]) && moderate_four(b_scales[1]);
-                if (mine && all_of_warp(moderate && a_scales.moderate)) {
-                    multiply_share<true>(b, b_scales, a, a_scales, sums);
-                } else if (mine) {
-                    multiply_share<false>(b, b_scales, a, a_scales, sums);
-                }
+            for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
-                for (int group = 0; group < GROUPS; ++group) {
-                    kept[group][lane] = {{sums[group][0], sums[group][1], sums[group][2], sums[group][3]}};
+                for (int i = 0; i < 4; ++i) {
+                    const int token = group * GROUP_ROWS + 2 * t + i % 2, row = s * STRIP_ROWS + g + i / 2 * 8;
+                    (&share.sums[0][0])[place_of_sum(token, row)] = sums[s][group][i];
                 }
             }
         }
-        meet();
-        store_strips(shared, work, epilogue, first);
-        if (first + STRIPS < work.last) meet();
+        __syncthreads();
+        store_strips(shared, work, epilogue, strip);
+        if (strip + STRIPS < work.last) __syncthreads();
     }
 }
 
 extern "C" __global__ void __launch_bounds__(SKINNY_THREADS, 1)
     gemm_skinny_mx(const u8* a_codes, const u8* a_scales, const u8* b_codes, const u8* b_scales, const void* c,
-                   const void* bias, void* out, i64 m, i64 n, i64 k, int c_type, int bias_type, int out_type) {
+                   const void* bias, void* out, i64 m, i64 n, i64 k, int c_type, int bias_type, int out_type,
+                   int each) {
 #ifdef __CUDA_ARCH__
-    alignas(16) extern __shared__ u8 room[];
+    alignas(128) extern __shared__ u8 room[];
     Shared& shared = *reinterpret_cast<Shared*>(room);
 #else
     __shared__ Shared shared;
 #endif
-    const int strips = static_cast<int>((n + STRIP_ROWS - 1) / STRIP_ROWS), each = (strips + gridDim.y - 1) / gridDim.y;
-    const int first = static_cast<int>(blockIdx.y) * each, last = strips - first < each ? strips : first + each;
+    const int strips = static_cast<int>((n + STRIP_ROWS - 1) / STRIP_ROWS), first = static_cast<int>(blockIdx.y) * each;
     const Work work = {a_codes, a_scales, b_codes, b_scales, static_cast<int>(m), static_cast<int>(n),
-                       static_cast<int>(k), static_cast<int>(blockIdx.x) * TOKENS, first, last};
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < STAGES; ++stage) {
-            shared.full[stage].begin(STRIP_ROWS);
-            shared.empty[stage].begin(WARPS);
-        }
-        shared.met.begin(WARPS);
-        fence_barriers();
-    }
-    __syncthreads();
-    if (threadIdx.x < WARPS * WARP) {
-        take_registers<MULTIPLYING_REGISTERS>();
-        multiply_rows(shared, work, {c, bias, out, c_type, bias_type, out_type, 0, 0});
-    } else {
-        leave_registers<COPYING_REGISTERS>();
-        copy_rows(shared, work);
-    }
+                       static_cast<int>(k), static_cast<int>(blockIdx.x) * TOKENS, first,
+                       strips - first < each ? strips : first + each};
+    multiply_rows(shared, work, {c, bias, out, c_type, bias_type, out_type, 0, 0});
 }

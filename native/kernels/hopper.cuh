@@ -71,40 +71,6 @@ __device__ __forceinline__ void fence_barriers() {
 #endif
 }
 
-// Which lines of the L2 cache make room first: those of what is read once, or those of what all blocks read.
-__device__ __forceinline__ u64 read_once() {
-    u64 policy = 0;
-#ifdef HAS_WGMMA
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
-    return policy;
-}
-
-__device__ __forceinline__ u64 read_often() {
-    u64 policy = 0;
-#ifdef HAS_WGMMA
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-#endif
-    return policy;
-}
-
-// Bytes from global memory into shared memory, a multiple of 16, both aligned to 16; the barrier counts them.
-__device__ __forceinline__ void copy_bytes(u8* target, const u8* source, u32 bytes, Barrier& barrier, u64 policy) {
-#ifdef HAS_WGMMA
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            static_cast<u32>(__cvta_generic_to_shared(target))),
-        "l"(source), "r"(bytes), "r"(barrier.address()), "l"(policy)
-        : "memory");
-#elif defined(__CUDA_ARCH__)
-    __trap();
-#else
-    static_cast<void>(policy);
-    __builtin_memcpy(target, source, bytes);
-    barrier.taken(static_cast<u64>(bytes) << 32);
-#endif
-}
-
 // A tile from global memory into shared memory, both aligned to 128 bytes; the barrier counts its bytes.
 __device__ __forceinline__ void copy_tile(u8* target, const u8* source, Barrier& barrier) {
 #ifdef HAS_WGMMA

@@ -15,7 +15,7 @@ from reference.formats import E4M3
 from tests.native import declared
 
 f32 = np.float32
-PARTS, WIDE_PARTS, KEPT = {"nvfp4": 8, "mx": 16}, 4, 25
+PARTS, WIDE_PARTS, KEPT = 8, 4, 25
 """Sums of a kernel that are added last: those of its warps, or of the teams of the wide one."""
 RUN = 4
 """Chunks that follow each other in one of the wide kernel's."""
@@ -59,7 +59,7 @@ def sums(a: Quantized, b: Quantized) -> np.ndarray:
     """What the warps, or teams of them, have summed, in their order: float32 (M, N)."""
     nvfp4 = a.recipe.scale is E4M3
     wide = nvfp4 and gemm_skinny.wide(a.shape[0], *b.shape)
-    count, run = (WIDE_PARTS, RUN) if wide else (PARTS["nvfp4" if nvfp4 else "mx"], 1)
+    count, run = (WIDE_PARTS, RUN) if wide else (PARTS, 1)
     parts = np.zeros((count, a.shape[0], b.shape[0]), f32)
     left, right, left_scales, right_scales = (
         *(declared.elements(q) for q in (a, b)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from tests.native.test_orders import TEXTS, lost, seen_in_orders
 from tests.thinned import thinned
 
 FP32 = torch.float32
-SHAPES = [(16, 32, 512), (7, 40, 2560), (33, 270, 512), (1, 1, 512)]
-"""M, N and K: whole tiles, tails of both, more chunks than warps, more strips than a block multiplies together."""
+SHAPES = [(16, 32, 512), (7, 40, 2560), (33, 270, 512), (17, 150, 1152), (1, 1, 512)]
+"""M, N and K: whole tiles, tails of both, more chunks than warps, more strips than a block multiplies together, both."""
 
 SOURCES = {rule: skinny.text(rule) for rule in ("nvfp4", "mx")}
 
@@ -97,6 +98,27 @@ def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it(
         assert_equal(skinny.product(q, q, out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
 
 
+EXTREMES = torch.tensor([0x00, 0x01, 0x81, 0x07, 0x08, 0x7E, 0xFE, 0x38], dtype=torch.uint8)
+"""Zero, numbers whose mantissa alone is not 0, the smallest other one, the largest, and 1."""
+
+
+def scaled(scale: int, seed: int) -> Quantized:
+    """16 rows by 512 columns, all of one scale."""
+    codes = EXTREMES[torch.randint(len(EXTREMES), (16, 512), generator=torch.Generator().manual_seed(seed))]
+    return operand(codes, torch.full((16, 16), scale, dtype=torch.uint8), recipe("mxfp8-e4m3"))
+
+
+def test_scales_of_a_become_part_of_its_numbers_only_as_far_as_that_is_exact() -> None:
+    """Where the fast path of gemm_skinny_mx.cu ends, and beyond: of both scales, and of others of a in any place."""
+    for number, (left, right, others) in enumerate(
+        product((64, 65, 161, 162), (63, 64, 191, 192), ((-6, 6), (-7, 0), (0, 7)))
+    ):
+        a, b = scaled(left, 1), scaled(right, 2)
+        place = 1 + number % 14
+        a.scales[number % 16, place : place + 2] = left + torch.tensor(others, dtype=torch.int32).to(torch.uint8)
+        assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
+
+
 def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvfp4", "mxfp8-e4m3"):
         a, b = operands(name, 5, 35, 512)
@@ -121,7 +143,7 @@ def test_what_is_taken() -> None:
     mx, nvfp4 = random_operand("mxfp8-e4m3", 4, 512), ops.quantize(torch.randn(4, 128), "nvfp4")
     assert taken(mx)
     assert taken(nvfp4)
-    assert not taken(random_operand("mxfp8-e4m3", 4, 768))
+    assert not taken(random_operand("mxfp8-e4m3", 4, 576))
     assert not taken(ops.quantize(torch.randn(4, 64), "nvfp4"))
     assert not taken(random_operand("mxfp8-e4m3", 4, 0))
     assert not taken(random_operand("mxfp8-e5m2", 4, 512))
@@ -132,7 +154,7 @@ def test_what_is_taken() -> None:
     assert not taken(*[replace(mx, shape=(4, 2**20 + 512))] * 2)
     assert not taken(mx, stored_transposed(mx))
     assert not taken(stored_swizzled(nvfp4), nvfp4)
-    for q, part, by in ((nvfp4, "codes", 8), (nvfp4, "scales", 1), (mx, "codes", 8), (mx, "scales", 8)):
+    for q, part, by in ((nvfp4, "codes", 8), (nvfp4, "scales", 1), (mx, "codes", 8), (mx, "scales", 2)):
         whole = getattr(q, part)
         buffer = torch.zeros(whole.nbytes + 16, dtype=torch.uint8)
         moved = buffer[by : by + whole.nbytes].view(whole.shape).copy_(whole)
@@ -187,14 +209,13 @@ def test_a_lost_barrier_of_nvfp4_shows(which: int, cuda_source: Source, monkeypa
 
 
 def test_a_lost_meeting_of_mx_shows(cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the warps that multiply, before their sums are added. No thread of a CPU gets so far ahead of the others that
-    it needs the other one, before the next strips."""
-    before, meeting, after = SOURCES["mx"].partition(" meet();")
-    assert meeting
-    # `lost` takes out what is a barrier of all threads.
-    monkeypatch.setitem(TEXTS, "gemm_skinny_mx", f"{before} __syncthreads();{after}")
+    """Before the sums of all warps are added. No thread of a CPU gets so far ahead of the others that it needs the one
+    before the next strips, or those of its warp, whose products meet."""
+    monkeypatch.setitem(TEXTS, "gemm_skinny_mx", text := SOURCES["mx"])
+    start = text.index("multiply_rows(")
+    assert text[start:].count("__syncthreads();") == 2
     a, b = operands("mxfp8-e4m3", 16, 32, 512)
     others = operands("mxfp8-e4m3", 16, 32, 1024)
-    with lost("gemm_skinny", "gemm_skinny_mx", before.count("__syncthreads();"), cuda_source, monkeypatch):
+    with lost("gemm_skinny", "gemm_skinny_mx", text[:start].count("__syncthreads();"), cuda_source, monkeypatch):
         seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
     assert len(seen) > 1

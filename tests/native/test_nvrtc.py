@@ -58,7 +58,7 @@ COMPILED = [
 ]
 
 
-HOPPERS = {"gemm_tensor", "gemm_skinny_mx"}
+HOPPERS = {"gemm_tensor"}
 """Those with instructions that sm_90a alone has."""
 FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_mx"}
 """Those that say so: numerics.md, "FP8 with float32 scales", y = fma(partial·s_x, s_w, y); and where the product is
