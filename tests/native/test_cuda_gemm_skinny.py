@@ -15,7 +15,7 @@ from tests.native import skinny
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.native.guards import guarded_outputs
 from tests.native.samples import assert_equal, matrix, to
-from tests.native.test_gemm_skinny import FP32, one_element, operands
+from tests.native.test_gemm_skinny import FP32, ends, one_element, operands
 from tests.native.test_gemm_skinny_wide import WIDE_SHAPES
 
 pytestmark = needs_gpu
@@ -65,6 +65,12 @@ def test_sums_of_many_blocks_and_runs_are_in_the_declared_order(monkeypatch: pyt
         rows = slice(first, first + 64)
         some = replace(b, codes=b.codes[rows], scales=b.scales[rows], shape=(64, 8192))
         assert_equal(y[:, rows], skinny.product(a, some, out_dtype=FP32))
+
+
+def test_scales_of_a_become_part_of_its_numbers_only_as_far_as_that_is_exact() -> None:
+    for a, b in ends():
+        y = skinny.product(to(a, DEVICE), to(b, DEVICE), out_dtype=FP32)
+        assert_equal(y, skinny.product(a, b, out_dtype=FP32))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -25,7 +26,7 @@ from tests.thinned import thinned
 
 FP32 = torch.float32
 SHAPES = [(16, 32, 512), (7, 40, 2560), (33, 270, 512), (17, 150, 1152), (1, 1, 512)]
-"""M, N and K: whole tiles, tails of both, more chunks than warps, more strips than a block multiplies together, both."""
+"""M, N and K: whole tiles, tails of both, more chunks than warps, more strips than a block takes together; both."""
 
 SOURCES = {rule: skinny.text(rule) for rule in ("nvfp4", "mx")}
 
@@ -108,14 +109,18 @@ def scaled(scale: int, seed: int) -> Quantized:
     return operand(codes, torch.full((16, 16), scale, dtype=torch.uint8), recipe("mxfp8-e4m3"))
 
 
-def test_scales_of_a_become_part_of_its_numbers_only_as_far_as_that_is_exact() -> None:
+def ends() -> Iterator[tuple[Quantized, Quantized]]:
     """Where the fast path of gemm_skinny_mx.cu ends, and beyond: of both scales, and of others of a in any place."""
-    for number, (left, right, others) in enumerate(
-        product((64, 65, 161, 162), (63, 64, 191, 192), ((-6, 6), (-7, 0), (0, 7)))
-    ):
+    every = product((64, 65, 161, 162), (63, 64, 191, 192), ((-6, 6), (-7, 0), (0, 7)))
+    for number, (left, right, others) in enumerate(every):
         a, b = scaled(left, 1), scaled(right, 2)
         place = 1 + number % 14
         a.scales[number % 16, place : place + 2] = left + torch.tensor(others, dtype=torch.int32).to(torch.uint8)
+        yield a, b
+
+
+def test_scales_of_a_become_part_of_its_numbers_only_as_far_as_that_is_exact() -> None:
+    for a, b in ends():
         assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
 
 
