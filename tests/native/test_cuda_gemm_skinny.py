@@ -67,6 +67,15 @@ def test_sums_of_many_blocks_and_runs_are_in_the_declared_order(monkeypatch: pyt
         assert_equal(y[:, rows], skinny.product(a, some, out_dtype=FP32))
 
 
+def test_a_block_multiplies_more_strips_than_fit_together_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does for MX where N is large: on one multiprocessor for each 16 rows of a."""
+    a, b = operands("mxfp8-e4m3", 20, 300, 2304)
+    right = skinny.product(a, b, out_dtype=FP32)
+    monkeypatch.setattr(gemm_skinny, "multiprocessors", lambda device: 2)
+    for _ in range(20):
+        assert_equal(skinny.product(to(a, DEVICE), to(b, DEVICE), out_dtype=FP32), right)
+
+
 def test_scales_of_a_become_part_of_its_numbers_only_as_far_as_that_is_exact() -> None:
     for a, b in ends():
         y = skinny.product(to(a, DEVICE), to(b, DEVICE), out_dtype=FP32)
