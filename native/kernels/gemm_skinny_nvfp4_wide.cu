@@ -18,8 +18,9 @@
 
 // On an H200, 16 rows by N = K = 8192, trials of this kernel took 16.4 us with codes of b that come two chunks ahead,
 // 17.6 us with four, 19.1 us with one; of those with four, one whose threads load the scales that they need of each
-// chunk took 19.8 us: a load that takes 2 bytes of each of many rows costs as much as one that takes 16. Alone, loads
-// took 12.9 us and products 11.8 us.
+// chunk took 19.8 us: a load that takes 2 bytes of each of many rows costs as much as one that takes 16. Teams that meet
+// by barriers in memory took 17.6 us, copies of b that run by themselves 22.6 us. Alone, loads took 12.9 us and products
+// 11.8 us. The kernel of gemm_skinny_nvfp4.cu took 17.2 us.
 constexpr int TEAMS = 4, TEAM_WARPS = 4, TEAM = TEAM_WARPS * WARP, WIDE_THREADS = TEAMS * TEAM;
 constexpr int WIDE_ROWS = TEAM_WARPS * STRIP_ROWS;            // of b that a block makes
 constexpr int RUN = 4, HALF = RUN / 2, ROUND = TEAMS * RUN;  // chunks: of a run, of half of one; between runs of a team
