@@ -129,19 +129,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ u32 plain_warps[THREADS / 32], rotated_warps[THREADS / 32];
     constexpr int EACH = TILE_ROWS * ROW_BLOCKS / THREADS;  // blocks of a thread
     static_assert(EACH == 2, "of a row and the next one, or of two chunks");
-    u32 copied = copy_index();
     u32 first = along_rows ? chunk_index(threadIdx.x / ROW_BLOCKS * EACH, threadIdx.x % ROW_BLOCKS * 2)
                            : column_index<NEIGHBOURS>(threadIdx.x / 32 * EACH);
     const u32 highest = highest_counted(propagate_nan);
     u32 largest = 0, largest_rotated = 0;
     TileWalk walk(x, rows, columns, Deal{deep, whole, few});
-    walk.fetch<THREADS>(tiles, copied);
+    walk.fetch<THREADS>(tiles);
     for (; walk.inside(); first ^= TILE_WORDS) {
-        tile_waits();
-        __syncthreads();  // this tile has come, and all have done with the other one
+        tile_comes();
         walk.step();
-        copied ^= TILE_WORDS;
-        walk.fetch<THREADS>(tiles, copied);
+        if (walk.inside()) walk.fetch<THREADS>(tiles);
 #pragma unroll
         for (int b = 0; b < EACH; ++b) {
             Words line = along_rows ? block_of_row(tiles, first, b) : blocks_of_columns(tiles, first, b);

@@ -26,7 +26,9 @@ __device__ __forceinline__ u32 chunk_index(u32 row, u32 chunk) {
     return row * ROW_WORDS + moved * 4;
 }
 
-__device__ __forceinline__ u32 copy_index() { return chunk_index(threadIdx.x / CHUNKS, threadIdx.x % CHUNKS); }
+// What a thread copies of a tile: of two rows, eight apart, two chunks, eight apart, which lie alike in all of them. Eight
+// threads side by side copy half a row. Here the first row.
+__device__ __forceinline__ u32 copied_row() { return threadIdx.x / 64 * 16 + threadIdx.x / 8 % 8; }
 
 // How the tiles of a contiguous matrix are dealt out: blocks of threads take `deep` of them, one below the other, of the
 // first `whole` * `deep` strips of 64 rows, and `few` of the last ones, so that a GPU is busy to the end. Grid: the tiles of
@@ -37,11 +39,13 @@ struct Deal {
 
 // The tiles of a block of threads.
 struct TileWalk {
-    const bf16* source;  // what the thread copies first of the tile
-    i64 columns;
+    const u8* source;  // what the thread copies first of the tile
+    u32 row_bytes;
+    u32 first;  // and where it goes
     u32 place, top, strip, end;  // which tile of its strip of 64 rows; strips: the first one, this one, behind the last
 
-    __device__ __forceinline__ TileWalk(const bf16* x, i64 rows, i64 length, const Deal& deal) : columns(length) {
+    __device__ __forceinline__ TileWalk(const bf16* x, i64 rows, i64 columns, const Deal& deal)
+        : row_bytes(static_cast<u32>(columns) * 2), first(chunk_index(copied_row(), threadIdx.x % 8)) {
         const u32 strips = static_cast<u32>(rows / TILE_ROWS), y = blockIdx.y;
         const u32 deep = static_cast<u32>(deal.deep), whole = static_cast<u32>(deal.whole), few = static_cast<u32>(deal.few);
         place = blockIdx.x;
@@ -49,45 +53,52 @@ struct TileWalk {
         const u32 most = y < whole ? deep : few;
         strip = top;
         end = strips - top < most ? strips : top + most;
-        source = x + (strip * TILE_ROWS + threadIdx.x / CHUNKS) * length + place * TILE_COLUMNS + threadIdx.x % CHUNKS * 8;
+        const bf16* tile = x + strip * TILE_ROWS * columns + place * TILE_COLUMNS;
+        source = reinterpret_cast<const u8*>(tile + copied_row() * columns + threadIdx.x % 8 * 8);
     }
 
     __device__ __forceinline__ bool inside() const { return strip < end; }
 
     __device__ __forceinline__ void step() {
         strip += 1;
-        source += TILE_ROWS * columns;
+        source += TILE_ROWS * row_bytes;
+        first ^= TILE_WORDS;
+#ifdef __CUDA_ARCH__
+        asm volatile("" : "+l"(source));  // what is added to it must not be added to the tile before
+#endif
     }
 
-    // All threads copy the tile, if there is one, each from the place `copy_index` on; it has come after `tile_waits` and a
-    // barrier.
+    // All threads copy the tile, for which `tile_comes` waits.
     template <int THREADS>
-    __device__ __forceinline__ void fetch(Tiles& tiles, u32 first) const {
-        if (!inside()) return;
-        static_assert(THREADS == 16 * CHUNKS, "rows 16 apart");
+    __device__ __forceinline__ void fetch(Tiles& tiles) const {
+        static_assert(THREADS * 4 == TILE_ROWS * CHUNKS, "four chunks each");
+        // chunk_index of row + 8 is 8 * ROW_WORDS more, that of chunk + 8 is (first ^ 4) + 32; a tile begins at a multiple
+        // of 128 bytes.
 #ifdef __CUDA_ARCH__
         const u32 target = static_cast<u32>(__cvta_generic_to_shared(tiles.words)) + first * 4;
 #endif
 #pragma unroll
-        for (int i = 0; i < TILE_ROWS / 16; ++i) {
-            const bf16* from = source + i * 16 * columns;
-            // chunk_index of row + 16 * i is (first ^ i * 8) + i * 16 * ROW_WORDS; a tile begins at a multiple of 128 bytes.
+        for (int i = 0; i < 4; ++i) {
+            const u8* from = source + i / 2 * 8 * row_bytes + i % 2 * 128;
 #ifdef __CUDA_ARCH__
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((target ^ i * 32) + i * 16 * ROW_WORDS * 4),
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((target ^ i % 2 * 16) + i % 2 * 128 +
+                                                                           i / 2 * 8 * ROW_WORDS * 4),
                          "l"(from)
                          : "memory");
 #else
-            u32* to = &tiles.words[(first ^ i * 8) + i * 16 * ROW_WORDS];
+            u32* to = &tiles.words[(first ^ i % 2 * 4) + i % 2 * 32 + i / 2 * 8 * ROW_WORDS];
             for (int j = 0; j < 4; ++j) to[j] = reinterpret_cast<const u32*>(from)[j];
 #endif
         }
     }
 };
 
-__device__ __forceinline__ void tile_waits() {
+// All threads wait: for what they copy, and until all have done with the tile before.
+__device__ __forceinline__ void tile_comes() {
 #ifdef __CUDA_ARCH__
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
+    __syncthreads();
 }
 
 // The block of a row that begins at `first`, which is even, or the one below it in the next row.
@@ -102,20 +113,7 @@ __device__ __forceinline__ Words block_of_row(const Tiles& tiles, u32 first, u32
 #endif
 }
 
-// Lane 4c + s of a warp has rows 16s to 16s + 15 of column c of a chunk, here of chunk `chunk` of the tile that begins at
-// the word `tile`: two neighbours a word.
-__device__ __forceinline__ Words block_of_column(const Tiles& tiles, u32 tile, u32 chunk) {
-    const u32 lane = threadIdx.x % 32, column = lane / 4;
-    Words x;
-#pragma unroll
-    for (u32 j = 0; j < 8; ++j) {
-        const u32 row = lane % 4 * 16 + 2 * j;
-        x.each[j] = paired(tiles.words[(tile ^ chunk_index(row, chunk)) + column / 2],
-                           tiles.words[(tile ^ chunk_index(row + 1, chunk)) + column / 2], column % 2 != 0);
-    }
-    return x;
-}
-
+// Lane 4c + s of a warp has rows 16s to 16s + 15 of column c of a chunk.
 #ifdef __CUDA_ARCH__
 // Where a lane of a warp that moves columns of chunk `chunk` on begins, which is even. A matrix is eight rows of a chunk, of
 // which a lane names one and gets two numbers of a column.
@@ -126,7 +124,7 @@ __device__ __forceinline__ u32 column_index(u32 chunk) {
     return chunk_index(lane % 8 / 2 * 16 + (lane % 2 == 0 ? low : high), chunk);
 }
 
-// The blocks of all lanes of a warp, as above, of the chunk that begins at `first` or the next one, in that order.
+// The blocks of all lanes of a warp of the chunk that begins at `first` or the next one, in that order.
 __device__ __forceinline__ Words blocks_of_columns(const Tiles& tiles, u32 first, u32 next) {
     Words x;
 #pragma unroll
@@ -148,6 +146,14 @@ __device__ __forceinline__ u32 column_index(u32 chunk) {
 }
 
 __device__ __forceinline__ Words blocks_of_columns(const Tiles& tiles, u32 first, u32 next) {
-    return block_of_column(tiles, first & TILE_WORDS, first % TILE_WORDS / 4 + next);
+    const u32 lane = threadIdx.x % 32, column = lane / 4;
+    const u32 tile = first & TILE_WORDS, chunk = first % TILE_WORDS / 4 + next;
+    Words x;
+    for (u32 j = 0; j < 8; ++j) {
+        const u32 row = lane % 4 * 16 + 2 * j;
+        x.each[j] = paired(tiles.words[tile + chunk_index(row, chunk) + column / 2],
+                           tiles.words[tile + chunk_index(row + 1, chunk) + column / 2], column % 2 != 0);
+    }
+    return x;
 }
 #endif

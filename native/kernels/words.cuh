@@ -115,7 +115,16 @@ __device__ __forceinline__ float finite_high_of(u32 word) {
 __device__ __forceinline__ u32 bound_of_finite_words(const Words& x) {
     const u32 pair = largest_pair(x);
     float larger;
+#ifdef HAS_MAX_MAGNITUDE
+    u32 larger_high;  // in its upper half, with any sign
+    asm("{\n.reg .b16 low, high;\n.reg .b32 lows;\nmov.b32 {low, high}, %1;\nmov.b32 lows, {low, low};\n"
+        "max.NaN.xorsign.abs.bf16x2 %0, %1, lows;\n}"
+        : "=r"(larger_high)
+        : "r"(pair));
+    larger = fabsf(finite_high_of(larger_high));
+#else
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(low_of(pair))), "f"(fabsf(finite_high_of(pair))));
+#endif
     return __float_as_uint(larger);
 }
 
@@ -166,12 +175,15 @@ __device__ __forceinline__ void rotate_words(Words& x, u32 signs) {
 }
 
 #ifdef HAS_E2M1_BY_SUMS
-// The same where all numbers are finite; else the result is not.
+// Four times a group rotated, where all numbers are finite; else the result is not. The sums are those of `rotate_floats`
+// times 4, which costs no product. Rounded to bfloat16 they are, too, but where the rotated number is below 2^-126.
 template <Order ORDER>
-__device__ __forceinline__ void rotate_finite_words(Words& x, u32 signs) {
+__device__ __forceinline__ void rotate_finite_words_fourfold(Words& x, u32 signs) {
     float v[16];
     to_finite_floats<ORDER>(x, v);
-    rotate_floats(v, signs);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = (signs >> i & 1u) != 0u ? -v[i] : v[i];
+    butterfly(v, 8);
 #pragma unroll
     for (int j = 0; j < 8; ++j) x.each[j] = rounded_pair(v[low_number<ORDER>(j)], v[high_number<ORDER>(j)]);
 }
@@ -196,6 +208,13 @@ __device__ __forceinline__ u32 cut_pair(float first, float second) {
 __device__ __forceinline__ u32 selected(u32 mask, u32 a, u32 b) {
     u32 result;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
+    return result;
+}
+
+// Its complement.
+__device__ __forceinline__ u32 unselected(u32 mask, u32 a, u32 b) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0x35;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
     return result;
 }
 
@@ -238,9 +257,9 @@ __device__ __forceinline__ u32 with_signs(u32 codes, const u32* x) {
     return codes | (even & 0x08080808u) | (odd & 0x80808080u);
 }
 
-// The magnitude of a number, 2^14 times smaller. `stochastic` rounds |x| + byte/512; where |x| is below 1/4 and has finer
-// steps than the sum just below 1/2, that lifts it to 1/2 from 2^-26 below it on. Elsewhere the sum is exact.
-__device__ __forceinline__ float sum_rounded(float x) { return __fmaf_rz(fabsf(x), 0x1p-14f, 0x1p-40f); }
+// The magnitude of a number that is given 2^14 times too small. `stochastic` rounds |x| + byte/512; where |x| is below 1/4
+// and has finer steps than the sum just below 1/2, that lifts it to 1/2 from 2^-26 below it on. Elsewhere the sum is exact.
+__device__ __forceinline__ float sum_rounded(float x) { return __fadd_rz(fabsf(x), 0x1p-40f); }
 
 // Two numbers as `cut_pair` has them, where a step of E2M1 is 2^9, and as many 256th parts of one as two bytes say. One
 // instruction, which the compiler would make two of.
@@ -258,9 +277,10 @@ __device__ __forceinline__ u32 without_odd_bytes(u32 word, u32 odd_bytes) {
     return even_bytes;
 }
 
-// The same by the bytes of two random words, as `stochastic` does it; `x` are the words of the numbers.
+// The same by the bytes of two random words, as `stochastic` does it; `x` are the words of the numbers. The factor is given
+// 2^14 times too small.
 template <Order ORDER>
-__device__ __forceinline__ u32 e2m1x8_of_products_below_7(const u32* x, const float* v, float factor, const u32* random) {
+__device__ __forceinline__ u32 e2m1x8_of_products_below_8(const u32* x, const float* v, float factor, const u32* random) {
     u32 even[2], odd[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -272,8 +292,9 @@ __device__ __forceinline__ u32 e2m1x8_of_products_below_7(const u32* x, const fl
         even[j] = with_shares(even[j], without_odd_bytes(random[j], odd_bytes));
     }
     const u32 low = permuted(even[0], even[1], 0x7531), high = permuted(odd[0], odd[1], 0x7531);
-    const u32 codes = selected(0xF0F0F0F0u, high * 8u, low >> 1);
-    return with_signs<ORDER>(codes - (codes >> 3 & 0x11111111u), x);  // 8 to 7
+    // 8 is to be 7, which complements, 7 and 8, take a sum for and not a difference: that comes with the shift.
+    const u32 complements = unselected(0xF0F0F0F0u, high * 8u, low >> 1);
+    return with_signs<ORDER>(~(complements + ((~complements & 0x88888888u) >> 3)), x);
 }
 #endif
 
@@ -315,19 +336,25 @@ __device__ __forceinline__ Codes e2m1x16_of_products(const Words& x, float facto
 __device__ __forceinline__ bool below_7(u32 bound, float factor) { return __uint_as_float(bound) * factor < 7.0f; }
 
 template <Order ORDER = NEIGHBOURS>
-__device__ __forceinline__ Codes e2m1x16_of_products_below_7(const Words& x, float factor, const u32 (*random)[4]) {
+__device__ __forceinline__ Codes e2m1x16_of_products_below_7(const Words& x, float factor) {
     float v[16];
     to_finite_floats<ORDER>(x, v);
-    if (random != nullptr) {
-        return {{e2m1x8_of_products_below_7<ORDER>(x.each, v, factor, *random),
-                 e2m1x8_of_products_below_7<ORDER>(x.each + 4, v + 8, factor, *random + 2)}};
-    }
     return {{e2m1x8_of_products_below_7(v, factor), e2m1x8_of_products_below_7(v + 8, factor)}};
+}
+
+// By random words, and a factor that is given 2^14 times too small; where products are below 8.
+constexpr float RANDOM_FACTOR = 0x1p-14f;
+template <Order ORDER = NEIGHBOURS>
+__device__ __forceinline__ Codes e2m1x16_of_products_below_8(const Words& x, float factor, const u32 (&random)[4]) {
+    float v[16];
+    to_finite_floats<ORDER>(x, v);
+    return {{e2m1x8_of_products_below_8<ORDER>(x.each, v, factor, random),
+             e2m1x8_of_products_below_8<ORDER>(x.each + 4, v + 8, factor, random + 2)}};
 }
 #else
 __device__ __forceinline__ bool below_7(u32, float) { return false; }
 
-__device__ __forceinline__ Codes e2m1x16_of_products_below_7(const Words& x, float factor, const u32 (*random)[4]) {
-    return e2m1x16_of_products(x, factor, random);
+__device__ __forceinline__ Codes e2m1x16_of_products_below_7(const Words& x, float factor) {
+    return e2m1x16_of_products(x, factor, nullptr);
 }
 #endif

@@ -189,9 +189,9 @@ def test_blocks_of_words_have_the_references_codes(cuda_source: Source) -> None:
     test_words.check_every_bfloat16(source, DEVICE)
 
 
-def test_every_float32_below_7_has_the_same_codes_in_a_block_of_words_as_alone(cuda_source: Source) -> None:
+def test_every_float32_below_8_has_the_same_codes_in_a_block_of_words_as_alone(cuda_source: Source) -> None:
     different = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    count = int(np.float32(7).view(np.int32))
+    count = int(np.float32(8).view(np.int32))
     arguments = (np.uint32(0), np.int64(count), different)
     launch(
         cuda_source(test_words.TEXT), "disagreements", (-(-count // 256),), (256,), arguments, device=different.device

@@ -16,8 +16,13 @@ TEXT = """
 #include "words.cuh"
 
 __device__ Codes codes_of(const Words& x, float factor, const u32 (*random)[4]) {
-    const bool quick = below_7(bound_of_words(x), factor);
-    return quick ? e2m1x16_of_products_below_7(x, factor, random) : e2m1x16_of_products(x, factor, random);
+#ifdef HAS_E2M1_BY_SUMS
+    if (random != nullptr && __uint_as_float(bound_of_words(x)) * factor < 8.0f) {
+        return e2m1x16_of_products_below_8(x, factor * RANDOM_FACTOR, *random);
+    }
+#endif
+    if (random == nullptr && below_7(bound_of_words(x), factor)) return e2m1x16_of_products_below_7(x, factor);
+    return e2m1x16_of_products(x, factor, random);
 }
 
 extern "C" __global__ void codes(const u32* x, const float* factors, const u32* given, u8* out, int stochastic, i64 n) {
