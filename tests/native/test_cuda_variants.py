@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from native import ops
+from native.amax import another_grid
 from native.launch import launch
 from native.ops import GroupedQuantized, Quantized, recipe
 from reference import ops as reference
@@ -142,6 +143,21 @@ def test_whole_tiles_of_every_family_by_any_amax(name: str) -> None:
         for value in AMAXES if r.granularity == "tensor" else ():
             amax = torch.tensor([value])
             assert_as_reference(x, r, amax=(amax, amax), **random_of(r))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rht", "nvfp4-rht-sr"])
+def test_tiles_that_are_not_finite_are_made_anew_among_those_below_each_other(name: str) -> None:
+    """By a block of threads that takes five tiles, of which two are not finite, and by others that take two."""
+    x, amax = matrix("normal", (16 + 5) * 64, 128, torch.bfloat16), torch.tensor([6.0])
+    for tile, row, column, value in (
+        (1, 5, 7, torch.nan),
+        (4, 63, 127, -torch.inf),
+        (5, 0, 0, torch.inf),
+        (8, 9, 64, 1e30),
+    ):
+        x[tile * 64 + row, column] = value
+    with another_grid():
+        assert_as_reference(x, recipe(name), amax=(amax, amax), **random_of(recipe(name)))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "-2d-4over6" in name])
