@@ -56,9 +56,10 @@ def interleaved(
 ) -> tuple[dict[str, Times], dict[str, Any]]:
     """Times of each thing, and what its first call gave. No thing is timed for more than about `seconds`.
 
-    A first call of each does not count. On a GPU a round is several calls queued behind a sleep, between two events:
-    the time that Python takes to launch them is not in it, unless a call waits for the GPU itself. Results of as many
-    calls as there are copies of the inputs live on, so that outputs too lie elsewhere from call to call.
+    A first call of each does not count. On a GPU a round is several calls between two events, behind a sleep and, of
+    short ones, one more: the time that Python takes to queue them is not in it, unless a call waits for the GPU itself.
+    Results of as many calls as there are copies of the inputs live on, so that outputs too lie elsewhere from call to
+    call.
     """
     results = {name: some[0]() for name, some in calls.items()}
     lines = {name: (_queued if device.type == "cuda" else _called)(some, device) for name, some in calls.items()}
@@ -89,6 +90,8 @@ def _queued(calls: Calls, device: torch.device) -> Iterator[tuple[float, int]]:
         """Seconds a call on the GPU, and those that it took to queue it."""
         synchronize(device)
         events._sleep(int(sleep * _CLOCK))
+        if count > 1:  # what was timed before left lines in the L2 cache that have to be written back
+            kept.append(next(cycle)())
         start.record()
         before = time.perf_counter()
         for _ in range(count):
