@@ -15,7 +15,7 @@ from tests.native import skinny
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.native.guards import guarded_outputs
 from tests.native.samples import assert_equal, matrix, to
-from tests.native.test_gemm_skinny import FP32, ends, one_element, operands
+from tests.native.test_gemm_skinny import FP32, ends, every_code_and_scale, operands
 from tests.native.test_gemm_skinny_wide import WIDE_SHAPES
 
 pytestmark = needs_gpu
@@ -41,14 +41,7 @@ def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it(
     wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gemm_skinny, "wide", lambda m, n, k: wide and k % 512 == 0)
-    every = torch.arange(256, dtype=torch.uint8)
-    for name, codes, scales in (
-        ("mxfp8-e4m3", every, torch.full((256,), 127, dtype=torch.uint8)),
-        ("mxfp8-e4m3", torch.full((256,), 0x39, dtype=torch.uint8), every),
-        ("nvfp4", every[:16].repeat(16), torch.full((256,), 0x38, dtype=torch.uint8)),
-        ("nvfp4", torch.full((256,), 0x7, dtype=torch.uint8), every),
-    ):
-        q = one_element(name, codes, scales)
+    for q in every_code_and_scale("nvfp4", "mxfp8-e4m3"):
         assert_equal(skinny.product(to(q, DEVICE), to(q, DEVICE), out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
 
 

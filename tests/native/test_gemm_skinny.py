@@ -85,17 +85,20 @@ def one_element(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Quantiz
     return found if r.scale.name == "E8M0" else replace(found, tensor_scale=None)
 
 
-def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it() -> None:
+def every_code_and_scale(*names: str) -> Iterator[Quantized]:
     """What is no number, and what is below or above the numbers of float32, too."""
     every = torch.arange(256, dtype=torch.uint8)
-    cases = [
-        ("mxfp8-e4m3", every, torch.full((256,), 127, dtype=torch.uint8)),
-        ("mxfp8-e4m3", torch.full((256,), 0x39, dtype=torch.uint8), every),
-        ("nvfp4", every[:16].repeat(16), torch.full((256,), 0x38, dtype=torch.uint8)),
-        ("nvfp4", torch.full((256,), 0x7, dtype=torch.uint8), every),
-    ]  # fmt: skip
-    for name, codes, scales in cases:
-        q = one_element(name, codes, scales)
+    cases = {
+        "mxfp8-e4m3": [(every, torch.full_like(every, 127)), (torch.full_like(every, 0x39), every)],
+        "nvfp4": [(every[:16].repeat(16), torch.full_like(every, 0x38)), (torch.full_like(every, 0x7), every)],
+    }
+    for name in names:
+        for codes, scales in cases[name]:
+            yield one_element(name, codes, scales)
+
+
+def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it() -> None:
+    for q in every_code_and_scale("nvfp4", "mxfp8-e4m3"):
         assert_equal(skinny.product(q, q, out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
 
 
@@ -124,13 +127,18 @@ def test_scales_of_a_become_part_of_its_numbers_only_as_far_as_that_is_exact() -
         assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
 
 
+def hold_inside(name: str, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read or written outside of operands and output."""
+    a, b = operands(name, m, n, k)
+    right = skinny.product(a, b, out_dtype=FP32)
+    inside = [replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in (a, b)]
+    with guarded_outputs(monkeypatch):
+        assert_equal(skinny.product(*inside, out_dtype=FP32), right)
+
+
 def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvfp4", "mxfp8-e4m3"):
-        a, b = operands(name, 5, 35, 512)
-        right = skinny.product(a, b, out_dtype=FP32)
-        inside = [replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in (a, b)]
-        with guarded_outputs(monkeypatch):
-            assert_equal(skinny.product(*inside, out_dtype=FP32), right)
+        hold_inside(name, 5, 35, 512, monkeypatch)
 
 
 def test_empty_products_are_empty() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from native import gemm_skinny, ops
 from tests.native import skinny
-from tests.native.guards import embedded, guarded_outputs
 from tests.native.launching import Source
 from tests.native.samples import DTYPES, assert_equal, matrix
-from tests.native.test_gemm_skinny import FP32, SHAPES, one_element, operands
+from tests.native.test_gemm_skinny import FP32, SHAPES, every_code_and_scale, hold_inside, operands
 from tests.native.test_orders import TEXTS, lost, seen_in_orders
 from tests.thinned import thinned
 
@@ -46,20 +43,13 @@ def test_it_is_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it() -> None:
-    every = torch.arange(256, dtype=torch.uint8)
-    ones, largest = torch.full((256,), 0x38, dtype=torch.uint8), torch.full((256,), 0x7, dtype=torch.uint8)
-    for codes, scales in ((every[:16].repeat(16), ones), (largest, every)):
-        q = one_element("nvfp4", codes, scales)
+    for q in every_code_and_scale("nvfp4"):
         assert_equal(skinny.product(q, q, out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
 
 
 def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for k in (512, 4608):
-        a, b = operands("nvfp4", 5, 67, k)
-        right = skinny.product(a, b, out_dtype=FP32)
-        inside = [replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in (a, b)]
-        with guarded_outputs(monkeypatch):
-            assert_equal(skinny.product(*inside, out_dtype=FP32), right)
+        hold_inside("nvfp4", 5, 67, k, monkeypatch)
 
 
 def test_every_order_of_threads_gives_the_same_bits() -> None:
