@@ -181,12 +181,12 @@ def test_a_lost_barrier_of_amaxes_of_blocks_shows(
 # What each barrier of a quantizer stands between: a recipe that needs it, whether both halves do, and whether it is in
 # the kernel of whole tiles of bfloat16.
 NEEDED = [
-    (0, "nvfp4", True, True),  # rows of the tile and the columns that are read of it
-    (0, "nvfp4-2d", False, True),  # the same of rows
-    (1, "nvfp4", True, False),  # rows of the tile and the columns that are read of it
-    (1, "nvfp4-2d", False, False),  # amaxes of the rows of a tile
-    (2, "nvfp4-2d-4over6-256-mae", False, False),  # errors of the rows of a tile
-    (3, "nvfp4-2d", True, False),  # amaxes of the columns of a tile
+    (0, "nvfp4", True, False),  # rows of the tile and the columns that are read of it
+    (0, "nvfp4-2d", False, False),  # amaxes of the rows of a tile
+    (1, "nvfp4-2d-4over6-256-mae", False, False),  # errors of the rows of a tile
+    (2, "nvfp4-2d", True, False),  # amaxes of the columns of a tile
+    (3, "nvfp4", True, True),  # rows of the tile and the columns that are read of it
+    (3, "nvfp4-2d", False, True),  # the same of rows
     (4, "nvfp4-2d", False, True),  # amaxes of the rows of a tile
     (5, "nvfp4", True, True),  # scales of columns, and those that are stored together
     (0, "mxfp8-e4m3", True, False),
