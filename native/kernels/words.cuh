@@ -35,15 +35,6 @@ __device__ __forceinline__ Words load_words(const u32* source) {
     return x;
 }
 
-__device__ __forceinline__ void store_words(const Words& x, u32* target) {
-#ifdef __CUDA_ARCH__
-    reinterpret_cast<uint4*>(target)[0] = {x.each[0], x.each[1], x.each[2], x.each[3]};
-    reinterpret_cast<uint4*>(target)[1] = {x.each[4], x.each[5], x.each[6], x.each[7]};
-#else
-    for (int j = 0; j < 8; ++j) target[j] = x.each[j];
-#endif
-}
-
 // The first numbers of two words, or their second ones, in one.
 __device__ __forceinline__ u32 paired(u32 a, u32 b, bool second) {
     return second ? (a >> 16) | (b & 0xFFFF0000u) : (a & 0xFFFFu) | b << 16;
