@@ -2,9 +2,9 @@
 //
 // A block of threads runs on one OS thread, one after the other: as a loop where none of them waits; one that waits, at
 // __syncthreads or a warp operation, keeps its stack, and the next one gets a stack of its own. Blocks are spread over OS
-// threads; __shared__ variables are thread-local, so each block that runs has its own. Within a block, threads take turns
-// in a chosen order (forward, reverse, shuffled anew between barriers): a kernel that lacks a barrier gives different
-// bytes in different orders.
+// threads, which are OpenMP's where the compiler is told of it; __shared__ variables are thread-local, so each block that
+// runs has its own. Within a block, threads take turns in a chosen order (forward, reverse, shuffled anew between
+// barriers): a kernel that lacks a barrier gives different bytes in different orders.
 //
 // Which kernels of the project wait here: products, at two barriers for every step of K; quantizers of any matrix and of
 // FP8, at up to three a tile, with 8 threads that take many blocks each; updates of scales; amaxes of whole tensors, in a
@@ -37,6 +37,9 @@
 #endif
 #ifdef __SSE__
 #include <xmmintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
 #endif
 
 #define __global__
@@ -422,10 +425,16 @@ inline long long run_grid(const Launch& launch, void (*run)(), void** arguments)
 #endif
         if (!lost) return_worker(mine);  // a stuck block's fibers keep their stacks; the worker is given up with them
     };
+#ifdef _OPENMP
+    // All of them, always: the library ends and starts threads where their number changes.
+#pragma omp parallel num_threads(launch.workers) if (launch.workers > 1 && blocks > 1)
+    if (static_cast<unsigned>(omp_get_thread_num()) < blocks) work();
+#else
     std::vector<std::thread> threads;
     for (unsigned w = 1; w < static_cast<unsigned>(launch.workers) && w < blocks; ++w) threads.emplace_back(work);
     work();
     for (auto& thread : threads) thread.join();
+#endif
     return stuck.load();
 }
 

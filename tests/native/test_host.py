@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def test_kernels_of_one_name_in_two_libraries_do_not_share_their_shared_memory(c
     assert not out.any(), "what the first one wrote"
 
 
-# Both ways to switch stacks.
+# Both ways to switch stacks, and both to start threads.
 
 MIXED = """
 extern "C" __global__ void mixed(const float* x, float* out) {
@@ -54,15 +55,49 @@ extern "C" __global__ void mixed(const float* x, float* out) {
 
 
 @EVERY_ORDER
-def test_the_portable_switch_of_stacks_gives_the_same_bytes(cuda_source: Source, order: str) -> None:
+def test_the_portable_forms_give_the_same_bytes(cuda_source: Source, order: str) -> None:
     x = np.random.default_rng(6).standard_normal(9 * 128, np.float32)
     outs = []
-    for flags in ((), ("-DSIMT_UCONTEXT",)):
+    for flags in ((), ("-DSIMT_UCONTEXT",), ("-fno-openmp",)):
         outs.append(np.zeros_like(x))
         with host.thread_order(order):
             run(cuda_source(MIXED), "mixed", (9, 1, 1), (128, 1, 1), x, outs[-1], workers=2, flags=flags)
     assert outs[0].any()
-    assert outs[0].tobytes() == outs[1].tobytes()
+    assert all(out.tobytes() == outs[0].tobytes() for out in outs)
+
+
+MEETING = """
+#include <sys/syscall.h>
+#include <unistd.h>
+extern "C" __global__ void meet(unsigned* arrived, unsigned* threads) {  // blocks that wait for each other
+    threads[blockIdx.x] = syscall(SYS_gettid);
+    __atomic_fetch_add(arrived, 1u, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(arrived, __ATOMIC_SEQ_CST) < gridDim.x) {
+    }
+}
+"""
+
+
+def threads_of_launches(source: str, workers: int, flags: tuple[str, ...]) -> list[set[int]]:
+    """The OS threads on which as many blocks ran, of three launches."""
+    found = []
+    for _ in range(3):
+        arrived, threads = np.zeros(1, np.uint32), np.zeros(workers, np.uint32)
+        run(source, "meet", (workers, 1, 1), ONE, arrived, threads, workers=workers, flags=flags)
+        found.append(set(threads.tolist()))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the number of an OS thread is asked of Linux")
+def test_launches_run_on_the_same_threads_where_the_compiler_has_openmp(cuda_source: Source) -> None:
+    if host.is_clang():
+        pytest.skip("kernels are compiled without OpenMP where the compiler is Clang")
+    launches = threads_of_launches(cuda_source(MEETING), 3, ())
+    assert [len(threads) for threads in launches] == [3, 3, 3]
+    assert launches[0] == launches[1] == launches[2]
+    apart = threads_of_launches(cuda_source(MEETING), 3, ("-fno-openmp",))
+    assert [len(threads) for threads in apart] == [3, 3, 3]
+    assert all(len(threads & launches[0]) == 1 for threads in apart), "all but the caller's are new"
 
 
 # Arithmetic.
