@@ -33,6 +33,19 @@ def slabs(x: torch.Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
+def by_slabs(x: torch.Tensor, make: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    """What `make` gives for each of the `slabs` of `x`, (m, …) of m rows, one below the other."""
+    some = list(slabs(x))
+    if len(some) < 2:
+        return make(slice(0, x.shape[0]))
+    first = make(some[0])
+    out = first.new_empty(x.shape[0], *first.shape[1:])
+    out[some[0]] = first
+    for rows in some[1:]:
+        out[rows] = make(rows)
+    return out
+
+
 def tiles(x: torch.Tensor, each: int = 1) -> Iterator[tuple[slice, slice]]:
     """Row and column ranges of `x` (M, N), as high as wide where it is large enough, of such a size.
 

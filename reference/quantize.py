@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from reference.blocks import INPUT_DTYPES, block_amax, of_rows, over_tiles, slabs, tensor_amax
+from reference.blocks import INPUT_DTYPES, block_amax, by_slabs, of_rows, over_tiles, slabs, tensor_amax
 from reference.elements import element_codes
 from reference.formats import FP32
 from reference.four_over_six import choose_scales
@@ -100,9 +100,14 @@ def encode_elements(
         return codes
     if blocks is None and recipe.element_scale == "x*(max/amax)":
         blocks = block_amaxes(x, recipe)
-    factors = per_row(element_factors(scales, tensor, recipe, x.dtype, blocks), recipe, shape[0])
+
+    def factors_of(rows: slice) -> torch.Tensor:
+        own = None if blocks is None else blocks[rows]
+        return element_factors(scales[rows], _of_rows(tensor, rows), recipe, x.dtype, own)
+
+    factors = per_row(by_slabs(scales, factors_of), recipe, shape[0])
     for rows in slabs(x):
-        scaled = scale_elements(x[rows], factors[rows], None if tensor is None else of_rows(tensor, rows), recipe)
+        scaled = scale_elements(x[rows], factors[rows], _of_rows(tensor, rows), recipe)
         bits = None if random is None else random_bytes(random, shape, rows, x.device, recipe.block[1], first)
         found = element_codes(scaled, recipe, bits)
         codes[rows] = pack(found) if recipe.element.bits == 4 else found
@@ -120,7 +125,11 @@ def stored_scales(
         assert amax is not None
         assert tensor is not None
         return choose_scales(x, blocks, amax, tensor, recipe)
-    return block_scales(blocks, tensor, recipe, x.dtype)
+    return by_slabs(blocks, lambda rows: block_scales(blocks[rows], _of_rows(tensor, rows), recipe, x.dtype))
+
+
+def _of_rows(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if tensor is None else of_rows(tensor, rows)
 
 
 def block_amaxes(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:

@@ -562,7 +562,7 @@ def test_torchs_own_fp8_product_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> No
 # How cost grows.
 
 
-def curve(*seconds: float, first: int = growth._LARGE) -> Growth:
+def curve(*seconds: float, first: int = 22) -> Growth:
     return Growth("native", [Point(first + 2 * n, one, 0) for n, one in enumerate(seconds)])
 
 
@@ -583,6 +583,11 @@ def test_what_is_said_of_a_curve(found: Growth, said: str) -> None:
     assert found.sentence() == f"native, from 2^22: {said} ± 20 %"
     found.ended = "ends before 2^30: no memory"
     assert found.sentence().endswith(f"{said} ± 20 %; ends before 2^30: no memory")
+
+
+def test_a_gpu_is_held_to_a_line_from_larger_sizes_on() -> None:
+    found = replace(curve(3.0, 6.0, 16.0, 64.0), large=growth.LARGE["cuda"])
+    assert found.sentence().startswith("native, from 2^26: time grows as elements^1.000, that of an element by +0.0 to")
 
 
 def test_memory_is_held_to_a_line_too_and_small_sizes_to_none() -> None:
@@ -606,6 +611,23 @@ def test_ever_larger_matrices_are_quantized_by_both() -> None:
     for point in kernels.points:  # its result: codes, scales, amax and tensor scale
         assert point.memory == point.elements // 2 + point.elements // 16 + 8
     assert all(point.memory > point.elements for point in oracle.points)
+
+
+def test_sizes_are_timed_in_turn_and_of_inputs_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[int, int]] = []
+
+    def quantize(x: torch.Tensor, name: str) -> Quantized:
+        called.append((x.numel(), x.data_ptr()))
+        return reference.quantize(x, name)
+
+    monkeypatch.setattr(growth, "native", SimpleNamespace(quantize=quantize))
+    grow("cpu", last=18)
+    timed = called[6:]  # after two calls of each size before it, and one within
+    assert [elements for elements, _ in timed] == [1 << 16, 1 << 18] * (len(timed) // 2)
+    for elements in (1 << 16, 1 << 18):
+        places = [place for of, place in timed if of == elements]
+        assert len(set(places)) == len(places) > 2
+        assert max(places) - min(places) == 2 * elements * (len(places) - 1), "one behind the other"
 
 
 def test_a_curve_ends_where_a_side_raises_or_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from reference import Quantized, recipe
+from reference import Quantized, blocks, recipe
 from reference.ops import dequantize, quantize, quantize_both
 from reference.quantized import codes_shape, scales_shape
+from reference.recipes import recipe_names
 from tests.golden import bits, golden, load, quantize_input
 from tests.reference.samples import MIDPOINTS, NASTY
 from tests.reference.twins import assert_same, assert_twin, elements
@@ -450,3 +451,23 @@ def test_random_bits_are_refused_by_a_recipe_that_rounds_to_nearest() -> None:
 def test_an_unknown_recipe_is_refused() -> None:
     with pytest.raises(ValueError, match="no recipe is called 'nvfp3'"):
         quantize(torch.zeros(1, 16), "nvfp3")
+
+
+# Parts of a matrix, one after the other.
+
+
+@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("slab", [1, 1 << 7])
+def test_the_size_of_the_parts_that_are_worked_on_at_once_changes_nothing(
+    name: str, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where every row is a part, of the elements and of the blocks, nor where a part is some rows."""
+    rule = recipe(name)
+    x = torch.randn(144, 128, generator=torch.Generator().manual_seed(3)).bfloat16() * torch.arange(144).view(-1, 1)
+    random = (3, 5) if rule.rounding == "stochastic" else None
+    scale = torch.tensor([2.5]) if rule.tensor_scale == "given" else None
+    whole = quantize(x, name, random=random, scale=scale)
+    monkeypatch.setitem(blocks._SLAB, "cpu", slab)
+    parts = quantize(x, name, random=random, scale=scale)
+    for one, other in ((parts.codes, whole.codes), (parts.scales, whole.scales), (parts.amax, whole.amax)):
+        assert (one is None and other is None) or torch.equal(one, other)
