@@ -14,7 +14,7 @@ from reference.quantized import Quantized
 from reference.recipes import Recipe
 
 _ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2)
-_CODES_TRANSPOSED, _SCALES_TRANSPOSED, _SCALES_OF_128_ROWS = 1, 2, 4
+_CODES_TRANSPOSED, _SCALES_TRANSPOSED, SCALES_OF_128_ROWS = 1, 2, 4
 _ALPHA_ORDER = {"(a*b)/d": 0, "(b*a)*(1/d)": 1}
 
 
@@ -61,7 +61,7 @@ def layout_of(r: Recipe, q: Quantized | None = None) -> int:
 
     Scales that were swizzled are in the order of the matrix, also where its codes are transposed.
     """
-    layout = _SCALES_OF_128_ROWS if r.stored_rows == 128 else 0
+    layout = SCALES_OF_128_ROWS if r.stored_rows == 128 else 0
     if q is not None and q.transposed:
         layout |= _CODES_TRANSPOSED | (0 if q.swizzled else _SCALES_TRANSPOSED)
     return layout

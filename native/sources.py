@@ -34,6 +34,7 @@ KERNELS = {
     "gemm_skinny_nvfp4": ("gemm_skinny_nvfp4",),
     "gemm_skinny_nvfp4_wide": ("gemm_skinny_nvfp4_wide",),
     "gemm_skinny_mx": ("gemm_skinny_mx",),
+    "gemm_skinny_fp8": ("gemm_skinny_fp8_tensor", "gemm_skinny_fp8_block"),
     "gemm_tensor": (
         "pack",
         "gemm_tensor",

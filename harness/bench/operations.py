@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,8 @@ _LARGE_COPY = 1 << 28
 """bfloat16 elements of the copy that is a GPU's ceiling: half a GiB, ten times an H200's L2."""
 _L2S = 4
 """Inputs that are copied fill a GPU's L2 so many times."""
+_MOST = 4096
+"""Copies, each of which is called once before anything is timed."""
 
 
 @dataclass
@@ -91,11 +93,12 @@ class Inputs:
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.bfloat16)
 
     def copies(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """Enough copies of these tensors to fill a GPU's L2 several times; themselves alone on a CPU."""
+        """Enough copies of these tensors to fill a GPU's L2 several times, unless they are tiny; themselves alone on a
+        CPU."""
         if self.device.type != "cuda":
             return [tensors]
         l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
-        count = -(-_L2S * l2 // sum(tensor.nbytes for tensor in tensors))
+        count = min(-(-_L2S * l2 // sum(tensor.nbytes for tensor in tensors)), _MOST)
         return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(count - 1))]
 
     def copy(self, x: torch.Tensor) -> tuple[Calls, int]:
@@ -229,23 +232,25 @@ def _swizzle(task: Task, inputs: Inputs) -> Prepared:
     )  # fmt: skip
 
 
-def _products(
-    pairs: Sequence[tuple[Quantized, Quantized]], matrices: Sequence[tuple[torch.Tensor, torch.Tensor]], *, cpu: bool
-) -> dict[str, Calls]:
-    """torch's matmul of the shapes: of bfloat16, and of operands decoded to it; on a CPU of float64, and of float32."""
-    if cpu:
-        wide = [(operand(a), operand(b)) for a, b in pairs]
-        decoded = torch.float32
-    else:
-        wide, decoded = list(matrices), torch.bfloat16
+_Pairs = Sequence[tuple[Quantized, Quantized]]
+_Matrices = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-    def plain() -> list[torch.Tensor]:
-        return [a @ b.T for a, b in wide]
 
-    def after() -> list[torch.Tensor]:
-        return [native.dequantize(a, decoded) @ native.dequantize(b, decoded).T for a, b in pairs]
+def _products(pairs: Sequence[_Pairs], matrices: Sequence[_Matrices], *, cpu: bool) -> dict[str, Calls]:
+    """torch's matmul of the shapes: of bfloat16, and of operands decoded to it; on a CPU of float64, and of float32.
 
-    return {MATMUL: [plain], DEQUANTIZED: [after]}
+    Copies of what a call multiplies, of either.
+    """
+    wide = [[(operand(a), operand(b)) for a, b in some] for some in pairs] if cpu else matrices
+    decoded = torch.float32 if cpu else torch.bfloat16
+
+    def plain(some: _Matrices) -> list[torch.Tensor]:
+        return [a @ b.T for a, b in some]
+
+    def after(some: _Pairs) -> list[torch.Tensor]:
+        return [native.dequantize(a, decoded) @ native.dequantize(b, decoded).T for a, b in some]
+
+    return {MATMUL: [partial(plain, some) for some in wide], DEQUANTIZED: [partial(after, some) for some in pairs]}
 
 
 def _gemm(task: Task, inputs: Inputs) -> Prepared:
@@ -255,14 +260,19 @@ def _gemm(task: Task, inputs: Inputs) -> Prepared:
     cpu = inputs.device.type != "cuda"
     out_dtype = torch.float32 if cpu else torch.bfloat16
     order = order_of(load_backend("native", inputs.device.type), a, b)
+    pairs = [
+        (replace(a, codes=a_codes, scales=a_scales), replace(b, codes=b_codes, scales=b_scales))
+        for a_codes, a_scales, b_codes, b_scales in inputs.copies(a.codes, a.scales, b.codes, b.scales)
+    ]
     return Prepared(
         {
-            OURS: [partial(native.gemm, a, b, out_dtype=out_dtype)],
+            OURS: [partial(native.gemm, *pair, out_dtype=out_dtype) for pair in pairs],
             "reference": [partial(reference.gemm, a, b, out_dtype=out_dtype)],
         },
         lambda y: judge_product(y, [(a, b)], order),
         lambda y: nbytes((a, b)) + nbytes(y),
-        _products([(a, b)], [(x, w)], cpu=cpu), m * n, 2 * m * n * k, 0, "fp32" if cpu else "bf16",
+        _products([[pair] for pair in pairs], [[(left, right)] for left, right in inputs.copies(x, w)], cpu=cpu),
+        m * n, 2 * m * n * k, 0, "fp32" if cpu else "bf16",
     )  # fmt: skip
 
 
@@ -283,7 +293,7 @@ def _gemm_grouped(task: Task, inputs: Inputs) -> Prepared:
         },
         lambda y: judge_product(y, pairs, order),
         lambda y: nbytes(tuple(b)) + nbytes((a.codes, a.scales)) + nbytes(y),
-        _products(pairs, list(zip(x.chunk(EXPERTS), weights, strict=True)), cpu=cpu), m * n, 2 * m * n * k, 0,
+        _products([pairs], [list(zip(x.chunk(EXPERTS), weights, strict=True))], cpu=cpu), m * n, 2 * m * n * k, 0,
         "fp32" if cpu else "bf16",
     )  # fmt: skip
 

@@ -119,12 +119,16 @@ def _scaled_mm(task: Task, inputs: Inputs) -> Peer | None:
     )
     left, right = (q.codes.view(torch.float8_e4m3fn) for q in (a, b))
 
-    def call() -> torch.Tensor:
+    def call(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch._scaled_mm(left, right.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=False)
 
     hopper = inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) == (9, 0)
     order = Summation("aligned-13-32-128") if hopper else Summation()
-    return Peer(SCALED_MM, [call], lambda y: judge_product(y, [(a, b)], order))
+    return Peer(
+        SCALED_MM,
+        [partial(call, *some) for some in inputs.copies(left, right)],
+        lambda y: judge_product(y, [(a, b)], order),
+    )
 
 
 _MAKERS: dict[str, Callable[[Task, Inputs], Peer | None]] = {

@@ -19,7 +19,7 @@ from harness.bench import growth, judge, peers, quiet, run, timing, words
 from harness.bench.asked import ASKED, hold
 from harness.bench.growth import Growth, Point, grow
 from harness.bench.judge import Given
-from harness.bench.operations import SAME, Inputs, Prepared
+from harness.bench.operations import SAME, Inputs, Prepared, prepare
 from harness.bench.row import Row
 from harness.bench.run import measure
 from harness.bench.tasks import EXPERTS, MEMORY, Task, tasks
@@ -274,6 +274,28 @@ def test_on_a_gpu_a_swizzle_is_held_against_a_copy_of_as_much_too() -> None:
         assert row.second_share is not None
         assert all(one.moved == row.moved for one in same)
         assert all(one.moved > 1000 * row.moved for one in whole)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-current"])
+def test_a_product_and_its_ceilings_and_peers_take_the_copies_of_their_inputs_in_turn(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def copies(inputs: Inputs, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        asked.append(tensors)
+        return [tuple(one.clone() for one in tensors) for _ in range(3)]
+
+    monkeypatch.setattr(Inputs, "copies", copies)
+    task, inputs = Task("gemm", name, "", (16, 32, 48)), Inputs(torch.device("cpu"))
+    ready = prepare(task, inputs)
+    scaled_mm = [peer.calls for peer in peers.peers(task, inputs, {}, compiling=False) if peer.name == peers.SCALED_MM]
+    assert len(scaled_mm) == (name == "fp8-current")
+    for calls in (ready.calls["native"], ready.ceilings["matmul"], ready.ceilings["dequantize + matmul"], *scaled_mm):
+        assert len(calls) == 3
+        assert all(torch.equal(call()[0], calls[0]()[0]) for call in calls)
+    assert len({call.args[0].codes.data_ptr() for call in ready.calls["native"]}) == 3  # type: ignore[attr-defined]
+    assert len(asked) == 2 + len(scaled_mm)
 
 
 def test_a_row_is_beside_both_of_its_ceilings() -> None:

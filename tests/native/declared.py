@@ -106,7 +106,22 @@ def gemm(
 ) -> torch.Tensor:
     """The sums, then α, c, bias and one cast; FP8 with scales of blocks adds c to the output that is cast already."""
     with np.errstate(all="ignore"):
-        y = torch.from_numpy(factor(a, b) * sums(a, b))
+        found = sums(a, b)
+    return finished(found, a, b, out_dtype=out_dtype, c=c, bias=bias)
+
+
+def finished(
+    found: np.ndarray,
+    a: Quantized,
+    b: Quantized,
+    *,
+    out_dtype: torch.dtype,
+    c: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The output that sums become."""
+    with np.errstate(all="ignore"):
+        y = torch.from_numpy(factor(a, b) * found)
     late = a.recipe.scale is FP32 and not a.recipe.whole
     for addend in (bias,) if late else (c, bias):
         if addend is not None:

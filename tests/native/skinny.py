@@ -11,7 +11,7 @@ import torch
 from native import gemm_skinny, sources
 from native.operands import epilogue, product_arguments, rule_of
 from native.ops import Quantized
-from reference.formats import E4M3
+from reference.formats import E4M3, E8M0, FP32
 from tests.native import declared
 
 f32 = np.float32
@@ -49,10 +49,7 @@ def gemm(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same by the declared order, α, c and bias as everywhere."""
-    y = torch.from_numpy(declared.factor(a, b) * sums(a, b))
-    for addend in (c, bias):
-        y = y if addend is None else y + addend.cpu().float()
-    return y.to(out_dtype)
+    return declared.finished(sums(a, b), a, b, out_dtype=out_dtype, c=c, bias=bias)
 
 
 def sums(a: Quantized, b: Quantized) -> np.ndarray:
@@ -74,13 +71,13 @@ def sums(a: Quantized, b: Quantized) -> np.ndarray:
             for columns in _of_nvfp4(start):
                 acc = aligned(acc, left[:, columns], right[:, columns])
         else:
-            for block in range(start // 32, start // 32 + 4):
+            width = 32 if a.recipe.scale is E8M0 else 128
+            for first in range(start, start + 128, width):
                 inner = np.zeros_like(acc)
-                for half in (0, 4):
-                    columns = [32 * block + 8 * t + half + i for t in range(4) for i in range(4)]
+                for columns in _of_e4m3(first, width):
                     inner = aligned(inner, left[:, columns], right[:, columns])
-                scaled = inner.astype(np.float64) * (left_scales[:, block, None] * right_scales[None, :, block])
-                acc = acc + scaled.astype(f32)
+                of_block = (0 if a.recipe.whole else first // width), slice(None)
+                acc = _added(acc, inner, a, left_scales.T[of_block][:, None], right_scales.T[of_block])
         parts[chunk // run % count] = acc
     total = parts[0]
     for part in parts[1:]:
@@ -92,6 +89,21 @@ def _of_nvfp4(start: int) -> Iterator[list[int]]:
     for unit in range(4):
         for places in ((0, 2, 4, 6), (1, 3, 5, 7)):
             yield [start + 32 * t + 8 * unit + place for t in range(4) for place in places]
+
+
+def _of_e4m3(start: int, width: int) -> Iterator[list[int]]:
+    for block in range(start, start + width, 32):
+        for half in (0, 4):
+            yield [block + 8 * t + half + i for t in range(4) for i in range(4)]
+
+
+def _added(acc: np.ndarray, inner: np.ndarray, a: Quantized, s_a: np.ndarray, s_b: np.ndarray) -> np.ndarray:
+    """The sum of a block, times its scales, added to those before it."""
+    if a.recipe.whole:
+        return acc + inner
+    if a.recipe.scale is FP32:
+        return declared.fma(inner * s_a.astype(f32), np.broadcast_to(s_b.astype(f32), acc.shape), acc)
+    return acc + (inner.astype(np.float64) * (s_a * s_b)).astype(f32)
 
 
 def aligned(acc: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:

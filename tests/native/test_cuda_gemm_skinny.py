@@ -15,7 +15,7 @@ from tests.native import skinny
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.native.guards import guarded_outputs
 from tests.native.samples import assert_equal, matrix, to
-from tests.native.test_gemm_skinny import FP32, ends, every_code_and_scale, operands
+from tests.native.test_gemm_skinny import E4M3, FP32, NAMES, ends, every_code_and_scale, operands
 from tests.native.test_gemm_skinny_wide import WIDE_SHAPES
 
 pytestmark = needs_gpu
@@ -25,7 +25,7 @@ EITHER = pytest.mark.parametrize("wide", [False, True], ids=["", "wide"])
 
 
 @EITHER
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp8-e4m3"])
+@pytest.mark.parametrize("name", NAMES)
 def test_sums_are_in_the_declared_order(name: str, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_skinny, "wide", lambda m, n, k: wide and k % 512 == 0)
     for m, n, k in WIDE_SHAPES:
@@ -41,7 +41,7 @@ def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it(
     wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gemm_skinny, "wide", lambda m, n, k: wide and k % 512 == 0)
-    for q in every_code_and_scale("nvfp4", "mxfp8-e4m3"):
+    for q in every_code_and_scale("nvfp4", *E4M3[:3]):
         assert_equal(skinny.product(to(q, DEVICE), to(q, DEVICE), out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
 
 
@@ -60,9 +60,10 @@ def test_sums_of_many_blocks_and_runs_are_in_the_declared_order(monkeypatch: pyt
         assert_equal(y[:, rows], skinny.product(a, some, out_dtype=FP32))
 
 
-def test_a_block_multiplies_more_strips_than_fit_together_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does for MX where N is large: on one multiprocessor for each 16 rows of a."""
-    a, b = operands("mxfp8-e4m3", 20, 300, 2304)
+@pytest.mark.parametrize("name", E4M3)
+def test_a_block_multiplies_more_strips_than_fit_together_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where N is large: on one multiprocessor for each 16 rows of a."""
+    a, b = operands(name, 20, 300, 2304)
     right = skinny.product(a, b, out_dtype=FP32)
     monkeypatch.setattr(gemm_skinny, "multiprocessors", lambda device: 2)
     for _ in range(20):
@@ -75,10 +76,11 @@ def test_scales_of_a_become_part_of_its_numbers_only_as_far_as_that_is_exact() -
         assert_equal(y, skinny.product(a, b, out_dtype=FP32))
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
+@pytest.mark.parametrize("name", ["nvfp4", *E4M3])
 @pytest.mark.parametrize(("m", "n", "k"), [(16, 8192, 8192), (64, 1000, 4096)], ids=str)
 def test_large_ones_are_within_what_any_order_can_give(name: str, m: int, n: int, k: int) -> None:
-    a, b = (ops.quantize(torch.randn(rows, k, device=DEVICE), name) for rows in (m, n))
+    names = name.replace("128x128", "1x128"), name
+    a, b = (ops.quantize(torch.randn(rows, k, device=DEVICE), of) for rows, of in zip((m, n), names, strict=True))
     limits = bounds(a, b, out_dtype=torch.bfloat16, order=Summation(None, truncates=True))
     first, second = (skinny.product(a, b, out_dtype=torch.bfloat16) for _ in range(2))
     assert bool(within(first, limits).all())

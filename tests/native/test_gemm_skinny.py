@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -28,7 +29,12 @@ FP32 = torch.float32
 SHAPES = [(16, 32, 512), (7, 40, 2560), (33, 270, 512), (17, 150, 1152), (1, 1, 512)]
 """M, N and K: whole tiles, tails of both, more chunks than warps, more strips than a block takes together; both."""
 
-SOURCES = {rule: skinny.text(rule) for rule in ("nvfp4", "mx")}
+FP8 = ("fp8-current-e4m3", "fp8-block-1x128-e4m3", "fp8-block-128x128-e4m3")
+E4M3 = ("mxfp8-e4m3", *FP8)
+NAMES = ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", *E4M3]
+"""Recipes of b; that of a is the one which it is multiplied by."""
+
+SOURCES = {rule: skinny.text(rule) for rule in ("nvfp4", "mx", "fp8")}
 
 
 def spread(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -40,8 +46,8 @@ def spread(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def operands(name: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
-    if name == "mxfp8-e4m3":
-        return random_operand(name, m, k, seed=1), random_operand(name, n, k, seed=2)
+    if name in E4M3:
+        return random_operand(name.replace("128x128", "1x128"), m, k, seed=1), random_operand(name, n, k, seed=2)
     return ops.quantize(spread(m, k, 1), "nvfp4"), ops.quantize(spread(n, k, 2), name)
 
 
@@ -54,28 +60,35 @@ def hold_order(name: str, m: int, n: int, k: int) -> None:
         assert_equal(skinny.product(a, b, out_dtype=dtype, **added), skinny.gemm(a, b, out_dtype=dtype, **added))
 
 
-@pytest.mark.parametrize("name", thinned(["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "mxfp8-e4m3"], 2))
+@pytest.mark.parametrize("name", thinned(NAMES, 2))
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> None:
     hold_order(name, m, n, k)
 
 
+def test_scales_of_tiles_are_those_of_128_rows_of_either_operand() -> None:
+    lines, tiles = (random_operand(f"fp8-block-{kind}-e4m3", 130, 512, seed=3) for kind in ("1x128", "128x128"))
+    for a, b in ((lines, tiles), (tiles, lines)):
+        assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
+
+
 def test_it_is_within_what_any_order_of_a_truncating_accumulator_can_give() -> None:
-    """Which is narrow enough to see a row of wrong scales."""
-    for name in ("nvfp4", "mxfp8-e4m3"):
+    """Which is narrow enough to see the last bit of a row of codes."""
+    for name in ("nvfp4", *E4M3):
         a, b = operands(name, 16, 32, 1536)
         limits = bounds(a, b, out_dtype=FP32, order=Summation(None, truncates=True))
         assert bool(within(skinny.product(a, b, out_dtype=FP32), limits).all())
-        scales = b.scales.clone()
-        scales[5] ^= 1
-        other = skinny.product(a, replace(b, scales=scales), out_dtype=FP32)
+        codes = b.codes.clone()
+        codes[5] ^= 1
+        other = skinny.product(a, replace(b, codes=codes), out_dtype=FP32)
         assert not bool(within(other, limits)[:, 5].all())
         assert bool(within(other, limits)[:, 6].all())
 
 
 def test_where_no_order_rounds_it_gives_the_bits_of_the_portable_kernels() -> None:
-    a, b = lattice("mxfp8-e4m3", 20, 512, seed=1), lattice("mxfp8-e4m3", 40, 512, seed=2)
-    assert_equal(skinny.product(a, b, out_dtype=FP32), ops.gemm(a, b, out_dtype=FP32))
+    for name in ("mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3"):
+        a, b = lattice(name, 20, 512, seed=1), lattice(name, 40, 512, seed=2)
+        assert_equal(skinny.product(a, b, out_dtype=FP32), ops.gemm(a, b, out_dtype=FP32))
     a, b = (ops.quantize(torch.randn(rows, 384), "nvfp4") for rows in (16, 33))
     assert bool(bounds(a, b, out_dtype=torch.bfloat16).exact.all())
     assert_equal(skinny.product(a, b, out_dtype=torch.bfloat16), ops.gemm(a, b, out_dtype=torch.bfloat16))
@@ -86,8 +99,12 @@ def one_element(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Quantiz
     r = recipe(name)
     whole = torch.zeros(len(codes), 512, dtype=torch.uint8)
     whole[:, 1] = codes
-    found = operand(whole, scales.unsqueeze(1).repeat(1, 512 // r.block[1]), r)
+    found = operand(whole, scales[:1, None] if r.whole else scales.unsqueeze(1).repeat(1, 512 // r.block[1]), r)
     return found if r.scale.name == "E8M0" else replace(found, tensor_scale=None)
+
+
+POWERS = torch.cat([torch.exp2(torch.arange(-149, 104)), torch.tensor([0.0, math.inf, math.nan])])
+"""float32 scales, subnormal ones too, whose products leave the range of float32 at either end."""
 
 
 def every_code_and_scale(*names: str) -> Iterator[Quantized]:
@@ -95,6 +112,8 @@ def every_code_and_scale(*names: str) -> Iterator[Quantized]:
     every = torch.arange(256, dtype=torch.uint8)
     cases = {
         "mxfp8-e4m3": [(every, torch.full_like(every, 127)), (torch.full_like(every, 0x39), every)],
+        "fp8-current-e4m3": [(every, torch.full((256,), 1.5)), (every, torch.full((256,), 2.0**-70))],
+        "fp8-block-1x128-e4m3": [(every, torch.full((256,), 1.5)), (torch.full_like(every, 0x39), POWERS)],
         "nvfp4": [(every[:16].repeat(16), torch.full_like(every, 0x38)), (torch.full_like(every, 0x7), every)],
     }
     for name in names:
@@ -103,7 +122,7 @@ def every_code_and_scale(*names: str) -> Iterator[Quantized]:
 
 
 def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it() -> None:
-    for q in every_code_and_scale("nvfp4", "mxfp8-e4m3"):
+    for q in every_code_and_scale("nvfp4", *E4M3[:3]):
         assert_equal(skinny.product(q, q, out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
 
 
@@ -142,7 +161,7 @@ def hold_inside(name: str, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nvfp4", "mxfp8-e4m3"):
+    for name in ("nvfp4", *E4M3):
         hold_inside(name, 5, 35, 512, monkeypatch)
 
 
@@ -166,7 +185,10 @@ def test_what_is_taken() -> None:
     assert not taken(random_operand("mxfp8-e4m3", 4, 0))
     assert not taken(random_operand("mxfp8-e5m2", 4, 512))
     assert not taken(mx, random_operand("mxfp4", 4, 512))
-    assert not taken(random_operand("fp8-block-1x128-e4m3", 4, 512))
+    for name in FP8[:2]:
+        assert taken(random_operand(name, 4, 512))
+        assert not taken(random_operand(name, 4, 576))
+        assert not taken(random_operand(name, 4, 512), random_operand(name.replace("e4m3", "e5m2"), 4, 512))
     assert taken(mx, replace(mx, shape=(2**20, 512)))
     assert not taken(mx, replace(mx, shape=(2**20 + 1, 512)))
     assert not taken(*[replace(mx, shape=(4, 2**20 + 512))] * 2)
@@ -182,7 +204,7 @@ def test_what_is_taken() -> None:
 def test_few_rows_of_a_large_matrix_take_this_path_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_paths, "_capability", lambda device: (9, device.index))
     hopper, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    for rule in ("nvfp4", "mx"):
+    for rule in ("nvfp4", "mx", "fp8_tensor", "fp8_block"):
         assert path_of(16, 8192, 8192, rule, hopper, skinny=True) == SKINNY
         assert path_of(FEW, 1024, MANY // 1024, rule, hopper, skinny=True) == SKINNY
         for m, n, device, taken in (
@@ -207,7 +229,7 @@ def test_the_door_takes_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_order_of_threads_gives_the_same_bits() -> None:
-    for name in ("nvfp4", "mxfp8-e4m3"):
+    for name in ("nvfp4", *E4M3[:3]):
         a, b = operands(name, 20, 270 if name != "nvfp4" else 33, 512)
         seen = seen_in_orders(lambda real, a=a, b=b: iter([skinny.product(a, b, out_dtype=FP32)]))  # type: ignore[misc]
         assert len(seen) == 1
@@ -226,14 +248,18 @@ def test_a_lost_barrier_of_nvfp4_shows(which: int, cuda_source: Source, monkeypa
     assert len(seen) > 1
 
 
-def test_a_lost_meeting_of_mx_shows(cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rule", "name"), [("mx", "mxfp8-e4m3"), ("fp8", "fp8-block-1x128-e4m3")])
+def test_a_lost_meeting_of_e4m3_shows(
+    rule: str, name: str, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the sums of all warps are added. No thread of a CPU gets so far ahead of the others that it needs the one
     before the next strips, or those of its warp, whose products meet."""
-    monkeypatch.setitem(TEXTS, "gemm_skinny_mx", text := SOURCES["mx"])
+    monkeypatch.setitem(TEXTS, f"gemm_skinny_{rule}", text := SOURCES[rule])
     start = text.index("multiply_rows(")
     assert text[start:].count("__syncthreads();") == 2
-    a, b = operands("mxfp8-e4m3", 16, 32, 512)
-    others = operands("mxfp8-e4m3", 16, 32, 1024)
-    with lost("gemm_skinny", "gemm_skinny_mx", text[:start].count("__syncthreads();"), cuda_source, monkeypatch):
+    a, b = operands(name, 16, 32, 512)
+    others = operands(name, 16, 32, 1024)
+    before = text[:start].count("__syncthreads();")
+    with lost("gemm_skinny", f"gemm_skinny_{rule}", before, cuda_source, monkeypatch):
         seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
     assert len(seen) > 1
