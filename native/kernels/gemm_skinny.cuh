@@ -1,5 +1,6 @@
 // gemm_skinny.cuh: what products of a few rows are made of: float16 numbers in pairs, codes of E4M3 as such, and sums of
-// products of 16 rows of b and 8 of a on tensor cores. Their contracts: gemm_skinny_nvfp4.cu and gemm_skinny_mx.cu.
+// products of 16 rows of b and 8 of a on tensor cores. Their contracts: gemm_skinny_nvfp4.cu, gemm_skinny_nvfp4_wide.cu,
+// gemm_skinny_mx.cu and gemm_skinny_fp8.cu.
 #pragma once
 
 #include "gemm.cuh"

@@ -1,25 +1,24 @@
 // gemm_skinny_e4m3.cuh: out = a @ b.T (+ c) (+ bias), elements E4M3 of a byte, where a has few rows. Their contracts:
 // gemm_skinny_mx.cu and gemm_skinny_fp8.cu.
 //
-// A block of 256 threads has 16 rows of a and some strips of 16 rows of b, one after the other. Elements become float16,
-// exactly. Tensor cores add 16 products at a time to a float32 number, cut off as they do it (aligned_halves). Columns
-// are taken 32 at a time: thread t of the four with a row has eight that follow each other, and gives the first four to
-// one mma and the last four to the next. Of each 1024 columns, warp w of eight adds columns 128w to 128w + 127, in order
-// of K; the sums of the warps are added in their order, one float32 rounding each.
+// A block of 256 threads has 16 rows of a and some strips of 16 rows of b, one after the other. Elements become
+// float16, exactly. Tensor cores add 16 products at a time to a float32 number, cut off as they do it (aligned_halves).
+// Columns are taken 32 at a time: thread t of the four with a row has eight that follow each other, and gives the first
+// four to one mma and the last four to the next. Of each 1024 columns, warp w of eight adds columns 128w to 128w + 127,
+// in order of K; the sums of the warps are added in their order, one float32 rounding each.
 //
 // What takes the time is reading b. Each warp copies what it multiplies to shared memory of its own, four pieces ahead,
 // and waits for no other one until all is multiplied. A piece is 16 rows of 128 columns. That of a comes first; it is
 // decoded and stays in registers while those of four strips of b come and are multiplied by it. Then come the next
 // columns.
 //
-// On an H200, 16 rows by N = K = 8192 took 18.8 us (MXFP8), a bare read of b 16.6 us, and trials of this kernel 18.0 us
-// without products; 20.7 us with 16 warps, of half the registers each; 18.9 us with five pieces ahead (and 4 % less than
-// this where N = 4096), 20.0 us with nine; 19.2 us where the columns of a warp follow each other; 1 us more where what is
-// read once does not leave the cache first.
+// On an H200, 16 rows by N = K = 8192 took 18.8 us (MXFP8, in a CUDA graph), a bare read of b 16.6 us, and trials of
+// this kernel 18.0 us without products; 20.7 us with 16 warps, of half the registers each; 18.9 us with five pieces
+// ahead (and 4 % less than this where N = 4096), 20.0 us with nine; 19.2 us where the columns of a warp follow each
+// other; 1 us more where what is read once does not leave the cache first. Scales cost nothing there: FP8 with one, or
+// one of 128 columns, takes as long as MXFP8 (19.7 to 20.2 us between events).
 #pragma once
 
-#include "gemm_fp8.cuh"
-#include "gemm_mx.cuh"
 #include "gemm_skinny.cuh"
 
 constexpr int WARPS = 8, SKINNY_THREADS = WARPS * WARP;
@@ -66,6 +65,11 @@ struct Work {
     // Rows of b before the end of the block's.
     __device__ __forceinline__ int end() const { return last * STRIP_ROWS < rows ? last * STRIP_ROWS : rows; }
 };
+
+__device__ __forceinline__ Work work_of(const u8* a_codes, const u8* a_scales, const u8* b_codes, const u8* b_scales,
+                                        i64 m, i64 n, i64 k) {
+    return {a_codes, a_scales, b_codes, b_scales, static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)};
+}
 
 // ---- copying: cp.async of PTX ---------------------------------------------------------------------------------------
 
@@ -228,11 +232,11 @@ __device__ __forceinline__ void decode(const Piece& piece, int half, int block, 
     for (int i = 0; i < 2; ++i) e4m3_pairs(codes.words[i], pairs[2 * i], pairs[2 * i + 1]);
 }
 
-// Adds the sum of a block of MX, or that of all columns of a piece, of tokens 2t and 2t + 1 of a group and rows `row` and
-// `row` + 8 of b.
+// Adds the sum of a block of MX, or that of all columns of a piece, of tokens 2t and 2t + 1 of a group and rows `row`
+// and `row` + 8 of b.
 template <class Rule, bool MODERATE>
-__device__ __forceinline__ void add_block(const u32 (&scales)[TOKENS + ROWS], const Four (&factors)[2], int group, int row,
-                                          int block, const float (&inner)[4], float (&sums)[4]) {
+__device__ __forceinline__ void add_block(const u32 (&scales)[TOKENS + ROWS], const Four (&factors)[2], int group,
+                                          int row, int block, const float (&inner)[4], float (&sums)[4]) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -252,8 +256,8 @@ __device__ __forceinline__ void add_block(const u32 (&scales)[TOKENS + ROWS], co
     }
 }
 
-// Adds the products of `count` strips of b, of the columns at hand. `above`: of MX, scales of rows g and g + 8 of a, less
-// the least.
+// Adds the products of `count` strips of b, of the columns at hand. `above`: of MX, scales of rows g and g + 8 of a,
+// less the least.
 template <class Rule, bool MODERATE, class Take>
 __device__ __forceinline__ void multiply_pieces(const Share& share, int turn, const u32 (&above)[GROUPS], int count,
                                                 const Take& take, float (&sums)[STRIPS][GROUPS][4]) {
@@ -333,7 +337,7 @@ __device__ __forceinline__ void store_strips(const Rule& rule, const Shared& sha
     }
 }
 
-// Of MX: writes the factors of b and what is above the least scale of a; whether those that this thread sees are moderate.
+// Of MX: writes the factors of b and what is above the least scale of a; whether those this thread sees are moderate.
 __device__ __forceinline__ bool prepare_scales(Share& share, int turn, u32 (&above)[GROUPS]) {
     const int lane = threadIdx.x % WARP, g = lane / 4;
     const u32* const scales = share.scales[turn % 2];
@@ -357,7 +361,8 @@ __device__ __forceinline__ bool prepare_scales(Share& share, int turn, u32 (&abo
 }
 
 template <class Rule>
-__device__ __forceinline__ void multiply_rows(const Rule& rule, Shared& shared, const Work& work, const Epilogue& epilogue) {
+__device__ __forceinline__ void multiply_rows(const Rule& rule, Shared& shared, const Work& work,
+                                              const Epilogue& epilogue) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     Share& share = shared.shares[warp];
     Copies<Rule> copies(share, work, warp * CHUNK);

@@ -7,8 +7,9 @@
 //   Types of c, bias and out: 0 float32, 1 bfloat16, 2 float16.
 //   Launch: 256 threads, sizeof(Shared) of dynamic shared memory, grid (ceil(M/16), ceil(ceil(N/16)/each)): a block has
 //   16 rows of a and `each` strips of 16 rows of b.
-//   Numerics: sums as gemm_skinny_e4m3.cuh says. The sum P of a block of 32 begins at 0, becomes fl(P * 2^(ea+eb)) and is
-//   added to that of the blocks before it. Then + c, + bias; each of these sums rounds to float32, and one cast ends it.
+//   Numerics: sums as gemm_skinny_e4m3.cuh says. The sum P of a block of 32 begins at 0, becomes fl(P * 2^(ea+eb)) and
+//   is added to that of the blocks before it. Then + c, + bias; each of these sums rounds to float32, and one cast ends
+//   it.
 
 #include "gemm_mx.cuh"
 #include "gemm_skinny_e4m3.cuh"
@@ -17,6 +18,6 @@ extern "C" __global__ void __launch_bounds__(SKINNY_THREADS, 1)
     gemm_skinny_mx(const u8* a_codes, const u8* a_scales, const u8* b_codes, const u8* b_scales, const void* c,
                    const void* bias, void* out, i64 m, i64 n, i64 k, int c_type, int bias_type, int out_type,
                    int each) {
-    const Work work = {a_codes, a_scales, b_codes, b_scales, static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)};
+    const Work work = work_of(a_codes, a_scales, b_codes, b_scales, m, n, k);
     multiply_skinny(Mx{}, work, {c, bias, out, c_type, bias_type, out_type, 0, 0}, each);
 }

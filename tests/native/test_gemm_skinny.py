@@ -137,7 +137,7 @@ def scaled(scale: int, seed: int) -> Quantized:
 
 
 def ends() -> Iterator[tuple[Quantized, Quantized]]:
-    """Where the fast path of gemm_skinny_mx.cu ends, and beyond: of both scales, and of others of a in any place."""
+    """Where the fast path of gemm_skinny_e4m3.cuh ends, and beyond: of both scales, and of others of a in any place."""
     every = product((64, 65, 161, 162), (63, 64, 191, 192), ((-6, 6), (-7, 0), (0, 7)))
     for number, (left, right, others) in enumerate(every):
         a, b = scaled(left, 1), scaled(right, 2)
