@@ -74,11 +74,14 @@ def watched(spent: defaultdict[str, float]) -> Iterator[None]:
     """
     last = time.thread_time()
 
-    def look(_: int, frame: FrameType | None) -> None:
+    def since() -> float:
         nonlocal last
-        now = time.thread_time()
-        spent[part_of(frame)] += now - last
-        last = now
+        now = max(time.thread_time(), last)  # on a virtual machine it went back, by 5 ms once
+        passed, last = now - last, now
+        return passed
+
+    def look(_: int, frame: FrameType | None) -> None:
+        spent[part_of(frame)] += since()
 
     before = signal.signal(signal.SIGPROF, look)
     signal.setitimer(signal.ITIMER_PROF, INTERVAL, INTERVAL)
@@ -87,7 +90,7 @@ def watched(spent: defaultdict[str, float]) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGPROF, before)
-        spent["harness"] += time.thread_time() - last  # the end of a case is the making of its record
+        spent["harness"] += since()  # the end of a case is the making of its record
 
 
 def part_of(frame: FrameType | None) -> str:

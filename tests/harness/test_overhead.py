@@ -83,6 +83,16 @@ def test_the_time_since_the_last_look_is_that_of_what_runs(monkeypatch: pytest.M
     assert timers == [(INTERVAL, INTERVAL), (0.0,)]
 
 
+def test_a_clock_that_goes_back_counts_no_second_twice_and_takes_none_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 5.0, 4.0, 7.0, 6.0])
+    monkeypatch.setattr("harness.overhead.time", SimpleNamespace(thread_time=lambda: next(clock)))
+    spent: defaultdict[str, float] = defaultdict(float)
+    with watched(spent):
+        for file in ("reference/a.py", "native/a.py", "reference/a.py"):
+            code_of(file)["call"](partial(signal.raise_signal, signal.SIGPROF))
+    assert spent == {"reference": 7.0, "kernel": 0.0, "harness": 0.0}
+
+
 def test_a_timer_looks_by_itself() -> None:
     spent: defaultdict[str, float] = defaultdict(float)
     with watched(spent):
