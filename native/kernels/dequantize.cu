@@ -24,6 +24,7 @@ using Element = ELEMENT;
 
 constexpr int THREADS = 256;
 constexpr int EACH = 16;
+constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;  // codes
 
 enum ScaleKind { E4M3_AMAX = 0, E8M0 = 1, FP32 = 2 };
 
@@ -87,17 +88,22 @@ __device__ __forceinline__ float element_to_float(u32 code) {
 // The numbers of neighbouring codes.
 template <int N>
 __device__ __forceinline__ void decode(const u8* bytes, float (&v)[N]) {
+#ifdef HAS_LANES
+    for (int i = 0; i < N; i += LANES) {
+        store_lanes(narrow_lanes<Element>(load_code_lanes<Element>(bytes + i / PER_BYTE)), v + i);
+    }
+#else
     if constexpr (Element::BITS == 4) {
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = element_to_float(bytes[i / 2] >> i % 2 * 4);
     } else {
         narrows_to_floats<Element>(bytes, v);
     }
+#endif
 }
 
 template <class T>
 __device__ void dequantize(const u8* codes, int codes_transposed, Scales scales, T* out, i64 rows, i64 columns) {
-    constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;
     const i64 chunks = (columns + EACH - 1) / EACH;
     const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     if (index >= rows * chunks) return;
@@ -143,7 +149,7 @@ struct Unit {
 #else
     static constexpr int ELEMENTS = EACH;
 #endif
-    static constexpr int BYTES = Element::BITS == 4 ? ELEMENTS / 2 : ELEMENTS;
+    static constexpr int BYTES = ELEMENTS / PER_BYTE;
     struct alignas(BYTES) Codes {
         u8 each[BYTES];
     };

@@ -114,6 +114,28 @@ __forceinline__ Bits bf16_lanes(Floats x) {
     const Bits rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
     return (bits & 0x7FFFFFFFu) > FLOAT_INF_BITS ? Bits{} + 0x7FFFu : rounded;
 }
+
+// float16, as from_float makes it.
+__forceinline__ Bits fp16_lanes(Floats x) {
+    const Bits bits = same_bits<Bits>(x), magnitude = bits & 0x7FFFFFFFu;
+    const Bits small = smaller(magnitude, Bits{} + 0x477FF000u);
+    const Floats anchor = same_bits<Floats>(larger(small & FLOAT_INF_BITS, Bits{} + 0x38800000u) + (13u << 23));
+    const Floats rounded = (same_bits<Floats>(small) + anchor) - anchor;
+    const Bits r = same_bits<Bits>(rounded);
+    // No larger number than 2^10 is asked for.
+    const Floats steps = r < 0x38800000u ? rounded * 0x1p24f : Floats{};
+    const Bits counted = same_bits<Bits>(__builtin_convertvector(steps, Integers));
+    const Bits code = (r < 0x38800000u ? counted : (r >> 13) - (112u << 10)) | (bits >> 16 & 0x8000u);
+    return magnitude > FLOAT_INF_BITS ? Bits{} + 0x7FFFu : code;
+}
+
+__forceinline__ void from_float_lanes(Floats x, float* target) { store_lanes(x, target); }
+__forceinline__ void from_float_lanes(Floats x, bf16* target) {
+    store_lanes(__builtin_convertvector(bf16_lanes(x), Shorts), target);
+}
+__forceinline__ void from_float_lanes(Floats x, fp16* target) {
+    store_lanes(__builtin_convertvector(fp16_lanes(x), Shorts), target);
+}
 #endif
 
 // Where they lie aligned, a GPU moves 16 bytes, or 8, with one instruction.
@@ -161,6 +183,12 @@ __device__ __forceinline__ void store_elements(const float (&v)[N], T* target) {
             for (int j = 0; j < EACH; ++j) from_float(v[i * EACH + j], chunk.each[j]);
             reinterpret_cast<Chunk*>(target)[i] = chunk;
         }
+        return;
+    }
+#endif
+#ifdef HAS_LANES
+    if constexpr (N % LANES == 0) {
+        for (int i = 0; i < N; i += LANES) from_float_lanes(load_lanes<Floats>(v + i), target + i);
         return;
     }
 #endif
@@ -376,6 +404,16 @@ __forceinline__ Bits stochastic_lanes(Floats x, Bits byte) {
 
 // Codes, one a byte, or, of elements of four bits, two: the first one low.
 template <class F>
+__forceinline__ Bits load_code_lanes(const u8* source) {
+    if constexpr (F::BITS == 4) {
+        const Pairs pairs = __builtin_convertvector(load_lanes<BytesOfPairs>(source), Pairs);
+        return same_bits<Bits>((pairs | pairs << 28) & 0x0000000F0000000Full);
+    } else {
+        return __builtin_convertvector(__builtin_convertvector(load_lanes<Bytes>(source), Shorts), Bits);
+    }
+}
+
+template <class F>
 __forceinline__ void store_code_lanes(Bits codes, u8* target) {
     if constexpr (F::BITS == 4) {
         const Pairs pairs = same_bits<Pairs>(codes);
@@ -422,6 +460,23 @@ __device__ __forceinline__ float narrow_to_float(u32 code) {
     const u32 value = magnitude <= F::MAX_CODE ? finite : infinite ? FLOAT_INF_BITS : 0x7FC00000u;
     return __uint_as_float(value | ((code & F::SIGN) != 0u ? 0x80000000u : 0u));
 }
+
+#ifdef HAS_LANES
+template <class F>
+__forceinline__ Floats narrow_lanes(Bits codes) {
+    const Bits magnitude = codes & (F::SIGN - 1u);
+    const Floats small = __builtin_convertvector(same_bits<Integers>(magnitude), Floats) * __uint_as_float(F::STEP_BITS);
+    const Bits normal = (magnitude + F::REBIAS) << F::SHIFT;
+    Bits value = magnitude < 1u << F::MANTISSA ? same_bits<Bits>(small) : normal;
+    if constexpr (F::MAX_CODE + 1u < F::NAN_CODE) {
+        value = magnitude == F::MAX_CODE + 1u ? Bits{} + FLOAT_INF_BITS : value;
+        value = magnitude > F::MAX_CODE + 1u ? Bits{} + 0x7FC00000u : value;
+    } else {
+        value = magnitude > F::MAX_CODE ? Bits{} + 0x7FC00000u : value;
+    }
+    return same_bits<Floats>(value | (codes & F::SIGN) << (32 - F::BITS));
+}
+#endif
 
 template <class F, int N>
 __device__ __forceinline__ void narrows_to_floats(const u8* codes, float (&v)[N]) {

@@ -50,13 +50,22 @@ template <class T> __device__ void load(const T* x, u32* differ) {
     load_elements(x, v);
     for (int i = 0; i < 16; ++i) *differ += __float_as_uint(v[i]) != __float_as_uint(to_float(x[i]));
 }
-__device__ void narrow(const float* x, u32* differ) {
+template <class T> __device__ void narrow(const float* x, u32* differ) {
+    float v[16];
+    T stored[16], one;
+    for (int i = 0; i < 16; ++i) v[i] = x[i];
+    store_elements(v, stored);
+    for (int i = 0; i < 16; ++i) {
+        from_float(x[i], one);
+        *differ += __builtin_memcmp(&stored[i], &one, sizeof(T)) != 0;
+    }
+}
+template <class F> __device__ void decode(const u8* codes, u32* differ) {
     for (int i = 0; i < 16; i += LANES) {
-        const Bits codes = bf16_lanes(load_lanes<Floats>(x + i));
+        const Floats found = narrow_lanes<F>(load_code_lanes<F>(codes + (F::BITS == 4 ? i / 2 : i)));
         for (int j = 0; j < LANES; ++j) {
-            bf16 one;
-            from_float(x[i + j], one);
-            *differ += codes[j] != one.bits;
+            const u32 code = F::BITS == 4 ? codes[(i + j) / 2] >> j % 2 * 4 & 0xFu : codes[i + j];
+            *differ += __float_as_uint(found[j]) != __float_as_uint(narrow_to_float<F>(code));
         }
     }
 }
@@ -100,7 +109,8 @@ KERNELS = {
     **{f"draw_{name}": (f"draw<{name}>", "float") for name in FORMATS},
     "load_bf16": ("load", "bf16"),
     "load_fp16": ("load", "fp16"),
-    "narrow_bf16": ("narrow", "float"),
+    **{f"decode_{name}": (f"decode<{name}>", "u8") for name in FORMATS},
+    **{f"narrow_{name}": (f"narrow<{name}>", "float") for name in ("float", "bf16", "fp16")},
     "largest_of_16": ("largest", "float"),
     "rotate_16": ("rotate", "float"),
 }
@@ -146,7 +156,15 @@ def test_every_half_is_loaded_as_one_is(cuda_source: Source, kernel: str, flags:
 
 
 @EVERY_WIDTH
-@pytest.mark.parametrize("kernel", ["narrow_bf16", "largest_of_16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_is_decoded_as_one_is(cuda_source: Source, name: str, flags: Flags) -> None:
+    """In every place of 16, as bytes, or as all pairs of two in a byte."""
+    every = np.concatenate([np.roll(np.arange(256, dtype=np.uint8), by) for by in range(16)])
+    assert differing(cuda_source(TEXT), f"decode_{name}", every, flags) == 0
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("kernel", ["narrow_float", "narrow_bf16", "narrow_fp16", "largest_of_16"])
 def test_16_are_what_each_is(cuda_source: Source, kernel: str, flags: Flags) -> None:
     """In the order of their values, and mixed, so that the largest is in any place and NaN beside numbers."""
     x = decisions()
