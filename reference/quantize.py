@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from reference.blocks import INPUT_DTYPES, block_amax, by_slabs, of_rows, over_tiles, slabs, tensor_amax
+from reference.blocks import INPUT_DTYPES, block_amax, by_slabs, of_rows, over_tiles, tensor_amax
 from reference.elements import element_codes
 from reference.formats import FP32
 from reference.four_over_six import choose_scales
@@ -95,9 +95,8 @@ def encode_elements(
     `block_amaxes` of `x`, where they are known; FP8 blocks need them, see `element_factors`.
     """
     shape = (x.shape[0], x.shape[1])
-    codes = torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=x.device)
-    if codes.numel() == 0:
-        return codes
+    if 0 in shape:
+        return torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=x.device)
     if blocks is None and recipe.element_scale == "x*(max/amax)":
         blocks = block_amaxes(x, recipe)
 
@@ -106,11 +105,14 @@ def encode_elements(
         return element_factors(scales[rows], _of_rows(tensor, rows), recipe, x.dtype, own)
 
     factors = per_row(by_slabs(scales, factors_of), recipe, shape[0])
-    for rows in slabs(x):
+
+    def codes_of(rows: slice) -> torch.Tensor:
         scaled = scale_elements(x[rows], factors[rows], _of_rows(tensor, rows), recipe)
         bits = None if random is None else random_bytes(random, shape, rows, x.device, recipe.block[1], first)
         found = element_codes(scaled, recipe, bits)
-        codes[rows] = pack(found) if recipe.element.bits == 4 else found
+        return pack(found) if recipe.element.bits == 4 else found
+
+    codes = by_slabs(x, codes_of)
     return codes if recipe.packing == "low-first" else swap_nibbles(codes)
 
 

@@ -14,7 +14,7 @@ import torch
 from harness.bench.judge import Given, judge_quantized
 from harness.bench.quiet import without_stderr
 from harness.bench.row import OURS
-from harness.bench.timing import Calls, interleaved
+from harness.bench.timing import Calls, cold, interleaved
 from native import ops as native
 from reference import ops as reference
 from reference.recipes import recipe
@@ -29,8 +29,6 @@ for 2^24 elements and 84 for 2^26."""
 LINEAR = 0.2
 """How far from one another the costs of an element may lie for a curve to be linear."""
 _ROUNDS, _SECONDS = 9, 1.0
-_COLD, _COLD_ON_CPU = 4, 1 << 27
-"""Caches that inputs fill, one after the other: L2s of a GPU; bytes on a CPU."""
 _DRAWN = 1 << 22
 """Numbers that are random. Others repeat them."""
 
@@ -131,7 +129,8 @@ def grow(
             if growth.ended:
                 continue
             name = _name(growth, exponent)
-            some = [partial(doors.quantize, x, RECIPE) for x in inputs[: _copies(inputs, device)]]
+            copies = -(-cold(device) // inputs[0].nbytes)
+            some = [partial(doors.quantize, x, RECIPE) for x in inputs[:copies]]
             try:
                 results.append(some[0]())
                 memory[name] = _peak(some[0], device)
@@ -158,21 +157,11 @@ def _name(growth: Growth, exponent: int) -> str:
 
 def _numbers(largest: int, device: torch.device) -> torch.Tensor:
     """Normally distributed bfloat16 numbers: 2^largest, or as many as no cache holds."""
-    count = 1 << max(largest, math.ceil(math.log2(_cold(device) / 2)))
+    count = 1 << max(largest, math.ceil(math.log2(cold(device) / 2)))
     some = torch.randn(
         min(count, _DRAWN), generator=torch.Generator(device).manual_seed(0), device=device, dtype=torch.bfloat16
     )
     return some.repeat(count // len(some))
-
-
-def _copies(inputs: torch.Tensor, device: torch.device) -> int:
-    """How many of these inputs no cache holds together."""
-    return -(-_cold(device) // inputs[0].nbytes)
-
-
-def _cold(device: torch.device) -> int:
-    """Bytes that are several times a cache."""
-    return _COLD * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _COLD_ON_CPU
 
 
 def _peak(call: Callable[[], Any], device: torch.device) -> int:

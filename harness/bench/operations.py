@@ -22,7 +22,7 @@ from harness.bench.judge import (
 )
 from harness.bench.row import OURS
 from harness.bench.tasks import EXPERTS, GIVEN, Task
-from harness.bench.timing import Calls
+from harness.bench.timing import Calls, cold
 from harness.operations.product import order_of
 from native import ops as native
 from reference import ops as reference
@@ -34,8 +34,6 @@ COPY, SAME, MATMUL, DEQUANTIZED = "copy", "copy of as much", "matmul", "dequanti
 """Names of ceilings."""
 _LARGE_COPY = 1 << 28
 """bfloat16 elements of the copy that is a GPU's ceiling: half a GiB, ten times an H200's L2."""
-_L2S = 4
-"""Inputs that are copied fill a GPU's L2 so many times."""
 _MOST = 4096
 """Copies, each of which is called once before anything is timed."""
 
@@ -97,8 +95,7 @@ class Inputs:
         CPU."""
         if self.device.type != "cuda":
             return [tensors]
-        l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
-        count = min(-(-_L2S * l2 // sum(tensor.nbytes for tensor in tensors)), _MOST)
+        count = min(-(-cold(self.device) // sum(tensor.nbytes for tensor in tensors)), _MOST)
         return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(count - 1))]
 
     def copy(self, x: torch.Tensor) -> tuple[Calls, int]:

@@ -26,6 +26,9 @@ _CLOCK = 2.0e9
 """Cycles a second of `torch.cuda._sleep`, at least: an H200 has 1.98e9."""
 _LONGEST_SLEEP = 20e-3
 
+_L2S, _COLD_ON_CPU = 4, 1 << 27
+"""What inputs that are in no cache fill, one after the other: L2s of a GPU; bytes on a CPU."""
+
 Calls = Sequence[Callable[[], Any]]
 """The same call for every copy of its inputs: taken in turn, so that no input is still in a cache."""
 
@@ -49,6 +52,11 @@ class Times:
             return self.rounds[0], self.rounds[0]
         first, _, third = statistics.quantiles(self.rounds, n=4, method="inclusive")
         return first, third
+
+
+def cold(device: torch.device) -> int:
+    """Bytes that are several times the cache of a device."""
+    return _L2S * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _COLD_ON_CPU
 
 
 def interleaved(

@@ -467,12 +467,10 @@ __forceinline__ Floats narrow_lanes(Bits codes) {
     const Bits magnitude = codes & (F::SIGN - 1u);
     const Floats small = __builtin_convertvector(same_bits<Integers>(magnitude), Floats) * __uint_as_float(F::STEP_BITS);
     const Bits normal = (magnitude + F::REBIAS) << F::SHIFT;
-    Bits value = magnitude < 1u << F::MANTISSA ? same_bits<Bits>(small) : normal;
+    const Bits finite = magnitude < 1u << F::MANTISSA ? same_bits<Bits>(small) : normal;
+    Bits value = magnitude <= F::MAX_CODE ? finite : Bits{} + 0x7FC00000u;
     if constexpr (F::MAX_CODE + 1u < F::NAN_CODE) {
         value = magnitude == F::MAX_CODE + 1u ? Bits{} + FLOAT_INF_BITS : value;
-        value = magnitude > F::MAX_CODE + 1u ? Bits{} + 0x7FC00000u : value;
-    } else {
-        value = magnitude > F::MAX_CODE ? Bits{} + 0x7FC00000u : value;
     }
     return same_bits<Floats>(value | (codes & F::SIGN) << (32 - F::BITS));
 }

@@ -282,7 +282,8 @@ __device__ __forceinline__ void multiply_pieces(const Share& share, int turn, co
         take(1 + strip);
         if (strip >= count) continue;
         const int row = strip * STRIP_ROWS + g;
-        const Four factors[2] = {share.factors[row], share.factors[row + 8]};
+        Four factors[2];
+        if constexpr (MODERATE) factors[0] = share.factors[row], factors[1] = share.factors[row + 8];
         float inner[GROUPS][4] = {};
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
