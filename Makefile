@@ -38,14 +38,14 @@ endif
 .PHONY: report test test-long lint ruff gate bench mutants soak train clean
 
 report: $(READY)
-	$(PY) -m harness run --tier quick --device $(DEVICE)
+	$(PY) -m narrowgauge run --tier quick --device $(DEVICE)
 
 test: ruff
 	@# Without it pytest that collects no case would leave an older run to the gate.
 	@rm -f reports/latest/records.jsonl
 	$(PY) -m pytest -n auto -m "not full and not long" --device $(DEVICE)
 ifeq ($(DEVICE),cpu)
-	$(PY) -m harness gate --baseline $(BASELINE)
+	$(PY) -m narrowgauge gate --baseline $(BASELINE)
 endif
 
 test-long: $(READY)
@@ -60,20 +60,20 @@ ruff: $(READY)
 	$(PY) -m ruff format --check .
 
 gate: $(READY)
-	$(PY) -m harness run --tier quick --device $(DEVICE) || test $$? -eq 1 # a failure may be an accepted one
-	$(PY) -m harness gate --baseline $(BASELINE)
+	$(PY) -m narrowgauge run --tier quick --device $(DEVICE) || test $$? -eq 1 # a failure may be an accepted one
+	$(PY) -m narrowgauge gate --baseline $(BASELINE)
 
 bench: $(READY)
-	$(PY) -m harness bench --device $(DEVICE)
+	$(PY) -m narrowgauge bench --device $(DEVICE)
 
 mutants: $(READY)
-	$(PY) -m harness mutants
+	$(PY) -m narrowgauge mutants
 
 soak: $(READY)
-	$(PY) -m harness soak --device $(DEVICE)
+	$(PY) -m narrowgauge soak --device $(DEVICE)
 
 train: $(READY)
-	$(PY) -m harness train --device $(DEVICE)
+	$(PY) -m narrowgauge train --device $(DEVICE)
 
 $(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

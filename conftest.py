@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest_plugins = ["harness.plugin"]
+pytest_plugins = ["narrowgauge.harness.pytest_plugin.plugin"]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,19 +8,19 @@ from functools import partial
 
 import torch
 
-from native import cuda, host
-from native.amax import amax, another_grid
-from native.delayed import update_scale
-from native.dequantize import dequantize
-from native.gemm import gemm, gemm_grouped, gemm_order
-from native.gemm_quantized import gemm_quantized
-from native.hadamard import transform
-from native.layout import swizzle, unswizzle
-from native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
-from native.quantize import quantize, quantize_both, quantize_grouped
-from native.sections import pad_sections, unpad_sections
-from reference.quantized import GroupedQuantized, Quantized
-from reference.recipes import recipe
+from narrowgauge.native.gemm.gemm import gemm, gemm_grouped, gemm_order
+from narrowgauge.native.gemm.quantized import gemm_quantized
+from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
+from narrowgauge.native.quantize.amax import amax, another_grid
+from narrowgauge.native.quantize.delayed import update_scale
+from narrowgauge.native.quantize.dequantize import dequantize
+from narrowgauge.native.quantize.hadamard import transform
+from narrowgauge.native.quantize.layout import swizzle, unswizzle
+from narrowgauge.native.quantize.quantize import quantize, quantize_both, quantize_grouped
+from narrowgauge.native.quantize.sections import pad_sections, unpad_sections
+from narrowgauge.native.runtime import cuda, host
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.recipes import recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "amax", "check",

@@ -3,7 +3,7 @@
 The data are here and cost no import of torch; the doors (`quantize`, `dequantize`, `gemm`) are in `reference.ops`.
 """
 
-from reference.quantized import Quantized
-from reference.recipes import Recipe, recipe
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe, recipe
 
 __all__ = ["Quantized", "Recipe", "recipe"]

@@ -1,16 +1,16 @@
 """The doors of the reference, the same as those of `native.ops`."""
 
-from reference.delayed import update_scale
-from reference.dequantize import dequantize
-from reference.gemm import gemm, gemm_grouped
-from reference.gemm_quantized import gemm_quantized
-from reference.hadamard import transform
-from reference.layout import swizzle, unswizzle
-from reference.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
-from reference.quantize import quantize, quantize_both, quantize_grouped
-from reference.quantized import GroupedQuantized, Quantized
-from reference.recipes import recipe
-from reference.sections import pad_sections, unpad_sections
+from narrowgauge.reference.gemm.gemm import gemm, gemm_grouped
+from narrowgauge.reference.gemm.quantized import gemm_quantized
+from narrowgauge.reference.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer
+from narrowgauge.reference.quantize.delayed import update_scale
+from narrowgauge.reference.quantize.dequantize import dequantize
+from narrowgauge.reference.quantize.hadamard import transform
+from narrowgauge.reference.quantize.layout import swizzle, unswizzle
+from narrowgauge.reference.quantize.quantize import quantize, quantize_both, quantize_grouped
+from narrowgauge.reference.quantize.sections import pad_sections, unpad_sections
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.recipes import recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "declares",
@@ -19,4 +19,4 @@ __all__ = [
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}
-"""Rotations sum in the order of `reference.hadamard`."""
+"""Rotations sum in the order of `reference.quantize.hadamard`."""

@@ -25,13 +25,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import native.linear
-import native.ops
-import native.parallel
-import reference.linear
-import reference.ops
-import reference.parallel
-from native.sources import ToolchainError
+from narrowgauge.native import ops as native_ops
+from narrowgauge.native.modules import linear as native_linear
+from narrowgauge.native.modules import parallel as native_parallel
+from narrowgauge.native.runtime.sources import ToolchainError
+from narrowgauge.reference import ops as reference_ops
+from narrowgauge.reference.modules import linear as reference_linear
+from narrowgauge.reference.modules import parallel as reference_parallel
+from tests.paths import ROOT
 from tests.sharded_linear import sharded_linears
 from tests.shards import Halves, Sharded, sharded_matrices
 
@@ -43,8 +44,8 @@ JUDGED_WRONG = ("nvfp4-rht", "fp8-current-e4m3")
 """The recipes whose shards are quantized with each mistake too."""
 
 _ROOMS: dict[str, tuple[ModuleType, ModuleType, Callable[..., Any]]] = {
-    "reference": (reference.ops, reference.parallel, reference.linear.Linear),
-    "native": (native.ops, native.parallel, native.linear.Linear),
+    "reference": (reference_ops, reference_parallel, reference_linear.Linear),
+    "native": (native_ops, native_parallel, native_linear.Linear),
 }
 Results = dict[Any, Any]
 
@@ -58,7 +59,7 @@ def run(folder: Path, worlds: Sequence[int], backend: str, *, fail: bool = False
     Raises AssertionError with the traceback of one that failed, or that hangs.
     """
     command = [sys.executable, "-m", "tests.processes", str(folder), backend, *map(str, worlds), *["--fail"] * fail]
-    root = Path(__file__).parent.parent
+    root = ROOT
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=2 * LIMIT)
     if ended.returncode:
         raise AssertionError(f"processes with {backend} ended with {ended.returncode}:\n{ended.stderr}")
@@ -144,7 +145,7 @@ def _work(rank: int, world: int, device: torch.device) -> Results:
     assert everybody is not None
     found: Results = {"missing": {}}
     try:
-        native.ops.check(device)
+        native_ops.check(device)
     except ToolchainError as error:
         found["missing"]["native"] = str(error)
     for room in [room for room in _ROOMS if room not in found["missing"]]:

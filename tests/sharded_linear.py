@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from reference.autocast import autocast
-from reference.ops import Quantized
+from narrowgauge.reference.ops import Quantized
+from narrowgauge.spec.autocast import autocast
 from tests.shards import joined_differs, same
 
 Observed = dict[str, list[Any]]

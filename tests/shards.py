@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from reference.ops import Quantized
-from reference.quantized import words_shape
-from reference.recipes import Recipe, recipe, recipe_names
+from narrowgauge.reference.ops import Quantized
+from narrowgauge.spec.quantized import words_shape
+from narrowgauge.spec.recipes import Recipe, recipe, recipe_names
 from tests.golden import bits
 
 Halves = tuple[Quantized | None, Quantized | None]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reference.linear import Linear
-from reference.ops import quantize_both
+from narrowgauge.reference.modules.linear import Linear
+from narrowgauge.reference.ops import quantize_both
 from tests.processes import JUDGED_WRONG, WRONG, Results, run
 from tests.sharded_linear import operand_differences, sharded_linears
 from tests.shards import Sharded, differences, sharded_matrices

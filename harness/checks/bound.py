@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from harness.checks import ordinal
-from harness.checks.chunks import by_rows
-from harness.checks.stage import StageResult
-from harness.finding import Describe, Sides, finding, sentence
-from reference.bounds import Bounds
+from narrowgauge.harness.checks import ordinal
+from narrowgauge.harness.checks.chunks import by_rows
+from narrowgauge.harness.checks.finding import Describe, Sides, finding, sentence
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.reference.bounds.bounds import Bounds
 
 
 def bound(stage: str, actual: torch.Tensor, limits: Bounds, *, describe: Describe, figures: bool = True) -> StageResult:

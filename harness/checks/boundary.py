@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.checks import ordinal
-from harness.checks.chance import Chance
-from harness.checks.chunks import by_rows
-from harness.checks.interval import power_of_two
-from harness.checks.stage import StageResult
-from harness.finding import Describe, Sides, finding, sentence, spaced
-from reference.formats import Format
+from narrowgauge.harness.checks import ordinal
+from narrowgauge.harness.checks.chunks import by_rows
+from narrowgauge.harness.checks.finding import Describe, Sides, finding, sentence, spaced
+from narrowgauge.harness.checks.interval import power_of_two
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.checks.statistics.chance import Chance
+from narrowgauge.spec.formats import Format
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from harness.checks import ordinal
-from harness.checks.chunks import by_rows
-from harness.checks.stage import StageResult
-from harness.finding import Describe, Sides, finding, sentence
-from reference.formats import Format
+from narrowgauge.harness.checks import ordinal
+from narrowgauge.harness.checks.chunks import by_rows
+from narrowgauge.harness.checks.finding import Describe, Sides, finding, sentence
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.spec.formats import Format
 
 
 def exact_codes(

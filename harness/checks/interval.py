@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from reference.blocks import slabs
-from reference.hadamard import check_rotation, coefficient, signs
-from reference.recipes import Recipe
+from narrowgauge.reference.numbers.blocks import slabs
+from narrowgauge.reference.quantize.hadamard import check_rotation, coefficient, signs
+from narrowgauge.spec.recipes import Recipe
 
 UNIT = 2.0**-24
 UNIT64 = 2.0**-53

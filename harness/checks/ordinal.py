@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reference.formats import Format
+from narrowgauge.spec.formats import Format
 
 INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 """The integer dtype that holds a number's bits."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.checks.chance import Chance
+from narrowgauge.harness.checks.statistics.chance import Chance
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """The `narrowgauge` command: what pytest is not for. torch and pandas are imported by the commands that need them."""
 
-from harness.cli.commands import app, main
+from narrowgauge.harness.cli.commands import app, main
 
 __all__ = ["app", "main"]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.cli.options import BaselinePath, RunPath, stop
+from narrowgauge.harness.cli.options import BaselinePath, RunPath, stop
 
 
 def accept(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> None:
     """Make a finished run the baseline, and print what that changes."""
     from rich.console import Console
 
-    from harness.gate.accept import accept as accept_run
-    from harness.gate.baseline import BaselineError
-    from harness.journal import JournalError, read
+    from narrowgauge.harness.gate.accept import accept as accept_run
+    from narrowgauge.harness.gate.baseline import BaselineError
+    from narrowgauge.harness.records.journal import JournalError, read
 
     try:
         accept_run(read(run), baseline, Console())

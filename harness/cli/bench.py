@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli.options import Device, Paths, stop
-from harness.cli.selection import require_device, select_cases
+from narrowgauge.harness.cli.options import Device, Paths, stop
+from narrowgauge.harness.cli.selection import require_device, select_cases
 
 if TYPE_CHECKING:
-    from harness.case import Case
+    from narrowgauge.harness.cases.case import Case
 
 
 def bench(
@@ -49,9 +49,9 @@ def bench(
         require_device(device)
         _print_overhead(cases, device)
         return
-    from harness.bench.session import run_growth, run_rates
-    from harness.bench.tasks import LAUNCH, tasks
-    from harness.case import matching
+    from narrowgauge.harness.cases.case import matching
+    from narrowgauge.harness.tools.bench.session import run_growth, run_rates
+    from narrowgauge.harness.tools.bench.tasks import LAUNCH, tasks
 
     if growing and (keyword or sizes or quick or compiling):
         stop("--growth has sizes and operations of its own; -k, --sizes, --quick and --compile do not go with it")
@@ -78,8 +78,8 @@ def _print_overhead(cases: list[Case], device: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from harness.backend import load_backend
-    from harness.overhead import overheads, sample
+    from narrowgauge.harness.backends.backend import load_backend
+    from narrowgauge.harness.tools.bench.overhead import overheads, sample
 
     table = Table("quick cases, of a core", "ms a case", "the harness's own", "cases", box=None)
     rows = overheads(sample(cases), load_backend("native", device), device)

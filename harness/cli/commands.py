@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 import typer
 
-from harness.cli.baseline import accept
-from harness.cli.bench import bench
-from harness.cli.compare import compare_runs
-from harness.cli.dialect import which_dialect
-from harness.cli.doctor import doctor
-from harness.cli.gate import gate_run
-from harness.cli.list import list_cases
-from harness.cli.merge import merge_shards
-from harness.cli.mutants import mutants
-from harness.cli.run import run
-from harness.cli.sanitize import sanitize_cases
-from harness.cli.show import show
-from harness.cli.soak import soak_cases
-from harness.cli.train import train_layers
+from narrowgauge.harness.cli.baseline import accept
+from narrowgauge.harness.cli.bench import bench
+from narrowgauge.harness.cli.compare import compare_runs
+from narrowgauge.harness.cli.dialect import which_dialect
+from narrowgauge.harness.cli.doctor import doctor
+from narrowgauge.harness.cli.gate import gate_run
+from narrowgauge.harness.cli.list import list_cases
+from narrowgauge.harness.cli.merge import merge_shards
+from narrowgauge.harness.cli.mutants import mutants
+from narrowgauge.harness.cli.run import run
+from narrowgauge.harness.cli.sanitize import sanitize_cases
+from narrowgauge.harness.cli.show import show
+from narrowgauge.harness.cli.soak import soak_cases
+from narrowgauge.harness.cli.train import train_layers
 
 app = typer.Typer(
     name="narrowgauge",

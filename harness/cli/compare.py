@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.options import stop
+from narrowgauge.harness.cli.options import stop
 
 
 def compare_runs(
@@ -18,15 +18,15 @@ def compare_runs(
     """Say what differs between two runs. Exit status 0 only if B is nowhere worse than A."""
     from rich.console import Console
 
-    from harness.gate.compare import compare, show
-    from harness.journal import JournalError, read
+    from narrowgauge.harness.gate.compare import compare, show
+    from narrowgauge.harness.records.journal import JournalError, read
 
     try:
         found = compare(read(a), read(b))
     except JournalError as error:
         stop(str(error))
     if html is not None:
-        from harness.gate.compare_page import render
+        from narrowgauge.harness.gate.compare_page import render
 
         try:
             html.parent.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.options import Device, Seed, stop
-from harness.cli.selection import require_device
+from narrowgauge.harness.cli.options import Device, Seed, stop
+from narrowgauge.harness.cli.selection import require_device
 
 
 def which_dialect(
@@ -20,8 +20,8 @@ def which_dialect(
     require_device(device)
     from rich.console import Console
 
-    from harness.backend import BackendError, Unsupported, load_backend
-    from harness.dialect import sentence, survey, table
+    from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
+    from narrowgauge.harness.tools.dialect import sentence, survey, table
 
     try:
         found = survey(load_backend(backend, device), name, device=device, seed=seed)

@@ -8,7 +8,8 @@ def doctor() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from harness.environment import facts, guards
+    from narrowgauge.harness.records.environment import facts
+    from narrowgauge.harness.tools.doctor import guards
 
     table = Table(show_header=False, box=None)
     for fact in [*facts(), *guards()]:

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import typer
 
-from harness.cli.options import BaselinePath, RunPath, stop
+from narrowgauge.harness.cli.options import BaselinePath, RunPath, stop
 
 
 def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> None:
     """Hold a finished run against a baseline. Exit status 0 only if every case of it ran and no figure is worse."""
     from rich.console import Console
 
-    from harness.gate.baseline import BaselineError, read
-    from harness.gate.gate import judge, show
-    from harness.journal import JournalError
-    from harness.journal import read as read_run
+    from narrowgauge.harness.gate.baseline import BaselineError, read
+    from narrowgauge.harness.gate.gate import judge, show
+    from narrowgauge.harness.records.journal import JournalError
+    from narrowgauge.harness.records.journal import read as read_run
 
     try:
         found = judge(read_run(run), read(baseline))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from harness.cli.options import Durations, Input, Keyword, Paths, Recipes, ShardOption, Tensors, Tier
-from harness.cli.selection import part_of_run, select_cases
+from narrowgauge.harness.cli.options import Durations, Input, Keyword, Paths, Recipes, ShardOption, Tensors, Tier
+from narrowgauge.harness.cli.selection import part_of_run, select_cases
 
 
 def list_cases(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.options import Link, stop
-from harness.cli.selection import require_link
+from narrowgauge.harness.cli.options import Link, stop
+from narrowgauge.harness.cli.selection import require_link
 
 
 def merge_shards(
@@ -18,8 +18,8 @@ def merge_shards(
 ) -> None:
     """Join the shards of one run into its report. Exit status as of `run`; 2 where they are not all shards of one."""
     require_link(link)
-    from harness.journal import JournalError
-    from harness.merge import MergeError, merge_session
+    from narrowgauge.harness.records.journal import JournalError
+    from narrowgauge.harness.tools.merge import MergeError, merge_session
 
     try:
         passed = merge_session(shards, report_dir, link=link)

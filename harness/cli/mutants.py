@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.options import CASES, Paths, stop
-from harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases
+from narrowgauge.harness.cli.options import CASES, Paths, stop
+from narrowgauge.harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases
 
 
 def mutants(
@@ -19,9 +19,9 @@ def mutants(
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where mutants.json goes.")] = Path("reports/latest"),
 ) -> None:
     """Run wrong kernels against the quick tier. Exit status 0 only if each is killed, or equivalent and is not."""
-    from harness.case import matching
-    from harness.mutants.mutant import MutantFileError, load_all
-    from harness.mutants.session import run_session
+    from narrowgauge.harness.cases.case import matching
+    from narrowgauge.harness.tools.mutants.mutant import MutantFileError, load_all
+    from narrowgauge.harness.tools.mutants.session import run_session
 
     try:
         known = load_all()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.options import (
+from narrowgauge.harness.cli.options import (
     CASES,
     BackendOption,
     Device,
@@ -25,7 +25,7 @@ from harness.cli.options import (
     Workers,
     stop,
 )
-from harness.cli.selection import (
+from narrowgauge.harness.cli.selection import (
     choose_cases,
     default_workers,
     ledger_of,
@@ -65,7 +65,7 @@ def run(
     ] = False,
 ) -> None:
     """Run cases and write a report. Exit status 0 only if every case passed, or failed as the ledger expects."""
-    from harness.session import run_session
+    from narrowgauge.harness.tools.session import run_session
 
     shuffles = _schedules(schedules, device)
     if sanitize:
@@ -77,10 +77,10 @@ def run(
     part = part_of_run(chosen, shard, durations)
     chosen = part.cases if part else chosen
     require_device(device)
-    from harness.backend import BackendError
-    from harness.journal import JournalError
-    from harness.pool import Settings
-    from harness.report import ReportError
+    from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.records.journal import JournalError
+    from narrowgauge.harness.report.report import ReportError
+    from narrowgauge.harness.running.pool import Settings
 
     settings = Settings(
         backend, device, seed, workers=workers or default_workers(device), timeout=timeout,
@@ -95,7 +95,7 @@ def run(
 
 def _schedules(schedules: int, device: str) -> int:
     """How many shuffles a backend is asked for; 0, nothing, where there is one."""
-    from harness.backend import BackendError, check_schedules
+    from narrowgauge.harness.backends.backend import BackendError, check_schedules
 
     try:
         check_schedules(schedules, device)
@@ -105,8 +105,8 @@ def _schedules(schedules: int, device: str) -> int:
 
 
 def _check_sanitizer(device: str) -> None:
-    from harness.backend import BackendError
-    from harness.sanitizer import check_sanitizer
+    from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.running.sanitizer import check_sanitizer
 
     try:
         check_sanitizer(device)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.options import BackendOption, Keyword, Paths, Seed, Tier, stop
-from harness.cli.selection import require_device, select_cases
+from narrowgauge.harness.cli.options import BackendOption, Keyword, Paths, Seed, Tier, stop
+from narrowgauge.harness.cli.selection import require_device, select_cases
 
 
 def sanitize_cases(
@@ -24,8 +24,8 @@ def sanitize_cases(
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/sanitize"),
 ) -> None:
     """Run cases on a GPU under compute-sanitizer. Exit status 0 only if it finds nothing and every case passed."""
-    from harness.compute_sanitizer import TOOLS, ComputeSanitizerError, find_tool
-    from harness.schema import nearest
+    from narrowgauge.harness.cases.schema import nearest
+    from narrowgauge.harness.tools.sanitize.compute_sanitizer import TOOLS, ComputeSanitizerError, find_tool
 
     if tool not in TOOLS:
         stop(f"--tool is {tool!r}{nearest(tool, TOOLS)}; it can be {', '.join(TOOLS)}")
@@ -35,10 +35,10 @@ def sanitize_cases(
         stop(str(error))
     chosen = select_cases(paths, tier, keyword, None, None, None)
     require_device("cuda")
-    from harness.backend import BackendError
-    from harness.compute_sanitizer import Request
-    from harness.report import ReportError
-    from harness.sanitize import sanitize_session
+    from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.report.report import ReportError
+    from narrowgauge.harness.tools.sanitize.compute_sanitizer import Request
+    from narrowgauge.harness.tools.sanitize.session import sanitize_session
 
     try:
         passed = sanitize_session(chosen, Request(tool, backend, seed, timeout), report_dir)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from harness.cli.options import CASES, stop
+from narrowgauge.harness.cli.options import CASES, stop
 
 if TYPE_CHECKING:
-    from harness.case import Case
-    from harness.known import Ledger
-    from harness.shard import Part
+    from narrowgauge.harness.cases.case import Case
+    from narrowgauge.harness.gate.ledger import Ledger
+    from narrowgauge.harness.running.shard import Part
 
 
 def select_cases(
@@ -29,8 +29,8 @@ def select_cases(
 
 def choose_cases(cases: list[Case], tier: str, keyword: str) -> list[Case]:
     """Those of a tier that a keyword expression selects; at least one."""
-    from harness.case import select
-    from harness.schema import TIERS, nearest
+    from narrowgauge.harness.cases.case import select
+    from narrowgauge.harness.cases.schema import TIERS, nearest
 
     if tier not in TIERS:
         stop(f"--tier is {tier!r}{nearest(tier, TIERS)}; it can be {', '.join(TIERS)}")
@@ -47,7 +47,7 @@ def load_cases(
     paths: list[Path] | None, source: Path | None, tensors: list[str] | None, recipes: list[str] | None
 ) -> list[Case]:
     """All cases of the files and folders, or of captured tensors."""
-    from harness.case import CaseFileError, load_all
+    from narrowgauge.harness.cases.case import CaseFileError, load_all
 
     if source is None and tensors:
         stop("--tensor names tensors of an --input file, and none is given")
@@ -58,8 +58,8 @@ def load_cases(
     try:
         if source is None:
             return load_all(paths or [CASES])
-        from harness.capture import Captured, captured_cases, refused
-        from reference.recipes import recipe
+        from narrowgauge.harness.inputs.capture import Captured, captured_cases, refused
+        from narrowgauge.spec.recipes import recipe
 
         captured = Captured.load(source, tensors)
         names = [str(recipe(name)) for name in recipes or ["nvfp4"]]
@@ -73,8 +73,8 @@ def load_cases(
 
 def ledger_of(file: Path | None, paths: list[Path], cases: list[Case]) -> Ledger:
     """The ledger of a run of these case files and folders, checked against the cases that were loaded from them."""
-    from harness.case import CaseFileError
-    from harness.known import LedgerError, beside, folders_of, load
+    from narrowgauge.harness.cases.case import CaseFileError
+    from narrowgauge.harness.gate.ledger import LedgerError, beside, folders_of, load
 
     try:
         ledger = beside(paths) if file is None else load(file)
@@ -86,7 +86,7 @@ def ledger_of(file: Path | None, paths: list[Path], cases: list[Case]) -> Ledger
 
 def require_link(link: str) -> None:
     """Stop unless there is no link, or it is the address of a page."""
-    from harness.known import is_link
+    from narrowgauge.harness.gate.ledger import is_link
 
     if link and not is_link(link):
         stop(f"--link is {link!r}; it is the address of a page: https://…")
@@ -94,12 +94,12 @@ def require_link(link: str) -> None:
 
 def require_device(device: str) -> None:
     """Stop unless kernels can run there."""
-    from harness.schema import nearest
+    from narrowgauge.harness.cases.schema import nearest
 
     devices = ("cpu", "cuda")
     if device not in devices:
         stop(f"--device is {device!r}{nearest(device, devices)}; it can be {', '.join(devices)}")
-    from harness.backend import BackendError, check_device
+    from narrowgauge.harness.backends.backend import BackendError, check_device
 
     try:
         check_device(device)
@@ -109,8 +109,8 @@ def require_device(device: str) -> None:
 
 def part_of_run(cases: list[Case], shard: str, durations: Path | None) -> Part | None:
     """The part of the cases that is this shard's, where there are shards."""
-    from harness.journal import JournalError
-    from harness.shard import Shard, ShardError, part_of, read_durations
+    from narrowgauge.harness.records.journal import JournalError
+    from narrowgauge.harness.running.shard import Shard, ShardError, part_of, read_durations
 
     if not shard:
         if durations is not None:
@@ -124,8 +124,8 @@ def part_of_run(cases: list[Case], shard: str, durations: Path | None) -> Part |
 
 def default_workers(device: str) -> int:
     """Processes of a run that is not told how many: one a core; with GPUs a quarter more, at most 20 a GPU."""
-    from harness.cores import cores
-    from harness.gpus import visible
+    from narrowgauge.harness.machine.cores import cores
+    from narrowgauge.harness.machine.gpus import visible
 
     if device == "cpu":
         return cores()

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli.options import BackendOption, Device, Input, Recipes, Seed, stop
-from harness.cli.selection import require_device, select_cases
+from narrowgauge.harness.cli.options import BackendOption, Device, Input, Recipes, Seed, stop
+from narrowgauge.harness.cli.selection import require_device, select_cases
 
 if TYPE_CHECKING:
-    from harness.saved import Saved
+    from narrowgauge.harness.records.saved import Saved
 
 
 def show(
@@ -28,7 +28,7 @@ def show(
     ] = None,
 ) -> None:
     """Run one case and print its stages, element by element, around one place."""
-    from harness.schema import nearest
+    from narrowgauge.harness.cases.schema import nearest
 
     kept = None
     if saved is not None:
@@ -42,8 +42,8 @@ def show(
             stop(f"no case is called {case_id!r}{nearest(case_id, cases)}")
         case = cases[case_id]
     require_device(device)
-    from harness.backend import BackendError, Unsupported, load_backend
-    from harness.show import show_case
+    from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
+    from narrowgauge.harness.tools.show import show_case
 
     try:
         place = tuple(int(part) for part in at.split(",")) if at else None
@@ -63,7 +63,7 @@ def show(
 
 def _saved(path: Path, case_id: str) -> Saved:
     """The failure in a file, which has to be one of the case."""
-    from harness.saved import SavedError, load
+    from narrowgauge.harness.records.saved import SavedError, load
 
     try:
         found = load(path)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.options import CASES, BackendOption, Device, Keyword, Paths, Tier, Workers, stop
-from harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases, require_device
+from narrowgauge.harness.cli.options import CASES, BackendOption, Device, Keyword, Paths, Tier, Workers, stop
+from narrowgauge.harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases, require_device
 
 
 def soak_cases(
@@ -37,9 +37,9 @@ def soak_cases(
 
     from rich.console import Console
 
-    from harness.backend import BackendError
-    from harness.pool import Settings
-    from harness.soak import chosen, soak
+    from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.running.pool import Settings
+    from narrowgauge.harness.tools.soak import chosen, soak
 
     start = secrets.randbelow(1 << 31) if first is None else first
     settings = Settings(backend, device, workers=workers or default_workers(device))

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.options import BackendOption, Device, stop
-from harness.cli.selection import default_workers, require_device
+from narrowgauge.harness.cli.options import BackendOption, Device, stop
+from narrowgauge.harness.cli.selection import default_workers, require_device
 
 
 def train_layers(
@@ -29,8 +29,8 @@ def train_layers(
     time limit the report has what was done. Exit status 0 only if every stage of every step is right and every training
     learns.
     """
-    from harness.backend import BackendError, load_backend
-    from harness.train.session import RECIPES, run_session, tasks
+    from narrowgauge.harness.backends.backend import BackendError, load_backend
+    from narrowgauge.harness.tools.train.session import RECIPES, run_session, tasks
 
     try:
         chosen = tasks(recipes or RECIPES, backend, device, seed=seed, steps=steps)

@@ -8,19 +8,19 @@ from functools import partial
 
 import torch
 
-from harness.checks.stage import StageResult
-from harness.diagnosis.explanation import Explanation
-from harness.diagnosis.moving import same_floats
-from harness.diagnosis.operands import changed_codes, changed_scales, swapped
-from harness.diagnosis.quantizing import WORK, WORK_OF_A_CASE
-from harness.diagnosis.tried import Tried
-from harness.operations.outcome import Outcome
-from reference.decode import decode, decode_stored
-from reference.dequantize import dequantize
-from reference.formats import E8M0, FP32
-from reference.layout import linear_scales, rowwise_codes
-from reference.quantized import Quantized
-from reference.scaling import decode_factors, divide, over_elements, per_row, used_tensor_scale
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.gemm.operands import changed_codes, changed_scales, swapped
+from narrowgauge.harness.diagnosis.moving.moving import same_floats
+from narrowgauge.harness.diagnosis.quantize.quantizing import WORK, WORK_OF_A_CASE
+from narrowgauge.harness.diagnosis.tried import Tried
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.reference.numbers.decode import decode, decode_stored
+from narrowgauge.reference.quantize.dequantize import dequantize
+from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
+from narrowgauge.reference.quantize.scaling import decode_factors, divide, over_elements, per_row, used_tensor_scale
+from narrowgauge.spec.formats import E8M0, FP32
+from narrowgauge.spec.quantized import Quantized
 
 Values = Callable[[Quantized, torch.dtype], torch.Tensor | None]
 """What becomes of a quantized matrix, (M, K) of that dtype; None where the deviation means nothing to it."""

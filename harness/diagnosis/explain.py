@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from harness.diagnosis.decoding import decoding_explanations
-from harness.diagnosis.explanation import Explanation
-from harness.diagnosis.formulas import formula_explanations
-from harness.diagnosis.fusing import fusing_explanations
-from harness.diagnosis.memory import memory_explanations
-from harness.diagnosis.moving import moving_explanations
-from harness.diagnosis.multiplying import product_explanations
-from harness.diagnosis.quantizing import quantizing_explanations
-from harness.diagnosis.signatures import signatures
-from harness.diagnosis.tried import Tried
-from harness.operations.outcome import Outcome
+from narrowgauge.harness.diagnosis.decoding import decoding_explanations
+from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.formulas import formula_explanations
+from narrowgauge.harness.diagnosis.gemm.fusing import fusing_explanations
+from narrowgauge.harness.diagnosis.gemm.multiplying import product_explanations
+from narrowgauge.harness.diagnosis.memory import memory_explanations
+from narrowgauge.harness.diagnosis.moving.moving import moving_explanations
+from narrowgauge.harness.diagnosis.patterns.signatures import signatures
+from narrowgauge.harness.diagnosis.quantize.quantizing import quantizing_explanations
+from narrowgauge.harness.diagnosis.tried import Tried
+from narrowgauge.harness.operations.stages.outcome import Outcome
 
 
 def explain(outcome: Outcome, tried: Tried) -> list[Explanation]:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from harness.checks.bound import within
-from harness.checks.stage import StageResult
-from harness.diagnosis.explanation import Explanation
-from harness.operations.outcome import Outcome
-from reference.bounded import Bounded
+from narrowgauge.harness.checks.bound import within
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.reference.high_precision.bounded import Bounded
 
 Wrong = tuple[str, str, Callable[[], torch.Tensor]]
 """A cause, its sentence, and what makes the tensor, float64."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from harness.checks.stage import StageResult
-from harness.diagnosis.explanation import Explanation
-from harness.operations.outcome import Outcome
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.operations.stages.outcome import Outcome
 
 SENTENCES = {
     "writes-outside": "it writes outside its outputs",
@@ -14,7 +14,7 @@ SENTENCES = {
     "order-of-threads": "its result depends on the order in which threads run",
     "not-repeatable": "its result changes from run to run",
 }
-"""What whoever ran the backend can have found out, `harness.operations.repeated`."""
+"""What whoever ran the backend can have found out, `harness.operations.stages.repeated`."""
 OF_STEPS = {
     "gradient-missing": "a weight has no gradient",
     "gradient-too-early": "a gradient that is to wait does not",
@@ -22,7 +22,7 @@ OF_STEPS = {
     "operand-of-the-step-before": "an operand is that of the step before",
     "quantized-twice": "a half is made of the other one's decoded values",
 }
-"""What whoever judged a module's steps can have found out, `harness.operations.linear_stages`."""
+"""What whoever judged a module's steps can have found out, `harness.operations.modules.linear`."""
 
 
 def memory_explanations(outcome: Outcome, wrong: StageResult) -> list[Explanation]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from harness.gate.baseline import Baseline, BaselineError, of_run, read, write
-from harness.gate.difference import difference, words
-from harness.gate.listing import print_kinds
-from harness.journal import Run
-from harness.report.text import plural
+from narrowgauge.harness.gate.baseline import Baseline, BaselineError, of_run, read, write
+from narrowgauge.harness.gate.difference import difference, words
+from narrowgauge.harness.gate.listing import print_kinds
+from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.report.text import plural
 
 
 def accept(run: Run, path: Path, console: Console) -> None:

@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.gate.device import device_class
-from harness.gate.figures import Figures, figures, not_finite, parse
-from harness.journal import Run
-from harness.report.text import plural
-from harness.schema import nearest
+from narrowgauge.harness.cases.schema import nearest
+from narrowgauge.harness.gate.device import device_class
+from narrowgauge.harness.gate.figures import Figures, figures, not_finite, parse
+from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.report.text import plural
 
 FORMAT = 1
 """Version of the file. A change of its keys or of the text of figures changes it."""

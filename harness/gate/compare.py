@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.gate.device import device_class
-from harness.gate.difference import difference, words
-from harness.gate.figures import figures, not_finite
-from harness.gate.listing import print_kinds, why
-from harness.journal import Run
-from harness.report.text import duration, number, plural, verdict_counts
+from narrowgauge.harness.gate.device import device_class
+from narrowgauge.harness.gate.difference import difference, words
+from narrowgauge.harness.gate.figures import figures, not_finite
+from narrowgauge.harness.gate.listing import print_kinds, why
+from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.report.text import duration, number, plural, verdict_counts
 
 Line = tuple[str, str]
 """A case, and what there is to say of it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.gate.compare import TIME_COLUMNS, Comparison
-from harness.report import template
+from narrowgauge.harness.gate.compare import TIME_COLUMNS, Comparison
+from narrowgauge.harness.report.page import template
 
 MOST = 5000
 """Cases of one kind on the page; it says how many it left out."""

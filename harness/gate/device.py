@@ -8,7 +8,7 @@ HOST = "host"
 def device_class(device: str, environment: dict[str, str]) -> str:
     """`host` of what ran on "cpu"; `NVIDIA H200` and the like of what ran on a GPU, as `environment` names it.
 
-    `environment` is that of `harness.environment.describe_run`. A MIG slice is of its GPU's class.
+    `environment` is that of `harness.records.environment.describe_run`. A MIG slice is of its GPU's class.
     """
     if device == "cpu":
         return HOST

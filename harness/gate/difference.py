@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from harness.gate.figures import Change, Figures, changes
+from narrowgauge.harness.gate.figures import Change, Figures, changes
 
 
 @dataclass(frozen=True)

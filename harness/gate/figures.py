@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from harness.record import VERDICTS, elements_compared
-from harness.schema import MODULES
+from narrowgauge.harness.cases.schema import MODULES
+from narrowgauge.harness.records.record import VERDICTS, elements_compared
 
 BELOW = -1075
 """The power of two that stands for 0: below the least double."""

@@ -9,14 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from harness.gate.baseline import Baseline
-from harness.gate.device import device_class
-from harness.gate.difference import difference, words
-from harness.gate.figures import figures, not_finite
-from harness.gate.listing import print_kinds, why
-from harness.journal import Run
-from harness.record import elements_compared
-from harness.report.text import number, plural
+from narrowgauge.harness.gate.baseline import Baseline
+from narrowgauge.harness.gate.device import device_class
+from narrowgauge.harness.gate.difference import difference, words
+from narrowgauge.harness.gate.figures import figures, not_finite
+from narrowgauge.harness.gate.listing import print_kinds, why
+from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.records.record import elements_compared
+from narrowgauge.harness.report.text import number, plural
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from harness.report.text import number, sentence
+from narrowgauge.harness.report.text import number, sentence
 
 LISTED = 50
 """Lines of one kind that are printed; the last says how many more there are."""

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.gate.baseline import Baseline, BaselineError, read
-from harness.gate.device import device_class
+from narrowgauge.harness.gate.baseline import Baseline, BaselineError, read
+from narrowgauge.harness.gate.device import device_class
 
 FOLDER = Path("reports/baselines")
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from harness import oracle as reference
-from harness.backend import Backend
-from harness.case import Case
-from harness.checks.exact import exact_floats
-from harness.checks.stage import StageResult
-from harness.inputs import Inputs
-from harness.operations.outcome import Moved, Outcome
-from harness.operations.repeated import Tensors, repeated
-from harness.operations.stages import float_views, plain
-from reference.recipes import recipe
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.exact import exact_floats
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
+from narrowgauge.harness.operations.stages.quantized import float_views, plain
+from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.spec.recipes import recipe
 
 
 def judge_update_scale(case: Case, inputs: Inputs, backend: Backend) -> Outcome:

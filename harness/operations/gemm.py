@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 
-from harness import oracle as reference
-from harness.backend import Backend, Unsupported
-from harness.case import Case
-from harness.inputs import TORCH_DTYPES, Inputs, Random
-from harness.operations.black_box import makes_own_bits, seed_torch
-from harness.operations.end_to_end import Operand, add_end_to_end
-from harness.operations.outcome import Outcome
-from harness.operations.product import judge_product
-from harness.operations.quantize import columnwise_subject, rotates_freely, second_half
-from harness.operations.stages import Subject, quantize_stages
-from harness.turns import turn
-from reference.quantized import Quantized
-from reference.recipes import Recipe, recipe
+from narrowgauge.harness.backends.backend import Backend, Unsupported
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.inputs.inputs import Inputs, Random
+from narrowgauge.harness.machine.gpu_lock import turn
+from narrowgauge.harness.operations.quantize import columnwise_subject, rotates_freely, second_half
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch
+from narrowgauge.harness.operations.stages.end_to_end import Operand, add_end_to_end
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.product import judge_product
+from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
+from narrowgauge.spec.dtypes import TORCH_DTYPES
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe, recipe
 
 COLUMNWISE = {"tn": "", "nn": "w", "nt": "xw"}
 """Operands that a layout stores the other way round, so that their columnwise halves are multiplied."""

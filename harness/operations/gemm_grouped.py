@@ -8,25 +8,26 @@ from dataclasses import fields
 
 import torch
 
-from harness import oracle as reference
-from harness.backend import Backend, Unsupported
-from harness.case import Case
-from harness.checks.stage import merged
-from harness.inputs import TORCH_DTYPES, Inputs
-from harness.operations.black_box import makes_own_bits, seed_torch
-from harness.operations.end_to_end import Operand, add_end_to_end
-from harness.operations.gemm import Asked, operand, quantized
-from harness.operations.grouped import judge_sections
-from harness.operations.outcome import Outcome, Product
-from harness.operations.product import add_output, add_protection, addends, named, order_of, taken
-from harness.operations.quantize import rotates_freely
-from harness.operations.repeated import Tensors, repeated
-from harness.oracle import bounds
-from harness.results import PARTS, join_sections
-from reference.bounds import Bounds
-from reference.quantized import GroupedQuantized, Quantized
-from reference.recipes import recipe
-from reference.summation import Summation
+from narrowgauge.harness.backends.backend import Backend, Unsupported
+from narrowgauge.harness.backends.results import PARTS, join_sections
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.stage import merged
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.gemm import Asked, operand, quantized
+from narrowgauge.harness.operations.grouped import judge_sections
+from narrowgauge.harness.operations.quantize import rotates_freely
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch
+from narrowgauge.harness.operations.stages.end_to_end import Operand, add_end_to_end
+from narrowgauge.harness.operations.stages.oracle import bounds
+from narrowgauge.harness.operations.stages.outcome import Outcome, Product
+from narrowgauge.harness.operations.stages.product import add_output, add_protection, addends, named, order_of, taken
+from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.reference.bounds.bounds import Bounds
+from narrowgauge.spec.dtypes import TORCH_DTYPES
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.summation import Summation
 
 
 def judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from harness import oracle as reference
-from harness.backend import Backend, Unsupported
-from harness.case import Case
-from harness.inputs import TORCH_DTYPES, Inputs
-from harness.operations.end_to_end import add_end_to_end
-from harness.operations.gemm import operands
-from harness.operations.outcome import Outcome
-from harness.operations.product import add_protection, addends, judge_product, operands_given, taken
-from harness.operations.quantize import parts_of, rotates_freely
-from harness.operations.repeated import Tensors, repeated
-from harness.operations.stages import Subject, quantize_stages
-from harness.results import as_quantized
-from reference.recipes import recipe
+from narrowgauge.harness.backends.backend import Backend, Unsupported
+from narrowgauge.harness.backends.results import as_quantized
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.gemm import operands
+from narrowgauge.harness.operations.quantize import parts_of, rotates_freely
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.end_to_end import add_end_to_end
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.product import add_protection, addends, judge_product, operands_given, taken
+from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
+from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.spec.dtypes import TORCH_DTYPES
+from narrowgauge.spec.recipes import recipe
 
 
 def judge_gemm_quantized(case: Case, inputs: Inputs, backend: Backend) -> Outcome:

@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import torch
 
-from harness import oracle as reference
-from harness.backend import Backend
-from harness.case import Case
-from harness.checks.stage import merged
-from harness.inputs import Inputs, Random
-from harness.operations.black_box import makes_own_bits, seed_torch
-from harness.operations.outcome import Outcome
-from harness.operations.quantize import add_judged, columnwise_subject, rotates_freely
-from harness.operations.repeated import Tensors, repeated
-from harness.operations.stages import Subject
-from harness.results import join_sections, split_sections
-from reference.quantized import Quantized
-from reference.recipes import recipe
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.results import join_sections, split_sections
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.stage import merged
+from narrowgauge.harness.inputs.inputs import Inputs, Random
+from narrowgauge.harness.operations.quantize import add_judged, columnwise_subject, rotates_freely
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.quantized import Subject
+from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import recipe
 
 
 def judge_quantize_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:

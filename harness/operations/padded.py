@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from harness import oracle as reference
-from harness.backend import Backend, Unsupported
-from harness.case import Case
-from harness.checks.exact import exact_floats
-from harness.checks.stage import StageResult
-from harness.finding import spaced
-from harness.inputs import TORCH_DTYPES, Inputs
-from harness.operations.end_to_end import add_end_to_end
-from harness.operations.gemm_grouped import (
+from narrowgauge.harness.backends.backend import Backend, Unsupported
+from narrowgauge.harness.backends.results import PARTS, padded_rows
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.exact import exact_floats
+from narrowgauge.harness.checks.finding import spaced
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.gemm_grouped import (
     add_grouped_output,
     grouped_given,
     grouped_product,
@@ -24,13 +23,15 @@ from harness.operations.gemm_grouped import (
     quantized_matrices,
     quantized_sections,
 )
-from harness.operations.outcome import Moved, Outcome
-from harness.operations.product import add_protection, order_of
-from harness.operations.repeated import Tensors, repeated
-from harness.operations.stages import float_views
-from harness.results import PARTS, padded_rows
-from reference.quantized import Quantized
-from reference.recipes import Recipe, recipe
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.end_to_end import add_end_to_end
+from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
+from narrowgauge.harness.operations.stages.product import add_protection, order_of
+from narrowgauge.harness.operations.stages.quantized import float_views
+from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.spec.dtypes import TORCH_DTYPES
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe, recipe
 
 
 def judge_padded(case: Case, inputs: Inputs, backend: Backend) -> Outcome:

@@ -10,21 +10,27 @@ from typing import Any
 
 import torch
 
-from harness import oracle as reference
-from harness.backend import Backend, Unsupported
-from harness.case import Case
-from harness.checks.stage import StageResult
-from harness.finding import spaced
-from harness.inputs import Inputs, Random
-from harness.layouts import laid_out
-from harness.operations.black_box import Draw, bits_of, makes_own_bits, refuse_words, seed_torch
-from harness.operations.outcome import Outcome
-from harness.operations.repeated import Tensors, repeated
-from harness.operations.stages import Subject, no_codes, quantize_stages, stored_along_rows, values_stage
-from harness.results import PARTS, as_quantized
-from reference.layout import elements
-from reference.quantized import Quantized
-from reference.recipes import Recipe, recipe
+from narrowgauge.harness.backends.backend import Backend, Unsupported
+from narrowgauge.harness.backends.results import PARTS, as_quantized
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.finding import spaced
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.inputs.inputs import Inputs, Random
+from narrowgauge.harness.inputs.layouts import laid_out
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.black_box import Draw, bits_of, makes_own_bits, refuse_words, seed_torch
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.quantized import (
+    Subject,
+    no_codes,
+    quantize_stages,
+    stored_along_rows,
+    values_stage,
+)
+from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.reference.quantize.layout import elements
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe, recipe
 
 HALVES = ("rowwise", "columnwise")
 

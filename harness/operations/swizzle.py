@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from harness import oracle as reference
-from harness.backend import Backend, Unsupported
-from harness.case import Case
-from harness.checks.stage import StageResult
-from harness.finding import finding, spaced
-from harness.inputs import Inputs
-from harness.operations.outcome import Moved, Outcome
-from harness.operations.repeated import Tensors, repeated
-from harness.operations.stages import padding
+from narrowgauge.harness.backends.backend import Backend, Unsupported
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.finding import finding, spaced
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
+from narrowgauge.harness.operations.stages.quantized import padding
+from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 
 
 def judge_swizzle(case: Case, inputs: Inputs, backend: Backend) -> Outcome:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness import oracle as reference
-from harness.backend import Backend
-from harness.case import Case
-from harness.checks.boundary import boundary_floats
-from harness.checks.exact import exact_floats
-from harness.finding import float_view
-from harness.inputs import Inputs
-from harness.layouts import laid_out
-from harness.operations.outcome import Moved, Outcome
-from harness.operations.quantize import rotates_freely
-from harness.operations.repeated import Tensors, repeated
-from harness.operations.stages import Subject, float_views
-from reference.recipes import recipe
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.boundary import boundary_floats
+from narrowgauge.harness.checks.exact import exact_floats
+from narrowgauge.harness.checks.finding import float_view
+from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.inputs.layouts import laid_out
+from narrowgauge.harness.operations.quantize import rotates_freely
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
+from narrowgauge.harness.operations.stages.quantized import Subject, float_views
+from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.spec.recipes import recipe
 
 
 def judge_transform(case: Case, inputs: Inputs, backend: Backend) -> Outcome:

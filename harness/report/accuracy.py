@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from harness.report import text
+from narrowgauge.harness.report import text
 
 TITLE = "What each recipe costs in accuracy"
 NOTE = (

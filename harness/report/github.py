@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from harness.report import markdown, text
-from harness.report.groups import Group, group
+from narrowgauge.harness.report import markdown, text
+from narrowgauge.harness.report.groups import Group, group
 
 MOST = 10
 """Annotations of one kind that GitHub takes of a step."""
@@ -32,7 +32,7 @@ def publish(
 ) -> None:
     """Where this is a job of GitHub: `say` a line for each annotation, and append to the job's summary.
 
-    The parameters are those of `harness.report.write`. A summary that cannot be written costs itself, not the run.
+    The parameters are those of `harness.report.report.write`. If the summary cannot be written, the run goes on.
     """
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in commands(records):
@@ -80,7 +80,7 @@ def _annotation(one: Group) -> str:
 
 def _place(record: dict[str, Any]) -> tuple[str, int]:
     """The file of a case, as GitHub names it: relative to the repository; and the line of its table."""
-    from harness.case import line_of
+    from narrowgauge.harness.cases.case import line_of
 
     path = Path(record["file"]).absolute()
     line = line_of(path, record["case"])

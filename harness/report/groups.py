@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from harness.diagnosis.causes import assign
-from harness.record import outcome
+from narrowgauge.harness.diagnosis.causes import assign
+from narrowgauge.harness.records.record import outcome
 
 SEVERITY = ("fail", "crash", "error", "timeout", "unexpected", "unsupported", "known", "pass")
 """Outcomes, worst first: a wrong result before one that is missing."""
@@ -24,7 +24,7 @@ class Group:
     """
 
     verdict: str
-    """The outcome (`harness.record.outcome`) of all."""
+    """The outcome (`harness.records.record.outcome`) of all."""
     operation: str
     recipe: str
     stage: str

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from harness.record import OUTCOMES, succeeded
-from harness.report import accuracy, tables, text, times
-from harness.report.groups import SHOWN, Group, group
-from harness.view import distribution_lines, reproduction, saved_of
+from narrowgauge.harness.records.record import OUTCOMES, succeeded
+from narrowgauge.harness.report import accuracy, tables, text, times
+from narrowgauge.harness.report.groups import SHOWN, Group, group
+from narrowgauge.harness.report.view import distribution_lines, reproduction, saved_of
 
 BUDGET = 1 << 20
 """Bytes of UTF-8: what GitHub takes of a job's summary."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.record import NESTED, OUTCOMES, SCHEMA, summarize, to_frame
+from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, summarize, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +40,7 @@ def _write_parquet(frame: pd.DataFrame, path: Path) -> None:
 
 
 def summary(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of `harness.record.summarize` as plain values, None where nothing was measured."""
+    """The rows of `harness.records.record.summarize` as plain values, None where nothing was measured."""
     table = summarize(records).astype(object)
     rows = table.where(table.notna(), None).to_dict("records")
     return [{str(column): value for column, value in row.items()} for row in rows]

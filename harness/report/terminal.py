@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.record import OUTCOMES, succeeded
-from harness.report import accuracy, tables, text, times
+from narrowgauge.harness.records.record import OUTCOMES, succeeded
+from narrowgauge.harness.report import accuracy, tables, text, times
 
 _SHORT = {"unsupported": "unsup.", "unexpected": "unexp."}
 _STYLES = {"pass": "blue", "unsupported": "yellow", "known": "dim"}

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from harness.record import OUTCOMES, elements_compared, outcome
-from reference.recipes import Recipe
-from reference.recipes import recipe as find_recipe
+from narrowgauge.harness.records.record import OUTCOMES, elements_compared, outcome
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import recipe as find_recipe
 
 _QUANTIZED = ("amax", "tensor scale", "scales", "codes")
 _PRODUCT = (*(f"{operand}.{stage}" for operand in "xw" for stage in _QUANTIZED), "output")

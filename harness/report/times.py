@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from harness.report import text
-from harness.report.tables import family
-from harness.spent import PARTS
+from narrowgauge.harness.machine.timing import PARTS
+from narrowgauge.harness.report import text
+from narrowgauge.harness.report.tables import family
 
 TITLE = "Where time goes"
 NOTE = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from harness.diagnosis.tried import Tried
+    from narrowgauge.harness.diagnosis.tried import Tried
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,7 +30,7 @@ def compiler() -> None:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> "Tried":
     """What the diagnosis has tried: the same for all backends of a test."""
-    from harness.diagnosis import tried
+    from narrowgauge.harness.diagnosis import tried
 
     fresh = tried.Tried()
     monkeypatch.setattr(tried, "tried_of", lambda backend: fresh)

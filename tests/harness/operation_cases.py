@@ -1,8 +1,8 @@
 """Cases of operations, and a backend that is the reference but for some doors."""
 
-from harness.case import Case
-from harness.runner import run_case
-from reference import ops as reference
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
 from tests.harness.backends import backend
 
 REFERENCE = {name: getattr(reference, name) for name in (

@@ -2,11 +2,11 @@
 
 import torch
 
-from harness.case import Case
-from harness.runner import run_case
-from reference import ops as reference
-from reference.gemm import operand
-from reference.gemm_quantized import gemm_quantized
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.gemm.gemm import operand
+from narrowgauge.reference.gemm.quantized import gemm_quantized
 from tests.harness.backends import backend
 
 REFERENCE = {name: getattr(reference, name) for name in (

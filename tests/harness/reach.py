@@ -18,16 +18,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from harness.case import Case, load_all, select
-from harness.journal import Journal, beginning, read
-from harness.report import print_summary, write
-from harness.report.text import stages_of
-from harness.runner import new_record
+from narrowgauge.harness.cases.case import Case, load_all, select
+from narrowgauge.harness.records.journal import Journal, beginning, read
+from narrowgauge.harness.records.record import new_record
+from narrowgauge.harness.report.report import print_summary, write
+from narrowgauge.harness.report.text import stages_of
+from tests.paths import ROOT
 
 RECORDS = 20_000
 FAILING = 10
 """One record of so many fails."""
-ROOT = Path(__file__).parents[2]
 SENTENCE = "70 301 of 262 144 codes differ, each by 1 step, the first at row {row}, column 2"
 
 
@@ -94,10 +94,10 @@ Times = tuple[float, float]
 
 def measure(count: int, directory: Path) -> Iterator[tuple[str, Times | None, Path | None]]:
     """Each step of what follows a run, its times, and the file that it wrote."""
-    from harness.gate.baseline import of_run
-    from harness.gate.baseline import read as read_baseline
-    from harness.gate.baseline import write as write_baseline
-    from harness.gate.gate import judge
+    from narrowgauge.harness.gate.baseline import of_run
+    from narrowgauge.harness.gate.baseline import read as read_baseline
+    from narrowgauge.harness.gate.baseline import write as write_baseline
+    from narrowgauge.harness.gate.gate import judge
 
     records = list(many_records(count))
     run = beginning([record["case"] for record in records], backend="native", device="cpu", seed=0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from harness.journal import Journal, Run
-from harness.record import Record
+from narrowgauge.harness.records.journal import Journal, Run
+from narrowgauge.harness.records.record import Record
 
 GPU = {"GPU": "NVIDIA H200, compute capability 9.0"}
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from harness.case import Case
-from harness.runner import run_case
-from reference import ops as reference
-from reference.blocks import block_amax, over_tiles, pad_columns, tensor_amax
-from reference.decode import decode
-from reference.elements import element_codes
-from reference.formats import E4M3
-from reference.hadamard import coefficient, signs
-from reference.layout import pack
-from reference.quantize import block_amaxes, random_bytes, row_amax, stored_scales
-from reference.quantized import Quantized
-from reference.recipes import Recipe, recipe
-from reference.scaling import element_factors, per_row, scale_elements, tensor_scale
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.numbers.blocks import block_amax, over_tiles, pad_columns, tensor_amax
+from narrowgauge.reference.numbers.decode import decode
+from narrowgauge.reference.quantize.elements import element_codes
+from narrowgauge.reference.quantize.hadamard import coefficient, signs
+from narrowgauge.reference.quantize.layout import pack
+from narrowgauge.reference.quantize.quantize import block_amaxes, random_bytes, row_amax, stored_scales
+from narrowgauge.reference.quantize.scaling import element_factors, per_row, scale_elements, tensor_scale
+from narrowgauge.spec.formats import E4M3
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe, recipe
 from tests.harness.backends import backend
 
 

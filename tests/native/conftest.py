@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from native import sources
+from narrowgauge.native.runtime import sources
 
 HEADERS = sources.FOLDER
 _KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\(")
@@ -20,8 +20,7 @@ _KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\(")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where `native` looks for sources during the test: a copy of its headers and nothing else."""
-    for header in HEADERS.glob("*.cuh"):
-        shutil.copy(header, tmp_path)
+    shutil.copytree(HEADERS, tmp_path, ignore=shutil.ignore_patterns("*.cu", "cpu"), dirs_exist_ok=True)
     monkeypatch.setattr(sources, "FOLDER", tmp_path)
     return tmp_path
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from native.ops import GroupedQuantized, Quantized
-from reference.formats import E4M3, E8M0, FP32
-from reference.layout import unswizzle
+from narrowgauge.native.ops import GroupedQuantized, Quantized
+from narrowgauge.reference.quantize.layout import unswizzle
+from narrowgauge.spec.formats import E4M3, E8M0, FP32
 from tests.reference.scalar import alpha
 
 f32 = np.float32

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from reference.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe
 
 TYPES: dict[str, Any] = {
     "E2M1": ml_dtypes.float4_e2m1fn,

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from native import quantize_fp8
-from native.arguments import ANY_THREADS
-from native.launch import launch
-from native.ops import Quantized, recipe
-from reference.formats import FP32
-from reference.recipes import Delayed, Recipe, recipe_names
+from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.native.quantize import fp8
+from narrowgauge.native.runtime.arguments import ANY_THREADS
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.recipes import Delayed, Recipe, recipe_names
 from tests.reference.scalar import encode, nearest
 
 f32 = np.float32
@@ -129,13 +129,13 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     count: int = request.param
     monkeypatch.setitem(ANY_THREADS["quantize_fp8"], "cpu", count)
     if count != 8:
-        monkeypatch.setitem(quantize_fp8._TILE_THREADS, "cpu", count)
+        monkeypatch.setitem(fp8._TILE_THREADS, "cpu", count)
         flags = (f"-DFP8_THREADS={count}", "-O0")  # compiled sooner
 
         def with_flags(*given: Any, extra_flags: tuple[str, ...] = (), **options: Any) -> None:
             launch(*given, **options, extra_flags=(*extra_flags, *flags))
 
-        monkeypatch.setattr(quantize_fp8, "launch", with_flags)
+        monkeypatch.setattr(fp8, "launch", with_flags)
     return count
 
 

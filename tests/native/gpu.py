@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from native import host
-from native.sources import ToolchainError
+from narrowgauge.native.runtime import host
+from narrowgauge.native.runtime.sources import ToolchainError
 
 DEVICE = "cuda"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from native import host
+from narrowgauge.native.runtime import host
 
 Source = Callable[[str], str]
 """The fixture `cuda_source`: a kernel's text to the name of its source."""

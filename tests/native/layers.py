@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from native import modules as native
-from reference import modules as reference
-from reference.attention import attention_backward, attention_forward
-from reference.autocast import autocast
-from reference.bounded import Bounded
-from reference.gelu import gelu_backward, gelu_forward
-from reference.norm import norm_backward, norm_forward
-from reference.training import training_names
+from narrowgauge.native import modules as native
+from narrowgauge.reference import modules as reference
+from narrowgauge.reference.high_precision.attention import attention_backward, attention_forward
+from narrowgauge.reference.high_precision.bounded import Bounded
+from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
+from narrowgauge.reference.high_precision.norm import norm_backward, norm_forward
+from narrowgauge.spec.autocast import autocast
+from narrowgauge.spec.training import training_names
 from tests.native import declared
 from tests.native.samples import assert_equal, assert_same, matrix
 

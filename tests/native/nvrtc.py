@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from native import cuda, sources
+from narrowgauge.native.runtime import cuda, sources
 
 
 def missing() -> str | None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from native.ops import GroupedQuantized, Quantized, recipe
-from reference.formats import E4M3, E8M0, Format
-from reference.layout import pack, swizzle
-from reference.quantized import scales_shape
-from reference.recipes import Recipe
+from narrowgauge.native.ops import GroupedQuantized, Quantized, recipe
+from narrowgauge.reference.quantize.layout import pack, swizzle
+from narrowgauge.spec.formats import E4M3, E8M0, Format
+from narrowgauge.spec.quantized import scales_shape
+from narrowgauge.spec.recipes import Recipe
 
 MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
 """One recipe of each element format."""

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from native.ops import GroupedQuantized, Quantized, recipe
-from reference.formats import E4M3, E8M0
-from reference.recipes import Recipe, recipe_names
+from narrowgauge.native.ops import GroupedQuantized, Quantized, recipe
+from narrowgauge.spec.formats import E4M3, E8M0
+from narrowgauge.spec.recipes import Recipe, recipe_names
 from tests.golden import bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from native import host, sanitizer, sources
+from narrowgauge.native.runtime import host, sanitizer, sources
 
 
 def main(folder: Path, kernels: tuple[str, ...]) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from native import gemm_skinny, sources
-from native.operands import epilogue, product_arguments, rule_of
-from native.ops import Quantized
-from reference.formats import E4M3, E8M0, FP32
+from narrowgauge.native.gemm import skinny
+from narrowgauge.native.gemm.operands import epilogue, product_arguments, rule_of
+from narrowgauge.native.ops import Quantized
+from narrowgauge.native.runtime import sources
+from narrowgauge.spec.formats import E4M3, E8M0, FP32
 from tests.native import declared
 
 f32 = np.float32
@@ -31,12 +32,12 @@ def product(
 ) -> torch.Tensor:
     """a @ b.T (+ c) (+ bias), whatever the path of `native.ops.gemm` is."""
     rule = rule_of(a.recipe, b.recipe)
-    assert gemm_skinny.takes(a, b, rule)
+    assert skinny.takes(a, b, rule)
     shape = a.shape[0], b.shape[0], a.shape[1]
     operands, factors = product_arguments(a, b)
     out = torch.empty(shape[0], shape[1], dtype=out_dtype, device=a.codes.device)
     ends = (c, bias, out, *epilogue(shape, out_dtype, c, bias))
-    gemm_skinny.multiply(rule, shape, operands, factors, ends)
+    skinny.multiply(rule, shape, operands, factors, ends)
     return out
 
 
@@ -55,7 +56,7 @@ def gemm(
 def sums(a: Quantized, b: Quantized) -> np.ndarray:
     """What the warps, or teams of them, have summed, in their order: float32 (M, N)."""
     nvfp4 = a.recipe.scale is E4M3
-    wide = nvfp4 and gemm_skinny.wide(a.shape[0], *b.shape)
+    wide = nvfp4 and skinny.wide(a.shape[0], *b.shape)
     count, run = (WIDE_PARTS, RUN) if wide else (PARTS, 1)
     parts = np.zeros((count, a.shape[0], b.shape[0]), f32)
     left, right, left_scales, right_scales = (

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from native import gemm_paths
-from native.ops import Quantized
-from reference import ops as reference
-from reference.bounds import bounds
+from narrowgauge.native.gemm import paths
+from narrowgauge.native.ops import Quantized
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.bounds.bounds import bounds
 from tests.native.operands import random_operand
 from tests.native.samples import assert_equal, matrix
 
-ORDER = gemm_paths.ORDERS[gemm_paths.TENSOR]
+ORDER = paths.ORDERS[paths.TENSOR]
 PAIRS = (
     ("nvfp4", "nvfp4-2d"), ("nvfp4-4over6-256-mse", "nvfp4"), ("nvfp4-rowscaled", "nvfp4-rowscaled"),
     ("nvfp4", "nvfp4-rowscaled"), ("mxfp8-e4m3", "mxfp8-e4m3"), ("mxfp8-e5m2", "mxfp6-e3m2"),
@@ -30,7 +30,7 @@ def on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within the context every product of a rule that tensor cores have takes their path."""
 
     def path_of(m: int, n: int, k: int, rule: str, device: torch.device, *, skinny: bool = False) -> str:
-        return gemm_paths.PORTABLE if rule == "fp8_block" else gemm_paths.TENSOR
+        return paths.PORTABLE if rule == "fp8_block" else paths.TENSOR
 
     with monkeypatch.context() as patch:
         for module in ("gemm", "gemm_quantized"):

@@ -1,7 +1,7 @@
 """What the libraries themselves gave for seven short rows of bfloat16 numbers: scale bytes, and a hex digit a code.
 
 Each dialect leaves its nearest neighbour, the one with the smallest share of other bytes on constructed and random
-families, in one of them. Recorded from the libraries' own code at the versions that reference/dialects.py names.
+families, in one of them. Recorded from the libraries' own code at the versions that narrowgauge/spec/dialects.py names.
 """
 
 # (numbers, {dialect: (scales, codes)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reference.formats import E4M3
+from narrowgauge.spec.formats import E4M3
 
 
 def edges(amax: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from reference.formats import Format
+from narrowgauge.spec.formats import Format
 from tests.reference import scalar
 
 LARGEST = {"float32": (2 - Fraction(2) ** -23) * 2**127, "bfloat16": (2 - Fraction(2) ** -7) * 2**127, "float16": 65504}

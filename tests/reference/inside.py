@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from reference.bounded import Bounded
-from tests.reference.test_bounds import accepted, ordinal
+from narrowgauge.reference.high_precision.bounded import Bounded
+from tests.reference.bounds.test_bounds import accepted, ordinal
 
 
 def inside(found: torch.Tensor | np.ndarray, expected: Bounded, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from reference import Quantized
-from reference.exact import fma as exact_fma
+from narrowgauge.reference import Quantized
+from narrowgauge.reference.numbers.exact import fma as exact_fma
 from tests.reference import narrow, orders
 
 f32 = np.float32

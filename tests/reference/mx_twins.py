@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from reference.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
 from tests.reference import scalar
 
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1)

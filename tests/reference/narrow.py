@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from reference import Quantized, recipe
-from reference.formats import Format
-from reference.layout import pack
-from reference.quantized import scales_shape
+from narrowgauge.reference import Quantized, recipe
+from narrowgauge.reference.quantize.layout import pack
+from narrowgauge.spec.formats import Format
+from narrowgauge.spec.quantized import scales_shape
 
 MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
 # Exponent codes of scales: equal ones, those of random data, and wild ones at either end and over everything.

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from reference import Quantized
-from reference.modules import autocast, checkpoint
+from narrowgauge.reference import Quantized
+from narrowgauge.reference.modules import autocast, checkpoint
 from tests.golden import bits
 
 ROWS, INNER, OUTER = 32, 64, 48

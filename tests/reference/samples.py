@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from reference import Quantized, recipe
-from reference.formats import E2M1, E4M3, Format
+from narrowgauge.reference import Quantized, recipe
+from narrowgauge.spec.formats import E2M1, E4M3, Format
 from tests.reference.scalar import grid
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from reference.formats import E2M1, E4M3, Format
+from narrowgauge.spec.formats import E2M1, E4M3, Format
 
 f32 = np.float32
 FLT_MAX = np.finfo(f32).max

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from reference import Quantized, Recipe
-from reference.layout import rowwise_codes, unpack
+from narrowgauge.reference import Quantized, Recipe
+from narrowgauge.reference.quantize.layout import rowwise_codes, unpack
 from tests.golden import bits
 from tests.reference import scalar
 

@@ -1,0 +1,1 @@
+"""Backends: loaded by name, called on guarded memory, their results brought into shape."""

@@ -1,0 +1,1 @@
+"""Statistical tests, and the false alarms that a run is allowed."""

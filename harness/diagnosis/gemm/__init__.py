@@ -1,0 +1,1 @@
+"""Known deviations of products."""

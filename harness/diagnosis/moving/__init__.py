@@ -1,0 +1,1 @@
+"""Known deviations of operations that only move or rotate numbers."""

@@ -1,0 +1,1 @@
+"""Patterns: the places and classes that all wrong elements of a stage share."""

@@ -1,0 +1,117 @@
+"""Roundings to the grid of a format that kernels do in place of the nearest, ties to even."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.spec.formats import Format
+
+Rounding = Callable[[torch.Tensor, Format], torch.Tensor]
+"""Float32 numbers to codes, uint8, of a format that is signed."""
+
+
+@lru_cache(maxsize=16)
+def _points(fmt: Format, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The grid from 0 up, and the midpoint above each of its points, float32; infinity above the last."""
+    points = torch.tensor(fmt.values[: fmt.max_code + 1], dtype=torch.float64)
+    middles = torch.nn.functional.pad((points[1:] + points[:-1]) / 2, (0, 1), value=torch.inf)
+    return points.float().to(device), middles.float().to(device)
+
+
+def below(magnitude: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The code of the grid point at or below, int64, that point, and the midpoint above it; NaN has the last point."""
+    points, middles = _points(fmt, str(magnitude.device))
+    code = torch.searchsorted(points, magnitude, right=True).sub_(1).clamp_(min=0)
+    return code, points[code], middles[code]
+
+
+def signed(code: torch.Tensor, x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Codes of magnitudes, saturating, with the signs of `x`, and the code of NaN where `x` is NaN."""
+    stored = code.clamp(max=fmt.max_code).to(torch.uint8) | x.signbit().to(torch.uint8) * fmt.sign_code
+    return stored.masked_fill_(x.isnan(), fmt.max_code if fmt.nan_code is None else fmt.nan_code)
+
+
+def ties_away(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    magnitude = x.abs()
+    code, _, middle = below(magnitude, fmt)
+    return signed(code + (magnitude >= middle), x, fmt)
+
+
+def ties_toward_zero(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    magnitude = x.abs()
+    code, _, middle = below(magnitude, fmt)
+    return signed(code + (magnitude > middle), x, fmt)
+
+
+def truncated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return signed(below(x.abs(), fmt)[0], x, fmt)
+
+
+def rounded_up(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Away from zero, whatever the distance."""
+    magnitude = x.abs()
+    code, point, _ = below(magnitude, fmt)
+    return signed(code + (magnitude > point), x, fmt)
+
+
+def toward_infinity(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return torch.where(x > 0, rounded_up(x, fmt), truncated(x, fmt))
+
+
+def toward_minus_infinity(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return torch.where(x < 0, rounded_up(x, fmt), truncated(x, fmt))
+
+
+def through(dtype: torch.dtype) -> Rounding:
+    """Rounded to `dtype` first."""
+    return lambda x, fmt: encode(x.to(dtype).float(), fmt)
+
+
+def unsaturated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Infinity, or NaN where the format has none, for what is too large. For a format that has one of them."""
+    return encode(x, fmt, saturate=False)
+
+
+def overflow_to_nan(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """NaN, with the sign of `x`, for what is too large, infinity too."""
+    codes = encode(x, fmt, saturate=False)
+    code = codes & (fmt.sign_code - 1)
+    return torch.where(code > fmt.max_code, codes & fmt.sign_code | (fmt.nan_code or 0), codes)
+
+
+def unsigned_overflow(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`overflow_to_nan`, the NaN without a sign."""
+    codes = overflow_to_nan(x, fmt)
+    return torch.where(codes & (fmt.sign_code - 1) > fmt.max_code, codes & (fmt.sign_code - 1), codes)
+
+
+def top_binade_saturated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The largest number, with its sign, in place of all that have its exponent."""
+    codes = encode(x, fmt)
+    magnitude = codes & (fmt.sign_code - 1)
+    top = fmt.max_code >> fmt.mantissa_bits << fmt.mantissa_bits
+    return torch.where((magnitude >= top) & (magnitude <= fmt.max_code), codes & fmt.sign_code | fmt.max_code, codes)
+
+
+def subnormals_to_zero(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Codes without subnormal ones: zero, with its sign, in their place."""
+    codes = encode(x, fmt)
+    small = codes & (fmt.sign_code - 1) < 1 << fmt.mantissa_bits
+    return torch.where(small, codes & fmt.sign_code, codes)
+
+
+def flushed_before(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Zero, with its sign, for what is below the least normal number before it is rounded."""
+    return encode(torch.where(x.abs() < 2.0 ** (1 - fmt.bias), torch.zeros_like(x).copysign(x), x), fmt)
+
+
+def subnormals_to_smallest(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The least normal number in place of subnormal ones that are not 0."""
+    codes = encode(x, fmt)
+    magnitude = codes & (fmt.sign_code - 1)
+    least = 1 << fmt.mantissa_bits
+    return torch.where((magnitude > 0) & (magnitude < least), codes & fmt.sign_code | least, codes)

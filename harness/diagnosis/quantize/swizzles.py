@@ -1,0 +1,56 @@
+"""Layouts of block scales that kernels write in place of the one that tensor cores read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from narrowgauge.reference.quantize.layout import pad_scales, swizzle
+
+Layout = tuple[str, str, torch.Tensor]
+"""A cause, its sentence, and the bytes that it leaves, of the padded shape (⌈R/128⌉·128, ⌈C/4⌉·4)."""
+
+
+def deviating_layouts(scales: torch.Tensor) -> Iterator[Layout]:
+    """Linear scales (R, C), uint8 or numbers of their places, as kernels that swizzle in a known wrong way leave them.
+
+    Several can be the same bytes, those of the right layout too: tiles in one column, scales that are all equal. Source
+    of the right one, and of the wrong split of the row: numerics.md, "Scale layout of cuBLAS".
+    """
+    padded = pad_scales(scales)
+    rows, columns = padded.shape
+    flat = torch.zeros_like(padded).flatten()
+    flat[: scales.numel()] = scales.flatten()
+    yield "not-swizzled", "scales are linear, not swizzled", padded
+    yield "not-swizzled", "scales are linear, neither swizzled nor padded", flat.view(rows, columns)
+    split = padded.view(rows // 128, 32, 4, columns // 4, 4)
+    yield (
+        "swizzle-32-4", "scales: the row of a tile is split as (32, 4), not as (4, 32)",
+        split.permute(0, 3, 1, 2, 4).reshape(rows, columns),
+    )  # fmt: skip
+    tiles = padded.view(rows // 128, 4, 32, columns // 4, 4)
+    yield (
+        "swizzle-tiles-by-column", "scales: tiles of 128x4 lie column by column, not row by row",
+        tiles.permute(3, 0, 2, 1, 4).reshape(rows, columns),
+    )  # fmt: skip
+    yield (
+        "swizzle-columns-before-rows", "scales: the 16 bytes of a tile's row are ordered by column before row",
+        tiles.permute(0, 3, 2, 4, 1).reshape(rows, columns),
+    )  # fmt: skip
+    yield (
+        "swizzle-linear-tiles", "scales: tiles of 128x4 are linear inside",
+        padded.view(rows // 128, 128, columns // 4, 4).permute(0, 2, 1, 3).reshape(rows, columns),
+    )  # fmt: skip
+    transposed = pad_scales(scales.T.reshape(scales.shape)).view(rows // 128, 4, 32, columns // 4, 4)
+    yield (
+        "scales-transposed", "scales are transposed, then swizzled",
+        transposed.permute(0, 3, 2, 1, 4).reshape(rows, columns),
+    )  # fmt: skip
+
+
+def padding_not_zeroed(swizzled: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Whether linear `scales` (R, C) lie in `swizzled` as they should, and only bytes of the padding are not 0."""
+    padding = swizzle(torch.ones_like(scales)) == 0
+    different = swizzled != swizzle(scales)
+    return bool(different.any()) and not bool((different & ~padding).any())

@@ -1,0 +1,1 @@
+"""Modules: layers forward and backward under a training recipe, judged stage by stage."""

@@ -1,0 +1,441 @@
+"""One linear layer, forward and backward: operands by role, three products, the bias, the amax history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.backends.backend import BackendError
+from narrowgauge.harness.backends.results import as_quantized
+from narrowgauge.harness.cases.parameters import Layer
+from narrowgauge.harness.checks.stage import StageResult, merged
+from narrowgauge.harness.operations.delayed import history_stage, scale_stage
+from narrowgauge.harness.operations.modules.run import Plan, Step
+from narrowgauge.harness.operations.quantize import columnwise_subject
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.high_precision import bounded_stage
+from narrowgauge.harness.operations.stages.oracle import bounds, column_sum
+from narrowgauge.harness.operations.stages.outcome import Formula, Moved, Outcome, Product
+from narrowgauge.harness.operations.stages.product import Operands, output_stage
+from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
+from narrowgauge.reference.bounds.bounds import Bounds
+from narrowgauge.reference.high_precision.bounded import Bounded
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.summation import Summation
+from narrowgauge.spec.training import TrainingRecipe
+
+INPUT, WEIGHT, GRAD = 0, 1, 2
+"""Columns of an amax history, and numbers among scales."""
+
+State = tuple[torch.Tensor, torch.Tensor]
+"""An amax history, float32 (H, 3), and the scales, float32 (3,)."""
+Matrices = Sequence[torch.Tensor] | None
+"""Of each section; None where nobody knows them."""
+
+
+@dataclass
+class Ground:
+    """What the stages of one step are judged by, and where they go."""
+
+    plan: Plan
+    step: Step
+    outcome: Outcome
+    order: Callable[[Operands, Operands], Summation]
+    """What the backend declares of the sums of a product."""
+    free: bool = False
+    """Whether the order in which its rotation adds is free."""
+    own: bool = False
+    """Whether it rounds by random bits of its own."""
+    unseen: dict[str, None] = field(default_factory=dict)
+    """What was not reported, and so not compared."""
+    before: Step | None = None
+    """The step before it, for those who look for what it left."""
+    figures: bool = True
+    """Whether more is measured than decides."""
+
+    def stage(self, name: str) -> str:
+        """The name of a stage: which step, and what."""
+        return f"step {self.step.number + 1} {name}"
+
+    def seen(self, name: str) -> Any:
+        """What the module reported of it; None, noted, where it did not."""
+        found = self.step.last(name)
+        if found is None:
+            self.unseen[name] = None
+        return found
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """A reported tensor of that shape, whatever dimensions it has. Raises BackendError where it is another."""
+        found = self.seen(name)
+        if found is None:
+            return None
+        if not isinstance(found, torch.Tensor) or found.numel() != torch.Size(shape).numel():
+            what = f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            raise BackendError(f"the module reported {name} as {what}, not as a tensor of shape {shape}")
+        return found.reshape(shape)
+
+    def high_precision(
+        self, name: str, shape: tuple[int, ...], expected: Bounded | None, formula: str = "", **given: Any
+    ) -> torch.Tensor | None:
+        """Judge a reported tensor of what stays in high precision, and give it; None where it was not reported.
+
+        `expected` is None where what it is made of was not reported. `formula`, and what it is `given`: for those who
+        look for a wrong one (`harness.diagnosis.formulas`).
+        """
+        found = self.tensor(name, shape)
+        if found is not None and expected is not None:
+            self.outcome.stages.append(
+                bounded_stage(self.stage(name), found, expected, self.plan.dtype, figures=self.figures)
+            )
+            if formula and self.outcome.formula is None and not self.outcome.stages[-1].right:
+                self.outcome.formula = Formula(formula, self.stage(name), given, found)
+        elif expected is None:
+            self.unseen[name] = None
+        return found
+
+
+class LinearStages:
+    """The stages of a layer of products in one step: forward, backward and the end of the step, in that order.
+
+    Each is given the module's own result of the stage before. What it did not report is the reference's own, where that
+    is what every right module has: an operand that is not rotated in a free order, and not rounded by bits that nobody
+    knows. What follows from anything else is not compared, and is noted as unseen.
+    """
+
+    def __init__(self, ground: Ground, layer: Layer, state: State | None) -> None:
+        """`state`: that of delayed scaling before the step; None of other recipes, and where nobody knows it."""
+        self.ground, self.layer, self.state = ground, layer, state
+        self.plan, self.step = ground.plan, ground.step
+        rows = ground.step.x.reshape(-1, ground.step.x.shape[-1]).shape[0]
+        self.sizes = list(ground.plan.sections) if layer.groups else [rows]
+        self._operands: dict[str, list[Quantized] | None] = {}
+        self._x: Matrices = None
+
+    @property
+    def _training(self) -> TrainingRecipe:
+        return self.plan.training
+
+    def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Judge x·wᵀ + bias of `x` (M, K), or of an input that nobody knows. Gives y (M, N), where it was reported."""
+        self._x = self._padded(x)
+        a = self._halves("x", self._x, self._training.input, INPUT, columnwise=False)
+        b = self._halves("w", self._weights, self._training.weight, WEIGHT, columnwise=False)
+        bias = [self.step.parameters[name] for name in self.layer.biases] if self.plan.bias else None
+        shape = (sum(self.sizes), self.layer.outer)
+        y = self.ground.tensor(self.layer.prefix + "y", shape)
+        self._products("y", a, b, y, bias=bias)
+        return y
+
+    def backward(self, dy: torch.Tensor | None, gradient: str = "dx") -> torch.Tensor | None:
+        """Judge the products with `dy` (M, N), and its sum. Gives that with w (M, K), which has the name `gradient`."""
+        given = self._padded(dy)
+        training = self._training
+        a = self._halves("dy", given, training.grad, GRAD, columnwise=False)
+        b = self._halves("w columnwise", self._weights, training.weight, WEIGHT, columnwise=True)
+        dx = self.ground.tensor(self.layer.prefix + gradient, (sum(self.sizes), self.layer.inner))
+        self._products(gradient, a, b, dx)
+        left = self._halves("dy columnwise", given, training.grad, GRAD, columnwise=True)
+        right = self._halves("x columnwise", self._x, training.input, INPUT, columnwise=True)
+        self._weight_gradients(left, right)
+        if self.plan.bias:
+            self._bias_gradients(dy)
+        return dx
+
+    def end(self) -> State | None:
+        """Judge the history and the scales of delayed scaling after the step, and give them."""
+        if not self._training.history:
+            return None
+        ground, prefix, expected = self.ground, self.layer.prefix, self._updated()
+        history = ground.tensor(prefix + "history", (self._training.history, 3))
+        scale = ground.tensor(prefix + "scale", (3,))
+        if expected is None or self.state is None:
+            ground.unseen |= {prefix + "history": None, prefix + "scale": None}
+        else:
+            for name, found in (("history", history), ("scale", scale)):
+                if found is not None:
+                    ground.outcome.stages.append(self._moved(name, found, expected))
+        return expected if history is None or scale is None else (history, scale)
+
+    def _moved(self, name: str, found: torch.Tensor, expected: State) -> StageResult:
+        assert self.state is not None
+        right = expected[0] if name == "history" else expected[1]
+        for columns, rule in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
+            if not torch.equal(found[..., columns], right[..., columns]):
+                history, scale = (tensor[..., columns] for tensor in self._given)
+                given = {"history": history, "scale": scale}
+                self._note_moved("update-scale", given, {name: found[..., columns]}, rule)
+        if name == "history":
+            return history_stage(self._stage(name), found, expected[0], self.state[0])
+        return scale_stage(self._stage(name), found, expected[1], self.state)
+
+    def _updated(self) -> State | None:
+        """History and scales after the step, of the amaxes of the module's own operands; None where one is unknown."""
+        if self.state is None:
+            return None
+        history, scale = (tensor.clone() for tensor in self.state)
+        for number, name in enumerate(("x", "w", "dy")):
+            halves = self._operands.get(name)
+            if halves is None or any(q.amax is None for q in halves):
+                return None
+            amaxes = [q.amax.max() for q in halves if q.amax is not None]
+            history[0, number] = torch.stack([history[0, number], *amaxes]).amax()
+        self._given = history.clone(), scale.clone()
+        for columns, rule in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
+            rolled, updated = reference.update_scale(history[:, columns].contiguous(), scale[columns].clone(), rule)
+            history[:, columns], scale[columns] = rolled, updated
+        return history, scale
+
+    # ---- operands --------------------------------------------------------------------------------------------------
+
+    @property
+    def _weights(self) -> list[torch.Tensor]:
+        return [self.step.parameters[name] for name in self.layer.weights]
+
+    def _padded(self, x: torch.Tensor | None) -> Matrices:
+        """The sections of a matrix, padded where the layer has groups."""
+        if x is None or not self.layer.groups:
+            return None if x is None else [x]
+        sizes = torch.tensor(self.sizes, device=x.device)
+        padded, aligned = reference.pad_sections(x, sizes, self._training.input)
+        return list(torch.split(padded, aligned.tolist()))
+
+    def _rows(self) -> list[int]:
+        alignment = self._training.input.row_alignment if self.layer.groups else 1
+        return [-(-size // alignment) * alignment for size in self.sizes]
+
+    def _halves(
+        self, name: str, matrices: Matrices, rule: Recipe, column: int, *, columnwise: bool
+    ) -> list[Quantized] | None:
+        """One operand, quantized: as the module reported it, its stages judged, or the reference's own.
+
+        None where it was not reported, and is not what every right module has.
+        """
+        ground, key = self.ground, self.layer.prefix + name
+        rule = rule if columnwise else rule.rowwise
+        own = ground.own and rule.rounding == "stochastic"
+        random = None
+        if rule.rounding == "stochastic":
+            random = (self.plan.seed + self._seed_offset, 2 * self.step.number + int(columnwise))
+        unknown = bool(self._training.history) and self.state is None
+        oracles = None if matrices is None or unknown else self._oracles(matrices, rule, column, random, columnwise)
+        found = ground.seen(key)
+        if found is None:
+            free = ground.free and rule.transform is not None
+            self._operands[name] = None if free or own else oracles
+            return self._operands[name]
+        kernels = self._reported(name, found, rule, column, columnwise=columnwise)
+        if matrices is None or oracles is None:
+            ground.unseen[key] = None
+            self._operands[name] = kernels
+            return kernels
+        parts, judged = [], []
+        first = 0
+        for matrix, kernel, oracle in zip(matrices, kernels, oracles, strict=True):
+            if columnwise:
+                subject = columnwise_subject(matrix.T.contiguous(), rule, random, free=ground.free, own=own)
+                subject = replace(subject, first=first)
+            else:
+                subject = Subject(matrix, rule, random, first, own=own)
+            first += oracle.scales.numel()
+            stages, one = quantize_stages(subject, kernel, oracle, ground.stage(key) + ".")
+            parts.append(stages)
+            judged.append(one)
+        self._note_origin(name, found, parts, kernels)
+        self._add(parts)
+        ground.outcome.judged += judged
+        self._operands[name] = [one.kernel for one in judged]
+        return self._operands[name]
+
+    def _note_origin(self, name: str, found: Any, parts: list[list[StageResult]], kernels: list[Quantized]) -> None:
+        """Where operands are wrong, whether they are those of the step before, or made of the other half."""
+        wrong = [stage for stages in parts for stage in stages if not stage.right]
+        before = None if self.ground.before is None else self.ground.before.last(self.layer.prefix + name)
+        if wrong and before is not None and _same(found, before):
+            wrong[0].causes.append("operand-of-the-step-before")
+        rows = self._operands.get(name.removesuffix(" columnwise"))
+        if wrong and rows is not None and name.endswith(" columnwise") and _made_of(rows, kernels):
+            wrong[0].causes.append("quantized-twice")
+
+    @property
+    def _seed_offset(self) -> int:
+        """Layers of a transformer layer have its seed and the three behind it."""
+        return self.plan.layers.index(self.layer)
+
+    def _oracles(
+        self, matrices: Sequence[torch.Tensor], rule: Recipe, column: int, random: Any, columnwise: bool
+    ) -> list[Quantized]:
+        sizes = torch.tensor([len(matrix) for matrix in matrices], device=matrices[0].device)
+        scale = None
+        if rule.tensor_scale == "given":
+            assert self.state is not None
+            scale = self.state[1][column].expand(len(matrices)).contiguous()
+        grouped = reference.quantize_grouped(
+            torch.cat(list(matrices)), sizes, rule, columnwise=columnwise, scale=scale, random=random
+        )
+        return grouped.sections()
+
+    def _reported(self, name: str, found: Any, rule: Recipe, column: int, *, columnwise: bool) -> list[Quantized]:
+        """What was reported as the Quantized of each section. Raises BackendError where it is none."""
+        device = self.step.x.device
+        if column == WEIGHT:
+            shapes = [(self.layer.outer, self.layer.inner)] * len(self.layer.weights)
+        else:
+            width = self.layer.inner if column == INPUT else self.layer.outer
+            shapes = [(rows, width) for rows in self._rows()]
+        whole = found if isinstance(found, list) and self.layer.groups else [found]
+        if len(whole) != len(shapes):
+            raise BackendError(f"the module reported {name} of {len(whole)} sections; there are {len(shapes)}")
+        transposed = columnwise and rule.columnwise == "in-place"
+        like = torch.empty(0, device=device)
+        return [
+            as_quantized(
+                one, like, rule, shape=shape[::-1] if columnwise else shape, transposed=transposed,
+                swizzled=isinstance(one, dict) and bool(one.get("swizzled")), door=f"the reported {name}",
+            )
+            for one, shape in zip(whole, shapes, strict=True)
+        ]  # fmt: skip
+
+    # ---- products --------------------------------------------------------------------------------------------------
+
+    def _products(
+        self,
+        name: str,
+        a: list[Quantized] | None,
+        b: list[Quantized] | None,
+        found: torch.Tensor | None,
+        *,
+        bias: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Judge a @ b.T (+ bias) of every section, whose rows of padding are cut off, against its part of `found`."""
+        if a is None or b is None or found is None:
+            self.ground.unseen[self.layer.prefix + name] = None
+            return
+        stages = []
+        order = self.ground.order(a, b) if self.layer.groups else self.ground.order(a[0], b[0])
+        for number, (left, right, part) in enumerate(zip(a, b, torch.split(found, self.sizes), strict=True)):
+            added = None if bias is None else bias[number]
+            stages.append([self._product(name, left, right, part, order, self.plan.dtype, bias=added)])
+        self._add(stages)
+
+    def _product(
+        self,
+        name: str,
+        a: Quantized,
+        b: Quantized,
+        output: torch.Tensor,
+        order: Summation,
+        out_dtype: torch.dtype,
+        *,
+        c: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> StageResult:
+        """Judge the rows of a @ b.T (+ c) (+ bias) that are in `output`, and keep them for a diagnosis."""
+        ground, stage = self.ground, self._stage(name)
+        limits = _cut(bounds(a, b, out_dtype=out_dtype, c=c, bias=bias, order=order), len(output))
+        ground.outcome.products.append(Product(_first_rows(a, len(output)), b, c, bias, output, limits, order, stage))
+        return output_stage(stage, output, limits, figures=ground.figures)
+
+    def _weight_gradients(self, a: list[Quantized] | None, b: list[Quantized] | None) -> None:
+        found = self._each("dw")
+        if a is None or b is None:
+            self.ground.unseen[self.layer.prefix + "dw"] = None
+            return
+        stages = []
+        for name, left, right, dw in zip(self.layer.weights, a, b, found, strict=True):
+            if dw is None:
+                stages.append([self._absent("dw", name, left.shape[0] * right.shape[0])])
+                continue
+            c = self.step.before.get(name)
+            out_dtype = torch.float32 if self.plan.accumulate else self.plan.dtype
+            stage = self._product("dw", left, right, dw, self.ground.order(left, right), out_dtype, c=c)
+            early = self.step.early.get(name)
+            if stage.right and early is not None and (c is None or not torch.equal(early, c)):
+                stage.mismatches, stage.sentence = dw.numel(), f"{name} has its gradient before backward_dw is called"
+                stage.causes.append("gradient-too-early")
+            stages.append([stage])
+        self._add(stages)
+
+    def _bias_gradients(self, dy: torch.Tensor | None) -> None:
+        found = self._each("dbias")
+        if dy is None:
+            self.ground.unseen[self.layer.prefix + "dbias"] = None
+            return
+        stages = []
+        for name, part, dbias in zip(self.layer.biases, torch.split(dy, self.sizes), found, strict=True):
+            if dbias is None:
+                stages.append([self._absent("dbias", name, part.shape[1])])
+            else:
+                expected, dtype, figures = column_sum(part), self.plan.dtype, self.ground.figures
+                stages.append([bounded_stage(self._stage("dbias"), dbias, expected, dtype, figures=figures)])
+                if not stages[-1][0].right:
+                    self._note_moved("sum", {"dy": part}, {"dbias": dbias})
+        self._add(stages)
+
+    def _each(self, name: str) -> list[Any]:
+        """A gradient of every section, None of those that have none."""
+        found = self.step.last(self.layer.prefix + name)
+        return list(found) if self.layer.groups else [found]
+
+    def _absent(self, name: str, parameter: str, size: int) -> StageResult:
+        sentence = f"{parameter} has no gradient"
+        return StageResult(self._stage(name), "bound", size, size, sentence=sentence, causes=["gradient-missing"])
+
+    # ---- stages ----------------------------------------------------------------------------------------------------
+
+    def _stage(self, name: str) -> str:
+        return self.ground.stage(self.layer.prefix + name)
+
+    def _add(self, parts: list[list[StageResult]]) -> None:
+        """Keep the stages of every section as one."""
+        self.ground.outcome.stages += merged(parts, "section") if len(parts) > 1 else parts[0]
+
+    def _note_moved(
+        self,
+        operation: str,
+        given: dict[str, torch.Tensor],
+        found: dict[str, torch.Tensor | None],
+        rule: Recipe | None = None,
+    ) -> None:
+        """Keep what was given and found where this is the first that is wrong, for a diagnosis."""
+        outcome = self.ground.outcome
+        if outcome.moved is None and all(stage.right for stage in outcome.stages):
+            outcome.moved = Moved(operation, given, found, rule, prefix=self._stage(""))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two reports of an operand are the same: tensors, and lists and mappings of them."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _made_of(rows: list[Quantized], columns: list[Quantized]) -> bool:
+    """Whether columnwise halves are those of the decoded values of the rowwise ones."""
+    if any(
+        q.recipe.transform or q.recipe.rounding == "stochastic" or q.recipe.tensor_scale == "given" for q in columns
+    ):
+        return False
+    pairs = zip(rows, columns, strict=True)
+    made = ((reference.quantize_both(reference.dequantize(row), half.recipe)[1], half) for row, half in pairs)
+    return all(one is not None and torch.equal(one.codes, half.codes) for one, half in made)
+
+
+def _first_rows(q: Quantized, rows: int) -> Quantized:
+    """An operand without the rows of padding behind these, each of which has scales of its own, or none has."""
+    if q.shape[0] == rows:
+        return q
+    scales = q.scales if q.recipe.whole else q.scales[:rows]
+    return replace(q, codes=q.codes[:rows], scales=scales, shape=(rows, q.shape[1]))
+
+
+def _cut(limits: Bounds, rows: int) -> Bounds:
+    """Those of the first rows."""
+    return Bounds(*(getattr(limits, one.name)[:rows] for one in fields(Bounds)))

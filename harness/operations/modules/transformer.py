@@ -1,0 +1,108 @@
+"""A transformer layer: its four linear layers, and what stays in high precision between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, State
+from narrowgauge.harness.operations.modules.norm import NormStages
+from narrowgauge.harness.operations.stages.oracle import (
+    attention_backward,
+    attention_forward,
+    gelu_backward,
+    gelu_forward,
+    residual_sum,
+)
+from narrowgauge.reference.high_precision.bounded import Bounded
+
+Matrix = torch.Tensor | None
+_ARGUMENTS = {"gelu": ("x",), "residual": ("a", "b")}
+"""Of wrong formulas, by the names that `harness.diagnosis.formulas` has for them."""
+
+
+class TransformerStages:
+    """The stages of a transformer layer in one step: forward, backward and end.
+
+    h = x + proj(attention(qkv(x))); y = h + fc2(gelu(fc1(h))). Each stage is given the module's own results of those
+    before, as in `LinearStages`.
+    """
+
+    def __init__(self, ground: Ground, states: dict[str, State | None]) -> None:
+        """`states`: of every layer, by its prefix."""
+        self.ground = ground
+        qkv, proj, fc1, fc2 = ground.plan.layers
+        self.qkv, self.fc1 = (NormStages(ground, layer, states.get(layer.prefix)) for layer in (qkv, fc1))
+        self.proj, self.fc2 = (LinearStages(ground, layer, states.get(layer.prefix)) for layer in (proj, fc2))
+        self.batch, self.sequence, self.hidden = ground.step.x.shape
+        self._saved: dict[str, Matrix] = {}
+
+    def forward(self, x: Matrix) -> Matrix:
+        """Judge the forward of `x` (B·S, hidden); gives y."""
+        qkv = self.qkv.forward(x)
+        attended = self._between("attention", self._attention, qkv, wrong="attention")
+        h = self._between("h", residual_sum, x, self.proj.forward(attended), wrong="residual", others={})
+        inner = self.fc1.forward(h)
+        activated = self._between("gelu", gelu_forward, inner, width=self.ground.plan.layers[2].outer, wrong="gelu")
+        self._saved = {"qkv": qkv, "h": h, "fc1": inner}
+        others = {} if x is None else {"the layer's input": x}
+        return self._between("y", residual_sum, h, self.fc2.forward(activated), wrong="residual", others=others)
+
+    def backward(self, dy: Matrix) -> Matrix:
+        """Judge the backward of `dy` (B·S, hidden); gives dx."""
+        ffn = self.ground.plan.layers[2].outer
+        dgelu = self._between("dgelu", gelu_backward, self.fc2.backward(dy), self._saved["fc1"], width=ffn)
+        dh = self._between("dh", residual_sum, dy, self.fc1.backward(dgelu))
+        dqkv = self._between(
+            "dqkv", self._attention_backward, self.proj.backward(dh), self._saved["qkv"], width=3 * self.hidden
+        )
+        return self._between("dx", residual_sum, dh, self.qkv.backward(dqkv))
+
+    def end(self) -> dict[str, State | None]:
+        """Judge the end of the step of every layer."""
+        return {layer.layer.prefix: layer.end() for layer in (self.qkv, self.proj, self.fc1, self.fc2)}
+
+    def _between(
+        self,
+        name: str,
+        formula: Callable[..., Bounded],
+        *given: Matrix,
+        width: int = 0,
+        wrong: str = "",
+        **more: Any,
+    ) -> Matrix:
+        """Judge what stays in high precision: a formula of what was reported, where all of it was.
+
+        `wrong`: which wrong formulas to look for, where it is wrong, which take `more` than it does.
+        """
+        known = all(one is not None for one in given)
+        shape = (self.batch * self.sequence, width or self.hidden)
+        if not known:
+            return self.ground.high_precision(name, shape, None)
+        names: dict[str, Any] = dict(zip(_ARGUMENTS.get(wrong, ()), given, strict=False))
+        if wrong == "attention":
+            names = dict(zip("qkv", self._heads(given[0]), strict=True))  # type: ignore[arg-type]
+        return self.ground.high_precision(name, shape, formula(*given), wrong, **names, **more)
+
+    def _attention(self, qkv: torch.Tensor) -> Bounded:
+        return self._joined(attention_forward(*self._heads(qkv)))
+
+    def _heads(self, qkv: torch.Tensor) -> list[torch.Tensor]:
+        """q, k and v (B, heads, S, d) of (B·S, 3·hidden)."""
+        heads = self.ground.plan.heads
+        parts = qkv.view(self.batch, self.sequence, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        return list(parts.unbind(0))
+
+    def _joined(self, heads: Bounded) -> Bounded:
+        """(B, heads, S, d) as (B·S, heads·d)."""
+        value, error = (
+            part.transpose(1, 2).reshape(self.batch * self.sequence, -1) for part in (heads.value, heads.error)
+        )
+        return Bounded(value, error)
+
+    def _attention_backward(self, gradient: torch.Tensor, qkv: torch.Tensor) -> Bounded:
+        do = gradient.view(self.batch, self.sequence, self.ground.plan.heads, -1).transpose(1, 2)
+        found = [self._joined(one) for one in attention_backward(do, *self._heads(qkv))]
+        return Bounded(torch.cat([one.value for one in found], 1), torch.cat([one.error for one in found], 1))

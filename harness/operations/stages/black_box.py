@@ -1,0 +1,105 @@
+"""Stochastic rounding by random bits of the backend's own: draws, and the stage that judges them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from narrowgauge.harness.backends.backend import Backend, Unsupported
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.finding import Describe, finding, sentence
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.checks.statistics.odds import Odds, odds_of
+from narrowgauge.harness.checks.statistics.rounding import Tally, calls_of
+from narrowgauge.spec.recipes import Recipe
+
+Draw = Callable[[int], torch.Tensor]
+"""The number of a call to its codes, uint8 (M, K), one an element; see `bits_of`."""
+OTHER_SEED = -1
+_AT_ONCE = 1 << 22
+"""Roundings that are counted at once, to bound memory; but two calls at least."""
+
+
+def makes_own_bits(backend: Backend, rule: Recipe) -> bool:
+    """Whether the backend rounds by random bits that nobody else can know."""
+    return rule.rounding == "stochastic" and backend.declares.get("random") == "own"
+
+
+def refuse_words(case: Case, backend: Backend, rule: Recipe) -> None:
+    """Raises Unsupported where a case gives random words to a backend that makes its own."""
+    if case.words and makes_own_bits(backend, rule):
+        raise Unsupported(f"backend {backend.name} makes its own random bits; it takes no words")
+
+
+def bits_of(random: tuple[int, int], call: int) -> tuple[int, int]:
+    """Seed and offset of a further call: two offsets on, since two halves use two; or another seed alone."""
+    seed, offset = random
+    return (seed ^ 1, offset) if call == OTHER_SEED else (seed, offset + 2 * call)
+
+
+def seed_torch(random: object) -> None:
+    """Seed torch's own generators by these, so that a backend that draws from them repeats."""
+    number = int.from_bytes(hashlib.sha256(repr(random).encode()).digest()[:8], "little") >> 1
+    # torch.manual_seed would keep a traceback of every call for a GPU that is not used.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)
+
+
+def distribution_stage(
+    stage: str,
+    found: torch.Tensor,
+    scaled: tuple[torch.Tensor, torch.Tensor],
+    recipe: Recipe,
+    draw: Draw | None,
+    *,
+    transposed: bool,
+    describe: Describe,
+) -> StageResult:
+    """Judge codes `found` (M, K), one an element, of scaled values between two tensors: rule 4 of tolerance.md.
+
+    Every code is one of the two neighbours of its value. Whether the kernel chooses as it should is a matter of chance,
+    left to `decide`: of these codes alone, or with `draw` of as many calls as the case needs. Findings are in the
+    coordinates of the transpose where `transposed`.
+    """
+    odds = odds_of(*scaled, recipe)
+    tally = Tally(odds, recipe, scaled[0].signbit())
+    result = StageResult(stage, "statistics", found.numel())
+    calls = 1 if draw is None else calls_of(odds)
+    for number, codes in _calls(found, draw, calls):
+        outside = odds.outside(codes, recipe)
+        if bool(outside.any()):
+            which = int(outside.flatten(1).any(1).int().argmax())
+            _refuse(result, outside[which], odds, number + which, transposed, describe)
+            return result
+        tally.add(odds.up(codes, recipe))
+    if calls > 1:
+        assert draw is not None
+        tally.add_seed(odds.up(draw(OTHER_SEED), recipe))
+    result.chances, result.draws = tally.chances(), tally.draws
+    return result
+
+
+def _calls(found: torch.Tensor, draw: Draw | None, calls: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Codes (calls, M, K) in parts, each with the number of its first call; that of the first is `found`."""
+    together = max(2, _AT_ONCE // max(1, found.numel()))
+    for first in range(0, calls, together):
+        numbers = range(first, min(first + together, calls))
+        yield first, torch.stack([found if n == 0 or draw is None else draw(n) for n in numbers])
+
+
+def _refuse(
+    result: StageResult, outside: torch.Tensor, odds: Odds, call: int, transposed: bool, describe: Describe
+) -> None:
+    """Say which codes no random bits give."""
+    wrong = outside > 0
+    still = bool((odds.least == odds.greatest)[wrong].all())
+    wrong, distance = ((t.T.contiguous() if transposed else t) for t in (wrong, outside.masked_fill(outside == 0, -1)))
+    result.mismatches, result.max_ulp, result.wrong = int(wrong.sum()), int(distance.amax()), wrong
+    why = "these values never move" if still else "no random bits give them"
+    when = f" (call {call})" if call else ""
+    result.sentence = f"{sentence(wrong, distance, 'codes')}; {why}{when}"
+    # Its elements show the codes of the first call.
+    result.finding = finding(result.stage, result.rule, result.sentence, wrong, distance, describe=describe)

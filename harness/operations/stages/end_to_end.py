@@ -1,0 +1,53 @@
+"""A product end to end: the kernel's output beside that of the reference's own operands. It decides no verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from narrowgauge.harness.backends.results import PARTS
+from narrowgauge.harness.checks.bound import within
+from narrowgauge.harness.operations.stages.oracle import bounds
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.spec.quantized import Quantized
+
+
+class Operand(NamedTuple):
+    """One operand of a product, (M, K), twice."""
+
+    kernel: Quantized
+    """As the backend stored it; the reference's own where the backend does not quantize this."""
+    own: Quantized
+    """The reference's own."""
+
+
+def add_end_to_end(outcome: Outcome, own: Sequence[tuple[Quantized, Quantized]]) -> None:
+    """Measure every product of the outcome against the reference's own operands, a pair for each, (M, K) and (N, K).
+
+    Gives the figure `outside_share` of the stage `output`, and the values that other harnesses would compare with. A
+    wrong operand is found where it was made and the product is judged on it as it is, so that one fault is one
+    finding: this says what both together do to the output. Where the operands are equal it is what is judged anyway.
+    """
+    output = next(stage for stage in outcome.stages if stage.stage == "output")
+    if not output.compared:
+        return
+    outside, expected = output.mismatches, []
+    if not all(_same(one.a, a) and _same(one.b, b) for one, (a, b) in zip(outcome.products, own, strict=True)):
+        outside = 0
+        for one, (a, b) in zip(outcome.products, own, strict=True):
+            limits = bounds(a, b, out_dtype=one.output.dtype, c=one.c, bias=one.bias, order=one.order)
+            outside += int((~within(one.output, limits)).sum())
+            expected.append(limits.expected)
+        outcome.expected = torch.cat(expected)
+    output.figures["outside_share"] = outside / output.compared
+
+
+def _same(kernel: Quantized, own: Quantized) -> bool:
+    """Whether two operands multiply alike. A number that a kernel does not show is the one that its amax gives."""
+    pairs = ((getattr(kernel, part), getattr(own, part)) for part in PARTS)
+    return all(
+        one is other or one is None or other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in pairs
+    )

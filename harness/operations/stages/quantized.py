@@ -1,0 +1,404 @@
+"""The stages of one quantized matrix, each given the kernel's own result of the stage before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isfinite
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.checks.boundary import Sources, boundary_codes, boundary_floats
+from narrowgauge.harness.checks.exact import exact_codes, exact_floats
+from narrowgauge.harness.checks.finding import bits, float_view, spaced
+from narrowgauge.harness.checks.interval import Interval, rotated_interval
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.inputs.inputs import Random
+from narrowgauge.harness.operations.stages import oracle as reference
+from narrowgauge.harness.operations.stages.black_box import Draw, distribution_stage
+from narrowgauge.harness.operations.stages.oracle import (
+    block_amaxes,
+    encode_elements,
+    stored_scales,
+    tensor_amax,
+    tensor_scale,
+)
+from narrowgauge.reference.quantize.layout import elements, linear_scales, pad_scales, swizzled_offset
+from narrowgauge.reference.quantize.scaling import divide, element_factors, per_row, scale_elements
+from narrowgauge.spec.formats import FP32, Format
+from narrowgauge.spec.quantized import Quantized, scales_shape
+from narrowgauge.spec.recipes import Recipe
+
+
+@dataclass
+class Subject:
+    """A matrix that is quantized along its rows, and everything that decides its bytes."""
+
+    matrix: torch.Tensor
+    """(M, K), not yet rotated."""
+    recipe: Recipe
+    random: Random | None = None
+    first: int = 0
+    """Number of the first block, where Philox counts through several matrices."""
+    transposed: bool = False
+    """Whether this is a columnwise half whose tiles are those of the rowwise one, 4over6's choice included."""
+    free: bool = False
+    """Whether the order in which a rotation adds is free."""
+    own: bool = False
+    """Whether the kernel rounds by random bits of its own."""
+    draw: Draw | None = None
+    """Codes of its further calls then, where they are to be had."""
+
+    @cached_property
+    def x(self) -> torch.Tensor:
+        """What is quantized: rotated, where the recipe rotates, in the reference's order."""
+        return reference.transform(self.matrix, self.recipe) if self.recipe.transform else self.matrix
+
+    @property
+    def rule(self) -> str:
+        """`boundary` where `x` is known to within an interval, else `exact`."""
+        return "boundary" if self.free and self.recipe.transform else "exact"
+
+    @cached_property
+    def interval(self) -> Interval:
+        """Where `x` lies, whatever the order of its sums."""
+        return rotated_interval(self.matrix, self.recipe)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """Block amaxes, like linear scales: one for each that is stored."""
+        return block_amaxes(self.x, self.recipe)
+
+    @cached_property
+    def block_ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least and the greatest block amaxes."""
+        least, greatest = self.interval.magnitude
+        return block_amaxes(least, self.recipe), block_amaxes(greatest, self.recipe)
+
+    def scales(
+        self, amax: torch.Tensor | None, encode: torch.Tensor | None, blocks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Stored block scales under these numbers, of `blocks` where they are not those of `x`."""
+        if not self.transposed:
+            return stored_scales(self.x, self.blocks if blocks is None else blocks, amax, encode, self.recipe)
+        rows = self.x.T.contiguous()
+        stored = stored_scales(rows, block_amaxes(rows, self.recipe), amax, encode, self.recipe)
+        height = self.recipe.block[0]
+        return stored[::height].T.repeat_interleave(height, 0)[: self.x.shape[0]].contiguous()
+
+    def codes(self, scales: torch.Tensor, encode: torch.Tensor | None, x: torch.Tensor | None = None) -> torch.Tensor:
+        """Codes as they are stored along rows, under these scales, of `x` where it is not the subject's own."""
+        own, blocks = (self.x, self.blocks) if x is None else (x, None)
+        return encode_elements(own, scales, encode, self.recipe, self.random, self.first, blocks)
+
+    def sources(self, *, rows: int = 1, columns: int = 1) -> Sources:
+        """Which elements of a stage come from the same sums: at least a rotated group."""
+        group = self.recipe.transform.group if self.recipe.transform else 1
+        return Sources(self.matrix, rows, max(columns, group))
+
+
+@dataclass
+class Judged:
+    """One quantized matrix with its stages judged: for those who look at single elements."""
+
+    prefix: str
+    subject: Subject
+    kernel: Quantized
+    """Its scales linear, and the amax the reference's where the kernel shows none."""
+    oracle: Quantized
+    given: Quantized
+    """What the kernel gave, as it gave it: its scales perhaps swizzled."""
+
+
+def quantize_stages(
+    subject: Subject, kernel: Quantized, oracle: Quantized, prefix: str = ""
+) -> tuple[list[StageResult], Judged]:
+    """amax, tensor scale, layout (of swizzled scales), block scales and codes of `kernel`.
+
+    `oracle` is the reference's quantization of the subject, with linear scales. A stage that the kernel does not show
+    (no amax, no tensor scale), or that its recipe has not, is not judged and does not appear. Where one of the two is
+    `transposed` both are, and findings are in the coordinates of the matrix as it was given.
+    """
+    stages = []
+    recipe = subject.recipe
+    amax, encode = oracle.amax, oracle.tensor_scale
+    if amax is not None and encode is not None:
+        if kernel.amax is not None:
+            stages.append(_amax(prefix + "amax", subject, kernel.amax, amax))
+            amax = kernel.amax
+            if recipe.tensor_scale != "given":
+                encode = tensor_scale(amax, recipe, subject.x.dtype)
+        if kernel.tensor_scale is not None:
+            stages.append(_numbers(prefix + "tensor scale", kernel.tensor_scale, encode, "tensor scales"))
+            if recipe.tensor_scale != "given":
+                encode = kernel.tensor_scale
+    right, own = linear_scales(oracle), stored_along_rows(oracle)
+    as_oracle = _same(encode, oracle.tensor_scale) and _same(amax, oracle.amax)
+    expected = right if as_oracle else subject.scales(amax, encode)
+    if kernel.swizzled:
+        layout, scales = _layout(prefix + "layout", kernel, expected)
+        stages.append(layout)
+    else:
+        scales = linear_scales(kernel)
+    transposed = kernel.transposed
+    stages.append(_scales(prefix + "scales", subject, scales, expected, (amax, encode), transposed, kernel.swizzled))
+    used = used_scale(encode, scales, kernel)
+    packed = own if as_oracle and used is encode and torch.equal(scales, right) else subject.codes(scales, used)
+    codes = stored_along_rows(kernel)
+    stages.append(_codes(prefix + "codes", subject, codes, packed, scales, used, transposed, kernel.swizzled))
+    # Where statistics are of x's dtype, nobody can find the tensor scale again without x.
+    kept = kernel.tensor_scale if recipe.statistics == "float32" else encode
+    stored = scales.T.contiguous() if transposed else scales
+    shown = Quantized(kernel.codes, stored, amax, kernel.recipe, kernel.shape, kept, transposed=transposed)
+    return stages, Judged(prefix, subject, shown, oracle, kernel)
+
+
+def used_scale(encode: torch.Tensor | None, scales: torch.Tensor, kernel: Quantized) -> torch.Tensor | None:
+    """The tensor's scale that the codes of `kernel` are judged by.
+
+    A kernel of current scaling that stores another inverse, and shows no scale, is taken to have used what its inverse
+    is the inverse of: one finding, not two.
+    """
+    rule = kernel.recipe
+    if encode is None or not rule.whole or rule.tensor_scale == "given" or kernel.tensor_scale is not None:
+        return encode
+    return encode if _same(divide(1.0, encode), scales.view(1)) else divide(1.0, scales.view(1))
+
+
+def stored_along_rows(q: Quantized) -> torch.Tensor:
+    """The codes of `q` along its rows, packed as its recipe packs them."""
+    return q.codes.T.contiguous() if q.transposed else q.codes
+
+
+def no_codes(q: Quantized) -> torch.Tensor:
+    """bool, like the codes of `q` as stored: bytes that are no code of a format of six bits, and have no value."""
+    return q.codes >= q.recipe.element.codes if q.recipe.element.bits == 6 else torch.zeros_like(q.codes).bool()
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def of_row(numbers: torch.Tensor | None, row: int) -> torch.Tensor | None:
+    """The number of a row, (1,), where there is one for each, else that of the tensor."""
+    return numbers[row : row + 1] if numbers is not None and len(numbers) > 1 else numbers
+
+
+def scaled_elements(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    encode: torch.Tensor | None,
+    recipe: Recipe,
+    blocks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What is rounded to the codes of rows of `x` (M, K) that share stored scales: float32 (M, K).
+
+    `scales`: those of the rows, (M, ⌈K/block⌉), or (1, ⌈K/block⌉) of one tile; `blocks`: their block amaxes.
+    """
+    factors = per_row(element_factors(scales, encode, recipe, x.dtype, blocks), recipe, x.shape[0])
+    return scale_elements(x, factors, encode, recipe)
+
+
+def plain(value: float) -> float | str:
+    """A number as JSON can hold it: NaN and infinity as words."""
+    return value if isfinite(value) else str(value)
+
+
+def code_view(code: int, fmt: Format) -> tuple[float | str, str]:
+    """What a code stands for, and its bits; a byte may be no code of a format of six bits."""
+    value = plain(fmt.value(code)) if code < fmt.codes else f"no code of {fmt.name}"
+    return value, bits(code, fmt.bits)
+
+
+def _code_views(expected: int, actual: int, fmt: Format) -> dict[str, Any]:
+    (e, e_bits), (a, a_bits) = code_view(expected, fmt), code_view(actual, fmt)
+    return {"expected": e, "expected_bits": e_bits, "actual": a, "actual_bits": a_bits}
+
+
+def scale_view(scale: torch.Tensor, fmt: Format) -> tuple[float | str, str]:
+    """A single stored scale, as a value and as bits."""
+    return float_view(scale) if fmt is FP32 else code_view(int(scale), fmt)
+
+
+def float_views(expected: torch.Tensor, actual: torch.Tensor) -> dict[str, Any]:
+    """Two numbers, as values and bits."""
+    (e, e_bits), (a, a_bits) = float_view(expected), float_view(actual)
+    return {"expected": e, "expected_bits": e_bits, "actual": a, "actual_bits": a_bits}
+
+
+def _numbers(stage: str, actual: torch.Tensor, expected: torch.Tensor, noun: str) -> StageResult:
+    """One number, or one a row."""
+
+    def describe(row: int, _: int) -> dict[str, Any]:
+        where = {"row": row} if len(expected) > 1 else {}
+        return where | float_views(expected[row], actual[row])
+
+    return exact_floats(stage, actual.unsqueeze(1), expected.unsqueeze(1), noun=noun, describe=describe)
+
+
+def _amax(stage: str, subject: Subject, actual: torch.Tensor, expected: torch.Tensor) -> StageResult:
+    if subject.rule == "exact" or torch.equal(actual, expected):
+        return replace(_numbers(stage, actual, expected, "amaxes"), rule=subject.rule)
+    low, high = (tensor_amax(blocks).unsqueeze(1) for blocks in subject.block_ends)  # no recipe rotates and scales rows
+    given = actual.unsqueeze(1)
+    # An amax is the magnitude of a rotated number, hence one of bfloat16; for any other there is no right value.
+    low = torch.where(given.bfloat16().float() == given, low, torch.nan)
+    rows, columns = subject.matrix.shape
+    return boundary_floats(
+        stage, given, expected.unsqueeze(1), (low, high), subject.sources(rows=rows, columns=columns), noun="amaxes",
+        describe=lambda row, _: float_views(expected[row], actual[row]),
+    )  # fmt: skip
+
+
+def _layout(stage: str, kernel: Quantized, expected: torch.Tensor) -> tuple[StageResult, torch.Tensor]:
+    """Swizzled scales: zero padding, and the right order. Gives the linear scales too.
+
+    Scales that are the `expected` ones in another order are wrong here, and then right in the next stage.
+    """
+    linear = reference.unswizzle(kernel.scales, scales_shape(kernel.shape, kernel.recipe))
+    result = StageResult(stage, "exact", kernel.scales.numel())
+    wanted = reference.swizzle(expected)
+    if not torch.equal(linear, expected) and torch.equal(
+        kernel.scales.flatten().sort().values, wanted.flatten().sort().values
+    ):
+        result.mismatches = int((kernel.scales != wanted).sum())
+        of = f"{spaced(result.mismatches)} of {spaced(result.compared)} bytes"
+        result.sentence = f"the scales are right, but {of} lie in another place"
+        return result, expected
+    result.mismatches, result.sentence = padding(kernel.scales, linear)
+    return result, linear
+
+
+def padding(swizzled: torch.Tensor, linear: torch.Tensor) -> tuple[int, str]:
+    """How many bytes of the padding are not 0, and the sentence that says so."""
+    count = int((swizzled != reference.swizzle(linear)).sum())
+    total = pad_scales(linear).numel() - linear.numel()
+    return count, f"{spaced(count)} of {spaced(total)} padding bytes are not 0" if count else ""
+
+
+def _swizzled(place: tuple[int, int], scales: torch.Tensor) -> dict[str, Any]:
+    """Where a scale lies in the 128×4 layout, from its place among the linear ones."""
+    row, column = place
+    offset = swizzled_offset(row, column, scales.shape[1])
+    return {"tile": f"({row // 128}, {column // 4})", "swizzled_offset": offset}
+
+
+def _scales(
+    stage: str,
+    subject: Subject,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    given: tuple[torch.Tensor | None, torch.Tensor | None],
+    transposed: bool,
+    swizzled: bool,
+) -> StageResult:
+    """Stored scales along the subject's rows; where `transposed`, seen as they lie in memory."""
+    recipe, fmt = subject.recipe, subject.recipe.scale
+    encode = given[1]
+
+    def describe(row: int, column: int) -> dict[str, Any]:
+        here = (column, row) if transposed else (row, column)
+        value, raw = float_view(subject.blocks[here])
+        its_encode = of_row(encode, here[0])
+        if transposed:
+            place = {"row": recipe.block[1] * row, "column": column, "block": row}
+        else:  # a tile with one scale begins at that row
+            place = {"row": 0 if recipe.whole else recipe.stored_rows * row, "block": column}
+        if swizzled:
+            place |= _swizzled(here, actual)
+        two = (expected[here], actual[here])
+        return {
+            **place, "input": value, "input_bits": raw,
+            **({} if its_encode is None else {"tensor_scale": plain(float(its_encode))}),
+            **(float_views(*two) if fmt is FP32 else _code_views(int(two[0]), int(two[1]), fmt)),
+        }  # fmt: skip
+
+    one, other = (t.T.contiguous() if transposed else t for t in (actual, expected))
+    if fmt is FP32:
+        return exact_floats(stage, one, other, noun="block scales", describe=describe)
+    if subject.rule == "exact" or torch.equal(actual, expected):
+        result = exact_codes(stage, one, other, fmt, noun="block scales", describe=describe)
+        return replace(result, rule=subject.rule)
+    low, high = (subject.scales(*given, blocks=blocks) for blocks in subject.block_ends)
+    height, width = recipe.block
+    sources = subject.sources(rows=height, columns=width)
+    return boundary_codes(stage, actual, expected, (low, high), fmt, sources, noun="block scales", describe=describe)
+
+
+def _codes(
+    stage: str,
+    subject: Subject,
+    actual: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    encode: torch.Tensor | None,
+    transposed: bool,
+    swizzled: bool,
+) -> StageResult:
+    """Codes along the subject's rows, as stored there; where `transposed`, seen as they lie in memory."""
+    recipe, columns = subject.recipe, subject.matrix.shape[1]
+    if not subject.own and torch.equal(actual, packed):  # the padding nibble of an odd K is compared too
+        return StageResult(stage, subject.rule, subject.matrix.numel())
+    expected, found = (elements(codes, columns, recipe) for codes in (packed, actual))
+
+    def describe(row: int, column: int) -> dict[str, Any]:
+        i, k = (column, row) if transposed else (row, column)
+        value, raw = float_view(subject.x[i, k])
+        place, block = scale_place(recipe, i, k), 0 if recipe.whole else k // recipe.block[1]
+        scale, amax = (numbers[place].view(1, 1) for numbers in (scales, subject.blocks))
+        scaled = scaled_elements(subject.x[i : i + 1, k : k + 1], scale, of_row(encode, i), recipe, amax)
+        scale_value, scale_bits = scale_view(scale, recipe.scale)
+        return {
+            "row": row, "column": column, "block": block, "lane": k if recipe.whole else k % recipe.block[1],
+            **(_swizzled(place, scales) if swizzled else {}),
+            "input": value, "input_bits": raw, "scaled": plain(float(scaled)), "scale": scale_value,
+            "scale_bits": scale_bits, **_code_views(int(expected[i, k]), int(found[i, k]), recipe.element),
+        }  # fmt: skip
+
+    if subject.own:
+        known = subject.rule == "exact"
+        low = scaled_elements(subject.x if known else subject.interval.lower, scales, encode, recipe)
+        high = low if known else scaled_elements(subject.interval.upper, scales, encode, recipe)
+        result = distribution_stage(
+            stage, found, (low, high), recipe, subject.draw, transposed=transposed, describe=describe
+        )
+    elif subject.rule == "exact":
+        one, other = (t.T.contiguous() if transposed else t for t in (found, expected))
+        result = exact_codes(stage, one, other, recipe.element, noun="codes", describe=describe)
+    else:
+        ends = (subject.codes(scales, encode, x) for x in (subject.interval.lower, subject.interval.upper))
+        low, high = (elements(codes, columns, recipe) for codes in ends)
+        result = boundary_codes(
+            stage, found, expected, (low, high), recipe.element, subject.sources(), noun="codes", describe=describe
+        )
+    if result.right and columns % 2 and recipe.element.bits == 4:
+        wrong = int((actual[:, -1] >> 4 != packed[:, -1] >> 4).sum())
+        if wrong:
+            result.mismatches = wrong
+            result.sentence = f"{wrong} padding nibbles behind K = {columns} are not 0"
+    return result
+
+
+def scale_place(recipe: Recipe, row: int, column: int) -> tuple[int, int]:
+    """Where among the linear scales that of an element is."""
+    return (0, 0) if recipe.whole else (row // recipe.stored_rows, column // recipe.block[1])
+
+
+def values_stage(kernel: Quantized, values: torch.Tensor) -> StageResult:
+    """Dequantized values of the kernel's own result, whose scales are linear."""
+    expected = reference.dequantize(kernel, values.dtype)
+    recipe = kernel.recipe
+    codes, scales = elements(stored_along_rows(kernel), kernel.shape[1], recipe), linear_scales(kernel)
+
+    def describe(row: int, column: int) -> dict[str, Any]:
+        i, k = (column, row) if kernel.transposed else (row, column)
+        scale_bits = scale_view(scales[scale_place(recipe, i, k)], recipe.scale)[1]
+        return {
+            "row": row, "column": column, "block": 0 if recipe.whole else k // recipe.block[1],
+            "code_bits": bits(int(codes[i, k]), recipe.element.bits), "scale_bits": scale_bits,
+            **float_views(expected[i, k], values[i, k]),
+        }  # fmt: skip
+
+    one, other = (t.T.contiguous() if kernel.transposed else t for t in (values, expected))
+    return exact_floats("values", one, other, noun="dequantized values", describe=describe)

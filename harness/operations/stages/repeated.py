@@ -1,0 +1,180 @@
+"""Running a backend several times, guarded: rule 5 of tolerance.md."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
+from narrowgauge.harness.backends.guard import POISON, Guard, unwritten
+from narrowgauge.harness.checks.finding import spaced
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.machine.gpu_lock import turn
+
+RACE = "order-of-threads"
+"""The cause where the variation alone changes bytes."""
+
+T = TypeVar("T")
+Tensors = dict[str, torch.Tensor | None]
+
+
+def timed(device: torch.device, call: Callable[[], T]) -> tuple[T, float]:
+    """What `call` gives, and its seconds, the device waited for: a time is a time, a fault shows where it happened."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return result, time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def repeated(
+    backend: Backend,
+    home: torch.device,
+    inputs: Tensors,
+    call: Callable[[Tensors], Tensors],
+    drawn: Collection[str] = (),
+) -> tuple[Tensors, list[StageResult], float]:
+    """Run `call` once per variation of the backend, on guarded copies of `inputs`, which are at `home`.
+
+    The copies are where the backend runs, and what it gives comes home.
+
+    What it names in `drawn` is made of random bits that are its own: another call may give other bytes of it, all of
+    them right, and `repeat` is about the rest.
+
+    Gives the first run's outputs, the stages `memory` (guard zones intact, inputs unchanged) and `repeat` (the same
+    bytes every time, every element written), and the seconds of the fastest run. Where runs disagree, up to three more
+    find out whether that is by the poison, by the variation or by neither.
+    """
+    device = backend.device or home
+    variations = list(backend.variations(device).items())
+
+    def laid(poison: int) -> Guard:
+        """A guard among this poison that has the inputs."""
+        guard = Guard(poison)
+        guard.lay({key: t for key, t in inputs.items() if t is not None})
+        return guard
+
+    def run(number: int, guard: Guard) -> tuple[Tensors, float]:
+        """One run of a variation."""
+        given = {**inputs, **guard.given(device)}
+        with variations[number][1]() or nullcontext(), guard:
+            outputs, elapsed = timed(device, partial(call, given))
+        return guard.home(outputs, home), elapsed
+
+    def again(number: int, poison: int) -> Tensors:
+        return _without(run(number, laid(poison))[0], drawn)
+
+    runs: list[Tensors] = []
+    protected = StageResult("memory", "guard", compared=len(inputs) * len(variations))
+    memory: list[str] = []
+    seconds = float("inf")
+    poisons = map(_poison, range(len(variations)))
+    # What a CPU does is done before the turn on a GPU begins.
+    guards = map(laid, poisons) if device.type == home.type else iter([laid(poison) for poison in poisons])
+    with turn(device.type):
+        for number, ((name, _), guard) in enumerate(zip(variations, guards, strict=True)):
+            outputs, elapsed = run(number, guard)
+            seconds = min(seconds, elapsed)
+            for cause, texts in zip(("writes-outside", "changes-its-input"), guard.violations(), strict=True):
+                memory += [f"{text} ({name})" for text in texts]
+                if texts and cause not in protected.causes:
+                    protected.causes.append(cause)
+            runs.append(outputs)
+    protected.mismatches = len(memory)
+    if memory:
+        more = f"; and {len(memory) - 3} more" if len(memory) > 3 else ""
+        protected.sentence = "; ".join(memory[:3]) + more
+    names = [name for name, _ in variations]
+    return runs[0], [protected, _agree([_without(outputs, drawn) for outputs in runs], names, again)], seconds
+
+
+def _without(outputs: Tensors, drawn: Collection[str]) -> Tensors:
+    return {key: t for key, t in outputs.items() if key not in drawn}
+
+
+def _poison(number: int) -> int:
+    """That of the `number`-th run."""
+    return POISON[number % len(POISON)]
+
+
+def _agree(runs: list[Tensors], names: list[str], again: Callable[[int, int], Tensors]) -> StageResult:
+    """The stage `repeat`. Where runs disagree, `again` runs a variation, by number, among a poison to find out why."""
+    result = StageResult("repeat", "repeat", compared=sum(t.numel() for t in runs[0].values() if t is not None))
+    for number, run in enumerate(runs[1:], 1):
+        for key, first in runs[0].items():
+            other = run[key]
+            if first is None or other is None:
+                different, missing = int((first is None) != (other is None)), 0
+                text = f"{key} is given in one of {names[0]} and {names[number]} only"
+            else:
+                different = _different(first, other)
+                missing = unwritten(first, other, (_poison(0), _poison(number))) if different else 0
+                of = f"{spaced(first.numel())} elements of {key}"
+                text = f"{spaced(different)} of {of} differ between {names[0]} and {names[number]}"
+                text = f"{spaced(missing)} of {of} were never written" if missing else text
+            result.mismatches += different
+            if different and not result.sentence:
+                cause, why = ("never-written", "") if missing else _reason(runs[0], number, again)
+                if cause == RACE and first is not None and other is not None:
+                    why += f": a race, seen first in {_first_difference(first, other)}"
+                result.causes, result.sentence = [cause], text + why
+    return result
+
+
+def _reason(first: Tensors, number: int, again: Callable[[int, int], Tensors]) -> tuple[str, str]:
+    """Why the run of a variation is not the first one: its cause, and the end of the sentence that says so.
+
+    One thing is changed at a time: nothing, the poison, the variation.
+    """
+    try:
+        if not _equal(first, again(0, _poison(0))):
+            return "not-repeatable", ": the same run again gives other bytes"
+        if not _equal(first, again(0, _poison(number))):
+            return "reads-outside", ": they depend on bytes outside the inputs, or on memory that nobody wrote"
+        if not _equal(first, again(number, _poison(0))):
+            return RACE, ", all else the same"
+    except (BackendError, Unsupported) as error:
+        return "not-repeatable", f": run again, it fails: {error}"
+    return "not-repeatable", ": run again, they agree"
+
+
+def _equal(one: Tensors, other: Tensors) -> bool:
+    """Whether two runs gave the same bytes."""
+    for key, first in one.items():
+        second = other[key]
+        if first is None or second is None:
+            if first is not second:
+                return False
+        elif _different(first, second):
+            return False
+    return True
+
+
+def _different(a: torch.Tensor, b: torch.Tensor) -> int:
+    x, y = _bytes(a), _bytes(b)
+    return 0 if torch.equal(x, y) else int((x != y).any(1).sum())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, a row an element."""
+    return tensor.contiguous().view(torch.uint8).view(tensor.numel(), tensor.element_size())
+
+
+def _first_difference(a: torch.Tensor, b: torch.Tensor) -> str:
+    """The first element that differs, and what it is in either: `row 0, column 5: 0x1A and 0x00`."""
+    x, y = _bytes(a), _bytes(b)
+    index = int((x != y).any(1).nonzero()[0])
+    bits = ("0x" + bytes(row[index].tolist())[::-1].hex().upper() for row in (x, y))
+    place = f"row {index // a.shape[1]}, column {index % a.shape[1]}" if a.dim() == 2 else f"element {index}"
+    return f"{place}: {' and '.join(bits)}"

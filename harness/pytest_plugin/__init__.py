@@ -1,0 +1,1 @@
+"""The pytest plugin: case files are collected, each case is an item."""

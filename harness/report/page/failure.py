@@ -1,0 +1,88 @@
+"""The data of the first-failure view of one record: what `failure.js` shows, in JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from narrowgauge.harness.report import text
+from narrowgauge.harness.report.view import explanation_lines, saved_lines
+
+LONGEST = 4000
+"""Characters of a message or a value: what is longer is cut."""
+
+
+def failure(record: dict[str, Any], saved: list[str]) -> dict[str, Any]:
+    """Everything that is shown of a record that did not pass, but the line that runs it again.
+
+    `saved`: lines on the saved inputs of its group, where it has none of its own.
+    """
+    findings = sorted(record["findings"], key=lambda found: found.get("stage") != record["stage"])
+    return {
+        "sentence": cut(text.sentence(record)),
+        "known": cut(record["known"]),
+        "baseline": cut(record["baseline"]),
+        "findings": [_finding(found) for found in findings],
+        "budget": record["budget_histogram"],
+        "sweep": [(f"1e-{n}", text.share(value)) for n, value in enumerate(record["sweep"], 1)],
+        "explanations": [cut(line) for line in explanation_lines(record["explanations"])],
+        "saved": [cut(line) for line in saved_lines(record) or saved],
+        "stages": [f"{s.get('stage', '')} {'✗' if s.get('sentence') else '✓'}" for s in record["stages"]],
+        "figures": _figures(record),
+    }
+
+
+def cut(value: str) -> str:
+    """Text of `LONGEST` characters at most."""
+    return text.clipped(value, LONGEST)
+
+
+def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
+    number, share = text.number, text.share
+    figures = [
+        ("compared", number(record["compared"])),
+        ("wrong", number(record["mismatches"])),
+        ("max ulp", number(record["max_ulp"])),
+        ("tier 0, exact", share(record["exact_share"])),
+        ("tier 1, declared order", share(record["ordered_share"])),
+        ("excused", share(record["excused_share"])),
+        ("outside, end to end", share(record["outside_share"])),
+        ("budget, max", number(record["budget_max"])),
+        ("budget, p99", number(record["budget_p99"])),
+        ("interval, max ulps", number(record["interval_ulps_max"])),
+        ("interval, mean ulps", number(record["interval_ulps_mean"])),
+        ("p-value", number(record["p_value"])),
+        ("draws", number(record["draws"])),
+        ("SQNR, dB", number(record["sqnr_db"])),
+        ("allclose would pass", number(record["allclose"])),
+        ("time", text.duration(record["seconds"])),
+        ("time of reference", text.duration(record["seconds_reference"])),
+    ]
+    return [(label, value) for label, value in figures if value]
+
+
+def _finding(found: dict[str, Any]) -> dict[str, Any]:
+    elements = found.get("elements") or []
+    keys = list(dict.fromkeys(key for element in elements for key in element if key != "which"))
+    heat = found.get("heat") or {}
+    return {
+        "stage": found.get("stage", ""),
+        "rule": found.get("rule", ""),
+        "sentence": cut(found.get("sentence", "")),
+        "which": [element.get("which", "") for element in elements],
+        "keys": keys,
+        "elements": [[cut(_value(element.get(key))) for key in keys] for element in elements],
+        "heat": {"rows": 1, "columns": 1, **heat} if any(heat.get("counts") or []) else None,
+        "modulo": found.get("modulo") or {},
+        "steps": found.get("steps") or [],
+        "census": found.get("census") or {},
+    }
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_value(inner)}" for key, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_value, value))
+    return repr(value) if isinstance(value, float) else str(value)

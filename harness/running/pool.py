@@ -1,0 +1,112 @@
+"""Cases over several processes. A process that dies or hangs costs its own case and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any
+
+from narrowgauge.harness.backends.backend import BackendError
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.statistics.holm import sharing
+from narrowgauge.harness.machine.gpus import gpu_of
+from narrowgauge.harness.running.queue import Queue
+from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, ending, prepare_process, without_result
+
+__all__ = ["OnRecord", "Settings", "Task", "ending", "prepare_process", "run_cases", "run_tasks"]
+
+OnRecord = Callable[[dict[str, Any]], None]
+
+
+def run_cases(cases: Sequence[Case], settings: Settings, on_record: OnRecord) -> list[dict[str, Any]]:
+    """Run every case on the inputs of the settings' seed, as `run_tasks` does; the records, in the order they came."""
+    records: list[dict[str, Any]] = []
+
+    def keep(record: dict[str, Any]) -> None:
+        records.append(record)
+        on_record(record)
+
+    run_tasks([Task(case, settings.seed) for case in cases], settings, keep)
+    return records
+
+
+def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) -> None:
+    """Run every task and hand each record to `on_record` as it comes: nothing of it is kept here.
+
+    A dead worker gives a `crash`, one past the timeout a `timeout`, and a new one takes its place; where that one
+    cannot load the backend, the tasks left are errors. An interrupt ends the run early and keeps what was measured.
+    Raises BackendError where the backend cannot be loaded at the start.
+    """
+    given = list(tasks)
+    settings = replace(settings, sharing=settings.sharing or sharing(task.case for task in given))
+    finished = 0
+    gpus = [gpu_of(number, settings.device) for number in range(min(settings.workers, len(given)))]
+    waiting = Queue(given, settings.device, len(set(gpus)))
+    workers = [Worker(settings, gpu) for gpu in gpus]
+
+    def finish(record: dict[str, Any]) -> None:
+        nonlocal finished
+        finished += 1
+        on_record(record)
+
+    def replaced(worker: Worker) -> None:
+        worker.stop(kill=True)
+        workers.remove(worker)
+        if waiting:
+            workers.append(Worker(settings, worker.gpu))
+
+    def lose(worker: Worker, lost: Lost) -> None:
+        nonlocal settings
+        if not lost.loaded and not finished:
+            raise BackendError(str(lost))
+        if not lost.loaded:
+            while task := waiting.take():
+                finish(without_result(task, settings, "error", str(lost)))
+        elif worker.task is not None:
+            if worker.so_far is not None:
+                settings = replace(settings, failures="")  # the next one would die of it again
+            finish(worker.loss(lost))
+        replaced(worker)
+
+    def feed(worker: Worker) -> None:
+        worker.task = None
+        if worker.last:
+            replaced(worker)
+            return
+        task = waiting.take([other.task for other in workers if other.task is not None])
+        if task is None:  # what is left is for those that run
+            worker.stop()
+            workers.remove(worker)
+            return
+        try:
+            worker.give(task)
+        except OSError:  # it died after its last record: another one takes the task
+            waiting.put_back(task)
+            replaced(worker)
+
+    try:
+        while workers:
+            for ready in wait([worker.connection for worker in workers], timeout=1.0):
+                worker = next(worker for worker in workers if worker.connection is ready)
+                try:
+                    record = worker.receive()
+                except Lost as lost:
+                    lose(worker, lost)
+                    continue
+                if record is not None:
+                    finish(record)
+                if worker.room is not None:
+                    waiting.room = min(worker.room, waiting.room or worker.room)
+                if record is not None or worker.task is None:
+                    feed(worker)
+            for worker in list(workers):
+                try:
+                    worker.left()
+                except Lost as lost:
+                    lose(worker, lost)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for worker in workers:
+            worker.stop(kill=True)

@@ -1,0 +1,94 @@
+"""The tasks that wait for a process: in their order, but for those that are judged on a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.cost import home_of, work
+from narrowgauge.harness.cases.memory import KEPT, needed
+from narrowgauge.harness.running.worker import Task
+
+LANES = 10
+"""Tasks that are judged on a GPU at once: the one that has its turn, and those that make inputs and digests, which
+take a CPU five times as long. The other processes judge small ones on the CPU: of a twelfth of the full tier, with 6 of
+20 processes, they had none left while two in five of the large ones waited."""
+
+
+class Queue:
+    """Tasks, of which few are judged on a GPU at once, the largest first: they take longest, and nothing waits for
+    them at the end. None is begun beside others with which it would not fit into memory.
+
+    On a GPU small ones of every kind come before all others (`firsts`), and wait for no turn: a kernel that is compiled
+    within a turn, for some seconds, keeps the GPU from all processes, and so they compile side by side."""
+
+    def __init__(self, tasks: Iterable[Task], device: str, gpus: int = 1) -> None:
+        self._device, self._gpus = device, gpus
+        self.room: int | None = None
+        """Bytes of memory that all have together, of each GPU or of the machine, where that is known."""
+        self._small: list[Task] = []
+        self._large: list[Task] = []
+        for task in tasks:
+            (self._large if self._on_gpu(task) else self._small).append(task)
+        self._first = [replace(task, first=True) for task in firsts(self._small)] if device == "cuda" else []
+        first = {id(task.case) for task in self._first}
+        self._small = [task for task in reversed(self._small) if id(task.case) not in first]
+        self._large.sort(key=lambda task: work(task.case))
+
+    def __bool__(self) -> bool:
+        return bool(self._first or self._small or self._large)
+
+    def take(self, running: Sequence[Task] = ()) -> Task | None:
+        """The next task beside those that run; None where there is none, or all that are left wait for one of those."""
+        lane = sum(map(self._on_gpu, running)) < LANES * self._gpus
+        for tasks in (self._first, self._large if lane else [], self._small):
+            for place in range(len(tasks) - 1, -1, -1):
+                if self._fits(tasks[place], running):
+                    return tasks.pop(place)
+        return None
+
+    def _fits(self, task: Task, running: Sequence[Task]) -> bool:
+        """Whether it fits beside those that run. Where nothing runs it may try: it says itself that it does not."""
+        if self.room is None or (need := needed(task.case)) < KEPT:
+            return True
+        beside = [needed(other.case) for other in running if self._on_gpu(other) == self._on_gpu(task)]
+        return not beside or need + sum(beside) <= self.room * (self._gpus if self._on_gpu(task) else 1)
+
+    def put_back(self, task: Task) -> None:
+        """Make it the next again."""
+        (self._first if task.first else self._large if self._on_gpu(task) else self._small).append(task)
+
+    def _on_gpu(self, task: Task) -> bool:
+        return home_of(task.case, self._device) == "cuda"
+
+
+def firsts(tasks: Sequence[Task]) -> list[Task]:
+    """Of each kind of operation and flags the smallest task, and of each recipe of an operation the largest: between
+    them they launch about every kernel. Not modules, whose kernels are those of operations.
+
+    Mixed, so that few processes want the same kernel at a time: of each recipe one, then of each a second, in the order
+    of a digest of their ids.
+    """
+    alike: dict[tuple[object, ...], Task] = {}
+    for task in sorted((task for task in tasks if not task.case.is_module), key=lambda task: work(task.case)):
+        alike.setdefault(_kind(task.case), task)
+        alike[task.case.operation, task.case.recipe] = task
+    seen: Counter[str] = Counter()
+    order = []
+    for task in sorted({id(task): task for task in alike.values()}.values(), key=_mixed):
+        seen[task.case.recipe] += 1
+        order.append((seen[task.case.recipe], _mixed(task), task))
+    return [task for *_, task in sorted(order, key=lambda one: one[:2], reverse=True)]
+
+
+def _kind(case: Case) -> tuple[object, ...]:
+    """What decides which kernels are launched, as far as a case says it: numbers, and what is added, do not."""
+    flags = [flag for flag in case.flags if ":" not in flag and flag not in ("accumulate", "bias")]
+    return case.operation, case.recipe, *flags, "of a kind"
+
+
+def _mixed(task: Task) -> str:
+    return hashlib.sha256(task.case.id.encode()).hexdigest()

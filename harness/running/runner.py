@@ -1,0 +1,199 @@
+"""One case on one backend: inputs, run, checks, record. Nothing here raises for what a backend does."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, place
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.cost import home_of
+from narrowgauge.harness.cases.memory import KEPT, shortage
+from narrowgauge.harness.machine.gpu_lock import JUDGED, turn
+from narrowgauge.harness.machine.timing import CHECKS, PARTS, spending, watching
+from narrowgauge.harness.records.record import Record, new_record
+from narrowgauge.harness.running.judging import explained, judge
+
+if TYPE_CHECKING:
+    import torch
+
+    from narrowgauge.harness.inputs.capture import Captured
+    from narrowgauge.harness.inputs.inputs import Inputs
+    from narrowgauge.harness.operations.stages.outcome import Outcome
+    from narrowgauge.harness.running.save_failures import Keeper
+
+COMPARING = ("exact", "bound", "boundary", "statistics")
+"""Rules that compare results with what they should be."""
+_PART = 1 << 17
+ALLCLOSE = 8e-3
+"""The tolerance of Transformer Engine's own NVFP4 GEMM test, reported and never used for a verdict."""
+
+
+def run_case(
+    case: Case,
+    backend: Backend,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    captures: Captured | None = None,
+    keeper: Keeper | None = None,
+    sharing: int = 1,
+) -> Record:
+    """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file.
+
+    `keeper` shrinks and saves a failure, where it is wanted. `sharing`: how many cases of the run share its false
+    alarms, as `harness.checks.statistics.holm` counts them.
+    """
+    started, busy = time.perf_counter(), time.process_time()
+    record = new_record(case, backend=backend.name, device=device, seed=seed)
+    _give_back_memory(device)
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    with watching(device) as watch:
+        _measure(record, case, backend, seed=seed, captures=captures, keeper=keeper, sharing=sharing)
+    for part in PARTS:
+        setattr(record, f"seconds_{part}", round(watch.seconds[part], 6))
+    if device == "cuda":
+        record.bytes_peak = torch.cuda.max_memory_allocated()
+    record.seconds_total, record.seconds_core = time.perf_counter() - started, time.process_time() - busy
+    return record
+
+
+def _measure(
+    record: Record,
+    case: Case,
+    backend: Backend,
+    *,
+    seed: int,
+    captures: Captured | None,
+    keeper: Keeper | None,
+    sharing: int,
+) -> None:
+    """Fill the record of a case, whatever becomes of it."""
+    if problem := shortage(case, record.device):
+        record.verdict, record.message = "error", problem
+        return
+    try:
+        with spending("inputs"):
+            inputs = make_case_inputs(case, seed=seed, captures=captures, device="cpu")
+        record.input_digest = digest(inputs.tensors())
+        home = home_of(case, record.device) if backend.device is not None else record.device
+        # Copies to a GPU and from it take no time of the kernels of others: they are made outside of the turn.
+        with spending("inputs"):
+            inputs = inputs.to(home)
+        with turn(home, JUDGED):
+            with spending(CHECKS):
+                outcome = judge(case, inputs, backend, sharing=sharing)
+            _fill(record, outcome)
+        record.output_digest = digest(outcome.outputs.values())
+        if record.verdict == "fail":
+            with spending("diagnosis"):
+                record.explanations = explained(outcome, backend)
+                if keeper is not None:
+                    keeper.keep(record, case, inputs, outcome, backend)
+    except Unsupported as error:
+        record.verdict, record.message = "unsupported", str(error)
+    except BackendError as error:
+        record.verdict, record.message = "error", str(error)
+    except Exception as error:  # a result so odd that a check cannot read it costs its own case, not the run
+        record.verdict, record.message = "error", f"cannot be judged: {type(error).__name__}: {error}{place(error)}"
+
+
+def _give_back_memory(device: str) -> None:
+    """Free what torch keeps of a large case before: the processes of a run share a GPU and could fill it."""
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.memory_reserved() > KEPT:
+            torch.cuda.empty_cache()
+
+
+def make_case_inputs(case: Case, *, seed: int, captures: Captured | None, device: str) -> Inputs:
+    """The case's inputs, on `device`."""
+    from narrowgauge.harness.inputs.inputs import make_inputs
+
+    return make_inputs(case, seed=seed, captured=captures).to(device)
+
+
+def digest(tensors: Iterable[torch.Tensor | None]) -> str:
+    """64 bits of BLAKE2 over the tensors' bytes; every NaN counts as the same one."""
+    import torch
+
+    state = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        # A part stays in a core's cache until its bytes are counted.
+        for part in torch.split(tensor.detach().cpu().contiguous().view(-1), _PART):
+            plain = part
+            if part.is_floating_point() and bool((nan := part.isnan()).any()):
+                plain = part.masked_fill(nan, torch.nan)
+            state.update(plain.view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def _fill(record: Record, outcome: Outcome) -> None:
+    wrong = [s for s in outcome.stages if not s.right]
+    record.stages = [s.entry() for s in outcome.stages]
+    record.compared = sum(s.compared for s in outcome.stages)
+    record.mismatches = sum(s.mismatches for s in outcome.stages)
+    record.findings = [s.finding for s in wrong if s.finding is not None]
+    record.max_ulp = max((s.max_ulp for s in wrong if s.max_ulp is not None), default=None)
+    bounded = [s for s in outcome.stages if s.rule == "boundary"]
+    if any(s.compared for s in bounded):
+        record.excused_share = sum(s.excused for s in bounded) / sum(s.compared for s in bounded)
+    if any(s.rule == "statistics" for s in outcome.stages):
+        record.draws = sum(s.draws for s in outcome.stages)
+    for stage in outcome.stages:
+        for name, value in stage.figures.items():
+            setattr(record, name, value)
+    if wrong:
+        record.verdict, record.stage, record.message = "fail", wrong[0].stage, f"{wrong[0].stage}: {wrong[0].sentence}"
+    elif not any(s.compared for s in outcome.stages if s.rule in COMPARING) and _size(record):
+        record.verdict, record.message = "error", "nothing was compared"
+    record.accuracy = outcome.accuracy
+    record.seconds = outcome.seconds
+    if outcome.actual is not None and outcome.expected is not None and outcome.actual.numel():
+        for name, value in informative(outcome.actual, outcome.expected).items():
+            setattr(record, name, value)
+
+
+def _size(record: Record) -> bool:
+    return all(int(extent) > 0 for extent in record.shape.split("x"))
+
+
+def informative(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+    """What other harnesses would have said; no verdict depends on it.
+
+    allclose at 8e-3; signal over difference in dB (inf where equal); shares within a relative 1e-1 … 1e-6.
+    """
+    import torch
+
+    from narrowgauge.harness.checks.chunks import chunks
+
+    if actual is expected:
+        return {"allclose": True, "sqnr_db": float("inf"), "sweep": [1.0] * 6}
+    noise = signal = 0.0
+    close, within = True, [0] * 6
+    for rows in chunks(actual):
+        a, e = actual[rows].double(), expected[rows].double()
+        same = (a == e) | (a.isnan() & e.isnan())
+        signal += float((e.nan_to_num(posinf=0.0, neginf=0.0) ** 2).sum())
+        if bool(same.all()):
+            within = [count + a.numel() for count in within]
+            continue
+        difference = torch.where(same, 0.0, (a - e).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        noise += float((difference**2).sum())
+        relative = difference / e.abs()
+        near = (difference <= ALLCLOSE + ALLCLOSE * e.abs()) & torch.isfinite(difference)
+        close = close and bool((near | same).all())
+        within = [count + int(((relative <= 10.0**-n) | same).sum()) for n, count in enumerate(within, 1)]
+    return {
+        "allclose": close,
+        "sqnr_db": float(10 * torch.log10(torch.tensor(signal / noise))) if noise else float("inf"),
+        "sweep": [count / actual.numel() for count in within],
+    }

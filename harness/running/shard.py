@@ -1,0 +1,146 @@
+"""Shards: the cases of one run divided among machines that know nothing of one another, into parts of equal time."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.cost import work
+
+if TYPE_CHECKING:
+    from narrowgauge.harness.records.journal import Run
+
+SECONDS = {
+    "quantize": (7e-3, 210e-9), "quantize-grouped": (1e-3, 320e-9), "transform": (3.5e-3, 130e-9),
+    "swizzle": (2.8e-3, 120e-9), "update-scale": (2.3e-3, 40e-9), "gemm": (11e-3, 40e-9),
+    "gemm-grouped": (13e-3, 140e-9), "gemm-quantized": (12e-3, 185e-9),
+    "linear": (60e-3, 200e-9), "layernorm-linear": (80e-3, 200e-9), "grouped-linear": (150e-3, 200e-9),
+    "transformer-layer": (300e-3, 200e-9),
+}  # fmt: skip
+"""Seconds of a case of an operation, and of an element of its work: fitted to the quick tier on one core of a CPU. Only
+their ratios matter. By them alone the slowest of 16 shards takes 7 % longer than the mean, by recorded times 0 %."""
+
+
+class ShardError(Exception):
+    """A shard that there cannot be: what was asked for, and what can be."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of several parts of a run, counted from 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """The shard of `2/4`, the second of four. Raises ShardError."""
+        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+        if found is None:
+            raise ShardError(f"--shard is {text!r}; it is a number and a count: 2/4 is the second of four shards")
+        number, count = int(found[1]), int(found[2])
+        if not 1 <= number <= count:
+            raise ShardError(f"--shard is {text!r}; of {count} shards there are 1/{count} to {count}/{count}")
+        return cls(number, count)
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The cases of one shard, and what it has to know of the others."""
+
+    shard: Shard
+    cases: list[Case]
+    sharing: int
+    """Cases of all shards that share the run's false alarms (`harness.checks.statistics.holm`)."""
+    selection: str
+    """Of the cases of all shards: what `digest` says."""
+
+
+def part_of(cases: Sequence[Case], shard: Shard, seconds: Mapping[str, float] | None = None) -> Part:
+    """The part of the selected `cases` that is `shard`'s; `seconds` are those that cases took, as far as is known.
+
+    It depends on the ids of the cases and on `seconds`, and on nothing else: neither on their order nor on the machine.
+    Raises ShardError where there are more shards than cases, or `seconds` knows none of them.
+    """
+    from narrowgauge.harness.checks.statistics.holm import sharing
+
+    costs = durations({case.id: case for case in cases}, seconds or {})
+    if shard.count > len(costs):
+        raise ShardError(f"--shard is {str(shard)!r}, but {len(costs)} cases are selected, and no shard is empty")
+    mine = split(costs, shard.count)[shard.number - 1]
+    return Part(shard, [case for case in cases if case.id in mine], sharing(cases), digest(costs))
+
+
+def split(costs: Mapping[str, float], count: int) -> list[set[str]]:
+    """Ids in `count` sets of about equal cost: the costliest first, each to the set that has least so far.
+
+    The largest sum is at most 4/3 of the smallest that is possible. Source: Graham, "Bounds on multiprocessing timing
+    anomalies" (1969). Ids of equal cost go by their names, sets of equal sums by their numbers.
+    """
+    parts: list[set[str]] = [set() for _ in range(count)]
+    # Whole microseconds, at least one: sums are exact, whatever their order, and sets of free cases are not empty.
+    heap = [(0, number) for number in range(count)]
+    ordered = sorted((-max(1, round(1e6 * cost)), name) for name, cost in costs.items())
+    for cost, name in ordered:
+        total, number = heapq.heappop(heap)
+        parts[number].add(name)
+        heapq.heappush(heap, (total - cost, number))
+    return parts
+
+
+def durations(cases: Mapping[str, Case], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each case, by id: those recorded, else an estimate from its size, scaled by what others took.
+
+    Raises ShardError where some are recorded, and none of these cases.
+    """
+    estimates = {name: estimate(case) for name, case in cases.items()}
+    known = sorted(estimates.keys() & seconds.keys())
+    if seconds and not known:
+        raise ShardError(f"--durations knows {len(seconds)} cases, and none of the {len(cases)} that are selected")
+    # fsum is exact to the last bit on every machine.
+    scale = math.fsum(seconds[name] for name in known) / math.fsum(estimates[name] for name in known) if known else 1.0
+    return {name: seconds.get(name, scale * guess) for name, guess in estimates.items()}
+
+
+def estimate(case: Case) -> float:
+    """Seconds that a case takes, judging included, as far as its operation and size tell."""
+    whole, element = SECONDS[case.operation]
+    return whole + element * work(case)
+
+
+def recorded(run: Run) -> dict[str, float]:
+    """Seconds that the cases of an earlier run took, by id; where a case has several seeds, the longest."""
+    found: dict[str, float] = {}
+    for record in run.records:
+        taken = record["seconds_total"]
+        if taken is not None and math.isfinite(taken):
+            found[record["case"]] = max(taken, found.get(record["case"], 0.0))
+    return found
+
+
+def read_durations(path: Path) -> dict[str, float]:
+    """Seconds of the cases of an earlier run: the folder of its report, or its journal.
+
+    Raises ShardError where no case there has its seconds, JournalError where it cannot be read.
+    """
+    from narrowgauge.harness.records.journal import read
+
+    found = recorded(read(path))
+    if not found:
+        raise ShardError(f"{path}: no record says how long its case took")
+    return found
+
+
+def digest(ids: Iterable[str]) -> str:
+    """Sixteen hexadecimal digits of a set of ids: the same where the ids are, in whatever order."""
+    return hashlib.blake2b("\n".join(sorted(set(ids))).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,1 @@
+"""Tools around the harness: bench, train, mutants, sanitize, soak, dialect, merge, show."""

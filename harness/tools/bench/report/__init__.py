@@ -1,0 +1,1 @@
+"""The report of a bench: a table, a page, figures."""

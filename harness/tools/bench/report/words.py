@@ -1,0 +1,141 @@
+"""Figures of a bench for people: the cells that the terminal and the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from narrowgauge.harness.report import text
+from narrowgauge.harness.tools.bench.row import UNJUDGED, Row
+
+COLUMNS = ("operation", "size", "who", "time", "spread", "rate", "of ceiling", "× reference", "asked", "judged by")
+EXPLAINED = (
+    "time: of one call, median of the rounds. spread: how far the fastest and the slowest round are from it. rate: "
+    "bytes that the operation has to move, or 2·M·N·K, a second. of ceiling: that beside the rate of a large copy, or "
+    "of torch's matmul, in brackets of a copy of as many bytes, or of dequantize + matmul; of a launch, what one of "
+    "torch's own costs beside it. judged by: bytes, which are the reference's; order, the sums that the declared order "
+    "can give, of a tensor core to the bit; bound, those of any order; 1/16: of one row in 16 alone."
+)
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def time(seconds: float | None) -> str:
+    """`1.23 ms`, `4.5 µs`."""
+    if seconds is None:
+        return ""
+    return next(
+        (f"{seconds * factor:.3g} {unit}" for factor, unit in ((1, "s"), (1e3, "ms")) if seconds * factor >= 1),
+        f"{seconds * 1e6:.3g} µs",
+    )
+
+
+def rate(value: float | None, unit: str) -> str:
+    """`4.21 TB/s`, `632 GFLOP/s`."""
+    if value is None:
+        return ""
+    for factor, prefix in _PREFIXES:
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.3g} %"
+
+
+def spread(row: Row) -> str:
+    """How far the fastest and the slowest round are from the median: `−0.4 +1.2 %`."""
+    if not row.seconds or row.seconds_min is None or row.seconds_max is None:
+        return ""
+    low, high = 100 * (1 - row.seconds_min / row.seconds), 100 * (row.seconds_max / row.seconds - 1)
+    return f"−{low:.2g} +{high:.2g} %"
+
+
+def figure(asked: str, value: float | None) -> str:
+    """A figure that is asked for, in its unit."""
+    if asked == "share":
+        return percent(value)
+    if asked == "speedup":
+        return "" if value is None else f"{value:.3g} ×"
+    return rate(value, asked.replace("elements", "elem"))
+
+
+def asked(row: Row, *, plain: bool = False) -> str:
+    """`✓ 85 %`: what is asked of a row and whether it is reached."""
+    if row.met is None:
+        return ""
+    marks = ("met", "missed") if plain else (text.GLYPHS["pass"], text.GLYPHS["fail"])
+    return f"{marks[not row.met]} {figure(row.asked, row.asked_least)}"
+
+
+def verdict(row: Row, *, plain: bool = False) -> str:
+    """A mark where the output was judged, and by what."""
+    if row.verdict == UNJUDGED:
+        return ""
+    return f"{row.verdict if plain else text.GLYPHS[row.verdict]} {row.judged}".rstrip()
+
+
+def ceiling(row: Row) -> str:
+    """`87.1 %`, and beside the second ceiling where that is measured."""
+    return percent(row.share) + ("" if row.second_share is None else f" ({percent(row.second_share)})")
+
+
+def cells(row: Row, *, plain: bool = False) -> list[str]:
+    """A row of the table."""
+    name = " ".join(filter(None, (row.operation, row.recipe, row.variant)))
+    return [
+        name,
+        row.shape,
+        row.who,
+        time(row.seconds),
+        spread(row),
+        rate(row.rate, "FLOP/s" if row.timed_by_flop else "B/s"),
+        ceiling(row),
+        "" if row.speedup is None or row.who == "reference" else f"{row.speedup:.3g}",
+        asked(row, plain=plain),
+        verdict(row, plain=plain),
+    ]
+
+
+def missed(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each figure that is less than asked."""
+    return [
+        f"{row.id}: {figure(row.asked, row.asked_found)}{_of(row)}, and {figure(row.asked, row.asked_least)} is asked"
+        for row in rows
+        if row.met is False
+    ]
+
+
+def _of(row: Row) -> str:
+    return {"share": f" of {row.ceiling}", "speedup": " of the reference's speed"}.get(row.asked, "")
+
+
+def wrong(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each row whose output is wrong, or that has none."""
+    return [f"{row.id}: {row.message}" for row in rows if row.red]
+
+
+def sentence(rows: Sequence[Row]) -> str:
+    """A bench in one sentence."""
+    judged = [row for row in rows if row.verdict != UNJUDGED and row.ours]
+    red = [row for row in judged if row.red]
+    if not judged:
+        return "nothing was judged"
+    if red:
+        return f"{len(red)} of {text.plural(len(judged), 'timed output')} did not pass"
+    peers = [row for row in rows if row.verdict != UNJUDGED and not row.ours]
+    wrong_peers = sum(row.red for row in peers)
+    others = f"; {wrong_peers} of {text.plural(len(peers), 'output')} of peers wrong" if wrong_peers else ""
+    held = [row for row in rows if row.met is not None]
+    reached = sum(row.met is True for row in held)
+    compared = sum(row.compared for row in judged)
+    asked_of = f"; {reached} of {text.plural(len(held), 'figure')} asked are reached" if held else ""
+    return (
+        f"{text.plural(len(judged), 'timed output')} right, {text.number(compared)} elements compared{asked_of}{others}"
+    )
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the table. Ceilings are columns of it, and so is the reference, unless it is held to a figure itself."""
+    return [
+        row for row in rows if row.red or (row.share is not None and (row.who != "reference" or row.met is not None))
+    ]

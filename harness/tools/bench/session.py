@@ -1,0 +1,83 @@
+"""A bench from beginning to end: a bar while it runs, a table, a page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from narrowgauge.harness.records.environment import describe_run
+from narrowgauge.harness.tools.bench.growth import FIRST, LAST, STEP, Growth, grow
+from narrowgauge.harness.tools.bench.report import report, table
+from narrowgauge.harness.tools.bench.run import Bench, measure
+from narrowgauge.harness.tools.bench.tasks import Task
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run_rates(
+    tasks: Sequence[Task],
+    device: str,
+    directory: Path,
+    *,
+    quick: bool = False,
+    compiling: bool = False,
+    launches: bool = True,
+    console: Console | None = None,
+) -> bool:
+    """Time the tasks, print and write the report; whether every output is right. Raises OSError for the report."""
+    console, started = _console(console), time.monotonic()
+    with _Bar(console, len(tasks) + launches) as bar:
+        bench = measure(tasks, device, quick=quick, compiling=compiling, launches=launches, on_task=bar.next)
+    table.print_bench(bench, console)
+    return _end(bench, [], device, directory, console, started)
+
+
+def run_growth(device: str, directory: Path, *, last: int | None = None, console: Console | None = None) -> bool:
+    """Measure how cost grows, up to 2^`last` elements; as `run_rates`."""
+    console, started = _console(console), time.monotonic()
+    sizes = range(FIRST, (LAST[device] if last is None else last) + 1, STEP)
+    with _Bar(console, len(sizes)) as bar:
+        found = grow(device, last=last, on_size=bar.next)
+    table.print_growth(found, console)
+    return _end(Bench(), found, device, directory, console, started)
+
+
+def _end(bench: Bench, growths: list[Growth], device: str, directory: Path, console: Console, started: float) -> bool:
+    environment = describe_run(backend="native", device=device, seed=0)
+    page = report.write(bench, growths, environment, directory)
+    passed = report.verdict_of(bench, growths) == "pass"
+    words = f"{report.sentence(bench, growths)}; {time.monotonic() - started:.1f} s; report: {page}"
+    console.print(words, markup=False, highlight=False, soft_wrap=True, style="" if passed else "bold red")
+    return passed
+
+
+def _console(console: Console | None) -> Console:
+    from rich.console import Console as Terminal
+
+    return console or Terminal()
+
+
+class _Bar:
+    """The bar of a bench. `next` names what runs now; what ran before is done."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        from narrowgauge.harness.tools.session import progress_bar
+
+        self._progress = progress_bar(console)
+        self._task = self._progress.add_task("", total=total)
+        self._begun = False
+
+    def next(self, name: str) -> None:
+        self._progress.update(self._task, advance=1 if self._begun else 0, description=name)
+        self._begun = True
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._progress.update(self._task, advance=1 if kind is None and self._begun else 0)
+        self._progress.stop()

@@ -1,0 +1,260 @@
+"""Training recipes: which quantization recipe a linear layer's input, weight and gradient get.
+
+Nothing here imports torch. The names and their switches are Transformer Engine's. Source: numerics.md, "Modules".
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from narrowgauge.spec.recipes import Recipe, recipe
+
+__all__ = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "TrainingRecipe",
+    "training_names",
+    "training_recipe",
+]
+
+HISTORY = 1024
+"""Rows of an amax history unless a recipe says otherwise: Transformer Engine's default."""
+
+
+class TrainingRecipe(ABC):
+    """The quantization recipe of each operand of a layer, by role; `str()` is a name without spaces.
+
+    A recipe is meant for `quantize_both`, whose rowwise half is `.rowwise`: a transform turns the columnwise half
+    alone, which only the product for the weight's gradient takes.
+    """
+
+    @property
+    @abstractmethod
+    def input(self) -> Recipe:
+        """Of the layer's input."""
+
+    @property
+    @abstractmethod
+    def weight(self) -> Recipe:
+        """Of the weight."""
+
+    @property
+    @abstractmethod
+    def grad(self) -> Recipe:
+        """Of the gradient of the layer's output."""
+
+    @property
+    def history(self) -> int:
+        """Rows of the amax history, 0 where scales come from the tensor itself."""
+        return 0
+
+
+def _disabled(feature: str) -> bool:
+    """A switch of the environment, of which only "1" is on, as in Transformer Engine."""
+    return os.environ.get(f"NVTE_NVFP4_DISABLE_{feature}") == "1"
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(TrainingRecipe):
+    """NVFP4. A switch that is not given is read from the environment when the object is made, and never again."""
+
+    disable_rht: bool = field(default_factory=lambda: _disabled("RHT"))
+    """NVTE_NVFP4_DISABLE_RHT=1: no rotation of the two operands that the weight's gradient is made of."""
+    disable_stochastic_rounding: bool = field(default_factory=lambda: _disabled("STOCHASTIC_ROUNDING"))
+    """NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1: gradients round to nearest."""
+    disable_2d_quantization: bool = field(default_factory=lambda: _disabled("2D_QUANTIZATION"))
+    """NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1: weights have scales of 1×16, not of 16×16."""
+
+    @property
+    def input(self) -> Recipe:
+        return recipe("nvfp4" + self._rotation)
+
+    @property
+    def weight(self) -> Recipe:
+        return recipe("nvfp4" if self.disable_2d_quantization else "nvfp4-2d")
+
+    @property
+    def grad(self) -> Recipe:
+        return recipe("nvfp4" + self._rotation + ("" if self.disable_stochastic_rounding else "-sr"))
+
+    @property
+    def _rotation(self) -> str:
+        return "" if self.disable_rht else "-rht"
+
+    def __str__(self) -> str:
+        off = {
+            "-norht": self.disable_rht,
+            "-nosr": self.disable_stochastic_rounding,
+            "-no2d": self.disable_2d_quantization,
+        }
+        return "NVFP4BlockScaling" + "".join(part for part, disabled in off.items() if disabled)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(TrainingRecipe):
+    """MXFP8 of E4M3 for all operands."""
+
+    weights_2d: bool = False
+    """Whether weights have scales of 32×32."""
+
+    @property
+    def input(self) -> Recipe:
+        return recipe("mxfp8-e4m3")
+
+    @property
+    def weight(self) -> Recipe:
+        return recipe("mxfp8-2d" if self.weights_2d else "mxfp8-e4m3")
+
+    @property
+    def grad(self) -> Recipe:
+        return recipe("mxfp8-e4m3")
+
+    def __str__(self) -> str:
+        return "MXFP8BlockScaling" + ("-2d" if self.weights_2d else "")
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(TrainingRecipe):
+    """FP8 of E4M3 with scales of 1×128, of 128×128 for weights, powers of two."""
+
+    @property
+    def input(self) -> Recipe:
+        return recipe("fp8-block-1x128-e4m3-pow2")
+
+    @property
+    def weight(self) -> Recipe:
+        return recipe("fp8-block-128x128-e4m3-pow2")
+
+    @property
+    def grad(self) -> Recipe:
+        return recipe("fp8-block-1x128-e4m3-pow2")
+
+    def __str__(self) -> str:
+        return "Float8BlockScaling"
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(TrainingRecipe):
+    """FP8 with one scale a tensor, of its own amax: E4M3 forward, E5M2 for gradients."""
+
+    @property
+    def input(self) -> Recipe:
+        return recipe("fp8-current-e4m3")
+
+    @property
+    def weight(self) -> Recipe:
+        return recipe("fp8-current-e4m3")
+
+    @property
+    def grad(self) -> Recipe:
+        return recipe("fp8-current-e5m2")
+
+    def __str__(self) -> str:
+        return "Float8CurrentScaling"
+
+
+@dataclass(frozen=True)
+class DelayedScaling(TrainingRecipe):
+    """FP8 with one scale a tensor, of the amaxes of the steps before: E4M3 forward, E5M2 for gradients.
+
+    Raises ValueError for a negative margin, a history without rows or an unknown algorithm.
+    """
+
+    margin: int = 0
+    """Powers of two that are left above the amax."""
+    amax_history_len: int = HISTORY
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """The largest amax of the history, or its latest."""
+
+    def __post_init__(self) -> None:
+        if self.margin < 0:
+            raise ValueError(f"the margin of DelayedScaling is 0 or more powers of two, not {self.margin}")
+        if self.amax_history_len < 1:
+            raise ValueError(f"the amax history of DelayedScaling has at least one row, not {self.amax_history_len}")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(f"amax_compute_algo is 'max' or 'most_recent', not {self.amax_compute_algo!r}")
+
+    @property
+    def input(self) -> Recipe:
+        return self._of("e4m3")
+
+    @property
+    def weight(self) -> Recipe:
+        return self._of("e4m3")
+
+    @property
+    def grad(self) -> Recipe:
+        return self._of("e5m2")
+
+    @property
+    def history(self) -> int:
+        return self.amax_history_len
+
+    def _of(self, element: str) -> Recipe:
+        # Modules update all their scales at once, as Transformer Engine does: the bulk rule.
+        return recipe(f"fp8-delayed-{element}{self._rule}-bulk")
+
+    @property
+    def _rule(self) -> str:
+        recent = "-recent" if self.amax_compute_algo == "most_recent" else ""
+        return recent + (f"-margin{self.margin}" if self.margin else "")
+
+    def __str__(self) -> str:
+        rows = "" if self.amax_history_len == HISTORY else f"-history{self.amax_history_len}"
+        return f"DelayedScaling{self._rule}{rows}"
+
+
+_NAMES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], TrainingRecipe]], ...] = (
+    (
+        re.compile(r"NVFP4BlockScaling(-norht)?(-nosr)?(-no2d)?"),
+        lambda parts: NVFP4BlockScaling(*(part is not None for part in parts.groups())),
+    ),
+    (re.compile(r"MXFP8BlockScaling(-2d)?"), lambda parts: MXFP8BlockScaling(parts[1] is not None)),
+    (re.compile(r"Float8BlockScaling"), lambda _: Float8BlockScaling()),
+    (re.compile(r"Float8CurrentScaling"), lambda _: Float8CurrentScaling()),
+    (
+        re.compile(r"DelayedScaling(-recent)?(?:-margin(\d+))?(?:-history(\d+))?"),
+        lambda parts: DelayedScaling(
+            int(parts[2] or 0), HISTORY if parts[3] is None else int(parts[3]), "most_recent" if parts[1] else "max"
+        ),
+    ),
+)
+
+
+def training_names() -> list[str]:
+    """The names of the training recipes, those of DelayedScaling without a margin or a length of its own."""
+    switches = itertools.product(("", "-norht"), ("", "-nosr"), ("", "-no2d"))
+    return [
+        *("NVFP4BlockScaling" + "".join(parts) for parts in switches),
+        "MXFP8BlockScaling",
+        "MXFP8BlockScaling-2d",
+        "Float8BlockScaling",
+        "Float8CurrentScaling",
+        "DelayedScaling",
+        "DelayedScaling-recent",
+    ]
+
+
+def training_recipe(name: str) -> TrainingRecipe:
+    """The training recipe of this name, as `str()` of one gives it; the environment does not matter.
+
+    The parts of a name, in this order: NVFP4BlockScaling, -norht, -nosr, -no2d; MXFP8BlockScaling, -2d;
+    Float8BlockScaling; Float8CurrentScaling; DelayedScaling, -recent, -margin2, -history16 and the like. Raises
+    ValueError, with the nearest name, where there is none.
+    """
+    for pattern, make in _NAMES:
+        if (parts := pattern.fullmatch(name)) is not None:
+            return make(parts)
+    close = difflib.get_close_matches(name, training_names(), n=1, cutoff=0.5)
+    nearest = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ValueError(f"no training recipe is called {name!r}{nearest}; there are {', '.join(training_names())}")

@@ -1,0 +1,98 @@
+"""A normalisation and the linear layer behind it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Unpack
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from narrowgauge.native.modules.layer import Options
+from narrowgauge.native.modules.linear import Linear
+
+Norm = Literal["layer", "rms"]
+
+
+class LayerNormLinear(Linear):
+    """`Linear` of the normalised x, LayerNorm ("layer") or RMSNorm ("rms") over the last dimension, `eps` in the root.
+
+    The norm is computed in float32 and cast once, forward and backward. `layer_norm_weight` (K,) and `layer_norm_bias`
+    (K,), which RMSNorm does not have, are of `dtype`. An observer is told of `norm`, the normalised x; of `dnorm`, the
+    product that is its gradient; of `dgamma` and `dbeta`; and `dx` is the gradient of x itself.
+
+    Raises as `Linear` does, and ValueError for another norm or an eps that is not above 0.
+    """
+
+    layer_norm_weight: torch.nn.Parameter
+    layer_norm_bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        norm: Norm = "layer",
+        eps: float = 1e-5,
+        amax_group: torch.distributed.ProcessGroup | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(in_features, out_features, bias, amax_group=amax_group, **options)
+        if norm not in ("layer", "rms"):
+            raise ValueError(f"norm is 'layer' or 'rms', not {norm!r}")
+        if not eps > 0:
+            raise ValueError(f"eps of {type(self).__name__} is above 0, not {eps}")
+        self.norm, self.eps = norm, eps
+        made: dict[str, Any] = {"dtype": self.dtype, "device": options.get("device")}
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, **made))
+        self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features, **made)) if norm == "layer" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y (…, N) of x (…, K)."""
+        self.check_input(x)
+        return self.multiply(
+            _Normalised.apply(self, x, self.layer_norm_weight, self.layer_norm_bias),  # type: ignore[no-untyped-call]
+            dx="dnorm",
+        )
+
+
+class _Normalised(torch.autograd.Function):
+    """The norm, computed again in the backward: so x is kept as it is, and nothing of float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: LayerNormLinear, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, gamma, beta)
+        y = _normalise(layer, x.float(), gamma.float(), None if beta is None else beta.float()).to(x.dtype)
+        layer.report("norm", y.reshape(-1, layer.in_features))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Not torch's backward of bfloat16: on a CPU it rounds mean, deviation and partial sums of dgamma to bfloat16.
+        layer: LayerNormLinear = ctx.layer
+        wants = ctx.needs_input_grad[1:]
+        wide = [
+            None if tensor is None else tensor.detach().float().requires_grad_(wanted)
+            for tensor, wanted in zip(ctx.saved_tensors, wants, strict=True)
+        ]
+        x, gamma, beta = wide
+        assert x is not None
+        assert gamma is not None
+        with torch.enable_grad():
+            y = _normalise(layer, x, gamma, beta)
+        found = iter(torch.autograd.grad(y, [t for t in wide if t is not None and t.requires_grad], dy.float()))
+        gradients = [next(found).to(layer.dtype) if wanted else None for wanted in wants]
+        for name, gradient in zip(("dx", "dgamma", "dbeta"), gradients, strict=True):
+            if gradient is not None:
+                layer.report(name, gradient.reshape(-1, layer.in_features) if name == "dx" else gradient)
+        return None, *gradients
+
+
+def _normalise(layer: LayerNormLinear, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
+    if layer.norm == "layer":
+        return torch.nn.functional.layer_norm(x, (layer.in_features,), gamma, beta, layer.eps)
+    return torch.nn.functional.rms_norm(x, (layer.in_features,), gamma, layer.eps)

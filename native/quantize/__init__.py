@@ -1,0 +1,1 @@
+"""The Python side of the kernels that quantize, dequantize, rotate and lay out."""

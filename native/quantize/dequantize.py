@@ -1,0 +1,70 @@
+"""Dequantize: codes and scales back to values."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from narrowgauge.native.quantize.layout import linear_scales
+from narrowgauge.native.runtime.arguments import DTYPES, THREADS, blocks_for, check_operand, suffix, supported
+from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
+from narrowgauge.spec.quantized import Quantized
+
+_EACH = 16
+_UNITS = 2
+"""Runs of 16 bytes of the output, on a CPU of 16 elements, that a thread of the kernel for whole lines makes."""
+_SCALE_KIND = {E4M3: 0, E8M0: 1, FP32: 2}
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values (M, K) of `q` in float32, bfloat16 or float16; a rotation is not undone. Raises as `quantize` does."""
+    r = supported(q.recipe)
+    if dtype not in DTYPES:
+        raise TypeError(f"dequantize gives float32, bfloat16 or float16, not {dtype}")
+    amax = check_operand(q, "q")
+    if q.transposed and r.element is E2M1:
+        raise ValueError(f"q of recipe {r} is stored transposed, two rows in a byte; the kernels read E2M1 along K")
+    rows, columns = q.shape
+    scales = linear_scales(q)
+    out = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)
+    flags = (f"-DELEMENT={r.element.name}",)
+    if _in_lines(q, scales, out):
+        unit = 16 // out.element_size() if out.device.type == "cuda" else _EACH
+        block_log2, factor = np.int32(r.block[1].bit_length() - 1), np.float32(1 / r.max_product)
+        arguments: list[Argument]
+        if r.granularity == "row":
+            name, arguments = "rows", [q.codes, scales, block_log2, amax, np.int64(columns), factor]
+        else:
+            name = "lines"
+            arguments = [q.codes, scales, np.int32(_SCALE_KIND[r.scale]), block_log2, amax, factor]
+        launch(
+            "dequantize",
+            f"dequantize_{name}_{suffix(dtype)}",
+            (blocks_for(out.numel() // unit, THREADS * _UNITS),),
+            (THREADS,),
+            (*arguments, out, np.int64(out.numel())),
+            device=q.codes.device,
+            extra_flags=flags,
+        )
+        return out
+    launch(
+        "dequantize",
+        f"dequantize_{suffix(dtype)}",
+        (blocks_for(rows * -(-columns // _EACH), THREADS),),
+        (THREADS,),
+        (q.codes, np.int32(q.transposed), scales, np.int32(_SCALE_KIND[r.scale]), np.int64(r.stored_rows),
+         np.int64(r.block[1]), np.int32(q.transposed and not q.swizzled), amax, np.int32(r.granularity == "row"),
+         np.float32(1 / r.max_product), out, np.int64(rows), np.int64(columns)),
+        device=q.codes.device,
+        extra_flags=flags,
+    )  # fmt: skip
+    return out
+
+
+def _in_lines(q: Quantized, scales: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether blocks of one row, or of all, follow each other without a gap, and lie aligned."""
+    r = q.recipe
+    together = r.whole or (r.stored_rows == 1 and q.shape[1] % r.block[1] == 0)
+    aligned = out.numel() % _EACH == 0 and q.codes.data_ptr() % _EACH == out.data_ptr() % _EACH == 0
+    return together and aligned and out.numel() > 0 and not q.transposed

@@ -1,0 +1,40 @@
+"""The Hadamard transform as a door of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from narrowgauge.native.runtime.arguments import BLOCK, THREADS, blocks_for, check_rotated, supported
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.spec.recipes import Recipe
+
+_MANY = {"cuda": 1, "cpu": 8}
+"""Blocks of 16 of a thread: on a CPU, whole groups."""
+
+
+def transform(x: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
+    """`x` (M, K), bfloat16, any strides, rotated along K by the recipe's transform: bfloat16 (M, K), contiguous.
+
+    Raises ValueError where the recipe has no transform or K is no multiple of its group, TypeError for another dtype.
+    """
+    r = supported(recipe)
+    if r.transform is None:
+        raise ValueError(f"recipe {r} has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have")
+    check_rotated(x, x.shape[-1] if x.dim() else 0, r)
+    if x.dim() != 2:
+        raise ValueError(f"recipe {r} rotates rows of a matrix (M, K), not shape {tuple(x.shape)}; reshape it first")
+    rows, columns = x.shape
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    group = r.transform.group
+    factor = torch.tensor(group**-0.5).bfloat16().item()  # 1/√group to nearest, ¼ for 16
+    launch(
+        "hadamard",
+        "hadamard",
+        (blocks_for(rows * blocks_for(columns, BLOCK), THREADS * _MANY.get(x.device.type, 1)),),
+        (THREADS,),
+        (x, out, np.int64(rows), np.int64(columns), np.int64(x.stride(0)), np.int64(x.stride(1)), np.int32(group),
+         np.int32(r.transform.signs), np.float32(factor)),
+        device=x.device,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,51 @@
+"""Block scales in the 128×4 layout of block-scaled tensor cores, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.spec.quantized import Quantized, scales_shape
+
+_CHUNK = 16
+"""Scales of each of four rows, 32 apart, that a thread moves."""
+_THREADS = 128
+
+
+def _padded(shape: tuple[int, int]) -> tuple[int, int]:
+    return blocks_for(shape[0], 128) * 128 if shape[0] else 0, -(-shape[1] // 4) * 4
+
+
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """Linear scales (R, C), uint8, contiguous, padded with zeros and in tiles of 128×4: (⌈R/128⌉·128, ⌈C/4⌉·4).
+
+    Raises TypeError or ValueError for another dtype or shape.
+    """
+    check_tensor(scales, "scales", (torch.uint8,))
+    if scales.dim() != 2:
+        raise ValueError(f"scales are a matrix (M, ⌈K/block⌉), not shape {tuple(scales.shape)}")
+    rows, columns = scales.shape
+    out = torch.empty(_padded((rows, columns)), dtype=torch.uint8, device=scales.device)
+    _move("swizzle", scales, out, rows, columns)
+    return out
+
+
+def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The linear scales `shape`, (R, C), of swizzled ones. Raises as `swizzle` does."""
+    check_tensor(scales, "swizzled scales", (torch.uint8,), _padded(shape))
+    out = torch.empty(shape, dtype=torch.uint8, device=scales.device)
+    _move("unswizzle", scales, out, *shape)
+    return out
+
+
+def linear_scales(q: Quantized) -> torch.Tensor:
+    """The scales of `q`, linear and unpadded: as they are stored, or along its rows where they were swizzled."""
+    return unswizzle(q.scales, scales_shape(q.shape, q.recipe)) if q.swizzled else q.scales
+
+
+def _move(kernel: str, source: torch.Tensor, target: torch.Tensor, rows: int, columns: int) -> None:
+    threads = blocks_for(rows, 128) * 32 * blocks_for(columns, _CHUNK)
+    arguments = (source, target, np.int64(rows), np.int64(columns))
+    launch("swizzle", kernel, (blocks_for(threads, _THREADS),), (_THREADS,), arguments, device=source.device)

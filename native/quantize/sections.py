@@ -1,0 +1,109 @@
+"""Sections of rows: padded to the alignment that a grouped GEMM takes, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from narrowgauge.native.runtime.arguments import THREADS, blocks_for, check_tensor
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.spec.recipes import Recipe, recipe
+
+_WORD = 16
+"""Bytes that a thread moves at once, or fewer where rows or addresses are not aligned to so many."""
+_ROWS = THREADS // 32
+"""That a block of threads moves at once. The grid strides over the rest: on a CPU every thread costs a stack."""
+_BLOCKS = {"cuda": 1 << 16, "cpu": 16}
+
+
+def check_sizes(sizes: torch.Tensor, rows: int) -> None:
+    """Raises TypeError or ValueError where `sizes` are not int64 (G,), or, on a CPU, not those of so many rows."""
+    _check_counts(sizes)
+    if sizes.device.type == "cpu":
+        _check_sum(sizes.tolist(), rows)
+
+
+def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` (M, K) with rows of zeros behind each section, up to the recipe's `row_alignment`, and the sizes with them.
+
+    `sizes`: int64 (G,), rows of each section; one without rows stays without. The dtype is any. One launch for all
+    sections. Waits for the device that holds `sizes`. Raises TypeError or ValueError where they are not those of M
+    rows, ToolchainError where kernels cannot be compiled.
+    """
+    _check_rows(x, "x")
+    _check_counts(sizes)
+    counts = sizes.tolist()
+    _check_sum(counts, x.shape[0])
+    aligned = _aligned(counts, recipe)
+    return _move(x, counts, aligned), torch.tensor(aligned, dtype=torch.int64, device=sizes.device)
+
+
+def unpad_sections(y: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
+    """`y` (M', N), sections padded as by `pad_sections`, without the padding: (M, N), M the sum of `sizes`.
+
+    `sizes` are those before the padding. One launch for all sections. Waits for the device that holds `sizes`. Raises
+    ValueError where sections of those sizes, padded, are not M' rows, and as `pad_sections` does.
+    """
+    _check_rows(y, "y")
+    _check_counts(sizes)
+    counts = sizes.tolist()
+    aligned = _aligned(counts, recipe)
+    if min(counts) < 0 or sum(aligned) != y.shape[0]:
+        raise ValueError(
+            f"sizes of sections are not negative and, padded to multiples of {_alignment(recipe)}, sum to the "
+            f"{y.shape[0]} rows of y; these are {counts}, padded {sum(aligned)}"
+        )
+    return _move(y, aligned, counts)
+
+
+def _alignment(name: str | Recipe) -> int:
+    return recipe(name).row_alignment
+
+
+def _aligned(counts: Sequence[int], name: str | Recipe) -> list[int]:
+    alignment = _alignment(name)
+    return [-(-count // alignment) * alignment for count in counts]
+
+
+def _check_rows(x: torch.Tensor, name: str) -> None:
+    if x.dim() < 1:
+        raise ValueError(f"{name} has rows (M, …), not shape ()")
+
+
+def _check_counts(sizes: torch.Tensor) -> None:
+    check_tensor(sizes, "sizes", (torch.int64,))
+    if sizes.dim() != 1 or not len(sizes):
+        raise ValueError(f"sizes of sections have shape (G,), not {tuple(sizes.shape)}")
+
+
+def _check_sum(counts: Sequence[int], rows: int) -> None:
+    if min(counts) < 0 or sum(counts) != rows:
+        raise ValueError(
+            f"sizes of sections are not negative and sum to the {rows} rows of x; these are {counts}, sum {sum(counts)}"
+        )
+
+
+def _move(x: torch.Tensor, counts: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """Sections of `counts` rows of `x`, with zeros or cut to `wanted` rows."""
+    x = x.contiguous()
+    out = torch.empty((sum(wanted), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    width = math.prod(x.shape[1:]) * x.element_size()
+    if not out.numel():
+        return out
+    word = math.gcd(_WORD, width, x.data_ptr(), out.data_ptr())
+    table = [*accumulate(wanted, initial=0), *accumulate(counts[:-1], initial=0), *counts]
+    parts = [len(wanted) + 1, len(counts), len(counts)]
+    starts, places, moved = torch.split(torch.tensor(table, dtype=torch.int64).to(x.device), parts)
+    launch(
+        "pad",
+        f"pad_{word}",
+        (min(blocks_for(len(out), _ROWS), _BLOCKS.get(x.device.type, 1)),),
+        (THREADS,),
+        (x, out, starts, places, moved, np.int32(len(counts)), np.int64(width // word)),
+        device=x.device,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""Proved bounds of a GEMM: the outputs that a correct kernel can give."""

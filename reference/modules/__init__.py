@@ -1,0 +1,12 @@
+"""The reference's modules, the same as those of `native.modules`: layers that quantize by role, under an autocast."""
+
+from narrowgauge.reference.modules.grouped_linear import GroupedLinear
+from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear
+from narrowgauge.reference.modules.linear import Linear
+from narrowgauge.reference.modules.transformer import TransformerLayer
+from narrowgauge.spec.autocast import at_exit, autocast, checkpoint, current, recomputing
+
+__all__ = [
+    "GroupedLinear", "LayerNormLinear", "Linear", "TransformerLayer", "at_exit", "autocast", "checkpoint", "current",
+    "recomputing",
+]  # fmt: skip

@@ -1,0 +1,191 @@
+"""GroupedLinear: sections of rows, each through a linear layer of its own, as the experts of a mixture are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from narrowgauge.reference.gemm.gemm import gemm_grouped
+from narrowgauge.reference.high_precision.additions import column_sum
+from narrowgauge.reference.modules.amax_history import GRAD, INPUT, WEIGHT
+from narrowgauge.reference.modules.quantized_layer import QuantizedLayer, column, plain_weight_product, weight_product
+from narrowgauge.reference.quantize.quantize import quantize_grouped
+from narrowgauge.reference.quantize.sections import pad_sections, unpad_sections
+from narrowgauge.spec.autocast import current
+from narrowgauge.spec.quantized import GroupedQuantized
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.training import TrainingRecipe
+
+
+class GroupedLinear(QuantizedLayer):
+    """As many linear layers as there are groups: parameters `weight0`, `bias0` and so on; main gradients of each.
+
+    Sections are padded with rows of zeros to the alignment of the recipe of the input before they are quantized, each
+    by itself, and unpadded behind. Under delayed scaling all groups share the three scales, and the largest amax of the
+    groups is recorded. The rest, and what is raised, as `Linear` has it.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        accumulate: bool = False,
+        quantized_parameters: bool = False,
+        delay_wgrad: bool = False,
+    ) -> None:
+        if groups < 1:
+            raise ValueError(f"GroupedLinear has at least one group, not {groups}")
+        self.groups = groups
+        super().__init__(
+            [f"weight{group}" for group in range(groups)], in_features, out_features, bias, dtype, device, seed,
+            accumulate, quantized_parameters, delay_wgrad,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
+        """x (…, K) to (…, N): of its rows, all dimensions but the last together, m_splits[0] go through group 0 …
+
+        Raises ValueError where the splits are not those of the rows; else as `Linear` does.
+        """
+        recipe = current()
+        self.check_input(x, recipe)
+        rows = x.numel() // self.in_features
+        if len(m_splits) != self.groups or min(m_splits) < 0 or sum(m_splits) != rows:
+            raise ValueError(
+                f"m_splits are {self.groups} numbers of rows, not negative, that sum to the {rows} rows of an input of "
+                f"shape {tuple(x.shape)}; these are {list(m_splits)}"
+            )
+        self.check_weights(recipe)
+        parameters = [*self.parameters_of("weight"), *self.parameters_of("bias")]
+        y: torch.Tensor = _Products.apply(x, self, recipe, list(m_splits), *parameters)  # type: ignore[no-untyped-call]
+        return y
+
+    def write_weight(self, w: Sequence[torch.Tensor], recipe: TrainingRecipe | str | None = None) -> None:
+        """As `Linear.write_weight`, of the weights of all groups: G of (N, K), or one tensor (G, N, K)."""
+        self.write_weights(list(w), recipe)
+
+    def observe_each(self, name: str, values: Sequence[Any]) -> None:
+        """Tells the observer of a list, one of each group."""
+        self.observe(name, list(values))
+
+    def sections(
+        self,
+        x: torch.Tensor,
+        sizes: torch.Tensor,
+        recipe: Recipe,
+        scale: torch.Tensor | None,
+        *,
+        columnwise: bool = False,
+        random: tuple[int, int] | None = None,
+    ) -> GroupedQuantized:
+        """One half of `x` (M, K), padded already, quantized in sections; `random` is that of both halves."""
+        drawn = None
+        if random is not None and recipe.rounding == "stochastic":
+            drawn = (random[0], random[1] + columnwise)
+        shared = None if scale is None else scale.repeat(self.groups)
+        rule = recipe if columnwise else recipe.rowwise
+        return quantize_grouped(x, sizes, rule, columnwise=columnwise, scale=shared, random=drawn)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        layer: GroupedLinear,
+        recipe: TrainingRecipe | None,
+        splits: list[int],
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        weights = [weight for weight in parameters[: layer.groups] if weight is not None]
+        biases = parameters[layer.groups :]
+        ctx.layer, ctx.recipe, ctx.splits, scales = layer, recipe, splits, None
+        ctx.held = layer.held(recipe)
+        rows = x.reshape(-1, layer.in_features)
+        if recipe is None:
+            parts = zip(torch.split(rows, splits), weights, biases, strict=True)
+            y = torch.cat([torch.nn.functional.linear(*part) for part in parts])
+        else:
+            scales = layer.present_scales(recipe, x.device)
+            sizes = torch.tensor(splits, device=x.device)
+            padded, aligned = pad_sections(rows, sizes, recipe.input)
+            a = layer.sections(padded, aligned, recipe.input, column(scales, INPUT))
+            layer.observe("x", a.sections())
+            held = zip(weights, ctx.held, strict=True)
+            b = [layer.weight_operand(weight, halves, recipe, scales) for weight, halves in held]
+            layer.observe("w", b)
+            if recipe.history:
+                amaxes = None if layer.quantized_parameters else torch.cat([q.amax for q in b if q.amax is not None])
+                layer.record_forward(recipe, {INPUT: a.amax, WEIGHT: amaxes})
+            added = [bias for bias in biases if bias is not None]
+            bias = torch.stack(added) if added else None
+            y = unpad_sections(gemm_grouped(a, b, out_dtype=layer.dtype, bias=bias), sizes, recipe.input)
+        ctx.save_for_backward(x, scales, *weights)
+        layer.observe("y", y)
+        return y.view(*x.shape[:-1], layer.out_features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer: GroupedLinear = ctx.layer
+        recipe: TrainingRecipe | None = ctx.recipe
+        x, scales, *weights = ctx.saved_tensors
+        rows, dy = x.reshape(-1, layer.in_features), dy.reshape(-1, layer.out_features)
+        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        wants_weight, wants_bias = wants[: layer.groups], wants[layer.groups :]
+        random = layer.next_random()
+        scale = None if recipe is None or not recipe.history else column(layer.scale, GRAD)
+        sizes = torch.tensor(ctx.splits, device=dy.device)
+
+        def grad(recipe: TrainingRecipe, *, columnwise: bool) -> GroupedQuantized:
+            padded, aligned = pad_sections(dy, sizes, recipe.input)
+            q = layer.sections(padded, aligned, recipe.grad, scale, columnwise=columnwise, random=random)
+            layer.observe("dy columnwise" if columnwise else "dy", q.sections())
+            if recipe.history:
+                layer.record(GRAD, q.amax)
+            return q
+
+        dx = None
+        if wants_x:
+            if recipe is None:
+                dx = torch.cat(
+                    [part @ weight for part, weight in zip(torch.split(dy, ctx.splits), weights, strict=True)]
+                )
+            else:
+                a = grad(recipe, columnwise=False)
+                held = zip(weights, ctx.held, strict=True)
+                b = [layer.weight_operand(weight, halves, recipe, scales, columnwise=True) for weight, halves in held]
+                layer.observe("w columnwise", b)
+                dx = unpad_sections(gemm_grouped(a, b, out_dtype=layer.dtype), sizes, recipe.input)
+            layer.observe("dx", dx)
+            dx = dx.view(x.shape)
+        dbiases: list[torch.Tensor | None] = [None] * layer.groups
+        if any(wants_bias):
+            dbiases = [column_sum(part).value.to(layer.dtype) for part in torch.split(dy, ctx.splits)]
+            layer.observe_each("dbias", dbiases)
+        dweights: list[torch.Tensor | None] = [None] * layer.groups
+        if any(wants_weight):
+            if recipe is None:
+                pairs = zip(torch.split(dy, ctx.splits), torch.split(rows, ctx.splits), strict=True)
+                products = [plain_weight_product(*pair) for pair in pairs]
+            else:
+                left = grad(recipe, columnwise=True).sections()
+                padded, aligned = pad_sections(rows, sizes, recipe.input)
+                given = layer.sections(padded, aligned, recipe.input, column(scales, INPUT), columnwise=True)
+                right = given.sections()
+                layer.observe("x columnwise", right)
+                products = [weight_product(*pair) for pair in zip(left, right, strict=True)]
+            dweights = layer.weight_gradients(
+                [product if wanted else None for product, wanted in zip(products, wants_weight, strict=True)]
+            )
+        if recipe is not None:
+            layer.end_backward(recipe)
+        return dx, None, None, None, *dweights, *dbiases

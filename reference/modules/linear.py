@@ -1,0 +1,169 @@
+"""Linear: y = x·wᵀ + bias, and its two gradients, each product of operands that are quantized by role.
+
+The table of numerics.md, "Modules", to the letter: tensors are kept in high precision, and what a product needs is
+quantized when it needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from narrowgauge.reference.gemm.gemm import gemm
+from narrowgauge.reference.high_precision.additions import column_sum
+from narrowgauge.reference.modules.amax_history import GRAD, INPUT, WEIGHT
+from narrowgauge.reference.modules.quantized_layer import QuantizedLayer, column, plain_weight_product, weight_product
+from narrowgauge.spec.autocast import current
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.training import TrainingRecipe
+
+
+class Linear(QuantizedLayer):
+    """A linear layer that quantizes as the autocast's training recipe says; outside one it does not quantize.
+
+    `weight` (N, K) and `bias` (N,) are of `dtype`: float32, bfloat16 or float16. seed: of stochastic rounding, whose
+    offsets are 2n and 2n + 1 in the n-th backward. accumulate: the weight's gradient is added to `weight.main_grad`,
+    float32 (N, K), made where it is missing, and `weight.grad` stays None. quantized_parameters: `weight` is None and
+    `write_weight` gives the layer its codes and scales. delay_wgrad: the weight's gradient waits for `backward_dw`.
+    amax_group: a `torch.distributed` group over which the amax of every operand is reduced.
+
+    Raises TypeError for a dtype, ValueError for extents, a seed or options that do not go together.
+    """
+
+    weight: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        accumulate: bool = False,
+        quantized_parameters: bool = False,
+        delay_wgrad: bool = False,
+        amax_group: Any = None,
+    ) -> None:
+        super().__init__(
+            ["weight"], in_features, out_features, bias, dtype, device, seed, accumulate, quantized_parameters,
+            delay_wgrad, amax_group,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…, K) to (…, N), in the layer's dtype.
+
+        Raises TypeError or ValueError where the layer or the recipe does not take `x`, or the recipe is not that of a
+        quantized weight.
+        """
+        recipe = current()
+        self.check(x, recipe)
+        return self.multiply(x, recipe)
+
+    def write_weight(self, w: torch.Tensor, recipe: TrainingRecipe | str | None = None) -> None:
+        """Quantizes `w` (N, K), float32, bfloat16 or float16, and holds the codes and scales of both halves, not `w`.
+
+        `recipe` is that of the autocast unless one is given; forwards are under the same. Raises RuntimeError without
+        either, or where the layer has no quantized parameters; ValueError for another shape.
+        """
+        self.write_weights([w], recipe)
+
+    def check(self, x: torch.Tensor, recipe: TrainingRecipe | None) -> None:
+        """Raises as `forward` does, before anything is computed."""
+        self.check_input(x, recipe)
+        if recipe is not None and recipe.input.transform is not None:
+            rows, group = x.numel() // self.in_features, recipe.input.transform.group
+            if rows % group:
+                raise ValueError(
+                    f"{recipe} rotates groups of {group} rows of the input; one of shape {tuple(x.shape)} has {rows}: "
+                    "pad it, or switch the rotation off (NVFP4BlockScaling-norht)"
+                )
+        self.check_weights(recipe)
+
+    def multiply(self, x: torch.Tensor, recipe: TrainingRecipe | None) -> torch.Tensor:
+        """The product without what a subclass does before it."""
+        (weight,), (bias,) = self.parameters_of("weight"), self.parameters_of("bias")
+        y: torch.Tensor = _Products.apply(x, weight, bias, self, recipe)  # type: ignore[no-untyped-call]
+        return y
+
+    def observe_input_gradient(self, dx: torch.Tensor) -> None:
+        """Tells the observer of the product that is the gradient of what was multiplied."""
+        self.observe("dx", dx)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: Linear,
+        recipe: TrainingRecipe | None,
+    ) -> torch.Tensor:
+        ctx.layer, ctx.recipe, scales = layer, recipe, None
+        (held,) = ctx.held = layer.held(recipe)
+        rows = x.reshape(-1, layer.in_features)
+        if recipe is None:
+            y = torch.nn.functional.linear(rows, weight, bias)
+        else:
+            scales = layer.present_scales(recipe, x.device)
+            a = layer.operand(rows, recipe.input, column(scales, INPUT))
+            layer.observe("x", a)
+            b = layer.weight_operand(weight, held, recipe, scales)
+            layer.observe("w", b)
+            layer.record_forward(recipe, {INPUT: a.amax, WEIGHT: None if held else b.amax})
+            y = gemm(a, b, out_dtype=layer.dtype, bias=bias)
+        ctx.save_for_backward(x, weight, scales)
+        layer.observe("y", y)
+        return y.view(*x.shape[:-1], layer.out_features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer: Linear = ctx.layer
+        recipe: TrainingRecipe | None = ctx.recipe
+        x, weight, scales = ctx.saved_tensors
+        rows, dy = x.reshape(-1, layer.in_features), dy.reshape(-1, layer.out_features)
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        random = layer.next_random()
+        # The gradient's scale moves at the end of every backward, so it is the present one and not that of the forward.
+        scale = None if recipe is None or not recipe.history else column(layer.scale, GRAD)
+
+        def grad(recipe: TrainingRecipe, *, columnwise: bool) -> Quantized:
+            q = layer.operand(dy, recipe.grad, scale, columnwise=columnwise, random=random)
+            layer.observe("dy columnwise" if columnwise else "dy", q)
+            if recipe.history:
+                layer.record(GRAD, q.amax)
+            return q
+
+        dx = dw = dbias = None
+        if wants_x:
+            if recipe is None:
+                dx = dy @ weight
+            else:
+                a = grad(recipe, columnwise=False)
+                b = layer.weight_operand(weight, ctx.held[0], recipe, scales, columnwise=True)
+                layer.observe("w columnwise", b)
+                dx = gemm(a, b, out_dtype=layer.dtype)
+            layer.observe_input_gradient(dx)
+            dx = dx.view(x.shape)
+        if wants_bias:
+            dbias = column_sum(dy).value.to(layer.dtype)
+            layer.observe("dbias", dbias)
+        if wants_weight:
+            if recipe is None:
+                product = plain_weight_product(dy, rows)
+            else:
+                a = grad(recipe, columnwise=True)
+                b = layer.operand(rows, recipe.input, column(scales, INPUT), columnwise=True)
+                layer.observe("x columnwise", b)
+                product = weight_product(a, b)
+            (dw,) = layer.weight_gradients([product])
+        if recipe is not None:
+            layer.end_backward(recipe)
+        return dx, dw, dbias, None, None

@@ -1,0 +1,183 @@
+"""TransformerLayer: attention and a feed-forward net, whose four products are quantized and nothing else is.
+
+h = x + proj(attention(qkv(x))), y = h + fc2(gelu(fc1(h))), where qkv and fc1 begin with a norm. Attention and GELU are
+computed in high precision and rounded once to the layer's dtype; a residual is one float32 sum and one cast.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from narrowgauge.reference.high_precision.additions import residual_sum
+from narrowgauge.reference.high_precision.attention import attention_backward, attention_forward
+from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
+from narrowgauge.reference.high_precision.norm import Kind
+from narrowgauge.reference.modules.amax_history import Observer
+from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear
+from narrowgauge.reference.modules.linear import Linear
+
+
+class TransformerLayer(torch.nn.Module):
+    """A pre-norm layer with causal attention: children `qkv` (hidden → 3·hidden), `proj`, `fc1` (→ ffn) and `fc2`.
+
+    qkv gives q, k and v one behind the other, each `heads` heads of hidden/heads. The children's seeds are seed,
+    seed + 1, seed + 2 and seed + 3. There is no dropout. The rest as `LayerNormLinear` has it. Raises ValueError where
+    the heads do not divide the hidden size, and as that does.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        heads: int,
+        *,
+        norm: Kind = "layer",
+        eps: float = 1e-5,
+        bias: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        accumulate: bool = False,
+        quantized_parameters: bool = False,
+        delay_wgrad: bool = False,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or hidden % heads:
+            raise ValueError(
+                f"the heads of a TransformerLayer divide its hidden size: {hidden} is no multiple of {heads}"
+            )
+        self.hidden, self.heads, self.dtype = hidden, heads, dtype
+        options: dict[str, Any] = {
+            "dtype": dtype, "device": device, "accumulate": accumulate, "quantized_parameters": quantized_parameters,
+            "delay_wgrad": delay_wgrad,
+        }  # fmt: skip
+        self.qkv = LayerNormLinear(hidden, 3 * hidden, bias, norm=norm, eps=eps, seed=seed, **options)
+        self.proj = Linear(hidden, hidden, bias, seed=seed + 1, **options)
+        self.fc1 = LayerNormLinear(hidden, ffn, bias, norm=norm, eps=eps, seed=seed + 2, **options)
+        self.fc2 = Linear(ffn, hidden, bias, seed=seed + 3, **options)
+        self.observer = None
+
+    @property
+    def observer(self) -> Observer | None:
+        """Told of every result; those of a child have its name before their own: `qkv.y`."""
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._observer = observer
+        for name, child in self.named_children():
+            child.observer = None if observer is None else partial(_prefixed, observer, f"{name}.")  # type: ignore[assignment]
+
+    def observe(self, name: str, value: torch.Tensor) -> None:
+        """Tells the observer, if there is one, that `value` was computed."""
+        if self._observer is not None:
+            self._observer(name, value.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, S, hidden) to the same shape, in the layer's dtype.
+
+        Raises ValueError for another shape, and as the layers in it do.
+        """
+        if x.dim() != 3 or x.shape[2] != self.hidden:
+            raise ValueError(f"TransformerLayer takes an input (B, S, {self.hidden}), not shape {tuple(x.shape)}")
+        # Function.apply has no types; each of these gives tensors.
+        kept, branch = _Fork.apply(x, self, "dx")  # type: ignore[no-untyped-call]
+        attention = _Attention.apply(self.qkv(branch), self)  # type: ignore[no-untyped-call]
+        h = _Sum.apply(kept, self.proj(attention), self, "h")  # type: ignore[no-untyped-call]
+        kept, branch = _Fork.apply(h, self, "dh")  # type: ignore[no-untyped-call]
+        gelu = _Gelu.apply(self.fc1(branch), self)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Sum.apply(kept, self.fc2(gelu), self, "y")  # type: ignore[no-untyped-call]
+        return y
+
+    def backward_dw(self) -> None:
+        """As `Linear.backward_dw`, of the four products, in the order of a backward pass."""
+        for child in (self.fc2, self.fc1, self.proj, self.qkv):
+            child.backward_dw()
+
+
+def _prefixed(observer: Observer, prefix: str, name: str, value: Any) -> None:
+    observer(prefix + name, value)
+
+
+def _add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return residual_sum(one, other).value.to(one.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """A residual addition; its gradient is that of both."""
+
+    @staticmethod
+    def forward(ctx: Any, one: torch.Tensor, other: torch.Tensor, layer: TransformerLayer, name: str) -> torch.Tensor:
+        y = _add(one, other)
+        layer.observe(name, y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return dy, dy, None, None
+
+
+class _Fork(torch.autograd.Function):
+    """A tensor twice, once for the residual and once for the branch, whose gradients are added as residuals are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: TransformerLayer, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.layer, ctx.name = layer, name
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, kept: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx = _add(kept, branch)
+        ctx.layer.observe(ctx.name, dx)
+        return dx, None, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, layer: TransformerLayer) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(qkv)
+        y = attention_forward(*_heads(qkv, layer.heads)).value.to(qkv.dtype)
+        y = y.transpose(1, 2).flatten(2)
+        layer.observe("attention", y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (qkv,) = ctx.saved_tensors
+        layer: TransformerLayer = ctx.layer
+        (do,) = _heads(dy, layer.heads, parts=1)
+        found = attention_backward(do, *_heads(qkv, layer.heads))
+        dqkv = torch.cat([each.value.to(qkv.dtype).transpose(1, 2).flatten(2) for each in found], dim=2)
+        layer.observe("dqkv", dqkv)
+        return dqkv, None
+
+
+def _heads(x: torch.Tensor, heads: int, parts: int = 3) -> list[torch.Tensor]:
+    """`x` (B, S, parts·hidden) as its parts, each (B, heads, S, hidden/heads)."""
+    return [part.reshape(*part.shape[:2], heads, -1).transpose(1, 2) for part in x.chunk(parts, dim=2)]
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: TransformerLayer) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        y = gelu_forward(x).value.to(x.dtype)
+        layer.observe("gelu", y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dx = gelu_backward(dy, x).value.to(x.dtype)
+        ctx.layer.observe("dgelu", dx)
+        return dx, None

@@ -1,0 +1,46 @@
+"""Values to codes: nearest, saturating or not."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from narrowgauge.reference.numbers.rounding import FLOAT32_INF_BITS, nearest_even, nearest_toward_zero
+from narrowgauge.spec.formats import FORMATS, Format
+
+Ties = Literal["even", "zero"]
+
+
+def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True, ties: Ties = "even") -> torch.Tensor:
+    """Codes (uint8, the shape of `x`) nearest to float32 `x`, ties to even, or to the code nearer to zero.
+
+    Saturating (`cvt.rn.satfinite` of PTX): overflow and infinity give the largest finite value with their sign; NaN
+    gives the canonical NaN, or the largest positive value where the format has no NaN. Not saturating: overflow and
+    infinity give infinity where the format has it, else NaN. E8M0 is unsigned: zero gives its smallest code, a
+    negative number NaN. −0.0 and negative numbers that round to zero keep their sign.
+
+    Raises TypeError for another dtype, ValueError where a format with neither infinity nor NaN is asked not to
+    saturate.
+    """
+    if x.dtype != torch.float32:
+        raise TypeError(f"encode takes float32 values, not {x.dtype}; convert them first, exactly")
+    overflow = fmt.max_code if saturate else fmt.inf_code if fmt.inf_code is not None else fmt.nan_code
+    if overflow is None:
+        names = ", ".join(f.name for f in FORMATS.values() if f.nan_code is not None)
+        raise ValueError(f"{fmt.name} has no code for overflow, so it must saturate; formats that need not: {names}")
+    bits = x.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    code = nearest_even(magnitude, fmt) if ties == "even" else nearest_toward_zero(magnitude, fmt)
+    if saturate:
+        code.clamp_(max=fmt.max_code)
+    else:
+        code.masked_fill_(code > fmt.max_code, overflow)
+    # Choosing by a mask takes as long as ten sums, so signs are added, and NaN is only looked for where there is one.
+    code.sub_(bits >> 31, alpha=fmt.sign_code)
+    if not fmt.signed:
+        code.masked_fill_((bits < 0) & (magnitude != 0), fmt.nan_code or 0)
+    stored = code.to(torch.uint8)
+    if x.numel() and bool(magnitude.amax() > FLOAT32_INF_BITS):
+        stored.masked_fill_(magnitude > FLOAT32_INF_BITS, fmt.max_code if fmt.nan_code is None else fmt.nan_code)
+    return stored

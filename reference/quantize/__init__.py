@@ -1,0 +1,1 @@
+"""Quantize and dequantize: scales, elements, rotations, layouts, sections, delayed scaling."""

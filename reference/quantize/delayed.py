@@ -1,0 +1,51 @@
+"""Delayed scaling: the next scale, from a history of amaxes."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import recipe as find_recipe
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def update_scale(history: torch.Tensor, scale: torch.Tensor, recipe: str | Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """The history and the scales after a step: float32 (H, N) amaxes, the latest first, and (N,) scales of N tensors.
+
+    The history is rolled: its first row becomes the last, every other moves one up, and the first is 0. The amax is
+    that first row (`most-recent`) or the largest of the history (`max`, which leaves NaN out). Where it is finite and
+    above 0 the scale is fl(fl(max·2^−margin)/amax), else it stays; FLT_MAX where either is infinite. `bulk` leaves a
+    tensor whose first amax is 0 as it is. Source: numerics.md, "fp8-delayed".
+
+    Raises ValueError for a recipe that is not of delayed scaling, ValueError or TypeError for another shape or dtype.
+    """
+    recipe = find_recipe(recipe)
+    rule = recipe.delayed
+    if rule is None:
+        raise ValueError(f"recipe {recipe} takes no scale from a history; fp8-delayed-e4m3 and the like do")
+    check_history(history, scale)
+    last = history[0]
+    rolled = torch.cat([history[1:], last.unsqueeze(0)])
+    rolled[0] = 0.0
+    amax = last
+    if rule.algorithm == "max":
+        amax = torch.where(history.isnan(), 0.0, history).amax(0)
+    largest = torch.full_like(amax, recipe.element.max * 2.0**-rule.margin)
+    updates = amax.isfinite() & (amax > 0)
+    if rule.update == "bulk":
+        rolled, updates = torch.where(last == 0, history, rolled), updates & (last != 0)
+    found = torch.where(updates, largest / amax, scale)
+    return rolled, torch.where(found.isinf(), FLT_MAX, found)
+
+
+def check_history(history: torch.Tensor, scale: torch.Tensor) -> None:
+    """Raises TypeError or ValueError where a history or its scales have another dtype or shape."""
+    for name, tensor in (("history", history), ("scale", scale)):
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name} is float32, not {str(tensor.dtype).removeprefix('torch.')}")
+    if history.dim() != 2 or not history.shape[0] or tuple(scale.shape) != (history.shape[1],):
+        raise ValueError(
+            f"history is (H, N), with at least one row, and scale (N,); these are {tuple(history.shape)} and "
+            f"{tuple(scale.shape)}"
+        )

@@ -1,0 +1,31 @@
+"""Scaled elements to codes, by the rounding that a recipe names."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.numbers.rounding import nearest_e2m1_within, stochastic, wrapping_e2m1
+from narrowgauge.spec.recipes import Recipe
+
+
+def element_codes(scaled: torch.Tensor, recipe: Recipe, random: torch.Tensor | None = None) -> torch.Tensor:
+    """Codes (uint8) of what `scale_elements` gave, float32; `random`: a byte (uint8) each, for stochastic rounding."""
+    if random is not None:
+        codes = encode(stochastic(scaled, recipe.element, random), recipe.element)
+    elif recipe.rounding == "nearest-toward-zero":
+        codes = encode(scaled, recipe.element, ties="zero")
+    elif recipe.rounding == "nearest-even-within-1e-6":
+        codes = nearest_e2m1_within(scaled)
+    elif recipe.rounding == "nearest-even-wrapping":
+        codes = wrapping_e2m1(scaled).masked_fill_(scaled.isinf(), recipe.nan_code)
+    else:
+        codes = encode(scaled, recipe.element)
+    if recipe.negative_zero == "rounded":
+        codes.masked_fill_(scaled == 0, 0)
+    elif recipe.negative_zero == "never":
+        codes.masked_fill_(codes == recipe.element.sign_code, 0)
+    own = recipe.element.max_code if recipe.element.nan_code is None else recipe.element.nan_code
+    if recipe.nan_code != own or recipe.rounding.startswith("nearest-even-"):
+        codes.masked_fill_(scaled.isnan(), recipe.nan_code)  # `encode` gives the format's own
+    return codes

@@ -1,0 +1,442 @@
+"""Guard zones and poison: what a backend writes, reads or leaves where it should not."""
+
+import ctypes
+from itertools import count
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from narrowgauge.harness.backends.arena import ZONE
+from narrowgauge.harness.backends.guard import POISON, Guard, unwritten
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from tests.harness.backends import GEMM, QUANTIZE, backend
+
+X = torch.arange(12.0).view(3, 4)
+
+ALLOCATIONS = {
+    "empty": lambda x: torch.empty(3, 4),
+    "empty_like": torch.empty_like,
+    "empty_like of a transpose": lambda x: torch.empty_like(x.T),
+    "empty_strided": lambda x: torch.empty_strided((3, 4), (1, 3)),
+    "empty_permuted": lambda x: torch.empty_permuted((3, 4), (1, 0)),
+    "empty of a named device": lambda x: torch.empty(3, 4, device="cpu"),
+    "empty of another dtype": lambda x: torch.empty_like(x, dtype=torch.uint8),
+    "empty scalar": lambda x: torch.empty(()),
+    "new_empty": lambda x: x.new_empty(3, 4),
+    "new_empty_strided": lambda x: x.new_empty_strided((3, 4), (4, 1)),
+    "Tensor": lambda x: torch.Tensor(3, 4),
+    "zeros": lambda x: torch.zeros(3, 4),
+    "zeros_like": torch.zeros_like,
+    "new_zeros": lambda x: x.new_zeros(3, 4),
+    "ones": lambda x: torch.ones(3, 4),
+    "ones_like": torch.ones_like,
+    "new_ones": lambda x: x.new_ones(3, 4),
+    "full": lambda x: torch.full((3, 4), 7.0),
+    "full_like": lambda x: torch.full_like(x, 7.0),
+    "new_full": lambda x: x.new_full((3, 4), 7.0),
+}
+every_allocation = pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
+
+
+def within(work, poison=0xA5, x=X):
+    """The guard and what `work` gave, given a guarded copy of x."""
+    guard = Guard(poison)
+    guard.lay({"x": x})
+    given = guard.given(x.device)["x"]
+    with guard:
+        result = work(given)
+    return guard, result
+
+
+def said(guard):
+    """Every sentence of a guard."""
+    return [text for texts in guard.violations() for text in texts]
+
+
+def put(tensor, offset, data=b"\x01\x02\x03"):
+    """Write bytes as a kernel does, at a distance from the tensor's address."""
+    ctypes.memmove(tensor.data_ptr() + offset, data, len(data))
+
+
+# Where it writes.
+
+
+@every_allocation
+def test_a_write_behind_a_tensor_is_seen(allocate):
+    guard, out = within(allocate)
+    put(out, out.numel() * out.element_size())
+    assert said(guard) == [f"3 bytes behind a tensor of shape {tuple(out.shape)} were written"]
+
+
+@every_allocation
+def test_a_write_before_a_tensor_is_seen(allocate):
+    guard, out = within(allocate)
+    put(out, -3)
+    assert said(guard) == [f"3 bytes before a tensor of shape {tuple(out.shape)} were written"]
+
+
+@every_allocation
+def test_a_tensor_that_is_filled_to_its_ends_is_no_violation(allocate):
+    guard, out = within(lambda x: allocate(x).fill_(1))
+    assert said(guard) == []
+    assert bool((out == 1).all())
+
+
+@every_allocation
+def test_a_guarded_allocation_gives_what_torch_would(allocate):
+    plain = allocate(X)
+    _, out = within(allocate)
+    assert (out.shape, out.stride(), out.dtype, out.device) == (plain.shape, plain.stride(), plain.dtype, plain.device)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(n, v) for prefix, v in (("zeros", 0.0), ("ones", 1.0), ("full", 7.0)) for n in ALLOCATIONS if prefix in n],
+)
+def test_what_torch_fills_is_filled(name, value):
+    _, out = within(ALLOCATIONS[name])
+    assert bool((out == value).all())
+
+
+@pytest.mark.parametrize("name", [n for n in ALLOCATIONS if "empty" in n or n == "Tensor"])
+def test_what_torch_leaves_is_poison(name):
+    _, out = within(ALLOCATIONS[name])
+    assert bool((out.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) == 0xA5).all())
+
+
+@pytest.mark.parametrize("offset", [1, ZONE - 3])
+def test_the_whole_zone_is_watched(offset):
+    guard, out = within(lambda x: torch.empty(3, 4))
+    put(out, 48 + offset)
+    put(out, -3 - offset)
+    assert [text.split(" a ")[0] for text in said(guard)] == ["3 bytes before", "3 bytes behind"]
+
+
+def test_a_write_through_a_strided_view_is_seen():
+    guard, _ = within(lambda x: torch.empty(8).as_strided((9,), (1,)).fill_(0))
+    assert said(guard) == ["4 bytes behind a tensor of shape (8,) were written"]
+
+
+def test_a_write_through_numpy_is_seen():
+    guard, out = within(lambda x: torch.empty(8))
+    words = (ctypes.c_float * 10).from_address(out.data_ptr())
+    words[8] = words[9] = 1.0
+    assert said(guard) == ["8 bytes behind a tensor of shape (8,) were written"]
+
+
+def test_writing_the_poison_itself_is_seen_in_another_run():
+    for poison in POISON[:2]:
+        guard, out = within(lambda x: torch.empty(8), poison)
+        put(out, 32, bytes([POISON[0]]))
+        assert len(said(guard)) == (poison != POISON[0])
+
+
+def test_a_change_of_an_input_is_seen():
+    guard, _ = within(lambda x: x[1].neg_())
+    assert said(guard) == ["4 bytes of input x were changed"]  # of four floats, their signs
+
+
+def test_writes_round_an_input_are_seen():
+    guard, _ = within(lambda x: (put(x, 48), put(x, -3)))
+    assert said(guard) == ["3 bytes before input x were written", "3 bytes behind input x were written"]
+
+
+def test_tensors_of_nothing():
+    # torch gives them the address 0, so that a write through it is a crash, which is another verdict.
+    guard, out = within(torch.empty_like, x=torch.empty(0, 4))
+    assert (out.shape, out.data_ptr()) == ((0, 4), 0)
+    assert said(guard) == []
+
+
+def test_many_tensors_share_an_allocation_and_each_has_its_own_zones():
+    guard, made = within(lambda x: [torch.empty(n, dtype=torch.uint8) for n in (1, 513, 40, 1 << 20, 7)])
+    small = [t for t in made if t.numel() < 1 << 20]
+    assert len({t.untyped_storage().data_ptr() for t in small}) == 1
+    assert made[3].untyped_storage().data_ptr() != made[0].untyped_storage().data_ptr()
+    for t in made:
+        put(t, t.numel(), b"\1")
+    assert said(guard) == [f"1 bytes behind a tensor of shape ({t.numel()},) were written" for t in made]
+    assert [t._version for t in (made[0].add_(1), made[1])] == [1, 0], "a change of one is none of another"
+
+
+def test_what_a_run_gave_is_copied_home_as_it_was():
+    shapes = [lambda: torch.empty(3, 4).fill_(2), lambda: torch.empty_permuted((3, 4), (1, 0)).fill_(3)]
+    guard, made = within(lambda x: [*(make() for make in shapes), x, x[:, 1:3], torch.ones(1 << 18), torch.tensor(5)])
+    home = guard.home({str(n): t for n, t in enumerate([*made, None])}, torch.device("cpu"))
+    assert home.pop("6") is None
+    before = [t.clone() for t in made]
+    for t in made:
+        t.zero_()
+    for t, was in zip(home.values(), before, strict=True):
+        assert torch.equal(t, was)
+    assert [t.stride() for t in list(home.values())[:3]] == [(4, 1), (1, 3), (4, 1)]
+
+
+VIEWS = {
+    "a transpose": X.T, "every second column": torch.arange(24.0).view(3, 8)[:, ::2],
+    "rows with padding": torch.arange(30.0).view(3, 10)[:, 2:6], "three dimensions": torch.zeros(2, 5, 9)[:, :, ::3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_is_given_as_a_view(view):
+    guard, given = within(lambda x: x, x=view)
+    assert (given.shape, given.stride()) == (view.shape, view.stride())
+    assert torch.equal(given, view)
+    assert said(guard) == []
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_what_surrounds_a_view_is_watched(view):
+    last = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+    guard, _ = within(lambda x: (put(x, 4 * last + 4), put(x, -3)), x=view)
+    assert said(guard) == ["3 bytes before input x were written", "3 bytes behind input x were written"]
+    guard, _ = within(lambda x: x.add_(1), x=view)
+    assert "bytes of input x were changed" in said(guard)[0]
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_between_the_elements_of_a_view_is_poison_and_stays(poison):
+    view = VIEWS["every second column"]
+    guard, given = within(lambda x: put(x, 4) or x, poison, view)
+    assert said(guard) == ["3 bytes of input x were changed"]
+    gaps = given.as_strided((3, 3), (8, 2), given.storage_offset() + 1).contiguous().view(torch.uint8)
+    assert bool((gaps[1:] == poison).all())
+
+
+def test_an_input_of_nan_is_unchanged():
+    guard, _ = within(lambda x: x + 1, x=torch.full((3, 4), torch.nan))
+    assert said(guard) == []
+
+
+# What is not its business.
+
+
+def test_operations_that_allocate_for_themselves_are_left_alone():
+    def work(x):
+        y = torch.cat([x, x.clone()]) @ x.T
+        return y.float().abs().sort(1).values.cumsum(0)[y.argsort()[0] % 6]
+
+    guard, out = within(work)
+    assert torch.equal(out, work(X))
+    assert said(guard) == []
+
+
+def test_an_output_that_torch_makes_room_in_is_no_violation():
+    guard, out = within(lambda x: torch.add(x, 1, out=torch.empty(0)))
+    assert torch.equal(out, X + 1)
+    assert said(guard) == []
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.zeros(2, 2, layout=torch.sparse_coo),
+        lambda: torch.empty_strided((2, 2), (8, 1)),
+        lambda: torch.empty(2, dtype=torch.complex64),
+        lambda: torch.empty(2, dtype=torch.float8_e4m3fn),
+        lambda: torch.empty(2, dtype=torch.bool),
+        lambda: torch.zeros(2, requires_grad=True),
+    ],
+)
+def test_rare_allocations_work(allocate):
+    guard, out = within(lambda x: allocate())
+    plain = allocate()
+    assert (out.shape, out.dtype, out.device, out.layout) == (plain.shape, plain.dtype, plain.device, plain.layout)
+    assert out.requires_grad == plain.requires_grad
+    assert said(guard) == []
+
+
+def test_nothing_is_guarded_once_the_run_is_over():
+    guard = Guard(0xA5)
+    with pytest.raises(ZeroDivisionError), guard:
+        1 / 0  # noqa: B018
+    put(torch.empty(1024), 0)
+    assert said(guard) == []
+
+
+@pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "ignore_compile_internals"), reason="this torch compiles nothing within any guard"
+)
+def test_a_compiled_function_runs_compiled():
+    runs = []
+
+    def compiler(graph, _):
+        def compiled(*arguments):
+            runs.append(1)
+            return graph(*arguments)
+
+        return compiled
+
+    double = torch.compile(lambda x: x * 2, backend=compiler)
+    _, out = within(double)
+    assert torch.equal(out, X * 2)
+    assert runs == [1]
+
+
+# Never written.
+
+
+def test_unwritten_elements_are_those_with_the_poison_of_both_runs():
+    first, second = (torch.full((4,), p, dtype=torch.uint8).view(torch.int16) for p in POISON[:2])
+    assert unwritten(first, second, POISON[:2]) == 2
+    first[0] = second[0] = 5
+    assert unwritten(first, second, POISON[:2]) == 1
+    second[1] = 5  # written in one run is written
+    assert unwritten(first, second, POISON[:2]) == 0
+    assert unwritten(first[:0], second[:0], POISON[:2]) == 0
+
+
+# As a verdict: the stages `memory` and `repeat` of a case.
+
+
+def judged(case=QUANTIZE, **doors):
+    record = run_case(case, backend(**doors))
+    return record.verdict, record.stage, record.message
+
+
+def with_own_memory(spoil):
+    """A quantize that writes its codes into torch.empty, then spoils something: spoil(codes, x)."""
+
+    def quantize(x, recipe):
+        q = reference.quantize(x, recipe)
+        codes = torch.empty_like(q.codes).copy_(q.codes)
+        spoil(codes, x)
+        return codes, q.scales, q.amax
+
+    return quantize
+
+
+def test_a_well_behaved_backend_passes():
+    assert judged(quantize=with_own_memory(lambda codes, x: None)) == ("pass", "", "")
+
+
+def test_writing_behind_an_output():
+    verdict, stage, message = judged(quantize=with_own_memory(lambda codes, x: put(codes, codes.numel())))
+    assert (verdict, stage) == ("fail", "memory")
+    assert message == (
+        "memory: 3 bytes behind a tensor of shape (32, 24) were written (first run); "
+        "3 bytes behind a tensor of shape (32, 24) were written (second run)"
+    )
+
+
+def test_writing_before_an_output_and_into_the_input():
+    def spoil(codes, x):
+        put(codes, -2, b"\0")
+        x[0, 0] = 12345
+
+    verdict, stage, message = judged(quantize=with_own_memory(spoil))
+    assert (verdict, stage) == ("fail", "memory")
+    assert "1 bytes before a tensor of shape (32, 24) were written (first run)" in message
+    assert "2 bytes of input x were changed (first run)" in message
+    assert message.endswith("; and 1 more")
+
+
+def test_leaving_elements_unwritten():
+    def quantize(x, recipe):
+        q = reference.quantize(x, recipe)
+        codes = torch.empty_like(q.codes)
+        codes[:-1] = q.codes[:-1]
+        return codes, q.scales, q.amax
+
+    assert judged(quantize=quantize) == ("fail", "repeat", "repeat: 24 of 768 elements of codes were never written")
+
+
+def test_reading_beyond_the_input():
+    def spoil(codes, x):
+        beyond = ctypes.c_uint8.from_address(x.data_ptr() + x.numel() * x.element_size())
+        codes[3, 5] = beyond.value & 0x77
+
+    assert judged(quantize=with_own_memory(spoil)) == (
+        "fail", "repeat", "repeat: 1 of 768 elements of codes differ between first run and second run: they depend on "
+        "bytes outside the inputs, or on memory that nobody wrote",
+    )  # fmt: skip
+
+
+def test_reading_before_the_input():
+    def spoil(codes, x):
+        codes[3, 5] = ctypes.c_uint8.from_address(x.data_ptr() - 1).value
+
+    assert judged(quantize=with_own_memory(spoil))[:2] == ("fail", "repeat")
+
+
+def test_another_result_on_the_second_run():
+    calls = count()
+    message = (
+        "repeat: 768 of 768 elements of codes differ between first run and second run: the same run again "
+        "gives other bytes"
+    )
+    assert judged(quantize=with_own_memory(lambda codes, x: codes.add_(next(calls)))) == ("fail", "repeat", message)
+
+
+def test_an_amax_that_is_given_now_and_then():
+    calls = count()
+
+    def quantize(x, recipe):
+        q = reference.quantize(x, recipe)
+        return q.codes, q.scales, q.amax if next(calls) else None
+
+    message = "repeat: amax is given in one of first run and second run only: the same run again gives other bytes"
+    assert judged(quantize=quantize) == ("fail", "repeat", message)
+
+
+def test_every_variation_is_compared_with_the_first():
+    calls = count()
+    names = {f"order {i}": torch.no_grad for i in range(3)}
+    third = with_own_memory(lambda codes, x: codes.add_(next(calls) == 2))
+    message = "repeat: 768 of 768 elements of codes differ between order 0 and order 2: run again, they agree"
+    assert judged(quantize=third, variations=lambda device: names) == ("fail", "repeat", message)
+
+
+def test_a_gemm_that_changes_an_operand():
+    def gemm(a, b, *, out_dtype):
+        out = reference.gemm(a, b, out_dtype=out_dtype)
+        b.scales[0, 0] ^= 1
+        return out
+
+    verdict, stage, message = judged(GEMM, gemm=gemm)
+    assert (verdict, stage) == ("fail", "memory")
+    assert message.startswith("memory: 1 bytes of input b.scales were changed (first run)")
+
+
+def test_a_gemm_that_leaves_its_last_tile_unwritten():
+    def gemm(a, b, *, out_dtype):
+        out = torch.empty(16, 24, dtype=out_dtype)
+        out[:, :16] = reference.gemm(a, b, out_dtype=out_dtype)[:, :16]
+        return out
+
+    assert judged(GEMM, gemm=gemm) == ("fail", "repeat", "repeat: 128 of 384 elements of output were never written")
+
+
+def test_a_dequantize_that_writes_behind_its_output():
+    def dequantize(q, dtype):
+        values = torch.empty(q.shape, dtype=dtype).copy_(reference.dequantize(q, dtype))
+        put(values, values.numel() * values.element_size())
+        return values
+
+    verdict, stage, message = judged(quantize=reference.quantize, dequantize=dequantize)
+    assert (verdict, stage) == ("fail", "memory")
+    assert message.startswith("memory: 3 bytes behind a tensor of shape (32, 48) were written (first run)")
+
+
+def test_a_dequantize_that_changes_the_codes():
+    def dequantize(q, dtype):
+        q.codes.zero_()
+        return reference.dequantize(q, dtype)
+
+    verdict, stage, message = judged(quantize=reference.quantize, dequantize=dequantize)
+    assert (verdict, stage) == ("fail", "memory")
+    assert "bytes of input codes were changed" in message
+
+
+def test_a_backend_that_always_gives_the_same_tensor_passes():
+    workspace = torch.zeros(32, 24, dtype=torch.uint8)
+
+    def quantize(x, recipe):
+        q = reference.quantize(x, recipe)
+        return workspace.copy_(q.codes), q.scales, q.amax
+
+    assert judged(quantize=quantize) == ("pass", "", "")

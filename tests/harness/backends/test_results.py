@@ -1,0 +1,366 @@
+"""What is said of results of doors that are none, and what is taken as it is."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from narrowgauge.harness.backends.backend import BackendError, Unsupported
+from narrowgauge.harness.backends.results import as_quantized, as_sections, join_sections
+from narrowgauge.reference import ops as reference
+from narrowgauge.spec.recipes import recipe
+from tests.harness.backends import backend
+
+NVFP4 = recipe("nvfp4")
+X = torch.linspace(-3, 3, 32 * 48).view(32, 48).bfloat16()
+
+
+# Results of quantize.
+
+
+def parts(**changes):
+    q = replace(reference.quantize(X, NVFP4), **changes)
+    return {"codes": q.codes, "scales": q.scales, "amax": q.amax, "tensor_scale": q.tensor_scale}
+
+
+GIVEN = {
+    "Quantized": lambda p: reference.quantize(X, NVFP4),
+    "an object": lambda p: SimpleNamespace(**p),
+    "a dictionary": lambda p: p,
+    "a tuple": lambda p: (p["codes"], p["scales"], p["amax"]),
+    "a list": lambda p: [p["codes"], p["scales"], p["amax"]],
+    "a tuple without amax": lambda p: (p["codes"], p["scales"]),
+    "a tuple with no amax": lambda p: (p["codes"], p["scales"], None),
+    "torch's narrow dtypes": lambda p: (p["codes"].view(torch.float4_e2m1fn_x2), p["scales"].view(torch.float8_e4m3fn)),
+    "tensors with strides": lambda p: (p["codes"].T.contiguous().T, p["scales"].T.contiguous().T),
+}
+
+
+@pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
+def test_a_result_may_be(give):
+    expected = parts()
+    q = as_quantized(give(parts()), X, NVFP4)
+    assert (q.recipe, q.shape) == (NVFP4, (32, 48))
+    for name in ("codes", "scales"):
+        assert getattr(q, name).dtype == torch.uint8
+        assert getattr(q, name).is_contiguous()
+        assert torch.equal(getattr(q, name), expected[name])
+    assert q.amax is None or torch.equal(q.amax, expected["amax"])
+    assert q.tensor_scale is None or torch.equal(q.tensor_scale, expected["tensor_scale"])
+
+
+def test_amax_and_tensor_scale_are_kept_where_they_are_shown():
+    assert as_quantized(parts(), X, NVFP4).tensor_scale is not None
+    assert as_quantized(parts(), X, NVFP4).amax is not None
+    hidden = as_quantized(parts(amax=None, tensor_scale=None), X, NVFP4)
+    assert (hidden.amax, hidden.tensor_scale) == (None, None)
+
+
+def no_tensor(name, kind):
+    return f"quantize gave {name} as {kind}, not a tensor; it gives codes, scales and amax"
+
+
+WRONG = {
+    "None": (lambda p: None, "quantize gave NoneType; it gives codes, scales and amax"),
+    "a number": (lambda p: 3, "quantize gave int; it gives codes, scales and amax"),
+    "a tensor": (lambda p: p["codes"], "quantize gave Tensor; it gives codes, scales and amax"),
+    "numpy": (lambda p: (p["codes"].numpy(), p["scales"]), no_tensor("codes", "ndarray")),
+    "scales left out": (lambda p: (p["codes"],), no_tensor("scales", "NoneType")),
+    "a wrong key": (lambda p: {"codes": p["codes"], "scale": p["scales"]}, no_tensor("scales", "NoneType")),
+    "amax as a number": (lambda p: (p["codes"], p["scales"], 3.0), no_tensor("amax", "float")),
+    "too many": (
+        lambda p: (p["codes"], p["scales"], p["amax"], p["tensor_scale"]),
+        "quantize gave 4 things; it gives codes, scales and amax",
+    ),
+    "codes not packed": (
+        lambda p: (torch.zeros(32, 48, dtype=torch.uint8), p["scales"]),
+        "quantize gave codes as uint8 of shape (32, 48); nvfp4 of (32, 48) has uint8 of shape (32, 24)",
+    ),
+    "wide codes": (
+        lambda p: (p["codes"].int(), p["scales"]),
+        "quantize gave codes as int32 of shape (32, 24); nvfp4 of (32, 48) has uint8 of shape (32, 24)",
+    ),
+    "decoded scales": (
+        lambda p: (p["codes"], p["scales"].float()),
+        "quantize gave scales as float32 of shape (32, 3); nvfp4 of (32, 48) has uint8 of shape (32, 3)",
+    ),
+    "swizzled scales": (
+        lambda p: (p["codes"], torch.zeros(128, 4, dtype=torch.uint8)),
+        "quantize gave scales as uint8 of shape (128, 4); nvfp4 of (32, 48) has uint8 of shape (32, 3)",
+    ),
+    "amax of no dimension": (
+        lambda p: (p["codes"], p["scales"], p["amax"][0]),
+        "quantize gave amax as float32 of shape (); nvfp4 of (32, 48) has float32 of shape (1,)",
+    ),
+    "amax of another dtype": (
+        lambda p: (p["codes"], p["scales"], p["amax"].bfloat16()),
+        "quantize gave amax as bfloat16 of shape (1,); nvfp4 of (32, 48) has float32 of shape (1,)",
+    ),
+    "another device": (
+        lambda p: (p["codes"], p["scales"].to("meta")),
+        "quantize gave scales on meta; its input is on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize(("give", "message"), WRONG.values(), ids=WRONG)
+def test_a_result_may_not_be(give, message):
+    with pytest.raises(BackendError) as raised:
+        as_quantized(give(parts()), X, NVFP4)
+    assert str(raised.value) == message
+
+
+# Results of the other doors.
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "gemm gave NoneType, not a tensor"),
+        (torch.zeros(4, 4).numpy(), "gemm gave ndarray, not a tensor"),
+        (torch.zeros(4, 5), "gemm gave float32 of shape (4, 5), not float32 of shape (4, 4)"),
+        (torch.zeros(4, 4).half(), "gemm gave float16 of shape (4, 4), not float32 of shape (4, 4)"),
+        (torch.zeros(4, 4, device="meta"), "gemm gave its result on meta; its input is on cpu"),
+    ],
+)
+def test_a_tensor_of_another_kind(result, message):
+    wrong = backend(gemm=lambda a, b, **options: result)
+    q = reference.quantize(X, NVFP4)
+    with pytest.raises(BackendError) as raised:
+        wrong.tensor("gemm", (4, 4), torch.float32, q, q, out_dtype=torch.float32)
+    assert str(raised.value) == message
+
+
+# Results of quantize_grouped.
+
+SIZES = [16, 0, 16]
+
+
+def sections(**changes):
+    q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4)
+    return {name: changes.get(name, getattr(q, name)) for name in ("codes", "scales", "amax", "tensor_scale")}
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_sections_are_split_and_joined(columnwise):
+    q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4, columnwise=columnwise)
+    found = as_sections(q, X, SIZES, NVFP4, columnwise=columnwise)
+    assert [s.shape for s in found] == [(48, n) if columnwise else (n, 48) for n in SIZES]
+    for one, other in zip(found, q.sections(), strict=True):
+        for name in ("codes", "scales", "amax", "tensor_scale"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+    joined = join_sections(found, columnwise=columnwise)
+    assert all(torch.equal(joined[name], getattr(q, name)) for name in joined)
+
+
+WRONG_SECTIONS = {
+    "None": (lambda p: None, "quantize_grouped gave NoneType; it gives codes, scales and amax"),
+    "too few sections": (lambda p: [reference.quantize(X, NVFP4)], "quantize_grouped gave 1 sections; sizes has 3"),
+    "a section of another shape": (
+        lambda p: [reference.quantize(X, NVFP4)] * 3,
+        "section 0 of quantize_grouped gave codes as uint8 of shape (32, 24); "
+        "nvfp4 of (16, 48) has uint8 of shape (16, 24)",
+    ),
+    "one amax for all": (
+        lambda p: p | {"amax": p["amax"][:1]},
+        "quantize_grouped gave amax as float32 of shape (1,); "
+        "nvfp4 of (32, 48) in sections [16, 0, 16] has float32 of shape (3,)",
+    ),
+    "codes of fewer rows": (
+        lambda p: p | {"codes": p["codes"][:16]},
+        "quantize_grouped gave codes as uint8 of shape (16, 24); "
+        "nvfp4 of (32, 48) in sections [16, 0, 16] has uint8 of shape (32, 24)",
+    ),
+    "no scales": (
+        lambda p: {"codes": p["codes"]},
+        "quantize_grouped gave scales as NoneType, not a tensor; it gives codes, scales and amax",
+    ),
+}
+
+
+@pytest.mark.parametrize(("give", "message"), WRONG_SECTIONS.values(), ids=WRONG_SECTIONS)
+def test_sections_may_not_be(give, message):
+    with pytest.raises(BackendError) as raised:
+        as_sections(give(sections()), X, SIZES, NVFP4)
+    assert str(raised.value) == message
+
+
+def test_columnwise_sections_that_are_too_short():
+    q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4, columnwise=True)
+    with pytest.raises(BackendError, match=r"gave codes as uint8 of shape \(767,\); .* has uint8 of shape \(768,\)"):
+        as_sections(replace(q, codes=q.codes[:-1]), X, SIZES, NVFP4, columnwise=True)
+
+
+# Tensors of one byte.
+
+
+def test_bytes_may_have_another_dtype_of_one_byte():
+    scales = torch.arange(16, dtype=torch.uint8).view(4, 4)
+    door = backend(swizzle=lambda s: reference.swizzle(s).view(torch.float8_e4m3fn))
+    out = door.tensor("swizzle", (128, 4), torch.uint8, scales)
+    assert torch.equal(out, reference.swizzle(scales))
+
+
+# Recipes other than NVFP4: float32 scales, halves that are stored as the elements of x lie, a scale that is given.
+
+OTHERS = [
+    "mxfp8-e4m3", "mxfp8-2d", "mxfp6-e2m3", "mxfp4", "fp8-block-1x128-e4m3-pow2", "fp8-block-128x128-e4m3-fp32",
+    "fp8-current-e5m2", "fp8-delayed-e4m3",
+]  # fmt: skip
+TALL = torch.linspace(-3, 3, 200 * 150).view(200, 150).bfloat16()
+
+
+def scale_of(rule, parts=1):
+    return {"scale": torch.arange(1.0, parts + 1)} if rule.tensor_scale == "given" else {}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_every_recipe_gives_is_taken_as_it_is(name):
+    rule = recipe(name)
+    loaded = backend(
+        quantize=reference.quantize, quantize_both=reference.quantize_both, quantize_grouped=reference.quantize_grouped
+    )
+    q = loaded.quantize(TALL, rule, **scale_of(rule))
+    row, column = loaded.quantize_both(TALL, rule, **scale_of(rule))
+    expected = reference.quantize_both(TALL, rule, **scale_of(rule))
+    for one, other in ((q, expected[0]), (row, expected[0]), (column, expected[1])):
+        assert torch.equal(one.codes, other.codes)
+        assert torch.equal(one.scales, other.scales)
+        assert (one.shape, one.transposed) == (other.shape, other.transposed)
+    assert column.transposed == (rule.columnwise == "in-place")
+    sizes = torch.tensor([130, 0, 70])
+    for columnwise in (False, True):
+        options = {"columnwise": columnwise, **scale_of(rule, 3)}
+        parts = loaded.quantize_grouped(TALL, sizes, rule, **options)
+        whole = reference.quantize_grouped(TALL, sizes, rule, **options)
+        for one, other in zip(parts, whole.sections(), strict=True):
+            assert torch.equal(one.codes, other.codes)
+            assert torch.equal(one.scales, other.scales)
+            assert (one.shape, one.transposed) == (other.shape, other.transposed)
+        if rule.stored_rows > 1 and not rule.whole:  # a kernel that does not read the sizes leaves room at the end
+            room = replace(whole, scales=torch.cat([whole.scales, whole.scales]))
+            again = as_sections(room, TALL, sizes.tolist(), rule, columnwise=columnwise)
+            assert all(torch.equal(a.scales, b.scales) for a, b in zip(again, parts, strict=True))
+        joined = join_sections(parts, columnwise=columnwise)
+        assert torch.equal(joined["codes"], whole.codes)
+        assert torch.equal(joined["scales"], whole.scales)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "fp8-block-128x128-e4m3-fp32", {"scales": torch.zeros(2, 2, dtype=torch.uint8)},
+            "quantize gave scales as uint8 of shape (2, 2); fp8-block-128x128-e4m3-fp32 of (200, 150) has float32 "
+            "of shape (2, 2)",
+        ),
+        (
+            "fp8-block-128x128-e4m3-fp32", {"scales": torch.zeros(200, 2)},
+            "quantize gave scales as float32 of shape (200, 2); fp8-block-128x128-e4m3-fp32 of (200, 150) has float32 "
+            "of shape (2, 2)",
+        ),
+        (
+            "fp8-current-e5m2", {"scales": torch.zeros(1)},
+            "quantize gave scales as float32 of shape (1,); fp8-current-e5m2 of (200, 150) has float32 of shape (1, 1)",
+        ),
+        (
+            "mxfp8-e4m3", {"codes": torch.zeros(150, 200, dtype=torch.uint8)},
+            "quantize gave codes as uint8 of shape (150, 200); mxfp8-e4m3 of (200, 150) has uint8 of shape (200, 150)",
+        ),
+    ],
+)  # fmt: skip
+def test_scales_and_codes_of_another_shape_or_dtype(name, change, message):
+    rule = recipe(name)
+    with pytest.raises(BackendError) as raised:
+        backend(quantize=lambda x, rule: replace(reference.quantize(x, rule), **change)).quantize(TALL, rule)
+    assert str(raised.value) == message
+
+
+def test_a_half_that_is_not_stored_in_place():
+    def door(x, rule, **options):
+        return None, reference.quantize(x.T.contiguous(), rule)
+
+    with pytest.raises(BackendError) as raised:
+        backend(quantize_both=door).quantize_both(TALL, recipe("mxfp8-e4m3"), rowwise=False)
+    assert str(raised.value) == (
+        "the columnwise half of quantize_both gave codes as uint8 of shape (150, 200); mxfp8-e4m3 of (150, 200) has "
+        "uint8 of shape (200, 150)"
+    )
+
+
+def test_a_scale_is_given_where_there_is_one_and_nowhere_else():
+    given = []
+
+    def door(x, *rest, **options):
+        given.append(sorted(options))
+        raise NotImplementedError
+
+    loaded = backend(quantize=door, quantize_both=door, quantize_grouped=door, gemm_quantized=door)
+    sizes, q = torch.tensor([200]), reference.quantize(TALL, "mxfp8-e4m3")
+    for options in ({}, {"scale": torch.ones(1)}):
+        for call in (
+            lambda o=options: loaded.quantize(TALL, NVFP4, **o),
+            lambda o=options: loaded.quantize_both(TALL, NVFP4, **o),
+            lambda o=options: loaded.quantize_grouped(TALL, sizes, NVFP4, **o),
+            lambda o=options: loaded.gemm_quantized(q, q, NVFP4, out_dtype=torch.float32, **o),
+        ):
+            with pytest.raises(Unsupported):
+                call()
+    assert given == [[], [], [], ["out_dtype"], ["scale"], ["scale"], ["scale"], ["out_dtype", "scale"]]
+
+
+def test_a_quantized_output_of_another_shape():
+    a, b = (reference.quantize(x, "mxfp8-e4m3") for x in (TALL, TALL[:40]))
+    loaded = backend(gemm_quantized=lambda a, b, rule, **options: reference.quantize(TALL, rule))
+    with pytest.raises(BackendError) as raised:
+        loaded.gemm_quantized(a, b, recipe("mxfp8-e4m3"), out_dtype=torch.float32)
+    assert str(raised.value) == (
+        "gemm_quantized gave codes as uint8 of shape (200, 150); mxfp8-e4m3 of (200, 40) has uint8 of shape (200, 40)"
+    )
+
+
+HISTORY, SCALE = torch.ones(4, 2), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (HISTORY, "update_scale gave Tensor; it gives the history and the scale"),
+        ((HISTORY,), "update_scale gave tuple; it gives the history and the scale"),
+        ((HISTORY, None), "update_scale gave the scale as NoneType, not a tensor"),
+        ((HISTORY[1:], SCALE), "update_scale gave the history as float32 of shape (3, 2), not float32 of shape (4, 2)"),
+        (
+            (HISTORY, SCALE.double()),
+            "update_scale gave the scale as float64 of shape (2,), not float32 of shape (2,)",
+        ),
+        ((HISTORY, SCALE.to("meta")), "update_scale gave the scale on meta; its input is on cpu"),
+    ],
+)
+def test_an_update_may_not_be(give, message):
+    with pytest.raises(BackendError) as raised:
+        backend(update_scale=lambda *_: give).update_scale(HISTORY, SCALE, recipe("fp8-delayed-e4m3"))
+    assert str(raised.value) == message
+
+
+def test_an_update_gives_two_tensors():
+    history, scale = backend(update_scale=reference.update_scale).update_scale(
+        HISTORY, SCALE, recipe("fp8-delayed-e4m3")
+    )
+    assert (tuple(history.shape), scale.tolist()) == ((4, 2), [448.0, 448.0])
+
+
+def test_padded_sections_have_the_rows_of_their_recipe():
+    sizes = torch.tensor([130, 0, 70])
+    loaded = backend(pad_sections=reference.pad_sections)
+    padded, aligned = loaded.pad_sections(TALL, sizes, recipe("mxfp8-e4m3"))
+    assert (tuple(padded.shape), aligned.tolist()) == ((256, 150), [160, 0, 96])
+    wrong = backend(pad_sections=lambda x, sizes, rule: (padded, sizes.int()))
+    with pytest.raises(BackendError) as raised:
+        wrong.pad_sections(TALL, sizes, recipe("mxfp8-e4m3"))
+    assert str(raised.value) == "pad_sections gave their sizes as int32 of shape (3,), not int64 of shape (3,)"
+    with pytest.raises(BackendError) as raised:
+        wrong.pad_sections(TALL, sizes, recipe("fp8-current-e4m3"))
+    assert str(raised.value) == (
+        "pad_sections gave the padded rows as bfloat16 of shape (256, 150), not bfloat16 of shape (224, 150)"
+    )

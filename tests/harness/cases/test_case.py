@@ -1,0 +1,441 @@
+"""Case files: what they expand to, what is selected, what a mistake says, and the committed matrix itself."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.harness.cases.case import Case, CaseFileError, load, load_all, select
+from narrowgauge.harness.cases.families import FAMILIES, families_of
+from narrowgauge.harness.cases.schema import FLAGS, KEYS, LAYOUTS, OPTIONAL, nearest
+from narrowgauge.harness.cases.sections import KINDS
+from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.training import training_recipe
+from tests.paths import CASES
+
+QUANTIZE = {"operation": "'quantize'", "tier": "'quick'", "recipe": "'nvfp4'", "shape": "[128, 256]"}
+QUANTIZE |= {"dtype": "'bf16'", "inputs": "'normal'"}
+GEMM = {"operation": "'gemm'", "tier": "'quick'", "recipe": "'nvfp4'", "shape": "[16, 32, 48]", "inputs": "'normal'"}
+GEMM |= {"x": "'bf16'", "w": "'fp32'", "out": "'fp16'"}
+GROUPED = QUANTIZE | {"operation": "'quantize-grouped'", "sections": "'even:4'"}
+PRODUCT = GEMM | {"operation": "'gemm-grouped'", "sections": "'even:4'"}
+AGAIN = GEMM | {"operation": "'gemm-quantized'", "recipe": "'mxfp8-e4m3'", "out_recipe": "'mxfp8-e5m2'"}
+TRANSFORM = QUANTIZE | {"operation": "'transform'", "recipe": "'nvfp4-rht'"}
+SWIZZLE = {"operation": "'swizzle'", "tier": "'quick'", "shape": "[256, 16]", "inputs": "'position'"}
+UPDATE = SWIZZLE | {"operation": "'update-scale'", "recipe": "'fp8-delayed-e4m3'", "inputs": "'amaxes'"}
+ROTATED = QUANTIZE | {"recipe": "'nvfp4-rht'"}
+
+
+def matrix(*tables: dict[str, str]) -> str:
+    """TOML of [[matrix]] tables of these keys and literal values."""
+    return "\n".join("[[matrix]]\n" + "\n".join(f"{key} = {value}" for key, value in t.items()) for t in tables)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*tables: dict[str, str], name: str = "a.toml", text: str | None = None) -> Path:
+        path = tmp_path / name
+        path.write_text(matrix(*tables) if text is None else text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def ids(cases: list[Case]) -> list[str]:
+    return [case.id for case in cases]
+
+
+# Expansion.
+
+
+def test_one_value_each_is_one_case(write):
+    path = write(QUANTIZE)
+    expected = Case("quantize", "nvfp4", (128, 256), "bf16", "normal", (), "quick", str(path))
+    assert load(path) == [expected]
+    assert expected.id == "quantize/nvfp4/128x256/bf16/normal"
+
+
+def test_lists_are_a_product_in_order(write):
+    lists = {"shape": "[[128, 128], [16, 32]]", "dtype": "['fp32', 'fp16']", "usage": "['rowwise', 'columnwise']"}
+    assert ids(load(write(QUANTIZE | lists))) == [
+        "quantize/nvfp4/128x128/fp32/normal",
+        "quantize/nvfp4/128x128/fp32/normal/columnwise",
+        "quantize/nvfp4/128x128/fp16/normal",
+        "quantize/nvfp4/128x128/fp16/normal/columnwise",
+        "quantize/nvfp4/16x32/fp32/normal",
+        "quantize/nvfp4/16x32/fp32/normal/columnwise",
+        "quantize/nvfp4/16x32/fp16/normal",
+        "quantize/nvfp4/16x32/fp16/normal/columnwise",
+    ]
+
+
+def test_gemm(write):
+    (case,) = load(write(GEMM))
+    assert case.id == "gemm/nvfp4/16x32x48/bf16xfp32-fp16/normal/tn"
+    assert case.shape == (16, 32, 48)
+    assert case.dtypes == ("bf16", "fp32", "fp16")
+    assert case.layout == "tn"
+    flags = {"layout": "['nn', 'nt']", "accumulate": "[false, true]", "bias": "[false, true]"}
+    cases = load(write(GEMM | flags))
+    assert [case.id.rpartition("/")[2] for case in cases] == [
+        "nn", "nn+bias", "nn+accumulate", "nn+accumulate+bias", "nt", "nt+bias", "nt+accumulate", "nt+accumulate+bias",
+    ]  # fmt: skip
+    assert {case.layout for case in cases} == {"nn", "nt"}
+
+
+def test_a_shape_may_be_empty(write):
+    assert ids(load(write(QUANTIZE | {"shape": "[0, 16]"}))) == ["quantize/nvfp4/0x16/bf16/normal"]
+
+
+@pytest.mark.parametrize("order", [("quick", "full"), ("full", "quick")])
+def test_a_case_of_both_tiers_is_quick(write, order):
+    tables = [QUANTIZE | {"tier": f"'{tier}'", "dtype": "'bf16'" if tier == "quick" else "['fp32', 'bf16']"}
+              for tier in order]  # fmt: skip
+    cases = load(write(*tables))
+    assert {(case.dtype, case.tier) for case in cases} == {("bf16", "quick"), ("fp32", "full")}
+    assert len(cases) == 2
+
+
+BOTH = "['rowwise', 'both']"
+NEW = [
+    (QUANTIZE | {"usage": BOTH, "scales": "['linear', 'swizzled']"},
+     ["quantize/nvfp4/128x256/bf16/normal", "quantize/nvfp4/128x256/bf16/normal/swizzled",
+      "quantize/nvfp4/128x256/bf16/normal/both", "quantize/nvfp4/128x256/bf16/normal/both+swizzled"]),
+    (QUANTIZE | {"view": "['contiguous', 'strided', 'transposed']", "usage": "'columnwise'"},
+     ["quantize/nvfp4/128x256/bf16/normal/columnwise", "quantize/nvfp4/128x256/bf16/normal/columnwise+strided",
+      "quantize/nvfp4/128x256/bf16/normal/columnwise+transposed"]),
+    (QUANTIZE | {"recipe": "'nvfp4-sr'", "random": "['philox', 'words']", "usage": "'both'"},
+     ["quantize/nvfp4-sr/128x256/bf16/normal/both", "quantize/nvfp4-sr/128x256/bf16/normal/both+words"]),
+    (QUANTIZE | {"recipe": "'nvfp4-sr'", "view": "'strided'", "scales": "'swizzled'", "random": "'words'"},
+     ["quantize/nvfp4-sr/128x256/bf16/normal/strided+swizzled+words"]),
+    (QUANTIZE | {"shape": "[[2, 64, 256], [2, 4, 8, 16]]"},
+     ["quantize/nvfp4/2x64x256/bf16/normal", "quantize/nvfp4/2x4x8x16/bf16/normal"]),
+    (TRANSFORM | {"view": "['contiguous', 'transposed']"},
+     ["transform/nvfp4-rht/128x256/bf16/normal", "transform/nvfp4-rht/128x256/bf16/normal/transposed"]),
+    (UPDATE | {"recipe": "['fp8-delayed-e4m3', 'fp8-delayed-e5m2-margin3-bulk']", "shape": "[1024, 3]"},
+     ["update-scale/fp8-delayed-e4m3/1024x3/amaxes", "update-scale/fp8-delayed-e5m2-margin3-bulk/1024x3/amaxes"]),
+    (SWIZZLE | {"inputs": "['bytes', 'position']"}, ["swizzle/256x16/bytes", "swizzle/256x16/position"]),
+    (GROUPED | {"sections": "['front:4', 'ragged:7']", "usage": "['rowwise', 'columnwise']"},
+     ["quantize-grouped/nvfp4/128x256/bf16/normal/front:4",
+      "quantize-grouped/nvfp4/128x256/bf16/normal/front:4+columnwise",
+      "quantize-grouped/nvfp4/128x256/bf16/normal/ragged:7",
+      "quantize-grouped/nvfp4/128x256/bf16/normal/ragged:7+columnwise"]),
+    (GEMM | {"recipe": "'nvfp4-rowscaled'", "w_recipe": "['nvfp4', 'nvfp4-rowscaled']"},
+     ["gemm/nvfp4-rowscaled+nvfp4/16x32x48/bf16xfp32-fp16/normal/tn",
+      "gemm/nvfp4-rowscaled/16x32x48/bf16xfp32-fp16/normal/tn"]),
+    (PRODUCT | {"w_recipe": "'nvfp4-2d'", "accumulate": "true", "bias": "true"},
+     ["gemm-grouped/nvfp4+nvfp4-2d/16x32x48/bf16xfp32-fp16/normal/even:4+accumulate+bias"]),
+    (PRODUCT | {"recipe": "'mxfp8-e4m3'", "padded": "[false, true]", "bias": "true"},
+     ["gemm-grouped/mxfp8-e4m3/16x32x48/bf16xfp32-fp16/normal/even:4+bias",
+      "gemm-grouped/mxfp8-e4m3/16x32x48/bf16xfp32-fp16/normal/even:4+padded+bias"]),
+    (AGAIN | {"out_recipe": "['mxfp8-e5m2', 'fp8-delayed-e4m3']", "accumulate": "true"},
+     ["gemm-quantized/mxfp8-e4m3/16x32x48/bf16xfp32-fp16/normal/tn+mxfp8-e5m2+accumulate",
+      "gemm-quantized/mxfp8-e4m3/16x32x48/bf16xfp32-fp16/normal/tn+fp8-delayed-e4m3+accumulate"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "expected"), NEW, ids=[expected[-1] for _, expected in NEW])
+def test_ids(write, table, expected):
+    assert ids(load(write(table))) == expected
+
+
+def test_what_a_case_says_of_itself(write):
+    (case,) = load(write(QUANTIZE | {"recipe": "'nvfp4-sr'", "usage": "'both'", "view": "'strided'"}))
+    assert (case.usage, case.view, case.scales, case.words) == ("both", "strided", "linear", False)
+    (case,) = load(write(QUANTIZE | {"recipe": "'nvfp4-sr'", "scales": "'swizzled'", "random": "'words'"}))
+    assert (case.usage, case.view, case.scales, case.words) == ("rowwise", "contiguous", "swizzled", True)
+    (case,) = load(write(GROUPED | {"sections": "'middle:4'", "usage": "'columnwise'"}))
+    assert (case.usage, case.sections) == ("columnwise", (32, 32, 0, 64))
+    (case,) = load(write(PRODUCT | {"sections": "'front:2'", "w_recipe": "'nvfp4-2d'"}))
+    assert (case.sections, case.recipes, case.dtypes) == ((0, 16), ("nvfp4", "nvfp4-2d"), ("bf16", "fp32", "fp16"))
+    assert not case.padded
+    (case,) = load(write(PRODUCT | {"padded": "true"}))
+    assert case.padded
+    (case,) = load(write(GEMM | {"layout": "'nt'"}))
+    assert (case.layout, case.recipes) == ("nt", ("nvfp4", "nvfp4"))
+    (case,) = load(write(AGAIN | {"layout": "'nn'"}))
+    assert (case.layout, case.recipes, case.out_recipe) == ("nn", ("mxfp8-e4m3", "mxfp8-e4m3"), "mxfp8-e5m2")
+
+
+def test_no_word_is_a_flag_of_two_keys():
+    words = [word for choices in FLAGS.values() for word in choices] + [*LAYOUTS, "accumulate", "bias"]
+    assert len(words) == len(set(words))
+
+
+# Selection.
+
+
+def test_folders_and_files(write, tmp_path):
+    write(QUANTIZE | {"dtype": "'fp32'"}, name="b.toml")
+    write(QUANTIZE, name="a.toml")
+    (tmp_path / "README.md").write_text("no case file")
+    assert [case.dtype for case in load_all([tmp_path])] == ["bf16", "fp32"]
+    assert [case.dtype for case in load_all([tmp_path / "b.toml", str(tmp_path / "a.toml")])] == ["fp32", "bf16"]
+
+
+def test_a_folder_without_case_files(tmp_path):
+    with pytest.raises(CaseFileError, match=rf"{re.escape(str(tmp_path))}: holds no \*\.toml case file"):
+        load_all([tmp_path])
+
+
+def test_select_by_tier_and_keyword(write):
+    full = QUANTIZE | {"tier": "'full'", "inputs": "['normal', 'e2m1-ties']", "dtype": "['fp32', 'bf16']"}
+    cases = load(write(QUANTIZE, full))
+    assert len(select(cases)) == 4
+    assert ids(select(cases, tier="quick")) == ["quantize/nvfp4/128x256/bf16/normal"]
+    assert ids(select(cases, keyword="e2m1 and not FP32")) == ["quantize/nvfp4/128x256/bf16/e2m1-ties"]
+    assert len(select(cases, keyword="(bf16 or fp32) and normal")) == 2
+    assert select(cases, tier="quick", keyword="fp32") == []
+
+
+@pytest.mark.parametrize("keyword", ["normal and", "(normal", "and"])
+def test_a_keyword_that_cannot_be_read(keyword):
+    with pytest.raises(ValueError, match=f"cannot read the keyword expression {re.escape(repr(keyword))}: "):
+        select([], keyword=keyword)
+
+
+# Mistakes: the file, the table, the key, the nearest word.
+
+MISTAKES = [
+    (QUANTIZE | {"operation": "'quantise'"}, "operation is 'quantise' (did you mean 'quantize'?); it can be quantize"),
+    (QUANTIZE | {"operation": "['quantize']"}, "operation is ['quantize'] (did you mean 'quantize'?); it can be "),
+    ({}, "operation is None; it can be quantize, transform, swizzle, update-scale, quantize-grouped, gemm, gemm-gr"),
+    (QUANTIZE | {"tier": "'quik'"}, "tier is 'quik' (did you mean 'quick'?); it can be quick, full"),
+    (QUANTIZE | {"tier": "['quick', 'full']"}, "tier is ['quick', 'full']"),
+    ({k: v for k, v in QUANTIZE.items() if k != "tier"}, "tier is None; it can be quick, full"),
+    (QUANTIZE | {"dtpye": "'bf16'"}, "unknown key 'dtpye' (did you mean 'dtype'?); a quantize has operation, tier, "),
+    (QUANTIZE | {"accumulate": "true"}, "unknown key 'accumulate'; a quantize has "),
+    (GEMM | {"accumlate": "true"}, "unknown key 'accumlate' (did you mean 'accumulate'?); a gemm has "),
+    (GEMM | {"usage": "'rowwise'"}, "unknown key 'usage'"),
+    ({k: v for k, v in QUANTIZE.items() if k != "dtype"}, "dtype is missing; a quantize needs recipe, shape, "),
+    ({k: v for k, v in GEMM.items() if k != "out"}, "out is missing; a gemm needs recipe, shape, x, w, out, inputs"),
+    (QUANTIZE | {"inputs": "[]"}, "inputs is an empty list, which selects nothing"),
+    (QUANTIZE | {"recipe": "'nvpf4'"}, "recipe is 'nvpf4': no recipe is called 'nvpf4' (did you mean 'nvfp4'?)"),
+    (QUANTIZE | {"recipe": "'nvfp4@te-2.9'"}, "recipe nvfp4 has no dialect 'te-2.9' (did you mean 'te-2.8'?)"),
+    (QUANTIZE | {"recipe": "4"}, "recipe is 4, not a recipe's name"),
+    (QUANTIZE | {"recipe": "[['nvfp4']]"}, "recipe is ['nvfp4'], not a recipe's name"),
+    (QUANTIZE | {"shape": "[128]"}, "shape is [128]; a shape is [M, K] or (…, K), 2 to 4 sizes that are not negative"),
+    (QUANTIZE | {"shape": "[]"}, "shape is []; a shape is [M, K] or (…, K)"),
+    (QUANTIZE | {"shape": "[128, -1]"}, "shape is [128, -1]; "),
+    (QUANTIZE | {"shape": "[128, 2.5]"}, "shape is [128, 2.5]; "),
+    (QUANTIZE | {"shape": "[true, 16]"}, "shape is [True, 16]; "),
+    (QUANTIZE | {"shape": "'128x128'"}, "shape is '128x128'; "),
+    (QUANTIZE | {"shape": "[[128, 128], 128]"}, "shape is 128; "),
+    (GEMM | {"shape": "[128, 128]"}, "shape is [128, 128]; a shape is [M, K, N], 3 sizes"),
+    (QUANTIZE | {"dtype": "'bfloat16'"}, "dtype is 'bfloat16' (did you mean 'bf16'?); it can be fp32, bf16, fp16"),
+    (GEMM | {"w": "['bf16', 'fp8']"}, "w is 'fp8' (did you mean 'fp"),
+    (QUANTIZE | {"inputs": "['normal', 'outlier']"}, "inputs is 'outlier' (did you mean 'outliers'?); it can be "),
+    (QUANTIZE | {"inputs": "'lattice'"}, "inputs is 'lattice'"),
+    (GEMM | {"inputs": "'huge'"}, "inputs is 'huge'"),
+    (QUANTIZE | {"usage": "'colwise'"}, "usage is 'colwise' (did you mean 'columnwise'?); it can be rowwise"),
+    (GEMM | {"layout": "'TN'"}, "layout is 'TN'; it can be tn, nn, nt"),
+    (GEMM | {"accumulate": "'yes'"}, "accumulate is 'yes'; it can be true or false"),
+    (GEMM | {"bias": "1"}, "bias is 1; it can be true or false"),
+    (QUANTIZE | {"shape": "[1, 2, 3, 4, 16]"}, "shape is [1, 2, 3, 4, 16]; a shape is [M, K] or (…, K), 2 to 4 sizes"),
+    (TRANSFORM | {"shape": "[2, 3, 16]"}, "shape is [2, 3, 16]; a shape is [M, K], 2 sizes that are not negative"),
+    (SWIZZLE | {"shape": "[256]"}, "shape is [256]; a shape is [R, C], 2 sizes that are not negative"),
+    (SWIZZLE | {"recipe": "'nvfp4'"}, "unknown key 'recipe'; a swizzle has operation, tier, shape, inputs"),
+    (SWIZZLE | {"inputs": "'normal'"}, "inputs is 'normal'; it can be position, bytes"),
+    (QUANTIZE | {"inputs": "'bytes'"}, "inputs is 'bytes'"),
+    (QUANTIZE | {"view": "'stride'"}, "view is 'stride' (did you mean 'strided'?); it can be contiguous, strided, tra"),
+    (QUANTIZE | {"scales": "'swizzle'"}, "scales is 'swizzle' (did you mean 'swizzled'?); it can be linear, swizzled"),
+    (QUANTIZE | {"random": "'word'"}, "random is 'word' (did you mean 'words'?); it can be philox, words"),
+    (QUANTIZE | {"random": "'philox'"},
+     "random is 'philox', but recipe nvfp4 does not round stochastically; leave it out"),
+    (QUANTIZE | {"recipe": "['nvfp4-sr', 'nvfp4-2d']", "random": "'words'"},
+     "random is 'words', but recipe nvfp4-2d does not round stochastically; leave it out"),
+    (ROTATED | {"dtype": "['bf16', 'fp32']"}, "recipe nvfp4-rht rotates bf16 alone, not fp32"),
+    (ROTATED | {"shape": "[16, 24]"}, "recipe nvfp4-rht rotates whole groups of 16; K = 24 is no multiple of it"),
+    (ROTATED | {"shape": "[24, 16]", "usage": "['rowwise', 'columnwise']"},
+     "recipe nvfp4-rht rotates whole groups of 16; M = 24 is no multiple of it"),
+    (ROTATED | {"shape": "[2, 12, 16]", "usage": "'both'"},
+     "recipe nvfp4-rht rotates whole groups of 16; M = 24 is no multiple of it"),
+    (TRANSFORM | {"recipe": "'nvfp4'"}, "recipe is 'nvfp4', which has no transform; nvfp4-rht and the like have"),
+    (TRANSFORM | {"recipe": "'nvfp4-rth'"}, "recipe is 'nvfp4-rth': no recipe is called 'nvfp4-rth'"),
+    (TRANSFORM | {"recipe": "'nvfp4-rht32'", "shape": "[4, 48]"}, "rotates whole groups of 32; K = 48 is no multiple"),
+    (TRANSFORM | {"dtype": "'fp16'"}, "recipe nvfp4-rht rotates bf16 alone, not fp16"),
+    (TRANSFORM | {"inputs": "'e2m1-ties'"}, "inputs is 'e2m1-ties'"),
+    (QUANTIZE | {"recipe": "'fp8-block-1x128'", "scales": "'swizzled'"},
+     "scales is 'swizzled', but recipe fp8-block-1x128-e4m3-pow2 has float32 scales; the 128×4 layout is of bytes"),
+    (QUANTIZE | {"inputs": "'normal-1e-28'", "dtype": "['bf16', 'fp16']"},
+     "inputs is 'normal-1e-28', which is 0 in fp16; dtype can be fp32 or bf16"),
+    (GROUPED | {"inputs": "'normal-1e-28'", "dtype": "'fp16'"}, "inputs is 'normal-1e-28', which is 0 in fp16"),
+    (UPDATE | {"recipe": "'fp8-current-e4m3'"},
+     "recipe is 'fp8-current-e4m3', which takes no history; fp8-delayed-e4m3 and the like do"),
+    (UPDATE | {"recipe": "'fp8-delayd-e4m3'"}, "no recipe is called 'fp8-delayd-e4m3' (did you mean 'fp8-delayed-e4m3"),
+    (UPDATE | {"shape": "[0, 4]"}, "shape is [0, N]; a history [H, N] has at least one amax of each tensor"),
+    (UPDATE | {"shape": "[4]"}, "shape is [4]; a shape is [H, N], 2 sizes that are not negative"),
+    (UPDATE | {"inputs": "'normal'"}, "inputs is 'normal'; it can be amaxes, "),
+    (UPDATE | {"dtype": "'fp32'"}, "unknown key 'dtype'; a update-scale has operation, tier, recipe, shape, inputs"),
+    (GROUPED | {"usage": "'both'"}, "usage is 'both'; it can be rowwise, columnwise"),
+    (GROUPED | {"recipe": "'nvfp4-rowscaled'"},
+     "recipe nvfp4-rowscaled has an amax for every row; sections of one amax each do not apply"),
+    (PRODUCT | {"recipe": "'nvfp4-rowscaled'"}, "recipe nvfp4-rowscaled has an amax for every row; sections "),
+    (GROUPED | {"sections": "4"}, "sections is 4; sections are a kind and a count, even:4; kinds are even, front, "),
+    (GROUPED | {"sections": "'evn:4'"}, "sections is 'evn:4' (did you mean 'even'?); sections are a kind and a count"),
+    (GROUPED | {"sections": "'even'"}, "sections is 'even'; there can be 1 to 64 sections"),
+    (GROUPED | {"sections": "'even:0'"}, "sections is 'even:0'; there can be 1 to 64 sections"),
+    (GROUPED | {"sections": "'even:65'"}, "sections is 'even:65'; there can be 1 to 64 sections"),
+    (GROUPED | {"sections": "'even:3'"}, "sections is 'even:3'; M = 128 is no multiple of 3"),
+    (GROUPED | {"sections": "'middle:2'"}, "sections is 'middle:2'; middle needs 3 sections or more, of which one is"),
+    (GROUPED | {"sections": "'front:1'"}, "sections is 'front:1'; front needs 2 sections or more"),
+    (GROUPED | {"sections": "'empty:4'"}, "sections is 'empty:4', sections without a row; M is 128 and has to be 0"),
+    (GROUPED | {"sections": "'ragged:1'"}, "sections is 'ragged:1'; M = 128 cannot be divided into 1 ragged"),
+    (GROUPED | {"sections": "'ragged:8'", "shape": "[4, 16]"}, "M = 4 cannot be divided into 8 ragged sections of w"),
+    (GROUPED | {"recipe": "'nvfp4-rht'", "sections": "'even:16'", "usage": "'columnwise'"},
+     "sections is 'even:16'; 8 rows are no whole groups of 16, which the recipe rotates"),
+    (GROUPED | {"recipe": "'nvfp4-rht'", "dtype": "'fp32'"}, "recipe nvfp4-rht rotates bf16 alone, not fp32"),
+    (PRODUCT | {"padded": "1"}, "padded is 1; it can be true or false"),
+    (GEMM | {"padded": "true"}, "unknown key 'padded'; a gemm has "),
+    ({k: v for k, v in AGAIN.items() if k != "out_recipe"}, "out_recipe is missing; a gemm-quantized needs recipe, "),
+    (AGAIN | {"out_recipe": "'mxfp8-e5m3'"}, "out_recipe is 'mxfp8-e5m3': no recipe is called 'mxfp8-e5m3'"),
+    (AGAIN | {"out_recipe": "'mxfp8-e5m2-sr'"},
+     "out_recipe mxfp8-e5m2-sr rounds stochastically; gemm_quantized takes no random bits"),
+    (AGAIN | {"out_recipe": "'nvfp4-rht'"}, "out_recipe nvfp4-rht rotates; gemm_quantized rotates no output"),
+    (AGAIN | {"w_recipe": "'nvfp4'"}, "recipe mxfp8-e4m3 and w_recipe nvfp4 cannot be multiplied: scale is E8M0"),
+    (GEMM | {"recipe": "'fp8-current-e5m2'"}, "recipe fp8-current-e5m2 and w_recipe fp8-current-e5m2 cannot be multip"),
+    (PRODUCT | {"recipe": "'fp8-block-128x128'"}, "cannot be multiplied: block is 128x128 of both; one of the two"),
+    (GEMM | {"recipe": "'nvfp4-rht'", "w": "'bf16'"},
+     "layout is 'tn', but recipe nvfp4-rht rotates columnwise operands, and rotations cancel where both operands are: "
+     "layout can be nt"),
+    (GEMM | {"recipe": "'nvfp4-rht'", "layout": "'nt'"}, "recipe nvfp4-rht rotates bf16 alone, not fp32"),
+    (GEMM | {"recipe": "'nvfp4-rht'", "layout": "'nt'", "w": "'bf16'", "shape": "[16, 24, 16]"},
+     "recipe nvfp4-rht rotates whole groups of 16; K = 24 is no multiple of it"),
+    (GEMM | {"recipe": "'nvfp4-rht'", "w_recipe": "'nvfp4'", "layout": "'nt'", "w": "'bf16'"},
+     "recipe nvfp4-rht and w_recipe nvfp4 cannot be multiplied: transform is Hadamard("),
+    (GEMM | {"w_recipe": "'nvfp4@te-native'"},
+     "recipe nvfp4 and w_recipe nvfp4@te-native cannot be multiplied: alpha is (a*b)/d and (b*a)*(1/d)"),
+    (GEMM | {"w_recipe": "'nvpf4'"}, "w_recipe is 'nvpf4': no recipe is called 'nvpf4' (did you mean 'nvfp4'?)"),
+    (PRODUCT | {"recipe": "'nvfp4-rht'"},
+     "recipe nvfp4-rht rotates columnwise operands; those of a gemm-grouped are rowwise"),
+    (PRODUCT | {"layout": "'tn'"}, "; a gemm-grouped has operation, tier, recipe, w_recipe, shape, x, w, out, "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "message"), MISTAKES, ids=[message[:40] for _, message in MISTAKES])
+def test_a_mistake_names_file_table_key_and_the_nearest_word(write, table, message):
+    path = write(QUANTIZE, table)
+    with pytest.raises(CaseFileError) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}: [[matrix]] 2: ")
+    assert message in str(error.value)
+
+
+def test_mistakes_of_the_whole_file(write, tmp_path):
+    wrong = {
+        "[[matrx]]\n": "unknown key 'matrx' (did you mean 'matrix'?); a case file holds [[matrix]] tables",
+        "": "no [[matrix]] table, so no case; see cases/README.md",
+        "matrix = []\n": "no [[matrix]] table",
+        "[matrix]\ntier = 'quick'\n": "no [[matrix]] table",
+        "matrix = [1]\n": "[[matrix]] 1: is 1; a matrix is a table of keys",
+        "[[matrix]\n": "not TOML: ",
+        "[[matrix]]\ntier = 'quick'\ntier = 'full'\n": "not TOML: ",
+    }
+    for text, message in wrong.items():
+        path = write(text=text)
+        with pytest.raises(CaseFileError) as error:
+            load(path)
+        assert str(error.value).startswith(f"{path}: {message}")
+    path.write_bytes(b"\xff\xfe")
+    for unreadable in (path, tmp_path / "missing.toml"):
+        with pytest.raises(CaseFileError, match=rf"{re.escape(str(unreadable))}: cannot be read: "):
+            load(unreadable)
+
+
+def test_nearest():
+    assert nearest("quik", ["quick", "full"]) == " (did you mean 'quick'?)"
+    assert nearest("zzz", ["quick", "full"]) == ""
+
+
+# The committed matrix.
+
+QUANTIZE_SHAPES = {
+    (128, 128), (256, 256), (256, 1024), (1024, 256), (256, 272), (304, 304), (320, 256), (2048, 2048), (1024, 2048),
+    (2048, 1024), (8192, 8192),
+}  # fmt: skip
+OF_ONE_LEVEL = {"ties", "near-ties", "scale-edges", "every-exponent", "normal-1e-28", "normal-1e-3", "normal-1e3"}
+"""Families made for formats whose block scales have the range of float32."""
+GEMM_SHAPES = {
+    (128, 128, 128), (256, 128, 256), (256, 256, 256), (256, 1024, 256), (1024, 1024, 1024), (4096, 512, 3072),
+    (112, 128, 96), (304, 640, 304), (1008, 3072, 992), (256, 64, 256), (128, 128, 112),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def committed() -> list[Case]:
+    return load_all([CASES])
+
+
+def of(cases: list[Case], operation: str) -> list[Case]:
+    return [case for case in cases if case.operation == operation]
+
+
+def test_no_case_twice(committed):
+    assert [case for case, count in Counter(ids(committed)).items() if count > 1] == []
+
+
+def test_quick_is_large_and_has_every_family_dtype_usage_and_layout(committed):
+    quick = select(committed, tier="quick")
+    assert len(quick) >= 800
+    quantize, gemm = of(quick, "quantize"), of(quick, "gemm")
+    assert {case.inputs for case in quantize} == set(families_of("quantize"))
+    assert {case.inputs for case in gemm} == set(families_of("gemm"))
+    assert {case.dtype for case in quantize} == {"fp32", "bf16", "fp16"}
+    assert {case.dtypes[i] for case in gemm for i in range(3)} == {"fp32", "bf16", "fp16"}
+    assert {case.flags for case in quantize} >= {(), ("columnwise",)}
+    assert {case.layout for case in gemm} == {"tn", "nn", "nt"}
+    assert {("accumulate" in case.flags, "bias" in case.flags) for case in gemm} == {
+        (False, False), (False, True), (True, False), (True, True),
+    }  # fmt: skip
+    assert {case.recipe for case in quick} >= {"nvfp4", "nvfp4@te-2.8", "nvfp4@te-native"}
+
+
+def test_quick_has_every_shape_that_is_cheap(committed):
+    quick = {case.shape for case in select(committed, tier="quick")}
+    assert (QUANTIZE_SHAPES | GEMM_SHAPES) - quick <= {(8192, 8192), (4096, 512, 3072)}
+
+
+def test_full_is_the_product(committed):
+    cases = {(c.shape, c.dtype, c.inputs, c.flags) for c in of(committed, "quantize") if c.recipe == "nvfp4"}
+    for shape in QUANTIZE_SHAPES:
+        for family in set(families_of("quantize")) - OF_ONE_LEVEL:
+            for dtype in ("fp32", "bf16", "fp16"):
+                assert {(shape, dtype, family, ()), (shape, dtype, family, ("columnwise",))} <= cases
+    cases = {(c.shape, c.dtype, c.inputs, c.flags) for c in of(committed, "gemm") if c.recipe == "nvfp4"}
+    for shape in GEMM_SHAPES:
+        for family in families_of("gemm"):
+            for dtype in (
+                f"{x}x{w}-{out}" for x in ("fp32", "bf16") for w in ("fp32", "bf16") for out in ("bf16", "fp32")
+            ):
+                for layout in ("tn", "nn", "nt"):
+                    assert {(shape, dtype, family, (layout,)), (shape, dtype, family, (layout, "accumulate"))} <= cases
+
+
+def test_the_readme_names_every_key_value_and_family():
+    text = (CASES / "README.md").read_text(encoding="utf-8")
+    table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| `")]
+    for operation, keys in KEYS.items():
+        for key in ["operation", "tier", *keys]:
+            rows = [cells for cells in table if f"`{key}`" in cells[0]]
+            assert rows, f"cases/README.md has no row for {key} of {operation}"
+            if (default := OPTIONAL.get(key)) is not None:
+                shown = str(default).lower() if isinstance(default, bool) else default
+                assert rows[0][-1].strip() == f"`{shown}`"
+    flags = [word for choices in FLAGS.values() for word in choices]
+    for word in ["quick", "full", *FAMILIES, *KEYS, *flags, *LAYOUTS]:
+        assert f"`{word}`" in text
+    for kind in KINDS:
+        assert f"`{kind}:" in text
+
+
+def test_the_readme_example_is_eight_cases(write):
+    example = (CASES / "README.md").read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
+    assert len(load(write(text=example))) == 8
+
+
+def test_every_case_names_a_recipe(committed):
+    named = {name for case in committed if case.recipe and not case.is_module for name in case.recipes}
+    assert {str(recipe(name)) for name in named} == named
+    trained = {case.recipe for case in committed if case.is_module}
+    assert {str(training_recipe(name)) for name in trained} == trained

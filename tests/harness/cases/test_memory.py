@@ -1,0 +1,106 @@
+"""The memory that a case needs, and what a process keeps of a GPU between cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.backends.backend import load_backend
+from narrowgauge.harness.cases import memory
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.memory import needed, room, shortage
+from narrowgauge.harness.running.runner import run_case
+from tests.harness.backends import backend
+from tests.native.gpu import DEVICE, needs_gpu
+
+CASE = Case("quantize", "nvfp4", (4, 16), "bf16", "normal")
+LARGE = replace(CASE, shape=(1 << 15, 1 << 15))
+
+
+@needs_gpu
+def test_what_a_large_case_left_is_free_before_the_next() -> None:
+    native = load_backend("reference", DEVICE)
+    large = torch.empty(2 * memory.KEPT, dtype=torch.uint8, device=DEVICE)
+    del large
+    assert torch.cuda.memory_reserved() > memory.KEPT
+    assert run_case(CASE, native, device=DEVICE).verdict == "pass"
+    assert torch.cuda.memory_reserved() < memory.KEPT
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("quantize", "nvfp4", (8192, 4096), "fp32", "normal", ("both",)),
+        Case("quantize", "nvfp4", (8192, 4096), "fp32", "normal", ("columnwise",)),
+        Case("quantize", "fp8-block-128x128-e4m3-pow2", (8192, 4096), "fp32", "normal", ("both",)),
+        Case("gemm", "nvfp4", (4096, 256, 4096), "bf16xbf16-fp32", "normal", ("tn", "accumulate")),
+        Case("gemm", "fp8-block-1x128-e4m3-pow2", (4096, 128, 4096), "bf16xbf16-bf16", "normal", ("tn",)),
+        Case("linear", "MXFP8BlockScaling", (4, 128, 1024, 4096), "bf16", "normal", ("bias",)),
+    ],
+    ids=lambda case: case.id,
+)
+def test_no_case_takes_more_of_a_gpu_than_is_said(case: Case) -> None:
+    record = run_case(case, load_backend("native", DEVICE), device=DEVICE)
+    assert record.verdict == "pass"
+    assert record.bytes_peak is not None
+    assert record.bytes_peak <= needed(case)
+
+
+def nothing_runs(**_):
+    raise AssertionError("the case began")
+
+
+@pytest.mark.parametrize(("device", "where"), [("cpu", "this machine"), ("cuda", "the GPU")])
+def test_a_case_that_does_not_fit_says_so_before_it_starts(device, where, monkeypatch) -> None:
+    monkeypatch.setattr(memory, "room", lambda home: 12_345_000_000)
+    monkeypatch.setattr("narrowgauge.harness.running.runner.make_case_inputs", nothing_runs)
+    monkeypatch.setattr("narrowgauge.harness.running.runner._give_back_memory", lambda device: None)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 0)
+    record = run_case(LARGE, backend(quantize=nothing_runs), device=device)
+    assert record.verdict == "error"  # of which neither a run nor a gate is green
+    assert record.message == (
+        f"does not fit: 32768x32768 needs about 45.1 GB, and {where} has 12.3 GB free; fewer processes (-n), nothing "
+        "else beside them, or a smaller shape"
+    )
+
+
+def test_a_case_that_fits_says_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "room", lambda home: needed(LARGE))
+    assert shortage(LARGE, "cpu") == ""
+    monkeypatch.setattr(memory, "room", lambda home: needed(LARGE) - 1)
+    assert shortage(LARGE, "cpu")
+    monkeypatch.setattr(memory, "room", nothing_runs)
+    assert shortage(CASE, "cpu") == ""  # nobody is asked for the memory of a small one
+
+
+def test_what_is_needed_grows_with_operands_outputs_and_steps() -> None:
+    assert needed(replace(CASE, shape=(8, 16))) == 2 * needed(CASE)
+    assert needed(replace(CASE, flags=("both",))) > needed(CASE)
+    gemm = Case("gemm", "nvfp4", (64, 32, 16), "bf16xbf16-fp32", "normal", ("tn",))
+    element, output = memory.BYTES["gemm"]
+    assert needed(gemm) == element * 32 * (64 + 16) + output * 64 * 16
+    grouped = replace(gemm, operation="gemm-grouped", flags=("even:4",))
+    assert needed(grouped) == element * 32 * (64 + 4 * 16) + output * 64 * 16
+    linear = Case("linear", "MXFP8BlockScaling", (2, 32, 64, 96), "bf16", "normal", ("steps:3",))
+    element, output = memory.BYTES["linear"]
+    assert needed(linear) == 3 * element * (64 * (64 + 96) + 64 * 96) + output * 64 * 96
+    assert needed(replace(linear, flags=())) < needed(linear)
+    layer = replace(linear, operation="transformer-layer", flags=("heads:4",))
+    assert needed(layer) > needed(replace(linear, flags=()))
+    assert needed(replace(linear, operation="grouped-linear", shape=(64, 64, 96), flags=("even:4",))) > 0
+
+
+def test_the_room_of_a_machine_is_what_it_has_left() -> None:
+    assert 1 << 26 < room("cpu") < 1 << 50
+
+
+def test_without_proc_it_is_all_that_there_is(monkeypatch) -> None:
+    def refuse(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    assert room("cpu") > 1 << 28

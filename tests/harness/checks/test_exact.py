@@ -1,0 +1,152 @@
+"""Rule 1: byte for byte. What differs, what does not, and how far."""
+
+import pytest
+import torch
+
+from narrowgauge.harness.checks import exact
+from narrowgauge.spec.formats import E2M1, E4M3
+
+DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def at(row, column):
+    return {"at": (row, column)}
+
+
+def floats(actual, expected):
+    return exact.exact_floats("values", actual, expected, noun="values", describe=at)
+
+
+def codes(actual, expected, fmt=E4M3):
+    return exact.exact_codes("codes", actual, expected, fmt, noun="codes", describe=at)
+
+
+def one_of(value: float, dtype: torch.dtype) -> torch.Tensor:
+    """(2, 3) of ones with `value` at row 1, column 2."""
+    x = torch.ones(2, 3, dtype=dtype)
+    x[1, 2] = value
+    return x
+
+
+@every_dtype
+def test_the_same_bytes_are_right(dtype):
+    x = torch.tensor([[0.0, -0.0, torch.inf], [-torch.inf, torch.nan, 1.0]], dtype=dtype)
+    result = floats(x.clone(), x)
+    assert result.right
+    assert (result.rule, result.compared, result.mismatches, result.max_ulp) == ("exact", 6, 0, None)
+    assert result.finding is None
+
+
+@every_dtype
+@pytest.mark.parametrize(("actual", "expected"), [(torch.nan, 1.0), (1.0, torch.nan), (torch.inf, torch.nan)])
+def test_nan_and_a_number_differ_both_ways(dtype, actual, expected):
+    result = floats(one_of(actual, dtype), one_of(expected, dtype))
+    assert not result.right
+    assert (result.compared, result.mismatches) == (6, 1)
+    assert result.max_ulp > 0
+    assert result.finding["elements"] == [{"which": "first", "at": (1, 2), "distance": result.max_ulp}]
+
+
+@every_dtype
+def test_nan_equals_nan_of_any_payload_and_sign(dtype):
+    integer = DTYPES[dtype]
+    quiet = one_of(torch.nan, dtype)
+    other = quiet.view(integer).clone()
+    other[1, 2] = -1  # every bit set
+    assert not torch.equal(other, quiet.view(integer))
+    assert floats(other.view(dtype), quiet).right
+    assert floats(quiet, other.view(dtype)).right
+
+
+@every_dtype
+def test_nan_of_another_payload_does_not_hide_a_wrong_number_beside_it(dtype):
+    expected = one_of(torch.nan, dtype)
+    actual = expected.view(DTYPES[dtype]).clone()
+    actual[1, 2] = -1
+    actual[0, 0] += 1
+    result = floats(actual.view(dtype), expected)
+    assert (result.mismatches, result.max_ulp) == (1, 1)
+    assert result.finding["elements"][0]["at"] == (0, 0)
+
+
+@every_dtype
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_other_zero_differs_by_no_step(dtype, sign):
+    result = floats(one_of(-0.0 * sign, dtype), one_of(0.0 * sign, dtype))
+    assert result.sentence == "1 of 6 values differ, each the other zero, at row 1, column 2"
+    assert (result.mismatches, result.max_ulp) == (1, 0)
+    assert result.finding["elements"] == [{"which": "first", "at": (1, 2), "distance": 0}]
+
+
+def test_a_wrong_zero_beside_a_wrong_number():
+    expected = torch.zeros(2, 3)
+    result = floats(torch.tensor([[0.0, -0.0, 0.0], [0.0, 0.0, 1e-45]]), expected)
+    assert result.sentence == "2 of 6 values differ, by up to 1 step, the first at row 0, column 1"
+    assert [element["which"] for element in result.finding["elements"]] == ["first", "worst"]
+    assert [element["at"] for element in result.finding["elements"]] == [(0, 1), (1, 2)]
+    assert [element["distance"] for element in result.finding["elements"]] == [0, 1]
+
+
+@every_dtype
+def test_one_ulp_up_and_down_is_one_step(dtype):
+    expected = one_of(1.5, dtype)
+    for ulp in (1, -1):
+        actual = expected.view(DTYPES[dtype]).clone()
+        actual[1, 2] += ulp
+        result = floats(actual.view(dtype), expected)
+        assert (result.mismatches, result.max_ulp) == (1, 1)
+        assert result.sentence == "1 of 6 values differ, each by 1 step, at row 1, column 2"
+
+
+def test_a_single_number_has_no_place():
+    result = floats(torch.tensor([2.0]), torch.tensor([1.0]))
+    assert result.sentence == "1 of 1 values differ, each by 8 388 608 steps"
+    assert result.finding["elements"][0]["at"] == (0, 0)
+
+
+def test_a_result_with_strides_is_compared_as_what_it_shows():
+    x = torch.randn(6, 4)
+    assert floats(x.T, x.T.contiguous()).right
+    assert not floats(x.T, (x.T + 1).contiguous()).right
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0), (0,)])
+def test_nothing_is_right_and_counts_as_nothing(shape):
+    for result in (floats(torch.empty(shape), torch.empty(shape)), codes(*[torch.empty(shape, dtype=torch.uint8)] * 2)):
+        assert result.right
+        assert result.compared == 0
+
+
+@pytest.mark.parametrize("fmt", [E2M1, E4M3], ids=["E2M1", "E4M3"])
+def test_every_code_and_the_next_are_one_step_apart(fmt):
+    positive = torch.arange(fmt.codes // 2, dtype=torch.uint8)
+    for sign in (0, fmt.sign_code):
+        result = codes((positive[1:] | sign).view(1, -1), (positive[:-1] | sign).view(1, -1), fmt)
+        assert result.mismatches == fmt.codes // 2 - 1
+        assert result.sentence.startswith(f"{result.mismatches} of {result.compared} codes differ, each by 1 step,")
+
+
+def test_codes_of_zero_with_the_other_sign_differ():
+    result = codes(torch.tensor([[8, 1]], dtype=torch.uint8), torch.tensor([[0, 1]], dtype=torch.uint8), E2M1)
+    assert result.sentence == "1 of 2 codes differ, each the other zero, at row 0, column 0"
+
+
+def test_codes_of_nan_are_bytes_too():
+    # 0xFF and 0x7F are both NaN of E4M3; the recipe names one of them.
+    result = codes(torch.tensor([[0xFF, 1]], dtype=torch.uint8), torch.tensor([[0x7F, 1]], dtype=torch.uint8))
+    assert (result.mismatches, result.max_ulp) == (1, 254)
+
+
+def test_the_sentence_says_how_many_how_far_and_where():
+    expected = torch.full((1024, 1024), 3, dtype=torch.uint8)
+    actual = expected.clone()
+    rows = torch.arange(37)
+    actual[rows, 16 * rows + 15] = 4
+    result = codes(actual, expected, E2M1)
+    assert result.sentence == "37 of 1 048 576 codes differ, each by 1 step, all at column 15 modulo 16"
+    assert (result.compared, result.mismatches, result.max_ulp) == (1 << 20, 37, 1)
+    assert result.entry() == {
+        "stage": "codes", "rule": "exact", "compared": 1 << 20, "mismatches": 37, "max_ulp": 1,
+        "excused": 0, "sentence": result.sentence,
+    }  # fmt: skip

@@ -1,0 +1,245 @@
+"""Findings: the sentence, the elements shown, the counts, the heat map."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from narrowgauge.harness.checks.finding import Sides, bits, census, finding, float_view, histogram, sentence, spaced
+from narrowgauge.reference.quantize.layout import swizzle, swizzled_offset
+from narrowgauge.spec.formats import E2M1, E2M3, E4M3, E5M2, E8M0
+
+
+def wrong_at(shape, *places):
+    wrong = torch.zeros(shape, dtype=torch.bool)
+    for place in places:
+        wrong[place] = True
+    return wrong
+
+
+def said(wrong, distance=None):
+    distance = torch.ones(wrong.shape, dtype=torch.int64) if distance is None else distance
+    return sentence(wrong, distance, "codes")
+
+
+def found(wrong, distance=None):
+    distance = torch.ones(wrong.shape, dtype=torch.int64) if distance is None else distance
+    distance = distance.masked_fill(~wrong, -1)
+    return finding(
+        "codes", "exact", "a sentence", wrong, distance, describe=lambda row, column: {"row": row, "column": column}
+    )
+
+
+@pytest.mark.parametrize(
+    ("places", "where"),
+    [
+        ([(3, 5)], "at row 3, column 5"),
+        ([(3, 5), (3, 6), (3, 40)], "all in row 3"),
+        ([(3, 5), (4, 5), (40, 5)], "all in column 5"),
+        ([(1, 3), (17, 5), (33, 60)], "all at row 1 modulo 16"),
+        ([(1, 15), (2, 31), (5, 47)], "all at column 15 modulo 16"),
+        ([(1, 3), (2, 4)], "the first at row 1, column 3"),
+        ([(0, 63), (1, 0)], "the first at row 0, column 63"),
+    ],
+)
+def test_where(places, where):
+    wrong = wrong_at((48, 64), *places)
+    assert said(wrong).endswith(f" of 3 072 codes differ, each by 1 step, {where}")
+
+
+def test_the_smallest_modulus_that_holds_is_named():
+    assert said(wrong_at((300, 512), (0, 3), (7, 35))).endswith(", all at column 3 modulo 16")
+    assert said(wrong_at((300, 512), (0, 3), (32, 36))).endswith(", all at row 0 modulo 16")
+
+
+def test_a_modulus_that_the_matrix_does_not_reach_is_not_named():
+    # Both rows are 0 and 1 of 2: no statement about rows modulo 16 could be false.
+    assert said(wrong_at((2, 20), (0, 3), (1, 9))).endswith("the first at row 0, column 3")
+
+
+def test_a_single_row_or_column_is_not_where_something_is():
+    assert said(wrong_at((1, 40), (0, 3), (0, 19))).endswith("all at column 3 modulo 16")
+    assert said(wrong_at((40, 1), (3, 0), (19, 0))).endswith("all at row 3 modulo 16")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "how_far"),
+    [
+        (0, 0, "each the other zero"),
+        (1, 1, "each by 1 step"),
+        (3, 3, "each by 3 steps"),
+        (0, 1, "by up to 1 step"),
+        (2, 12345, "by up to 12 345 steps"),
+    ],
+)
+def test_how_far(low, high, how_far):
+    wrong = wrong_at((4, 4), (0, 0), (1, 1))
+    distance = torch.full((4, 4), 77777)  # of what is right, which does not count
+    distance[0, 0], distance[1, 1] = low, high
+    assert said(wrong, distance) == f"2 of 16 codes differ, {how_far}, the first at row 0, column 0"
+
+
+def test_thousands_are_set_apart():
+    assert [spaced(n) for n in (0, 999, 1000, 1048576)] == ["0", "999", "1 000", "1 048 576"]
+
+
+def test_first_and_worst():
+    wrong = wrong_at((4, 64), (1, 40), (2, 3), (3, 3))
+    distance = torch.zeros(4, 64, dtype=torch.int64)
+    distance[1, 40], distance[2, 3], distance[3, 3] = 2, 9, 9
+    assert found(wrong, distance)["elements"] == [
+        {"which": "first", "row": 1, "column": 40, "distance": 2},
+        {"which": "worst", "row": 2, "column": 3, "distance": 9},
+    ]
+
+
+def test_the_first_is_shown_once_where_it_is_the_worst():
+    wrong = wrong_at((4, 64), (1, 40), (2, 3))
+    assert found(wrong)["elements"] == [{"which": "first", "row": 1, "column": 40, "distance": 1}]
+
+
+def test_a_wrong_zero_is_worse_than_what_is_right():
+    wrong = wrong_at((2, 2), (1, 1))
+    assert found(wrong, torch.zeros(2, 2, dtype=torch.int64))["elements"] == [
+        {"which": "first", "row": 1, "column": 1, "distance": 0}
+    ]
+
+
+def test_counts_by_row_and_column():
+    modulo = found(wrong_at((40, 20), (0, 3), (16, 3), (33, 19)))["modulo"]
+    row, column = [0] * 16, [0] * 16
+    row[0], row[1], column[3] = 2, 1, 3  # 19 is 3 modulo 16
+    assert modulo["row"]["16"] == row
+    assert modulo["column"]["16"] == column
+    assert {name: {m: len(counts) for m, counts in axis.items()} for name, axis in modulo.items()} == {
+        axis: {"16": 16, "32": 32, "128": 128} for axis in ("row", "column")
+    }
+    assert modulo["row"]["128"][33] == 1
+    assert modulo["column"]["32"][19] == 1
+    assert all(sum(counts) == 3 for axis in modulo.values() for counts in axis.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "tiles"),
+    [
+        ((1, 1), (16, 16), (1, 1)),
+        ((40, 20), (16, 16), (3, 2)),
+        ((512, 512), (16, 16), (32, 32)),
+        ((513, 2048), (17, 64), (31, 32)),
+        ((16, 100_000), (16, 3125), (1, 32)),
+    ],
+)
+def test_a_heat_map_has_at_most_32_tiles_a_side(shape, tile, tiles):
+    wrong = wrong_at(shape, (0, 0), (-1, -1))
+    heat = found(wrong)["heat"]
+    assert (heat["rows"], heat["columns"]) == tile
+    assert (len(heat["counts"]), len(heat["counts"][0])) == tiles
+    assert sum(map(sum, heat["counts"])) == int(wrong.sum())
+    assert heat["counts"][0][0] >= 1
+    assert heat["counts"][-1][-1] >= 1
+
+
+def test_a_tile_counts_its_own_elements():
+    wrong = wrong_at((48, 48), (slice(16, 32), slice(32, 48)))
+    assert found(wrong)["heat"]["counts"] == [[0, 0, 0], [0, 0, 256], [0, 0, 0]]
+
+
+def test_a_single_number_has_a_finding_too():
+    single = found(torch.tensor([True]), torch.tensor([4]))
+    assert single["elements"] == [{"which": "first", "row": 0, "column": 0, "distance": 4}]
+    assert single["heat"] == {"rows": 16, "columns": 16, "counts": [[1]]}
+
+
+def test_a_finding_is_plain_data():
+    wrong = wrong_at((40, 20), (0, 3), (33, 19))
+    plain = found(wrong)
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert (plain["stage"], plain["rule"], plain["sentence"]) == ("codes", "exact", "a sentence")
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "seen"),
+    [
+        (-1.5, torch.bfloat16, (-1.5, "0xBFC0")),
+        (1.0, torch.float16, (1.0, "0x3C00")),
+        (1.0, torch.float32, (1.0, "0x3F800000")),
+        (-0.0, torch.float32, (-0.0, "0x80000000")),
+        (1.0, torch.float64, (1.0, "0x3FF0000000000000")),
+        (math.inf, torch.float32, ("inf", "0x7F800000")),
+        (-math.inf, torch.bfloat16, ("-inf", "0xFF80")),
+        (math.nan, torch.float16, ("nan", "0x7E00")),
+    ],
+)
+def test_a_number_is_seen_as_value_and_bits(value, dtype, seen):
+    assert str(float_view(torch.tensor(value, dtype=dtype))) == str(seen)
+
+
+def test_codes_are_seen_in_binary():
+    assert bits(5, 4) == "0b0101"
+    assert bits(0x7E, 8) == "0b01111110"
+
+
+def test_steps_are_counted_by_powers_of_two_and_sign():
+    far = torch.tensor([[0, 0, 1, -1, 2, 3, 4, 5, 8, 9, -3, 1 << 31]])
+    base = torch.full_like(far, 0x3F800000)
+    # Steps of float32, made of its bits; what is too far is its opposite sign.
+    actual = (base + far.clamp(max=16)).int().view(torch.float32)
+    found = histogram(Sides(base.int().view(torch.float32), actual))
+    assert found == [
+        [-4, -3, 1], [-2, -2, 0], [-1, -1, 1], [0, 0, 2], [1, 1, 1], [2, 2, 1], [3, 4, 2], [5, 8, 2], [9, 16, 2],
+    ]  # fmt: skip
+
+
+def test_steps_of_codes_know_the_sign_and_leave_out_what_is_no_number():
+    expected, actual = torch.tensor([[0x0, 0x9, 0x7]]), torch.tensor([[0x8, 0x1, 0x6]])
+    assert histogram(Sides(expected.byte(), actual.byte(), E2M1)) == [[-1, -1, 1], [0, 0, 1], [1, 1, 0], [2, 2, 1]]
+    nan = torch.tensor([[0x7F, 0x00]]).byte()
+    assert histogram(Sides(nan, torch.zeros_like(nan), E4M3)) == [[0, 0, 1]]
+    assert histogram(Sides(torch.tensor([[64]]).byte(), torch.zeros(1, 1).byte(), E2M3)) == []
+
+
+@pytest.mark.parametrize(
+    ("fmt", "codes", "counts"),
+    [
+        (E2M1, range(16), {"negative_zero": 1, "saturated": 2, "subnormal": 2}),
+        (E4M3, range(256), {"nan": 2, "negative_zero": 1, "saturated": 2, "subnormal": 14}),
+        (E5M2, range(256), {"nan": 6, "inf": 2, "negative_zero": 1, "saturated": 2, "subnormal": 6}),
+        (E8M0, range(256), {"nan": 1, "saturated": 1}),
+        (E2M3, range(256), {"negative_zero": 1, "saturated": 2, "subnormal": 14, "no_code": 192}),
+    ],
+)
+def test_a_census_of_every_code(fmt, codes, counts):
+    every = torch.tensor([list(codes)]).byte()
+    assert census(Sides(every, torch.full_like(every, 1 << fmt.mantissa_bits), fmt)) == {
+        "expected": counts, "actual": dict.fromkeys(counts, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_census_of_floats(dtype):
+    limits = torch.finfo(dtype)
+    special = [math.nan, math.inf, -math.inf, -0.0, limits.max, limits.min, limits.tiny / 2, limits.tiny, 0.0, 1.0]
+    found = census(Sides(torch.ones(1, 10, dtype=dtype), torch.tensor([special], dtype=torch.float64).to(dtype)))
+    assert found["actual"] == {"nan": 1, "inf": 2, "negative_zero": 1, "saturated": 2, "subnormal": 1}
+    assert not any(found["expected"].values())
+
+
+def test_a_finding_has_steps_and_census_where_it_is_told_what_was_compared():
+    expected, actual = torch.zeros(4, 4), torch.zeros(4, 4)
+    actual[1, 2] = math.nan
+    wrong = actual.isnan()
+    plain = finding(
+        "output", "exact", "a sentence", wrong, wrong.long(), describe=lambda _, __: {}, sides=Sides(expected, actual)
+    )
+    assert plain["steps"] == [[0, 0, 15]]
+    assert plain["census"] == {"expected": {"nan": 0}, "actual": {"nan": 1}}
+    without = found(wrong)
+    assert (without["steps"], without["census"]) == ([], {})
+
+
+@pytest.mark.parametrize("place", [(0, 0), (33, 5), (127, 3), (130, 9), (199, 10)])
+def test_the_offset_of_a_swizzled_scale_is_where_the_layout_puts_it(place):
+    scales = torch.zeros(200, 11, dtype=torch.uint8)
+    scales[place] = 1
+    assert swizzled_offset(*place, 11) == int(swizzle(scales).view(-1).argmax())

@@ -1,0 +1,69 @@
+"""The odds of a sampler: what all bytes give, and how often it is called to see them."""
+
+import pytest
+import torch
+
+from narrowgauge.harness.checks.statistics.odds import UNKNOWN, Odds, odds_of
+from narrowgauge.harness.checks.statistics.rounding import calls_of
+from narrowgauge.harness.operations.stages.black_box import OTHER_SEED, bits_of
+from narrowgauge.reference.quantize.elements import element_codes
+from narrowgauge.spec.recipes import recipe
+
+
+@pytest.mark.parametrize("name", ["nvfp4-sr", "mxfp8-e4m3-sr", "mxfp8-e5m2-sr", "mxfp6-e3m2-sr", "mxfp6-e2m3-sr"])
+def test_odds_are_what_all_256_bytes_give(name):
+    rule = recipe(name)
+    top = rule.element.max
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.randn(300, generator=generator) * torch.tensor(
+        [1.0, top / 4, 2.0 ** (1 - rule.element.bias)]
+    ).repeat(100)
+    marks = torch.arange(0, 1025) / 256 * 2.0 ** (1 - rule.element.bias)  # multiples of 1/256 of a step and beside them
+    beside = torch.cat([marks, torch.nextafter(marks, torch.tensor(0.0)), torch.nextafter(marks, torch.tensor(1e9))])
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, top, -top, top * 1.01, top * 0.999])
+    scaled = torch.cat([spread, beside, -beside, special]).view(1, -1)
+    odds = odds_of(scaled, scaled, rule)
+    every = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, *scaled.shape)
+    codes = element_codes(scaled.expand(256, *scaled.shape), rule, every.contiguous())
+    assert not odds.outside(codes, rule).any()
+    count = odds.up(codes, rule).sum(0)
+    assert torch.equal(odds.outside((codes[0] ^ rule.element.sign_code), rule) > 0, torch.ones_like(scaled).bool())
+    known = odds.chance != UNKNOWN
+    assert torch.equal(count[known], odds.chance[known].long())
+    moves = odds.least != odds.greatest
+    assert not (known & ~moves).any()
+    assert torch.equal(moves, (count > 0) | known)  # what never goes up has a chance of 0, and is known
+    lifted = moves & ~known
+    magnitude = scaled[lifted].abs().double()
+    assert 0 < int(lifted.sum()) < 0.4 * scaled.numel()
+    # Left out: the sum of the rule rounds up to the grid point, which bits that are compared do not reach.
+    assert bool(((count[lifted] >= 1) & (magnitude < top)).all())
+
+
+def test_odds_of_an_interval_are_those_of_both_ends():
+    rule = recipe("nvfp4-sr")
+    lower, upper = torch.tensor([[0.4, -0.1, 1.0, -0.0, 2.2]]), torch.tensor([[0.6, 0.1, 1.2, 0.0, 2.2]])
+    odds = odds_of(lower, upper, rule)
+    order = [15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7]
+    right = [
+        [code for code in order if not odds.outside(torch.full((1, 5), code, dtype=torch.uint8), rule)[0, column]]
+        for column in range(5)
+    ]
+    assert right == [[0, 1, 2], [9, 8, 0, 1], [2, 3], [8, 0], [4, 5]]
+    assert (odds.chance[0, :4] == UNKNOWN).all()
+    assert int(odds.chance[0, 4]) == 51
+
+
+def test_calls_are_as_many_as_a_case_is_worth():
+    def odds(count):
+        return Odds(*[torch.zeros(1, count)] * 3, torch.ones(1, count, dtype=torch.int16))
+
+    assert [calls_of(odds(count)) for count in (1, 10_000, 100_000, 4_000_000)] == [512, 497, 50, 4]
+    nothing = odds(8)
+    nothing.chance[:] = UNKNOWN
+    assert calls_of(nothing) == 1
+
+
+def test_calls_have_offsets_of_their_own_and_one_has_another_seed():
+    bits = [bits_of((5, 10), call) for call in (0, 1, 2, OTHER_SEED)]
+    assert bits == [(5, 10), (5, 12), (5, 14), (4, 10)]

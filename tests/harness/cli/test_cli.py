@@ -1,0 +1,622 @@
+"""The command line: what it prints, what it refuses, its exit status."""
+
+import csv
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowgauge.harness.backends.backend import load_backend
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.cli.selection import default_workers
+from narrowgauge.harness.inputs.capture import Captured
+from narrowgauge.harness.running.runner import run_case
+from tests.paths import ROOT
+
+CASES = """
+[[matrix]]
+operation = "quantize"
+tier = "quick"
+recipe = "nvfp4"
+shape = [[16, 32], [32, 48]]
+dtype = ["fp32", "bf16"]
+inputs = "normal"
+
+[[matrix]]
+operation = "quantize"
+tier = "full"
+recipe = "nvfp4"
+shape = [128, 128]
+dtype = "bf16"
+inputs = ["zeros", "inf"]
+
+[[matrix]]
+operation = "gemm"
+tier = "quick"
+recipe = "nvfp4"
+shape = [16, 32, 24]
+x = "bf16"
+w = "bf16"
+out = "fp32"
+inputs = "lattice"
+"""
+
+KERNELS = """
+from narrowgauge.reference import ops
+
+
+class Backend:
+    def quantize(self, x, recipe, *, amax=None, random=None):
+        if str(recipe) != "nvfp4":
+            raise NotImplementedError(f"no kernel for {recipe}")
+        q = ops.quantize(x, recipe)
+        return q.codes, q.scales, q.amax
+
+
+class Wrong(Backend):
+    def quantize(self, x, recipe):
+        codes, scales, amax = super().quantize(x, recipe)
+        codes[2, 3] ^= 0x10
+        return codes, scales, amax
+
+
+class Doubled(Backend):
+    def quantize(self, x, recipe):
+        codes, scales, amax = super().quantize(x, recipe)
+        return codes, scales, amax * 2
+
+
+class Everything(Backend):
+    def gemm(self, a, b, *, out_dtype, c=None, bias=None):
+        if a.shape[0] == 0:
+            raise ValueError("nothing to do")
+        return ops.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias)
+
+
+class Raising:
+    def quantize(self, x, recipe):
+        raise RuntimeError("illegal memory access")
+"""
+
+QUICK = [
+    "quantize/nvfp4/16x32/fp32/normal",
+    "quantize/nvfp4/16x32/bf16/normal",
+    "quantize/nvfp4/32x48/fp32/normal",
+    "quantize/nvfp4/32x48/bf16/normal",
+    "gemm/nvfp4/16x32x24/bf16xbf16-fp32/lattice/tn",
+]
+FULL = ["quantize/nvfp4/128x128/bf16/zeros", "quantize/nvfp4/128x128/bf16/inf"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The current folder: a matrix in cases/, kernels in cli_kernels.py."""
+    (tmp_path / "cases").mkdir()
+    (tmp_path / "cases" / "small.toml").write_text(CASES)
+    (tmp_path / "cli_kernels.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "200")
+    yield tmp_path
+    sys.modules.pop("cli_kernels", None)
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Cases run in this process, one after the other."""
+
+    def run_cases(cases, settings, on_record):
+        backend = load_backend(settings.backend)
+        captures = Captured.load(settings.input_path) if settings.input_path else None
+        records = []
+        for case in cases:
+            record = run_case(case, backend, device=settings.device, seed=settings.seed, captures=captures).to_dict()
+            records.append(record)
+            on_record(record)
+        return records
+
+    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", run_cases)
+
+
+def narrowgauge(*words):
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def refused(*words):
+    """What is said where the arguments are wrong: on the error stream, with status 2, and nothing else."""
+    result = narrowgauge(*words)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr.removeprefix("narrowgauge: ").rstrip("\n")
+
+
+def records(folder=Path("reports/latest")):
+    with (folder / "records.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# What is imported.
+
+
+def imported(*words):
+    command = [sys.executable, "-X", "importtime", "-m", "narrowgauge", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout, {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["list", "cases/nvfp4_gemm.toml", "-k", "1024"]])
+def test_help_and_list_import_nothing_heavy(words):
+    printed, modules = imported(*words)
+    assert printed
+    assert "narrowgauge.harness.cli" in modules
+    assert not modules & {"torch", "numpy", "pandas", "pyarrow", "jinja2"}
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_help_names_every_command(words):
+    printed = narrowgauge(*words).output
+    assert all(
+        command in printed
+        for command in ("list", "run", "gate", "baseline", "compare", "soak", "show", "dialect", "doctor", "bench")
+    )
+
+
+# list
+
+
+def test_list_prints_ids_and_nothing_else():
+    result = narrowgauge("list")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == QUICK
+    assert result.stderr == "5 cases\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "ids"),
+    [
+        (["--tier", "full"], [*QUICK[:4], *FULL, QUICK[4]]),
+        (["-k", "fp32 and not gemm"], [QUICK[0], QUICK[2]]),
+        (["--tier", "full", "-k", "GEMM or inf"], [FULL[1], QUICK[4]]),
+        (["--tier", "full", "cases/small.toml", "-k", "zeros"], FULL[:1]),
+        (["--tier", "full", "cases", "cases/small.toml", "-k", "zeros"], FULL[:1]),
+    ],
+)
+def test_list_selects_as_a_run_would(words, ids):
+    assert narrowgauge("list", *words).stdout.splitlines() == ids
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("command", ["list", "run"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tier", "quik"], "--tier is 'quik' (did you mean 'quick'?); it can be quick, full"),
+        (["-k", "nothing"], "no case of 7 is selected by --tier quick -k 'nothing'"),
+        (["-k", "a and"], "cannot read the keyword expression 'a and': "),
+        (["missing.toml"], "missing.toml: cannot be read: "),
+        (["reports"], "reports: cannot be read: "),
+        (["--tensor", "weight"], "--tensor names tensors of an --input file, and none is given"),
+        (["cases", "--input", "a.npy"], "cases come from case files or from --input, not from both: cases and a.npy"),
+        (["--input", "a.npy"], "a.npy: there is no such file"),
+        (["--input", "a.onnx"], "a.onnx: unknown suffix '.onnx'; captured tensors are "),
+    ],
+)
+def test_a_wrong_selection(command, words, message):
+    assert refused(command, *words).startswith(message)
+
+
+def test_a_folder_without_case_files(folder):
+    (folder / "empty").mkdir()
+    assert refused("list", "empty") == "empty: holds no *.toml case file"
+
+
+def test_a_wrong_case_file_says_which_key(folder):
+    (folder / "cases" / "wrong.toml").write_text(CASES.replace("dtype", "dtyp"))
+    expected = "cases/wrong.toml: [[matrix]] 1: unknown key 'dtyp' (did you mean 'dtype'?); a quantize has operation, "
+    assert refused("run").startswith(expected)
+
+
+@pytest.mark.parametrize("command", [["run"], ["show", QUICK[0]], ["bench"]])
+def test_a_wrong_device(command):
+    assert refused(*command, "--device", "gpu") == "--device is 'gpu' (did you mean 'cpu'?); it can be cpu, cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", [["run"], ["show", QUICK[0]], ["bench"]])
+def test_a_gpu_that_is_not_there(command):
+    message = refused(*command, "--device", "cuda")
+    assert "--device cuda" in message
+    assert "doctor" in message
+
+
+def test_a_wrong_tensor_of_a_file(folder):
+    np.savez(folder / "captured.npz", weight=np.ones((16, 32), np.float32))
+    message = refused("run", "--input", "captured.npz", "--tensor", "wieght")
+    assert message == "captured.npz: has no tensor 'wieght' (did you mean 'weight'?); it holds weight"
+
+
+def test_a_negative_number_of_workers():
+    assert "'-n'" in refused("run", "-n", "-1")
+
+
+@pytest.mark.parametrize("words", [["run", "-n", "1"], ["show", QUICK[0]]])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("natve", "no backend is called 'natve' (did you mean 'native'?)"),
+        ("cli_kernels:Back", "module cli_kernels has no"),
+    ],
+)
+def test_a_backend_that_cannot_be_loaded(one_process, words, name, message):
+    result = narrowgauge(*words, "--backend", name)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not Path("reports").exists()
+
+
+# run
+
+
+def test_a_run_that_passes(one_process):
+    result = narrowgauge("run", "--backend", "reference")
+    assert result.exit_code == 0, result.output
+    assert {row["case"] for row in records()} == set(QUICK)
+    assert {path.name for path in Path("reports/latest").iterdir()} == {
+        "index.html", "records.csv", "records.jsonl", "records.parquet", "summary.md",
+    }  # fmt: skip
+    assert re.search(r"5 cases in [0-9.]+ s; report: reports/latest/index.html\n", result.stdout)
+    assert "reproduce:" not in result.stdout
+
+
+def test_a_run_with_workers_of_a_backend_of_ones_own(folder):
+    words = ["--tier", "full", "--backend", "cli_kernels:Everything", "-n", 1, "--seed", 3, "--report-dir", "out"]
+    result = narrowgauge("run", *words)
+    assert result.exit_code == 0, result.output
+    rows = records(folder / "out")
+    assert {row["case"] for row in rows} == {*QUICK, *FULL}
+    assert {(row["verdict"], row["backend"], row["device"], row["seed"]) for row in rows} == {
+        ("pass", "cli_kernels:Everything", "cpu", "3")
+    }
+
+
+def test_a_run_that_fails_shows_the_first_failure_of_each_kind(one_process):
+    result = narrowgauge("run", "--backend", "cli_kernels:Wrong", "-k", "quantize")
+    assert result.exit_code == 1
+    assert result.stdout.count(f"reproduce: narrowgauge show {QUICK[0]} ") == result.stdout.count("reproduce:") == 1
+    assert "3 more cases did not pass; the report has them all" in result.stdout
+    assert "fail: codes: 1 of 512 codes differ, each by 1 step, at row 2, column 7" in result.stdout
+    assert [row["verdict"] for row in records()] == ["fail"] * 4
+    assert "Traceback" not in result.output
+
+
+def test_a_run_of_errors_shows_where_they_came_from(one_process):
+    result = narrowgauge("run", "--backend", "cli_kernels:Raising")
+    assert result.exit_code == 1
+    place = "error: quantize raised RuntimeError: illegal memory access (at cli_kernels.py:"
+    assert place in result.stdout
+    assert {row["verdict"] for row in records()} == {"error"}
+
+
+def test_what_is_unsupported_is_no_success(one_process):
+    result = narrowgauge("run", "--backend", "cli_kernels:Backend")
+    assert result.exit_code == 1
+    assert {row["case"]: row["verdict"] for row in records()} == {
+        **dict.fromkeys(QUICK[:4], "pass"), QUICK[4]: "unsupported",
+    }  # fmt: skip
+    assert "reproduce:" not in result.stdout
+
+
+def test_an_interrupted_run_is_no_success_and_has_its_report(monkeypatch):
+    def interrupted(cases, settings, on_record):
+        record = run_case(cases[0], load_backend("reference")).to_dict()
+        on_record(record)
+        return [record]
+
+    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", interrupted)
+    result = narrowgauge("run")
+    assert result.exit_code == 1
+    assert "interrupted: 4 of 5 cases did not run" in result.stdout
+    assert len(records()) == 1
+
+
+def test_captured_tensors_take_the_place_of_case_files(one_process, folder):
+    generator = np.random.default_rng(0)
+    up, down = (generator.standard_normal(shape, dtype=np.float32) for shape in ((48, 32), (16, 64)))
+    np.savez(folder / "captured.npz", up=up, down=down, bias=np.ones(3, np.float32))
+    result = narrowgauge("run", "--input", "captured.npz", "--backend", "reference")
+    assert result.exit_code == 0, result.output
+    assert "captured.npz: left out 1 that are no matrix of fp32, bf16, fp16: bias" in result.stderr
+    rows = records()
+    assert {row["inputs"] for row in rows} == {"captured.npz:up", "captured.npz:down"}
+    assert {row["operation"] for row in rows} == {"quantize", "gemm"}
+    ids = narrowgauge("list", "--input", "captured.npz").stdout.splitlines()
+    assert sorted(row["case"] for row in rows) == sorted(ids)
+    only = narrowgauge("list", "--input", "captured.npz", "--tensor", "up").stdout.splitlines()
+    assert only == [name for name in ids if "captured.npz:up" in name]
+
+
+def test_a_failing_captured_case_is_reproduced_by_its_own_line(one_process, folder):
+    np.savez(folder / "captured.npz", up=np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32))
+    words = ["--input", "captured.npz", "--backend", "cli_kernels:Wrong"]
+    failed = narrowgauge("run", *words, "-k", "quantize and not columnwise")
+    (line,) = re.findall(r"reproduce: narrowgauge (.*)", failed.stdout)
+    shown = narrowgauge(*line.split())
+    assert shown.exit_code == 1, shown.output
+    assert "1 of 512 codes differ, each by 1 step, at row 2, column 7" in shown.stdout
+
+
+# show
+
+
+def test_show_of_a_right_quantize():
+    result = narrowgauge("show", QUICK[3], "--backend", "reference", "--at", "5,33")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{QUICK[3]}   backend reference, device cpu, seed 0"
+    stages = [line.split()[0] for line in lines[2:9]]
+    assert stages == ["memory", "repeat", "amax", "tensor", "scales", "codes", "values"]
+    assert all(line.rstrip().endswith("✓") for line in lines[2:9])
+    assert "row 5, block 2" in result.stdout
+    columns = [line.split()[0] for line in lines if re.match(r" +\d+ .* 0b", line)]
+    assert columns == [str(column) for column in range(32, 48)]
+
+
+def test_show_of_a_wrong_quantize_goes_to_its_first_wrong_element():
+    result = narrowgauge("show", QUICK[1], "--backend", "cli_kernels:Wrong")
+    assert result.exit_code == 1
+    assert "1 of 512 codes differ, each by 1 step, at row 2, column 7" in result.stdout
+    assert "row 2, block 0" in result.stdout
+    (line,) = [line for line in result.stdout.splitlines() if re.match(r" +7 .* 0b", line)]
+    expected, actual = re.findall(r"0b\d{4}", line)
+    assert int(expected, 2) ^ int(actual, 2) == 1
+
+
+def test_show_scales_elements_as_the_kernel_s_own_amax_says():
+    right = narrowgauge("show", QUICK[0], "--backend", "cli_kernels:Backend")
+    doubled = narrowgauge("show", QUICK[0], "--backend", "cli_kernels:Doubled")
+    assert (right.exit_code, doubled.exit_code) == (0, 1)
+
+    def scaled(result):
+        (line,) = [line for line in result.stdout.splitlines() if re.match(r" +3 .* 0b", line)]
+        return float(line.split()[3])
+
+    assert round(scaled(right) / scaled(doubled), 6) == 2
+
+
+def test_show_of_a_gemm():
+    result = narrowgauge("show", QUICK[4], "--backend", "native", "--at", "3,17")
+    assert result.exit_code == 0, result.output
+    assert "row 3\n" in re.sub(r" +\n", "\n", result.stdout)
+    lines = [line.split() for line in result.stdout.splitlines() if re.match(r" +\d+ +(exact|bound) ", line)]
+    assert [line[0] for line in lines] == [str(column) for column in range(16, 24)]
+    assert {line[1] for line in lines} == {"exact"}
+    assert all(line[3] == line[5] for line in lines)
+
+
+def test_show_beyond_the_matrix_is_its_last_element():
+    result = narrowgauge("show", QUICK[0], "--backend", "reference", "--at", "99,99")
+    assert "row 15, block 1" in result.stdout
+
+
+def test_show_of_nothing(folder):
+    (folder / "cases" / "small.toml").write_text(CASES.replace("[[16, 32], [32, 48]]", "[0, 32]"))
+    result = narrowgauge("show", "quantize/nvfp4/0x32/bf16/normal", "--backend", "reference")
+    assert result.exit_code == 0
+    assert "the result is empty" in result.stdout
+
+
+@pytest.mark.parametrize("at", ["3", "3,", "a,b", "1,2,3", "3;4", "-1,2", "1,-2"])
+def test_show_at_no_place(at):
+    message = refused("show", QUICK[0], f"--at={at}")
+    assert message == f"--at is {at!r}; it is a row and a column: --at 3,17"
+
+
+def test_show_of_no_case():
+    assert refused("show", "quantize/nvfp4/16x32/bf16/norml") == (
+        "no case is called 'quantize/nvfp4/16x32/bf16/norml' (did you mean 'quantize/nvfp4/16x32/bf16/normal'?)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "message"),
+    [
+        ("Raising", QUICK[0], "quantize raised RuntimeError: illegal memory access (at cli_kernels.py:"),
+        ("Backend", QUICK[4], "backend cli_kernels:Backend has no gemm"),
+    ],
+)
+def test_show_of_no_result(name, case, message):
+    result = narrowgauge("show", case, "--backend", f"cli_kernels:{name}")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"narrowgauge: {message}")
+
+
+OPERATIONS = """
+[[matrix]]
+operation = "quantize"
+tier = "quick"
+recipe = ["nvfp4-rht", "nvfp4-rowscaled", "nvfp4-2d-4over6-448-mae"]
+shape = [[32, 48], [0, 48]]
+dtype = "bf16"
+inputs = "normal"
+usage = ["rowwise", "both"]
+scales = ["linear", "swizzled"]
+
+[[matrix]]
+operation = "transform"
+tier = "quick"
+recipe = "nvfp4-rht"
+shape = [[32, 48], [0, 48]]
+dtype = "bf16"
+inputs = "spread"
+
+[[matrix]]
+operation = "swizzle"
+tier = "quick"
+shape = [[130, 5], [0, 4]]
+inputs = "position"
+
+[[matrix]]
+operation = "quantize-grouped"
+tier = "quick"
+recipe = "nvfp4"
+shape = [[32, 48], [0, 48]]
+dtype = "bf16"
+inputs = "normal"
+sections = ["even:4"]
+usage = ["rowwise", "columnwise"]
+
+[[matrix]]
+operation = "quantize-grouped"
+tier = "quick"
+recipe = "nvfp4"
+shape = [32, 48]
+dtype = "bf16"
+inputs = "normal"
+sections = ["front:4"]
+
+[[matrix]]
+operation = "gemm-grouped"
+tier = "quick"
+recipe = "nvfp4"
+w_recipe = "nvfp4-rowscaled"
+shape = [[32, 48, 16], [0, 48, 16]]
+x = "bf16"
+w = "bf16"
+out = "fp32"
+inputs = "normal"
+sections = "even:4"
+"""
+
+SPOILT = """
+from dataclasses import replace
+from narrowgauge.reference import ops
+
+
+class Backend:
+    def quantize_both(self, x, recipe, **options):
+        row, column = ops.quantize_both(x, recipe, **options)
+        if column is not None:
+            column.codes[7, 3] ^= 0x10
+        return row, column
+
+    def quantize_grouped(self, x, sizes, recipe, **options):
+        q = ops.quantize_grouped(x, sizes, recipe, **options)
+        if not q.columnwise:
+            q.codes[29, 20] ^= 1
+        return q
+
+    def swizzle(self, scales):
+        out = ops.swizzle(scales)
+        out[0, 5] ^= 1
+        return out
+
+    def transform(self, x, recipe):
+        y = ops.transform(x, recipe)
+        y[5, 20] *= 2
+        return y
+"""
+
+
+@pytest.fixture
+def operations(folder):
+    (folder / "cases" / "small.toml").write_text(OPERATIONS)
+    (folder / "cli_kernels.py").write_text(SPOILT)
+    return narrowgauge("list").stdout.splitlines()
+
+
+def test_show_works_for_every_operation(operations):
+    assert len(operations) == 35
+    for name in operations:
+        result = narrowgauge("show", name, "--backend", "reference")
+        assert result.exit_code == 0, result.output
+        assert ("the result is empty" in result.stdout) == ("/0x" in name), name
+        if "/0x" not in name:
+            assert re.search(r"^(section \d, |\w+ half, )?row 0", result.stdout, re.MULTILINE), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "quantize/nvfp4-rht/32x48/bf16/normal/both",
+            "columnwise half, row 7, block 0, rotated in the reference's order",
+        ),
+        ("quantize/nvfp4-rowscaled/32x48/bf16/normal/both", "columnwise half, row 7, block 0"),
+        ("quantize-grouped/nvfp4/32x48/bf16/normal/even:4", "section 3, row 5, block 2"),
+        ("quantize-grouped/nvfp4/32x48/bf16/normal/front:4", "section 3, row 13, block 2"),
+        ("transform/nvfp4-rht/32x48/bf16/spread", "row 5\n"),
+        ("swizzle/130x5/position", "row 32\n"),
+    ],
+)
+def test_show_goes_to_the_half_and_section_that_are_wrong(operations, name, said):
+    assert name in operations
+    result = narrowgauge("show", name, "--backend", "cli_kernels:Backend")
+    assert result.exit_code == 1, result.output
+    assert said in re.sub(r" +\n", "\n", result.stdout)
+
+
+def test_show_counts_rows_through_sections(operations):
+    for at, said in (
+        ("9,17", "section 1, row 1, block 1"),
+        ("31,0", "section 3, row 7"),
+        ("99,99", "section 3, row 7"),
+    ):
+        name = "quantize-grouped/nvfp4/32x48/bf16/normal/even:4"
+        result = narrowgauge("show", name, "--backend", "reference", "--at", at)
+        assert said in result.stdout
+
+
+def test_recipes_of_captured_tensors(one_process, folder):
+    np.savez(folder / "captured.npz", up=np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32))
+    listed = narrowgauge("list", "--input", "captured.npz", "--recipe", "nvfp4-2d", "--recipe", "nvfp4-rht")
+    assert [line.split("/")[1] for line in listed.stdout.splitlines()] == ["nvfp4-2d"] * 4
+    reason = "recipe nvfp4-rht rotates bf16 alone, not fp32"
+    assert f"captured.npz: up makes no quantize case: {reason}\n" in listed.stderr
+    assert refused("list", "--recipe", "nvfp4") == "--recipe names recipes for an --input file, and none is given"
+    assert refused("list", "--input", "captured.npz", "--recipe", "nvpf4").startswith("no recipe is called 'nvpf4'")
+    (folder / "cli_kernels.py").write_text(KERNELS.replace('if str(recipe) != "nvfp4"', "if False"))
+    words = ["--input", "captured.npz", "--recipe", "nvfp4-2d", "--backend", "cli_kernels:Wrong"]
+    failed = narrowgauge("run", *words, "-k", "quantize and not columnwise")
+    (line,) = re.findall(r"reproduce: narrowgauge (.*)", failed.stdout)
+    shown = narrowgauge(*line.split())
+    assert shown.exit_code == 1, shown.output
+    assert "1 of 512 codes differ, each by 1 step, at row 2, column 7" in shown.stdout
+
+
+# doctor
+
+
+def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = narrowgauge("doctor")
+    assert result.exit_code == 0
+    assert re.search(rf"✓ +torch +{re.escape(importlib.metadata.version('torch'))}", result.stdout)
+    assert re.search(r"– +GPU +none: ", result.stdout)
+    assert "only --device cuda needs one; cases run on the CPU without" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "gpus", "workers"),
+    [
+        ("cpu", 6, 2, 6),
+        ("cuda", 6, 1, 7),
+        ("cuda", 16, 1, 20),
+        ("cuda", 128, 1, 20),
+        ("cuda", 128, 2, 40),
+        ("cuda", 2, 8, 8),
+        ("cuda", 4, 0, 5),
+    ],
+)
+def test_there_is_a_process_a_core_and_more_for_turns_on_a_gpu(device, cores, gpus, workers, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setattr("narrowgauge.harness.machine.gpus.visible", lambda: [str(number) for number in range(gpus)])
+    assert default_workers(device) == workers

@@ -1,0 +1,509 @@
+"""Wrong GEMMs, each by one defect: the diagnosis names it, and names nothing where nothing known explains it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW
+from narrowgauge.harness.diagnosis.gemm.epilogues import ORDERS, epilogue_deviations
+from narrowgauge.harness.diagnosis.gemm.multiplying import product_explanations
+from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
+from narrowgauge.harness.diagnosis.gemm.terms import terms_of
+from narrowgauge.harness.diagnosis.tried import SEARCHES, Tried, tried_of
+from narrowgauge.harness.operations.stages.outcome import Outcome, Product
+from narrowgauge.harness.operations.stages.product import add_output
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.gemm.gemm import alpha, code_sum, operand
+from narrowgauge.reference.gemm.promoted import Blocks
+from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.quantized import GroupedQuantized
+from narrowgauge.spec.recipes import recipe
+from tests.harness.backends import backend
+
+F32, BF16 = torch.float32, torch.bfloat16
+RECIPES = [
+    "nvfp4",
+    "nvfp4-rowscaled",
+    "mxfp8-e4m3",
+    "mxfp4+mxfp6-e2m3",
+    "fp8-block-1x128+fp8-block-128x128",
+    "fp8-current",
+]
+
+
+def explained(gemm, rule="nvfp4", *flags, shape=(24, 272, 40), dtype="bf16", inputs="spread", declares=None):
+    """The record of a case whose gemm is `gemm`, all else being the reference's."""
+    case = Case("gemm", rule, shape, f"bf16xbf16-{dtype}", inputs, ("tn", *flags))
+    doors = {"quantize": reference.quantize, "gemm": gemm, "declares": declares or {}}
+    record = run_case(case, backend(**doors))
+    assert record.verdict == "fail", record.message
+    return record
+
+
+def causes(record):
+    assert all(e["exact"] and e["stage"] == "output" for e in record.explanations if not _place(e))
+    return [e["cause"] for e in record.explanations if not _place(e)]
+
+
+def _place(explanation):
+    return explanation["cause"].startswith(("place:", "only:"))
+
+
+def on_operands(change, which="ab"):
+    """The reference's gemm of operands of which those in `which` are changed."""
+
+    def gemm(a, b, **options):
+        a, b = (change(q) if name in which else q for name, q in zip("ab", (a, b), strict=True))
+        return reference.gemm(a, b, **options)
+
+    return gemm
+
+
+def rolled(q):
+    return replace(q, scales=q.scales.roll(-1, 1))
+
+
+def ignored(q):
+    one = {"FP32": 1.0, "E4M3": 0x38, "E8M0": 127}[q.recipe.scale.name]
+    return replace(q, scales=torch.full_like(q.scales, one))
+
+
+def last_block(q):
+    """Without the last block of K."""
+    codes, block = q.codes.clone(), q.recipe.block[1]
+    first = (q.shape[1] - 1) // block * block
+    codes[:, first // 2 if q.recipe.element.bits == 4 else first :] = 0
+    return replace(q, codes=codes)
+
+
+def swapped(q):
+    return replace(q, codes=swap_nibbles(q.codes))
+
+
+def as_swizzled(q):
+    scales = swizzle(q.scales).flatten()[: q.scales.numel()].view(q.scales.shape)
+    return replace(q, scales=scales)
+
+
+BLOCKS = [rule for rule in RECIPES if "current" not in rule]
+
+
+@pytest.mark.parametrize("rule", BLOCKS)
+@pytest.mark.parametrize("which", ["a", "b", "ab"])
+def test_scales_of_another_block(rule, which):
+    record = explained(on_operands(rolled, which), rule)
+    assert causes(record) == ["scale-of-next-block"]
+    words = {"a": "blocks of a take", "b": "blocks of b take", "ab": "blocks of both operands take"}[which]
+    assert record.explanations[0]["sentence"].startswith(words)
+
+
+@pytest.mark.parametrize("rule", BLOCKS)
+def test_scales_ignored_and_a_block_dropped(rule):
+    assert "scales-ignored" in causes(explained(on_operands(ignored), rule))
+    assert "last-block-dropped" in causes(explained(on_operands(last_block), rule))
+
+
+@pytest.mark.parametrize(("rule", "count"), [("nvfp4", 4), ("mxfp8-e4m3", 2), ("fp8-block-1x128", 2)])
+def test_scales_of_the_first_step(rule, count):
+    def first(q):
+        return replace(q, scales=q.scales[:, torch.arange(q.scales.shape[1]) % count])
+
+    record = explained(on_operands(first), rule, shape=(24, 400, 40))
+    assert causes(record) == ["scale-of-first-step"]
+    assert f"every {count} blocks of both operands" in record.explanations[0]["sentence"]
+
+
+@pytest.mark.parametrize("inputs", ["lattice", "spread"])
+def test_scales_of_a_block_that_multiply_the_sum(inputs):
+    def gemm(a, b, *, out_dtype, c=None, bias=None):
+        blocks = Blocks(a, b)
+        y = torch.zeros(a.shape[0], b.shape[0])
+        for columns, number in blocks:
+            s_a, s_b = blocks.scales(number)
+            y = (y + blocks.sum(columns).to_float32()) * (s_a * s_b)
+        return y.to(out_dtype)
+
+    record = explained(gemm, "fp8-block-1x128-e4m3-fp32", shape=(24, 400, 40), dtype="fp32", inputs=inputs)
+    assert causes(record) == ["scales-of-sum"]
+
+
+def test_scales_read_in_another_layout():
+    assert causes(explained(on_operands(as_swizzled, "b"), shape=(24, 512, 256))) == ["scales-read-linear"]
+
+
+def test_nibbles():
+    record = explained(on_operands(swapped, "b"))
+    assert causes(record) == ["nibbles-swapped"]
+    assert record.explanations[0]["sentence"] == "the two elements of a byte of one operand change places"
+
+
+def test_scales_of_one_operand():
+    def gemm(a, b, **options):
+        return reference.gemm(a, replace(b, scales=a.scales[torch.arange(len(b.scales)) % len(a.scales)]), **options)
+
+    record = explained(gemm)
+    assert causes(record) == ["scales-of-one-operand"]
+    assert record.explanations[0]["sentence"] == "scales of a are used for b too"
+
+
+def test_columns_behind_the_last_tile():
+    def gemm(a, b, **options):
+        codes = b.codes.clone()
+        codes[:, 128:] = 0  # 272 = 2·128 + 16
+        return reference.gemm(a, replace(b, codes=codes), **options)
+
+    found = causes(explained(gemm))
+    assert set(found) == {"last-block-dropped", "tail-of-k-dropped:32", "tail-of-k-dropped:64", "tail-of-k-dropped:128"}
+
+
+# ---- epilogues -------------------------------------------------------------------------------------------------------
+
+
+def plain_gemm(factor=None, finish=None):
+    """A gemm with another α or another end: `finish(acc, α, c, bias, out_dtype)`."""
+
+    def gemm(a, b, *, out_dtype, c=None, bias=None):
+        scale = alpha(a, b) if factor is None else factor(a, b)
+        acc = code_sum(a, b).to_float32()
+        if finish is not None:
+            return finish(acc, scale, c, bias, out_dtype)
+        y = scale * acc
+        for addend in (c, bias):
+            y = y if addend is None else y + addend.float()
+        return y.to(out_dtype)
+
+    return gemm
+
+
+def constant(a, b):
+    return torch.tensor(a.recipe.max_product * b.recipe.max_product)
+
+
+def test_forms_of_alpha():
+    d = {"a": lambda a, b: a.amax * b.amax, "c": constant}
+    wrong = {
+        "(b*a)*(1/d)": lambda a, b: d["a"](a, b) * (1 / constant(a, b)),
+        "(a/d)*b": lambda a, b: a.amax / constant(a, b) * b.amax,
+        "(b/d)*a": lambda a, b: b.amax / constant(a, b) * a.amax,
+        "(a*(1/d))*b": lambda a, b: a.amax * (1 / constant(a, b)) * b.amax,
+        "(b*(1/d))*a": lambda a, b: b.amax * (1 / constant(a, b)) * a.amax,
+        "a_dec*b_dec": lambda a, b: (a.amax / 2688) * (b.amax / 2688),
+        "1/(a_enc*b_enc)": lambda a, b: 1 / (a.tensor_scale * b.tensor_scale),
+        "float64": lambda a, b: (a.amax.double() * b.amax.double() / constant(a, b).double()).float(),
+    }
+    assert set(wrong) | {"(a*b)/d"} == set(ORDERS)
+    a, b = operands(columns=64)
+    generator = torch.Generator().manual_seed(2)
+    for name, factor in wrong.items():
+        while torch.equal(factor(a, b).view(1, 1), alpha(a, b)):
+            a, b = (
+                replace(q, amax=amax, tensor_scale=2688 / amax)
+                for q, amax in zip((a, b), torch.rand(2, 1, generator=generator) + 1, strict=True)
+            )
+        output = factor(a, b) * code_sum(a, b).to_float32()
+        assert f"alpha-order:{name}" in [e.cause for e in product_explanations(*judged(a, b, output), Tried())]
+
+
+@pytest.mark.parametrize(
+    ("cause", "factor"),
+    [
+        ("alpha-missing", lambda a, b: torch.ones(1, 1)),
+        ("alpha-amax-twice", lambda a, b: alpha(a, a)),
+        ("alpha-amax-twice", lambda a, b: alpha(b, b)),
+        ("alpha-twice", lambda a, b: alpha(a, b) ** 2),
+        ("alpha-inverted", lambda a, b: 1 / alpha(a, b)),
+    ],
+)
+@pytest.mark.parametrize("rule", ["nvfp4", "fp8-current"])
+def test_a_wrong_factor(rule, cause, factor):
+    assert causes(explained(plain_gemm(factor), rule, dtype="fp32", inputs="normal")) == [cause]
+
+
+def test_the_factor_of_one_operand():
+    record = explained(plain_gemm(lambda a, b: (b.amax / 2688).view(1, 1)), inputs="normal")
+    assert causes(record) == ["alpha-of-one-operand"]
+    assert record.explanations[0]["sentence"] == "α holds the factor of b alone"
+
+
+def narrowed(y, dtype):
+    """Truncated."""
+    if dtype == F32:
+        return y
+    return (y.view(torch.int32) & ~0xFFFF).view(F32).to(dtype)
+
+
+def total(acc, scale, c, bias):
+    y = scale * acc
+    for addend in (c, bias):
+        y = y if addend is None else y + addend.float()
+    return y
+
+
+ENDS = {
+    "alpha-after-cast": lambda acc, s, c, bias, dtype: total(acc.to(dtype).float(), s, c, bias).to(dtype),
+    "alpha-times-c": lambda acc, s, c, bias, dtype: (s * (acc + c.float() + bias.float())).to(dtype),
+    "output-truncated": lambda acc, s, c, bias, dtype: narrowed(total(acc, s, c, bias), dtype),
+    "output-through-fp16": lambda acc, s, c, bias, dtype: total(acc, s, c, bias).half().to(dtype),
+    "c-ignored": lambda acc, s, c, bias, dtype: total(acc, s, None, bias).to(dtype),
+    "bias-ignored": lambda acc, s, c, bias, dtype: total(acc, s, c, None).to(dtype),
+    "c-and-bias-ignored": lambda acc, s, c, bias, dtype: total(acc, s, None, None).to(dtype),
+    "cast-before-c": lambda acc, s, c, bias, dtype: ((s * acc).to(dtype).float() + c.float() + bias.float()).to(dtype),
+    "bias-after-cast": lambda acc, s, c, bias, dtype: (total(acc, s, c, None).to(dtype) + bias.float()).to(dtype),
+    "c-twice": lambda acc, s, c, bias, dtype: (total(acc, s, c, bias) + c.float()).to(dtype),
+    "bias-by-rows": lambda acc, s, c, bias, dtype: (s * acc + c.float() + bias[: len(acc)].float()[:, None]).to(dtype),
+    "c-transposed": lambda acc, s, c, bias, dtype: total(acc, s, c.T.reshape(c.shape), bias).to(dtype),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", ENDS)
+def test_a_wrong_epilogue(cause):
+    found = causes(explained(plain_gemm(finish=ENDS[cause]), "nvfp4", "accumulate", "bias", inputs="normal"))
+    assert cause in found
+    assert len(found) <= 2  # c that is added twice may be cast in between
+
+
+def test_steps_of_float32():
+    def bias_first(acc, s, c, bias, dtype):
+        return (s * acc + bias) + c
+
+    found = causes(explained(plain_gemm(finish=bias_first), "nvfp4", "accumulate", "bias", dtype="fp32"))
+    assert found == ["bias-before-c"]
+
+    def rounded(acc, s, c, bias, dtype):
+        return s * acc + c.bfloat16().float()
+
+    found = causes(explained(plain_gemm(finish=rounded), "nvfp4", "accumulate", dtype="fp32"))
+    assert found == ["c-rounded-first"]
+
+    def through(acc, s, c, bias, dtype):
+        return (s * acc).bfloat16().float()
+
+    assert causes(explained(plain_gemm(finish=through), "mxfp8-e4m3", dtype="fp32")) == ["output-through-bf16"]
+
+
+def test_an_overflow_that_saturates():
+    def saturated(acc, s, c, bias, dtype):
+        return (s * acc).clamp(-65504.0, 65504.0).half()
+
+    record = explained(plain_gemm(finish=saturated), "mxfp8-e4m3", dtype="fp16", inputs="normal-1e3")
+    assert "output-saturated" in causes(record)  # truncation saturates too, and all of these overflow
+
+
+def test_casts_of_promoted_sums():
+    rule = "fp8-block-1x128+fp8-block-128x128"
+
+    def gemm(a, b, *, out_dtype, c=None, bias=None):
+        return (reference.gemm(a, b, out_dtype=F32, bias=bias) + c.float()).to(out_dtype)
+
+    assert causes(explained(gemm, rule, "accumulate", "bias", inputs="normal")) == ["c-before-cast"]
+
+
+def test_a_transposed_output():
+    def gemm(a, b, **options):
+        return reference.gemm(a, b, **options).T.contiguous()
+
+    assert causes(explained(gemm, shape=(32, 64, 32))) == ["output-transposed"]
+
+
+# ---- accumulators ----------------------------------------------------------------------------------------------------
+
+ROUND = {
+    "accumulator-bf16": lambda y: y.bfloat16().float(),
+    "accumulator-fp16": lambda y: y.half().float(),
+    "accumulator-14-bits": lambda y: (y.view(torch.int32) & ~1023).view(F32),
+}
+
+
+def narrow(rounded, step):
+    """A gemm that adds `step` columns at a time to an accumulator that is rounded."""
+
+    def gemm(a, b, *, out_dtype, c=None, bias=None):
+        left, right = (operand(q) for q in (a, b))
+        y = torch.zeros(a.shape[0], b.shape[0])
+        for start in range(0, a.shape[1], step):
+            part = slice(start, start + step)
+            y = rounded(y + (left[:, part] @ right[:, part].T).float())
+        return (alpha(a, b) * y).to(out_dtype)
+
+    return gemm
+
+
+@pytest.mark.parametrize("cause", ROUND)
+@pytest.mark.parametrize(("rule", "step"), [("nvfp4", 16), ("nvfp4", 1), ("mxfp8-e4m3", 32), ("nvfp4", 64)])
+def test_narrow_accumulators(cause, rule, step):
+    assert set(ROUND) == set(NARROW)
+    record = explained(narrow(ROUND[cause], step), rule, shape=(12, 256, 20), dtype="fp32", inputs="normal-1e-3")
+    assert causes(record) == [cause]
+    after = "each product" if step == 1 else f"every {step} columns of K"
+    assert record.explanations[0]["sentence"].endswith(f"after {after}")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_narrow_accumulators_of_promoted_sums(inside):
+    def gemm(a, b, *, out_dtype, c=None, bias=None):
+        blocks, rounded = Blocks(a, b), ROUND["accumulator-14-bits"]
+        y = torch.zeros(a.shape[0], b.shape[0])
+        for columns, number in blocks:
+            s_a, s_b = blocks.scales(number)
+            left, right = blocks.left[:, columns].float(), blocks.right[:, columns].float()
+            p = torch.zeros_like(y)
+            for k in range(0, left.shape[1], 32):
+                p = p + left[:, k : k + 32] @ right[:, k : k + 32].T
+                p = rounded(p) if inside else p
+            y = y + p * s_a * s_b
+            y = y if inside else rounded(y)
+        return y.to(out_dtype)
+
+    rule = "fp8-block-1x128+fp8-block-1x128"
+    assert causes(explained(gemm, rule, shape=(12, 512, 20), dtype="fp32", inputs="normal")) == ["accumulator-14-bits"]
+
+
+# ---- sections --------------------------------------------------------------------------------------------------------
+
+
+def grouped(pick):
+    """gemm_grouped of matrices that `pick(b, number)` gives, and biases."""
+
+    def gemm_grouped(a: GroupedQuantized, b, *, out_dtype, c=None, bias=None):
+        out, start = [], 0
+        for number, section in enumerate(a.sections()):
+            rows = slice(start, start + section.shape[0])
+            start = rows.stop
+            matrix, its_bias = pick(b, bias, number)
+            out.append(
+                reference.gemm(section, matrix, out_dtype=out_dtype, bias=its_bias, c=None if c is None else c[rows])
+            )
+        return torch.cat(out)
+
+    return gemm_grouped
+
+
+PICKS = {
+    "takes the matrix of the first one": lambda b, bias, g: (b[0], bias[g]),
+    "takes the matrix and the bias of the next one": lambda b, bias, g: (b[min(g + 1, 2)], bias[min(g + 1, 2)]),
+    "takes the scales of b of the previous one": lambda b, bias, g: (
+        replace(b[g], scales=b[max(g - 1, 0)].scales),
+        bias[g],
+    ),
+    "takes the factor of b of the first one": lambda b, bias, g: (replace(b[g], amax=b[0].amax), bias[g]),
+    "takes the bias of the previous one": lambda b, bias, g: (b[g], bias[max(g - 1, 0)]),
+}
+
+
+@pytest.mark.parametrize("words", PICKS)
+def test_what_is_of_another_section(words):
+    case = Case("gemm-grouped", "nvfp4", (72, 96, 24), "bf16xbf16-bf16", "normal", ("even:3", "bias"))
+    doors = {name: getattr(reference, name) for name in ("quantize", "quantize_grouped")}
+    record = run_case(case, backend(**doors, gemm_grouped=grouped(PICKS[words])))
+    assert causes(record) == ["section-of-neighbour"]
+    assert record.explanations[0]["sentence"] == f"every section {words}"
+
+
+# ---- the search itself -----------------------------------------------------------------------------------------------
+
+
+def judged(a, b, output, order=None):
+    outcome, limits = Outcome(), bounds(a, b, out_dtype=output.dtype, order=order)
+    add_output(outcome, output, limits)
+    outcome.products.append(Product(a, b, None, None, output, limits, order))
+    return outcome, outcome.stages[0]
+
+
+def operands(rule="nvfp4", rows=24, columns=256):
+    generator = torch.Generator().manual_seed(3)
+    one, other = (rule.split("+") * 2)[:2]
+    x = torch.randn(rows, columns, generator=generator) * torch.randint(1, 9, (rows, 1), generator=generator)
+    w = torch.randn(rows + 8, columns, generator=generator)
+    return reference.quantize(x.bfloat16(), one), reference.quantize(w.bfloat16(), other)
+
+
+def spread(generator, rows, columns):
+    """Random numbers whose blocks of 16 have magnitudes of their own."""
+    exponents = torch.randint(-9, 9, (rows, columns // 16), generator=generator).repeat_interleave(16, 1)
+    return torch.randn(rows, columns, generator=generator) * 2.0**exponents
+
+
+@pytest.mark.parametrize("rule", RECIPES)
+def test_what_nothing_explains_has_no_explanation(rule):
+    a, b = operands(rule)
+    output = reference.gemm(a, b, out_dtype=BF16)
+    output[3, 5] = 3 * output[3, 5] + 1
+    assert product_explanations(*judged(a, b, output), Tried()) == []
+
+
+def test_searches_that_find_nothing_come_to_an_end():
+    tried = Tried()
+    a, b = operands()
+    right = reference.gemm(a, b, out_dtype=BF16)
+    odd = right.clone()
+    odd[3, 5] = 3 * odd[3, 5] + 1
+    for _ in range(SEARCHES):
+        assert product_explanations(*judged(a, b, odd), tried) == []
+    missing = code_sum(a, b).to_float32().bfloat16()
+    dropped = reference.gemm(a, last_block(b), out_dtype=BF16)
+    assert product_explanations(*judged(a, b, missing), tried) == []  # no more searches
+    tried.found(["last-block-dropped"])
+    assert [e.cause for e in product_explanations(*judged(a, b, dropped), tried)] == ["last-block-dropped"]
+    assert product_explanations(*judged(a, b, missing), tried) == []
+
+
+def test_what_explained_a_case_is_tried_first_and_then_alone():
+    tried = Tried()
+    a, b = operands()
+    dropped = reference.gemm(a, last_block(b), out_dtype=BF16)
+    for _ in range(SEARCHES + 1):
+        assert [e.cause for e in product_explanations(*judged(a, b, dropped), tried)] == ["last-block-dropped"]
+    assert tried.searches == {
+        ("nvfp4 + nvfp4", "output", True): SEARCHES,
+        ("nvfp4 + nvfp4", "output", False): 0,
+    }
+
+
+def test_what_was_tried_for_one_backend_is_nothing_to_another():
+    one, another = backend(quantize=reference.quantize), backend(quantize=reference.quantize)
+    assert tried_of(one) is tried_of(one)
+    assert tried_of(one) is not tried_of(another)
+
+
+def test_sums_in_another_order_than_the_declared_one():
+    generator = torch.Generator().manual_seed(5)
+    a = b = reference.quantize(spread(generator, 8, 2048).bfloat16(), "nvfp4")
+    limits = bounds(a, b, out_dtype=F32)
+    output = torch.where(limits.exact, limits.expected, (limits.centre - limits.budget / 2).float())
+    outcome, wrong = judged(a, b, output, "blocks")
+    assert not wrong.right
+    assert [e.cause for e in product_explanations(outcome, wrong, Tried())] == ["order-not-declared"]
+
+
+def test_every_deviation_changes_the_output_of_some_product():
+    """Of those that `change` operands: every one of them, on operands that have what it is about."""
+    generator = torch.Generator().manual_seed(7)
+    made = {}
+    for rule in ("nvfp4", "mxfp8-e4m3", "fp8-block-1x128"):
+        a, b = (reference.quantize(spread(generator, 24, 336).bfloat16(), rule) for _ in range(2))
+        made[rule] = (a, b, reference.gemm(a, b, out_dtype=F32))
+    for deviation in operand_deviations():
+        seen = False
+        for a, b, output in made.values():
+            terms = terms_of([Product(a, b, None, None, output, None, None)], None)[0]
+            changed = deviation.change(terms)
+            if changed is not None:
+                seen |= not torch.equal(changed.sums().lower, terms.sums().lower)
+        assert seen, deviation.sentence
+
+
+def test_names_are_in_lower_case_with_hyphens():
+    found = [*operand_deviations(), *epilogue_deviations(), *section_deviations()]
+    assert len({d.sentence for d in found}) == len(found)
+    for deviation in found:
+        cause = deviation.cause.partition(":")[0]
+        assert cause == cause.lower()
+        assert " " not in cause
+        assert FP32.name not in cause
+        assert not deviation.sentence.endswith(".")
+    assert recipe("nvfp4@qwix").alpha == "1"

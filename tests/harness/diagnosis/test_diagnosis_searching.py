@@ -1,0 +1,295 @@
+"""Hypotheses for quantized matrices: of several matrices, what explains nothing, what a search costs, witnesses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.diagnosis.quantize import quantizing
+from narrowgauge.harness.diagnosis.quantize.catalogue import catalogue
+from narrowgauge.harness.diagnosis.quantize.choices import chosen_deviations
+from narrowgauge.harness.diagnosis.quantize.deviation import Run, by_rows
+from narrowgauge.harness.diagnosis.quantize.evidence import evidence, same
+from narrowgauge.harness.diagnosis.quantize.quantizing import MOST
+from narrowgauge.harness.diagnosis.tried import SEARCHES
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.quantize.layout import pack
+from narrowgauge.spec.formats import E2M1, E4M3
+from narrowgauge.spec.recipes import recipe
+from tests.harness.backends import backend, rotating
+from tests.harness.wrong_steps import (
+    by_lane,
+    case,
+    causes,
+    cut_down,
+    exchanged,
+    given,
+    grid,
+    record_of,
+    right_amax,
+    rotated,
+    signed_blocks,
+    unclamped,
+    wrong,
+    wrong_amax,
+    wrong_tensor,
+)
+
+pytestmark = pytest.mark.usefixtures("memory")
+
+
+# Where the matrix is one of several, or lies otherwise.
+
+
+def truncated_both(x, rule, *, rowwise=True, columnwise=True, **options):
+    """Both halves rounded toward zero; MX has its columnwise half in place."""
+    door = wrong(codes=lambda s: cut_down(s.scaled, s.rule.element))
+    row, column = door(x, recipe(rule).rowwise, **options), door(x.T, rule, **options)
+    if column.recipe.columnwise == "in-place":
+        column = replace(
+            column, codes=column.codes.T.contiguous(), scales=column.scales.T.contiguous(), transposed=True
+        )
+    return (row if rowwise else None), (column if columnwise else None)
+
+
+@pytest.mark.parametrize("usage", ["columnwise", "both"])
+@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "nvfp4-rht", "nvfp4-2d"])
+def test_halves(rule, usage):
+    record = record_of(
+        case(rule, "normal", usage),
+        quantize_both=truncated_both,
+        quantize=wrong(codes=lambda s: cut_down(s.scaled, s.rule.element)),
+    )
+    assert causes(record) == ["truncated"]
+    assert record.explanations[0]["stage"] == ("rowwise.codes" if usage == "both" else "codes")
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_sections_have_one_explanation(columnwise):
+    def grouped(x, sizes, rule, *, columnwise=False):
+        door = wrong(blocks=signed_blocks)
+        return [door(part.T if columnwise else part, rule) for part in torch.split(x, sizes.tolist())]
+
+    flags = ("front:4", *(["columnwise"] if columnwise else []))
+    record = record_of(Case("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", flags), quantize_grouped=grouped)
+    assert causes(record)[0] == "block-amax-without-fabs"
+
+
+def test_sections_of_different_deviations_have_none():
+    def grouped(x, sizes, rule):
+        steps = [{"codes": lambda s: cut_down(s.scaled, E2M1)}, {"stored": lambda s: pack(s.codes) & 0x77}]
+        return [wrong(**each)(part, rule) for each, part in zip(steps, torch.split(x, sizes.tolist()), strict=True)]
+
+    wanted = Case("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", ("even:2",))
+    assert causes(record_of(wanted, quantize_grouped=grouped)) == []
+
+
+def test_operands_of_a_product():
+    wanted = Case("gemm", "nvfp4", (32, 64, 48), "bf16xbf16-fp32", "normal", ("tn",))
+    door = wrong(stored=exchanged)
+    record = record_of(wanted, quantize=door, gemm=reference.gemm)
+    assert record.explanations[0] == {
+        "cause": "nibbles-swapped", "sentence": "elements: the two of a byte are exchanged", "stage": "x.codes",
+        "exact": True,
+    }  # fmt: skip
+
+
+HIDDEN = [
+    ("amax-without-fabs", "nvfp4", wrong_amax(lambda s: s.x.clamp(min=0))),
+    ("amax-without-fabs", "fp8-current-e5m2", wrong_amax(lambda s: s.x.clamp(min=0))),
+    ("rotation-without-signs", "nvfp4-rht", {"x": lambda s: rotated(s, first=False).bfloat16()}),
+    ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks}),
+    ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks, "amax": right_amax}),
+    ("tensor-scale-order:1/(amax/max)", "fp8-current-e5m2", wrong_tensor(lambda s, a: (a / 57344).reciprocal())),
+]
+
+
+@pytest.mark.parametrize(("cause", "rule", "steps"), HIDDEN)
+def test_numbers_that_the_kernel_does_not_show(cause, rule, steps):
+    def quantize(x, rule):
+        return replace(wrong(**steps)(x, rule), amax=None, tensor_scale=None)
+
+    record = record_of(case(rule), quantize=quantize)
+    assert record.stage == "scales"
+    assert causes(record)[0] == cause, record.explanations
+
+
+@pytest.mark.parametrize("rule", ["nvfp4-rht", "nvfp4-rht64-nosign"])
+def test_rotations_in_another_order_of_sums(rule):
+    mask = 0 if recipe(rule).transform.signs else 0xD7E8
+    record = run_case(case(rule), backend(**rotating(signs=mask)))
+    assert record.stages[2]["rule"] == "boundary"
+    assert causes(record) == [f"rotation-{'signs:te' if mask else 'without-signs'}"]
+
+
+def test_two_bugs():
+    door = wrong(blocks=signed_blocks, amax=right_amax, codes=lambda s: cut_down(s.scaled, E2M1) & 7)
+    record = record_of(case("nvfp4"), quantize=door)
+    assert [(e["cause"], e["sentence"], e["stage"]) for e in record.explanations if e["exact"]] == [(
+        "block-amax-without-fabs",
+        "block amaxes: of the elements, not of their magnitudes; codes must have another reason", "scales",
+    )]  # fmt: skip
+
+
+# What explains nothing, and what it costs.
+
+
+@pytest.mark.parametrize(
+    "rule", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-rht-sr", "mxfp8-e4m3", "fp8-block-128x128"]
+)
+def test_right_kernels_have_no_explanation(rule):
+    record = record_of(case(rule), quantize=wrong())
+    assert (record.verdict, record.explanations) == ("pass", [])
+
+
+def spoiled(x, rule, **options):
+    """A third of the codes have another last bit: no rule does that."""
+    q = reference.quantize(x, rule, **options)
+    mask = torch.rand(q.codes.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    return replace(q, codes=torch.where(mask, q.codes ^ 1, q.codes))
+
+
+@pytest.mark.parametrize("rule", ["nvfp4", "mxfp8-e4m3-2d", "nvfp4-rht-sr", "fp8-current-e4m3", "nvfp4-4over6-448-mse"])
+def test_what_nothing_explains(rule, memory):
+    rule = rule.replace("-e4m3-2d", "-2d")
+    assert causes(record_of(case(rule), quantize=spoiled)) == []
+    assert 0 < memory.work < quantizing.WORK_OF_A_CASE
+
+
+def test_searches_that_find_nothing_are_few(memory):
+    spent = []
+    for columns in range(SEARCHES + 3):
+        before = memory.work
+        assert causes(record_of(case("nvfp4", shape=(32, 64 + 16 * columns)), quantize=spoiled)) == []
+        spent.append(memory.work - before)
+    assert all(spent[:SEARCHES])
+    assert not any(spent[SEARCHES:])
+    # Other recipes and stages have searches of their own.
+    assert causes(record_of(case("nvfp4-2d"), quantize=spoiled)) == []
+    assert memory.work > sum(spent)
+
+
+def test_what_explained_a_case_is_tried_first(memory):
+    door = wrong(codes=lambda s: cut_down(s.scaled, E2M1))
+    spent = []
+    for _ in range(SEARCHES + 2):
+        before = memory.work
+        assert causes(record_of(case("nvfp4"), quantize=door)) == ["truncated"]
+        spent.append(memory.work - before)
+    assert memory.recent == ["truncated"]
+    assert spent[-1] < spent[0]
+    # A cause that no earlier case had is still found: the searches that found something are used up, no others.
+    record = record_of(case("nvfp4"), quantize=wrong(stored=exchanged))
+    assert causes(record) == ["nibbles-swapped"]
+    assert memory.recent == ["nibbles-swapped", "truncated"]
+
+
+@pytest.mark.parametrize(("limit", "value"), [("WORK_OF_A_CASE", 1 << 14), ("WORK", 1 << 14)])
+def test_the_work_is_limited(limit, value, memory, monkeypatch):
+    monkeypatch.setattr(quantizing, limit, value)
+    door = wrong(codes=lambda s: cut_down(s.scaled, E2M1))
+    assert causes(record_of(case("nvfp4", shape=(32, 512)), quantize=door)) == []
+    assert memory.work <= value
+
+
+def test_many_explanations_are_cut():
+    record = record_of(case("nvfp4", "zeros"), quantize=wrong(factors=unclamped))
+    assert len(causes(record)) == MOST
+
+
+def test_sentences():
+    record = record_of(case("nvfp4", "normal"), quantize=wrong(**wrong_amax(lambda s: s.x.view(64, 8, 16)[:, :, 4:8])))
+    assert record.explanations[0]["sentence"].startswith(
+        "the amax of the tensor is that of some of its elements; those above it are "
+    )
+    record = record_of(case("nvfp4"), quantize=wrong(**by_lane(lambda lane: lane < 12)))
+    assert "block amaxes: of all elements but 12-15 of 16" in [e["sentence"] for e in record.explanations]
+    record = record_of(case("nvfp4"), quantize=wrong(**given(1000.0)))
+    assert ("amax-stale", False) in [(e["cause"], e["exact"]) for e in record.explanations]
+
+
+# No deviation is the recipe itself.
+
+WITNESSES = (
+    "normal", "low-rows", "every-exponent", "ties", "near-ties", "e4m3-ties", "nan", "inf", "subnormal", "huge",
+    "zeros", "single", "scale-edges", "normal-1e3", "normal-1e-28", "exponents", "uniform", "negative-zeros",
+    "normal-1e-3",
+)  # fmt: skip
+RULES = (
+    "nvfp4-2d", "nvfp4-rowscaled", "nvfp4-sr", "nvfp4-rht", "nvfp4-4over6-256-mae", "nvfp4@torchao", "nvfp4@qwantize",
+    "mxfp8-2d", "mxfp8-e5m2-sr", "mxfp6-e3m2@ocp", "fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e5m2",
+    "fp8-current-e5m2", "fp8-current-e4m3-pow2-eps1000.0", "fp8-delayed-e4m3",
+)  # fmt: skip
+WITH_A_TEST = {
+    "padding-not-zeroed",
+    "tail-dropped",
+    "stochastic-sections-restart",
+    "four-over-six-order:tree",
+    "scale-order:amax*(1/6)",
+}
+
+
+def of_reference(rule, inputs, dtype):
+    """What a right kernel leaves to explain."""
+    given = make_inputs(case(rule, inputs, shape=(32, 256), dtype=dtype))
+    x, scale, random = given.x, given.scale.get("x"), given.random.get("x")
+    q = reference.quantize(x, rule, scale=scale, random=random)
+    return evidence(quantize_stages(Subject(x, recipe(rule), random), q, q)[1])
+
+
+def changed(deviation, matrix):
+    """The stages in which a deviation differs from a right kernel; none where its recipe refuses the matrix."""
+    try:
+        run = Run(matrix, deviation)
+        return {s for s in deviation.stages if s in matrix.shown and not same(run.stage(s), matrix.shown[s])}
+    except ValueError:
+        return set()
+
+
+def same_by_rows(deviation, matrix):
+    """Whether a tile or a row alone has what it has in the whole matrix."""
+    rows = matrix.rows("codes", 19)
+    part, whole = (Run(each, deviation) for each in (matrix.of(rows), matrix))
+    stages = ["codes"] if len(whole.scales) != len(whole.matrix) else ["scales", "codes"]
+    return all(same(part.stage(stage), whole.stage(stage)[rows]) for stage in stages)
+
+
+def test_every_deviation_has_a_witness_and_rows_of_it_are_those_of_the_whole():
+    seen, without = set(), {}
+    for rule in RULES:
+        kinds = [(i, d) for i in WITNESSES for d in ("fp32", "bf16") if "rht" not in rule or d == "bf16"]
+        matrices = [of_reference(rule, *kinds[0])]
+        first = matrices[0]
+        wrong_stages = {stage: [torch.zeros_like(shown).bool()] for stage, shown in first.shown.items()}
+        for deviation in catalogue([first], wrong_stages):
+            name = deviation.cause, deviation.sentence
+            known = name in seen or deviation.cause in WITH_A_TEST
+            for number, kind in enumerate(kinds) if not known else ():
+                matrices += [of_reference(rule, *kind)] if number == len(matrices) else []
+                if changed(deviation, matrices[number]):
+                    seen.add(name)
+                    assert not by_rows(deviation, first) or same_by_rows(deviation, matrices[number]), (name, rule)
+                    break
+            else:
+                without.setdefault(deviation.cause, set()).add(name)
+    assert len({cause for cause, _ in seen}) > 180
+    assert {cause for cause, names in without.items() if not names & seen} <= WITH_A_TEST
+
+
+def test_a_scale_beside_a_tie_tells_a_sixth_from_a_division_by_6():
+    points = grid(E4M3)[64:80]
+    amax = torch.nextafter(6 * (points[1:] + points[:-1]) / 2, torch.tensor(0.0))
+    x = torch.zeros(15, 16)
+    x[:, 5] = amax
+    divided, multiplied = (encode(v, E4M3) for v in (amax / 6, amax * (1 / 6)))
+    assert not torch.equal(divided, multiplied)
+    rule = recipe("nvfp4@qwantize")
+    (deviation,) = [d for d in chosen_deviations(rule) if d.cause == "scale-order:amax*(1/6)"]
+    q = reference.quantize(x, rule)
+    matrix = evidence(quantize_stages(Subject(x, rule), q, q)[1])
+    assert same(Run(matrix, deviation).stage("scales"), multiplied.unsqueeze(1))

@@ -1,0 +1,219 @@
+"""Baselines: what accepting a run writes and refuses, and what is read as one."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from narrowgauge.harness.gate.accept import accept
+from narrowgauge.harness.gate.baseline import BaselineError, of_run, read, write
+from narrowgauge.harness.gate.figures import figures
+from narrowgauge.harness.records.journal import Run
+from tests.harness.runs import GPU, product, record, run
+from tests.paths import ROOT
+
+CASES = [
+    record(), record("zeros"), record("zeros", "both"), record("zeros", recipe="mxfp8-e4m3"), product(),
+    product(flags="nt+bias"), product("lattice"), record("file.npz:a/b"),
+    record("12x8", recipe="", operation="swizzle"),
+]  # fmt: skip
+
+
+def accepted(finished: Run, path: Path) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    accept(finished, path, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def refused(finished: Run, path: Path) -> str:
+    with pytest.raises(BaselineError) as error:
+        accepted(finished, path)
+    return str(error.value)
+
+
+def test_a_baseline_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "host.json"
+    write(of_run(run(*CASES)), path)
+    found = read(path)
+    assert found.cases() == {one["case"]: figures(one) for one in CASES}
+    assert (found.device, found.backend, found.seed) == ("host", "native", 0)
+    assert [one.name for one in path.parent.iterdir()] == ["host.json"]
+
+
+def test_what_a_reviewer_sees(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    write(of_run(run(*CASES)), path)
+    assert path.read_text(encoding="utf-8").splitlines() == [
+        "{",
+        '"format": 1,',
+        '"device": "host",',
+        '"backend": "native",',
+        '"seed": 0,',
+        '"cases": {',
+        '"gemm/nvfp4/33x64x17/bf16xbf16-fp32/lattice": {"pass 561, exact 400+0/561, budget 2^0, width 2^4": ["tn"]},',
+        '"gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal": {"pass 561, exact 400+0/561, budget 2^0, width 2^4": '
+        '["nt+bias", "tn"]},',
+        '"quantize/mxfp8-e4m3/64x128/bf16": {"pass 90": ["zeros"]},',
+        '"quantize/nvfp4/64x128/bf16": {"pass 90": ["file.npz:a/b", "normal", "zeros", "zeros/both"]},',
+        '"swizzle/64x128/bf16": {"pass 90": ["12x8"]}',
+        "}",
+        "}",
+    ]
+
+
+@pytest.mark.parametrize("changed", range(len(CASES)))
+def test_one_case_is_one_line_of_the_diff(changed: int, tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    write(of_run(run(*CASES)), before)
+    worse = CASES[changed] | {"mismatches": 3, "verdict": "fail"}
+    write(of_run(run(*reversed([*CASES[:changed], worse, *CASES[changed + 1 :]]))), after)
+    pairs = zip(before.read_text().splitlines(), after.read_text().splitlines(), strict=True)
+    assert sum(a != b for a, b in pairs) == 1
+
+
+def test_a_product_without_a_result_stays_in_its_line() -> None:
+    """Which line that is must not depend on what was measured."""
+    crashed = product(verdict="crash", stages=[], compared=0, exact_share=None, budget_max=None, interval_ulps_max=None)
+    assert of_run(run(crashed)).groups.keys() == of_run(run(product())).groups.keys()
+
+
+def test_an_id_that_does_not_begin_as_its_columns_say() -> None:
+    odd = record() | {"case": "gemm/of/mine"}
+    assert of_run(run(odd)).cases() == {"gemm/of/mine": figures(odd)}
+
+
+def test_accepting_says_what_changes(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    assert accepted(run(*CASES), path) == f"{path}: accepted native on host, seed 0: 9 cases\n"
+    assert accepted(run(*CASES), path) == f"{path}: accepted native on host, seed 0: 9 cases\n"
+    changed = [record(verdict="fail", mismatches=3), *CASES[2:6], product("lattice", budget_max=0.3), record("ties")]
+    assert accepted(run(*changed), path).splitlines() == [
+        "worse: 1",
+        "  quantize/nvfp4/64x128/bf16/normal: verdict pass → fail, wrong 0 → 3",
+        "better: 1",
+        "  gemm/nvfp4/33x64x17/bf16xbf16-fp32/lattice/tn: budget 2^0 → 2^-1",
+        "gone: 3",
+        "  quantize/nvfp4/64x128/bf16/file.npz:a/b",
+        "  quantize/nvfp4/64x128/bf16/zeros",
+        "  swizzle/64x128/bf16/12x8",
+        "new: 1",
+        "  quantize/nvfp4/64x128/bf16/ties: pass 90",
+        f"{path}: accepted native on host, seed 0: 7 cases, 1 not pass, 1 worse, 1 better, 3 gone, 1 new",
+    ]
+    assert set(read(path).cases()) == {one["case"] for one in changed}
+
+
+@pytest.mark.parametrize(
+    ("finished", "words"),
+    [
+        (run(), "nothing ran, so there is nothing to accept"),
+        (
+            run(record(), cases=["a", record()["case"], "b"]),
+            "the run was interrupted: 2 of 3 cases did not run, the first a; go on with it by --resume",
+        ),
+        (run(record(), shard="1/2"), "the run is shard 1/2 of a matrix; narrowgauge merge joins all shards into one"),
+        (
+            run(record(budget_max=float("inf"))),
+            "quantize/nvfp4/64x128/bf16/normal: budget_max is inf; a baseline holds finite figures alone",
+        ),
+        (run(record(), record()), "quantize/nvfp4/64x128/bf16/normal has two records in the run; run it anew"),
+    ],
+)
+def test_a_run_that_cannot_be_accepted(finished: Run, words: str, tmp_path: Path) -> None:
+    assert refused(finished, tmp_path / "host.json") == words
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"device": "cuda", "environment": GPU}, "native on NVIDIA H200, seed 0"),
+        ({"backend": "mine:Backend"}, "mine:Backend on host, seed 0"),
+        ({"seed": 3}, "native on host, seed 3"),
+    ],
+)
+def test_a_baseline_of_something_else_is_not_replaced(change: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    accepted(run(record()), path)
+    before = path.read_bytes()
+    words = f"{path}: is of native on host, seed 0, the run of {kind}; name another --baseline file, or delete this one"
+    assert refused(run(record(), **change), path) == words
+    assert path.read_bytes() == before
+
+
+def test_a_baseline_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    path.mkdir()
+    with pytest.raises(BaselineError) as error:
+        write(of_run(run(record())), path)
+    assert str(error.value) == f"{path}: cannot be written: Is a directory"
+    assert [one.name for one in tmp_path.iterdir()] == ["host.json"]
+
+
+GOOD = {"format": 1, "device": "host", "backend": "native", "seed": 0, "cases": {"a": {"pass 1": ["b"]}}}
+BAD: list[tuple[Any, str]] = [
+    ([], "it holds list, not an object"),
+    ({}, "its format is None; this narrowgauge reads 1: accept a run anew"),
+    (GOOD | {"format": 2}, "its format is 2; this narrowgauge reads 1: accept a run anew"),
+    (GOOD | {"sed": 0}, "unknown key 'sed' (did you mean 'seed'?); it can be format, device, backend, seed, cases"),
+    (GOOD | {"seed": True}, "seed is True, not int"),
+    ({name: value for name, value in GOOD.items() if name != "device"}, "device is None, not str"),
+    (GOOD | {"cases": []}, "cases is [], not dict"),
+    (GOOD | {"cases": {}}, "it holds no case"),
+    (GOOD | {"cases": {"a": ["pass 1"]}}, "'a' is ['pass 1'], not an object of figures"),
+    (GOOD | {"cases": {"a": {"pass": ["b"]}}}, "a: 'pass' are no figures; they look like 'fail 561, wrong 12, ulp 1, "),
+    (
+        GOOD | {"cases": {"a": {"pass 9, exact 5+5/9": ["b"]}}},
+        "a: exact 5+5 are more than the 9 outputs",
+    ),
+    (GOOD | {"cases": {"a": {"pass 1": "b"}}}, "a: 'pass 1' is of 'b', not of a list of how ids go on"),
+    (GOOD | {"cases": {"a": {"pass 1": ["b/c"]}, "a/b": {"pass 2": ["c"]}}}, "a/b/c is there twice"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), BAD)
+def test_a_file_that_is_no_baseline(content: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(BaselineError) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}: is no baseline: {words}")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is no baseline: Expecting property name"),
+        (b"\xff", "is no baseline: "),
+        (
+            json.dumps(GOOD).replace('"seed": 0', '"seed": 0, "seed": 1').encode(),
+            "is no baseline: 'seed' is there twice",
+        ),
+    ],
+)
+def test_a_file_that_is_no_json(content: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    path.write_bytes(content)
+    with pytest.raises(BaselineError) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}: {words}")
+
+
+def test_a_folder_is_no_baseline(tmp_path: Path) -> None:
+    with pytest.raises(BaselineError, match=r": cannot be read: Is a directory$"):
+        read(tmp_path)
+
+
+def test_the_committed_baselines_are_as_they_would_be_written(tmp_path: Path) -> None:
+    """A merge by hand could leave one that can be read and is not sorted."""
+    paths = sorted((ROOT / "reports" / "baselines").glob("*.json"))
+    assert "host.json" in [path.name for path in paths]
+    for path in paths:
+        write(read(path), tmp_path / path.name)
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()

@@ -1,0 +1,164 @@
+"""Comparing two runs: what is said in the terminal and on the page."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.gate import compare_page
+from narrowgauge.harness.gate.compare import compare, show
+from narrowgauge.harness.records.journal import Run
+from tests.harness.runs import GPU, product, record, run, saved
+
+NASTY = """<script>alert(1)</script>&"'"""
+A = run(record(), record("zeros"), record("ties"), product(), product("lattice"), record("e4m3", budget_max=1.0))
+B = run(
+    record(seconds=1.0),
+    record("zeros", verdict="fail", mismatches=3, message=NASTY, output_digest="33"),
+    record("inf", verdict="error", message="raised"),
+    product(budget_max=0.3, output_digest="44", input_digest="55"),
+    product("lattice", budget_max=1.5, seconds=None),
+    record("e4m3", budget_max=float("nan")),
+    backend="mine:Backend", device="cuda", environment={"commit": "def", **GPU},
+)  # fmt: skip
+KINDS = {
+    "verdict changed": [
+        f"quantize/nvfp4/64x128/bf16/zeros: verdict pass → fail, wrong 0 → 3 ({NASTY})",
+    ],
+    "figures worse": ["gemm/nvfp4/33x64x17/bf16xbf16-fp32/lattice/tn: budget 2^0 → 2^1"],
+    "figures better": ["gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: budget 2^0 → 2^-1"],
+    "not finite": ["quantize/nvfp4/64x128/bf16/e4m3: finite → budget_max is nan"],
+    "only in A": ["quantize/nvfp4/64x128/bf16/ties: pass"],
+    "only in B": ["quantize/nvfp4/64x128/bf16/inf: error (raised)"],
+    "other bytes of the same inputs": ["quantize/nvfp4/64x128/bf16/zeros: 22 → 33"],
+}
+
+
+def printed(a: Run, b: Run) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    show(compare(a, b), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_what_differs() -> None:
+    found = compare(A, B)
+    assert {kind: [": ".join(line) for line in lines] for kind, lines in found.kinds.items()} == KINDS
+    assert found.outputs == "of 5 cases in both, 4 with the same inputs: 3 with the same bytes, 1 with others"
+    assert found.heads == [
+        ("backend", "native", "mine:Backend"),
+        ("device", "host", "NVIDIA H200"),
+        ("seed", "0", "0"),
+        ("cases", "6 pass", "4 pass, 1 fail, 1 error"),
+        ("commit", "abc", "def"),
+        ("GPU", "", GPU["GPU"]),
+    ]
+    assert not found.no_worse
+
+
+def test_times() -> None:
+    """Only of cases that both runs timed; a ratio of totals is that of the longest, the median is any case's."""
+    a = run(record(seconds=3.0), record("zeros", seconds=1.0), record("ties", seconds=1.0), product(seconds=None))
+    b = run(record(seconds=1.0), record("zeros", seconds=2.0), record("ties", seconds=2.0), product())
+    assert [time.cells() for time in compare(a, b).times] == [("quantize", "3", "5 s", "5 s", "1", "2")]
+    assert [time.operation for time in compare(A, A).times] == ["gemm", "quantize", "all"]
+
+
+def test_the_terminal_says_all_of_it() -> None:
+    said = printed(A, B)
+    for kind, lines in KINDS.items():
+        assert f"{kind}: {len(lines)}\n" in said
+        assert all(f"  {line}\n" in said for line in lines)
+    assert re.search(r"device +host +NVIDIA H200 *\n", said)
+    assert re.search(r"all +4 +2 s +2\.5 s +1\.25 +1 *\n", said)
+    assert said.splitlines()[-1].startswith(
+        "B is worse than A; verdict changed: 1; figures worse: 1; figures better: 1"
+    )
+
+
+def test_a_case_that_is_not_finite_has_a_verdict_all_the_same() -> None:
+    bad = record(verdict="fail", budget_max=float("nan"), message="off \ud800")
+    found = compare(run(record()), run(bad))
+    assert found.kinds["verdict changed"] == [("quantize/nvfp4/64x128/bf16/normal", "verdict pass → fail (off ?)")]
+    assert found.kinds["not finite"] == [("quantize/nvfp4/64x128/bf16/normal", "finite → budget_max is nan")]
+    assert compare_page.render(found, "\udc80", "b").encode()
+
+
+def test_nothing_in_common() -> None:
+    assert compare(run(), run(record())).sentence == "no case is in both A and B: nothing was compared"
+
+
+def test_equal_runs() -> None:
+    found = compare(A, A)
+    assert found.no_worse
+    assert found.sentence == "B is nowhere worse than A; no figure and no byte differs"
+    assert ("cases", "1 pass, 5 did not run", "6 pass") in compare(run(A.records[0], cases=A.cases), A).heads
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "no_worse"),
+    [
+        (run(record(budget_max=1.0)), run(record(budget_max=0.5)), True),
+        (run(record(budget_max=0.5)), run(record(budget_max=1.0)), False),
+        (run(record()), run(record(), record("zeros")), True),
+        (run(record(), record("zeros")), run(record()), False),
+        (run(record(budget_max=float("nan"))), run(record(budget_max=1.0)), True),
+        (run(record()), run(record(output_digest="33")), True),
+        (run(), run(record()), False),  # no case in both: nothing was compared
+    ],
+)
+def test_no_worse(a: Run, b: Run, no_worse: bool) -> None:
+    assert compare(a, b).no_worse is no_worse
+
+
+def test_the_page_says_all_of_it_and_escapes_it() -> None:
+    html = compare_page.render(compare(A, B), NASTY, "b")
+    plain = re.sub(r"<[^>]*>", "", html.replace("&#34;", '"').replace("&#39;", "'"))
+    for kind, lines in KINDS.items():
+        assert f"<h2>{kind} <span" in html
+        for case, _, what in (line.partition(": ") for line in lines):
+            assert case in plain
+            assert what.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in plain
+    assert "<script" not in html
+    assert "default-src 'none'; style-src 'sha256-" in html.replace("&#39;", "'")
+    assert not re.search(r"(src|href)=", html)
+
+
+def test_the_page_says_how_many_cases_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_page, "MOST", 2)
+    html = compare_page.render(compare(run(*(record(name) for name in "abcde")), run(record("a"))), "a", "b")
+    assert "2 more cases left out here" in html
+    assert "/c<" in html
+    assert "/d<" not in html
+
+
+def narrowgauge(*words: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    a, b, html = saved(tmp_path / "a", A), saved(tmp_path / "b", B), tmp_path / "pages" / "page.html"
+    found = narrowgauge("compare", a, b)
+    assert (found.exit_code, html.exists()) == (1, False)
+    assert "verdict changed: 1\n" in found.stdout
+    found = narrowgauge("compare", a, a, "--html", html)
+    assert found.exit_code == 0
+    assert "B is nowhere worse than A" in html.read_text(encoding="utf-8")
+    assert f"A is {a}, B is {a}" in html.read_text(encoding="utf-8")
+
+
+def test_what_the_command_cannot_do(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", A)
+    found = narrowgauge("compare", a, tmp_path / "none")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr.startswith(f"narrowgauge: {tmp_path}/none: there is no none; ")
+    found = narrowgauge("compare", a, a, "--html", tmp_path / "a" / "records.jsonl" / "page.html")
+    assert found.exit_code == 2
+    assert "page.html: cannot be written: " in found.stderr

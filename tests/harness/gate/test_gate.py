@@ -1,0 +1,311 @@
+"""The gate: which figures it holds, what fails it, and what each failure says."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from narrowgauge.harness.cases.schema import MODULES
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.gate.baseline import of_run, write
+from narrowgauge.harness.gate.device import device_class
+from narrowgauge.harness.gate.figures import BELOW, FLOATS, Figures, changes, exponent, figures, not_finite, parse
+from narrowgauge.harness.gate.gate import Judgement, judge, show
+from narrowgauge.harness.gate.listing import LISTED
+from narrowgauge.harness.gate.said import say_baseline
+from narrowgauge.harness.report.view import first_failure
+from tests.harness.runs import GPU, product, record, run, saved, stage
+
+
+def text(found: dict[str, list[str]]) -> list[str]:
+    return [f"{kind}: {line}" for kind, lines in found.items() for line in lines]
+
+
+def judged(before: dict[str, Any], after: dict[str, Any]) -> Judgement:
+    """A case by what was accepted of it, beside another that is as it was."""
+    return judge(run(after, record("zeros")), of_run(run(before, record("zeros"))))
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None), (0.0, BELOW), (0, BELOW), (1.0, 0), (1, 0), (0.5, -1), (math.nextafter(0.5, 0), -1), (3, 2),
+        (math.nextafter(0.5, 1), -1), (0.5 * (1 + 2.0**-29), 0), (4, 2), (5, 3), (5e-324, -1074), (1e300, 997),
+    ],
+)  # fmt: skip
+def test_a_power_of_two_stands_for_a_figure_whatever_its_last_bits(value: float | None, expected: int | None) -> None:
+    assert exponent(value) == expected
+
+
+def test_shares_are_counts_whatever_the_last_bit_of_the_float() -> None:
+    for count in range(562):
+        for share in (count / 561, count * (1 / 561), math.nextafter(count / 561, 2)):
+            found = figures(product(exact_share=share))
+            assert (found.exact, found.outputs) == (count, 561)
+
+
+def test_figures_of_records() -> None:
+    assert str(figures(record())) == "pass 90"
+    assert str(figures(product())) == "pass 561, exact 400+0/561, budget 2^0, width 2^4"
+    wrong = product(mismatches=12, max_ulp=3, verdict="fail", budget_max=0.0, ordered_share=161 / 561)
+    assert str(figures(wrong)) == "fail 561, wrong 12, ulp 3, exact 400+161/561, budget 0, width 2^4"
+    assert str(figures(record(stages=[stage("codes", "boundary", 100, excused=7)]))) == "pass 100, excused 7"
+    assert str(figures(product(stages=[], compared=0, exact_share=None, verdict="crash", budget_max=None,
+                               interval_ulps_max=None))) == "crash 0"  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", MODULES)
+def test_of_a_module_only_what_no_processor_moves(operation: str) -> None:
+    wrong = product(operation=operation, mismatches=12, max_ulp=3, verdict="fail")
+    assert str(figures(wrong)) == "fail 561, wrong 12, ulp 3"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Figures("pass", 5),
+        Figures("fail", 5, wrong=2, ulp=0, outputs=5, exact=1, ordered=2, excused=3, budget=-7, width=40),
+        Figures("pass", 5, outputs=5, budget=BELOW, width=BELOW),
+        Figures("unsupported"),
+    ],
+)
+def test_figures_are_read_as_they_were_written(given: Figures) -> None:
+    assert parse(str(given)) == given
+
+
+@pytest.mark.parametrize("wrong", ["", "pass", "passed 5", "pass 5, budget 0.5", "pass -5", "pass 5 ", "pass 5, ulp"])
+def test_what_are_no_figures(wrong: str) -> None:
+    with pytest.raises(ValueError, match="are no figures; they look like 'fail 561, wrong 12, ulp 1, exact 400"):
+        parse(wrong)
+
+
+def test_information_chance_and_time_are_no_figures() -> None:
+    other = {"sqnr_db": 3.0, "allclose": False, "outside_share": 0.5, "p_value": 0.01, "seconds": 9.0, "sweep": [0.5]}
+    assert figures(product(**other)) == figures(product())
+    assert not_finite(product(sqnr_db=math.nan, p_value=math.nan)) == []
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_not_finite(name: str, value: float) -> None:
+    assert not_finite(product(**{name: value})) == [f"{name} is {value}"]
+
+
+WORSE = [
+    ({"compared": 500, "stages": [stage("output", "bound", 561), stage("memory", "guard", 1)]}, "compared 561 → 499"),
+    ({"mismatches": 1}, "wrong 0 → 1"),
+    ({"max_ulp": 2}, "ulp none → 2"),
+    ({"exact_share": 399 / 561}, "exact share 400/561 → 399/561, exact or ordered share 400/561 → 399/561"),
+    ({"budget_max": 1.5}, "budget 2^0 → 2^1"),
+    ({"budget_max": None}, "budget 2^0 → not measured"),
+    ({"interval_ulps_max": 17}, "interval width 2^4 → 2^5"),
+    ({"stages": [stage("output", "bound", 561), stage("x", "boundary", 0, excused=3)]}, "excused 0 → 3"),
+    ({"verdict": "fail", "message": "output: \n off"}, "verdict pass → fail (output: off)"),
+    ({"verdict": "crash", "compared": 0, "stages": [], "message": "died"}, "verdict pass → crash (died)"),
+]
+BETTER = [
+    ({"exact_share": 401 / 561}, "exact share 400/561 → 401/561, exact or ordered share 400/561 → 401/561"),
+    ({"ordered_share": 61 / 561}, "exact or ordered share 400/561 → 461/561"),
+    ({"budget_max": 0.5}, "budget 2^0 → 2^-1"),
+    ({"interval_ulps_max": None}, "interval width 2^4 → not measured"),
+    ({"interval_ulps_max": 8}, "interval width 2^4 → 2^3"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), WORSE)
+def test_a_figure_that_is_worse_fails_by_name(change: dict[str, Any], words: str) -> None:
+    found = judged(product(), product(**change))
+    assert text(found.problems) == [f"worse: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: {words}"]
+    assert not found.passed
+
+
+@pytest.mark.parametrize(("change", "words"), BETTER)
+def test_what_is_better_is_said_and_holds(change: dict[str, Any], words: str) -> None:
+    found = judged(product(), product(**change))
+    assert found.passed
+    assert text(found.notes) == [f"better: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: {words}"]
+
+
+def test_the_worse_figures_come_first() -> None:
+    found = changes(figures(product()), figures(product(exact_share=1.0, budget_max=4.0, mismatches=1)))
+    assert [change.worse for change in found] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("before", "after", "passed"), [("fail", "pass", True), ("fail", "error", False),
+                                                         ("crash", "fail", False), ("fail", "fail", True)])  # fmt: skip
+def test_a_verdict_gets_better_by_pass_alone(before: str, after: str, passed: bool) -> None:
+    given = [record(), record("zeros", verdict=before)], [record(), record("zeros", verdict=after)]
+    assert judge(run(*given[1]), of_run(run(*given[0]))).passed is passed
+
+
+# Runs
+
+
+def test_a_run_that_is_as_accepted() -> None:
+    found = judge(run(record(), product()), of_run(run(record(), product())))
+    assert (found.passed, found.same, found.notes) == (True, 2, {})
+
+
+def test_a_case_that_did_not_run() -> None:
+    found = judge(run(record()), of_run(run(record(), record("zeros"))))
+    assert text(found.problems) == ["did not run: quantize/nvfp4/64x128/bf16/zeros"]
+
+
+def test_an_interrupted_run() -> None:
+    cases = [record(), record("zeros"), record("ties")]
+    part = run(cases[0], cases=[case["case"] for case in cases])
+    found = judge(part, of_run(run(*cases[:2])))
+    assert text(found.problems) == [
+        "interrupted: 2 of 3 cases did not run, the first quantize/nvfp4/64x128/bf16/zeros",
+        "did not run: quantize/nvfp4/64x128/bf16/zeros",
+    ]
+    # Also where every case of the baseline ran.
+    assert list(judge(part, of_run(run(cases[0]))).problems) == ["interrupted"]
+
+
+def test_nothing_ran() -> None:
+    found = judge(run(), of_run(run(record())))
+    assert text(found.problems) == [
+        "nothing ran: the run has no record", "did not run: quantize/nvfp4/64x128/bf16/normal",
+    ]  # fmt: skip
+
+
+def test_nothing_was_compared() -> None:
+    """Guard zones and repeated runs hold a kernel against itself: a run of them alone says nothing."""
+    alone = record(compared=10, stages=[stage("memory", "guard", 10)])
+    assert text(judge(run(alone), of_run(run(alone))).problems) == ["nothing was compared: no element in 1 case"]
+
+
+def test_a_figure_that_is_not_finite() -> None:
+    found = judged(product(), product(budget_max=math.nan))
+    assert text(found.problems) == ["not finite: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: budget_max is nan"]
+    found = judged(product(), product(budget_max=math.inf, verdict="fail", message="output: off"))
+    assert text(found.problems)[0].endswith("/normal/tn: budget_max is inf (output: off)")
+
+
+def test_a_case_with_two_records() -> None:
+    found = judge(run(record(), record(mismatches=5)), of_run(run(record(mismatches=5))))
+    assert text(found.problems) == ["recorded twice: quantize/nvfp4/64x128/bf16/normal: 2 records"]
+
+
+def test_a_shard() -> None:
+    found = judge(run(record(), shard="2/4"), of_run(run(record())))
+    assert text(found.problems) == [
+        "a part: the run is shard 2/4 of a matrix; narrowgauge merge joins all shards into one"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device": "cuda", "environment": GPU}, "another device: the baseline is of host, the run of NVIDIA H200"),
+        ({"backend": "reference"}, "another backend: the baseline is of native, the run of reference"),
+        ({"seed": 7}, "another seed: the baseline is of 0, the run of 7"),
+    ],
+)
+def test_a_run_of_something_else(change: dict[str, Any], words: str) -> None:
+    found = judge(run(record(mismatches=1), **change), of_run(run(record())))
+    assert text(found.problems) == [f"{words}: no case was compared"]
+
+
+def test_device_classes() -> None:
+    names = {"H200": GPU, "slice": {"GPU": "NVIDIA H200 MIG 1g.18gb, compute capability 9.0"}, "unknown": {}}
+    found = {name: device_class("cuda", facts) for name, facts in names.items()}
+    assert found == {"H200": "NVIDIA H200", "slice": "NVIDIA H200", "unknown": "an unknown GPU"}
+    assert device_class("cpu", GPU) == "host"
+
+
+# What a baseline says in a report
+
+
+def test_a_report_says_what_the_baseline_has_of_what_did_not_pass(tmp_path: Path) -> None:
+    write(of_run(run(record(), record("zeros"))), tmp_path / "host.json")
+    (tmp_path / "other.json").write_text("{", encoding="utf-8")
+    bad = {"verdict": "fail", "mismatches": 3}
+    records = [record(**bad), record("ties", **bad), record("zeros"), record(backend="reference", **bad)]
+    records.append(record(device="cuda", **bad))
+    say_baseline(records, GPU, tmp_path)
+    assert [one["baseline"] for one in records] == [
+        "host.json has pass 90 accepted", "host.json has no such case", "", "", ""
+    ]  # fmt: skip
+    assert "baseline: host.json has pass 90 accepted" in first_failure(records[0])
+
+
+def test_new_cases() -> None:
+    found = judge(run(record(), record("zeros"), record("ties", verdict="fail", message="off")), of_run(run(record())))
+    assert text(found.notes) == ["new: quantize/nvfp4/64x128/bf16/zeros: pass 90"]
+    assert text(found.problems) == ["new, and not pass: quantize/nvfp4/64x128/bf16/ties: fail 90 (off)"]
+
+
+def test_more_skips_than_accepted() -> None:
+    skipped = {"verdict": "unsupported", "message": "no door gemm"}
+    accepted = of_run(run(record(), record("zeros", **skipped)))
+    assert judge(run(record(), record("zeros", **skipped)), accepted).passed
+    found = judge(run(record(), record("zeros", **skipped), record("ties", **skipped)), accepted)
+    assert text(found.problems) == [
+        "new, and not pass: quantize/nvfp4/64x128/bf16/ties: unsupported 90 (no door gemm)",
+        "more skips: 2 cases unsupported, and 1 accepted; most often: no door gemm (2)",
+    ]
+
+
+def test_what_is_printed() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    many = [record(f"file:{n:03}") for n in range(LISTED + 2)]
+    show(judge(run(record(budget_max=0.1, inputs="[b]")), of_run(run(*many))), "host.json", console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[:3] == ["new: 1", "  quantize/nvfp4/64x128/bf16/[b]: pass 90, budget 2^-3", "did not run: 52"]
+    assert lines[-3:] == [
+        "  quantize/nvfp4/64x128/bf16/file:049",
+        "  … and 2 more",
+        "gate fails against host.json: 0 cases as accepted, 52 did not run, 1 new",
+    ]
+
+
+# The command
+
+
+def narrowgauge(*words: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    accepted, good, bad = (tmp_path / name for name in ("host.json", "good", "bad"))
+    saved(good, run(record(), product()))
+    saved(bad, run(record(mismatches=1, verdict="fail"), product()))
+    assert narrowgauge("baseline", "accept", "--run", good, "--baseline", accepted).exit_code == 0
+    found = narrowgauge("gate", "--run", good, "--baseline", accepted)
+    assert (found.exit_code, found.stdout.replace("\n", "")) == (
+        0, f"gate holds against {accepted}: 2 cases as accepted",
+    )  # fmt: skip
+    found = narrowgauge("gate", "--run", bad, "--baseline", accepted)
+    assert found.exit_code == 1
+    assert "worse: 1\n  quantize/nvfp4/64x128/bf16/normal: verdict pass → fail, wrong 0 → 1\n" in found.stdout
+
+
+def test_the_command_takes_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(Path("reports/latest"), run(record()))
+    assert narrowgauge("baseline", "accept", "--baseline", "host.json").exit_code == 0
+    assert narrowgauge("gate", "--baseline", "host.json").exit_code == 0
+
+
+def test_what_the_command_cannot_do(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "run", run(record()))
+    missing = narrowgauge("gate", "--run", folder, "--baseline", tmp_path / "no.json")
+    assert (missing.exit_code, missing.stdout) == (2, "")
+    assert missing.stderr == (
+        f"narrowgauge: {tmp_path}/no.json: there is no such file; `narrowgauge baseline accept --baseline "
+        f"{tmp_path}/no.json` makes it of a run\n"
+    )
+    unread = narrowgauge("gate", "--run", tmp_path, "--baseline", tmp_path / "no.json")
+    assert (unread.exit_code, "holds no records.jsonl" in unread.stderr) == (2, True)

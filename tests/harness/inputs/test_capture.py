@@ -1,0 +1,227 @@
+"""Captured tensors: what is read from each kind of file, and what a wrong file says."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from narrowgauge.harness.backends.backend import load_backend
+from narrowgauge.harness.inputs.capture import Captured, CaptureError, captured_cases, refused
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.running.runner import run_case
+
+WEIGHT = torch.linspace(-3, 3, 48 * 32).view(48, 32)
+TENSORS = {
+    "layer.weight": WEIGHT,
+    "layer.half": WEIGHT.half(),
+    "layer.brain": WEIGHT.bfloat16(),
+    "layer.bias": WEIGHT[0].clone(),
+    "ids": torch.arange(6).view(2, 3),
+}
+MATRICES = ["layer.weight", "layer.half", "layer.brain"]
+
+
+@pytest.fixture
+def safetensors(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    return path
+
+
+def saved_by_torch(path: Path, content: object) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def test_safetensors(safetensors):
+    captured = Captured.load(safetensors)
+    assert sorted(captured.tensors) == sorted(MATRICES)
+    for name in MATRICES:
+        assert captured.tensors[name].dtype == TENSORS[name].dtype
+        assert torch.equal(captured.tensors[name], TENSORS[name])
+    assert captured.note() == f"{safetensors}: left out 2 that are no matrix of fp32, bf16, fp16: ids, layer.bias"
+
+
+def test_only_the_named_ones_are_read(safetensors):
+    captured = Captured.load(safetensors, ["layer.half"])
+    assert list(captured.tensors) == ["layer.half"]
+    assert captured.note() == ""
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth"])
+def test_torch_files_of_nested_dictionaries_and_lists(tmp_path, suffix):
+    content = {"step": 3, "model": {"a": torch.nn.Parameter(WEIGHT), "rest": [WEIGHT[0], WEIGHT.T]}}
+    captured = Captured.load(saved_by_torch(tmp_path / f"checkpoint{suffix}", content))
+    assert list(captured.tensors) == ["model.a", "model.rest.1"]
+    assert not captured.tensors["model.a"].requires_grad
+    assert captured.tensors["model.rest.1"].is_contiguous()
+    assert torch.equal(captured.tensors["model.rest.1"], WEIGHT.T)
+    assert captured.left_out == ("model.rest.0",)
+
+
+def test_a_single_tensor_has_its_files_name(tmp_path):
+    np.save(tmp_path / "weight.npy", WEIGHT.numpy())
+    assert torch.equal(Captured.load(tmp_path / "weight.npy").tensors["weight"], WEIGHT)
+    assert list(Captured.load(saved_by_torch(tmp_path / "alone.pt", WEIGHT)).tensors) == ["alone"]
+
+
+def test_npz_in_any_byte_order(tmp_path):
+    big_endian = WEIGHT.numpy().astype(">f2")
+    kinds = {"text": np.array(["a"]), "long": np.zeros((2, 2), np.longdouble), "integers": np.eye(2, dtype=np.int8)}
+    np.savez(tmp_path / "a.npz", big=big_endian, **kinds)
+    captured = Captured.load(tmp_path / "a.npz")
+    assert torch.equal(captured.tensors["big"], WEIGHT.half())
+    assert captured.left_out == tuple(kinds)
+
+
+def test_many_left_out_are_counted_not_listed(tmp_path):
+    content = {"a": WEIGHT, **{f"b{i}": torch.zeros(3) for i in range(40)}}
+    note = Captured.load(saved_by_torch(tmp_path / "a.pt", content)).note()
+    assert note.endswith("left out 40 that are no matrix of fp32, bf16, fp16: b0, b1, b2, b3, b4, …")
+
+
+def test_errors_of_files(tmp_path):
+    with pytest.raises(CaptureError, match=r"a\.pt: there is no such file"):
+        Captured.load(tmp_path / "a.pt")
+    (tmp_path / "folder.pt").mkdir()
+    with pytest.raises(CaptureError, match=r"folder\.pt: there is no such file"):
+        Captured.load(tmp_path / "folder.pt")
+    known = r"\.safetensors, \.npy, \.npz, \.pt, \.pth"
+    with pytest.raises(CaptureError, match=rf"a\.bin: unknown suffix '\.bin'; captured tensors are {known}"):
+        Captured.load(tmp_path / "a.bin")
+
+
+def test_errors_of_names(safetensors):
+    with pytest.raises(CaptureError, match=r"no tensor 'layer\.wieght' \(did you mean 'layer\.weight'\?\); it holds "):
+        Captured.load(safetensors, ["layer.wieght"])
+    with pytest.raises(CaptureError, match=r"ids holds I64; a case takes fp32, bf16, fp16, so convert it first"):
+        Captured.load(safetensors, ["ids"])
+    with pytest.raises(CaptureError, match=r"layer\.bias has shape \(32,\); a case takes a matrix, so reshape it"):
+        Captured.load(safetensors, ["layer.bias"])
+
+
+def test_a_named_tensor_of_another_dtype(tmp_path):
+    path = saved_by_torch(tmp_path / "a.pt", {"a": WEIGHT.double(), "c": WEIGHT})
+    with pytest.raises(CaptureError, match=r"a\.pt: a holds float64; "):
+        Captured.load(path, ["a"])
+    assert Captured.load(path).left_out == ("a",)
+
+
+def test_a_sparse_tensor_is_named_for_what_it_is(tmp_path):
+    path = saved_by_torch(tmp_path / "a.pt", {"b": WEIGHT.to_sparse(), "c": WEIGHT})
+    try:
+        torch.load(path, weights_only=True)
+    except Exception:  # which one depends on the release
+        pytest.skip(f"torch {torch.__version__} loads no sparse tensor with weights_only")
+    with pytest.raises(CaptureError, match=r"a\.pt: b holds sparse_coo fp32; "):
+        Captured.load(path, ["b"])
+    assert Captured.load(path).left_out == ("b",)
+
+
+def test_no_matrix_at_all(tmp_path):
+    for count, content in ((1, WEIGHT[0]), (2, [WEIGHT.double(), WEIGHT.int()]), (0, {"note": 1})):
+        path = saved_by_torch(tmp_path / "a.pt", content)
+        with pytest.raises(CaptureError, match=f"none of its {count} tensors is a matrix of fp32, bf16, fp16"):
+            Captured.load(path)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npy", ".npz", ".pt", ".pth"])
+@pytest.mark.parametrize("content", [b"", b"{", b"garbage" * 50, b"PK\x03\x04" + b"x" * 100, bytes(16), b"\x80\x02K"])
+def test_damaged_files_say_so_in_one_line(tmp_path, suffix, content):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(CaptureError, match=rf"a\{suffix}: cannot be read as \{suffix}: .") as error:
+        Captured.load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path):
+    class Malicious:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch_file = saved_by_torch(tmp_path / "a.pt", {"a": Malicious()})
+    np.savez(tmp_path / "a.npz", a=np.array([Malicious()], dtype=object))
+    for path in (torch_file, tmp_path / "a.npz"):
+        with pytest.raises(CaptureError, match="cannot be read"):
+            Captured.load(path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_cases_of_a_file(safetensors):
+    captured = Captured.load(safetensors, ["layer.weight", "layer.brain"])
+    cases = captured_cases(captured)
+    assert [case.id for case in cases] == [
+        "quantize/nvfp4/48x32/fp32/model.safetensors:layer.weight",
+        "quantize/nvfp4/48x32/fp32/model.safetensors:layer.weight/columnwise",
+        "gemm/nvfp4/128x32x48/fp32xfp32-bf16/model.safetensors:layer.weight/tn",
+        "gemm/nvfp4/128x32x48/fp32xfp32-fp32/model.safetensors:layer.weight/tn",
+        "quantize/nvfp4/48x32/bf16/model.safetensors:layer.brain",
+        "quantize/nvfp4/48x32/bf16/model.safetensors:layer.brain/columnwise",
+        "gemm/nvfp4/128x32x48/bf16xbf16-bf16/model.safetensors:layer.brain/tn",
+        "gemm/nvfp4/128x32x48/bf16xbf16-fp32/model.safetensors:layer.brain/tn",
+    ]
+    assert {(case.tier, case.file) for case in cases} == {("quick", str(safetensors))}
+    chosen = captured_cases(captured, operations=["quantize"], recipes=["nvfp4", "nvfp4@te-2.8"])
+    assert [(case.operation, case.recipe) for case in chosen[1:3]] == [
+        ("quantize", "nvfp4"),
+        ("quantize", "nvfp4@te-2.8"),
+    ]
+
+
+def test_inputs_are_the_captured_tensors(safetensors):
+    captured = Captured.load(safetensors, ["layer.brain"])
+    rowwise, columnwise, gemm, _ = captured_cases(captured)
+    brain = TENSORS["layer.brain"]
+    assert torch.equal(make_inputs(rowwise, captured=captured).x, brain)
+    transposed = make_inputs(columnwise, captured=captured).x
+    assert torch.equal(transposed, brain.T)
+    assert transposed.is_contiguous()
+    given = make_inputs(gemm, captured=captured)
+    assert torch.equal(given.w, brain)
+    assert given.x.shape == (128, 32)
+    assert given.x.dtype == torch.bfloat16
+
+
+def test_inputs_that_do_not_fit(safetensors):
+    brain = Captured.load(safetensors, ["layer.brain"])
+    case = captured_cases(Captured.load(safetensors, ["layer.half"]))[0]
+    with pytest.raises(ValueError, match=r"'model\.safetensors:layer\.half' is not in .*, which gave layer\.brain"):
+        make_inputs(case, captured=brain)
+    changed = Captured(safetensors, {"layer.half": WEIGHT[:16]})
+    with pytest.raises(ValueError, match=r"the case is \(48, 32\) torch\.float16, but .* is \(16, 32\) torch\.float32"):
+        make_inputs(case, captured=changed)
+
+
+def test_recipes_that_a_tensor_cannot_have_are_left_out_and_named(safetensors):
+    captured = Captured.load(safetensors, ["layer.weight", "layer.brain"])
+    recipes = ["nvfp4-2d", "nvfp4-rht", "nvfp4-rht32", "nvfp4-sr"]
+    cases = captured_cases(captured, recipes=recipes)
+    assert [case.id for case in cases if case.recipe == "nvfp4-rht"] == [
+        "quantize/nvfp4-rht/48x32/bf16/model.safetensors:layer.brain",
+        "quantize/nvfp4-rht/48x32/bf16/model.safetensors:layer.brain/columnwise",
+        "gemm/nvfp4-rht/128x32x48/bf16xbf16-bf16/model.safetensors:layer.brain/nt",
+        "gemm/nvfp4-rht/128x32x48/bf16xbf16-fp32/model.safetensors:layer.brain/nt",
+    ]
+    assert len([case for case in cases if case.recipe == "nvfp4-rht32"]) == 3  # 48 rows are no whole groups of 32
+    assert len([case for case in cases if case.recipe in ("nvfp4-2d", "nvfp4-sr")]) == 16
+    assert refused(captured, recipes=recipes) == [
+        f"{safetensors}: layer.weight makes no quantize case: recipe nvfp4-rht rotates bf16 alone, not fp32",
+        f"{safetensors}: layer.weight makes no gemm case: recipe nvfp4-rht rotates bf16 alone, not fp32",
+        f"{safetensors}: layer.weight makes no quantize case: recipe nvfp4-rht32 rotates bf16 alone, not fp32",
+        f"{safetensors}: layer.weight makes no gemm case: recipe nvfp4-rht32 rotates bf16 alone, not fp32",
+        f"{safetensors}: layer.brain makes no quantize case: "
+        "recipe nvfp4-rht32 rotates whole groups of 32; M = 48 is no multiple of it",
+    ]
+    assert refused(captured) == []
+
+
+@pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d", "nvfp4-rowscaled", "nvfp4-sr"])
+def test_captured_tensors_of_every_recipe_run(safetensors, name):
+    captured = Captured.load(safetensors, ["layer.brain"])
+    for case in captured_cases(captured, recipes=[name]):
+        record = run_case(case, load_backend("reference"), captures=captured)
+        assert (record.verdict, record.message) == ("pass", ""), case.id

@@ -1,0 +1,418 @@
+"""Every input family does what `harness/cases/families.py` says of it, measured through the reference."""
+
+import hashlib
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.families import FAMILIES, families_of
+from narrowgauge.harness.inputs.draw import Draw
+from narrowgauge.harness.inputs.generators import GENERATORS, SCALE_BYTES
+from narrowgauge.harness.inputs.histories import HISTORIES
+from narrowgauge.harness.inputs.inputs import Inputs, make_inputs
+from narrowgauge.reference.bounds.bounds import Bounds, bounds
+from narrowgauge.reference.gemm.gemm import operand
+from narrowgauge.reference.numbers.blocks import block_amax, pad_columns
+from narrowgauge.reference.numbers.decode import decode
+from narrowgauge.reference.ops import quantize
+from narrowgauge.reference.quantize.hadamard import coefficient, signs
+from narrowgauge.reference.quantize.layout import unpack
+from narrowgauge.reference.quantize.scaling import element_factors
+from narrowgauge.spec.dtypes import TORCH_DTYPES
+from narrowgauge.spec.formats import E2M1, E4M3
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Hadamard
+
+DTYPES = list(TORCH_DTYPES)
+AWKWARD = [(1, 1), (1, 16), (3, 17), (16, 130), (129, 272)]
+
+
+def quantize_case(family: str, shape: tuple[int, int] = (256, 272), dtype: str = "fp32", *flags: str) -> Case:
+    return Case("quantize", "nvfp4", shape, dtype, family, flags)
+
+
+def gemm_case(family: str, shape: tuple[int, int, int], dtypes: str = "bf16xbf16-fp32", *flags: str) -> Case:
+    return Case("gemm", "nvfp4", shape, dtypes, family, ("tn", *flags))
+
+
+def quantized(family: str, shape: tuple[int, int] = (256, 272), dtype: str = "fp32") -> tuple[torch.Tensor, Quantized]:
+    x = make_inputs(quantize_case(family, shape, dtype)).x
+    return x, quantize(x, "nvfp4")
+
+
+def multiplied(family: str, depth: int, dtype: str = "bf16") -> tuple[Bounds, torch.Tensor, torch.Tensor]:
+    """Bounds, the exact sums S and the sums of magnitudes A of a (96, depth, 80) gemm."""
+    given = make_inputs(gemm_case(family, (96, depth, 80), f"{dtype}x{dtype}-fp32"))
+    a, b = quantize(given.x, "nvfp4"), quantize(given.w, "nvfp4")
+    left, right = operand(a), operand(b)
+    return bounds(a, b, out_dtype=torch.float32), left @ right.T, left.abs() @ right.abs().T
+
+
+def share(mask: torch.Tensor) -> float:
+    return mask.double().mean().item()
+
+
+def codes(q: Quantized) -> torch.Tensor:
+    return unpack(q.codes, q.shape[1])
+
+
+def digest(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+# The door: determinism, orientation, addends.
+
+
+def test_every_family_has_a_generator():
+    assert list(GENERATORS) == [family for family in FAMILIES if family not in ("bytes", *HISTORIES)]
+    assert set(SCALE_BYTES) == set(families_of("swizzle"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", GENERATORS)
+def test_any_shape_and_dtype(family, dtype):
+    for rows, columns in [*AWKWARD, (0, 16), (16, 0)]:
+        if family in families_of("quantize"):
+            x = make_inputs(quantize_case(family, (rows, columns), dtype)).x
+        else:
+            x = make_inputs(gemm_case(family, (rows, columns, 1), f"{dtype}x{dtype}-fp32")).x
+        assert x.shape == (rows, columns)
+        assert x.dtype == TORCH_DTYPES[dtype]
+        assert x.is_contiguous()
+        if family not in ("nan", "inf"):
+            assert bool(torch.isfinite(x.float()).all())
+
+
+def test_bytes_are_the_same_on_every_machine():
+    known = {
+        "normal": "6a2bb94e875971b4",
+        "e2m1-ties": "c083d0f124a11b5a",
+        "e4m3-ties": "0e14ce96cab703df",
+        "subnormal": "055533e9284f3d81",
+        "position": "57cbb72346189b12",
+    }
+    assert {family: digest(make_inputs(quantize_case(family)).x) for family in known} == known
+
+
+def test_case_id_seed_and_role_decide_the_bytes():
+    case = gemm_case("normal", (32, 32, 32), "bf16xbf16-bf16", "accumulate")
+    again, first = make_inputs(case), make_inputs(case)
+    assert torch.equal(first.x, again.x)
+    assert torch.equal(first.c, again.c)
+    assert not torch.equal(first.x, first.w)
+    assert not torch.equal(first.x, make_inputs(case, seed=1).x)
+    assert not torch.equal(first.x, make_inputs(gemm_case("normal", (32, 32, 32))).x)
+
+
+def test_columnwise_gives_the_transpose_and_blocks_along_its_rows():
+    x = make_inputs(quantize_case("tiles", (256, 128), "bf16", "columnwise")).x
+    assert x.shape == (128, 256)
+    assert torch.equal(torch.frexp(block_amax(x, 16)).mantissa.unique(), torch.tensor([0.5]))
+
+
+def test_gemm_operands_are_logical_in_every_layout():
+    for layout in ("tn", "nn", "nt"):
+        given = make_inputs(Case("gemm", "nvfp4", (48, 64, 32), "fp32xbf16-fp16", "normal", (layout,)))
+        assert given.x.shape == (48, 64)
+        assert given.w.shape == (32, 64)
+        assert (given.x.dtype, given.w.dtype) == (torch.float32, torch.bfloat16)
+        assert (given.c, given.bias) == (None, None)
+
+
+@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize("family", families_of("gemm"))
+def test_addends_are_finite_and_of_the_output(family, out):
+    given = make_inputs(gemm_case(family, (48, 64, 32), f"bf16xbf16-{out}", "accumulate", "bias"))
+    assert given.c.shape == (48, 32)
+    assert given.bias.shape == (32,)
+    for addend in (given.c, given.bias):
+        assert addend.dtype == TORCH_DTYPES[out]
+        assert bool(torch.isfinite(addend).all())
+        assert bool((addend != 0).any())
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 4), (4, 0, 4), (4, 16, 0), (0, 0, 0)])
+def test_addends_of_empty_operands(shape):
+    given = make_inputs(gemm_case("normal", shape, "bf16xbf16-bf16", "accumulate", "bias"))
+    assert (given.c.shape, given.bias.shape) == ((shape[0], shape[2]), (shape[2],))
+
+
+@pytest.mark.parametrize("family", ["normal", "lattice", "rounding", "positive"])
+def test_adding_them_rounds(family):
+    given: Inputs = make_inputs(gemm_case(family, (96, 256, 80), "bf16xbf16-fp32", "accumulate", "bias"))
+    a, b = quantize(given.x, "nvfp4"), quantize(given.w, "nvfp4")
+    plain = bounds(a, b, out_dtype=torch.float32).expected
+    summed = bounds(a, b, out_dtype=torch.float32, c=given.c)
+    # Neither of the two is lost in the other, and rounding once is not rounding twice.
+    assert share(summed.expected != plain) > 0.99
+    assert share(summed.expected != given.c) > 0.99
+    assert share((plain.double() + given.c.double()) != summed.expected.double()) > 0.2
+    assert bool((summed.fused != summed.expected).any())
+    biased = bounds(a, b, out_dtype=torch.float32, bias=given.bias).expected
+    assert share((plain.double() + given.bias.double()) != biased.double()) > 0.2
+
+
+def test_an_unknown_family_asks_for_its_file():
+    with pytest.raises(ValueError, match=r"'w\.pt:a' is no input family; load its file and give it as `captured`"):
+        make_inputs(quantize_case("w.pt:a"))
+
+
+def test_the_normal_is_normal():
+    x = Draw("any").normal(1 << 20).double()
+    assert abs(x.mean()) < 5e-3
+    assert abs((x**2).mean() - 1) < 5e-3
+    assert abs((x**4).mean() - 3) < 0.05
+    assert 4.5 < x.abs().max() < 5.5
+    # Kolmogorov and Smirnov's distance: 1.95/√n is a false alarm in a thousand, and the key is fixed.
+    sample = x.sort().values
+    ideal = torch.special.ndtr(sample)
+    steps = torch.arange(1, len(sample) + 1) / len(sample)
+    assert (ideal - steps).abs().max() < 1.95 / len(sample) ** 0.5
+
+
+def test_uniform_is_uniform():
+    x = make_inputs(quantize_case("uniform", (512, 512))).x
+    assert -1 <= x.min() < -0.999
+    assert 0.999 < x.max() < 1
+    assert abs(x.mean()) < 0.01
+    assert abs((x**2).mean() - 1 / 3) < 0.01
+    amax = block_amax(x, 16)
+    assert share(amax > 0.5 * amax.max()) > 0.99
+
+
+# Families of quantize.
+
+
+def scaled(x: torch.Tensor, q: Quantized) -> torch.Tensor:
+    """What the reference rounds to E2M1: fl(x·e)."""
+    factors = element_factors(q.scales, q.tensor_scale, q.recipe).unsqueeze(2)
+    blocks = pad_columns(x.float(), 16).view(x.shape[0], -1, 16)
+    return (blocks * factors).view(x.shape[0], -1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outliers_leave_most_of_their_blocks_near_zero(dtype):
+    x, q = quantized("outliers", dtype=dtype)
+    hit = block_amax(x, 16) > 20
+    assert 0.1 < share(hit) < 0.3
+    small = (codes(q) & 7) <= 1  # 0 and ±0.5 of a grid that ends at 6
+    assert share(small.view(256, -1, 16)[hit]) > 0.8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(128, 128), (304, 304), (129, 272), (3, 40)])
+def test_tiles_give_neighbours_other_scales(shape, dtype):
+    _, q = quantized("tiles", shape, dtype)
+    assert bool((q.scales >= E4M3.max_code - 14 * 8).all())  # none of them 0 or subnormal
+    for distance in (1, 2, 4, 8, 16, 32, 64):
+        assert bool((q.scales[distance:] != q.scales[:-distance]).all())
+    for distance in range(1, 15):
+        assert bool((q.scales[:, distance:] != q.scales[:, :-distance]).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (3, 17), (128, 128), (256, 272)])
+def test_e2m1_ties_are_exact_ties_after_scaling(shape, dtype):
+    x, q = quantized("e2m1-ties", shape, dtype)
+    value = scaled(x, q).abs()
+    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert share(torch.isin(value, midpoints)) > 0.3
+    # Half away from zero takes the upper neighbour of these, half to even the lower one.
+    assert share(torch.isin(value, torch.tensor([0.25, 1.25, 2.5, 5.0]))) > 0.15
+    # The rest lie beside a midpoint, by a step of the dtype, or are their block's amax.
+    beside = (value.unsqueeze(2) / midpoints - 1).abs().amin(2)
+    near = beside <= 2 * torch.finfo(x.dtype).eps
+    assert bool((near | (value == 6)).all())
+    assert share(near & (beside > 0)) > 0.15
+    for sign in (1, -1):
+        assert bool((x.sign() == sign).any())
+    if x.numel() > 1000:
+        assert len(q.scales.unique()) == 16
+        assert len(codes(q).unique()) == 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(128, 128), (256, 272), (304, 304)])
+def test_e4m3_ties_tell_the_order_of_operations(shape, dtype):
+    x, q = quantized("e4m3-ties", shape, dtype)
+    other = quantize(x, "nvfp4@te-2.8")
+    assert share(q.scales != other.scales) > 0.2
+    assert q.amax.item() / 2.0 ** torch.frexp(q.amax).exponent.item() == 65 / 128
+    assert len(q.scales.unique()) > 64
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_low_rows_have_subnormal_scales_and_scales_of_zero(dtype):
+    _, q = quantized("low-rows", dtype=dtype)
+    assert share(q.scales == 0) > 0.05
+    assert share((q.scales > 0) & (q.scales < 8)) > 0.1
+    assert len(q.scales.unique()) > 110
+    first_three = quantize(make_inputs(quantize_case("low-rows", (3, 64), dtype)).x, "nvfp4").scales
+    assert bool((first_three[2] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_huge_rounds_the_other_scales_to_zero(dtype):
+    x, q = quantized("huge", dtype=dtype)
+    assert q.amax.item() == torch.finfo(x.dtype).max
+    assert share(q.scales == 0) > 0.99
+    assert int((q.scales == E4M3.max_code).sum()) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_subnormal_is_subnormal(dtype):
+    x, q = quantized("subnormal", dtype=dtype)
+    limits = torch.finfo(x.dtype)
+    assert q.amax.item() == limits.smallest_normal * (1 - limits.eps)
+    assert share(x != 0) > 0.5
+    flushed = quantize(torch.zeros_like(x), "nvfp4")
+    assert share(codes(q) & 7 != codes(flushed) & 7) > 0.1
+    if dtype != "fp16":
+        assert q.tensor_scale.item() == torch.finfo(torch.float32).max
+
+
+def test_zeros_have_their_sign():
+    for family, code in (("zeros", 0), ("negative-zeros", 8)):
+        x, q = quantized(family)
+        assert bool((x == 0).all())
+        assert bool((codes(q) == code).all())
+        assert bool((q.scales == 0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_first_single_and_a_whole_block(dtype):
+    x, q = quantized("nan", dtype=dtype)
+    bad = x.isnan()
+    assert bool(bad[0, 0])
+    blocks = bad.view(256, -1, 16)
+    assert bool(blocks.all(2).any())
+    assert bool((blocks.sum(2) == 1).any())
+    assert share(bad) < 0.01
+    signs = torch.signbit(x[bad].float())
+    assert bool(signs.any())
+    assert not bool(signs.all())
+    assert bool((codes(q)[bad] == E2M1.max_code).all())
+    assert q.amax.item() < 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inf_has_both_signs(dtype):
+    for shape in ((256, 272), (1, 16), (3, 17)):
+        x, q = quantized("inf", shape, dtype)
+        assert bool((x == torch.inf).any())
+        assert bool((x == -torch.inf).any())
+        assert share(x.isinf()) < 0.2
+        assert q.tensor_scale.item() == 1
+
+
+@pytest.mark.parametrize("role", ["x", "w"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_position_is_told_by_codes_and_scale(dtype, role):
+    given = make_inputs(gemm_case("position", (256, 256, 256), f"{dtype}x{dtype}-fp32"))
+    q = quantize(getattr(given, role), "nvfp4")
+    every = codes(q).view(256, 16, 16)
+    assert bool((every.sort(dim=2).values == torch.arange(16)).all())  # in a block no code comes twice
+    word = (every.long() << (4 * torch.arange(16))).sum(2)  # the block's 64 bits
+    for rows in (slice(0, 128), slice(128, 256)):
+        for blocks in (slice(0, 8), slice(8, 16)):
+            pairs = torch.stack([word[rows, blocks].flatten(), q.scales[rows, blocks].long().flatten()], 1)
+            assert len(pairs.unique(dim=0)) == 1024
+    for distance in range(1, 113):
+        assert bool((q.scales[distance:] != q.scales[:-distance]).all())
+    for distance in range(1, 9):
+        assert bool((q.scales[:, distance:] != q.scales[:, :-distance]).all())
+    assert q.tensor_scale.frexp().mantissa.item() == 0.5
+
+
+@pytest.mark.parametrize("group", [16, 32, 128])
+def test_spread_makes_the_order_of_a_rotation_s_sum_show(group):
+    x = make_inputs(Case("transform", "nvfp4-rht", (256, 256), "bf16", "spread")).x
+    products = x.float().view(-1, group) * signs(Hadamard(group)) * coefficient(group)
+    rows = products.unbind(1)
+    forward, backward = torch.zeros(len(products)), torch.zeros(len(products))
+    for one, other in zip(rows, reversed(rows), strict=True):  # the first row of Sylvester's matrix adds them all
+        forward, backward = forward + one, backward + other
+    assert share(forward != backward) > 0.3
+    if group == 16:  # what cancels is a block's largest
+        assert share(forward.bfloat16() != backward.bfloat16()) > 1e-3
+    exponents = torch.frexp(x.float()).exponent.view(-1, 16)
+    assert (exponents.amax(1) - exponents.amin(1)).float().median() > 40
+
+
+# Families of swizzle.
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (384, 20), (130, 5), (1, 1), (0, 4), (4, 0)])
+def test_bytes_of_a_swizzle_have_any_shape(shape):
+    for family in SCALE_BYTES:
+        scales = make_inputs(Case("swizzle", "", shape, "", family)).x
+        assert (tuple(scales.shape), scales.dtype, scales.is_contiguous()) == (shape, torch.uint8, True)
+
+
+def test_places_are_told_by_bytes():
+    scales = make_inputs(Case("swizzle", "", (512, 32), "", "position")).x
+    tiles = scales.view(4, 128, 8, 4).transpose(1, 2)
+    for tile in tiles.reshape(-1, 128, 4):
+        assert len(tile.unique()) == 256
+        assert len(tile.contiguous().view(torch.int32).unique()) == 128  # every row is told by its four bytes
+        assert all(len(column.unique()) == 128 for column in tile.T)
+        assert all(len(row.unique()) == 4 for row in tile)
+    for down, across in ((1, 0), (0, 1), (1, 1)):  # no place has the byte of a neighbouring tile
+        assert bool((tiles[down:, across:] != tiles[: 4 - down, : 8 - across]).all())
+    assert bool((tiles[1:, :-1] != tiles[:-1, 1:]).all())
+
+
+def test_random_bytes_are_of_every_value():
+    assert len(make_inputs(Case("swizzle", "", (128, 64), "", "bytes")).x.unique()) == 256
+
+
+# Families of gemm.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [17, 512, 3072])
+def test_lattice_is_exact_at_any_depth(depth, dtype):
+    limits, _, _ = multiplied("lattice", depth, dtype)
+    assert bool(limits.exact.all())
+    given = make_inputs(gemm_case("lattice", (96, depth, 80), f"{dtype}x{dtype}-fp32"))
+    q = quantize(given.x, "nvfp4")
+    assert bool((q.scales == E4M3.max_code).all())
+    scale = given.x.float().abs().max() / 6
+    assert bool((decode(codes(q), E2M1) * scale == given.x.float()).all())  # nothing was lost in quantizing
+    assert scale.frexp().mantissa.item() == 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_rounds(dtype):
+    given = make_inputs(gemm_case("rounding", (96, 512, 80), f"{dtype}x{dtype}-fp32"))
+    limits, exact, _ = multiplied("rounding", 512, dtype)
+    assert share(limits.exact) < 0.05
+    left, right = (operand(quantize(m, "nvfp4")).float() for m in (given.x, given.w))
+    in_order = torch.zeros(96, 80)
+    for k in range(0, 512, 16):  # the sum of a block is exact, so only these additions can round
+        in_order += left[:, k : k + 16] @ right[:, k : k + 16].T
+    assert share(in_order.double() != exact) > 0.9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_positive_has_the_tightest_bound(dtype):
+    limits, total, magnitude = multiplied("positive", 3072, dtype)
+    assert torch.equal(total, magnitude)
+    assert share(limits.exact) < 0.05
+    others, _, _ = multiplied("rounding", 3072, dtype)
+    assert (limits.budget / limits.centre.abs()).median() < (others.budget / others.centre.abs()).median() / 4
+    assert bool(multiplied("positive", 512, dtype)[0].exact.all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [128, 640, 3072])
+def test_cancelling_leaves_little_of_much(depth, dtype):
+    _, total, magnitude = multiplied("cancelling", depth, dtype)
+    assert (total.abs() / magnitude).median() < 0.01
+    assert share(total != 0) > 0.7
+
+
+def test_cancelling_of_a_depth_that_is_not_two_blocks():
+    _, total, magnitude = multiplied("cancelling", 77)
+    assert (total.abs() / magnitude).median() < 0.05

@@ -1,0 +1,136 @@
+"""The table of what each recipe costs in accuracy: in page, summary and terminal, and in no verdict."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from narrowgauge.harness.records.environment import describe_run
+from narrowgauge.harness.records.record import succeeded
+from narrowgauge.harness.report import accuracy, report
+from tests.harness.runs import record
+
+NASTY = """<script>alert(1)</script>&"'|"""
+
+
+def measured(tensor: str, sqnr_db: float | None, relative_error: float | None, cosine: float | None) -> dict[str, Any]:
+    return {"tensor": tensor, "sqnr_db": sqnr_db, "relative_error": relative_error, "cosine": cosine}
+
+
+def module(inputs: str, *entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    names = {"operation": "linear", "recipe": "NVFP4BlockScaling", "shape": "1x32x64x32"}
+    return record(inputs, **{**names, **changes}) | {"accuracy": list(entries)}
+
+
+def some() -> list[dict[str, Any]]:
+    y = [measured("y", db, error, 0.99) for db, error in ((20.0, 0.1), (18.0, 0.125), (25.0, 0.05))]
+    return [
+        *(module(str(n), entry, measured("dw", 15.5, 0.17, 0.98)) for n, entry in enumerate(y)),
+        module("zeros", measured("y", None, 0.5, None), recipe="MXFP8BlockScaling"),
+        record(),
+    ]
+
+
+def written(records: list[dict[str, Any]], folder: Path) -> tuple[str, str]:
+    page = report.write(records, {}, folder, elapsed=1.0).read_text(encoding="utf-8")
+    return page, (folder / "summary.md").read_text(encoding="utf-8")
+
+
+def printed(records: list[dict[str, Any]], encoding: str = "utf-8", width: int = 100) -> str:
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding=encoding) as file:
+        report.print_summary(records, Console(file=file, width=width))
+        file.flush()
+        return raw.getvalue().decode(encoding)
+
+
+def test_medians_of_a_recipe_and_an_operation() -> None:
+    first, second = accuracy.rows(some())
+    assert (first.recipe, first.operation, first.cases) == ("MXFP8BlockScaling", "linear", 1)
+    assert first.figures == (None, 0.5, *[None] * 7)
+    assert first.shown == ["", "0.5", *[""] * 7]
+    assert (second.recipe, second.cases) == ("NVFP4BlockScaling", 3)
+    assert second.figures == (20.0, 0.1, 0.99, None, None, None, 15.5, 0.17, 0.98)
+    assert second.shown == ["20.0", "0.1", "0.9900", "", "", "", "15.5", "0.17", "0.9800"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "words"),
+    [
+        ("sqnr_db", -3.25, "−3.2"), ("relative_error", 1.23456e-5, "1.23e-05"),
+        ("cosine", 1.0, "1.0000"), ("cosine", 1 - 1e-9, "0.9999"), ("cosine", -0.5, "−0.5000"), ("cosine", None, ""),
+    ],
+)  # fmt: skip
+def test_figures_for_people(figure: str, value: float | None, words: str) -> None:
+    assert accuracy.shown(figure, value) == words
+
+
+def test_page_and_summary_have_the_table(tmp_path: Path) -> None:
+    page, summary = written(some(), tmp_path)
+    table = page.partition('<section id="accuracy">')[2].partition("</section>")[0]
+    assert accuracy.TITLE in table
+    assert "in no verdict" in table
+    assert '<th scope="row">NVFP4BlockScaling</th><td>linear</td><td class="number">3</td>' in table
+    assert '<td class="number">20.0</td><td class="number">0.1</td><td class="number">0.9900</td>' in table
+    assert '<a href="#accuracy">' in page
+    assert f"\n## {accuracy.TITLE}\n\n{accuracy.NOTE}\n\n| recipe | operation | cases | y SQNR dB |" in summary
+    assert "\n| NVFP4BlockScaling | linear | 3 | 20.0 | 0.1 | 0.9900 |  |  |  | 15.5 | 0.17 | 0.9800 |\n" in summary
+
+
+def test_without_modules_there_is_no_table(tmp_path: Path) -> None:
+    records = [record(), module("none")]
+    page, summary = written(records, tmp_path)
+    assert "accuracy" not in page.partition("<body>")[2].partition("<script")[0]
+    assert accuracy.TITLE not in summary
+    assert accuracy.TITLE not in printed(records)
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    page, summary = written([module("a", measured("y", 1.0, 1.0, 1.0), recipe=NASTY, operation=NASTY)], tmp_path)
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page.partition('<section id="accuracy">')[2]
+    assert "<script>" not in summary.replace("\\<", "")
+    assert printed([module("a", measured("y", 1.0, 1.0, 1.0), recipe="[red]x[/]")]).count("[red]x[/]") == 2
+
+
+def test_a_summary_without_room_says_that_the_table_is_left_out() -> None:
+    from narrowgauge.harness.report import markdown
+
+    whole = markdown.render(some(), {}, 1.0)
+    small = markdown.render(some(), {}, 1.0, budget=len(whole.encode()) - 100)
+    assert f"{accuracy.TITLE}: left out." in small
+    assert len(small.encode()) <= len(whole.encode()) - 100
+
+
+def test_terminal_fits_a_hundred_columns_and_a_screen() -> None:
+    recipe = "NVFP4BlockScaling-norht-nosr-no2d"
+    cells = [measured(tensor, -100.0, 1.23e-12, -0.5) for tensor in accuracy.TENSORS]
+    out = printed([module("a", *cells, recipe=recipe, operation="transformer-layer")])
+    table = out.partition(accuracy.TITLE)[2]
+    assert max(map(len, out.splitlines())) <= 100
+    assert table.count("1.23e-12") == 3
+    usual = [measured(tensor, 20.5, 0.0987, 0.9951) for tensor in accuracy.TENSORS]
+    narrow = printed([module("a", *usual, recipe=recipe, operation="transformer-layer")], width=80)
+    assert narrow.count("0.0987 0.9951") == 3
+    many = [module("a", *cells, recipe=f"r{n}", operation=name) for n in range(30) for name in ("linear", "other")]
+    folded = printed(many).partition(accuracy.TITLE)[2]
+    assert folded.count("(2)") == 30
+    assert "|-100.0|" in printed([module("a", *cells)], "ascii")
+
+
+def test_it_decides_nothing() -> None:
+    assert succeeded([module("a", measured("y", -100.0, 1e5, -1.0))])
+
+
+def test_the_environment_has_the_switches_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RHT", "STOCHASTIC_ROUNDING", "2D_QUANTIZATION"):
+        monkeypatch.delenv(f"NVTE_NVFP4_DISABLE_{name}", raising=False)
+    assert not any("NVTE" in name for name in describe_run(backend="native", device="cpu", seed=0))
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    shown = describe_run(backend="native", device="cpu", seed=0)
+    assert shown["NVTE_NVFP4_DISABLE_RHT"] == "1"
+    assert "NVTE_NVFP4_DISABLE_2D_QUANTIZATION" not in shown

@@ -1,0 +1,155 @@
+"""A product end to end: what a wrong operand does to the output is measured, and blamed once, where it was made."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.gemm.quantized import gemm_quantized
+from tests.harness.backends import GEMM, backend, gemm, quantize
+
+DOORS = {name: getattr(reference, name) for name in (
+    "quantize", "quantize_both", "quantize_grouped", "gemm", "gemm_grouped", "pad_sections", "unpad_sections",
+)} | {"gemm_quantized": gemm_quantized}  # fmt: skip
+
+GROUPED = Case("gemm-grouped", "mxfp8-e4m3", (48, 64, 24), "bf16xbf16-fp32", "normal", ("ragged:3",))
+CASES = {
+    "gemm": GEMM,
+    "gemm with addends": replace(GEMM, flags=("tn", "accumulate", "bias")),
+    "columnwise": replace(GEMM, recipe="mxfp8-e4m3", flags=("nt",)),
+    "quantized": Case(
+        "gemm-quantized", "mxfp8-e4m3", (16, 64, 32), "bf16xbf16-fp32", "normal", ("tn", "mxfp8-e4m3"),
+    ),
+    "grouped": GROUPED,
+    "padded": replace(GROUPED, flags=("ragged:3", "padded", "bias")),
+}  # fmt: skip
+every_product = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def run(case, **doors):
+    return run_case(case, backend(**{**DOORS, **doors}))
+
+
+def wrong(record):
+    return [entry["stage"] for entry in record.stages if entry["sentence"]]
+
+
+def spoilt_codes(name):
+    """The door of that name, whose codes of matrices with as many rows as x are wrong in row 3."""
+    door = DOORS[name]
+
+    def spoil(x, *arguments, **options):
+        found = door(x, *arguments, **options)
+        if name == "quantize_both":
+            found[1].codes[:, 3] ^= 0x07
+        elif len(found.codes) > 8:  # of x, and of the w of no section
+            found.codes[3] ^= 0x07
+        return found
+
+    return spoil
+
+
+@every_product
+def test_right_operands_and_a_right_product_are_right_end_to_end(case):
+    record = run(case)
+    assert (record.verdict, record.outside_share) == ("pass", 0)
+    assert (record.allclose, record.sqnr_db, record.sweep) == (True, math.inf, [1.0] * 6)
+
+
+@every_product
+def test_equal_operands_cost_no_second_computation(case, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("bounds were computed again")
+
+    monkeypatch.setattr("narrowgauge.harness.operations.stages.end_to_end.bounds", refuse)
+    record = run(case)
+    assert (record.verdict, record.message) == ("pass", "")
+
+
+@pytest.mark.parametrize(
+    ("case", "door", "stages"),
+    [
+        (CASES["gemm"], "quantize", ["x.codes", "w.codes"]),
+        (CASES["columnwise"], "quantize_both", ["x.codes", "w.codes"]),
+        (CASES["quantized"], "quantize", ["x.codes", "w.codes"]),
+        (CASES["grouped"], "quantize_grouped", ["x.codes"]),
+        (CASES["padded"], "quantize_grouped", ["x.codes"]),
+    ],
+    ids=["gemm", "columnwise", "quantized", "grouped", "padded"],
+)
+def test_wrong_codes_under_a_right_product_fail_where_they_are_made_and_show_at_the_end(case, door, stages):
+    doors = {door: spoilt_codes(door)}
+    if case.operation == "gemm-quantized":  # quantizes its output by another door, or that would be wrong too
+        doors["quantize"] = lambda x, *a, **o: (
+            spoilt_codes(door) if x.dtype == torch.bfloat16 else reference.quantize
+        )(x, *a, **o)
+    record = run(case, **doors)
+    assert record.verdict == "fail"
+    assert wrong(record) == stages
+    assert 0 < record.outside_share < 1
+    assert record.allclose is False
+    assert record.sqnr_db < 60
+    assert record.sweep[-1] < 1
+
+
+@every_product
+def test_a_wrong_product_of_right_codes_shows_in_its_stage_and_at_the_end(case):
+    def spoil(output):
+        output[3, 5] = 2 * output[3, 5] + 1
+
+    def grouped(a, b, **options):
+        output = reference.gemm_grouped(a, b, **options)
+        spoil(output)
+        return output
+
+    def fused(a, b, rule, *, out_dtype, **options):
+        return reference.quantize(gemm(spoil)(a, b, out_dtype=out_dtype, **options), rule)
+
+    record = run(case, gemm=gemm(spoil), gemm_grouped=grouped, gemm_quantized=fused)
+    assert wrong(record) == ["output"]
+    outputs = next(entry for entry in record.stages if entry["stage"] == "output")
+    assert outputs["mismatches"] == 1
+    assert record.outside_share == 1 / outputs["compared"]
+    assert record.allclose is False
+
+
+def test_codes_that_other_codes_make_good_show_nothing_at_the_end():
+    """What is blamed is not what is measured: the other zero is a wrong code, and the same product."""
+
+    def spoil(q):
+        q.codes[0] = torch.where(q.codes[0] & 0x07 == 0, q.codes[0] ^ 0x08, q.codes[0])
+
+    record = run(replace(GEMM, inputs="lattice"), quantize=quantize(spoil))
+    assert wrong(record) == ["x.codes", "w.codes"]
+    assert record.outside_share == 0
+    assert record.allclose is True
+
+
+def test_padding_that_is_not_zero_shows_at_the_end_where_it_raises_an_amax():
+    """The end is that of the reference's own padding."""
+
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        padded[11:32] = 100 * padded.abs().amax()
+        return padded, aligned
+
+    case = replace(GROUPED, recipe="fp8-current-e4m3", shape=(99, 64, 24), flags=("ragged:3", "padded"))
+    record = run(case, pad_sections=pad)
+    assert wrong(record) == ["padding", "rows"]
+    assert record.outside_share > 0
+
+
+def test_a_backend_that_does_not_quantize_multiplies_the_reference_s_operands():
+    record = run_case(GEMM, backend(gemm=reference.gemm))
+    assert (record.verdict, record.outside_share) == ("pass", 0)
+    assert {entry["stage"] for entry in record.stages} == {"memory", "repeat", "output"}
+
+
+def test_what_is_no_product_has_no_end_to_end():
+    for case in (replace(GEMM, shape=(0, 64, 24)), Case("quantize", "nvfp4", (16, 32), "bf16", "normal")):
+        record = run(case)
+        assert (record.verdict, record.outside_share) == ("pass", None)

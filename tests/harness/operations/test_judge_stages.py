@@ -1,0 +1,258 @@
+"""Single bytes and numbers, wrong in one stage of a case: what each stage says of zeros, NaN, infinities, single steps.
+
+What is right is known here by construction, from bits, and not from the harness.
+"""
+
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from tests.harness.backends import QUANTIZE, backend, quantize
+
+MX = replace(QUANTIZE, recipe="mxfp8-e4m3@ocp", shape=(32, 64), inputs="nan")  # of a block with a NaN, 255
+BLOCKS = replace(QUANTIZE, recipe="fp8-block-1x128-e4m3-fp32", shape=(16, 256))
+SWIZZLED = replace(QUANTIZE, shape=(130, 80), inputs="position", flags=("swizzled",))
+BOTH = replace(QUANTIZE, flags=("both",))
+
+
+def run(case, **doors):
+    return run_case(case, backend(**doors))
+
+
+def wrong(record):
+    return {entry["stage"]: entry["sentence"] for entry in record.stages if entry["sentence"]}
+
+
+def changing(change):
+    """A quantize that gives the reference's result after `change`."""
+
+    def change_alone(q):
+        change(q)
+
+    return quantize(change_alone)
+
+
+def spoilt(part, place, number):
+    """A quantize whose `part` is `number` at a place: a byte, or the bits of a float32."""
+
+    def change(q):
+        tensor = getattr(q, part)
+        if tensor.dtype == torch.float32:
+            tensor.view(torch.int32)[place] = struct.unpack("<i", struct.pack("<I", number))[0]
+        else:
+            tensor[place] = number
+
+    return quantize(change)
+
+
+# Scales of E8M0.
+
+
+def place_of(case, byte, *, equal=True):
+    """A scale of the reference's that has a byte, or another one."""
+    scales = reference.quantize(make_inputs(case).x, case.recipe).scales
+    return tuple(((scales == byte) == equal).nonzero()[0].tolist())
+
+
+@pytest.mark.parametrize("number", [0, 1, 127, 254])
+def test_a_number_where_the_scale_is_nan(number):
+    place = place_of(MX, 255)
+    record = run(MX, quantize=spoilt("scales", place, number))
+    assert record.stage == "scales"
+    assert wrong(record)["scales"].startswith("1 of 64 block scales differ, each by ")
+    (element,) = record.findings[0]["elements"]
+    assert (element["row"], element["block"], element["expected_bits"]) == (*place, "0b11111111")
+    assert element["distance"] == 255 - number
+    assert element["expected"] == "nan"
+
+
+def test_nan_where_the_scale_is_a_number():
+    place = place_of(MX, 255, equal=False)
+    record = run(MX, quantize=spoilt("scales", place, 255))
+    assert record.stage == "scales"
+    (element,) = record.findings[0]["elements"]
+    assert (element["row"], element["block"], element["actual_bits"]) == (*place, "0b11111111")
+    assert element["actual"] == "nan"
+
+
+# Scales of float32.
+
+
+@pytest.mark.parametrize(
+    ("bits", "steps"),
+    [
+        (0x7FC00000, None), (0xFFC00000, None), (0x7F800000, None), (0xFF800000, None), (0x80000000, None),
+        (0x00000001, None), ("up", 1), ("down", 1), ("negative", None),
+    ],
+)  # fmt: skip
+def test_a_wrong_scale_of_float32(bits, steps):
+    right = reference.quantize(make_inputs(BLOCKS).x, BLOCKS.recipe).scales
+    raw = struct.unpack("<I", struct.pack("<f", float(right[5, 1])))[0]
+    bits = {"up": raw + 1, "down": raw - 1, "negative": raw ^ 0x80000000}.get(bits, bits)
+    record = run(BLOCKS, quantize=spoilt("scales", (5, 1), bits))
+    assert record.stage == "scales"
+    assert wrong(record)["scales"].startswith("1 of 32 block scales differ, each by ")
+    (element,) = record.findings[0]["elements"]
+    assert (element["row"], element["block"], element["actual_bits"]) == (5, 1, f"0x{bits:08X}")
+    if steps is not None:
+        assert element["distance"] == steps
+
+
+def test_the_other_zero_is_another_scale():
+    case = replace(BLOCKS, recipe="fp8-block-1x128-e4m3-fp32", inputs="zeros")
+    right = reference.quantize(make_inputs(case).x, case.recipe).scales
+    record = run(case, quantize=changing(lambda q: q.scales.mul_(-1)))
+    assert record.stage == "scales"
+    assert record.mismatches >= right.numel()
+
+
+# The tensor's numbers.
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800000, 0x80000000, 0xBF800000])
+@pytest.mark.parametrize("part", ["amax", "tensor_scale"])
+def test_a_wrong_number_of_the_tensor(part, bits):
+    record = run(QUANTIZE, quantize=spoilt(part, (0,), bits))
+    stage = part.replace("_", " ")
+    assert record.stage == stage
+    assert wrong(record)[stage].startswith("1 of 1 ")
+    (element,) = record.findings[0]["elements"]
+    assert element["actual_bits"] == f"0x{bits:08X}"
+
+
+# Codes: every bit of a byte, in every format.
+
+ELEMENTS = ["nvfp4", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8-e4m3", "mxfp8-e5m2"]
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_bit_of_a_code_counts(name):
+    case = replace(QUANTIZE, recipe=name, shape=(8, 64))
+    for bit in range(8):
+        record = run(case, quantize=changing(lambda q, bit=bit: q.codes[5, 9].bitwise_xor_(1 << bit)))
+        assert list(wrong(record)) == ["codes"], bit
+        assert record.mismatches == 1
+        (element,) = record.findings[0]["elements"]
+        column = 18 + bit // 4 if name in ("nvfp4", "mxfp4") else 9
+        assert (element["row"], element["column"]) == (5, column)
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_other_sign_of_zero_is_a_wrong_code(name):
+    case = replace(QUANTIZE, recipe=name, shape=(4, 64), inputs="zeros")
+    minus = {"nvfp4": 0x88, "mxfp4": 0x88, "mxfp6-e2m3": 0x20, "mxfp6-e3m2": 0x20}.get(name, 0x80)
+    record = run(case, quantize=changing(lambda q: q.codes.fill_(minus)))
+    assert wrong(record) == {
+        "codes": "256 of 256 codes differ, each the other zero, the first at row 0, column 0",
+    }
+    assert (record.mismatches, record.max_ulp) == (256, 0)
+
+
+# Layout.
+
+
+def test_two_scales_that_are_exchanged_are_a_matter_of_layout():
+    def exchange(q):
+        q.scales.view(-1)[[0, 1]] = q.scales.view(-1)[[1, 0]]
+
+    record = run(SWIZZLED, quantize=swizzling(exchange))
+    assert list(wrong(record)) == ["layout"]
+    assert wrong(record)["layout"] == "the scales are right, but 2 of 2 048 bytes lie in another place"
+
+
+def test_a_byte_of_the_padding_is_a_matter_of_layout():
+    for place, byte in (((-1, -1), 1), ((-1, -1), 0x80)):
+        record = run(SWIZZLED, quantize=swizzling(lambda q, place=place, byte=byte: q.scales[place].fill_(byte)))
+        assert wrong(record) == {"layout": "1 of 1 398 padding bytes are not 0"}
+
+
+def swizzling(change):
+    """A quantize that swizzles its scales, and what `change` does to them."""
+
+    def door(x, recipe, *, swizzled=False, **options):
+        q = reference.quantize(x, recipe, **options)
+        if swizzled:
+            q = replace(q, scales=reference.swizzle(q.scales), swizzled=True)
+            change(q)
+        return q
+
+    return door
+
+
+# Values.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("inputs", "number"),
+    [("normal", float("nan")), ("nan", 1.0), ("zeros", -0.0), ("normal", float("inf")), ("normal", float("-inf"))],
+)
+def test_a_wrong_value(dtype, inputs, number):
+    def dequantize(q, kind):
+        values = reference.dequantize(q, kind)
+        values[0, 0] = number  # where the family has a NaN, if any
+        return values
+
+    record = run(replace(QUANTIZE, dtype=dtype, inputs=inputs), quantize=reference.quantize, dequantize=dequantize)
+    assert list(wrong(record)) == ["values"]
+    assert record.mismatches == 1
+    assert wrong(record)["values"].endswith("at row 0, column 0")
+    assert ("the other zero" in wrong(record)["values"]) == (inputs == "zeros")
+
+
+# Halves, repeats, inputs: bytes, whatever they mean.
+
+
+@pytest.mark.parametrize("part", ["codes", "scales", "amax"])
+def test_one_bit_of_a_half_that_is_made_alone(part):
+    def door(x, recipe, *, rowwise=True, columnwise=True, **options):
+        row, column = reference.quantize_both(x, recipe, rowwise=rowwise, columnwise=columnwise, **options)
+        if row is None:
+            getattr(column, part).view(torch.uint8).view(-1)[-1] ^= 0x80
+        return row, column
+
+    record = run(BOTH, quantize_both=door)
+    assert list(wrong(record)) == ["halves"]
+    total = {"codes": 32 * 48 // 2, "scales": 48 * 2, "amax": 1}[part]
+    assert wrong(record)["halves"] == (f"1 of {total} {part} of the columnwise half differ when it is made alone")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "before", "after"),
+    [("nan", 0x7FC0, 0x7FC1), ("zeros", 0, -0x8000), ("normal", 0x3F80, 0x3F81)],
+    ids=["another NaN", "the other zero", "one step"],
+)
+def test_a_second_run_with_other_bits(inputs, before, after):
+    """Numbers that are equal, or NaN both times, are other bits all the same."""
+    calls = []
+
+    def transform(x, recipe):
+        out = reference.transform(x, recipe)
+        calls.append(out)
+        out.view(torch.int16)[0, 0] = before if len(calls) == 1 else after
+        return out
+
+    case = Case("transform", "nvfp4-rht", (16, 32), "bf16", inputs)
+    record = run(case, transform=transform)
+    said = wrong(record)["repeat"]
+    assert said.startswith("1 of 512 elements of output differ between first run and second run")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "word"), [("nan", 0x7FC1), ("zeros", -0x8000)], ids=["another NaN", "the other zero"]
+)
+def test_an_input_with_other_bits(inputs, word):
+    def door(x, recipe):
+        q = reference.quantize(x, recipe)
+        x.view(torch.int16)[0, 0] = word
+        return q
+
+    record = run(replace(QUANTIZE, inputs=inputs), quantize=door)
+    assert list(wrong(record)) == ["memory"]
+    assert " of input x were changed (first run)" in record.message

@@ -1,0 +1,531 @@
+"""Modules: the reference passes every kind of case, and a module with one defect fails at the stage of that defect."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.case import Case, CaseFileError, load
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.modules.modules import judge_module
+from narrowgauge.harness.records.record import Record, elements_compared
+from narrowgauge.harness.records.saved import Saved, save
+from narrowgauge.harness.records.saved import load as load_saved
+from narrowgauge.harness.report.text import not_compared
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.running.shrink import shrink
+from narrowgauge.reference import modules
+from narrowgauge.reference.high_precision.bounded import Bounded
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe, recipe
+from tests.harness.backends import backend
+
+SHAPE = (1, 16, 32, 32)
+BUTTERFLY = {"transform": "butterfly"}
+DOORS: dict[str, Any] = {
+    name: getattr(modules, name) for name in ("Linear", "LayerNormLinear", "GroupedLinear", "TransformerLayer")
+}
+
+
+def linear(training: str = "MXFP8BlockScaling", *flags: str, shape=SHAPE, dtype="bf16", inputs="normal") -> Case:
+    return Case("linear", training, shape, dtype, inputs, flags)
+
+
+def grouped(training: str, *flags: str) -> Case:
+    return Case("grouped-linear", training, (24, 32, 16), "bf16", "normal", flags)
+
+
+def layer(training: str, *flags: str) -> Case:
+    return Case("transformer-layer", training, (1, 16, 32, 48), "bf16", "normal", ("heads:2", *flags))
+
+
+def run(case: Case, declares: dict[str, str] | None = None, **doors: Any) -> Record:
+    return run_case(case, backend(declares=BUTTERFLY if declares is None else declares, **(doors or DOORS)))
+
+
+def passes(case: Case, **options: Any) -> Record:
+    record = run(case, **options)
+    assert (record.verdict, record.message) == ("pass", ""), case.id
+    return record
+
+
+def fails(case: Case, stage: str, **doors: Any) -> Record:
+    record = run(case, **doors)
+    assert (record.verdict, record.stage) == ("fail", stage), (case.id, record.message)
+    return record
+
+
+# The reference passes, and every stage is seen.
+
+OPERAND = ("scales", "codes")
+STAGES = [
+    "memory", "repeat", *(f"x.{part}" for part in OPERAND), *(f"w.{part}" for part in OPERAND), "y",
+    *(f"dy.{part}" for part in OPERAND), *(f"w columnwise.{part}" for part in OPERAND), "dx",
+    *(f"dy columnwise.{part}" for part in OPERAND), *(f"x columnwise.{part}" for part in OPERAND), "dw", "dbias",
+]  # fmt: skip
+
+
+def test_every_stage_of_every_step_is_judged() -> None:
+    record = passes(linear("MXFP8BlockScaling", "steps:2", "bias"))
+    found = [entry["stage"] for entry in record.stages]
+    assert found == STAGES[:2] + [f"step {n} {stage}" for n in (1, 2) for stage in STAGES[2:]]
+    assert all(entry["compared"] for entry in record.stages)
+    assert not_compared([record.to_dict()]) == "Not compared: no case and no stage."
+    assert record.sqnr_db == float("inf")  # end to end, the reference against itself
+
+
+KINDS = [
+    linear("NVFP4BlockScaling", "steps:3", "accumulate", "bias", "quantized-parameters", "delayed-wgrad"),
+    linear("NVFP4BlockScaling-norht-nosr-no2d", "bias", dtype="fp16"),
+    linear("Float8BlockScaling", "steps:3", "accumulate", inputs="cancelling"),
+    linear("DelayedScaling-recent-history2", "steps:3", "recompute", dtype="fp32"),
+    linear("Float8CurrentScaling", inputs="nan"),
+    Case("layernorm-linear", "NVFP4BlockScaling", SHAPE, "bf16", "outliers", ("bias", "recompute", "delayed-wgrad")),
+    Case("layernorm-linear", "DelayedScaling", SHAPE, "fp32", "zeros", ("rms", "steps:3")),
+    grouped("NVFP4BlockScaling", "rows:7,0,17", "bias"),
+    grouped("DelayedScaling-history2", "front:3", "steps:2", "accumulate", "quantized-parameters", "recompute"),
+    Case("grouped-linear", "MXFP8BlockScaling", (0, 32, 16), "bf16", "normal", ("empty:3", "bias")),
+    layer("NVFP4BlockScaling", "rms", "bias"),
+]
+SLOW = layer("DelayedScaling-history2", "steps:3", "accumulate", "delayed-wgrad", "recompute")
+
+
+@pytest.mark.parametrize("case", [*KINDS, pytest.param(SLOW, marks=pytest.mark.long)], ids=lambda case: case.id)
+def test_the_reference_passes(case: Case) -> None:
+    record = passes(case)
+    assert all(entry["compared"] for entry in record.stages if case.shape[0])
+    assert [entry["tensor"] for entry in record.accuracy] == ["y", "dx", "dw"]
+
+
+def test_accuracy_is_of_the_last_step_and_without_what_was_there_before() -> None:
+    """8 bits cost 30 dB, 4 bits 20; and of what accumulates only this step's gradient is compared."""
+    for training, least, most in (("MXFP8BlockScaling", 24, 40), ("NVFP4BlockScaling-norht-nosr", 12, 24)):
+        record = passes(linear(training, "accumulate"))
+        y, dx, _ = record.accuracy
+        assert least < y["sqnr_db"] < most
+        assert 0.9 < dx["cosine"] < 1
+        assert y["relative_error"] == pytest.approx(10 ** (-y["sqnr_db"] / 20))
+    zeros = passes(linear(inputs="zeros")).accuracy
+    assert zeros[0] == {"tensor": "y", "sqnr_db": None, "relative_error": None, "cosine": None}
+
+
+# One defect each.
+
+
+class Relabelled(modules.Linear):
+    """A layer whose operands of some kind are made by another recipe than they say."""
+
+    changed = "x columnwise"
+
+    def operand(self, x: torch.Tensor, recipe: Recipe, scale: Any, **options: Any) -> Quantized:
+        rule, (columnwise, random) = recipe, (options.get("columnwise", False), options.get("random"))
+        if self.changed == "x columnwise" and columnwise and recipe == find("nvfp4-rht"):
+            rule = recipe.rowwise
+        if self.changed == "dy" and random is not None:
+            rule, options["random"] = find("nvfp4-rht"), None
+        return replace(super().operand(x, rule, scale, **options), recipe=recipe if columnwise else recipe.rowwise)
+
+
+find = recipe
+
+
+class Nearest(Relabelled):
+    changed = "dy"
+
+
+class Dgrad(modules.Linear):
+    """The product for the input's gradient takes the rowwise half of the weight, which is square."""
+
+    def weight_operand(self, *given: Any, columnwise: bool = False) -> Quantized:
+        return super().weight_operand(*given, columnwise=False)
+
+
+class BiasTwice(modules.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.bias
+
+
+class Stale(modules.Linear):
+    """A weight that is quantized in the first step, and never again."""
+
+    def weight_operand(self, *given: Any, columnwise: bool = False) -> Quantized:
+        kept = self.__dict__.setdefault("kept", {})
+        return kept.setdefault(columnwise, super().weight_operand(*given, columnwise=columnwise))
+
+
+class NotRolled(modules.Linear):
+    """The history stays where it is; scales are made of it."""
+
+    def _update(self, columns: slice, recipe: Any) -> None:
+        assert self.amax_history is not None
+        before, observer, self.observer = self.amax_history.clone(), self.observer, None
+        super()._update(columns, recipe)
+        self.observer = observer
+        self.amax_history.copy_(before)
+        self.observe("history", self.amax_history.clone())
+        assert self.scale is not None
+        self.observe("scale", self.scale.clone())
+
+
+class NarrowMain(modules.Linear):
+    """Gradients accumulate in bfloat16."""
+
+    def _gradients(self, products: Any) -> Any:
+        found = super()._gradients(products)
+        for main in self.main_grads():
+            main.copy_(main.bfloat16())
+        return found
+
+
+class Dropped(modules.Linear):
+    def backward_dw(self) -> None:
+        self._waiting.clear()
+
+
+class Eager(modules.Linear):
+    """Gradients of weights do not wait."""
+
+    def weight_gradients(self, products: Any) -> Any:
+        return self._gradients(products)
+
+    def backward_dw(self) -> None:
+        pass
+
+
+class SameDraw(modules.Linear):
+    """Every backward draws the bits of the first."""
+
+    def next_random(self) -> tuple[int, int]:
+        return self.seed, 0
+
+
+class Forgetful(modules.Linear):
+    """A second forward that quantizes by what was updated meanwhile."""
+
+    def present_scales(self, recipe: Any, device: Any) -> Any:
+        super().present_scales(recipe, device)
+        return self.scale
+
+
+class ChangesInput(modules.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.detach().view(-1)[0] = 7
+        return super().forward(x)
+
+
+class NoisyBackward(modules.Linear):
+    """Gradients that are another every time."""
+
+    count = 0
+
+    def weight_gradients(self, products: Any) -> Any:
+        NoisyBackward.count += 1
+        return [found + NoisyBackward.count for found in super().weight_gradients(products)]
+
+
+class SkipsEmpty(modules.GroupedLinear):
+    """Groups without a token are passed over when sections are counted, and weights are not."""
+
+    def forward(self, x: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
+        self.observer = None
+        tokens = [rows for rows in m_splits if rows]
+        return super().forward(x, tokens + [0] * (len(m_splits) - len(tokens)))
+
+
+class NoGradientOfEmpty(modules.GroupedLinear):
+    def weight_gradients(self, products: Any) -> Any:
+        found = super().weight_gradients(products)
+        return [None, *found[1:]]
+
+
+WRONG = [
+    ("step 1 w columnwise.scales", linear("NVFP4BlockScaling-norht-nosr-no2d"), {"Linear": Dgrad}),
+    ("step 1 x columnwise.amax", linear("NVFP4BlockScaling"), {"Linear": Relabelled}),
+    ("step 1 dy.codes", linear("NVFP4BlockScaling"), {"Linear": Nearest}),
+    ("step 1 y", linear("MXFP8BlockScaling", "bias"), {"Linear": BiasTwice}),
+    ("step 2 w.codes", linear("MXFP8BlockScaling", "steps:2"), {"Linear": Stale}),
+    ("step 1 history", linear("DelayedScaling-history2"), {"Linear": NotRolled}),
+    ("step 1 dw", linear("MXFP8BlockScaling", "accumulate"), {"Linear": NarrowMain}),
+    ("step 1 dw", linear("MXFP8BlockScaling", "delayed-wgrad"), {"Linear": Dropped}),
+    ("step 1 dw", linear("MXFP8BlockScaling", "accumulate", "delayed-wgrad"), {"Linear": Dropped}),
+    ("step 1 dw", linear("MXFP8BlockScaling", "delayed-wgrad"), {"Linear": Eager}),
+    ("step 2 dy.codes", linear("NVFP4BlockScaling-norht", "steps:2"), {"Linear": SameDraw}),
+    ("step 1 recomputed", linear("DelayedScaling", "recompute"), {"Linear": Forgetful}),
+    ("memory", linear(), {"Linear": ChangesInput}),
+    ("repeat", linear(), {"Linear": NoisyBackward}),
+    ("step 1 y", grouped("MXFP8BlockScaling", "front:3"), {"GroupedLinear": SkipsEmpty}),
+    ("step 1 dw", grouped("MXFP8BlockScaling", "front:3"), {"GroupedLinear": NoGradientOfEmpty}),
+]
+
+
+SAID = {
+    Dropped: "weight has no gradient",
+    Eager: "weight has its gradient before backward_dw is called",
+    NoGradientOfEmpty: "section 0 of 3: weight0 has no gradient",
+    Forgetful: "x is not what it was in the first forward",
+}
+
+
+NAMED = {
+    Relabelled: "rotation-missing",
+    Nearest: "nearest-not-stochastic",
+    BiasTwice: "bias-twice",
+    Stale: "operand-of-the-step-before",
+    NotRolled: "history-not-rolled",
+    NarrowMain: "output-through-bf16",
+    Dropped: ("gradient-missing", "product-missing"),
+    Eager: "gradient-too-early",
+    Forgetful: "recomputed-otherwise",
+    ChangesInput: "changes-its-input",
+    NoisyBackward: "not-repeatable",
+    NoGradientOfEmpty: "gradient-missing",
+}
+"""The first of the causes that explain them; of several any, where the options decide."""
+
+
+@pytest.mark.parametrize(("stage", "case", "doors"), WRONG, ids=[next(iter(d.values())).__name__ for *_, d in WRONG])
+def test_a_wrong_module_fails_at_its_stage(stage: str, case: Case, doors: dict[str, Any]) -> None:
+    record = fails(case, stage, **doors)
+    (wrong,) = doors.values()
+    if wrong in SAID and "accumulate" not in case.flags:
+        assert record.message == f"{stage}: {SAID[wrong]}"
+    if wrong in NAMED:
+        first = record.explanations[0]
+        assert first["exact"]
+        assert first["cause"] in NAMED[wrong]
+
+
+def test_a_norm_with_eps_outside_the_root_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outside(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, kind: str, eps: float) -> Bounded:
+        given = x.double()
+        centred = given - given.mean(1, keepdim=True)
+        y = centred / (centred.square().mean(1, keepdim=True).sqrt() + eps) * gamma.double() + beta.double()
+        return Bounded(y, torch.zeros_like(y))
+
+    monkeypatch.setattr("narrowgauge.reference.modules.layer_norm_linear.norm_forward", outside)
+    fails(Case("layernorm-linear", "MXFP8BlockScaling", SHAPE, "bf16", "normal-1e-3"), "step 1 norm", **DOORS)
+
+
+def test_attention_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Bounded:
+        value = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+        return Bounded(value, torch.zeros_like(value))
+
+    monkeypatch.setattr("narrowgauge.reference.modules.transformer.attention_forward", unmasked)
+    fails(layer("MXFP8BlockScaling"), "step 1 attention", **DOORS)
+
+
+# What a module does not report.
+
+
+class Silent(modules.Linear):
+    """Reports nothing."""
+
+    @property
+    def observer(self) -> None:
+        return None
+
+    @observer.setter
+    def observer(self, _: Any) -> None:
+        pass
+
+
+class SilentWrong(Silent, Dgrad):
+    pass
+
+
+class SilentNorm(modules.LayerNormLinear):
+    observer = Silent.observer
+
+
+def test_a_module_that_reports_nothing_is_judged_by_what_it_gives() -> None:
+    record = passes(linear("NVFP4BlockScaling", "steps:2", "bias"), Linear=Silent)
+    compared = [entry["stage"] for entry in record.stages if entry["compared"]]
+    ends = ("y", "dx", "dw", "dbias")
+    assert compared == ["memory", "repeat", *(f"step {n} {name}" for n in (1, 2) for name in ends)]
+    halves = [f"{operand}{half}" for half in ("", " columnwise") for operand in ("x", "w", "dy")]
+    assert {entry["stage"] for entry in record.stages if not entry["compared"]} == set(halves)
+    assert "stages not observed: linear x in 1 case, " in not_compared([record.to_dict()])
+    fails(linear("MXFP8BlockScaling", "bias"), "step 1 dx", Linear=SilentWrong)
+
+
+def test_what_right_modules_may_differ_in_is_not_judged_where_it_is_not_reported() -> None:
+    """A rotation in a free order, random bits of a module's own, what a norm gave: nobody knows what it multiplied."""
+    rotated = passes(linear("NVFP4BlockScaling"), declares={}, Linear=Silent)
+    drawn = passes(linear("NVFP4BlockScaling"), declares={"random": "own"}, Linear=Silent)
+    case = Case("layernorm-linear", "MXFP8BlockScaling", SHAPE, "bf16", "normal", ("bias",))
+    behind = passes(case, LayerNormLinear=SilentNorm)
+    for record, wanted in ((rotated, {"y", "dx"}), (drawn, {"y"}), (behind, {"dbias"})):
+        compared = {entry["stage"] for entry in record.stages if entry["compared"]} - {"memory", "repeat"}
+        assert compared == {f"step 1 {name}" for name in wanted}
+
+
+def test_nothing_to_compare_is_no_pass() -> None:
+    record = run(Case("layernorm-linear", "MXFP8BlockScaling", SHAPE, "bf16", "normal"), LayerNormLinear=SilentNorm)
+    assert (record.verdict, record.message) == ("error", "nothing was compared")
+    assert not elements_compared(record.to_dict())
+
+
+def test_random_bits_of_its_own_are_judged_by_their_distribution() -> None:
+    class Own(modules.Linear):
+        def next_random(self) -> tuple[int, int]:
+            return int(torch.randint(1 << 40, ())), 0
+
+    case = linear("NVFP4BlockScaling-norht", "steps:2")
+    record = passes(case, declares={**BUTTERFLY, "random": "own"}, Linear=Own)
+    assert {entry["rule"] for entry in record.stages if entry["stage"].startswith("step 2 dy")} >= {"statistics"}
+    assert record.draws
+    fails(case, "repeat", Linear=Own)
+
+
+def test_a_free_rotation_is_judged_by_its_interval() -> None:
+    record = passes(linear("NVFP4BlockScaling-nosr"), declares={})
+    rules = {entry["stage"]: entry["rule"] for entry in record.stages}
+    assert rules["step 1 x columnwise.codes"] == rules["step 1 dy columnwise.codes"] == "boundary"
+    assert rules["step 1 x.codes"] == rules["step 1 w columnwise.codes"] == "exact"
+
+
+# What is no result, and what is not there.
+
+
+def test_results_that_are_none_are_errors() -> None:
+    class Wide(modules.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).float()
+
+    class Both(modules.Linear):
+        def weight_gradients(self, products: Any) -> Any:
+            super().weight_gradients(products)
+            return [product(self.dtype, None) for product in products]
+
+    class Renamed(modules.Linear):
+        def named_parameters(self, *given: Any, **options: Any) -> Any:
+            return ((f"my_{name}", value) for name, value in super().named_parameters(*given, **options))
+
+    class Refuses(modules.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError("no kernel for this")
+
+    class Raises(modules.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("this is odd")
+
+    class Reports(modules.Linear):
+        def observe(self, name: str, value: Any) -> None:
+            super().observe(name, 7 if name == "x" else value)
+
+    shape = "of shape (1, 16, 32)"
+    for wrong, verdict, words in (
+        (Wide, "error", f"Linear gave y as float32 {shape}, not bfloat16 {shape}"),
+        (Both, "error", "Linear gave weight.grad, though it accumulates into main_grad"),
+        (Renamed, "error", "Linear has no parameter weight; it has my_weight, my_bias"),
+        (Refuses, "unsupported", "no kernel for this"),
+        (Raises, "error", "forward of Linear raised ValueError: this is odd (at test_modules.py:"),
+        (Reports, "error", "the reported x gave int; it gives codes, scales and amax"),
+    ):
+        record = run(linear("MXFP8BlockScaling", "accumulate", "bias"), Linear=wrong)
+        assert (record.verdict, record.message[: len(words)]) == (verdict, words)
+
+
+def test_options_are_given_only_where_they_differ_from_their_default() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Spying(modules.Linear):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            seen.append((given, sorted(options)))
+            super().__init__(*given, **options)
+
+    passes(linear("MXFP8BlockScaling", "bias"), Linear=Spying)
+    assert seen[0] == ((32, 32), [])
+    case = linear("NVFP4BlockScaling-norht", "accumulate", "delayed-wgrad", dtype="fp32")
+    passes(case, Linear=Spying)
+    assert seen[-1] == ((32, 32), ["accumulate", "bias", "delay_wgrad", "dtype", "seed"])
+
+
+# Inputs, saving and case files.
+
+
+def test_inputs_are_the_same_every_time_and_others_in_every_step() -> None:
+    case = linear("NVFP4BlockScaling", "steps:3", "accumulate", "bias")
+    one, other, third = make_inputs(case), make_inputs(case), make_inputs(case, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+    assert one.random == other.random != third.random
+    assert sorted(one.given) == ["bias", "dy", "weight", "weight.main_grad"]
+    assert one.given["weight.main_grad"].dtype == torch.float32
+    assert not torch.equal(one.x[0], one.x[1])
+    assert not torch.equal(one.given["dy"][0], one.given["dy"][1])
+
+
+def test_a_failure_is_saved_whole_and_not_shrunk(tmp_path: Any) -> None:
+    case = linear("MXFP8BlockScaling", "bias")
+    given, wrong = make_inputs(case), backend(Linear=BiasTwice)
+    outcome = judge_module(case, given, wrong)
+    assert shrink(case, given, outcome, wrong) is None
+    path = tmp_path / "failure.safetensors"
+    save(path, Saved(case.id, case, given, 0, "wrong", "step 1 y"), outcome)
+    found = load_saved(path)
+    assert found.case == case
+    assert torch.equal(found.inputs.x, given.x)
+    assert list(found.inputs.given) == sorted(given.given)
+    assert all(torch.equal(found.inputs.given[name], tensor) for name, tensor in given.given.items())
+
+
+TABLE = {"operation": "'linear'", "tier": "'quick'", "training": "'NVFP4BlockScaling'", "shape": "[1, 16, 32, 48]"}
+TABLE |= {"dtype": "'bf16'", "inputs": "'normal'"}
+GROUPED = TABLE | {"operation": "'grouped-linear'", "shape": "[16, 32, 48]", "sections": "'front:2'"}
+LAYER = TABLE | {"operation": "'transformer-layer'", "heads": "4"}
+
+MISTAKES = [
+    (TABLE | {"training": "'NVFP4BlockScalign'"}, "training is 'NVFP4BlockScalign': no training recipe is called "
+     "'NVFP4BlockScalign' (did you mean 'NVFP4BlockScaling'?)"),
+    (TABLE | {"training": "4"}, "training is 4, not a training recipe's name"),
+    (TABLE | {"recipe": "'nvfp4'"}, "unknown key 'recipe' (did you mean 'recompute'?); a linear has operation, tier, "),
+    (TABLE | {"norm": "'rms'"}, "unknown key 'norm'"),
+    (TABLE | {"shape": "[16, 32, 48]"}, "shape is [16, 32, 48]; a shape is [B, S, K, N], 4 sizes that are not "),
+    (TABLE | {"shape": "[1, 0, 32, 48]"}, "shape is [1, 0, 32, 48]; but for the rows of a grouped-linear, which may be "
+     "0, a module has no empty side"),
+    (TABLE | {"dtype": "'fp32'"}, "recipe nvfp4-rht rotates bf16 alone, not fp32"),
+    (TABLE | {"shape": "[1, 17, 32, 48]"}, "recipe nvfp4-rht rotates whole groups of 16; B·S = 17 is no multiple of "),
+    (TABLE | {"steps": "0"}, "steps is 0; there can be 1 to 16 steps"),
+    (TABLE | {"steps": "true"}, "steps is True; there can be 1 to 16 steps"),
+    (TABLE | {"inputs": "'spread'"}, "inputs is 'spread'"),
+    (TABLE | {"quantized-parameters": "true"}, "quantized-parameters have no high-precision weight that could hold a "
+     "gradient: accumulate can be true"),
+    (LAYER | {"heads": "3"}, "hidden = 32 is no multiple of heads = 3"),
+    ({k: v for k, v in LAYER.items() if k != "heads"}, "heads is missing; a transformer-layer needs training, shape, "),
+    (LAYER | {"norm": "'RMS'"}, "norm is 'RMS'"),
+    (GROUPED | {"sections": "'even:3'"}, "sections is 'even:3'; M = 16 is no multiple of 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "message"), MISTAKES, ids=[message[:40] for _, message in MISTAKES])
+def test_mistakes_in_case_files(tmp_path: Any, table: dict[str, str], message: str) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[[matrix]]\n" + "\n".join(f"{key} = {value}" for key, value in table.items()), encoding="utf-8")
+    with pytest.raises(CaseFileError, match=re.escape(f"{path}: [[matrix]] 1: {message}")):
+        load(path)
+
+
+def test_ids_of_modules(tmp_path: Any) -> None:
+    switches = {"accumulate": "true", "quantized-parameters": "true", "delayed-wgrad": "true", "recompute": "true"}
+    tables = [
+        TABLE | {"steps": "[1, 3]"}, TABLE | switches, GROUPED, LAYER | {"norm": "['layer', 'rms']", "bias": "true"},
+    ]  # fmt: skip
+    path = tmp_path / "a.toml"
+    text = ("[[matrix]]\n" + "\n".join(f"{key} = {value}" for key, value in table.items()) for table in tables)
+    path.write_text("\n".join(text), encoding="utf-8")
+    cases = load(path)
+    start = "NVFP4BlockScaling/1x16x32x48/bf16/normal"
+    assert [case.id for case in cases] == [
+        f"linear/{start}", f"linear/{start}/steps:3",
+        f"linear/{start}/accumulate+quantized-parameters+delayed-wgrad+recompute",
+        "grouped-linear/NVFP4BlockScaling/16x32x48/bf16/normal/front:2",
+        f"transformer-layer/{start}/heads:4+bias", f"transformer-layer/{start}/heads:4+rms+bias",
+    ]  # fmt: skip
+    assert [case.steps for case in cases] == [1, 3, 1, 1, 1, 1]
+    assert cases[3].sections == (0, 16)
+    assert (cases[4].heads, cases[4].norm, cases[5].norm) == (4, "layer", "rms")

@@ -1,0 +1,613 @@
+"""MX and FP8: every stage is right of the reference, and wrong of a kernel with one defect, which is found once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.report.text import STAGES, not_compared, stages_of
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.tools.show import show_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.quantize.delayed import update_scale
+from narrowgauge.reference.quantize.layout import pack, swizzle
+from narrowgauge.reference.quantize.quantize import block_amaxes
+from narrowgauge.reference.quantize.scaling import divide, element_factors, encode_scales, per_row, scale_elements
+from narrowgauge.spec.formats import E5M2
+from narrowgauge.spec.recipes import recipe
+from tests.harness.backends import backend, quantize
+from tests.thinned import thinned
+
+DOORS = ("quantize", "quantize_both", "quantize_grouped", "dequantize", "update_scale")
+REFERENCE = {name: getattr(reference, name) for name in DOORS}
+MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
+FP8 = ("fp8-block-1x128-e4m3-pow2", "fp8-block-128x128-e4m3-fp32", "fp8-current-e4m3", "fp8-delayed-e4m3")
+
+
+def case_of(rule, *flags, shape=(64, 160), inputs="normal", dtype="fp32", operation="quantize"):
+    return Case(operation, rule, shape, dtype, inputs, flags)
+
+
+def run(case, **doors):
+    return run_case(case, backend(**{**REFERENCE, **doors}))
+
+
+def wrong_stages(record):
+    return [entry["stage"] for entry in record.stages if entry["sentence"]]
+
+
+def passes(case, **doors):
+    record = run(case, **doors)
+    assert (record.verdict, record.message) == ("pass", ""), case.id
+    return record
+
+
+def fails(case, *stages, **doors):
+    """These stages are wrong, and no other."""
+    record = run(case, **doors)
+    assert (record.verdict, wrong_stages(record)) == ("fail", list(stages)), (case.id, record.message)
+    return record
+
+
+# What is seen.
+
+
+@pytest.mark.parametrize("flags", [(), ("columnwise",), ("both",)])
+@pytest.mark.parametrize("name", [*MX, "mxfp8-2d", "mxfp4-2d-sr", *FP8])
+def test_every_stage_is_seen(name, flags):
+    record = passes(case_of(name, *flags))
+    of_tensor = ["amax", "tensor scale"] if recipe(name).tensor_scale != "none" else []
+    stages = [*of_tensor, "scales", "codes"]
+    if flags == ("both",):
+        expected = [f"{half}.{stage}" for half in ("rowwise", "columnwise") for stage in stages] + ["halves"]
+    else:
+        expected = [*stages, "values"]
+    assert [entry["stage"] for entry in record.stages] == ["memory", "repeat", *expected]
+    assert "stages not observed" not in not_compared([record.to_dict()])
+    assert all(entry["compared"] for entry in record.stages)
+
+
+@pytest.mark.parametrize("usage", [(), ("columnwise",)])
+@pytest.mark.parametrize("sections", thinned(["ragged:3", "front:4", "even:1"], 3))
+@pytest.mark.parametrize("name", [*MX, "mxfp8-2d", "mxfp8-e4m3-sr", *FP8])
+def test_sections_pass(name, sections, usage):
+    case = case_of(name, sections, *usage, shape=(288, 136), operation="quantize-grouped")
+    assert passes(case).stages[-1]["compared"] == 288 * 136
+    if sections == "front:4":
+        passes(replace(case, shape=(0, 136), flags=("empty:4", *usage)))
+
+
+@pytest.mark.parametrize("name", [*MX, *FP8])
+def test_a_wrong_section_is_named(name):
+    def door(x, sizes, rule, **options):
+        q = reference.quantize_grouped(x, sizes, rule, **options)
+        q.codes[-1, -1] ^= 1
+        return q
+
+    record = fails(
+        case_of(name, "even:4", shape=(128, 64), operation="quantize-grouped"), "codes", quantize_grouped=door
+    )
+    assert record.message.startswith("codes: section 3 of 4: 1 of 2 048 codes differ")
+
+
+@pytest.mark.parametrize("name", MX[:4])
+def test_a_columnwise_half_that_is_made_in_place_is_asked_of_quantize_both(name):
+    given = []
+
+    def door(x, rule, **options):
+        given.append((tuple(x.shape), sorted(options)))
+        return reference.quantize_both(x, rule, **options)
+
+    for view in ((), ("strided",), ("transposed",)):
+        passes(case_of(name, "columnwise", *view), quantize_both=door, quantize=None)
+    assert given == [((64, 160), ["rowwise"])] * 6
+
+
+def test_random_bits_of_a_half_that_is_made_in_place():
+    given = []
+
+    def door(x, rule, **options):
+        given.append(options["random"])
+        return reference.quantize_both(x, rule, **options)
+
+    passes(case_of("mxfp8-e4m3-sr", "columnwise"), quantize_both=door)
+    assert all(isinstance(number, int) for number in given[0])
+    passes(case_of("mxfp8-e4m3-sr", "columnwise", "words"), quantize_both=door)
+    assert given[-1][0] is None
+    assert tuple(given[-1][1].shape) == (160, 16)
+    again = make_inputs(case_of("mxfp8-e4m3-sr", "columnwise", "words"))
+    assert list(again.random) == ["xT"]
+    wrong = run(
+        case_of("mxfp8-e4m3-sr", "columnwise"),
+        quantize_both=lambda x, rule, random, **options: reference.quantize_both(
+            x, rule, random=(random[0], random[1] + 1), **options
+        ),
+    )
+    assert wrong_stages(wrong) == ["codes"]
+
+
+# Blame, and where.
+
+
+@pytest.mark.parametrize("flags", [("columnwise",), ("both",)])
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_findings_of_a_half_in_place_are_in_the_coordinates_of_x(part, flags):
+    """Codes lie as x does, (64, 160); a scale at (1, 37) is of column 37 and of the 32 rows from row 32 on."""
+
+    def door(x, rule, **options):
+        row, column = reference.quantize_both(x, rule, **options)
+        if column is not None:
+            getattr(column, part)[1, 37] ^= 1
+        return row, column
+
+    prefix = "" if flags == ("columnwise",) else "columnwise."
+    record = run(case_of("mxfp8-e4m3", *flags), quantize_both=door)
+    assert (record.verdict, record.stage) == ("fail", f"{prefix}{part}")
+    element = record.findings[0]["elements"][0]
+    assert (element["column"], element["block"]) == (37, 0 if part == "codes" else 1)
+    assert element["row"] == (1 if part == "codes" else 32)
+    x = make_inputs(case_of("mxfp8-e4m3", *flags)).x
+    wanted = x[1, 37] if part == "codes" else x[32:, 37].abs().max()
+    assert element["input"] == float(wanted)
+
+
+def test_findings_of_a_tile_begin_at_its_first_row():
+    record = fails(
+        case_of("fp8-block-128x128-e4m3-fp32", shape=(300, 300)), "scales",
+        quantize=another_scale,
+    )  # fmt: skip
+    element = record.findings[0]["elements"][0]
+    assert (element["row"], element["block"], element["distance"]) == (128, 2, 1 << 23)
+    assert element["expected_bits"].startswith("0x")
+
+
+def another_scale(x, rule):
+    """A quantize with one scale twice as large, and the codes that follow from it."""
+    q = reference.quantize(x, rule)
+    q.scales[1, 2] *= 2
+    factors = per_row(element_factors(q.scales, None, rule, x.dtype, block_amaxes(x, rule)), rule, len(x))
+    return replace(q, codes=encode(scale_elements(x, factors, None, rule), rule.element))
+
+
+def by_other_rule(other):
+    """A quantize that makes its scales, and the codes that follow from them, by another recipe."""
+
+    def door(x, rule, **options):
+        return replace(reference.quantize(x, other(rule), **options), recipe=rule)
+
+    return door
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dialect", ["ocp", "even", "ceil", "compressed-tensors", "floor-448", "nearest"])
+def test_another_rule_for_the_exponent_is_one_finding(dialect, dtype):
+    door = by_other_rule(lambda rule: recipe(f"{rule.name}@{dialect}"))
+    fails(case_of("mxfp8-e4m3", inputs="scale-edges", dtype=dtype), "scales", quantize=door)
+
+
+def through_log2(x, rule, **options):
+    q = reference.quantize(x, rule, **options)
+    amax = block_amaxes(x, rule)
+    exponent = torch.ceil(torch.log2(amax / torch.full_like(amax, rule.element.max)))
+    code = (exponent.nan_to_num(neginf=-127.0) + 127).clamp(0, 254).to(torch.uint8)
+    factors = torch.ldexp(torch.ones_like(amax, dtype=torch.float64), 127 - code.int()).float()
+    codes = encode(scale_elements(x, factors, None, rule), rule.element)
+    return codes, code, q.amax
+
+
+def test_a_logarithm_is_wrong_beside_the_edges_alone():
+    passes(case_of("mxfp8-e4m3", shape=(128, 128)), quantize=through_log2)
+    record = fails(case_of("mxfp8-e4m3", inputs="scale-edges", shape=(128, 128)), "scales", quantize=through_log2)
+    assert record.max_ulp == 1
+
+
+def rounding_ties_to_zero(x, rule, **options):
+    q = reference.quantize(x, rule, **options)
+    factors = element_factors(q.scales, q.tensor_scale, rule, x.dtype, block_amaxes(x, rule))
+    codes = encode(scale_elements(x, per_row(factors, rule, len(x)), q.tensor_scale, rule), rule.element, ties="zero")
+    return replace(q, codes=pack(codes) if rule.element.bits == 4 else codes)
+
+
+@pytest.mark.parametrize("dtype", thinned(["fp32", "bf16", "fp16"], 3))
+@pytest.mark.parametrize("name", [*MX, *FP8, "fp8-current-e5m2", "fp8-block-1x128-e5m2-fp32", "fp8-delayed-e5m2"])
+def test_another_rounding_of_ties_is_found_on_ties(name, dtype):
+    record = fails(case_of(name, inputs="ties", dtype=dtype), "codes", quantize=rounding_ties_to_zero)
+    assert record.max_ulp == 1
+    assert record.mismatches > 64 * 160 / 8
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e5m2", "fp8-current-e5m2", "fp8-block-1x128-e5m2-pow2", "fp8-delayed-e5m2"])
+def test_infinity_that_does_not_saturate(name):
+    def door(x, rule, **options):
+        q = reference.quantize(x, rule, **options)
+        return replace(q, codes=torch.where(x == torch.inf, E5M2.inf_code, q.codes).to(torch.uint8))
+
+    passes(case_of(name), quantize=door)
+    record = fails(case_of(name, inputs="inf"), "codes", quantize=door)
+    assert record.findings[0]["elements"][0]["actual"] == "inf"
+
+
+def test_a_nan_that_becomes_a_number():
+    def door(x, rule, **options):
+        q = reference.quantize(x, rule, **options)
+        return replace(q, codes=torch.where(x.isnan(), rule.element.max_code, q.codes).to(torch.uint8))
+
+    for name in ("mxfp8-e4m3", *FP8):
+        fails(case_of(name, inputs="nan"), "codes", quantize=door)
+        passes(case_of(name), quantize=door)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "pow2"])
+@pytest.mark.parametrize("block", ["1x128", "128x128"])
+def test_elements_that_are_multiplied_by_the_inverse_of_the_inverse(block, kind):
+    """fl(1/fl(1/s)) is not s, unless s is a power of two."""
+
+    def door(x, rule, **options):
+        q = reference.quantize(x, rule, **options)
+        factors = per_row(divide(1.0, q.scales), rule, len(x))
+        return replace(q, codes=encode(scale_elements(x, factors, None, rule), rule.element))
+
+    case = case_of(f"fp8-block-{block}-e4m3-{kind}", inputs="near-ties")
+    if kind == "pow2":
+        passes(case, quantize=door)
+    else:
+        assert fails(case, "codes", quantize=door).max_ulp == 1
+
+
+@pytest.mark.parametrize("name", ["fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e5m2-fp32", "fp8-current-e4m3"])
+def test_scales_that_are_not_cut_to_a_power_of_two_or_are(name):
+    other = name.removesuffix("-fp32") + "-pow2"
+    for asked, made in ((name, other), (other, name)):
+        record = run(case_of(asked), quantize=by_other_rule(lambda rule, made=made: recipe(made)))
+        assert wrong_stages(record) == (["scales"] if "block" in name else ["tensor scale"]), record.message
+
+
+@pytest.mark.parametrize(("name", "stage"), [("fp8-block-1x128", "scales"), ("fp8-current", "tensor scale")])
+def test_an_epsilon_that_is_ignored(name, stage):
+    door = by_other_rule(lambda rule: recipe(rule.name.partition("-eps")[0]))
+    asked = recipe(f"{name}-eps1").name
+    fails(case_of(asked, inputs="normal-1e-3"), stage, quantize=door)
+    passes(case_of(asked, inputs="normal-1e3"), quantize=door)
+
+
+def without_tensor_scale(door):
+    return lambda *given, **options: replace(door(*given, **options), tensor_scale=None, amax=None)
+
+
+def test_a_kernel_of_current_scaling_that_shows_no_scale_is_blamed_for_its_inverse_alone():
+    door = by_other_rule(lambda rule: recipe("fp8-current-e4m3-pow2"))
+    fails(case_of("fp8-current-e4m3"), "scales", quantize=without_tensor_scale(door))
+    passes(case_of("fp8-current-e4m3"), quantize=without_tensor_scale(reference.quantize))
+
+
+def test_an_amax_that_is_wrong_is_one_finding():
+    def door(x, rule, **options):
+        return reference.quantize(x, rule, amax=x.abs().amax().view(1) * 2)
+
+    fails(case_of("fp8-current-e4m3"), "amax", quantize=door)
+
+
+def test_a_scale_that_is_stored_as_it_is_and_not_inverted():
+    for name in ("fp8-current-e4m3", "fp8-delayed-e4m3"):
+        fails(case_of(name), "scales", quantize=quantize(lambda q: replace(q, scales=q.tensor_scale.view(1, 1))))
+
+
+@pytest.mark.parametrize("flags", [(), ("columnwise",), ("both",)])
+def test_delayed_scaling_that_takes_the_scale_of_its_own_input(flags):
+    def own(x):
+        return encode_scales(x.abs().amax().view(1), recipe("fp8-current-e5m2"), x.dtype)
+
+    def one(x, rule, *, scale):
+        return reference.quantize(x, rule, scale=own(x))
+
+    def both(x, rule, *, scale, **options):
+        return reference.quantize_both(x, rule, scale=own(x), **options)
+
+    cases = [case_of("fp8-delayed-e5m2", *flags, shape=(n, 160)) for n in range(60, 68)]
+    # A given scale is that of x, or another power of two times it.
+    case = next(c for c in cases if not torch.equal((given := make_inputs(c)).scale["x"], own(given.x)))
+    halves = ("rowwise.", "columnwise.") if flags == ("both",) else ("",)
+    stages = [f"{half}{stage}" for half in halves for stage in ("tensor scale", "scales", "codes")]
+    fails(case, *stages, quantize=one, quantize_both=both)
+
+
+def test_the_given_scale_is_guarded():
+    def door(x, rule, *, scale):
+        q = reference.quantize(x, rule, scale=scale.clone())
+        scale.mul_(2)
+        return q
+
+    record = fails(case_of("fp8-delayed-e4m3"), "memory", quantize=door)
+    assert "bytes of input scale were changed" in record.message
+
+
+def test_sections_have_a_scale_each():
+    def door(x, sizes, rule, *, scale, **options):
+        return reference.quantize_grouped(x, sizes, rule, scale=scale.roll(1), **options)
+
+    case = case_of("fp8-delayed-e4m3", "even:4", shape=(128, 64), operation="quantize-grouped")
+    assert make_inputs(case).scale["x"].shape == (4,)
+    fails(case, "tensor scale", "scales", "codes", quantize_grouped=door)
+
+
+# Layout.
+
+
+def test_a_half_in_place_that_is_given_as_the_transpose():
+    def door(x, rule, **options):
+        row, column = reference.quantize_both(x, rule, **options)
+        return row, column and replace(column, codes=column.codes.T.contiguous(), scales=column.scales.T.contiguous())
+
+    record = run(case_of("mxfp8-e4m3", "both"), quantize_both=door)
+    assert record.verdict == "error"
+    assert record.message.startswith(
+        "the columnwise half of quantize_both gave codes as uint8 of shape (160, 64); mxfp8-e4m3 of (160, 64) has"
+    )
+    square = run(case_of("mxfp6-e3m2", "columnwise", shape=(32, 32)), quantize_both=door)
+    assert square.verdict == "error"  # (1, 32) scales are no (32, 1)
+
+
+@pytest.mark.parametrize("flags", [("columnwise", "swizzled"), ("both", "swizzled")])
+def test_scales_that_are_swizzled_as_they_lie_in_memory(flags):
+    """Tensor cores read the scales of a columnwise operand along its columns: (K, ⌈M/32⌉), not (⌈M/32⌉, K)."""
+
+    def door(x, rule, **options):
+        row, column = reference.quantize_both(x, rule, **options)
+        plain = reference.quantize_both(x, rule, rowwise=False)[1]
+        lying = swizzle(plain.scales)
+        return row, column and replace(column, scales=lying.view(-1)[: column.scales.numel()].view(column.scales.shape))
+
+    prefix = "" if flags[0] == "columnwise" else "columnwise."
+    record = run(case_of("mxfp8-e4m3", *flags, shape=(128, 128), inputs="position"), quantize_both=door)
+    assert record.verdict == "fail"
+    assert record.stage in (f"{prefix}layout", f"{prefix}scales")
+    passes(case_of("mxfp8-e4m3", *flags, shape=(128, 128), inputs="position"))
+
+
+def test_a_byte_that_is_no_code_of_six_bits():
+    for name, bad in (("mxfp6-e3m2", 0x40), ("mxfp6-e2m3", 0x80)):
+        record = fails(case_of(name), "codes", quantize=quantize(marking(bad)))
+        assert record.mismatches == 1
+        assert record.findings[0]["elements"][0]["actual"].startswith("no code of E")
+
+
+def marking(bad):
+    def change(q):
+        q.codes[3, 4] |= bad
+
+    return change
+
+
+def test_the_padding_nibble_of_mxfp4():
+    def spoil(q):
+        q.codes[5, -1] |= 0x30
+
+    record = fails(case_of("mxfp4", shape=(32, 33)), "codes", quantize=quantize(spoil))
+    assert record.message == "codes: 1 padding nibbles behind K = 33 are not 0"
+
+
+# Values.
+
+
+@pytest.mark.parametrize("flags", [(), ("columnwise",)])
+def test_a_scale_of_code_0_that_is_taken_for_0(flags):
+    def door(q, dtype):
+        zero = q.scales == 0
+        values = reference.dequantize(q, dtype)
+        if q.transposed:
+            return torch.where(zero.repeat_interleave(32, 0)[: q.shape[1]].T, 0.0, values).to(dtype)
+        return torch.where(zero.repeat_interleave(32, 1)[:, : q.shape[1]], 0.0, values).to(dtype)
+
+    record = fails(case_of("mxfp8-e4m3", *flags, inputs="subnormal"), "values", dequantize=door)
+    assert record.findings[0]["elements"][0]["scale_bits"] == "0b00000000"
+    passes(case_of("mxfp8-e4m3", *flags), dequantize=door)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_values_of_the_neighbouring_scale(name):
+    def door(q, dtype):
+        return reference.dequantize(replace(q, scales=q.scales.roll(1, 0) * (2.0 if q.recipe.whole else 1.0)), dtype)
+
+    fails(case_of(name, shape=(256, 128)), "values", dequantize=door)
+
+
+# The update of delayed scaling.
+
+UPDATES = [
+    f"fp8-delayed-{element}{recent}{margin}{bulk}"
+    for element in ("e4m3", "e5m2")
+    for recent in ("", "-recent")
+    for margin in ("", "-margin3")
+    for bulk in ("", "-bulk")
+]
+
+
+def update_case(rule="fp8-delayed-e4m3", inputs="amaxes", shape=(16, 40)):
+    return Case("update-scale", rule, shape, "", inputs)
+
+
+@pytest.mark.parametrize("inputs", thinned(families_of("update-scale"), 3))
+@pytest.mark.parametrize("rule", UPDATES)
+def test_updates_pass(rule, inputs):
+    for shape in ((1, 1), (2, 3), (16, 40), (1024, 5), (4, 0)):
+        record = passes(update_case(rule, inputs, shape))
+        assert [entry["stage"] for entry in record.stages] == ["memory", "repeat", "history", "scale"]
+    assert record.dtype == ""
+
+
+def rolled_down(history, scale, rule):
+    made = update_scale(history, scale, rule)[1]
+    wrong = history.roll(1, 0)
+    wrong[0] = 0.0
+    return wrong, made
+
+
+def not_cleared(history, scale, rule):
+    after, made = update_scale(history, scale, rule)
+    after[0] = history[0]
+    return after, made
+
+
+def after_the_roll(history, scale, rule):
+    """The maximum of the history once the first is 0 and before the last one is behind it."""
+    cleared = history.clone()
+    cleared[0] = 0.0
+    return update_scale(history, scale, rule)[0], update_scale(cleared, scale, rule)[1]
+
+
+def divided_twice(history, scale, rule):
+    """As fl(max/amax)·2^-margin, which overflows earlier."""
+    after, made = update_scale(history, scale, recipe(rule.name.replace("-margin3", "")))
+    return after, torch.where(made == scale, scale, made * 2.0**-3)
+
+
+def with_rule(**changes):
+    def door(history, scale, rule):
+        return update_scale(history, scale, replace(rule, delayed=replace(rule.delayed, **changes)))
+
+    return door
+
+
+def infinite(history, scale, rule):
+    after, made = update_scale(history, scale, rule)
+    return after, torch.where(made == torch.finfo(torch.float32).max, torch.inf, made)
+
+
+def with_nan(history, scale, rule):
+    after, made = update_scale(history, scale, rule)
+    return after, torch.where(history.isnan().any(0), scale, made)
+
+
+def reset(history, scale, rule):
+    """1, as for a new tensor, where there is no proper amax."""
+    after, made = update_scale(history, scale, rule)
+    return after, torch.where(made == scale, 1.0, made)
+
+
+DEFECTS = [
+    (rolled_down, "fp8-delayed-e4m3", "amaxes", ["history"]),
+    (not_cleared, "fp8-delayed-e4m3", "amaxes", ["history"]),
+    (after_the_roll, "fp8-delayed-e4m3", "amaxes", ["scale"]),
+    (with_rule(algorithm="most-recent"), "fp8-delayed-e4m3", "amaxes", ["scale"]),
+    (with_rule(algorithm="max"), "fp8-delayed-e4m3-recent", "amaxes", ["scale"]),
+    (with_rule(margin=0), "fp8-delayed-e4m3-margin3", "amaxes", ["scale"]),
+    (with_rule(update="bulk"), "fp8-delayed-e4m3", "amaxes-zero-first", ["history", "scale"]),
+    (with_rule(update="single"), "fp8-delayed-e4m3-bulk", "amaxes-zero-first", ["history", "scale"]),
+    (divided_twice, "fp8-delayed-e4m3-margin3", "amaxes-tiny", ["scale"]),
+    (infinite, "fp8-delayed-e5m2", "amaxes-tiny", ["scale"]),
+    (with_nan, "fp8-delayed-e4m3", "amaxes-nan", ["scale"]),
+    (reset, "fp8-delayed-e4m3", "amaxes-zeros", ["scale"]),
+    (reset, "fp8-delayed-e4m3-recent", "amaxes-inf", ["scale"]),
+]
+
+
+@pytest.mark.parametrize(("door", "rule", "inputs", "stages"), DEFECTS)
+def test_an_update_with_one_defect(door, rule, inputs, stages):
+    record = fails(update_case(rule, inputs), *stages, update_scale=door)
+    element = record.findings[-1]["elements"][0]
+    assert {"tensor", "before", "expected_bits", "actual_bits"} <= element.keys()
+
+
+def test_a_history_that_is_updated_in_place_is_an_input_that_changed():
+    def door(history, scale, rule):
+        history.copy_(update_scale(history, scale, rule)[0])
+        return history.clone(), update_scale(history, scale, rule)[1]
+
+    assert run(update_case(), update_scale=door).stage == "memory"
+
+
+def test_an_update_of_another_shape_is_an_error():
+    record = run(update_case(), update_scale=lambda history, scale, rule: (history[1:], scale))
+    assert record.message == (
+        "update_scale gave the history as float32 of shape (15, 40), not float32 of shape (16, 40)"
+    )
+
+
+# What is shown, said and timed.
+
+
+def shown(capsys, case, at=None, **doors):
+    right = show_case(case, backend(**{**REFERENCE, **doors}), device="cpu", seed=0, source=None, at=at)
+    return right, capsys.readouterr().out
+
+
+def test_show_of_a_half_in_place_goes_down_a_column(capsys):
+    right, said = shown(capsys, case_of("mxfp8-e4m3", "columnwise"), (37, 33))
+    assert right
+    assert "column 33, block 1" in said
+    rows = [line.split()[0] for line in said.splitlines() if " 0x" in line and " 0b" in line]
+    assert rows == [str(row) for row in range(32, 64)]
+
+
+def test_show_goes_to_what_is_wrong_in_a_half_in_place(capsys):
+    def door(x, rule, **options):
+        row, column = reference.quantize_both(x, rule, **options)
+        if column is not None:
+            column.codes[41, 37] ^= 1
+        return row, column
+
+    right, said = shown(capsys, case_of("mxfp8-e4m3", "both"), quantize_both=door)
+    assert not right
+    assert "columnwise half, column 37, block 1" in said
+    (line,) = (line for line in said.splitlines() if line.split()[:1] == ["41"])
+    expected, actual = (word for word in line.split() if word.startswith("0b"))
+    assert int(expected, 2) ^ int(actual, 2) == 1
+    assert len(expected) == len("0b") + 8
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("mxfp4", "block scale 0b01"),
+        ("fp8-block-128x128-e4m3-fp32", "block scale 0x"),
+        ("fp8-delayed-e4m3", "scale 0x"),
+    ],
+)
+def test_show_has_the_bits_of_any_scale(name, bits, capsys):
+    right, said = shown(capsys, case_of(name, shape=(130, 160)), (129, 140))
+    assert right
+    assert said.count(bits) == 2  # expected and actual
+    assert ("tensor scale" in said.partition("expected:")[2]) == ("delayed" in name)
+    assert "row 129, block " in said
+
+
+def test_show_counts_rows_through_sections_in_place(capsys):
+    case = case_of("mxfp8-e4m3", "even:2", "columnwise", shape=(128, 64), operation="quantize-grouped")
+    right, said = shown(capsys, case, (100, 33))
+    assert right
+    assert "section 1, column 33, block 1" in said
+
+
+def test_show_of_a_byte_that_is_no_code(capsys):
+    _, said = shown(capsys, case_of("mxfp6-e3m2"), quantize=quantize(marking(0x40)))
+    assert "no code of E3M2" in said
+
+
+def test_show_of_an_update_goes_to_its_first_wrong_scale(capsys):
+    def door(history, scale, rule):
+        after, made = update_scale(history, scale, rule)
+        made[21] *= 2
+        return after, made
+
+    right, said = shown(capsys, update_case(), update_scale=door)
+    assert not right
+    tensors = [line.split()[0] for line in said.splitlines() if line.count("0x") == 2]
+    assert tensors == [str(tensor) for tensor in range(16, 24)]
+    assert "the result is empty" in shown(capsys, update_case(shape=(4, 0)))[1]
+
+
+def test_what_is_not_there_is_not_missed():
+    """An MX operand has neither amax nor tensor scale, so that no kernel has to show them."""
+    plain = ("scales", "codes", "values")
+    assert stages_of("quantize", "", "mxfp8-e4m3") == stages_of("quantize", "", "fp8-block-1x128-e4m3-fp32") == plain
+    assert stages_of("quantize", "", "fp8-current-e4m3") == STAGES["quantize"]
+    assert stages_of("quantize", "both", "mxfp4")[:2] == ("rowwise.scales", "rowwise.codes")
+    assert stages_of("gemm", "tn", "mxfp8-e4m3+mxfp4") == ("x.scales", "x.codes", "w.scales", "w.codes", "output")
+    quantized = stages_of("gemm-quantized", "tn+fp8-current-e4m3", "mxfp8-e4m3")
+    assert {"output.amax", "fused.tensor scale"} < set(quantized)
+    assert "x.amax" not in quantized
+    assert stages_of("quantize", "", "a recipe of another release") == STAGES["quantize"]

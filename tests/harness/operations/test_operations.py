@@ -1,0 +1,299 @@
+"""Every operation, recipe and option: the reference passes, and every stage is seen."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.cases.schema import KEYS
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.inputs.layouts import laid_out
+from narrowgauge.harness.report.text import not_compared
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.quantize.quantize import quantize_grouped
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.recipes import recipe, recipe_names
+from tests.harness.backends import quantize, rotating
+from tests.harness.operation_cases import (
+    REFERENCE,
+    fails,
+    gemm_case,
+    grouped_case,
+    passes,
+    quantize_case,
+    run,
+    stages,
+    swizzle_case,
+)
+from tests.thinned import thinned
+
+# The reference passes everything, and every stage is seen.
+
+# How the next scale of delayed scaling is made changes nothing of quantize.
+RECIPES = [name for name in recipe_names() if "@" not in name and not name.endswith(("-recent", "-bulk"))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("usage", ["rowwise", "columnwise", "both"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_passes_in_every_usage(name, usage):
+    flags = [] if usage == "rowwise" else [usage]
+    for inputs, options in (("nan", []), ("normal", ["swizzled"] if recipe(name).scale is not FP32 else [])):
+        record = passes(quantize_case(name, *flags, *options, shape=(128, 128), inputs=inputs))
+        assert "stages not observed" not in not_compared([record.to_dict()])
+        assert record.excused_share == (0 if "rht" in name else None)
+
+
+@pytest.mark.parametrize("family", thinned(families_of("quantize"), 3))
+@pytest.mark.parametrize(
+    "name", ["nvfp4-2d", "nvfp4-rowscaled", "nvfp4-4over6-448-mae", "nvfp4-2d-4over6-256-mse", "nvfp4-sr"]
+)
+def test_every_family_of_the_variants_passes(name, family):
+    # Another dtype and shape for each: a tenth of a minute in place of half of one.
+    dtype, shape = [("fp32", (17, 50)), ("bf16", (2, 3, 33)), ("fp16", (17, 50))][len(name + family) % 3]
+    passes(quantize_case(name, "both", shape=shape, inputs=family, dtype=dtype))
+
+
+@pytest.mark.parametrize("view", ["strided", "transposed"])
+@pytest.mark.parametrize("shape", [(48, 64), (3, 16, 64), (2, 3, 8, 64)])
+@pytest.mark.parametrize("flags", [(), ("columnwise",), ("both",)])
+def test_views_are_given_as_views(view, shape, flags):
+    seen = []
+
+    def spying(door):
+        def call(x, *arguments, **options):
+            seen.append((tuple(x.shape), x.stride()))
+            return door(x, *arguments, **options)
+
+        return call
+
+    doors = {name: spying(REFERENCE[name]) for name in ("quantize", "quantize_both")}
+    case = quantize_case("nvfp4-rht", *flags, view, shape=shape)
+    passes(case, **doors)
+    x = make_inputs(case).x
+    wanted = laid_out(x, view)
+    assert not wanted.is_contiguous()
+    assert torch.equal(wanted, x)
+    assert set(seen) == {(tuple(x.shape), wanted.stride())}
+    assert tuple(x.shape) == ((64, 48) if flags == ("columnwise",) else shape)
+
+
+@pytest.mark.parametrize(("view", "stage"), [("strided", "repeat"), ("transposed", "scales")])
+def test_a_kernel_that_reads_a_view_as_if_it_were_contiguous_fails(view, stage):
+    def careless(x, rule):
+        return reference.quantize(x.as_strided(x.shape, (x.shape[1], 1)), rule)
+
+    fails(quantize_case("nvfp4", view, shape=(48, 128)), stage, quantize=careless)
+
+
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize("usage", ["rowwise", "columnwise", "both"])
+def test_random_bits_are_given_as_seed_and_offset_or_as_words(usage, words):
+    given = []
+
+    def spying(door):
+        def call(x, rule, **options):
+            given.append(options["random"])
+            return door(x, rule, **options)
+
+        return call
+
+    flags = [f for f in (usage, "words" if words else "") if f not in ("rowwise", "")]
+    doors = {name: spying(REFERENCE[name]) for name in ("quantize", "quantize_both")}
+    case = quantize_case("nvfp4-sr", *flags)
+    passes(case, **doors)
+    if not words:
+        assert len(set(given)) == 1
+        assert all(0 <= number < 2**63 for number in given[0])
+        again = make_inputs(case).random["x"]
+        assert given[0] == again != make_inputs(case, seed=1).random["x"]
+    elif usage == "both":
+        assert [tuple(t.shape) for t in given[0]] == [(48, 16), (64, 12)]
+    else:
+        assert tuple(given[0].shape) == ((48, 16) if usage == "rowwise" else (64, 12))
+        assert given[0].dtype == torch.int32
+
+
+@pytest.mark.parametrize("sections", thinned(["even:4", "front:4", "middle:4", "end:4", "ragged:3", "even:1"], 3))
+@pytest.mark.parametrize("usage", [(), ("columnwise",)])
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "nvfp4-2d", "nvfp4-rht", "nvfp4-2d-4over6-448-mse", "nvfp4-rht-sr", "nvfp4-sr"]
+)
+def test_sections_pass(name, usage, sections):
+    shape = (192, 64) if sections != "ragged:3" or not usage or "rht" not in name else (272, 64)
+    record = passes(grouped_case(name, sections, *usage, shape=shape))
+    assert list(stages(record)) == ["memory", "repeat", "amax", "tensor scale", "scales", "codes"]
+    assert stages(record)["codes"]["compared"] == shape[0] * shape[1]
+
+
+def test_sections_of_nothing_pass():
+    passes(grouped_case("nvfp4", "empty:4", shape=(0, 64)))
+    passes(grouped_case("nvfp4-sr", "empty:4", "columnwise", shape=(0, 64)))
+    passes(gemm_case("nvfp4", "empty:4", "accumulate", "bias", shape=(0, 64, 32), operation="gemm-grouped"))
+
+
+SECTION_FORMS = {
+    "a mapping": lambda q: {"codes": q.codes, "scales": q.scales, "amax": q.amax},
+    "a tuple": lambda q: (q.codes, q.scales, q.amax),
+    "a tuple without amax": lambda q: (q.codes, q.scales),
+    "a list of Quantized": lambda q: q.sections(),
+    "a tuple of tuples": lambda q: tuple((s.codes, s.scales, s.amax) for s in q.sections()),
+    "a list of mappings without amax": lambda q: [{"codes": s.codes, "scales": s.scales} for s in q.sections()],
+    "memory with room behind": lambda q: replace(
+        q, codes=torch.cat([q.codes, q.codes]), scales=torch.cat([q.scales, q.scales])
+    ) if q.columnwise else q,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("usage", [(), ("columnwise",)])
+@pytest.mark.parametrize("form", SECTION_FORMS)
+def test_sections_may_be_given_as(form, usage):
+    def door(x, sizes, rule, **options):
+        return SECTION_FORMS[form](reference.quantize_grouped(x, sizes, rule, **options))
+
+    record = passes(grouped_case("nvfp4", "front:4", *usage), quantize_grouped=door)
+    assert ("amax" in stages(record)) == ("without" not in form)
+    if not usage:
+        passes(
+            gemm_case("nvfp4", "front:4", operation="gemm-grouped"),
+            quantize_grouped=door, gemm_grouped=reference.gemm_grouped,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", families_of("gemm-grouped"))
+def test_grouped_products_pass(family):
+    for flags in (("front:4",), ("ragged:3", "accumulate", "bias")):
+        record = passes(gemm_case("nvfp4+nvfp4-2d", *flags, inputs=family, operation="gemm-grouped"))
+        operands = [f"{name}.{stage}" for name in "xw" for stage in ("amax", "tensor scale", "scales", "codes")]
+        assert list(stages(record)) == [*operands, "memory", "repeat", "output"]
+        assert stages(record)["output"]["compared"] == 48 * 32
+
+
+def test_a_grouped_product_needs_no_quantize():
+    record = passes(gemm_case("nvfp4", "front:4", operation="gemm-grouped"), gemm_grouped=reference.gemm_grouped)
+    assert list(stages(record)) == ["memory", "repeat", "output"]
+
+
+@pytest.mark.parametrize("layout", ["tn", "nn", "nt"])
+@pytest.mark.parametrize("rule", ["nvfp4", "nvfp4-rowscaled+nvfp4-2d", "nvfp4-sr", "nvfp4-2d-4over6-256-mae"])
+def test_operands_that_lie_the_other_way_round_are_columnwise_halves(rule, layout):
+    calls = []
+
+    def spying(name):
+        def call(x, recipe_, **options):
+            calls.append((name, tuple(x.shape), options.get("rowwise", True)))
+            return REFERENCE[name](x, recipe_, **options)
+
+        return call
+
+    case = gemm_case(rule, layout)
+    passes(case, gemm=reference.gemm, **{name: spying(name) for name in ("quantize", "quantize_both")})
+    x = ("quantize_both", (64, 48), False) if layout == "nt" else ("quantize", (48, 64), True)
+    w = ("quantize", (32, 64), True) if layout == "tn" else ("quantize_both", (64, 32), False)
+    assert calls == [x, w]
+    calls.clear()
+    passes(case, gemm=reference.gemm, quantize=spying("quantize"))
+    assert calls == [("quantize", (48, 64), True), ("quantize", (32, 64), True)]
+
+
+@pytest.mark.parametrize("rule", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht-sr", "nvfp4-rht+nvfp4-2d-rht"])
+def test_rotations_cancel_in_a_product(rule):
+    case = gemm_case(rule, "nt", "bias")
+    assert passes(case).sqnr_db == float("inf")
+    passes(case, quantize=rotating()["quantize"], gemm=reference.gemm)
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (256, 16), (130, 5), (1, 1), (0, 4), (4, 0)])
+@pytest.mark.parametrize("inputs", families_of("swizzle"))
+def test_swizzles_pass(inputs, shape):
+    record = passes(swizzle_case(inputs, shape))
+    assert list(stages(record)) == ["memory", "repeat", "layout", "unswizzle"]
+    there = passes(swizzle_case(inputs, shape), swizzle=reference.swizzle)
+    assert list(stages(there)) == ["memory", "repeat", "layout"]
+    assert not_compared([there.to_dict()]).endswith("swizzle unswizzle in 1 case.")
+
+
+# Doors that are not there.
+
+
+@pytest.mark.parametrize("operation", KEYS)
+def test_a_door_that_is_not_there_is_unsupported(operation):
+    cases = {
+        "quantize": quantize_case("nvfp4", "both"),
+        "transform": Case("transform", "nvfp4-rht", (16, 32), "bf16", "normal"),
+        "update-scale": Case("update-scale", "fp8-delayed-e4m3", (4, 3), "", "amaxes"),
+        "gemm-quantized": gemm_case("mxfp8-e4m3", "tn", "mxfp8-e4m3", operation="gemm-quantized"),
+        "swizzle": swizzle_case(), "quantize-grouped": grouped_case("nvfp4", "even:4"),
+        "gemm": gemm_case("nvfp4", "tn"), "gemm-grouped": gemm_case("nvfp4", "even:4", operation="gemm-grouped"),
+        "grouped-linear": Case("grouped-linear", "MXFP8BlockScaling", (8, 32, 16), "bf16", "normal", ("even:2",)),
+        **{name: Case(name, "MXFP8BlockScaling", (1, 8, 32, 16), "bf16", "normal", ("heads:2",))
+           for name in ("linear", "layernorm-linear", "transformer-layer")},
+    }  # fmt: skip
+    record = run(cases[operation], dequantize=reference.dequantize)
+    assert record.verdict == "unsupported"
+    assert record.message.startswith("backend wrong has no ")
+
+
+def test_options_are_given_only_where_they_differ_from_their_default():
+    """So that a door of a person's own need not know them."""
+
+    def alone(*given):
+        return reference.quantize(*given)
+
+    def grouped(*given):
+        return quantize_grouped(*given)
+
+    for case in (quantize_case("nvfp4"), quantize_case("nvfp4", "columnwise"), quantize_case("nvfp4-rowscaled")):
+        passes(case, quantize=alone)
+    passes(grouped_case("nvfp4", "even:4"), quantize_grouped=grouped)
+    passes(
+        gemm_case("nvfp4", "even:4", operation="gemm-grouped"),
+        gemm_grouped=lambda a, b, *, out_dtype: reference.gemm_grouped(a, b, out_dtype=out_dtype),
+    )
+
+
+@pytest.mark.parametrize("part", ["codes", "scales"])
+@pytest.mark.parametrize("name", thinned(RECIPES, 3))
+def test_one_wrong_byte_of_any_recipe_is_found(name, part):
+    def spoil(q):
+        numbers = getattr(q, part)
+        if numbers.dtype == torch.float32:
+            numbers.view(torch.int32)[-1, -1] ^= 1
+        else:
+            numbers[17, 3] ^= 1
+
+    record = fails(quantize_case(name, shape=(32, 128)), part, quantize=quantize(spoil))
+    assert stages(record)[part]["mismatches"] == 1
+
+
+# Dialects: whoever speaks one of another library is judged by it.
+
+SPOKEN = [name for name in recipe_names() if "@" in name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("usage", [(), ("both",)])
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_backend_that_speaks_a_dialect_passes_in_it(name, usage):
+    for dtype in ("fp32", "bf16", "fp16"):
+        for inputs in ("normal", "e4m3-ties", "huge"):
+            passes(quantize_case(name, *usage, dtype=dtype, inputs=inputs, shape=(33, 77)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_backend_that_speaks_another_dialect_fails_in_it(name):
+    """It speaks te, but for the name: what te-native quantizes is the same."""
+    rule = recipe(name)
+
+    def quantize(x, _, **options):
+        return replace(reference.quantize(x, rule.name, **options), recipe=rule)
+
+    verdicts = {
+        run(quantize_case(name, dtype=dtype, inputs=inputs, shape=(64, 128)), quantize=quantize).verdict
+        for dtype in ("fp32", "bf16")
+        for inputs in ("e4m3-ties", "huge", "low-rows", "scale-edges")
+    }
+    assert ("fail" in verdicts) == (name != "nvfp4@te-native")

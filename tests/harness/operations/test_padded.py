@@ -1,0 +1,218 @@
+"""Products of padded sections: the reference passes, one defect fails by name."""
+
+import pytest
+import torch
+
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.padded import judge_padded
+from narrowgauge.harness.report.text import not_compared
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.recipes import recipe
+from tests.harness.backends import backend
+from tests.harness.product_cases import BLOCKS, PAIRS, REFERENCE, fails, in_blocks, padded_case, passes, run, stages
+
+
+@pytest.mark.parametrize(
+    ("rule", "sections", "rows"),
+    [
+        *((rule, "ragged:3", 99) for rule in PAIRS),
+        *(("mxfp8-e4m3+mxfp8-2d", f"{kind}:4", 44) for kind in ("front", "middle", "end")),
+        *(("fp8-current-e4m3", f"{kind}:4", 44) for kind in ("front", "middle", "end")),
+        ("mxfp8-e4m3", "even:2", 128),
+    ],
+)
+def test_padded_sections_pass(rule, sections, rows):
+    record = passes(padded_case(rule, "accumulate", "bias", shape=(rows, 128, 32), sections=sections))
+    assert stages(record)["output"]["compared"] == rows * 32
+    assert {"padding", "unpadding"} <= set(stages(record))
+    assert ("rows" in stages(record)) == ("-sr" not in rule)
+    assert "unpadded" not in stages(record)
+
+
+def test_padded_sections_of_nvfp4_and_of_nothing_pass():
+    record = passes(padded_case("nvfp4+nvfp4-2d", "bias"))
+    assert not_compared([record.to_dict()]) == "Not compared: no case and no stage."
+    passes(padded_case("mxfp8-e4m3", "accumulate", shape=(0, 64, 32), sections="empty:4"))
+
+
+def test_a_backend_without_the_door_pads_nothing():
+    doors = {name: door for name, door in REFERENCE.items() if name != "pad_sections"}
+    record = run_case(padded_case("mxfp8-e4m3"), backend(**doors))
+    assert (record.verdict, record.message) == ("unsupported", "backend wrong has no pad_sections")
+
+
+def test_a_kernel_that_takes_aligned_sections_alone_passes():
+    def grouped(x, sizes, rule, **options):
+        if any(size % 32 for size in sizes.tolist()):
+            raise NotImplementedError("sections of 32 rows")
+        return reference.quantize_grouped(x, sizes, rule, **options)
+
+    record = passes(padded_case("mxfp8-e4m3"), quantize_grouped=grouped)
+    assert "rows" not in stages(record)
+    assert not_compared([record.to_dict()]).endswith("gemm-grouped rows in 1 case.")
+
+
+def rows_of(sizes, alignment=32):
+    """Numbers of the rows that are padding."""
+    found, start = [], 0
+    for size in sizes.tolist():
+        aligned = -(-size // alignment) * alignment
+        found += range(start + size, start + aligned)
+        start += aligned
+    return found
+
+
+def test_padding_that_is_not_zero():
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        padded[rows_of(sizes)] = 1
+        return padded, aligned
+
+    record = fails(padded_case("mxfp8-e4m3"), "padding", pad_sections=pad)
+    assert record.message == (
+        "padding: 7 808 of 20 480 padded elements differ, each by 16 256 steps, the first at row 11, column 0"
+    )
+
+
+def test_padding_that_nobody_writes():
+    """Every stage behind it is judged on what was there, and a finding of either run says so."""
+
+    def pad(x, sizes, rule):
+        right, aligned = reference.pad_sections(x, sizes, rule)
+        padded, behind = torch.empty_like(right), rows_of(sizes)
+        kept = [row for row in range(len(right)) if row not in behind]
+        padded[kept] = right[kept]
+        return padded, aligned
+
+    record = run(padded_case("mxfp8-e4m3"), pad_sections=pad)
+    assert (record.verdict, record.stage) == ("fail", "repeat")
+    assert stages(record)["repeat"]["sentence"] == "7 808 of 20 480 elements of padded were never written"
+    assert stages(record)["padding"]["sentence"] != ""
+
+
+def test_padding_of_minus_zero_is_not_zero():
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        padded[rows_of(sizes)] = -0.0
+        return padded, aligned
+
+    fails(padded_case("mxfp8-e4m3"), "padding", pad_sections=pad)
+
+
+def test_padding_in_front_of_a_section():
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        parts = torch.split(padded, aligned.tolist())
+        return torch.cat([part.roll(1, 0) if len(part) != size else part for part, size in
+                          zip(parts, sizes.tolist(), strict=True)]), aligned  # fmt: skip
+
+    record = run(padded_case("mxfp8-e4m3"), pad_sections=pad)
+    assert (record.verdict, record.stage) == ("fail", "padding")
+
+
+def test_padded_sizes_that_are_not_right():
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        return padded, aligned.flip(0)
+
+    record = fails(padded_case("mxfp8-e4m3"), "padding", pad_sections=pad)
+    assert record.message == "padding: the padded sizes are [64, 64, 32], and have to be [32, 64, 64]"
+
+
+def test_a_padded_matrix_of_another_shape_is_an_error():
+    record = run(padded_case("mxfp8-e4m3"), pad_sections=lambda x, sizes, rule: (x, sizes))
+    assert record.verdict == "error"
+    assert record.message.startswith(
+        "pad_sections gave the padded rows as bfloat16 of shape (99, 128), not bfloat16 of "
+    )
+    record = run(padded_case("mxfp8-e4m3"), pad_sections=lambda x, sizes, rule: x)
+    assert record.message == "pad_sections gave Tensor; it gives the padded rows and their sizes"
+
+
+def test_rows_that_are_quantized_otherwise_where_padding_is_behind_them():
+    """A kernel that takes another path for sections that end inside a tile, and is right in that which pads need."""
+
+    def grouped(x, sizes, rule, **options):
+        q = reference.quantize_grouped(x, sizes, rule, **options)
+        if any(size % 32 for size in sizes.tolist()):
+            q.codes[7, 3] ^= 1
+        return q
+
+    record = fails(padded_case("mxfp8-e4m3"), "rows", quantize_grouped=grouped)
+    assert record.message.startswith("rows: 1 of ")
+    assert record.message.endswith(" codes of section 0 differ from those of the section without padding")
+
+
+def test_rows_that_are_left_out_or_moved_by_unpadding():
+    def shifted(y, sizes, rule):
+        return reference.unpad_sections(y, sizes, rule).roll(1, 0)
+
+    record = fails(padded_case("mxfp8-e4m3", dtype="bf16xbf16-fp32"), "unpadding", unpad_sections=shifted)
+    assert " of 3 168 unpadded outputs differ, " in record.message
+
+    def packed(y, sizes, rule):
+        return y[: int(sizes.sum())].clone()
+
+    fails(padded_case("mxfp8-e4m3"), "unpadding", unpad_sections=packed)
+
+
+def test_a_product_of_padded_sections_that_uses_the_matrix_of_the_section_before():
+    def grouped(a, b, **options):
+        return reference.gemm_grouped(a, [b[0], *b[:-1]], **options)
+
+    fails(padded_case("mxfp8-e4m3"), "output", gemm_grouped=grouped)
+
+
+def grouped_by(product):
+    """gemm_grouped made of a gemm."""
+
+    def door(a: GroupedQuantized, b, *, out_dtype):
+        return torch.cat([product(section, matrix, out_dtype=out_dtype) for section, matrix in
+                          zip(a.sections(), b, strict=True)])  # fmt: skip
+
+    return door
+
+
+def by_rows(a: Quantized, b: Quantized, *, out_dtype):
+    """The declared order where sections are not aligned, and what a float64 sum rounds to where they are."""
+    if a.shape[0] % 32 == 0:
+        return reference.gemm(a, b, out_dtype=out_dtype)
+    return in_blocks(a, b, out_dtype=out_dtype)
+
+
+def test_other_bits_than_the_backends_own_unpadded_product():
+    case = padded_case("mxfp8-e4m3", inputs="rounding")
+    right = passes(case, BLOCKS, gemm_grouped=grouped_by(in_blocks))
+    assert stages(right)["unpadded"]["compared"] == 99 * 32
+    record = fails(case, "unpadded", BLOCKS, gemm_grouped=grouped_by(by_rows))
+    assert " outputs of padded and unpadded sections differ, " in record.message
+    passes(case, gemm_grouped=grouped_by(by_rows))  # without a declaration both are right
+
+
+def test_zero_tokens_stay_without_a_row():
+    case = padded_case("fp8-current-e4m3", shape=(44, 128, 32), sections="front:4")
+    seen = []
+
+    def pad(x, sizes, rule):
+        padded, aligned = reference.pad_sections(x, sizes, rule)
+        seen.append((sizes.tolist(), aligned.tolist(), tuple(padded.shape)))
+        return padded, aligned
+
+    outcome = judge_padded(case, make_inputs(case), backend(**{**REFERENCE, "pad_sections": pad}))
+    assert set(map(str, seen)) == {"([0, 11, 11, 22], [0, 16, 16, 32], (64, 128))"}
+    assert all(stage.right for stage in outcome.stages)
+
+
+@pytest.mark.parametrize(("rule", "alignment"), [("fp8-delayed-e4m3", 16), ("mxfp8-e4m3", 32), ("nvfp4", 128)])
+def test_sections_are_padded_to_the_alignment_of_their_recipe(rule, alignment):
+    assert recipe(rule).row_alignment == alignment
+    seen = []
+
+    def grouped(a, b, **options):
+        seen.append(a.sizes.tolist())
+        return reference.gemm_grouped(a, b, **options)
+
+    passes(padded_case(rule), gemm_grouped=grouped)
+    assert all(size % alignment == 0 for sizes in seen for size in sizes)

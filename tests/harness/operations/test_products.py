@@ -1,0 +1,394 @@
+"""GEMMs of every recipe and quantized outputs: the reference passes, one defect fails by name."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.inputs.inputs import Inputs, make_inputs
+from narrowgauge.harness.operations.gemm import judge_gemm
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.gemm.quantized import gemm_quantized
+from tests.harness.backends import backend
+from tests.harness.product_cases import (
+    BLOCKS,
+    PAIRS,
+    REFERENCE,
+    blocks_of,
+    case_of,
+    fails,
+    gemm_case,
+    in_blocks,
+    in_order,
+    last_block_first,
+    passes,
+    quantized_case,
+    run,
+    stages,
+    wrong,
+)
+
+# GEMM of every recipe.
+
+
+@pytest.mark.parametrize("layout", ["tn", "nn", "nt"])
+@pytest.mark.parametrize("rule", PAIRS)
+def test_products_of_every_recipe_pass_in_every_layout(rule, layout):
+    for flags, dtype in (((), "fp32"), (("accumulate", "bias"), "bf16")):
+        record = passes(gemm_case(rule, layout, *flags, dtype=f"bf16xbf16-{dtype}"))
+        assert stages(record)["output"]["compared"] == 48 * 32
+        assert {"x.scales", "x.codes", "w.scales", "w.codes"} <= set(stages(record))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", families_of("gemm"))
+@pytest.mark.parametrize("rule", ["mxfp8-e4m3+mxfp8-e5m2", "mxfp4", "fp8-block-1x128-e4m3-fp32", "fp8-delayed-e4m3"])
+def test_products_of_every_family_pass(rule, family):
+    passes(gemm_case(rule, "nt", "accumulate", inputs=family, shape=(17, 200, 24)))
+
+
+@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "fp8-block-1x128-e4m3-pow2", "fp8-current-e4m3", "fp8-delayed-e4m3"])
+@pytest.mark.parametrize("shape", [(0, 64, 32), (16, 0, 32), (16, 64, 0)])
+def test_products_of_nothing_pass(rule, shape):
+    for layout in ("tn", "nn", "nt"):
+        passes(gemm_case(rule, layout, shape=shape))
+
+
+@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "mxfp6-e2m3", "mxfp8-e5m2-sr"])
+def test_columnwise_operands_that_are_made_in_place_reach_the_product_as_they_are_stored(rule):
+    seen = []
+
+    def gemm(a, b, **options):
+        seen.append((a.transposed, tuple(a.codes.shape), tuple(a.scales.shape), b.transposed, tuple(b.codes.shape)))
+        return reference.gemm(a, b, **options)
+
+    passes(gemm_case(rule, "nn"), gemm=gemm)
+    assert set(seen) == {(False, (48, 160), (48, 5), True, (160, 32))}
+    seen.clear()
+    passes(gemm_case(rule, "nt"), gemm=gemm)
+    assert set(seen) == {(True, (160, 48), (5, 48), True, (160, 32))}
+
+
+def test_a_product_that_reads_a_transposed_operand_as_if_it_were_not():
+    def gemm(a, b, **options):
+        scales = a.scales.view(a.scales.shape[::-1])
+        return reference.gemm(replace(a, scales=scales, transposed=False), b, **options)
+
+    record = fails(gemm_case("mxfp8-e4m3", "nt", shape=(64, 64, 32)), "output", gemm=gemm)
+    assert " of 2 048 outputs differ, " in record.message
+
+
+def test_a_product_that_forgets_the_scales_of_one_operand():
+    def gemm(a, b, **options):
+        return reference.gemm(a, replace(b, scales=torch.full_like(b.scales, 127)), **options)
+
+    fails(gemm_case("mxfp8-e4m3", "tn", inputs="tiles"), "output", gemm=gemm)
+
+
+def test_a_product_that_takes_the_encode_scale_for_its_inverse():
+    def gemm(a, b, **options):
+        return reference.gemm(replace(a, scales=1 / a.scales), b, **options)
+
+    for rule in ("fp8-current-e4m3", "fp8-delayed-e4m3", "fp8-block-1x128-e4m3-fp32"):
+        fails(gemm_case(rule, "tn"), "output", gemm=gemm)
+
+
+def test_a_product_of_blocks_of_fp8_that_accumulates_before_the_cast():
+    """Blocks of FP8 are cast, then accumulated; every other recipe accumulates, then casts."""
+
+    def gemm(a, b, *, out_dtype, c=None, bias=None):
+        return (reference.gemm(a, b, out_dtype=torch.float32, bias=bias) + c.float()).to(out_dtype)
+
+    block = "fp8-block-1x128-e4m3-pow2"
+    # Sums that no order can round, and that bfloat16 does not hold.
+    options = {"shape": (48, 64, 32), "dtype": "bf16xbf16-bf16", "inputs": "lattice"}
+    case = gemm_case(block, "tn", "accumulate", **options)
+    record = fails(case, "output", gemm=gemm)
+    assert " of them where no order of summation can round, 0 outside the proved bound" in record.message
+    passes(gemm_case("mxfp8-e4m3", "tn", "accumulate", **options), gemm=gemm)
+
+
+def test_a_delayed_scale_is_given_to_the_quantizer_and_judged():
+    given = []
+
+    def quantize(x, rule, *, scale):
+        given.append(scale.clone())
+        return reference.quantize(x, rule, scale=scale)
+
+    case = gemm_case("fp8-delayed-e4m3", "tn")
+    passes(case, quantize=quantize)
+    scales = make_inputs(case).scale
+    assert [float(scale) for scale in given] == [float(scales["x"]), float(scales["w"])]
+    ignoring = run(case, quantize=lambda x, rule, *, scale: reference.quantize(x, rule, scale=2 * scale))
+    assert ignoring.verdict == "fail"
+    assert ignoring.stage.startswith("x.")
+    assert "output" not in wrong(ignoring)
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+def test_grouped_products_of_every_recipe_pass(rule):
+    for flags in (("front:4",), ("ragged:3", "accumulate", "bias")):
+        shape = (96, 128, 32) if flags == ("front:4",) else (99, 128, 32)
+        passes(case_of("gemm-grouped", rule, *flags, shape=shape))
+
+
+# A declared order.
+
+
+@pytest.mark.parametrize("family", ["normal", "rounding", "cancelling", "positive", "lattice"])
+def test_a_kernel_that_adds_in_the_declared_order_passes_within_narrower_intervals(family):
+    case = gemm_case("mxfp8-e4m3+mxfp8-e5m2", "tn", inputs=family, shape=(12, 256, 8))
+    free = passes(case, gemm=in_blocks)
+    declared = passes(case, BLOCKS, gemm=in_blocks)
+    assert free.ordered_share == 0
+    assert free.exact_share == declared.exact_share
+    assert declared.ordered_share == pytest.approx(1 - declared.exact_share)
+    if family == "lattice":
+        assert declared.exact_share == 1
+    else:
+        assert declared.interval_ulps_mean < free.interval_ulps_mean
+
+
+def cancelling_in_order():
+    """Inputs whose large products cancel one after the other, so that the declared order rounds nowhere."""
+    x = torch.zeros(2, 64)
+    x[:, 0:32:2], x[:, 1:32:2] = 448.0, -448.0
+    x[:, :32] *= 2.0**20
+    x[:, 32:] = torch.tensor([1.0, 0.5]).repeat(16) * 2.0**-4
+    x[1, :32] = 0
+    return Inputs(x.to(torch.bfloat16), torch.ones(3, 64, dtype=torch.bfloat16))
+
+
+def test_another_order_than_the_declared_one_is_found():
+    case = gemm_case("mxfp8-e4m3", "tn", shape=(2, 64, 3))
+
+    def judged(gemm, declares):
+        outcome = judge_gemm(case, cancelling_in_order(), backend(**{**REFERENCE, "gemm": gemm}, declares=declares))
+        return {stage.stage: stage for stage in outcome.stages}["output"]
+
+    def halves(a, b, *, out_dtype):
+        # Even columns, then odd ones: what cancels is added far apart.
+        products = torch.cat(blocks_of(a, b), 2)
+        return (in_order(products[..., 0::2]) + in_order(products[..., 1::2])).to(out_dtype)
+
+    assert judged(in_blocks, BLOCKS).right
+    assert judged(halves, {}).right
+    found = judged(halves, BLOCKS)
+    assert found.mismatches == 3
+    assert found.sentence.endswith(
+        ", all in row 0; 0 of them where no order of summation can round, 3 that the declared order cannot give"
+    )
+    assert found.finding["elements"][0]["rule"] == "order"
+    assert found.figures["ordered_share"] == 0.5
+
+
+def judged_output(x, gemm, declares):
+    """The stage `output` of x (M, K) times ones."""
+    case = gemm_case("mxfp8-e4m3", "tn", shape=(*x.shape, 3))
+    inputs = Inputs(x.to(torch.bfloat16), torch.ones(3, x.shape[1], dtype=torch.bfloat16))
+    outcome = judge_gemm(case, inputs, backend(**{**REFERENCE, "gemm": gemm}, declares=declares))
+    return {stage.stage: stage for stage in outcome.stages}["output"]
+
+
+@pytest.mark.parametrize("order", [{}, BLOCKS])
+def test_an_accumulator_that_truncates_is_right_where_it_says_so(order):
+    # 2^24 and 64 blocks of 1.75, less than the last bit of the sum.
+    x = torch.zeros(2, 32 * 65)
+    x[:, ::32], x[:, 0] = 1.75, 2.0**24
+
+    def truncating(a, b, *, out_dtype):
+        return torch.full((2, 3), 2.0**24)
+
+    assert judged_output(x, truncating, {**order, "accumulator": "truncating"}).right
+    assert judged_output(x, truncating, order).mismatches == 6
+
+
+def test_sums_that_are_flushed_are_right_where_the_backend_says_so():
+    x = torch.full((2, 64), 2.0**-132)
+
+    def flushing(a, b, **options):
+        out = reference.gemm(a, b, **options)
+        return torch.where(out.abs() < 2.0**-126, 0.0, out)
+
+    x[:, 1:] = 0
+    assert judged_output(x, flushing, {"subnormals": "flushed"}).right
+    assert judged_output(x, reference.gemm, {"subnormals": "flushed"}).right
+    assert judged_output(x, flushing, {}).mismatches == 6
+
+
+@pytest.mark.parametrize("order", ["sequential", "blocks", "tree", "split-2"])
+def test_what_a_declared_order_does_not_lose_has_to_be_there(order):
+    # 2^40 - 2^40 + 1, each in a block of its own: the 1 is lost where it meets 2^40, which only another order does.
+    x = torch.zeros(2, 128)
+    x[:, 0], x[:, 32], x[:, 64] = 2.0**40, -(2.0**40), 1.0
+    assert judged_output(x, reference.gemm, {"gemm": order}).right
+    assert judged_output(x, last_block_first, {}).right
+    assert judged_output(x, last_block_first, {"gemm": order}).mismatches == 6
+
+
+def test_the_bits_of_a_tensor_core_are_judged_where_it_is_declared():
+    case = gemm_case("fp8-current-e4m3", "tn", shape=(16, 256, 8))
+
+    def core(a, b, *, out_dtype):
+        return bounds(a, b, out_dtype=out_dtype, order="aligned-13-32").expected
+
+    assert passes(case, {"gemm": "aligned-13-32"}, gemm=core).ordered_share == 1
+    assert run(case, gemm=core).verdict == "fail"
+    assert run(case, {"gemm": "aligned-13-32"}).verdict == "fail"
+    assert run(case, {"gemm": "aligned-14-32"}, gemm=core).verdict == "fail"
+
+
+def test_each_product_is_judged_in_the_order_that_is_said_of_it():
+    """Small ones by one order, large ones by another, as kernels have paths."""
+    small, large = (gemm_case("fp8-current-e4m3", "tn", shape=(rows, 256, 8)) for rows in (16, 32))
+
+    def gemm_order(a, b):
+        return "aligned-13-32" if a.shape[0] > 16 else "blocks"
+
+    def core(a, b, *, out_dtype):
+        return bounds(a, b, out_dtype=out_dtype, order=gemm_order(a, b)).expected
+
+    for case in (small, large):
+        assert passes(case, gemm=core, gemm_order=gemm_order).verdict == "pass"
+        assert run(case, gemm=core, gemm_order=lambda a, b: "aligned-14-32").verdict == "fail"
+    assert run(large, {"gemm": "blocks"}, gemm=core).verdict == "fail"
+
+
+def test_a_declaration_does_not_excuse_what_no_order_gives():
+    case = gemm_case("mxfp8-e4m3", "tn", inputs="normal")
+
+    def gemm(a, b, **options):
+        out = reference.gemm(a, b, **options)
+        out[3, 5] *= 1.5
+        return out
+
+    record = fails(case, "output", BLOCKS, gemm=gemm)
+    assert "1 of 1 536 outputs differ, " in record.message
+    assert record.findings[0]["elements"][0]["rule"] in ("order", "exact")
+
+
+# Quantized outputs.
+
+OUTPUTS = [
+    "mxfp8-e4m3", "mxfp8-e5m2", "mxfp4", "mxfp8-2d", "fp8-block-1x128-e4m3-pow2", "fp8-block-128x128-e4m3-fp32",
+    "fp8-current-e4m3", "fp8-delayed-e4m3", "fp8-delayed-e5m2", "nvfp4",
+]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("out_recipe", OUTPUTS)
+@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3-pow2", "nvfp4"])
+def test_quantized_outputs_pass(rule, out_recipe):
+    for flags, dtype in (((), "fp32"), (("accumulate", "bias"), "bf16")):
+        record = passes(quantized_case(rule, out_recipe, *flags, shape=(16, 32, 48), dtype=f"bf16xbf16-{dtype}"))
+        assert {"output", "output.scales", "output.codes", "fused.scales", "fused.codes"} <= set(stages(record))
+        assert stages(record)["fused.codes"]["compared"] == 16 * 48
+
+
+def test_a_quantized_output_of_a_backend_that_quantizes_nothing_is_judged_by_the_reference():
+    def refuse(*_, **__):
+        raise NotImplementedError("no quantize")
+
+    record = passes(quantized_case("mxfp8-e4m3", "mxfp8-e4m3"), quantize=refuse)
+    assert "output.codes" not in stages(record)
+    assert "fused.codes" in stages(record)
+
+
+def test_no_quantized_output_is_unsupported():
+    def refuse(*_, **__):
+        raise NotImplementedError("current scaling needs the whole output")
+
+    record = run(quantized_case("mxfp8-e4m3", "fp8-current-e4m3"), gemm_quantized=refuse)
+    assert (record.verdict, record.message) == ("unsupported", "current scaling needs the whole output")
+    bare = run_case(quantized_case("mxfp8-e4m3", "mxfp8-e4m3"), backend(gemm=reference.gemm))
+    assert (bare.verdict, bare.message) == ("unsupported", "backend wrong has no gemm_quantized")
+    bare = run_case(quantized_case("mxfp8-e4m3", "mxfp8-e4m3"), backend(gemm_quantized=gemm_quantized))
+    assert (bare.verdict, bare.message) == ("unsupported", "backend wrong has no gemm")
+
+
+def unrounded(a, b, rule, *, out_dtype, scale=None, **options):
+    """Quantizes what was accumulated, and leaves out its rounding to the output's dtype."""
+    return gemm_quantized(a, b, rule, out_dtype=torch.float32, scale=scale, **options)
+
+
+@pytest.mark.parametrize("out_recipe", ["mxfp8-e4m3", "fp8-delayed-e4m3", "fp8-block-1x128-e4m3-pow2"])
+def test_a_fused_kernel_that_does_not_round_to_the_dtype_of_the_output(out_recipe):
+    case = quantized_case("mxfp8-e4m3", out_recipe, dtype="bf16xbf16-bf16", shape=(96, 64, 96))
+    record = run(case, gemm_quantized=unrounded)
+    assert record.verdict == "fail"
+    assert set(wrong(record)) <= {"fused.amax", "fused.scales", "fused.codes"}
+    assert "fused.codes" in wrong(record)
+    assert " of 9 216 codes differ, each by 1 step" in stages(record)["fused.codes"]["sentence"]
+
+
+def test_one_wrong_code_or_scale_of_a_fused_kernel_is_one_finding():
+    def code(*arguments, **options):
+        q = gemm_quantized(*arguments, **options)
+        q.codes[3, 5] ^= 1
+        return q
+
+    case = quantized_case("mxfp8-e4m3", "mxfp8-e4m3")
+    record = fails(case, "fused.codes", gemm_quantized=code)
+    assert record.message == "fused.codes: 1 of 1 536 codes differ, each by 1 step, at row 3, column 5"
+
+    def larger(a, b, rule, *, out_dtype, **options):
+        """A scale twice as large, and the codes that go with it."""
+        out = reference.gemm(a, b, out_dtype=out_dtype, **options)
+        q, doubled = reference.quantize(out, rule), reference.quantize(2 * out, rule)
+        q.scales[4, 0] = doubled.scales[4, 0]
+        x = out[4:5, :32].float() / 2.0 ** (int(q.scales[4, 0]) - 127)
+        q.codes[4, :32] = x.to(torch.float8_e4m3fn).view(torch.uint8)
+        return q
+
+    record = fails(case, "fused.scales", gemm_quantized=larger)
+    assert record.message == "fused.scales: 1 of 48 block scales differ, each by 1 step, at row 4, column 0"
+
+
+def test_a_fused_kernel_that_writes_into_its_operands():
+    def door(a, b, rule, **options):
+        q = gemm_quantized(a, b, rule, **options)
+        a.codes[2, 3] ^= 1
+        return q
+
+    record = fails(quantized_case("mxfp8-e4m3", "mxfp8-e4m3"), "memory", gemm_quantized=door)
+    assert "a.codes" in record.message
+
+
+def test_what_is_wrong_without_fusion_is_not_blamed_on_it():
+    def gemm(a, b, **options):
+        out = reference.gemm(a, b, **options)
+        out[3, 5] = 2 * out[3, 5] + 1
+        return out
+
+    def quantize(x, rule, **options):
+        q = reference.quantize(x, rule, **options)
+        if tuple(x.shape) == (48, 32):
+            q.codes[3, 5] ^= 1
+        return q
+
+    case = quantized_case("mxfp8-e4m3", "mxfp8-e4m3")
+    fails(case, "output", gemm=gemm, gemm_quantized=lambda *a, **o: fused_by(gemm, reference.quantize, *a, **o))
+    fails(case, "output.codes", quantize=quantize,
+          gemm_quantized=lambda *a, **o: fused_by(reference.gemm, quantize, *a, **o))  # fmt: skip
+
+
+def fused_by(gemm, quantize, a, b, rule, *, out_dtype, **options):
+    return quantize(gemm(a, b, out_dtype=out_dtype, **options), rule)
+
+
+def test_the_scale_of_a_delayed_output_is_given():
+    given = []
+
+    def door(a, b, rule, *, scale, **options):
+        given.append(float(scale))
+        return gemm_quantized(a, b, rule, scale=scale, **options)
+
+    case = quantized_case("fp8-delayed-e4m3", "fp8-delayed-e5m2")
+    passes(case, gemm_quantized=door)
+    assert set(given) == {float(make_inputs(case).scale["output"])}
+    record = run(case, gemm_quantized=lambda *a, scale, **o: gemm_quantized(*a, scale=scale / 2, **o))
+    assert record.verdict == "fail"
+    assert record.stage.startswith("fused.")

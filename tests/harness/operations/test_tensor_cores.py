@@ -1,0 +1,75 @@
+"""Rule 3 on a sum that somebody else orders: torch's bfloat16 matmul, on tensor cores where there is a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.quantize.hadamard import coefficient, signs
+from narrowgauge.spec.recipes import Hadamard, recipe
+from tests.harness.backends import backend
+from tests.native.gpu import DEVICE, needs_gpu
+from tests.thinned import thinned
+
+DEVICES = ["cpu", pytest.param(DEVICE, marks=needs_gpu)]
+
+
+def matrix(rotation: Hadamard) -> torch.Tensor:
+    """R = diag(σ)·H·c, bfloat16 (group, group)."""
+    h = torch.ones(1, 1)
+    while len(h) < rotation.group:
+        h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
+    return (signs(rotation).unsqueeze(1) * h * coefficient(rotation.group)).bfloat16()
+
+
+def transform(x: torch.Tensor, rule: Any) -> torch.Tensor:
+    r = matrix(rule.transform).to(x.device)
+    return (x.reshape(-1, len(r)) @ r).view(x.shape)
+
+
+def quantize(x: torch.Tensor, rule: Any, **options: Any) -> Any:
+    rotated = transform(x, rule)
+    q = reference.quantize(rotated, rule.rowwise, **options)
+    return q.codes, q.scales, q.amax
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", thinned(["nvfp4-rht", "nvfp4-rht-nosign", "nvfp4-rht2", "nvfp4-rht128"], 3))
+@pytest.mark.parametrize("operation", ["transform", "quantize"])
+def test_a_matmul_passes_in_whatever_order_it_sums(operation: str, name: str, device: str) -> None:
+    excused = 0.0
+    for family in families_of("transform"):
+        if (family, device) == ("subnormal", "cpu"):
+            continue  # the next test
+        case = Case(operation, name, (256, 512), "bf16", family)
+        record = run_case(case, backend(transform=transform, quantize=quantize), device=device)
+        assert (record.verdict, record.message) == ("pass", ""), case.id
+        assert record.excused_share is not None
+        excused = max(excused, record.excused_share)
+    assert excused < 0.1
+
+
+def test_a_matmul_that_flushes_subnormal_numbers_fails() -> None:
+    """As the bfloat16 instructions of some CPUs do."""
+
+    def flushing(x: torch.Tensor, rule: Any) -> torch.Tensor:
+        return transform(torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, 0.0, x), rule)
+
+    record = run_case(Case("transform", "nvfp4-rht", (64, 128), "bf16", "subnormal"), backend(transform=flushing))
+    assert (record.verdict, record.stage) == ("fail", "output")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_matmul_that_leaves_the_signs_out_fails(device: str) -> None:
+    def unsigned(x: torch.Tensor, rule: Any) -> torch.Tensor:
+        return transform(x, recipe("nvfp4-rht-nosign"))
+
+    case = Case("transform", "nvfp4-rht", (256, 512), "bf16", "normal")
+    record = run_case(case, backend(transform=unsigned), device=device)
+    assert (record.verdict, record.stage) == ("fail", "output")

@@ -1,0 +1,329 @@
+"""The pytest plugin, in sessions of its own: in this process."""
+
+import csv
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from narrowgauge.harness.report import report
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from tests.harness import small_toml
+from tests.harness.backends import GEMM, QUANTIZE, backend, gemm
+from tests.paths import PLUGIN, ROOT
+
+pytest_plugins = ["pytester"]
+
+
+SMALL = small_toml.matrix() + small_toml.matrix(tier="full", shape=[32, 32], dtype="bf16", inputs=["zeros", "inf"])
+
+PRODUCT = small_toml.matrix(
+    operation="gemm", shape=[16, 32, 24], dtype=None, x="bf16", w="bf16", out="fp32", inputs="lattice"
+)
+
+KERNELS = """
+import time
+
+from narrowgauge.reference import ops
+
+
+class Wrong:
+    def quantize(self, x, recipe):
+        q = ops.quantize(x, recipe)
+        if x.shape[1] == 48:
+            q.codes[2, 3] ^= 0x10
+            q.codes[4, 5] ^= 0x70
+        return q
+
+
+class Raising:
+    def quantize(self, x, recipe):
+        raise RuntimeError("illegal memory access")
+
+
+class Hanging:
+    def quantize(self, x, recipe):
+        while x.shape[1] == 48:
+            time.sleep(0.01)
+        return ops.quantize(x, recipe)
+"""
+
+QUICK = [f"quantize/nvfp4/{shape}/{dtype}/normal" for shape in ("16x32", "16x48") for dtype in ("fp32", "bf16")]
+FULL = ["quantize/nvfp4/32x32/bf16/zeros", "quantize/nvfp4/32x32/bf16/inf"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def everything_is_imported(tmp_path_factory):
+    """Sessions in this process forget what they import, and torch, pandas and pyarrow cannot be imported twice.
+
+    Nor can safetensors, which `harness.records.saved` has imported here.
+    """
+    record = run_case(GEMM, backend(quantize=reference.quantize, gemm=gemm(lambda out: out * 2))).to_dict()
+    run_case(QUANTIZE, backend(quantize=reference.quantize, dequantize=reference.dequantize))
+    report.write([record], {}, tmp_path_factory.mktemp("report"), elapsed=1.0)
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A folder with cases/small.toml and plugin_kernels.py, in which the plugin is on."""
+    (pytester.path / "cases").mkdir()
+    (pytester.path / "cases" / "small.toml").write_text(SMALL)
+    pytester.makepyfile(plugin_kernels=KERNELS)
+    pytester.makeini(f"[pytest]\naddopts = -p {PLUGIN} -p no:unraisableexception -p no:hypothesispytest\n")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    return pytester
+
+
+def ids(result):
+    """Names of the collected cases, of `--collect-only -q`."""
+    return [line.partition("::")[2] for line in result.outlines if "::" in line]
+
+
+def records(project, folder="reports/latest"):
+    with (project.path / folder / "records.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# Collection.
+
+
+def test_case_files_of_a_folder_called_cases_are_collected(project):
+    (project.path / "pyproject.toml").write_text("[project]\nname = 'mine'\n")
+    (project.path / "other").mkdir()
+    (project.path / "other" / "settings.toml").write_text(SMALL)
+    (project.path / "cases" / "README.md").write_text("no case file")
+    result = project.runpytest_inprocess("--collect-only", "-q")
+    assert result.ret == 0
+    assert ids(result) == [*QUICK, *FULL]
+    assert all(line.startswith("cases/small.toml::") for line in result.outlines if "::" in line)
+
+
+def test_a_file_that_is_named_is_collected_wherever_it_is(project):
+    (project.path / "other").mkdir()
+    (project.path / "other" / "mine.toml").write_text(PRODUCT)
+    result = project.runpytest_inprocess("--collect-only", "-q", "other/mine.toml")
+    assert ids(result) == ["gemm/nvfp4/16x32x24/bf16xbf16-fp32/lattice/tn"]
+
+
+@pytest.mark.parametrize("named", ["cases", "cases/small.toml"])
+def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
+    """The controller has nothing but ids: of the run's cases, and of the one in which a worker died."""
+    root = project.mkdir("root")
+    words = ("--rootdir", root, project.path / named)
+    result = project.runpytest_inprocess("-p", "no:xdist", "--collect-only", "-q", *words)
+    assert ids(result) == [*QUICK, *FULL]
+    found = [line for line in result.outlines if "::" in line]
+    session = project.parseconfigure(*words).pluginmanager.get_plugin("narrowgauge-session")
+    session.pytest_xdist_node_collection_finished(found)
+    assert session.cases == [*QUICK, *FULL]
+    session.pytest_runtest_logreport(pytest.TestReport(found[1], ("", 0, ""), {}, "failed", "", "???"))
+    (record,) = session.records
+    assert (record["case"], record["verdict"]) == (QUICK[1], "crash")
+    session.pytest_unconfigure()
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        (["-m", "quick"], QUICK),
+        (["-m", "full"], FULL),
+        (["-m", "not full"], QUICK),
+        (["-k", "16x48 and bf16"], [QUICK[3]]),
+        (["-k", "INF or zeros"], FULL),
+        (["-k", "32 and bf16", "-m", "quick"], [QUICK[1]]),
+        ([f"cases/small.toml::{QUICK[2]}"], [QUICK[2]]),
+    ],
+)
+def test_cases_are_selected_as_any_test_is(project, words, chosen):
+    assert ids(project.runpytest_inprocess("--collect-only", "-q", *words)) == chosen
+
+
+def test_a_case_that_is_not_there_is_an_error(project):
+    assert project.runpytest_inprocess(f"cases/small.toml::{QUICK[0]}/columnwise").ret == pytest.ExitCode.USAGE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            SMALL.replace("dtype", "dtyp"),
+            "*small2.toml: [[][[]matrix[]][]] 1: unknown key 'dtyp' (did you mean 'dtype'?); a quantize has *",
+        ),
+        ("[[matrix]\n", "*small2.toml: not TOML: *(at line 1*"),
+        ("", "*small2.toml: no [[][[]matrix[]][]] table, so no case; see cases/README.md"),
+    ],
+)
+def test_a_wrong_case_file_is_one_error_that_names_it_and_the_others_run(project, text, message):
+    (project.path / "cases" / "small2.toml").write_text(text)
+    result = project.runpytest_inprocess("--backend", "reference", "--continue-on-collection-errors")
+    result.assert_outcomes(passed=6, errors=1)
+    result.stdout.fnmatch_lines(["*ERROR collecting cases/small2.toml*"])
+    result.stdout.fnmatch_lines([message])
+    assert "Traceback" not in result.stdout.str()
+    assert "harness/" not in result.stdout.str()
+
+
+def test_a_wrong_case_file_ends_a_run_that_does_not_ask_to_go_on(project):
+    (project.path / "cases" / "wrong.toml").write_text("")
+    result = project.runpytest_inprocess("--backend", "reference")
+    result.assert_outcomes(errors=1)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+
+
+# Running.
+
+
+def test_right_cases_pass_and_are_reported(project):
+    result = project.runpytest_inprocess("--backend", "reference", "--case-seed", "3", "--report-dir", "out")
+    result.assert_outcomes(passed=6)
+    result.stdout.fnmatch_lines([f"6 cases; report: {project.path}/out/index.html"])
+    rows = records(project, "out")
+    assert sorted(row["case"] for row in rows) == sorted([*QUICK, *FULL])
+    assert {(row["verdict"], row["backend"], row["device"], row["seed"]) for row in rows} == {
+        ("pass", "reference", "cpu", "3")
+    }
+    assert not (project.path / "reports").exists()
+
+
+def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
+    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong", "-k", "16x48 and bf16")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            f"*{QUICK[3]}*",
+            "fail: codes: 2 of 768 codes differ, by up to 7 steps, the first at row 2, column 7",
+            f"reproduce: narrowgauge show {QUICK[3]} --backend plugin_kernels:Wrong --device cpu",
+            "codes (exact): 2 of 768 codes differ, *",
+            "  which * first * worst",
+            "  row * 2 * 4",
+            "  column * 7 * 11",
+            "stages: memory ✓, repeat ✓, amax ✓, tensor scale ✓, scales ✓, codes ✗",
+            "FAILED cases/small.toml::*",
+        ],
+    )
+    printed = result.stdout.str()
+    assert "Traceback" not in printed
+    assert "runner.py" not in printed
+    assert "plugin.py" not in printed
+    (row,) = records(project)
+    assert (row["verdict"], row["stage"], row["mismatches"]) == ("fail", "codes", "2")
+
+
+def test_the_failures_that_a_run_saves_replace_those_of_the_run_before(project):
+    saved = []
+    for chosen in ("16x48 and fp32", "16x48 and fp32", "16x48 and bf16"):
+        project.runpytest_inprocess("-p", "no:xdist", "--backend", "plugin_kernels:Wrong", "-k", chosen)
+        (record,) = records(project)
+        (path,) = (project.path / "reports" / "latest" / "failures").iterdir()
+        assert record["saved"].endswith(path.name)
+        saved.append(path.name)
+    assert saved[0] == saved[1] != saved[2]
+
+
+def test_what_is_unsupported_is_skipped_with_its_reason(project):
+    (project.path / "cases" / "small.toml").write_text(PRODUCT)
+    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*backend plugin_kernels:Wrong has no gemm"])
+    assert [row["verdict"] for row in records(project)] == ["unsupported"]
+
+
+def test_what_raises_is_a_failure_that_says_where(project):
+    result = project.runpytest_inprocess("--backend", "plugin_kernels:Raising", "-k", "16x32 and fp32")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["error: quantize raised RuntimeError: illegal memory access (at plugin_kernels.py:*)"])
+    assert "Traceback" not in result.stdout.str()
+    assert [row["verdict"] for row in records(project)] == ["error"]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
+    """Where cases run in the process of pytest; otherwise their worker is ended, and tests of survival say how."""
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.plugin.in_process", lambda config: True)
+    words = ["--backend", "plugin_kernels:Hanging", "-k", "fp32", "--timeout", "1"]
+    result = project.runpytest_inprocess(*words)
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["timeout: Timeout *1*"])
+    assert {row["case"]: row["verdict"] for row in records(project)} == {QUICK[0]: "pass", QUICK[2]: "timeout"}
+
+
+def test_the_failed_ones_run_again(project):
+    words = ["--backend", "plugin_kernels:Wrong"]
+    project.runpytest_inprocess(*words).assert_outcomes(passed=4, failed=2)
+    project.runpytest_inprocess(*words, "--lf").assert_outcomes(failed=2)
+    assert sorted(row["case"] for row in records(project)) == sorted(QUICK[2:])
+
+
+def test_junit_has_the_figures(project):
+    project.runpytest_inprocess(
+        "--backend", "plugin_kernels:Wrong", "-k", "bf16", "-m", "quick", "--junitxml=junit.xml"
+    )
+    tests = {test.get("name"): test for test in ElementTree.parse(project.path / "junit.xml").iter("testcase")}
+    assert sorted(tests) == sorted([QUICK[1], QUICK[3]])
+    properties = {name: {p.get("name"): p.get("value") for p in test.iter("property")} for name, test in tests.items()}
+    assert properties[QUICK[1]].items() >= {"verdict": "pass", "stage": "", "mismatches": "0"}.items()
+    assert properties[QUICK[3]].items() >= {"verdict": "fail", "stage": "codes", "mismatches": "2"}.items()
+    assert int(properties[QUICK[1]]["compared"]) > 512
+    failure = tests[QUICK[3]].find("failure")
+    assert "reproduce: narrowgauge show" in failure.text
+
+
+def test_a_run_without_cases_leaves_no_report(project):
+    project.makepyfile(test_other="def test_other():\n    pass\n")
+    project.runpytest_inprocess("test_other.py", "--backend", "natve").assert_outcomes(passed=1)
+    assert not (project.path / "reports").exists()
+
+
+# What is refused.
+
+
+def test_a_backend_that_cannot_be_loaded_is_one_error(project):
+    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrog")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    message = "ERROR: backend plugin_kernels:Wrog: module plugin_kernels has no 'Wrog' (did you mean 'Wrong'?)"
+    assert message in result.errlines
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
+
+
+def test_a_backend_is_not_loaded_to_list_the_cases(project):
+    assert ids(project.runpytest_inprocess("--collect-only", "-q", "--backend", "natve")) == [*QUICK, *FULL]
+
+
+def test_a_wrong_device(project):
+    result = project.runpytest_inprocess("--device", "gpu")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*argument --device: invalid choice: 'gpu' (choose from *cpu*cuda*"])
+
+
+def test_a_gpu_that_is_not_there(project, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = project.runpytest_inprocess("--device", "cuda")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "narrowgauge doctor" in result.stderr.str()
+
+
+# What is said at the end.
+
+
+def test_a_run_in_which_nothing_was_compared_fails_though_every_case_is_skipped(project):
+    (project.path / "cases" / "small.toml").write_text(PRODUCT)
+    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong")
+    result.assert_outcomes(skipped=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "nothing was compared",
+            "Not compared: cases: 1 unsupported; not supported: backend plugin_kernels:Wrong has no gemm (1).",
+            "1 cases; report: *",
+        ]
+    )
+
+
+def test_what_was_not_compared_is_said_where_cases_pass(project):
+    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong", "-k", "16x32 and fp32")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["Not compared: *quantize values in 1 case*"])
+    result.stdout.no_fnmatch_line("nothing was compared")

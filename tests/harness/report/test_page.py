@@ -1,0 +1,196 @@
+"""The page: what is in it, and what a browser shows of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from narrowgauge.harness.report.groups import SEVERITY, group
+from narrowgauge.harness.report.page import island as island_of
+from narrowgauge.harness.report.page import page
+from narrowgauge.harness.report.page.failure import LONGEST, failure
+from narrowgauge.harness.report.page.island import arranged
+from tests.harness.pages import CHROMIUM, island, opened, rows_of
+from tests.harness.report.test_report import ENVIRONMENT, FINDING, NASTY, failing, mixed, record
+
+browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH to open the page with")
+SEEN = {
+    **FINDING,
+    "steps": [[-2, -2, 5], [-1, -1, 0], [0, 0, 987], [1, 1, 32]],
+    "census": {"expected": {"nan": 0, "saturated": 7}, "actual": {"nan": 3, "saturated": 7}},
+}
+
+
+def rendered(records: list[dict[str, Any]]) -> str:
+    return page.render(records, ENVIRONMENT, 12.5)
+
+
+def test_nothing_is_html_that_should_be_text() -> None:
+    html = rendered(mixed())
+    assert "<script>alert" not in html
+    assert len(re.findall(r"<script\b", html)) == html.count("</script>") == 2
+    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;&amp;&#34;&#39;") >= 5
+    assert [row["case"] for row in rows_of(html)].count(f"quantize/nvfp4/64x128/bf16/{NASTY}") == 1
+
+
+def test_half_a_surrogate_pair_costs_a_letter_and_not_the_page() -> None:
+    assert "odd ? byte" in rendered([failing(message="odd \udc80 byte")]).encode().decode()
+
+
+def test_the_table_has_every_record_the_worst_first() -> None:
+    records = [*mixed(), record("nan", sqnr_db=math.nan), record("less", sqnr_db=-math.inf)]
+    assert not set("<>&") & set(island_of.island(arranged(records), group(records)))
+    rows = rows_of(rendered(records))
+    assert [row["case"] for row in rows] == [one["case"] for one in arranged(records)]
+    assert [row["verdict"] for row in rows] == sorted((row["verdict"] for row in rows), key=SEVERITY.index)
+    assert {row["case"].rpartition("/")[2]: row["sqnr_db"] for row in rows if row["verdict"] == "pass"} == {
+        "normal": "Infinity", "nan": "NaN", "less": "-Infinity",
+    }  # fmt: skip
+
+
+def test_a_line_is_kept_without_the_id_that_it_repeats() -> None:
+    rows = {"\0" in row["line"]: row["line"] for row in rows_of(rendered([failing(), failing(NASTY)]))}
+    assert "alert" in rows[False]
+    assert rows[True] == f"narrowgauge show \0 --backend native --device cpu --seed {2**53 + 1}"
+
+
+def test_a_column_that_says_nothing_is_not_shown() -> None:
+    labels = {c["name"]: c["label"] for c in island(rendered([record(), record("b", backend="other")]))["columns"]}
+    assert (labels["backend"], labels["device"], labels["known"]) == ("backend", "", "")
+
+
+def test_figures_have_a_budget_of_bytes_and_every_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [failing(f"i{n}") for n in range(9)] + [failing("other", recipe="mxfp4")]
+    size = len(json.dumps(failure(records[0], []), separators=(",", ":")))
+    monkeypatch.setattr(island_of, "FIGURES", 3 * size + size // 2)
+    html = rendered(records)
+    told = [rows_of(html)[int(row)]["recipe"] for row in island(html)["failures"]]
+    assert sorted(told) == ["mxfp4", "nvfp4", "nvfp4"]
+
+
+def test_a_long_message_is_cut() -> None:
+    html = rendered([failing("a", message="x" * 10**6), failing("b", message="y" * 10**6)])
+    assert len(html) < 120_000
+    assert "x" * (LONGEST - 1) + "…" in html
+
+
+@pytest.mark.parametrize("finding", [{}, {"heat": {}}, {"heat": {"counts": []}}, {"elements": [{}], "modulo": None}])
+def test_findings_may_lack_keys(finding: dict[str, Any]) -> None:
+    found = failure(failing(findings=[finding], stages=[{}], sweep=[1.0, 0.99999, 0.5]), ["where it lies"])
+    assert found["findings"][0]["heat"] is None
+    assert found["sweep"] == [("1e-1", "100 %"), ("1e-2", "> 99.9 %"), ("1e-3", "50 %")]
+    assert found["saved"] == ["where it lies"]
+
+
+def test_figures_of_a_failure() -> None:
+    found = failure(failing(excused_share=0.0125, known="expected: issue 7") | {"baseline": "passed"}, [])
+    assert ("excused", "1.25 %") in found["figures"]
+    assert (found["known"], found["baseline"]) == ("expected: issue 7", "passed")
+    assert found["stages"] == ["codes ✓"]
+    assert found["findings"][0]["elements"][1][found["findings"][0]["keys"].index("lane")] == "7"
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profile")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with failures of several kinds, a hostile one among them."""
+    budget = [5, 4, 0, 0, 0, 0, 0, 0, 0, 0, 2]
+    explained = [{"cause": "ties-away", "sentence": "ties round away", "stage": "codes", "exact": True}]
+    first = failing(
+        "first", mismatches=40, explanations=explained, findings=[SEEN], sweep=[1.0, 0.5], budget_histogram=budget,
+        saved="failures/a.safetensors", shrunk="1x16",
+    )  # fmt: skip
+    alike = (failing(f"i{n}", recipe="mxfp4", mismatches=5) for n in range(3))
+    passing = (record(f"p{n}", seconds=0.001 * n) for n in range(300))
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    path.write_text(rendered([first | {"baseline": "it passed"}, *alike, *mixed(), *passing]), encoding="utf-8")
+    return path
+
+
+def without_error(html: str) -> str:
+    """The elements that a browser made; fails where it met an error."""
+    head = re.search(r"<html[^>]*>", html)
+    assert head
+    assert "data-error" not in head[0]
+    assert "data-loaded" in head[0]
+    assert "data-drawn" in head[0]
+    return re.sub(r'<script type="application/json".*?</script>', "", html, flags=re.DOTALL)
+
+
+@browser
+def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Path) -> None:
+    case = "quantize/nvfp4/64x128/bf16/first"
+    html = without_error(opened(written, profile, f"#words=first&case={quote(case, safe='')}"))
+    assert "<script>alert" not in html
+    shown = html[html.index('<tr class="opened">') :]
+    parts = [
+        "37 of 1024 codes differ", f"narrowgauge show {case} --backend native", '<th scope="row">lane</th>',
+        "heat map of wrong elements", "rows 0–15, columns 16–31: 30 wrong", "row modulo 16: only 15",
+        "row modulo 128: every residue", "column modulo 128: none", "elements by steps above what is expected",
+        '<th scope="row">−2</th>', '<th scope="row">+1</th>', "special values", '<td class="number differs">3</td>',
+        "above 1", "<td>50 %</td>", "explained exactly by: ties round away", "fails at 1x16 too",
+        "baseline: it passed", "stages: codes ✓", "share of wrong elements", "cases by the time of the kernel",
+    ]  # fmt: skip
+    places = [shown.find(part) for part in parts]
+    assert -1 not in places, parts[places.index(-1)]
+    assert "1 of 311 cases" in html
+    assert 'aria-label="quantize nvfp4 64x128 bf16: ' in shown
+
+
+@browser
+def test_the_address_filters_and_sorts(written: Path, profile: Path) -> None:
+    html = without_error(opened(written, profile, "#words=bf16+p1&verdicts=pass&sort=seconds&order=descending"))
+    assert "111 of 311 cases" in html
+    body = html[html.index('<table id="table">') :]
+    assert re.findall(r"bf16/(p\d+)</button>", body)[:3] == ["p199", "p198", "p197"]
+    assert 'aria-sort="descending"' in body
+    assert body.count("<tr data-row=") == 100  # not all rows at once
+
+
+KEYS = """
+<script type="module">
+  const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  const said = [];
+  const at = () => said.push(document.activeElement.id || document.activeElement.textContent);
+  press("/"); at();
+  press("ArrowDown"); at();
+  press("ArrowDown"); at();
+  document.activeElement.click();
+  said.push(document.querySelectorAll("tr.opened .line").length > 0, decodeURIComponent(location.hash));
+  press("End"); press("ArrowDown"); at();
+  said.push(document.querySelectorAll('#table .case button[tabindex="0"]').length);
+  document.documentElement.dataset.said = JSON.stringify(said);
+</script></body>"""
+
+
+@browser
+def test_keys_go_through_the_table(written: Path, profile: Path, tmp_path: Path) -> None:
+    html = written.read_text(encoding="utf-8")
+    policy = re.search(r"<meta http-equiv=[^>]*>", html)
+    assert policy
+    path = tmp_path / "keys.html"
+    path.write_text(html.replace(policy[0], "").replace("</body>", KEYS), encoding="utf-8")
+    found = re.search(r'data-said="([^"]*)"', without_error(opened(path, profile, "#sort=case&words=p1")))
+    assert found
+    said = json.loads(unescape(found[1]))
+    case = "quantize/nvfp4/64x128/bf16/p"
+    assert said == [
+        "words",
+        f"{case}1",
+        f"{case}10",
+        True,
+        f"#words=p1&sort=case&case={case}10&backend=native",
+        f"{case}19",
+        1,
+    ]

@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from rich.console import Console
+
+from narrowgauge.harness.cases.schema import KEYS, MODULES
+from narrowgauge.harness.records.record import NESTED, SCHEMA, VERDICTS, Record
+from narrowgauge.harness.report import groups, markdown, report, swap, tables, text
+from narrowgauge.harness.report.page import page
+from narrowgauge.harness.report.text import STAGES, stages_of
+from narrowgauge.harness.report.view import first_failure, reproduction
+from tests.harness.pages import rows_of
+
+NASTY = """<script>alert(1)</script>&"'"""
+ENVIRONMENT = {"torch": "2.9.1", NASTY: f"label and value {NASTY}"}
+ELEMENT = {"row": 3, "column": 517, "input": 0.625, "expected": "0010", "actual": "0011", "decoded": {"expected": 1.0}}
+FINDING: dict[str, Any] = {
+    "stage": "codes",
+    "rule": "exact",
+    "sentence": "37 of 1024 codes differ",
+    "elements": [{"which": "first", **ELEMENT}, {"which": "worst", **ELEMENT, "lane": 7}],
+    "modulo": {"row": {"16": [0] * 15 + [37], "128": [1] * 128}, "column": {"16": [3, 0] * 8, "128": [0] * 128}},
+    "heat": {"rows": 16, "columns": 16, "counts": [[0, 30], [7, 0]]},
+}
+
+
+def record(inputs: str = "normal", **changes: Any) -> dict[str, Any]:
+    names = {"operation": "quantize", "recipe": "nvfp4", "shape": "64x128", "dtype": "bf16", **changes}
+    case = "/".join([*(names[key] for key in ("operation", "recipe", "shape", "dtype")), inputs])
+    given: dict[str, Any] = {
+        "case": case, "file": "cases/a.toml", "inputs": inputs, "flags": "", "tier": "quick", "backend": "native",
+        "device": "cpu", "seed": 2**53 + 1, "compared": 1024, "sqnr_db": math.inf, "seconds": 0.1 + 0.2, **names,
+    }  # fmt: skip
+    return Record(**given).to_dict()
+
+
+def failing(inputs: str = "e2m1-ties", **changes: Any) -> dict[str, Any]:
+    given = {"verdict": "fail", "stage": "codes", "message": "37 of 1024 codes differ", "mismatches": 37, "max_ulp": 1}
+    stages = [{"stage": "codes", "rule": "exact", "compared": 1024, "mismatches": 37, "max_ulp": 1, "sentence": ""}]
+    return record(inputs, **{"findings": [FINDING], "stages": stages, "sqnr_db": 20.5, **given, **changes})
+
+
+def mixed() -> list[dict[str, Any]]:
+    others = [record(verdict, verdict=verdict, compared=0, sqnr_db=None) for verdict in VERDICTS[2:]]
+    nasty = failing(NASTY, message=NASTY, backend=NASTY, findings=[{**FINDING, "sentence": NASTY, NASTY: NASTY}])
+    nasty["findings"][0]["elements"] = [{"which": NASTY, NASTY: NASTY}]
+    nasty["explanations"] = [{"cause": NASTY, "sentence": NASTY, "stage": "codes", "exact": True}]
+    return [record(), failing(), nasty, *others]
+
+
+def write(records: list[dict[str, Any]], directory: Path) -> str:
+    path = report.write(records, ENVIRONMENT, directory, elapsed=12.5)
+    assert path == directory / "index.html"
+    return path.read_text(encoding="utf-8")
+
+
+def printed(records: list[dict[str, Any]], encoding: str = "utf-8", width: int = 100) -> str:
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding=encoding) as file:
+        report.print_summary(records, Console(file=file, width=width))
+        file.flush()
+        return raw.getvalue().decode(encoding)
+
+
+def test_files(tmp_path: Path) -> None:
+    write(mixed(), tmp_path / "reports" / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["reports"]
+    names = sorted(path.name for path in (tmp_path / "reports" / "run").iterdir())
+    assert names == ["index.html", "records.csv", "records.parquet", "summary.md"]
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_parquet_schema(tmp_path: Path, count: int) -> None:
+    write(mixed()[:count], tmp_path)
+    schema = pyarrow.parquet.read_schema(tmp_path / "records.parquet")
+    assert schema.metadata[b"narrowgauge_schema"] == str(SCHEMA).encode()
+    types = {"int": "int64", "float": "double", "bool": "bool"}
+    expected = [(f.name, types.get(str(f.type).removesuffix(" | None"), "string")) for f in fields(Record)]
+    assert [(field.name, str(field.type)) for field in schema] == [("schema", "int64"), *expected]
+
+
+def test_parquet_and_csv_hold_the_records(tmp_path: Path) -> None:
+    records = mixed()
+    write(records, tmp_path)
+    plain = ({k: json.dumps(v) if k in NESTED else v for k, v in r.items()} for r in records)
+    expected = {r["case"]: {"schema": SCHEMA, **r} for r in plain}
+    rows = pyarrow.parquet.read_table(tmp_path / "records.parquet").to_pylist()
+    assert {row["case"]: row for row in rows} == expected
+    with (tmp_path / "records.csv").open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    flat = ({k: "" if v is None else str(v) for k, v in r.items() if k not in NESTED} for r in expected.values())
+    assert {line["case"]: line for line in lines} == {line["case"]: line for line in flat}
+    assert {float(line["seconds"]) for line in lines} == {0.1 + 0.2}
+
+
+def test_figures_that_were_not_measured_stay_empty(tmp_path: Path) -> None:
+    html = write([record(sqnr_db=None, seconds=None)], tmp_path)
+    row = rows_of(html)[0]
+    assert [row[name] for name in ("max_ulp", "budget_max", "sqnr_db", "seconds")] == [None] * 4
+    assert row["mismatches"] == 0
+    line = (tmp_path / "summary.md").read_text().split("| quantize |")[1].splitlines()[0]
+    assert [cell.strip() for cell in line.split("|")][2:9] == ["1", "1", "1 024", "0", "", "", ""]
+    assert text.number(None) == text.share(None) == text.duration(None) == ""
+
+
+def test_page_fetches_nothing(tmp_path: Path) -> None:
+    html = write(mixed(), tmp_path)
+    assert not re.search(r"""(src|@import|url\()\s*=?\s*["']?(https?:)?//""", html)
+    assert re.findall(r'href="([^#"]*)"', html) == ["records.parquet", "records.csv", "summary.md"]
+    assert "default-src &#39;none&#39;" in html or "default-src 'none'" in html
+
+
+def test_groups_worst_first() -> None:
+    records = [
+        record(),
+        failing("a", mismatches=5, max_ulp=None),
+        failing("b", mismatches=50),
+        failing("c", stage="block scales", mismatches=900, findings=[], stages=[]),
+        record("d", verdict="timeout"),
+        *(record(f"e{n}", verdict="crash", message="signal 11") for n in range(9)),
+    ]
+    found = groups.group(records)
+    assert [one.title for one in found] == [
+        "quantize nvfp4, codes (exact)", "quantize nvfp4, block scales", "quantize nvfp4", "quantize nvfp4",
+    ]  # fmt: skip
+    assert [one.verdict for one in found] == ["fail", "fail", "crash", "timeout"]
+    assert [r["inputs"] for r in found[0].records] == ["b", "a"]
+    assert found[0].mismatches == 55
+
+
+def test_markdown_groups_and_limits(tmp_path: Path) -> None:
+    records = [failing(f"i{n}", recipe=f"r{n % 53}", message=f"a | b {NASTY}") for n in range(53 * 13)]
+    html = write(records, tmp_path)
+    summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert summary.startswith("# ✗ narrowgauge: 689 of 689 cases did not pass in 12.5 s: 689 fail\n")
+    assert summary.count("\n## ") == groups.SHOWN == 50
+    assert "3 more groups with 39 cases left out." in summary
+    assert "3 more groups with 39 cases left out" in html
+    assert summary.count("\n- and 3 more cases") == 50
+    assert summary.count("`narrowgauge show quantize/r0/") == 1
+    assert "\n| quantize | r0 | bf16 | 13 | 0 | 13 |" in summary
+    assert r"a \| b \<script\>" in summary
+    assert "\\<script\\>alert" in summary
+    assert not re.search(r"(?<!\\)<script", summary)
+
+
+def test_markdown_code_holds_backticks() -> None:
+    assert markdown.code("a") == "`a`"
+    assert markdown.code("a``b") == "``` a``b ```"
+
+
+def test_not_compared(tmp_path: Path) -> None:
+    shown = [{"stage": stage, "compared": 5} for stage in STAGES["quantize"]]
+    assert text.not_compared([record(stages=shown)]) == "Not compared: no case and no stage."
+    empty = [{"stage": stage, "compared": 0} for stage in STAGES["quantize"]]
+    assert text.not_compared([record(shape="0x128", stages=empty)]) == "Not compared: no case and no stage."
+    assert text.not_compared([]) == "Not compared: everything."
+    hidden = [{"stage": "amax", "compared": 0}, *shown[2:]]
+    unknown = record("c", operation="other", stages=[{"stage": "one", "compared": 0}])
+    without = [record(verdict, verdict=verdict, compared=0) for verdict in VERDICTS[2:]]
+    records = [record("a", stages=hidden), record("b", stages=shown[1:]), record(compared=0, stages=shown), unknown]
+    line = (
+        "cases: 1 crash, 1 error, 1 timeout, 1 unsupported, 1 without a compared element; stages not observed: "
+        "quantize amax in 2 cases, quantize tensor scale in 1 case, other one in 1 case."
+    )
+    assert text.not_compared([*records, *without]) == f"Not compared: {line}"
+    assert line in write([*records, *without], tmp_path)
+    assert line in (tmp_path / "summary.md").read_text(encoding="utf-8")
+
+
+def test_nothing_ran_is_red(tmp_path: Path) -> None:
+    html = write([], tmp_path)
+    assert '<h1 class="banner fail">' in html
+    assert "nothing ran in 12.5 s" in html
+    assert rows_of(html) == []
+    assert (tmp_path / "summary.md").read_text(encoding="utf-8").startswith("# ✗ narrowgauge: nothing ran")
+    assert "nothing ran" in printed([])
+
+
+def test_all_passed_is_not_red(tmp_path: Path) -> None:
+    html = write([record(), record("zeros")], tmp_path)
+    assert '<h1 class="banner pass">' in html
+    assert "2 cases passed in 12.5 s, 2 048 elements compared" in html
+    assert "Failing groups" not in html
+
+
+def test_write_replaces_an_earlier_report(tmp_path: Path) -> None:
+    (tmp_path / "baselines").mkdir()
+    (tmp_path / "baselines" / "a.parquet").touch()
+    write([failing("first")], tmp_path)
+    assert "/second" not in write([failing("first")], tmp_path)
+    assert "/first" not in write([failing("second")], tmp_path)
+    assert "second" in (tmp_path / "records.csv").read_text()
+    names = ["baselines", "index.html", "records.csv", "records.parquet", "summary.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (tmp_path / "baselines" / "a.parquet").exists()
+
+
+def test_an_interrupted_write_leaves_the_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write([failing("first")], tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(page, "render", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write([failing("second")], tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_swap_that_stops_half_way_leaves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index.html").touch()
+
+    def stop(*_: object) -> Path:
+        raise OSError("the disk is full")
+
+    def swapped() -> None:
+        with swap.replacing(tmp_path, last="index.html") as fresh:
+            (fresh / "index.html").touch()
+            (fresh / "records.csv").touch()
+            monkeypatch.setattr(Path, "replace", stop)
+
+    with pytest.raises(OSError, match="full"):
+        swapped()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_many_records(tmp_path: Path) -> None:
+    records = [failing(f"i{n}") if n % 7 == 0 else record(f"i{n}") for n in range(20_000)]
+    html = write(records, tmp_path)
+    assert len(rows_of(html)) == 20_000
+    assert len(html.encode()) < 15 * 2**20
+    assert pyarrow.parquet.read_metadata(tmp_path / "records.parquet").num_rows == 20_000
+
+
+def test_terminal_fits_a_hundred_columns() -> None:
+    wide = {"operation": "quantize", "recipe": "nvfp4-2d@te-2.8", "dtype": "bf16xfp32-bf16", "budget_max": 0.123456}
+    records = [record(v, verdict=v, **wide, max_ulp=123_456, compared=10**9, mismatches=10**6) for v in VERDICTS]
+    out = printed([*records, record(), failing(), record("[red]", recipe="[red]x[/]")])
+    assert max(map(len, out.splitlines())) <= 100
+    for part in ("1/6", "1 unsup.", "6G", "6M", "123k", "0.1235", "[red]x[/]", "1 024", "✗ 6 of 9 cases did not pass"):
+        assert part in out
+
+
+def test_no_figure_of_the_full_tier_is_cut_off_at_eighty_columns() -> None:
+    """A pipe has 80, at which rows of many cases had lost the last digits of their time."""
+    wide = {"operation": "gemm-quantized", "recipe": "fp8-block-1x128-e4m3-pow2", "dtype": "bf16xbf16-bf16"}
+    each = {"budget_max": 0.9999, "compared": 99_999, "seconds": 0.832e-2}
+    records = [record(str(n), **wide, **each) for n in range(10_118)]
+    out = printed(records, width=80)
+    assert max(map(len, out.splitlines())) <= 80
+    for part in ("operation", " 10118 ", "1.01G", "0.9999", "84.2 s"):
+        assert part in out
+
+
+def test_what_passed_is_folded_where_there_is_much_of_it() -> None:
+    recipes = [f"nvfp4-{n}" for n in range(30)] + [f"mxfp8-{n}" for n in range(12)] + [""]
+    records = [record(str(n), recipe=recipe, dtype=("bf16", "fp32")[n % 2]) for n, recipe in enumerate(recipes)]
+    records.append(failing("last", recipe="nvfp4-2d"))
+    rows = tables.folded(tables.summary(records), 40)
+    assert [(row["recipe"], row["dtype"], row["pass"], row["cases"]) for row in rows] == [
+        ("nvfp4-2d", failing()["dtype"], 0, 1), ("", "bf16", 1, 1), ("mxfp8 (12)", "(2)", 12, 12),
+        ("nvfp4 (30)", "(2)", 30, 30),
+    ]  # fmt: skip
+    assert sum(row["compared"] for row in rows) == sum(one["compared"] for one in records)
+    assert tables.folded(tables.summary(records), 44) == tables.summary(records)
+    assert "mxfp8 (12)" in printed(records)
+
+
+def test_terminal_without_glyphs() -> None:
+    out = printed(mixed(), "ascii")
+    assert out.endswith("fail 6 of 7 cases did not pass: 2 fail, 1 error, 1 crash, 1 timeout, 1 unsupported\n")
+
+
+@pytest.mark.parametrize(("case", "quoted"), [("a/b", "a/b"), ("it's", "'it'\"'\"'s'"), ("$(rm) `x`", "'$(rm) `x`'")])
+def test_reproduction_line_is_safe_in_a_shell(case: str, quoted: str) -> None:
+    line = reproduction({**record(), "case": case, "backend": "a.b:C", "device": "cuda:0 x"})
+    assert line == f"narrowgauge show {quoted} --backend a.b:C --device 'cuda:0 x' --seed {2**53 + 1}"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0, "0 s"), (1.234567, "1.23 s"), (99.7, "1 min 40 s"), (3601, "60 min 1 s")]
+)
+def test_durations(value: float, shown: str) -> None:
+    assert text.duration(value) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(1, "100 %"), (1 - 1e-9, "> 99.9 %"), (1e-9, "1e-07 %"), (0, "0 %")])
+def test_shares(value: float, shown: str) -> None:
+    assert text.share(value) == shown
+
+
+def test_every_operation_has_its_stages() -> None:
+    assert set(STAGES) == set(KEYS) - set(MODULES)
+    both = stages_of("quantize", "both+swizzled")
+    assert both[0] == "rowwise.amax"
+    assert both[-1] == "halves"
+    assert stages_of("quantize", "columnwise+swizzled") == STAGES["quantize"]
+    assert stages_of("quantize-grouped", "front:4+columnwise") == STAGES["quantize-grouped"]
+    assert stages_of("gemm-grouped", "front:4+bias") == STAGES["gemm-grouped"]
+    padded = stages_of("gemm-grouped", "front:4+padded+bias")
+    assert set(padded) - set(STAGES["gemm-grouped"]) == {"padding", "rows", "unpadding"}
+    assert set(STAGES["gemm-quantized"]) > {*STAGES["gemm"], "output.scales", "fused.scales"}
+    shown = [{"stage": stage, "compared": 5} for stage in both[:-1]]
+    assert text.not_compared([record(flags="both", stages=shown)]) == (
+        "Not compared: stages not observed: quantize halves in 1 case."
+    )
+
+
+def test_a_swizzle_has_neither_recipe_nor_dtype(tmp_path: Path) -> None:
+    bare = {"operation": "swizzle", "recipe": "", "dtype": "", "stage": "layout"}
+    bad = failing("position", **bare) | {"case": "swizzle/64x128/position"}
+    html = write([bad, record("bytes", **bare) | {"case": "swizzle/64x128/bytes", "stage": ""}], tmp_path)
+    assert "swizzle, layout" in html
+    assert "swizzle//" not in html
+    assert "swizzle/64x128/" in html
+    assert "1/2" in printed([bad, record("bytes", **bare)])
+    assert "swizzle, layout" in (tmp_path / "summary.md").read_text(encoding="utf-8")
+
+
+def explained(cause: str, *, exact: bool = True) -> dict[str, Any]:
+    return {"cause": cause, "sentence": f"sentence of {cause}", "stage": "codes", "exact": exact}
+
+
+def test_one_cause_is_one_group_whatever_the_recipes(tmp_path: Path) -> None:
+    """What explains most records explains all that it can; a signature joins only what fails at one place."""
+    truncated, away, lane = explained("truncated"), explained("ties-away"), explained("place:lane-3", exact=False)
+    records = [
+        failing("a", explanations=[truncated, away]),
+        failing("b", explanations=[away, lane]),
+        {**failing("c", explanations=[away]), "recipe": "mxfp8-e4m3", "operation": "gemm", "stage": "x.codes"},
+        failing("d", explanations=[truncated]),
+        failing("e", explanations=[lane]),
+        {**failing("f", explanations=[lane]), "recipe": "nvfp4-2d"},
+        failing("g"),
+    ]
+    found = groups.group(records)
+    names = [(one.explanation["cause"] if one.explanation else "", len(one.records)) for one in found]
+    assert names[0] == ("ties-away", 3)
+    assert sorted(names[1:]) == [("", 1), ("place:lane-3", 1), ("place:lane-3", 1), ("truncated", 1)]
+    assert found[0].title == "several operations"
+    html, summary = page.render(records, {}, 1.0), markdown.render(records, {}, 1.0)
+    for text_of in (html, summary):
+        assert "explained exactly by: sentence of ties-away" in text_of
+        assert "wrong elements: sentence of place:lane-3" in text_of
+    lines = first_failure(records[0]).splitlines()
+    assert lines[1:3] == ["explained exactly by: sentence of truncated", "              or by: sentence of ties-away"]

@@ -1,0 +1,124 @@
+"""The tables' schema: what reports/SCHEMA.md says is what the tables hold, and a change of it changes its version."""
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pyarrow.parquet
+
+from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.pytest_plugin.junit import PROPERTIES, properties
+from narrowgauge.harness.records.record import ENTRIES, NESTED, SCHEMA, Record
+from narrowgauge.harness.report import tables
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from tests.harness.backends import GEMM, QUANTIZE, backend, gemm, quantize
+from tests.harness.reach import FAILING, many_records
+from tests.paths import ROOT
+
+DOCUMENT = (ROOT / "reports" / "SCHEMA.md").read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Cells of the table under a heading, without its header and rule."""
+    lines = [line for line in DOCUMENT.partition(heading)[2].partition("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def written(folder: Path) -> list[tuple[str, str]]:
+    tables.write([], folder)
+    return [(field.name, str(field.type)) for field in pyarrow.parquet.read_schema(folder / "records.parquet")]
+
+
+def csv_columns(folder: Path) -> list[str]:
+    tables.write([], folder)
+    return (folder / "records.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
+
+
+def test_the_document_has_the_columns_in_their_order_with_their_types(tmp_path: Path) -> None:
+    documented = [(name, "string" if kind == "JSON" else kind) for name, kind, *_ in rows("# The tables of a run")]
+    assert documented == written(tmp_path)
+    assert [name for name, kind, *_ in rows("# The tables of a run") if kind == "JSON"] == [
+        f.name for f in fields(Record) if f.name in NESTED
+    ]
+    assert all(len(row) == 4 and row[3] for row in rows("# The tables of a run"))
+
+
+def test_a_csv_has_the_columns_that_are_no_lists(tmp_path: Path) -> None:
+    """In the order of the document: what a spreadsheet can sort and filter."""
+    flat = [name for name, kind, *_ in rows("# The tables of a run") if kind != "JSON"]
+    assert csv_columns(tmp_path) == flat
+    assert len(flat) == len(written(tmp_path)) - len(NESTED)
+
+
+def test_a_csv_of_failures_is_small(tmp_path: Path) -> None:
+    """The findings of a failure are 20 kB, and no cell of a spreadsheet."""
+    found = list(many_records(FAILING))
+    assert sum(len(record["findings"]) for record in found) == 1
+    tables.write(found, tmp_path)
+    assert (tmp_path / "records.csv").stat().st_size < 600 * len(found)
+
+
+def test_the_document_has_the_keys_of_what_columns_hold() -> None:
+    documented = defaultdict(list)
+    for column, key, kind, meaning in rows("## What the columns of objects hold"):
+        documented[column].append(key)
+        assert kind
+        assert meaning
+    assert documented == {column: list(keys) for column, keys in ENTRIES.items()}
+
+
+def test_a_change_of_the_columns_changes_the_version(tmp_path: Path) -> None:
+    """Where this fails: raise SCHEMA, and give the new version a line with this fingerprint in reports/SCHEMA.md."""
+    keys = {column: list(keys) for column, keys in ENTRIES.items()}
+    content = json.dumps([written(tmp_path), csv_columns(tmp_path), keys])
+    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:12]
+    versions = {int(version): known for version, known, _ in rows("## Versions")}
+    assert max(versions) == SCHEMA
+    assert versions[SCHEMA] == fingerprint
+    assert len(set(versions.values())) == len(versions)
+
+
+def test_records_have_the_documented_keys_and_no_other() -> None:
+    """Of every rule that finds something: bytes, bounds, guards."""
+
+    def wrong(q):
+        q.codes[2, 3] ^= 0x10
+
+    doors = {"quantize": quantize(wrong), "dequantize": reference.dequantize, "gemm": gemm(lambda out: out * 2)}
+    cases = (QUANTIZE, replace(GEMM, shape=(16, 16, 8)))
+    records = [run_case(case, backend(**doors)).to_dict() for case in cases]
+    assert {record["verdict"] for record in records} == {"fail"}
+    seen = defaultdict(set)
+    for record in records:
+        assert record["stages"]
+        assert record["findings"]
+        for column in ("stages", "findings"):
+            seen[column] |= {tuple(entry) for entry in record[column]}
+    assert seen == {column: {ENTRIES[column]} for column in ("stages", "findings")}
+    assert ENTRIES["explanations"] == tuple(Explanation("", "", "", True).to_dict())
+    assert set(ENTRIES) < set(NESTED)
+
+
+def test_a_csv_says_its_version_in_every_row(tmp_path: Path) -> None:
+    tables.write([Record("a", "", "quantize", "", "", "", "", "", "", "native", "cpu", 0).to_dict()], tmp_path)
+    header, row = (tmp_path / "records.csv").read_text(encoding="utf-8").splitlines()
+    assert header.startswith("schema,case,")
+    assert row.startswith(f"{SCHEMA},a,")
+
+
+def test_properties_are_documented_and_empty_where_nothing_was_measured() -> None:
+    record = Record("a", "", "gemm", "nvfp4", "1x2x3", "", "", "", "", "native", "cpu", 0)
+    found = dict(properties(record.to_dict()))
+    documented = {name for row in rows("## JUnit") for name in re.findall(r"`(\w+)`", f"`{row[0]}`")}
+    assert documented == set(found)
+    assert set(PROPERTIES) < set(found)
+    assert (found["max_ulp"], found["budget"], found["explanation"], found["compared"]) == ("", "", "", "0")
+    explained = [{"cause": "a", "sentence": "ties", "stage": "codes", "exact": True}]
+    full = replace(record, max_ulp=3, budget_max=1.5, explanations=explained, known="why (https://x)")
+    found = dict(properties(full.to_dict()))
+    assert (found["max_ulp"], found["budget"], found["known"]) == ("3", "1.5", "why (https://x)")
+    assert found["explanation"] == "explained exactly by: ties"

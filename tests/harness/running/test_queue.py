@@ -1,0 +1,128 @@
+"""Which task is next: few that are judged on a GPU at once, the largest first, and none that would not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.cost import SMALL, home_of
+from narrowgauge.harness.cases.memory import needed
+from narrowgauge.harness.running import queue
+from narrowgauge.harness.running.queue import Queue, firsts
+from narrowgauge.harness.running.worker import Task
+
+LANES = 3
+
+
+@pytest.fixture(autouse=True)
+def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three on a GPU."""
+    monkeypatch.setattr(queue, "LANES", LANES)
+
+
+def task(side: int) -> Task:
+    return Task(Case("quantize", "nvfp4", (side, 4096), "bf16", "normal"), 0)
+
+
+def sides(tasks: list[Task | None]) -> list[int]:
+    return [one.case.shape[0] for one in tasks if one]
+
+
+SMALLS = [task(3), task(1), task(2), task(4)]
+LARGES = [task(5000), task(7000), task(6000), task(9000), task(8000)]
+
+
+def test_on_a_cpu_tasks_are_in_their_order() -> None:
+    waiting = Queue([LARGES[0], *SMALLS, LARGES[3]], "cpu")
+    assert sides([waiting.take() for _ in range(7)]) == [5000, 3, 1, 2, 4, 9000]
+    assert not waiting
+
+
+def test_few_are_judged_on_a_gpu_at_once() -> None:
+    waiting = Queue([*SMALLS, *LARGES], "cuda")
+    first = [waiting.take(), waiting.take()]
+    assert sorted(sides(first)) == [1, 4]
+    running = []
+    for _ in range(4):
+        running.append(waiting.take(running))
+    assert sides(running) == [9000, 8000, 7000, 3]
+    assert waiting.take(running[1:]).case.shape[0] == 6000
+    left = [waiting.take(LARGES[:LANES]) for _ in range(3)]
+    assert sides(left) == [2]  # the others wait for those that run
+    assert [one.first for one in (*first, *running, left[0])] == [True] * 2 + [False] * 5
+    assert left[-1] is None
+    assert waiting
+
+
+def test_every_gpu_has_its_lanes() -> None:
+    waiting = Queue(LARGES * 2, "cuda", gpus=2)
+    running = []
+    while (one := waiting.take(running)) is not None:
+        running.append(one)
+    assert len(running) == 2 * LANES
+
+
+def test_what_would_not_fit_beside_others_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "KEPT", needed(task(4).case))
+    for device in ("cpu", "cuda"):
+        waiting = Queue([task(9000), task(6000), task(5000), task(1)], device)
+        waiting.room = needed(task(15000).case)
+        kernels = waiting.take() if device == "cuda" else None
+        first = waiting.take()
+        second = waiting.take([first])
+        assert sides([first, second]) == [9000, 6000]
+        assert sides([kernels or waiting.take([first, second])]) == [1]
+        assert waiting.take([first, second]) is None
+        assert waiting
+        assert sides([waiting.take([first])]) == [5000]
+
+
+def test_what_never_fits_is_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "KEPT", 0)
+    waiting = Queue(LARGES[:2], "cuda")
+    waiting.room = 1
+    first = waiting.take()
+    assert sides([first]) == [7000]
+    assert waiting.take([first]) is None
+    assert sides([waiting.take()]) == [5000]
+
+
+def test_what_died_with_its_process_is_the_next_again() -> None:
+    waiting = Queue([*SMALLS, *LARGES], "cuda")
+    kernels = waiting.take()
+    waiting.take()
+    for one in (SMALLS[0], LARGES[0], kernels):
+        waiting.put_back(one)
+    assert waiting.take() == kernels
+    assert waiting.take() == LARGES[0]
+    assert waiting.take(LARGES[:LANES]) == SMALLS[0]
+
+
+def test_small_cases_of_a_gpu_are_judged_on_the_cpu() -> None:
+    rows = SMALL // 4096
+    assert [home_of(task(side).case, "cuda") for side in (1, rows - 1, rows)] == ["cpu", "cpu", "cuda"]
+    assert home_of(task(rows).case, "cpu") == "cpu"
+
+
+def test_small_cases_of_every_kind_come_first_on_a_gpu_and_wait_for_no_turn() -> None:
+    def case(operation: str, name: str, side: int, *flags: str) -> Task:
+        return Task(
+            Case(operation, name, (side, 64, 64)[: 3 if operation == "gemm" else 2], "bf16", "normal", flags), 0
+        )
+
+    alike = [case("gemm", "nvfp4", side, "tn", *more) for side in (64, 16, 32) for more in ((), ("bias",))]
+    others = [
+        case("gemm", "nvfp4", 16, "nn"), case("gemm", "mxfp8-e4m3", 16, "tn"), case("quantize", "nvfp4", 16, "both"),
+        Task(Case("linear", "MXFP8BlockScaling", (1, 16, 64, 64), "bf16", "normal"), 0),
+    ]  # fmt: skip
+    found = firsts([*alike, *others])
+    assert {task.case for task in found} == {one.case for one in (alike[2], alike[1], *others[:3])}
+    rounds = [task.case.recipe for task in reversed(found)]
+    assert sorted(rounds[:2]) == ["mxfp8-e4m3", "nvfp4"]  # of each recipe one, before a second of any
+    waiting = Queue([*alike, *others], "cuda")
+    taken = [waiting.take() for _ in range(10)]
+    assert taken[:5] == [replace(task, first=True) for task in reversed(found)]
+    assert sorted(taken[5:], key=hash) == sorted((set(alike) | set(others)) - set(found), key=hash)
+    assert not waiting

@@ -1,0 +1,193 @@
+"""Shards: every case in one of them, the same on every machine, about equal times; and what is no shard."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from narrowgauge.harness.cases.case import Case, load_all, select
+from narrowgauge.harness.checks.statistics.holm import sharing
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.records.journal import Journal, Run
+from narrowgauge.harness.records.record import new_record
+from narrowgauge.harness.running.shard import (
+    Shard,
+    ShardError,
+    digest,
+    durations,
+    estimate,
+    part_of,
+    read_durations,
+    split,
+)
+from tests.harness import small_toml
+from tests.paths import PLUGIN, ROOT
+
+pytest_plugins = ["pytester"]
+
+SMALL = Case("quantize", "nvfp4", (16, 32), "bf16", "normal")
+CASES = [replace(SMALL, shape=(16 * n, 32), recipe="nvfp4-sr" if n % 4 == 0 else "nvfp4") for n in range(1, 13)]
+FILE = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
+ALL = [f"quantize/{recipe}/16x{k}/bf16/normal" for recipe in ("nvfp4", "nvfp4-sr", "nvfp4-rht") for k in (32, 48)]
+
+
+def journal(directory: Path, seconds: dict[str, float | None]) -> Path:
+    """The journal of a run of these cases that took so long."""
+    run = Run("reference", "cpu", 0, list(seconds), {}, {})
+    written = Journal(directory, lambda: run)
+    for case, taken in seconds.items():
+        record = new_record(SMALL, backend="reference", device="cpu", seed=0)
+        record.case, record.seconds_total = case, taken
+        written.add(record.to_dict())
+    written.close()
+    return directory
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 12])
+def test_every_case_is_in_one_shard(count):
+    parts = [part_of(CASES, Shard(n, count)) for n in range(1, count + 1)]
+    assert sorted(case.id for part in parts for case in part.cases) == sorted(case.id for case in CASES)
+    assert all(part.cases for part in parts)
+
+
+def test_a_shard_knows_the_others():
+    """What chance can fail, and the selection, are those of all cases; the order of the cases changes nothing."""
+    shuffled = random.Random(0).sample(CASES, len(CASES))
+    for number in (1, 2, 3):
+        part, again = (part_of(cases, Shard(number, 3)) for cases in (CASES, shuffled))
+        assert {case.id for case in part.cases} == {case.id for case in again.cases}
+        assert part.cases == [case for case in CASES if case in part.cases]
+        assert part.sharing == again.sharing == sharing(CASES) == 3
+        assert part.selection == again.selection == digest(case.id for case in CASES)
+    assert part_of(CASES[1:], Shard(1, 3)).selection != part.selection
+
+
+def test_the_costliest_go_first_to_the_shard_that_has_least():
+    costs = {"a": 5.0, "b": 4.0, "c": 3.0, "d": 3.0, "e": 3.0}
+    assert split(costs, 2) == [{"a", "d"}, {"b", "c", "e"}]
+
+
+def test_ids_decide_between_equal_costs():
+    assert split(dict.fromkeys("dbca", 1.0), 3) == [{"a", "d"}, {"b"}, {"c"}]
+    assert split(dict.fromkeys("dbca", 0.0), 3) == [{"a", "d"}, {"b"}, {"c"}]
+
+
+def test_the_division_of_the_quick_tier_is_this_one():
+    """Machines that know nothing of one another divide it alike: these digests may change with cases and estimates
+    alone. Times on a CPU differ by what one case takes, which is known to a factor."""
+    cases = select(load_all([ROOT / "cases"]), tier="quick")
+    parts = [part_of(cases, Shard(n, 4)) for n in range(1, 5)]
+    loads = [sum(map(estimate, part.cases)) for part in parts]
+    assert max(loads) - min(loads) <= max(map(estimate, cases))
+    assert len({case.id for part in parts for case in part.cases}) == sum(len(p.cases) for p in parts) == len(cases)
+
+
+def test_recorded_durations_divide_and_scale_the_estimates():
+    cases = {case.id: case for case in CASES}
+    first, second, *others = cases
+    found = durations(cases, {first: 100 * estimate(cases[first]), "of another run": 7.0})
+    assert found[first] == 100 * estimate(cases[first])
+    assert found[second] == pytest.approx(100 * estimate(cases[second]))
+    alone = part_of(CASES, Shard(1, 2), {first: 1e3, **dict.fromkeys([second, *others], 1.0)})
+    assert [case.id for case in alone.cases] == [first]
+
+
+def test_durations_are_those_of_a_journal(tmp_path):
+    folder = journal(tmp_path, {"a": 0.5, "b": 2.0, "c": None})
+    assert read_durations(folder) == read_durations(folder / "records.jsonl") == {"a": 0.5, "b": 2.0}
+
+
+@pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "1/0", "-1/4", "a/b", "1/4/2", " 1/4", "1.0/4", "١/4"])
+def test_what_is_no_shard(text):
+    with pytest.raises(ShardError, match=r"--shard is '.*'; "):
+        Shard.parse(text)
+
+
+def test_what_cannot_be_divided():
+    with pytest.raises(ShardError, match="--shard is '1/13', but 12 cases are selected, and no shard is empty"):
+        part_of(CASES, Shard(1, 13))
+    with pytest.raises(ShardError, match="--durations knows 1 cases, and none of the 12 that are selected"):
+        part_of(CASES, Shard(1, 2), {"other": 1.0})
+
+
+def listed(*words):
+    return CliRunner().invoke(app, ["list", *map(str, words)])
+
+
+@pytest.fixture
+def matrix(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_list_prints_a_shard(matrix, tmp_path):
+    shards = [listed(matrix, "--shard", f"{n}/2").stdout.split() for n in (1, 2)]
+    assert sorted(shards[0] + shards[1]) == sorted(ALL)
+    slow = journal(tmp_path, dict.fromkeys(ALL, 1.0) | {ALL[3]: 9.0})
+    assert listed(matrix, "--shard", "1/2", "--durations", slow).stdout.split() == [ALL[3]]
+
+
+def test_list_refuses(matrix, tmp_path):
+    for words, message in (
+        (["--shard", "3/2"], "--shard is '3/2'; of 2 shards there are 1/2 to 2/2"),
+        (["--durations", tmp_path], "--durations divides cases into shards, and no --shard is given"),
+        (["--shard", "1/2", "--durations", tmp_path / "none"], f"{tmp_path / 'none'}: there is no none"),
+        (
+            ["--shard", "1/2", "--durations", journal(tmp_path / "untimed", {ALL[0]: None})],
+            f"{tmp_path / 'untimed'}: no record says how long its case took",
+        ),
+    ):
+        result = listed(matrix, *words)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"narrowgauge: {message}")
+
+
+def pytest_run(pytester, *words):
+    pytester.makefile(".toml", small=FILE)
+    return pytester.runpytest_inprocess("small.toml", "-p", PLUGIN, "-p", "no:xdist", "--backend",
+                                        "reference", *words)  # fmt: skip
+
+
+def test_pytest_leaves_a_shard(pytester):
+    """Of what -k leaves; the others are deselected, and tests that are no cases stay."""
+    pytester.makepyfile("def test_of_something_else(): pass")
+    result = pytest_run(pytester, "test_pytest_leaves_a_shard.py", "--co", "-q", "--shard", "1/2", "-k", "48 or else")
+    expected = part_of(select(load_all([pytester.path / "small.toml"]), keyword="48"), Shard(1, 2)).cases
+    for case in expected:
+        result.stdout.fnmatch_lines([f"*{case.id}"])
+    result.stdout.fnmatch_lines(["*test_of_something_else", f"{len(expected) + 1}/7 tests collected*"])
+
+
+def test_pytest_divides_by_the_durations_of_a_run(pytester):
+    journal(pytester.path / "before", dict.fromkeys(ALL, 1.0) | {ALL[3]: 9.0})
+    result = pytest_run(pytester, "--co", "-q", "--shard", "1/2", "--case-durations", "before")
+    result.stdout.fnmatch_lines([f"*{ALL[3]}", "1/6 tests collected*"])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_journal_of_pytest_says_which_shard_it_is_of(pytester, monkeypatch):
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.plugin.in_process", lambda config: True)
+    pytest_run(pytester, "--shard", "2/3", "--report-dir", "out").assert_outcomes(passed=2, deselected=4)
+    header = json.loads((pytester.path / "out" / "records.jsonl").read_text().splitlines()[0])
+    part = part_of(load_all([pytester.path / "small.toml"]), Shard(2, 3))
+    assert (header["shard"], header["selection"]) == ("2/3", digest(ALL))
+    assert sorted(header["cases"]) == sorted(case.id for case in part.cases)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shard", "4/3"], "--shard is '4/3'; of 3 shards there are 1/3 to 3/3"),
+        (["--shard", "1/7"], "--shard is '1/7', but 6 cases are selected, and no shard is empty"),
+        (["--case-durations", "x"], "--case-durations divides cases into shards, and no --shard is given"),
+        (["--shard", "1/2", "--case-durations", "x"], "there is no x"),
+    ],
+)
+def test_pytest_refuses(pytester, words, message):
+    result = pytest_run(pytester, *words)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert message in result.stderr.str() + result.stdout.str()

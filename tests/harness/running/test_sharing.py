@@ -1,0 +1,99 @@
+"""False alarms are those of a whole run: every way to run cases tells each of them how many share."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.checks.statistics import rounding
+from narrowgauge.harness.checks.statistics.holm import FALSE_ALARM
+from narrowgauge.harness.pytest_plugin import sandbox
+from narrowgauge.harness.records.record import new_record
+from narrowgauge.harness.running import pool, runner
+from narrowgauge.harness.running.pool import Settings, Task, run_tasks
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.running.worker import serve
+from narrowgauge.reference import ops as reference
+from tests.harness import small_toml
+from tests.paths import PLUGIN
+
+pytest_plugins = ["pytester"]
+
+NVFP4 = Case("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")
+CASES = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
+
+
+def test_a_case_of_many_needs_a_smaller_p_value(monkeypatch):
+    """Bytes that are 1 too high, over so few draws that it is odd enough for one case, and not for one of a million."""
+    monkeypatch.setattr(rounding, "DRAWS", 600_000)
+
+    def quantize(x, rule, *, random, **options):
+        own = torch.randint(0, 256, tuple(x.shape), dtype=torch.int32)
+        words = (own + 1).clamp(max=255).to(torch.uint8).view(torch.int32)
+        return reference.quantize(x, rule, random=words, **options)
+
+    biased = Backend("biased", SimpleNamespace(quantize=quantize, declares={"random": "own"}))
+    alone, shared = (run_case(NVFP4, biased, sharing=sharing) for sharing in (1, 10**6))
+    assert alone.p_value == shared.p_value
+    assert FALSE_ALARM / 10**6 < alone.p_value < FALSE_ALARM
+    assert (alone.verdict, shared.verdict) == ("fail", "pass")
+
+
+def test_a_run_counts_its_tasks(monkeypatch):
+    """Of three cases and two seeds, those whose recipe rounds stochastically or rotates: four times."""
+    found = []
+
+    class Refusing(Exception):
+        pass
+
+    def worker(settings, gpu):
+        found.append(settings.sharing)
+        raise Refusing
+
+    monkeypatch.setattr(pool, "Worker", worker)
+    cases = [NVFP4, replace(NVFP4, recipe="nvfp4"), replace(NVFP4, recipe="nvfp4-2d-rht")]
+    with pytest.raises(Refusing):
+        run_tasks((Task(case, seed) for seed in (0, 1) for case in cases), Settings(), print)
+    assert found == [4]
+
+
+def test_a_worker_tells_its_cases(monkeypatch):
+    given, sent = [], []
+    tasks = iter([Task(NVFP4, 3), None])
+
+    def judged(case, backend, *, sharing, **options):
+        given.append(sharing)
+        return new_record(case, backend="reference", device="cpu", seed=options["seed"])
+
+    monkeypatch.setattr(runner, "run_case", judged)
+    serve(SimpleNamespace(recv=lambda: next(tasks), send=sent.append), Settings("reference", sharing=17))
+    assert given == [17]
+    assert sent[-1]["seed"] == 3
+
+
+def test_the_plugin_counts_the_cases_that_are_left(pytester, monkeypatch):
+    given = []
+
+    def judged(case, backend, *, sharing, device, seed, **options):
+        given.append(sharing)
+        return new_record(case, backend="reference", device=device, seed=seed)
+
+    monkeypatch.setattr(sandbox, "run_case", judged)
+    pytester.mkdir("cases").joinpath("small.toml").write_text(CASES)
+    result = pytester.runpytest_inprocess(
+        "cases",
+        "--backend",
+        "reference",
+        "-p",
+        PLUGIN,
+        "-p",
+        "no:xdist",
+        "-k",
+        "48",
+        "--pdb",
+    )
+    result.assert_outcomes(passed=3, deselected=3)
+    assert given == [2, 2, 2]

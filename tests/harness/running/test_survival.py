@@ -1,0 +1,650 @@
+"""What a kernel may do to its process, and what may end a run: every way costs its own case, and the run goes on.
+
+To see that it always does: `for i in $(seq 20); do pytest -q -n 0 -k test_survival || break; done`.
+"""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.pytest_plugin import sandbox
+from narrowgauge.harness.records import journal
+from narrowgauge.harness.records.journal import NAME, Journal, JournalError, Run, read
+from narrowgauge.harness.records.record import new_record
+from narrowgauge.harness.records.saved import load
+from narrowgauge.harness.report.report import ReportError, write_kept
+from narrowgauge.harness.running.pool import Settings, Task
+from tests.harness.backends import QUANTIZE
+from tests.paths import PLUGIN, ROOT
+
+pytest_plugins = ["pytester"]
+
+LIMIT = 6
+"""Seconds that a case may take, on a machine that may be busy with other tests; only the one that hangs takes them."""
+
+KERNELS = """
+import ctypes, os, resource, sys, time
+import numpy as np
+from narrowgauge.reference import ops
+
+libc = ctypes.CDLL(None)
+
+
+class Backend:
+    def quantize(self, x, recipe):
+        q = ops.quantize(x, recipe)
+        match x.shape[0]:
+            case 17:
+                ctypes.string_at(0)
+            case 18:
+                libc.sleep(600)  # in C: no exception of Python's ends it
+            case 19:
+                sys.exit(4)
+            case 20:
+                libc.exit(5)
+            case 21:
+                os._exit(6)
+            case 15:
+                x[0, 0] += 1
+            case 23:
+                resource.setrlimit(resource.RLIMIT_AS, (1 << 38, 1 << 38))
+                np.zeros(1 << 37)
+            case 24:
+                raise ValueError("not today")
+            case 22:
+                os.kill(os.getpid(), 9)  # as the system does where memory runs out
+            case 25:
+                raise KeyboardInterrupt
+            case rows if rows < 15:  # in smaller shapes too, which its search comes to
+                print("a word of the kernel's")
+                q.codes[0, 0] ^= 1
+        return q
+
+
+class Counting(Backend):
+    # Says in a file which cases it has seen; at 18 rows it waits for a file of the test's.
+    def quantize(self, x, recipe):
+        with open("seen", "a") as file:
+            file.write(f"{x.shape[0]}\\n")
+        while x.shape[0] == 18 and not os.path.exists("go"):
+            time.sleep(0.02)
+        return ops.quantize(x, recipe)
+"""
+
+CASES = """
+[[matrix]]
+operation = "quantize"
+tier = "quick"
+recipe = "nvfp4"
+shape = {shapes}
+dtype = "bf16"
+inputs = "normal"
+"""
+
+ALL = range(14, 27)
+SIGKILL = "signal SIGKILL, as where memory runs out"
+EXPECTED = {
+    14: ("fail", r"codes: 1 of 448 codes differ, each by 1 step, at row 0, column 0"),
+    15: ("fail", r"memory: \d bytes of input x were changed .*"),
+    16: ("pass", ""),
+    17: ("crash", r"the process died \(signal SIGSEGV\)"),
+    18: ("timeout", rf"no result after {LIMIT} s"),
+    19: ("crash", r"the process died \(exit status 4\)"),
+    20: ("crash", r"the process died \(exit status 5\)"),
+    21: ("crash", r"the process died \(exit status 6\)"),
+    22: ("crash", rf"the process died \({SIGKILL}\)"),
+    23: ("error", r"quantize raised MemoryError: Unable to allocate 1\.00 TiB .* \(at faulty\.py:\d+\)"),
+    24: ("error", r"quantize raised ValueError: not today \(at faulty\.py:\d+\)"),
+    25: ("crash", r"the process died \(exit status 1\)"),
+    26: ("pass", ""),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder: faulty.py, and cases/faults.toml with a case for each number of rows."""
+    (tmp_path / "faulty.py").write_text(KERNELS)
+    move_to(tmp_path, monkeypatch)
+    select(tmp_path, ALL)
+    return tmp_path
+
+
+def move_to(folder, monkeypatch):
+    """Make a folder the current one, whose modules runs find, and nothing of this run of pytest."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{folder}")
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")  # it takes a second and more to import
+
+
+def select(folder, rows):
+    (folder / "cases").mkdir(exist_ok=True)
+    (folder / "cases" / "faults.toml").write_text(CASES.format(shapes=[[n, 32] for n in rows]))
+
+
+def case_of(rows):
+    return replace(QUANTIZE, shape=(rows, 32))
+
+
+def rows_of(record):
+    return int(record["shape"].partition("x")[0])
+
+
+def check(records, expected=EXPECTED):
+    """Every case has one record, which says what became of it."""
+    assert sorted(map(rows_of, records)) == sorted(expected)
+    for record in records:
+        verdict, message = expected[rows_of(record)]
+        assert record["verdict"] == verdict, record
+        assert re.fullmatch(message, record["message"], re.DOTALL), record["message"]
+
+
+def narrowgauge(*words):
+    return CliRunner().invoke(app, ["run", *map(str, words)])
+
+
+# What a kernel does.
+
+
+def test_faults_cost_their_own_cases_in_a_run_of_the_command(folder):
+    result = narrowgauge("--backend", "faulty:Backend", "-n", 2, "--timeout", LIMIT)
+    assert result.exit_code == 1, result.output
+    assert "13 cases in" in result.output
+    check(read(Path("reports/latest")).records)
+    assert "quantize/nvfp4/26x32" in Path("reports/latest/index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param([], marks=pytest.mark.long, id="in one process"), pytest.param(["-n", "2"], id="over processes")],
+)
+def test_faults_cost_their_own_cases_under_pytest(folder, workers):
+    """The timeout is pytest-timeout's, by its method that would end the process; workers of xdist are never replaced.
+
+    In a process of its own, which must survive.
+    """
+    words = [
+        "cases",
+        "-p",
+        PLUGIN,
+        "-p",
+        "no:cacheprovider",
+        "--backend",
+        "faulty:Backend",
+        *workers,
+    ]
+    words += ["--timeout", str(LIMIT), "--timeout-method", "thread"]
+    words += ["--max-worker-restart", "0"] if workers else ["--junitxml", "junit.xml"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "11 failed, 2 passed" in done.stdout
+    assert "13 cases; report: " in done.stdout
+    assert "a word of the kernel's" in done.stdout.partition("Captured stdout call")[2]
+    assert "INTERNALERROR" not in done.stdout
+    records = read(folder / "reports" / "latest").records
+    check(records)
+    (wrong,) = [record for record in records if rows_of(record) == 14]
+    assert load(folder / wrong["saved"]).case.shape == (1, 16)  # written by a worker, named by the controller
+
+
+# What ends a run.
+
+
+def start(*words):
+    """A run over the Counting backend, which waits in the case of 18 rows; both are given back once it does."""
+    # What a shell runs in the background ignores Ctrl-C, and so does all that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words, "--backend", "faulty:Counting"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
+    until = time.monotonic() + 120
+    while not (Path("seen").exists() and "18\n" in Path("seen").read_text() and len(written()) == 3):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, "the run does not come to the case of 18 rows"
+        time.sleep(0.05)
+    return process
+
+
+def said_by(process):
+    """What the process has printed when it ends; where it does not end, what it is at."""
+    try:
+        return process.communicate(timeout=60)[0]
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # pytest prints the stacks of its threads
+        pytest.fail(f"it does not end:\n{process.communicate(timeout=60)[0]}")
+
+
+def written():
+    """Lines of the journal, without those of the time."""
+    path = Path("reports/latest") / NAME
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if not line.startswith('{"elapsed"')]
+
+
+def seen():
+    """How often the backend saw each case, by rows: every case runs twice."""
+    lines = list(map(int, Path("seen").read_text().split()))
+    return {rows: lines.count(rows) for rows in sorted(set(lines))}
+
+
+def alone(process_group):
+    """Whether no process of the group is left."""
+    try:
+        os.killpg(process_group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_killed_run_leaves_its_records_and_is_gone_on_with(folder):
+    """SIGKILL, through the command; then --resume: what is done is not run again, and the report holds all."""
+    select(folder, range(16, 21))
+    process = start("narrowgauge", "run", "-n", "1")
+    process.kill()
+    process.communicate()
+    run = read(Path("reports/latest"))
+    assert [rows_of(record) for record in run.records] == [16, 17]
+    assert [case.split("/")[2] for case in run.missing] == ["18x32", "19x32", "20x32"]
+    with (Path("reports/latest") / NAME).open("a") as file:
+        file.write('{"elapsed": 5000.0}\n{"case": "cut sho')
+    before = seen()
+    Path("go").touch()
+    result = narrowgauge("--backend", "faulty:Counting", "-n", 1, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "2 of 5 cases are done" in result.output
+    assert "5 cases in 50" in result.output  # the seconds of both parts
+    run = read(Path("reports/latest"))
+    assert [rows_of(record) for record in run.records] == [16, 17, 18, 19, 20]
+    assert run.missing == []
+    assert (seen()[16], seen()[17]) == (before[16], before[17])
+    result = narrowgauge("--backend", "faulty:Counting", "--resume", "-k", "16x32 or 17x32")
+    assert result.exit_code == 2
+    assert "this one selects no longer 3 cases, the first quantize/nvfp4/18x32/bf16/normal. Run" in result.stderr
+    result = narrowgauge("--backend", "reference", "--resume", "--seed", 3)
+    assert result.exit_code == 2
+    assert "backend was faulty:Counting, and is reference; seed was 0, and is 3; " in result.stderr
+
+
+@pytest.mark.long
+def test_an_interrupted_pytest_is_gone_on_with_over_processes(folder):
+    """Ctrl-C: a report of what was measured; then --resume with -n, and once more, when nothing is left to do."""
+    select(folder, range(16, 21))
+    process = start("pytest", "cases", "-p", PLUGIN, "-p", "no:cacheprovider")
+    os.killpg(process.pid, signal.SIGINT)
+    said = said_by(process)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, said
+    assert "3 of 5 cases did not run; --resume goes on with them" in said
+    assert "2 cases; report: " in said
+    before = seen()
+    Path("go").touch()
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "cases",
+        "-p",
+        PLUGIN,
+        "-p",
+        "no:cacheprovider",
+        "--resume",
+    ]
+    words += ["--backend", "faulty:Counting"]
+    done = subprocess.run([*words, "-n", "1"], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+    assert "5 cases; report: " in done.stdout
+    assert (seen()[16], seen()[17]) == (before[16], before[17])
+    run = read(Path("reports/latest"))
+    assert ([rows_of(record) for record in run.records], run.missing) == ([16, 17, 18, 19, 20], [])
+
+
+# A journal, and a disk that is full.
+
+
+def header(**changes):
+    given = {
+        "backend": "b", "device": "cpu", "seed": 0, "cases": [case_of(n).id for n in (16, 17, 18)],
+        "environment": {"GPU": "none", "kernel flags": "-O2"}, "sources": {"kernels": "01", "reference": "02"},
+    }  # fmt: skip
+    return Run(**(given | changes))
+
+
+def record_of(rows, **changes):
+    return new_record(case_of(rows), backend="b", device="cpu", seed=0).to_dict() | changes
+
+
+def test_a_header_says_what_the_guards_were():
+    given = {"backend": "native", "device": "cpu", "seed": 0}
+    plain, asked = journal.beginning([], **given), journal.beginning([], **given, schedules=8, sanitize=True)
+    assert [(run.schedules, run.sanitize) for run in (plain, asked)] == [(1, False), (8, True)]
+
+
+@pytest.fixture
+def written_run(tmp_path):
+    """A folder with the journal of three cases, of which two are done."""
+    made = Journal(tmp_path, header)
+    for rows in (16, 17):
+        made.add(record_of(rows, sqnr_db=float("inf")))
+    made.close()
+    return tmp_path
+
+
+def test_a_run_reads_as_it_was_written(written_run):
+    run = read(written_run)
+    assert run == read(written_run / NAME) == header(records=[record_of(n, sqnr_db=float("inf")) for n in (16, 17)])
+    assert run.missing == [case_of(18).id]
+
+
+def test_a_line_that_was_cut_short_is_written_anew(written_run):
+    with (written_run / NAME).open("a") as file:
+        file.write('{"case": "qu')
+    assert len(read(written_run).records) == 2
+    resumed = Journal.resumed(written_run, header())
+    assert resumed.kept == read(written_run).records
+    resumed.add(record_of(18))
+    resumed.add(record_of(16, verdict="fail"))  # of a case the last record counts
+    said = [(record["shape"], record["verdict"]) for record in read(written_run).records]
+    assert said == [("16x32", "fail"), ("17x32", "pass"), ("18x32", "pass")]
+
+
+def test_the_time_of_a_run_is_that_of_its_parts(tmp_path):
+    """Of what was gone on with; of a part that was killed, up to its last record or a second before."""
+    now = [2.0]
+    first = Journal(tmp_path, header, clock=lambda: now[0])
+    first.add(record_of(16))
+    now[0] = 2.5
+    first.add(record_of(17))
+    assert read(tmp_path).elapsed == 2.0  # as if it were killed here
+    now[0] = 3.5
+    first.close()
+    assert read(tmp_path).elapsed == 3.5
+    now[0] = 0.25
+    second = Journal.resumed(tmp_path, header(), clock=lambda: now[0])
+    assert second.elapsed == 3.75
+    now[0] = 10.0
+    second.add(record_of(18))
+    assert (read(tmp_path).elapsed, len(read(tmp_path).records)) == (13.5, 3)
+    second.close()
+    assert Journal.resumed(tmp_path, header(), clock=lambda: 1.0).elapsed == 14.5
+
+
+def test_the_failures_that_a_run_saved_go_with_its_journal(tmp_path):
+    """Not before the first record of another run, not those of others, and not what that has saved again."""
+    folder = tmp_path / "failures"
+    folder.mkdir()
+    names = ("old", "again", "mine")
+    for name in names:
+        (folder / f"{name}.safetensors").write_bytes(b"1")
+        os.utime(folder / f"{name}.safetensors", ns=(1, 1))
+    first = Journal(tmp_path, header)
+    for rows, name in zip((16, 17), names, strict=False):
+        first.add(record_of(rows, saved=f"somewhere/failures/{name}.safetensors"))
+    first.close()
+    resumed = Journal.resumed(tmp_path, header())
+    resumed.add(record_of(18))
+    resumed.close()
+    another = Journal(tmp_path, header)
+    (folder / "again.safetensors").write_bytes(b"2")
+    assert len(list(folder.iterdir())) == 3
+    another.add(record_of(16))
+    assert sorted(path.stem for path in folder.iterdir()) == ["again", "mine"]
+    another.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"backend": "c"}, "backend was b, and is c"),
+        ({"device": "cuda"}, "device was cpu, and is cuda"),
+        ({"seed": 1}, "seed was 0, and is 1"),
+        ({"shard": "1/2"}, "shard was None, and is 1/2"),
+        ({"schedules": 8}, "--schedules was 1, and is 8"),
+        ({"sanitize": True}, "--sanitize was False, and is True"),
+        ({"environment": {"GPU": "H200", "kernel flags": "-O2"}}, "GPU was none, and is H200"),
+        ({"sources": {"kernels": "01", "reference": "03"}}, "the source of reference has changed"),
+        ({"cases": [case_of(16).id]}, f"this one selects no longer 2 cases, the first {case_of(17).id}"),
+        ({"cases": [*header().cases, case_of(9).id]}, f"this one selects besides 1 case, the first {case_of(9).id}"),
+    ],
+)
+def test_another_run_is_not_gone_on_with(written_run, changes, words):
+    with pytest.raises(JournalError) as raised:
+        Journal.resumed(written_run, header(**changes))
+    assert str(raised.value) == (
+        f"{written_run / NAME}: is of another run: {words}. Run without --resume to begin anew, or with another "
+        "--report-dir to keep both"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no whole line, so no run; run it again without --resume"),
+        ("{}\n", "is a journal of version None with records of schema None; this narrowgauge reads version"),
+        ("nonsense\n", "line 1 is not JSON: "),
+        ("[]\n", "line 1 is list, and not an object"),
+        (f'{{"journal": {journal.JOURNAL}, "schema": {journal.SCHEMA}}}\n', "backend, cases, device, environment"),
+    ],
+)  # fmt: skip
+def test_what_is_no_journal_is_refused(tmp_path, text, words):
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(JournalError, match=re.escape(words)):
+        read(tmp_path)
+
+
+def test_a_line_in_the_midst_that_is_no_record_is_refused(written_run):
+    with (written_run / NAME).open("a") as file:
+        file.write('{"case": 1}\n')
+    with pytest.raises(JournalError, match="line 5 is no record: it has no case or no verdict"):
+        read(written_run)
+
+
+def test_a_folder_without_a_journal_is_refused(tmp_path, folder):
+    with pytest.raises(JournalError, match=f"the folder holds no {NAME}; a run writes it into its --report-dir"):
+        read(tmp_path)
+    result = narrowgauge("--backend", "reference", "--resume")
+    assert result.exit_code == 2
+    assert f"there is no {NAME}" in result.stderr or f"holds no {NAME}" in result.stderr
+
+
+@pytest.fixture
+def small_disk():
+    """This process cannot write a file beyond 2 000 bytes behind what `full` is told."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def full(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield full
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, old)
+
+
+def test_a_full_disk_costs_the_record_that_did_not_fit(tmp_path, small_disk):
+    kept = Journal(tmp_path, header)
+    kept.add(record_of(16))
+    size = (tmp_path / NAME).stat().st_size
+    small_disk(size + 100)
+    with pytest.raises(JournalError, match=r"cannot be written: File too large\. The records before are in it"):
+        kept.add(record_of(17))
+    assert (tmp_path / NAME).stat().st_size == size
+    small_disk(size + 10_000)
+    kept.add(record_of(18))
+    assert [record["shape"] for record in read(tmp_path).records] == ["16x32", "18x32"]
+
+
+def test_a_header_that_does_not_fit_leaves_no_record_without_one(tmp_path, small_disk):
+    fresh = Journal(tmp_path, header)
+    small_disk(50)
+    for _ in range(2):
+        with pytest.raises(JournalError, match="cannot be written"):
+            fresh.add(record_of(16))
+    small_disk(10_000)
+    fresh.add(record_of(16))
+    assert len(read(tmp_path).records) == 1
+
+
+def test_a_report_that_does_not_fit_is_one_error_and_leaves_the_journal(written_run, small_disk):
+    small_disk(2000)
+    with pytest.raises(ReportError) as raised:
+        write_kept(read(written_run).records, {}, written_run, elapsed=1.0)
+    assert str(raised.value) == (
+        f"the report cannot be written into {written_run}: File too large. The 2 records are in {written_run / NAME}: "
+        "mend that, and the same command with --resume writes the report"
+    )
+    assert [path.name for path in written_run.iterdir()] == [NAME]
+
+
+def test_a_run_ends_with_one_error_where_its_journal_does_not_fit(folder, monkeypatch):
+    """Through the command, status 2: what was written before stays, and nothing says that the run was whole."""
+    select(folder, (16, 28))
+    records = [record_of(n, backend="reference") for n in (16, 28)]
+
+    def full(cases, settings, on_record):
+        on_record(records[0])
+        monkeypatch.setattr(os, "write", _no_space)
+        on_record(records[1])
+
+    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", full)
+    result = narrowgauge("--backend", "reference")
+    monkeypatch.undo()
+    assert result.exit_code == 2
+    assert "cannot be written: No space left on device. The records before are in it" in result.stderr
+    assert len(read(folder / "reports" / "latest").records) == 1
+
+
+def _no_space(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+# Under pytest, without a process.
+
+
+def in_pytest(pytester, monkeypatch, folder):
+    """A run of pytest over the cases of 16 and 26 rows, in this process."""
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.plugin.in_process", lambda config: True)
+    select(folder, (16, 26))
+    words = [
+        "-p",
+        PLUGIN,
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--backend",
+        "reference",
+    ]
+    return pytester.runpytest_inprocess("--rootdir", folder, folder / "cases", *words)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_pytest_ends_with_one_error_where_its_journal_does_not_fit(folder, pytester, monkeypatch):
+    add = Journal.add
+
+    def full(self, record):
+        if rows_of(record) == 26:
+            monkeypatch.setattr(os, "write", _no_space)
+        add(self, record)
+
+    monkeypatch.setattr(Journal, "add", full)
+    result = in_pytest(pytester, monkeypatch, folder)
+    monkeypatch.undo()
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*Exit: *cannot be written: No space left on device. The records before are in it*"])
+    assert len(read(folder / "reports" / "latest").records) == 1
+
+
+@pytest.mark.usefixtures("compiler")
+def test_pytest_says_that_its_report_does_not_fit_and_keeps_the_journal(folder, pytester, monkeypatch):
+    monkeypatch.setattr("narrowgauge.harness.report.report.write", _no_space)
+    result = in_pytest(pytester, monkeypatch, folder)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(
+        ["the report cannot be written into *: No space left on device. The 2 records are in *"]
+    )
+    assert len(read(folder / "reports" / "latest").records) == 2
+
+
+def test_a_debugger_has_the_kernel_in_the_process_of_pytest(folder, pytester, monkeypatch):
+    """With --pdb a person stops in the backend; no worker is begun."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sandbox, "Worker", None)
+    words = [
+        "cases",
+        "-p",
+        PLUGIN,
+        "-p",
+        "no:cacheprovider",
+        "--backend",
+        "faulty:Backend",
+        "--pdb",
+    ]
+    result = pytester.runpytest_inprocess("--rootdir", folder, folder / words[0], *words[1:], "-k", "16x32")
+    result.assert_outcomes(passed=1, deselected=len(ALL) - 1)
+
+
+def test_a_debuggers_run_leaves_the_process_its_threads(folder, monkeypatch):
+    """Or every test of ours that comes after it runs on more threads than cores are idle."""
+    monkeypatch.chdir(folder)
+    before = torch.get_num_threads()
+    monkeypatch.setattr("narrowgauge.harness.running.worker.cores", lambda: before + 1)
+    runner = sandbox.InProcess(Settings("faulty:Backend"))
+    try:
+        runner.load()
+        assert torch.get_num_threads() == before + 1
+        runner.close()
+        assert torch.get_num_threads() == before
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_wait_is_long():
+    """An interrupt that comes just before one is seen behind it."""
+    waits = []
+    connection = SimpleNamespace(poll=waits.append)
+    worker = SimpleNamespace(connection=connection, left=lambda: 300.0)
+    assert sandbox.Sandbox(Settings("faulty:Backend"))._answer(worker) is None
+    assert waits == [1.0]
+
+
+def test_a_worker_that_died_between_two_cases_is_replaced(folder):
+    runner = sandbox.Sandbox(Settings("faulty:Backend"))
+    task = Task(case_of(16), 0)
+    given = {"timeout": 60.0, "sharing": 1, "note": lambda record: None}
+    try:
+        assert runner.run(task, **given)["verdict"] == "pass"
+        first = runner._worker
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.join()
+        assert runner.run(task, **given)["verdict"] == "pass"
+        second = runner._worker
+        os.remove(folder / "faulty.py")
+        os.kill(second.process.pid, signal.SIGKILL)
+        second.process.join()
+        record = runner.run(task, **given)
+        assert record["verdict"] == "error"
+        assert "module faulty cannot be imported" in record["message"]
+        runner._worker = None
+        assert runner.run(task, **given)["message"] == record["message"]  # and it is not tried again
+    finally:
+        runner.close()

@@ -1,0 +1,589 @@
+"""A bench: what it times, that what it judges wrong is red, and what a figure is held to. No test asserts a time."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.harness.tools.bench import judge, peers, quiet, run, timing
+from narrowgauge.harness.tools.bench.asked import ASKED, hold
+from narrowgauge.harness.tools.bench.judge import Given
+from narrowgauge.harness.tools.bench.operations import SAME, Inputs, Prepared, prepare
+from narrowgauge.harness.tools.bench.report import words
+from narrowgauge.harness.tools.bench.row import Row
+from narrowgauge.harness.tools.bench.run import measure
+from narrowgauge.harness.tools.bench.tasks import EXPERTS, MEMORY, Task, tasks
+from narrowgauge.harness.tools.bench.timing import Times
+from narrowgauge.native import ops as native
+from narrowgauge.reference import ops as reference
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.summation import Summation
+from tests.native.gpu import needs_compiler, needs_gpu
+
+CPU = torch.device("cpu")
+X = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def ids(*arguments: Any, **options: Any) -> list[str]:
+    return [task.id for task in tasks(*arguments, **options)]
+
+
+# What is timed.
+
+
+def test_every_recipe_is_quantized_rowwise_and_in_both_orientations() -> None:
+    found = {(name, variant.partition(",")[0]) for operation, name, variant in MEMORY if operation == "quantize"}
+    assert found == set(itertools.product({name for name, _ in found}, ("rowwise", "both")))
+    assert len(found) == 2 * 14
+
+
+def test_sizes_of_two_numbers_are_of_matrices_and_of_three_of_products() -> None:
+    found = ids("cpu", ["256x128", "64x32x48"])
+    assert {name.rpartition("/")[2] for name in found if not name.startswith("gemm")} == {"256x128"}
+    assert [name for name in found if name.startswith("gemm")] == [
+        "gemm/nvfp4/64x32x48", "gemm/mxfp8-e4m3/64x32x48", "gemm/fp8-current/64x32x48", "gemm-grouped/nvfp4/64x32x48",
+    ]  # fmt: skip
+    assert ids("cuda", ["256x128"]) == ids("cpu", ["256x128"])
+
+
+def test_experts_share_the_rows_of_a_grouped_product() -> None:
+    assert not any("grouped" in name for name in ids("cpu", ["16x32x48"]))
+    assert any("grouped" in name for name in ids("cpu", [f"{16 * EXPERTS}x32x48"]))
+
+
+def test_a_keyword_selects_by_id() -> None:
+    assert ids("cpu", ["128x128"], "swizzle") == ["swizzle/128x128", "unswizzle/128x128"]
+    assert ids("cpu", ["128x128"], "mxfp8-2d and both") == ["quantize/mxfp8-2d/both/128x128"]
+
+
+def test_a_quick_bench_has_the_first_size_of_each_kind() -> None:
+    for device in ("cpu", "cuda"):
+        found = ids(device)
+        quick = ids(device, quick=True)
+        assert set(quick) < set(found)
+        assert len({name.rpartition("/")[2] for name in quick}) == 2
+    assert ids("cpu", ["128x128", "256x256"], quick=True) == ids("cpu", ["128x128"])
+
+
+def test_the_sizes_that_something_is_asked_of_are_benched_on_a_gpu() -> None:
+    found = [f"{name}/native" for name in ids("cuda")]
+    for one in (one for one in ASKED if one.device == "cuda"):
+        for shape in one.shapes or ():
+            assert any(fnmatchcase(name, one.rows) and f"/{shape}/" in name for name in found), (one, shape)
+    unasked = "quantize/nvfp4-rowscaled/rowwise, amax given"
+    assert f"{unasked}/16384x16384/native" in found
+    assert f"{unasked}/8192x8192/native" not in found
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("128", "a size is MxK of a matrix or MxKxN of a product, not '128'"),
+        ("0x128", "a size is MxK"),
+        ("1x2x3x4", "a size is MxK"),
+        ("130x128", "extents are multiples of 128, those of a product of 16; 130x128 has others"),
+        ("16x24x32", "extents are multiples of 128, those of a product of 16; 16x24x32 has others"),
+    ],
+)
+def test_a_size_that_is_none(size: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tasks("cpu", [size])
+
+
+# The judge.
+
+
+def flipped(t: torch.Tensor) -> torch.Tensor:
+    """With one bit of the last element another."""
+    bytes_of = t.clone().contiguous()
+    bytes_of.view(torch.uint8).flatten()[-1] ^= 1
+    return bytes_of
+
+
+def halves(name: str) -> list[Quantized]:
+    random = (5, 9) if name.endswith("-sr") else None
+    found = reference.quantize_both(X, name, random=random, scale=SCALE if name == "fp8-delayed" else None)
+    return [half for half in found if half is not None]
+
+
+SCALE = torch.tensor([16.0])
+RECIPES = sorted({name for operation, name, _ in MEMORY if operation == "quantize"})
+
+
+def parts_of(name: str) -> Iterator[tuple[int, str]]:
+    for number, half in enumerate(halves(name)):
+        for part in ("codes", "scales"):
+            yield number, part
+        if half.amax is not None:
+            yield number, "amax"
+
+
+QUICK_RECIPES = ("nvfp4-rht-sr", "nvfp4-rowscaled", "mxfp8-e4m3", "fp8-block-128x128", "fp8-delayed")
+"""One of each way in which halves are cut into parts."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK_RECIPES else pytest.mark.long) for name in RECIPES]
+)
+def test_any_byte_of_a_quantized_matrix_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Judged in two parts: what the reference gives is right, and not with another last bit of any tensor of it."""
+    monkeypatch.setattr(judge, "PART", 128 * 256)
+    assert len(list(judge.parts(256, 256))) == 2
+    r = recipe(name)
+    right = halves(name)
+    given = Given(scale=SCALE if name == "fp8-delayed" else None, random=(5, 9) if name.endswith("-sr") else None)
+    verdict = judge.judge_halves(X, r, given, (right[0], right[1]))
+    assert (verdict.mismatches, verdict.sentence) == (0, "")
+    assert verdict.compared >= 2 * X.numel()
+    for number, part in parts_of(name):
+        wrong = list(right)
+        wrong[number] = replace(right[number], **{part: flipped(getattr(right[number], part))})
+        verdict = judge.judge_halves(X, r, given, (wrong[0], wrong[1]))
+        assert verdict.mismatches > 0, part
+        assert verdict.sentence.startswith(f"{('rowwise', 'columnwise')[number]} {part}: "), verdict.sentence
+
+
+def test_float32_scales_are_judged_as_numbers() -> None:
+    assert any(recipe(name).scale is FP32 for name in RECIPES)
+
+
+def test_what_is_asked_for_alone_is_judged_with_its_rotation_and_with_the_amax_that_was_given() -> None:
+    r = recipe("nvfp4-rht")
+    plain = reference.quantize(X, r)
+    assert not judge.judge_quantized(X, r, Given(), plain).sentence
+    assert judge.judge_quantized(X, r, Given(), reference.quantize(X, "nvfp4")).sentence
+    amax = torch.tensor([7.0])
+    scaled = reference.quantize(X, r, amax=amax)
+    assert not judge.judge_quantized(X, r, Given((amax, None)), scaled).sentence
+    assert judge.judge_quantized(X, r, Given((amax, None)), plain).sentence.startswith("rowwise amax: ")
+
+
+def test_values_rotations_bytes_and_products_are_judged() -> None:
+    q = reference.quantize(X, "nvfp4")
+    values, rotated = reference.dequantize(q, torch.bfloat16), reference.transform(X, "nvfp4-rht")
+    pairs = [(q, reference.quantize(X[:64], "nvfp4")), (reference.quantize(X[:32], "nvfp4"),) * 2]
+    products = [reference.gemm(a, b, out_dtype=torch.float32) for a, b in pairs[:1]]
+    judges: list[tuple[Callable[[torch.Tensor], judge.Verdict], torch.Tensor]] = [
+        (lambda t: judge.judge_values(t, q), values),
+        (lambda t: judge.judge_rotated(t, X, recipe("nvfp4-rht")), rotated),
+        (lambda t: judge.judge_bytes("swizzle", t, q.scales), q.scales),
+        (lambda t: judge.judge_product(t, pairs[:1], Summation()), products[0]),
+    ]
+    for check, right in judges:
+        assert (check(right).mismatches, check(right).compared) == (0, right.numel())
+        far = right.clone()
+        far.flatten()[-1] += 1
+        assert check(far).mismatches == 1
+        assert check(far).sentence
+    assert judge.judge_bytes("swizzle", q.scales[1:], q.scales).sentence.startswith("swizzle: uint8 (255, 16) where")
+    assert judge.judge_values(values.float()[:, :3], q).sentence.startswith("values: ")
+
+
+def test_a_product_is_judged_a_part_at_a_time_and_section_by_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(reference.quantize(X[at : at + 64], "nvfp4"), reference.quantize(X[:48], "nvfp4")) for at in (0, 64)]
+    right = torch.cat([reference.gemm(a, b, out_dtype=torch.bfloat16) for a, b in pairs])
+    monkeypatch.setattr(judge, "_OUTPUTS", 16 * 48)
+    assert judge.judge_product(right, pairs, Summation()).compared == right.numel()
+    for row in (0, 63, 64, 127):
+        wrong = right.clone()
+        wrong[row, 47] *= 2
+        assert judge.judge_product(wrong, pairs, Summation()).mismatches == 1
+
+
+def test_of_a_large_product_whose_order_is_dear_every_strip_has_a_row_that_is_judged_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any order is right for the others; a tensor core is right by its own model alone, whole where that is cheap."""
+    monkeypatch.setattr(judge, "_WHOLE", 0)
+    a, b = reference.quantize(X[:64], "nvfp4"), reference.quantize(X[:48], "nvfp4")
+    right = reference.gemm(a, b, out_dtype=torch.float32)
+    verdict = judge.judge_product(right, [(a, b)], Summation("blocks"))
+    assert (verdict.compared, verdict.sentence) == ((64 + 4) * 48, "")
+    heard: list[tuple[list[float], Summation]] = []
+    monkeypatch.setattr(
+        judge, "_judge_product", lambda v, found, a, b, order: heard.append((found[:, 0].tolist(), order))
+    )
+    rows = torch.arange(64.0).unsqueeze(1).expand(64, 48)
+    sample, whole = [0.0, 17.0, 34.0, 51.0], rows[:, 0].tolist()
+    for order, by, expected in (
+        (Summation("blocks", truncates=True), "bound, order 1/16", [(sample, "blocks"), (whole, None)]),
+        (Summation("aligned-13-32"), "order 1/16", [(sample, "aligned-13-32")]),
+        (Summation("decoded-aligned-25-16"), "order", [(whole, "decoded-aligned-25-16")]),
+        (Summation(truncates=True), "bound", [(whole, None)]),
+    ):
+        heard.clear()
+        assert judge.judge_product(rows, [(a, b)], order).by == by
+        assert [(found, declared.order) for found, declared in heard] == expected
+        assert all(declared.truncates == order.truncates for _, declared in heard)
+    monkeypatch.setattr(judge, "_WHOLE", 64 * 48 * 256)
+    assert judge.judge_product(rows, [(a, b)], Summation("aligned-13-32")).by == "order"
+
+
+# A bench.
+
+SIZES = ["128x256", "64x32x48"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        "quantize/nvfp4/rowwise or (rht-sr and both and amax) or (mxfp8-e4m3 and not rowwise) or dequantize or swizzle",
+        pytest.param("", marks=pytest.mark.long),
+    ],
+)
+def test_every_operation_is_timed_beside_its_ceiling_and_right(keyword: str) -> None:
+    heard: list[str] = []
+    chosen = tasks("cpu", SIZES, keyword)
+    assert {task.operation for task in chosen} >= {"quantize", "dequantize", "swizzle", "gemm"}
+    bench = measure(chosen, "cpu", quick=True, on_task=heard.append)
+    assert heard == [*(task.id for task in chosen), "launch"]
+    assert bench.right
+    judged = {row.id: row for row in bench.rows if row.verdict == "pass"}
+    assert {f"{task.id}/native" for task in chosen} <= judged.keys()
+    for task in chosen:
+        row = judged[f"{task.id}/native"]
+        assert row.rounds == timing.QUICK_ROUNDS
+        assert row.compared >= row.elements > 0
+        assert row.ceiling == ("matmul" if task.operation.startswith("gemm") else "copy")
+        assert row.share is not None
+        assert row.speedup is not None
+        assert (row.second_share is None) == (row.ceiling == "copy")
+        assert row.second_ceiling == ("dequantize + matmul" if row.ceiling == "matmul" else "")
+        assert row.moved > 0
+    one, two = (judged[f"quantize/nvfp4/rowwise{given}/128x256/native"].moved for given in (", amax given", ""))
+    elements = 128 * 256
+    outputs = elements // 2 + elements // 16 + 8  # amax and tensor scale
+    assert (one, two) == (2 * elements + outputs, 4 * elements + outputs)
+    launches = [row for row in bench.rows if row.operation == "launch"]
+    assert {row.variant for row in launches} == {"quantize", "quantize, amax given", "dequantize", "gemm", "add"}
+    assert all(row.share is not None for row in launches if row.who == "native")
+
+
+@needs_gpu
+def test_on_a_gpu_a_swizzle_is_held_against_a_copy_of_as_much_too() -> None:
+    bench = measure(tasks("cuda", ["128x256"], "swizzle"), "cuda", quick=True, launches=False)
+    assert bench.right
+    whole, same = ([row for row in bench.rows if row.who == who] for who in ("copy", SAME))
+    for row in (row for row in bench.rows if row.who == "native"):
+        assert row.ceiling == "copy"
+        assert row.second_ceiling == SAME
+        assert row.second_share is not None
+        assert all(one.moved == row.moved for one in same)
+        assert all(one.moved > 1000 * row.moved for one in whole)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-current"])
+def test_a_product_and_its_ceilings_and_peers_take_the_copies_of_their_inputs_in_turn(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def copies(inputs: Inputs, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        asked.append(tensors)
+        return [tuple(one.clone() for one in tensors) for _ in range(3)]
+
+    monkeypatch.setattr(Inputs, "copies", copies)
+    task, inputs = Task("gemm", name, "", (16, 32, 48)), Inputs(torch.device("cpu"))
+    ready = prepare(task, inputs)
+    scaled_mm = [peer.calls for peer in peers.peers(task, inputs, {}, compiling=False) if peer.name == peers.SCALED_MM]
+    assert len(scaled_mm) == (name == "fp8-current")
+    for calls in (ready.calls["native"], ready.ceilings["matmul"], ready.ceilings["dequantize + matmul"], *scaled_mm):
+        assert len(calls) == 3
+        assert all(torch.equal(call()[0], calls[0]()[0]) for call in calls)
+    assert len({call.args[0].codes.data_ptr() for call in ready.calls["native"]}) == 3  # type: ignore[attr-defined]
+    assert len(asked) == 2 + len(scaled_mm)
+
+
+def test_a_row_is_beside_both_of_its_ceilings() -> None:
+    ready = Prepared({}, lambda _: judge.Verdict(), lambda _: 30, {"copy": [], SAME: []}, copied=100)
+    one = Row("swizzle", "", "", "128x256", "", "native", "cuda", seconds=2.0, moved=30)
+    times = {"copy": Times((4.0,)), SAME: Times((1.0,)), "reference": Times((8.0,))}
+    run._compare(one, times, ready)
+    assert (one.ceiling, one.ceiling_rate, one.share) == ("copy", 25.0, 0.6)
+    assert (one.second_ceiling, one.second_share, one.speedup) == (SAME, 0.5, 4.0)
+
+
+def test_an_output_that_is_wrong_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = native.swizzle
+    monkeypatch.setattr(native, "swizzle", lambda scales: flipped(right(scales)))
+    chosen = tasks("cpu", SIZES[:1], "swizzle")
+    bench = measure(chosen, "cpu", quick=True, launches=False)
+    assert not bench.right
+    verdicts = {row.operation: (row.verdict, row.mismatches, row.message) for row in bench.rows if row.who == "native"}
+    assert verdicts["swizzle"] == ("fail", 1, "swizzle: 1 of 2 048 bytes differ")
+    assert verdicts["unswizzle"][0] == "pass"
+
+
+def test_an_operation_that_raises_is_red_and_the_bench_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(scales: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no\nmemory")
+
+    monkeypatch.setattr(native, "swizzle", raises)
+    bench = measure(tasks("cpu", SIZES[:1], "swizzle"), "cpu", quick=True, launches=False)
+    row = next(row for row in bench.rows if row.operation == "swizzle")
+    assert (row.verdict, row.seconds) == ("error", None)
+    assert row.message.startswith("RuntimeError: no memory")
+    assert any(row.verdict == "pass" for row in bench.rows)
+    assert not bench.right
+    assert not run.Bench().right, "nothing was judged"
+
+
+def test_what_libraries_write_to_stderr_is_not_seen(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with quiet.without_stderr():
+            os.write(2, b"unseen")
+    os.write(2, b"seen")
+    assert capfd.readouterr().err == "seen"
+
+
+# Timing.
+
+
+def test_what_is_timed_is_called_in_turns_and_its_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    durations = {"a0": 1.0, "a1": 3.0, "b0": 100.0}
+
+    def timed(device: torch.device, call: Callable[[], str]) -> tuple[str, float]:
+        return call(), durations[called[-1]]
+
+    def call(name: str) -> Callable[[], str]:
+        return lambda: called.append(name) or name  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(timing, "timed", timed)
+    calls = {"a": [call("a0"), call("a1")], "b": [call("b0")]}
+    times, results = timing.interleaved(calls, CPU, rounds=5, seconds=11.0)
+    assert results == {"a": "a0", "b": "b0"}
+    assert called == ["a0", "b0", "a0", "b0", "a1", "b0", "a0", "b0", "a1", "a0"]  # b takes too long after three
+    assert times["a"].rounds == (1.0, 3.0, 1.0, 3.0, 1.0)
+    assert times["b"].rounds == (100.0,) * 3
+    assert times["a"].median == 1.0
+    assert times["a"].quartiles == (1.0, 3.0)
+    assert timing.Times((2.0,)).quartiles == (2.0, 2.0)
+
+
+class Gpu:
+    """A GPU whose clock is told: a call keeps it busy for `busy` seconds, and takes `launch` seconds to queue.
+
+    What follows an event begins `edge` seconds behind it, and a call that follows one of another thing takes `left`
+    seconds more, to write back what that left in a cache.
+    """
+
+    left = 20e-6
+
+    def __init__(self, busy: float, launch: float, edge: float) -> None:
+        self.busy, self.launch, self.edge = busy, launch, edge
+        self.host = self.device = 0.0
+        self.slept: list[float] = []
+        self.queue: list[str] = []
+
+    def Event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        event = SimpleNamespace(at=0.0)
+        event.record = lambda: self._pass(event)
+        event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
+        return event
+
+    def _pass(self, event: SimpleNamespace) -> None:
+        event.at = max(self.device, self.host)
+        self.device = event.at + self.edge
+
+    def _sleep(self, cycles: int) -> None:
+        self.slept.append(cycles / timing._CLOCK)
+        self.device = max(self.device, self.host) + cycles / timing._CLOCK
+
+    def call(self, name: str) -> Any:
+        def work() -> str:
+            self.host += self.launch
+            others = self.queue and self.queue[-1][0] != name[0]
+            self.device = max(self.device, self.host) + self.busy + (self.left if others else 0.0)
+            self.queue.append(name)
+            return name
+
+        return work
+
+    def synchronize(self, device: torch.device) -> None:
+        self.host = self.device = max(self.host, self.device)
+
+
+@pytest.mark.parametrize(
+    ("busy", "launch", "count"),
+    [(50e-6, 90e-6, 36), (5e-3, 90e-6, 1), (1e-6, 30e-6, 100), (17e-6, 390e-6, 25), (17e-6, 50e-6, 90)],
+)
+def test_what_python_takes_is_not_in_the_time_of_a_gpu_and_of_events_and_others_little(
+    monkeypatch: pytest.MonkeyPatch, busy: float, launch: float, count: int
+) -> None:
+    gpu = Gpu(busy, launch, edge=5e-6)
+    monkeypatch.setattr(torch, "cuda", gpu)
+    monkeypatch.setattr(timing, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
+    calls = {"a": [gpu.call("a0"), gpu.call("a1"), gpu.call("a2")], "b": [gpu.call("b0")]}
+    times, _ = timing.interleaved(calls, torch.device("cuda"), rounds=4, seconds=1.0)
+    left = gpu.left if count == 1 else 0.0  # a long call needs none ahead of it
+    assert times["a"].rounds[1:] == pytest.approx([busy + gpu.edge / count + left] * 3)
+    assert times["a"].calls == count
+    queued = [name for name in gpu.queue if name != "b0"][1:]
+    assert queued == list(itertools.islice(itertools.cycle(("a0", "a1", "a2")), len(queued)))
+
+
+# What is asked.
+
+
+def row(name: str, device: str = "cuda", **columns: Any) -> Row:
+    operation, *rest, shape, who = name.split("/")
+    given = dict(zip(("recipe", "variant"), rest, strict=False))
+    found = Row(operation, given.get("recipe", ""), given.get("variant", ""), shape, "bf16", who, device, seconds=1e-3)
+    for column, value in columns.items():
+        setattr(found, column, value)
+    hold(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "asked"),
+    [
+        (row("quantize/nvfp4/rowwise, amax given/16384x16384/native", share=0.86), ("share", 0.85, True)),
+        (row("quantize/nvfp4/rowwise/8192x8192/native", share=0.79), ("share", 0.80, False)),
+        (row("quantize/nvfp4-rht/both, amax given/16384x16384/native", share=0.70), ("share", 0.70, True)),
+        (row("quantize/nvfp4-rht-sr/both, amax given/4096x14336/native", share=0.5), ("share", 0.60, False)),
+        (row("quantize/mxfp8-e5m2/both/8192x8192/native", share=0.5), ("share", 0.75, False)),
+        (row("quantize/fp8-block-1x128/rowwise/8192x8192/native", share=0.9), ("share", 0.75, True)),
+        (row("dequantize/nvfp4/16384x16384/native", share=0.81), ("share", 0.80, True)),
+        (row("unswizzle/32768x32768/native", share=0.1), ("share", 0.80, False)),
+        (row("unswizzle/16384x16384/native", share=0.1), ("", None, None)),
+        (row("gemm/nvfp4/8192x8192x8192/native", share=0.61), ("share", 0.60, True)),
+        (row("gemm/mxfp8-e4m3/16x8192x8192/native", share=1.9), ("share", 2.0, False)),
+        (row("gemm-grouped/nvfp4/8192x8192x8192/native", share=0.5), ("share", 0.5, True)),
+        (row("quantize/nvfp4/rowwise/1024x2048/reference", "cpu", elements=99_999), ("elements/s", 100e6, False)),
+        (row("quantize/mxfp8-e4m3/rowwise/1x1/reference", "cpu", elements=300_000), ("elements/s", 300e6, True)),
+        (row("gemm/nvfp4/512x512x512/reference", "cpu", share=0.7), ("share", 1 / 1.5, True)),
+        (row("gemm/nvfp4/512x512x512/native", "cpu", flop=4_900_000), ("FLOP/s", 5e9, False)),
+        (row("quantize/fp8-current/both/128x128/native", "cpu", speedup=0.9), ("speedup", 1.0, False)),
+        (row("gemm/nvfp4/16x1024x1024/native", "cpu", flop=1), ("", None, None)),
+        (row("quantize/nvfp4/rowwise/128x128/native", share=0.1), ("", None, None)),
+        (row("quantize/nvfp4/rowwise/16384x16384/reference", share=0.1), ("", None, None)),
+        (row("quantize/nvfp4/rowwise, amax given/16384x16384/torchao", share=0.1), ("", None, None)),
+    ],
+)
+def test_a_figure_is_held_to_what_is_asked_of_it(found: Row, asked: tuple[str, float | None, bool | None]) -> None:
+    assert (found.asked, found.asked_least, found.met) == asked
+
+
+# Peers.
+
+GIVEN_TASK = Task("quantize", "nvfp4", "rowwise, amax given", (128, 128))
+MX_TASK = Task("quantize", "mxfp8-e4m3", "rowwise", (128, 128))
+
+
+def fake_torchao(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    for name in ("torchao", "torchao.prototype", "torchao.prototype.mx_formats"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name in ("nvfp4_tensor", "mx_tensor"):
+        module = ModuleType(f"torchao.prototype.mx_formats.{name}")
+        for function, value in functions.items():
+            setattr(module, function, value)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def nvfp4_quantize(x: torch.Tensor, block_size: int, per_tensor_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    assert block_size == 16
+    q = reference.quantize(x, "nvfp4@torchao", amax=per_tensor_scale * 2688)
+    return q.scales.view(torch.float8_e4m3fn), q.codes
+
+
+def to_mx(x: torch.Tensor, elem_dtype: torch.dtype, block_size: int, scaling_mode: str) -> tuple[torch.Tensor, ...]:
+    assert (elem_dtype, block_size, scaling_mode) == (torch.float8_e4m3fn, 32, "rounds up")
+    q = reference.quantize(x, "mxfp8-e4m3")
+    return q.scales.view(torch.float8_e8m0fnu), q.codes.view(torch.float8_e4m3fn)
+
+
+TORCHAO = {
+    "nvfp4_quantize": nvfp4_quantize, "per_tensor_amax_to_scale": lambda amax: amax / 2688, "to_mx": to_mx,
+    "ScaleCalculationMode": SimpleNamespace(RCEIL="rounds up"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", [GIVEN_TASK, MX_TASK], ids=["nvfp4", "mxfp8"])
+def test_torchao_is_measured_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, task: Task) -> None:
+    fake_torchao(monkeypatch, **TORCHAO)
+    bench = measure([task], "cpu", quick=True, launches=False)
+    theirs = next(row for row in bench.rows if row.who == "torchao")
+    assert theirs.verdict == "pass", theirs.message
+    assert theirs.compared > 128 * 128 // 2
+    assert theirs.share is not None
+    assert list(bench.notes) == [peers.COMPILED]
+
+
+def test_a_peer_that_is_wrong_is_red_and_does_not_fail_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        scales, codes = to_mx(*arguments, **options)
+        return scales, flipped(codes)
+
+    fake_torchao(monkeypatch, **{**TORCHAO, "to_mx": wrong})
+    bench = measure([MX_TASK], "cpu", quick=True, launches=False)
+    theirs = next(row for row in bench.rows if row.who == "torchao")
+    assert (theirs.verdict, theirs.message) == ("fail", "codes: 1 of 16 384 bytes differ")
+    assert bench.right
+    assert words.sentence(bench.rows).endswith("; 1 of 1 output of peers wrong")
+
+
+def test_a_peer_that_is_not_there_or_has_changed_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    for name in [name for name in sys.modules if name.startswith("torchao.")]:
+        monkeypatch.delitem(sys.modules, name)
+    notes: peers.Notes = {}
+    assert peers.peers(MX_TASK, Inputs(CPU), notes, compiling=False) == []
+    assert notes[peers.TORCHAO].startswith("not installed (")
+    fake_torchao(monkeypatch)
+    bench = measure([MX_TASK], "cpu", quick=True, launches=False)
+    assert bench.notes[f"{peers.TORCHAO}, mxfp8-e4m3"].startswith("raises AttributeError: ")
+    assert bench.right
+
+
+def test_the_reference_is_compiled_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiled: list[Any] = []
+    warnings = [b"graph break"]  # on stderr, when it is called for the first time
+
+    def compile_(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+        assert not dynamic
+        compiled.append(function)
+
+        def call(*given: Any) -> Any:
+            if warnings:
+                os.write(2, warnings.pop())
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    fake_torchao(monkeypatch, **TORCHAO)
+    larger = replace(MX_TASK, shape=(128, 256))
+    bench = measure([MX_TASK, larger], "cpu", quick=True, launches=False, compiling=True)
+    assert len(compiled) == 1, "of the first size"
+    assert not warnings
+    assert "graph break" not in capfd.readouterr().err
+    assert next(row for row in bench.rows if row.who == peers.COMPILED).verdict == "pass"
+    assert not bench.notes
+
+
+def test_torchs_own_fp8_product_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled_mm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        return (a.double() @ b.double()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    task = Task("gemm", "fp8-current", "", (16, 32, 48))
+    bench = measure([task], "cpu", quick=True, launches=False)
+    assert next(row for row in bench.rows if row.who == peers.SCALED_MM).verdict == "pass"

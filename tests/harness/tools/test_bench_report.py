@@ -1,0 +1,363 @@
+"""What a bench says: its table, its page with the roofline, its files; and the options of the command."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from narrowgauge.harness import cli
+from narrowgauge.harness.tools.bench import session
+from narrowgauge.harness.tools.bench.asked import hold
+from narrowgauge.harness.tools.bench.growth import Growth, Point
+from narrowgauge.harness.tools.bench.report import figures, report, table, words
+from narrowgauge.harness.tools.bench.row import COLUMNS, SCHEMA, Row
+from narrowgauge.harness.tools.bench.run import Bench
+from narrowgauge.harness.tools.bench.tasks import Task
+from tests.paths import ROOT
+
+NASTY = """<script>alert(1)</script>&"'"""
+
+
+def row(who: str = "native", **columns: Any) -> Row:
+    given = {
+        "seconds": 2e-3, "seconds_min": 1.9e-3, "seconds_q1": 1.95e-3, "seconds_q3": 2.05e-3, "seconds_max": 2.5e-3,
+        "rounds": 9, "calls": 1, "elements": 1 << 28, "moved": 6 * 10**9, "flop": 2 << 28, "ceiling": "copy",
+        "ceiling_rate": 4e12, "share": 0.75, "speedup": 25.0, "verdict": "pass", "compared": 1 << 28, "judged": "bytes",
+    }  # fmt: skip
+    device = columns.pop("device", "cuda")
+    found = Row("quantize", "nvfp4", "rowwise", "16384x16384", "bf16", who, device, **{**given, **columns})
+    hold(found)
+    return found
+
+
+def product(**columns: Any) -> Row:
+    given = {
+        "operation": "gemm", "variant": "", "shape": "8192x8192x8192", "seconds": 2e-3, "moved": 2 * 10**8,
+        "flop": 2 * 8192**3, "ceiling": "matmul", "share": 0.7, "judged": "order",
+        "second_ceiling": "dequantize + matmul", "second_share": 1.3,
+    }  # fmt: skip
+    found = row()
+    for name, value in {**given, **columns}.items():
+        setattr(found, name, value)
+    found.met = None
+    hold(found)
+    return found
+
+
+COPY = row("copy", verdict="unjudged", moved=4 * 10**9, seconds=1e-3, share=None, speedup=None, ceiling="")
+MATMUL = product(who="matmul", verdict="unjudged", seconds=1.4e-3, share=None, second_share=None, ceiling="")
+REFERENCE = row("reference", verdict="unjudged", seconds=50e-3, share=0.03, speedup=1.0)
+
+
+def bench(*rows: Row) -> Bench:
+    return Bench(list(rows or (COPY, row(), REFERENCE, MATMUL, product())), {"torchao": "not installed (no torchao)"})
+
+
+def wrong() -> Row:
+    return row("torchao", verdict="fail", message=f"codes: 3 bytes {NASTY}", mismatches=3)
+
+
+def printed(found: Bench, encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding=encoding) as file:
+        table.print_bench(found, Console(file=file))
+        file.flush()
+        return raw.getvalue().decode(encoding)
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (words.time(1.5), "1.5 s"), (words.time(1e-3), "1 ms"), (words.time(123.4e-6), "123 µs"),
+        (words.time(None), ""),
+        (words.rate(4.2e12, "B/s"), "4.2 TB/s"), (words.rate(1.48e15, "FLOP/s"), "1.48 PFLOP/s"),
+         (words.rate(999, "FLOP/s"), "999 FLOP/s"), (words.rate(None, "B"), ""),
+        (words.percent(0.8512), "85.1 %"), (words.spread(row()), "−5 +25 %"), (words.spread(Row(*"abcdefg")), ""),
+        (words.figure("speedup", 2.0), "2 ×"), (words.figure("elements/s", 1e8), "100 Melem/s"),
+        (words.figure("FLOP/s", 5e9), "5 GFLOP/s"), (words.figure("share", 0.85), "85 %"),
+        (words.asked(row(share=0.9)), "✓ 80 %"), (words.asked(row()), "✗ 80 %"),
+        (words.asked(row(), plain=True), "missed 80 %"), (words.asked(REFERENCE), ""),
+        (words.ceiling(product()), "70 % (130 %)"), (words.verdict(row()), "✓ bytes"), (words.verdict(COPY), ""),
+    ],
+)  # fmt: skip
+def test_figures_for_people(said: str, expected: str) -> None:
+    assert said == expected
+
+
+def test_the_table_has_no_ceilings_and_the_reference_as_a_column() -> None:
+    assert [one.who for one in words.shown(bench().rows)] == ["native", "native"]
+    held = row("reference", device="cpu")
+    assert held.met is True
+    assert words.shown([held]) == [held]
+
+
+def test_a_bench_in_one_sentence() -> None:
+    said = words.sentence(bench().rows)
+    assert said == "2 timed outputs right, 536 870 912 elements compared; 1 of 2 figures asked are reached"
+    assert words.sentence([row(), row(verdict="fail"), wrong()]) == "1 of 2 timed outputs did not pass"
+    said = words.sentence([row(), wrong(), row("torch._scaled_mm")])
+    assert said.startswith("1 timed output right, 268 435 456 elements compared")
+    assert said.endswith("; 1 of 2 outputs of peers wrong")
+    assert words.sentence([COPY]) == "nothing was judged"
+
+
+def test_the_table_says_what_misses_what_is_wrong_and_who_was_not_measured() -> None:
+    output = printed(bench(COPY, row(), product(), wrong()))
+    lines = output.splitlines()
+    table_lines = [" ".join(line.split()) for line in lines]
+    assert "quantize nvfp4 rowwise 16384x16384 native 2 ms −5 +25 % 3 TB/s 75 % 25 ✗ 80 % ✓ bytes" in table_lines
+    assert "gemm nvfp4 8192x8192x8192 native 2 ms −5 +25 % 550 TFLOP/s 70 % (130 %) 25 ✓ 60 % ✓ order" in table_lines
+    assert "quantize/nvfp4/rowwise/16384x16384/native: 75 % of copy, and 80 % is asked" in lines
+    assert f"quantize/nvfp4/rowwise/16384x16384/torchao: codes: 3 bytes {NASTY}" in lines
+    assert lines[-1] == "torchao: not installed (no torchao)"
+
+
+def test_a_terminal_without_the_glyphs_has_words() -> None:
+    output = printed(bench(row()), "ascii")
+    assert "missed 80 %" in output
+    assert "pass" in output
+
+
+def test_growth_is_a_row_for_each_size() -> None:
+    file = io.StringIO()
+    table.print_growth(
+        [Growth("native", [Point(22, 4194304e-9, 1 << 23), Point(24, 0.017, 1 << 24)])], Console(file=file)
+    )
+    output = file.getvalue()
+    assert re.search(r"native +2\^22 +4.19 ms +1 +8.39 MB +2\b", output)
+    assert re.search(r"native +2\^24 +17 ms +1.01 +16.8 MB +1\b", output)
+    assert "native, from 2^22: time grows as" in output
+
+
+# Figures.
+
+
+def test_the_roofline_has_its_points_under_the_roofs_of_the_run() -> None:
+    found = figures.roofline(bench().rows)
+    assert found is not None
+    assert [curve.title for curve in found.curves] == ["copy: 4 TB/s", "torch's matmul: 785 TFLOP/s"]
+    slope, flat = ([tuple(map(float, point.split(","))) for point in curve.points.split()] for curve in found.curves)
+    assert slope[1] == flat[0], "the roofs meet"
+    assert flat[0][1] == flat[1][1], "and one is level"
+    kernel, oracle, gemm = found.marks
+    assert [mark.kind for mark in found.marks] == ["missed", "reference", "backend"]
+    assert kernel.x == oracle.x == slope[0][0]
+    assert slope[0][1] < kernel.y < oracle.y, "down is slow"
+    assert gemm.y > flat[0][1]
+    assert "75 % of copy" in kernel.title
+    assert all(0 <= mark.x <= figures.WIDTH and 0 <= mark.y <= figures.HEIGHT for mark in found.marks)
+    assert found.x_ticks
+    assert found.y_ticks
+
+
+@pytest.mark.parametrize("rows", [[], [COPY], [row()], [COPY, row(flop=0)]])
+def test_without_a_ceiling_or_arithmetic_there_is_no_roofline(rows: list[Row]) -> None:
+    assert figures.roofline(rows) is None
+
+
+def test_growth_is_drawn_as_the_cost_of_an_element() -> None:
+    level = [Point(20, 1.0, 8 << 20), Point(22, 4.0, 0)]
+    time, memory = figures.growths([Growth("native", level), Growth("reference", level[:1])])
+    assert (time.title, memory.title) == ("Time", "Memory")
+    first, second = (tuple(map(float, point.split(","))) for point in time.curves[0].points.split())
+    assert first[1] == second[1]
+    assert first[0] < second[0]
+    assert [curve.kind for curve in time.curves] == ["backend", "reference"]
+    assert len(memory.marks) == 2
+    assert figures.growths([]) == []
+
+
+# Files.
+
+
+def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
+    found = bench(COPY, row(), MATMUL, product(), wrong())
+    page = report.write(found, [Growth("native", [Point(22, 1.0, 4)])], {"GPU": NASTY}, tmp_path)
+    html = page.read_text(encoding="utf-8")
+    assert NASTY not in html
+    assert html.count("&lt;script&gt;") >= 2
+    assert "<h2>Roofline</h2>" in html
+    assert "<h2>Time</h2>" in html
+    assert "native, from 2^22: too few large sizes" in html
+    assert "<h2>Memory</h2>" in html
+    assert html.count("<circle") == 3 + 2
+    title = re.search("<title>.*</title>", html).group()  # type: ignore[union-attr]
+    assert "✓" in title
+    assert "1 of 1 output of peers wrong" in title
+    assert "torchao: not installed (no torchao)" in html
+    assert html.count("<tr") == 6
+
+
+def test_the_tables_have_every_column_and_row(tmp_path: Path) -> None:
+    report.write(bench(), [Growth("native", [Point(22, 1.0, 5)])], {"GPU": "none"}, tmp_path)
+    read = pq.read_table(tmp_path / "bench.parquet")
+    assert tuple(read.column_names) == COLUMNS
+    assert read.schema.metadata[b"narrowgauge_bench_schema"] == str(SCHEMA).encode()
+    rows = read.to_pylist()
+    assert rows == [one.to_dict() for one in bench().rows]
+    assert rows[1]["rate"] == pytest.approx(3e12)
+    assert rows[0]["share"] is None
+    content = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert content["rows"] == rows
+    assert content["growth"][0]["points"] == [{"exponent": 22, "seconds": 1.0, "memory": 5}]
+    assert content["notes"] == bench().notes
+    assert content["environment"] == {"GPU": "none"}
+
+
+def test_every_column_is_documented() -> None:
+    schema = (ROOT / "reports" / "SCHEMA.md").read_text(encoding="utf-8")
+    section = schema.partition("## The tables of a bench")[2]
+    documented = re.findall(r"^\| `(\w+)` \| (\w+)", section, re.MULTILINE)
+    assert [name for name, _ in documented] == list(COLUMNS)
+    kinds = {"str": "string", "int": "int64", "float | None": "double", "bool | None": "bool"}
+    types = {field.name: kinds[str(field.type)] for field in fields(Row)}
+    assert dict(documented) == {"schema": "int64", "id": "string", **types, "rate": "double"}
+
+
+def test_a_bench_without_rows_leaves_no_table_of_an_older_one(tmp_path: Path) -> None:
+    report.write(bench(), [], {}, tmp_path)
+    report.write(Bench(), [Growth("native", [Point(22, 1.0, 4)])], {}, tmp_path)
+    assert not (tmp_path / "bench.parquet").exists()
+    assert json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["rows"] == []
+
+
+POINTS = [Point(22, 1.0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("found", "growths", "verdict"),
+    [
+        (bench(), [], "pass"),
+        (bench(row(), wrong()), [], "pass"),
+        (bench(row(), product(verdict="fail")), [], "fail"),
+        (bench(wrong()), [], "fail"),
+        (bench(COPY), [], "fail"),
+        (Bench(), [], "fail"),
+        (Bench(), [Growth("native", POINTS)], "pass"),
+        (Bench(), [Growth("native", POINTS, "wrong", wrong=True)], "fail"),
+        (Bench(), [Growth("native", [], "raises")], "fail"),
+    ],
+)
+def test_the_verdict_of_a_bench(found: Bench, growths: list[Growth], verdict: str) -> None:
+    assert report.verdict_of(found, growths) == verdict
+
+
+def test_a_bench_of_growth_in_one_sentence() -> None:
+    assert report.sentence(Bench(), [Growth("native", POINTS)]) == "cost measured to 2^22 elements"
+    assert report.sentence(Bench(), [Growth("native", [], "raises")]) == "no size was measured"
+    wrong_one = Growth("native", POINTS, "wrong at 2^22: codes", wrong=True)
+    assert report.sentence(Bench(), [wrong_one]) == "cost measured to 2^22 elements; native: wrong at 2^22: codes"
+    assert report.sentence(Bench(), []) == "nothing was judged"
+
+
+# The command.
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, ["bench", *arguments])
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What sessions are asked for; they find nothing wrong, unless they go to a folder of that name."""
+    found: list[dict[str, Any]] = []
+
+    def rates(tasks: Any, device: str, out: Path, **options: Any) -> bool:
+        found.append({"tasks": [task.id for task in tasks], "device": device, "out": out, **options})
+        return out.name != "wrong"
+
+    def growth(device: str, out: Path) -> bool:
+        found.append({"growth": device, "out": out})
+        return out.name != "wrong"
+
+    monkeypatch.setattr(session, "run_rates", rates)
+    monkeypatch.setattr(session, "run_growth", growth)
+    return found
+
+
+def test_options_reach_the_session(asked_for: list[dict[str, Any]]) -> None:
+    assert command("--sizes", "128x128,256x128", "--sizes", "16x32x48", "-k", "swizzle or launch").exit_code == 0
+    assert command("--quick", "--compile", "--out", "here", "-k", "gemm and mxfp8").exit_code == 0
+    assert command("--growth", "--out", "there").exit_code == 0
+    names = ["swizzle/128x128", "unswizzle/128x128", "swizzle/256x128", "unswizzle/256x128"]
+    usual = {"device": "cpu", "out": Path("reports/bench"), "quick": False, "compiling": False}
+    assert asked_for == [
+        {"tasks": names, "launches": True, **usual},
+        {"tasks": ["gemm/mxfp8-e4m3/512x512x512"], "device": "cpu", "out": Path("here"), "quick": True,
+         "compiling": True, "launches": False},
+        {"growth": "cpu", "out": Path("there")},
+    ]  # fmt: skip
+
+
+def test_a_wrong_output_is_exit_status_1(asked_for: list[dict[str, Any]]) -> None:
+    assert command("--out", "wrong").exit_code == 1
+    assert command("--growth", "--out", "wrong").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "12"], "a size is MxK of a matrix or MxKxN of a product, not '12'"),
+        (["-k", "("], "cannot read the keyword expression '('"),
+        (["-k", "nothing"], "nothing is selected by -k 'nothing'"),
+        (["--growth", "--quick"], "--growth has sizes and operations of its own; -k, --sizes, --quick and --compile"),
+        (["--growth", "-k", "gemm"], "--growth has sizes and operations of its own"),
+        (["--growth", "--overhead"], "--growth and --overhead are tables of their own; give one of them"),
+        (["cases"], "case files are for --overhead, which is not given: cases"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    asked_for: list[dict[str, Any]], arguments: list[str], message: str
+) -> None:
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not asked_for
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    result = command("-k", "launch", "--quick", "--out", str(tmp_path / "file" / "out"))
+    assert result.exit_code == 2
+    assert "the report cannot be written: " in result.stderr
+
+
+def test_a_session_measures_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: dict[str, Any] = {}
+
+    def measure(tasks: Any, device: str, *, on_task: Any, **options: Any) -> Bench:
+        on_task("one")
+        on_task("two")
+        heard.update(options)
+        return bench()
+
+    def grow(device: str, *, last: int | None, on_size: Any) -> list[Growth]:
+        on_size("2^16 elements")
+        heard["last"] = last
+        return [Growth("native", POINTS)]
+
+    monkeypatch.setattr(session, "measure", measure)
+    monkeypatch.setattr(session, "grow", grow)
+    console = Console(file=io.StringIO(), width=200)
+    chosen = [Task("swizzle", "", "", (128, 128))]
+    assert session.run_rates(chosen, "cpu", tmp_path, quick=True, compiling=True, launches=True, console=console)
+    assert heard == {"quick": True, "compiling": True, "launches": True}
+    assert (tmp_path / "bench.parquet").is_file()
+    assert session.run_growth("cpu", tmp_path, last=18, console=console)
+    assert heard["last"] == 18
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "figures asked are reached; " in output
+    assert re.search("two .* 2/2 ", output), "what runs, and that it is done"
+    assert f"report: {tmp_path / 'index.html'}" in output

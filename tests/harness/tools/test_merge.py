@@ -1,0 +1,321 @@
+"""Merging: shards become the run that they are of, and what is not all of it is refused by name."""
+
+import re
+import shlex
+import subprocess
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from narrowgauge.harness.backends.backend import load_backend
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.records.journal import Journal, Run, read
+from narrowgauge.harness.records.record import Record
+from narrowgauge.harness.report.text import duration
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.running.shard import Shard, digest
+from narrowgauge.harness.tools.merge import MergeError, gather, merge
+from tests.harness import small_toml
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs"
+FILE = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
+KERNELS = """
+from narrowgauge.reference import ops
+
+
+class Backend:
+    def quantize(self, x, recipe, *, random=None):
+        q = ops.quantize(x, recipe, random=random)
+        q.codes[2, 3] ^= 0x10 * (x.shape[1] == 48)
+        return q
+"""
+TIMES = [field.name for field in fields(Record) if field.name.startswith("seconds")]
+
+
+@pytest.fixture
+def shared():
+    """How many cases every run was told that share its false alarms."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch, shared):
+    """The current folder: a matrix, a backend that is wrong where K is 48; cases run in this process."""
+    (tmp_path / "cases").mkdir()
+    (tmp_path / "cases" / "small.toml").write_text(FILE)
+    (tmp_path / "merge_kernels.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run_cases(cases, settings, on_record):
+        shared.append(settings.sharing)
+        backend = load_backend(settings.backend)
+        for case in cases:
+            on_record(run_case(case, backend, seed=settings.seed, sharing=settings.sharing).to_dict())
+
+    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", run_cases)
+    return tmp_path
+
+
+def narrowgauge(*words):
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def run(directory, *words, backend="reference"):
+    return narrowgauge("run", "--backend", backend, "--report-dir", directory, *words)
+
+
+def without_times(records):
+    records = [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+    return sorted(records, key=lambda record: record["case"])
+
+
+@pytest.mark.parametrize(("backend", "status"), [("reference", 0), ("merge_kernels:Backend", 1)])
+def test_a_merged_run_is_the_undivided_one(folder, shared, backend, status):
+    """Records, exit status, tables, and how many cases share the false alarms."""
+    assert run("whole", backend=backend).exit_code == status
+    for number in (1, 2, 3):
+        run(f"shard-{number}", "--shard", f"{number}/3", backend=backend)
+    assert shared == [4, 4, 4, 4]
+    result = narrowgauge("merge", "shard-3", "shard-1", "shard-2", "--report-dir", "merged")
+    assert result.exit_code == status, result.output
+    assert re.search(r"6 cases of 3 shards in .* s, that of the longest shard; all cases .* report: ", result.output)
+    whole, merged = read(Path("whole")), read(Path("merged"))
+    assert without_times(merged.records) == without_times(whole.records)
+    assert (merged.shard, merged.selection, merged.missing) == (None, "", [])
+    assert sorted(merged.cases) == sorted(whole.cases)
+    assert merged.environment == whole.environment
+    tables = [pd.read_parquet(f"{name}/records.parquet").drop(columns=list(TIMES)) for name in ("whole", "merged")]
+    pd.testing.assert_frame_equal(*tables)
+    assert (folder / "merged" / "summary.md").exists()
+
+
+CASES = [f"case {n}" for n in range(6)]
+
+
+def shard(directory, number, count=2, *, cases=None, missing=0, **changes):
+    """The journal of a shard of `CASES`, without its last records."""
+    cases = CASES[number - 1 :: count] if cases is None else cases
+    header = Run(
+        "native", "cpu", 0, cases, {"platform": f"node{number}", "commit": "abc1234", "kernel sources": "0011"},
+        {"kernels": "0011"}, f"{number}/{count}", digest(CASES),
+    )  # fmt: skip
+    run = replace(header, **changes)
+    journal = Journal(Path(directory), lambda: run, clock=lambda: run.elapsed)
+    for case in [*cases[: len(cases) - missing]]:
+        journal.add({"case": case, "verdict": "pass", "saved": ""})
+    journal.close()
+    return Path(directory)
+
+
+def test_a_merged_run_took_as_long_as_its_longest_shard(folder):
+    """They run at the same time; the journal keeps it."""
+    folders = [shard("a", 1, elapsed=4.0), shard("b", 2, elapsed=30.0)]
+    assert [read(path).elapsed for path in folders] == [4.0, 30.0]
+    found = merge(folders)
+    assert found.elapsed == 30.0
+    assert read(gather(found, folders, Path("out")) and Path("out")).elapsed == 30.0
+
+
+def test_the_report_of_a_merged_run_says_whose_time_it_shows(folder):
+    for number in (1, 2):
+        run(f"shard-{number}", "--shard", f"{number}/2")
+    first, second = (read(Path(f"shard-{number}")) for number in (1, 2))
+    together = sum(record["seconds_total"] for part in (first, second) for record in part.records)
+    narrowgauge("merge", "shard-1", "shard-2", "--report-dir", "merged")
+    longest = duration(max(first.elapsed, second.elapsed))
+    summary = (folder / "merged" / "summary.md").read_text(encoding="utf-8")
+    assert f"6 cases passed in {longest}, " in summary.splitlines()[0]
+    words = f"{longest}, that of the longest shard; all cases together {duration(together)}"
+    assert f"- time: {words}\n" in summary
+
+
+def environment(**changes):
+    return {"platform": "node2", "commit": "abc1234", "kernel sources": "0011"} | changes
+
+
+REFUSED = {
+    "missing": (lambda: [shard("a", 1, 4), shard("b", 3, 4)], "2 of 4 shards are missing: 2/4, 4/4"),
+    "twice": (lambda: [shard("a", 1), shard("b", 2), shard("c", 2)], "shard 2/2 is given twice: b and c"),
+    "counts": (
+        lambda: [shard("a", 1), shard("b", 2, 3)],
+        "shards of different numbers of shards: a is one of 2, b is one of 3",
+    ),
+    "whole": (lambda: [shard("a", 1, shard=None)], "a: is a whole run, and no shard of one"),
+    "backend": (
+        lambda: [shard("a", 1), shard("b", 2, backend="mine:B")],
+        "shards of different runs: backend is native in a, mine:B in b",
+    ),
+    "device": (
+        lambda: [shard("a", 1), shard("b", 2, device="cuda")],
+        "shards of different runs: device is cpu in a, cuda in b",
+    ),
+    "seed": (lambda: [shard("a", 1), shard("b", 2, seed=7)], "shards of different runs: seed is 0 in a, 7 in b"),
+    "schedules": (
+        lambda: [shard("a", 1), shard("b", 2, schedules=8)],
+        "shards of different runs: --schedules is 1 in a, 8 in b",
+    ),
+    "sanitize": (
+        lambda: [
+            shard("a", 1, sanitize=True, environment=environment(**{"kernel flags": "-fsanitize=address"})),
+            shard("b", 2, environment=environment(**{"kernel flags": "-O2"})),
+        ],
+        "shards of different runs: --sanitize is True in a, False in b",
+    ),
+    "commit": (
+        lambda: [shard("a", 1), shard("b", 2, environment=environment(commit="def"))],
+        "shards of different runs: commit is abc1234 in a, def in b",
+    ),
+    "kernel sources": (
+        lambda: [shard("a", 1), shard("b", 2, environment=environment(**{"kernel sources": "0012"}))],
+        "shards of different runs: kernel sources is 0011 in a, 0012 in b",
+    ),
+    "GPU": (
+        lambda: [shard("a", 1), shard("b", 2, environment=environment(GPU="B200"))],
+        "shards of different runs: GPU is None in a, B200 in b",
+    ),
+    "sources": (
+        lambda: [shard("a", 1), shard("b", 2, sources={"kernels": "0012"})],
+        "shards of different runs: the source of kernels is not the same in a and b",
+    ),
+    "selection": (
+        lambda: [shard("a", 1), shard("b", 2, selection="00")],
+        "shards of different runs: a and b select different cases; run every shard with the same case files, tier and "
+        "keywords",
+    ),
+    "overlap": (
+        lambda: [shard("a", 1), shard("b", 2, cases=[*CASES[1::2], CASES[4]])],
+        "case 4 is in a and in b: the shards were divided by different durations; run every shard with the same "
+        "--durations, or each without",
+    ),
+    "gap": (
+        lambda: [shard("a", 1), shard("b", 2, cases=CASES[3::2])],
+        "cases are in none of the 2 shards: these were divided by different durations; run every shard with the same "
+        "--durations, or each without",
+    ),
+    "interrupted": (
+        lambda: [shard("a", 1), shard("b", 2, missing=2)],
+        "b: shard 2/2 was interrupted: 2 of 3 cases have no record: case 3, case 5; go on with --resume",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_one_run_is_refused_by_name(folder, name):
+    make, message = REFUSED[name]
+    with pytest.raises(MergeError) as error:
+        merge(make())
+    assert str(error.value) == message
+
+
+def test_a_refusal_writes_nothing_and_has_status_2(folder):
+    shard("a", 1)
+    result = narrowgauge("merge", "a", "--report-dir", "out")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "narrowgauge: 1 of 2 shards are missing: 2/2\n"
+    assert not Path("out").exists()
+    assert narrowgauge("merge", "none").stderr.startswith("narrowgauge: none: there is no none")
+
+
+def test_facts_that_differ_name_their_shards(folder):
+    found = merge([shard("a", 1), shard("b", 2)]).environment
+    assert found == {
+        "platform": "node1 (shard 1); node2 (shard 2)", "commit": "abc1234", "kernel sources": "0011"
+    }  # fmt: skip
+
+
+def test_many_names_are_counted(folder):
+    with pytest.raises(MergeError, match=r"^8 of 9 shards are missing: 2/9, 3/9, 4/9, 5/9, 6/9 and 3 more$"):
+        merge([shard("a", 1, 9)])
+
+
+def test_saved_failures_come_along(folder):
+    """From wherever the shards lie now; what did not come along is said."""
+    folders = [shard("a", 1), shard("b", 2)]
+    (folder / "b" / "failures").mkdir()
+    (folder / "b" / "failures" / "one.safetensors").write_bytes(b"inputs")
+    run = merge(folders)
+    there, lost, *_ = records = run.records
+    there |= {"saved": "/elsewhere/reports/shard-2/failures/one.safetensors", "save_note": ""}
+    lost |= {"saved": "reports/shard-1/failures/two.safetensors", "save_note": "not shrunk: a reason"}
+    merged = read(gather(replace(run, records=records), folders, Path("out")) and Path("out"))
+    first, second, third, *_ = merged.records
+    assert (first["saved"], first["save_note"]) == ("out/failures/one.safetensors", "")
+    assert (folder / "out/failures/one.safetensors").read_bytes() == b"inputs"
+    words = "not shrunk: a reason; not with its shard: reports/shard-1/failures/two.safetensors"
+    assert (second["saved"], second["save_note"]) == ("", words)
+    assert third["saved"] == ""
+
+
+def test_a_shard_is_not_replaced_by_the_report(folder):
+    folders = [shard("a", 1), shard("b", 2)]
+    before = (folder / "b" / "records.jsonl").read_bytes()
+    for given in (folders, [path / "records.jsonl" for path in folders]):
+        with pytest.raises(MergeError, match=r"--report-dir is a/\.\./b, which is a shard's: it would be replaced"):
+            gather(merge(given), given, Path("a/../b"))
+    assert (folder / "b" / "records.jsonl").read_bytes() == before
+
+
+def commands(text):
+    """The lines of narrowgauge in a file, a word for what a shell or a workflow puts there."""
+    text = re.sub(r"\$\{\{.*?\}\}", "1", text)
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    found = [match[1] for line in lines if (match := re.search(r"(?:^|run: |\s)(narrowgauge .*)", line))]
+    for old, new in (("${RESUME:-}", ""), ("$count", "4"), ("$shard", "1")):
+        found = [line.partition("||")[0].replace(old, new) for line in found]
+    return [shlex.split(line)[1:] for line in found]
+
+
+@pytest.mark.parametrize(("name", "count"), [("ci-matrix.yml", 3), ("slurm-array.sh", 3)])
+def test_the_commands_of_the_documentation_are_known(name, count):
+    """Every command and option exists, and its value is one."""
+    found = commands((DOCS / name).read_text(encoding="utf-8"))
+    assert [words[0] for words in found].count("run") == 1
+    assert len(found) == count
+    for words in found:
+        command = get_command(app).commands[words[0]]
+        command.make_context(words[0], words[1:])
+        if words[0] == "run":
+            Shard.parse(words[words.index("--shard") + 1])
+
+
+def test_the_slurm_script_is_one():
+    path = DOCS / "slurm-array.sh"
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "#!/bin/bash"
+    directives = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert directives
+    assert max(directives) < first, "Slurm reads no directive behind the first command"
+
+
+def test_the_workflow_is_one():
+    """The jobs and what they are made of. PyYAML is no dependency: the structure is read where it is installed, and
+    everywhere that no tab, no odd indentation and no unknown key is there."""
+    text = (DOCS / "ci-matrix.yml").read_text(encoding="utf-8")
+    assert "\t" not in text
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert all((len(line) - len(line.lstrip())) % 2 == 0 for line in lines)
+    keys = {match[1] for line in lines if (match := re.match(r" *(?:- )?([\w-]+):(?: |$)", line))}
+    assert keys == {
+        "name", "on", "jobs", "shard", "merge", "runs-on", "strategy", "fail-fast", "matrix", "steps", "uses", "with",
+        "python-version", "run", "if", "path", "needs", "pattern",
+    }  # fmt: skip
+    shards = re.search(r"shard: \[(.*)\]", text)[1].split(", ")
+    assert f"/{len(shards)} " in text
+    assert shards == [str(n) for n in range(1, len(shards) + 1)]
+
+
+@pytest.mark.parametrize("name", ["ci-matrix.yml", "slurm-array.sh"])
+def test_the_documentation_names_no_machine(name):
+    text = (DOCS / name).read_text(encoding="utf-8").replace("#!/bin/bash", "")
+    assert "http" not in text
+    assert not re.search(r"(?<![\w.}\"$])/(?!\d)\w", text)

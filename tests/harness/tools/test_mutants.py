@@ -1,0 +1,418 @@
+"""Mutants: their files, what they are run on, what becomes of them, and the row that says it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from narrowgauge.harness import cli
+from narrowgauge.harness.backends.backend import load_backend
+from narrowgauge.harness.cases.case import Case, load_all, select
+from narrowgauge.harness.records.record import new_record
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.tools.mutants import module_files
+from narrowgauge.harness.tools.mutants import mutant as mutants
+from narrowgauge.harness.tools.mutants.module_files import NATIVE
+from narrowgauge.harness.tools.mutants.mutant import CLASSES, Mutant, MutantFileError
+from narrowgauge.harness.tools.mutants.result import Result, totals
+from narrowgauge.harness.tools.mutants.run import ENOUGH, run_mutants
+from narrowgauge.harness.tools.mutants.selection import selected
+from narrowgauge.harness.tools.mutants.table import print_results
+from narrowgauge.harness.tools.mutants.touches import sources_of, touched_by
+from narrowgauge.harness.tools.mutants.yardsticks import DOORS, MODULE_DOORS, Noticed, Yardsticks
+from narrowgauge.native import ops
+from narrowgauge.native.quantize import layout
+from narrowgauge.native.runtime import host, sources
+from tests.harness import small_toml
+from tests.thinned import thinned
+
+ALL = mutants.load_all()
+
+
+@pytest.fixture(scope="module")
+def quick() -> list[Case]:
+    return select(load_all(["cases"]), tier="quick")
+
+
+# ---- the files ----
+
+
+def test_there_are_enough_of_every_class() -> None:
+    real = [mutant for mutant in ALL if not mutant.equivalent]
+    assert len(real) >= 65
+    assert {mutant.kind for mutant in real} == set(CLASSES)
+    assert all(mutant.causes for mutant in real)
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
+def test_every_mutant_changes_its_file_and_touches_cases(mutant: Mutant, quick: list[Case]) -> None:
+    folder = NATIVE if mutant.of_module else sources.FOLDER
+    assert mutant.changed_text() != (folder / mutant.file).read_text(encoding="utf-8")
+    touched = selected(mutant, quick)
+    assert touched
+    assert all(case.is_module == mutant.of_module for case in touched)
+    assert not mutant.url or re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", mutant.url)
+
+
+TABLE = """
+[[mutant]]
+name = "wrong"
+class = "layout"
+file = "layout/swizzle.cu"
+find = "store_scales(of_tile, 16, target + 512 * t);"
+replace = ""
+imitates = "A test."
+cause = "writes-outside"
+door = "unswizzle"
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "some.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    [mutant] = mutants.load(written(tmp_path, TABLE))
+    assert mutant == Mutant(
+        "wrong",
+        "layout",
+        "layout/swizzle.cu",
+        "store_scales(of_tile, 16, target + 512 * t);",
+        "",
+        "A test.",
+        ("writes-outside",),
+        "unswizzle",
+    )
+
+
+CHECK, TWICE = "store_scales(of_tile, 16, target + 512 * t);", "if (rows == 0 || columns == 0) return;"
+ONCE = "the text to find occurs {count} times in swizzle.cu, and has to occur once: {line!r}"
+NEEDED = "name, class, file, find, replace, imitates, cause, door"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (CHECK, "no such text", ONCE.format(count=0, line="no such text")),
+        (CHECK, TWICE, ONCE.format(count=2, line=TWICE)),
+        ("cause =", "reason =", f"unknown key 'reason'; a mutant has {NEEDED}, url, recipe, cases, equivalent"),
+        ("imitates =", "url =", f"imitates is missing; a mutant needs {NEEDED}"),
+        ('"layout"', '"layuot"', f"class is 'layuot' (did you mean 'layout'?); it can be {', '.join(CLASSES)}"),
+        (
+            '"layout/swizzle.cu"', '"layout/swizle.cu"',
+            "file is 'layout/swizle.cu' (did you mean 'layout/swizzle.cu'?); it can be ",
+        ),
+        ('"unswizzle"', '"unswizle"', f"door is 'unswizle' (did you mean 'unswizzle'?); it can be {', '.join(DOORS)}"),
+        ('door =', 'recipe = "nvfp5"\ndoor =', "recipe is 'nvfp5': no recipe is called 'nvfp5'"),
+        ('"A test."', "3", "imitates is 3, not a text"),
+        ('"writes-outside"', '["writes-outside", 3]', "cause is 3, not a text"),
+    ],
+)  # fmt: skip
+def test_a_mutant_that_says_something_wrong_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
+    path = written(tmp_path, TABLE.replace(old, new))
+    with pytest.raises(MutantFileError) as caught:
+        mutants.load(path)
+    assert str(caught.value).startswith(f"{path}: [[mutant]] 1, 'wrong': ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "a file of mutants holds [[mutant]] tables, at least one"),
+        (f"other = 1\n{TABLE}", "unknown key 'other'; a file of mutants holds [[mutant]] tables"),
+        ("mutant = [1]", "[[mutant]] 1: is 1; a mutant is a table of keys"),
+        ("mutant = [", "not TOML: "),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(MutantFileError, match=re.escape(f"{path}: {words}")):
+        mutants.load(path)
+
+
+def test_two_of_one_name_and_none_at_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MutantFileError, match=re.escape(f"{tmp_path}: holds no *.toml file of mutants")):
+        mutants.load_all(tmp_path)
+    path = written(tmp_path, TABLE + TABLE)
+    with pytest.raises(MutantFileError, match=re.escape(f"{path}: two mutants are called 'wrong'")):
+        mutants.load_all(tmp_path)
+
+
+# ---- the text of a kernel file, replaced within a process ----
+
+
+def test_a_replaced_text_is_compiled_into_its_own_folder_and_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "scratch").mkdir()
+    scales = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    right = layout.swizzle(scales)
+    text = sources.file_text("layout/layout.cuh").replace("i % 32 * 16", "i % 32 * 8")
+    flags, compiled = {}, host._compile
+    monkeypatch.setattr(host, "_compile", lambda *given: (flags.update({given[0]: given[2]}), compiled(*given)))
+    with sources.replaced("layout/layout.cuh", text, tmp_path / "scratch"):
+        assert sources.file_text("layout/layout.cuh") == text
+        assert text.splitlines()[-2] in sources.text("swizzle")
+        assert not torch.equal(layout.swizzle(scales), right)
+        assert sources.scratch_of("amax") is None
+        ops.amax(scales.float())
+    assert [path.suffix for path in (tmp_path / "scratch").iterdir()].count(".so") == 1
+    assert "-O1" in flags["swizzle"], "what runs on a few cases is compiled for the time that this takes"
+    assert "-O3" in flags.get("amax", host.FLAGS)
+    # What is not replaced comes from the cache, or was loaded by an earlier test of this process.
+    assert {path.name.split("-")[0] for path in (tmp_path / "cache").glob("*.so")} <= {"amax", "swizzle"}
+    assert torch.equal(layout.swizzle(scales), right)
+
+
+def test_what_is_no_kernel_file_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no kernel file is called 'simt\.h'; there are amax\.cu, amax_blocks\.cu, "):
+        sources.replaced("simt.h", "", tmp_path).__enter__()
+
+
+def test_a_replaced_module_is_imported_anew_and_gone_afterwards() -> None:
+    before = sys.modules["narrowgauge.native.modules.layer"], sys.modules["narrowgauge.native.ops"], ops.Linear
+    text = (NATIVE / "products.py").read_text(encoding="utf-8").replace("dy.sum(0,", "2 * dy.sum(0,")
+    with module_files.replaced_module("products.py", text):
+        changed = importlib.import_module("narrowgauge.native.ops")
+        assert changed.Linear is not ops.Linear
+        assert changed.gemm is ops.gemm
+        assert sys.modules["narrowgauge.native.modules.products"].column_sums(torch.ones(3, 1)).item() == 6
+        assert (
+            sys.modules["narrowgauge.native.modules.linear"].column_sums
+            is sys.modules["narrowgauge.native.modules.products"].column_sums
+        )
+    assert (
+        sys.modules["narrowgauge.native.modules.layer"],
+        sys.modules["narrowgauge.native.ops"],
+        ops.Linear,
+    ) == before
+    assert importlib.import_module("narrowgauge.native").ops is ops
+    assert importlib.import_module("narrowgauge.native.modules.products").column_sums(torch.ones(3, 1)).item() == 3
+
+
+def test_what_modules_are_not_made_of_is_not_replaced() -> None:
+    with pytest.raises(ValueError, match=r"modules are not made of 'gemm\.py'; they are of history\.py, kept\.py, "):
+        module_files.replaced_module("gemm.py", "").__enter__()
+    every = {path.name for path in NATIVE.glob("*.py") if "Layer" in path.read_text(encoding="utf-8")}
+    assert every - {"modules.py", "ops.py"} <= set(module_files.MODULE_FILES)
+
+
+# ---- which cases ----
+
+
+def test_every_source_that_a_case_launches_is_known(quick: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: set[str] = set()
+    launch = host.launch
+    monkeypatch.setattr(host, "launch", lambda source, *a, **k: (launched.add(source), launch(source, *a, **k)))
+    groups: defaultdict[tuple[str, ...], list[Case]] = defaultdict(list)
+    for case in quick:
+        if 0 < math.prod(case.shape) < 20000:
+            parts = [part for part in case.recipe.split("-") if part.startswith(("rht", "rowscaled"))]
+            flags = [flag for flag in case.flags if flag in ("columnwise", "both", "strided", "transposed", "padded")]
+            groups[case.operation, case.recipe.split("-")[0], *parts, *flags].append(case)
+    backend = load_backend("native")
+    for cases in groups.values():
+        case = min(cases, key=lambda case: math.prod(case.shape))
+        launched.clear()
+        assert run_case(case, backend).verdict == "pass"
+        assert launched <= sources_of(case), case.id
+        assert sources_of(case) - launched <= {"amax", "amax_blocks"}, case.id
+
+
+def test_a_file_of_modules_touches_those_that_it_is_for(quick: list[Case]) -> None:
+    assert {case.operation for case in touched_by("transformer.py", quick)} == {"transformer-layer"}
+    assert touched_by("layer.py", quick) == [case for case in quick if case.is_module]
+
+
+def test_a_header_touches_what_includes_it(quick: list[Case]) -> None:
+    assert {case.operation for case in touched_by("layout/pad.cu", quick)} == {"gemm-grouped"}
+    assert {case.operation for case in touched_by("layout/layout.cuh", quick)} >= {"swizzle", "quantize", "gemm"}
+    assert len(touched_by("common/formats.cuh", quick)) == len([case for case in quick if not case.is_module])
+
+
+def test_cases_come_in_an_order_that_shows_much_early(quick: list[Case]) -> None:
+    mutant = next(mutant for mutant in ALL if mutant.name == "scale-truncated")
+    cases = selected(mutant, quick)
+    assert cases == selected(mutant, quick)
+    groups = {(case.operation, case.recipe, case.inputs) for case in cases}
+    first = cases[: len(groups)]
+    assert {(case.operation, case.recipe, case.inputs) for case in first} == groups
+    assert len({case.recipe for case in first[:ENOUGH]}) > 1
+    assert len({case.inputs for case in first[:ENOUGH]}) > 1
+    narrowed = selected(replace(mutant, cases="zeros and not negative and not gemm"), quick)
+    assert {(case.operation, case.inputs) for case in narrowed} == {
+        ("quantize", "zeros"),
+        ("quantize-grouped", "zeros"),
+    }
+
+
+# ---- what becomes of them ----
+
+SWIZZLES = "swizzle/129x5/bytes", "swizzle/31x1/position", "swizzle/0x4/bytes"
+
+
+@pytest.fixture(scope="module")
+def few(quick: list[Case]) -> list[Case]:
+    return [case for case in quick if case.id in SWIZZLES]
+
+
+def made(replaced_by: str, *, equivalent: str = "") -> Mutant:
+    """swizzle.cu with something in place of its bounds check."""
+    check, behind = "    if (quad.row >= padded_to(rows, 128)) return;\n", "    u8* target"
+    return Mutant(
+        "made",
+        "memory",
+        "layout/swizzle.cu",
+        check + behind,
+        f"{replaced_by}\n{behind}",
+        "A test.",
+        ("writes-outside",),
+        "swizzle",
+        equivalent=equivalent,
+    )
+
+
+def examined(mutant: Mutant, cases: list[Case], timeout: float = 60.0) -> Result:
+    [result] = run_mutants([mutant], cases, workers=1, timeout=timeout)
+    return result
+
+
+def test_a_mutant_is_killed_and_named_and_has_a_row(few: list[Case]) -> None:
+    result = examined(made("    if (quad.row >= rows) return;"), few)
+    assert (result.killed, result.right, result.check, result.stage) == (True, True, "repeat", "repeat")
+    assert [record["case"] for record in result.failing] == ["swizzle/129x5/bytes", "swizzle/31x1/position"]
+    assert result.ran == 3
+    assert 0 < result.seconds < 60
+    console = Console(width=200, record=True)
+    print_results([result], console)
+    shown = console.export_text()
+    assert re.search(r"^made +memory +repeat +repeat +2 of 3 ", shown, re.MULTILINE)
+    assert "caught by narrowgauge 1 of 1, by allclose " in shown
+
+
+def test_a_mutant_of_a_module_is_killed_and_named(quick: list[Case]) -> None:
+    [mutant] = [mutant for mutant in ALL if mutant.name == "main-grad-overwritten"]
+    [case] = [case for case in quick if case.id == "linear/MXFP8BlockScaling/3x16x80x112/bf16/lattice/accumulate"]
+    result = examined(mutant, [case])
+    assert (result.killed, result.right, result.stage, result.named) == (True, True, "step 1 dw", True)
+    assert result.noticed.allclose
+
+
+def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
+    result = examined(made("    if (quad.row >= rows - 1) return;", equivalent="No."), few)
+    assert result.killed
+    assert not result.right, "an equivalent mutant that is killed is none"
+    same = "    const i64 end = padded_to(rows, 128);\n    if (!(quad.row < end)) return;"
+    result = examined(made(same, equivalent="a >= b is not a < b for integers"), few)
+    assert (result.killed, result.right, result.check, result.causes) == (False, True, "", [])
+    assert result.noticed == Noticed(False, False, False)
+    assert not examined(made(same), few).right, "one that survives"
+    console = Console(width=200, record=True)
+    print_results([result], console)
+    assert "made is equivalent: a >= b is not a < b for integers" in console.export_text()
+
+
+def test_a_crash_a_hang_and_what_does_not_compile_are_rows(few: list[Case]) -> None:
+    crash = examined(made("    *reinterpret_cast<volatile int*>(blockIdx.x) = 1;"), few)
+    assert (crash.check, crash.right, crash.failing[-1]["message"]) == (
+        "crash",
+        True,
+        "the process died (signal SIGSEGV)",
+    )
+    assert crash.failing[-1]["case"] in SWIZZLES
+    hang = examined(made("    for (volatile int i = 0; i >= 0;) {}"), few, timeout=3.0)
+    assert (hang.check, hang.right, hang.failing[-1]["message"]) == ("timeout", True, "no result after 3 s")
+    assert crash.noticed == hang.noticed == Noticed(True, True, True)
+    broken = examined(made("    undeclared();"), few)
+    assert not broken.right
+    assert "swizzle.cu does not compile" in broken.problem
+
+
+def test_totals_count_what_is_not_equivalent() -> None:
+    def result(kind: str, *, killed: bool, noticed: tuple[bool, bool, bool], cause: str = "", same: str = "") -> Result:
+        record = new_record(Case("swizzle", "", (4, 4), "", kind), backend="native", device="cpu", seed=0)
+        record.verdict, record.stage = "fail", "scales"
+        record.stages = [{"stage": "scales", "rule": "exact"}]
+        record.explanations = [{"cause": cause, "sentence": "", "stage": "scales", "exact": True}] if cause else []
+        failing = [record.to_dict()] if killed else []
+        return Result(made("", equivalent=same), 1, failing, Noticed(*noticed))
+
+    results = [
+        result("a", killed=True, noticed=(True, True, False), cause="writes-outside"),
+        result("b", killed=True, noticed=(False, True, False), cause="reads-outside"),
+        result("c", killed=False, noticed=(False, False, False), same="For a reason."),
+    ]
+    assert totals(results).sentence == (
+        "caught by narrowgauge 2 of 2, by allclose 1, by byte compare 2, by SQNR 0; cause named 1; 1 equivalent"
+    )
+    assert totals(results).right
+    assert not totals([*results, result("d", killed=False, noticed=(False, False, False))]).right
+    assert results[0].to_dict()["causes"] == [("writes-outside", 1)]
+    concluded = [result(kind, killed=True, noticed=(True, True, True), cause="amax-partial") for kind in "ef"]
+    both = replace(results[1], failing=[record for one in (*concluded, results[1]) for record in one.failing])
+    assert both.causes == [("reads-outside", 1), ("amax-partial", 2)], "what was seen comes first"
+    assert json.dumps(results[0].to_dict())
+
+
+@pytest.mark.parametrize("judged", thinned(sorted({(mutant.door, mutant.recipe) for mutant in ALL}), 4))
+def test_the_yardsticks_notice_nothing_in_the_real_kernels(judged: tuple[str, str]) -> None:
+    """A door and the recipes of its operands."""
+    assert Yardsticks(*judged, ops).notice(ops) == Noticed(False, False, False)
+
+
+def test_every_door_is_some_mutants() -> None:
+    assert {mutant.door for mutant in ALL if not mutant.of_module} == set(DOORS)
+    assert {mutant.door for mutant in ALL if mutant.of_module} == set(MODULE_DOORS)
+
+
+def test_what_is_known_to_fail_without_a_mutant_tells_nothing_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the verdict, of the native kernels on a CPU alone."""
+    given: list[str] = []
+
+    def run(chosen: object, cases: list[Case], *_: object, **__: object) -> bool:
+        given.extend(case.inputs for case in cases)
+        return True
+
+    monkeypatch.setattr("narrowgauge.harness.tools.mutants.session.run_session", run)
+    table = small_toml.matrix(shape=[16, 32], dtype="bf16", inputs=["normal", "zeros", "inf", "nan", "outliers"])
+    (tmp_path / "small.toml").write_text(table)
+    (tmp_path / "known.toml").write_text(
+        small_toml.known(case="*/normal", backend="native")
+        + small_toml.known(case="*/zeros", backend="native", verdict="crash")
+        + small_toml.known(case="*/inf", backend="native", device="cuda")
+        + small_toml.known(case="*/nan", backend="mine:Backend")
+    )
+    found = CliRunner().invoke(cli.app, ["mutants", str(tmp_path), "-k", "unswizzle-of-unpadded"])
+    assert found.exit_code == 0, found.output
+    assert given == ["inf", "nan", "outliers"]
+
+
+def test_the_command_runs_those_that_are_selected(tmp_path: Path) -> None:
+    runner = CliRunner()
+    nothing = runner.invoke(cli.app, ["mutants", "-k", "no_such_mutant"])
+    assert nothing.exit_code == 2
+    assert f"no mutant of {len(ALL)} is selected by -k 'no_such_mutant'" in nothing.output
+    arguments = ["cases/nvfp4_layout.toml", "-k", "unswizzle-of-unpadded", "-n", "1", "--report-dir", str(tmp_path)]
+    found = runner.invoke(cli.app, ["mutants", *arguments])
+    assert found.exit_code == 0, found.output
+    assert "caught by narrowgauge 1 of 1" in found.output
+    kept = json.loads((tmp_path / "mutants.json").read_text())
+    assert kept["totals"]["killed"] == 1
+    assert kept["mutants"][0]["name"] == "unswizzle-of-unpadded"

@@ -1,0 +1,268 @@
+"""`narrowgauge sanitize`: what compute-sanitizer prints is read, and each finding goes to its own case."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowgauge.harness import cli
+from narrowgauge.harness.backends.guard import Guard
+from narrowgauge.harness.cases.case import Case, load
+from narrowgauge.harness.records.record import Record, new_record
+from narrowgauge.harness.tools.sanitize import compute_sanitizer, session, watched
+from narrowgauge.harness.tools.sanitize.compute_sanitizer import (
+    ComputeSanitizerError,
+    Request,
+    examine,
+    find_tool,
+    run_under,
+)
+from narrowgauge.harness.tools.sanitize.report import ToolReport, parse
+from tests.paths import ROOT
+
+SAMPLES = Path(__file__).parent / "compute_sanitizer"
+CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+
+READ = {
+    "memcheck": [
+        "Invalid __global__ read of size 4 bytes at memory.cu:15, thread (40, 0, 0) of block (0, 0, 0) of "
+        "reads_behind_an_input, 2 times (Address 0x7f1c4fa000a0 is out of bounds; and is 1 bytes after the nearest "
+        "allocation at 0x7f1c4fa00000 of size 160 bytes)",
+        "Invalid __shared__ write of size 4 bytes at memory.cuh:28, thread (4, 0, 0) of block (0, 0, 0) of staged "
+        "(Address 0x100 is out of bounds)",
+    ],
+    "memcheck_older": [
+        "Misaligned __global__ read of size 4 bytes at memory.cu:54, thread (1, 0, 0) of block (0, 0, 0) of "
+        "loads_misaligned (Address 0x7f54fba00001 is misaligned)",
+    ],
+    "racecheck": [
+        "Race reported between Write access at reduce.cuh:31, in amax_bf16 (and Read access at amax_bf16(const "
+        "unsigned short *, unsigned int *, long)+0x2b0 in amax.cu:24 [56 hazards])",
+    ],
+    "synccheck": [
+        "Barrier error detected. Divergent thread(s) in block at stuck.cu:4, thread (0, 0, 0) of block (3, 0, 0) of "
+        "stuck",
+    ],
+    "initcheck": [
+        "Uninitialized __global__ memory read of size 1 bytes, thread (7, 1, 0) of block (2, 0, 1) of gemm_nvfp4 "
+        "(Address 0x7f54fba00107)",
+    ],
+}  # fmt: skip
+
+
+def sample(name: str) -> ToolReport:
+    return parse((SAMPLES / f"{name}.txt").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_report_is_read(name: str) -> None:
+    report = sample(name)
+    assert [finding.sentence for finding in report.findings] == READ[name]
+    assert not report.clean
+
+
+def test_what_torch_does_itself_is_counted_apart() -> None:
+    assert sample("initcheck").in_torch == 1
+    alone = (SAMPLES / "initcheck.txt").read_text().split("========= Uninitialized")
+    assert parse(f"{alone[0]}========= Uninitialized{alone[1]}========= ERROR SUMMARY: 1 error").clean
+
+
+@pytest.mark.parametrize(("text", "clean"), [
+    (CLEAN, True),
+    ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", True),
+    ("========= ERROR SUMMARY: 3 errors\n", False),  # which are printed in words of another version
+    ("", False),
+    ("========= COMPUTE-SANITIZER\n========= Internal Sanitizer Error: out of memory\n", False),
+])  # fmt: skip
+def test_only_what_came_to_its_end_and_found_nothing_is_clean(text: str, clean: bool) -> None:
+    assert parse(text).clean == clean
+
+
+CASES = [Case("quantize", "nvfp4", (16, k), "bf16", "normal") for k in range(16, 16 + 16 * 13, 16)]
+REQUEST = Request("memcheck")
+CASES_OF_A_FILE = load(ROOT / "cases" / "nvfp4_layout.toml")
+
+
+def record(case: Case, **changes: Any) -> dict[str, Any]:
+    return new_record(case, backend="native", device="cuda", seed=0).to_dict() | changes
+
+
+class Tool:
+    """A tool that finds something in the cases of `wrong`, of which those of `fatal` end the process."""
+
+    def __init__(self, wrong: Sequence[Case], fatal: Sequence[Case] = (), ended: str = "") -> None:
+        self.wrong, self.fatal, self.ended = wrong, fatal, ended
+        self.runs: list[int] = []
+
+    def __call__(self, cases: Sequence[Case], request: Request) -> tuple[ToolReport, list[dict[str, Any]], str]:
+        self.runs.append(len(cases))
+        report = sample("memcheck") if any(case in self.wrong for case in cases) else parse(CLEAN)
+        stop = next((number for number, case in enumerate(cases) if case in self.fatal), len(cases))
+        return report, [record(case) for case in cases[:stop]], self.ended if stop < len(cases) else ""
+
+
+def examined(tool: Tool) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    examine(CASES, REQUEST, tool, records.append)
+    assert [r["case"] for r in records] == [case.id for case in CASES]
+    return records
+
+
+def test_cases_that_are_right_cost_one_process() -> None:
+    tool = Tool([])
+    assert {r["verdict"] for r in examined(tool)} == {"pass"}
+    assert tool.runs == [13]
+
+
+def test_a_finding_goes_to_its_own_case() -> None:
+    tool = Tool([CASES[2], CASES[11]])
+    records = examined(tool)
+    assert [n for n, r in enumerate(records) if r["verdict"] == "fail"] == [2, 11]
+    assert records[2]["stage"] == "memcheck"
+    assert records[2]["message"] == "memcheck: " + "; ".join(READ["memcheck"])
+    assert {r["verdict"] for n, r in enumerate(records) if n not in (2, 11)} == {"pass"}
+
+
+@pytest.mark.parametrize(("ended", "verdict", "words"), [
+    ("timeout", "timeout", "no result after 600 s"),
+    ("Segmentation fault", "crash", "the process ended without a record: Segmentation fault"),
+])  # fmt: skip
+def test_a_case_that_ends_its_process_costs_itself(ended: str, verdict: str, words: str) -> None:
+    records = examined(Tool([], fatal=[CASES[5]], ended=ended))
+    assert [(n, r["verdict"], r["message"]) for n, r in enumerate(records) if r["verdict"] != "pass"] == [
+        (5, verdict, words)
+    ]
+
+
+def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_sanitizer, "BATCH", 5)
+    tool = Tool([])
+    examined(tool)
+    assert tool.runs == [5, 5, 3]
+
+
+def a_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a compute-sanitizer on the PATH that is a script of sh. $log is where its report goes, $asked what to run."""
+    path = folder / "compute-sanitizer"
+    path.write_text(
+        "#!/bin/sh\necho \"$@\" > " + str(folder / "command") + "\nwhile [ $# -gt 1 ]; do\n"
+        "  [ \"$1\" = --log-file ] && log=$2\n  shift\ndone\nasked=$1\n" + script
+    )  # fmt: skip
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_the_tool_is_asked_for_the_cases_and_its_report_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = f'cp $asked {tmp_path}/asked; echo "$PYTORCH_NO_CUDA_MEMORY_CACHING" > {tmp_path}/environ\n'
+    a_tool(tmp_path, monkeypatch, f"{keep}cp {SAMPLES}/racecheck.txt $log; echo some words; exit 3")
+    report, records, ended = run_under(CASES[:2], Request("racecheck", "mine:Backend", 7))
+    assert [finding.sentence for finding in report.findings] == READ["racecheck"]
+    assert (records, ended) == ([], "some words")
+    asked = json.loads((tmp_path / "asked").read_text())
+    assert asked["cases"] == [["", case.id] for case in CASES[:2]]
+    assert (asked["backend"], asked["seed"]) == ("mine:Backend", 7)
+    assert (tmp_path / "environ").read_text() == "1\n"
+    assert "--tool racecheck " in (tmp_path / "command").read_text()
+
+
+def test_a_record_that_was_cut_short_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = json.dumps(record(CASES[0]))
+    (tmp_path / "lines").write_text(f"{whole}\n{whole[:40]}")
+    a_tool(
+        tmp_path,
+        monkeypatch,
+        f"cp {tmp_path}/lines ${{asked%cases.json}}records.jsonl; cp {SAMPLES}/synccheck.txt $log",
+    )
+    _, records, ended = run_under(CASES[:2], Request("synccheck"))
+    assert (records, ended) == ([record(CASES[0])], "")
+
+
+def test_a_tool_that_gives_no_summary_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_tool(tmp_path, monkeypatch, "echo the driver is too old; exit 1")
+    with pytest.raises(ComputeSanitizerError, match="--tool memcheck gave no summary: the driver is too old"):
+        run_under(CASES[:1], REQUEST)
+
+
+def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_tool(tmp_path, monkeypatch, "sleep 100")
+    report, records, ended = run_under(CASES[:1], Request("memcheck", timeout=0.1))
+    assert (report.errors, records, ended) == (None, [], "timeout")
+
+
+# What it runs.
+
+
+def test_a_watched_process_runs_the_cases_of_its_file_unguarded_until_the_gpu_answers_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = CASES_OF_A_FILE[:3]
+    seen = []
+
+    def run_case(case: Case, backend: str, *, device: str, seed: int) -> Record:
+        guard, x = Guard(0xA5), torch.arange(12).view(3, 4).T
+        guard.lay({"x": x})
+        given = guard.given(x.device)["x"]
+        with guard:
+            assert torch.empty(3)._base is None, "of its own memory"
+        assert (given.stride(), given._base) == (x.stride(), None)
+        assert torch.equal(given, x)
+        seen.append((case.id, backend, device, seed))
+        return new_record(case, backend=backend, device=device, seed=seed)
+
+    monkeypatch.setattr("narrowgauge.harness.running.runner.run_case", run_case)
+    monkeypatch.setattr("narrowgauge.harness.backends.backend.load_backend", lambda name, device: name)
+    monkeypatch.setattr("narrowgauge.harness.running.worker.settle", lambda record: record.case != asked[1].id)
+    lines = tmp_path / "records.jsonl"
+    wanted = {"backend": "mine", "seed": 7, "records": str(lines), "cases": [(case.file, case.id) for case in asked]}
+    (tmp_path / "cases.json").write_text(json.dumps(wanted))
+    watched.main(tmp_path / "cases.json")
+    assert seen == [(case.id, "mine", "cuda", 7) for case in asked[:2]]
+    assert [json.loads(line)["case"] for line in lines.read_text().splitlines()] == [case.id for case in asked[:2]]
+
+
+# The command.
+
+
+def test_a_machine_without_the_tool_gets_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(compute_sanitizer, "_PLACES", ())
+    with pytest.raises(ComputeSanitizerError, match="compute-sanitizer is neither on the PATH nor in"):
+        find_tool()
+    result = CliRunner().invoke(cli.app, ["sanitize", "-k", "quantize/nvfp4/256x1024/bf16/normal"])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("narrowgauge: compute-sanitizer is neither on the PATH nor in")
+
+
+def test_another_tool_is_refused() -> None:
+    result = CliRunner().invoke(cli.app, ["sanitize", "--tool", "memchek"])
+    assert result.exit_code == 2
+    assert "--tool is 'memchek' (did you mean 'memcheck'?); it can be memcheck, racecheck, initcheck, " in result.stderr
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_session_ends_with_a_report(
+    wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "load_backend", lambda *_: None)
+    counts = {"compared": 4, "mismatches": 0, "max_ulp": None, "excused": 0}
+    stages = [{"stage": "codes", "rule": "exact", "sentence": "", **counts}]
+
+    def run(cases: Sequence[Case], request: Request) -> tuple[ToolReport, list[dict[str, Any]], str]:
+        records = [record(case, compared=4, stages=stages) for case in cases]
+        return (sample("memcheck") if wrong else parse(CLEAN)), records, ""
+
+    assert session.sanitize_session(CASES[:1], REQUEST, tmp_path, run) is not wrong
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "compute-sanitizer memcheck" in page
+    assert ("memory.cu:15" in page) is wrong
+    assert ("memory.cu:15" in capsys.readouterr().out) is wrong

@@ -1,0 +1,314 @@
+"""Soak: what is chosen, what runs, what is said of it; and the native kernels and the reference over a few seeds."""
+
+import random
+import re
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowgauge.harness.backends.backend import load_backend
+from narrowgauge.harness.cases.case import Case, load_all, select
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.records.record import elements_compared
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.tools.soak import chosen, parts, varies, work
+from tests.harness import small_toml
+from tests.harness.backends import QUANTIZE
+from tests.paths import ROOT
+
+CASES = small_toml.matrix(shape=[16, 32], inputs=["normal", "zeros"]) + small_toml.matrix(
+    recipe="mxfp8-e4m3", shape=[0, 32], dtype="fp16"
+)
+
+KERNELS = """
+from narrowgauge.reference import ops
+
+
+class Right:
+    def quantize(self, x, recipe):
+        q = ops.quantize(x, recipe)
+        return q.codes, q.scales, q.amax
+
+
+class Now(Right):
+    # Wrong where the first element is above 1, which it is in one of six seeds.
+    def quantize(self, x, recipe):
+        codes, scales, amax = super().quantize(x, recipe)
+        if x.numel() and float(x[0, 0]) > 1:
+            codes[2, 3] ^= 0x10
+        return codes, scales, amax
+
+
+class Gemm:
+    gemm = staticmethod(ops.gemm)
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small matrices on more threads than idle cores take a hundred times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# What is chosen.
+
+
+@pytest.fixture(scope="module")
+def matrix():
+    """The quick tier."""
+    return select(load_all([ROOT / "cases"]), tier="quick")
+
+
+@pytest.fixture(scope="module")
+def tenth(matrix):
+    return chosen(matrix, 0.1)
+
+
+def held(cases):
+    return {part for case in cases for part in parts(case)}
+
+
+def test_a_tenth_of_the_quick_tier_holds_everything_that_occurs_in_it(matrix, tenth):
+    assert len(matrix) / 10 <= len(tenth) < len(matrix) / 10 + 1
+    assert len({case.id for case in tenth}) == len(tenth)
+    for of in (
+        lambda case: case.operation, lambda case: case.recipe, lambda case: case.inputs, lambda case: case.dtype,
+        lambda case: case.flags and case.flags[0], lambda case: (case.operation, case.recipe),
+        lambda case: (case.operation, case.inputs),
+    ):  # fmt: skip
+        assert set(map(of, tenth)) == set(map(of, matrix))
+    assert {flag for case in tenth for flag in case.flags} == {flag for case in matrix for flag in case.flags}
+    assert held(tenth) == held(matrix)
+
+
+def test_the_choice_is_cheap_and_depends_on_the_seed(matrix, tenth):
+    assert sum(map(work, tenth)) < sum(map(work, matrix)) / 12
+    fixed = [case for case in tenth if not varies(case)]
+    assert len(fixed) < 10
+    for case in fixed:  # each holds something that no case with other inputs holds
+        only = held([case]) - held(set(tenth) - {case})
+        assert only
+        assert not any(varies(other) for other in matrix if only & set(parts(other)))
+
+
+def test_the_choice_depends_on_nothing_but_the_cases(matrix):
+    part = matrix[::40]
+    shuffled = random.Random(0).sample(part, len(part))
+    taken = chosen(part, 0.5)
+    assert {case.id for case in chosen(shuffled, 0.5)} == {case.id for case in taken}
+    assert taken == [case for case in part if case in taken]
+
+
+def test_a_share_too_small_for_everything_takes_what_holds_everything(matrix):
+    part = matrix[::40]
+    cover = chosen(part, 0.0)
+    assert held(cover) == held(part)
+    assert 0 < len(cover) < len(part)
+    assert set(cover) <= set(chosen(part, 0.6))
+    assert chosen(part[:20], 1.0) == part[:20]
+    assert chosen([], 0.1) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (QUANTIZE, True),
+        (Case("quantize", "nvfp4", (16, 32), "bf16", "zeros"), False),
+        (Case("quantize", "nvfp4-sr", (16, 32), "bf16", "zeros"), True),
+        (Case("quantize", "nvfp4-sr", (16, 32), "bf16", "zeros", ("words",)), True),
+        (Case("quantize", "mxfp8-e4m3", (32, 64), "bf16", "position"), False),
+        (Case("quantize", "nvfp4", (16, 32), "bf16", "position"), True),
+        (Case("quantize", "nvfp4-sr", (0, 32), "bf16", "normal"), False),
+        (Case("gemm", "nvfp4", (16, 32, 8), "bf16xbf16-fp32", "zeros", ("tn",)), False),
+        (Case("gemm", "nvfp4", (16, 32, 8), "bf16xbf16-fp32", "zeros", ("tn", "bias")), True),
+        (Case("update-scale", "fp8-delayed-e4m3", (4, 5), "", "amaxes-zeros"), True),
+    ],
+    ids=lambda value: value.id if isinstance(value, Case) else str(value),
+)
+def test_which_inputs_depend_on_the_seed(case, expected):
+    assert varies(case) is expected
+
+
+# What runs.
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder: a matrix in cases/, kernels in soak_kernels.py; tasks run in this process."""
+
+    def run_tasks(tasks, settings, on_record):
+        backend = load_backend(settings.backend)
+        for task in tasks:
+            on_record(run_case(task.case, backend, seed=task.seed).to_dict())
+
+    (tmp_path / "cases").mkdir()
+    (tmp_path / "cases" / "small.toml").write_text(CASES)
+    (tmp_path / "soak_kernels.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("narrowgauge.harness.tools.soak.run_tasks", run_tasks)
+    yield tmp_path
+    sys.modules.pop("soak_kernels", None)
+
+
+def narrowgauge(*words):
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def said(result):
+    """The last line, without the time."""
+    return re.sub(r" in [0-9.]+ s,", ",", result.stdout.splitlines()[-1])
+
+
+def test_every_case_runs_on_every_seed(folder, monkeypatch):
+    seen = []
+
+    def run_tasks(tasks, settings, on_record):
+        seen.extend((task.case.id, task.seed) for task in tasks)
+
+    monkeypatch.setattr("narrowgauge.harness.tools.soak.run_tasks", run_tasks)
+    result = narrowgauge("soak", "--seeds", 3, "--from", 5, "--share", 1, "-k", "bf16")
+    assert result.exit_code == 1  # nothing was compared
+    ids = [f"quantize/nvfp4/16x32/bf16/{family}" for family in ("normal", "zeros")]
+    assert seen == [(name, seed) for seed in (5, 6, 7) for name in ids]
+    assert said(result) == (
+        "3 seeds from 5, 2 cases, 0 runs, nothing was compared, 0 failures, interrupted: 6 runs did not happen"
+    )
+
+
+def test_a_right_kernel_passes(folder):
+    result = narrowgauge("soak", "--seeds", 4, "--from", 1, "--share", 1, "--backend", "soak_kernels:Right")
+    assert result.exit_code == 0, result.output
+    # Of four cases and four seeds 512 codes, 32 scales, an amax; the tensor scale is not shown, and one case is empty.
+    assert said(result) == "4 seeds from 1, 5 cases, 20 runs, 8 720 elements compared, 0 failures"
+
+
+def test_a_kernel_that_is_wrong_now_and_then_is_found_and_reproduced(folder):
+    words = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
+    result = narrowgauge(*words)
+    assert result.exit_code == 1, result.output
+    lines = result.stdout.splitlines()
+    (wrong,) = [line for line in lines if "seeds:" in line]
+    count, message = re.fullmatch(r"fail in (\d+) of 12 seeds: (.*)", wrong).groups()
+    assert 0 < int(count) < 12
+    assert message == "codes: 1 of 512 codes differ, each by 1 step, at row 2, column 7"
+    assert lines[-1].endswith(f", {count} failure{'s' if int(count) > 1 else ''}")
+    (line,) = [line for line in lines if line.startswith("reproduce: narrowgauge ")]
+    seed = int(re.search(r" --seed (\d+)$", line)[1])
+    shown = narrowgauge(*line.removeprefix("reproduce: narrowgauge ").split())
+    assert shown.exit_code == 1
+    assert message.removeprefix("codes: ") in shown.stdout
+    assert narrowgauge("show", line.split()[3], "--backend", "soak_kernels:Now", "--seed", seed - 1).exit_code == 0
+
+
+def ledger(**keys):
+    """One that knows the case that is wrong now and then."""
+    return small_toml.known(case="quantize/nvfp4/16x32/fp32/normal", backend="soak_kernels:Now", **keys)
+
+
+def test_a_known_failure_is_counted_and_may_pass_on_some_seeds(folder):
+    words = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
+    (failures,) = re.findall(r", (\d+) failures?$", said(narrowgauge(*words)))
+    (folder / "cases" / "known.toml").write_text(ledger())
+    result = narrowgauge(*words)
+    assert result.exit_code == 0, result.output
+    assert said(result).endswith(f", 0 failures, {failures} known failure{'s' if failures != '1' else ''}")
+    assert 0 < int(failures) < 12
+    assert "reproduce" not in result.stdout
+    (folder / "cases" / "known.toml").write_text(ledger(stage="scales"))
+    assert narrowgauge(*words).exit_code == 1, "it fails at another stage than the ledger says"
+
+
+@pytest.mark.parametrize("verdict", ["crash", "timeout"])
+def test_what_is_known_to_crash_is_not_run(folder, monkeypatch, verdict):
+    seen = []
+    monkeypatch.setattr(
+        "narrowgauge.harness.tools.soak.run_tasks", lambda tasks, *_: seen.extend(task.case.id for task in tasks)
+    )
+    (folder / "cases" / "known.toml").write_text(ledger(verdict=verdict))
+    words = ["soak", "--seeds", 1, "--from", 1, "--share", 1, "-k", "normal and (fp32 or bf16)"]
+    result = narrowgauge(*words, "--backend", "soak_kernels:Now")
+    assert seen == ["quantize/nvfp4/16x32/bf16/normal"]
+    assert result.stderr == "1 of 2 cases are known to crash or hang, and are not run\n"
+    seen.clear()
+    narrowgauge(*words, "--backend", "soak_kernels:Right")
+    assert len(seen) == 2, "the entry is of another backend"
+
+
+def test_without_a_first_seed_it_is_a_fresh_one_and_printed(folder):
+    starts = set()
+    for _ in range(3):
+        result = narrowgauge("soak", "--seeds", 2, "-k", "zeros and fp32", "--backend", "reference")
+        assert result.exit_code == 0, result.output
+        starts.add(re.match(r"2 seeds from (\d+), 1 case, 2 runs", said(result))[1])
+    assert len(starts) == 3
+
+
+def test_what_is_unsupported_is_no_success(folder):
+    result = narrowgauge("soak", "--seeds", 2, "--from", 0, "-k", "normal", "--backend", "soak_kernels:Gemm")
+    assert result.exit_code == 1
+    assert "unsupported in 2 of 2 seeds: backend soak_kernels:Gemm has no quantize" in result.stdout
+    assert said(result) == "2 seeds from 0, 3 cases, 6 runs, nothing was compared, 6 failures"
+
+
+def test_nothing_compared_is_no_success(folder):
+    result = narrowgauge("soak", "--seeds", 2, "--from", 0, "-k", "fp16", "--backend", "reference")
+    assert result.exit_code == 1
+    assert said(result) == "2 seeds from 0, 1 case, 2 runs, nothing was compared, 0 failures"
+
+
+def test_many_cases_that_fail_are_counted(folder, monkeypatch):
+    monkeypatch.setattr("narrowgauge.harness.tools.soak.SHOWN", 1)
+    result = narrowgauge("soak", "--seeds", 1, "--from", 0, "-k", "normal", "--backend", "soak_kernels:Gemm")
+    assert result.stdout.count("reproduce: ") == 1
+    assert "and 2 more cases that failed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", 0], "'--seeds'"),
+        (["--share", 2], "'--share'"),
+        (["--from", -1], "'--from'"),
+        (["-k", "nothing"], "no case of 5 is selected by --tier quick -k 'nothing'"),
+        (["--device", "gpu"], "--device is 'gpu'"),
+        (["--backend", "natve"], "no backend is called 'natve' (did you mean 'native'?)"),
+    ],
+)
+def test_what_is_refused(folder, words, message):
+    result = narrowgauge("soak", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+# No false alarm: a few of the chosen cases, over seeds of their own.
+
+SEEDS = (11, 12, 13)
+
+
+def covering(cases):
+    """Cheap cases: every operation with every kind of recipe, and every family."""
+    found, new = [], set()
+    for case in sorted(filter(varies, cases), key=work):
+        kinds = {re.match(r"nvfp4|mxfp|fp8|", name)[0] for name in case.recipe.split("+")}
+        if not {case.inputs, *((case.operation, kind) for kind in kinds)} <= new:
+            found.append(case)
+            new |= {case.inputs, *((case.operation, kind) for kind in kinds)}
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["native", "reference"])
+def test_right_kernels_never_fail(tenth, name):
+    cases, backend = covering(tenth), load_backend(name)
+    assert {case.operation for case in cases} == {case.operation for case in tenth}
+    for case in cases:
+        for seed in SEEDS:
+            record = run_case(case, backend, seed=seed)
+            assert (record.verdict, record.message) == ("pass", ""), (case.id, seed)
+            assert elements_compared(record.to_dict()) > 0

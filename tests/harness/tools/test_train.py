@@ -1,0 +1,265 @@
+"""Training a small transformer: every stage of every step judged, the same start for all, a process for each."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from narrowgauge.harness.backends.backend import BackendError, load_backend
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.tools.train import corpus, report, session
+from narrowgauge.harness.tools.train.model import Adam, Model, Size
+from narrowgauge.harness.tools.train.run import SAID, Task, train
+from narrowgauge.harness.tools.train.session import NOT_BEGUN, run_tasks
+from narrowgauge.reference import ops
+from narrowgauge.reference.modules import TransformerLayer
+
+TINY = Size(hidden=32, ffn=64, heads=2, sequence=16, batch=2)
+
+
+def task(recipe: str | None, steps: int = 2, **changes: object) -> Task:
+    return replace(Task(recipe, steps=steps, size=TINY), **changes)  # type: ignore[arg-type]
+
+
+def model(backend: str, seed: int = 0) -> Model:
+    return Model(load_backend(backend), TINY, 23, seed=seed, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("recipe", ["NVFP4BlockScaling", "DelayedScaling"])
+def test_native_agrees_at_every_step(recipe: str) -> None:
+    steps = list(train(task(recipe)))
+    assert len(steps) == 2
+    for step in steps:
+        assert step.wrong == []
+        assert step.mismatches == 0
+        assert step.unseen == []
+        assert step.stages > 100
+        assert step.beside is not None
+    assert steps[1].loss < steps[0].loss
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["NVFP4BlockScaling-norht-nosr-no2d", "MXFP8BlockScaling", "Float8BlockScaling"])
+def test_native_agrees_under_other_recipes(recipe: str) -> None:
+    assert [step.wrong for step in train(task(recipe, 3))] == [[]] * 3
+
+
+def test_the_reference_agrees_with_itself_and_with_its_loss_of_the_same_weights() -> None:
+    (step,) = train(task("Float8CurrentScaling", 1, backend="reference"))
+    assert step.wrong == []
+    assert step.compared > 1000
+    assert step.beside == step.loss
+
+
+def test_in_high_precision_nothing_is_judged() -> None:
+    (step,) = train(task(None, 1))
+    assert step.stages == step.compared == step.mismatches == 0
+    assert step.beside is not None
+    (step,) = train(task("MXFP8BlockScaling", 1, backend="reference", judged=False))
+    assert step.stages == 0
+    assert step.beside is None
+
+
+class Drifting:
+    """The reference's layers, whose output is wrong from the second step on."""
+
+    class TransformerLayer(TransformerLayer):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            y: torch.Tensor = super().forward(x)
+            return y if self.calls == 1 else y * 1.5
+
+
+def test_a_layer_that_goes_wrong_is_named_with_its_step() -> None:
+    first, second = train(task("MXFP8BlockScaling", backend="tests.harness.tools.test_train:Drifting"))
+    assert first.wrong == []
+    assert first.beside == first.loss
+    # What the layer gave is judged, and not what it reported; its gradient goes through the same factor.
+    assert second.wrong[0].startswith("layer 1, step 2 y: ")
+    assert second.mismatches > len(second.wrong) == SAID
+    assert second.beside != second.loss
+
+
+class Raising:
+    """Backends whose layers do not come to an end."""
+
+    def TransformerLayer(self, *_: object, **options: object) -> torch.nn.Module:
+        raise RuntimeError("no such size")
+
+
+class Dying:
+    def TransformerLayer(self, *_: object, **options: object) -> torch.nn.Module:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGSEGV)
+        raise AssertionError
+
+
+def test_a_process_that_dies_and_one_that_raises_cost_their_own_training() -> None:
+    seen = []
+    here = "tests.harness.tools.test_train"
+    tasks = [
+        task("MXFP8BlockScaling", 1, backend=f"{here}:Dying"),
+        task("MXFP8BlockScaling", 1, backend=f"{here}:Raising"),
+        task(None, 2, backend="reference", judged=False),
+    ]
+    dying, raising, fine = run_tasks(tasks, 2, seen.append)
+    assert dying.error == "its process died (signal SIGSEGV)"
+    assert re.fullmatch(r"TransformerLayer raised RuntimeError: no such size \(at test_train\.py:\d+\)", raising.error)
+    assert fine.complete
+    assert [step.loss for step in fine.steps] == [step.loss for step in train(tasks[2])]
+    assert seen == [fine, fine]
+    assert fine.seconds > 0
+
+
+def test_what_is_judged_begins_first() -> None:
+    ended: list[session.Training] = []
+    tasks = [
+        task(None, 1, backend="reference", judged=False),
+        task("MXFP8BlockScaling", 1, backend="tests.harness.tools.test_train:Raising"),
+    ]
+    found = run_tasks(tasks, 1, lambda training: None, lambda training, _: ended.append(training))
+    assert ended == [found[1], found[0]]
+    assert found[0].complete
+
+
+@pytest.mark.long
+def test_an_interrupt_keeps_the_steps() -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    first, second = run_tasks([task(None, 50, backend="reference", judged=False)] * 2, 1, interrupt)
+    assert (first.error, second.error) == ("interrupted", NOT_BEGUN)
+    assert len(first.steps) == 1
+    assert second.steps == []
+
+
+def test_what_has_ended_is_said_and_kept_at_once_and_a_sigterm_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [task(None, steps, backend="reference", judged=False) for steps in (2, 1000, 1)]
+    said, kept = io.StringIO(), []
+
+    def write(found: list[session.Training], *given: Any) -> Path:
+        kept.append([(len(one.steps), one.error) for one in found])
+        if len(kept) <= 2:  # the second time the last report is being written
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report_write(found, *given)
+
+    report_write = report.write
+    monkeypatch.setattr(report, "write", write)
+    assert not session.run_session(tasks, tmp_path, workers=1, console=Console(file=said, width=200))
+    assert kept == [[(2, ""), (0, NOT_BEGUN), (0, NOT_BEGUN)]] * 2
+    first, *_ = lines = said.getvalue().splitlines()
+    assert re.fullmatch(r"high precision, reference: final loss \d\.\d+, \d.*s", first)
+    assert f"high precision, reference: ended after 0 of 1 step: {NOT_BEGUN}" in lines
+    assert lines[-1].startswith("3 of 3 trainings did not pass, 2 of which did not take every step; ")
+    with (tmp_path / "losses.csv").open(encoding="utf-8", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 2
+    assert f"ended after 0 of 1 000 steps: {NOT_BEGUN}" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_every_backend_begins_with_the_same_weights_that_the_seed_draws() -> None:
+    one, other = (dict(model(backend).named_parameters()) for backend in ("native", "reference"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(one["position"], dict(model("reference", 1).named_parameters())["position"])
+    norm = "layers.0.qkv.layer_norm"
+    assert (one[f"{norm}_weight"] == 1).all()
+    assert (one[f"{norm}_bias"] == 0).all()
+    assert 0.015 < one["layers.1.fc1.weight"].float().std() < 0.025
+    assert [layer.qkv.seed for layer in model("reference", 7).layers] == [7, 11]
+
+
+def test_steps_smaller_than_a_unit_of_bfloat16_add_up() -> None:
+    layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.ones_(layer.weight)
+    optimizer = Adam(layer, 2.0**-10)
+    for _ in range(8):
+        layer.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)
+        optimizer.step()
+        assert layer.weight.grad is None
+    assert layer.weight.item() == 1 - 2.0**-7
+
+
+def test_the_model_looks_back_and_not_ahead() -> None:
+    plain = model("reference")
+    tokens = corpus.make(0).batches(1, 1, TINY.sequence, seed=0)[0][:, :-1]
+    changed = tokens.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 23
+    one, other = plain(tokens), plain(changed)
+    assert torch.equal(one[0, :8], other[0, :8])
+    assert not torch.equal(one[0, 9:], other[0, 9:])  # not by the residual alone
+
+
+class Bare:
+    """Multiplies, and has no layers."""
+
+    gemm = staticmethod(ops.gemm)
+
+
+def test_a_backend_without_layers_is_told() -> None:
+    with pytest.raises(BackendError, match="has no TransformerLayer"):
+        list(train(task("MXFP8BlockScaling", backend="tests.harness.tools.test_train:Bare")))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--recipe", "MXFP8Block"], "no training recipe is called 'MXFP8Block' (did you mean 'MXFP8BlockScaling'?)"),
+        (["--device", "gpu"], "--device is 'gpu'"),
+        (["--backend", "nativ"], "no backend is called 'nativ'"),
+    ],
+)
+def test_the_command_refuses(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["train", *words])
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+@pytest.mark.parametrize(("learns", "status"), [(False, 1), (True, 0)])
+def test_the_command_writes_a_report(
+    learns: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(
+        tasks: list[Task],
+        workers: int,
+        on_step: Callable[[session.Training], None],
+        on_end: Callable[[session.Training, list[session.Training]], None],
+    ) -> list[session.Training]:
+        from narrowgauge.harness.tools.train.run import Step
+
+        found = []
+        for one in tasks:
+            right = Step(0.5 if learns else 2.5, 0.5, 10, 100) if one.judged and one.recipe else Step(0.5)
+            found.append(session.Training(one, [right] * one.steps))
+            on_step(found[-1])
+            on_end(found[-1], found)
+        return found
+
+    monkeypatch.setattr(session, "run_tasks", trained)
+    words = ["train", "--recipe", "MXFP8BlockScaling", "--steps", "3", "--report-dir", str(tmp_path)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == status, done.output
+    assert ("4 trainings agree and learn: 30" in done.output) == learns
+    assert (
+        "\nMXFP8BlockScaling, native: final loss 0.5, 30 stages judged, 0 wrong, 0 s\n" in f"\n{done.output}"
+        or not learns
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "losses.csv"]

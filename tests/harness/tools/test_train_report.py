@@ -1,0 +1,172 @@
+"""What a session of trainings says: table, complaints, page, CSV; and when it passes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from narrowgauge.harness.tools.train import corpus, curves, report
+from narrowgauge.harness.tools.train.run import Step, Task
+from narrowgauge.harness.tools.train.session import RECIPES, tasks
+from narrowgauge.harness.tools.train.training import Training
+
+NASTY = """<script>alert(1)</script>&"'"""
+ENTROPY = 1.5
+RIGHT = {"beside": 1.25, "stages": 10, "compared": 1000}
+
+
+def training(*losses: float, recipe: str | None = "MXFP8BlockScaling", **task: object) -> Training:
+    """One that took every step, all of them right."""
+    given = Task(recipe, steps=len(losses))
+    judged = {} if recipe is None else RIGHT
+    return Training(replace(given, **task), [Step(loss, **judged) for loss in losses], seconds=2.0)  # type: ignore[arg-type]
+
+
+def wrong() -> Training:
+    found = training(3.0, 1.0)
+    found.steps[1] = Step(1.0, 1.5, 10, 1000, [f"layer 1, step 2 fc1.y: {NASTY}"], 2)
+    return found
+
+
+def session() -> list[Training]:
+    return [training(1.5, 1.0), wrong(), training(1.5, 1.25, recipe=None), training(1.5, 1.0, backend="reference")]
+
+
+def printed(trainings: list[Training], encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding=encoding) as file:
+        report.print_result(trainings, ENTROPY, Console(file=file, width=140))
+        file.flush()
+        return raw.getvalue().decode(encoding)
+
+
+def test_a_corpus_is_made_by_its_seed_and_has_the_entropy_of_pairs() -> None:
+    text = corpus.make(3, 500)
+    assert text == corpus.make(3, 500)
+    assert text != corpus.make(4, 500)
+    assert len(text.text) == 500
+    assert corpus.Corpus("abab" * 50).entropy == pytest.approx(0.0, abs=1e-12)
+    pairs = "aabb" * 64 + "a"  # after either character either one, equally often
+    assert corpus.Corpus(pairs).entropy == pytest.approx(math.log(2), abs=1e-9)
+    assert 1.3 < corpus.make(0).entropy < 1.6
+
+
+def test_batches_are_pieces_of_the_text() -> None:
+    text = corpus.make(0, 300)
+    pieces = text.batches(2, 3, 16, seed=5)
+    assert [tuple(one.shape) for one in pieces] == [(3, 17)] * 2
+    words = "".join(text.characters[number] for number in pieces[1][2])
+    assert words in text.text
+    assert not (pieces[0] == pieces[1]).all()
+
+
+def test_final_loss_learning_and_agreement() -> None:
+    one = training(9.0, *[1.0, 2.0] * 10)
+    assert one.final == 1.5
+    assert not one.learned(1.5)
+    assert one.learned(1.5 + 1e-9)
+    assert not training(math.nan).learned(ENTROPY)
+    assert not training().learned(ENTROPY)
+    assert training(1.0).passed(ENTROPY)
+    assert not wrong().passed(ENTROPY)
+    silent = training(1.0)
+    silent.steps[0] = Step(1.0, 1.0)
+    assert not silent.passed(ENTROPY)  # nothing was compared
+    assert training(1.0, recipe=None).passed(ENTROPY)  # there is nothing to judge
+    stopped = training(1.0, steps=2)
+    assert not stopped.passed(ENTROPY)
+    assert training(1.0, 1.75).apart == 0.5
+    assert training(1.0, recipe=None).apart is None
+
+
+def test_complaints() -> None:
+    assert report.complaints(training(1.0), ENTROPY) == []
+    first, second, third = report.complaints(wrong(), ENTROPY)
+    assert first == "MXFP8BlockScaling, native: 2 wrong stages in 1 of 2 steps"
+    assert second == f"MXFP8BlockScaling, native: layer 1, step 2 fc1.y: {NASTY}"
+    assert third == "MXFP8BlockScaling, native: does not learn: the loss of the last steps is 2, not below 1.5"
+    died = Training(Task("Float8BlockScaling", steps=5), error="its process died (signal SIGSEGV)")
+    assert report.complaints(died, ENTROPY) == [
+        "Float8BlockScaling, native: ended after 0 of 5 steps: its process died (signal SIGSEGV)"
+    ]
+    silent = training(1.0)
+    silent.steps[0] = Step(1.0, 1.0)
+    assert report.complaints(silent, ENTROPY) == ["MXFP8BlockScaling, native: nothing was compared in 1 step"]
+
+
+def test_the_line_of_one_that_has_ended() -> None:
+    assert report.line(training(1.0)) == "MXFP8BlockScaling, native: final loss 1, 10 stages judged, 0 wrong, 2 s"
+    assert report.line(wrong()) == "MXFP8BlockScaling, native: final loss 2, 20 stages judged, 2 wrong, 2 s"
+    plain = replace(training(1.0, recipe=None), task=Task(None, steps=3), error=f"odd\n{NASTY}")
+    assert report.line(plain) == f"high precision, native: final loss 1, ended after 1 of 3 steps: odd {NASTY}, 2 s"
+    assert report.line(Training(Task(None, steps=1))) == (
+        "high precision, native: final loss none, after 0 of 1 step not at its end yet, 0 s"
+    )
+
+
+def test_the_sentence() -> None:
+    assert report.sentence([training(1.0), training(1.0, recipe=None)], ENTROPY) == (
+        "2 trainings agree and learn: 10 stages, 1 000 elements compared"
+    )
+    assert report.sentence(session(), ENTROPY) == "1 of 4 trainings did not pass"
+    begun = training(1.0, steps=2)
+    assert report.sentence([*session(), begun], ENTROPY) == (
+        "2 of 5 trainings did not pass, 1 of which did not take every step"
+    )
+    assert report.sentence([], ENTROPY) == "0 of 0 trainings did not pass"
+
+
+def test_terminal() -> None:
+    out = printed(session())
+    assert "high precision" in out
+    assert "layer 1, step 2 fc1.y" in out
+    cells = [cell.strip() for cell in printed([training(1.0)], "ascii").splitlines()[2].split("|")]
+    assert cells == ["pass", "MXFP8BlockScaling", "native", "1", "0.25", "1/1", "1", "10", "1 000", "2 s"]
+
+
+def test_page_and_steps(tmp_path: Path) -> None:
+    path = report.write(session(), {"backend": NASTY}, ENTROPY, tmp_path)
+    html = path.read_text(encoding="utf-8")
+    assert "<script" not in html
+    assert html.count("&lt;script&gt;alert") == 2
+    assert '<h1 class="banner fail">' in html
+    assert html.count("<polyline") == 4  # in the panel of the one recipe: high precision and all three of it
+    assert 'class="curve backend plain"' in html
+    assert 'class="curve reference"' in html
+    with (tmp_path / "losses.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    assert rows[3] == {
+        "recipe": "MXFP8BlockScaling", "backend": "native", "device": "cpu", "seed": "0", "step": "1", "loss": "1.0",
+        "loss_reference": "1.5", "stages": "10", "compared": "1000", "wrong": "2",
+    }  # fmt: skip
+    assert rows[4]["recipe"] == "high precision"
+    assert rows[4]["loss_reference"] == ""
+
+
+def test_the_figure_has_a_place_for_every_finite_loss() -> None:
+    drawn = curves.figure([training(2.0, math.nan, 1.0)], ENTROPY, 3)
+    points = drawn.panels[0].lines[0].points.split()
+    assert [point.partition(",")[0] for point in points] == ["0", str(curves.WIDTH)]
+    heights = [float(point.partition(",")[2]) for point in points]
+    assert heights[0] < drawn.entropy < heights[1] < curves.HEIGHT
+    assert drawn.marks[0] == ("0", curves.HEIGHT)
+    empty = curves.figure([training(math.nan), training(recipe="Float8BlockScaling")], ENTROPY, 1)
+    assert [line.points for panel in empty.panels for line in panel.lines] == [""]
+
+
+def test_tasks() -> None:
+    found = tasks(RECIPES, "native", "cpu", seed=3, steps=7)
+    assert [task.recipe for task in found] == [name for name in [*RECIPES, None] for _ in range(2)]
+    assert {(task.backend, task.judged) for task in found} == {("native", True), ("reference", False)}
+    assert {(task.seed, task.steps, task.device) for task in found} == {(3, 7, "cpu")}
+    alone = tasks(["DelayedScaling", "DelayedScaling"], "reference", "cpu", seed=0, steps=1)
+    assert [(task.recipe, task.judged) for task in alone] == [("DelayedScaling", True), (None, True)]
+    with pytest.raises(ValueError, match="did you mean 'NVFP4BlockScaling'"):
+        tasks(["NVFP4BlockScalin"], "native", "cpu", seed=0, steps=1)

@@ -1,0 +1,327 @@
+"""gemm on a CPU: golden outputs, its declared order bit for bit, and the proved bounds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.native import ops
+from narrowgauge.native.ops import Quantized
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.bounds.bounds import bounds
+from tests.golden import bits, floats, golden, load
+from tests.native import declared
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.samples import DTYPES, RECIPES, assert_equal, matrix
+from tests.reference import samples
+
+EVERY_DTYPE = pytest.mark.parametrize("out_dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+
+
+def pair(family: str, m: int, n: int, k: int, amax: float = 2688.0, seed: int = 0) -> tuple[Quantized, Quantized]:
+    """Two operands of a family of tests.reference.samples; k is a multiple of 16."""
+    left, left_scales, right, right_scales = samples.operands(family, np.random.default_rng(seed), m, n, k)
+    return samples.quantized(left, left_scales, amax), samples.quantized(right, right_scales, amax)
+
+
+def assert_within(y: torch.Tensor, a: Quantized, b: Quantized, **epilogue: object) -> torch.Tensor:
+    """Every output inside its proved interval, and where no sum can round bit for bit the reference's."""
+    limits = bounds(a, b, **epilogue)  # type: ignore[arg-type]
+    assert ((limits.lower <= y) & (y <= limits.upper)).all()
+    exact = limits.exact & ~limits.zero_sum
+    assert torch.equal(bits(y)[exact], bits(limits.expected)[exact])
+    return exact
+
+
+# Golden outputs of Transformer Engine.
+
+
+@pytest.mark.parametrize("path", golden("gemm_*.npz"))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_outputs_are_transformer_engines_wherever_no_sum_can_round(
+    path: Path, accumulate: bool, out_dtype: torch.dtype
+) -> None:
+    """TE rounds c to the output's type first."""
+    arrays = load(path)
+    a, b = (ops.quantize(floats(arrays[side], torch.bfloat16), "nvfp4") for side in ("x", "w"))
+    for q, side in ((a, "x"), (b, "w")):
+        np.testing.assert_array_equal(q.codes, arrays[f"{side}.codes"])
+        np.testing.assert_array_equal(q.scales, arrays[f"{side}.scales"])
+        np.testing.assert_array_equal(q.amax, arrays[f"{side}.amax"])
+    short = "fp32" if out_dtype == torch.float32 else "bf16"
+    theirs = floats(arrays[f"y.{short}{'.accumulate' * accumulate}"], out_dtype)
+    c = torch.from_numpy(arrays["c"]).to(out_dtype) if accumulate else None
+    ours = ops.gemm(a, b, out_dtype=out_dtype, c=c)
+    exact = assert_within(ours, a, b, out_dtype=out_dtype, c=c)
+    assert exact.any()
+    assert torch.equal(bits(ours)[exact], bits(theirs)[exact])
+
+
+# The declared order.
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("family", samples.FAMILIES)
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 5, 16), (70, 66, 80), (33, 129, 128), (8, 8, 2048)])
+def test_blocks_are_added_in_order_of_k(family: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> None:
+    a, b = pair(family, m, n, k, amax=3.3)
+    y = ops.gemm(a, b, out_dtype=out_dtype)
+    assert_equal(y, declared.gemm(a, b, out_dtype=out_dtype))
+    assert_within(y, a, b, out_dtype=out_dtype)
+
+
+def test_sums_that_round_are_among_those_that_are_tried() -> None:
+    a, b = pair("wide", 8, 8, 2048)
+    assert not torch.equal(ops.gemm(a, b, out_dtype=torch.float32), reference.gemm(a, b, out_dtype=torch.float32)), (
+        "the exact sum would not tell a wrong order from a right one"
+    )
+
+
+@pytest.mark.parametrize("k", [*range(1, 34), 47, 63, 64, 65, 79, 127, 129])
+def test_any_k_is_multiplied(k: int) -> None:
+    a, b = (ops.quantize(matrix("outliers", rows, k, torch.float32, seed=rows), "nvfp4") for rows in (5, 7))
+    y = ops.gemm(a, b, out_dtype=torch.float32)
+    assert_equal(y, declared.gemm(a, b, out_dtype=torch.float32))
+    assert_within(y, a, b, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 63, 64, 65, 129])
+@pytest.mark.parametrize("n", [1, 7, 8, 63, 64, 65, 130])
+def test_any_m_and_n_are_multiplied(m: int, n: int) -> None:
+    a, b = (ops.quantize(matrix("normal", rows, 40, torch.bfloat16, seed=s), "nvfp4") for s, rows in ((1, m), (2, n)))
+    y = ops.gemm(a, b, out_dtype=torch.float32)
+    assert_equal(y, declared.gemm(a, b, out_dtype=torch.float32))
+
+
+def test_every_code_under_every_scale_is_multiplied() -> None:
+    codes = np.tile(np.arange(16, dtype=np.uint8), (256, 1))
+    one = samples.quantized(codes, np.arange(256, dtype=np.uint8).reshape(256, 1))
+    each = samples.quantized(2 * np.eye(16, dtype=np.uint8), np.full((16, 1), 0x38, np.uint8))
+    y = ops.gemm(one, each, out_dtype=torch.float32)
+    with np.errstate(invalid="ignore"):
+        expected = torch.from_numpy(samples.values(codes, one.scales.numpy()).astype(np.float32))
+    assert_equal(y + 0.0, expected + 0.0)  # a sum of zeros is +0
+
+
+# The epilogue.
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("c_dtype", [None, *DTYPES])
+@pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
+def test_c_and_bias_of_any_dtype_are_added_in_this_order(
+    out_dtype: torch.dtype, c_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> None:
+    a, b = pair("randn", 66, 70, 48, amax=3.3)
+    c = None if c_dtype is None else matrix("normal", 66, 70, c_dtype)
+    bias = None if bias_dtype is None else matrix("normal", 1, 70, bias_dtype, seed=1).view(70)
+    y = ops.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias)
+    assert_equal(y, declared.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias))
+    assert_equal(y, reference.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias))
+
+
+@pytest.mark.parametrize("rule", ["te", "te-native"])
+def test_alpha_is_formed_in_the_recipes_order(rule: str) -> None:
+    """On amaxes where the two orders differ, and on the ends of float32."""
+    one = ops.quantize(torch.ones(1, 16), RECIPES[rule])
+    other = RECIPES["te-native" if rule == "te" else "te"]
+    amaxes = [1e-45, 1e-20, 1.0, 1e30, 3.4e38, 0.0, math.inf, *np.random.default_rng(1).uniform(0.1, 300, 10).tolist()]
+    differ = 0
+    for x, y in product(amaxes, amaxes):
+        a, b = (replace(one, amax=torch.tensor([v])) for v in (x, y))
+        got = ops.gemm(a, b, out_dtype=torch.float32)
+        assert_equal(got, declared.gemm(a, b, out_dtype=torch.float32))
+        a.recipe = b.recipe = other
+        differ += bool(got != ops.gemm(a, b, out_dtype=torch.float32)) and not got.isnan()
+    assert differ > 10
+
+
+# Row scales, operands of two recipes, swizzled scales.
+
+PAIRS = [
+    ("nvfp4-rowscaled", "nvfp4"), ("nvfp4", "nvfp4-rowscaled"), ("nvfp4-rowscaled", "nvfp4-rowscaled"),
+    ("nvfp4-rowscaled@te-native", "nvfp4-2d@te-native"), ("nvfp4@te-native", "nvfp4-rowscaled@te-native"),
+    ("nvfp4-4over6-256-mae", "nvfp4-2d"), ("nvfp4-2d", "nvfp4-4over6-256-mse"),
+    ("nvfp4-4over6-256-mae", "nvfp4-2d-4over6-256-mae"), ("nvfp4-rowscaled-4over6-256-mse", "nvfp4-4over6-448-mae"),
+    ("nvfp4", "nvfp4@te-2.8"), ("nvfp4-rht", "nvfp4-2d-rht"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right"), PAIRS, ids=[" x ".join(pair) for pair in PAIRS])
+@pytest.mark.parametrize("swizzled", [(False, False), (True, False), (False, True), (True, True)])
+def test_two_recipes_are_multiplied_with_scales_in_either_layout(
+    left: str, right: str, swizzled: tuple[bool, bool]
+) -> None:
+    """M and N end inside a tile; α has an amax for each row where the recipe has."""
+    sides = zip((70, 133), (left, right), swizzled, strict=True)
+    a, b = (
+        reference.quantize(matrix("outliers", rows, 112, torch.bfloat16, seed=rows), name, swizzled=layout)
+        for rows, name, layout in sides
+    )
+    c, bias = matrix("normal", 70, 133, torch.bfloat16), matrix("normal", 1, 133, torch.float32).view(133)
+    for out_dtype, added in ((torch.float32, {}), (torch.bfloat16, {"c": c, "bias": bias})):
+        y = ops.gemm(a, b, out_dtype=out_dtype, **added)
+        assert_equal(y, declared.gemm(a, b, out_dtype=out_dtype, **added))
+
+
+def test_sums_that_cannot_round_are_the_references_whatever_the_recipes() -> None:
+    """Small integers: every sum is exact."""
+    x, w = (torch.randint(-3, 4, (rows, 96), generator=torch.Generator().manual_seed(rows)) for rows in (70, 33))
+    for left, right in PAIRS:
+        a, b = reference.quantize(x.bfloat16(), left), reference.quantize(w.bfloat16(), right)
+        if "rht" not in left:
+            assert_equal(ops.gemm(a, b, out_dtype=torch.float32), reference.gemm(a, b, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("rule", ["nvfp4-rowscaled", "nvfp4-rowscaled@te-native"])
+def test_each_row_and_column_has_an_alpha_of_its_own(rule: str) -> None:
+    amaxes = torch.tensor([1e-45, 1e-20, 0.0, 1.0, 65.0, 0.37, 1e30, 3.4e38, math.inf, math.nan])
+    one = reference.quantize(torch.ones(10, 16), rule, amax=amaxes)
+    for amax in (amaxes, amaxes.flip(0), torch.rand(10, generator=torch.Generator().manual_seed(1))):
+        other = replace(one, amax=amax)
+        y = ops.gemm(one, other, out_dtype=torch.float32)
+        assert_equal(y, declared.gemm(one, other, out_dtype=torch.float32))
+
+
+# Sections.
+
+SECTIONS = [[100, 0, 30, 70, 0], [0], [0, 0, 5], [64, 64], [65, 63, 1], [1] * 40]
+
+
+def section_operands(
+    sizes: list[int], n: int, k: int, left: str = "nvfp4", right: str = "nvfp4-2d", *, swizzled: bool = False
+) -> tuple[ops.GroupedQuantized, list[Quantized]]:
+    x = matrix("outliers", max(1, sum(sizes)), k, torch.bfloat16)[: sum(sizes)]
+    weights = [matrix("normal", n, k, torch.bfloat16, seed=number) for number, _ in enumerate(sizes)]
+    return (
+        reference.quantize_grouped(x, torch.tensor(sizes), left),
+        [reference.quantize(w, right, swizzled=swizzled) for w in weights],
+    )
+
+
+@pytest.mark.parametrize("sizes", SECTIONS, ids=str)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int], out_dtype: torch.dtype) -> None:
+    for n, k in ((33, 80), (130, 45)):
+        a, b = section_operands(sizes, n, k)
+        c = matrix("normal", max(1, sum(sizes)), n, out_dtype)[: sum(sizes)]
+        bias = matrix("normal", len(sizes), n, torch.bfloat16)
+        for added in ({}, {"c": c}, {"bias": bias}, {"c": c, "bias": bias}):
+            y = ops.gemm_grouped(a, b, out_dtype=out_dtype, **added)
+            assert_equal(y, declared.gemm_grouped(a, b, out_dtype=out_dtype, **added))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "swizzled"),
+    [
+        ("nvfp4@te-native", "nvfp4@te-native", False),
+        ("nvfp4-4over6-256-mae", "nvfp4-2d", True),
+        ("nvfp4-rht", "nvfp4-2d-rht", False),
+        ("nvfp4", "nvfp4@te-2.8", True),
+    ],
+)
+def test_sections_of_two_recipes_are_multiplied_as_their_matrices_are(left: str, right: str, swizzled: bool) -> None:
+    a, b = section_operands([70, 0, 3, 64], 66, 96, left, right, swizzled=swizzled)
+    y = ops.gemm_grouped(a, b, out_dtype=torch.float32)
+    assert_equal(y, declared.gemm_grouped(a, b, out_dtype=torch.float32))
+    whole = [ops.gemm(part, matrix, out_dtype=torch.float32) for part, matrix in zip(a.sections(), b, strict=True)]
+    assert_equal(y, torch.cat(whole))
+
+
+def test_sections_without_columns_are_what_is_added() -> None:
+    a = ops.quantize_grouped(torch.empty(5, 0), torch.tensor([3, 0, 2]), "nvfp4")
+    b = [ops.quantize(torch.empty(5, 0), "nvfp4")] * 3
+    bias = torch.arange(15.0).view(3, 5)
+    y = ops.gemm_grouped(a, b, out_dtype=torch.float32, bias=bias)
+    assert_equal(y, bias.repeat_interleave(torch.tensor([3, 0, 2]), 0))
+
+
+@pytest.mark.parametrize("sizes", [[5, -3, 1000], [20, 20, 20], [-1, torch.iinfo(torch.int64).max, 1]], ids=str)
+def test_sizes_that_are_wrong_on_a_device_are_cut_to_the_rows_there_are(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = section_operands([5, 0, 15], 33, 48)
+    a.codes, a.scales, a.amax, a.sizes = (
+        embedded(part) for part in (a.codes, a.scales, a.amax, torch.tensor(sizes))
+    )  # fmt: skip
+    with guarded_outputs(monkeypatch):
+        y = ops.gemm_grouped(a, b, out_dtype=torch.float32)
+    starts, left = [], 20
+    for size in sizes:
+        starts.append(min(max(size, 0), left))
+        left -= starts[-1]
+    a.sizes = torch.tensor(starts)
+    assert_equal(y, declared.gemm_grouped(a, b, out_dtype=torch.float32))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("sizes", [[1], [7, 0, 60]], ids=str)
+def test_nothing_outside_the_sections_is_read_and_nothing_outside_the_output_is_written(
+    sizes: list[int], out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n, k in ((1, 1), (66, 31)):
+        a, b = section_operands(sizes, n, k)
+        c, bias = matrix("normal", sum(sizes), n, out_dtype), matrix("normal", len(sizes), n, out_dtype)
+        expected = declared.gemm_grouped(a, b, out_dtype=out_dtype, c=c, bias=bias)
+        for q in (a, *b):
+            q.codes, q.scales, q.amax = (embedded(part) for part in (q.codes, q.scales, q.amax))
+        a.sizes = embedded(a.sizes)
+        with guarded_outputs(monkeypatch):
+            y = ops.gemm_grouped(a, b, out_dtype=out_dtype, c=embedded(c), bias=embedded(bias))
+        assert_equal(y, expected)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 32), (2, 0, 32), (0, 0, 32), (2, 3, 0), (0, 0, 0)])
+def test_an_empty_product_is_empty_or_what_is_added(m: int, n: int, k: int, out_dtype: torch.dtype) -> None:
+    a, b = (ops.quantize(torch.ones(rows, k), "nvfp4") for rows in (m, n))
+    c, bias = torch.full((m, n), 2.0), torch.arange(n).float()
+    assert_equal(ops.gemm(a, b, out_dtype=out_dtype), torch.zeros(m, n, dtype=out_dtype))
+    assert_equal(ops.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias), (c + bias).to(out_dtype))
+
+
+# NaN and infinity.
+
+
+@pytest.mark.parametrize("scale", [0x7F, 0xFF])
+def test_a_nan_scale_makes_its_row_nan_and_no_other(scale: int) -> None:
+    a, b = pair("wide", 66, 70, 96)
+    clean = ops.gemm(a, b, out_dtype=torch.float32)
+    a.scales[65, 2] = scale
+    b.scales[3, 5] = scale
+    expected = clean.clone()
+    expected[65], expected[:, 3] = torch.nan, torch.nan
+    assert_equal(ops.gemm(a, b, out_dtype=torch.float32), expected)
+
+
+def test_overflow_of_the_output_is_infinity() -> None:
+    a, b = pair("positive", 4, 4, 64, amax=2688.0 * 300)
+    assert ops.gemm(a, b, out_dtype=torch.float16).isinf().all()
+
+
+# Memory.
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 9, 31), (65, 66, 80)])
+def test_nothing_outside_the_operands_is_read_and_nothing_outside_the_output_is_written(
+    m: int, n: int, k: int, out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (ops.quantize(matrix("outliers", rows, k, torch.float32, seed=rows), "nvfp4") for rows in (m, n))
+    c, bias = matrix("normal", m, n, out_dtype), matrix("normal", 1, n, out_dtype).view(n)
+    expected = declared.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias)
+    before = [part.clone() for q in (a, b) for part in (q.codes, q.scales, q.amax)] + [c, bias]
+    inside = [embedded(part) for part in before]
+    (a.codes, a.scales, a.amax), (b.codes, b.scales, b.amax) = inside[:3], inside[3:6]
+    with guarded_outputs(monkeypatch):
+        y = ops.gemm(a, b, out_dtype=out_dtype, c=inside[6], bias=inside[7])
+    assert_equal(y, expected)
+    for part, was in zip(inside, before, strict=True):
+        assert torch.equal(part, was)

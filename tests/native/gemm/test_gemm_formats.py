@@ -1,0 +1,390 @@
+"""gemm of MX and FP8 operands on a CPU: whole value sets, the declared order bit for bit, every layout in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.native import ops
+from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.native.runtime import host
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.bounds.bounds import bounds
+from tests.golden import bits
+from tests.native import declared
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.operands import (
+    FP8_PAIRS,
+    MX,
+    MX_PAIRS,
+    PAIRS,
+    lattice,
+    operand,
+    random_operand,
+    random_sections,
+    stored_swizzled,
+    stored_transposed,
+)
+from tests.native.samples import DTYPES, assert_equal, matrix
+
+FP32 = torch.float32
+
+
+def each(pairs: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
+    pairs = list(pairs)
+    return pytest.mark.parametrize(("left", "right"), pairs, ids=[" x ".join(pair) for pair in pairs])
+
+
+EVERY_PAIR = each(PAIRS)
+FLT = np.finfo(np.float32)
+
+
+def operands(left: str, right: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
+    return random_operand(left, m, k, seed=1), random_operand(right, n, k, seed=2)
+
+
+def all_codes(name: str) -> Quantized:
+    """A row for every code of the recipe's element format, K = 1, under scales of 1."""
+    r = recipe(name)
+    codes = torch.arange(r.element.codes, dtype=torch.uint8).unsqueeze(1)
+    one = torch.full((len(codes), 1), 127, dtype=torch.uint8)
+    return operand(codes, one if name in MX else torch.ones(1 if r.whole else len(codes), 1), r)
+
+
+# Whole value sets.
+
+
+@each([*product(MX, MX), *(pair for pair in FP8_PAIRS if "128x128" not in "".join(pair))])
+def test_every_code_is_multiplied_by_every_other(left: str, right: str) -> None:
+    a, b = all_codes(left), all_codes(right)
+    values = [np.array(q.recipe.element.values) for q in (a, b)]
+    with np.errstate(invalid="ignore"):
+        exact = np.outer(*values) + 0.0  # a sum that begins with 0 is never -0
+    assert np.array_equal(exact.astype(np.float32), exact, equal_nan=True)
+    assert_equal(ops.gemm(a, b, out_dtype=FP32), torch.from_numpy(exact.astype(np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("mxfp8-e5m2", [0x01]),  # the product of the two smallest numbers, 2^-32
+        ("mxfp8-e5m2", [0x7B] * 32),  # the largest sum, which is exact, 49·2^31
+        ("mxfp8-e5m2", [0x80 | 0x3D, 0x01, 0x17, 0x2F]),
+        ("mxfp8-e4m3", [0x38]),
+        ("mxfp8-e4m3", [*range(0x60, 0x7F), 0x01]),  # a sum of 22 bits, which subnormal numbers cannot hold
+        ("mxfp4", [1, 15, 3]),
+    ],
+    ids=["smallest", "largest", "negative", "one", "long", "mxfp4"],
+)
+def test_every_scale_is_multiplied_by_every_other_and_the_term_rounds_once(name: str, codes: list[int]) -> None:
+    """From 2^-254 to 2^254 and NaN: terms are subnormal, zero, infinite, and right to the last bit."""
+    every = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    a = operand(torch.tensor([codes], dtype=torch.uint8).repeat(256, 1), every, name)
+    squared = np.array(a.recipe.element.values)[codes] ** 2
+    inner = np.float32(0)
+    for term in squared.astype(np.float32):
+        inner = inner + term
+    exponents = np.arange(256) - 127
+    with np.errstate(over="ignore", under="ignore"):
+        exact = np.ldexp(np.float64(inner), exponents[:, None] + exponents)
+        expected = exact.astype(np.float32)
+    expected[255], expected[:, 255] = np.nan, np.nan
+    subnormal = (np.abs(expected) < FLT.smallest_normal) & (expected != 0)
+    assert subnormal.any()
+    assert np.isinf(expected).any()
+    assert_equal(ops.gemm(a, a, out_dtype=FP32), torch.from_numpy(expected))
+
+
+def test_zeros_are_zero_under_every_two_scales() -> None:
+    every = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    a = operand(torch.zeros(256, 1, dtype=torch.uint8), every, "mxfp8-e4m3")
+    expected = torch.zeros(256, 256)
+    expected[255], expected[:, 255] = torch.nan, torch.nan
+    assert_equal(ops.gemm(a, a, out_dtype=FP32), expected)
+
+
+def test_terms_that_overflow_are_added_as_such() -> None:
+    """2^127 + 2^127 is infinite and stays it, also where the exact sum is 0; infinite terms of two signs are NaN."""
+    signs = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, -1, 1]])
+    codes = torch.zeros(3, 128, dtype=torch.uint8)
+    codes[:, ::32] = torch.where(signs > 0, 0x38, 0xB8)
+    a = operand(codes, torch.full((3, 4), 254, dtype=torch.uint8), "mxfp8-e4m3")
+    for scale, expected in ((127, [torch.inf, torch.inf, 0.0]), (128, [torch.inf, torch.nan, torch.nan])):
+        b = operand(codes[:1], torch.full((1, 4), scale, dtype=torch.uint8), "mxfp8-e4m3")
+        assert_equal(ops.gemm(a, b, out_dtype=FP32).flatten(), torch.tensor(expected))
+
+
+# The declared order.
+
+
+@EVERY_PAIR
+def test_products_and_blocks_are_added_in_order_of_k(left: str, right: str) -> None:
+    rounds = False
+    for number, (m, n, k) in enumerate([(3, 5, 32), (70, 131, 160), (129, 66, 300), (5, 3, 1000), (1, 1, 1)]):
+        a, b = operands(left, right, m, n, k)
+        y = ops.gemm(a, b, out_dtype=DTYPES[number % 3])
+        assert_equal(y, declared.gemm(a, b, out_dtype=DTYPES[number % 3]))
+        rounds |= not torch.equal(ops.gemm(a, b, out_dtype=FP32), reference.gemm(a, b, out_dtype=FP32))
+    assert rounds or "mxfp4" in left, "the exact sum would not tell a wrong order from a right one"
+
+
+@pytest.mark.parametrize("k", [1, 2, 31, 32, 33, 63, 64, 65, 95, 127, 128, 129, 191, 257])
+def test_any_k_is_multiplied(k: int) -> None:
+    for left, right in PAIRS:
+        a, b = operands(left, right, 5, 7, k)
+        assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
+
+
+@pytest.mark.parametrize("m", [1, 9, 63, 64, 65, 128, 129])
+def test_any_m_and_n_are_multiplied(m: int) -> None:
+    for n, (left, right) in product((1, 8, 65, 130), (("mxfp8-2d", "mxfp4"), FP8_PAIRS[1], FP8_PAIRS[2])):
+        a, b = operands(left, right, m, n, 40)
+        assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
+
+
+@each([MX_PAIRS[0], MX_PAIRS[4], FP8_PAIRS[1], FP8_PAIRS[4]])
+def test_c_and_bias_of_any_dtype_are_added_in_the_order_of_the_recipe(left: str, right: str) -> None:
+    a, b = operands(left, right, 66, 70, 160)
+    for out_dtype, c_dtype, bias_dtype in product(DTYPES, (None, *DTYPES), (None, *DTYPES)):
+        c = None if c_dtype is None else (300 * matrix("normal", 66, 70, FP32)).to(c_dtype)
+        bias = None if bias_dtype is None else (300 * matrix("normal", 1, 70, FP32, seed=1)).view(70).to(bias_dtype)
+        y = ops.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias)
+        assert_equal(y, declared.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias))
+
+
+def test_blocks_of_fp8_are_cast_before_c_is_added_and_tensors_after() -> None:
+    """1 + 2^-9 is no bfloat16 number: cast first, it is 1, and nothing is left of it after -1; else 2^-9 is."""
+    codes, scale = torch.tensor([[0x38, 0x01]], dtype=torch.uint8), torch.ones(1, 1)
+    other = torch.tensor([[0x38, 0x38]], dtype=torch.uint8)
+    c = torch.tensor([[-1.0]])
+    for name, left in (("fp8-block-1x128-e4m3-fp32", 0.0), ("fp8-current-e4m3", 2.0**-9)):
+        a, b = operand(codes, scale, name), operand(other, scale, name)
+        assert ops.gemm(a, b, out_dtype=torch.bfloat16, c=c).item() == left
+
+
+# What the reference says.
+
+
+@EVERY_PAIR
+def test_sums_that_cannot_round_are_the_references(left: str, right: str) -> None:
+    for k in (96, 16384):
+        a, b = lattice(left, 5, k, seed=1), lattice(right, 6, k, seed=2)
+        for out_dtype in DTYPES:
+            y = ops.gemm(a, b, out_dtype=out_dtype)
+            assert_equal(y + 0.0, reference.gemm(a, b, out_dtype=out_dtype) + 0.0)
+
+
+@EVERY_PAIR
+def test_outputs_lie_within_the_proved_bounds_of_the_declared_order(left: str, right: str) -> None:
+    a, b = operands(left, right, 20, 30, 700)
+    c, bias = matrix("normal", 20, 30, torch.bfloat16), matrix("normal", 1, 30, FP32).view(30)
+    for added in ({}, {"c": c, "bias": bias}):
+        limits = bounds(a, b, out_dtype=FP32, order="blocks", **added)
+        y = ops.gemm(a, b, out_dtype=FP32, **added)
+        assert ((limits.lower <= y) & (y <= limits.upper)).all()
+        exact = limits.exact & ~limits.zero_sum
+        same = (bits(y) == bits(limits.expected)) | (bits(y) == bits(limits.fused))
+        assert same[exact].all()
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_blocks_of_fp8_are_the_references_chain_where_their_sums_are_exact(scales: str) -> None:
+    a = lattice(f"fp8-block-1x128-e4m3-{scales}", 40, 1000, seed=1)
+    b = lattice(f"fp8-block-128x128-e4m3-{scales}", 50, 1000, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    for q in (a, b):
+        q.scales = (1 + torch.rand(q.scales.shape, generator=generator)) * 2.0 ** torch.randint(-20, 20, q.scales.shape)
+    assert_equal(ops.gemm(a, b, out_dtype=FP32), reference.gemm(a, b, out_dtype=FP32))
+
+
+# Layouts in memory.
+
+
+@each([("mxfp8-e4m3", "mxfp8-e5m2"), ("mxfp6-e3m2", "mxfp8-2d")])
+@pytest.mark.parametrize(("m", "n", "k"), [(70, 133, 100), (1, 3, 33), (129, 5, 64)])
+def test_operands_in_every_layout_are_the_same_operands(left: str, right: str, m: int, n: int, k: int) -> None:
+    a, b = operands(left, right, m, n, k)
+    expected = ops.gemm(a, b, out_dtype=FP32)
+    ways = [
+        lambda q: q,
+        stored_transposed,
+        stored_swizzled,
+        lambda q: stored_swizzled(stored_transposed(q)),
+    ]
+    for one, other in product(ways, ways):
+        assert_equal(ops.gemm(one(a), other(b), out_dtype=FP32), expected)
+
+
+def test_columnwise_halves_are_multiplied_as_they_are_stored() -> None:
+    """The product of two transposes, as of a weight's gradient."""
+    x, y = matrix("outliers", 70, 45, torch.bfloat16), matrix("normal", 70, 50, torch.bfloat16)
+    for name, swizzled in product(("mxfp8-e4m3", "mxfp4", "fp8-block-1x128-e4m3"), (False, True)):
+        if "fp8-block" in name and swizzled:
+            continue
+        _, a = ops.quantize_both(x, name, swizzled=swizzled)
+        _, b = ops.quantize_both(y, name, swizzled=swizzled)
+        assert a is not None
+        assert b is not None
+        assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
+
+
+# Sections.
+
+SIZES = [[100, 0, 30, 70, 0], [0], [0, 0, 5], [128, 64], [129, 255, 1], [1] * 9]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
+    for left, right in (*MX_PAIRS[:4], *FP8_PAIRS[1:]):
+        a = random_sections(left, sizes, 150)
+        b = [random_operand(right, 70, 150, seed=10 + number) for number, _ in enumerate(sizes)]
+        c, bias = (
+            matrix("normal", max(1, sum(sizes)), 70, torch.float16)[: sum(sizes)],
+            matrix("normal", len(sizes), 70, FP32),
+        )
+        for added in ({}, {"c": c, "bias": bias}):
+            y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, **added)
+            assert_equal(y, declared.gemm_grouped(a, b, out_dtype=torch.bfloat16, **added))
+
+
+def test_matrices_of_sections_may_each_lie_in_another_layout() -> None:
+    sizes = [5, 70, 0, 1]
+    a = random_sections("mxfp8-e4m3", sizes, 100)
+    plain = [random_operand("mxfp8-e5m2", 66, 100, seed=number) for number, _ in enumerate(sizes)]
+    ways = (lambda q: q, stored_transposed, stored_swizzled, lambda q: stored_swizzled(stored_transposed(q)))
+    b = [way(q) for way, q in zip(ways, plain, strict=True)]
+    expected = ops.gemm_grouped(a, plain, out_dtype=FP32)
+    assert_equal(ops.gemm_grouped(a, b, out_dtype=FP32), expected)
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "fp8-block-128x128-e4m3", "fp8-current-e4m3"])
+def test_sections_that_were_quantized_are_multiplied(name: str) -> None:
+    other = "fp8-block-1x128-e4m3" if "block" in name else name
+    sizes = torch.tensor([130, 0, 20, 256])
+    a = ops.quantize_grouped(matrix("outliers", 406, 200, torch.bfloat16), sizes, name)
+    b = [ops.quantize(matrix("normal", 33, 200, torch.bfloat16, seed=number), other) for number in range(4)]
+    assert_equal(ops.gemm_grouped(a, b, out_dtype=FP32), declared.gemm_grouped(a, b, out_dtype=FP32))
+
+
+@pytest.mark.parametrize("wrong", [[5, -3, 1000], [20, 20, 20], [-1, torch.iinfo(torch.int64).max, 1]], ids=str)
+def test_sizes_that_are_wrong_on_a_device_are_cut_to_the_rows_there_are(
+    wrong: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for left, right in (("mxfp8-e4m3", "mxfp4"), ("fp8-block-128x128-e4m3", "fp8-block-1x128-e4m3")):
+        a = random_sections(left, [5, 0, 15], 150)
+        b = [random_operand(right, 33, 150, seed=number) for number in range(3)]
+        a.codes, a.scales, a.sizes = (embedded(part) for part in (a.codes, a.scales, torch.tensor(wrong)))
+        with guarded_outputs(monkeypatch):
+            y = ops.gemm_grouped(a, b, out_dtype=FP32)
+        if left == "mxfp8-e4m3":
+            starts, rows = [], 20
+            for size in wrong:
+                starts.append(min(max(size, 0), rows))
+                rows -= starts[-1]
+            a.sizes = torch.tensor(starts)
+            assert_equal(y, declared.gemm_grouped(a, b, out_dtype=FP32))
+
+
+# Nothing, NaN, memory, threads.
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 64), (2, 0, 64), (0, 0, 64), (2, 3, 0), (0, 0, 0)])
+def test_an_empty_product_is_empty_or_what_is_added(m: int, n: int, k: int) -> None:
+    for (left, right), out_dtype in product(PAIRS, DTYPES):
+        a, b = operands(left, right, m, n, k)
+        c, bias = torch.full((m, n), 2.0), torch.arange(n).float()
+        assert_equal(ops.gemm(a, b, out_dtype=out_dtype), torch.zeros(m, n, dtype=out_dtype))
+        assert_equal(ops.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias), (c + bias).to(out_dtype))
+
+
+@EVERY_PAIR
+def test_a_nan_scale_or_element_makes_its_rows_nan_and_no_other(left: str, right: str) -> None:
+    a, b = operands(left, right, 66, 140, 160)
+    clean = ops.gemm(a, b, out_dtype=FP32)
+    expected = clean.clone()
+    if a.recipe.element.nan_code is not None:
+        a.codes[65, 37] = a.recipe.element.nan_code
+        expected[65] = torch.nan
+    if not b.recipe.whole:
+        b.scales[-1, 1] = 255 if b.scales.dtype == torch.uint8 else torch.nan
+        expected[:, -1 if b.recipe.stored_rows == 1 else slice(128, None)] = torch.nan
+    assert_equal(ops.gemm(a, b, out_dtype=FP32), expected)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 9, 31), (65, 66, 130)])
+def test_nothing_outside_the_operands_is_read_and_nothing_outside_the_output_is_written(
+    m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for left, right in PAIRS:
+        a, b = operands(left, right, m, n, k)
+        if left == "mxfp8-e4m3":
+            a, b = stored_transposed(a), b if right == "mxfp4" else stored_transposed(b)
+        c, bias = matrix("normal", m, n, FP32), matrix("normal", 1, n, FP32).view(n)
+        expected = declared.gemm(a, b, out_dtype=FP32, c=c, bias=bias)
+        before = [a.codes, a.scales, b.codes, b.scales, c, bias]
+        inside = [embedded(part) for part in before]
+        a, b = replace(a, codes=inside[0], scales=inside[1]), replace(b, codes=inside[2], scales=inside[3])
+        with guarded_outputs(monkeypatch):
+            y = ops.gemm(a, b, out_dtype=FP32, c=inside[4], bias=inside[5])
+        assert_equal(y, expected)
+        for part, was in zip(inside, before, strict=True):
+            assert torch.equal(part, was)
+
+
+def test_threads_in_every_order_give_the_same_bytes() -> None:
+    for left, right in (MX_PAIRS[2], FP8_PAIRS[1], FP8_PAIRS[4]):
+        a, b = operands(left, right, 70, 133, 300)
+        expected = declared.gemm(a, b, out_dtype=FP32)
+        for order in host.ORDERS:
+            with host.thread_order(order):
+                assert_equal(ops.gemm(a, b, out_dtype=FP32), expected)
+
+
+# What is refused.
+
+REFUSED = [
+    ("mxfp8-e4m3", "nvfp4", ValueError, "gemm cannot multiply mxfp8-e4m3 by nvfp4: scale is E8M0 and E4M3"),
+    ("mxfp8-e4m3", "fp8-block-1x128", ValueError, "scale is E8M0 and FP32"),
+    ("fp8-current-e5m2", "fp8-delayed-e5m2", ValueError, "element is E5M2 of both; one of the two has to be E4M3"),
+    ("fp8-block-1x128-e5m2", "fp8-block-128x128-e5m2", ValueError, "one of the two has to be E4M3"),
+    ("fp8-block-128x128", "fp8-block-128x128", ValueError, "block is 128x128 of both; one of the two has to be 1x128"),
+    ("fp8-block-1x128", "fp8-current", ValueError,
+     "gemm cannot multiply fp8-block-1x128-e4m3-pow2 by fp8-current-e4m3: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right", "error", "words"), REFUSED, ids=[f"{r[0]} x {r[1]}" for r in REFUSED])
+def test_what_cannot_be_multiplied_is_said(left: str, right: str, error: type[Exception], words: str) -> None:
+    def any_operand(name: str) -> Quantized:
+        if name == "nvfp4":
+            return ops.quantize(torch.ones(3, 32), name)
+        return random_operand(name, 3, 32)
+
+    with pytest.raises(error) as raised:
+        ops.gemm(any_operand(left), any_operand(right), out_dtype=FP32)
+    assert words in str(raised.value)
+
+
+def test_codes_of_e2m1_across_rows_are_refused() -> None:
+    q = random_operand("mxfp4", 6, 32)
+    across = replace(q, codes=torch.zeros(32, 3, dtype=torch.uint8), scales=q.scales.T.contiguous(), transposed=True)
+    with pytest.raises(
+        ValueError, match=r"a of recipe mxfp4 is stored transposed, with elements of two rows in a byte"
+    ):
+        ops.gemm(across, q, out_dtype=FP32)
+
+
+def test_sections_with_too_few_scales_or_codes_are_refused() -> None:
+    b = [random_operand("mxfp8-e4m3", 3, 64)] * 2
+    whole = random_sections("mxfp8-e4m3", [3, 4], 64)
+    with pytest.raises(ValueError, match=r"a\.scales has shape \(7, 2\), not \(6, 2\)"):
+        ops.gemm_grouped(replace(whole, scales=whole.scales[:6]), b, out_dtype=FP32)
+    with pytest.raises(ValueError, match=r"a\.codes has shape \(7, 64\), not \(6, 64\)"):
+        ops.gemm_grouped(replace(whole, codes=whole.codes[:6]), b, out_dtype=FP32)
+    with pytest.raises(TypeError, match=r"a\.sizes is int64, not int32"):
+        ops.gemm_grouped(replace(whole, sizes=whole.sizes.int()), b, out_dtype=FP32)

@@ -1,0 +1,267 @@
+"""Products of a few rows on a CPU: the declared order bit for bit, whole value sets, and what is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from narrowgauge.harness.checks.bound import within
+from narrowgauge.native import ops
+from narrowgauge.native.gemm import paths
+from narrowgauge.native.gemm import skinny as gemm_skinny
+from narrowgauge.native.gemm.operands import rule_of
+from narrowgauge.native.gemm.paths import FEW, MANY, PORTABLE, SKINNY, path_of
+from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.spec.summation import Summation
+from tests.native import declared, skinny
+from tests.native.gemm.test_orders import TEXTS, lost, seen_in_orders
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.launching import Source
+from tests.native.operands import lattice, operand, random_operand, stored_swizzled, stored_transposed
+from tests.native.samples import DTYPES, assert_equal, matrix
+from tests.thinned import thinned
+
+FP32 = torch.float32
+SHAPES = [(16, 32, 512), (7, 40, 2560), (33, 270, 512), (17, 150, 1152), (1, 1, 512)]
+"""M, N and K: whole tiles, tails of both, more chunks than warps, more strips than a block takes together; both."""
+
+FP8 = ("fp8-current-e4m3", "fp8-block-1x128-e4m3", "fp8-block-128x128-e4m3")
+E4M3 = ("mxfp8-e4m3", *FP8)
+NAMES = ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", *E4M3]
+"""Recipes of b; that of a is the one which it is multiplied by."""
+
+SOURCES = {rule: skinny.text(rule) for rule in ("nvfp4", "mx", "fp8")}
+
+
+def spread(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Blocks of 32 of very different size, so that sums round."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-8, 8, (rows, columns // 32, 1), generator=generator)
+    numbers = torch.randn(rows, columns // 32, 32, generator=generator)
+    return (numbers * 2.0**powers).view(rows, columns)
+
+
+def operands(name: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
+    if name in E4M3:
+        return random_operand(name.replace("128x128", "1x128"), m, k, seed=1), random_operand(name, n, k, seed=2)
+    return ops.quantize(spread(m, k, 1), "nvfp4"), ops.quantize(spread(n, k, 2), name)
+
+
+def hold_order(name: str, m: int, n: int, k: int) -> None:
+    """Sums are in the declared order, with and without what is added, in every dtype."""
+    a, b = operands(name, m, n, k)
+    c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
+    for number, added in enumerate(({}, {"c": c}, {"bias": bias}, {"c": c, "bias": bias})):
+        dtype = DTYPES[number % 3]
+        assert_equal(skinny.product(a, b, out_dtype=dtype, **added), skinny.gemm(a, b, out_dtype=dtype, **added))
+
+
+@pytest.mark.parametrize("name", thinned(NAMES, 2))
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
+def test_sums_are_in_the_declared_order(name: str, m: int, n: int, k: int) -> None:
+    hold_order(name, m, n, k)
+
+
+def test_scales_of_tiles_are_those_of_128_rows_of_either_operand() -> None:
+    lines, tiles = (random_operand(f"fp8-block-{kind}-e4m3", 130, 512, seed=3) for kind in ("1x128", "128x128"))
+    for a, b in ((lines, tiles), (tiles, lines)):
+        assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
+
+
+def test_it_is_within_what_any_order_of_a_truncating_accumulator_can_give() -> None:
+    """Which is narrow enough to see the last bit of a row of codes."""
+    for name in ("nvfp4", *E4M3):
+        a, b = operands(name, 16, 32, 1536)
+        limits = bounds(a, b, out_dtype=FP32, order=Summation(None, truncates=True))
+        assert bool(within(skinny.product(a, b, out_dtype=FP32), limits).all())
+        codes = b.codes.clone()
+        codes[5] ^= 1
+        other = skinny.product(a, replace(b, codes=codes), out_dtype=FP32)
+        assert not bool(within(other, limits)[:, 5].all())
+        assert bool(within(other, limits)[:, 6].all())
+
+
+def test_where_no_order_rounds_it_gives_the_bits_of_the_portable_kernels() -> None:
+    for name in ("mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3"):
+        a, b = lattice(name, 20, 512, seed=1), lattice(name, 40, 512, seed=2)
+        assert_equal(skinny.product(a, b, out_dtype=FP32), ops.gemm(a, b, out_dtype=FP32))
+    a, b = (ops.quantize(torch.randn(rows, 384), "nvfp4") for rows in (16, 33))
+    assert bool(bounds(a, b, out_dtype=torch.bfloat16).exact.all())
+    assert_equal(skinny.product(a, b, out_dtype=torch.bfloat16), ops.gemm(a, b, out_dtype=torch.bfloat16))
+
+
+def one_element(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
+    """A row for each code and scale: the code is its second element, the others are 0."""
+    r = recipe(name)
+    whole = torch.zeros(len(codes), 512, dtype=torch.uint8)
+    whole[:, 1] = codes
+    found = operand(whole, scales[:1, None] if r.whole else scales.unsqueeze(1).repeat(1, 512 // r.block[1]), r)
+    return found if r.scale.name == "E8M0" else replace(found, tensor_scale=None)
+
+
+POWERS = torch.cat([torch.exp2(torch.arange(-149, 104)), torch.tensor([0.0, math.inf, math.nan])])
+"""float32 scales, subnormal ones too, whose products leave the range of float32 at either end."""
+
+
+def every_code_and_scale(*names: str) -> Iterator[Quantized]:
+    """What is no number, and what is below or above the numbers of float32, too."""
+    every = torch.arange(256, dtype=torch.uint8)
+    cases = {
+        "mxfp8-e4m3": [(every, torch.full_like(every, 127)), (torch.full_like(every, 0x39), every)],
+        "fp8-current-e4m3": [(every, torch.full((256,), 1.5)), (every, torch.full((256,), 2.0**-70))],
+        "fp8-block-1x128-e4m3": [(every, torch.full((256,), 1.5)), (torch.full_like(every, 0x39), POWERS)],
+        "nvfp4": [(every[:16].repeat(16), torch.full_like(every, 0x38)), (torch.full_like(every, 0x7), every)],
+    }
+    for name in names:
+        for codes, scales in cases[name]:
+            yield one_element(name, codes, scales)
+
+
+def test_every_code_and_every_scale_is_multiplied_as_the_portable_kernels_do_it() -> None:
+    for q in every_code_and_scale("nvfp4", *E4M3[:3]):
+        assert_equal(skinny.product(q, q, out_dtype=FP32), ops.gemm(q, q, out_dtype=FP32))
+
+
+EXTREMES = torch.tensor([0x00, 0x01, 0x81, 0x07, 0x08, 0x7E, 0xFE, 0x38], dtype=torch.uint8)
+"""Zero, numbers whose mantissa alone is not 0, the smallest other one, the largest, and 1."""
+
+
+def scaled(scale: int, seed: int) -> Quantized:
+    """16 rows by 512 columns, all of one scale."""
+    codes = EXTREMES[torch.randint(len(EXTREMES), (16, 512), generator=torch.Generator().manual_seed(seed))]
+    return operand(codes, torch.full((16, 16), scale, dtype=torch.uint8), recipe("mxfp8-e4m3"))
+
+
+def ends() -> Iterator[tuple[Quantized, Quantized]]:
+    """Where the fast path of gemm_skinny_e4m3.cuh ends, and beyond: of both scales, and of others of a in any place."""
+    every = product((64, 65, 161, 162), (63, 64, 191, 192), ((-6, 6), (-7, 0), (0, 7)))
+    for number, (left, right, others) in enumerate(every):
+        a, b = scaled(left, 1), scaled(right, 2)
+        place = 1 + number % 14
+        a.scales[number % 16, place : place + 2] = left + torch.tensor(others, dtype=torch.int32).to(torch.uint8)
+        yield a, b
+
+
+def test_scales_of_a_become_part_of_its_numbers_only_as_far_as_that_is_exact() -> None:
+    for a, b in ends():
+        assert_equal(skinny.product(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
+
+
+def hold_inside(name: str, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read or written outside of operands and output."""
+    a, b = operands(name, m, n, k)
+    right = skinny.product(a, b, out_dtype=FP32)
+    inside = [replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in (a, b)]
+    with guarded_outputs(monkeypatch):
+        assert_equal(skinny.product(*inside, out_dtype=FP32), right)
+
+
+def test_nothing_is_read_or_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvfp4", *E4M3):
+        hold_inside(name, 5, 35, 512, monkeypatch)
+
+
+def test_empty_products_are_empty() -> None:
+    a, b = operands("mxfp8-e4m3", 3, 5, 512)
+    none = replace(a, codes=a.codes[:0], scales=a.scales[:0], shape=(0, 512))
+    assert skinny.product(none, b, out_dtype=FP32).shape == (0, 5)
+    assert skinny.product(a, none, out_dtype=FP32).shape == (3, 0)
+
+
+def test_what_is_taken() -> None:
+    def taken(a: Quantized, b: Quantized | None = None) -> bool:
+        b = a if b is None else b
+        return gemm_skinny.takes(a, b, rule_of(a.recipe, b.recipe))
+
+    mx, nvfp4 = random_operand("mxfp8-e4m3", 4, 512), ops.quantize(torch.randn(4, 128), "nvfp4")
+    assert taken(mx)
+    assert taken(nvfp4)
+    assert not taken(random_operand("mxfp8-e4m3", 4, 576))
+    assert not taken(ops.quantize(torch.randn(4, 64), "nvfp4"))
+    assert not taken(random_operand("mxfp8-e4m3", 4, 0))
+    assert not taken(random_operand("mxfp8-e5m2", 4, 512))
+    assert not taken(mx, random_operand("mxfp4", 4, 512))
+    for name in FP8[:2]:
+        assert taken(random_operand(name, 4, 512))
+        assert not taken(random_operand(name, 4, 576))
+        assert not taken(random_operand(name, 4, 512), random_operand(name.replace("e4m3", "e5m2"), 4, 512))
+    assert taken(mx, replace(mx, shape=(2**20, 512)))
+    assert not taken(mx, replace(mx, shape=(2**20 + 1, 512)))
+    assert not taken(*[replace(mx, shape=(4, 2**20 + 512))] * 2)
+    assert not taken(mx, stored_transposed(mx))
+    assert not taken(stored_swizzled(nvfp4), nvfp4)
+    for q, part, by in ((nvfp4, "codes", 8), (nvfp4, "scales", 1), (mx, "codes", 8), (mx, "scales", 2)):
+        whole = getattr(q, part)
+        buffer = torch.zeros(whole.nbytes + 16, dtype=torch.uint8)
+        moved = buffer[by : by + whole.nbytes].view(whole.shape).copy_(whole)
+        assert not taken(replace(q, **{part: moved}))
+
+
+def test_few_rows_of_a_large_matrix_take_this_path_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_capability", lambda device: (9, device.index))
+    hopper, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    for rule in ("nvfp4", "mx", "fp8_tensor", "fp8_block"):
+        assert path_of(16, 8192, 8192, rule, hopper, skinny=True) == SKINNY
+        assert path_of(FEW, 1024, MANY // 1024, rule, hopper, skinny=True) == SKINNY
+        for m, n, device, taken in (
+            (FEW + 1, 8192, hopper, True), (16, 8192, hopper, False), (1, MANY // 8192 - 1, hopper, True),
+            (16, 8192, other, True), (16, 8192, torch.device("cpu"), True),
+        ):  # fmt: skip
+            assert path_of(m, n, 8192, rule, device, skinny=taken) != SKINNY
+
+
+def test_the_door_takes_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not take goes elsewhere: sections, and K that is no multiple."""
+    a, b = operands("mxfp8-e4m3", 5, 33, 512)
+    assert ops.gemm_order(a, b) == "blocks"
+    asked = lambda *_, skinny=False: SKINNY if skinny else PORTABLE  # noqa: E731
+    monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", asked)
+    assert_equal(ops.gemm(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
+    assert ops.gemm_order(a, b) == "truncating"
+    assert ops.gemm_order([a], [b]) == "blocks"
+    a, b = operands("mxfp8-e4m3", 5, 33, 96)
+    assert ops.gemm_order(a, b) == "blocks"
+    assert_equal(ops.gemm(a, b, out_dtype=FP32), declared.gemm(a, b, out_dtype=FP32))
+
+
+def test_every_order_of_threads_gives_the_same_bits() -> None:
+    for name in ("nvfp4", *E4M3[:3]):
+        a, b = operands(name, 20, 270 if name != "nvfp4" else 33, 512)
+        seen = seen_in_orders(lambda real, a=a, b=b: iter([skinny.product(a, b, out_dtype=FP32)]))  # type: ignore[misc]
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_lost_barrier_of_nvfp4_shows(which: int, cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TEXTS, "gemm_skinny_nvfp4", text := SOURCES["nvfp4"])
+    start = text.index("multiply_skinny(")
+    assert text[start:].count("__syncthreads();") == 2
+    before = text[:start].count("__syncthreads();")
+    a, b = operands("nvfp4", 16, 32, 128)
+    others = operands("nvfp4", 16, 32, 256)
+    with lost("gemm_skinny", "gemm_skinny_nvfp4", before + which, cuda_source, monkeypatch):
+        seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize(("rule", "name"), [("mx", "mxfp8-e4m3"), ("fp8", "fp8-block-1x128-e4m3")])
+def test_a_lost_meeting_of_e4m3_shows(
+    rule: str, name: str, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the sums of all warps are added. No thread of a CPU gets so far ahead of the others that it needs the one
+    before the next strips, or those of its warp, whose products meet."""
+    monkeypatch.setitem(TEXTS, f"gemm_skinny_{rule}", text := SOURCES[rule])
+    start = text.index("multiply_rows(")
+    assert text[start:].count("__syncthreads();") == 2
+    a, b = operands(name, 16, 32, 512)
+    others = operands(name, 16, 32, 1024)
+    before = text[:start].count("__syncthreads();")
+    with lost("gemm_skinny", f"gemm_skinny_{rule}", before, cuda_source, monkeypatch):
+        seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
+    assert len(seen) > 1

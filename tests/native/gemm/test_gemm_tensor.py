@@ -1,0 +1,403 @@
+"""The GEMM of tensor cores on a CPU, by the portable twins of what Hopper has: packed tiles, sums, paths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.native import ops
+from narrowgauge.native.gemm import paths, tensor_core
+from narrowgauge.native.gemm.operands import element_of, layout_of
+from narrowgauge.native.gemm.operands import operand as parts_of
+from narrowgauge.native.gemm.paths import ORDERS, PORTABLE, TENSOR, path_of
+from narrowgauge.native.ops import GroupedQuantized, Quantized, recipe
+from narrowgauge.native.runtime import host
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.gemm.operands import element_values, scale_values
+from narrowgauge.spec.formats import E4M3
+from tests.native.gemm.test_gemm_formats import SIZES
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.launching import ONE, Source, run
+from tests.native.operands import MX, random_operand, random_sections, stored_swizzled, stored_transposed
+from tests.native.operands import operand as made_of
+from tests.native.samples import DTYPES, assert_equal, assert_same, codes_under_every_scale, matrix
+from tests.native.tensor_cores import ORDER, PAIRS, SHAPES, assert_bits, on_tensor_cores, operand
+
+FP32 = torch.float32
+CPU = torch.device("cpu")
+
+# Packing.
+
+
+def packed(q: Quantized, *, multiple: int = 1) -> tuple[torch.Tensor, bool]:
+    """The tiles of an operand, straightened: bfloat16 (rows, columns) of whole tiles; and whether it is refused."""
+    refused = torch.zeros(1, dtype=torch.int32)
+    codes, scales, _ = parts_of(q, "q")
+    rule = "nvfp4" if q.recipe.scale is E4M3 else "fp8_tensor" if q.recipe.whole else "mx"
+    tiles = tensor_core.pack(
+        rule, (codes, scales, element_of(q.recipe)), np.int32(layout_of(q.recipe, q)), *q.shape,
+        multiple, refused,
+    ).view(-1, -(-q.shape[1] // 64), 128, 8, 16)  # fmt: skip
+    rows = torch.arange(128).unsqueeze(1)
+    straight = tiles[:, :, rows, torch.arange(8) ^ (rows % 8)]
+    return straight.flatten(3).permute(0, 2, 1, 3).reshape(len(tiles) * 128, -1).view(torch.bfloat16), bool(refused)
+
+
+def numbers(q: Quantized) -> torch.Tensor:
+    """Elements times the scales of their blocks, float64."""
+    scales = scale_values(q)
+    return element_values(q) * (
+        1 if q.recipe.whole else scales.repeat_interleave(q.recipe.block[1], 1)[:, : q.shape[1]]
+    )
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 5])
+def test_every_code_under_every_scale_is_a_bfloat16_number(blocks: int) -> None:
+    q = codes_under_every_scale(1.0)
+    q = replace(q, codes=q.codes.repeat(1, blocks), scales=q.scales.repeat(1, blocks), shape=(q.shape[0], 16 * blocks))
+    tiles, refused = packed(q)
+    expected = numbers(q)
+    rows, wide = q.shape
+    assert torch.equal(tiles[:rows, :wide].double().nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+    assert not refused
+
+
+@pytest.mark.parametrize("name", [*MX, "fp8-current-e4m3", "fp8-current-e5m2"])
+def test_every_code_is_packed_as_its_number_and_the_rest_of_a_tile_as_zeros(name: str) -> None:
+    r = recipe(name)
+    codes = torch.arange(r.element.codes, dtype=torch.uint8)
+    codes = codes[torch.tensor(r.element.values).isfinite()]
+    for columns in (1, 7, 33, 130):
+        rows = -(-len(codes) // columns) + 5
+        every = codes.repeat(-(-rows * columns // len(codes)))[: rows * columns].view(rows, columns)
+        scales = torch.ones(1, 1) if r.whole else torch.full((rows, -(-columns // 32)), 130, dtype=torch.uint8)
+        q = made_of(every, scales, r)
+        tiles, refused = packed(q, multiple=2)
+        assert tiles.shape == (256 * -(-rows // 256), 64 * -(-columns // 64))
+        expected = torch.zeros(tiles.shape, dtype=torch.float64)
+        expected[:rows, :columns] = numbers(q)
+        assert torch.equal(tiles.double(), expected)
+        assert not refused
+
+
+@pytest.mark.parametrize(
+    ("code", "scale", "refused"),
+    [
+        (0x01, 127 - 46, False), (0x01, 127 - 47, True), (0x81, 127 - 47, True), (0x3C, 127 - 62, False),
+        (0x3C, 127 - 63, True), (0x7B, 127 + 32, False), (0x7B, 127 + 33, True), (0xFB, 254, True), (0x00, 0, False),
+        (0x80, 254, False), (0x00, 255, True), (0x7C, 127, False), (0x7D, 127, False),
+        (0x7C, 127 + 33, True), (0x3C, 127 + 47, False), (0x3C, 127 + 48, True),
+    ],
+)  # fmt: skip
+def test_numbers_whose_products_could_leave_float32_are_refused(code: int, scale: int, refused: bool) -> None:
+    """From 2^-62 to below 2^48 none is. What is refused is multiplied as everywhere else, and gemm_order says so."""
+    codes = torch.full((130, 70), 0x3C, dtype=torch.uint8)
+    scales = torch.full((130, 3), 127, dtype=torch.uint8)
+    codes[129, 69], scales[129, 2] = code, scale
+    codes[129, 64:69] = 0
+    assert packed(made_of(codes, scales, "mxfp8-e5m2"))[1] == refused
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_product_that_is_refused_is_the_portable_one(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = [random_operand("mxfp8-e4m3", 70, 150, seed) for seed in (1, 2)]
+    sides[side].scales[69, 4] = 254
+    grouped = random_sections("mxfp8-e4m3", [100, 0, 30], 150)
+    matrices = [random_operand("mxfp8-e4m3", 70, 150, seed) for seed in (3, 4, 5)]
+    (grouped.scales if side == 0 else matrices[1].scales)[0, 0] = 0
+    expected = ops.gemm(*sides, out_dtype=FP32)
+    expected_each = ops.gemm_grouped(grouped, matrices, out_dtype=FP32)
+    with on_tensor_cores(monkeypatch):
+        assert ops.gemm_order(*sides) == ops.gemm_order(grouped.sections(), matrices) == ORDERS[PORTABLE]
+        assert_equal(ops.gemm(*sides, out_dtype=FP32), expected)
+        assert_equal(ops.gemm_grouped(grouped, matrices, out_dtype=FP32), expected_each)
+        assert not torch.equal(expected, bounds(*sides, out_dtype=FP32, order=ORDER).expected)
+
+
+# Products.
+
+
+# `make test` has one pair of each rule, and of either layout of an amax.
+STAY = (PAIRS[0], PAIRS[2], PAIRS[5], PAIRS[8])
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [pytest.param(*pair, id=" x ".join(pair), marks=() if pair in STAY else pytest.mark.long) for pair in PAIRS],
+)
+def test_every_bit_is_the_models(left: str, right: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_tensor_cores(monkeypatch):
+        for number, (m, n, k) in enumerate(SHAPES):
+            a, b = operand(left, m, k, 1), operand(right, n, k, 2)
+            c, bias = matrix("normal", max(1, m), n, torch.bfloat16)[:m], matrix("normal", 1, n, FP32).view(n)
+            for added in ({}, {"c": c, "bias": bias}):
+                assert_bits(ops.gemm, a, b, out_dtype=DTYPES[number % 3], **added)
+            assert ops.gemm_order(a, b) == ORDER
+
+
+def test_sums_that_are_cut_off_are_among_those_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for left, right in PAIRS:
+        a, b = operand(left, 40, 150, 1), operand(right, 30, 150, 2)
+        y = bounds(a, b, out_dtype=FP32, order=ORDER).expected
+        if left.startswith("nvfp4"):
+            continue  # of whose terms 25 bits hold all, but where single blocks are large
+        assert not torch.equal(y, ops.gemm(a, b, out_dtype=FP32))
+        for other in ("decoded-aligned-24-16", "decoded-aligned-26-16", "decoded-aligned-25-8"):
+            assert not torch.equal(y, bounds(a, b, out_dtype=FP32, order=other).expected)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3"])
+def test_values_that_are_not_finite_spread_as_they_do_everywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = matrix("normal", 40, 96, FP32)
+    a, b = ops.quantize(x, name), ops.quantize(x[:20].contiguous(), name)
+    a.scales[3, 1] = 0x7F if name == "nvfp4" else 0xFF
+    b.scales[2, 2] = 0x7F if name == "nvfp4" else 0xFF
+    expected = ops.gemm(a, b, out_dtype=FP32)
+    with on_tensor_cores(monkeypatch):
+        y = ops.gemm(a, b, out_dtype=FP32)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert expected.isnan().sum() == 20 + 40 - 1
+
+
+def test_infinities_and_nan_of_elements_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = random_operand("mxfp8-e5m2", 40, 96, 1), random_operand("mxfp8-e5m2", 20, 96, 2)
+    a.codes[3, 7], a.codes[4, 40], b.codes[5, 70] = 0x7C, 0x7D, 0xFC
+    a.codes[6, 70] = 0
+    with on_tensor_cores(monkeypatch):
+        assert ops.gemm_order(a, b) == ORDER
+        assert_bits(ops.gemm, a, b, out_dtype=FP32)
+        y = ops.gemm(a, b, out_dtype=FP32)
+    assert y[6, 5].isnan()
+    assert y.isinf().any()
+
+
+def test_operands_in_every_layout_are_the_same_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = (lambda q: q, stored_transposed, stored_swizzled, lambda q: stored_swizzled(stored_transposed(q)))
+    for m, n, k in ((70, 133, 100), (1, 3, 33)):
+        a, b = random_operand("mxfp8-e4m3", m, k, 1), random_operand("mxfp6-e3m2-2d", n, k, 2)
+        expected = bounds(a, b, out_dtype=FP32, order=ORDER).expected
+        with on_tensor_cores(monkeypatch):
+            for one, other in product(ways, ways):
+                assert_equal(ops.gemm(one(a), other(b), out_dtype=FP32), expected)
+    q = operand("nvfp4", 130, 96)
+    with on_tensor_cores(monkeypatch):
+        assert_bits(ops.gemm, stored_swizzled(q), q, out_dtype=FP32)
+
+
+def sections(name: str, sizes: list[int], k: int) -> GroupedQuantized:
+    if not name.startswith("nvfp4"):
+        return random_sections(name, sizes, k)
+    return ops.quantize_grouped(
+        matrix("outliers", max(1, sum(sizes)), k, FP32)[: sum(sizes)], torch.tensor(sizes), name
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvfp4",
+        pytest.param("mxfp8-e4m3", marks=pytest.mark.long),
+        pytest.param("fp8-current-e4m3", marks=pytest.mark.long),
+    ],
+)
+def test_each_section_is_multiplied_by_its_own_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, sizes in enumerate((*SIZES, [300, 1])):
+        n, k = (70, 150) if number % 2 else (300, 40)
+        a = sections(name, sizes, k)
+        b = [operand(name, n, k, seed) for seed, _ in enumerate(sizes)]
+        b[0] = stored_swizzled(b[0]) if name == "nvfp4" else b[0]
+        c, bias = matrix("normal", max(1, sum(sizes)), n, FP32)[: sum(sizes)], matrix("normal", len(sizes), n, FP32)
+        with on_tensor_cores(monkeypatch):
+            y = ops.gemm_grouped(a, b, out_dtype=torch.bfloat16, c=c, bias=bias)
+            assert ops.gemm_order(a.sections(), b) == ORDER
+        parts = [
+            bounds(section, matrix_, out_dtype=torch.bfloat16, c=added, bias=more, order=ORDER).expected
+            for section, matrix_, added, more in zip(a.sections(), b, c.split(sizes), bias, strict=True)
+        ]
+        assert_equal(y, torch.cat(parts))
+
+
+def test_a_quantized_output_is_that_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sums that are 0 but for what has been cut off or rounded, so that no two orders have the same codes."""
+    a, b = (twice(random_operand(name, rows, 160, rows)) for name, rows in (("mxfp8-e4m3", 70), ("mxfp8-e5m2", 133)))
+    b.codes[:, 160:] ^= 0x80
+    for name in ("mxfp8-e4m3", "mxfp4-2d", "fp8-delayed-e4m3"):
+        scale = {"scale": torch.tensor([0.01])} if "delayed" in name else {}
+        portable = ops.gemm_quantized(a, b, name, out_dtype=FP32, **scale)
+        with on_tensor_cores(monkeypatch):
+            y = ops.gemm(a, b, out_dtype=FP32)
+            got = ops.gemm_quantized(a, b, name, out_dtype=FP32, **scale)
+        assert_same(got, ops.quantize(y, name, **scale))
+        assert not torch.equal(got.codes, portable.codes)
+
+
+def twice(q: Quantized) -> Quantized:
+    """The same columns again, behind them."""
+    codes, scales = (torch.cat([part, part], 1) for part in (q.codes, q.scales))
+    return replace(q, codes=codes, scales=scales, shape=(q.shape[0], 2 * q.shape[1]))
+
+
+def test_the_threads_in_every_order_and_any_number_of_workers_give_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b = random_operand("mxfp8-e4m3", 140, 330, 1), random_operand("mxfp8-e4m3", 270, 330, 2)
+    expected = bounds(a, b, out_dtype=FP32, order=ORDER).expected
+    threads = torch.get_num_threads()
+    with on_tensor_cores(monkeypatch):
+        for order in host.ORDERS:
+            with host.thread_order(order):
+                assert_equal(ops.gemm(a, b, out_dtype=FP32), expected)
+        try:
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                assert_equal(ops.gemm(a, b, out_dtype=FP32), expected)
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 1, 1), (7, 9, 31), pytest.param(131, 130, 130, marks=pytest.mark.long), (5, 264, 64)],
+)
+def test_nothing_outside_is_read_and_nothing_outside_is_written(
+    m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for left, right in PAIRS:
+        plain = operand(left, m, k, 1), operand(right, n, k, 2)
+        a, b = (replace(q, codes=embedded(q.codes), scales=embedded(q.scales)) for q in plain)
+        with on_tensor_cores(monkeypatch), guarded_outputs(monkeypatch):
+            y = ops.gemm(a, b, out_dtype=torch.bfloat16)
+        assert_equal(y, bounds(*plain, out_dtype=torch.bfloat16, order=ORDER).expected)
+
+
+# Paths.
+
+
+def test_tensor_cores_make_large_products_on_hopper_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = {torch.device("cuda", index): (8 + index, 0) for index in range(3)}
+    monkeypatch.setattr(paths, "_capability", devices.__getitem__)
+    least = paths.SMALLEST
+    assert least % 2**20 == 0
+    for rule, (m, n, k) in product(
+        ("nvfp4", "mx", "fp8_tensor", "fp8_block"), ((1024, least // 2**20, 1024), (1, 1, 1))
+    ):
+        for device, capability in devices.items():
+            wanted = TENSOR if capability == (9, 0) and rule != "fp8_block" and m > 1 else PORTABLE
+            assert path_of(m, n, k, rule, device) == wanted
+        assert path_of(1024, least // 2**20 - 1, 1024, rule, torch.device("cuda", 1)) == PORTABLE
+        assert path_of(m, n, k, rule, CPU) == PORTABLE
+
+
+def test_a_cpu_adds_in_order_of_blocks() -> None:
+    a = operand("nvfp4", 1024, 64)
+    assert ops.gemm_order(a, a) == ops.gemm_order([a, a], [a, a]) == "blocks"
+
+
+# Twins.
+
+TEXT = """
+#include "gemm/sm90/hopper.cuh"
+
+extern "C" __global__ void sums(float* acc, const bf16* a, const bf16* b, int count) {
+    for (int i = 0; i < count; ++i) {
+        Scaled left[16], right[16];
+        for (int k = 0; k < 16; ++k) {
+            left[k] = Scaled(to_float(a[16 * i + k]));
+            right[k] = Scaled(to_float(b[16 * i + k]));
+        }
+        acc[i] = aligned_sum(acc[i], left, right);
+    }
+}
+
+// One thread fills three stages ten times; others wait for each, in whatever order they run.
+extern "C" __global__ void turns(int* out) {
+    __shared__ Barrier full[3], empty[3];
+    __shared__ u8 tiles[3][TILE_BYTES];
+    const int thread = threadIdx.x;
+    if (thread == 0) {
+        for (int i = 0; i < 3; ++i) {
+            full[i].begin(1);
+            empty[i].begin(31);
+        }
+    }
+    __syncthreads();
+    u8 source[TILE_BYTES];
+    for (int turn = 0; turn < 30; ++turn) {
+        const int stage = turn % 3, phase = turn / 3 % 2;
+        if (thread == 0) {
+            for (int i = 0; i < TILE_BYTES; ++i) source[i] = static_cast<u8>(turn);
+            empty[stage].wait_for(phase ^ 1);
+            full[stage].arrive_before(TILE_BYTES);
+            copy_tile(tiles[stage], source, full[stage]);
+        } else {
+            full[stage].wait_for(phase);
+            out[turn * 32 + thread] = tiles[stage][thread] + 1;
+            empty[stage].arrive();
+        }
+    }
+}
+"""
+
+
+def exact_sum(acc: np.float32, a: np.ndarray, b: np.ndarray) -> float:
+    """Rule 2 of tolerance.md, "a model of the hardware", in fractions: F = 25, the sum cut off behind 23."""
+    exponents = [math.frexp(p)[1] + math.frexp(q)[1] - 2 for p, q in zip(a, b, strict=True) if p * q]
+    if acc:
+        exponents.append(math.frexp(acc)[1] - 1)
+    if not exponents:
+        return 0.0
+    unit = Fraction(2) ** (max(exponents) - 25)
+    terms = [Fraction(float(acc)), *(Fraction(float(p)) * Fraction(float(q)) for p, q in zip(a, b, strict=True))]
+    total = sum((math.trunc(term / unit) * unit for term in terms), Fraction(0))
+    if total:
+        last = Fraction(2) ** (math.frexp(float(total))[1] - 24)
+        total = math.trunc(total / last) * last
+    return float(total)
+
+
+@pytest.mark.parametrize("spread", [0, 3, 12, 38])
+def test_the_twin_of_a_product_is_the_model_in_exact_arithmetic(spread: int, cuda_source: Source) -> None:
+    rng = np.random.default_rng(spread)
+    count = 400
+    shape = (count, 16)
+    numbers_ = [np.ldexp(rng.integers(-255, 256, shape), rng.integers(-spread, spread + 1, shape)) for _ in range(2)]
+    numbers_[0][:50, rng.integers(0, 16, 10)] = 0
+    numbers_[0][50:60] = 0
+    before = np.ldexp(rng.integers(-(2**24) + 1, 2**24, count), rng.integers(-20 - spread, spread + 1, count))
+    before[::5] = 0
+    before[60:80] = -np.einsum("ij,ij->i", *numbers_)[60:80].astype(np.float32)  # what cancels
+    acc = before.astype(np.float32)
+    expected = [exact_sum(x, *rows) for x, *rows in zip(acc, *numbers_, strict=True)]
+    codes = [(x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for x in numbers_]
+    run(cuda_source(TEXT), "sums", ONE, ONE, acc, *codes, np.int32(count))
+    np.testing.assert_array_equal(acc, np.array(expected, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("acc", "a", "b", "expected"),
+    [
+        (1.0, np.nan, 1.0, np.nan), (np.nan, 1.0, 1.0, np.nan), (1.0, np.inf, 0.0, np.nan),
+        (1.0, np.inf, -2.0, -np.inf), (np.inf, 1.0, 1.0, np.inf), (np.inf, -np.inf, 1.0, np.nan),
+    ],
+)  # fmt: skip
+def test_the_twin_adds_what_is_not_finite(acc: float, a: float, b: float, expected: float, cuda_source: Source) -> None:
+    rows = [np.zeros(16, np.float32), np.zeros(16, np.float32)]
+    rows[0][5], rows[1][5] = a, b
+    codes = [(x.view(np.uint32) >> 16).astype(np.uint16) for x in rows]
+    out = np.array([acc], np.float32)
+    run(cuda_source(TEXT), "sums", ONE, ONE, out, *codes, np.int32(1))
+    np.testing.assert_array_equal(out, np.array([expected], np.float32))
+
+
+@pytest.mark.parametrize("order", host.ORDERS)
+def test_barriers_let_nobody_through_too_soon(order: str, cuda_source: Source) -> None:
+    out = np.zeros((30, 32), np.int32)
+    with host.thread_order(order):
+        run(cuda_source(TEXT), "turns", ONE, (32, 1, 1), out)
+    np.testing.assert_array_equal(out[:, 1:], np.repeat(np.arange(1, 31), 31).reshape(30, 31))

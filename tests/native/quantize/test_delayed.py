@@ -1,0 +1,208 @@
+"""update_scale on a CPU: as exact arithmetic does it, a tensor at a time, and as the reference does."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.native import ops
+from narrowgauge.native.ops import recipe
+from narrowgauge.reference.quantize.delayed import update_scale as reference
+from narrowgauge.spec.recipes import Recipe, recipe_names
+from tests.golden import bits
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.samples import assert_equal
+from tests.reference.scalar import nearest
+
+f32 = np.float32
+FLT_MAX = float(np.finfo(f32).max)
+
+NAMES = (
+    *(name for name in recipe_names() if recipe(name).delayed is not None),
+    "fp8-delayed-e4m3-margin1", "fp8-delayed-e5m2-recent-margin3-bulk", "fp8-delayed-e4m3-margin130",
+)  # fmt: skip
+EVERY_RECIPE = pytest.mark.parametrize("name", NAMES)
+
+AMAXES = (
+    0.0, -0.0, 1e-45, 1e-38, 1.3e-36, 1.5e-36, 0.1, 1.0, 448.0, 57344.0, 1e30, FLT_MAX, math.inf, math.nan, -1.0,
+    -math.inf,
+)  # fmt: skip
+SCALES = (1.0, 0.3, 0.0, 1e-45, FLT_MAX, math.inf, -math.inf, math.nan)
+
+
+def step(history: list[float], scale: float, r: Recipe) -> tuple[list[float], float]:
+    """One tensor."""
+    rule = r.delayed
+    assert rule is not None
+    last = history[0]
+    kept = rule.update == "bulk" and last == 0
+    amax = last
+    if rule.algorithm == "max":
+        amax = max((a for a in history if not math.isnan(a)), default=0.0)
+    if not kept and amax > 0 and math.isfinite(amax):
+        most = nearest(Fraction(r.element.max) / 2**rule.margin, "float32")
+        scale = nearest(Fraction(most) / Fraction(amax), "float32")
+    if math.isinf(scale):
+        scale = FLT_MAX
+    return (history if kept else [0.0, *history[2:], last] if len(history) > 1 else [0.0]), scale
+
+
+def histories(length: int, tensors: int, seed: int = 0) -> torch.Tensor:
+    """(length, tensors) amaxes, a quarter of them 0, infinite, NaN or extreme, in a quarter of the tensors."""
+    generator = torch.Generator().manual_seed(seed + 1000 * length + tensors)
+    x = torch.randn(length, tensors, generator=generator).abs() * 2.0 ** torch.randint(
+        -120, 100, (length, tensors), generator=generator
+    )
+    picked = torch.tensor(AMAXES)[torch.randint(len(AMAXES), (length, tensors), generator=generator)]
+    where = torch.rand(length, tensors, generator=generator) < 0.25
+    where &= torch.rand(tensors, generator=generator) < 0.25
+    x = torch.where(where, picked, x)
+    x[0] = torch.where(torch.rand(tensors, generator=generator) < 0.25, picked[0], x[0])
+    return x
+
+
+def scales_for(tensors: int, some: tuple[float, ...] = SCALES) -> torch.Tensor:
+    return torch.tensor(some).repeat(tensors // len(some) + 1)[:tensors].clone()
+
+
+@EVERY_RECIPE
+def test_every_tensor_is_updated_as_exact_arithmetic_does(name: str) -> None:
+    r = recipe(name)
+    for length, tensors in ((1, 1), (1, 40), (2, 33), (3, 5), (7, 64), (8, 100), (9, 31), (40, 65)):
+        history, scale = histories(length, tensors), scales_for(tensors)
+        new_history, new_scale = ops.update_scale(history, scale, name)
+        for tensor in range(tensors):
+            expected, factor = step(history[:, tensor].tolist(), float(scale[tensor]), r)
+            assert_equal(new_history[:, tensor], torch.tensor(expected), f"history {tensor}")
+            assert_equal(new_scale[tensor], torch.tensor(factor), f"scale {tensor}")
+
+
+@EVERY_RECIPE
+def test_every_pair_of_amaxes_under_every_scale_is_updated_as_exact_arithmetic_does(name: str) -> None:
+    """The last amax and one before it: zeros, subnormal and tiny ones, infinities, NaN, below zero."""
+    r = recipe(name)
+    cases = [(last, before, scale) for last in AMAXES for before in AMAXES for scale in SCALES]
+    table = torch.tensor(cases)
+    new_history, new_scale = ops.update_scale(table[:, :2].T, table[:, 2], name)
+    for tensor, (last, before, scale) in enumerate(table.tolist()):
+        expected, factor = step([last, before], scale, r)
+        assert_equal(new_history[:, tensor], torch.tensor(expected), f"history {last, before}")
+        assert_equal(new_scale[tensor], torch.tensor(factor), f"scale {last, before, scale}")
+
+
+@EVERY_RECIPE
+def test_every_exponent_of_an_amax_has_the_scale_of_exact_arithmetic(name: str) -> None:
+    """Powers of two, and those times the mantissa of the largest element, ± 1 ulp."""
+    r = recipe(name)
+    exact = np.array(
+        [math.ldexp(m, k) for k in range(-149, 128) for m in (1.0, 2 * math.frexp(r.element.max)[0])]
+    ).astype(f32)
+    amaxes = np.unique(np.concatenate([exact, np.nextafter(exact, f32(0)), np.nextafter(exact, f32(math.inf))]))
+    amaxes = amaxes[np.isfinite(amaxes)]
+    _, scales = ops.update_scale(torch.from_numpy(amaxes).unsqueeze(0), torch.ones(len(amaxes)), name)
+    for amax, scale in zip(amaxes.tolist(), scales, strict=True):
+        assert_equal(scale, torch.tensor(step([amax], 1.0, r)[1]), f"scale of {amax}")
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 1024, 4096])
+def test_histories_of_any_length_are_updated_as_the_reference_does(name: str, length: int) -> None:
+    for tensors in (1, 31, 33):
+        history, scale = histories(length, tensors), scales_for(tensors, (1.0, 0.3, 0.0, math.nan))
+        for got, expected in zip(ops.update_scale(history, scale, name), reference(history, scale, name), strict=True):
+            assert_equal(got, expected)
+
+
+def test_the_largest_is_found_wherever_it_lies_and_forgotten_after_as_many_steps_as_the_history_has() -> None:
+    for place in range(20):
+        history = torch.full((20, 3), 0.5)
+        history[place, 1] = 2.0
+        scale = torch.ones(3)
+        for number in range(21):
+            history, scale = ops.update_scale(history, scale, "fp8-delayed-e4m3")
+            there = number <= (place - 1 if place else 19)
+            assert scale.tolist() == [896.0, 224.0 if there else 896.0, 896.0], (place, number)
+            history[0] = 0.5
+
+
+def test_a_single_tensor_rolls_a_zero_in_and_many_keep_what_they_have() -> None:
+    history, scale = torch.tensor([[0.0, 3.0], [2.0, 2.0], [1.0, 1.0]]), torch.tensor([7.0, 7.0])
+    rolled, single = ops.update_scale(history, scale, "fp8-delayed-e4m3")
+    assert rolled.T.tolist() == [[0.0, 1.0, 0.0], [0.0, 1.0, 3.0]]
+    assert single.tolist() == [224.0, float(f32(448) / f32(3))]
+    kept, bulk = ops.update_scale(history, scale, "fp8-delayed-e4m3-bulk")
+    assert kept.T.tolist() == [[0.0, 2.0, 1.0], [0.0, 1.0, 3.0]]
+    assert bulk.tolist() == [7.0, float(f32(448) / f32(3))]
+
+
+def test_every_choice_of_a_recipe_changes_a_scale() -> None:
+    history, scale = torch.tensor([[1.0, 0.0], [3.0, 2.0]]), torch.tensor([7.0, 7.0])
+    names = ("fp8-delayed-e4m3", "fp8-delayed-e5m2", "fp8-delayed-e4m3-recent", "fp8-delayed-e4m3-margin2",
+             "fp8-delayed-e4m3-bulk")  # fmt: skip
+    found = [tuple(ops.update_scale(history, scale, name)[1].tolist()) for name in names]
+    assert len(set(found)) == len(names)
+
+
+def test_what_is_given_stays_as_it_is() -> None:
+    history, scale = histories(5, 40), scales_for(40)
+    before = history.clone(), scale.clone()
+    ops.update_scale(history, scale, "fp8-delayed-e4m3")
+    assert torch.equal(bits(history), bits(before[0]))
+    assert torch.equal(bits(scale), bits(before[1]))
+
+
+def test_no_tensors_and_strided_histories() -> None:
+    history, scale = ops.update_scale(torch.empty(4, 0), torch.empty(0), "fp8-delayed-e4m3")
+    assert (history.shape, scale.shape) == ((4, 0), (0,))
+    wide, factors = histories(12, 30), scales_for(60)[::2]
+    for view in (wide.T[:, :11].T, wide[::2], wide[:, 0::1]):
+        got = ops.update_scale(view, factors, "fp8-delayed-e4m3-bulk")
+        copy = ops.update_scale(view.contiguous(), factors.contiguous(), "fp8-delayed-e4m3-bulk")
+        for one, other in zip(got, copy, strict=True):
+            assert_equal(one, other)
+
+
+@pytest.mark.parametrize(("length", "tensors"), [(1, 1), (5, 33), (17, 31)])
+def test_nothing_outside_is_read_and_nothing_outside_is_written(
+    length: int, tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, scale = histories(length, tensors), scales_for(tensors, (1.0, 2.0))
+    with guarded_outputs(monkeypatch):
+        got = ops.update_scale(embedded(history), embedded(scale), "fp8-delayed-e5m2")
+    for one, other in zip(got, reference(history, scale, "fp8-delayed-e5m2"), strict=True):
+        assert_equal(one, other)
+
+
+# What is refused.
+
+H, S = torch.ones(4, 3), torch.ones(3)
+REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
+    ("another recipe", lambda: ops.update_scale(H, S, "fp8-current-e4m3"), ValueError,
+     "recipe fp8-current-e4m3 takes no scale from a history; fp8-delayed-e4m3 and the like do"),
+    ("no such recipe", lambda: ops.update_scale(H, S, "fp8-delayed-e4m4"), ValueError,
+     "no recipe is called 'fp8-delayed-e4m4'"),
+    ("a history of float64", lambda: ops.update_scale(H.double(), S, "fp8-delayed-e4m3"), TypeError,
+     "history is float32, not float64"),
+    ("scales of bfloat16", lambda: ops.update_scale(H, S.bfloat16(), "fp8-delayed-e4m3"), TypeError,
+     "scale is float32, not bfloat16"),
+    ("a vector", lambda: ops.update_scale(S, S, "fp8-delayed-e4m3"), ValueError,
+     "history is (H, N), with at least one row, and scale (N,); these are (3,) and (3,)"),
+    ("no rows", lambda: ops.update_scale(H[:0], S, "fp8-delayed-e4m3"), ValueError,
+     "history is (H, N), with at least one row, and scale (N,); these are (0, 3) and (3,)"),
+    ("scales of other tensors", lambda: ops.update_scale(H, S[:2], "fp8-delayed-e4m3"), ValueError,
+     "history is (H, N), with at least one row, and scale (N,); these are (4, 3) and (2,)"),
+    ("scales elsewhere", lambda: ops.update_scale(H, S.to("meta"), "fp8-delayed-e4m3"), ValueError,
+     "kernel update_scale runs on cpu, but a tensor lies on meta; move it first"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_it_is_refused_with_a_sentence(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()

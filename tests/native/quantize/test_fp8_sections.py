@@ -1,0 +1,173 @@
+"""quantize_grouped to FP8 on a CPU: every section byte for byte what it gives alone, wherever empty ones lie."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.native import ops
+from narrowgauge.native.ops import GroupedQuantized, recipe
+from narrowgauge.reference import ops as reference
+from narrowgauge.spec.recipes import Recipe
+from tests.golden import bits
+from tests.native.fp8 import AMAXES, KINDS, NAMES, given_scale, propagating, threads
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.quantize.test_sections import WRONG
+from tests.native.samples import FAMILIES, assert_equal, assert_same, assert_sections_same, matrix
+
+__all__ = ["threads"]
+
+EVERY_RECIPE = pytest.mark.parametrize("name", NAMES)
+EVERY_KIND = pytest.mark.parametrize("name", KINDS)
+EITHER = pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+
+SIZES = [
+    [64], [0], [0, 0], [1, 2, 3], [0, 128, 0], [16, 0, 0, 16], [100, 0, 30, 70, 0], [127, 129, 1], [3] * 50,
+    [48, 16, 0, 260],
+]  # fmt: skip
+
+
+def assert_as_reference(x: torch.Tensor, sizes: list[int], r: Recipe, **options: Any) -> GroupedQuantized:
+    """Every section, bit for bit, and what they have together; what the kernels gave is returned."""
+    options = {**given_scale(r, len(sizes)), **options}
+    got = ops.quantize_grouped(x, torch.tensor(sizes), r, **options)
+    expected = reference.quantize_grouped(x, torch.tensor(sizes), r, **options)
+    assert_sections_same(got, expected)
+    for part in ("amax", "tensor_scale"):
+        one, other = getattr(got, part), getattr(expected, part)
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_equal(one, other, part)
+    return got
+
+
+@EVERY_KIND
+@EITHER
+def test_every_section_has_the_references_bytes(name: str, columnwise: bool, threads: int) -> None:
+    for number, sizes in enumerate(SIZES):
+        x = matrix("outliers", max(1, sum(sizes)), 140, torch.bfloat16, seed=number)[: sum(sizes)]
+        assert_as_reference(x, sizes, recipe(name), columnwise=columnwise)
+
+
+@EVERY_RECIPE
+@EITHER
+def test_every_family_is_quantized_as_the_reference_does(name: str, columnwise: bool) -> None:
+    for number, family in enumerate(FAMILIES):
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
+        assert_as_reference(matrix(family, 162, 20, dtype), [17, 0, 130, 15], recipe(name), columnwise=columnwise)
+
+
+@EVERY_KIND
+@EITHER
+def test_a_section_is_what_it_is_alone(name: str, columnwise: bool) -> None:
+    r = recipe(name)
+    sizes = [140, 0, 33]
+    x = matrix("outliers", sum(sizes), 130, torch.bfloat16)
+    scales = given_scale(r, 3).get("scale")
+    got = assert_as_reference(x, sizes, r, columnwise=columnwise).sections()
+    for number, (part, rows) in enumerate(zip(got, x.split(sizes), strict=True)):
+        own = {} if scales is None else {"scale": scales[number : number + 1]}
+        row, column = ops.quantize_both(rows, r, **own)
+        assert_same(part, column if columnwise else row)
+
+
+@EITHER
+@pytest.mark.parametrize("name", ["fp8-current-e4m3", "fp8-current-e5m2-pow2", "fp8-delayed-e4m3"])
+def test_given_amaxes_replace_the_sections_own(name: str, columnwise: bool) -> None:
+    for shift in range(len(AMAXES)):
+        amax = torch.tensor(AMAXES).roll(shift)[:4].clone()
+        x = matrix("any bits", 95, 40, torch.bfloat16)
+        got = assert_as_reference(x, [20, 0, 45, 30], recipe(name), columnwise=columnwise, amax=amax)
+        assert_equal(got.amax, amax)  # type: ignore[arg-type]
+
+
+@EITHER
+def test_columns_that_there_are_none_of(columnwise: bool) -> None:
+    for name in KINDS:
+        assert_as_reference(torch.empty(20, 0), [15, 0, 5], recipe(name), columnwise=columnwise)
+
+
+@EITHER
+@EVERY_KIND
+def test_views_are_quantized_like_their_copies(name: str, columnwise: bool) -> None:
+    plain, sizes = matrix("outliers", 192, 192, torch.bfloat16), [16, 0, 48, 32]
+    for view in (plain[:96].T[:96], plain[::2, ::2], plain[96:, 96:], plain.view(2, 96, 192)[:, ::2, 64:144]):
+        got = assert_as_reference(view, sizes, recipe(name), columnwise=columnwise)
+        copy = ops.quantize_grouped(
+            view.contiguous(), torch.tensor(sizes), name, columnwise=columnwise, **given_scale(recipe(name), 4)
+        )  # fmt: skip
+        assert_sections_same(got, copy)
+
+
+# Memory.
+
+
+@EITHER
+@EVERY_KIND
+@pytest.mark.parametrize("columns", [1, 64, 140])
+def test_nothing_outside_the_matrix_is_read_and_nothing_outside_the_outputs_is_written(
+    columns: int, name: str, columnwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = propagating(name)
+    plain = matrix("outliers", 300, columns, torch.float32)
+    x, sizes = embedded(plain), embedded(torch.tensor([17, 0, 130, 1, 152]))
+    scale = {key: embedded(value) for key, value in given_scale(r, 5).items()}
+    with guarded_outputs(monkeypatch):
+        got = ops.quantize_grouped(x, sizes, r, columnwise=columnwise, **scale)
+    assert_sections_same(got, reference.quantize_grouped(plain, sizes.clone(), r, columnwise=columnwise, **scale))
+    assert torch.equal(bits(x), bits(plain))
+
+
+@EITHER
+@EVERY_KIND
+@pytest.mark.parametrize("wrong", WRONG)
+def test_sizes_that_nobody_has_checked_are_cut_to_the_rows_there_are(
+    wrong: str, name: str, columnwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sizes on a GPU are, which the host does not see: nothing outside is read or written."""
+    monkeypatch.setattr("narrowgauge.native.quantize.fp8.check_sizes", lambda *_: None)
+    sizes, cut = WRONG[wrong]
+    r = recipe(name)
+    x = embedded(matrix("outliers", 20, 140, torch.bfloat16))
+    options: dict[str, Any] = {"columnwise": columnwise, **given_scale(r, len(sizes))}
+    with guarded_outputs(monkeypatch):
+        got = ops.quantize_grouped(x, embedded(torch.tensor(sizes)), r, **options)
+    got.sizes, got.shape = torch.tensor(cut), (sum(cut), 140)
+    assert_sections_same(got, reference.quantize_grouped(x[: sum(cut)], torch.tensor(cut), r, **options))
+
+
+# What is refused.
+
+X = torch.ones(48, 32)
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("a negative size", {"sizes": torch.tensor([50, -2])}, ValueError,
+     "sizes of sections are not negative and sum to the 48 rows of x; these are [50, -2], sum 48"),
+    ("too few rows", {"sizes": torch.tensor([1, 2])}, ValueError,
+     "sizes of sections are not negative and sum to the 48 rows of x; these are [1, 2], sum 3"),
+    ("no section", {"sizes": torch.empty(0, dtype=torch.int64)}, ValueError,
+     "sizes of sections have shape (G,), not (0,)"),
+    ("a matrix of sizes", {"sizes": torch.tensor([[48]])}, ValueError, "sizes of sections have shape (G,), not (1, 1)"),
+    ("sizes of int32", {"sizes": torch.tensor([48]).int()}, TypeError, "sizes is int64, not int32"),
+    ("strided sizes", {"sizes": torch.tensor([48, 7, 0])[::2]}, ValueError,
+     "sizes of shape (2,) has strides (2,); the kernels read contiguous memory: pass sizes.contiguous()"),
+    ("amaxes of other sections", {"amax": torch.ones(1)}, ValueError, "amax has shape (2,), not (1,)"),
+    ("amaxes of blocks", {"recipe": "fp8-block-1x128", "amax": torch.ones(2)}, ValueError,
+     "recipe fp8-block-1x128-e4m3-pow2 has no tensor scale; it takes no amax"),
+    ("no scales", {"recipe": "fp8-delayed-e4m3"}, ValueError, "recipe fp8-delayed-e4m3 takes scale, float32 (2,)"),
+    ("scales of other sections", {"recipe": "fp8-delayed-e4m3", "scale": torch.ones(1)}, ValueError,
+     "scale has shape (2,), not (1,)"),
+    ("scales of current scaling", {"scale": torch.ones(2)}, ValueError,
+     "recipe fp8-current-e4m3 makes its own scales; it takes none"),
+    ("random bits", {"random": (1, 2)}, ValueError,
+     "recipe fp8-current-e4m3 rounds nearest-even; it takes no random bits"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_it_is_refused_with_a_sentence(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"x": X, "sizes": torch.tensor([16, 32]), "recipe": "fp8-current-e4m3", **changes}
+    with pytest.raises(error, match=re.escape(message)):
+        ops.quantize_grouped(**arguments)

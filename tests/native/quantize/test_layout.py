@@ -1,0 +1,84 @@
+"""swizzle and unswizzle on a CPU: golden bytes, every index by its formula, and back."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.native import ops
+from narrowgauge.reference import ops as reference
+from tests.golden import golden, load
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.samples import assert_equal
+
+SHAPES = [*product((1, 31, 32, 33, 127, 128, 129, 300), (1, 3, 4, 5, 20)), (1000, 65), (0, 0), (0, 4), (4, 0), (0, 3)]
+
+
+def scales(rows: int, columns: int) -> torch.Tensor:
+    """Bytes of every value but 0, so that padding differs from all."""
+    generator = torch.Generator().manual_seed(rows * 31 + columns)
+    return torch.randint(1, 256, (rows, columns), generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("path", golden("swizzle_*.npz"))
+def test_the_layout_is_transformer_engines(path: Path) -> None:
+    arrays = load(path)
+    linear = torch.from_numpy(arrays["scales"])
+    np.testing.assert_array_equal(ops.swizzle(linear), arrays["swizzled"])
+    np.testing.assert_array_equal(ops.unswizzle(torch.from_numpy(arrays["swizzled"]), tuple(linear.shape)), linear)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_every_scale_lies_where_the_formula_says_and_padding_is_zero(rows: int, columns: int) -> None:
+    linear = scales(rows, columns)
+    swizzled = ops.swizzle(linear)
+    assert swizzled.shape == (-(-rows // 128) * 128, -(-columns // 4) * 4)
+    i, j = np.indices((rows, columns))
+    index = (i // 128 * (swizzled.shape[1] // 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+    expected = np.zeros(swizzled.numel(), np.uint8)
+    expected[index.ravel()] = linear.numpy().ravel()
+    np.testing.assert_array_equal(swizzled.numpy().ravel(), expected)
+    assert_equal(swizzled, reference.swizzle(linear))
+    assert_equal(ops.unswizzle(swizzled, (rows, columns)), linear)
+
+
+def test_unswizzle_reads_no_padding() -> None:
+    swizzled = ops.swizzle(scales(130, 5))
+    swizzled[swizzled == 0] = 0xFF
+    assert_equal(ops.unswizzle(swizzled, (130, 5)), scales(130, 5))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (129, 5), (128, 4)])
+def test_nothing_outside_is_read_and_nothing_outside_is_written(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = embedded(scales(rows, columns))
+    with guarded_outputs(monkeypatch):
+        swizzled = ops.swizzle(linear)
+        back = ops.unswizzle(embedded(swizzled.clone()), (rows, columns))
+    assert_equal(swizzled, reference.swizzle(linear.clone()))
+    assert_equal(back, linear.clone())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ops.swizzle(torch.ones(4, 4)), TypeError, "scales is uint8, not float32"),
+        (lambda: ops.swizzle(scales(4, 4)[0]), ValueError, "scales are a matrix (M, ⌈K/block⌉), not shape (4,)"),
+        (lambda: ops.swizzle(scales(4, 4).T), ValueError, "scales of shape (4, 4) has strides (1, 4)"),
+        (lambda: ops.unswizzle(scales(128, 4), (129, 4)), ValueError,
+         "swizzled scales has shape (256, 4), not (128, 4)"),
+        (lambda: ops.unswizzle(scales(128, 4), (128, 5)), ValueError,
+         "swizzled scales has shape (128, 8), not (128, 4)"),
+        (lambda: ops.unswizzle(scales(128, 4).float(), (128, 4)), TypeError, "swizzled scales is uint8, not float32"),
+    ],
+    ids=["floats", "a vector", "a transpose", "too few rows", "too few columns", "swizzled floats"],
+)  # fmt: skip
+def test_it_is_refused_with_a_sentence(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=re.escape(message)):
+        call()

@@ -1,0 +1,231 @@
+"""Kernels that take whole tiles of bfloat16, or whole lines of codes: the reference's bytes, and for what they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.native import ops
+from narrowgauge.native.ops import recipe
+from narrowgauge.native.quantize import amax, dequantize, fp8, mx, nvfp4
+from narrowgauge.native.runtime.arguments import ANY_THREADS
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.reference import ops as reference
+from tests.native.fp8 import NAMES as FP8_NAMES
+from tests.native.fp8 import given_scale
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.quantize.test_mx import ELEMENTS, RULES
+from tests.native.samples import DTYPES, FAMILIES, assert_both_same, assert_equal, assert_same, matrix
+
+BF16 = torch.bfloat16
+SIDES = [(True, True), (True, False), (False, True)]
+MX = (*(name for name in RULES if name.startswith("mxfp8-e4m3")), "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp8-2d")
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are launched, of quantizing and dequantizing. FP8 goes in tiles on a CPU, too."""
+    names: list[str] = []
+
+    def noted(*given: Any, **options: Any) -> None:
+        names.append(given[1])
+        launch(*given, **options)
+
+    def noted_with_flags(*given: Any, extra_flags: tuple[str, ...] = (), **options: Any) -> None:
+        noted(*given, **options, extra_flags=(*extra_flags, "-O1"))  # compiled sooner
+
+    monkeypatch.setitem(fp8._TILE_THREADS, "cpu", fp8._TILE_THREADS["cuda"])
+    monkeypatch.setattr(fp8, "launch", noted_with_flags)
+    for module in (mx, nvfp4, dequantize):
+        monkeypatch.setattr(module, "launch", noted)
+    return names
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("name", MX)
+def test_whole_tiles_have_the_references_mx(name: str, swizzled: bool, used: list[str]) -> None:
+    for number, family in enumerate(FAMILIES):
+        r = replace(recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
+        for rowwise, columnwise in SIDES:
+            x = matrix(family, 96, 256, BF16)
+            options = {"rowwise": rowwise, "columnwise": columnwise, "swizzled": swizzled}
+            assert_both_same(ops.quantize_both(x, r, **options), reference.quantize_both(x, r, **options))
+    tiled = {"quantize_mx_tiles_bf16"}
+    plain = set() if swizzled or r.block[0] > 1 else {"quantize_mx_plain_bf16"}
+    assert set(used) == tiled | plain
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d"])
+def test_tiles_in_the_shape_of_a_gpu_have_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a thread holds all rows of a tile."""
+    monkeypatch.setitem(mx._TILE_THREADS, "cpu", mx._TILE_THREADS["cuda"])
+
+    def as_on_a_gpu(*given: Any, extra_flags: tuple[str, ...], **options: Any) -> None:
+        launch(*given, **options, extra_flags=(*extra_flags, "-DMX_PIECE_ROWS=8", "-O1"))
+
+    monkeypatch.setattr(mx, "launch", as_on_a_gpu)
+    for family in FAMILIES:
+        x = matrix(family, 64, 256, BF16)
+        assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
+
+
+def test_rows_of_e2m1_go_in_tiles_too(used: list[str]) -> None:
+    """Columns of it are stored transposed, which tiles are not."""
+    for family in FAMILIES:
+        x = matrix(family, 32, 256, BF16)
+        assert_same(ops.quantize(x, "mxfp4", swizzled=True), reference.quantize(x, "mxfp4", swizzled=True))
+    assert set(used) == {"quantize_mx_tiles_bf16"}
+
+
+@pytest.mark.parametrize("name", FP8_NAMES)
+def test_whole_tiles_have_the_references_fp8(name: str, used: list[str]) -> None:
+    for number, family in enumerate(FAMILIES):
+        r = replace(recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
+        x = matrix(family, 256, 384, BF16)
+        for rowwise, columnwise in SIDES:
+            options = {"rowwise": rowwise, "columnwise": columnwise, **given_scale(r)}
+            assert_both_same(ops.quantize_both(x, r, **options), reference.quantize_both(x, r, **options))
+    assert set(used) == {"quantize_fp8_tiles_bf16"}
+
+
+def others() -> Iterator[torch.Tensor]:
+    """Matrices that are not whole tiles of bfloat16, or lie otherwise."""
+    yield from (matrix("outliers", rows, columns, BF16) for rows, columns in ((129, 128), (128, 160), (0, 128)))
+    yield from (matrix("outliers", 128, 128, dtype) for dtype in DTYPES if dtype != BF16)
+    yield matrix("outliers", 128, 256, BF16)[:, ::2]
+    moved = torch.empty(128 * 128 + 1, dtype=BF16)[1:].view(128, 128)
+    moved.copy_(matrix("outliers", 128, 128, BF16))
+    yield moved
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "fp8-block-1x128", "fp8-current"])
+def test_what_is_not_whole_tiles_goes_to_the_other_kernels(name: str, used: list[str]) -> None:
+    for x in others():
+        assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
+    assert used
+    assert not any("tiles" in kernel for kernel in used)
+
+
+def test_what_tiles_do_not_round_goes_to_the_other_kernels(used: list[str]) -> None:
+    x = matrix("outliers", 128, 128, BF16)
+    for name, random in (("mxfp8-e4m3-sr", (1, 2)), ("mxfp4", None)):
+        assert_both_same(ops.quantize_both(x, name, random=random), reference.quantize_both(x, name, random=random))
+    assert used == ["quantize_mx_bf16"] * 2
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rht-sr"])
+def test_a_block_of_threads_takes_many_tiles_one_below_the_other(
+    name: str, swizzled: bool, used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of large matrices: eight, then two, and last of all one."""
+    monkeypatch.setattr(amax, "_FEWEST", 1)
+    monkeypatch.setattr(amax, "_SMALL", 2**20)
+    options: dict[str, Any] = {"swizzled": swizzled, "random": (7, 1) if name.endswith("sr") else None}
+    for strips in (24, 29):
+        x = matrix("outliers", 64 * strips, 128, BF16)
+        assert_both_same(ops.quantize_both(x, name, **options), reference.quantize_both(x, name, **options))
+    assert set(used) == {"quantize_nvfp4_tiles_bf16"}
+
+
+@pytest.mark.parametrize(("limit", "size"), [("_LONGEST", 128), ("_MOST", 64 * 128)])
+def test_what_is_too_large_for_tiles_goes_to_the_other_kernel(
+    limit: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def noted(*given: Any, **options: Any) -> None:
+        names.append(given[1])
+        launch(*given, **options)
+
+    monkeypatch.setattr(nvfp4, "launch", noted)
+    x = matrix("outliers", 64, 128, BF16)
+    for least in (size + 1, size):
+        monkeypatch.setattr(amax, limit, least)
+        assert_both_same(ops.quantize_both(x, "nvfp4-2d"), reference.quantize_both(x, "nvfp4-2d"))
+    assert names == ["quantize_nvfp4_tiles_bf16", "quantize_nvfp4_bf16"]
+
+
+def test_a_cpu_takes_large_matrices_to_the_kernels_of_any(used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are faster there."""
+    monkeypatch.setattr(amax, "_SMALL", 64 * 128)
+    for rows in (64, 128):
+        for name in ("nvfp4-2d", "nvfp4-rht", "mxfp8-2d"):
+            x = matrix("outliers", rows, 128, BF16)
+            assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
+    tiled = ["quantize_nvfp4_tiles_bf16", "quantize_nvfp4_tiles_bf16", "quantize_mx_tiles_bf16"]
+    assert used == [*tiled, "quantize_nvfp4_bf16", "quantize_nvfp4_bf16", "quantize_mx_bf16"]
+
+
+@pytest.mark.long
+def test_the_kernels_of_any_matrix_have_the_same_bytes_in_the_shape_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a thread takes many blocks, on a GPU one."""
+    for module, flag in ((nvfp4, "NVFP4"), (mx, "MX"), (amax, "AMAX")):
+        threads_of = ANY_THREADS["amax_blocks" if module is amax else module.__name__.removeprefix("native.")]
+        threads = threads_of["cuda"]
+        monkeypatch.setitem(threads_of, "cpu", threads)
+
+        def as_on_a_gpu(*given: Any, extra_flags: tuple[str, ...] = (), flag: str = f"-D{flag}_THREADS={threads}",
+                        **options: Any) -> None:  # fmt: skip
+            launch(*given, **options, extra_flags=(*extra_flags, flag, "-O1"))
+
+        monkeypatch.setattr(module, "launch", as_on_a_gpu)
+    for family in FAMILIES:
+        x = matrix(family, 80, 140, BF16)
+        for name in ("nvfp4-2d-4over6-448-mae", "nvfp4-rht", "nvfp4-rowscaled", "mxfp8-e4m3", "mxfp8-2d"):
+            assert_both_same(ops.quantize_both(x, name), reference.quantize_both(x, name))
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "fp8-block-1x128", "fp8-block-128x128", "fp8-current"])
+def test_nothing_outside_of_whole_tiles_is_read_or_written(
+    name: str, used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, r = matrix("outliers", 256, 128, BF16), replace(recipe(name), nan="propagate")
+    x = embedded(plain)
+    with guarded_outputs(monkeypatch):
+        got = ops.quantize_both(x, r)
+    assert_both_same(got, reference.quantize_both(plain, r))
+    assert used == [f"quantize_{'mx' if 'mx' in name else 'fp8'}_tiles_bf16"]
+
+
+# Whole lines of codes.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d", "nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "fp8-block-1x128-e5m2",
+                                  "fp8-current"])  # fmt: skip
+def test_whole_lines_have_the_references_values(name: str, dtype: torch.dtype, used: list[str]) -> None:
+    for family in FAMILIES:
+        q = reference.quantize(matrix(family, 67, 384, BF16), name)
+        assert_equal(ops.dequantize(q, dtype), reference.dequantize(q, dtype))
+    kind = "rows" if recipe(name).granularity == "row" else "lines"
+    assert set(used) == {f"dequantize_{kind}_{suffix(dtype)}"}
+
+
+def suffix(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", BF16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [("nvfp4", 5, 24), ("nvfp4-rowscaled", 4, 24), ("mxfp8-e4m3", 4, 48), ("fp8-block-128x128", 128, 128),
+     ("fp8-block-1x128", 3, 130), ("fp8-current", 3, 5)],
+)  # fmt: skip
+def test_what_is_not_whole_lines_goes_to_the_other_kernel(name: str, rows: int, columns: int, used: list[str]) -> None:
+    q = reference.quantize(matrix("outliers", rows, columns, BF16), name)
+    assert_equal(ops.dequantize(q, BF16), reference.dequantize(q, BF16))
+    assert used == ["dequantize_bf16"]
+
+
+def test_codes_that_are_stored_transposed_or_not_aligned_go_to_the_other_kernel(used: list[str]) -> None:
+    q = reference.quantize(matrix("outliers", 64, 64, BF16), "mxfp8-e4m3")
+    turned = replace(q, codes=q.codes.T.contiguous(), scales=q.scales.T.contiguous(), transposed=True)
+    moved = torch.empty(64 * 64 + 1, dtype=torch.uint8)[1:].view(64, 64)
+    moved.copy_(q.codes)
+    for other in (turned, replace(q, codes=moved)):
+        assert_equal(ops.dequantize(other), reference.dequantize(q))
+    assert used == ["dequantize_fp32"] * 2

@@ -1,0 +1,135 @@
+"""transform on a CPU: every group, with signs and without, byte for byte what the reference gives."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from narrowgauge.native import ops
+from narrowgauge.native.ops import recipe
+from narrowgauge.native.quantize import hadamard
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.reference import ops as reference
+from narrowgauge.spec.recipes import RHT_GROUPS, Hadamard, Recipe
+from tests.golden import bits
+from tests.native.guards import embedded, guarded_outputs
+from tests.native.samples import assert_equal, matrix
+
+EVERY_GROUP = pytest.mark.parametrize("group", RHT_GROUPS)
+SIGNS = pytest.mark.parametrize("signs", [0xD7E8, 0, 0xFFFF, 0x8001])
+
+
+def rotating(group: int, signs: int = 0xD7E8) -> Recipe:
+    return replace(recipe("nvfp4-rht"), transform=Hadamard(group, signs))
+
+
+def spread(rows: int, columns: int) -> torch.Tensor:
+    """bfloat16 of exponents so far apart that sums round, in an order that shows."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    exponents = torch.randint(-30, 30, (rows, columns), generator=generator).float()
+    return (torch.randn(rows, columns, generator=generator) * exponents.exp2()).bfloat16()
+
+
+@EVERY_GROUP
+@SIGNS
+def test_every_group_is_rotated_as_the_reference_does(group: int, signs: int) -> None:
+    r = rotating(group, signs)
+    for rows, groups in ((1, 1), (5, 1), (33, 3), (64, 9)):
+        for x in (spread(rows, groups * group), matrix("normal", rows, groups * group, torch.bfloat16)):
+            y = ops.transform(x, r)
+            assert y.is_contiguous()
+            assert_equal(y, reference.transform(x, r))
+
+
+@EVERY_GROUP
+@pytest.mark.parametrize("family", ["zeros", "negative zeros", "nan", "inf", "subnormal", "huge", "any bits"])
+def test_every_family_is_rotated_as_the_reference_does(group: int, family: str) -> None:
+    x = matrix(family, 33, 128, torch.bfloat16)
+    assert_equal(ops.transform(x, rotating(group)), reference.transform(x, rotating(group)))
+
+
+@EVERY_GROUP
+def test_every_bfloat16_is_rotated_as_the_reference_does(group: int) -> None:
+    """Beside zeros, whose coefficient alone then shows, and beside its neighbours."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    alone = torch.zeros(1 << 16, group, dtype=torch.bfloat16)
+    alone[torch.arange(1 << 16), torch.arange(1 << 16) % group] = patterns
+    for x in (patterns.view(-1, 128), alone[:: max(1, group // 16)]):
+        assert_equal(ops.transform(x, rotating(group)), reference.transform(x, rotating(group)))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_groups_that_lanes_share_are_rotated_alike(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; on a CPU a thread has whole groups."""
+    monkeypatch.setitem(hadamard._MANY, "cpu", 1)
+    monkeypatch.setattr(hadamard, "launch", partial(launch, extra_flags=("-DHADAMARD_MANY=1", "-O0")))
+    for rows, groups in ((5, 1), (33, 3)):
+        x = spread(rows, groups * group)
+        assert_equal(ops.transform(x, rotating(group)), reference.transform(x, rotating(group)))
+
+
+def test_the_order_of_the_sums_is_seen() -> None:
+    """Half of the sums lose a large number to its negative, after small ones were added to it."""
+    x = matrix("normal", 64, 16, torch.bfloat16)
+    x[:, 0], x[:, 15] = 2.0**25, 2.0**25
+    y, exact = ops.transform(x, "nvfp4-rht"), (x.double() @ hadamard16()).bfloat16()
+    assert not torch.equal(y, exact)
+    assert_equal(y, reference.transform(x, "nvfp4-rht"))
+
+
+def hadamard16() -> torch.Tensor:
+    """diag(σ)·H16·¼ of the recipe nvfp4-rht, float64."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(4):
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    signs = torch.tensor([-1.0 if 0xD7E8 >> k & 1 else 1.0 for k in range(16)], dtype=torch.float64)
+    return signs.unsqueeze(1) * h / 4
+
+
+@pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-rht-nosign", "nvfp4-rht2", "nvfp4-rht128", "nvfp4-2d-rht-sr"])
+@pytest.mark.parametrize(("rows", "columns"), [(0, 128), (7, 0), (0, 0)])
+def test_an_empty_matrix_stays_empty(name: str, rows: int, columns: int) -> None:
+    assert ops.transform(torch.empty(rows, columns, dtype=torch.bfloat16), name).shape == (rows, columns)
+
+
+@EVERY_GROUP
+def test_views_are_rotated_like_their_copies(group: int) -> None:
+    plain = spread(256, 384)
+    for view in (plain[:128].T, plain[::3, :128], plain[:, ::3], plain[5:, 256:]):
+        assert_equal(ops.transform(view, rotating(group)), reference.transform(view.contiguous(), rotating(group)))
+
+
+@EVERY_GROUP
+def test_nothing_outside_is_read_and_nothing_outside_is_written(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = spread(9, 3 * group)
+    x = embedded(plain)
+    with guarded_outputs(monkeypatch):
+        y = ops.transform(x, rotating(group))
+    assert_equal(y, reference.transform(plain, rotating(group)))
+    assert torch.equal(bits(x), bits(plain))
+
+
+@pytest.mark.parametrize(
+    ("x", "name", "error", "message"),
+    [
+        (torch.ones(3, 16), "nvfp4-rht", TypeError, "recipe nvfp4-rht rotates bfloat16, not float32; convert it first"),
+        (torch.ones(3, 16).double(), "nvfp4-rht", TypeError, "recipe nvfp4-rht rotates bfloat16, not float64"),
+        (torch.ones(3, 24).bfloat16(), "nvfp4-rht", ValueError,
+         "recipe nvfp4-rht rotates whole groups of 16, and 24 elements of x (3, 24) are none; pad it first"),
+        (torch.ones(3, 64).bfloat16(), "nvfp4-rht128", ValueError,
+         "recipe nvfp4-rht128 rotates whole groups of 128, and 64 elements of x (3, 64) are none; pad it first"),
+        (torch.ones(16).bfloat16(), "nvfp4-rht", ValueError,
+         "recipe nvfp4-rht rotates rows of a matrix (M, K), not shape (16,); reshape it first"),
+        (torch.ones(2, 3, 16).bfloat16(), "nvfp4-rht", ValueError, "a matrix (M, K), not shape (2, 3, 16)"),
+        (torch.ones(3, 16).bfloat16(), "nvfp4", ValueError,
+         "recipe nvfp4 has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have"),
+    ],
+    ids=["float32", "float64", "half a group", "half a group of 128", "a vector", "three dimensions", "no transform"],
+)  # fmt: skip
+def test_it_is_refused_with_a_sentence(x: torch.Tensor, name: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        ops.transform(x, name)

@@ -1,0 +1,195 @@
+"""Launches on a GPU: streams, the chip's conversions beside the portable ones, compilation and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.native import ops
+from narrowgauge.native.runtime import cuda
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.native.runtime.sources import ToolchainError
+from narrowgauge.reference import ops as reference
+from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from tests.native import conversions
+from tests.native.conversions import KERNELS, TEXT, convert
+from tests.native.gpu import DEVICE, needs_compiler, needs_gpu
+from tests.native.launching import ARITHMETIC, Source, arithmetic
+from tests.native.samples import assert_equal, matrix, to
+
+pytestmark = needs_gpu
+
+# Streams.
+
+X = matrix("normal", 64, 256, torch.float32)
+Y = matrix("outliers", 64, 256, torch.float32)
+
+
+def doors() -> dict[str, tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
+    """For each door two inputs on the CPU and how it is called with one of them on the GPU."""
+    one, other = (reference.quantize(x, "nvfp4") for x in (X, Y))
+
+    def operand(codes: torch.Tensor) -> ops.Quantized:
+        scales, amax = on_gpu
+        return replace(one, codes=codes, scales=scales, amax=amax, tensor_scale=None)
+
+    on_gpu = (one.scales.to(DEVICE), one.amax.to(DEVICE))
+    return {
+        "amax": (X, Y, ops.amax),
+        "quantize": (X, Y, lambda x: ops.quantize(x, "nvfp4").codes),
+        "dequantize": (one.codes, other.codes, lambda codes: ops.dequantize(operand(codes))),
+        "gemm": (one.codes, other.codes, lambda codes: ops.gemm(operand(codes), operand(codes), out_dtype=torch.half)),
+    }
+
+
+@pytest.mark.parametrize("door", ["amax", "quantize", "dequantize", "gemm"])
+def test_a_kernel_is_queued_on_torchs_current_stream(door: str) -> None:
+    """A side stream sleeps, then changes x, then calls the door; the default stream meanwhile sees x unchanged."""
+    before, after, call = doors()[door]
+    old, new = before.to(DEVICE), after.to(DEVICE)
+    x = old.clone()
+    side = torch.cuda.Stream()
+    expected_old, expected_new = call(old), call(new)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):  # nothing is compiled or allocated for the first time while the stream sleeps
+        call(x)
+    torch.cuda.synchronize()
+
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2_000_000_000)  # cycles, about a second
+        x.copy_(new)
+        late = call(x)
+    early = call(x).cpu()
+    assert not side.query(), "the side stream was to sleep until here; the launch waited for it, or the sleep is short"
+    torch.cuda.synchronize()
+    assert not torch.equal(expected_old, expected_new)
+    assert_equal(early, expected_old)
+    assert_equal(late, expected_new)
+
+
+# The chip's conversions beside the portable ones.
+
+
+def decisions() -> np.ndarray:
+    """float32: every bfloat16, every float16 and its midpoints, those of narrow formats, powers of two, ± 1 ulp."""
+    grids = [np.array(fmt.values[: fmt.max_code + 1]) for fmt in (E2M1, E2M3, E3M2, E4M3, E5M2)]
+    return np.concatenate(
+        [
+            conversions.bf16_values(),
+            conversions.bf16_decisions(),
+            conversions.fp16_decisions(),
+            *(conversions.grid_decisions(grid, 2 * grid[-1] - grid[-2]) for grid in grids),
+            conversions.powers(),
+        ]
+    )
+
+
+def given(kernel: str) -> np.ndarray:
+    """Everything that a conversion can be asked, or every place where it decides."""
+    dtype = KERNELS[kernel][0]
+    if dtype == "float":
+        x = decisions()
+        if kernel.startswith("e8m0"):
+            return np.abs(x)  # of magnitudes alone
+        return np.stack([x, np.roll(x, 12345)], axis=1).ravel() if "x2_" in kernel else x
+    return conversions.EVERY_BYTE if dtype == "u8" else conversions.EVERY_HALF
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_chips_conversions_give_the_bits_of_the_portable_ones(cuda_source: Source, kernel: str) -> None:
+    x = given(kernel)
+    chip = convert(cuda_source(TEXT), kernel, x, device=DEVICE)
+    portable = convert(cuda_source(TEXT), kernel, x, device=DEVICE, flags=("-DNARROWGAUGE_PORTABLE",))
+    np.testing.assert_array_equal(chip, portable)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_conversions_give_the_bits_that_they_give_on_a_cpu(cuda_source: Source, kernel: str) -> None:
+    x = given(kernel)
+    np.testing.assert_array_equal(
+        convert(cuda_source(TEXT), kernel, x, device=DEVICE), convert(cuda_source(TEXT), kernel, x)
+    )
+
+
+# Arithmetic.
+
+
+@pytest.mark.parametrize("kernel", ["multiply_add", "divide"])
+def test_every_operation_rounds_by_itself(cuda_source: Source, kernel: str) -> None:
+    x, expected = arithmetic(kernel)
+    given_x = torch.from_numpy(x).to(DEVICE)
+    out = torch.zeros(len(expected), device=DEVICE)
+    count = np.int32(len(expected))
+    launch(cuda_source(ARITHMETIC), kernel, (79,), (256,), (given_x, out, count), device=out.device)
+    assert_equal(out, torch.from_numpy(expected))
+
+
+# Compilation.
+
+FILL = 'extern "C" __global__ void fill(int* out, int value) { out[threadIdx.x] = value; }\n'
+
+
+def test_a_compiled_kernel_is_kept_under_the_name_of_its_target(
+    cuda_source: Source, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = cuda_source(FILL + "// kept")
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
+    out = torch.zeros(32, dtype=torch.int32, device=DEVICE)
+    for value, flags in ((7, ()), (8, ()), (9, ("-DUNUSED",))):
+        launch(source, "fill", (1,), (32,), (out, np.int32(value)), device=out.device, extra_flags=flags)
+        assert (out == value).all()
+    target = cuda.architecture("".join(map(str, torch.cuda.get_device_capability())))
+    names = [path.name for path in (tmp_path / "cache").iterdir() if path.suffix == ".cubin"]
+    assert len(names) == 2, "one for each set of flags"
+    assert all(name.startswith(f"{source}-{target}-") for name in names)
+
+
+BROKEN = """#include "common/formats.cuh"
+
+extern "C" __global__ void broken(float* out) {
+    out[0] = undeclared_name;
+}
+"""
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words_file_and_line(cuda_source: Source) -> None:
+    source = cuda_source(BROKEN)
+    with pytest.raises(
+        ToolchainError, match=rf"^{source}\.cu does not compile for sm_\w+: {source}\.cu\(4\).*undeclared_name"
+    ):
+        launch(source, "broken", (1,), (1,), (torch.zeros(1, device=DEVICE),), device=torch.device(DEVICE, 0))
+
+
+# What is refused.
+
+
+def test_a_tensor_on_another_device_is_refused() -> None:
+    q = ops.quantize(X.to(DEVICE), "nvfp4")
+    here = q.codes.device
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("quantize_nvfp4_plain_fp32", lambda: ops.quantize(X.to(DEVICE), "nvfp4", amax=torch.ones(1))),
+        ("dequantize_lines_fp32", lambda: ops.dequantize(replace(q, scales=q.scales.cpu()))),
+        ("gemm_nvfp4", lambda: ops.gemm(q, to(q, "cpu"), out_dtype=torch.float32)),
+        ("gemm_nvfp4", lambda: ops.gemm(q, q, out_dtype=torch.float32, c=torch.ones(64, 64))),
+    ]
+    for kernel, call in calls:
+        message = f"kernel {kernel} runs on {here}, but a tensor lies on cpu; move it first"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU at most")
+def test_a_kernel_runs_on_the_device_of_its_tensors_whichever_is_current() -> None:
+    with torch.cuda.device(0):
+        q = ops.quantize(Y.to("cuda:1"), "nvfp4")
+    assert q.codes.device == torch.device("cuda:1")
+    assert_equal(q.codes, reference.quantize(Y, "nvfp4").codes)
+    with pytest.raises(ValueError, match="runs on cuda:1, but a tensor lies on cuda:0; move it first"):
+        ops.quantize(Y.to("cuda:1"), "nvfp4", amax=torch.ones(1, device="cuda:0"))

@@ -1,0 +1,181 @@
+"""Every kernel compiles for every architecture with NVRTC, on a machine without a GPU, to the instructions it needs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from narrowgauge.native.runtime import cuda
+from narrowgauge.native.runtime.sources import KERNELS
+from tests.native import conversions, nvrtc
+from tests.native.launching import Source
+from tests.native.quantize import test_stochastic
+from tests.thinned import thinned_rows
+
+MISSING = nvrtc.missing()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
+"""sm_90 is not one of them: its PTX is that of sm_90a but for tensor cores, as is tested."""
+ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
+SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
+SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
+NEAREST, STOCHASTIC = ("-DVARIANT=0",), ("-DVARIANT=128",)
+"""Of quantize_nvfp4, which a GPU compiles for what is asked for: no variant, and stochastic rounding."""
+SOURCES += [("quantize_nvfp4", NEAREST), ("quantize_nvfp4", STOCHASTIC)]
+
+
+def instructions(text: str) -> set[str]:
+    """Every PTX instruction with its modifiers."""
+    return set(re.findall(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*(?:\.\w+)+)\s", text, re.MULTILINE))
+
+
+def entries(text: str) -> set[str]:
+    return set(re.findall(r"^\.visible \.entry (\w+)\(", text, re.MULTILINE))
+
+
+# Elements of MX on sm_90a, where twins stand for most instructions, and on sm_100a, which has all; E4M3 everywhere.
+# Assembly takes most of the time, and there the chips hardly differ: one of Hopper and one of Blackwell are assembled.
+ASSEMBLED = ("sm_90a", "sm_100a")
+# `make test` assembles nothing. It makes the PTX of every source for Hopper once, but of the products that quantize,
+# whose parts it compiles too, and for Blackwell, which has other instructions for conversions, of what converts most.
+STAY = [
+    ("compute_90a", source, flags)
+    for source, flags in SOURCES
+    if flags in ((), ("-DELEMENT=E4M3",), NEAREST) and not source.startswith("gemm_quantized")
+]
+STAY += [("compute_100a", "quantize_nvfp4", NEAREST), ("compute_100a", "quantize_mx", ("-DELEMENT=E4M3",))]
+LONG = [
+    (architecture, source, flags)
+    for architecture in ARCHITECTURES
+    for source, flags in SOURCES
+    if architecture in ASSEMBLED or flags in ((), ("-DELEMENT=E4M3",))
+]
+COMPILED = [
+    pytest.param(*one, id="-".join((*one[:2], *(f.split("=")[1] for f in one[2]))), marks=marks)
+    for several, marks in ((STAY, ()), (LONG, pytest.mark.long))
+    for one in several
+]
+
+
+HOPPERS = {"gemm_tensor"}
+"""Those with instructions that sm_90a alone has."""
+FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx"}
+"""Those that say so: numerics.md, "FP8 with float32 scales", y = fma(partial·s_x, s_w, y); and where the product is
+exact, gemm_skinny_e4m3.cuh, `moderate_token`."""
+NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
+"""words.cuh, rotate_words: sums of exact products, which round once; ties_moved, which rounds as it says; formats.cuh,
+e2m1_by_sum: a number plus a power of two, exact but for the one rounding that counts its steps, which cuts where they
+are counted after a stochastic rounding."""
+
+
+@pytest.mark.parametrize(("architecture", "source", "flags"), COMPILED)
+def test_every_kernel_is_there_flushes_nothing_fuses_nothing_and_approximates_nothing(
+    architecture: str, source: str, flags: tuple[str, ...]
+) -> None:
+    """Those of MX convert by the chip's instructions, where it has them, their elements and their scales."""
+    chip = architecture.partition("_")[2]
+    if architecture in ASSEMBLED:
+        cubin, text = nvrtc.cubin_and_ptx(source, architecture, *flags)
+        assert cubin.startswith(b"\x7fELF")
+        for kernel in KERNELS[source]:
+            assert f"\0.text.{kernel}\0".encode() in cubin
+    else:
+        text = nvrtc.ptx(source, f"compute_{chip}", *flags)
+    assert entries(text) == set(KERNELS[source])
+    if architecture == "sm_90a":
+        plain = nvrtc.ptx(source, "compute_90", *flags)
+        if source in HOPPERS:
+            assert entries(plain) == entries(text)
+            assert not {i for i in instructions(plain) if i.startswith("wgmma")}
+        else:
+            assert plain == text.replace(".target sm_90a", ".target sm_90")
+    assert ("wgmma.mma_async" in text) == (source == "gemm_tensor" and chip == "90a")
+    assert ("mbarrier.try_wait" in text) == (source in HOPPERS and chip == "90a")
+
+    found = instructions(text)
+    assert {i.split(".")[0] for i in found} >= {"ld", "st", "mov", "setp"}, "instructions are recognized"
+    floats = {i for i in found if re.search(r"\.f32|\.f64|\.f16", i)}
+    assert not {i for i in floats if ".ftz" in i}
+    fused = {i for i in floats if i.startswith(("fma.", "mad."))}
+    narrow = chip in ("100a", "120a")
+    by_sums = (NEAREST_SUMS if flags == NEAREST else SUMS) if source == "quantize_nvfp4" and not narrow else set()
+    rotates = source == "amax_blocks" or (source == "quantize_nvfp4" and not flags)
+    assert fused == by_sums | ({"fma.rn.f32"} if source in FUSED or rotates else set())
+    assert not {i for i in floats if ".approx" in i or ".full" in i}
+    assert not {i for i in floats if ".f64" in i}, "a double constant has crept in"
+
+    packs = source.startswith(("quantize_nvfp4", "gemm_quantized")) or (
+        flags == ("-DELEMENT=E2M1",) and source == "quantize_mx"
+    )
+    assert (CVT["e2m1"] in text) == (packs and narrow)
+    assert RANDOM not in text
+    if source == "quantize_mx":
+        element = flags[0].partition("=")[2].lower()
+        has = narrow or (element in FP8 and chip != "80")
+        assert {name for name, cvt in CVT.items() if cvt in found} == ({element} if has else set())
+        assert (POWER in found) == narrow
+
+
+def test_what_those_flags_keep_out_would_be_seen() -> None:
+    fast = instructions(nvrtc.ptx("gemm_nvfp4", "compute_90", "--ftz=true", "--prec-div=false", "--fmad=true"))
+    assert any(".ftz" in i for i in fast)
+    assert any(".approx" in i or ".full" in i for i in fast)
+    assert any(i.startswith("fma.rn.") and i.endswith(".f32") for i in fast)
+
+
+CVT = {name: f"cvt.rn.satfinite.{name}x2.f32" for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")}
+POWER = "cvt.rp.satfinite.ue8m0x2.f32"
+FP8 = {"e4m3", "e5m2"}
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "used"),
+    [
+        ("compute_80", (), set()),
+        ("compute_89", (), FP8),
+        ("compute_90", (), FP8),
+        ("compute_90a", (), FP8),
+        ("compute_100", (), FP8),
+        ("compute_100a", (), {*CVT, "e8m0"}),
+        ("compute_120a", (), {*CVT, "e8m0"}),
+        ("compute_90", ("-DNARROWGAUGE_PORTABLE",), set()),
+        ("compute_100a", ("-DNARROWGAUGE_PORTABLE",), set()),
+    ],
+)
+def test_the_chips_conversions_are_used_where_it_has_them_unless_portable_ones_are_asked_for(
+    cuda_source: Source, target: str, flags: tuple[str, ...], used: set[str]
+) -> None:
+    found = instructions(nvrtc.ptx(cuda_source(conversions.TEXT), target, *flags))
+    assert {name for name, cvt in {**CVT, "e8m0": POWER}.items() if cvt in found} == used
+
+
+RANDOM = "cvt.rs.satfinite.e2m1x4.f32"
+ASKED = ("-DNARROWGAUGE_CVT_RS",)
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "random"),
+    thinned_rows([("compute_103a", ASKED, True), ("compute_100a", ASKED, True), ("compute_103a", (), False)], 3),
+)
+def test_quantize_rounds_by_the_chips_random_conversion_only_where_it_is_asked_to(
+    target: str, flags: tuple[str, ...], random: bool
+) -> None:
+    """It has other bits than its twin. That compute_100a does not have it unasked is seen above."""
+    found = instructions(nvrtc.ptx("quantize_nvfp4", target, *flags))
+    assert (RANDOM in found) == random
+    assert CVT["e4m3"] in found
+
+
+@pytest.mark.parametrize("target", ["compute_80", "compute_90a", "compute_100", "compute_120a"])
+def test_a_chip_without_the_random_conversion_keeps_its_twin(cuda_source: Source, target: str) -> None:
+    assert RANDOM not in instructions(nvrtc.ptx(cuda_source(test_stochastic.TEXT), target, *ASKED))
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [("80", "sm_80"), ("89", "sm_89"), ("90", "sm_90a"), ("100", "sm_100a"), ("103", "sm_103a"), ("120", "sm_120a")],
+)
+def test_a_device_gets_its_own_instructions_from_hopper_on(capability: str, expected: str) -> None:
+    assert cuda.architecture(capability) == expected

@@ -1,0 +1,623 @@
+"""GEMM: golden outputs, the exact sum against fractions, α, the epilogue, empty shapes, NaN, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowgauge.reference import Quantized, recipe
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.gemm.gemm import alpha, operand
+from narrowgauge.reference.numbers import exact as module
+from narrowgauge.reference.numbers.exact import exact_sum, lowest_bit, round_to_odd, two_sum
+from narrowgauge.reference.ops import dequantize, gemm, quantize, quantize_both
+from narrowgauge.spec.formats import E2M3
+from narrowgauge.spec.recipes import Hadamard
+from tests.golden import bits, floats, golden, load
+from tests.reference import samples, scalar
+from tests.reference.samples import FAMILIES, operands, quantized, values
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SETTINGS = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def random_pair(family: str, seed: int, m: int, n: int, k: int, amax: float = 2688.0) -> tuple[Quantized, Quantized]:
+    left, left_scales, right, right_scales = operands(family, np.random.default_rng(seed), m, n, k)
+    return quantized(left, left_scales, amax), quantized(right, right_scales, amax)
+
+
+def units(x: torch.Tensor) -> np.ndarray:
+    """Operand values as Python integers, in units of 2^-10."""
+    counts = x.numpy() * 1024
+    assert (counts == np.round(counts)).all()
+    return np.vectorize(int, otypes=[object])(counts)
+
+
+def fraction_sums(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
+    """Σ a·b as exact fractions (object array)."""
+    return np.vectorize(lambda total: Fraction(int(total), 1 << 20), otypes=[object])(units(a) @ units(b).T)
+
+
+def certified(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return module.certified(module.span(a), module.span(b))
+
+
+def assert_exact(a: torch.Tensor, b: torch.Tensor) -> None:
+    total, expected = exact_sum(a, b), fraction_sums(a, b)
+    low = torch.zeros_like(total.high) if total.low is None else total.low
+    got = [Fraction(h) + Fraction(x) for h, x in zip(total.high.ravel().tolist(), low.ravel().tolist(), strict=True)]
+    assert got == expected.ravel().tolist()
+    rounded = [scalar.nearest(value, "float32") for value in expected.ravel()]
+    assert total.to_float32().ravel().tolist() == rounded
+
+
+# Golden outputs of Transformer Engine.
+
+
+def golden_operands(arrays: dict[str, np.ndarray]) -> tuple[Quantized, Quantized]:
+    pair = []
+    for side in ("x", "w"):
+        codes, scales, amax = (torch.from_numpy(arrays[f"{side}.{part}"]) for part in ("codes", "scales", "amax"))
+        pair.append(Quantized(codes, scales, amax, recipe("nvfp4"), tuple(arrays[side].shape)))
+    return pair[0], pair[1]
+
+
+@pytest.mark.parametrize("path", golden("gemm_*.npz"))
+def test_golden_operands_are_what_quantize_gives(path: Path) -> None:
+    arrays = load(path)
+    for side, expected in zip(("x", "w"), golden_operands(arrays), strict=True):
+        q = quantize(floats(arrays[side], torch.bfloat16), "nvfp4")
+        assert torch.equal(q.codes, expected.codes)
+        assert torch.equal(q.scales, expected.scales)
+        assert torch.equal(q.amax, expected.amax)
+
+
+@pytest.mark.parametrize("path", golden("gemm_*.npz"))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_transformer_engines_outputs_are_exact_or_within_the_bounds(
+    path: Path, accumulate: bool, out_dtype: torch.dtype
+) -> None:
+    """TE rounds c to the output's type first, and adds it unfused: bit for bit `gemm` wherever no sum can round."""
+    arrays = load(path)
+    a, b = golden_operands(arrays)
+    short = "fp32" if out_dtype == torch.float32 else "bf16"
+    theirs = floats(arrays[f"y.{short}{'.accumulate' * accumulate}"], out_dtype)
+    c = torch.from_numpy(arrays["c"]).to(out_dtype) if accumulate else None
+    ours = gemm(a, b, out_dtype=out_dtype, c=c)
+    limits = bounds(a, b, out_dtype=out_dtype, c=c)
+    assert limits.exact.any()
+    assert torch.equal(bits(ours)[limits.exact], bits(theirs)[limits.exact])
+    assert ((limits.lower <= theirs) & (theirs <= limits.upper)).all()
+    assert ((theirs.double() - limits.centre).abs() <= limits.budget).all()
+
+
+# The operand.
+
+
+def test_an_operand_is_code_times_scale_for_every_code_under_every_scale_byte() -> None:
+    codes = np.tile(np.arange(16, dtype=np.uint8), (256, 1))
+    scales = np.arange(256, dtype=np.uint8).reshape(256, 1)
+    got = operand(quantized(codes, scales))
+    assert got.dtype == torch.float64
+    np.testing.assert_array_equal(got, values(codes, scales))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 31, 32, 33, 47, 48])
+def test_an_operand_with_a_tail_takes_the_tails_scale(columns: int) -> None:
+    codes, scales = samples.operand("wide", np.random.default_rng(columns), 3, 48)
+    codes[:, columns:] = 0
+    packed, blocks = -(-columns // 2), -(-columns // 16)
+    whole = quantized(codes, scales)
+    q = Quantized(whole.codes[:, :packed], whole.scales[:, :blocks], whole.amax, whole.recipe, (3, columns))
+    np.testing.assert_array_equal(operand(q), values(codes, scales)[:, :columns])
+
+
+# The exact sum.
+
+
+@SETTINGS
+@given(st.sampled_from(FAMILIES), st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
+def test_the_sum_is_exact(family: str, seed: int, m: int, n: int, blocks: int) -> None:
+    a, b = random_pair(family, seed, m, n, 16 * blocks)
+    assert_exact(operand(a), operand(b))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("columns", [1024, 1040, 2048, 5200])
+def test_the_sum_is_exact_for_long_rows(family: str, columns: int) -> None:
+    a, b = random_pair(family, columns, 2, 3, columns)
+    assert_exact(operand(a), operand(b))
+
+
+def dyadic_rows(numbers: list[tuple[float, float]], repeat: tuple[float, float], k: int) -> tuple[torch.Tensor, ...]:
+    """Rows of K values: pairs (a, b) first, then `repeat` over and over."""
+    pairs = numbers + [repeat] * (k - len(numbers))
+    a, b = zip(*pairs, strict=True)
+    return torch.tensor([a], dtype=torch.float64), torch.tensor([b], dtype=torch.float64)
+
+
+LARGEST, SMALLEST = 2688.0, 2.0**-10
+# Σ = n·2688² + an odd or even multiple of 2^11 + 2^10 (half an ulp of float32 above 2^34) ± 2^-20.
+WITNESSES = {
+    "even tie and a little more": [(32.0, 32.0), (SMALLEST, SMALLEST)],
+    "even tie and a little less": [(32.0, 32.0), (SMALLEST, -SMALLEST)],
+    "odd tie and a little more": [(64.0, 32.0), (32.0, 32.0), (SMALLEST, SMALLEST)],
+    "odd tie and a little less": [(64.0, 32.0), (32.0, 32.0), (SMALLEST, -SMALLEST)],
+    "even tie": [(32.0, 32.0), (SMALLEST, SMALLEST), (SMALLEST, -SMALLEST)],
+    "odd tie": [(64.0, 32.0), (32.0, 32.0), (SMALLEST, SMALLEST), (SMALLEST, -SMALLEST)],
+}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("witness", WITNESSES)
+def test_a_sum_that_float64_cannot_hold_is_exact_and_rounds_once(witness: str, sign: int) -> None:
+    a, b = dyadic_rows(WITNESSES[witness], (LARGEST, LARGEST), 3200)
+    b = b * sign
+    assert not certified(a, b)
+    total = fraction_sums(a, b)[0, 0]
+    assert 2**34 < abs(total) < 2**35
+    if "little" in witness:
+        assert Fraction(float(total)) != total, "the witness has to need more than 53 bits"
+        assert Fraction(float(a @ b.T)) != total
+    assert_exact(a, b)
+
+
+def test_rounding_twice_would_have_been_seen() -> None:
+    """The first of the witnesses: float64 drops the little more, and the tie then goes down to even."""
+    a, b = dyadic_rows(WITNESSES["even tie and a little more"], (LARGEST, LARGEST), 3200)
+    total = fraction_sums(a, b)[0, 0]
+    assert np.float32(float(total)) != scalar.nearest(total, "float32")
+
+
+def test_a_row_of_more_than_a_million_columns_is_exact() -> None:
+    k = (1 << 20) + 16
+    a, b = torch.full((1, k), LARGEST, dtype=torch.float64), torch.full((2, k), LARGEST, dtype=torch.float64)
+    b[1] = -LARGEST
+    a[0, 0] = b[0, 0] = b[1, 0] = SMALLEST
+    assert not certified(a, b)
+    total = exact_sum(a, b)
+    assert total.low is not None
+    for j, sign in ((0, 1), (1, -1)):
+        got = Fraction(total.high[0, j].item()) + Fraction(total.low[0, j].item())
+        assert got == sign * (k - 1) * Fraction(LARGEST) ** 2 + Fraction(SMALLEST) ** 2
+
+
+@pytest.mark.parametrize(("m", "n"), [(2, 3), (0, 3), (2, 0)])
+@pytest.mark.parametrize("k", [16, 2048])
+def test_a_certificate_is_never_wrong(m: int, n: int, k: int) -> None:
+    """Where the float64 matmul is called exact, no partial sum of magnitudes exceeds 2^53 units."""
+    for family in FAMILIES:
+        a, b = (operand(q) for q in random_pair(family, m + n + k, m, n, k))
+        if m and n and certified(a, b):
+            nonzero = [units(x)[units(x) != 0] for x in (a, b)]
+            step = [min(int(v) & -int(v) for v in some) for some in nonzero]
+            assert (units(a.abs()) @ units(b.abs()).T).max() <= 2**53 * step[0] * step[1]
+        assert tuple(exact_sum(a, b).high.shape) == (m, n)
+
+
+def row_of(large: float, others: float, k: int = 1024) -> torch.Tensor:
+    """One large number, one unit, and others."""
+    x = torch.full((1, k), others, dtype=torch.float64)
+    x[0, :2] = torch.tensor([large, 1.0])
+    return x
+
+
+SPIKE, DENSE, MIXED = row_of(2.0**25, 0.0), row_of(2.0**25, 2.0**25), row_of(2.0**25, 2.0**20)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "by"),
+    [(SPIKE, DENSE, ("sum", "most")), (DENSE, SPIKE, ("most", "sum")), (MIXED, MIXED, ("norm", "norm"))],
+)
+def test_each_pair_of_norms_certifies_what_no_other_does(a: torch.Tensor, b: torch.Tensor, by: tuple[str, str]) -> None:
+    assert certified(a, b)
+    assert not certified(DENSE, DENSE)
+    spans = module.span(a), module.span(b)
+    unknown = torch.full((1,), math.inf, dtype=torch.float64)
+    without = [dataclasses.replace(span, **{name: unknown}) for span, name in zip(spans, by, strict=True)]
+    assert not module.certified(*without)
+
+
+# Its parts.
+
+
+DOUBLES = st.one_of(
+    st.floats(-1e30, 1e30),
+    # Midpoints of float32 neighbours, and small numbers to break them.
+    st.builds(lambda n, e: math.ldexp(2 * n + 1, e), st.integers(-(2**24), 2**24), st.integers(-40, 40)),
+    st.builds(math.ldexp, st.sampled_from([1.0, -1.0, 3.0, -3.0]), st.integers(-160, 60)),
+)
+
+
+@SETTINGS
+@given(DOUBLES, DOUBLES)
+def test_two_sum_loses_nothing(a: float, b: float) -> None:
+    s, e = (x.item() for x in two_sum(*(torch.tensor([x], dtype=torch.float64) for x in (a, b))))
+    assert s == a + b
+    assert Fraction(s) + Fraction(e) == Fraction(a) + Fraction(b)
+
+
+@SETTINGS
+@given(DOUBLES, DOUBLES)
+def test_rounding_to_odd_first_is_rounding_once(a: float, b: float) -> None:
+    s, e = two_sum(*(torch.tensor([x], dtype=torch.float64) for x in (a, b)))
+    once = scalar.nearest(Fraction(a) + Fraction(b), "float32")
+    assert round_to_odd(s, e).float().item() == once
+
+
+def test_rounding_to_odd_first_is_rounding_once_around_every_kind_of_tie() -> None:
+    """float64 numbers up to 3 ulp from a tie of float32, or from a float32, and a rest of up to half an ulp."""
+    ulp = 2.0**-52
+    for start in (1.0, 1 + 2.0**-24, 1 + 2.0**-23, 1 + 3 * 2.0**-24, 2 - 2.0**-24):
+        for steps in range(-3, 4):
+            for rest in (-0.5, -0.25, -(2.0**-900), 0.0, 2.0**-900, 0.25, 0.5):
+                for sign in (1, -1):
+                    high, low = sign * (start + steps * ulp), sign * rest * ulp
+                    if high + low != high:  # a rest that leaves `high` is not one: half an ulp from an odd number
+                        continue
+                    one, other = (torch.tensor([x], dtype=torch.float64) for x in (high, low))
+                    once = scalar.nearest(Fraction(high) + Fraction(low), "float32")
+                    assert round_to_odd(one, other).float().item() == once
+
+
+@pytest.mark.parametrize("high", [math.inf, -math.inf, math.nan, 1.0])
+@pytest.mark.parametrize("low", [math.inf, -math.inf, math.nan, 0.0])
+def test_rounding_to_odd_leaves_what_is_not_finite(high: float, low: float) -> None:
+    one, other = (torch.tensor([x], dtype=torch.float64) for x in (high, low))
+    assert torch.equal(round_to_odd(one, other).view(torch.int64), one.view(torch.int64))
+
+
+def test_rounding_to_odd_keeps_its_inputs() -> None:
+    high, low = torch.tensor([1.0, 3.0]).double(), torch.tensor([2.0**-60, -(2.0**-60)]).double()
+    round_to_odd(high, low)
+    assert high.tolist() == [1.0, 3.0]
+    assert low.tolist() == [2.0**-60, -(2.0**-60)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_lowest_bit_of_a_row_is_the_largest_power_of_two_that_divides_it(family: str) -> None:
+    left, left_scales, _, _ = operands(family, np.random.default_rng(5), 60, 1, 16)
+    rows = operand(quantized(left, left_scales))
+    for row, found in zip(rows, lowest_bit(rows).tolist(), strict=True):
+        counts = [int(v * 1024) for v in row.tolist() if v != 0]
+        assert found == min((n & -n for n in counts), default=math.inf) / 1024
+
+
+@pytest.mark.parametrize("exponent", [-900, -286, -1, 0, 52, 286, 900])
+def test_the_lowest_bit_is_found_at_any_exponent(exponent: int) -> None:
+    for odd in (1, 3, 5, 7, 9, 15, 2**52 + 1, 2**53 - 1):
+        number = math.ldexp(odd, exponent - (52 if odd > 100 else 0))
+        rows = torch.tensor([[number, 0.0, -0.0], [math.nan, -number * 4, number * 8]], dtype=torch.float64)
+        unit = math.ldexp(1.0, exponent - (52 if odd > 100 else 0))
+        assert lowest_bit(rows).tolist() == [unit, 4 * unit]
+
+
+@pytest.mark.parametrize("nothing", [0.0, math.nan, math.inf])
+def test_a_row_without_a_number_has_no_lowest_bit(nothing: float) -> None:
+    assert lowest_bit(torch.full((2, 16), nothing, dtype=torch.float64)).tolist() == [math.inf] * 2
+    assert lowest_bit(torch.zeros(2, 0, dtype=torch.float64)).tolist() == [math.inf] * 2
+
+
+# α and the epilogue.
+
+AMAXES = [0.0, 1e-45, 1e-30, 3.7, 65.0, 2688.0, 1e19, 1e30, 3.4028234663852886e38, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("expression", ["(a*b)/d", "(b*a)*(1/d)"])
+def test_alpha_is_its_expression_in_float32(expression: str) -> None:
+    one = quantize(torch.ones(1, 16), "nvfp4" if expression == "(a*b)/d" else "nvfp4@te-native")
+    assert one.recipe.alpha == expression
+    rng = np.random.default_rng(6)
+    pairs = [(x, y) for x in AMAXES for y in AMAXES] + rng.uniform(0.1, 300, (500, 2)).tolist()
+    for x, y in pairs:
+        a, b = (Quantized(one.codes, one.scales, torch.tensor([v]), one.recipe, one.shape) for v in (x, y))
+        expected = torch.tensor([[scalar.alpha(np.float32(x), np.float32(y), expression)]])
+        assert torch.equal(alpha(a, b), expected) or (alpha(a, b).isnan().all() and expected.isnan().all())
+
+
+KINDS = {"nvfp4": 448, "nvfp4-rowscaled": 448, "nvfp4-4over6-256-mae": 256, "nvfp4-rowscaled-4over6-256-mse": 256}
+
+
+def of_kind(kind: str, expression: str, seed: int, rows: int) -> Quantized:
+    """A random operand (rows, 48) of a recipe with α's expression, its rows of different sizes."""
+    rule = dataclasses.replace(recipe(kind), alpha=expression)  # type: ignore[arg-type]
+    x = samples.matrix("normal", seed, rows, 48) * torch.linspace(0.3, 40, rows).unsqueeze(1)
+    return quantize(x, rule)
+
+
+@pytest.mark.parametrize("expression", ["(a*b)/d", "(b*a)*(1/d)"])
+@pytest.mark.parametrize("left", KINDS)
+@pytest.mark.parametrize("right", KINDS)
+def test_alpha_has_the_amaxes_of_rows_and_the_constants_of_both_recipes(left: str, right: str, expression: str) -> None:
+    a, b = of_kind(left, expression, 1, 3), of_kind(right, expression, 2, 4)
+    assert a.amax is not None
+    assert b.amax is not None
+    found = alpha(a, b)
+    assert tuple(found.shape) == (len(a.amax), len(b.amax))
+    for i, x in enumerate(a.amax.numpy()):
+        for j, y in enumerate(b.amax.numpy()):
+            assert found[i, j] == scalar.alpha(x, y, expression, (KINDS[left], KINDS[right]))
+
+
+@pytest.mark.parametrize("expression", ["(a*b)/d", "(b*a)*(1/d)"])
+@pytest.mark.parametrize("left", KINDS)
+@pytest.mark.parametrize("right", KINDS)
+def test_operands_of_row_scaled_and_4over6_recipes_are_multiplied(left: str, right: str, expression: str) -> None:
+    a, b = of_kind(left, expression, 3, 3), of_kind(right, expression, 4, 4)
+    c, bias = torch.linspace(-3, 3, 12).view(3, 4), torch.linspace(-1, 1, 4)
+    assert a.amax is not None
+    assert b.amax is not None
+    sums = fraction_sums(operand(a), operand(b))
+    plain = gemm(a, b, out_dtype=torch.float32)
+    added = gemm(a, b, out_dtype=torch.float32, c=c, bias=bias)
+    for i, j in np.ndindex(3, 4):
+        amaxes = a.amax[i if len(a.amax) > 1 else 0].numpy(), b.amax[j if len(b.amax) > 1 else 0].numpy()
+        factor = Fraction(float(scalar.alpha(*amaxes, expression, (KINDS[left], KINDS[right]))))
+        value = scalar.nearest(factor * Fraction(scalar.nearest(sums[i, j], "float32")), "float32")
+        assert plain[i, j].item() == value
+        for addend in (c[i, j].item(), bias[j].item()):
+            value = scalar.nearest(Fraction(value) + Fraction(addend), "float32")
+        assert added[i, j].item() == value
+
+
+# Rotated operands: the product of wgrad, dyᵀ·x, both quantized along the tokens.
+
+
+def tokens(seed: int, features: int) -> torch.Tensor:
+    return samples.matrix("normal", seed, 32, features).bfloat16()
+
+
+def fractions(x: torch.Tensor) -> np.ndarray:
+    return np.array([[Fraction(v) for v in row] for row in x.double().tolist()], object)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht4", "nvfp4-rht-nosign"])
+def test_the_product_of_rotated_operands_is_that_of_the_unrotated_ones_to_within_what_quantizing_lost(
+    name: str,
+) -> None:
+    """|y − dyᵀ·x| <= |e|·|x·R|ᵀ + |dŷ|·|f|ᵀ and what the GEMM may round, e and f the errors of the two operands."""
+    dy, x = tokens(1, 5), tokens(2, 6)
+    pair = [quantize_both(some, name, rowwise=False)[1] for some in (dy, x)]
+    kept, whole = [], []
+    rotation = recipe(name).transform
+    assert rotation is not None
+    r = np.array(scalar.rotation(rotation.group, signs=rotation.signs != 0), object)
+    for q, some in zip(pair, (dy, x), strict=True):
+        assert q is not None
+        assert q.amax is not None
+        kept.append(fractions(operand(q)) * Fraction(q.amax.item()) / 2688)
+        groups = fractions(some.T).reshape(-1, rotation.group)
+        whole.append((groups @ r).reshape(q.shape))
+    a, b = pair
+    assert a is not None
+    assert b is not None
+    y = fractions(gemm(a, b, out_dtype=torch.float32))
+    constant = Fraction(float(alpha(a, b))) / (Fraction(a.amax.item() * b.amax.item()) / 2688**2)  # type: ignore[union-attr]
+    lost = abs(kept[0] - whole[0]) @ abs(whole[1]).T + abs(kept[0]) @ abs(kept[1] - whole[1]).T
+    lost = lost + abs(constant - 1) * (abs(kept[0]) @ abs(kept[1]).T)
+    room = lost + fractions(bounds(a, b, out_dtype=torch.float32).budget)
+    product = fractions(dy.T) @ fractions(x)
+    assert (abs(y - product) <= room).all()
+    one_rotated = whole[0] @ fractions(x)  # what must not happen: it lies outside
+    assert not (abs(one_rotated - product) <= room).all()
+
+
+def test_the_rotations_cancel_where_nothing_is_lost() -> None:
+    """Rows of E2M1's grid turned back by Rᵀ are bfloat16 numbers, whose rotation is the grid again."""
+    r = torch.tensor([[float(v) for v in row] for row in scalar.rotation(16)])
+    generator = torch.Generator().manual_seed(3)
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    amax = torch.tensor([2688.0])
+    turned, quantized_rows = [], []
+    for rows in (5, 6):
+        lattice = grid[torch.randint(0, 15, (rows, 64), generator=generator)]
+        lattice[:, ::16] = 6.0
+        back = (lattice.view(-1, 16) @ r.T).view(rows, 64)
+        assert torch.equal(back.bfloat16().float(), back)
+        turned.append(back)
+        q = quantize_both(back.T.bfloat16(), "nvfp4-rht", rowwise=False, amax=(amax, amax))[1]
+        assert q is not None
+        assert torch.equal(dequantize(q), lattice)
+        assert (q.scales == 0x38).all()
+        quantized_rows.append(q)
+    assert alpha(*quantized_rows) == 1.0
+    y = gemm(*quantized_rows, out_dtype=torch.float32)
+    assert torch.equal(y, turned[0] @ turned[1].T)
+    assert bounds(*quantized_rows, out_dtype=torch.float32).exact.all()
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("epilogue", ["", "c", "bias", "c and bias"])
+@pytest.mark.parametrize("family", ["randn", "wide", "cancel"])
+def test_every_step_of_the_epilogue_rounds_to_float32(family: str, epilogue: str, out_dtype: torch.dtype) -> None:
+    """The exact sum rounded, times α, plus c, plus the bias, cast: in fractions, each rounded once."""
+    a, b = random_pair(family, 7, 5, 4, 64, amax=3.3)
+    generator = torch.Generator().manual_seed(8)
+    c = (torch.randn(5, 4, generator=generator) * 0.05).to(out_dtype) if "c" in epilogue else None
+    bias = torch.randn(4, generator=generator).bfloat16() if "bias" in epilogue else None
+    y = gemm(a, b, out_dtype=out_dtype, c=c, bias=bias)
+    sums = fraction_sums(operand(a), operand(b))
+    factor = Fraction(float(scalar.alpha(np.float32(3.3), np.float32(3.3), "(a*b)/d")))
+    for i in range(5):
+        for j in range(4):
+            value = scalar.nearest(factor * Fraction(scalar.nearest(sums[i, j], "float32")), "float32")
+            if c is not None:
+                value = scalar.nearest(Fraction(value) + Fraction(c[i, j].item()), "float32")
+            if bias is not None:
+                value = scalar.nearest(Fraction(value) + Fraction(bias[j].item()), "float32")
+            assert y[i, j].item() == scalar.nearest(Fraction(value), name(out_dtype))
+    assert y.dtype == out_dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_added_may_have_any_input_dtype(dtype: torch.dtype) -> None:
+    a, b = random_pair("randn", 9, 3, 4, 32)
+    c = torch.linspace(-3, 3, 12).view(3, 4).to(dtype)
+    bias = torch.linspace(-1, 1, 4).to(dtype)
+    y = gemm(a, b, out_dtype=torch.float32, c=c, bias=bias)
+    assert torch.equal(y, (gemm(a, b, out_dtype=torch.float32) + c.float()) + bias.float())
+
+
+def test_the_product_of_the_transposed_pair_is_the_transpose() -> None:
+    a, b = random_pair("wide", 10, 6, 7, 2048)
+    assert torch.equal(gemm(a, b, out_dtype=torch.float32), gemm(b, a, out_dtype=torch.float32).T)
+
+
+def test_the_inputs_come_back_unchanged() -> None:
+    a, b = random_pair("wide", 11, 3, 3, 2048)
+    c, bias = torch.ones(3, 3), torch.ones(3)
+    before = [x.clone() for x in (a.codes, a.scales, b.codes, b.scales, c, bias)]
+    gemm(a, b, out_dtype=torch.float32, c=c, bias=bias)
+    bounds(a, b, out_dtype=torch.float32, c=c, bias=bias)
+    for x, y in zip((a.codes, a.scales, b.codes, b.scales, c, bias), before, strict=True):
+        assert torch.equal(x, y)
+
+
+# Empty shapes, NaN, infinity.
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 32), (2, 0, 32), (0, 0, 32), (2, 3, 0), (0, 3, 0), (0, 3, 2048)])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["nvfp4", "nvfp4-rowscaled"])
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_an_empty_product_is_empty_or_zero(
+    m: int, n: int, k: int, out_dtype: torch.dtype, kind: str, swizzled: bool
+) -> None:
+    a, b = (quantize(torch.ones(rows, k), kind, swizzled=swizzled) for rows in (m, n))
+    y = gemm(a, b, out_dtype=out_dtype)
+    assert tuple(y.shape) == (m, n)
+    assert y.dtype == out_dtype
+    assert not y.any()
+    c, bias = torch.full((m, n), 2.0), torch.arange(n).float()
+    assert torch.equal(gemm(a, b, out_dtype=out_dtype, c=c, bias=bias), (c + bias).to(out_dtype))
+
+
+@pytest.mark.parametrize("scale", [0x7F, 0xFF])
+@pytest.mark.parametrize("k", [64, 2048])
+def test_a_nan_scale_makes_its_row_nan_and_no_other(scale: int, k: int) -> None:
+    a, b = random_pair("wide", 12, 4, 5, k)
+    clean = gemm(a, b, out_dtype=torch.float32)
+    a.scales[1, 2] = scale
+    y = gemm(a, b, out_dtype=torch.float32)
+    assert y[1].isnan().all()
+    others = [0, 2, 3]
+    assert torch.equal(bits(y[others]), bits(clean[others]))
+    b.scales[3, 0] = scale
+    assert gemm(a, b, out_dtype=torch.float32).isnan().tolist() == [
+        [i == 1 or j == 3 for j in range(5)] for i in range(4)
+    ]
+
+
+def test_an_infinite_amax_gives_signed_infinities_and_nan_for_a_sum_of_zero() -> None:
+    codes = np.array([[2, 2, *[0] * 14], [10, 10, *[0] * 14], [2, 10, *[0] * 14]], np.uint8)
+    scales = np.full((3, 1), 0x38, np.uint8)
+    a, b = quantized(codes, scales, math.inf), quantized(codes[:1], scales[:1], 1.0)
+    y = gemm(a, b, out_dtype=torch.float32).ravel().tolist()
+    assert y[:2] == [math.inf, -math.inf]
+    assert math.isnan(y[2])
+
+
+def test_an_infinite_amax_of_a_row_is_that_rows_alone() -> None:
+    a = quantize(torch.ones(3, 16), "nvfp4-rowscaled")
+    assert a.amax is not None
+    a.amax[1], a.amax[2] = math.inf, math.nan
+    y = gemm(a, quantize(torch.ones(2, 16), "nvfp4"), out_dtype=torch.float32)
+    assert y[:2].tolist() == [[16.0, 16.0], [math.inf, math.inf]]
+    assert y[2].isnan().all()
+
+
+# Errors.
+
+
+def test_operands_of_another_k_are_refused() -> None:
+    a, b = quantize(torch.ones(2, 32), "nvfp4"), quantize(torch.ones(3, 48), "nvfp4")
+    message = "gemm multiplies (M, K) by (N, K): K is 32 in a (2, 32) and 48 in b (3, 48)"
+    for door in (gemm, bounds):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            door(a, b, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"element": E2M3}, "element is E2M1 and E2M3"),
+        (
+            {"transform": Hadamard()},
+            f"transform is None and {Hadamard()}; rotations cancel only where both operands have the same",
+        ),
+        ({"alpha": "(b*a)*(1/d)"}, "alpha is (a*b)/d and (b*a)*(1/d)"),
+        ({"block": (1, 32)}, "block is 1x16 and 1x32"),
+    ],
+    ids=["element", "transform", "alpha", "block"],
+)
+def test_operands_whose_recipes_do_not_fit_are_refused(changed: dict[str, object], reason: str) -> None:
+    a, b = (quantize(torch.ones(rows, 32), "nvfp4") for rows in (2, 3))
+    b.recipe = dataclasses.replace(b.recipe, name="mine", **changed)  # type: ignore[arg-type]
+    for door in (gemm, bounds):
+        with pytest.raises(ValueError, match=re.escape(f"gemm cannot multiply nvfp4 by mine: {reason}") + "$"):
+            door(a, b, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("nvfp4-rht", "nvfp4-rht-nosign"), ("nvfp4-rht", "nvfp4-rht32"), ("nvfp4-2d", "nvfp4-rht")]
+)
+def test_operands_of_different_rotations_are_refused(one: str, other: str) -> None:
+    a, b = (quantize(torch.ones(2, 32).bfloat16(), name) for name in (one, other))
+    for first, second in ((a, b), (b, a)):
+        message = (
+            f"gemm cannot multiply {first.recipe} by {second.recipe}: transform is {first.recipe.transform} and "
+            f"{second.recipe.transform}; rotations cancel only where both operands have the same"
+        )
+        for door in (gemm, bounds):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                door(first, second, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "other", ["nvfp4@te-2.8", "nvfp4-2d", "nvfp4-sr", "nvfp4-rowscaled", "nvfp4-2d-4over6-448-mse"]
+)
+def test_operands_of_recipes_that_quantize_differently_are_multiplied(other: str) -> None:
+    """Only what a product depends on has to be the same. Of exact inputs the product is exact."""
+    a = quantize(torch.full((2, 32), 6.0), "nvfp4", amax=torch.tensor([2688.0]))
+    rule = recipe(other)
+    amax = torch.full((3 if rule.granularity == "row" else 1,), 2688.0)
+    b = quantize(torch.full((3, 32), 6.0), rule, amax=amax, random=(1, 2) if rule.rounding == "stochastic" else None)
+    assert torch.equal(gemm(a, b, out_dtype=torch.float32), torch.full((2, 3), 36.0 * 32))
+    assert torch.equal(gemm(b, a, out_dtype=torch.float32), torch.full((3, 2), 36.0 * 32))
+
+
+def test_another_output_dtype_is_refused() -> None:
+    a = quantize(torch.ones(2, 32), "nvfp4")
+    for door in (gemm, bounds):
+        with pytest.raises(TypeError, match=r"gemm gives float32, bfloat16 or float16, not torch\.float64"):
+            door(a, a, out_dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        ({"c": torch.ones(3, 2)}, "c is added to the output (2, 3), but has shape (3, 2)"),
+        ({"c": torch.ones(3)}, "c is added to the output (2, 3), but has shape (3,)"),
+        ({"bias": torch.ones(2)}, "bias is added to every row of the output (2, 3), so it is (3,), not (2,)"),
+        ({"bias": torch.ones(1, 3)}, "bias is added to every row of the output (2, 3), so it is (3,), not (1, 3)"),
+    ],
+)
+def test_an_addend_of_another_shape_is_refused(added: dict[str, torch.Tensor], message: str) -> None:
+    a, b = quantize(torch.ones(2, 32), "nvfp4"), quantize(torch.ones(3, 32), "nvfp4")
+    for door in (gemm, bounds):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            door(a, b, out_dtype=torch.float32, **added)

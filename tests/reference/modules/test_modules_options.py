@@ -1,0 +1,263 @@
+"""Options of the layers: each changes something, and what it should not change it leaves to the bit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.reference.modules import GroupedLinear, Linear, TransformerLayer, autocast, quantized_layer
+from narrowgauge.reference.ops import gemm, quantize_both
+from narrowgauge.spec.training import training_recipe
+from tests.reference.passes import INNER, OUTER, ROWS, Pass, assert_same_pass, made, normal, same
+
+MX = "MXFP8BlockScaling"
+NVFP4 = "NVFP4BlockScaling"
+
+
+def test_a_layer_without_a_bias_adds_none() -> None:
+    layer = made(Linear, INNER, OUTER, False)
+    found = Pass(layer, MX)
+    assert layer.bias is None
+    assert "dbias" not in found.names
+    assert same(found.y, gemm(found.seen["x"], found.seen["w"], out_dtype=torch.bfloat16))
+    assert not same(found.y, Pass(made(Linear, INNER, OUTER), MX).y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_everything_is_of_the_layers_dtype(dtype: torch.dtype) -> None:
+    x = normal(ROWS, INNER, seed=1, dtype=dtype)
+    found = Pass(made(Linear, INNER, OUTER, dtype=dtype), "NVFP4BlockScaling-norht", x)
+    assert found.dx is not None
+    tensors = [found.y, found.dx, *found.gradients.values()]
+    assert {tensor.dtype for tensor in tensors} == {dtype}
+
+
+def test_parameters_are_on_the_device() -> None:
+    layer = Linear(INNER, OUTER, device="meta")
+    assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
+
+
+def test_the_seed_and_the_number_of_the_backward_draw_the_bits_of_the_gradient() -> None:
+    one, other = (made(Linear, INNER, OUTER, seed=seed) for seed in (0, 1))
+    first, second, third = Pass(one, NVFP4), Pass(one, NVFP4), Pass(other, NVFP4)
+    for half in ("dy", "dy columnwise"):
+        codes = [found.seen[half].codes for found in (first, second, third)]
+        assert not torch.equal(codes[0], codes[1])
+        assert not torch.equal(codes[0], codes[2])
+    assert same(first.seen["x"], second.seen["x"])
+
+
+# ---- accumulate ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [MX, "Float8BlockScaling", None])
+def test_gradients_accumulate_in_float32_on_what_the_main_gradient_has(recipe: str | None) -> None:
+    layer = made(Linear, INNER, OUTER, accumulate=True)
+    once = Pass(layer, recipe)
+    first = layer.weight.main_grad.clone()
+    twice = Pass(layer, recipe)
+    assert first.dtype == torch.float32
+    assert layer.weight.grad is None
+    assert same([once.seen["dw"], twice.seen["dw"]], [first, layer.weight.main_grad])
+    if recipe is None:
+        dy, x = normal(ROWS, OUTER, seed=2).float(), normal(ROWS, INNER, seed=1).float()
+        assert torch.equal(layer.weight.main_grad, dy.T @ x + dy.T @ x)
+        return
+    dy, x = once.seen["dy columnwise"], once.seen["x columnwise"]
+    assert same(first, gemm(dy, x, out_dtype=torch.float32))
+    assert same(layer.weight.main_grad, gemm(dy, x, out_dtype=torch.float32, c=first))
+
+
+def test_a_main_gradient_that_is_there_stays_where_it_is() -> None:
+    layer = made(Linear, INNER, OUTER, accumulate=True)
+    layer.weight.main_grad = main = torch.full((OUTER, INNER), 1000.0)
+    found = Pass(layer, MX)
+    assert layer.weight.main_grad is main
+    assert same(main, found.seen["dw"])
+    assert float(main.min()) > 900
+
+
+@pytest.mark.parametrize("main", [torch.zeros(INNER, OUTER), torch.zeros(OUTER, INNER).bfloat16()])
+def test_a_main_gradient_that_does_not_fit_is_refused_in_the_forward(main: torch.Tensor) -> None:
+    layer = made(Linear, INNER, OUTER, accumulate=True)
+    layer.weight.main_grad = main
+    name = str(main.dtype).removeprefix("torch.")
+    message = f"main_grad of weight is float32 of shape (48, 64), not {name} of shape {tuple(main.shape)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer(normal(ROWS, INNER))
+
+
+# ---- delay_wgrad -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, "DelayedScaling-history4", None])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_delayed_gradients_of_weights_are_those_of_a_backward(recipe: str | None, accumulate: bool) -> None:
+    """Of two backward passes, the older first: in float32 their sum on a main gradient shows the order."""
+    options: dict[str, Any] = {"accumulate": accumulate}
+    now, later = made(Linear, INNER, OUTER, **options), made(Linear, INNER, OUTER, delay_wgrad=True, **options)
+    dws = []
+    for seed in (7, 8):
+        x = normal(ROWS, INNER, seed=seed)
+        one, other = Pass(now, recipe, x), Pass(later, recipe, x)
+        assert same([one.y, one.dx, one.gradients["bias"]], [other.y, other.dx, other.gradients["bias"]])
+        assert "dw" not in other.names
+        dws.append(one.seen["dw"])
+    assert later.weight.grad is None
+    waiting: list[torch.Tensor] = []
+    later.observer = lambda _, value: waiting.append(value)
+    later.backward_dw()
+    assert same(waiting, dws)
+    main = ("main_grad",) if accumulate else ("grad",)
+    assert same(*(getattr(layer.weight, *main) for layer in (now, later)))
+    later.backward_dw()
+    assert len(waiting) == 2
+
+
+def test_nothing_waits_in_a_layer_that_does_not_delay() -> None:
+    message = "Linear has no gradients waiting; make it with delay_wgrad=True"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        Linear(INNER, OUTER).backward_dw()
+
+
+# ---- quantized parameters --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, MX, "Float8BlockScaling", "Float8CurrentScaling", "DelayedScaling-history4"])
+def test_a_weight_that_is_held_quantized_gives_what_one_in_high_precision_does(recipe: str) -> None:
+    plain = made(Linear, INNER, OUTER, accumulate=True)
+    held: Any = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
+    held.bias.data.copy_(plain.bias.data)
+    held.write_weight(plain.weight, recipe)
+    assert held.weight is None
+    assert [name for name, _ in held.named_parameters()] == ["bias"]
+    one, other = Pass(plain, recipe), Pass(held, recipe)
+    one.gradients.pop("weight")
+    assert_same_pass(one, other)
+    assert same(held.main_grad, plain.weight.main_grad)
+    state = {name: value for name, value in held.state_dict().items() if isinstance(value, torch.Tensor)}
+    assert max(value.dtype.itemsize for value in state.values() if value.numel() >= INNER * OUTER // 2) == 1
+    again = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
+    again.load_state_dict(held.state_dict())
+    one, other = Pass(again, recipe), Pass(held, recipe)
+    assert same([one.y, one.seen["w columnwise"]], [other.y, other.seen["w columnwise"]])
+
+
+def test_a_weight_is_written_under_the_autocasts_recipe() -> None:
+    weight = normal(OUTER, INNER, seed=3)
+    layer = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
+    with autocast("MXFP8BlockScaling-2d"):
+        layer.write_weight(weight)
+    found = Pass(layer, "MXFP8BlockScaling-2d")
+    assert same([found.seen["w"], found.seen["w columnwise"]], list(quantize_both(weight, "mxfp8-2d")))
+
+
+def test_a_backward_uses_the_weight_of_its_forward() -> None:
+    layer = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
+    layer.write_weight(normal(OUTER, INNER, seed=3), MX)
+    expected = Pass(layer, MX).dx
+    x = normal(ROWS, INNER, seed=1).requires_grad_()
+    with autocast(MX):
+        y = layer(x)
+    layer.write_weight(normal(OUTER, INNER, seed=4), MX)
+    y.backward(normal(ROWS, OUTER, seed=2))
+    assert same(x.grad, expected)
+
+
+def test_the_gradient_of_a_held_weight_needs_no_other_gradient() -> None:
+    layer = Linear(INNER, OUTER, False, accumulate=True, quantized_parameters=True)
+    layer.write_weight(normal(OUTER, INNER, seed=3), MX)
+    with autocast(MX):
+        layer(normal(ROWS, INNER)).sum().backward()
+    assert torch.is_tensor(layer.main_grad)
+    assert layer.main_grad.any()
+
+
+def test_a_held_weight_belongs_to_its_recipe() -> None:
+    layer = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
+    x = normal(ROWS, INNER)
+    message = "the quantized weight was not written yet; give write_weight the high-precision one, or load a state"
+    with pytest.raises(RuntimeError, match=re.escape(message)), autocast(MX):
+        layer(x)
+    layer.write_weight(normal(OUTER, INNER), MX)
+    for recipe, said in ((None, "no recipe"), ("MXFP8BlockScaling-2d", "MXFP8BlockScaling-2d")):
+        message = (
+            f"the weight was quantized under {MX}, and this forward is under {said}; write_weight it again under the "
+            "recipe of the forward"
+        )
+        with pytest.raises(ValueError, match=re.escape(message)), autocast(recipe):
+            layer(x)
+
+
+def test_a_weight_that_cannot_be_written_is_refused() -> None:
+    layer = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
+    message = "write_weight quantizes by the recipe of an autocast, and none is active; or give it one"
+    with pytest.raises(RuntimeError, match=message):
+        layer.write_weight(normal(OUTER, INNER))
+    with pytest.raises(ValueError, match=re.escape("write_weight of this Linear takes (48, 64), not (64, 48)")):
+        layer.write_weight(normal(INNER, OUTER), MX)
+    grouped = GroupedLinear(2, INNER, OUTER, accumulate=True, quantized_parameters=True)
+    message = "write_weight of this GroupedLinear takes 2 of (48, 64), not (48, 64)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        grouped.write_weight([normal(OUTER, INNER)], MX)
+    message = (
+        "Linear without quantized_parameters has its weight as a parameter; copy into that, or make the layer with "
+        "quantized_parameters=True"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        Linear(INNER, OUTER).write_weight(normal(OUTER, INNER), MX)
+
+
+def test_a_conversion_leaves_scales_and_amaxes_in_float32() -> None:
+    layer = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
+    layer.write_weight(normal(OUTER, INNER), "DelayedScaling-history2")
+    before = {name: found.dtype for name, found in layer.named_buffers()}
+    layer.to("meta", torch.bfloat16)
+    after = {name: found.dtype for name, found in layer.named_buffers()}
+    assert before.items() <= after.items()
+    assert set(before.values()) == {torch.uint8, torch.float32}
+    assert {found.device.type for found in layer.buffers()} == {"meta"}
+    assert layer.bias is not None
+    layer = Linear(INNER, OUTER).float()
+    assert layer.weight is not None
+    assert layer.weight.dtype == torch.float32
+
+
+# ---- amax_group ------------------------------------------------------------------------------------------------------
+
+
+def test_the_amax_of_every_half_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a group of one whose largest amax is 64; processes of their own are in `test_parallel`."""
+    asked: list[tuple[str, bool]] = []
+
+    def reduced(x: torch.Tensor, recipe: Any, group: object, *, rowwise: bool, columnwise: bool) -> Any:
+        assert group == "the group"
+        assert rowwise is not columnwise
+        asked.append((recipe.name, columnwise))
+        return (torch.tensor([64.0]), None) if rowwise else (None, torch.tensor([64.0]))
+
+    monkeypatch.setattr(quantized_layer, "sharded_amax", reduced)
+    recipe = training_recipe(NVFP4)
+    found = Pass(made(Linear, INNER, OUTER, amax_group="the group"), recipe)
+    roles = {"x": recipe.input.name, "w": recipe.weight.name, "dy": recipe.grad.name}
+    assert sorted(asked) == sorted((name, columnwise) for name in roles.values() for columnwise in (False, True))
+    halves = [found.seen[f"{role}{half}"] for role in roles for half in ("", " columnwise")]
+    assert [float(half.amax) for half in halves] == [64.0] * 6
+    delayed = made(Linear, INNER, OUTER, amax_group="the group")
+    history = Pass(delayed, "DelayedScaling-history2").seen["history"]
+    assert history.tolist() == [[0.0] * 3, [64.0] * 3]
+    Pass(made(Linear, INNER, OUTER, amax_group="the group"), MX)  # no tensor amax: asks nobody
+    assert len(asked) == 12
+
+
+def test_a_transformer_layer_gives_its_children_their_options() -> None:
+    layer = TransformerLayer(16, 32, 2, seed=3, accumulate=True, delay_wgrad=True, bias=False, norm="rms", eps=0.5)
+    children = [layer.qkv, layer.proj, layer.fc1, layer.fc2]
+    assert [child.seed for child in children] == [3, 4, 5, 6]
+    assert all(child.accumulate and child.delay_wgrad and child.bias is None for child in children)
+    assert [(child.norm, child.eps) for child in (layer.qkv, layer.fc1)] == [("rms", 0.5)] * 2
+    held = TransformerLayer(16, 32, 2, accumulate=True, quantized_parameters=True)
+    assert all(child.weight is None for child in (held.qkv, held.proj, held.fc1, held.fc2))

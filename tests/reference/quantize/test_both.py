@@ -1,0 +1,165 @@
+"""Both orientations at once: each half is what `quantize` gives for it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from narrowgauge.reference import recipe
+from narrowgauge.reference.ops import quantize, quantize_both, swizzle, transform, unswizzle
+from narrowgauge.spec.quantized import amax_shape
+from narrowgauge.spec.recipes import recipe_names
+from tests.reference.samples import MATRICES, matrix, words
+from tests.reference.twins import assert_same
+from tests.thinned import thinned
+
+NAMES = [name for name in recipe_names() if "@" not in name and name.startswith("nvfp4")]
+TRANSPOSED = [name for name in NAMES if not ("-2d" in name and "4over6" in name)]  # test_two_dimensional.py has those
+SHAPE = (128, 48)
+
+
+def source(name: str, family: str = "normal") -> torch.Tensor:
+    """(128, 48) in a dtype that the recipe takes: whole groups of every transform along M."""
+    x = matrix(family, 1, *SHAPE)
+    return x if recipe(name).transform is None else x.bfloat16()
+
+
+def random_of(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return (words(1, *SHAPE), words(2, *SHAPE[::-1])) if recipe(name).rounding == "stochastic" else None
+
+
+@pytest.mark.parametrize("family", thinned(MATRICES, 3))
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_each_half_is_what_quantize_gives(name: str, family: str) -> None:
+    x, random = source(name, family), random_of(name)
+    row, column = quantize_both(x, name, random=random)
+    first, second = random or (None, None)
+    assert_same(row, quantize(x, recipe(name).rowwise, random=first))
+    assert_same(column, quantize(x.T.contiguous(), name, random=second))
+    assert row is not None
+    assert column is not None
+    assert (row.recipe, column.recipe) == (recipe(name).rowwise, recipe(name))
+
+
+@pytest.mark.parametrize("name", thinned(NAMES, 3))
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_a_half_alone_is_that_of_both(name: str, seeded: bool, swizzled: bool) -> None:
+    x, random = source(name), random_of(name)
+    given = (5, 6) if seeded and random is not None else random
+    both = quantize_both(x, name, random=given, swizzled=swizzled)
+    row, nothing = quantize_both(x, name, columnwise=False, random=given, swizzled=swizzled)
+    assert nothing is None
+    assert_same(row, both[0])
+    nothing, column = quantize_both(x, name, rowwise=False, random=given, swizzled=swizzled)
+    assert nothing is None
+    assert_same(column, both[1])
+    if random is not None and not seeded:  # the words of the other half are not needed
+        assert_same(quantize_both(x, name, columnwise=False, random=(random[0], None), swizzled=swizzled)[0], row)
+        assert_same(quantize_both(x, name, rowwise=False, random=(None, random[1]), swizzled=swizzled)[1], column)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_swizzled_scales_are_the_linear_ones_swizzled_with_zeros_behind_them(name: str) -> None:
+    x, random = source(name), random_of(name)
+    linear, swizzled = (quantize_both(x, name, random=random, swizzled=each) for each in (False, True))
+    for one, other in zip(linear, swizzled, strict=True):
+        assert one is not None
+        assert other is not None
+        assert (one.swizzled, other.swizzled) == (False, True)
+        assert torch.equal(other.codes, one.codes)
+        assert torch.equal(other.scales, swizzle(one.scales))
+        rows, columns = one.scales.shape
+        padded = unswizzle(other.scales, tuple(other.scales.shape))
+        assert torch.equal(padded[:rows, :columns], one.scales)
+        assert not padded[rows:].any()
+        assert not padded[:, columns:].any()
+
+
+def test_a_rotation_turns_the_columnwise_half_alone() -> None:
+    x = source("nvfp4-rht")
+    row, column = quantize_both(x, "nvfp4-rht")
+    assert_same(row, quantize(x, "nvfp4"))
+    assert_same(column, quantize(transform(x.T, "nvfp4-rht"), "nvfp4"))
+    assert row is not None
+    assert column is not None
+    assert row.recipe.transform is None
+    assert str(row.recipe) == "nvfp4"
+    assert column.recipe.transform is not None
+    assert not torch.equal(row.amax, column.amax)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if recipe(name).transform is not None])
+def test_the_rowwise_recipe_is_the_one_without_the_rotation(name: str) -> None:
+    plain = recipe(name).rowwise
+    assert "rht" not in str(plain)
+    assert plain == recipe(str(plain))
+    assert plain.rowwise is plain
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_given_amax_is_that_of_its_half(name: str) -> None:
+    x, random = source(name), random_of(name)
+    amax = tuple(torch.full(amax_shape(shape, recipe(name)), 4.0 + i) for i, shape in enumerate((SHAPE, SHAPE[::-1])))
+    halves = quantize_both(x, name, amax=amax, random=random)  # type: ignore[arg-type]
+    for half, each in zip(halves, amax, strict=True):
+        assert half is not None
+        assert torch.equal(half.amax, each)
+    alone = quantize(x, recipe(name).rowwise, amax=amax[0], random=None if random is None else random[0])
+    assert_same(halves[0], alone)
+    if name in TRANSPOSED:
+        alone = quantize(x.T, name, amax=amax[1], random=None if random is None else random[1])
+        assert_same(halves[1], alone)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_view_gives_the_bytes_of_its_copy(name: str) -> None:
+    base = matrix("normal", 2, 256, 256).bfloat16()
+    random = (words(1, 128, 128), words(2, 128, 128)) if recipe(name).rounding == "stochastic" else None
+    for view in (base.T[:128, :128], base[::2, ::2], base[100:228, 3:131], base[:1, :128].expand(128, -1)):
+        copy = view.clone(memory_format=torch.contiguous_format)
+        halves = quantize_both(view, name, random=random), quantize_both(copy, name, random=random)
+        for one, other in zip(*halves, strict=True):
+            assert_same(one, other)
+            assert one is not None
+            assert one.codes.is_contiguous()
+            assert one.scales.is_contiguous()
+
+
+# Errors.
+
+
+def test_no_half_at_all_is_refused() -> None:
+    message = "quantize_both makes a rowwise or a columnwise half, or both; neither is wanted"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize_both(torch.zeros(2, 16), "nvfp4", rowwise=False, columnwise=False)
+
+
+@pytest.mark.parametrize("random", [torch.zeros(2, 4, dtype=torch.int32), (1, 2, 3), 7])
+def test_random_bits_that_are_not_of_two_halves_are_refused(random: object) -> None:
+    message = f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        quantize_both(torch.zeros(2, 16), "nvfp4-sr", random=random)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wanted", [{"rowwise": False}, {"columnwise": False}])
+def test_a_half_that_rounds_stochastically_wants_its_random_bits(wanted: dict[str, bool]) -> None:
+    shape = "(2, 4)" if "columnwise" in wanted else "(16, 1)"
+    message = f"recipe nvfp4-sr rounds stochastically; give random=(seed, offset), or words, int32 {shape}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize_both(torch.zeros(2, 16), "nvfp4-sr", **wanted)
+
+
+def test_columns_that_are_no_whole_groups_are_refused_with_the_shape_of_the_transpose() -> None:
+    message = "recipe nvfp4-rht rotates whole groups of 16 along K of a matrix (M, K), not shape (32, 24); pad it first"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize_both(torch.zeros(24, 32).bfloat16(), "nvfp4-rht")
+
+
+@pytest.mark.parametrize("shape", [(), (16,)])
+def test_less_than_a_matrix_is_refused(shape: tuple[int, ...]) -> None:
+    message = f"quantize takes a matrix (M, K) or (…, K), not shape {shape}; reshape it first"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize_both(torch.zeros(shape), "nvfp4")

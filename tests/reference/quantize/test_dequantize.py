@@ -1,0 +1,92 @@
+"""Dequantize: every code under every scale byte, against the scalar twin."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.reference.ops import dequantize, quantize, transform
+from tests.golden import bits
+from tests.reference import scalar
+from tests.reference.samples import matrix, quantized
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+AMAXES = [0.0, 1e-45, 1e-38, 3.1e-36, 1.0, 65.0, 2688.0, 12345.678, 3.4028234663852886e38, math.inf, math.nan]
+
+CODES = np.tile(np.arange(16, dtype=np.uint8), (256, 1))
+SCALES = np.arange(256, dtype=np.uint8).reshape(256, 1)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same bits, NaN as a class."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(bits(one)[~one.isnan()], bits(other)[~other.isnan()])
+
+
+@pytest.mark.parametrize("amax", AMAXES)
+@pytest.mark.parametrize(
+    ("name", "most"), [("nvfp4", 448), ("nvfp4-4over6-448-mse", 448), ("nvfp4-4over6-256-mse", 256)]
+)
+def test_every_code_under_every_scale_byte_is_the_scalar_twins(amax: float, name: str, most: int) -> None:
+    q = quantized(CODES, SCALES, amax, name=name)
+    twin = [[scalar.dequantize(code, scale, np.float32(amax), most) for code in range(16)] for scale in range(256)]
+    expected = torch.from_numpy(np.array(twin, dtype=np.float32))
+    for dtype in DTYPES:
+        values = dequantize(q, dtype)
+        assert values.dtype == dtype
+        assert same(values, expected.to(dtype))
+    assert same(dequantize(q), expected)
+
+
+def test_each_row_has_its_own_amax() -> None:
+    amaxes = np.resize(np.array(AMAXES, np.float32), 256)
+    q = dataclasses.replace(quantized(CODES, SCALES, name="nvfp4-rowscaled"), amax=torch.from_numpy(amaxes))
+    twin = [[scalar.dequantize(code, row, amaxes[row]) for code in range(16)] for row in range(256)]
+    assert same(dequantize(q), torch.from_numpy(np.array(twin, dtype=np.float32)))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", "nvfp4-4over6-256-mae"])
+def test_swizzled_scales_give_the_same_values(name: str) -> None:
+    x = matrix("normal", 1, 130, 75)
+    assert same(dequantize(quantize(x, name, swizzled=True)), dequantize(quantize(x, name)))
+
+
+def test_a_rotation_is_not_undone() -> None:
+    x = matrix("normal", 2, 4, 48).bfloat16()
+    assert same(dequantize(quantize(x, "nvfp4-rht")), dequantize(quantize(transform(x, "nvfp4-rht"), "nvfp4")))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 31, 33])
+def test_a_tail_gives_the_columns_of_the_whole(columns: int) -> None:
+    x = torch.randn(3, 48, generator=torch.Generator().manual_seed(columns))
+    x[:, columns:] = 0
+    amax = torch.tensor([4.0])
+    whole, part = (quantize(some, "nvfp4", amax=amax) for some in (x, x[:, :columns]))
+    for dtype in DTYPES:
+        assert same(dequantize(part, dtype), dequantize(whole, dtype)[:, :columns])
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 32), (4, 0)])
+def test_an_empty_matrix_stays_empty(shape: tuple[int, int]) -> None:
+    values = dequantize(quantize(torch.zeros(shape), "nvfp4"), torch.bfloat16)
+    assert tuple(values.shape) == shape
+    assert values.dtype == torch.bfloat16
+
+
+def test_a_large_matrix_is_its_rows() -> None:
+    """More than one of the slabs that the reference works on at once."""
+    x = torch.randn(300, 1025, generator=torch.Generator().manual_seed(0))
+    q = quantize(x, "nvfp4")
+    parts = [dequantize(quantize(x[rows : rows + 7], "nvfp4", amax=q.amax)) for rows in range(0, 300, 7)]
+    assert same(dequantize(q), torch.cat(parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    message = f"dequantize gives float32, bfloat16 or float16, not {dtype}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        dequantize(quantize(torch.zeros(1, 16), "nvfp4"), dtype)

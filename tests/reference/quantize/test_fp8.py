@@ -1,0 +1,386 @@
+"""FP8 with float32 scales: a twin in exact arithmetic, edges of the scale, halves, sections, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowgauge.reference import Quantized, Recipe, recipe
+from narrowgauge.reference.ops import dequantize, quantize, quantize_both, quantize_grouped
+from narrowgauge.reference.quantize.scaling import encode_scales, tensor_scale
+from narrowgauge.spec.formats import E4M3, E5M2, Format
+from narrowgauge.spec.quantized import codes_shape, scales_shape
+from narrowgauge.spec.recipes import recipe_names
+from tests.golden import bits
+from tests.reference import fp8_twins, scalar
+from tests.reference.samples import MATRICES, matrix
+from tests.thinned import thinned
+
+SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+ELEMENTS = pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCKS = [name for name in recipe_names() if name.startswith("fp8-block")]
+CURRENT = [name for name in recipe_names() if name.startswith("fp8-current")]
+DELAYED = [name for name in recipe_names() if name.startswith("fp8-delayed")]
+ALL = [*BLOCKS, *CURRENT, "fp8-delayed-e4m3", "fp8-delayed-e5m2"]
+ONE = torch.ones(1)
+
+
+def scale_of(name: str) -> torch.Tensor | None:
+    return torch.tensor([3.7]) if name.startswith("fp8-delayed") else None
+
+
+def block_of(rule: Recipe, x: torch.Tensor) -> tuple[int, int]:
+    return (max(1, x.shape[0]), max(1, x.shape[1])) if rule.whole else rule.block
+
+
+def assert_twin(q: Quantized, x: torch.Tensor, dtype: str) -> None:
+    rule = q.recipe
+    codes, scales = fp8_twins.quantize(
+        x.float().numpy(), rule.element, "float32" if rule.whole else dtype, block=block_of(rule, x),
+        eps=rule.smallest_amax, pow2=rule.scale_rounding == "down",
+    )  # fmt: skip
+    np.testing.assert_array_equal(bits(q.scales).numpy(), scales.view(np.int32))
+    np.testing.assert_array_equal(q.codes.numpy(), codes)
+
+
+# Twins.
+
+
+@SETTINGS
+@given(
+    name=st.sampled_from([*BLOCKS, *CURRENT]), eps=st.sampled_from(["", "-eps1e-06", "-eps0.5", "-eps300.0"]),
+    dtype=st.sampled_from(list(DTYPES)), family=st.sampled_from(MATRICES), seed=st.integers(0, 2**32),
+    rows=st.integers(1, 4), columns=st.integers(1, 150),
+)  # fmt: skip
+def test_a_recipe_is_its_twin(name: str, eps: str, dtype: str, family: str, seed: int, rows: int, columns: int) -> None:
+    x = matrix(family, seed, rows, columns).to(DTYPES[dtype])
+    assert_twin(quantize(x, name + eps), x, dtype)
+
+
+@pytest.mark.parametrize("shape", thinned([(128, 128), (129, 130), (1, 300), (257, 5)], 2))
+@pytest.mark.parametrize("name", ["fp8-block-128x128-e4m3-pow2", "fp8-block-128x128-e5m2-fp32", "fp8-block-1x128"])
+def test_blocks_at_the_edges_are_of_what_there_is(name: str, shape: tuple[int, int]) -> None:
+    x = matrix("spread", 1, *shape)
+    q = quantize(x, name)
+    assert tuple(q.scales.shape) == scales_shape(shape, q.recipe)
+    assert_twin(q, x, "float32")
+
+
+# Edges of the scale.
+
+
+def edges(element: Format) -> torch.Tensor:
+    """max·2^k and an ulp to either side at every exponent; every exponent with a few mantissas; subnormal numbers."""
+    powers = torch.tensor([element.max], dtype=torch.float64) * 2.0 ** torch.arange(-160, 121)
+    powers = powers[(powers > 2.0**-149) & (powers < 2.0**128)].float()
+    around = [powers, powers.nextafter(torch.tensor(math.inf)), powers.nextafter(torch.tensor(0.0))]
+    mantissas = torch.tensor([0, 1, 0x2AAAAB, 0x400000, 0x600000, 0x7FFFFF])
+    every = ((torch.arange(255) << 23).unsqueeze(1) + mantissas).flatten().int().view(torch.float32)
+    found = torch.cat([*around, every, torch.tensor([0.0, 1e-45, 3e-45, 1e-40, math.inf])])
+    return found[found.isinf() | (found < math.inf)].unique()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "pow2", "fp32-eps1e-06", "pow2-eps1e-06"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@ELEMENTS
+def test_the_encode_scale_is_exact_on_every_edge(element: Format, dtype: str, kind: str) -> None:
+    rule = recipe(f"fp8-block-1x128-{element.name.lower()}-{kind}")
+    amax = torch.cat([edges(element), torch.tensor([math.nan])])
+    found = encode_scales(amax.view(-1, 1), rule, DTYPES[dtype])
+    twin = [
+        fp8_twins.encode_scale(a, element, dtype, eps=rule.smallest_amax, pow2="pow2" in kind) for a in amax.tolist()
+    ]
+    assert torch.equal(bits(found.flatten()), bits(torch.tensor(twin)))
+    assert found.isfinite().all()
+    if "pow2" in kind:
+        assert (found.view(torch.int32) & 0x7FFFFF == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["", "-pow2", "-eps1e-06", "-pow2-eps1e-06"])
+@ELEMENTS
+def test_the_scale_of_a_tensor_is_exact_on_every_edge(element: Format, kind: str) -> None:
+    """FLT_MAX where the quotient is infinite, whatever the dtype of x; the stored scale is the inverse."""
+    rule = recipe(f"fp8-current-{element.name.lower()}{kind}")
+    amax = torch.cat([edges(element), torch.tensor([math.nan])])
+    found = tensor_scale(amax, rule, torch.float16)
+    expected = [
+        fp8_twins.encode_scale(a, element, "float32", eps=rule.smallest_amax, pow2="pow2" in kind)
+        for a in amax.tolist()
+    ]
+    assert torch.equal(bits(found), bits(torch.tensor(expected)))
+    for a, scale in list(zip(amax, expected, strict=True))[::37]:
+        q = quantize(torch.ones(1, 4), rule, amax=a.view(1))
+        assert bits(q.scales).item() == bits(torch.tensor(fp8_twins.inverse(scale))).item()
+        assert torch.equal(bits(q.tensor_scale), bits(torch.tensor([scale])))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [
+    ("float32", torch.finfo(torch.float32).max), ("bfloat16", torch.finfo(torch.bfloat16).max),
+    ("float16", 448 * 2.0**24),  # its smallest number has a finite quotient, which is not cut to 65504
+])  # fmt: skip
+def test_an_infinite_quotient_becomes_the_largest_number_of_the_input(dtype: str, scale: float) -> None:
+    tiny = 2.0**-24 if dtype == "float16" else 2.0**-133
+    x = torch.full((1, 128), tiny, dtype=DTYPES[dtype])
+    assert quantize(x, "fp8-block-1x128-e4m3-fp32").scales.item() == fp8_twins.inverse(scale)
+    assert quantize(x, "fp8-current-e4m3").tensor_scale.item() == (  # type: ignore[union-attr]
+        scale if dtype == "float16" else torch.finfo(torch.float32).max
+    )
+
+
+def stored_pow2(x: torch.Tensor, name: str) -> float:
+    return quantize(x, name).scales.flatten()[0].item()
+
+
+@ELEMENTS
+def test_a_power_of_two_is_never_above_the_quotient(element: Format) -> None:
+    """Stored inverses are 2^k at amax max·2^k, and twice that an ulp above; an ulp below the quotient is rounded."""
+    name = f"fp8-block-1x128-{element.name.lower()}-pow2"
+    at = torch.tensor(element.max * 2.0**-3)
+    for amax, power in ((at, -3), (at.nextafter(torch.tensor(math.inf)), -2), (at / 1.0001, -3)):
+        assert stored_pow2(torch.full((1, 128), amax.item()), name) == 2.0**power
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, *CURRENT])
+def test_special_values(name: str) -> None:
+    rule = recipe(name)
+    top = rule.element.max_code
+    zeros = quantize(torch.tensor([[0.0, -0.0]]), rule)
+    assert zeros.scales.tolist() == [[1.0]]
+    assert zeros.codes.tolist() == [[0, 128]]
+    infinite = quantize(torch.tensor([[math.inf, -math.inf, 1.0, -1e30]]), rule)
+    assert infinite.scales.tolist() == [[1.0]]
+    one = scalar.encode(1.0, rule.element)
+    assert infinite.codes.tolist() == [[top, top | 128, one, top | 128]]
+    nan = quantize(torch.tensor([[math.nan, -math.nan, rule.element.max, -rule.element.max]]), rule)
+    assert nan.scales.tolist() == [[1.0]]
+    assert nan.codes.tolist() == [[127, 127, top, top | 128]]
+    only = quantize(torch.full((1, 3), math.nan), rule)
+    assert only.scales.tolist() == [[1.0]]
+    assert only.codes.tolist() == [[127] * 3]
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, *CURRENT])
+def test_a_nan_that_propagates_makes_the_scale_1(name: str) -> None:
+    """numerics.md: scale = 1 if amax is NaN; 300 saturates nothing under it, and would be scaled otherwise."""
+    rule = dataclasses.replace(recipe(name), nan="propagate")
+    q = quantize(torch.tensor([[math.nan, 300.0]]), rule)
+    assert q.scales.tolist() == [[1.0]]
+    assert q.codes.tolist() == [[127, scalar.encode(300.0, rule.element)]]
+
+
+def test_eps_is_the_smallest_amax() -> None:
+    x = torch.full((1, 128), 2.0**-30)
+    for name in ("fp8-block-1x128-e4m3-fp32", "fp8-current-e4m3"):
+        plain, raised = quantize(x, name), quantize(x, f"{name}-eps1e-06")
+        assert plain.codes.tolist() == [[0x7E] * 128]
+        expected = fp8_twins.inverse(fp8_twins.quotient(448.0, float(np.float32(1e-6))))
+        assert raised.scales.tolist() == [[expected]]
+        assert raised.codes[0, 0] == scalar.encode(fp8_twins.product(2.0**-30, 1 / expected), E4M3)
+    assert raised.amax is not None
+    assert raised.amax.tolist() == [2.0**-30]  # what was observed
+
+
+# One scale for the tensor.
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_a_given_amax_replaces_the_tensors(name: str) -> None:
+    x = matrix("normal", 1, 5, 40)
+    q = quantize(x, name, amax=torch.tensor([17.3]))
+    whole = quantize(torch.cat([x, torch.full((1, 40), 17.3)]), name)
+    assert torch.equal(q.codes, whole.codes[:5])
+    assert torch.equal(q.scales, whole.scales)
+    assert q.amax is not None
+    assert torch.equal(q.amax, torch.tensor([17.3]))
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-130, 1e-45, 3.4028234663852886e38, 448.0, 0.1])
+@pytest.mark.parametrize("family", MATRICES)
+@ELEMENTS
+def test_delayed_scaling_uses_the_scale_that_it_is_given(element: Format, family: str, scale: float) -> None:
+    x = matrix(family, 2, 3, 50)
+    given_scale = torch.tensor([scale])
+    q = quantize(x, f"fp8-delayed-{element.name.lower()}", scale=given_scale)
+    held = given_scale.item()
+    expected = [[fp8_twins.encode(value, held, element) for value in row] for row in x.tolist()]
+    assert q.codes.tolist() == expected
+    assert bits(q.scales).item() == bits(torch.tensor(fp8_twins.inverse(held))).item()
+    assert tuple(q.scales.shape) == (1, 1)
+    assert torch.equal(q.tensor_scale, given_scale)  # type: ignore[arg-type]
+    assert q.amax is not None
+    assert q.amax.item() == scalar.largest(x.numpy().ravel())  # of what was seen, for the history
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_every_delayed_recipe_quantizes_alike(name: str) -> None:
+    x = matrix("normal", 3, 4, 20)
+    base = "fp8-delayed-e5m2" if "e5m2" in name else "fp8-delayed-e4m3"
+    one, other = (quantize(x, each, scale=torch.tensor([9.0])) for each in (name, base))
+    assert torch.equal(one.codes, other.codes)
+    assert torch.equal(one.scales, other.scales)
+
+
+# Back to values.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_dequantize_is_one_product_and_one_cast(name: str, dtype: str) -> None:
+    x = matrix("spread", 4, 130, 200)
+    q = quantize(x, name, scale=scale_of(name))
+    rule = q.recipe
+    high, wide = block_of(rule, x)
+    factors = q.scales.repeat_interleave(high, 0)[:130].repeat_interleave(wide, 1)[:, :200].double()
+    values = torch.tensor(rule.element.values, dtype=torch.float64)[q.codes.int()]
+    expected = (values * factors).float().to(DTYPES[dtype])
+    assert torch.equal(bits(dequantize(q, DTYPES[dtype])), bits(expected))
+
+
+@ELEMENTS
+def test_every_code_comes_back_exactly_under_a_scale_of_a_power_of_two(element: Format) -> None:
+    values = torch.tensor([[v for v in element.values if math.isfinite(v)]])
+    for power in (-20, 0, 30):
+        q = quantize(values * 2.0**power, f"fp8-current-{element.name.lower()}")
+        assert q.scales.item() == 2.0**power
+        assert torch.equal(bits(dequantize(q)), bits(values * 2.0**power))
+
+
+# Halves.
+
+
+@pytest.mark.parametrize("shape", [(130, 200), (1, 1), (3, 129), (0, 0), (0, 128), (128, 0)])
+@pytest.mark.parametrize("name", ALL)
+def test_each_half_is_what_quantize_gives_and_codes_are_transposed(name: str, shape: tuple[int, int]) -> None:
+    x = matrix("spread", 5, *shape).bfloat16()
+    row, column = quantize_both(x, name, scale=scale_of(name))
+    for half, alone in ((row, x), (column, x.T.contiguous())):
+        assert half is not None
+        expected = quantize(alone, name, scale=scale_of(name))
+        assert (half.shape, half.transposed, half.swizzled) == (tuple(alone.shape), False, False)
+        assert tuple(half.codes.shape) == codes_shape(half.shape, half.recipe) == tuple(alone.shape)
+        assert tuple(half.scales.shape) == scales_shape(half.shape, half.recipe)
+        assert torch.equal(half.codes, expected.codes)
+        assert torch.equal(bits(half.scales), bits(expected.scales))
+        assert (half.amax is None) == (expected.amax is None) == name.startswith("fp8-block")
+        if half.amax is not None:
+            assert torch.equal(bits(half.amax), bits(expected.amax))  # type: ignore[arg-type]
+        assert half.codes.is_contiguous()
+    if "1x128" not in name:
+        assert torch.equal(row.codes.T, column.codes)  # type: ignore[union-attr]
+        assert torch.equal(row.scales.T, column.scales)  # type: ignore[union-attr]
+    for wanted in ({"rowwise": False}, {"columnwise": False}):
+        some = quantize_both(x, name, scale=scale_of(name), **wanted)
+        assert [half is None for half in some] == [not wanted.get(side, True) for side in ("rowwise", "columnwise")]
+
+
+# Sections.
+
+
+SIZES = {"plain": [16, 128, 32], "no multiples": [1, 130, 5, 70], "empty": [0, 7, 0, 40, 0], "none": [0, 0]}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("name", thinned(ALL, 2))
+def test_each_section_is_what_quantize_gives_for_it(name: str, columnwise: bool, sizes: list[int]) -> None:
+    """Each begins a block of its own, and has a scale of its own where a tensor has one."""
+    x = matrix("spread", 6, sum(sizes), 45)
+    scale = torch.arange(1.0, len(sizes) + 1) * 0.7 if name.startswith("fp8-delayed") else None
+    grouped = quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise, scale=scale)
+    for every in (grouped.amax, grouped.tensor_scale):
+        assert (every is None) == name.startswith("fp8-block")
+        assert every is None or tuple(every.shape) == (len(sizes),)
+    for number, (part, section) in enumerate(zip(grouped.sections(), torch.split(x, sizes), strict=True)):
+        alone = section.T.contiguous() if columnwise else section
+        expected = quantize(alone, name, scale=None if scale is None else scale[number : number + 1])
+        assert (part.shape, part.transposed) == (expected.shape, False)
+        assert torch.equal(part.codes, expected.codes)
+        assert torch.equal(bits(part.scales), bits(expected.scales))
+        assert torch.equal(bits(dequantize(part)), bits(dequantize(expected)))
+        for mine, theirs in ((part.amax, expected.amax), (part.tensor_scale, expected.tensor_scale)):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or torch.equal(bits(mine), bits(theirs))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_an_amax_for_each_section_replaces_its_own(name: str) -> None:
+    x, amax = matrix("normal", 7, 9, 20), torch.tensor([5.0, 6.0, 7.0])
+    grouped = quantize_grouped(x, torch.tensor([4, 0, 5]), name, amax=amax)
+    assert torch.equal(grouped.amax, amax)  # type: ignore[arg-type]
+    for part, section, each in zip(grouped.sections(), torch.split(x, [4, 0, 5]), amax, strict=True):
+        assert torch.equal(part.codes, quantize(section, name, amax=each.view(1)).codes)
+
+
+# Errors.
+
+DOORS: dict[str, Callable[..., Any]] = {
+    "quantize": quantize,
+    "quantize_both": quantize_both,
+    "quantize_grouped": lambda x, name, **more: quantize_grouped(x, torch.tensor([x.shape[0]]), name, **more),
+}
+DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+
+
+@DOOR
+def test_a_delayed_recipe_wants_its_scale(door: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=re.escape("recipe fp8-delayed-e4m3 takes scale, float32 (1,)")):
+        door(torch.ones(2, 16), "fp8-delayed-e4m3")
+
+
+@DOOR
+@pytest.mark.parametrize("name", ["fp8-current-e4m3", "fp8-block-1x128-e4m3-pow2", "mxfp8-e4m3", "nvfp4"])
+def test_no_other_recipe_takes_a_scale(door: Callable[..., Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"recipe {name} makes its own scales; it takes none"):
+        door(torch.ones(2, 16), name, scale=ONE)
+
+
+@DOOR
+@pytest.mark.parametrize("scale", [torch.ones(2), torch.ones(()), torch.ones(1, dtype=torch.float64), torch.ones(1, 1)])
+def test_a_scale_of_another_shape_or_dtype_is_refused(door: Callable[..., Any], scale: torch.Tensor) -> None:
+    message = f"scale is float32 of shape (1,), not {scale.dtype} of shape {tuple(scale.shape)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        door(torch.ones(2, 16), "fp8-delayed-e5m2", scale=scale)
+
+
+def test_sections_of_delayed_scaling_want_a_scale_each() -> None:
+    sizes = torch.tensor([1, 0, 1])
+    with pytest.raises(ValueError, match=re.escape("recipe fp8-delayed-e4m3 takes scale, float32 (3,)")):
+        quantize_grouped(torch.ones(2, 16), sizes, "fp8-delayed-e4m3")
+    with pytest.raises(ValueError, match=re.escape("scale is float32 of shape (3,), not torch.float32 of shape (1,)")):
+        quantize_grouped(torch.ones(2, 16), sizes, "fp8-delayed-e4m3", scale=ONE)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_float32_scales_have_no_swizzled_layout(name: str) -> None:
+    message = f"recipe {recipe(name)} has float32 scales; the 128×4 layout is of bytes"
+    for door in (quantize, quantize_both):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            door(torch.ones(2, 16), name, scale=scale_of(name), swizzled=True)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_take_no_amax_of_the_tensor(name: str) -> None:
+    with pytest.raises(ValueError, match=f"recipe {name} has no tensor scale; it takes no amax"):
+        quantize(torch.ones(2, 16), name, amax=ONE)
+
+
+def test_the_largest_scale_of_the_input_must_be_told_its_dtype() -> None:
+    rule = recipe("fp8-block-1x128-e4m3-fp32")
+    with pytest.raises(ValueError, match=f"recipe {rule} has a largest scale of the dtype of x; give dtype"):
+        encode_scales(torch.ones(1, 1), rule, None)
+
+
+@pytest.mark.parametrize("name", ["fp8-block-1x128", "fp8-delayed", "mxfp8-e4m3"])
+def test_a_recipe_without_a_rule_for_it_has_no_tensor_scale(name: str) -> None:
+    with pytest.raises(ValueError, match=f"recipe {recipe(name)} has no tensor scale"):
+        tensor_scale(ONE, recipe(name))

@@ -1,0 +1,301 @@
+"""Sections: each is what `quantize` gives for it, and `gemm_grouped` multiplies each by its own matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.reference import Quantized, recipe
+from narrowgauge.reference.ops import GroupedQuantized, dequantize, gemm, gemm_grouped, quantize, quantize_grouped
+from narrowgauge.spec.quantized import codes_shape, scales_shape
+from narrowgauge.spec.recipes import recipe_names
+from tests.golden import bits
+from tests.reference import scalar
+from tests.reference.samples import matrix
+from tests.reference.twins import assert_same
+from tests.thinned import thinned
+
+NAMES = [
+    name
+    for name in recipe_names()
+    if name.startswith("nvfp4") and "@" not in name and recipe(name).granularity == "tensor"
+]
+NEAREST = [name for name in NAMES if recipe(name).rounding == "nearest-even"]
+SIZES = {
+    "one": [5],
+    "one empty": [0],
+    "plain": [16, 32, 48],
+    "no multiples": [1, 17, 3, 130, 31],
+    "empty in front": [0, 0, 7, 9],
+    "empty in the middle": [7, 0, 0, 9],
+    "empty at the end": [7, 9, 0],
+    "all empty": [0, 0, 0],
+    "64": [(7 * n) % 5 for n in range(64)],
+}
+EVERY = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
+
+def source(sizes: list[int], columns: int, seed: int = 1) -> torch.Tensor:
+    """Sections whose amaxes differ."""
+    x = matrix("normal", seed, sum(sizes), columns)
+    section = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return x * (1 + section % 7).unsqueeze(1) * 0.37
+
+
+def sections_of(x: torch.Tensor, sizes: list[int], columnwise: bool) -> list[torch.Tensor]:
+    return [part.T if columnwise else part for part in torch.split(x, sizes)]
+
+
+def check(q: GroupedQuantized, x: torch.Tensor, sizes: list[int], expected: list[Quantized]) -> None:
+    """`q` holds the sections `expected`, in the memory that its docstring says, and their amaxes."""
+    assert q.shape == tuple(x.shape)
+    assert q.sizes.tolist() == sizes
+    assert q.tensor_scale is not None
+    assert tuple(q.amax.shape) == tuple(q.tensor_scale.shape) == (len(sizes),)
+    parts = q.sections()
+    assert len(parts) == len(sizes)
+    for part, one in zip(parts, expected, strict=True):
+        assert part.recipe == one.recipe == q.recipe
+        assert_same(part, one)
+    codes, scales = ([getattr(one, name) for one in expected] for name in ("codes", "scales"))
+    if q.columnwise:
+        codes, scales = ([part.flatten() for part in some] for some in (codes, scales))
+    else:
+        assert tuple(q.codes.shape) == codes_shape(q.shape, q.recipe)
+        assert tuple(q.scales.shape) == scales_shape(q.shape, q.recipe)
+    assert torch.equal(q.codes, torch.cat(codes))
+    assert torch.equal(q.scales, torch.cat(scales))
+
+
+@EVERY
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("name", thinned(["nvfp4", "nvfp4-2d", "nvfp4-4over6-448-mae", "nvfp4-2d-4over6-256-mse"], 2))
+def test_each_section_is_quantized_by_itself(name: str, columnwise: bool, sizes: list[int]) -> None:
+    x = source(sizes, 37)
+    expected = [quantize(part.contiguous(), name) for part in sections_of(x, sizes, columnwise)]
+    check(quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise), x, sizes, expected)
+
+
+@EVERY
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("name", thinned(["nvfp4-rht", "nvfp4-rht2-nosign", "nvfp4-2d-rht", "nvfp4-rht32"], 2))
+def test_each_section_is_rotated_by_itself(name: str, columnwise: bool, sizes: list[int]) -> None:
+    rotation = recipe(name).transform
+    assert rotation is not None
+    sizes = [size * rotation.group for size in sizes] if columnwise else sizes
+    x = source(sizes, 37 if columnwise else 64).bfloat16()
+    expected = [quantize(part.contiguous(), name) for part in sections_of(x, sizes, columnwise)]
+    check(quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise), x, sizes, expected)
+
+
+@EVERY
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("name", thinned(["nvfp4-sr", "nvfp4-2d-sr", "nvfp4-rht2-sr"], 3))
+def test_blocks_are_counted_through_all_sections_for_the_random_bits(
+    name: str, columnwise: bool, sizes: list[int]
+) -> None:
+    sizes = [2 * size for size in sizes]
+    x = source(sizes, 38).bfloat16()
+    expected, first = [], 0
+    for part in sections_of(x, sizes, columnwise):
+        made = scalar.philox_words(3, 4, *part.shape, first=first)
+        first += made.size // 4
+        cut = torch.from_numpy(made.view(np.int32)[:, : -(-part.shape[1] // 4)].copy())
+        expected.append(quantize(part.contiguous(), name, random=cut))
+    q = quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise, random=(3, 4))
+    check(q, x, sizes, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_section_is_the_matrix(name: str) -> None:
+    x = matrix("normal", 2, 128, 128).bfloat16()
+    random = (8, 9) if recipe(name).rounding == "stochastic" else None
+    for columnwise in (False, True):
+        q = quantize_grouped(x, torch.tensor([128]), name, columnwise=columnwise, random=random)
+        assert_same(q.sections()[0], quantize(x.T if columnwise else x, name, random=random))
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_a_given_amax_is_that_of_its_section(columnwise: bool) -> None:
+    sizes = [3, 0, 20]
+    x, amax = source(sizes, 33), torch.tensor([4.0, 5.0, 6.0])
+    parts = sections_of(x, sizes, columnwise)
+    expected = [quantize(part, "nvfp4", amax=amax[i : i + 1]) for i, part in enumerate(parts)]
+    check(quantize_grouped(x, torch.tensor(sizes), "nvfp4", columnwise=columnwise, amax=amax), x, sizes, expected)
+
+
+def test_more_dimensions_are_rows_and_a_view_gives_the_bytes_of_its_copy() -> None:
+    sizes = torch.tensor([5, 7])
+    x = matrix("normal", 3, 34, 12).T
+    flat = quantize_grouped(x.contiguous(), sizes, "nvfp4")
+    for view in (x, x.contiguous().view(3, 4, 34), x.contiguous().view(2, 1, 6, 34)):
+        q = quantize_grouped(view, sizes, "nvfp4")
+        for one, other in zip(q.sections(), flat.sections(), strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("columns", [0, 1])
+def test_sections_of_no_columns_or_one(columns: int) -> None:
+    sizes = [2, 0, 17]
+    x = source(sizes, columns)
+    for columnwise in (False, True):
+        expected = [quantize(part.contiguous(), "nvfp4") for part in sections_of(x, sizes, columnwise)]
+        check(quantize_grouped(x, torch.tensor(sizes), "nvfp4", columnwise=columnwise), x, sizes, expected)
+
+
+def test_what_is_left_behind_the_last_columnwise_section_is_not_used() -> None:
+    sizes = [3, 20]
+    x = source(sizes, 33)
+    q = quantize_grouped(x, torch.tensor(sizes), "nvfp4", columnwise=True)
+    more = torch.full((100,), 0xFF, dtype=torch.uint8)
+    longer = dataclasses.replace(q, codes=torch.cat([q.codes, more]), scales=torch.cat([q.scales, more]))
+    for one, other in zip(longer.sections(), q.sections(), strict=True):
+        assert_same(one, other)
+
+
+def test_sections_are_views_and_may_do_without_a_tensor_scale() -> None:
+    q = quantize_grouped(source([4, 5], 32), torch.tensor([4, 5]), "nvfp4")
+    q.codes.fill_(0x22)
+    assert all((part.codes == 0x22).all() for part in q.sections())
+    without = dataclasses.replace(q, tensor_scale=None).sections()
+    assert [part.tensor_scale for part in without] == [None, None]
+    assert torch.equal(dequantize(without[0]), dequantize(q.sections()[0]))
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [
+        (torch.tensor([3, 4]), "torch.int64 [3, 4], sum 7"),
+        (torch.tensor([3, 4, 2]), "torch.int64 [3, 4, 2], sum 9"),
+        (torch.tensor([9, -1]), "torch.int64 [9, -1], sum 8"),
+        (torch.tensor([4, 4], dtype=torch.int32), "torch.int32 [4, 4], sum 8"),
+        (torch.tensor([4.0, 4.0]), "torch.float32 [4.0, 4.0], sum 8.0"),
+        (torch.tensor([], dtype=torch.int64), "torch.int64 [], sum 0"),
+        (torch.tensor(8), "torch.int64 8, sum 8"),
+        (torch.tensor([[4, 4]]), "torch.int64 [[4, 4]], sum 8"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_rows_are_refused(sizes: torch.Tensor, shown: str) -> None:
+    message = f"sizes of sections are int64 (G,), not negative, and sum to the 8 rows of x; these are {shown}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize_grouped(torch.zeros(8, 16), sizes, "nvfp4")
+
+
+def test_a_recipe_with_an_amax_for_every_row_is_refused() -> None:
+    message = "recipe nvfp4-rowscaled has an amax for every row; sections of one amax each do not apply"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize_grouped(torch.zeros(8, 16), torch.tensor([8]), "nvfp4-rowscaled")
+
+
+@pytest.mark.parametrize("amax", [torch.ones(1), torch.ones(3), torch.ones(2, 1), torch.ones(2).double()])
+def test_an_amax_of_another_shape_or_dtype_is_refused(amax: torch.Tensor) -> None:
+    message = f"amax of 2 sections is float32 of shape (2,), not {amax.dtype} of shape {tuple(amax.shape)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize_grouped(torch.zeros(8, 16), torch.tensor([4, 4]), "nvfp4", amax=amax)
+
+
+def test_random_bits_are_wanted_by_stochastic_rounding_alone() -> None:
+    x, sizes = torch.zeros(8, 16), torch.tensor([4, 4])
+    with pytest.raises(ValueError, match=r"recipe nvfp4-sr rounds stochastically; give random=\(seed, offset\)"):
+        quantize_grouped(x, sizes, "nvfp4-sr")
+    with pytest.raises(ValueError, match="recipe nvfp4 rounds nearest-even; it takes no random bits"):
+        quantize_grouped(x, sizes, "nvfp4", random=(1, 2))
+
+
+def test_a_section_that_is_no_whole_groups_is_refused_columnwise() -> None:
+    message = "recipe nvfp4-rht rotates whole groups of 16 along K of a matrix (M, K), not shape (32, 15); pad it first"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize_grouped(torch.zeros(32, 32).bfloat16(), torch.tensor([17, 15][::-1]), "nvfp4-rht", columnwise=True)
+
+
+# GEMM.
+
+
+def matrices(count: int, rows: int, columns: int, name: str) -> list[Quantized]:
+    return [quantize(matrix("normal", 10 + n, rows, columns).bfloat16(), name) for n in range(count)]
+
+
+@EVERY
+@pytest.mark.parametrize("added", thinned(["", "c", "bias", "c and bias"], 2))
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_each_section_is_multiplied_by_its_own_matrix(sizes: list[int], added: str, out_dtype: torch.dtype) -> None:
+    a = quantize_grouped(source(sizes, 40), torch.tensor(sizes), "nvfp4")
+    b = matrices(len(sizes), 6, 40, "nvfp4")
+    c = matrix("normal", 4, sum(sizes), 6) if "c" in added else None
+    bias = matrix("normal", 5, len(sizes), 6).bfloat16() if "bias" in added else None
+    y = gemm_grouped(a, b, out_dtype=out_dtype, c=c, bias=bias)
+    assert tuple(y.shape) == (sum(sizes), 6)
+    assert y.dtype == out_dtype
+    start = 0
+    for n, (part, other) in enumerate(zip(a.sections(), b, strict=True)):
+        stop = start + sizes[n]
+        alone = gemm(
+            part, other, out_dtype=out_dtype, c=None if c is None else c[start:stop],
+            bias=None if bias is None else bias[n],
+        )  # fmt: skip
+        assert torch.equal(bits(y[start:stop]), bits(alone))
+        start = stop
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_sections_of_every_recipe_are_multiplied(name: str) -> None:
+    sizes = [5, 0, 12]
+    a = quantize_grouped(source(sizes, 128).bfloat16(), torch.tensor(sizes), name)
+    b = matrices(3, 4, 128, name)
+    y = gemm_grouped(a, b, out_dtype=torch.float32)
+    expected = [gemm(part, other, out_dtype=torch.float32) for part, other in zip(a.sections(), b, strict=True)]
+    assert torch.equal(y, torch.cat(expected))
+
+
+def grouped(columns: int = 32, **how: bool) -> GroupedQuantized:
+    return quantize_grouped(torch.ones(8, columns), torch.tensor([3, 5]), "nvfp4", **how)  # type: ignore[arg-type]
+
+
+def test_columnwise_sections_are_refused() -> None:
+    message = "gemm_grouped multiplies sections that were quantized rowwise; these are columnwise"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gemm_grouped(grouped(columnwise=True), matrices(2, 4, 32, "nvfp4"), out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_another_number_of_matrices_is_refused(count: int) -> None:
+    message = f"gemm_grouped multiplies each section by one matrix: 2 sections, {count} of b"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gemm_grouped(grouped(), matrices(count, 4, 32, "nvfp4"), out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        ({"c": torch.ones(4, 8)}, "c is added to the output (8, 4), but has shape (4, 8)"),
+        ({"bias": torch.ones(4)}, "bias has a row for each section, (2, 4), not shape (4,)"),
+        ({"bias": torch.ones(8, 4)}, "bias has a row for each section, (2, 4), not shape (8, 4)"),
+    ],
+)
+def test_an_addend_of_another_shape_is_refused(added: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gemm_grouped(grouped(), matrices(2, 4, 32, "nvfp4"), out_dtype=torch.float32, **added)
+
+
+def test_another_output_dtype_k_or_recipe_is_refused_as_by_gemm() -> None:
+    with pytest.raises(TypeError, match=r"gemm gives float32, bfloat16 or float16, not torch\.float64"):
+        gemm_grouped(grouped(), matrices(2, 4, 32, "nvfp4"), out_dtype=torch.float64)
+    message = "gemm multiplies (M, K) by (N, K): K is 32 in a (3, 32) and 48 in b (4, 48)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gemm_grouped(grouped(), matrices(2, 4, 48, "nvfp4"), out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="gemm cannot multiply nvfp4 by nvfp4-rht: transform is None and Hadamard"):
+        gemm_grouped(grouped(), matrices(2, 4, 32, "nvfp4-rht"), out_dtype=torch.float32)
+
+
+def test_matrices_of_different_n_are_refused() -> None:
+    a, (one, other) = grouped(), (quantize(torch.ones(n, 32), "nvfp4") for n in (4, 5))
+    message = "gemm_grouped gives one output (8, N): the matrices of b have 4, 5 rows"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gemm_grouped(a, [one, other], out_dtype=torch.float32)

@@ -1,0 +1,223 @@
+"""The Hadamard transform: its matrix, its declared order against exact sums, that two cancel, errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.reference import recipe
+from narrowgauge.reference.ops import quantize, transform
+from narrowgauge.reference.quantize.hadamard import signs
+from narrowgauge.spec.recipes import RHT_GROUPS, Hadamard
+from tests.golden import bits
+from tests.reference import scalar
+from tests.reference.samples import MATRICES, matrix
+from tests.reference.twins import rotated
+
+EVERY = pytest.mark.parametrize("group", RHT_GROUPS)
+U = Fraction(1, 1 << 24)
+
+
+def name(group: int, *, signs: bool = True) -> str:
+    return f"nvfp4-rht{'' if group == 16 else group}{'' if signs else '-nosign'}"
+
+
+def exact(x: torch.Tensor, group: int) -> np.ndarray:
+    """x·R of every group as fractions (object array): sums of whole numbers, which are faster, times unit and c."""
+    c = scalar.coefficient(group)
+    units = np.array([[int(v * 2.0**133) for v in row] for row in x.double().tolist()], object)
+    ones = np.array([[int(entry / c) for entry in row] for row in scalar.rotation(group)], object)
+    return (units.reshape(-1, group) @ ones).reshape(units.shape) * (c / (1 << 133))
+
+
+@EVERY
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_unit_matrix_becomes_r(group: int, signed: bool) -> None:
+    found = transform(torch.eye(group).bfloat16(), name(group, signs=signed)).double().tolist()
+    assert found == scalar.rotation(group, signs=signed)
+
+
+@EVERY
+@pytest.mark.parametrize("signed", [True, False])
+def test_r_is_orthogonal_but_for_its_factor(group: int, signed: bool) -> None:
+    """R·Rᵀ = group·c²·I exactly: I where the group is a power of 4, else 1/√2 is off in bfloat16."""
+    c = scalar.coefficient(group)
+    r = np.array([[int(entry / c) for entry in row] for row in scalar.rotation(group, signs=signed)])
+    assert (np.abs(r) == 1).all()
+    for product in (r @ r.T, r.T @ r):
+        np.testing.assert_array_equal(product, group * np.eye(group, dtype=int))
+    assert (group * c * c == 1) == (math.isqrt(group) ** 2 == group)
+
+
+def test_c_is_one_over_the_root_rounded_to_bfloat16() -> None:
+    """Neither neighbour of c is as near: c² and 1/group on the two sides of the midpoints' squares."""
+    for group in RHT_GROUPS:
+        c = scalar.coefficient(group)
+        ulp = Fraction(2) ** (math.frexp(float(c))[1] - 8)
+        below = ulp / 2 if math.frexp(float(c))[0] == 0.5 else ulp
+        assert (c - below / 2) ** 2 < Fraction(1, group) < (c + ulp / 2) ** 2
+        assert Fraction(torch.tensor(float(c)).bfloat16().item()) == c
+
+
+def test_the_mask_0xd7e8_is_the_listed_signs() -> None:
+    assert recipe("nvfp4-rht").transform == Hadamard(16, 0xD7E8)
+    assert signs(Hadamard()).tolist() == scalar.SIGNS
+    assert sum(1 << k for k, sign in enumerate(scalar.SIGNS) if sign < 0) == 0xD7E8
+    assert signs(Hadamard(16, 0)).tolist() == [1.0] * 16
+    assert recipe("nvfp4-rht-nosign").transform == Hadamard(16, 0)
+
+
+@EVERY
+def test_groups_of_another_size_repeat_or_cut_the_signs(group: int) -> None:
+    assert signs(Hadamard(group)).tolist() == (scalar.SIGNS * 8)[:group]
+
+
+@EVERY
+@pytest.mark.parametrize("family", MATRICES)
+@pytest.mark.parametrize("signed", [True, False])
+def test_it_is_its_scalar_twin_in_the_declared_order(group: int, family: str, signed: bool) -> None:
+    x = matrix(family, group, 3, 2 * group).bfloat16()
+    found, expected = transform(x, name(group, signs=signed)), torch.from_numpy(rotated(x, group, signs=signed))
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(bits(found)[~found.isnan()], bits(expected.bfloat16())[~expected.isnan()])
+
+
+@EVERY
+def test_of_randn_it_is_the_exact_sum_rounded_once(group: int) -> None:
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(group)).bfloat16()
+    expected = [[scalar.nearest(y, "bfloat16") for y in row] for row in exact(x, group)]
+    assert transform(x, name(group)).tolist() == expected
+
+
+@EVERY
+def test_of_integers_every_order_gives_the_same(group: int) -> None:
+    x = torch.randint(-3, 4, (4, 2 * group), generator=torch.Generator().manual_seed(group)).bfloat16()
+    expected = [[scalar.nearest(y, "bfloat16") for y in row] for row in exact(x, group)]
+    assert transform(x, name(group)).tolist() == expected
+
+
+@EVERY
+def test_of_spread_exponents_it_lies_within_the_error_of_its_additions(group: int) -> None:
+    """Exponents over 2^±30. log2(group) additions on every path round, each by u at most: the rest is one rounding."""
+    x = matrix("spread", group, 24, 128).bfloat16()
+    sums = exact(x, group)
+    sizes = [[sum(map(Fraction, part)) for part in row] for row in x.double().abs().view(24, -1, group).tolist()]
+    most = ((1 + U) ** (group.bit_length() - 1) - 1) * scalar.coefficient(group)
+    found = transform(x, name(group)).tolist()
+    for i, k in np.ndindex(sums.shape):
+        error = most * sizes[i][k // group]
+        low, high = (scalar.nearest(sums[i, k] + side * error, "bfloat16") for side in (-1, 1))
+        assert low <= found[i][k] <= high
+
+
+@pytest.mark.parametrize("group", RHT_GROUPS[1:])
+def test_where_exponents_are_far_apart_it_is_not_the_exact_sum_rounded_once(group: int) -> None:
+    """1 + 2^-30 is 1 in float32, so that 1 + 2^-30 − 1 leaves nothing."""
+    x = torch.zeros(1, group)
+    x[0, :3] = torch.tensor([1.0, 2.0**-30, -1.0])
+    once = scalar.nearest(sum(Fraction(v) for v in x[0].tolist()) * scalar.coefficient(group), "bfloat16")
+    assert once == float(scalar.coefficient(group)) * 2.0**-30
+    assert transform(x.bfloat16(), name(group, signs=False))[0, 0] == 0.0
+
+
+def test_two_elements_can_round_twice() -> None:
+    """A sum, found by search, that float32 rounds to a tie of bfloat16."""
+    x = torch.tensor([[134.0, 181 * 2.0**-14]])
+    total = sum(Fraction(v) for v in x[0].tolist()) * scalar.coefficient(2)
+    twice = scalar.nearest(Fraction(scalar.nearest(total, "float32")), "bfloat16")
+    assert twice != scalar.nearest(total, "bfloat16")
+    assert transform(x.bfloat16(), name(2, signs=False))[0, 0] == twice
+
+
+@EVERY
+def test_two_rotations_cancel_in_exact_arithmetic(group: int) -> None:
+    """(a·R)·(b·R)ᵀ = group·c²·a·bᵀ: what lets both operands of a product be rotated."""
+    generator = torch.Generator().manual_seed(group)
+    a, b = (torch.randn(rows, 2 * group, generator=generator).bfloat16() for rows in (2, 3))
+    plain = [[[Fraction(v) for v in row] for row in x.double().tolist()] for x in (a, b)]
+    product = np.array(plain[0], object) @ np.array(plain[1], object).T
+    turned = exact(a, group) @ exact(b, group).T
+    assert (turned == group * scalar.coefficient(group) ** 2 * product).all()
+
+
+@EVERY
+def test_a_group_is_rotated_by_itself(group: int) -> None:
+    x = matrix("normal", 1, 4, 3 * group).bfloat16()
+    whole = transform(x, name(group))
+    for start in range(0, 3 * group, group):
+        assert torch.equal(transform(x[:, start : start + group], name(group)), whole[:, start : start + group])
+    x[1, group] = math.inf
+    x[2, group + 1] = math.nan
+    dirty = transform(x, name(group))
+    inside = slice(group, 2 * group)
+    assert not dirty[1, inside].isfinite().any()
+    assert dirty[2, inside].isnan().all()
+    others = torch.ones_like(x, dtype=torch.bool)
+    others[1:3, inside] = False
+    assert torch.equal(dirty[others], whole[others])
+
+
+def test_a_view_gives_the_numbers_of_its_copy_and_comes_back_unchanged() -> None:
+    base = matrix("normal", 2, 64, 64).bfloat16()
+    for view in (base.T, base[::2], base[:, ::2], base[:, 16:48], base[:1].expand(5, -1)):
+        copy = view.clone(memory_format=torch.contiguous_format)
+        found = transform(view, "nvfp4-rht")
+        assert torch.equal(found, transform(copy, "nvfp4-rht"))
+        assert torch.equal(view, copy)
+        assert found.is_contiguous()
+
+
+def test_a_large_matrix_is_its_rows() -> None:
+    """More than one of the slabs that the reference works on at once."""
+    x = matrix("normal", 3, 300, 1024).bfloat16()
+    parts = [transform(x[rows : rows + 37], "nvfp4-rht") for rows in range(0, 300, 37)]
+    assert torch.equal(transform(x, "nvfp4-rht"), torch.cat(parts))
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 32), (5, 0)])
+def test_an_empty_matrix_stays_empty(shape: tuple[int, int]) -> None:
+    found = transform(torch.zeros(shape).bfloat16(), "nvfp4-rht")
+    assert tuple(found.shape) == shape
+    assert found.dtype == torch.bfloat16
+
+
+# Errors, of `transform` and of `quantize`, which rotates what it is given.
+
+DOORS = pytest.mark.parametrize("door", [transform, quantize])
+
+
+@DOORS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_another_dtype_is_refused(door: object, dtype: torch.dtype) -> None:
+    message = f"recipe nvfp4-rht rotates bfloat16, not {str(dtype).removeprefix('torch.')}; convert it first"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        door(torch.zeros(2, 16, dtype=dtype), "nvfp4-rht")  # type: ignore[operator]
+
+
+@DOORS
+@pytest.mark.parametrize(("group", "columns"), [(16, 8), (16, 24), (16, 33), (32, 48), (128, 64), (2, 3)])
+def test_a_k_that_is_no_multiple_of_the_group_is_refused(door: object, group: int, columns: int) -> None:
+    message = (
+        f"recipe {name(group)} rotates whole groups of {group} along K of a matrix (M, K), not shape (2, {columns}); "
+        "pad it first"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        door(torch.zeros(2, columns).bfloat16(), name(group))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("shape", [(), (16,), (2, 2, 16)])
+def test_another_rank_is_refused(shape: tuple[int, ...]) -> None:
+    message = f"recipe nvfp4-rht rotates whole groups of 16 along K of a matrix (M, K), not shape {shape}; pad it first"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        transform(torch.zeros(shape).bfloat16(), "nvfp4-rht")
+
+
+def test_a_recipe_without_a_transform_is_refused() -> None:
+    message = "recipe nvfp4-2d has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        transform(torch.zeros(2, 16).bfloat16(), "nvfp4-2d")

@@ -1,0 +1,487 @@
+"""MX recipes: a twin in exact arithmetic, every code under every scale, special values, halves, sections, random."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowgauge.reference import Quantized, recipe
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.numbers.rounding import stochastic
+from narrowgauge.reference.ops import dequantize, quantize, quantize_both, quantize_grouped, swizzle, unswizzle
+from narrowgauge.reference.quantize.layout import linear_scales, pack
+from narrowgauge.spec.formats import E2M1, E8M0, Format
+from narrowgauge.spec.quantized import codes_shape, scales_shape, swizzled_shape
+from narrowgauge.spec.recipes import recipe_names
+from tests.golden import bits
+from tests.reference import mx_twins, scalar
+from tests.reference.mx_twins import DIALECTS, ELEMENTS, NAMES
+from tests.reference.samples import MATRICES, matrix, words
+from tests.reference.twins import rowwise_elements
+from tests.thinned import thinned
+
+SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+ELEMENT = pytest.mark.parametrize("element", ELEMENTS, ids=lambda fmt: fmt.name)
+ALL = [name for name in recipe_names() if name.startswith("mxfp") and "@" not in name]
+NEAREST = [name for name in ALL if not name.endswith("-sr")]
+FLT_MAX = 3.4028234663852886e38
+
+
+def tiled(element: Format) -> str:
+    return "mxfp8-2d" if NAMES[element] == "mxfp8-e4m3" else f"{NAMES[element]}-2d"
+
+
+def random_of(name: str, rows: int, columns: int, seed: int = 1) -> torch.Tensor | None:
+    return words(seed, rows, columns) if name.endswith("-sr") else None
+
+
+# Twins.
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@SETTINGS
+@given(
+    element=st.sampled_from(ELEMENTS), tile=st.booleans(), family=st.sampled_from(MATRICES), seed=st.integers(0, 2**32),
+    rows=st.integers(1, 3), columns=st.integers(1, 70), nan=st.sampled_from(["ignore", "propagate"]),
+)  # fmt: skip
+def test_a_recipe_is_its_twin(
+    dialect: str, element: Format, tile: bool, family: str, seed: int, rows: int, columns: int, nan: str
+) -> None:
+    base = tiled(element) if tile else NAMES[element]
+    rule = dataclasses.replace(recipe(f"{base}@{dialect}"), nan=nan)  # type: ignore[arg-type]
+    x = matrix(family, seed, rows, columns)
+    q = quantize(x, rule)
+    codes, scales = mx_twins.quantize(x.numpy(), element, dialect, height=32 if tile else 1, nan=nan)
+    np.testing.assert_array_equal(q.scales.numpy(), scales)
+    np.testing.assert_array_equal(rowwise_elements(q).numpy(), codes)
+    assert q.amax is None
+    assert q.tensor_scale is None
+
+
+@ELEMENT
+def test_tiles_of_32_rows_and_their_tails_are_the_twins(element: Format) -> None:
+    x = matrix("spread", 5, 70, 40)
+    q = quantize(x, tiled(element))
+    codes, scales = mx_twins.quantize(x.numpy(), element, height=32)
+    np.testing.assert_array_equal(q.scales.numpy(), scales)
+    np.testing.assert_array_equal(rowwise_elements(q).numpy(), codes)
+    assert len(set(map(tuple, scales.tolist()))) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@ELEMENT
+def test_the_input_dtype_is_only_a_carrier(element: Format, dtype: torch.dtype) -> None:
+    x = matrix("normal", 1, 33, 70).to(dtype)
+    one, other = quantize(x, NAMES[element]), quantize(x.float(), NAMES[element])
+    assert torch.equal(one.codes, other.codes)
+    assert torch.equal(one.scales, other.scales)
+
+
+# Special values.
+
+
+def row_of(*numbers: float, columns: int = 32) -> torch.Tensor:
+    return torch.tensor([[*numbers, *[0.0] * (columns - len(numbers))]])
+
+
+@ELEMENT
+def test_zeros_of_either_sign_have_the_smallest_scale_and_keep_their_sign(element: Format) -> None:
+    q = quantize(row_of(0.0, -0.0, 0.0, -0.0), NAMES[element])
+    assert q.scales.tolist() == [[0]]
+    assert rowwise_elements(q)[0, :4].tolist() == [0, element.sign_code] * 2
+    tiny = quantize(row_of(element.max, -(2.0**-30), 2.0**-30), NAMES[element])
+    assert rowwise_elements(tiny)[0, :3].tolist() == [element.max_code, element.sign_code, 0]
+
+
+@ELEMENT
+def test_infinity_has_the_largest_scale_and_the_largest_code(element: Format) -> None:
+    q = quantize(row_of(math.inf, -math.inf, FLT_MAX, 1.0), NAMES[element])
+    assert q.scales.tolist() == [[E8M0.max_code]]
+    large = scalar.encode(FLT_MAX * 2.0**-127, element)
+    assert rowwise_elements(q)[0, :4].tolist() == [element.max_code, element.max_code | element.sign_code, large, 0]
+    assert not dequantize(q).isnan().any()
+
+
+@ELEMENT
+def test_nan_is_left_out_of_the_amax_and_has_one_code(element: Format) -> None:
+    """E4M3 and E5M2 0x7F; formats without NaN the largest positive code, whatever the sign."""
+    nans = torch.tensor([0x7FC00000, 0x7F800001, -0x400000, -1], dtype=torch.int32).view(torch.float32)
+    x = row_of(1.0, *[0.0] * 4)
+    x[0, 1:5] = nans
+    q, plain = quantize(x, NAMES[element]), quantize(row_of(1.0), NAMES[element])
+    code = {"E2M1": 7, "E2M3": 31, "E3M2": 31}.get(element.name, 0x7F)
+    assert rowwise_elements(q)[0, 1:5].tolist() == [code] * 4
+    assert torch.equal(q.scales, plain.scales)
+    assert torch.equal(rowwise_elements(q)[0, 5:], rowwise_elements(plain)[0, 5:])
+    only = quantize(torch.full((1, 32), math.nan), NAMES[element])
+    assert only.scales.tolist() == [[0]]
+    propagated = quantize(x, dataclasses.replace(recipe(NAMES[element]), nan="propagate"))
+    assert propagated.scales.tolist() == [[255]]
+    assert set(rowwise_elements(propagated)[0].tolist()) == {code}
+    assert dequantize(propagated).isnan().all()
+
+
+def test_a_nan_makes_its_own_block_or_tile_nan_and_no_other() -> None:
+    x = matrix("normal", 3, 64, 96)
+    x[40, 50] = math.nan
+    for name, spoiled in (("mxfp8-e4m3", [(40, 1)]), ("mxfp8-2d", [(row, 1) for row in range(32, 64)])):
+        q = quantize(x, dataclasses.replace(recipe(name), nan="propagate"))
+        assert [tuple(at) for at in (q.scales == 255).nonzero().tolist()] == spoiled
+
+
+# Elements.
+
+
+@ELEMENT
+def test_every_value_of_the_element_under_every_scale_is_quantized_to_itself_and_back(element: Format) -> None:
+    """All codes by all scales at which no value overflows float32; the largest number of a block fixes its scale."""
+    values = torch.tensor([v for v in element.values if math.isfinite(v)])
+    for code in range(255):
+        row = (values.double() * 2.0 ** (code - 127)).float()
+        if not row.isfinite().all():
+            assert code > 255 - mx_twins.EMAX[element] - 1
+            continue
+        x = torch.nn.functional.pad(row, (0, -len(row) % 32)).view(-1, 32)
+        x[:, -1] = float(element.max * 2.0 ** (code - 127))
+        q = quantize(x, NAMES[element])
+        assert (q.scales == code).all()
+        assert torch.equal(bits(dequantize(q)), bits(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@ELEMENT
+def test_dequantize_of_every_code_under_every_scale_is_the_exact_product_rounded(
+    element: Format, dtype: torch.dtype
+) -> None:
+    """Code 0 of a scale is 2^-127 and 255 NaN. One rounding to float32, one to the dtype."""
+    codes = torch.arange(max(32, element.codes), dtype=torch.int32) % element.codes
+    blocks = len(codes) // 32
+    scales = torch.arange(256, dtype=torch.uint8)
+    kept = codes.to(torch.uint8).expand(256, -1).contiguous()
+    kept = pack(kept) if element.bits == 4 else kept
+    q = Quantized(
+        kept, scales.view(-1, 1).expand(-1, blocks).contiguous(), None, recipe(NAMES[element]), (256, len(codes))
+    )
+    values = torch.tensor([element.values[c] for c in codes.tolist()], dtype=torch.float64)
+    factors = torch.tensor(E8M0.values, dtype=torch.float64)
+    exact = (values * factors.view(-1, 1)).float().to(dtype)  # float64 holds the product
+    found = dequantize(q, dtype)
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert found[255].isnan().all()
+    assert torch.equal(bits(found.nan_to_num(nan=0.0)), bits(exact.nan_to_num(nan=0.0)))
+
+
+@ELEMENT
+def test_an_element_is_rounded_once_after_its_scale_has_been_taken_out(element: Format) -> None:
+    """Every midpoint of the format, and a unit in the last place to either side, under scales from end to end."""
+    grid = [float(point) for point in scalar.grid(element)[: element.max_code + 1]]
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(grid)])
+    near = torch.cat([middles, middles.nextafter(torch.tensor(math.inf)), middles.nextafter(torch.tensor(0.0))])
+    near = torch.cat([near, -near])
+    expected = torch.tensor([scalar.encode(v, element) for v in near.tolist()], dtype=torch.uint8)
+    x = torch.nn.functional.pad(near, (0, -len(near) % 31)).view(-1, 31)
+    x = torch.cat([torch.full((len(x), 1), element.max), x], 1)
+    for power in (-100, -17, 0, 5, 100):
+        q = quantize(x * 2.0**power, NAMES[element])
+        assert (q.scales == power + 127).all()
+        assert torch.equal(rowwise_elements(q)[:, 1:].flatten()[: len(near)], expected)
+
+
+@ELEMENT
+def test_ocp_clips_what_te_does_not(element: Format) -> None:
+    above = float(element.max) * (1 + 2.0**-10)
+    for dialect, scale, code in (("ocp", 127, element.max_code), ("te", 128, None)):
+        q = quantize(row_of(above, -above), f"{NAMES[element]}@{dialect}")
+        assert q.scales.tolist() == [[scale]]
+        expected = scalar.encode(above / 2, element) if code is None else code
+        assert rowwise_elements(q)[0, :2].tolist() == [expected, expected | element.sign_code]
+
+
+# Halves, layouts, sections.
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (1, 1), (33, 70), (130, 3), (3, 130), (0, 0), (0, 40), (40, 0)])
+@pytest.mark.parametrize("name", thinned(ALL, 2))
+def test_each_half_is_what_quantize_gives(name: str, shape: tuple[int, int]) -> None:
+    """The columnwise half of MXFP8 and MXFP6 lies where x does, that of MXFP4 as its transpose."""
+    x, rule = matrix("spread", 1, *shape), recipe(name)
+    random = (random_of(name, *shape), random_of(name, *shape[::-1], seed=2))
+    row, column = quantize_both(x, name, random=random if name.endswith("-sr") else None)
+    first, second = quantize(x, name, random=random[0]), quantize(x.T.contiguous(), name, random=random[1])
+    assert row is not None
+    assert column is not None
+    assert (row.transposed, column.transposed) == (False, rule.columnwise == "in-place")
+    assert column.transposed == (rule.element is not E2M1)
+    for half, alone in ((row, first), (column, second)):
+        assert half.shape == alone.shape
+        assert tuple(half.codes.shape) == codes_shape(half.shape, rule, transposed=half.transposed)
+        assert tuple(half.scales.shape) == scales_shape(half.shape, rule, transposed=half.transposed)
+        assert half.codes.is_contiguous()
+        assert half.scales.is_contiguous()
+        assert torch.equal(half.codes.T if half.transposed else half.codes, alone.codes)
+        assert torch.equal(half.scales.T if half.transposed else half.scales, alone.scales)
+        assert torch.equal(bits(dequantize(half)), bits(dequantize(alone)))
+    if column.transposed:
+        assert tuple(column.codes.shape) == shape
+        assert tuple(column.scales.shape) == (-(-shape[0] // 32), shape[1])
+
+
+@pytest.mark.parametrize("name", [name for name in NEAREST if "2d" in name])
+def test_tiles_have_one_set_of_codes_for_both_halves(name: str) -> None:
+    x = matrix("spread", 2, 70, 100)
+    row, column = quantize_both(x, name)
+    assert row is not None
+    assert column is not None
+    assert torch.equal(rowwise_elements(row), rowwise_elements(column).T)
+    assert torch.equal(dequantize(row), dequantize(column).T)
+    assert torch.equal(linear_scales(row)[::32], linear_scales(column)[::32].T)
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "mxfp6-e3m2", "mxfp4"])
+def test_swizzled_scales_are_those_of_the_matrix_whose_blocks_run_along_its_rows(name: str) -> None:
+    x = matrix("spread", 3, 200, 300)
+    linear, swizzled = (quantize_both(x, name, swizzled=each) for each in (False, True))
+    for one, other in zip(linear, swizzled, strict=True):
+        assert one is not None
+        assert other is not None
+        along = linear_scales(one)
+        assert along.shape == (one.shape[0], -(-one.shape[1] // 32))
+        assert torch.equal(other.codes, one.codes)
+        assert torch.equal(other.scales, swizzle(along))
+        assert tuple(other.scales.shape) == swizzled_shape(other.shape, other.recipe)
+        assert torch.equal(unswizzle(other.scales, tuple(along.shape)), along)
+        assert torch.equal(linear_scales(other), along)
+        assert torch.equal(dequantize(other), dequantize(one))
+        assert other.transposed == one.transposed
+
+
+SIZES = {
+    "plain": [32, 64, 32],
+    "no multiples": [1, 33, 5, 70],
+    "empty": [0, 7, 0, 40, 0],
+    "none": [0, 0],
+    "no sections": [],
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("name", thinned(NEAREST, 2))
+def test_each_section_is_what_quantize_gives_for_it(name: str, columnwise: bool, sizes: list[int]) -> None:
+    x = matrix("spread", 4, sum(sizes), 45)
+    if not sizes:
+        with pytest.raises(ValueError, match="sizes of sections are int64"):
+            quantize_grouped(x, torch.tensor(sizes, dtype=torch.int64), name, columnwise=columnwise)
+        return
+    grouped = quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise)
+    assert grouped.amax is None
+    assert grouped.tensor_scale is None
+    parts = grouped.sections()
+    assert len(parts) == len(sizes)
+    for part, section in zip(parts, torch.split(x, sizes), strict=True):
+        row, column = quantize_both(section, name)
+        alone = column if columnwise else row
+        assert alone is not None
+        assert (part.shape, part.transposed) == (alone.shape, alone.transposed)
+        assert torch.equal(part.codes, alone.codes)
+        assert torch.equal(part.scales, alone.scales)
+        assert torch.equal(dequantize(part), dequantize(alone))
+
+
+# Stochastic rounding.
+
+
+BYTES = torch.arange(256).to(torch.uint8)
+
+
+def points_of(element: Format) -> torch.Tensor:
+    """The grid from 0 to the largest number, float64."""
+    return torch.tensor([float(point) for point in scalar.grid(element)[: element.max_code + 1]], dtype=torch.float64)
+
+
+def halves(element: Format) -> torch.Tensor:
+    """Every number of bfloat16 from a thousandth of the smallest step to beyond the largest number, and 0."""
+    patterns = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    smallest = 2.0 ** (1 - element.bias - element.mantissa_bits)
+    return patterns[(patterns <= 4 * element.max) & (patterns >= smallest / 1024) | (patterns == 0)]
+
+
+def near_grid(element: Format) -> torch.Tensor:
+    """float32 up to 3 ulp to either side of each point of the grid."""
+    near = [points_of(element).float()]
+    for limit in (math.inf, 0.0):
+        step = near[0]
+        for _ in range(3):
+            step = step.nextafter(torch.tensor(limit))
+            near.append(step)
+    return torch.cat(near).unique()
+
+
+def enumerated(x: torch.Tensor, element: Format) -> torch.Tensor:
+    """Each number under each byte: (n,) float32 to (n, 256)."""
+    wide = x.unsqueeze(1).expand(-1, 256).contiguous()
+    return stochastic(wide, element, BYTES.expand_as(wide).contiguous())
+
+
+def neighbours(x: torch.Tensor, element: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """The points at or below |x| and above it, float64; twice the largest where there is none."""
+    points = points_of(element)
+    below = torch.searchsorted(points, x.double(), right=True) - 1
+    return points[below], points[(below + 1).clamp(max=element.max_code)]
+
+
+@ELEMENT
+def test_of_256_bytes_as_many_round_up_as_the_distance_counts_in_256ths(element: Format) -> None:
+    """P(up) = ⌊256·f⌋/256, f the distance from the point below in steps; nothing is above the largest number."""
+    x = halves(element)
+    low, high = neighbours(x, element)
+    up = torch.where(high > low, 256 * (x.double() - low) / (high - low).clamp(min=2.0**-60), 0.0).floor()
+    expected = torch.where(torch.arange(256) < 256 - up.unsqueeze(1), low.unsqueeze(1), high.unsqueeze(1))
+    assert torch.equal(enumerated(x, element).double(), expected)
+    assert len(up.unique()) == 256
+
+
+@ELEMENT
+def test_the_sum_rounds_once_to_float32(element: Format) -> None:
+    """So a number an ulp short of a distance can go up though ⌊256·f⌋ does not count it: numerics.md, t = fma(…)."""
+    x = near_grid(element)
+    low, high = neighbours(x, element)
+    summed = (x.double().unsqueeze(1) + BYTES.double() / 256 * (high - low).unsqueeze(1)).float()
+    expected = neighbours(summed.flatten(), element)[0].view(-1, 256)
+    rounded = enumerated(x, element).double()
+    assert torch.equal(rounded, expected)
+    beside = x[(x > 0) & (x < element.max)]
+    assert torch.equal(
+        enumerated(points_of(element).float(), element).double(), points_of(element).view(-1, 1).expand(-1, 256)
+    )
+    assert len(beside) > 6 * (element.max_code - 1)
+
+
+@ELEMENT
+def test_signs_are_kept_and_what_is_not_finite_saturates_or_stays_nan(element: Format) -> None:
+    x = torch.cat([halves(element), near_grid(element)])
+    assert torch.equal(bits(enumerated(-x, element)), bits(-enumerated(x, element)))
+    wide = torch.tensor([element.max, element.max * 1.01, FLT_MAX, math.inf])
+    assert (enumerated(wide, element) == element.max).all()
+    assert (enumerated(-wide, element) == -element.max).all()
+    nan = torch.tensor([math.nan, -math.nan])
+    code = element.max_code if element.nan_code is None else element.nan_code
+    assert (encode(enumerated(nan, element), element) == code).all()
+
+
+FLOATS = st.one_of(
+    st.floats(width=32),
+    st.floats(-8, 8, width=32),
+    st.builds(lambda m, e: float(np.float32(m * 2.0**e)), st.integers(-(2**24), 2**24), st.integers(-45, -6)),
+)
+
+
+@SETTINGS
+@given(x=FLOATS, byte=st.integers(0, 255), element=st.sampled_from(ELEMENTS))
+def test_stochastic_rounding_is_its_scalar_twin(x: float, byte: int, element: Format) -> None:
+    found = encode(stochastic(torch.tensor([x]), element, torch.tensor([byte], dtype=torch.uint8)), element)
+    assert found.item() == mx_twins.stochastic(x, byte, element)
+
+
+@ELEMENT
+def test_gfloat_rounds_so_too(element: Format) -> None:
+    """Its `StochasticFastest` adds the bits to the exact distance, which no number here makes round."""
+    why = "gfloat is not installed: pip install gfloat"
+    gfloat = pytest.importorskip("gfloat", reason=why)
+    formats = pytest.importorskip("gfloat.formats", reason=why)
+    theirs = getattr(formats, f"format_info_ocp_{element.name.lower()}")
+    magnitudes = halves(element)[::3]
+    magnitudes = magnitudes[magnitudes <= element.max]
+    numbers = torch.cat([magnitudes, -magnitudes])
+    x = numbers.unsqueeze(1).expand(-1, 256).double().numpy()
+    each = np.broadcast_to(np.arange(256), x.shape)
+    mode = gfloat.RoundMode.StochasticFastest
+    rounded = gfloat.round_ndarray(theirs, x, mode, sat=True, srbits=each, srnumbits=8)
+    np.testing.assert_array_equal(enumerated(numbers, element).numpy(), rounded)
+
+
+@pytest.mark.parametrize("name", thinned([name for name in ALL if name.endswith("-sr")], 3))
+def test_a_stochastic_recipe_is_its_twin(name: str) -> None:
+    rule = recipe(name)
+    x = matrix("ties", 6, 35, 70)
+    given_words = words(6, 35, 70)
+    q = quantize(x, name, random=given_words)
+    each = scalar.random_bytes(given_words.numpy().astype(np.int64) & 0xFFFFFFFF)
+    codes, scales = mx_twins.quantize(x.numpy(), rule.element, height=rule.block[0], random=each)
+    np.testing.assert_array_equal(q.scales.numpy(), scales)
+    np.testing.assert_array_equal(rowwise_elements(q).numpy(), codes)
+    nearest = quantize(x, name.removesuffix("-sr"))
+    assert torch.equal(q.scales, nearest.scales)
+    assert not torch.equal(q.codes, nearest.codes)
+
+
+def philox_words(seed: int, offset: int, rows: int, columns: int, first: int = 0) -> torch.Tensor:
+    """Words (rows, ⌈columns/4⌉): block n of 32, the blocks counted from `first`, has subsequences 2n and 2n + 1."""
+    made = scalar.philox_words(seed, offset, rows, 32 * -(-columns // 32), first=2 * first)
+    return torch.from_numpy(made.view(np.int32)[:, : -(-columns // 4)].copy())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 32), (5, 40), (2, 35), (4, 130)])
+@pytest.mark.parametrize("name", ["mxfp8-e4m3-sr", "mxfp4-sr", "mxfp6-e2m3-2d-sr"])
+def test_a_block_of_32_has_two_subsequences_of_philox(name: str, shape: tuple[int, int]) -> None:
+    x = matrix("normal", 7, *shape)
+    seed, offset = 0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210
+    by_seed = quantize(x, name, random=(seed, offset))
+    by_words = quantize(x, name, random=philox_words(seed, offset, *shape))
+    assert torch.equal(by_seed.codes, by_words.codes)
+    assert torch.equal(by_seed.scales, by_words.scales)
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e5m2-sr", "mxfp4-sr"])
+def test_the_columnwise_half_draws_from_the_next_offset_along_its_own_rows(name: str) -> None:
+    x = matrix("normal", 8, 40, 70)
+    row, column = quantize_both(x, name, random=(7, 8))
+    assert row is not None
+    assert column is not None
+    for half, alone, offset in ((row, x, 8), (column, x.T.contiguous(), 9)):
+        made = quantize(alone, name, random=philox_words(7, offset, *alone.shape))
+        assert torch.equal(rowwise_elements(half), rowwise_elements(made))
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("name", ["mxfp8-e4m3-sr", "mxfp4-sr", "mxfp8-2d-sr"])
+def test_sections_count_their_blocks_through(name: str, columnwise: bool) -> None:
+    sizes = [33, 0, 5, 70]
+    x = matrix("normal", 9, sum(sizes), 45)
+    grouped = quantize_grouped(x, torch.tensor(sizes), name, columnwise=columnwise, random=(3, 4))
+    first = 0
+    for part, section in zip(grouped.sections(), torch.split(x, sizes), strict=True):
+        alone = section.T.contiguous() if columnwise else section
+        made = quantize(alone, name, random=philox_words(3, 4, *alone.shape, first=first))
+        assert torch.equal(rowwise_elements(part), rowwise_elements(made))
+        first += alone.shape[0] * -(-alone.shape[1] // 32)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "mxfp4@ocp"])
+def test_neither_an_amax_nor_a_scale_is_taken(name: str) -> None:
+    rule = recipe(name)
+    for door, extra in ((quantize, ()), (quantize_grouped, (torch.tensor([1, 1]),))):
+        count = 2 if extra else 1
+        with pytest.raises(ValueError, match=re.escape(f"recipe {rule} has no tensor scale; it takes no amax")):
+            door(torch.ones(2, 32), *extra, name, amax=torch.ones(count))  # type: ignore[operator]
+        with pytest.raises(ValueError, match=re.escape(f"recipe {rule} makes its own scales; it takes none")):
+            door(torch.ones(2, 32), *extra, name, scale=torch.ones(count))  # type: ignore[operator]
+
+
+def test_a_recipe_that_rounds_to_nearest_takes_no_random_bits_and_the_other_wants_them() -> None:
+    with pytest.raises(ValueError, match="recipe mxfp8-e4m3 rounds nearest-even; it takes no random bits"):
+        quantize(torch.zeros(2, 32), "mxfp8-e4m3", random=(1, 2))
+    message = "recipe mxfp6-e3m2-sr rounds stochastically; give random=(seed, offset), or words, int32 (2, 9)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize(torch.zeros(2, 33), "mxfp6-e3m2-sr")

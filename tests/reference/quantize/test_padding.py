@@ -1,0 +1,117 @@
+"""Sections padded to the rows that a grouped GEMM takes, and back."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from narrowgauge.reference import recipe
+from narrowgauge.reference.ops import pad_sections, quantize, quantize_grouped, unpad_sections
+from tests.reference.samples import matrix
+
+ALIGNMENTS = {
+    "nvfp4": 128, "nvfp4-2d": 128, "mxfp8-e4m3": 32, "mxfp8-2d": 32, "mxfp4": 32, "fp8-current-e4m3": 16,
+    "fp8-block-1x128": 16, "fp8-block-128x128": 16, "fp8-delayed-e5m2": 16,
+}  # fmt: skip
+SIZES = {
+    "one": [5], "aligned": [128, 256], "any": [1, 17, 130, 31], "empty in front": [0, 0, 7], "empty inside": [7, 0, 9],
+    "empty behind": [129, 0], "all empty": [0, 0, 0],
+}  # fmt: skip
+EVERY = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
+
+@pytest.mark.parametrize(("name", "alignment"), ALIGNMENTS.items())
+def test_rows_are_aligned_as_numerics_md_says(name: str, alignment: int) -> None:
+    """ "Modules": 16 for FP8, 32 for MXFP8, 128 for NVFP4."""
+    assert recipe(name).row_alignment == alignment
+
+
+@EVERY
+@pytest.mark.parametrize(("name", "alignment"), ALIGNMENTS.items())
+def test_each_section_is_followed_by_zeros_up_to_the_alignment_and_comes_back(
+    name: str, alignment: int, sizes: list[int]
+) -> None:
+    x = matrix("any", 1, sum(sizes), 7).view(torch.int32)
+    padded, aligned = pad_sections(x, torch.tensor(sizes), name)
+    assert aligned.dtype == torch.int64
+    assert aligned.tolist() == [(size + alignment - 1) // alignment * alignment for size in sizes]
+    expected = []
+    for part in torch.split(x, sizes):
+        expected += [part, torch.zeros(-part.shape[0] % alignment, 7, dtype=torch.int32)]
+    assert torch.equal(padded, torch.cat(expected))
+    assert torch.equal(unpad_sections(padded, torch.tensor(sizes), name), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_the_dtype_and_further_dimensions_are_kept(dtype: torch.dtype) -> None:
+    x = (torch.arange(5 * 3 * 2) % 200).view(5, 3, 2).to(dtype)
+    padded, _ = pad_sections(x, torch.tensor([2, 3]), "fp8-current-e4m3")
+    assert padded.dtype == dtype
+    assert tuple(padded.shape) == (32, 3, 2)
+    assert torch.equal(unpad_sections(padded, torch.tensor([2, 3]), "fp8-current-e4m3"), x)
+
+
+def test_a_view_gives_what_its_copy_gives_and_inputs_come_back_unchanged() -> None:
+    base, sizes = matrix("normal", 2, 20, 10), torch.tensor([3, 7])
+    for view in (base[::2], base[:10, ::2], base.T):
+        copy = view.clone(memory_format=torch.contiguous_format)
+        before = view.clone()
+        assert torch.equal(pad_sections(view, sizes, "mxfp4")[0], pad_sections(copy, sizes, "mxfp4")[0])
+        assert torch.equal(view, before)
+    assert sizes.tolist() == [3, 7]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3", "fp8-block-1x128-e4m3-fp32", "fp8-current-e5m2"])
+def test_padding_does_not_change_the_rows_that_were_there(name: str) -> None:
+    sizes = [3, 0, 40, 17]
+    x = matrix("normal", 3, sum(sizes), 48)
+    padded, aligned = pad_sections(x, torch.tensor(sizes), name)
+    parts = quantize_grouped(padded, aligned, name).sections()
+    for part, section in zip(parts, torch.split(x, sizes), strict=True):
+        alone = quantize(section, name)
+        assert torch.equal(part.codes[: len(section)], alone.codes)
+        assert torch.equal(part.scales[: len(alone.scales)], alone.scales)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        torch.tensor([1, 2]), torch.tensor([5, -1]), torch.tensor([], dtype=torch.int64), torch.tensor([[4]]),
+        torch.tensor([4], dtype=torch.int32),
+    ],
+)  # fmt: skip
+def test_sizes_that_are_not_those_of_the_rows_are_refused(sizes: torch.Tensor) -> None:
+    message = (
+        f"sizes of sections are int64 (G,), not negative, and sum to the 4 rows of x; these are {sizes.dtype} "
+        f"{sizes.tolist()}, sum {sizes.sum().item()}"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pad_sections(torch.ones(4, 2), sizes, "nvfp4")
+
+
+def test_rows_that_are_not_those_of_the_padded_sections_are_refused() -> None:
+    message = "sections of [3, 17] rows are 48 rows once they are padded to multiples of 16; y has 20"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        unpad_sections(torch.ones(20, 2), torch.tensor([3, 17]), "fp8-current-e4m3")
+
+
+@pytest.mark.parametrize(
+    "sizes", [torch.tensor([20, -3]), torch.tensor([16], dtype=torch.int32), torch.tensor([[16]])], ids=str
+)
+def test_sizes_to_cut_back_to_are_checked_too(sizes: torch.Tensor) -> None:
+    message = f"sizes of sections are int64 (G,), not negative, at least one; these are {sizes.dtype} {sizes.tolist()}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        unpad_sections(torch.ones(32, 2), sizes, "fp8-current-e4m3")
+
+
+def test_no_sections_have_no_rows_to_cut_back_to() -> None:
+    with pytest.raises(ValueError, match="sizes of sections are int64"):
+        unpad_sections(torch.ones(0, 2), torch.tensor([], dtype=torch.int64), "fp8-current-e4m3")
+
+
+def test_a_recipe_that_does_not_exist_is_refused() -> None:
+    for door in (pad_sections, unpad_sections):
+        with pytest.raises(ValueError, match=re.escape("no recipe is called 'nvfp5' (did you mean 'nvfp4'?)")):
+            door(torch.ones(4, 2), torch.tensor([4]), "nvfp5")

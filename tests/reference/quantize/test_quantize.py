@@ -1,0 +1,474 @@
+"""Quantize: golden bytes of every variant; of plain NVFP4 a scalar twin, special values, shapes, layouts, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from narrowgauge.reference import Quantized, recipe
+from narrowgauge.reference.numbers import blocks
+from narrowgauge.reference.ops import dequantize, quantize, quantize_both
+from narrowgauge.spec.quantized import codes_shape, scales_shape
+from narrowgauge.spec.recipes import recipe_names
+from tests.golden import bits, golden, load, quantize_input
+from tests.reference.samples import MIDPOINTS, NASTY
+from tests.reference.twins import assert_same, assert_twin, elements
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+# Golden bytes of Transformer Engine.
+
+
+def golden_recipes() -> list[Any]:
+    """Parameters: each golden file with each NVFP4 recipe in it."""
+    found = []
+    for file in golden("quantize_*.npz"):
+        (path,), marks = file.values, file.marks
+        names = sorted({key.rsplit(".", 1)[0] for key in load(path) if key.startswith("nvfp4")}) if not marks else [""]
+        found += [pytest.param(path, name, id=f"{file.id}-{name}", marks=marks) for name in names]
+    return found
+
+
+def assert_golden(q: Quantized | None, arrays: dict[str, np.ndarray], name: str, suffix: str) -> None:
+    assert q is not None
+    assert q.amax is not None
+    np.testing.assert_array_equal(q.scales, arrays[f"{name}.scales{suffix}"])
+    np.testing.assert_array_equal(q.codes, arrays[f"{name}.codes{suffix}"])
+    if f"{name}.amax{suffix}" in arrays:  # of te-2.8 there are the bytes alone
+        np.testing.assert_array_equal(bits(q.amax).numpy(), arrays[f"{name}.amax{suffix}"].view(np.int32))
+
+
+@pytest.mark.parametrize(("path", "name"), golden_recipes())
+def test_every_recipe_gives_transformer_engines_bytes(path: Path, name: str) -> None:
+    """Both halves together, each alone, and the columnwise half as the transpose quantized by itself.
+
+    In 2-D with 4over6 the columnwise half is the transpose of the rowwise one by definition: the tree that adds a
+    tile's errors runs along its rows.
+    """
+    arrays = load(path)
+    x = quantize_input(path, arrays)
+    rule = recipe(name)
+    row, column = quantize_both(x, name)
+    assert_golden(row, arrays, name, "")
+    assert_golden(quantize(x, rule.rowwise), arrays, name, "")
+    if f"{name}.codes_t" in arrays:
+        assert_golden(column, arrays, name, "_t")
+        if rule.candidates == "6" or rule.block[0] == 1:
+            assert_golden(quantize(x.T.contiguous(), rule), arrays, name, "_t")
+
+
+def test_the_golden_files_hold_the_variants() -> None:
+    """Else the test above would show little."""
+    found = {name for _, name in (parameter.values for parameter in golden_recipes())}
+    if found == {""}:
+        pytest.skip("golden vectors not found; nothing is checked against Transformer Engine's bytes")
+    assert found == {
+        "nvfp4", "nvfp4@te-2.8", "nvfp4-2d", "nvfp4-rht", "nvfp4-rht-nosign", "nvfp4-rowscaled",
+        "nvfp4-4over6-448-mae", "nvfp4-4over6-448-mse", "nvfp4-4over6-256-mae", "nvfp4-4over6-256-mse",
+        "nvfp4-2d-4over6-256-mae",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", golden("quantize_*.npz"))
+def test_requantizing_golden_values_gives_the_same_codes(path: Path) -> None:
+    """In blocks whose scale is a normal E4M3 number; a subnormal one is too coarse to keep the largest code at 6."""
+    q = quantize(quantize_input(path, load(path)), "nvfp4")
+    normal = (q.scales >= 0x08).repeat_interleave(16, dim=1)[:, : q.shape[1]]
+    for amax in (None, q.amax):
+        again = quantize(dequantize(q), "nvfp4", amax=amax)
+        assert torch.equal(elements(again)[normal], elements(q)[normal])
+        assert torch.equal(again.scales[q.scales >= 0x08], q.scales[q.scales >= 0x08])
+
+
+# The scalar twin.
+
+NASTY_FLOATS = st.sampled_from([float(np.float32(value)) for value in NASTY])
+# A power of two times a number that ties somewhere: E2M1 midpoints, and amaxes whose ratio ties in E4M3.
+TIES = st.builds(
+    lambda value, exponent, sign: sign * math.ldexp(value, exponent),
+    st.sampled_from([*MIDPOINTS, 65.0, 48.75, 6.0, 4.0, 8.5, 9.5]),
+    st.sampled_from([0, 0, 0, 1, -1, -4, -8]),
+    st.sampled_from([1.0, -1.0]),
+)
+TINY = st.floats(-(2.0**-123), 2.0**-123, width=32)
+ANY = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True)
+MATRICES = st.one_of(
+    *(
+        arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 35)), elements=some, fill=st.nothing())
+        for some in (
+            st.floats(-8, 8, width=32),
+            TIES,
+            st.one_of(TIES, TINY),
+            ANY,
+            st.one_of(TIES, NASTY_FLOATS),
+        )
+    )
+)
+
+
+@SETTINGS
+@given(MATRICES, st.sampled_from(["te", "te-2.8"]), st.sampled_from(["ignore", "propagate"]))
+def test_quantize_is_its_scalar_twin(x: np.ndarray, dialect: str, nan: str) -> None:
+    rule = dataclasses.replace(recipe(f"nvfp4@{dialect}"), nan=nan)  # type: ignore[arg-type]
+    assert_twin(quantize(torch.from_numpy(x), rule), torch.from_numpy(x))
+
+
+@SETTINGS
+@given(MATRICES, st.one_of(NASTY_FLOATS, TIES, ANY).map(abs))
+def test_quantize_with_a_given_amax_is_its_scalar_twin(x: np.ndarray, amax: float) -> None:
+    given_amax = torch.tensor([amax])
+    q = quantize(torch.from_numpy(x), "nvfp4", amax=given_amax)
+    assert_twin(q, torch.from_numpy(x), amax=given_amax)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_half_precision_number_quantizes_as_in_the_scalar_twin(dtype: torch.dtype) -> None:
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = patterns.view(-1, 64)
+    amax = torch.tensor([448.0])
+    assert_twin(quantize(x, "nvfp4", amax=amax), x, amax=amax)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nan", ["ignore", "propagate"])
+def test_the_input_dtype_is_only_a_carrier(dtype: torch.dtype, nan: str) -> None:
+    rule = dataclasses.replace(recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    for x in (patterns.view(-1, 64), patterns[patterns.isfinite()].view(-1, 16)):
+        assert_same(quantize(x, rule), quantize(x.float(), rule))
+
+
+def test_every_exponent_of_the_amax_is_the_scalar_twins() -> None:
+    """One tensor a power of two and one just below it, from the smallest subnormal to FLT_MAX."""
+    pattern = torch.tensor([[1.0, -0.75, 0.5, 0.31, 0.25, -0.1, 0.04, 0.01, 1e-3, 0.0]])
+    for exponent in range(-149, 128):
+        for factor in (1.0, 1 - 2.0**-24):
+            x = (pattern.double() * math.ldexp(factor, exponent)).float()
+            assert_twin(quantize(x, "nvfp4"), x)
+
+
+# Special values: the paragraph of numerics.md, statement by statement.
+
+
+def one_block(*numbers: float, rest: float = 0.0) -> torch.Tensor:
+    return torch.tensor([[*numbers, *[rest] * (16 - len(numbers))]])
+
+
+def test_ties_of_e2m1_go_to_the_even_code_and_their_neighbours_to_the_nearest() -> None:
+    """Midpoints .25→0 .75→1 1.25→1 1.75→2 2.5→2 3.5→4 5→4, under S_enc = 1 and a block scale of 1."""
+    ties = torch.tensor([MIDPOINTS])
+    up, down = (torch.nextafter(ties, torch.tensor(limit)) for limit in (math.inf, 0.0))
+    six = torch.tensor([[6.0]])
+    amax = torch.tensor([2688.0])
+    for sign, bit in ((1, 0), (-1, 8)):
+        for x, expected in ((ties, [0, 2, 2, 4, 4, 6, 6]), (down, [0, 1, 2, 3, 4, 5, 6]), (up, [1, 2, 3, 4, 5, 6, 7])):
+            q = quantize(torch.cat([sign * x, six], dim=1), "nvfp4", amax=amax)
+            assert q.scales.tolist() == [[0x38]]
+            assert elements(q)[0, :-1].tolist() == [code | bit for code in expected]
+
+
+def test_negative_zero_is_code_8() -> None:
+    assert elements(quantize(one_block(1.0, -0.0, 0.0), "nvfp4"))[0, :3].tolist() == [7, 8, 0]
+    assert elements(quantize(one_block(-0.0), "nvfp4"))[0, :2].tolist() == [8, 0]
+
+
+def test_a_negative_number_that_rounds_to_zero_is_code_8() -> None:
+    assert elements(quantize(one_block(1.0, -0.01, 0.01), "nvfp4"))[0, :3].tolist() == [7, 8, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_nan_is_code_7_and_the_amax_ignores_it(dtype: torch.dtype, sign: int) -> None:
+    clean = one_block(1.0, 0.0, -3.0, rest=0.5).to(dtype)
+    dirty = clean.clone()
+    dirty[0, 1] = sign * math.nan
+    q, expected = quantize(dirty, "nvfp4"), quantize(clean, "nvfp4")
+    assert torch.equal(q.scales, expected.scales)
+    assert q.amax == expected.amax == 3.0
+    codes = elements(expected)
+    codes[0, 1] = 7
+    assert torch.equal(elements(q), codes)
+
+
+def test_a_tensor_of_nan_has_amax_0_scale_0_and_codes_7() -> None:
+    q = quantize(torch.full((2, 32), math.nan), "nvfp4")
+    assert q.amax == 0
+    assert (q.scales == 0).all()
+    assert (elements(q) == 7).all()
+
+
+def test_nan_that_propagates_makes_every_scale_of_the_tensor_nan() -> None:
+    x = torch.ones(3, 48)
+    x[1, 20] = math.nan
+    q = quantize(x, dataclasses.replace(recipe("nvfp4"), nan="propagate"))
+    assert q.amax is not None
+    assert q.amax.isnan().all()
+    assert (q.scales == 0x7F).all()
+    assert dequantize(q).isnan().all()
+
+
+def test_propagating_changes_nothing_without_a_nan() -> None:
+    x = torch.tensor([[*MIDPOINTS, math.inf, -math.inf, 0.0, -0.0]])
+    assert_same(quantize(x, dataclasses.replace(recipe("nvfp4"), nan="propagate")), quantize(x, "nvfp4"))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinity_gives_an_encode_scale_of_1_a_block_scale_of_448_and_code_7(sign: int) -> None:
+    block = one_block(sign * math.inf, 448.0, 1344.0, 2688.0, 100.0)
+    q = quantize(torch.cat([block, one_block(6.0, 1.0)], dim=1), "nvfp4")
+    assert q.amax == math.inf
+    assert q.tensor_scale == 1.0
+    assert q.scales.tolist() == [[0x7E, 0x38]]
+    assert elements(q)[0, :5].tolist() == [7 if sign > 0 else 15, 2, 5, 7, 0]
+    assert elements(q)[0, 16:18].tolist() == [7, 2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_of_zeros_has_scales_0_and_codes_0(dtype: torch.dtype) -> None:
+    q = quantize(torch.zeros(3, 40, dtype=dtype), "nvfp4")
+    assert q.amax == 0
+    assert q.tensor_scale == 1.0
+    assert not q.scales.any()
+    assert not q.codes.any()
+    assert not dequantize(q).any()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_block_far_below_the_tensors_amax_has_scale_0_codes_of_6_and_decodes_to_0(sign: int) -> None:
+    """bamax/gamax <= 2^-10/448 = 2.18e-6: a tie of E4M3's smallest number with 0; one ulp more is not."""
+    edge = 6 * 2.0**-10
+    above = float(np.nextafter(np.float32(edge), np.float32(1)))
+    x = torch.cat([one_block(2688.0), one_block(sign * edge, edge / 9, 0.0, -0.0), one_block(sign * above)], dim=1)
+    q = quantize(x, "nvfp4")
+    assert q.scales.tolist() == [[0x7E, 0, 1]]
+    assert elements(q)[0, 16:20].tolist() == [7 if sign > 0 else 15, 7, 0, 8]
+    assert not dequantize(q)[0, 16:32].any()
+    assert f"{edge / 2688:.3g}" == "2.18e-06"
+
+
+def test_below_7_9e_36_the_encode_scale_is_clamped_and_values_shrink() -> None:
+    for amax, share in ((8e-36, "1"), (7.8e-36, "1"), (4e-36, "0.5"), (1e-36, "0.13"), (1e-37, "0.012")):
+        q = quantize(one_block(amax), "nvfp4")
+        assert q.tensor_scale is not None
+        assert (q.tensor_scale == FLT_MAX) == (amax < 7.9e-36)
+        assert f"{float(dequantize(q)[0, 0]) / amax:.2g}" == share
+
+
+def test_a_given_amax_smaller_than_the_tensors_own_saturates_the_scales() -> None:
+    q = quantize(one_block(1e30, 1.0), "nvfp4", amax=torch.tensor([1e-30]))
+    assert q.scales.tolist() == [[0x7E]]
+    assert elements(q)[0, :2].tolist() == [7, 7]
+
+
+# Shapes, layouts, bookkeeping.
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 16), (0, 17), (5, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_empty_matrix_gives_empty_codes_and_amax_0(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    q = quantize(torch.zeros(shape, dtype=dtype), "nvfp4")
+    assert tuple(q.codes.shape) == (shape[0], -(-shape[1] // 2))
+    assert tuple(q.scales.shape) == (shape[0], -(-shape[1] // 16))
+    assert q.amax is not None
+    assert q.amax.tolist() == [0.0]
+    assert tuple(dequantize(q).shape) == shape
+
+
+@pytest.mark.parametrize("columns", range(1, 50))
+def test_any_tail_is_as_if_padded_with_zeros(columns: int) -> None:
+    rows = 1 + columns % 5
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
+    padded = torch.zeros(rows, 64)
+    padded[:, :columns] = x
+    q, whole = quantize(x, "nvfp4"), quantize(padded, "nvfp4")
+    assert q.shape == (rows, columns)
+    assert tuple(q.codes.shape) == codes_shape(q.shape, q.recipe)
+    assert tuple(q.scales.shape) == scales_shape(q.shape, q.recipe)
+    assert torch.equal(elements(q), elements(whole)[:, :columns])
+    assert torch.equal(q.scales, whole.scales[:, : q.scales.shape[1]])
+    assert_twin(q, x)  # with the last high nibble 0 where K is odd
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 40), (2, 1, 3, 16), (0, 3, 16), (2, 3, 0), (1, 0, 4, 20)])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled"])
+def test_more_dimensions_are_rows(shape: tuple[int, ...], name: str) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    flat = x.flatten(0, -2)
+    for view in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
+        q = quantize(view, name)
+        assert q.shape == tuple(flat.shape)
+        assert_same(q, quantize(flat, name))
+        for one, other in zip(quantize_both(view, name), quantize_both(flat, name), strict=True):
+            assert_same(one, other)
+
+
+def layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Views of the same numbers that differ in strides."""
+    base = (torch.randn(96, 160, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    wide = torch.stack([base, base + 1], dim=2)
+    return {
+        "transposed": base.T,
+        "every other row": base[::2],
+        "every other column": base[:, ::2],
+        "columns from the middle": base[:, 7:72],
+        "interleaved": wide[:, :, 1],
+        "one column as a row": base[:, :1].T,
+        "one row": base[3:4, 1:],
+        "a repeated row": base[:1].expand(5, -1),
+        "a repeated column": base[:, :1].expand(-1, 33),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", layouts(torch.float32))
+def test_a_view_gives_the_bytes_of_its_copy(layout: str, dtype: torch.dtype) -> None:
+    view = layouts(dtype)[layout]
+    copy = view.clone(memory_format=torch.contiguous_format)
+    assert view.stride() != copy.stride() or view.storage_offset() != 0
+    q = quantize(view, "nvfp4")
+    assert_same(q, quantize(copy, "nvfp4"))
+    assert q.codes.is_contiguous()
+    assert q.scales.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(300, 1024), (1, (1 << 18) + 5), (3, (1 << 18) - 8), ((1 << 18) + 3, 1)])
+def test_a_large_matrix_is_the_sum_of_its_parts(shape: tuple[int, int]) -> None:
+    """Larger than the slab that the reference works on at once: parts of it give the same bytes."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)) ** 3
+    q = quantize(x, "nvfp4")
+    assert q.amax == x.abs().max()
+    rows, columns = shape[0] // 3 + 1, shape[1] // 48 * 16 + 16
+    for top in range(0, shape[0], rows):
+        for left in range(0, shape[1], columns):
+            part = quantize(x[top : top + rows, left : left + columns], "nvfp4", amax=q.amax)
+            high, wide = part.codes.shape
+            assert torch.equal(part.codes, q.codes[top : top + high, left // 2 : left // 2 + wide])
+            wide = part.scales.shape[1]
+            assert torch.equal(part.scales, q.scales[top : top + high, left // 16 : left // 16 + wide])
+
+
+def test_the_first_element_of_a_pair_is_in_the_low_nibble() -> None:
+    q = quantize(one_block(6.0, -4.0, 0.5, 1.0), "nvfp4", amax=torch.tensor([2688.0]))
+    assert q.codes[0, :3].tolist() == [0xE7, 0x21, 0x00]
+
+
+def test_each_element_moves_its_own_nibble_alone() -> None:
+    for position in range(48):
+        x = torch.zeros(1, 48)
+        x[0, position] = 1.0
+        codes = quantize(x, "nvfp4").codes[0].tolist()
+        assert codes == [(7 << 4 * (position % 2)) if byte == position // 2 else 0 for byte in range(24)]
+
+
+def test_a_given_amax_replaces_the_tensors_own() -> None:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
+    own = quantize(x, "nvfp4")
+    assert own.amax is not None
+    assert_same(quantize(x, "nvfp4", amax=own.amax.clone()), own)
+    larger = quantize(x, "nvfp4", amax=own.amax * 4)
+    assert torch.equal(larger.amax, own.amax * 4)
+    assert torch.equal(larger.scales, own.scales - 16)  # two binades down
+    assert torch.equal(larger.codes, own.codes)
+
+
+def test_the_result_says_what_made_it() -> None:
+    q = quantize(torch.full((2, 20), 3.0), "nvfp4@te-2.8")
+    assert q.recipe == recipe("nvfp4@te-2.8")
+    assert q.shape == (2, 20)
+    assert torch.equal(q.tensor_scale, torch.tensor([896.0]))
+    assert (q.codes.dtype, q.scales.dtype) == (torch.uint8, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_inputs_come_back_unchanged(dtype: torch.dtype) -> None:
+    x = torch.tensor([[*MIDPOINTS, math.nan, -math.nan, -0.0, math.inf, -1e-4]]).to(dtype)
+    amax = torch.tensor([3.0])
+    before = bits(x).clone()
+    quantize(x, "nvfp4", amax=amax)
+    quantize(x, dataclasses.replace(recipe("nvfp4"), nan="propagate"))
+    assert torch.equal(bits(x), before)
+    assert amax == 3.0
+
+
+@SETTINGS
+@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(-110, 110), st.sampled_from(["nvfp4", "nvfp4@te-2.8"]))
+def test_requantizing_dequantized_values_gives_the_same_codes(
+    seed: int, columns: int, exponent: int, name: str
+) -> None:
+    """Where the scale is normal, as in the golden test above; no amax that S_enc or fl(448·amax) clamps."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, columns, generator=generator) * 2.0**exponent
+    q = quantize(x, name)
+    again = quantize(dequantize(q), name)
+    normal = (q.scales >= 0x08).repeat_interleave(16, dim=1)[:, :columns]
+    assert normal.any()
+    assert torch.equal(elements(again)[normal], elements(q)[normal])
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn])
+def test_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    message = f"quantize takes float32, bfloat16, float16, not {str(dtype).removeprefix('torch.')}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        quantize(torch.zeros(1, 16, dtype=dtype), "nvfp4")
+
+
+@pytest.mark.parametrize("shape", [(), (16,)])
+def test_less_than_a_matrix_is_refused(shape: tuple[int, ...]) -> None:
+    message = f"quantize takes a matrix (M, K) or (…, K), not shape {shape}; reshape it first"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize(torch.zeros(shape), "nvfp4")
+
+
+@pytest.mark.parametrize(
+    "amax", [torch.tensor(1.0), torch.ones(2), torch.ones(1, 1), torch.ones(1).double(), torch.ones(1).bfloat16()]
+)
+def test_an_amax_of_another_shape_or_dtype_is_refused(amax: torch.Tensor) -> None:
+    message = f"amax is float32 of shape (1,), not {amax.dtype} of shape {tuple(amax.shape)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize(torch.zeros(1, 16), "nvfp4", amax=amax)
+
+
+def test_random_bits_are_refused_by_a_recipe_that_rounds_to_nearest() -> None:
+    with pytest.raises(ValueError, match="recipe nvfp4 rounds nearest-even; it takes no random bits"):
+        quantize(torch.zeros(1, 16), "nvfp4", random=torch.zeros(4, dtype=torch.int32))
+
+
+def test_an_unknown_recipe_is_refused() -> None:
+    with pytest.raises(ValueError, match="no recipe is called 'nvfp3'"):
+        quantize(torch.zeros(1, 16), "nvfp3")
+
+
+# Parts of a matrix, one after the other.
+
+
+@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("slab", [1, 1 << 7])
+def test_the_size_of_the_parts_that_are_worked_on_at_once_changes_nothing(
+    name: str, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where every row is a part, of the elements and of the blocks, nor where a part is some rows."""
+    rule = recipe(name)
+    x = torch.randn(144, 128, generator=torch.Generator().manual_seed(3)).bfloat16() * torch.arange(144).view(-1, 1)
+    random = (3, 5) if rule.rounding == "stochastic" else None
+    scale = torch.tensor([2.5]) if rule.tensor_scale == "given" else None
+    whole = quantize(x, name, random=random, scale=scale)
+    monkeypatch.setitem(blocks._SLAB, "cpu", slab)
+    parts = quantize(x, name, random=random, scale=scale)
+    for one, other in ((parts.codes, whole.codes), (parts.scales, whole.scales), (parts.amax, whole.amax)):
+        assert (one is None and other is None) or torch.equal(one, other)

@@ -1,0 +1,64 @@
+"""Row-scaled NVFP4: every row a tensor of its own."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from narrowgauge.reference.ops import dequantize, quantize, quantize_both
+from tests.reference.samples import MATRICES, matrix
+from tests.reference.twins import assert_same
+from tests.thinned import thinned
+
+NAMES = {"nvfp4-rowscaled": "nvfp4"} | {
+    f"nvfp4-rowscaled-4over6-{most}-{error}": f"nvfp4-4over6-{most}-{error}"
+    for most in (448, 256)
+    for error in ("mae", "mse")
+}
+
+
+@pytest.mark.parametrize("columns", [1, 16, 37, 80])
+@pytest.mark.parametrize("family", thinned(MATRICES, 3))
+@pytest.mark.parametrize("name", NAMES)
+def test_each_row_is_what_the_plain_recipe_makes_of_it_alone(name: str, family: str, columns: int) -> None:
+    x = matrix(family, columns, 9, columns)
+    q = quantize(x, name)
+    values = dequantize(q)
+    assert q.amax is not None
+    assert q.tensor_scale is not None
+    assert tuple(q.amax.shape) == tuple(q.tensor_scale.shape) == (9,)
+    for i in range(9):
+        alone = quantize(x[i : i + 1], NAMES[name])
+        assert torch.equal(q.codes[i : i + 1], alone.codes)
+        assert torch.equal(q.scales[i : i + 1], alone.scales)
+        assert torch.equal(q.amax[i : i + 1], alone.amax)
+        assert torch.equal(q.tensor_scale[i : i + 1], alone.tensor_scale)
+        assert torch.equal(values[i : i + 1].nan_to_num(7.7), dequantize(alone).nan_to_num(7.7))
+
+
+def test_the_columnwise_half_has_an_amax_for_each_column() -> None:
+    x = matrix("spread", 1, 20, 33)
+    column = quantize_both(x, "nvfp4-rowscaled", rowwise=False)[1]
+    assert column is not None
+    assert torch.equal(column.amax, x.abs().amax(0))
+    assert_same(column, quantize(x.T.contiguous(), "nvfp4-rowscaled"))
+
+
+def test_a_large_matrix_is_its_rows() -> None:
+    """More than one of the slabs that the reference works on at once."""
+    x = matrix("normal", 2, 300, 1024) * torch.arange(1, 301).unsqueeze(1)
+    for name in ("nvfp4-rowscaled", "nvfp4-rowscaled-4over6-448-mse"):
+        q = quantize(x, name)
+        for part in (slice(0, 7), slice(250, 300)):
+            few = quantize(x[part], name)
+            assert torch.equal(q.codes[part], few.codes)
+            assert torch.equal(q.scales[part], few.scales)
+
+
+@pytest.mark.parametrize("amax", [torch.ones(1), torch.ones(3), torch.ones(2, 1), torch.ones(2).double()])
+def test_an_amax_of_another_shape_or_dtype_is_refused(amax: torch.Tensor) -> None:
+    message = f"amax is float32 of shape (2,), not {amax.dtype} of shape {tuple(amax.shape)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize(torch.zeros(2, 16), "nvfp4-rowscaled", amax=amax)

@@ -1,0 +1,349 @@
+"""Formats, decode and encode, on every code and on every bfloat16 and float16 number, against ml_dtypes and gfloat.
+
+Where an oracle follows another policy than the docstring of `encode` (NaN, overflow, E8M0 of zero and of negative
+numbers), the policy is stated in a test of its own, and the comparison leaves those inputs to it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.reference.numbers.decode import decode, decode_packed
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.quantize.layout import pack, unpack
+from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
+from tests.golden import bits
+from tests.reference import scalar
+from tests.reference.samples import boundaries, every_input
+
+ALL = list(FORMATS.values())
+SIGNED = [fmt for fmt in ALL if fmt.signed]
+NOT_SATURATING = [fmt for fmt in ALL if fmt.nan_code is not None]
+
+ML_DTYPES = {
+    "E2M1": ml_dtypes.float4_e2m1fn,
+    "E2M3": ml_dtypes.float6_e2m3fn,
+    "E3M2": ml_dtypes.float6_e3m2fn,
+    "E4M3": ml_dtypes.float8_e4m3fn,
+    "E5M2": ml_dtypes.float8_e5m2,
+    "E8M0": ml_dtypes.float8_e8m0fnu,
+}
+
+
+def formats(some: list[Format]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("fmt", some, ids=lambda fmt: fmt.name)
+
+
+# A format without NaN has no code for overflow, so it always saturates.
+SATURATING_OR_NOT = pytest.mark.parametrize(
+    ("fmt", "saturate"),
+    [
+        pytest.param(fmt, saturate, id=f"{fmt.name}-{'saturating' if saturate else 'not'}")
+        for fmt in ALL
+        for saturate in (True, False)
+        if saturate or fmt.nan_code is not None
+    ],
+)
+
+
+@pytest.fixture
+def gfloat() -> ModuleType:
+    why = "gfloat is not installed: pip install gfloat"
+    pytest.importorskip("gfloat.formats", reason=why)
+    return pytest.importorskip("gfloat", reason=why)
+
+
+def gfloat_format(gfloat: ModuleType, fmt: Format) -> Any:
+    return getattr(gfloat.formats, f"format_info_ocp_{fmt.name.lower()}")
+
+
+def all_codes(fmt: Format) -> np.ndarray:
+    return np.arange(fmt.codes, dtype=np.uint8)
+
+
+def codes_of(x: np.ndarray, fmt: Format, *, saturate: bool = True) -> np.ndarray:
+    return encode(torch.from_numpy(x), fmt, saturate=saturate).numpy()
+
+
+def encode_scalars(x: np.ndarray | list[float], fmt: Format, *, saturate: bool = True) -> list[int]:
+    return codes_of(np.array(x, dtype=np.float32), fmt, saturate=saturate).tolist()
+
+
+def overflows(x: np.ndarray, fmt: Format) -> np.ndarray:
+    """Whether |x| rounds above the largest finite value: a half-way case counts where the largest code is odd."""
+    *_, last, beyond = scalar.grid(fmt)
+    threshold = float((last + beyond) / 2)
+    return (np.abs(x) >= threshold) if fmt.max_code % 2 else (np.abs(x) > threshold)
+
+
+def assert_same_values(ours: np.ndarray, theirs: np.ndarray) -> None:
+    """Equal numbers, zeros of the same sign, NaN in the same places."""
+    np.testing.assert_array_equal(ours, theirs)
+    number = ~np.isnan(ours)
+    np.testing.assert_array_equal(np.signbit(ours[number]), np.signbit(theirs[number]))
+
+
+# Decode.
+
+
+@formats(ALL)
+def test_every_code_means_what_ml_dtypes_says(fmt: Format) -> None:
+    theirs = all_codes(fmt).view(ML_DTYPES[fmt.name]).astype(np.float64)
+    assert_same_values(np.array(fmt.values), theirs)
+
+
+@formats(ALL)
+def test_every_code_means_what_gfloat_says(gfloat: ModuleType, fmt: Format) -> None:
+    theirs = [gfloat.decode_float(gfloat_format(gfloat, fmt), code).fval for code in range(fmt.codes)]
+    assert_same_values(np.array(fmt.values), np.array(theirs))
+
+
+@formats(ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_decode_table_is_the_definition(fmt: Format, dtype: torch.dtype) -> None:
+    codes = torch.from_numpy(all_codes(fmt)).view(2, -1)
+    decoded = decode(codes, fmt, dtype)
+    assert decoded.dtype == dtype
+    assert decoded.shape == codes.shape
+    assert_same_values(decoded.double().numpy().ravel(), np.array([fmt.value(code) for code in range(fmt.codes)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("columns", [2, 1])
+def test_a_packed_byte_decodes_low_nibble_first(dtype: torch.dtype, columns: int) -> None:
+    packed = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(256, 1)
+    decoded = decode_packed(packed, E2M1, columns, dtype)
+    expected = np.array([[E2M1.value(byte & 15), E2M1.value(byte >> 4)] for byte in range(256)])[:, :columns]
+    assert decoded.dtype == dtype
+    assert_same_values(decoded.double().numpy(), expected)
+
+
+def test_pack_and_unpack_are_inverse_on_every_pair_of_codes() -> None:
+    low, high = (codes.reshape(-1, 1) for codes in torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij"))
+    codes = torch.cat([low, high], dim=1).to(torch.uint8)
+    packed = pack(codes)
+    assert torch.equal(packed, (low | high << 4).to(torch.uint8))
+    assert torch.equal(unpack(packed, 2), codes)
+
+
+def test_an_odd_last_code_is_packed_with_a_zero_above_it() -> None:
+    codes = torch.tensor([[15, 14, 13], [1, 2, 3]], dtype=torch.uint8)
+    assert pack(codes).tolist() == [[0xEF, 0x0D], [0x21, 0x03]]
+    assert torch.equal(unpack(pack(codes), 3), codes)
+
+
+def test_pack_takes_codes_that_are_not_contiguous() -> None:
+    codes = torch.arange(15, dtype=torch.uint8).view(5, 3).repeat(2, 2)
+    for view in (codes.T, codes[::2, 1:5], codes[:, :1].T, codes[:1]):
+        assert torch.equal(pack(view), pack(view.clone(memory_format=torch.contiguous_format)))
+
+
+@formats(ALL)
+def test_derived_figures_of_a_format_follow_from_its_table(fmt: Format) -> None:
+    finite = [value for value in fmt.values if math.isfinite(value)]
+    assert fmt.codes == len(fmt.values)
+    assert fmt.max == max(finite)
+    assert fmt.values[fmt.max_code] == max(finite)
+    assert fmt.sign_code == (fmt.codes // 2 if min(fmt.values) < 0 else 0)
+
+
+@formats(ALL)
+def test_a_code_that_does_not_exist_is_refused(fmt: Format) -> None:
+    for code in (-1, fmt.codes):
+        with pytest.raises(ValueError, match=f"{fmt.name} has codes 0 to {fmt.codes - 1}; {code} is none of them"):
+            fmt.value(code)
+
+
+@formats([fmt for fmt in ALL if fmt.bits < 8])
+def test_decode_refuses_a_byte_that_is_no_code(fmt: Format) -> None:
+    with pytest.raises(IndexError):
+        decode(torch.tensor([fmt.codes], dtype=torch.uint8), fmt)
+
+
+def test_decode_refuses_codes_that_are_not_bytes() -> None:
+    with pytest.raises(TypeError, match=r"decode takes uint8 codes of E4M3, not torch\.int32"):
+        decode(torch.tensor([1], dtype=torch.int32), E4M3)
+
+
+# Encode.
+
+
+@formats(SIGNED)
+def test_encode_agrees_with_ml_dtypes(fmt: Format) -> None:
+    x = every_input(fmt)
+    x = x[~np.isnan(x)]
+    with np.errstate(all="ignore"):
+        theirs = x.astype(ML_DTYPES[fmt.name]).view(np.uint8)
+    if fmt.nan_code is not None:  # ml_dtypes does not saturate; E4M3 overflows to NaN, E5M2 to infinity
+        np.testing.assert_array_equal(codes_of(x, fmt, saturate=False), theirs)
+        theirs = np.where(overflows(x, fmt), fmt.max_code | theirs & fmt.sign_code, theirs)
+    np.testing.assert_array_equal(codes_of(x, fmt), theirs)
+
+
+def test_encode_agrees_with_ml_dtypes_on_e8m0() -> None:
+    """Where ml_dtypes rounds to nearest even: not on ties, which it takes up, and not between 2^-127 and 2^-126."""
+    x = every_input(E8M0)
+    x = x[(x >= 2.0**-126) & (x.view(np.int32) & 0x7FFFFF != 0x400000)]
+    with np.errstate(all="ignore"):
+        theirs = x.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+    np.testing.assert_array_equal(codes_of(x, E8M0, saturate=False), theirs)
+    np.testing.assert_array_equal(codes_of(x, E8M0), np.where(overflows(x, E8M0), 0xFE, theirs))
+
+
+@SATURATING_OR_NOT
+def test_encode_agrees_with_gfloat(gfloat: ModuleType, fmt: Format, saturate: bool) -> None:
+    x = every_input(fmt)
+    x = x[~np.isnan(x)]
+    if fmt.nan_code is None:  # gfloat has no infinity there
+        x = x[np.isfinite(x)]
+    if not fmt.signed:  # gfloat encodes neither negative numbers nor any below the smallest
+        x = x[x >= 2.0**-127]
+    info = gfloat_format(gfloat, fmt)
+    theirs = gfloat.encode_ndarray(info, gfloat.round_ndarray(info, x.astype(np.float64), sat=saturate))
+    ours = codes_of(x, fmt, saturate=saturate)
+    if fmt == E4M3 and not saturate:  # gfloat's NaN is 0xFF, whatever the sign
+        ours = np.where(ours == 0x7F, 0xFF, ours)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@formats(SIGNED)
+def test_encode_agrees_with_exact_fractions_at_every_boundary(fmt: Format) -> None:
+    x = boundaries(fmt)
+    np.testing.assert_array_equal(codes_of(x, fmt), [scalar.encode(float(v), fmt) for v in x])
+
+
+@SATURATING_OR_NOT
+def test_encoding_a_decoded_code_gives_it_back(fmt: Format, saturate: bool) -> None:
+    """Except that every NaN gives the canonical one, and an infinity that saturates the largest finite code."""
+    codes = torch.from_numpy(all_codes(fmt))
+    expected = codes.clone()
+    for code, value in enumerate(fmt.values):
+        if math.isnan(value):
+            expected[code] = fmt.nan_code
+        elif math.isinf(value) and saturate:
+            expected[code] = fmt.max_code | (code & fmt.sign_code)
+    assert torch.equal(encode(decode(codes, fmt), fmt, saturate=saturate), expected)
+
+
+@formats(ALL)
+def test_encode_keeps_the_shape_and_the_input(fmt: Format) -> None:
+    x = torch.linspace(-9, 9, 24).view(2, 3, 4).transpose(0, 2)
+    before = x.clone()
+    codes = encode(x, fmt)
+    assert codes.dtype == torch.uint8
+    assert torch.equal(codes, encode(x.contiguous(), fmt))
+    assert codes.shape == (4, 3, 2)
+    assert torch.equal(bits(x), bits(before))
+
+
+# The policies of encode's docstring, where oracles differ.
+
+NAN = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
+
+
+@formats(NOT_SATURATING)
+@pytest.mark.parametrize("saturate", [True, False])
+def test_nan_of_any_sign_and_payload_is_the_canonical_nan(fmt: Format, saturate: bool) -> None:
+    assert encode_scalars(NAN, fmt, saturate=saturate) == [fmt.nan_code] * len(NAN)
+
+
+@formats(ALL)
+def test_every_sixteen_leading_bits_are_rounded_to_the_nearest_code_with_nan_among_them_or_not(fmt: Format) -> None:
+    """The first bits decide but for ties, which the last ones break: none, one, all but one, all, and those beside
+    the middle."""
+    words = torch.arange(1 << 16).unsqueeze(1) << 16
+    lasts = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+    x = (words + lasts).flatten().to(torch.int32).view(torch.float32)
+    values = np.array([abs(v) for v in fmt.values[: fmt.max_code + 1]])
+    middles, magnitude = (values[1:] + values[:-1]) / 2, x.abs().double().numpy()
+    below = np.searchsorted(middles, magnitude, side="left")
+    tie = magnitude == np.append(middles, np.nan)[below]
+    expected = below + (tie & (below % 2 == 1))
+    negative = np.signbit(x.numpy())
+    if fmt.signed:
+        expected[negative] += fmt.sign_code
+    else:
+        expected[negative & (magnitude > 0)] = fmt.nan_code
+    nan = np.isnan(magnitude)
+    expected[nan] = fmt.max_code if fmt.nan_code is None else fmt.nan_code
+    np.testing.assert_array_equal(encode(x, fmt).numpy(), expected)
+    numbers = torch.from_numpy(~nan)
+    np.testing.assert_array_equal(encode(x[numbers], fmt).numpy(), expected[~nan])
+
+
+@formats([E2M1, E2M3, E3M2])
+def test_nan_is_the_largest_positive_value_where_the_format_has_none(fmt: Format) -> None:
+    assert encode_scalars(NAN, fmt) == [fmt.max_code] * len(NAN)
+
+
+@formats(SIGNED)
+def test_overflow_saturates_with_its_sign(fmt: Format) -> None:
+    over = [fmt.max * 2, 3e38, math.inf]
+    assert encode_scalars(over, fmt) == [fmt.max_code] * 3
+    assert encode_scalars([-x for x in over], fmt) == [fmt.max_code | fmt.sign_code] * 3
+
+
+def test_e4m3_that_does_not_saturate_overflows_to_a_signed_nan() -> None:
+    assert encode_scalars([464, 465, math.inf, -464, -465, -math.inf], E4M3, saturate=False) == [
+        *(0x7E, 0x7F, 0x7F),
+        *(0xFE, 0xFF, 0xFF),
+    ]
+
+
+def test_e5m2_that_does_not_saturate_overflows_to_infinity() -> None:
+    below = float(np.nextafter(np.float32(61440), np.float32(0)))
+    assert encode_scalars([below, 61440, math.inf, -below, -61440, -math.inf], E5M2, saturate=False) == [
+        *(0x7B, 0x7C, 0x7C),
+        *(0xFB, 0xFC, 0xFC),
+    ]
+
+
+@formats(SIGNED)
+def test_zeros_and_what_rounds_to_zero_keep_their_sign(fmt: Format) -> None:
+    half = fmt.value(1) / 2  # a tie, to the even code 0
+    assert encode_scalars([0.0, 1e-45, half], fmt) == [0, 0, 0]
+    assert encode_scalars([-0.0, -1e-45, -half], fmt) == [fmt.sign_code] * 3
+
+
+@pytest.mark.parametrize("saturate", [True, False])
+def test_e8m0_is_unsigned(saturate: bool) -> None:
+    tie = 1.5 * 2.0**-127
+    above = float(np.nextafter(np.float32(tie), np.float32(1)))
+    zeros = [0.0, -0.0, 1e-45, 2.0**-127, tie]
+    assert encode_scalars([*zeros, above], E8M0, saturate=saturate) == [0, 0, 0, 0, 0, 1]
+    assert encode_scalars([-1e-45, -1.0, -math.inf], E8M0, saturate=saturate) == [0xFF] * 3
+    overflow = 0xFE if saturate else 0xFF
+    assert encode_scalars([1.5 * 2.0**127, 3.4e38, math.inf], E8M0, saturate=saturate) == [0xFE, overflow, overflow]
+
+
+def test_e8m0_agrees_with_exact_fractions_at_every_boundary() -> None:
+    x = boundaries(E8M0)
+    x = x[x > 0]
+    expected = [min(scalar.nearest_code(Fraction(float(v)), E8M0), 0xFE) for v in x]
+    np.testing.assert_array_equal(codes_of(x, E8M0), expected)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32])
+def test_encode_refuses_another_dtype(dtype: torch.dtype) -> None:
+    message = f"encode takes float32 values, not {dtype}; convert them first, exactly"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        encode(torch.ones(1, dtype=dtype), E4M3)
+
+
+@formats([E2M1, E2M3, E3M2])
+def test_a_format_without_nan_has_to_saturate(fmt: Format) -> None:
+    message = f"{fmt.name} has no code for overflow, so it must saturate; formats that need not: E4M3, E5M2, E8M0"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        encode(torch.ones(1), fmt, saturate=False)

@@ -1,0 +1,95 @@
+"""Which operands can be multiplied: every pair of named recipes, and the sentence where they cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+
+from narrowgauge.reference import Recipe, recipe
+from narrowgauge.reference.ops import gemm, quantize
+from narrowgauge.spec.formats import E4M3, E5M2, E8M0, FP32
+from narrowgauge.spec.pairs import mismatch
+from narrowgauge.spec.recipes import Hadamard, recipe_names
+
+NAMES = [name for name in recipe_names() if "@" not in name or name in ("mxfp8-e4m3@ocp", "nvfp4@trtllm")]
+
+
+def kind(r: Recipe) -> str:
+    return {E4M3: "nvfp4", E8M0: "mx", FP32: "whole" if r.whole else "blocks"}[r.scale]
+
+
+def may(a: Recipe, b: Recipe) -> bool:
+    """The rule in other words: one family, and in it what Transformer Engine and cuBLAS multiply."""
+    if kind(a) != kind(b):
+        return False
+    if kind(a) == "mx":  # any elements, rows or tiles, any rule for the exponent
+        return True
+    if kind(a) == "nvfp4":
+        return a.alpha == b.alpha and a.transform == b.transform
+    return E4M3 in (a.element, b.element) and (kind(a) == "whole" or 1 in (a.block[0], b.block[0]))
+
+
+def test_every_pair_of_recipes_is_multiplied_exactly_where_its_family_allows_it() -> None:
+    rules = [recipe(name) for name in NAMES]
+    found = {(str(a), str(b)): mismatch(a, b) for a, b in product(rules, rules)}
+    wrong = [(str(a), str(b)) for a, b in product(rules, rules) if (found[str(a), str(b)] == "") != may(a, b)]
+    assert wrong == []
+    assert all((found[a, b] == "") == (found[b, a] == "") for a, b in found)
+    assert len({reason.split(" ")[0] for reason in found.values()}) >= 5
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        ("nvfp4", "mxfp4", "scale is E4M3 and E8M0"),
+        ("mxfp8-e4m3", "fp8-current-e4m3", "scale is E8M0 and FP32"),
+        ("nvfp4", "nvfp4@te-native", "alpha is (a*b)/d and (b*a)*(1/d)"),
+        ("fp8-current-e4m3", "fp8-block-1x128-e4m3-pow2", "alpha is s_a*s_b and 1"),
+        ("fp8-block-128x128-e4m3-pow2", "fp8-block-128x128-e4m3-pow2", "block is 128x128 of both; one of the two has "
+         "to be 1x128"),
+        ("fp8-current-e5m2", "fp8-delayed-e5m2", "element is E5M2 of both; one of the two has to be E4M3"),
+        ("fp8-block-1x128-e5m2-pow2", "fp8-block-1x128-e5m2-fp32", "element is E5M2 of both; one of the two has to be"),
+        ("nvfp4-rht", "nvfp4", "rotations cancel only where both operands have the same"),
+    ],
+)  # fmt: skip
+def test_the_reason_names_what_differs(a: str, b: str, reason: str) -> None:
+    assert reason in mismatch(recipe(a), recipe(b))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("mxfp8-e4m3", "mxfp4"), ("mxfp8-e5m2", "mxfp6-e3m2"), ("mxfp8-2d", "mxfp8-e5m2-sr"),
+        ("mxfp8-e5m2", "mxfp8-e4m3@ocp"),
+        ("fp8-current-e4m3", "fp8-delayed-e5m2"), ("fp8-block-1x128", "fp8-block-128x128-e4m3-fp32"),
+        ("fp8-block-1x128-e5m2", "fp8-block-1x128"), ("nvfp4", "nvfp4-2d"),
+    ],
+)  # fmt: skip
+def test_what_belongs_together_has_no_reason_against_it(a: str, b: str) -> None:
+    assert mismatch(recipe(a), recipe(b)) == mismatch(recipe(b), recipe(a)) == ""
+
+
+def test_blocks_of_another_width_and_other_rotations_are_named() -> None:
+    sixteen = dataclasses.replace(recipe("mxfp8-e4m3"), block=(1, 16))
+    assert mismatch(recipe("mxfp8-2d"), sixteen) == "block is 32x32 and 1x16"
+    other = dataclasses.replace(recipe("nvfp4-rht"), transform=Hadamard(32))
+    assert "transform is Hadamard(group=16, " in mismatch(recipe("nvfp4-rht"), other)
+    wide = dataclasses.replace(recipe("nvfp4"), element=E5M2, nan_code=127)
+    assert mismatch(recipe("nvfp4"), wide) == "element is E2M1 and E5M2"
+
+
+def test_a_product_is_refused_with_the_reason() -> None:
+    a, b = (quantize(torch.ones(128, 128), name) for name in ("mxfp8-e4m3", "fp8-current-e4m3"))
+    with pytest.raises(ValueError, match="scale is E8M0 and FP32"):
+        gemm(a, b, out_dtype=torch.float32)
+
+
+def test_pairs_are_told_without_torch() -> None:
+    code = "import sys, narrowgauge.spec.pairs; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,598 @@
+"""Recipes: names, dialects, errors, and that no option is without effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import combinations, product
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from narrowgauge.reference import Recipe, recipe
+from narrowgauge.reference.gemm.gemm import alpha
+from narrowgauge.reference.ops import dequantize, quantize, quantize_both, update_scale
+from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale
+from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32
+from narrowgauge.spec.recipes import RHT_SIGNS, WHOLE, Delayed, Hadamard, recipe_names
+from tests.golden import bits
+from tests.reference.edges import edges
+
+TE, TE_28, TE_NATIVE = "nvfp4", "nvfp4@te-2.8", "nvfp4@te-native"
+MX, BLOCK, CURRENT = "mxfp8-e4m3", "fp8-block-1x128-e4m3-fp32", "fp8-current-e4m3"
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_listed_name_names_a_recipe_that_prints_it(name: str) -> None:
+    assert str(recipe(name)) == name
+
+
+def test_the_listed_names_are_those_of_the_contract() -> None:
+    assert {TE, TE_28, TE_NATIVE} <= set(recipe_names())
+    assert len(set(recipe_names())) == len(recipe_names())
+
+
+def test_no_two_names_give_the_same_choices() -> None:
+    choices = [dataclasses.replace(recipe(name), name="", dialect="te") for name in recipe_names()]
+    assert len(set(choices)) == len(choices)
+
+
+def test_a_name_without_a_dialect_means_transformer_engines() -> None:
+    assert recipe("nvfp4@te") == recipe("nvfp4")
+    assert recipe("nvfp4").dialect == "te"
+    assert recipe("nvfp4@") == recipe("nvfp4")
+
+
+def test_nvfp4_is_what_numerics_md_says() -> None:
+    nvfp4 = recipe("nvfp4")
+    assert (nvfp4.element, nvfp4.block, nvfp4.scale, nvfp4.max_product) == (E2M1, (1, 16), E4M3, 2688.0)
+
+
+def test_the_parts_of_a_name_set_what_they_say() -> None:
+    assert recipe("nvfp4-2d").block == (16, 16)
+    assert recipe("nvfp4-rht").transform == Hadamard(16, RHT_SIGNS)
+    assert recipe("nvfp4-rht32-nosign").transform == Hadamard(32, 0)
+    assert recipe("nvfp4-sr").rounding == "stochastic"
+    assert recipe("nvfp4-rowscaled").granularity == "row"
+    chosen = recipe("nvfp4-4over6-256-mse@te-2.8")
+    assert (chosen.candidates, chosen.max_product, chosen.dialect) == ("4-or-6-mse", 1536.0, "te-2.8")
+
+
+@pytest.mark.parametrize(
+    ("name", "element", "block", "scale"),
+    [
+        ("mxfp8-e4m3", E4M3, (1, 32), E8M0),
+        ("mxfp8-e5m2-2d", E5M2, (32, 32), E8M0),
+        ("mxfp8-2d", E4M3, (32, 32), E8M0),
+        ("mxfp6-e3m2", E3M2, (1, 32), E8M0),
+        ("mxfp6-e2m3-2d-sr", E2M3, (32, 32), E8M0),
+        ("mxfp4-sr", E2M1, (1, 32), E8M0),
+        ("fp8-block-1x128-e5m2-pow2", E5M2, (1, 128), FP32),
+        ("fp8-block-128x128-e4m3-fp32", E4M3, (128, 128), FP32),
+        ("fp8-current-e5m2-pow2", E5M2, (WHOLE, WHOLE), FP32),
+        ("fp8-delayed-e4m3-bulk", E4M3, (WHOLE, WHOLE), FP32),
+    ],
+)
+def test_mx_and_fp8_are_what_their_names_say(name: str, element: Any, block: tuple[int, int], scale: Any) -> None:
+    rule = recipe(name)
+    assert (rule.element, rule.block, rule.scale) == (element, block, scale)
+    assert rule.whole == (block[0] == WHOLE)
+    assert rule.stored_rows == (block[0] if scale is FP32 else 1)
+    assert (rule.rounding == "stochastic") == name.endswith("-sr")
+    assert (rule.scale_rounding == "down") == ("pow2" in name)
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ("mxfp8", "mxfp8-e4m3"),
+        ("mxfp8-e4m3-2d", "mxfp8-2d"),
+        ("mxfp8-2d-sr", "mxfp8-e4m3-2d-sr"),
+        ("fp8-block-1x128", "fp8-block-1x128-e4m3-pow2"),
+        ("fp8-block-128x128-e5m2", "fp8-block-128x128-e5m2-pow2"),
+        ("fp8-block-1x128-eps0.000001", "fp8-block-1x128-e4m3-pow2-eps1e-06"),
+        ("fp8-current", "fp8-current-e4m3"),
+        ("fp8-current-eps1e-6", "fp8-current-e4m3-eps1e-06"),
+        ("fp8-current-eps0", "fp8-current-e4m3"),
+        ("fp8-delayed-margin0", "fp8-delayed-e4m3"),
+        ("fp8-delayed-recent-bulk", "fp8-delayed-e4m3-recent-bulk"),
+    ],
+)
+def test_what_a_name_leaves_out_is_in_the_recipes_own(short: str, full: str) -> None:
+    assert recipe(short) == recipe(full)
+    assert recipe(recipe(short).name) == recipe(short)
+
+
+@pytest.mark.parametrize("margin", [0, 1, 2, 17])
+def test_a_delayed_recipe_has_the_rule_that_its_name_says(margin: int) -> None:
+    part = f"-margin{margin}" if margin else ""
+    assert recipe(f"fp8-delayed-e5m2{part}").delayed == Delayed("max", margin, "single")
+    assert recipe(f"fp8-delayed-e5m2-recent{part}-bulk").delayed == Delayed("most-recent", margin, "bulk")
+    assert recipe("fp8-current").delayed is None
+
+
+def test_a_dialect_of_mx_may_have_a_rule_of_its_own_for_an_element() -> None:
+    """compressed-tensors 0.20, generate_mx_scales: from 1.75 on, but of 6 bits, which are E2M3, as the element."""
+    found = {name: recipe(f"{name}@compressed-tensors").scale_rounding for name in ("mxfp8", "mxfp4", "mxfp6-e2m3")}
+    assert found == {"mxfp8": "up-from-1.75", "mxfp4": "up-from-1.75", "mxfp6-e2m3": "as-element"}
+
+
+def test_the_rowwise_half_is_not_rotated() -> None:
+    assert recipe("nvfp4-2d-rht32-nosign-sr").rowwise == recipe("nvfp4-2d-sr")
+    assert recipe("nvfp4-2d").rowwise == recipe("nvfp4-2d")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nvfp4-2d-rowscaled", "row scaling and 2-D blocks do not go together: a tile of 16 rows has one scale"),
+        ("nvfp4-rht-rowscaled", "row scaling and a rotation do not go together: row scaling is for forward"),
+        ("nvfp4-sr-rowscaled", "row scaling and stochastic rounding do not go together: row scaling is for forward"),
+        ("nvfp4-rht-4over6-448-mae", "4over6 and a rotation do not go together: the choice between 4 and 6 is by"),
+        ("nvfp4-sr-4over6-448-mae", "4over6 and stochastic rounding do not go together: the choice between 4 and 6"),
+    ],
+)
+def test_parts_that_exclude_each_other_are_refused_with_the_reason(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"recipe {name}: {message}")):
+        recipe(name)
+
+
+def test_a_rotation_has_groups_and_signs_that_exist() -> None:
+    with pytest.raises(ValueError, match="a Hadamard group has 2, 4, 8, 16, 32, 64, 128 elements, not 12"):
+        Hadamard(12)
+    with pytest.raises(ValueError, match="signs of a Hadamard transform are a mask of 16 bits, not 0x10000"):
+        Hadamard(16, 1 << 16)
+
+
+def test_a_recipe_is_returned_as_it_is() -> None:
+    mine = dataclasses.replace(recipe("nvfp4"), name="mine")
+    assert recipe(mine) is mine
+
+
+def test_a_recipe_is_data() -> None:
+    nvfp4 = recipe("nvfp4")
+    assert nvfp4 == recipe("nvfp4")
+    assert hash(nvfp4) == hash(recipe("nvfp4"))
+    assert nvfp4 != recipe("nvfp4@te-2.8")
+    assert nvfp4 != dataclasses.replace(nvfp4, nan="propagate")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        nvfp4.nan = "propagate"  # type: ignore[misc]
+
+
+def test_recipes_are_listed_without_importing_torch() -> None:
+    code = "import sys, reference; reference.recipe('nvfp4'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("nvfp5", ["no recipe is called 'nvfp5' (did you mean 'nvfp4'?); there are nvfp4, nvfp4-2d, ", ", nvfp4@qwix"]),
+        ("zzz", ["no recipe is called 'zzz'; there are nvfp4, "]),
+        ("", ["no recipe is called ''; there are nvfp4, "]),
+        ("nvfp5@te-2.8", ["no recipe is called 'nvfp5@te-2.8' (did you mean 'nvfp4'?)"]),
+        ("nvfp4@te-2.9", ["recipe nvfp4 has no dialect 'te-2.9' (did you mean 'te-2.8'?); it has te, te-2.8"]),
+        ("nvfp4@qqq", ["recipe nvfp4 has no dialect 'qqq'; it has te, te-2.8, te-native"]),
+        ("mxfp8-e4m4", ["no recipe is called 'mxfp8-e4m4' (did you mean 'mxfp8-e4m3'?)"]),
+        ("mxfp6", ["no recipe is called 'mxfp6' (did you mean 'mxfp"]),
+        ("mxfp8-e4m3-rht", ["no recipe is called 'mxfp8-e4m3-rht' (did you mean 'mxfp8-e4m3"]),
+        ("mxfp4-e2m1", ["no recipe is called 'mxfp4-e2m1' (did you mean 'mxfp"]),
+        ("fp8-block-64x64", ["no recipe is called 'fp8-block-64x64' (did you mean 'fp8-block-"]),
+        (
+            "fp8-block-1x128-e4m3-sr",
+            ["no recipe is called 'fp8-block-1x128-e4m3-sr' (did you mean 'fp8-block-1x128-e4"],
+        ),
+        ("fp8-curent-e4m3", ["no recipe is called 'fp8-curent-e4m3' (did you mean 'fp8-current-e4m3'?)"]),
+        ("fp8-current-eps", ["no recipe is called 'fp8-current-eps' (did you mean 'fp8-current-e"]),
+        (
+            "fp8-delayed-e4m3-margin",
+            ["no recipe is called 'fp8-delayed-e4m3-margin' (did you mean 'fp8-delayed-e"],
+        ),
+        ("mxfp8-2d@oct", ["recipe mxfp8-2d has no dialect 'oct' (did you mean 'ocp'?); it has te, ocp, even, ceil"]),
+        ("mxfp8-e4m3@torchao", ["recipe mxfp8-e4m3 has no dialect 'torchao'; it has te, ocp, even, ceil"]),
+        ("fp8-current@ocp", ["recipe fp8-current has no dialect 'ocp'; it has te"]),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest_and_with_all(name: str, texts: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^(no recipe|recipe \S+ has)") as caught:
+        recipe(name)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "choices"),
+    [
+        ("block_scale", "amax", "amax*(enc*(1/6)), (amax/6)*enc"),
+        ("nan", "raise", "ignore, propagate"),
+        ("alpha", "a*b", "(a*b)/d, (b*a)*(1/d)"),
+        ("nan_code", 5, "7, 0, 8, 11, 12"),
+        ("packing", "both", "low-first, high-first"),
+        ("rounding", "stochastic!", "nearest-even"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(field: str, value: str, choices: str) -> None:
+    message = f"recipe nvfp4: {field} is {value!r}; it can be {choices}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(recipe("nvfp4"), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_scale": "(amax/6)/dec"}, "block_scale (amax/6)/dec does not fit tensor_scale max/amax, which gives "
+         "enc"),
+        ({"block_scale": "amax/6"}, "block_scale amax/6 does not fit tensor_scale max/amax, which gives enc"),
+        ({"element_scale": "x/s"}, "element_scale x/s does not fit tensor_scale max/amax, which gives enc"),
+        ({"decode": "s*dec"}, "decode s*dec does not fit tensor_scale max/amax, which gives enc"),
+        ({"decode": "s"}, "decode s does not fit tensor_scale max/amax, which gives enc"),
+        ({"alpha": "1"}, "alpha 1 does not fit tensor_scale max/amax, which gives enc"),
+        ({"tensor_scale": "amax/max"},
+         "block_scale amax*(enc*(1/6)) does not fit tensor_scale amax/max, which gives dec"),
+        ({"tensor_scale": "none", "block_scale": "amax/6", "element_scale": "x/s"},
+         "decode (s*amax)*(1/max) does not fit tensor_scale none, which gives no factor"),
+        ({"zero_scale": "zeros"},
+         "element_scale x*min(1/(s*(1/enc)),FLT_MAX) does not go with zero_scale zeros; it goes with saturate"),
+        ({"element_scale": "x*r(s*r(enc))"}, "does not go with zero_scale saturate; it goes with zeros"),
+        ({"element_scale": "x*(1/(s*(1/enc)))"}, "does not go with zero_scale saturate; it goes with infinity, zeros"),
+        ({"element_scale": "x/(s/enc)", "zero_scale": "zeros"},
+         "does not go with zero_scale zeros; it goes with saturate, infinity, 1, 2^-9, 2^-23"),
+        ({"statistics": "input-blocks"},
+         "statistics of blocks in the dtype of x and a block scale that never forms amax/6 do not go together"),
+        ({"zero_block": "amax/6=2^-23"},
+         "the smallest amax/6 and a block scale that never forms amax/6 do not go together"),
+        ({"candidates": "4-or-6-mae", "negative_zero": "never"},
+         "4over6 and choices of another library do not go together: the errors that choose are those of Transformer"),
+        ({"candidates": "4-or-6-mae", "tensor_scale": "none", "block_scale": "amax/6", "element_scale": "x/s"},
+         "4over6 and choices of another library do not go together"),
+        ({"granularity": "row", "tensor_scale": "none"},
+         "one level of scales and row scaling do not go together: no amax is used but those of blocks"),
+    ],
+)  # fmt: skip
+def test_choices_that_do_not_fit_are_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^recipe nvfp4: .*{re.escape(message)}"):
+        dataclasses.replace(recipe("nvfp4"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (MX, {"block_scale": "amax/6"},
+         "block_scale amax/6 does not go with scales of E8M0; they go with amax*(1/max), amax/max, amax*2^-emax"),
+        (MX, {"scale_rounding": "nearest-even"},
+         "scale_rounding nearest-even does not go with scales of E8M0; they go with up, down, as-element"),
+        (MX, {"element_scale": "x*(max/amax)"},
+         "element_scale x*(max/amax) does not go with scales of E8M0; they go with x*(1/s), x/s"),
+        (BLOCK, {"element_scale": "x*(1/s)"},
+         "element_scale x*(1/s) does not go with scales of FP32; they go with x*(max/amax), x*enc"),
+        (BLOCK, {"scale_rounding": "up"}, "scale_rounding up does not go with scales of FP32; they go with none, down"),
+        ("nvfp4@qwix", {"element_scale": "x*(1/s)", "zero_scale": "saturate"},
+         "element_scale x*(1/s) does not go with scales of E4M3; they go with x*min(1/(s*(1/enc)),FLT_MAX), "),
+        ("nvfp4@qwantize", {"block_scale": "amax*(1/max)"},
+         "block_scale amax*(1/max) does not go with scales of E4M3; they go with amax*(enc*(1/6)), (amax/6)*enc"),
+        ("nvfp4", {"scale_rounding": "up"},
+         "scale_rounding up does not go with scales of E4M3; they go with nearest-even, nearest-toward-zero"),
+        (CURRENT, {"block": (1, 128)}, "one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together, or"),
+        (BLOCK, {"block": (WHOLE, WHOLE)}, "one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together"),
+        (BLOCK, {"alpha": "s_a*s_b"}, "one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together, or"),
+        (CURRENT, {"alpha": "1"}, "one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together, or none"),
+        (CURRENT, {"delayed": Delayed()}, "tensor_scale is given exactly where there is a rule in delayed"),
+        ("fp8-delayed", {"delayed": None}, "tensor_scale is given exactly where there is a rule in delayed"),
+        ("nvfp4", {"nan_code": 31}, "nan_code 31 is no code of E2M1"),
+        ("mxfp6-e3m2", {"nan_code": 127}, "nan_code 127 is no code of E3M2"),
+        (MX, {"rounding": "nearest-toward-zero"},
+         "a rounding of E2M1 and another element than E2M1 do not go together: it is made of that format's grid"),
+        (MX, {"packing": "high-first"},
+         "the first element high and another element than E2M1 do not go together: no two elements share a byte"),
+        ("mxfp4", {"columnwise": "in-place"},
+         "a columnwise half in place and E2M1 do not go together: two columns would share a byte"),
+        (BLOCK, {"columnwise": "in-place"},
+         "a columnwise half in place and float32 scales do not go together: Transformer Engine transposes FP8"),
+        (MX, {"zero_block": "1"},
+         "choices for scales of E4M3 and scales of another format than E4M3 do not go together: nothing would be"),
+        (BLOCK, {"smallest_scale": "2^-9"}, "choices for scales of E4M3 and scales of another format than E4M3 do not"),
+        (MX, {"smallest_amax": 1e-6},
+         "a smallest amax and scales of bytes do not go together: Transformer Engine's epsilon is one of FP8"),
+        ("fp8-delayed", {"smallest_amax": 1e-6}, "a smallest amax and a given scale do not go together: no amax is"),
+        (CURRENT, {"largest_scale": "input"},
+         "a largest scale of the dtype of x and a block scale other than 1/(max/amax) do not go together: nothing"),
+        (BLOCK, {"rounding": "stochastic"},
+         "float32 scales and stochastic rounding do not go together: Transformer Engine rounds FP8 to nearest"),
+        (CURRENT, {"transform": Hadamard()},
+         "float32 scales and a rotation do not go together: Transformer Engine rotates no FP8"),
+        (CURRENT, {"granularity": "row"}, "row scaling and 2-D blocks do not go together"),
+    ],
+)  # fmt: skip
+def test_choices_of_other_scales_are_refused_with_the_reason(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^recipe .*: {re.escape(message)}"):
+        dataclasses.replace(recipe(name), **changes)
+
+
+def test_a_tensor_scale_of_one_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="recipe nvfp4@qwix has no tensor scale"):
+        tensor_scale(torch.ones(1), recipe("nvfp4@qwix"))
+
+
+def test_a_scale_that_rounds_to_the_dtype_of_x_must_be_told_it() -> None:
+    with pytest.raises(ValueError, match="recipe nvfp4@compressed-tensors rounds to the dtype of x; give dtype"):
+        tensor_scale(torch.ones(1), recipe("nvfp4@compressed-tensors"))
+
+
+# Every option that can be chosen changes bytes on some input.
+
+
+def ties() -> torch.Tensor:
+    """gamax = 65, bamax = 48.75·2^j: E4M3 ties of the exact ratio, which the two orders of operations break apart."""
+    x = torch.zeros(9, 32)
+    x[:, 0] = 65
+    x[:, 16] = 48.75 * 2.0 ** -torch.arange(9)
+    return x
+
+
+def options() -> dict[str, tuple[str | int, ...]]:
+    """Every choice field with its values."""
+    hints = get_type_hints(Recipe)
+    return {f.name: get_args(hints[f.name]) for f in dataclasses.fields(Recipe) if get_origin(hints[f.name]) is Literal}
+
+
+# What else a value of a field has to have beside it, and what all values of a field have beside them.
+ENC, DEC, ONE = "x*(1/(s*(1/enc)))", "x*((1/dec)/s)", {"tensor_scale": "none", "decode": "s", "alpha": "1"}
+OTHERS: dict[str, dict[str | int, dict[str, Any]]] = {
+    "tensor_scale": {
+        "given": {"delayed": Delayed()},
+        "amax/max": {"block_scale": "(amax/6)/dec", "element_scale": DEC},
+        "none": ONE | {"block_scale": "amax/6", "element_scale": "x/s"},
+    },
+    "block_scale": {
+        **{e: {"tensor_scale": "amax/max", "element_scale": DEC}
+           for e in ("(amax/6)/dec", "amax/(6*dec)", "(amax*(1/dec))*(1/6)")},
+        **{e: ONE | {"element_scale": "x/s"} for e in ("amax/6", "amax*(1/6)")},
+    },
+    "zero_block": {},
+    "zero_scale": {"zeros": {"element_scale": DEC}},
+    "element_scale": {
+        "x*min(1/(s*(1/enc)),FLT_MAX)": {"zero_scale": "saturate"},
+        "x*r(s*r(enc))": {"zero_scale": "zeros"},
+        **{e: {"tensor_scale": "amax/max", "block_scale": "(amax/6)/dec"}
+           for e in (DEC, "(x*(1/dec))*(1/s)", "x/(s*dec)")},
+        "x/s": ONE | {"block_scale": "amax/6"},
+    },
+    "decode": {
+        "s*dec": {"tensor_scale": "amax/max", "block_scale": "(amax/6)/dec", "element_scale": DEC},
+        "s": ONE | {"block_scale": "amax/6", "element_scale": "x/s"},
+    },
+    "alpha": {
+        "a_dec*b_dec": {"tensor_scale": "amax/max", "block_scale": "(amax/6)/dec", "element_scale": DEC},
+        "1": ONE | {"block_scale": "amax/6", "element_scale": "x/s"},
+    },
+}  # fmt: skip
+LOOSE = {"element_scale": ENC, "zero_scale": "infinity", "tensor_limit": "none"}
+BESIDE: dict[str, dict[str, Any]] = {
+    "statistics": {"block_scale": "(amax/6)*enc"},
+    "tensor_scale": LOOSE | {"block_scale": "(amax/6)*enc"},
+    "tensor_limit": LOOSE | {"tensor_scale": "(1/amax)*max"},
+    "block_scale": LOOSE,
+    "zero_block": {"block_scale": "(amax/6)*enc"},
+    "zero_scale": {"tensor_scale": "amax/max", "block_scale": "(amax/6)/dec", "element_scale": "x/(s*dec)"},
+    "element_scale": LOOSE | {"block_scale": "(amax/6)*enc"},
+    "rounding": LOOSE | {"element_scale": "x/(s/enc)"},
+    "decode": LOOSE,
+    "alpha": LOOSE,
+}
+
+
+# Recipes that all values, or some values, of a field are tried in, and what these have beside them; the rest in nvfp4.
+# Of block scales and roundings of scales, those that belong to a format of scales are told apart in one recipe of it.
+DOWN = {"scale_rounding": "down"}  # up, 448·2^k rounds the same by a product and by a quotient
+ELSEWHERE: dict[str, tuple[str, dict[str | int, dict[str, Any]]]] = {
+    "nan_code": (MX, {value: {} for value in (7, 0, 8, 11, 12, 31, 127)}),
+    "largest_scale": (BLOCK, {"float32": {}, "input": {}}),
+    "columnwise": (MX, {"transposed": {}, "in-place": {}}),
+}
+OF_FORMAT: dict[str, list[tuple[str, dict[str | int, dict[str, Any]]]]] = {
+    "block_scale": [
+        (MX, {"amax*(1/max)": DOWN, "amax/max": DOWN, "amax*2^-emax": DOWN}),
+        (BLOCK, {"1/(max/amax)": {}}),
+        (CURRENT, {"1/enc": {}}),
+    ],
+    "scale_rounding": [
+        (MX, {rule: {"block_scale": "amax*2^-emax"}
+              for rule in ("up", "down", "as-element", "up-from-1.75", "nearest-log2")}),
+        (BLOCK, {"none": {}}),
+    ],
+    "element_scale": [(MX, {"x*(1/s)": {}}), (BLOCK, {"x*(max/amax)": {}}), (CURRENT, {"x*enc": {}})],
+    "alpha": [(CURRENT, {"s_a*s_b": {}})],
+}  # fmt: skip
+
+
+def with_value(field: str, value: str | int) -> Recipe:
+    if field in ELSEWHERE:
+        base, others = ELSEWHERE[field]
+        return dataclasses.replace(recipe(base), **(others[value] | {field: value}))
+    for base, others in OF_FORMAT.get(field, []):
+        if value in others:
+            return dataclasses.replace(recipe(base), **(others[value] | {field: value}))
+    beside = BESIDE.get(field, {}) | OTHERS.get(field, {}).get(value, {})
+    return dataclasses.replace(recipe("nvfp4"), **(beside | {field: value}))
+
+
+# Inputs on which all values of a field part. Each gives bytes.
+
+
+def everything(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """All that `quantize` gives, as bytes."""
+    words = torch.full((x.shape[0], -(-x.shape[1] // 4)), -1, dtype=torch.int32)
+    scale = torch.tensor([5.0]) if recipe.tensor_scale == "given" else None
+    q = quantize(x, recipe, scale=scale, random=words if recipe.rounding == "stochastic" else None)
+    return torch.cat([q.scales.contiguous().flatten().view(torch.uint8), q.codes.flatten()])
+
+
+def random_matrix() -> torch.Tensor:
+    """bfloat16, whose elements lie on ties."""
+    return torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def limits(recipe: Recipe) -> torch.Tensor:
+    """The tensor scales of amaxes that have no proper one."""
+    found = []
+    for amax in (0.0, 1e-13, 1e-40, float("inf"), float("nan")):
+        try:
+            found.append(float(tensor_scale(torch.tensor([amax]), recipe)))
+        except ValueError:
+            found.append(float("nan"))
+    return bits(torch.tensor(found))
+
+
+def scales_of_edges(recipe: Recipe) -> torch.Tensor:
+    """Scale bytes of blocks near every midpoint of E4M3 under several amaxes of the tensor, and one above FLT_MAX/2."""
+    scale = torch.tensor([5.0]) if recipe.tensor_scale == "given" else None
+    parts = [quantize(edges(65.0 * 1.07**step), recipe, scale=scale).scales.flatten() for step in range(64)]
+    parts.append(quantize(edges(2688.0), recipe, scale=scale).scales.flatten())
+    alone = scale
+    if recipe.tensor_scale not in ("none", "given"):
+        alone = tensor_scale(torch.tensor([3.3e38]), recipe)
+    largest = torch.tensor([[2e38, float(torch.tensor(448.0).nextafter(torch.tensor(0.0)))]])
+    parts.append(block_scales(largest, alone, recipe, torch.float32).flatten())
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+
+
+def exponents(recipe: Recipe) -> torch.Tensor:
+    """Scale bytes of blocks whose amaxes have mantissas beside the thresholds of every rule; of E4M3, near ties."""
+    x = torch.zeros(8, 32)
+    x[:, 5] = torch.tensor([1.0, 1.25, 1.4375, 1.625, 1.75, 1.875, 1.9375, 1.984375])
+    return torch.cat([everything(x, recipe), everything(edges(2688.0), recipe)])
+
+
+def both_halves(recipe: Recipe) -> torch.Tensor:
+    """Codes and scales of the columnwise half as they lie."""
+    _, column = quantize_both(random_matrix(), recipe)
+    assert column is not None
+    return torch.cat([column.codes.flatten(), column.scales.flatten()])
+
+
+def small_blocks(recipe: Recipe) -> torch.Tensor:
+    """Scale bytes of blocks of 0, of next to nothing, and of little, under an amax of 2688·2^-14."""
+    x = torch.zeros(1, 80)
+    x[0, [0, 32, 48, 64]] = torch.tensor([2688 * 2.0**-14, 1e-29, 6 * 2.0**-14 * 2.0**-10.9, 6 * 2.0**-14 * 2.0**-8.2])
+    return quantize(x, recipe).scales
+
+
+def elements(*values: float) -> torch.Tensor:
+    """A row whose elements are `values` once they are scaled: amax 2688, scales 448."""
+    return torch.tensor([[6.0, *values, *[0.0] * (15 - len(values))]]) * 448
+
+
+def zero_scales(recipe: Recipe) -> torch.Tensor:
+    x = torch.zeros(1, 32)
+    x[0, 0] = 2688 * 2.0**14
+    x[0, 16:19] = torch.tensor([0.6, 1e-3, -1e-7])
+    return quantize(x, recipe).codes
+
+
+def any_elements(recipe: Recipe) -> torch.Tensor:
+    """Codes of elements on ties of every scale, and of a tensor whose amax has no finite encode factor."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    scales = torch.tensor(E4M3.values[8:0x7F]).view(-1, 1)
+    tiny = torch.tensor([[1e-38, -1e-40] + [0.0] * 30])
+    parts = [everything(tiny, recipe), everything(random_matrix(), recipe)]
+    for step in range(64):
+        amax = 65.0 * 1.07**step
+        x = torch.cat([torch.full_like(scales, 6.0), ties.expand(len(scales), 7)], 1) * scales * (amax / 2688)
+        parts.append(everything(torch.nn.functional.pad(x, (0, 8)), recipe))
+    return torch.cat(parts)
+
+
+def roundings(recipe: Recipe) -> torch.Tensor:
+    """Ties, a near tie, and a block whose scale of 2^-9 is so far below amax/6 that an element comes to 8.7."""
+    x = torch.cat([elements(0.75, 1.25, 5.0, -1.75, 0.75 - 3e-7), torch.full((1, 16), 6 * 1.45 * 2.0**-9)])
+    return everything(x, recipe)
+
+
+def values_back(recipe: Recipe) -> torch.Tensor:
+    return bits(torch.cat([dequantize(quantize(random_matrix() * factor, recipe)) for factor in (0.3, 0.5, 0.7)]))
+
+
+def alphas_of_amaxes(recipe: Recipe) -> torch.Tensor:
+    """α of 64 pairs of amaxes: numerics.md has the two expressions differ for one pair in six."""
+    ones = torch.ones(1, 16)
+    numbers = [5.0, *(1 + i / 64 for i in range(64))]
+    five, *others = (quantize(ones * number, recipe) for number in numbers)
+    return bits(torch.cat([alpha(other, five) for other in others]))
+
+
+WITNESSES: dict[str, Callable[[Recipe], torch.Tensor]] = {
+    "statistics": lambda r: everything(random_matrix() * 0.7, r),
+    "granularity": lambda r: everything(random_matrix(), r),
+    "tensor_scale": scales_of_edges,
+    "tensor_limit": limits,
+    "block_scale": scales_of_edges,
+    "zero_block": small_blocks,
+    "smallest_scale": small_blocks,
+    "scale_rounding": exponents,
+    "largest_scale": lambda r: everything(torch.full((1, 128), 1e-40).bfloat16(), r),
+    "columnwise": both_halves,
+    "candidates": lambda r: everything(random_matrix(), r),
+    "zero_scale": zero_scales,
+    "element_scale": any_elements,
+    "rounding": roundings,
+    "negative_zero": lambda r: everything(elements(-0.0, -0.1), r),
+    "nan_code": lambda r: everything(elements(float("nan")), r),
+    "packing": lambda r: everything(elements(1.0), r),
+    "nan": lambda r: everything(torch.tensor([[1.0] * 16 + [float("nan")] * 16]), r),
+    "decode": values_back,
+    "alpha": alphas_of_amaxes,
+}
+
+
+def same_bytes(outputs: dict[Any, torch.Tensor]) -> list[tuple[Any, ...]]:
+    """The pairs whose outputs are equal."""
+    return [pair for pair in combinations(outputs, 2) if torch.equal(*(outputs[value] for value in pair))]
+
+
+@pytest.mark.parametrize("option", options())
+def test_every_value_of_an_option_gives_its_own_bytes(option: str) -> None:
+    outputs = {value: WITNESSES[option](with_value(option, value)) for value in options()[option]}
+    assert same_bytes(outputs) == []
+
+
+FP8_OPTIONS: dict[str, list[dict[str, Any]]] = {
+    BLOCK: [{}, {"scale_rounding": "down"}, {"smallest_amax": 3.0}, {"smallest_amax": 3.5}],
+    CURRENT: [{}, {"scale_rounding": "down"}, {"smallest_amax": 4.5}, {"smallest_amax": 5.5}],
+}
+
+
+@pytest.mark.parametrize("name", FP8_OPTIONS)
+def test_options_of_float32_scales_give_their_own_bytes(name: str) -> None:
+    rules = [dataclasses.replace(recipe(name), **changes) for changes in FP8_OPTIONS[name]]
+    assert same_bytes({number: everything(random_matrix(), rule) for number, rule in enumerate(rules)}) == []
+
+
+def test_every_choice_of_a_delayed_rule_gives_its_own_histories_and_scales() -> None:
+    """Two tensors, one of which saw nothing."""
+    history, scale = torch.tensor([[3.0, 0.0], [7.0, 7.0], [1.0, 2.0]]), torch.ones(2)
+    outputs = {}
+    for algorithm, margin, kernel in product(("max", "most-recent"), (0, 1), ("single", "bulk")):
+        rule = Delayed(algorithm, margin, kernel)
+        found = update_scale(history, scale, dataclasses.replace(recipe("fp8-delayed-e4m3"), delayed=rule))
+        outputs[rule] = torch.cat([part.flatten() for part in found])
+    assert same_bytes(outputs) == []
+
+
+def test_the_dialects_of_the_block_scale_part_on_every_constructed_tie() -> None:
+    te, te_28 = (quantize(ties(), name).scales for name in (TE, TE_28))
+    assert torch.equal(te[:, 0], te_28[:, 0])
+    assert (te[:, 1].int() - te_28[:, 1].int()).tolist() == [1] * 9
+
+
+def test_te_native_quantizes_as_te_does() -> None:
+    te, native = (quantize(ties(), name) for name in (TE, TE_NATIVE))
+    assert torch.equal(te.scales, native.scales)
+    assert torch.equal(te.codes, native.codes)
