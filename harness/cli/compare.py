@@ -26,7 +26,7 @@ def compare_runs(
     except JournalError as error:
         stop(str(error))
     if html is not None:
-        from narrowgauge.harness.gate.compare_page import render
+        from narrowgauge.harness.gate.compare import render
 
         try:
             html.parent.mkdir(parents=True, exist_ok=True)

@@ -124,8 +124,7 @@ def part_of_run(cases: list[Case], shard: str, durations: Path | None) -> Part |
 
 def default_workers(device: str) -> int:
     """Processes of a run that is not told how many: one a core; with GPUs a quarter more, at most 20 a GPU."""
-    from narrowgauge.harness.machine.cores import cores
-    from narrowgauge.harness.machine.gpus import visible
+    from narrowgauge.harness.machine.processors import cores, visible
 
     if device == "cpu":
         return cores()

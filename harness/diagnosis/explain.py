@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from narrowgauge.harness.diagnosis.decoding import decoding_explanations
-from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.explanation import Explanation, Tried
 from narrowgauge.harness.diagnosis.formulas import formula_explanations
 from narrowgauge.harness.diagnosis.gemm.fusing import fusing_explanations
 from narrowgauge.harness.diagnosis.gemm.multiplying import product_explanations
@@ -11,7 +11,6 @@ from narrowgauge.harness.diagnosis.memory import memory_explanations
 from narrowgauge.harness.diagnosis.moving.moving import moving_explanations
 from narrowgauge.harness.diagnosis.patterns.signatures import signatures
 from narrowgauge.harness.diagnosis.quantize.quantizing import quantizing_explanations
-from narrowgauge.harness.diagnosis.tried import Tried
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from narrowgauge.harness.gate.baseline import Baseline, BaselineError, of_run, read, write
-from narrowgauge.harness.gate.difference import difference, words
-from narrowgauge.harness.gate.listing import print_kinds
+from narrowgauge.harness.gate.difference import difference, print_kinds, words
 from narrowgauge.harness.records.journal import Run
 from narrowgauge.harness.report.text import plural
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.cases.schema import nearest
-from narrowgauge.harness.gate.device import device_class
-from narrowgauge.harness.gate.figures import Figures, figures, not_finite, parse
+from narrowgauge.harness.gate.figures import Figures, device_class, figures, not_finite, parse
 from narrowgauge.harness.records.journal import Run
 from narrowgauge.harness.report.text import plural
 
@@ -36,7 +35,7 @@ class Baseline:
     """The accepted figures of every case of a run."""
 
     device: str
-    """Its device class (`harness.gate.device`)."""
+    """Its device class (`harness.gate.figures`)."""
     backend: str
     seed: int
     groups: dict[str, dict[str, list[str]]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,11 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from narrowgauge.harness.gate.device import device_class
-from narrowgauge.harness.gate.difference import difference, words
-from narrowgauge.harness.gate.figures import figures, not_finite
-from narrowgauge.harness.gate.listing import print_kinds, why
+from narrowgauge.harness.gate.difference import difference, print_kinds, why, words
+from narrowgauge.harness.gate.figures import device_class, figures, not_finite
 from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.report.page import template
 from narrowgauge.harness.report.text import duration, number, plural, verdict_counts
 
 Line = tuple[str, str]
@@ -180,3 +180,22 @@ def show(found: Comparison, console: Console) -> None:
     console.print(found.outputs, markup=False, highlight=False, soft_wrap=True)
     style = "blue" if found.no_worse else "bold red"
     console.print(found.sentence, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+MOST = 5000
+"""Cases of one kind on the page; it says how many it left out."""
+
+
+def render(found: Comparison, a: str, b: str) -> str:
+    """The page of a comparison of the runs called `a` and `b`. Everything that comes from a record is escaped."""
+    return template.render(
+        Path(__file__).with_name("compare.html"),
+        name="narrowgauge",
+        verdict="pass" if found.no_worse else "fail",
+        sentence=found.sentence,
+        aside=f"A is {a}, B is {b}; {found.outputs}.",
+        found=found,
+        time_columns=TIME_COLUMNS,
+        times=[time.cells() for time in found.times],
+        most=MOST,
+    )

@@ -1,10 +1,4 @@
-"""The figures of a case that the gate compares: integers, exact fractions and powers of two, never a rounded float.
-
-What is for information (SQNR, allclose, the sweep, the share outside end to end), what chance moves (p-values) and
-what the machine moves (times) is none of them. So a module has a verdict and counts of elements alone: what torch makes
-of it in high precision, a norm, a sum, a step of the weights, decides how sharp the bounds of its products are, and
-depends on the processor.
-"""
+"""The figures of a case that the gate compares: integers, exact fractions and powers of two; and the device class."""
 
 from __future__ import annotations
 
@@ -17,6 +11,20 @@ from typing import Any
 
 from narrowgauge.harness.cases.schema import MODULES
 from narrowgauge.harness.records.record import VERDICTS, elements_compared
+
+HOST = "host"
+
+
+def device_class(device: str, environment: dict[str, str]) -> str:
+    """`host` of what ran on "cpu"; `NVIDIA H200` and the like of what ran on a GPU, as `environment` names it.
+
+    `environment` is that of `harness.records.environment.describe_run`. A MIG slice is of its GPU's class.
+    """
+    if device == "cpu":
+        return HOST
+    name = environment.get("GPU", "an unknown GPU").partition(", compute capability")[0]
+    return name.partition(" MIG ")[0]
+
 
 BELOW = -1075
 """The power of two that stands for 0: below the least double."""

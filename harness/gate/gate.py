@@ -10,10 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from narrowgauge.harness.gate.baseline import Baseline
-from narrowgauge.harness.gate.device import device_class
-from narrowgauge.harness.gate.difference import difference, words
-from narrowgauge.harness.gate.figures import figures, not_finite
-from narrowgauge.harness.gate.listing import print_kinds, why
+from narrowgauge.harness.gate.difference import difference, print_kinds, why, words
+from narrowgauge.harness.gate.figures import device_class, figures, not_finite
 from narrowgauge.harness.records.journal import Run
 from narrowgauge.harness.records.record import elements_compared
 from narrowgauge.harness.report.text import number, plural

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.gate.baseline import Baseline, BaselineError, read
-from narrowgauge.harness.gate.device import device_class
+from narrowgauge.harness.gate.figures import device_class
 
 FOLDER = Path("reports/baselines")
 

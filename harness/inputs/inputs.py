@@ -24,7 +24,6 @@ from narrowgauge.spec.recipes import Recipe, recipe
 if TYPE_CHECKING:
     from narrowgauge.harness.inputs.capture import Captured
 
-
 _SLAB = 1 << 18
 
 Random = torch.Tensor | tuple[int, int]
@@ -296,3 +295,21 @@ def _addend(draw: Draw, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Te
         scale = (some.clamp(-limit, limit) + 127).bitwise_left_shift_(23).view(torch.float32)
         part.copy_(draw.normal(*some.shape).mul_(scale))
     return made
+
+
+PAD = 8
+"""Elements behind each row of a strided view."""
+
+
+def laid_out(x: torch.Tensor, view: str) -> torch.Tensor:
+    """`x` (…, K), its values unchanged, as a `contiguous`, `strided` or `transposed` view of other memory.
+
+    strided: every second element of rows that are 8 elements longer than twice K. transposed: the last dimension is
+    the outermost in memory, as that of a (K, M) matrix seen as (M, K).
+    """
+    if view == "strided":
+        wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1] + PAD)
+        return wide[..., : 2 * x.shape[-1] : 2].copy_(x)
+    if view == "transposed":
+        return x.movedim(-1, 0).contiguous().movedim(0, -1)
+    return x

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.harness.machine.gpus import VISIBLE
+from narrowgauge.harness.machine.processors import VISIBLE
 from narrowgauge.harness.machine.timing import OTHER, spending
 
 

@@ -15,8 +15,7 @@ from narrowgauge.harness.backends.results import PARTS, as_quantized
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.finding import spaced
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.inputs.inputs import Inputs, Random
-from narrowgauge.harness.inputs.layouts import laid_out
+from narrowgauge.harness.inputs.inputs import Inputs, Random, laid_out
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import Draw, bits_of, makes_own_bits, refuse_words, seed_torch
 from narrowgauge.harness.operations.stages.outcome import Outcome

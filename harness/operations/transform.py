@@ -9,8 +9,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.boundary import boundary_floats
 from narrowgauge.harness.checks.exact import exact_floats
 from narrowgauge.harness.checks.finding import float_view
-from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.inputs.layouts import laid_out
+from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.quantize import rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome

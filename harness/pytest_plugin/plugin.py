@@ -14,7 +14,7 @@ import pytest
 from narrowgauge.harness.cases.case import LEDGER, Case, load
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError, Ledgers, is_link
 from narrowgauge.harness.gate.ledger import load as load_ledger
-from narrowgauge.harness.machine.cores import cores
+from narrowgauge.harness.machine.processors import cores
 from narrowgauge.harness.pytest_plugin.items import CaseFile, CaseItem, LedgerFile, node_of, record_of
 from narrowgauge.harness.pytest_plugin.sharding import Sharding
 from narrowgauge.harness.records.record import outcome

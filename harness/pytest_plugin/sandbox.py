@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
-from narrowgauge.harness.machine.gpus import gpu_of
+from narrowgauge.harness.machine.processors import gpu_of
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, prepare_process, without_result
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from narrowgauge.harness.machine.cores import cores
+from narrowgauge.harness.machine.processors import cores
 
 _PACKAGE = Path(__file__).parents[2]
 _JUDGING = ("machine", "cases", "inputs", "backends", "checks", "operations", "diagnosis", "records", "running")

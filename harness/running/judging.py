@@ -28,7 +28,7 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
 def explained(outcome: Outcome, backend: Backend) -> list[dict[str, Any]]:
     """What explains a wrong outcome of `backend`. A diagnosis that fails costs itself, not the verdict."""
     from narrowgauge.harness.diagnosis.explain import explain
-    from narrowgauge.harness.diagnosis.tried import tried_of
+    from narrowgauge.harness.diagnosis.explanation import tried_of
 
     try:
         return [explanation.to_dict() for explanation in explain(outcome, tried_of(backend))]

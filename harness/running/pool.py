@@ -10,7 +10,7 @@ from typing import Any
 from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.statistics.holm import sharing
-from narrowgauge.harness.machine.gpus import gpu_of
+from narrowgauge.harness.machine.processors import gpu_of
 from narrowgauge.harness.running.queue import Queue
 from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, ending, prepare_process, without_result
 

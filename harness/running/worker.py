@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.memory import room
-from narrowgauge.harness.machine.cores import cores
 from narrowgauge.harness.machine.gpu_lock import gpu_error, out_of_turn, said, turn
-from narrowgauge.harness.machine.gpus import VISIBLE
+from narrowgauge.harness.machine.processors import VISIBLE, cores
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.sanitizer import Sanitizer, settle_sanitizer
 

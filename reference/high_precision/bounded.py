@@ -27,7 +27,7 @@ TANH_ULPS = 2
 RSQRT_ULPS = 2
 """CUDA C++ Programming Guide, "Mathematical Functions Appendix", standard functions in single precision: the maximum
 error of expf, tanhf and rsqrtf. Division, square root and reciprocal round correctly (0 ulp) without fast-math. The
-intrinsics of fast-math are not covered, but for ex2.approx of fused attention: `reference.high_precision.softmax`."""
+intrinsics of fast-math are not covered, but for ex2.approx of fused attention: `reference.high_precision.attention`."""
 
 _HALF_ULP = {
     torch.float32: (UNIT, SMALLEST / 2), torch.bfloat16: (2.0**-8, 2.0**-134), torch.float16: (2.0**-11, 2.0**-25),

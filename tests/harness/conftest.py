@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from narrowgauge.harness.diagnosis.tried import Tried
+    from narrowgauge.harness.diagnosis.explanation import Tried
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,8 +30,8 @@ def compiler() -> None:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> "Tried":
     """What the diagnosis has tried: the same for all backends of a test."""
-    from narrowgauge.harness.diagnosis import tried
+    from narrowgauge.harness.diagnosis import explanation
 
-    fresh = tried.Tried()
-    monkeypatch.setattr(tried, "tried_of", lambda backend: fresh)
+    fresh = explanation.Tried()
+    monkeypatch.setattr(explanation, "tried_of", lambda backend: fresh)
     return fresh

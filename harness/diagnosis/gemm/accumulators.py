@@ -1,15 +1,17 @@
-"""Accumulators narrower than float32, run as they would run: no useful bound holds them."""
+"""Accumulators that kernels use in place of float32, and wrong promotions of the sum of a block to float32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.harness.diagnosis.gemm.terms import Terms
+from narrowgauge.harness.diagnosis.gemm.terms import Deviation, Ends, Terms, finish, ordered
 from narrowgauge.reference.gemm.gemm import operand
+from narrowgauge.reference.gemm.operands import scale_values
 from narrowgauge.reference.gemm.promoted import Blocks
+from narrowgauge.spec.quantized import Quantized
 
 Narrow = Callable[[torch.Tensor], torch.Tensor]
 """float32 to float32, rounded to fewer bits."""
@@ -91,3 +93,32 @@ NARROW: dict[str, tuple[str, Narrow]] = {
     "accumulator-fp16": ("rounded to fp16", _through(torch.float16)),
     "accumulator-14-bits": ("cut to 14 bits of mantissa", _bits(14)),
 }
+
+
+def promotion_deviations() -> Iterator[Deviation]:
+    """Of products with float32 scales of blocks alone."""
+    yield Deviation(
+        "scales-of-sum", "the scales of a block multiply all that is summed so far", _promoting, _scaled_sums
+    )
+
+
+def _promoting(terms: Terms) -> Terms | None:
+    return terms if terms.promotes else None
+
+
+def _scaled_sums(t: Terms, ends: Ends) -> list[Ends]:
+    """y = (y + P)·(s_a·s_b), which grows with y and P: no scale is below 0."""
+    low = high = torch.zeros_like(ends[0])
+    left, right = (scale_values(q).float() for q in (t.left, t.right))
+    for number, start in enumerate(range(0, t.left.shape[1], t.left.recipe.block[1])):
+        p = replace(t, left=_block(t.left, start), right=_block(t.right, start)).sums()
+        scale = left[:, number : number + 1] * right[:, number]
+        low, high = ordered((low + p.lower) * scale, (high + p.upper) * scale)
+    return finish(t, (low, high))
+
+
+def _block(q: Quantized, start: int) -> Quantized:
+    """The codes of the block that begins at column `start`, under a scale of 1."""
+    codes = q.codes[:, start : start + q.recipe.block[1]]
+    ones = torch.ones(len(codes), 1, device=codes.device)
+    return replace(q, codes=codes, scales=ones, shape=(len(codes), codes.shape[1]))

@@ -8,8 +8,18 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.checks.ordinal import INTEGER
-from narrowgauge.harness.diagnosis.gemm.product_deviation import Deviation
-from narrowgauge.harness.diagnosis.gemm.terms import Ends, Finish, Terms, added, cast, finish, ordered, plus, scaled
+from narrowgauge.harness.diagnosis.gemm.terms import (
+    Deviation,
+    Ends,
+    Finish,
+    Terms,
+    added,
+    cast,
+    finish,
+    ordered,
+    plus,
+    scaled,
+)
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.quantize.scaling import divide, used_tensor_scale
 

@@ -9,14 +9,11 @@ import torch
 
 from narrowgauge.harness.checks.bound import within
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis.explanation import Explanation
-from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, accumulators
+from narrowgauge.harness.diagnosis.explanation import SEARCHES, Explanation, Tried
+from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, accumulators, promotion_deviations
 from narrowgauge.harness.diagnosis.gemm.epilogues import epilogue_deviations
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
-from narrowgauge.harness.diagnosis.gemm.product_deviation import Deviation
-from narrowgauge.harness.diagnosis.gemm.promotions import promotion_deviations
-from narrowgauge.harness.diagnosis.gemm.terms import Sums, Terms, finish, fits, terms_of
-from narrowgauge.harness.diagnosis.tried import SEARCHES, Tried
+from narrowgauge.harness.diagnosis.gemm.terms import Deviation, Sums, Terms, finish, fits, terms_of
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 _ROWS, _COLUMNS = 6, 24

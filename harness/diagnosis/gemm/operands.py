@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.harness.diagnosis.gemm.product_deviation import Deviation
-from narrowgauge.harness.diagnosis.gemm.terms import Terms
+from narrowgauge.harness.diagnosis.gemm.terms import Deviation, Terms
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle

@@ -232,3 +232,18 @@ def fits(output: torch.Tensor, ways: Sequence[Ends], undetermined: torch.Tensor)
         inside = (at >= ordinal.of_floats(low)) & (at <= ordinal.of_floats(high)) & ~output.isnan() & ~nan
         found = found | inside | (nan & output.isnan())
     return found
+
+
+def _same(terms: Terms) -> Terms:
+    return terms
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A wrong product: other terms than the right ones, another epilogue, or both."""
+
+    cause: str
+    sentence: str
+    change: Callable[[Terms], Terms | None] = _same
+    """The terms that it multiplies; None where a product is such that the deviation means nothing."""
+    finish: Finish = finish

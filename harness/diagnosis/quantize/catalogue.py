@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.arranging import arranging_deviations
 from narrowgauge.harness.diagnosis.quantize.choices import chosen_deviations, dialect_deviations
 from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run
 from narrowgauge.harness.diagnosis.quantize.elements.drawing import drawing_deviations
@@ -19,6 +18,7 @@ from narrowgauge.harness.diagnosis.quantize.scales.exponents import single_codes
 from narrowgauge.harness.diagnosis.quantize.scales.scales import scale_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.tensors import found_amaxes, tensor_deviations
 from narrowgauge.harness.diagnosis.quantize.sectioned import section_deviations
+from narrowgauge.harness.diagnosis.quantize.swizzles import arranging_deviations
 
 _LATER = ("tensor scale", "scales", "codes")
 """Stages that follow from an amax."""

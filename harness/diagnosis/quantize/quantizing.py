@@ -7,11 +7,10 @@ from functools import cached_property
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.explanation import SEARCHES, Explanation, Tried
 from narrowgauge.harness.diagnosis.quantize.catalogue import catalogue
 from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run, by_rows
 from narrowgauge.harness.diagnosis.quantize.evidence import OF_ROWS, STAGES, Evidence, different, evidence, same
-from narrowgauge.harness.diagnosis.tried import SEARCHES, Tried
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 MOST = 5

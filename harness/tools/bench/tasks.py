@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrowgauge.harness.cases.case import matching
-from narrowgauge.harness.tools.bench.asked import asked_of
+from narrowgauge.harness.tools.bench.row import asked_of
 
 _NVFP4 = (
     "nvfp4", "nvfp4-2d", "nvfp4-rht", "nvfp4-sr", "nvfp4-rht-sr", "nvfp4-rowscaled", "nvfp4-4over6-448-mae",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.backends.backend import place as location
-from narrowgauge.harness.machine.gpus import VISIBLE, gpu_of
+from narrowgauge.harness.machine.processors import VISIBLE, gpu_of
 from narrowgauge.harness.running.worker import ending, forkserver, prepare_process
 from narrowgauge.harness.tools.train.training import Training
 

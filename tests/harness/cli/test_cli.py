@@ -618,5 +618,6 @@ def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monke
 )
 def test_there_is_a_process_a_core_and_more_for_turns_on_a_gpu(device, cores, gpus, workers, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
-    monkeypatch.setattr("narrowgauge.harness.machine.gpus.visible", lambda: [str(number) for number in range(gpus)])
+    numbers = [str(number) for number in range(gpus)]
+    monkeypatch.setattr("narrowgauge.harness.machine.processors.visible", lambda: numbers)
     assert default_workers(device) == workers

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.diagnosis.explanation import SEARCHES
 from narrowgauge.harness.diagnosis.quantize import quantizing
 from narrowgauge.harness.diagnosis.quantize.catalogue import catalogue
 from narrowgauge.harness.diagnosis.quantize.choices import chosen_deviations
 from narrowgauge.harness.diagnosis.quantize.deviation import Run, by_rows
 from narrowgauge.harness.diagnosis.quantize.evidence import evidence, same
 from narrowgauge.harness.diagnosis.quantize.quantizing import MOST
-from narrowgauge.harness.diagnosis.tried import SEARCHES
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.running.runner import run_case

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.gate import compare_page
+from narrowgauge.harness.gate import compare as compare_module
 from narrowgauge.harness.gate.compare import compare, show
 from narrowgauge.harness.records.journal import Run
 from tests.harness.runs import GPU, product, record, run, saved
@@ -88,7 +88,7 @@ def test_a_case_that_is_not_finite_has_a_verdict_all_the_same() -> None:
     found = compare(run(record()), run(bad))
     assert found.kinds["verdict changed"] == [("quantize/nvfp4/64x128/bf16/normal", "verdict pass → fail (off ?)")]
     assert found.kinds["not finite"] == [("quantize/nvfp4/64x128/bf16/normal", "finite → budget_max is nan")]
-    assert compare_page.render(found, "\udc80", "b").encode()
+    assert compare_module.render(found, "\udc80", "b").encode()
 
 
 def test_nothing_in_common() -> None:
@@ -119,7 +119,7 @@ def test_no_worse(a: Run, b: Run, no_worse: bool) -> None:
 
 
 def test_the_page_says_all_of_it_and_escapes_it() -> None:
-    html = compare_page.render(compare(A, B), NASTY, "b")
+    html = compare_module.render(compare(A, B), NASTY, "b")
     plain = re.sub(r"<[^>]*>", "", html.replace("&#34;", '"').replace("&#39;", "'"))
     for kind, lines in KINDS.items():
         assert f"<h2>{kind} <span" in html
@@ -132,8 +132,8 @@ def test_the_page_says_all_of_it_and_escapes_it() -> None:
 
 
 def test_the_page_says_how_many_cases_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_page, "MOST", 2)
-    html = compare_page.render(compare(run(*(record(name) for name in "abcde")), run(record("a"))), "a", "b")
+    monkeypatch.setattr(compare_module, "MOST", 2)
+    html = compare_module.render(compare(run(*(record(name) for name in "abcde")), run(record("a"))), "a", "b")
     assert "2 more cases left out here" in html
     assert "/c<" in html
     assert "/d<" not in html

@@ -14,10 +14,19 @@ from typer.testing import CliRunner
 from narrowgauge.harness.cases.schema import MODULES
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.gate.baseline import of_run, write
-from narrowgauge.harness.gate.device import device_class
-from narrowgauge.harness.gate.figures import BELOW, FLOATS, Figures, changes, exponent, figures, not_finite, parse
+from narrowgauge.harness.gate.difference import LISTED
+from narrowgauge.harness.gate.figures import (
+    BELOW,
+    FLOATS,
+    Figures,
+    changes,
+    device_class,
+    exponent,
+    figures,
+    not_finite,
+    parse,
+)
 from narrowgauge.harness.gate.gate import Judgement, judge, show
-from narrowgauge.harness.gate.listing import LISTED
 from narrowgauge.harness.gate.said import say_baseline
 from narrowgauge.harness.report.view import first_failure
 from tests.harness.runs import GPU, product, record, run, saved, stage

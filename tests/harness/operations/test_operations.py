@@ -8,8 +8,7 @@ import torch
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.schema import KEYS
-from narrowgauge.harness.inputs.inputs import make_inputs
-from narrowgauge.harness.inputs.layouts import laid_out
+from narrowgauge.harness.inputs.inputs import laid_out, make_inputs
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.quantize import quantize_grouped

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
-from narrowgauge.harness.machine.gpus import VISIBLE
+from narrowgauge.harness.machine.processors import VISIBLE
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running import pool, worker
 from narrowgauge.harness.running.pool import Settings, Task, run_cases, run_tasks

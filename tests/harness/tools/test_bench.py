@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from narrowgauge.harness.tools.bench import judge, peers, quiet, run, timing
-from narrowgauge.harness.tools.bench.asked import ASKED, hold
 from narrowgauge.harness.tools.bench.judge import Given
 from narrowgauge.harness.tools.bench.operations import SAME, Inputs, Prepared, prepare
 from narrowgauge.harness.tools.bench.report import words
-from narrowgauge.harness.tools.bench.row import Row
+from narrowgauge.harness.tools.bench.row import ASKED, Row, hold
 from narrowgauge.harness.tools.bench.run import measure
 from narrowgauge.harness.tools.bench.tasks import EXPERTS, MEMORY, Task, tasks
 from narrowgauge.harness.tools.bench.timing import Times

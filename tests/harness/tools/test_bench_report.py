@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness import cli
 from narrowgauge.harness.tools.bench import session
-from narrowgauge.harness.tools.bench.asked import hold
 from narrowgauge.harness.tools.bench.growth import Growth, Point
 from narrowgauge.harness.tools.bench.report import figures, report, table, words
-from narrowgauge.harness.tools.bench.row import COLUMNS, SCHEMA, Row
+from narrowgauge.harness.tools.bench.row import COLUMNS, SCHEMA, Row, hold
 from narrowgauge.harness.tools.bench.run import Bench
 from narrowgauge.harness.tools.bench.tasks import Task
 from tests.paths import ROOT

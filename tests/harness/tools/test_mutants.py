@@ -27,9 +27,8 @@ from narrowgauge.harness.tools.mutants.module_files import NATIVE
 from narrowgauge.harness.tools.mutants.mutant import CLASSES, Mutant, MutantFileError
 from narrowgauge.harness.tools.mutants.result import Result, totals
 from narrowgauge.harness.tools.mutants.run import ENOUGH, run_mutants
-from narrowgauge.harness.tools.mutants.selection import selected
-from narrowgauge.harness.tools.mutants.table import print_results
-from narrowgauge.harness.tools.mutants.touches import sources_of, touched_by
+from narrowgauge.harness.tools.mutants.selection import selected, sources_of, touched_by
+from narrowgauge.harness.tools.mutants.session import print_results
 from narrowgauge.harness.tools.mutants.yardsticks import DOORS, MODULE_DOORS, Noticed, Yardsticks
 from narrowgauge.native import ops
 from narrowgauge.native.quantize import layout

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from narrowgauge.reference.high_precision.attention import softmax
 from narrowgauge.reference.high_precision.bounded import (
     EXP_ULPS,
     RSQRT_ULPS,
@@ -19,7 +20,6 @@ from narrowgauge.reference.high_precision.bounded import (
     exactly,
     near,
 )
-from narrowgauge.reference.high_precision.softmax import softmax
 from tests.reference.inside import inside, width
 
 f32 = np.float32

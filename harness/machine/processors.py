@@ -1,9 +1,17 @@
-"""Which GPU a worker process has: they take the visible ones in turn."""
+"""The processors that a process has: its cores, and its GPU."""
 
 from __future__ import annotations
 
 import os
 from itertools import takewhile
+
+
+def cores() -> int:
+    """How many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
