@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from narrowgauge.reference.numbers.blocks import slabs
-from narrowgauge.reference.quantize.hadamard import check_rotation, coefficient, signs
+from narrowgauge.reference.quantize.hadamard import coefficient, signs
+from narrowgauge.spec.arguments import check_rotation
 from narrowgauge.spec.recipes import Recipe
 
 UNIT = 2.0**-24

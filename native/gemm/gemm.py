@@ -22,6 +22,7 @@ from narrowgauge.native.gemm.operands import (
 from narrowgauge.native.gemm.paths import ORDERS, PORTABLE, SKINNY, TENSOR, path_of
 from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
 from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.spec.arguments import check_sections_of_product
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, codes_shape, scales_shape
 
@@ -74,10 +75,7 @@ def gemm_grouped(
     One launch, which reads the sections' sizes where they lie. `c` is (M, N), `bias` (G, N). Raises as `gemm` does, and
     ValueError where there is not one matrix for each section.
     """
-    if a.columnwise:
-        raise ValueError("gemm_grouped multiplies sections that were quantized rowwise; these are columnwise")
-    if len(b) != len(a.sizes) or not b:
-        raise ValueError(f"gemm_grouped multiplies each section by one matrix: {len(a.sizes)} sections, {len(b)} of b")
+    check_sections_of_product(a, b)
     (m, k), n = a.shape, b[0].shape[0]
     rule = rule_of(a.recipe, b[0].recipe)
     for number, matrix in enumerate(b):

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from narrowgauge.native.quantize.layout import linear_scales
-from narrowgauge.native.runtime.arguments import DTYPES, check_operand, check_tensor, supported, type_code
+from narrowgauge.native.runtime.arguments import check_contiguous, check_operand, supported, type_code
 from narrowgauge.native.runtime.launch import Argument
+from narrowgauge.spec.arguments import check_columns, check_epilogue, check_pair
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
-from narrowgauge.spec.pairs import mismatch
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
@@ -25,8 +25,7 @@ def rule_of(a: Recipe, b: Recipe) -> str:
     """
     supported(a)
     supported(b)
-    if reason := mismatch(a, b):
-        raise ValueError(f"gemm cannot multiply {a} by {b}: {reason}")
+    check_pair(a, b)
     if a.scale is E4M3:
         return "nvfp4"
     return "mx" if a.scale is E8M0 else "fp8_tensor" if a.whole else "fp8_block"
@@ -72,8 +71,7 @@ def product_arguments(a: Quantized, b: Quantized) -> tuple[list[Argument], list[
 
     Raises as `operand` does, and ValueError where the rows of the two are not of one length.
     """
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"gemm multiplies (M, K) by (N, K); a is {a.shape} and b {b.shape}")
+    check_columns(a, b)
     parts: list[Argument] = []
     amaxes: list[Argument] = []
     for q, name in ((a, "a"), (b, "b")):
@@ -96,12 +94,8 @@ def epilogue(
     Raises TypeError or ValueError where c (M, N) or bias (N,), or (G, N) of so many sections, does not fit.
     """
     m, n, k = shape
-    if out_dtype not in DTYPES:
-        raise TypeError(f"gemm gives float32, bfloat16 or float16, not {out_dtype}")
-    if c is not None:
-        check_tensor(c, "c", DTYPES, (m, n))
-    if bias is not None:
-        check_tensor(bias, "bias", DTYPES, (n,) if sections is None else (sections, n))
+    check_epilogue((m, n), out_dtype, c, bias, sections)
+    check_contiguous(c=c, bias=bias)
     types = [0 if tensor is None else type_code(tensor.dtype) for tensor in (c, bias)]
     return [np.int64(m), np.int64(n), np.int64(k), *(np.int32(code) for code in (*types, type_code(out_dtype)))]
 

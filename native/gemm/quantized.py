@@ -10,8 +10,9 @@ from narrowgauge.native.gemm.operands import element_of, epilogue, product_argum
 from narrowgauge.native.gemm.paths import PORTABLE, path_of
 from narrowgauge.native.quantize.mx import scale_rule
 from narrowgauge.native.quantize.quantize import quantize
-from narrowgauge.native.runtime.arguments import blocks_for, check_scale, supported
+from narrowgauge.native.runtime.arguments import blocks_for, supported
 from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.spec.arguments import check_scale
 from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe

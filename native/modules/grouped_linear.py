@@ -16,6 +16,7 @@ from narrowgauge.native.modules.layer import Layer, Options, Pass, report_halves
 from narrowgauge.native.modules.products import column_sums, product
 from narrowgauge.native.quantize.quantize import quantize_grouped
 from narrowgauge.native.quantize.sections import pad_sections, unpad_sections
+from narrowgauge.spec.module_arguments import check_groups, check_splits
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.training import TrainingRecipe
 
@@ -33,8 +34,7 @@ class GroupedLinear(Layer):
     def __init__(
         self, groups: int, in_features: int, out_features: int, bias: bool = True, **options: Unpack[Options]
     ) -> None:
-        if groups < 1:
-            raise ValueError(f"GroupedLinear has at least one group, not {groups}")
+        check_groups(groups)
         super().__init__([f"weight{group}" for group in range(groups)], in_features, out_features, bias, **options)
         self.groups = groups
 
@@ -45,12 +45,7 @@ class GroupedLinear(Layer):
     def forward(self, x: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
         """y (…, N) of x (…, K), of whose rows m_splits[0] are the first group's, and so on, none perhaps."""
         self.check_input(x)
-        rows = x.numel() // self.in_features
-        if len(m_splits) != self.groups or min(m_splits) < 0 or sum(m_splits) != rows:
-            raise ValueError(
-                f"m_splits are {self.groups} numbers of rows, not negative, and sum to the {rows} rows of x "
-                f"{tuple(x.shape)}; these are {list(m_splits)}"
-            )
+        check_splits(m_splits, self.groups, x, self.in_features)
         y: torch.Tensor = _Products.apply(  # type: ignore[no-untyped-call]
             self, self.begin(x), list(m_splits), x, *self.anchors(), *self.biases()
         )

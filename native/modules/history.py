@@ -10,6 +10,7 @@ import torch
 from narrowgauge.native.modules.float32_buffers import Float32Buffers
 from narrowgauge.native.quantize.delayed import update_scale
 from narrowgauge.spec.autocast import at_exit, recomputing, remember
+from narrowgauge.spec.module_arguments import check_history_length
 from narrowgauge.spec.training import TrainingRecipe
 
 Observer = Callable[[str, Any], None]
@@ -52,11 +53,7 @@ class History(Float32Buffers):
         if self.amax_history is None or self.scale is None:
             self.amax_history = torch.zeros(recipe.history, 3, dtype=torch.float32, device=device)
             self.scale = torch.ones(3, dtype=torch.float32, device=device)
-        if len(self.amax_history) != recipe.history:
-            raise ValueError(
-                f"the amax history of this {type(self).__name__} has {len(self.amax_history)} rows, and that of "
-                f"{recipe} {recipe.history}; stay with one length, or set amax_history to None to begin anew"
-            )
+        check_history_length(type(self).__name__, len(self.amax_history), recipe)
         return remember(self.scale.clone())
 
     def scale_of(self, role: int, scales: torch.Tensor | None) -> torch.Tensor | None:

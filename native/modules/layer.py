@@ -16,8 +16,16 @@ from narrowgauge.native.modules.parallel import sharded_amax
 from narrowgauge.native.modules.products import product
 from narrowgauge.native.modules.quantized_weight import QuantizedWeight
 from narrowgauge.native.quantize.quantize import quantize_both
-from narrowgauge.native.runtime.arguments import DTYPES
 from narrowgauge.spec.autocast import current, remember
+from narrowgauge.spec.module_arguments import (
+    check_active,
+    check_delays,
+    check_holds_quantized,
+    check_input,
+    check_layer,
+    check_main_grad,
+    check_masters,
+)
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
@@ -76,17 +84,10 @@ class Layer(History):
     ) -> None:
         super().__init__()
         kind = type(self).__name__
-        if dtype not in DTYPES:
-            raise TypeError(f"{kind} is of float32, bfloat16 or float16, not {_named(dtype)}")
-        if min(in_features, out_features) < 1:
-            raise ValueError(f"{kind} has at least one feature on either side, not {in_features} and {out_features}")
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"the seed of {kind} is a number of 64 bits, not {seed}")
-        if quantized_parameters and not accumulate:
-            raise ValueError(
-                f"{kind} with quantized_parameters has no weight with a grad of its dtype; the gradient goes to a "
-                "float32 main_grad: give accumulate=True"
-            )
+        check_layer(
+            kind, in_features, out_features, dtype, seed, accumulate=accumulate,
+            quantized_parameters=quantized_parameters,
+        )  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
         self.dtype = dtype
         self.seed = seed
@@ -115,16 +116,7 @@ class Layer(History):
 
     def check_input(self, x: torch.Tensor) -> None:
         """Raises TypeError or ValueError where `x` is no input (…, K) of this layer under the active recipe."""
-        kind, recipe = type(self).__name__, current()
-        if x.dtype != self.dtype:
-            raise TypeError(f"{kind} of {_named(self.dtype)} takes x of that dtype, not {_named(x.dtype)}; convert it")
-        if x.dim() < 1 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{kind} takes x (…, {self.in_features}), not of shape {tuple(x.shape)}")
-        if recipe is not None and recipe.input.transform is not None and x.dtype != torch.bfloat16:
-            raise TypeError(
-                f"{recipe} rotates bfloat16, and this {kind} is of {_named(x.dtype)}; make it of bfloat16, or take "
-                "NVFP4BlockScaling-norht"
-            )
+        check_input(type(self).__name__, x, self.in_features, self.dtype, current())
         if self.accumulate and torch.is_grad_enabled():  # here nothing is computed yet that an error would lose
             for name in self.weights:
                 self._main_grad(name, x.device)
@@ -201,17 +193,10 @@ class Layer(History):
         Raises RuntimeError for a layer whose parameters are not quantized and where there is no recipe, and TypeError
         or ValueError where a master does not fit: then all that was held stays.
         """
-        if not self.quantized_parameters:
-            raise RuntimeError(f"this {type(self).__name__} holds no quantized_parameters; copy to its weight instead")
+        check_holds_quantized(type(self).__name__, quantized_parameters=self.quantized_parameters)
         found = training_recipe(recipe) if isinstance(recipe, str) else recipe or current()
-        if found is None:
-            raise RuntimeError(
-                "write_weight quantizes by the recipe of an autocast, and none is active; enter one, or give recipe="
-            )
-        if len(masters) != len(self.weights):
-            raise ValueError(f"write_weight takes {len(self.weights)} weights, not {len(masters)}")
-        for name, master in zip(self.weights, masters, strict=True):
-            self._held(name).check_master(master)
+        found = check_active(found)
+        check_masters(masters, len(self.weights), (self.out_features, self.in_features))
         device = self._held(self.weights[0]).place.device
         step = Pass(found, True, True, self.present_scales(found, device) if found.history else None)
         for name, (rows, columns) in zip(
@@ -243,10 +228,7 @@ class Layer(History):
 
         Raises RuntimeError where the layer does not delay them.
         """
-        if not self.delay_wgrad:
-            raise RuntimeError(
-                f"this {type(self).__name__} delays no gradients of weights; make it with delay_wgrad=True"
-            )
+        check_delays(type(self).__name__, delay_wgrad=self.delay_wgrad)
         while self._waiting:
             self._waiting[0]()
             self._waiting.popleft()  # only now: an error leaves it waiting
@@ -286,12 +268,7 @@ class Layer(History):
         if found is None:
             found = torch.zeros(shape, dtype=torch.float32, device=device)
             setattr(owner, place, found)
-        if found.dtype != torch.float32:
-            raise TypeError(f"{place} of {name} is float32, not {_named(found.dtype)}")
-        if tuple(found.shape) != shape or found.device != device:
-            raise ValueError(
-                f"{place} of {name} has shape {shape} and lies on {device}, not {tuple(found.shape)} on {found.device}"
-            )
+        check_main_grad(found, name, shape, device, place)
         return found
 
 

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.native.modules.layer import Options
 from narrowgauge.native.modules.linear import Linear
+from narrowgauge.spec.module_arguments import check_norm
 
 Norm = Literal["layer", "rms"]
 
@@ -38,10 +39,7 @@ class LayerNormLinear(Linear):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(in_features, out_features, bias, amax_group=amax_group, **options)
-        if norm not in ("layer", "rms"):
-            raise ValueError(f"norm is 'layer' or 'rms', not {norm!r}")
-        if not eps > 0:
-            raise ValueError(f"eps of {type(self).__name__} is above 0, not {eps}")
+        check_norm(type(self).__name__, norm, eps)
         self.norm, self.eps = norm, eps
         made: dict[str, Any] = {"dtype": self.dtype, "device": options.get("device")}
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, **made))

@@ -12,6 +12,7 @@ from narrowgauge.native.modules.kept import keep, kept
 from narrowgauge.native.modules.layer import Layer, Options, Pass, report_halves
 from narrowgauge.native.modules.products import column_sums, product
 from narrowgauge.spec.autocast import current
+from narrowgauge.spec.module_arguments import check_rotated_rows
 from narrowgauge.spec.training import TrainingRecipe
 
 
@@ -61,14 +62,7 @@ class Linear(Layer):
         """Raises TypeError or ValueError where `x` is no input (…, K) of this layer under the active recipe."""
         super().check_input(x)
         recipe = current()
-        if recipe is None or recipe.input.transform is None:
-            return
-        rows, group = x.numel() // self.in_features, recipe.input.transform.group
-        if rows % group:
-            raise ValueError(
-                f"{recipe} rotates groups of {group} rows; x of shape {tuple(x.shape)} has {rows}: pad it, or take "
-                "NVFP4BlockScaling-norht"
-            )
+        check_rotated_rows(x, self.in_features, recipe)
 
     def multiply(self, x: torch.Tensor, dx: str = "dx") -> torch.Tensor:
         """The product of an `x` that fits; an observer knows its gradient by the name `dx`."""

@@ -7,7 +7,15 @@ import torch.distributed as dist
 
 from narrowgauge.native.quantize.amax import amax, oriented_amax
 from narrowgauge.native.quantize.hadamard import transform
-from narrowgauge.native.runtime.arguments import as_matrix, check_rotated, supported
+from narrowgauge.native.runtime.arguments import supported
+from narrowgauge.spec.arguments import as_matrix, check_halves, check_rotated
+from narrowgauge.spec.module_arguments import (
+    check_dimension,
+    check_extents,
+    check_failed_shard,
+    check_group,
+    check_sharded_recipe,
+)
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -31,11 +39,9 @@ def sharded_amax(
     where this process is not in the group, neither half is wanted, or the recipe has an amax for every row.
     """
     r = supported(recipe)
-    rank = _rank(group)
-    if not (rowwise or columnwise):
-        raise ValueError("sharded_amax finds the amax of a rowwise or a columnwise half, or both; neither is wanted")
-    if r.granularity == "row":
-        raise ValueError(f"recipe {r} has an amax for every row, and none of the tensor that shards could share")
+    rank = check_group(group)
+    check_halves(rowwise=rowwise, columnwise=columnwise, method="sharded_amax")
+    check_sharded_recipe(r)
     if r.tensor_scale == "none":
         return None, None
     failure: Exception | None = None
@@ -55,8 +61,7 @@ def sharded_amax(
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
     if failure is not None:
         raise failure
-    if failed := int(bits[2]):
-        raise ValueError(f"process {failed - 1} of the group cannot quantize its shard; its own error says why")
+    check_failed_shard(int(bits[2]))
     largest = bits.view(torch.float32)
     return (largest[0:1] if rowwise else None), (largest[1:2] if columnwise else None)
 
@@ -106,40 +111,11 @@ def check_shards(
     get two scales. Extents along the other dimension are equal.
     """
     r = supported(recipe)
-    _rank(group)
-    if dim not in (0, 1):
-        raise ValueError(f"shards lie along dimension 0 or 1 of a matrix (M, K), not {dim}")
+    check_group(group)
+    check_dimension(dim)
     rows, columns = as_matrix(x).shape
     every = torch.zeros(dist.get_world_size(group), 2, dtype=torch.int64, device=x.device)
     every[dist.get_rank(group)] = torch.tensor([rows, columns])
     dist.all_reduce(every, group=group)
     shapes: list[tuple[int, int]] = [(m, k) for m, k in every.tolist()]
-    listed = ", ".join(map(str, shapes))
-    if len({shape[1 - dim] for shape in shapes}) > 1:
-        raise ValueError(f"shards along dimension {dim} have one extent along the other; these are {listed}")
-    step, border = _step(r, dim, rowwise=rowwise, columnwise=columnwise), 0
-    total = sum(shape[dim] for shape in shapes)
-    for rank, shape in enumerate(shapes):
-        border += shape[dim]
-        if border % step and border < total:
-            raise ValueError(
-                f"recipe {r} has blocks of {step} along dimension {dim}, and one would lie in two shards: that of "
-                f"process {rank} has {shape[dim]} {('rows', 'columns')[dim]}, no multiple of {step} (shards: "
-                f"{listed}); give every shard but the last a multiple of {step}"
-            )
-
-
-def _step(r: Recipe, dim: int, *, rowwise: bool, columnwise: bool) -> int:
-    """Elements along `dim` that belong together: the largest of the powers of two that the wanted halves have."""
-    if r.whole:
-        return 1
-    along, across = r.block[dim], r.block[1 - dim]
-    group = r.transform.group if r.transform is not None and dim == 0 else 1
-    return max(along if rowwise else 1, max(across, group) if columnwise else 1)
-
-
-def _rank(group: dist.ProcessGroup) -> int:
-    rank = dist.get_rank(group)
-    if rank < 0:  # torch would warn, and reduce nothing
-        raise ValueError("this process is not in the group that the amax is reduced over; give it the group it is in")
-    return rank
+    check_extents(shapes, r, dim, rowwise=rowwise, columnwise=columnwise)

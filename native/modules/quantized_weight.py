@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from narrowgauge.native.modules.float32_buffers import Float32Buffers
-from narrowgauge.native.runtime.arguments import DTYPES, check_tensor
+from narrowgauge.spec.module_arguments import check_written
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
@@ -33,10 +33,6 @@ class QuantizedWeight(Float32Buffers):
             for part in _PARTS:
                 self.register_buffer(f"{half}_{part}", None)
 
-    def check_master(self, w: torch.Tensor) -> None:
-        """Raises TypeError or ValueError where `w` is not a weight of this shape."""
-        check_tensor(w, "the master weight", DTYPES, self.shape, contiguous=False)
-
     def hold(self, rows: Quantized, columns: Quantized, recipe: TrainingRecipe) -> None:
         """Holds these halves, quantized under `recipe`."""
         for half, q in zip(_HALVES, (rows, columns), strict=True):
@@ -49,15 +45,8 @@ class QuantizedWeight(Float32Buffers):
 
         Raises ValueError where it is another, RuntimeError where nothing was written.
         """
-        if self.recipe is None:
-            raise RuntimeError(f"the quantized weight {self.shape} was not written yet; call write_weight first")
-        if recipe != self.recipe:
-            active = "in high precision" if recipe is None else f"under {recipe}"
-            raise ValueError(
-                f"the weight {self.shape} was written under {self.recipe}, and this forward is {active}; enter that "
-                "recipe's autocast, or call write_weight again"
-            )
-        r = self.recipe.weight
+        written = check_written(self.shape, self.recipe, recipe)
+        r = written.weight
         rows, columns = ({part: getattr(self, f"{half}_{part}") for part in _PARTS} for half in _HALVES)
         return (
             Quantized(**rows, recipe=r.rowwise, shape=self.shape),

@@ -12,6 +12,7 @@ from narrowgauge.native.modules.history import Observer
 from narrowgauge.native.modules.layer import Options
 from narrowgauge.native.modules.layer_norm_linear import LayerNormLinear, Norm
 from narrowgauge.native.modules.linear import Linear
+from narrowgauge.spec.module_arguments import check_batch, check_heads
 
 
 class TransformerLayer(torch.nn.Module):
@@ -40,8 +41,7 @@ class TransformerLayer(torch.nn.Module):
         **options: Unpack[Options],
     ) -> None:
         super().__init__()
-        if heads < 1 or hidden % heads:
-            raise ValueError(f"hidden is a multiple of heads, at least one; these are {hidden} and {heads}")
+        check_heads(hidden, heads)
         self.hidden, self.heads = hidden, heads
         first, second, third, fourth = (Options(**{**options, "seed": options.get("seed", 0) + n}) for n in range(4))
         self.qkv = LayerNormLinear(hidden, 3 * hidden, bias, norm=norm, eps=eps, **first)
@@ -63,8 +63,7 @@ class TransformerLayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y (B, S, hidden) of x."""
-        if x.dim() != 3 or x.shape[-1] != self.hidden:
-            raise ValueError(f"TransformerLayer takes x (B, S, {self.hidden}), not of shape {tuple(x.shape)}")
+        check_batch(x, self.hidden)
         x = self._watched(x, "dx")
         attention = self._attend(self._watched(self.qkv(x), "dqkv"))
         self._report("attention", attention)

@@ -9,8 +9,9 @@ from contextvars import ContextVar
 import numpy as np
 import torch
 
-from narrowgauge.native.runtime.arguments import ANY_THREADS, DTYPES, STRIP, THREADS, blocks_for, check_tensor, suffix
+from narrowgauge.native.runtime.arguments import ANY_THREADS, STRIP, THREADS, blocks_for, check_tensor, suffix
 from narrowgauge.native.runtime.launch import launch
+from narrowgauge.spec.dtypes import INPUT_DTYPES
 
 _PER_THREAD = 16
 _BLOCKS = 1024
@@ -52,7 +53,7 @@ def another_grid() -> Iterator[None]:
 
 def amax(x: torch.Tensor, *, propagate_nan: bool = False) -> torch.Tensor:
     """max|x| of a contiguous tensor, float32 (1,); NaN is left out unless `propagate_nan`. 0 for an empty tensor."""
-    check_tensor(x, "x", DTYPES)
+    check_tensor(x, "x", INPUT_DTYPES)
     out = torch.zeros(1, dtype=torch.float32, device=x.device)
     most = _BLOCKS if x.device.type == "cuda" else _BLOCKS_A_CORE * torch.get_num_threads()
     most = 3 if _other_grid.get() else most

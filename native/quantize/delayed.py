@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from narrowgauge.native.runtime.arguments import THREADS, blocks_for, check_tensor, supported
+from narrowgauge.native.runtime.arguments import THREADS, blocks_for, supported
 from narrowgauge.native.runtime.launch import launch
+from narrowgauge.spec.arguments import check_history
 from narrowgauge.spec.recipes import Recipe
 
 _TENSORS = 32
@@ -25,16 +26,7 @@ def update_scale(history: torch.Tensor, scale: torch.Tensor, recipe: str | Recip
     NotImplementedError and ToolchainError as `quantize` does.
     """
     r = supported(recipe)
-    rule = r.delayed
-    if rule is None:
-        raise ValueError(f"recipe {r} takes no scale from a history; fp8-delayed-e4m3 and the like do")
-    for name, tensor in (("history", history), ("scale", scale)):
-        check_tensor(tensor, name, (torch.float32,), contiguous=False)
-    if history.dim() != 2 or not history.shape[0] or tuple(scale.shape) != (history.shape[1],):
-        raise ValueError(
-            f"history is (H, N), with at least one row, and scale (N,); these are {tuple(history.shape)} and "
-            f"{tuple(scale.shape)}"
-        )
+    rule = check_history(history, scale, r)
     history, scale = history.contiguous(), scale.contiguous()
     length, tensors = history.shape
     new_history, new_scale = torch.empty_like(history), torch.empty_like(scale)

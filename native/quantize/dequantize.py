@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from narrowgauge.native.quantize.layout import linear_scales
-from narrowgauge.native.runtime.arguments import DTYPES, THREADS, blocks_for, check_operand, suffix, supported
+from narrowgauge.native.runtime.arguments import THREADS, blocks_for, check_operand, suffix, supported
 from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.spec.arguments import check_out_dtype
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
 from narrowgauge.spec.quantized import Quantized
 
@@ -20,8 +21,7 @@ _SCALE_KIND = {E4M3: 0, E8M0: 1, FP32: 2}
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values (M, K) of `q` in float32, bfloat16 or float16; a rotation is not undone. Raises as `quantize` does."""
     r = supported(q.recipe)
-    if dtype not in DTYPES:
-        raise TypeError(f"dequantize gives float32, bfloat16 or float16, not {dtype}")
+    check_out_dtype(dtype, "dequantize")
     amax = check_operand(q, "q")
     if q.transposed and r.element is E2M1:
         raise ValueError(f"q of recipe {r} is stored transposed, two rows in a byte; the kernels read E2M1 along K")

@@ -10,17 +10,10 @@ import torch
 
 from narrowgauge.native.quantize.amax import amax as tensor_amax
 from narrowgauge.native.quantize.amax import in_32_bits, in_tiles, oriented_amax
-from narrowgauge.native.quantize.sections import check_sizes
-from narrowgauge.native.runtime.arguments import (
-    ANY_THREADS,
-    as_matrix,
-    blocks_for,
-    check_random,
-    check_scale,
-    check_tensor,
-    suffix,
-)
+from narrowgauge.native.quantize.sections import check_sizes_of
+from narrowgauge.native.runtime.arguments import ANY_THREADS, blocks_for, check_contiguous, suffix
 from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.spec.arguments import as_matrix, check_amax, check_random, check_scale, check_swizzled
 from narrowgauge.spec.formats import E5M2
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, amax_shape, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
@@ -92,6 +85,7 @@ def quantize_both(
     shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
     _check_options(r, shape, random, swizzled=swizzled)
     check_scale(scale, 1, r)
+    check_contiguous(scale=scale)
     amaxes, found = _amaxes(x, r, (None, None) if amax is None else amax, rowwise=rowwise, columnwise=columnwise)
     halves = [
         _half(of, r, one, x.device) if side else None
@@ -125,11 +119,12 @@ def quantize_grouped(
     """
     x = as_matrix(x)
     rows, columns = x.shape
-    check_sizes(sizes, rows)
+    check_sizes_of(sizes, rows)
     count = len(sizes)
     _check_options(r, (rows, columns), random, swizzled=False)
     check_scale(scale, count, r)
-    _check_amax(amax, "amax", (count,), r)
+    check_amax(amax, (count,), r)
+    check_contiguous(amax=amax, scale=scale)
     found = None
     if r.whole and amax is None:
         amax = found = _to_find(r, count, x.device)
@@ -224,7 +219,8 @@ def _amaxes(
     names = ("amax", "amax") if not columnwise else ("rowwise amax", "columnwise amax")
     for side, one, name in zip(wanted, given, names, strict=True):
         if side:
-            _check_amax(one, name, amax_shape((0, 0), r), r)
+            check_amax(one, amax_shape((0, 0), r), r, name)
+            check_contiguous(**{name: one})
     if not r.whole:
         return [None, None], None
     missing = any(side and one is None for side, one in zip(wanted, given, strict=True))
@@ -245,15 +241,6 @@ def _tensor_amax(x: torch.Tensor, *, propagate_nan: bool) -> torch.Tensor | None
     return oriented_amax(x, plain=True, rotated=False, along_rows=True, propagate_nan=propagate_nan)[0]
 
 
-def _check_amax(amax: torch.Tensor | None, name: str, shape: tuple[int, ...], r: Recipe) -> None:
-    if amax is None:
-        return
-    if not r.whole:
-        raise ValueError(f"recipe {r} has no tensor scale; it takes no amax")
-    check_tensor(amax, name, (torch.float32,), shape)
-
-
 def _check_options(r: Recipe, shape: tuple[int, int], random: object, *, swizzled: bool) -> None:
     check_random(random, shape, r)
-    if swizzled:
-        raise ValueError(f"recipe {r} has float32 scales; the 128×4 layout is of bytes")
+    check_swizzled(r, swizzled=swizzled)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from narrowgauge.native.runtime.arguments import BLOCK, THREADS, blocks_for, check_rotated, supported
+from narrowgauge.native.runtime.arguments import BLOCK, THREADS, blocks_for, supported
 from narrowgauge.native.runtime.launch import launch
+from narrowgauge.spec.arguments import check_rotation
 from narrowgauge.spec.recipes import Recipe
 
 _MANY = {"cuda": 1, "cpu": 8}
@@ -19,14 +20,10 @@ def transform(x: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
     Raises ValueError where the recipe has no transform or K is no multiple of its group, TypeError for another dtype.
     """
     r = supported(recipe)
-    if r.transform is None:
-        raise ValueError(f"recipe {r} has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have")
-    check_rotated(x, x.shape[-1] if x.dim() else 0, r)
-    if x.dim() != 2:
-        raise ValueError(f"recipe {r} rotates rows of a matrix (M, K), not shape {tuple(x.shape)}; reshape it first")
+    rotation = check_rotation(x, r)
     rows, columns = x.shape
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    group = r.transform.group
+    group = rotation.group
     factor = torch.tensor(group**-0.5).bfloat16().item()  # 1/√group to nearest, ¼ for 16
     launch(
         "hadamard",
@@ -34,7 +31,7 @@ def transform(x: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
         (blocks_for(rows * blocks_for(columns, BLOCK), THREADS * _MANY.get(x.device.type, 1)),),
         (THREADS,),
         (x, out, np.int64(rows), np.int64(columns), np.int64(x.stride(0)), np.int64(x.stride(1)), np.int32(group),
-         np.int32(r.transform.signs), np.float32(factor)),
+         np.int32(rotation.signs), np.float32(factor)),
         device=x.device,
     )  # fmt: skip
     return out

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
+from narrowgauge.native.runtime.arguments import blocks_for, check_contiguous, check_tensor
 from narrowgauge.native.runtime.launch import launch
+from narrowgauge.spec.arguments import check_scales_matrix
 from narrowgauge.spec.quantized import Quantized, scales_shape
 
 _CHUNK = 16
@@ -23,9 +24,8 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
     Raises TypeError or ValueError for another dtype or shape.
     """
-    check_tensor(scales, "scales", (torch.uint8,))
-    if scales.dim() != 2:
-        raise ValueError(f"scales are a matrix (M, ⌈K/block⌉), not shape {tuple(scales.shape)}")
+    check_scales_matrix(scales)
+    check_contiguous(scales=scales)
     rows, columns = scales.shape
     out = torch.empty(_padded((rows, columns)), dtype=torch.uint8, device=scales.device)
     _move("swizzle", scales, out, rows, columns)

@@ -9,18 +9,17 @@ import numpy as np
 import torch
 
 from narrowgauge.native.quantize.amax import in_tiles, strips
-from narrowgauge.native.quantize.sections import check_sizes
-from narrowgauge.native.runtime.arguments import (
-    ANY_THREADS,
-    STRIP,
-    as_matrix,
-    blocks_for,
-    check_no_scale,
-    check_random,
-    split_random,
-    suffix,
-)
+from narrowgauge.native.quantize.sections import check_sizes_of
+from narrowgauge.native.runtime.arguments import ANY_THREADS, STRIP, blocks_for, check_contiguous, suffix
 from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.spec.arguments import (
+    as_matrix,
+    check_amax,
+    check_random,
+    check_random_of_sections,
+    check_scale,
+    split_random,
+)
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, codes_shape, scales_shape, swizzled_shape
 from narrowgauge.spec.recipes import Recipe
 
@@ -102,7 +101,7 @@ def quantize_both(
     x = as_matrix(x)
     for given in amax or ():
         _check_options(given, scale, r)
-    check_no_scale(scale, r)
+    check_scale(scale, 1, r)
     shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
     bits, bits_t = split_random(random)
     in_place = r.columnwise == "in-place"
@@ -135,10 +134,9 @@ def quantize_grouped(
     """
     x = as_matrix(x)
     rows, columns = x.shape
-    check_sizes(sizes, rows)
+    check_sizes_of(sizes, rows)
     _check_options(amax, scale, r)
-    if isinstance(random, torch.Tensor):
-        raise ValueError("sections take random=(seed, offset), not words")
+    check_random_of_sections(random)
     half = _half((rows, columns), r, random, x.device, swizzled=False)
     if columnwise:  # flat, with room for a half byte and a short block of every section
         count = len(sizes)
@@ -150,9 +148,8 @@ def quantize_grouped(
 
 
 def _check_options(amax: torch.Tensor | None, scale: torch.Tensor | None, r: Recipe) -> None:
-    if amax is not None:
-        raise ValueError(f"recipe {r} has no tensor scale; it takes no amax")
-    check_no_scale(scale, r)
+    check_amax(amax, (1,), r)
+    check_scale(scale, 1, r)
 
 
 def _half(
@@ -165,6 +162,7 @@ def _half(
     transposed: bool = False,
 ) -> _Half:
     check_random(random, shape, r)
+    check_contiguous(random=random)
     # The padding of swizzled scales is 0, and no thread has it.
     scales = (
         torch.zeros(swizzled_shape(shape, r), dtype=torch.uint8, device=device)

@@ -12,21 +12,26 @@ import torch
 from narrowgauge.native.quantize.amax import amax as tensor_amax
 from narrowgauge.native.quantize.amax import deal, in_32_bits, in_tiles, oriented_amax, strips
 from narrowgauge.native.quantize.hadamard import transform
-from narrowgauge.native.quantize.sections import check_sizes
+from narrowgauge.native.quantize.sections import check_sizes_of
 from narrowgauge.native.runtime.arguments import (
     ANY_THREADS,
     STRIP,
     THREADS,
-    as_matrix,
     blocks_for,
-    check_no_scale,
-    check_random,
-    check_rotated,
+    check_contiguous,
     check_tensor,
-    split_random,
     suffix,
 )
 from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.spec.arguments import (
+    as_matrix,
+    check_random,
+    check_random_of_sections,
+    check_rotated,
+    check_scale,
+    check_section_recipe,
+    split_random,
+)
 from narrowgauge.spec.quantized import (
     GroupedQuantized,
     Quantized,
@@ -201,11 +206,12 @@ def quantize(
     Source: numerics.md, "NVFP4, 1×16". Raises TypeError or ValueError for inputs that do not fit, an encode scale among
     them, ToolchainError where kernels cannot be compiled.
     """
-    check_no_scale(scale, r)
+    check_scale(scale, 1, r)
     x = as_matrix(x)
     shape = (x.shape[0], x.shape[1])
     check_rotated(x, shape[1], r)
     check_random(random, shape, r)
+    check_contiguous(random=random)
     if not _fused(r):
         rotated = quantize(transform(x, r), replace(r, transform=None), amax=amax, random=random, swizzled=swizzled)
         return replace(rotated, recipe=r)
@@ -253,15 +259,17 @@ def quantize_both(
     either half, `random` the words of either half, or seed and offset, of which the columnwise half uses offset + 1. A
     half that is not wanted is None. Raises as `quantize` does.
     """
-    check_no_scale(scale, r)
+    check_scale(scale, 1, r)
     x = as_matrix(x)
     shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
     bits, bits_t = split_random(random)
     if columnwise:
         check_rotated(x, x.shape[0], r)
         check_random(bits_t, shape_t, r)
+        check_contiguous(random=bits_t)
     if rowwise:
         check_random(bits, shape, r)
+        check_contiguous(random=bits)
     given = (None, None) if amax is None else amax
     one_by_one = r.candidates != "6" and r.block[0] > 1 and amax is not None  # a tile's choice is made by one amax
     if rowwise and columnwise and (one_by_one or not _fused(r)):
@@ -333,15 +341,14 @@ def quantize_grouped(
     checked; on a GPU, what is wrong in them is cut to the rows of x. `columnwise`: of the transpose of each section,
     rotated where the recipe rotates. `amax`: float32 (G,). Raises as `quantize` does.
     """
-    check_no_scale(scale, r)
+    check_scale(scale, 1, r)
     x = as_matrix(x)
     rows, columns = x.shape
     _check_sizes(sizes, rows, r, rotated=columnwise)
     if not columnwise:
         check_rotated(x, columns, r)
     check_random(random, (rows, columns), r)
-    if isinstance(random, torch.Tensor):
-        raise ValueError("sections take random=(seed, offset), not words")
+    check_random_of_sections(random)
     if not _fused(r):  # no group crosses the border of two sections, so that all are rotated at once
         y = transform(x.T, r).T if columnwise else transform(x, r)
         plain = replace(r, transform=None)
@@ -368,9 +375,8 @@ def quantize_grouped(
 
 
 def _check_sizes(sizes: torch.Tensor, rows: int, r: Recipe, *, rotated: bool) -> None:
-    if r.granularity == "row":
-        raise ValueError(f"recipe {r} has an amax for every row; sections of one amax each do not apply")
-    check_sizes(sizes, rows)
+    check_section_recipe(r)
+    check_sizes_of(sizes, rows)
     if sizes.device.type != "cpu" or not rotated or r.transform is None:
         return
     group, listed = r.transform.group, sizes.tolist()

@@ -9,6 +9,7 @@ import torch
 
 from narrowgauge.native.quantize import fp8, mx, nvfp4
 from narrowgauge.native.runtime.arguments import supported
+from narrowgauge.spec.arguments import check_halves
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import Recipe
@@ -57,8 +58,7 @@ def quantize_both(
     None. Raises as `quantize` does, and ValueError where neither half is wanted.
     """
     r = supported(recipe)
-    if not (rowwise or columnwise):
-        raise ValueError("quantize_both makes a rowwise or a columnwise half, or both; neither is wanted")
+    check_halves(rowwise=rowwise, columnwise=columnwise, method="quantize_both")
     found: tuple[Quantized | None, Quantized | None] = _FAMILIES[r.scale].quantize_both(
         x, r, rowwise=rowwise, columnwise=columnwise, amax=amax, scale=scale, random=random, swizzled=swizzled
     )

@@ -9,9 +9,11 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from narrowgauge.native.runtime.arguments import THREADS, blocks_for, check_tensor
+from narrowgauge.native.runtime.arguments import THREADS, blocks_for, check_contiguous
 from narrowgauge.native.runtime.launch import launch
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.arguments import check_sizes, padded_rows, section_rows
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import recipe as find_recipe
 
 _WORD = 16
 """Bytes that a thread moves at once, or fewer where rows or addresses are not aligned to so many."""
@@ -20,11 +22,15 @@ _ROWS = THREADS // 32
 _BLOCKS = {"cuda": 1 << 16, "cpu": 16}
 
 
-def check_sizes(sizes: torch.Tensor, rows: int) -> None:
-    """Raises TypeError or ValueError where `sizes` are not int64 (G,), or, on a CPU, not those of so many rows."""
-    _check_counts(sizes)
+def check_sizes_of(sizes: torch.Tensor, rows: int) -> None:
+    """Raises TypeError or ValueError unless `sizes` are int64 (G,) and, on a CPU, sum to so many rows.
+
+    Sizes on a GPU are not read: the host would wait for them.
+    """
+    check_sizes(sizes)
+    check_contiguous(sizes=sizes)
     if sizes.device.type == "cpu":
-        _check_sum(sizes.tolist(), rows)
+        section_rows(sizes, rows)
 
 
 def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,10 +41,9 @@ def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> 
     rows, ToolchainError where kernels cannot be compiled.
     """
     _check_rows(x, "x")
-    _check_counts(sizes)
-    counts = sizes.tolist()
-    _check_sum(counts, x.shape[0])
-    aligned = _aligned(counts, recipe)
+    counts = section_rows(sizes, x.shape[0])
+    alignment = find_recipe(recipe).row_alignment
+    aligned = [-(-count // alignment) * alignment for count in counts]
     return _move(x, counts, aligned), torch.tensor(aligned, dtype=torch.int64, device=sizes.device)
 
 
@@ -49,42 +54,13 @@ def unpad_sections(y: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -
     ValueError where sections of those sizes, padded, are not M' rows, and as `pad_sections` does.
     """
     _check_rows(y, "y")
-    _check_counts(sizes)
-    counts = sizes.tolist()
-    aligned = _aligned(counts, recipe)
-    if min(counts) < 0 or sum(aligned) != y.shape[0]:
-        raise ValueError(
-            f"sizes of sections are not negative and, padded to multiples of {_alignment(recipe)}, sum to the "
-            f"{y.shape[0]} rows of y; these are {counts}, padded {sum(aligned)}"
-        )
+    counts, aligned = padded_rows(sizes, y.shape[0], find_recipe(recipe).row_alignment)
     return _move(y, aligned, counts)
-
-
-def _alignment(name: str | Recipe) -> int:
-    return recipe(name).row_alignment
-
-
-def _aligned(counts: Sequence[int], name: str | Recipe) -> list[int]:
-    alignment = _alignment(name)
-    return [-(-count // alignment) * alignment for count in counts]
 
 
 def _check_rows(x: torch.Tensor, name: str) -> None:
     if x.dim() < 1:
         raise ValueError(f"{name} has rows (M, …), not shape ()")
-
-
-def _check_counts(sizes: torch.Tensor) -> None:
-    check_tensor(sizes, "sizes", (torch.int64,))
-    if sizes.dim() != 1 or not len(sizes):
-        raise ValueError(f"sizes of sections have shape (G,), not {tuple(sizes.shape)}")
-
-
-def _check_sum(counts: Sequence[int], rows: int) -> None:
-    if min(counts) < 0 or sum(counts) != rows:
-        raise ValueError(
-            f"sizes of sections are not negative and sum to the {rows} rows of x; these are {counts}, sum {sum(counts)}"
-        )
 
 
 def _move(x: torch.Tensor, counts: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:

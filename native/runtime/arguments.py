@@ -1,16 +1,18 @@
-"""What the doors take: checks with one clear error each, and how kernels are told of it."""
+"""Arguments of kernels: contiguous memory, sizes of launches, and the recipes that the kernels support."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
+from narrowgauge.spec import arguments
+from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
-from narrowgauge.spec.quantized import Quantized, amax_shape, codes_shape, scales_shape, swizzled_shape, words_shape
+from narrowgauge.spec.quantized import Quantized, amax_shape, codes_shape, scales_shape, swizzled_shape
 from narrowgauge.spec.recipes import WHOLE, Recipe, recipe
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 THREADS = 256
@@ -33,7 +35,7 @@ def suffix(dtype: torch.dtype) -> str:
 
 def type_code(dtype: torch.dtype) -> int:
     """The number by which the GEMM kernels know a dtype."""
-    return DTYPES.index(dtype)
+    return INPUT_DTYPES.index(dtype)
 
 
 def blocks_for(items: int, each: int) -> int:
@@ -41,93 +43,22 @@ def blocks_for(items: int, each: int) -> int:
     return max(1, -(-items // each))
 
 
+def check_contiguous(**tensors: object) -> None:
+    """Raises ValueError for a tensor with gaps between its elements; arguments of other types pass."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; "
+                f"the kernels read contiguous memory: pass {name}.contiguous()"
+            )
+
+
 def check_tensor(
-    tensor: torch.Tensor,
-    name: str,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int, ...] | None = None,
-    *,
-    contiguous: bool = True,
+    tensor: torch.Tensor, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None = None
 ) -> None:
-    """Raises TypeError or ValueError where a tensor has another dtype, shape or memory layout."""
-    if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise TypeError(f"{name} is {allowed}, not {str(tensor.dtype).removeprefix('torch.')}")
-    if shape is not None and tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {shape}, not {tuple(tensor.shape)}")
-    if contiguous and not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; "
-            f"the kernels read contiguous memory: pass {name}.contiguous()"
-        )
-
-
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """`x` (…, K) as a matrix (M, K), any strides. Raises TypeError or ValueError where it is none."""
-    check_tensor(x, "x", DTYPES, contiguous=False)
-    if x.dim() < 2:
-        raise ValueError(f"quantize takes a matrix (M, K) or (…, K), not shape {tuple(x.shape)}; reshape it first")
-    return x.flatten(0, -2)
-
-
-def check_rotated(x: torch.Tensor, extent: int, r: Recipe) -> None:
-    """Raises TypeError or ValueError where a recipe cannot rotate `x` along a dimension of `extent` elements."""
-    if r.transform is None:
-        return
-    if x.dtype != torch.bfloat16:
-        found = str(x.dtype).removeprefix("torch.")
-        raise TypeError(f"recipe {r} rotates bfloat16, not {found}; convert it first")
-    if extent % r.transform.group:
-        raise ValueError(
-            f"recipe {r} rotates whole groups of {r.transform.group}, and {extent} elements of x {tuple(x.shape)} are "
-            "none; pad it first"
-        )
-
-
-def check_random(random: object, shape: tuple[int, int], r: Recipe) -> None:
-    """Raises ValueError or TypeError where `random` is not what the rounding of a matrix (M, K) takes."""
-    if r.rounding != "stochastic":
-        if random is not None:
-            raise ValueError(f"recipe {r} rounds {r.rounding}; it takes no random bits")
-    elif isinstance(random, torch.Tensor):
-        check_tensor(random, "random", (torch.int32,), words_shape(shape))
-    elif random is None:
-        raise ValueError(
-            f"recipe {r} rounds stochastically; give random=(seed, offset), or words, int32 {words_shape(shape)}"
-        )
-    elif not (isinstance(random, tuple) and len(random) == 2 and all(type(n) is int for n in random)):
-        raise TypeError(f"random is a tensor of words or (seed, offset), not {random!r}")
-
-
-def split_random(random: object) -> tuple[object, object]:
-    """The random bits of the rowwise and of the columnwise half: the words of either, or seed and offset, offset + 1.
-
-    Raises TypeError where they are neither.
-    """
-    if random is None:
-        return None, None
-    if isinstance(random, tuple) and len(random) == 2:
-        one, other = random
-        if type(one) is int and type(other) is int:
-            return (one, other), (one, other + 1)
-        if all(bits is None or isinstance(bits, torch.Tensor) for bits in random):  # None for a half that is not wanted
-            return one, other
-    raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
-
-
-def check_scale(scale: torch.Tensor | None, count: int, r: Recipe) -> None:
-    """Raises ValueError or TypeError where encode scales are missing, not wanted, or of another shape or dtype."""
-    if (scale is None) == (r.tensor_scale == "given"):
-        what = f"takes scale, float32 ({count},)" if scale is None else "makes its own scales; it takes none"
-        raise ValueError(f"recipe {r} {what}")
-    if scale is not None:
-        check_tensor(scale, "scale", (torch.float32,), (count,))
-
-
-def check_no_scale(scale: torch.Tensor | None, r: Recipe) -> None:
-    """Raises ValueError where an encode scale is given to a recipe that is not of delayed scaling."""
-    if scale is not None:
-        raise ValueError(f"recipe {r} makes its own scales; it takes none")
+    """Raises TypeError or ValueError unless a tensor has the dtype and the shape, and is contiguous."""
+    arguments.check_tensor(tensor, name, dtypes, shape)
+    check_contiguous(**{name: tensor})
 
 
 def check_operand(q: Quantized, name: str) -> torch.Tensor | None:

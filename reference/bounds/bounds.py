@@ -14,9 +14,10 @@ from narrowgauge.reference.bounds.promoted import promoted_limits
 from narrowgauge.reference.bounds.running import growth
 from narrowgauge.reference.bounds.schedules import Terms, declared_error
 from narrowgauge.reference.gemm.aligned import aligned_sum, of_operand
-from narrowgauge.reference.gemm.gemm import alpha, check_epilogue, check_operands, operand, product_sum
+from narrowgauge.reference.gemm.gemm import alpha, check_operands, operand, product_sum
 from narrowgauge.reference.gemm.operands import element_values, promotes, scale_values, unit_span
 from narrowgauge.reference.numbers.exact import ExactSum, lowest_bit, round_to_odd, two_sum
+from narrowgauge.spec.arguments import check_epilogue
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, SMALLEST, TINY, UNIT, Summation, summation
 

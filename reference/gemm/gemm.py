@@ -17,9 +17,8 @@ from narrowgauge.reference.gemm.operands import (
 from narrowgauge.reference.gemm.promoted import promoted_sum
 from narrowgauge.reference.numbers.exact import FLOAT64_EXACT, ExactSum, Span, exact_rows, exact_sum
 from narrowgauge.reference.quantize.scaling import divide, used_tensor_scale
-from narrowgauge.spec.dtypes import INPUT_DTYPES
+from narrowgauge.spec.arguments import check_columns, check_epilogue, check_pair, check_sections_of_product
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.pairs import mismatch
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 
 _FEW = 0.25
@@ -65,12 +64,8 @@ def product_sum(a: Quantized, b: Quantized, left: torch.Tensor, right: torch.Ten
 
 def check_operands(a: Quantized, b: Quantized) -> None:
     """Raises ValueError where two operands cannot be multiplied."""
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"gemm multiplies (M, K) by (N, K): K is {a.shape[1]} in a {a.shape} and {b.shape[1]} in b {b.shape}"
-        )
-    if reason := mismatch(a.recipe, b.recipe):
-        raise ValueError(f"gemm cannot multiply {a.recipe} by {b.recipe}: {reason}")
+    check_columns(a, b)
+    check_pair(a.recipe, b.recipe)
 
 
 def alpha(a: Quantized, b: Quantized) -> torch.Tensor:
@@ -142,18 +137,9 @@ def gemm_grouped(
     `c` is (M, N); `bias` (G, N), a row for each section. As `gemm` for every section; raises as it does, and ValueError
     where sections and matrices are not as many, or matrices have not the same N.
     """
-    if a.columnwise:
-        raise ValueError("gemm_grouped multiplies sections that were quantized rowwise; these are columnwise")
+    check_sections_of_product(a, b)
+    check_epilogue((a.shape[0], b[0].shape[0]), out_dtype, c, bias, len(b))
     sections = a.sections()
-    if len(sections) != len(b) or not b:
-        raise ValueError(f"gemm_grouped multiplies each section by one matrix: {len(sections)} sections, {len(b)} of b")
-    columns = b[0].shape[0]
-    if any(matrix.shape[0] != columns for matrix in b):
-        heights = ", ".join(str(matrix.shape[0]) for matrix in b)
-        raise ValueError(f"gemm_grouped gives one output ({a.shape[0]}, N): the matrices of b have {heights} rows")
-    check_epilogue((a.shape[0], columns), out_dtype, c, None)
-    if bias is not None and tuple(bias.shape) != (len(b), columns):
-        raise ValueError(f"bias has a row for each section, {(len(b), columns)}, not shape {tuple(bias.shape)}")
     parts = []
     start = 0
     for number, (section, matrix) in enumerate(zip(sections, b, strict=True)):
@@ -162,17 +148,3 @@ def gemm_grouped(
         added = None if c is None else c[rows]
         parts.append(gemm(section, matrix, out_dtype=out_dtype, c=added, bias=None if bias is None else bias[number]))
     return torch.cat(parts)
-
-
-def check_epilogue(
-    shape: tuple[int, int], out_dtype: torch.dtype, c: torch.Tensor | None, bias: torch.Tensor | None
-) -> None:
-    """Raises TypeError or ValueError where the output (M, N) or what is added to it does not fit."""
-    if out_dtype not in INPUT_DTYPES:
-        raise TypeError(f"gemm gives float32, bfloat16 or float16, not {out_dtype}")
-    if c is not None and tuple(c.shape) != shape:
-        raise ValueError(f"c is added to the output {shape}, but has shape {tuple(c.shape)}")
-    if bias is not None and tuple(bias.shape) != (shape[1],):
-        raise ValueError(
-            f"bias is added to every row of the output {shape}, so it is ({shape[1]},), not {tuple(bias.shape)}"
-        )

@@ -10,6 +10,7 @@ import torch
 from narrowgauge.reference.modules.float32_buffers import Float32Buffers
 from narrowgauge.reference.quantize.delayed import update_scale
 from narrowgauge.spec.autocast import at_exit, recomputing, remember
+from narrowgauge.spec.module_arguments import check_history_length
 from narrowgauge.spec.training import TrainingRecipe
 
 INPUT, WEIGHT, GRAD = 0, 1, 2
@@ -55,11 +56,7 @@ class AmaxHistory(Float32Buffers):
         if self.amax_history is None or self.scale is None:
             self.amax_history = torch.zeros(recipe.history, 3, device=device)
             self.scale = torch.ones(3, device=device)
-        if len(self.amax_history) != recipe.history:
-            raise ValueError(
-                f"the amax history of this {type(self).__name__} has {len(self.amax_history)} rows, but {recipe} has "
-                f"{recipe.history}; run a module under one length, or set its amax_history to None to begin again"
-            )
+        check_history_length(type(self).__name__, len(self.amax_history), recipe)
         return remember(self.scale.clone())
 
     def record(self, column: int, amax: torch.Tensor | None) -> None:

@@ -15,6 +15,7 @@ from narrowgauge.reference.modules.quantized_layer import QuantizedLayer, column
 from narrowgauge.reference.quantize.quantize import quantize_grouped
 from narrowgauge.reference.quantize.sections import pad_sections, unpad_sections
 from narrowgauge.spec.autocast import current
+from narrowgauge.spec.module_arguments import check_groups, check_splits
 from narrowgauge.spec.quantized import GroupedQuantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.training import TrainingRecipe
@@ -42,8 +43,7 @@ class GroupedLinear(QuantizedLayer):
         quantized_parameters: bool = False,
         delay_wgrad: bool = False,
     ) -> None:
-        if groups < 1:
-            raise ValueError(f"GroupedLinear has at least one group, not {groups}")
+        check_groups(groups)
         self.groups = groups
         super().__init__(
             [f"weight{group}" for group in range(groups)], in_features, out_features, bias, dtype, device, seed,
@@ -57,12 +57,7 @@ class GroupedLinear(QuantizedLayer):
         """
         recipe = current()
         self.check_input(x, recipe)
-        rows = x.numel() // self.in_features
-        if len(m_splits) != self.groups or min(m_splits) < 0 or sum(m_splits) != rows:
-            raise ValueError(
-                f"m_splits are {self.groups} numbers of rows, not negative, that sum to the {rows} rows of an input of "
-                f"shape {tuple(x.shape)}; these are {list(m_splits)}"
-            )
+        check_splits(m_splits, self.groups, x, self.in_features)
         self.check_weights(recipe)
         parameters = [*self.parameters_of("weight"), *self.parameters_of("bias")]
         y: torch.Tensor = _Products.apply(x, self, recipe, list(m_splits), *parameters)  # type: ignore[no-untyped-call]

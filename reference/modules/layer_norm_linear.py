@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from narrowgauge.reference.high_precision.norm import Kind, norm_backward, norm_forward
 from narrowgauge.reference.modules.linear import Linear
 from narrowgauge.spec.autocast import current
+from narrowgauge.spec.module_arguments import check_norm
 
 
 class LayerNormLinear(Linear):
@@ -38,8 +39,7 @@ class LayerNormLinear(Linear):
         delay_wgrad: bool = False,
         amax_group: Any = None,
     ) -> None:
-        if norm not in get_args(Kind):
-            raise ValueError(f"the norm of LayerNormLinear is one of {', '.join(get_args(Kind))}, not {norm!r}")
+        check_norm(type(self).__name__, norm, eps)
         super().__init__(
             in_features, out_features, bias, dtype=dtype, device=device, seed=seed, accumulate=accumulate,
             quantized_parameters=quantized_parameters, delay_wgrad=delay_wgrad, amax_group=amax_group,

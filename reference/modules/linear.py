@@ -16,6 +16,7 @@ from narrowgauge.reference.high_precision.additions import column_sum
 from narrowgauge.reference.modules.amax_history import GRAD, INPUT, WEIGHT
 from narrowgauge.reference.modules.quantized_layer import QuantizedLayer, column, plain_weight_product, weight_product
 from narrowgauge.spec.autocast import current
+from narrowgauge.spec.module_arguments import check_rotated_rows
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.training import TrainingRecipe
 
@@ -75,13 +76,7 @@ class Linear(QuantizedLayer):
     def check(self, x: torch.Tensor, recipe: TrainingRecipe | None) -> None:
         """Raises as `forward` does, before anything is computed."""
         self.check_input(x, recipe)
-        if recipe is not None and recipe.input.transform is not None:
-            rows, group = x.numel() // self.in_features, recipe.input.transform.group
-            if rows % group:
-                raise ValueError(
-                    f"{recipe} rotates groups of {group} rows of the input; one of shape {tuple(x.shape)} has {rows}: "
-                    "pad it, or switch the rotation off (NVFP4BlockScaling-norht)"
-                )
+        check_rotated_rows(x, self.in_features, recipe)
         self.check_weights(recipe)
 
     def multiply(self, x: torch.Tensor, recipe: TrainingRecipe | None) -> torch.Tensor:

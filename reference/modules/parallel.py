@@ -7,7 +7,15 @@ import torch.distributed as dist
 
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.hadamard import transform
-from narrowgauge.reference.quantize.quantize import as_matrix, block_amaxes
+from narrowgauge.reference.quantize.quantize import block_amaxes
+from narrowgauge.spec.arguments import as_matrix, check_halves
+from narrowgauge.spec.module_arguments import (
+    check_dimension,
+    check_extents,
+    check_failed_shard,
+    check_group,
+    check_sharded_recipe,
+)
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.recipes import recipe as find_recipe
 
@@ -37,10 +45,8 @@ def sharded_amax(
     """
     recipe = find_recipe(recipe)
     rank = check_group(group)
-    if not (rowwise or columnwise):
-        raise ValueError("sharded_amax finds the amax of a rowwise or a columnwise half, or both; neither is wanted")
-    if recipe.granularity == "row":
-        raise ValueError(f"recipe {recipe} has an amax for every row, and none of the tensor that shards could share")
+    check_halves(rowwise=rowwise, columnwise=columnwise, method="sharded_amax")
+    check_sharded_recipe(recipe)
     if recipe.tensor_scale == "none":
         return None, None
     failure: Exception | None = None
@@ -56,8 +62,7 @@ def sharded_amax(
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     if failure is not None:
         raise failure
-    if failed := int(numbers[-1]):
-        raise ValueError(f"process {failed - 1} of the group cannot quantize its shard; its own error says why")
+    check_failed_shard(int(numbers[-1]))
     largest = torch.where(numbers[2:4] > 0, torch.nan, numbers[:2])
     return (largest[:1] if rowwise else None), (largest[1:] if columnwise else None)
 
@@ -93,43 +98,9 @@ def check_shards(
     """
     recipe = find_recipe(recipe)
     check_group(group)
-    if dim not in (0, 1):
-        raise ValueError(f"shards lie along dimension 0 or 1 of a matrix (M, K), not {dim}")
+    check_dimension(dim)
     mine = torch.tensor([x.shape[:-1].numel(), x.shape[-1]], device=x.device)
     shapes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shapes, mine, group=group)
-    found = [tuple(shape.tolist()) for shape in shapes]
-    listed = ", ".join(map(str, found))
-    if len({shape[1 - dim] for shape in found}) > 1:
-        raise ValueError(f"shards along dimension {dim} have one extent along the other; these are {listed}")
-    step = extent(recipe, dim, rowwise=rowwise, columnwise=columnwise)
-    filled = [rank for rank, shape in enumerate(found) if shape[dim]]
-    for rank in filled[:-1]:
-        if found[rank][dim] % step:
-            raise ValueError(
-                f"recipe {recipe} has blocks of {step} along dimension {dim}, and one would lie in two shards: that of "
-                f"process {rank} has {found[rank][dim]} {('rows', 'columns')[dim]}, no multiple of {step} (shards: "
-                f"{listed}); give every shard but the last a multiple of {step}"
-            )
-
-
-def extent(recipe: Recipe, dim: int, *, rowwise: bool, columnwise: bool) -> int:
-    """Elements along `dim` of a matrix that the largest block, tile or rotated group of its halves has; 1 for none."""
-    if recipe.whole:
-        return 1
-    extents = [1]
-    if rowwise:
-        extents.append(recipe.block[dim])
-    if columnwise:
-        extents.append(recipe.block[1 - dim])
-        if recipe.transform is not None and dim == 0:
-            extents.append(recipe.transform.group)
-    return max(extents)  # powers of two all, so that a multiple of the largest is one of the others
-
-
-def check_group(group: dist.ProcessGroup) -> int:
-    """The rank of this process in `group`. Raises ValueError where it has none: torch would warn and reduce nothing."""
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("this process is not in the group that the amax is reduced over; give it the group it is in")
-    return rank
+    found = [(int(rows), int(columns)) for rows, columns in (shape.tolist() for shape in shapes)]
+    check_extents(found, recipe, dim, rowwise=rowwise, columnwise=columnwise)

@@ -13,7 +13,15 @@ from narrowgauge.reference.modules.parallel import sharded_amax
 from narrowgauge.reference.modules.quantized_weight import QuantizedWeight
 from narrowgauge.reference.quantize.quantize import quantize_both
 from narrowgauge.spec.autocast import current, remember
-from narrowgauge.spec.dtypes import INPUT_DTYPES
+from narrowgauge.spec.module_arguments import (
+    check_active,
+    check_delays,
+    check_holds_quantized,
+    check_input,
+    check_layer,
+    check_main_grad,
+    check_masters,
+)
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
@@ -49,17 +57,10 @@ class QuantizedLayer(AmaxHistory):
     ) -> None:
         super().__init__()
         kind = type(self).__name__
-        if dtype not in INPUT_DTYPES:
-            raise TypeError(f"{kind} is of float32, bfloat16 or float16, not {dtype}")
-        if min(in_features, out_features) < 1:
-            raise ValueError(f"{kind} has at least one feature in and out, not {in_features} and {out_features}")
-        if not 0 <= seed < 1 << 64:
-            raise ValueError(f"the seed of {kind} has 64 bits, so it is no {seed}")
-        if quantized_parameters and not accumulate:
-            raise ValueError(
-                f"{kind} with quantized_parameters has no weight that could have a .grad; its gradient goes to "
-                "main_grad: give accumulate=True too"
-            )
+        check_layer(
+            kind, in_features, out_features, dtype, seed, accumulate=accumulate,
+            quantized_parameters=quantized_parameters,
+        )  # fmt: skip
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self.seed, self.accumulate, self.delay_wgrad, self.amax_group = seed, accumulate, delay_wgrad, amax_group
         self.quantized_parameters = quantized_parameters
@@ -82,16 +83,7 @@ class QuantizedLayer(AmaxHistory):
 
     def check_input(self, x: torch.Tensor, recipe: TrainingRecipe | None) -> None:
         """Raises TypeError or ValueError where `x` is no input (…, K) of this layer, or none that the recipe takes."""
-        kind = type(self).__name__
-        if x.dtype != self.dtype:
-            raise TypeError(f"{kind} of {_named(self.dtype)} takes an input of that dtype, not {_named(x.dtype)}")
-        if x.dim() < 1 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{kind} takes an input (…, {self.in_features}), not shape {tuple(x.shape)}")
-        if recipe is not None and recipe.input.transform is not None and x.dtype != torch.bfloat16:
-            raise TypeError(
-                f"{recipe} rotates the operands of the weight's gradient, which are bfloat16 then, not "
-                f"{_named(x.dtype)}; switch the rotation off (NVFP4BlockScaling-norht), or make the layer of bfloat16"
-            )
+        check_input(type(self).__name__, x, self.in_features, self.dtype, recipe)
 
     def check_weights(self, recipe: TrainingRecipe | None) -> None:
         """Raises as `held` and `main_grads` do: in a forward, where nothing is lost yet."""
@@ -163,21 +155,10 @@ class QuantizedLayer(AmaxHistory):
         Delayed scaling quantizes by the present scale and records the amax. Raises RuntimeError where the layer holds
         its weights as parameters, or there is no recipe; ValueError for another number of weights or shape.
         """
-        kind = type(self).__name__
-        if not self.quantized_parameters:
-            raise RuntimeError(
-                f"{kind} without quantized_parameters has its weight as a parameter; copy into that, or make the "
-                "layer with quantized_parameters=True"
-            )
+        check_holds_quantized(type(self).__name__, quantized_parameters=self.quantized_parameters)
         recipe = training_recipe(recipe) if isinstance(recipe, str) else recipe or current()
-        if recipe is None:
-            raise RuntimeError(
-                "write_weight quantizes by the recipe of an autocast, and none is active; or give it one"
-            )
-        shapes = [tuple(weight.shape) for weight in weights]
-        wanted = [(self.out_features, self.in_features)] * len(self._weights)
-        if shapes != wanted:
-            raise ValueError(f"write_weight of this {kind} takes {_listed(wanted)}, not {_listed(shapes)}")
+        recipe = check_active(recipe)
+        check_masters(weights, len(self._weights), (self.out_features, self.in_features))
         scale = column(self.present_scales(recipe, weights[0].device), WEIGHT)
         halves = [
             [self.operand(weight.detach(), recipe.weight, scale, columnwise=half) for half in (False, True)]
@@ -211,9 +192,7 @@ class QuantizedLayer(AmaxHistory):
         if main is None:
             main = torch.zeros(shape, device=next(self.buffers() if weight is None else self.parameters()).device)
             setattr(owner, attribute, main)
-        if main.dtype != torch.float32 or tuple(main.shape) != shape:
-            found = f"{_named(main.dtype)} of shape {tuple(main.shape)}"
-            raise ValueError(f"main_grad of {name} is float32 of shape {shape}, not {found}")
+        check_main_grad(main, name, shape, main.device, attribute)
         return main
 
     def weight_gradients(self, products: Sequence[Product | None]) -> list[torch.Tensor | None]:
@@ -250,8 +229,7 @@ class QuantizedLayer(AmaxHistory):
 
         Raises RuntimeError where the layer does not delay them.
         """
-        if not self.delay_wgrad:
-            raise RuntimeError(f"{type(self).__name__} has no gradients waiting; make it with delay_wgrad=True")
+        check_delays(type(self).__name__, delay_wgrad=self.delay_wgrad)
         while self._waiting:
             self._waiting[0]()
             del self._waiting[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.reference.modules.float32_buffers import Float32Buffers
+from narrowgauge.spec.module_arguments import check_written
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
@@ -42,16 +43,8 @@ class QuantizedWeight(Float32Buffers):
 
         Raises RuntimeError where nothing was written yet, ValueError where that was under another recipe.
         """
-        if self.recipe is None:
-            raise RuntimeError(
-                "the quantized weight was not written yet; give write_weight the high-precision one, or load a state"
-            )
-        if recipe != self.recipe:
-            raise ValueError(
-                f"the weight was quantized under {self.recipe}, and this forward is under {recipe or 'no recipe'}; "
-                "write_weight it again under the recipe of the forward"
-            )
-        row, column = (self._half(half, self.recipe) for half in _HALVES)
+        written = check_written(self.shape, self.recipe, recipe)
+        row, column = (self._half(half, written) for half in _HALVES)
         return row, column
 
     def _half(self, half: str, recipe: TrainingRecipe) -> Quantized:

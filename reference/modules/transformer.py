@@ -19,6 +19,7 @@ from narrowgauge.reference.high_precision.norm import Kind
 from narrowgauge.reference.modules.amax_history import Observer
 from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear
 from narrowgauge.reference.modules.linear import Linear
+from narrowgauge.spec.module_arguments import check_batch, check_heads
 
 
 class TransformerLayer(torch.nn.Module):
@@ -46,10 +47,7 @@ class TransformerLayer(torch.nn.Module):
         delay_wgrad: bool = False,
     ) -> None:
         super().__init__()
-        if heads < 1 or hidden % heads:
-            raise ValueError(
-                f"the heads of a TransformerLayer divide its hidden size: {hidden} is no multiple of {heads}"
-            )
+        check_heads(hidden, heads)
         self.hidden, self.heads, self.dtype = hidden, heads, dtype
         options: dict[str, Any] = {
             "dtype": dtype, "device": device, "accumulate": accumulate, "quantized_parameters": quantized_parameters,
@@ -82,8 +80,7 @@ class TransformerLayer(torch.nn.Module):
 
         Raises ValueError for another shape, and as the layers in it do.
         """
-        if x.dim() != 3 or x.shape[2] != self.hidden:
-            raise ValueError(f"TransformerLayer takes an input (B, S, {self.hidden}), not shape {tuple(x.shape)}")
+        check_batch(x, self.hidden)
         # Function.apply has no types; each of these gives tensors.
         kept, branch = _Fork.apply(x, self, "dx")  # type: ignore[no-untyped-call]
         attention = _Attention.apply(self.qkv(branch), self)  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from narrowgauge.spec.arguments import check_history
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.recipes import recipe as find_recipe
 
@@ -21,10 +22,7 @@ def update_scale(history: torch.Tensor, scale: torch.Tensor, recipe: str | Recip
     Raises ValueError for a recipe that is not of delayed scaling, ValueError or TypeError for another shape or dtype.
     """
     recipe = find_recipe(recipe)
-    rule = recipe.delayed
-    if rule is None:
-        raise ValueError(f"recipe {recipe} takes no scale from a history; fp8-delayed-e4m3 and the like do")
-    check_history(history, scale)
+    rule = check_history(history, scale, recipe)
     last = history[0]
     rolled = torch.cat([history[1:], last.unsqueeze(0)])
     rolled[0] = 0.0
@@ -37,15 +35,3 @@ def update_scale(history: torch.Tensor, scale: torch.Tensor, recipe: str | Recip
         rolled, updates = torch.where(last == 0, history, rolled), updates & (last != 0)
     found = torch.where(updates, largest / amax, scale)
     return rolled, torch.where(found.isinf(), FLT_MAX, found)
-
-
-def check_history(history: torch.Tensor, scale: torch.Tensor) -> None:
-    """Raises TypeError or ValueError where a history or its scales have another dtype or shape."""
-    for name, tensor in (("history", history), ("scale", scale)):
-        if tensor.dtype != torch.float32:
-            raise TypeError(f"{name} is float32, not {str(tensor.dtype).removeprefix('torch.')}")
-    if history.dim() != 2 or not history.shape[0] or tuple(scale.shape) != (history.shape[1],):
-        raise ValueError(
-            f"history is (H, N), with at least one row, and scale (N,); these are {tuple(history.shape)} and "
-            f"{tuple(scale.shape)}"
-        )

@@ -8,7 +8,7 @@ from narrowgauge.reference.numbers.blocks import slabs
 from narrowgauge.reference.numbers.decode import decode_stored
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import decode_factors, over_elements, per_row
-from narrowgauge.spec.dtypes import INPUT_DTYPES
+from narrowgauge.spec.arguments import check_out_dtype
 from narrowgauge.spec.quantized import Quantized
 
 
@@ -20,8 +20,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     another dtype, ValueError where the tensor's scale was rounded to the dtype of x, which `q` does not tell, and `q`
     does not show it.
     """
-    if dtype not in INPUT_DTYPES:
-        raise TypeError(f"dequantize gives float32, bfloat16 or float16, not {dtype}")
+    check_out_dtype(dtype, "dequantize")
     rows, columns = q.shape
     factors = per_row(decode_factors(linear_scales(q), q), q.recipe, rows)
     out = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)

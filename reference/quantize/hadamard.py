@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.reference.numbers.blocks import slabs
+from narrowgauge.spec.arguments import check_rotation
 from narrowgauge.spec.recipes import Hadamard, Recipe
 from narrowgauge.spec.recipes import recipe as find_recipe
 
@@ -57,19 +58,3 @@ def butterfly(y: torch.Tensor, half: int) -> torch.Tensor:
     torch.add(pairs[:, 0], pairs[:, 1], out=out[:, 0])
     torch.sub(pairs[:, 0], pairs[:, 1], out=out[:, 1])
     return out.view(y.shape)
-
-
-def check_rotation(x: torch.Tensor, recipe: Recipe) -> Hadamard:
-    """The recipe's transform; raises as `transform` does."""
-    if recipe.transform is None:
-        raise ValueError(f"recipe {recipe} has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have")
-    if x.dtype != torch.bfloat16:
-        raise TypeError(
-            f"recipe {recipe} rotates bfloat16, not {str(x.dtype).removeprefix('torch.')}; convert it first"
-        )
-    if x.dim() != 2 or x.shape[1] % recipe.transform.group:
-        raise ValueError(
-            f"recipe {recipe} rotates whole groups of {recipe.transform.group} along K of a matrix (M, K), "
-            f"not shape {tuple(x.shape)}; pad it first"
-        )
-    return recipe.transform

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from narrowgauge.spec.arguments import check_scales_matrix
 from narrowgauge.spec.quantized import Quantized, scales_shape
 from narrowgauge.spec.recipes import Recipe
 
@@ -53,7 +54,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     the padded C. Source: numerics.md, "Scale layout of cuBLAS". Raises ValueError or TypeError for another shape or
     dtype.
     """
-    _check_scales(scales)
+    check_scales_matrix(scales)
     padded = pad_scales(scales)
     rows, columns = padded.shape
     tiles = padded.view(rows // 128, 4, 32, columns // 4, 4)
@@ -71,7 +72,7 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
     Raises ValueError where `scales` has not the padded shape.
     """
-    _check_scales(scales)
+    check_scales_matrix(scales)
     rows, columns = (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
     if tuple(scales.shape) != (rows, columns):
         raise ValueError(f"swizzled scales of {tuple(shape)} have shape {(rows, columns)}, not {tuple(scales.shape)}")
@@ -84,10 +85,3 @@ def linear_scales(q: Quantized) -> torch.Tensor:
     if q.swizzled:
         return unswizzle(q.scales, scales_shape(q.shape, q.recipe))
     return q.scales.T.contiguous() if q.transposed else q.scales
-
-
-def _check_scales(scales: torch.Tensor) -> None:
-    if scales.dtype != torch.uint8:
-        raise TypeError(f"scales are uint8 codes, not {str(scales.dtype).removeprefix('torch.')}")
-    if scales.dim() != 2:
-        raise ValueError(f"scales are a matrix (M, ⌈K/block⌉), not shape {tuple(scales.shape)}")

@@ -13,50 +13,25 @@ from narrowgauge.reference.quantize.four_over_six import choose_scales
 from narrowgauge.reference.quantize.hadamard import transform
 from narrowgauge.reference.quantize.layout import linear_scales, pack, swap_nibbles, swizzle, unpack
 from narrowgauge.reference.quantize.scaling import block_scales, element_factors, per_row, scale_elements, tensor_scale
-from narrowgauge.reference.quantize.sections import section_rows
-from narrowgauge.spec.dtypes import INPUT_DTYPES
-from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.quantized import GroupedQuantized, Quantized, amax_shape, codes_shape, words_shape
+from narrowgauge.spec.arguments import (
+    Random,
+    as_matrix,
+    check_amax,
+    check_halves,
+    check_random,
+    check_random_of_sections,
+    check_scale,
+    check_section_recipe,
+    check_swizzled,
+    section_rows,
+    split_random,
+)
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized, amax_shape, codes_shape
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.recipes import recipe as find_recipe
 
 _RUN = 128
 """Elements of a row whose largest is found at once, on the way to that of a tensor with one scale."""
-
-Random = torch.Tensor | tuple[int, int]
-"""Random bits of a stochastic rounding: words, int32 (M, ⌈K/4⌉), element 4j + i of a row taking byte i of word j, the
-lowest first; or seed and offset, both 64 bits, of Philox: subsequence n makes the four words of block n of 16 elements,
-counted along the rows, 2n and 2n + 1 those of block n of 32."""
-
-
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """`x` as a matrix (M, K): all dimensions but the last together, as Transformer Engine does.
-
-    Raises TypeError or ValueError, with the dtype or shape, where `x` cannot be quantized.
-    """
-    if x.dtype not in INPUT_DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in INPUT_DTYPES)
-        raise TypeError(f"quantize takes {names}, not {str(x.dtype).removeprefix('torch.')}")
-    if x.dim() < 2:
-        raise ValueError(f"quantize takes a matrix (M, K) or (…, K), not shape {tuple(x.shape)}; reshape it first")
-    return x.flatten(0, -2)
-
-
-def check_random(random: object, shape: tuple[int, int], recipe: Recipe) -> None:
-    """Raises ValueError or TypeError where `random` is not what the recipe's rounding takes."""
-    if recipe.rounding != "stochastic":
-        if random is not None:
-            raise ValueError(f"recipe {recipe} rounds {recipe.rounding}; it takes no random bits")
-    elif random is None:
-        raise ValueError(
-            f"recipe {recipe} rounds stochastically; give random=(seed, offset), or words, int32 {words_shape(shape)}"
-        )
-    elif isinstance(random, torch.Tensor):
-        if random.dtype != torch.int32 or tuple(random.shape) != words_shape(shape):
-            found = f"{random.dtype} of shape {tuple(random.shape)}"
-            raise ValueError(f"random words of a matrix {shape} are int32 of shape {words_shape(shape)}, not {found}")
-    elif not (isinstance(random, tuple) and len(random) == 2 and all(type(n) is int for n in random)):
-        raise TypeError(f"random is a tensor of words or (seed, offset), not {random!r}")
 
 
 def random_bytes(
@@ -172,21 +147,6 @@ def quantize(
     return _swizzled(_quantize(as_matrix(x), recipe, amax, scale, random), swizzled=swizzled)
 
 
-def check_swizzled(recipe: Recipe, *, swizzled: bool) -> None:
-    """Raises ValueError where swizzled scales are wanted of a recipe whose scales are no bytes."""
-    if swizzled and recipe.scale is FP32:
-        raise ValueError(f"recipe {recipe} has float32 scales; the 128×4 layout is of bytes")
-
-
-def check_scale(scale: torch.Tensor | None, count: int, recipe: Recipe) -> None:
-    """Raises ValueError where `count` encode scales are missing, not wanted, or of another shape or dtype."""
-    if (scale is None) == (recipe.tensor_scale == "given"):
-        what = f"takes scale, float32 ({count},)" if scale is None else "makes its own scales; it takes none"
-        raise ValueError(f"recipe {recipe} {what}")
-    if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) != (count,)):
-        raise ValueError(f"scale is float32 of shape ({count},), not {scale.dtype} of shape {tuple(scale.shape)}")
-
-
 def _swizzled(q: Quantized, *, swizzled: bool) -> Quantized:
     return replace(q, scales=swizzle(linear_scales(q)), swizzled=True) if swizzled else q
 
@@ -206,17 +166,13 @@ def _quantize(
     if recipe.transform is not None:
         x = transform(x, recipe)
     blocks = block_amaxes(x, recipe)
-    wanted = amax_shape(shape, recipe)
+    check_amax(amax, amax_shape(shape, recipe), recipe)
     if recipe.tensor_scale == "none":
-        if amax is not None:
-            raise ValueError(f"recipe {recipe} has no tensor scale; it takes no amax")
         scales = stored_scales(x, blocks, None, None, recipe)
         codes = encode_elements(x, scales, None, recipe, random, first, blocks)
         return Quantized(codes, scales, None, recipe, shape)
     if amax is None:
         amax = tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
-    elif amax.dtype != torch.float32 or amax.shape != wanted:
-        raise ValueError(f"amax is float32 of shape {wanted}, not {amax.dtype} of shape {tuple(amax.shape)}")
     tensor = tensor_scale(amax, recipe, x.dtype) if scale is None else scale
     scales = stored_scales(x, blocks, amax, tensor, recipe)
     codes = encode_elements(x, scales, tensor, recipe, random, first)
@@ -248,8 +204,7 @@ def quantize_both(
     `quantize` does, and ValueError where neither half is wanted.
     """
     recipe = find_recipe(recipe)
-    if not (rowwise or columnwise):
-        raise ValueError("quantize_both makes a rowwise or a columnwise half, or both; neither is wanted")
+    check_halves(rowwise=rowwise, columnwise=columnwise, method="quantize_both")
     check_swizzled(recipe, swizzled=swizzled)
     x = as_matrix(x)
     given = (None, None) if amax is None else amax
@@ -260,21 +215,6 @@ def quantize_both(
     if columnwise:
         column = _swizzled(_quantize_transpose(x, recipe, given[1], scale, bits[1]), swizzled=swizzled)
     return row, column
-
-
-def split_random(
-    random: tuple[torch.Tensor | None, torch.Tensor | None] | tuple[int, int] | None,
-) -> tuple[Random | None, Random | None]:
-    """The random bits of the rowwise and of the columnwise half."""
-    if random is None:
-        return None, None
-    if isinstance(random, tuple) and len(random) == 2:
-        one, other = random
-        if isinstance(one, int) and isinstance(other, int):
-            return (one, other), (one, other + 1)
-        if not (isinstance(one, int) or isinstance(other, int)):  # None for a half that is not wanted
-            return one, other
-    raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
 
 
 def _quantize_transpose(
@@ -317,11 +257,11 @@ def quantize_grouped(
     """
     recipe = find_recipe(recipe)
     x = as_matrix(x)
-    rows = check_sections(x, sizes, recipe)
+    check_section_recipe(recipe)
+    rows = section_rows(sizes, x.shape[0])
     check_scale(scale, len(rows), recipe)
-    if amax is not None and (amax.dtype != torch.float32 or amax.shape != sizes.shape):
-        found = f"{amax.dtype} of shape {tuple(amax.shape)}"
-        raise ValueError(f"amax of {len(rows)} sections is float32 of shape {tuple(sizes.shape)}, not {found}")
+    check_random_of_sections(random)
+    check_amax(amax, sizes.shape, recipe)
     parts: list[Quantized] = []
     first = 0
     for number, section in enumerate(torch.split(x, rows)):
@@ -338,10 +278,3 @@ def quantize_grouped(
         torch.cat(codes), torch.cat(scales), torch.cat(amaxes) if amaxes else None, recipe, shape, sizes,
         torch.cat(encode) if encode else None, columnwise=columnwise,
     )  # fmt: skip
-
-
-def check_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: Recipe) -> list[int]:
-    """The sizes as a list. Raises ValueError where they are not those of the rows of `x`."""
-    if recipe.granularity == "row":
-        raise ValueError(f"recipe {recipe} has an amax for every row; sections of one amax each do not apply")
-    return section_rows(x.shape[0], sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from narrowgauge.spec.arguments import padded_rows, section_rows
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.recipes import recipe as find_recipe
 
@@ -14,7 +15,7 @@ def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> 
     `sizes`: int64 (G,), rows of each section; one without rows stays without. The dtype is any. Waits for the device
     that holds `sizes`. Raises ValueError where they are not those of M rows.
     """
-    rows = section_rows(x.shape[0], sizes)
+    rows = section_rows(sizes, x.shape[0])
     alignment = find_recipe(recipe).row_alignment
     aligned = [-(-count // alignment) * alignment for count in rows]
     out = x.new_zeros(sum(aligned), *x.shape[1:])
@@ -29,31 +30,5 @@ def unpad_sections(y: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -
     `sizes` are those before the padding. Raises ValueError where they are no sizes, or where sections of those sizes,
     padded, are not M' rows.
     """
-    alignment = find_recipe(recipe).row_alignment
-    if not _are_sizes(sizes):
-        raise ValueError(
-            f"sizes of sections are int64 (G,), not negative, at least one; these are {sizes.dtype} {sizes.tolist()}"
-        )
-    rows: list[int] = sizes.tolist()
-    aligned = [-(-count // alignment) * alignment for count in rows]
-    if sum(aligned) != y.shape[0]:
-        raise ValueError(
-            f"sections of {rows} rows are {sum(aligned)} rows once they are padded to multiples of {alignment}; y has "
-            f"{y.shape[0]}"
-        )
+    rows, aligned = padded_rows(sizes, y.shape[0], find_recipe(recipe).row_alignment)
     return torch.cat([part[:count] for part, count in zip(torch.split(y, aligned), rows, strict=True)])
-
-
-def section_rows(total: int, sizes: torch.Tensor) -> list[int]:
-    """The sizes as a list. Raises ValueError where they are not those of `total` rows."""
-    if not _are_sizes(sizes) or int(sizes.sum()) != total:
-        raise ValueError(
-            f"sizes of sections are int64 (G,), not negative, and sum to the {total} rows of x; "
-            f"these are {sizes.dtype} {sizes.tolist()}, sum {sizes.sum().item()}"
-        )
-    rows: list[int] = sizes.tolist()
-    return rows
-
-
-def _are_sizes(sizes: torch.Tensor) -> bool:
-    return sizes.dtype == torch.int64 and sizes.dim() == 1 and min(sizes.tolist(), default=-1) >= 0

@@ -8,7 +8,8 @@ from math import frexp
 
 import torch
 
-from narrowgauge.reference.quantize.hadamard import butterfly, check_rotation, coefficient, signs, transform
+from narrowgauge.reference.quantize.hadamard import butterfly, coefficient, signs, transform
+from narrowgauge.spec.arguments import check_rotation
 from narrowgauge.spec.recipes import RHT_GROUPS, RHT_SIGNS, Recipe
 
 Ends = tuple[torch.Tensor, torch.Tensor]

@@ -15,7 +15,8 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.quantize.layout import unpack
-from narrowgauge.reference.quantize.quantize import random_bytes, split_random
+from narrowgauge.reference.quantize.quantize import random_bytes
+from narrowgauge.spec.arguments import split_random
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe

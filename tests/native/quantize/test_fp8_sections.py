@@ -128,7 +128,7 @@ def test_sizes_that_nobody_has_checked_are_cut_to_the_rows_there_are(
     wrong: str, name: str, columnwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As sizes on a GPU are, which the host does not see: nothing outside is read or written."""
-    monkeypatch.setattr("narrowgauge.native.quantize.fp8.check_sizes", lambda *_: None)
+    monkeypatch.setattr("narrowgauge.native.quantize.fp8.check_sizes_of", lambda *_: None)
     sizes, cut = WRONG[wrong]
     r = recipe(name)
     x = embedded(matrix("outliers", 20, 140, torch.bfloat16))

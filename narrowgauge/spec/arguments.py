@@ -1,0 +1,247 @@
+"""Checks of the arguments of operations: both sides raise the same error for the same mistake.
+
+Every error names the argument, its value or shape, and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from narrowgauge.spec.dtypes import INPUT_DTYPES
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.pairs import mismatch
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized, words_shape
+from narrowgauge.spec.recipes import Delayed, Hadamard, Recipe
+
+Random = torch.Tensor | tuple[int, int]
+"""Random bits of a stochastic rounding: words, int32 (M, ⌈K/4⌉), element 4j + i of a row taking byte i of word j, the
+lowest first; or seed and offset, both 64 bits, of Philox: subsequence n makes the four words of block n of 16 elements,
+counted along the rows, 2n and 2n + 1 those of block n of 32."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(
+    tensor: torch.Tensor, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None = None
+) -> None:
+    """Raises TypeError for another dtype than `dtypes`, ValueError for another shape than `shape`."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} is {', '.join(map(dtype_name, dtypes))}, not {dtype_name(tensor.dtype)}")
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(shape)}, not {tuple(tensor.shape)}")
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """`x` (…, K) as a matrix (M, K): all dimensions but the last become rows, as in Transformer Engine.
+
+    Raises TypeError unless `x` is float32, bfloat16 or float16, ValueError if it has fewer than two dimensions.
+    """
+    check_tensor(x, "x", INPUT_DTYPES)
+    if x.dim() < 2:
+        raise ValueError(f"quantize takes a matrix (M, K) or (…, K), not shape {tuple(x.shape)}; reshape it first")
+    return x.flatten(0, -2)
+
+
+def check_halves(*, rowwise: bool, columnwise: bool, method: str) -> None:
+    """Raises ValueError if neither the rowwise nor the columnwise half is asked for."""
+    if not (rowwise or columnwise):
+        raise ValueError(f"{method} takes rowwise=True, columnwise=True or both; both are False")
+
+
+def check_rotation(x: torch.Tensor, recipe: Recipe) -> Hadamard:
+    """The transform of a recipe. Raises ValueError or TypeError if it has none, or cannot rotate `x` along K."""
+    if recipe.transform is None:
+        raise ValueError(f"recipe {recipe} has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have")
+    if x.dim() != 2:
+        raise ValueError(f"recipe {recipe} rotates a matrix (M, K), not shape {tuple(x.shape)}; reshape it first")
+    check_rotated(x, x.shape[1], recipe)
+    return recipe.transform
+
+
+def check_rotated(x: torch.Tensor, extent: int, recipe: Recipe) -> None:
+    """Raises TypeError or ValueError if a recipe with a transform cannot rotate `extent` elements of `x`."""
+    if recipe.transform is None:
+        return
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"recipe {recipe} rotates bfloat16, not {dtype_name(x.dtype)}; convert it first")
+    if extent % recipe.transform.group:
+        raise ValueError(
+            f"recipe {recipe} rotates whole groups of {recipe.transform.group}; {extent} elements of x "
+            f"{tuple(x.shape)} are no multiple: pad x first"
+        )
+
+
+def check_random(random: object, shape: tuple[int, int], recipe: Recipe) -> None:
+    """Raises ValueError or TypeError unless `random` is what the rounding of a matrix (M, K) takes."""
+    if recipe.rounding != "stochastic":
+        if random is not None:
+            raise ValueError(f"recipe {recipe} rounds {recipe.rounding}; it takes no random bits")
+    elif isinstance(random, torch.Tensor):
+        check_tensor(random, "random", (torch.int32,), words_shape(shape))
+    elif random is None:
+        raise ValueError(
+            f"recipe {recipe} rounds stochastically; give random=(seed, offset), or words, int32 {words_shape(shape)}"
+        )
+    elif not (isinstance(random, tuple) and len(random) == 2 and all(type(n) is int for n in random)):
+        raise TypeError(f"random is a tensor of words or (seed, offset), not {random!r}")
+
+
+def split_random(random: object) -> tuple[Random | None, Random | None]:
+    """The random bits of the rowwise and of the columnwise half: the words of either, or seed and offset, offset + 1.
+
+    Raises TypeError unless `random` is one of these.
+    """
+    if random is None:
+        return None, None
+    if isinstance(random, tuple) and len(random) == 2:
+        one, other = random
+        if type(one) is int and type(other) is int:
+            return (one, other), (one, other + 1)
+        if (one is None or isinstance(one, torch.Tensor)) and (other is None or isinstance(other, torch.Tensor)):
+            return one, other  # None: this half is not asked for
+    raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
+
+
+def check_random_of_sections(random: object) -> None:
+    """Raises ValueError for words: the random bits of sections are counted by Philox."""
+    if isinstance(random, torch.Tensor):
+        raise ValueError("sections take random=(seed, offset), not words")
+
+
+def check_scale(scale: torch.Tensor | None, count: int, recipe: Recipe) -> None:
+    """Raises ValueError or TypeError unless `count` encode scales are given exactly if the recipe takes them."""
+    if (scale is None) == (recipe.tensor_scale == "given"):
+        words = f"takes scale, float32 ({count},)" if scale is None else "makes its own scales; it takes none"
+        raise ValueError(f"recipe {recipe} {words}")
+    if scale is not None:
+        check_tensor(scale, "scale", (torch.float32,), (count,))
+
+
+def check_amax(amax: torch.Tensor | None, shape: Sequence[int], recipe: Recipe, name: str = "amax") -> None:
+    """Raises ValueError or TypeError if a given amax is not float32 of `shape`, or the recipe has no tensor scale."""
+    if amax is None:
+        return
+    if recipe.tensor_scale == "none":
+        raise ValueError(f"recipe {recipe} has no tensor scale; it takes no amax")
+    check_tensor(amax, name, (torch.float32,), shape)
+
+
+def check_swizzled(recipe: Recipe, *, swizzled: bool) -> None:
+    """Raises ValueError if swizzled scales are asked for of a recipe with float32 scales."""
+    if swizzled and recipe.scale is FP32:
+        raise ValueError(f"recipe {recipe} has float32 scales; the 128×4 layout is of bytes")
+
+
+def check_scales_matrix(scales: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless block scales are uint8 codes (R, C)."""
+    check_tensor(scales, "scales", (torch.uint8,))
+    if scales.dim() != 2:
+        raise ValueError(f"scales are a matrix (M, ⌈K/block⌉), not shape {tuple(scales.shape)}")
+
+
+def check_out_dtype(dtype: torch.dtype, method: str) -> None:
+    """Raises TypeError unless `dtype` is float32, bfloat16 or float16."""
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"{method} gives float32, bfloat16 or float16, not {dtype_name(dtype)}")
+
+
+def check_history(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe) -> Delayed:
+    """The rule of delayed scaling of a recipe. Raises ValueError or TypeError if it has none, or the shapes differ."""
+    if recipe.delayed is None:
+        raise ValueError(f"recipe {recipe} takes no scale from a history; fp8-delayed-e4m3 and the like do")
+    check_tensor(history, "history", (torch.float32,))
+    check_tensor(scale, "scale", (torch.float32,))
+    if history.dim() != 2 or not history.shape[0] or tuple(scale.shape) != (history.shape[1],):
+        raise ValueError(
+            f"history is (H, N), with at least one row, and scale (N,); these are {tuple(history.shape)} and "
+            f"{tuple(scale.shape)}"
+        )
+    return recipe.delayed
+
+
+def check_section_recipe(recipe: Recipe) -> None:
+    """Raises ValueError for a recipe with an amax for every row: a section has one amax."""
+    if recipe.granularity == "row":
+        raise ValueError(f"recipe {recipe} has an amax for every row; sections of one amax each do not apply")
+
+
+def check_sizes(sizes: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless the sizes of sections are int64 (G,), G at least 1. Reads no size."""
+    check_tensor(sizes, "sizes", (torch.int64,))
+    if sizes.dim() != 1 or not len(sizes):
+        raise ValueError(f"sizes of sections have shape (G,), G at least 1, not {tuple(sizes.shape)}")
+
+
+def section_rows(sizes: torch.Tensor, total: int) -> list[int]:
+    """The sizes of sections as a list; waits for their device. Raises ValueError unless they sum to `total` rows."""
+    check_sizes(sizes)
+    rows: list[int] = sizes.tolist()
+    if min(rows) < 0 or sum(rows) != total:
+        raise ValueError(
+            f"sizes of sections are not negative and sum to the {total} rows of x; these are {rows}, sum {sum(rows)}"
+        )
+    return rows
+
+
+def padded_rows(sizes: torch.Tensor, total: int, alignment: int) -> tuple[list[int], list[int]]:
+    """The sizes of sections, and the sizes padded to multiples of `alignment`; waits for their device.
+
+    Raises ValueError unless the padded sizes sum to `total` rows.
+    """
+    check_sizes(sizes)
+    rows: list[int] = sizes.tolist()
+    padded = [-(-count // alignment) * alignment for count in rows]
+    if min(rows) < 0 or sum(padded) != total:
+        raise ValueError(
+            f"sizes of sections are not negative and, padded to multiples of {alignment}, sum to the {total} rows of "
+            f"y; these are {rows}, padded {sum(padded)}"
+        )
+    return rows, padded
+
+
+def check_pair(a: Recipe, b: Recipe) -> None:
+    """Raises ValueError if operands of two recipes cannot be multiplied."""
+    if reason := mismatch(a, b):
+        raise ValueError(f"gemm cannot multiply {a} by {b}: {reason}")
+
+
+def check_columns(a: Quantized, b: Quantized) -> None:
+    """Raises ValueError unless the rows of two operands have the same number of elements."""
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"gemm multiplies (M, K) by (N, K): K is {a.shape[1]} in a {a.shape} and {b.shape[1]} in b {b.shape}"
+        )
+
+
+def check_sections_of_product(a: GroupedQuantized, b: Sequence[Quantized]) -> None:
+    """Raises ValueError unless `b` has one matrix for each rowwise section of `a`, all of one height."""
+    if a.columnwise:
+        raise ValueError("gemm_grouped multiplies sections that were quantized rowwise; these are columnwise")
+    if len(a.sizes) != len(b) or not b:
+        raise ValueError(f"gemm_grouped multiplies each section by one matrix: {len(a.sizes)} sections, {len(b)} of b")
+    if any(matrix.shape[0] != b[0].shape[0] for matrix in b):
+        heights = ", ".join(str(matrix.shape[0]) for matrix in b)
+        raise ValueError(f"gemm_grouped gives one output ({a.shape[0]}, N): the matrices of b have {heights} rows")
+
+
+def check_epilogue(
+    shape: tuple[int, int],
+    out_dtype: torch.dtype,
+    c: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    sections: int | None = None,
+) -> None:
+    """Raises TypeError or ValueError unless the output (M, N), c (M, N) and bias (N,) fit.
+
+    The bias of a grouped GEMM of so many `sections` G is (G, N).
+    """
+    check_out_dtype(out_dtype, "gemm")
+    if c is not None:
+        check_tensor(c, "c", INPUT_DTYPES, shape)
+    if bias is not None:
+        check_tensor(bias, "bias", INPUT_DTYPES, shape[1:] if sections is None else (sections, shape[1]))
