@@ -5,4 +5,3 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CASES = ROOT / "cases"
 PLUGIN = "narrowgauge.harness.pytest_plugin.plugin"
-GOLDEN = ROOT / "tests" / "golden"

@@ -35,3 +35,13 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> "Tried":
     fresh = explanation.Tried()
     monkeypatch.setattr(explanation, "tried_of", lambda backend: fresh)
     return fresh
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """The compiler is looked for again, before and after the test."""
+    from narrowgauge.native.runtime import host
+
+    host.compiler.cache_clear()
+    yield
+    host.compiler.cache_clear()

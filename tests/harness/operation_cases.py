@@ -3,7 +3,7 @@
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 REFERENCE = {name: getattr(reference, name) for name in (
     "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",

@@ -7,7 +7,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.gemm import operand
 from narrowgauge.reference.gemm.quantized import gemm_quantized
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 REFERENCE = {name: getattr(reference, name) for name in (
     "quantize", "quantize_both", "quantize_grouped", "gemm", "gemm_grouped", "pad_sections", "unpad_sections",

@@ -19,7 +19,7 @@ from narrowgauge.reference.quantize.scaling import element_factors, per_row, sca
 from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, recipe
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 
 @dataclass

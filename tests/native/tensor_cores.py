@@ -33,8 +33,8 @@ def on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return paths.PORTABLE if rule == "fp8_block" else paths.TENSOR
 
     with monkeypatch.context() as patch:
-        for module in ("gemm", "gemm_quantized"):
-            patch.setattr(f"native.{module}.path_of", path_of)
+        for module in ("gemm.gemm", "gemm.quantized"):
+            patch.setattr(f"narrowgauge.native.{module}.path_of", path_of)
         yield
 
 

@@ -13,7 +13,7 @@ from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import recipe
 from narrowgauge.spec.summation import Summation
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 NVFP4 = recipe("nvfp4")
 X = torch.linspace(-3, 3, 32 * 48).view(32, 48).bfloat16()

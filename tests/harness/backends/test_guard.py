@@ -11,7 +11,7 @@ from narrowgauge.harness.backends.arena import ZONE
 from narrowgauge.harness.backends.guard import POISON, Guard, unwritten
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from tests.harness.backends import GEMM, QUANTIZE, backend
+from tests.harness.sample_backends import GEMM, QUANTIZE, backend
 
 X = torch.arange(12.0).view(3, 4)
 

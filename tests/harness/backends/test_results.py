@@ -10,7 +10,7 @@ from narrowgauge.harness.backends.backend import BackendError, Unsupported
 from narrowgauge.harness.backends.results import as_quantized, as_sections, join_sections
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 NVFP4 = recipe("nvfp4")
 X = torch.linspace(-3, 3, 32 * 48).view(32, 48).bfloat16()

@@ -12,7 +12,7 @@ from narrowgauge.harness.cases import memory
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.memory import needed, room, shortage
 from narrowgauge.harness.running.runner import run_case
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 from tests.native.gpu import DEVICE, needs_gpu
 
 CASE = Case("quantize", "nvfp4", (4, 16), "bf16", "normal")

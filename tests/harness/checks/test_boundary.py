@@ -16,7 +16,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend, in_turn, quantize, rotating
+from tests.harness.sample_backends import backend, in_turn, quantize, rotating
 from tests.thinned import thinned
 
 RHT = recipe("nvfp4-rht")

@@ -14,7 +14,7 @@ from narrowgauge.harness.checks.chunks import by_rows
 from narrowgauge.harness.checks.exact import exact_codes, exact_floats
 from narrowgauge.harness.running.runner import digest, run_case
 from narrowgauge.spec.formats import E4M3
-from tests.harness.backends import GEMM, QUANTIZE, backend, gemm, quantize
+from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, quantize
 
 SMALL = 96
 """Two rows of the case's 48 columns: chunks end behind rows 1, 3, 5 and so on."""

@@ -12,7 +12,7 @@ from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import terms
+from tests.harness.sample_backends import terms
 from tests.thinned import thinned
 
 GROUPS = [2, 4, 8, 16, 32, 64, 128]

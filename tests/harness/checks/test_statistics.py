@@ -22,7 +22,7 @@ from narrowgauge.reference.quantize.layout import elements, pack
 from narrowgauge.reference.quantize.quantize import random_bytes
 from narrowgauge.spec.quantized import words_shape
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import rotating
+from tests.harness.sample_backends import rotating
 from tests.thinned import thinned
 
 NVFP4 = Case("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")

@@ -13,7 +13,7 @@ from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.quantize.layout import unpack
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 
 def causes(dequantize, rule="nvfp4", inputs="normal", dtype="fp32"):

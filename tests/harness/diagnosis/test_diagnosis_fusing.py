@@ -6,7 +6,7 @@ import torch
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 
 def causes(recipe, out_recipe, inputs, make):

@@ -11,7 +11,7 @@ import torch
 from narrowgauge.harness.diagnosis.memory import SENTENCES
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from tests.harness.backends import QUANTIZE, backend
+from tests.harness.sample_backends import QUANTIZE, backend
 
 ORDER = ContextVar("order", default="forward")
 

@@ -15,7 +15,7 @@ from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.reference.quantize.layout import pad_scales
 from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend, rotating
+from tests.harness.sample_backends import backend, rotating
 
 SWIZZLE = Case("swizzle", "", (300, 20), "u8", "bytes")
 TRANSFORM = Case("transform", "nvfp4-rht", (32, 64), "bf16", "normal")

@@ -23,7 +23,7 @@ from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import GroupedQuantized
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 F32, BF16 = torch.float32, torch.bfloat16
 RECIPES = [

@@ -21,7 +21,7 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pack
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend, rotating
+from tests.harness.sample_backends import backend, rotating
 from tests.harness.wrong_steps import (
     by_lane,
     case,

@@ -11,7 +11,7 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.running.judging import judge
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import pack, unpack
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 
 def told(wrong):

@@ -18,7 +18,7 @@ from narrowgauge.harness.records.record import Record, outcome, succeeded
 from narrowgauge.harness.report import groups, markdown, tables, text
 from narrowgauge.harness.report.page import page
 from tests.harness import small_toml
-from tests.harness.backends import QUANTIZE
+from tests.harness.sample_backends import QUANTIZE
 from tests.harness.small_toml import ISSUE
 from tests.harness.small_toml import known as known_table
 from tests.paths import ROOT

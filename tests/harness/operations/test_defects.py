@@ -18,7 +18,6 @@ from narrowgauge.reference.quantize.layout import pad_scales
 from narrowgauge.reference.quantize.quantize import encode_elements, quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale, unrounded_scales
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend
 from tests.harness.operation_cases import (
     fails,
     gemm_case,
@@ -29,6 +28,7 @@ from tests.harness.operation_cases import (
     stages,
     swizzle_case,
 )
+from tests.harness.sample_backends import backend
 from tests.native.samples import nearly_tied
 
 

@@ -10,7 +10,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.quantized import gemm_quantized
-from tests.harness.backends import GEMM, backend, gemm, quantize
+from tests.harness.sample_backends import GEMM, backend, gemm, quantize
 
 DOORS = {name: getattr(reference, name) for name in (
     "quantize", "quantize_both", "quantize_grouped", "gemm", "gemm_grouped", "pad_sections", "unpad_sections",

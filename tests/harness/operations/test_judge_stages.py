@@ -13,7 +13,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from tests.harness.backends import QUANTIZE, backend, quantize
+from tests.harness.sample_backends import QUANTIZE, backend, quantize
 
 MX = replace(QUANTIZE, recipe="mxfp8-e4m3@ocp", shape=(32, 64), inputs="nan")  # of a block with a NaN, 255
 BLOCKS = replace(QUANTIZE, recipe="fp8-block-1x128-e4m3-fp32", shape=(16, 256))

@@ -22,7 +22,7 @@ from narrowgauge.reference import modules
 from narrowgauge.reference.high_precision.bounded import Bounded
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, recipe
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 
 SHAPE = (1, 16, 32, 32)
 BUTTERFLY = {"transform": "butterfly"}

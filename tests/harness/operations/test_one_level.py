@@ -19,7 +19,7 @@ from narrowgauge.reference.quantize.quantize import block_amaxes
 from narrowgauge.reference.quantize.scaling import divide, element_factors, encode_scales, per_row, scale_elements
 from narrowgauge.spec.formats import E5M2
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend, quantize
+from tests.harness.sample_backends import backend, quantize
 from tests.thinned import thinned
 
 DOORS = ("quantize", "quantize_both", "quantize_grouped", "dequantize", "update_scale")

@@ -14,7 +14,6 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.quantize import quantize_grouped
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipes import recipe, recipe_names
-from tests.harness.backends import quantize, rotating
 from tests.harness.operation_cases import (
     REFERENCE,
     fails,
@@ -26,6 +25,7 @@ from tests.harness.operation_cases import (
     stages,
     swizzle_case,
 )
+from tests.harness.sample_backends import quantize, rotating
 from tests.thinned import thinned
 
 # The reference passes everything, and every stage is seen.

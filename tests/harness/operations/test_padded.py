@@ -10,8 +10,8 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend
 from tests.harness.product_cases import BLOCKS, PAIRS, REFERENCE, fails, in_blocks, padded_case, passes, run, stages
+from tests.harness.sample_backends import backend
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.quantized import gemm_quantized
-from tests.harness.backends import backend
 from tests.harness.product_cases import (
     BLOCKS,
     PAIRS,
@@ -30,6 +29,7 @@ from tests.harness.product_cases import (
     stages,
     wrong,
 )
+from tests.harness.sample_backends import backend
 
 # GEMM of every recipe.
 

@@ -15,7 +15,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools import session
 from narrowgauge.native import ops
 from narrowgauge.native.runtime import host, sources
-from tests.harness.backends import QUANTIZE, backend, quantize
+from tests.harness.sample_backends import QUANTIZE, backend, quantize
 from tests.paths import CASES
 
 pytest_plugins = ["pytester"]

@@ -13,7 +13,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.spec.recipes import Hadamard, recipe
-from tests.harness.backends import backend
+from tests.harness.sample_backends import backend
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.thinned import thinned
 

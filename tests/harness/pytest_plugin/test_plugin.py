@@ -10,7 +10,7 @@ from narrowgauge.harness.report import report
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from tests.harness import small_toml
-from tests.harness.backends import GEMM, QUANTIZE, backend, gemm
+from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm
 from tests.paths import PLUGIN, ROOT
 
 pytest_plugins = ["pytester"]

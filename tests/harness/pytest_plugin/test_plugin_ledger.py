@@ -11,7 +11,7 @@ from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.report import report
 from narrowgauge.harness.running.runner import run_case
 from tests.harness import small_toml
-from tests.harness.backends import QUANTIZE, backend, quantize
+from tests.harness.sample_backends import QUANTIZE, backend, quantize
 from tests.paths import PLUGIN
 
 pytest_plugins = ["pytester"]

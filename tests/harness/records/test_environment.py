@@ -8,12 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.records import environment
 from narrowgauge.harness.records.environment import describe_run, facts
-from narrowgauge.harness.running.sanitizer import Sanitizer
-from narrowgauge.harness.tools.sanitize import compute_sanitizer
-from narrowgauge.native.runtime import host
 
 NAMES = [
     "platform", "python", "torch", "numpy", "pandas", "pyarrow", "pytest", "pytest-xdist", "safetensors",
@@ -24,14 +20,6 @@ NAMES = [
 def fact(name):
     (found,) = (f for f in facts() if f.name == name)
     return found
-
-
-@pytest.fixture
-def fresh_compiler():
-    """The compiler is looked for again, before and after the test."""
-    host.compiler.cache_clear()
-    yield
-    host.compiler.cache_clear()
 
 
 @pytest.fixture
@@ -148,50 +136,6 @@ def test_a_driver_that_fails_is_a_fact(monkeypatch, gpu):
     found = fact("GPU")
     assert not found.ok
     assert "CUDA driver version is insufficient" in found.value
-
-
-def guard(name):
-    (found,) = (f for f in environment.guards() if f.name == name)
-    return found
-
-
-def test_what_the_guards_need_is_tried():
-    found = guard("sanitizers of the compiler")
-    try:
-        Sanitizer().close()
-    except BackendError:
-        assert not found.ok
-    else:
-        assert (found.value, found.ok) == ("address and undefined link and run, for --sanitize", True)
-
-
-def test_a_compiler_without_sanitizers_says_what_to_install(monkeypatch, fresh_compiler, tmp_path):
-    """One that does not link with them, and one that is not there."""
-    old = tmp_path / "g++"
-    old.write_text("#!/bin/sh\ncat >&2 <<END\ncannot find libasan.so\nEND\nexit 1\n")
-    old.chmod(0o755)
-    monkeypatch.setenv("CXX", str(old))
-    found = guard("sanitizers of the compiler")
-    assert (found.value, found.ok) == ("do not link: cannot find libasan.so", False)
-    assert "dnf install libasan libubsan" in found.remedy
-    host.compiler.cache_clear()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    found = guard("sanitizers of the compiler")
-    assert (found.value, found.ok) == ("missing", False)
-    assert "CXX" in found.remedy
-
-
-def test_compute_sanitizer_is_a_path_or_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(compute_sanitizer, "_PLACES", (str(tmp_path),))
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    found = environment._compute_sanitizer()
-    assert (found.value, found.ok) == ("missing", False)
-    assert found.remedy.startswith("only `narrowgauge sanitize` needs it: compute-sanitizer is neither on the PATH")
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\n")
-    tool.chmod(0o755)
-    assert environment._compute_sanitizer() == environment.Fact("compute-sanitizer", str(tool))
 
 
 def test_without_git_the_commit_is_unknown(monkeypatch):

@@ -25,7 +25,7 @@ from narrowgauge.harness.running.judging import judge
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.save_failures import Keeper
 from narrowgauge.reference import ops as reference
-from tests.harness.backends import GEMM, QUANTIZE
+from tests.harness.sample_backends import GEMM, QUANTIZE
 from tests.paths import PLUGIN
 
 pytest_plugins = ["pytester"]

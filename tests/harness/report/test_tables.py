@@ -15,8 +15,8 @@ from narrowgauge.harness.records.record import ENTRIES, NESTED, SCHEMA, Record
 from narrowgauge.harness.report import tables
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from tests.harness.backends import GEMM, QUANTIZE, backend, gemm, quantize
 from tests.harness.reach import FAILING, many_records
+from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, quantize
 from tests.paths import ROOT
 
 DOCUMENT = (ROOT / "reports" / "SCHEMA.md").read_text(encoding="utf-8")

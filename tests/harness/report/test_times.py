@@ -15,7 +15,7 @@ from narrowgauge.harness.report import markdown, times
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.report.report import print_summary
 from narrowgauge.harness.running.runner import run_case
-from tests.harness.backends import backend, quantize
+from tests.harness.sample_backends import backend, quantize
 
 CASE = Case("quantize", "nvfp4", (16, 32), "bf16", "normal")
 

@@ -19,7 +19,7 @@ from narrowgauge.harness.report.report import print_summary
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.quantized import gemm_quantized
-from tests.harness.backends import GEMM, QUANTIZE, backend, quantize, without_amax
+from tests.harness.sample_backends import GEMM, QUANTIZE, backend, quantize, without_amax
 
 OPERANDS = [f"{operand}.{stage}" for operand in "xw" for stage in ("amax", "tensor scale", "scales", "codes")]
 

@@ -19,7 +19,7 @@ from narrowgauge.harness.running import pool, worker
 from narrowgauge.harness.running.pool import Settings, Task, run_cases, run_tasks
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.worker import GRACE, KILLED, Worker, serve
-from tests.harness.backends import QUANTIZE
+from tests.harness.sample_backends import QUANTIZE
 
 SIGKILL = "signal SIGKILL, as where memory runs out"
 # One module for every process of this file: what it does depends on the rows of the matrix.

@@ -15,7 +15,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax
 from narrowgauge.reference.quantize.quantize import encode_elements
 from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale
-from tests.harness.backends import GEMM, QUANTIZE, backend, gemm, quantize, without_amax
+from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, quantize, without_amax
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,7 +12,7 @@ from narrowgauge.harness.running.judging import judge
 from narrowgauge.harness.running.shrink import axes_of, crop, shrink
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.quantized import GroupedQuantized
-from tests.harness.backends import GEMM, QUANTIZE, backend, gemm, quantize
+from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, quantize
 
 
 @pytest.fixture(autouse=True, scope="module")

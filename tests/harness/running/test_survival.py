@@ -26,7 +26,7 @@ from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.records.saved import load
 from narrowgauge.harness.report.report import ReportError, write_kept
 from narrowgauge.harness.running.pool import Settings, Task
-from tests.harness.backends import QUANTIZE
+from tests.harness.sample_backends import QUANTIZE
 from tests.paths import PLUGIN, ROOT
 
 pytest_plugins = ["pytester"]

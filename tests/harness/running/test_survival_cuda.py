@@ -16,8 +16,8 @@ from narrowgauge.harness.records.journal import read
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.pool import Settings, run_cases
 from narrowgauge.harness.running.worker import settle
-from tests.harness.backends import QUANTIZE
 from tests.harness.running.test_survival import case_of, check, move_to, rows_of, select
+from tests.harness.sample_backends import QUANTIZE
 from tests.paths import PLUGIN
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -14,7 +14,7 @@ from narrowgauge.harness.tools.dialect import dialects_of, sentence, survey, tab
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.dialects import DIALECTS, MX_DIALECTS
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import backend, quantize
+from tests.harness.sample_backends import backend, quantize
 
 FEW = ("e4m3-ties", "near-ties", "low-rows", "scale-edges", "nan", "zeros")
 """Families that tell all dialects apart, in one dtype."""

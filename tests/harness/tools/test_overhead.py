@@ -21,7 +21,7 @@ from narrowgauge.harness.backends.results import join_sections, split_sections
 from narrowgauge.harness.tools.bench.overhead import INTERVAL, SAMPLE, Overhead, overheads, part_of, sample, watched
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import recipe
-from tests.harness.backends import GEMM, QUANTIZE, backend
+from tests.harness.sample_backends import GEMM, QUANTIZE, backend
 from tests.paths import ROOT
 
 SOURCE = """

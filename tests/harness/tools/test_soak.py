@@ -15,7 +15,7 @@ from narrowgauge.harness.records.record import elements_compared
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.soak import chosen, parts, varies, work
 from tests.harness import small_toml
-from tests.harness.backends import QUANTIZE
+from tests.harness.sample_backends import QUANTIZE
 from tests.paths import ROOT
 
 CASES = small_toml.matrix(shape=[16, 32], inputs=["normal", "zeros"]) + small_toml.matrix(

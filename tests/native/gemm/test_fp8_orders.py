@@ -87,7 +87,7 @@ def test_a_lost_barrier_of_quantize_shows(
     def call(real: bool) -> Iterator[torch.Tensor]:
         return parts(*ops.quantize_both(one if real else other, name, **given_scale(recipe(name))))
 
-    with lost("quantize_fp8", "quantize_fp8", which, cuda_source, monkeypatch):
+    with lost("quantize.fp8", "quantize_fp8", which, cuda_source, monkeypatch):
         assert len(seen_in_orders(call)) > 1
 
 
@@ -99,5 +99,5 @@ def test_a_lost_barrier_of_scale_updates_shows(cuda_source: Source, monkeypatch:
     def call(real: bool) -> Iterator[torch.Tensor]:
         return iter(ops.update_scale(history if real else history.flip(0), torch.ones(32), "fp8-delayed-e4m3"))
 
-    with lost("delayed", "delayed", 0, cuda_source, monkeypatch):
+    with lost("quantize.delayed", "delayed", 0, cuda_source, monkeypatch):
         assert len(seen_in_orders(call)) > 1

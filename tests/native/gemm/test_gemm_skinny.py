@@ -245,7 +245,7 @@ def test_a_lost_barrier_of_nvfp4_shows(which: int, cuda_source: Source, monkeypa
     before = text[:start].count("__syncthreads();")
     a, b = operands("nvfp4", 16, 32, 128)
     others = operands("nvfp4", 16, 32, 256)
-    with lost("gemm_skinny", "gemm_skinny_nvfp4", before + which, cuda_source, monkeypatch):
+    with lost("gemm.skinny", "gemm_skinny_nvfp4", before + which, cuda_source, monkeypatch):
         seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
     assert len(seen) > 1
 
@@ -262,6 +262,6 @@ def test_a_lost_meeting_of_e4m3_shows(
     a, b = operands(name, 16, 32, 512)
     others = operands(name, 16, 32, 1024)
     before = text[:start].count("__syncthreads();")
-    with lost("gemm_skinny", f"gemm_skinny_{rule}", before, cuda_source, monkeypatch):
+    with lost("gemm.skinny", f"gemm_skinny_{rule}", before, cuda_source, monkeypatch):
         seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
     assert len(seen) > 1

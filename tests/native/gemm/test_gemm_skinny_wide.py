@@ -70,7 +70,7 @@ def test_a_lost_wait_shows(waiting: str, cuda_source: Source, monkeypatch: pytes
     a, b = operands("nvfp4", 16, 64, 2560)
     others = operands("nvfp4", 16, 64, 512)
     which = before.count("__syncthreads();")
-    with lost("gemm_skinny", "gemm_skinny_nvfp4_wide", which, cuda_source, monkeypatch):
+    with lost("gemm.skinny", "gemm_skinny_nvfp4_wide", which, cuda_source, monkeypatch):
         seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
     assert len(seen) > 1
 

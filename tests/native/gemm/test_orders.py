@@ -131,7 +131,7 @@ def lost(module: str, name: str, which: int, cuda_source: Source, monkeypatch: p
             launch(source, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"native.{module}.launch", launch_mutant)
+        patch.setattr(f"narrowgauge.native.{module}.launch", launch_mutant)
         yield
 
 
@@ -152,7 +152,7 @@ def barriers(name: str) -> range:
 def test_a_lost_barrier_of_amax_shows(cuda_source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(4096.0)
     assert len(barriers("amax")) == 1
-    with lost("amax", "amax", 0, cuda_source, monkeypatch):
+    with lost("quantize.amax", "amax", 0, cuda_source, monkeypatch):
         seen = seen_in_orders(lambda real: iter([ops.amax(x if real else 0 * x)]))
     assert len(seen) > 1
     assert x[-1:].numpy().tobytes() in seen
@@ -175,7 +175,7 @@ def test_a_lost_barrier_of_amaxes_of_blocks_shows(
             amaxes = oriented_amax(x if real else 0 * x, plain=not rotated, rotated=rotated, along_rows=True)
             return (amax for amax in amaxes if amax is not None)
 
-        with lost("amax", "amax_blocks", which, cuda_source, monkeypatch):
+        with lost("quantize.amax", "amax_blocks", which, cuda_source, monkeypatch):
             assert len(seen_in_orders(call)) > 1
 
 
@@ -215,7 +215,7 @@ def test_a_lost_barrier_of_quantize_shows(
 
     if "4over6" in name:
         assert not columnwise, "given amaxes would make either half by itself"
-    with lost(source, source, which, cuda_source, monkeypatch):
+    with lost(source.replace("quantize_", "quantize."), source, which, cuda_source, monkeypatch):
         assert len(seen_in_orders(call)) > 1
 
 
@@ -225,6 +225,6 @@ def test_a_lost_barrier_of_gemm_shows(which: int, cuda_source: Source, monkeypat
     first, second = (
         [random_operand(name, 64, 128, seed=seed) for seed in (1, 2)] for name in ("mxfp8-e5m2", "mxfp8-e4m3")
     )
-    with lost("gemm", "gemm_mx", which, cuda_source, monkeypatch):
+    with lost("gemm.gemm", "gemm_mx", which, cuda_source, monkeypatch):
         seen = seen_in_orders(lambda real: iter([ops.gemm(*(second if real else first), out_dtype=torch.float32)]))
     assert len(seen) > 1
