@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge.spec.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from narrowgauge.reference.ops import (
         dequantize,
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from narrowgauge.spec.quantized import GroupedQuantized, Quantized
     from narrowgauge.spec.recipes import Recipe, recipe
 
-    __version__: str
-
 __all__ = [
     "GroupedQuantized", "Quantized", "Recipe", "__version__", "dequantize", "gemm", "gemm_grouped", "gemm_quantized",
     "quantize", "quantize_both", "quantize_grouped", "recipe", "swizzle", "transform", "unswizzle", "update_scale",
@@ -42,12 +42,7 @@ _SPEC = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'narrowgauge' has no attribute {name!r}")
-    if name == "__version__":
-        from importlib.metadata import version
-
-        value: Any = version("narrowgauge")
-    else:
-        value = getattr(import_module(_SPEC.get(name, "narrowgauge.reference.ops")), name)
+    value: Any = getattr(import_module(_SPEC.get(name, "narrowgauge.reference.ops")), name)
     globals()[name] = value
     return value
 

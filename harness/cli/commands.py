@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
@@ -21,10 +22,10 @@ from narrowgauge.harness.cli.sanitize import sanitize_cases
 from narrowgauge.harness.cli.show import show
 from narrowgauge.harness.cli.soak import soak_cases
 from narrowgauge.harness.cli.train import train_layers
+from narrowgauge.spec.version import VERSION
 
 app = typer.Typer(
     name="narrowgauge",
-    help="Run narrow-precision kernels against a reference that is right to the last bit.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,6 +48,23 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "gate": gate_run,
     "compare": compare_runs,
 }
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"narrowgauge {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run narrow-precision kernels against a reference that is right to the last bit."""
+
+
 for name, command in _COMMANDS.items():
     app.command(name)(command)
 app.add_typer(baselines, name="baseline")

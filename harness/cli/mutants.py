@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import CASES, Paths, stop
+from narrowgauge.harness.cli.options import Paths, default_cases, stop
 from narrowgauge.harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases
 
 
@@ -31,7 +31,7 @@ def mutants(
     if not chosen:
         stop(f"no mutant of {len(known)} is selected by -k {keyword!r}")
     cases = load_cases(paths, None, None, None)
-    ledger = ledger_of(None, paths or [CASES], cases)
+    ledger = ledger_of(None, paths or [default_cases()], cases)
     # What fails without a mutant tells nothing of one.
     cases = [case for case in choose_cases(cases, "quick", "") if not ledger.of(case.id, "native", "cpu")]
     passed = run_session(chosen, cases, report_dir, workers=workers or default_workers("cpu"), timeout=timeout)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 CASES = Path("cases")
+"""The matrix of this folder."""
+_OWN = Path(__file__).parents[2] / "cases"
+"""The matrix that comes with the package."""
 
-Paths = Annotated[list[Path] | None, typer.Argument(help="Case files or folders (default: cases).", show_default=False)]
+Paths = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Case files or folders (default: cases, or those of the package).", show_default=False),
+]
+    list[Path] | None,
+    typer.Argument(help="Case files or folders (default: cases, or the package's own).", show_default=False),
+]
 BackendOption = Annotated[str, typer.Option("--backend", help="native, reference, or package.module:Name.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the inputs, beside each case's id.")]
@@ -50,3 +60,8 @@ def stop(message: str) -> NoReturn:
     """End the command with a sentence on stderr."""
     typer.echo(f"narrowgauge: {message}", err=True)
     raise typer.Exit(USAGE_ERROR)
+
+
+def default_cases() -> Path:
+    """`cases` of this folder if it holds a case file, else the cases of the package, by their real path."""
+    return CASES if any(CASES.glob("*.toml")) else Path(os.path.realpath(_OWN))

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from narrowgauge.harness.cli.options import (
-    CASES,
     BackendOption,
     Device,
     Durations,
@@ -23,6 +22,7 @@ from narrowgauge.harness.cli.options import (
     Tensors,
     Tier,
     Workers,
+    default_cases,
     stop,
 )
 from narrowgauge.harness.cli.selection import (
@@ -73,7 +73,7 @@ def run(
     require_link(link)
     cases = load_cases(paths, source, tensors, recipes)
     chosen = choose_cases(cases, tier, keyword)
-    ledger = ledger_of(known, (paths or [CASES]) if source is None else [], cases)
+    ledger = ledger_of(known, (paths or [default_cases()]) if source is None else [], cases)
     part = part_of_run(chosen, shard, durations)
     chosen = part.cases if part else chosen
     require_device(device)

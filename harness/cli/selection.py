@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from narrowgauge.harness.cli.options import CASES, stop
+from narrowgauge.harness.cli.options import default_cases, stop
 
 if TYPE_CHECKING:
     from narrowgauge.harness.cases.case import Case
@@ -57,7 +57,7 @@ def load_cases(
         stop(f"cases come from case files or from --input, not from both: {paths[0]} and {source}")
     try:
         if source is None:
-            return load_all(paths or [CASES])
+            return load_all(paths or [default_cases()])
         from narrowgauge.harness.inputs.capture import Captured, captured_cases, refused
         from narrowgauge.spec.recipes import recipe
 

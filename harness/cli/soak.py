@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import CASES, BackendOption, Device, Keyword, Paths, Tier, Workers, stop
+from narrowgauge.harness.cli.options import BackendOption, Device, Keyword, Paths, Tier, Workers, default_cases, stop
 from narrowgauge.harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases, require_device
 
 
@@ -28,7 +28,7 @@ def soak_cases(
     """Run a part of the cases over many seeds. Exit status 0 only if every run passed, or failed as is known."""
     cases = load_cases(paths, None, None, None)
     selected = choose_cases(cases, tier, keyword)
-    ledger = ledger_of(None, paths or [CASES], cases)
+    ledger = ledger_of(None, paths or [default_cases()], cases)
     launched = ledger.launchable(selected, backend=backend, device=device)
     if left_out := len(selected) - len(launched):
         typer.echo(f"{left_out} of {len(selected)} cases are known to crash or hang, and are not run", err=True)

@@ -22,7 +22,7 @@ from narrowgauge.harness.tools.merge import MergeError, gather, merge
 from tests.harness import small_toml
 from tests.paths import ROOT
 
-DOCS = ROOT / "docs"
+EXAMPLES = ROOT / "examples"
 FILE = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
 KERNELS = """
 from narrowgauge.reference import ops
@@ -275,7 +275,7 @@ def commands(text):
 @pytest.mark.parametrize(("name", "count"), [("ci-matrix.yml", 3), ("slurm-array.sh", 3)])
 def test_the_commands_of_the_documentation_are_known(name, count):
     """Every command and option exists, and its value is one."""
-    found = commands((DOCS / name).read_text(encoding="utf-8"))
+    found = commands((EXAMPLES / name).read_text(encoding="utf-8"))
     assert [words[0] for words in found].count("run") == 1
     assert len(found) == count
     for words in found:
@@ -286,7 +286,7 @@ def test_the_commands_of_the_documentation_are_known(name, count):
 
 
 def test_the_slurm_script_is_one():
-    path = DOCS / "slurm-array.sh"
+    path = EXAMPLES / "slurm-array.sh"
     done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -300,7 +300,7 @@ def test_the_slurm_script_is_one():
 def test_the_workflow_is_one():
     """The jobs and what they are made of. PyYAML is no dependency: the structure is read where it is installed, and
     everywhere that no tab, no odd indentation and no unknown key is there."""
-    text = (DOCS / "ci-matrix.yml").read_text(encoding="utf-8")
+    text = (EXAMPLES / "ci-matrix.yml").read_text(encoding="utf-8")
     assert "\t" not in text
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert all((len(line) - len(line.lstrip())) % 2 == 0 for line in lines)
@@ -316,6 +316,6 @@ def test_the_workflow_is_one():
 
 @pytest.mark.parametrize("name", ["ci-matrix.yml", "slurm-array.sh"])
 def test_the_documentation_names_no_machine(name):
-    text = (DOCS / name).read_text(encoding="utf-8").replace("#!/bin/bash", "")
+    text = (EXAMPLES / name).read_text(encoding="utf-8").replace("#!/bin/bash", "")
     assert "http" not in text
     assert not re.search(r"(?<![\w.}\"$])/(?!\d)\w", text)

@@ -2,10 +2,10 @@
 # The full matrix as a Slurm array: each task runs a shard on a GPU of its own. From the checkout, on a file system that
 # all nodes share:
 #
-#   array=$(sbatch --parsable --array=1-4 docs/slurm-array.sh)
-#   sbatch --dependency=afterany:"$array" docs/slurm-array.sh merge
+#   array=$(sbatch --parsable --array=1-4 examples/slurm-array.sh)
+#   sbatch --dependency=afterany:"$array" examples/slurm-array.sh merge
 #
-# A task that was ended goes on where it was: sbatch --array=3 --export=ALL,SHARDS=4,RESUME=--resume docs/slurm-array.sh
+# A task that was ended goes on where it was: sbatch --array=3 --export=ALL,SHARDS=4,RESUME=--resume examples/slurm-array.sh
 #SBATCH --job-name=narrowgauge
 #SBATCH --gres=gpu:1
 #SBATCH --cpus-per-task=8
