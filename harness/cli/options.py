@@ -17,9 +17,6 @@ Paths = Annotated[
     list[Path] | None,
     typer.Argument(help="Case files or folders (default: cases, or those of the package).", show_default=False),
 ]
-    list[Path] | None,
-    typer.Argument(help="Case files or folders (default: cases, or the package's own).", show_default=False),
-]
 BackendOption = Annotated[str, typer.Option("--backend", help="native, reference, or package.module:Name.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the inputs, beside each case's id.")]
