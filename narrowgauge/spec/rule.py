@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32, Format
+from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, FP32, Format
 
 Statistics = Literal["float32", "input", "input-blocks"]
 Granularity = Literal["tensor", "row"]
@@ -356,3 +356,33 @@ _EXCLUDED = (
     ("a smallest amax", "a given scale", "no amax is used"),
     ("a largest scale of the dtype of x", "a block scale other than 1/(max/amax)", "nothing would be changed"),
 )
+
+
+def mismatch(a: Recipe, b: Recipe) -> str:
+    """Why operands of two recipes cannot be multiplied, or nothing where they can.
+
+    Both have scales of one format, for as many elements of K, the same rotation and the same α. NVFP4 has one element
+    format; MX elements mix (PTX: kind::mxf8f6f4); E5M2 by E5M2 and tiles by tiles are no GEMM of FP8 with float32
+    scales (Transformer Engine, cuBLAS).
+    """
+    for what in ("scale", "transform", "alpha"):
+        if (one := getattr(a, what)) != (other := getattr(b, what)):
+            reason = "; rotations cancel only where both operands have the same" if what == "transform" else ""
+            return f"{what} is {_named(one)} and {_named(other)}{reason}"
+    if a.scale is E4M3 and a.element != b.element:
+        return f"element is {a.element.name} and {b.element.name}"
+    if a.block[1] != b.block[1]:
+        return f"block is {_block(a)} and {_block(b)}"
+    if a.scale is FP32 and a.element is b.element is E5M2:
+        return "element is E5M2 of both; one of the two has to be E4M3"
+    if a.scale is FP32 and not a.whole and a.block[0] > 1 and b.block[0] > 1:
+        return f"block is {_block(a)} of both; one of the two has to be 1x{a.block[1]}"
+    return ""
+
+
+def _named(choice: object) -> str:
+    return choice.name if isinstance(choice, Format) else str(choice)
+
+
+def _block(r: Recipe) -> str:
+    return f"{r.block[0]}x{r.block[1]}"

@@ -13,8 +13,8 @@ import torch
 from narrowgauge.reference import Recipe, recipe
 from narrowgauge.reference.ops import gemm, quantize
 from narrowgauge.spec.formats import E4M3, E5M2, E8M0, FP32
-from narrowgauge.spec.pairs import mismatch
 from narrowgauge.spec.recipes import Hadamard, recipe_names
+from narrowgauge.spec.rule import mismatch
 
 NAMES = [name for name in recipe_names() if "@" not in name or name in ("mxfp8-e4m3@ocp", "nvfp4@trtllm")]
 

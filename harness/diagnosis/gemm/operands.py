@@ -12,8 +12,8 @@ from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle
 from narrowgauge.spec.formats import E2M3, E3M2, E4M3, E5M2, FP32, Format
-from narrowgauge.spec.pairs import mismatch
 from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.rule import mismatch
 
 Change = Callable[[Quantized], Quantized | None]
 _OTHER = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
