@@ -90,6 +90,6 @@ def test_a_product_is_refused_with_the_reason() -> None:
 
 
 def test_pairs_are_told_without_torch() -> None:
-    code = "import sys, narrowgauge.spec.pairs; print('torch' in sys.modules)"
+    code = "import sys, narrowgauge.spec.rule; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
