@@ -1,6 +1,6 @@
 """Backends: the protocol, the built-in ones by name, and `package.module:Name` for everybody else's.
 
-A backend is any object or module that has some of the doors of design.md:
+A backend is any object or module that has some of these methods (docs/design.md#both-sides-have-the-same-methods):
 
     quantize(x, recipe, *, amax=None, scale=None, random=None, swizzled=False)
         -> Quantized, or (codes, scales, amax), or a dict
@@ -36,9 +36,9 @@ managers under which its results must be the same bytes; without one, an operati
 order of its threads, `variations(device, shuffles=n)` has n seeded shuffles of them. It may have `check(device)`, which
 raises where it cannot run at all, before any case does: a missing compiler, say. It may have `declares`, a mapping:
 {"transform": "butterfly"} says that its rotation adds in the order of `reference.quantize.hadamard`, so that bytes must
-be equal; without it the order is free (tolerance.md, rule 3). {"random": "own"} says that it rounds stochastically by
-random bits that nobody else can know; `random` need only make other draws for another seed or offset, and the codes are
-judged by their distribution (rule 4). What it can say of the sums of products (rule 2), and
+be equal; without it the order is free (docs/tolerance.md#boundary). {"random": "own"} says that it rounds
+stochastically by random bits that nobody else can know; `random` need only make other draws for another seed or offset,
+and the codes are judged by their distribution (rule 4). What it can say of the sums of products (rule 2), and
 `spec.summation.Summation` says exactly what is meant:
 
     {"gemm": "sequential"}         products with their scales, in order of K, to one accumulator

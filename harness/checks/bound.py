@@ -1,4 +1,4 @@
-"""Rule 2 of tolerance.md: a sum is right where a correct order of summation, or the declared one, can give it."""
+"""docs/tolerance.md#gemm: a sum is right where a correct order of summation, or the declared one, can give it."""
 
 from __future__ import annotations
 

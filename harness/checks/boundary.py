@@ -1,4 +1,4 @@
-"""Rule 3 of tolerance.md: after sums of free order, a number is right where some value of its interval gives it.
+"""docs/tolerance.md#boundary: after sums of free order, a number is right where some value of its interval gives it.
 
 A right element that differs from the reference's own order is excused, and counted. That happens only where the
 interval straddles a boundary of rounding, and with errors symmetric about the exact sum to no more than half of such

@@ -1,4 +1,4 @@
-"""Rule 1 of tolerance.md: byte for byte. Signed zeros count, a NaN equals any NaN."""
+"""docs/tolerance.md#exact: byte for byte. Signed zeros count, a NaN equals any NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The interval that holds every rotated value, whatever the order in which a rotation adds: rule 3 of tolerance.md."""
+"""The interval that holds every rotated value, whatever the order in which a rotation adds:
+docs/tolerance.md#boundary."""
 
 from __future__ import annotations
 

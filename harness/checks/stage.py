@@ -25,7 +25,7 @@ class StageResult:
     figures: dict[str, Any] = field(default_factory=dict)
     """Columns of the record that this stage measured."""
     excused: int = 0
-    """Elements that are right by rule 3 of tolerance.md, though not the reference's."""
+    """Elements that are right by docs/tolerance.md#boundary, though not the reference's."""
     draws: int = 0
     """Roundings by random bits of the backend's own that the tests of this stage counted."""
     wrong: torch.Tensor | None = None

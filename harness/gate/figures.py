@@ -49,7 +49,7 @@ class Figures:
     exact: int = 0
     ordered: int = 0
     excused: int = 0
-    """Elements that are right by rule 3 of tolerance.md, though not the bytes of the reference's order."""
+    """Elements that are right by docs/tolerance.md#boundary, though not the bytes of the reference's order."""
     budget: int | None = None
     """Least n with budget_max ≤ 2^n·`ABOVE`."""
     width: int | None = None

@@ -56,16 +56,17 @@ class Record:
     max_ulp: int | None = None
     """Largest distance of a wrong element, in steps of its own format."""
     exact_share: float | None = None
-    """Share of outputs in tier 0 of tolerance.md: any order of summation gives the same bits."""
+    """Share of outputs in docs/tolerance.md#exact-sums: any order of summation gives the same bits."""
     ordered_share: float | None = None
     """Share of outputs in tier 1: judged by the order of summation that the backend declares. The rest is in tier 2."""
     excused_share: float | None = None
-    """Share of elements that are right by rule 3 of tolerance.md, though not the bytes of the reference's order."""
+    """Share of elements that are right by docs/tolerance.md#boundary, though not the bytes of the reference's order."""
     outside_share: float | None = None
     """Share of outputs of a gemm outside the bounds of the reference's own operands: end to end, and in no verdict. 0
     where operands and product are right; a wrong operand shows here and fails where it was made."""
     p_value: float | None = None
-    """Smallest p-value of the tests that a right kernel fails by chance, those of rules 3 and 4 of tolerance.md,
+    """Smallest p-value of the tests that a right kernel fails by chance, of docs/tolerance.md#boundary and
+    #stochastic-rounding,
     adjusted for their number: a right kernel's is below q in at most a share q of cases."""
     draws: int | None = None
     """Roundings by random bits of the backend's own that were counted."""

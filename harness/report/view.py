@@ -1,4 +1,4 @@
-"""What a person sees of one record in a terminal: the first-failure view of style.md, as far as a terminal goes."""
+"""What a person sees of one record in a terminal: the first-failure view, as far as a terminal goes."""
 
 from __future__ import annotations
 

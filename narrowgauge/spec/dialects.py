@@ -1,10 +1,11 @@
 """What libraries mean by "NVFP4": for each dialect, the choices in which it leaves Transformer Engine's.
 
-Each library's own code was run, on constructed and on random inputs, and gave the bytes of its dialect; dialects.md has
-the counts. Not modelled: XLA's flush of subnormals on CPU (jax, qwix); the sign of a scale that is NaN (0x7F here) or
-0 (FP-Quant stores 0x80 for blocks of zeros); codes of NaN where they depend on its payload (torchao), on the dtype
-(compressed-tensors) or on the sign of x (qwantize), or where there is none (vLLM, Quark); amaxes below 7.9e-36, where
-2688/amax is infinite and fireworks gets NaN from its product with 0. Nothing here imports torch.
+Each library's own code was run, on constructed and on random inputs, and gave the bytes of its dialect;
+docs/dialects.md#nvfp4 has the counts. Not modelled: XLA's flush of subnormals on CPU (jax, qwix); the sign of a scale
+that is NaN (0x7F here) or 0 (FP-Quant stores 0x80 for blocks of zeros); codes of NaN where they depend on its payload
+(torchao), on the dtype (compressed-tensors) or on the sign of x (qwantize), or where there is none (vLLM, Quark);
+amaxes below 7.9e-36, where 2688/amax is infinite and fireworks gets NaN from its product with 0. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ MX_DIALECTS: dict[str, dict[str, Any]] = {
     # breccia 0.1.3.
     "nearest": {"block_scale": "amax/max", "scale_rounding": "nearest-log2"},
 }
-"""What libraries mean by "MXFP8" and the other MX formats: their rules for the exponent of a scale (dialects.md).
+"""What libraries mean by "MXFP8" and the other MX formats: their rules for the exponent of a scale
+(docs/dialects.md#e8m0-scales).
 
 Not modelled: the scale of a block of zeros, whose codes are zeros under any (0 here and in torchao and Quark; 120 for
 E4M3 in auto-round, 127 in FlashInfer's trace); that of an infinite amax in Quark, 254; elements under code 0, which

@@ -50,7 +50,8 @@ WHOLE = 1 << 62
 """Rows and columns of a block that is the whole tensor."""
 
 RHT_SIGNS = 0xD7E8
-"""Bit k is set where element k of 16 is negated: Transformer Engine's constant sign vector (numerics.md)."""
+"""Bit k is set where element k of 16 is negated: Transformer Engine's constant sign vector
+(docs/numerics.md#hadamard-transform)."""
 RHT_GROUPS = (2, 4, 8, 16, 32, 64, 128)
 
 
@@ -90,7 +91,7 @@ class Recipe:
     there are no scales of E4M3), `amax` of a block scale is the block's and max the element's largest value, whose
     exponent is emax; enc = 2688/amax and dec = amax/2688 are the tensor's scale in whichever form `tensor_scale` has; s
     is the stored block scale; d the constant 36·448·448 of the NVFP4 GEMM. Every operation rounds to float32, R(…) then
-    to the dtype of x. r(a) is 1/a, and 0 for 0. Which library has which choices: dialects.md.
+    to the dtype of x. r(a) is 1/a, and 0 for 0. Which library has which choices: docs/dialects.md#nvfp4.
     """
 
     name: str
@@ -237,7 +238,7 @@ class Recipe:
 
     @property
     def row_alignment(self) -> int:
-        """Rows of a section that a grouped GEMM takes are a multiple of this: numerics.md, "Modules"."""
+        """Rows of a section that a grouped GEMM takes are a multiple of this: docs/numerics.md#sections."""
         return 16 if self.scale is FP32 else 32 if self.scale is E8M0 else 128
 
     @property

@@ -1,6 +1,6 @@
 """Training recipes: which quantization recipe a linear layer's input, weight and gradient get.
 
-Nothing here imports torch. The names and their switches are Transformer Engine's. Source: numerics.md, "Modules".
+Nothing here imports torch. The names and their switches are Transformer Engine's. Source: docs/numerics.md#modules.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Linear(Layer):
     Under the recipe of an autocast x, weight and dy are quantized once each, both halves in one read; the products are
     y = x·w, dx = dy·w (columnwise) and dw = dy (columnwise)·x (columnwise). Of x the columnwise half alone is kept.
     Without a recipe they are torch's own. The bias is added before the one cast; its gradient is the float32 sum of
-    the rows of dy, cast once. Options: see `Layer`. Source: numerics.md, "Modules".
+    the rows of dy, cast once. Options: see `Layer`. Source: docs/numerics.md#modules.
 
     An observer is told `x`, `x columnwise`, `w`, `w columnwise`, `dy` and `dy columnwise` (Quantized, those that are
     made), `y` and `dx` (matrices), `dw` and `dbias`, and `history` and `scale` after each update.

@@ -20,7 +20,7 @@ def update_scale(history: torch.Tensor, scale: torch.Tensor, recipe: str | Recip
     A history is rolled: its first amax becomes the last, every other moves one up, and the first is 0. The scale is
     fl(fl(max·2^−margin)/amax) where the amax, that first one (`most-recent`) or the largest (`max`, which leaves NaN
     out), is finite and above 0, else the old one; FLT_MAX for an infinity. `bulk` leaves a tensor whose first amax is 0
-    as it is. Source: numerics.md, "fp8-delayed", and Transformer Engine's delayed_scaling.cu.
+    as it is. Source: docs/numerics.md#delayed-scaling, and Transformer Engine's delayed_scaling.cu.
 
     Raises ValueError for a recipe that is not of delayed scaling, ValueError or TypeError for another shape or dtype,
     NotImplementedError and ToolchainError as `quantize` does.

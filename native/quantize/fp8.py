@@ -54,8 +54,9 @@ def quantize(
     """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K. Any M and K; more dimensions are rows.
 
     `amax`, float32 (1,), replaces the tensor's own where the recipe has one scale for it; `scale`, float32 (1,), is the
-    encode scale of delayed scaling. Source: numerics.md, "FP8 with float32 scales". Raises TypeError or ValueError for
-    inputs that do not fit, random bits and swizzled scales among them, ToolchainError where kernels cannot be compiled.
+    encode scale of delayed scaling. Source: docs/numerics.md#fp8-with-float32-scales. Raises TypeError or ValueError
+    for inputs that do not fit, random bits and swizzled scales among them, ToolchainError where kernels cannot be
+    compiled.
     """
     row, _ = quantize_both(
         x, r, columnwise=False, amax=(amax, None), scale=scale, random=None if random is None else (random, None),

@@ -70,7 +70,7 @@ def quantize(
 ) -> Quantized:
     """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K. Any M and K; more dimensions are rows.
 
-    `random`: words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox. Source: numerics.md, "MXFP8". Raises TypeError or
+    `random`: words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox. Source: docs/numerics.md#mx. Raises TypeError or
     ValueError for inputs that do not fit, an amax and an encode scale among them, which MX has not; ToolchainError
     where kernels cannot be compiled.
     """

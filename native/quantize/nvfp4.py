@@ -181,7 +181,7 @@ def _variant_bits(r: Recipe, *, rotation: int, swizzled: bool, words: bool) -> i
 
 
 def _variant(r: Recipe) -> bool:
-    """Whether a recipe asks for more than steps 1 to 8 of numerics.md."""
+    """Whether a recipe asks for more than steps 1 to 8 of docs/numerics.md#nvfp4."""
     plain = (r.block[0], r.granularity, r.transform, r.candidates, r.rounding)
     return plain != (1, "tensor", None, "6", "nearest-even")
 
@@ -203,7 +203,7 @@ def quantize(
 
     Any M and K (but whole groups of a transform); more dimensions are taken as rows. `amax`, float32 (1,), or (M,)
     where every row has one, replaces the tensor's own. `random`: words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox.
-    Source: numerics.md, "NVFP4, 1×16". Raises TypeError or ValueError for inputs that do not fit, an encode scale among
+    Source: docs/numerics.md#nvfp4. Raises TypeError or ValueError for inputs that do not fit, an encode scale among
     them, ToolchainError where kernels cannot be compiled.
     """
     check_scale(scale, 1, r)

@@ -1,6 +1,6 @@
 """Proved bounds of a GEMM: which outputs a correct kernel can give, in any order of summation or in a declared one.
 
-Source: tolerance.md, rule 2, for float32 accumulators; `spec.summation` has what a kernel can declare of them.
+Source: docs/tolerance.md#gemm, for float32 accumulators; `spec.summation` has what a kernel can declare of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far a float32 sum in a declared order can be from the exact one: tier 1 of tolerance.md."""
+"""How far a float32 sum in a declared order can be from the exact one: docs/tolerance.md#declared-order."""
 
 from __future__ import annotations
 

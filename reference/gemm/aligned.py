@@ -72,7 +72,7 @@ def aligned_sum(left: Factors, right: Factors, model: Alignment, exact: torch.Te
     factor is subnormal: elements and scales were multiplied to numbers of a wider format. Factors are 0 or from
     2^-200 to 2^200. Where `exact` (M, N), the sum of IEEE 754, is not finite, that is the result.
 
-    Source: tolerance.md, rule 2, tier 1, "a model of the hardware". An H200 showed what it leaves open: exponents of
+    Source: docs/tolerance.md#declared-order. An H200 showed what it leaves open: exponents of
     products are not normalised, subnormal factors have that of the smallest normal one, and sums keep no more bits than
     terms. With F = 13 and W = 32 all bits of torch._scaled_mm of E4M3, and of E5M2 by E4M3, are these; without
     `use_fast_accum` with P = 128.

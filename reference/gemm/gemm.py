@@ -104,7 +104,8 @@ def gemm(
 
     The sum is exact, then rounded once to float32; α multiplies it, `c` (M, N) and then `bias` (N,) are added, each
     step rounding to float32, and one cast ends it. FP8 with scales of blocks: `promoted_sum`, then the bias and a cast,
-    and only then c, and another cast. Source: numerics.md, "NVFP4 GEMM", "MXFP8", "FP8 with float32 scales".
+    and only then c, and another cast. Source: docs/numerics.md#nvfp4-gemm, docs/numerics.md#mx,
+    docs/numerics.md#fp8-with-float32-scales.
 
     Raises ValueError for shapes or recipes that do not fit, TypeError for the output's dtype.
     """

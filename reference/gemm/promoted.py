@@ -151,7 +151,7 @@ def promoted_sum(a: Quantized, b: Quantized, *, slices: int = 1, alignment: Alig
     """y = fma(fl(P·s_a), s_b, y) over the blocks of K in order, from 0, P a block's sum rounded once: float32 (M, N).
 
     Of `slices` of K, of whole blocks, each has a y of its own, and they are added in order. With an `alignment` P is
-    what that tensor core gives. Source: numerics.md, "FP8 with float32 scales".
+    what that tensor core gives. Source: docs/numerics.md#fp8-with-float32-scales.
     """
     blocks = Blocks(a, b)
     out = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)

@@ -10,7 +10,7 @@ from narrowgauge.reference.high_precision.bounded import Bounded, exactly
 def residual_sum(a: torch.Tensor, b: torch.Tensor) -> Bounded:
     """a + b as one float32 addition gives it, so without an error; one cast ends it. Raises ValueError for two shapes.
 
-    Source: numerics.md, "Modules"; residuals are of one dtype, float32, bfloat16 or float16.
+    Source: docs/numerics.md#modules; residuals are of one dtype, float32, bfloat16 or float16.
     """
     if a.shape != b.shape:
         raise ValueError(f"a residual has the shape of what it is added to: {tuple(a.shape)} and {tuple(b.shape)}")

@@ -2,7 +2,7 @@
 
 Running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, 3.3): an operation on
 numbers that are off by at most some error gives a number that is off by what these errors move the exact result by,
-and by its own rounding. Source of the rule: tolerance.md, rule 2.
+and by its own rounding. Source of the rule: docs/tolerance.md#gemm.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Bounded:
 
         That is Jeannerod and Rump's bound (2013) of additions that round to nearest; others have a larger `unit`, and
         the bound is divided by 1 − (n − 1)·unit. The error is 0 where no partial sum in whatever order can round
-        (tier 0 of tolerance.md): the terms have none, and are float32 numbers.
+        (docs/tolerance.md#exact-sums): the terms have none, and are float32 numbers.
         """
         total = self.value.sum(dim, keepdim=keepdim)
 

@@ -1,6 +1,6 @@
 """Linear: y = x·wᵀ + bias, and its two gradients, each product of operands that are quantized by role.
 
-The table of numerics.md, "Modules", to the letter: tensors are kept in high precision, and what a product needs is
+The table of docs/numerics.md#modules to the letter: tensors are kept in high precision, and what a product needs is
 quantized when it needs it.
 """
 

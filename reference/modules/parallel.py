@@ -38,7 +38,7 @@ def sharded_amax(
     the other shards. Delayed scaling records the amax and quantizes by its scale. With them the bytes of the shards are
     those of the whole tensor, if no block lies in two shards (`check_shards`) and stochastic rounding is given the
     words of each. Every process of the group calls it, in the same order, also where its shard is empty: there is one
-    collective, a maximum, for both halves. Source: numerics.md, "Modules", last paragraph.
+    collective, a maximum, for both halves. Source: docs/numerics.md#modules, last paragraph.
 
     Raises in every process if one has bad input: there what `quantize_both` raises, in the others ValueError. That too
     where this process is not in the group, neither half is wanted, or the recipe has an amax for every row.

@@ -63,7 +63,7 @@ def block_amax(x: torch.Tensor, block: int, *, propagate_nan: bool = False) -> t
     """max|x| over runs of `block` along K: (M, K) of float32, bfloat16 or float16 to (M, ⌈K/block⌉) float32.
 
     Works on the bits, whose order is the order of magnitudes, so it is exact and the same on every device. A NaN
-    is left out (numerics.md, "amax ignores NaN"), or makes its block NaN where `propagate_nan`.
+    is left out (docs/numerics.md#nvfp4), or makes its block NaN where `propagate_nan`.
     """
     amax = torch.zeros(x.shape[0], -(-x.shape[1] // block), dtype=_BITS[x.dtype], device=x.device)
     if amax.numel() == 0:

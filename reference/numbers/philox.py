@@ -17,7 +17,7 @@ def philox(seed: int, offset: int, subsequence: torch.Tensor, rounds: int = ROUN
     """Four 32-bit words for every `subsequence` (int64, any shape): int64 (…, 4), each below 2^32.
 
     The key is the 64-bit seed, low word first; the counter's words 0 and 1 are the offset, 2 and 3 the subsequence,
-    as in numerics.md, `nvfp4-sr`. Fewer `rounds` are another generator, as random in most tests.
+    as in docs/numerics.md#stochastic-rounding. Fewer `rounds` are another generator, as random in most tests.
     """
     key = [seed & _LOW, seed >> 32 & _LOW]
     counter = [

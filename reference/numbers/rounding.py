@@ -93,8 +93,8 @@ def stochastic(x: torch.Tensor, fmt: Format, random: torch.Tensor) -> torch.Tens
 
     With u = byte/256 and the grid's step at |x|, t = |x| + u·step is cut down to the grid at t, at most the largest
     value; the sign is kept and NaN stays. A number of the grid never moves, and |x| goes up in ⌊256·f⌋ of 256 cases, f
-    the distance to the grid point below in steps. Source: numerics.md, `nvfp4-sr` (Transformer Engine's software path,
-    of E2M1).
+    the distance to the grid point below in steps. Source: docs/numerics.md#stochastic-rounding (Transformer Engine's
+    software path, of E2M1).
     """
     magnitude = x.abs()
     step = _step(magnitude, fmt)

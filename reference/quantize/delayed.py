@@ -17,7 +17,7 @@ def update_scale(history: torch.Tensor, scale: torch.Tensor, recipe: str | Recip
     The history is rolled: its first row becomes the last, every other moves one up, and the first is 0. The amax is
     that first row (`most-recent`) or the largest of the history (`max`, which leaves NaN out). Where it is finite and
     above 0 the scale is fl(fl(max·2^−margin)/amax), else it stays; FLT_MAX where either is infinite. `bulk` leaves a
-    tensor whose first amax is 0 as it is. Source: numerics.md, "fp8-delayed".
+    tensor whose first amax is 0 as it is. Source: docs/numerics.md#delayed-scaling.
 
     Raises ValueError for a recipe that is not of delayed scaling, ValueError or TypeError for another shape or dtype.
     """

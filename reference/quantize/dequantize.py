@@ -16,7 +16,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     """Values (M, K) of `q` in float32, bfloat16 or float16: cast(fl(code·f)), f = fl(fl(s·amax)·fl(1/2688)).
 
     A rotation is not undone; 4over6-256 has 1536 in place of 2688. f has other forms in other dialects, `decode` of the
-    recipe, and is the stored scale of MX and FP8. Source: numerics.md, "NVFP4, 1×16", Dequantize. Raises TypeError for
+    recipe, and is the stored scale of MX and FP8. Source: docs/numerics.md#nvfp4, Dequantize. Raises TypeError for
     another dtype, ValueError where the tensor's scale was rounded to the dtype of x, which `q` does not tell, and `q`
     does not show it.
     """

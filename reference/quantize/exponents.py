@@ -23,8 +23,8 @@ def exponent_codes(amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Codes of E8M0, uint8 like `amax`, float32 and not negative: by the recipe's `block_scale` and `scale_rounding`.
 
     `te`: v = fl(amax·fl(1/max)), rounded up to a power of two, which is that of amax/max at every mantissa. Below
-    2^-126 the code is 0 up to 2^-127, else 1; infinity gives 254, the largest, and NaN 255. Source: numerics.md,
-    "MXFP8", and dialects.md for the other rules.
+    2^-126 the code is 0 up to 2^-127, else 1; infinity gives 254, the largest, and NaN 255. Source:
+    docs/numerics.md#mx, and docs/dialects.md#e8m0-scales for the other rules.
     """
     largest = recipe.element.max
     form = recipe.block_scale

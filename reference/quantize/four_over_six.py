@@ -1,6 +1,6 @@
 """4over6: a block's amax maps to 6, or to 4 where that brings its elements nearer.
 
-Source: numerics.md, `nvfp4-4over6-E-MODE`. No multiply-add is fused: contraction changes choices.
+Source: docs/numerics.md#4over6. No multiply-add is fused: contraction changes choices.
 """
 
 from __future__ import annotations

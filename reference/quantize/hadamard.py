@@ -1,6 +1,7 @@
 """The Hadamard transform: rotates groups along K so that an outlier is spread over its group.
 
-Source: numerics.md, `nvfp4-rht`. y = x·R, R = diag(σ)·H·c on every group, H Sylvester's matrix, c = bf16(1/√group).
+Source: docs/numerics.md#hadamard-transform. y = x·R, R = diag(σ)·H·c on every group. H is Sylvester's matrix, and
+c = bf16(1/√group).
 """
 
 from __future__ import annotations

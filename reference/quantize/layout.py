@@ -51,7 +51,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     """Linear scales (R, C), uint8, padded with zeros and in the layout that block-scaled tensor cores read.
 
     Tiles of 128×4 are 512 bytes; element (i, j) lies at ((i/128)·(C/4) + j/4)·512 + (i%32)·16 + (i%128/32)·4 + j%4 of
-    the padded C. Source: numerics.md, "Scale layout of cuBLAS". Raises ValueError or TypeError for another shape or
+    the padded C. Source: docs/numerics.md#scale-layout. Raises ValueError or TypeError for another shape or
     dtype.
     """
     check_scales_matrix(scales)

@@ -136,8 +136,8 @@ def quantize(
     amax nor its other codes, and `Quantized.shape` keeps (M, K). More dimensions are taken as rows. `amax`, float32
     (1,), or (M,) for one a row, replaces the tensor's own (after a rotation). `scale`, float32 (1,), is the encode
     scale of delayed scaling, which has no other. `random`, see `Random`, belongs to recipes that round stochastically.
-    `swizzled` scales, bytes all, are padded and in the 128×4 layout. Source: numerics.md, "NVFP4, 1×16", steps 1 to 8,
-    "Variants of NVFP4", "MXFP8", "FP8 with float32 scales".
+    `swizzled` scales, bytes all, are padded and in the 128×4 layout. Source: docs/numerics.md#nvfp4, steps 1 to 8,
+    docs/numerics.md#nvfp4-variants, docs/numerics.md#mx, docs/numerics.md#fp8-with-float32-scales.
 
     Raises TypeError for a dtype, ValueError for a shape, an unknown recipe, or an amax, a scale or random bits that the
     recipe has no use for, or lacks.

@@ -1,8 +1,8 @@
 """Scales: from amaxes to what is stored, and from elements to what is rounded to codes.
 
 Every operation rounds to float32. Divisions have a tensor on both sides: PyTorch turns x / number into x · (1/number)
-on CUDA, a third of whose values differ (dialects.md). The tensor's scale is (1,), or (M,) where each row has its own:
-enc or dec, as the recipe's `tensor_scale` says, and None where it has none.
+on CUDA, a third of whose values differ (docs/dialects.md#oracles-and-their-limits). The tensor's scale is (1,), or (M,)
+where each row has its own: enc or dec, as the recipe's `tensor_scale` says, and None where it has none.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def encode_scales(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None)
     """FP8's block scales before they are inverted: fl(max/amax), float32 like `amax`, the blocks' amaxes.
 
     1 where amax is 0, infinite or NaN; where the quotient is infinite, the largest number of `dtype`, that of x.
-    Source: numerics.md, "FP8 with float32 scales". Raises ValueError where it needs `dtype` and is not given it.
+    Source: docs/numerics.md#fp8-with-float32-scales. Raises ValueError where it needs `dtype` and is not given it.
     """
     if recipe.smallest_amax:
         amax = amax.clamp(min=recipe.smallest_amax)
@@ -109,8 +109,8 @@ def block_scales(
     """Stored decode scales from block amaxes and the tensor's scale: uint8 codes of `recipe.scale`, or float32.
 
     `amax`: (M, ⌈K/block⌉), of float32 scales (⌈M/rows⌉, ⌈K/block⌉); not looked at where the tensor has one scale.
-    `dtype` and what is raised: as in `tensor_scale`. Source: numerics.md, NVFP4 steps 3 to 5 (`te`) and its table of
-    dialects (`te-2.8`), "MXFP8", "FP8 with float32 scales"; dialects.md for the rest.
+    `dtype` and what is raised: as in `tensor_scale`. Source: docs/numerics.md#nvfp4, steps 3 to 5 (`te`),
+    docs/numerics.md#mx, docs/numerics.md#fp8-with-float32-scales; docs/dialects.md#nvfp4 for the other dialects.
     """
     if recipe.scale is E8M0:
         return exponent_codes(amax, recipe)
@@ -184,7 +184,8 @@ def element_factors(
     `te`: min(fl(1/fl(s·fl(1/enc))), FLT_MAX), FLT_MAX for a scale of 0; not the same as fl(enc/s). MX: 1/s. One scale
     for the tensor: that scale. FP8 blocks: the encode scale of the block's `amax` where `scales` holds its inverse; of
     another scale, and without `amax`, fl(1/s), since an inverse does not tell what it is the inverse of. Source:
-    numerics.md, NVFP4 step 6, "MXFP8", and dialects.md. `dtype` and what is raised: as in `tensor_scale`.
+    docs/numerics.md#nvfp4, step 6, docs/numerics.md#mx, docs/dialects.md#nvfp4. `dtype` and what is raised: as in
+    `tensor_scale`.
     """
     form = recipe.element_scale
     if form == "x*enc":
@@ -232,8 +233,8 @@ def _with_tensor(stored: torch.Tensor, tensor: torch.Tensor, recipe: Recipe, dty
 def scale_elements(x: torch.Tensor, factors: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
     """What is rounded to the codes of `x` (M, K): float32 (M, K).
 
-    `factors` (M, ⌈K/block⌉) are the `element_factors`, `tensor` the tensor's scale. Source: numerics.md, NVFP4 step 7,
-    and dialects.md.
+    `factors` (M, ⌈K/block⌉) are the `element_factors`, `tensor` the tensor's scale. Source:
+    docs/numerics.md#nvfp4, step 7, and docs/dialects.md#nvfp4.
     """
     values = x.float()
     if tensor is not None and recipe.element_scale.startswith("(x*"):

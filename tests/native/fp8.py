@@ -1,4 +1,5 @@
-"""FP8 with float32 scales for tests: its recipes, and numerics.md one number at a time, in exact fractions."""
+"""FP8 with float32 scales for tests: its recipes, and docs/numerics.md#fp8-with-float32-scales one number at a time, in
+exact fractions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Poison round what a kernel reads and writes: tolerance.md, rule 5."""
+"""Poison round what a kernel reads and writes: docs/tolerance.md#memory-and-repetition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FP8 with float32 scales in plain Python, one number at a time: numerics.md, "FP8 with float32 scales".
+"""FP8 with float32 scales in plain Python, one number at a time: docs/numerics.md#fp8-with-float32-scales.
 
 Every division and product is exact and rounded once to float32. Nothing here comes from `reference` but `Format.value`.
 """

@@ -1,7 +1,7 @@
 """The MX recipes in exact arithmetic: exponents of scales as comparisons of whole numbers, quantize a number at a time.
 
-A rule is what dialects.md says of amax = m·2^e, or of a quotient that is rounded to float32 first. Nothing here comes
-from `reference` except `Format.value`.
+A rule is a row of docs/dialects.md#e8m0-scales for amax = m·2^e, or of a quotient that is rounded to float32 first.
+Nothing here comes from `reference` except `Format.value`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def step(magnitude: Fraction, fmt: Format) -> Fraction:
 
 
 def stochastic(x: float, byte: int, fmt: Format) -> int:
-    """Code of x under one random byte: numerics.md, `nvfp4-sr`, on the grid of any format; the sum rounds once."""
+    """Code of x under one random byte: docs/numerics.md#stochastic-rounding, on the grid of any format; the sum rounds
+    once."""
     if math.isnan(x):
         return fmt.max_code if fmt.nan_code is None else fmt.nan_code
     sign = fmt.sign_code if math.copysign(1.0, x) < 0 else 0

@@ -1,4 +1,5 @@
-"""numerics.md in plain Python, one number at a time: the twin that the vectorised reference is tested against.
+"""docs/numerics.md#nvfp4 in plain Python, one number at a time: the twin that the vectorised reference is tested
+against.
 
 Numbers are NumPy float32 scalars, so every operation rounds to float32 by itself; roundings to a narrow format go
 through exact fractions. Nothing here comes from `reference` except `Format.value`, which test_formats.py checks on
@@ -201,7 +202,8 @@ def step(magnitude: Fraction) -> Fraction:
 
 
 def stochastic(x: float, byte: int) -> int:
-    """Code of x under one random byte: numerics.md, `nvfp4-sr`, with the sum of the fma rounded once to float32."""
+    """Code of x under one random byte: docs/numerics.md#stochastic-rounding, with the sum of the fma rounded once to
+    float32."""
     if math.isnan(x):
         return E2M1.max_code
     sign = E2M1.sign_code if math.copysign(1.0, x) < 0 else 0
@@ -244,7 +246,7 @@ def philox_words(seed: int, offset: int, rows: int, columns: int, first: int = 0
 
 # The Hadamard transform.
 
-# ✓ in numerics.md: σ, as it is listed there.
+# σ of docs/numerics.md#hadamard-transform.
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 
 

@@ -521,7 +521,7 @@ def values_back(recipe: Recipe) -> torch.Tensor:
 
 
 def alphas_of_amaxes(recipe: Recipe) -> torch.Tensor:
-    """α of 64 pairs of amaxes: numerics.md has the two expressions differ for one pair in six."""
+    """α of 64 pairs of amaxes: by docs/numerics.md#nvfp4-gemm the two expressions differ for one pair in six."""
     ones = torch.ones(1, 16)
     numbers = [5.0, *(1 + i / 64 for i in range(64))]
     five, *others = (quantize(ones * number, recipe) for number in numbers)

@@ -1,4 +1,4 @@
-"""Training recipes: the roles of numerics.md, "Modules", names both ways, and the environment's switches."""
+"""Training recipes: the roles of docs/numerics.md#modules, names both ways, and the environment's switches."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from narrowgauge.harness.cases.case import Case
 
 FALSE_ALARM = 1e-9
-"""Probability that a right backend fails any case of a whole run by chance: rules 3 and 4 of tolerance.md together."""
+"""Probability that a right backend fails any case of a whole run by chance: all
+tests of docs/tolerance.md#boundary and docs/tolerance.md#stochastic-rounding together."""
 
 
 def holm(log_p: Sequence[float], log_level: float) -> list[bool]:

@@ -40,9 +40,9 @@ class Odds:
 def odds_of(lower: torch.Tensor, upper: torch.Tensor, recipe: Recipe) -> Odds:
     """The odds of scaled values (M, K), float32, that are known to lie from `lower` to `upper`: one tensor where known.
 
-    Source: numerics.md, `nvfp4-sr`: with t = fl(|v| + u·step) cut down to the grid. That sum rounds, and may reach the
-    grid point above one byte earlier than |v| + u·step itself does; a rule that compares bits does not. Both are right,
-    and where they differ the chance is UNKNOWN. So it is where `lower` is not `upper`.
+    Source: docs/numerics.md#stochastic-rounding: with t = fl(|v| + u·step) cut down to the grid. That sum rounds, and
+    may reach the grid point above one byte earlier than |v| + u·step itself does; a rule that compares bits does not.
+    Both are right, and where they differ the chance is UNKNOWN. So it is where `lower` is not `upper`.
     """
     below, low, high, chance = _one(lower, recipe)
     if upper is lower:

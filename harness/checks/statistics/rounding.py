@@ -1,4 +1,5 @@
-"""Rule 4 of tolerance.md: stochastic rounding by bits that nobody else can know, judged by its distribution.
+"""docs/tolerance.md#stochastic-rounding: stochastic rounding by bits that nobody else can know, judged by its
+distribution.
 
 Every test has its own null hypothesis in full: an element goes up with the probability that the recipe's finite bits
 give it, independently of all others and of all other calls. P-values are bounds that hold at any depth.

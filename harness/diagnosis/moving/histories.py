@@ -26,7 +26,8 @@ _PARTS = tuple(
 
 
 def deviating_histories(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe) -> Iterator[Updated]:
-    """Histories (H, N), float32, after a step that is wrong in a known way. Source: numerics.md, "fp8-delayed"."""
+    """Histories (H, N), float32, after a step that is wrong in a known way. Source:
+    docs/numerics.md#delayed-scaling."""
     zero = torch.zeros_like(history[:1])
     yield "history-not-rolled", "the history stays as it is", lambda: history
     yield "history-not-rolled", "the history is not rolled, its first row set to 0", lambda: _rows(zero, history[1:])

@@ -19,7 +19,7 @@ def deviating_layouts(scales: torch.Tensor) -> Iterator[Layout]:
     """Linear scales (R, C), uint8 or numbers of their places, as kernels that swizzle in a known wrong way leave them.
 
     Several can be the same bytes, those of the right layout too: tiles in one column, scales that are all equal. Source
-    of the right one, and of the wrong split of the row: numerics.md, "Scale layout of cuBLAS".
+    of the right one, and of the wrong split of the row: docs/numerics.md#scale-layout.
     """
     padded = pad_scales(scales)
     rows, columns = padded.shape

@@ -1,6 +1,6 @@
 """Modules: forward and backward of a layer under a training recipe, judged stage by stage.
 
-The table of modules in numerics.md is executed here once more, by the doors of the reference and not by its modules:
+The table in docs/numerics.md#modules is executed here once more, by the doors of the reference and not by its modules:
 what those do is judged as anybody else's.
 """
 

@@ -58,7 +58,8 @@ def distribution_stage(
     transposed: bool,
     describe: Describe,
 ) -> StageResult:
-    """Judge codes `found` (M, K), one an element, of scaled values between two tensors: rule 4 of tolerance.md.
+    """Judge codes `found` (M, K), one an element, of scaled values between two tensors:
+    docs/tolerance.md#stochastic-rounding.
 
     Every code is one of the two neighbours of its value. Whether the kernel chooses as it should is a matter of chance,
     left to `decide`: of these codes alone, or with `draw` of as many calls as the case needs. Findings are in the

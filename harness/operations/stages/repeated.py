@@ -1,4 +1,4 @@
-"""Running a backend several times, guarded: rule 5 of tolerance.md."""
+"""Running a backend several times, guarded: docs/tolerance.md#memory-and-repetition."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ __device__ __forceinline__ u32 nearest_even(float x) {
 }
 
 // The same by a random byte: t = |x| + byte/256 * step, the step of the grid at |x|, cut down to the grid at t. The
-// product is exact, so that t rounds once. numerics.md, `nvfp4-sr`.
+// product is exact, so that t rounds once. docs/numerics.md#stochastic-rounding.
 template <class F>
 __device__ __forceinline__ u32 stochastic(float x, u32 byte) {
     const u32 bits = __float_as_uint(x);

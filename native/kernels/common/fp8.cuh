@@ -1,4 +1,4 @@
-// fp8.cuh: float32 scales of FP8, every operation rounded to float32. numerics.md, "FP8 with float32 scales".
+// fp8.cuh: float32 scales of FP8, every operation rounded to float32. docs/numerics.md#fp8-with-float32-scales.
 #pragma once
 
 #include "common/formats.cuh"

@@ -1,4 +1,4 @@
-// hadamard.cuh: the rotation of 16 elements, in the declared order of its sums. numerics.md, `nvfp4-rht`.
+// hadamard.cuh: the rotation of 16 elements, in the declared order of its sums. docs/numerics.md#hadamard-transform.
 #pragma once
 
 #include "common/formats.cuh"

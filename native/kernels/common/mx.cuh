@@ -1,4 +1,4 @@
-// mx.cuh: the scales of MX formats, powers of two. numerics.md, "MXFP8"; the rules for their exponents: dialects.md.
+// mx.cuh: the scales of MX formats, powers of two. docs/numerics.md#mx; the rules for their exponents: docs/dialects.md#e8m0-scales.
 #pragma once
 
 #include "common/formats.cuh"

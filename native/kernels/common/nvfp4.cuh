@@ -1,4 +1,4 @@
-// nvfp4.cuh: the scales of NVFP4, every operation rounded to float32. numerics.md, "NVFP4, 1x16", steps 2 to 6.
+// nvfp4.cuh: the scales of NVFP4, every operation rounded to float32. docs/numerics.md#nvfp4, steps 2 to 6.
 #pragma once
 
 #include "common/formats.cuh"

@@ -1,4 +1,4 @@
-// layout.cuh: where a block scale lies. numerics.md, "Scale layout of cuBLAS".
+// layout.cuh: where a block scale lies. docs/numerics.md#scale-layout.
 #pragma once
 
 #include "common/formats.cuh"

@@ -7,7 +7,7 @@
 //   most_recent  the amax is the first row's, else the largest of the history, NaN and what is below 0 left out
 //   bulk         a tensor whose first amax is 0 keeps its history, and its scale
 //   Launch: 256 threads for every 32 tensors, eight to each.
-//   Exact; the division rounds once. numerics.md, "fp8-delayed", and Transformer Engine's delayed_scaling.cu, whose
+//   Exact; the division rounds once. docs/numerics.md#delayed-scaling, and Transformer Engine's delayed_scaling.cu, whose
 //   kernel for one tensor and kernel for many these are.
 
 #include "common/formats.cuh"

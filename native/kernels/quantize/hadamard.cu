@@ -4,7 +4,8 @@
 //   out     (M, K) bfloat16, contiguous
 //   Launch: 256 threads a block, one thread for every 16 * MANY elements; groups above 16 * MANY are shared by up to 8
 //   lanes. MANY is 1, on a CPU 8: a thread then has whole groups and waits for no other.
-//   Numerics: numerics.md, `nvfp4-rht`: products x * (+-c) are exact in float32, c a bfloat16 number; the sum's order is
+//   Numerics: docs/numerics.md#hadamard-transform:
+//   products x * (+-c) are exact in float32, c a bfloat16 number; the sum's order is
 //   declared: stages 1, 2, 4 ... group/2, stage h adds and subtracts elements h apart, every addition rounds to float32;
 //   one rounding to bfloat16, nearest even. Exact to the bit in that order.
 

@@ -20,7 +20,7 @@
 //   runs along 16 rows, and a barrier costs little.
 //   quantize_fp8_tiles: bfloat16, contiguous, aligned to 16 bytes, M and K multiples of 128, no sections; TILE_THREADS
 //   threads for every tile of 128x128.
-//   Numerics: numerics.md, "FP8 with float32 scales": float32 with one rounding per operation, the scale max/amax, FP8
+//   Numerics: docs/numerics.md#fp8-with-float32-scales: float32 with one rounding per operation, the scale max/amax, FP8
 //   of x times it, nearest even, saturating. Everything is exact to the bit.
 
 #include "common/fp8.cuh"

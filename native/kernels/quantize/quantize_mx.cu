@@ -17,7 +17,7 @@
 //   quantize_mx_plain: rowwise alone, contiguous, no variant; one thread for every 32 elements, in the order of memory.
 //   quantize_mx_tiles: bfloat16, contiguous, aligned to 16 bytes, M a multiple of 32 and K of 128, no sections, nearest
 //   even, columnwise in place; TILE_THREADS threads for every tile of 32x128.
-//   Numerics: numerics.md, "MXFP8", float32 with one rounding per operation; elements nearest even or stochastic,
+//   Numerics: docs/numerics.md#mx, float32 with one rounding per operation; elements nearest even or stochastic,
 //   saturating. `scale_order` and `up_from`: mx.cuh. `tiles`: blocks of 32x32. Everything is exact to the bit.
 
 #include "common/blocks.cuh"

@@ -23,7 +23,8 @@
 //   While the threads work on a tile in shared memory, the next one comes; a thread makes two blocks of rows, then two of
 //   columns. Scales of columns are stored when all tiles are done: those of eight fill a sector of L2, of which each part
 //   would cost as much as the whole.
-//   Numerics: numerics.md, "NVFP4, 1x16", steps 2 to 8, and "Variants of NVFP4", float32 with one rounding per operation;
+//   Numerics: docs/numerics.md#nvfp4, steps 2 to 8, and docs/numerics.md#nvfp4-variants,
+//   float32 with one rounding per operation;
 //   E4M3 and E2M1 nearest even or stochastic, saturating. `tiles`: blocks of 16x16. `candidates`: 4over6 by absolute (1)
 //   or squared (2) errors; those of a tile are measured along its rows, whichever half is made. `rotation`: groups of
 //   16 are rotated along K in the rowwise half (bit 0), along M in the columnwise half (bit 1). Everything is exact to

@@ -1,4 +1,5 @@
-"""The threads of a block that quantizes to FP8, updates scales or pads, in every order: tolerance.md, rule 5."""
+"""The threads of a block that quantizes to FP8, updates scales or pads, in every order:
+docs/tolerance.md#memory-and-repetition."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ extern "C" __global__ void turns(int* out) {
 
 
 def exact_sum(acc: np.float32, a: np.ndarray, b: np.ndarray) -> float:
-    """Rule 2 of tolerance.md, "a model of the hardware", in fractions: F = 25, the sum cut off behind 23."""
+    """docs/tolerance.md#declared-order in fractions: F = 25, the sum cut off behind 23."""
     exponents = [math.frexp(p)[1] + math.frexp(q)[1] - 2 for p, q in zip(a, b, strict=True) if p * q]
     if acc:
         exponents.append(math.frexp(acc)[1] - 1)

@@ -1,4 +1,5 @@
-"""The threads of a block in every order, and on any number of workers, give the same bytes: tolerance.md, rule 5."""
+"""The threads of a block in every order, and on any number of workers, give the same bytes:
+docs/tolerance.md#memory-and-repetition."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ COMPILED = [
 HOPPERS = {"gemm_tensor"}
 """Those with instructions that sm_90a alone has."""
 FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx"}
-"""Those that say so: numerics.md, "FP8 with float32 scales", y = fma(partial·s_x, s_w, y); and where the product is
+"""Those that say so: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and where the product is
 exact, gemm_skinny_e4m3.cuh, `moderate_token`."""
 NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
 """words.cuh, rotate_words: sums of exact products, which round once; ties_moved, which rounds as it says; formats.cuh,

@@ -55,7 +55,7 @@ class Problem:
 
 
 def accepted(limits: Bounds, out: torch.Tensor) -> torch.Tensor:
-    """bool: tolerance.md, rule 2, read off the fields of `Bounds` as their docstrings say."""
+    """bool: docs/tolerance.md#gemm, read off the fields of `Bounds` as their docstrings say."""
     right_bits = (bits(out) == bits(limits.expected)) | (bits(out) == bits(limits.fused))
     unsigned = limits.zero_sum & ((out == limits.expected) | (out == limits.fused))
     nan = out.isnan() & limits.expected.isnan()
@@ -109,7 +109,7 @@ def test_no_order_of_summation_leaves_the_bounds(
 
 @pytest.mark.parametrize("amaxes", AMAXES)
 def test_a_bias_may_be_fused_as_c_may(amaxes: tuple[float, float]) -> None:
-    """tolerance.md: "with `accumulate` or a bias c … the fused and the unfused rounding are both accepted"."""
+    """docs/tolerance.md#the-accepted-interval: of c or a bias the fused and the unfused rounding are both accepted."""
     problem = Problem("lattice", 1, 4, 4, 96, amaxes)
     added = problem.addends("bias")
     limits = bounds(problem.a, problem.b, out_dtype=torch.float32, **added)
@@ -296,7 +296,8 @@ def test_the_fused_addition_rounds_once(sign: int) -> None:
 
 
 def rule(problem: Problem, i: int, j: int, c: float, exact: bool, dtype: str) -> tuple[float, float]:
-    """[cast(αS − E), cast(αS + E)] of tolerance.md in fractions, c added and rounded to float32 before the cast."""
+    """[cast(αS − E), cast(αS + E)] of docs/tolerance.md#the-accepted-interval in fractions, c added and rounded to
+    float32 before the cast."""
     positive, negative, n = parts(problem, i, j)
     factor = Fraction(float(problem.alpha))
     accumulation = 0 if exact else max(n - 1, 0) * U * (positive + negative)

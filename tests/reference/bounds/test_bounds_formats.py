@@ -233,7 +233,7 @@ def test_the_declared_interval_is_no_wider_than_the_running_error_bound(names: t
 @pytest.mark.parametrize("kind", ["near", "wide", "small"])
 @pytest.mark.parametrize("names", NAMES, ids="-".join)
 def test_the_interval_of_any_order_is_the_rules_to_within_an_ulp(names: tuple[str, str], kind: str) -> None:
-    """tolerance.md, tier 2, in fractions; terms below 2^-149 add 2^-150 each."""
+    """docs/tolerance.md#any-order, in fractions; terms below 2^-149 add 2^-150 each."""
     a, b = pair(names, 4, (3, 3, 96), kind, "any")
     limits = bounds(a, b, out_dtype=torch.float32)
     exact = sums(a, b)

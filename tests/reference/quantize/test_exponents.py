@@ -55,7 +55,7 @@ def test_every_rule_is_exact_on_what_it_rounds(element: Format, dialect: str) ->
 @pytest.mark.parametrize("dialect", ["te", "floor-448"])
 @ELEMENT
 def test_a_quotient_rounded_to_float32_gives_the_exponent_of_the_exact_one(element: Format, dialect: str) -> None:
-    """From 2^-126 on: numerics.md, "equal to dividing by 448 at every mantissa"."""
+    """From 2^-126 on: docs/numerics.md#mx: equal to dividing by 448."""
     x = amaxes()
     x = x[x.astype(np.float64) >= element.max * 2.0**-126]
     np.testing.assert_array_equal(found_codes(x, element, dialect), mx_twins.codes_of_quotient(x, element, dialect))
@@ -73,7 +73,7 @@ def test_and_so_at_all_mantissas_of_an_exponent(element: Format, dialect: str) -
 
 @ELEMENT
 def test_a_subnormal_quotient_is_rounded_before_it_is_rounded_up(element: Format) -> None:
-    """numerics.md, "exponent 0 with mantissa ≤ 0x400000 stays 0": just above max·2^-127 the product is 2^-127."""
+    """docs/numerics.md#mx, exponent 0 with mantissa ≤ 0x400000 stays 0: just above max·2^-127 the product is 2^-127."""
     edge = np.float32(element.max * 2.0**-127)
     above = np.nextafter(edge, np.float32(1))
     far = np.float32(element.max * 2.0**-127 * (1 + 2.0**-20))

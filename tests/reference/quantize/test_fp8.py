@@ -171,7 +171,8 @@ def test_special_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*BLOCKS, *CURRENT])
 def test_a_nan_that_propagates_makes_the_scale_1(name: str) -> None:
-    """numerics.md: scale = 1 if amax is NaN; 300 saturates nothing under it, and would be scaled otherwise."""
+    """docs/numerics.md#fp8-with-float32-scales: scale = 1 if amax is NaN; 300 saturates nothing under it, and would be
+    scaled otherwise."""
     rule = dataclasses.replace(recipe(name), nan="propagate")
     q = quantize(torch.tensor([[math.nan, 300.0]]), rule)
     assert q.scales.tolist() == [[1.0]]

@@ -20,7 +20,7 @@ SHAPES = [(0, 0), (0, 4), (3, 0), (1, 1), (127, 3), (128, 4), (129, 5), (100, 9)
 
 
 def place(i: int, j: int, columns: int) -> int:
-    """numerics.md, "Scale layout of cuBLAS", C = `columns` a multiple of 4."""
+    """docs/numerics.md#scale-layout, C = `columns` a multiple of 4."""
     return ((i // 128) * (columns // 4) + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
 
 

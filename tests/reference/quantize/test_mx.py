@@ -351,7 +351,8 @@ def test_of_256_bytes_as_many_round_up_as_the_distance_counts_in_256ths(element:
 
 @ELEMENT
 def test_the_sum_rounds_once_to_float32(element: Format) -> None:
-    """So a number an ulp short of a distance can go up though ⌊256·f⌋ does not count it: numerics.md, t = fma(…)."""
+    """So a number an ulp short of a distance can go up though ⌊256·f⌋ does not count it:
+    docs/numerics.md#stochastic-rounding."""
     x = near_grid(element)
     low, high = neighbours(x, element)
     summed = (x.double().unsqueeze(1) + BYTES.double() / 256 * (high - low).unsqueeze(1)).float()

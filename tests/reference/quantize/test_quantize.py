@@ -160,7 +160,7 @@ def test_every_exponent_of_the_amax_is_the_scalar_twins() -> None:
             assert_twin(quantize(x, "nvfp4"), x)
 
 
-# Special values: the paragraph of numerics.md, statement by statement.
+# Special values: the paragraph of docs/numerics.md#nvfp4, statement by statement.
 
 
 def one_block(*numbers: float, rest: float = 0.0) -> torch.Tensor:

@@ -97,7 +97,8 @@ def test_what_is_not_finite_or_above_6_saturates_and_nan_stays() -> None:
 
 
 def test_the_sum_rounds_once_to_float32() -> None:
-    """numerics.md: t = fma(u, step, |v|). An ulp below 1/512 rounds up with byte 255, though f is below 1/256."""
+    """docs/numerics.md#stochastic-rounding: t = fma(u, step, |v|). An ulp below 1/512 rounds up with byte 255, though f
+    is below 1/256."""
     x = np.nextafter(np.float32(1 / 512), np.float32(0))
     assert math.floor(256 * Fraction(float(x)) * 2) == 0
     assert enumerated(torch.tensor([x]))[0].tolist() == [0.0] * 255 + [0.5]

@@ -9,7 +9,7 @@
 //   Grouped: sizes (G,) rows of each section, a_amax (G,), b_codes, b_scales, b_amax the addresses of G matrices of one
 //   shape, b_layouts (G,), bias (G, N); grid.z = G, and blocks beyond the end of a section do nothing.
 //   Numerics: elements are decoded to float32; the inner product of a block of 16 and its two scales are exact
-//   (numerics.md, "NVFP4 GEMM": at most 20 bits); blocks are added in order of K, one float32 rounding each. Then
+//   (docs/numerics.md#nvfp4-gemm: at most 20 bits); blocks are added in order of K, one float32 rounding each. Then
 //   alpha * acc, + c, + bias round to float32, and one cast to nearest even ends it.
 
 #include "gemm/portable/gemm_nvfp4.cuh"

@@ -87,7 +87,7 @@ constexpr int KEPT_BITS = 25;
 
 // acc + a[0]*b[0] + ... + a[15]*b[15] as tensor cores of Hopper add float16: the exact products and acc are aligned to the
 // largest exponent among them, that of a product being the sum of its factors', and cut off behind 25 bits; their sum is
-// cut off to a float32. numerics.md has no more of it than tolerance.md, rule 2.
+// cut off to a float32. The sum is judged by docs/tolerance.md#gemm.
 inline float aligned_halves(float acc, const float (&a)[16], const float (&b)[16]) {
     int largest = -100000, exponents[17];
     double terms[17];

@@ -1,0 +1,84 @@
+"""Citations and links lead somewhere: every `docs/page.md#section` in the project, and every link of its pages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+SUFFIXES = {".py", ".cu", ".cuh", ".h", ".md", ".toml", ".html", ".js", ".yml"}
+CITATION = re.compile(r"\bdocs/([a-z]+)\.md(?:#([\w-]+))?")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:narrowgauge|reference|native|harness|cases|tests|reports|docs|examples)/[\w./-]*)`")
+TERMS = 40
+"""Rows of the glossary at most."""
+
+
+def files() -> list[Path]:
+    """The files of the project that hold text, as git has them; every file if this is no git checkout."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    names = [name for name in listed.split("\0") if name] or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.*")]
+    paths = [ROOT / name for name in names if Path(name).suffix in SUFFIXES]
+    return [path for path in paths if path.is_file() and not path.is_symlink() and ".venv" not in path.parts]
+
+
+PAGES = [path for path in files() if path.suffix == ".md"]
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"(?m)^#+\s+(.+?)\s*$", text)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_citation_has_a_target() -> None:
+    lost = []
+    for path in files():
+        for page, anchor in CITATION.findall(path.read_text(encoding="utf-8")):
+            target = ROOT / "docs" / f"{page}.md"
+            if not target.is_file() or (anchor and anchor not in anchors(target)):
+                lost.append(f"{path.relative_to(ROOT)}: docs/{page}.md#{anchor}")
+    assert not lost
+
+
+def test_citations_name_the_folder() -> None:
+    """`numerics.md` alone says nothing to a reader who does not know where it lies."""
+    bare = re.compile(r"(?<![\w/.])(?:numerics|tolerance|dialects|design|glossary|style)\.md")
+    lost = [
+        str(path.relative_to(ROOT))
+        for path in files()
+        if path.parent.name != "docs" and path != Path(__file__) and bare.search(path.read_text(encoding="utf-8"))
+    ]
+    assert not lost
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    lost = []
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            lost.append(link)
+    assert not lost
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_paths_that_a_page_names_exist(page: Path) -> None:
+    named = {name for name in PATH.findall(page.read_text(encoding="utf-8")) if not name.startswith("reports/")}
+    assert not {name for name in named if not (ROOT / name).exists()}
+
+
+def test_the_glossary_is_short() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")][2:]
+    assert 20 <= len(rows) <= TERMS
