@@ -1,4 +1,4 @@
-"""Citations and links lead somewhere: every `docs/page.md#section` in the project, and every link of its pages."""
+"""Citations and links lead somewhere: every citation of a page and section in the project, and every link of its pages."""
 
 from __future__ import annotations
 
