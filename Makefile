@@ -1,5 +1,5 @@
 # make report    the quick tier of the case matrix; the page is reports/latest/index.html
-# make test      lint, the tests of the three packages, and the quick tier under pytest
+# make test      lint, the tests, and the quick tier under pytest
 # make test-long the tests that make test leaves out: they take long, and others test the most of it
 # make gate      the quick tier, and whether any case got worse than in the baseline of this device
 # make bench     speed, every figure beside a ceiling of the same run, outputs judged; reports/bench/index.html

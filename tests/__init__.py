@@ -1,1 +1,1 @@
-"""Tests of the three packages. A package, so that `tests.golden` imports however pytest is started."""
+"""Tests. A package, so that `tests.golden` imports however pytest is started."""

@@ -1,4 +1,4 @@
-"""Citations and links lead somewhere: every citation of a page and section in the project, and every link of its pages."""
+"""Citations and links lead somewhere: citations of a page and section anywhere, and the links of every page."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend = next(block for language, block in BLOCKS if language == "python" and "class Backend" in block)
     (folder / "my_kernels.py").write_text(backend, encoding="utf-8")
     (folder / "my_extension.py").write_text(
-        "from reference import ops\n\n\ndef nvfp4_quantize(x):\n"
+        "from narrowgauge.reference import ops\n\n\ndef nvfp4_quantize(x):\n"
         "    q = ops.quantize(x, 'nvfp4')\n    return q.codes, q.scales, q.amax\n",
         encoding="utf-8",
     )

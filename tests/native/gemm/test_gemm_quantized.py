@@ -155,8 +155,3 @@ def test_what_cannot_be_quantized_is_said(
     with pytest.raises(error) as raised:
         ops.gemm_quantized(q, q, name, **{"out_dtype": torch.float32, **options})  # type: ignore[arg-type]
     assert words in str(raised.value)
-
-
-def test_operands_that_cannot_be_multiplied_are_said() -> None:
-    with pytest.raises(ValueError, match="gemm cannot multiply mxfp8-e4m3 by nvfp4: scale is E8M0 and E4M3"):
-        ops.gemm_quantized(ops.quantize(X, "mxfp8-e4m3"), ops.quantize(X, "nvfp4"), "mxfp4", out_dtype=torch.float32)

@@ -140,34 +140,3 @@ def test_sizes_that_nobody_has_checked_are_cut_to_the_rows_there_are(
 
 
 # What is refused.
-
-X = torch.ones(48, 32)
-REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("a negative size", {"sizes": torch.tensor([50, -2])}, ValueError,
-     "sizes of sections are not negative and sum to the 48 rows of x; these are [50, -2], sum 48"),
-    ("too few rows", {"sizes": torch.tensor([1, 2])}, ValueError,
-     "sizes of sections are not negative and sum to the 48 rows of x; these are [1, 2], sum 3"),
-    ("no section", {"sizes": torch.empty(0, dtype=torch.int64)}, ValueError,
-     "sizes of sections have shape (G,), not (0,)"),
-    ("a matrix of sizes", {"sizes": torch.tensor([[48]])}, ValueError, "sizes of sections have shape (G,), not (1, 1)"),
-    ("sizes of int32", {"sizes": torch.tensor([48]).int()}, TypeError, "sizes is int64, not int32"),
-    ("strided sizes", {"sizes": torch.tensor([48, 7, 0])[::2]}, ValueError,
-     "sizes of shape (2,) has strides (2,); the kernels read contiguous memory: pass sizes.contiguous()"),
-    ("amaxes of other sections", {"amax": torch.ones(1)}, ValueError, "amax has shape (2,), not (1,)"),
-    ("amaxes of blocks", {"recipe": "fp8-block-1x128", "amax": torch.ones(2)}, ValueError,
-     "recipe fp8-block-1x128-e4m3-pow2 has no tensor scale; it takes no amax"),
-    ("no scales", {"recipe": "fp8-delayed-e4m3"}, ValueError, "recipe fp8-delayed-e4m3 takes scale, float32 (2,)"),
-    ("scales of other sections", {"recipe": "fp8-delayed-e4m3", "scale": torch.ones(1)}, ValueError,
-     "scale has shape (2,), not (1,)"),
-    ("scales of current scaling", {"scale": torch.ones(2)}, ValueError,
-     "recipe fp8-current-e4m3 makes its own scales; it takes none"),
-    ("random bits", {"random": (1, 2)}, ValueError,
-     "recipe fp8-current-e4m3 rounds nearest-even; it takes no random bits"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
-def test_it_is_refused_with_a_sentence(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"x": X, "sizes": torch.tensor([16, 32]), "recipe": "fp8-current-e4m3", **changes}
-    with pytest.raises(error, match=re.escape(message)):
-        ops.quantize_grouped(**arguments)

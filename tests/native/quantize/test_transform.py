@@ -111,25 +111,3 @@ def test_nothing_outside_is_read_and_nothing_outside_is_written(group: int, monk
         y = ops.transform(x, rotating(group))
     assert_equal(y, reference.transform(plain, rotating(group)))
     assert torch.equal(bits(x), bits(plain))
-
-
-@pytest.mark.parametrize(
-    ("x", "name", "error", "message"),
-    [
-        (torch.ones(3, 16), "nvfp4-rht", TypeError, "recipe nvfp4-rht rotates bfloat16, not float32; convert it first"),
-        (torch.ones(3, 16).double(), "nvfp4-rht", TypeError, "recipe nvfp4-rht rotates bfloat16, not float64"),
-        (torch.ones(3, 24).bfloat16(), "nvfp4-rht", ValueError,
-         "recipe nvfp4-rht rotates whole groups of 16, and 24 elements of x (3, 24) are none; pad it first"),
-        (torch.ones(3, 64).bfloat16(), "nvfp4-rht128", ValueError,
-         "recipe nvfp4-rht128 rotates whole groups of 128, and 64 elements of x (3, 64) are none; pad it first"),
-        (torch.ones(16).bfloat16(), "nvfp4-rht", ValueError,
-         "recipe nvfp4-rht rotates rows of a matrix (M, K), not shape (16,); reshape it first"),
-        (torch.ones(2, 3, 16).bfloat16(), "nvfp4-rht", ValueError, "a matrix (M, K), not shape (2, 3, 16)"),
-        (torch.ones(3, 16).bfloat16(), "nvfp4", ValueError,
-         "recipe nvfp4 has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have"),
-    ],
-    ids=["float32", "float64", "half a group", "half a group of 128", "a vector", "three dimensions", "no transform"],
-)  # fmt: skip
-def test_it_is_refused_with_a_sentence(x: torch.Tensor, name: str, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        ops.transform(x, name)

@@ -124,39 +124,6 @@ def test_an_input_without_rows_gives_gradients_of_zeros() -> None:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"dtype": torch.float64}, TypeError, "Linear is of float32, bfloat16 or float16, not torch.float64"),
-        ({"seed": -1}, ValueError, "the seed of Linear has 64 bits, so it is no -1"),
-        ({"seed": 1 << 64}, ValueError, "the seed of Linear has 64 bits, so it is no 18446744073709551616"),
-        (
-            {"quantized_parameters": True},
-            ValueError,
-            "Linear with quantized_parameters has no weight that could have a .grad; its gradient goes to main_grad: "
-            "give accumulate=True too",
-        ),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        Linear(16, 16, **options)  # type: ignore[arg-type]
-
-
-def test_a_layer_without_features_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear has at least one feature in and out, not 0 and 16"):
-        Linear(0, 16)
-
-
-def test_an_input_of_another_dtype_or_shape_is_refused() -> None:
-    layer = Linear(INNER, OUTER)
-    with pytest.raises(TypeError, match="Linear of bfloat16 takes an input of that dtype, not float32"):
-        layer(torch.zeros(ROWS, INNER))
-    message = f"Linear takes an input (…, {INNER}), not shape (2, {OUTER})"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        layer(torch.zeros(2, OUTER).bfloat16())
-
-
 def test_a_rotation_takes_bfloat16_and_whole_groups_of_rows() -> None:
     message = (
         "NVFP4BlockScaling-nosr rotates the operands of the weight's gradient, which are bfloat16 then, not float16; "

@@ -105,24 +105,3 @@ def test_main_gradients_delayed_ones_and_held_weights_are_those_of_each_group() 
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("splits", [[32, 32], [32, 16, 15], [80, -16, 0]])
-def test_splits_that_are_not_of_the_rows_are_refused(splits: list[int]) -> None:
-    message = (
-        "m_splits are 3 numbers of rows, not negative, that sum to the 64 rows of an input of shape (2, 32, 64); these "
-        f"are {splits}"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        GroupedLinear(3, INNER, OUTER)(normal(2, 32, INNER), splits)
-
-
-def test_no_group_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match="GroupedLinear has at least one group, not 0"):
-        GroupedLinear(0, INNER, OUTER)
-
-
-def test_a_rotation_takes_bfloat16_in_groups_too() -> None:
-    message = "rotates the operands of the weight's gradient, which are bfloat16 then, not float32"
-    with pytest.raises(TypeError, match=re.escape(message)), autocast("NVFP4BlockScaling"):
-        GroupedLinear(1, INNER, OUTER, dtype=torch.float32)(torch.zeros(16, INNER), [16])

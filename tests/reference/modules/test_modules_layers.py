@@ -138,24 +138,3 @@ def test_delayed_gradients_of_a_transformer_layer_come_from_all_its_products() -
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_another_norm_is_refused() -> None:
-    with pytest.raises(ValueError, match="the norm of LayerNormLinear is one of layer, rms, not 'batch'"):
-        LayerNormLinear(16, 16, norm="batch")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_heads_that_do_not_divide_the_hidden_size_are_refused(count: int) -> None:
-    message = f"the heads of a TransformerLayer divide its hidden size: 16 is no multiple of {count}"
-    with pytest.raises(ValueError, match=message):
-        TransformerLayer(16, 32, count)
-
-
-def test_an_input_that_does_not_fit_is_refused() -> None:
-    message = "TransformerLayer takes an input (B, S, 16), not shape (16, 16)"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        TransformerLayer(16, 32, 2)(normal(16, 16))
-    message = "rotates groups of 16 rows of the input; one of shape (3, 16) has 3"
-    with pytest.raises(ValueError, match=re.escape(message)), autocast(RECIPE):
-        LayerNormLinear(16, 16)(normal(3, 16))

@@ -80,16 +80,6 @@ def test_a_main_gradient_that_is_there_stays_where_it_is() -> None:
     assert float(main.min()) > 900
 
 
-@pytest.mark.parametrize("main", [torch.zeros(INNER, OUTER), torch.zeros(OUTER, INNER).bfloat16()])
-def test_a_main_gradient_that_does_not_fit_is_refused_in_the_forward(main: torch.Tensor) -> None:
-    layer = made(Linear, INNER, OUTER, accumulate=True)
-    layer.weight.main_grad = main
-    name = str(main.dtype).removeprefix("torch.")
-    message = f"main_grad of weight is float32 of shape (48, 64), not {name} of shape {tuple(main.shape)}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        layer(normal(ROWS, INNER))
-
-
 # ---- delay_wgrad -----------------------------------------------------------------------------------------------------
 
 
@@ -115,12 +105,6 @@ def test_delayed_gradients_of_weights_are_those_of_a_backward(recipe: str | None
     assert same(*(getattr(layer.weight, *main) for layer in (now, later)))
     later.backward_dw()
     assert len(waiting) == 2
-
-
-def test_nothing_waits_in_a_layer_that_does_not_delay() -> None:
-    message = "Linear has no gradients waiting; make it with delay_wgrad=True"
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        Linear(INNER, OUTER).backward_dw()
 
 
 # ---- quantized parameters --------------------------------------------------------------------------------------------
@@ -174,41 +158,6 @@ def test_the_gradient_of_a_held_weight_needs_no_other_gradient() -> None:
         layer(normal(ROWS, INNER)).sum().backward()
     assert torch.is_tensor(layer.main_grad)
     assert layer.main_grad.any()
-
-
-def test_a_held_weight_belongs_to_its_recipe() -> None:
-    layer = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
-    x = normal(ROWS, INNER)
-    message = "the quantized weight was not written yet; give write_weight the high-precision one, or load a state"
-    with pytest.raises(RuntimeError, match=re.escape(message)), autocast(MX):
-        layer(x)
-    layer.write_weight(normal(OUTER, INNER), MX)
-    for recipe, said in ((None, "no recipe"), ("MXFP8BlockScaling-2d", "MXFP8BlockScaling-2d")):
-        message = (
-            f"the weight was quantized under {MX}, and this forward is under {said}; write_weight it again under the "
-            "recipe of the forward"
-        )
-        with pytest.raises(ValueError, match=re.escape(message)), autocast(recipe):
-            layer(x)
-
-
-def test_a_weight_that_cannot_be_written_is_refused() -> None:
-    layer = Linear(INNER, OUTER, accumulate=True, quantized_parameters=True)
-    message = "write_weight quantizes by the recipe of an autocast, and none is active; or give it one"
-    with pytest.raises(RuntimeError, match=message):
-        layer.write_weight(normal(OUTER, INNER))
-    with pytest.raises(ValueError, match=re.escape("write_weight of this Linear takes (48, 64), not (64, 48)")):
-        layer.write_weight(normal(INNER, OUTER), MX)
-    grouped = GroupedLinear(2, INNER, OUTER, accumulate=True, quantized_parameters=True)
-    message = "write_weight of this GroupedLinear takes 2 of (48, 64), not (48, 64)"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        grouped.write_weight([normal(OUTER, INNER)], MX)
-    message = (
-        "Linear without quantized_parameters has its weight as a parameter; copy into that, or make the layer with "
-        "quantized_parameters=True"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        Linear(INNER, OUTER).write_weight(normal(OUTER, INNER), MX)
 
 
 def test_a_conversion_leaves_scales_and_amaxes_in_float32() -> None:

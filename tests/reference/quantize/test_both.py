@@ -129,37 +129,3 @@ def test_a_view_gives_the_bytes_of_its_copy(name: str) -> None:
 
 
 # Errors.
-
-
-def test_no_half_at_all_is_refused() -> None:
-    message = "quantize_both makes a rowwise or a columnwise half, or both; neither is wanted"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize_both(torch.zeros(2, 16), "nvfp4", rowwise=False, columnwise=False)
-
-
-@pytest.mark.parametrize("random", [torch.zeros(2, 4, dtype=torch.int32), (1, 2, 3), 7])
-def test_random_bits_that_are_not_of_two_halves_are_refused(random: object) -> None:
-    message = f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        quantize_both(torch.zeros(2, 16), "nvfp4-sr", random=random)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("wanted", [{"rowwise": False}, {"columnwise": False}])
-def test_a_half_that_rounds_stochastically_wants_its_random_bits(wanted: dict[str, bool]) -> None:
-    shape = "(2, 4)" if "columnwise" in wanted else "(16, 1)"
-    message = f"recipe nvfp4-sr rounds stochastically; give random=(seed, offset), or words, int32 {shape}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize_both(torch.zeros(2, 16), "nvfp4-sr", **wanted)
-
-
-def test_columns_that_are_no_whole_groups_are_refused_with_the_shape_of_the_transpose() -> None:
-    message = "recipe nvfp4-rht rotates whole groups of 16 along K of a matrix (M, K), not shape (32, 24); pad it first"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize_both(torch.zeros(24, 32).bfloat16(), "nvfp4-rht")
-
-
-@pytest.mark.parametrize("shape", [(), (16,)])
-def test_less_than_a_matrix_is_refused(shape: tuple[int, ...]) -> None:
-    message = f"quantize takes a matrix (M, K) or (…, K), not shape {shape}; reshape it first"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize_both(torch.zeros(shape), "nvfp4")

@@ -115,29 +115,6 @@ def test_three_steps_use_the_scale_of_the_step_before() -> None:
 # Errors.
 
 
-@pytest.mark.parametrize("name", ["fp8-current-e4m3", "mxfp8-e4m3", "nvfp4", "fp8-block-1x128-e4m3-pow2"])
-def test_a_recipe_without_a_history_is_refused(name: str) -> None:
-    message = f"recipe {name} takes no scale from a history; fp8-delayed-e4m3 and the like do"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        update_scale(torch.ones(4, 1), torch.ones(1), name)
-
-
-@pytest.mark.parametrize(
-    ("history", "scale"), [((0, 1), (1,)), ((4,), (1,)), ((4, 2), (1,)), ((4, 1), ()), ((4, 1), (1, 1))]
-)
-def test_shapes_that_do_not_fit_are_refused(history: tuple[int, ...], scale: tuple[int, ...]) -> None:
-    message = f"history is (H, N), with at least one row, and scale (N,); these are {history} and {scale}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        update_scale(torch.ones(history), torch.ones(scale), "fp8-delayed-e4m3")
-
-
-def test_another_dtype_is_refused() -> None:
-    with pytest.raises(TypeError, match="history is float32, not float64"):
-        update_scale(torch.ones(4, 1).double(), torch.ones(1), "fp8-delayed-e4m3")
-    with pytest.raises(TypeError, match="scale is float32, not bfloat16"):
-        update_scale(torch.ones(4, 1), torch.ones(1).bfloat16(), "fp8-delayed-e4m3")
-
-
 def test_no_tensors_at_all_have_no_scales() -> None:
     rolled, found = update_scale(torch.ones(4, 0), torch.ones(0), "fp8-delayed-e4m3")
     assert tuple(rolled.shape) == (4, 0)

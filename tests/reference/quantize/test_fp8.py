@@ -324,56 +324,6 @@ def test_an_amax_for_each_section_replaces_its_own(name: str) -> None:
 
 # Errors.
 
-DOORS: dict[str, Callable[..., Any]] = {
-    "quantize": quantize,
-    "quantize_both": quantize_both,
-    "quantize_grouped": lambda x, name, **more: quantize_grouped(x, torch.tensor([x.shape[0]]), name, **more),
-}
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-
-
-@DOOR
-def test_a_delayed_recipe_wants_its_scale(door: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=re.escape("recipe fp8-delayed-e4m3 takes scale, float32 (1,)")):
-        door(torch.ones(2, 16), "fp8-delayed-e4m3")
-
-
-@DOOR
-@pytest.mark.parametrize("name", ["fp8-current-e4m3", "fp8-block-1x128-e4m3-pow2", "mxfp8-e4m3", "nvfp4"])
-def test_no_other_recipe_takes_a_scale(door: Callable[..., Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"recipe {name} makes its own scales; it takes none"):
-        door(torch.ones(2, 16), name, scale=ONE)
-
-
-@DOOR
-@pytest.mark.parametrize("scale", [torch.ones(2), torch.ones(()), torch.ones(1, dtype=torch.float64), torch.ones(1, 1)])
-def test_a_scale_of_another_shape_or_dtype_is_refused(door: Callable[..., Any], scale: torch.Tensor) -> None:
-    message = f"scale is float32 of shape (1,), not {scale.dtype} of shape {tuple(scale.shape)}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        door(torch.ones(2, 16), "fp8-delayed-e5m2", scale=scale)
-
-
-def test_sections_of_delayed_scaling_want_a_scale_each() -> None:
-    sizes = torch.tensor([1, 0, 1])
-    with pytest.raises(ValueError, match=re.escape("recipe fp8-delayed-e4m3 takes scale, float32 (3,)")):
-        quantize_grouped(torch.ones(2, 16), sizes, "fp8-delayed-e4m3")
-    with pytest.raises(ValueError, match=re.escape("scale is float32 of shape (3,), not torch.float32 of shape (1,)")):
-        quantize_grouped(torch.ones(2, 16), sizes, "fp8-delayed-e4m3", scale=ONE)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_float32_scales_have_no_swizzled_layout(name: str) -> None:
-    message = f"recipe {recipe(name)} has float32 scales; the 128×4 layout is of bytes"
-    for door in (quantize, quantize_both):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            door(torch.ones(2, 16), name, scale=scale_of(name), swizzled=True)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_take_no_amax_of_the_tensor(name: str) -> None:
-    with pytest.raises(ValueError, match=f"recipe {name} has no tensor scale; it takes no amax"):
-        quantize(torch.ones(2, 16), name, amax=ONE)
-
 
 def test_the_largest_scale_of_the_input_must_be_told_its_dtype() -> None:
     rule = recipe("fp8-block-1x128-e4m3-fp32")

@@ -169,52 +169,6 @@ def test_sections_are_views_and_may_do_without_a_tensor_scale() -> None:
 # Errors.
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shown"),
-    [
-        (torch.tensor([3, 4]), "torch.int64 [3, 4], sum 7"),
-        (torch.tensor([3, 4, 2]), "torch.int64 [3, 4, 2], sum 9"),
-        (torch.tensor([9, -1]), "torch.int64 [9, -1], sum 8"),
-        (torch.tensor([4, 4], dtype=torch.int32), "torch.int32 [4, 4], sum 8"),
-        (torch.tensor([4.0, 4.0]), "torch.float32 [4.0, 4.0], sum 8.0"),
-        (torch.tensor([], dtype=torch.int64), "torch.int64 [], sum 0"),
-        (torch.tensor(8), "torch.int64 8, sum 8"),
-        (torch.tensor([[4, 4]]), "torch.int64 [[4, 4]], sum 8"),
-    ],
-)
-def test_sizes_that_are_not_those_of_the_rows_are_refused(sizes: torch.Tensor, shown: str) -> None:
-    message = f"sizes of sections are int64 (G,), not negative, and sum to the 8 rows of x; these are {shown}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize_grouped(torch.zeros(8, 16), sizes, "nvfp4")
-
-
-def test_a_recipe_with_an_amax_for_every_row_is_refused() -> None:
-    message = "recipe nvfp4-rowscaled has an amax for every row; sections of one amax each do not apply"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize_grouped(torch.zeros(8, 16), torch.tensor([8]), "nvfp4-rowscaled")
-
-
-@pytest.mark.parametrize("amax", [torch.ones(1), torch.ones(3), torch.ones(2, 1), torch.ones(2).double()])
-def test_an_amax_of_another_shape_or_dtype_is_refused(amax: torch.Tensor) -> None:
-    message = f"amax of 2 sections is float32 of shape (2,), not {amax.dtype} of shape {tuple(amax.shape)}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize_grouped(torch.zeros(8, 16), torch.tensor([4, 4]), "nvfp4", amax=amax)
-
-
-def test_random_bits_are_wanted_by_stochastic_rounding_alone() -> None:
-    x, sizes = torch.zeros(8, 16), torch.tensor([4, 4])
-    with pytest.raises(ValueError, match=r"recipe nvfp4-sr rounds stochastically; give random=\(seed, offset\)"):
-        quantize_grouped(x, sizes, "nvfp4-sr")
-    with pytest.raises(ValueError, match="recipe nvfp4 rounds nearest-even; it takes no random bits"):
-        quantize_grouped(x, sizes, "nvfp4", random=(1, 2))
-
-
-def test_a_section_that_is_no_whole_groups_is_refused_columnwise() -> None:
-    message = "recipe nvfp4-rht rotates whole groups of 16 along K of a matrix (M, K), not shape (32, 15); pad it first"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize_grouped(torch.zeros(32, 32).bfloat16(), torch.tensor([17, 15][::-1]), "nvfp4-rht", columnwise=True)
-
-
 # GEMM.
 
 
@@ -256,46 +210,3 @@ def test_sections_of_every_recipe_are_multiplied(name: str) -> None:
 
 def grouped(columns: int = 32, **how: bool) -> GroupedQuantized:
     return quantize_grouped(torch.ones(8, columns), torch.tensor([3, 5]), "nvfp4", **how)  # type: ignore[arg-type]
-
-
-def test_columnwise_sections_are_refused() -> None:
-    message = "gemm_grouped multiplies sections that were quantized rowwise; these are columnwise"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        gemm_grouped(grouped(columnwise=True), matrices(2, 4, 32, "nvfp4"), out_dtype=torch.float32)
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_another_number_of_matrices_is_refused(count: int) -> None:
-    message = f"gemm_grouped multiplies each section by one matrix: 2 sections, {count} of b"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        gemm_grouped(grouped(), matrices(count, 4, 32, "nvfp4"), out_dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("added", "message"),
-    [
-        ({"c": torch.ones(4, 8)}, "c is added to the output (8, 4), but has shape (4, 8)"),
-        ({"bias": torch.ones(4)}, "bias has a row for each section, (2, 4), not shape (4,)"),
-        ({"bias": torch.ones(8, 4)}, "bias has a row for each section, (2, 4), not shape (8, 4)"),
-    ],
-)
-def test_an_addend_of_another_shape_is_refused(added: dict[str, torch.Tensor], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        gemm_grouped(grouped(), matrices(2, 4, 32, "nvfp4"), out_dtype=torch.float32, **added)
-
-
-def test_another_output_dtype_k_or_recipe_is_refused_as_by_gemm() -> None:
-    with pytest.raises(TypeError, match=r"gemm gives float32, bfloat16 or float16, not torch\.float64"):
-        gemm_grouped(grouped(), matrices(2, 4, 32, "nvfp4"), out_dtype=torch.float64)
-    message = "gemm multiplies (M, K) by (N, K): K is 32 in a (3, 32) and 48 in b (4, 48)"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        gemm_grouped(grouped(), matrices(2, 4, 48, "nvfp4"), out_dtype=torch.float32)
-    with pytest.raises(ValueError, match="gemm cannot multiply nvfp4 by nvfp4-rht: transform is None and Hadamard"):
-        gemm_grouped(grouped(), matrices(2, 4, 32, "nvfp4-rht"), out_dtype=torch.float32)
-
-
-def test_matrices_of_different_n_are_refused() -> None:
-    a, (one, other) = grouped(), (quantize(torch.ones(n, 32), "nvfp4") for n in (4, 5))
-    message = "gemm_grouped gives one output (8, N): the matrices of b have 4, 5 rows"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        gemm_grouped(a, [one, other], out_dtype=torch.float32)

@@ -187,37 +187,3 @@ def test_an_empty_matrix_stays_empty(shape: tuple[int, int]) -> None:
 
 
 # Errors, of `transform` and of `quantize`, which rotates what it is given.
-
-DOORS = pytest.mark.parametrize("door", [transform, quantize])
-
-
-@DOORS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_another_dtype_is_refused(door: object, dtype: torch.dtype) -> None:
-    message = f"recipe nvfp4-rht rotates bfloat16, not {str(dtype).removeprefix('torch.')}; convert it first"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        door(torch.zeros(2, 16, dtype=dtype), "nvfp4-rht")  # type: ignore[operator]
-
-
-@DOORS
-@pytest.mark.parametrize(("group", "columns"), [(16, 8), (16, 24), (16, 33), (32, 48), (128, 64), (2, 3)])
-def test_a_k_that_is_no_multiple_of_the_group_is_refused(door: object, group: int, columns: int) -> None:
-    message = (
-        f"recipe {name(group)} rotates whole groups of {group} along K of a matrix (M, K), not shape (2, {columns}); "
-        "pad it first"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        door(torch.zeros(2, columns).bfloat16(), name(group))  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("shape", [(), (16,), (2, 2, 16)])
-def test_another_rank_is_refused(shape: tuple[int, ...]) -> None:
-    message = f"recipe nvfp4-rht rotates whole groups of 16 along K of a matrix (M, K), not shape {shape}; pad it first"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        transform(torch.zeros(shape).bfloat16(), "nvfp4-rht")
-
-
-def test_a_recipe_without_a_transform_is_refused() -> None:
-    message = "recipe nvfp4-2d has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        transform(torch.zeros(2, 16).bfloat16(), "nvfp4-2d")

@@ -467,22 +467,3 @@ def test_sections_count_their_blocks_through(name: str, columnwise: bool) -> Non
 
 
 # Errors.
-
-
-@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "mxfp4@ocp"])
-def test_neither_an_amax_nor_a_scale_is_taken(name: str) -> None:
-    rule = recipe(name)
-    for door, extra in ((quantize, ()), (quantize_grouped, (torch.tensor([1, 1]),))):
-        count = 2 if extra else 1
-        with pytest.raises(ValueError, match=re.escape(f"recipe {rule} has no tensor scale; it takes no amax")):
-            door(torch.ones(2, 32), *extra, name, amax=torch.ones(count))  # type: ignore[operator]
-        with pytest.raises(ValueError, match=re.escape(f"recipe {rule} makes its own scales; it takes none")):
-            door(torch.ones(2, 32), *extra, name, scale=torch.ones(count))  # type: ignore[operator]
-
-
-def test_a_recipe_that_rounds_to_nearest_takes_no_random_bits_and_the_other_wants_them() -> None:
-    with pytest.raises(ValueError, match="recipe mxfp8-e4m3 rounds nearest-even; it takes no random bits"):
-        quantize(torch.zeros(2, 32), "mxfp8-e4m3", random=(1, 2))
-    message = "recipe mxfp6-e3m2-sr rounds stochastically; give random=(seed, offset), or words, int32 (2, 9)"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize(torch.zeros(2, 33), "mxfp6-e3m2-sr")

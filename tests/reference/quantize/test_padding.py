@@ -75,42 +75,6 @@ def test_padding_does_not_change_the_rows_that_were_there(name: str) -> None:
         assert torch.equal(part.scales[: len(alone.scales)], alone.scales)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        torch.tensor([1, 2]), torch.tensor([5, -1]), torch.tensor([], dtype=torch.int64), torch.tensor([[4]]),
-        torch.tensor([4], dtype=torch.int32),
-    ],
-)  # fmt: skip
-def test_sizes_that_are_not_those_of_the_rows_are_refused(sizes: torch.Tensor) -> None:
-    message = (
-        f"sizes of sections are int64 (G,), not negative, and sum to the 4 rows of x; these are {sizes.dtype} "
-        f"{sizes.tolist()}, sum {sizes.sum().item()}"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        pad_sections(torch.ones(4, 2), sizes, "nvfp4")
-
-
-def test_rows_that_are_not_those_of_the_padded_sections_are_refused() -> None:
-    message = "sections of [3, 17] rows are 48 rows once they are padded to multiples of 16; y has 20"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        unpad_sections(torch.ones(20, 2), torch.tensor([3, 17]), "fp8-current-e4m3")
-
-
-@pytest.mark.parametrize(
-    "sizes", [torch.tensor([20, -3]), torch.tensor([16], dtype=torch.int32), torch.tensor([[16]])], ids=str
-)
-def test_sizes_to_cut_back_to_are_checked_too(sizes: torch.Tensor) -> None:
-    message = f"sizes of sections are int64 (G,), not negative, at least one; these are {sizes.dtype} {sizes.tolist()}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        unpad_sections(torch.ones(32, 2), sizes, "fp8-current-e4m3")
-
-
-def test_no_sections_have_no_rows_to_cut_back_to() -> None:
-    with pytest.raises(ValueError, match="sizes of sections are int64"):
-        unpad_sections(torch.ones(0, 2), torch.tensor([], dtype=torch.int64), "fp8-current-e4m3")
-
-
 def test_a_recipe_that_does_not_exist_is_refused() -> None:
     for door in (pad_sections, unpad_sections):
         with pytest.raises(ValueError, match=re.escape("no recipe is called 'nvfp5' (did you mean 'nvfp4'?)")):
