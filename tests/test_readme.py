@@ -60,6 +60,16 @@ def test_the_report_on_the_first_screen_is_what_the_harness_says(inputs: str, ve
         assert first_failure(record) in README
 
 
+def test_the_reference_is_used_as_the_readme_says() -> None:
+    (block,) = (
+        block for language, block in BLOCKS if language == "python" and block.startswith("import narrowgauge\n")
+    )
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert (names["q"].codes.shape, names["q"].scales.shape, names["q"].amax.shape) == ((256, 512), (256, 64), (1,))
+    assert names["y"].shape == (256, 256)
+
+
 def test_make_knows_every_target_that_the_readme_names() -> None:
     targets = re.findall(r"make [a-z]+(?: [A-Z]+=\w+)*", README)
     assert {"make report", "make test", "make bench", "make report DEVICE=cuda PY=python3"} <= set(targets)

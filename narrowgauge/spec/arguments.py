@@ -76,6 +76,18 @@ def check_rotated(x: torch.Tensor, extent: int, recipe: Recipe) -> None:
         )
 
 
+def check_rotated_sections(rows: Sequence[int], recipe: Recipe) -> None:
+    """Raises ValueError if a recipe with a transform cannot rotate sections of so many rows along M."""
+    if recipe.transform is None:
+        return
+    group = recipe.transform.group
+    if any(count % group for count in rows):
+        raise ValueError(
+            f"recipe {recipe} rotates whole groups of {group} rows; sections of {list(rows)} rows are no multiples: "
+            "pad each section first"
+        )
+
+
 def check_random(random: object, shape: tuple[int, int], recipe: Recipe) -> None:
     """Raises ValueError or TypeError unless `random` is what the rounding of a matrix (M, K) takes."""
     if recipe.rounding != "stochastic":
@@ -107,10 +119,19 @@ def split_random(random: object) -> tuple[Random | None, Random | None]:
     raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
 
 
-def check_random_of_sections(random: object) -> None:
-    """Raises ValueError for words: the random bits of sections are counted by Philox."""
-    if isinstance(random, torch.Tensor):
+def check_random_of_sections(random: object, recipe: Recipe) -> None:
+    """Raises ValueError or TypeError unless `random` is what the rounding of sections takes: seed and offset, no words.
+
+    Philox counts the blocks of all sections through.
+    """
+    if recipe.rounding != "stochastic":
+        check_random(random, (0, 0), recipe)
+    elif random is None:
+        raise ValueError(f"recipe {recipe} rounds stochastically; give sections random=(seed, offset)")
+    elif isinstance(random, torch.Tensor):
         raise ValueError("sections take random=(seed, offset), not words")
+    else:
+        check_random(random, (0, 0), recipe)
 
 
 def check_scale(scale: torch.Tensor | None, count: int, recipe: Recipe) -> None:
@@ -135,6 +156,11 @@ def check_swizzled(recipe: Recipe, *, swizzled: bool) -> None:
     """Raises ValueError if swizzled scales are asked for of a recipe with float32 scales."""
     if swizzled and recipe.scale is FP32:
         raise ValueError(f"recipe {recipe} has float32 scales; the 128×4 layout is of bytes")
+
+
+def check_swizzled_scales(scales: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Raises TypeError or ValueError unless `scales` are uint8 codes in the 128×4 layout, of linear scales `shape`."""
+    check_tensor(scales, "swizzled scales", (torch.uint8,), (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4))
 
 
 def check_scales_matrix(scales: torch.Tensor) -> None:
@@ -204,6 +230,12 @@ def padded_rows(sizes: torch.Tensor, total: int, alignment: int) -> tuple[list[i
     return rows, padded
 
 
+def check_rows(x: torch.Tensor, name: str) -> None:
+    """Raises ValueError for a scalar."""
+    if x.dim() < 1:
+        raise ValueError(f"{name} has rows (M, …), not shape ()")
+
+
 def check_pair(a: Recipe, b: Recipe) -> None:
     """Raises ValueError if operands of two recipes cannot be multiplied."""
     if reason := mismatch(a, b):
@@ -224,6 +256,12 @@ def check_sections_of_product(a: GroupedQuantized, b: Sequence[Quantized]) -> No
         raise ValueError("gemm_grouped multiplies sections that were quantized rowwise; these are columnwise")
     if len(a.sizes) != len(b) or not b:
         raise ValueError(f"gemm_grouped multiplies each section by one matrix: {len(a.sizes)} sections, {len(b)} of b")
+    for number, matrix in enumerate(b):
+        if matrix.shape[1] != a.shape[1]:
+            raise ValueError(
+                f"gemm_grouped multiplies (M, K) by (N, K): K is {a.shape[1]} in a {a.shape} and {matrix.shape[1]} in "
+                f"b[{number}] {matrix.shape}"
+            )
     if any(matrix.shape[0] != b[0].shape[0] for matrix in b):
         heights = ", ".join(str(matrix.shape[0]) for matrix in b)
         raise ValueError(f"gemm_grouped gives one output ({a.shape[0]}, N): the matrices of b have {heights} rows")

@@ -25,6 +25,7 @@ from narrowgauge.spec.module_arguments import (
     check_layer,
     check_main_grad,
     check_masters,
+    check_written,
 )
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
@@ -116,7 +117,11 @@ class Layer(History):
 
     def check_input(self, x: torch.Tensor) -> None:
         """Raises TypeError or ValueError where `x` is no input (…, K) of this layer under the active recipe."""
-        check_input(type(self).__name__, x, self.in_features, self.dtype, current())
+        recipe = current()
+        check_input(type(self).__name__, x, self.in_features, self.dtype, recipe)
+        if self.quantized_parameters:
+            for name in self.weights:
+                check_written(self._held(name).shape, self._held(name).recipe, recipe)
         if self.accumulate and torch.is_grad_enabled():  # here nothing is computed yet that an error would lose
             for name in self.weights:
                 self._main_grad(name, x.device)
@@ -278,7 +283,3 @@ def report_halves(layer: Layer, name: str, rows: Any, columns: Any) -> None:
         one = found[0] if isinstance(found, list) else found
         if isinstance(one, Quantized):
             layer.report(of, found)
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,7 +13,14 @@ from narrowgauge.native.quantize.amax import in_32_bits, in_tiles, oriented_amax
 from narrowgauge.native.quantize.sections import check_sizes_of
 from narrowgauge.native.runtime.arguments import ANY_THREADS, blocks_for, check_contiguous, suffix
 from narrowgauge.native.runtime.launch import Argument, launch
-from narrowgauge.spec.arguments import as_matrix, check_amax, check_random, check_scale, check_swizzled
+from narrowgauge.spec.arguments import (
+    as_matrix,
+    check_amax,
+    check_random,
+    check_random_of_sections,
+    check_scale,
+    check_swizzled,
+)
 from narrowgauge.spec.formats import E5M2
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, amax_shape, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
@@ -122,7 +129,7 @@ def quantize_grouped(
     rows, columns = x.shape
     check_sizes_of(sizes, rows)
     count = len(sizes)
-    _check_options(r, (rows, columns), random, swizzled=False)
+    check_random_of_sections(random, r)
     check_scale(scale, count, r)
     check_amax(amax, (count,), r)
     check_contiguous(amax=amax, scale=scale)

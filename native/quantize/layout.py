@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from narrowgauge.native.runtime.arguments import blocks_for, check_contiguous, check_tensor
+from narrowgauge.native.runtime.arguments import blocks_for, check_contiguous
 from narrowgauge.native.runtime.launch import launch
-from narrowgauge.spec.arguments import check_scales_matrix
+from narrowgauge.spec.arguments import check_scales_matrix, check_swizzled_scales
 from narrowgauge.spec.quantized import Quantized, scales_shape
 
 _CHUNK = 16
@@ -34,7 +34,8 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """The linear scales `shape`, (R, C), of swizzled ones. Raises as `swizzle` does."""
-    check_tensor(scales, "swizzled scales", (torch.uint8,), _padded(shape))
+    check_swizzled_scales(scales, shape)
+    check_contiguous(scales=scales)
     out = torch.empty(shape, dtype=torch.uint8, device=scales.device)
     _move("unswizzle", scales, out, *shape)
     return out

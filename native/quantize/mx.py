@@ -136,7 +136,7 @@ def quantize_grouped(
     rows, columns = x.shape
     check_sizes_of(sizes, rows)
     _check_options(amax, scale, r)
-    check_random_of_sections(random)
+    check_random_of_sections(random, r)
     half = _half((rows, columns), r, random, x.device, swizzled=False)
     if columnwise:  # flat, with room for a half byte and a short block of every section
         count = len(sizes)

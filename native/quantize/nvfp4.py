@@ -28,6 +28,7 @@ from narrowgauge.spec.arguments import (
     check_random,
     check_random_of_sections,
     check_rotated,
+    check_rotated_sections,
     check_scale,
     check_section_recipe,
     split_random,
@@ -345,10 +346,9 @@ def quantize_grouped(
     x = as_matrix(x)
     rows, columns = x.shape
     _check_sizes(sizes, rows, r, rotated=columnwise)
-    if not columnwise:
-        check_rotated(x, columns, r)
-    check_random(random, (rows, columns), r)
-    check_random_of_sections(random)
+    # The extents of columnwise sections, a group at least each, are checked with their sizes.
+    check_rotated(x, 0 if columnwise else columns, r)
+    check_random_of_sections(random, r)
     if not _fused(r):  # no group crosses the border of two sections, so that all are rotated at once
         y = transform(x.T, r).T if columnwise else transform(x, r)
         plain = replace(r, transform=None)
@@ -379,6 +379,4 @@ def _check_sizes(sizes: torch.Tensor, rows: int, r: Recipe, *, rotated: bool) ->
     check_sizes_of(sizes, rows)
     if sizes.device.type != "cpu" or not rotated or r.transform is None:
         return
-    group, listed = r.transform.group, sizes.tolist()
-    if any(size % group for size in listed):
-        raise ValueError(f"recipe {r} rotates whole groups of {group} along M; sections of {listed} rows are none")
+    check_rotated_sections(sizes.tolist(), r)

@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.native.runtime.arguments import THREADS, blocks_for, check_contiguous
 from narrowgauge.native.runtime.launch import launch
-from narrowgauge.spec.arguments import check_sizes, padded_rows, section_rows
+from narrowgauge.spec.arguments import check_rows, check_sizes, padded_rows, section_rows
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.recipes import recipe as find_recipe
 
@@ -40,7 +40,7 @@ def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> 
     sections. Waits for the device that holds `sizes`. Raises TypeError or ValueError where they are not those of M
     rows, ToolchainError where kernels cannot be compiled.
     """
-    _check_rows(x, "x")
+    check_rows(x, "x")
     counts = section_rows(sizes, x.shape[0])
     alignment = find_recipe(recipe).row_alignment
     aligned = [-(-count // alignment) * alignment for count in counts]
@@ -53,14 +53,9 @@ def unpad_sections(y: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -
     `sizes` are those before the padding. One launch for all sections. Waits for the device that holds `sizes`. Raises
     ValueError where sections of those sizes, padded, are not M' rows, and as `pad_sections` does.
     """
-    _check_rows(y, "y")
+    check_rows(y, "y")
     counts, aligned = padded_rows(sizes, y.shape[0], find_recipe(recipe).row_alignment)
     return _move(y, aligned, counts)
-
-
-def _check_rows(x: torch.Tensor, name: str) -> None:
-    if x.dim() < 1:
-        raise ValueError(f"{name} has rows (M, …), not shape ()")
 
 
 def _move(x: torch.Tensor, counts: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:

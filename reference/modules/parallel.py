@@ -8,7 +8,7 @@ import torch.distributed as dist
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.hadamard import transform
 from narrowgauge.reference.quantize.quantize import block_amaxes
-from narrowgauge.spec.arguments import as_matrix, check_halves
+from narrowgauge.spec.arguments import as_matrix, check_halves, check_rotated
 from narrowgauge.spec.module_arguments import (
     check_dimension,
     check_extents,
@@ -75,6 +75,7 @@ def _own_amaxes(x: torch.Tensor, recipe: Recipe, *, columnwise: bool) -> list[to
         return [plain, plain]
     if not columnwise:
         return [plain, torch.zeros_like(plain)]
+    check_rotated(x, x.shape[0], recipe)
     return [plain, tensor_amax(block_amaxes(transform(x.T, recipe), recipe))]
 
 

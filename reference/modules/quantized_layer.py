@@ -188,11 +188,12 @@ class QuantizedLayer(AmaxHistory):
         weight = getattr(self, name)
         owner, attribute = (self, name.replace("weight", "main_grad")) if weight is None else (weight, "main_grad")
         shape = (self.out_features, self.in_features)
+        device = next(self.buffers() if weight is None else self.parameters()).device
         main: torch.Tensor | None = getattr(owner, attribute, None)
         if main is None:
-            main = torch.zeros(shape, device=next(self.buffers() if weight is None else self.parameters()).device)
+            main = torch.zeros(shape, device=device)
             setattr(owner, attribute, main)
-        check_main_grad(main, name, shape, main.device, attribute)
+        check_main_grad(main, name, shape, device, attribute)
         return main
 
     def weight_gradients(self, products: Sequence[Product | None]) -> list[torch.Tensor | None]:
@@ -252,11 +253,3 @@ def weight_product(grad: Quantized, given: Quantized) -> Product:
 def plain_weight_product(grad: torch.Tensor, given: torch.Tensor) -> Product:
     """The same in high precision, of the gradient (M, N) and the input (M, K)."""
     return lambda _, c: grad.T @ given if c is None else c + grad.T.float() @ given.float()
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
-    return str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} of " + ", ".join(map(str, dict.fromkeys(shapes)))

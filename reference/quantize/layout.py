@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.spec.arguments import check_scales_matrix
+from narrowgauge.spec.arguments import check_scales_matrix, check_swizzled_scales
 from narrowgauge.spec.quantized import Quantized, scales_shape
 from narrowgauge.spec.recipes import Recipe
 
@@ -72,10 +72,8 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
     Raises ValueError where `scales` has not the padded shape.
     """
-    check_scales_matrix(scales)
-    rows, columns = (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
-    if tuple(scales.shape) != (rows, columns):
-        raise ValueError(f"swizzled scales of {tuple(shape)} have shape {(rows, columns)}, not {tuple(scales.shape)}")
+    check_swizzled_scales(scales, shape)
+    rows, columns = scales.shape
     tiles = scales.reshape(rows // 128, columns // 4, 32, 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)[: shape[0], : shape[1]].contiguous()
 

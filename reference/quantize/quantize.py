@@ -20,6 +20,8 @@ from narrowgauge.spec.arguments import (
     check_halves,
     check_random,
     check_random_of_sections,
+    check_rotated,
+    check_rotated_sections,
     check_scale,
     check_section_recipe,
     check_swizzled,
@@ -210,6 +212,13 @@ def quantize_both(
     given = (None, None) if amax is None else amax
     bits = split_random(random)
     row = column = None
+    for asked, shape, given_amax, half in (
+        (rowwise, x.shape, given[0], "rowwise"), (columnwise, x.shape[::-1], given[1], "columnwise")
+    ):  # fmt: skip
+        if asked:
+            check_amax(given_amax, amax_shape((shape[0], shape[1]), recipe), recipe, f"{half} amax")
+    if columnwise:
+        check_rotated(x, x.shape[0], recipe)
     if rowwise:
         row = quantize(x, recipe.rowwise, amax=given[0], scale=scale, random=bits[0], swizzled=swizzled)
     if columnwise:
@@ -260,8 +269,12 @@ def quantize_grouped(
     check_section_recipe(recipe)
     rows = section_rows(sizes, x.shape[0])
     check_scale(scale, len(rows), recipe)
-    check_random_of_sections(random)
+    check_random_of_sections(random, recipe)
     check_amax(amax, sizes.shape, recipe)
+    if columnwise:
+        check_rotated_sections(rows, recipe)
+    else:
+        check_rotated(x, x.shape[1], recipe)
     parts: list[Quantized] = []
     first = 0
     for number, section in enumerate(torch.split(x, rows)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.spec.arguments import padded_rows, section_rows
+from narrowgauge.spec.arguments import check_rows, padded_rows, section_rows
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.recipes import recipe as find_recipe
 
@@ -15,6 +15,7 @@ def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> 
     `sizes`: int64 (G,), rows of each section; one without rows stays without. The dtype is any. Waits for the device
     that holds `sizes`. Raises ValueError where they are not those of M rows.
     """
+    check_rows(x, "x")
     rows = section_rows(sizes, x.shape[0])
     alignment = find_recipe(recipe).row_alignment
     aligned = [-(-count // alignment) * alignment for count in rows]
@@ -30,5 +31,6 @@ def unpad_sections(y: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -
     `sizes` are those before the padding. Raises ValueError where they are no sizes, or where sections of those sizes,
     padded, are not M' rows.
     """
+    check_rows(y, "y")
     rows, aligned = padded_rows(sizes, y.shape[0], find_recipe(recipe).row_alignment)
     return torch.cat([part[:count] for part, count in zip(torch.split(y, aligned), rows, strict=True)])

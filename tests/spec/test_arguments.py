@@ -132,9 +132,12 @@ QUANTIZING: list[Row] = [
           "random is int32", f"not {dtype_name(dtype)}") for dtype in (torch.int64, torch.uint8, FP32)),
     *(row(f"words of shape {shape}", calling("quantize", X, "nvfp4-sr", random=words(*shape)), ValueError,
           "random has shape (3, 8)", f"not {shape}") for shape in ((3, 7), (3, 9), (8, 3), (24,))),
-    *(row(f"words of the other half of {name}",
+    *(row(f"words of the rowwise half for the columnwise one of {name}",
           calling("quantize_both", X, name, rowwise=False, random=(None, words(3, 8))), ValueError,
           "random has shape (32, 1)", "not (3, 8)") for name in STOCHASTIC),
+    *(row(f"words of the columnwise half for both of {name}",
+          calling("quantize_both", X, name, random=(words(32, 1), words(32, 1))), ValueError,
+          "random has shape (3, 8)", "not (32, 1)") for name in STOCHASTIC),
     *(row(f"random={random!r}", calling("quantize", X, "nvfp4-sr", random=random), TypeError, "random", "words",
           "(seed, offset)", f"not {random!r}")
       for random in (7, (7,), (7, 8, 9), [7, 8], (7, 8.0), (True, 1), "seed")),
@@ -163,14 +166,14 @@ QUANTIZING: list[Row] = [
         f"an amax of shape {shape}", X, ("nvfp4", CURRENT), ValueError, "amax has shape (1,)", f"not {shape}",
         amax=torch.ones(shape))),
     *(row(f"a columnwise amax of float64 of {name}", calling("quantize_both", X, name, amax=(ONE, ONE.double())),
-          TypeError, "amax is float32", "not float64") for name in ("nvfp4", CURRENT)),
+          TypeError, "columnwise amax is float32", "not float64") for name in ("nvfp4", CURRENT)),
     *(row(f"an amax of shape {shape} of three rows",
           calling("quantize", X, "nvfp4-rowscaled", amax=torch.ones(shape)), ValueError, "amax has shape (3,)",
           f"not {shape}") for shape in ((1,), (2,), (3, 1))),
     row("an amax of float64 of three rows", calling("quantize", X, "nvfp4-rowscaled", amax=torch.ones(3).double()),
         TypeError, "amax is float32", "not float64"),
     row("a columnwise amax of three rows", calling("quantize_both", X, "nvfp4-rowscaled", amax=(torch.ones(3),) * 2),
-        ValueError, "amax has shape (32,)", "not (3,)"),
+        ValueError, "columnwise amax has shape (32,)", "not (3,)"),
     # check_swizzled
     *(row(f"{method} {name} swizzled", calling(method, X, name, swizzled=True, scale=ONE if name == DELAYED else None),
           ValueError, f"recipe {name} has float32 scales", "128×4", "bytes")
@@ -180,6 +183,14 @@ QUANTIZING: list[Row] = [
           "scales is uint8", f"not {dtype_name(dtype)}") for dtype in (FP32, torch.int8)),
     *(row(f"scales of shape {shape}", calling("swizzle", torch.ones(shape, dtype=torch.uint8)), ValueError,
           "scales are a matrix", f"not shape {shape}") for shape in ((), (512,), (1, 128, 4))),
+    *(row(f"swizzled scales of {dtype_name(dtype)}", calling("unswizzle", torch.ones(128, 4).to(dtype), (128, 4)),
+          TypeError, "scales is uint8", f"not {dtype_name(dtype)}") for dtype in (FP32, torch.int8)),
+    *(row(f"swizzled scales of shape {shape} for {wanted}",
+          calling("unswizzle", torch.ones(shape, dtype=torch.uint8), wanted), ValueError, "scales", f"{padded}",
+          f"{shape}")
+      for shape, wanted, padded in (
+          ((512,), (128, 4), (128, 4)), ((1, 128, 4), (128, 4), (128, 4)), ((128, 4), (128, 8), (128, 8)),
+          ((128, 4), (129, 4), (256, 4)), ((128, 4), (128, 5), (128, 8)), ((128, 4), (0, 4), (0, 4)))),
     # check_out_dtype
     *(row(f"values of {dtype_name(dtype)}", lambda ops, dtype=dtype: ops.dequantize(operand(ops), dtype), TypeError,
           "dequantize gives float32, bfloat16 or float16", f"not {dtype_name(dtype)}")
@@ -223,8 +234,10 @@ SECTIONS: list[Row] = [
           f"recipe {name} rounds stochastically", "random=(seed, offset)") for name in STOCHASTIC),
     *(row(f"a seed alone of sections of {name}", quantizing_sections(name, random=7), TypeError, "random",
           "(seed, offset)", "not 7") for name in STOCHASTIC),
-    *(row(f"words of sections of {name}", quantizing_sections(name, random=words(3, 8)), ValueError, "sections",
-          "random=(seed, offset)", "not words") for name in STOCHASTIC),
+    *(row(f"words {shape} of sections of {name}", quantizing_sections(name, random=words(*shape)), ValueError,
+          "sections", "random=(seed, offset)", "not words") for name in STOCHASTIC for shape in ((3, 8), (3, 7))),
+    *(row(f"words of sections of {name}", quantizing_sections(name, random=words(3, 8)), ValueError,
+          f"recipe {name} rounds nearest-even", "no random bits") for name in FAMILIES),
     # check_scale
     row("no scale of two sections", quantizing_sections(DELAYED), ValueError, "takes scale", "float32 (2,)"),
     row("one scale of two sections", quantizing_sections(DELAYED, scale=ONE), ValueError, "scale has shape (2,)",
@@ -247,6 +260,8 @@ SECTIONS: list[Row] = [
     *(row(f"{method} {name} sizes {sizes}", calling(method, X, torch.tensor(sizes), name), ValueError, "sizes",
           "not negative", "sum to the 3 rows of x", f"{sizes}, sum {sum(sizes)}")
       for (method, name), sizes in product(TAKE_SIZES[:-1], ([1, 1], [1, 1, 2], [4, -1]))),
+    *(row(f"{method} of a scalar", calling(method, ONE[0], SIZES, "mxfp4"), ValueError, "(M, …)", "not shape ()")
+      for method in PADDING),
     # padded_rows
     *(row(f"{rows} rows of padded sections {sizes} of {name}",
           calling("unpad_sections", torch.ones(rows, 3), torch.tensor(sizes), name), ValueError, "sizes",
@@ -567,6 +582,15 @@ def test_both_sides_raise_the_same_message(mistake: Row) -> None:
     assert raised(mistake, native) == raised(mistake, reference)
 
 
+@pytest.mark.parametrize("ops", [reference, native], ids=["reference", "native"])
+def test_a_weight_of_another_recipe_is_an_error_before_an_amax_is_recorded(ops: ModuleType) -> None:
+    layer = made(ops, LINEAR, **HELD)
+    layer.write_weight(WEIGHT, TRAINING)
+    with pytest.raises(ValueError, match=f"written under {TRAINING}"), autocast("DelayedScaling-history2"):
+        layer(BF16)
+    assert layer.amax_history is None
+
+
 @pytest.mark.parametrize("mistake", SHARDS, ids=named)
 def test_an_error_of_shards_names_the_process_its_extent_and_the_remedy(mistake: Row) -> None:
     assert missing(mistake, reference) == []
@@ -585,7 +609,7 @@ def test_every_check_has_a_row() -> None:
     for mistake in (*BOTH_SIDES, *SHARDS):
         try:
             mistake.call(reference)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # other types: `test_an_error_names_the_argument_its_value_and_the_remedy`
             seen |= {frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files}
     assert checks - seen == {"dtype_name", "step_of"}
 

@@ -1,4 +1,4 @@
-"""The cases that a mutant runs: those whose kernels or modules it changes, cheap cases first."""
+"""The cases that a mutant runs: cases of the kernel or module that the mutant changes, cheap cases first."""
 
 from __future__ import annotations
 

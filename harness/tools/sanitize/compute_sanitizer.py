@@ -26,7 +26,7 @@ BATCH = 64
 """Cases in one process: starting it costs more than most cases."""
 _PLACES = ("/usr/local/cuda/bin",)
 _ROOT = Path(__file__).parents[4]
-"""Folder that holds the package: a process that runs cases imports it from there, installed or not."""
+"""Parent folder of the package, for PYTHONPATH of the process that runs the cases."""
 
 
 class ComputeSanitizerError(Exception):

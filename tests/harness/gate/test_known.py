@@ -107,7 +107,7 @@ def test_a_stage_and_a_cause_that_there_are(tmp_path, keys):
 def test_the_names_of_causes_are_those_of_the_diagnosis():
     """Every literal of its files that looks like a cause is one, or known to be something else."""
     literals = set()
-    for path in (ROOT / "harness" / "diagnosis").glob("*.py"):
+    for path in (ROOT / "harness" / "diagnosis").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())) if path.stem != "names" else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 literals.add(node.value)

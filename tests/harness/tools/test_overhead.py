@@ -38,7 +38,7 @@ def burn(done):
 def code_of(file: str) -> dict[str, Any]:
     """Functions that seem to stand in a file of the project."""
     found: dict[str, Any] = {}
-    exec(compile(SOURCE, str(ROOT / file), "exec"), found)
+    exec(compile(SOURCE, str(ROOT / "narrowgauge" / file), "exec"), found)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import threading
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.guard import Guard
-from narrowgauge.native.modules import GroupedLinear, LayerNormLinear, Linear, TransformerLayer, autocast, checkpoint
+from narrowgauge.native.modules import Linear, TransformerLayer, autocast, checkpoint
 from narrowgauge.native.modules import layer as layer_module
 from narrowgauge.spec.recipes import Recipe
 from tests.native import declared
@@ -468,6 +467,3 @@ def test_layers_allocate_through_torch_and_write_nothing_beside() -> None:
                 found.append(run(layer, given, "NVFP4BlockScaling"))
             assert guard.violations() == ([], [])
         assert_reports_same(*found)
-
-
-# Errors.

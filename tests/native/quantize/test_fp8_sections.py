@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -137,6 +136,3 @@ def test_sizes_that_nobody_has_checked_are_cut_to_the_rows_there_are(
         got = ops.quantize_grouped(x, embedded(torch.tensor(sizes)), r, **options)
     got.sizes, got.shape = torch.tensor(cut), (sum(cut), 140)
     assert_sections_same(got, reference.quantize_grouped(x[: sum(cut)], torch.tensor(cut), r, **options))
-
-
-# What is refused.

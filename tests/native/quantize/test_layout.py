@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import product
 from pathlib import Path
 
@@ -65,20 +64,8 @@ def test_nothing_outside_is_read_and_nothing_outside_is_written(
     assert_equal(back, linear.clone())
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: ops.swizzle(torch.ones(4, 4)), TypeError, "scales is uint8, not float32"),
-        (lambda: ops.swizzle(scales(4, 4)[0]), ValueError, "scales are a matrix (M, ⌈K/block⌉), not shape (4,)"),
-        (lambda: ops.swizzle(scales(4, 4).T), ValueError, "scales of shape (4, 4) has strides (1, 4)"),
-        (lambda: ops.unswizzle(scales(128, 4), (129, 4)), ValueError,
-         "swizzled scales has shape (256, 4), not (128, 4)"),
-        (lambda: ops.unswizzle(scales(128, 4), (128, 5)), ValueError,
-         "swizzled scales has shape (128, 8), not (128, 4)"),
-        (lambda: ops.unswizzle(scales(128, 4).float(), (128, 4)), TypeError, "swizzled scales is uint8, not float32"),
-    ],
-    ids=["floats", "a vector", "a transpose", "too few rows", "too few columns", "swizzled floats"],
-)  # fmt: skip
-def test_it_is_refused_with_a_sentence(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(error, match=re.escape(message)):
-        call()
+def test_strided_scales_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"scales of shape \(4, 4\) has strides \(1, 4\).* pass .*contiguous"):
+        ops.swizzle(scales(4, 4).T)
+    with pytest.raises(ValueError, match=r"scales of shape \(128, 128\) has strides \(1, 128\).* pass .*contiguous"):
+        ops.unswizzle(scales(128, 128).T, (128, 128))

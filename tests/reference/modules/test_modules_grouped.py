@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 
-from narrowgauge.reference.modules import GroupedLinear, Linear, autocast
+from narrowgauge.reference.modules import GroupedLinear, Linear
 from narrowgauge.reference.ops import quantize_grouped
 from narrowgauge.spec.training import training_recipe
 from tests.reference.passes import INNER, OUTER, Pass, made, normal, same
@@ -102,6 +101,3 @@ def test_main_gradients_delayed_ones_and_held_weights_are_those_of_each_group() 
     held.backward_dw()
     for group in range(3):
         assert same(getattr(held, f"main_grad{group}").bfloat16(), one.gradients[f"weight{group}"])
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn import functional
 from narrowgauge.reference.high_precision.attention import attention_backward, attention_forward
 from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
 from narrowgauge.reference.high_precision.norm import norm_backward, norm_forward
-from narrowgauge.reference.modules import LayerNormLinear, Linear, TransformerLayer, autocast
+from narrowgauge.reference.modules import LayerNormLinear, Linear, TransformerLayer
 from tests.reference.passes import INNER, OUTER, ROWS, Pass, made, normal, same
 
 HIDDEN, FFN, HEADS = 32, 48, 4
@@ -135,6 +134,3 @@ def test_delayed_gradients_of_a_transformer_layer_come_from_all_its_products() -
     later.backward_dw()
     assert names == ["fc2.dw", "fc1.dw", "proj.dw", "qkv.dw"]
     assert same({name: parameter.grad for name, parameter in later.named_parameters()}, one.gradients)
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------------

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 
-from narrowgauge.reference.modules import GroupedLinear, Linear, TransformerLayer, autocast, quantized_layer
+from narrowgauge.reference.modules import Linear, TransformerLayer, autocast, quantized_layer
 from narrowgauge.reference.ops import gemm, quantize_both
 from narrowgauge.spec.training import training_recipe
 from tests.reference.passes import INNER, OUTER, ROWS, Pass, assert_same_pass, made, normal, same

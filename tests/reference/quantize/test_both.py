@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -126,6 +124,3 @@ def test_a_view_gives_the_bytes_of_its_copy(name: str) -> None:
             assert one is not None
             assert one.codes.is_contiguous()
             assert one.scales.is_contiguous()
-
-
-# Errors.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 import torch
@@ -110,9 +109,6 @@ def test_three_steps_use_the_scale_of_the_step_before() -> None:
     assert used == [1.0, 64.0, 1.0]
     assert scale.item() == 1.0
     assert history.flatten().tolist() == [0.0, 7.0, 448.0, 3.5]
-
-
-# Errors.
 
 
 def test_no_tensors_at_all_have_no_scales() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import numpy as np
 import pytest
@@ -166,9 +165,6 @@ def test_sections_are_views_and_may_do_without_a_tensor_scale() -> None:
     assert torch.equal(dequantize(without[0]), dequantize(q.sections()[0]))
 
 
-# Errors.
-
-
 # GEMM.
 
 
@@ -206,7 +202,3 @@ def test_sections_of_every_recipe_are_multiplied(name: str) -> None:
     y = gemm_grouped(a, b, out_dtype=torch.float32)
     expected = [gemm(part, other, out_dtype=torch.float32) for part, other in zip(a.sections(), b, strict=True)]
     assert torch.equal(y, torch.cat(expected))
-
-
-def grouped(columns: int = 32, **how: bool) -> GroupedQuantized:
-    return quantize_grouped(torch.ones(8, columns), torch.tensor([3, 5]), "nvfp4", **how)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from fractions import Fraction
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from narrowgauge.reference import recipe
-from narrowgauge.reference.ops import quantize, transform
+from narrowgauge.reference.ops import transform
 from narrowgauge.reference.quantize.hadamard import signs
 from narrowgauge.spec.recipes import RHT_GROUPS, Hadamard
 from tests.golden import bits
@@ -184,6 +183,3 @@ def test_an_empty_matrix_stays_empty(shape: tuple[int, int]) -> None:
     found = transform(torch.zeros(shape).bfloat16(), "nvfp4-rht")
     assert tuple(found.shape) == shape
     assert found.dtype == torch.bfloat16
-
-
-# Errors, of `transform` and of `quantize`, which rotates what it is given.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from fractions import Fraction
 
 import numpy as np
@@ -248,6 +247,3 @@ def test_the_columnwise_half_draws_from_the_next_offset() -> None:
     assert column is not None
     assert not torch.equal(row.codes, column.codes)
     assert not torch.equal(elements(row).T, elements(column))
-
-
-# Errors.
