@@ -327,7 +327,8 @@ PRODUCTS: list[Row] = [
     # check_columns
     *(row(f"{method} of another K", call(columns=48), ValueError, "(M, K) by (N, K)", "K is 32 in a (3, 32)",
           "48 in b (3, 48)") for method, call in PRODUCES.items()),
-    row("gemm_grouped of another K", multiplying_sections(columns=48), ValueError, "32", "(3, 48)"),
+    row("gemm_grouped of another K", multiplying_sections(columns=48), ValueError, "(M, K) by (N, K)", "K is 32", "b[",
+        "(3, 48)"),
     # check_sections_of_product
     row("columnwise sections", multiplying_sections(columnwise=True), ValueError, "gemm_grouped", "rowwise",
         "columnwise"),
