@@ -70,8 +70,11 @@ def test_the_reference_is_used_as_the_readme_says() -> None:
     assert names["y"].shape == (256, 256)
 
 
-def test_make_knows_every_target_that_the_readme_names() -> None:
-    targets = re.findall(r"make [a-z]+(?: [A-Z]+=\w+)*", README)
+def test_make_knows_every_target_that_readme_and_workflow_name() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    runs = "\n".join(line for line in workflow.splitlines() if "run:" in line)
+    targets = re.findall(r"make [a-z]+(?: [A-Z]+=\w+)*", README + runs)
+    assert "make test PYTHON=python" in targets
     assert {"make report", "make test", "make bench", "make report DEVICE=cuda PY=python3"} <= set(targets)
     for target in targets:
         done = subprocess.run([*shlex.split(target), "-n"], cwd=ROOT, capture_output=True, text=True, check=False)
