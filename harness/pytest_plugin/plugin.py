@@ -255,7 +255,7 @@ class Session:
             self._done = {record["case"] for record in self._earlier.records}
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_configurenode_of(self, node: Any) -> None:
+    def pytest_configure_node(self, node: Any) -> None:
         """Tell a worker of xdist which cases are done. One that replaces a dead one has to collect the same."""
         node.workerinput[_DONE] = sorted(self._done)
 

@@ -327,3 +327,19 @@ def test_what_was_not_compared_is_said_where_cases_pass(project):
     assert result.ret == 0
     result.stdout.fnmatch_lines(["Not compared: *quantize values in 1 case*"])
     result.stdout.no_fnmatch_line("nothing was compared")
+
+
+def test_every_hook_is_one_that_pytest_or_a_plugin_calls():
+    """`optionalhook` accepts a mistyped name without a word."""
+    import pytest_timeout
+    import xdist.newhooks
+    from _pytest import hookspec
+
+    from narrowgauge.harness.pytest_plugin import plugin, sharding
+
+    known = {name for module in (hookspec, xdist.newhooks, pytest_timeout) for name in vars(module)}
+    known |= set(vars(pytest_timeout.TimeoutHooks))
+    ours = {name for place in (plugin, plugin.Session, sharding.Sharding) for name in vars(place)}
+    hooks = {name for name in ours if name.startswith("pytest_")}
+    assert "pytest_configure_node" in hooks
+    assert hooks <= known
