@@ -38,8 +38,8 @@ raises where it cannot run at all, before any case does: a missing compiler, say
 {"transform": "butterfly"} says that its rotation adds in the order of `reference.quantize.hadamard`, so that bytes must
 be equal; without it the order is free (docs/tolerance.md#boundary). {"random": "own"} says that it rounds
 stochastically by random bits that nobody else can know; `random` need only make other draws for another seed or offset,
-and the codes are judged by their distribution (rule 4). What it can say of the sums of products (rule 2), and
-`spec.summation.Summation` says exactly what is meant:
+and the codes are judged by their distribution (docs/tolerance.md#stochastic-rounding). Declarations
+of the sums of products (docs/tolerance.md#gemm; `spec.summation.Summation` defines each):
 
     {"gemm": "sequential"}         products with their scales, in order of K, to one accumulator
     {"gemm": "blocks"}             those of a block of scales in order of K, then such blocks in order of K
@@ -87,7 +87,7 @@ from narrowgauge.spec.summation import ORDERS, Summation, is_order
 if TYPE_CHECKING:
     import torch
 
-    from narrowgauge.harness.inputs.inputs import Random
+    from narrowgauge.spec.arguments import Random
 
 __all__ = ["Backend", "BackendError", "Unsupported", "check_device", "load_backend", "place"]
 

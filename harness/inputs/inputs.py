@@ -17,6 +17,7 @@ from narrowgauge.harness.cases.schema import MODULES
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import SCALE_BYTES, generate, power_of_two
 from narrowgauge.harness.inputs.histories import HISTORIES
+from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import words_shape
 from narrowgauge.spec.recipes import Recipe, recipe
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from narrowgauge.harness.inputs.capture import Captured
 
 _SLAB = 1 << 18
-
-Random = torch.Tensor | tuple[int, int]
-"""Words, or seed and offset of Philox, as `reference.quantize.quantize.Random`."""
 
 
 @dataclass

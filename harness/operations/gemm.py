@@ -12,7 +12,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.inputs.inputs import Inputs, Random
+from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.machine.gpu_lock import turn
 from narrowgauge.harness.operations.quantize import columnwise_subject, rotates_freely, second_half
 from narrowgauge.harness.operations.stages import oracle as reference
@@ -21,6 +21,7 @@ from narrowgauge.harness.operations.stages.end_to_end import Operand, add_end_to
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.product import judge_product
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
+from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, recipe

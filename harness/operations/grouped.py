@@ -11,13 +11,14 @@ from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.results import join_sections, split_sections
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.stage import merged
-from narrowgauge.harness.inputs.inputs import Inputs, Random
+from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.quantize import add_judged, columnwise_subject, rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import recipe
 

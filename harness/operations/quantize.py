@@ -15,7 +15,7 @@ from narrowgauge.harness.backends.results import PARTS, as_quantized
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.finding import spaced
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.inputs.inputs import Inputs, Random, laid_out
+from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import Draw, bits_of, makes_own_bits, refuse_words, seed_torch
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -28,6 +28,7 @@ from narrowgauge.harness.operations.stages.quantized import (
 )
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.reference.quantize.layout import elements
+from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, recipe
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from narrowgauge.harness.pytest_plugin.items import CaseItem
 from narrowgauge.harness.records.journal import JournalError
 from narrowgauge.harness.running.shard import Part, Shard, ShardError, part_of, read_durations
 
@@ -42,8 +43,6 @@ class Sharding:
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> Generator[None, None, None]:
         """Divide what -k, -m and the like leave."""
-        from narrowgauge.harness.pytest_plugin.items import CaseItem
-
         yield
         cases = [item.case for item in items if isinstance(item, CaseItem)]
         try:

@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 
 from narrowgauge.harness.backends.results import PARTS
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.inputs.inputs import Inputs, Random
+from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.spec.arguments import Random
 
 FORMAT = "1"
 """Version of the metadata, under the key `narrowgauge_saved`."""

@@ -15,9 +15,10 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.inputs.inputs import Inputs, Random
+from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.running.judging import explained, judge
+from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.recipes import Recipe, recipe
 
 CALLS = 40

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from narrowgauge.harness.checks.finding import Describe, Sides
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

@@ -14,7 +14,6 @@ from narrowgauge.harness.checks.exact import exact_codes, exact_floats
 from narrowgauge.harness.checks.finding import bits, float_view, spaced
 from narrowgauge.harness.checks.interval import Interval, rotated_interval
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.inputs.inputs import Random
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import Draw, distribution_stage
 from narrowgauge.harness.operations.stages.oracle import (
@@ -26,6 +25,7 @@ from narrowgauge.harness.operations.stages.oracle import (
 )
 from narrowgauge.reference.quantize.layout import elements, linear_scales, pad_scales, swizzled_offset
 from narrowgauge.reference.quantize.scaling import divide, element_factors, per_row, scale_elements
+from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.quantized import Quantized, scales_shape
 from narrowgauge.spec.recipes import Recipe

@@ -26,7 +26,7 @@ def test_what_the_guards_need_is_tried():
 
 
 def test_a_compiler_without_sanitizers_says_what_to_install(monkeypatch, fresh_compiler, tmp_path):
-    """One that does not link with them, and one that is not there."""
+    """A compiler that does not link with the sanitizers, and a missing compiler."""
     old = tmp_path / "g++"
     old.write_text("#!/bin/sh\ncat >&2 <<END\ncannot find libasan.so\nEND\nexit 1\n")
     old.chmod(0o755)

@@ -9,12 +9,12 @@ import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run
 from narrowgauge.harness.diagnosis.quantize.elements import grids
-from narrowgauge.harness.inputs.inputs import Random
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.philox import ROUNDS
 from narrowgauge.reference.numbers.rounding import stochastic
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.quantize import random_bytes
+from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.recipes import Recipe
 
 Draw = Callable[[Run], torch.Tensor]
