@@ -91,11 +91,11 @@ def of_project(module: str) -> bool:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("import narrowgauge.spec.rule", {"narrowgauge.spec.rule"}),
-        ("from narrowgauge.spec import rule", {"narrowgauge.spec.rule"}),
-        ("from narrowgauge.spec.rule import Recipe", {"narrowgauge.spec.rule"}),
-        ("from . import rule", {"narrowgauge.spec.rule"}),
-        ("from .rule import Recipe", {"narrowgauge.spec.rule"}),
+        ("import narrowgauge.spec.recipe", {"narrowgauge.spec.recipe"}),
+        ("from narrowgauge.spec import recipe", {"narrowgauge.spec.recipe"}),
+        ("from narrowgauge.spec.recipe import Recipe", {"narrowgauge.spec.recipe"}),
+        ("from . import rule", {"narrowgauge.spec.recipe"}),
+        ("from .rule import Recipe", {"narrowgauge.spec.recipe"}),
         ("from ..reference import ops", {"narrowgauge.reference.ops"}),
         ("def f():\n    from narrowgauge.native import ops", {"narrowgauge.native.ops"}),
         ("if TYPE_CHECKING:\n    import narrowgauge.native.ops", {"narrowgauge.native.ops"}),

@@ -50,7 +50,7 @@ def bench(
         _print_overhead(cases, device)
         return
     from narrowgauge.harness.cases.case import matching
-    from narrowgauge.harness.tools.bench.session import run_growth, run_rates
+    from narrowgauge.harness.tools.bench.run_bench import run_growth, run_rates
     from narrowgauge.harness.tools.bench.tasks import LAUNCH, tasks
 
     if growing and (keyword or sizes or quick or compiling):

@@ -21,7 +21,7 @@ def mutants(
     """Run wrong kernels against the quick tier. Exit status 0 only if each is killed, or equivalent and is not."""
     from narrowgauge.harness.cases.case import matching
     from narrowgauge.harness.tools.mutants.mutant import MutantFileError, load_all
-    from narrowgauge.harness.tools.mutants.session import run_session
+    from narrowgauge.harness.tools.mutants.run_mutants import run_session
 
     try:
         known = load_all()

@@ -65,7 +65,7 @@ def run(
     ] = False,
 ) -> None:
     """Run cases and write a report. Exit status 0 only if every case passed, or failed as the ledger expects."""
-    from narrowgauge.harness.tools.session import run_session
+    from narrowgauge.harness.tools.run_cases import run_session
 
     shuffles = _schedules(schedules, device)
     if sanitize:

@@ -38,7 +38,7 @@ def sanitize_cases(
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.report.report import ReportError
     from narrowgauge.harness.tools.sanitize.compute_sanitizer import Request
-    from narrowgauge.harness.tools.sanitize.session import sanitize_session
+    from narrowgauge.harness.tools.sanitize.run_sanitizer import sanitize_session
 
     try:
         passed = sanitize_session(chosen, Request(tool, backend, seed, timeout), report_dir)

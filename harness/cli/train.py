@@ -30,7 +30,7 @@ def train_layers(
     learns.
     """
     from narrowgauge.harness.backends.backend import BackendError, load_backend
-    from narrowgauge.harness.tools.train.session import RECIPES, run_session, tasks
+    from narrowgauge.harness.tools.train.processes import RECIPES, run_session, tasks
 
     try:
         chosen = tasks(recipes or RECIPES, backend, device, seed=seed, steps=steps)

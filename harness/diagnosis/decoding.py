@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.auxiliary.explain_auxiliary import same_floats
 from narrowgauge.harness.diagnosis.explanation import Explanation, Tried
 from narrowgauge.harness.diagnosis.gemm.operands import changed_codes, changed_scales, swapped
-from narrowgauge.harness.diagnosis.moving.moving import same_floats
-from narrowgauge.harness.diagnosis.quantize.quantizing import WORK, WORK_OF_A_CASE
+from narrowgauge.harness.diagnosis.quantize.explain_quantize import WORK, WORK_OF_A_CASE
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.reference.numbers.decode import decode, decode_stored
 from narrowgauge.reference.quantize.dequantize import dequantize

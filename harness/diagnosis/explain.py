@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from narrowgauge.harness.diagnosis.auxiliary.explain_auxiliary import moving_explanations
 from narrowgauge.harness.diagnosis.decoding import decoding_explanations
 from narrowgauge.harness.diagnosis.explanation import Explanation, Tried
 from narrowgauge.harness.diagnosis.formulas import formula_explanations
-from narrowgauge.harness.diagnosis.gemm.fusing import fusing_explanations
-from narrowgauge.harness.diagnosis.gemm.multiplying import product_explanations
+from narrowgauge.harness.diagnosis.gemm.explain_gemm import product_explanations
+from narrowgauge.harness.diagnosis.gemm.fused_outputs import fusing_explanations
 from narrowgauge.harness.diagnosis.memory import memory_explanations
-from narrowgauge.harness.diagnosis.moving.moving import moving_explanations
 from narrowgauge.harness.diagnosis.patterns.signatures import signatures
-from narrowgauge.harness.diagnosis.quantize.quantizing import quantizing_explanations
+from narrowgauge.harness.diagnosis.quantize.explain_quantize import quantizing_explanations
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 

@@ -339,7 +339,7 @@ class Session:
         """Write the report. Cases of which none compared anything are a failure, though each was only skipped."""
         if self.is_worker or not self.records:
             return
-        from narrowgauge.harness.gate.said import say_baseline
+        from narrowgauge.harness.gate.accepted import say_baseline
         from narrowgauge.harness.records.environment import describe_run
         from narrowgauge.harness.records.record import elements_compared, outcome
         from narrowgauge.harness.report.github import run_link

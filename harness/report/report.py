@@ -28,7 +28,7 @@ def write(
     """
     from narrowgauge.harness.report import markdown, tables
     from narrowgauge.harness.report.page import page
-    from narrowgauge.harness.report.swap import replacing
+    from narrowgauge.harness.report.replace_files import replacing
 
     with replacing(directory, last=PAGE) as fresh:
         tables.write(records, fresh)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.gate.said import say_baseline
+from narrowgauge.harness.gate.accepted import say_baseline
 from narrowgauge.harness.records.journal import FAILURES, Journal, JournalError, Run, read
 from narrowgauge.harness.records.record import succeeded
 from narrowgauge.harness.report import github
@@ -71,7 +71,7 @@ def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "") -
     """
     from rich.console import Console
 
-    from narrowgauge.harness.tools.session import print_result
+    from narrowgauge.harness.tools.run_cases import print_result
 
     console, link = Console(), link or github.run_link()
     run = gather(merge(folders), folders, directory)

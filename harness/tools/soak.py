@@ -21,7 +21,7 @@ from narrowgauge.harness.report.text import duration, number, plural
 from narrowgauge.harness.report.view import reproduction
 from narrowgauge.harness.running.pool import Settings, Task, run_tasks
 from narrowgauge.harness.running.runner import digest
-from narrowgauge.harness.tools.session import progress_bar
+from narrowgauge.harness.tools.run_cases import progress_bar
 
 SHOWN = 20
 """Cases that failed which are printed, each with one line that reproduces it; the rest are counted."""

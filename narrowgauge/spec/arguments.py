@@ -12,8 +12,8 @@ import torch
 from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, words_shape
+from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.recipes import Delayed, Hadamard, Recipe
-from narrowgauge.spec.rule import mismatch
 
 Random = torch.Tensor | tuple[int, int]
 """Random bits of a stochastic rounding: words, int32 (M, ⌈K/4⌉), element 4j + i of a row taking byte i of word j, the

@@ -14,7 +14,7 @@ from typing import Any
 
 from narrowgauge.spec.dialects import DIALECTS, MX_DIALECTS, MX_DIALECTS_OF
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
-from narrowgauge.spec.rule import DEFAULT_DIALECT, RHT_GROUPS, RHT_SIGNS, WHOLE, Delayed, Hadamard, Recipe
+from narrowgauge.spec.recipe import DEFAULT_DIALECT, RHT_GROUPS, RHT_SIGNS, WHOLE, Delayed, Hadamard, Recipe
 
 __all__ = [
     "DEFAULT_DIALECT",

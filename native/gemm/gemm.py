@@ -41,7 +41,7 @@ def gemm(
     """a @ b.T (+ c) (+ bias): (M, K) and (N, K) to (M, N) in float32, bfloat16 or float16. Any M, N and K.
 
     `c` (M, N) and `bias` (N,) are of those dtypes; FP8 with scales of blocks adds `c` last, to what is cast already.
-    Recipes may differ as far as `spec.rule` says. Sums are in the order that `gemm_order` names. Raises TypeError
+    Recipes may differ as far as `spec.recipe` says. Sums are in the order that `gemm_order` names. Raises TypeError
     or ValueError for operands that do not fit, and as `quantize` does.
     """
     rule = rule_of(a.recipe, b.recipe)

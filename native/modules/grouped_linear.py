@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.native.gemm.gemm import gemm_grouped
 from narrowgauge.native.modules.history import GRAD, INPUT
-from narrowgauge.native.modules.kept import Kept, keep, kept
 from narrowgauge.native.modules.layer import Layer, Options, Pass, report_halves
 from narrowgauge.native.modules.products import column_sums, product
+from narrowgauge.native.modules.saved_operands import Kept, keep, kept
 from narrowgauge.native.quantize.quantize import quantize_grouped
 from narrowgauge.native.quantize.sections import pad_sections, unpad_sections
 from narrowgauge.spec.module_arguments import check_groups, check_splits

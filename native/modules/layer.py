@@ -11,10 +11,10 @@ from typing import Any, TypedDict
 import torch
 
 from narrowgauge.native.modules.history import WEIGHT, History
-from narrowgauge.native.modules.kept import Operand
 from narrowgauge.native.modules.parallel import sharded_amax
 from narrowgauge.native.modules.products import product
 from narrowgauge.native.modules.quantized_weight import QuantizedWeight
+from narrowgauge.native.modules.saved_operands import Operand
 from narrowgauge.native.quantize.quantize import quantize_both
 from narrowgauge.spec.autocast import current, remember
 from narrowgauge.spec.module_arguments import (

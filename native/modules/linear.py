@@ -8,9 +8,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.native.modules.history import GRAD, INPUT
-from narrowgauge.native.modules.kept import keep, kept
 from narrowgauge.native.modules.layer import Layer, Options, Pass, report_halves
 from narrowgauge.native.modules.products import column_sums, product
+from narrowgauge.native.modules.saved_operands import keep, kept
 from narrowgauge.spec.autocast import current
 from narrowgauge.spec.module_arguments import check_rotated_rows
 from narrowgauge.spec.training import TrainingRecipe

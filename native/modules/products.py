@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.native.gemm.gemm import gemm
-from narrowgauge.native.modules.kept import Operand
+from narrowgauge.native.modules.saved_operands import Operand
 from narrowgauge.spec.quantized import Quantized
 
 

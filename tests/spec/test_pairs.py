@@ -13,8 +13,8 @@ import torch
 from narrowgauge.reference import Recipe, recipe
 from narrowgauge.reference.ops import gemm, quantize
 from narrowgauge.spec.formats import E4M3, E5M2, E8M0, FP32
+from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.recipes import Hadamard, recipe_names
-from narrowgauge.spec.rule import mismatch
 
 NAMES = [name for name in recipe_names() if "@" not in name or name in ("mxfp8-e4m3@ocp", "nvfp4@trtllm")]
 
@@ -90,6 +90,6 @@ def test_a_product_is_refused_with_the_reason() -> None:
 
 
 def test_pairs_are_told_without_torch() -> None:
-    code = "import sys, narrowgauge.spec.rule; print('torch' in sys.modules)"
+    code = "import sys, narrowgauge.spec.recipe; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.harness.diagnosis.gemm.terms import Deviation, Ends, Terms, finish, ordered
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import Ends, GemmDeviation, GemmParts, finish, ordered
 from narrowgauge.reference.gemm.gemm import operand
 from narrowgauge.reference.gemm.operands import scale_values
 from narrowgauge.reference.gemm.promoted import Blocks
@@ -31,7 +31,7 @@ class Accumulator:
     inside: bool
     """Of FP8 with scales of blocks: whether it is the sum of a block that is narrow, or that of all blocks."""
 
-    def sums(self, terms: Terms) -> torch.Tensor | None:
+    def sums(self, terms: GemmParts) -> torch.Tensor | None:
         """What it holds at the end, float32 (M, N); None where it cannot add so."""
         if terms.left.shape[1] // self.step > _LONGEST:
             return None
@@ -53,7 +53,7 @@ class Accumulator:
                 y = self.narrow(y + (wide[0][:, part] @ wide[1][:, part].T).float())
         return y
 
-    def _promoted(self, terms: Terms) -> torch.Tensor | None:
+    def _promoted(self, terms: GemmParts) -> torch.Tensor | None:
         blocks = Blocks(terms.left, terms.right)
         if not self.inside and self.step != blocks.width:
             return None
@@ -95,18 +95,18 @@ NARROW: dict[str, tuple[str, Narrow]] = {
 }
 
 
-def promotion_deviations() -> Iterator[Deviation]:
+def promotion_deviations() -> Iterator[GemmDeviation]:
     """Of products with float32 scales of blocks alone."""
-    yield Deviation(
+    yield GemmDeviation(
         "scales-of-sum", "the scales of a block multiply all that is summed so far", _promoting, _scaled_sums
     )
 
 
-def _promoting(terms: Terms) -> Terms | None:
+def _promoting(terms: GemmParts) -> GemmParts | None:
     return terms if terms.promotes else None
 
 
-def _scaled_sums(t: Terms, ends: Ends) -> list[Ends]:
+def _scaled_sums(t: GemmParts, ends: Ends) -> list[Ends]:
     """y = (y + P)·(s_a·s_b), which grows with y and P: no scale is below 0."""
     low = high = torch.zeros_like(ends[0])
     left, right = (scale_values(q).float() for q in (t.left, t.right))

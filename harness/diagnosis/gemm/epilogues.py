@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.harness.checks.ordinal import INTEGER
-from narrowgauge.harness.diagnosis.gemm.terms import (
-    Deviation,
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
     Ends,
     Finish,
-    Terms,
+    GemmDeviation,
+    GemmParts,
     added,
     cast,
     finish,
@@ -23,10 +23,10 @@ from narrowgauge.harness.diagnosis.gemm.terms import (
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.quantize.scaling import divide, used_tensor_scale
 
-Factor = Callable[[Terms], torch.Tensor | None]
+Factor = Callable[[GemmParts], torch.Tensor | None]
 
 
-def epilogue_deviations() -> Iterator[Deviation]:
+def epilogue_deviations() -> Iterator[GemmDeviation]:
     """Of any product; those that make no difference to it explain nothing."""
     yield from _factors()
     yield _ending("alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", _after_cast)
@@ -54,14 +54,14 @@ def epilogue_deviations() -> Iterator[Deviation]:
     yield _ending("c-transposed", "c is read as if it were transposed", _transposed_c)
 
 
-def _ending(cause: str, sentence: str, wrong: Finish) -> Deviation:
-    return Deviation(cause, sentence, finish=wrong)
+def _ending(cause: str, sentence: str, wrong: Finish) -> GemmDeviation:
+    return GemmDeviation(cause, sentence, finish=wrong)
 
 
 # ---- the factor ------------------------------------------------------------------------------------------------------
 
 
-def _factors() -> Iterator[Deviation]:
+def _factors() -> Iterator[GemmDeviation]:
     for name, order in ORDERS.items():
         yield _of_factor(f"alpha-order:{name}", f"α is {name}", order)
     yield _of_factor("alpha-missing", "α is left out", lambda t: torch.ones_like(t.factor))
@@ -73,18 +73,18 @@ def _factors() -> Iterator[Deviation]:
         yield _of_factor("alpha-of-one-operand", f"α holds the factor of {side} alone", _alone(side))
 
 
-def _of_factor(cause: str, sentence: str, factor: Factor) -> Deviation:
-    def wrong(t: Terms, ends: Ends) -> list[Ends]:
+def _of_factor(cause: str, sentence: str, factor: Factor) -> GemmDeviation:
+    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
         return finish(t, ends)
 
-    def change(t: Terms) -> Terms | None:
+    def change(t: GemmParts) -> GemmParts | None:
         found = None if t.promotes or t.source.a.recipe.alpha == "1" else factor(t)
         return None if found is None else replace(t, factor=found)
 
-    return Deviation(cause, sentence, change, wrong)
+    return GemmDeviation(cause, sentence, change, wrong)
 
 
-def _pair(t: Terms) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+def _pair(t: GemmParts) -> tuple[torch.Tensor, torch.Tensor, float] | None:
     """The amaxes of a and b, (M, 1) and (1, N) or (1, 1), and the constant that their product is divided by."""
     a, b = t.source.a, t.source.b
     if a.amax is None or b.amax is None or a.recipe.whole:
@@ -92,7 +92,7 @@ def _pair(t: Terms) -> tuple[torch.Tensor, torch.Tensor, float] | None:
     return a.amax.unsqueeze(1), b.amax.unsqueeze(0), a.recipe.max_product * b.recipe.max_product
 
 
-def _decode_factors(t: Terms) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _decode_factors(t: GemmParts) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What the numbers of a and b are multiplied by when they are decoded: amax/2688, or the tensor's one scale."""
     a, b = t.source.a, t.source.b
     if a.recipe.whole:
@@ -104,7 +104,7 @@ def _decode_factors(t: Terms) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _amax_order(form: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Factor:
-    def order(t: Terms) -> torch.Tensor | None:
+    def order(t: GemmParts) -> torch.Tensor | None:
         pair = _pair(t)
         if pair is None:
             return None
@@ -114,12 +114,12 @@ def _amax_order(form: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch
     return order
 
 
-def _of_decoded(t: Terms) -> torch.Tensor | None:
+def _of_decoded(t: GemmParts) -> torch.Tensor | None:
     factors = _decode_factors(t)
     return None if factors is None or t.source.a.recipe.whole else factors[0] * factors[1]
 
 
-def _of_encode(t: Terms) -> torch.Tensor | None:
+def _of_encode(t: GemmParts) -> torch.Tensor | None:
     a, b = t.source.a, t.source.b
     if "enc" not in a.recipe.element_scale or "enc" not in b.recipe.element_scale or a.recipe.whole:
         return None
@@ -143,7 +143,7 @@ ORDERS: dict[str, Factor] = {
 
 
 def _twice(side: str) -> Factor:
-    def factor(t: Terms) -> torch.Tensor | None:
+    def factor(t: GemmParts) -> torch.Tensor | None:
         a, b = t.source.a, t.source.b
         if (
             a.recipe.granularity == "row"
@@ -158,18 +158,18 @@ def _twice(side: str) -> Factor:
 
 
 def _alone(side: str) -> Factor:
-    def factor(t: Terms) -> torch.Tensor | None:
+    def factor(t: GemmParts) -> torch.Tensor | None:
         factors = _decode_factors(t)
         return None if factors is None else factors["ab".index(side)]
 
     return factor
 
 
-def _after_cast(t: Terms, ends: Ends) -> list[Ends]:
+def _after_cast(t: GemmParts, ends: Ends) -> list[Ends]:
     return [] if t.promotes else [cast(way, t.dtype) for way in added(t, cast(ends, t.dtype), t.factor)]
 
 
-def _times_addends(t: Terms, ends: Ends) -> list[Ends]:
+def _times_addends(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.promotes:
         return []
     return [cast(scaled(plus(plus(ends, t.c), t.bias), t.factor), t.dtype)]
@@ -179,7 +179,7 @@ def _times_addends(t: Terms, ends: Ends) -> list[Ends]:
 
 
 def _with(**changes: None) -> Finish:
-    def wrong(t: Terms, ends: Ends) -> list[Ends]:
+    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
         if all(getattr(t, name) is None for name in changes):
             return []
         return finish(replace(t, **changes), ends)  # type: ignore[arg-type]
@@ -188,39 +188,39 @@ def _with(**changes: None) -> Finish:
 
 
 def _rounded_c(dtype: torch.dtype) -> Finish:
-    def wrong(t: Terms, ends: Ends) -> list[Ends]:
+    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
         return [] if t.c is None else finish(replace(t, c=t.c.to(dtype)), ends)
 
     return wrong
 
 
-def _cast_before_c(t: Terms, ends: Ends) -> list[Ends]:
+def _cast_before_c(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.c is None or t.promotes or t.dtype == torch.float32:
         return []
     y = cast(scaled(ends, t.factor), t.dtype)
     return [cast(plus(plus(y, t.c), t.bias), t.dtype), cast(plus(cast(plus(y, t.bias), t.dtype), t.c), t.dtype)]
 
 
-def _one_cast(t: Terms, ends: Ends) -> list[Ends]:
+def _one_cast(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.c is None or not t.promotes:
         return []
     return [cast(plus(plus(ends, t.bias), t.c), t.dtype), cast(plus(plus(ends, t.c), t.bias), t.dtype)]
 
 
-def _bias_after_cast(t: Terms, ends: Ends) -> list[Ends]:
+def _bias_after_cast(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.bias is None:
         return []
     rest = finish(replace(t, bias=None), ends)
     return [cast(plus(way, t.bias), t.dtype) for way in rest]
 
 
-def _bias_before_c(t: Terms, ends: Ends) -> list[Ends]:
+def _bias_before_c(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.bias is None or t.c is None or t.promotes:
         return []
     return finish(replace(t, c=t.bias, bias=t.c), ends)
 
 
-def _bias_by_rows(t: Terms, ends: Ends) -> list[Ends]:
+def _bias_by_rows(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.bias is None:
         return []
     source = t.source.bias
@@ -229,24 +229,24 @@ def _bias_by_rows(t: Terms, ends: Ends) -> list[Ends]:
     return finish(replace(t, bias=source[rows].unsqueeze(1)[t.rows]), ends)
 
 
-def _twice_c(t: Terms, ends: Ends) -> list[Ends]:
+def _twice_c(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.c is None:
         return []
     return [cast(plus(way, t.c), t.dtype) for way in finish(t, ends)] + finish(replace(t, c=2 * t.c), ends)
 
 
-def _twice_bias(t: Terms, ends: Ends) -> list[Ends]:
+def _twice_bias(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.bias is None:
         return []
     return [cast(plus(way, t.bias), t.dtype) for way in finish(t, ends)] + finish(replace(t, bias=2 * t.bias), ends)
 
 
-def _no_product(t: Terms, ends: Ends) -> list[Ends]:
+def _no_product(t: GemmParts, ends: Ends) -> list[Ends]:
     nothing = torch.zeros_like(ends[0])
     return finish(t, (nothing, nothing))
 
 
-def _transposed_c(t: Terms, ends: Ends) -> list[Ends]:
+def _transposed_c(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.source.c is None:
         return []
     c = t.source.c
@@ -256,7 +256,7 @@ def _transposed_c(t: Terms, ends: Ends) -> list[Ends]:
 # ---- the cast --------------------------------------------------------------------------------------------------------
 
 
-def _wide(t: Terms, ends: Ends) -> list[Ends]:
+def _wide(t: GemmParts, ends: Ends) -> list[Ends]:
     """What the last cast is given."""
     if t.promotes:
         y = plus(ends, t.bias)
@@ -265,14 +265,14 @@ def _wide(t: Terms, ends: Ends) -> list[Ends]:
 
 
 def _through(dtype: torch.dtype) -> Finish:
-    def wrong(t: Terms, ends: Ends) -> list[Ends]:
+    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
         return [] if t.dtype == dtype else [cast(cast(way, dtype), t.dtype) for way in _wide(t, ends)]
 
     return wrong
 
 
 def _product_first(dtype: torch.dtype) -> Finish:
-    def wrong(t: Terms, ends: Ends) -> list[Ends]:
+    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
         if t.c is None or t.promotes or t.dtype == dtype:
             return []
         return [cast(plus(plus(cast(scaled(ends, t.factor), dtype), t.c), t.bias), t.dtype)]
@@ -280,12 +280,12 @@ def _product_first(dtype: torch.dtype) -> Finish:
     return wrong
 
 
-def _limited(t: Terms, ends: Ends) -> list[Ends]:
+def _limited(t: GemmParts, ends: Ends) -> list[Ends]:
     most = torch.finfo(t.dtype).max
     return [cast((low.clamp(-most, most), high.clamp(-most, most)), t.dtype) for low, high in _wide(t, ends)]
 
 
-def _truncated(t: Terms, ends: Ends) -> list[Ends]:
+def _truncated(t: GemmParts, ends: Ends) -> list[Ends]:
     if t.dtype == torch.float32:
         return []
     return [ordered(*(_toward_zero(end, t.dtype) for end in way)) for way in _wide(t, ends)]

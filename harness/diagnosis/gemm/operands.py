@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.harness.diagnosis.gemm.terms import Deviation, Terms
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmDeviation, GemmParts
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle
 from narrowgauge.spec.formats import E2M3, E3M2, E4M3, E5M2, FP32, Format
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.rule import mismatch
+from narrowgauge.spec.recipe import mismatch
 
 Change = Callable[[Quantized], Quantized | None]
 _OTHER = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
@@ -48,43 +48,43 @@ def changed_codes() -> Iterator[tuple[str, str, Change]]:
     yield "decoded-as-other-format", "codes of {} are decoded as the other format of their size", _decoded
 
 
-def operand_deviations() -> Iterator[Deviation]:
+def operand_deviations() -> Iterator[GemmDeviation]:
     """What is done to a, to b, or to both."""
     for cause, sentence, change in changed_scales():
         yield from _each(cause, sentence, change)
-    yield Deviation("scales-of-one-operand", "scales of a are used for b too", _scales_of_left)
-    yield Deviation("scales-of-one-operand", "scales of b are used for a too", _scales_of_right)
+    yield GemmDeviation("scales-of-one-operand", "scales of a are used for b too", _scales_of_left)
+    yield GemmDeviation("scales-of-one-operand", "scales of b are used for a too", _scales_of_right)
     # Of either operand: the products are the same.
-    yield Deviation(
+    yield GemmDeviation(
         "nibbles-swapped", "the two elements of a byte of one operand change places", _of(("left",), swapped)
     )
-    yield Deviation("last-block-dropped", "the last block of K is left out", _both(_without_last_block))
+    yield GemmDeviation("last-block-dropped", "the last block of K is left out", _both(_without_last_block))
     for tile in _TILES:
-        yield Deviation(
+        yield GemmDeviation(
             f"tail-of-k-dropped:{tile}", f"columns of K behind the last whole {tile} are left out",
             _both(_without_tail(tile)),
         )  # fmt: skip
-    yield Deviation("last-element-dropped", "the last column of K is left out", _both(_without_last))
+    yield GemmDeviation("last-element-dropped", "the last column of K is left out", _both(_without_last))
     for cause, sentence, change in changed_codes():
         yield from _each(cause, sentence, change)
 
 
-def section_deviations() -> Iterator[Deviation]:
+def section_deviations() -> Iterator[GemmDeviation]:
     """What a section of a grouped GEMM takes from another one: where there are several."""
     for name in ("next", "previous", "first"):
         for what, take in _FROM.items():
-            yield Deviation(
+            yield GemmDeviation(
                 "section-of-neighbour", f"every section takes {what} of the {name} one", _of_section(name, take)
             )
 
 
-def _each(cause: str, sentence: str, change: Change) -> Iterator[Deviation]:
+def _each(cause: str, sentence: str, change: Change) -> Iterator[GemmDeviation]:
     for operands, words in ((("left", "right"), "both operands"), (("left",), "a"), (("right",), "b")):
-        yield Deviation(cause, sentence.format(words), _of(operands, change))
+        yield GemmDeviation(cause, sentence.format(words), _of(operands, change))
 
 
-def _of(operands: tuple[str, ...], change: Change) -> Callable[[Terms], Terms | None]:
-    def of(terms: Terms) -> Terms | None:
+def _of(operands: tuple[str, ...], change: Change) -> Callable[[GemmParts], GemmParts | None]:
+    def of(terms: GemmParts) -> GemmParts | None:
         changed = {name: change(getattr(terms, name)) for name in operands}
         if all(q is None for q in changed.values()):
             return None
@@ -94,7 +94,7 @@ def _of(operands: tuple[str, ...], change: Change) -> Callable[[Terms], Terms | 
     return of
 
 
-def _both(change: Change) -> Callable[[Terms], Terms | None]:
+def _both(change: Change) -> Callable[[GemmParts], GemmParts | None]:
     return _of(("left", "right"), change)
 
 
@@ -167,12 +167,12 @@ def _rows(scales: torch.Tensor, rows: int) -> torch.Tensor:
     return scales[torch.arange(rows, device=scales.device) % len(scales)] if len(scales) else scales
 
 
-def _scales_of_left(terms: Terms) -> Terms | None:
+def _scales_of_left(terms: GemmParts) -> GemmParts | None:
     right = _scaled(terms.right, _rows(terms.left.scales, len(terms.right.scales)))
     return None if right is None else replace(terms, right=right)
 
 
-def _scales_of_right(terms: Terms) -> Terms | None:
+def _scales_of_right(terms: GemmParts) -> GemmParts | None:
     left = _scaled(terms.left, _rows(terms.right.scales, len(terms.left.scales)))
     return None if left is None else replace(terms, left=left)
 
@@ -230,25 +230,25 @@ def _decoded(q: Quantized) -> Quantized | None:
 
 # ---- sections --------------------------------------------------------------------------------------------------------
 
-_From = Callable[[Terms, Terms], Terms | None]
+_From = Callable[[GemmParts, GemmParts], GemmParts | None]
 
 
-def _matrix(mine: Terms, other: Terms) -> Terms | None:
+def _matrix(mine: GemmParts, other: GemmParts) -> GemmParts | None:
     found = _factor(mine, other, side="b")
     return None if found is None else replace(found, right=other.right)
 
 
-def _matrix_and_bias(mine: Terms, other: Terms) -> Terms | None:
+def _matrix_and_bias(mine: GemmParts, other: GemmParts) -> GemmParts | None:
     found = _matrix(mine, other)
     return None if found is None or mine.bias is None else replace(found, bias=other.bias)
 
 
-def _matrix_scales(mine: Terms, other: Terms) -> Terms | None:
+def _matrix_scales(mine: GemmParts, other: GemmParts) -> GemmParts | None:
     right = _scaled(mine.right, other.right.scales)
     return None if right is None else replace(mine, right=right)
 
 
-def _factor(mine: Terms, other: Terms, side: str = "ab") -> Terms | None:
+def _factor(mine: GemmParts, other: GemmParts, side: str = "ab") -> GemmParts | None:
     a, b = (getattr((other if name in side else mine).source, name) for name in "ab")
     if "a" in side and a.recipe.granularity == "row":  # sections have other numbers of rows
         return None
@@ -267,8 +267,8 @@ _FROM: dict[str, _From] = {
 }
 
 
-def _of_section(which: str, take: _From) -> Callable[[Terms], Terms | None]:
-    def change(mine: Terms) -> Terms | None:
+def _of_section(which: str, take: _From) -> Callable[[GemmParts], GemmParts | None]:
+    def change(mine: GemmParts) -> GemmParts | None:
         last = len(mine.all) - 1
         number = {"next": min(mine.number + 1, last), "previous": max(mine.number - 1, 0), "first": 0}[which]
         found = take(mine, mine.all[number])

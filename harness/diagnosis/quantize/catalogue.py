@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.choices import chosen_deviations, dialect_deviations
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run
-from narrowgauge.harness.diagnosis.quantize.elements.drawing import drawing_deviations
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Run
 from narrowgauge.harness.diagnosis.quantize.elements.elements import constant_nan, element_deviations
+from narrowgauge.harness.diagnosis.quantize.elements.stochastic import drawing_deviations
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence
-from narrowgauge.harness.diagnosis.quantize.rotating import rotating_deviations
+from narrowgauge.harness.diagnosis.quantize.other_sections import section_deviations
+from narrowgauge.harness.diagnosis.quantize.recipe_fields import chosen_deviations, dialect_deviations
+from narrowgauge.harness.diagnosis.quantize.rotated_inputs import rotating_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.amaxes import block_deviations, skipped_lanes
+from narrowgauge.harness.diagnosis.quantize.scales.block_scales import scale_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.exponents import single_codes
-from narrowgauge.harness.diagnosis.quantize.scales.scales import scale_deviations
-from narrowgauge.harness.diagnosis.quantize.scales.tensors import found_amaxes, tensor_deviations
-from narrowgauge.harness.diagnosis.quantize.sectioned import section_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import found_amaxes, tensor_deviations
 from narrowgauge.harness.diagnosis.quantize.swizzles import arranging_deviations
 
 _LATER = ("tensor scale", "scales", "codes")
 """Stages that follow from an amax."""
 
 
-def catalogue(matrices: Sequence[Evidence], wrong: Mapping[str, Sequence[torch.Tensor]]) -> list[Deviation]:
+def catalogue(matrices: Sequence[Evidence], wrong: Mapping[str, Sequence[torch.Tensor]]) -> list[QuantizeDeviation]:
     """The deviations of matrices of one recipe, the most plausible first: one step, one choice, odd steps, dialects.
 
     `wrong`: by stage that is wrong, where it is, bool, for each matrix. What changes none of them is left out; what is
@@ -38,7 +38,7 @@ def catalogue(matrices: Sequence[Evidence], wrong: Mapping[str, Sequence[torch.T
     ]  # fmt: skip
 
 
-def _unseen(steps: Iterable[Deviation], *, shown: bool) -> Iterator[Deviation]:
+def _unseen(steps: Iterable[QuantizeDeviation], *, shown: bool) -> Iterator[QuantizeDeviation]:
     """The same for a kernel that shows no amax: later stages tell of it, and of one of those of its blocks."""
     for step in steps:
         if not shown and step.stages == {"amax"}:
@@ -49,7 +49,7 @@ def _unseen(steps: Iterable[Deviation], *, shown: bool) -> Iterator[Deviation]:
             yield replace(step, stages=frozenset({"amax", *_LATER}), lenient=frozenset())
 
 
-def _steps(matrices: Sequence[Evidence], wrong: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[Deviation]:
+def _steps(matrices: Sequence[Evidence], wrong: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[QuantizeDeviation]:
     """Those of one step."""
     first = matrices[0]
     recipe = first.subject.recipe

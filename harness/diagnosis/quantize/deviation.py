@@ -25,7 +25,7 @@ Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor 
 
 
 @dataclass(frozen=True)
-class Deviation:
+class QuantizeDeviation:
     """One thing that a kernel may do in place of what its recipe says."""
 
     cause: str
@@ -49,7 +49,7 @@ class Deviation:
 class Run:
     """A deviation on one matrix. Without one, the reference."""
 
-    def __init__(self, evidence: Evidence, deviation: Deviation | None = None) -> None:
+    def __init__(self, evidence: Evidence, deviation: QuantizeDeviation | None = None) -> None:
         self.evidence = evidence
         self.hooks: Mapping[str, Hook] = deviation.hooks if deviation else {}
         own = evidence.subject.recipe
@@ -185,6 +185,6 @@ class Run:
         )  # fmt: skip
 
 
-def by_rows(deviation: Deviation, matrix: Evidence) -> bool:
+def by_rows(deviation: QuantizeDeviation, matrix: Evidence) -> bool:
     """Whether some rows of the matrix show what the deviation makes of them: they do not know an amax of the tensor."""
     return deviation.local and ("amax" in matrix.shown or "amax" not in deviation.stages)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Run
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence
 from narrowgauge.reference.quantize.layout import pad_scales, swizzle
 
@@ -62,12 +62,12 @@ def padding_not_zeroed(swizzled: torch.Tensor, scales: torch.Tensor) -> bool:
 _LAYOUT = frozenset({"layout"})
 
 
-def arranging_deviations(found: Sequence[Evidence]) -> Iterator[Deviation]:
+def arranging_deviations(found: Sequence[Evidence]) -> Iterator[QuantizeDeviation]:
     """Deviations of the layout of `found`, whose scales are swizzled, the most plausible first."""
     if not found or "layout" not in found[0].shown:
         return
     for number, (cause, sentence, _) in enumerate(deviating_layouts(found[0].shown["scales"])):
-        yield Deviation(cause, sentence, _LAYOUT, hooks={"layout": partial(_arranged, number)}, local=False)
+        yield QuantizeDeviation(cause, sentence, _LAYOUT, hooks={"layout": partial(_arranged, number)}, local=False)
     if all(padding_not_zeroed(each.shown["layout"], each.shown["scales"]) for each in found):
         fillings = torch.unique(torch.cat([_padding(each) for each in found]))
         if len(fillings) == 1:
@@ -75,7 +75,7 @@ def arranging_deviations(found: Sequence[Evidence]) -> Iterator[Deviation]:
         else:
             sentence = f"the padding of swizzled scales is not 0, but {len(fillings)} different bytes"
         # Several bytes are not explained by saying that they are no zeros.
-        yield Deviation(
+        yield QuantizeDeviation(
             "padding-not-zeroed", sentence, _LAYOUT, exact=len(fillings) == 1, local=False,
             hooks={"layout": lambda run: run.evidence.shown["layout"]},
         )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from narrowgauge.harness.cases.parameters import Layer
-from narrowgauge.harness.operations.modules.run import Plan, Step
+from narrowgauge.harness.operations.modules.driver import Plan, Step
 
 
 def accuracy(plan: Plan, step: Step) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from narrowgauge.harness.backends.results import as_quantized
 from narrowgauge.harness.cases.parameters import Layer
 from narrowgauge.harness.checks.stage import StageResult, merged
 from narrowgauge.harness.operations.delayed import history_stage, scale_stage
-from narrowgauge.harness.operations.modules.run import Plan, Step
+from narrowgauge.harness.operations.modules.driver import Plan, Step
 from narrowgauge.harness.operations.quantize import columnwise_subject
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage

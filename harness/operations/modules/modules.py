@@ -18,9 +18,9 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.machine.timing import spending
 from narrowgauge.harness.operations.modules.accuracy import accuracy
+from narrowgauge.harness.operations.modules.driver import Plan, Step, given_of, run, tensors_of
 from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, State
 from narrowgauge.harness.operations.modules.norm import NormStages
-from narrowgauge.harness.operations.modules.run import Plan, Step, given_of, run, tensors_of
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
 from narrowgauge.harness.operations.quantize import rotates_freely
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.tools.bench.interleave import Calls, cold, interleaved
 from narrowgauge.harness.tools.bench.judge import Given, judge_quantized
-from narrowgauge.harness.tools.bench.quiet import without_stderr
 from narrowgauge.harness.tools.bench.row import OURS
-from narrowgauge.harness.tools.bench.timing import Calls, cold, interleaved
+from narrowgauge.harness.tools.bench.silence_stderr import without_stderr
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import recipe

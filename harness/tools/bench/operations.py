@@ -11,6 +11,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.operations.stages.product import order_of
+from narrowgauge.harness.tools.bench.interleave import Calls, cold
 from narrowgauge.harness.tools.bench.judge import (
     Given,
     Verdict,
@@ -23,7 +24,6 @@ from narrowgauge.harness.tools.bench.judge import (
 )
 from narrowgauge.harness.tools.bench.row import OURS
 from narrowgauge.harness.tools.bench.tasks import EXPERTS, GIVEN, Task
-from narrowgauge.harness.tools.bench.timing import Calls, cold
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.gemm import operand

@@ -12,7 +12,7 @@ import torch
 
 from narrowgauge.harness.tools.bench.judge import Verdict, judge_product
 from narrowgauge.harness.tools.bench.operations import Inputs, Peer
-from narrowgauge.harness.tools.bench.quiet import without_stderr
+from narrowgauge.harness.tools.bench.silence_stderr import without_stderr
 from narrowgauge.harness.tools.bench.tasks import GIVEN, Task
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference

@@ -126,7 +126,7 @@ def run_under(cases: Sequence[Case], request: Request) -> tuple[ToolReport, list
         command = [
             find_tool(), "--tool", request.tool, "--log-file", str(log), "--print-limit", "1000", "--report-api-errors",
             "no", "--target-processes", "application-only", sys.executable, "-m",
-            "narrowgauge.harness.tools.sanitize.watched", str(asked),
+            "narrowgauge.harness.tools.sanitize.sanitized_process", str(asked),
         ]  # fmt: skip
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(paths)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from narrowgauge.harness.report import text
 from narrowgauge.harness.report.markdown import cut
 from narrowgauge.harness.report.page import template
-from narrowgauge.harness.report.swap import replacing
+from narrowgauge.harness.report.replace_files import replacing
 from narrowgauge.harness.report.terminal import compact
 from narrowgauge.harness.tools.train.curves import HEIGHT, WIDTH, figure
 from narrowgauge.harness.tools.train.training import LAST, Training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from narrowgauge.harness.tools.train.run import Step, Task
+from narrowgauge.harness.tools.train.train import Step, Task
 
 LAST = 20
 """Steps at the end whose mean loss is the final loss."""

@@ -11,7 +11,7 @@ from narrowgauge.harness.backends.backend import Backend, BackendError
 from narrowgauge.harness.backends.transfer import _together, carried, tensors_in
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import SMALL
-from narrowgauge.harness.operations.modules.run import Step
+from narrowgauge.harness.operations.modules.driver import Step
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import recipe

@@ -121,7 +121,7 @@ def one_process(monkeypatch):
             on_record(record)
         return records
 
-    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", run_cases)
+    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", run_cases)
 
 
 def narrowgauge(*words):
@@ -321,7 +321,7 @@ def test_an_interrupted_run_is_no_success_and_has_its_report(monkeypatch):
         on_record(record)
         return [record]
 
-    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", interrupted)
+    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", interrupted)
     result = narrowgauge("run")
     assert result.exit_code == 1
     assert "interrupted: 4 of 5 cases did not run" in result.stdout

@@ -7,12 +7,12 @@ import torch
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.diagnosis.explanation import SEARCHES
-from narrowgauge.harness.diagnosis.quantize import quantizing
+from narrowgauge.harness.diagnosis.quantize import explain_quantize
 from narrowgauge.harness.diagnosis.quantize.catalogue import catalogue
-from narrowgauge.harness.diagnosis.quantize.choices import chosen_deviations
 from narrowgauge.harness.diagnosis.quantize.deviation import Run, by_rows
 from narrowgauge.harness.diagnosis.quantize.evidence import evidence, same
-from narrowgauge.harness.diagnosis.quantize.quantizing import MOST
+from narrowgauge.harness.diagnosis.quantize.explain_quantize import MOST
+from narrowgauge.harness.diagnosis.quantize.recipe_fields import chosen_deviations
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.running.runner import run_case
@@ -158,7 +158,7 @@ def spoiled(x, rule, **options):
 def test_what_nothing_explains(rule, memory):
     rule = rule.replace("-e4m3-2d", "-2d")
     assert causes(record_of(case(rule), quantize=spoiled)) == []
-    assert 0 < memory.work < quantizing.WORK_OF_A_CASE
+    assert 0 < memory.work < explain_quantize.WORK_OF_A_CASE
 
 
 def test_searches_that_find_nothing_are_few(memory):
@@ -191,7 +191,7 @@ def test_what_explained_a_case_is_tried_first(memory):
 
 @pytest.mark.parametrize(("limit", "value"), [("WORK_OF_A_CASE", 1 << 14), ("WORK", 1 << 14)])
 def test_the_work_is_limited(limit, value, memory, monkeypatch):
-    monkeypatch.setattr(quantizing, limit, value)
+    monkeypatch.setattr(explain_quantize, limit, value)
     door = wrong(codes=lambda s: cut_down(s.scaled, E2M1))
     assert causes(record_of(case("nvfp4", shape=(32, 512)), quantize=door)) == []
     assert memory.work <= value

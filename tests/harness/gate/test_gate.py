@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.cases.schema import MODULES
 from narrowgauge.harness.cli import app
+from narrowgauge.harness.gate.accepted import say_baseline
 from narrowgauge.harness.gate.baseline import of_run, write
 from narrowgauge.harness.gate.difference import LISTED
 from narrowgauge.harness.gate.figures import (
@@ -27,7 +28,6 @@ from narrowgauge.harness.gate.figures import (
     parse,
 )
 from narrowgauge.harness.gate.gate import Judgement, judge, show
-from narrowgauge.harness.gate.said import say_baseline
 from narrowgauge.harness.report.view import first_failure
 from tests.harness.runs import GPU, product, record, run, saved, stage
 

@@ -261,7 +261,7 @@ def run(tmp_path, monkeypatch):
             launched.append(case.id)
             on_record(record("fail" if "48" in case.id else "pass", case.id))
 
-    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", run_cases)
+    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", run_cases)
 
     def invoke(*words: str, ledger: str = "", file: str = "cases/known.toml"):
         launched.clear()

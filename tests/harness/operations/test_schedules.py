@@ -12,7 +12,7 @@ from narrowgauge.harness import cli
 from narrowgauge.harness.backends.backend import BackendError, check_schedules, load_backend
 from narrowgauge.harness.records.environment import describe_run
 from narrowgauge.harness.running.runner import run_case
-from narrowgauge.harness.tools import session
+from narrowgauge.harness.tools import run_cases
 from narrowgauge.native import ops
 from narrowgauge.native.runtime import host, sources
 from tests.harness.sample_backends import QUANTIZE, backend, quantize
@@ -139,7 +139,7 @@ FILE = str(CASES / "nvfp4_layout.toml")
 
 def test_the_command_hands_its_options_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(session, "run_session", lambda cases, settings, *_, **__: seen.append(settings) or True)
+    monkeypatch.setattr(run_cases, "run_session", lambda cases, settings, *_, **__: seen.append(settings) or True)
     monkeypatch.setattr("narrowgauge.harness.running.sanitizer.check_sanitizer", lambda device: None)
     for options in ([], ["--schedules", "3"], ["--sanitize"]):
         assert CliRunner().invoke(cli.app, ["run", FILE, *options]).exit_code == 0

@@ -252,7 +252,7 @@ def test_a_run_saves_in_its_report(folder, monkeypatch):
             on_record(record)
         return found
 
-    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", in_this_process)
+    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", in_this_process)
     (folder / "cases").mkdir()
     (folder / "cases" / "one.toml").write_text(
         '[[matrix]]\noperation = "quantize"\ntier = "quick"\nrecipe = "nvfp4"\nshape = [32, 512]\ndtype = "bf16"\n'

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from narrowgauge.harness.cases.schema import KEYS, MODULES
 from narrowgauge.harness.records.record import NESTED, SCHEMA, VERDICTS, Record
-from narrowgauge.harness.report import groups, markdown, report, swap, tables, text
+from narrowgauge.harness.report import groups, markdown, replace_files, report, tables, text
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.report.text import STAGES, stages_of
 from narrowgauge.harness.report.view import first_failure, reproduction
@@ -226,7 +226,7 @@ def test_a_swap_that_stops_half_way_leaves_no_page(tmp_path: Path, monkeypatch: 
         raise OSError("the disk is full")
 
     def swapped() -> None:
-        with swap.replacing(tmp_path, last="index.html") as fresh:
+        with replace_files.replacing(tmp_path, last="index.html") as fresh:
             (fresh / "index.html").touch()
             (fresh / "records.csv").touch()
             monkeypatch.setattr(Path, "replace", stop)

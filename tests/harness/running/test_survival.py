@@ -524,7 +524,7 @@ def test_a_run_ends_with_one_error_where_its_journal_does_not_fit(folder, monkey
         monkeypatch.setattr(os, "write", _no_space)
         on_record(records[1])
 
-    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", full)
+    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", full)
     result = narrowgauge("--backend", "reference")
     monkeypatch.undo()
     assert result.exit_code == 2

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.harness.tools.bench import judge, peers, quiet, run, timing
+from narrowgauge.harness.tools.bench import bench, interleave, judge, peers, silence_stderr
+from narrowgauge.harness.tools.bench.bench import measure
+from narrowgauge.harness.tools.bench.interleave import Times
 from narrowgauge.harness.tools.bench.judge import Given
 from narrowgauge.harness.tools.bench.operations import SAME, Inputs, Prepared, prepare
-from narrowgauge.harness.tools.bench.report import words
+from narrowgauge.harness.tools.bench.report import cells
 from narrowgauge.harness.tools.bench.row import ASKED, Row, hold
-from narrowgauge.harness.tools.bench.run import measure
 from narrowgauge.harness.tools.bench.tasks import EXPERTS, MEMORY, Task, tasks
-from narrowgauge.harness.tools.bench.timing import Times
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.formats import FP32
@@ -253,7 +253,7 @@ def test_every_operation_is_timed_beside_its_ceiling_and_right(keyword: str) -> 
     assert {f"{task.id}/native" for task in chosen} <= judged.keys()
     for task in chosen:
         row = judged[f"{task.id}/native"]
-        assert row.rounds == timing.QUICK_ROUNDS
+        assert row.rounds == interleave.QUICK_ROUNDS
         assert row.compared >= row.elements > 0
         assert row.ceiling == ("matmul" if task.operation.startswith("gemm") else "copy")
         assert row.share is not None
@@ -309,7 +309,7 @@ def test_a_row_is_beside_both_of_its_ceilings() -> None:
     ready = Prepared({}, lambda _: judge.Verdict(), lambda _: 30, {"copy": [], SAME: []}, copied=100)
     one = Row("swizzle", "", "", "128x256", "", "native", "cuda", seconds=2.0, moved=30)
     times = {"copy": Times((4.0,)), SAME: Times((1.0,)), "reference": Times((8.0,))}
-    run._compare(one, times, ready)
+    bench._compare(one, times, ready)
     assert (one.ceiling, one.ceiling_rate, one.share) == ("copy", 25.0, 0.6)
     assert (one.second_ceiling, one.second_share, one.speedup) == (SAME, 0.5, 4.0)
 
@@ -336,12 +336,12 @@ def test_an_operation_that_raises_is_red_and_the_bench_goes_on(monkeypatch: pyte
     assert row.message.startswith("RuntimeError: no memory")
     assert any(row.verdict == "pass" for row in bench.rows)
     assert not bench.right
-    assert not run.Bench().right, "nothing was judged"
+    assert not bench.Bench().right, "nothing was judged"
 
 
 def test_what_libraries_write_to_stderr_is_not_seen(capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
-        with quiet.without_stderr():
+        with silence_stderr.without_stderr():
             os.write(2, b"unseen")
     os.write(2, b"seen")
     assert capfd.readouterr().err == "seen"
@@ -360,16 +360,16 @@ def test_what_is_timed_is_called_in_turns_and_its_copies_too(monkeypatch: pytest
     def call(name: str) -> Callable[[], str]:
         return lambda: called.append(name) or name  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(timing, "timed", timed)
+    monkeypatch.setattr(interleave, "timed", timed)
     calls = {"a": [call("a0"), call("a1")], "b": [call("b0")]}
-    times, results = timing.interleaved(calls, CPU, rounds=5, seconds=11.0)
+    times, results = interleave.interleaved(calls, CPU, rounds=5, seconds=11.0)
     assert results == {"a": "a0", "b": "b0"}
     assert called == ["a0", "b0", "a0", "b0", "a1", "b0", "a0", "b0", "a1", "a0"]  # b takes too long after three
     assert times["a"].rounds == (1.0, 3.0, 1.0, 3.0, 1.0)
     assert times["b"].rounds == (100.0,) * 3
     assert times["a"].median == 1.0
     assert times["a"].quartiles == (1.0, 3.0)
-    assert timing.Times((2.0,)).quartiles == (2.0, 2.0)
+    assert interleave.Times((2.0,)).quartiles == (2.0, 2.0)
 
 
 class Gpu:
@@ -399,8 +399,8 @@ class Gpu:
         self.device = event.at + self.edge
 
     def _sleep(self, cycles: int) -> None:
-        self.slept.append(cycles / timing._CLOCK)
-        self.device = max(self.device, self.host) + cycles / timing._CLOCK
+        self.slept.append(cycles / interleave._CLOCK)
+        self.device = max(self.device, self.host) + cycles / interleave._CLOCK
 
     def call(self, name: str) -> Any:
         def work() -> str:
@@ -425,10 +425,10 @@ def test_what_python_takes_is_not_in_the_time_of_a_gpu_and_of_events_and_others_
 ) -> None:
     gpu = Gpu(busy, launch, edge=5e-6)
     monkeypatch.setattr(torch, "cuda", gpu)
-    monkeypatch.setattr(timing, "synchronize", gpu.synchronize)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
+    monkeypatch.setattr(interleave, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(interleave.time, "perf_counter", lambda: gpu.host)
     calls = {"a": [gpu.call("a0"), gpu.call("a1"), gpu.call("a2")], "b": [gpu.call("b0")]}
-    times, _ = timing.interleaved(calls, torch.device("cuda"), rounds=4, seconds=1.0)
+    times, _ = interleave.interleaved(calls, torch.device("cuda"), rounds=4, seconds=1.0)
     left = gpu.left if count == 1 else 0.0  # a long call needs none ahead of it
     assert times["a"].rounds[1:] == pytest.approx([busy + gpu.edge / count + left] * 3)
     assert times["a"].calls == count
@@ -534,7 +534,7 @@ def test_a_peer_that_is_wrong_is_red_and_does_not_fail_the_bench(monkeypatch: py
     theirs = next(row for row in bench.rows if row.who == "torchao")
     assert (theirs.verdict, theirs.message) == ("fail", "codes: 1 of 16 384 bytes differ")
     assert bench.right
-    assert words.sentence(bench.rows).endswith("; 1 of 1 output of peers wrong")
+    assert cells.sentence(bench.rows).endswith("; 1 of 1 output of peers wrong")
 
 
 def test_a_peer_that_is_not_there_or_has_changed_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from narrowgauge.harness import cli
-from narrowgauge.harness.tools.bench import session
+from narrowgauge.harness.tools.bench import run_bench
+from narrowgauge.harness.tools.bench.bench import Bench
 from narrowgauge.harness.tools.bench.growth import Growth, Point
-from narrowgauge.harness.tools.bench.report import figures, report, table, words
+from narrowgauge.harness.tools.bench.report import cells, figures, report, table
 from narrowgauge.harness.tools.bench.row import COLUMNS, SCHEMA, Row, hold
-from narrowgauge.harness.tools.bench.run import Bench
 from narrowgauge.harness.tools.bench.tasks import Task
 from tests.paths import ROOT
 
@@ -79,16 +79,16 @@ def printed(found: Bench, encoding: str = "utf-8") -> str:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (words.time(1.5), "1.5 s"), (words.time(1e-3), "1 ms"), (words.time(123.4e-6), "123 µs"),
-        (words.time(None), ""),
-        (words.rate(4.2e12, "B/s"), "4.2 TB/s"), (words.rate(1.48e15, "FLOP/s"), "1.48 PFLOP/s"),
-         (words.rate(999, "FLOP/s"), "999 FLOP/s"), (words.rate(None, "B"), ""),
-        (words.percent(0.8512), "85.1 %"), (words.spread(row()), "−5 +25 %"), (words.spread(Row(*"abcdefg")), ""),
-        (words.figure("speedup", 2.0), "2 ×"), (words.figure("elements/s", 1e8), "100 Melem/s"),
-        (words.figure("FLOP/s", 5e9), "5 GFLOP/s"), (words.figure("share", 0.85), "85 %"),
-        (words.asked(row(share=0.9)), "✓ 80 %"), (words.asked(row()), "✗ 80 %"),
-        (words.asked(row(), plain=True), "missed 80 %"), (words.asked(REFERENCE), ""),
-        (words.ceiling(product()), "70 % (130 %)"), (words.verdict(row()), "✓ bytes"), (words.verdict(COPY), ""),
+        (cells.time(1.5), "1.5 s"), (cells.time(1e-3), "1 ms"), (cells.time(123.4e-6), "123 µs"),
+        (cells.time(None), ""),
+        (cells.rate(4.2e12, "B/s"), "4.2 TB/s"), (cells.rate(1.48e15, "FLOP/s"), "1.48 PFLOP/s"),
+         (cells.rate(999, "FLOP/s"), "999 FLOP/s"), (cells.rate(None, "B"), ""),
+        (cells.percent(0.8512), "85.1 %"), (cells.spread(row()), "−5 +25 %"), (cells.spread(Row(*"abcdefg")), ""),
+        (cells.figure("speedup", 2.0), "2 ×"), (cells.figure("elements/s", 1e8), "100 Melem/s"),
+        (cells.figure("FLOP/s", 5e9), "5 GFLOP/s"), (cells.figure("share", 0.85), "85 %"),
+        (cells.asked(row(share=0.9)), "✓ 80 %"), (cells.asked(row()), "✗ 80 %"),
+        (cells.asked(row(), plain=True), "missed 80 %"), (cells.asked(REFERENCE), ""),
+        (cells.ceiling(product()), "70 % (130 %)"), (cells.verdict(row()), "✓ bytes"), (cells.verdict(COPY), ""),
     ],
 )  # fmt: skip
 def test_figures_for_people(said: str, expected: str) -> None:
@@ -96,20 +96,20 @@ def test_figures_for_people(said: str, expected: str) -> None:
 
 
 def test_the_table_has_no_ceilings_and_the_reference_as_a_column() -> None:
-    assert [one.who for one in words.shown(bench().rows)] == ["native", "native"]
+    assert [one.who for one in cells.shown(bench().rows)] == ["native", "native"]
     held = row("reference", device="cpu")
     assert held.met is True
-    assert words.shown([held]) == [held]
+    assert cells.shown([held]) == [held]
 
 
 def test_a_bench_in_one_sentence() -> None:
-    said = words.sentence(bench().rows)
+    said = cells.sentence(bench().rows)
     assert said == "2 timed outputs right, 536 870 912 elements compared; 1 of 2 figures asked are reached"
-    assert words.sentence([row(), row(verdict="fail"), wrong()]) == "1 of 2 timed outputs did not pass"
-    said = words.sentence([row(), wrong(), row("torch._scaled_mm")])
+    assert cells.sentence([row(), row(verdict="fail"), wrong()]) == "1 of 2 timed outputs did not pass"
+    said = cells.sentence([row(), wrong(), row("torch._scaled_mm")])
     assert said.startswith("1 timed output right, 268 435 456 elements compared")
     assert said.endswith("; 1 of 2 outputs of peers wrong")
-    assert words.sentence([COPY]) == "nothing was judged"
+    assert cells.sentence([COPY]) == "nothing was judged"
 
 
 def test_the_table_says_what_misses_what_is_wrong_and_who_was_not_measured() -> None:
@@ -281,8 +281,8 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({"growth": device, "out": out})
         return out.name != "wrong"
 
-    monkeypatch.setattr(session, "run_rates", rates)
-    monkeypatch.setattr(session, "run_growth", growth)
+    monkeypatch.setattr(run_bench, "run_rates", rates)
+    monkeypatch.setattr(run_bench, "run_growth", growth)
     return found
 
 
@@ -347,14 +347,14 @@ def test_a_session_measures_prints_and_writes(tmp_path: Path, monkeypatch: pytes
         heard["last"] = last
         return [Growth("native", POINTS)]
 
-    monkeypatch.setattr(session, "measure", measure)
-    monkeypatch.setattr(session, "grow", grow)
+    monkeypatch.setattr(run_bench, "measure", measure)
+    monkeypatch.setattr(run_bench, "grow", grow)
     console = Console(file=io.StringIO(), width=200)
     chosen = [Task("swizzle", "", "", (128, 128))]
-    assert session.run_rates(chosen, "cpu", tmp_path, quick=True, compiling=True, launches=True, console=console)
+    assert run_bench.run_rates(chosen, "cpu", tmp_path, quick=True, compiling=True, launches=True, console=console)
     assert heard == {"quick": True, "compiling": True, "launches": True}
     assert (tmp_path / "bench.parquet").is_file()
-    assert session.run_growth("cpu", tmp_path, last=18, console=console)
+    assert run_bench.run_growth("cpu", tmp_path, last=18, console=console)
     assert heard["last"] == 18
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "figures asked are reached; " in output

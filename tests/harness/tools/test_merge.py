@@ -59,7 +59,7 @@ def folder(tmp_path, monkeypatch, shared):
         for case in cases:
             on_record(run_case(case, backend, seed=settings.seed, sharing=settings.sharing).to_dict())
 
-    monkeypatch.setattr("narrowgauge.harness.tools.session.run_cases", run_cases)
+    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", run_cases)
     return tmp_path
 
 

@@ -25,10 +25,10 @@ from narrowgauge.harness.tools.mutants import module_files
 from narrowgauge.harness.tools.mutants import mutant as mutants
 from narrowgauge.harness.tools.mutants.module_files import NATIVE
 from narrowgauge.harness.tools.mutants.mutant import CLASSES, Mutant, MutantFileError
+from narrowgauge.harness.tools.mutants.processes import ENOUGH, run_mutants
 from narrowgauge.harness.tools.mutants.result import Result, totals
-from narrowgauge.harness.tools.mutants.run import ENOUGH, run_mutants
+from narrowgauge.harness.tools.mutants.run_mutants import print_results
 from narrowgauge.harness.tools.mutants.selection import selected, sources_of, touched_by
-from narrowgauge.harness.tools.mutants.session import print_results
 from narrowgauge.harness.tools.mutants.yardsticks import DOORS, MODULE_DOORS, Noticed, Yardsticks
 from narrowgauge.native import ops
 from narrowgauge.native.quantize import layout
@@ -389,7 +389,7 @@ def test_what_is_known_to_fail_without_a_mutant_tells_nothing_of_one(
         given.extend(case.inputs for case in cases)
         return True
 
-    monkeypatch.setattr("narrowgauge.harness.tools.mutants.session.run_session", run)
+    monkeypatch.setattr("narrowgauge.harness.tools.mutants.run_mutants.run_session", run)
     table = small_toml.matrix(shape=[16, 32], dtype="bf16", inputs=["normal", "zeros", "inf", "nan", "outliers"])
     (tmp_path / "small.toml").write_text(table)
     (tmp_path / "known.toml").write_text(

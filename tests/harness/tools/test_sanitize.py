@@ -16,7 +16,7 @@ from narrowgauge.harness import cli
 from narrowgauge.harness.backends.guard import Guard
 from narrowgauge.harness.cases.case import Case, load
 from narrowgauge.harness.records.record import Record, new_record
-from narrowgauge.harness.tools.sanitize import compute_sanitizer, session, watched
+from narrowgauge.harness.tools.sanitize import compute_sanitizer, run_sanitizer, sanitized_process
 from narrowgauge.harness.tools.sanitize.compute_sanitizer import (
     ComputeSanitizerError,
     Request,
@@ -224,7 +224,7 @@ def test_a_watched_process_runs_the_cases_of_its_file_unguarded_until_the_gpu_an
     lines = tmp_path / "records.jsonl"
     wanted = {"backend": "mine", "seed": 7, "records": str(lines), "cases": [(case.file, case.id) for case in asked]}
     (tmp_path / "cases.json").write_text(json.dumps(wanted))
-    watched.main(tmp_path / "cases.json")
+    sanitized_process.main(tmp_path / "cases.json")
     assert seen == [(case.id, "mine", "cuda", 7) for case in asked[:2]]
     assert [json.loads(line)["case"] for line in lines.read_text().splitlines()] == [case.id for case in asked[:2]]
 
@@ -253,7 +253,7 @@ def test_another_tool_is_refused() -> None:
 def test_a_session_ends_with_a_report(
     wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "load_backend", lambda *_: None)
+    monkeypatch.setattr(run_sanitizer, "load_backend", lambda *_: None)
     counts = {"compared": 4, "mismatches": 0, "max_ulp": None, "excused": 0}
     stages = [{"stage": "codes", "rule": "exact", "sentence": "", **counts}]
 
@@ -261,7 +261,7 @@ def test_a_session_ends_with_a_report(
         records = [record(case, compared=4, stages=stages) for case in cases]
         return (sample("memcheck") if wrong else parse(CLEAN)), records, ""
 
-    assert session.sanitize_session(CASES[:1], REQUEST, tmp_path, run) is not wrong
+    assert run_sanitizer.sanitize_session(CASES[:1], REQUEST, tmp_path, run) is not wrong
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "compute-sanitizer memcheck" in page
     assert ("memory.cu:15" in page) is wrong

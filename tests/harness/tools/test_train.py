@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.tools.train import corpus, report, session
+from narrowgauge.harness.tools.train import corpus, processes, report
 from narrowgauge.harness.tools.train.model import Adam, Model, Size
-from narrowgauge.harness.tools.train.run import SAID, Task, train
-from narrowgauge.harness.tools.train.session import NOT_BEGUN, run_tasks
+from narrowgauge.harness.tools.train.processes import NOT_BEGUN, run_tasks
+from narrowgauge.harness.tools.train.train import SAID, Task, train
 from narrowgauge.reference import ops
 from narrowgauge.reference.modules import TransformerLayer
 
@@ -128,7 +128,7 @@ def test_a_process_that_dies_and_one_that_raises_cost_their_own_training() -> No
 
 
 def test_what_is_judged_begins_first() -> None:
-    ended: list[session.Training] = []
+    ended: list[processes.Training] = []
     tasks = [
         task(None, 1, backend="reference", judged=False),
         task("MXFP8BlockScaling", 1, backend="tests.harness.tools.test_train:Raising"),
@@ -155,7 +155,7 @@ def test_what_has_ended_is_said_and_kept_at_once_and_a_sigterm_loses_nothing(
     tasks = [task(None, steps, backend="reference", judged=False) for steps in (2, 1000, 1)]
     said, kept = io.StringIO(), []
 
-    def write(found: list[session.Training], *given: Any) -> Path:
+    def write(found: list[processes.Training], *given: Any) -> Path:
         kept.append([(len(one.steps), one.error) for one in found])
         if len(kept) <= 2:  # the second time the last report is being written
             os.kill(os.getpid(), signal.SIGTERM)
@@ -163,7 +163,7 @@ def test_what_has_ended_is_said_and_kept_at_once_and_a_sigterm_loses_nothing(
 
     report_write = report.write
     monkeypatch.setattr(report, "write", write)
-    assert not session.run_session(tasks, tmp_path, workers=1, console=Console(file=said, width=200))
+    assert not processes.run_session(tasks, tmp_path, workers=1, console=Console(file=said, width=200))
     assert kept == [[(2, ""), (0, NOT_BEGUN), (0, NOT_BEGUN)]] * 2
     first, *_ = lines = said.getvalue().splitlines()
     assert re.fullmatch(r"high precision, reference: final loss \d\.\d+, \d.*s", first)
@@ -240,20 +240,20 @@ def test_the_command_writes_a_report(
     def trained(
         tasks: list[Task],
         workers: int,
-        on_step: Callable[[session.Training], None],
-        on_end: Callable[[session.Training, list[session.Training]], None],
-    ) -> list[session.Training]:
-        from narrowgauge.harness.tools.train.run import Step
+        on_step: Callable[[processes.Training], None],
+        on_end: Callable[[processes.Training, list[processes.Training]], None],
+    ) -> list[processes.Training]:
+        from narrowgauge.harness.tools.train.train import Step
 
         found = []
         for one in tasks:
             right = Step(0.5 if learns else 2.5, 0.5, 10, 100) if one.judged and one.recipe else Step(0.5)
-            found.append(session.Training(one, [right] * one.steps))
+            found.append(processes.Training(one, [right] * one.steps))
             on_step(found[-1])
             on_end(found[-1], found)
         return found
 
-    monkeypatch.setattr(session, "run_tasks", trained)
+    monkeypatch.setattr(processes, "run_tasks", trained)
     words = ["train", "--recipe", "MXFP8BlockScaling", "--steps", "3", "--report-dir", str(tmp_path)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == status, done.output

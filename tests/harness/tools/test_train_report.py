@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.harness.tools.train import corpus, curves, report
-from narrowgauge.harness.tools.train.run import Step, Task
-from narrowgauge.harness.tools.train.session import RECIPES, tasks
+from narrowgauge.harness.tools.train.processes import RECIPES, tasks
+from narrowgauge.harness.tools.train.train import Step, Task
 from narrowgauge.harness.tools.train.training import Training
 
 NASTY = """<script>alert(1)</script>&"'"""

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Hook, Run
+from narrowgauge.harness.diagnosis.quantize.deviation import Hook, QuantizeDeviation, Run
 from narrowgauge.harness.diagnosis.quantize.elements import grids
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence
 from narrowgauge.harness.diagnosis.quantize.scales.amaxes import without_tail
@@ -22,14 +22,14 @@ _OF_STATISTICS = frozenset({"amax", "scales", "codes"})
 
 
 @lru_cache(maxsize=256)
-def element_deviations(recipe: Recipe) -> tuple[Deviation, ...]:
+def element_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
     """Deviations of a recipe's codes, the most plausible first; those that draw at random are in `drawing`."""
     return (*_rounded(recipe), *_special(recipe), *_scaled(recipe))
 
 
-def _of(cause: str, sentence: str, hook: Hook) -> Deviation:
+def _of(cause: str, sentence: str, hook: Hook) -> QuantizeDeviation:
     odd = cause.startswith("element-order") or "-through-" in cause
-    return Deviation(cause, f"elements: {sentence}", CODES, hooks={"codes": hook}, odd=odd)
+    return QuantizeDeviation(cause, f"elements: {sentence}", CODES, hooks={"codes": hook}, odd=odd)
 
 
 def _rounding(rounding: grids.Rounding) -> Hook:
@@ -51,7 +51,7 @@ def _finished(codes: torch.Tensor, scaled: torch.Tensor, recipe: Recipe) -> torc
     return codes if recipe.element is not E2M1 else codes.masked_fill(scaled.isnan(), recipe.nan_code)
 
 
-def _rounded(recipe: Recipe) -> Iterator[Deviation]:
+def _rounded(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     if recipe.rounding != "stochastic":
         yield _of("ties-away", "ties round away from zero", _rounding(grids.ties_away))
         yield _of("ties-toward-zero", "ties round toward zero", _rounding(grids.ties_toward_zero))
@@ -78,7 +78,7 @@ def _rounded(recipe: Recipe) -> Iterator[Deviation]:
         yield _of("overflow-to-infinity", "infinity where they overflow", _rounding(grids.unsaturated))
 
 
-def _special(recipe: Recipe) -> Iterator[Deviation]:
+def _special(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     sign = recipe.element.sign_code
 
     def after(change: Callable[[torch.Tensor, Run], torch.Tensor]) -> Hook:
@@ -143,7 +143,7 @@ def _per_element(run: Run, blocks: torch.Tensor) -> torch.Tensor:
     return wide[:, : run.x.shape[1]]
 
 
-def _scaled(recipe: Recipe) -> Iterator[Deviation]:
+def _scaled(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Other inputs and other factors."""
 
     def factors(change: Callable[[Run], torch.Tensor]) -> Hook:
@@ -196,7 +196,7 @@ def _scaled(recipe: Recipe) -> Iterator[Deviation]:
             factors(lambda run: flush(run.factors)),
         )  # fmt: skip
     for step, words in ((1, "larger"), (-1, "smaller")):
-        yield Deviation(
+        yield QuantizeDeviation(
             "element-factor-ulp", f"elements: the factor is one step of float32 {words}", CODES, odd=True,
             hooks={"codes": factors(partial(_factors_moved, step))},
         )  # fmt: skip
@@ -205,7 +205,7 @@ def _scaled(recipe: Recipe) -> Iterator[Deviation]:
             f"factor-through-{name}", f"the factor is rounded to {name}",
             factors(partial(_factors_through, dtype)),
         )  # fmt: skip
-        yield Deviation(
+        yield QuantizeDeviation(
             f"input-through-{name}", f"inputs are rounded to {name}", _OF_STATISTICS,
             hooks={"x": partial(_inputs_through, dtype)}, odd=True,
         )  # fmt: skip
@@ -213,7 +213,7 @@ def _scaled(recipe: Recipe) -> Iterator[Deviation]:
             f"input-through-{name}", f"rounded to {name} before they are scaled",
             partial(_scaled_through, dtype),
         )  # fmt: skip
-    yield Deviation(
+    yield QuantizeDeviation(
         "inputs-flushed", "inputs are flushed to 0 where they are subnormal", _OF_STATISTICS,
         hooks={"x": lambda run: flush(run.evidence.subject.x)},
     )  # fmt: skip
@@ -222,7 +222,7 @@ def _scaled(recipe: Recipe) -> Iterator[Deviation]:
         lambda run: run.packed(run.coded(run.scaled_by(run.factors, flush(run.x)))),
     )  # fmt: skip
     if not recipe.whole:
-        yield Deviation(
+        yield QuantizeDeviation(
             "tail-dropped", "columns behind the last whole block are taken for 0", frozenset({"scales", "codes"}),
             hooks={"x": lambda run: without_tail(run.recipe.block[1], run.evidence.subject.x)},
             lenient=frozenset({"amax"}),
@@ -276,7 +276,7 @@ def flush(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, torch.zeros_like(x).copysign(x), x)
 
 
-def constant_nan(found: Sequence[Evidence]) -> Iterator[Deviation]:
+def constant_nan(found: Sequence[Evidence]) -> Iterator[QuantizeDeviation]:
     """Where elements that are NaN before they are rounded have one code, which is another than the recipe's."""
     codes = []
     for each in found:

@@ -8,16 +8,16 @@ from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Hook, Run
+from narrowgauge.harness.diagnosis.quantize.deviation import Hook, QuantizeDeviation, Run
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence
 from narrowgauge.reference.numbers.blocks import over_tiles, pad_columns, tensor_amax
 from narrowgauge.reference.quantize.quantize import block_amaxes
 from narrowgauge.spec.formats import E4M3, FP32
+from narrowgauge.spec.recipe import NanPolicy
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.rule import NanPolicy
 
 
-def block_deviations(recipe: Recipe) -> Iterator[Deviation]:
+def block_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Deviations of a recipe's block amaxes, the most plausible first."""
     if recipe.whole:
         return
@@ -53,9 +53,9 @@ def block_deviations(recipe: Recipe) -> Iterator[Deviation]:
     yield _of("block-amax-of-tensor", "of the whole tensor", _of_all, local=False)
 
 
-def _of(cause: str, sentence: str, hook: Hook, *, local: bool = True) -> Deviation:
+def _of(cause: str, sentence: str, hook: Hook, *, local: bool = True) -> QuantizeDeviation:
     # FP8 may scale elements by the encode scale itself, which follows from the amax, or by the inverse that it stores.
-    return Deviation(
+    return QuantizeDeviation(
         cause, f"block amaxes: {sentence}", frozenset({"scales"}), hooks={"blocks": hook},
         lenient=frozenset({"amax", "codes"}), local=local,
     )  # fmt: skip
@@ -149,7 +149,7 @@ def _of_all(run: Run) -> torch.Tensor:
     return tensor_amax(blocks).expand(blocks.shape).contiguous()
 
 
-def skipped_lanes(found: Sequence[Evidence], wrong: Sequence[torch.Tensor]) -> Iterator[Deviation]:
+def skipped_lanes(found: Sequence[Evidence], wrong: Sequence[torch.Tensor]) -> Iterator[QuantizeDeviation]:
     """Lanes that no block amax knows of: those where the amax of every block with a wrong scale lies.
 
     `wrong`: bool, the wrong scales of each of `found`. A lane that is skipped changes the amax of a block only where

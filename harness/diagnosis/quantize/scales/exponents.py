@@ -9,12 +9,12 @@ from typing import get_args
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Run
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence
 from narrowgauge.reference.quantize.exponents import exponent_codes
 from narrowgauge.spec.formats import E8M0
+from narrowgauge.spec.recipe import BlockScale, ScaleRounding
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.rule import BlockScale, ScaleRounding
 
 _SCALES = frozenset({"scales"})
 _WORDS = {
@@ -24,7 +24,7 @@ _WORDS = {
 }  # fmt: skip
 
 
-def exponent_deviations(recipe: Recipe) -> Iterator[Deviation]:
+def exponent_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Deviations of a recipe whose scales are of E8M0, the most plausible first."""
     for change in ({"scale_rounding"}, {"block_scale"}, {"scale_rounding", "block_scale"}):
         for rounding in get_args(ScaleRounding):
@@ -38,7 +38,7 @@ def exponent_deviations(recipe: Recipe) -> Iterator[Deviation]:
                 cause = f"exponent:{rounding}" if "scale_rounding" in change else f"scale-order:{form}"
                 sentence = f"scales: {form}, {_WORDS[rounding]}"
                 rule = replace(recipe, scale_rounding=rounding, block_scale=form)
-                yield Deviation(cause, sentence, _SCALES, recipe=rule)
+                yield QuantizeDeviation(cause, sentence, _SCALES, recipe=rule)
     for cause, words, codes in (
         ("exponent:nearest", "rounded to the nearest power of two, as a cast does", _nearest),
         ("exponent:by-logarithm", "rounded up by a logarithm of float32", _by_logarithm),
@@ -49,12 +49,12 @@ def exponent_deviations(recipe: Recipe) -> Iterator[Deviation]:
             partial(_above, 2.0**-126),
         ),
     ):
-        yield Deviation(
+        yield QuantizeDeviation(
             cause, f"scales: {words}", _SCALES,
             hooks={"scales": partial(_by, codes)}, odd=True,
         )  # fmt: skip
     for step, words in ((1, "larger"), (-1, "smaller")):
-        yield Deviation(
+        yield QuantizeDeviation(
             f"exponent:{step:+}", f"scales: the exponent is 1 {words}", _SCALES,
             hooks={"scales": partial(_moved, step)}, odd=True,
         )  # fmt: skip
@@ -106,7 +106,7 @@ def _moved(step: int, run: Run) -> torch.Tensor:
     return torch.where(codes == (E8M0.nan_code or 0), codes, moved)
 
 
-def single_codes(found: Sequence[Evidence], expected: Sequence[torch.Tensor]) -> Iterator[Deviation]:
+def single_codes(found: Sequence[Evidence], expected: Sequence[torch.Tensor]) -> Iterator[QuantizeDeviation]:
     """Where all wrong scales should have one code of 0, 254 and 255, and have one other: what it is given instead.
 
     `expected`: the reference's scales of each of `found`.
@@ -132,4 +132,4 @@ def single_codes(found: Sequence[Evidence], expected: Sequence[torch.Tensor]) ->
             codes = Run(run.evidence).stage("scales")
             return codes.masked_fill((codes == code) & kind(run.blocks), other)
 
-        yield Deviation(f"exponent-code-{code}", f"scales: {words}", _SCALES, hooks={"scales": stored})
+        yield QuantizeDeviation(f"exponent-code-{code}", f"scales: {words}", _SCALES, hooks={"scales": stored})

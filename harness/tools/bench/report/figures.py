@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from narrowgauge.harness.tools.bench.growth import Growth, Point
 from narrowgauge.harness.tools.bench.operations import COPY, MATMUL
-from narrowgauge.harness.tools.bench.report import words
+from narrowgauge.harness.tools.bench.report import cells
 from narrowgauge.harness.tools.bench.row import Row
 
 WIDTH, HEIGHT = 640, 300
@@ -64,7 +64,7 @@ class _Axis:
         powers = range(math.ceil(self._low), math.floor(self._high) + 1)
         powers = powers[:: max(1, -(-len(powers) // 8))]
         return [
-            (words.rate(10.0**power, unit) if unit else f"{10.0**power:g}", self.at(10.0**power)) for power in powers
+            (cells.rate(10.0**power, unit) if unit else f"{10.0**power:g}", self.at(10.0**power)) for power in powers
         ]
 
 
@@ -89,13 +89,13 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
     y = _Axis([*rates, min(top, slope * low), top], HEIGHT, falling=True)
     figure = Figure("Roofline", "FLOP a byte", "FLOP a second", x_ticks=x.ticks(""), y_ticks=y.ticks("FLOP/s"))
     ends = [(low, slope * low), (min(high, ridge), min(slope * high, top))]
-    figure.curves.append(_curve(x, y, ends, "floor", f"copy: {words.rate(slope, 'B/s')}"))
+    figure.curves.append(_curve(x, y, ends, "floor", f"copy: {cells.rate(slope, 'B/s')}"))
     if products:
         flat = [(ridge, top), (max(high, ridge), top)]
-        figure.curves.append(_curve(x, y, flat, "floor", f"torch's matmul: {words.rate(top, 'FLOP/s')}"))
+        figure.curves.append(_curve(x, y, flat, "floor", f"torch's matmul: {cells.rate(top, 'FLOP/s')}"))
     for row, intensity, rate in zip(timed, intensities, rates, strict=True):
         kind = "reference" if row.who == "reference" else "missed" if row.met is False or row.red else "backend"
-        title = f"{row.id}: {words.rate(rate, 'FLOP/s')}, {words.ceiling(row)} of {row.ceiling}"
+        title = f"{row.id}: {cells.rate(rate, 'FLOP/s')}, {cells.ceiling(row)} of {row.ceiling}"
         figure.marks.append(Mark(x.at(intensity), y.at(rate), kind, title))
     return figure
 

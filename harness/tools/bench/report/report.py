@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.report.page import template
-from narrowgauge.harness.report.swap import replacing
+from narrowgauge.harness.report.replace_files import replacing
+from narrowgauge.harness.tools.bench.bench import Bench
 from narrowgauge.harness.tools.bench.growth import Growth
-from narrowgauge.harness.tools.bench.report import figures, words
+from narrowgauge.harness.tools.bench.report import cells, figures
 from narrowgauge.harness.tools.bench.row import COLUMNS, SCHEMA, Row
-from narrowgauge.harness.tools.bench.run import Bench
 
 PAGE = "index.html"
 
@@ -62,7 +62,7 @@ def verdict_of(bench: Bench, growths: list[Growth]) -> str:
 
 def sentence(bench: Bench, growths: list[Growth]) -> str:
     """A bench in one sentence."""
-    parts = [words.sentence(bench.rows)] if bench.rows or not growths else []
+    parts = [cells.sentence(bench.rows)] if bench.rows or not growths else []
     if growths:
         largest = max((point.exponent for growth in growths for point in growth.points), default=None)
         parts.append("no size was measured" if largest is None else f"cost measured to 2^{largest} elements")
@@ -82,11 +82,11 @@ def render(bench: Bench, growths: list[Growth], environment: dict[str, str]) -> 
         figures=([roofs] if roofs else []) + figures.growths(growths),
         width=figures.WIDTH,
         height=figures.HEIGHT,
-        columns=words.COLUMNS,
-        explained=words.EXPLAINED,
-        rows=[(row, words.cells(row)) for row in bench.rows],
-        missed=words.missed(bench.rows),
-        wrong=words.wrong(bench.rows),
+        columns=cells.COLUMNS,
+        explained=cells.EXPLAINED,
+        rows=[(row, cells.cells(row)) for row in bench.rows],
+        missed=cells.missed(bench.rows),
+        wrong=cells.wrong(bench.rows),
         notes=sorted(bench.notes.items()),
         grown=[growth.sentence() for growth in growths],
     )

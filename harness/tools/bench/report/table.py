@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from narrowgauge.harness.tools.bench.report import words
+from narrowgauge.harness.tools.bench.report import cells
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from narrowgauge.harness.tools.bench.bench import Bench
     from narrowgauge.harness.tools.bench.growth import Growth
-    from narrowgauge.harness.tools.bench.run import Bench
 
 _PLAIN = str.maketrans("µ−×·", "u-x*")
 WIDTH = 160
@@ -31,15 +31,15 @@ def print_bench(bench: Bench, console: Console) -> None:
         return words_of.translate(_PLAIN) if plain else words_of
 
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for number, column in enumerate(words.COLUMNS):
+    for number, column in enumerate(cells.COLUMNS):
         left = number < 3
         table.add_column(said(column), justify="left" if left else "right", no_wrap=not left, overflow="fold")
-    for row in words.shown(bench.rows):
+    for row in cells.shown(bench.rows):
         style = "bold red" if row.red else "yellow" if row.met is False else ""
-        table.add_row(*(Text(said(cell)) for cell in words.cells(row, plain=plain)), style=style)
+        table.add_row(*(Text(said(cell)) for cell in cells.cells(row, plain=plain)), style=style)
     console.print(table)
-    console.print(Text(said(words.EXPLAINED), style="dim"))
-    for style, lines in (("yellow", words.missed(bench.rows)), ("red", words.wrong(bench.rows))):
+    console.print(Text(said(cells.EXPLAINED), style="dim"))
+    for style, lines in (("yellow", cells.missed(bench.rows)), ("red", cells.wrong(bench.rows))):
         for line in lines:
             console.print(said(line), markup=False, highlight=False, soft_wrap=True, style=style)
     for name, why in sorted(bench.notes.items()):
@@ -57,8 +57,8 @@ def print_growth(growths: list[Growth], console: Console) -> None:
     for growth in growths:
         for point in growth.points:
             table.add_row(
-                growth.who, f"2^{point.exponent}", words.time(point.seconds), f"{point.nanoseconds:.3g}",
-                words.rate(point.memory, "B"), f"{point.memory_each:.3g}",
+                growth.who, f"2^{point.exponent}", cells.time(point.seconds), f"{point.nanoseconds:.3g}",
+                cells.rate(point.memory, "B"), f"{point.memory_each:.3g}",
             )  # fmt: skip
     console.print(table)
     for growth in growths:

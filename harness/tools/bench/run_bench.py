@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from narrowgauge.harness.records.environment import describe_run
+from narrowgauge.harness.tools.bench.bench import Bench, measure
 from narrowgauge.harness.tools.bench.growth import FIRST, LAST, STEP, Growth, grow
 from narrowgauge.harness.tools.bench.report import report, table
-from narrowgauge.harness.tools.bench.run import Bench, measure
 from narrowgauge.harness.tools.bench.tasks import Task
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class _Bar:
     """The bar of a bench. `next` names what runs now; what ran before is done."""
 
     def __init__(self, console: Console, total: int) -> None:
-        from narrowgauge.harness.tools.session import progress_bar
+        from narrowgauge.harness.tools.run_cases import progress_bar
 
         self._progress = progress_bar(console)
         self._task = self._progress.add_task("", total=total)

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.statistics.holm import sharing
+from narrowgauge.harness.gate.accepted import say_baseline
 from narrowgauge.harness.gate.ledger import Ledger
-from narrowgauge.harness.gate.said import say_baseline
 from narrowgauge.harness.records.journal import FAILURES, Journal, beginning
 from narrowgauge.harness.records.record import outcome, succeeded
 from narrowgauge.harness.report import github

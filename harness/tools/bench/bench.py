@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from narrowgauge.harness.backends.backend import place
+from narrowgauge.harness.tools.bench.interleave import QUICK_ROUNDS, ROUNDS, Times, interleaved, launched
 from narrowgauge.harness.tools.bench.judge import Verdict
 from narrowgauge.harness.tools.bench.operations import COPY, MATMUL, Inputs, Prepared, prepare
 from narrowgauge.harness.tools.bench.peers import Notes, peers
 from narrowgauge.harness.tools.bench.row import ERROR, OURS, RIGHT, WRONG, Row, hold
 from narrowgauge.harness.tools.bench.tasks import LAUNCH, Task
-from narrowgauge.harness.tools.bench.timing import QUICK_ROUNDS, ROUNDS, Times, interleaved, launched
 from narrowgauge.native import ops as native
 
 _SECONDS = 0.2

@@ -9,9 +9,9 @@ import torch
 from narrowgauge.harness.checks import ordinal
 from narrowgauge.harness.checks.interval import rotated_interval
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.auxiliary.histories import deviating_histories, deviating_scales
+from narrowgauge.harness.diagnosis.auxiliary.rotations import Ends, deviating_ends, deviating_rotations
 from narrowgauge.harness.diagnosis.explanation import Explanation
-from narrowgauge.harness.diagnosis.moving.histories import deviating_histories, deviating_scales
-from narrowgauge.harness.diagnosis.moving.rotations import Ends, deviating_ends, deviating_rotations
 from narrowgauge.harness.diagnosis.quantize.swizzles import deviating_layouts, padding_not_zeroed
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
 from narrowgauge.reference.quantize.sections import pad_sections

@@ -1,4 +1,4 @@
-"""Cases in one process under compute-sanitizer: `python -m narrowgauge.harness.tools.sanitize.watched FILE`.
+"""Cases in one process under compute-sanitizer: `python -m narrowgauge.harness.tools.sanitize.sanitized_process FILE`.
 
 The file has backend, seed, records (a path) and cases ([file, id] each). Every case of it is run once on the GPU, with
 its own memory alone (`harness.backends.guard.bare`), and its record is a line of `records`.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Store
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Store
 from narrowgauge.harness.diagnosis.quantize.elements.grids import Rounding
 from narrowgauge.reference.numbers.blocks import of_rows, over_tiles, pad_columns
 from narrowgauge.reference.numbers.decode import decode
@@ -34,7 +34,7 @@ class _Choice:
     """Whether every row of a tile chooses for itself."""
 
 
-def choosing_deviations(recipe: Recipe) -> Iterator[Deviation]:
+def choosing_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Deviations of the choice of a 4over6 recipe, the most plausible first; none of another recipe."""
     if recipe.candidates == "6":
         return
@@ -53,9 +53,9 @@ def choosing_deviations(recipe: Recipe) -> Iterator[Deviation]:
         yield _of("four-over-six-each-row", "each row of a tile chooses for itself", _Choice(each_row=True))
 
 
-def _of(cause: str, sentence: str, choice: _Choice) -> Deviation:
+def _of(cause: str, sentence: str, choice: _Choice) -> QuantizeDeviation:
     store = chosen(encode, choice)
-    return Deviation(
+    return QuantizeDeviation(
         cause, f"4over6: {sentence}", frozenset({"scales"}), hooks={"scales": lambda run: run.stored(store)}
     )
 

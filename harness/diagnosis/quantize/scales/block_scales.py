@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Hook, Run, Store
+from narrowgauge.harness.diagnosis.quantize.deviation import Hook, QuantizeDeviation, Run, Store
 from narrowgauge.harness.diagnosis.quantize.elements import grids
-from narrowgauge.harness.diagnosis.quantize.scales.choosing import choosing_deviations, chosen
 from narrowgauge.harness.diagnosis.quantize.scales.exponents import exponent_deviations
-from narrowgauge.harness.diagnosis.quantize.scales.tensors import OF_ZERO
+from narrowgauge.harness.diagnosis.quantize.scales.four_over_six import choosing_deviations, chosen
+from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import OF_ZERO
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.quantize import block_amaxes
 from narrowgauge.reference.quantize.scaling import divide, encode_scales, unrounded_scales
@@ -22,7 +22,7 @@ from narrowgauge.spec.recipes import Recipe
 SCALES = frozenset({"scales"})
 
 
-def scale_deviations(recipe: Recipe) -> Iterator[Deviation]:
+def scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Deviations of a recipe's block scales, the most plausible first."""
     if recipe.scale is E8M0:
         yield from exponent_deviations(recipe)
@@ -34,33 +34,33 @@ def scale_deviations(recipe: Recipe) -> Iterator[Deviation]:
         yield from _rounded(recipe)
         yield from _ordered(recipe)
     if not recipe.whole:
-        yield Deviation(
+        yield QuantizeDeviation(
             "scales-transposed", "scales are stored by column, not by row", SCALES, local=False,
             hooks={"scales": lambda run: _of_reference(run).T.reshape(run.scales.shape)},
         )  # fmt: skip
     if recipe.block[0] > 1 and not recipe.whole:
-        yield Deviation(
+        yield QuantizeDeviation(
             "tiles-transposed", "the scale of a tile is that of the tile with row and column exchanged", SCALES,
             hooks={"scales": _tiles_exchanged}, local=False,
         )  # fmt: skip
         for side in (2, 4, 8):
-            yield Deviation(
+            yield QuantizeDeviation(
                 "tiles-transposed", f"tiles within a square of {side}x{side} have each other's block amaxes, "
                 "row and column exchanged", SCALES, hooks={"blocks": partial(_tiles_exchanged_within, side)},
                 local=False,
             )  # fmt: skip
-    yield Deviation(
+    yield QuantizeDeviation(
         "scales-of-next-block", "a block has the scale of the next one", SCALES,
         hooks={"scales": lambda run: _of_reference(run).roll(-1, 1)},
     )  # fmt: skip
-    yield Deviation(
+    yield QuantizeDeviation(
         "scales-of-previous-block", "a block has the scale of the one before", SCALES,
         hooks={"scales": lambda run: _of_reference(run).roll(1, 1)},
     )  # fmt: skip
 
 
-def _of(cause: str, sentence: str, hook: Hook, *, odd: bool = False) -> Deviation:
-    return Deviation(cause, f"scales: {sentence}", SCALES, hooks={"scales": hook}, odd=odd)
+def _of(cause: str, sentence: str, hook: Hook, *, odd: bool = False) -> QuantizeDeviation:
+    return QuantizeDeviation(cause, f"scales: {sentence}", SCALES, hooks={"scales": hook}, odd=odd)
 
 
 def _of_reference(run: Run) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _rounding(rounding: grids.Rounding, recipe: Recipe) -> Hook:
     return lambda run: run.stored(store)
 
 
-def _rounded(recipe: Recipe) -> Iterator[Deviation]:
+def _rounded(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     for cause, words, rounding in (
         ("scale-truncated", "rounded toward zero, not to the nearest", grids.truncated),
         ("scale-rounded-up", "rounded up, not to the nearest", grids.rounded_up),
@@ -146,7 +146,7 @@ def _power_of_two(up: int) -> grids.Rounding:
     return rounding
 
 
-def _ordered(recipe: Recipe) -> Iterator[Deviation]:
+def _ordered(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Orders of operations of a block scale that no recipe has, of an encode factor."""
     if recipe.candidates != "6" or recipe.tensor_scale not in ("max/amax", "(1/amax)*max"):
         return
@@ -177,7 +177,7 @@ def _made(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Store:
     return store
 
 
-def _inverses(recipe: Recipe) -> Iterator[Deviation]:
+def _inverses(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Of float32 scales, which are inverses of encode scales."""
     largest = recipe.element.max
 

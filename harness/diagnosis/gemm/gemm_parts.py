@@ -40,7 +40,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Terms:
+class GemmParts:
     """A product as its parts, each of which can be another one."""
 
     left: Quantized
@@ -62,7 +62,7 @@ class Terms:
     """What the kernel declares of its sums."""
     source: Product
     """The whole product."""
-    all: Sequence[Terms] = field(default=(), repr=False)
+    all: Sequence[GemmParts] = field(default=(), repr=False)
     """Those of every section, in order; of which this is the `number`-th."""
     number: int = 0
 
@@ -100,11 +100,11 @@ class Terms:
         return Sums(lower, upper, undetermined)
 
     @property
-    def any_order(self) -> Terms:
+    def any_order(self) -> GemmParts:
         """The same in any order, where that holds what the declared one can give."""
         return self if self.order.aligned else replace(self, order=replace(self.order, order=None))
 
-    def part(self, rows: torch.Tensor, columns: torch.Tensor) -> Terms:
+    def part(self, rows: torch.Tensor, columns: torch.Tensor) -> GemmParts:
         """The product of some rows and columns, by number."""
         factor = _cut(self.factor, rows, columns)
         c, bias = (None if t is None else _cut(t, rows, columns) for t in (self.c, self.bias))
@@ -115,13 +115,13 @@ class Terms:
         )  # fmt: skip
 
 
-Finish = Callable[[Terms, Ends], list[Ends]]
+Finish = Callable[[GemmParts, Ends], list[Ends]]
 """An epilogue: from what the accumulators hold to what the outputs can be, in any of several ways that are right."""
 
 
-def terms_of(products: Sequence[Product], wrong: torch.Tensor | None) -> list[Terms]:
+def terms_of(products: Sequence[Product], wrong: torch.Tensor | None) -> list[GemmParts]:
     """The terms of every product; `wrong`, bool, those of all, one below the other."""
-    found: list[Terms] = []
+    found: list[GemmParts] = []
     start = 0
     for number, one in enumerate(products):
         rows = slice(start, start + one.output.shape[0])
@@ -130,7 +130,7 @@ def terms_of(products: Sequence[Product], wrong: torch.Tensor | None) -> list[Te
         bias = None if one.bias is None else one.bias.view(1, -1)
         down, across = (torch.arange(extent, device=here.device) for extent in here.shape)
         found.append(
-            Terms(
+            GemmParts(
                 plain(one.a), plain(one.b), alpha(one.a, one.b), one.c, bias, one.output, here, down, across,
                 summation(one.order), one, found, number,
             )
@@ -183,7 +183,7 @@ def ordered(one: torch.Tensor, other: torch.Tensor) -> Ends:
     return torch.minimum(one, other), torch.maximum(one, other)
 
 
-def finish(t: Terms, ends: Ends) -> list[Ends]:
+def finish(t: GemmParts, ends: Ends) -> list[Ends]:
     """The right epilogue: α·acc (+ c) (+ bias), the first addition fused or not, cast; or that of FP8 blocks."""
     if t.promotes:
         y = plus(ends, t.bias)
@@ -191,7 +191,7 @@ def finish(t: Terms, ends: Ends) -> list[Ends]:
     return [cast(y, t.dtype) for y in added(t, ends, t.factor)]
 
 
-def added(t: Terms, ends: Ends, factor: torch.Tensor) -> list[Ends]:
+def added(t: GemmParts, ends: Ends, factor: torch.Tensor) -> list[Ends]:
     """factor·acc (+ c) (+ bias) in float32: every step rounds, or the first addition is fused with the product."""
     addends = [x for x in (t.c, t.bias) if x is not None]
     ways = [scaled(ends, factor)]
@@ -234,16 +234,16 @@ def fits(output: torch.Tensor, ways: Sequence[Ends], undetermined: torch.Tensor)
     return found
 
 
-def _same(terms: Terms) -> Terms:
+def _same(terms: GemmParts) -> GemmParts:
     return terms
 
 
 @dataclass(frozen=True)
-class Deviation:
+class GemmDeviation:
     """A wrong product: other terms than the right ones, another epilogue, or both."""
 
     cause: str
     sentence: str
-    change: Callable[[Terms], Terms | None] = _same
+    change: Callable[[GemmParts], GemmParts | None] = _same
     """The terms that it multiplies; None where a product is such that the deviation means nothing."""
     finish: Finish = finish

@@ -9,12 +9,10 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, get_args
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation
 from narrowgauge.spec.dialects import DIALECTS, MX_DIALECTS
 from narrowgauge.spec.formats import E2M3, E3M2, E4M3, E5M2, E8M0, FP32
-from narrowgauge.spec.recipes import DEFAULT_DIALECT, Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
-from narrowgauge.spec.rule import (
+from narrowgauge.spec.recipe import (
     Alpha,
     BlockScale,
     Candidates,
@@ -30,6 +28,8 @@ from narrowgauge.spec.rule import (
     ZeroBlock,
     ZeroScale,
 )
+from narrowgauge.spec.recipes import DEFAULT_DIALECT, Recipe
+from narrowgauge.spec.recipes import recipe as find_recipe
 
 _AFTER_AMAX = frozenset({"tensor scale", "scales", "codes"})
 _SCALES = frozenset({"scales"})
@@ -66,12 +66,12 @@ _MEASURE = ("four-over-six-other-measure", "4over6: errors are {}, not {}")
 
 
 @lru_cache(maxsize=256)
-def chosen_deviations(recipe: Recipe) -> tuple[Deviation, ...]:
+def chosen_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
     """Every choice of another value in a field, where the recipe stays one; then other formats."""
     return (*_fields(recipe), *_numbers(recipe))
 
 
-def _fields(recipe: Recipe) -> Iterator[Deviation]:
+def _fields(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     for field, values, stages, cause, sentence in _FIELDS:
         if recipe.scale is E8M0 and field in ("block_scale", "scale_rounding"):
             continue  # `exponents` has them, together too
@@ -89,7 +89,7 @@ def _fields(recipe: Recipe) -> Iterator[Deviation]:
                 # FP8 may scale elements by the encode scale itself, or by the inverse that it stores.
                 later = _CODES if recipe.scale is FP32 and stages == _SCALES and not recipe.whole else frozenset()
                 changed = _AFTER_AMAX if field == "scale_rounding" and recipe.whole else stages
-                yield Deviation(*named, changed, recipe=rule, lenient=later)
+                yield QuantizeDeviation(*named, changed, recipe=rule, lenient=later)
 
 
 def _recipes(recipe: Recipe, field: str, value: str) -> list[Recipe]:
@@ -108,43 +108,45 @@ def _recipes(recipe: Recipe, field: str, value: str) -> list[Recipe]:
     return found
 
 
-def _numbers(recipe: Recipe) -> Iterator[Deviation]:
+def _numbers(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Fields that hold numbers and formats."""
     if recipe.scale is E4M3 and recipe.tensor_scale != "none":
         other = 256.0 if recipe.scale_max == 448.0 else 448.0
         rule = replace(recipe, scale_max=other)
         for stages in (_AFTER_AMAX, frozenset({"tensor scale"})):  # the errors of 4over6 have that number too
-            yield Deviation(f"scale-max-{other:g}", f"the largest scale is mapped to {other:g}", stages, recipe=rule)
+            yield QuantizeDeviation(
+                f"scale-max-{other:g}", f"the largest scale is mapped to {other:g}", stages, recipe=rule
+            )
     if recipe.smallest_amax:
-        yield Deviation(
+        yield QuantizeDeviation(
             "epsilon-ignored", f"amaxes are not raised to {recipe.smallest_amax:g}", _AFTER_AMAX,
             recipe=replace(recipe, smallest_amax=0.0),
         )  # fmt: skip
     elif recipe.scale is FP32 and recipe.tensor_scale != "given":
-        yield Deviation(
+        yield QuantizeDeviation(
             "epsilon-unwanted", "amaxes are raised to 1e-12", _AFTER_AMAX, recipe=replace(recipe, smallest_amax=1e-12)
         )
     for one, other_format in ((E4M3, E5M2), (E2M3, E3M2)):
         if recipe.element in (one, other_format):
             element = other_format if recipe.element is one else one
             code = element.max_code if element.nan_code is None else element.nan_code
-            yield Deviation(
+            yield QuantizeDeviation(
                 f"element-format:{element.name}", f"elements: coded as {element.name}", _CODES,
                 recipe=replace(recipe, element=element, nan_code=code),  # type: ignore[arg-type]
             )  # fmt: skip
-            yield Deviation(
+            yield QuantizeDeviation(
                 f"element-format:{element.name}", f"elements: quantized as {element.name}", _AFTER_AMAX,
                 recipe=replace(recipe, element=element, nan_code=code),  # type: ignore[arg-type]
             )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def dialect_deviations(recipe: Recipe) -> tuple[Deviation, ...]:
+def dialect_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
     """The recipe in every other dialect that it has."""
     return tuple(_dialects(recipe))
 
 
-def _dialects(recipe: Recipe) -> Iterator[Deviation]:
+def _dialects(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     known = DIALECTS if recipe.scale is E4M3 else MX_DIALECTS if recipe.scale is E8M0 else {}
     for dialect in known:
         if dialect == recipe.dialect:
@@ -155,4 +157,4 @@ def _dialects(recipe: Recipe) -> Iterator[Deviation]:
             if all(getattr(rule, name) == getattr(recipe, name) for name in _OF_QUANTIZING):
                 continue  # that one differs in what is done with a quantized matrix
             words = f"the choices of dialect {dialect}, in place of {recipe.dialect}"
-            yield Deviation(f"dialect:{dialect}", words, _ALL, recipe=rule)
+            yield QuantizeDeviation(f"dialect:{dialect}", words, _ALL, recipe=rule)

@@ -9,7 +9,7 @@ import torch
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import SEARCHES, Explanation, Tried
 from narrowgauge.harness.diagnosis.quantize.catalogue import catalogue
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run, by_rows
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Run, by_rows
 from narrowgauge.harness.diagnosis.quantize.evidence import OF_ROWS, STAGES, Evidence, different, evidence, same
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
@@ -46,7 +46,7 @@ def quantizing_explanations(outcome: Outcome, wrong: StageResult, tried: Tried) 
     return [_explanation(deviation, wrong.stage, words) for deviation in search.explain([name])]
 
 
-def _explanation(deviation: Deviation, stage: str, words: str) -> Explanation:
+def _explanation(deviation: QuantizeDeviation, stage: str, words: str) -> Explanation:
     return Explanation(deviation.cause, deviation.sentence + words, stage, deviation.exact)
 
 
@@ -61,7 +61,7 @@ class _Search:
         # What changes nothing would explain matrices in which nothing is wrong.
         self.wrong = [stage for stage in wrong if any(bool(mask.any()) for mask in self._different(stage))]
 
-    def explain(self, stages: list[str]) -> list[Deviation]:
+    def explain(self, stages: list[str]) -> list[QuantizeDeviation]:
         """The deviations that give these stages, all others that they can change being right, or being no matter.
 
         Those that gave something before are tried first, and alone once `SEARCHES` of this recipe's stage found
@@ -69,7 +69,7 @@ class _Search:
         """
         whole = stages == self.wrong
         memory, key = self.memory, (str(self.recipe), stages[0] if whole else f"{stages[0]} alone")
-        found: list[tuple[int, Deviation]] = []
+        found: list[tuple[int, QuantizeDeviation]] = []
         tried = set()
         every = list(enumerate(self.deviations))
         for rank, deviation in every:
@@ -85,14 +85,14 @@ class _Search:
                 if rank not in tried and self._explains(deviation, stages, whole=whole):
                     found.append((rank, deviation))
             memory.searches[(*key, bool(found))] += 1
-        best: dict[str, Deviation] = {}
+        best: dict[str, QuantizeDeviation] = {}
         for _, deviation in sorted(found, key=lambda pair: (not pair[1].exact, pair[0])):
             best.setdefault(deviation.cause, deviation)
         memory.found(list(best)[:MOST])
         return list(best.values())[:MOST]
 
     @cached_property
-    def deviations(self) -> list[Deviation]:
+    def deviations(self) -> list[QuantizeDeviation]:
         """Every deviation of these matrices, the most plausible first."""
         return catalogue(self.matrices, {stage: self._different(stage) for stage in self.wrong})
 
@@ -113,7 +113,7 @@ class _Search:
                     return stage, matrix.of(matrix.rows(stage, int(rows[0])))
         return None
 
-    def _explains(self, deviation: Deviation, stages: list[str], *, whole: bool) -> bool:
+    def _explains(self, deviation: QuantizeDeviation, stages: list[str], *, whole: bool) -> bool:
         """Whether all matrices have its bytes: in `stages`, and where it is for the `whole`, in all that it changes."""
         can = deviation.stages | deviation.lenient
         if not set(stages) <= can:
@@ -131,7 +131,7 @@ class _Search:
         except ValueError:  # a recipe that refuses an amax, or a dtype
             return False
 
-    def _gives_all(self, deviation: Deviation, matrix: Evidence, stages: list[str]) -> bool:
+    def _gives_all(self, deviation: QuantizeDeviation, matrix: Evidence, stages: list[str]) -> bool:
         """Whether a matrix has the deviation's bytes: first its few numbers, then all rows, some at a time."""
         of_rows = [stage for stage in stages if stage in OF_ROWS]
         others = [stage for stage in stages if stage not in OF_ROWS]
@@ -141,7 +141,7 @@ class _Search:
             return False
         return not of_rows or all(self._gives(deviation, matrix.of(rows), of_rows) for rows in matrix.slabs())
 
-    def _gives(self, deviation: Deviation, matrix: Evidence, stages: list[str]) -> bool:
+    def _gives(self, deviation: QuantizeDeviation, matrix: Evidence, stages: list[str]) -> bool:
         cost = max(1, matrix.elements)
         if self.work + cost > WORK_OF_A_CASE or self.memory.work + cost > WORK:
             return False

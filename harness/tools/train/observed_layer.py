@@ -10,8 +10,8 @@ import torch
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.parameters import transformer
 from narrowgauge.harness.checks.statistics.decide import decide
+from narrowgauge.harness.operations.modules.driver import Plan, Step
 from narrowgauge.harness.operations.modules.linear import Ground, State
-from narrowgauge.harness.operations.modules.run import Plan, Step
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
 from narrowgauge.harness.operations.quantize import rotates_freely
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits

@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
-from narrowgauge.harness.diagnosis.gemm.terms import Ends, Terms, added, cast, plus, terms_of
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import Ends, GemmParts, added, cast, plus, terms_of
 from narrowgauge.harness.diagnosis.quantize.deviation import Run
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence, evidence, same
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -36,7 +36,7 @@ def fusing_explanations(outcome: Outcome, wrong: StageResult) -> list[Explanatio
     return [Explanation("fused-output-not-cast", words, wrong.stage, exact=True)]
 
 
-def _unrounded(t: Terms) -> list[Ends]:
+def _unrounded(t: GemmParts) -> list[Ends]:
     """Where the outputs lie before their last rounding, in each way in which they can be made."""
     ends = t.sums().ends
     if not t.promotes:

@@ -9,8 +9,8 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, load_backend, place
 from narrowgauge.harness.tools.train import corpus
-from narrowgauge.harness.tools.train.judged import Watched
 from narrowgauge.harness.tools.train.model import SEEDS, Adam, Model, Size
+from narrowgauge.harness.tools.train.observed_layer import Watched
 from narrowgauge.spec.autocast import autocast
 from narrowgauge.spec.training import training_recipe
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.diagnosis.quantize.quantizing import MOST
+from narrowgauge.harness.diagnosis.quantize.explain_quantize import MOST
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax
 from narrowgauge.reference.numbers.decode import decode

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Run
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence
 from narrowgauge.reference.quantize.scaling import tensor_scale
 
 
-def section_deviations(matrices: Sequence[Evidence]) -> Iterator[Deviation]:
+def section_deviations(matrices: Sequence[Evidence]) -> Iterator[QuantizeDeviation]:
     """Where there are several sections, each with an amax: those of the amax that they are quantized with."""
     recipe = matrices[0].subject.recipe
     if len(matrices) == 1 or recipe.granularity != "tensor" or recipe.tensor_scale in ("none", "given"):
@@ -20,7 +20,7 @@ def section_deviations(matrices: Sequence[Evidence]) -> Iterator[Deviation]:
     first = Run(matrices[0]).amax
     assert first is not None
     for words, amax in (("", first), (", which is empty", torch.zeros_like(first))):
-        yield Deviation(
+        yield QuantizeDeviation(
             "amax-of-first-section", f"every section is quantized with the amax of the first{words}",
             frozenset({"scales", "codes"}),
             hooks={stage: partial(_by_amax, amax, stage) for stage in ("scales", "codes")},

@@ -10,8 +10,8 @@ import torch
 from narrowgauge.reference.quantize.delayed import FLT_MAX, update_scale
 from narrowgauge.reference.quantize.scaling import divide
 from narrowgauge.spec.formats import E4M3, E5M2
+from narrowgauge.spec.recipe import Delayed
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.rule import Delayed
 
 Updated = tuple[str, str, Callable[[], torch.Tensor]]
 """A cause, its sentence, and what makes the tensor that it leaves."""

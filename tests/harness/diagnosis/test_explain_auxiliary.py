@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.diagnosis.moving.histories import deviating_histories, deviating_scales
-from narrowgauge.harness.diagnosis.moving.rotations import deviating_ends, deviating_rotations
+from narrowgauge.harness.diagnosis.auxiliary.histories import deviating_histories, deviating_scales
+from narrowgauge.harness.diagnosis.auxiliary.rotations import deviating_ends, deviating_rotations
 from narrowgauge.harness.diagnosis.quantize.swizzles import deviating_layouts
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference

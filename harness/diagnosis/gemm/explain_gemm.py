@@ -12,8 +12,8 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import SEARCHES, Explanation, Tried
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, accumulators, promotion_deviations
 from narrowgauge.harness.diagnosis.gemm.epilogues import epilogue_deviations
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmDeviation, GemmParts, Sums, finish, fits, terms_of
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
-from narrowgauge.harness.diagnosis.gemm.terms import Deviation, Sums, Terms, finish, fits, terms_of
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 _ROWS, _COLUMNS = 6, 24
@@ -56,21 +56,21 @@ def product_explanations(outcome: Outcome, wrong: StageResult, memory: Tried) ->
     return [Explanation(cause, sentences[cause], wrong.stage, exact=True) for cause in causes]
 
 
-def _deviations(terms: Sequence[Terms]) -> Iterator[Deviation]:
-    yield Deviation("order-not-declared", "sums are right in some order, not in the declared one", _any_order)
+def _deviations(terms: Sequence[GemmParts]) -> Iterator[GemmDeviation]:
+    yield GemmDeviation("order-not-declared", "sums are right in some order, not in the declared one", _any_order)
     yield from epilogue_deviations()
     yield from operand_deviations()
     yield from promotion_deviations()
     if len(terms) > 1:
         yield from section_deviations()
-    yield Deviation("output-transposed", "the output is transposed", _transposed)
+    yield GemmDeviation("output-transposed", "the output is transposed", _transposed)
 
 
-def _any_order(terms: Terms) -> Terms | None:
+def _any_order(terms: GemmParts) -> GemmParts | None:
     return None if terms.any_order.order == terms.order else terms.any_order
 
 
-def _transposed(terms: Terms) -> Terms | None:
+def _transposed(terms: GemmParts) -> GemmParts | None:
     """The product whose output, seen as (N, M), is as it should be: of a square one."""
     output = terms.source.output
     if output.shape[0] != output.shape[1]:
@@ -86,11 +86,11 @@ _LOOKS = ("some, roughly", "some", "all")
 class _Tried:
     """The products of an outcome, and a few outputs of each."""
 
-    whole: list[Terms]
+    whole: list[GemmParts]
     _sums: dict[tuple[int, str], Sums] = field(default_factory=dict)
     """Of products as they are: by number and look."""
 
-    def fits(self, deviation: Deviation) -> bool:
+    def fits(self, deviation: GemmDeviation) -> bool:
         """Whether every output is one that the deviation can give."""
         changed = [deviation.change(one) for one in self.whole]
         terms = [one for one in changed if one is not None]
@@ -99,7 +99,7 @@ class _Tried:
         terms.sort(key=lambda one: not bool(one.wrong.any()))
         return all(_all_fit(deviation, *self._of(one, look)) for look in _LOOKS for one in terms)
 
-    def _of(self, terms: Terms, look: str) -> tuple[Terms, Sums]:
+    def _of(self, terms: GemmParts, look: str) -> tuple[GemmParts, Sums]:
         """The terms that are looked at, and their sums: found once where operands and order are the right ones."""
         some = terms if look == "all" else terms.part(*_sample(terms))
         right = self.whole[terms.number]
@@ -122,11 +122,11 @@ class _Tried:
                 yield narrow.cause, narrow.sentence
 
 
-def _sums(terms: Terms, look: str) -> Sums:
+def _sums(terms: GemmParts, look: str) -> Sums:
     return terms.loose_sums() if look == "some, roughly" else terms.sums()
 
 
-def _sample(terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample(terms: GemmParts) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers of rows and columns: those of some wrong outputs, spread over all, and of some others."""
     rows, columns = terms.wrong.any(1), terms.wrong.any(0)
     return _spread(rows, _ROWS), _spread(columns, _COLUMNS)
@@ -140,11 +140,11 @@ def _spread(wrong: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat(picked).sort().values
 
 
-def _all_fit(deviation: Deviation, terms: Terms, sums: Sums) -> bool:
+def _all_fit(deviation: GemmDeviation, terms: GemmParts, sums: Sums) -> bool:
     return bool(fits(terms.output, deviation.finish(terms, sums.ends), sums.undetermined).all())
 
 
-def _gives(sums: torch.Tensor | None, terms: Terms) -> bool:
+def _gives(sums: torch.Tensor | None, terms: GemmParts) -> bool:
     if sums is None:
         return False
     no = torch.zeros_like(terms.wrong)

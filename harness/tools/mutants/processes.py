@@ -45,7 +45,7 @@ def run_mutants(
     Each has processes of its own, which leave nothing in the cache of compiled kernels. `on_result` is called as
     results come, from any thread.
     """
-    context = forkserver("narrowgauge.harness.tools.mutants.run")
+    context = forkserver("narrowgauge.harness.tools.mutants.processes")
 
     def examine(mutant: Mutant) -> Result:
         result = _examine(context, mutant, selected(mutant, cases), timeout)

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.gate.said import say_baseline
+from narrowgauge.harness.gate.accepted import say_baseline
 from narrowgauge.harness.records.environment import describe_run
 from narrowgauge.harness.records.record import succeeded
 from narrowgauge.harness.report.report import write
+from narrowgauge.harness.tools.run_cases import print_result, progress_bar
 from narrowgauge.harness.tools.sanitize.compute_sanitizer import Request, Run, examine, run_under
-from narrowgauge.harness.tools.session import print_result, progress_bar
 
 
 def sanitize_session(cases: Sequence[Case], request: Request, directory: Path, run: Run = run_under) -> bool:

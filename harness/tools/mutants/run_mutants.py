@@ -14,8 +14,8 @@ from rich.table import Table
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.tools.mutants.mutant import Mutant
+from narrowgauge.harness.tools.mutants.processes import TIMEOUT, run_mutants
 from narrowgauge.harness.tools.mutants.result import Result, totals
-from narrowgauge.harness.tools.mutants.run import TIMEOUT, run_mutants
 
 WIDTH = 170
 """Columns, where the terminal has fewer: a row that is folded is hard to read."""

@@ -9,7 +9,7 @@ from math import inf
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Hook, Run
+from narrowgauge.harness.diagnosis.quantize.deviation import Hook, QuantizeDeviation, Run
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence, different
 from narrowgauge.harness.diagnosis.quantize.scales.amaxes import ranges
 from narrowgauge.reference.numbers.blocks import tensor_amax
@@ -23,29 +23,29 @@ OF_ZERO = {"the largest number": FLT_MAX, "2^127": 2.0**127, "infinite": inf, "0
 _MODULI = (8, 16, 32, 64, 128, 256)
 
 
-def tensor_deviations(recipe: Recipe) -> Iterator[Deviation]:
+def tensor_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Deviations of a recipe's amax and scale of the tensor, the most plausible first; none of one level of scales."""
     if recipe.tensor_scale == "none":
         return
     yield _amax("amax-without-fabs", "of the elements, not of their magnitudes", lambda x: x.clamp(min=0))
     if recipe.nan == "ignore":
-        yield Deviation(
+        yield QuantizeDeviation(
             "nan-spread", "the amax of the tensor is NaN where an element is", _AMAX,
             hooks={"amax": lambda run: _of(run, run.x, replace(run.recipe, nan="propagate"))},
         )  # fmt: skip
     else:
-        yield Deviation(
+        yield QuantizeDeviation(
             "nan-dropped", "the amax of the tensor is without elements that are NaN", _AMAX,
             hooks={"amax": lambda run: _of(run, run.x, replace(run.recipe, nan="ignore"))},
         )  # fmt: skip
     yield _amax("infinity-dropped", "without elements that are infinite", lambda x: x.masked_fill(x.isinf(), 0))
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        yield Deviation(
+        yield QuantizeDeviation(
             f"amax-through-{name}", f"the amax of the tensor is rounded to {name}", _AMAX,
             hooks={"amax": partial(_through, dtype)}, odd=True,
         )  # fmt: skip
     if recipe.granularity == "row":
-        yield Deviation(
+        yield QuantizeDeviation(
             "amax-of-tensor", "the amax of every row is that of the tensor", _AMAX,
             hooks={"amax": lambda run: (row := _of(run, run.x, run.recipe)).amax().expand(row.shape).contiguous()},
         )  # fmt: skip
@@ -58,14 +58,14 @@ def _of(run: Run, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
 
 
-def _amax(cause: str, sentence: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Deviation:
-    return Deviation(
+def _amax(cause: str, sentence: str, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizeDeviation:
+    return QuantizeDeviation(
         cause, f"the amax of the tensor is {sentence}", _AMAX,
         hooks={"amax": lambda run: _of(run, change(run.x), run.recipe)},
     )  # fmt: skip
 
 
-def _scales(recipe: Recipe) -> Iterator[Deviation]:
+def _scales(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Of the tensor's scale, which later stages have where the kernel does not show it."""
     later = frozenset({"tensor scale", "scales", "codes"})
     forms: list[tuple[str, str, Hook]] = []
@@ -91,7 +91,9 @@ def _scales(recipe: Recipe) -> Iterator[Deviation]:
         ]
     forms.append(("tensor-scale-inverted", "is its inverse", lambda run: divide(1.0, _right(run))))
     for cause, sentence, hook in forms:
-        yield Deviation(cause, f"the scale of the tensor {sentence}", later, hooks={"tensor scale": hook}, odd=True)
+        yield QuantizeDeviation(
+            cause, f"the scale of the tensor {sentence}", later, hooks={"tensor scale": hook}, odd=True
+        )
 
 
 def _of_zero(number: float, run: Run) -> torch.Tensor:
@@ -126,7 +128,7 @@ def _limited(form: Callable[[torch.Tensor], torch.Tensor]) -> Hook:
     return hook
 
 
-def found_amaxes(found: Sequence[Evidence]) -> Iterator[Deviation]:
+def found_amaxes(found: Sequence[Evidence]) -> Iterator[QuantizeDeviation]:
     """Where amaxes are too small: those of some of the elements, and where the others lie. Where too large: stale."""
     above = []
     smaller = larger = True
@@ -144,11 +146,11 @@ def found_amaxes(found: Sequence[Evidence]) -> Iterator[Deviation]:
         return
     if smaller:
         sentence = f"the amax of the tensor is that of some of its elements; those above it are {place(above)}"
-        yield Deviation(
+        yield QuantizeDeviation(
             "amax-partial", sentence, _AMAX, hooks={"amax": lambda run: run.evidence.shown["amax"]},
         )  # fmt: skip
     if larger:
-        yield Deviation(
+        yield QuantizeDeviation(
             "amax-stale", "the amax of the tensor is larger than every magnitude: another tensor's, or one from before",
             _AMAX, hooks={"amax": lambda run: run.evidence.shown["amax"]}, exact=False,
         )  # fmt: skip

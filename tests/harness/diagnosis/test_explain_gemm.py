@@ -9,9 +9,9 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.diagnosis.explanation import SEARCHES, Tried, tried_of
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW
 from narrowgauge.harness.diagnosis.gemm.epilogues import ORDERS, epilogue_deviations
-from narrowgauge.harness.diagnosis.gemm.multiplying import product_explanations
+from narrowgauge.harness.diagnosis.gemm.explain_gemm import product_explanations
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import terms_of
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
-from narrowgauge.harness.diagnosis.gemm.terms import terms_of
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.product import add_output
 from narrowgauge.harness.running.runner import run_case

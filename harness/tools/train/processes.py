@@ -21,7 +21,7 @@ from narrowgauge.harness.tools.train.training import Training
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from narrowgauge.harness.tools.train.run import Task
+    from narrowgauge.harness.tools.train.train import Task
 
 RECIPES = (
     "NVFP4BlockScaling", "NVFP4BlockScaling-norht", "NVFP4BlockScaling-nosr", "NVFP4BlockScaling-no2d",
@@ -39,7 +39,7 @@ def tasks(recipes: Sequence[str], backend: str, device: str, *, seed: int, steps
     Raises ValueError for a name that is no training recipe's.
     """
     from narrowgauge.harness.tools.train.model import LAYERS
-    from narrowgauge.harness.tools.train.run import Task
+    from narrowgauge.harness.tools.train.train import Task
     from narrowgauge.spec.training import training_recipe
 
     names = dict.fromkeys(str(training_recipe(recipe)) for recipe in recipes)
@@ -153,7 +153,7 @@ def run_session(tasks: Sequence[Task], directory: Path, *, workers: int, console
     from rich.console import Console as Terminal
 
     from narrowgauge.harness.records.environment import describe_run
-    from narrowgauge.harness.tools.session import progress_bar
+    from narrowgauge.harness.tools.run_cases import progress_bar
     from narrowgauge.harness.tools.train import corpus, report
 
     console = console or Terminal()
@@ -190,7 +190,7 @@ def _main(connection: Connection, task: Task, workers: int, gpu: str) -> None:
     if gpu:
         os.environ[VISIBLE] = gpu
     prepare_process(workers)
-    from narrowgauge.harness.tools.train.run import train
+    from narrowgauge.harness.tools.train.train import train
 
     try:
         for step in train(task):

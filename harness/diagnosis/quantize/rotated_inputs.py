@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.moving.rotations import deviating_rotations
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run
+from narrowgauge.harness.diagnosis.auxiliary.rotations import deviating_rotations
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Run
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.hadamard import transform
 from narrowgauge.reference.quantize.quantize import block_amaxes, row_amax
@@ -21,24 +21,24 @@ _ROTATING = find_recipe("nvfp4-rht")
 _ALL = frozenset({"amax", "scales", "codes"})
 
 
-def rotating_deviations(recipe: Recipe, matrix: torch.Tensor) -> Iterator[Deviation]:
+def rotating_deviations(recipe: Recipe, matrix: torch.Tensor) -> Iterator[QuantizeDeviation]:
     """Deviations of a recipe's rotation of `matrix` (M, K), and of what its amaxes are of, the most plausible first."""
     if recipe.transform is None:
         yield from _unwanted(recipe, matrix)
         return
     for cause, sentence, _ in deviating_rotations(matrix, recipe):
-        yield Deviation(
+        yield QuantizeDeviation(
             cause, sentence, _ALL, hooks={"x": partial(_rotated, cause)}, local=cause != "rotation-of-columns"
         )
-    yield Deviation(
+    yield QuantizeDeviation(
         "amax-before-transform", "the amax of the tensor is that before the rotation", frozenset({"amax"}),
         hooks={"amax": lambda run: _amax(block_amaxes(run.matrix, run.recipe), run.recipe)},
     )  # fmt: skip
-    yield Deviation(
+    yield QuantizeDeviation(
         "block-amax-before-transform", "block amaxes are those before the rotation", frozenset({"scales"}),
         hooks={"blocks": lambda run: block_amaxes(run.matrix, run.recipe)}, lenient=frozenset({"amax"}),
     )  # fmt: skip
-    yield Deviation(
+    yield QuantizeDeviation(
         "rotation-missing", "codes are of elements that are not rotated", frozenset({"codes"}),
         hooks={"x": lambda run: run.matrix},
     )  # fmt: skip
@@ -55,14 +55,14 @@ def _amax(blocks: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return tensor_amax(blocks) if recipe.granularity == "tensor" else row_amax(blocks)
 
 
-def _unwanted(recipe: Recipe, matrix: torch.Tensor) -> Iterator[Deviation]:
+def _unwanted(recipe: Recipe, matrix: torch.Tensor) -> Iterator[QuantizeDeviation]:
     """A rotation that the recipe does not have."""
     group = Hadamard().group
     if recipe.scale is not E4M3 or matrix.dtype != torch.bfloat16 or matrix.shape[1] % group:
         return
     for signs, words in ((RHT_SIGNS, ""), (0, ", without signs")):
         rotation = replace(_ROTATING, transform=Hadamard(group, signs))
-        yield Deviation(
+        yield QuantizeDeviation(
             "rotation-not-wanted", f"elements are rotated{words}", _ALL,
             hooks={"x": partial(_unwanted_rotation, rotation)},
         )  # fmt: skip

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Deviation, Run
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Run
 from narrowgauge.harness.diagnosis.quantize.elements import grids
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.philox import ROUNDS
@@ -26,7 +26,7 @@ _OTHER_ROUNDS = (7, 9)
 _UNKNOWN = "nobody knows the random bits of a kernel that has its own"
 
 
-def drawing_deviations(recipe: Recipe) -> Iterator[Deviation]:
+def drawing_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Deviations of a recipe that rounds stochastically, the most plausible first; of others that it does so at all."""
     if recipe.rounding != "stochastic":
         if recipe.element.bits < 32 and not recipe.whole and recipe.block[1] in (16, 32):
@@ -56,11 +56,11 @@ def drawing_deviations(recipe: Recipe) -> Iterator[Deviation]:
     yield from _seeded()
 
 
-def _of(cause: str, sentence: str, codes: Callable[[Run], torch.Tensor], *, local: bool = True) -> Deviation:
-    return Deviation(cause, f"elements: {sentence}", frozenset({"codes"}), hooks={"codes": codes}, local=local)
+def _of(cause: str, sentence: str, codes: Callable[[Run], torch.Tensor], *, local: bool = True) -> QuantizeDeviation:
+    return QuantizeDeviation(cause, f"elements: {sentence}", frozenset({"codes"}), hooks={"codes": codes}, local=local)
 
 
-def _drawn(cause: str, sentence: str, draw: Draw, *, local: bool = True) -> Deviation:
+def _drawn(cause: str, sentence: str, draw: Draw, *, local: bool = True) -> QuantizeDeviation:
     return _of(cause, sentence, lambda run: run.packed(_stochastic(run, draw(run))), local=local)
 
 
@@ -90,7 +90,7 @@ def _cut(unit: int, numbers: torch.Tensor) -> torch.Tensor:
     return numbers - numbers % unit
 
 
-def _compared() -> Iterator[Deviation]:
+def _compared() -> Iterator[QuantizeDeviation]:
     """Rounded up where another comparison of the byte with 256 times the distance f to the point below says so."""
 
     def by(up: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Run], torch.Tensor]:
@@ -114,7 +114,7 @@ def _compared() -> Iterator[Deviation]:
         yield _of("stochastic-inclusive", f"rounded up where {words}", by(up))
 
 
-def _placed(width: int) -> Iterator[Deviation]:
+def _placed(width: int) -> Iterator[QuantizeDeviation]:
     """Another element's byte."""
 
     def by(place: Callable[[torch.Tensor], torch.Tensor]) -> Draw:
@@ -155,7 +155,7 @@ def _bytes(run: Run, random: Random, first: int, rounds: int = ROUNDS) -> torch.
     return random_bytes(random, (rows, columns), _all(run), run.x.device, width, first, rounds)
 
 
-def _seeded() -> Iterator[Deviation]:
+def _seeded() -> Iterator[QuantizeDeviation]:
     """Other words of Philox, where there are a seed and an offset."""
 
     def by(
