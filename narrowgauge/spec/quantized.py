@@ -34,6 +34,11 @@ class Quantized:
     swizzled: bool = False
     transposed: bool = False
 
+    @property
+    def required_amax(self) -> torch.Tensor:
+        """`amax`, for operations that decode by it. Raises ValueError if it is None."""
+        return _required_amax(self.amax, self.recipe)
+
 
 @dataclass
 class GroupedQuantized:
@@ -54,6 +59,11 @@ class GroupedQuantized:
     sizes: torch.Tensor
     tensor_scale: torch.Tensor | None = None
     columnwise: bool = False
+
+    @property
+    def required_amax(self) -> torch.Tensor:
+        """`amax`, one number for each section. Raises ValueError if it is None."""
+        return _required_amax(self.amax, self.recipe)
 
     def sections(self) -> list[Quantized]:
         """One Quantized for each section, views of this one's memory. Waits for the device that holds `sizes`."""
@@ -76,6 +86,12 @@ class GroupedQuantized:
             )
             parts.append(Quantized(codes, scales, amax, self.recipe, shape, encode, transposed=transposed))
         return parts
+
+
+def _required_amax(amax: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
+    if amax is None:
+        raise ValueError(f"amax is None; recipe {recipe} needs the amax of the tensor: quantize with it, or set amax")
+    return amax
 
 
 def codes_shape(shape: tuple[int, int], recipe: Recipe, *, transposed: bool = False) -> tuple[int, int]:

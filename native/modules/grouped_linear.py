@@ -78,8 +78,7 @@ class GroupedLinear(Layer):
                 random=(self.seed, offset + across) if recipe.rounding == "stochastic" else None,
             )  # fmt: skip
             if step.scale is not None:
-                assert q.amax is not None
-                self.record(role, q.amax.amax(0, keepdim=True))
+                self.record(role, q.required_amax.amax(0, keepdim=True))
         return found[0], found[1]
 
     def forward_sections(

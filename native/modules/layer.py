@@ -166,8 +166,7 @@ class Layer(History):
         if step.scale is not None:
             made = halves[0] if halves[0] is not None else halves[1]
             assert made is not None
-            assert made.amax is not None
-            self.record(role, made.amax)
+            self.record(role, made.required_amax)
         return halves
 
     def weight_operands(self, name: str, step: Pass) -> tuple[Operand, Operand | None]:

@@ -82,10 +82,8 @@ def alpha(a: Quantized, b: Quantized) -> torch.Tensor:
         return product if a.recipe.alpha == "a_dec*b_dec" else torch.where(product == 0, 0.0, divide(1.0, product))
     if a.recipe.alpha == "s_a*s_b":
         return a.scales * b.scales
-    assert a.amax is not None
-    assert b.amax is not None
     constant = a.recipe.max_product * b.recipe.max_product
-    left, right = a.amax.unsqueeze(1), b.amax.unsqueeze(0)
+    left, right = a.required_amax.unsqueeze(1), b.required_amax.unsqueeze(0)
     if a.recipe.alpha == "(a*b)/d":
         product = left * right
         return product / torch.full_like(product, constant)

@@ -272,8 +272,7 @@ def decode_factors(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
     if q.recipe.decode == "s":
         return stored
     if q.recipe.decode == "(s*amax)*(1/max)":
-        assert q.amax is not None
-        return stored * q.amax.unsqueeze(1) * (1.0 / q.recipe.max_product)
+        return stored * q.required_amax.unsqueeze(1) * (1.0 / q.recipe.max_product)
     tensor = used_tensor_scale(q).unsqueeze(1)
     return torch.where(tensor == 0, 0.0, stored / tensor) if q.recipe.decode == "s/enc" else stored * tensor
 
@@ -282,8 +281,7 @@ def used_tensor_scale(q: Quantized) -> torch.Tensor:
     """The tensor's scale that `q` was quantized with: as it shows it, else from its amax. Raises as `tensor_scale`."""
     if q.tensor_scale is not None:
         return q.tensor_scale
-    assert q.amax is not None
-    return tensor_scale(q.amax, q.recipe)
+    return tensor_scale(q.required_amax, q.recipe)
 
 
 def _reciprocal(values: torch.Tensor) -> torch.Tensor:
