@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         update_scale,
     )
     from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-    from narrowgauge.spec.recipes import Recipe, recipe
+    from narrowgauge.spec.recipes import Recipe
+    from narrowgauge.spec.recipes import find_recipe as recipe
 
 __all__ = [
     "GroupedQuantized", "Quantized", "Recipe", "__version__", "dequantize", "gemm", "gemm_grouped", "gemm_quantized",

@@ -20,12 +20,12 @@ from narrowgauge.native.quantize.quantize import quantize, quantize_both, quanti
 from narrowgauge.native.quantize.sections import pad_sections, unpad_sections
 from narrowgauge.native.runtime import cuda, host
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "amax", "check",
-    "declares", "dequantize", "gemm", "gemm_grouped", "gemm_order", "gemm_quantized", "pad_sections", "quantize",
-    "quantize_both", "quantize_grouped", "recipe", "swizzle", "transform", "unpad_sections", "unswizzle",
+    "declares", "dequantize", "find_recipe", "gemm", "gemm_grouped", "gemm_order", "gemm_quantized", "pad_sections",
+    "quantize", "quantize_both", "quantize_grouped", "swizzle", "transform", "unpad_sections", "unswizzle",
     "update_scale", "variations",
 ]  # fmt: skip
 

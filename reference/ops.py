@@ -10,12 +10,12 @@ from narrowgauge.reference.quantize.layout import swizzle, unswizzle
 from narrowgauge.reference.quantize.quantize import quantize, quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.sections import pad_sections, unpad_sections
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 __all__ = [
     "GroupedLinear", "GroupedQuantized", "LayerNormLinear", "Linear", "Quantized", "TransformerLayer", "declares",
-    "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "pad_sections", "quantize", "quantize_both",
-    "quantize_grouped", "recipe", "swizzle", "transform", "unpad_sections", "unswizzle", "update_scale",
+    "dequantize", "find_recipe", "gemm", "gemm_grouped", "gemm_quantized", "pad_sections", "quantize", "quantize_both",
+    "quantize_grouped", "swizzle", "transform", "unpad_sections", "unswizzle", "update_scale",
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}

@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge.reference.ops import Quantized
 from narrowgauge.spec.quantized import words_shape
-from narrowgauge.spec.recipes import Recipe, recipe, recipe_names
+from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
 from tests.golden import bits
 
 Halves = tuple[Quantized | None, Quantized | None]
@@ -45,7 +45,7 @@ class Sharded:
 
     @property
     def recipe(self) -> Recipe:
-        found = recipe(self.name)
+        found = find_recipe(self.name)
         return replace(found, nan="propagate") if self.nan == "propagate" else found
 
     @property
@@ -101,11 +101,11 @@ def sharded_matrices(world: int) -> list[Sharded]:
 
     With more than two processes, those alone.
     """
-    names = [name for name in recipe_names() if "@" not in name and recipe(name).granularity == "tensor"]
+    names = [name for name in recipe_names() if "@" not in name and find_recipe(name).granularity == "tensor"]
     names = [*names, "nvfp4@te-2.8", "nvfp4@torchao", "nvfp4@compressed-tensors"] if world == 2 else list(_KINDS)
     found = []
     for number, name in enumerate(names):
-        r = recipe(name)
+        r = find_recipe(name)
         for dim in (0, 1) if name in _KINDS else (number % 2,):
             # Whole blocks, but for the last shard; of a rotation whole groups there too.
             step = 1 if r.whole else max(*r.block, r.transform.group if r.transform and dim == 0 else 1)

@@ -15,7 +15,7 @@ from typing import Any
 
 from narrowgauge.harness.cases import schema, toml_file
 from narrowgauge.harness.cases.sections import section_sizes
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 LEDGER = "known.toml"
@@ -104,7 +104,7 @@ class Case:
         """Of a grouped operation: the rows of each section."""
         if self.is_module:
             return section_sizes(self.flags[0], self.shape[0])
-        rule = recipe(self.recipes[0])
+        rule = find_recipe(self.recipes[0])
         return section_sizes(self.flags[0], self.shape[0], whole=schema.whole_of(rule, self.usage))
 
     @property

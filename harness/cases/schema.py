@@ -15,8 +15,7 @@ from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.sections import parse, section_sizes
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipe import mismatch
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 TIERS = ("quick", "full")

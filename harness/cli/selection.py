@@ -59,10 +59,10 @@ def load_cases(
         if source is None:
             return load_all(paths or [default_cases()])
         from narrowgauge.harness.inputs.capture import Captured, captured_cases, refused
-        from narrowgauge.spec.recipes import recipe
+        from narrowgauge.spec.recipes import find_recipe
 
         captured = Captured.load(source, tensors)
-        names = [str(recipe(name)) for name in recipes or ["nvfp4"]]
+        names = [str(find_recipe(name)) for name in recipes or ["nvfp4"]]
         for note in [captured.note(), *refused(captured, recipes=names)]:
             if note:
                 typer.echo(note, err=True)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from narrowgauge.harness.cases.case import Case, case_of
 from narrowgauge.harness.cases.schema import nearest, problem
 from narrowgauge.spec.dtypes import TORCH_DTYPES
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 GEMM_ROWS = 128
 """M of the gemm cases of a captured weight."""
@@ -229,6 +229,6 @@ def _points(
                     yield name, {**quantize, "usage": usage}
             if "gemm" in operations:
                 gemm = {**point, "operation": "gemm", "shape": [GEMM_ROWS, columns, rows], "x": dtype, "w": dtype}
-                layout = "nt" if recipe(rule).transform else "tn"
+                layout = "nt" if find_recipe(rule).transform else "tn"
                 for out in ("bf16", "fp32"):
                     yield name, {**gemm, "out": out, "layout": layout}

@@ -20,7 +20,7 @@ from narrowgauge.harness.inputs.histories import HISTORIES
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import words_shape
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 if TYPE_CHECKING:
     from narrowgauge.harness.inputs.capture import Captured
@@ -83,7 +83,7 @@ def _quantize(case: Case, seed: int, captured: Captured | None) -> Inputs:
     *leading, columns = case.shape
     rows = math.prod(leading)
     dtype = TORCH_DTYPES[case.dtype]
-    rule = recipe(case.recipe)
+    rule = find_recipe(case.recipe)
     columnwise = case.usage == "columnwise"
     if case.inputs in FAMILIES:
         # Made in the orientation that is quantized, so that a family's blocks are the kernel's blocks in both usages.
@@ -120,7 +120,7 @@ def _gemm(case: Case, seed: int, captured: Captured | None) -> Inputs:
     sizes = case.sections if grouped else (rows,)
     x_dtype, w_dtype, out_dtype = (TORCH_DTYPES[name] for name in case.dtypes)
     w_shape = (len(sizes) * columns, depth)
-    rules = [recipe(name) for name in case.recipes]
+    rules = [find_recipe(name) for name in case.recipes]
     if case.inputs in FAMILIES:
         x = generate(case.inputs, _draw(case, seed, "x"), (rows, depth), x_dtype, "x", rules[0])
         w = generate(case.inputs, _draw(case, seed, "w"), w_shape, w_dtype, "w", rules[1])
@@ -139,12 +139,12 @@ def _gemm(case: Case, seed: int, captured: Captured | None) -> Inputs:
     random: dict[str, Random] = {
         role: _philox(case, seed, role)
         for role, name in zip("xw", case.recipes, strict=True)
-        if recipe(name).rounding == "stochastic"
+        if find_recipe(name).rounding == "stochastic"
     }
     matrices = torch.split(w, columns) if columns else (w,) * len(sizes)
     parts = {"x": (rules[0], torch.split(x, list(sizes))), "w": (rules[1], matrices)}
     scale = _given_scales(case, seed, parts)
-    if case.operation == "gemm-quantized" and (out := recipe(case.out_recipe)).tensor_scale == "given":
+    if case.operation == "gemm-quantized" and (out := find_recipe(case.out_recipe)).tensor_scale == "given":
         # What maps a product of typical rows into the format; the largest saturate.
         typical = (int(_exponents(x).amax()) if rows else 0) + (int(of_w.amax()) if columns else 0)
         power = torch.tensor([max(-100, min(100, -typical))])
@@ -248,13 +248,13 @@ def _philox(case: Case, seed: int, role: str) -> tuple[int, int]:
 
 def _random_of_quantize(case: Case, seed: int, x: torch.Tensor) -> dict[str, Random]:
     """Random bits of `x`, (M, K); words also, or alone, of its transpose where that is quantized."""
-    if case.operation == "transform" or recipe(case.recipe).rounding != "stochastic":
+    if case.operation == "transform" or find_recipe(case.recipe).rounding != "stochastic":
         return {}
     if not case.words:
         return {"x": _philox(case, seed, "x")}
     rows, columns = x.shape
     shapes = {"x": (rows, columns), "xT": (columns, rows)}
-    in_place = case.usage == "columnwise" and recipe(case.recipe).columnwise == "in-place"
+    in_place = case.usage == "columnwise" and find_recipe(case.recipe).columnwise == "in-place"
     made = ["x", "xT"] if case.usage == "both" else ["xT"] if in_place else ["x"]
     return {name: _draw(case, seed, f"random of {name}").words(*words_shape(shapes[name])) for name in made}
 

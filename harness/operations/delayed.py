@@ -15,12 +15,12 @@ from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
 from narrowgauge.harness.operations.stages.quantized import float_views, plain
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 
 def judge_update_scale(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge update_scale of a history (H, N) and its N scales: both are exact."""
-    rule, history, scale = recipe(case.recipe), inputs.x, inputs.scale["x"]
+    rule, history, scale = find_recipe(case.recipe), inputs.x, inputs.scale["x"]
 
     def call(given: Tensors) -> Tensors:
         found = backend.update_scale(given["history"], given["scale"], rule)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from narrowgauge.harness.operations.stages.quantized import Subject, quantize_st
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 COLUMNWISE = {"tn": "", "nn": "w", "nt": "xw"}
 """Operands that a layout stores the other way round, so that their columnwise halves are multiplied."""
@@ -49,7 +49,7 @@ def operands(case: Case, inputs: Inputs, backend: Backend, outcome: Outcome) -> 
     assert inputs.w is not None
     asked = [
         Asked(
-            name, matrix, recipe(rule), random=inputs.random.get(name), scale=inputs.scale.get(name),
+            name, matrix, find_recipe(rule), random=inputs.random.get(name), scale=inputs.scale.get(name),
             columnwise=name in COLUMNWISE[case.layout],
         )
         for name, matrix, rule in zip("xw", (inputs.x, inputs.w), case.recipes, strict=True)

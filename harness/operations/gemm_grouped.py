@@ -26,7 +26,7 @@ from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 
 
@@ -59,7 +59,7 @@ def quantized_sections(
     outcome: Outcome, x: torch.Tensor, sizes: torch.Tensor, case: Case, inputs: Inputs, backend: Backend
 ) -> list[Operand]:
     """Sections of `x` (M, K), quantized by the backend, their stages judged; else by the reference."""
-    rule, random, scale = recipe(case.recipes[0]), inputs.random.get("x"), inputs.scale.get("x")
+    rule, random, scale = find_recipe(case.recipes[0]), inputs.random.get("x"), inputs.scale.get("x")
     oracles = own_sections(x, sizes, case, inputs)
     if own := makes_own_bits(backend, rule):
         seed_torch(random)
@@ -75,14 +75,14 @@ def quantized_sections(
 
 def own_sections(x: torch.Tensor, sizes: torch.Tensor, case: Case, inputs: Inputs) -> list[Quantized]:
     """Sections of `x` (M, K) as the reference quantizes them."""
-    rule, random, scale = recipe(case.recipes[0]), inputs.random.get("x"), inputs.scale.get("x")
+    rule, random, scale = find_recipe(case.recipes[0]), inputs.random.get("x"), inputs.scale.get("x")
     return reference.quantize_grouped(x, sizes, rule, scale=scale, random=random).sections()  # type: ignore[arg-type]
 
 
 def quantized_matrices(outcome: Outcome, case: Case, inputs: Inputs, backend: Backend) -> list[Operand]:
     """The w of every section, quantized by the backend, their stages judged as one."""
     assert inputs.w is not None
-    rule, random, scale = recipe(case.recipes[1]), inputs.random.get("w"), inputs.scale.get("w")
+    rule, random, scale = find_recipe(case.recipes[1]), inputs.random.get("w"), inputs.scale.get("w")
     asked = []
     for number, matrix in enumerate(inputs.w.view(len(case.sections), case.shape[2], case.shape[1])):
         bits = (random[0], random[1] + number) if isinstance(random, tuple) else None

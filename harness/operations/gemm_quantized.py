@@ -17,7 +17,7 @@ from narrowgauge.harness.operations.stages.product import add_protection, addend
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.spec.dtypes import TORCH_DTYPES
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 
 def judge_gemm_quantized(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
@@ -28,7 +28,7 @@ def judge_gemm_quantized(case: Case, inputs: Inputs, backend: Backend) -> Outcom
     does not quantize so is judged against the reference's quantization of its own plain output.
     """
     outcome = Outcome()
-    out_dtype, rule, scale = TORCH_DTYPES[case.dtypes[2]], recipe(case.out_recipe), inputs.scale.get("output")
+    out_dtype, rule, scale = TORCH_DTYPES[case.dtypes[2]], find_recipe(case.out_recipe), inputs.scale.get("output")
     x, w = operands(case, inputs, backend, outcome)
     a, b = x.kernel, w.kernel
 

@@ -20,14 +20,14 @@ from narrowgauge.harness.operations.stages.quantized import Subject
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 
 def judge_quantize_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge quantize_grouped of x (M, K): the stages of quantize, those of all sections as one."""
     columnwise = case.usage == "columnwise"
     x, random, scale = inputs.x, inputs.random.get("x"), inputs.scale.get("x")
-    rule = recipe(case.recipe)
+    rule = find_recipe(case.recipe)
     own = makes_own_bits(backend, rule)
 
     def call(given: Tensors) -> Tensors:

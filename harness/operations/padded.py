@@ -31,7 +31,7 @@ from narrowgauge.harness.operations.stages.quantized import float_views
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
 def judge_padded(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
@@ -43,7 +43,7 @@ def judge_padded(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     backend's own product of unpadded sections, where it declares one order of both, so that no other bits are right.
     """
     outcome = Outcome()
-    rule, out_dtype = recipe(case.recipes[0]), TORCH_DTYPES[case.dtypes[2]]
+    rule, out_dtype = find_recipe(case.recipes[0]), TORCH_DTYPES[case.dtypes[2]]
     sizes = torch.tensor(case.sections, device=inputs.x.device)
     rows = _kept(case.sections, rule, inputs.x.device)
     padded, aligned = _pad(outcome, inputs.x, sizes, rule, backend)

@@ -30,7 +30,7 @@ from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.reference.quantize.layout import elements
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 HALVES = ("rowwise", "columnwise")
 
@@ -39,7 +39,7 @@ def judge_quantize(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge quantize, and dequantize of its result where the backend has it; of usage both quantize_both."""
     if case.usage == "both":
         return _judge_both(case, inputs, backend)
-    rule, swizzled, x = recipe(case.recipe), case.scales == "swizzled", inputs.x
+    rule, swizzled, x = find_recipe(case.recipe), case.scales == "swizzled", inputs.x
     in_place = case.usage == "columnwise" and rule.columnwise == "in-place"
     random, scale = inputs.random.get("x"), inputs.scale.get("x")
     words = inputs.random.get("xT")
@@ -170,7 +170,7 @@ def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, o
 
 
 def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
-    rule, swizzled, x = recipe(case.recipe), case.scales == "swizzled", inputs.x
+    rule, swizzled, x = find_recipe(case.recipe), case.scales == "swizzled", inputs.x
     random, scale = inputs.random.get("x"), inputs.scale.get("x")
     own = makes_own_bits(backend, rule)
     refuse_words(case, backend, rule)

@@ -15,12 +15,12 @@ from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject, float_views
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 
 def judge_transform(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge transform of x (M, K): exact where the backend declares the order of its sums, else bounded."""
-    rule, x = recipe(case.recipe), inputs.x
+    rule, x = find_recipe(case.recipe), inputs.x
     subject = Subject(x, rule, free=rotates_freely(backend))
 
     def call(given: Tensors) -> Tensors:

@@ -9,8 +9,7 @@ from functools import cache
 from typing import Any
 
 from narrowgauge.harness.records.record import OUTCOMES, elements_compared, outcome
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _QUANTIZED = ("amax", "tensor scale", "scales", "codes")
 _PRODUCT = (*(f"{operand}.{stage}" for operand in "xw" for stage in _QUANTIZED), "output")

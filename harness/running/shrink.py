@@ -19,7 +19,7 @@ from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.running.judging import explained, judge
 from narrowgauge.spec.arguments import Random
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 CALLS = 40
 """Times that a case is judged at most."""
@@ -87,7 +87,7 @@ def axes_of(case: Case, inputs: Inputs) -> dict[str, Axis]:
     rows = math.prod(inputs.x.shape[:-1])
     if "grouped" in case.operation:
         rows, grouped = max(case.sections), {"sections": Axis(len(case.sections))}
-    rules = [recipe(name) for name in case.recipes]
+    rules = [find_recipe(name) for name in case.recipes]
     if inputs.w is None:
         along, across = _along(rules[0]), _across(rules[0])
         if case.usage != "rowwise" and _physical(case):  # quantized along M, alone or too
@@ -95,7 +95,7 @@ def axes_of(case: Case, inputs: Inputs) -> dict[str, Axis]:
         return grouped | {"rows": Axis(rows, across), "columns": Axis(inputs.x.shape[-1], along)}
     down, across = map(_across, rules)
     if case.operation == "gemm-quantized":
-        out = recipe(case.out_recipe)
+        out = find_recipe(case.out_recipe)
         down, across = math.lcm(down, _across(out)), math.lcm(across, _along(out))
     return grouped | {
         "rows": Axis(rows, down), "columns": Axis(case.shape[2], across),
@@ -116,7 +116,7 @@ def _across(rule: Recipe) -> int:
 
 def _physical(case: Case) -> bool:
     """Whether x of a columnwise quantize is the matrix as it is given, and not the transpose that is quantized."""
-    return case.usage == "both" or "grouped" in case.operation or recipe(case.recipe).columnwise == "in-place"
+    return case.usage == "both" or "grouped" in case.operation or find_recipe(case.recipe).columnwise == "in-place"
 
 
 def crop(case: Case, inputs: Inputs, windows: Mapping[str, Window]) -> tuple[Case, Inputs]:
@@ -279,12 +279,12 @@ def _place(case: Case, outcome: Outcome) -> dict[str, int]:
     block = element.get("block")
     if column is None and block is not None:
         name = case.out_recipe if prefix in ("output", "fused") else case.recipes[int(prefix == "w")]
-        column = block * recipe(name).block[1]
+        column = block * find_recipe(name).block[1]
     if "gemm" in case.operation:
         names = {"x": ("rows", "depth"), "w": ("columns", "depth")}.get(prefix, ("rows", "columns"))
     else:
         transposed = prefix == "columnwise" or ("grouped" in case.operation and case.usage == "columnwise")
-        in_place = transposed and recipe(case.recipe).columnwise == "in-place"
+        in_place = transposed and find_recipe(case.recipe).columnwise == "in-place"
         names = ("columns", "rows") if transposed and not in_place else ("rows", "columns")
     found = {name: index for name, index in zip(names, (row, column), strict=True) if index is not None}
     part = element.get("section", element.get("matrix"))

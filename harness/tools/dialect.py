@@ -24,7 +24,7 @@ from narrowgauge.reference.quantize.layout import elements, linear_scales
 from narrowgauge.spec.dialects import DIALECTS, MX_DIALECTS
 from narrowgauge.spec.formats import E4M3, E8M0
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 SHAPE = (64, 256)
 """(M, K) of every input: whole tiles of every recipe, and blocks enough for what a family puts into them in turn."""
@@ -88,7 +88,7 @@ def dialects_of(rule: Recipe) -> list[Recipe]:
     found = []
     for name in _DIALECTS_OF.get(rule.scale, {}):
         try:
-            found.append(recipe(f"{rule.name}@{name}"))
+            found.append(find_recipe(f"{rule.name}@{name}"))
         except ValueError:  # the dialect and a part of the name exclude each other
             continue
     if len(found) < 2:
@@ -103,7 +103,7 @@ def survey(backend: Backend, name: str = "nvfp4", *, device: str = "cpu", seed: 
     Raises ValueError as `dialects_of` does and for an unknown recipe, BackendError where the backend quantizes no
     input at all, Unsupported where it says of each that it does not.
     """
-    rule = recipe(name)
+    rule = find_recipe(name)
     rules = dialects_of(rule)
     agreements = [Agreement(one.dialect) for one in rules]
     left_out: list[str] = []

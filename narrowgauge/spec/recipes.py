@@ -24,7 +24,7 @@ __all__ = [
     "Delayed",
     "Hadamard",
     "Recipe",
-    "recipe",
+    "find_recipe",
     "recipe_names",
 ]
 
@@ -197,7 +197,7 @@ def recipe_names() -> list[str]:
     ]
 
 
-def recipe(name: str | Recipe) -> Recipe:
+def find_recipe(name: str | Recipe) -> Recipe:
     """The recipe called `name`, or `name@dialect`; a Recipe is returned as it is.
 
     Names are, with parts in this order and as far as they go together,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 __all__ = [
     "DelayedScaling",
@@ -77,15 +77,15 @@ class NVFP4BlockScaling(TrainingRecipe):
 
     @property
     def input(self) -> Recipe:
-        return recipe("nvfp4" + self._rotation)
+        return find_recipe("nvfp4" + self._rotation)
 
     @property
     def weight(self) -> Recipe:
-        return recipe("nvfp4" if self.disable_2d_quantization else "nvfp4-2d")
+        return find_recipe("nvfp4" if self.disable_2d_quantization else "nvfp4-2d")
 
     @property
     def grad(self) -> Recipe:
-        return recipe("nvfp4" + self._rotation + ("" if self.disable_stochastic_rounding else "-sr"))
+        return find_recipe("nvfp4" + self._rotation + ("" if self.disable_stochastic_rounding else "-sr"))
 
     @property
     def _rotation(self) -> str:
@@ -109,15 +109,15 @@ class MXFP8BlockScaling(TrainingRecipe):
 
     @property
     def input(self) -> Recipe:
-        return recipe("mxfp8-e4m3")
+        return find_recipe("mxfp8-e4m3")
 
     @property
     def weight(self) -> Recipe:
-        return recipe("mxfp8-2d" if self.weights_2d else "mxfp8-e4m3")
+        return find_recipe("mxfp8-2d" if self.weights_2d else "mxfp8-e4m3")
 
     @property
     def grad(self) -> Recipe:
-        return recipe("mxfp8-e4m3")
+        return find_recipe("mxfp8-e4m3")
 
     def __str__(self) -> str:
         return "MXFP8BlockScaling" + ("-2d" if self.weights_2d else "")
@@ -129,15 +129,15 @@ class Float8BlockScaling(TrainingRecipe):
 
     @property
     def input(self) -> Recipe:
-        return recipe("fp8-block-1x128-e4m3-pow2")
+        return find_recipe("fp8-block-1x128-e4m3-pow2")
 
     @property
     def weight(self) -> Recipe:
-        return recipe("fp8-block-128x128-e4m3-pow2")
+        return find_recipe("fp8-block-128x128-e4m3-pow2")
 
     @property
     def grad(self) -> Recipe:
-        return recipe("fp8-block-1x128-e4m3-pow2")
+        return find_recipe("fp8-block-1x128-e4m3-pow2")
 
     def __str__(self) -> str:
         return "Float8BlockScaling"
@@ -149,15 +149,15 @@ class Float8CurrentScaling(TrainingRecipe):
 
     @property
     def input(self) -> Recipe:
-        return recipe("fp8-current-e4m3")
+        return find_recipe("fp8-current-e4m3")
 
     @property
     def weight(self) -> Recipe:
-        return recipe("fp8-current-e4m3")
+        return find_recipe("fp8-current-e4m3")
 
     @property
     def grad(self) -> Recipe:
-        return recipe("fp8-current-e5m2")
+        return find_recipe("fp8-current-e5m2")
 
     def __str__(self) -> str:
         return "Float8CurrentScaling"
@@ -202,7 +202,7 @@ class DelayedScaling(TrainingRecipe):
 
     def _of(self, element: str) -> Recipe:
         # Modules update all their scales at once, as Transformer Engine does: the bulk rule.
-        return recipe(f"fp8-delayed-{element}{self._rule}-bulk")
+        return find_recipe(f"fp8-delayed-{element}{self._rule}-bulk")
 
     @property
     def _rule(self) -> str:

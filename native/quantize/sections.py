@@ -12,8 +12,7 @@ import torch
 from narrowgauge.native.runtime.arguments import THREADS, blocks_for, check_contiguous
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.spec.arguments import check_rows, check_sizes, padded_rows, section_rows
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _WORD = 16
 """Bytes that a thread moves at once, or fewer where rows or addresses are not aligned to so many."""

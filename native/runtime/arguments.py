@@ -11,7 +11,7 @@ from narrowgauge.spec import arguments
 from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized, amax_shape, codes_shape, scales_shape, swizzled_shape
-from narrowgauge.spec.recipes import WHOLE, Recipe, recipe
+from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
 
 _SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -191,7 +191,7 @@ def supported(name: str | Recipe) -> Recipe:
 
 @cache
 def _named_one(name: str) -> Recipe:
-    return _checked(recipe(name))
+    return _checked(find_recipe(name))
 
 
 def _checked(r: Recipe) -> Recipe:

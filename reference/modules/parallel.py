@@ -16,8 +16,7 @@ from narrowgauge.spec.module_arguments import (
     check_group,
     check_sharded_recipe,
 )
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 Amaxes = tuple[torch.Tensor | None, torch.Tensor | None]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.spec.arguments import check_history
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 FLT_MAX = torch.finfo(torch.float32).max
 

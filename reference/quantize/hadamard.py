@@ -10,8 +10,7 @@ import torch
 
 from narrowgauge.reference.numbers.blocks import slabs
 from narrowgauge.spec.arguments import check_rotation
-from narrowgauge.spec.recipes import Hadamard, Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import Hadamard, Recipe, find_recipe
 
 
 def coefficient(group: int) -> float:

@@ -29,8 +29,7 @@ from narrowgauge.spec.arguments import (
     split_random,
 )
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, amax_shape, codes_shape
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _RUN = 128
 """Elements of a row whose largest is found at once, on the way to that of a tensor with one scale."""

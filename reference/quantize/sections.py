@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.spec.arguments import check_rows, padded_rows, section_rows
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
 def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> tuple[torch.Tensor, torch.Tensor]:

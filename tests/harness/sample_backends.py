@@ -12,8 +12,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Hadamard
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import Hadamard, find_recipe
 
 QUANTIZE = Case("quantize", "nvfp4", (32, 48), "bf16", "normal")
 GEMM = Case("gemm", "nvfp4", (16, 64, 24), "bf16xbf16-fp32", "normal", ("tn",))

@@ -18,7 +18,7 @@ from narrowgauge.reference.quantize.quantize import block_amaxes, random_bytes, 
 from narrowgauge.reference.quantize.scaling import element_factors, per_row, scale_elements, tensor_scale
 from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.harness.sample_backends import backend
 
 
@@ -79,7 +79,7 @@ def wrong(**steps):
     """The door of a kernel whose steps are the reference's but for these."""
 
     def quantize(x, rule, *, random=None, scale=None, swizzled=False):
-        rule = recipe(rule)
+        rule = find_recipe(rule)
         s = Steps(x.flatten(0, -2).contiguous(), rule, random, scale, steps)
         scales = s.layout if swizzled else s.scales
         return Quantized(s.stored, scales, s.amax, rule, tuple(s.matrix.shape), s.tensor, swizzled)

@@ -14,24 +14,28 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.native.ops import Quantized
 from narrowgauge.native.quantize import fp8
 from narrowgauge.native.runtime.arguments import ANY_THREADS
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.recipes import Delayed, Recipe, recipe_names
+from narrowgauge.spec.recipes import Delayed, Recipe, find_recipe, recipe_names
 from tests.reference.scalar import encode, nearest
 
 f32 = np.float32
 
 EPSILONS = ("fp8-block-1x128-e4m3-pow2-eps0.01", "fp8-block-128x128-e5m2-fp32-eps1e-12", "fp8-current-e4m3-eps0.5")
 NAMES = (
-    *(name for name in recipe_names() if recipe(name).scale is FP32 and recipe(name).delayed in (None, Delayed())),
+    *(
+        name
+        for name in recipe_names()
+        if find_recipe(name).scale is FP32 and find_recipe(name).delayed in (None, Delayed())
+    ),
     *EPSILONS,
 )
 """Every recipe, of delayed scaling with one way to update its scale, and some that raise amaxes."""
-BLOCKS = tuple(name for name in NAMES if not recipe(name).whole)
-WHOLE = tuple(name for name in NAMES if recipe(name).whole)
+BLOCKS = tuple(name for name in NAMES if not find_recipe(name).whole)
+WHOLE = tuple(name for name in NAMES if find_recipe(name).whole)
 KINDS = ("fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e5m2-pow2", "fp8-current-e4m3", "fp8-delayed-e5m2")
 """One of each: what shares a scale, and where it comes from."""
 
@@ -150,4 +154,4 @@ def parts(*some: Quantized | None) -> Iterator[torch.Tensor]:
 
 def propagating(name: str) -> Recipe:
     """The recipe, under which a NaN that is read shows."""
-    return replace(recipe(name), nan="propagate")
+    return replace(find_recipe(name), nan="propagate")

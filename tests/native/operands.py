@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.native.ops import GroupedQuantized, Quantized, recipe
+from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.reference.quantize.layout import pack, swizzle
 from narrowgauge.spec.formats import E4M3, E8M0, Format
 from narrowgauge.spec.quantized import scales_shape
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
 """One recipe of each element format."""
@@ -36,7 +36,7 @@ def finite_codes(fmt: Format) -> torch.Tensor:
 
 def operand(codes: torch.Tensor, scales: torch.Tensor, r: Recipe | str) -> Quantized:
     """Codes (M, K), one an element, and scales as they are stored."""
-    r = recipe(r)
+    r = find_recipe(r)
     one = torch.ones(1) if r.tensor_scale != "none" else None
     stored = pack(codes) if r.element.bits == 4 else codes.contiguous()
     return Quantized(stored, scales, one, r, (codes.shape[0], codes.shape[1]), None if one is None else 1 / scales[0])
@@ -44,7 +44,7 @@ def operand(codes: torch.Tensor, scales: torch.Tensor, r: Recipe | str) -> Quant
 
 def random_operand(name: str, rows: int, columns: int, seed: int = 0, *, spread: int = 6) -> Quantized:
     """Finite codes of every kind, and scales within 2^±spread, each another one; all rows of a tile have one."""
-    r = recipe(name)
+    r = find_recipe(name)
     generator = torch.Generator().manual_seed(seed)
     known = finite_codes(r.element)
     codes = known[torch.randint(len(known), (rows, columns), generator=generator)]
@@ -58,7 +58,7 @@ def random_operand(name: str, rows: int, columns: int, seed: int = 0, *, spread:
 
 def lattice(name: str, rows: int, columns: int, seed: int = 0) -> Quantized:
     """Small integers under scales that are all the same power of two: every sum is exact."""
-    r = recipe(name)
+    r = find_recipe(name)
     values = torch.tensor(r.element.values)
     whole = ((values == values.round()) & (values.abs() <= 3)).nonzero().flatten().to(torch.uint8)
     codes = whole[torch.randint(len(whole), (rows, columns), generator=torch.Generator().manual_seed(seed))]
@@ -81,6 +81,6 @@ def random_sections(name: str, sizes: list[int], columns: int) -> GroupedQuantiz
     parts = [random_operand(name, rows, columns, seed=number) for number, rows in enumerate(sizes)]
     amaxes = None if parts[0].amax is None else torch.ones(len(sizes))
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    r = recipe(name)
+    r = find_recipe(name)
     assert r.scale is not E4M3
     return GroupedQuantized(codes, scales, amaxes, r, (sum(sizes), columns), torch.tensor(sizes), amaxes)

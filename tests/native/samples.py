@@ -6,30 +6,32 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.native.ops import GroupedQuantized, Quantized, recipe
+from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.spec.formats import E4M3, E8M0
-from narrowgauge.spec.recipes import Recipe, recipe_names
+from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
 from tests.golden import bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 RECIPES = {
-    "te": recipe("nvfp4"),
-    "te-2.8": recipe("nvfp4@te-2.8"),
-    "te-native": recipe("nvfp4@te-native"),
-    "te-propagate": replace(recipe("nvfp4"), nan="propagate"),
-    "te-2.8-propagate": replace(recipe("nvfp4@te-2.8"), nan="propagate"),
+    "te": find_recipe("nvfp4"),
+    "te-2.8": find_recipe("nvfp4@te-2.8"),
+    "te-native": find_recipe("nvfp4@te-native"),
+    "te-propagate": replace(find_recipe("nvfp4"), nan="propagate"),
+    "te-2.8-propagate": replace(find_recipe("nvfp4@te-2.8"), nan="propagate"),
 }
 
 DIALECTS = ("te", "te-2.8", "te-native")
 """Those of NVFP4 that the kernels speak. Of MX they speak all."""
-MX_NAMES = tuple(name for name in recipe_names() if recipe(name).scale is E8M0)
-TWO_LEVELS = tuple(name for name in recipe_names() if recipe(name).scale is E4M3 and recipe(name).dialect in DIALECTS)
+MX_NAMES = tuple(name for name in recipe_names() if find_recipe(name).scale is E8M0)
+TWO_LEVELS = tuple(
+    name for name in recipe_names() if find_recipe(name).scale is E4M3 and find_recipe(name).dialect in DIALECTS
+)
 """Those with a tensor scale, too."""
 NAMES = TWO_LEVELS + MX_NAMES
 """Every recipe of these two families that the kernels have."""
-ROTATED = tuple(name for name in NAMES if recipe(name).transform is not None)
-SECTIONED = tuple(name for name in NAMES if recipe(name).granularity == "tensor")
+ROTATED = tuple(name for name in NAMES if find_recipe(name).transform is not None)
+SECTIONED = tuple(name for name in NAMES if find_recipe(name).granularity == "tensor")
 """Those that quantize sections."""
 
 FAMILIES = (
@@ -100,7 +102,7 @@ def dtypes(r: Recipe) -> tuple[torch.dtype, ...]:
 
 def dtype_in_turn(name: str, family: str) -> torch.dtype:
     """One of those: every family has each in some recipe, and every recipe each in some family."""
-    some = dtypes(recipe(name))
+    some = dtypes(find_recipe(name))
     return some[(NAMES.index(name) + FAMILIES.index(family)) % len(some)]
 
 
@@ -138,7 +140,7 @@ def codes_under_every_scale(amax: float, columns: int = 16) -> Quantized:
 
 def codes_under_every_power(name: str) -> Quantized:
     """Of an MX recipe: a row for every scale byte, every code in each, as often as whole blocks take."""
-    r = recipe(name)
+    r = find_recipe(name)
     columns = max(32, r.element.codes)
     codes = (torch.arange(columns) % r.element.codes).byte()
     stored = codes[::2] | codes[1::2] << 4 if r.element.bits == 4 else codes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from narrowgauge.reference import Quantized
+from narrowgauge.spec.quantized import Quantized
 from tests.reference import kernels, narrow
 
 f32, f64 = np.float32, np.float64

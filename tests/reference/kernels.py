@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from narrowgauge.reference import Quantized
 from narrowgauge.reference.numbers.exact import fma as exact_fma
+from narrowgauge.spec.quantized import Quantized
 from tests.reference import narrow, orders
 
 f32 = np.float32

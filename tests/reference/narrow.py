@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.quantize.layout import pack
 from narrowgauge.spec.formats import Format
-from narrowgauge.spec.quantized import scales_shape
+from narrowgauge.spec.quantized import Quantized, scales_shape
+from narrowgauge.spec.recipes import find_recipe
 
 MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
 # Exponent codes of scales: equal ones, those of random data, and wild ones at either end and over everything.
@@ -34,7 +34,7 @@ def finite_codes(fmt: Format) -> np.ndarray:
 def codes(name: str, rng: np.random.Generator, rows: int, columns: int, family: str = "any") -> np.ndarray:
     """Codes (rows, columns), one a byte. `any`: uniform; `data`: those of normal numbers; `lattice`: 0, ±1, ±2, ±3;
     `positive`: uniform ones without a sign; `sparse`: mostly 0."""
-    fmt = recipe(name).element
+    fmt = find_recipe(name).element
     finite = finite_codes(fmt)
     if family in ("data", "lattice"):
         values = np.array([fmt.value(int(code)) for code in finite])
@@ -55,7 +55,7 @@ def codes(name: str, rng: np.random.Generator, rows: int, columns: int, family: 
 
 def scales(name: str, rng: np.random.Generator, shape: tuple[int, int], kind: str = "near") -> torch.Tensor:
     """Scales of a matrix of `shape`, as its recipe stores them."""
-    rule = recipe(name)
+    rule = find_recipe(name)
     stored = scales_shape(shape, rule)
     if rule.scale.name == "E8M0":
         return torch.from_numpy(rng.integers(*EXPONENTS[kind], stored).astype(np.uint8))
@@ -69,7 +69,7 @@ def narrow(
 ) -> Quantized:
     """A Quantized (rows, columns) of the recipe."""
     one = torch.from_numpy(codes(name, rng, rows, columns, family))
-    rule = recipe(name)
+    rule = find_recipe(name)
     held = pack(one) if rule.element.bits == 4 else one
     return Quantized(held, scales(name, rng, (rows, columns), kind), None, rule, (rows, columns))
 

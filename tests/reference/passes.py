@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.reference import Quantized
 from narrowgauge.reference.modules import autocast, checkpoint
+from narrowgauge.spec.quantized import Quantized
 from tests.golden import bits
 
 ROWS, INNER, OUTER = 32, 64, 48

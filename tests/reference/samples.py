@@ -9,8 +9,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.spec.formats import E2M1, E4M3, Format
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from tests.reference.scalar import grid
 
 
@@ -40,7 +41,9 @@ def quantized(
     rows, width = codes.shape
     packed = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
     amaxes = torch.tensor([amax], dtype=torch.float32)
-    return Quantized(torch.from_numpy(packed), torch.from_numpy(scales), amaxes, recipe(name), (rows, columns or width))
+    return Quantized(
+        torch.from_numpy(packed), torch.from_numpy(scales), amaxes, find_recipe(name), (rows, columns or width)
+    )
 
 
 def values(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

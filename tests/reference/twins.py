@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from narrowgauge.reference import Quantized, Recipe
 from narrowgauge.reference.quantize.layout import rowwise_codes, unpack
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
 from tests.golden import bits
 from tests.reference import scalar
 

@@ -22,7 +22,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.spec import arguments, module_arguments
 from narrowgauge.spec.arguments import dtype_name
 from narrowgauge.spec.autocast import autocast
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 Call = Callable[[Any], object]
 """One call, of the ops module of a side."""
@@ -521,7 +521,7 @@ Shapes = list[tuple[int, int]]
 
 
 def check_extents(name: str, dim: int, shapes: Shapes, *, rowwise: bool = True, columnwise: bool = True) -> None:
-    module_arguments.check_extents(shapes, recipe(name), dim, rowwise=rowwise, columnwise=columnwise)
+    module_arguments.check_extents(shapes, find_recipe(name), dim, rowwise=rowwise, columnwise=columnwise)
 
 
 def checking_extents(name: str, dim: int, shapes: Shapes, **halves: bool) -> Call:
@@ -531,7 +531,8 @@ def checking_extents(name: str, dim: int, shapes: Shapes, **halves: bool) -> Cal
 SHARDS: list[Row] = [
     row("another group", lambda _: module_arguments.check_group(dist.GroupMember.NON_GROUP_MEMBER), ValueError,
         "not in the group", "amax", "give it the group it is in"),
-    row("an amax for every row", lambda _: module_arguments.check_sharded_recipe(recipe("nvfp4-rowscaled")), ValueError,
+    row("an amax for every row",
+        lambda _: module_arguments.check_sharded_recipe(find_recipe("nvfp4-rowscaled")), ValueError,
         "recipe nvfp4-rowscaled has an amax for every row", "shards"),
     row("a process that failed", lambda _: module_arguments.check_failed_shard(3), ValueError, "process 2",
         "cannot quantize its shard", "its own error"),
@@ -636,7 +637,7 @@ def test_shards_are_multiples_of_blocks_tiles_and_rotated_groups(
     name: str, dim: int, halves: tuple[bool, bool], step: int
 ) -> None:
     rowwise, columnwise = halves
-    assert module_arguments.step_of(recipe(name), dim, rowwise=rowwise, columnwise=columnwise) == step
+    assert module_arguments.step_of(find_recipe(name), dim, rowwise=rowwise, columnwise=columnwise) == step
     extents = (0, step, 3 * step, 0, 5, 0)
     shapes = [(extent, 7) if dim == 0 else (7, extent) for extent in extents]
     check_extents(name, dim, shapes, rowwise=rowwise, columnwise=columnwise)

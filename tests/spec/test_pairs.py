@@ -10,11 +10,10 @@ from itertools import product
 import pytest
 import torch
 
-from narrowgauge.reference import Recipe, recipe
 from narrowgauge.reference.ops import gemm, quantize
 from narrowgauge.spec.formats import E4M3, E5M2, E8M0, FP32
 from narrowgauge.spec.recipe import mismatch
-from narrowgauge.spec.recipes import Hadamard, recipe_names
+from narrowgauge.spec.recipes import Hadamard, Recipe, find_recipe, recipe_names
 
 NAMES = [name for name in recipe_names() if "@" not in name or name in ("mxfp8-e4m3@ocp", "nvfp4@trtllm")]
 
@@ -35,7 +34,7 @@ def may(a: Recipe, b: Recipe) -> bool:
 
 
 def test_every_pair_of_recipes_is_multiplied_exactly_where_its_family_allows_it() -> None:
-    rules = [recipe(name) for name in NAMES]
+    rules = [find_recipe(name) for name in NAMES]
     found = {(str(a), str(b)): mismatch(a, b) for a, b in product(rules, rules)}
     wrong = [(str(a), str(b)) for a, b in product(rules, rules) if (found[str(a), str(b)] == "") != may(a, b)]
     assert wrong == []
@@ -58,7 +57,7 @@ def test_every_pair_of_recipes_is_multiplied_exactly_where_its_family_allows_it(
     ],
 )  # fmt: skip
 def test_the_reason_names_what_differs(a: str, b: str, reason: str) -> None:
-    assert reason in mismatch(recipe(a), recipe(b))
+    assert reason in mismatch(find_recipe(a), find_recipe(b))
 
 
 @pytest.mark.parametrize(
@@ -71,16 +70,16 @@ def test_the_reason_names_what_differs(a: str, b: str, reason: str) -> None:
     ],
 )  # fmt: skip
 def test_what_belongs_together_has_no_reason_against_it(a: str, b: str) -> None:
-    assert mismatch(recipe(a), recipe(b)) == mismatch(recipe(b), recipe(a)) == ""
+    assert mismatch(find_recipe(a), find_recipe(b)) == mismatch(find_recipe(b), find_recipe(a)) == ""
 
 
 def test_blocks_of_another_width_and_other_rotations_are_named() -> None:
-    sixteen = dataclasses.replace(recipe("mxfp8-e4m3"), block=(1, 16))
-    assert mismatch(recipe("mxfp8-2d"), sixteen) == "block is 32x32 and 1x16"
-    other = dataclasses.replace(recipe("nvfp4-rht"), transform=Hadamard(32))
-    assert "transform is Hadamard(group=16, " in mismatch(recipe("nvfp4-rht"), other)
-    wide = dataclasses.replace(recipe("nvfp4"), element=E5M2, nan_code=127)
-    assert mismatch(recipe("nvfp4"), wide) == "element is E2M1 and E5M2"
+    sixteen = dataclasses.replace(find_recipe("mxfp8-e4m3"), block=(1, 16))
+    assert mismatch(find_recipe("mxfp8-2d"), sixteen) == "block is 32x32 and 1x16"
+    other = dataclasses.replace(find_recipe("nvfp4-rht"), transform=Hadamard(32))
+    assert "transform is Hadamard(group=16, " in mismatch(find_recipe("nvfp4-rht"), other)
+    wide = dataclasses.replace(find_recipe("nvfp4"), element=E5M2, nan_code=127)
+    assert mismatch(find_recipe("nvfp4"), wide) == "element is E2M1 and E5M2"
 
 
 def test_a_product_is_refused_with_the_reason() -> None:

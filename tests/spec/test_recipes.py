@@ -13,12 +13,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
-from narrowgauge.reference import Recipe, recipe
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.ops import dequantize, quantize, quantize_both, update_scale
 from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32
-from narrowgauge.spec.recipes import RHT_SIGNS, WHOLE, Delayed, Hadamard, recipe_names
+from narrowgauge.spec.recipes import RHT_SIGNS, WHOLE, Delayed, Hadamard, Recipe, find_recipe, recipe_names
 from tests.golden import bits
 from tests.reference.edges import edges
 
@@ -28,7 +27,7 @@ MX, BLOCK, CURRENT = "mxfp8-e4m3", "fp8-block-1x128-e4m3-fp32", "fp8-current-e4m
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_listed_name_names_a_recipe_that_prints_it(name: str) -> None:
-    assert str(recipe(name)) == name
+    assert str(find_recipe(name)) == name
 
 
 def test_the_listed_names_are_those_of_the_contract() -> None:
@@ -37,28 +36,28 @@ def test_the_listed_names_are_those_of_the_contract() -> None:
 
 
 def test_no_two_names_give_the_same_choices() -> None:
-    choices = [dataclasses.replace(recipe(name), name="", dialect="te") for name in recipe_names()]
+    choices = [dataclasses.replace(find_recipe(name), name="", dialect="te") for name in recipe_names()]
     assert len(set(choices)) == len(choices)
 
 
 def test_a_name_without_a_dialect_means_transformer_engines() -> None:
-    assert recipe("nvfp4@te") == recipe("nvfp4")
-    assert recipe("nvfp4").dialect == "te"
-    assert recipe("nvfp4@") == recipe("nvfp4")
+    assert find_recipe("nvfp4@te") == find_recipe("nvfp4")
+    assert find_recipe("nvfp4").dialect == "te"
+    assert find_recipe("nvfp4@") == find_recipe("nvfp4")
 
 
 def test_nvfp4_is_what_numerics_md_says() -> None:
-    nvfp4 = recipe("nvfp4")
+    nvfp4 = find_recipe("nvfp4")
     assert (nvfp4.element, nvfp4.block, nvfp4.scale, nvfp4.max_product) == (E2M1, (1, 16), E4M3, 2688.0)
 
 
 def test_the_parts_of_a_name_set_what_they_say() -> None:
-    assert recipe("nvfp4-2d").block == (16, 16)
-    assert recipe("nvfp4-rht").transform == Hadamard(16, RHT_SIGNS)
-    assert recipe("nvfp4-rht32-nosign").transform == Hadamard(32, 0)
-    assert recipe("nvfp4-sr").rounding == "stochastic"
-    assert recipe("nvfp4-rowscaled").granularity == "row"
-    chosen = recipe("nvfp4-4over6-256-mse@te-2.8")
+    assert find_recipe("nvfp4-2d").block == (16, 16)
+    assert find_recipe("nvfp4-rht").transform == Hadamard(16, RHT_SIGNS)
+    assert find_recipe("nvfp4-rht32-nosign").transform == Hadamard(32, 0)
+    assert find_recipe("nvfp4-sr").rounding == "stochastic"
+    assert find_recipe("nvfp4-rowscaled").granularity == "row"
+    chosen = find_recipe("nvfp4-4over6-256-mse@te-2.8")
     assert (chosen.candidates, chosen.max_product, chosen.dialect) == ("4-or-6-mse", 1536.0, "te-2.8")
 
 
@@ -78,7 +77,7 @@ def test_the_parts_of_a_name_set_what_they_say() -> None:
     ],
 )
 def test_mx_and_fp8_are_what_their_names_say(name: str, element: Any, block: tuple[int, int], scale: Any) -> None:
-    rule = recipe(name)
+    rule = find_recipe(name)
     assert (rule.element, rule.block, rule.scale) == (element, block, scale)
     assert rule.whole == (block[0] == WHOLE)
     assert rule.stored_rows == (block[0] if scale is FP32 else 1)
@@ -103,27 +102,29 @@ def test_mx_and_fp8_are_what_their_names_say(name: str, element: Any, block: tup
     ],
 )
 def test_what_a_name_leaves_out_is_in_the_recipes_own(short: str, full: str) -> None:
-    assert recipe(short) == recipe(full)
-    assert recipe(recipe(short).name) == recipe(short)
+    assert find_recipe(short) == find_recipe(full)
+    assert find_recipe(find_recipe(short).name) == find_recipe(short)
 
 
 @pytest.mark.parametrize("margin", [0, 1, 2, 17])
 def test_a_delayed_recipe_has_the_rule_that_its_name_says(margin: int) -> None:
     part = f"-margin{margin}" if margin else ""
-    assert recipe(f"fp8-delayed-e5m2{part}").delayed == Delayed("max", margin, "single")
-    assert recipe(f"fp8-delayed-e5m2-recent{part}-bulk").delayed == Delayed("most-recent", margin, "bulk")
-    assert recipe("fp8-current").delayed is None
+    assert find_recipe(f"fp8-delayed-e5m2{part}").delayed == Delayed("max", margin, "single")
+    assert find_recipe(f"fp8-delayed-e5m2-recent{part}-bulk").delayed == Delayed("most-recent", margin, "bulk")
+    assert find_recipe("fp8-current").delayed is None
 
 
 def test_a_dialect_of_mx_may_have_a_rule_of_its_own_for_an_element() -> None:
     """compressed-tensors 0.20, generate_mx_scales: from 1.75 on, but of 6 bits, which are E2M3, as the element."""
-    found = {name: recipe(f"{name}@compressed-tensors").scale_rounding for name in ("mxfp8", "mxfp4", "mxfp6-e2m3")}
+    found = {
+        name: find_recipe(f"{name}@compressed-tensors").scale_rounding for name in ("mxfp8", "mxfp4", "mxfp6-e2m3")
+    }
     assert found == {"mxfp8": "up-from-1.75", "mxfp4": "up-from-1.75", "mxfp6-e2m3": "as-element"}
 
 
 def test_the_rowwise_half_is_not_rotated() -> None:
-    assert recipe("nvfp4-2d-rht32-nosign-sr").rowwise == recipe("nvfp4-2d-sr")
-    assert recipe("nvfp4-2d").rowwise == recipe("nvfp4-2d")
+    assert find_recipe("nvfp4-2d-rht32-nosign-sr").rowwise == find_recipe("nvfp4-2d-sr")
+    assert find_recipe("nvfp4-2d").rowwise == find_recipe("nvfp4-2d")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_the_rowwise_half_is_not_rotated() -> None:
 )
 def test_parts_that_exclude_each_other_are_refused_with_the_reason(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"recipe {name}: {message}")):
-        recipe(name)
+        find_recipe(name)
 
 
 def test_a_rotation_has_groups_and_signs_that_exist() -> None:
@@ -149,22 +150,24 @@ def test_a_rotation_has_groups_and_signs_that_exist() -> None:
 
 
 def test_a_recipe_is_returned_as_it_is() -> None:
-    mine = dataclasses.replace(recipe("nvfp4"), name="mine")
-    assert recipe(mine) is mine
+    mine = dataclasses.replace(find_recipe("nvfp4"), name="mine")
+    assert find_recipe(mine) is mine
 
 
 def test_a_recipe_is_data() -> None:
-    nvfp4 = recipe("nvfp4")
-    assert nvfp4 == recipe("nvfp4")
-    assert hash(nvfp4) == hash(recipe("nvfp4"))
-    assert nvfp4 != recipe("nvfp4@te-2.8")
+    nvfp4 = find_recipe("nvfp4")
+    assert nvfp4 == find_recipe("nvfp4")
+    assert hash(nvfp4) == hash(find_recipe("nvfp4"))
+    assert nvfp4 != find_recipe("nvfp4@te-2.8")
     assert nvfp4 != dataclasses.replace(nvfp4, nan="propagate")
     with pytest.raises(dataclasses.FrozenInstanceError):
         nvfp4.nan = "propagate"  # type: ignore[misc]
 
 
 def test_recipes_are_listed_without_importing_torch() -> None:
-    code = "import sys, reference; reference.recipe('nvfp4'); print('torch' in sys.modules)"
+    code = (
+        "import sys; from narrowgauge.spec import recipes; recipes.find_recipe('nvfp4'); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -203,7 +206,7 @@ def test_recipes_are_listed_without_importing_torch() -> None:
 )
 def test_an_unknown_name_is_answered_with_the_nearest_and_with_all(name: str, texts: list[str]) -> None:
     with pytest.raises(ValueError, match=r"^(no recipe|recipe \S+ has)") as caught:
-        recipe(name)
+        find_recipe(name)
     for text in texts:
         assert text in str(caught.value)
 
@@ -222,7 +225,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_with_all(name: str, te
 def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(field: str, value: str, choices: str) -> None:
     message = f"recipe nvfp4: {field} is {value!r}; it can be {choices}"
     with pytest.raises(ValueError, match=re.escape(message)):
-        dataclasses.replace(recipe("nvfp4"), **{field: value})
+        dataclasses.replace(find_recipe("nvfp4"), **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,7 @@ def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(field: str, 
 )  # fmt: skip
 def test_choices_that_do_not_fit_are_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^recipe nvfp4: .*{re.escape(message)}"):
-        dataclasses.replace(recipe("nvfp4"), **changes)
+        dataclasses.replace(find_recipe("nvfp4"), **changes)
 
 
 @pytest.mark.parametrize(
@@ -313,17 +316,17 @@ def test_choices_that_do_not_fit_are_refused_with_the_reason(changes: dict[str, 
 )  # fmt: skip
 def test_choices_of_other_scales_are_refused_with_the_reason(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^recipe .*: {re.escape(message)}"):
-        dataclasses.replace(recipe(name), **changes)
+        dataclasses.replace(find_recipe(name), **changes)
 
 
 def test_a_tensor_scale_of_one_level_is_refused() -> None:
     with pytest.raises(ValueError, match="recipe nvfp4@qwix has no tensor scale"):
-        tensor_scale(torch.ones(1), recipe("nvfp4@qwix"))
+        tensor_scale(torch.ones(1), find_recipe("nvfp4@qwix"))
 
 
 def test_a_scale_that_rounds_to_the_dtype_of_x_must_be_told_it() -> None:
     with pytest.raises(ValueError, match="recipe nvfp4@compressed-tensors rounds to the dtype of x; give dtype"):
-        tensor_scale(torch.ones(1), recipe("nvfp4@compressed-tensors"))
+        tensor_scale(torch.ones(1), find_recipe("nvfp4@compressed-tensors"))
 
 
 # Every option that can be chosen changes bytes on some input.
@@ -416,12 +419,12 @@ OF_FORMAT: dict[str, list[tuple[str, dict[str | int, dict[str, Any]]]]] = {
 def with_value(field: str, value: str | int) -> Recipe:
     if field in ELSEWHERE:
         base, others = ELSEWHERE[field]
-        return dataclasses.replace(recipe(base), **(others[value] | {field: value}))
+        return dataclasses.replace(find_recipe(base), **(others[value] | {field: value}))
     for base, others in OF_FORMAT.get(field, []):
         if value in others:
-            return dataclasses.replace(recipe(base), **(others[value] | {field: value}))
+            return dataclasses.replace(find_recipe(base), **(others[value] | {field: value}))
     beside = BESIDE.get(field, {}) | OTHERS.get(field, {}).get(value, {})
-    return dataclasses.replace(recipe("nvfp4"), **(beside | {field: value}))
+    return dataclasses.replace(find_recipe("nvfp4"), **(beside | {field: value}))
 
 
 # Inputs on which all values of a field part. Each gives bytes.
@@ -571,7 +574,7 @@ FP8_OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", FP8_OPTIONS)
 def test_options_of_float32_scales_give_their_own_bytes(name: str) -> None:
-    rules = [dataclasses.replace(recipe(name), **changes) for changes in FP8_OPTIONS[name]]
+    rules = [dataclasses.replace(find_recipe(name), **changes) for changes in FP8_OPTIONS[name]]
     assert same_bytes({number: everything(random_matrix(), rule) for number, rule in enumerate(rules)}) == []
 
 
@@ -581,7 +584,7 @@ def test_every_choice_of_a_delayed_rule_gives_its_own_histories_and_scales() -> 
     outputs = {}
     for algorithm, margin, kernel in product(("max", "most-recent"), (0, 1), ("single", "bulk")):
         rule = Delayed(algorithm, margin, kernel)
-        found = update_scale(history, scale, dataclasses.replace(recipe("fp8-delayed-e4m3"), delayed=rule))
+        found = update_scale(history, scale, dataclasses.replace(find_recipe("fp8-delayed-e4m3"), delayed=rule))
         outputs[rule] = torch.cat([part.flatten() for part in found])
     assert same_bytes(outputs) == []
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 if TYPE_CHECKING:
     from narrowgauge.harness.cases.case import Case
@@ -44,4 +44,4 @@ def _by_chance(case: Case) -> bool:
     names = [name for name in case.recipes if name]
     if case.operation == "gemm-quantized":
         names.append(case.out_recipe)
-    return any(rule.transform is not None or rule.rounding == "stochastic" for rule in map(recipe, names))
+    return any(rule.transform is not None or rule.rounding == "stochastic" for rule in map(find_recipe, names))

@@ -18,7 +18,7 @@ from narrowgauge.reference.quantize.layout import rowwise_codes
 from narrowgauge.reference.quantize.scaling import over_elements
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import WHOLE, Recipe, recipe
+from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
 from narrowgauge.spec.summation import FLT_MAX, TINY, UNIT, Summation, summation
 
 Ends = tuple[torch.Tensor, torch.Tensor]
@@ -157,7 +157,7 @@ def _carrier(rule: Recipe) -> Recipe:
         return replace(rule, block=(WHOLE, WHOLE), packing="low-first")
     if rule.alpha == "1":
         return replace(rule, block=(1, rule.block[1]), packing="low-first", transform=None)
-    return replace(recipe("nvfp4@qwix"), block=(1, rule.block[1]), packing="low-first")
+    return replace(find_recipe("nvfp4@qwix"), block=(1, rule.block[1]), packing="low-first")
 
 
 def rows_of(q: Quantized, rows: torch.Tensor) -> Quantized:

@@ -28,8 +28,7 @@ from narrowgauge.spec.recipe import (
     ZeroBlock,
     ZeroScale,
 )
-from narrowgauge.spec.recipes import DEFAULT_DIALECT, Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import DEFAULT_DIALECT, Recipe, find_recipe
 
 _AFTER_AMAX = frozenset({"tensor scale", "scales", "codes"})
 _SCALES = frozenset({"scales"})

@@ -14,8 +14,7 @@ from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.hadamard import transform
 from narrowgauge.reference.quantize.quantize import block_amaxes, row_amax
 from narrowgauge.spec.formats import E4M3
-from narrowgauge.spec.recipes import RHT_SIGNS, Hadamard, Recipe
-from narrowgauge.spec.recipes import recipe as find_recipe
+from narrowgauge.spec.recipes import RHT_SIGNS, Hadamard, Recipe, find_recipe
 
 _ROTATING = find_recipe("nvfp4-rht")
 _ALL = frozenset({"amax", "scales", "codes"})

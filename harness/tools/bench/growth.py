@@ -17,7 +17,7 @@ from narrowgauge.harness.tools.bench.row import OURS
 from narrowgauge.harness.tools.bench.silence_stderr import without_stderr
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 RECIPE = "nvfp4"
 FIRST, LAST = 16, {"cpu": 26, "cuda": 30}
@@ -139,7 +139,7 @@ def grow(
                 continue
             calls[name] = some
             if growth.who == OURS:
-                verdict = judge_quantized(inputs[0], recipe(RECIPE), Given(), results[-1])
+                verdict = judge_quantized(inputs[0], find_recipe(RECIPE), Given(), results[-1])
                 if verdict.sentence:
                     growth.ended, growth.wrong = f"wrong at 2^{exponent}: {verdict.sentence}", True
     results.clear()

@@ -28,7 +28,7 @@ from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.gemm import operand
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 COPY, SAME, MATMUL, DEQUANTIZED = "copy", "copy of as much", "matmul", "dequantize + matmul"
 """Names of ceilings."""
@@ -130,7 +130,7 @@ def nbytes(result: Any) -> int:
 
 
 def _quantize(task: Task, inputs: Inputs) -> Prepared:
-    r = recipe(task.recipe)
+    r = find_recipe(task.recipe)
     rows, columns = task.shape
     x = inputs.matrix((rows, columns))
     both, amax_given = task.variant.startswith("both"), task.variant.endswith(GIVEN)
@@ -183,7 +183,7 @@ def _dequantize(task: Task, inputs: Inputs) -> Prepared:
 
 
 def _transform(task: Task, inputs: Inputs) -> Prepared:
-    r = recipe(task.recipe)
+    r = find_recipe(task.recipe)
     rows, columns = task.shape
     x = inputs.matrix((rows, columns))
     copy, copied = inputs.copy(x)

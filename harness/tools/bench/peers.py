@@ -16,7 +16,7 @@ from narrowgauge.harness.tools.bench.silence_stderr import without_stderr
 from narrowgauge.harness.tools.bench.tasks import GIVEN, Task
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 
 TORCHAO, COMPILED, SCALED_MM = "torchao", "torch.compile of the reference", "torch._scaled_mm"
@@ -114,7 +114,7 @@ def _scaled_mm(task: Task, inputs: Inputs) -> Peer | None:
     m, k, n = task.shape
     one = torch.ones((), device=inputs.device)
     a, b = (
-        replace(native.quantize(inputs.another(shape), recipe(task.recipe)), scales=one.view(1, 1))
+        replace(native.quantize(inputs.another(shape), find_recipe(task.recipe)), scales=one.view(1, 1))
         for shape in ((m, k), (n, k))
     )
     left, right = (q.codes.view(torch.float8_e4m3fn) for q in (a, b))

@@ -12,7 +12,7 @@ from narrowgauge.harness.cases.schema import nearest
 from narrowgauge.harness.tools.mutants.module_files import MODULE_FILES, NATIVE
 from narrowgauge.harness.tools.mutants.yardsticks import DOORS, MODULE_DOORS
 from narrowgauge.native.runtime.sources import FOLDER, kernel_files
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.training import training_recipe
 
 MUTANTS = Path(__file__).parent / "changes"
@@ -119,7 +119,7 @@ def _mutant(table: Any, where: str) -> Mutant:
     _check_choice(where, "door", given["door"], MODULE_DOORS if of_module else DOORS)
     for name in given["recipe"].split("+") if given["recipe"] else []:
         try:
-            (training_recipe if of_module else recipe)(name)
+            (training_recipe if of_module else find_recipe)(name)
         except ValueError as error:
             raise MutantFileError(f"{where}: recipe is {name!r}: {error}") from error
     found = Mutant(

@@ -14,7 +14,7 @@ from narrowgauge.harness.tools.mutants.module_files import MODULE_FILES
 from narrowgauge.harness.tools.mutants.mutant import Mutant
 from narrowgauge.native.runtime.sources import KERNELS, files_of
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _FUSED_GROUP = 16
 """Groups of other sizes are rotated by a launch of their own."""
@@ -45,7 +45,7 @@ def sources_of(case: Case) -> frozenset[str]:
         return frozenset()
     if case.operation in _SINGLE:
         return frozenset({_SINGLE[case.operation]})
-    rules = list(map(recipe, case.recipes))
+    rules = list(map(find_recipe, case.recipes))
     grouped = case.operation.endswith("grouped")
     both = case.usage == "both"
     found = _quantizes(rules[0], strided=grouped or case.view != "contiguous", both=both)
@@ -55,7 +55,7 @@ def sources_of(case: Case) -> frozenset[str]:
         found |= {f"gemm_{_NAMES[rules[0].scale]}"}.union(*map(_quantizes, rules))
         found |= {"pad"} if case.padded else set()
     if case.operation == "gemm-quantized":
-        found |= {f"gemm_quantized_{_NAMES[rules[0].scale]}"} | _quantizes(recipe(case.out_recipe))
+        found |= {f"gemm_quantized_{_NAMES[rules[0].scale]}"} | _quantizes(find_recipe(case.out_recipe))
     return frozenset(found)
 
 

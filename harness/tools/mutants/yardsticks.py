@@ -18,7 +18,7 @@ import torch
 from narrowgauge.harness.running.runner import ALLCLOSE
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.autocast import autocast
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from narrowgauge.spec.training import training_recipe
 
 SQNR_DB = 15.8
@@ -66,7 +66,7 @@ def _made(names: str, *, module: bool) -> Given:
         return Given(x, w, c, (training.input, training.weight, training.grad), names)
     x_name, *others = names.split("+") if names else ["nvfp4"]
     w_name, out_name = [*others, *[x_name] * 2][:2]
-    return Given(x, w, c, (recipe(x_name), recipe(w_name), recipe(out_name)))
+    return Given(x, w, c, (find_recipe(x_name), find_recipe(w_name), find_recipe(out_name)))
 
 
 def _options(x: torch.Tensor, r: Recipe, number: int, count: int = 1) -> dict[str, Any]:

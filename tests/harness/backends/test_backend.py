@@ -11,11 +11,11 @@ from narrowgauge.harness.backends.backend import DOORS, Backend, BackendError, U
 from narrowgauge.harness.operations.stages.product import order_of
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 from tests.harness.sample_backends import backend
 
-NVFP4 = recipe("nvfp4")
+NVFP4 = find_recipe("nvfp4")
 X = torch.linspace(-3, 3, 32 * 48).view(32, 48).bfloat16()
 CPU = torch.device("cpu")
 

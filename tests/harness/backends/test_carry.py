@@ -14,7 +14,7 @@ from narrowgauge.harness.cases.cost import SMALL
 from narrowgauge.harness.operations.modules.driver import Step
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.native.gpu import DEVICE, needs_gpu
 
 META = torch.device("meta")
@@ -24,9 +24,9 @@ META = torch.device("meta")
 def test_every_tensor_is_carried() -> None:
     x = torch.zeros(32, 32)
     q = reference.quantize(x, "nvfp4")
-    grouped = reference.quantize_grouped(x, torch.tensor([16, 16]), recipe("nvfp4"))
+    grouped = reference.quantize_grouped(x, torch.tensor([16, 16]), find_recipe("nvfp4"))
     other = SimpleNamespace(codes=x, scales=x, amax=None, note="kept")
-    value = {"a": [x, (q, None)], "grouped": grouped, "other": other, "seed": (3, 5), "rule": recipe("nvfp4")}
+    value = {"a": [x, (q, None)], "grouped": grouped, "other": other, "seed": (3, 5), "rule": find_recipe("nvfp4")}
     there = carried(value, META)
     # x; codes, scales, amax and tensor scale of q; those and sizes of the grouped one; codes and scales of the other.
     assert len(list(tensors_in(value))) == len(list(tensors_in(there))) == 1 + 4 + 5 + 2
@@ -73,10 +73,10 @@ def test_a_backend_is_given_what_lies_where_it_runs() -> None:
 
     doors = Backend("b", SimpleNamespace(transform=transform), device=META)
     with pytest.raises(BackendError, match="transform gave a tensor on cpu; its input is on meta"):
-        doors.call("transform", torch.ones(2, 2), recipe("nvfp4-rht"), scale=torch.ones(1))
+        doors.call("transform", torch.ones(2, 2), find_recipe("nvfp4-rht"), scale=torch.ones(1))
     assert seen == [META, META]
     there = torch.ones(2, 2, device=META)
-    assert doors.call("transform", there, recipe("nvfp4-rht"), scale=there).device.type == "cpu"  # as it gave it
+    assert doors.call("transform", there, find_recipe("nvfp4-rht"), scale=there).device.type == "cpu"  # as it gave it
 
 
 @needs_gpu

@@ -9,10 +9,10 @@ import torch
 from narrowgauge.harness.backends.backend import BackendError, Unsupported
 from narrowgauge.harness.backends.results import as_quantized, as_sections, join_sections
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
 
-NVFP4 = recipe("nvfp4")
+NVFP4 = find_recipe("nvfp4")
 X = torch.linspace(-3, 3, 32 * 48).view(32, 48).bfloat16()
 
 
@@ -217,7 +217,7 @@ def scale_of(rule, parts=1):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_every_recipe_gives_is_taken_as_it_is(name):
-    rule = recipe(name)
+    rule = find_recipe(name)
     loaded = backend(
         quantize=reference.quantize, quantize_both=reference.quantize_both, quantize_grouped=reference.quantize_grouped
     )
@@ -271,7 +271,7 @@ def test_what_every_recipe_gives_is_taken_as_it_is(name):
     ],
 )  # fmt: skip
 def test_scales_and_codes_of_another_shape_or_dtype(name, change, message):
-    rule = recipe(name)
+    rule = find_recipe(name)
     with pytest.raises(BackendError) as raised:
         backend(quantize=lambda x, rule: replace(reference.quantize(x, rule), **change)).quantize(TALL, rule)
     assert str(raised.value) == message
@@ -282,7 +282,7 @@ def test_a_half_that_is_not_stored_in_place():
         return None, reference.quantize(x.T.contiguous(), rule)
 
     with pytest.raises(BackendError) as raised:
-        backend(quantize_both=door).quantize_both(TALL, recipe("mxfp8-e4m3"), rowwise=False)
+        backend(quantize_both=door).quantize_both(TALL, find_recipe("mxfp8-e4m3"), rowwise=False)
     assert str(raised.value) == (
         "the columnwise half of quantize_both gave codes as uint8 of shape (150, 200); mxfp8-e4m3 of (150, 200) has "
         "uint8 of shape (200, 150)"
@@ -314,7 +314,7 @@ def test_a_quantized_output_of_another_shape():
     a, b = (reference.quantize(x, "mxfp8-e4m3") for x in (TALL, TALL[:40]))
     loaded = backend(gemm_quantized=lambda a, b, rule, **options: reference.quantize(TALL, rule))
     with pytest.raises(BackendError) as raised:
-        loaded.gemm_quantized(a, b, recipe("mxfp8-e4m3"), out_dtype=torch.float32)
+        loaded.gemm_quantized(a, b, find_recipe("mxfp8-e4m3"), out_dtype=torch.float32)
     assert str(raised.value) == (
         "gemm_quantized gave codes as uint8 of shape (200, 150); mxfp8-e4m3 of (200, 40) has uint8 of shape (200, 40)"
     )
@@ -339,13 +339,13 @@ HISTORY, SCALE = torch.ones(4, 2), torch.ones(2)
 )
 def test_an_update_may_not_be(give, message):
     with pytest.raises(BackendError) as raised:
-        backend(update_scale=lambda *_: give).update_scale(HISTORY, SCALE, recipe("fp8-delayed-e4m3"))
+        backend(update_scale=lambda *_: give).update_scale(HISTORY, SCALE, find_recipe("fp8-delayed-e4m3"))
     assert str(raised.value) == message
 
 
 def test_an_update_gives_two_tensors():
     history, scale = backend(update_scale=reference.update_scale).update_scale(
-        HISTORY, SCALE, recipe("fp8-delayed-e4m3")
+        HISTORY, SCALE, find_recipe("fp8-delayed-e4m3")
     )
     assert (tuple(history.shape), scale.tolist()) == ((4, 2), [448.0, 448.0])
 
@@ -353,14 +353,14 @@ def test_an_update_gives_two_tensors():
 def test_padded_sections_have_the_rows_of_their_recipe():
     sizes = torch.tensor([130, 0, 70])
     loaded = backend(pad_sections=reference.pad_sections)
-    padded, aligned = loaded.pad_sections(TALL, sizes, recipe("mxfp8-e4m3"))
+    padded, aligned = loaded.pad_sections(TALL, sizes, find_recipe("mxfp8-e4m3"))
     assert (tuple(padded.shape), aligned.tolist()) == ((256, 150), [160, 0, 96])
     wrong = backend(pad_sections=lambda x, sizes, rule: (padded, sizes.int()))
     with pytest.raises(BackendError) as raised:
-        wrong.pad_sections(TALL, sizes, recipe("mxfp8-e4m3"))
+        wrong.pad_sections(TALL, sizes, find_recipe("mxfp8-e4m3"))
     assert str(raised.value) == "pad_sections gave their sizes as int32 of shape (3,), not int64 of shape (3,)"
     with pytest.raises(BackendError) as raised:
-        wrong.pad_sections(TALL, sizes, recipe("fp8-current-e4m3"))
+        wrong.pad_sections(TALL, sizes, find_recipe("fp8-current-e4m3"))
     assert str(raised.value) == (
         "pad_sections gave the padded rows as bfloat16 of shape (256, 150), not bfloat16 of shape (224, 150)"
     )

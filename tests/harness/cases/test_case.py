@@ -10,7 +10,7 @@ from narrowgauge.harness.cases.case import Case, CaseFileError, load, load_all, 
 from narrowgauge.harness.cases.families import FAMILIES, families_of
 from narrowgauge.harness.cases.schema import FLAGS, KEYS, LAYOUTS, OPTIONAL, nearest
 from narrowgauge.harness.cases.sections import KINDS
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.training import training_recipe
 from tests.paths import CASES
 
@@ -436,6 +436,6 @@ def test_the_readme_example_is_eight_cases(write):
 
 def test_every_case_names_a_recipe(committed):
     named = {name for case in committed if case.recipe and not case.is_module for name in case.recipes}
-    assert {str(recipe(name)) for name in named} == named
+    assert {str(find_recipe(name)) for name in named} == named
     trained = {case.recipe for case in committed if case.is_module}
     assert {str(training_recipe(name)) for name in trained} == trained

@@ -12,7 +12,7 @@ from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 FLT_MAX = torch.finfo(torch.float32).max
 OUT = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,8 +25,8 @@ def check(actual, limits):
 
 def operands(family="normal", shape=(16, 1024, 24)):
     m, k, n = shape
-    x = generate(family, Draw("x"), (m, k), torch.bfloat16, "x", recipe("nvfp4"))
-    w = generate(family, Draw("w"), (n, k), torch.bfloat16, "w", recipe("nvfp4"))
+    x = generate(family, Draw("x"), (m, k), torch.bfloat16, "x", find_recipe("nvfp4"))
+    w = generate(family, Draw("w"), (n, k), torch.bfloat16, "w", find_recipe("nvfp4"))
     return reference.quantize(x, "nvfp4"), reference.quantize(w, "nvfp4")
 
 
@@ -37,9 +37,9 @@ def limits_of(out=torch.float32, family="normal", **options):
 def mixed(out, **options):
     """Bounds with elements of tier 0 and of tier 2: some rows of x are short of values, the others round."""
     m, k, n = 16, 1024, 24
-    x = generate("rounding", Draw("x"), (m, k), torch.bfloat16, "x", recipe("nvfp4"))
+    x = generate("rounding", Draw("x"), (m, k), torch.bfloat16, "x", find_recipe("nvfp4"))
     x[::2, 32:] = 0
-    w = generate("rounding", Draw("w"), (n, k), torch.bfloat16, "w", recipe("nvfp4"))
+    w = generate("rounding", Draw("w"), (n, k), torch.bfloat16, "w", find_recipe("nvfp4"))
     w[:, :32] = 1
     limits = bounds(reference.quantize(x, "nvfp4"), reference.quantize(w, "nvfp4"), out_dtype=out, **options)
     assert bool(limits.exact.any())

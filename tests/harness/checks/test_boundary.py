@@ -15,11 +15,11 @@ from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.formats import E2M1, E4M3
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, in_turn, quantize, rotating
 from tests.thinned import thinned
 
-RHT = recipe("nvfp4-rht")
+RHT = find_recipe("nvfp4-rht")
 TRANSFORM = Case("transform", "nvfp4-rht", (64, 128), "bf16", "normal")
 ROTATED = Case("quantize", "nvfp4-rht", (64, 128), "bf16", "normal")
 

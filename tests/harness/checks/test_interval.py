@@ -11,7 +11,7 @@ from narrowgauge.harness.checks.interval import FLT_MAX, UNIT, Interval, power_o
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import terms
 from tests.thinned import thinned
 
@@ -23,7 +23,7 @@ FAMILIES = [
 
 
 def rule(group: int):
-    return recipe("nvfp4-rht" if group == 16 else f"nvfp4-rht{group}")
+    return find_recipe("nvfp4-rht" if group == 16 else f"nvfp4-rht{group}")
 
 
 def matrix(family: str, rows: int = 64, columns: int = 256) -> torch.Tensor:

@@ -7,12 +7,12 @@ from narrowgauge.harness.checks.statistics.odds import UNKNOWN, Odds, odds_of
 from narrowgauge.harness.checks.statistics.rounding import calls_of
 from narrowgauge.harness.operations.stages.black_box import OTHER_SEED, bits_of
 from narrowgauge.reference.quantize.elements import element_codes
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 
 @pytest.mark.parametrize("name", ["nvfp4-sr", "mxfp8-e4m3-sr", "mxfp8-e5m2-sr", "mxfp6-e3m2-sr", "mxfp6-e2m3-sr"])
 def test_odds_are_what_all_256_bytes_give(name):
-    rule = recipe(name)
+    rule = find_recipe(name)
     top = rule.element.max
     generator = torch.Generator().manual_seed(1)
     spread = torch.randn(300, generator=generator) * torch.tensor(
@@ -41,7 +41,7 @@ def test_odds_are_what_all_256_bytes_give(name):
 
 
 def test_odds_of_an_interval_are_those_of_both_ends():
-    rule = recipe("nvfp4-sr")
+    rule = find_recipe("nvfp4-sr")
     lower, upper = torch.tensor([[0.4, -0.1, 1.0, -0.0, 2.2]]), torch.tensor([[0.6, 0.1, 1.2, 0.0, 2.2]])
     odds = odds_of(lower, upper, rule)
     order = [15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7]

@@ -21,7 +21,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import elements, pack
 from narrowgauge.reference.quantize.quantize import random_bytes
 from narrowgauge.spec.quantized import words_shape
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import rotating
 from tests.thinned import thinned
 
@@ -44,7 +44,7 @@ def drawing(change):
     def quantize(x, rule, *, random, **options):
         shape = tuple(x.shape)
         width = words_shape(shape)[1] * 4
-        own = random_bytes(random, (shape[0], width), slice(0, shape[0]), x.device, recipe(rule).block[1])
+        own = random_bytes(random, (shape[0], width), slice(0, shape[0]), x.device, find_recipe(rule).block[1])
         words = change(own.clone(), *random).contiguous().view(torch.int32)
         return reference.quantize(x, rule, random=words, **options)
 
@@ -429,7 +429,7 @@ def test_a_rotation_of_free_order_leaves_out_what_it_does_not_know(monkeypatch):
         assert stage(record, "scales")["rule"] == ("exact" if declared == "transform" else "boundary")
         a_call[declared] = record.draws / (len(calls) - 2)  # two runs are compared, one has another seed
     x = make_inputs(case).x
-    subject = Subject(x, recipe(case.recipe), free=True)
+    subject = Subject(x, find_recipe(case.recipe), free=True)
     straddling = int((subject.interval.lower != subject.interval.upper).sum())
     assert 0 < a_call["transform"] - a_call["random"] <= straddling
 

@@ -11,7 +11,7 @@ from narrowgauge.harness.checks.statistics.decide import decide
 from narrowgauge.harness.checks.statistics.odds import odds_of
 from narrowgauge.harness.checks.statistics.rounding import Tally
 from narrowgauge.harness.checks.statistics.tails import bennett, binomial, chernoff
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 
 def exact_tail(up, n, p):
@@ -95,7 +95,7 @@ def test_chernoff_s_bound_holds():
 
 def test_p_values_of_a_right_sampler_are_never_too_small():
     """Of 400 seeds no more than chance allows have a p-value of at most t: for every test, and for all of them."""
-    rule = recipe("nvfp4-sr")
+    rule = find_recipe("nvfp4-sr")
     generator = torch.Generator().manual_seed(20)
     scaled = torch.rand(6, 32, generator=generator) * 12 - 6
     odds = odds_of(scaled, scaled, rule)

@@ -12,7 +12,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.quantize.layout import unpack
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
 
 
@@ -109,7 +109,7 @@ def test_nothing_known():
 def test_right_values_are_another_thing_than_most_deviations(rule):
     """A deviation that gives right values in spread inputs would explain nothing."""
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 16).unsqueeze(1)
-    q = reference.quantize(x, recipe(rule))
+    q = reference.quantize(x, find_recipe(rule))
     right = reference.dequantize(q)
     made = [(cause, make(q, torch.float32)) for cause, _, make in decoding_deviations()]
     different = {cause for cause, values in made if values is not None and not torch.equal(values, right)}

@@ -20,7 +20,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pack
 from narrowgauge.spec.formats import E2M1, E4M3
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, rotating
 from tests.harness.wrong_steps import (
     by_lane,
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("memory")
 def truncated_both(x, rule, *, rowwise=True, columnwise=True, **options):
     """Both halves rounded toward zero; MX has its columnwise half in place."""
     door = wrong(codes=lambda s: cut_down(s.scaled, s.rule.element))
-    row, column = door(x, recipe(rule).rowwise, **options), door(x.T, rule, **options)
+    row, column = door(x, find_recipe(rule).rowwise, **options), door(x.T, rule, **options)
     if column.recipe.columnwise == "in-place":
         column = replace(
             column, codes=column.codes.T.contiguous(), scales=column.scales.T.contiguous(), transposed=True
@@ -121,7 +121,7 @@ def test_numbers_that_the_kernel_does_not_show(cause, rule, steps):
 
 @pytest.mark.parametrize("rule", ["nvfp4-rht", "nvfp4-rht64-nosign"])
 def test_rotations_in_another_order_of_sums(rule):
-    mask = 0 if recipe(rule).transform.signs else 0xD7E8
+    mask = 0 if find_recipe(rule).transform.signs else 0xD7E8
     record = run_case(case(rule), backend(**rotating(signs=mask)))
     assert record.stages[2]["rule"] == "boundary"
     assert causes(record) == [f"rotation-{'signs:te' if mask else 'without-signs'}"]
@@ -239,7 +239,7 @@ def of_reference(rule, inputs, dtype):
     given = make_inputs(case(rule, inputs, shape=(32, 256), dtype=dtype))
     x, scale, random = given.x, given.scale.get("x"), given.random.get("x")
     q = reference.quantize(x, rule, scale=scale, random=random)
-    return evidence(quantize_stages(Subject(x, recipe(rule), random), q, q)[1])
+    return evidence(quantize_stages(Subject(x, find_recipe(rule), random), q, q)[1])
 
 
 def changed(deviation, matrix):
@@ -288,7 +288,7 @@ def test_a_scale_beside_a_tie_tells_a_sixth_from_a_division_by_6():
     x[:, 5] = amax
     divided, multiplied = (encode(v, E4M3) for v in (amax / 6, amax * (1 / 6)))
     assert not torch.equal(divided, multiplied)
-    rule = recipe("nvfp4@qwantize")
+    rule = find_recipe("nvfp4@qwantize")
     (deviation,) = [d for d in chosen_deviations(rule) if d.cause == "scale-order:amax*(1/6)"]
     q = reference.quantize(x, rule)
     matrix = evidence(quantize_stages(Subject(x, rule), q, q)[1])

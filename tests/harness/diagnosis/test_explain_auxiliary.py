@@ -14,7 +14,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.reference.quantize.layout import pad_scales
 from narrowgauge.spec.formats import E4M3
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, rotating
 
 SWIZZLE = Case("swizzle", "", (300, 20), "u8", "bytes")
@@ -124,7 +124,7 @@ def test_tiles_counted_by_columns_that_are_not_padded():
 
 def matrix(group=16, mask=None, before=True, after=False, factor=None):
     """R of one group, float64."""
-    rule = recipe("nvfp4-rht").transform
+    rule = find_recipe("nvfp4-rht").transform
     rule = replace(rule, group=group, **({} if mask is None else {"signs": mask}))
     k = torch.arange(group)
     parity = torch.tensor([[bin(i & j).count("1") % 2 for j in k] for i in k])
@@ -142,7 +142,7 @@ def last_skipped(x, _):
     return torch.cat([rotated(x, matrix())[:, :-16].bfloat16(), x[:, -16:]], 1)
 
 
-MASK = recipe("nvfp4-rht").transform.signs
+MASK = find_recipe("nvfp4-rht").transform.signs
 ROTATIONS = {
     "rotation-missing": lambda x, _: x.clone(),
     "rotation-without-signs": lambda x, _: rotated(x, matrix(mask=0)).bfloat16(),
@@ -197,7 +197,7 @@ def test_a_stage_that_is_missing():
 @pytest.mark.parametrize("declares", [BUTTERFLY, {}], ids=["declared", "free"])
 def test_signs_along_the_row(declares):
     case = Case("transform", "nvfp4-rht4", (32, 64), "bf16", "normal")
-    row = signs(recipe("nvfp4-rht").transform).repeat(4).bfloat16()
+    row = signs(find_recipe("nvfp4-rht").transform).repeat(4).bfloat16()
     found = causes(case, transform=lambda x, _: rotated(x * row, matrix(4, mask=0)).bfloat16(), declares=declares)
     assert found[0] == ["rotation-signs-along-row"]
 
@@ -222,14 +222,14 @@ def test_every_rotation_is_another_one():
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     for name in ("nvfp4-rht", "nvfp4-rht32", "nvfp4-rht-nosign"):
         right = reference.transform(x, name)
-        made = list(deviating_rotations(x, recipe(name)))
+        made = list(deviating_rotations(x, find_recipe(name)))
         kept = {cause for cause, _, make in made if torch.equal(make().float(), right.float())}
         # Without signs none can be missing, or be at another place.
         none = {"rotation-without-signs", "rotation-signs:reversed", "rotation-signs-after"}
         assert kept == (none if "nosign" in name else set())
         assert len({sentence for _, sentence, _ in made}) == len(made)
         assert {make().dtype for cause, _, make in made if cause == "rotation-not-rounded"} == {torch.float32}
-    names = [cause for cause, _, _ in deviating_ends(x, recipe("nvfp4-rht"), lambda *_: (x, x))]
+    names = [cause for cause, _, _ in deviating_ends(x, find_recipe("nvfp4-rht"), lambda *_: (x, x))]
     assert "rotation-truncated" not in names
 
 
@@ -355,7 +355,7 @@ def test_every_deviation_of_a_history_changes_one():
         for history in (HISTORY, nan, infinite, torch.zeros(3, 5)):
             for name in names:
                 right = reference.update_scale(history, SCALE, name)[which]
-                every = list(deviating(history, SCALE, recipe(name)))
+                every = list(deviating(history, SCALE, find_recipe(name)))
                 seen |= {cause for cause, _, make in every if not torch.equal(make(), right)}
         assert {cause for cause, _, _ in every} <= seen | {"update:single", "algorithm:max"}
-    assert recipe(names[0]).element is E4M3
+    assert find_recipe(names[0]).element is E4M3

@@ -22,7 +22,7 @@ from narrowgauge.reference.gemm.promoted import Blocks
 from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import GroupedQuantized
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -506,4 +506,4 @@ def test_names_are_in_lower_case_with_hyphens():
         assert " " not in cause
         assert FP32.name not in cause
         assert not deviation.sentence.endswith(".")
-    assert recipe("nvfp4@qwix").alpha == "1"
+    assert find_recipe("nvfp4@qwix").alpha == "1"

@@ -18,7 +18,7 @@ from narrowgauge.reference.quantize.layout import pack, pad_scales
 from narrowgauge.reference.quantize.quantize import block_amaxes, row_amax, stored_scales
 from narrowgauge.reference.quantize.scaling import element_factors, unrounded_scales
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.wrong_steps import (
     by_lane,
     bytes_of,
@@ -368,13 +368,13 @@ def test_scales(cause, wanted, steps):
 
 
 def unsigned(name):
-    rule = recipe(name)
+    rule = find_recipe(name)
     return replace(rule, transform=replace(rule.transform, signs=0))
 
 
 def rotated_by_halves(x):
     """Two halves of each group, each rotated by a matrix of 8 in the order of the reference, with the factor of 16."""
-    y = x.float() * (signs(recipe("nvfp4-rht").transform) * 0.25).repeat(x.shape[1] // 16)
+    y = x.float() * (signs(find_recipe("nvfp4-rht").transform) * 0.25).repeat(x.shape[1] // 16)
     for half in (1, 2, 4):
         pairs = y.view(-1, 2, half)
         y = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).view(x.shape)
@@ -411,7 +411,7 @@ TENSORS = [
     )),
     ("rotation-signs-along-row", case("nvfp4-rht4"), {
         "x": lambda s: reference.transform(
-            s.matrix * signs(recipe("nvfp4-rht").transform).repeat(8).bfloat16(), unsigned("nvfp4-rht4")
+            s.matrix * signs(find_recipe("nvfp4-rht").transform).repeat(8).bfloat16(), unsigned("nvfp4-rht4")
         )
     }),
     ("rotation-stage-missing", case("nvfp4-rht-sr"), {
@@ -535,7 +535,7 @@ def test_a_columnwise_half_that_uses_the_offset_of_the_rowwise_one():
 
 
 def test_a_kernel_that_draws_where_it_should_round():
-    steps = {"codes": lambda s: element_codes(s.scaled, recipe("nvfp4-sr"), bytes_of(s, (0, 0)))}
+    steps = {"codes": lambda s: element_codes(s.scaled, find_recipe("nvfp4-sr"), bytes_of(s, (0, 0)))}
     check("stochastic-not-nearest", case("nvfp4"), steps, first=True)
 
 
@@ -559,7 +559,7 @@ DIALECTS = [
 
 @pytest.mark.parametrize(("cause", "rule", "inputs"), DIALECTS)
 def test_dialects(cause, rule, inputs):
-    other = recipe(rule.partition("@")[0] + "@" + cause.removeprefix("dialect:"))
+    other = find_recipe(rule.partition("@")[0] + "@" + cause.removeprefix("dialect:"))
 
     def quantize(x, rule):
         return replace(reference.quantize(x, other), recipe=rule)
@@ -586,7 +586,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("cause", "rule", "inputs", "fields"), CHOICES)
 def test_choices_of_a_recipe(cause, rule, inputs, fields):
-    other = replace(recipe(rule), **fields)
+    other = replace(find_recipe(rule), **fields)
 
     def quantize(x, rule):
         return replace(reference.quantize(x, other), recipe=rule)

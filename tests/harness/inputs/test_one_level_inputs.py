@@ -17,7 +17,7 @@ from narrowgauge.reference.quantize.quantize import block_amaxes
 from narrowgauge.reference.quantize.scaling import element_factors, encode_scales, per_row, scale_elements
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 
 DTYPES = list(TORCH_DTYPES)
 MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4", "mxfp8-2d")
@@ -88,7 +88,7 @@ def test_any_shape_and_dtype(family, dtype):
         for shape in ((1, 1), (129, 130), (0, 32), (32, 0)):
             for flags in ((), ("columnwise",)):
                 x = make_inputs(case_of(rule, family, shape, dtype, *flags)).x
-                in_place = recipe(rule).columnwise == "in-place"
+                in_place = find_recipe(rule).columnwise == "in-place"
                 assert tuple(x.shape) == (shape[::-1] if flags and not in_place else shape)
                 assert x.dtype == TORCH_DTYPES[dtype]
                 assert x.is_contiguous()
@@ -100,7 +100,7 @@ def test_any_shape_and_dtype(family, dtype):
 def test_blocks_of_a_half_that_is_made_in_place_run_down_the_columns(name):
     x = make_inputs(case_of(name, "tiles", (128, 64), "bf16", "columnwise")).x
     assert x.shape == (128, 64)
-    assert bool((torch.frexp(block_amaxes(x.T.contiguous(), recipe(name))).mantissa == 0.5).all())
+    assert bool((torch.frexp(block_amaxes(x.T.contiguous(), find_recipe(name))).mantissa == 0.5).all())
 
 
 @pytest.mark.parametrize("element", [E2M1, E2M3, E3M2, E4M3, E5M2])
@@ -163,7 +163,7 @@ def test_scale_edges_tell_every_two_rules_apart(one, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MX)
 def test_scale_edges_are_on_and_beside_every_edge(name, dtype):
-    rule = recipe(name)
+    rule = find_recipe(name)
     x = make_inputs(case_of(name, "scale-edges", (512, 1024) if rule.block[0] == 1 else (1536, 1536), dtype)).x
     amax = block_amaxes(x, rule)[:: rule.block[0]].to(x.dtype)
     mantissa = torch.frexp(amax.float()).mantissa * 2
@@ -184,7 +184,7 @@ def test_scale_edges_are_on_and_beside_every_edge(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "fp8-block-1x128-e4m3-fp32"])
 def test_every_exponent_is_the_amax_of_a_block(name, dtype):
-    rule = recipe(name)
+    rule = find_recipe(name)
     height, width = rule.block
     x = make_inputs(case_of(name, "every-exponent", (24 * height, 12 * width), dtype)).x
     amax = block_amaxes(x, rule)[:: 1 if rule.stored_rows > 1 else height]
@@ -234,7 +234,7 @@ def test_position_is_told_by_codes_and_scale(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e5m2-pow2"])
 def test_nan_fills_a_block_and_infinity_leaves_blocks_finite(name, dtype):
-    rule = recipe(name)
+    rule = find_recipe(name)
     height, width = rule.block
     shape = (4 * height if height > 1 else 256, 4 * width)
 
@@ -266,7 +266,7 @@ def test_a_given_scale_is_a_power_of_two_times_that_of_x():
     factors = set()
     for rows in range(1, 33):
         given = make_inputs(case_of("fp8-delayed-e4m3", "normal", (rows, 64)))
-        own = encode_scales(given.x.abs().amax().view(1), recipe("fp8-current-e4m3"), torch.float32)
+        own = encode_scales(given.x.abs().amax().view(1), find_recipe("fp8-current-e4m3"), torch.float32)
         factors.add(float(given.scale["x"] / own))
     assert factors == {2.0, 1.0, 0.5, 0.0625}
 

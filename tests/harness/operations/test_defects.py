@@ -17,7 +17,7 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales
 from narrowgauge.reference.quantize.quantize import encode_elements, quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale, unrounded_scales
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operation_cases import (
     fails,
     gemm_case,
@@ -58,7 +58,7 @@ def test_a_columnwise_half_that_is_not_rotated_or_a_rowwise_one_that_is():
     case = quantize_case("nvfp4-rht", "both", shape=(64, 64))
 
     def rotating_neither(x, rule, **options):
-        row, column = quantize_both(x, recipe("nvfp4"), **options)
+        row, column = quantize_both(x, find_recipe("nvfp4"), **options)
         return row, column
 
     def rotating_both(x, rule, *, rowwise=True, columnwise=True):

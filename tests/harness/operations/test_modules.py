@@ -21,7 +21,7 @@ from narrowgauge.harness.running.shrink import shrink
 from narrowgauge.reference import modules
 from narrowgauge.reference.high_precision.bounded import Bounded
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe, recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.harness.sample_backends import backend
 
 SHAPE = (1, 16, 32, 32)
@@ -130,7 +130,7 @@ class Relabelled(modules.Linear):
         return replace(super().operand(x, rule, scale, **options), recipe=recipe if columnwise else recipe.rowwise)
 
 
-find = recipe
+find = find_recipe
 
 
 class Nearest(Relabelled):

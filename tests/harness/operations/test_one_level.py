@@ -18,7 +18,7 @@ from narrowgauge.reference.quantize.layout import pack, swizzle
 from narrowgauge.reference.quantize.quantize import block_amaxes
 from narrowgauge.reference.quantize.scaling import divide, element_factors, encode_scales, per_row, scale_elements
 from narrowgauge.spec.formats import E5M2
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, quantize
 from tests.thinned import thinned
 
@@ -60,7 +60,7 @@ def fails(case, *stages, **doors):
 @pytest.mark.parametrize("name", [*MX, "mxfp8-2d", "mxfp4-2d-sr", *FP8])
 def test_every_stage_is_seen(name, flags):
     record = passes(case_of(name, *flags))
-    of_tensor = ["amax", "tensor scale"] if recipe(name).tensor_scale != "none" else []
+    of_tensor = ["amax", "tensor scale"] if find_recipe(name).tensor_scale != "none" else []
     stages = [*of_tensor, "scales", "codes"]
     if flags == ("both",):
         expected = [f"{half}.{stage}" for half in ("rowwise", "columnwise") for stage in stages] + ["halves"]
@@ -185,7 +185,7 @@ def by_other_rule(other):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dialect", ["ocp", "even", "ceil", "compressed-tensors", "floor-448", "nearest"])
 def test_another_rule_for_the_exponent_is_one_finding(dialect, dtype):
-    door = by_other_rule(lambda rule: recipe(f"{rule.name}@{dialect}"))
+    door = by_other_rule(lambda rule: find_recipe(f"{rule.name}@{dialect}"))
     fails(case_of("mxfp8-e4m3", inputs="scale-edges", dtype=dtype), "scales", quantize=door)
 
 
@@ -262,14 +262,14 @@ def test_elements_that_are_multiplied_by_the_inverse_of_the_inverse(block, kind)
 def test_scales_that_are_not_cut_to_a_power_of_two_or_are(name):
     other = name.removesuffix("-fp32") + "-pow2"
     for asked, made in ((name, other), (other, name)):
-        record = run(case_of(asked), quantize=by_other_rule(lambda rule, made=made: recipe(made)))
+        record = run(case_of(asked), quantize=by_other_rule(lambda rule, made=made: find_recipe(made)))
         assert wrong_stages(record) == (["scales"] if "block" in name else ["tensor scale"]), record.message
 
 
 @pytest.mark.parametrize(("name", "stage"), [("fp8-block-1x128", "scales"), ("fp8-current", "tensor scale")])
 def test_an_epsilon_that_is_ignored(name, stage):
-    door = by_other_rule(lambda rule: recipe(rule.name.partition("-eps")[0]))
-    asked = recipe(f"{name}-eps1").name
+    door = by_other_rule(lambda rule: find_recipe(rule.name.partition("-eps")[0]))
+    asked = find_recipe(f"{name}-eps1").name
     fails(case_of(asked, inputs="normal-1e-3"), stage, quantize=door)
     passes(case_of(asked, inputs="normal-1e3"), quantize=door)
 
@@ -279,7 +279,7 @@ def without_tensor_scale(door):
 
 
 def test_a_kernel_of_current_scaling_that_shows_no_scale_is_blamed_for_its_inverse_alone():
-    door = by_other_rule(lambda rule: recipe("fp8-current-e4m3-pow2"))
+    door = by_other_rule(lambda rule: find_recipe("fp8-current-e4m3-pow2"))
     fails(case_of("fp8-current-e4m3"), "scales", quantize=without_tensor_scale(door))
     passes(case_of("fp8-current-e4m3"), quantize=without_tensor_scale(reference.quantize))
 
@@ -299,7 +299,7 @@ def test_a_scale_that_is_stored_as_it_is_and_not_inverted():
 @pytest.mark.parametrize("flags", [(), ("columnwise",), ("both",)])
 def test_delayed_scaling_that_takes_the_scale_of_its_own_input(flags):
     def own(x):
-        return encode_scales(x.abs().amax().view(1), recipe("fp8-current-e5m2"), x.dtype)
+        return encode_scales(x.abs().amax().view(1), find_recipe("fp8-current-e5m2"), x.dtype)
 
     def one(x, rule, *, scale):
         return reference.quantize(x, rule, scale=own(x))
@@ -461,7 +461,7 @@ def after_the_roll(history, scale, rule):
 
 def divided_twice(history, scale, rule):
     """As fl(max/amax)·2^-margin, which overflows earlier."""
-    after, made = update_scale(history, scale, recipe(rule.name.replace("-margin3", "")))
+    after, made = update_scale(history, scale, find_recipe(rule.name.replace("-margin3", "")))
     return after, torch.where(made == scale, scale, made * 2.0**-3)
 
 

@@ -13,7 +13,7 @@ from narrowgauge.harness.report.text import not_compared
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.quantize import quantize_grouped
 from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.recipes import recipe, recipe_names
+from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.harness.operation_cases import (
     REFERENCE,
     fails,
@@ -39,7 +39,7 @@ RECIPES = [name for name in recipe_names() if "@" not in name and not name.endsw
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_passes_in_every_usage(name, usage):
     flags = [] if usage == "rowwise" else [usage]
-    for inputs, options in (("nan", []), ("normal", ["swizzled"] if recipe(name).scale is not FP32 else [])):
+    for inputs, options in (("nan", []), ("normal", ["swizzled"] if find_recipe(name).scale is not FP32 else [])):
         record = passes(quantize_case(name, *flags, *options, shape=(128, 128), inputs=inputs))
         assert "stages not observed" not in not_compared([record.to_dict()])
         assert record.excused_share == (0 if "rht" in name else None)
@@ -285,7 +285,7 @@ def test_a_backend_that_speaks_a_dialect_passes_in_it(name, usage):
 @pytest.mark.parametrize("name", SPOKEN)
 def test_a_backend_that_speaks_another_dialect_fails_in_it(name):
     """It speaks te, but for the name: what te-native quantizes is the same."""
-    rule = recipe(name)
+    rule = find_recipe(name)
 
     def quantize(x, _, **options):
         return replace(reference.quantize(x, rule.name, **options), recipe=rule)

@@ -9,7 +9,7 @@ from narrowgauge.harness.report.text import not_compared
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.product_cases import BLOCKS, PAIRS, REFERENCE, fails, in_blocks, padded_case, passes, run, stages
 from tests.harness.sample_backends import backend
 
@@ -207,7 +207,7 @@ def test_zero_tokens_stay_without_a_row():
 
 @pytest.mark.parametrize(("rule", "alignment"), [("fp8-delayed-e4m3", 16), ("mxfp8-e4m3", 32), ("nvfp4", 128)])
 def test_sections_are_padded_to_the_alignment_of_their_recipe(rule, alignment):
-    assert recipe(rule).row_alignment == alignment
+    assert find_recipe(rule).row_alignment == alignment
     seen = []
 
     def grouped(a, b, **options):

@@ -12,7 +12,7 @@ from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
-from narrowgauge.spec.recipes import Hadamard, recipe
+from narrowgauge.spec.recipes import Hadamard, find_recipe
 from tests.harness.sample_backends import backend
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.thinned import thinned
@@ -68,7 +68,7 @@ def test_a_matmul_that_flushes_subnormal_numbers_fails() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_matmul_that_leaves_the_signs_out_fails(device: str) -> None:
     def unsigned(x: torch.Tensor, rule: Any) -> torch.Tensor:
-        return transform(x, recipe("nvfp4-rht-nosign"))
+        return transform(x, find_recipe("nvfp4-rht-nosign"))
 
     case = Case("transform", "nvfp4-rht", (256, 512), "bf16", "normal")
     record = run_case(case, backend(transform=unsigned), device=device)

@@ -26,7 +26,7 @@ from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 from tests.native.gpu import needs_compiler, needs_gpu
 
@@ -139,7 +139,7 @@ def test_any_byte_of_a_quantized_matrix_counts(monkeypatch: pytest.MonkeyPatch, 
     """Judged in two parts: what the reference gives is right, and not with another last bit of any tensor of it."""
     monkeypatch.setattr(judge, "PART", 128 * 256)
     assert len(list(judge.parts(256, 256))) == 2
-    r = recipe(name)
+    r = find_recipe(name)
     right = halves(name)
     given = Given(scale=SCALE if name == "fp8-delayed" else None, random=(5, 9) if name.endswith("-sr") else None)
     verdict = judge.judge_halves(X, r, given, (right[0], right[1]))
@@ -154,11 +154,11 @@ def test_any_byte_of_a_quantized_matrix_counts(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_float32_scales_are_judged_as_numbers() -> None:
-    assert any(recipe(name).scale is FP32 for name in RECIPES)
+    assert any(find_recipe(name).scale is FP32 for name in RECIPES)
 
 
 def test_what_is_asked_for_alone_is_judged_with_its_rotation_and_with_the_amax_that_was_given() -> None:
-    r = recipe("nvfp4-rht")
+    r = find_recipe("nvfp4-rht")
     plain = reference.quantize(X, r)
     assert not judge.judge_quantized(X, r, Given(), plain).sentence
     assert judge.judge_quantized(X, r, Given(), reference.quantize(X, "nvfp4")).sentence
@@ -175,7 +175,7 @@ def test_values_rotations_bytes_and_products_are_judged() -> None:
     products = [reference.gemm(a, b, out_dtype=torch.float32) for a, b in pairs[:1]]
     judges: list[tuple[Callable[[torch.Tensor], judge.Verdict], torch.Tensor]] = [
         (lambda t: judge.judge_values(t, q), values),
-        (lambda t: judge.judge_rotated(t, X, recipe("nvfp4-rht")), rotated),
+        (lambda t: judge.judge_rotated(t, X, find_recipe("nvfp4-rht")), rotated),
         (lambda t: judge.judge_bytes("swizzle", t, q.scales), q.scales),
         (lambda t: judge.judge_product(t, pairs[:1], Summation()), products[0]),
     ]

@@ -13,7 +13,7 @@ from narrowgauge.harness.tools import dialect
 from narrowgauge.harness.tools.dialect import dialects_of, sentence, survey, table
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.dialects import DIALECTS, MX_DIALECTS
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, quantize
 
 FEW = ("e4m3-ties", "near-ties", "low-rows", "scale-edges", "nan", "zeros")
@@ -83,7 +83,7 @@ def test_every_rule_of_mx_is_recognised(few, base):
 
 
 def test_a_recipe_that_a_dialect_cannot_have_is_left_out():
-    names = [rule.dialect for rule in dialects_of(recipe("nvfp4-4over6-256-mse"))]
+    names = [rule.dialect for rule in dialects_of(find_recipe("nvfp4-4over6-256-mse"))]
     assert "te" in names
     assert set(names) < set(DIALECTS)
 

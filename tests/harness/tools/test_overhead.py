@@ -20,7 +20,7 @@ from narrowgauge.harness import cli
 from narrowgauge.harness.backends.results import join_sections, split_sections
 from narrowgauge.harness.tools.bench.overhead import INTERVAL, SAMPLE, Overhead, overheads, part_of, sample, watched
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import recipe
+from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend
 from tests.paths import ROOT
 
@@ -151,7 +151,7 @@ def test_sections_are_split_by_a_few_calls_of_torch(columnwise: bool) -> None:
     whole = [reference.quantize(part.T.contiguous() if columnwise else part, "nvfp4") for part in parts]
     joined = join_sections(whole, columnwise=columnwise)
     with Counting() as counting:
-        found = split_sections(joined, sizes, 32, recipe("nvfp4"), columnwise=columnwise)
+        found = split_sections(joined, sizes, 32, find_recipe("nvfp4"), columnwise=columnwise)
     assert counting.calls < 10 + (2 * len(sizes) if columnwise else 0)
     for section, expected in zip(found, whole, strict=True):
         for name in ("codes", "scales", "amax", "tensor_scale"):

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import GroupedQuantized, recipe
+from narrowgauge.native.ops import GroupedQuantized
 from narrowgauge.reference import ops as reference
+from narrowgauge.spec.recipes import find_recipe
 from tests.native import declared
 from tests.native.gemm.test_gemm_formats import EVERY_PAIR, SIZES, all_codes, operands
 from tests.native.gemm.test_gemm_quantized import OPERANDS, OUTPUTS, given
@@ -120,4 +121,4 @@ def test_nothing_outside_is_read_and_nothing_outside_is_written(
             scale = {key: value.to(DEVICE) for key, value in given(name).items()}
             with guarded_outputs(monkeypatch):
                 got = ops.gemm_quantized(a, b, name, out_dtype=FP32, **scale)
-            assert_same(got, reference.quantize(y.cpu(), recipe(name), **given(name)))
+            assert_same(got, reference.quantize(y.cpu(), find_recipe(name), **given(name)))

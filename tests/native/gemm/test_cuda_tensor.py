@@ -10,8 +10,9 @@ import torch
 
 from narrowgauge.native import ops
 from narrowgauge.native.gemm import paths
-from narrowgauge.native.ops import GroupedQuantized, Quantized, recipe
+from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.spec.recipes import find_recipe
 from tests.native.gemm.test_gemm_formats import SIZES
 from tests.native.gpu import DEVICE, needs_compiler, needs_gpu
 from tests.native.guards import embedded, guarded_outputs
@@ -47,7 +48,7 @@ def test_every_bit_is_the_models(left: str, right: str, monkeypatch: pytest.Monk
 
 def codes_of(name: str, rows: int, columns: int, codes: list[int], exponents: tuple[int, int]) -> Quantized:
     """Random ones of `codes` with either sign, all where there are none, under powers of two within `exponents`."""
-    r, generator = recipe(name), torch.Generator().manual_seed(rows)
+    r, generator = find_recipe(name), torch.Generator().manual_seed(rows)
     known = torch.tensor(codes or range(r.element.max_code + 1), dtype=torch.uint8)
     drawn = known[torch.randint(len(known), (rows, columns), generator=generator)]
     drawn |= torch.randint(0, 2, (rows, columns), generator=generator, dtype=torch.uint8) << 7

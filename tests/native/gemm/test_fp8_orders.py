@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import recipe
 from narrowgauge.native.quantize import fp8
 from narrowgauge.native.runtime import host, sources
 from narrowgauge.native.runtime.arguments import ANY_THREADS
+from narrowgauge.spec.recipes import find_recipe
 from tests.native.fp8 import KINDS, given_scale, parts, threads
 from tests.native.gemm import test_orders
 from tests.native.gemm.test_orders import lost, seen_in_orders
@@ -31,7 +31,7 @@ def outputs() -> Iterator[torch.Tensor]:
     x, tiles = matrix("outliers", 150, 301, torch.bfloat16), matrix("outliers", 128, 256, torch.bfloat16)
     sizes = torch.tensor([70, 0, 80])
     for name in KINDS:
-        r = recipe(name)
+        r = find_recipe(name)
         for y in (x, tiles):
             yield from parts(*ops.quantize_both(y, r, **given_scale(r)))
         for columnwise in (False, True):
@@ -86,7 +86,7 @@ def test_a_lost_barrier_of_quantize_shows(
     one, other = (matrix("normal", 128, 128, dtype, seed=seed) * 3.0**seed for seed in (0, 1))
 
     def call(real: bool) -> Iterator[torch.Tensor]:
-        return parts(*ops.quantize_both(one if real else other, name, **given_scale(recipe(name))))
+        return parts(*ops.quantize_both(one if real else other, name, **given_scale(find_recipe(name))))
 
     with lost("quantize.fp8", "quantize_fp8", which, cuda_source, monkeypatch):
         assert len(seen_in_orders(call)) > 1

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits
 from tests.native import declared
 from tests.native.guards import embedded, guarded_outputs
@@ -50,7 +51,7 @@ def operands(left: str, right: str, m: int, n: int, k: int) -> tuple[Quantized, 
 
 def all_codes(name: str) -> Quantized:
     """A row for every code of the recipe's element format, K = 1, under scales of 1."""
-    r = recipe(name)
+    r = find_recipe(name)
     codes = torch.arange(r.element.codes, dtype=torch.uint8).unsqueeze(1)
     one = torch.full((len(codes), 1), 127, dtype=torch.uint8)
     return operand(codes, one if name in MX else torch.ones(1 if r.whole else len(codes), 1), r)

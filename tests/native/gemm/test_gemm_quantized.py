@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import Recipe, recipe_names
+from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.operands import random_operand
 from tests.native.samples import DTYPES, assert_same, matrix
@@ -25,7 +25,7 @@ OPERANDS = (
 OUTPUTS = tuple(
     name
     for name in recipe_names()
-    if (r := recipe(name)).tensor_scale in ("none", "given") and r.rounding == "nearest-even"
+    if (r := find_recipe(name)).tensor_scale in ("none", "given") and r.rounding == "nearest-even"
     and not name.startswith("nvfp4") and "-recent" not in name and "-bulk" not in name
 )  # fmt: skip
 """Every recipe that a kernel can quantize its own output by; the rules for the next scale change none of them."""
@@ -34,7 +34,7 @@ SCALE = torch.tensor([3.7])
 
 def given(name: str | Recipe) -> dict[str, torch.Tensor]:
     """The scale that a recipe with delayed scaling is given."""
-    return {"scale": SCALE} if recipe(name).tensor_scale == "given" else {}
+    return {"scale": SCALE} if find_recipe(name).tensor_scale == "given" else {}
 
 
 def operands(left: str, right: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
@@ -81,7 +81,7 @@ def test_outputs_that_are_nan_infinite_or_too_large_are_quantized_as_such() -> N
     """In float16 some overflow; the last column, NaN, has the half of a byte to itself."""
     a, b = random_operand("mxfp8-e5m2", 70, 64, seed=1), random_operand("mxfp8-e5m2", 141, 64, seed=2)
     a.codes[3, 5], b.codes[140, 7], b.codes[40, 9] = 0x7F, 0x7C, 0xFC
-    some = [recipe(name) for name in ("mxfp4", "mxfp4-2d", "mxfp8-e5m2", "fp8-block-1x128", "fp8-delayed-e4m3")]
+    some = [find_recipe(name) for name in ("mxfp4", "mxfp4-2d", "mxfp8-e5m2", "fp8-block-1x128", "fp8-delayed-e4m3")]
     for r, out_dtype, nan in product(some, DTYPES, ("ignore", "propagate")):
         assert_as_two(a, b, replace(r, nan=nan), out_dtype)
 
@@ -89,8 +89,8 @@ def test_outputs_that_are_nan_infinite_or_too_large_are_quantized_as_such() -> N
 def test_the_scale_of_a_block_depends_on_the_type_that_the_output_is_cast_to() -> None:
     """An amax so small that 448/amax is infinite gives the largest number of that type."""
     codes = torch.tensor([[0x38]], dtype=torch.uint8)
-    a = Quantized(codes, torch.tensor([[60]], dtype=torch.uint8), None, recipe("mxfp8-e4m3"), (1, 1))
-    b = Quantized(codes, torch.tensor([[60 - 5]], dtype=torch.uint8), None, recipe("mxfp8-e4m3"), (1, 1))
+    a = Quantized(codes, torch.tensor([[60]], dtype=torch.uint8), None, find_recipe("mxfp8-e4m3"), (1, 1))
+    b = Quantized(codes, torch.tensor([[60 - 5]], dtype=torch.uint8), None, find_recipe("mxfp8-e4m3"), (1, 1))
     name = "fp8-block-1x128-e4m3-fp32"
     scales = {dtype: assert_as_two(a, b, name, dtype).scales.item() for dtype in (torch.float32, torch.bfloat16)}
     assert scales[torch.float32] != scales[torch.bfloat16]

@@ -16,8 +16,9 @@ from narrowgauge.native.gemm import paths
 from narrowgauge.native.gemm import skinny as gemm_skinny
 from narrowgauge.native.gemm.operands import rule_of
 from narrowgauge.native.gemm.paths import FEW, MANY, PORTABLE, SKINNY, path_of
-from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.native.ops import Quantized
 from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 from tests.native import declared, skinny
 from tests.native.gemm.test_orders import TEXTS, lost, seen_in_orders
@@ -98,7 +99,7 @@ def test_where_no_order_rounds_it_gives_the_bits_of_the_portable_kernels() -> No
 
 def one_element(name: str, codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
     """A row for each code and scale: the code is its second element, the others are 0."""
-    r = recipe(name)
+    r = find_recipe(name)
     whole = torch.zeros(len(codes), 512, dtype=torch.uint8)
     whole[:, 1] = codes
     found = operand(whole, scales[:1, None] if r.whole else scales.unsqueeze(1).repeat(1, 512 // r.block[1]), r)
@@ -135,7 +136,7 @@ EXTREMES = torch.tensor([0x00, 0x01, 0x81, 0x07, 0x08, 0x7E, 0xFE, 0x38], dtype=
 def scaled(scale: int, seed: int) -> Quantized:
     """16 rows by 512 columns, all of one scale."""
     codes = EXTREMES[torch.randint(len(EXTREMES), (16, 512), generator=torch.Generator().manual_seed(seed))]
-    return operand(codes, torch.full((16, 16), scale, dtype=torch.uint8), recipe("mxfp8-e4m3"))
+    return operand(codes, torch.full((16, 16), scale, dtype=torch.uint8), find_recipe("mxfp8-e4m3"))
 
 
 def ends() -> Iterator[tuple[Quantized, Quantized]]:

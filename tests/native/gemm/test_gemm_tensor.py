@@ -16,11 +16,12 @@ from narrowgauge.native.gemm import paths, tensor_core
 from narrowgauge.native.gemm.operands import element_of, layout_of
 from narrowgauge.native.gemm.operands import operand as parts_of
 from narrowgauge.native.gemm.paths import ORDERS, PORTABLE, TENSOR, path_of
-from narrowgauge.native.ops import GroupedQuantized, Quantized, recipe
+from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.native.runtime import host
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.operands import element_values, scale_values
 from narrowgauge.spec.formats import E4M3
+from narrowgauge.spec.recipes import find_recipe
 from tests.native.gemm.test_gemm_formats import SIZES
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.launching import ONE, Source, run
@@ -70,7 +71,7 @@ def test_every_code_under_every_scale_is_a_bfloat16_number(blocks: int) -> None:
 
 @pytest.mark.parametrize("name", [*MX, "fp8-current-e4m3", "fp8-current-e5m2"])
 def test_every_code_is_packed_as_its_number_and_the_rest_of_a_tile_as_zeros(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     codes = torch.arange(r.element.codes, dtype=torch.uint8)
     codes = codes[torch.tensor(r.element.values).isfinite()]
     for columns in (1, 7, 33, 130):

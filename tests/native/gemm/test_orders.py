@@ -35,7 +35,7 @@ def outputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     yield bits(ops.dequantize(q, dtype))
     yield bits(ops.gemm(q, q, out_dtype=dtype, c=matrix("normal", 150, 150, dtype)))
     for name in NAMES:
-        r = ops.recipe(name)
+        r = ops.find_recipe(name)
         if dtype in dtypes(r):
             y = sample(r, "outliers", 80, 140, dtype)
             yield from parts(*ops.quantize_both(y, r, random=seeded(r), swizzled=True))
@@ -44,14 +44,14 @@ def outputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     if dtype == torch.bfloat16:  # eight tiles, and so many blocks, or fewer that take several
         tiles = matrix("outliers", 128, 512, dtype)
         for name in ("nvfp4", "nvfp4-2d", "nvfp4-rht-sr"):
-            yield from parts(*ops.quantize_both(tiles, name, random=seeded(ops.recipe(name))))
+            yield from parts(*ops.quantize_both(tiles, name, random=seeded(ops.find_recipe(name))))
         for along_rows in (False, True):
             amaxes = oriented_amax(tiles, plain=True, rotated=True, along_rows=along_rows, signs=5)
             yield from (bits(amax) for amax in amaxes if amax is not None)
     sizes = torch.tensor([70, 0, 80])
     for name in ("nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-sr", "mxfp8-2d", "mxfp4-sr"):
         for columnwise in (False, True):
-            grouped = ops.quantize_grouped(x, sizes, name, columnwise=columnwise, random=seeded(ops.recipe(name)))
+            grouped = ops.quantize_grouped(x, sizes, name, columnwise=columnwise, random=seeded(ops.find_recipe(name)))
             yield from parts(*grouped.sections())
     yield bits(ops.gemm_grouped(ops.quantize_grouped(x, sizes, "nvfp4"), [q] * 3, out_dtype=dtype))
     yield from (ops.swizzle(q.scales), ops.unswizzle(ops.swizzle(q.scales), tuple(q.scales.shape)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 
 FORMATS = {"fp8-current-e4m3": torch.float8_e4m3fn, "fp8-current-e5m2": torch.float8_e5m2}
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "there is
 
 def operand(name: str, family: str, rows: int, columns: int, generator: torch.Generator) -> Quantized:
     """`codes`: all of them; `subnormal`: those below the smallest normal number; `sparse`: small ones, mostly 0."""
-    rule = recipe(name)
+    rule = find_recipe(name)
     fmt = rule.element
     below = {"codes": fmt.max_code + 1, "subnormal": 1 << fmt.mantissa_bits, "sparse": 40}[family]
     codes = torch.randint(0, below, (rows, columns), generator=generator, dtype=torch.uint8)

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import recipe
 from narrowgauge.reference.quantize import quantize as reference
 from narrowgauge.reference.quantize import sections as sections_reference
 from narrowgauge.reference.quantize.delayed import update_scale
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import bits, golden, load, quantize_input
 from tests.native.fp8 import (
     AMAXES,
@@ -93,7 +92,7 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
 
 @EVERY_RECIPE
 def test_every_family_is_quantized_as_exact_arithmetic_does(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for number, family in enumerate(FAMILIES):
         x = matrix(family, 3, 133, DTYPES[(number + NAMES.index(name)) % len(DTYPES)])
         codes, scales = model(x, r, **given_scale(r))
@@ -104,7 +103,7 @@ def test_every_family_is_quantized_as_exact_arithmetic_does(name: str) -> None:
 
 @EVERY_RECIPE
 def test_every_family_and_shape_is_quantized_as_the_reference_does_on_either_device(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for number, family in enumerate(FAMILIES):
         x = matrix(family, 131, 140, DTYPES[(number + NAMES.index(name)) % len(DTYPES)])
         assert_as_reference(x, r, on_gpu=True)
@@ -118,7 +117,7 @@ def test_every_family_and_shape_is_quantized_as_the_reference_does_on_either_dev
 @needs_compiler
 @EVERY_KIND
 def test_quantize_gives_the_bytes_that_it_gives_on_a_cpu(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for dtype in DTYPES:
         x = matrix("any bits", 300, 520, dtype)
         got = ops.quantize_both(x.to(DEVICE), r, **there(given_scale(r)))
@@ -127,15 +126,15 @@ def test_quantize_gives_the_bytes_that_it_gives_on_a_cpu(name: str) -> None:
 
 @EVERY_RECIPE
 def test_every_half_precision_number_and_every_exponent_of_an_amax(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for x in (halves(torch.bfloat16), halves(torch.float16).T, amaxes_of_every_exponent(r)):
         assert_as_reference(x, r)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if recipe(name).block == (1, 128)])
+@pytest.mark.parametrize("name", [name for name in NAMES if find_recipe(name).block == (1, 128)])
 def test_every_exponent_of_an_amax_has_the_scale_of_exact_arithmetic(name: str) -> None:
     """Divisions are rounded to nearest, and subnormal numbers kept."""
-    r = recipe(name)
+    r = find_recipe(name)
     x = amaxes_of_every_exponent(r)
     scales = ops.quantize(x.to(DEVICE), r).scales.cpu()
     exact = [inverse(encode_scale(float(amax), r, x.dtype)) for amax in x.abs().amax(1)]
@@ -144,7 +143,7 @@ def test_every_exponent_of_an_amax_has_the_scale_of_exact_arithmetic(name: str) 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_given_amaxes_and_scales(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     x = matrix("any bits", 20, 45, torch.bfloat16)
     for number, value in enumerate(AMAXES):
         assert_as_reference(x, r, amax=(torch.tensor([value]), torch.tensor([AMAXES[number - 3]])))
@@ -154,7 +153,7 @@ def test_given_amaxes_and_scales(name: str) -> None:
 
 @EVERY_KIND
 def test_views_are_quantized_as_the_reference_does(name: str) -> None:
-    plain, r = matrix("outliers", 256, 512, torch.bfloat16), recipe(name)
+    plain, r = matrix("outliers", 256, 512, torch.bfloat16), find_recipe(name)
     on_gpu = plain.to(DEVICE)
     for view in VIEWS.values():
         wanted = reference.quantize_both(view(plain), r, **given_scale(r))
@@ -167,7 +166,7 @@ def test_every_bfloat16_number_is_quantized_in_whole_tiles_as_the_reference_does
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for x in (patterns.view(-1, 128), patterns.view(128, -1)):
         for nan in ("ignore", "propagate"):
-            r = replace(recipe(name), nan=nan)  # type: ignore[arg-type]
+            r = replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
             wanted = reference.quantize_both(x, r, **given_scale(r))
             assert_both_same(ops.quantize_both(x.to(DEVICE), r, **there(given_scale(r))), wanted)
             assert_same(ops.quantize(x.to(DEVICE), r, **there(given_scale(r))), wanted[0])
@@ -176,7 +175,7 @@ def test_every_bfloat16_number_is_quantized_in_whole_tiles_as_the_reference_does
 @EVERY_KIND
 def test_many_tiles_and_rows_that_are_not_aligned(name: str) -> None:
     """Wide loads and stores where addresses allow them, bytes where they do not."""
-    r = recipe(name)
+    r = find_recipe(name)
     for rows, columns in ((1024, 2048), (1008, 2000), (999, 1001)):
         x = matrix("outliers", rows, columns, torch.bfloat16).to(DEVICE)
         for part in (x, x[1:, 1:], x[3:, 8:]):
@@ -190,7 +189,7 @@ def test_many_tiles_and_rows_that_are_not_aligned(name: str) -> None:
 @EITHER
 @EVERY_RECIPE
 def test_every_section_has_the_references_bytes_and_nobody_waits_for_the_sizes(name: str, columnwise: bool) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for number, sizes in enumerate(SIZES):
         x = matrix("outliers", max(1, sum(sizes)), 140, torch.bfloat16, seed=number)[: sum(sizes)]
         options: dict[str, Any] = {"columnwise": columnwise, **given_scale(r, len(sizes))}
@@ -211,7 +210,7 @@ def test_wrong_sizes_on_the_gpu_are_cut_to_the_rows_there_are(
     wrong: str, name: str, columnwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, cut = WRONG[wrong]
-    r, plain = recipe(name), matrix("outliers", 20, 140, torch.bfloat16)
+    r, plain = find_recipe(name), matrix("outliers", 20, 140, torch.bfloat16)
     options: dict[str, Any] = {"columnwise": columnwise, **given_scale(r, len(sizes))}
     with guarded_outputs(monkeypatch):
         got = ops.quantize_grouped(embedded(plain.to(DEVICE)), torch.tensor(sizes).to(DEVICE), r, **there(options))
@@ -239,7 +238,7 @@ def test_nothing_outside_is_read_and_nothing_outside_is_written(name: str, monke
 
 @pytest.mark.parametrize("name", test_delayed.NAMES)
 def test_histories_are_updated_as_exact_arithmetic_and_the_reference_do(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for length, tensors in ((1, 1), (1, 40), (2, 33), (7, 64), (40, 65)):
         history, scale = test_delayed.histories(length, tensors), test_delayed.scales_for(tensors)
         new_history, new_scale = ops.update_scale(history.to(DEVICE), scale.to(DEVICE), name)

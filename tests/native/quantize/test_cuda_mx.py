@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import recipe
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import golden, load, quantize_input
 from tests.native import conversions, exact_mx
 from tests.native.gpu import DEVICE, needs_gpu
@@ -50,7 +50,7 @@ def test_tiles_have_transformer_engines_bytes(path: Path) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_border_of_the_rule_at_every_exponent_is_rounded_as_it_is_defined(rule: str) -> None:
-    r = recipe(rule)
+    r = find_recipe(rule)
     numbers = amaxes(r)
     scales = ops.quantize(torch.from_numpy(numbers).unsqueeze(1).to(DEVICE), r).scales.ravel().tolist()
     assert scales == [exact_mx.scale_code(number, r) for number in numbers]
@@ -65,7 +65,7 @@ def test_every_half_precision_number_is_quantized_as_the_reference_does(rule: st
     alone[:, 5] = patterns
     for x in (patterns.view(-1, 32), alone):
         for nan in ("ignore", "propagate"):
-            r = replace(recipe(rule), nan=nan)  # type: ignore[arg-type]
+            r = replace(find_recipe(rule), nan=nan)  # type: ignore[arg-type]
             assert_same(ops.quantize(x.to(DEVICE), r), reference.quantize(x, r))
 
 
@@ -75,7 +75,7 @@ def test_every_bfloat16_number_is_quantized_in_whole_tiles_as_the_reference_does
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for x in (patterns.view(-1, 256), patterns.view(256, -1).T.contiguous()):
         for nan, swizzled in product(("ignore", "propagate"), (False, True)):
-            r = replace(recipe(rule), nan=nan)  # type: ignore[arg-type]
+            r = replace(find_recipe(rule), nan=nan)  # type: ignore[arg-type]
             expected = reference.quantize_both(x, r, swizzled=swizzled)
             assert_both_same(ops.quantize_both(x.to(DEVICE), r, swizzled=swizzled), expected)
             assert_same(ops.quantize(x.to(DEVICE), r, swizzled=swizzled), expected[0])
@@ -86,7 +86,7 @@ def test_every_bfloat16_number_is_quantized_in_whole_tiles_as_the_reference_does
 def test_nothing_outside_is_read_or_written_by_the_plain_kernel(
     name: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    r = replace(recipe(name), nan="propagate")
+    r = replace(find_recipe(name), nan="propagate")
     for dtype in DTYPES:
         plain = matrix("outliers", 19, columns, dtype)
         x = embedded(plain.to(DEVICE))

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import GroupedQuantized, Quantized, recipe
+from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.native.quantize.amax import another_grid
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import bits, golden, load, quantize_input
 from tests.native import conversions, declared
 from tests.native.gemm.test_gemm import PAIRS, SECTIONS, section_operands
@@ -110,7 +110,7 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
 
 @EVERY_RECIPE
 def test_every_family_and_shape_is_quantized_as_the_reference_does_on_either_device(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for family in FAMILIES:
         assert_as_reference(sample(r, family, 70, 77, dtype_in_turn(name, family)), r, there=True, **random_of(r))
     for rows, columns in [*TAILS, (130, 520)]:
@@ -123,7 +123,7 @@ def test_every_family_and_shape_is_quantized_as_the_reference_does_on_either_dev
 
 @EVERY_RECIPE
 def test_given_amaxes_and_one_half_alone(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     x = sample(r, "any bits", 20, 45, torch.bfloat16)
     for number, value in enumerate(AMAXES if name in TWO_LEVELS else ()):
         each = torch.tensor(AMAXES * 30).roll(number)
@@ -139,7 +139,7 @@ def test_given_amaxes_and_one_half_alone(name: str) -> None:
 def test_whole_tiles_of_every_family_by_any_amax(name: str) -> None:
     """Blocks of finite numbers and of products below 7 go another way than the others among them."""
     for number, family in enumerate(FAMILIES):
-        r = replace(recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
+        r = replace(find_recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
         x = sample(r, family, 128, 256, torch.bfloat16)
         assert_as_reference(x, r, **random_of(r))
         for value in AMAXES if r.granularity == "tensor" else ():
@@ -159,18 +159,18 @@ def test_tiles_that_are_not_finite_are_made_anew_among_those_below_each_other(na
     ):
         x[tile * 64 + row, column] = value
     with another_grid():
-        assert_as_reference(x, recipe(name), amax=(amax, amax), **random_of(recipe(name)))
+        assert_as_reference(x, find_recipe(name), amax=(amax, amax), **random_of(find_recipe(name)))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "-2d-4over6" in name])
 def test_a_tile_is_chosen_by_its_rows_whichever_half_is_made(name: str) -> None:
-    assert_as_reference(nearly_tied(), recipe(name))
+    assert_as_reference(nearly_tied(), find_recipe(name))
     assert_same(ops.quantize(nearly_tied().to(DEVICE).T, name), reference.quantize(nearly_tied().T, name))
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_random_words_and_seeds(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for rows, columns in TAILS:
         x = sample(r, "outliers", rows, columns, torch.bfloat16)
         assert_as_reference(x, r, random=(words_for(*x.shape), words_for(*x.T.shape, seed=1)))
@@ -180,7 +180,7 @@ def test_random_words_and_seeds(name: str) -> None:
 
 @EVERY_RECIPE
 def test_views_are_quantized_as_the_reference_does(name: str) -> None:
-    plain, r = matrix("outliers", 256, 512, torch.bfloat16), recipe(name)
+    plain, r = matrix("outliers", 256, 512, torch.bfloat16), find_recipe(name)
     on_gpu = plain.to(DEVICE)
     for view in VIEWS.values():
         wanted = reference.quantize_both(view(plain), r, **random_of(r))
@@ -222,7 +222,7 @@ def test_every_float32_below_8_has_the_same_codes_in_a_block_of_words_as_alone(c
 
 def test_every_group_is_rotated_as_the_reference_does() -> None:
     for name, family in product(ROTATED, ("outliers", "nan", "any bits")):
-        r = recipe(name)
+        r = find_recipe(name)
         for rows, columns in ((1, 1), (33, 3 * 128), (130, 512)):
             x = matrix(family, rows, fitting(columns, r), torch.bfloat16)
             y = ops.transform(x.to(DEVICE), r)
@@ -248,7 +248,7 @@ def test_swizzle_is_the_references_and_unswizzle_its_inverse() -> None:
 
 def test_every_recipe_is_dequantized_as_the_reference_does() -> None:
     for name, swizzled in product(NAMES, (False, True)):
-        r = recipe(name)
+        r = find_recipe(name)
         for dtype in dtypes(r):
             x = sample(r, "outliers", 131, 77, dtype)
             q = reference.quantize(x, r, swizzled=swizzled, **random_of(r))
@@ -270,7 +270,7 @@ def test_every_section_has_the_references_bytes_and_nobody_waits_for_the_sizes(n
         sizes, columns = sections(name, wanted, columnwise)
         x = matrix("outliers", max(1, sum(sizes)), columns, torch.bfloat16, seed=number)[: sum(sizes)]
         there, sizes_there = x.to(DEVICE), torch.tensor(sizes).to(DEVICE)
-        options: dict[str, Any] = {"columnwise": columnwise, **random_of(recipe(name))}
+        options: dict[str, Any] = {"columnwise": columnwise, **random_of(find_recipe(name))}
         ops.quantize_grouped(there, sizes_there, name, **options)  # kernels are loaded
         with without_waiting():
             got = ops.quantize_grouped(there, sizes_there, name, **options)
@@ -322,7 +322,7 @@ def test_each_section_is_multiplied_by_its_own_matrix() -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-sr", "nvfp4-rowscaled", "nvfp4-rht"])
 def test_nothing_outside_is_read_and_nothing_outside_is_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    r = replace(recipe(name), nan="propagate")
+    r = replace(find_recipe(name), nan="propagate")
     for (rows, columns), swizzled in product(((1, 1), (17, 31), (65, 33), (128, 64)), (False, True)):
         plain = sample(r, "outliers", rows, columns, torch.bfloat16)
         options = {"swizzled": swizzled, **random_of(r)}

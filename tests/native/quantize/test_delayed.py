@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import recipe
 from narrowgauge.reference.quantize.delayed import update_scale as reference
-from narrowgauge.spec.recipes import Recipe, recipe_names
+from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
 from tests.golden import bits
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import assert_equal
@@ -24,7 +23,7 @@ f32 = np.float32
 FLT_MAX = float(np.finfo(f32).max)
 
 NAMES = (
-    *(name for name in recipe_names() if recipe(name).delayed is not None),
+    *(name for name in recipe_names() if find_recipe(name).delayed is not None),
     "fp8-delayed-e4m3-margin1", "fp8-delayed-e5m2-recent-margin3-bulk", "fp8-delayed-e4m3-margin130",
 )  # fmt: skip
 EVERY_RECIPE = pytest.mark.parametrize("name", NAMES)
@@ -73,7 +72,7 @@ def scales_for(tensors: int, some: tuple[float, ...] = SCALES) -> torch.Tensor:
 
 @EVERY_RECIPE
 def test_every_tensor_is_updated_as_exact_arithmetic_does(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for length, tensors in ((1, 1), (1, 40), (2, 33), (3, 5), (7, 64), (8, 100), (9, 31), (40, 65)):
         history, scale = histories(length, tensors), scales_for(tensors)
         new_history, new_scale = ops.update_scale(history, scale, name)
@@ -86,7 +85,7 @@ def test_every_tensor_is_updated_as_exact_arithmetic_does(name: str) -> None:
 @EVERY_RECIPE
 def test_every_pair_of_amaxes_under_every_scale_is_updated_as_exact_arithmetic_does(name: str) -> None:
     """The last amax and one before it: zeros, subnormal and tiny ones, infinities, NaN, below zero."""
-    r = recipe(name)
+    r = find_recipe(name)
     cases = [(last, before, scale) for last in AMAXES for before in AMAXES for scale in SCALES]
     table = torch.tensor(cases)
     new_history, new_scale = ops.update_scale(table[:, :2].T, table[:, 2], name)
@@ -99,7 +98,7 @@ def test_every_pair_of_amaxes_under_every_scale_is_updated_as_exact_arithmetic_d
 @EVERY_RECIPE
 def test_every_exponent_of_an_amax_has_the_scale_of_exact_arithmetic(name: str) -> None:
     """Powers of two, and those times the mantissa of the largest element, ± 1 ulp."""
-    r = recipe(name)
+    r = find_recipe(name)
     exact = np.array(
         [math.ldexp(m, k) for k in range(-149, 128) for m in (1.0, 2 * math.frexp(r.element.max)[0])]
     ).astype(f32)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.native.ops import Quantized
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.formats import E8M0
 from narrowgauge.spec.quantized import scales_shape
+from narrowgauge.spec.recipes import find_recipe
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import (
     DTYPES,
@@ -87,7 +88,7 @@ def test_every_code_under_every_power_of_two_has_its_value(name: str, dtype: tor
 @pytest.mark.parametrize("name", FP8)
 def test_codes_under_float32_scales_have_their_values(name: str, dtype: torch.dtype) -> None:
     """Every code in every block, scales of every exponent; blocks of 1x128 and 128x128, and one for all."""
-    r = recipe(name)
+    r = find_recipe(name)
     rows, columns = 260, 300
     codes = torch.arange(rows * columns).view(rows, columns) % 256
     high, wide = scales_shape((rows, columns), r)
@@ -107,7 +108,7 @@ def test_codes_under_float32_scales_have_their_values(name: str, dtype: torch.dt
 def test_any_shape_of_mx_and_fp8_is_dequantized_as_the_reference_does(name: str) -> None:
     for rows, columns in ((1, 1), (2, 31), (17, 33), (129, 130), (33, 4097), (0, 0), (0, 32), (5, 0)):
         x = matrix("outliers", max(1, rows), max(1, columns), torch.bfloat16)[:rows, :columns]
-        for q in reference.quantize_both(x, name, random=seeded(recipe(name))):
+        for q in reference.quantize_both(x, name, random=seeded(find_recipe(name))):
             assert q is not None
             assert_equal(ops.dequantize(q, torch.bfloat16), reference.dequantize(q, torch.bfloat16))
 

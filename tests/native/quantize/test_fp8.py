@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.native.ops import Quantized
 from narrowgauge.native.quantize import fp8
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import bits, golden, load, quantize_input
 from tests.native.fp8 import (
     AMAXES,
@@ -72,7 +72,7 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
         found = {"codes": row.codes, "scales": row.scales, "codes_t": column.codes, "scales_t": column.scales}
         found["scale"] = row.scales.view(-1)
         compared = {what for what in found if f"{name}.{what}" in arrays}
-        assert compared == ({"codes", "scale"} if recipe(name).whole else set(found) - {"scale"})
+        assert compared == ({"codes", "scale"} if find_recipe(name).whole else set(found) - {"scale"})
         for what in compared:
             expected = arrays[f"{name}.{what}"]
             got = found[what].numpy()
@@ -86,7 +86,7 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
 @EVERY_RECIPE
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_every_family_is_quantized_as_exact_arithmetic_does(name: str, nan: str) -> None:
-    r = replace(recipe(name), nan=nan)  # type: ignore[arg-type]
+    r = replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
     for number, family in enumerate(FAMILIES):
         x = matrix(family, 3, 133, DTYPES[(number + NAMES.index(name)) % len(DTYPES)])
         options = given_scale(r)
@@ -96,10 +96,10 @@ def test_every_family_is_quantized_as_exact_arithmetic_does(name: str, nan: str)
         np.testing.assert_array_equal(bits(got.scales), scales.view("i4"), err_msg=family)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if recipe(name).delayed is None])
+@pytest.mark.parametrize("name", [name for name in NAMES if find_recipe(name).delayed is None])
 def test_every_exponent_of_an_amax_has_the_scale_of_exact_arithmetic(name: str) -> None:
     """Powers of two and the largest element times one, ± 1 ulp; tiles and tensors as many matrices of one row."""
-    r = recipe(name)
+    r = find_recipe(name)
     x = amaxes_of_every_exponent(r)
     amaxes = x.abs().amax(1)
     if r.whole:
@@ -129,7 +129,7 @@ def assert_scale(q: Quantized, row: int, amax: float, r: Recipe) -> None:
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_every_family_is_quantized_as_the_reference_does(name: str, nan: str) -> None:
     """In four tiles, with tails in M and K."""
-    r = replace(recipe(name), nan=nan)  # type: ignore[arg-type]
+    r = replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
     for number, family in enumerate(FAMILIES):
         x = matrix(family, 131, 140, DTYPES[(number + NAMES.index(name)) % len(DTYPES)])
         assert_both_same(ops.quantize_both(x, r, **given_scale(r)), reference.quantize_both(x, r, **given_scale(r)))
@@ -139,7 +139,7 @@ def test_every_family_is_quantized_as_the_reference_does(name: str, nan: str) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 def test_any_shape_is_quantized_as_the_reference_does(name: str, dtype: torch.dtype, threads: int) -> None:
     """In the shape of a GPU's blocks of threads, too."""
-    r = recipe(name)
+    r = find_recipe(name)
     for rows, columns in TAILS:
         assert_as_reference(matrix("outliers", rows, columns, dtype), r, **given_scale(r))
 
@@ -148,14 +148,14 @@ def test_any_shape_is_quantized_as_the_reference_does(name: str, dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_half_precision_number_is_quantized_as_the_reference_does(name: str, dtype: torch.dtype) -> None:
     """In blocks of numbers near each other, and of numbers far from each other."""
-    r = recipe(name)
+    r = find_recipe(name)
     for x in (halves(dtype), halves(dtype).view(-1).view(128, 512).T):
         assert_both_same(ops.quantize_both(x, r, **given_scale(r)), reference.quantize_both(x, r, **given_scale(r)))
 
 
 @EVERY_RECIPE
 def test_every_exponent_of_an_amax_is_quantized_as_the_reference_does(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     x = amaxes_of_every_exponent(r)
     assert_both_same(ops.quantize_both(x, r, **given_scale(r)), reference.quantize_both(x, r, **given_scale(r)))
 
@@ -163,7 +163,7 @@ def test_every_exponent_of_an_amax_is_quantized_as_the_reference_does(name: str)
 @EVERY_RECIPE
 @pytest.mark.parametrize(("rows", "columns"), [(0, 0), (0, 128), (128, 0)])
 def test_an_empty_matrix_has_empty_codes_and_a_scale_of_1_where_it_has_one(name: str, rows: int, columns: int) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     x = torch.empty(rows, columns, dtype=torch.bfloat16)
     assert_as_reference(x, r, **given_scale(r))
     q = ops.quantize(x, r, **given_scale(r))
@@ -177,7 +177,7 @@ def test_an_empty_matrix_has_empty_codes_and_a_scale_of_1_where_it_has_one(name:
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_given_amax_replaces_the_tensors_own(name: str) -> None:
     """Another one for either half."""
-    r = recipe(name)
+    r = find_recipe(name)
     x = matrix("any bits", 20, 45, torch.bfloat16)
     for number, value in enumerate(AMAXES):
         amax = (torch.tensor([value]), torch.tensor([AMAXES[number - 3]]))
@@ -196,7 +196,7 @@ def test_whatever_scale_is_given_multiplies_the_elements_and_the_amax_is_observe
     x = matrix("any bits", 20, 45, torch.bfloat16)
     for value in SCALES:
         scale = torch.tensor([value])
-        assert_as_reference(x, recipe(name), scale=scale)
+        assert_as_reference(x, find_recipe(name), scale=scale)
         q = ops.quantize(x, name, scale=scale)
         assert torch.equal(bits(q.amax), bits(ops.amax(x)))  # type: ignore[arg-type]
         assert q.tensor_scale is not scale
@@ -238,13 +238,13 @@ def test_an_infinite_scale_is_the_largest_number_of_the_input_or_of_float32(
 def test_every_choice_of_a_recipe_changes_some_byte() -> None:
     """The largest scale of the input's dtype, and of float32, is seen above."""
     x = matrix("nan", 140, 150, torch.float32)
-    base = recipe("fp8-block-1x128-e4m3-fp32")
-    current = recipe("fp8-current-e4m3")
+    base = find_recipe("fp8-block-1x128-e4m3-fp32")
+    current = find_recipe("fp8-current-e4m3")
     changes = [
-        (base, recipe("fp8-block-1x128-e4m3-pow2")), (base, recipe("fp8-block-1x128-e5m2-fp32")),
-        (base, recipe("fp8-block-128x128-e4m3-fp32")), (base, replace(base, smallest_amax=20.0)),
+        (base, find_recipe("fp8-block-1x128-e4m3-pow2")), (base, find_recipe("fp8-block-1x128-e5m2-fp32")),
+        (base, find_recipe("fp8-block-128x128-e4m3-fp32")), (base, replace(base, smallest_amax=20.0)),
         (base, replace(base, nan="propagate")), (current, replace(current, smallest_amax=20.0)),
-        (current, replace(current, nan="propagate")), (current, recipe("fp8-current-e4m3-pow2")),
+        (current, replace(current, nan="propagate")), (current, find_recipe("fp8-current-e4m3-pow2")),
     ]  # fmt: skip
     for one, other in changes:
         halves_of = [ops.quantize_both(x, r) for r in (one, other)]
@@ -259,7 +259,7 @@ def test_every_choice_of_a_recipe_changes_some_byte() -> None:
 
 @EVERY_KIND
 def test_views_are_quantized_like_their_copies(name: str, threads: int) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     plain = matrix("outliers", 256, 512, torch.bfloat16)
     for view in VIEWS.values():
         x = view(plain)

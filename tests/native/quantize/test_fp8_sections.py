@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import GroupedQuantized, recipe
+from narrowgauge.native.ops import GroupedQuantized
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import bits
 from tests.native.fp8 import AMAXES, KINDS, NAMES, given_scale, propagating, threads
 from tests.native.guards import embedded, guarded_outputs
@@ -48,7 +48,7 @@ def assert_as_reference(x: torch.Tensor, sizes: list[int], r: Recipe, **options:
 def test_every_section_has_the_references_bytes(name: str, columnwise: bool, threads: int) -> None:
     for number, sizes in enumerate(SIZES):
         x = matrix("outliers", max(1, sum(sizes)), 140, torch.bfloat16, seed=number)[: sum(sizes)]
-        assert_as_reference(x, sizes, recipe(name), columnwise=columnwise)
+        assert_as_reference(x, sizes, find_recipe(name), columnwise=columnwise)
 
 
 @EVERY_RECIPE
@@ -56,13 +56,13 @@ def test_every_section_has_the_references_bytes(name: str, columnwise: bool, thr
 def test_every_family_is_quantized_as_the_reference_does(name: str, columnwise: bool) -> None:
     for number, family in enumerate(FAMILIES):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
-        assert_as_reference(matrix(family, 162, 20, dtype), [17, 0, 130, 15], recipe(name), columnwise=columnwise)
+        assert_as_reference(matrix(family, 162, 20, dtype), [17, 0, 130, 15], find_recipe(name), columnwise=columnwise)
 
 
 @EVERY_KIND
 @EITHER
 def test_a_section_is_what_it_is_alone(name: str, columnwise: bool) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     sizes = [140, 0, 33]
     x = matrix("outliers", sum(sizes), 130, torch.bfloat16)
     scales = given_scale(r, 3).get("scale")
@@ -79,14 +79,14 @@ def test_given_amaxes_replace_the_sections_own(name: str, columnwise: bool) -> N
     for shift in range(len(AMAXES)):
         amax = torch.tensor(AMAXES).roll(shift)[:4].clone()
         x = matrix("any bits", 95, 40, torch.bfloat16)
-        got = assert_as_reference(x, [20, 0, 45, 30], recipe(name), columnwise=columnwise, amax=amax)
+        got = assert_as_reference(x, [20, 0, 45, 30], find_recipe(name), columnwise=columnwise, amax=amax)
         assert_equal(got.amax, amax)  # type: ignore[arg-type]
 
 
 @EITHER
 def test_columns_that_there_are_none_of(columnwise: bool) -> None:
     for name in KINDS:
-        assert_as_reference(torch.empty(20, 0), [15, 0, 5], recipe(name), columnwise=columnwise)
+        assert_as_reference(torch.empty(20, 0), [15, 0, 5], find_recipe(name), columnwise=columnwise)
 
 
 @EITHER
@@ -94,9 +94,9 @@ def test_columns_that_there_are_none_of(columnwise: bool) -> None:
 def test_views_are_quantized_like_their_copies(name: str, columnwise: bool) -> None:
     plain, sizes = matrix("outliers", 192, 192, torch.bfloat16), [16, 0, 48, 32]
     for view in (plain[:96].T[:96], plain[::2, ::2], plain[96:, 96:], plain.view(2, 96, 192)[:, ::2, 64:144]):
-        got = assert_as_reference(view, sizes, recipe(name), columnwise=columnwise)
+        got = assert_as_reference(view, sizes, find_recipe(name), columnwise=columnwise)
         copy = ops.quantize_grouped(
-            view.contiguous(), torch.tensor(sizes), name, columnwise=columnwise, **given_scale(recipe(name), 4)
+            view.contiguous(), torch.tensor(sizes), name, columnwise=columnwise, **given_scale(find_recipe(name), 4)
         )  # fmt: skip
         assert_sections_same(got, copy)
 
@@ -129,7 +129,7 @@ def test_sizes_that_nobody_has_checked_are_cut_to_the_rows_there_are(
     """As sizes on a GPU are, which the host does not see: nothing outside is read or written."""
     monkeypatch.setattr("narrowgauge.native.quantize.fp8.check_sizes_of", lambda *_: None)
     sizes, cut = WRONG[wrong]
-    r = recipe(name)
+    r = find_recipe(name)
     x = embedded(matrix("outliers", 20, 140, torch.bfloat16))
     options: dict[str, Any] = {"columnwise": columnwise, **given_scale(r, len(sizes))}
     with guarded_outputs(monkeypatch):

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import recipe
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.dialects import MX_DIALECTS
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import golden, load, quantize_input
 from tests.native import exact_mx
 from tests.native.guards import embedded, guarded_outputs
@@ -58,7 +57,7 @@ def amaxes(r: Recipe) -> np.ndarray:
 @EVERY_RULE
 def test_every_border_of_the_rule_at_every_exponent_is_rounded_as_it_is_defined(rule: str) -> None:
     """As the amax of a block of its own, in every place of it."""
-    r = recipe(rule)
+    r = find_recipe(rule)
     numbers = amaxes(r)
     x = np.zeros((len(numbers), 32), np.float32)
     x[np.arange(len(numbers)), np.arange(len(numbers)) % 32] = numbers * np.where(np.arange(len(numbers)) % 3, 1, -1)
@@ -70,11 +69,11 @@ def test_every_border_of_the_rule_at_every_exponent_is_rounded_as_it_is_defined(
 @EVERY_ELEMENT
 def test_rules_that_no_dialect_combines_are_rounded_as_they_are_defined(name: str) -> None:
     roundings, forms = (
-        {recipe(f"mxfp8-e4m3@{dialect}").scale_rounding for dialect in MX_DIALECTS},
-        {recipe(f"mxfp8-e4m3@{dialect}").block_scale for dialect in MX_DIALECTS},
+        {find_recipe(f"mxfp8-e4m3@{dialect}").scale_rounding for dialect in MX_DIALECTS},
+        {find_recipe(f"mxfp8-e4m3@{dialect}").block_scale for dialect in MX_DIALECTS},
     )
     for rounding, form in product(sorted(roundings), sorted(forms)):
-        r = replace(recipe(name), scale_rounding=rounding, block_scale=form)  # type: ignore[arg-type]
+        r = replace(find_recipe(name), scale_rounding=rounding, block_scale=form)  # type: ignore[arg-type]
         numbers = amaxes(r)[::7]
         x = torch.from_numpy(numbers).unsqueeze(1)
         assert ops.quantize(x, r).scales.ravel().tolist() == [exact_mx.scale_code(number, r) for number in numbers]
@@ -82,7 +81,7 @@ def test_rules_that_no_dialect_combines_are_rounded_as_they_are_defined(name: st
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-e5m2"])
 def test_every_two_rules_differ_on_some_amax(name: str) -> None:
-    x = torch.from_numpy(amaxes(recipe(name))).unsqueeze(1)
+    x = torch.from_numpy(amaxes(find_recipe(name))).unsqueeze(1)
     scales = [ops.quantize(x, f"{name}@{dialect}").scales for dialect in MX_DIALECTS]
     for number, one in enumerate(scales):
         assert not any(torch.equal(one, other) for other in scales[:number])
@@ -90,7 +89,7 @@ def test_every_two_rules_differ_on_some_amax(name: str) -> None:
 
 @EVERY_ELEMENT
 def test_a_scale_of_te_is_the_smallest_power_of_two_under_which_nothing_saturates(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     numbers = amaxes(r)
     numbers = numbers[(numbers / r.element.max > 2.0**-126) & (numbers / r.element.max < 2.0**127)]
     codes = ops.quantize(torch.from_numpy(numbers).unsqueeze(1), r).scales.ravel().tolist()
@@ -105,7 +104,7 @@ def test_a_scale_of_te_is_the_smallest_power_of_two_under_which_nothing_saturate
 @pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16], 2))
 def test_every_half_precision_number_is_quantized_as_it_is_defined(rule: str, dtype: torch.dtype) -> None:
     """In blocks of neighbours, and as the largest element of a block of its own; NaN and infinities among them."""
-    r = recipe(rule)
+    r = find_recipe(rule)
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     assert_exact(patterns.view(-1, 32), r)
     alone = torch.zeros(1 << 12, 32, dtype=dtype)
@@ -117,7 +116,7 @@ def test_every_half_precision_number_is_quantized_as_it_is_defined(rule: str, dt
 @pytest.mark.parametrize("exponent", [0, -100, 100])
 def test_every_midpoint_of_the_grid_and_its_neighbours_go_where_they_are_defined_to(name: str, exponent: int) -> None:
     """Under a scale of 2^exponent, at the largest element; ties go to even codes, −0 keeps its sign."""
-    r = recipe(name)
+    r = find_recipe(name)
     points = np.array(r.element.values[: r.element.max_code + 1])
     decisions = np.concatenate([points, (points[1:] + points[:-1]) / 2]).astype(np.float32)
     bits = decisions.view(np.uint32)
@@ -137,13 +136,13 @@ def test_every_midpoint_of_the_grid_and_its_neighbours_go_where_they_are_defined
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_every_family_is_quantized_as_it_is_defined(name: str, nan: str) -> None:
     for family, dtype in zip(FAMILIES, DTYPES * 4, strict=False):
-        assert_exact(matrix(family, 37, 77, dtype), replace(recipe(name), nan=nan))  # type: ignore[arg-type]
+        assert_exact(matrix(family, 37, 77, dtype), replace(find_recipe(name), nan=nan))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d"])
 def test_special_values(name: str) -> None:
     """−0 keeps its sign; infinity saturates under the largest scale; a NaN has its code and its block another amax."""
-    r = recipe(name)
+    r = find_recipe(name)
     x = torch.zeros(3, 96)
     x[:, 0] = 1.0
     x[0, 1], x[0, 40], x[0, 70] = -0.0, -torch.inf, torch.nan
@@ -160,7 +159,7 @@ def test_special_values(name: str) -> None:
 @pytest.mark.parametrize("columns", [1, 33, 35])
 def test_padding_of_a_short_block_stays_zero_under_a_scale_of_nan(columns: int) -> None:
     x = torch.full((2, columns), torch.nan)
-    q = ops.quantize(x, replace(recipe("mxfp4"), nan="propagate"))
+    q = ops.quantize(x, replace(find_recipe("mxfp4"), nan="propagate"))
     assert (q.scales == 255).all()
     assert (q.codes[:, -1] == 0x07).all()
 
@@ -183,7 +182,7 @@ def test_tiles_have_transformer_engines_bytes(path: Path) -> None:
 
 @pytest.mark.parametrize("name", MX_NAMES)
 def test_a_columnwise_half_is_the_transpose_stored_as_the_recipe_says(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     x = matrix("outliers", 70, 77, torch.bfloat16)
     offset = None if seeded(r) is None else (1234, 6)
     for stored in ("transposed", "in-place") if r.element.bits != 4 else ("transposed",):
@@ -222,15 +221,15 @@ def test_nothing_outside_the_matrix_is_read_and_nothing_outside_the_outputs_is_w
     plain = matrix("outliers", 19, columns, dtype)
     x = embedded(plain)
     with guarded_outputs(monkeypatch):
-        q = ops.quantize(x, replace(recipe(name), nan="propagate"))
-    assert_same(q, reference.quantize(plain, replace(recipe(name), nan="propagate")))
+        q = ops.quantize(x, replace(find_recipe(name), nan="propagate"))
+    assert_same(q, reference.quantize(plain, replace(find_recipe(name), nan="propagate")))
     assert torch.equal(x, plain)
 
 
 @pytest.mark.parametrize("name", MX_NAMES)
 def test_the_plain_kernel_gives_the_bytes_of_the_other_one(name: str) -> None:
     """A view of every second column is read by the one for everything."""
-    r = recipe(name)
+    r = find_recipe(name)
     x = matrix("any bits", 67, 320, torch.float16)
     for columns in (160, 101):
         part = x[:, : 2 * columns : 2]
@@ -240,7 +239,7 @@ def test_the_plain_kernel_gives_the_bytes_of_the_other_one(name: str) -> None:
 # Random bits.
 
 
-@pytest.mark.parametrize("name", [name for name in MX_NAMES if recipe(name).rounding == "stochastic"])
+@pytest.mark.parametrize("name", [name for name in MX_NAMES if find_recipe(name).rounding == "stochastic"])
 def test_the_words_of_a_half_that_is_not_wanted_may_be_missing(name: str) -> None:
     x = matrix("normal", 33, 20, torch.float32)
     words = torch.arange(33 * 5, dtype=torch.int32).view(33, 5) * 0x01234567
@@ -254,7 +253,7 @@ def test_the_words_of_a_half_that_is_not_wanted_may_be_missing(name: str) -> Non
 @pytest.mark.parametrize("name", ["mxfp8-e4m3-sr", "mxfp8-e5m2-sr", "mxfp6-e3m2-sr", "mxfp6-e2m3-sr", "mxfp4-sr"])
 def test_numbers_of_the_grid_never_move_and_others_go_to_one_of_their_neighbours(name: str) -> None:
     """Scales do not depend on random bits; zero bits cut everything down."""
-    r = recipe(name)
+    r = find_recipe(name)
     values = torch.tensor(r.element.values[: r.element.max_code + 1])
     for number, x in enumerate((values, (values[1:] + values[:-1]) / 2)):
         block = torch.zeros(len(x), 32)

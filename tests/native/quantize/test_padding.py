@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import recipe
 from narrowgauge.reference.quantize import sections as reference
+from narrowgauge.spec.recipes import find_recipe
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import assert_equal, matrix
 
@@ -36,7 +36,7 @@ def padded(x: torch.Tensor, sizes: list[int], alignment: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ALIGNED)
 def test_sections_get_rows_of_zeros_up_to_the_recipes_multiple_and_lose_them_again(name: str) -> None:
-    assert recipe(name).row_alignment == ALIGNED[name]
+    assert find_recipe(name).row_alignment == ALIGNED[name]
     for sizes in SIZES:
         x, counts = rows_of(sizes, 24, torch.int32), torch.tensor(sizes)
         got, aligned = ops.pad_sections(x, counts, name)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import GroupedQuantized, Quantized, recipe
+from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import bits
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import (
@@ -40,7 +40,7 @@ SIZES = [
 
 def sections(name: str, sizes: list[int], columnwise: bool) -> tuple[list[int], int]:
     """The sizes as the recipe can rotate them, and a number of columns that it can."""
-    r = recipe(name)
+    r = find_recipe(name)
     if r.transform is None:
         return sizes, 77
     return ([fitting(size, r) for size in sizes], 45) if columnwise else (sizes, fitting(80, r))
@@ -48,7 +48,7 @@ def sections(name: str, sizes: list[int], columnwise: bool) -> tuple[list[int], 
 
 def expected(x: torch.Tensor, sizes: torch.Tensor, name: str | Recipe, **options: Any) -> list[Quantized]:
     """The reference's sections; a columnwise tile that 4over6 chooses is the transpose of the rowwise one."""
-    r = recipe(name)
+    r = find_recipe(name)
     if not (options["columnwise"] and r.block[0] > 1 and r.candidates != "6"):
         return reference.quantize_grouped(x, sizes, r, **options).sections()
     found = []
@@ -61,9 +61,9 @@ def expected(x: torch.Tensor, sizes: torch.Tensor, name: str | Recipe, **options
 def assert_as_reference(x: torch.Tensor, sizes: list[int], name: str | Recipe, **options: Any) -> GroupedQuantized:
     """Every section, bit for bit; what the kernels gave is returned."""
     arguments = (x, torch.tensor(sizes), name)
-    options = {"random": seeded(recipe(name), offset=4), **options}
+    options = {"random": seeded(find_recipe(name), offset=4), **options}
     got = ops.quantize_grouped(*arguments, **options)
-    assert (got.shape, got.recipe) == (tuple(x.flatten(0, -2).shape), recipe(name))
+    assert (got.shape, got.recipe) == (tuple(x.flatten(0, -2).shape), find_recipe(name))
     assert got.columnwise == options["columnwise"]
     for one, other in zip(got.sections(), expected(*arguments, **options), strict=True):
         assert_same(one, other)
@@ -74,7 +74,7 @@ def assert_as_reference(x: torch.Tensor, sizes: list[int], name: str | Recipe, *
 @EVERY_RECIPE
 @EITHER
 def test_every_section_has_the_references_bytes(name: str, columnwise: bool) -> None:
-    group = getattr(recipe(name).transform, "group", 1)
+    group = getattr(find_recipe(name).transform, "group", 1)
     for number, wanted in enumerate(SIZES if group <= 16 else SIZES[:6]):
         sizes, columns = sections(name, wanted, columnwise)
         x = matrix("outliers", max(1, sum(sizes)), columns, torch.bfloat16, seed=number)[: sum(sizes)]
@@ -109,7 +109,7 @@ def test_a_section_is_what_it_is_alone(name: str, columnwise: bool) -> None:
     x = matrix("outliers", sum(sizes), columns, torch.bfloat16)
     got = assert_as_reference(x, sizes, name, columnwise=columnwise).sections()
     for part, rows in zip(got, x.split(sizes), strict=True):
-        random = seeded(recipe(name), offset=4)
+        random = seeded(find_recipe(name), offset=4)
         if columnwise:
             # Of both halves the columnwise one draws with the next offset.
             both = None if random is None else (random[0], random[1] - 1)
@@ -146,7 +146,7 @@ def test_given_amaxes_replace_the_sections_own(name: str, columnwise: bool) -> N
 @EITHER
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_a_nan_stays_in_its_section(columnwise: bool, nan: str) -> None:
-    rule = replace(recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
+    rule = replace(find_recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
     x = matrix("normal", 60, 20, torch.float32)
     x[25, 3] = torch.nan
     got = assert_as_reference(x, [20, 20, 20], rule, columnwise=columnwise)
@@ -162,7 +162,7 @@ def test_views_are_quantized_like_their_copies(name: str, columnwise: bool) -> N
     plain = matrix("outliers", 192, 192, torch.bfloat16)
     sizes = torch.tensor([16, 0, 48, 32])
     for view in (plain[:96].T[:96], plain[::2, ::2], plain[96:, 96:], plain.view(2, 96, 192)[:, ::2, 64:144]):
-        options: dict[str, Any] = {"columnwise": columnwise, "random": seeded(recipe(name))}
+        options: dict[str, Any] = {"columnwise": columnwise, "random": seeded(find_recipe(name))}
         got = ops.quantize_grouped(view, sizes, name, **options)
         assert_sections_same(got, ops.quantize_grouped(view.contiguous(), sizes, name, **options))
 
@@ -179,7 +179,7 @@ def test_nothing_outside_the_matrix_is_read_and_nothing_outside_the_outputs_is_w
     x = embedded(matrix("outliers", 100, columns, torch.float32))
     sizes = embedded(torch.tensor([17, 0, 66, 1, 16]))
     before = x.clone()
-    random = seeded(recipe(name))
+    random = seeded(find_recipe(name))
     given = embedded(torch.tensor([3.0, 1.0, 2.0, 5.0, 0.1]))
     for amax in (None,) if name in MX_NAMES else (None, given):
         with guarded_outputs(monkeypatch):

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import recipe
 from narrowgauge.native.quantize import amax, dequantize, fp8, mx, nvfp4
 from narrowgauge.native.runtime.arguments import ANY_THREADS
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.reference import ops as reference
+from narrowgauge.spec.recipes import find_recipe
 from tests.native.fp8 import NAMES as FP8_NAMES
 from tests.native.fp8 import given_scale
 from tests.native.guards import embedded, guarded_outputs
@@ -49,7 +49,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("name", MX)
 def test_whole_tiles_have_the_references_mx(name: str, swizzled: bool, used: list[str]) -> None:
     for number, family in enumerate(FAMILIES):
-        r = replace(recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
+        r = replace(find_recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
         for rowwise, columnwise in SIDES:
             x = matrix(family, 96, 256, BF16)
             options = {"rowwise": rowwise, "columnwise": columnwise, "swizzled": swizzled}
@@ -84,7 +84,7 @@ def test_rows_of_e2m1_go_in_tiles_too(used: list[str]) -> None:
 @pytest.mark.parametrize("name", FP8_NAMES)
 def test_whole_tiles_have_the_references_fp8(name: str, used: list[str]) -> None:
     for number, family in enumerate(FAMILIES):
-        r = replace(recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
+        r = replace(find_recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
         x = matrix(family, 256, 384, BF16)
         for rowwise, columnwise in SIDES:
             options = {"rowwise": rowwise, "columnwise": columnwise, **given_scale(r)}
@@ -184,7 +184,7 @@ def test_the_kernels_of_any_matrix_have_the_same_bytes_in_the_shape_of_a_gpu(mon
 def test_nothing_outside_of_whole_tiles_is_read_or_written(
     name: str, used: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, r = matrix("outliers", 256, 128, BF16), replace(recipe(name), nan="propagate")
+    plain, r = matrix("outliers", 256, 128, BF16), replace(find_recipe(name), nan="propagate")
     x = embedded(plain)
     with guarded_outputs(monkeypatch):
         got = ops.quantize_both(x, r)
@@ -202,7 +202,7 @@ def test_whole_lines_have_the_references_values(name: str, dtype: torch.dtype, u
     for family in FAMILIES:
         q = reference.quantize(matrix(family, 67, 384, BF16), name)
         assert_equal(ops.dequantize(q, dtype), reference.dequantize(q, dtype))
-    kind = "rows" if recipe(name).granularity == "row" else "lines"
+    kind = "rows" if find_recipe(name).granularity == "row" else "lines"
     assert set(used) == {f"dequantize_{kind}_{suffix(dtype)}"}
 
 

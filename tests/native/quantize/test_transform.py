@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import recipe
 from narrowgauge.native.quantize import hadamard
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.recipes import RHT_GROUPS, Hadamard, Recipe
+from narrowgauge.spec.recipes import RHT_GROUPS, Hadamard, Recipe, find_recipe
 from tests.golden import bits
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import assert_equal, matrix
@@ -23,7 +22,7 @@ SIGNS = pytest.mark.parametrize("signs", [0xD7E8, 0, 0xFFFF, 0x8001])
 
 
 def rotating(group: int, signs: int = 0xD7E8) -> Recipe:
-    return replace(recipe("nvfp4-rht"), transform=Hadamard(group, signs))
+    return replace(find_recipe("nvfp4-rht"), transform=Hadamard(group, signs))
 
 
 def spread(rows: int, columns: int) -> torch.Tensor:

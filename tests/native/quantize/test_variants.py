@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import Quantized, recipe
+from narrowgauge.native.ops import Quantized
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import linear_scales
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import bits, golden, load, quantize_input
 from tests.native.samples import (
     FAMILIES,
@@ -36,7 +36,7 @@ from tests.native.samples import (
 from tests.thinned import thinned
 
 EVERY_RECIPE = pytest.mark.parametrize("name", NAMES)
-STOCHASTIC = tuple(name for name in NAMES if recipe(name).rounding == "stochastic")
+STOCHASTIC = tuple(name for name in NAMES if find_recipe(name).rounding == "stochastic")
 TAILS = [(1, 1), (1, 64), (2, 31), (15, 17), (16, 16), (17, 15), (31, 2), (33, 33), (63, 65), (65, 63), (129, 47)]
 
 
@@ -88,21 +88,21 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_quantized_as_the_reference_does(name: str, family: str) -> None:
     """In several tiles, with tails in M and K."""
-    r = recipe(name)
+    r = find_recipe(name)
     assert_as_reference(sample(r, family, 70, 77, dtype_in_turn(name, family)), r, **random_of(r))
 
 
 @pytest.mark.long
 @EVERY_RECIPE
 def test_any_shape_is_quantized_as_the_reference_does(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for rows, columns in TAILS:
         assert_as_reference(sample(r, "outliers", rows, columns, torch.bfloat16), r, **random_of(r))
 
 
 @EVERY_RECIPE
 def test_swizzled_scales_are_the_linear_ones_in_tiles_with_zeros_for_padding(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for rows, columns in ((129, 260), (64, 65), (1, 1)):
         x = sample(r, "outliers", rows, columns, torch.bfloat16)
         linear = [reference.quantize(x, r, **random_of(r)), *reference.quantize_both(x, r, **random_of(r))]
@@ -118,7 +118,7 @@ def test_swizzled_scales_are_the_linear_ones_in_tiles_with_zeros_for_padding(nam
 @EVERY_RECIPE
 @pytest.mark.parametrize(("rows", "columns"), [(0, 0), (0, 128), (128, 0)])
 def test_an_empty_matrix_gives_empty_codes_and_scales(name: str, rows: int, columns: int) -> None:
-    x, random = torch.empty(rows, columns, dtype=torch.bfloat16), seeded(recipe(name))
+    x, random = torch.empty(rows, columns, dtype=torch.bfloat16), seeded(find_recipe(name))
     for swizzled in (False, True):
         q = ops.quantize(x, name, random=random, swizzled=swizzled)
         assert q.codes.numel() == q.scales.numel() == 0
@@ -131,7 +131,7 @@ def test_an_empty_matrix_gives_empty_codes_and_scales(name: str, rows: int, colu
 
 @EVERY_RECIPE
 def test_one_half_alone_is_the_half_of_both(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     x = sample(r, "outliers", 70, 77, torch.bfloat16)
     row, column = ops.quantize_both(x, r, **random_of(r))
     assert_both_same(ops.quantize_both(x, r, columnwise=False, **random_of(r)), (row, None))
@@ -141,7 +141,7 @@ def test_one_half_alone_is_the_half_of_both(name: str) -> None:
 @pytest.mark.parametrize("name", ROTATED)
 def test_the_rowwise_half_of_a_rotated_recipe_takes_any_dtype_and_shape(name: str) -> None:
     for x in (matrix("normal", 33, 77, torch.float32), matrix("normal", 7, 3, torch.float16)):
-        random = seeded(recipe(name))
+        random = seeded(find_recipe(name))
         got = ops.quantize_both(x, name, columnwise=False, random=random)
         assert_both_same(got, reference.quantize_both(x, name, columnwise=False, random=random))
 
@@ -149,7 +149,7 @@ def test_the_rowwise_half_of_a_rotated_recipe_takes_any_dtype_and_shape(name: st
 @EVERY_RECIPE
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_a_nan_is_left_out_or_spreads_as_in_the_reference(name: str, nan: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     x = sample(r, "normal", 33, 45, torch.bfloat16)
     x[1, 4] = torch.nan
     assert_as_reference(x, replace(r, nan=nan), **random_of(r))  # type: ignore[arg-type]
@@ -173,7 +173,10 @@ def test_a_tile_is_chosen_by_its_rows_whichever_half_is_made(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "-2d-4over6" in name])
 def test_both_choices_are_seen(name: str) -> None:
-    chosen, six = ops.quantize(nearly_tied(), name), ops.quantize(nearly_tied(), replace(recipe(name), candidates="6"))
+    chosen, six = (
+        ops.quantize(nearly_tied(), name),
+        ops.quantize(nearly_tied(), replace(find_recipe(name), candidates="6")),
+    )
     assert 0.001 < (chosen.scales != six.scales).float().mean() < 0.999
 
 
@@ -191,7 +194,7 @@ AMAXES = [0.0, -0.0, 1e-45, 1e-40, 7.8e-36, 0.1, 65.0, 2688.0, 3.4028235e38, mat
 @pytest.mark.parametrize("name", thinned(TWO_LEVELS, 3))
 def test_a_given_amax_replaces_the_tensors_own(name: str) -> None:
     """One, or one for each row; another one for either half."""
-    r = recipe(name)
+    r = find_recipe(name)
     x = sample(r, "any bits", 20, 45, torch.bfloat16)
     for number, value in enumerate(AMAXES):
         if r.granularity == "row":
@@ -209,7 +212,7 @@ def test_a_given_amax_replaces_the_tensors_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_elements_are_rounded_by_the_words_that_are_given(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for rows, columns in TAILS:
         x = sample(r, "outliers", rows, columns, torch.bfloat16)
         assert_as_reference(x, r, random=(words_for(*x.shape), words_for(*x.T.shape, seed=1)))
@@ -218,7 +221,7 @@ def test_elements_are_rounded_by_the_words_that_are_given(name: str) -> None:
 @pytest.mark.parametrize("name", thinned(STOCHASTIC, 3))
 def test_seed_and_offset_of_64_bits_give_the_references_words(name: str) -> None:
     """The columnwise half's offset is one more, and 2^64 is 0."""
-    r = recipe(name)
+    r = find_recipe(name)
     x = sample(r, "normal", 33, 40, torch.bfloat16)
     for seed in (0, 1, -1, 1 << 32, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1):
         for offset in (0, -1, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, (1 << 64) - 1):
@@ -241,7 +244,7 @@ def test_other_seeds_and_offsets_round_otherwise_and_scales_stay() -> None:
 
 @EVERY_RECIPE
 def test_every_recipe_is_dequantized_as_the_reference_does(name: str) -> None:
-    r = recipe(name)
+    r = find_recipe(name)
     for dtype in dtypes(r):
         x = sample(r, "outliers", 131, 77, dtype)
         q, both = reference.quantize(x, r, **random_of(r)), reference.quantize_both(x, r, **random_of(r))

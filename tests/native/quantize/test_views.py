@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.ops import recipe
 from narrowgauge.reference import ops as reference
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import NAMES, assert_both_same, assert_same, matrix, seeded, words_for
@@ -37,7 +37,7 @@ VIEWS: dict[str, View] = {
 @pytest.mark.parametrize("name", thinned(NAMES, 3))
 def test_views_are_quantized_like_their_copies(name: str) -> None:
     """The copies are compared with the reference elsewhere."""
-    plain, r = matrix("outliers", 256, 512, torch.bfloat16), recipe(name)
+    plain, r = matrix("outliers", 256, 512, torch.bfloat16), find_recipe(name)
     for what, view in VIEWS.items():
         x = view(plain)
         copy = x.flatten(0, -2).contiguous()
@@ -84,7 +84,7 @@ def test_nothing_but_the_elements_is_read_and_nothing_outside_the_outputs_is_wri
     name: str, rows: int, columns: int, swizzled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN would propagate: a single one that is read shows."""
-    r = replace(recipe(name), nan="propagate")
+    r = replace(find_recipe(name), nan="propagate")
     plain = matrix("outliers", rows, columns, torch.float32)
     options: dict[str, Any] = {"swizzled": swizzled, "random": seeded(r)}
     expected = reference.quantize_both(plain, r, **options)

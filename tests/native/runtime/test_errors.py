@@ -86,13 +86,13 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
      ValueError, "transform is Hadamard(group=16, signs=55272) and Hadamard(group=32, signs=55272)"),
     # operands stored transposed
     ("packed elements stored transposed", lambda: ops.dequantize(Quantized(torch.zeros(32, 2, dtype=torch.uint8),
-     torch.zeros(1, 3, dtype=torch.uint8), None, ops.recipe("mxfp4"), (3, 32), transposed=True)), ValueError,
+     torch.zeros(1, 3, dtype=torch.uint8), None, ops.find_recipe("mxfp4"), (3, 32), transposed=True)), ValueError,
      "q of recipe mxfp4 is stored transposed, two rows in a byte; the kernels read E2M1 along K"),
     ("codes of a transpose", lambda: ops.dequantize(replace(quantize(recipe="mxfp8-e4m3"), transposed=True)),
      ValueError, "q.codes has shape (32, 3), not (3, 32)"),
     # amaxes and swizzled scales of operands
-    ("an operand of one amax for all rows", lambda: ops.dequantize(q(recipe=ops.recipe("nvfp4-rowscaled"))), ValueError,
-     "q.amax has shape (3,), not (1,)"),
+    ("an operand of one amax for all rows", lambda: ops.dequantize(q(recipe=ops.find_recipe("nvfp4-rowscaled"))),
+     ValueError, "q.amax has shape (3,), not (1,)"),
     ("linear scales said to be swizzled", lambda: ops.dequantize(q(swizzled=True)), ValueError,
      "q.scales has shape (128, 4), not (3, 2)"),
     # sections
@@ -145,7 +145,7 @@ ONE_OF_EACH = (
 EVERY_CHOICE = [
     (name, field)
     for name in ONE_OF_EACH
-    for field, known in arguments.choices(ops.recipe(name)).items()
+    for field, known in arguments.choices(ops.find_recipe(name)).items()
     if known is not None and field != "scale"
 ]
 
@@ -153,14 +153,14 @@ EVERY_CHOICE = [
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_the_kernels_name_what_they_can_of_every_field_of_a_recipe(name: str) -> None:
     """A field that somebody adds is a choice that the kernels have not heard of."""
-    assert {field.name for field in fields(Recipe)} == set(arguments.choices(ops.recipe(name)))
+    assert {field.name for field in fields(Recipe)} == set(arguments.choices(ops.find_recipe(name)))
 
 
 @pytest.mark.parametrize(("name", "field"), [*EVERY_CHOICE, ("nvfp4", "scale"), ("mxfp4", "scale")])
 def test_a_choice_that_the_kernels_do_not_know_is_refused_by_its_field(name: str, field: str) -> None:
-    r, valid = replace(ops.recipe(name)), ops.quantize(X, name)
+    r, valid = replace(ops.find_recipe(name)), ops.quantize(X, name)
     object.__setattr__(r, field, "something else")
-    table = arguments.FAMILIES if field == "scale" else arguments.choices(ops.recipe(name))[field]
+    table = arguments.FAMILIES if field == "scale" else arguments.choices(ops.find_recipe(name))[field]
     known = ", ".join(getattr(choice, "name", str(choice)) for choice in table or ())
     message = f"the native kernels do not have recipe {r}: its {field} is something else, and theirs {known}"
     other = replace(valid, recipe=r)
@@ -192,20 +192,20 @@ def test_a_choice_that_belongs_to_another_element_or_family_is_refused(
     name: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=re.escape(message)):
-        ops.quantize(X.bfloat16(), replace(ops.recipe(name), **changes))
+        ops.quantize(X.bfloat16(), replace(ops.find_recipe(name), **changes))
 
 
 def test_every_recipe_of_another_library_is_refused_by_a_field_in_which_it_differs() -> None:
     """Those of MX and FP8 are all there."""
-    others = [name for name in recipe_names() if ops.recipe(name).scale is E4M3 and name not in NAMES]
+    others = [name for name in recipe_names() if ops.find_recipe(name).scale is E4M3 and name not in NAMES]
     assert others, "other dialects are recipes by now"
     for name in others:
-        r = ops.recipe(name)
+        r = ops.find_recipe(name)
         with pytest.raises(
             NotImplementedError, match=rf"^the native kernels do not have recipe {name}: its \w+ is "
         ) as e:
             ops.quantize(X, r)
         field = str(e.value).split(": its ")[1].split(" ")[0]
-        assert getattr(r, field) != getattr(ops.recipe("nvfp4"), field)
+        assert getattr(r, field) != getattr(ops.find_recipe("nvfp4"), field)
     for name in set(recipe_names()) - set(others):
-        assert arguments.supported(name) == ops.recipe(name)
+        assert arguments.supported(name) == ops.find_recipe(name)

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.ops import gemm, quantize
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits
 from tests.reference import orders, scalar
 from tests.reference.samples import FAMILIES, operands, quantized, values
@@ -172,7 +173,7 @@ def test_a_row_with_its_own_amax_has_the_bounds_of_a_product_of_that_row_alone(
     """So do columns: each output has the bounds of a 1×1 product of plain operands, shown to be sound above."""
     problem = Problem(family, 3, 4, 3, 96, (1.0, 1.0))
     rows, columns = torch.tensor([3.3, 1e-17, 2688.0, math.inf]), torch.tensor([41.7, 3e-18, 0.0])
-    row_scaled = recipe("nvfp4-rowscaled")
+    row_scaled = find_recipe("nvfp4-rowscaled")
     added = problem.addends(epilogue)
     c, bias = added.get("c"), added.get("bias")
     plain = ((problem.a, torch.ones(1)), (problem.b, torch.ones(1)))
@@ -188,7 +189,7 @@ def test_a_row_with_its_own_amax_has_the_bounds_of_a_product_of_that_row_alone(
             one, other = (
                 Quantized(
                     q.codes[n : n + 1], q.scales[n : n + 1], amax[n : n + 1] if len(amax) > 1 else amax,
-                    recipe("nvfp4"), (1, 96),
+                    find_recipe("nvfp4"), (1, 96),
                 )
                 for (q, amax), n in ((left, i), (right, j))
             )  # fmt: skip
@@ -219,7 +220,7 @@ def test_no_order_of_summation_leaves_the_bounds_of_other_recipes(
     for q, name in zip((problem.a, problem.b), names, strict=True):
         rows = q.shape[0] if name == "nvfp4-rowscaled" else 1
         amax = problem.rng.uniform(0.01, 300, rows).astype(np.float32)
-        rule = dataclasses.replace(recipe(name), alpha=expression)  # type: ignore[arg-type]
+        rule = dataclasses.replace(find_recipe(name), alpha=expression)  # type: ignore[arg-type]
         pair.append(dataclasses.replace(q, amax=torch.from_numpy(amax), recipe=rule))
         amaxes.append(np.broadcast_to(amax, q.shape[:1]))
     limits = bounds(*pair, out_dtype=torch.float32)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.gemm import alpha, gemm
 from narrowgauge.reference.ops import quantize
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from tests.reference import kernels, narrow, orders, scalar
 from tests.reference.bounds.test_bounds import accepted, neighbour, ordinal
 from tests.reference.gemm.test_gemm_formats import BLOCK_PAIRS, pair, sums
@@ -70,7 +71,7 @@ def test_the_declared_order_of_nvfp4_does_not_leave_its_bounds() -> None:
         codes = [torch.from_numpy(rng.integers(0, 256, (rows, 80)).astype(np.uint8)) for rows in (4, 5)]
         scales = [torch.from_numpy(rng.integers(0, 0x7F, (rows, 10)).astype(np.uint8)) for rows in (4, 5)]
         a, b = (
-            Quantized(x, s, torch.tensor([2688.0]), recipe("nvfp4"), (len(x), 160))
+            Quantized(x, s, torch.tensor([2688.0]), find_recipe("nvfp4"), (len(x), 160))
             for x, s in zip(codes, scales, strict=True)
         )
         assert alpha(a, b) == 1
@@ -117,7 +118,7 @@ def test_terms_below_the_smallest_float32_may_each_round() -> None:
     codes = torch.zeros(2, 32 * 40, dtype=torch.uint8)
     codes[0, ::32], codes[1, ::32] = 0x3C, 0x38
     scales = torch.full((1, 40), 127 - 75, dtype=torch.uint8)
-    a, b = (Quantized(codes[row : row + 1], scales, None, recipe("mxfp8-e4m3"), (1, 1280)) for row in (0, 1))
+    a, b = (Quantized(codes[row : row + 1], scales, None, find_recipe("mxfp8-e4m3"), (1, 1280)) for row in (0, 1))
     assert gemm(a, b, out_dtype=torch.float32).item() == 30 * 2.0**-149
     assert kernels.declared(a, b).item() == 40 * 2.0**-149
     for order in ORDERS:
@@ -302,7 +303,7 @@ def test_another_order_than_the_declared_one_is_seen() -> None:
     codes[:, ::32] = 0x38
     codes[0, 32], codes[0, 64] = 0xB8, 0x39
     scales = torch.tensor([[147, 147, 127]], dtype=torch.uint8)
-    a, b = (Quantized(codes[row : row + 1], scales, None, recipe("mxfp8-e4m3"), (1, 96)) for row in (0, 1))
+    a, b = (Quantized(codes[row : row + 1], scales, None, find_recipe("mxfp8-e4m3"), (1, 96)) for row in (0, 1))
     free, declared = (bounds(a, b, out_dtype=torch.float32, order=order) for order in ORDERS)
     terms = kernels.scaled_terms(a, b)
     forward, backward = (torch.from_numpy(kernels.in_turn(some)) for some in (terms, terms[:, :, ::-1]))
@@ -336,8 +337,8 @@ def huge(signs: list[int]) -> tuple[Quantized, Quantized]:
     ones = torch.full_like(codes, 0x7E)
     scales = torch.full((1, len(signs)), 127, dtype=torch.uint8)
     shape = (1, codes.shape[1])
-    left = Quantized(codes, scales + 109, None, recipe("mxfp8-e4m3"), shape)
-    return left, Quantized(ones, scales, None, recipe("mxfp8-e4m3"), shape)
+    left = Quantized(codes, scales + 109, None, find_recipe("mxfp8-e4m3"), shape)
+    return left, Quantized(ones, scales, None, find_recipe("mxfp8-e4m3"), shape)
 
 
 def test_a_sum_that_overflows_in_some_order_is_undetermined() -> None:

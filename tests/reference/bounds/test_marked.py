@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.bounds import marked, schedules
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.bounds.certificate import marks, reach
 from narrowgauge.reference.bounds.marked import marked_sum
 from narrowgauge.reference.bounds.running import CHUNK, Running, empty, running_sum
 from narrowgauge.reference.numbers.blocks import tiles
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import UNIT
 from tests.reference.gemm.test_gemm_formats import BLOCK_PAIRS, pair
 from tests.reference.narrow import codes
@@ -31,7 +32,7 @@ SHAPES = [(1, 1, 1), (5, 7, 31), (40, 33, 75), (64, 50, 320)]
 def numbers(name: str, seed: int, rows: int, columns: int, family: str = "data") -> torch.Tensor:
     """float64 (rows, columns) of a recipe's elements."""
     chosen = codes(name, np.random.default_rng(seed), rows, columns, family)
-    return torch.from_numpy(np.array(recipe(name).element.values)[chosen])
+    return torch.from_numpy(np.array(find_recipe(name).element.values)[chosen])
 
 
 def operands(

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.gemm import alpha
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 from tests.reference import adders, kernels, narrow
 from tests.reference.adders import Adder
@@ -208,8 +209,8 @@ def test_what_another_order_gives_is_rejected(order: str) -> None:
         for code, places in zip((0x78, 0xF8, 0x05), columns, strict=True):
             row[places] = code
     plain = torch.full((len(LAYOUTS), 4), 127, dtype=torch.uint8)
-    a = Quantized(codes, plain, None, recipe("mxfp8-e5m2"), tuple(codes.shape))
-    b = Quantized(torch.full((1, 128), 0x38, dtype=torch.uint8), plain[:1], None, recipe("mxfp8-e4m3"), (1, 128))
+    a = Quantized(codes, plain, None, find_recipe("mxfp8-e5m2"), tuple(codes.shape))
+    b = Quantized(torch.full((1, 128), 0x38, dtype=torch.uint8), plain[:1], None, find_recipe("mxfp8-e4m3"), (1, 128))
     limits = bounds(a, b, out_dtype=torch.float32, order=order)
     free = bounds(a, b, out_dtype=torch.float32)
     for other in ORDERS[:4]:
@@ -228,7 +229,7 @@ def powers(exponents: list[int], code: int = 0x38) -> tuple[Quantized, Quantized
     scales = torch.tensor([[127 + e for e in exponents]], dtype=torch.uint8)
     ones, plain = torch.full_like(codes, 0x38), torch.full_like(scales, 127)
     shape = (1, codes.shape[1])
-    return tuple(Quantized(x, s, None, recipe("mxfp8-e4m3"), shape) for x, s in ((codes, scales), (ones, plain)))  # type: ignore[return-value]
+    return tuple(Quantized(x, s, None, find_recipe("mxfp8-e4m3"), shape) for x, s in ((codes, scales), (ones, plain)))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("order", [None, "sequential", "blocks"])
@@ -284,7 +285,7 @@ def test_a_truncating_unit_is_as_exact_where_nothing_rounds() -> None:
 
 def test_a_truncating_unit_has_no_bound_for_very_long_sums() -> None:
     codes = torch.zeros(1, 1 << 23, dtype=torch.uint8)
-    a = Quantized(codes, torch.ones(1), None, recipe("fp8-current-e4m3"), (1, 1 << 23))
+    a = Quantized(codes, torch.ones(1), None, find_recipe("fp8-current-e4m3"), (1, 1 << 23))
     with pytest.raises(ValueError, match="an accumulator that truncates has a bound for K up to 4194304, not 8388608"):
         bounds(a, a, out_dtype=torch.float32, order=Summation(truncates=True))
 

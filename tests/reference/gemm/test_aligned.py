@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm import aligned
 from narrowgauge.reference.gemm.aligned import Factors, of_operand
 from narrowgauge.reference.gemm.gemm import alpha, code_sum
 from narrowgauge.reference.numbers import blocks
 from narrowgauge.spec.formats import Format
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import summation
 from tests.golden import bits
 from tests.reference import kernels, narrow, scalar
@@ -163,7 +164,7 @@ def test_decoded_factors_are_normal_numbers(names: tuple[str, str]) -> None:
 
 def products(left: list[float], right: list[float]) -> tuple[Quantized, Quantized]:
     """One output of the products of E4M3 numbers, one a column, under scales of 1."""
-    rule = recipe("fp8-current-e4m3")
+    rule = find_recipe("fp8-current-e4m3")
     code = {rule.element.value(code): code for code in range(rule.element.max_code + 1)}
     codes = (torch.tensor([[code[number] for number in row]], dtype=torch.uint8) for row in (left, right))
     a, b = (Quantized(row, torch.ones(1), None, rule, tuple(row.shape)) for row in codes)

@@ -15,14 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.gemm import alpha, operand
 from narrowgauge.reference.numbers import exact as module
 from narrowgauge.reference.numbers.exact import exact_sum, lowest_bit, round_to_odd, two_sum
 from narrowgauge.reference.ops import dequantize, gemm, quantize, quantize_both
 from narrowgauge.spec.formats import E2M3
-from narrowgauge.spec.recipes import Hadamard
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Hadamard, find_recipe
 from tests.golden import bits, floats, golden, load
 from tests.reference import samples, scalar
 from tests.reference.samples import FAMILIES, operands, quantized, values
@@ -72,7 +72,7 @@ def golden_operands(arrays: dict[str, np.ndarray]) -> tuple[Quantized, Quantized
     pair = []
     for side in ("x", "w"):
         codes, scales, amax = (torch.from_numpy(arrays[f"{side}.{part}"]) for part in ("codes", "scales", "amax"))
-        pair.append(Quantized(codes, scales, amax, recipe("nvfp4"), tuple(arrays[side].shape)))
+        pair.append(Quantized(codes, scales, amax, find_recipe("nvfp4"), tuple(arrays[side].shape)))
     return pair[0], pair[1]
 
 
@@ -335,7 +335,7 @@ KINDS = {"nvfp4": 448, "nvfp4-rowscaled": 448, "nvfp4-4over6-256-mae": 256, "nvf
 
 def of_kind(kind: str, expression: str, seed: int, rows: int) -> Quantized:
     """A random operand (rows, 48) of a recipe with α's expression, its rows of different sizes."""
-    rule = dataclasses.replace(recipe(kind), alpha=expression)  # type: ignore[arg-type]
+    rule = dataclasses.replace(find_recipe(kind), alpha=expression)  # type: ignore[arg-type]
     x = samples.matrix("normal", seed, rows, 48) * torch.linspace(0.3, 40, rows).unsqueeze(1)
     return quantize(x, rule)
 
@@ -394,7 +394,7 @@ def test_the_product_of_rotated_operands_is_that_of_the_unrotated_ones_to_within
     dy, x = tokens(1, 5), tokens(2, 6)
     pair = [quantize_both(some, name, rowwise=False)[1] for some in (dy, x)]
     kept, whole = [], []
-    rotation = recipe(name).transform
+    rotation = find_recipe(name).transform
     assert rotation is not None
     r = np.array(scalar.rotation(rotation.group, signs=rotation.signs != 0), object)
     for q, some in zip(pair, (dy, x), strict=True):
@@ -608,7 +608,7 @@ def test_operands_of_different_rotations_are_refused(one: str, other: str) -> No
 def test_operands_of_recipes_that_quantize_differently_are_multiplied(other: str) -> None:
     """Only what a product depends on has to be the same. Of exact inputs the product is exact."""
     a = quantize(torch.full((2, 32), 6.0), "nvfp4", amax=torch.tensor([2688.0]))
-    rule = recipe(other)
+    rule = find_recipe(other)
     amax = torch.full((3 if rule.granularity == "row" else 1,), 2688.0)
     b = quantize(torch.full((3, 32), 6.0), rule, amax=amax, random=(1, 2) if rule.rounding == "stochastic" else None)
     assert torch.equal(gemm(a, b, out_dtype=torch.float32), torch.full((2, 3), 36.0 * 32))

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.gemm import alpha, code_sum, gemm, gemm_grouped, operand
 from narrowgauge.reference.gemm.operands import code_ends
@@ -21,7 +20,8 @@ from narrowgauge.reference.numbers.exact import Expansion, exact_sum, lowest_bit
 from narrowgauge.reference.ops import gemm_quantized, quantize
 from narrowgauge.reference.quantize.layout import swizzle
 from narrowgauge.spec.formats import E8M0, FORMATS, Format
-from narrowgauge.spec.quantized import GroupedQuantized
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits
 from tests.reference import narrow, scalar
 from tests.reference.narrow import BLOCK_PAIRS, pair
@@ -49,7 +49,7 @@ def sums(a: Quantized, b: Quantized) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", narrow.MX)
 def test_an_operand_is_code_times_scale_for_every_code_under_every_exponent(kind: str) -> None:
-    rule = recipe(kind)
+    rule = find_recipe(kind)
     every = np.resize(np.arange(rule.element.codes, dtype=np.uint8), (256, 256))
     exponents = torch.arange(256).to(torch.uint8).unsqueeze(1).expand(256, 8).contiguous()
     codes = torch.from_numpy(every)
@@ -101,8 +101,8 @@ def test_few_rows_that_float64_cannot_hold_are_summed_by_themselves(special: int
     if special is not None:
         a_codes[3, 2], b_codes[:2, 2] = special, 0
     scales = torch.full((5, k // 32), 127, dtype=torch.uint8)
-    a = Quantized(torch.from_numpy(a_codes), scales, None, recipe("mxfp8-e5m2"), (5, k))
-    b = Quantized(torch.from_numpy(b_codes), scales[:3], None, recipe("mxfp8-e4m3"), (3, k))
+    a = Quantized(torch.from_numpy(a_codes), scales, None, find_recipe("mxfp8-e5m2"), (5, k))
+    b = Quantized(torch.from_numpy(b_codes), scales[:3], None, find_recipe("mxfp8-e4m3"), (3, k))
     total, plain = code_sum(a, b), operand(a) @ operand(b).T
     others = [0, 1, 2, 4]
     assert torch.equal(total.high[others], plain[others])
@@ -136,7 +136,7 @@ def test_a_tie_is_broken_by_what_is_far_below_it(gap: int, sign: int) -> None:
         codes[1, 64] |= 0x80
     scale_codes = torch.tensor([exponents], dtype=torch.uint8)
     a, b = (
-        Quantized(torch.from_numpy(codes[row : row + 1]), scale_codes, None, recipe("mxfp8-e4m3"), (1, 96))
+        Quantized(torch.from_numpy(codes[row : row + 1]), scale_codes, None, find_recipe("mxfp8-e4m3"), (1, 96))
         for row in (0, 1)
     )
     expected = Fraction(1) + Fraction(1, 2**24) + sign * Fraction(1, 2 ** (2 * (gap // 2)))
@@ -268,7 +268,7 @@ def test_every_section_is_multiplied_by_its_own_matrix(kind: str) -> None:
     other = "fp8-block-1x128-e4m3-pow2" if kind.startswith("fp8-block") else kind
     matrices = [narrow.narrow(other, rng, n, k) for _ in heights]
     whole = GroupedQuantized(
-        torch.cat([q.codes for q in sections]), torch.cat([q.scales for q in sections]), None, recipe(kind),
+        torch.cat([q.codes for q in sections]), torch.cat([q.scales for q in sections]), None, find_recipe(kind),
         (sum(heights), k), torch.tensor(heights),
     )  # fmt: skip
     c, bias = torch.randn(138, n), torch.randn(4, n)
@@ -288,7 +288,7 @@ def test_the_quantized_output_is_the_output_quantized(rule: str) -> None:
     scale = torch.tensor([0.25]) if "delayed" in rule else None
     q = gemm_quantized(a, b, rule, out_dtype=torch.bfloat16, c=c, bias=bias, scale=scale)
     expected = quantize(gemm(a, b, out_dtype=torch.bfloat16, c=c, bias=bias), rule, scale=scale)
-    assert q.recipe == recipe(rule)
+    assert q.recipe == find_recipe(rule)
     assert q.shape == (5, 64)
     assert torch.equal(q.codes, expected.codes)
     assert torch.equal(q.scales, expected.scales)
@@ -328,7 +328,7 @@ def test_operands_that_do_not_fit_are_refused(names: tuple[str, str], reason: st
 
 
 def test_every_format_has_a_pair_here() -> None:
-    used = {recipe(kind).element.name for kind in narrow.MX}
+    used = {find_recipe(kind).element.name for kind in narrow.MX}
     assert used == {fmt for fmt in FORMATS if fmt != "E8M0"}
 
 

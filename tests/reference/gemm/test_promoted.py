@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.gemm import promoted
 from narrowgauge.reference.gemm.gemm import gemm
 from narrowgauge.reference.gemm.promoted import Blocks, promoted_sum
 from narrowgauge.reference.numbers import exact
 from narrowgauge.reference.numbers.exact import add_product, addcmul_rounds_once, fma
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits
 from tests.reference import narrow, scalar
 from tests.reference.narrow import BLOCK_PAIRS, pair
@@ -69,7 +70,7 @@ def test_scales_are_folded_into_operands_where_no_product_with_one_can_round(
     codes = np.full((4, 256), 0x7E, np.uint8)
     codes[1], codes[2] = 0x01, np.arange(256) & 0x7D
     a, b = (
-        Quantized(torch.from_numpy(codes), torch.full((4, 2), 2.0**e), None, recipe("fp8-block-1x128"), (4, 256))
+        Quantized(torch.from_numpy(codes), torch.full((4, 2), 2.0**e), None, find_recipe("fp8-block-1x128"), (4, 256))
         for e in exponents
     )
     assert Blocks(a, b).fold() == folds
@@ -189,7 +190,7 @@ def test_the_chain_is_right_at_ties_and_beside_them_whatever_the_device_does(mon
     left = torch.tensor(list(itertools.product(y, x)))
     right = torch.tensor([(1.0, one) for one in factor])
     a, b = (
-        Quantized(codes[: len(scales)], scales, None, recipe("fp8-block-1x128-e4m3-fp32"), (len(scales), 256))
+        Quantized(codes[: len(scales)], scales, None, find_recipe("fp8-block-1x128-e4m3-fp32"), (len(scales), 256))
         for scales in (left, right)
     )
     expected = torch.tensor([[chain(a, b, i, j) for j in range(len(factor))] for i in range(len(left))])
@@ -240,7 +241,7 @@ def block_operands(left: np.ndarray, right: np.ndarray) -> tuple[Quantized, Quan
     a, b = (
         Quantized(
             torch.from_numpy(codes), torch.full((codes.shape[0], -(-codes.shape[1] // 128)), scale), None,
-            recipe(kind), (codes.shape[0], codes.shape[1]),
+            find_recipe(kind), (codes.shape[0], codes.shape[1]),
         )
         for codes, (kind, scale) in zip((left, right), kinds, strict=True)
     )  # fmt: skip

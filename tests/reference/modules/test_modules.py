@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized
 from narrowgauge.reference.modules import Linear, autocast
 from narrowgauge.reference.ops import gemm, quantize, quantize_both
+from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.training import training_names, training_recipe
 from tests.reference.passes import INNER, OUTER, ROWS, Pass, assert_same_pass, made, normal, same
 

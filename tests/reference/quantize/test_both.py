@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.reference import recipe
 from narrowgauge.reference.ops import quantize, quantize_both, swizzle, transform, unswizzle
 from narrowgauge.spec.quantized import amax_shape
-from narrowgauge.spec.recipes import recipe_names
+from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.reference.samples import MATRICES, matrix, words
 from tests.reference.twins import assert_same
 from tests.thinned import thinned
@@ -21,11 +20,11 @@ SHAPE = (128, 48)
 def source(name: str, family: str = "normal") -> torch.Tensor:
     """(128, 48) in a dtype that the recipe takes: whole groups of every transform along M."""
     x = matrix(family, 1, *SHAPE)
-    return x if recipe(name).transform is None else x.bfloat16()
+    return x if find_recipe(name).transform is None else x.bfloat16()
 
 
 def random_of(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return (words(1, *SHAPE), words(2, *SHAPE[::-1])) if recipe(name).rounding == "stochastic" else None
+    return (words(1, *SHAPE), words(2, *SHAPE[::-1])) if find_recipe(name).rounding == "stochastic" else None
 
 
 @pytest.mark.parametrize("family", thinned(MATRICES, 3))
@@ -34,11 +33,11 @@ def test_each_half_is_what_quantize_gives(name: str, family: str) -> None:
     x, random = source(name, family), random_of(name)
     row, column = quantize_both(x, name, random=random)
     first, second = random or (None, None)
-    assert_same(row, quantize(x, recipe(name).rowwise, random=first))
+    assert_same(row, quantize(x, find_recipe(name).rowwise, random=first))
     assert_same(column, quantize(x.T.contiguous(), name, random=second))
     assert row is not None
     assert column is not None
-    assert (row.recipe, column.recipe) == (recipe(name).rowwise, recipe(name))
+    assert (row.recipe, column.recipe) == (find_recipe(name).rowwise, find_recipe(name))
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, 3))
@@ -89,23 +88,25 @@ def test_a_rotation_turns_the_columnwise_half_alone() -> None:
     assert not torch.equal(row.amax, column.amax)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if recipe(name).transform is not None])
+@pytest.mark.parametrize("name", [name for name in NAMES if find_recipe(name).transform is not None])
 def test_the_rowwise_recipe_is_the_one_without_the_rotation(name: str) -> None:
-    plain = recipe(name).rowwise
+    plain = find_recipe(name).rowwise
     assert "rht" not in str(plain)
-    assert plain == recipe(str(plain))
+    assert plain == find_recipe(str(plain))
     assert plain.rowwise is plain
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_given_amax_is_that_of_its_half(name: str) -> None:
     x, random = source(name), random_of(name)
-    amax = tuple(torch.full(amax_shape(shape, recipe(name)), 4.0 + i) for i, shape in enumerate((SHAPE, SHAPE[::-1])))
+    amax = tuple(
+        torch.full(amax_shape(shape, find_recipe(name)), 4.0 + i) for i, shape in enumerate((SHAPE, SHAPE[::-1]))
+    )
     halves = quantize_both(x, name, amax=amax, random=random)  # type: ignore[arg-type]
     for half, each in zip(halves, amax, strict=True):
         assert half is not None
         assert torch.equal(half.amax, each)
-    alone = quantize(x, recipe(name).rowwise, amax=amax[0], random=None if random is None else random[0])
+    alone = quantize(x, find_recipe(name).rowwise, amax=amax[0], random=None if random is None else random[0])
     assert_same(halves[0], alone)
     if name in TRANSPOSED:
         alone = quantize(x.T, name, amax=amax[1], random=None if random is None else random[1])
@@ -115,7 +116,7 @@ def test_a_given_amax_is_that_of_its_half(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_view_gives_the_bytes_of_its_copy(name: str) -> None:
     base = matrix("normal", 2, 256, 256).bfloat16()
-    random = (words(1, 128, 128), words(2, 128, 128)) if recipe(name).rounding == "stochastic" else None
+    random = (words(1, 128, 128), words(2, 128, 128)) if find_recipe(name).rounding == "stochastic" else None
     for view in (base.T[:128, :128], base[::2, ::2], base[100:228, 3:131], base[:1, :128].expand(128, -1)):
         copy = view.clone(memory_format=torch.contiguous_format)
         halves = quantize_both(view, name, random=random), quantize_both(copy, name, random=random)

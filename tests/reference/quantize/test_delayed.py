@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.reference import recipe
 from narrowgauge.reference.ops import quantize, update_scale
-from narrowgauge.spec.recipes import recipe_names
+from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
 from tests.reference import fp8_twins
 
@@ -26,7 +25,7 @@ AMAXES = [0.0, 1e-45, 1e-40, 2.0**-126, 1e-30, 0.1, 1.0, 447.0, 448.0, 57344.0, 
 
 def check(name: str, histories: list[list[float]], scales: list[float]) -> None:
     """`histories`: one of each tensor, of equal length."""
-    rule = recipe(name)
+    rule = find_recipe(name)
     assert rule.delayed is not None
     history, scale = torch.tensor(histories).T.contiguous(), torch.tensor(scales)
     before = history.clone(), scale.clone()

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.reference.ops import Quantized, dequantize, gemm, quantize, quantize_both, quantize_grouped, recipe
+from narrowgauge.reference.ops import Quantized, dequantize, gemm, quantize, quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.layout import rowwise_codes, unpack
 from narrowgauge.spec.formats import E2M1, E4M3, Format
-from narrowgauge.spec.recipes import recipe_names
+from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.reference.dialect_twins import TWINS, nearest
 from tests.reference.dialect_twins import quantize as twin
 from tests.reference.dialect_vectors import NEAREST, VECTORS
@@ -298,4 +298,4 @@ def test_a_scale_rounded_to_the_dtype_of_x_cannot_be_guessed() -> None:
 )
 def test_a_part_that_a_dialect_has_no_use_for_is_refused(name: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        recipe(name)
+        find_recipe(name)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import recipe
 from narrowgauge.reference.ops import quantize
 from narrowgauge.reference.quantize.exponents import exponent_codes, exponent_factors
 from narrowgauge.spec.formats import E8M0, Format
+from narrowgauge.spec.recipes import find_recipe
 from tests.reference import mx_twins
 from tests.reference.mx_twins import DIALECTS, ELEMENTS, EMAX, NAMES
 from tests.thinned import thinned
@@ -41,7 +41,7 @@ def amaxes() -> np.ndarray:
 
 
 def found_codes(amax: np.ndarray, element: Format, dialect: str) -> np.ndarray:
-    rule = recipe(f"{NAMES[element]}@{dialect}")
+    rule = find_recipe(f"{NAMES[element]}@{dialect}")
     return exponent_codes(torch.from_numpy(amax), rule).numpy()
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized
 from narrowgauge.reference.ops import dequantize, quantize
+from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import recipe_names
 from tests.reference import scalar
 from tests.reference.scalar import f32

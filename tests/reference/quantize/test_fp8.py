@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.reference import Quantized, Recipe, recipe
 from narrowgauge.reference.ops import dequantize, quantize, quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.scaling import encode_scales, tensor_scale
 from narrowgauge.spec.formats import E4M3, E5M2, Format
-from narrowgauge.spec.quantized import codes_shape, scales_shape
-from narrowgauge.spec.recipes import recipe_names
+from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
+from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
 from tests.golden import bits
 from tests.reference import fp8_twins, scalar
 from tests.reference.samples import MATRICES, matrix
@@ -91,7 +90,7 @@ def edges(element: Format) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @ELEMENTS
 def test_the_encode_scale_is_exact_on_every_edge(element: Format, dtype: str, kind: str) -> None:
-    rule = recipe(f"fp8-block-1x128-{element.name.lower()}-{kind}")
+    rule = find_recipe(f"fp8-block-1x128-{element.name.lower()}-{kind}")
     amax = torch.cat([edges(element), torch.tensor([math.nan])])
     found = encode_scales(amax.view(-1, 1), rule, DTYPES[dtype])
     twin = [
@@ -107,7 +106,7 @@ def test_the_encode_scale_is_exact_on_every_edge(element: Format, dtype: str, ki
 @ELEMENTS
 def test_the_scale_of_a_tensor_is_exact_on_every_edge(element: Format, kind: str) -> None:
     """FLT_MAX where the quotient is infinite, whatever the dtype of x; the stored scale is the inverse."""
-    rule = recipe(f"fp8-current-{element.name.lower()}{kind}")
+    rule = find_recipe(f"fp8-current-{element.name.lower()}{kind}")
     amax = torch.cat([edges(element), torch.tensor([math.nan])])
     found = tensor_scale(amax, rule, torch.float16)
     expected = [
@@ -149,7 +148,7 @@ def test_a_power_of_two_is_never_above_the_quotient(element: Format) -> None:
 
 @pytest.mark.parametrize("name", [*BLOCKS, *CURRENT])
 def test_special_values(name: str) -> None:
-    rule = recipe(name)
+    rule = find_recipe(name)
     top = rule.element.max_code
     zeros = quantize(torch.tensor([[0.0, -0.0]]), rule)
     assert zeros.scales.tolist() == [[1.0]]
@@ -170,7 +169,7 @@ def test_special_values(name: str) -> None:
 def test_a_nan_that_propagates_makes_the_scale_1(name: str) -> None:
     """docs/numerics.md#fp8-with-float32-scales: scale = 1 if amax is NaN; 300 saturates nothing under it, and would be
     scaled otherwise."""
-    rule = dataclasses.replace(recipe(name), nan="propagate")
+    rule = dataclasses.replace(find_recipe(name), nan="propagate")
     q = quantize(torch.tensor([[math.nan, 300.0]]), rule)
     assert q.scales.tolist() == [[1.0]]
     assert q.codes.tolist() == [[127, scalar.encode(300.0, rule.element)]]
@@ -323,12 +322,12 @@ def test_an_amax_for_each_section_replaces_its_own(name: str) -> None:
 
 
 def test_the_largest_scale_of_the_input_must_be_told_its_dtype() -> None:
-    rule = recipe("fp8-block-1x128-e4m3-fp32")
+    rule = find_recipe("fp8-block-1x128-e4m3-fp32")
     with pytest.raises(ValueError, match=f"recipe {rule} has a largest scale of the dtype of x; give dtype"):
         encode_scales(torch.ones(1, 1), rule, None)
 
 
 @pytest.mark.parametrize("name", ["fp8-block-1x128", "fp8-delayed", "mxfp8-e4m3"])
 def test_a_recipe_without_a_rule_for_it_has_no_tensor_scale(name: str) -> None:
-    with pytest.raises(ValueError, match=f"recipe {recipe(name)} has no tensor scale"):
-        tensor_scale(ONE, recipe(name))
+    with pytest.raises(ValueError, match=f"recipe {find_recipe(name)} has no tensor scale"):
+        tensor_scale(ONE, find_recipe(name))

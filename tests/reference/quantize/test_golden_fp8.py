@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.ops import quantize, quantize_both
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits, golden, load, quantize_input
 from tests.reference.twins import rowwise_elements
 
@@ -50,7 +51,7 @@ def test_every_recipe_gives_transformer_engines_bytes(path: Path, name: str) -> 
     assert_half(quantize(x, name), arrays, name, "")
     assert_half(column, arrays, name, "_t")
     assert column is not None
-    if recipe(name).columnwise == "in-place":  # one set of codes for both usages
+    if find_recipe(name).columnwise == "in-place":  # one set of codes for both usages
         assert_bytes(column.codes, arrays[f"{name}.codes"])
     if f"{name}.scale" in arrays:
         np.testing.assert_array_equal(rowwise_elements(column).T, arrays[f"{name}.codes"])

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.ops import GroupedQuantized, dequantize, gemm, gemm_grouped, quantize, quantize_grouped
-from narrowgauge.spec.quantized import codes_shape, scales_shape
-from narrowgauge.spec.recipes import recipe_names
+from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
+from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
 from tests.reference import scalar
 from tests.reference.samples import matrix
@@ -21,9 +20,9 @@ from tests.thinned import thinned
 NAMES = [
     name
     for name in recipe_names()
-    if name.startswith("nvfp4") and "@" not in name and recipe(name).granularity == "tensor"
+    if name.startswith("nvfp4") and "@" not in name and find_recipe(name).granularity == "tensor"
 ]
-NEAREST = [name for name in NAMES if recipe(name).rounding == "nearest-even"]
+NEAREST = [name for name in NAMES if find_recipe(name).rounding == "nearest-even"]
 SIZES = {
     "one": [5],
     "one empty": [0],
@@ -83,7 +82,7 @@ def test_each_section_is_quantized_by_itself(name: str, columnwise: bool, sizes:
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("name", thinned(["nvfp4-rht", "nvfp4-rht2-nosign", "nvfp4-2d-rht", "nvfp4-rht32"], 2))
 def test_each_section_is_rotated_by_itself(name: str, columnwise: bool, sizes: list[int]) -> None:
-    rotation = recipe(name).transform
+    rotation = find_recipe(name).transform
     assert rotation is not None
     sizes = [size * rotation.group for size in sizes] if columnwise else sizes
     x = source(sizes, 37 if columnwise else 64).bfloat16()
@@ -112,7 +111,7 @@ def test_blocks_are_counted_through_all_sections_for_the_random_bits(
 @pytest.mark.parametrize("name", NAMES)
 def test_one_section_is_the_matrix(name: str) -> None:
     x = matrix("normal", 2, 128, 128).bfloat16()
-    random = (8, 9) if recipe(name).rounding == "stochastic" else None
+    random = (8, 9) if find_recipe(name).rounding == "stochastic" else None
     for columnwise in (False, True):
         q = quantize_grouped(x, torch.tensor([128]), name, columnwise=columnwise, random=random)
         assert_same(q.sections()[0], quantize(x.T if columnwise else x, name, random=random))

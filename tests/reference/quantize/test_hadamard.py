@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import recipe
 from narrowgauge.reference.ops import transform
 from narrowgauge.reference.quantize.hadamard import signs
-from narrowgauge.spec.recipes import RHT_GROUPS, Hadamard
+from narrowgauge.spec.recipes import RHT_GROUPS, Hadamard, find_recipe
 from tests.golden import bits
 from tests.reference import scalar
 from tests.reference.samples import MATRICES, matrix
@@ -64,11 +63,11 @@ def test_c_is_one_over_the_root_rounded_to_bfloat16() -> None:
 
 
 def test_the_mask_0xd7e8_is_the_listed_signs() -> None:
-    assert recipe("nvfp4-rht").transform == Hadamard(16, 0xD7E8)
+    assert find_recipe("nvfp4-rht").transform == Hadamard(16, 0xD7E8)
     assert signs(Hadamard()).tolist() == scalar.SIGNS
     assert sum(1 << k for k, sign in enumerate(scalar.SIGNS) if sign < 0) == 0xD7E8
     assert signs(Hadamard(16, 0)).tolist() == [1.0] * 16
-    assert recipe("nvfp4-rht-nosign").transform == Hadamard(16, 0)
+    assert find_recipe("nvfp4-rht-nosign").transform == Hadamard(16, 0)
 
 
 @EVERY

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import recipe
 from narrowgauge.reference.ops import dequantize, gemm, quantize, swizzle, unswizzle
 from narrowgauge.reference.quantize.layout import linear_scales, pack, pad_scales, unpack
 from narrowgauge.spec.quantized import swizzled_shape
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import golden, load
 from tests.reference.samples import matrix
 
@@ -84,7 +84,7 @@ def test_quantize_gives_swizzled_scales_where_asked(name: str, shape: tuple[int,
     assert not linear.swizzled
     assert torch.equal(q.codes, linear.codes)
     assert torch.equal(q.scales, swizzle(linear.scales))
-    assert tuple(q.scales.shape) == swizzled_shape(shape, recipe(name))
+    assert tuple(q.scales.shape) == swizzled_shape(shape, find_recipe(name))
     assert torch.equal(linear_scales(q), linear.scales)
     assert linear_scales(linear) is linear.scales
     assert torch.equal(dequantize(q), dequantize(linear))

@@ -12,14 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.rounding import stochastic
 from narrowgauge.reference.ops import dequantize, quantize, quantize_both, quantize_grouped, swizzle, unswizzle
 from narrowgauge.reference.quantize.layout import linear_scales, pack
 from narrowgauge.spec.formats import E2M1, E8M0, Format
-from narrowgauge.spec.quantized import codes_shape, scales_shape, swizzled_shape
-from narrowgauge.spec.recipes import recipe_names
+from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape, swizzled_shape
+from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
 from tests.reference import mx_twins, scalar
 from tests.reference.mx_twins import DIALECTS, ELEMENTS, NAMES
@@ -55,7 +54,7 @@ def test_a_recipe_is_its_twin(
     dialect: str, element: Format, tile: bool, family: str, seed: int, rows: int, columns: int, nan: str
 ) -> None:
     base = tiled(element) if tile else NAMES[element]
-    rule = dataclasses.replace(recipe(f"{base}@{dialect}"), nan=nan)  # type: ignore[arg-type]
+    rule = dataclasses.replace(find_recipe(f"{base}@{dialect}"), nan=nan)  # type: ignore[arg-type]
     x = matrix(family, seed, rows, columns)
     q = quantize(x, rule)
     codes, scales = mx_twins.quantize(x.numpy(), element, dialect, height=32 if tile else 1, nan=nan)
@@ -122,7 +121,7 @@ def test_nan_is_left_out_of_the_amax_and_has_one_code(element: Format) -> None:
     assert torch.equal(rowwise_elements(q)[0, 5:], rowwise_elements(plain)[0, 5:])
     only = quantize(torch.full((1, 32), math.nan), NAMES[element])
     assert only.scales.tolist() == [[0]]
-    propagated = quantize(x, dataclasses.replace(recipe(NAMES[element]), nan="propagate"))
+    propagated = quantize(x, dataclasses.replace(find_recipe(NAMES[element]), nan="propagate"))
     assert propagated.scales.tolist() == [[255]]
     assert set(rowwise_elements(propagated)[0].tolist()) == {code}
     assert dequantize(propagated).isnan().all()
@@ -132,7 +131,7 @@ def test_a_nan_makes_its_own_block_or_tile_nan_and_no_other() -> None:
     x = matrix("normal", 3, 64, 96)
     x[40, 50] = math.nan
     for name, spoiled in (("mxfp8-e4m3", [(40, 1)]), ("mxfp8-2d", [(row, 1) for row in range(32, 64)])):
-        q = quantize(x, dataclasses.replace(recipe(name), nan="propagate"))
+        q = quantize(x, dataclasses.replace(find_recipe(name), nan="propagate"))
         assert [tuple(at) for at in (q.scales == 255).nonzero().tolist()] == spoiled
 
 
@@ -167,7 +166,7 @@ def test_dequantize_of_every_code_under_every_scale_is_the_exact_product_rounded
     kept = codes.to(torch.uint8).expand(256, -1).contiguous()
     kept = pack(kept) if element.bits == 4 else kept
     q = Quantized(
-        kept, scales.view(-1, 1).expand(-1, blocks).contiguous(), None, recipe(NAMES[element]), (256, len(codes))
+        kept, scales.view(-1, 1).expand(-1, blocks).contiguous(), None, find_recipe(NAMES[element]), (256, len(codes))
     )
     values = torch.tensor([element.values[c] for c in codes.tolist()], dtype=torch.float64)
     factors = torch.tensor(E8M0.values, dtype=torch.float64)
@@ -211,7 +210,7 @@ def test_ocp_clips_what_te_does_not(element: Format) -> None:
 @pytest.mark.parametrize("name", thinned(ALL, 2))
 def test_each_half_is_what_quantize_gives(name: str, shape: tuple[int, int]) -> None:
     """The columnwise half of MXFP8 and MXFP6 lies where x does, that of MXFP4 as its transpose."""
-    x, rule = matrix("spread", 1, *shape), recipe(name)
+    x, rule = matrix("spread", 1, *shape), find_recipe(name)
     random = (random_of(name, *shape), random_of(name, *shape[::-1], seed=2))
     row, column = quantize_both(x, name, random=random if name.endswith("-sr") else None)
     first, second = quantize(x, name, random=random[0]), quantize(x.T.contiguous(), name, random=random[1])
@@ -405,7 +404,7 @@ def test_gfloat_rounds_so_too(element: Format) -> None:
 
 @pytest.mark.parametrize("name", thinned([name for name in ALL if name.endswith("-sr")], 3))
 def test_a_stochastic_recipe_is_its_twin(name: str) -> None:
-    rule = recipe(name)
+    rule = find_recipe(name)
     x = matrix("ties", 6, 35, 70)
     given_words = words(6, 35, 70)
     q = quantize(x, name, random=given_words)

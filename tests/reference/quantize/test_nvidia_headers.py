@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.reference import recipe
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.exponents import exponent_codes
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
+from narrowgauge.spec.recipes import find_recipe
 from tests.reference.mx_twins import NAMES
 from tests.reference.quantize.test_exponents import amaxes
 from tests.reference.samples import every_input
@@ -137,7 +137,7 @@ def test_exponents_of_scales_are_nvidias_cast_to_e8m0(headers: Path, fmt: Format
     amax = torch.from_numpy(x[~np.signbit(x)])
     quotient = amax * (1.0 / fmt.max) if dialect == "te" else amax / torch.full_like(amax, fmt.max)
     theirs = ask(headers, "encode", f"E8M0-{rounding}", quotient.numpy(), np.uint8)
-    found = exponent_codes(amax, recipe(f"{NAMES[fmt]}@{dialect}")).numpy()
+    found = exponent_codes(amax, find_recipe(f"{NAMES[fmt]}@{dialect}")).numpy()
     np.testing.assert_array_equal(found, theirs)
     assert {0, 254, 255} <= set(found.tolist())
 

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from narrowgauge.reference import recipe
 from narrowgauge.reference.ops import pad_sections, quantize, quantize_grouped, unpad_sections
+from narrowgauge.spec.recipes import find_recipe
 from tests.reference.samples import matrix
 
 ALIGNMENTS = {
@@ -25,7 +25,7 @@ EVERY = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize(("name", "alignment"), ALIGNMENTS.items())
 def test_rows_are_aligned_as_numerics_md_says(name: str, alignment: int) -> None:
     """ "Modules": 16 for FP8, 32 for MXFP8, 128 for NVFP4."""
-    assert recipe(name).row_alignment == alignment
+    assert find_recipe(name).row_alignment == alignment
 
 
 @EVERY

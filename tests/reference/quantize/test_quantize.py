@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from narrowgauge.reference import Quantized, recipe
 from narrowgauge.reference.numbers import blocks
 from narrowgauge.reference.ops import dequantize, quantize, quantize_both
-from narrowgauge.spec.quantized import codes_shape, scales_shape
-from narrowgauge.spec.recipes import recipe_names
+from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
+from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits, golden, load, quantize_input
 from tests.reference.samples import MIDPOINTS, NASTY
 from tests.reference.twins import assert_same, assert_twin, elements
@@ -59,7 +58,7 @@ def test_every_recipe_gives_transformer_engines_bytes(path: Path, name: str) -> 
     """
     arrays = load(path)
     x = quantize_input(path, arrays)
-    rule = recipe(name)
+    rule = find_recipe(name)
     row, column = quantize_both(x, name)
     assert_golden(row, arrays, name, "")
     assert_golden(quantize(x, rule.rowwise), arrays, name, "")
@@ -121,7 +120,7 @@ MATRICES = st.one_of(
 @SETTINGS
 @given(MATRICES, st.sampled_from(["te", "te-2.8"]), st.sampled_from(["ignore", "propagate"]))
 def test_quantize_is_its_scalar_twin(x: np.ndarray, dialect: str, nan: str) -> None:
-    rule = dataclasses.replace(recipe(f"nvfp4@{dialect}"), nan=nan)  # type: ignore[arg-type]
+    rule = dataclasses.replace(find_recipe(f"nvfp4@{dialect}"), nan=nan)  # type: ignore[arg-type]
     assert_twin(quantize(torch.from_numpy(x), rule), torch.from_numpy(x))
 
 
@@ -144,7 +143,7 @@ def test_every_half_precision_number_quantizes_as_in_the_scalar_twin(dtype: torc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_the_input_dtype_is_only_a_carrier(dtype: torch.dtype, nan: str) -> None:
-    rule = dataclasses.replace(recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
+    rule = dataclasses.replace(find_recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     for x in (patterns.view(-1, 64), patterns[patterns.isfinite()].view(-1, 16)):
         assert_same(quantize(x, rule), quantize(x.float(), rule))
@@ -212,7 +211,7 @@ def test_a_tensor_of_nan_has_amax_0_scale_0_and_codes_7() -> None:
 def test_nan_that_propagates_makes_every_scale_of_the_tensor_nan() -> None:
     x = torch.ones(3, 48)
     x[1, 20] = math.nan
-    q = quantize(x, dataclasses.replace(recipe("nvfp4"), nan="propagate"))
+    q = quantize(x, dataclasses.replace(find_recipe("nvfp4"), nan="propagate"))
     assert q.amax is not None
     assert q.amax.isnan().all()
     assert (q.scales == 0x7F).all()
@@ -221,7 +220,7 @@ def test_nan_that_propagates_makes_every_scale_of_the_tensor_nan() -> None:
 
 def test_propagating_changes_nothing_without_a_nan() -> None:
     x = torch.tensor([[*MIDPOINTS, math.inf, -math.inf, 0.0, -0.0]])
-    assert_same(quantize(x, dataclasses.replace(recipe("nvfp4"), nan="propagate")), quantize(x, "nvfp4"))
+    assert_same(quantize(x, dataclasses.replace(find_recipe("nvfp4"), nan="propagate")), quantize(x, "nvfp4"))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -385,7 +384,7 @@ def test_a_given_amax_replaces_the_tensors_own() -> None:
 
 def test_the_result_says_what_made_it() -> None:
     q = quantize(torch.full((2, 20), 3.0), "nvfp4@te-2.8")
-    assert q.recipe == recipe("nvfp4@te-2.8")
+    assert q.recipe == find_recipe("nvfp4@te-2.8")
     assert q.shape == (2, 20)
     assert torch.equal(q.tensor_scale, torch.tensor([896.0]))
     assert (q.codes.dtype, q.scales.dtype) == (torch.uint8, torch.uint8)
@@ -397,7 +396,7 @@ def test_the_inputs_come_back_unchanged(dtype: torch.dtype) -> None:
     amax = torch.tensor([3.0])
     before = bits(x).clone()
     quantize(x, "nvfp4", amax=amax)
-    quantize(x, dataclasses.replace(recipe("nvfp4"), nan="propagate"))
+    quantize(x, dataclasses.replace(find_recipe("nvfp4"), nan="propagate"))
     assert torch.equal(bits(x), before)
     assert amax == 3.0
 
@@ -434,7 +433,7 @@ def test_the_size_of_the_parts_that_are_worked_on_at_once_changes_nothing(
     name: str, slab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither where every row is a part, of the elements and of the blocks, nor where a part is some rows."""
-    rule = recipe(name)
+    rule = find_recipe(name)
     x = torch.randn(144, 128, generator=torch.Generator().manual_seed(3)).bfloat16() * torch.arange(144).view(-1, 1)
     random = (3, 5) if rule.rounding == "stochastic" else None
     scale = torch.tensor([2.5]) if rule.tensor_scale == "given" else None

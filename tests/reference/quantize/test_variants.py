@@ -9,17 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.reference import recipe
 from narrowgauge.reference.ops import quantize, quantize_both
 from narrowgauge.spec.quantized import amax_shape
-from narrowgauge.spec.recipes import recipe_names
+from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.reference.samples import MATRICES, NASTY, matrix, words
 from tests.reference.twins import assert_twin
 
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 NAMES = [name for name in recipe_names() if name.startswith("nvfp4-") and "@" not in name]
-PLAIN = [name for name in NAMES if recipe(name).transform is None]
-ROTATED = [name for name in NAMES if recipe(name).transform is not None]
+PLAIN = [name for name in NAMES if find_recipe(name).transform is None]
+ROTATED = [name for name in NAMES if find_recipe(name).transform is not None]
 
 
 @SETTINGS
@@ -32,7 +31,7 @@ ROTATED = [name for name in NAMES if recipe(name).transform is not None]
     nan=st.sampled_from(["ignore", "propagate"]),
 )
 def test_a_variant_is_its_scalar_twin(name: str, family: str, seed: int, rows: int, columns: int, nan: str) -> None:
-    rule = dataclasses.replace(recipe(name), nan=nan)  # type: ignore[arg-type]
+    rule = dataclasses.replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
     x = matrix(family, seed, rows, columns)
     bits = words(seed, rows, columns) if rule.rounding == "stochastic" else None
     assert_twin(quantize(x, rule, random=bits), x, words=bits)
@@ -50,9 +49,9 @@ def test_a_variant_with_a_given_amax_is_its_scalar_twin(
     name: str, family: str, seed: int, rows: int, amax: float
 ) -> None:
     x = matrix(family, seed, rows, 21)
-    given_amax = torch.full(amax_shape((rows, 21), recipe(name)), amax)
+    given_amax = torch.full(amax_shape((rows, 21), find_recipe(name)), amax)
     given_amax[1::2] *= 0.75
-    bits = words(seed, rows, 21) if recipe(name).rounding == "stochastic" else None
+    bits = words(seed, rows, 21) if find_recipe(name).rounding == "stochastic" else None
     assert_twin(quantize(x, name, amax=given_amax, random=bits), x, amax=given_amax, words=bits)
 
 
@@ -66,11 +65,11 @@ def test_a_variant_with_a_given_amax_is_its_scalar_twin(
 )
 def test_a_rotated_variant_is_its_scalar_twin(name: str, family: str, seed: int, rows: int, groups: int) -> None:
     """Overflow of the rotation to infinity and infinities that cancel to NaN are among the inputs."""
-    rotation = recipe(name).transform
+    rotation = find_recipe(name).transform
     assert rotation is not None
     columns = groups * rotation.group
     x = matrix(family, seed, rows if columns < 100 else 1 + rows % 3, columns).bfloat16()
-    bits = words(seed, *x.shape) if recipe(name).rounding == "stochastic" else None
+    bits = words(seed, *x.shape) if find_recipe(name).rounding == "stochastic" else None
     assert_twin(quantize(x, name, random=bits), x, words=bits)
 
 
@@ -78,7 +77,7 @@ def test_a_rotated_variant_is_its_scalar_twin(name: str, family: str, seed: int,
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_input_dtype_is_only_a_carrier(name: str, dtype: torch.dtype) -> None:
     x = matrix("normal", 1, 33, 50).to(dtype)
-    bits = words(1, 33, 50) if recipe(name).rounding == "stochastic" else None
+    bits = words(1, 33, 50) if find_recipe(name).rounding == "stochastic" else None
     for one, other in zip(
         dataclasses.astuple(quantize(x, name, random=bits)),
         dataclasses.astuple(quantize(x.float(), name, random=bits)),
@@ -90,7 +89,7 @@ def test_the_input_dtype_is_only_a_carrier(name: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("shape", [(0, 0), (0, 32), (5, 0), (0, 128)])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_matrix_gives_empty_halves(name: str, shape: tuple[int, int]) -> None:
-    rule = recipe(name)
+    rule = find_recipe(name)
     x = torch.zeros(shape, dtype=torch.bfloat16)
     if rule.transform is not None and shape[0]:
         x = torch.zeros(256, 0, dtype=torch.bfloat16)  # whole groups along M, for the columnwise half
@@ -107,7 +106,7 @@ def test_an_empty_matrix_gives_empty_halves(name: str, shape: tuple[int, int]) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_inputs_come_back_unchanged(name: str) -> None:
-    rule = recipe(name)
+    rule = find_recipe(name)
     x = matrix("normal", 2, 128, 128).bfloat16()
     random = (words(2, 128, 128), words(3, 128, 128)) if rule.rounding == "stochastic" else None
     amax = torch.full(amax_shape((128, 128), rule), 3.0)
