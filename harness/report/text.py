@@ -71,8 +71,8 @@ def _rule(name: str) -> Recipe | None:
 
 
 def _has_tensor_scale(name: str) -> bool:
-    rule = _rule(name)
-    return rule is None or rule.tensor_scale != "none"
+    recipe = _rule(name)
+    return recipe is None or recipe.tensor_scale != "none"
 
 
 GLYPHS = {

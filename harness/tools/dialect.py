@@ -78,21 +78,21 @@ class Survey:
         return [one for one in self.agreements if one.explained == self.inputs]
 
 
-def dialects_of(rule: Recipe) -> list[Recipe]:
+def dialects_of(recipe: Recipe) -> list[Recipe]:
     """The recipe in every dialect that it has.
 
     Raises ValueError where there is but one, and for a recipe that rotates: there the order of summation decides too.
     """
-    if rule.transform:
-        raise ValueError(f"recipe {rule} rotates in an order that is free; ask for the recipe without the rotation")
+    if recipe.transform:
+        raise ValueError(f"recipe {recipe} rotates in an order that is free; ask for the recipe without the rotation")
     found = []
-    for name in _DIALECTS_OF.get(rule.scale, {}):
+    for name in _DIALECTS_OF.get(recipe.scale, {}):
         try:
-            found.append(find_recipe(f"{rule.name}@{name}"))
+            found.append(find_recipe(f"{recipe.name}@{name}"))
         except ValueError:  # the dialect and a part of the name exclude each other
             continue
     if len(found) < 2:
-        raise ValueError(f"recipe {rule} has one dialect, and nothing to tell apart; `narrowgauge run` judges it")
+        raise ValueError(f"recipe {recipe} has one dialect, and nothing to tell apart; `narrowgauge run` judges it")
     return found
 
 
@@ -103,18 +103,18 @@ def survey(backend: Backend, name: str = "nvfp4", *, device: str = "cpu", seed: 
     Raises ValueError as `dialects_of` does and for an unknown recipe, BackendError where the backend quantizes no
     input at all, Unsupported where it says of each that it does not.
     """
-    rule = find_recipe(name)
-    rules = dialects_of(rule)
+    recipe = find_recipe(name)
+    rules = dialects_of(recipe)
     agreements = [Agreement(one.dialect) for one in rules]
     left_out: list[str] = []
     first: Exception | None = None
     count = 0
-    for case in _cases(rule):
+    for case in _cases(recipe):
         inputs = make_inputs(case, seed=seed).to(device)
         words = f"{case.inputs} {case.dtype}"
         try:
             options = {"scale": inputs.scale.get("x"), "random": inputs.random.get("x")}
-            kernel = backend.quantize(inputs.x, rule, **options)  # type: ignore[arg-type]
+            kernel = backend.quantize(inputs.x, recipe, **options)  # type: ignore[arg-type]
         except (BackendError, Unsupported) as error:
             first = first or error
             left_out.append(f"{words}: {error}")
@@ -125,29 +125,29 @@ def survey(backend: Backend, name: str = "nvfp4", *, device: str = "cpu", seed: 
     if first is not None and not count:
         raise first
     agreements.sort(key=lambda one: one.figures, reverse=True)
-    return Survey(str(rule), count, agreements, left_out)
+    return Survey(str(recipe), count, agreements, left_out)
 
 
-def _cases(rule: Recipe) -> list[Case]:
-    point = {"operation": "quantize", "recipe": str(rule), "shape": list(SHAPE), "usage": "rowwise"}
+def _cases(recipe: Recipe) -> list[Case]:
+    point = {"operation": "quantize", "recipe": str(recipe), "shape": list(SHAPE), "usage": "rowwise"}
     return [
-        Case("quantize", str(rule), SHAPE, dtype, family)
+        Case("quantize", str(recipe), SHAPE, dtype, family)
         for family in families_of("quantize")
         for dtype in DTYPES
         if not problem({**point, "dtype": dtype, "inputs": family})
     ]
 
 
-def _compare(agreement: Agreement, words: str, inputs: Inputs, kernel: Quantized, rule: Recipe) -> None:
+def _compare(agreement: Agreement, words: str, inputs: Inputs, kernel: Quantized, recipe: Recipe) -> None:
     agreement.inputs += 1
     try:
-        oracle = reference.quantize(inputs.x, rule, random=inputs.random.get("x"))
+        oracle = reference.quantize(inputs.x, recipe, random=inputs.random.get("x"))
     except ValueError:
         agreement.refused += 1
         agreement.leaves = agreement.leaves or f"{words}, which it refuses"
         return
     columns = oracle.shape[1]
-    actual, expected = (elements(q.codes, columns, rule) for q in (kernel, oracle))
+    actual, expected = (elements(q.codes, columns, recipe) for q in (kernel, oracle))
     one, other = linear_scales(kernel), linear_scales(oracle)
     codes, scales = actual == expected, one == other
     agreement.elements += codes.numel()
@@ -159,15 +159,15 @@ def _compare(agreement: Agreement, words: str, inputs: Inputs, kernel: Quantized
         agreement.unsigned += codes.numel()
         agreement.values += codes.numel()
         return
-    negative = 1 << (rule.element.bits - 1)
+    negative = 1 << (recipe.element.bits - 1)
     zeros = [t.masked_fill(t == negative, 0) for t in (actual, expected)]
     agreement.unsigned += int((zeros[0] == zeros[1]).sum())
     agreement.values += int(_same_values(replace(oracle, codes=kernel.codes, scales=one), oracle).sum())
     if not agreement.leaves:
         shown = (
-            _first_scale(~scales, one, other, rule)
+            _first_scale(~scales, one, other, recipe)
             if not bool(scales.all())
-            else _first_code(~codes, actual, expected, inputs.x, rule)
+            else _first_code(~codes, actual, expected, inputs.x, recipe)
         )
         agreement.leaves = f"{words}: {shown}"
 
@@ -181,18 +181,18 @@ def _same_values(kernel: Quantized, oracle: Quantized) -> torch.Tensor:
     return same & ~bad if bool(bad.any()) else same  # packed codes, which all stand for something, are two a byte
 
 
-def _first_scale(wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, rule: Recipe) -> str:
+def _first_scale(wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, recipe: Recipe) -> str:
     row, block = (int(index[0]) for index in wrong.nonzero(as_tuple=True))
-    (a, a_bits), (e, e_bits) = (scale_view(t[row, block], rule.scale) for t in (actual, expected))
+    (a, a_bits), (e, e_bits) = (scale_view(t[row, block], recipe.scale) for t in (actual, expected))
     of = f"{spaced(int(wrong.sum()))} of {spaced(wrong.numel())} block scales"
     return f"{of}, the first at row {row}, block {block}: {a_bits} = {a}, where it has {e_bits} = {e}"
 
 
 def _first_code(
-    wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, x: torch.Tensor, rule: Recipe
+    wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, x: torch.Tensor, recipe: Recipe
 ) -> str:
     row, column = (int(index[0]) for index in wrong.nonzero(as_tuple=True))
-    (a, a_bits), (e, e_bits) = (code_view(int(t[row, column]), rule.element) for t in (actual, expected))
+    (a, a_bits), (e, e_bits) = (code_view(int(t[row, column]), recipe.element) for t in (actual, expected))
     value, raw = float_view(x[row, column])
     of = f"{spaced(int(wrong.sum()))} of {spaced(wrong.numel())} codes"
     place = f"row {row}, column {column} (x = {value}, {raw})"

@@ -142,27 +142,29 @@ def _section(parts: list[Judged], some: list[int], at: Place) -> tuple[int, Plac
 def _block(judged: Judged, at: Place, name: str) -> Table:
     """The block of an element (row, column) of the matrix that is quantized: of x, or of its transpose."""
     x, oracle, kernel = judged.subject.x, judged.oracle, judged.kernel
-    rule = judged.subject.recipe
+    recipe = judged.subject.recipe
     transposed = kernel.transposed
-    width = SHOWN_OF_WHOLE if rule.whole else rule.block[1]
+    width = SHOWN_OF_WHOLE if recipe.whole else recipe.block[1]
     row, block = at[0], at[1] // width
     columns = range(block * width, min((block + 1) * width, x.shape[1]))
-    stored = scale_place(rule, row, at[1])
-    title = f"{name}{'column' if transposed else 'row'} {row}, block {0 if rule.whole else block}"
-    title += ", rotated in the reference's order" if rule.transform else ""
+    stored = scale_place(recipe, row, at[1])
+    title = f"{name}{'column' if transposed else 'row'} {row}, block {0 if recipe.whole else block}"
+    title += ", rotated in the reference's order" if recipe.transform else ""
     lines = [title, *(_scales(which, q, row, stored) for which, q in (("expected", oracle), ("actual", kernel)))]
     headings = ("row" if transposed else "column", "x", "bits of x", "x·e", "expected", "", "actual", "")
     table = _table("\n".join(lines), headings)
     encode = of_row(_encode_scale(kernel, x.dtype), row)
     own = slice(stored[0], stored[0] + 1)
-    scaled = scaled_elements(x[row : row + 1], linear_scales(kernel)[own], encode, rule, judged.subject.blocks[own])[0]
-    codes = [elements(stored_along_rows(q)[row : row + 1], x.shape[1], rule)[0] for q in (oracle, kernel)]
+    scaled = scaled_elements(x[row : row + 1], linear_scales(kernel)[own], encode, recipe, judged.subject.blocks[own])[
+        0
+    ]
+    codes = [elements(stored_along_rows(q)[row : row + 1], x.shape[1], recipe)[0] for q in (oracle, kernel)]
     for column in columns:
         value, raw = float_view(x[row, column])
         expected, actual = (int(c[column]) for c in codes)
         cells = [str(column), str(value), raw, f"{float(scaled[column]):.9g}"]
         for code in (expected, actual):
-            shown, of_code = code_view(code, rule.element)
+            shown, of_code = code_view(code, recipe.element)
             cells += [of_code, str(shown)]
         table.add_row(*cells, style="" if expected == actual else "bold red")
     return table

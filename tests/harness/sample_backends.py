@@ -74,8 +74,8 @@ def rotating(add: Callable[[torch.Tensor], torch.Tensor] = in_turn, **changes: A
         return add(terms(x, rotation)).to(x.dtype).view(x.shape)
 
     def quantize(x, recipe, **options):
-        rule = find_recipe(recipe)
-        rotated = transform(x, rule) if rule.transform else x
-        return replace(reference.quantize(rotated, rule.rowwise, **options), recipe=rule)
+        recipe = find_recipe(recipe)
+        rotated = transform(x, recipe) if recipe.transform else x
+        return replace(reference.quantize(rotated, recipe.rowwise, **options), recipe=recipe)
 
     return {"quantize": quantize, "transform": transform}

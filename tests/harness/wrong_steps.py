@@ -14,7 +14,7 @@ from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.reference.quantize.layout import pack
-from narrowgauge.reference.quantize.quantize import block_amaxes, random_bytes, row_amax, stored_scales
+from narrowgauge.reference.quantize.steps import block_amaxes, random_bytes, row_amax, stored_scales
 from narrowgauge.reference.quantize.scaling import element_factors, per_row, scale_elements, tensor_scale
 from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.quantized import Quantized
@@ -27,7 +27,7 @@ class Steps:
     """One run of a quantizer that is put together of the reference's steps: what a wrong step may look at."""
 
     matrix: torch.Tensor
-    rule: Recipe
+    recipe: Recipe
     random: Any = None
     scale: torch.Tensor | None = None
     wrong: dict[str, Callable[["Steps"], torch.Tensor]] = field(default_factory=dict)
@@ -41,30 +41,30 @@ class Steps:
 
 
 def _tensor(s):
-    if s.rule.tensor_scale == "none":
+    if s.recipe.tensor_scale == "none":
         return None
-    return s.scale if s.rule.tensor_scale == "given" else tensor_scale(s.amax, s.rule, s.x.dtype)
+    return s.scale if s.recipe.tensor_scale == "given" else tensor_scale(s.amax, s.recipe, s.x.dtype)
 
 
 def _amax(s):
-    if s.rule.tensor_scale == "none":
+    if s.recipe.tensor_scale == "none":
         return None
-    return tensor_amax(s.blocks) if s.rule.granularity == "tensor" else row_amax(s.blocks)
+    return tensor_amax(s.blocks) if s.recipe.granularity == "tensor" else row_amax(s.blocks)
 
 
 STEPS: dict[str, Callable[[Steps], Any]] = {
-    "x": lambda s: reference.transform(s.matrix, s.rule) if s.rule.transform else s.matrix,
-    "blocks": lambda s: block_amaxes(s.x, s.rule),
+    "x": lambda s: reference.transform(s.matrix, s.recipe) if s.recipe.transform else s.matrix,
+    "blocks": lambda s: block_amaxes(s.x, s.recipe),
     "amax": _amax,
     "tensor": _tensor,
-    "scales": lambda s: stored_scales(s.x, s.blocks, s.amax, s.tensor, s.rule),
+    "scales": lambda s: stored_scales(s.x, s.blocks, s.amax, s.tensor, s.recipe),
     "bytes": lambda s: None if s.random is None else bytes_of(s),
     "factors": lambda s: per_row(
-        element_factors(s.scales, s.tensor, s.rule, s.x.dtype, s.blocks), s.rule, len(s.matrix)
+        element_factors(s.scales, s.tensor, s.recipe, s.x.dtype, s.blocks), s.recipe, len(s.matrix)
     ),
-    "scaled": lambda s: scale_elements(s.x, s.factors, s.tensor, s.rule),
-    "codes": lambda s: element_codes(s.scaled, s.rule, s.bytes),
-    "stored": lambda s: pack(s.codes) if s.rule.element.bits == 4 else s.codes,
+    "scaled": lambda s: scale_elements(s.x, s.factors, s.tensor, s.recipe),
+    "codes": lambda s: element_codes(s.scaled, s.recipe, s.bytes),
+    "stored": lambda s: pack(s.codes) if s.recipe.element.bits == 4 else s.codes,
     "layout": lambda s: reference.swizzle(s.scales),
 }
 
@@ -72,23 +72,23 @@ STEPS: dict[str, Callable[[Steps], Any]] = {
 def bytes_of(s, random=None, first=0):
     rows, columns = s.matrix.shape
     given = s.random if random is None else random
-    return random_bytes(given, (rows, columns), slice(0, rows), s.x.device, s.rule.block[1], first)
+    return random_bytes(given, (rows, columns), slice(0, rows), s.x.device, s.recipe.block[1], first)
 
 
 def wrong(**steps):
     """The door of a kernel whose steps are the reference's but for these."""
 
-    def quantize(x, rule, *, random=None, scale=None, swizzled=False):
-        rule = find_recipe(rule)
-        s = Steps(x.flatten(0, -2).contiguous(), rule, random, scale, steps)
+    def quantize(x, recipe, *, random=None, scale=None, swizzled=False):
+        recipe = find_recipe(recipe)
+        s = Steps(x.flatten(0, -2).contiguous(), recipe, random, scale, steps)
         scales = s.layout if swizzled else s.scales
-        return Quantized(s.stored, scales, s.amax, rule, tuple(s.matrix.shape), s.tensor, swizzled)
+        return Quantized(s.stored, scales, s.amax, recipe, tuple(s.matrix.shape), s.tensor, swizzled)
 
     return quantize
 
 
-def case(rule, inputs="normal", *flags, shape=(64, 128), dtype="bf16"):
-    return Case("quantize", rule, shape, dtype, inputs, flags)
+def case(recipe, inputs="normal", *flags, shape=(64, 128), dtype="bf16"):
+    return Case("quantize", recipe, shape, dtype, inputs, flags)
 
 
 def record_of(case_, **doors):
@@ -123,32 +123,32 @@ def by_lane(keep):
     """Block amaxes of some lanes."""
 
     def blocks(s):
-        width = s.rule.block[1]
+        width = s.recipe.block[1]
         magnitude = pad_columns(s.x.abs().float(), width).view(len(s.x), -1, width)
         kept = magnitude[:, :, torch.tensor([lane for lane in range(width) if keep(lane)])].amax(2)
-        return over_tiles(kept, s.rule.block[0])[:: s.rule.stored_rows]
+        return over_tiles(kept, s.recipe.block[0])[:: s.recipe.stored_rows]
 
     return {"blocks": blocks, "amax": right_amax}
 
 
 def right_amax(s):
-    right = block_amaxes(s.x, s.rule)
+    right = block_amaxes(s.x, s.recipe)
     return (
         None
-        if s.rule.tensor_scale == "none"
+        if s.recipe.tensor_scale == "none"
         else tensor_amax(right)
-        if s.rule.granularity == "tensor"
+        if s.recipe.granularity == "tensor"
         else row_amax(right)
     )
 
 
 def signed_blocks(s):
-    return block_amax(s.x.clamp(min=0), s.rule.block[1])
+    return block_amax(s.x.clamp(min=0), s.recipe.block[1])
 
 
 def rotated(s, *, first=True, factor=True, after=False):
     """x·diag(σ)·H·c by a matrix, exact enough in float64 for what is not spread."""
-    rotation = s.rule.transform
+    rotation = s.recipe.transform
     k = torch.arange(rotation.group)
     parity = torch.tensor([[bin(i & j).count("1") % 2 for j in k.tolist()] for i in k.tolist()])
     sigma, c = signs(rotation).double(), coefficient(rotation.group)

@@ -18,8 +18,8 @@ from narrowgauge.spec.recipes import Hadamard, Recipe, find_recipe, recipe_names
 NAMES = [name for name in recipe_names() if "@" not in name or name in ("mxfp8-e4m3@ocp", "nvfp4@trtllm")]
 
 
-def kind(r: Recipe) -> str:
-    return {E4M3: "nvfp4", E8M0: "mx", FP32: "whole" if r.whole else "blocks"}[r.scale]
+def kind(recipe: Recipe) -> str:
+    return {E4M3: "nvfp4", E8M0: "mx", FP32: "whole" if recipe.whole else "blocks"}[recipe.scale]
 
 
 def may(a: Recipe, b: Recipe) -> bool:

@@ -77,12 +77,12 @@ def test_the_parts_of_a_name_set_what_they_say() -> None:
     ],
 )
 def test_mx_and_fp8_are_what_their_names_say(name: str, element: Any, block: tuple[int, int], scale: Any) -> None:
-    rule = find_recipe(name)
-    assert (rule.element, rule.block, rule.scale) == (element, block, scale)
-    assert rule.whole == (block[0] == WHOLE)
-    assert rule.stored_rows == (block[0] if scale is FP32 else 1)
-    assert (rule.rounding == "stochastic") == name.endswith("-sr")
-    assert (rule.scale_rounding == "down") == ("pow2" in name)
+    recipe = find_recipe(name)
+    assert (recipe.element, recipe.block, recipe.scale) == (element, block, scale)
+    assert recipe.whole == (block[0] == WHOLE)
+    assert recipe.stored_rows == (block[0] if scale is FP32 else 1)
+    assert (recipe.rounding == "stochastic") == name.endswith("-sr")
+    assert (recipe.scale_rounding == "down") == ("pow2" in name)
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ FP8_OPTIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", FP8_OPTIONS)
 def test_options_of_float32_scales_give_their_own_bytes(name: str) -> None:
     rules = [dataclasses.replace(find_recipe(name), **changes) for changes in FP8_OPTIONS[name]]
-    assert same_bytes({number: everything(random_matrix(), rule) for number, rule in enumerate(rules)}) == []
+    assert same_bytes({number: everything(random_matrix(), recipe) for number, recipe in enumerate(rules)}) == []
 
 
 def test_every_choice_of_a_delayed_rule_gives_its_own_histories_and_scales() -> None:
@@ -583,9 +583,9 @@ def test_every_choice_of_a_delayed_rule_gives_its_own_histories_and_scales() -> 
     history, scale = torch.tensor([[3.0, 0.0], [7.0, 7.0], [1.0, 2.0]]), torch.ones(2)
     outputs = {}
     for algorithm, margin, kernel in product(("max", "most-recent"), (0, 1), ("single", "bulk")):
-        rule = Delayed(algorithm, margin, kernel)
-        found = update_scale(history, scale, dataclasses.replace(find_recipe("fp8-delayed-e4m3"), delayed=rule))
-        outputs[rule] = torch.cat([part.flatten() for part in found])
+        recipe = Delayed(algorithm, margin, kernel)
+        found = update_scale(history, scale, dataclasses.replace(find_recipe("fp8-delayed-e4m3"), delayed=recipe))
+        outputs[recipe] = torch.cat([part.flatten() for part in found])
     assert same_bytes(outputs) == []
 
 

@@ -39,7 +39,7 @@ def _tensor(moved: Moved, name: str) -> torch.Tensor:
     return tensor
 
 
-def _rule(moved: Moved) -> Recipe:
+def _recipe(moved: Moved) -> Recipe:
     assert moved.recipe is not None
     return moved.recipe
 
@@ -92,9 +92,9 @@ def _unswizzled(moved: Moved) -> Iterator[Cause]:
 
 
 def _rotation(moved: Moved) -> Iterator[Cause]:
-    x, rule, output = moved.given["x"], _rule(moved), _tensor(moved, "output")
+    x, recipe, output = moved.given["x"], _recipe(moved), _tensor(moved, "output")
     if not moved.free:
-        yield from _giving(output, deviating_rotations(x, rule))
+        yield from _giving(output, deviating_rotations(x, recipe))
         return
 
     def rotate(matrix: torch.Tensor, of: Recipe) -> Ends:
@@ -102,7 +102,7 @@ def _rotation(moved: Moved) -> Iterator[Cause]:
         return interval.lower, interval.upper
 
     at = ordinal.signed_floats(output)
-    for cause, sentence, ends in deviating_ends(x, rule, rotate):
+    for cause, sentence, ends in deviating_ends(x, recipe, rotate):
         low, high = ends()
         inside = (at >= ordinal.signed_floats(low)) & (at <= ordinal.signed_floats(high))
         if bool((inside | (output.isnan() & low.isnan())).all()):
@@ -113,13 +113,13 @@ def _rotation(moved: Moved) -> Iterator[Cause]:
 
 
 def _padding(moved: Moved) -> Iterator[Cause]:
-    x, sizes, rule = moved.given["x"], moved.given["sizes"].tolist(), _rule(moved)
+    x, sizes, recipe = moved.given["x"], moved.given["sizes"].tolist(), _recipe(moved)
     padded, aligned = _tensor(moved, "padded"), _tensor(moved, "padded sizes").tolist()
-    right = [_up(size, rule.row_alignment) for size in sizes]
+    right = [_up(size, recipe.row_alignment) for size in sizes]
     if aligned != right:
         for rows in _ALIGNMENTS:
             if aligned == [_up(size, rows) for size in sizes]:
-                yield f"alignment:{rows}", f"sections are padded to multiples of {rows}, not of {rule.row_alignment}"
+                yield f"alignment:{rows}", f"sections are padded to multiples of {rows}, not of {recipe.row_alignment}"
         return
     sections, starts = torch.split(x, sizes), [sum(right[:number]) for number in range(len(right))]
     together, before = torch.zeros_like(padded), torch.zeros_like(padded)
@@ -130,7 +130,7 @@ def _padding(moved: Moved) -> Iterator[Cause]:
         yield "padding-not-zeroed", "rows of the padding are not 0"
     if same_floats(together, padded):
         yield "sections-not-padded", "sections lie one behind the other, and all the padding behind them"
-    without = pad_sections(x, moved.given["sizes"], rule)[0]
+    without = pad_sections(x, moved.given["sizes"], recipe)[0]
     without[[start for start in starts[1:] if start < len(without)]] = 0
     if same_floats(without, padded):
         yield "padding-wrong-section", "the first row of a section is taken for one of the section before: padding"
@@ -153,12 +153,12 @@ def _unpadding(moved: Moved) -> Iterator[Cause]:
 
 def _history(moved: Moved) -> Iterator[Cause]:
     given = moved.given
-    yield from _giving(_tensor(moved, "history"), deviating_histories(given["history"], given["scale"], _rule(moved)))
+    yield from _giving(_tensor(moved, "history"), deviating_histories(given["history"], given["scale"], _recipe(moved)))
 
 
 def _scale(moved: Moved) -> Iterator[Cause]:
     given = moved.given
-    yield from _giving(_tensor(moved, "scale"), deviating_scales(given["history"], given["scale"], _rule(moved)))
+    yield from _giving(_tensor(moved, "scale"), deviating_scales(given["history"], given["scale"], _recipe(moved)))
 
 
 # ---- sums of columns -------------------------------------------------------------------------------------------------

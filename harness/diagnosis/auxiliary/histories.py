@@ -41,33 +41,37 @@ def deviating_histories(history: torch.Tensor, scale: torch.Tensor, recipe: Reci
         lambda: _rows(zero, history[2:], history[-1:]) if len(history) > 1 else zero,
     )  # fmt: skip
     yield "history-cleared", "the history is all 0", lambda: torch.zeros_like(history)
-    yield _of_rule(history, scale, recipe, "update", 0)
+    yield _with_field(history, scale, recipe, "update", 0)
 
 
 def deviating_scales(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe) -> Iterator[Updated]:
     """Scales (N,), float32, after a step that is wrong in a known way."""
-    rule, most = _rule(recipe), recipe.element.max
+    delayed, most = _delayed(recipe), recipe.element.max
     latest, known = history[0], torch.where(history.isnan(), 0.0, history)
-    amax = known.amax(0) if rule.algorithm == "max" else latest
+    amax = known.amax(0) if delayed.algorithm == "max" else latest
     counts = amax.isfinite() & (amax > 0)
     right = update_scale(history, scale, recipe)[1]
 
-    def of(numbers: torch.Tensor, largest: float = most * 2.0**-rule.margin) -> torch.Tensor:
+    def of(numbers: torch.Tensor, largest: float = most * 2.0**-delayed.margin) -> torch.Tensor:
         updates = numbers.isfinite() & (numbers > 0)
-        if rule.update == "bulk":
+        if delayed.update == "bulk":
             updates &= latest != 0
         return torch.where(updates, _limited(divide(largest, numbers)), scale)
 
     yield "scale-not-updated", "scales stay as they are", lambda: scale
-    yield _of_rule(history, scale, recipe, "algorithm", 1)
-    yield _of_rule(history, scale, recipe, "update", 1)
-    yield "margin-ignored", f"the margin {rule.margin} is ignored", lambda: of(amax, most)
-    yield "margin-inverted", f"the margin {rule.margin} is multiplied by", lambda: of(amax, most * 2.0**rule.margin)
+    yield _with_field(history, scale, recipe, "algorithm", 1)
+    yield _with_field(history, scale, recipe, "update", 1)
+    yield "margin-ignored", f"the margin {delayed.margin} is ignored", lambda: of(amax, most)
+    yield (
+        "margin-inverted",
+        f"the margin {delayed.margin} is multiplied by",
+        lambda: of(amax, most * 2.0**delayed.margin),
+    )
     yield "scale-inverted", "scales are decode scales", lambda: divide(1.0, right)
     yield "amax-without-latest", "the latest amax does not count", lambda: of(_largest(known[1:], latest))
     yield "amax-without-oldest", "the oldest amax does not count", lambda: of(_largest(known[:-1], latest))
     for words, skipped in _PARTS:
-        if rule.algorithm == "max" and skipped.start < len(known):
+        if delayed.algorithm == "max" and skipped.start < len(known):
             yield (
                 "history-partial", f"{words} of the history does not count",
                 lambda skipped=skipped: of(_without(known, skipped).amax(0)),  # type: ignore[misc]
@@ -75,16 +79,16 @@ def deviating_scales(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe)
     yield "amax-of-all-tensors", "every tensor takes the amax of all", lambda: of(amax.amax().expand_as(amax))
     yield (
         "nan-spread", "a NaN in the history leaves the scale as it is",
-        lambda: of(history.amax(0) if rule.algorithm == "max" else latest),
+        lambda: of(history.amax(0) if delayed.algorithm == "max" else latest),
     )  # fmt: skip
     other = E4M3 if recipe.element is E5M2 else E5M2
     yield (
         "max-of-other-format", f"the largest number is that of {other.name}",
-        lambda: of(amax, other.max * 2.0**-rule.margin),
+        lambda: of(amax, other.max * 2.0**-delayed.margin),
     )  # fmt: skip
     yield (
         "scale-order:max*(1/amax)", "scales are max·(1/amax)",
-        lambda: torch.where(counts, _limited(divide(1.0, amax) * (most * 2.0**-rule.margin)), scale),
+        lambda: torch.where(counts, _limited(divide(1.0, amax) * (most * 2.0**-delayed.margin)), scale),
     )  # fmt: skip
     yield (
         "scale-not-clamped", "a scale that overflows is infinite",
@@ -117,15 +121,15 @@ def _limited(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale.isinf(), FLT_MAX, scale)
 
 
-def _rule(recipe: Recipe) -> Delayed:
+def _delayed(recipe: Recipe) -> Delayed:
     assert recipe.delayed is not None
     return recipe.delayed
 
 
-def _of_rule(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe, name: str, which: int) -> Updated:
-    """The update with the other choice of a field of the rule: its history (0) or its scales (1)."""
+def _with_field(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe, name: str, which: int) -> Updated:
+    """The update with the other choice of a field of `Recipe.delayed`: its history (0) or its scales (1)."""
     choices = {"update": ("single", "bulk"), "algorithm": ("max", "most-recent")}[name]
-    rule = _rule(recipe)
-    other = next(choice for choice in choices if choice != getattr(rule, name))
-    changed = replace(recipe, delayed=replace(rule, **{name: other}))  # type: ignore[arg-type]
+    delayed = _delayed(recipe)
+    other = next(choice for choice in choices if choice != getattr(delayed, name))
+    changed = replace(recipe, delayed=replace(delayed, **{name: other}))  # type: ignore[arg-type]
     return f"{name}:{other}", f"the {name} is {other}", lambda: update_scale(history, scale, changed)[which]

@@ -26,8 +26,8 @@ def deviating_rotations(x: torch.Tensor, recipe: Recipe) -> Iterator[tuple[str, 
     Causes can have the same bytes: signs of a mask without any. Raises as `transform` does.
     """
 
-    def rotate(matrix: torch.Tensor, rule: Recipe) -> Ends:
-        rotated = transform(matrix, rule)
+    def rotate(matrix: torch.Tensor, matrix_recipe: Recipe) -> Ends:
+        rotated = transform(matrix, matrix_recipe)
         return rotated, rotated
 
     for cause, sentence, ends in deviating_ends(x, recipe, rotate):

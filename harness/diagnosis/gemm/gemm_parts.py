@@ -151,13 +151,13 @@ def _linear(q: Quantized) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _carrier(rule: Recipe) -> Recipe:
+def _carrier(recipe: Recipe) -> Recipe:
     """A recipe of the same elements and scales, its blocks of one row, without a tensor's factor."""
-    if rule.whole:
-        return replace(rule, block=(WHOLE, WHOLE), packing="low-first")
-    if rule.alpha == "1":
-        return replace(rule, block=(1, rule.block[1]), packing="low-first", transform=None)
-    return replace(find_recipe("nvfp4@qwix"), block=(1, rule.block[1]), packing="low-first")
+    if recipe.whole:
+        return replace(recipe, block=(WHOLE, WHOLE), packing="low-first")
+    if recipe.alpha == "1":
+        return replace(recipe, block=(1, recipe.block[1]), packing="low-first", transform=None)
+    return replace(find_recipe("nvfp4@qwix"), block=(1, recipe.block[1]), packing="low-first")
 
 
 def rows_of(q: Quantized, rows: torch.Tensor) -> Quantized:

@@ -53,50 +53,50 @@ def _judged(outcome: Outcome, wrong: StageResult) -> Judged | None:
 
 def _encode(judged: Judged) -> torch.Tensor | None:
     """The tensor's scale by which the kernel's own stages are judged."""
-    rule, oracle, given = judged.subject.recipe, judged.oracle, judged.given
-    if oracle.amax is None or oracle.tensor_scale is None or rule.tensor_scale == "given":
+    recipe, oracle, given = judged.subject.recipe, judged.oracle, judged.given
+    if oracle.amax is None or oracle.tensor_scale is None or recipe.tensor_scale == "given":
         return oracle.tensor_scale
     if given.tensor_scale is not None:
         return given.tensor_scale
-    return tensor_scale(oracle.amax if given.amax is None else given.amax, rule, judged.subject.x.dtype)
+    return tensor_scale(oracle.amax if given.amax is None else given.amax, recipe, judged.subject.x.dtype)
 
 
 def _of_codes(judged: Judged) -> Iterator[Class]:
-    subject, rule = judged.subject, judged.subject.recipe
+    subject, recipe = judged.subject, judged.subject.recipe
     x, scales = subject.x, linear_scales(judged.kernel)
     factor = used_scale(_encode(judged), scales, judged.given)
-    blocks = per_row(subject.blocks, rule, x.shape[0])
-    rows = per_row(scales, rule, x.shape[0])
-    values = scaled_elements(x, rows, factor, rule, blocks)
-    size, fmt = values.abs(), rule.element
+    blocks = per_row(subject.blocks, recipe, x.shape[0])
+    rows = per_row(scales, recipe, x.shape[0])
+    values = scaled_elements(x, rows, factor, recipe, blocks)
+    size, fmt = values.abs(), recipe.element
     yield "ties", "where the scaled element is a tie", _ties(size, fmt)
     yield from _of_numbers(x)
     yield "saturated", f"where the scaled element is above {fmt.max:g}", size > fmt.max
     smallest = fmt.value(1 << fmt.mantissa_bits)
     yield "subnormal-codes", f"where the scaled element is below {smallest:g}", (size < smallest) & (size > 0)
-    held = elements(stored_along_rows(judged.kernel), x.shape[1], rule)
+    held = elements(stored_along_rows(judged.kernel), x.shape[1], recipe)
     yield "negative-zero", "where the kernel's code is -0", held == fmt.sign_code
-    largest = over_elements(x.abs().float(), blocks, rule, torch.eq)
+    largest = over_elements(x.abs().float(), blocks, recipe, torch.eq)
     yield "largest-of-block", "at the largest element of a block", largest
-    if rule.scale is not FP32 and not rule.whole:
-        stored = decode(rows, rule.scale)
-        for name, words, mask in _of_stored(stored, rule.scale):
+    if recipe.scale is not FP32 and not recipe.whole:
+        stored = decode(rows, recipe.scale)
+        for name, words, mask in _of_stored(stored, recipe.scale):
             yield (
                 name,
                 words,
-                over_elements(torch.zeros_like(x, dtype=torch.float32), mask.float(), rule, torch.add) > 0,
+                over_elements(torch.zeros_like(x, dtype=torch.float32), mask.float(), recipe, torch.add) > 0,
             )
 
 
 def _of_scales(judged: Judged) -> Iterator[Class]:
-    subject, rule = judged.subject, judged.subject.recipe
+    subject, recipe = judged.subject, judged.subject.recipe
     amaxes = subject.blocks
     yield "zero-blocks", "of blocks that are 0", amaxes == 0
     yield "subnormal", "of blocks whose largest element is subnormal", _subnormal(amaxes, subject.x.dtype)
     yield "not-finite", "of blocks with infinity or NaN", ~amaxes.isfinite()
     yield "largest-of-tensor", "of blocks that hold the tensor's largest element", amaxes == tensor_amax(amaxes)
-    if rule.scale is E4M3:
-        unrounded = unrounded_scales(amaxes, _encode(judged), rule, subject.x.dtype)
+    if recipe.scale is E4M3:
+        unrounded = unrounded_scales(amaxes, _encode(judged), recipe, subject.x.dtype)
         yield "ties", "where the scale is a tie before it is rounded", _ties(unrounded, E4M3)
         yield from _of_stored(decode(encode(unrounded, E4M3), E4M3), E4M3)
 

@@ -14,7 +14,8 @@ from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.hadamard import transform
 from narrowgauge.reference.quantize.layout import pack, swap_nibbles, swizzle
-from narrowgauge.reference.quantize.quantize import block_amaxes, encode_elements, random_bytes, row_amax, stored_scales
+from narrowgauge.reference.quantize.in_slabs import encode_elements
+from narrowgauge.reference.quantize.steps import block_amaxes, random_bytes, row_amax, stored_scales
 from narrowgauge.reference.quantize.scaling import element_factors, per_row, scale_elements, tensor_scale
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipes import Recipe
@@ -99,7 +100,7 @@ class Run:
             return None
         if self.recipe.tensor_scale == "given" and self.evidence.encode is not None:
             return self.evidence.encode
-        decodes = [rule.tensor_scale == "amax/max" for rule in (self.recipe, self.evidence.subject.recipe)]
+        decodes = [recipe.tensor_scale == "amax/max" for recipe in (self.recipe, self.evidence.subject.recipe)]
         if "tensor scale" in self.evidence.shown and decodes[0] == decodes[1]:
             return self.evidence.shown["tensor scale"]
         return self.stage("tensor scale")

@@ -82,13 +82,16 @@ def _fields(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             named = _NAMED.get((field, value), (cause.format(value), sentence.format(value)))
             if field == "candidates" and "6" not in (value, recipe.candidates):
                 named = _MEASURE[0], _MEASURE[1].format(*(w[-3:] for w in (value, recipe.candidates)))
-            for rule in _recipes(recipe, field, value):
-                if (recipe.element_scale, rule.element_scale) == _CLAMPED:  # the same order of operations
-                    named = f"zero-scale:{rule.zero_scale}", f"elements: a scale of 0 is taken for {rule.zero_scale}"
+            for variant in _recipes(recipe, field, value):
+                if (recipe.element_scale, variant.element_scale) == _CLAMPED:  # the same order of operations
+                    named = (
+                        f"zero-scale:{variant.zero_scale}",
+                        f"elements: a scale of 0 is taken for {variant.zero_scale}",
+                    )
                 # FP8 may scale elements by the encode scale itself, or by the inverse that it stores.
                 later = _CODES if recipe.scale is FP32 and stages == _SCALES and not recipe.whole else frozenset()
                 changed = _AFTER_AMAX if field == "scale_rounding" and recipe.whole else stages
-                yield QuantizeDeviation(*named, changed, recipe=rule, lenient=later)
+                yield QuantizeDeviation(*named, changed, recipe=variant, lenient=later)
 
 
 def _recipes(recipe: Recipe, field: str, value: str) -> list[Recipe]:
@@ -111,10 +114,10 @@ def _numbers(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Fields that hold numbers and formats."""
     if recipe.scale is E4M3 and recipe.tensor_scale != "none":
         other = 256.0 if recipe.scale_max == 448.0 else 448.0
-        rule = replace(recipe, scale_max=other)
+        changed = replace(recipe, scale_max=other)
         for stages in (_AFTER_AMAX, frozenset({"tensor scale"})):  # the errors of 4over6 have that number too
             yield QuantizeDeviation(
-                f"scale-max-{other:g}", f"the largest scale is mapped to {other:g}", stages, recipe=rule
+                f"scale-max-{other:g}", f"the largest scale is mapped to {other:g}", stages, recipe=changed
             )
     if recipe.smallest_amax:
         yield QuantizeDeviation(
@@ -152,8 +155,8 @@ def _dialects(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             continue
         name = recipe.name if dialect == DEFAULT_DIALECT else f"{recipe.name}@{dialect}"
         with suppress(ValueError):
-            rule = find_recipe(name)
-            if all(getattr(rule, name) == getattr(recipe, name) for name in _OF_QUANTIZING):
+            changed = find_recipe(name)
+            if all(getattr(changed, name) == getattr(recipe, name) for name in _OF_QUANTIZING):
                 continue  # that one differs in what is done with a quantized matrix
             words = f"the choices of dialect {dialect}, in place of {recipe.dialect}"
-            yield QuantizeDeviation(f"dialect:{dialect}", words, _ALL, recipe=rule)
+            yield QuantizeDeviation(f"dialect:{dialect}", words, _ALL, recipe=changed)

@@ -12,7 +12,7 @@ from narrowgauge.harness.diagnosis.auxiliary.rotations import deviating_rotation
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Run
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.hadamard import transform
-from narrowgauge.reference.quantize.quantize import block_amaxes, row_amax
+from narrowgauge.reference.quantize.steps import block_amaxes, row_amax
 from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.recipes import RHT_SIGNS, Hadamard, Recipe, find_recipe
 

@@ -15,7 +15,7 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.quantize.layout import unpack
-from narrowgauge.reference.quantize.quantize import random_bytes
+from narrowgauge.reference.quantize.steps import random_bytes
 from narrowgauge.spec.arguments import split_random
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
@@ -98,21 +98,21 @@ class Given:
 
 
 def judge_halves(
-    x: torch.Tensor, r: Recipe, given: Given, halves: tuple[Quantized | None, Quantized | None]
+    x: torch.Tensor, recipe: Recipe, given: Given, halves: tuple[Quantized | None, Quantized | None]
 ) -> Verdict:
     """Judge a rowwise and a columnwise half of `x` (M, K), those that there are."""
     verdict = Verdict()
     bits = split_random(given.random)
     for columnwise, (half, amax, random) in enumerate(zip(halves, given.amax, bits, strict=True)):
         if half is not None:
-            _judge_half(verdict, x, r, half, amax, given.scale, random, columnwise=bool(columnwise))
+            _judge_half(verdict, x, recipe, half, amax, given.scale, random, columnwise=bool(columnwise))
     return verdict
 
 
-def judge_quantized(x: torch.Tensor, r: Recipe, given: Given, q: Quantized) -> Verdict:
+def judge_quantized(x: torch.Tensor, recipe: Recipe, given: Given, q: Quantized) -> Verdict:
     """Judge `quantize` of `x` (M, K), which rotates rows where the recipe rotates."""
     verdict = Verdict()
-    _judge_half(verdict, x, r, q, given.amax[0], given.scale, given.random, columnwise=False, alone=True)
+    _judge_half(verdict, x, recipe, q, given.amax[0], given.scale, given.random, columnwise=False, alone=True)
     return verdict
 
 
@@ -130,16 +130,16 @@ def _judge_half(
 ) -> None:
     """One orientation, some lines at a time. `alone`: of `quantize`, which rotates rows; `quantize_both` does not."""
     lines, length = x.shape[::-1] if columnwise else x.shape
-    rule = r if columnwise or alone else r.rowwise
-    whole = rule.tensor_scale != "none" and rule.granularity == "tensor"
+    recipe = r if columnwise or alone else r.rowwise
+    whole = recipe.tensor_scale != "none" and recipe.granularity == "tensor"
     name = "columnwise" if columnwise else "rowwise"
     if whole and amax is None:
-        amax = _largest(x, rule, columnwise=columnwise)
+        amax = _largest(x, recipe, columnwise=columnwise)
     if whole:
         assert amax is not None
         verdict.equal(f"{name} amax", q.required_amax, amax)
     for at in parts(lines, length):
-        words = None if random is None else _words(random, (lines, length), at, x.device, rule)
+        words = None if random is None else _words(random, (lines, length), at, x.device, recipe)
         part = amax if whole or amax is None else amax[at]
         if columnwise:
             bits = None if words is None else (None, words)
@@ -148,44 +148,46 @@ def _judge_half(
             )[1]
             assert expected is not None
         else:
-            expected = reference.quantize(x[at], rule, amax=part, scale=scale, random=words)
+            expected = reference.quantize(x[at], recipe, amax=part, scale=scale, random=words)
         _judge_part(verdict, name, q, expected, at, whole=whole)
 
 
 def _judge_part(verdict: Verdict, name: str, q: Quantized, expected: Quantized, at: slice, *, whole: bool) -> None:
-    r = expected.recipe
-    height = r.stored_rows
-    scaled = slice(None) if r.whole else slice(at.start // height, -(-at.stop // height))
+    recipe = expected.recipe
+    height = recipe.stored_rows
+    scaled = slice(None) if recipe.whole else slice(at.start // height, -(-at.stop // height))
     codes, scales = (q.codes[:, at], q.scales[:, scaled]) if q.transposed else (q.codes[at], q.scales[scaled])
     if not whole and expected.amax is not None and q.amax is not None:
         verdict.equal(f"{name} amax", q.amax[at], expected.amax)
-    if r.scale is FP32:
+    if recipe.scale is FP32:
         verdict.equal(f"{name} scales", scales, expected.scales)
     else:
-        verdict.add(exact_codes(f"{name} scales", scales, expected.scales, r.scale, noun="scales", describe=_describe))
+        verdict.add(
+            exact_codes(f"{name} scales", scales, expected.scales, recipe.scale, noun="scales", describe=_describe)
+        )
     if torch.equal(codes, expected.codes):  # without a byte for every element
         verdict.compared += expected.shape[0] * expected.shape[1]
         return
     mine, theirs = (
-        unpack(some, expected.shape[1]) if r.element.bits == 4 else some for some in (codes, expected.codes)
+        unpack(some, expected.shape[1]) if recipe.element.bits == 4 else some for some in (codes, expected.codes)
     )
-    verdict.add(exact_codes(f"{name} codes", mine, theirs, r.element, noun="codes", describe=_describe))
+    verdict.add(exact_codes(f"{name} codes", mine, theirs, recipe.element, noun="codes", describe=_describe))
 
 
-def _largest(x: torch.Tensor, r: Recipe, *, columnwise: bool) -> torch.Tensor:
+def _largest(x: torch.Tensor, recipe: Recipe, *, columnwise: bool) -> torch.Tensor:
     """max|x| of a matrix without NaN, rotated where the recipe rotates, float32 (1,)."""
     lines, length = x.shape[::-1] if columnwise else x.shape
     found = []
     for at in parts(lines, length):
         cut = x[:, at].T.contiguous() if columnwise else x[at]
-        cut = cut if r.transform is None else reference.transform(cut, r)
+        cut = cut if recipe.transform is None else reference.transform(cut, recipe)
         found.append(cut.abs().amax().float())
     return torch.stack(found).amax().view(1)
 
 
-def _words(random: Any, shape: tuple[int, int], at: slice, device: torch.device, r: Recipe) -> torch.Tensor:
+def _words(random: Any, shape: tuple[int, int], at: slice, device: torch.device, recipe: Recipe) -> torch.Tensor:
     """The random words of some lines of a matrix, int32."""
-    return random_bytes(random, shape, at, device, r.block[1]).contiguous().view(torch.int32)
+    return random_bytes(random, shape, at, device, recipe.block[1]).contiguous().view(torch.int32)
 
 
 def judge_values(actual: torch.Tensor, q: Quantized) -> Verdict:
@@ -196,11 +198,11 @@ def judge_values(actual: torch.Tensor, q: Quantized) -> Verdict:
     return verdict
 
 
-def judge_rotated(actual: torch.Tensor, x: torch.Tensor, r: Recipe) -> Verdict:
+def judge_rotated(actual: torch.Tensor, x: torch.Tensor, recipe: Recipe) -> Verdict:
     """Judge `transform` of `x`."""
     verdict = Verdict()
     for at in parts(*x.shape):
-        verdict.equal("output", actual[at], reference.transform(x[at], r))
+        verdict.equal("output", actual[at], reference.transform(x[at], recipe))
     return verdict
 
 

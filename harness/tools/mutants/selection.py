@@ -24,16 +24,16 @@ _NAMES: dict[Format, str] = {E4M3: "nvfp4", E8M0: "mx", FP32: "fp8"}
 """What the sources of a recipe are called by, by the format of its scales."""
 
 
-def _quantizes(r: Recipe, *, strided: bool = False, both: bool = False) -> set[str]:
+def _quantizes(recipe: Recipe, *, strided: bool = False, both: bool = False) -> set[str]:
     """What quantizing takes, of a `strided` tensor, one orientation or `both`."""
-    found = {f"quantize_{_NAMES[r.scale]}"}
-    if r.tensor_scale == "none":
+    found = {f"quantize_{_NAMES[recipe.scale]}"}
+    if recipe.tensor_scale == "none":
         return found  # no amax
-    if r.transform is not None:
-        if r.transform.group == _FUSED_GROUP:
+    if recipe.transform is not None:
+        if recipe.transform.group == _FUSED_GROUP:
             return found | {"amax_blocks"}
         return found | {"hadamard", "amax"} | ({"amax_blocks"} if strided or both else set())
-    if r.granularity == "row":
+    if recipe.granularity == "row":
         return found | {"amax_blocks"}
     return found | ({"amax", "amax_blocks"} if strided else {"amax"})  # a transpose lies without gaps, too
 

@@ -69,13 +69,13 @@ def _made(names: str, *, module: bool) -> Given:
     return Given(x, w, c, (find_recipe(x_name), find_recipe(w_name), find_recipe(out_name)))
 
 
-def _options(x: torch.Tensor, r: Recipe, number: int, count: int = 1) -> dict[str, Any]:
+def _options(x: torch.Tensor, recipe: Recipe, number: int, count: int = 1) -> dict[str, Any]:
     """What quantizing takes beside the tensor."""
     options: dict[str, Any] = {}
-    if r.rounding == "stochastic":
+    if recipe.rounding == "stochastic":
         options["random"] = (SEED, number)
-    if r.delayed:
-        options["scale"] = (r.element.max / x.float().abs().max()).repeat(count)
+    if recipe.delayed:
+        options["scale"] = (recipe.element.max / x.float().abs().max()).repeat(count)
     return options
 
 
@@ -90,8 +90,8 @@ def _product(ops: Any, given: Given, a: Any, b: Any, **options: Any) -> tuple[to
 
 
 def _gemm(ops: Any, given: Given, **options: Any) -> tuple[torch.Tensor, Parts]:
-    rule, other, _ = given.recipes
-    a = ops.quantize(given.x, rule, **_options(given.x, rule, 0))
+    recipe, other, _ = given.recipes
+    a = ops.quantize(given.x, recipe, **_options(given.x, recipe, 0))
     b = ops.quantize(given.w, other, **_options(given.w, other, 1))
     return _product(ops, given, a, b, **options)
 
@@ -102,8 +102,8 @@ def _gemm_with_c(ops: Any, given: Given) -> tuple[torch.Tensor, Parts]:
 
 def _gemm_nt(ops: Any, given: Given) -> tuple[torch.Tensor, Parts]:
     halves = [
-        ops.quantize_both(matrix.T.contiguous(), r, rowwise=False, **_options(matrix, r, number))[1]
-        for number, (matrix, r) in enumerate(zip((given.x, given.w), given.recipes, strict=False))
+        ops.quantize_both(matrix.T.contiguous(), recipe, rowwise=False, **_options(matrix, recipe, number))[1]
+        for number, (matrix, recipe) in enumerate(zip((given.x, given.w), given.recipes, strict=False))
     ]
     return _product(ops, given, *halves)
 
@@ -111,12 +111,12 @@ def _gemm_nt(ops: Any, given: Given) -> tuple[torch.Tensor, Parts]:
 def _gemm_swizzled(ops: Any, given: Given) -> tuple[torch.Tensor, Parts]:
     operands: list[Any] = []
     parts: Parts = {}
-    for name, matrix, r in zip("xw", (given.x, given.w), given.recipes, strict=False):
-        swizzled = ops.quantize(matrix, r, swizzled=True)
-        plain = ops.quantize(matrix, r)
+    for name, matrix, recipe in zip("xw", (given.x, given.w), given.recipes, strict=False):
+        swizzled = ops.quantize(matrix, recipe, swizzled=True)
+        plain = ops.quantize(matrix, recipe)
         # No product takes swizzled scales as they are: they are brought back as its user would do it.
         scales = reference.unswizzle(swizzled.scales, plain.scales.shape)
-        operands.append(type(plain)(swizzled.codes, scales, swizzled.amax, r, plain.shape, swizzled.tensor_scale))
+        operands.append(type(plain)(swizzled.codes, scales, swizzled.amax, recipe, plain.shape, swizzled.tensor_scale))
         parts |= _bytes(swizzled, f"{name}, swizzled")
     out, of_product = _product(ops, given, *operands)
     return out, parts | of_product
@@ -124,12 +124,12 @@ def _gemm_swizzled(ops: Any, given: Given) -> tuple[torch.Tensor, Parts]:
 
 def _gemm_grouped(ops: Any, given: Given, *, padded: bool = False) -> tuple[torch.Tensor, Parts]:
     sizes = torch.tensor(SIZES)
-    rule, other, _ = given.recipes
-    x, counts = (ops.pad_sections(given.x, sizes, rule)) if padded else (given.x, sizes)
-    a = ops.quantize_grouped(x, counts, rule, **_options(given.x, rule, 0, len(SIZES)))
+    recipe, other, _ = given.recipes
+    x, counts = (ops.pad_sections(given.x, sizes, recipe)) if padded else (given.x, sizes)
+    a = ops.quantize_grouped(x, counts, recipe, **_options(given.x, recipe, 0, len(SIZES)))
     b = ops.quantize(given.w, other, **_options(given.w, other, 1))
     out = ops.gemm_grouped(a, [b] * len(SIZES), out_dtype=torch.bfloat16)
-    whole = ops.unpad_sections(out, sizes, rule) if padded else out
+    whole = ops.unpad_sections(out, sizes, recipe) if padded else out
     return whole, {"padded": x, **_bytes(a, "x"), **_bytes(b, "w"), "output": out}
 
 
@@ -138,8 +138,8 @@ def _gemm_padded(ops: Any, given: Given) -> tuple[torch.Tensor, Parts]:
 
 
 def _gemm_quantized(ops: Any, given: Given) -> tuple[torch.Tensor, Parts]:
-    rule, other, out_rule = given.recipes
-    a = ops.quantize(given.x, rule, **_options(given.x, rule, 0))
+    recipe, other, out_rule = given.recipes
+    a = ops.quantize(given.x, recipe, **_options(given.x, recipe, 0))
     b = ops.quantize(given.w, other, **_options(given.w, other, 1))
     scale = torch.tensor([out_rule.element.max / float(given.exact.abs().max())])
     options = {"scale": scale} if out_rule.delayed else {}

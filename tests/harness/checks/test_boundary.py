@@ -226,8 +226,8 @@ def test_every_code_between_every_two_ends(low, high):
 def test_an_amax_that_is_no_bfloat16_number_is_refused():
     door = rotating()["quantize"]
 
-    def finer(x, rule):
-        q = door(x, rule)
+    def finer(x, recipe):
+        q = door(x, recipe)
         return replace(q, amax=q.amax * (1 + 2.0**-12), tensor_scale=None)
 
     record = run_case(replace(ROTATED, inputs="spread"), backend(quantize=finer))

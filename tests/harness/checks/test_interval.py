@@ -22,7 +22,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-def rule(group: int):
+def rotating_recipe(group: int):
     return find_recipe("nvfp4-rht" if group == 16 else f"nvfp4-rht{group}")
 
 
@@ -47,14 +47,14 @@ def outside(y: torch.Tensor, interval: Interval) -> torch.Tensor:
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_order_or_tree_of_additions_leaves_it(group, family):
     x = matrix(family)
-    interval = rotated_interval(x, rule(group))
+    interval = rotated_interval(x, rotating_recipe(group))
     assert not bool(interval.undetermined.any())
-    products = terms(x, rule(group).transform)
+    products = terms(x, rotating_recipe(group).transform)
     generator = torch.Generator().manual_seed(group)
     for _ in range(24 if group <= 32 else 4):
         y = any_tree(products, generator).bfloat16().view(x.shape)
         assert not bool(outside(y, interval).any())
-    assert not bool(outside(reference.transform(x, rule(group)), interval).any())
+    assert not bool(outside(reference.transform(x, rotating_recipe(group)), interval).any())
     once = products.double().sum(-1).float().bfloat16().view(x.shape)  # a kernel with a wider accumulator
     assert not bool(outside(once, interval).any())
 
@@ -64,8 +64,8 @@ def test_thousands_of_trees_of_hard_sums():
     generator = torch.Generator().manual_seed(7)
     spread = matrix("spread", 512, 16)
     seen = set()
-    interval = rotated_interval(spread, rule(16))
-    products = terms(spread, rule(16).transform)
+    interval = rotated_interval(spread, rotating_recipe(16))
+    products = terms(spread, rotating_recipe(16).transform)
     for _ in range(3000):
         y = any_tree(products, generator).bfloat16().view(spread.shape)
         assert not bool(outside(y, interval).any())
@@ -76,7 +76,7 @@ def test_thousands_of_trees_of_hard_sums():
 def exact(row: list[float], column: int, group: int) -> tuple[Fraction, Fraction, int]:
     """Sum, sum of magnitudes and count of the products of one output, in rationals."""
     c = Fraction(coefficient(group))
-    sigma = signs(rule(group).transform).tolist()
+    sigma = signs(rotating_recipe(group).transform).tolist()
     products = [
         Fraction(v) * c * int(s) * (-1) ** bin(k & column).count("1")
         for k, (v, s) in enumerate(zip(row, sigma, strict=True))
@@ -89,7 +89,7 @@ def exact(row: list[float], column: int, group: int) -> tuple[Fraction, Fraction
 def test_it_is_as_narrow_as_the_rule_says(group, family):
     """In rationals: the ends are v ± (n - 1)·u·A, one float32 outward at most, rounded to bfloat16; v where exact."""
     x = matrix(family, 4, 128)
-    interval = rotated_interval(x, rule(group))
+    interval = rotated_interval(x, rotating_recipe(group))
     for row in range(4):
         for column in range(128):
             start = column // group * group
@@ -105,14 +105,14 @@ def test_it_is_as_narrow_as_the_rule_says(group, family):
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_sum_that_cannot_round_is_known(group):
     x = torch.randint(-7, 8, (64, 2 * group), generator=torch.Generator().manual_seed(3)).bfloat16()
-    interval = rotated_interval(x, rule(group))
+    interval = rotated_interval(x, rotating_recipe(group))
     assert torch.equal(interval.lower, interval.upper)  # but for the sign of 0
-    assert torch.equal(interval.lower, reference.transform(x, rule(group)))
+    assert torch.equal(interval.lower, reference.transform(x, rotating_recipe(group)))
 
 
 def test_a_sum_of_zero_has_either_sign():
     for x in (torch.zeros(1, 16), -torch.zeros(1, 16), torch.tensor([[1.0, 1.0, *[0.0] * 14]])):
-        interval = rotated_interval(x.bfloat16(), rule(16))
+        interval = rotated_interval(x.bfloat16(), rotating_recipe(16))
         zero = interval.lower == 0
         assert bool(zero.any())
         assert bool(interval.lower[zero].signbit().all())
@@ -122,8 +122,8 @@ def test_a_sum_of_zero_has_either_sign():
 def test_what_is_not_finite_is_known():
     x = torch.zeros(3, 16).bfloat16()
     x[0, 3], x[1, 3], x[2, 3], x[2, 4] = torch.inf, torch.nan, torch.inf, torch.inf
-    interval = rotated_interval(x, rule(16))
-    expected = reference.transform(x, rule(16))
+    interval = rotated_interval(x, rotating_recipe(16))
+    expected = reference.transform(x, rotating_recipe(16))
     for end in (interval.lower, interval.upper):
         assert torch.equal(end.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
     assert not bool(interval.undetermined.any())
@@ -134,7 +134,7 @@ def test_a_sum_that_may_overflow_is_anything():
     x = torch.zeros(2, 16).bfloat16()
     x[0, :8] = torch.finfo(torch.bfloat16).max
     x[1, :3] = torch.finfo(torch.bfloat16).max
-    interval = rotated_interval(x, rule(16))
+    interval = rotated_interval(x, rotating_recipe(16))
     assert interval.undetermined.tolist() == [[True] * 16, [False] * 16]
     assert bool((interval.lower[0] == -torch.inf).all())
     assert bool((interval.upper[0] == torch.inf).all())
@@ -157,7 +157,7 @@ def test_powers_of_two_are_exact():
 
 def test_it_raises_as_the_transform_does():
     with pytest.raises(TypeError, match="rotates bfloat16, not float32"):
-        rotated_interval(torch.zeros(2, 16), rule(16))
+        rotated_interval(torch.zeros(2, 16), rotating_recipe(16))
     with pytest.raises(ValueError, match="rotates whole groups of 16"):
-        rotated_interval(torch.zeros(2, 17).bfloat16(), rule(16))
-    assert rotated_interval(torch.zeros(0, 16).bfloat16(), rule(16)).lower.shape == (0, 16)
+        rotated_interval(torch.zeros(2, 17).bfloat16(), rotating_recipe(16))
+    assert rotated_interval(torch.zeros(0, 16).bfloat16(), rotating_recipe(16)).lower.shape == (0, 16)

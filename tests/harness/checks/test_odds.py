@@ -12,22 +12,24 @@ from narrowgauge.spec.recipes import find_recipe
 
 @pytest.mark.parametrize("name", ["nvfp4-sr", "mxfp8-e4m3-sr", "mxfp8-e5m2-sr", "mxfp6-e3m2-sr", "mxfp6-e2m3-sr"])
 def test_odds_are_what_all_256_bytes_give(name):
-    rule = find_recipe(name)
-    top = rule.element.max
+    recipe = find_recipe(name)
+    top = recipe.element.max
     generator = torch.Generator().manual_seed(1)
     spread = torch.randn(300, generator=generator) * torch.tensor(
-        [1.0, top / 4, 2.0 ** (1 - rule.element.bias)]
+        [1.0, top / 4, 2.0 ** (1 - recipe.element.bias)]
     ).repeat(100)
-    marks = torch.arange(0, 1025) / 256 * 2.0 ** (1 - rule.element.bias)  # multiples of 1/256 of a step and beside them
+    marks = (
+        torch.arange(0, 1025) / 256 * 2.0 ** (1 - recipe.element.bias)
+    )  # multiples of 1/256 of a step and beside them
     beside = torch.cat([marks, torch.nextafter(marks, torch.tensor(0.0)), torch.nextafter(marks, torch.tensor(1e9))])
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, top, -top, top * 1.01, top * 0.999])
     scaled = torch.cat([spread, beside, -beside, special]).view(1, -1)
-    odds = odds_of(scaled, scaled, rule)
+    odds = odds_of(scaled, scaled, recipe)
     every = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, *scaled.shape)
-    codes = element_codes(scaled.expand(256, *scaled.shape), rule, every.contiguous())
-    assert not odds.outside(codes, rule).any()
-    count = odds.up(codes, rule).sum(0)
-    assert torch.equal(odds.outside((codes[0] ^ rule.element.sign_code), rule) > 0, torch.ones_like(scaled).bool())
+    codes = element_codes(scaled.expand(256, *scaled.shape), recipe, every.contiguous())
+    assert not odds.outside(codes, recipe).any()
+    count = odds.up(codes, recipe).sum(0)
+    assert torch.equal(odds.outside((codes[0] ^ recipe.element.sign_code), recipe) > 0, torch.ones_like(scaled).bool())
     known = odds.chance != UNKNOWN
     assert torch.equal(count[known], odds.chance[known].long())
     moves = odds.least != odds.greatest
@@ -41,12 +43,12 @@ def test_odds_are_what_all_256_bytes_give(name):
 
 
 def test_odds_of_an_interval_are_those_of_both_ends():
-    rule = find_recipe("nvfp4-sr")
+    recipe = find_recipe("nvfp4-sr")
     lower, upper = torch.tensor([[0.4, -0.1, 1.0, -0.0, 2.2]]), torch.tensor([[0.6, 0.1, 1.2, 0.0, 2.2]])
-    odds = odds_of(lower, upper, rule)
+    odds = odds_of(lower, upper, recipe)
     order = [15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7]
     right = [
-        [code for code in order if not odds.outside(torch.full((1, 5), code, dtype=torch.uint8), rule)[0, column]]
+        [code for code in order if not odds.outside(torch.full((1, 5), code, dtype=torch.uint8), recipe)[0, column]]
         for column in range(5)
     ]
     assert right == [[0, 1, 2], [9, 8, 0, 1], [2, 3], [8, 0], [4, 5]]

@@ -19,7 +19,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import elements, pack
-from narrowgauge.reference.quantize.quantize import random_bytes
+from narrowgauge.reference.quantize.steps import random_bytes
 from narrowgauge.spec.quantized import words_shape
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import rotating
@@ -41,12 +41,12 @@ def stage(record, name="codes"):
 def drawing(change):
     """A quantize that rounds by the bytes that `change` makes of Philox's, uint8 (M, K), and of seed and offset."""
 
-    def quantize(x, rule, *, random, **options):
+    def quantize(x, recipe, *, random, **options):
         shape = tuple(x.shape)
         width = words_shape(shape)[1] * 4
-        own = random_bytes(random, (shape[0], width), slice(0, shape[0]), x.device, find_recipe(rule).block[1])
+        own = random_bytes(random, (shape[0], width), slice(0, shape[0]), x.device, find_recipe(recipe).block[1])
         words = change(own.clone(), *random).contiguous().view(torch.int32)
-        return reference.quantize(x, rule, random=words, **options)
+        return reference.quantize(x, recipe, random=words, **options)
 
     return quantize
 
@@ -54,8 +54,8 @@ def drawing(change):
 def spoiling(change):
     """A quantize that changes the codes of the reference's, uint8 (M, K) one an element: a new tensor."""
 
-    def quantize(x, rule, *, random, **options):
-        q = reference.quantize(x, rule, random=random, **options)
+    def quantize(x, recipe, *, random, **options):
+        q = reference.quantize(x, recipe, random=random, **options)
         codes = change(elements(q.codes, q.shape[1], q.recipe).clone(), q, x, random)
         return replace(q, codes=pack(codes) if q.recipe.element.bits == 4 else codes)
 
@@ -283,8 +283,8 @@ def test_a_later_call_is_looked_at_as_the_first_is():
 
 
 def test_findings_of_a_half_that_is_made_in_place_are_in_the_coordinates_of_x():
-    def both(x, rule, *, rowwise=True, random=None, **options):
-        row, column = reference.quantize_both(x, rule, rowwise=rowwise, random=random, **options)
+    def both(x, recipe, *, rowwise=True, random=None, **options):
+        row, column = reference.quantize_both(x, recipe, rowwise=rowwise, random=random, **options)
         column.codes[5, 3] ^= 0x10  # two steps of the exponent away
         return row, column
 
@@ -298,8 +298,8 @@ def test_findings_of_a_half_that_is_made_in_place_are_in_the_coordinates_of_x():
 
 def test_scales_and_amax_stay_exact():
     def spoil(part):
-        def quantize(x, rule, *, random, **options):
-            q = reference.quantize(x, rule, random=random, **options)
+        def quantize(x, recipe, *, random, **options):
+            q = reference.quantize(x, recipe, random=random, **options)
             getattr(q, part).view(-1)[0] += 1
             return replace(q, tensor_scale=None)
 
@@ -316,9 +316,9 @@ def test_only_codes_may_differ_between_two_calls(part, monkeypatch):
     monkeypatch.setattr(rounding, "DRAWS", FEW // 10)
     calls = []
 
-    def quantize(x, rule, *, random, **options):
+    def quantize(x, recipe, *, random, **options):
         calls.append(random)
-        q = reference.quantize(x, rule, random=(random[0] + len(calls), random[1]), **options)
+        q = reference.quantize(x, recipe, random=(random[0] + len(calls), random[1]), **options)
         if part == "scales" and len(calls) == 2:
             q.scales[0, 0] += 1
         return q
@@ -330,8 +330,8 @@ def test_only_codes_may_differ_between_two_calls(part, monkeypatch):
 def test_codes_that_are_never_written_are_found():
     """Nothing compares them with those of the second run: poison is no neighbour of every value."""
 
-    def quantize(x, rule, *, random, **options):
-        q = reference.quantize(x, rule, random=random, **options)
+    def quantize(x, recipe, *, random, **options):
+        q = reference.quantize(x, recipe, random=random, **options)
         codes = torch.empty_like(q.codes)
         codes[:-1] = q.codes[:-1]
         return replace(q, codes=codes)
@@ -346,10 +346,10 @@ def test_halves_that_are_made_alone_may_have_other_codes_and_no_other_scales(mon
     case = replace(NVFP4, shape=(32, 32), flags=("both",))
 
     def door(spoiled):
-        def both(x, rule, *, columnwise=True, random, **options):
+        def both(x, recipe, *, columnwise=True, random, **options):
             alone = 7 if columnwise else 0
             row, column = reference.quantize_both(
-                x, rule, columnwise=columnwise, random=(random[0], random[1] + alone), **options
+                x, recipe, columnwise=columnwise, random=(random[0], random[1] + alone), **options
             )
             if spoiled and not columnwise:
                 row.scales[0, 0] += 1
@@ -389,8 +389,8 @@ def test_a_recipe_that_rounds_to_nearest_is_judged_byte_for_byte():
 
 
 def test_an_odd_row_ends_with_a_nibble_of_0():
-    def spoil(x, rule, *, random, **options):
-        q = reference.quantize(x, rule, random=random, **options)
+    def spoil(x, recipe, *, random, **options):
+        q = reference.quantize(x, recipe, random=random, **options)
         q.codes[3, -1] |= 0x10
         return q
 
@@ -401,9 +401,9 @@ def test_an_odd_row_ends_with_a_nibble_of_0():
 def test_inputs_without_anything_random_are_called_once_and_pass():
     calls = []
 
-    def quantize(x, rule, **options):
+    def quantize(x, recipe, **options):
         calls.append(options["random"])
-        return reference.quantize(x, rule, **options)
+        return reference.quantize(x, recipe, **options)
 
     record = run_case(replace(NVFP4, inputs="zeros"), black_box(quantize=quantize))
     assert (record.verdict, record.draws, record.p_value) == ("pass", 0, None)
@@ -419,9 +419,9 @@ def test_a_rotation_of_free_order_leaves_out_what_it_does_not_know(monkeypatch):
     for declared, door in (("random", kernel), ("transform", reference.quantize)):
         calls = []
 
-        def counted(x, rule, *, door=door, calls=calls, **options):
+        def counted(x, recipe, *, door=door, calls=calls, **options):
             calls.append(options["random"])
-            return door(x, rule, **options)
+            return door(x, recipe, **options)
 
         declares = {"random": "own", "transform": "butterfly"} if declared == "transform" else {"random": "own"}
         record = run_case(case, Backend(declared, SimpleNamespace(quantize=counted, declares=declares)))
@@ -433,7 +433,7 @@ def test_a_rotation_of_free_order_leaves_out_what_it_does_not_know(monkeypatch):
     straddling = int((subject.interval.lower != subject.interval.upper).sum())
     assert 0 < a_call["transform"] - a_call["random"] <= straddling
 
-    wrong = run_case(case, black_box(quantize=lambda x, rule, **options: drop_bits(kernel(x, rule, **options))))
+    wrong = run_case(case, black_box(quantize=lambda x, recipe, **options: drop_bits(kernel(x, recipe, **options))))
     assert (wrong.verdict, wrong.stage) == ("fail", "codes")
 
 

@@ -95,15 +95,15 @@ def test_chernoff_s_bound_holds():
 
 def test_p_values_of_a_right_sampler_are_never_too_small():
     """Of 400 seeds no more than chance allows have a p-value of at most t: for every test, and for all of them."""
-    rule = find_recipe("nvfp4-sr")
+    recipe = find_recipe("nvfp4-sr")
     generator = torch.Generator().manual_seed(20)
     scaled = torch.rand(6, 32, generator=generator) * 12 - 6
-    odds = odds_of(scaled, scaled, rule)
+    odds = odds_of(scaled, scaled, recipe)
     odds.chance[odds.chance > 0] = (odds.chance[odds.chance > 0] // 32 * 32 + 16).to(torch.int16)
     share = odds.chance.clamp(min=0) / 256
     runs, found, smallest = 400, {}, []
     for _ in range(runs):
-        tally = Tally(odds, rule, scaled.signbit())
+        tally = Tally(odds, recipe, scaled.signbit())
         tally.add(torch.rand(6, 6, 32, generator=generator) < share)
         tally.add_seed(torch.rand(6, 32, generator=generator) < share)
         chances = tally.chances()

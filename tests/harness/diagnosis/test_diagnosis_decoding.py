@@ -16,9 +16,9 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
 
 
-def causes(dequantize, rule="nvfp4", inputs="normal", dtype="fp32"):
+def causes(dequantize, recipe="nvfp4", inputs="normal", dtype="fp32"):
     """Exact causes of a case whose dequantize is this one, all else being the reference's."""
-    case = Case("quantize", rule, (32, 64), dtype, inputs)
+    case = Case("quantize", recipe, (32, 64), dtype, inputs)
     record = run_case(case, backend(quantize=reference.quantize, dequantize=dequantize))
     assert (record.verdict, record.stage) == ("fail", "values"), record.message
     return [e["cause"] for e in record.explanations if e["exact"]]
@@ -86,8 +86,8 @@ def test_a_columnwise_half_in_place():
     def dequantize(q, dtype=torch.float32):
         return reference.dequantize(replace(q, scales=q.scales.roll(-1, 0).contiguous()), dtype)
 
-    def both(x, rule, *, rowwise=True, **options):
-        return reference.quantize_both(x, rule, rowwise=rowwise, **options)
+    def both(x, recipe, *, rowwise=True, **options):
+        return reference.quantize_both(x, recipe, rowwise=rowwise, **options)
 
     case = Case("quantize", "mxfp8-e4m3", (96, 64), "fp32", "spread", ("columnwise",))
     doors = {"quantize": reference.quantize, "quantize_both": both, "dequantize": dequantize}
@@ -105,11 +105,11 @@ def test_nothing_known():
     assert causes(dequantize) == []
 
 
-@pytest.mark.parametrize("rule", ["nvfp4", "nvfp4@torchao", "mxfp8-e5m2", "fp8-block-1x128-e4m3-fp32", "fp8-current"])
-def test_right_values_are_another_thing_than_most_deviations(rule):
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4@torchao", "mxfp8-e5m2", "fp8-block-1x128-e4m3-fp32", "fp8-current"])
+def test_right_values_are_another_thing_than_most_deviations(recipe):
     """A deviation that gives right values in spread inputs would explain nothing."""
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 16).unsqueeze(1)
-    q = reference.quantize(x, find_recipe(rule))
+    q = reference.quantize(x, find_recipe(recipe))
     right = reference.dequantize(q)
     made = [(cause, make(q, torch.float32)) for cause, _, make in decoding_deviations()]
     different = {cause for cause, values in made if values is not None and not torch.equal(values, right)}

@@ -12,9 +12,9 @@ from tests.harness.sample_backends import backend
 def causes(recipe, out_recipe, inputs, make):
     """Exact causes of a fused kernel that gives `make(output in float32, output)`, of right gemm and quantize."""
 
-    def fused(a, b, rule, *, out_dtype, scale=None, **addends):
+    def fused(a, b, out_recipe, *, out_dtype, scale=None, **addends):
         wide = reference.gemm(a, b, out_dtype=torch.float32, **addends)
-        return make(wide, reference.gemm(a, b, out_dtype=out_dtype, **addends), rule)
+        return make(wide, reference.gemm(a, b, out_dtype=out_dtype, **addends), out_recipe)
 
     doors = {name: getattr(reference, name) for name in ("quantize", "gemm")}
     case = Case("gemm-quantized", recipe, (32, 128, 64), "bf16xbf16-bf16", inputs, ("tn", out_recipe))
@@ -26,16 +26,16 @@ def causes(recipe, out_recipe, inputs, make):
 
 @pytest.mark.parametrize("out_recipe", ["mxfp8-e4m3", "nvfp4", "fp8-block-1x128-e4m3-fp32"])
 def test_sums_that_are_not_rounded(out_recipe):
-    found = causes("mxfp8-e4m3", out_recipe, "normal", lambda wide, _, rule: reference.quantize(wide, rule))
+    found = causes("mxfp8-e4m3", out_recipe, "normal", lambda wide, _, recipe: reference.quantize(wide, recipe))
     assert "fused-output-not-cast" in found
 
 
 def test_another_wrong_fusion():
-    def truncated(wide, right, rule):
+    def truncated(wide, right, recipe):
         cut = (wide.view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
-        return reference.quantize(cut, rule)
+        return reference.quantize(cut, recipe)
 
     assert "fused-output-not-cast" not in causes("mxfp8-e4m3", "mxfp8-e4m3", "normal", truncated)
     assert "fused-output-not-cast" not in causes(
-        "mxfp8-e4m3", "mxfp8-e4m3", "normal", lambda wide, right, rule: reference.quantize(-right, rule)
+        "mxfp8-e4m3", "mxfp8-e4m3", "normal", lambda wide, right, recipe: reference.quantize(-right, recipe)
     )

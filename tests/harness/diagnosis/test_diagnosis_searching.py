@@ -46,10 +46,10 @@ pytestmark = pytest.mark.usefixtures("memory")
 # Where the matrix is one of several, or lies otherwise.
 
 
-def truncated_both(x, rule, *, rowwise=True, columnwise=True, **options):
+def truncated_both(x, recipe, *, rowwise=True, columnwise=True, **options):
     """Both halves rounded toward zero; MX has its columnwise half in place."""
-    door = wrong(codes=lambda s: cut_down(s.scaled, s.rule.element))
-    row, column = door(x, find_recipe(rule).rowwise, **options), door(x.T, rule, **options)
+    door = wrong(codes=lambda s: cut_down(s.scaled, s.recipe.element))
+    row, column = door(x, find_recipe(recipe).rowwise, **options), door(x.T, recipe, **options)
     if column.recipe.columnwise == "in-place":
         column = replace(
             column, codes=column.codes.T.contiguous(), scales=column.scales.T.contiguous(), transposed=True
@@ -58,12 +58,12 @@ def truncated_both(x, rule, *, rowwise=True, columnwise=True, **options):
 
 
 @pytest.mark.parametrize("usage", ["columnwise", "both"])
-@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "nvfp4-rht", "nvfp4-2d"])
-def test_halves(rule, usage):
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "nvfp4-rht", "nvfp4-2d"])
+def test_halves(recipe, usage):
     record = record_of(
-        case(rule, "normal", usage),
+        case(recipe, "normal", usage),
         quantize_both=truncated_both,
-        quantize=wrong(codes=lambda s: cut_down(s.scaled, s.rule.element)),
+        quantize=wrong(codes=lambda s: cut_down(s.scaled, s.recipe.element)),
     )
     assert causes(record) == ["truncated"]
     assert record.explanations[0]["stage"] == ("rowwise.codes" if usage == "both" else "codes")
@@ -71,9 +71,9 @@ def test_halves(rule, usage):
 
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_sections_have_one_explanation(columnwise):
-    def grouped(x, sizes, rule, *, columnwise=False):
+    def grouped(x, sizes, recipe, *, columnwise=False):
         door = wrong(blocks=signed_blocks)
-        return [door(part.T if columnwise else part, rule) for part in torch.split(x, sizes.tolist())]
+        return [door(part.T if columnwise else part, recipe) for part in torch.split(x, sizes.tolist())]
 
     flags = ("front:4", *(["columnwise"] if columnwise else []))
     record = record_of(Case("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", flags), quantize_grouped=grouped)
@@ -81,9 +81,9 @@ def test_sections_have_one_explanation(columnwise):
 
 
 def test_sections_of_different_deviations_have_none():
-    def grouped(x, sizes, rule):
+    def grouped(x, sizes, recipe):
         steps = [{"codes": lambda s: cut_down(s.scaled, E2M1)}, {"stored": lambda s: pack(s.codes) & 0x77}]
-        return [wrong(**each)(part, rule) for each, part in zip(steps, torch.split(x, sizes.tolist()), strict=True)]
+        return [wrong(**each)(part, recipe) for each, part in zip(steps, torch.split(x, sizes.tolist()), strict=True)]
 
     wanted = Case("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", ("even:2",))
     assert causes(record_of(wanted, quantize_grouped=grouped)) == []
@@ -109,20 +109,20 @@ HIDDEN = [
 ]
 
 
-@pytest.mark.parametrize(("cause", "rule", "steps"), HIDDEN)
-def test_numbers_that_the_kernel_does_not_show(cause, rule, steps):
-    def quantize(x, rule):
-        return replace(wrong(**steps)(x, rule), amax=None, tensor_scale=None)
+@pytest.mark.parametrize(("cause", "recipe", "steps"), HIDDEN)
+def test_numbers_that_the_kernel_does_not_show(cause, recipe, steps):
+    def quantize(x, recipe):
+        return replace(wrong(**steps)(x, recipe), amax=None, tensor_scale=None)
 
-    record = record_of(case(rule), quantize=quantize)
+    record = record_of(case(recipe), quantize=quantize)
     assert record.stage == "scales"
     assert causes(record)[0] == cause, record.explanations
 
 
-@pytest.mark.parametrize("rule", ["nvfp4-rht", "nvfp4-rht64-nosign"])
-def test_rotations_in_another_order_of_sums(rule):
-    mask = 0 if find_recipe(rule).transform.signs else 0xD7E8
-    record = run_case(case(rule), backend(**rotating(signs=mask)))
+@pytest.mark.parametrize("recipe", ["nvfp4-rht", "nvfp4-rht64-nosign"])
+def test_rotations_in_another_order_of_sums(recipe):
+    mask = 0 if find_recipe(recipe).transform.signs else 0xD7E8
+    record = run_case(case(recipe), backend(**rotating(signs=mask)))
     assert record.stages[2]["rule"] == "boundary"
     assert causes(record) == [f"rotation-{'signs:te' if mask else 'without-signs'}"]
 
@@ -140,24 +140,26 @@ def test_two_bugs():
 
 
 @pytest.mark.parametrize(
-    "rule", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-rht-sr", "mxfp8-e4m3", "fp8-block-128x128"]
+    "recipe", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-rht-sr", "mxfp8-e4m3", "fp8-block-128x128"]
 )
-def test_right_kernels_have_no_explanation(rule):
-    record = record_of(case(rule), quantize=wrong())
+def test_right_kernels_have_no_explanation(recipe):
+    record = record_of(case(recipe), quantize=wrong())
     assert (record.verdict, record.explanations) == ("pass", [])
 
 
-def spoiled(x, rule, **options):
+def spoiled(x, recipe, **options):
     """A third of the codes have another last bit: no rule does that."""
-    q = reference.quantize(x, rule, **options)
+    q = reference.quantize(x, recipe, **options)
     mask = torch.rand(q.codes.shape, generator=torch.Generator().manual_seed(0)) < 0.3
     return replace(q, codes=torch.where(mask, q.codes ^ 1, q.codes))
 
 
-@pytest.mark.parametrize("rule", ["nvfp4", "mxfp8-e4m3-2d", "nvfp4-rht-sr", "fp8-current-e4m3", "nvfp4-4over6-448-mse"])
-def test_what_nothing_explains(rule, memory):
-    rule = rule.replace("-e4m3-2d", "-2d")
-    assert causes(record_of(case(rule), quantize=spoiled)) == []
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", "mxfp8-e4m3-2d", "nvfp4-rht-sr", "fp8-current-e4m3", "nvfp4-4over6-448-mse"]
+)
+def test_what_nothing_explains(recipe, memory):
+    recipe = recipe.replace("-e4m3-2d", "-2d")
+    assert causes(record_of(case(recipe), quantize=spoiled)) == []
     assert 0 < memory.work < explain_quantize.WORK_OF_A_CASE
 
 
@@ -234,12 +236,12 @@ WITH_A_TEST = {
 }
 
 
-def of_reference(rule, inputs, dtype):
+def of_reference(recipe, inputs, dtype):
     """What a right kernel leaves to explain."""
-    given = make_inputs(case(rule, inputs, shape=(32, 256), dtype=dtype))
+    given = make_inputs(case(recipe, inputs, shape=(32, 256), dtype=dtype))
     x, scale, random = given.x, given.scale.get("x"), given.random.get("x")
-    q = reference.quantize(x, rule, scale=scale, random=random)
-    return evidence(quantize_stages(Subject(x, find_recipe(rule), random), q, q)[1])
+    q = reference.quantize(x, recipe, scale=scale, random=random)
+    return evidence(quantize_stages(Subject(x, find_recipe(recipe), random), q, q)[1])
 
 
 def changed(deviation, matrix):
@@ -261,19 +263,19 @@ def same_by_rows(deviation, matrix):
 
 def test_every_deviation_has_a_witness_and_rows_of_it_are_those_of_the_whole():
     seen, without = set(), {}
-    for rule in RULES:
-        kinds = [(i, d) for i in WITNESSES for d in ("fp32", "bf16") if "rht" not in rule or d == "bf16"]
-        matrices = [of_reference(rule, *kinds[0])]
+    for recipe in RULES:
+        kinds = [(i, d) for i in WITNESSES for d in ("fp32", "bf16") if "rht" not in recipe or d == "bf16"]
+        matrices = [of_reference(recipe, *kinds[0])]
         first = matrices[0]
         wrong_stages = {stage: [torch.zeros_like(shown).bool()] for stage, shown in first.shown.items()}
         for deviation in catalogue([first], wrong_stages):
             name = deviation.cause, deviation.sentence
             known = name in seen or deviation.cause in WITH_A_TEST
             for number, kind in enumerate(kinds) if not known else ():
-                matrices += [of_reference(rule, *kind)] if number == len(matrices) else []
+                matrices += [of_reference(recipe, *kind)] if number == len(matrices) else []
                 if changed(deviation, matrices[number]):
                     seen.add(name)
-                    assert not by_rows(deviation, first) or same_by_rows(deviation, matrices[number]), (name, rule)
+                    assert not by_rows(deviation, first) or same_by_rows(deviation, matrices[number]), (name, recipe)
                     break
             else:
                 without.setdefault(deviation.cause, set()).add(name)
@@ -288,8 +290,8 @@ def test_a_scale_beside_a_tie_tells_a_sixth_from_a_division_by_6():
     x[:, 5] = amax
     divided, multiplied = (encode(v, E4M3) for v in (amax / 6, amax * (1 / 6)))
     assert not torch.equal(divided, multiplied)
-    rule = find_recipe("nvfp4@qwantize")
-    (deviation,) = [d for d in chosen_deviations(rule) if d.cause == "scale-order:amax*(1/6)"]
-    q = reference.quantize(x, rule)
-    matrix = evidence(quantize_stages(Subject(x, rule), q, q)[1])
+    recipe = find_recipe("nvfp4@qwantize")
+    (deviation,) = [d for d in chosen_deviations(recipe) if d.cause == "scale-order:amax*(1/6)"]
+    q = reference.quantize(x, recipe)
+    matrix = evidence(quantize_stages(Subject(x, recipe), q, q)[1])
     assert same(Run(matrix, deviation).stage("scales"), multiplied.unsqueeze(1))

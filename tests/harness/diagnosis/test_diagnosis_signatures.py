@@ -142,7 +142,7 @@ def only(case, **doors):
     return {e.cause: e.sentence for e in signatures(outcome, wrong) if e.cause.startswith("only:")}
 
 
-def quantizing(choose, rule="nvfp4", inputs="normal", shape=(64, 256)):
+def quantizing(choose, recipe="nvfp4", inputs="normal", shape=(64, 256)):
     """Classes of codes of which those that `choose(x, codes)` says are another number."""
 
     def quantize(x, recipe):
@@ -152,7 +152,7 @@ def quantizing(choose, rule="nvfp4", inputs="normal", shape=(64, 256)):
         q.codes = pack(codes) if q.recipe.element.bits == 4 else codes
         return q
 
-    return only(Case("quantize", rule, shape, "bf16", inputs), quantize=quantize)
+    return only(Case("quantize", recipe, shape, "bf16", inputs), quantize=quantize)
 
 
 def some(mask):

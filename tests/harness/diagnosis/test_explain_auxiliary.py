@@ -124,12 +124,12 @@ def test_tiles_counted_by_columns_that_are_not_padded():
 
 def matrix(group=16, mask=None, before=True, after=False, factor=None):
     """R of one group, float64."""
-    rule = find_recipe("nvfp4-rht").transform
-    rule = replace(rule, group=group, **({} if mask is None else {"signs": mask}))
+    recipe = find_recipe("nvfp4-rht").transform
+    recipe = replace(recipe, group=group, **({} if mask is None else {"signs": mask}))
     k = torch.arange(group)
     parity = torch.tensor([[bin(i & j).count("1") % 2 for j in k] for i in k])
     made = (1.0 - 2.0 * parity).double() * (coefficient(group) if factor is None else factor)
-    sigma = signs(rule).double()
+    sigma = signs(recipe).double()
     return made * (sigma[:, None] if before else 1) * (sigma if after else 1)
 
 
@@ -165,7 +165,7 @@ def test_a_rotation(cause, declares):
 
 
 def test_rotations_that_round_otherwise():
-    def truncated(x, rule):
+    def truncated(x, recipe):
         return (rotated(x, matrix()).float().view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
 
     assert causes(TRANSFORM, transform=truncated, declares=BUTTERFLY)[0] == ["rotation-truncated"]
@@ -209,8 +209,8 @@ def test_signs_where_there_are_none():
 
 
 def test_a_rotation_that_nothing_explains():
-    def transform(x, rule):
-        out = reference.transform(x, rule)
+    def transform(x, recipe):
+        out = reference.transform(x, recipe)
         out[3, 5] += 1
         return out
 
@@ -244,8 +244,8 @@ DOORS = {name: getattr(reference, name) for name in (
 def padding(change):
     """A pad_sections whose result `change(padded, aligned, x, sizes)` makes another one."""
 
-    def pad_sections(x, sizes, rule):
-        padded, aligned = reference.pad_sections(x, sizes, rule)
+    def pad_sections(x, sizes, recipe):
+        padded, aligned = reference.pad_sections(x, sizes, recipe)
         return change(padded.clone(), aligned.clone(), x, sizes)
 
     return causes(PADDED, **{**DOORS, "pad_sections": pad_sections})
@@ -281,7 +281,7 @@ def test_paddings():
 
 
 def test_unpadding():
-    def unpad_sections(y, sizes, rule):
+    def unpad_sections(y, sizes, recipe):
         return y[: int(sizes.sum())].clone()
 
     assert causes(PADDED, **{**DOORS, "unpad_sections": unpad_sections}) == (["unpadding-first-rows"], "unpadding")
@@ -296,8 +296,8 @@ SCALE = torch.tensor([1.5, 1.6, 1.7, 1.8, 1.9])
 def updated(stage, make, name="fp8-delayed-e4m3", inputs="amaxes"):
     """Causes where the history or the scales are what `make(history, scale, right)` gives."""
 
-    def update_scale(history, scale, rule):
-        right = list(reference.update_scale(history, scale, rule))
+    def update_scale(history, scale, recipe):
+        right = list(reference.update_scale(history, scale, recipe))
         right[stage] = make(history, scale, right[stage])
         return tuple(right)
 

@@ -36,9 +36,9 @@ RECIPES = [
 ]
 
 
-def explained(gemm, rule="nvfp4", *flags, shape=(24, 272, 40), dtype="bf16", inputs="spread", declares=None):
+def explained(gemm, recipe="nvfp4", *flags, shape=(24, 272, 40), dtype="bf16", inputs="spread", declares=None):
     """The record of a case whose gemm is `gemm`, all else being the reference's."""
-    case = Case("gemm", rule, shape, f"bf16xbf16-{dtype}", inputs, ("tn", *flags))
+    case = Case("gemm", recipe, shape, f"bf16xbf16-{dtype}", inputs, ("tn", *flags))
     doors = {"quantize": reference.quantize, "gemm": gemm, "declares": declares or {}}
     record = run_case(case, backend(**doors))
     assert record.verdict == "fail", record.message
@@ -93,27 +93,27 @@ def as_swizzled(q):
 BLOCKS = [rule for rule in RECIPES if "current" not in rule]
 
 
-@pytest.mark.parametrize("rule", BLOCKS)
+@pytest.mark.parametrize("recipe", BLOCKS)
 @pytest.mark.parametrize("which", ["a", "b", "ab"])
-def test_scales_of_another_block(rule, which):
-    record = explained(on_operands(rolled, which), rule)
+def test_scales_of_another_block(recipe, which):
+    record = explained(on_operands(rolled, which), recipe)
     assert causes(record) == ["scale-of-next-block"]
     words = {"a": "blocks of a take", "b": "blocks of b take", "ab": "blocks of both operands take"}[which]
     assert record.explanations[0]["sentence"].startswith(words)
 
 
-@pytest.mark.parametrize("rule", BLOCKS)
-def test_scales_ignored_and_a_block_dropped(rule):
-    assert "scales-ignored" in causes(explained(on_operands(ignored), rule))
-    assert "last-block-dropped" in causes(explained(on_operands(last_block), rule))
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_scales_ignored_and_a_block_dropped(recipe):
+    assert "scales-ignored" in causes(explained(on_operands(ignored), recipe))
+    assert "last-block-dropped" in causes(explained(on_operands(last_block), recipe))
 
 
-@pytest.mark.parametrize(("rule", "count"), [("nvfp4", 4), ("mxfp8-e4m3", 2), ("fp8-block-1x128", 2)])
-def test_scales_of_the_first_step(rule, count):
+@pytest.mark.parametrize(("recipe", "count"), [("nvfp4", 4), ("mxfp8-e4m3", 2), ("fp8-block-1x128", 2)])
+def test_scales_of_the_first_step(recipe, count):
     def first(q):
         return replace(q, scales=q.scales[:, torch.arange(q.scales.shape[1]) % count])
 
-    record = explained(on_operands(first), rule, shape=(24, 400, 40))
+    record = explained(on_operands(first), recipe, shape=(24, 400, 40))
     assert causes(record) == ["scale-of-first-step"]
     assert f"every {count} blocks of both operands" in record.explanations[0]["sentence"]
 
@@ -219,9 +219,9 @@ def test_forms_of_alpha():
         ("alpha-inverted", lambda a, b: 1 / alpha(a, b)),
     ],
 )
-@pytest.mark.parametrize("rule", ["nvfp4", "fp8-current"])
-def test_a_wrong_factor(rule, cause, factor):
-    assert causes(explained(plain_gemm(factor), rule, dtype="fp32", inputs="normal")) == [cause]
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-current"])
+def test_a_wrong_factor(recipe, cause, factor):
+    assert causes(explained(plain_gemm(factor), recipe, dtype="fp32", inputs="normal")) == [cause]
 
 
 def test_the_factor_of_one_operand():
@@ -295,12 +295,12 @@ def test_an_overflow_that_saturates():
 
 
 def test_casts_of_promoted_sums():
-    rule = "fp8-block-1x128+fp8-block-128x128"
+    recipe = "fp8-block-1x128+fp8-block-128x128"
 
     def gemm(a, b, *, out_dtype, c=None, bias=None):
         return (reference.gemm(a, b, out_dtype=F32, bias=bias) + c.float()).to(out_dtype)
 
-    assert causes(explained(gemm, rule, "accumulate", "bias", inputs="normal")) == ["c-before-cast"]
+    assert causes(explained(gemm, recipe, "accumulate", "bias", inputs="normal")) == ["c-before-cast"]
 
 
 def test_a_transposed_output():
@@ -334,10 +334,10 @@ def narrow(rounded, step):
 
 
 @pytest.mark.parametrize("cause", ROUND)
-@pytest.mark.parametrize(("rule", "step"), [("nvfp4", 16), ("nvfp4", 1), ("mxfp8-e4m3", 32), ("nvfp4", 64)])
-def test_narrow_accumulators(cause, rule, step):
+@pytest.mark.parametrize(("recipe", "step"), [("nvfp4", 16), ("nvfp4", 1), ("mxfp8-e4m3", 32), ("nvfp4", 64)])
+def test_narrow_accumulators(cause, recipe, step):
     assert set(ROUND) == set(NARROW)
-    record = explained(narrow(ROUND[cause], step), rule, shape=(12, 256, 20), dtype="fp32", inputs="normal-1e-3")
+    record = explained(narrow(ROUND[cause], step), recipe, shape=(12, 256, 20), dtype="fp32", inputs="normal-1e-3")
     assert causes(record) == [cause]
     after = "each product" if step == 1 else f"every {step} columns of K"
     assert record.explanations[0]["sentence"].endswith(f"after {after}")
@@ -359,8 +359,10 @@ def test_narrow_accumulators_of_promoted_sums(inside):
             y = y if inside else rounded(y)
         return y.to(out_dtype)
 
-    rule = "fp8-block-1x128+fp8-block-1x128"
-    assert causes(explained(gemm, rule, shape=(12, 512, 20), dtype="fp32", inputs="normal")) == ["accumulator-14-bits"]
+    recipe = "fp8-block-1x128+fp8-block-1x128"
+    assert causes(explained(gemm, recipe, shape=(12, 512, 20), dtype="fp32", inputs="normal")) == [
+        "accumulator-14-bits"
+    ]
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
@@ -414,9 +416,9 @@ def judged(a, b, output, order=None):
     return outcome, outcome.stages[0]
 
 
-def operands(rule="nvfp4", rows=24, columns=256):
+def operands(recipe="nvfp4", rows=24, columns=256):
     generator = torch.Generator().manual_seed(3)
-    one, other = (rule.split("+") * 2)[:2]
+    one, other = (recipe.split("+") * 2)[:2]
     x = torch.randn(rows, columns, generator=generator) * torch.randint(1, 9, (rows, 1), generator=generator)
     w = torch.randn(rows + 8, columns, generator=generator)
     return reference.quantize(x.bfloat16(), one), reference.quantize(w.bfloat16(), other)
@@ -428,9 +430,9 @@ def spread(generator, rows, columns):
     return torch.randn(rows, columns, generator=generator) * 2.0**exponents
 
 
-@pytest.mark.parametrize("rule", RECIPES)
-def test_what_nothing_explains_has_no_explanation(rule):
-    a, b = operands(rule)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_nothing_explains_has_no_explanation(recipe):
+    a, b = operands(recipe)
     output = reference.gemm(a, b, out_dtype=BF16)
     output[3, 5] = 3 * output[3, 5] + 1
     assert product_explanations(*judged(a, b, output), Tried()) == []
@@ -484,9 +486,9 @@ def test_every_deviation_changes_the_output_of_some_product():
     """Of those that `change` operands: every one of them, on operands that have what it is about."""
     generator = torch.Generator().manual_seed(7)
     made = {}
-    for rule in ("nvfp4", "mxfp8-e4m3", "fp8-block-1x128"):
-        a, b = (reference.quantize(spread(generator, 24, 336).bfloat16(), rule) for _ in range(2))
-        made[rule] = (a, b, reference.gemm(a, b, out_dtype=F32))
+    for recipe in ("nvfp4", "mxfp8-e4m3", "fp8-block-1x128"):
+        a, b = (reference.quantize(spread(generator, 24, 336).bfloat16(), recipe) for _ in range(2))
+        made[recipe] = (a, b, reference.gemm(a, b, out_dtype=F32))
     for deviation in operand_deviations():
         seen = False
         for a, b, output in made.values():

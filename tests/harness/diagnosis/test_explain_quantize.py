@@ -15,7 +15,7 @@ from narrowgauge.reference.numbers.philox import philox
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.hadamard import signs
 from narrowgauge.reference.quantize.layout import pack, pad_scales
-from narrowgauge.reference.quantize.quantize import block_amaxes, row_amax, stored_scales
+from narrowgauge.reference.quantize.steps import block_amaxes, row_amax, stored_scales
 from narrowgauge.reference.quantize.scaling import element_factors, unrounded_scales
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2
 from narrowgauge.spec.recipes import find_recipe
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("memory")
 
 
 def by_code(change):
-    return lambda s: change(element_codes(s.scaled, s.rule, s.bytes), s)
+    return lambda s: change(element_codes(s.scaled, s.recipe, s.bytes), s)
 
 
 def nearest_by_distance(values, fmt, *, tie_up):
@@ -60,7 +60,7 @@ def flushed(s):
 
 def without_tail(s):
     """Zeros in the columns behind the last whole block."""
-    width = s.rule.block[1]
+    width = s.recipe.block[1]
     whole = s.matrix.shape[1] // width * width
     return torch.where(torch.arange(s.matrix.shape[1]) < whole, s.matrix, 0 * s.matrix)
 
@@ -138,7 +138,7 @@ ELEMENTS = [
     }),
     ("tail-dropped", case("mxfp8-e4m3", shape=(8, 97)), {"x": without_tail}),
     ("tail-dropped", case("nvfp4", shape=(8, 41)), {
-        "x": without_tail, "amax": lambda s: row_amax(block_amaxes(s.matrix, s.rule)).amax().view(1)
+        "x": without_tail, "amax": lambda s: row_amax(block_amaxes(s.matrix, s.recipe)).amax().view(1)
     }),
 ]  # fmt: skip
 
@@ -164,7 +164,7 @@ def test_elements(cause, wanted, steps):
 
 
 def scaled_scale(s):
-    return unrounded_scales(s.blocks, s.tensor, s.rule, s.x.dtype)
+    return unrounded_scales(s.blocks, s.tensor, s.recipe, s.x.dtype)
 
 
 def by_scale(change):
@@ -176,20 +176,20 @@ def by_exponent(change):
     """Stored scales of E8M0 from v = amax/max and its exponent."""
 
     def scales(s):
-        value = s.blocks * (1.0 / s.rule.element.max)
-        return change(value, torch.frexp(value).exponent - 1 + 127, stored_scales(s.x, s.blocks, None, None, s.rule))
+        value = s.blocks * (1.0 / s.recipe.element.max)
+        return change(value, torch.frexp(value).exponent - 1 + 127, stored_scales(s.x, s.blocks, None, None, s.recipe))
 
     return {"scales": scales}
 
 
 def transposed_tiles(s):
-    tiles = stored_scales(s.x, s.blocks, s.amax, s.tensor, s.rule)[::16]
+    tiles = stored_scales(s.x, s.blocks, s.amax, s.tensor, s.recipe)[::16]
     return tiles.T.reshape(tiles.shape).repeat_interleave(16, 0)
 
 
 def tiles_of_a_square(s):
     """Block amaxes of 4x4 tiles, each that of the tile across the diagonal, 0 where there is none."""
-    tiles = block_amaxes(s.x, s.rule)[::16]
+    tiles = block_amaxes(s.x, s.recipe)[::16]
     wide = torch.zeros(-(-len(tiles) // 4) * 4, -(-tiles.shape[1] // 4) * 4)
     wide[: len(tiles), : tiles.shape[1]] = tiles
     for row in range(0, len(wide), 4):
@@ -216,9 +216,9 @@ def candidate_errors(s, add=in_turn, measure=torch.abs):
     x = s.x.float().view(len(s.x), -1, 16)
     errors = []
     for each in scales:
-        codes = encode(x * element_factors(each, s.tensor, s.rule).unsqueeze(2), E2M1)
+        codes = encode(x * element_factors(each, s.tensor, s.recipe).unsqueeze(2), E2M1)
         back = decode(codes, E2M1) * decode(each, E4M3).unsqueeze(2) * s.amax.view(-1, 1, 1)
-        errors.append(add(measure(back / torch.full_like(back, s.rule.max_product) - x)))
+        errors.append(add(measure(back / torch.full_like(back, s.recipe.max_product) - x)))
     return errors, scales
 
 
@@ -242,9 +242,9 @@ def truncated_choice(s):
     x = s.x.float().view(len(s.x), -1, 16)
     errors = []
     for each in (six, four):
-        codes = encode(x * element_factors(each, s.tensor, s.rule).unsqueeze(2), E2M1)
+        codes = encode(x * element_factors(each, s.tensor, s.recipe).unsqueeze(2), E2M1)
         back = decode(codes, E2M1) * decode(each, E4M3).unsqueeze(2) * s.amax.view(-1, 1, 1)
-        error = in_turn((back / torch.full_like(back, s.rule.max_product) - x).square())
+        error = in_turn((back / torch.full_like(back, s.recipe.max_product) - x).square())
         errors.append(halves(error.view(-1, 16, error.shape[1]).transpose(1, 2)).repeat_interleave(16, 0))
     return torch.where(errors[1] < errors[0], four, six)
 
@@ -288,7 +288,7 @@ SCALES = [
     ("scale-order:amax*enc", case("nvfp4"), {"scales": lambda s: encode(s.blocks * s.tensor, E4M3)}),
     ("scale-order:amax/max", case("fp8-block-1x128-e4m3-fp32"), {"scales": lambda s: s.blocks / 448}),
     ("scale-through-bf16", case("fp8-block-128x128-e4m3-fp32", shape=(256, 256)), {
-        "scales": lambda s: stored_scales(s.x, s.blocks, None, None, s.rule).bfloat16().float()
+        "scales": lambda s: stored_scales(s.x, s.blocks, None, None, s.recipe).bfloat16().float()
     }),
     ("subnormal-scales-flushed", case("nvfp4", "low-rows"), by_scale(
         lambda v: (c := encode(v, E4M3)).masked_fill(c < 8, 0)
@@ -321,10 +321,10 @@ SCALES = [
         "scales": lambda s: torch.full_like(s.blocks, torch.finfo(torch.float32).max).reciprocal()
     }),
     ("scales-transposed", case("nvfp4"), {
-        "scales": lambda s: (t := stored_scales(s.x, s.blocks, s.amax, s.tensor, s.rule)).T.reshape(t.shape)
+        "scales": lambda s: (t := stored_scales(s.x, s.blocks, s.amax, s.tensor, s.recipe)).T.reshape(t.shape)
     }),
     ("scales-of-next-block", case("nvfp4-4over6-448-mae"), {
-        "scales": lambda s: stored_scales(s.x, s.blocks, s.amax, s.tensor, s.rule).roll(-1, 1)
+        "scales": lambda s: stored_scales(s.x, s.blocks, s.amax, s.tensor, s.recipe).roll(-1, 1)
     }),
     ("nan-spread", case("mxfp8-e4m3", "nan"), {"blocks": lambda s: block_amax(s.x, 32, propagate_nan=True)}),
     ("nan-dropped", case("mxfp8-e4m3@ocp", "nan"), {"blocks": lambda s: block_amax(s.x, 32)}),
@@ -368,8 +368,8 @@ def test_scales(cause, wanted, steps):
 
 
 def unsigned(name):
-    rule = find_recipe(name)
-    return replace(rule, transform=replace(rule.transform, signs=0))
+    recipe = find_recipe(name)
+    return replace(recipe, transform=replace(recipe.transform, signs=0))
 
 
 def rotated_by_halves(x):
@@ -382,7 +382,7 @@ def rotated_by_halves(x):
 
 
 def last_group_unrotated(s):
-    y = reference.transform(s.matrix, s.rule)
+    y = reference.transform(s.matrix, s.recipe)
     y[:, -16:] = s.matrix[:, -16:]
     return y
 
@@ -472,12 +472,12 @@ def drawn(numbers):
     """Codes of stochastic rounding, where the byte is another number of 256."""
 
     def codes(s):
-        points = grid(s.rule.element).double()
+        points = grid(s.recipe.element).double()
         magnitude = s.scaled.abs().double().clamp(max=points[-1])
         code = ((magnitude.unsqueeze(-1) >= points).sum(-1) - 1).clamp(max=len(points) - 2)
         share = (magnitude - points[code]) / (points[code + 1] - points[code])
         up = numbers(s.bytes.double(), share * 256) | (magnitude == points[-1])
-        return (code + up).byte() | s.scaled.signbit().byte() * s.rule.element.sign_code
+        return (code + up).byte() | s.scaled.signbit().byte() * s.recipe.element.sign_code
 
     return {"codes": codes}
 
@@ -525,9 +525,9 @@ def test_stochastic_rounding(cause, wanted, steps):
 
 
 def test_a_columnwise_half_that_uses_the_offset_of_the_rowwise_one():
-    def both(x, rule, *, rowwise=True, columnwise=True, random=None):
-        column = reference.quantize(x.T.contiguous(), rule, random=random)
-        return (reference.quantize(x, rule, random=random) if rowwise else None), (column if columnwise else None)
+    def both(x, recipe, *, rowwise=True, columnwise=True, random=None):
+        column = reference.quantize(x.T.contiguous(), recipe, random=random)
+        return (reference.quantize(x, recipe, random=random) if rowwise else None), (column if columnwise else None)
 
     record = record_of(case("nvfp4-sr", "normal", "both"), quantize_both=both)
     assert record.stage == "columnwise.codes"
@@ -540,8 +540,8 @@ def test_a_kernel_that_draws_where_it_should_round():
 
 
 def test_sections_that_each_count_from_0():
-    def grouped(x, sizes, rule, *, random):
-        return [reference.quantize(part, rule, random=random) for part in torch.split(x, sizes.tolist())]
+    def grouped(x, sizes, recipe, *, random):
+        return [reference.quantize(part, recipe, random=random) for part in torch.split(x, sizes.tolist())]
 
     wanted = Case("quantize-grouped", "nvfp4-sr", (96, 64), "bf16", "normal", ("even:3",))
     record = record_of(wanted, quantize_grouped=grouped)
@@ -557,14 +557,14 @@ DIALECTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cause", "rule", "inputs"), DIALECTS)
-def test_dialects(cause, rule, inputs):
-    other = find_recipe(rule.partition("@")[0] + "@" + cause.removeprefix("dialect:"))
+@pytest.mark.parametrize(("cause", "recipe", "inputs"), DIALECTS)
+def test_dialects(cause, recipe, inputs):
+    other = find_recipe(recipe.partition("@")[0] + "@" + cause.removeprefix("dialect:"))
 
-    def quantize(x, rule):
-        return replace(reference.quantize(x, other), recipe=rule)
+    def quantize(x, recipe):
+        return replace(reference.quantize(x, other), recipe=recipe)
 
-    record = record_of(case(rule, inputs, shape=(128, 128)), quantize=quantize)
+    record = record_of(case(recipe, inputs, shape=(128, 128)), quantize=quantize)
     assert cause in causes(record), record.explanations
 
 
@@ -584,12 +584,12 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("cause", "rule", "inputs", "fields"), CHOICES)
-def test_choices_of_a_recipe(cause, rule, inputs, fields):
-    other = replace(find_recipe(rule), **fields)
+@pytest.mark.parametrize(("cause", "recipe", "inputs", "fields"), CHOICES)
+def test_choices_of_a_recipe(cause, recipe, inputs, fields):
+    other = replace(find_recipe(recipe), **fields)
 
-    def quantize(x, rule):
-        return replace(reference.quantize(x, other), recipe=rule)
+    def quantize(x, recipe):
+        return replace(reference.quantize(x, other), recipe=recipe)
 
-    record = record_of(case(rule, inputs, shape=(128, 256)), quantize=quantize)
+    record = record_of(case(recipe, inputs, shape=(128, 256)), quantize=quantize)
     assert cause in causes(record), record.explanations

@@ -13,7 +13,7 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.philox import ROUNDS
 from narrowgauge.reference.numbers.rounding import stochastic
 from narrowgauge.reference.quantize.elements import element_codes
-from narrowgauge.reference.quantize.quantize import random_bytes
+from narrowgauge.reference.quantize.steps import random_bytes
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.recipes import Recipe
 

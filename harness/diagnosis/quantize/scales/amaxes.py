@@ -11,7 +11,7 @@ import torch
 from narrowgauge.harness.diagnosis.quantize.deviation import Hook, QuantizeDeviation, Run
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence
 from narrowgauge.reference.numbers.blocks import over_tiles, pad_columns, tensor_amax
-from narrowgauge.reference.quantize.quantize import block_amaxes
+from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.formats import E4M3, FP32
 from narrowgauge.spec.recipe import NanPolicy
 from narrowgauge.spec.recipes import Recipe

@@ -14,7 +14,7 @@ from narrowgauge.harness.diagnosis.quantize.scales.exponents import exponent_dev
 from narrowgauge.harness.diagnosis.quantize.scales.four_over_six import choosing_deviations, chosen
 from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import OF_ZERO
 from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.reference.quantize.quantize import block_amaxes
+from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.reference.quantize.scaling import divide, encode_scales, unrounded_scales
 from narrowgauge.spec.formats import E8M0, FP32, Format
 from narrowgauge.spec.recipes import Recipe
@@ -90,11 +90,11 @@ def _rounding(rounding: grids.Rounding, recipe: Recipe) -> Hook:
     """The recipe's scales, but for the rounding."""
 
     def plain(
-        x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor | None, tensor: torch.Tensor | None, rule: Recipe
+        x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor | None, tensor: torch.Tensor | None, recipe: Recipe
     ) -> torch.Tensor:
-        stored = rounding(unrounded_scales(blocks, tensor, rule, x.dtype), rule.scale)
-        if rule.zero_block == "stored-2^-3":
-            return stored.masked_fill(stored == 0, int(encode(torch.tensor(2.0**-3), rule.scale)))
+        stored = rounding(unrounded_scales(blocks, tensor, recipe, x.dtype), recipe.scale)
+        if recipe.zero_block == "stored-2^-3":
+            return stored.masked_fill(stored == 0, int(encode(torch.tensor(2.0**-3), recipe.scale)))
         return stored
 
     store: Store = plain if recipe.candidates == "6" else chosen(rounding)
@@ -169,10 +169,10 @@ def _made(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Store:
     """The rounded scales of a form, of a block's amax and enc."""
 
     def store(
-        x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor | None, tensor: torch.Tensor | None, rule: Recipe
+        x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor | None, tensor: torch.Tensor | None, recipe: Recipe
     ) -> torch.Tensor:
         assert tensor is not None
-        return encode(form(blocks, tensor.unsqueeze(1)).clamp(max=torch.finfo(torch.float32).max), rule.scale)
+        return encode(form(blocks, tensor.unsqueeze(1)).clamp(max=torch.finfo(torch.float32).max), recipe.scale)
 
     return store
 

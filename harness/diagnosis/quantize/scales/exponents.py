@@ -37,8 +37,8 @@ def exponent_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
                     continue
                 cause = f"exponent:{rounding}" if "scale_rounding" in change else f"scale-order:{form}"
                 sentence = f"scales: {form}, {_WORDS[rounding]}"
-                rule = replace(recipe, scale_rounding=rounding, block_scale=form)
-                yield QuantizeDeviation(cause, sentence, _SCALES, recipe=rule)
+                changed = replace(recipe, scale_rounding=rounding, block_scale=form)
+                yield QuantizeDeviation(cause, sentence, _SCALES, recipe=changed)
     for cause, words, codes in (
         ("exponent:nearest", "rounded to the nearest power of two, as a cast does", _nearest),
         ("exponent:by-logarithm", "rounded up by a logarithm of float32", _by_logarithm),

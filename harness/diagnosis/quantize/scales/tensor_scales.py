@@ -13,7 +13,7 @@ from narrowgauge.harness.diagnosis.quantize.deviation import Hook, QuantizeDevia
 from narrowgauge.harness.diagnosis.quantize.evidence import Evidence, different
 from narrowgauge.harness.diagnosis.quantize.scales.amaxes import ranges
 from narrowgauge.reference.numbers.blocks import tensor_amax
-from narrowgauge.reference.quantize.quantize import block_amaxes, row_amax
+from narrowgauge.reference.quantize.steps import block_amaxes, row_amax
 from narrowgauge.reference.quantize.scaling import FLT_MAX, divide, tensor_scale
 from narrowgauge.spec.recipes import Recipe
 
