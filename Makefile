@@ -6,6 +6,7 @@
 # make mutants   about 190 wrong kernels and modules against the quick tier, which has to find each; on a CPU
 # make soak      a tenth of the quick tier over 200 fresh seeds, a quarter of an hour on two cores: no kernel may fail
 # make train     a small transformer learns under every recipe, every stage of every step judged; reports/train/index.html
+# make docs      the documentation as a site, with an API reference: reports/docs/index.html
 #
 # Each sets itself up in .venv the first time. DEVICE=cuda runs on a GPU. PY=python3 uses that interpreter as it is, where
 # it already has everything (a GPU container, say).
@@ -31,11 +32,13 @@ ifeq ($(DEVICE),cuda)
 # Pick cuda12 for a CUDA 12 driver.
 CUDA ?= cuda13
 INSTALL := -e '.[test,$(CUDA)]'
+DOCS := -e '.[docs]'
 else
 INSTALL := -c constraints-cpu.txt -e '.[test]'
+DOCS := -c constraints-cpu.txt -e '.[docs]'
 endif
 
-.PHONY: report test test-long lint ruff gate bench mutants soak train clean
+.PHONY: report test test-long lint ruff gate bench mutants soak train docs clean
 
 report: $(READY)
 	$(PY) -m narrowgauge run --tier quick --device $(DEVICE)
@@ -75,6 +78,15 @@ soak: $(READY)
 train: $(READY)
 	$(PY) -m narrowgauge train --device $(DEVICE)
 
+# The root of the repository is the source folder, so that links between pages work there too. -E: no page of an older build.
+docs: $(READY) $(if $(READY),$(VENV)/ready-docs)
+	$(PY) -m sphinx -W --keep-going -E -q -j auto -d reports/docs/.doctrees -c docs . reports/docs
+	@echo "reports/docs/index.html"
+
+$(VENV)/ready-docs: pyproject.toml $(READY)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(DOCS)
+	touch $@
+
 $(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "narrowgauge needs Python 3.11 or later; $(PYTHON) is not: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -85,4 +97,4 @@ $(VENV)/ready-$(DEVICE): pyproject.toml constraints-cpu.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis reports/latest
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis reports/latest reports/docs

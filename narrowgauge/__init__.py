@@ -38,12 +38,15 @@ _SPEC = {
     "Recipe": "narrowgauge.spec.recipes", "recipe": "narrowgauge.spec.recipes",
 }  # fmt: skip
 """Module of each name of the vocabulary. Every other name is a method of the reference."""
+_NAME_IN_MODULE = {"recipe": "find_recipe"}
+"""Public names that differ from the names in their modules."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'narrowgauge' has no attribute {name!r}")
-    value: Any = getattr(import_module(_SPEC.get(name, "narrowgauge.reference.ops")), name)
+    module = import_module(_SPEC.get(name, "narrowgauge.reference.ops"))
+    value: Any = getattr(module, _NAME_IN_MODULE.get(name, name))
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""The doors of the native kernels, the same as those of `reference.ops`. Tensors on a CPU or a GPU."""
+"""Public functions of the native kernels, with the interface of `reference.ops`. Tensors on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ __all__ = [
 ]  # fmt: skip
 
 declares = {"transform": "butterfly"}
-"""Rotations sum in the order that the reference declares, so that their bytes must be equal to its; of a GEMM
-`gemm_order` says in which order it adds."""
+"""Declared orders of summation. A rotation adds in the butterfly order of the reference and gives the same bytes.
+`gemm_order` names the order of a GEMM."""
 
 
 def check(device: torch.device) -> None:
-    """Raises ToolchainError where kernels cannot be compiled or launched for `device`: no C++ compiler, no CuPy."""
+    """Raises ToolchainError if kernels cannot be compiled or launched for `device`: no C++ compiler, no CuPy."""
     (cuda if device.type == "cuda" else host).check()
 
 
 def variations(device: torch.device, shuffles: int = 1) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """Ways to run a kernel that must give the same bytes: on a CPU every order of threads, on a GPU two grids.
+    """Contexts in which a kernel must give the same bytes: on a CPU the orders of threads, on a GPU two grids.
 
-    On a CPU threads are shuffled in so many ways, each by a seed of its own.
+    `shuffles`: number of shuffled orders on a CPU, with different seeds.
     """
     if device.type == "cpu":
         ways: dict[str, Callable[[], AbstractContextManager[None]]]

@@ -1,14 +1,16 @@
-"""Citations and links lead somewhere: citations of a page and section anywhere, and the links of every page."""
+"""Citations and links have targets; task pages begin with the task; the site builds without a warning."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+import narrowgauge
 from tests.paths import ROOT
 
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".md", ".toml", ".html", ".js", ".yml"}
@@ -17,11 +19,16 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:narrowgauge|reference|native|harness|cases|tests|reports|docs|examples)/[\w./-]*)`")
 TERMS = 40
 """Rows of the glossary at most."""
+TASKS = (
+    "api", "backends", "bench", "dialects", "gate", "guards", "mutants", "recipes", "running", "schema", "tolerance",
+    "training", "verdicts",
+)  # fmt: skip
 
 
 def files() -> list[Path]:
-    """The files of the project that hold text, as git has them; every file if this is no git checkout."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    """Text files of the project, tracked by git or new; every text file outside a git checkout."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     names = [name for name in listed.split("\0") if name] or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.*")]
     paths = [ROOT / name for name in names if Path(name).suffix in SUFFIXES]
     return [path for path in paths if path.is_file() and not path.is_symlink() and ".venv" not in path.parts]
@@ -49,7 +56,7 @@ def test_every_citation_has_a_target() -> None:
 
 
 def test_citations_name_the_folder() -> None:
-    """`numerics.md` alone says nothing to a reader who does not know where it lies."""
+    """A bare `numerics.md` does not tell the reader its folder."""
     bare = re.compile(r"(?<![\w/.])(?:numerics|tolerance|dialects|design|glossary|style)\.md")
     lost = [
         str(path.relative_to(ROOT))
@@ -82,3 +89,30 @@ def test_the_glossary_is_short() -> None:
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("|")][2:]
     assert 20 <= len(rows) <= TERMS
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_page_begins_with_a_task_and_its_command(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    title, task, block = text.split("\n\n")[:3]
+    assert title.startswith("# ")
+    assert task.startswith("Task: ")
+    assert block.startswith(("```sh\n", "```python\n"))
+
+
+@pytest.mark.parametrize("name", ["backends", "recipes"])
+def test_the_recipes_that_a_page_names_exist(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    recipes = set(re.findall(r"`((?:nvfp4|mxfp\d|fp8)[\w@.-]*)`", text))
+    assert len(recipes) > 2
+    for recipe in recipes:
+        assert narrowgauge.recipe(recipe)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """`make docs`: cross references, links between pages, docstrings."""
+    pytest.importorskip("sphinx", reason="sphinx is not installed; make docs installs it and builds the site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "docs" / "api.html").read_text(encoding="utf-8").count("narrowgauge.quantize_grouped")

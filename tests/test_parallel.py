@@ -15,12 +15,12 @@ from tests.processes import JUDGED_WRONG, WRONG, Results, run
 from tests.sharded_linear import operand_differences, sharded_linears
 from tests.shards import Sharded, differences, sharded_matrices
 
-OF_ANOTHER = r"ValueError: process {failing} of the group cannot quantize its shard; its own error says why"
-NOT_IN_GROUP = "ValueError: this process is not in the group that the amax is reduced over; give it the group it is in"
+OF_ANOTHER = r"ValueError: process {failing} of the group cannot quantize its shard; see the error of this process"
+NOT_IN_GROUP = "ValueError: this process is not in the group of the amax reduction; give a group with this process"
 MISALIGNED = (
-    r"ValueError: recipe {recipe} has blocks of {step} along dimension {dim}, and one would lie in two shards: that of "
-    r"process 0 has {extent}, no multiple of {step} \(shards: \({shape}\), .*\); give every shard but the last a "
-    r"multiple of {step}"
+    r"ValueError: recipe {recipe} has blocks of {step} along dimension {dim}, and a block would lie in two shards: the "
+    r"shard of process 0 has {extent}, no multiple of {step} \(shards: \({shape}\), .*\); give every shard but the "
+    r"last a multiple of {step}"
 )
 REFUSED = {
     "dtype": "TypeError: recipe nvfp4-rht rotates bfloat16, not float32; convert it first",
@@ -29,7 +29,7 @@ REFUSED = {
 }
 """What the last process alone is given, and what it raises."""
 REFUSED_BY_ALL = {
-    "rows": "ValueError: recipe nvfp4-rowscaled has an amax for every row, and none of the tensor that shards could .*",
+    "rows": "ValueError: recipe nvfp4-rowscaled has an amax for every row, so shards share no amax of the tensor",
     "neither": "ValueError: sharded_amax takes rowwise=True, columnwise=True or both; both are False",
     "not a member": NOT_IN_GROUP,
     "not a member either": NOT_IN_GROUP,
@@ -37,7 +37,7 @@ REFUSED_BY_ALL = {
     "straddling tiles": MISALIGNED.format(recipe="nvfp4-2d", step=16, dim=0, extent="24 rows", shape="24, 16"),
     "straddling columns": MISALIGNED.format(recipe="mxfp8-e4m3", step=32, dim=1, extent="16 columns", shape="32, 16"),
     "straddling rotation": MISALIGNED.format(recipe="nvfp4-rht64", step=64, dim=0, extent="32 rows", shape="32, 16"),
-    "unequal": r"ValueError: shards along dimension 1 have one extent along the other; these are .*, \(24, 16\)",
+    "unequal": r"ValueError: shards along dimension 1 have equal extents along the other dimension, not .*, \(24, 16\)",
     "dimension": r"ValueError: shards lie along dimension 0 or 1 of a matrix \(M, K\), not 2",
     "rows need no blocks": "nothing was raised",
     "columns are not rotated": "nothing was raised",

@@ -1,4 +1,4 @@
-"""Backends: the protocol, the built-in ones by name, and `package.module:Name` for everybody else's.
+"""Backends: the protocol, and loading by name: `native`, `reference`, or `package.module:Name`.
 
 A backend is any object or module that has some of these methods (docs/design.md#both-sides-have-the-same-methods):
 
@@ -24,37 +24,44 @@ A backend is any object or module that has some of these methods (docs/design.md
     GroupedLinear(groups, in_features, out_features, bias=True, *, as Linear) -> torch.nn.Module
     TransformerLayer(hidden, ffn, heads, *, norm="layer", eps=1e-5, bias=True, as Linear) -> torch.nn.Module
 
-A module has the parameters and methods of those of `reference.modules`, and asks `spec.autocast.current()` for the
-training recipe in its forward. It is judged by its outputs and gradients; where it calls its `observer(name, value)`
-with the results on the way, as those do, each stage is judged by itself, given the module's own result of the one
-before.
+A module has the parameters and methods of its counterpart in `reference.modules`, and reads the training recipe from
+`spec.autocast.current()` in its forward. Its outputs and gradients are judged. If it reports intermediate results by
+calling its `observer(name, value)`, as the modules of the reference do, each stage is judged separately, given the
+module's own result of the stage before.
 
-An option is passed only where it differs from its default, so a door may lack those that it does not have.
+Keyword arguments are passed only if they differ from their default, so a method may lack the arguments of features that
+the backend does not have. A method raises NotImplementedError for a case it does not support.
 
-It raises NotImplementedError for what it does not do. It may have `variations(device)`, a dict of names to context
-managers under which its results must be the same bytes; without one, an operation runs twice. Where it can choose the
-order of its threads, `variations(device, shuffles=n)` has n seeded shuffles of them. It may have `check(device)`, which
-raises where it cannot run at all, before any case does: a missing compiler, say. It may have `declares`, a mapping:
-{"transform": "butterfly"} says that its rotation adds in the order of `reference.quantize.hadamard`, so that bytes must
-be equal; without it the order is free (docs/tolerance.md#boundary). {"random": "own"} says that it rounds
-stochastically by random bits that nobody else can know; `random` need only make other draws for another seed or offset,
-and the codes are judged by their distribution (docs/tolerance.md#stochastic-rounding). Declarations
-of the sums of products (docs/tolerance.md#gemm; `spec.summation.Summation` defines each):
+Optional attributes of a backend:
+
+`variations(device)`: a dict of names to context managers. The results under all of them must be the same bytes. Without
+this method an operation runs twice. A backend that can choose the order of its threads takes `variations(device,
+shuffles=n)` and returns n seeded shuffles.
+
+`check(device)`: called before any case; raises if the backend cannot run at all, for example without a compiler.
+
+`declares`: a mapping. {"transform": "butterfly"}: the rotation adds in the order of `reference.quantize.hadamard`, so
+its bytes must be equal; without it the order is free (docs/tolerance.md#boundary). {"random": "own"}: stochastic
+rounding uses random bits that the harness cannot know; another seed or offset in `random` must change the draws, and
+the distribution of the codes is tested (docs/tolerance.md#stochastic-rounding). Declarations about GEMM sums
+(docs/tolerance.md#gemm; `spec.summation.Summation` defines each):
 
     {"gemm": "sequential"}         products with their scales, in order of K, to one accumulator
-    {"gemm": "blocks"}             those of a block of scales in order of K, then such blocks in order of K
+    {"gemm": "blocks"}             products of a block of scales in order of K, then the block sums in order of K
     {"gemm": "tree"}               a balanced tree: 0 and 1, 2 and 3, then their sums, zeros up to a power of two
-    {"gemm": "split-<n>"}          K in n equal slices of blocks, each as "blocks", then their sums in order
-    {"gemm": "aligned-<F>-<W>"}    a tensor core's: W products aligned to the largest, cut off behind F bits; -<P>
-                                   behind it where sums of P columns are moved to a float32 accumulator; decoded-
-                                   before it where operands are decoded to bfloat16 first
-    {"accumulator": "truncating"}  additions round to either neighbour, as those that truncate do
+    {"gemm": "split-<n>"}          K in n equal slices of blocks, each as "blocks", then the slice sums in order
+    {"gemm": "aligned-<F>-<W>"}    tensor core: W products aligned to the largest, truncated after F bits. Suffix -<P>:
+                                   sums of P columns move to a float32 accumulator. Prefix decoded-: operands are
+                                   decoded to bfloat16 first
+    {"accumulator": "truncating"}  additions round to either neighbour, which covers truncation
     {"subnormals": "flushed"}      float32 numbers below 2^-126 may become 0
 
-An order narrows what is right (tier 1; to the very bits of a tensor core's); without one any order is (tier 2). The
-other two widen it. Where not all products are added in one order, it may have `gemm_order(a, b)`: the order of the
-product of two Quantized operands, or of two lists of them, those of the sections of a grouped product, by such a name,
-None, or "truncating": any order, by an accumulator that truncates; then what it declares of "gemm" is not asked for.
+A declared order narrows the accepted results (tier 1; for a tensor core to exact bits). Without it any order is
+accepted (tier 2). "accumulator" and "subnormals" widen the accepted results.
+
+`gemm_order(a, b)`: for backends that do not add all products in the same order. It returns the order of the product of
+two Quantized operands, or of two lists of operands (the sections of a grouped product): a name from above, None, or
+"truncating" for any order with a truncating accumulator. The declaration of "gemm" is then ignored.
 """
 
 from __future__ import annotations
@@ -76,10 +83,10 @@ from narrowgauge.harness.backends.results import (
     matrix_shape,
     padded_rows,
 )
-from narrowgauge.harness.backends.transfer import carried, tensors_in
-from narrowgauge.harness.cases.schema import nearest
-from narrowgauge.harness.machine.gpu_lock import turn
-from narrowgauge.harness.machine.timing import spending
+from narrowgauge.harness.backends.transfer import tensors_in, to_device
+from narrowgauge.harness.cases.keys import nearest
+from narrowgauge.harness.machine.gpu_lock import lock_gpu
+from narrowgauge.harness.machine.timing import count_seconds
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.summation import ORDERS, Summation, is_order
@@ -89,16 +96,16 @@ if TYPE_CHECKING:
 
     from narrowgauge.spec.arguments import Random
 
-__all__ = ["Backend", "BackendError", "Unsupported", "check_device", "load_backend", "place"]
+__all__ = ["Backend", "BackendError", "Unsupported", "check_device", "error_location", "load_backend"]
 
 BUILT_IN = {"native": "narrowgauge.native.ops", "reference": "narrowgauge.reference.ops"}
-DOORS = (
+METHODS = (
     "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
     "gemm_grouped", "gemm_quantized", "update_scale", "pad_sections", "unpad_sections", "Linear", "LayerNormLinear",
     "GroupedLinear", "TransformerLayer",
 )  # fmt: skip
 TRUNCATING = "truncating"
-"""An accumulator, and what `gemm_order` may say in place of an order: any, by such a one."""
+"""An accumulator. As a result of `gemm_order`: any order, with a truncating accumulator."""
 DECLARATIONS = {
     "transform": ("butterfly",),
     "gemm": ORDERS,
@@ -106,75 +113,77 @@ DECLARATIONS = {
     "subnormals": ("flushed",),
     "random": ("own",),
 }
-"""What a backend can declare, and how; a number stands for each <letter>."""
+"""Allowed declarations. A <letter> stands for a number."""
 
 
 class Unsupported(Exception):
-    """The backend says that it does not do this."""
+    """The backend does not support the case."""
 
 
 class Backend:
-    """One loaded backend: calls its doors and checks what comes back."""
+    """A loaded backend: calls its methods and checks their results."""
 
-    def __init__(self, name: str, doors: Any, schedules: int = 0, device: torch.device | None = None) -> None:
+    def __init__(self, name: str, implementation: Any, schedules: int = 0, device: torch.device | None = None) -> None:
         self.name = name
-        self.doors = doors
+        self.implementation = implementation
         self.device = device
-        """Where it runs, wherever what it is given lies; None: there."""
+        """Device of the backend. None: the device of its inputs."""
         self.schedules = schedules
-        """Shuffles of threads that its variations are asked for; 0: as many as it has of itself."""
-        if schedules and not _takes_shuffles(getattr(doors, "variations", None)):
+        """Number of thread shuffles to request from `variations`. 0: the backend's default."""
+        if schedules and not _takes_shuffles(getattr(implementation, "variations", None)):
             raise BackendError(
                 f"--schedules: backend {name} does not choose the order of its threads: it has no "
                 "variations(device, shuffles)"
             )
-        if not any(self.has(door) for door in DOORS):
+        if not any(self.has(method) for method in METHODS):
             raise BackendError(
-                f"backend {name} has none of the doors {', '.join(DOORS)}; see README, 'Your own kernel'"
+                f"backend {name} has none of the doors {', '.join(METHODS)}; see README, 'Your own kernel'"
             )
-        self.declares = _declarations(name, getattr(doors, "declares", {}))
+        self.declares = _declarations(name, getattr(implementation, "declares", {}))
 
-    def has(self, door: str) -> bool:
-        """Whether the backend has this door."""
-        return callable(getattr(self.doors, door, None))
+    def has(self, method: str) -> bool:
+        """Whether the backend has this method."""
+        return callable(getattr(self.implementation, method, None))
 
     def variations(self, device: torch.device) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
-        """Ways of running an operation that must all give the same bytes."""
-        if callable(given := getattr(self.doors, "variations", None)):
+        """Context managers by name. The results of an operation under all of them must be the same bytes."""
+        if callable(function := getattr(self.implementation, "variations", None)):
             try:
-                found = dict(given(device, **({"shuffles": self.schedules} if self.schedules else {})))
+                variations_ = dict(function(device, **({"shuffles": self.schedules} if self.schedules else {})))
             except Exception as error:
-                raise BackendError(f"variations raised {type(error).__name__}: {error}{place(error)}") from error
-            if not found:
+                raise BackendError(
+                    f"variations raised {type(error).__name__}: {error}{error_location(error)}"
+                ) from error
+            if not variations_:
                 raise BackendError("variations gave none; it names at least one way of running, or is left out")
-            return found
+            return variations_
         return {"first run": contextlib.nullcontext, "second run": contextlib.nullcontext}
 
-    def call(self, door: str, *arguments: Any, **options: Any) -> Any:
-        """What the door gives. Raises Unsupported, or BackendError with the exception's own words and place."""
-        if not self.has(door):
-            raise Unsupported(f"backend {self.name} has no {door}")
-        function = getattr(self.doors, door)
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The result of a method. Raises Unsupported, or BackendError with the exception's message and location."""
+        if not self.has(method):
+            raise Unsupported(f"backend {self.name} has no {method}")
+        function = getattr(self.implementation, method)
         first = next(tensors_in((arguments, options)), None) if self.device is not None else None
         if first is None or self.device is None or first.device.type == self.device.type:
-            return self.run(door, function, *arguments, **options)
-        with turn(self.device.type):
-            given, named = carried((arguments, options), self.device)
-            result = self.run(door, function, *given, **named)
+            return self.run(method, function, *arguments, **options)
+        with lock_gpu(self.device.type):
+            moved_arguments, moved_options = to_device((arguments, options), self.device)
+            result = self.run(method, function, *moved_arguments, **moved_options)
             for tensor in tensors_in(result):
                 if tensor.device.type != self.device.type:
-                    raise BackendError(f"{door} gave a tensor on {tensor.device}; its input is on {self.device}")
-            return carried(result, first.device)
+                    raise BackendError(f"{method} gave a tensor on {tensor.device}; its input is on {self.device}")
+            return to_device(result, first.device)
 
-    def run(self, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What a function of the backend gives: a door, or a method of its modules. Raises as `call` does."""
+    def run(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The result of a function of the backend: a method, or a method of a module. Raises as `call` does."""
         try:
-            with spending("backend"):
+            with count_seconds("backend"):
                 return function(*arguments, **options)
         except NotImplementedError as error:
-            raise Unsupported(str(error) or f"{self.name}.{what} is not implemented for this case") from error
+            raise Unsupported(str(error) or f"{self.name}.{name} is not implemented for this case") from error
         except Exception as error:
-            raise BackendError(f"{what} raised {type(error).__name__}: {error}{place(error)}") from error
+            raise BackendError(f"{name} raised {type(error).__name__}: {error}{error_location(error)}") from error
 
     def quantize(
         self,
@@ -185,8 +194,8 @@ class Backend:
         random: Random | None = None,
         swizzled: bool = False,
     ) -> Quantized:
-        """The door, with its result brought into a Quantized whose shapes and dtypes are right."""
-        result = self.call("quantize", x, recipe, **_given(scale=scale, random=random, swizzled=swizzled))
+        """Result of `quantize` as a Quantized with checked shapes and dtypes."""
+        result = self.call("quantize", x, recipe, **_non_default_options(scale=scale, random=random, swizzled=swizzled))
         return as_quantized(result, x, recipe, swizzled=swizzled)
 
     def quantize_both(
@@ -197,26 +206,26 @@ class Backend:
         rowwise: bool = True,
         columnwise: bool = True,
         scale: torch.Tensor | None = None,
-        random: Random | tuple[torch.Tensor, torch.Tensor] | None = None,
+        random: Random | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
         swizzled: bool = False,
     ) -> tuple[Quantized | None, Quantized | None]:
-        """The door: both halves as Quantized, None for one that is not wanted."""
-        options = _given(scale=scale, random=random, swizzled=swizzled)
-        options |= {name: False for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if not wanted}
+        """Results of `quantize_both`: both halves as Quantized, None for a half without a request."""
+        options = _non_default_options(scale=scale, random=random, swizzled=swizzled)
+        options |= {name: False for name, halves in (("rowwise", rowwise), ("columnwise", columnwise)) if not halves}
         result = self.call("quantize_both", x, recipe, **options)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise BackendError(f"quantize_both gave {type(result).__name__}; it gives a rowwise and a columnwise half")
         shape = matrix_shape(x)
-        found = []
-        wanted = (("rowwise", rowwise, shape, recipe.rowwise), ("columnwise", columnwise, shape[::-1], recipe))
-        for half, (name, asked, its_shape, its_recipe) in zip(result, wanted, strict=True):
-            if (half is not None) != asked:
-                raise BackendError(f"quantize_both gave {'no' if asked else 'a'} {name} half, {name}={asked}")
-            described: dict[str, Any] = {"shape": its_shape, "swizzled": swizzled}
-            described |= {"transposed": name == "columnwise" and recipe.columnwise == "in-place"}
-            what = f"the {name} half of quantize_both"
-            found.append(as_quantized(half, x, its_recipe, **described, door=what) if asked else None)
-        return found[0], found[1]
+        quantized = []
+        halves = (("rowwise", rowwise, shape, recipe.rowwise), ("columnwise", columnwise, shape[::-1], recipe))
+        for half, (name, requested, half_shape, half_recipe) in zip(result, halves, strict=True):
+            if (half is not None) != requested:
+                raise BackendError(f"quantize_both gave {'no' if requested else 'a'} {name} half, {name}={requested}")
+            layout: dict[str, Any] = {"shape": half_shape, "swizzled": swizzled}
+            layout |= {"transposed": name == "columnwise" and recipe.columnwise == "in-place"}
+            half_name = f"the {name} half of quantize_both"
+            quantized.append(as_quantized(half, x, half_recipe, **layout, method=half_name) if requested else None)
+        return quantized[0], quantized[1]
 
     def quantize_grouped(
         self,
@@ -228,9 +237,9 @@ class Backend:
         scale: torch.Tensor | None = None,
         random: tuple[int, int] | None = None,
     ) -> list[Quantized]:
-        """The door, its result as the Quantized of each section: of its transpose where `columnwise`."""
-        rows = sizes.tolist()  # before the call, which may change them
-        options = _given(columnwise=columnwise, scale=scale, random=random)
+        """Result of `quantize_grouped`: the Quantized of each section, of the section's transpose if `columnwise`."""
+        rows = sizes.tolist()  # read before the call: the kernel may change the tensor
+        options = _non_default_options(columnwise=columnwise, scale=scale, random=random)
         result = self.call("quantize_grouped", x, sizes, recipe, **options)
         return as_sections(result, x, rows, recipe, columnwise=columnwise)
 
@@ -245,15 +254,15 @@ class Backend:
         bias: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
     ) -> Quantized:
-        """The door, its result as the Quantized of the output (M, N)."""
-        options = _given(c=c, bias=bias, scale=scale)
+        """Result of `gemm_quantized`: the Quantized of the output (M, N)."""
+        options = _non_default_options(c=c, bias=bias, scale=scale)
         result = self.call("gemm_quantized", a, b, recipe, out_dtype=out_dtype, **options)
-        return as_quantized(result, a.codes, recipe, shape=(a.shape[0], b.shape[0]), door="gemm_quantized")
+        return as_quantized(result, a.codes, recipe, shape=(a.shape[0], b.shape[0]), method="gemm_quantized")
 
     def gemm_order(self, a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quantized]) -> str | None:
-        """The order in which it adds the products of operands, or of those of all sections; None or TRUNCATING for any.
+        """Summation order of a product, or of the products of all sections. None or TRUNCATING: any order.
 
-        It is asked on its own device, wherever the operands lie. Raises BackendError where it names none that there is.
+        The backend is asked on its own device. Raises BackendError if it returns an unknown name.
         """
         if not self.has("gemm_order"):
             return self.declares.get("gemm")
@@ -266,45 +275,48 @@ class Backend:
     def update_scale(
         self, history: torch.Tensor, scale: torch.Tensor, recipe: Recipe
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The door: the new history (H, N) and the new scales (N,), float32."""
-        wanted = [(name, tuple(old.shape), old) for name, old in (("the history", history), ("the scale", scale))]
-        return self._two("update_scale", wanted, history, scale, recipe)
+        """Results of `update_scale`: the new history (H, N) and the new scales (N,), float32."""
+        expected = [
+            (name, tuple(tensor.shape), tensor) for name, tensor in (("the history", history), ("the scale", scale))
+        ]
+        return self._two("update_scale", expected, history, scale, recipe)
 
     def pad_sections(self, x: torch.Tensor, sizes: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-        """The door: `x` (M, K) with the rows of each section up to a multiple of the recipe's, and those sizes (G,)."""
-        rows = padded_rows(sizes.tolist(), recipe)  # before the call, which may change them
-        wanted = [("the padded rows", (sum(rows), x.shape[1]), x), ("their sizes", (len(rows),), sizes)]
-        return self._two("pad_sections", wanted, x, sizes, recipe)
+        """Results of `pad_sections`: `x` (M, K) with sections padded to a multiple of rows, and the padded sizes
+        (G,)."""
+        rows = padded_rows(sizes.tolist(), recipe)  # read before the call: the kernel may change the tensor
+        expected = [("the padded rows", (sum(rows), x.shape[1]), x), ("their sizes", (len(rows),), sizes)]
+        return self._two("pad_sections", expected, x, sizes, recipe)
 
     def _two(
-        self, door: str, wanted: Sequence[tuple[str, tuple[int, ...], torch.Tensor]], *arguments: Any
+        self, method: str, expected: Sequence[tuple[str, tuple[int, ...], torch.Tensor]], *arguments: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a door gives that gives two tensors: their names, shapes, and tensors of the same dtype and device."""
-        result = self.call(door, *arguments)
+        """The two tensors of a method. `expected`: name, shape, and a tensor of the same dtype and device, for each."""
+        result = self.call(method, *arguments)
         if not isinstance(result, tuple | list) or len(result) != 2:
-            names = " and ".join(name for name, _, _ in wanted)
-            raise BackendError(f"{door} gave {type(result).__name__}; it gives {names}")
-        one, other = (
-            _checked_tensor(door, part, shape, like.dtype, like.device, name)
-            for part, (name, shape, like) in zip(result, wanted, strict=True)
+            names = " and ".join(name for name, _, _ in expected)
+            raise BackendError(f"{method} gave {type(result).__name__}; it gives {names}")
+        first, second = (
+            _checked_tensor(method, part, shape, like.dtype, like.device, name)
+            for part, (name, shape, like) in zip(result, expected, strict=True)
         )
-        return one, other
+        return first, second
 
     def tensor(
-        self, door: str, shape: tuple[int, ...], dtype: torch.dtype, given: Any, *arguments: Any, **options: Any
+        self, method: str, shape: tuple[int, ...], dtype: torch.dtype, operand: Any, *arguments: Any, **options: Any
     ) -> torch.Tensor:
-        """A door that takes `given`, a tensor or something quantized, and gives a tensor on its device.
+        """Result of a method that takes `operand` (a tensor or a quantized operand) and returns a tensor on its device.
 
-        A dtype of one byte is seen as uint8 where that is wanted. Raises BackendError where the result has another
-        shape, dtype or device.
+        If uint8 is expected, further one-byte dtypes are viewed as uint8. Raises BackendError if the shape, dtype or
+        device of the result is wrong.
         """
         import torch
 
-        out = self.call(door, given, *arguments, **options)
-        device = getattr(given, "codes", given).device
+        out = self.call(method, operand, *arguments, **options)
+        device = getattr(operand, "codes", operand).device
         if isinstance(out, torch.Tensor) and dtype == torch.uint8 and out.element_size() == 1:
             out = out.view(torch.uint8)
-        return _checked_tensor(door, out, shape, dtype, device)
+        return _checked_tensor(method, out, shape, dtype, device)
 
 
 def _takes_shuffles(variations: Any) -> bool:
@@ -312,24 +324,24 @@ def _takes_shuffles(variations: Any) -> bool:
 
 
 def _checked_tensor(
-    door: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = ""
+    method: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = ""
 ) -> torch.Tensor:
-    """`out`, called `name` where a door gives several. Raises BackendError where it is no such tensor."""
+    """`out`, checked. `name`: its name if a method returns several tensors. Raises BackendError for a wrong tensor."""
     import torch
 
-    gave = f"{door} gave {name} as" if name else f"{door} gave"
+    subject = f"{method} gave {name} as" if name else f"{method} gave"
     if not isinstance(out, torch.Tensor):
-        raise BackendError(f"{gave} {type(out).__name__}, not a tensor")
+        raise BackendError(f"{subject} {type(out).__name__}, not a tensor")
     if tuple(out.shape) != shape or out.dtype != dtype:
-        wanted = f"{dtype_name(dtype)} of shape {shape}"
-        raise BackendError(f"{gave} {dtype_name(out.dtype)} of shape {tuple(out.shape)}, not {wanted}")
+        expected = f"{dtype_name(dtype)} of shape {shape}"
+        raise BackendError(f"{subject} {dtype_name(out.dtype)} of shape {tuple(out.shape)}, not {expected}")
     if out.device != device:
-        raise BackendError(f"{door} gave {name or 'its result'} on {out.device}; its input is on {device}")
+        raise BackendError(f"{method} gave {name or 'its result'} on {out.device}; its input is on {device}")
     return out
 
 
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that differ from their default, which is None or False."""
+def _non_default_options(**options: Any) -> dict[str, Any]:
+    """Options whose value is not the default, None or False."""
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
@@ -354,24 +366,24 @@ def _declarations(name: str, declared: Any) -> dict[str, str]:
 _ALLOWED = ", ".join(f"{{{key!r}: {' | '.join(map(repr, values))}}}" for key, values in DECLARATIONS.items())
 
 
-def place(error: BaseException) -> str:
-    """` (at file:line)`: the innermost place outside installed packages; nothing where there is none."""
-    found = ""
+def error_location(error: BaseException) -> str:
+    """` (at file:line)`: innermost frame outside of installed packages. Empty without such a frame."""
+    location = ""
     trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         path = Path(trace.tb_frame.f_code.co_filename)
         if path.is_file() and "site-packages" not in path.parts:
-            found = f" (at {path.name}:{trace.tb_lineno})"
+            location = f" (at {path.name}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return found
+    return location
 
 
 def load_backend(spec: str, device: str = "", schedules: int = 0) -> Backend:
-    """The backend called `native`, `reference`, or `package.module[:Name]`; a class is made into an object.
+    """The backend called `native`, `reference`, or `package.module[:Name]`. A class is instantiated.
 
-    Modules are found as `python -m` finds them, from the current folder too. `schedules`: how many shuffles of threads
-    its `variations` has, where it is asked for a number. Raises BackendError where there is none, where its own `check`
-    says that it cannot run on `device`, where one is named, or where its threads cannot be shuffled.
+    Modules are found as by `python -m`, also in the current folder. `schedules`: number of thread shuffles to request
+    from `variations`, 0 for the default. Raises BackendError if the backend cannot be loaded, if its `check` rejects
+    `device` (if given), or if its threads cannot be shuffled.
     """
     if spec not in BUILT_IN and ":" not in spec and "." not in spec:
         raise BackendError(
@@ -379,27 +391,27 @@ def load_backend(spec: str, device: str = "", schedules: int = 0) -> Backend:
             f"there are {', '.join(BUILT_IN)}, and your own as package.module:Name"
         )
     module_name, _, attribute = BUILT_IN.get(spec, spec).partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        found: Any = importlib.import_module(module_name)
+        implementation: Any = importlib.import_module(module_name)
     except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-        raise BackendError(f"backend {spec}: module {module_name} cannot be imported: {words}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise BackendError(f"backend {spec}: module {module_name} cannot be imported: {reason}") from error
     if attribute:
-        if not hasattr(found, attribute):
-            names = [n for n in vars(found) if not n.startswith("_")]
+        if not hasattr(implementation, attribute):
+            names = [n for n in vars(implementation) if not n.startswith("_")]
             raise BackendError(f"backend {spec}: module {module_name} has no {attribute!r}{nearest(attribute, names)}")
-        found = getattr(found, attribute)
-    if inspect.isclass(found):
+        implementation = getattr(implementation, attribute)
+    if inspect.isclass(implementation):
         try:
-            found = found()
+            implementation = implementation()
         except Exception as error:
             raise BackendError(f"backend {spec}: {attribute}() raised {type(error).__name__}: {error}") from error
     import torch
 
-    backend = Backend(spec, found, schedules, torch.device(device) if device else None)
-    if device and callable(check := getattr(found, "check", None)):
+    backend = Backend(spec, implementation, schedules, torch.device(device) if device else None)
+    if device and callable(check := getattr(implementation, "check", None)):
         try:
             check(torch.device(device))
         except Exception as error:
@@ -408,7 +420,7 @@ def load_backend(spec: str, device: str = "", schedules: int = 0) -> Backend:
 
 
 def check_schedules(schedules: int, device: str) -> None:
-    """Raises BackendError where `schedules` shuffles of threads cannot be asked for: more than one, on a GPU."""
+    """Raise BackendError if `schedules` thread shuffles cannot be requested: less than 1, or more than 1 on a GPU."""
     if schedules < 1:
         raise BackendError(f"--schedules is {schedules}; threads are shuffled in 1 way or more")
     if schedules > 1 and device != "cpu":
@@ -419,7 +431,7 @@ def check_schedules(schedules: int, device: str) -> None:
 
 
 def check_device(device: str) -> None:
-    """Raises BackendError where `device` is "cuda" and there is no GPU."""
+    """Raise BackendError if `device` is "cuda" and torch sees no GPU."""
     if device == "cuda":
         import torch
 

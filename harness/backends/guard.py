@@ -1,9 +1,9 @@
-"""Guard zones and poison: what a backend writes where it should not, and does not write where it should.
+"""Guard zones and poison: detection of writes outside of tensors, and of unwritten outputs.
 
 Tensors that a backend allocates through torch, from Python or C++, get a guard zone before and after, and start out
-filled with a poison byte. Its inputs lie between guard zones too. Runs use different poison, so that an element that
-nobody wrote, or a read beyond an input, differs between runs. Where the address sanitizer is in the process, it is told
-of the zones: a read that changes nothing is found too.
+filled with a poison byte. Inputs lie between guard zones too. Runs use different poison bytes, so an unwritten element,
+or a read beyond an input, differs between runs. If the process runs with the address sanitizer, the guard zones are
+marked as inaccessible: the sanitizer also finds reads that change no result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.harness.backends.arena import ZONE, Arena, Piece, extent
+from narrowgauge.harness.backends.guarded_memory import ZONE, GuardedMemory, Slot, element_extent
 
 POISON = (0xFF, 0xA5, 0x3C, 0x81)
 """Poison of successive runs; 0xFF is NaN in every floating dtype."""
@@ -35,141 +35,143 @@ _FILLED = {
 }  # fmt: skip
 
 
-_bare: ContextVar[bool] = ContextVar("bare", default=False)
+_unguarded: ContextVar[bool] = ContextVar("unguarded", default=False)
 
 
 @contextmanager
-def bare() -> Iterator[None]:
-    """Within the context guards guard nothing: memory is as torch allocates it, for a tool that watches every access.
+def without_guards() -> Iterator[None]:
+    """Disable guards within the context: memory is allocated by torch as usual, for a tool watching every access.
 
-    A read beyond a tensor would meet a guard zone, which is memory of the same allocation; and poison is a value.
+    Such a tool does not report a read of a guard zone, since the zone belongs to the same allocation, nor a read of
+    poison, since poison is initialized memory.
     """
-    token = _bare.set(True)
+    token = _unguarded.set(True)
     try:
         yield
     finally:
-        _bare.reset(token)
+        _unguarded.reset(token)
 
 
 class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within the context, torch allocates guarded memory. `violations()` then says what was overwritten."""
+    """Within the context torch allocates guarded memory. `violations` lists overwritten zones and changed inputs."""
 
     def __init__(self, poison: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._arena = Arena(poison)
+        self._memory = GuardedMemory(poison)
         self._inputs: dict[str, torch.Tensor] = {}
-        self._pieces: list[Piece] = []
-        """Where each of them was laid; none where nothing is guarded."""
+        self._slots: list[Slot] = []
+        """Slot of each input, or empty if guards are disabled."""
         self._before: torch.Tensor | None = None
-        """What was in their memory; None where each is that of an input, so that no third copy is kept."""
+        """Memory of the inputs before the run, or None if the input tensors themselves hold these bytes."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Without this, torch.compile would step aside, and its function be judged as it runs uncompiled."""
+        """True: otherwise torch.compile is bypassed, and the function runs uncompiled."""
         return True
 
-    def lay(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Copy inputs, which are on one device, to guarded memory there, with their strides.
+    def place_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Copy inputs of one device to guarded memory on the same device, with their strides.
 
-        What lies between the elements of a view is poison, and watched too.
+        The gaps between the elements of a view hold poison and are checked too.
         """
         self._inputs = dict(inputs)
-        if inputs and not _bare.get():
-            self._pieces = self._arena.laid(inputs)
-            for piece in self._pieces:
-                self._forbid(piece, on=True)
+        if inputs and not _unguarded.get():
+            self._slots = self._memory.copy_in(inputs)
+            for slot in self._slots:
+                self._mark_zones(slot, forbid=True)
 
-    def given(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The inputs that were laid, on a device; a change of them is seen."""
-        if not self._pieces:
-            return {name: _alike(tensor, device) for name, tensor in self._inputs.items()}
-        memory = self._pieces[0].memory
-        there = memory.tensor.to(device)
-        self._before = None if there is memory.tensor else there.clone()
-        memory.tensor = there
-        laid = zip(self._inputs.items(), self._pieces, strict=True)
-        given = {name: piece.like(tensor) for (name, tensor), piece in laid}
+    def inputs_on(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The guarded inputs, on `device`. `violations` detects changes."""
+        if not self._slots:
+            return {name: _copy_like(tensor, device) for name, tensor in self._inputs.items()}
+        memory = self._slots[0].memory
+        memory_copy = memory.tensor.to(device)
+        self._before = None if memory_copy is memory.tensor else memory_copy.clone()
+        memory.tensor = memory_copy
+        placed = zip(self._inputs.items(), self._slots, strict=True)
+        tensors = {name: slot.like(tensor) for (name, tensor), slot in placed}
         if self._before is None and any(
-            piece.size != t.nbytes for t, piece in zip(given.values(), self._pieces, strict=True)
+            slot.size != t.nbytes for t, slot in zip(tensors.values(), self._slots, strict=True)
         ):
-            self._before = there.clone()
-        return given
+            self._before = memory_copy.clone()
+        return tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (func in _EMPTY or func in _FILLED) and not _bare.get():
+        if (func in _EMPTY or func in _FILLED) and not _unguarded.get():
             like = args[0] if isinstance(args[0], torch.Tensor) else None
             device = torch.device(kwargs.get("device") or ("cpu" if like is None else like.device))
             if device.type != "meta":
-                plain = _plain(func, args, kwargs)
-                if _guardable(plain) and not kwargs.get("pin_memory"):
-                    size = plain.numel() * plain.element_size()
-                    piece = self._arena.piece(size, device, f"a tensor of shape {tuple(plain.shape)}")
-                    self._forbid(piece, on=True)
-                    out = piece.like(plain)
+                result = _meta_result(func, args, kwargs)
+                if _guardable(result) and not kwargs.get("pin_memory"):
+                    size = result.numel() * result.element_size()
+                    slot = self._memory.allocate(size, device, f"a tensor of shape {tuple(result.shape)}")
+                    self._mark_zones(slot, forbid=True)
+                    out = slot.like(result)
                     return out if func in _EMPTY else out.copy_(func(*args, **kwargs))
         return func(*args, **kwargs)
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        for piece in self._arena.pieces:
-            self._forbid(piece, on=False)
+        for slot in self._memory.slots:
+            self._mark_zones(slot, forbid=False)
 
     @staticmethod
-    def _forbid(piece: Piece, *, on: bool) -> None:
-        """Where the address sanitizer is in this process: any access to the guard zones is a finding of it, or none."""
+    def _mark_zones(slot: Slot, *, forbid: bool) -> None:
+        """Forbid or allow access to the guard zones, if the process runs with the address sanitizer."""
         marks = _sanitizer()
-        memory = piece.memory.tensor
+        memory = slot.memory.tensor
         if marks is None or memory.device.type != "cpu":
             return
-        mark = marks[0] if on else marks[1]
-        for zone in piece.zones:
+        mark = marks[0] if forbid else marks[1]
+        for zone in slot.zones:
             mark(ctypes.c_void_p(memory.data_ptr() + zone.start), ctypes.c_size_t(ZONE))
 
-    def home(self, outputs: Mapping[str, torch.Tensor | None], home: torch.device) -> dict[str, torch.Tensor | None]:
-        """Copies of what a run gave, on the device `home`."""
-        return {key: None if tensor is None else self._arena.home(tensor, home) for key, tensor in outputs.items()}
+    def copy_outputs(self, outputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        """Copies of the results of a run, on `device`."""
+        return {key: self._memory.copy_out(tensor, device) for key, tensor in outputs.items()}
 
     def violations(self) -> tuple[list[str], list[str]]:
-        """One sentence for every guard zone that was written, and one for every input that was changed."""
-        memory = self._pieces[0].memory.tensor if self._pieces else None
+        """Sentences on overwritten guard zones, and sentences on changed inputs."""
+        memory = self._slots[0].memory.tensor if self._slots else None
         if memory is not None and self._before is not None and torch.equal(memory, self._before):
-            return self._arena.overwritten(intact=memory), []  # one look at all inputs
+            return self._memory.overwritten_zones(intact=memory), []  # one comparison for all inputs
         changes = {}
-        for (name, tensor), piece in zip(self._inputs.items(), self._pieces, strict=bool(self._pieces)):
-            before = _memory(tensor) if self._before is None else piece.of(self._before)
-            changes[name] = torch.count_nonzero(piece.bytes != before)
-        counts = torch.stack(list(changes.values())).tolist() if changes else []  # a GPU is waited for once
-        words = [f"{n} bytes of input {name} were changed" for name, n in zip(changes, counts, strict=True) if n]
-        return self._arena.overwritten(), words
+        for (name, tensor), slot in zip(self._inputs.items(), self._slots, strict=bool(self._slots)):
+            before = _dense_bytes(tensor) if self._before is None else slot.bytes_in(self._before)
+            changes[name] = torch.count_nonzero(slot.bytes != before)
+        counts = torch.stack(list(changes.values())).tolist() if changes else []  # synchronizes once
+        sentences = [f"{n} bytes of input {name} were changed" for name, n in zip(changes, counts, strict=True) if n]
+        return self._memory.overwritten_zones(), sentences
 
 
 @cache
 def _sanitizer() -> tuple[Any, Any] | None:
-    """What forbids and allows memory to the address sanitizer, where this process was started with it."""
+    """Functions that poison and unpoison memory for the address sanitizer, or None without the sanitizer."""
     process = ctypes.CDLL(None)
     with suppress(AttributeError):
         return process["__asan_poison_memory_region"], process["__asan_unpoison_memory_region"]
     return None
 
 
-def _guardable(plain: torch.Tensor) -> bool:
-    """Whether its elements lie dense, and are any: torch makes room in an empty tensor that is given as `out`."""
-    return plain.layout == torch.strided and 0 < plain.numel() == extent(plain.shape, plain.stride())
+def _guardable(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is dense and not empty. torch resizes an empty tensor passed as `out`, so an empty tensor gets
+    no guard."""
+    return tensor.layout == torch.strided and 0 < tensor.numel() == element_extent(tensor.shape, tensor.stride())
 
 
-def _alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy with the same strides and nothing around it."""
+def _copy_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy with the same strides, without guard zones."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor without gaps, as they lie in memory."""
+def _dense_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _plain(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """The shape, strides and dtype that a function would give, as itself says; meta tensors hold no memory."""
+def _meta_result(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """The result of a function on the meta device: shape, strides and dtype without memory."""
     return func(*_meta(args), **{**kwargs, "device": "meta"})  # type: ignore[no-any-return]
 
 
@@ -178,6 +180,7 @@ def _meta(args: tuple[Any, ...]) -> list[Any]:
 
 
 def unwritten(first: torch.Tensor, second: torch.Tensor, poisons: tuple[int, int]) -> int:
-    """How many elements hold the poison of either run in both: nobody wrote them."""
+    """Number of elements that hold the poison byte of their run in both runs, so the kernel did not write the
+    element."""
     a, b = (t.contiguous().view(torch.uint8).view(t.numel(), t.element_size()) for t in (first, second))
     return int(((a == poisons[0]).all(1) & (b == poisons[1]).all(1)).sum()) if first.numel() else 0

@@ -1,4 +1,4 @@
-"""Taking what a door is given, or gives, from one device to another: tensors, and what holds them."""
+"""Moving arguments and results of a backend's methods between devices: tensors, and containers of tensors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.backends.results import PARTS
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS
 
 if TYPE_CHECKING:
     import torch
 
-TOGETHER = 1 << 20
-"""Bytes of a tensor up to which it is brought together with others: copying it once more takes less than a wait."""
+BATCH_BYTES = 1 << 20
+"""Largest size in bytes of a tensor moved in a batch: an extra copy takes less time than a synchronization."""
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a value: itself, a member, an item, or a part of what is quantized."""
+    """Every tensor of a value: the value itself, a member, an item, or a part of a quantized operand."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -28,41 +28,41 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         for item in value:
             yield from tensors_in(item)
     elif hasattr(value, "codes"):
-        yield from tensors_in([getattr(value, name, None) for name in (*PARTS, "sizes")])
+        yield from tensors_in([getattr(value, name, None) for name in (*QUANTIZED_PARTS, "sizes")])
 
 
-def carried(value: Any, device: torch.device) -> Any:
-    """The value with every tensor of it on the device; what is quantized and no dataclass becomes a mapping."""
+def to_device(value: Any, device: torch.device) -> Any:
+    """The value with all its tensors on `device`. A quantized operand that is no dataclass becomes a mapping."""
     tensors = [tensor for tensor in tensors_in(value) if tensor.device.type != device.type]
-    few = [tensor for tensor in tensors if tensor.is_contiguous() and 0 < tensor.nbytes <= TOGETHER]
-    moved = dict(zip(map(id, few), _together(few, device), strict=True)) if len(few) > 1 else {}
-    return _carried(value, device, moved)
+    batched = [tensor for tensor in tensors if tensor.is_contiguous() and 0 < tensor.nbytes <= BATCH_BYTES]
+    moved = dict(zip(map(id, batched), _move_batch(batched, device), strict=True)) if len(batched) > 1 else {}
+    return _to_device(value, device, moved)
 
 
-def _together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies of contiguous tensors of one device on another one, brought there at once: each time a GPU is waited for.
+def _move_batch(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies of contiguous tensors on a second device, moved together: every transfer synchronizes the GPU.
 
-    They are as aligned as torch's own.
+    The copies have the alignment of torch's allocations.
     """
     import torch
 
-    from narrowgauge.harness.backends.arena import ALIGNMENT, placed
+    from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, tensor_at
 
     gap = torch.empty(ALIGNMENT, dtype=torch.uint8, device=tensors[0].device)
     parts, starts = [], [0]
     for tensor in tensors:
         parts += [tensor.detach().view(-1).view(torch.uint8), gap[: -tensor.nbytes % ALIGNMENT]]
         starts.append(starts[-1] + parts[-2].nbytes + parts[-1].nbytes)
-    there = torch.cat(parts).to(device)
-    return [placed(there, start, t.dtype, t.shape, t.stride()) for start, t in zip(starts, tensors, strict=False)]
+    moved = torch.cat(parts).to(device)
+    return [tensor_at(moved, start, t.dtype, t.shape, t.stride()) for start, t in zip(starts, tensors, strict=False)]
 
 
-def _carried(value: Any, device: torch.device, moved: Mapping[int, torch.Tensor]) -> Any:
-    """`carried`, with the tensors that are there already, by the identity of those that they are copies of."""
+def _to_device(value: Any, device: torch.device, moved: Mapping[int, torch.Tensor]) -> Any:
+    """`to_device`, with `moved`: the tensors that are on the device already, by the identity of their originals."""
     import torch
 
     def bring(value: Any) -> Any:
-        return _carried(value, device, moved)
+        return _to_device(value, device, moved)
 
     if isinstance(value, torch.Tensor):
         return moved.get(id(value), value).to(device)
@@ -71,8 +71,10 @@ def _carried(value: Any, device: torch.device, moved: Mapping[int, torch.Tensor]
     if isinstance(value, list | tuple):
         return type(value)(map(bring, value))
     if is_dataclass(value) and hasattr(value, "codes"):
-        held = {f.name: getattr(value, f.name) for f in fields(value)}
-        return replace(value, **{name: bring(one) for name, one in held.items() if isinstance(one, torch.Tensor)})  # type: ignore[type-var]
+        members = {f.name: getattr(value, f.name) for f in fields(value)}
+        return replace(
+            value, **{name: bring(member) for name, member in members.items() if isinstance(member, torch.Tensor)}
+        )  # type: ignore[type-var]
     if hasattr(value, "codes"):
-        return {name: bring(getattr(value, name, None)) for name in PARTS}
+        return {name: bring(getattr(value, name, None)) for name in QUANTIZED_PARTS}
     return value

@@ -1,1 +1,1 @@
-"""Cases: the TOML files of the matrix, their schema, and what each case costs."""
+"""Cases: a class per operation, the TOML files of the matrix, input families, work and memory of a case."""

@@ -1,40 +1,44 @@
-"""How much work a case is, before it runs: enough to tell small cases from large ones."""
+"""Work of a case, estimated before the run. Small cases are judged on the CPU, also for a GPU."""
 
 from __future__ import annotations
 
 import math
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.parameters import layers_of
+from narrowgauge.harness.cases.gemm import ProductCase
+from narrowgauge.harness.cases.modules import ModuleCase
+from narrowgauge.harness.cases.quantize import QuantizeCase
 
 SMALL, SMALL_MODULE = 1 << 24, 1 << 27
-"""Work, in elements, below which a case of a GPU is judged on the CPU (`home_of`): of an operation, and of a module,
-whose many stages are more launches for as much work. Linear layers of 4x128x1024x4096 take a core 6 to 20 s, and an
-H200, beside other processes, 0.3 to 1.3 s."""
+"""Work, in elements, below which a case for a GPU is judged on the CPU (`home_of`): of an operation, and of a module,
+which has many stages and needs more launches for as much work. Linear layers of 4x128x1024x4096 take a core 6 to 20 s,
+and an H200, shared with other processes, 0.3 to 1.3 s."""
 SECTION = 1 << 12
-"""Work of one more section, in elements: measured, 1.6 ms beside 0.4 µs an element."""
+"""Work of an additional section, in elements: measured, 1.6 ms compared with 0.4 µs an element."""
 
 
 def work(case: Case) -> int:
-    """What a case costs to run and judge, in elements."""
-    sections = len(case.sections) if "grouped" in case.operation else 0
-    if case.is_module:
-        rows = math.prod(case.shape[:-2])
-        # Three products of every layer and step, whose operands are quantized in both orientations.
-        matrices = [(rows * (n.inner + n.outer), n.inner * n.outer * max(1, n.groups), n) for n in layers_of(case)]
-        one = sum(2 * (x + w) + 3 * rows * n.inner * n.outer // 32 for x, w, n in matrices)
-        return case.steps * one + SECTION * sections
-    if case.operation.startswith("gemm"):
+    """Work to run and judge a case, in elements."""
+    sections = len(case.section_sizes)
+    if isinstance(case, ModuleCase):
+        # Every layer and step has three products; their operands are quantized in both orientations.
+        step = 0
+        for layer in case.layers:
+            x, w = case.rows * (layer.inner + layer.outer), layer.inner * layer.outer * max(1, layer.groups)
+            step += 2 * (x + w) + 3 * case.rows * layer.inner * layer.outer // 32
+        return case.steps * step + SECTION * sections
+    if isinstance(case, ProductCase):
         rows, depth, columns = case.shape
         elements = rows * depth + max(1, sections) * columns * depth + rows * depth * columns // 32
     else:
-        elements = math.prod(case.shape) * (2 if case.usage == "both" else 1)
+        both = isinstance(case, QuantizeCase) and case.usage == "both"
+        elements = math.prod(case.shape) * (2 if both else 1)
     return elements + SECTION * sections
 
 
 def home_of(case: Case, device: str) -> str:
-    """Where a case that runs on a device has its inputs and its reference, and is judged: there, or on the CPU.
+    """Device of the inputs, the reference and the checks of a case that runs on `device`: `device` itself or the CPU.
 
-    Judging a small case is a thousand small kernels, and of several processes one at a time has the GPU.
+    Judging a small case is a thousand small kernels, and only one of several processes at a time has the GPU.
     """
-    return "cpu" if work(case) < (SMALL_MODULE if case.is_module else SMALL) else device
+    return "cpu" if work(case) < (SMALL_MODULE if isinstance(case, ModuleCase) else SMALL) else device

@@ -1,4 +1,4 @@
-"""The input families by name: the purpose of each, and its operations. `harness.inputs` makes the tensors."""
+"""The input families by name, with purpose and operations. `harness.inputs` generates the tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """Inputs of one kind. `purpose` says which bug they show that random data hide."""
+    """A kind of inputs. `purpose`: the bugs that these inputs show and random data hide."""
 
     name: str
     operations: tuple[str, ...]
@@ -93,5 +93,5 @@ FAMILIES = {
 
 
 def families_of(operation: str) -> list[str]:
-    """Names of the families that an operation has."""
+    """Names of the families of an operation."""
     return [family.name for family in FAMILIES.values() if operation in family.operations]

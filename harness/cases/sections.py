@@ -1,4 +1,4 @@
-"""Sections: how the rows of a matrix are divided among experts or groups, some of them without a row."""
+"""Sections: the division of the rows of a matrix among experts or groups. Sections may be empty."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import difflib
 
 KINDS = ("even", "front", "middle", "end", "ragged", "empty")
 GIVEN = "rows"
-"""The kind whose rows are given, section by section."""
+"""The kind with given rows, such as `rows:17,0,48`."""
 MOST = 64
 TILE = 16
-"""Rows of a 2-D block: ragged sections begin and end inside one."""
+"""Rows of a 2-D block: ragged sections begin and end inside a block."""
 LAYOUT_TILE = 128
-"""Rows of a tile of swizzled scales, which ragged sections avoid where they have to be whole groups of a rotation."""
+"""Rows of a tile of swizzled scales: ragged sections of whole rotated groups do not end with a tile."""
 
 
 def parse(text: object) -> tuple[str, int]:
-    """Kind and count of `kind:count`. Raises ValueError, with what would be right."""
+    """Kind and count of `kind:count`. Raises ValueError; the message names the right values."""
     kind, _, count = text.partition(":") if isinstance(text, str) else ("", "", "")
     if kind == GIVEN:
         return kind, len(_given(text, count))
@@ -32,7 +32,7 @@ def parse(text: object) -> tuple[str, int]:
 
 
 def _given(text: object, sizes: str) -> tuple[int, ...]:
-    """The rows of every section, as a text says. Raises ValueError."""
+    """The rows of every section in a text such as `17,0,48`. Raises ValueError."""
     parts = sizes.split(",")
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"is {text!r}; rows are numbers with commas between them: rows:17,0,48")
@@ -42,13 +42,13 @@ def _given(text: object, sizes: str) -> tuple[int, ...]:
 
 
 def section_sizes(text: str, rows: int, *, whole: int = 1) -> tuple[int, ...]:
-    """Rows of each section of a matrix of `rows` rows, each a multiple of `whole`.
+    """Rows of the sections of a matrix with `rows` rows; all are multiples of `whole`.
 
     With a = rows/count: even [a, a, a, a]; front [0, a, a, 2a]; middle [a, a, 0, 2a]; end [2a, a, a, 0]; empty, of a
-    matrix without rows, [0, 0, 0, 0]. ragged: about 1, 3, 5 … times the first, and none a multiple of 16 (of 128 where
-    sections are multiples of a group of 16 or 32). rows:17,0,48 says the rows of each.
+    matrix without rows, [0, 0, 0, 0]. ragged: about 1, 3, 5 … times the first, and no multiples of 16 (of 128 if
+    sections are multiples of a group of 16 or 32). rows:17,0,48: the given rows.
 
-    Raises ValueError where the rows cannot be divided so.
+    Raises ValueError if the rows cannot be divided in this way.
     """
     kind, count = parse(text)
     if kind == GIVEN:
@@ -79,6 +79,15 @@ def section_sizes(text: str, rows: int, *, whole: int = 1) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def division_problem(text: str, rows: int, *, whole: int = 1) -> str | None:
+    """Why `section_sizes` cannot divide the rows, as a message that begins with the key; or None."""
+    try:
+        section_sizes(text, rows, whole=whole)
+    except ValueError as error:
+        return f"sections {error}"
+    return None
+
+
 def _ragged(text: str, count: int, rows: int, whole: int) -> tuple[int, ...]:
     if rows % whole:
         raise ValueError(f"is {text!r}; M = {rows} is no multiple of {whole}, the group that the recipe rotates")
@@ -86,7 +95,7 @@ def _ragged(text: str, count: int, rows: int, whole: int) -> tuple[int, ...]:
     sizes = [units * (2 * i + 1) // count**2 for i in range(count)]
     sizes[-1] += units - sum(sizes)
     avoided = (TILE if whole == 1 else LAYOUT_TILE) // whole
-    if avoided > 2:  # of two numbers beside each other at most one is a multiple
+    if avoided > 2:  # at most every second number is a multiple
         for i in range(count - 1):
             moved = int(sizes[i] % avoided == 0)
             sizes[i], sizes[-1] = sizes[i] + moved, sizes[-1] - moved

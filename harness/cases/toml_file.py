@@ -1,4 +1,4 @@
-"""The TOML files that people write: of cases, of known failures, of mutants. Each holds tables of one name."""
+"""TOML files written by people: cases, known failures, mutants. A file holds tables of a single name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.cases.schema import nearest
+from narrowgauge.harness.cases.keys import nearest
 
 
 def read(path: Path, name: str, *, what: str, error: type[Exception]) -> Any:
-    """What stands under `name` in a file, `what` says of which kind; None where nothing does.
+    """The value of the key `name` of a file, or None. `what`: the kind of file, for messages.
 
-    Raises `error` where the file cannot be read, is not TOML, or holds anything else.
+    Raises `error` if the file cannot be read, is not TOML, or has another key.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

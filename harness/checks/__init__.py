@@ -1,1 +1,1 @@
-"""The rules that turn two results into a verdict: one file a rule."""
+"""Rules that compare a kernel's result with the expected result: one file for each rule."""

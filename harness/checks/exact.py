@@ -1,12 +1,13 @@
-"""docs/tolerance.md#exact: byte for byte. Signed zeros count, a NaN equals any NaN."""
+"""Check for equal bytes, docs/tolerance.md#exact. +0 and −0 differ; a NaN equals every NaN."""
 
 from __future__ import annotations
 
 import torch
 
 from narrowgauge.harness.checks import ordinal
-from narrowgauge.harness.checks.chunks import by_rows
-from narrowgauge.harness.checks.finding import Describe, Sides, finding, sentence
+from narrowgauge.harness.checks.bit_equality import different_bits
+from narrowgauge.harness.checks.finding import Comparison, Describe, make_finding, sentence
+from narrowgauge.harness.checks.row_chunks import map_row_chunks
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.spec.formats import Format
 
@@ -14,36 +15,38 @@ from narrowgauge.spec.formats import Format
 def exact_codes(
     stage: str, actual: torch.Tensor, expected: torch.Tensor, fmt: Format, *, noun: str, describe: Describe
 ) -> StageResult:
-    """Compare codes (uint8, (M, K), one an element). `noun` and `describe` serve the finding."""
+    """Compare codes (uint8 (M, K), a byte for each element). The finding uses `noun` and `describe`."""
     compared = expected.numel()
     if torch.equal(actual, expected):
         return StageResult(stage, "exact", compared)
-    return _wrong(stage, actual != expected, noun, describe, Sides(expected, actual, fmt))
+    return _failed(stage, actual != expected, noun, describe, Comparison(expected, actual, fmt))
 
 
 def exact_floats(
     stage: str, actual: torch.Tensor, expected: torch.Tensor, *, noun: str, describe: Describe
 ) -> StageResult:
-    """Compare float32, bfloat16 or float16 tensors of one shape and dtype, (M, N) or (1,)."""
-    integer = ordinal.INTEGER[expected.dtype]
-    a, e = actual.contiguous().view(integer), expected.contiguous().view(integer)
+    """Compare float32, bfloat16 or float16 tensors of equal shape, (M, N) or (1,), and equal dtype."""
+    integer = ordinal.INTEGER_DTYPE[expected.dtype]
     compared = expected.numel()
-    if torch.equal(a, e):
+    if torch.equal(actual.contiguous().view(integer), expected.contiguous().view(integer)):
         return StageResult(stage, "exact", compared)
-    (wrong,) = by_rows(lambda x, y, i, j: ((i != j) & ~(x.isnan() & y.isnan()),), actual, expected, a, e)
+    (wrong,) = map_row_chunks(lambda *rows: (different_bits(*rows),), actual, expected)
     if not wrong.any():
         return StageResult(stage, "exact", compared)
-    return _wrong(stage, wrong, noun, describe, Sides(expected, actual))
+    return _failed(stage, wrong, noun, describe, Comparison(expected, actual))
 
 
-def _wrong(stage: str, wrong: torch.Tensor, noun: str, describe: Describe, sides: Sides) -> StageResult:
-    def far(here: torch.Tensor, *two: torch.Tensor) -> tuple[torch.Tensor]:
-        actual, expected = (ordinal.of_floats(x) if sides.fmt is None else ordinal.of_codes(x, sides.fmt) for x in two)
-        return ((actual - expected).abs_().masked_fill_(~here, -1),)
+def _failed(stage: str, wrong: torch.Tensor, noun: str, describe: Describe, comparison: Comparison) -> StageResult:
+    def distance_of_rows(wrong_rows: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor]:
+        actual, expected = (
+            ordinal.float_ordinals(x) if comparison.fmt is None else ordinal.code_ordinals(x, comparison.fmt)
+            for x in rows
+        )
+        return ((actual - expected).abs_().masked_fill_(~wrong_rows, -1),)
 
-    (distance,) = by_rows(far, wrong, sides.actual, sides.expected)
+    (distance,) = map_row_chunks(distance_of_rows, wrong, comparison.actual, comparison.expected)
     text = sentence(wrong, distance, noun)
+    finding = make_finding(stage, "exact", text, wrong, distance, describe=describe, comparison=comparison)
     return StageResult(
-        stage, "exact", wrong.numel(), int(wrong.sum()), int(distance.amax()), text,
-        finding(stage, "exact", text, wrong, distance, describe=describe, sides=sides), wrong=wrong,
-    )  # fmt: skip
+        stage, "exact", wrong.numel(), int(wrong.sum()), int(distance.amax()), text, finding, wrong_elements=wrong
+    )

@@ -1,10 +1,11 @@
-"""A finding: what a person needs to see of a wrong stage, as plain data.
+"""Findings: details of a wrong stage for a person, as plain data.
 
 Keys: stage; rule; sentence; elements, a list of views of single elements (`which` is "first" or "worst", then
 coordinates, input, expected and actual in bits and as values, scale, distance in steps); modulo, {"row": {"16":
 counts, "128": counts}, "column": …}; heat, {"rows": tile height, "columns": tile width, "counts": rows of mismatch
-counts a tile}; steps, the histogram of actual minus expected (`histogram`); census, {"expected": counts of special
-values, "actual": …} (`census`). The last two are empty where a stage has no single expected number an element.
+counts, a count for each tile}; steps, the histogram of actual minus expected (`histogram`); census, {"expected":
+counts of special values, "actual": …} (`census`). The last two are empty if the elements of a stage have no unique
+expected number.
 """
 
 from __future__ import annotations
@@ -19,55 +20,55 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.checks import ordinal
-from narrowgauge.harness.checks.chunks import chunks
+from narrowgauge.harness.checks.row_chunks import row_chunks
 from narrowgauge.spec.formats import Format
 
 Describe = Callable[[int, int], dict[str, Any]]
-"""(row, column) of an element to what is known of it."""
+"""Function from (row, column) to the view of the element."""
 
 _MODULI = (16, 32, 128)
-_HEAT = 32
-"""A heat map has at most this many tiles a side."""
+_HEAT_TILES = 32
+"""Largest number of tiles of a heat map in each direction."""
 
 
-SPECIAL = ("nan", "inf", "negative_zero", "saturated", "subnormal", "no_code")
-"""What a census counts. saturated: the largest finite magnitude. no_code: bytes above the codes of a 6-bit format."""
+SPECIAL_VALUES = ("nan", "inf", "negative_zero", "saturated", "subnormal", "no_code")
+"""Names of a census. saturated: the largest finite magnitude. no_code: bytes above the codes of a 6-bit format."""
 
 
 @dataclass(frozen=True)
-class Sides:
-    """The two results that a stage compares, both (M, N), in the coordinates of its finding."""
+class Comparison:
+    """Expected and actual result of a stage, both (M, N), in the coordinates of its finding."""
 
     expected: torch.Tensor
     actual: torch.Tensor
     fmt: Format | None = None
-    """Of what they are the codes, uint8, one an element; None of floating-point numbers."""
+    """Format of the codes (uint8, a byte for each element). None: the results are floating-point numbers."""
 
 
 def sentence(wrong: torch.Tensor, distance: torch.Tensor, noun: str) -> str:
-    """How many, how far, where: "37 of 1 048 576 codes differ, each by 1 step, all at column 15 modulo 16"."""
+    """Number, distance and place of wrong elements: "37 of 1 048 576 codes differ, each by 1 step, all in row 3"."""
     count, total = int(wrong.sum()), wrong.numel()
-    far = [part for rows in chunks(wrong) if (part := distance[rows][wrong[rows]]).numel()]
-    low, high = min(int(part.amin()) for part in far), max(int(part.amax()) for part in far)
-    steps = f"{spaced(high)} step{'s' if high != 1 else ''}"
-    # A distance of 0 is a sign of zero.
+    distances = [part for rows in row_chunks(wrong) if (part := distance[rows][wrong[rows]]).numel()]
+    low, high = min(int(part.amin()) for part in distances), max(int(part.amax()) for part in distances)
+    steps = f"{format_count(high)} step{'s' if high != 1 else ''}"
+    # Only +0 and −0 differ by 0 steps.
     how_far = "each the other zero" if high == 0 else f"each by {steps}" if low == high else f"by up to {steps}"
-    return f"{spaced(count)} of {spaced(total)} {noun} differ, {how_far}{_where(wrong)}"
+    return f"{format_count(count)} of {format_count(total)} {noun} differ, {how_far}{_describe_place(wrong)}"
 
 
-def spaced(count: int) -> str:
-    """A count with a space between thousands."""
+def format_count(count: int) -> str:
+    """The count with a space between thousands."""
     return f"{count:,}".replace(",", " ")
 
 
-def _where(wrong: torch.Tensor) -> str:
+def _describe_place(wrong: torch.Tensor) -> str:
     if wrong.dim() != 2 or wrong.numel() == 1:
         return ""
     rows, columns = (wrong.any(across).nonzero()[:, 0] for across in (1, 0))
     first = int(rows[0])
-    here = f"row {first}, column {int(wrong[first].nonzero()[0])}"
+    place = f"row {first}, column {int(wrong[first].nonzero()[0])}"
     if rows.numel() == columns.numel() == 1:
-        return f", at {here}"
+        return f", at {place}"
     for name, index, extent in (("row", rows, wrong.shape[0]), ("column", columns, wrong.shape[1])):
         if extent > 1 and index.numel() == 1:
             return f", all in {name} {int(index[0])}"
@@ -75,10 +76,10 @@ def _where(wrong: torch.Tensor) -> str:
             phase = index % modulus
             if extent > modulus and bool((phase == phase[0]).all()):
                 return f", all at {name} {int(phase[0])} modulo {modulus}"
-    return f", the first at {here}"
+    return f", the first at {place}"
 
 
-def finding(
+def make_finding(
     stage: str,
     rule: str,
     text: str,
@@ -86,7 +87,7 @@ def finding(
     distance: torch.Tensor,
     *,
     describe: Describe,
-    sides: Sides | None = None,
+    comparison: Comparison | None = None,
 ) -> dict[str, Any]:
     """The finding of a stage with wrong elements, a bool tensor (M, N) or (1,), and their distances in steps."""
     grid = wrong.view(1, -1) if wrong.dim() == 1 else wrong
@@ -99,119 +100,128 @@ def finding(
         elements.append({"which": which, **describe(row, column), "distance": int(steps[row, column])})
     return {
         "stage": stage, "rule": rule, "sentence": text, "elements": elements,
-        "modulo": {"row": _modulo(grid, 1), "column": _modulo(grid, 0)}, "heat": _heat(grid),
-        "steps": [] if sides is None else histogram(sides), "census": {} if sides is None else census(sides),
+        "modulo": {"row": _count_modulo(grid, 1), "column": _count_modulo(grid, 0)}, "heat": _heat_map(grid),
+        "steps": [] if comparison is None else histogram(comparison),
+        "census": {} if comparison is None else census(comparison),
     }  # fmt: skip
 
 
-def histogram(sides: Sides) -> list[list[int]]:
-    """[low, high, count]: how many elements are low to high steps above what is expected, in order, without a gap.
+def histogram(comparison: Comparison) -> list[list[int]]:
+    """Ascending bins [low, high, count]: `count` elements are `low` to `high` steps above the expected number.
 
-    Bins are 0, 1, 2, 3 to 4, 5 to 8 and so on, and the same below. Elements that are NaN, or no code, are not counted.
+    Bins are 0, 1, 2, 3 to 4, 5 to 8 and so on, and the same with negative signs. Between the first and the last
+    occupied bin no bin is missing. Elements that are NaN or no code are not counted.
     """
-    counts = sum(_steps(sides.expected[rows], sides.actual[rows], sides.fmt) for rows in chunks(sides.expected))
+    counts = sum(
+        _count_steps(comparison.expected[rows], comparison.actual[rows], comparison.fmt)
+        for rows in row_chunks(comparison.expected)
+    )
     assert isinstance(counts, torch.Tensor)
-    some = counts.nonzero()[:, 0].tolist()
-    if not some:
+    occupied = counts.nonzero()[:, 0].tolist()
+    if not occupied:
         return []
-    return [[*_span(number - _FARTHEST), int(counts[number])] for number in range(some[0], some[-1] + 1)]
+    return [[*_bin_range(number - _FARTHEST), int(counts[number])] for number in range(occupied[0], occupied[-1] + 1)]
 
 
-def _steps(expected: torch.Tensor, actual: torch.Tensor, fmt: Format | None) -> torch.Tensor:
-    """Elements of each bin, from `-_FARTHEST` on."""
-    steps = (_ordinals(actual, fmt) - _ordinals(expected, fmt))[_numbers(expected, fmt) & _numbers(actual, fmt)]
-    far = steps.abs()
-    size = torch.frexp((far - 1).clamp(min=0).double()).exponent.long() + 1
-    bins = torch.where(far == 0, 0, torch.where(steps < 0, -size, size))
+def _count_steps(expected: torch.Tensor, actual: torch.Tensor, fmt: Format | None) -> torch.Tensor:
+    """Number of elements in each bin, from bin `-_FARTHEST` on."""
+    steps = (_ordinals(actual, fmt) - _ordinals(expected, fmt))[_is_number(expected, fmt) & _is_number(actual, fmt)]
+    magnitude = steps.abs()
+    size = torch.frexp((magnitude - 1).clamp(min=0).double()).exponent.long() + 1
+    bins = torch.where(magnitude == 0, 0, torch.where(steps < 0, -size, size))
     return torch.bincount(bins + _FARTHEST, minlength=2 * _FARTHEST + 1)
 
 
 _FARTHEST = 34
-"""The last bin, of the two ends of float32: 2^33 steps."""
+"""Last bin: the two ends of float32 are 2^33 steps apart."""
 
 
-def _span(number: int) -> tuple[int, int]:
-    """The least and the greatest number of steps of a bin."""
+def _bin_range(number: int) -> tuple[int, int]:
+    """Smallest and largest number of steps in a bin."""
     if number < 0:
-        low, high = _span(-number)
+        low, high = _bin_range(-number)
         return -high, -low
     return ((1 << number - 2) + 1, 1 << number - 1) if number > 1 else (number, number)
 
 
-def census(sides: Sides) -> dict[str, dict[str, int]]:
-    """How many special values either side has, by the names of `SPECIAL`; those that neither has are left out."""
-    both: dict[str, Counter[str]] = {"expected": Counter(), "actual": Counter()}
-    for rows in chunks(sides.expected):
-        for name, counts in both.items():
-            counts.update(_special(getattr(sides, name)[rows], sides.fmt))
-    present = [name for name in SPECIAL if any(counts.get(name) for counts in both.values())]
-    return {side: {name: counts.get(name, 0) for name in present} for side, counts in both.items()} if present else {}
+def census(comparison: Comparison) -> dict[str, dict[str, int]]:
+    """Number of special values of both results, by the names of `SPECIAL_VALUES`. Names with two zeros are left out."""
+    counters: dict[str, Counter[str]] = {"expected": Counter(), "actual": Counter()}
+    for rows in row_chunks(comparison.expected):
+        for name, counts in counters.items():
+            counts.update(_count_special(getattr(comparison, name)[rows], comparison.fmt))
+    present = [name for name in SPECIAL_VALUES if any(counts.get(name) for counts in counters.values())]
+    return (
+        {side: {name: counts.get(name, 0) for name in present} for side, counts in counters.items()} if present else {}
+    )
 
 
 def _ordinals(x: torch.Tensor, fmt: Format | None) -> torch.Tensor:
-    return ordinal.of_floats(x) if fmt is None else ordinal.of_codes(x, fmt)
+    return ordinal.float_ordinals(x) if fmt is None else ordinal.code_ordinals(x, fmt)
 
 
-def _numbers(x: torch.Tensor, fmt: Format | None) -> torch.Tensor:
-    """bool: what is a number, or infinite."""
+def _is_number(x: torch.Tensor, fmt: Format | None) -> torch.Tensor:
+    """bool mask of finite and infinite numbers."""
     if fmt is None:
         return ~x.isnan()
-    nameless = [SPECIAL.index(name) for name in ("nan", "no_code")]
-    return ~torch.isin(_kinds(fmt, x.device)[x.long()], torch.tensor(nameless, device=x.device))
+    excluded = [SPECIAL_VALUES.index(name) for name in ("nan", "no_code")]
+    return ~torch.isin(_special_indices(fmt, x.device)[x.long()], torch.tensor(excluded, device=x.device))
 
 
-def _special(x: torch.Tensor, fmt: Format | None) -> dict[str, int]:
+def _count_special(x: torch.Tensor, fmt: Format | None) -> dict[str, int]:
     if fmt is not None:
-        counts = torch.bincount(_kinds(fmt, x.device)[x.long()].view(-1), minlength=len(SPECIAL)).tolist()
-        return dict(zip(SPECIAL, counts, strict=False))
-    limits, far = torch.finfo(x.dtype), x.abs()
-    kinds = {
-        "nan": x.isnan(), "inf": x.isinf(), "negative_zero": (x == 0) & x.signbit(), "saturated": far == limits.max,
-        "subnormal": (far > 0) & (far < limits.tiny),
+        counts = torch.bincount(
+            _special_indices(fmt, x.device)[x.long()].view(-1), minlength=len(SPECIAL_VALUES)
+        ).tolist()
+        return dict(zip(SPECIAL_VALUES, counts, strict=False))
+    limits, magnitude = torch.finfo(x.dtype), x.abs()
+    masks = {
+        "nan": x.isnan(), "inf": x.isinf(), "negative_zero": (x == 0) & x.signbit(),
+        "saturated": magnitude == limits.max, "subnormal": (magnitude > 0) & (magnitude < limits.tiny),
     }  # fmt: skip
-    return {name: int(found.sum()) for name, found in kinds.items()}
+    return {name: int(mask.sum()) for name, mask in masks.items()}
 
 
 @cache
-def _kinds(fmt: Format, device: torch.device) -> torch.Tensor:
-    """For every byte, what of `SPECIAL` it is; the next number of what is nothing special."""
-    return torch.tensor([_kind(code, fmt) for code in range(256)], device=device)
+def _special_indices(fmt: Format, device: torch.device) -> torch.Tensor:
+    """For each of 256 bytes the index of its name in `SPECIAL_VALUES`; `len(SPECIAL_VALUES)` for an ordinary number."""
+    return torch.tensor([_special_index(code, fmt) for code in range(256)], device=device)
 
 
-def _kind(code: int, fmt: Format) -> int:
+def _special_index(code: int, fmt: Format) -> int:
     if code >= fmt.codes:
-        return SPECIAL.index("no_code")
+        return SPECIAL_VALUES.index("no_code")
     value, magnitude = fmt.value(code), code & ~fmt.sign_code
-    found = {
+    properties = {
         "nan": math.isnan(value), "inf": math.isinf(value), "negative_zero": value == 0 and code != 0,
         "saturated": abs(value) == fmt.max, "subnormal": fmt.signed and 0 < magnitude < 1 << fmt.mantissa_bits,
     }  # fmt: skip
-    return next((SPECIAL.index(name) for name, holds in found.items() if holds), len(SPECIAL))
+    return next((SPECIAL_VALUES.index(name) for name, holds in properties.items() if holds), len(SPECIAL_VALUES))
 
 
-def _modulo(wrong: torch.Tensor, summed: int) -> dict[str, list[int]]:
+def _count_modulo(wrong: torch.Tensor, summed: int) -> dict[str, list[int]]:
     counts = wrong.sum(summed)
-    found = {}
+    histograms = {}
     for modulus in _MODULI:
         padded = torch.nn.functional.pad(counts, (0, -counts.numel() % modulus))
-        found[str(modulus)] = padded.view(-1, modulus).sum(0).tolist()
-    return found
+        histograms[str(modulus)] = padded.view(-1, modulus).sum(0).tolist()
+    return histograms
 
 
-def _heat(wrong: torch.Tensor) -> dict[str, Any]:
-    height, width = (max(16, -(-extent // _HEAT)) for extent in wrong.shape)
+def _heat_map(wrong: torch.Tensor) -> dict[str, Any]:
+    height, width = (max(16, -(-extent // _HEAT_TILES)) for extent in wrong.shape)
     padded = torch.nn.functional.pad(wrong.view(torch.uint8), (0, -wrong.shape[1] % width, 0, -wrong.shape[0] % height))
     tiles = padded.view(padded.shape[0] // height, height, -1, width).sum((1, 3))
     return {"rows": height, "columns": width, "counts": tiles.tolist()}
 
 
 def bits(value: int, width: int) -> str:
-    """A code in binary, its sign, exponent and mantissa together: 0b0101."""
+    """A code in binary without separators between sign, exponent and mantissa: 0b0101."""
     return f"0b{value:0{width}b}"
 
 
 def float_view(x: torch.Tensor) -> tuple[float | str, str]:
-    """A single number of a tensor, as a value that JSON can hold and as hexadecimal bits."""
+    """The number of a tensor with a single element, as a value for JSON and as hexadecimal bits."""
     width = x.element_size()
     integer = {4: torch.int32, 2: torch.int16, 8: torch.int64}[width]
     raw = int(x.reshape(1).contiguous().view(integer)) & ((1 << (8 * width)) - 1)

@@ -1,4 +1,4 @@
-"""The outcome of checking one stage."""
+"""Result of the check of a stage."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.checks.statistics.chance import Chance
+from narrowgauge.harness.checks.statistics.statistical_tests import StatisticalTest
 
 
 @dataclass
 class StageResult:
-    """One stage, compared. `sentence` is empty where everything is right."""
+    """Result of the check of a stage. `sentence` is empty if the stage passed."""
 
     stage: str
     rule: str
@@ -23,45 +23,45 @@ class StageResult:
     sentence: str = ""
     finding: dict[str, Any] | None = None
     figures: dict[str, Any] = field(default_factory=dict)
-    """Columns of the record that this stage measured."""
+    """Columns of the record that the check of this stage measured."""
     excused: int = 0
-    """Elements that are right by docs/tolerance.md#boundary, though not the reference's."""
+    """Elements that differ from the reference but are correct by docs/tolerance.md#boundary."""
     draws: int = 0
-    """Roundings by random bits of the backend's own that the tests of this stage counted."""
-    wrong: torch.Tensor | None = None
-    """bool: the wrong elements, in the coordinates of the finding; None where there are none, or none has a place."""
+    """Roundings that the statistical tests of this stage counted, if the backend makes its own random bits."""
+    wrong_elements: torch.Tensor | None = None
+    """bool mask of the wrong elements in the coordinates of the finding. None: no wrong elements, or no coordinates."""
     causes: list[str] = field(default_factory=list)
-    """Why it is wrong, as explanations name it, where whoever judged it knows: of guard zones and repeated runs."""
-    chances: list[Chance] = field(default_factory=list)
-    """Tests that a right kernel fails by chance; `decide` has the last word on the stage."""
+    """Causes that the check itself observed (guard zones, repeated runs), by the names that explanations use."""
+    tests: list[StatisticalTest] = field(default_factory=list)
+    """Tests that a correct kernel can fail by chance. `decide` fails the stage if a test rejects."""
 
     @property
-    def right(self) -> bool:
+    def passed(self) -> bool:
         return not self.sentence
 
-    def add(self, other: StageResult) -> None:
-        """Take in the same stage of a further door or section: its counts; the rest where this one is right."""
-        if self.right:
-            self.sentence, self.finding, self.wrong = other.sentence, other.finding, other.wrong
-            self.causes = other.causes
-        self.compared += other.compared
-        self.mismatches += other.mismatches
-        self.excused += other.excused
-        self.chances += other.chances
-        self.draws += other.draws
-        self.max_ulp = max((n for n in (self.max_ulp, other.max_ulp) if n is not None), default=None)
+    def add(self, further: StageResult) -> None:
+        """Add the same stage of a further call or section: its counts, and its finding if this stage has passed."""
+        if self.passed:
+            self.sentence, self.finding, self.wrong_elements = further.sentence, further.finding, further.wrong_elements
+            self.causes = further.causes
+        self.compared += further.compared
+        self.mismatches += further.mismatches
+        self.excused += further.excused
+        self.tests += further.tests
+        self.draws += further.draws
+        self.max_ulp = max((n for n in (self.max_ulp, further.max_ulp) if n is not None), default=None)
 
     def entry(self) -> dict[str, Any]:
-        """What the record keeps of it."""
+        """The stage as an entry of the record's `stages`."""
         return {
             "stage": self.stage, "rule": self.rule, "compared": self.compared, "mismatches": self.mismatches,
             "max_ulp": self.max_ulp, "excused": self.excused, "sentence": self.sentence,
         }  # fmt: skip
 
 
-def merged(parts: Sequence[Sequence[StageResult]], noun: str) -> list[StageResult]:
-    """The stages of several parts of one matrix as one stage each; a sentence names the first wrong part."""
-    found: dict[str, StageResult] = {}
+def merge_stages(parts: Sequence[Sequence[StageResult]], noun: str) -> list[StageResult]:
+    """Join the stages of several parts of a matrix. The sentence of a joined stage names its first wrong part."""
+    merged_stages: dict[str, StageResult] = {}
     for number, stages in enumerate(parts):
         for stage in stages:
             if stage.sentence:
@@ -70,11 +70,11 @@ def merged(parts: Sequence[Sequence[StageResult]], noun: str) -> list[StageResul
                 stage.finding["sentence"] = stage.sentence
                 for element in stage.finding["elements"]:
                     element[noun] = number
-            for chance in stage.chances:
-                chance.sentence = f"{noun} {number} of {len(parts)}: {chance.sentence}"
-                chance.place[noun] = number
-            if stage.stage in found:
-                found[stage.stage].add(stage)
+            for test in stage.tests:
+                test.sentence = f"{noun} {number} of {len(parts)}: {test.sentence}"
+                test.place[noun] = number
+            if stage.stage in merged_stages:
+                merged_stages[stage.stage].add(stage)
             else:
-                found[stage.stage] = stage
-    return list(found.values())
+                merged_stages[stage.stage] = stage
+    return list(merged_stages.values())

@@ -1,4 +1,4 @@
-"""The `narrowgauge` command: what pytest is not for. torch and pandas are imported by the commands that need them."""
+"""The `narrowgauge` command. Commands import torch and pandas only if needed."""
 
 from narrowgauge.harness.cli.commands import app, main
 

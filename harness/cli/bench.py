@@ -1,4 +1,4 @@
-"""`narrowgauge bench`: how fast."""
+"""`narrowgauge bench`: time the kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bench(
     growing: Annotated[
         bool, typer.Option("--growth", help="In place of rates: time and memory against elements, to 2^26 or 2^30.")
     ] = False,
-    own: Annotated[
+    overhead: Annotated[
         bool, typer.Option("--overhead", help="In place of rates: the harness's own time, of cases of the quick tier.")
     ] = False,
     out: Annotated[Path, typer.Option("--out", help="Where the page and the tables go.")] = Path("reports/bench"),
@@ -40,11 +40,11 @@ def bench(
 
     Exit status 0 only if every output of the kernels is right. How fast it is does not count, nor what peers give.
     """
-    if growing and own:
+    if growing and overhead:
         stop("--growth and --overhead are tables of their own; give one of them")
-    if paths and not own:
+    if paths and not overhead:
         stop(f"case files are for --overhead, which is not given: {paths[0]}")
-    if own:
+    if overhead:
         cases = select_cases(paths, "quick", "", None, None, None)
         require_device(device)
         _print_overhead(cases, device)
@@ -56,7 +56,7 @@ def bench(
     if growing and (keyword or sizes or quick or compiling):
         stop("--growth has sizes and operations of its own; -k, --sizes, --quick and --compile do not go with it")
     try:
-        listed = [size for given in sizes or [] for size in given.split(",")]
+        listed = [size for option in sizes or [] for size in option.split(",")]
         chosen = tasks(device, listed, keyword, quick=quick) if device in ("cpu", "cuda") else []
         launches = matching(keyword)(LAUNCH)
     except ValueError as error:
@@ -66,12 +66,12 @@ def bench(
         stop(f"nothing is selected by -k {keyword!r}")
     try:
         if growing:
-            right = run_growth(device, out)
+            passed = run_growth(device, out)
         else:
-            right = run_rates(chosen, device, out, quick=quick, compiling=compiling, launches=launches)
+            passed = run_rates(chosen, device, out, quick=quick, compiling=compiling, launches=launches)
     except OSError as error:
         stop(f"{out}: the report cannot be written: {error.strerror}")
-    raise typer.Exit(0 if right else 1)
+    raise typer.Exit(0 if passed else 1)
 
 
 def _print_overhead(cases: list[Case], device: str) -> None:
@@ -79,13 +79,13 @@ def _print_overhead(cases: list[Case], device: str) -> None:
     from rich.table import Table
 
     from narrowgauge.harness.backends.backend import load_backend
-    from narrowgauge.harness.tools.bench.overhead import overheads, sample
+    from narrowgauge.harness.tools.bench.overhead import overheads, sample_cases
 
     table = Table("quick cases, of a core", "ms a case", "the harness's own", "cases", box=None)
-    rows = overheads(sample(cases), load_backend("native", device), device)
-    for each in rows:
-        table.add_row(each.operation, f"{each.milliseconds:.1f}", f"{each.harness:.1f}", str(each.cases))
-    count = sum(each.cases for each in rows)
-    whole, harness = (sum(each.cases * getattr(each, name) for each in rows) for name in ("milliseconds", "harness"))
-    table.add_row("together", f"{whole / count:.1f}", f"{harness / count:.1f}", str(count))
+    rows = overheads(sample_cases(cases), load_backend("native", device), device)
+    for row in rows:
+        table.add_row(row.operation, f"{row.milliseconds:.1f}", f"{row.harness:.1f}", str(row.cases))
+    count = sum(row.cases for row in rows)
+    total, harness = (sum(row.cases * getattr(row, name) for row in rows) for name in ("milliseconds", "harness"))
+    table.add_row("together", f"{total / count:.1f}", f"{harness / count:.1f}", str(count))
     Console(width=100).print(table)

@@ -1,4 +1,4 @@
-"""The commands, each a file of its name, in the order of `--help`."""
+"""The commands, each in a file of its name, in the order of `--help`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"narrowgauge {VERSION}")
         raise typer.Exit
 
@@ -71,7 +71,7 @@ app.add_typer(baselines, name="baseline")
 
 
 def main() -> None:
-    """Entry point; the output is UTF-8 whatever the locale."""
+    """Entry point. Output is UTF-8 in every locale."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     app()

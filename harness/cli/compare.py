@@ -22,7 +22,7 @@ def compare_runs(
     from narrowgauge.harness.records.journal import JournalError, read
 
     try:
-        found = compare(read(a), read(b))
+        comparison = compare(read(a), read(b))
     except JournalError as error:
         stop(str(error))
     if html is not None:
@@ -30,8 +30,8 @@ def compare_runs(
 
         try:
             html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(render(found, str(a), str(b)), encoding="utf-8")
+            html.write_text(render(comparison, str(a), str(b)), encoding="utf-8")
         except OSError as error:
             stop(f"{html}: cannot be written: {error.strerror}")
-    show(found, Console())
-    raise typer.Exit(0 if found.no_worse else 1)
+    show(comparison, Console())
+    raise typer.Exit(0 if comparison.no_worse else 1)

@@ -1,4 +1,4 @@
-"""`narrowgauge dialect`: whose bytes a quantizer gives."""
+"""`narrowgauge dialect`: find the dialect of a quantizer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def which_dialect(
     from narrowgauge.harness.tools.dialect import sentence, survey, table
 
     try:
-        found = survey(load_backend(backend, device), name, device=device, seed=seed)
+        result = survey(load_backend(backend, device), name, device=device, seed=seed)
     except (BackendError, Unsupported, ValueError) as error:
         stop(str(error))
     console = Console(highlight=False)
-    console.print(f"{found.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
-    console.print(table(found))
-    console.print(sentence(found), markup=False, soft_wrap=True)
-    raise typer.Exit(0 if found.spoken else 1)
+    console.print(f"{result.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
+    console.print(table(result))
+    console.print(sentence(result), markup=False, soft_wrap=True)
+    raise typer.Exit(0 if result.matching else 1)

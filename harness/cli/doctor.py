@@ -9,10 +9,10 @@ def doctor() -> None:
     from rich.table import Table
 
     from narrowgauge.harness.records.environment import facts
-    from narrowgauge.harness.tools.doctor import guards
+    from narrowgauge.harness.tools.doctor import sanitizer_facts
 
     table = Table(show_header=False, box=None)
-    for fact in [*facts(), *guards()]:
+    for fact in [*facts(), *sanitizer_facts()]:
         table.add_row(
             "✓" if fact.ok else "–", fact.name, fact.value + (f"\n{fact.remedy}" if fact.remedy and not fact.ok else "")
         )

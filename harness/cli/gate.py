@@ -19,8 +19,8 @@ def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> N
     from narrowgauge.harness.records.journal import read as read_run
 
     try:
-        found = judge(read_run(run), read(baseline))
+        judgement = judge(read_run(run), read(baseline))
     except (BaselineError, JournalError) as error:
         stop(str(error))
-    show(found, str(baseline), Console())
-    raise typer.Exit(0 if found.passed else 1)
+    show(judgement, str(baseline), Console())
+    raise typer.Exit(0 if judgement.passed else 1)

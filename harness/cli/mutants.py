@@ -1,4 +1,4 @@
-"""`narrowgauge mutants`: wrong kernels, and who finds them."""
+"""`narrowgauge mutants`: detection of wrong kernels."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def mutants(
     from narrowgauge.harness.tools.mutants.run_mutants import run_session
 
     try:
-        known = load_all()
-        chosen = [mutant for mutant in known if matching(keyword)(mutant.name)]
+        all_mutants = load_all()
+        chosen = [mutant for mutant in all_mutants if matching(keyword)(mutant.name)]
     except (MutantFileError, ValueError) as error:
         stop(str(error))
     if not chosen:
-        stop(f"no mutant of {len(known)} is selected by -k {keyword!r}")
+        stop(f"no mutant of {len(all_mutants)} is selected by -k {keyword!r}")
     cases = load_cases(paths, None, None, None)
     ledger = ledger_of(None, paths or [default_cases()], cases)
-    # What fails without a mutant tells nothing of one.
-    cases = [case for case in choose_cases(cases, "quick", "") if not ledger.of(case.id, "native", "cpu")]
+    # Known failures fail without a mutant too.
+    cases = [case for case in choose_cases(cases, "quick", "") if not ledger.entries_for(case.id, "native", "cpu")]
     passed = run_session(chosen, cases, report_dir, workers=workers or default_workers("cpu"), timeout=timeout)
     raise typer.Exit(0 if passed else 1)

@@ -1,4 +1,4 @@
-"""What several commands take, and how one stops that cannot begin."""
+"""Options shared by several commands, and ending a command with a usage error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, NoReturn
 import typer
 
 CASES = Path("cases")
-"""The matrix of this folder."""
+"""Cases of the current folder."""
 _OWN = Path(__file__).parents[2] / "cases"
-"""The matrix that comes with the package."""
+"""Cases of the package."""
 
 Paths = Annotated[
     list[Path] | None,
@@ -50,15 +50,15 @@ Workers = Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is 
 RunPath = Annotated[Path, typer.Option("--run", help="A finished run: the --report-dir that it wrote.")]
 BaselinePath = Annotated[Path, typer.Option("--baseline", help="The baseline: reports/baselines/host.json.")]
 USAGE_ERROR = 2
-"""Exit status of a command that cannot begin."""
+"""Exit status of a command with invalid options."""
 
 
 def stop(message: str) -> NoReturn:
-    """End the command with a sentence on stderr."""
+    """End the command with a message on stderr."""
     typer.echo(f"narrowgauge: {message}", err=True)
     raise typer.Exit(USAGE_ERROR)
 
 
 def default_cases() -> Path:
-    """`cases` of this folder if it holds a case file, else the cases of the package, by their real path."""
+    """`cases` of the current folder if it holds a case file, else the cases of the package, by their real path."""
     return CASES if any(CASES.glob("*.toml")) else Path(os.path.realpath(_OWN))

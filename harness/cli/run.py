@@ -1,4 +1,4 @@
-"""`narrowgauge run`: cases in, a report out."""
+"""`narrowgauge run`: run cases and write a report."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def run(
 
 
 def _schedules(schedules: int, device: str) -> int:
-    """How many shuffles a backend is asked for; 0, nothing, where there is one."""
+    """Number of shuffles to request from the backend: 0 for a single schedule."""
     from narrowgauge.harness.backends.backend import BackendError, check_schedules
 
     try:

@@ -24,7 +24,7 @@ def sanitize_cases(
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where the report goes.")] = Path("reports/sanitize"),
 ) -> None:
     """Run cases on a GPU under compute-sanitizer. Exit status 0 only if it finds nothing and every case passed."""
-    from narrowgauge.harness.cases.schema import nearest
+    from narrowgauge.harness.cases.keys import nearest
     from narrowgauge.harness.tools.sanitize.compute_sanitizer import TOOLS, ComputeSanitizerError, find_tool
 
     if tool not in TOOLS:
@@ -37,11 +37,11 @@ def sanitize_cases(
     require_device("cuda")
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.report.report import ReportError
-    from narrowgauge.harness.tools.sanitize.compute_sanitizer import Request
+    from narrowgauge.harness.tools.sanitize.compute_sanitizer import SanitizerRequest
     from narrowgauge.harness.tools.sanitize.run_sanitizer import sanitize_session
 
     try:
-        passed = sanitize_session(chosen, Request(tool, backend, seed, timeout), report_dir)
+        passed = sanitize_session(chosen, SanitizerRequest(tool, backend, seed, timeout), report_dir)
     except (BackendError, ComputeSanitizerError, ReportError) as error:
         stop(str(error))
     raise typer.Exit(0 if passed else 1)

@@ -1,4 +1,4 @@
-"""Which cases a command is for, and what it needs to begin. Each stops the command that asks for what there is not."""
+"""Selection of cases, and checks of options. Each function ends the command with a usage error if a check fails."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def select_cases(
     tensors: list[str] | None,
     recipes: list[str] | None,
 ) -> list[Case]:
-    """The cases of a command that needs nothing else of the files: `load_cases`, and `choose_cases` of them."""
+    """Load and select the cases of a command: `load_cases`, then `choose_cases`."""
     return choose_cases(load_cases(paths, source, tensors, recipes), tier, keyword)
 
 
 def choose_cases(cases: list[Case], tier: str, keyword: str) -> list[Case]:
-    """Those of a tier that a keyword expression selects; at least one."""
+    """Cases of a tier that match a keyword expression. No match is an error."""
     from narrowgauge.harness.cases.case import select
-    from narrowgauge.harness.cases.schema import TIERS, nearest
+    from narrowgauge.harness.cases.keys import TIERS, nearest
 
     if tier not in TIERS:
         stop(f"--tier is {tier!r}{nearest(tier, TIERS)}; it can be {', '.join(TIERS)}")
@@ -47,7 +47,7 @@ def load_cases(
     paths: list[Path] | None, source: Path | None, tensors: list[str] | None, recipes: list[str] | None
 ) -> list[Case]:
     """All cases of the files and folders, or of captured tensors."""
-    from narrowgauge.harness.cases.case import CaseFileError, load_all
+    from narrowgauge.harness.cases.case_file import CaseFileError, load_all
 
     if source is None and tensors:
         stop("--tensor names tensors of an --input file, and none is given")
@@ -72,12 +72,12 @@ def load_cases(
 
 
 def ledger_of(file: Path | None, paths: list[Path], cases: list[Case]) -> Ledger:
-    """The ledger of a run of these case files and folders, checked against the cases that were loaded from them."""
-    from narrowgauge.harness.cases.case import CaseFileError
-    from narrowgauge.harness.gate.ledger import LedgerError, beside, folders_of, load
+    """Ledger of a run, checked against the cases loaded from these case files and folders."""
+    from narrowgauge.harness.cases.case_file import CaseFileError
+    from narrowgauge.harness.gate.ledger import LedgerError, folders_of, load, load_beside
 
     try:
-        ledger = beside(paths) if file is None else load(file)
+        ledger = load_beside(paths) if file is None else load(file)
         ledger.check(cases, folders_of(paths))
     except (LedgerError, CaseFileError) as error:
         stop(str(error))
@@ -85,7 +85,7 @@ def ledger_of(file: Path | None, paths: list[Path], cases: list[Case]) -> Ledger
 
 
 def require_link(link: str) -> None:
-    """Stop unless there is no link, or it is the address of a page."""
+    """End the command unless the link is empty or a web address."""
     from narrowgauge.harness.gate.ledger import is_link
 
     if link and not is_link(link):
@@ -93,8 +93,8 @@ def require_link(link: str) -> None:
 
 
 def require_device(device: str) -> None:
-    """Stop unless kernels can run there."""
-    from narrowgauge.harness.cases.schema import nearest
+    """End the command unless kernels can run on the device."""
+    from narrowgauge.harness.cases.keys import nearest
 
     devices = ("cpu", "cuda")
     if device not in devices:
@@ -108,7 +108,7 @@ def require_device(device: str) -> None:
 
 
 def part_of_run(cases: list[Case], shard: str, durations: Path | None) -> Part | None:
-    """The part of the cases that is this shard's, where there are shards."""
+    """This shard's part of the cases, or None without a shard."""
     from narrowgauge.harness.records.journal import JournalError
     from narrowgauge.harness.running.shard import Shard, ShardError, part_of, read_durations
 
@@ -123,12 +123,12 @@ def part_of_run(cases: list[Case], shard: str, durations: Path | None) -> Part |
 
 
 def default_workers(device: str) -> int:
-    """Processes of a run that is not told how many: one a core; with GPUs a quarter more, at most 20 a GPU."""
-    from narrowgauge.harness.machine.processors import cores, visible
+    """Default number of processes: a process per core; with GPUs a quarter more, at most 20 for each GPU."""
+    from narrowgauge.harness.machine.processors import cores, visible_gpus
 
     if device == "cpu":
         return cores()
-    # Most cases of a GPU are judged on the CPU, and a third of what processes do is wait for turns on the GPU. Each
-    # takes half a gigabyte of it.
-    gpus = max(1, len(visible()))
+    # Most GPU cases are judged on the CPU, and processes wait for the GPU during a third of their time. Each process
+    # needs half a gigabyte of GPU memory.
+    gpus = max(1, len(visible_gpus()))
     return max(gpus, min(cores() * 5 // 4, 20 * gpus))

@@ -11,7 +11,7 @@ from narrowgauge.harness.cli.options import BackendOption, Device, Input, Recipe
 from narrowgauge.harness.cli.selection import require_device, select_cases
 
 if TYPE_CHECKING:
-    from narrowgauge.harness.records.saved import Saved
+    from narrowgauge.harness.records.saved_failure import SavedFailure
 
 
 def show(
@@ -28,14 +28,14 @@ def show(
     ] = None,
 ) -> None:
     """Run one case and print its stages, element by element, around one place."""
-    from narrowgauge.harness.cases.schema import nearest
+    from narrowgauge.harness.cases.keys import nearest
 
-    kept = None
+    failure = None
     if saved is not None:
         if paths or source or recipes or seed:
             stop("--saved has its own inputs; --cases, --input, --recipe and --seed do not go with it")
-        kept = _saved(saved, case_id)
-        case, seed = kept.case, kept.seed
+        failure = _saved(saved, case_id)
+        case, seed = failure.case, failure.seed
     else:
         cases = {case.id: case for case in select_cases(paths, "full", "", source, None, recipes)}
         if case_id not in cases:
@@ -52,23 +52,23 @@ def show(
     except ValueError:
         stop(f"--at is {at!r}; it is a row and a column: --at 3,17")
     try:
-        right = show_case(
-            case, load_backend(backend, device), device=device, seed=seed, source=source, at=place,
-            saved=kept.inputs if kept else None,
+        passed = show_case(
+            case, load_backend(backend, device), device=device, seed=seed, source=source, place=place,
+            saved=failure.inputs if failure else None,
         )  # fmt: skip
     except (BackendError, Unsupported) as error:
         stop(str(error))
-    raise typer.Exit(0 if right else 1)
+    raise typer.Exit(0 if passed else 1)
 
 
-def _saved(path: Path, case_id: str) -> Saved:
-    """The failure in a file, which has to be one of the case."""
-    from narrowgauge.harness.records.saved import SavedError, load
+def _saved(path: Path, case_id: str) -> SavedFailure:
+    """The failure in a file. The failure must belong to the case."""
+    from narrowgauge.harness.records.saved_failure import SavedFailureError, load
 
     try:
-        found = load(path)
-    except SavedError as error:
+        failure = load(path)
+    except SavedFailureError as error:
         stop(str(error))
-    if found.id != case_id:
-        stop(f"{path}: holds a failure of {found.id}, not of {case_id}")
-    return found
+    if failure.id != case_id:
+        stop(f"{path}: holds a failure of {failure.id}, not of {case_id}")
+    return failure

@@ -30,8 +30,8 @@ def soak_cases(
     selected = choose_cases(cases, tier, keyword)
     ledger = ledger_of(None, paths or [default_cases()], cases)
     launched = ledger.launchable(selected, backend=backend, device=device)
-    if left_out := len(selected) - len(launched):
-        typer.echo(f"{left_out} of {len(selected)} cases are known to crash or hang, and are not run", err=True)
+    if skipped := len(selected) - len(launched):
+        typer.echo(f"{skipped} of {len(selected)} cases are known to crash or hang, and are not run", err=True)
     require_device(device)
     import secrets
 
@@ -39,12 +39,12 @@ def soak_cases(
 
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.running.pool import Settings
-    from narrowgauge.harness.tools.soak import chosen, soak
+    from narrowgauge.harness.tools.soak import soak, soak_selection
 
     start = secrets.randbelow(1 << 31) if first is None else first
     settings = Settings(backend, device, workers=workers or default_workers(device))
     try:
-        part = chosen(launched, share)
+        part = soak_selection(launched, share)
         passed = soak(part, range(start, start + seeds), settings, Console(), ledger=ledger)
     except BackendError as error:
         stop(str(error))

@@ -1,5 +1,5 @@
-"""Diagnosis: what a wrong result is explained by.
+"""Diagnosis: explanations of a wrong result.
 
-A hypothesis is one known deviation: the reference, run again with it, gives what the kernel gave, to the byte. A
-signature is what all wrong elements have in common: their place, or what they are.
+An exact explanation is a known deviation: the reference with this deviation gives the bytes of the kernel. A signature
+is a common property of all wrong elements: their place or their class.
 """

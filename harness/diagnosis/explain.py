@@ -1,32 +1,33 @@
-"""The explanations of one wrong outcome, the best first."""
+"""Explanations of a wrong outcome, the best first."""
 
 from __future__ import annotations
 
-from narrowgauge.harness.diagnosis.auxiliary.explain_auxiliary import moving_explanations
-from narrowgauge.harness.diagnosis.decoding import decoding_explanations
-from narrowgauge.harness.diagnosis.explanation import Explanation, Tried
-from narrowgauge.harness.diagnosis.formulas import formula_explanations
-from narrowgauge.harness.diagnosis.gemm.explain_gemm import product_explanations
-from narrowgauge.harness.diagnosis.gemm.fused_outputs import fusing_explanations
-from narrowgauge.harness.diagnosis.memory import memory_explanations
+from narrowgauge.harness.diagnosis.auxiliary.explain_auxiliary import explain_auxiliary
+from narrowgauge.harness.diagnosis.explain_decoding import explain_decoding
+from narrowgauge.harness.diagnosis.explain_formula import explain_formula
+from narrowgauge.harness.diagnosis.explain_memory import explain_memory
+from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.gemm.explain_fused_output import explain_fused_output
+from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.patterns.signatures import signatures
-from narrowgauge.harness.diagnosis.quantize.explain_quantize import quantizing_explanations
+from narrowgauge.harness.diagnosis.quantize.explain_quantize import explain_quantize
+from narrowgauge.harness.diagnosis.search_history import SearchHistory
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 
-def explain(outcome: Outcome, tried: Tried) -> list[Explanation]:
-    """What explains the first wrong stage: deviations that give the kernel's bytes, then what wrong elements share.
+def explain(outcome: Outcome, history: SearchHistory) -> list[Explanation]:
+    """Explanations of the first wrong stage: deviations that give the kernel's bytes, then signatures.
 
-    `tried` is what the diagnosis of earlier outcomes of this backend has tried, and is added to.
+    `history`: searches of earlier outcomes of the backend. This search is added to it.
     """
-    wrong = next((stage for stage in outcome.stages if not stage.right), None)
-    if wrong is None:
+    wrong_stage = next((stage for stage in outcome.stages if not stage.passed), None)
+    if wrong_stage is None:
         return []
-    found = memory_explanations(outcome, wrong)
-    found += quantizing_explanations(outcome, wrong, tried)
-    found += fusing_explanations(outcome, wrong)
-    found += product_explanations(outcome, wrong, tried)
-    found += moving_explanations(outcome, wrong)
-    found += formula_explanations(outcome, wrong)
-    found += decoding_explanations(outcome, wrong, tried)
-    return [*found, *signatures(outcome, wrong)]
+    explanations = explain_memory(outcome, wrong_stage)
+    explanations += explain_quantize(outcome, wrong_stage, history)
+    explanations += explain_fused_output(outcome, wrong_stage)
+    explanations += explain_gemm(outcome, wrong_stage, history)
+    explanations += explain_auxiliary(outcome, wrong_stage)
+    explanations += explain_formula(outcome, wrong_stage)
+    explanations += explain_decoding(outcome, wrong_stage, history)
+    return [*explanations, *signatures(outcome, wrong_stage)]

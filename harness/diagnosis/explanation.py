@@ -1,56 +1,25 @@
-"""One explanation of a wrong result, and the explanations that the diagnosis of a backend has tried."""
+"""Explanation of a wrong result."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would make a right kernel give what this one gave."""
+    """A mistake that would make a correct kernel give the result of the wrong kernel."""
 
     cause: str
-    """A name in lower case with hyphens, what varies after a colon: `ties-away`, `place:last-row`."""
+    """Name in lower case with hyphens. A variable part follows a colon: `ties-away`, `place:last-row`."""
     sentence: str
-    """The same for people: `elements: ties round away from zero`."""
+    """Sentence for people: `elements: ties round away from zero`."""
     stage: str
-    """The first wrong stage that it explains, as the record names it: `x.codes`."""
+    """First wrong stage, by its name in the record: `x.codes`. The explanation is for this stage."""
     exact: bool
-    """Whether it gives the kernel's very bytes; else it says where the wrong elements are, or what they are."""
+    """Whether the mistake gives the kernel's bytes. If not, the explanation names the place or the class of the wrong
+    elements."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As a record keeps it."""
+        """The explanation as an entry of the record's `explanations`."""
         return asdict(self)
-
-
-RECENT = 8
-"""Causes that are tried first, and alone once searches are used up: the last that explained something."""
-SEARCHES = 6
-"""Full searches of one stage of one recipe that may find nothing, and as many that may find something."""
-
-
-@dataclass
-class Tried:
-    """What explained earlier cases, and how much was searched."""
-
-    recent: list[str] = field(default_factory=list)
-    searches: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
-    """Full searches by recipe and stage, and by whether they found something."""
-    work: int = 0
-    """Elements times deviations that were looked at."""
-
-    def found(self, causes: Sequence[str]) -> None:
-        """Keep what explained a case, the best foremost."""
-        self.recent = list(dict.fromkeys([*causes, *self.recent]))[:RECENT]
-
-
-_TRIED: WeakKeyDictionary[object, Tried] = WeakKeyDictionary()
-
-
-def tried_of(backend: object) -> Tried:
-    """What was tried for this backend in this process: what another one's cases showed has no part in its diagnosis."""
-    return _TRIED.setdefault(backend, Tried())

@@ -1,1 +1,1 @@
-"""The gate: a finished run against the baseline that was accepted before, in integers and exact figures alone."""
+"""The gate: comparison of a finished run with its accepted baseline, in integers and exact figures only."""

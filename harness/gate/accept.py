@@ -1,4 +1,4 @@
-"""Accepting a run: it becomes the baseline, and what that changes is printed."""
+"""Accepting a run as the baseline, and printing what changes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.harness.gate.baseline import Baseline, BaselineError, of_run, read, write
-from narrowgauge.harness.gate.difference import difference, print_kinds, words
-from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.gate.baseline import Baseline, BaselineError, baseline_of, read, write
+from narrowgauge.harness.gate.difference import changes_text, difference, print_kinds
+from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.text import plural
 
 
-def accept(run: Run, path: Path, console: Console) -> None:
-    """Make a run the baseline in a file, whole: a case that it did not select is in it no longer.
+def accept(run: RecordedRun, path: Path, console: Console) -> None:
+    """Write a run as the baseline in `path`. The file is replaced: cases outside of the run are removed from it.
 
-    Raises BaselineError, and changes nothing, where the run cannot be a baseline, or `path` holds one of another
-    device class, backend or seed, or none at all.
+    Raises BaselineError, and changes nothing, if the run cannot be a baseline, or if `path` holds a baseline of another
+    device class, backend or seed, or no baseline.
     """
-    fresh = of_run(run)
+    fresh = baseline_of(run)
     old = read(path) if path.exists() else None
     if old is not None and (kind := _kind(old)) != _kind(fresh):
         raise BaselineError(
@@ -28,14 +28,14 @@ def accept(run: Run, path: Path, console: Console) -> None:
     write(fresh, path)
     differs = difference(old.cases() if old else {}, accepted)
     changed = {
-        "worse": [f"{case}: {words(found)}" for case, found in differs.worse.items()],
-        "better": [f"{case}: {words(found)}" for case, found in differs.better.items()],
-        "gone": differs.gone,
+        "worse": [f"{case}: {changes_text(changes)}" for case, changes in differs.worse.items()],
+        "better": [f"{case}: {changes_text(changes)}" for case, changes in differs.better.items()],
+        "gone": differs.removed,
         "new": [f"{case}: {accepted[case]}" for case in differs.new] if old else [],
     }
     print_kinds(changed, console, "bold")
-    short = sum(one.verdict != "pass" for one in accepted.values())
-    counts = [plural(len(accepted), "case"), *([f"{short} not pass"] if short else [])]
+    not_passed = sum(figures.verdict != "pass" for figures in accepted.values())
+    counts = [plural(len(accepted), "case"), *([f"{not_passed} not pass"] if not_passed else [])]
     counts += [f"{len(lines)} {kind}" for kind, lines in changed.items() if lines]
     console.print(
         f"{path}: accepted {_kind(fresh)}: {', '.join(counts)}", markup=False, highlight=False, soft_wrap=True

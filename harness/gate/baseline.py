@@ -1,7 +1,7 @@
-"""Baselines: the figures of a run that were accepted, as a file that is small and whose diff a person can read.
+"""Baselines: accepted figures of a run, in a small file with readable diffs.
 
-JSON: what the baseline is of, then a line for all cases whose ids begin alike. Which line a case stands in follows from
-its id alone, so that a case that changes changes its own line and no other.
+The file is JSON: device, backend and seed, then a line for each group of cases whose ids begin alike. The group of a
+case follows from its id, so a changed case changes only its own line.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.cases.schema import nearest
+from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.gate.figures import Figures, device_class, figures, not_finite, parse
-from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.text import plural
 
 FORMAT = 1
-"""Version of the file. A change of its keys or of the text of figures changes it."""
+"""Version of the file. Raised with every change of its keys or of the text of figures."""
 _TYPES = {"format": int, "device": str, "backend": str, "seed": int, "cases": dict}
 _read_figures = cache(parse)
 
 
 class BaselineError(Exception):
-    """A baseline that cannot be read, or a run that cannot become one. The sentence says why, and what to do."""
+    """A baseline cannot be read, or a run cannot become a baseline. The message names the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The accepted figures of every case of a run."""
+    """Accepted figures of every case of a run."""
 
     device: str
-    """Its device class (`harness.gate.figures`)."""
+    """Device class (`harness.gate.figures`)."""
     backend: str
     seed: int
     groups: dict[str, dict[str, list[str]]]
-    """Beginning of ids → figures, as text → how the ids with these figures go on: `pass 561` → `zeros`, `inf/both`."""
+    """Beginning of the ids → figures as text → ends of the ids with these figures: `pass 561` → `zeros`, `inf/both`."""
 
     def cases(self) -> dict[str, Figures]:
         """Figures by case id."""
@@ -51,8 +51,9 @@ class Baseline:
         }
 
 
-def of_run(run: Run) -> Baseline:
-    """The baseline of a run. Raises BaselineError of a run without a record, cut short, in part, or not finite."""
+def baseline_of(run: RecordedRun) -> Baseline:
+    """The baseline of a run. Raises BaselineError if the run has no record, is interrupted, is a shard, has two records
+    of a case, or has figures that are not finite."""
     if not run.records:
         raise BaselineError("nothing ran, so there is nothing to accept")
     if run.shard is not None:
@@ -68,20 +69,21 @@ def of_run(run: Run) -> Baseline:
         if record["case"] in seen:
             raise BaselineError(f"{record['case']} has two records in the run; run it anew")
         seen.add(record["case"])
-        if words := not_finite(record):
-            raise BaselineError(f"{record['case']}: {', '.join(words)}; a baseline holds finite figures alone")
+        if problems := not_finite(record):
+            raise BaselineError(f"{record['case']}: {', '.join(problems)}; a baseline holds finite figures alone")
         start, end = _parts(record)
         groups[start][str(figures(record))].append(end)
     return Baseline(device_class(run.device, run.environment), run.backend, run.seed, groups)
 
 
 def _parts(record: dict[str, Any]) -> tuple[str, str]:
-    """A case's id in two: a product's up to its inputs, since its figures follow them; others' up to the dtype."""
-    product = "-" in record["dtype"]  # `bf16xbf16-fp32`: of operands and output
+    """A case's id in two parts. The first part ends after the dtype; for a product after the inputs, because its
+    figures depend on them."""
+    product = "-" in record["dtype"]  # `bf16xbf16-fp32`: dtypes of operands and output
     names = ["operation", "recipe", "shape", "dtype", *(["inputs"] if product else [])]
     start = "/".join(record[name] for name in names if record[name])
     if _id(start, rest := record["case"][len(start) + 1 :]) != record["case"]:
-        return record["case"], ""  # captured tensors are named by their file
+        return record["case"], ""  # ids of captured tensors begin with the file
     return start, rest
 
 
@@ -90,7 +92,7 @@ def _id(start: str, end: str) -> str:
 
 
 def write(baseline: Baseline, path: Path) -> None:
-    """Write a baseline, sorted, in place of what `path` holds. Raises BaselineError where it cannot be written."""
+    """Replace the file `path` with a baseline, sorted. Raises BaselineError if the file cannot be written."""
     head = {
         "format": FORMAT, "device": baseline.device, "backend": baseline.backend, "seed": baseline.seed,
     }  # fmt: skip
@@ -113,9 +115,9 @@ def write(baseline: Baseline, path: Path) -> None:
 
 
 def read(path: Path) -> Baseline:
-    """The baseline in a file. Raises BaselineError of anything that is none."""
+    """The baseline in a file. Raises BaselineError if the file is no valid baseline."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except FileNotFoundError as error:
         raise BaselineError(
             f"{path}: there is no such file; `narrowgauge baseline accept --baseline {path}` makes it of a run"
@@ -125,34 +127,34 @@ def read(path: Path) -> Baseline:
     except ValueError as error:
         raise BaselineError(f"{path}: is no baseline: {error}") from error
     try:
-        return _checked(found)
+        return _checked(content)
     except ValueError as error:
         raise BaselineError(f"{path}: is no baseline: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, none of whose keys is there twice: of two, a merge would have kept the wrong one in silence."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """A JSON object. Raises ValueError for a duplicate key, which a merge of two baselines can leave."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
+    return content
 
 
-def _checked(found: Any) -> Baseline:
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds {type(found).__name__}, not an object")
-    version = found.get("format")
+def _checked(content: Any) -> Baseline:
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds {type(content).__name__}, not an object")
+    version = content.get("format")
     if version != FORMAT:
         raise ValueError(f"its format is {version}; this narrowgauge reads {FORMAT}: accept a run anew")
-    for name in found:
+    for name in content:
         if name not in _TYPES:
             raise ValueError(f"unknown key {name!r}{nearest(name, _TYPES)}; it can be {', '.join(_TYPES)}")
     for name, kind in _TYPES.items():
-        if type(found.get(name)) is not kind:
-            raise ValueError(f"{name} is {found.get(name)!r}, not {kind.__name__}")
-    _check_groups(found["cases"])
-    return Baseline(found["device"], found["backend"], found["seed"], found["cases"])
+        if type(content.get(name)) is not kind:
+            raise ValueError(f"{name} is {content.get(name)!r}, not {kind.__name__}")
+    _check_groups(content["cases"])
+    return Baseline(content["device"], content["backend"], content["seed"], content["cases"])
 
 
 def _check_groups(groups: dict[str, Any]) -> None:

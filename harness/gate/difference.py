@@ -1,4 +1,4 @@
-"""The differences between the figures of two runs, case by case, and how they are printed."""
+"""Differences between the figures of two runs, case by case, and printing of them."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from narrowgauge.harness.report.text import number, sentence
 
 @dataclass(frozen=True)
 class Difference:
-    """Cases by id, in order; those that are in neither list are as they were."""
+    """Ids of cases, sorted. A case in no list is unchanged."""
 
     worse: dict[str, list[Change]]
-    """Cases of which a figure is worse: every figure that changed, the worse ones first."""
+    """Cases with a worse figure, and all their changed figures, worse figures first."""
     better: dict[str, list[Change]]
-    """Cases that changed, of which no figure is worse."""
-    gone: list[str]
-    """Cases that were, and are not."""
+    """Changed cases without a worse figure."""
+    removed: list[str]
+    """Cases that are missing in the new run."""
     new: list[str]
 
 
 def difference(before: Mapping[str, Figures], after: Mapping[str, Figures]) -> Difference:
-    """How `after` differs from `before`, both by case id."""
-    found = Difference({}, {}, sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys()))
+    """Differences of `after` from `before`, both by case id."""
+    result = Difference({}, {}, sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys()))
     for case in sorted(before.keys() & after.keys()):
         if before[case] != after[case] and (changed := changes(before[case], after[case])):
-            (found.worse if changed[0].worse else found.better)[case] = changed
-    return found
+            (result.worse if changed[0].worse else result.better)[case] = changed
+    return result
 
 
-def words(changed: list[Change]) -> str:
-    """Changes as one phrase: `wrong 0 → 37, ulp none → 1`."""
+def changes_text(changed: list[Change]) -> str:
+    """Changes as a phrase: `wrong 0 → 37, ulp none → 1`."""
     return ", ".join(map(str, changed))
 
 
 LISTED = 50
-"""Lines of one kind that are printed; the last says how many more there are."""
+"""Largest number of printed lines of a kind. A last line counts the omitted lines."""
 
 
 def print_kinds(kinds: Mapping[str, Sequence[str]], console: Console, style: str) -> None:
-    """Print every kind that has lines."""
+    """Print every kind with lines."""
     for kind, lines in kinds.items():
         if lines:
             console.print(f"{kind}: {len(lines)}", style=style, markup=False, highlight=False)
@@ -54,8 +54,8 @@ def print_kinds(kinds: Mapping[str, Sequence[str]], console: Console, style: str
             console.print(f"  … and {number(len(lines) - LISTED)} more", markup=False, highlight=False)
 
 
-def why(record: dict[str, Any]) -> str:
-    """What a record that did not pass says is wrong, in brackets and on one line; nothing of one that passed."""
-    said = " ".join(sentence(record).split()) if record["verdict"] != "pass" else ""
-    said = said.encode(errors="replace").decode()  # half a surrogate pair can be printed nowhere
-    return f" ({said})" if said else ""
+def failure_reason(record: dict[str, Any]) -> str:
+    """Why a record did not pass, in brackets and on one line. Empty for a passed record."""
+    reason = " ".join(sentence(record).split()) if record["verdict"] != "pass" else ""
+    reason = reason.encode(errors="replace").decode()  # lone surrogates cannot be printed
+    return f" ({reason})" if reason else ""

@@ -1,4 +1,4 @@
-"""The figures of a case that the gate compares: integers, exact fractions and powers of two; and the device class."""
+"""Figures of a case that the gate compares (integers, exact fractions, powers of two), and the device class."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from narrowgauge.harness.cases.schema import MODULES
+from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.records.record import VERDICTS, elements_compared
 
 HOST = "host"
 
 
 def device_class(device: str, environment: dict[str, str]) -> str:
-    """`host` of what ran on "cpu"; `NVIDIA H200` and the like of what ran on a GPU, as `environment` names it.
+    """`host` for a run on "cpu", else the GPU's name in `environment`, such as `NVIDIA H200`.
 
-    `environment` is that of `harness.records.environment.describe_run`. A MIG slice is of its GPU's class.
+    `environment` is the result of `harness.records.environment.describe_run`. A MIG slice has the class of its GPU.
     """
     if device == "cpu":
         return HOST
@@ -27,33 +27,34 @@ def device_class(device: str, environment: dict[str, str]) -> str:
 
 
 BELOW = -1075
-"""The power of two that stands for 0: below the least double."""
+"""Exponent for 0: below the smallest double."""
 ABOVE = 1 + 2.0**-30
-"""Budgets are often powers of two, evaluated in float64, whose last bits depend on the machine's matrix product."""
+"""Tolerance for budgets. They are often powers of two, evaluated in float64, and their last bits depend on the
+machine's matrix product."""
 FLOATS = ("exact_share", "ordered_share", "excused_share", "budget_max")
-"""Columns of a record that figures are made of and that could be infinite or NaN."""
+"""Columns used for figures that could be infinite or NaN."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What the gate holds of one case. `str` gives them as a baseline has them, and `parse` reads that."""
+    """Figures of a case in the gate. `str` gives their text in a baseline, and `parse` reads this text."""
 
     verdict: str
     compared: int = 0
-    """Elements held against what they should be."""
+    """Elements compared with an expected value."""
     wrong: int = 0
     ulp: int | None = None
-    """Largest distance of a wrong element; None where none is wrong."""
+    """Largest distance of a wrong element, or None without a wrong element."""
     outputs: int | None = None
-    """Outputs of a product, whose tiers the next two count; None where there are none."""
+    """Outputs of a product: the denominator of `exact` and `ordered`. None if the operation is no product."""
     exact: int = 0
     ordered: int = 0
     excused: int = 0
-    """Elements that are right by docs/tolerance.md#boundary, though not the bytes of the reference's order."""
+    """Elements accepted by docs/tolerance.md#boundary whose bytes differ from the reference's order."""
     budget: int | None = None
     """Least n with budget_max ≤ 2^n·`ABOVE`."""
     width: int | None = None
-    """Least n with interval_ulps_max ≤ 2^n·`ABOVE`: a bound that grows makes every budget look better."""
+    """Least n with interval_ulps_max ≤ 2^n·`ABOVE`. A wider interval would make every budget look better."""
 
     def __post_init__(self) -> None:
         if self.outputs is not None and self.exact + self.ordered > self.outputs:
@@ -77,16 +78,16 @@ class Figures:
 
 
 def not_finite(record: dict[str, Any]) -> list[str]:
-    """The figures of a record that are infinite or NaN, in words: `budget_max is nan`."""
-    named = ((name, record[name]) for name in FLOATS)
-    return [f"{name} is {value}" for name, value in named if value is not None and not math.isfinite(value)]
+    """Infinite or NaN figures of a record, as text: `budget_max is nan`."""
+    values = ((name, record[name]) for name in FLOATS)
+    return [f"{name} is {value}" for name, value in values if value is not None and not math.isfinite(value)]
 
 
 def figures(record: dict[str, Any]) -> Figures:
-    """The figures of a record (`Record.to_dict`) of which none is `not_finite`.
+    """Figures of a record (`Record.to_dict`) without `not_finite` figures.
 
-    Shares become counts. A record holds k of n outputs as the float k/n, which a CPU divides and a GPU multiplies by
-    1/n: the float's last bit depends on the machine, the nearest integer to share × n is k on all.
+    Shares become counts. A record stores k of n outputs as the float k/n. A CPU divides, and a GPU multiplies by 1/n,
+    so the float's last bit depends on the machine. The nearest integer to share × n is k on both.
     """
     counts = Figures(
         verdict=record["verdict"],
@@ -110,7 +111,7 @@ def figures(record: dict[str, Any]) -> Figures:
 
 
 def exponent(value: float | None) -> int | None:
-    """Least n with value ≤ 2^n·`ABOVE`, of a finite value that is not negative; `BELOW` of 0, None of None."""
+    """Least n with value ≤ 2^n·`ABOVE`, for a finite value ≥ 0. `BELOW` for 0, None for None."""
     if value is None:
         return None
     if value == 0:
@@ -127,15 +128,15 @@ _TEXT = re.compile(
 
 
 def parse(text: str) -> Figures:
-    """The figures that `str` wrote. Raises ValueError of anything else."""
-    found = _TEXT.fullmatch(text)
-    if found is None:
+    """The figures in a text written by `str`. Raises ValueError for an invalid text."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
         example = Figures("fail", 561, wrong=12, ulp=1, outputs=561, exact=400, ordered=61, budget=-1, width=3)
         raise ValueError(f"{text!r} are no figures; they look like {str(example)!r}")
-    given = {name: value for name, value in found.groupdict().items() if value is not None}
-    verdict = given.pop("verdict")
-    powers = {name: _exponent(given.pop(name)) for name in ("budget", "width") if name in given}
-    return Figures(verdict, **{name: int(value) for name, value in given.items()}, **powers)
+    groups = {name: value for name, value in match.groupdict().items() if value is not None}
+    verdict = groups.pop("verdict")
+    powers = {name: _exponent(groups.pop(name)) for name in ("budget", "width") if name in groups}
+    return Figures(verdict, **{name: int(value) for name, value in groups.items()}, **powers)
 
 
 def _power(exponent: int) -> str:
@@ -148,7 +149,7 @@ def _exponent(text: str) -> int:
 
 @dataclass(frozen=True)
 class Change:
-    """One figure that is not what it was."""
+    """A changed figure."""
 
     figure: str
     before: str
@@ -160,20 +161,20 @@ class Change:
 
 
 def changes(before: Figures, after: Figures) -> list[Change]:
-    """The figures in which `after` is not `before`, those that are worse first.
+    """Figures that differ between `before` and `after`, worse figures first.
 
-    Any other verdict than before is worse, but pass. Fewer elements compared, or fewer outputs whose bits are known,
-    is worse too: it is a weaker test. Where a case has no result there is no other figure to speak of.
+    A changed verdict is worse, unless it is pass now. Fewer compared elements, or fewer outputs with known bits, are
+    worse too: the test is weaker. For a case without a result only the verdict is compared.
     """
-    found = []
+    changed = []
     if before.verdict != after.verdict:
-        found.append(Change("verdict", before.verdict, after.verdict, after.verdict != "pass"))
+        changed.append(Change("verdict", before.verdict, after.verdict, after.verdict != "pass"))
     if after.verdict in ("pass", "fail"):
         for figure, value in _VALUES.items():
-            was, now = value(before), value(after)
-            if was.text != now.text:
-                found.append(Change(figure, was.text, now.text, now.badness > was.badness))
-    return sorted(found, key=lambda change: not change.worse)
+            old_value, new_value = value(before), value(after)
+            if old_value.text != new_value.text:
+                changed.append(Change(figure, old_value.text, new_value.text, new_value.badness > old_value.badness))
+    return sorted(changed, key=lambda change: not change.worse)
 
 
 @dataclass(frozen=True)
@@ -186,18 +187,18 @@ def _count(value: int) -> _Value:
     return _Value(str(value), Fraction(value))
 
 
-def _ulp(one: Figures) -> _Value:
-    return _count(one.ulp) if one.ulp is not None else _Value("none", Fraction(-1))
+def _ulp(case_figures: Figures) -> _Value:
+    return _count(case_figures.ulp) if case_figures.ulp is not None else _Value("none", Fraction(-1))
 
 
-def _share(count: int, one: Figures) -> _Value:
-    """A share of the outputs, of which less is worse, and none at all the worst."""
-    if one.outputs is None:
+def _share(count: int, case_figures: Figures) -> _Value:
+    """Share of the outputs. A lower share is worse, and a missing share is worst."""
+    if case_figures.outputs is None:
         return _Value("not measured", Fraction(1))
-    return _Value(f"{count}/{one.outputs}", -Fraction(count, one.outputs or 1))
+    return _Value(f"{count}/{case_figures.outputs}", -Fraction(count, case_figures.outputs or 1))
 
 
-def _used(exponent: int | None, missing: Fraction) -> _Value:
+def _power_value(exponent: int | None, missing: Fraction) -> _Value:
     if exponent is None:
         return _Value("not measured", missing)
     return _Value(_power(exponent), Fraction(exponent))
@@ -211,8 +212,8 @@ _VALUES: dict[str, Callable[[Figures], _Value]] = {
     "exact share": lambda one: _share(one.exact, one),
     "exact or ordered share": lambda one: _share(one.exact + one.ordered, one),
     "excused": lambda one: _count(one.excused),
-    "budget": lambda one: _used(one.budget, _WORST),
-    # An interval is measured where the order of a sum matters, and nowhere is best.
-    "interval width": lambda one: _used(one.width, _BEST),
+    "budget": lambda one: _power_value(one.budget, _WORST),
+    # An interval is measured only if the order of a sum matters. A missing interval is best.
+    "interval width": lambda one: _power_value(one.width, _BEST),
 }
-"""Every figure but the verdict: what it is called, and how bad it is."""
+"""Name and badness of every figure except the verdict."""

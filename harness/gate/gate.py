@@ -1,4 +1,4 @@
-"""The judgement of a run by a baseline: what got worse, by name. Whatever cannot be compared counts against the run."""
+"""Comparison of a run with a baseline: worse figures by name. A case that cannot be compared fails the gate."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from rich.console import Console
 
 from narrowgauge.harness.gate.baseline import Baseline
-from narrowgauge.harness.gate.difference import difference, print_kinds, why, words
+from narrowgauge.harness.gate.difference import changes_text, difference, failure_reason, print_kinds
 from narrowgauge.harness.gate.figures import device_class, figures, not_finite
-from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.records.record import elements_compared
 from narrowgauge.harness.report.text import number, plural
 
 
 @dataclass
 class Judgement:
-    """What the gate found: lines by kind, in the order in which they are printed."""
+    """Result of the gate: lines by kind, in printed order."""
 
     problems: dict[str, list[str]] = field(default_factory=dict)
-    """Each fails the gate."""
+    """Lines by kind; each line fails the gate."""
     notes: dict[str, list[str]] = field(default_factory=dict)
     same: int = 0
-    """Cases that are as accepted."""
+    """Cases with the accepted figures."""
 
     @property
     def passed(self) -> bool:
@@ -38,87 +38,89 @@ class Judgement:
         self.notes.setdefault(kind, []).append(line)
 
 
-def judge(run: Run, baseline: Baseline) -> Judgement:
-    """Hold a run against a baseline. A run of something else is not compared case by case, and fails."""
-    found = Judgement()
-    _whole(run, found)
-    if _same_kind(run, baseline, found):
-        _cases(run, baseline, found)
-    return found
+def judge(run: RecordedRun, baseline: Baseline) -> Judgement:
+    """Compare a run with a baseline. A run of another device, backend or seed fails, and its cases are not compared."""
+    judgement = Judgement()
+    _check_complete(run, judgement)
+    if _check_same_kind(run, baseline, judgement):
+        _compare_cases(run, baseline, judgement)
+    return judgement
 
 
-def _whole(run: Run, found: Judgement) -> None:
+def _check_complete(run: RecordedRun, judgement: Judgement) -> None:
     if not run.records:
-        found.fail("nothing ran", "the run has no record")
+        judgement.fail("nothing ran", "the run has no record")
     elif not any(map(elements_compared, run.records)):
-        found.fail("nothing was compared", f"no element in {plural(len(run.records), 'case')}")
+        judgement.fail("nothing was compared", f"no element in {plural(len(run.records), 'case')}")
     if missing := run.missing:
-        found.fail(
+        judgement.fail(
             "interrupted",
             f"{number(len(missing))} of {plural(len(run.cases), 'case')} did not run, the first {missing[0]}",
         )
     if run.shard is not None:
-        found.fail("a part", f"the run is shard {run.shard} of a matrix; narrowgauge merge joins all shards into one")
+        judgement.fail(
+            "a part", f"the run is shard {run.shard} of a matrix; narrowgauge merge joins all shards into one"
+        )
     for case, count in Counter(record["case"] for record in run.records).items():
         if count > 1:
-            found.fail("recorded twice", f"{case}: {count} records")
+            judgement.fail("recorded twice", f"{case}: {count} records")
 
 
-def _same_kind(run: Run, baseline: Baseline, found: Judgement) -> bool:
+def _check_same_kind(run: RecordedRun, baseline: Baseline, judgement: Judgement) -> bool:
     pairs = {
         "another device": (baseline.device, device_class(run.device, run.environment)),
         "another backend": (baseline.backend, run.backend),
         "another seed": (baseline.seed, run.seed),
     }
     differ = {kind: pair for kind, pair in pairs.items() if pair[0] != pair[1]}
-    for kind, (accepted, given) in differ.items():
-        found.fail(kind, f"the baseline is of {accepted}, the run of {given}: no case was compared")
+    for kind, (accepted, actual) in differ.items():
+        judgement.fail(kind, f"the baseline is of {accepted}, the run of {actual}: no case was compared")
     return not differ
 
 
-def _cases(run: Run, baseline: Baseline, found: Judgement) -> None:
+def _compare_cases(run: RecordedRun, baseline: Baseline, judgement: Judgement) -> None:
     accepted = baseline.cases()
     records = {record["case"]: record for record in run.records}
     finite = {}
     for case, record in records.items():
-        if bad := not_finite(record):
-            found.fail("not finite", f"{case}: {', '.join(bad)}{why(record)}")
+        if problems := not_finite(record):
+            judgement.fail("not finite", f"{case}: {', '.join(problems)}{failure_reason(record)}")
         else:
             finite[case] = figures(record)
     differs = difference(accepted, finite)
     for case, changed in differs.worse.items():
-        found.fail("worse", f"{case}: {words(changed)}{why(records[case])}")
-    for case in differs.gone:
+        judgement.fail("worse", f"{case}: {changes_text(changed)}{failure_reason(records[case])}")
+    for case in differs.removed:
         if case not in records:
-            found.fail("did not run", case)
+            judgement.fail("did not run", case)
     for case in differs.new:
         if finite[case].verdict == "pass":
-            found.note("new", f"{case}: {finite[case]}")
+            judgement.note("new", f"{case}: {finite[case]}")
         else:
-            found.fail("new, and not pass", f"{case}: {finite[case]}{why(records[case])}")
+            judgement.fail("new, and not pass", f"{case}: {finite[case]}{failure_reason(records[case])}")
     for case, changed in differs.better.items():
-        found.note("better", f"{case}: {words(changed)}")
-    _skips(sum(one.verdict == "unsupported" for one in accepted.values()), run.records, found)
-    found.same = len(finite) - len(differs.worse) - len(differs.better) - len(differs.new)
+        judgement.note("better", f"{case}: {changes_text(changed)}")
+    _check_skips(sum(figures_.verdict == "unsupported" for figures_ in accepted.values()), run.records, judgement)
+    judgement.same = len(finite) - len(differs.worse) - len(differs.better) - len(differs.new)
 
 
-def _skips(accepted: int, records: Iterable[dict[str, Any]], found: Judgement) -> None:
+def _check_skips(accepted: int, records: Iterable[dict[str, Any]], judgement: Judgement) -> None:
     skipped = Counter(record["message"] for record in records if record["verdict"] == "unsupported")
     if skipped.total() > accepted:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in skipped.most_common(3))
-        found.fail(
+        judgement.fail(
             "more skips",
             f"{plural(skipped.total(), 'case')} unsupported, and {accepted} accepted; most often: {reasons}",
         )
 
 
-def show(found: Judgement, name: str, console: Console) -> None:
-    """Print a judgement by the baseline called `name`: what is new or better, the problems, and the verdict."""
-    print_kinds(found.notes, console, "blue")
-    print_kinds(found.problems, console, "bold red")
-    counts = [f"{plural(found.same, 'case')} as accepted"]
-    counts += [f"{number(len(lines))} {kind}" for kind, lines in (found.problems | found.notes).items()]
-    verdict, style = ("holds", "blue") if found.passed else ("fails", "bold red")
+def show(judgement: Judgement, name: str, console: Console) -> None:
+    """Print a judgement by the baseline called `name`: new and better cases, problems, and the verdict."""
+    print_kinds(judgement.notes, console, "blue")
+    print_kinds(judgement.problems, console, "bold red")
+    counts = [f"{plural(judgement.same, 'case')} as accepted"]
+    counts += [f"{number(len(lines))} {kind}" for kind, lines in (judgement.problems | judgement.notes).items()]
+    verdict, style = ("holds", "blue") if judgement.passed else ("fails", "bold red")
     console.print(
         f"gate {verdict} against {name}: {', '.join(counts)}", style=style, markup=False, highlight=False,
         soft_wrap=True,

@@ -1,6 +1,6 @@
 """The ledger of known failures: cases that are expected to fail, each with a reason and the link to an issue.
 
-A TOML file of `[[known]]` tables, `known.toml` beside the case files; cases/README.md is its schema for people.
+The file is `known.toml` beside the case files, with `[[known]]` tables; cases/README.md describes its schema.
 """
 
 from __future__ import annotations
@@ -15,102 +15,107 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from narrowgauge.harness.cases import toml_file
-from narrowgauge.harness.cases.case import LEDGER, Case
-from narrowgauge.harness.cases.schema import nearest, one_of
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.case_file import LEDGER
+from narrowgauge.harness.cases.keys import nearest, one_of
 
 VERDICTS = ("fail", "error", "crash", "timeout")
-"""What an entry can expect."""
+"""Verdicts allowed in an entry."""
 CRASHING = ("crash", "timeout")
-"""Cases that are expected to end so are not launched."""
+"""Cases with these expected verdicts are not launched."""
 DEVICES = ("cpu", "cuda")
 REQUIRED = ("case", "backend", "issue", "reason")
 OPTIONAL = ("verdict", "stage", "cause", "device")
 SHOWN = 5
-"""Entries that an error names; it says how many it left out."""
+"""Largest number of entries in an error message. The message counts the omitted entries."""
 
 
 class LedgerError(Exception):
-    """A ledger that says something it should not: the file, the entry and what to write instead."""
+    """An invalid ledger. The message names the file, the entry and the remedy."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One `[[known]]` table: cases of a backend that fail, and how."""
+    """A `[[known]]` table: cases of a backend that are expected to fail."""
 
     case: str
-    """Pattern of the id, as of fnmatch: `*` stands for anything, a / too."""
+    """Pattern of the id as in fnmatch: `*` matches any text, with slashes."""
     backend: str
     issue: str
     reason: str
     verdict: str = "fail"
     stage: str = ""
-    """The first wrong stage; nothing where it may be any."""
+    """First wrong stage, or empty for any stage."""
     cause: str = ""
-    """The cause of one of the explanations (`harness.diagnosis`); nothing where it may be any."""
+    """Cause of an explanation (`harness.diagnosis`), or empty for any cause."""
     device: str = ""
-    """Where the cases fail; nothing where they do everywhere."""
-    where: str = ""
-    """File and number of the table."""
+    """Device on which the cases fail, or empty for every device."""
+    location: str = ""
+    """File and number of the table, for messages."""
 
     @cached_property
     def _matches(self) -> Callable[[str], object]:
         return re.compile(translate(self.case)).match
 
-    def is_of(self, case: str) -> bool:
+    def matches(self, case: str) -> bool:
         """Whether the pattern matches the id of a case."""
         return bool(self._matches(case))
 
     def runs_on(self, backend: str, device: str) -> bool:
-        """Whether the entry speaks of this backend on this device."""
+        """Whether the entry applies to this backend on this device."""
         return self.backend == backend and self.device in ("", device)
 
     def expects(self, record: dict[str, Any]) -> bool:
-        """Whether the record of a case that the entry is of failed as it says."""
+        """Whether a record failed with the entry's verdict, stage and cause."""
         return (
             record["verdict"] == self.verdict
             and self.stage in ("", record["stage"])
-            and (not self.cause or any(found["cause"] == self.cause for found in record["explanations"]))
+            and (not self.cause or any(explanation["cause"] == self.cause for explanation in record["explanations"]))
         )
 
     @property
     def note(self) -> str:
-        """The reason and the link to the issue: the column `known` of a record."""
+        """Reason and issue link: the column `known` of a record."""
         return f"{self.reason} ({self.issue})"
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The entries of a run. Without one, nothing is known and nothing is changed."""
+    """The entries of a run. An empty ledger has no effect."""
 
     entries: tuple[Entry, ...] = ()
 
     def check(self, cases: Iterable[Case], folders: Iterable[Path] = ()) -> None:
-        """Raise LedgerError for entries that match none of the cases, nor of those of the case files in `folders`.
+        """Raise LedgerError if an entry matches none of the cases, and no case of the case files in `folders`.
 
-        A run may load a single file: what an entry is of may be in another beside it, which is read only then.
+        A run may load a single case file. The other files of the folders are read only if an entry matches no loaded
+        case.
         """
         ids = [case.id for case in cases]
-        left = [entry for entry in self.entries if not any(map(entry.is_of, ids))]
-        if left and (folders := list(folders)):
-            from narrowgauge.harness.cases.case import load_all
+        unmatched = [entry for entry in self.entries if not any(map(entry.matches, ids))]
+        if unmatched and (folders := list(folders)):
+            from narrowgauge.harness.cases.case_file import load_all
 
             ids = [case.id for case in load_all(folders)]
-            left = [entry for entry in left if not any(map(entry.is_of, ids))]
-        if left:
-            named = [f"{entry.where}: case {entry.case!r} matches no case{nearest(entry.case, ids)}" for entry in left]
-            if len(left) > SHOWN:
-                named[SHOWN:] = [f"and {len(left) - SHOWN} more"]
-            raise LedgerError("; ".join(named) + ": correct the pattern, or delete the entry")
+            unmatched = [entry for entry in unmatched if not any(map(entry.matches, ids))]
+        if unmatched:
+            complaints = [
+                f"{entry.location}: case {entry.case!r} matches no case{nearest(entry.case, ids)}"
+                for entry in unmatched
+            ]
+            if len(unmatched) > SHOWN:
+                complaints[SHOWN:] = [f"and {len(unmatched) - SHOWN} more"]
+            raise LedgerError("; ".join(complaints) + ": correct the pattern, or delete the entry")
 
-    def of(self, case: str, backend: str, device: str) -> list[Entry]:
-        """The entries that speak of a case on a backend and a device. One of them has to be right."""
-        return [entry for entry in self.entries if entry.runs_on(backend, device) and entry.is_of(case)]
+    def entries_for(self, case: str, backend: str, device: str) -> list[Entry]:
+        """Entries for a case on a backend and a device. A failure is known if any entry expects the failure."""
+        return [entry for entry in self.entries if entry.runs_on(backend, device) and entry.matches(case)]
 
     def stand_in(self, case: Case, *, backend: str, device: str, seed: int) -> dict[str, Any] | None:
-        """The record of a case that is not launched, since it would end its process or never end; None of others."""
+        """The record of a case that is not launched because it would crash or hang. None if the case is launched."""
         from narrowgauge.harness.records.record import new_record
 
-        for entry in self.of(case.id, backend, device):
+        for entry in self.entries_for(case.id, backend, device):
             if entry.verdict in CRASHING:
                 record = new_record(case, backend=backend, device=device, seed=seed)
                 record.verdict, record.known, record.message = entry.verdict, entry.note, f"not run: {entry.reason}"
@@ -118,47 +123,49 @@ class Ledger:
         return None
 
     def launchable(self, cases: Iterable[Case], *, backend: str, device: str) -> list[Case]:
-        """The cases that do not end their process, as far as is known, and come to an end."""
+        """The cases that are not expected to crash or hang."""
         return [
-            case for case in cases if not any(entry.verdict in CRASHING for entry in self.of(case.id, backend, device))
+            case
+            for case in cases
+            if not any(entry.verdict in CRASHING for entry in self.entries_for(case.id, backend, device))
         ]
 
     def mark(self, record: dict[str, Any]) -> None:
-        """Fill the column `known` of a record; the message of a pass against the ledger then says which entry it is."""
-        entries = self.of(record["case"], record["backend"], record["device"])
+        """Fill the column `known` of a record. The message of an unexpected pass names the entry."""
+        entries = self.entries_for(record["case"], record["backend"], record["device"])
         if entries and record["verdict"] == "pass":
             entry = entries[0]
             narrower = "" if entry.case == record["case"] else ", or narrow its pattern"
             record["known"] = entry.note
-            record["message"] = f"passes, though it is known to fail: delete {entry.where}{narrower}"
-        elif found := next((entry for entry in entries if entry.expects(record)), None):
-            record["known"] = found.note
+            record["message"] = f"passes, though it is known to fail: delete {entry.location}{narrower}"
+        elif entry_ := next((entry for entry in entries if entry.expects(record)), None):
+            record["known"] = entry_.note
 
 
 class Ledgers:
-    """The ledgers of a run that comes upon its case files one by one: each is read and checked once."""
+    """Ledgers of a run with case files in several folders. A ledger is read and checked once."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        """`ledger` takes the place of those beside the case files."""
+        """`ledger` replaces the ledgers beside the case files."""
         self._given = ledger
         self._found: dict[Path, Ledger] = {}
 
-    def of(self, folder: Path, cases: Iterable[Case]) -> Ledger:
-        """The ledger of the case files in a folder; `cases` are those of one of them.
+    def ledger_for(self, folder: Path, cases: Iterable[Case]) -> Ledger:
+        """The ledger of the case files in a folder; `cases` are the cases of one of the files.
 
-        Raises LedgerError, and CaseFileError as `Ledger.check` does, the first time alone: one error, though there
-        are many case files.
+        Raises LedgerError, or CaseFileError as `Ledger.check` does, only at the first call for a folder: a single error
+        for many case files.
         """
         if folder not in self._found:
             self._found[folder] = Ledger()
-            ledger = beside([folder]) if self._given is None else self._given
+            ledger = load_beside([folder]) if self._given is None else self._given
             ledger.check(cases, [folder])
             self._found[folder] = ledger
         return self._found[folder]
 
 
 def load(path: Path) -> Ledger:
-    """The ledger of a file, which may hold no entry. Raises LedgerError where it cannot be read or is malformed."""
+    """The ledger in a file, possibly empty. Raises LedgerError if the file cannot be read or is invalid."""
     tables = toml_file.read(path, "known", what="a ledger", error=LedgerError)
     if tables is None:
         return Ledger()
@@ -167,46 +174,48 @@ def load(path: Path) -> Ledger:
     return Ledger(tuple(_entry(table, f"{path}: [[known]] {number}") for number, table in enumerate(tables, 1)))
 
 
-def beside(paths: Sequence[Path]) -> Ledger:
-    """The ledger of a run of case files and folders of such: every known.toml beside them, where there is one.
+def load_beside(paths: Sequence[Path]) -> Ledger:
+    """The ledger of a run: the entries of every known.toml beside the case files, or in the folders, `paths`.
 
-    Raises LedgerError where one is malformed.
+    Raises LedgerError if a file is invalid.
     """
     files = (folder / LEDGER for folder in folders_of(paths))
     return Ledger(tuple(entry for file in files if file.is_file() for entry in load(file).entries))
 
 
 def folders_of(paths: Iterable[Path]) -> list[Path]:
-    """The folders of case files, each once; a folder is its own."""
+    """Folders of case files, without duplicates. A folder stands for itself."""
     return list(dict.fromkeys(path if path.is_dir() else path.parent for path in paths))
 
 
-def _entry(table: Any, where: str) -> Entry:
+def _entry(table: Any, location: str) -> Entry:
     if not isinstance(table, dict):
-        raise LedgerError(f"{where}: is {table!r}; an entry is a table of keys")
-    known = [*REQUIRED, *OPTIONAL]
+        raise LedgerError(f"{location}: is {table!r}; an entry is a table of keys")
+    keys = [*REQUIRED, *OPTIONAL]
     for key, value in table.items():
-        if key not in known:
-            raise LedgerError(f"{where}: unknown key {key!r}{nearest(key, known)}; an entry has {', '.join(known)}")
+        if key not in keys:
+            raise LedgerError(f"{location}: unknown key {key!r}{nearest(key, keys)}; an entry has {', '.join(keys)}")
         if not isinstance(value, str) or not value.strip():
-            raise LedgerError(f"{where}: {key} is {value!r}; it is text, and not empty")
+            raise LedgerError(f"{location}: {key} is {value!r}; it is text, and not empty")
     for key in REQUIRED:
         if key not in table:
-            raise LedgerError(f"{where}: {key} is missing; an entry needs {', '.join(REQUIRED)}")
+            raise LedgerError(f"{location}: {key} is missing; an entry needs {', '.join(REQUIRED)}")
     checks = {"issue": _link, "verdict": one_of(VERDICTS), "device": one_of(DEVICES)}
     for key, check in checks.items():
         if key in table and (wrong := check(table[key])):
-            raise LedgerError(f"{where}: {key} {wrong}")
-    if table.get("verdict", "fail") != "fail" and (given := [key for key in ("stage", "cause") if key in table]):
-        raise LedgerError(f"{where}: {given[0]} says how a fail is wrong, and the verdict is {table['verdict']}")
+            raise LedgerError(f"{location}: {key} {wrong}")
+    if table.get("verdict", "fail") != "fail" and (conflicting := [key for key in ("stage", "cause") if key in table]):
+        raise LedgerError(
+            f"{location}: {conflicting[0]} says how a fail is wrong, and the verdict is {table['verdict']}"
+        )
     for key, wrong in (("stage", _stage(table)), ("cause", _cause(table))):
         if wrong:
-            raise LedgerError(f"{where}: {key} {wrong}")
-    return Entry(**table, where=where)
+            raise LedgerError(f"{location}: {key} {wrong}")
+    return Entry(**table, location=location)
 
 
 def _stage(table: dict[str, str]) -> str | None:
-    """What is wrong with the stage of an entry whose pattern names an operation, or None."""
+    """Error in the stage of an entry, if its pattern names an operation."""
     from narrowgauge.harness.report.text import stage_names
 
     stage, operation = table.get("stage"), table["case"].partition("/")[0]
@@ -217,23 +226,25 @@ def _stage(table: dict[str, str]) -> str | None:
 
 
 def _cause(table: dict[str, str]) -> str | None:
-    """What is wrong with the cause of an entry, or None."""
-    from narrowgauge.harness.diagnosis.names import CAUSES, FAMILIES, is_cause
+    """Error in the cause of an entry, or None."""
+    from narrowgauge.harness.diagnosis.cause_names import CAUSES, FAMILIES, is_cause
 
     cause = table.get("cause")
     if cause is None or is_cause(cause):
         return None
     close = nearest(cause, [*CAUSES, *(f"{family}…" for family in FAMILIES)])
-    return f"is {cause!r}{close}; it is one of the column explanations, and harness/diagnosis/names.py has them all"
+    return (
+        f"is {cause!r}{close}; it is one of the column explanations, and harness/diagnosis/cause_names.py has them all"
+    )
 
 
 def _link(value: str) -> str | None:
-    """What is wrong with a link, or None."""
+    """Error in a link, else None."""
     return None if is_link(value) else f"is {value!r}; it is a link: https://…"
 
 
 def is_link(value: str) -> bool:
-    """Whether this is the address of a page: http or https, a host, and no space."""
+    """Whether `value` is a web address: http or https, a host, no space."""
     try:
         parts = urlsplit(value)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", value)

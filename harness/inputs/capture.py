@@ -13,22 +13,26 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from narrowgauge.harness.cases.case import Case, case_of
-from narrowgauge.harness.cases.schema import nearest, problem
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.gemm import GemmCase
+from narrowgauge.harness.cases.keys import DTYPES, Dtype, Layout, Orientation, nearest
+from narrowgauge.harness.cases.quantize import QuantizeCase
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.recipes import find_recipe
 
 GEMM_ROWS = 128
 """M of the gemm cases of a captured weight."""
+ORIENTATIONS: tuple[Orientation, ...] = ("rowwise", "columnwise")
+OUTPUTS: tuple[Dtype, ...] = ("bf16", "fp32")
 
 
 class CaptureError(ValueError):
-    """A file of captured tensors that cannot be used: which file, what is wrong, what would be right."""
+    """A file of captured tensors that cannot be used: the message names the file, the mistake and the remedy."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of a file, not yet read where the file's format allows that."""
+    """A tensor of a file, read later if the format of the file allows a late read."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +40,7 @@ class _Entry:
 
     @property
     def problem(self) -> str:
-        """Why it is no input of a case, or nothing."""
+        """Why the tensor cannot be the input of a case, or the empty string."""
         if self.dtype not in TORCH_DTYPES:
             return f"holds {self.dtype}; a case takes {', '.join(TORCH_DTYPES)}, so convert it first"
         if len(self.shape) != 2:
@@ -46,21 +50,21 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Captured:
-    """Matrices of one file: float32, bfloat16 or float16, on the CPU, contiguous, as they were stored."""
+    """Matrices of a file: float32, bfloat16 or float16, on the CPU, contiguous, as stored."""
 
     path: Path
     tensors: Mapping[str, torch.Tensor]
     left_out: tuple[str, ...] = ()
-    """Names of the file's other tensors: not of two dimensions, or of another dtype."""
+    """Names of tensors of the file that are not used: not of two dimensions, or of an unsupported dtype."""
 
     @classmethod
     def load(cls, path: str | Path, names: Sequence[str] | None = None) -> Captured:
         """The tensors `names` of a .safetensors, .npy, .npz, .pt or .pth file, or all its matrices.
 
         A .npy file, or a .pt file of one tensor, has one name, the file's own without its suffix; tensors of nested
-        dictionaries and lists are named with dots. Nothing in a file is executed. Raises CaptureError where the file is
-        missing, of another kind or not readable, where a name is not in it or names no matrix, and where no matrix is
-        left.
+        dictionaries and lists are named with dots. No content of a file is executed. Raises CaptureError if the file is
+        missing, of an unknown kind or not readable, if it lacks a name or a named tensor is no matrix, and if it has no
+        matrix.
         """
         path = Path(path)
         reader = _READERS.get(path.suffix)
@@ -81,14 +85,14 @@ class Captured:
         return cls(path, tensors, tuple(left_out))
 
     def tensor(self, inputs: str) -> torch.Tensor:
-        """The tensor that a case calls `inputs`, `file:name`. Raises ValueError where it is not here."""
+        """The tensor with the name `file:name` in the field `inputs` of a case. Raises ValueError if unknown."""
         name = inputs.removeprefix(f"{self.path.name}:")
         if name == inputs or name not in self.tensors:
             raise ValueError(f"{inputs!r} is not in {self.path}, which gave {', '.join(self.tensors)}")
         return self.tensors[name]
 
     def note(self) -> str:
-        """One sentence on the tensors that were left out, or nothing."""
+        """A sentence about the tensors that are not used, or the empty string."""
         if not self.left_out:
             return ""
         shown = ", ".join(self.left_out[:5]) + (", …" if len(self.left_out) > 5 else "")
@@ -144,7 +148,7 @@ def _of_tensor(tensor: torch.Tensor) -> _Entry:
 def _of_array(array: np.ndarray[Any, Any]) -> _Entry:
     if array.dtype.kind == "f" and array.dtype.itemsize <= 8:
         return _of_tensor(torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("=")))))
-    # Refused by its dtype, so never read.
+    # Refused because of the dtype, and never read.
     return _Entry(str(array.dtype), array.shape, lambda: torch.empty(0))
 
 
@@ -154,7 +158,7 @@ def _npy(path: Path) -> dict[str, _Entry]:
 
 
 def _npz(path: Path) -> dict[str, _Entry]:
-    if not zipfile.is_zipfile(path):  # np.load would take it for a pickle, and say so
+    if not zipfile.is_zipfile(path):  # np.load would report a pickle
         raise ValueError("it is no archive of arrays")
     with np.load(path, allow_pickle=False) as archive:
         members = {name: archive[name] for name in archive.files}
@@ -164,7 +168,7 @@ def _npz(path: Path) -> dict[str, _Entry]:
 def _torch(path: Path) -> dict[str, _Entry]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes raise anything, and its own text tells how to load unsafely
+    except Exception as error:  # damaged bytes raise any exception; the text of torch tells how to load unsafely
         reason = "it is damaged, or holds something else than tensors, numbers, dictionaries and lists"
         raise ValueError(reason) from error
     return {name or path.stem: _of_tensor(tensor) for name, tensor in _tensors_of(content, "")}
@@ -186,49 +190,63 @@ _READERS: dict[str, Callable[[Path], dict[str, _Entry]]] = {
     ".pt": _torch,
     ".pth": _torch,
 }
-# What the readers raise on a file that is damaged or of another kind.
+# Exceptions of the readers for a damaged file or a file of another kind.
 _UNREADABLE = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, SafetensorError)
 
 
 def captured_cases(
     captured: Captured, *, operations: Sequence[str] = ("quantize", "gemm"), recipes: Sequence[str] = ("nvfp4",)
 ) -> list[Case]:
-    """Quick cases for each captured matrix and recipe, as far as the two go together; `refused` names the others.
+    """Quick cases for all allowed pairs of a captured matrix and a recipe; `refused` names the rest.
 
     quantize: rowwise and columnwise. gemm: the matrix is w (N, K), x is normal (128, K) of the same dtype, the output
-    bf16 and fp32; the layout is the one that the recipe can have.
+    bf16 and fp32; the recipe decides the layout.
     """
-    points = _points(captured, operations, recipes)
-    return [case_of(point, "quick", str(captured.path)) for _, point in points if not problem(point)]
+    return [case for _, case in _cases(captured, operations, recipes) if not case.problem()]
 
 
 def refused(
     captured: Captured, *, operations: Sequence[str] = ("quantize", "gemm"), recipes: Sequence[str] = ("nvfp4",)
 ) -> list[str]:
-    """One sentence for everything that `captured_cases` leaves out: which tensor, what of it, why."""
-    found = (
-        f"{captured.path}: {name} makes no {point['operation']} case: {reason}"
-        for name, point in _points(captured, operations, recipes)
-        if (reason := problem(point))
+    """A sentence with tensor, operation and reason for every pair left out by `captured_cases`."""
+    sentences = (
+        f"{captured.path}: {name} makes no {case.operation} case: {reason}"
+        for name, case in _cases(captured, operations, recipes)
+        if (reason := case.problem())
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(sentences))
 
 
-def _points(
-    captured: Captured, operations: Sequence[str], recipes: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+def _cases(captured: Captured, operations: Sequence[str], recipes: Sequence[str]) -> Iterator[tuple[str, Case]]:
+    """The name of a tensor and a case for all tensors and recipes, also cases with a problem."""
+    names = {TORCH_DTYPES[name]: name for name in DTYPES}
+    file = str(captured.path)
     for name, tensor in captured.tensors.items():
         dtype = names[tensor.dtype]
         rows, columns = tensor.shape
-        for rule in recipes:
-            point = {"recipe": rule, "inputs": f"{captured.path.name}:{name}"}
+        inputs = f"{captured.path.name}:{name}"
+        for recipe in recipes:
             if "quantize" in operations:
-                quantize = {**point, "operation": "quantize", "shape": [rows, columns], "dtype": dtype}
-                for usage in ("rowwise", "columnwise"):
-                    yield name, {**quantize, "usage": usage}
+                shape = (rows, columns)
+                for usage in ORIENTATIONS:
+                    yield (
+                        name,
+                        QuantizeCase(recipe=recipe, shape=shape, dtype=dtype, inputs=inputs, usage=usage, file=file),
+                    )
             if "gemm" in operations:
-                gemm = {**point, "operation": "gemm", "shape": [GEMM_ROWS, columns, rows], "x": dtype, "w": dtype}
-                layout = "nt" if find_recipe(rule).transform else "tn"
-                for out in ("bf16", "fp32"):
-                    yield name, {**gemm, "out": out, "layout": layout}
+                product = (GEMM_ROWS, columns, rows)
+                layout: Layout = "nt" if find_recipe(recipe).transform else "tn"
+                for out in OUTPUTS:
+                    yield (
+                        name,
+                        GemmCase(
+                            recipe=recipe,
+                            shape=product,
+                            x=dtype,
+                            w=dtype,
+                            out=out,
+                            inputs=inputs,
+                            layout=layout,
+                            file=file,
+                        ),
+                    )

@@ -33,7 +33,7 @@ def _normal_bins() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Draw:
-    """A stream of random tensors on the CPU. `key` alone decides it: equal keys, equal bytes."""
+    """A stream of random tensors on the CPU. Equal keys give equal bytes."""
 
     def __init__(self, key: str) -> None:
         digest = hashlib.sha256(key.encode()).digest()
@@ -51,7 +51,7 @@ class Draw:
         return torch.from_numpy(halves.astype(np.int32)).view(shape).mul_(limit).bitwise_right_shift_(16)
 
     def index(self, limit: int) -> int:
-        """One number in [0, limit)."""
+        """A number in [0, limit)."""
         return int(self._philox.random_raw()) % limit
 
     def one_in(self, often: int, *shape: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Draw:
         return self.words(*shape).bitwise_right_shift_(8).float().mul_(2.0**-23)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Standard normal, float32 or cast from it: a bin by its probability, then linear inside it."""
+        """Standard normal, float32 or cast from float32: a bin by its probability, then linear inside the bin."""
         lower, width = _normal_bins()
         out = torch.empty(math.prod(shape), dtype=dtype)
         for start in range(0, len(out), _SLAB):

@@ -17,7 +17,7 @@ from narrowgauge.spec.formats import E2M1, E4M3, Format
 from narrowgauge.spec.recipes import Recipe
 
 WHOLE_BLOCK = 128
-"""Columns of a block, for families that speak of blocks, where the tensor has one scale."""
+"""Columns of a block for families of blocks, if the tensor has a single scale."""
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
@@ -54,7 +54,7 @@ class Wanted:
         return -(-self.rows // self.height), -(-self.columns // self.width)
 
     def exponent(self, low: int, high: int, *, half: tuple[int, int]) -> int:
-        """The tensor's exponent, one of low … high; of fp16, whose range is small, one of `half`."""
+        """The exponent of the tensor, from low to high; for fp16, with its small range, within `half`."""
         first, last = half if self.dtype == torch.float16 else (low, high)
         return first + self.draw.index(last - first + 1)
 
@@ -471,7 +471,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
 
 
 def generate(
-    family: str, draw: Draw, shape: tuple[int, int], dtype: torch.dtype, role: str, rule: Recipe
+    family: str, draw: Draw, shape: tuple[int, int], dtype: torch.dtype, role: str, recipe: Recipe
 ) -> torch.Tensor:
     """The matrix (M, K) of a family in `dtype` (float32, bfloat16, float16), contiguous, for a recipe's blocks along K.
 
@@ -479,8 +479,8 @@ def generate(
     """
     if 0 in shape:
         return torch.zeros(shape, dtype=dtype)
-    two_levels = rule.scale is E4M3
-    height, width = (1, WHOLE_BLOCK) if rule.whole else rule.block
+    two_levels = recipe.scale is E4M3
+    height, width = (1, WHOLE_BLOCK) if recipe.whole else recipe.block
     return GENERATORS[family](
-        Wanted(draw, *shape, dtype, role, 1 if two_levels else height, width, rule.element, two_levels, rule.whole)
+        Wanted(draw, *shape, dtype, role, 1 if two_levels else height, width, recipe.element, two_levels, recipe.whole)
     ).to(dtype)

@@ -35,7 +35,7 @@ def _amaxes_tiny(draw: Draw, rows: int, tensors: int) -> torch.Tensor:
 
 
 def _amaxes_with(bad: float) -> Callable[[Draw, int, int], torch.Tensor]:
-    """Histories in which `bad` is the first amax, another one, every one, or none, in turn from tensor to tensor."""
+    """Histories with `bad` as the first amax, a later amax, all amaxes or no amax, in turn from tensor to tensor."""
 
     def make(draw: Draw, rows: int, tensors: int) -> torch.Tensor:
         history = _amaxes(draw, rows, tensors)

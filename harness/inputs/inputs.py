@@ -1,19 +1,26 @@
-"""Inputs: from a case to the tensors that its operation consumes."""
+"""Inputs: the tensors of a case, made from its id and a seed."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import FAMILIES
-from narrowgauge.harness.cases.parameters import Layer, layers_of
-from narrowgauge.harness.cases.schema import MODULES
+from narrowgauge.harness.cases.gemm import GroupedGemmCase, ProductCase, QuantizedGemmCase
+from narrowgauge.harness.cases.modules import Layer, ModuleCase, TransformerLayerCase
+from narrowgauge.harness.cases.quantize import (
+    GroupedQuantizeCase,
+    QuantizeCase,
+    SwizzleCase,
+    TransformCase,
+    UpdateScaleCase,
+)
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import SCALE_BYTES, generate, power_of_two
 from narrowgauge.harness.inputs.histories import HISTORIES
@@ -30,210 +37,253 @@ _SLAB = 1 << 18
 
 @dataclass
 class Inputs:
-    """Tensors on the CPU, contiguous, in the orientation that the operation consumes: quantized along rows.
+    """Contiguous tensors in the orientation that the operation quantizes: along rows.
 
-    The physical tensor of a columnwise quantize, or of an operand that its gemm's layout stores the other way round,
-    is the transpose of what is here; a case's view is made of it when it is given.
+    A columnwise quantize, and an operand that the layout of its gemm stores transposed, receive the transpose of the
+    tensor here. The view of a case is made when the backend is called.
     """
 
     x: torch.Tensor
-    """(M, K); of a columnwise quantize (K, M), unless its recipe makes columnwise halves in place; of a swizzle the
-    bytes (R, C); of an update-scale the history (H, N); of a module those of all its steps, (steps, B, S, K) or, of a
+    """(M, K); of a columnwise quantize (K, M), unless its recipe makes columnwise halves in place; of swizzle the bytes
+    (R, C); of update-scale the history (H, N); of a module the inputs of all its steps, (steps, B, S, K) or, of a
     grouped one, (steps, M, K)."""
-    w: torch.Tensor | None = None
-    """(N, K) of a gemm; of a grouped one the matrices one below the other, (G·N, K)."""
-    c: torch.Tensor | None = None
-    """(M, N), in the dtype of the output: what `accumulate` adds to."""
-    bias: torch.Tensor | None = None
-    """(N,), of a grouped gemm (G, N), in the dtype of the output."""
     random: dict[str, Random] = field(default_factory=dict)
-    """Random bits, of recipes that round stochastically: of `x` and `w`; words of two halves are of `x` and `xT`."""
+    """Random bits for recipes with stochastic rounding, by operand: `x`, `w`, of a module `dy`. Words for both halves
+    have the names `x` and `xT`."""
     scale: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Encode scales that are given, of recipes with delayed scaling: of `x`, `w` and `output`, float32 (1,), or (G,) of
-    sections; of an update-scale (N,), those of `x` before it."""
-    given: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of a module: `dy`, the gradients of its outputs in all steps, like `x`; its parameters by their names; and of
-    every weight that gradients accumulate into, `weight.main_grad`, what is there before, float32 (N, K)."""
+    """Given encode scales of recipes with delayed scaling, by operand: `x`, `w` and `output`, float32 (1,), or (G,) for
+    sections; of update-scale `x` (N,), the scales before the update."""
+
+    def philox(self, operand: str) -> tuple[int, int] | None:
+        """Seed and offset of the random bits of an operand; None for words or without random bits."""
+        bits = self.random.get(operand)
+        return bits if isinstance(bits, tuple) else None
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """All tensors by their names in saved failures."""
+        words = {f"random.{name}": bits for name, bits in self.random.items() if isinstance(bits, torch.Tensor)}
+        return {"x": self.x, **self._own(), **words, **{f"scale.{name}": scale for name, scale in self.scale.items()}}
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """Tensors of the operation besides `x`."""
+        return {}
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them, in order."""
-        given = [self.x, self.w, self.c, self.bias, *self.random.values(), *self.scale.values(), *self.given.values()]
-        return [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+        """All tensors, in the order of `named`."""
+        return list(self.named().values())
 
-    def to(self, device: str) -> Inputs:
-        """The same on a device."""
-        x, w, c, bias = (None if t is None else t.to(device) for t in (self.x, self.w, self.c, self.bias))
-        assert x is not None
-        random = {name: r.to(device) if isinstance(r, torch.Tensor) else r for name, r in self.random.items()}
-        scale = {name: number.to(device) for name, number in self.scale.items()}
-        given = {name: tensor.to(device) for name, tensor in self.given.items()}
-        return Inputs(x, w, c, bias, random, scale, given)
+    def to(self, device: str) -> Self:
+        """The same inputs on a device."""
+        return replace(self, **{entry.name: _moved(getattr(self, entry.name), device) for entry in fields(self)})
+
+
+@dataclass(kw_only=True)
+class ProductInputs(Inputs):
+    """Inputs of a product."""
+
+    w: torch.Tensor
+    """(N, K); of a grouped product the matrices one below the other, (G·N, K)."""
+    c: torch.Tensor | None = None
+    """(M, N) in the dtype of the output: the addend of `accumulate`."""
+    bias: torch.Tensor | None = None
+    """(N,), of a grouped product (G, N), in the dtype of the output."""
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        own = {"w": self.w, "c": self.c, "bias": self.bias}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+@dataclass(kw_only=True)
+class ModuleInputs(Inputs):
+    """Inputs of a module."""
+
+    dy: torch.Tensor
+    """Gradients of the outputs of all steps, (steps, B, S, N) or (steps, M, N)."""
+    parameters: dict[str, torch.Tensor]
+    main_grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Content of the main gradient of each weight before the first step, float32 (N, K), if gradients accumulate."""
+
+    @property
+    def given(self) -> dict[str, torch.Tensor]:
+        """`dy`, the parameters by their names, and the main gradients as `weight.main_grad`."""
+        return {"dy": self.dy, **self.parameters, **{f"{name}.main_grad": t for name, t in self.main_grads.items()}}
+
+    def named(self) -> dict[str, torch.Tensor]:
+        return super().named() | {f"given.{name}": tensor for name, tensor in self.given.items()}
+
+
+def _moved(value: Any, device: str) -> Any:
+    """A tensor, or a dictionary with tensors, on a device; any other value unchanged."""
+    if isinstance(value, dict):
+        return {name: _moved(part, device) for name, part in value.items()}
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def make_inputs(case: Case, *, seed: int = 0, captured: Captured | None = None) -> Inputs:
     """The inputs of `case`: the same bytes for the same case id and seed, on every machine.
 
-    Where `case.inputs` names a captured tensor, `captured` holds it: it is x of a quantize and w of a gemm. Raises
-    ValueError where it does not, or where the tensor has not the case's shape and dtype.
+    If `case.inputs` names a captured tensor, `captured` holds it: x of a quantize and w of a gemm. Raises ValueError if
+    it does not, or if the tensor has another shape or dtype than the case.
     """
-    return _MAKERS[case.operation](case, seed, captured)
+    match case:
+        case QuantizeCase() | GroupedQuantizeCase() | TransformCase():
+            return _quantize(case, seed, captured)
+        case SwizzleCase():
+            return _swizzle(case, seed)
+        case UpdateScaleCase():
+            return _update_scale(case, seed)
+        case ProductCase():
+            return _product(case, seed, captured)
+        case ModuleCase():
+            return _module(case, seed)
+    raise TypeError(f"{type(case).__name__} has no inputs")
 
 
-def _quantize(case: Case, seed: int, captured: Captured | None) -> Inputs:
+def _quantize(case: QuantizeCase | GroupedQuantizeCase | TransformCase, seed: int, captured: Captured | None) -> Inputs:
     *leading, columns = case.shape
     rows = math.prod(leading)
     dtype = TORCH_DTYPES[case.dtype]
-    rule = find_recipe(case.recipe)
-    columnwise = case.usage == "columnwise"
+    recipe = find_recipe(case.recipe)
+    columnwise = not isinstance(case, TransformCase) and case.usage == "columnwise"
+    grouped = isinstance(case, GroupedQuantizeCase)
     if case.inputs in FAMILIES:
-        # Made in the orientation that is quantized, so that a family's blocks are the kernel's blocks in both usages.
+        # Generated in the orientation that is quantized: the blocks of a family are the kernel's blocks in both usages.
         shape = (columns, rows) if columnwise else (rows, columns)
-        x = generate(case.inputs, _draw(case, seed, "x"), shape, dtype, "x", rule)
+        x = generate(case.inputs, _draw(case, seed, "x"), shape, dtype, "x", recipe)
     else:
         x = _captured(case, captured, (rows, columns), dtype)
         x = x.T.contiguous() if columnwise else x
-    # Sections are rows of (M, K) in either usage, and a half that is made in place is one of (M, K).
-    physical = not columnwise or case.operation == "quantize-grouped" or rule.columnwise == "in-place"
+    # Sections are rows of (M, K) in both usages, and a half that is made in place is a half of (M, K).
+    physical = not columnwise or grouped or recipe.columnwise == "in-place"
     if columnwise and physical:
         x = x.T.contiguous()
-    parts = torch.split(x, list(case.sections)) if case.operation == "quantize-grouped" else (x,)
-    random, scale = _random_of_quantize(case, seed, x), _given_scales(case, seed, {"x": (rule, parts)})
+    parts = torch.split(x, list(case.section_sizes)) if grouped else (x,)
+    random, scale = _random_of_quantize(case, seed, x), _given_scales(case, seed, {"x": (recipe, parts)})
     return Inputs(x.view(case.shape) if physical else x, random=random, scale=scale)
 
 
-def _swizzle(case: Case, seed: int, captured: Captured | None) -> Inputs:
+def _swizzle(case: SwizzleCase, seed: int) -> Inputs:
     rows, columns = case.shape
     return Inputs(SCALE_BYTES[case.inputs](_draw(case, seed, "x"), rows, columns))
 
 
-def _update_scale(case: Case, seed: int, captured: Captured | None) -> Inputs:
+def _update_scale(case: UpdateScaleCase, seed: int) -> Inputs:
     rows, tensors = case.shape
     history = HISTORIES[case.inputs](_draw(case, seed, "x"), rows, tensors)
-    # Any scales, none of which follows from the history: one that stays is told from one that is made.
+    # Scales that do not follow from the history: a scale that stays differs from a scale that is computed.
     scale = 1.5 + 0.5 * _draw(case, seed, "scale of x").uniform(tensors)
     return Inputs(history, scale={"x": scale})
 
 
-def _gemm(case: Case, seed: int, captured: Captured | None) -> Inputs:
+def _product(case: ProductCase, seed: int, captured: Captured | None) -> ProductInputs:
     rows, depth, columns = case.shape
-    grouped = case.operation == "gemm-grouped"
-    sizes = case.sections if grouped else (rows,)
-    x_dtype, w_dtype, out_dtype = (TORCH_DTYPES[name] for name in case.dtypes)
+    grouped = isinstance(case, GroupedGemmCase)
+    sizes = case.section_sizes if grouped else (rows,)
+    x_dtype, w_dtype, out_dtype = (TORCH_DTYPES[name] for name in (case.x, case.w, case.out))
     w_shape = (len(sizes) * columns, depth)
-    rules = [find_recipe(name) for name in case.recipes]
+    x_recipe, w_recipe = case.operand_recipes
     if case.inputs in FAMILIES:
-        x = generate(case.inputs, _draw(case, seed, "x"), (rows, depth), x_dtype, "x", rules[0])
-        w = generate(case.inputs, _draw(case, seed, "w"), w_shape, w_dtype, "w", rules[1])
+        x = generate(case.inputs, _draw(case, seed, "x"), (rows, depth), x_dtype, "x", x_recipe)
+        w = generate(case.inputs, _draw(case, seed, "w"), w_shape, w_dtype, "w", w_recipe)
     else:
-        x = generate("normal", _draw(case, seed, "x"), (rows, depth), x_dtype, "x", rules[0])
+        x = generate("normal", _draw(case, seed, "x"), (rows, depth), x_dtype, "x", x_recipe)
         w = _captured(case, captured, w_shape, w_dtype)
     c = bias = None
     of_w = _exponents(w).view(len(sizes), columns) + _growth(depth)
-    if "accumulate" in case.flags:
+    if case.accumulate:
         exponents = _exponents(x).unsqueeze(1) + of_w.repeat_interleave(torch.tensor(sizes), 0)
         c = _addend(_draw(case, seed, "c"), exponents, out_dtype)
-    if "bias" in case.flags:
-        # max over rows: an empty x has none.
+    if case.bias:
+        # The maximum over rows: an empty x has none.
         of_x = _exponents(x).amax(0, keepdim=True) if rows else torch.zeros(1, dtype=torch.int32)
         bias = _addend(_draw(case, seed, "bias"), of_x + (of_w if grouped else of_w[0]), out_dtype)
     random: dict[str, Random] = {
         role: _philox(case, seed, role)
-        for role, name in zip("xw", case.recipes, strict=True)
-        if find_recipe(name).rounding == "stochastic"
+        for role, recipe in zip("xw", case.operand_recipes, strict=True)
+        if recipe.rounding == "stochastic"
     }
     matrices = torch.split(w, columns) if columns else (w,) * len(sizes)
-    parts = {"x": (rules[0], torch.split(x, list(sizes))), "w": (rules[1], matrices)}
+    parts = {"x": (x_recipe, torch.split(x, list(sizes))), "w": (w_recipe, matrices)}
     scale = _given_scales(case, seed, parts)
-    if case.operation == "gemm-quantized" and (out := find_recipe(case.out_recipe)).tensor_scale == "given":
-        # What maps a product of typical rows into the format; the largest saturate.
+    if isinstance(case, QuantizedGemmCase) and (out := find_recipe(case.out_recipe)).tensor_scale == "given":
+        # Maps a product of typical rows into the format; the largest elements saturate.
         typical = (int(_exponents(x).amax()) if rows else 0) + (int(of_w.amax()) if columns else 0)
         power = torch.tensor([max(-100, min(100, -typical))])
         scale["output"] = out.element.max / 4 * power_of_two(power)
-    return Inputs(x, w, c, bias, random, scale)
+    return ProductInputs(x, random, scale, w=w, c=c, bias=bias)
 
 
-def _module(case: Case, seed: int, captured: Captured | None) -> Inputs:
-    """x and dy of every step, by the family; parameters too where the module is one product, else normal numbers."""
-    dtype, rule, layers = TORCH_DTYPES[case.dtype], case.training, layers_of(case)
-    rows, inner = math.prod(case.shape[:-2]), case.shape[-2]
-    outer = inner if case.operation == "transformer-layer" else case.shape[-1]
+def _module(case: ModuleCase, seed: int) -> ModuleInputs:
+    """x and dy of every step from the family; of a module that is one product the weights too, else normal numbers."""
+    dtype, training, layers = TORCH_DTYPES[case.dtype], case.training_recipe, case.layers
+    inner = case.shape[-2]
+    outer = inner if isinstance(case, TransformerLayerCase) else case.shape[-1]
     leading = case.shape[:-2]
 
-    def steps(role: str, columns: int, recipe_of_role: Recipe) -> torch.Tensor:
-        made = [
-            generate(case.inputs, _draw(case, seed, f"{role} of step {n}"), (rows, columns), dtype, "x", recipe_of_role)
+    def steps(role: str, columns: int, recipe: Recipe) -> torch.Tensor:
+        shape = (case.rows, columns)
+        tensors = [
+            generate(case.inputs, _draw(case, seed, f"{role} of step {n}"), shape, dtype, "x", recipe)
             for n in range(case.steps)
         ]
-        return torch.stack(made).view(case.steps, *leading, columns)
+        return torch.stack(tensors).view(case.steps, *leading, columns)
 
-    x, dy = steps("x", inner, rule.input.rowwise), steps("dy", outer, rule.grad.rowwise)
-    given = {"dy": dy}
+    x, dy = steps("x", inner, training.input.rowwise), steps("dy", outer, training.grad.rowwise)
+    parameters: dict[str, torch.Tensor] = {}
     for layer in layers:
-        given |= _parameters(case, seed, layer, x.view(-1, inner))
-    if "accumulate" in case.flags:
+        parameters |= _parameters(case, seed, layer, x.view(-1, inner))
+    main_grads = {}
+    if case.accumulate:
         for name in (name for layer in layers for name in layer.weights):
-            shape = (given[name].shape[0], given[name].shape[1])
-            # As large as a sum over the rows of typical products, so that adding to it rounds.
-            given[f"{name}.main_grad"] = _draw(case, seed, f"{name}.main_grad").normal(*shape) * 2.0 ** _growth(rows)
-    random: dict[str, Random] = {"dy": _philox(case, seed, "dy")} if rule.grad.rounding == "stochastic" else {}
-    return Inputs(x, random=random, given=given)
+            draw, (height, width) = _draw(case, seed, f"{name}.main_grad"), parameters[name].shape
+            # As large as a sum over the rows of typical products: the addition rounds.
+            main_grads[name] = draw.normal(height, width) * 2.0 ** _growth(case.rows)
+    random: dict[str, Random] = {"dy": _philox(case, seed, "dy")} if training.grad.rounding == "stochastic" else {}
+    return ModuleInputs(x, random, dy=dy, parameters=parameters, main_grads=main_grads)
 
 
-def _parameters(case: Case, seed: int, layer: Layer, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The parameters of a layer whose input, where nothing comes before it, is `x`."""
+def _parameters(case: ModuleCase, seed: int, layer: Layer, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parameters of a layer; `x` is the input of a layer that is a module by itself."""
     dtype, alone = TORCH_DTYPES[case.dtype], not layer.prefix
-    found = {}
-    for name, shape in layer.shapes(bias="bias" in case.flags).items():
+    parameters = {}
+    for name, shape in layer.shapes(bias=case.bias).items():
         draw = _draw(case, seed, name)
         if name in layer.weights:
             size = (shape[0], shape[1])
             if alone:
-                found[name] = generate(case.inputs, draw, size, dtype, "w", case.training.weight)
-            else:  # what keeps a sum of as many products as large as one of them
-                found[name] = (draw.normal(*size) * 2.0 ** -_growth(size[1])).to(dtype)
+                parameters[name] = generate(case.inputs, draw, size, dtype, "w", case.training_recipe.weight)
+            else:  # a sum of as many products stays as large as one product
+                parameters[name] = (draw.normal(*size) * 2.0 ** -_growth(size[1])).to(dtype)
         elif name in layer.biases and alone and not layer.norm:
             of_x = _exponents(x).amax(0, keepdim=True) if len(x) else torch.zeros(1, dtype=torch.int32)
-            weight = found[layer.weights[layer.biases.index(name)]]
-            found[name] = _addend(draw, of_x + _exponents(weight) + _growth(layer.inner), dtype)
+            weight = parameters[layer.weights[layer.biases.index(name)]]
+            parameters[name] = _addend(draw, of_x + _exponents(weight) + _growth(layer.inner), dtype)
         else:
-            found[name] = (0.25 * draw.normal(*shape) + (name == layer.gamma)).to(dtype)
-    return found
+            parameters[name] = (0.25 * draw.normal(*shape) + (name == layer.gamma)).to(dtype)
+    return parameters
 
 
 def _given_scales(
     case: Case, seed: int, operands: Mapping[str, tuple[Recipe, Sequence[torch.Tensor]]]
 ) -> dict[str, torch.Tensor]:
-    """For each operand with delayed scaling the encode scale of every one of its parts, float32 (parts,)."""
-    found = {}
-    for role, (rule, parts) in operands.items():
-        if rule.tensor_scale == "given":
+    """Encode scales of the parts of each operand with delayed scaling, float32 (parts,)."""
+    scales = {}
+    for role, (recipe, parts) in operands.items():
+        if recipe.tensor_scale == "given":
             draw = _draw(case, seed, f"scale of {role}")
-            found[role] = torch.stack([_earlier_scale(draw, part, rule) for part in parts])
-    return found
+            scales[role] = torch.stack([_earlier_scale(draw, part, recipe) for part in parts])
+    return scales
 
 
-def _earlier_scale(draw: Draw, x: torch.Tensor, rule: Recipe) -> torch.Tensor:
-    """What max/amax may have been a step ago, finite: that of `x` times a power of two, so that ties stay ties.
+def _earlier_scale(draw: Draw, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """A finite max/amax of an earlier step: the scale of `x` times a power of two, so that ties stay ties.
 
-    One of four is twice as large, and the elements near the amax saturate.
+    One scale of four is twice as large, and the elements near the amax saturate.
     """
     factor = (2.0, 1.0, 0.5, 0.0625)[draw.index(4)]
     amax = x.float().abs().nan_to_num_(nan=0.0, posinf=0.0).amax() if x.numel() else torch.zeros(())
-    scale = torch.full_like(amax, rule.element.max) / amax * factor
+    scale = torch.full_like(amax, recipe.element.max) / amax * factor
     return torch.where(amax > 0, scale.clamp(max=torch.finfo(torch.float32).max), factor)
-
-
-_MAKERS: dict[str, Callable[[Case, int, Captured | None], Inputs]] = {
-    "quantize": _quantize,
-    "transform": _quantize,
-    "quantize-grouped": _quantize,
-    "swizzle": _swizzle,
-    "update-scale": _update_scale,
-    "gemm": _gemm,
-    "gemm-grouped": _gemm,
-    "gemm-quantized": _gemm,
-    **dict.fromkeys(MODULES, _module),
-}
 
 
 def _draw(case: Case, seed: int, role: str) -> Draw:
@@ -241,22 +291,25 @@ def _draw(case: Case, seed: int, role: str) -> Draw:
 
 
 def _philox(case: Case, seed: int, role: str) -> tuple[int, int]:
-    """Seed and offset, 63 bits each, so that they fit a signed 64-bit integer, offset + 1 too."""
+    """Seed and offset, 63 and 62 bits, so that seed and offset + 1 fit signed 64-bit integers."""
     digest = hashlib.sha256(f"{case.id}|{seed}|random of {role}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:16], "little") >> 2
 
 
-def _random_of_quantize(case: Case, seed: int, x: torch.Tensor) -> dict[str, Random]:
-    """Random bits of `x`, (M, K); words also, or alone, of its transpose where that is quantized."""
-    if case.operation == "transform" or find_recipe(case.recipe).rounding != "stochastic":
+def _random_of_quantize(
+    case: QuantizeCase | GroupedQuantizeCase | TransformCase, seed: int, x: torch.Tensor
+) -> dict[str, Random]:
+    """Random bits of `x`, (M, K); words also, or only, for its transpose if the transpose is quantized."""
+    recipe = find_recipe(case.recipe)
+    if isinstance(case, TransformCase) or recipe.rounding != "stochastic":
         return {}
-    if not case.words:
+    if isinstance(case, GroupedQuantizeCase) or case.random != "words":
         return {"x": _philox(case, seed, "x")}
     rows, columns = x.shape
     shapes = {"x": (rows, columns), "xT": (columns, rows)}
-    in_place = case.usage == "columnwise" and find_recipe(case.recipe).columnwise == "in-place"
-    made = ["x", "xT"] if case.usage == "both" else ["xT"] if in_place else ["x"]
-    return {name: _draw(case, seed, f"random of {name}").words(*words_shape(shapes[name])) for name in made}
+    in_place = case.usage == "columnwise" and recipe.columnwise == "in-place"
+    names = ["x", "xT"] if case.usage == "both" else ["xT"] if in_place else ["x"]
+    return {name: _draw(case, seed, f"random of {name}").words(*words_shape(shapes[name])) for name in names}
 
 
 def _captured(case: Case, captured: Captured | None, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -271,7 +324,7 @@ def _captured(case: Case, captured: Captured | None, shape: tuple[int, int], dty
 
 
 def _exponents(x: torch.Tensor) -> torch.Tensor:
-    """For each row of (M, K) an exponent near its typical magnitude, int32 (M,): a quarter of its largest."""
+    """An exponent near the typical magnitude of each row of (M, K), a quarter of the largest: int32 (M,)."""
     if x.shape[1] == 0:
         return torch.zeros(x.shape[0], dtype=torch.int32)
     largest = x.float().abs().nan_to_num_(nan=0.0, posinf=0.0).amax(dim=1)
@@ -284,15 +337,15 @@ def _growth(depth: int) -> int:
 
 
 def _addend(draw: Draw, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Normal numbers as large as the product they are added to, so that the addition rounds, finite in `dtype`."""
+    """Finite normal numbers of the magnitude of a product, so that the addition to the product rounds."""
     limit = 10 if dtype == torch.float16 else 100
-    made = torch.empty(exponents.shape, dtype=dtype)
-    # The temporaries of so many elements stay in cache. Whole pairs of rows take whole words of the stream.
+    addend = torch.empty(exponents.shape, dtype=dtype)
+    # Temporaries of this size stay in cache. Pairs of rows take whole words of the stream.
     rows = max(2, _SLAB // max(1, exponents.shape[-1]) // 2 * 2)
-    for part, some in zip(torch.split(made, rows), torch.split(exponents, rows), strict=True):
+    for part, some in zip(torch.split(addend, rows), torch.split(exponents, rows), strict=True):
         scale = (some.clamp(-limit, limit) + 127).bitwise_left_shift_(23).view(torch.float32)
         part.copy_(draw.normal(*some.shape).mul_(scale))
-    return made
+    return addend
 
 
 PAD = 8

@@ -1,8 +1,8 @@
-"""Turns on a GPU: of the processes that share one, few use it at a time.
+"""Lock of a shared GPU: only a few of its processes use the GPU at a time.
 
-A GPU runs the kernels of one process at a time, for a millisecond or two, and each that waits for a result waits for
-all others: 15 processes judge fewer cases an hour than one. A turn makes nothing right or wrong: who has waited long
-goes on without it, and a process that dies has none.
+A GPU runs the kernels of one process at a time, for a millisecond or two, and a process waiting for a result waits for
+the kernels of all processes: 15 processes judge fewer cases an hour than a single process. The lock changes no
+result: after too long a wait a process goes on without the lock, and a dying process releases the lock.
 """
 
 from __future__ import annotations
@@ -16,88 +16,88 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.harness.machine.processors import VISIBLE
-from narrowgauge.harness.machine.timing import OTHER, spending
+from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
+from narrowgauge.harness.machine.timing import OTHER, count_seconds
 
 
 @dataclass(frozen=True)
-class Line:
-    """Those who wait for the same turns."""
+class LockQueue:
+    """Queue of processes that wait for the same lock."""
 
     name: str
-    at_once: int
-    """Processes that have one at a time."""
-    patience: float
-    """Seconds that a process waits for its turn: whoever compiles a kernel in it holds nobody up for ever."""
+    holders: int
+    """Processes that hold the lock at a time."""
+    timeout: float
+    """Seconds that a process waits for the lock. So a holder compiling a kernel delays the queue only for a while."""
 
 
-JUDGED = Line("judged", 1, 30.0)
-"""Cases that are judged on the GPU. Measured on an H200: a grouped linear layer, 40 000 launches, takes 0.8 s alone,
-3.4 s as one of two, 7.2 s as one of four; a product (4096, 512, 3072) 0.1 s alone, 0.3 s as one of two."""
-VISITS = Line("visits", 2, 0.5)
-"""Cases that are judged on the CPU, whose kernels alone run on the GPU, for some milliseconds: they wait for none of
-the others, which take a hundred times as long."""
-_LOOK = 1e-3
-_held = 0
-_said: str | None = None
-_out_of_turn = False
+JUDGE_QUEUE = LockQueue("judged", 1, 30.0)
+"""Cases judged on the GPU. Measured on an H200: a grouped linear layer, 40 000 launches, takes 0.8 s alone, 3.4 s as
+one of two processes, 7.2 s as one of four; a product (4096, 512, 3072) takes 0.1 s alone, 0.3 s as one of two."""
+LAUNCH_QUEUE = LockQueue("visits", 2, 0.5)
+"""Cases judged on the CPU: only their kernels run on the GPU, for some milliseconds. They do not wait for the cases
+judged on the GPU, which take a hundred times as long."""
+_POLL_SECONDS = 1e-3
+_lock_depth = 0
+_lock_error: str | None = None
+_lock_disabled = False
 
 
 @contextmanager
-def turn(device: str, line: Line = VISITS) -> Iterator[None]:
-    """Within the context this process has a turn on its GPU, and what it asked of it is done when it ends.
+def lock_gpu(device: str, queue: LockQueue = LAUNCH_QUEUE) -> Iterator[None]:
+    """Hold the lock of this process's GPU within the context, and wait for its kernels at the end.
 
-    A turn within a turn is the same one. Without a GPU there are none. What the GPU says at the end is kept (`said`).
+    The lock is reentrant. A CPU has no lock. Errors of the GPU are kept for `pop_gpu_error`.
     """
-    global _held  # noqa: PLW0603
-    if device != "cuda" or _held:
+    global _lock_depth  # noqa: PLW0603
+    if device != "cuda" or _lock_depth:
         yield
         return
     file = None
-    if not _out_of_turn:
-        with spending(OTHER):
-            file = _wait(os.environ.get(VISIBLE, "all"), line)
-    _held += 1
+    if not _lock_disabled:
+        with count_seconds(OTHER):
+            file = _acquire(os.environ.get(VISIBLE_DEVICES, "all"), queue)
+    _lock_depth += 1
     try:
         yield
-        _finish()
+        _wait_for_kernels()
     finally:
-        _held -= 1
+        _lock_depth -= 1
         if file is not None:
             os.close(file)
 
 
 @contextmanager
-def out_of_turn() -> Iterator[None]:
-    """Within the context this process waits for nobody, and nobody for it: for what may compile kernels."""
-    global _out_of_turn  # noqa: PLW0603
-    _out_of_turn = True
+def without_gpu_lock() -> Iterator[None]:
+    """Use the GPU without the lock within the context, for code that may compile kernels."""
+    global _lock_disabled  # noqa: PLW0603
+    _lock_disabled = True
     try:
         yield
     finally:
-        _out_of_turn = False
+        _lock_disabled = False
 
 
-def _finish() -> None:
+def _wait_for_kernels() -> None:
     import torch
 
-    global _said  # noqa: PLW0603
+    global _lock_error  # noqa: PLW0603
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        _said = _said or gpu_error()
+        _lock_error = _lock_error or probe_gpu()
 
 
-def said() -> str | None:
-    """What the GPU said at the end of the turns since this was asked last; None where there was none. See `gpu_error`.
+def pop_gpu_error() -> str | None:
+    """The first error of the GPU since the last call, from the end of a locked context. None without such a context.
 
-    It is asked there since a process that asks by itself waits for another turn.
+    The GPU is probed while the lock is held (`probe_gpu`): a probe on its own would wait for the lock again.
     """
-    global _said
-    heard, _said = _said, None
+    global _lock_error
+    heard, _lock_error = _lock_error, None
     return heard
 
 
-def gpu_error() -> str:
-    """What the GPU says of everything so far, by waiting for it and by one small kernel; nothing where all is well."""
+def probe_gpu() -> str:
+    """The error of the kernels launched so far, found by a synchronization and a small kernel, or an empty string."""
     import torch
 
     try:
@@ -109,14 +109,14 @@ def gpu_error() -> str:
     return ""
 
 
-def _wait(gpu: str, line: Line) -> int | None:
-    """The open file whose lock is the turn; None where there was none in time."""
+def _acquire(gpu: str, queue: LockQueue) -> int | None:
+    """The file descriptor that holds the lock, or None if the queue's timeout passed."""
     name = "".join(letter if letter.isalnum() else "-" for letter in gpu)
-    until = time.monotonic() + line.patience
+    deadline = time.monotonic() + queue.timeout
     files = []
     try:
-        for number in range(line.at_once):
-            path = Path(tempfile.gettempdir()) / f"narrowgauge-{os.getuid()}-{name}-{line.name}-{number}"
+        for number in range(queue.holders):
+            path = Path(tempfile.gettempdir()) / f"narrowgauge-{os.getuid()}-{name}-{queue.name}-{number}"
             files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         while True:
             for file in files:
@@ -126,10 +126,10 @@ def _wait(gpu: str, line: Line) -> int | None:
                     continue
                 files.remove(file)
                 return file
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return None
-            time.sleep(_LOOK)
-    except OSError:  # no such folder, no such right: then there are no turns
+            time.sleep(_POLL_SECONDS)
+    except OSError:  # the folder is missing or read-only: run without locks
         return None
     finally:
         for file in files:

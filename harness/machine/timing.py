@@ -1,4 +1,4 @@
-"""What a case's seconds go into: its inputs, the backend, the reference, checks, diagnosis; the rest is other."""
+"""Seconds of a case by phase: inputs, backend, reference, checks, diagnosis, and the rest."""
 
 from __future__ import annotations
 
@@ -10,47 +10,49 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 CHECKS = "checks"
-PARTS = ("inputs", "backend", "reference", CHECKS, "diagnosis")
-"""Inputs: making them, and taking them to the device. Backend: every call of it, on guarded memory. Reference: all that
-judges ask of it. Checks: the rest of judging, guard zones and poison too. Diagnosis: explaining, shrinking and saving a
-failure."""
+PHASES = ("inputs", "backend", "reference", CHECKS, "diagnosis")
+"""Inputs: making the inputs and copying them to the device. Backend: every call of the backend, on guarded memory.
+Reference: all calls of the reference by judges. Checks: the rest of judging, with guard zones and poison. Diagnosis:
+explaining, shrinking and saving a failure."""
 OTHER = "other"
-"""Of a case: digests, figures for information, making its record, and waiting for a turn on a GPU."""
+"""The rest of a case: digests, figures for information, its record, and waiting for the lock of a GPU."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Watch:
-    """Seconds of each part, of a wall clock. One part runs at a time."""
+class Stopwatch:
+    """Wall-clock seconds by phase. A single phase runs at a time."""
 
     def __init__(self, device: str) -> None:
-        self.seconds = dict.fromkeys((*PARTS, OTHER), 0.0)
-        self._device, self._part, self._since = device, OTHER, time.perf_counter()
+        self.seconds = dict.fromkeys((*PHASES, OTHER), 0.0)
+        self._device, self._phase, self._since = device, OTHER, time.perf_counter()
 
-    def enters(self, part: str) -> bool:
-        """Whether the part begins: what diagnosis asks of the backend is diagnosis, and only checks are interrupted."""
-        return self._part in (OTHER, CHECKS) and self._part != part
+    def may_start(self, phase: str) -> bool:
+        """Whether the phase can interrupt the running phase. Only checks are interrupted; backend calls of the
+        diagnosis count as diagnosis."""
+        return self._phase in (OTHER, CHECKS) and self._phase != phase
 
-    def switch(self, part: str) -> str:
-        """Begin a part, and say which ran so far: what a GPU still does of it is waited for, and is its own."""
-        if self._device == "cuda" and OTHER not in (part, self._part):
+    def switch(self, phase: str) -> str:
+        """Begin a phase and return the phase that ran before. The GPU is synchronized first, so its kernels count for
+        the phase that launched them."""
+        if self._device == "cuda" and OTHER not in (phase, self._phase):
             import torch
 
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.seconds[self._part] += now - self._since
-        before, self._part, self._since = self._part, part, now
-        return before
+        self.seconds[self._phase] += now - self._since
+        previous, self._phase, self._since = self._phase, phase, now
+        return previous
 
 
-_running: ContextVar[Watch | None] = ContextVar("running", default=None)
+_running: ContextVar[Stopwatch | None] = ContextVar("running", default=None)
 
 
 @contextmanager
-def watching(device: str) -> Iterator[Watch]:
-    """Within the context, seconds are those of a case on `device`; when it ends, all of them are in the watch."""
-    watch = Watch(device)
+def stopwatch(device: str) -> Iterator[Stopwatch]:
+    """Measure a case on `device` within the context. At its end the stopwatch holds the seconds of every phase."""
+    watch = Stopwatch(device)
     token = _running.set(watch)
     try:
         yield watch
@@ -60,25 +62,25 @@ def watching(device: str) -> Iterator[Watch]:
 
 
 @contextmanager
-def spending(part: str) -> Iterator[None]:
-    """Within the context, seconds are this part's, where a case is watched."""
+def count_seconds(phase: str) -> Iterator[None]:
+    """Count the seconds of the context for a phase, if a stopwatch is running."""
     watch = _running.get()
-    if watch is None or not watch.enters(part):
+    if watch is None or not watch.may_start(phase):
         yield
         return
-    before = watch.switch(part)
+    previous = watch.switch(phase)
     try:
         yield
     finally:
-        watch.switch(before)
+        watch.switch(previous)
 
 
-def counted(part: str, function: Callable[P, T]) -> Callable[P, T]:
-    """The function, its seconds counted to a part."""
+def timed_function(phase: str, function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, with the seconds of its calls counted for a phase."""
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
-        with spending(part):
+        with count_seconds(phase):
             return function(*arguments, **options)
 
     return call

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.quantize import UpdateScaleCase
 from narrowgauge.harness.checks.exact import exact_floats
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
@@ -18,21 +18,19 @@ from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.spec.recipes import find_recipe
 
 
-def judge_update_scale(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+def judge_update_scale(case: UpdateScaleCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge update_scale of a history (H, N) and its N scales: both are exact."""
-    rule, history, scale = find_recipe(case.recipe), inputs.x, inputs.scale["x"]
+    recipe, history, scale = find_recipe(case.recipe), inputs.x, inputs.scale["x"]
 
     def call(given: Tensors) -> Tensors:
-        found = backend.update_scale(given["history"], given["scale"], rule)  # type: ignore[arg-type]
-        return dict(zip(("history", "scale"), found, strict=True))
+        rolled, updated = backend.update_scale(given["history"], given["scale"], recipe)
+        return {"history": rolled, "scale": updated}
 
     outputs, protection, seconds = repeated(backend, history.device, {"history": history, "scale": scale}, call)
-    expected = reference.update_scale(history, scale, rule)
+    expected = reference.update_scale(history, scale, recipe)
     outcome = Outcome(protection, outputs, seconds=seconds)
-    outcome.moved = Moved("update-scale", {"history": history, "scale": scale}, outputs, rule)
+    outcome.moved = Moved("update-scale", {"history": history, "scale": scale}, outputs, recipe)
     rolled, updated = outputs["history"], outputs["scale"]
-    assert rolled is not None
-    assert updated is not None
     outcome.stages.append(history_stage("history", rolled, expected[0], history))
     outcome.stages.append(scale_stage("scale", updated, expected[1], (history, scale)))
     outcome.actual, outcome.expected = updated, expected[1]

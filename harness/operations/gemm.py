@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.machine.gpu_lock import turn
-from narrowgauge.harness.operations.quantize import columnwise_subject, rotates_freely, second_half
+from narrowgauge.harness.cases.gemm import GemmCase
+from narrowgauge.harness.inputs.inputs import ProductInputs
+from narrowgauge.harness.machine.gpu_lock import lock_gpu
+from narrowgauge.harness.operations.quantize import columnwise_subject, only_half, rotates_freely, second_half
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch
 from narrowgauge.harness.operations.stages.end_to_end import Operand, add_end_to_end
@@ -24,100 +24,101 @@ from narrowgauge.harness.operations.stages.quantized import Subject, quantize_st
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.recipes import Recipe
 
 COLUMNWISE = {"tn": "", "nn": "w", "nt": "xw"}
-"""Operands that a layout stores the other way round, so that their columnwise halves are multiplied."""
+"""Operands that a layout stores transposed, so that their columnwise halves are multiplied."""
 
 
-def judge_gemm(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+def judge_gemm(case: GemmCase, inputs: ProductInputs, backend: Backend) -> Outcome:
     """Run and judge x @ w.T (+ c) (+ bias), x (M, K) and w (N, K).
 
-    The operands are quantized by the backend where it quantizes, and judged so; the product is judged on those very
-    codes, so that a wrong code is found once. Where it does not quantize this, it is given the reference's operands.
-    End to end, against the reference's own operands, it is measured.
+    The backend quantizes the operands if it can, and their stages are judged. The product is judged on these codes, so
+    that a wrong code is one finding. A backend that does not quantize the operands gets those of the reference. The
+    output is also compared with the product of the reference's own operands, which decides no verdict.
     """
     outcome = Outcome()
-    a, b = operands(case, inputs, backend, outcome)
-    judge_product(outcome, a.kernel, b.kernel, inputs, backend, TORCH_DTYPES[case.dtypes[2]])
+    a, b = judge_operands(case, inputs, backend, outcome)
+    judge_product(outcome, a.kernel, b.kernel, inputs, backend, TORCH_DTYPES[case.out])
     add_end_to_end(outcome, [(a.own, b.own)])
     return outcome
 
 
-def operands(case: Case, inputs: Inputs, backend: Backend, outcome: Outcome) -> tuple[Operand, Operand]:
-    """x and w of a case, quantized, their stages judged."""
-    assert inputs.w is not None
-    asked = [
-        Asked(
-            name, matrix, find_recipe(rule), random=inputs.random.get(name), scale=inputs.scale.get(name),
-            columnwise=name in COLUMNWISE[case.layout],
-        )
-        for name, matrix, rule in zip("xw", (inputs.x, inputs.w), case.recipes, strict=True)
-    ]  # fmt: skip
-    a, b = (
-        operand(one, kernel, backend, outcome) for one, kernel in zip(asked, quantized(asked, backend), strict=True)
-    )
-    return a, b
-
-
 @dataclass
-class Asked:
-    """An operand of a product: what is quantized along its rows, and how."""
+class Source:
+    """An operand of a product before it is quantized."""
 
     name: str
     matrix: torch.Tensor
-    """(M, K)."""
+    """(M, K), quantized along its rows."""
     recipe: Recipe
     random: Random | None = None
     scale: torch.Tensor | None = None
     columnwise: bool = False
-    """Whether it is the columnwise half of the physical transpose, where the backend makes halves. Without
-    `quantize_both`, and of a rowwise operand, it is quantize of the matrix."""
+    """Whether the operand is the columnwise half of the physical transpose. A rowwise operand is quantize of the
+    matrix, and so is a columnwise one if the backend has no `quantize_both`."""
 
     @cached_property
     def physical(self) -> torch.Tensor:
         """The transpose, as it is stored."""
         return self.matrix.T.contiguous()
 
-
-def quantized(asked: Sequence[Asked], backend: Backend) -> list[tuple[Quantized | None, bool]]:
-    """Each as the backend quantizes it, one after the other in one turn, and whether it is a half; None of those that
-    it does not quantize."""
-    with turn(backend.device.type if backend.device else "cpu"):
-        return [_quantized(one, backend) for one in asked]
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of quantize."""
+        return {"scale": self.scale, "random": self.random}
 
 
-def _quantized(asked: Asked, backend: Backend) -> tuple[Quantized | None, bool]:
-    options: dict[str, Any] = {"scale": asked.scale, "random": asked.random}
-    if makes_own_bits(backend, asked.recipe):
-        seed_torch(asked.random)
-    if asked.columnwise:
+def judge_operands(
+    case: GemmCase, inputs: ProductInputs, backend: Backend, outcome: Outcome
+) -> tuple[Operand, Operand]:
+    """x and w of a case, quantized, with their stages judged."""
+    sources = [
+        Source(
+            name, matrix, recipe, random=inputs.random.get(name), scale=inputs.scale.get(name),
+            columnwise=name in COLUMNWISE[case.layout],
+        )
+        for name, matrix, recipe in zip("xw", (inputs.x, inputs.w), case.operand_recipes, strict=True)
+    ]  # fmt: skip
+    results = quantize_sources(sources, backend)
+    a, b = (judge_operand(source, *result, backend, outcome) for source, result in zip(sources, results, strict=True))
+    return a, b
+
+
+def quantize_sources(sources: Sequence[Source], backend: Backend) -> list[tuple[Quantized | None, bool]]:
+    """Each source as the backend quantizes it, and whether it is a columnwise half; None if the backend does not
+    quantize it. The process holds the lock of the GPU for all sources together."""
+    with lock_gpu(backend.device.type if backend.device else "cpu"):
+        return [_quantize(source, backend) for source in sources]
+
+
+def _quantize(source: Source, backend: Backend) -> tuple[Quantized | None, bool]:
+    recipe = source.recipe
+    if makes_own_bits(backend, recipe):
+        seed_torch(source.random)
+    if source.columnwise:
         with suppress(Unsupported):
-            return backend.quantize_both(asked.physical, asked.recipe, rowwise=False, **options)[1], True
+            return only_half(backend.quantize_both(source.physical, recipe, rowwise=False, **source.options)), True
     with suppress(Unsupported):
-        return backend.quantize(asked.matrix, asked.recipe, **options), False
+        return backend.quantize(source.matrix, recipe, **source.options), False
     return None, False
 
 
-def operand(asked: Asked, found: tuple[Quantized | None, bool], backend: Backend, outcome: Outcome) -> Operand:
-    """What `quantized` gave of an operand, its stages judged; the reference's own where that is nothing."""
-    (kernel, half), rule = found, asked.recipe
-    options: dict[str, Any] = {"scale": asked.scale, "random": asked.random}
-    free, own = rotates_freely(backend), makes_own_bits(backend, rule)
+def judge_operand(source: Source, kernel: Quantized | None, half: bool, backend: Backend, outcome: Outcome) -> Operand:
+    """The operand that `quantize_sources` gave, with its stages judged; the reference's operand if it gave None."""
+    recipe = source.recipe
+    free, own = rotates_freely(backend), makes_own_bits(backend, recipe)
     if half:
-        oracle = reference.quantize_both(asked.physical, rule, rowwise=False, **options)[1]
-        assert oracle is not None
-        subject = columnwise_subject(asked.matrix, rule, second_half(asked.random), free=free, own=own)
+        oracle = only_half(reference.quantize_both(source.physical, recipe, rowwise=False, **source.options))
+        subject = columnwise_subject(source.matrix, recipe, second_half(source.random), free=free, own=own)
     else:
-        oracle = reference.quantize(asked.matrix, rule, **options)
-        subject = Subject(asked.matrix, rule, asked.random, free=free, own=own)
-    return Operand(oracle, oracle) if kernel is None else _judged(asked.name, subject, kernel, oracle, outcome)
-
-
-def _judged(name: str, subject: Subject, kernel: Quantized, oracle: Quantized, outcome: Outcome) -> Operand:
-    """The kernel's operand as it stored it, with the numbers of the reference that it does not show."""
-    stages, judged = quantize_stages(subject, kernel, oracle, prefix=f"{name}.")
+        oracle = reference.quantize(source.matrix, recipe, **source.options)
+        subject = Subject(source.matrix, recipe, source.random, free=free, own=own)
+    if kernel is None:
+        return Operand(oracle, oracle)
+    stages, judged = quantize_stages(subject, kernel, oracle, prefix=f"{source.name}.")
     outcome.stages += stages
     outcome.judged.append(judged)
+    # Numbers that the kernel does not show are those of the reference.
     shown = replace(kernel, amax=judged.kernel.amax, tensor_scale=judged.kernel.tensor_scale)
     return Operand(shown, oracle)

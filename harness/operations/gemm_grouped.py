@@ -9,11 +9,11 @@ from dataclasses import fields
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.backends.results import PARTS, join_sections
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.stage import merged
-from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.operations.gemm import Asked, operand, quantized
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, join_sections
+from narrowgauge.harness.cases.gemm import GroupedGemmCase
+from narrowgauge.harness.checks.stage import merge_stages
+from narrowgauge.harness.inputs.inputs import ProductInputs
+from narrowgauge.harness.operations.gemm import Source, judge_operand, quantize_sources
 from narrowgauge.harness.operations.grouped import judge_sections
 from narrowgauge.harness.operations.quantize import rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
@@ -21,50 +21,54 @@ from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed
 from narrowgauge.harness.operations.stages.end_to_end import Operand, add_end_to_end
 from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
-from narrowgauge.harness.operations.stages.product import add_output, add_protection, addends, named, order_of, taken
-from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.harness.operations.stages.product import add_output, add_protection, addends, named, order_of
+from narrowgauge.harness.operations.stages.quantized import made_of
+from narrowgauge.harness.operations.stages.repeated import Arguments, Tensors, present, repeated
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 
 
-def judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+def judge_gemm_grouped(case: GroupedGemmCase, inputs: ProductInputs, backend: Backend) -> Outcome:
     """Run and judge the product of each section of x (M, K) with its own w (N, K), on the kernel's own operands.
 
-    End to end, against the reference's own operands, it is measured.
+    The output is also compared with the product of the reference's own operands, which decides no verdict.
     """
     outcome = Outcome()
-    sizes = torch.tensor(case.sections, device=inputs.x.device)
-    x = quantized_sections(outcome, inputs.x, sizes, case, inputs, backend)
-    w = quantized_matrices(outcome, case, inputs, backend)
-    sections, matrices = [one.kernel for one in x], [one.kernel for one in w]
-    out_dtype = TORCH_DTYPES[case.dtypes[2]]
-    given = grouped_given(sections, matrices, inputs.c, inputs.bias)
+    sizes = torch.tensor(case.section_sizes, device=inputs.x.device)
+    x = judge_x(outcome, inputs.x, sizes, case, inputs, backend)
+    w = judge_w(outcome, case, inputs, backend)
+    sections, matrices = [operand.kernel for operand in x], [operand.kernel for operand in w]
+    out_dtype = TORCH_DTYPES[case.out]
+    arguments = grouped_arguments(sections, matrices, inputs.c, inputs.bias)
 
     def call(given: Tensors) -> Tensors:
         return {"output": grouped_product(given, sections, matrices, backend, out_dtype)}
 
-    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, given, call)
+    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, arguments, call)
     add_protection(outcome, protection)
     add_grouped_output(outcome, outputs["output"], sections, matrices, inputs, order_of(backend, sections, matrices))
     add_end_to_end(outcome, [(a.own, b.own) for a, b in zip(x, w, strict=True)])
-    operands = {name: tensor for name, tensor in given.items() if name.endswith((".codes", ".scales"))}
-    outcome.outputs = {**operands, **outputs}
+    outcome.outputs = {**codes_and_scales(arguments), **outputs}
     return outcome
 
 
-def quantized_sections(
-    outcome: Outcome, x: torch.Tensor, sizes: torch.Tensor, case: Case, inputs: Inputs, backend: Backend
+def judge_x(
+    outcome: Outcome,
+    x: torch.Tensor,
+    sizes: torch.Tensor,
+    case: GroupedGemmCase,
+    inputs: ProductInputs,
+    backend: Backend,
 ) -> list[Operand]:
-    """Sections of `x` (M, K), quantized by the backend, their stages judged; else by the reference."""
-    rule, random, scale = find_recipe(case.recipes[0]), inputs.random.get("x"), inputs.scale.get("x")
+    """The sections of `x` (M, K), quantized by the backend, with their stages judged; else those of the reference."""
+    recipe, random, scale = case.operand_recipes[0], inputs.philox("x"), inputs.scale.get("x")
     oracles = own_sections(x, sizes, case, inputs)
-    if own := makes_own_bits(backend, rule):
+    if own := makes_own_bits(backend, recipe):
         seed_torch(random)
     with suppress(Unsupported):
-        kernels = backend.quantize_grouped(x, sizes, rule, scale=scale, random=random)  # type: ignore[arg-type]
+        kernels = backend.quantize_grouped(x, sizes, recipe, scale=scale, random=random)
         before = len(outcome.judged)
         parts = torch.split(x, sizes.tolist())
         free = rotates_freely(backend)
@@ -73,41 +77,45 @@ def quantized_sections(
     return [Operand(oracle, oracle) for oracle in oracles]
 
 
-def own_sections(x: torch.Tensor, sizes: torch.Tensor, case: Case, inputs: Inputs) -> list[Quantized]:
-    """Sections of `x` (M, K) as the reference quantizes them."""
-    rule, random, scale = find_recipe(case.recipes[0]), inputs.random.get("x"), inputs.scale.get("x")
-    return reference.quantize_grouped(x, sizes, rule, scale=scale, random=random).sections()  # type: ignore[arg-type]
+def own_sections(x: torch.Tensor, sizes: torch.Tensor, case: GroupedGemmCase, inputs: ProductInputs) -> list[Quantized]:
+    """The sections of `x` (M, K) as the reference quantizes them."""
+    recipe, random, scale = case.operand_recipes[0], inputs.philox("x"), inputs.scale.get("x")
+    return reference.quantize_grouped(x, sizes, recipe, scale=scale, random=random).sections()
 
 
-def quantized_matrices(outcome: Outcome, case: Case, inputs: Inputs, backend: Backend) -> list[Operand]:
-    """The w of every section, quantized by the backend, their stages judged as one."""
-    assert inputs.w is not None
-    rule, random, scale = find_recipe(case.recipes[1]), inputs.random.get("w"), inputs.scale.get("w")
-    asked = []
-    for number, matrix in enumerate(inputs.w.view(len(case.sections), case.shape[2], case.shape[1])):
-        bits = (random[0], random[1] + number) if isinstance(random, tuple) else None
-        own = None if scale is None else scale[number : number + 1]
-        asked.append(Asked("w", matrix, rule, random=bits, scale=own))
-    found, stages = [], []
-    for each, kernel in zip(asked, quantized(asked, backend), strict=True):
-        one = Outcome()
-        found.append(operand(each, kernel, backend, one))
-        stages.append(one.stages)
-        outcome.judged += one.judged
-    outcome.stages += merged(stages, "matrix")
-    return found
+def judge_w(outcome: Outcome, case: GroupedGemmCase, inputs: ProductInputs, backend: Backend) -> list[Operand]:
+    """The w of each section, quantized by the backend, with their stages judged and merged."""
+    recipe, random, scale = case.operand_recipes[1], inputs.philox("w"), inputs.scale.get("w")
+    sources = []
+    for number, matrix in enumerate(inputs.w.view(len(case.section_sizes), case.shape[2], case.shape[1])):
+        bits = None if random is None else (random[0], random[1] + number)
+        scale_of_matrix = None if scale is None else scale[number : number + 1]
+        sources.append(Source("w", matrix, recipe, random=bits, scale=scale_of_matrix))
+    operands, stages = [], []
+    for source, result in zip(sources, quantize_sources(sources, backend), strict=True):
+        outcome_of_matrix = Outcome()
+        operands.append(judge_operand(source, *result, backend, outcome_of_matrix))
+        stages.append(outcome_of_matrix.stages)
+        outcome.judged += outcome_of_matrix.judged
+    outcome.stages += merge_stages(stages, "matrix")
+    return operands
 
 
-def grouped_given(
+def grouped_arguments(
     sections: Sequence[Quantized], matrices: Sequence[Quantized], c: torch.Tensor | None, bias: torch.Tensor | None
-) -> Tensors:
-    """What a grouped product is given, by name."""
-    device = matrices[0].codes.device
-    given: Tensors = {"sizes": torch.tensor([q.shape[0] for q in sections], device=device), "c": c, "bias": bias}
-    given |= {f"a.{name}": tensor for name, tensor in join_sections(list(sections)).items()}
+) -> dict[str, torch.Tensor | None]:
+    """The arguments of a grouped product by name."""
+    sizes = torch.tensor([q.shape[0] for q in sections], device=matrices[0].codes.device)
+    joined = join_sections(list(sections))
+    arguments = {"sizes": sizes, "c": c, "bias": bias, **{f"a.{part}": joined.get(part) for part in QUANTIZED_PARTS}}
     for number, matrix in enumerate(matrices):
-        given |= named(matrix, f"b{number}")
-    return given
+        arguments |= named(matrix, f"b{number}")
+    return arguments
+
+
+def codes_and_scales(arguments: Arguments) -> Tensors:
+    """Codes and scales of all operands among the arguments of a product."""
+    return {name: tensor for name, tensor in present(arguments).items() if name.endswith((".codes", ".scales"))}
 
 
 def grouped_product(
@@ -117,40 +125,41 @@ def grouped_product(
     backend: Backend,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """gemm_grouped of what `grouped_given` gave."""
-    parts = {name: given[f"a.{name}"] for name in PARTS}
+    """gemm_grouped of the arguments that `grouped_arguments` names."""
     shape = (sum(q.shape[0] for q in sections), sections[0].shape[1])
-    a = GroupedQuantized(**parts, recipe=sections[0].recipe, shape=shape, sizes=given["sizes"])  # type: ignore[arg-type]
-    b = [taken(q, given, f"b{number}") for number, q in enumerate(matrices)]
-    wanted = (shape[0], matrices[0].shape[0])
-    return backend.tensor("gemm_grouped", wanted, out_dtype, a, b, out_dtype=out_dtype, **addends(given))
+    a = GroupedQuantized(
+        given["a.codes"], given["a.scales"], given.get("a.amax"), sections[0].recipe, shape, given["sizes"],
+        given.get("a.tensor_scale"),
+    )  # fmt: skip
+    b = [made_of(given, q, f"b{number}.") for number, q in enumerate(matrices)]
+    shape_of_output = (shape[0], matrices[0].shape[0])
+    return backend.tensor("gemm_grouped", shape_of_output, out_dtype, a, b, out_dtype=out_dtype, **addends(given))
 
 
 def add_grouped_output(
     outcome: Outcome,
-    output: torch.Tensor | None,
+    output: torch.Tensor,
     sections: Sequence[Quantized],
     matrices: Sequence[Quantized],
-    inputs: Inputs,
+    inputs: ProductInputs,
     order: Summation,
 ) -> None:
-    """Judge the output (M, N) of sections by the bounds of every one, one below the other."""
-    assert output is not None
+    """Judge the output (M, N) of a grouped product by the bounds of all sections, one below the other."""
     products = _products(sections, matrices, inputs, output, order)
     outcome.products += products
-    together = [torch.cat([getattr(one.limits, field.name) for one in products]) for field in fields(Bounds)]
+    together = [torch.cat([getattr(product.limits, field.name) for product in products]) for field in fields(Bounds)]
     add_output(outcome, output, Bounds(*together))
 
 
 def _products(
     sections: Sequence[Quantized],
     matrices: Sequence[Quantized],
-    inputs: Inputs,
+    inputs: ProductInputs,
     output: torch.Tensor,
     order: Summation,
 ) -> list[Product]:
-    """Each section times its matrix, with its bounds."""
-    found = []
+    """The product of each section and its matrix, with its bounds."""
+    products = []
     start = 0
     for number, (a, b) in enumerate(zip(sections, matrices, strict=True)):
         rows = slice(start, start + a.shape[0])
@@ -158,5 +167,5 @@ def _products(
         c = None if inputs.c is None else inputs.c[rows]
         bias = None if inputs.bias is None else inputs.bias[number]
         limits = bounds(a, b, out_dtype=output.dtype, c=c, bias=bias, order=order)
-        found.append(Product(a, b, c, bias, output[rows], limits, order))
-    return found
+        products.append(Product(a, b, c, bias, output[rows], limits, order))
+    return products

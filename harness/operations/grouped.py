@@ -9,8 +9,8 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.results import join_sections, split_sections
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.stage import merged
+from narrowgauge.harness.cases.quantize import GroupedQuantizeCase
+from narrowgauge.harness.checks.stage import merge_stages
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.quantize import add_judged, columnwise_subject, rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
@@ -23,27 +23,28 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 
 
-def judge_quantize_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
-    """Run and judge quantize_grouped of x (M, K): the stages of quantize, those of all sections as one."""
+def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: Backend) -> Outcome:
+    """Run and judge quantize_grouped of x (M, K): the stages of quantize, each stage merged from all sections."""
     columnwise = case.usage == "columnwise"
-    x, random, scale = inputs.x, inputs.random.get("x"), inputs.scale.get("x")
-    rule = find_recipe(case.recipe)
-    own = makes_own_bits(backend, rule)
+    x, random, scale = inputs.x, inputs.philox("x"), inputs.scale.get("x")
+    recipe = find_recipe(case.recipe)
+    own = makes_own_bits(backend, recipe)
 
     def call(given: Tensors) -> Tensors:
         if own:
             seed_torch(random)
-        options = {"columnwise": columnwise, "scale": given["scale"], "random": random}
-        found = backend.quantize_grouped(given["x"], given["sizes"], rule, **options)  # type: ignore[arg-type]
-        return join_sections(found, columnwise=columnwise)
+        sections = backend.quantize_grouped(
+            given["x"], given["sizes"], recipe, columnwise=columnwise, scale=given.get("scale"), random=random
+        )
+        return join_sections(sections, columnwise=columnwise)
 
-    sizes = torch.tensor(case.sections, device=x.device)
+    sizes = torch.tensor(case.section_sizes, device=x.device)
     given = {"x": x, "sizes": sizes, "scale": scale}
     outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
-    oracle = reference.quantize_grouped(x, sizes, rule, columnwise=columnwise, scale=scale, random=random)  # type: ignore[arg-type]
+    oracle = reference.quantize_grouped(x, sizes, recipe, columnwise=columnwise, scale=scale, random=random)
     outcome = Outcome(protection, outputs, seconds=seconds)
-    kernels = split_sections(outputs, list(case.sections), x.shape[1], rule, columnwise=columnwise)
-    parts = torch.split(x, list(case.sections))
+    kernels = split_sections(outputs, list(case.section_sizes), x.shape[1], recipe, columnwise=columnwise)
+    parts = torch.split(x, list(case.section_sizes))
     judge_sections(
         outcome, parts, kernels, oracle.sections(), random=random, columnwise=columnwise,
         free=rotates_freely(backend), own=own,
@@ -63,31 +64,31 @@ def judge_sections(
     own: bool = False,
     prefix: str = "",
 ) -> None:
-    """Judge every section (m, K), and add to the outcome one stage for all; the first wrong section is named."""
-    found = []
+    """Judge each section (m, K), and add merged stages to the outcome, which name the first wrong section."""
+    stages = []
     first = 0
     expected, actual = [outcome.expected], [outcome.actual]
     for part, kernel, oracle in zip(parts, kernels, oracles, strict=True):
-        rule = oracle.recipe
+        recipe = oracle.recipe
         if columnwise:
-            subject = columnwise_subject(part.T.contiguous(), rule, random, free=free, own=own)
+            subject = columnwise_subject(part.T.contiguous(), recipe, random, free=free, own=own)
             subject = replace(subject, first=first)
         else:
-            subject = Subject(part, rule, random, first, free=free, own=own)
-        one = Outcome()
-        add_judged(one, subject, kernel, oracle, prefix)
+            subject = Subject(part, recipe, random, first, free=free, own=own)
+        section = Outcome()
+        add_judged(section, subject, kernel, oracle, prefix)
         first += oracle.scales.numel()
-        found.append(one.stages)
-        outcome.judged += one.judged
-        expected.append(one.expected)
-        actual.append(one.actual)
-    same = all(one is other for one, other in zip(expected, actual, strict=True))
+        stages.append(section.stages)
+        outcome.judged += section.judged
+        expected.append(section.expected)
+        actual.append(section.actual)
+    same = all(a is b for a, b in zip(expected, actual, strict=True))
     outcome.expected = _together(expected)
     outcome.actual = outcome.expected if same else _together(actual)
-    outcome.stages += merged(found, "section")
+    outcome.stages += merge_stages(stages, "section")
 
 
 def _together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The elements of all parts; added one by one, 64 sections would be copied 64 times."""
+    """The elements of all parts, concatenated once: one by one, 64 sections would be copied 64 times."""
     given = [part for part in parts if part is not None]
     return torch.cat([part.flatten() for part in given]) if len(given) > 1 else next(iter(given), None)

@@ -9,108 +9,104 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.backends.results import PARTS, padded_rows
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, padded_rows
+from narrowgauge.harness.cases.gemm import GroupedGemmCase
 from narrowgauge.harness.checks.exact import exact_floats
-from narrowgauge.harness.checks.finding import spaced
+from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.inputs.inputs import ProductInputs
 from narrowgauge.harness.operations.gemm_grouped import (
     add_grouped_output,
-    grouped_given,
+    codes_and_scales,
+    grouped_arguments,
     grouped_product,
+    judge_w,
+    judge_x,
     own_sections,
-    quantized_matrices,
-    quantized_sections,
 )
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.end_to_end import add_end_to_end
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
 from narrowgauge.harness.operations.stages.product import add_protection, order_of
 from narrowgauge.harness.operations.stages.quantized import float_views
-from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.harness.operations.stages.repeated import Tensors, present, repeated
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Recipe, find_recipe
+from narrowgauge.spec.recipes import Recipe
 
 
-def judge_padded(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
-    """Run and judge pad_sections of x, quantize_grouped and gemm_grouped of that, and unpad_sections of the product.
+def judge_padded(case: GroupedGemmCase, inputs: ProductInputs, backend: Backend) -> Outcome:
+    """Run and judge pad_sections of x, quantize_grouped and gemm_grouped of the padded x, and unpad_sections.
 
     Stages: `padding` (x and zeros, byte for byte); those of quantize on the padded sections; `rows` (codes and scales
-    of the rows that are no padding, equal to those that the backend gives x itself); the output of those rows, judged
-    by the bounds of the unpadded product; `unpadding` (those rows and no other); and `unpadded`: the same bits as the
-    backend's own product of unpadded sections, where it declares one order of both, so that no other bits are right.
+    of the rows of x, equal to those that the backend gives without padding); the output of the rows of x, judged by the
+    bounds of the unpadded product; `unpadding` (the rows of x and no others); and `unpadded`: the same bits as the
+    backend's product of unpadded sections, if the backend declares the same order of summation for both products.
     """
     outcome = Outcome()
-    rule, out_dtype = find_recipe(case.recipes[0]), TORCH_DTYPES[case.dtypes[2]]
-    sizes = torch.tensor(case.sections, device=inputs.x.device)
-    rows = _kept(case.sections, rule, inputs.x.device)
-    padded, aligned = _pad(outcome, inputs.x, sizes, rule, backend)
-    x = quantized_sections(outcome, padded, aligned, case, inputs, backend)
-    sections = [one.kernel for one in x]
-    cut = [_cut(q, size) for q, size in zip(sections, case.sections, strict=True)]
-    if rule.rounding != "stochastic":  # whose random bits are counted through all rows, padding included
+    recipe, out_dtype = case.operand_recipes[0], TORCH_DTYPES[case.out]
+    sizes = torch.tensor(case.section_sizes, device=inputs.x.device)
+    rows = _unpadded_rows(case.section_sizes, recipe, inputs.x.device)
+    padded, aligned, moved = _pad(outcome, inputs.x, sizes, recipe, backend)
+    outcome.moved = moved
+    x = judge_x(outcome, padded, aligned, case, inputs, backend)
+    sections = [operand.kernel for operand in x]
+    cut = [_cut(q, size) for q, size in zip(sections, case.section_sizes, strict=True)]
+    if recipe.rounding != "stochastic":  # random bits are counted through all rows, padding included
         _judge_rows(outcome, cut, sizes, inputs, backend)
-    w = quantized_matrices(outcome, case, inputs, backend)
-    matrices = [one.kernel for one in w]
-    c = None if inputs.c is None else reference.pad_sections(inputs.c, sizes, rule)[0]
+    w = judge_w(outcome, case, inputs, backend)
+    matrices = [operand.kernel for operand in w]
+    c = None if inputs.c is None else reference.pad_sections(inputs.c, sizes, recipe)[0]
     shape = (inputs.x.shape[0], case.shape[2])
 
     def call(given: Tensors) -> Tensors:
         product = grouped_product(given, sections, matrices, backend, out_dtype)
-        output = backend.tensor("unpad_sections", shape, out_dtype, product, given["unpadded sizes"], rule)
+        output = backend.tensor("unpad_sections", shape, out_dtype, product, given["unpadded sizes"], recipe)
         return {"padded output": product, "output": output}
 
-    given = {**grouped_given(sections, matrices, c, inputs.bias), "unpadded sizes": sizes}
-    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, given, call)
+    arguments = {**grouped_arguments(sections, matrices, c, inputs.bias), "unpadded sizes": sizes}
+    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, arguments, call)
     add_protection(outcome, protection)
     product, output = outputs["padded output"], outputs["output"]
-    assert product is not None
-    kept = product[rows]
+    unpadded = product[rows]
     order = order_of(backend, sections, matrices)
-    add_grouped_output(outcome, kept, cut, matrices, inputs, order)
-    right = reference.pad_sections(inputs.x, sizes, rule)[0]
-    own = [one.own for one in x] if torch.equal(padded, right) else own_sections(right, aligned, case, inputs)
-    pairs = zip(own, case.sections, w, strict=True)
-    add_end_to_end(outcome, [(_cut(a, rows), b.own) for a, rows, b in pairs])
-    assert outcome.moved is not None
-    outcome.moved.found |= outputs
-    outcome.stages.append(_same_output("unpadding", output, kept, "unpadded outputs"))
+    add_grouped_output(outcome, unpadded, cut, matrices, inputs, order)
+    right = reference.pad_sections(inputs.x, sizes, recipe)[0]
+    own = [operand.own for operand in x] if torch.equal(padded, right) else own_sections(right, aligned, case, inputs)
+    pairs = zip(own, case.section_sizes, w, strict=True)
+    add_end_to_end(outcome, [(_cut(a, size), b.own) for a, size, b in pairs])
+    moved.found |= outputs
+    outcome.stages.append(_same_output("unpadding", output, unpadded, "unpadded outputs"))
     if order.order is not None and order == order_of(backend, cut, matrices):
-        with suppress(Unsupported):  # a kernel may take aligned sections alone
-            alone = grouped_product(
-                grouped_given(cut, matrices, inputs.c, inputs.bias), cut, matrices, backend, out_dtype
-            )
-            outcome.stages.append(_same_output("unpadded", kept, alone, "outputs of padded and unpadded sections"))
-    operands = {name: tensor for name, tensor in given.items() if name.endswith((".codes", ".scales"))}
-    outcome.outputs = {"padded": padded, **operands, **outputs}
+        with suppress(Unsupported):  # a kernel may refuse sections that are not aligned
+            plain = present(grouped_arguments(cut, matrices, inputs.c, inputs.bias))
+            alone = grouped_product(plain, cut, matrices, backend, out_dtype)
+            outcome.stages.append(_same_output("unpadded", unpadded, alone, "outputs of padded and unpadded sections"))
+    outcome.outputs = {"padded": padded, **codes_and_scales(arguments), **outputs}
     return outcome
 
 
-def _kept(sizes: tuple[int, ...], rule: Recipe, device: torch.device) -> torch.Tensor:
-    """Numbers of the padded rows that are no padding, int64 (M,)."""
+def _unpadded_rows(sizes: tuple[int, ...], recipe: Recipe, device: torch.device) -> torch.Tensor:
+    """Indices of the rows of x among the padded rows, int64 (M,)."""
     starts = [0]
-    for aligned in padded_rows(list(sizes), rule):
+    for aligned in padded_rows(list(sizes), recipe):
         starts.append(starts[-1] + aligned)
     return torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, sizes, strict=False)])
 
 
 def _pad(
-    outcome: Outcome, x: torch.Tensor, sizes: torch.Tensor, rule: Recipe, backend: Backend
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sections that the backend padded, judged; and their sizes, which are the right ones where it gave others."""
+    outcome: Outcome, x: torch.Tensor, sizes: torch.Tensor, recipe: Recipe, backend: Backend
+) -> tuple[torch.Tensor, torch.Tensor, Moved]:
+    """The sections that the backend padded, judged; the right padded sizes; and the results for a diagnosis."""
 
     def call(given: Tensors) -> Tensors:
-        padded, aligned = backend.pad_sections(given["x"], given["sizes"], rule)  # type: ignore[arg-type]
+        padded, aligned = backend.pad_sections(given["x"], given["sizes"], recipe)
         return {"padded": padded, "padded sizes": aligned}
 
     outputs, protection, _ = repeated(backend, x.device, {"x": x, "sizes": sizes}, call)
     outcome.stages += protection
     padded, aligned = outputs["padded"], outputs["padded sizes"]
-    assert padded is not None
-    assert aligned is not None
-    expected, right = reference.pad_sections(x, sizes, rule)
+    expected, right = reference.pad_sections(x, sizes, recipe)
 
     def describe(row: int, column: int) -> dict[str, Any]:
         return {"row": row, "column": column, **float_views(expected[row, column], padded[row, column])}
@@ -121,19 +117,20 @@ def _pad(
         stage.mismatches += int((aligned != right).sum())
         stage.sentence = f"the padded sizes are {aligned.tolist()}, and have to be {right.tolist()}"
     outcome.stages.append(stage)
-    outcome.moved = Moved("pad", {"x": x, "sizes": sizes}, outputs, rule)
-    return padded, right
+    return padded, right, Moved("pad", {"x": x, "sizes": sizes}, outputs, recipe)
 
 
 def _cut(q: Quantized, rows: int) -> Quantized:
-    """The first rows of a section, as they were quantized with the padding behind them."""
+    """The first rows of a section, as they were quantized together with the padding."""
     scales = q.scales if q.recipe.whole else q.scales[: -(-rows // q.recipe.stored_rows)]
     return replace(q, codes=q.codes[:rows], scales=scales, shape=(rows, q.shape[1]))
 
 
-def _judge_rows(outcome: Outcome, cut: list[Quantized], sizes: torch.Tensor, inputs: Inputs, backend: Backend) -> None:
-    """Rows that are no padding are quantized as without it: zeros raise no amax, and no row counts for another."""
-    with suppress(Unsupported):  # a kernel may take aligned sections alone
+def _judge_rows(
+    outcome: Outcome, cut: list[Quantized], sizes: torch.Tensor, inputs: ProductInputs, backend: Backend
+) -> None:
+    """Check that padding changes no codes and scales of the rows of x: zeros raise no amax."""
+    with suppress(Unsupported):  # a kernel may refuse sections that are not aligned
         scale = inputs.scale.get("x")
         alone = backend.quantize_grouped(inputs.x, sizes, cut[0].recipe, scale=scale)
         result = StageResult("rows", "exact", 0)
@@ -143,7 +140,7 @@ def _judge_rows(outcome: Outcome, cut: list[Quantized], sizes: torch.Tensor, inp
 
 
 def _compare_parts(result: StageResult, number: int, padded: Quantized, alone: Quantized) -> None:
-    for part in PARTS:
+    for part in QUANTIZED_PARTS:
         one, other = getattr(padded, part), getattr(alone, part)
         if one is None or other is None:
             continue
@@ -152,13 +149,12 @@ def _compare_parts(result: StageResult, number: int, padded: Quantized, alone: Q
         different = int((a != b).any(1).sum())
         result.mismatches += different
         if different and not result.sentence:
-            of = f"{spaced(different)} of {spaced(one.numel())} {part.replace('_', ' ')}"
+            of = f"{format_count(different)} of {format_count(one.numel())} {part.replace('_', ' ')}"
             result.sentence = f"{of} of section {number} differ from those of the section without padding"
 
 
-def _same_output(stage: str, actual: torch.Tensor | None, expected: torch.Tensor, noun: str) -> StageResult:
-    """Outputs that must have the same bits."""
-    assert actual is not None
+def _same_output(stage: str, actual: torch.Tensor, expected: torch.Tensor, noun: str) -> StageResult:
+    """Compare outputs that must have the same bits."""
 
     def describe(row: int, column: int) -> dict[str, Any]:
         return {"row": row, "column": column, **float_views(expected[row, column], actual[row, column])}

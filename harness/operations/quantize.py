@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.backends.results import PARTS, as_quantized
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.finding import spaced
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, as_quantized
+from narrowgauge.harness.cases.quantize import QuantizeCase
+from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.stages import oracle as reference
@@ -21,73 +21,84 @@ from narrowgauge.harness.operations.stages.black_box import Draw, bits_of, makes
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import (
     Subject,
+    made_of,
     no_codes,
     quantize_stages,
     stored_along_rows,
     values_stage,
 )
-from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
+from narrowgauge.harness.operations.stages.repeated import Arguments, Tensors, present, repeated
 from narrowgauge.reference.quantize.layout import elements
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 HALVES = ("rowwise", "columnwise")
+WordsOfHalves = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
-def judge_quantize(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
-    """Run and judge quantize, and dequantize of its result where the backend has it; of usage both quantize_both."""
+def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outcome:
+    """Run and judge quantize, and dequantize of its result if the backend has it; for usage both, quantize_both."""
     if case.usage == "both":
         return _judge_both(case, inputs, backend)
-    rule, swizzled, x = find_recipe(case.recipe), case.scales == "swizzled", inputs.x
-    in_place = case.usage == "columnwise" and rule.columnwise == "in-place"
+    recipe, swizzled, x = find_recipe(case.recipe), case.scales == "swizzled", inputs.x
+    in_place = case.usage == "columnwise" and recipe.columnwise == "in-place"
     random, scale = inputs.random.get("x"), inputs.scale.get("x")
-    words = inputs.random.get("xT")
-    own = makes_own_bits(backend, rule)
-    refuse_words(case, backend, rule)
+    own = makes_own_bits(backend, recipe)
+    refuse_words(case, backend, recipe)
 
-    def quantize(given: Tensors, bits: Any) -> Quantized:
+    def quantize(given: Tensors, random: Random | None) -> Quantized:
         options: dict[str, Any] = {"scale": given.get("scale"), "swizzled": swizzled}
-        if not in_place:
-            return backend.quantize(given["x"], rule, random=bits, **options)  # type: ignore[arg-type]
-        q = backend.quantize_both(given["x"], rule, rowwise=False, random=bits, **options)[1]  # type: ignore[arg-type]
-        assert q is not None
-        return q
+        if in_place:
+            bits = _bits_of_halves(random, given)
+            return only_half(backend.quantize_both(given["x"], recipe, rowwise=False, random=bits, **options))
+        return backend.quantize(given["x"], recipe, random=given.get("random", random), **options)
 
     def call(given: Tensors) -> Tensors:
         if own:
             seed_torch(random)
-        if in_place:
-            return parts_of(quantize(given, random if words is None else (None, given["random of the transpose"])))
-        return parts_of(quantize(given, given.get("random") if isinstance(random, torch.Tensor) else random))
+        return present(parts_of(quantize(given, random)))
 
-    def expect() -> Quantized:
-        if not in_place:
-            return reference.quantize(x, rule, scale=scale, random=random)
-        bits = random if words is None else (None, words)
-        half = reference.quantize_both(x, rule, rowwise=False, scale=scale, random=bits)[1]  # type: ignore[arg-type]
-        assert half is not None
-        return half
-
-    given = _given(case, inputs)
+    given = _arguments(case, inputs)
     outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
-    oracle = expect()
     outcome = Outcome(protection, outputs, seconds=seconds)
     matrix, free = x.flatten(0, -2), rotates_freely(backend)
-    subject = (
-        columnwise_subject(matrix.T.contiguous(), rule, second_half(random, words), free=free, own=own)
-        if in_place
-        else Subject(matrix, rule, random, free=free, own=own)
-    )
+    if in_place:
+        bits = _bits_of_halves(random, given)
+        oracle = only_half(reference.quantize_both(x, recipe, rowwise=False, scale=scale, random=bits))
+        words = second_half(random, inputs.random.get("xT"))
+        subject = columnwise_subject(matrix.T.contiguous(), recipe, words, free=free, own=own)
+    else:
+        oracle = reference.quantize(x, recipe, scale=scale, random=random)
+        subject = Subject(matrix, recipe, random, free=free, own=own)
     if own:
         subject.draw = _further(random, lambda bits: quantize(given, bits))
     kernel = _as_oracle(outputs, x, oracle, swizzled=swizzled)
     add_judged(outcome, subject, kernel, oracle)
     shown = outcome.judged[0].kernel
     if backend.has("dequantize") and not bool(no_codes(shown).any()):
-        with suppress(Unsupported):  # what quantize gave is judged all the same
+        with suppress(Unsupported):  # quantize is judged without dequantize too
             _judge_dequantize(shown, x.dtype, backend, outcome)
     return outcome
+
+
+def only_half(halves: Iterable[Quantized | None]) -> Quantized:
+    """The half that quantize_both gave when the other one was not wanted."""
+    (half,) = _made(halves)
+    return half
+
+
+def _made(halves: Iterable[Quantized | None]) -> list[Quantized]:
+    """The halves that quantize_both gave."""
+    return [half for half in halves if half is not None]
+
+
+def _bits_of_halves(random: Random | None, given: Tensors) -> tuple[int, int] | WordsOfHalves | None:
+    """Random bits for quantize_both: seed and offset, or the words of the two halves among the arguments."""
+    if isinstance(random, tuple):
+        return random
+    words = given.get("random"), given.get("random of the transpose")
+    return words if any(part is not None for part in words) else None
 
 
 def _as_oracle(parts: Tensors, x: torch.Tensor, oracle: Quantized, *, swizzled: bool) -> Quantized:
@@ -95,25 +106,24 @@ def _as_oracle(parts: Tensors, x: torch.Tensor, oracle: Quantized, *, swizzled: 
     return as_quantized(parts, x, oracle.recipe, shape=oracle.shape, swizzled=swizzled, transposed=oracle.transposed)
 
 
-def parts_of(q: Quantized) -> Tensors:
-    """What of a Quantized is bytes."""
-    return {name: getattr(q, name) for name in PARTS}
+def parts_of(q: Quantized) -> Arguments:
+    """The tensors of a Quantized by name; None for a number that it does not hold."""
+    return {name: getattr(q, name) for name in QUANTIZED_PARTS}
 
 
 def rotates_freely(backend: Backend) -> bool:
-    """Whether the order in which the backend's rotation adds is its own."""
+    """Whether the backend leaves the order of the additions of its rotation undeclared."""
     return backend.declares.get("transform") != "butterfly"
 
 
-def _further(random: Random | None, quantize: Callable[[tuple[int, int]], Quantized | None]) -> Draw:
-    """The codes of further calls, one an element, along the rows that are quantized."""
+def _further(random: Random | None, quantize: Callable[[tuple[int, int]], Quantized]) -> Draw:
+    """A function that returns the codes of further calls, one per element, along the rows that are quantized."""
     assert isinstance(random, tuple)
 
     def draw(call: int) -> torch.Tensor:
         bits = bits_of(random, call)
         seed_torch(bits)
         q = quantize(bits)
-        assert q is not None
         return elements(stored_along_rows(q), q.shape[1], q.recipe)
 
     return draw
@@ -145,81 +155,75 @@ def _values(kernel: Quantized) -> torch.Tensor:
     return values.masked_fill(bad.T if kernel.transposed else bad, torch.nan)
 
 
-def _given(case: Case, inputs: Inputs) -> Tensors:
-    """What a backend is given, by name; words of random bits are guarded as x is."""
-    given: Tensors = {"x": laid_out(inputs.x, case.view)}
+def _arguments(case: QuantizeCase, inputs: Inputs) -> Tensors:
+    """The tensors that a backend is given, by name; words of random bits are guarded as x is."""
     words = {"random": inputs.random.get("x"), "random of the transpose": inputs.random.get("xT")}
-    others = words | {"scale": inputs.scale.get("x")}
-    return given | {name: tensor for name, tensor in others.items() if isinstance(tensor, torch.Tensor)}
+    options = words | {"scale": inputs.scale.get("x")}
+    passed = {name: tensor for name, tensor in options.items() if isinstance(tensor, torch.Tensor)}
+    return {"x": laid_out(inputs.x, case.view), **passed}
 
 
 def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, outcome: Outcome) -> None:
-    """Run dequantize on the kernel's own result, guarded as quantize was, and add to its stages."""
+    """Run dequantize on the result of the kernel, guarded as quantize was, and add to the stages."""
 
     def call(given: Tensors) -> Tensors:
-        q = Quantized(**given, recipe=kernel.recipe, shape=kernel.shape, transposed=kernel.transposed)  # type: ignore[arg-type]
-        return {"values": backend.tensor("dequantize", kernel.shape, dtype, q, dtype)}
+        return {"values": backend.tensor("dequantize", kernel.shape, dtype, made_of(given, kernel), dtype)}
 
     outputs, protection, _ = repeated(backend, kernel.codes.device, parts_of(kernel), call)
     for before, now in zip(outcome.stages, protection, strict=False):  # memory and repeat come first in both
         before.add(now)
-    values = outputs["values"]
-    assert values is not None
-    outcome.stages.append(values_stage(kernel, values))
-    outcome.outputs["values"] = values
+    outcome.stages.append(values_stage(kernel, outputs["values"]))
+    outcome.outputs["values"] = outputs["values"]
 
 
-def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
-    rule, swizzled, x = find_recipe(case.recipe), case.scales == "swizzled", inputs.x
+def _judge_both(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outcome:
+    recipe, swizzled, x = find_recipe(case.recipe), case.scales == "swizzled", inputs.x
     random, scale = inputs.random.get("x"), inputs.scale.get("x")
-    own = makes_own_bits(backend, rule)
-    refuse_words(case, backend, rule)
+    own = makes_own_bits(backend, recipe)
+    refuse_words(case, backend, recipe)
 
     def call(given: Tensors) -> Tensors:
         if own:
             seed_torch(random)
-        bits = (given["random"], given["random of the transpose"]) if isinstance(random, torch.Tensor) else random
-        options = {"scale": given.get("scale"), "random": bits, "swizzled": swizzled}
-        found: Tensors = {}
-        halves = backend.quantize_both(given["x"], rule, **options)  # type: ignore[arg-type]
+        bits = _bits_of_halves(random, given)
+        options: dict[str, Any] = {"scale": given.get("scale"), "random": bits, "swizzled": swizzled}
+        outputs: dict[str, torch.Tensor | None] = {}
+        halves = _made(backend.quantize_both(given["x"], recipe, **options))
         for name, half in zip(HALVES, halves, strict=True):
-            assert half is not None
-            found |= {f"{name}.{part}": tensor for part, tensor in parts_of(half).items()}
-        for number, name in enumerate(HALVES):
-            with suppress(Unsupported):  # a kernel may make both or nothing
-                alone = backend.quantize_both(given["x"], rule, **options, **{HALVES[1 - number]: False})[number]  # type: ignore[arg-type]
-                assert alone is not None
-                found |= {f"{name} alone.{part}": tensor for part, tensor in parts_of(alone).items()}
-        return found
+            outputs |= {f"{name}.{part}": tensor for part, tensor in parts_of(half).items()}
+        for name, other in zip(HALVES, reversed(HALVES), strict=True):
+            with suppress(Unsupported):  # a kernel may be able to make only both halves
+                alone = only_half(backend.quantize_both(given["x"], recipe, **options | {other: False}))
+                outputs |= {f"{name} alone.{part}": tensor for part, tensor in parts_of(alone).items()}
+        return present(outputs)
 
-    given = _given(case, inputs)
+    given = _arguments(case, inputs)
     drawn = [f"{name}{alone}.codes" for name in HALVES for alone in ("", " alone")] if own else []
     outputs, protection, seconds = repeated(backend, x.device, given, call, drawn)
     words = inputs.random.get("xT")
-    bits = (random, words) if isinstance(words, torch.Tensor) else random
-    oracles = reference.quantize_both(x, rule, scale=scale, random=bits)  # type: ignore[arg-type]
-    kept = {name: tensor for name, tensor in outputs.items() if " alone" not in name}
-    outcome = Outcome(protection, kept, seconds=seconds)
+    oracles = _made(reference.quantize_both(x, recipe, scale=scale, random=_bits_of_halves(random, given)))
+    together = {name: tensor for name, tensor in outputs.items() if " alone" not in name}
+    outcome = Outcome(protection, together, seconds=seconds)
     matrix = x.flatten(0, -2)
     subjects = (
-        Subject(matrix, rule.rowwise, random, own=own),
+        Subject(matrix, recipe.rowwise, random, own=own),
         columnwise_subject(
-            matrix.T.contiguous(), rule, second_half(random, words), free=rotates_freely(backend), own=own
+            matrix.T.contiguous(), recipe, second_half(random, words), free=rotates_freely(backend), own=own
         ),
     )
 
-    def half(bits: tuple[int, int], number: int) -> Quantized | None:
-        """One half of a further call: alone where it can be made so, since those codes are compared with nothing."""
-        other = HALVES[1 - number]
-        options: dict[str, Any] = {other: False} if f"{HALVES[number]} alone.codes" in outputs else {}
-        return backend.quantize_both(given["x"], rule, scale=scale, random=bits, **options)[number]  # type: ignore[arg-type]
+    def half(bits: tuple[int, int], number: int) -> Quantized:
+        """A half of a further call: made alone if the backend can, since nothing compares these codes."""
+        options: dict[str, Any] = {"scale": scale, "random": bits}
+        if f"{HALVES[number]} alone.codes" in outputs:
+            return only_half(backend.quantize_both(given["x"], recipe, **options | {HALVES[1 - number]: False}))
+        return _made(backend.quantize_both(given["x"], recipe, **options))[number]
 
     for number, (name, subject, oracle) in enumerate(zip(HALVES, subjects, oracles, strict=True)):
-        assert oracle is not None
         if own:
             subject.draw = _further(random, partial(half, number=number))
-        found = {part: outputs[f"{name}.{part}"] for part in PARTS}
-        kernel = _as_oracle(found, x, oracle, swizzled=swizzled)
+        parts = {part: tensor for part in QUANTIZED_PARTS if (tensor := outputs.get(f"{name}.{part}")) is not None}
+        kernel = _as_oracle(parts, x, oracle, swizzled=swizzled)
         add_judged(outcome, subject, kernel, oracle, f"{name}.")
     if " alone" in "".join(outputs):
         outcome.stages.append(_halves(outputs, drawn))
@@ -227,23 +231,25 @@ def _judge_both(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
 
 
 def second_half(random: Random | None, words: Random | None = None) -> Random | None:
-    """Random bits of the columnwise half, given those of the rowwise one: its own words, or the next offset."""
+    """Random bits of the columnwise half from those of the rowwise half: the next offset, or `words` of its own."""
     return (random[0], random[1] + 1) if isinstance(random, tuple) else words
 
 
 def columnwise_subject(
-    matrix: torch.Tensor, rule: Recipe, random: Random | None, *, free: bool, own: bool = False
+    matrix: torch.Tensor, recipe: Recipe, random: Random | None, *, free: bool, own: bool = False
 ) -> Subject:
     """The columnwise half of `quantize_both`, as (K, M)."""
-    return Subject(matrix, rule, random, transposed=rule.candidates != "6" and rule.block[0] > 1, free=free, own=own)
+    return Subject(
+        matrix, recipe, random, transposed=recipe.candidates != "6" and recipe.block[0] > 1, free=free, own=own
+    )
 
 
 def _halves(outputs: Tensors, drawn: Collection[str]) -> StageResult:
-    """A half that is made alone has the bytes that it has beside the other, but for what is `drawn` at random."""
+    """Check that a half made alone has the same bytes as in a call for both halves, except results in `drawn`."""
     result = StageResult("halves", "exact", 0)
     for name in HALVES:
-        for part in PARTS:
-            alone, beside = outputs.get(f"{name} alone.{part}"), outputs[f"{name}.{part}"]
+        for part in QUANTIZED_PARTS:
+            alone, beside = outputs.get(f"{name} alone.{part}"), outputs.get(f"{name}.{part}")
             if alone is None or beside is None or f"{name}.{part}" in drawn:
                 continue
             result.compared += alone.numel()
@@ -251,6 +257,6 @@ def _halves(outputs: Tensors, drawn: Collection[str]) -> StageResult:
             if not torch.equal(a, b):
                 different = int((a != b).view(alone.numel(), -1).any(1).sum())
                 result.mismatches += different
-                of = f"{spaced(different)} of {spaced(alone.numel())} {part}"
+                of = f"{format_count(different)} of {format_count(alone.numel())} {part}"
                 result.sentence = result.sentence or f"{of} of the {name} half differ when it is made alone"
     return result

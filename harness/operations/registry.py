@@ -1,11 +1,28 @@
-"""The operations: what is run of a backend, and how it is judged. One file each."""
+"""The operations: types of case and inputs, and the function that runs and judges a backend. A file for each."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.schema import MODULES
-from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.cases.gemm import GemmCase, GroupedGemmCase, QuantizedGemmCase
+from narrowgauge.harness.cases.modules import (
+    GroupedLinearCase,
+    LayerNormLinearCase,
+    LinearCase,
+    TransformerLayerCase,
+)
+from narrowgauge.harness.cases.quantize import (
+    GroupedQuantizeCase,
+    QuantizeCase,
+    SwizzleCase,
+    TransformCase,
+    UpdateScaleCase,
+)
+from narrowgauge.harness.inputs.inputs import Inputs, ModuleInputs, ProductInputs
 from narrowgauge.harness.operations.delayed import judge_update_scale
 from narrowgauge.harness.operations.gemm import judge_gemm
 from narrowgauge.harness.operations.gemm_grouped import judge_gemm_grouped
@@ -18,19 +35,41 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.swizzle import judge_swizzle
 from narrowgauge.harness.operations.transform import judge_transform
 
+CaseT = TypeVar("CaseT", bound=Case)
+InputsT = TypeVar("InputsT", bound=Inputs)
 
-def _judge_gemm_grouped(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+
+@dataclass(frozen=True)
+class Operation(Generic[CaseT, InputsT]):
+    """An operation: calling it runs and judges a backend."""
+
+    case: type[CaseT]
+    inputs: type[InputsT]
+    judge: Callable[[CaseT, InputsT, Backend], Outcome]
+
+    def __call__(self, case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+        """The outcome of a case. Raises TypeError for a case or inputs of another operation."""
+        if not isinstance(case, self.case) or not isinstance(inputs, self.inputs):
+            raise TypeError(f"{self.case.__name__} takes no {type(case).__name__} with {type(inputs).__name__}")
+        return self.judge(case, inputs, backend)
+
+
+def _judge_gemm_grouped(case: GroupedGemmCase, inputs: ProductInputs, backend: Backend) -> Outcome:
     return (judge_padded if case.padded else judge_gemm_grouped)(case, inputs, backend)
 
 
 JUDGES: dict[str, Callable[[Case, Inputs, Backend], Outcome]] = {
-    "quantize": judge_quantize,
-    "transform": judge_transform,
-    "swizzle": judge_swizzle,
-    "update-scale": judge_update_scale,
-    "quantize-grouped": judge_quantize_grouped,
-    "gemm": judge_gemm,
-    "gemm-grouped": _judge_gemm_grouped,
-    "gemm-quantized": judge_gemm_quantized,
-    **dict.fromkeys(MODULES, judge_module),
+    QuantizeCase.operation: Operation(QuantizeCase, Inputs, judge_quantize),
+    TransformCase.operation: Operation(TransformCase, Inputs, judge_transform),
+    SwizzleCase.operation: Operation(SwizzleCase, Inputs, judge_swizzle),
+    UpdateScaleCase.operation: Operation(UpdateScaleCase, Inputs, judge_update_scale),
+    GroupedQuantizeCase.operation: Operation(GroupedQuantizeCase, Inputs, judge_quantize_grouped),
+    GemmCase.operation: Operation(GemmCase, ProductInputs, judge_gemm),
+    GroupedGemmCase.operation: Operation(GroupedGemmCase, ProductInputs, _judge_gemm_grouped),
+    QuantizedGemmCase.operation: Operation(QuantizedGemmCase, ProductInputs, judge_gemm_quantized),
+    LinearCase.operation: Operation(LinearCase, ModuleInputs, judge_module),
+    LayerNormLinearCase.operation: Operation(LayerNormLinearCase, ModuleInputs, judge_module),
+    GroupedLinearCase.operation: Operation(GroupedLinearCase, ModuleInputs, judge_module),
+    TransformerLayerCase.operation: Operation(TransformerLayerCase, ModuleInputs, judge_module),
 }
+"""The operations by name."""

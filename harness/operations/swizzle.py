@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.finding import finding, spaced
+from narrowgauge.harness.cases.quantize import SwizzleCase
+from narrowgauge.harness.checks.finding import format_count, make_finding
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.stages import oracle as reference
@@ -18,21 +18,20 @@ from narrowgauge.harness.operations.stages.quantized import padding
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 
 
-def judge_swizzle(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+def judge_swizzle(case: SwizzleCase, inputs: Inputs, backend: Backend) -> Outcome:
     """Run and judge swizzle of the bytes (R, C), padding included, and unswizzle of the result where there is one."""
     scales, shape = inputs.x, (inputs.x.shape[0], inputs.x.shape[1])
     padded = (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4)
 
     def call(given: Tensors) -> Tensors:
         swizzled = backend.tensor("swizzle", padded, torch.uint8, given["scales"])
-        found: Tensors = {"swizzled": swizzled}
-        with suppress(Unsupported):  # the way there is judged all the same
-            found["linear"] = backend.tensor("unswizzle", shape, torch.uint8, swizzled, shape)
-        return found
+        outputs: Tensors = {"swizzled": swizzled}
+        with suppress(Unsupported):  # swizzle is judged without unswizzle too
+            outputs["linear"] = backend.tensor("unswizzle", shape, torch.uint8, swizzled, shape)
+        return outputs
 
     outputs, protection, seconds = repeated(backend, scales.device, {"scales": scales}, call)
     swizzled = outputs["swizzled"]
-    assert swizzled is not None
     outcome = Outcome(protection, outputs, seconds=seconds)
     outcome.moved = Moved("swizzle", {"scales": scales}, outputs)
     outcome.stages.append(_layout(swizzled, scales))
@@ -67,7 +66,8 @@ def _bytes(stage: str, actual: torch.Tensor, expected: torch.Tensor) -> StageRes
     result.mismatches = int(wrong.sum())
     rows, columns = wrong.nonzero(as_tuple=True)
     where = f"the first at row {int(rows[0])}, column {int(columns[0])}"
-    result.sentence = f"{spaced(result.mismatches)} of {spaced(result.compared)} bytes are not in their place, {where}"
-    result.wrong = wrong
-    result.finding = finding(stage, "exact", result.sentence, wrong, wrong.long(), describe=describe)
+    count = f"{format_count(result.mismatches)} of {format_count(result.compared)} bytes"
+    result.sentence = f"{count} are not in their place, {where}"
+    result.wrong_elements = wrong
+    result.finding = make_finding(stage, "exact", result.sentence, wrong, wrong.long(), describe=describe)
     return result

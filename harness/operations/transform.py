@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.boundary import boundary_floats
+from narrowgauge.harness.cases.quantize import TransformCase
 from narrowgauge.harness.checks.exact import exact_floats
 from narrowgauge.harness.checks.finding import float_view
+from narrowgauge.harness.checks.rounding_boundary import boundary_floats
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.quantize import rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
@@ -18,33 +18,31 @@ from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.spec.recipes import find_recipe
 
 
-def judge_transform(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
-    """Run and judge transform of x (M, K): exact where the backend declares the order of its sums, else bounded."""
-    rule, x = find_recipe(case.recipe), inputs.x
-    subject = Subject(x, rule, free=rotates_freely(backend))
+def judge_transform(case: TransformCase, inputs: Inputs, backend: Backend) -> Outcome:
+    """Run and judge transform of x (M, K): exact if the backend declares the order of its sums, else bounded."""
+    recipe, x = find_recipe(case.recipe), inputs.x
+    subject = Subject(x, recipe, free=rotates_freely(backend))
 
     def call(given: Tensors) -> Tensors:
-        return {"output": backend.tensor("transform", tuple(x.shape), x.dtype, given["x"], rule)}
+        return {"output": backend.tensor("transform", tuple(x.shape), x.dtype, given["x"], recipe)}
 
     outputs, protection, seconds = repeated(backend, x.device, {"x": laid_out(x, case.view)}, call)
-    expected = reference.transform(x, rule)
+    expected = reference.transform(x, recipe)
     output = outputs["output"]
-    assert output is not None
     outcome = Outcome(protection, outputs, output, expected, seconds=seconds)
 
-    outcome.moved = Moved("transform", {"x": x}, outputs, rule, free=subject.rule == "boundary")
+    outcome.moved = Moved("transform", {"x": x}, outputs, recipe, free=subject.rule == "boundary")
 
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (row, column)
-        assert rule.transform is not None
         value, raw = float_view(x[here])
-        group = rule.transform.group
-        found = {"row": row, "column": column, "group": column // group, "lane": column % group, "input": value}
-        found |= {"input_bits": raw, **float_views(expected[here], output[here])}
+        group, lane = divmod(column, subject.group)
+        element = {"row": row, "column": column, "group": group, "lane": lane, "input": value}
+        element |= {"input_bits": raw, **float_views(expected[here], output[here])}
         if outcome.ends is not None:
             for name, end in zip(("lower", "upper"), outcome.ends, strict=True):
-                found[name], found[f"{name}_bits"] = float_view(end[here])
-        return found
+                element[name], element[f"{name}_bits"] = float_view(end[here])
+        return element
 
     if subject.rule == "exact":
         stage = exact_floats("output", output, expected, noun="rotated elements", describe=describe)

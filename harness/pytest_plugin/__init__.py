@@ -1,1 +1,1 @@
-"""The pytest plugin: case files are collected, each case is an item."""
+"""The pytest plugin: collects case files, with each case as an item."""

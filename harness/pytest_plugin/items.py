@@ -1,4 +1,4 @@
-"""What pytest collects: case files, and a case as an item."""
+"""Collected files and items: case files, and cases as items."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from narrowgauge.harness.cases.case import Case, CaseFileError, load
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.case_file import CaseFileError, load
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError
 from narrowgauge.harness.records.record import outcome
 
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def node_of(file: Path, root: Path) -> str:
-    """The id of a case file. pytest's own says of a file outside its root nothing but the name, or not even that."""
+    """Node id of a case file. pytest's own node id of a file outside its root is only the name, or empty."""
     return (file.relative_to(root) if file.is_relative_to(root) else file).as_posix()
 
 
 class CaseFile(pytest.File):
-    """One TOML file of the matrix."""
+    """A TOML file of the matrix."""
 
     def collect(self) -> Iterator[pytest.Item]:
         session: Any = self.config.pluginmanager.get_plugin("narrowgauge-session")
         try:
             cases = load(self.path)
-            ledger = session.ledgers.of(self.path.parent, cases)
+            ledger = session.ledgers.ledger_for(self.path.parent, cases)
         except (CaseFileError, LedgerError) as error:
             raise self.CollectError(str(error)) from error
         for case in cases:
@@ -37,18 +38,18 @@ class CaseFile(pytest.File):
 
 
 class LedgerFile(pytest.File):
-    """The ledger beside case files: it has no case."""
+    """A ledger beside case files, without cases."""
 
     def collect(self) -> Iterator[pytest.Item]:
         return iter(())
 
 
 class CaseFailed(Exception):
-    """A case whose verdict is not pass, or that the ledger expects to fail; the record says why."""
+    """A case did not pass, or passed against the ledger. The record says why."""
 
 
 class CaseItem(pytest.Item):
-    """One case."""
+    """A case."""
 
     def __init__(self, *, case: Case, ledger: Ledger, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -56,14 +57,14 @@ class CaseItem(pytest.Item):
         self.ledger = ledger
         self.record: dict[str, Any] | None = None
         self.timeout = math.inf
-        """Seconds that it may take: pytest-timeout's."""
+        """Time limit of the case in seconds, from pytest-timeout."""
         self.add_marker(getattr(pytest.mark, case.tier))
 
     def runtest(self) -> None:
         session: Any = self.config.pluginmanager.get_plugin("narrowgauge-session")
         option = self.config.option
-        where = {"backend": option.backend, "device": option.device}
-        self.note(self.ledger.stand_in(self.case, **where, seed=option.case_seed) or session.run(self))
+        context = {"backend": option.backend, "device": option.device}
+        self.note(self.ledger.stand_in(self.case, **context, seed=option.case_seed) or session.run(self))
         assert self.record is not None
         self.ledger.mark(self.record)
         if self.record["verdict"] == "unsupported":
@@ -72,13 +73,13 @@ class CaseItem(pytest.Item):
             raise CaseFailed(self.record["message"])
 
     def note(self, record: dict[str, Any]) -> None:
-        """Keep the record; a timeout that ends the shrinking of a failure leaves the failure."""
+        """Store the record. If a timeout ends the shrinking of a failure, the stored failure remains."""
         self.record = record
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The first-failure view in place of a traceback, which would show the harness and not the kernel."""
+        """The first-failure view instead of a traceback into the harness."""
         from narrowgauge.harness.backends.backend import BackendError
-        from narrowgauge.harness.report.view import first_failure
+        from narrowgauge.harness.report.failure_view import first_failure
 
         if self.record is not None and outcome(self.record) == "unexpected":
             return f"[XPASS(strict)] {self.record['message']}: {self.record['known']}"
@@ -89,7 +90,7 @@ class CaseItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def without_result(self, error: BaseException) -> dict[str, Any]:
-        """The record of a case that pytest-timeout ended, or that did not even begin."""
+        """Record of a case ended by pytest-timeout, or of a case without a start."""
         record = record_of(self.case, self.config)
         timeout = isinstance(error, pytest.fail.Exception) and "Timeout" in str(error)
         record.verdict, record.message = ("timeout" if timeout else "error"), str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Properties of a case in JUnit's XML, as `pytest --junitxml` writes it. reports/SCHEMA.md says what each means."""
+"""Properties of a case in JUnit XML (`pytest --junitxml`). See docs/schema.md."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ PROPERTIES = {
     "verdict": "verdict", "stage": "stage", "compared": "compared", "mismatches": "mismatches", "recipe": "recipe",
     "shape": "shape", "dtype": "dtype", "max_ulp": "max_ulp", "budget": "budget_max", "known": "known",
 }  # fmt: skip
-"""Property → column of the record."""
+"""Column of the record by property."""
 
 
 def properties(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """The properties of a case: what `PROPERTIES` names, and `explanation`. What was not measured is empty."""
-    named = [(name, "" if record[column] is None else str(record[column])) for name, column in PROPERTIES.items()]
-    return [*named, ("explanation", text.explanation(next(iter(record["explanations"]), None)))]
+    """Properties of a case: `PROPERTIES` and `explanation`. A value that was not measured is empty."""
+    values = [(name, "" if record[column] is None else str(record[column])) for name, column in PROPERTIES.items()]
+    return [*values, ("explanation", text.explanation(next(iter(record["explanations"]), None)))]
 
 
 def add_properties(config: pytest.Config, report: pytest.TestReport, record: dict[str, Any]) -> None:
-    """Add the properties of a case whose worker died: pytest adds those of a report that has a teardown alone."""
+    """Add the properties of a case whose worker died. pytest itself adds them only with a teardown report."""
     from _pytest.junitxml import xml_key
 
     if (xml := config.stash.get(xml_key, None)) is not None:

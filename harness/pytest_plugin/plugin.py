@@ -1,4 +1,4 @@
-"""The pytest plugin: TOML case files are collected, a case is an item, records become a report."""
+"""The pytest plugin: collects TOML case files, runs each case as an item, and writes a report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from narrowgauge.harness.cases.case import LEDGER, Case, load
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.case_file import LEDGER, load
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError, Ledgers, is_link
 from narrowgauge.harness.gate.ledger import load as load_ledger
 from narrowgauge.harness.machine.processors import cores
@@ -21,17 +22,17 @@ from narrowgauge.harness.records.record import outcome
 
 if TYPE_CHECKING:
     from narrowgauge.harness.pytest_plugin.sandbox import Runner
-    from narrowgauge.harness.records.journal import Journal, Run
+    from narrowgauge.harness.records.journal import Journal, RecordedRun
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers share the cores. Where torch has a thread a core in each, they wait for one another: twice the time.
+    # Workers share the cores. With a torch thread per core in each worker they take twice the time.
     _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // _workers)))
 
 _ATTRIBUTE = "narrowgauge"
-"""Of a test report: the record. Plain values, so it crosses from an xdist worker to the controller."""
+"""Attribute of a test report with the record: plain values, which cross from an xdist worker to the controller."""
 _DONE = "narrowgauge-done"
-"""Of what the controller of xdist tells a worker: ids of the cases that an earlier run has done."""
+"""Key of an xdist worker's input: ids of the cases with a record of an earlier run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Markers, and the records of this run. Raises UsageError where the device is not there."""
+    """Register markers and the session. Raises UsageError if the device is not available or options are invalid."""
     from narrowgauge.harness.backends.backend import BackendError, check_device, check_schedules
 
     try:
@@ -92,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _check_sanitizer(config: pytest.Config) -> None:
-    """Raises BackendError or UsageError where --sanitize is given and impossible. Said once, by xdist's controller."""
+    """Raise BackendError or UsageError if --sanitize is given and impossible. Checked by the xdist controller only."""
     if not config.option.sanitize or hasattr(config, "workerinput"):
         return
     from narrowgauge.harness.running.sanitizer import check_sanitizer
@@ -103,10 +104,10 @@ def _check_sanitizer(config: pytest.Config) -> None:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Case files: *.toml in a folder called cases, and any *.toml named on the command line."""
+    """Collect *.toml in folders called `cases`, and *.toml files named on the command line."""
     if file_path.suffix != ".toml":
         return None
-    if file_path.name == LEDGER:  # of cases/*.toml on a command line, pytest wants something for each
+    if file_path.name == LEDGER:  # for cases/*.toml on the command line pytest needs a collector for the ledger too
         return LedgerFile.from_parent(parent, path=file_path) if parent.session.isinitpath(file_path) else None
     if file_path.parent.name == "cases" or parent.session.isinitpath(file_path):
         return CaseFile.from_parent(parent, path=file_path, nodeid=node_of(file_path, parent.config.rootpath))
@@ -114,9 +115,9 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def _ledgers(config: pytest.Config) -> Ledgers:
-    """The ledgers of the run: those beside the case files, or the one that is named; none with --runxfail.
+    """Ledgers of the run: the files beside the case files, or the file of --known. Empty with --runxfail.
 
-    Raises UsageError where the one that is named is malformed.
+    Raises UsageError if the file of --known is invalid.
     """
     if config.option.runxfail:
         return Ledgers(Ledger())
@@ -128,7 +129,7 @@ def _ledgers(config: pytest.Config) -> Ledgers:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """A case's worker is ended at its timeout; pytest-timeout would end what waits for it."""
+    """Apply the timeout to the worker of a case. pytest-timeout would end the process that waits for the worker."""
     if not isinstance(item, CaseItem) or in_process(item.config):
         return None
     item.timeout = settings.timeout
@@ -136,7 +137,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 
 def in_process(config: pytest.Config) -> bool:
-    """Whether cases run in this process: with --pdb, where a person wants to stop in the backend."""
+    """Whether cases run in this process: with --pdb, to let the debugger stop in the backend."""
     return bool(config.option.usepdb)
 
 
@@ -149,7 +150,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if item.record is not None:
         from narrowgauge.harness.pytest_plugin.junit import properties
 
-        item.ledger.mark(item.record)  # what pytest-timeout ended was not
+        item.ledger.mark(item.record)  # records of cases ended by pytest-timeout are not marked yet
         item.user_properties += properties(item.record)
     report = yield
     if item.record is not None and outcome(item.record) == "known":  # as pytest reports an xfail
@@ -159,7 +160,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 class Session:
-    """What lasts a run: the process of the cases, one a process of pytest; and the records, on the controller alone."""
+    """State of a run: the process for the cases of each pytest process, and the records on the xdist controller."""
 
     def __init__(self, config: pytest.Config, sharding: Sharding | None) -> None:
         self.config = config
@@ -176,19 +177,19 @@ class Session:
         self.link = ""
         self.page: Path | None = None
         self.problem = ""
-        """Why there is no report."""
+        """Why the report is missing."""
         self.compared = False
-        """Whether any case compared anything."""
+        """Whether a case compared an element."""
         self.sharing = 1
-        """Cases that share the run's false alarms."""
+        """Number of cases that share the false alarms of the run."""
         self._done: set[str] = set(getattr(config, "workerinput", {}).get(_DONE, ()))
-        self._earlier: Run | None = None
-        """The run that this one goes on with, on the controller."""
+        self._earlier: RecordedRun | None = None
+        """The resumed run, on the controller."""
         self._left_out: list[Case] = []
 
     @cached_property
     def runner(self) -> Runner:
-        """What runs the cases of this process: a worker, which may die."""
+        """Runs the cases of this process in a worker, which may die."""
         from narrowgauge.harness.pytest_plugin.sandbox import InProcess, Sandbox
         from narrowgauge.harness.records.journal import FAILURES
         from narrowgauge.harness.running.worker import Settings
@@ -204,12 +205,12 @@ class Session:
 
     @property
     def guards(self) -> dict[str, Any]:
-        """What --schedules and --sanitize ask of workers."""
+        """Settings of the worker from --schedules and --sanitize."""
         option = self.config.option
         return {"schedules": option.schedules if option.schedules > 1 else 0, "sanitize": option.sanitize}
 
     def run(self, item: CaseItem) -> dict[str, Any]:
-        """The record of an item."""
+        """Record of an item."""
         from narrowgauge.harness.running.worker import Task
 
         task = Task(item.case, self.config.option.case_seed)
@@ -217,7 +218,7 @@ class Session:
 
     @cached_property
     def journal(self) -> Journal:
-        """The journal of this run, on the controller. Raises UsageError where it cannot go on with an earlier one."""
+        """Journal of this run, on the controller. Raises UsageError if an earlier journal cannot be resumed."""
         from narrowgauge.harness.records.journal import Journal, JournalError
 
         def clock() -> float:
@@ -230,21 +231,21 @@ class Session:
         except JournalError as error:
             raise pytest.UsageError(str(error)) from error
 
-    def header(self) -> Run:
-        """The run, before its first record."""
-        from narrowgauge.harness.records.journal import beginning
+    def header(self) -> RecordedRun:
+        """The run without records."""
+        from narrowgauge.harness.records.journal import new_run
 
         option, sharding = self.config.option, self.sharding
-        # A controller of xdist learns the selection from the first report.
+        # The xdist controller gets the selection from the first report.
         selection = sharding.selection or (self._earlier.selection if self._earlier else "") if sharding else ""
-        return beginning(
+        return new_run(
             self.cases, backend=option.backend, device=option.device, seed=option.case_seed,
             shard=str(sharding.shard) if sharding else None, selection=selection, **self.guards,
         )  # fmt: skip
 
     @pytest.hookimpl
     def pytest_sessionstart(self) -> None:
-        """With --resume: read which cases are done."""
+        """With --resume: read the ids of the finished cases."""
         from narrowgauge.harness.records.journal import JournalError, read
 
         if self.config.option.resume and not self.is_worker:
@@ -256,25 +257,25 @@ class Session:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker of xdist which cases are done. One that replaces a dead one has to collect the same."""
+        """Send the ids of the finished cases to an xdist worker. A replacement worker must collect the same cases."""
         node.workerinput[_DONE] = sorted(self._done)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:
-        """Leave out what is done of the cases that are selected. One error for a backend that cannot be loaded, in
-        place of one a case; xdist's workers report a case each."""
+        """Remove finished cases. Without xdist raise a single error if the backend cannot be loaded; xdist workers
+        report it for each case."""
         from narrowgauge.harness.backends.backend import BackendError
 
         yield
-        done = [item for item in items if isinstance(item, CaseItem) and item.case.id in self._done]
-        if done:
-            self._left_out = [item.case for item in done]
-            without = set(done)
+        finished = [item for item in items if isinstance(item, CaseItem) and item.case.id in self._done]
+        if finished:
+            self._left_out = [item.case for item in finished]
+            without = set(finished)
             items[:] = [item for item in items if item not in without]
-            self.config.hook.pytest_deselected(items=done)
+            self.config.hook.pytest_deselected(items=finished)
         if not self.is_worker and not self.config.option.collectonly and any(isinstance(i, CaseItem) for i in items):
             capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
-            capture.resume_global_capture()  # a worker keeps the output that it begins with
+            capture.resume_global_capture()  # a worker keeps the stdout and stderr of its start
             try:
                 self.runner.load()
             except BackendError as error:
@@ -284,26 +285,26 @@ class Session:
 
     @pytest.hookimpl
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Count the cases that are left: every worker of xdist has them all."""
-        from narrowgauge.harness.checks.statistics.holm import sharing
+        """Count the remaining cases. Every xdist worker has all cases."""
+        from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 
         cases = [item.case for item in session.items if isinstance(item, CaseItem)]
         part = self.sharding.part if self.sharding else None
-        self.sharing = part.sharing if part else sharing([*self._left_out, *cases])
+        self.sharing = part.sharing if part else count_chance_cases([*self._left_out, *cases])
         if not self.is_worker and not self.config.option.collectonly:
             self._begin([case.id for case in cases])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        """Workers of xdist collect, and all the same."""
+        """Read the cases from an xdist worker: all workers collect the same cases."""
         if not self.cases:
             self._begin([name for path, _, name in (i.partition("::") for i in ids) if path.endswith(".toml")])
 
     def _begin(self, cases: list[str]) -> None:
         self.cases = [*sorted(self._done), *cases]
         if self.cases:
-            # The journal is made before a case saves its failure: what lies there now is of another run.
-            self.records = list(self.journal.kept)
+            # Create the journal before a case saves a failure: existing saved failures belong to an earlier run.
+            self.records = list(self.journal.earlier_records)
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -311,7 +312,7 @@ class Session:
             return
         if record := getattr(report, _ATTRIBUTE, None):
             self._keep(record)
-        elif str(report.when) == "???" and ".toml::" in report.nodeid:  # how xdist reports a worker that died
+        elif str(report.when) == "???" and ".toml::" in report.nodeid:  # xdist's report of a worker that died
             from narrowgauge.harness.pytest_plugin.junit import add_properties
 
             crash = self._crash(report)
@@ -336,26 +337,30 @@ class Session:
 
     @pytest.hookimpl
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the report. Cases of which none compared anything are a failure, though each was only skipped."""
+        """Write the report. A run without a compared element fails, even if each case was only skipped."""
         if self.is_worker or not self.records:
             return
-        from narrowgauge.harness.gate.accepted import say_baseline
+        from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
         from narrowgauge.harness.records.environment import describe_run
         from narrowgauge.harness.records.record import elements_compared, outcome
         from narrowgauge.harness.report.github import run_link
-        from narrowgauge.harness.report.report import ReportError, write_kept
+        from narrowgauge.harness.report.report import ReportError, write_journaled
 
         self.compared = any(map(elements_compared, self.records))
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            right = self.compared and all(outcome(r) in ("pass", "known", "unsupported") for r in self.journal.kept)
-            session.exitstatus = pytest.ExitCode.OK if right else pytest.ExitCode.TESTS_FAILED
+            passed = self.compared and all(
+                outcome(r) in ("pass", "known", "unsupported") for r in self.journal.earlier_records
+            )
+            session.exitstatus = pytest.ExitCode.OK if passed else pytest.ExitCode.TESTS_FAILED
         option = self.config.option
-        where = {"backend": option.backend, "device": option.device}
-        self.environment = describe_run(**where, seed=option.case_seed, **self.guards)
+        context = {"backend": option.backend, "device": option.device}
+        self.environment = describe_run(**context, seed=option.case_seed, **self.guards)
         self.elapsed, self.link = self.journal.elapsed, option.link or run_link()
-        say_baseline(self.records, self.environment)
+        add_baseline_notes(self.records, self.environment)
         try:
-            self.page = write_kept(self.records, self.environment, self.directory, elapsed=self.elapsed, link=self.link)
+            self.page = write_journaled(
+                self.records, self.environment, self.directory, elapsed=self.elapsed, link=self.link
+            )
         except ReportError as error:
             self.problem = str(error)
             session.exitstatus = pytest.ExitCode.INTERRUPTED
@@ -372,17 +377,17 @@ class Session:
             terminalreporter.line("nothing was compared", red=True, bold=True)
         terminalreporter.line(not_compared(self.records))
         if missing := len(self.cases) - len(self.records):
-            words = f"{missing} of {len(self.cases)} cases did not run; --resume goes on with them"
-            terminalreporter.line(words, red=True, bold=True)
+            message = f"{missing} of {len(self.cases)} cases did not run; --resume goes on with them"
+            terminalreporter.line(message, red=True, bold=True)
         if self.problem:
             terminalreporter.line(self.problem, red=True, bold=True)
         else:
             terminalreporter.line(f"{len(self.records)} cases; report: {self.page}")
-        publish(self.records, self.environment, self.elapsed, link=self.link, say=terminalreporter.line)
+        publish(self.records, self.environment, self.elapsed, link=self.link, print_line=terminalreporter.line)
 
     @pytest.hookimpl
     def pytest_unconfigure(self) -> None:
-        """End the process of the cases."""
+        """End the worker process."""
         if "runner" in vars(self):
             self.runner.close()
         if "journal" in vars(self):

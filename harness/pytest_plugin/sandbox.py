@@ -1,4 +1,4 @@
-"""Cases one at a time: in a worker of their own, which may die, or in this process, for a debugger."""
+"""Running a case at a time: in a worker process, which may die, or in this process for a debugger."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
-from narrowgauge.harness.machine.processors import gpu_of
+from narrowgauge.harness.machine.processors import worker_gpu
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, prepare_process, without_result
 
 WAIT = 1.0
-"""Seconds that it waits at a time. An interrupt between Python's last look and the wait itself is seen after it."""
+"""Seconds of a wait. Repeated waits let an interrupt take effect that arrives just before a wait."""
 Note = Callable[[dict[str, Any]], None]
-"""Is given the record of a failure before it is shrunk: it counts if that ends in an exception."""
+"""Called with the record of a failure before shrinking. This record counts if shrinking ends in an exception."""
 
 
 class Runner(Protocol):
-    """Runs one case after the other."""
+    """Runs cases in sequence."""
 
     def load(self) -> None:
-        """Load the backend. Raises BackendError where that is impossible."""
+        """Load the backend. Raises BackendError on failure."""
 
     def run(self, task: Task, *, timeout: float, sharing: int, note: Note) -> dict[str, Any]:
-        """The record of a task that may take `timeout` seconds (0: as the settings have it)."""
+        """Record of a task. `timeout`: time limit in seconds; 0: the limit in the settings."""
 
     def close(self) -> None:
-        """End what was started."""
+        """End the processes of the runner."""
 
 
 class Sandbox:
-    """One worker, and another where it dies: a case costs itself, whatever it does."""
+    """Runs cases in a worker, and starts a new worker after a crash. A crash affects only its own case."""
 
     def __init__(self, settings: Settings, number: int = 0) -> None:
-        """`number`: which of the run's workers it is, from 0; it decides the GPU. Starts nothing yet."""
+        """`number`: number of the worker in the run, from 0, which selects the GPU. The worker starts later."""
         self.settings = settings
-        self._gpu = gpu_of(number, settings.device)
+        self._gpu = worker_gpu(number, settings.device)
         self._worker: Worker | None = None
         self._problem = ""
-        """Why there cannot be a worker: others would not load the backend either."""
+        """Why no worker can start: a new worker could not load the backend either."""
 
     def load(self) -> None:
-        """Start the worker and wait until it has loaded the backend. Raises BackendError where it cannot."""
+        """Start the worker and wait until it has loaded the backend. Raises BackendError on failure."""
         try:
             self._ready()
         except Lost as lost:
@@ -53,7 +53,7 @@ class Sandbox:
             raise BackendError(self._problem)
 
     def run(self, task: Task, *, timeout: float, sharing: int, note: Note) -> dict[str, Any]:
-        """The record of a task; `note` is not called, as a case that is ended leaves its failure."""
+        """Record of a task. `note` is not used: the worker saves a failure before shrinking."""
         self.settings = replace(self.settings, sharing=sharing)
         try:
             self.load()
@@ -64,10 +64,10 @@ class Sandbox:
             while (record := self._answer(worker)) is None:
                 pass
         except Lost as lost:
-            found = self._lost(task, lost)
+            record = self._lost(task, lost)
             self._drop()
-            return found
-        except BaseException:  # an interrupt: the worker is in the midst of a case that nobody waits for
+            return record
+        except BaseException:  # after an interrupt the worker is in the middle of an abandoned case
             self._drop()
             raise
         if worker.last:
@@ -75,20 +75,20 @@ class Sandbox:
         return record
 
     def _lost(self, task: Task, lost: Lost) -> dict[str, Any]:
-        """The record of a task that gave none."""
+        """Record of a task after the death of its worker."""
         if self._worker is None or not lost.loaded:
             self._problem = str(lost)
             return without_result(task, self.settings, "error", str(lost))
         if self._worker.so_far is not None:
-            self.settings = replace(self.settings, failures="")  # the next one would die of it again
-        return self._worker.loss(lost)
+            self.settings = replace(self.settings, failures="")  # shrinking would end the next worker too
+        return self._worker.loss(task, lost)
 
     def close(self) -> None:
         """End the worker."""
         self._drop()
 
     def _ready(self) -> Worker:
-        """The worker, started where there is none. Raises Lost where it does not load the backend."""
+        """The running worker, or a new worker. Raises Lost if it cannot load the backend."""
         if self._worker is None:
             self._worker = Worker(self.settings, self._gpu)
         while not self._worker.ready:
@@ -96,11 +96,11 @@ class Sandbox:
         return self._worker
 
     def _given(self, task: Task, timeout: float) -> Worker:
-        """The worker that has taken the task."""
+        """The worker, with the task sent to it."""
         worker = self._ready()
         try:
             worker.give(task, timeout)
-        except OSError:  # it died after its last record: another one takes the task
+        except OSError:  # the worker died after its last record: send the task to a new worker
             self._drop()
             worker = self._ready()
             worker.give(task, timeout)
@@ -116,10 +116,10 @@ class Sandbox:
 
 
 class InProcess:
-    """This process: a debugger stops in the backend, and a crash ends the run."""
+    """Runs cases in this process: a debugger can stop in the backend, and a crash ends the run."""
 
     def __init__(self, settings: Settings) -> None:
-        import torch  # which a run that has workers does without
+        import torch  # a run with workers does not import torch
 
         from narrowgauge.harness.running.save_failures import Keeper
 
@@ -128,13 +128,13 @@ class InProcess:
         self._keeper = Keeper(Path(settings.failures))
 
     def load(self) -> None:
-        """Load the backend, once. Raises BackendError where that is impossible."""
+        """Load the backend, once. Raises BackendError on failure."""
         if not hasattr(self, "_backend"):
             prepare_process(self.settings.workers)
             self._backend = load_backend(self.settings.backend, self.settings.device, self.settings.schedules)
 
     def run(self, task: Task, *, timeout: float, sharing: int, note: Note) -> dict[str, Any]:
-        """The record of a task. Nothing here ends a case that hangs. Raises BackendError as `load` does."""
+        """Record of a task, without a time limit. Raises BackendError as `load` does."""
         self.load()
         self._keeper.before = note
         return run_case(
@@ -142,7 +142,7 @@ class InProcess:
         ).to_dict()
 
     def close(self) -> None:
-        """Give torch the threads back that it had: who called pytest in this process goes on."""
+        """Restore torch's number of threads for the caller of pytest in this process."""
         import torch
 
         torch.set_num_threads(self._threads)

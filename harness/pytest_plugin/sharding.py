@@ -1,4 +1,4 @@
-"""Shards under pytest: of the collected cases, those of one shard are left."""
+"""Shards under pytest: only the collected cases of a shard remain."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from narrowgauge.harness.records.journal import JournalError
 from narrowgauge.harness.running.shard import Part, Shard, ShardError, part_of, read_durations
 
 _DURATIONS = "narrowgauge_durations"
-"""What an xdist worker is told: the durations, read once, lest a run that writes them change what it divides."""
+"""Key of an xdist worker's input: the durations. The durations are read once, because the run may overwrite them."""
 _SELECTION = "narrowgauge_selection"
-"""Of a report of a case's setup: what the controller, which collects nothing under xdist, has to know."""
+"""Attribute of a case's setup report: the digest, for an xdist controller, which does not collect."""
 
 
 class Sharding:
-    """`--shard`, where it is given. Items that are no cases are left in every shard."""
+    """`--shard`. Items that are no cases remain in every shard."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Raises UsageError where the options are no shard, or there are no durations where they say."""
+        """Raises UsageError if an option is invalid, or if the durations cannot be read."""
         option = config.option
         try:
             self.shard = Shard.parse(option.shard)
@@ -34,37 +34,37 @@ class Sharding:
         except (ShardError, JournalError) as error:
             raise pytest.UsageError(str(error).replace("--durations", "--case-durations")) from error
         self.part: Part | None = None
-        """Where cases were collected in this process."""
+        """Part of the cases collected in this process."""
         self.selection = ""
-        """Of the cases of all shards (`harness.running.shard.digest`)."""
+        """Digest of the cases of all shards (`harness.running.shard.digest`)."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> Generator[None, None, None]:
-        """Divide what -k, -m and the like leave."""
+        """Divide the cases that remain after -k, -m and similar options."""
         yield
         cases = [item.case for item in items if isinstance(item, CaseItem)]
         try:
             self.part = part_of(cases, self.shard, self._seconds)
         except ShardError as error:
-            words = str(error).replace("--durations", "--case-durations")
+            message = str(error).replace("--durations", "--case-durations")
             if not hasattr(config, "workerinput"):
-                raise pytest.UsageError(words) from error
-            # xdist takes an error here for a worker that died, and hands on what could not be collected.
-            config.hook.pytest_collectreport(report=pytest.CollectReport("--shard", "failed", words, []))
+                raise pytest.UsageError(message) from error
+            # An error here counts as a died worker for xdist; a failed collection report reaches the controller.
+            config.hook.pytest_collectreport(report=pytest.CollectReport("--shard", "failed", message, []))
             items.clear()
             return
         self.selection = self.part.selection
-        mine = {case.id for case in self.part.cases}
-        others = [item for item in items if isinstance(item, CaseItem) and item.case.id not in mine]
+        shard_ids = {case.id for case in self.part.cases}
+        others = [item for item in items if isinstance(item, CaseItem) and item.case.id not in shard_ids]
         config.hook.pytest_deselected(items=others)
-        left_out = set(others)
-        items[:] = [item for item in items if item not in left_out]
+        removed = set(others)
+        items[:] = [item for item in items if item not in removed]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker of xdist."""
+        """Send the durations to an xdist worker."""
         node.workerinput[_DURATIONS] = self._seconds
 
     @pytest.hookimpl(wrapper=True)

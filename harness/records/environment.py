@@ -1,4 +1,4 @@
-"""What this machine can do: compilers, GPU, versions; and what to install for what is missing."""
+"""Description of the machine: compilers, GPU, versions, and remedies for missing packages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from narrowgauge.harness.machine.processors import cores
 
 _PACKAGE = Path(__file__).parents[2]
 _JUDGING = ("machine", "cases", "inputs", "backends", "checks", "operations", "diagnosis", "records", "running")
-"""Folders of the harness that a record depends on. Reports and tools change none."""
+"""Folders of the harness that records depend on. Reports and tools change no record."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of `narrowgauge doctor`."""
+    """A line of `narrowgauge doctor`."""
 
     name: str
     value: str
@@ -29,7 +29,7 @@ class Fact:
 
 
 def facts() -> list[Fact]:
-    """Every fact, in the order in which they are printed. Nothing here raises."""
+    """All facts, in printed order. Never raises."""
     return [
         Fact("platform", f"{platform.platform()}, {cores()} cores"),
         Fact("python", sys.version.split()[0], sys.version_info >= (3, 11), "narrowgauge needs Python 3.11"),
@@ -69,38 +69,43 @@ def _gpu() -> list[Fact]:
     try:
         import torch
     except Exception as error:
-        words = f"unknown: torch cannot be imported: {type(error).__name__}: {error}"
-        return [Fact("GPU", words, ok=False, remedy="pip install torch")]
+        message = f"unknown: torch cannot be imported: {type(error).__name__}: {error}"
+        return [Fact("GPU", message, ok=False, remedy="pip install torch")]
     if not torch.cuda.is_available():
-        why = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no GPU"
+        reason = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no GPU"
         return [
-            Fact("GPU", f"none: {why}", ok=False, remedy="only --device cuda needs one; cases run on the CPU without")
+            Fact(
+                "GPU", f"none: {reason}", ok=False, remedy="only --device cuda needs one; cases run on the CPU without"
+            )
         ]
     try:
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     except Exception as error:
-        words = f"cannot be used: {type(error).__name__}: {error}"
-        return [Fact("GPU", words, ok=False, remedy="see what nvidia-smi says of the driver")]
-    found = [Fact("GPU", f"{name}, compute capability {major}.{minor}"), Fact("CUDA of torch", str(torch.version.cuda))]
+        message = f"cannot be used: {type(error).__name__}: {error}"
+        return [Fact("GPU", message, ok=False, remedy="see what nvidia-smi says of the driver")]
+    gpu_facts = [
+        Fact("GPU", f"{name}, compute capability {major}.{minor}"),
+        Fact("CUDA of torch", str(torch.version.cuda)),
+    ]
     try:
         import cupy
 
         runtime, driver = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
-        return [*found, Fact("CuPy", f"{cupy.__version__}, CUDA runtime {runtime}, driver {driver}")]
+        return [*gpu_facts, Fact("CuPy", f"{cupy.__version__}, CUDA runtime {runtime}, driver {driver}")]
     except Exception as error:
         extra = "cuda13" if str(torch.version.cuda).startswith("13") else "cuda12"
-        words = f"cannot be imported: {type(error).__name__}: {error}"
-        return [*found, Fact("CuPy", words, ok=False, remedy=f"pip install 'narrowgauge[{extra}]'")]
+        message = f"cannot be imported: {type(error).__name__}: {error}"
+        return [*gpu_facts, Fact("CuPy", message, ok=False, remedy=f"pip install 'narrowgauge[{extra}]'")]
 
 
 def _commit() -> Fact:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=_PACKAGE.parent, capture_output=True, text=True, check=False
         )
     except OSError:
         return Fact("commit", "unknown: git is not installed")
-    return Fact("commit", done.stdout.strip() or "unknown: not a git checkout")
+    return Fact("commit", process.stdout.strip() or "unknown: not a git checkout")
 
 
 @cache
@@ -116,19 +121,20 @@ def kernel_hash() -> str:
 def source_hashes(backend: str, input_path: str = "") -> dict[str, str]:
     """Eight hexadecimal digits for each part of the code and the data that a record depends on.
 
-    `backend` is the module file of a backend of somebody's own, without what that imports; "" where it has none.
+    The key `backend` is the hash of the module file of a user's backend, without its imports. It is empty for a
+    built-in backend.
     """
     patterns = {
         "kernels": ["native/**/*"],
         "reference": ["reference/**/*", "spec/**/*"],
         "harness": [f"harness/{folder}/**/*.py" for folder in _JUDGING],
     }
-    found = {name: _hash(_sources(ours)) for name, ours in patterns.items()}
+    hashes = {name: _hash(_sources(part_patterns)) for name, part_patterns in patterns.items()}
     module = _module_file(backend)
-    found["backend"] = "" if module is None else _hash([module])
+    hashes["backend"] = "" if module is None else _hash([module])
     if input_path:
-        found["input"] = _hash([Path(input_path)])
-    return found
+        hashes["input"] = _hash([Path(input_path)])
+    return hashes
 
 
 def _sources(patterns: Iterable[str]) -> list[Path]:
@@ -147,25 +153,25 @@ def _hash(paths: Iterable[Path]) -> str:
 
 
 def _module_file(backend: str) -> Path | None:
-    """The file of a backend's module, which is not imported: a kernel may end the process that does."""
+    """Module file of a backend. The module is not imported, because a kernel may end the process."""
     if ":" not in backend and "." not in backend:
         return None
     *folders, name = backend.partition(":")[0].split(".")
-    for place in [Path.cwd(), *map(Path, sys.path)]:
-        base = place.joinpath(*folders, name)
+    for folder in [Path.cwd(), *map(Path, sys.path)]:
+        base = folder.joinpath(*folders, name)
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.is_file():
                 return path
     return None
 
 
-def switches() -> dict[str, str]:
-    """What is set of the variables that training recipes of NVFP4 read when they are made (`spec.training`)."""
+def nvfp4_switches() -> dict[str, str]:
+    """Environment variables that change NVFP4 training recipes (`spec.training`), if they are set."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NVTE_NVFP4_DISABLE_")}
 
 
 def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sanitize: bool = False) -> dict[str, str]:
-    """What a report says above its tables: the run's settings, then every fact, then the kernels' flags and hash."""
+    """Facts above the tables of a report: settings of the run, facts of the machine, flags and hash of the kernels."""
     from narrowgauge.native.runtime import cuda, host
 
     host_flags = host.SANITIZED if sanitize else host.FLAGS
@@ -177,5 +183,5 @@ def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sa
         **{fact.name: fact.value for fact in facts()},
         "kernel flags": " ".join(host_flags if device == "cpu" else cuda.FLAGS),
         "kernel sources": kernel_hash(),
-        **switches(),
+        **nvfp4_switches(),
     }

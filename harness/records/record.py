@@ -1,7 +1,7 @@
-"""Records: everything measured about one case on one backend, one row of a table.
+"""Records: all measurements of a case on a backend, a row of a table.
 
-The columns are the schema of the Parquet and CSV tables, and reports/SCHEMA.md says what each means. A change of a
-column, or of the keys of what a column holds, changes `SCHEMA`.
+The columns are the schema of the Parquet and CSV tables; docs/schema.md explains them. `SCHEMA` is raised with every
+change of a column, or of the keys inside a column.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.machine.timing import PARTS
+from narrowgauge.harness.machine.timing import PHASES
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 7
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
-"""pass: right. fail: a result is wrong. error: the backend raised, or gave something that is no result. crash: its
-process died. timeout: it did not end. unsupported: it says that it does not do this."""
+"""pass: correct. fail: a result is wrong. error: the backend raised an exception, or returned an invalid result. crash:
+the process died. timeout: the case did not end in time. unsupported: the backend does not support the case."""
 OUTCOMES = (*VERDICTS, "unexpected", "known")
-"""Verdicts, seen beside the ledger (`harness.gate.ledger`). known: a failure that it expects. unexpected: a pass,
-where it expects a failure."""
+"""Verdicts combined with the ledger (`harness.gate.ledger`). known: an expected failure. unexpected: a pass of a case
+that the ledger expects to fail."""
 
 
 @dataclass
 class Record:
-    """One row. Figures that were not measured are None, never 0."""
+    """A row. Figures that were not measured are None, never 0."""
 
     case: str
     file: str
@@ -43,16 +43,16 @@ class Record:
     seed: int
     verdict: str = "pass"
     stage: str = ""
-    """First stage that is wrong."""
+    """First wrong stage."""
     message: str = ""
-    """One sentence: how many, how far, where; or why there is no result."""
+    """One sentence: how many elements, how far, and their place; or why the case has no result."""
     known: str = ""
-    """Why the ledger expects this case to fail, and the link to its issue; nothing where it does not, or where the
-    case failed in another way."""
+    """Reason and issue link of the ledger entry that expects this failure. Empty without an entry, or if the case
+    failed in another way."""
     compared: int = 0
-    """Elements compared, all stages together."""
+    """Compared elements of all stages."""
     mismatches: int = 0
-    """Elements that are wrong, all stages together."""
+    """Wrong elements of all stages."""
     max_ulp: int | None = None
     """Largest distance of a wrong element, in steps of its own format."""
     exact_share: float | None = None
@@ -60,94 +60,96 @@ class Record:
     ordered_share: float | None = None
     """Share of outputs in tier 1: judged by the order of summation that the backend declares. The rest is in tier 2."""
     excused_share: float | None = None
-    """Share of elements that are right by docs/tolerance.md#boundary, though not the bytes of the reference's order."""
+    """Share of elements accepted by docs/tolerance.md#boundary whose bytes differ from the reference's order."""
     outside_share: float | None = None
-    """Share of outputs of a gemm outside the bounds of the reference's own operands: end to end, and in no verdict. 0
-    where operands and product are right; a wrong operand shows here and fails where it was made."""
+    """Share of GEMM outputs outside the bounds of the reference's own operands, end to end; part of no verdict. 0 if
+    operands and product are right. A wrong operand shows here, and fails at its own stage."""
     p_value: float | None = None
-    """Smallest p-value of the tests that a right kernel fails by chance, of docs/tolerance.md#boundary and
-    #stochastic-rounding,
-    adjusted for their number: a right kernel's is below q in at most a share q of cases."""
+    """Smallest p-value of the statistical tests (docs/tolerance.md#boundary and #stochastic-rounding), adjusted for
+    their number. A correct kernel falls below q in at most a share q of cases."""
     draws: int | None = None
-    """Roundings by random bits of the backend's own that were counted."""
+    """Number of tested roundings with the backend's own random bits."""
     budget_max: float | None = None
-    """Largest |out - centre| / budget of a gemm; above 1 no right kernel goes."""
+    """Largest |out - centre| / budget of a GEMM. At most 1 for a correct kernel."""
     budget_p99: float | None = None
     budget_histogram: list[int] = field(default_factory=list)
-    """Outputs of a gemm by budget used: ten bins of 0.1, then what is above 1."""
+    """GEMM outputs by used budget: ten bins of width 0.1, then a bin above 1."""
     interval_ulps_max: int | None = None
-    """Widest accepted interval, in ulps of the output: a wide one is a weak test."""
+    """Widest accepted interval, in ulps of the output. A wide interval is a weak test."""
     interval_ulps_mean: float | None = None
     allclose: bool | None = None
-    """For information: what allclose(rtol=8e-3, atol=8e-3) on the values would have said; of a gemm end to end."""
+    """For information: result of allclose(rtol=8e-3, atol=8e-3) on the values; for a GEMM end to end."""
     sqnr_db: float | None = None
-    """For information: signal over difference between kernel's and reference's values; inf where they are equal."""
+    """For information: signal over difference between the kernel's and the reference's values; inf if they are
+    equal."""
     sweep: list[float] = field(default_factory=list)
-    """For information: share of values within a relative 1e-1, 1e-2, … 1e-6 of the reference's."""
+    """For information: share of values within a relative 1e-1, 1e-2, … 1e-6 of the reference's values."""
     accuracy: list[dict[str, Any]] = field(default_factory=list)
-    """For information: what quantizing costs. Of a module one entry each for its y, dx and dw beside those of the same
-    unquantized inputs in float64, of the last step: tensor, sqnr_db, relative_error, cosine
+    """For information: accuracy cost of quantizing. For a module an entry each for y, dx and dw of the last step
+    against the same unquantized inputs in float64: tensor, sqnr_db, relative_error, cosine
     (`harness.operations.modules.accuracy`)."""
     seconds: float | None = None
-    """First call of the backend's operation, compilation included where it happens there."""
+    """First call of the backend's operation, including compilation in this call."""
     seconds_inputs: float | None = None
-    """Of `seconds_total`, as the next four: what `harness.machine.timing.PARTS` says of the part."""
+    """Part of `seconds_total`, like the next four columns: the phases of `harness.machine.timing.PHASES`."""
     seconds_backend: float | None = None
     seconds_reference: float | None = None
     seconds_checks: float | None = None
     seconds_diagnosis: float | None = None
     seconds_total: float | None = None
-    """All that the case took. Cases are divided into shards by it (`harness.running.shard`)."""
+    """Total time of the case. Cases are divided into shards by it (`harness.running.shard`)."""
     seconds_core: float | None = None
-    """Of processors, while the case took those: of all threads of its process."""
+    """Processor time of all threads of the process during `seconds_total`."""
     bytes_peak: int | None = None
-    """Of a GPU's memory: what torch had allocated at once, the inputs included."""
+    """Largest GPU memory allocated by torch during the case, with the inputs."""
     input_digest: str = ""
     output_digest: str = ""
-    """Of the bytes that the backend gave: equal on two machines where the results are."""
+    """Digest of the bytes returned by the backend: equal on two machines if the results are equal."""
     stages: list[dict[str, Any]] = field(default_factory=list)
-    """One entry a stage: stage, rule, compared, mismatches, max_ulp, excused, sentence (empty where right)."""
+    """An entry for each stage: stage, rule, compared, mismatches, max_ulp, excused, sentence (empty if correct)."""
     explanations: list[dict[str, Any]] = field(default_factory=list)
-    """What explains the first wrong stage, the best first: cause, sentence, stage, exact (`harness.diagnosis`)."""
+    """Explanations of the first wrong stage, best first: cause, sentence, stage, exact (`harness.diagnosis`)."""
     shrunk: str = ""
-    """Smallest shape found at which a part of the inputs fails in the same way; nothing where none smaller does, or
-    the search was not made: it is for the first failure of a kind in a process."""
+    """Smallest shape at which a part of the inputs fails in the same way. Empty if no smaller shape fails, or if the
+    search was not made: it is made for the first failure of a kind in a process."""
     saved: str = ""
-    """Path of the saved inputs, of that shape, and of the results of kernel and reference (`harness.records.saved`)."""
+    """Path of the saved inputs, of that shape, with the results of kernel and reference
+    (`harness.records.saved_failure`)."""
     save_note: str = ""
-    """Why a failure that should be is not shrunk or saved."""
+    """Why a failure was not shrunk or saved."""
     baseline: str = ""
-    """What the baseline of this device, backend and seed says of a case that did not pass."""
+    """What the baseline of this device, backend and seed records for a case that did not pass."""
     findings: list[dict[str, Any]] = field(default_factory=list)
-    """One entry a wrong stage, for people: `harness.checks.finding` says what is in it."""
+    """An entry for each wrong stage, for people (`harness.checks.finding`)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python values only: it crosses processes and goes into JSON."""
-        # What a backend raised may hold what is no Unicode, a file's name say, and no file of the report would take it.
+        """Plain Python values only: the record crosses processes and is written as JSON."""
+        # A message may contain lone surrogates, for example from a file name, and no report file can encode them.
         return asdict(self) | {"message": self.message.encode(errors="replace").decode()}
 
 
 NESTED = ("budget_histogram", "sweep", "accuracy", "stages", "explanations", "findings")
-"""Columns that hold lists: JSON in Parquet, and left out of CSV."""
+"""Columns with lists: JSON in Parquet, omitted from CSV."""
 ENTRIES = {
     "accuracy": ("tensor", "sqnr_db", "relative_error", "cosine"),
     "stages": ("stage", "rule", "compared", "mismatches", "max_ulp", "excused", "sentence"),
     "explanations": ("cause", "sentence", "stage", "exact"),
     "findings": ("stage", "rule", "sentence", "elements", "modulo", "heat", "steps", "census"),
 }
-"""Keys of the entries of columns that hold objects."""
+"""Keys of the entries in columns with objects."""
 
 _FRAME_TYPES = {
     "seed": "int64", "compared": "int64", "mismatches": "int64", "max_ulp": "Int64", "interval_ulps_max": "Int64",
     "draws": "Int64", "bytes_peak": "Int64", "p_value": "float64",
     "exact_share": "float64", "ordered_share": "float64", "excused_share": "float64", "outside_share": "float64",
     "budget_max": "float64", "budget_p99": "float64", "interval_ulps_mean": "float64", "sqnr_db": "float64",
-    "seconds": "float64", **{f"seconds_{part}": "float64" for part in (*PARTS, "total", "core")}, "allclose": "boolean",
+    "seconds": "float64", **{f"seconds_{phase}": "float64" for phase in (*PHASES, "total", "core")},
+    "allclose": "boolean",
 }  # fmt: skip
 
 
 def to_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Records (`Record.to_dict`) as a table sorted by case and backend, every column of the schema present."""
+    """Records (`Record.to_dict`) as a table with every column of the schema, sorted by case and backend."""
     return _frame(records, [f.name for f in fields(Record)])
 
 
@@ -163,51 +165,51 @@ def _frame(records: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFram
 
 
 def summarize(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Counts and worst figures per operation × recipe × dtype."""
+    """Counts and worst figures for each operation × recipe × dtype."""
     frame = _frame(records, [f.name for f in fields(Record) if f.name not in NESTED])
     pairs = zip(frame["verdict"], frame["known"], strict=True)
     frame["outcome"] = [outcome({"verdict": verdict, "known": known}) for verdict, known in pairs]
-    by = frame.groupby(["operation", "recipe", "dtype"], sort=True)
-    table = by["outcome"].value_counts().unstack(fill_value=0).reindex(columns=list(OUTCOMES), fill_value=0)
-    table.insert(0, "cases", by.size())
-    table["compared"] = by["compared"].sum()
-    table["mismatches"] = by["mismatches"].sum()
-    table["max_ulp"] = by["max_ulp"].max()
-    table["exact_share"] = by["exact_share"].mean()
-    table["ordered_share"] = by["ordered_share"].mean()
-    table["budget_max"] = by["budget_max"].max()
-    table["seconds"] = by["seconds"].sum(min_count=1)
+    grouped = frame.groupby(["operation", "recipe", "dtype"], sort=True)
+    table = grouped["outcome"].value_counts().unstack(fill_value=0).reindex(columns=list(OUTCOMES), fill_value=0)
+    table.insert(0, "cases", grouped.size())
+    table["compared"] = grouped["compared"].sum()
+    table["mismatches"] = grouped["mismatches"].sum()
+    table["max_ulp"] = grouped["max_ulp"].max()
+    table["exact_share"] = grouped["exact_share"].mean()
+    table["ordered_share"] = grouped["ordered_share"].mean()
+    table["budget_max"] = grouped["budget_max"].max()
+    table["seconds"] = grouped["seconds"].sum(min_count=1)
     return table.reset_index()
 
 
 PROTECTING = ("guard", "repeat")
-"""Rules that hold a kernel against itself: what they count says nothing about what is right."""
+"""Rules that compare a kernel with itself. Their counts say nothing about correctness."""
 
 
 def elements_compared(record: dict[str, Any]) -> int:
-    """Elements of a record that were compared with what they should be, all stages together."""
+    """Elements of a record that were compared with an expected value, in all stages."""
     itself = (stage["compared"] for stage in record["stages"] if stage.get("rule") in PROTECTING)
     return int(record["compared"] - sum(itself))
 
 
 def outcome(record: dict[str, Any]) -> str:
-    """One of `OUTCOMES`: the verdict, unless the ledger of known failures knows the case."""
+    """One of `OUTCOMES`: the verdict, unless the ledger of known failures lists the case."""
     if not record["known"]:
         return str(record["verdict"])
     return "unexpected" if record["verdict"] == "pass" else "known"
 
 
 def succeeded(records: Iterable[dict[str, Any]]) -> bool:
-    """Whether every case passed or failed as the ledger expects, none that it expects to fail passed, and something
+    """Whether every case passed or failed as the ledger expects, no expected failure passed, and at least one element
     was compared."""
     records = list(records)
     return all(outcome(r) in ("pass", "known") for r in records) and any(elements_compared(r) for r in records)
 
 
 def new_record(case: Case, *, backend: str, device: str, seed: int) -> Record:
-    """The record of a case before anything was measured."""
+    """Record of a case before any measurement."""
     return Record(
-        case=case.id, file=case.file, operation=case.operation, recipe=case.recipe,
-        shape="x".join(map(str, case.shape)), dtype=case.dtype, inputs=case.inputs, flags="+".join(case.flags),
+        case=case.id, file=case.file, operation=case.operation, recipe=case.recipe_label,
+        shape=case.shape_label, dtype=case.dtype_label, inputs=case.inputs, flags="+".join(case.flags),
         tier=case.tier, backend=backend, device=device, seed=seed,
     )  # fmt: skip

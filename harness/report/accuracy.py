@@ -1,4 +1,4 @@
-"""What each recipe costs in accuracy: modules under a recipe against high precision. It decides no verdict."""
+"""Accuracy cost of each recipe: modules under a recipe against high precision. Verdicts do not depend on accuracy."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ NOTE = (
 TENSORS = ("y", "dx", "dw")
 """Output, gradient of the input, gradient of the weight."""
 FIGURES = {"sqnr_db": "SQNR dB", "relative_error": "relative error", "cosine": "cosine"}
-"""Keys of an entry of a record's `accuracy`, and what people read."""
+"""Keys of an entry in a record's `accuracy`, and their labels."""
 
 
-class Row(NamedTuple):
-    """The cases of an operation under a training recipe that measured anything."""
+class AccuracyRow(NamedTuple):
+    """Accuracy of the cases of an operation under a training recipe."""
 
     recipe: str
     operation: str
     cases: int
     figures: tuple[float | None, ...]
-    """Of each of `TENSORS`, each of `FIGURES`: the median, None where nothing was measured."""
+    """Medians of `FIGURES` for all `TENSORS`; None without measurements."""
 
     @property
-    def shown(self) -> list[str]:
-        """The figures for people, nothing for what was not measured."""
+    def cells(self) -> list[str]:
+        """Formatted figures, empty for figures that were not measured."""
         return [shown(figure, value) for (_, figure), value in zip(COLUMNS, self.figures, strict=True)]
 
 
 COLUMNS = [(tensor, figure) for tensor in TENSORS for figure in FIGURES]
-"""What `Row.figures` has, in order."""
+"""Tensor and figure of each entry of `AccuracyRow.figures`."""
 
 
-def rows(records: Iterable[dict[str, Any]], *, operations: bool = True) -> list[Row]:
-    """A row for each training recipe and operation, sorted; of all operations together where not `operations`."""
+def rows(records: Iterable[dict[str, Any]], *, operations: bool = True) -> list[AccuracyRow]:
+    """A row for each training recipe and operation, sorted; for each recipe if `operations` is False."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
         if record["accuracy"]:
@@ -48,9 +48,9 @@ def rows(records: Iterable[dict[str, Any]], *, operations: bool = True) -> list[
     return [_row(recipe, operation, members) for (recipe, operation), members in sorted(groups.items())]
 
 
-def _row(recipe: str, operation: str, members: list[dict[str, Any]]) -> Row:
+def _row(recipe: str, operation: str, members: list[dict[str, Any]]) -> AccuracyRow:
     entries = [entry for record in members for entry in record["accuracy"]]
-    return Row(
+    return AccuracyRow(
         recipe,
         operation or f"({len({record['operation'] for record in members})})",
         len(members),
@@ -59,16 +59,16 @@ def _row(recipe: str, operation: str, members: list[dict[str, Any]]) -> Row:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return statistics.median(found) if found else None
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
 
 
 def shown(figure: str, value: float | None) -> str:
-    """A figure for people, in eight characters at most."""
+    """A formatted figure of at most eight characters."""
     if value is None:
         return ""
     if figure == "sqnr_db":
         return f"{value:.1f}".replace("-", "−")
-    if figure == "cosine":  # rounded down: 1 is said of equal directions only
+    if figure == "cosine":  # rounded down: 1 stands only for equal directions
         return f"{math.floor(value * 1e4) / 1e4:.4f}".replace("-", "−")
     return text.number(float(f"{value:.3g}"))

@@ -1,4 +1,4 @@
-"""What GitHub shows of a run, where it is one of its jobs: annotations, and the job's summary."""
+"""Output for a GitHub job: annotations, and the job's summary."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from narrowgauge.harness.report import markdown, text
 from narrowgauge.harness.report.groups import Group, group
 
 MOST = 10
-"""Annotations of one kind that GitHub takes of a step."""
+"""Largest number of annotations of a kind that GitHub accepts from a step."""
 _QUIET = ("known", "pass")
 
 
 def run_link() -> str:
-    """The address of the run that this is a job of; nothing elsewhere."""
+    """Address of the GitHub run of this job. Empty outside of GitHub."""
     names = ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")
     server, repository, run = (os.environ.get(name, "") for name in names)
     return f"{server}/{repository}/actions/runs/{run}" if server and repository and run else ""
@@ -28,59 +28,60 @@ def publish(
     elapsed: float | None,
     *,
     link: str,
-    say: Callable[[str], object],
+    print_line: Callable[[str], object],
 ) -> None:
-    """Where this is a job of GitHub: `say` a line for each annotation, and append to the job's summary.
+    """In a GitHub job: call `print_line` with a line for each annotation, and append to the job's summary.
 
-    The parameters are those of `harness.report.report.write`. If the summary cannot be written, the run goes on.
+    The first parameters are as in `harness.report.report.write`. The run continues if the summary cannot be written.
     """
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in commands(records):
-            say(line)
+            print_line(line)
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         try:
             _append(records, environment, elapsed, link, Path(summary))
         except OSError as error:
-            say(f"the summary of the job cannot be written: {error}")
+            print_line(f"the summary of the job cannot be written: {error}")
 
 
 def commands(records: Iterable[dict[str, Any]]) -> list[str]:
-    """A workflow command for each group of failures, the worst first, `MOST` at most; the last counts what is left."""
-    groups = [one for one in group(records) if one.verdict not in _QUIET]
-    lines = [_annotation(one) for one in groups[:MOST]]
+    """A workflow command for each group of failures, worst first, at most `MOST`. The last command counts the omitted
+    groups."""
+    groups = [failure_group for failure_group in group(records) if failure_group.verdict not in _QUIET]
+    lines = [_annotation(failure_group) for failure_group in groups[:MOST]]
     if len(groups) > MOST:
-        left = groups[MOST - 1 :]
-        cases = text.plural(sum(len(one.records) for one in left), "case")
-        words = f"{text.plural(len(left), 'more group')} with {cases}; the summary and the report have them"
-        lines[-1] = _command("error", {"title": "narrowgauge"}, words)
+        omitted = groups[MOST - 1 :]
+        cases = text.plural(sum(len(failure_group.records) for failure_group in omitted), "case")
+        message = f"{text.plural(len(omitted), 'more group')} with {cases}; the summary and the report have them"
+        lines[-1] = _command("error", {"title": "narrowgauge"}, message)
     return lines
 
 
 def _append(
     records: list[dict[str, Any]], environment: dict[str, str], elapsed: float | None, link: str, path: Path
 ) -> None:
-    """Append the summary to what the step wrote before, which counts against GitHub's limit."""
+    """Append the summary to the earlier output of the step. The earlier output counts against GitHub's limit."""
     before = path.stat().st_size if path.exists() else 0
     content = markdown.render(records, environment, elapsed, link=link, budget=markdown.BUDGET - before - 1)
     with path.open("a", encoding="utf-8") as file:
         file.write(f"\n{content}" if before and content else content)
 
 
-def _annotation(one: Group) -> str:
-    worst = one.records[0]
-    count = text.plural(len(one.records), "case")
-    title = f"{one.title}: {one.verdict} in {count}"
-    words = [f"{worst['case']}: {markdown.cut(text.sentence(worst))}"]
-    if one.explanation is not None:
-        words.append(markdown.cut(text.explanation(one.explanation)))
+def _annotation(failure_group: Group) -> str:
+    worst = failure_group.records[0]
+    count = text.plural(len(failure_group.records), "case")
+    title = f"{failure_group.title}: {failure_group.verdict} in {count}"
+    lines = [f"{worst['case']}: {markdown.cut(text.sentence(worst))}"]
+    if failure_group.explanation is not None:
+        lines.append(markdown.cut(text.explanation(failure_group.explanation)))
     path, line = _place(worst)
-    level = "warning" if one.verdict == "unsupported" else "error"
-    return _command(level, {"file": path, "line": str(line), "title": markdown.cut(title)}, "\n".join(words))
+    level = "warning" if failure_group.verdict == "unsupported" else "error"
+    return _command(level, {"file": path, "line": str(line), "title": markdown.cut(title)}, "\n".join(lines))
 
 
 def _place(record: dict[str, Any]) -> tuple[str, int]:
-    """The file of a case, as GitHub names it: relative to the repository; and the line of its table."""
-    from narrowgauge.harness.cases.case import line_of
+    """The file of a case relative to the repository, and the line of its table."""
+    from narrowgauge.harness.cases.case_file import line_of
 
     path = Path(record["file"]).absolute()
     line = line_of(path, record["case"])
@@ -91,13 +92,13 @@ def _place(record: dict[str, Any]) -> tuple[str, int]:
 
 
 def _command(level: str, properties: dict[str, str], message: str) -> str:
-    """A workflow command. Ends of lines and what ends a property are escaped as its rules say."""
-    named = ",".join(f"{name}={_escape(value, ':,')}" for name, value in properties.items())
-    return f"::{level} {named}::{_escape(message)}"
+    """A workflow command, with escaped line ends and separators."""
+    property_list = ",".join(f"{name}={_escape(value, ':,')}" for name, value in properties.items())
+    return f"::{level} {property_list}::{_escape(message)}"
 
 
-def _escape(value: str, more: str = "") -> str:
-    # The percent sign first: it begins every escape.
-    for sign in ("%", "\r", "\n", *more):
+def _escape(value: str, extra: str = "") -> str:
+    # The percent sign first: escapes begin with a percent sign.
+    for sign in ("%", "\r", "\n", *extra):
         value = value.replace(sign, f"%{ord(sign):02X}")
     return value

@@ -1,4 +1,4 @@
-"""Groups: records that did not pass, together where they fail in the same way."""
+"""Groups of records that fail in the same way."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.harness.diagnosis.causes import assign
+from narrowgauge.harness.diagnosis.assign_causes import assign_causes
 from narrowgauge.harness.records.record import outcome
 
 SEVERITY = ("fail", "crash", "error", "timeout", "unexpected", "unsupported", "known", "pass")
-"""Outcomes, worst first: a wrong result before one that is missing."""
+"""Outcomes, worst first: a wrong result is worse than a missing result."""
 SHOWN = 50
-"""Groups that a summary or a page shows; it says how many it left out."""
+"""Largest number of groups in a summary or on a page, which count the omitted groups."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Records that fail in the same way: of one cause, else of one outcome, operation, recipe, stage and rule.
+    """Records that fail in the same way: with the same exact cause, or with the same outcome, operation, recipe, stage
+    and rule.
 
-    What they do not share is empty. The worst comes first.
+    A field is empty if its value differs between the records. The worst record is first.
     """
 
     verdict: str
-    """The outcome (`harness.records.record.outcome`) of all."""
+    """Outcome (`harness.records.record.outcome`) of all records."""
     operation: str
     recipe: str
     stage: str
     rule: str
     records: list[dict[str, Any]]
     explanation: dict[str, Any] | None = None
-    """What explains them all."""
+    """Explanation of all records."""
 
     @property
     def mismatches(self) -> int:
@@ -40,44 +41,44 @@ class Group:
 
     @property
     def title(self) -> str:
-        """What the records share: `quantize nvfp4, codes (exact)`."""
-        where = self.stage + (f" ({self.rule})" if self.rule else "")
+        """Common fields of the records: `quantize nvfp4, codes (exact)`."""
+        stage = self.stage + (f" ({self.rule})" if self.rule else "")
         shared = " ".join(filter(None, (self.operation, self.recipe)))
-        return ", ".join(filter(None, (shared, where))) or "several operations"
+        return ", ".join(filter(None, (shared, stage))) or "several operations"
 
 
 def group(records: Iterable[dict[str, Any]]) -> list[Group]:
-    """Groups of the records that did not pass, or against the ledger: by severity, most cases, most wrong elements.
+    """Groups of the records that did not pass, and of unexpected passes: sorted by severity, number of cases, wrong
+    elements.
 
-    A deviation that gives the very bytes of records makes them one group, whatever their recipes. Others are one group
-    where operation, recipe and stage are the same, and what explains them, if anything does. What the ledger knows is
-    apart from what it does not.
+    Records with the same exact deviation form a group, even with different recipes. Other records form a group if
+    operation, recipe, stage and cause are equal. Known failures form separate groups.
     """
-    bad: list[dict[str, Any]] = []
-    known: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    known_failures: list[dict[str, Any]] = []
     for record in records:
-        if (what := outcome(record)) != "pass":
-            (known if what == "known" else bad).append(record)
-    groups = [*_alike(bad), *_alike(known)]
+        if (record_outcome := outcome(record)) != "pass":
+            (known_failures if record_outcome == "known" else failed).append(record)
+    groups = [*_alike(failed), *_alike(known_failures)]
     return sorted(groups, key=lambda g: (SEVERITY.index(g.verdict), -len(g.records), -g.mismatches, g.title))
 
 
-def _alike(bad: list[dict[str, Any]]) -> list[Group]:
+def _alike(failed: list[dict[str, Any]]) -> list[Group]:
     groups = []
-    named: dict[int, dict[str, Any]] = {}
-    together: set[int] = set()
-    for explanation, members in assign(bad):
-        named |= {id(record): explanation for record in members}
+    explanation_of: dict[int, dict[str, Any]] = {}
+    exactly_explained: set[int] = set()
+    for explanation, members in assign_causes(failed):
+        explanation_of |= {id(record): explanation for record in members}
         if explanation["exact"]:
-            together |= {id(record) for record in members}
+            exactly_explained |= {id(record) for record in members}
             groups.append(Group(*_shared(members), sorted(members, key=_badness), explanation))
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
-    for record in bad:
-        if id(record) not in together:
-            cause = named[id(record)]["cause"] if id(record) in named else ""
-            found[*_key(record), cause].append(record)
-    for members in found.values():
-        groups.append(Group(*_key(members[0]), sorted(members, key=_badness), named.get(id(members[0]))))
+    by_key: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for record in failed:
+        if id(record) not in exactly_explained:
+            cause = explanation_of[id(record)]["cause"] if id(record) in explanation_of else ""
+            by_key[*_key(record), cause].append(record)
+    for members in by_key.values():
+        groups.append(Group(*_key(members[0]), sorted(members, key=_badness), explanation_of.get(id(members[0]))))
     return groups
 
 
@@ -87,7 +88,7 @@ def _key(record: dict[str, Any]) -> tuple[str, str, str, str, str]:
 
 
 def _shared(records: list[dict[str, Any]]) -> tuple[str, str, str, str, str]:
-    """What all records have; nothing where they differ."""
+    """Fields shared by all records, empty if they differ."""
     keys = [_key(record) for record in records]
     verdict, operation, recipe, stage, rule = (
         values[0] if len(set(values)) == 1 else "" for values in zip(*keys, strict=True)

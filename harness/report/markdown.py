@@ -1,4 +1,4 @@
-"""The summary as Markdown, for a pull request or a job's page: the worst first, and never above its budget of bytes."""
+"""The summary as Markdown, for a pull request or a job's page: worst failures first, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from narrowgauge.harness.records.record import OUTCOMES, succeeded
 from narrowgauge.harness.report import accuracy, tables, text, times
+from narrowgauge.harness.report.failure_view import distribution_lines, group_saved_lines, reproduction
 from narrowgauge.harness.report.groups import SHOWN, Group, group
-from narrowgauge.harness.report.view import distribution_lines, reproduction, saved_of
 
 BUDGET = 1 << 20
-"""Bytes of UTF-8: what GitHub takes of a job's summary."""
+"""Largest size of a job's summary on GitHub, in bytes of UTF-8."""
 CASES = 10
 LONGEST = 2000
-"""Characters of a message, a command or an id: what is longer is cut."""
+"""Largest length of a message, a command or an id in characters. Longer text is cut."""
 _FIGURES = {
     "compared": "compared", "mismatches": "wrong", "max_ulp": "max ulp", "budget_max": "max budget",
     "exact_share": "tier 0", "ordered_share": "tier 1", "seconds": "time",
@@ -32,8 +32,9 @@ def render(
 ) -> str:
     """The verdict, the worst groups of failing cases, a table per operation, recipe and dtype, and the environment.
 
-    It ends with a line that links to `link`, or to the page beside it. What does not fit into `budget` bytes is left
-    out from the end of the groups, then of the table, and counted; nothing is given where verdict and link do not fit.
+    The last line links to `link`, or to the page beside the summary. Content above `budget` bytes is omitted, first
+    from the end of the groups, then from the table, and the omitted groups and rows are counted. The result is empty if
+    verdict and link alone exceed the budget.
     """
     mark = text.GLYPHS["pass" if succeeded(records) else "fail"]
     title = f"# {mark} narrowgauge: {escape(text.verdict_line(records, elapsed))}"
@@ -45,18 +46,18 @@ def render(
     page.add("", escape(text.not_compared(records)))
     facts = ["", *(f"- {escape(label)}: {escape(value)}" for label, value in environment.items())]
     table = _table(records) if records else []
-    costs, spent = _accuracy(records), _times(records)
+    costs, durations = _accuracy(records), _times(records)
     groups = group(records)
-    # The table and the facts are short, and groups may be long: they leave room for what comes behind them.
-    behind = min(page.size_of("", *table, *costs, *spent, *facts), page.left // 2)
+    # Groups may be long: reserve space for the table and the facts, which are short and come later.
+    reserved = min(page.size_of("", *table, *costs, *durations, *facts), page.left // 2)
     shown = 0
-    for one in groups[:SHOWN]:
-        if not page.add("", *_group(one), spare=behind + _NOTE):
+    for failure_group in groups[:SHOWN]:
+        if not page.add("", *_group(failure_group), spare=reserved + _NOTE):
             break
         shown += 1
-    if left := groups[shown:]:
-        cases = sum(len(one.records) for one in left)
-        page.add("", f"{text.plural(len(left), 'more group')} with {text.plural(cases, 'case')} left out.")
+    if omitted := groups[shown:]:
+        cases = sum(len(failure_group.records) for failure_group in omitted)
+        page.add("", f"{text.plural(len(omitted), 'more group')} with {text.plural(cases, 'case')} left out.")
     if table:
         page.add("", *table[:2])
         rows = 0
@@ -66,7 +67,7 @@ def render(
             rows += 1
         if rows < len(table) - 2:
             page.add("", f"{text.plural(len(table) - 2 - rows, 'more row')} left out.")
-    for title, lines in ((accuracy.TITLE, costs), (times.TITLE, spent)):
+    for title, lines in ((accuracy.TITLE, costs), (times.TITLE, durations)):
         if lines and not page.add(*lines, spare=page.size_of(*facts)):
             page.add("", f"{title}: left out.")
     page.add(*facts)
@@ -74,11 +75,11 @@ def render(
 
 
 _NOTE = 100
-"""Bytes that a line on what was left out takes at most."""
+"""Largest size in bytes of a line that counts omitted content."""
 
 
 class _Page:
-    """Lines between a title and a last line, no more than a budget has room for."""
+    """Lines between a title and a last line, within a budget of bytes."""
 
     def __init__(self, budget: int, title: str, last: str) -> None:
         self._lines = [title]
@@ -87,16 +88,16 @@ class _Page:
 
     @property
     def holds(self) -> bool:
-        """Whether there is room for title and last line."""
+        """Whether title and last line fit into the budget."""
         return self.left >= 0
 
     @staticmethod
     def size_of(*lines: str) -> int:
-        """Bytes of the lines, each with its end."""
+        """Bytes of the lines with their line ends."""
         return sum(len(line.encode()) + 1 for line in lines)
 
     def add(self, *lines: str, spare: int = 0) -> bool:
-        """Put the lines behind the others, all or none: whether they fit, and leave `spare` bytes."""
+        """Append all lines if they fit and leave `spare` bytes. Returns False if the lines do not fit."""
         size = self.size_of(*lines)
         if size + spare > self.left:
             return False
@@ -111,19 +112,19 @@ class _Page:
 
 
 def cut(value: object) -> str:
-    """Text on one line, of `LONGEST` characters at most."""
-    # Cut before it is joined, too: a message may be a million lines.
-    words = " ".join(str(value)[: 2 * LONGEST].encode(errors="replace").decode().split())
-    return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"
+    """Text on one line, with at most `LONGEST` characters."""
+    # Also cut before the lines are joined: a message may have a million lines.
+    line = " ".join(str(value)[: 2 * LONGEST].encode(errors="replace").decode().split())
+    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 
 def escape(value: object) -> str:
-    """Text that Markdown and HTML show as it is, on one line, cut where it is long."""
+    """Text on one line, cut, with Markdown and HTML characters escaped."""
     return re.sub(r"([\\`*_~\[\]<>|&#])", r"\\\1", cut(value))
 
 
 def code(value: str) -> str:
-    """A code span, whatever backticks the text has; cut where it is long."""
+    """Code span with text that may contain backticks, cut."""
     value = cut(value)
     fence = "`" * (1 + max(map(len, re.findall("`+", value)), default=0))
     pad = " " if "`" in value else ""
@@ -131,7 +132,7 @@ def code(value: str) -> str:
 
 
 def _table(records: list[dict[str, Any]]) -> list[str]:
-    """Header, rule, and a row per operation, recipe and dtype: those that did not all pass first, the worst of them."""
+    """Header, rule, and a row per operation, recipe and dtype: rows with failures first, worst first."""
     rows = sorted(tables.summary(records), key=_wrong, reverse=True)
     outcomes = [v for v in OUTCOMES if v == "pass" or any(row[v] for row in rows)]
     lines = [
@@ -146,7 +147,7 @@ def _table(records: list[dict[str, Any]]) -> list[str]:
 
 
 def _accuracy(records: list[dict[str, Any]]) -> list[str]:
-    """What each recipe costs: title, note, table; nothing where no module ran."""
+    """Accuracy cost of each recipe: title, note, table. Empty if no module ran."""
     rows = accuracy.rows(records)
     if not rows:
         return []
@@ -155,12 +156,12 @@ def _accuracy(records: list[dict[str, Any]]) -> list[str]:
         "", f"## {accuracy.TITLE}", "", accuracy.NOTE, "",
         _row(["recipe", "operation", "cases", *figures]),
         _row(["---"] * 2 + ["---:"] * (1 + len(figures))),
-        *(_row([escape(row.recipe), escape(row.operation), text.number(row.cases), *row.shown]) for row in rows),
+        *(_row([escape(row.recipe), escape(row.operation), text.number(row.cases), *row.cells]) for row in rows),
     ]  # fmt: skip
 
 
 def _times(records: list[dict[str, Any]]) -> list[str]:
-    """Where time goes: title, note, a table by operation and recipe, and one of the slowest cases."""
+    """Times: title, note, a table by operation and recipe, and a table of the slowest cases."""
     rows = times.rows(records, recipes=True)
     if not rows:
         return []
@@ -169,9 +170,9 @@ def _times(records: list[dict[str, Any]]) -> list[str]:
         "", f"## {times.TITLE}", "", times.NOTE, "",
         _row(["operation", "recipe", "cases", *times.LABELS]),
         _row(["---", "---", "---:", *rule]),
-        *(_row([escape(row.operation), escape(row.recipe), text.number(row.cases), *row.shown]) for row in rows),
+        *(_row([escape(row.operation), escape(row.recipe), text.number(row.cases), *row.cells]) for row in rows),
         "", _row(["slowest cases", *times.LABELS]), _row(["---", *rule]),
-        *(_row([code(name), *row.shown]) for name, row in times.slowest(records)),
+        *(_row([code(name), *row.cells]) for name, row in times.slowest(records)),
     ]  # fmt: skip
 
 
@@ -191,29 +192,30 @@ def _row(cells: Iterable[str]) -> str:
 
 def _distribution(record: dict[str, Any]) -> list[str]:
     """The `distribution_lines` of the first wrong stage."""
-    first = [found for found in record["findings"] if found.get("stage") == record["stage"]][:1]
-    return [line for found in first for line in distribution_lines(found)]
+    findings = [finding for finding in record["findings"] if finding.get("stage") == record["stage"]][:1]
+    return [line for finding in findings for line in distribution_lines(finding)]
 
 
-def _group(one: Group) -> Iterable[str]:
-    worst, *others = one.records
-    count = text.plural(len(one.records), "case")
-    wrong = f", {text.plural(one.mismatches, 'wrong element')}" if one.mismatches else ""
-    yield f"## {text.GLYPHS[one.verdict]} {escape(one.title)}: {one.verdict} in {count}{wrong}"
+def _group(failure_group: Group) -> Iterable[str]:
+    worst, *others = failure_group.records
+    count = text.plural(len(failure_group.records), "case")
+    wrong = f", {text.plural(failure_group.mismatches, 'wrong element')}" if failure_group.mismatches else ""
+    glyph = text.GLYPHS[failure_group.verdict]
+    yield f"## {glyph} {escape(failure_group.title)}: {failure_group.verdict} in {count}{wrong}"
     yield ""
     yield escape(text.sentence(worst))
     yield ""
     if worst["known"]:
         yield f"known: {escape(worst['known'])}"
         yield ""
-    if one.explanation is not None:
-        yield escape(text.explanation(one.explanation))
+    if failure_group.explanation is not None:
+        yield escape(text.explanation(failure_group.explanation))
         yield ""
     yield code(reproduction(worst))
     for line in _distribution(worst):
         yield ""
         yield escape(line)
-    for line in saved_of(one.records):
+    for line in group_saved_lines(failure_group.records):
         yield ""
         yield code(line)
     if others:

@@ -1,4 +1,4 @@
-"""Swapping a folder's files for new ones, all or none."""
+"""Replacing the files of a folder, all or none."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(directory: Path, *, last: str) -> Iterator[Path]:
-    """Give an empty folder to write into; afterwards its files replace those of the same name in `directory`.
+def replace_files(directory: Path, *, last: str) -> Iterator[Path]:
+    """Yield an empty folder to write into. Afterwards its files replace the files of the same name in `directory`.
 
-    Nothing changes where the block raises. `last` is the file that people open: it leaves first and comes last, so
-    that even a run killed between two renames never leaves it beside files of another run.
+    Nothing changes if the block raises. `last` is the file people open, removed first and written last, so a
+    run killed between two renames never leaves it beside files of another run.
     """
-    # Not one rename of the whole folder: it may hold files of others (reports/ holds baselines/) or be a mount point.
+    # No rename of the whole folder: it may hold further files (reports/ holds baselines/) or be a mount point.
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
-        fresh = Path(scratch)
-        yield fresh
+        new_files = Path(scratch)
+        yield new_files
         (directory / last).unlink(missing_ok=True)
-        for path in sorted(fresh.iterdir(), key=lambda path: path.name == last):
+        for path in sorted(new_files.iterdir(), key=lambda path: path.name == last):
             path.replace(directory / path.name)

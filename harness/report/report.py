@@ -1,4 +1,4 @@
-"""The report of a run: a page for people, tables for programs, a summary for both."""
+"""The report of a run: a page, tables, and a summary."""
 
 from __future__ import annotations
 
@@ -20,45 +20,47 @@ def write(
     elapsed: float | None,
     link: str = "",
 ) -> Path:
-    """Write `index.html`, `records.parquet`, `records.csv` and `summary.md` into `directory`; return the page's path.
+    """Write `index.html`, `records.parquet`, `records.csv` and `summary.md` into `directory`. Returns the page's path.
 
-    `records` are `Record.to_dict()`s; `environment` is shown in its order; `elapsed` is the run's wall time in seconds,
-    None where it went on in several places. `link` is the address that the summary ends with, in place of the page
-    beside it. An earlier report is replaced only once the new one is complete; other files of the folder stay.
+    `records` are results of `Record.to_dict`. `environment` is shown in its order. `elapsed` is the run's wall time in
+    seconds, or None for a run in several places. The summary ends with `link`, or with a link to the page. An earlier
+    report is replaced only when the new report is complete. Further files in the folder stay.
     """
     from narrowgauge.harness.report import markdown, tables
     from narrowgauge.harness.report.page import page
-    from narrowgauge.harness.report.replace_files import replacing
+    from narrowgauge.harness.report.replace_files import replace_files
 
-    with replacing(directory, last=PAGE) as fresh:
-        tables.write(records, fresh)
-        (fresh / "summary.md").write_text(markdown.render(records, environment, elapsed, link=link), encoding="utf-8")
-        (fresh / PAGE).write_text(page.render(records, environment, elapsed), encoding="utf-8")
+    with replace_files(directory, last=PAGE) as new_files:
+        tables.write(records, new_files)
+        (new_files / "summary.md").write_text(
+            markdown.render(records, environment, elapsed, link=link), encoding="utf-8"
+        )
+        (new_files / PAGE).write_text(page.render(records, environment, elapsed), encoding="utf-8")
     return directory / PAGE
 
 
 class ReportError(Exception):
-    """A report that cannot be written: why, and where the records are."""
+    """A report cannot be written. The message names the reason and the place of the records."""
 
 
-def write_kept(
+def write_journaled(
     records: list[dict[str, Any]], environment: dict[str, str], directory: Path, *, elapsed: float, link: str = ""
 ) -> Path:
-    """`write` of a run whose records are in a journal in `directory`. Raises ReportError where it cannot be written."""
-    from narrowgauge.harness.records.journal import NAME
+    """`write`, for a run with a journal in `directory`. Raises ReportError if the report cannot be written."""
+    from narrowgauge.harness.records.journal import JOURNAL_NAME
 
     try:
         return write(records, environment, directory, elapsed=elapsed, link=link)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error
+        reason = os.strerror(error.errno) if error.errno else error
         raise ReportError(
-            f"the report cannot be written into {directory}: {why}. The {len(records)} records are "
-            f"in {directory / NAME}: mend that, and the same command with --resume writes the report"
+            f"the report cannot be written into {directory}: {reason}. The {len(records)} records are "
+            f"in {directory / JOURNAL_NAME}: mend that, and the same command with --resume writes the report"
         ) from error
 
 
 def print_summary(records: list[dict[str, Any]], console: Console) -> None:
-    """Print the counts and worst figures per operation, recipe and dtype, and the verdict of the whole."""
+    """Print counts and worst figures per operation, recipe and dtype, and the verdict of the run."""
     from narrowgauge.harness.report import terminal
 
     terminal.print_summary(records, console)

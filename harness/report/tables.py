@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def write(records: Iterable[dict[str, Any]], directory: Path) -> None:
-    """Write `records.parquet` and `records.csv`: one row a record, the columns of reports/SCHEMA.md.
+    """Write `records.parquet` and `records.csv`: a row for each record, with the columns of docs/schema.md.
 
-    The first column is the schema's version, which the Parquet file's metadata say too (`narrowgauge_schema`). A figure
-    that was not measured is null in the one and empty in the other. The columns that hold lists are in Parquet alone.
+    The first column is the schema's version, which is also in the metadata of the Parquet file (`narrowgauge_schema`).
+    A figure that was not measured is null in Parquet and empty in CSV. Columns with lists are written to Parquet only.
     """
     frame = to_frame(records)
     frame.insert(0, "schema", SCHEMA)
     _write_parquet(frame, directory / "records.parquet")
-    # A spreadsheet shows no list, and the findings of 2 000 failures are 40 MB of them.
+    # Spreadsheets show no lists, and the findings of 2 000 failures are 40 MB.
     frame.drop(columns=list(NESTED)).to_csv(directory / "records.csv", index=False)
 
 
@@ -30,8 +30,8 @@ def _write_parquet(frame: pd.DataFrame, path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pa: Any = pyarrow  # it has no types
-    # Stated, because pandas 2 and 3 infer different string types, and none at all for a table without rows.
+    pa: Any = pyarrow  # pyarrow has no type annotations
+    # Explicit types, because pandas 2 and 3 infer different string types, and no types for a table without rows.
     types = {"int64": pa.int64(), "Int64": pa.int64(), "float64": pa.float64(), "boolean": pa.bool_()}
     schema = pa.schema([(name, types.get(str(dtype), pa.string())) for name, dtype in frame.dtypes.items()])
     table = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
@@ -40,35 +40,35 @@ def _write_parquet(frame: pd.DataFrame, path: Path) -> None:
 
 
 def summary(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of `harness.records.record.summarize` as plain values, None where nothing was measured."""
+    """Rows of `harness.records.record.summarize` as plain values, with None for figures that were not measured."""
     table = summarize(records).astype(object)
     rows = table.where(table.notna(), None).to_dict("records")
     return [{str(column): value for column, value in row.items()} for row in rows]
 
 
-def folded(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The rows of `summary`; where there are more than `most`, those that passed are one an operation and family.
+def fold_rows(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Rows of `summary`. If there are more than `most`, passed rows are folded by operation and recipe family.
 
-    A family is what the names of recipes begin with: nvfp4, mxfp8, fp8-block. Rows that did not all pass stay as they
-    are, and before the rest. `mxfp8 (12)` stands for 12 recipes, `(3)` for as many dtypes.
+    A family is the beginning of a recipe's name: nvfp4, mxfp8, fp8-block. Rows with failures are not folded, and come
+    first. `mxfp8 (12)` stands for 12 recipes, `(3)` for 3 dtypes.
     """
     if len(rows) <= most:
         return rows
     families: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    kept = [row for row in rows if row["pass"] != row["cases"]]
+    failed_rows = [row for row in rows if row["pass"] != row["cases"]]
     for row in rows:
         if row["pass"] == row["cases"]:
-            families.setdefault((row["operation"], family(row["recipe"])), []).append(row)
-    return kept + [_fold(members, family) for (_, family), members in families.items()]
+            families.setdefault((row["operation"], recipe_family(row["recipe"])), []).append(row)
+    return failed_rows + [_fold(members, family_name) for (_, family_name), members in families.items()]
 
 
-def family(recipe: str) -> str:
-    """What the name of a recipe begins with: nvfp4, mxfp8, fp8-block; the name itself of any other."""
-    found = re.match(r"nvfp4|mxfp\d|fp8-[a-z]+", recipe)
-    return found[0] if found else recipe
+def recipe_family(recipe: str) -> str:
+    """Beginning of a recipe's name: nvfp4, mxfp8, fp8-block. The whole name of a recipe without a family."""
+    match = re.match(r"nvfp4|mxfp\d|fp8-[a-z]+", recipe)
+    return match[0] if match else recipe
 
 
-def _fold(rows: list[dict[str, Any]], family: str) -> dict[str, Any]:
+def _fold(rows: list[dict[str, Any]], family_name: str) -> dict[str, Any]:
     if len(rows) == 1:
         return rows[0]
     joined = dict(rows[0])
@@ -76,7 +76,7 @@ def _fold(rows: list[dict[str, Any]], family: str) -> dict[str, Any]:
         joined[name] = sum(row[name] or 0 for row in rows)
     for name in ("max_ulp", "budget_max"):
         joined[name] = max((row[name] for row in rows if row[name] is not None), default=None)
-    for name, shared in (("recipe", family), ("dtype", "")):
+    for name, shared in (("recipe", family_name), ("dtype", "")):
         values = {row[name] for row in rows}
         joined[name] = values.pop() if len(values) == 1 else f"{shared} ({len(values)})".lstrip()
     return joined

@@ -17,30 +17,30 @@ _STYLES = {"pass": "blue", "unsupported": "yellow", "known": "dim"}
 _RED = "bold red"
 _FIGURES = {"sqnr_db": "{} dB", "relative_error": "rel.", "cosine": "cos."}
 _SCREEN = 40
-"""Rows."""
+"""Rows on a screen."""
 
 
 def print_summary(records: list[dict[str, Any]], console: Console) -> None:
-    """Print a row per operation, recipe and dtype, what was not compared, and the verdict.
+    """Print a row per operation, recipe and dtype, the parts that were not compared, and the verdict.
 
-    Rows that passed are folded where there are more than fit a screen: the page and the tables have them all.
+    Passed rows are folded if the rows do not fit on a screen. The page and the tables have all rows.
     """
     # A terminal that cannot encode the glyphs must not turn a verdict into an exception.
     marks = {v: v if console.options.ascii_only else glyph for v, glyph in text.GLYPHS.items()}
-    rows = tables.folded(tables.summary(records), _SCREEN)
+    rows = tables.fold_rows(tables.summary(records), _SCREEN)
     if rows:
         console.print(_table(rows, marks))
     if costs := _costs(records):
         console.print(Text(f"\n{accuracy.TITLE}", style="bold"))
         console.print(Text(accuracy.NOTE, style="dim"))
         console.print(_accuracy(costs, ascii_only=console.options.ascii_only), Text())
-    if spent := times.rows(records):
+    if durations := times.rows(records):
         console.print(Text(f"\n{times.TITLE}", style="bold"))
         console.print(Text(times.NOTE, style="dim"))
-        console.print(_times(spent))
+        console.print(_times(durations))
         console.print(Text("\nslowest cases"))
         for name, row in times.slowest(records):
-            console.print(Text(f"{text.duration(row.seconds[0]):>9}, {row.most}: {name}"), soft_wrap=True)
+            console.print(Text(f"{text.duration(row.seconds[0]):>9}, {row.largest_phase}: {name}"), soft_wrap=True)
         console.print()
     console.print(Text(text.not_compared(records)))
     verdict = "pass" if succeeded(records) else "fail"
@@ -61,7 +61,7 @@ def _table(rows: list[dict[str, Any]], marks: dict[str, str]) -> Table:
         table.add_row(
             marks[verdict],
             *(Text(row[key]) for key in ("operation", "recipe", "dtype")),
-            # One number where all did: of 10 118 cases the other would take the time off a line of 80 characters.
+            # A single number if all cases passed: a second 10 118 would push the time off a line of 80 characters.
             f"{row['pass']}" if row["pass"] == row["cases"] else f"{row['pass']}/{row['cases']}",
             ", ".join(f"{row[v]} {_SHORT.get(v, v)}" for v in OUTCOMES if v != "pass" and row[v]),
             compact(row["compared"]),
@@ -74,31 +74,31 @@ def _table(rows: list[dict[str, Any]], marks: dict[str, str]) -> Table:
     return table
 
 
-def _costs(records: list[dict[str, Any]]) -> list[accuracy.Row]:
-    """What each recipe costs; where there are more rows than fit a screen, one for each recipe."""
+def _costs(records: list[dict[str, Any]]) -> list[accuracy.AccuracyRow]:
+    """Accuracy cost of each recipe and operation; of each recipe only if the rows do not fit on a screen."""
     rows = accuracy.rows(records)
     return rows if len(rows) <= _SCREEN else accuracy.rows(records, operations=False)
 
 
-def _accuracy(rows: list[accuracy.Row], *, ascii_only: bool) -> Table:
+def _accuracy(rows: list[accuracy.AccuracyRow], *, ascii_only: bool) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("recipe", overflow="fold", min_width=9)
     table.add_column("operation", overflow="fold", min_width=9)
     for tensor, figure in accuracy.COLUMNS:
         table.add_column(_FIGURES[figure].format(tensor), justify="right", no_wrap=True)
     for row in rows:
-        shown = [cell.replace("−", "-") if ascii_only else cell for cell in row.shown]
+        shown = [cell.replace("−", "-") if ascii_only else cell for cell in row.cells]
         table.add_row(Text(row.recipe), Text(row.operation), *shown)
     return table
 
 
-def _times(rows: list[times.Row]) -> Table:
+def _times(rows: list[times.TimeRow]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("operation", overflow="fold", min_width=9)
     for name in ("cases", *times.LABELS):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        # Whole seconds, but for a few: eleven columns fit 80 characters.
+        # Large values as whole seconds: eleven columns fit into 80 characters.
         table.add_row(Text(row.operation), compact(row.cases), *map(_brief, row.seconds))
     return table
 
@@ -117,7 +117,7 @@ def _style(verdict: str) -> str:
 
 
 def compact(value: int | None) -> str:
-    """A count in six characters at most: exact up to 99 999, then three digits."""
+    """A count in at most six characters: exact up to 99 999, then three digits."""
     if value is None or value < 100_000:
         return text.number(value)
     for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):

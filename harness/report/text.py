@@ -1,4 +1,4 @@
-"""Text: the sentences and figures that page, summary and terminal share."""
+"""Sentences and formatted figures shared by page, summary and terminal."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ STAGES = {
     "gemm-grouped": _PRODUCT,
     "gemm-quantized": (*_PRODUCT, *(f"{made}.{stage}" for made in ("output", "fused") for stage in _QUANTIZED)),
 }
-"""What a kernel can show of an operation. A stage that a record lacks was not observed."""
+"""Stages that a kernel can report of an operation. A stage that is missing in a record was not observed."""
 _PADDED = ("padding", *_PRODUCT[:-1], "rows", "output", "unpadding")
 _HALVES = (*(f"{half}.{stage}" for half in ("rowwise", "columnwise") for stage in _QUANTIZED), "halves")
 
 
 @cache
-def stages_of(operation: str, flags: str, recipes: str = "") -> tuple[str, ...]:
-    """The stages of a record's operation: of both halves where it quantizes both, of padding where it pads.
+def expected_stages(operation: str, flags: str, recipes: str = "") -> tuple[str, ...]:
+    """Stages of an operation with these flags: of both halves with `both`, of padding with `padded`.
 
-    An operand whose recipe has no tensor scale has neither that stage nor an amax.
+    An operand whose recipe has no tensor scale has no tensor scale stage and no amax stage.
     """
-    given = flags.split("+")
-    found = _HALVES if "both" in given else _PADDED if "padded" in given else STAGES.get(operation, ())
+    set_flags = flags.split("+")
+    stages = _HALVES if "both" in set_flags else _PADDED if "padded" in set_flags else STAGES.get(operation, ())
     x, _, w = recipes.partition("+")
-    made = next((flag for flag in given if _rule(flag)), x)
-    of = {"w": w or x, "output": made, "fused": made}
+    out_recipe = next((flag for flag in set_flags if _recipe_or_none(flag)), x)
+    operand_recipes = {"w": w or x, "output": out_recipe, "fused": out_recipe}
     return tuple(
         stage
-        for stage in found
-        if not stage.endswith(_TENSOR_STAGES) or _has_tensor_scale(of.get(stage.partition(".")[0], x))
+        for stage in stages
+        if not stage.endswith(_TENSOR_STAGES) or _has_tensor_scale(operand_recipes.get(stage.partition(".")[0], x))
     )
 
 
@@ -50,20 +50,20 @@ _TENSOR_STAGES = _QUANTIZED[:2]
 
 
 def stage_names(operation: str) -> tuple[str, ...]:
-    """Every stage that a record of an operation may have; none of a module, which has as many as results."""
+    """Every stage in records of an operation. Empty for a module, whose stages depend on its results."""
     if operation not in STAGES:
         return ()
-    found = [*STAGES[operation], "memory", "repeat"]
+    names = [*STAGES[operation], "memory", "repeat"]
     if operation == "quantize":
-        found += [*_HALVES, "layout", "rowwise.layout", "columnwise.layout"]
+        names += [*_HALVES, "layout", "rowwise.layout", "columnwise.layout"]
     if operation == "gemm-grouped":
-        found += [*_PADDED, "unpadded"]
-    return tuple(dict.fromkeys(found))
+        names += [*_PADDED, "unpadded"]
+    return tuple(dict.fromkeys(names))
 
 
 @cache
-def _rule(name: str) -> Recipe | None:
-    """The recipe of a name, None where a record has a name that is none."""
+def _recipe_or_none(name: str) -> Recipe | None:
+    """The recipe of a name, or None for an unknown name in a record."""
     try:
         return find_recipe(name)
     except ValueError:
@@ -71,7 +71,7 @@ def _rule(name: str) -> Recipe | None:
 
 
 def _has_tensor_scale(name: str) -> bool:
-    recipe = _rule(name)
+    recipe = _recipe_or_none(name)
     return recipe is None or recipe.tensor_scale != "none"
 
 
@@ -82,7 +82,7 @@ GLYPHS = {
 
 
 def number(value: float | str | None) -> str:
-    """A figure for people: thousands apart, four digits of a fraction, nothing for None."""
+    """A figure for people: groups of thousands, four digits of a fraction, empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -93,7 +93,7 @@ def number(value: float | str | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share as percent. It says 100 % and 0 % only of all and none."""
+    """A share in percent. 100 % and 0 % stand only for exactly all and none."""
     if value is None:
         return ""
     percent = f"{100 * value:.3g}"
@@ -103,7 +103,7 @@ def share(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds to three digits, or minutes and seconds."""
+    """Seconds with three digits, or minutes and seconds."""
     if seconds is None or math.isnan(seconds):
         return ""
     if seconds >= 99.5:
@@ -118,37 +118,37 @@ def plural(count: int, noun: str) -> str:
 
 
 def verdict_counts(records: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Records of each outcome that occurs, in the order of `OUTCOMES`."""
+    """Number of records by outcome, in the order of `OUTCOMES`."""
     counts = Counter(map(outcome, records))
     return {name: counts[name] for name in OUTCOMES if counts[name]}
 
 
 REASONS = 5
-"""Reasons of what is not supported that a line names."""
+"""Largest number of reasons of unsupported cases in a line."""
 
 
 def verdict_line(records: list[dict[str, Any]], elapsed: float | None = None) -> str:
-    """The run in one sentence. A run without a case is red, and one that compared nothing."""
+    """The run as a sentence. A run without cases fails, and so does a run without a compared element."""
     duration_of_run = f" in {duration(elapsed)}" if elapsed is not None else ""
     if not records:
         return f"nothing ran{duration_of_run}: no case, so no verdict"
     counts = verdict_counts(records)
-    passed, unexpected, known = (counts.pop(name, 0) for name in ("pass", "unexpected", "known"))
-    beside = f"; {plural(unexpected, 'case')} passed though known to fail" if unexpected else ""
-    beside += f"; {plural(known, 'known failure')}" if known else ""
+    passed, unexpected, known_failures = (counts.pop(name, 0) for name in ("pass", "unexpected", "known"))
+    suffix = f"; {plural(unexpected, 'case')} passed though known to fail" if unexpected else ""
+    suffix += f"; {plural(known_failures, 'known failure')}" if known_failures else ""
     if not counts:
         compared = sum(map(elements_compared, records))
-        what = f"{number(compared)} elements compared" if compared else "but nothing was compared"
-        return f"{plural(passed, 'case')} passed{duration_of_run}, {what}{beside}"
-    named = ", ".join(f"{number(count)} {verdict}" for verdict, count in counts.items())
+        compared_text = f"{number(compared)} elements compared" if compared else "but nothing was compared"
+        return f"{plural(passed, 'case')} passed{duration_of_run}, {compared_text}{suffix}"
+    counts_text = ", ".join(f"{number(count)} {verdict}" for verdict, count in counts.items())
     wrong = f"{number(sum(counts.values()))} of {plural(len(records), 'case')} did not pass"
-    return f"{wrong}{duration_of_run}: {named}{beside}"
+    return f"{wrong}{duration_of_run}: {counts_text}{suffix}"
 
 
 def not_compared(records: list[dict[str, Any]]) -> str:
-    """What the run says nothing about: cases without a result, and stages that a result did not show.
+    """The parts of a run that were not compared: cases without a result, and stages missing in a result.
 
-    What is not supported is named by what the backend said of it, a door that it lacks, say.
+    Unsupported cases are listed by the backend's message, such as a missing method.
     """
     cases: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -159,20 +159,20 @@ def not_compared(records: list[dict[str, Any]]) -> str:
             if record["verdict"] == "unsupported" and record["message"]:
                 reasons[record["message"]] += 1
             continue
-        empty = "0" in record["shape"].split("x")  # there a stage rightly compares nothing
+        empty = "0" in record["shape"].split("x")  # a stage of an empty result compares nothing
         if not empty and not elements_compared(record):
             cases["without a compared element"] += 1
         shown = {entry.get("stage"): empty or bool(entry.get("compared")) for entry in record["stages"]}
-        expected = dict.fromkeys([*stages_of(record["operation"], record["flags"], record["recipe"]), *shown])
+        expected = dict.fromkeys([*expected_stages(record["operation"], record["flags"], record["recipe"]), *shown])
         stages.update(f"{record['operation']} {stage}" for stage in expected if not shown.get(stage))
     parts = []
     if cases:
-        parts.append("cases: " + ", ".join(f"{number(count)} {what}" for what, count in sorted(cases.items())))
+        parts.append("cases: " + ", ".join(f"{number(count)} {verdict}" for verdict, count in sorted(cases.items())))
     if reasons:
-        named = [f"{reason} ({number(count)})" for reason, count in reasons.most_common(REASONS)]
+        reason_texts = [f"{reason} ({number(count)})" for reason, count in reasons.most_common(REASONS)]
         if len(reasons) > REASONS:
-            named.append(plural(len(reasons) - REASONS, "more reason"))
-        parts.append(f"not supported: {', '.join(named)}")
+            reason_texts.append(plural(len(reasons) - REASONS, "more reason"))
+        parts.append(f"not supported: {', '.join(reason_texts)}")
     if stages:
         listed = (f"{stage} in {plural(count, 'case')}" for stage, count in stages.most_common())
         parts.append(f"stages not observed: {', '.join(listed)}")
@@ -180,18 +180,18 @@ def not_compared(records: list[dict[str, Any]]) -> str:
     return f"Not compared: {'; '.join(parts) or otherwise}."
 
 
-def explanation(found: dict[str, Any] | None) -> str:
-    """What a record or a group is explained by: exactly, or by what its wrong elements share."""
-    if found is None:
+def explanation(cause: dict[str, Any] | None) -> str:
+    """Explanation of a record or a group: an exact deviation, or a pattern of the wrong elements."""
+    if cause is None:
         return ""
-    return f"{'explained exactly by' if found['exact'] else 'wrong elements'}: {found['sentence']}"
+    return f"{'explained exactly by' if cause['exact'] else 'wrong elements'}: {cause['sentence']}"
 
 
 def sentence(record: dict[str, Any]) -> str:
-    """What is wrong with a record: its message, or its first finding's sentence."""
+    """Failure of a record: its message, or the sentence of its first finding."""
     return record["message"] or next((s for f in record["findings"] if (s := f.get("sentence"))), "")
 
 
 def clipped(value: str, most: int) -> str:
-    """Text of `most` characters at most; what is longer ends in `…`."""
+    """Text with at most `most` characters. Longer text ends in `…`."""
     return value if len(value) <= most else value[: most - 1] + "…"

@@ -1,13 +1,13 @@
-"""Where time goes: seconds of every part of the cases, by operation and recipe, and the slowest cases."""
+"""Times: seconds of every phase of the cases, by operation and recipe, and the slowest cases."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from narrowgauge.harness.machine.timing import PARTS
+from narrowgauge.harness.machine.timing import PHASES
 from narrowgauge.harness.report import text
-from narrowgauge.harness.report.tables import family
+from narrowgauge.harness.report.tables import recipe_family
 
 TITLE = "Where time goes"
 NOTE = (
@@ -15,59 +15,59 @@ NOTE = (
     "seconds of processors in that time, more where a case has several threads, less where it waits for one."
 )
 SLOWEST = 10
-LABELS = ("all", *PARTS, "other", "core")
-"""What `Row.seconds` has, in order."""
+LABELS = ("all", *PHASES, "other", "core")
+"""Labels of `TimeRow.seconds`, in order."""
 
 
-class Row(NamedTuple):
-    """Cases whose time was measured."""
+class TimeRow(NamedTuple):
+    """Times of a group of cases."""
 
     operation: str
     recipe: str
-    """Their recipe, or `nvfp4 (12)`: the family of so many; nothing where they have none, or all are together."""
+    """Recipe, or `nvfp4 (12)`: a family of 12 recipes. Empty without a recipe, or for all recipes together."""
     cases: int
     seconds: tuple[float, ...]
 
     @property
-    def shown(self) -> list[str]:
-        """The seconds for people, nothing for a part that has none."""
+    def cells(self) -> list[str]:
+        """Formatted seconds, empty for a phase without time."""
         return [text.duration(value) if value else "" for value in self.seconds]
 
     @property
-    def most(self) -> str:
-        """The part that takes most of it, and its share."""
+    def largest_phase(self) -> str:
+        """The phase with the largest share of the time, and its share."""
         share, part = max(zip(self.seconds[1:-1], LABELS[1:-1], strict=True))
         return f"{part} {100 * share / (self.seconds[0] or 1):.0f} %"
 
 
-def rows(records: Iterable[dict[str, Any]], *, recipes: bool = False) -> list[Row]:
-    """A row for each operation, and where `recipes` each family of recipes, the one that takes longest first.
+def rows(records: Iterable[dict[str, Any]], *, recipes: bool = False) -> list[TimeRow]:
+    """A row for each operation, or for each operation and recipe family if `recipes`, slowest first.
 
-    Where there are several, the first row is of all.
+    With several rows the first row is the total.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     measured = [record for record in records if record["seconds_total"] is not None]
     for record in measured:
-        groups.setdefault((record["operation"], family(record["recipe"]) if recipes else ""), []).append(record)
-    found = [_row(operation, members, recipes=recipes) for (operation, _), members in groups.items()]
-    found.sort(key=lambda row: (-row.seconds[0], row.operation, row.recipe))
-    return [_row("all", measured, recipes=False), *found] if len(found) > 1 else found
+        groups.setdefault((record["operation"], recipe_family(record["recipe"]) if recipes else ""), []).append(record)
+    result = [_row(operation, members, recipes=recipes) for (operation, _), members in groups.items()]
+    result.sort(key=lambda row: (-row.seconds[0], row.operation, row.recipe))
+    return [_row("all", measured, recipes=False), *result] if len(result) > 1 else result
 
 
-def slowest(records: Iterable[dict[str, Any]]) -> list[tuple[str, Row]]:
-    """Ids and times of the cases that took longest."""
+def slowest(records: Iterable[dict[str, Any]]) -> list[tuple[str, TimeRow]]:
+    """Ids and times of the slowest cases."""
     measured = [record for record in records if record["seconds_total"] is not None]
     measured.sort(key=lambda record: (-record["seconds_total"], record["case"]))
     return [(record["case"], _row(record["operation"], [record], recipes=True)) for record in measured[:SLOWEST]]
 
 
-def _row(operation: str, members: Sequence[dict[str, Any]], *, recipes: bool) -> Row:
+def _row(operation: str, members: Sequence[dict[str, Any]], *, recipes: bool) -> TimeRow:
     names = {record["recipe"] for record in members} if recipes else {""}
-    name = next(iter(names)) if len(names) == 1 else f"{family(next(iter(names)))} ({len(names)})"
-    parts = [_sum(members, f"seconds_{part}") for part in PARTS]
-    whole = _sum(members, "seconds_total")
-    seconds = (whole, *parts, max(0.0, whole - sum(parts)), _sum(members, "seconds_core"))
-    return Row(operation, name, len(members), seconds)
+    name = next(iter(names)) if len(names) == 1 else f"{recipe_family(next(iter(names)))} ({len(names)})"
+    parts = [_sum(members, f"seconds_{part}") for part in PHASES]
+    total = _sum(members, "seconds_total")
+    seconds = (total, *parts, max(0.0, total - sum(parts)), _sum(members, "seconds_core"))
+    return TimeRow(operation, name, len(members), seconds)
 
 
 def _sum(members: Sequence[dict[str, Any]], name: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.backends.backend import Backend, place
+from narrowgauge.harness.backends.backend import Backend, error_location
 from narrowgauge.harness.cases.case import Case
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
 
     Raises BackendError and Unsupported, as the backend does.
     """
-    from narrowgauge.harness.checks.statistics.decide import decide
+    from narrowgauge.harness.checks.statistics.decision import decide
     from narrowgauge.harness.operations.registry import JUDGES
 
     outcome = JUDGES[case.operation](case, inputs, backend)
@@ -28,10 +28,10 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
 def explained(outcome: Outcome, backend: Backend) -> list[dict[str, Any]]:
     """What explains a wrong outcome of `backend`. A diagnosis that fails costs itself, not the verdict."""
     from narrowgauge.harness.diagnosis.explain import explain
-    from narrowgauge.harness.diagnosis.explanation import tried_of
+    from narrowgauge.harness.diagnosis.search_history import history_of
 
     try:
-        return [explanation.to_dict() for explanation in explain(outcome, tried_of(backend))]
+        return [explanation.to_dict() for explanation in explain(outcome, history_of(backend))]
     except Exception as error:
-        words = f"no diagnosis: {type(error).__name__}: {error}{place(error)}"
+        words = f"no diagnosis: {type(error).__name__}: {error}{error_location(error)}"
         return [{"cause": "no-diagnosis", "sentence": words, "stage": "", "exact": False}]

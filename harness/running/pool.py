@@ -9,8 +9,8 @@ from typing import Any
 
 from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.statistics.holm import sharing
-from narrowgauge.harness.machine.processors import gpu_of
+from narrowgauge.harness.checks.statistics.holm import count_chance_cases
+from narrowgauge.harness.machine.processors import worker_gpu
 from narrowgauge.harness.running.queue import Queue
 from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, ending, prepare_process, without_result
 
@@ -39,9 +39,9 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
     Raises BackendError where the backend cannot be loaded at the start.
     """
     given = list(tasks)
-    settings = replace(settings, sharing=settings.sharing or sharing(task.case for task in given))
+    settings = replace(settings, sharing=settings.sharing or count_chance_cases(task.case for task in given))
     finished = 0
-    gpus = [gpu_of(number, settings.device) for number in range(min(settings.workers, len(given)))]
+    gpus = [worker_gpu(number, settings.device) for number in range(min(settings.workers, len(given)))]
     waiting = Queue(given, settings.device, len(set(gpus)))
     workers = [Worker(settings, gpu) for gpu in gpus]
 
@@ -63,10 +63,10 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
         if not lost.loaded:
             while task := waiting.take():
                 finish(without_result(task, settings, "error", str(lost)))
-        elif worker.task is not None:
+        elif (task := worker.task) is not None:
             if worker.so_far is not None:
                 settings = replace(settings, failures="")  # the next one would die of it again
-            finish(worker.loss(lost))
+            finish(worker.loss(task, lost))
         replaced(worker)
 
     def feed(worker: Worker) -> None:

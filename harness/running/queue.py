@@ -10,6 +10,7 @@ from dataclasses import replace
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import home_of, work
 from narrowgauge.harness.cases.memory import KEPT, needed
+from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.harness.running.worker import Task
 
 LANES = 10
@@ -73,21 +74,23 @@ def firsts(tasks: Sequence[Task]) -> list[Task]:
     of a digest of their ids.
     """
     alike: dict[tuple[object, ...], Task] = {}
-    for task in sorted((task for task in tasks if not task.case.is_module), key=lambda task: work(task.case)):
+    for task in sorted(
+        (task for task in tasks if not isinstance(task.case, ModuleCase)), key=lambda task: work(task.case)
+    ):
         alike.setdefault(_kind(task.case), task)
-        alike[task.case.operation, task.case.recipe] = task
+        alike[task.case.operation, task.case.recipe_label] = task
     seen: Counter[str] = Counter()
     order = []
     for task in sorted({id(task): task for task in alike.values()}.values(), key=_mixed):
-        seen[task.case.recipe] += 1
-        order.append((seen[task.case.recipe], _mixed(task), task))
+        seen[task.case.recipe_label] += 1
+        order.append((seen[task.case.recipe_label], _mixed(task), task))
     return [task for *_, task in sorted(order, key=lambda one: one[:2], reverse=True)]
 
 
 def _kind(case: Case) -> tuple[object, ...]:
     """What decides which kernels are launched, as far as a case says it: numbers, and what is added, do not."""
     flags = [flag for flag in case.flags if ":" not in flag and flag not in ("accumulate", "bias")]
-    return case.operation, case.recipe, *flags, "of a kind"
+    return case.operation, case.recipe_label, *flags, "of a kind"
 
 
 def _mixed(task: Task) -> str:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, place
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, error_location
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import home_of
 from narrowgauge.harness.cases.memory import KEPT, shortage
-from narrowgauge.harness.machine.gpu_lock import JUDGED, turn
-from narrowgauge.harness.machine.timing import CHECKS, PARTS, spending, watching
+from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
+from narrowgauge.harness.machine.timing import CHECKS, PHASES, count_seconds, stopwatch
 from narrowgauge.harness.records.record import Record, new_record
 from narrowgauge.harness.running.judging import explained, judge
 
@@ -53,10 +53,10 @@ def run_case(
         import torch
 
         torch.cuda.reset_peak_memory_stats()
-    with watching(device) as watch:
+    with stopwatch(device) as watch:
         _measure(record, case, backend, seed=seed, captures=captures, keeper=keeper, sharing=sharing)
-    for part in PARTS:
-        setattr(record, f"seconds_{part}", round(watch.seconds[part], 6))
+    for phase in PHASES:
+        setattr(record, f"seconds_{phase}", round(watch.seconds[phase], 6))
     if device == "cuda":
         record.bytes_peak = torch.cuda.max_memory_allocated()
     record.seconds_total, record.seconds_core = time.perf_counter() - started, time.process_time() - busy
@@ -78,20 +78,20 @@ def _measure(
         record.verdict, record.message = "error", problem
         return
     try:
-        with spending("inputs"):
+        with count_seconds("inputs"):
             inputs = make_case_inputs(case, seed=seed, captures=captures, device="cpu")
         record.input_digest = digest(inputs.tensors())
         home = home_of(case, record.device) if backend.device is not None else record.device
         # Copies to a GPU and from it take no time of the kernels of others: they are made outside of the turn.
-        with spending("inputs"):
+        with count_seconds("inputs"):
             inputs = inputs.to(home)
-        with turn(home, JUDGED):
-            with spending(CHECKS):
+        with lock_gpu(home, JUDGE_QUEUE):
+            with count_seconds(CHECKS):
                 outcome = judge(case, inputs, backend, sharing=sharing)
             _fill(record, outcome)
         record.output_digest = digest(outcome.outputs.values())
         if record.verdict == "fail":
-            with spending("diagnosis"):
+            with count_seconds("diagnosis"):
                 record.explanations = explained(outcome, backend)
                 if keeper is not None:
                     keeper.keep(record, case, inputs, outcome, backend)
@@ -100,7 +100,10 @@ def _measure(
     except BackendError as error:
         record.verdict, record.message = "error", str(error)
     except Exception as error:  # a result so odd that a check cannot read it costs its own case, not the run
-        record.verdict, record.message = "error", f"cannot be judged: {type(error).__name__}: {error}{place(error)}"
+        record.verdict, record.message = (
+            "error",
+            f"cannot be judged: {type(error).__name__}: {error}{error_location(error)}",
+        )
 
 
 def _give_back_memory(device: str) -> None:
@@ -137,7 +140,7 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
 
 
 def _fill(record: Record, outcome: Outcome) -> None:
-    wrong = [s for s in outcome.stages if not s.right]
+    wrong = [s for s in outcome.stages if not s.passed]
     record.stages = [s.entry() for s in outcome.stages]
     record.compared = sum(s.compared for s in outcome.stages)
     record.mismatches = sum(s.mismatches for s in outcome.stages)
@@ -173,13 +176,13 @@ def informative(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
     """
     import torch
 
-    from narrowgauge.harness.checks.chunks import chunks
+    from narrowgauge.harness.checks.row_chunks import row_chunks
 
     if actual is expected:
         return {"allclose": True, "sqnr_db": float("inf"), "sweep": [1.0] * 6}
     noise = signal = 0.0
     close, within = True, [0] * 6
-    for rows in chunks(actual):
+    for rows in row_chunks(actual):
         a, e = actual[rows].double(), expected[rows].double()
         same = (a == e) | (a.isnan() & e.isnan())
         signal += float((e.nan_to_num(posinf=0.0, neginf=0.0) ** 2).sum())

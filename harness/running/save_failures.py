@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.backends.backend import Backend, place
+from narrowgauge.harness.backends.backend import Backend, error_location
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.records.record import Record
-from narrowgauge.harness.records.saved import Saved, SavedError, path_of, save
+from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailureError, failure_path, save
 from narrowgauge.harness.running.shrink import shrink
 
 MOST = 4
@@ -48,15 +48,15 @@ class Keeper:
                 part, inputs, outcome = small.case, small.inputs, small.outcome
                 record.shrunk = "x".join(map(str, part.shape))
         except Exception as error:
-            record.save_note = f"not shrunk: {type(error).__name__}: {error}{place(error)}"
-        path = path_of(self.directory, case, backend=backend.name, device=record.device, seed=record.seed)
+            record.save_note = f"not shrunk: {type(error).__name__}: {error}{error_location(error)}"
+        path = failure_path(self.directory, case, backend=backend.name, device=record.device, seed=record.seed)
         try:
-            save(path, Saved(case.id, part, inputs, record.seed, backend.name, record.stage), outcome)
+            save(path, SavedFailure(case.id, part, inputs, record.seed, backend.name, record.stage), outcome)
             record.saved = _from_here(path)
-        except SavedError as error:
+        except SavedFailureError as error:
             record.save_note = f"not saved: {error}"
         except Exception as error:
-            record.save_note = f"not saved: {type(error).__name__}: {error}{place(error)}"
+            record.save_note = f"not saved: {type(error).__name__}: {error}{error_location(error)}"
 
 
 def _from_here(path: Path) -> str:

@@ -15,7 +15,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import work
 
 if TYPE_CHECKING:
-    from narrowgauge.harness.records.journal import Run
+    from narrowgauge.harness.records.journal import RecordedRun
 
 SECONDS = {
     "quantize": (7e-3, 210e-9), "quantize-grouped": (1e-3, 320e-9), "transform": (3.5e-3, 130e-9),
@@ -72,13 +72,13 @@ def part_of(cases: Sequence[Case], shard: Shard, seconds: Mapping[str, float] | 
     It depends on the ids of the cases and on `seconds`, and on nothing else: neither on their order nor on the machine.
     Raises ShardError where there are more shards than cases, or `seconds` knows none of them.
     """
-    from narrowgauge.harness.checks.statistics.holm import sharing
+    from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 
     costs = durations({case.id: case for case in cases}, seconds or {})
     if shard.count > len(costs):
         raise ShardError(f"--shard is {str(shard)!r}, but {len(costs)} cases are selected, and no shard is empty")
     mine = split(costs, shard.count)[shard.number - 1]
-    return Part(shard, [case for case in cases if case.id in mine], sharing(cases), digest(costs))
+    return Part(shard, [case for case in cases if case.id in mine], count_chance_cases(cases), digest(costs))
 
 
 def split(costs: Mapping[str, float], count: int) -> list[set[str]]:
@@ -118,7 +118,7 @@ def estimate(case: Case) -> float:
     return whole + element * work(case)
 
 
-def recorded(run: Run) -> dict[str, float]:
+def recorded(run: RecordedRun) -> dict[str, float]:
     """Seconds that the cases of an earlier run took, by id; where a case has several seeds, the longest."""
     found: dict[str, float] = {}
     for record in run.records:

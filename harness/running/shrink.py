@@ -1,8 +1,8 @@
-"""Shrinking: the smallest part of a failing case's own inputs that still fails in the same way.
+"""Shrinking: the smallest part of the inputs of a failing case that still fails in the same way.
 
-Inputs are cropped, never made anew, along the axes of the operation: whole blocks, tiles and rotated groups, with a
-short last one only where the inputs end so. Failing need not be monotone in the shape, so the search is a bisection
-that keeps nothing but what was judged and failed.
+Inputs are cropped, never generated again, along the axes of the operation: in whole blocks, tiles and rotated groups,
+with a short last block only at the end of the inputs. Failing need not be monotone in the shape, so the search is a
+bisection that accepts only parts that were judged and failed.
 """
 
 from __future__ import annotations
@@ -10,29 +10,33 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.cases.gemm import ProductCase, QuantizedGemmCase
+from narrowgauge.harness.cases.modules import ModuleCase
+from narrowgauge.harness.cases.quantize import GroupedQuantizeCase, QuantizeCase, SwizzleCase, UpdateScaleCase
+from narrowgauge.harness.inputs.inputs import Inputs, ProductInputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.running.judging import explained, judge
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 CALLS = 40
-"""Times that a case is judged at most."""
+"""Limit of the number of times that a case is judged."""
 WORK = 8.0
-"""What all of them may cost, judging the whole once being 1; a part that costs more than is left is not tried. Counted
-and not timed, so that a failure shrinks to the same shape on a busy machine."""
+"""Limit of the cost of all these times together, where judging the whole case costs 1; a part that costs more than the
+rest is not tried. The cost is counted, not timed, so that a failure shrinks to the same shape on a busy machine."""
 LARGEST = 1 << 22
 """Elements of the inputs of a case that is shrunk."""
 COARSE = (128, 64, 32, 16)
-"""Multiples that kernels ask for beyond what their recipe does: sizes are searched in these steps first."""
+"""Multiples that kernels require beyond those of the recipe: sizes are searched in these steps first."""
 
 Window = tuple[int, int]
-"""First index, and the one behind the last."""
+"""First index, and the last index plus 1."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +45,29 @@ class Axis:
 
     extent: int
     unit: int = 1
-    """A window begins at a multiple of it, and ends at one or at the end."""
+    """A window begins at a multiple of the unit, and ends at a multiple or at the end of the axis."""
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What is left of a case."""
+    """The smallest part of a case."""
 
     case: Case
-    """The case with its shape, and its sections, replaced."""
+    """The case with the shape and the sections of the part."""
     inputs: Inputs
     outcome: Outcome
     calls: int
-    """Times that it was judged."""
+    """Number of parts that were judged."""
 
 
 def shrink(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, *, cause: str = "") -> Shrunk | None:
-    """The smallest part found of the inputs of a failing case; None where no part fails as the whole does, or the whole
-    is larger than `LARGEST`, and of modules, whose steps and stages follow from all of what is given.
+    """The smallest part found of the inputs of a failing case. None if no part fails as the whole does, if the whole is
+    larger than `LARGEST`, and for modules: their steps and stages follow from all inputs.
 
-    In the same way: the first wrong stage is that of `outcome`, and where a `cause` is given the first explanation has
-    it. A part that the backend refuses, or that cannot be judged, fails in another way.
+    A part fails in the same way if its first wrong stage is that of `outcome` and, with a `cause`, its first
+    explanation has this cause. A part that the backend refuses, or that cannot be judged, fails in another way.
     """
-    if case.is_module:
+    if isinstance(case, ModuleCase):
         return None
     search = _Search(case, inputs, outcome, backend, cause)
     size = sum(tensor.numel() for tensor in inputs.tensors())
@@ -77,83 +81,101 @@ def shrink(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, *, ca
 
 
 def axes_of(case: Case, inputs: Inputs) -> dict[str, Axis]:
-    """The axes of a case. rows and columns are those of x, of a gemm those of the output, and depth is its K.
+    """The axes of a case: rows and columns are those of x, of a product those of the output, and depth is its K.
 
-    Of grouped operations `sections` are counted, and rows are those of every section by itself.
+    Of grouped operations `sections` are counted, and rows are those of each section.
     """
-    if case.operation in ("swizzle", "update-scale"):
+    if isinstance(case, SwizzleCase | UpdateScaleCase):
         return {"rows": Axis(inputs.x.shape[0]), "columns": Axis(inputs.x.shape[1])}
     grouped = {}
     rows = math.prod(inputs.x.shape[:-1])
-    if "grouped" in case.operation:
-        rows, grouped = max(case.sections), {"sections": Axis(len(case.sections))}
-    rules = [find_recipe(name) for name in case.recipes]
-    if inputs.w is None:
-        along, across = _along(rules[0]), _across(rules[0])
-        if case.usage != "rowwise" and _physical(case):  # quantized along M, alone or too
-            along, across = (math.lcm(along, across),) * 2 if case.usage == "both" else (across, along)
-        return grouped | {"rows": Axis(rows, across), "columns": Axis(inputs.x.shape[-1], along)}
-    down, across = map(_across, rules)
-    if case.operation == "gemm-quantized":
+    if case.section_sizes:
+        rows, grouped = max(case.section_sizes), {"sections": Axis(len(case.section_sizes))}
+    if isinstance(case, ProductCase):
+        return grouped | _product_axes(case, rows)
+    recipe = find_recipe(case.recipe_names[0])
+    along, across = _along(recipe), _across(recipe)
+    if _usage(case) != "rowwise" and _physical(case):  # quantized along M, by itself or beside the rowwise half
+        along, across = (math.lcm(along, across),) * 2 if _usage(case) == "both" else (across, along)
+    return grouped | {"rows": Axis(rows, across), "columns": Axis(inputs.x.shape[-1], along)}
+
+
+def _product_axes(case: ProductCase, rows: int) -> dict[str, Axis]:
+    down, across = map(_across, case.operand_recipes)
+    if isinstance(case, QuantizedGemmCase):
         out = find_recipe(case.out_recipe)
         down, across = math.lcm(down, _across(out)), math.lcm(across, _along(out))
-    return grouped | {
+    return {
         "rows": Axis(rows, down), "columns": Axis(case.shape[2], across),
-        "depth": Axis(case.shape[1], math.lcm(*map(_along, rules))),
+        "depth": Axis(case.shape[1], math.lcm(*map(_along, case.operand_recipes))),
     }  # fmt: skip
 
 
-def _along(rule: Recipe) -> int:
-    """Elements that go together along a row."""
-    width = 1 if rule.whole else rule.block[1]
-    return math.lcm(width, rule.transform.group) if rule.transform else width
+def _along(recipe: Recipe) -> int:
+    """Elements of a row that cannot be cropped apart: a block or a rotated group."""
+    width = 1 if recipe.whole else recipe.block[1]
+    return math.lcm(width, recipe.transform.group) if recipe.transform else width
 
 
-def _across(rule: Recipe) -> int:
-    """Rows that go together."""
-    return 1 if rule.whole else rule.block[0]
+def _across(recipe: Recipe) -> int:
+    """Rows that cannot be cropped apart: those of a block."""
+    return 1 if recipe.whole else recipe.block[0]
+
+
+def _usage(case: Case) -> str:
+    """The usage of a quantize case; `rowwise` of any other."""
+    return case.usage if isinstance(case, QuantizeCase | GroupedQuantizeCase) else "rowwise"
 
 
 def _physical(case: Case) -> bool:
     """Whether x of a columnwise quantize is the matrix as it is given, and not the transpose that is quantized."""
-    return case.usage == "both" or "grouped" in case.operation or find_recipe(case.recipe).columnwise == "in-place"
+    in_place = any(find_recipe(name).columnwise == "in-place" for name in case.recipe_names)
+    return _usage(case) == "both" or bool(case.section_sizes) or in_place
 
 
 def crop(case: Case, inputs: Inputs, windows: Mapping[str, Window]) -> tuple[Case, Inputs]:
     """The case and its inputs within a window for each of its axes. More dimensions than two become rows."""
     rows, columns = (slice(*windows[name]) for name in ("rows", "columns"))
-    x, w, c, bias = inputs.x, inputs.w, inputs.c, inputs.bias
-    scale, flags = dict(inputs.scale), case.flags
-    if "sections" in windows:
-        sections = slice(*windows["sections"])
-        starts, sizes = _sections(case.sections, sections, rows)
-        taken = torch.cat([torch.arange(s, s + n, device=x.device) for s, n in zip(starts, sizes, strict=True)])
-        flags = (f"rows:{','.join(map(str, sizes))}", *flags[1:])
+    sections = slice(*windows["sections"]) if "sections" in windows else None
+    scale = dict(inputs.scale)
+    changes: dict[str, Any] = {}
+    if sections is not None:
+        starts, sizes = _sections(case.section_sizes, sections, rows)
+        indices = torch.cat(
+            [torch.arange(s, s + n, device=inputs.x.device) for s, n in zip(starts, sizes, strict=True)]
+        )
+        changes["sections"] = f"rows:{','.join(map(str, sizes))}"
         scale = {name: numbers[sections] for name, numbers in scale.items()}
-        if w is not None:
-            matrices = w.view(len(case.sections), -1, w.shape[1])[sections, columns, slice(*windows["depth"])]
-            w = matrices.reshape(-1, matrices.shape[2])
-        bias = None if bias is None else bias[sections, columns].contiguous()
     else:
-        taken = torch.arange(math.prod(x.shape[:-1]), device=x.device)[rows]
-        w = None if w is None else w[columns, slice(*windows["depth"])].contiguous()
-        bias = None if bias is None else bias[columns].contiguous()
-    if case.operation == "update-scale":
+        indices = torch.arange(math.prod(inputs.x.shape[:-1]), device=inputs.x.device)[rows]
+    if isinstance(case, UpdateScaleCase):
         scale["x"] = scale["x"][columns].contiguous()
-    inner = columns if inputs.w is None else slice(*windows["depth"])
-    x = x.flatten(0, -2)[taken, inner].contiguous()
-    c = None if c is None else c[taken, columns].contiguous()
-    shape: tuple[int, ...] = (x.shape[0], x.shape[1])
-    if w is not None:
-        shape = (*shape, columns.stop - columns.start)
-    elif case.usage == "columnwise" and not _physical(case):
-        shape = shape[::-1]
     random = {name: _cropped_random(name, bits, rows, columns) for name, bits in inputs.random.items()}
-    return replace(case, shape=shape, flags=flags), Inputs(x, w, c, bias, random, scale)
+    inner = slice(*windows.get("depth", windows["columns"]))
+    x = inputs.x.flatten(0, -2)[indices, inner].contiguous()
+    cropped, shape = Inputs(x, random, scale), tuple(x.shape)
+    if isinstance(inputs, ProductInputs):
+        w, bias = _cropped_matrices(case, inputs, sections, columns, inner)
+        c = None if inputs.c is None else inputs.c[indices, columns].contiguous()
+        cropped, shape = ProductInputs(x, random, scale, w=w, c=c, bias=bias), (*shape, columns.stop - columns.start)
+    elif _usage(case) == "columnwise" and not _physical(case):
+        shape = shape[::-1]
+    return replace(case, shape=shape, **changes), cropped
+
+
+def _cropped_matrices(
+    case: Case, inputs: ProductInputs, sections: slice | None, columns: slice, depth: slice
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """w and bias of a product within these windows."""
+    w, bias = inputs.w, inputs.bias
+    if sections is None:
+        return w[columns, depth].contiguous(), None if bias is None else bias[columns].contiguous()
+    matrices = w.view(len(case.section_sizes), -1, w.shape[1])[sections, columns, depth]
+    return matrices.reshape(-1, matrices.shape[2]), None if bias is None else bias[sections, columns].contiguous()
 
 
 def _sections(sizes: tuple[int, ...], kept: slice, rows: slice) -> tuple[list[int], list[int]]:
-    """First row and number of rows of what is left of every section that is kept."""
+    """First row and number of rows of the cropped part of each section in the window `kept`."""
     begins = [sum(sizes[:number]) for number in range(len(sizes))]
     ends = [(min(rows.start, size), min(rows.stop, size)) for size in sizes[kept]]
     starts = [begin + first for begin, (first, _) in zip(begins[kept], ends, strict=True)]
@@ -161,7 +183,7 @@ def _sections(sizes: tuple[int, ...], kept: slice, rows: slice) -> tuple[list[in
 
 
 def _cropped_random(name: str, bits: Random, rows: slice, columns: slice) -> Random:
-    """Words of four elements each; seed and offset stay, and count the blocks of what is left."""
+    """The words of the cropped part, one for four elements; seed and offset stay, and count the blocks of the part."""
     if not isinstance(bits, torch.Tensor):
         return bits
     one, other = (columns, rows) if name == "xT" else (rows, columns)
@@ -265,12 +287,12 @@ class _Search:
 
 
 def _first_wrong(outcome: Outcome) -> str:
-    return next((stage.stage for stage in outcome.stages if not stage.right), "")
+    return next((stage.stage for stage in outcome.stages if not stage.passed), "")
 
 
 def _place(case: Case, outcome: Outcome) -> dict[str, int]:
-    """Where on the axes of a case the first wrong element lies, as far as its finding tells."""
-    wrong = next((stage for stage in outcome.stages if not stage.right), None)
+    """The place of the first wrong element on the axes of a case, as far as its finding tells."""
+    wrong = next((stage for stage in outcome.stages if not stage.passed), None)
     if wrong is None or wrong.finding is None:
         return {}
     element = wrong.finding["elements"][0]
@@ -278,25 +300,31 @@ def _place(case: Case, outcome: Outcome) -> dict[str, int]:
     row, column = element.get("row"), element.get("column", element.get("tensor"))
     block = element.get("block")
     if column is None and block is not None:
-        name = case.out_recipe if prefix in ("output", "fused") else case.recipes[int(prefix == "w")]
-        column = block * find_recipe(name).block[1]
-    if "gemm" in case.operation:
+        column = block * _recipe_of(case, prefix).block[1]
+    if isinstance(case, ProductCase):
         names = {"x": ("rows", "depth"), "w": ("columns", "depth")}.get(prefix, ("rows", "columns"))
     else:
-        transposed = prefix == "columnwise" or ("grouped" in case.operation and case.usage == "columnwise")
-        in_place = transposed and find_recipe(case.recipe).columnwise == "in-place"
+        transposed = prefix == "columnwise" or (bool(case.section_sizes) and _usage(case) == "columnwise")
+        in_place = transposed and _recipe_of(case, prefix).columnwise == "in-place"
         names = ("columns", "rows") if transposed and not in_place else ("rows", "columns")
-    found = {name: index for name, index in zip(names, (row, column), strict=True) if index is not None}
-    part = element.get("section", element.get("matrix"))
-    if part is not None:
-        found["sections"] = part
-    elif "grouped" in case.operation and "rows" in found:
-        found["sections"], found["rows"] = _within(case.sections, found["rows"])
-    return found
+    place = {name: index for name, index in zip(names, (row, column), strict=True) if index is not None}
+    section = element.get("section", element.get("matrix"))
+    if section is not None:
+        place["sections"] = section
+    elif case.section_sizes and "rows" in place:
+        place["sections"], place["rows"] = _within(case.section_sizes, place["rows"])
+    return place
+
+
+def _recipe_of(case: Case, prefix: str) -> Recipe:
+    """The recipe of the matrix whose stages have this prefix."""
+    if isinstance(case, QuantizedGemmCase) and prefix in ("output", "fused"):
+        return find_recipe(case.out_recipe)
+    return find_recipe(case.recipe_names[int(prefix == "w")])
 
 
 def _within(sizes: tuple[int, ...], row: int) -> tuple[int, int]:
-    """The section of a row that is counted through all of them, and the row in it."""
+    """The section of a row that is counted through all sections, and the number of the row in its section."""
     for number, size in enumerate(sizes):
         if row < size:
             return number, row

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.memory import room
-from narrowgauge.harness.machine.gpu_lock import gpu_error, out_of_turn, said, turn
-from narrowgauge.harness.machine.processors import VISIBLE, cores
+from narrowgauge.harness.machine.gpu_lock import lock_gpu, pop_gpu_error, probe_gpu, without_gpu_lock
+from narrowgauge.harness.machine.processors import VISIBLE_DEVICES, cores
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.sanitizer import Sanitizer, settle_sanitizer
 
@@ -115,7 +115,7 @@ class Worker:
         context: Any = multiprocessing.get_context("spawn") if alone else forkserver()
         environment = {} if alone else dict(os.environ)  # the server's may be older
         if gpu:
-            environment[VISIBLE] = gpu
+            environment[VISIBLE_DEVICES] = gpu
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_main, args=(theirs, settings, environment), daemon=True)
         self._sanitizer = Sanitizer() if settings.sanitize else None
@@ -170,12 +170,11 @@ class Worker:
         words = f"did not load within {self.limit:g} s; a longer --timeout gives it more"
         raise Lost("timeout", f"backend {self.settings.backend} {words}", loaded=False)
 
-    def loss(self, lost: Lost) -> dict[str, Any]:
-        """The record of the task that was lost with it."""
-        assert self.task is not None
+    def loss(self, task: Task, lost: Lost) -> dict[str, Any]:
+        """The record of the task that was lost with the worker."""
         if self.so_far is not None:
             return self.so_far | {"save_note": f"not shrunk: at another shape, {lost.verdict}: {lost}"}
-        return without_result(self.task, self.settings, lost.verdict, str(lost))
+        return without_result(task, self.settings, lost.verdict, str(lost))
 
     def stop(self, *, kill: bool = False) -> None:
         """End the process and what it started: at once, or when it has read that there is no more."""
@@ -282,7 +281,7 @@ def serve(connection: Connection, settings: Settings) -> None:
     keeper, noted = _keeper(connection, settings)
     while (task := connection.recv()) is not None:
         noted.clear()
-        with out_of_turn() if task.first else nullcontext():
+        with without_gpu_lock() if task.first else nullcontext():
             record = run_case(
                 task.case, backend, device=settings.device, seed=task.seed, captures=captures, keeper=keeper,
                 sharing=max(1, settings.sharing),
@@ -321,18 +320,18 @@ def settle(record: Record) -> bool:
         return True
     if "OutOfMemory" in record.message:
         gc.collect()
-    late = said()
+    late = pop_gpu_error()
     if late is None or (not late and record.verdict != "pass"):  # whose diagnosis takes no turns
-        with turn(record.device):
-            late = gpu_error()
-        said()
+        with lock_gpu(record.device):
+            late = probe_gpu()
+        pop_gpu_error()
     if not late:
         if "OutOfMemory" in record.message:
             import torch
 
             torch.cuda.empty_cache()
         return True
-    usable = not gpu_error()  # an error of one launch is told once, one of the context for ever
+    usable = not probe_gpu()  # an error of one launch is told once, one of the context for ever
     before = f"; before that, {record.verdict}: {record.message.splitlines()[0]}" if record.message else ""
     if usable:
         record.verdict, record.message = "error", f"after the case the GPU reports {late}{before}"

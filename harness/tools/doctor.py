@@ -1,4 +1,4 @@
-"""The sanitizers that `narrowgauge doctor` looks for."""
+"""Sanitizers in the output of `narrowgauge doctor`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from narrowgauge.harness.records.environment import Fact
 
 
-def guards() -> list[Fact]:
-    """What `--sanitize` and `narrowgauge sanitize` need. It is tried, which takes a second, and nothing here raises."""
+def sanitizer_facts() -> list[Fact]:
+    """Facts on the tools for `--sanitize` and `narrowgauge sanitize`. They are run, which takes a second. Never
+    raises."""
     return [_host_sanitizers(), _compute_sanitizer()]
 
 
@@ -22,16 +23,16 @@ def _host_sanitizers() -> Fact:
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
         try:
             command = [host.compiler(), *host.SANITIZED, "-x", "c++", "-o", f"{folder}/empty.so", "-"]
-            done = subprocess.run(
+            process = subprocess.run(
                 command, input="int empty() { return 0; }", capture_output=True, text=True, check=False
             )
-            if done.returncode != 0:
-                why = " ".join(done.stderr.split())[:300]
+            if process.returncode != 0:
+                reason = " ".join(process.stderr.split())[:300]
                 remedy = (
                     "only --sanitize needs them; they come with g++ (Fedora: dnf install libasan libubsan), or set CXX "
                     "to another compiler"
                 )
-                return Fact(name, f"do not link: {why}", ok=False, remedy=remedy)
+                return Fact(name, f"do not link: {reason}", ok=False, remedy=remedy)
             sanitizer.environment(Path(folder) / "findings")
         except ToolchainError as error:
             return Fact(name, "missing", ok=False, remedy=str(error))

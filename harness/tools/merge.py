@@ -1,4 +1,4 @@
-"""Merging: the journals of the shards of one run become that run, as if it had never been divided."""
+"""Merging the journals of the shards of a run into the journal of the whole run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.gate.accepted import say_baseline
-from narrowgauge.harness.records.journal import FAILURES, Journal, JournalError, Run, read
+from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
+from narrowgauge.harness.records.journal import FAILURES, Journal, JournalError, RecordedRun, read
 from narrowgauge.harness.records.record import succeeded
 from narrowgauge.harness.report import github
 from narrowgauge.harness.report.report import write
@@ -20,8 +20,8 @@ from narrowgauge.harness.report.text import duration, plural
 from narrowgauge.harness.running.shard import Shard, ShardError, digest
 
 NAMED = 5
-"""Shards or cases that a sentence names; it says how many there are."""
-SETTINGS: dict[str, Callable[[Run], Any]] = {
+"""Largest number of shards or cases named in a message, which counts all of them."""
+SETTINGS: dict[str, Callable[[RecordedRun], Any]] = {
     "backend": lambda run: run.backend, "device": lambda run: run.device, "seed": lambda run: run.seed,
     "--schedules": lambda run: run.schedules, "--sanitize": lambda run: run.sanitize,
     **{
@@ -29,32 +29,32 @@ SETTINGS: dict[str, Callable[[Run], Any]] = {
         for name in ("GPU", "commit", "kernel flags", "kernel sources")
     },
 }  # fmt: skip
-"""What all shards of a run share, by the name that a refusal gives it."""
+"""Settings that are equal in all shards of a run, by their names in messages."""
 
 
 class MergeError(Exception):
-    """Journals that are not the shards of one run: which, why, and what to do."""
+    """Journals are not all shards of one run. The message names the journals, the reason and the remedy."""
 
 
-def merge(folders: Sequence[Path]) -> Run:
-    """The run whose shards these journals are, each of a report's folder, or itself: the records in order of their ids.
+def merge(folders: Sequence[Path]) -> RecordedRun:
+    """The run of these shards, given as report folders or journal files. Records are sorted by id.
 
-    What is not the same in all shards of the environment names the shards that it is of. The run took as long as its
-    longest shard. Raises MergeError where the journals are not all shards of one run, each once and complete,
-    JournalError where one cannot be read.
+    A fact of the environment that differs between shards lists the shards of each value. The elapsed time is that of
+    the longest shard. Raises MergeError unless the journals are all shards of one run, each given once and complete;
+    JournalError if a journal cannot be read.
     """
     shards = sorted(((_shard(folder, run), folder, run) for folder in folders for run in [read(folder)]), key=_number)
     counts = {shard.count: folder for shard, folder, _ in shards}
     if len(counts) > 1:
-        said = ", ".join(f"{folder} is one of {count}" for count, folder in sorted(counts.items()))
-        raise MergeError(f"shards of different numbers of shards: {said}")
-    for (shard, folder, _), (following, again, _) in pairwise(shards):
+        counts_text = ", ".join(f"{folder} is one of {count}" for count, folder in sorted(counts.items()))
+        raise MergeError(f"shards of different numbers of shards: {counts_text}")
+    for (shard, folder, _), (following, second_folder, _) in pairwise(shards):
         if shard == following:
-            raise MergeError(f"shard {shard} is given twice: {folder} and {again}")
+            raise MergeError(f"shard {shard} is given twice: {folder} and {second_folder}")
     (_, first, run), *others = shards
-    for _, folder, other in others:
-        _same(first, run, folder, other)
-    _complete(shards)
+    for _, folder, other_run in others:
+        _check_same_run(first, run, folder, other_run)
+    _check_complete(shards)
     return replace(
         run, shard=None, selection="", cases=sorted(case for _, _, part in shards for case in part.cases),
         environment=_environment([(shard, part.environment) for shard, _, part in shards]),
@@ -64,37 +64,37 @@ def merge(folders: Sequence[Path]) -> Run:
 
 
 def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "") -> bool:
-    """Merge the shards in these folders into a report in `directory`, print the summary. True where the run succeeded.
+    """Merge the shards in these folders into a report in `directory`, and print the summary. True if the run succeeded.
 
-    `link`: the address that the summary of the report ends with. Raises MergeError and JournalError as `merge` does,
-    MergeError also where `directory` cannot be written.
+    `link`: address at the end of the report's summary. Raises MergeError and JournalError as `merge` does, and
+    MergeError if `directory` cannot be written.
     """
     from rich.console import Console
 
     from narrowgauge.harness.tools.run_cases import print_result
 
     console, link = Console(), link or github.run_link()
-    run = gather(merge(folders), folders, directory)
+    run = collect_failures(merge(folders), folders, directory)
     of_cases = sum(record.get("seconds_total") or 0.0 for record in run.records)
-    took = f"{duration(run.elapsed)}, that of the longest shard; all cases together {duration(of_cases)}"
-    environment = run.environment | {"time": took}
-    say_baseline(run.records, environment)
+    time_text = f"{duration(run.elapsed)}, that of the longest shard; all cases together {duration(of_cases)}"
+    environment = run.environment | {"time": time_text}
+    add_baseline_notes(run.records, environment)
     try:
         page = write(run.records, environment, directory, elapsed=run.elapsed, link=link)
     except OSError as error:
         raise MergeError(f"{directory}: cannot be written: {error}") from error
     print_result(run.records, console)
-    words = f"{len(run.records)} cases of {plural(len(folders), 'shard')} in {took}; report: {page}"
-    console.print(words, markup=False, soft_wrap=True)
-    github.publish(run.records, environment, run.elapsed, link=link, say=print)
+    summary = f"{len(run.records)} cases of {plural(len(folders), 'shard')} in {time_text}; report: {page}"
+    console.print(summary, markup=False, soft_wrap=True)
+    github.publish(run.records, environment, run.elapsed, link=link, print_line=print)
     return succeeded(run.records)
 
 
-def _number(found: tuple[Shard, Path, Run]) -> int:
-    return found[0].number
+def _number(entry: tuple[Shard, Path, RecordedRun]) -> int:
+    return entry[0].number
 
 
-def _shard(folder: Path, run: Run) -> Shard:
+def _shard(folder: Path, run: RecordedRun) -> Shard:
     if run.shard is None:
         raise MergeError(f"{folder}: is a whole run, and no shard of one")
     try:
@@ -103,26 +103,26 @@ def _shard(folder: Path, run: Run) -> Shard:
         raise MergeError(f"{folder}: its journal says {error}") from error
 
 
-def _same(first: Path, run: Run, folder: Path, other: Run) -> None:
+def _check_same_run(first: Path, run: RecordedRun, folder: Path, other_run: RecordedRun) -> None:
     for name, get in SETTINGS.items():
-        if get(run) != get(other):
-            raise MergeError(f"shards of different runs: {name} is {get(run)} in {first}, {get(other)} in {folder}")
-    for name in sorted(run.sources | other.sources):
-        if run.sources.get(name) != other.sources.get(name):
+        if get(run) != get(other_run):
+            raise MergeError(f"shards of different runs: {name} is {get(run)} in {first}, {get(other_run)} in {folder}")
+    for name in sorted(run.sources | other_run.sources):
+        if run.sources.get(name) != other_run.sources.get(name):
             raise MergeError(f"shards of different runs: the source of {name} is not the same in {first} and {folder}")
-    if run.selection != other.selection:
+    if run.selection != other_run.selection:
         raise MergeError(
             f"shards of different runs: {first} and {folder} select different cases; run every shard with the same "
             "case files, tier and keywords"
         )
 
 
-def _complete(shards: Sequence[tuple[Shard, Path, Run]]) -> None:
-    """Raise MergeError where a shard, a case or a record is missing."""
+def _check_complete(shards: Sequence[tuple[Shard, Path, RecordedRun]]) -> None:
+    """Raise MergeError if a shard, a case or a record is missing."""
     count = shards[0][0].count
-    given = {shard.number for shard, _, _ in shards}
-    if missing := [f"{number}/{count}" for number in range(1, count + 1) if number not in given]:
-        raise MergeError(f"{len(missing)} of {count} shards are missing: {_named(missing)}")
+    present = {shard.number for shard, _, _ in shards}
+    if missing := [f"{number}/{count}" for number in range(1, count + 1) if number not in present]:
+        raise MergeError(f"{len(missing)} of {count} shards are missing: {_name_list(missing)}")
     places: dict[str, Path] = {}
     for _, folder, run in shards:
         for case in run.cases:
@@ -140,41 +140,41 @@ def _complete(shards: Sequence[tuple[Shard, Path, Run]]) -> None:
         if run.missing:
             raise MergeError(
                 f"{folder}: shard {shard} was interrupted: {len(run.missing)} of {len(run.cases)} cases have no "
-                f"record: {_named(run.missing)}; go on with --resume"
+                f"record: {_name_list(run.missing)}; go on with --resume"
             )
 
 
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+def _name_list(names: Sequence[str]) -> str:
+    omitted = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + omitted
 
 
-def _environment(found: Iterable[tuple[Shard, dict[str, str]]]) -> dict[str, str]:
-    """Every fact once; where shards differ, each value with the shards that say so."""
+def _environment(environments: Iterable[tuple[Shard, dict[str, str]]]) -> dict[str, str]:
+    """Facts of all shards. A differing fact lists its values with their shards."""
     facts: dict[str, dict[str, list[int]]] = {}
-    for shard, environment in found:
+    for shard, environment in environments:
         for name, value in environment.items():
             facts.setdefault(name, {}).setdefault(value, []).append(shard.number)
     merged = {}
     for name, values in facts.items():
-        said = (f"{value} (shard {', '.join(map(str, numbers))})" for value, numbers in values.items())
-        merged[name] = next(iter(values)) if len(values) == 1 else "; ".join(said)
+        texts = (f"{value} (shard {', '.join(map(str, numbers))})" for value, numbers in values.items())
+        merged[name] = next(iter(values)) if len(values) == 1 else "; ".join(texts)
     return merged
 
 
-def gather(run: Run, folders: Iterable[Path], directory: Path) -> Run:
-    """`run` with the failures that its shards saved copied into `directory`, and its journal written there.
+def collect_failures(run: RecordedRun, folders: Iterable[Path], directory: Path) -> RecordedRun:
+    """Copy the saved failures of the shards into `directory`, and write the run's journal into it.
 
-    A saved failure that did not come along with its shard is noted. Raises MergeError where `directory` is one of the
-    shards', or a failure cannot be copied.
+    A missing saved failure is noted in its record. Raises MergeError if `directory` is a shard's folder, or if a
+    failure cannot be copied.
     """
     reports = [folder if folder.is_dir() else folder.parent for folder in folders]
     for folder in reports:
         if folder.resolve() == directory.resolve():
             raise MergeError(f"--report-dir is {directory}, which is a shard's: it would be replaced; name another one")
     saved = {path.name: path for folder in reports for path in sorted((folder / FAILURES).glob("*"))}
-    journal = Journal(directory, lambda: run, clock=lambda: run.elapsed)  # it has seen what was saved there before
-    run = replace(run, records=[_brought(record, saved, directory / FAILURES) for record in run.records])
+    journal = Journal(directory, lambda: run, clock=lambda: run.elapsed)  # lists earlier saved failures, to remove them
+    run = replace(run, records=[_copy_saved(record, saved, directory / FAILURES) for record in run.records])
     try:
         with closing(journal):
             for record in run.records:
@@ -184,7 +184,7 @@ def gather(run: Run, folders: Iterable[Path], directory: Path) -> Run:
     return run
 
 
-def _brought(record: dict[str, Any], saved: dict[str, Path], target: Path) -> dict[str, Any]:
+def _copy_saved(record: dict[str, Any], saved: dict[str, Path], target: Path) -> dict[str, Any]:
     if not record["saved"]:
         return record
     name = os.path.basename(record["saved"].replace("\\", "/"))

@@ -1,4 +1,4 @@
-"""One run from the command line: progress while it goes, report and table at its end."""
+"""A run from the command line: progress bar, report and table."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.statistics.holm import sharing
-from narrowgauge.harness.gate.accepted import say_baseline
+from narrowgauge.harness.checks.statistics.holm import count_chance_cases
+from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.ledger import Ledger
-from narrowgauge.harness.records.journal import FAILURES, Journal, beginning
+from narrowgauge.harness.records.journal import FAILURES, Journal, new_run
 from narrowgauge.harness.records.record import outcome, succeeded
 from narrowgauge.harness.report import github
+from narrowgauge.harness.report.failure_view import first_failure
 from narrowgauge.harness.report.groups import group
-from narrowgauge.harness.report.report import print_summary, write_kept
-from narrowgauge.harness.report.view import first_failure
+from narrowgauge.harness.report.report import print_summary, write_journaled
 from narrowgauge.harness.running.pool import Settings, run_cases
 from narrowgauge.harness.running.shard import Part
 
 SHOWN = 3
-"""First-failure views printed in full, of groups that fail in different ways; the report has them all."""
+"""Number of first-failure views that are printed, from different groups. The report has all failures."""
 
 
 def run_session(
@@ -41,18 +41,18 @@ def run_session(
     ledger: Ledger | None = None,
     link: str = "",
 ) -> bool:
-    """Run the cases, write the report into `directory`, print the summary. True where every case passed, or failed as
+    """Run the cases, write the report into `directory`, print the summary. True if every case passed, or failed as
     `ledger` expects.
 
-    `resume`: go on with the run whose journal is in `directory`. `part`: of which run they are a shard. `link`:
-    the address that the summary of the report ends with. Raises BackendError where the backend cannot be loaded,
-    JournalError where the journal cannot be written or is of another run, ReportError where the report cannot be
-    written; the records are in the journal then.
+    `resume`: continue the run whose journal is in `directory`. `part`: the shard of a run that the cases are. `link`:
+    address at the end of the report's summary. Raises BackendError if the backend cannot be loaded, JournalError if the
+    journal cannot be written or belongs to another run, ReportError if the report cannot be written; its records are
+    then in the journal.
     """
     console = Console()
     started = time.monotonic()
     header = cache(
-        lambda: beginning(
+        lambda: new_run(
             [case.id for case in cases], backend=settings.backend, device=settings.device, seed=settings.seed,
             input_path=settings.input_path, shard=str(part.shard) if part else None,
             selection=part.selection if part else "", schedules=settings.schedules, sanitize=settings.sanitize,
@@ -63,20 +63,22 @@ def run_session(
         return time.monotonic() - started
 
     journal = Journal.resumed(directory, header(), clock=clock) if resume else Journal(directory, header, clock=clock)
-    if journal.kept:
-        console.print(f"going on with {journal.path}: {len(journal.kept)} of {len(cases)} cases are done", markup=False)
+    if journal.earlier_records:
+        console.print(
+            f"going on with {journal.path}: {len(journal.earlier_records)} of {len(cases)} cases are done", markup=False
+        )
     settings = replace(settings, failures=str(directory / FAILURES), sharing=part.sharing if part else settings.sharing)
     records = _run(cases, settings, ledger or Ledger(), journal, console)
     elapsed = journal.elapsed
     link = link or github.run_link()
-    say_baseline(records, header().environment)
-    page = write_kept(records, header().environment, directory, elapsed=elapsed, link=link)
+    add_baseline_notes(records, header().environment)
+    page = write_journaled(records, header().environment, directory, elapsed=elapsed, link=link)
     print_result(records, console)
     if missing := len(cases) - len(records):
-        words = f"interrupted: {missing} of {len(cases)} cases did not run; --resume goes on with them"
-        console.print(words, style="bold red")
+        message = f"interrupted: {missing} of {len(cases)} cases did not run; --resume goes on with them"
+        console.print(message, style="bold red")
     console.print(f"{len(records)} cases in {elapsed:.1f} s; report: {page}", markup=False, soft_wrap=True)
-    github.publish(records, header().environment, elapsed, link=link, say=print)
+    github.publish(records, header().environment, elapsed, link=link, print_line=print)
     return succeeded(records) and not missing
 
 
@@ -87,7 +89,7 @@ def print_result(records: list[dict[str, Any]], console: Console) -> None:
 
 
 def progress_bar(console: Console) -> Progress:
-    """What is shown while cases run: done, total, time, time left."""
+    """Progress bar of cases: done, total, elapsed time, remaining time."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     )  # fmt: skip
@@ -97,37 +99,37 @@ def progress_bar(console: Console) -> Progress:
 def _run(
     cases: Sequence[Case], settings: Settings, ledger: Ledger, journal: Journal, console: Console
 ) -> list[dict[str, Any]]:
-    """The records that the journal has already, those of cases that are not launched, and those of the others."""
-    records = list(journal.kept)
-    seen = Counter(map(outcome, records))
-    done = {record["case"] for record in records}
-    left = [case for case in cases if case.id not in done]
-    where = {"backend": settings.backend, "device": settings.device}
-    known = {case.id: ledger.stand_in(case, **where, seed=settings.seed) for case in left}
+    """Records of the journal, of the cases that are not launched, and of the cases that run."""
+    records = list(journal.earlier_records)
+    counts = Counter(map(outcome, records))
+    finished = {record["case"] for record in records}
+    remaining = [case for case in cases if case.id not in finished]
+    context = {"backend": settings.backend, "device": settings.device}
+    stand_ins = {case.id: ledger.stand_in(case, **context, seed=settings.seed) for case in remaining}
     with progress_bar(console) as progress, closing(journal):
-        task = progress.add_task("running", total=len(cases), completed=len(done))
+        task = progress.add_task("running", total=len(cases), completed=len(finished))
 
         def on_record(record: dict[str, Any]) -> None:
             ledger.mark(record)
             journal.add(record)
             records.append(record)
-            seen[outcome(record)] += 1
-            progress.update(task, advance=1, description=", ".join(f"{n} {verdict}" for verdict, n in seen.items()))
+            counts[outcome(record)] += 1
+            progress.update(task, advance=1, description=", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
 
-        for stand_in in filter(None, known.values()):
+        for stand_in in filter(None, stand_ins.values()):
             on_record(stand_in)
-        # Those that are done share the run's false alarms too.
-        launched = [case for case in left if known[case.id] is None]
-        run_cases(launched, replace(settings, sharing=settings.sharing or sharing(cases)), on_record)
+        # Finished cases also share the false alarms of the run.
+        launched = [case for case in remaining if stand_ins[case.id] is None]
+        run_cases(launched, replace(settings, sharing=settings.sharing or count_chance_cases(cases)), on_record)
     return records
 
 
 def _print_failures(records: list[dict[str, Any]], console: Console) -> None:
-    bad = [r for r in records if outcome(r) not in ("pass", "unsupported", "known")]
-    groups = group(bad)
-    for one in groups[:SHOWN]:
-        record = next(r for r in bad if r in one.records)
+    failed = [r for r in records if outcome(r) not in ("pass", "unsupported", "known")]
+    groups = group(failed)
+    for failure_group in groups[:SHOWN]:
+        record = next(r for r in failed if r in failure_group.records)
         console.rule(record["case"], style="red")
         console.print(first_failure(record), markup=False, highlight=False, soft_wrap=True)
-    if left := len(bad) - min(len(groups), SHOWN):
-        console.print(f"\n{left} more cases did not pass; the report has them all", style="red")
+    if omitted := len(failed) - min(len(groups), SHOWN):
+        console.print(f"\n{omitted} more cases did not pass; the report has them all", style="red")

@@ -1,4 +1,4 @@
-"""One case, element by element: what `narrowgauge show` prints."""
+"""A case element by element: output of `narrowgauge show`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.schema import MODULES
+from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.checks.finding import float_view
 from narrowgauge.harness.inputs.capture import Captured
 from narrowgauge.harness.inputs.inputs import Inputs
@@ -27,7 +27,7 @@ from narrowgauge.harness.operations.stages.quantized import (
     scaled_elements,
     stored_along_rows,
 )
-from narrowgauge.harness.report.view import explanation_lines
+from narrowgauge.harness.report.failure_view import explanation_lines
 from narrowgauge.harness.running.judging import explained, judge
 from narrowgauge.harness.running.runner import make_case_inputs
 from narrowgauge.reference import ops as reference
@@ -37,11 +37,11 @@ from narrowgauge.spec.quantized import Quantized
 
 Place = tuple[int, int]
 NEIGHBOURS = 8
-"""Elements of a row that are shown, where it has no blocks."""
+"""Shown elements of a row without blocks."""
 WIDTH = 110
-"""Columns of the narrowest table: bits that are cut short tell nothing."""
+"""Smallest width of the table in columns, so that bits are not cut."""
 SHOWN_OF_WHOLE = 32
-"""Elements of a row that are shown, where the tensor has one scale."""
+"""Shown elements of a row of a tensor with a single scale."""
 
 
 def show_case(
@@ -51,14 +51,15 @@ def show_case(
     device: str,
     seed: int,
     source: Path | None,
-    at: Place | None,
+    place: Place | None,
     saved: Inputs | None = None,
 ) -> bool:
-    """Run `case` and print every stage, then the elements around `at`, (row, column), or around the first wrong one.
+    """Run `case` and print every stage, and the elements around `place` (row, column) or around the first wrong
+    element.
 
-    Rows of sections are counted through all of them; of two halves the place is in the wrong one, or in the rowwise
-    one. `saved` inputs take the place of those that the seed makes. True where every stage is right. Raises
-    BackendError and Unsupported.
+    Rows are counted through all sections. With two halves the place is in the wrong half, or in the rowwise half.
+    `saved` inputs replace the inputs made from the seed. True if every stage is correct. Raises BackendError and
+    Unsupported.
     """
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
@@ -69,9 +70,9 @@ def show_case(
     console.print(_stages(outcome))
     for line in explanation_lines(explained(outcome, backend)):
         console.print(line, markup=False)
-    table = _SHOWN[case.operation](inputs, outcome, at)
+    table = _SHOWN[case.operation](inputs, outcome, place)
     console.print("the result is empty" if table is None else table)
-    return all(stage.right for stage in outcome.stages)
+    return all(stage.passed for stage in outcome.stages)
 
 
 def _stages(outcome: Outcome) -> Table:
@@ -89,75 +90,76 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 
 def _wrong_element(outcome: Outcome, stage: str) -> dict[str, Any] | None:
-    """The first wrong element of a stage."""
+    """First wrong element of a stage."""
     for result in outcome.stages:
         if result.stage == stage and result.finding is not None:
-            found: dict[str, Any] = result.finding["elements"][0]
-            return found
+            element: dict[str, Any] = result.finding["elements"][0]
+            return element
     return None
 
 
-def _place(outcome: Outcome, stage: str, at: Place | None, shape: Sequence[int]) -> Place:
-    """Where to look in a matrix: as asked, within it; else the first wrong element of the stage; else the first."""
-    if at is not None:
-        return min(at[0], shape[0] - 1), min(at[1], shape[1] - 1)
+def _place(outcome: Outcome, stage: str, place: Place | None, shape: Sequence[int]) -> Place:
+    """Place to show: the given place limited to the matrix, else the stage's first wrong element, else (0, 0)."""
+    if place is not None:
+        return min(place[0], shape[0] - 1), min(place[1], shape[1] - 1)
     element = _wrong_element(outcome, stage)
     return (0, 0) if element is None else (element["row"], element["column"])
 
 
-def _quantized(_: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
-    """A block of the matrix that has the place."""
+def _quantized(_: Inputs, outcome: Outcome, chosen_place: Place | None) -> Table | None:
+    """Block of the matrix around the place."""
     wrong = {judged.prefix: _wrong_element(outcome, f"{judged.prefix}codes") for judged in outcome.judged}
     prefix = next((prefix for prefix, element in wrong.items() if element), next(iter(wrong), ""))
     parts = [judged for judged in outcome.judged if judged.prefix == prefix]
-    some = [number for number, judged in enumerate(parts) if judged.subject.matrix.numel()]
-    if not some:
+    non_empty = [number for number, judged in enumerate(parts) if judged.subject.matrix.numel()]
+    if not non_empty:
         return None
     element = wrong[prefix]
-    number = some[0] if element is None else element.get("section", 0)
-    if at is not None:
-        number, at = _section(parts, some, at)
+    number = non_empty[0] if element is None else element.get("section", 0)
+    if chosen_place is not None:
+        number, chosen_place = _section(parts, non_empty, chosen_place)
     judged = parts[number]
     shape = judged.subject.matrix.shape
-    if judged.kernel.transposed:  # its findings are in the coordinates of x
-        column, row = _place(outcome, f"{prefix}codes", at, shape[::-1])
+    if judged.kernel.transposed:  # findings have the coordinates of x
+        column, row = _place(outcome, f"{prefix}codes", chosen_place, shape[::-1])
         place = (row, column)
     else:
-        place = _place(outcome, f"{prefix}codes", at, shape)
+        place = _place(outcome, f"{prefix}codes", chosen_place, shape)
     name = f"section {number}, " if len(parts) > 1 else f"{prefix.rstrip('.')} half, " if prefix else ""
     return _block(judged, place, name)
 
 
-def _section(parts: list[Judged], some: list[int], at: Place) -> tuple[int, Place]:
-    """The part that has a row, counted through all of them, and the place in it; the last for a row behind them."""
-    row = at[0]
-    for number in some[:-1]:
+def _section(parts: list[Judged], non_empty: list[int], place: Place) -> tuple[int, Place]:
+    """The section of a row counted through all sections, and the place inside of it. Large rows give the last
+    section."""
+    row = place[0]
+    for number in non_empty[:-1]:
         rows = parts[number].subject.matrix.shape[int(parts[number].kernel.transposed)]
         if row < rows:
-            return number, (row, at[1])
+            return number, (row, place[1])
         row -= rows
-    return some[-1], (row, at[1])
+    return non_empty[-1], (row, place[1])
 
 
-def _block(judged: Judged, at: Place, name: str) -> Table:
-    """The block of an element (row, column) of the matrix that is quantized: of x, or of its transpose."""
+def _block(judged: Judged, place: Place, name: str) -> Table:
+    """The block of an element (row, column) of the quantized matrix: x or its transpose."""
     x, oracle, kernel = judged.subject.x, judged.oracle, judged.kernel
     recipe = judged.subject.recipe
     transposed = kernel.transposed
     width = SHOWN_OF_WHOLE if recipe.whole else recipe.block[1]
-    row, block = at[0], at[1] // width
+    row, block = place[0], place[1] // width
     columns = range(block * width, min((block + 1) * width, x.shape[1]))
-    stored = scale_place(recipe, row, at[1])
+    stored = scale_place(recipe, row, place[1])
     title = f"{name}{'column' if transposed else 'row'} {row}, block {0 if recipe.whole else block}"
     title += ", rotated in the reference's order" if recipe.transform else ""
-    lines = [title, *(_scales(which, q, row, stored) for which, q in (("expected", oracle), ("actual", kernel)))]
+    lines = [title, *(_scales(side, q, row, stored) for side, q in (("expected", oracle), ("actual", kernel)))]
     headings = ("row" if transposed else "column", "x", "bits of x", "x·e", "expected", "", "actual", "")
     table = _table("\n".join(lines), headings)
     encode = of_row(_encode_scale(kernel, x.dtype), row)
-    own = slice(stored[0], stored[0] + 1)
-    scaled = scaled_elements(x[row : row + 1], linear_scales(kernel)[own], encode, recipe, judged.subject.blocks[own])[
-        0
-    ]
+    stored_row = slice(stored[0], stored[0] + 1)
+    scaled = scaled_elements(
+        x[row : row + 1], linear_scales(kernel)[stored_row], encode, recipe, judged.subject.blocks[stored_row]
+    )[0]
     codes = [elements(stored_along_rows(q)[row : row + 1], x.shape[1], recipe)[0] for q in (oracle, kernel)]
     for column in columns:
         value, raw = float_view(x[row, column])
@@ -176,97 +178,106 @@ def _encode_scale(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
     return tensor_scale(q.amax, q.recipe, dtype)
 
 
-def _scales(which: str, q: Quantized, row: int, place: Place) -> str:
-    """The numbers of a block whose scale is stored at a place, in one line."""
+def _scales(side: str, q: Quantized, row: int, place: Place) -> str:
+    """Amax, tensor scale and block scale of a block, in a line. `place`: position of the stored block scale."""
     amax, encode = ("not shown" if n is None else float(n) for n in (of_row(q.amax, row), of_row(q.tensor_scale, row)))
     value, raw = scale_view(linear_scales(q)[place], q.recipe.scale)
     tensor = "" if q.recipe.tensor_scale == "none" else f"amax {amax}, tensor scale {encode}, "
-    return f"{which}: {tensor}block scale {raw} = {value}"
+    return f"{side}: {tensor}block scale {raw} = {value}"
 
 
-def _update(inputs: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
-    """The scale of a tensor, the column of a place, and those beside it."""
-    found, expected = outcome.actual, outcome.expected
-    assert found is not None
+def _update(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
+    """Scale of a tensor, with the scales around it."""
+    actual, expected = outcome.actual, outcome.expected
+    assert actual is not None
     assert expected is not None
-    if not found.numel():
+    if not actual.numel():
         return None
     wrong = _wrong_element(outcome, "scale") or _wrong_element(outcome, "history") or {"tensor": 0}
-    tensor = min(at[1], len(found) - 1) if at is not None else wrong["tensor"]
+    tensor = min(place[1], len(actual) - 1) if place is not None else wrong["tensor"]
     table = _table("scales", ("tensor", "first amax", "largest amax", "before", "expected", "", "actual", ""))
-    for _, n in _around(0, tensor, found.unsqueeze(0)):
+    for _, n in _neighbours(0, tensor, actual.unsqueeze(0)):
         amaxes, before = inputs.x[:, n], inputs.scale["x"][n]
         largest = amaxes.nan_to_num(nan=0.0, posinf=torch.inf).amax()
         cells = [str(n), *(str(float(number)) for number in (amaxes[0], largest, before))]
-        cells += [str(part) for number in (expected[n], found[n]) for part in float_view(number)]
-        table.add_row(*cells, style="" if float_view(expected[n]) == float_view(found[n]) else "bold red")
+        cells += [str(part) for number in (expected[n], actual[n]) for part in float_view(number)]
+        table.add_row(*cells, style="" if float_view(expected[n]) == float_view(actual[n]) else "bold red")
     return table
 
 
-def _product(_: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
+def _product(_: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
     output, limits = outcome.actual, outcome.limits
     assert output is not None
     assert limits is not None
     if not output.numel():
         return None
-    row, column = _place(outcome, "output", at, output.shape)
+    row, column = _place(outcome, "output", place, output.shape)
     table = _table(f"row {row}", ("column", "rule", "expected", "", "lower", "upper", "actual", ""))
-    for here in _around(row, column, output):
-        exact = bool(limits.exact[here])
-        ends = None if exact else (limits.lower[here], limits.upper[here])
-        _add(table, here, [rule_at(limits, here)], limits.expected[here], ends, output[here])
+    for neighbour in _neighbours(row, column, output):
+        exact = bool(limits.exact[neighbour])
+        ends = None if exact else (limits.lower[neighbour], limits.upper[neighbour])
+        _add_row(table, neighbour, [rule_at(limits, neighbour)], limits.expected[neighbour], ends, output[neighbour])
     return table
 
 
-def _transform(inputs: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
+def _transform(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
     output, expected = outcome.actual, outcome.expected
     assert output is not None
     assert expected is not None
     if not output.numel():
         return None
-    row, column = _place(outcome, "output", at, output.shape)
+    row, column = _place(outcome, "output", place, output.shape)
     table = _table(f"row {row}", ("column", "x", "expected", "", "lower", "upper", "actual", ""))
-    for here in _around(row, column, output):
-        ends = None if outcome.ends is None else (outcome.ends[0][here], outcome.ends[1][here])
-        _add(table, here, [str(float(inputs.x[here]))], expected[here], ends, output[here])
+    for neighbour in _neighbours(row, column, output):
+        ends = None if outcome.ends is None else (outcome.ends[0][neighbour], outcome.ends[1][neighbour])
+        _add_row(table, neighbour, [str(float(inputs.x[neighbour]))], expected[neighbour], ends, output[neighbour])
     return table
 
 
-def _around(row: int, column: int, matrix: torch.Tensor) -> list[Place]:
+def _neighbours(row: int, column: int, matrix: torch.Tensor) -> list[Place]:
     start = column // NEIGHBOURS * NEIGHBOURS
     return [(row, c) for c in range(start, min(start + NEIGHBOURS, matrix.shape[1]))]
 
 
-def _add(
+def _add_row(
     table: Table,
-    here: Place,
+    place: Place,
     first: list[str],
     expected: torch.Tensor,
     ends: tuple[torch.Tensor, torch.Tensor] | None,
     actual: torch.Tensor,
 ) -> None:
-    wanted, found = float_view(expected), float_view(actual)
+    expected_value, actual_value = float_view(expected), float_view(actual)
     lower, upper = ("", "") if ends is None else (str(float(end)) for end in ends)
-    cells = [str(here[1]), *first, str(wanted[0]), wanted[1], lower, upper, str(found[0]), found[1]]
-    table.add_row(*cells, style="" if wanted == found else "bold")
+    cells = [
+        str(place[1]),
+        *first,
+        str(expected_value[0]),
+        expected_value[1],
+        lower,
+        upper,
+        str(actual_value[0]),
+        actual_value[1],
+    ]
+    table.add_row(*cells, style="" if expected_value == actual_value else "bold")
 
 
-def _swizzle(inputs: Inputs, outcome: Outcome, at: Place | None) -> Table | None:
+def _swizzle(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
     swizzled, scales = outcome.outputs["swizzled"], inputs.x
     assert swizzled is not None
     if not scales.numel():
         return None
-    row, column = _place(outcome, "layout", at, scales.shape)
+    row, column = _place(outcome, "layout", place, scales.shape)
     linear = reference.unswizzle(swizzled, (scales.shape[0], scales.shape[1]))
     table = _table(f"row {row}", ("column", "byte", "read back"))
-    for here in _around(row, column, scales):
-        expected, actual = (f"0x{int(t[here]):02X}" for t in (scales, linear))
-        table.add_row(str(here[1]), expected, actual, style="" if expected == actual else "bold red")
+    for neighbour in _neighbours(row, column, scales):
+        expected, actual = (f"0x{int(t[neighbour]):02X}" for t in (scales, linear))
+        table.add_row(str(neighbour[1]), expected, actual, style="" if expected == actual else "bold red")
     return table
 
 
 def _accuracy(_: Inputs, outcome: Outcome, __: Place | None) -> Table:
-    """What quantizing costs a module: it has no one element to show."""
+    """Accuracy cost of quantizing a module, which has no single element to show."""
     table = _table("beside float64, of the last step", ("tensor", "SQNR, dB", "relative error", "cosine"))
     for entry in outcome.accuracy:
         figures = (entry[name] for name in ("sqnr_db", "relative_error", "cosine"))

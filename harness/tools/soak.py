@@ -1,4 +1,4 @@
-"""Soak: a part of the matrix over many seeds, in which an unchanged kernel never fails."""
+"""Soak: part of the matrix over many seeds. A correct kernel never fails."""
 
 from __future__ import annotations
 
@@ -17,75 +17,76 @@ from narrowgauge.harness.cases.cost import work as elements_of
 from narrowgauge.harness.gate.ledger import Ledger
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.records.record import elements_compared, outcome
+from narrowgauge.harness.report.failure_view import reproduction
 from narrowgauge.harness.report.text import duration, number, plural
-from narrowgauge.harness.report.view import reproduction
 from narrowgauge.harness.running.pool import Settings, Task, run_tasks
 from narrowgauge.harness.running.runner import digest
 from narrowgauge.harness.tools.run_cases import progress_bar
 
 SHOWN = 20
-"""Cases that failed which are printed, each with one line that reproduces it; the rest are counted."""
+"""Largest number of printed failed cases, with commands for reproduction. Further cases are counted."""
 SEEDS_COMPARED = 4
-"""Seeds whose inputs are compared, to see whether a case depends on its seed."""
+"""Number of seeds whose inputs are compared, to find cases that do not depend on the seed."""
 LEAST = 1 << 14
-"""Work of the smallest cases, in elements: fewer cost no less, and see less."""
+"""Smallest work of a case in elements: smaller cases cost as much, and test less."""
 
 
-def chosen(cases: Sequence[Case], share: float) -> list[Case]:
-    """About `share` of the cases, in their order: cheap ones that hold everything that occurs.
+def soak_selection(cases: Sequence[Case], share: float) -> list[Case]:
+    """About `share` of the cases, in order: cheap cases that contain every feature.
 
-    Held is each recipe, input family, dtype and flag of each operation, even where that takes more cases. The rest are
-    those of least work, times how often what they hold is held already. Cases whose inputs are the same for every seed
-    are taken only where no other case holds what they do, or none is left. The choice depends on the cases alone.
+    Features are each recipe, input family, dtype and flag of each operation; all are covered, even if that takes more
+    cases. Further cases have least work multiplied by the number of earlier cases with their rarest feature. Cases with
+    equal inputs for every seed are selected only if no other case has their features, or no other case is left. The
+    selection depends only on the cases.
     """
-    wanted = math.ceil(share * len(cases))
-    held: Counter[str] = Counter()
-    taken: list[int] = []
-    fixed: list[int] = []
-    waiting = [(0, work(case), hashlib.sha256(case.id.encode()).digest(), n) for n, case in enumerate(cases)]
-    heapq.heapify(waiting)
+    count = math.ceil(share * len(cases))
+    feature_counts: Counter[str] = Counter()
+    selected: list[int] = []
+    seed_independent: list[int] = []
+    queue = [(0, case_work(case), hashlib.sha256(case.id.encode()).digest(), n) for n, case in enumerate(cases)]
+    heapq.heapify(queue)
 
-    def times(place: int) -> int:
-        return min(held[part] for part in parts(cases[place]))
+    def rarest_count(index: int) -> int:
+        return min(feature_counts[part] for part in case_features(cases[index]))
 
-    def take(place: int) -> None:
-        taken.append(place)
-        held.update(parts(cases[place]))
+    def take(index: int) -> None:
+        selected.append(index)
+        feature_counts.update(case_features(cases[index]))
 
     def take_next() -> None:
-        score, cost, mark, place = heapq.heappop(waiting)
-        if (now := cost * times(place)) > score:  # what it holds was taken since it was put there
-            heapq.heappush(waiting, (now, cost, mark, place))
-        elif varies(cases[place]):
-            take(place)
+        score, cost, mark, index = heapq.heappop(queue)
+        if (now := cost * rarest_count(index)) > score:  # a feature was selected since the score was computed
+            heapq.heappush(queue, (now, cost, mark, index))
+        elif depends_on_seed(cases[index]):
+            take(index)
         else:
-            fixed.append(place)
+            seed_independent.append(index)
 
-    while waiting and waiting[0][0] == 0:
+    while queue and queue[0][0] == 0:
         take_next()
-    for place in fixed:
-        if not times(place):
-            take(place)
-    while waiting and len(taken) < wanted:
+    for index in seed_independent:
+        if not rarest_count(index):
+            take(index)
+    while queue and len(selected) < count:
         take_next()
-    left = [place for place in fixed if place not in taken]
-    return [cases[place] for place in sorted(taken + left[: max(0, wanted - len(taken))])]
+    left_over = [index for index in seed_independent if index not in selected]
+    return [cases[index] for index in sorted(selected + left_over[: max(0, count - len(selected))])]
 
 
-def parts(case: Case) -> list[str]:
-    """What a case holds of its operation: a recipe, a family, a dtype, flags."""
-    named = {"recipe": case.recipe, "inputs": case.inputs, "dtype": case.dtype}
-    found = [f"{case.operation} {name} {value}" for name, value in named.items()]
-    return found + [f"{case.operation} flag {flag}" for flag in case.flags]
+def case_features(case: Case) -> list[str]:
+    """Features of a case: operation with recipe, input family, dtype, and each flag."""
+    fields = {"recipe": case.recipe_label, "inputs": case.inputs, "dtype": case.dtype_label}
+    features = [f"{case.operation} {name} {value}" for name, value in fields.items()]
+    return features + [f"{case.operation} flag {flag}" for flag in case.flags]
 
 
-def work(case: Case) -> int:
-    """What a case costs to run and judge, in elements: enough to tell cheap cases from others."""
+def case_work(case: Case) -> int:
+    """Approximate cost of running and judging a case, in elements."""
     return max(LEAST, elements_of(case))
 
 
-def varies(case: Case) -> bool:
-    """Whether there are inputs, and they depend on the seed."""
+def depends_on_seed(case: Case) -> bool:
+    """Whether the case has inputs that depend on the seed."""
     if not math.prod(case.shape):
         return False
 
@@ -101,55 +102,56 @@ def varies(case: Case) -> bool:
 def soak(
     cases: Sequence[Case], seeds: range, settings: Settings, console: Console, *, ledger: Ledger | None = None
 ) -> bool:
-    """Run every case on the inputs of every seed; print what failed, and one line at the end. True where all passed,
-    or failed as `ledger` expects.
+    """Run every case on the inputs of every seed, print failures and a final line. True if every case passed, or failed
+    as `ledger` expects.
 
-    What it expects to fail may pass on some seeds: `narrowgauge run` says where an entry is no longer right. What it
-    expects to crash is not to be among the cases (`Ledger.launchable`). Proved rules raise no false alarm at any number
-    of runs; statistical tests share the false alarms that one run is allowed
-    (`harness.checks.statistics.holm`), whatever the number of seeds.
+    An expected failure may pass on some seeds; `narrowgauge run` reports outdated entries. Cases expected to crash must
+    not be among the cases (`Ledger.launchable`). Proved rules raise no false alarm in any number of runs. Statistical
+    tests share the false alarms of a single run (`harness.checks.statistics.holm`), independent of the number of seeds.
 
-    Raises BackendError where the backend cannot be loaded.
+    Raises BackendError if the backend cannot be loaded.
     """
     started = time.monotonic()
     ledger = ledger or Ledger()
-    runs = compared = failures = known = 0
+    runs = compared = failures = known_failures = 0
     failed: dict[str, dict[str, Any]] = {}
-    times: Counter[str] = Counter()
+    failure_counts: Counter[str] = Counter()
     with progress_bar(console) as progress:
         bar = progress.add_task("running", total=len(cases) * len(seeds))
 
         def on_record(record: dict[str, Any]) -> None:
-            nonlocal runs, compared, failures, known
+            nonlocal runs, compared, failures, known_failures
             runs += 1
             compared += elements_compared(record)
             ledger.mark(record)
             if outcome(record) == "known":
-                known += 1
+                known_failures += 1
             elif record["verdict"] != "pass":
                 failures += 1
-                times[record["case"]] += 1
+                failure_counts[record["case"]] += 1
                 failed.setdefault(record["case"], record)
             progress.update(bar, advance=1, description=plural(failures, "failure"))
 
         run_tasks((Task(case, seed) for seed in seeds for case in cases), settings, on_record)
     for record in list(failed.values())[:SHOWN]:
-        of = f"{record['verdict']} in {times[record['case']]} of {plural(len(seeds), 'seed')}"
-        console.print(f"{of}: {record['message']}", markup=False, highlight=False, soft_wrap=True, style="red")
+        failure_count = f"{record['verdict']} in {failure_counts[record['case']]} of {plural(len(seeds), 'seed')}"
+        console.print(
+            f"{failure_count}: {record['message']}", markup=False, highlight=False, soft_wrap=True, style="red"
+        )
         console.print(f"reproduce: {reproduction(record)}", markup=False, highlight=False, soft_wrap=True)
     if len(failed) > SHOWN:
         console.print(f"and {plural(len(failed) - SHOWN, 'more case')} that failed", style="red")
     missing = len(cases) * len(seeds) - runs
-    words = [
+    summary = [
         f"{plural(len(seeds), 'seed')} from {seeds.start}", plural(len(cases), "case"),
         f"{plural(runs, 'run')} in {duration(time.monotonic() - started)}",
         f"{number(compared)} elements compared" if compared else "nothing was compared", plural(failures, "failure"),
     ]  # fmt: skip
-    if known:
-        words.append(plural(known, "known failure"))
+    if known_failures:
+        summary.append(plural(known_failures, "known failure"))
     if missing:
-        words.append(f"interrupted: {plural(missing, 'run')} did not happen")
+        summary.append(f"interrupted: {plural(missing, 'run')} did not happen")
     passed = not failures and not missing and compared > 0
     style = "" if passed else "bold red"
-    console.print(", ".join(words), markup=False, highlight=False, soft_wrap=True, style=style)
+    console.print(", ".join(summary), markup=False, highlight=False, soft_wrap=True, style=style)
     return passed

@@ -1,1 +1,1 @@
-"""The vocabulary that both sides share: formats, recipes, dialects, results, training recipes. No arithmetic."""
+"""Vocabulary of reference, kernels and harness: formats, recipes, results, orders of summation, argument checks."""

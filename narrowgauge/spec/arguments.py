@@ -1,4 +1,4 @@
-"""Checks of the arguments of operations: both sides raise the same error for the same mistake.
+"""Checks of the arguments of operations: reference and kernels raise the same error for the same mistake.
 
 Every error names the argument, its value or shape, and the remedy.
 """
@@ -16,9 +16,9 @@ from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.recipes import Delayed, Hadamard, Recipe
 
 Random = torch.Tensor | tuple[int, int]
-"""Random bits of a stochastic rounding: words, int32 (M, ⌈K/4⌉), element 4j + i of a row taking byte i of word j, the
-lowest first; or seed and offset, both 64 bits, of Philox: subsequence n makes the four words of block n of 16 elements,
-counted along the rows, 2n and 2n + 1 those of block n of 32."""
+"""Random bits of stochastic rounding. Either words, int32 (M, ⌈K/4⌉): element 4j + i of a row takes byte i of word j,
+the lowest byte first. Or seed and offset of Philox, 64 bits each: subsequence n gives the four words of block n of 16
+elements, counted along the rows; subsequences 2n and 2n + 1 give the words of block n of 32 elements."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -48,15 +48,15 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_halves(*, rowwise: bool, columnwise: bool, method: str) -> None:
-    """Raises ValueError if neither the rowwise nor the columnwise half is asked for."""
+    """Raises ValueError if neither the rowwise nor the columnwise half is wanted."""
     if not (rowwise or columnwise):
         raise ValueError(f"{method} takes rowwise=True, columnwise=True or both; both are False")
 
 
 def check_rotation(x: torch.Tensor, recipe: Recipe) -> Hadamard:
-    """The transform of a recipe. Raises ValueError or TypeError if it has none, or cannot rotate `x` along K."""
+    """The transform of a recipe. Raises ValueError or TypeError for a recipe that cannot rotate `x` along K."""
     if recipe.transform is None:
-        raise ValueError(f"recipe {recipe} has no transform; those of nvfp4-rht, nvfp4-rht32 and the like have")
+        raise ValueError(f"recipe {recipe} has no transform; use nvfp4-rht, nvfp4-rht32 or another recipe with -rht")
     if x.dim() != 2:
         raise ValueError(f"recipe {recipe} rotates a matrix (M, K), not shape {tuple(x.shape)}; reshape it first")
     check_rotated(x, x.shape[1], recipe)
@@ -77,7 +77,7 @@ def check_rotated(x: torch.Tensor, extent: int, recipe: Recipe) -> None:
 
 
 def check_rotated_sections(rows: Sequence[int], recipe: Recipe) -> None:
-    """Raises ValueError if a recipe with a transform cannot rotate sections of so many rows along M."""
+    """Raises ValueError if a recipe with a transform cannot rotate sections with these numbers of rows along M."""
     if recipe.transform is None:
         return
     group = recipe.transform.group
@@ -89,7 +89,7 @@ def check_rotated_sections(rows: Sequence[int], recipe: Recipe) -> None:
 
 
 def check_random(random: object, shape: tuple[int, int], recipe: Recipe) -> None:
-    """Raises ValueError or TypeError unless `random` is what the rounding of a matrix (M, K) takes."""
+    """Raises ValueError or TypeError unless `random` fits the rounding of a matrix (M, K)."""
     if recipe.rounding != "stochastic":
         if random is not None:
             raise ValueError(f"recipe {recipe} rounds {recipe.rounding}; it takes no random bits")
@@ -104,25 +104,28 @@ def check_random(random: object, shape: tuple[int, int], recipe: Recipe) -> None
 
 
 def split_random(random: object) -> tuple[Random | None, Random | None]:
-    """The random bits of the rowwise and of the columnwise half: the words of either, or seed and offset, offset + 1.
+    """The random bits of the rowwise and of the columnwise half: the words of both halves, or (seed, offset).
 
-    Raises TypeError unless `random` is one of these.
+    With (seed, offset) the columnwise half uses offset + 1. Raises TypeError for any other `random`.
     """
     if random is None:
         return None, None
     if isinstance(random, tuple) and len(random) == 2:
-        one, other = random
-        if type(one) is int and type(other) is int:
-            return (one, other), (one, other + 1)
-        if (one is None or isinstance(one, torch.Tensor)) and (other is None or isinstance(other, torch.Tensor)):
-            return one, other  # None: this half is not asked for
-    raise TypeError(f"random of two halves is (seed, offset) or the words of either, not {type(random).__name__}")
+        first, second = random
+        if type(first) is int and type(second) is int:
+            return (first, second), (first, second + 1)
+        if all(words is None or isinstance(words, torch.Tensor) for words in random):
+            return first, second  # None: this half is not wanted
+    raise TypeError(
+        f"random of two halves is (seed, offset), or the words of the rowwise and the columnwise half, not "
+        f"{type(random).__name__}"
+    )
 
 
 def check_random_of_sections(random: object, recipe: Recipe) -> None:
-    """Raises ValueError or TypeError unless `random` is what the rounding of sections takes: seed and offset, no words.
+    """Raises ValueError or TypeError unless `random` fits the rounding of sections: seed and offset, no words.
 
-    Philox counts the blocks of all sections through.
+    Philox numbers the blocks of all sections consecutively.
     """
     if recipe.rounding != "stochastic":
         check_random(random, (0, 0), recipe)
@@ -135,10 +138,10 @@ def check_random_of_sections(random: object, recipe: Recipe) -> None:
 
 
 def check_scale(scale: torch.Tensor | None, count: int, recipe: Recipe) -> None:
-    """Raises ValueError or TypeError unless `count` encode scales are given exactly if the recipe takes them."""
+    """Raises ValueError or TypeError unless a recipe with given scales, and only such a recipe, gets `count` scales."""
     if (scale is None) == (recipe.tensor_scale == "given"):
-        words = f"takes scale, float32 ({count},)" if scale is None else "makes its own scales; it takes none"
-        raise ValueError(f"recipe {recipe} {words}")
+        reason = f"takes scale, float32 ({count},)" if scale is None else "computes its own scales; omit scale"
+        raise ValueError(f"recipe {recipe} {reason}")
     if scale is not None:
         check_tensor(scale, "scale", (torch.float32,), (count,))
 
@@ -153,13 +156,13 @@ def check_amax(amax: torch.Tensor | None, shape: Sequence[int], recipe: Recipe, 
 
 
 def check_swizzled(recipe: Recipe, *, swizzled: bool) -> None:
-    """Raises ValueError if swizzled scales are asked for of a recipe with float32 scales."""
+    """Raises ValueError if swizzled scales are wanted from a recipe with float32 scales."""
     if swizzled and recipe.scale is FP32:
-        raise ValueError(f"recipe {recipe} has float32 scales; the 128×4 layout is of bytes")
+        raise ValueError(f"recipe {recipe} has float32 scales; the 128×4 layout holds bytes: omit swizzled=True")
 
 
 def check_swizzled_scales(scales: torch.Tensor, shape: tuple[int, int]) -> None:
-    """Raises TypeError or ValueError unless `scales` are uint8 codes in the 128×4 layout, of linear scales `shape`."""
+    """Raises TypeError or ValueError unless `scales` are uint8 codes in the 128×4 layout of linear scales (R, C)."""
     check_tensor(scales, "swizzled scales", (torch.uint8,), (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4))
 
 
@@ -177,9 +180,9 @@ def check_out_dtype(dtype: torch.dtype, method: str) -> None:
 
 
 def check_history(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe) -> Delayed:
-    """The rule of delayed scaling of a recipe. Raises ValueError or TypeError if it has none, or the shapes differ."""
+    """The delayed scaling of a recipe. Raises ValueError or TypeError without delayed scaling, or if shapes differ."""
     if recipe.delayed is None:
-        raise ValueError(f"recipe {recipe} takes no scale from a history; fp8-delayed-e4m3 and the like do")
+        raise ValueError(f"recipe {recipe} takes no scale from a history; use fp8-delayed-e4m3 or fp8-delayed-e5m2")
     check_tensor(history, "history", (torch.float32,))
     check_tensor(scale, "scale", (torch.float32,))
     if history.dim() != 2 or not history.shape[0] or tuple(scale.shape) != (history.shape[1],):
@@ -191,20 +194,20 @@ def check_history(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe) ->
 
 
 def check_section_recipe(recipe: Recipe) -> None:
-    """Raises ValueError for a recipe with an amax for every row: a section has one amax."""
+    """Raises ValueError for a recipe with an amax for every row: a section has a single amax."""
     if recipe.granularity == "row":
-        raise ValueError(f"recipe {recipe} has an amax for every row; sections of one amax each do not apply")
+        raise ValueError(f"recipe {recipe} has an amax for every row; a section has a single amax")
 
 
 def check_sizes(sizes: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless the sizes of sections are int64 (G,), G at least 1. Reads no size."""
+    """Raises TypeError or ValueError unless the sizes of sections are int64 (G,), G at least 1. Reads no values."""
     check_tensor(sizes, "sizes", (torch.int64,))
     if sizes.dim() != 1 or not len(sizes):
         raise ValueError(f"sizes of sections have shape (G,), G at least 1, not {tuple(sizes.shape)}")
 
 
 def section_rows(sizes: torch.Tensor, total: int) -> list[int]:
-    """The sizes of sections as a list; waits for their device. Raises ValueError unless they sum to `total` rows."""
+    """The sizes of sections as a list; waits for the device. Raises ValueError unless the sum is `total` rows."""
     check_sizes(sizes)
     rows: list[int] = sizes.tolist()
     if min(rows) < 0 or sum(rows) != total:
@@ -215,7 +218,7 @@ def section_rows(sizes: torch.Tensor, total: int) -> list[int]:
 
 
 def padded_rows(sizes: torch.Tensor, total: int, alignment: int) -> tuple[list[int], list[int]]:
-    """The sizes of sections, and the sizes padded to multiples of `alignment`; waits for their device.
+    """The sizes of sections, and the sizes padded to multiples of `alignment`; waits for the device.
 
     Raises ValueError unless the padded sizes sum to `total` rows.
     """
@@ -251,11 +254,13 @@ def check_columns(a: Quantized, b: Quantized) -> None:
 
 
 def check_sections_of_product(a: GroupedQuantized, b: Sequence[Quantized]) -> None:
-    """Raises ValueError unless `b` has one matrix for each rowwise section of `a`, all of one height."""
+    """Raises ValueError unless `b` has a matrix for every rowwise section of `a`, all of the same height."""
     if a.columnwise:
         raise ValueError("gemm_grouped multiplies sections that were quantized rowwise; these are columnwise")
     if len(a.sizes) != len(b) or not b:
-        raise ValueError(f"gemm_grouped multiplies each section by one matrix: {len(a.sizes)} sections, {len(b)} of b")
+        raise ValueError(
+            f"gemm_grouped multiplies every section by its own matrix: {len(a.sizes)} sections, {len(b)} matrices in b"
+        )
     for number, matrix in enumerate(b):
         if matrix.shape[1] != a.shape[1]:
             raise ValueError(
@@ -264,7 +269,9 @@ def check_sections_of_product(a: GroupedQuantized, b: Sequence[Quantized]) -> No
             )
     if any(matrix.shape[0] != b[0].shape[0] for matrix in b):
         heights = ", ".join(str(matrix.shape[0]) for matrix in b)
-        raise ValueError(f"gemm_grouped gives one output ({a.shape[0]}, N): the matrices of b have {heights} rows")
+        raise ValueError(
+            f"gemm_grouped has an output ({a.shape[0]}, N): all matrices of b have N rows, not {heights} rows"
+        )
 
 
 def check_epilogue(
@@ -274,9 +281,9 @@ def check_epilogue(
     bias: torch.Tensor | None,
     sections: int | None = None,
 ) -> None:
-    """Raises TypeError or ValueError unless the output (M, N), c (M, N) and bias (N,) fit.
+    """Raises TypeError or ValueError unless the dtype of the output (M, N), c (M, N) and bias (N,) fit together.
 
-    The bias of a grouped GEMM of so many `sections` G is (G, N).
+    The bias of a grouped GEMM with G = `sections` is (G, N).
     """
     check_out_dtype(out_dtype, "gemm")
     if c is not None:

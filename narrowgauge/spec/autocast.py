@@ -1,7 +1,7 @@
-"""Autocast: the training recipe of the modules in a block of code, of this thread alone; and recomputation under it.
+"""Autocast: the training recipe of the modules in a block of code, per thread; and recomputation by `checkpoint`.
 
-Both rooms use it: it holds no arithmetic. Backward passes may run in other threads, so a module asks for the recipe in
-its forward and keeps it.
+Reference and native modules share it: it contains no arithmetic. A backward pass may run in a different thread, so a
+module reads the recipe in its forward and stores it for the backward.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ T = TypeVar("T")
 
 
 class _Region:
-    """One `checkpoint`: what its first forward remembered, in order; while it is entered again, the next of it.
+    """A call of `checkpoint`: the values remembered by the first forward, replayed in order by the second forward.
 
-    Entered as a context of its second forward, as often as torch repeats that one.
+    The second forward runs inside the region as a context manager, once for every repetition by torch.
     """
 
     def __init__(self, recipe: TrainingRecipe | None) -> None:
         self.recipe = recipe
         self.remembered: list[Any] = []
         self.next: int | None = None
+        """Index of the next value to replay; None during the first forward."""
 
     def __enter__(self) -> None:
         self.next = 0
         self._before = (_state.recipes, _state.regions, _state.callbacks)
-        # The first forward's surroundings, not those of the backward pass in which this one runs.
+        # The state of the first forward replaces the state of the surrounding backward pass.
         _state.recipes, _state.regions, _state.callbacks = [self.recipe], [self], {}
 
     def __exit__(self, *exception: object) -> None:
@@ -46,10 +47,10 @@ class _Region:
 class _State(threading.local):
     def __init__(self) -> None:
         self.recipes: list[TrainingRecipe | None] = []
-        """Of the autocasts that are active, the innermost last."""
+        """Recipes of the active autocasts, the innermost last."""
         self.regions: list[_Region] = []
         self.callbacks: dict[Callable[[], None], None] = {}
-        """In order of registration, each once."""
+        """Callbacks as keys, in order of first registration."""
 
 
 _state = _State()
@@ -57,10 +58,10 @@ _state = _State()
 
 @contextmanager
 def autocast(recipe: TrainingRecipe | str | None) -> Iterator[None]:
-    """Modules in this block, in this thread, quantize by `recipe`, or one's name; by None they do not quantize.
+    """Modules in this block and thread quantize by `recipe`, a training recipe or its name; with None, not at all.
 
-    The recipe from before comes back at the end, whatever ends the block. Raises ValueError for an unknown name,
-    TypeError for what is no training recipe.
+    The previous recipe is restored at the end of the block, also after an exception. Raises ValueError for an unknown
+    name, TypeError if `recipe` is no training recipe, name or None.
     """
     if isinstance(recipe, str):
         recipe = training_recipe(recipe)
@@ -81,15 +82,15 @@ def autocast(recipe: TrainingRecipe | str | None) -> Iterator[None]:
 
 
 def current() -> TrainingRecipe | None:
-    """The recipe of the innermost autocast of this thread; None is high precision, as it is outside all of them."""
+    """The recipe of the innermost autocast of this thread; None (high precision) outside all autocasts."""
     return _state.recipes[-1] if _state.recipes else None
 
 
 def at_exit(callback: Callable[[], None]) -> None:
-    """Calls `callback` when the outermost autocast that is now active ends, unless an exception ends it.
+    """Calls `callback` at the end of the outermost active autocast, unless the autocast ends by an exception.
 
-    Callbacks are called in the order of their first registration, each once, however often it was registered. Raises
-    RuntimeError outside all autocasts.
+    Callbacks run in the order of their first registration, once, even if registered several times. Raises RuntimeError
+    outside all autocasts.
     """
     if not _state.recipes:
         raise RuntimeError("at_exit has no end of an autocast to wait for: no autocast is active in this thread")
@@ -102,9 +103,10 @@ def recomputing() -> bool:
 
 
 def remember(value: T) -> T:
-    """`value`; in the second forward of a `checkpoint` what its first one remembered at this point.
+    """`value`, or in the second forward of a `checkpoint` the value that the first forward passed at this point.
 
-    So a scale that has moved since is what it was. Outside a checkpoint nothing is kept.
+    Both forwards then use the same scales, even if a scale was updated between them. Outside a checkpoint no value is
+    stored.
     """
     for region in _state.regions:
         if region.next is None:
@@ -125,10 +127,10 @@ def _remembering(region: _Region) -> Iterator[None]:
 
 
 def checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """`function(*tensors)`, whose intermediate tensors are not kept but computed again when a backward needs them.
+    """`function(*tensors)` without stored intermediate tensors: the backward computes them by a second forward.
 
-    The second forward runs under the recipe of the first, whatever autocast is active then; `recomputing()` is True in
-    it, and `remember` gives what it was in the first.
+    The second forward runs under the recipe of the first forward, even if a different autocast is active. During the
+    second forward `recomputing()` is True, and `remember` replays the values of the first forward.
     """
     region = _Region(current())
     return torch_checkpoint(function, *tensors, use_reentrant=False, context_fn=lambda: (_remembering(region), region))

@@ -1,11 +1,13 @@
-"""What libraries mean by "NVFP4": for each dialect, the choices in which it leaves Transformer Engine's.
+"""Dialects of NVFP4 and MX: for each dialect, the choices that differ from the choices of Transformer Engine.
 
-Each library's own code was run, on constructed and on random inputs, and gave the bytes of its dialect;
-docs/dialects.md#nvfp4 has the counts. Not modelled: XLA's flush of subnormals on CPU (jax, qwix); the sign of a scale
-that is NaN (0x7F here) or 0 (FP-Quant stores 0x80 for blocks of zeros); codes of NaN where they depend on its payload
-(torchao), on the dtype (compressed-tensors) or on the sign of x (qwantize), or where there is none (vLLM, Quark);
-amaxes below 7.9e-36, where 2688/amax is infinite and fireworks gets NaN from its product with 0. Nothing here imports
-torch.
+The code of every library was run on constructed and on random inputs and gave the bytes of its dialect;
+docs/dialects.md#nvfp4 has the counts. Not modelled for NVFP4:
+- XLA's flush of subnormals on CPU (jax, qwix);
+- the sign of a NaN scale (0x7F here) or of a scale 0 (FP-Quant stores 0x80 for blocks of zeros);
+- codes of NaN that depend on the payload (torchao), on the dtype (compressed-tensors) or on the sign of x (qwantize),
+  or in libraries without a code for NaN (vLLM, Quark);
+- amaxes below 7.9e-36: 2688/amax is infinite, and in fireworks its product with 0 is NaN.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from typing import Any
 _ONE_LEVEL = {"tensor_scale": "none", "tensor_limit": "none", "decode": "s", "alpha": "1", "nan": "propagate"}
 
 DIALECTS: dict[str, dict[str, Any]] = {
-    # Transformer Engine >= 2.14; 2.8 to 2.13; and 2.14's native GEMM path, whose α multiplies by a reciprocal.
+    # Transformer Engine >= 2.14; 2.8 to 2.13; and the native GEMM path of 2.14, with an α by a reciprocal.
     "te": {},
     "te-2.8": {"block_scale": "(amax/6)*enc"},
     "te-native": {"alpha": "(b*a)*(1/d)"},
-    # The order of TensorRT-LLM, in the test references of vLLM 0.33 and FlashInfer, and in auto-round 0.16. vLLM's own
-    # emulation has 1e-8 for 1/0, so negative elements of a block whose scale is 0 get code 8, and zeros alone give NaN.
+    # The order of TensorRT-LLM, in the test references of vLLM 0.33 and FlashInfer, and in auto-round 0.16. The
+    # emulation of vLLM has 1e-8 for 1/0: negative elements of a block with scale 0 get code 8, and zeros give NaN.
     "trtllm": {
         "tensor_scale": "(1/amax)*max", "tensor_limit": "0-for-0", "block_scale": "(amax*(1/6))*enc",
         "element_scale": "x*r(s*r(enc))", "zero_scale": "zeros", "negative_zero": "rounded", "nan_code": 0,
@@ -44,7 +46,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
         "zero_block": "stored-2^-3", "element_scale": "x/(s/enc)", "zero_scale": "infinity",
         "negative_zero": "rounded", "nan_code": 0, "nan": "propagate", "decode": "s/enc", "alpha": "1/(a_enc*b_enc)",
     },
-    # fouroversix 1.0.5 with its scale rule static 6, which maps every block's amax to 6.
+    # fouroversix 1.0.5 with its scale rule static 6: the amax of every block maps to 6.
     "fouroversix": {
         "tensor_limit": "0-for-0", "block_scale": "(amax/6)*enc", "element_scale": "x*(1/(s*(1/enc)))",
         "zero_scale": "zeros", "rounding": "nearest-even-wrapping", "negative_zero": "rounded", "nan_code": 11,
@@ -56,8 +58,8 @@ DIALECTS: dict[str, dict[str, Any]] = {
         "zero_block": "amax/6=2^-23", "element_scale": "x/(s*dec)", "zero_scale": "2^-23", "negative_zero": "never",
         "nan": "propagate",
     },
-    # The trace reference of FlashInfer 0.7.2, which its kernels do not follow. Its tensor scale is given: this is the
-    # one of its own inputs; other callers ignore NaN and take infinity for FLT_MAX.
+    # The trace reference of FlashInfer 0.7.2; the kernels of FlashInfer differ. The tensor scale is an argument: this
+    # dialect has the tensor scale of FlashInfer's test inputs. Further callers ignore NaN and take infinity as FLT_MAX.
     "flashinfer-trace": {
         "tensor_scale": "(1/amax)*max", "tensor_limit": "amax>=1e-12", "block_scale": "(amax/6)*enc",
         "element_scale": "(x*enc)/s", "zero_scale": "1", "rounding": "nearest-toward-zero",
@@ -69,7 +71,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
         "element_scale": "(x*enc)*(1/s)", "zero_scale": "zeros", "rounding": "nearest-even-within-1e-6",
         "nan": "propagate",
     },
-    # JAX 0.10, scaled_matmul on CPU, where XLA divides by 6 and by s through their reciprocals.
+    # JAX 0.10, scaled_matmul on CPU: XLA multiplies by the reciprocals of 6 and of s.
     "jax": {
         "tensor_scale": "amax/max", "tensor_limit": "none", "block_scale": "(amax*(1/dec))*(1/6)",
         "element_scale": "(x*(1/dec))*(1/s)", "zero_scale": "infinity", "nan_code": 8, "nan": "propagate",
@@ -90,8 +92,8 @@ DIALECTS: dict[str, dict[str, Any]] = {
         "zero_scale": "2^-9", "rounding": "nearest-toward-zero", "negative_zero": "never", "nan_code": 0,
         "packing": "high-first",
     },
-    # qwix 0.1.8. It rounds x/s to the dtype of x, too, which changes no code: the ties, times s, are numbers of that
-    # dtype, and its next numbers are too far from them.
+    # qwix 0.1.8. Its further rounding of x/s to the dtype of x changes no code: the ties, times s, are numbers of this
+    # dtype, and neighbouring numbers are too far from the ties.
     "qwix": _ONE_LEVEL | {
         "statistics": "input-blocks", "block_scale": "amax*(1/6)", "zero_block": "1-below-sqrt(tiny)",
         "element_scale": "x/s", "zero_scale": "infinity", "nan_code": 8,
@@ -107,24 +109,25 @@ MX_DIALECTS: dict[str, dict[str, Any]] = {
     "even": {"block_scale": "amax*2^-emax", "scale_rounding": "as-element", "nan": "propagate"},
     # torchao's CEIL.
     "ceil": {"block_scale": "amax*2^-emax", "scale_rounding": "up", "nan": "propagate"},
-    # compressed-tensors 0.20: the midpoint above 1.5, but for E2M3. It has neither E3M2 nor E5M2.
+    # compressed-tensors 0.20: the midpoint above 1.5, except for E2M3. E3M2 and E5M2 are missing in the library.
     "compressed-tensors": {"block_scale": "amax*2^-emax", "scale_rounding": "up-from-1.75"},
-    # The trace reference of FlashInfer 0.7.2, which its kernels do not follow.
+    # The trace reference of FlashInfer 0.7.2; the kernels of FlashInfer differ.
     "floor-448": {"block_scale": "amax/max", "scale_rounding": "down"},
     # breccia 0.1.3.
     "nearest": {"block_scale": "amax/max", "scale_rounding": "nearest-log2"},
 }
-"""What libraries mean by "MXFP8" and the other MX formats: their rules for the exponent of a scale
-(docs/dialects.md#e8m0-scales).
+"""Dialects of the MX formats: rules for the exponent of a scale (docs/dialects.md#e8m0-scales).
 
-Not modelled: the scale of a block of zeros, whose codes are zeros under any (0 here and in torchao and Quark; 120 for
-E4M3 in auto-round, 127 in FlashInfer's trace); that of an infinite amax in Quark, 254; elements under code 0, which
-torchao divides by 2^-126, or by 1 in its RCEIL; the NaN scale of a block with NaN in torchao's RCEIL; logarithms of
-float32, wrong one ulp above max·2^k in torchao's RCEIL and up to 32 beside √2·2^k in breccia, which takes every amax
-below its epsilon for that.
+Not modelled:
+- the scale of a block of zeros, with codes 0 under any scale (0 here and in torchao and Quark; 120 for E4M3 in
+  auto-round, 127 in FlashInfer's trace), and the scale 254 of an infinite amax in Quark;
+- elements under scale code 0, divided by 2^-126 in torchao, or by 1 in its RCEIL;
+- the NaN scale of a block with NaN in torchao's RCEIL;
+- inexact float32 logarithms: wrong one ulp above max·2^k in torchao's RCEIL, and up to 32 ulps beside √2·2^k in
+  breccia, with its epsilon in place of every smaller amax.
 """
 
 MX_DIALECTS_OF: dict[tuple[str, str], dict[str, Any]] = {
     ("compressed-tensors", "E2M3"): {"scale_rounding": "as-element"},  # generate_mx_scales, of 6 bits
 }
-"""What a dialect and an element have in place of the dialect's choices."""
+"""Choices of a dialect for a single element format, in place of the choices above."""

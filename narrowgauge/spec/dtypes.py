@@ -1,4 +1,4 @@
-"""The dtypes of inputs and outputs, by the names that case files use."""
+"""Dtypes of inputs and outputs, by their names in case files."""
 
 from __future__ import annotations
 

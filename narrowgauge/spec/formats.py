@@ -1,7 +1,7 @@
-"""Narrow number formats as data, with the scalar definition of what a code means.
+"""Narrow number formats as data, with the scalar definition of the value of a code.
 
 Sources: OCP 8-bit Floating Point (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX) 1.0 for
-E2M1, E2M3, E3M2 and E8M0. Nothing here imports torch, so that listing recipes and cases stays cheap.
+E2M1, E2M3, E3M2 and E8M0. This module does not import torch, so that listing recipes and cases is fast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Format:
-    """An encoding of one number. Codes are the unsigned integers below `codes`."""
+    """Encoding of a single number. Codes are the unsigned integers below `codes`."""
 
     name: str
     bits: int
@@ -23,9 +23,9 @@ class Format:
     max_code: int
     """Code of the largest finite positive value."""
     inf_code: int | None = None
-    """Code of +infinity, where the format has one."""
+    """Code of +infinity; None in a format without infinity."""
     nan_code: int | None = None
-    """Code of the canonical NaN, where the format has one."""
+    """Code of the canonical NaN; None in a format without NaN."""
     signed: bool = True
 
     @property
@@ -44,13 +44,13 @@ class Format:
         return 1 << (self.bits - 1) if self.signed else 0
 
     def value(self, code: int) -> float:
-        """The number that `code` stands for: the definition that every table and kernel is tested against.
+        """The number with this code. All tables and kernels are tested against this definition.
 
-        Raises ValueError where the code does not exist.
+        Raises ValueError if the code does not exist.
         """
         if not 0 <= code < self.codes:
             raise ValueError(f"{self.name} has codes 0 to {self.codes - 1}; {code} is none of them")
-        if not self.signed:  # E8M0: an exponent and nothing else
+        if not self.signed:  # E8M0 has an exponent only
             return math.nan if code == self.nan_code else math.ldexp(1.0, code - self.bias)
         sign = -1.0 if code & self.sign_code else 1.0
         magnitude = code & ~self.sign_code
@@ -78,7 +78,7 @@ FP32 = Format(
     "FP32", bits=32, exponent_bits=8, mantissa_bits=23, bias=127, max_code=0x7F7FFFFF, inf_code=0x7F800000,
     nan_code=0x7FC00000,
 )  # fmt: skip
-"""float32, of scales that are stored as such."""
+"""float32, for scales stored as float32 numbers."""
 
 FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0)}
-"""The narrow ones by name."""
+"""The narrow formats by name."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments of modules and shards: both sides raise the same error for the same mistake."""
+"""Checks of the arguments of modules and shards: reference and kernels raise the same error for the same mistake."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def check_layer(
     accumulate: bool,
     quantized_parameters: bool,
 ) -> None:
-    """Raises TypeError or ValueError unless a layer, a `kind`, can be made with these options."""
+    """Raises TypeError or ValueError for invalid options of a layer of the class `kind`."""
     if dtype not in INPUT_DTYPES:
-        raise TypeError(f"{kind} is of float32, bfloat16 or float16, not {dtype_name(dtype)}")
+        raise TypeError(f"{kind} has the dtype float32, bfloat16 or float16, not {dtype_name(dtype)}")
     if min(in_features, out_features) < 1:
         raise ValueError(f"{kind} has at least one feature in and out, not {in_features} and {out_features}")
     if not 0 <= seed < 1 << 64:
         raise ValueError(f"the seed of {kind} is a number of 64 bits, not {seed}")
     if quantized_parameters and not accumulate:
         raise ValueError(
-            f"{kind} with quantized_parameters has no weight that could have a .grad; its gradient goes to main_grad: "
+            f"{kind} with quantized_parameters has no weight with a .grad; its gradient goes to main_grad: "
             "give accumulate=True"
         )
 
@@ -62,20 +62,20 @@ def check_heads(hidden: int, heads: int) -> None:
 def check_input(
     kind: str, x: torch.Tensor, in_features: int, dtype: torch.dtype, recipe: TrainingRecipe | None
 ) -> None:
-    """Raises TypeError or ValueError unless `x` is an input (…, K) of a layer that the recipe takes."""
+    """Raises TypeError or ValueError unless the layer and the recipe accept the input `x` (…, K)."""
     if x.dtype != dtype:
         raise TypeError(f"{kind} of {dtype_name(dtype)} takes x of that dtype, not {dtype_name(x.dtype)}; convert it")
     if x.dim() < 1 or x.shape[-1] != in_features:
         raise ValueError(f"{kind} takes x (…, {in_features}), not shape {tuple(x.shape)}")
     if recipe is not None and recipe.input.transform is not None and x.dtype != torch.bfloat16:
         raise TypeError(
-            f"{recipe} rotates bfloat16, and this {kind} is of {dtype_name(x.dtype)}; make it of bfloat16, or switch "
+            f"{recipe} rotates bfloat16, and this {kind} has the dtype {dtype_name(x.dtype)}; use bfloat16, or switch "
             "the rotation off (NVFP4BlockScaling-norht)"
         )
 
 
 def check_rotated_rows(x: torch.Tensor, in_features: int, recipe: TrainingRecipe | None) -> None:
-    """Raises ValueError if the recipe rotates groups of rows, and the rows of `x` (…, K) are no whole groups."""
+    """Raises ValueError if the recipe rotates groups of rows and the rows of `x` (…, K) do not fill whole groups."""
     if recipe is None or recipe.input.transform is None:
         return
     rows, group = x.numel() // in_features, recipe.input.transform.group
@@ -93,7 +93,7 @@ def check_batch(x: torch.Tensor, hidden: int) -> None:
 
 
 def check_splits(m_splits: Sequence[int], groups: int, x: torch.Tensor, in_features: int) -> None:
-    """Raises ValueError unless `m_splits` are the numbers of rows of every group of `x` (…, K)."""
+    """Raises ValueError unless `m_splits` has a number of rows per group, with the sum of the rows of `x` (…, K)."""
     rows = x.numel() // in_features
     if len(m_splits) != groups or min(m_splits) < 0 or sum(m_splits) != rows:
         raise ValueError(
@@ -103,28 +103,29 @@ def check_splits(m_splits: Sequence[int], groups: int, x: torch.Tensor, in_featu
 
 
 def check_history_length(kind: str, rows: int, recipe: TrainingRecipe) -> None:
-    """Raises ValueError unless the amax history of a layer is as long as the recipe's."""
+    """Raises ValueError unless the amax history of a layer has the length named by the recipe."""
     if rows != recipe.history:
         raise ValueError(
-            f"the amax history of this {kind} has {rows} rows, but {recipe} has {recipe.history}; run a module under "
-            "one length, or set its amax_history to None to begin again"
+            f"the amax history of this {kind} has {rows} rows, but {recipe} has {recipe.history}; run a module with "
+            "a single length, or set its amax_history to None to begin again"
         )
 
 
 def check_holds_quantized(kind: str, *, quantized_parameters: bool) -> None:
-    """Raises RuntimeError unless a layer holds its weights quantized."""
+    """Raises RuntimeError unless the weights of a layer are quantized parameters."""
     if not quantized_parameters:
         raise RuntimeError(
-            f"{kind} without quantized_parameters has its weight as a parameter; copy into that, or make the layer "
-            "with quantized_parameters=True"
+            f"{kind} without quantized_parameters has its weight as a parameter; copy into the parameter, or make the "
+            "layer with quantized_parameters=True"
         )
 
 
 def check_active(recipe: TrainingRecipe | None) -> TrainingRecipe:
-    """The recipe that write_weight quantizes by. Raises RuntimeError for None."""
+    """The recipe of write_weight. Raises RuntimeError for None."""
     if recipe is None:
         raise RuntimeError(
-            "write_weight quantizes by the recipe of an autocast, and none is active; enter one, or give recipe="
+            "write_weight quantizes by the recipe of an autocast, and no autocast is active; enter an autocast, or "
+            "give recipe="
         )
     return recipe
 
@@ -140,7 +141,7 @@ def check_masters(weights: Sequence[torch.Tensor], count: int, shape: tuple[int,
 def check_written(
     shape: tuple[int, int], written: TrainingRecipe | None, recipe: TrainingRecipe | None
 ) -> TrainingRecipe:
-    """The recipe that a quantized weight was written under. Raises RuntimeError if none, ValueError if another."""
+    """The recipe of a written weight. Raises RuntimeError before the first write, ValueError for another recipe."""
     if written is None:
         raise RuntimeError(
             f"the quantized weight {shape} was not written yet; call write_weight with the high-precision weight, or "
@@ -158,7 +159,7 @@ def check_written(
 def check_main_grad(
     grad: torch.Tensor, name: str, shape: tuple[int, ...], device: torch.device, attribute: str = "main_grad"
 ) -> None:
-    """Raises TypeError or ValueError unless a main gradient is float32, of the weight's shape and on its device."""
+    """Raises TypeError or ValueError unless a main gradient is float32, with the shape and device of the weight."""
     check_tensor(grad, f"{attribute} of {name}", (torch.float32,), shape)
     if grad.device != device:
         raise ValueError(f"{attribute} of {name} lies on {grad.device}, and the weight on {device}; move it")
@@ -171,23 +172,23 @@ def check_delays(kind: str, *, delay_wgrad: bool) -> None:
 
 
 def check_group(group: dist.ProcessGroup) -> int:
-    """The rank of this process in `group`. Raises ValueError if it has none: torch would warn and reduce nothing."""
+    """The rank of this process in `group`. Raises ValueError outside the group: torch would warn and not reduce."""
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ValueError("this process is not in the group that the amax is reduced over; give it the group it is in")
+        raise ValueError("this process is not in the group of the amax reduction; give a group with this process")
     return rank
 
 
 def check_sharded_recipe(recipe: Recipe) -> None:
     """Raises ValueError for a recipe with an amax for every row: shards share the amax of the tensor."""
     if recipe.granularity == "row":
-        raise ValueError(f"recipe {recipe} has an amax for every row, and none of the tensor that shards could share")
+        raise ValueError(f"recipe {recipe} has an amax for every row, so shards share no amax of the tensor")
 
 
 def check_failed_shard(failed: int) -> None:
     """Raises ValueError in every process if process `failed` − 1 could not quantize its shard; 0: none failed."""
     if failed:
-        raise ValueError(f"process {failed - 1} of the group cannot quantize its shard; its own error says why")
+        raise ValueError(f"process {failed - 1} of the group cannot quantize its shard; see the error of this process")
 
 
 def check_dimension(dim: int) -> None:
@@ -199,26 +200,26 @@ def check_dimension(dim: int) -> None:
 def check_extents(
     shapes: Sequence[tuple[int, int]], recipe: Recipe, dim: int, *, rowwise: bool, columnwise: bool
 ) -> None:
-    """Raises ValueError unless shards of these shapes, one behind the other along `dim`, cut no block in two.
+    """Raises ValueError if a block lies in two shards of these shapes, adjacent along `dim`.
 
-    Extents along the other dimension are equal. Every shard but the last that is not empty is a multiple of `step_of`.
+    Extents along the other dimension are equal. Every nonempty shard but the last is a multiple of `step_of`.
     """
     listed = ", ".join(map(str, shapes))
     if len({shape[1 - dim] for shape in shapes}) > 1:
-        raise ValueError(f"shards along dimension {dim} have one extent along the other; these are {listed}")
+        raise ValueError(f"shards along dimension {dim} have equal extents along the other dimension, not {listed}")
     step = step_of(recipe, dim, rowwise=rowwise, columnwise=columnwise)
     filled = [rank for rank, shape in enumerate(shapes) if shape[dim]]
     for rank in filled[:-1]:
         if shapes[rank][dim] % step:
             raise ValueError(
-                f"recipe {recipe} has blocks of {step} along dimension {dim}, and one would lie in two shards: that of "
-                f"process {rank} has {shapes[rank][dim]} {('rows', 'columns')[dim]}, no multiple of {step} (shards: "
-                f"{listed}); give every shard but the last a multiple of {step}"
+                f"recipe {recipe} has blocks of {step} along dimension {dim}, and a block would lie in two shards: the "
+                f"shard of process {rank} has {shapes[rank][dim]} {('rows', 'columns')[dim]}, no multiple of {step} "
+                f"(shards: {listed}); give every shard but the last a multiple of {step}"
             )
 
 
 def step_of(recipe: Recipe, dim: int, *, rowwise: bool, columnwise: bool) -> int:
-    """Elements along `dim` that share a block, a tile or a rotated group: the largest of the halves asked for."""
+    """Elements along `dim` in a block, a tile or a rotated group: the maximum over the wanted halves."""
     if recipe.whole:
         return 1
     along, across = recipe.block[dim], recipe.block[1 - dim]

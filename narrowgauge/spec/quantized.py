@@ -1,4 +1,4 @@
-"""The result of quantizing: what every backend returns, and what `dequantize` and `gemm` take."""
+"""The result of quantization, returned by every backend and passed to `dequantize` and `gemm`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Quantized:
-    """A quantized (M, K) matrix, its blocks along K.
+    """A quantized (M, K) matrix with blocks along K.
 
-    codes: uint8, (M, ⌈K/2⌉) for 4-bit elements (first element in the low nibble, an odd K leaves the last high nibble
-    0), (M, K) otherwise. scales: decode scales, uint8 codes of the recipe's scale format or float32 numbers, linear and
-    unpadded: (M, ⌈K/block⌉), that of a block of 16 or 32 rows once for each of them; float32 ones (⌈M/rows⌉,
-    ⌈K/block⌉), (1, 1) of a whole tensor. Or, where `swizzled`, padded and in the 128×4 layout. amax: float32, (1,), or
-    (M,) where the recipe has one for each row, or None where it has no tensor scale. tensor_scale: float32, like amax,
-    the encode factor that was used; None where a kernel does not show it. shape: (M, K) as given, before the last block
-    was padded with zeros. transposed: codes are stored as (K, M) and linear scales as (⌈K/block⌉, M), as columnwise MX
-    halves are (`Recipe.columnwise`).
+    codes: uint8, (M, ⌈K/2⌉) for 4-bit elements (first element in the low nibble; an odd K leaves the last high nibble
+    0), else (M, K).
+    scales: decode scales, linear and unpadded. uint8 codes of the scale format: (M, ⌈K/block⌉); a block of 16 or 32
+    rows stores its scale once per row. float32 scales: (⌈M/rows⌉, ⌈K/block⌉), or (1, 1) for a whole tensor. If
+    `swizzled`: padded and in the 128×4 layout.
+    amax: float32 (1,), or (M,) for a recipe with an amax per row; None for a recipe without tensor scale.
+    tensor_scale: the encode factor of the quantization, float32, of the shape of amax; None if the kernel does not
+    report the factor.
+    shape: (M, K) of the input, before the last block was padded with zeros.
+    transposed: codes are stored as (K, M) and linear scales as (⌈K/block⌉, M), like the columnwise MX halves
+    (`Recipe.columnwise`).
     """
 
     codes: torch.Tensor
@@ -36,19 +39,20 @@ class Quantized:
 
     @property
     def required_amax(self) -> torch.Tensor:
-        """`amax`, for operations that decode by it. Raises ValueError if it is None."""
+        """`amax`, for operations that need the amax. Raises ValueError if `amax` is None."""
         return _required_amax(self.amax, self.recipe)
 
 
 @dataclass
 class GroupedQuantized:
-    """A matrix (M, K) quantized in sections along M, each by itself: `sections()` are its Quantized parts.
+    """A matrix (M, K), quantized in separate sections along M; `sections()` returns a `Quantized` per section.
 
-    sizes: int64 (G,), rows of each section, on the device of the rest. Rowwise (`columnwise` False), codes (M, ⌈K/2⌉)
-    or (M, K), and scales (M, ⌈K/block⌉), are those of the sections one below the other; so are float32 scales, as many
-    rows as each section has. Columnwise, codes and scales are flat: those of the transpose (K, m) of each section, as
-    they are stored, one behind the other. What is left at the end is not used. amax and tensor_scale: float32 (G,), or
-    None where the recipe has no tensor scale.
+    sizes: int64 (G,), rows of each section, on the device of the codes.
+    codes, scales, rowwise (`columnwise` False): codes (M, ⌈K/2⌉) or (M, K) and scales (M, ⌈K/block⌉), section below
+    section. float32 scales have ⌈m/rows⌉ rows for a section of m rows.
+    codes, scales, columnwise: flat. The stored codes and scales of the transpose (K, m) of each section are adjacent in
+    memory, in order of the sections. Bytes behind the last section are unused.
+    amax, tensor_scale: float32 (G,), or None for a recipe without tensor scale.
     """
 
     codes: torch.Tensor
@@ -62,11 +66,11 @@ class GroupedQuantized:
 
     @property
     def required_amax(self) -> torch.Tensor:
-        """`amax`, one number for each section. Raises ValueError if it is None."""
+        """`amax`, a number per section. Raises ValueError if `amax` is None."""
         return _required_amax(self.amax, self.recipe)
 
     def sections(self) -> list[Quantized]:
-        """One Quantized for each section, views of this one's memory. Waits for the device that holds `sizes`."""
+        """A `Quantized` per section, as views of the same memory. Waits for the device of `sizes`."""
         parts = []
         start = code = scale = 0
         transposed = self.columnwise and self.recipe.columnwise == "in-place"
@@ -82,7 +86,7 @@ class GroupedQuantized:
                 codes, scales = self.codes[start : start + rows], self.scales[scale : scale + tall]
                 start, scale = start + rows, scale + tall
             amax, encode = (
-                None if every is None else every[number : number + 1] for every in (self.amax, self.tensor_scale)
+                None if values is None else values[number : number + 1] for values in (self.amax, self.tensor_scale)
             )
             parts.append(Quantized(codes, scales, amax, self.recipe, shape, encode, transposed=transposed))
         return parts
@@ -95,15 +99,15 @@ def _required_amax(amax: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
 
 
 def codes_shape(shape: tuple[int, int], recipe: Recipe, *, transposed: bool = False) -> tuple[int, int]:
-    """Shape of the codes of a (M, K) matrix, as they are stored."""
+    """Shape of the stored codes of a (M, K) matrix."""
     rows, columns = shape[::-1] if transposed else shape
     return (rows, -(-columns // 2)) if recipe.element.bits == 4 else (rows, columns)
 
 
 def scales_shape(shape: tuple[int, int], recipe: Recipe, *, transposed: bool = False) -> tuple[int, int]:
-    """Shape of the unpadded block scales of a (M, K) matrix, as they are stored: a row for every row of the matrix.
+    """Shape of the stored, unpadded block scales of a (M, K) matrix: a row of scales per row of the matrix.
 
-    Float32 scales have one for every row of blocks; a tensor with one scale has (1, 1), also where it is empty.
+    Float32 scales have a row per row of blocks. A tensor with a single scale has (1, 1), even if the tensor is empty.
     """
     if recipe.whole:
         return 1, 1
@@ -123,6 +127,6 @@ def amax_shape(shape: tuple[int, int], recipe: Recipe) -> tuple[int]:
 
 
 def words_shape(shape: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the random words of a (M, K) matrix that is rounded stochastically: one for four elements of a row."""
+    """Shape of the random words for stochastic rounding of a (M, K) matrix: a word per four elements of a row."""
     rows, columns = shape
     return rows, -(-columns // 4)

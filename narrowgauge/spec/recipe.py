@@ -1,7 +1,7 @@
-"""A recipe as data: one complete quantization rule.
+"""A recipe as data: a complete quantization rule.
 
-It names every choice in which libraries differ, so that the reference can speak any of them and a report can say where
-a kernel leaves one. Nothing here imports torch.
+A recipe names every choice in which libraries differ. The reference can therefore compute any dialect, and a report can
+name the choice in which a kernel differs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -47,21 +47,22 @@ LargestScale = Literal["float32", "input"]
 Columnwise = Literal["transposed", "in-place"]
 
 WHOLE = 1 << 62
-"""Rows and columns of a block that is the whole tensor."""
+"""Rows and columns of a block that spans the whole tensor."""
 
 RHT_SIGNS = 0xD7E8
-"""Bit k is set where element k of 16 is negated: Transformer Engine's constant sign vector
+"""Mask of Transformer Engine's constant sign vector: element k of 16 is negated if bit k is set
 (docs/numerics.md#hadamard-transform)."""
 RHT_GROUPS = (2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Hadamard:
-    """A rotation of groups along K: y = x·diag(σ)·H·c, H Sylvester's matrix of `group` rows, c = bf16(1/√group)."""
+    """A rotation of groups along K: y = x·diag(σ)·H·c; H: Sylvester's matrix of `group` rows, c = bf16(1/√group)."""
 
     group: int = 16
+    """Elements of a group."""
     signs: int = RHT_SIGNS
-    """σ as a mask of 16 bits, element k negated where bit k mod 16 is set."""
+    """σ as a mask of 16 bits: element k is negated if bit k mod 16 is set."""
 
     def __post_init__(self) -> None:
         if self.group not in RHT_GROUPS:
@@ -72,126 +73,133 @@ class Hadamard:
 
 @dataclass(frozen=True)
 class Delayed:
-    """How a scale follows from a history of amaxes: `update_scale`."""
+    """Computation of a scale from a history of amaxes: `update_scale`."""
 
     algorithm: Literal["max", "most-recent"] = "max"
-    """The largest amax of the history, or its first."""
+    """Amax for the scale: the largest or the first amax of the history."""
     margin: int = 0
-    """Powers of two that are left above the amax."""
+    """Powers of two between the amax and the largest number of the format."""
     update: Literal["single", "bulk"] = "single"
-    """Transformer Engine's kernel: of one tensor, which rolls a history whose first amax is 0 too, or of many, which
-    leaves that and its scale alone."""
+    """Transformer Engine's kernel. For a history with a first amax of 0, the kernel for a single tensor rolls the
+    history; the kernel for many tensors (bulk) leaves history and scale unchanged."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A quantization rule. Two recipes that compare equal give the same bytes.
+    """A complete quantization rule. Equal recipes give equal bytes.
 
-    In expressions, `amax` of a tensor scale is the tensor's and max the product 2688 (the element's largest value where
-    there are no scales of E4M3), `amax` of a block scale is the block's and max the element's largest value, whose
-    exponent is emax; enc = 2688/amax and dec = amax/2688 are the tensor's scale in whichever form `tensor_scale` has; s
-    is the stored block scale; d the constant 36·448·448 of the NVFP4 GEMM. Every operation rounds to float32, R(…) then
-    to the dtype of x. r(a) is 1/a, and 0 for 0. Which library has which choices: docs/dialects.md#nvfp4.
+    Symbols in expressions:
+    - of a tensor scale: `amax` of the tensor; max = 2688, or the largest element without E4M3 scales;
+    - of a block scale: `amax` of the block; max is the largest element, with the exponent emax;
+    - enc = 2688/amax and dec = amax/2688: the tensor scale, in the form of `tensor_scale`;
+    - s: the stored block scale; d: the constant 36·448·448 of the NVFP4 GEMM; r(a): 1/a, and 0 for a = 0.
+    Every operation rounds to float32; R(…) rounds further to the dtype of x. The choices of each library:
+    docs/dialects.md#nvfp4.
     """
 
     name: str
     dialect: str
     element: Format
     block: tuple[int, int]
-    """Rows and columns that share a scale; (WHOLE, WHOLE) where the tensor has one. The scale of a block of several
-    rows is stored once for each of them, unless it is a float32 number: see `stored_rows`."""
+    """Rows and columns that share a scale; (WHOLE, WHOLE) for a single scale per tensor. A block of several rows stores
+    its scale once per row, except for float32 scales: see `stored_rows`."""
     scale: Format
-    """Of the stored block scales, which are decode scales."""
+    """Format of the stored block scales, which are decode scales."""
 
     scale_max: float = 448.0
-    """Block scale that the tensor's largest block gets: 448, or 256, which leaves room for a scale 1.5 times larger."""
+    """Block scale of the block with the tensor amax: 448, or 256, which leaves room for a scale 1.5 times larger."""
     statistics: Statistics = "float32"
-    """Dtype in which amaxes are used: `input`, every result of amaxes alone (the tensor scale and its reciprocal, a
-    block's amax/6) rounds to the dtype of x; `input-blocks`, that of blocks alone."""
+    """Dtype of results of amaxes alone: the tensor scale, its reciprocal, amax/6 of a block. `input`: they round to the
+    dtype of x; `input-blocks`: only the results of block amaxes do."""
     granularity: Granularity = "tensor"
-    """What has one amax and one encode factor: the tensor, or each row of it."""
+    """Scope of an amax and its encode factor: the tensor, or a row."""
     transform: Hadamard | None = None
-    """Rotation before everything else, of bfloat16 only; of the columnwise operand in `quantize_both`."""
+    """Rotation before all other steps, for bfloat16 only; in `quantize_both` of the columnwise operand only."""
     tensor_scale: TensorScale = "max/amax"
-    """Form of the tensor's scale: an encode factor enc, which may be given to `quantize`, a decode factor dec, or none
-    (one level)."""
+    """Form of the tensor scale: an encode factor enc, which a caller may pass to `quantize`, a decode factor dec, or
+    none (a single level of scales)."""
     tensor_limit: TensorLimit = "finite"
-    """What an amax without a proper tensor scale gets. `finite`: the scale is at most FLT_MAX, and 1 where amax is 0 or
-    infinite; `1-for-nan`: the same, and 1 where amax is NaN; `0-for-0`: 0 where amax is 0; `1`: 1 where the scale is
-    not finite; `2^-23`: that where it is 0;
-    `amax>=1e-12`: no amax is smaller; `refuse`: ValueError where the scale is 0 or not finite; `none`: what comes."""
+    """Tensor scale of special amaxes. `finite`: at most FLT_MAX, and 1 for amax 0 or infinity; `1-for-nan`: the same,
+    and 1 for amax NaN; `0-for-0`: 0 for amax 0; `1`: 1 for an infinite or NaN scale; `2^-23`: 2^-23 for a scale of 0;
+    `amax>=1e-12`: amax is at least 1e-12; `refuse`: ValueError for a scale that is 0, infinite or NaN; `none`: the
+    unchanged result."""
     block_scale: BlockScale = "amax*(enc*(1/6))"
-    """Order of operations of the block scale before it is rounded to `scale`, saturating. 1/(max/amax): the encode
-    scale max/amax is rounded, 1 where amax is 0, infinite or NaN, then inverted."""
+    """Order of operations of the block scale before its saturating rounding to `scale`. 1/(max/amax): the encode scale
+    max/amax, 1 for amax 0, infinity or NaN, is rounded and then inverted."""
     smallest_amax: float = 0.0
-    """What amaxes are raised to: Transformer Engine's epsilon."""
+    """Lower clamp of amaxes: Transformer Engine's epsilon."""
     largest_scale: LargestScale = "float32"
-    """Dtype whose largest number an encode scale max/amax gets that would be infinite: float32, or that of x."""
+    """Dtype whose largest number replaces an infinite encode scale max/amax: float32, or the dtype of x."""
     zero_block: ZeroBlock = "keep"
-    """What a block scale of 0 becomes before it is rounded: 1; 1 below the root of the smallest normal number of the
-    dtype of x; as if amax/6 were 2^-23; or, once it is rounded, 2^-3."""
+    """Replacement of a block scale of 0 before rounding: 1; 1 below the square root of the smallest normal number of
+    the dtype of x; the scale for amax/6 = 2^-23; or, after rounding, 2^-3."""
     smallest_scale: SmallestScale = "0"
-    """Lower clamp of the block scale before it is rounded, after `zero_block`."""
+    """Lower clamp of the block scale before rounding, after `zero_block`."""
     scale_rounding: ScaleRounding = "nearest-even"
-    """Rounding of the block scale to `scale`. To a power of two: `up`, `down` (of 1/(max/amax) that of max/amax),
-    `as-element` (down, after rounding to the element's mantissa, ties away), `up-from-1.75` (up from mantissa 1.75 on,
-    else down), `nearest-log2` (up above √2); it saturates, and only NaN gives NaN. `none`: it is a float32 number."""
+    """Rounding of the block scale to `scale`. To a power of two: `up`, `down` (for 1/(max/amax) of max/amax),
+    `as-element` (down, after rounding to the mantissa of the element, ties away), `up-from-1.75` (up from mantissa 1.75
+    on, else down), `nearest-log2` (up above √2); the result saturates, and only NaN gives NaN. `none`: the scale stays
+    a float32 number."""
     candidates: Candidates = "6"
-    """Whether a block's amax maps to 6, or to 4 where that makes the sum of absolute or squared errors smaller."""
+    """Whether the amax of a block always maps to 6, or to 4 if 4 gives a smaller sum of absolute or squared errors."""
     zero_scale: ZeroScale = "saturate"
-    """What a block whose scale rounds to 0 gets. `saturate`: the largest code for every element that is not 0 (it
-    decodes to 0); `infinity`: what 1/0 gives, NaN for an element of 0; `zeros`: codes of 0; a number: the divisor is
-    that where it is not above 0. Scales of E8M0 and float32 are never 0."""
+    """Elements of a block with a scale that rounds to 0. `saturate`: the largest code for every nonzero element (it
+    decodes to 0); `infinity`: the result of 1/0, NaN for an element 0; `zeros`: codes 0; a number: the divisor for a
+    scale not above 0. Scales of E8M0 and float32 are never 0."""
     element_scale: Element = "x*min(1/(s*(1/enc)),FLT_MAX)"
     """Form of the multiplication or division before an element is rounded."""
     rounding: Rounding = "nearest-even"
-    """Rounding of the elements. Stochastic takes random bits. `nearest-even-within-1e-6`: distances to the grid are
-    float32, and 1e-6 smaller to even codes. `nearest-even-wrapping`: there is no largest code, and what has none below
-    16 is cut to 4 bits: from 7 on −0, whatever the sign, from 11 on −0.5 and so on. The rest saturate."""
+    """Rounding of the elements. Stochastic rounding takes random bits. `nearest-even-within-1e-6`: distances to the
+    grid are float32 numbers, and smaller by 1e-6 for even codes. `nearest-even-wrapping`: codes do not saturate but are
+    cut to 4 bits: magnitudes from 7 on become −0, for either sign, from 11 on −0.5 and so on. All further roundings
+    saturate."""
     negative_zero: NegativeZero = "keep"
-    """Code 8, −0: for −0.0 and negative numbers that round to 0; `rounded`, for the latter alone; or `never`."""
+    """Code 8 (−0) is given to −0.0 and to negative numbers that round to 0; `rounded`: only to the latter; `never`."""
     nan_code: NanCode = 7
-    """Code of an element that is NaN before it is rounded, as 0·∞ is; of infinity too where rounding wraps. 127 is the
+    """Code of an element that is NaN before rounding, such as 0·∞; with wrapping rounding also of infinity. 127 is the
     NaN of E4M3 and E5M2."""
     packing: Packing = "low-first"
     """Nibble of the first of two elements."""
     nan: NanPolicy = "ignore"
-    """Whether a NaN element is left out of the statistics or makes every scale of the tensor NaN, with one level of
-    scales that of its block."""
+    """`ignore`: amaxes ignore NaN elements. `propagate`: a NaN makes every scale of the tensor NaN; with a single level
+    of scales, only the scale of its block."""
     decode: Decode = "(s*amax)*(1/max)"
-    """How `dequantize` forms the factor of a code. s/enc is 0 where enc is 0."""
+    """Order of operations of the factor of a code in `dequantize`. s/enc is 0 for enc = 0."""
     alpha: Alpha = "(a*b)/d"
-    """How a GEMM forms the factor of the two tensor amaxes (a of the first operand, b of the second) or scales."""
+    """Order of operations of α in a GEMM, from the tensor amaxes or scales a and b of both operands."""
     columnwise: Columnwise = "transposed"
-    """How the columnwise half of `quantize_both` lies in memory: as the transpose that it is, or where x has the
-    elements, codes (M, K) and scales (⌈M/32⌉, K)."""
+    """Storage of the columnwise half of `quantize_both`: `transposed`, or `in-place` in the layout of x, with codes
+    (M, K) and scales (⌈M/32⌉, K)."""
     delayed: Delayed | None = None
-    """How `update_scale` makes the scale that `quantize` is given."""
+    """Computation of the scale argument of `quantize` by `update_scale`."""
 
     def __post_init__(self) -> None:
         for name, choices in _choices().items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"recipe {self.name}: {name} is {value!r}; it can be {', '.join(map(str, choices))}")
-        for one, other, reason in _EXCLUDED:
-            if _FEATURES[one](self) and _FEATURES[other](self):
-                raise ValueError(f"recipe {self.name}: {one} and {other} do not go together: {reason}")
+        for feature, excluded, reason in _EXCLUDED:
+            if _FEATURES[feature](self) and _FEATURES[excluded](self):
+                raise ValueError(f"recipe {self.name}: {feature} and {excluded} do not go together: {reason}")
         self._check_expressions()
 
     def _check_expressions(self) -> None:
-        """Raises ValueError where an expression takes a number that the recipe does not have, or none that it has."""
-        has = _TENSOR_FACTOR[self.tensor_scale]
+        """Raises ValueError if an expression uses a factor that the recipe does not define, or omits a defined factor.
+
+        The factor is enc or dec, as defined by `tensor_scale`.
+        """
+        defined = _TENSOR_FACTOR[self.tensor_scale]
         for name in ("block_scale", "element_scale", "decode", "alpha"):
             expression = getattr(self, name)
-            takes = next((word for word in ("enc", "dec") if word in expression), "")
+            used = next((factor for factor in ("enc", "dec") if factor in expression), "")
             if name in ("decode", "alpha"):
-                alone = has == "" or self.block_scale == "1/enc"
-                fits = takes in ("", has) and (expression in ("s", "1", "s_a*s_b")) == alone
+                without_factor = defined == "" or self.block_scale == "1/enc"
+                fits = used in ("", defined) and (expression in ("s", "1", "s_a*s_b")) == without_factor
             else:
-                fits = takes == has
+                fits = used == defined
             if not fits:
                 raise ValueError(
                     f"recipe {self.name}: {name} {expression} does not fit tensor_scale {self.tensor_scale}, "
-                    f"which gives {has or 'no factor'}"
+                    f"which gives {defined or 'no factor'}"
                 )
         for name, forms in _OF_SCALES[self.scale.name].items():
             if getattr(self, name) not in forms:
@@ -201,13 +209,13 @@ class Recipe:
                 )
         if not self.whole == (self.block_scale == "1/enc") == (self.alpha == "s_a*s_b"):
             raise ValueError(
-                f"recipe {self.name}: one scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together, or "
-                "none of them"
+                f"recipe {self.name}: a single scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together; "
+                "give all of them or none"
             )
         if self.nan_code >= self.element.codes:
             raise ValueError(f"recipe {self.name}: nan_code {self.nan_code} is no code of {self.element.name}")
         if (self.tensor_scale == "given") != (self.delayed is not None):
-            raise ValueError(f"recipe {self.name}: tensor_scale is given exactly where there is a rule in delayed")
+            raise ValueError(f"recipe {self.name}: tensor_scale 'given' and the field delayed go together; give both")
         allowed = _zero_scales(self.element_scale)
         if self.zero_scale not in allowed:
             raise ValueError(
@@ -217,33 +225,33 @@ class Recipe:
 
     @property
     def divides(self) -> bool:
-        """Whether elements are divided by a number of their block rather than multiplied."""
+        """Whether elements are divided by a factor of their block rather than multiplied."""
         return self.element_scale in _DIVIDING
 
     @property
     def max_product(self) -> float:
-        """What the tensor amax is mapped to: for NVFP4 the largest element times the largest scale, 2688; for one scale
-        the largest element."""
+        """Image of the tensor amax: for NVFP4 the largest element times the largest scale, 2688; for a single scale
+        per tensor the largest element."""
         return self.element.max * (1.0 if self.whole else self.scale_max)
 
     @property
     def whole(self) -> bool:
-        """Whether the tensor has one scale."""
+        """Whether the tensor has a single scale."""
         return self.block[0] == WHOLE
 
     @property
     def stored_rows(self) -> int:
-        """Rows that share a stored scale: all of a block for float32 scales, else 1, repeated."""
+        """Rows that share a stored scale: the rows of a block for float32 scales; else 1, with repeated scales."""
         return self.block[0] if self.scale is FP32 else 1
 
     @property
     def row_alignment(self) -> int:
-        """Rows of a section that a grouped GEMM takes are a multiple of this: docs/numerics.md#sections."""
+        """Alignment of the rows of a section in a grouped GEMM: docs/numerics.md#sections."""
         return 16 if self.scale is FP32 else 32 if self.scale is E8M0 else 128
 
     @property
     def rowwise(self) -> Recipe:
-        """The recipe of the rowwise half of `quantize_both`: the same without the rotation."""
+        """The recipe of the rowwise half of `quantize_both`: this recipe without its rotation."""
         if self.transform is None:
             return self
         return replace(self, name=re.sub(r"-rht\d*(-nosign)?", "", self.name), transform=None)
@@ -254,7 +262,7 @@ class Recipe:
 
 @cache
 def _choices() -> dict[str, tuple[Any, ...]]:
-    """What the fields that choose can be. Found once: a recipe is made at each call of a door."""
+    """Allowed values of the fields with a choice. Cached, because every operation makes a recipe."""
     hints = get_type_hints(Recipe)
     return {field.name: get_args(hint) for field in fields(Recipe) if get_origin(hint := hints[field.name]) is Literal}
 
@@ -263,7 +271,7 @@ DEFAULT_DIALECT = "te"
 _EXPONENT_SCALES: tuple[str, ...] = ("amax*(1/max)", "amax/max", "amax*2^-emax")
 _FLOAT_SCALES: tuple[str, ...] = ("1/(max/amax)", "1/enc")
 _FLOAT_ELEMENTS: tuple[str, ...] = ("x*(max/amax)", "x*enc")
-# The choices that scales of a format have.
+# Choices for each format of the scales.
 _OF_SCALES: dict[str, dict[str, tuple[str, ...]]] = {
     "E4M3": {
         "block_scale": tuple(e for e in get_args(BlockScale) if e not in (*_EXPONENT_SCALES, *_FLOAT_SCALES)),
@@ -279,7 +287,7 @@ _OF_SCALES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-# Block scales that round amax/6 by itself.
+# Block scales with amax/6 as a rounded intermediate result.
 _FORMS_SIXTH: tuple[str, ...] = (
     "(amax/6)*enc",
     "(amax*(1/6))*enc",
@@ -289,43 +297,47 @@ _FORMS_SIXTH: tuple[str, ...] = (
     "amax*(1/6)",
 )
 _DIVIDING: tuple[str, ...] = ("x/(s*dec)", "x/(s/enc)", "(x*enc)/s", "x/s", "R(x/R(s*(1/enc)))")
-# What 4over6 takes for granted when it weighs a candidate.
+# Choices that 4over6 assumes when it computes the errors of a candidate.
 _TE_ELEMENT: dict[str, Any] = {
     "statistics": "float32", "tensor_scale": "max/amax", "zero_block": "keep", "smallest_scale": "0",
     "scale_rounding": "nearest-even", "zero_scale": "saturate", "rounding": "nearest-even",
     "element_scale": "x*min(1/(s*(1/enc)),FLT_MAX)", "negative_zero": "keep", "nan_code": 7, "packing": "low-first",
 }  # fmt: skip
 _FEATURES: dict[str, Any] = {
-    "2-D blocks": lambda r: r.block[0] > 1,
-    "a rotation": lambda r: r.transform is not None,
-    "stochastic rounding": lambda r: r.rounding == "stochastic",
-    "row scaling": lambda r: r.granularity == "row",
-    "float32 scales": lambda r: r.scale is FP32,
-    "another element than E2M1": lambda r: r.element is not E2M1,
-    "E2M1": lambda r: r.element is E2M1,
-    "scales of bytes": lambda r: r.scale is not FP32,
-    "scales of another format than E4M3": lambda r: r.scale is not E4M3,
-    "choices for scales of E4M3": lambda r: (r.statistics, r.zero_block, r.smallest_scale) != ("float32", "keep", "0"),
-    "a smallest amax": lambda r: r.smallest_amax > 0,
-    "a given scale": lambda r: r.tensor_scale == "given",
-    "a largest scale of the dtype of x": lambda r: r.largest_scale == "input",
-    "a block scale other than 1/(max/amax)": lambda r: r.block_scale != "1/(max/amax)",
-    "the first element high": lambda r: r.packing == "high-first",
-    "a columnwise half in place": lambda r: r.columnwise == "in-place",
-    "a rounding of E2M1": lambda r: r.rounding not in ("nearest-even", "stochastic"),
-    "4over6": lambda r: r.candidates != "6",
-    "one level of scales": lambda r: r.tensor_scale == "none",
-    "statistics of blocks in the dtype of x": lambda r: r.statistics == "input-blocks",
-    "the smallest amax/6": lambda r: r.zero_block == "amax/6=2^-23",
-    "a block scale that never forms amax/6": lambda r: r.block_scale not in _FORMS_SIXTH,
-    "choices of another library": lambda r: any(getattr(r, name) != value for name, value in _TE_ELEMENT.items()),
+    "2-D blocks": lambda recipe: recipe.block[0] > 1,
+    "a rotation": lambda recipe: recipe.transform is not None,
+    "stochastic rounding": lambda recipe: recipe.rounding == "stochastic",
+    "row scaling": lambda recipe: recipe.granularity == "row",
+    "float32 scales": lambda recipe: recipe.scale is FP32,
+    "another element than E2M1": lambda recipe: recipe.element is not E2M1,
+    "E2M1": lambda recipe: recipe.element is E2M1,
+    "scales of bytes": lambda recipe: recipe.scale is not FP32,
+    "scales of another format than E4M3": lambda recipe: recipe.scale is not E4M3,
+    "choices for scales of E4M3": lambda recipe: (
+        (recipe.statistics, recipe.zero_block, recipe.smallest_scale) != ("float32", "keep", "0")
+    ),
+    "a smallest amax": lambda recipe: recipe.smallest_amax > 0,
+    "a given scale": lambda recipe: recipe.tensor_scale == "given",
+    "a largest scale of the dtype of x": lambda recipe: recipe.largest_scale == "input",
+    "a block scale other than 1/(max/amax)": lambda recipe: recipe.block_scale != "1/(max/amax)",
+    "the first element high": lambda recipe: recipe.packing == "high-first",
+    "a columnwise half in place": lambda recipe: recipe.columnwise == "in-place",
+    "a rounding of E2M1": lambda recipe: recipe.rounding not in ("nearest-even", "stochastic"),
+    "4over6": lambda recipe: recipe.candidates != "6",
+    "one level of scales": lambda recipe: recipe.tensor_scale == "none",
+    "statistics of blocks in the dtype of x": lambda recipe: recipe.statistics == "input-blocks",
+    "the smallest amax/6": lambda recipe: recipe.zero_block == "amax/6=2^-23",
+    "a block scale that never forms amax/6": lambda recipe: recipe.block_scale not in _FORMS_SIXTH,
+    "choices of another library": lambda recipe: any(
+        getattr(recipe, name) != value for name, value in _TE_ELEMENT.items()
+    ),
 }
-# The factor that each form of the tensor scale gives.
+# Factor of each form of the tensor scale.
 _TENSOR_FACTOR = {"max/amax": "enc", "(1/amax)*max": "enc", "amax/max": "dec", "given": "enc", "none": ""}
 
 
 def _zero_scales(element_scale: Element) -> tuple[ZeroScale, ...]:
-    """The rules for a scale of 0 that a form of the element's scaling goes with."""
+    """Allowed values of `zero_scale` for a form of the element scaling."""
     if element_scale in ("x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/s)", "x*(max/amax)", "x*enc"):
         return ("saturate",)
     if element_scale == "x*r(s*r(enc))":
@@ -335,41 +347,41 @@ def _zero_scales(element_scale: Element) -> tuple[ZeroScale, ...]:
     return ("infinity", "zeros")
 
 
-# What does not go together, and why; the first five are what Transformer Engine refuses.
+# Features that exclude each other, and the reason. Transformer Engine rejects the first five pairs.
 _EXCLUDED = (
-    ("row scaling", "2-D blocks", "a tile of 16 rows has one scale, but each row an amax of its own"),
+    ("row scaling", "2-D blocks", "a tile of 16 rows has a single scale, but every row has its own amax"),
     ("row scaling", "a rotation", "row scaling is for forward activations, which are not rotated"),
     ("row scaling", "stochastic rounding", "row scaling is for forward activations, which round to nearest"),
     ("4over6", "a rotation", "the choice between 4 and 6 is by the error of unrotated elements"),
     ("4over6", "stochastic rounding", "the choice between 4 and 6 is by the error of rounding to nearest"),
-    ("one level of scales", "row scaling", "no amax is used but those of blocks, so a row has none of its own"),
-    ("4over6", "choices of another library", "the errors that choose are those of Transformer Engine's candidates"),
-    ("statistics of blocks in the dtype of x", "a block scale that never forms amax/6", "nothing would be rounded"),
-    ("the smallest amax/6", "a block scale that never forms amax/6", "nothing would be replaced"),
+    ("one level of scales", "row scaling", "only block amaxes are used, no amax of a row"),
+    ("4over6", "choices of another library", "the compared errors are those of Transformer Engine's candidates"),
+    ("statistics of blocks in the dtype of x", "a block scale that never forms amax/6", "no result would be rounded"),
+    ("the smallest amax/6", "a block scale that never forms amax/6", "no result would be replaced"),
     ("float32 scales", "stochastic rounding", "Transformer Engine rounds FP8 to nearest"),
     ("float32 scales", "a rotation", "Transformer Engine rotates no FP8"),
-    ("a rounding of E2M1", "another element than E2M1", "it is made of that format's grid"),
+    ("a rounding of E2M1", "another element than E2M1", "the rounding is defined on the grid of E2M1"),
     ("the first element high", "another element than E2M1", "no two elements share a byte"),
     ("a columnwise half in place", "E2M1", "two columns would share a byte"),
     ("a columnwise half in place", "float32 scales", "Transformer Engine transposes FP8"),
-    ("choices for scales of E4M3", "scales of another format than E4M3", "nothing would be changed"),
-    ("a smallest amax", "scales of bytes", "Transformer Engine's epsilon is one of FP8"),
+    ("choices for scales of E4M3", "scales of another format than E4M3", "the choices would have no effect"),
+    ("a smallest amax", "scales of bytes", "Transformer Engine has an epsilon for FP8 only"),
     ("a smallest amax", "a given scale", "no amax is used"),
-    ("a largest scale of the dtype of x", "a block scale other than 1/(max/amax)", "nothing would be changed"),
+    ("a largest scale of the dtype of x", "a block scale other than 1/(max/amax)", "the choice would have no effect"),
 )
 
 
 def mismatch(a: Recipe, b: Recipe) -> str:
-    """Why operands of two recipes cannot be multiplied, or nothing where they can.
+    """The reason why operands of two recipes cannot be multiplied; empty if they can.
 
-    Both have scales of one format, for as many elements of K, the same rotation and the same α. NVFP4 has one element
-    format; MX elements mix (PTX: kind::mxf8f6f4); E5M2 by E5M2 and tiles by tiles are no GEMM of FP8 with float32
-    scales (Transformer Engine, cuBLAS).
+    Both recipes need the same scale format, the same number of elements of K per scale, the same rotation and the same
+    α. NVFP4 has a single element format; MX elements mix (PTX: kind::mxf8f6f4). FP8 with float32 scales has no GEMM of
+    E5M2 by E5M2 or of tiles by tiles (Transformer Engine, cuBLAS).
     """
-    for what in ("scale", "transform", "alpha"):
-        if (one := getattr(a, what)) != (other := getattr(b, what)):
-            reason = "; rotations cancel only where both operands have the same" if what == "transform" else ""
-            return f"{what} is {_named(one)} and {_named(other)}{reason}"
+    for field in ("scale", "transform", "alpha"):
+        if (of_a := getattr(a, field)) != (of_b := getattr(b, field)):
+            reason = "; rotations cancel only if both operands have the same rotation" if field == "transform" else ""
+            return f"{field} is {_named(of_a)} and {_named(of_b)}{reason}"
     if a.scale is E4M3 and a.element != b.element:
         return f"element is {a.element.name} and {b.element.name}"
     if a.block[1] != b.block[1]:
@@ -385,5 +397,5 @@ def _named(choice: object) -> str:
     return choice.name if isinstance(choice, Format) else str(choice)
 
 
-def _block(r: Recipe) -> str:
-    return f"{r.block[0]}x{r.block[1]}"
+def _block(recipe: Recipe) -> str:
+    return f"{recipe.block[0]}x{recipe.block[1]}"

@@ -1,13 +1,13 @@
-"""The named recipes: `nvfp4`, `mxfp8-e4m3@ocp`, `fp8-block-128x128-e4m3-pow2` and all that their names compose.
+"""The named recipes: `nvfp4`, `mxfp8-e4m3@ocp`, `fp8-block-128x128-e4m3-pow2` and all compositions of their parts.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -33,11 +33,11 @@ _ELEMENTS = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3, "e5m2": E5M
 
 @dataclass(frozen=True)
 class _Family:
-    """Recipes whose names are made of the same parts."""
+    """Recipes with names of the same parts."""
 
     parts: re.Pattern[str]
     make: Callable[[re.Match[str]], tuple[Recipe, dict[str, Any]]]
-    """The recipe of these parts in the default dialect, under its full name; and which of its fields they chose."""
+    """Makes the recipe of the parts in the default dialect, under its full name, and the fields set by the parts."""
     dialects: Mapping[str, dict[str, Any]]
     names: tuple[str, ...]
 
@@ -71,16 +71,16 @@ def _mx(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
     kind = parts["fp8"] or parts["fp6"] or {"8": "e4m3", "4": "e2m1"}[width]
     element = _ELEMENTS[kind]
     chosen: dict[str, Any] = {"rounding": "stochastic"} if parts["sr"] else {}
-    # Transformer Engine's tiles are of E4M3, and called mxfp8-2d.
+    # Transformer Engine has tiles for E4M3 only and names them mxfp8-2d.
     short = element is E2M1 or (element is E4M3 and tile)
     name = f"mxfp{width}" + ("" if short else f"-{kind}") + tile + (parts["sr"] or "")
-    made = Recipe(
+    recipe = Recipe(
         name, DEFAULT_DIALECT, element=element, block=(32, 32) if tile else (1, 32), scale=E8M0,
         tensor_scale="none", tensor_limit="none", block_scale="amax*(1/max)", scale_rounding="up",
         element_scale="x*(1/s)", nan_code=_nan_code(element), decode="s", alpha="1",
         columnwise="transposed" if element is E2M1 else "in-place", **chosen,
     )  # fmt: skip
-    return made, chosen
+    return recipe, chosen
 
 
 def _nan_code(element: Format) -> Any:
@@ -92,37 +92,37 @@ def _nan_code(element: Format) -> Any:
 
 def _fp8_block(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
     element, kind = _ELEMENTS[parts["element"] or "e4m3"], parts["kind"] or "pow2"
-    made = Recipe(
+    recipe = Recipe(
         f"fp8-block-{parts['block']}-{element.name.lower()}-{kind}{_eps_part(parts)}", DEFAULT_DIALECT, element=element,
         block=(1, 128) if parts["block"] == "1x128" else (128, 128), scale=FP32, tensor_scale="none",
         tensor_limit="none", block_scale="1/(max/amax)", smallest_amax=float(parts["eps"] or 0), largest_scale="input",
         scale_rounding="down" if kind == "pow2" else "none", element_scale="x*(max/amax)", nan_code=_nan_code(element),
         decode="s", alpha="1",
     )  # fmt: skip
-    return made, {}
+    return recipe, {}
 
 
 def _fp8_current(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
     element = _ELEMENTS[parts["element"] or "e4m3"]
     name = f"fp8-current-{element.name.lower()}{parts['pow2'] or ''}{_eps_part(parts)}"
-    made = Recipe(
+    recipe = Recipe(
         name, DEFAULT_DIALECT, element=element, block=(WHOLE, WHOLE), scale=FP32, tensor_limit="1-for-nan",
         block_scale="1/enc", smallest_amax=float(parts["eps"] or 0), scale_rounding="down" if parts["pow2"] else "none",
         element_scale="x*enc", nan_code=_nan_code(element), decode="s", alpha="s_a*s_b",
     )  # fmt: skip
-    return made, {}
+    return recipe, {}
 
 
 def _fp8_delayed(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
     element, margin = _ELEMENTS[parts["element"] or "e4m3"], int(parts["margin"] or 0)
     name = f"fp8-delayed-{element.name.lower()}{parts['recent'] or ''}" + (f"-margin{margin}" if margin else "")
-    rule = Delayed("most-recent" if parts["recent"] else "max", margin, "bulk" if parts["bulk"] else "single")
-    made = Recipe(
+    delayed = Delayed("most-recent" if parts["recent"] else "max", margin, "bulk" if parts["bulk"] else "single")
+    recipe = Recipe(
         name + (parts["bulk"] or ""), DEFAULT_DIALECT, element=element, block=(WHOLE, WHOLE), scale=FP32,
         tensor_scale="given", tensor_limit="none", block_scale="1/enc", scale_rounding="none", element_scale="x*enc",
-        nan_code=_nan_code(element), decode="s", alpha="s_a*s_b", delayed=rule,
+        nan_code=_nan_code(element), decode="s", alpha="s_a*s_b", delayed=delayed,
     )  # fmt: skip
-    return made, {}
+    return recipe, {}
 
 
 def _eps_part(parts: re.Match[str]) -> str:
@@ -130,7 +130,7 @@ def _eps_part(parts: re.Match[str]) -> str:
     return f"-eps{eps!r}" if eps else ""
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
+# ---- all families ----------------------------------------------------------------------------------------------------
 
 _EPS = r"(?:-eps(?P<eps>\d+(?:\.\d+)?(?:e-?\d+)?))?"
 _FP8 = r"(?:-(?P<element>e4m3|e5m2))?"
@@ -190,7 +190,7 @@ _NAMES = tuple(name for family in _FAMILIES for name in family.names)
 
 
 def recipe_names() -> list[str]:
-    """The names of the recipes in the default dialect, then those of `nvfp4` and `mxfp8-e4m3` in every other one."""
+    """Names of all recipes in the default dialect, then `nvfp4` and `mxfp8-e4m3` in all further dialects."""
     return [
         *_NAMES,
         *(f"{family.names[0]}@{name}" for family in _FAMILIES for name in family.dialects if name != DEFAULT_DIALECT),
@@ -198,9 +198,9 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str | Recipe) -> Recipe:
-    """The recipe called `name`, or `name@dialect`; a Recipe is returned as it is.
+    """The recipe with the name `name` or `name@dialect`; a Recipe is returned unchanged.
 
-    Names are, with parts in this order and as far as they go together,
+    Names, with optional parts in this order:
 
     - nvfp4, then -2d, -rht (or -rht32 for groups of 32) with or without -nosign, -sr, -rowscaled, -4over6-E-MODE;
     - mxfp8-e4m3, mxfp8-e5m2, mxfp6-e3m2, mxfp6-e2m3 or mxfp4, then -2d (mxfp8-2d is of E4M3), -sr;
@@ -208,9 +208,9 @@ def find_recipe(name: str | Recipe) -> Recipe:
     - fp8-current, then -e4m3 or -e5m2, -pow2, -eps…;
     - fp8-delayed, then -e4m3 or -e5m2, -recent, -margin2 and the like, -bulk.
 
-    What a name leaves out of an FP8 recipe is e4m3, and pow2 where scales are of blocks; `Recipe.name` has it all.
-    Raises ValueError with the nearest names where there is none, and with the reason where two parts, or a part and
-    the dialect, exclude each other.
+    Defaults in names of FP8 recipes are e4m3 and, for block scales, pow2; `Recipe.name` contains all parts. Raises
+    ValueError with the nearest name for an unknown name, and with the reason if two parts, or a part and the dialect,
+    exclude each other.
     """
     if isinstance(name, Recipe):
         return name
@@ -220,26 +220,27 @@ def find_recipe(name: str | Recipe) -> Recipe:
 
 @lru_cache(maxsize=1024)
 def _find(base: str, dialect: str) -> Recipe:
-    found = next(((f, parts) for f in _FAMILIES if (parts := f.parts.fullmatch(base))), None)
-    if found is None:
+    match = next(((f, parts) for f in _FAMILIES if (parts := f.parts.fullmatch(base))), None)
+    if match is None:
         name = base if dialect == DEFAULT_DIALECT else f"{base}@{dialect}"
         raise ValueError(f"no recipe is called {name!r}{_nearest(base, _NAMES)}; there are {', '.join(recipe_names())}")
-    family, parts = found
+    family, parts = match
     if dialect not in family.dialects:
         raise ValueError(
             f"recipe {base} has no dialect {dialect!r}{_nearest(dialect, family.dialects)}; "
             f"it has {', '.join(family.dialects)}"
         )
-    made, chosen = family.make(parts)
-    own = family.dialects[dialect] | MX_DIALECTS_OF.get((dialect, made.element.name), {})
-    for field in chosen.keys() & own.keys():
-        if chosen[field] != own[field]:
+    recipe, chosen = family.make(parts)
+    of_dialect = family.dialects[dialect] | MX_DIALECTS_OF.get((dialect, recipe.element.name), {})
+    for field in chosen.keys() & of_dialect.keys():
+        if chosen[field] != of_dialect[field]:
             raise ValueError(
-                f"recipe {base} has no dialect {dialect!r}: {field} would be {chosen[field]} and {own[field]} at once"
+                f"recipe {base} has no dialect {dialect!r}: {field} would be {chosen[field]} and {of_dialect[field]} "
+                "at once"
             )
-    return replace(made, dialect=dialect, **own)
+    return replace(recipe, dialect=dialect, **of_dialect)
 
 
-def _nearest(word: str, known: object) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)  # type: ignore[call-overload]
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

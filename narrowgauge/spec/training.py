@@ -1,6 +1,6 @@
-"""Training recipes: which quantization recipe a linear layer's input, weight and gradient get.
+"""Training recipes: the quantization recipes of the input, the weight and the gradient of a linear layer.
 
-Nothing here imports torch. The names and their switches are Transformer Engine's. Source: docs/numerics.md#modules.
+This module does not import torch. Names and switches are those of Transformer Engine. Source: docs/numerics.md#modules.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ HISTORY = 1024
 class TrainingRecipe(ABC):
     """The quantization recipe of each operand of a layer, by role; `str()` is a name without spaces.
 
-    A recipe is meant for `quantize_both`, whose rowwise half is `.rowwise`: a transform turns the columnwise half
-    alone, which only the product for the weight's gradient takes.
+    The recipes are arguments of `quantize_both`, which quantizes the rowwise half by `recipe.rowwise`: a transform
+    rotates only the columnwise half, an operand of the product for the gradient of the weight.
     """
 
     @property
     @abstractmethod
     def input(self) -> Recipe:
-        """Of the layer's input."""
+        """Recipe of the input of the layer."""
 
     @property
     @abstractmethod
     def weight(self) -> Recipe:
-        """Of the weight."""
+        """Recipe of the weight."""
 
     @property
     @abstractmethod
     def grad(self) -> Recipe:
-        """Of the gradient of the layer's output."""
+        """Recipe of the gradient of the output."""
 
     @property
     def history(self) -> int:
-        """Rows of the amax history, 0 where scales come from the tensor itself."""
+        """Rows of the amax history; 0 without delayed scaling."""
         return 0
 
 
 def _disabled(feature: str) -> bool:
-    """A switch of the environment, of which only "1" is on, as in Transformer Engine."""
+    """Whether an environment variable switches a feature off: only the value "1" does, as in Transformer Engine."""
     return os.environ.get(f"NVTE_NVFP4_DISABLE_{feature}") == "1"
 
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling(TrainingRecipe):
-    """NVFP4. A switch that is not given is read from the environment when the object is made, and never again."""
+    """NVFP4. A missing switch is read from the environment once, at construction."""
 
     disable_rht: bool = field(default_factory=lambda: _disabled("RHT"))
-    """NVTE_NVFP4_DISABLE_RHT=1: no rotation of the two operands that the weight's gradient is made of."""
+    """NVTE_NVFP4_DISABLE_RHT=1: no rotation of the two operands of the product for the gradient of the weight."""
     disable_stochastic_rounding: bool = field(default_factory=lambda: _disabled("STOCHASTIC_ROUNDING"))
     """NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1: gradients round to nearest."""
     disable_2d_quantization: bool = field(default_factory=lambda: _disabled("2D_QUANTIZATION"))
@@ -145,7 +145,7 @@ class Float8BlockScaling(TrainingRecipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(TrainingRecipe):
-    """FP8 with one scale a tensor, of its own amax: E4M3 forward, E5M2 for gradients."""
+    """FP8 with a scale per tensor, from the amax of the tensor: E4M3 forward, E5M2 for gradients."""
 
     @property
     def input(self) -> Recipe:
@@ -165,16 +165,16 @@ class Float8CurrentScaling(TrainingRecipe):
 
 @dataclass(frozen=True)
 class DelayedScaling(TrainingRecipe):
-    """FP8 with one scale a tensor, of the amaxes of the steps before: E4M3 forward, E5M2 for gradients.
+    """FP8 with a scale per tensor, from the amaxes of earlier steps: E4M3 forward, E5M2 for gradients.
 
     Raises ValueError for a negative margin, a history without rows or an unknown algorithm.
     """
 
     margin: int = 0
-    """Powers of two that are left above the amax."""
+    """Powers of two between the amax and the largest number of the format."""
     amax_history_len: int = HISTORY
     amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """The largest amax of the history, or its latest."""
+    """Amax for the scale: the largest or the latest amax of the history."""
 
     def __post_init__(self) -> None:
         if self.margin < 0:
@@ -201,17 +201,17 @@ class DelayedScaling(TrainingRecipe):
         return self.amax_history_len
 
     def _of(self, element: str) -> Recipe:
-        # Modules update all their scales at once, as Transformer Engine does: the bulk rule.
-        return find_recipe(f"fp8-delayed-{element}{self._rule}-bulk")
+        # Modules update all their scales at once, as Transformer Engine does: the bulk update.
+        return find_recipe(f"fp8-delayed-{element}{self._suffix}-bulk")
 
     @property
-    def _rule(self) -> str:
+    def _suffix(self) -> str:
         recent = "-recent" if self.amax_compute_algo == "most_recent" else ""
         return recent + (f"-margin{self.margin}" if self.margin else "")
 
     def __str__(self) -> str:
         rows = "" if self.amax_history_len == HISTORY else f"-history{self.amax_history_len}"
-        return f"DelayedScaling{self._rule}{rows}"
+        return f"DelayedScaling{self._suffix}{rows}"
 
 
 _NAMES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], TrainingRecipe]], ...] = (
@@ -232,7 +232,7 @@ _NAMES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], TrainingRecipe]],
 
 
 def training_names() -> list[str]:
-    """The names of the training recipes, those of DelayedScaling without a margin or a length of its own."""
+    """Names of all training recipes; for DelayedScaling with the default margin and history length only."""
     switches = itertools.product(("", "-norht"), ("", "-nosr"), ("", "-no2d"))
     return [
         *("NVFP4BlockScaling" + "".join(parts) for parts in switches),
@@ -246,11 +246,11 @@ def training_names() -> list[str]:
 
 
 def training_recipe(name: str) -> TrainingRecipe:
-    """The training recipe of this name, as `str()` of one gives it; the environment does not matter.
+    """The training recipe with this name, the inverse of `str()`; independent of the environment.
 
     The parts of a name, in this order: NVFP4BlockScaling, -norht, -nosr, -no2d; MXFP8BlockScaling, -2d;
     Float8BlockScaling; Float8CurrentScaling; DelayedScaling, -recent, -margin2, -history16 and the like. Raises
-    ValueError, with the nearest name, where there is none.
+    ValueError with the nearest name for an unknown name.
     """
     for pattern, make in _NAMES:
         if (parts := pattern.fullmatch(name)) is not None:

@@ -1,3 +1,3 @@
-"""The version of the project: of the package, of `narrowgauge --version`, and of CHANGELOG.md."""
+"""The version of the package, shown by `narrowgauge --version` and in CHANGELOG.md."""
 
 VERSION = "0.1.0"

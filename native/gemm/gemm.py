@@ -1,23 +1,22 @@
-"""GEMM of quantized operands, and of the sections of one with a matrix each."""
+"""GEMM of quantized operands, and grouped GEMM of sections with a matrix each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from narrowgauge.native.gemm import skinny as gemm_skinny
-from narrowgauge.native.gemm import tensor_core
+from narrowgauge.native.gemm import wgmma
 from narrowgauge.native.gemm.operands import (
-    alpha_of,
-    element_of,
-    epilogue,
+    Product,
+    alpha_fields,
+    epilogue_fields,
+    kernel_source,
     layout_of,
-    operand,
-    product_arguments,
-    rule_of,
-    source_of,
+    operand_fields,
+    product,
+    product_family,
 )
 from narrowgauge.native.gemm.paths import ORDERS, PORTABLE, SKINNY, TENSOR, path_of
 from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
@@ -40,26 +39,30 @@ def gemm(
 ) -> torch.Tensor:
     """a @ b.T (+ c) (+ bias): (M, K) and (N, K) to (M, N) in float32, bfloat16 or float16. Any M, N and K.
 
-    `c` (M, N) and `bias` (N,) are of those dtypes; FP8 with scales of blocks adds `c` last, to what is cast already.
-    Recipes may differ as far as `spec.recipe` says. Sums are in the order that `gemm_order` names. Raises TypeError
-    or ValueError for operands that do not fit, and as `quantize` does.
+    `c` (M, N) and `bias` (N,) have one of these dtypes. FP8 with block scales casts the output before it adds `c`.
+    `spec.recipe` says which recipes may be multiplied. Sums are in the order that `gemm_order` names. Raises TypeError
+    or ValueError if operands do not fit, and as `quantize` does.
     """
-    rule = rule_of(a.recipe, b.recipe)
-    (m, k), n = a.shape, b.shape[0]
-    operands, factors = product_arguments(a, b)
-    sizes = epilogue((m, n, k), out_dtype, c, bias)
-    out = torch.empty(m, n, dtype=out_dtype, device=a.codes.device)
-    ends = (c, bias, out, *sizes)
-    path = path_of(m, n, k, rule, out.device, skinny=gemm_skinny.takes(a, b, rule))
+    family = product_family(a.recipe, b.recipe)
+    terms = product(a, b, family, out_dtype=out_dtype, c=c, bias=bias)
+    out = torch.empty(terms.m, terms.n, dtype=out_dtype, device=a.codes.device)
+    path = path_of(terms.m, terms.n, terms.k, family, out.device, skinny=gemm_skinny.takes(a, b, family))
     if path == SKINNY:
-        gemm_skinny.multiply(rule, (m, n, k), operands, factors, ends)
-        return out
-    if path == TENSOR:
-        tensor_core.multiply(rule, (m, n, k), operands, factors, ends)
-        return out
-    grid = (blocks_for(n, _TILE), blocks_for(m, _TILE))
-    launch(source_of(rule), f"gemm_{rule}", grid, (_THREADS,), (*operands, *ends, *factors), device=out.device)
+        gemm_skinny.multiply(terms, out)
+    elif path == TENSOR:
+        wgmma.multiply(terms, out)
+    else:
+        _multiply_portable(terms, out, f"gemm_{family}")
     return out
+
+
+def _multiply_portable(terms: Product, out: torch.Tensor, kernel: str) -> None:
+    sections = 1 if terms.sizes is None else len(terms.sizes)
+    grid = (blocks_for(terms.n, _TILE), blocks_for(terms.m, _TILE), sections)
+    arguments: list[Argument] = [terms.parameters(out)]
+    if terms.family == "nvfp4":
+        arguments.append(terms.alpha_parameters())
+    launch(kernel_source(terms.family), kernel, grid, (_THREADS,), arguments, device=out.device)
 
 
 def gemm_grouped(
@@ -70,14 +73,14 @@ def gemm_grouped(
     c: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each section of `a` (M, K), quantized rowwise, times its own matrix of `b` (N, K), one below the other: (M, N).
+    """Each section of `a` (M, K), quantized rowwise, times its own matrix of `b` (N, K). Returns (M, N).
 
-    One launch, which reads the sections' sizes where they lie. `c` is (M, N), `bias` (G, N). Raises as `gemm` does, and
-    ValueError where there is not one matrix for each section.
+    The kernel reads the sizes of the sections on the device. `c` is (M, N), `bias` (G, N). Raises as `gemm`
+    does, and ValueError if the numbers of sections and matrices differ.
     """
     check_sections_of_product(a, b)
     (m, k), n = a.shape, b[0].shape[0]
-    rule = rule_of(a.recipe, b[0].recipe)
+    family = product_family(a.recipe, b[0].recipe)
     for number, matrix in enumerate(b):
         if matrix.recipe != b[0].recipe or matrix.shape != (n, k) or matrix.recipe.granularity == "row":
             raise ValueError(
@@ -85,75 +88,81 @@ def gemm_grouped(
                 f"b[{number}] is {matrix.shape}, {matrix.recipe}"
             )
     section_scales = _section_scales(a)
-    parts = [operand(matrix, f"b[{number}]") for number, matrix in enumerate(b)]
+    matrices = [operand_fields(matrix, f"b[{number}]") for number, matrix in enumerate(b)]
+    amaxes = [amax for _, amax in matrices if amax is not None]
     device = a.codes.device
-    amaxes = [amax for _, _, amax in parts if amax is not None]
-    codes, scales = [part[0] for part in parts], [part[1] for part in parts]
-    for tensor in (*codes, *scales, *amaxes):
-        if tensor.device != device:
-            raise ValueError(f"gemm_grouped runs on {device}, but a part of b lies on {tensor.device}; move it first")
-    layouts = torch.tensor([layout_of(matrix.recipe, matrix) for matrix in b], dtype=torch.int32).to(device)
-    factors: list[Argument] = [a.amax, _addresses(amaxes), *alpha_of(a.recipe, b[0].recipe)] if amaxes else []
-    sizes = epilogue((m, n, k), out_dtype, c, bias, len(b))
+    codes, scales = (_addresses([fields[part] for fields, _ in matrices], device) for part in ("codes", "scales"))
+    layouts = torch.tensor([fields["layout"] for fields, _ in matrices], dtype=torch.int32).to(device)
+    terms = Product(
+        family, m, n, k,
+        a={"codes": a.codes, "scales": section_scales, "element": a.recipe.element.name, "layout": layout_of(a.recipe)},
+        b={"codes": codes, "scales": scales, "element": b[0].recipe.element.name, "layouts": layouts},
+        epilogue=epilogue_fields((m, n), out_dtype, c, bias, len(b)),
+        alpha=alpha_fields(
+            a.recipe, b[0].recipe, family, (section_scales, scales),
+            (a.amax, _addresses(amaxes, device) if amaxes else None),
+        ),
+        sizes=a.sizes,
+    )  # fmt: skip
     out = torch.empty(m, n, dtype=out_dtype, device=device)
-    operands: list[Argument] = [
-        a.sizes, a.codes, section_scales, element_of(a.recipe), np.int32(layout_of(a.recipe)), _addresses(codes),
-        _addresses(scales), element_of(b[0].recipe), layouts,
-    ]  # fmt: skip
-    ends = (c, bias, out, *sizes)
-    if path_of(m, n, k, rule, device) == TENSOR:
-        tensor_core.multiply(rule, (m, n, k), operands[1:], factors, ends, sizes=a.sizes)
-        return out
-    grid = (blocks_for(n, _TILE), blocks_for(m, _TILE), len(b))
-    launch(source_of(rule), f"gemm_grouped_{rule}", grid, (_THREADS,), (*operands, *ends, *factors), device=device)
+    if path_of(m, n, k, family, device) == TENSOR:
+        wgmma.multiply(terms, out)
+    else:
+        _multiply_portable(terms, out, f"gemm_grouped_{family}")
     return out
 
 
 def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quantized]) -> str:
-    """The order in which `gemm` adds the products of two operands, by a name of `spec.summation.ORDERS`, or
-    "truncating": any, by an accumulator that truncates.
+    """Order in which `gemm` adds the products of two operands: a name of `spec.summation.ORDERS`, or "truncating" for
+    any order with a truncating accumulator.
 
-    Of two lists of them, those of all sections: that of `gemm_grouped`. It depends on the shape and the device, and for
-    MX on the numbers, so that it may wait for the device.
+    For two lists of operands, the order of `gemm_grouped` on all sections. The order depends on the shape and the
+    device, and for MX on the values, so that the call may wait for the device.
     """
     left, right = ([q] if isinstance(q, Quantized) else list(q) for q in (a, b))
-    rule = rule_of(left[0].recipe, right[0].recipe)
+    family = product_family(left[0].recipe, right[0].recipe)
     shape = sum(q.shape[0] for q in left), right[0].shape[0], left[0].shape[1]
-    skinny = isinstance(a, Quantized) and gemm_skinny.takes(left[0], right[0], rule)
-    path = path_of(*shape, rule, left[0].codes.device, skinny=skinny)
-    if path == TENSOR and rule == "mx" and any(map(_refused, (*left, *right))):
+    skinny = isinstance(a, Quantized) and gemm_skinny.takes(left[0], right[0], family)
+    path = path_of(*shape, family, left[0].codes.device, skinny=skinny)
+    if path == TENSOR and family == "mx" and any(map(_refused, (*left, *right))):
         path = PORTABLE
     return ORDERS[path]
 
 
 def _refused(q: Quantized) -> bool:
-    codes, scales, _ = operand(q, "q")
-    return tensor_core.refuses((codes, scales, element_of(q.recipe), np.int32(layout_of(q.recipe, q))), *q.shape)
+    fields, _ = operand_fields(q, "q")
+    return wgmma.refuses(fields, *q.shape)
 
 
 def _section_scales(a: GroupedQuantized) -> torch.Tensor:
-    """The scales of all sections. Raises TypeError or ValueError where a part of `a` has not its shape or dtype.
+    """Scales of all sections. Raises TypeError or ValueError if a part of `a` has a wrong shape or dtype.
 
-    Sections of tiles have a row of scales for every 128 rows or fewer at their end: at least as many as any sizes of so
-    many sections could ask for, so that wrong ones do not reach beyond them.
+    The last row of tiles of a section may have fewer than 128 rows. The scales are padded to the largest number of
+    rows that any sizes of this many sections can need, so that wrong sizes do not read beyond the scales.
     """
-    r, count = a.recipe, len(a.sizes)
-    check_tensor(a.codes, "a.codes", (torch.uint8,), codes_shape(a.shape, r))
-    if r.decode != "s":
+    recipe, count = a.recipe, len(a.sizes)
+    check_tensor(a.codes, "a.codes", (torch.uint8,), codes_shape(a.shape, recipe))
+    if recipe.decode != "s":
         if a.amax is None:
-            raise ValueError(f"a.amax is None; {r} has a tensor scale")
+            raise ValueError(f"a.amax is None; {recipe} has a tensor scale")
         check_tensor(a.amax, "a.amax", (torch.float32,), (count,))
     check_tensor(a.sizes, "a.sizes", (torch.int64,), (count,))
-    height, width = (count, 1) if r.whole else scales_shape(a.shape, r)
-    dtype = torch.float32 if r.scale is FP32 else torch.uint8
-    if r.stored_rows == 1 or r.whole:
+    height, width = (count, 1) if recipe.whole else scales_shape(a.shape, recipe)
+    dtype = torch.float32 if recipe.scale is FP32 else torch.uint8
+    if recipe.stored_rows == 1 or recipe.whole:
         check_tensor(a.scales, "a.scales", (dtype,), (height, width))
         return a.scales
     check_tensor(a.scales, "a.scales", (dtype,), (len(a.scales), width))
-    missing = a.shape[0] // r.stored_rows + count - len(a.scales)
+    missing = a.shape[0] // recipe.stored_rows + count - len(a.scales)
     return torch.nn.functional.pad(a.scales, (0, 0, 0, missing)) if missing > 0 else a.scales
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where the tensors lie, on their device, for a kernel that picks one."""
-    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(tensors[0].device)
+def _addresses(tensors: Sequence[object], device: torch.device) -> torch.Tensor:
+    """Addresses of tensors, in memory of their device. Raises ValueError if a tensor lies on another device."""
+    addresses = []
+    for tensor in tensors:
+        assert isinstance(tensor, torch.Tensor)
+        if tensor.device != device:
+            raise ValueError(f"gemm_grouped runs on {device}, but a part of b lies on {tensor.device}; move it first")
+        addresses.append(tensor.data_ptr())
+    return torch.tensor(addresses, dtype=torch.int64).to(device)

@@ -1,27 +1,71 @@
-"""What the GEMM kernels are told of the operands of a product, and of what is added to it."""
+"""A GEMM as fields of the kernels' parameter structs, which `kernels/gemm/parameters.cuh` declares."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
+
 import torch
 
 from narrowgauge.native.quantize.layout import linear_scales
-from narrowgauge.native.runtime.arguments import check_contiguous, check_operand, supported, type_code
-from narrowgauge.native.runtime.launch import Argument
+from narrowgauge.native.runtime.arguments import check_contiguous, check_operand, supported
+from narrowgauge.native.runtime.structs import KernelStruct, StructValue, Value, enumerators
 from narrowgauge.spec.arguments import check_columns, check_epilogue, check_pair
-from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
+from narrowgauge.spec.formats import E2M1, E4M3, E8M0
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
 
-_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2)
-_CODES_TRANSPOSED, _SCALES_TRANSPOSED, SCALES_OF_128_ROWS = 1, 2, 4
-_ALPHA_ORDER = {"(a*b)/d": 0, "(b*a)*(1/d)": 1}
+_HEADER = "gemm/parameters.cuh"
+_GEMM = KernelStruct(_HEADER, "GemmParameters")
+_GROUPED_GEMM = KernelStruct(_HEADER, "GroupedGemmParameters")
+_ALPHA = KernelStruct(_HEADER, "Alpha")
+_GROUPED_ALPHA = KernelStruct(_HEADER, "GroupedAlpha")
+_LAYOUT = enumerators(_HEADER, "Layout")
+_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+_ALPHA_ORDERS = {"(a*b)/d": "DIVIDE", "(b*a)*(1/d)": "MULTIPLY"}
+
+Fields = dict[str, Value]
 
 
-def rule_of(a: Recipe, b: Recipe) -> str:
-    """What the kernels call the rule by which they add blocks: nvfp4, mx, fp8_block or fp8_tensor.
+class Product(NamedTuple):
+    """a @ b.T of (M, K) by (N, K), or of the sections of a with a matrix each."""
 
-    Raises ValueError where the two cannot be multiplied, NotImplementedError where the kernels do not have one.
+    family: str
+    """`product_family` of the recipes."""
+    m: int
+    n: int
+    k: int
+    a: Fields
+    """OperandParameters."""
+    b: Fields
+    """OperandParameters, or MatricesParameters of a grouped GEMM."""
+    epilogue: Fields
+    """EpilogueParameters without `out`."""
+    alpha: Fields
+    """Alpha, or GroupedAlpha."""
+    sizes: torch.Tensor | None = None
+    """Rows of each section of a grouped GEMM, int64 (G,)."""
+
+    def parameters(self, out: torch.Tensor) -> StructValue:
+        """GemmParameters, or GroupedGemmParameters, with the output."""
+        shape = {"m": self.m, "n": self.n, "k": self.k}
+        epilogue = self.epilogue_parameters(out)
+        if self.sizes is None:
+            return _GEMM(a=self.a, b=self.b, epilogue=epilogue, **shape)
+        return _GROUPED_GEMM(sizes=self.sizes, a=self.a, b=self.b, epilogue=epilogue, **shape)
+
+    def epilogue_parameters(self, out: torch.Tensor) -> Fields:
+        """EpilogueParameters with the output."""
+        return {**self.epilogue, "out": out}
+
+    def alpha_parameters(self) -> StructValue:
+        """Alpha, or GroupedAlpha."""
+        return (_ALPHA if self.sizes is None else _GROUPED_ALPHA)(**self.alpha)
+
+
+def product_family(a: Recipe, b: Recipe) -> str:
+    """Family of the kernels for two recipes: nvfp4, mx, fp8_block or fp8_tensor.
+
+    Raises ValueError if the recipes cannot be multiplied, NotImplementedError if the kernels lack a recipe.
     """
     supported(a)
     supported(b)
@@ -31,15 +75,40 @@ def rule_of(a: Recipe, b: Recipe) -> str:
     return "mx" if a.scale is E8M0 else "fp8_tensor" if a.whole else "fp8_block"
 
 
-def source_of(rule: str, kind: str = "gemm") -> str:
-    """The source file of the kernels with a rule."""
-    return f"{kind}_{rule.split('_', maxsplit=1)[0]}"
+def kernel_source(family: str, kind: str = "gemm") -> str:
+    """Source file of the portable kernels of a family."""
+    return f"{kind}_{family.split('_', maxsplit=1)[0]}"
 
 
-def operand(q: Quantized, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Codes, linear scales and, where it has one, the amax of an operand.
+def product(
+    a: Quantized,
+    b: Quantized,
+    family: str,
+    *,
+    out_dtype: torch.dtype,
+    c: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> Product:
+    """a @ b.T (+ c) (+ bias) with c (M, N) and bias (N,). `family`: `product_family` of the recipes.
 
-    Raises TypeError or ValueError where a part of it has not its shape, dtype or memory layout.
+    Raises TypeError or ValueError if a part of an operand, c or bias has a wrong shape, dtype or memory layout, or the
+    rows of a and b differ in length.
+    """
+    check_columns(a, b)
+    (a_fields, a_amax), (b_fields, b_amax) = operand_fields(a, "a"), operand_fields(b, "b")
+    (m, k), n = a.shape, b.shape[0]
+    alpha = alpha_fields(a.recipe, b.recipe, family, (a_fields["scales"], b_fields["scales"]), (a_amax, b_amax))
+    alpha |= {
+        "a_per_row": a_amax is not None and len(a_amax) != 1,
+        "b_per_row": b_amax is not None and len(b_amax) != 1,
+    }
+    return Product(family, m, n, k, a_fields, b_fields, epilogue_fields((m, n), out_dtype, c, bias), alpha)
+
+
+def operand_fields(q: Quantized, name: str) -> tuple[Fields, torch.Tensor | None]:
+    """OperandParameters of an operand with linear scales, and its amax if its recipe has a tensor amax.
+
+    Raises TypeError or ValueError if a part of it has a wrong shape, dtype or memory layout.
     """
     amax = check_operand(q, name)
     if q.transposed and q.recipe.element is E2M1:
@@ -47,60 +116,50 @@ def operand(q: Quantized, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.
             f"{name} of recipe {q.recipe} is stored transposed, with elements of two rows in a byte; the GEMM reads "
             f"codes of E2M1 along K, of shape {(q.shape[0], -(-q.shape[1] // 2))}"
         )
-    return q.codes, linear_scales(q), amax
+    element, layout = q.recipe.element.name, layout_of(q.recipe, q)
+    return {"codes": q.codes, "scales": linear_scales(q), "element": element, "layout": layout}, amax
 
 
-def element_of(r: Recipe) -> np.int32:
-    """The number of its element format."""
-    return np.int32(_ELEMENTS.index(r.element))
+def layout_of(recipe: Recipe, q: Quantized | None = None) -> int:
+    """Flags of Layout for codes and linear scales: of the sections of a recipe, or of `q`.
 
-
-def layout_of(r: Recipe, q: Quantized | None = None) -> int:
-    """How codes and linear scales of an operand lie in memory: of sections of a recipe, or of `q`, which is of it.
-
-    Scales that were swizzled are in the order of the matrix, also where its codes are transposed.
+    Scales that were swizzled are in the order of the matrix, even if its codes are transposed.
     """
-    layout = SCALES_OF_128_ROWS if r.stored_rows == 128 else 0
+    layout = _LAYOUT["SCALES_OF_128_ROWS"] if recipe.stored_rows == 128 else 0
     if q is not None and q.transposed:
-        layout |= _CODES_TRANSPOSED | (0 if q.swizzled else _SCALES_TRANSPOSED)
+        layout |= _LAYOUT["CODES_TRANSPOSED"] | (0 if q.swizzled else _LAYOUT["SCALES_TRANSPOSED"])
     return layout
 
 
-def product_arguments(a: Quantized, b: Quantized) -> tuple[list[Argument], list[Argument]]:
-    """What a kernel is told of the operands, and what its rule needs beyond that.
-
-    Raises as `operand` does, and ValueError where the rows of the two are not of one length.
-    """
-    check_columns(a, b)
-    parts: list[Argument] = []
-    amaxes: list[Argument] = []
-    for q, name in ((a, "a"), (b, "b")):
-        codes, scales, amax = operand(q, name)
-        parts += [codes, scales, element_of(q.recipe), np.int32(layout_of(q.recipe, q))]
-        if amax is not None:
-            amaxes += [amax, np.int32(len(amax) != 1)]
-    return parts, [*amaxes, *alpha_of(a.recipe, b.recipe)] if amaxes else []
+def rows_per_scale(operand: Fields) -> int:
+    """Rows of an operand that share a scale, 1 or 128. `operand`: OperandParameters."""
+    layout = operand["layout"]
+    return 128 if isinstance(layout, int) and layout & _LAYOUT["SCALES_OF_128_ROWS"] else 1
 
 
-def epilogue(
-    shape: tuple[int, int, int],
+def epilogue_fields(
+    shape: tuple[int, int],
     out_dtype: torch.dtype,
     c: torch.Tensor | None,
     bias: torch.Tensor | None,
     sections: int | None = None,
-) -> list[Argument]:
-    """M, N and K, and the types of c, bias and the output.
+) -> Fields:
+    """EpilogueParameters without `out`, for an output (M, N).
 
-    Raises TypeError or ValueError where c (M, N) or bias (N,), or (G, N) of so many sections, does not fit.
+    Raises TypeError or ValueError if c (M, N) or bias, (N,) or (sections, N), has a wrong shape, dtype or layout.
     """
-    m, n, k = shape
-    check_epilogue((m, n), out_dtype, c, bias, sections)
+    check_epilogue(shape, out_dtype, c, bias, sections)
     check_contiguous(c=c, bias=bias)
-    types = [0 if tensor is None else type_code(tensor.dtype) for tensor in (c, bias)]
-    return [np.int64(m), np.int64(n), np.int64(k), *(np.int32(code) for code in (*types, type_code(out_dtype)))]
+    c_type, bias_type = ("FLOAT32" if tensor is None else _DTYPES[tensor.dtype] for tensor in (c, bias))
+    return {"c": c, "bias": bias, "c_type": c_type, "bias_type": bias_type, "out_type": _DTYPES[out_dtype]}
 
 
-def alpha_of(a: Recipe, b: Recipe) -> list[Argument]:
-    """The order of α, its divisor d and fl(1/d), of two operands with tensor amaxes."""
-    divisor = a.max_product * b.max_product
-    return [np.int32(_ALPHA_ORDER[a.alpha]), np.float32(divisor), np.float32(1 / divisor)]
+def alpha_fields(a: Recipe, b: Recipe, family: str, scales: tuple[Value, Value], amaxes: tuple[Value, Value]) -> Fields:
+    """GroupedAlpha of two operands. NVFP4: from the amaxes and the divisor of docs/numerics.md#nvfp4-gemm. FP8 with
+    tensor scales: the product of the scales. Others: 1."""
+    if family == "nvfp4":
+        divisor = a.max_product * b.max_product
+        order = _ALPHA_ORDERS[a.alpha]
+        return {"a": amaxes[0], "b": amaxes[1], "order": order, "divisor": divisor, "reciprocal": 1 / divisor}
+    left, right = scales if family == "fp8_tensor" else (None, None)
+    return {"a": left, "b": right, "order": "MULTIPLY", "divisor": 1.0, "reciprocal": 1.0}

@@ -1,25 +1,25 @@
-"""GEMM whose output is quantized by the kernel that makes it."""
+"""GEMM with a quantizing epilogue."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from narrowgauge.native.gemm.gemm import gemm
-from narrowgauge.native.gemm.operands import element_of, epilogue, product_arguments, rule_of, source_of
+from narrowgauge.native.gemm.operands import kernel_source, product, product_family
 from narrowgauge.native.gemm.paths import PORTABLE, path_of
-from narrowgauge.native.quantize.mx import scale_rule
+from narrowgauge.native.quantize.mx import scale_order, up_from
 from narrowgauge.native.quantize.quantize import quantize
 from narrowgauge.native.runtime.arguments import blocks_for, supported
 from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec.arguments import check_scale
 from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import Recipe
 
+_QUANTIZER = KernelStruct("gemm/portable/gemm_quantized.cuh", "QuantizerParameters")
 _TILE = 128
 _THREADS = 256
-_MX_LINES, _MX_TILES, _FP8_LINES, _FP8_TILES, _FP8_TENSOR = range(5)
 
 
 def gemm_quantized(
@@ -34,62 +34,62 @@ def gemm_quantized(
 ) -> Quantized:
     """a @ b.T (+ c) (+ bias), rounded to `out_dtype`, (M, N), quantized by `recipe` along N.
 
-    One launch of the portable kernels; what other ones multiply is quantized behind them. The bytes are those of
-    `quantize(gemm(…), recipe)`. `scale`: float32 (1,), the encode scale of delayed scaling. Raises NotImplementedError
-    where scales depend on the whole output, or codes on random bits, and as `gemm` and `quantize` do.
+    One launch if the portable kernels compute the GEMM, else a GEMM and a quantization. The bytes are equal to
+    `quantize(gemm(…), recipe)`. `scale`: float32 (1,), the encode scale of delayed scaling. Raises
+    NotImplementedError if scales depend on the whole output, or codes on random bits, and as `gemm` and `quantize` do.
     """
-    r = supported(recipe)
-    kind = _kind(r)
-    rule = rule_of(a.recipe, b.recipe)
-    (m, k), n = a.shape, b.shape[0]
-    operands, factors = product_arguments(a, b)
-    sizes = epilogue((m, n, k), out_dtype, c, bias)
-    check_scale(scale, 1, r)
-    device = a.codes.device
-    if path_of(m, n, k, rule, device) != PORTABLE:
-        return quantize(gemm(a, b, out_dtype=out_dtype, c=c, bias=bias), r, scale=scale)
-    codes = torch.empty(codes_shape((m, n), r), dtype=torch.uint8, device=device)
-    scales = torch.empty(
-        scales_shape((m, n), r), dtype=torch.float32 if r.scale is FP32 else torch.uint8, device=device
-    )
-    amax = torch.zeros(1, dtype=torch.float32, device=device) if r.whole else None
-    encode = torch.empty(1, dtype=torch.float32, device=device) if r.whole else None
-    launch(
-        source_of(rule, "gemm_quantized"),
-        f"gemm_quantized_{rule}",
-        (blocks_for(n, _TILE), blocks_for(m, _TILE)),
-        (_THREADS,),
-        (*operands, c, bias, codes, *sizes, element_of(r), np.int32(kind), np.int32(r.nan == "propagate"),
-         *_scales_of(r, out_dtype), scale, scales, amax, encode, *factors),
-        device=device,
+    recipe = supported(recipe)
+    block = _scale_block(recipe)
+    family = product_family(a.recipe, b.recipe)
+    terms = product(a, b, family, out_dtype=out_dtype, c=c, bias=bias)
+    check_scale(scale, 1, recipe)
+    device, shape = a.codes.device, (terms.m, terms.n)
+    if path_of(terms.m, terms.n, terms.k, family, device) != PORTABLE:
+        return quantize(gemm(a, b, out_dtype=out_dtype, c=c, bias=bias), recipe, scale=scale)
+    codes = torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=device)
+    scales_dtype = torch.float32 if recipe.scale is FP32 else torch.uint8
+    scales = torch.empty(scales_shape(shape, recipe), dtype=scales_dtype, device=device)
+    amax = torch.zeros(1, dtype=torch.float32, device=device) if recipe.whole else None
+    encode = torch.empty(1, dtype=torch.float32, device=device) if recipe.whole else None
+    quantizer = _QUANTIZER(
+        element=recipe.element.name, block=block, propagate_nan=recipe.nan == "propagate",
+        **_scale_parameters(recipe, out_dtype), given=scale, scales=scales, amax=amax, encode=encode,
     )  # fmt: skip
-    return Quantized(codes, scales, amax, r, (m, n), encode)
+    arguments: list[Argument] = [terms.parameters(codes), quantizer]
+    if family == "nvfp4":
+        arguments.append(terms.alpha_parameters())
+    grid = (blocks_for(terms.n, _TILE), blocks_for(terms.m, _TILE))
+    source = kernel_source(family, "gemm_quantized")
+    launch(source, f"gemm_quantized_{family}", grid, (_THREADS,), arguments, device=device)
+    return Quantized(codes, scales, amax, recipe, shape, encode)
 
 
-def _kind(r: Recipe) -> int:
-    """What shares a scale of the output, for the kernels. Raises NotImplementedError where none of them can make it."""
-    if r.rounding == "stochastic":
+def _scale_block(recipe: Recipe) -> str:
+    """Enumerator of ScaleBlock of the output. Raises NotImplementedError if the kernels cannot make such an output."""
+    if recipe.rounding == "stochastic":
         raise NotImplementedError(
-            f"gemm_quantized rounds to nearest even, and recipe {r} stochastically; use gemm and then quantize"
+            f"gemm_quantized rounds to nearest even, and recipe {recipe} stochastically; use gemm and then quantize"
         )
-    if r.tensor_scale not in ("none", "given"):
+    if recipe.tensor_scale not in ("none", "given"):
         raise NotImplementedError(
-            f"gemm_quantized makes codes with the output, but a scale of recipe {r} depends on the whole output; "
+            f"gemm_quantized makes codes with the output, but a scale of recipe {recipe} depends on the whole output; "
             "use gemm and then quantize"
         )
-    if r.whole:
-        return _FP8_TENSOR
-    tiles = r.block[0] > 1
-    if r.scale is E8M0:
-        return _MX_TILES if tiles else _MX_LINES
-    return _FP8_TILES if tiles else _FP8_LINES
+    if recipe.whole:
+        return "FP8_TENSOR"
+    return ("MX" if recipe.scale is E8M0 else "FP8") + ("_TILE" if recipe.block[0] > 1 else "_LINE")
 
 
-def _scales_of(r: Recipe, out_dtype: torch.dtype) -> list[Argument]:
-    """How an amax becomes a scale: what MX asks for, then FP8."""
-    rule = scale_rule(r) if r.scale is E8M0 else (np.int32(0), np.int32(0))
-    largest = torch.finfo(out_dtype if r.largest_scale == "input" else torch.float32).max
-    return [
-        *rule, np.float32(r.element.max), np.float32(r.smallest_amax), np.float32(largest),
-        np.int32(r.scale_rounding == "down"),
-    ]  # fmt: skip
+def _scale_parameters(recipe: Recipe, out_dtype: torch.dtype) -> dict[str, Value]:
+    """Fields of QuantizerParameters for the scale of an amax, of MX and of FP8."""
+    mx = recipe.scale is E8M0
+    largest = torch.finfo(out_dtype if recipe.largest_scale == "input" else torch.float32).max
+    fp8: dict[str, Value] = {
+        "largest_element": recipe.element.max, "smallest_amax": recipe.smallest_amax, "largest_scale": largest,
+        "power_of_two": recipe.scale_rounding == "down",
+    }  # fmt: skip
+    return {
+        "scale_order": scale_order(recipe) if mx else "AMAX_TIMES_RECIPROCAL",
+        "up_from": up_from(recipe) if mx else 0,
+        "scale": fp8,
+    }

@@ -1,4 +1,4 @@
-"""The native modules, the same as those of `reference.modules`: layers that quantize by role, under an autocast."""
+"""Native modules, with the interface of `reference.modules`: layers with quantized operands under an autocast."""
 
 from narrowgauge.native.modules.grouped_linear import GroupedLinear
 from narrowgauge.native.modules.layer_norm_linear import LayerNormLinear

@@ -1,4 +1,4 @@
-"""A module whose float32 buffers stay float32 when it is converted to another dtype."""
+"""Module with float32 buffers that stay float32 when the module is converted to another dtype."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 
 class Float32Buffers(torch.nn.Module):
-    """`module.bfloat16()` and `module.to(dtype)` convert parameters; scales and amaxes go to the device alone.
+    """`module.bfloat16()` and `module.to(dtype)` convert parameters; scales and amaxes only change the device.
 
-    A scale of 7 bits would be another scale, and no kernel takes it.
+    A scale rounded to bfloat16 has a different value, and no kernel accepts the dtype.
     """
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in kept.items():
+        for name, buffer in before.items():
             moved = self._buffers[name]
             if moved is not None and moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)

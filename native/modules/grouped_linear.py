@@ -1,4 +1,4 @@
-"""Linear layers for sections of rows, one for each, in launches for all of them."""
+"""Grouped linear layer: a weight for every section of rows, in launches for all sections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from narrowgauge.native.gemm.gemm import gemm_grouped
 from narrowgauge.native.modules.history import GRAD, INPUT
 from narrowgauge.native.modules.layer import Layer, Options, Pass, report_halves
 from narrowgauge.native.modules.products import column_sums, product
-from narrowgauge.native.modules.saved_operands import Kept, keep, kept
+from narrowgauge.native.modules.saved_operands import Saved, load_operands, save_operands
 from narrowgauge.native.quantize.quantize import quantize_grouped
 from narrowgauge.native.quantize.sections import pad_sections, unpad_sections
 from narrowgauge.spec.module_arguments import check_groups, check_splits
@@ -22,14 +22,13 @@ from narrowgauge.spec.training import TrainingRecipe
 
 
 class GroupedLinear(Layer):
-    """`Linear` for each of `groups` sections of the rows of x, by parameters `weight0`, `bias0`, `weight1` and so on.
+    """`Linear` for `groups` sections of the rows of x, with parameters `weight0`, `bias0`, `weight1` and so on.
 
-    Sections are padded with rows of zeros to the alignment of the recipe of x, each is quantized by itself, and what
-    comes out is without the padding. Delayed scaling has one scale for all sections, of the largest of their amaxes.
-    An observer is told lists, one for each group, of the Quantized, `dw` and `dbias`; `y` and `dx` whole. Main
-    gradients of quantized parameters are `main_grad0` and so on. Otherwise, and in what it raises, as `Linear`;
-    ValueError also for no groups, and for m_splits that are not those of the rows.
-    """
+    Sections are padded with rows of zeros to the alignment of the recipe of x and quantized separately; the results
+    have no padding. Delayed scaling has a common scale of all sections, from their largest amax. An observer gets
+    lists with an entry per group of the Quantized, `dw` and `dbias`, and the complete `y` and `dx`. Main gradients
+    of quantized parameters are `main_grad0` and so on. Everything else is as in `Linear`. Raises as `Linear` does,
+    and ValueError without groups or if m_splits do not add up to the rows."""
 
     def __init__(
         self, groups: int, in_features: int, out_features: int, bias: bool = True, **options: Unpack[Options]
@@ -39,11 +38,11 @@ class GroupedLinear(Layer):
         self.groups = groups
 
     def write_weight(self, w: Sequence[torch.Tensor], recipe: TrainingRecipe | str | None = None) -> None:
-        """`Linear.write_weight` of the weights of all groups: G of (N, K), or one tensor (G, N, K)."""
+        """`Linear.write_weight` for the weights of all groups: a sequence of (N, K), or a tensor (G, N, K)."""
         self.write(list(w), recipe)
 
     def forward(self, x: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
-        """y (…, N) of x (…, K), of whose rows m_splits[0] are the first group's, and so on, none perhaps."""
+        """y (…, N) of x (…, K). m_splits: number of rows of every group, in order; may be 0."""
         self.check_input(x)
         check_splits(m_splits, self.groups, x, self.in_features)
         y: torch.Tensor = _Products.apply(  # type: ignore[no-untyped-call]
@@ -52,7 +51,7 @@ class GroupedLinear(Layer):
         return y
 
     def report_each(self, name: str, values: Sequence[Any]) -> None:
-        """Tells the observer of a list, one for each group."""
+        """Passes the list of results of all groups to the observer."""
         self.report(name, list(values))
 
     def section_operands(
@@ -66,25 +65,27 @@ class GroupedLinear(Layer):
         columnwise: bool = True,
         offset: int = 0,
     ) -> tuple[GroupedQuantized | None, GroupedQuantized | None]:
-        """Both halves of padded sections of `sizes` rows, int64 (G,), on a CPU; None for a half that is not wanted."""
+        """Rowwise and columnwise halves of padded sections. `sizes`: rows, int64 (G,), on the CPU. None if not
+        requested."""
         assert step.recipe is not None
         recipe = step.recipe.input if role == INPUT else step.recipe.grad
-        scale, there = self.scale_of(role, step.scale), sizes.to(x.device)
-        found: list[GroupedQuantized | None] = [None, None]
+        scale, sizes = self.scale_of(role, step.scale), sizes.to(x.device)
+        halves: list[GroupedQuantized | None] = [None, None]
         for across in (side for side, wanted in enumerate((rowwise, columnwise)) if wanted):
-            found[across] = q = quantize_grouped(
-                x, there, recipe if across else recipe.rowwise, columnwise=bool(across),
+            halves[across] = q = quantize_grouped(
+                x, sizes, recipe if across else recipe.rowwise, columnwise=bool(across),
                 scale=None if scale is None else scale.expand(self.groups).contiguous(),
                 random=(self.seed, offset + across) if recipe.rounding == "stochastic" else None,
             )  # fmt: skip
             if step.scale is not None:
                 self.record(role, q.required_amax.amax(0, keepdim=True))
-        return found[0], found[1]
+        return halves[0], halves[1]
 
     def forward_sections(
         self, x: torch.Tensor, splits: list[int], bias: torch.Tensor | None, step: Pass
-    ) -> tuple[torch.Tensor, list[Kept]]:
-        """y of the rows of x under a recipe, and what the backward needs: x, and each weight, columnwise."""
+    ) -> tuple[torch.Tensor, list[Saved]]:
+        """y of the rows of x under a recipe, and the operands of the backward pass: columnwise halves of x and
+        weights."""
         assert step.recipe is not None
         sizes = torch.tensor(splits)
         padded, aligned = pad_sections(x, sizes, step.recipe.input)
@@ -101,7 +102,8 @@ class GroupedLinear(Layer):
     def backward_sections(
         self, dy: torch.Tensor, splits: list[int], x: Any, weights: list[Any], step: Pass, offset: int
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """dx of the rows of dy and dw, None for what is not wanted or not given now, of what the forward kept."""
+        """dx and dw from the rows of dy and the saved operands. None for gradients that are not required or are
+        delayed."""
         assert step.recipe is not None
         sizes = torch.tensor(splits)
         padded, aligned = pad_sections(dy, sizes, step.recipe.input)
@@ -119,8 +121,8 @@ class GroupedLinear(Layer):
 
     def forward_plain(
         self, x: torch.Tensor, splits: list[int], biases: Sequence[torch.Tensor | None], step: Pass
-    ) -> tuple[torch.Tensor, list[Kept]]:
-        """`forward_sections` in high precision, where nothing is padded."""
+    ) -> tuple[torch.Tensor, list[Saved]]:
+        """`forward_sections` in high precision, without padding."""
         halves = [self.weight_operands(name, step) for name in self.weights]
         parts = zip(torch.split(x, splits), halves, biases, strict=True)
         y = torch.cat([product(part, rows, out_dtype=self.dtype, bias=bias) for part, (rows, _), bias in parts])
@@ -147,13 +149,13 @@ class _Products(torch.autograd.Function):
     ) -> torch.Tensor:
         rows, biases = x.reshape(-1, layer.in_features), parameters[layer.groups :]
         if step.recipe is None:
-            y, needed = layer.forward_plain(rows, splits, biases, step)
+            y, saved = layer.forward_plain(rows, splits, biases, step)
         else:
             added = [bias for bias in biases if bias is not None]
-            y, needed = layer.forward_sections(rows, splits, torch.stack(added) if added else None, step)
+            y, saved = layer.forward_sections(rows, splits, torch.stack(added) if added else None, step)
         layer.report("y", y)
         ctx.layer, ctx.step, ctx.splits, ctx.shape = layer, step, splits, x.shape
-        keep(ctx, needed)
+        save_operands(ctx, saved)
         return y.view(*x.shape[:-1], layer.out_features)
 
     @staticmethod
@@ -162,7 +164,7 @@ class _Products(torch.autograd.Function):
         layer: GroupedLinear = ctx.layer
         step: Pass = ctx.step
         splits: list[int] = ctx.splits
-        x, *weights = kept(ctx)
+        x, *weights = load_operands(ctx)
         dy = dy.reshape(-1, layer.out_features)
         offset = layer.next_offset()
         if step.recipe is None:
@@ -182,7 +184,7 @@ class _Products(torch.autograd.Function):
 
 
 def _sections(q: GroupedQuantized, sizes: torch.Tensor) -> list[Quantized]:
-    """The sections by sizes on the CPU, so that the host does not wait for a GPU."""
+    """Sections by sizes on the CPU: the host does not wait for a GPU."""
     return replace(q, sizes=sizes).sections()
 
 

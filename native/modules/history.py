@@ -1,4 +1,4 @@
-"""The amax histories and scales of a layer under delayed scaling, and the observer that sees them move."""
+"""Amax history and scales of a layer under delayed scaling, and the observer of a layer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from narrowgauge.spec.module_arguments import check_history_length
 from narrowgauge.spec.training import TrainingRecipe
 
 Observer = Callable[[str, Any], None]
-"""Takes the name of a result and the result: a tensor or a Quantized, or a list of them, one for each group.
+"""Takes the name and the value of a result: a tensor, a Quantized, or a list with an entry for each group.
 
-It copies what it keeps: autograd adds the next gradient to a parameter's in place.
+An observer copies values that outlive the call: autograd adds the next gradient of a parameter in place.
 """
 
 INPUT, WEIGHT, GRAD = 0, 1, 2
-"""Roles of operands: columns of a history and of its scales."""
+"""Roles of operands: columns of the history and of the scales."""
 
 
 class History(Float32Buffers):
-    """A module with an observer, and with `amax_history`, float32 (H, 3), the latest first, and `scale`, float32 (3,).
+    """A module with an observer, and with `amax_history`, float32 (H, 3), latest first, and `scale`, float32 (3,).
 
-    Both are None before the first forward under delayed scaling, and begin as zeros and ones. Input and weight move on
-    when the autocast ends, the gradient when the module's own backward does.
+    Both buffers are None before the first forward pass under delayed scaling, and start as zeros and ones. The scales
+    of input and weight are updated at the end of the autocast, the scale of the gradient at the end of the backward
+    pass.
     """
 
     amax_history: torch.Tensor | None
@@ -41,14 +42,14 @@ class History(Float32Buffers):
         self.register_buffer("scale", None)
 
     def report(self, name: str, value: Any) -> None:
-        """Tells the observer of a result, if there is one."""
+        """Passes a result to the observer."""
         if self.observer is not None:
             self.observer(name, value.detach() if isinstance(value, torch.Tensor) else value)
 
     def present_scales(self, recipe: TrainingRecipe, device: torch.device) -> torch.Tensor:
-        """The scales of a pass that begins, float32 (3,); in a checkpoint's second forward those of its first.
+        """Scales of a new pass, float32 (3,). The second forward pass of a checkpoint gets the scales of the first.
 
-        Raises ValueError where the history has another length than the recipe's.
+        Raises ValueError if the length of the history differs from the recipe's.
         """
         if self.amax_history is None or self.scale is None:
             self.amax_history = torch.zeros(recipe.history, 3, dtype=torch.float32, device=device)
@@ -56,32 +57,38 @@ class History(Float32Buffers):
         check_history_length(type(self).__name__, len(self.amax_history), recipe)
         return remember(self.scale.clone())
 
+    def _history_and_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`amax_history` and `scale`. Raises RuntimeError before `present_scales` has created the buffers."""
+        if self.amax_history is None or self.scale is None:
+            raise RuntimeError(f"{type(self).__name__} has no amax history before a forward pass under delayed scaling")
+        return self.amax_history, self.scale
+
     def scale_of(self, role: int, scales: torch.Tensor | None) -> torch.Tensor | None:
-        """The encode scale of an operand, float32 (1,), of the scales of its pass; of a gradient the present one."""
+        """Encode scale of an operand, float32 (1,): from the scales of its pass, for a gradient the current scale."""
         if scales is None:
             return None
         if role == GRAD:
-            assert self.scale is not None
-            scales = self.scale
+            _, scales = self._history_and_scale()
         return scales[role : role + 1]
 
     def record(self, role: int, amax: torch.Tensor) -> None:
-        """Notes the amax, float32 (1,), of what was quantized."""
-        # A second forward quantizes what the first one did, and its scale may have moved on since.
+        """Adds the amax, float32 (1,), of a quantized operand to the latest entry of the history."""
+        # The second forward pass of a checkpoint quantizes the same operands; the scale may have been updated in
+        # between.
         if role != GRAD and recomputing():
             return
-        assert self.amax_history is not None
-        latest = self.amax_history[0, role : role + 1]
+        amax_history, _ = self._history_and_scale()
+        latest = amax_history[0, role : role + 1]
         torch.maximum(latest, amax, out=latest)
 
     def end_forward_later(self, recipe: TrainingRecipe) -> None:
-        """Has the scales of input and weight moved on at the end of the autocast."""
+        """Schedules the update of the scales of input and weight for the end of the autocast."""
         if not recomputing():
             self._delayed = recipe
             at_exit(self._end_forward)
 
     def end_backward(self, recipe: TrainingRecipe) -> None:
-        """Moves the scale of the gradient on."""
+        """Updates the scale of the gradient."""
         self._move(slice(GRAD, GRAD + 1), recipe)
 
     def _end_forward(self) -> None:
@@ -89,19 +96,18 @@ class History(Float32Buffers):
         self._move(slice(INPUT, GRAD), self._delayed)
 
     def _move(self, roles: slice, recipe: TrainingRecipe) -> None:
-        assert self.amax_history is not None
-        assert self.scale is not None
-        history, scale = self.amax_history[:, roles], self.scale[roles]
+        amax_history, scales = self._history_and_scale()
+        history, scale = amax_history[:, roles], scales[roles]
         moved = update_scale(history, scale, recipe.grad if roles.start == GRAD else recipe.input)
-        with torch.no_grad():  # in place, so that whoever holds the buffers goes on seeing them
+        with torch.no_grad():  # in place: references to the buffers stay valid
             history.copy_(moved[0])
             scale.copy_(moved[1])
         if self.observer is not None:
-            self.report("history", self.amax_history.clone())
-            self.report("scale", self.scale.clone())
+            self.report("history", amax_history.clone())
+            self.report("scale", scales.clone())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # The first forward under delayed scaling makes the buffers, so a fresh module has no room for them yet.
+        # The first forward pass under delayed scaling creates the buffers, so a new module has no buffers to load into.
         for name in ("amax_history", "scale"):
             value = state_dict.get(prefix + name)
             if value is not None:

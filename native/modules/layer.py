@@ -1,4 +1,4 @@
-"""What all quantizing layers share: options, observation, operands by role, and the gradients of weights."""
+"""Base of the quantizing layers: options, observer, operands by role, and gradients of weights."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward pass decides and its backward pass keeps: that one may run in a thread without the autocast."""
+    """Decisions of a forward pass for its backward pass, which may run in a thread without the autocast."""
 
     recipe: TrainingRecipe | None
     dgrad: bool
     wgrad: bool
     scale: torch.Tensor | None
-    """Encode scales of delayed scaling, float32 (3,), as they were when the forward pass began; else None."""
+    """Encode scales of delayed scaling, float32 (3,), at the start of the forward pass; else None."""
     dx: str = "dx"
-    """What an observer knows the gradient of the product's input by."""
+    """Name of the gradient of the GEMM's input for an observer."""
 
 
 class Layer(History):
-    """A layer of weights (out_features, in_features) whose products are quantized by the recipe of the autocast.
+    """A layer with weights (out_features, in_features). The recipe of the autocast quantizes the operands of its GEMMs.
 
-    weights: their names; there is a bias for each. dtype: of parameters, inputs and results: float32, bfloat16 or
-    float16. seed: of stochastic rounding; backward pass n, counted from 0, takes the offsets 2n and 2n + 1.
-    accumulate: the gradient of a weight is added to its `main_grad`, float32, made where it is missing; its `grad`
-    stays None. quantized_parameters: the layer holds the codes and scales of weights, written by `write_weight`, and
-    their gradients are its own `main_grad`; needs accumulate. delay_wgrad: backward leaves gradients of weights to
-    `backward_dw`. amax_group: a process group over which the amax of every operand is reduced before its scale.
+    weights: names of the weights; every weight has a bias. dtype: of parameters, inputs and results: float32, bfloat16
+    or float16. seed: of stochastic rounding; backward pass n, counted from 0, takes the offsets 2n and 2n + 1.
+    accumulate: the gradient of a weight is added to its `main_grad`, float32, created if missing; `grad` stays None.
+    quantized_parameters: the layer holds codes and scales of its weights, written by `write_weight`, and the gradients
+    are the layer's `main_grad`; needs accumulate. delay_wgrad: `backward_dw` computes the gradients of weights.
+    amax_group: a process group over which the amax of every operand is reduced before its scale is computed.
 
-    Raises TypeError for a dtype, ValueError for features, a seed or options that do not fit.
+    Raises TypeError for a wrong dtype, ValueError for wrong features, seed or options.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Layer(History):
         self.weights = tuple(weights)
         self._backward_passes = 0
         self._waiting: deque[Callable[[], None]] = deque()
-        shape, bound = (out_features, in_features), in_features**-0.5  # where torch.nn.Linear begins
+        shape, bound = (out_features, in_features), in_features**-0.5  # as torch.nn.Linear initializes
         for name in weights:
             weight, added = (torch.empty(s, dtype=dtype, device=device) for s in (shape, (out_features,)))
             held = None if quantized_parameters else torch.nn.Parameter(weight.uniform_(-bound, bound))
@@ -112,22 +112,22 @@ class Layer(History):
             )
 
     def report_each(self, name: str, values: Sequence[Any]) -> None:
-        """Tells the observer of a result for each weight."""
+        """Passes the results of all weights to the observer."""
         self.report(name, values[0])
 
     def check_input(self, x: torch.Tensor) -> None:
-        """Raises TypeError or ValueError where `x` is no input (…, K) of this layer under the active recipe."""
+        """Raises TypeError or ValueError if `x` is no input (…, K) of this layer under the active recipe."""
         recipe = current()
         check_input(type(self).__name__, x, self.in_features, self.dtype, recipe)
         if self.quantized_parameters:
             for name in self.weights:
                 check_written(self._held(name).shape, self._held(name).recipe, recipe)
-        if self.accumulate and torch.is_grad_enabled():  # here nothing is computed yet that an error would lose
+        if self.accumulate and torch.is_grad_enabled():  # before any computation that an error would lose
             for name in self.weights:
                 self._main_grad(name, x.device)
 
     def begin(self, x: torch.Tensor, dx: str = "dx") -> Pass:
-        """What this forward pass does, `x` being the input of its product. Raises ValueError for another history."""
+        """Decisions of a forward pass with the GEMM input `x`. Raises ValueError for a history of another length."""
         recipe, recording = current(), torch.is_grad_enabled()
         learning = any(map(self._learns, self.weights))
         scale = None
@@ -137,7 +137,7 @@ class Layer(History):
         return Pass(recipe, recording and x.requires_grad, recording and learning, scale, dx)
 
     def next_offset(self) -> int:
-        """The offset of the stochastic rounding of a backward pass, another one at each call."""
+        """Offset of the stochastic rounding of the next backward pass."""
         offset = 2 * self._backward_passes
         self._backward_passes += 1
         return offset
@@ -147,9 +147,10 @@ class Layer(History):
     def operands(
         self, x: torch.Tensor, role: int, step: Pass, *, rowwise: bool = True, columnwise: bool = True, offset: int = 0
     ) -> tuple[Operand | None, Operand | None]:
-        """Both halves of a matrix, quantized by its role in one read; in high precision itself and its transpose.
+        """Rowwise and columnwise half of a matrix, quantized by its role in one read; without recipe x and its
+        transpose.
 
-        None for a half that is not wanted. Delayed scaling records the amax.
+        A half is None if its flag is False. Delayed scaling records the amax.
         """
         if step.recipe is None:
             return (x if rowwise else None), (x.T if columnwise else None)
@@ -170,45 +171,47 @@ class Layer(History):
         return halves
 
     def weight_operands(self, name: str, step: Pass) -> tuple[Operand, Operand | None]:
-        """The rowwise half of a weight, and where its input wants a gradient the columnwise one.
+        """The rowwise half of a weight, and the columnwise half if the input needs a gradient.
 
-        A parameter is quantized now. Raises as `QuantizedWeight.halves` does.
+        A parameter is quantized by this call. Raises as `QuantizedWeight.halves` does.
         """
         if self.quantized_parameters:
-            kept, across = remember(self._held(name).halves(step.recipe))  # it may be written anew before the backward
-            return kept, across if step.dgrad else None
+            # remember: the weight may be written again before the backward pass.
+            rowwise, columnwise = remember(self._held(name).halves(step.recipe))
+            return rowwise, columnwise if step.dgrad else None
         rows, columns = self.operands(getattr(self, name), WEIGHT, step, columnwise=step.dgrad)
         assert rows is not None
         return rows, columns
 
     def anchors(self) -> list[torch.Tensor]:
-        """A tensor for each weight of which autograd is to ask a gradient: parameters, or tensors without elements."""
+        """The weights as inputs of the autograd function: parameters, or tensors without elements."""
         if self.quantized_parameters:
             return [self._held(name).place.detach().requires_grad_() for name in self.weights]
         return [getattr(self, name) for name in self.weights]
 
     def biases(self) -> list[torch.Tensor | None]:
-        """The bias of each weight."""
+        """The biases in the order of the weights."""
         return [getattr(self, name.replace("weight", "bias")) for name in self.weights]
 
     def write(self, masters: Sequence[torch.Tensor], recipe: TrainingRecipe | str | None) -> None:
-        """Quantizes `masters`, one (N, K) for each weight, by `recipe` or that of the active autocast, to be held.
+        """Quantizes `masters`, a matrix (N, K) for every weight, by `recipe` or the active autocast, and holds the
+        result.
 
-        Raises RuntimeError for a layer whose parameters are not quantized and where there is no recipe, and TypeError
-        or ValueError where a master does not fit: then all that was held stays.
+        Raises RuntimeError if parameters are not quantized or no recipe is given or active, and TypeError or ValueError
+        for a wrong master. After an error the held weights are unchanged.
         """
         check_holds_quantized(type(self).__name__, quantized_parameters=self.quantized_parameters)
-        found = training_recipe(recipe) if isinstance(recipe, str) else recipe or current()
-        found = check_active(found)
+        wanted = training_recipe(recipe) if isinstance(recipe, str) else recipe or current()
+        active = check_active(wanted)
         check_masters(masters, len(self.weights), (self.out_features, self.in_features))
         device = self._held(self.weights[0]).place.device
-        step = Pass(found, True, True, self.present_scales(found, device) if found.history else None)
+        step = Pass(active, True, True, self.present_scales(active, device) if active.history else None)
         for name, (rows, columns) in zip(
             self.weights, [self.operands(master.detach(), WEIGHT, step) for master in masters], strict=True
         ):
             assert isinstance(rows, Quantized)
             assert isinstance(columns, Quantized)
-            self._held(name).hold(rows, columns, found)
+            self._held(name).hold(rows, columns, active)
 
     def _held(self, name: str) -> QuantizedWeight:
         held: QuantizedWeight = getattr(self, f"quantized_{name}")
@@ -217,9 +220,9 @@ class Layer(History):
     # ---- gradients of weights ----------------------------------------------------------------------------------------
 
     def weight_gradients(self, dy: Sequence[Operand], x: Sequence[Operand]) -> list[torch.Tensor | None]:
-        """What autograd is given as the gradients of the weights, of the columnwise halves for each.
+        """Gradients of the weights for autograd, from the columnwise halves of dy and x of every weight.
 
-        None where they go to main_grad, wait for `backward_dw`, or are not wanted.
+        None if the gradient is added to main_grad, is delayed to `backward_dw`, or is not required.
         """
         if not self.delay_wgrad:
             return self._gradients(dy, x)
@@ -228,28 +231,28 @@ class Layer(History):
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """Computes the gradients of weights that wait, the oldest first.
+        """Computes the delayed gradients of weights, the oldest first.
 
-        Raises RuntimeError where the layer does not delay them.
+        Raises RuntimeError if the layer does not delay gradients.
         """
         check_delays(type(self).__name__, delay_wgrad=self.delay_wgrad)
         while self._waiting:
             self._waiting[0]()
-            self._waiting.popleft()  # only now: an error leaves it waiting
+            self._waiting.popleft()  # after the call: an error keeps the entry
 
     def _gradients(self, dy: Sequence[Operand], x: Sequence[Operand]) -> list[torch.Tensor | None]:
-        found: list[torch.Tensor | None] = []
+        gradients: list[torch.Tensor | None] = []
         for name, left, right in zip(self.weights, dy, x, strict=True):
             if not self._learns(name):
-                found.append(None)
+                gradients.append(None)
             elif self.accumulate:
                 main = self._main_grad(name, left.codes.device if isinstance(left, Quantized) else left.device)
                 main.copy_(product(left, right, out_dtype=torch.float32, c=main))
-                found.append(main if self.observer is None else main.clone())  # which goes on growing
+                gradients.append(main if self.observer is None else main.clone())  # main_grad changes later
             else:
-                found.append(product(left, right, out_dtype=self.dtype))
-        self.report_each("dw", found)
-        return [None] * len(found) if self.accumulate else found
+                gradients.append(product(left, right, out_dtype=self.dtype))
+        self.report_each("dw", gradients)
+        return [None] * len(gradients) if self.accumulate else gradients
 
     def _gradients_late(self, dy: Sequence[Operand], x: Sequence[Operand]) -> None:
         for name, gradient in zip(self.weights, self._gradients(dy, x), strict=True):
@@ -261,24 +264,24 @@ class Layer(History):
         return self.quantized_parameters or bool(getattr(self, name).requires_grad)
 
     def _main_grad(self, name: str, device: torch.device) -> torch.Tensor:
-        """The main gradient of a weight, made of zeros where it is missing. Raises TypeError or ValueError for another.
+        """The main gradient of a weight, of the layer if parameters are quantized, else of the parameter.
 
-        It is the parameter's, or the layer's where parameters are quantized.
+        A missing main gradient is created with zeros. Raises TypeError or ValueError for a wrong main gradient.
         """
         owner: Any = self if self.quantized_parameters else getattr(self, name)
         place = name.replace("weight", "main_grad") if self.quantized_parameters else "main_grad"
         shape = (self.out_features, self.in_features)
-        found: torch.Tensor | None = getattr(owner, place, None)
-        if found is None:
-            found = torch.zeros(shape, dtype=torch.float32, device=device)
-            setattr(owner, place, found)
-        check_main_grad(found, name, shape, device, place)
-        return found
+        main_grad: torch.Tensor | None = getattr(owner, place, None)
+        if main_grad is None:
+            main_grad = torch.zeros(shape, dtype=torch.float32, device=device)
+            setattr(owner, place, main_grad)
+        check_main_grad(main_grad, name, shape, device, place)
+        return main_grad
 
 
 def report_halves(layer: Layer, name: str, rows: Any, columns: Any) -> None:
-    """Tells the observer of the halves of an operand that are made: Quantized, or for each weight one."""
-    for found, of in ((rows, name), (columns, f"{name} columnwise")):
-        one = found[0] if isinstance(found, list) else found
-        if isinstance(one, Quantized):
-            layer.report(of, found)
+    """Passes the quantized halves of an operand to the observer: a Quantized, or a list with a Quantized per weight."""
+    for half, half_name in ((rows, name), (columns, f"{name} columnwise")):
+        first = half[0] if isinstance(half, list) else half
+        if isinstance(first, Quantized):
+            layer.report(half_name, half)

@@ -1,4 +1,4 @@
-"""A normalisation and the linear layer behind it."""
+"""Normalisation followed by a linear layer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class LayerNormLinear(Linear):
     """`Linear` of the normalised x, LayerNorm ("layer") or RMSNorm ("rms") over the last dimension, `eps` in the root.
 
     The norm is computed in float32 and cast once, forward and backward. `layer_norm_weight` (K,) and `layer_norm_bias`
-    (K,), which RMSNorm does not have, are of `dtype`. An observer is told of `norm`, the normalised x; of `dnorm`, the
-    product that is its gradient; of `dgamma` and `dbeta`; and `dx` is the gradient of x itself.
+    (K,) have `dtype`; RMSNorm has no bias. In addition to the results of `Linear`, an observer gets `norm`, the
+    normalised x, its gradient `dnorm`, and `dgamma` and `dbeta`; `dx` is the gradient of the layer's input.
 
-    Raises as `Linear` does, and ValueError for another norm or an eps that is not above 0.
+    Raises as `Linear` does, and ValueError for an unknown norm or an eps that is not positive.
     """
 
     layer_norm_weight: torch.nn.Parameter
@@ -41,9 +41,11 @@ class LayerNormLinear(Linear):
         super().__init__(in_features, out_features, bias, amax_group=amax_group, **options)
         check_norm(type(self).__name__, norm, eps)
         self.norm, self.eps = norm, eps
-        made: dict[str, Any] = {"dtype": self.dtype, "device": options.get("device")}
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, **made))
-        self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features, **made)) if norm == "layer" else None
+        tensor_options: dict[str, Any] = {"dtype": self.dtype, "device": options.get("device")}
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, **tensor_options))
+        self.layer_norm_bias = (
+            torch.nn.Parameter(torch.zeros(in_features, **tensor_options)) if norm == "layer" else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y (…, N) of x (…, K)."""
@@ -55,7 +57,7 @@ class LayerNormLinear(Linear):
 
 
 class _Normalised(torch.autograd.Function):
-    """The norm, computed again in the backward: so x is kept as it is, and nothing of float32."""
+    """The norm. The backward pass computes the norm again: the forward pass saves x only, no float32 tensor."""
 
     @staticmethod
     def forward(
@@ -70,7 +72,8 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Not torch's backward of bfloat16: on a CPU it rounds mean, deviation and partial sums of dgamma to bfloat16.
+        # torch's backward pass in bfloat16 is not used: on a CPU it rounds mean, deviation and partial sums of dgamma
+        # to bfloat16.
         layer: LayerNormLinear = ctx.layer
         wants = ctx.needs_input_grad[1:]
         wide = [
@@ -82,8 +85,8 @@ class _Normalised(torch.autograd.Function):
         assert gamma is not None
         with torch.enable_grad():
             y = _normalise(layer, x, gamma, beta)
-        found = iter(torch.autograd.grad(y, [t for t in wide if t is not None and t.requires_grad], dy.float()))
-        gradients = [next(found).to(layer.dtype) if wanted else None for wanted in wants]
+        computed = iter(torch.autograd.grad(y, [t for t in wide if t is not None and t.requires_grad], dy.float()))
+        gradients = [next(computed).to(layer.dtype) if wanted else None for wanted in wants]
         for name, gradient in zip(("dx", "dgamma", "dbeta"), gradients, strict=True):
             if gradient is not None:
                 layer.report(name, gradient.reshape(-1, layer.in_features) if name == "dx" else gradient)

@@ -1,4 +1,4 @@
-"""A linear layer whose three products, forward, dgrad and wgrad, are of quantized operands."""
+"""Linear layer with quantized operands in its three GEMMs: forward, dgrad and wgrad."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from narrowgauge.native.modules.history import GRAD, INPUT
 from narrowgauge.native.modules.layer import Layer, Options, Pass, report_halves
 from narrowgauge.native.modules.products import column_sums, product
-from narrowgauge.native.modules.saved_operands import keep, kept
+from narrowgauge.native.modules.saved_operands import load_operands, save_operands
 from narrowgauge.spec.autocast import current
 from narrowgauge.spec.module_arguments import check_rotated_rows
 from narrowgauge.spec.training import TrainingRecipe
@@ -19,16 +19,16 @@ from narrowgauge.spec.training import TrainingRecipe
 class Linear(Layer):
     """y = x·weightᵀ + bias of x (…, in_features): y (…, out_features), in `dtype`.
 
-    Under the recipe of an autocast x, weight and dy are quantized once each, both halves in one read; the products are
-    y = x·w, dx = dy·w (columnwise) and dw = dy (columnwise)·x (columnwise). Of x the columnwise half alone is kept.
-    Without a recipe they are torch's own. The bias is added before the one cast; its gradient is the float32 sum of
-    the rows of dy, cast once. Options: see `Layer`. Source: docs/numerics.md#modules.
+    Under the recipe of an autocast, x, weight and dy are quantized once, both halves in one read. The GEMMs are y =
+    x·w, dx = dy·w (columnwise) and dw = dy (columnwise)·x (columnwise). Only the columnwise half of x is saved for the
+    backward pass. Without a recipe the GEMMs are torch's. The bias is added before the cast of y; the gradient of the
+    bias is the float32 sum of the rows of dy, cast once. Options: see `Layer`. Source: docs/numerics.md#modules.
 
-    An observer is told `x`, `x columnwise`, `w`, `w columnwise`, `dy` and `dy columnwise` (Quantized, those that are
-    made), `y` and `dx` (matrices), `dw` and `dbias`, and `history` and `scale` after each update.
+    An observer gets `x`, `x columnwise`, `w`, `w columnwise`, `dy` and `dy columnwise` (Quantized, if computed), `y`
+    and `dx` (matrices), `dw` and `dbias`, and `history` and `scale` after every update.
 
-    Raises TypeError or ValueError for options that do not fit, and in the forward for an x or a main_grad that does
-    not, and as `quantize` does.
+    Raises TypeError or ValueError for wrong options, and in the forward pass for a wrong x or main_grad, and as
+    `quantize` does.
     """
 
     weight: torch.nn.Parameter | None
@@ -46,10 +46,10 @@ class Linear(Layer):
         super().__init__(("weight",), in_features, out_features, bias, amax_group=amax_group, **options)
 
     def write_weight(self, w: torch.Tensor, recipe: TrainingRecipe | str | None = None) -> None:
-        """Quantizes `w` (N, K), float32, bfloat16 or float16, by `recipe` or that of the active autocast, to be held.
+        """Quantizes `w` (N, K), float32, bfloat16 or float16, by `recipe` or the active autocast, and holds the result.
 
-        `w` itself is not kept. Raises RuntimeError for a layer whose parameters are not quantized and where there is no
-        recipe, TypeError or ValueError where w does not fit.
+        The layer does not keep `w`. Raises RuntimeError if parameters are not quantized or no recipe is given or
+        active, TypeError or ValueError for a wrong w.
         """
         self.write([w], recipe)
 
@@ -59,13 +59,13 @@ class Linear(Layer):
         return self.multiply(x)
 
     def check_input(self, x: torch.Tensor) -> None:
-        """Raises TypeError or ValueError where `x` is no input (…, K) of this layer under the active recipe."""
+        """Raises TypeError or ValueError if `x` is no input (…, K) of this layer under the active recipe."""
         super().check_input(x)
         recipe = current()
         check_rotated_rows(x, self.in_features, recipe)
 
     def multiply(self, x: torch.Tensor, dx: str = "dx") -> torch.Tensor:
-        """The product of an `x` that fits; an observer knows its gradient by the name `dx`."""
+        """y of a checked `x`. `dx`: name of the gradient of `x` for an observer."""
         (weight,), (bias,) = self.anchors(), self.biases()
         y: torch.Tensor = _Product.apply(self, self.begin(x, dx), x, weight, bias)  # type: ignore[no-untyped-call]
         return y
@@ -84,7 +84,7 @@ class _Product(torch.autograd.Function):
         y = product(x_rows, w_rows, out_dtype=layer.dtype, bias=bias)
         layer.report("y", y)
         ctx.layer, ctx.step, ctx.shape = layer, step, x.shape
-        keep(ctx, [x_columns, w_columns])
+        save_operands(ctx, [x_columns, w_columns])
         return y.view(*x.shape[:-1], layer.out_features)
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer: Linear = ctx.layer
         step: Pass = ctx.step
-        x_columns, w_columns = kept(ctx)
+        x_columns, w_columns = load_operands(ctx)
         dy = dy.reshape(-1, layer.out_features)
         rows, columns = layer.operands(
             dy, GRAD, step, rowwise=step.dgrad, columnwise=step.wgrad, offset=layer.next_offset()

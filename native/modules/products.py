@@ -1,4 +1,4 @@
-"""Products of operands: quantized ones by the kernels, those in high precision by torch."""
+"""Matrix products: of quantized operands by the kernels, of operands in high precision by torch."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def product(
 
 
 def column_sums(dy: torch.Tensor) -> torch.Tensor:
-    """Σ of the rows of a matrix, the gradient of a bias: summed in float32 and cast once."""
+    """Gradient of a bias: the sum of the rows of dy in float32, cast once."""
     return dy.sum(0, dtype=torch.float32).to(dy.dtype)

@@ -1,4 +1,4 @@
-"""A weight that is held quantized: codes and scales of both halves, without the numbers that they were made of."""
+"""A quantized weight: codes and scales of both halves, without the unquantized weight."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _HALVES = ("rowwise", "columnwise")
 
 
 class QuantizedWeight(Float32Buffers):
-    """Both halves of a weight (N, K), quantized under a training recipe; all of it is in the state dict.
+    """Both halves of a weight (N, K), quantized under a training recipe, with a complete state dict.
 
     Buffers are `rowwise_codes`, `rowwise_scales` and so on; the extra state is the recipe's name.
     """
 
     place: torch.Tensor
-    """Without elements: where a state dict is loaded to."""
+    """Tensor without elements on the device to which a state dict is loaded."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -34,35 +34,40 @@ class QuantizedWeight(Float32Buffers):
                 self.register_buffer(f"{half}_{part}", None)
 
     def hold(self, rows: Quantized, columns: Quantized, recipe: TrainingRecipe) -> None:
-        """Holds these halves, quantized under `recipe`."""
+        """Replaces the halves by `rows` and `columns`, quantized under `recipe`."""
         for half, q in zip(_HALVES, (rows, columns), strict=True):
             for part in _PARTS:
                 setattr(self, f"{half}_{part}", getattr(q, part))
         self.recipe = recipe
 
     def halves(self, recipe: TrainingRecipe | None) -> tuple[Quantized, Quantized]:
-        """The halves, rowwise (N, K) and columnwise (K, N), for a pass of the recipe that they were written under.
+        """The halves, rowwise (N, K) and columnwise (K, N), for a pass under `recipe`.
 
-        Raises ValueError where it is another, RuntimeError where nothing was written.
+        Raises ValueError if the weight was written under a different recipe, RuntimeError if no weight was written.
         """
         written = check_written(self.shape, self.recipe, recipe)
-        r = written.weight
+        weight_recipe = written.weight
         rows, columns = ({part: getattr(self, f"{half}_{part}") for part in _PARTS} for half in _HALVES)
         return (
-            Quantized(**rows, recipe=r.rowwise, shape=self.shape),
-            Quantized(**columns, recipe=r, shape=self.shape[::-1], transposed=r.columnwise == "in-place"),
+            Quantized(**rows, recipe=weight_recipe.rowwise, shape=self.shape),
+            Quantized(
+                **columns,
+                recipe=weight_recipe,
+                shape=self.shape[::-1],
+                transposed=weight_recipe.columnwise == "in-place",
+            ),
         )
 
     def get_extra_state(self) -> str | None:
-        """The recipe's name; None where nothing was written."""
+        """Name of the recipe; None before the first write."""
         return None if self.recipe is None else str(self.recipe)
 
     def set_extra_state(self, state: str | None) -> None:
-        """Takes what `get_extra_state` gave."""
+        """Restores the recipe from its name."""
         self.recipe = None if state is None else training_recipe(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # What shapes they have depends on the recipe, so a fresh weight has no room for them yet.
+        # The shapes depend on the recipe, so a new weight has no buffers to load into.
         for half in _HALVES:
             for part in _PARTS:
                 value = state_dict.get(f"{prefix}{half}_{part}")

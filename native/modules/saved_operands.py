@@ -1,4 +1,4 @@
-"""Operands that a forward pass keeps for its backward pass, as tensors that autograd's hooks see."""
+"""Operands saved by a forward pass for its backward pass, as tensors visible to autograd's hooks."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import torch
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 
 Operand = Quantized | torch.Tensor
-"""Of a product: quantized, or in high precision."""
-Kept = Operand | GroupedQuantized | None
+"""Operand of a GEMM: quantized, or in high precision."""
+Saved = Operand | GroupedQuantized | None
 
 _PARTS = ("codes", "scales", "amax", "tensor_scale")
 
 
-def keep(ctx: Any, operands: Sequence[Kept]) -> None:
-    """Saves operands for `kept`. Only what goes through save_for_backward is let go and made again by a checkpoint."""
+def save_operands(ctx: Any, operands: Sequence[Saved]) -> None:
+    """Saves operands for `load_operands`, by save_for_backward: a checkpoint frees and recomputes no other tensors."""
     tensors: list[torch.Tensor | None] = []
-    shells: list[Kept] = []
+    without_tensors: list[Saved] = []
     for operand in operands:
         if operand is None or isinstance(operand, torch.Tensor):
             tensors.append(operand)
-            shells.append(None)
+            without_tensors.append(None)
         else:
             tensors += [getattr(operand, part) for part in _PARTS]
-            nothing = operand.codes.new_empty(0)
-            shells.append(replace(operand, codes=nothing, scales=nothing, amax=None, tensor_scale=None))
-    ctx.shells = shells
+            empty = operand.codes.new_empty(0)
+            without_tensors.append(replace(operand, codes=empty, scales=empty, amax=None, tensor_scale=None))
+    ctx.operands_without_tensors = without_tensors
     ctx.save_for_backward(*tensors)
 
 
-def kept(ctx: Any) -> list[Any]:
-    """The operands that `keep` saved, in their order."""
+def load_operands(ctx: Any) -> list[Any]:
+    """The operands of `save_operands`, in order."""
     tensors = iter(ctx.saved_tensors)
     return [
-        next(tensors) if shell is None else replace(shell, **{part: next(tensors) for part in _PARTS})
-        for shell in ctx.shells
+        next(tensors) if operand is None else replace(operand, **{part: next(tensors) for part in _PARTS})
+        for operand in ctx.operands_without_tensors
     ]

@@ -1,4 +1,4 @@
-"""A transformer layer: attention and GELU in high precision between linear layers that quantize."""
+"""Transformer layer: attention and GELU in high precision between quantizing linear layers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class TransformerLayer(torch.nn.Module):
     """h = x + proj(attention(qkv(x))), y = h + fc2(gelu(fc1(h))) of x (B, S, hidden), causal, without dropout.
 
     `qkv` and `fc1` are LayerNormLinear, `proj` and `fc2` Linear, with seeds seed, seed + 1, … in the order qkv, proj,
-    fc1, fc2. q, k and v lie one behind the other, each of heads × head size; attention is softmax(q·kᵀ/√d)·v and GELU
-    its tanh approximation, both in float32 and cast once, as the additions of the residual stream are. `norm`, `eps`,
-    `bias` and options as theirs.
+    fc1, fc2. The output of qkv is the concatenation of q, k and v, all of size heads × head size. Attention is
+    softmax(q·kᵀ/√d)·v, GELU is the tanh approximation; attention, GELU and the residual additions are computed in
+    float32 and cast once. `norm`, `eps`, `bias` and options: see LayerNormLinear and Linear.
 
-    An observer is told what the children report with `qkv.`, `proj.`, `fc1.` or `fc2.` before it, `attention`, `h`,
-    `gelu` and `y`, and the gradients `dgelu` (of the output of fc1), `dh`, `dqkv` (of that of qkv) and `dx`.
+    An observer gets the results of the children with the prefix `qkv.`, `proj.`, `fc1.` or `fc2.`, `attention`, `h`,
+    `gelu` and `y`, and the gradients `dgelu` (of the output of fc1), `dh`, `dqkv` (of the output of qkv) and `dx`.
 
-    Raises ValueError where heads do not divide hidden, and in the forward for an x of another shape; else as they do.
+    Raises ValueError if heads do not divide hidden, in the forward pass for an x of wrong shape, and as the children.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TransformerLayer(torch.nn.Module):
 
     @property
     def observer(self) -> Observer | None:
-        """Called with the name and the value of every result as it comes, those of the children among them."""
+        """Called with the name and the value of every result, including the results of the children."""
         return self._observer
 
     @observer.setter
@@ -83,7 +83,8 @@ class TransformerLayer(torch.nn.Module):
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
         batch, length, _ = qkv.shape
         q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).float()
-        # Not scaled_dot_product_attention: on a GPU the backward of its fused kernels adds in no fixed order.
+        # scaled_dot_product_attention is not used: on a GPU the backward pass of its fused kernels adds in no fixed
+        # order.
         scores = (q @ k.mT) * q.shape[-1] ** -0.5
         future = torch.ones(length, length, dtype=torch.bool, device=qkv.device).triu(1)
         out: torch.Tensor = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
@@ -94,7 +95,7 @@ class TransformerLayer(torch.nn.Module):
             self._observer(name, value.detach())
 
     def _watched(self, tensor: torch.Tensor, gradient: str) -> torch.Tensor:
-        """The tensor, whose gradient of all that is made of it the observer is told."""
+        """An alias of the tensor. The observer gets the gradient of the alias."""
         if self._observer is None or not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         alias = tensor.view_as(tensor)  # the gradient of x itself may have other contributions

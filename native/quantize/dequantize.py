@@ -12,32 +12,35 @@ from narrowgauge.spec.arguments import check_out_dtype
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32
 from narrowgauge.spec.quantized import Quantized
 
-_EACH = 16
+_PER_THREAD = 16
+"""Elements of a thread of the general kernel."""
 _UNITS = 2
-"""Runs of 16 bytes of the output, on a CPU of 16 elements, that a thread of the kernel for whole lines makes."""
+"""Units of a thread of the kernels for contiguous blocks: 16 bytes of the output each, on a CPU 16 elements."""
 _SCALE_KIND = {E4M3: 0, E8M0: 1, FP32: 2}
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values (M, K) of `q` in float32, bfloat16 or float16; a rotation is not undone. Raises as `quantize` does."""
-    r = supported(q.recipe)
+    """Values (M, K) of `q` in float32, bfloat16 or float16. A rotation is not inverted. Raises as `quantize` does."""
+    recipe = supported(q.recipe)
     check_out_dtype(dtype, "dequantize")
     amax = check_operand(q, "q")
-    if q.transposed and r.element is E2M1:
-        raise ValueError(f"q of recipe {r} is stored transposed, two rows in a byte; the kernels read E2M1 along K")
+    if q.transposed and recipe.element is E2M1:
+        raise ValueError(
+            f"q of recipe {recipe} is stored transposed, two rows in a byte; the kernels read E2M1 along K"
+        )
     rows, columns = q.shape
     scales = linear_scales(q)
     out = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)
-    flags = (f"-DELEMENT={r.element.name}",)
+    flags = (f"-DELEMENT={recipe.element.name}",)
     if _in_lines(q, scales, out):
-        unit = 16 // out.element_size() if out.device.type == "cuda" else _EACH
-        block_log2, factor = np.int32(r.block[1].bit_length() - 1), np.float32(1 / r.max_product)
+        unit = 16 // out.element_size() if out.device.type == "cuda" else _PER_THREAD
+        block_log2, factor = np.int32(recipe.block[1].bit_length() - 1), np.float32(1 / recipe.max_product)
         arguments: list[Argument]
-        if r.granularity == "row":
+        if recipe.granularity == "row":
             name, arguments = "rows", [q.codes, scales, block_log2, amax, np.int64(columns), factor]
         else:
             name = "lines"
-            arguments = [q.codes, scales, np.int32(_SCALE_KIND[r.scale]), block_log2, amax, factor]
+            arguments = [q.codes, scales, np.int32(_SCALE_KIND[recipe.scale]), block_log2, amax, factor]
         launch(
             "dequantize",
             f"dequantize_{name}_{suffix(dtype)}",
@@ -51,11 +54,12 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     launch(
         "dequantize",
         f"dequantize_{suffix(dtype)}",
-        (blocks_for(rows * -(-columns // _EACH), THREADS),),
+        (blocks_for(rows * -(-columns // _PER_THREAD), THREADS),),
         (THREADS,),
-        (q.codes, np.int32(q.transposed), scales, np.int32(_SCALE_KIND[r.scale]), np.int64(r.stored_rows),
-         np.int64(r.block[1]), np.int32(q.transposed and not q.swizzled), amax, np.int32(r.granularity == "row"),
-         np.float32(1 / r.max_product), out, np.int64(rows), np.int64(columns)),
+        (q.codes, np.int32(q.transposed), scales, np.int32(_SCALE_KIND[recipe.scale]), np.int64(recipe.stored_rows),
+         np.int64(recipe.block[1]), np.int32(q.transposed and not q.swizzled), amax,
+         np.int32(recipe.granularity == "row"), np.float32(1 / recipe.max_product), out,
+         np.int64(rows), np.int64(columns)),
         device=q.codes.device,
         extra_flags=flags,
     )  # fmt: skip
@@ -63,8 +67,8 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 def _in_lines(q: Quantized, scales: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether blocks of one row, or of all, follow each other without a gap, and lie aligned."""
-    r = q.recipe
-    together = r.whole or (r.stored_rows == 1 and q.shape[1] % r.block[1] == 0)
-    aligned = out.numel() % _EACH == 0 and q.codes.data_ptr() % _EACH == out.data_ptr() % _EACH == 0
-    return together and aligned and out.numel() > 0 and not q.transposed
+    """Whether scale blocks, of one row or of the whole tensor, are contiguous, and codes and output are aligned."""
+    recipe = q.recipe
+    contiguous = recipe.whole or (recipe.stored_rows == 1 and q.shape[1] % recipe.block[1] == 0)
+    aligned = out.numel() % _PER_THREAD == 0 and q.codes.data_ptr() % _PER_THREAD == out.data_ptr() % _PER_THREAD == 0
+    return contiguous and aligned and out.numel() > 0 and not q.transposed

@@ -1,18 +1,19 @@
-"""Quantize to FP8 with float32 scales: of 128 elements, of tiles of 128×128, or of the whole tensor or section."""
+"""Quantize to FP8 with float32 scales for blocks of 128 elements, tiles of 128×128, or the whole tensor or section."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from narrowgauge.native.quantize.amax import amax as tensor_amax
 from narrowgauge.native.quantize.amax import in_32_bits, in_tiles, oriented_amax
 from narrowgauge.native.quantize.sections import check_sizes_of
-from narrowgauge.native.runtime.arguments import ANY_THREADS, blocks_for, check_contiguous, suffix
-from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.native.quantize.variants import variant_flags
+from narrowgauge.native.runtime.arguments import GENERAL_THREADS, blocks_for, check_contiguous, suffix
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec.arguments import (
     as_matrix,
     check_amax,
@@ -26,32 +27,45 @@ from narrowgauge.spec.quantized import GroupedQuantized, Quantized, amax_shape, 
 from narrowgauge.spec.recipes import Recipe
 
 TILE = 128
-"""Rows and columns that a block of threads quantizes."""
+"""Rows and columns of the tile of a thread block."""
 _TILE_THREADS = {"cuda": 256}
-"""Of the kernel that takes whole tiles of bfloat16, by the devices on which it is the faster one."""
-_LINES, _TILES, _WHOLE = 0, 1, 2
+"""Threads of the kernel for whole tiles of bfloat16, by the devices with a slower general kernel."""
+
+_PARAMETERS = KernelStruct("quantize/quantize_fp8.cu", "QuantizeFp8Parameters")
+_VARIANT = KernelStruct("quantize/quantize_fp8.cu", "QuantizeFp8Variant")
+_NO_OUTPUT: dict[str, Value] = {"amax": None, "codes": None, "scales": None, "encode": None}
 
 
 @dataclass
-class _Half:
-    """One orientation of a result, as the kernel writes it; amax and encode factors where the tensor has one scale."""
+class _Output:
+    """An orientation of a result. `amax` and `encode` (the factors of elements) are None if the recipe has blocks."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     amax: torch.Tensor | None
     encode: torch.Tensor | None
 
-    def arguments(self) -> list[Argument]:
-        return [self.amax, self.codes, self.scales, self.encode]
+    def fields(self) -> dict[str, Value]:
+        """Fields of the kernel's struct Output."""
+        return {"amax": self.amax, "codes": self.codes, "scales": self.scales, "encode": self.encode}
 
 
-def _kind(r: Recipe) -> int:
-    return _WHOLE if r.whole else _TILES if r.block[0] > 1 else _LINES
+def _scale_block(recipe: Recipe) -> str:
+    """Enumerator of the kernel's ScaleBlock."""
+    return "WHOLE" if recipe.whole else "TILES" if recipe.block[0] > 1 else "LINES"
+
+
+def variant(recipe: Recipe) -> dict[str, Value]:
+    """Fields of the kernel's struct QuantizeFp8Variant."""
+    return {
+        "scale_block": _scale_block(recipe), "e5m2": recipe.element is E5M2,
+        "power_of_two": recipe.scale_rounding == "down", "propagate_nan": recipe.nan == "propagate",
+    }  # fmt: skip
 
 
 def quantize(
     x: torch.Tensor,
-    r: Recipe,
+    recipe: Recipe,
     *,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
@@ -60,13 +74,13 @@ def quantize(
 ) -> Quantized:
     """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K. Any M and K; more dimensions are rows.
 
-    `amax`, float32 (1,), replaces the tensor's own where the recipe has one scale for it; `scale`, float32 (1,), is the
-    encode scale of delayed scaling. Source: docs/numerics.md#fp8-with-float32-scales. Raises TypeError or ValueError
-    for inputs that do not fit, random bits and swizzled scales among them, ToolchainError where kernels cannot be
-    compiled.
+    `amax`, float32 (1,), replaces the tensor's own amax if the recipe has one scale for the tensor. `scale`, float32
+    (1,), is the encode scale of delayed scaling. Source: docs/numerics.md#fp8-with-float32-scales. Raises TypeError or
+    ValueError for inputs of another dtype or shape, for random bits and for swizzled scales; ToolchainError if kernels
+    cannot be compiled.
     """
     row, _ = quantize_both(
-        x, r, columnwise=False, amax=(amax, None), scale=scale, random=None if random is None else (random, None),
+        x, recipe, columnwise=False, amax=(amax, None), scale=scale, random=None if random is None else (random, None),
         swizzled=swizzled,
     )  # fmt: skip
     assert row is not None
@@ -75,7 +89,7 @@ def quantize(
 
 def quantize_both(
     x: torch.Tensor,
-    r: Recipe,
+    recipe: Recipe,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
@@ -84,27 +98,30 @@ def quantize_both(
     random: object = None,
     swizzled: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and columnwise (K, M), its transpose.
+    """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
 
-    `amax` holds that of either half, `scale` is that of both. A half that is not wanted is None. Raises as `quantize`
-    does.
+    `amax`: the amaxes of the rowwise and the columnwise result. `scale`: the encode scale of both. A result that the
+    caller does not ask for is None. Raises as `quantize` does.
     """
     x = as_matrix(x)
     shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
-    _check_options(r, shape, random, swizzled=swizzled)
-    check_scale(scale, 1, r)
+    _check_options(recipe, shape, random, swizzled=swizzled)
+    check_scale(scale, 1, recipe)
     check_contiguous(scale=scale)
-    amaxes, found = _amaxes(x, r, (None, None) if amax is None else amax, rowwise=rowwise, columnwise=columnwise)
-    halves = [
-        _half(of, r, one, x.device) if side else None
-        for side, of, one in zip((rowwise, columnwise), (shape, shape_t), amaxes, strict=True)
+    amaxes, amax_out = _amaxes(
+        x, recipe, (None, None) if amax is None else amax, rowwise=rowwise, columnwise=columnwise
+    )
+    outputs = [
+        _output(output_shape, recipe, output_amax, x.device) if wanted else None
+        for wanted, output_shape, output_amax in zip((rowwise, columnwise), (shape, shape_t), amaxes, strict=True)
     ]
-    # Either half of x is the other half of its transpose, which a view of a contiguous matrix is read along.
+    # A transposed view of a contiguous matrix is quantized as the matrix, with the outputs exchanged, so that reads are
+    # coalesced.
     along_rows = x.stride(1) == 1 or x.stride(0) != 1
-    _launch(x if along_rows else x.T, r, halves if along_rows else halves[::-1], scale, found)
+    _launch(x if along_rows else x.T, recipe, outputs if along_rows else outputs[::-1], scale, amax_out)
     row, column = (
-        None if half is None else Quantized(half.codes, half.scales, half.amax, r, of, half.encode)
-        for half, of in zip(halves, (shape, shape_t), strict=True)
+        None if output is None else Quantized(output.codes, output.scales, output.amax, recipe, of, output.encode)
+        for output, of in zip(outputs, (shape, shape_t), strict=True)
     )
     return row, column
 
@@ -112,134 +129,131 @@ def quantize_both(
 def quantize_grouped(
     x: torch.Tensor,
     sizes: torch.Tensor,
-    r: Recipe,
+    recipe: Recipe,
     *,
     columnwise: bool = False,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: object = None,
 ) -> GroupedQuantized:
-    """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each by itself, some perhaps empty.
+    """Quantize sections of `x` (M, K) of `sizes` rows, int64 (G,), section by section. Sections may be empty.
 
-    One launch for all, which reads the sizes where they lie: the host does not wait for a GPU. Sizes on a CPU are
-    checked; on a GPU, what is wrong in them is cut to the rows of x. `columnwise`: the transpose of each section.
-    `amax` and `scale`: float32 (G,). Raises as `quantize` does.
+    One launch quantizes all sections and reads the sizes on the device; the host does not wait for a GPU. Sizes
+    on a CPU are checked; on a GPU the kernel clamps wrong sizes to the rows of x. `columnwise` quantizes the transpose
+    of each section. `amax` and `scale`: float32 (G,). Raises as `quantize` does.
     """
     x = as_matrix(x)
     rows, columns = x.shape
     check_sizes_of(sizes, rows)
     count = len(sizes)
-    check_random_of_sections(random, r)
-    check_scale(scale, count, r)
-    check_amax(amax, (count,), r)
+    check_random_of_sections(random, recipe)
+    check_scale(scale, count, recipe)
+    check_amax(amax, (count,), recipe)
     check_contiguous(amax=amax, scale=scale)
-    found = None
-    if r.whole and amax is None:
-        amax = found = _to_find(r, count, x.device)
-    if r.whole and amax is None:
+    amax_out = None
+    if recipe.whole and amax is None:
+        amax = amax_out = _amax_output(recipe, count, x.device)
+    if recipe.whole and amax is None:
         amax, _ = oriented_amax(
-            x, plain=True, rotated=False, along_rows=True, sizes=sizes, propagate_nan=r.nan == "propagate"
+            x, plain=True, rotated=False, along_rows=True, sizes=sizes, propagate_nan=recipe.nan == "propagate"
         )  # fmt: skip
-    # Whatever the sizes are: a short block at the end of every section, whose sum is not known here.
-    blocks = count if r.whole else rows // TILE + count
-    across = 1 if r.whole else blocks_for(columns, TILE) if columns else 0
-    height = rows if _kind(r) == _LINES and not columnwise else blocks
-    lines = columns if _kind(r) == _LINES and columnwise else across
-    scales = (lines * blocks,) if columnwise else (height, across)
-    half = _Half(
+    # Upper bound of the blocks for any sizes: every section may end with a short block, and the host does not know the
+    # sizes.
+    blocks = count if recipe.whole else rows // TILE + count
+    across = 1 if recipe.whole else blocks_for(columns, TILE) if columns else 0
+    of_lines = _scale_block(recipe) == "LINES"
+    height = rows if of_lines and not columnwise else blocks
+    lines = columns if of_lines and columnwise else across
+    output = _Output(
         torch.empty((rows * columns,) if columnwise else (rows, columns), dtype=torch.uint8, device=x.device),
-        torch.empty(scales, dtype=torch.float32, device=x.device),
+        torch.empty((lines * blocks,) if columnwise else (height, across), dtype=torch.float32, device=x.device),
         amax,
-        torch.empty((count,), dtype=torch.float32, device=x.device) if r.whole else None,
+        torch.empty((count,), dtype=torch.float32, device=x.device) if recipe.whole else None,
     )
-    _launch(x, r, [None, half] if columnwise else [half, None], scale, found, sizes)
+    _launch(x, recipe, [None, output] if columnwise else [output, None], scale, amax_out, sizes)
     return GroupedQuantized(
-        half.codes, half.scales, amax, r, (rows, columns), sizes, half.encode, columnwise=columnwise
-    )  # fmt: skip
+        output.codes, output.scales, amax, recipe, (rows, columns), sizes, output.encode, columnwise=columnwise
+    )
 
 
-def _half(shape: tuple[int, int], r: Recipe, amax: torch.Tensor | None, device: torch.device) -> _Half:
-    return _Half(
-        torch.empty(codes_shape(shape, r), dtype=torch.uint8, device=device),
-        torch.empty(scales_shape(shape, r), dtype=torch.float32, device=device),
+def _output(shape: tuple[int, int], recipe: Recipe, amax: torch.Tensor | None, device: torch.device) -> _Output:
+    return _Output(
+        torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=device),
+        torch.empty(scales_shape(shape, recipe), dtype=torch.float32, device=device),
         amax,
-        torch.empty((1,), dtype=torch.float32, device=device) if r.whole else None,
+        torch.empty((1,), dtype=torch.float32, device=device) if recipe.whole else None,
     )
 
 
 def _launch(
     x: torch.Tensor,
-    r: Recipe,
-    halves: Sequence[_Half | None],
+    recipe: Recipe,
+    outputs: Sequence[_Output | None],
     scale: torch.Tensor | None,
-    found: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
     sizes: torch.Tensor | None = None,
 ) -> None:
     rows, columns = x.shape
     sections = 1 if sizes is None else len(sizes)
     strips = blocks_for(rows, TILE) if sizes is None else max(1, rows // TILE + sections)
-    largest = torch.finfo(x.dtype if r.largest_scale == "input" else torch.float32).max
-    row, column = ([None] * 4 if half is None else half.arguments() for half in halves)
-    variant = _kind(r) | (r.element is E5M2) << 2 | (r.scale_rounding == "down") << 3 | (r.nan == "propagate") << 4
-    # One compilation for each costs a GPU's driver a second, once, and a CPU's compiler many.
-    flags = (f"-DVARIANT={variant}",) if x.device.type == "cuda" else ()
-    halves_and_rule = (
-        np.int32(variant), scale, found, *row, *column, np.float32(r.element.max), np.float32(r.smallest_amax),
-        np.float32(largest),
+    row, column = (_NO_OUTPUT if output is None else output.fields() for output in outputs)
+    choices = variant(recipe)
+    parameters = _PARAMETERS(
+        x=x, row_stride=x.stride(0), column_stride=x.stride(1), rows=rows, columns=columns, sizes=sizes,
+        sections=sections, variant=choices, given_scales=scale, amax_out=amax_out, row=row, column=column,
+        largest_element=recipe.element.max, smallest_amax=recipe.smallest_amax,
+        largest_scale=torch.finfo(x.dtype if recipe.largest_scale == "input" else torch.float32).max,
     )  # fmt: skip
     if sizes is None and _in_tiles(x):
         name, threads = "quantize_fp8_tiles_bf16", _TILE_THREADS
-        matrix: tuple[Argument, ...] = (x, np.int64(rows), np.int64(columns))
     else:
-        name, threads = f"quantize_fp8_{suffix(x.dtype)}", ANY_THREADS["quantize_fp8"]
-        strides = np.int64(x.stride(0)), np.int64(x.stride(1))
-        matrix = (x, *strides, np.int64(rows), np.int64(columns), sizes, np.int32(sections))
+        name, threads = f"quantize_fp8_{suffix(x.dtype)}", GENERAL_THREADS["quantize_fp8"]
     launch(
         "quantize_fp8",
         name,
         (strips * blocks_for(columns, TILE),),
         (threads.get(x.device.type, 1),),
-        (*matrix, *halves_and_rule),
+        (parameters,),
         device=x.device,
-        extra_flags=flags,
+        extra_flags=variant_flags(_VARIANT, choices, x.device),
     )
 
 
 def _in_tiles(x: torch.Tensor) -> bool:
-    """Whether the kernel that takes whole tiles does for this."""
+    """Whether the kernel for whole tiles can quantize `x` and is the faster one."""
     return x.device.type in _TILE_THREADS and in_tiles(x, TILE) and in_32_bits(x)
 
 
 def _amaxes(
     x: torch.Tensor,
-    r: Recipe,
+    recipe: Recipe,
     given: Sequence[torch.Tensor | None],
     *,
     rowwise: bool,
     columnwise: bool,
 ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """The amax of either half where the tensor has one scale: what is given, or the tensor's own.
+    """Amaxes of the rowwise and the columnwise result, if the recipe has one scale for the tensor: given, or computed.
 
-    That is found once: here where scales are made of it, else by the kernel that quantizes, and is then the second
-    result, too.
+    If scales depend on the tensor's own amax, it is computed here, once. With delayed scaling the kernel that quantizes
+    computes it: then the tensor that receives it is the second result, too.
     """
     wanted = (rowwise, columnwise)
     names = ("amax", "amax") if not columnwise else ("rowwise amax", "columnwise amax")
-    for side, one, name in zip(wanted, given, names, strict=True):
-        if side:
-            check_amax(one, amax_shape((0, 0), r), r, name)
-            check_contiguous(**{name: one})
-    if not r.whole:
+    for is_wanted, amax, name in zip(wanted, given, names, strict=True):
+        if is_wanted:
+            check_amax(amax, amax_shape((0, 0), recipe), recipe, name)
+            check_contiguous(**{name: amax})
+    if not recipe.whole:
         return [None, None], None
-    missing = any(side and one is None for side, one in zip(wanted, given, strict=True))
-    found = _to_find(r, 1, x.device) if missing else None
-    own = _tensor_amax(x, propagate_nan=r.nan == "propagate") if missing and found is None else found
-    return [own if one is None else one for one in given], found
+    missing = any(is_wanted and amax is None for is_wanted, amax in zip(wanted, given, strict=True))
+    amax_out = _amax_output(recipe, 1, x.device) if missing else None
+    own = _tensor_amax(x, propagate_nan=recipe.nan == "propagate") if missing and amax_out is None else amax_out
+    return [own if amax is None else amax for amax in given], amax_out
 
 
-def _to_find(r: Recipe, count: int, device: torch.device) -> torch.Tensor | None:
-    """Where the kernel that quantizes leaves the amaxes of which later scales are made, if the recipe has such."""
-    return torch.zeros(count, dtype=torch.float32, device=device) if r.tensor_scale == "given" else None
+def _amax_output(recipe: Recipe, count: int, device: torch.device) -> torch.Tensor | None:
+    """Zeros that receive the amaxes of delayed scaling from the kernel that quantizes; None for other recipes."""
+    return torch.zeros(count, dtype=torch.float32, device=device) if recipe.tensor_scale == "given" else None
 
 
 def _tensor_amax(x: torch.Tensor, *, propagate_nan: bool) -> torch.Tensor | None:
@@ -249,6 +263,6 @@ def _tensor_amax(x: torch.Tensor, *, propagate_nan: bool) -> torch.Tensor | None
     return oriented_amax(x, plain=True, rotated=False, along_rows=True, propagate_nan=propagate_nan)[0]
 
 
-def _check_options(r: Recipe, shape: tuple[int, int], random: object, *, swizzled: bool) -> None:
-    check_random(random, shape, r)
-    check_swizzled(r, swizzled=swizzled)
+def _check_options(recipe: Recipe, shape: tuple[int, int], random: object, *, swizzled: bool) -> None:
+    check_random(random, shape, recipe)
+    check_swizzled(recipe, swizzled=swizzled)

@@ -1,4 +1,4 @@
-"""Block scales in the 128×4 layout of block-scaled tensor cores, and back."""
+"""Block scales to and from the 128×4 layout of block-scaled tensor cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from narrowgauge.spec.arguments import check_scales_matrix, check_swizzled_scale
 from narrowgauge.spec.quantized import Quantized, scales_shape
 
 _CHUNK = 16
-"""Scales of each of four rows, 32 apart, that a thread moves."""
+"""Scales of a thread in four rows, 32 apart."""
 _THREADS = 128
 
 
@@ -20,7 +20,7 @@ def _padded(shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """Linear scales (R, C), uint8, contiguous, padded with zeros and in tiles of 128×4: (⌈R/128⌉·128, ⌈C/4⌉·4).
+    """Linear scales (R, C), uint8, contiguous, to padded tiles of 128×4: (⌈R/128⌉·128, ⌈C/4⌉·4); the padding is 0.
 
     Raises TypeError or ValueError for another dtype or shape.
     """
@@ -33,7 +33,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """The linear scales `shape`, (R, C), of swizzled ones. Raises as `swizzle` does."""
+    """Swizzled scales to linear scales of `shape` (R, C). Raises as `swizzle` does."""
     check_swizzled_scales(scales, shape)
     check_contiguous(scales=scales)
     out = torch.empty(shape, dtype=torch.uint8, device=scales.device)
@@ -42,7 +42,7 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def linear_scales(q: Quantized) -> torch.Tensor:
-    """The scales of `q`, linear and unpadded: as they are stored, or along its rows where they were swizzled."""
+    """The scales of `q` in linear layout, without padding: the stored scales, unswizzled if they are swizzled."""
     return unswizzle(q.scales, scales_shape(q.shape, q.recipe)) if q.swizzled else q.scales
 
 

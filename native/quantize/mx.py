@@ -1,17 +1,17 @@
-"""Quantize to MX: blocks of 32, or tiles of 32×32, whose scales are powers of two."""
+"""Quantize to MX: blocks of 32 elements, or of 32×32, with powers of two as scales."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from narrowgauge.native.quantize.amax import in_tiles, strips
 from narrowgauge.native.quantize.sections import check_sizes_of
-from narrowgauge.native.runtime.arguments import ANY_THREADS, STRIP, blocks_for, check_contiguous, suffix
-from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.native.runtime.arguments import GENERAL_THREADS, STRIP, blocks_for, check_contiguous, suffix
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.native.runtime.structs import KernelStruct, Value
 from narrowgauge.spec.arguments import (
     as_matrix,
     check_amax,
@@ -23,45 +23,52 @@ from narrowgauge.spec.arguments import (
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized, codes_shape, scales_shape, swizzled_shape
 from narrowgauge.spec.recipes import Recipe
 
+_PARAMETERS = KernelStruct("quantize/quantize_mx.cu", "QuantizeMxParameters")
 _THREADS = 128
 _TILE = (32, 128)
-"""Rows and columns of a tile of bfloat16, and the threads that hold one: the kernel's PIECE_ROWS."""
+"""Rows and columns of a tile of bfloat16."""
 _TILE_THREADS = {"cuda": 64, "cpu": 16}
-_SCALE_ORDER = {"amax*(1/max)": 0, "amax/max": 1, "amax*2^-emax": 2}
+"""Threads of a tile; they follow from PIECE_ROWS of the kernel."""
+_SCALE_ORDER = {"amax*(1/max)": "AMAX_TIMES_RECIPROCAL", "amax/max": "AMAX_OVER_MAX", "amax*2^-emax": "AMAX_OVER_POWER"}
 
 
-def scale_rule(r: Recipe) -> tuple[np.int32, np.int32]:
-    """How an amax becomes a scale: what is rounded, and the mantissa, of 23 bits, from which on it is rounded up."""
-    up_from = {
+def scale_order(recipe: Recipe) -> str:
+    """Enumerator of the kernels' MxScaleOrder (mx.cuh)."""
+    return _SCALE_ORDER[recipe.block_scale]
+
+
+def up_from(recipe: Recipe) -> int:
+    """Mantissa of 23 bits from which on the exponent of a scale is rounded up (e8m0_from_float of formats.cuh)."""
+    return {
         "up": 1,
         "down": 1 << 23,
-        "as-element": (1 << 23) - (1 << (22 - r.element.mantissa_bits)),  # half a step of the element below 2
+        "as-element": (1 << 23) - (1 << (22 - recipe.element.mantissa_bits)),  # half a step of the element below 2
         "up-from-1.75": 3 << 21,
         "nearest-log2": 0x3504F4,  # the first float32 above √2
-    }[r.scale_rounding]
-    return np.int32(_SCALE_ORDER[r.block_scale]), np.int32(up_from)
+    }[recipe.scale_rounding]
 
 
 @dataclass
-class _Half:
-    """One orientation of a result, as the kernel writes it."""
+class _Output:
+    """An orientation of a result, in the buffers that the kernel writes."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     random: object
 
-    def arguments(self) -> list[Argument]:
+    def fields(self) -> dict[str, Value]:
+        """Fields of the kernel's struct Output."""
         words = self.random if isinstance(self.random, torch.Tensor) else None
-        offset = self.random[1] if isinstance(self.random, tuple) else 0
-        return [np.int32(1), self.codes, self.scales, words, np.uint64(offset % 2**64)]
+        offset = self.random[1] % 2**64 if isinstance(self.random, tuple) else 0
+        return {"wanted": 1, "codes": self.codes, "scales": self.scales, "random": words, "offset": offset}
 
 
-_NO_HALF: list[Argument] = [np.int32(0), None, None, None, np.uint64(0)]
+_NO_OUTPUT: dict[str, Value] = {"wanted": 0, "codes": None, "scales": None, "random": None, "offset": 0}
 
 
 def quantize(
     x: torch.Tensor,
-    r: Recipe,
+    recipe: Recipe,
     *,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
@@ -70,21 +77,21 @@ def quantize(
 ) -> Quantized:
     """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K. Any M and K; more dimensions are rows.
 
-    `random`: words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox. Source: docs/numerics.md#mx. Raises TypeError or
-    ValueError for inputs that do not fit, an amax and an encode scale among them, which MX has not; ToolchainError
-    where kernels cannot be compiled.
+    `random`: random words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox. Source: docs/numerics.md#mx. Raises TypeError
+    or ValueError for inputs of another dtype or shape, and for an amax or an encode scale, which MX does not use;
+    ToolchainError if kernels cannot be compiled.
     """
     x = as_matrix(x)
-    _check_options(amax, scale, r)
+    _check_options(amax, scale, recipe)
     shape = (x.shape[0], x.shape[1])
-    half = _half(shape, r, random, x.device, swizzled=swizzled)
-    _launch(x, r, half, None, swizzled=swizzled)
-    return Quantized(half.codes, half.scales, None, r, shape, swizzled=swizzled)
+    output = _output(shape, recipe, random, x.device, swizzled=swizzled)
+    _launch(x, recipe, output, None, swizzled=swizzled)
+    return Quantized(output.codes, output.scales, None, recipe, shape, swizzled=swizzled)
 
 
 def quantize_both(
     x: torch.Tensor,
-    r: Recipe,
+    recipe: Recipe,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
@@ -93,125 +100,130 @@ def quantize_both(
     random: object = None,
     swizzled: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and columnwise (K, M), its transpose.
+    """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
 
-    That is stored as the recipe says. `random`: the words of either half, or seed and offset, of which the columnwise
-    half uses offset + 1. A half that is not wanted is None. Raises as `quantize` does.
+    `recipe.columnwise` is the layout of the columnwise result. `random`: the random words of the rowwise and of the
+    columnwise result, or (seed, offset) of Philox; the columnwise result uses offset + 1. A result that the caller does
+    not ask for is None. Raises as `quantize` does.
     """
     x = as_matrix(x)
     for given in amax or ():
-        _check_options(given, scale, r)
-    check_scale(scale, 1, r)
+        _check_options(given, scale, recipe)
+    check_scale(scale, 1, recipe)
     shape, shape_t = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
     bits, bits_t = split_random(random)
-    in_place = r.columnwise == "in-place"
-    row = _half(shape, r, bits, x.device, swizzled=swizzled) if rowwise else None
-    column = _half(shape_t, r, bits_t, x.device, swizzled=swizzled, transposed=in_place) if columnwise else None
-    _launch(x, r, row, column, swizzled=swizzled)
+    in_place = recipe.columnwise == "in-place"
+    row = _output(shape, recipe, bits, x.device, swizzled=swizzled) if rowwise else None
+    column = _output(shape_t, recipe, bits_t, x.device, swizzled=swizzled, transposed=in_place) if columnwise else None
+    _launch(x, recipe, row, column, swizzled=swizzled)
     return (
-        None if row is None else Quantized(row.codes, row.scales, None, r, shape, swizzled=swizzled),
+        None if row is None else Quantized(row.codes, row.scales, None, recipe, shape, swizzled=swizzled),
         None
         if column is None
-        else Quantized(column.codes, column.scales, None, r, shape_t, swizzled=swizzled, transposed=in_place),
+        else Quantized(column.codes, column.scales, None, recipe, shape_t, swizzled=swizzled, transposed=in_place),
     )
 
 
 def quantize_grouped(
     x: torch.Tensor,
     sizes: torch.Tensor,
-    r: Recipe,
+    recipe: Recipe,
     *,
     columnwise: bool = False,
     amax: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     random: object = None,
 ) -> GroupedQuantized:
-    """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each by itself, some perhaps empty.
+    """Quantize sections of `x` (M, K) of `sizes` rows, int64 (G,), section by section. Sections may be empty.
 
-    One launch for all, which reads the sizes where they lie: the host does not wait for a GPU. Sizes on a CPU are
-    checked; on a GPU, what is wrong in them is cut to the rows of x. `columnwise`: of the transpose of each section.
-    Raises as `quantize` does.
+    One launch quantizes all sections and reads the sizes on the device; the host does not wait for a GPU. Sizes
+    on a CPU are checked; on a GPU the kernel clamps wrong sizes to the rows of x. `columnwise` quantizes the transpose
+    of each section. Raises as `quantize` does.
     """
     x = as_matrix(x)
     rows, columns = x.shape
     check_sizes_of(sizes, rows)
-    _check_options(amax, scale, r)
-    check_random_of_sections(random, r)
-    half = _half((rows, columns), r, random, x.device, swizzled=False)
-    if columnwise:  # flat, with room for a half byte and a short block of every section
+    _check_options(amax, scale, recipe)
+    check_random_of_sections(random, recipe)
+    output = _output((rows, columns), recipe, random, x.device, swizzled=False)
+    if columnwise:  # flat, with room for a half byte and a short block at the end of every section
         count = len(sizes)
-        codes = columns * ((rows + count) // 2 + 1) if r.element.bits == 4 else columns * rows
-        half.codes = torch.empty(codes, dtype=torch.uint8, device=x.device)
-        half.scales = torch.empty(columns * (rows // r.block[1] + count), dtype=torch.uint8, device=x.device)
-    _launch(x, r, None if columnwise else half, half if columnwise else None, sizes=sizes)
-    return GroupedQuantized(half.codes, half.scales, None, r, (rows, columns), sizes, columnwise=columnwise)
+        codes = columns * ((rows + count) // 2 + 1) if recipe.element.bits == 4 else columns * rows
+        output.codes = torch.empty(codes, dtype=torch.uint8, device=x.device)
+        output.scales = torch.empty(columns * (rows // recipe.block[1] + count), dtype=torch.uint8, device=x.device)
+    _launch(x, recipe, None if columnwise else output, output if columnwise else None, sizes=sizes)
+    return GroupedQuantized(
+        output.codes, output.scales, None, recipe, (rows, columns), sizes, columnwise=columnwise
+    )  # fmt: skip
 
 
-def _check_options(amax: torch.Tensor | None, scale: torch.Tensor | None, r: Recipe) -> None:
-    check_amax(amax, (1,), r)
-    check_scale(scale, 1, r)
+def _check_options(amax: torch.Tensor | None, scale: torch.Tensor | None, recipe: Recipe) -> None:
+    check_amax(amax, (1,), recipe)
+    check_scale(scale, 1, recipe)
 
 
-def _half(
+def _output(
     shape: tuple[int, int],
-    r: Recipe,
+    recipe: Recipe,
     random: object,
     device: torch.device,
     *,
     swizzled: bool,
     transposed: bool = False,
-) -> _Half:
-    check_random(random, shape, r)
+) -> _Output:
+    check_random(random, shape, recipe)
     check_contiguous(random=random)
-    # The padding of swizzled scales is 0, and no thread has it.
+    # No thread writes the padding of swizzled scales; torch sets the padding to 0.
     scales = (
-        torch.zeros(swizzled_shape(shape, r), dtype=torch.uint8, device=device)
+        torch.zeros(swizzled_shape(shape, recipe), dtype=torch.uint8, device=device)
         if swizzled
-        else torch.empty(scales_shape(shape, r, transposed=transposed), dtype=torch.uint8, device=device)
+        else torch.empty(scales_shape(shape, recipe, transposed=transposed), dtype=torch.uint8, device=device)
     )
-    codes = torch.empty(codes_shape(shape, r, transposed=transposed), dtype=torch.uint8, device=device)
-    return _Half(codes, scales, random)
+    codes = torch.empty(codes_shape(shape, recipe, transposed=transposed), dtype=torch.uint8, device=device)
+    return _Output(codes, scales, random)
 
 
 def _launch(
     x: torch.Tensor,
-    r: Recipe,
-    row: _Half | None,
-    column: _Half | None,
+    recipe: Recipe,
+    row: _Output | None,
+    column: _Output | None,
     *,
     sizes: torch.Tensor | None = None,
     swizzled: bool = False,
 ) -> None:
     rows, columns = x.shape
-    stochastic, tiles = r.rounding == "stochastic", r.block[0] > 1
-    rule = scale_rule(r)
-    propagate_nan = np.int32(r.nan == "propagate")
-    halves = [_NO_HALF if half is None else half.arguments() for half in (row, column)]
-    plain = column is None and sizes is None and x.is_contiguous() and not (stochastic or tiles or swizzled)
-    matrix: list[Argument] = [x, np.int64(rows), np.int64(columns)]
-    # Where both do, a CPU is faster with the plain kernel, which has no barrier.
-    tiled = sizes is None and _in_tiles(x, r, column)
+    stochastic, square_blocks = recipe.rounding == "stochastic", recipe.block[0] > 1
+    plain = column is None and sizes is None and x.is_contiguous() and not (stochastic or square_blocks or swizzled)
+    # If both kernels can quantize `x`, the plain kernel, which has no barrier, is faster on a CPU.
+    tiled = sizes is None and _in_tiles(x, recipe, column)
     if tiled and not (plain and x.device.type == "cpu"):
         name, grid = "quantize_mx_tiles_bf16", x.numel() // (_TILE[0] * _TILE[1])
         threads = _TILE_THREADS.get(x.device.type, 1)
-        arguments = [*matrix, *halves[0][:3], *halves[1][:3], *rule, np.int32(tiles), propagate_nan, np.int32(swizzled)]
     elif plain and row is not None:
         name, grid, threads = f"quantize_mx_plain_{suffix(x.dtype)}", blocks_for(row.scales.numel(), _THREADS), _THREADS
-        arguments = [*matrix, *halves[0][1:3], *rule, propagate_nan]
     else:
-        grid = max(1, strips(rows, sizes)) * blocks_for(columns, STRIP)
-        threads = ANY_THREADS["quantize_mx"].get(x.device.type, 1)
-        name, sections = f"quantize_mx_{suffix(x.dtype)}", 1 if sizes is None else len(sizes)
-        seed = next((h.random[0] for h in (row, column) if h is not None and isinstance(h.random, tuple)), 0)
-        arguments = [
-            x, np.int64(x.stride(0)), np.int64(x.stride(1)), *matrix[1:], sizes, np.int32(sections), *halves[0],
-            *halves[1], *rule, np.int32(tiles), propagate_nan, np.int32(r.columnwise == "in-place"),
-            np.int32(stochastic), np.uint64(seed % 2**64), np.int32(swizzled),
-        ]  # fmt: skip
-    flags = (f"-DELEMENT={r.element.name}",)
-    launch("quantize_mx", name, (grid,), (threads,), arguments, device=x.device, extra_flags=flags)
+        name, grid = f"quantize_mx_{suffix(x.dtype)}", max(1, strips(rows, sizes)) * blocks_for(columns, STRIP)
+        threads = GENERAL_THREADS["quantize_mx"].get(x.device.type, 1)
+    seed = next((o.random[0] for o in (row, column) if o is not None and isinstance(o.random, tuple)), 0)
+    variant: dict[str, Value] = {
+        "scale_order": scale_order(recipe), "up_from": up_from(recipe), "square_blocks": square_blocks,
+        "propagate_nan": recipe.nan == "propagate", "in_place": recipe.columnwise == "in-place",
+        "stochastic": stochastic, "swizzled": swizzled,
+    }  # fmt: skip
+    parameters = _PARAMETERS(
+        x=x, row_stride=x.stride(0), column_stride=x.stride(1), rows=rows, columns=columns, sizes=sizes,
+        sections=1 if sizes is None else len(sizes), row=_NO_OUTPUT if row is None else row.fields(),
+        column=_NO_OUTPUT if column is None else column.fields(), variant=variant, seed=seed % 2**64,
+    )  # fmt: skip
+    flags = (f"-DELEMENT={recipe.element.name}",)
+    launch("quantize_mx", name, (grid,), (threads,), (parameters,), device=x.device, extra_flags=flags)
 
 
-def _in_tiles(x: torch.Tensor, r: Recipe, column: _Half | None) -> bool:
-    """Whether the kernel that takes whole tiles does for this."""
-    return in_tiles(x, _TILE[0]) and r.rounding == "nearest-even" and (column is None or r.columnwise == "in-place")
+def _in_tiles(x: torch.Tensor, recipe: Recipe, column: _Output | None) -> bool:
+    """Whether the kernel for whole tiles can quantize `x`."""
+    return (
+        in_tiles(x, _TILE[0])
+        and recipe.rounding == "nearest-even"
+        and (column is None or recipe.columnwise == "in-place")
+    )

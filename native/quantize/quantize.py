@@ -1,4 +1,4 @@
-"""Quantize: one orientation, both in one launch, and sections. The family of the recipe picks the kernels."""
+"""Quantize: an orientation, both orientations in a launch, and sections. The recipe's formats select the kernels."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ def quantize(
 ) -> Quantized:
     """Quantize `x` (M, K), float32, bfloat16 or float16, any strides, along K; a recipe with a transform rotates it.
 
-    Any M and K (but whole groups of a transform); more dimensions are taken as rows. `amax`, float32 (1,), or (M,)
-    where every row has one, replaces the tensor's own. `scale`, float32 (1,), is the encode scale of delayed scaling.
-    `random`: words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox, for recipes that round stochastically. `swizzled`
-    scales are padded and in the 128×4 layout. Raises TypeError or ValueError for inputs that do not fit,
-    NotImplementedError for a recipe that the kernels do not have, ToolchainError where they cannot be compiled.
+    Any M and K, but a transform needs whole groups; further dimensions count as rows. `amax`, float32 (1,), or (M,)
+    if the recipe has an amax per row, replaces the tensor's own amax. `scale`, float32 (1,), is the encode scale
+    of delayed scaling. `random`: random words, int32 (M, ⌈K/4⌉), or (seed, offset) of Philox, for recipes with
+    stochastic rounding. `swizzled` scales are padded and in the 128×4 layout. Raises TypeError or ValueError for inputs
+    of another dtype or shape, NotImplementedError for a recipe that the kernels lack, ToolchainError if kernels cannot
+    be compiled.
     """
-    r = supported(recipe)
-    found: Quantized = _FAMILIES[r.scale].quantize(x, r, amax=amax, scale=scale, random=random, swizzled=swizzled)
-    return found
+    recipe = supported(recipe)
+    result: Quantized = _FAMILIES[recipe.scale].quantize(
+        x, recipe, amax=amax, scale=scale, random=random, swizzled=swizzled
+    )
+    return result
 
 
 def quantize_both(
@@ -50,19 +53,20 @@ def quantize_both(
     random: tuple[torch.Tensor | None, torch.Tensor | None] | tuple[int, int] | None = None,
     swizzled: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and columnwise (K, M), its transpose.
+    """Both orientations of `x` (M, K), any strides, in one read: rowwise (M, K), and its transpose, columnwise (K, M).
 
-    The columnwise half is stored as the recipe says (`Recipe.columnwise`). A transform rotates that half alone; groups
-    other than 16 cost a launch of their own. `amax` holds that of either half, `scale` is that of both, `random` the
-    words of either half, or seed and offset, of which the columnwise half uses offset + 1. A half that is not wanted is
-    None. Raises as `quantize` does, and ValueError where neither half is wanted.
+    `Recipe.columnwise` is the layout of the columnwise result. A transform rotates the columnwise result only; groups
+    other than 16 take a separate launch. `amax` and `random` have an entry for the rowwise and one for the
+    columnwise result; `random` may also be (seed, offset) of Philox, and the columnwise result uses offset + 1. `scale`
+    is the encode scale of both. An unrequested result is None. Raises as `quantize` does, and
+    ValueError if the caller asks for neither result.
     """
-    r = supported(recipe)
+    recipe = supported(recipe)
     check_halves(rowwise=rowwise, columnwise=columnwise, method="quantize_both")
-    found: tuple[Quantized | None, Quantized | None] = _FAMILIES[r.scale].quantize_both(
-        x, r, rowwise=rowwise, columnwise=columnwise, amax=amax, scale=scale, random=random, swizzled=swizzled
+    results: tuple[Quantized | None, Quantized | None] = _FAMILIES[recipe.scale].quantize_both(
+        x, recipe, rowwise=rowwise, columnwise=columnwise, amax=amax, scale=scale, random=random, swizzled=swizzled
     )
-    return found
+    return results
 
 
 def quantize_grouped(
@@ -75,14 +79,14 @@ def quantize_grouped(
     scale: torch.Tensor | None = None,
     random: tuple[int, int] | None = None,
 ) -> GroupedQuantized:
-    """Quantize `x` (M, K) in sections of `sizes` rows, int64 (G,), each by itself, some perhaps empty.
+    """Quantize sections of `x` (M, K) of `sizes` rows, int64 (G,), section by section. Sections may be empty.
 
-    One launch for all, which reads the sizes where they lie: the host does not wait for a GPU. Sizes on a CPU are
-    checked; on a GPU, what is wrong in them is cut to the rows of x. `columnwise`: of the transpose of each section,
-    rotated where the recipe rotates. `amax` and `scale`: float32 (G,). Raises as `quantize` does.
+    One launch quantizes all sections and reads the sizes on the device; the host does not wait for a GPU. Sizes
+    on a CPU are checked; on a GPU the kernel clamps wrong sizes to the rows of x. `columnwise` quantizes the transpose
+    of each section, rotated if the recipe has a transform. `amax` and `scale`: float32 (G,). Raises as `quantize` does.
     """
-    r = supported(recipe)
-    found: GroupedQuantized = _FAMILIES[r.scale].quantize_grouped(
-        x, sizes, r, columnwise=columnwise, amax=amax, scale=scale, random=random
+    recipe = supported(recipe)
+    result: GroupedQuantized = _FAMILIES[recipe.scale].quantize_grouped(
+        x, sizes, recipe, columnwise=columnwise, amax=amax, scale=scale, random=random
     )
-    return found
+    return result

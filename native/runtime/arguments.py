@@ -8,7 +8,6 @@ from functools import cache
 import torch
 
 from narrowgauge.spec import arguments
-from narrowgauge.spec.dtypes import INPUT_DTYPES
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized, amax_shape, codes_shape, scales_shape, swizzled_shape
 from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
@@ -16,35 +15,30 @@ from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
 _SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 THREADS = 256
-ANY_THREADS = {
+GENERAL_THREADS = {
     "amax_blocks": {"cuda": 256, "cpu": 8},
     "quantize_fp8": {"cuda": 256, "cpu": 8},
     "quantize_mx": {"cuda": 128, "cpu": 8},
     "quantize_nvfp4": {"cuda": 256, "cpu": 8},
 }
-"""Of the kernels that take any matrix, by source and device."""
+"""Threads of a block of the kernels for any matrix, by source and device type."""
 BLOCK, MX_BLOCK = 16, 32
 STRIP = 64
-"""Rows and columns of the tile that a block of threads quantizes."""
+"""Rows and columns of the tile of a block of threads."""
 
 
 def suffix(dtype: torch.dtype) -> str:
-    """What the name of a kernel for this dtype ends in."""
+    """Suffix of the name of a kernel for this dtype."""
     return _SUFFIX[dtype]
 
 
-def type_code(dtype: torch.dtype) -> int:
-    """The number by which the GEMM kernels know a dtype."""
-    return INPUT_DTYPES.index(dtype)
-
-
-def blocks_for(items: int, each: int) -> int:
-    """Blocks of threads for so many items; at least one."""
-    return max(1, -(-items // each))
+def blocks_for(items: int, per_block: int) -> int:
+    """Blocks of threads for a number of items, at least one."""
+    return max(1, -(-items // per_block))
 
 
 def check_contiguous(**tensors: object) -> None:
-    """Raises ValueError for a tensor with gaps between its elements; arguments of other types pass."""
+    """Raises ValueError if a tensor is not contiguous. Arguments without memory are accepted."""
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
             raise ValueError(
@@ -56,15 +50,15 @@ def check_contiguous(**tensors: object) -> None:
 def check_tensor(
     tensor: torch.Tensor, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None = None
 ) -> None:
-    """Raises TypeError or ValueError unless a tensor has the dtype and the shape, and is contiguous."""
+    """Raises TypeError or ValueError if a tensor has another dtype or shape, or is not contiguous."""
     arguments.check_tensor(tensor, name, dtypes, shape)
     check_contiguous(**{name: tensor})
 
 
 def check_operand(q: Quantized, name: str) -> torch.Tensor | None:
-    """The amax that `q` is decoded by, None where its recipe decodes by scales alone.
+    """Checks the parts of an operand, and returns the amax if its recipe decodes with it, else None.
 
-    Raises TypeError or ValueError where a part of `q` has not its shape or dtype.
+    Raises TypeError or ValueError if a part of `q` has a wrong shape or dtype.
     """
     check_tensor(q.codes, f"{name}.codes", (torch.uint8,), codes_shape(q.shape, q.recipe, transposed=q.transposed))
     stored = (
@@ -80,10 +74,10 @@ def check_operand(q: Quantized, name: str) -> torch.Tensor | None:
 
 
 Choices = dict[str, tuple[object, ...] | None]
-"""What kernels can do of what a recipe can ask for, by its fields; None where they take whatever is asked."""
+"""Field of a recipe to the choices that kernels support. None: all choices."""
 
 _NAMES: Choices = {"name": None, "dialect": None}
-_ONE_RULE: Choices = {  # fields in which libraries differ about NVFP4 alone
+_NVFP4_DIALECTS: Choices = {  # fields in which only dialects of NVFP4 differ
     "statistics": ("float32",),
     "zero_block": ("keep",),
     "smallest_scale": ("0",),
@@ -93,7 +87,7 @@ _ONE_RULE: Choices = {  # fields in which libraries differ about NVFP4 alone
 }
 _ONE_LEVEL: Choices = (
     _NAMES
-    | _ONE_RULE
+    | _NVFP4_DIALECTS
     | {
         "scale_max": None,
         "granularity": ("tensor",),
@@ -104,7 +98,7 @@ _ONE_LEVEL: Choices = (
 )
 _NVFP4: Choices = (
     _NAMES
-    | _ONE_RULE
+    | _NVFP4_DIALECTS
     | {
         "element": (E2M1,),
         "block": ((1, BLOCK), (BLOCK, BLOCK)),
@@ -166,9 +160,9 @@ _FP8: Choices = _ONE_LEVEL | {
     "delayed": None,
 }
 FAMILIES: dict[Format, Choices] = {E4M3: _NVFP4, E8M0: _MX, FP32: _FP8}
-"""By the format of the scale: each has kernels of its own, which know formats and blocks by heart."""
+"""Format of the scale to the choices of its kernels, which have fixed element formats and blocks."""
 
-# What they have with some elements alone.
+# Choices that depend on the element format.
 _FOR_ELEMENT: dict[Format, Choices] = {
     E2M1: {"nan_code": (7,), "columnwise": ("transposed",)},
     E2M3: {"nan_code": (31,)},
@@ -178,31 +172,31 @@ _FOR_ELEMENT: dict[Format, Choices] = {
 }
 
 
-def choices(r: Recipe) -> Choices:
-    """What the kernels for recipes like `r` can do."""
-    family = FAMILIES.get(r.scale)
-    return {"scale": tuple(FAMILIES)} if family is None else family | _FOR_ELEMENT.get(r.element, {})
+def choices(recipe: Recipe) -> Choices:
+    """Choices of the kernels for the scale and element format of a recipe."""
+    family = FAMILIES.get(recipe.scale)
+    return {"scale": tuple(FAMILIES)} if family is None else family | _FOR_ELEMENT.get(recipe.element, {})
 
 
 def supported(name: str | Recipe) -> Recipe:
-    """The recipe called so. Raises NotImplementedError where the kernels lack it, ValueError where everybody does."""
-    return _named_one(name) if isinstance(name, str) else _checked(name)
+    """The recipe of a name. Raises NotImplementedError if the kernels lack it, ValueError for an unknown name."""
+    return _find_supported(name) if isinstance(name, str) else _checked(name)
 
 
 @cache
-def _named_one(name: str) -> Recipe:
+def _find_supported(name: str) -> Recipe:
     return _checked(find_recipe(name))
 
 
-def _checked(r: Recipe) -> Recipe:
-    for field, known in choices(r).items():
-        if known is not None and getattr(r, field) not in known:
-            asked, can = _named(getattr(r, field)), ", ".join(map(_named, known))
+def _checked(recipe: Recipe) -> Recipe:
+    for field, known in choices(recipe).items():
+        if known is not None and getattr(recipe, field) not in known:
+            wanted, kernel_choices = _choice_name(getattr(recipe, field)), ", ".join(map(_choice_name, known))
             raise NotImplementedError(
-                f"the native kernels do not have recipe {r}: its {field} is {asked}, and theirs {can}"
+                f"the native kernels do not have recipe {recipe}: its {field} is {wanted}, and theirs {kernel_choices}"
             )
-    return r
+    return recipe
 
 
-def _named(choice: object) -> str:
+def _choice_name(choice: object) -> str:
     return choice.name if isinstance(choice, Format) else str(choice)

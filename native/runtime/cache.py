@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, shared by all processes."""
+"""Cache of compiled kernels on disk, shared by all processes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels stay: $NARROWGAUGE_CACHE, else narrowgauge below $XDG_CACHE_HOME or ~/.cache."""
+    """Folder of compiled kernels: $NARROWGAUGE_CACHE, else narrowgauge in $XDG_CACHE_HOME or ~/.cache."""
     if folder := os.environ.get("NARROWGAUGE_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
 
 
 def cache_key(*parts: str) -> str:
-    """A short name for everything that a compiled kernel depends on."""
+    """Hash of everything that a compiled kernel depends on."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def cached(name: str, build: Callable[[Path], object], *, folder: Path | None = None) -> Path:
-    """The file `name` of the cache, or of another folder, made by `build(path)` where it is not there.
+    """The file `name` of the cache, or of `folder`. If the file is missing, `build(path)` makes it.
 
-    Processes that want the same file wait for the first one to make it; it appears whole or not at all.
+    The first process builds the file, and other processes wait. The file appears complete or not at all.
     """
     folder = folder or cache_folder()
     target = folder / name

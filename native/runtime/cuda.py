@@ -1,4 +1,4 @@
-"""Kernels on a GPU: the .cu files compiled by NVRTC and launched through CuPy on torch's current stream."""
+"""Kernels on a GPU: NVRTC compiles the .cu files, and CuPy launches them on torch's current stream."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from narrowgauge.native.runtime.sources import ToolchainError, scratch_of, text
 if TYPE_CHECKING:
     import torch
 
-# Without --fmad=false a product and a sum would be contracted and round once where the kernels say twice. The next
-# three are NVRTC's defaults, said aloud because CuPy's own compilation of a RawModule appends -ftz=true (cupy issue
-# 9576): subnormal numbers would be lost. The last one changes no instruction; by it tools name lines of the source.
+# Without --fmad=false, a product and a sum would be contracted and round once, but the kernels declare two roundings.
+# The next three flags are NVRTC's defaults; explicit, because CuPy's own compilation of a RawModule appends -ftz=true
+# (cupy issue 9576), which flushes subnormal numbers. The last flag changes no instruction; tools need it to name source
+# lines.
 FLAGS = (
     "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--generate-line-info",
 )  # fmt: skip
@@ -38,12 +39,12 @@ def _cupy() -> Any:
 
 
 def check() -> None:
-    """Raises ToolchainError where CuPy is missing."""
+    """Raises ToolchainError if CuPy is missing."""
     _cupy()
 
 
 def architecture(capability: str) -> str:
-    """The target for a device of compute capability `capability` ("90"): with its own instructions from 9.0 on."""
+    """Target of a compute capability ("90"): from 9.0 on the architecture-specific one ("sm_90a")."""
     return f"sm_{capability}a" if int(capability) >= 90 else f"sm_{capability}"
 
 
@@ -56,8 +57,8 @@ def _cubin(source: str, kernels: str, target: str, extra_flags: tuple[str, ...])
         nvrtc.compileProgram(program, options)
         return bytes(nvrtc.getCUBIN(program))
     except nvrtc.NVRTCError as error:
-        words = nvrtc.getProgramLog(program).strip() or str(error)
-        raise ToolchainError(f"{source}.cu does not compile for {target}: {words[:2000]}") from error
+        log = nvrtc.getProgramLog(program).strip() or str(error)
+        raise ToolchainError(f"{source}.cu does not compile for {target}: {log[:2000]}") from error
     finally:
         nvrtc.destroyProgram(program)
 
@@ -80,17 +81,18 @@ def _module(source: str, kernels: str, device: int, extra_flags: tuple[str, ...]
 
 
 _MUCH_SHARED = 16 * 1024
-"""Bytes of a block from which on the driver, left alone, does not find room for as many blocks as there is."""
+"""Bytes of static shared memory of a block above which the driver's default carveout limits the number of resident
+blocks."""
 
 
 class _Kernel:
-    """A loaded kernel. Its module stays loaded while this lives."""
+    """A loaded kernel. Its module stays loaded with the object."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
         self.address: int = function.ptr
         self.shared_bytes = 0
-        """Dynamic shared memory that it was asked for."""
+        """Largest dynamic shared memory that was requested, in bytes."""
 
 
 @cache
@@ -104,26 +106,26 @@ def _kernel(source: str, name: str, kernels: str, device: int, extra_flags: tupl
 
 
 _LETTERS = {int: "P", np.uint64: "Q", np.int64: "q", np.uint32: "I", np.int32: "i", np.float32: "f", np.float64: "d"}
-"""Of `struct`, whose native alignment is that of a kernel's parameters."""
-_MOST = 4096
-"""Bytes of parameters that a kernel can have."""
+"""Letters of `struct` in native mode, which aligns as kernel parameters are aligned."""
+_PARAMETER_LIMIT = 4096
+"""Bytes of parameters of a kernel."""
 _POINTER, _SIZE, _END = 1, 2, 0
 """CU_LAUNCH_PARAM_BUFFER_POINTER, …_SIZE, …_END of cuda.h."""
 
 
 class _Parameters(threading.local):
-    """A kernel's parameters in one buffer, as cuLaunchKernel takes them by `extra`. A launch copies them."""
+    """Buffer of kernel parameters for the argument `extra` of cuLaunchKernel. A launch copies the buffer."""
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(_MOST)
+        self.buffer = ctypes.create_string_buffer(_PARAMETER_LIMIT)
         self.size = ctypes.c_size_t()
         entries = _POINTER, ctypes.addressof(self.buffer), _SIZE, ctypes.addressof(self.size), _END
         self._extra = (ctypes.c_void_p * len(entries))(*entries)
         self.extra = ctypes.addressof(self._extra)
 
-    def pack(self, arguments: Sequence[np.generic | int]) -> int:
-        """The address of the list for `extra`."""
-        layout = "".join([f"{len(one)}s" if isinstance(one, np.bytes_) else _LETTERS[type(one)] for one in arguments])
+    def pack(self, arguments: Sequence[np.generic | int | bytes]) -> int:
+        """Packs the arguments, and returns the address for `extra`."""
+        layout = "".join([f"{len(x)}s" if isinstance(x, bytes) else _LETTERS[type(x)] for x in arguments])
         struct.pack_into(layout, self.buffer, 0, *arguments)
         self.size.value = struct.calcsize(layout)
         return self.extra
@@ -137,18 +139,17 @@ def launch(
     kernel: str,
     grid: Sequence[int],
     block: Sequence[int],
-    arguments: Sequence[np.generic | int],
+    arguments: Sequence[np.generic | int | bytes],
     *,
     device: torch.device,
     extra_flags: tuple[str, ...] = (),
     shared_bytes: int = 0,
 ) -> None:
-    """Queue one kernel on the device's current torch stream; compiled kernels are cached by text, flags, target.
+    """Queues a kernel on the device's current torch stream. Compiled kernels are cached by text, flags and target.
 
-    Arguments are numbers of the parameters' types, addresses as int, and the bytes of structs, whose alignment those
-    before them give. Nothing is queued for a grid of no blocks. A block has `shared_bytes` of dynamic shared memory.
-    Raises ToolchainError where CuPy is missing or the kernel does not compile.
-    """
+    Arguments are numbers of the parameters' types, addresses as int, and structs as bytes, whose offset must already be
+    aligned. An empty grid queues no kernel. A block has `shared_bytes` of dynamic shared memory. Raises
+    ToolchainError if CuPy is missing or the kernel does not compile."""
     import torch
 
     cuda = _cupy().cuda
@@ -164,10 +165,10 @@ def launch(
     if 0 in grid:
         return
     driver = cuda.driver
-    if not driver.ctxGetCurrent():  # a thread that has not yet called the runtime: its first call gives it the context
+    if not driver.ctxGetCurrent():  # a new thread gets its context with its first runtime call
         cuda.runtime.free(0)
     if shared_bytes > loaded.shared_bytes:
         driver.funcSetAttribute(loaded.address, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         loaded.shared_bytes = shared_bytes
-    stream = torch._C._cuda_getCurrentRawStream(current)  # as current_stream, without an object for each launch
+    stream = torch._C._cuda_getCurrentRawStream(current)  # current_stream without creating an object
     driver.launchKernel(loaded.address, *grid, *block, shared_bytes, stream, 0, _parameters.pack(arguments))

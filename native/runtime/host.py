@@ -1,4 +1,4 @@
-"""Kernels on a CPU: the same .cu files compiled by the host's C++ compiler against kernels/simt.h."""
+"""Kernels on a CPU: the C++ compiler compiles the same .cu files against kernels/cpu/simt.h."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ import numpy as np
 from narrowgauge.native.runtime.cache import cache_key, cached
 from narrowgauge.native.runtime.sources import FOLDER, KERNELS, ToolchainError, scratch_of, text
 
-# -ffp-contract=off: a fused multiply-add rounds once where the kernels say twice. The next two change no result:
-# they let comparisons and conversions be vectorized. -fvisibility=hidden: GCC makes variables of inline functions and
-# templates, and so __shared__ ones, unique in the process; two kernels with one name would write to each other's.
+# -ffp-contract=off: a fused multiply-add rounds once, but the kernels declare two roundings. The next two flags change
+# no result, and allow vectorized comparisons and conversions. -fvisibility=hidden: otherwise GCC makes static variables
+# of inline functions and templates, among them __shared__ variables, unique in the process, and two kernels with the
+# same name would share them.
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
 )  # fmt: skip
 
 OPENMP = "-fopenmp"
-"""Not of Clang, which comes without the library. That of g++ is torch's where torch has it: the kernels run on torch's
-own threads, which wait busily for some milliseconds after each operation. Threads that are started for each launch find
-those on the cores: of two, quantize then took 1.5 to 2 times as long (2^21 elements), as long as with one thread."""
+"""For g++ only: Clang comes without the library. If torch has loaded the OpenMP library of g++, the kernels run on
+torch's threads, which spin for some milliseconds after each operation. Threads started for each launch compete with
+spinning threads for the cores: on two cores quantize then took 1.5 to 2 times as long (2^21 elements), as long as on
+one."""
 
 REPLACED = (*(flag for flag in FLAGS if flag != "-O3"), "-O1", "-DNARROWGAUGE_PORTABLE")
-"""Flags of kernels one of whose files is replaced: they run on a few small cases, and compiling them is what costs.
-Portable, so that what is replaced in the form for one element is not lost where a CPU has one for many (lanes.cuh)."""
+"""Flags of kernels with a replaced file. The cases are few and small: compilation dominates the cost. The portable
+forms are compiled, because a replacement in a scalar form must take effect on a CPU with a SIMD form (simd.cuh)."""
 
 SANITIZED = (
     *(flag for flag in FLAGS if flag != "-O3"), "-O1", "-g", "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DSIMT_SANITIZE",
 )  # fmt: skip
-"""Flags in a process that has the sanitizers: findings name lines, and the first one ends the process."""
+"""Flags in a process with sanitizers: findings name source lines, and the first finding ends the process."""
 SANITIZE = "NARROWGAUGE_SANITIZE"
-"""Environment variable of such a process: `native.runtime.sanitizer` sets it together with all else that is needed."""
+"""Environment variable of a process with sanitizers. Set by `native.runtime.sanitizer.environment`."""
 
 ORDERS = ("forward", "reverse", "shuffled")
 
@@ -54,9 +56,9 @@ _shuffle: ContextVar[int] = ContextVar("shuffle", default=1)
 
 @contextlib.contextmanager
 def thread_order(order: str, seed: int = 1) -> Iterator[None]:
-    """Within the context, threads of a block (and blocks of a grid) take turns forward, in reverse, or shuffled.
+    """Within the context, threads of a block and blocks of a grid run in forward, reverse or shuffled order.
 
-    Another `seed`, from 1 on, shuffles in another way. Raises ValueError for another order.
+    `seed`, from 1 on, selects a shuffle. Raises ValueError for an unknown order.
     """
     if order not in ORDERS:
         raise ValueError(f"threads can run {', '.join(ORDERS)}, not {order!r}")
@@ -69,13 +71,13 @@ def thread_order(order: str, seed: int = 1) -> Iterator[None]:
 
 
 def sanitized() -> bool:
-    """Whether this process builds kernels with the sanitizers, whose runtime it has."""
+    """Whether this process has the runtime of the sanitizers and builds kernels with them."""
     return bool(os.environ.get(SANITIZE))
 
 
 @cache
 def compiler() -> str:
-    """Path of the C++ compiler: $CXX, else g++, clang++ or c++. Raises ToolchainError where there is none."""
+    """Path of the C++ compiler: $CXX, else g++, clang++ or c++. Raises ToolchainError if no compiler is found."""
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     for name in wanted:
         if path := shutil.which(name):
@@ -87,7 +89,7 @@ def compiler() -> str:
 
 
 def check() -> None:
-    """Raises ToolchainError where there is no C++ compiler, or one that does not run."""
+    """Raises ToolchainError if no C++ compiler is found, or the compiler does not run."""
     _compiler_identity()
 
 
@@ -114,25 +116,28 @@ SIMT_EXPORT int parameters_{kernel}() {{ return simt::Entry<{kernel}>::parameter
 """
         for kernel in KERNELS[source]
     )
+    # Kernels of tests have no namespace.
+    kernels = f"{kernels}\nnamespace narrowgauge {{}}\nusing namespace narrowgauge;"
     if sanitized():
-        # Static variables of templates have no redzones, for another library could have the same one; of templates
-        # that no other library can know they have.
+        # Static variables of templates have no redzones, because another library could define the same variable. In an
+        # unnamed namespace they have redzones.
         kernels = f"namespace {{\n{kernels}\n}}"
     simt = (FOLDER / "cpu" / "simt.h").read_text(encoding="utf-8").replace("#pragma once\n", "\n")
     return f'#line 1 "simt.h"\n{simt}\n{kernels}\n{launchers}'
 
 
 def library(source: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The compiled kernels of `source`, from the cache where they are there.
+    """Library of the compiled kernels of `source`, from the cache if possible.
 
-    The key is the text, the flags and the compiler with its target, so a stale object is never loaded; processes that
-    want the same one wait for the first. Raises ToolchainError with the compiler's words where it does not compile.
+    The key of the cache is the text, the flags and the compiler with its target, so a stale library is never loaded.
+    Processes that need the same library wait for the first. Raises ToolchainError with the compiler's output if the
+    source does not compile.
     """
     return _library(source, text(source), (*_flags(source), *extra_flags))
 
 
 def is_clang() -> bool:
-    """Whether the compiler is Clang, or one that is made of it."""
+    """Whether the compiler is Clang or derived from Clang."""
     return "#define __clang__ " in _compiler_identity()
 
 
@@ -144,7 +149,7 @@ def _flags(source: str) -> tuple[str, ...]:
 
 
 def _sanitized_flags() -> tuple[str, ...]:
-    return (*SANITIZED, "-shared-libasan") if is_clang() else SANITIZED  # what g++ does of itself
+    return (*SANITIZED, "-shared-libasan") if is_clang() else SANITIZED  # the default of g++
 
 
 @cache
@@ -169,15 +174,16 @@ def launch(
     kernel: str,
     grid: Sequence[int],
     block: Sequence[int],
-    arguments: Sequence[np.generic],
+    arguments: Sequence[np.generic | int | bytes],
     *,
     workers: int,
     extra_flags: tuple[str, ...] = (),
 ) -> None:
-    """Run one kernel to its end on `workers` OS threads, on one where it is sanitized.
+    """Runs a kernel to its end on `workers` OS threads; with sanitizers, on one thread.
 
-    Raises ToolchainError where it cannot be compiled, TypeError for a wrong number of arguments, ValueError for a block
-    that no GPU runs, RuntimeError where the threads of a block wait for each other forever.
+    Arguments are numpy scalars of the parameters' types, addresses as int, and structs as bytes. Raises ToolchainError
+    if the kernel does not compile, TypeError for a wrong number of arguments, ValueError for a block larger than a
+    GPU's, RuntimeError if the threads of a block are deadlocked.
     """
     if not 1 <= math.prod(block) <= MAX_THREADS:
         raise ValueError(f"kernel {kernel}: a block has 1 to {MAX_THREADS} threads, not {tuple(block)}")
@@ -185,7 +191,7 @@ def launch(
     expected = getattr(compiled, f"parameters_{kernel}")()
     if expected != len(arguments):
         raise TypeError(f"kernel {kernel} has {expected} parameters, but {len(arguments)} arguments were given")
-    cells = [np.array(argument) for argument in arguments]
+    cells = [_cell(argument) for argument in arguments]
     pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
     shape = (ctypes.c_uint * 6)(*grid, *block)
     run = getattr(compiled, f"launch_{kernel}")
@@ -197,3 +203,10 @@ def launch(
             f"kernel {kernel}: the threads of block {stuck} of grid {tuple(grid)} wait for each other forever; "
             "a barrier or warp operation is not reached by all of them"
         )
+
+
+def _cell(argument: np.generic | int | bytes) -> np.ndarray:
+    """The memory of an argument: a scalar, an address, or the bytes of a struct."""
+    if isinstance(argument, int):
+        return np.array(argument, np.uintp)
+    return np.frombuffer(argument, np.uint8) if isinstance(argument, bytes) else np.array(argument)

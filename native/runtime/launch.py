@@ -1,4 +1,4 @@
-"""One launch for both toolchains: the device of the tensors picks."""
+"""Launch of a kernel on the device of its tensors, a GPU or a CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from narrowgauge.native.runtime import cuda, host
+from narrowgauge.native.runtime.structs import StructValue
 
-Argument = torch.Tensor | np.generic | None
+_NUMBERS = (int, float, np.generic)
+Argument = torch.Tensor | np.generic | StructValue | None
 
 
 def launch(
@@ -25,32 +27,41 @@ def launch(
 ) -> None:
     """Run `kernel` of `source`.cu over `grid` × `block` on `device`.
 
-    Arguments are tensors on that device (their address is passed), None (a null pointer) and numpy scalars of the
-    parameter's type, or np.bytes_ of a struct. A block has `shared_bytes` of dynamic shared memory, which there is on a
-    GPU alone. Raises ValueError where a tensor lies elsewhere, kernels do not run on the device or it has no dynamic
-    shared memory, and what the toolchains raise.
+    Arguments are parameter structs (`native.runtime.structs`), tensors on the device (the kernel gets their address),
+    None (a null pointer) and numpy scalars of the parameter's type. A struct is the first argument, or its offset is
+    aligned by the arguments before it. A block has `shared_bytes` of dynamic shared memory, on a GPU only. Raises
+    ValueError if a tensor is not on `device`, `device` is neither a CPU nor a GPU, or a CPU is asked for dynamic
+    shared memory; and as the toolchains do.
     """
-    plain = [_plain(argument, kernel, device) for argument in arguments]
+    values = [_value(argument, kernel, device) for argument in arguments]
     grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
     if device.type == "cuda":
         cuda.launch(
-            source, kernel, grid, block, plain, device=device, extra_flags=extra_flags, shared_bytes=shared_bytes
+            source, kernel, grid, block, values, device=device, extra_flags=extra_flags, shared_bytes=shared_bytes
         )
     elif device.type == "cpu":
         if shared_bytes:
             raise ValueError(f"kernel {kernel} asks for {shared_bytes} bytes of dynamic shared memory; a CPU has none")
         workers = torch.get_num_threads()
-        numbers = [np.uintp(one) if isinstance(one, int) else one for one in plain]
-        host.launch(source, kernel, grid, block, numbers, workers=workers, extra_flags=extra_flags)
+        host.launch(source, kernel, grid, block, values, workers=workers, extra_flags=extra_flags)
     else:
         raise ValueError(f"kernel {kernel} runs on cpu and cuda, not {device}")
 
 
-def _plain(argument: Argument, kernel: str, device: torch.device) -> np.generic | int:
-    if isinstance(argument, np.generic):  # first: of a number, isinstance takes four times as long to deny a tensor
+def _value(argument: Argument, kernel: str, device: torch.device) -> np.generic | int | bytes:
+    """The argument as the toolchains take it: a numpy scalar, an address, or the bytes of a struct."""
+    if isinstance(argument, StructValue):
+        return argument.layout.pack(
+            *[field if isinstance(field, _NUMBERS) else _address(field, kernel, device) for field in argument.fields]
+        )
+    if isinstance(argument, np.generic):
         return argument
-    if argument is None:
+    return _address(argument, kernel, device)
+
+
+def _address(tensor: torch.Tensor | None, kernel: str, device: torch.device) -> int:
+    if tensor is None:
         return 0
-    if argument.device != device:
-        raise ValueError(f"kernel {kernel} runs on {device}, but a tensor lies on {argument.device}; move it first")
-    return argument.data_ptr()
+    if tensor.device != device:
+        raise ValueError(f"kernel {kernel} runs on {device}, but a tensor lies on {tensor.device}; move it first")
+    return tensor.data_ptr()

@@ -1,7 +1,7 @@
-"""Kernels on a CPU built with the address and the undefined-behaviour sanitizer, in processes that have their runtime.
+"""Kernels on a CPU with the address sanitizer and the undefined-behaviour sanitizer.
 
-The runtime has to be in a process from its first instruction, so one that runs such kernels is started with the
-environment that `environment` gives. The first finding ends it, and stands in a file that `finding` reads.
+The runtime of the sanitizers must be loaded when a process starts, so a process with sanitized kernels is started with
+the variables of `environment`. The first finding ends the process and is written to a file. `finding` reads the file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from narrowgauge.native.runtime.host import SANITIZE, compiler, is_clang, saniti
 from narrowgauge.native.runtime.sources import FOLDER, ToolchainError
 
 FINDINGS = "NARROWGAUGE_FINDINGS"
-"""Environment variable: what the names of the files of findings begin with; monitor.h reads it."""
+"""Environment variable: path of the files of findings without their suffix `.<pid>`. Read by monitor.h."""
 _PRELOAD = "LD_PRELOAD"
 
-# Memory that nobody freed at the end of a Python process is no finding. Libraries of kernels have equal names in them.
-# The monitor has to come before the runtime, whose hooks it has. A fiber's stack is used again by another thread. A
-# failed allocation is torch's to report.
+# detect_leaks: a Python process ends with allocated memory. detect_odr_violation: libraries of kernels define equal
+# names. verify_asan_link_order: the monitor implements hooks of the runtime and is loaded first.
+# detect_stack_use_after_return: threads reuse the stacks of fibers. allocator_may_return_null: torch reports a failed
+# allocation.
 _OPTIONS = (
     "detect_leaks=0:detect_odr_violation=0:verify_asan_link_order=0:detect_stack_use_after_return=0:"
     "allocator_may_return_null=1:handle_abort=0"
@@ -31,11 +32,11 @@ _OPTIONS = (
 
 @cache
 def _runtime() -> tuple[Path, ...]:
-    """The shared runtimes of the compiler's sanitizers. Raises ToolchainError where there are none."""
+    """Shared libraries of the compiler's sanitizers. Raises ToolchainError if they are not installed."""
     names = ["libclang_rt.asan-x86_64.so"] if is_clang() else ["libasan.so", "libubsan.so"]
-    found = []
+    paths = []
     for name in names:
-        # A compiler that has no such file gives the name back.
+        # Without such a file, the compiler prints the bare name.
         done = subprocess.run([compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=False)
         path = Path(done.stdout.strip())
         if not path.is_absolute() or not path.exists():
@@ -43,12 +44,12 @@ def _runtime() -> tuple[Path, ...]:
                 f"--sanitize needs {name} of {compiler()}, and it is not installed; install the compiler's sanitizers "
                 "(Debian: they come with g++; Fedora: dnf install libasan libubsan), or set CXX to another compiler"
             )
-        found.append(path.resolve())
-    return tuple(found)
+        paths.append(path.resolve())
+    return tuple(paths)
 
 
 def _monitor() -> Path:
-    """The compiled monitor.h. Raises ToolchainError where it does not compile."""
+    """Library of monitor.h. Raises ToolchainError if it does not compile."""
     source = FOLDER / "cpu" / "monitor.h"
     text = source.read_text(encoding="utf-8")
     flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-x", "c++")
@@ -65,16 +66,16 @@ def _monitor() -> Path:
 
 
 def environment(findings: Path) -> dict[str, str]:
-    """What a process needs in its environment to run sanitized kernels and write what is found to `findings`.<pid>.
+    """Environment variables of a process with sanitized kernels. The process writes its finding to `findings`.<pid>.
 
-    Raises ToolchainError where the compiler has no sanitizers, or a Python with their runtime does not start.
+    Raises ToolchainError if the compiler has no sanitizers, or Python does not start with their runtime.
     """
-    wanted = {
+    variables = {
         _PRELOAD: " ".join(map(str, (_monitor(), *_runtime()))), "ASAN_OPTIONS": _OPTIONS, SANITIZE: "1",
         FINDINGS: str(findings),
     }  # fmt: skip
-    _try(wanted[_PRELOAD])
-    return wanted
+    _try(variables[_PRELOAD])
+    return variables
 
 
 @cache
@@ -89,16 +90,16 @@ def _try(preload: str) -> None:
 
 
 def settle() -> None:
-    """In a process that was started with `environment`: what it starts itself, compilers above all, runs without."""
+    """Removes the preloaded runtime from the environment of child processes, above all compilers."""
     if sanitized():
         os.environ.pop(_PRELOAD, None)
 
 
 def finding(findings: Path, process: int | None) -> str:
-    """What ended a process, in a sentence: kind, what happened, file, line, thread. Empty where it was no finding."""
+    """Finding at the end of a process: kind, description, file, line and thread. Empty without a finding."""
     path = Path(f"{findings}.{process}")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     if not lines:
         return ""
-    kind, what, place, thread = (lines[0].split("\t") + [""] * 4)[:4]
-    return f"{kind}: {what}" + (f" at {place}" if place else "") + (f", {thread}" if thread else "")
+    kind, description, place, thread = (lines[0].split("\t") + [""] * 4)[:4]
+    return f"{kind}: {description}" + (f" at {place}" if place else "") + (f", {thread}" if thread else "")

@@ -1,4 +1,4 @@
-"""The kernel sources: which kernels each holds, and its text with the headers put in."""
+"""Kernel sources: the kernels of each source file, and its text with expanded headers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "kernels"
-"""The kernel sources. A kernel file is known by its path in this folder, a source by its name without a folder."""
+"""Folder of the kernel sources. A kernel file is named by its path in this folder, a source by its file stem."""
 
 _TYPED = ("fp32", "bf16", "fp16")
 KERNELS = {
@@ -36,7 +36,7 @@ KERNELS = {
     "gemm_skinny_nvfp4_wide": ("gemm_skinny_nvfp4_wide",),
     "gemm_skinny_mx": ("gemm_skinny_mx",),
     "gemm_skinny_fp8": ("gemm_skinny_fp8_tensor", "gemm_skinny_fp8_block"),
-    "gemm_tensor": (
+    "gemm_wgmma": (
         "pack",
         "gemm_tensor",
         "gemm_tensor_grouped",
@@ -47,25 +47,25 @@ KERNELS = {
     "gemm_quantized_mx": ("gemm_quantized_mx",),
     "gemm_quantized_fp8": ("gemm_quantized_fp8_block", "gemm_quantized_fp8_tensor"),
 }
-"""Source file (without .cu) to the kernels in it."""
+"""Stem of a source file to its kernels."""
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
 class ToolchainError(RuntimeError):
-    """Kernels cannot be compiled or run here: what is missing and how to get it."""
+    """Kernels cannot be compiled or run on this machine. The message names the missing part and its installation."""
 
 
 _replaced: dict[str, tuple[str, Path]] = {}
-"""Kernel files that have another text in this process, and where what is compiled of them goes."""
+"""Kernel file to its replaced text in this process, and to the folder of compiled kernels."""
 
 
 @contextlib.contextmanager
 def replaced(file: str, text_of_file: str, scratch: Path) -> Iterator[None]:
     """Within the context, the kernel file `file` (`common/formats.cuh`) has another text in this process.
 
-    What is compiled of it goes into the folder `scratch`, and not into the cache. The files themselves stay as they
-    are. Raises ValueError for a file that is no kernel file.
+    Kernels with the replaced file go into the folder `scratch` instead of the cache. The file on disk does not change.
+    Raises ValueError for an unknown kernel file.
     """
     if file not in kernel_files():
         raise ValueError(f"no kernel file is called {file!r}; there are {', '.join(kernel_files())}")
@@ -82,39 +82,44 @@ def replaced(file: str, text_of_file: str, scratch: Path) -> Iterator[None]:
 
 
 def kernel_files() -> list[str]:
-    """The paths in `FOLDER` of all kernel files and their headers. The runtime of the CPU (`cpu/`) is left out."""
+    """Paths in `FOLDER` of all kernel sources and headers, without the runtime of the CPU (`cpu/`)."""
     return sorted(_name(path) for path in FOLDER.rglob("*.cu*"))
 
 
 def file_text(file: str) -> str:
-    """The text of a kernel file: the one that replaces it, where there is one."""
+    """Text of a kernel file, or of the replacement in `replaced`."""
     return _replaced[file][0] if file in _replaced else (FOLDER / file).read_text(encoding="utf-8")
 
 
 def files_of(source: str) -> set[str]:
-    """The files that `source`.cu is made of: itself, and its headers with theirs."""
+    """Files of `source`.cu: the source and all its headers."""
     seen: set[str] = set()
     _expand(_file(source), seen)
     return seen
 
 
 def scratch_of(source: str) -> Path | None:
-    """Where what is compiled of `source`.cu goes while one of its files is replaced; else None: into the cache."""
+    """Folder of the compiled `source`.cu if one of its files is replaced. None: the cache."""
     changed = files_of(source) & _replaced.keys() if _replaced else ()
     return next((_replaced[file][1] for file in changed), None)
 
 
 @cache
 def text(source: str) -> str:
-    """The text of `source`.cu with the project's own headers put in once each, so that it is one compilable text.
+    """Text of `source`.cu with every header of the project expanded once.
 
-    A compiled kernel is cached by this text: a change of a header is a change of every kernel that uses it.
+    The text is part of the key of the cache: a change of a header recompiles every kernel with this header.
     """
-    return _expand(_file(source), set())
+    return expanded(_file(source))
+
+
+def expanded(file: str) -> str:
+    """Text of a kernel file with every header of the project expanded once."""
+    return _expand(file, set())
 
 
 def _file(source: str) -> str:
-    """The path in `FOLDER` of `source`.cu."""
+    """Path of `source`.cu in `FOLDER`."""
     return _name(next(FOLDER.rglob(f"{source}.cu")))
 
 

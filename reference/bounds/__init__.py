@@ -1,1 +1,1 @@
-"""Proved bounds of a GEMM: the outputs that a correct kernel can give."""
+"""Proved bounds of the outputs of correct kernels; docs/tolerance.md has the rules and the proofs."""

@@ -1,1 +1,1 @@
-"""Products of quantized operands: exact sums, promoted sums, and tensor cores simulated bit for bit."""
+"""Products of quantized operands: exact sums, promoted sums, and sums of simulated tensor cores."""

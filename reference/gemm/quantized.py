@@ -1,4 +1,4 @@
-"""GEMM whose output is quantized again."""
+"""GEMM with a quantized output."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def gemm_quantized(
     bias: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> Quantized:
-    """a @ b.T (+ c) (+ bias) in `out_dtype`, (M, N), quantized by `recipe` along N. Raises as `gemm` and `quantize` do.
+    """a @ b.T (+ c) (+ bias) in `out_dtype`, (M, N), quantized by `recipe` along N.
 
-    `scale`: float32 (1,), the encode scale of a recipe with delayed scaling.
+    `scale`: float32 (1,), the encode scale of a recipe with delayed scaling. Raises the errors of `gemm` and
+    `quantize`.
     """
     return quantize(gemm(a, b, out_dtype=out_dtype, c=c, bias=bias), recipe, scale=scale)

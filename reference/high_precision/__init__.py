@@ -1,1 +1,1 @@
-"""Operations that stay in high precision, each with the interval of every correct float32 computation."""
+"""Operations in high precision, with the interval of the results of correct float32 kernels."""

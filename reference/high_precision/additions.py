@@ -1,4 +1,4 @@
-"""The additions that modules do in high precision: of residuals, and of the rows of a gradient for a bias."""
+"""Additions of modules in high precision: residuals, and the sum of the rows of a gradient for a bias."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from narrowgauge.reference.high_precision.bounded import Bounded, exactly
 
 
 def residual_sum(a: torch.Tensor, b: torch.Tensor) -> Bounded:
-    """a + b as one float32 addition gives it, so without an error; one cast ends it. Raises ValueError for two shapes.
+    """a + b by a single float32 addition, so with error 0; the caller casts the sum once.
 
-    Source: docs/numerics.md#modules; residuals are of one dtype, float32, bfloat16 or float16.
+    The tensors have the same dtype, float32, bfloat16 or float16. Raises ValueError if the shapes differ. Source:
+    docs/numerics.md#modules.
     """
     if a.shape != b.shape:
-        raise ValueError(f"a residual has the shape of what it is added to: {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ValueError(f"both tensors of a residual have the same shape, not {tuple(a.shape)} and {tuple(b.shape)}")
     return exactly(a.float() + b.float())
 
 
 def column_sum(dy: torch.Tensor) -> Bounded:
-    """Σ over the rows of (M, N), in float32 and any order: (N,). Exact where no order of summation can round.
+    """Σ over the rows of (M, N), in float32 and any order: (N,). Exact if no order of summation can round.
 
     Raises ValueError for another number of dimensions.
     """
     if dy.dim() != 2:
-        raise ValueError(f"columns of a matrix (M, N) are summed, not of a tensor {tuple(dy.shape)}")
+        raise ValueError(f"column_sum takes a matrix (M, N), not a tensor of shape {tuple(dy.shape)}")
     return exactly(dy).sum(0)

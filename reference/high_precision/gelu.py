@@ -1,4 +1,4 @@
-"""GELU in its tanh form and its gradient, in high precision, with what any float32 kernel can give of them.
+"""GELU in its tanh form and its gradient in high precision, with the intervals of correct float32 kernels.
 
 Formula (Hendrycks and Gimpel, 2016; torch's approximate="tanh"): ½·x·(1 + tanh(u)), u = √(2/π)·(x + 0.044715·x³).
 """
@@ -9,41 +9,41 @@ import math
 
 import torch
 
-from narrowgauge.reference.high_precision.bounded import Bounded, exactly, near
+from narrowgauge.reference.high_precision.bounded import Bounded, exactly, rounded_constant
 
 _ROOT = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 _OTHER_STEPS = 4
-"""Roundings of kernels that multiply in another order, or round √(2/π) twice."""
+"""Roundings of kernels with a different order of multiplications, or with √(2/π) rounded twice."""
 
 
 def gelu_forward(x: torch.Tensor) -> Bounded:
-    """GELU of every number: of the shape of `x`.
+    """GELU of every number of `x`, of the same shape.
 
-    1 + tanh(u) cancels where x is far below 0, so the bound is about 2^-23·|x| there, and not relative to the result.
+    For x far below 0 the sum 1 + tanh(u) cancels, so the bound is about 2^-23·|x| and not relative to the result.
     """
     value = exactly(x)
     _, one_and_tanh = _tanh(value)
-    return (value.times(0.5) * one_and_tanh).spread(1)
+    return (value.times_power_of_two(0.5) * one_and_tanh).with_roundings(1)
 
 
 def gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> Bounded:
     """dy times the derivative at x: ½·(1 + tanh u) + ½·x·(1 − tanh² u)·u′, u′ = √(2/π)·(1 + 3·0.044715·x²).
 
-    Raises ValueError where the shapes differ.
+    Raises ValueError if the shapes differ.
     """
     if dy.shape != x.shape:
         raise ValueError(f"dy has the shape of x: {tuple(dy.shape)} and {tuple(x.shape)}")
-    value, one = exactly(x), exactly(torch.ones((), device=x.device))
+    value, ones = exactly(x), exactly(torch.ones((), device=x.device))
     t, one_and_tanh = _tanh(value)
-    inner = near(_ROOT, x.device) * (one + near(3 * _CUBIC, x.device) * value * value)
-    right = value.times(0.5) * (one - t * t) * inner.spread(_OTHER_STEPS)
-    return exactly(dy) * (one_and_tanh.times(0.5) + right)
+    inner = rounded_constant(_ROOT, x.device) * (ones + rounded_constant(3 * _CUBIC, x.device) * value * value)
+    right = value.times_power_of_two(0.5) * (ones - t * t) * inner.with_roundings(_OTHER_STEPS)
+    return exactly(dy) * (one_and_tanh.times_power_of_two(0.5) + right)
 
 
 def _tanh(x: Bounded) -> tuple[Bounded, Bounded]:
     """tanh(u) and 1 + tanh(u)."""
     device = x.value.device
-    u = near(_ROOT, device) * (x + near(_CUBIC, device) * x * x * x)
-    t = u.spread(_OTHER_STEPS).tanh()
+    u = rounded_constant(_ROOT, device) * (x + rounded_constant(_CUBIC, device) * x * x * x)
+    t = u.with_roundings(_OTHER_STEPS).tanh()
     return t, exactly(torch.ones((), device=device)) + t

@@ -1,4 +1,4 @@
-"""The reference's modules, the same as those of `native.modules`: layers that quantize by role, under an autocast."""
+"""Modules of the reference: layers that quantize by role in an autocast, equal to the modules of `native.modules`."""
 
 from narrowgauge.reference.modules.grouped_linear import GroupedLinear
 from narrowgauge.reference.modules.layer_norm_linear import LayerNormLinear

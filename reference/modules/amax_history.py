@@ -1,4 +1,4 @@
-"""Amax histories of a layer: delayed scaling's state, and the observer that sees it and everything else move."""
+"""Amax histories and scales of a layer, the state of delayed scaling, and the observer of the results of a layer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ INPUT, WEIGHT, GRAD = 0, 1, 2
 """Columns of a history: of the input, the weight and the gradient of the output."""
 
 Observer = Callable[[str, Any], None]
+"""Called with the name and the value of every result of a layer."""
 
 
 class AmaxHistory(Float32Buffers):
-    """A module with `amax_history`, float32 (H, 3), and `scale`, float32 (3,): of its input, weight and gradient.
+    """A module with `amax_history`, float32 (H, 3), and `scale`, float32 (3,), for its input, weight and gradient.
 
-    Both are None until the module first runs under delayed scaling, whose recipe has H; they then start as zeros and
-    ones, and belong to its state. The largest amax of a step is in the first row; the input's and the weight's scale
-    are updated when the autocast ends, the gradient's at the end of the backward.
+    Both are None until the module first runs under delayed scaling, with H from the recipe. Then they start as zeros
+    and ones, and belong to the state of the module. The first row of the history is the largest amax of the step. The
+    scales of input and weight are updated when the autocast ends, the scale of the gradient at the end of the backward.
     """
 
     amax_history: torch.Tensor | None
@@ -38,18 +39,19 @@ class AmaxHistory(Float32Buffers):
         self._delayed: TrainingRecipe | None = None
 
     def observe(self, name: str, value: Any) -> None:
-        """Tells the observer, if there is one, that `value` was computed.
+        """Calls the observer, if set, with a computed `value`.
 
-        Of tensors it gets copies: autograd goes on to add to a gradient that it was given, and an update to a history.
+        The observer receives copies of tensors: autograd later adds to the gradients of a module, and an update
+        overwrites a history.
         """
         if self.observer is not None:
             self.observer(name, _copied(value))
 
     def present_scales(self, recipe: TrainingRecipe, device: torch.device) -> torch.Tensor | None:
-        """The scales of a forward that begins now, float32 (3,), or None where the recipe has no history.
+        """The scales at the start of a forward, float32 (3,), or None for a recipe without a history.
 
-        In the second forward of a checkpoint those of the first. Raises ValueError where the module has a history of
-        another length.
+        The second forward of a checkpoint gets the scales of the first forward. Raises ValueError if the history of the
+        module has another length than the recipe names.
         """
         if not recipe.history:
             return None
@@ -59,16 +61,21 @@ class AmaxHistory(Float32Buffers):
         check_history_length(type(self).__name__, len(self.amax_history), recipe)
         return remember(self.scale.clone())
 
-    def record(self, column: int, amax: torch.Tensor | None) -> None:
-        """Raises this step's amax of one of the three to `amax`, float32 (N,), the largest of which counts."""
-        assert self.amax_history is not None
-        assert amax is not None  # only recipes of delayed scaling come here, and these find one
-        self.amax_history[0, column] = torch.maximum(self.amax_history[0, column], amax.max())
+    def delayed_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`amax_history` and `scale`. Raises RuntimeError before the first forward under delayed scaling."""
+        if self.amax_history is None or self.scale is None:
+            raise RuntimeError(f"{type(self).__name__} has no amax history before a forward under delayed scaling")
+        return self.amax_history, self.scale
+
+    def record(self, column: int, amax: torch.Tensor) -> None:
+        """Raises the amax of this step in a column of the history to the largest of `amax`, float32 (N,)."""
+        history, _ = self.delayed_state()
+        history[0, column] = torch.maximum(history[0, column], amax.max())
 
     def record_forward(self, recipe: TrainingRecipe, amaxes: dict[int, torch.Tensor | None]) -> None:
-        """Records the amaxes of a forward, by column (None: of nothing), and the autocast's end updates the scales.
+        """Records the amaxes of a forward by column, except None, and updates the scales when the autocast ends.
 
-        A second forward of a checkpoint saw the same tensors before, so it records nothing.
+        The second forward of a checkpoint records no amaxes, because the first forward recorded the same tensors.
         """
         if not recipe.history or recomputing():
             return
@@ -79,26 +86,25 @@ class AmaxHistory(Float32Buffers):
         at_exit(self._end_forward)
 
     def _end_forward(self) -> None:
-        assert self._delayed is not None
-        self._update(slice(INPUT, GRAD), self._delayed)
+        if self._delayed is not None:
+            self._update(slice(INPUT, GRAD), self._delayed)
 
     def end_backward(self, recipe: TrainingRecipe) -> None:
-        """Updates the scale of the gradient."""
+        """Updates the scale of the gradient under delayed scaling."""
         if recipe.history:
             self._update(slice(GRAD, None), recipe)
 
     def _update(self, columns: slice, recipe: TrainingRecipe) -> None:
-        assert self.amax_history is not None
-        assert self.scale is not None
-        rule = recipe.grad if columns.start == GRAD else recipe.input
-        history, scale = update_scale(self.amax_history[:, columns].contiguous(), self.scale[columns], rule)
-        self.amax_history[:, columns] = history
-        self.scale[columns] = scale
-        self.observe("history", self.amax_history)
-        self.observe("scale", self.scale)
+        history, scale = self.delayed_state()
+        role_recipe = recipe.grad if columns.start == GRAD else recipe.input
+        history[:, columns], scale[columns] = update_scale(
+            history[:, columns].contiguous(), scale[columns], role_recipe
+        )
+        self.observe("history", history)
+        self.observe("scale", scale)
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return [_copied(one) for one in value] if isinstance(value, list) else value
+    return [_copied(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Modules whose buffers keep their dtype: scales and amaxes are float32 whatever the parameters are converted to."""
+"""Modules with float32 buffers: scales and amaxes stay float32 when the parameters are converted."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 
 
 class Float32Buffers(torch.nn.Module):
-    """`to`, `bfloat16` and the like convert the parameters, and move the module's own buffers without rounding them.
+    """`to`, `bfloat16` and the like convert the parameters. Buffers move to the device without a change of dtype.
 
-    Those of a state dict replace all that there are, on the device of the module: which there are, and their shapes,
-    depends on the recipe of a step.
+    The buffers of a state dict replace all buffers of the module, on the device of the module: the recipe of a step
+    decides the presence and the shapes of buffers.
     """
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, moved in self._buffers.items():
-            kept = before[name]
-            if kept is not None and moved is not None and moved.dtype != kept.dtype:
-                self._buffers[name] = kept.to(moved.device)
+            original = before[name]
+            if original is not None and moved is not None and moved.dtype != original.dtype:
+                self._buffers[name] = original.to(moved.device)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # torch copies into buffers, and calls keys unexpected whose buffer is None.
+        # torch copies into existing buffers, and reports a key as unexpected if its buffer is None.
         names = self._buffers.keys() - self._non_persistent_buffers_set
-        given = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-        if given:  # else the state is of the parameters alone, and what the buffers have stays
-            places = (*self.parameters(recurse=False), *self.buffers(recurse=False))
-            device = next((tensor.device for tensor in places), None)
+        loaded = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        if loaded:  # a state dict of parameters alone leaves the buffers unchanged
+            tensors = (*self.parameters(recurse=False), *self.buffers(recurse=False))
+            device = next((tensor.device for tensor in tensors), None)
             for name in names:
-                self._buffers[name] = torch.empty_like(given[name], device=device) if name in given else None
+                self._buffers[name] = torch.empty_like(loaded[name], device=device) if name in loaded else None
         super()._load_from_state_dict(state_dict, prefix, *rest)

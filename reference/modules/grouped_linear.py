@@ -1,4 +1,4 @@
-"""GroupedLinear: sections of rows, each through a linear layer of its own, as the experts of a mixture are."""
+"""GroupedLinear: each section of rows has its own linear layer, as in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from narrowgauge.spec.training import TrainingRecipe
 
 
 class GroupedLinear(QuantizedLayer):
-    """As many linear layers as there are groups: parameters `weight0`, `bias0` and so on; main gradients of each.
+    """A linear layer per group: parameters `weight0`, `bias0` and so on, with a main gradient per weight.
 
-    Sections are padded with rows of zeros to the alignment of the recipe of the input before they are quantized, each
-    by itself, and unpadded behind. Under delayed scaling all groups share the three scales, and the largest amax of the
-    groups is recorded. The rest, and what is raised, as `Linear` has it.
+    Every section is padded with rows of zeros to the alignment of the input recipe and quantized separately; the output
+    is unpadded. Under delayed scaling all groups share the three scales, and the largest amax of the groups is
+    recorded. Other options and errors: `Linear`.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class GroupedLinear(QuantizedLayer):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
-        """x (…, K) to (…, N): of its rows, all dimensions but the last together, m_splits[0] go through group 0 …
+        """x (…, K) to (…, N): the first m_splits[0] rows go through group 0, the next m_splits[1] through group 1 …
 
-        Raises ValueError where the splits are not those of the rows; else as `Linear` does.
+        All dimensions but the last are rows. Raises ValueError if the splits do not add up to the rows, and the errors
+        of `Linear`.
         """
         recipe = current()
         self.check_input(x, recipe)
@@ -64,11 +65,11 @@ class GroupedLinear(QuantizedLayer):
         return y
 
     def write_weight(self, w: Sequence[torch.Tensor], recipe: TrainingRecipe | str | None = None) -> None:
-        """As `Linear.write_weight`, of the weights of all groups: G of (N, K), or one tensor (G, N, K)."""
+        """`Linear.write_weight` for the weights of all groups: G tensors (N, K), or a tensor (G, N, K)."""
         self.write_weights(list(w), recipe)
 
     def observe_each(self, name: str, values: Sequence[Any]) -> None:
-        """Tells the observer of a list, one of each group."""
+        """Calls the observer with a list of values, one per group."""
         self.observe(name, list(values))
 
     def sections(
@@ -81,13 +82,13 @@ class GroupedLinear(QuantizedLayer):
         columnwise: bool = False,
         random: tuple[int, int] | None = None,
     ) -> GroupedQuantized:
-        """One half of `x` (M, K), padded already, quantized in sections; `random` is that of both halves."""
-        drawn = None
+        """A half of `x` (M, K), already padded, quantized in sections. `random`: seed and offset of both halves."""
+        half_random = None
         if random is not None and recipe.rounding == "stochastic":
-            drawn = (random[0], random[1] + columnwise)
-        shared = None if scale is None else scale.repeat(self.groups)
-        rule = recipe if columnwise else recipe.rowwise
-        return quantize_grouped(x, sizes, rule, columnwise=columnwise, scale=shared, random=drawn)
+            half_random = (random[0], random[1] + columnwise)
+        scales = None if scale is None else scale.repeat(self.groups)
+        half_recipe = recipe if columnwise else recipe.rowwise
+        return quantize_grouped(x, sizes, half_recipe, columnwise=columnwise, scale=scales, random=half_random)
 
 
 class _Products(torch.autograd.Function):
@@ -103,7 +104,7 @@ class _Products(torch.autograd.Function):
         weights = [weight for weight in parameters[: layer.groups] if weight is not None]
         biases = parameters[layer.groups :]
         ctx.layer, ctx.recipe, ctx.splits, scales = layer, recipe, splits, None
-        ctx.held = layer.held(recipe)
+        ctx.halves = layer.held_halves(recipe)
         rows = x.reshape(-1, layer.in_features)
         if recipe is None:
             parts = zip(torch.split(rows, splits), weights, biases, strict=True)
@@ -114,14 +115,14 @@ class _Products(torch.autograd.Function):
             padded, aligned = pad_sections(rows, sizes, recipe.input)
             a = layer.sections(padded, aligned, recipe.input, column(scales, INPUT))
             layer.observe("x", a.sections())
-            held = zip(weights, ctx.held, strict=True)
-            b = [layer.weight_operand(weight, halves, recipe, scales) for weight, halves in held]
+            pairs = zip(weights, ctx.halves, strict=True)
+            b = [layer.weight_operand(weight, halves, recipe, scales) for weight, halves in pairs]
             layer.observe("w", b)
             if recipe.history:
                 amaxes = None if layer.quantized_parameters else torch.cat([q.amax for q in b if q.amax is not None])
                 layer.record_forward(recipe, {INPUT: a.amax, WEIGHT: amaxes})
-            added = [bias for bias in biases if bias is not None]
-            bias = torch.stack(added) if added else None
+            present = [bias for bias in biases if bias is not None]
+            bias = torch.stack(present) if present else None
             y = unpad_sections(gemm_grouped(a, b, out_dtype=layer.dtype, bias=bias), sizes, recipe.input)
         ctx.save_for_backward(x, scales, *weights)
         layer.observe("y", y)
@@ -145,7 +146,7 @@ class _Products(torch.autograd.Function):
             q = layer.sections(padded, aligned, recipe.grad, scale, columnwise=columnwise, random=random)
             layer.observe("dy columnwise" if columnwise else "dy", q.sections())
             if recipe.history:
-                layer.record(GRAD, q.amax)
+                layer.record(GRAD, q.required_amax)
             return q
 
         dx = None
@@ -156,8 +157,8 @@ class _Products(torch.autograd.Function):
                 )
             else:
                 a = grad(recipe, columnwise=False)
-                held = zip(weights, ctx.held, strict=True)
-                b = [layer.weight_operand(weight, halves, recipe, scales, columnwise=True) for weight, halves in held]
+                pairs = zip(weights, ctx.halves, strict=True)
+                b = [layer.weight_operand(weight, halves, recipe, scales, columnwise=True) for weight, halves in pairs]
                 layer.observe("w columnwise", b)
                 dx = unpad_sections(gemm_grouped(a, b, out_dtype=layer.dtype), sizes, recipe.input)
             layer.observe("dx", dx)
@@ -174,8 +175,8 @@ class _Products(torch.autograd.Function):
             else:
                 left = grad(recipe, columnwise=True).sections()
                 padded, aligned = pad_sections(rows, sizes, recipe.input)
-                given = layer.sections(padded, aligned, recipe.input, column(scales, INPUT), columnwise=True)
-                right = given.sections()
+                x_columnwise = layer.sections(padded, aligned, recipe.input, column(scales, INPUT), columnwise=True)
+                right = x_columnwise.sections()
                 layer.observe("x columnwise", right)
                 products = [weight_product(*pair) for pair in zip(left, right, strict=True)]
             dweights = layer.weight_gradients(

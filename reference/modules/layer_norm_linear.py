@@ -1,4 +1,4 @@
-"""LayerNormLinear: a norm in high precision, whose output a linear layer quantizes and multiplies."""
+"""LayerNormLinear: a norm in high precision, followed by a quantized linear layer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from narrowgauge.spec.module_arguments import check_norm
 class LayerNormLinear(Linear):
     """`Linear` of the norm of its input: LayerNorm ("layer") or RMSNorm ("rms") over the features.
 
-    `layer_norm_weight` (K,), and `layer_norm_bias` (K,), None for RMSNorm, are of the layer's dtype; eps is added to
-    the variance. The norm's output is rounded once to that dtype, and is what is quantized; so are its gradients. The
-    rest as `Linear` has it. Raises ValueError for another norm too.
+    `layer_norm_weight` (K,) and `layer_norm_bias` (K,), None for RMSNorm, have the dtype of the layer. eps is added to
+    the variance. The output of the norm is rounded once to the dtype of the layer, then quantized; the gradients of the
+    norm are rounded once as well. Other options: `Linear`. Raises the errors of `Linear`, and ValueError for an unknown
+    norm.
     """
 
     layer_norm_bias: torch.nn.Parameter | None
@@ -47,17 +48,17 @@ class LayerNormLinear(Linear):
         self.norm: Kind = norm
         self.eps = eps
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=dtype, device=device))
-        added = torch.nn.Parameter(torch.zeros(in_features, dtype=dtype, device=device)) if norm == "layer" else None
-        self.register_parameter("layer_norm_bias", added)
+        beta = torch.nn.Parameter(torch.zeros(in_features, dtype=dtype, device=device)) if norm == "layer" else None
+        self.register_parameter("layer_norm_bias", beta)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Linear.forward`, of the norm of x (…, K)."""
+        """`Linear.forward` of the norm of x (…, K)."""
         recipe = current()
         self.check(x, recipe)
         return self.multiply(_Norm.apply(x, self.layer_norm_weight, self.layer_norm_bias, self), recipe)  # type: ignore[no-untyped-call]
 
     def observe_input_gradient(self, dx: torch.Tensor) -> None:
-        """Tells the observer of the gradient of the norm's output."""
+        """Calls the observer with the gradient of the output of the norm."""
         self.observe("dnorm", dx)
 
 
@@ -79,10 +80,10 @@ class _Norm(torch.autograd.Function):
         layer: LayerNormLinear = ctx.layer
         x, gamma = ctx.saved_tensors
         rows = x.reshape(-1, layer.in_features)
-        found = norm_backward(dy.reshape(rows.shape), rows, gamma, layer.norm, layer.eps)
+        bounded = norm_backward(dy.reshape(rows.shape), rows, gamma, layer.norm, layer.eps)
         shapes = (x.shape, gamma.shape, gamma.shape)
         gradients: list[torch.Tensor | None] = [None] * 3
-        for number, (name, gradient) in enumerate(zip(("dx", "dgamma", "dbeta"), found, strict=True)):
+        for number, (name, gradient) in enumerate(zip(("dx", "dgamma", "dbeta"), bounded, strict=True)):
             if ctx.needs_input_grad[number] and gradient is not None:
                 value = gradient.value.to(layer.dtype)
                 layer.observe(name, value)

@@ -1,7 +1,7 @@
-"""Linear: y = x·wᵀ + bias, and its two gradients, each product of operands that are quantized by role.
+"""Linear: y = x·wᵀ + bias and its gradients, by three products of operands quantized by role.
 
-The table of docs/numerics.md#modules to the letter: tensors are kept in high precision, and what a product needs is
-quantized when it needs it.
+Follows the table of docs/numerics.md#modules: tensors are stored in high precision, and the operands of a product are
+quantized just before the product.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from narrowgauge.spec.training import TrainingRecipe
 
 
 class Linear(QuantizedLayer):
-    """A linear layer that quantizes as the autocast's training recipe says; outside one it does not quantize.
+    """A linear layer that quantizes by the training recipe of the autocast, and not at all outside an autocast.
 
-    `weight` (N, K) and `bias` (N,) are of `dtype`: float32, bfloat16 or float16. seed: of stochastic rounding, whose
-    offsets are 2n and 2n + 1 in the n-th backward. accumulate: the weight's gradient is added to `weight.main_grad`,
-    float32 (N, K), made where it is missing, and `weight.grad` stays None. quantized_parameters: `weight` is None and
-    `write_weight` gives the layer its codes and scales. delay_wgrad: the weight's gradient waits for `backward_dw`.
-    amax_group: a `torch.distributed` group over which the amax of every operand is reduced.
+    `weight` (N, K) and `bias` (N,) have the dtype `dtype`: float32, bfloat16 or float16.
+    seed: seed of stochastic rounding; the offsets in the n-th backward are 2n and 2n + 1.
+    accumulate: the gradient of the weight is added to `weight.main_grad`, float32 (N, K), which is created if missing;
+    `weight.grad` stays None.
+    quantized_parameters: `weight` is None, and `write_weight` gives the layer codes and scales.
+    delay_wgrad: the gradient of the weight is computed in `backward_dw`.
+    amax_group: `torch.distributed` group over which the amax of every operand is reduced.
 
-    Raises TypeError for a dtype, ValueError for extents, a seed or options that do not go together.
+    Raises TypeError for another dtype, ValueError for invalid extents, an invalid seed or options that exclude each
+    other.
     """
 
     weight: torch.nn.Parameter | None
@@ -56,37 +59,37 @@ class Linear(QuantizedLayer):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (…, K) to (…, N), in the layer's dtype.
+        """x (…, K) to (…, N), in the dtype of the layer.
 
-        Raises TypeError or ValueError where the layer or the recipe does not take `x`, or the recipe is not that of a
-        quantized weight.
+        Raises TypeError or ValueError if the layer or the recipe does not accept `x`, or if a quantized weight was
+        written under another recipe.
         """
         recipe = current()
         self.check(x, recipe)
         return self.multiply(x, recipe)
 
     def write_weight(self, w: torch.Tensor, recipe: TrainingRecipe | str | None = None) -> None:
-        """Quantizes `w` (N, K), float32, bfloat16 or float16, and holds the codes and scales of both halves, not `w`.
+        """Quantizes `w` (N, K), float32, bfloat16 or float16, and stores the codes and scales of both halves, not `w`.
 
-        `recipe` is that of the autocast unless one is given; forwards are under the same. Raises RuntimeError without
-        either, or where the layer has no quantized parameters; ValueError for another shape.
+        `recipe`: by default the recipe of the autocast; forwards need the same recipe. Raises RuntimeError without a
+        recipe, or if the layer has no quantized parameters; ValueError for another shape.
         """
         self.write_weights([w], recipe)
 
     def check(self, x: torch.Tensor, recipe: TrainingRecipe | None) -> None:
-        """Raises as `forward` does, before anything is computed."""
+        """Raises the errors of `forward`, before any computation."""
         self.check_input(x, recipe)
         check_rotated_rows(x, self.in_features, recipe)
         self.check_weights(recipe)
 
     def multiply(self, x: torch.Tensor, recipe: TrainingRecipe | None) -> torch.Tensor:
-        """The product without what a subclass does before it."""
+        """The product alone, without the preceding steps of a subclass."""
         (weight,), (bias,) = self.parameters_of("weight"), self.parameters_of("bias")
         y: torch.Tensor = _Products.apply(x, weight, bias, self, recipe)  # type: ignore[no-untyped-call]
         return y
 
     def observe_input_gradient(self, dx: torch.Tensor) -> None:
-        """Tells the observer of the product that is the gradient of what was multiplied."""
+        """Calls the observer with the gradient of the input of the product."""
         self.observe("dx", dx)
 
 
@@ -101,7 +104,7 @@ class _Products(torch.autograd.Function):
         recipe: TrainingRecipe | None,
     ) -> torch.Tensor:
         ctx.layer, ctx.recipe, scales = layer, recipe, None
-        (held,) = ctx.held = layer.held(recipe)
+        (halves,) = ctx.halves = layer.held_halves(recipe)
         rows = x.reshape(-1, layer.in_features)
         if recipe is None:
             y = torch.nn.functional.linear(rows, weight, bias)
@@ -109,9 +112,9 @@ class _Products(torch.autograd.Function):
             scales = layer.present_scales(recipe, x.device)
             a = layer.operand(rows, recipe.input, column(scales, INPUT))
             layer.observe("x", a)
-            b = layer.weight_operand(weight, held, recipe, scales)
+            b = layer.weight_operand(weight, halves, recipe, scales)
             layer.observe("w", b)
-            layer.record_forward(recipe, {INPUT: a.amax, WEIGHT: None if held else b.amax})
+            layer.record_forward(recipe, {INPUT: a.amax, WEIGHT: None if halves else b.amax})
             y = gemm(a, b, out_dtype=layer.dtype, bias=bias)
         ctx.save_for_backward(x, weight, scales)
         layer.observe("y", y)
@@ -126,14 +129,14 @@ class _Products(torch.autograd.Function):
         rows, dy = x.reshape(-1, layer.in_features), dy.reshape(-1, layer.out_features)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         random = layer.next_random()
-        # The gradient's scale moves at the end of every backward, so it is the present one and not that of the forward.
+        # The scale of the gradient is updated at the end of every backward: the current scale, not the forward's scale.
         scale = None if recipe is None or not recipe.history else column(layer.scale, GRAD)
 
         def grad(recipe: TrainingRecipe, *, columnwise: bool) -> Quantized:
             q = layer.operand(dy, recipe.grad, scale, columnwise=columnwise, random=random)
             layer.observe("dy columnwise" if columnwise else "dy", q)
             if recipe.history:
-                layer.record(GRAD, q.amax)
+                layer.record(GRAD, q.required_amax)
             return q
 
         dx = dw = dbias = None
@@ -142,7 +145,7 @@ class _Products(torch.autograd.Function):
                 dx = dy @ weight
             else:
                 a = grad(recipe, columnwise=False)
-                b = layer.weight_operand(weight, ctx.held[0], recipe, scales, columnwise=True)
+                b = layer.weight_operand(weight, ctx.halves[0], recipe, scales, columnwise=True)
                 layer.observe("w columnwise", b)
                 dx = gemm(a, b, out_dtype=layer.dtype)
             layer.observe_input_gradient(dx)

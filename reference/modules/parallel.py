@@ -1,4 +1,4 @@
-"""Tensor parallelism: the amax of a tensor that several processes hold shards of."""
+"""Tensor parallelism: the amax of a tensor with its shards in several processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.hadamard import transform
-from narrowgauge.reference.quantize.quantize import block_amaxes
+from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.arguments import as_matrix, check_halves, check_rotated
 from narrowgauge.spec.module_arguments import (
     check_dimension,
@@ -29,18 +29,21 @@ def sharded_amax(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Amaxes:
-    """The amaxes that `quantize_both` takes of a tensor whose shards the processes of `group` hold: `x` (M, K) is one.
+    """Amaxes of a sharded tensor, as arguments of `quantize_both`. `x` (M, K): the shard of this process of `group`.
 
-    float32 (1,) for either half, that of the columnwise one after its rotation, and the same in every process: the
-    largest of the shards' own, an empty one counting 0; a NaN is left out, or makes it NaN, as the recipe says. None
-    for a half that is not wanted, and for recipes without an amax of the tensor (MX, FP8 blocks), which need nothing of
-    the other shards. Delayed scaling records the amax and quantizes by its scale. With them the bytes of the shards are
-    those of the whole tensor, if no block lies in two shards (`check_shards`) and stochastic rounding is given the
-    words of each. Every process of the group calls it, in the same order, also where its shard is empty: there is one
-    collective, a maximum, for both halves. Source: docs/numerics.md#modules, last paragraph.
+    Returns float32 (1,) for the rowwise and the columnwise half (after the rotation), the same in every process: the
+    maximum of the amaxes of all shards. An empty shard counts as 0. A NaN is ignored or propagated, by the recipe.
+    None for an unwanted half, and for recipes without an amax of the tensor (MX, FP8 blocks), which need no other
+    shard. Delayed scaling records the amax and quantizes by its scale.
 
-    Raises in every process if one has bad input: there what `quantize_both` raises, in the others ValueError. That too
-    where this process is not in the group, neither half is wanted, or the recipe has an amax for every row.
+    Quantized with these amaxes, the shards have the bytes of the whole tensor if no block lies in two shards
+    (`check_shards`) and stochastic rounding gets the random words of each shard. Every process of the group makes the
+    call, in the same order, also with an empty shard: both halves share a collective, a maximum.
+    Source: docs/numerics.md#modules, last paragraph.
+
+    If a process has bad input, every process raises: this process the error of `quantize_both`, all others ValueError.
+    Also raises ValueError if this process is not in the group, if neither half is wanted, or if the recipe has an amax
+    for every row.
     """
     recipe = find_recipe(recipe)
     rank = check_group(group)
@@ -52,10 +55,10 @@ def sharded_amax(
     own = [torch.zeros(1, device=x.device)] * 2
     try:
         own = _own_amaxes(x.detach(), recipe, columnwise=columnwise)
-    except Exception as error:  # whatever it is: raised behind the collective, where the others would wait for ever
+    except Exception as error:  # raised after the collective: otherwise the remaining processes would wait for ever
         failure = error
     amax = torch.cat(own)
-    # What a maximum over processes makes of a NaN depends on the library, so NaN travels as a number of its own.
+    # The maximum of a NaN over processes depends on the library, so NaN is sent as a separate flag.
     numbers = torch.cat([amax.nan_to_num(nan=0.0, posinf=torch.inf), amax.isnan().float(), amax.new_zeros(1)])
     numbers[-1] = 0 if failure is None else 1 + rank
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
@@ -67,7 +70,7 @@ def sharded_amax(
 
 
 def _own_amaxes(x: torch.Tensor, recipe: Recipe, *, columnwise: bool) -> list[torch.Tensor]:
-    """The amax of either half of this process's shard, each (1,); 0 for a columnwise one that is not wanted."""
+    """The amaxes of the shard of this process, (1,) for each half; 0 for an unwanted columnwise half."""
     x = as_matrix(x).contiguous()
     plain = tensor_amax(block_amaxes(x, recipe.rowwise))
     if recipe.transform is None:
@@ -87,20 +90,20 @@ def check_shards(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> None:
-    """Raises ValueError, in every process, where the shards of a tensor do not quantize to what the whole tensor does.
+    """Raises ValueError, in every process, if the shards of a tensor quantize to other bytes than the whole tensor.
 
-    `x` (M, K) is the shard of this process; those of `group` lie one behind the other along `dim`, 0 or 1, in the order
-    of its ranks. It matters where a block of scales, a tile or a group of a rotation, of a half that is wanted, has
-    several elements along `dim`: then every shard but the last that is not empty has to be a multiple of them, or one
-    would lie in two shards and have two scales. Where there is one scale for the whole tensor, or blocks lie across
-    `dim` (rowwise 1×16 blocks of shards along M), shards may have any extent. Every process of the group calls it, once
-    for the shapes that it shards; extents along the other dimension have to be equal.
+    `x` (M, K): the shard of this process. The shards of `group` are adjacent along `dim`, 0 or 1, in order of ranks.
+    If a block, a tile or a rotated group of a wanted half has several elements along `dim`, the extent of every
+    nonempty shard but the last must be a multiple of this number: else a block lies in two shards and has two scales.
+    Shards may have any extent if the whole tensor has a single scale, or if blocks lie across `dim`, like rowwise 1×16
+    blocks of shards along M. Extents along the other dimension must be equal. Every process of the group makes the
+    call, once per shape.
     """
     recipe = find_recipe(recipe)
     check_group(group)
     check_dimension(dim)
-    mine = torch.tensor([x.shape[:-1].numel(), x.shape[-1]], device=x.device)
-    shapes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shapes, mine, group=group)
-    found = [(int(rows), int(columns)) for rows, columns in (shape.tolist() for shape in shapes)]
-    check_extents(found, recipe, dim, rowwise=rowwise, columnwise=columnwise)
+    own_shape = torch.tensor([x.shape[:-1].numel(), x.shape[-1]], device=x.device)
+    gathered = [torch.empty_like(own_shape) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own_shape, group=group)
+    shapes = [(int(rows), int(columns)) for rows, columns in (shape.tolist() for shape in gathered)]
+    check_extents(shapes, recipe, dim, rowwise=rowwise, columnwise=columnwise)

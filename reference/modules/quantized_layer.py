@@ -1,4 +1,4 @@
-"""What the layers have in common: options, operands, and gradients of weights."""
+"""Common base of the layers: options, quantized operands, and gradients of weights."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 Product = Callable[[torch.dtype, torch.Tensor | None], torch.Tensor]
-"""The product that is a weight's gradient, in a dtype, plus c (N, K), float32, if given."""
-
+"""Computes the gradient of a weight in a dtype, plus c (N, K), float32, if given."""
 
 Halves = tuple[Quantized, Quantized]
-"""Rowwise and columnwise."""
+"""The rowwise and the columnwise half."""
 
 
 class QuantizedLayer(AmaxHistory):
-    """A layer of products whose operands are quantized by role, as the autocast's training recipe says.
+    """A layer that quantizes the operands of its products by role, by the training recipe of the autocast.
 
-    weights: the names of its weights, each (N, K); the rest as `Linear` has it. Raises TypeError for a dtype,
-    ValueError for extents, a seed or options that do not go together.
+    weights: names of the weights, each (N, K). Other options: `Linear`. Raises TypeError for another dtype, ValueError
+    for invalid extents, an invalid seed or options that exclude each other.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class QuantizedLayer(AmaxHistory):
         self._backwards = 0
         self._waiting: list[Callable[[], None]] = []
         shape = (out_features, in_features)
-        bound = in_features**-0.5  # torch.nn.Linear's
+        bound = in_features**-0.5  # as in torch.nn.Linear
         for name in weights:
             if quantized_parameters:
                 self.register_parameter(name, None)
@@ -76,26 +75,26 @@ class QuantizedLayer(AmaxHistory):
             else:
                 weight = torch.empty(shape, dtype=dtype, device=device).uniform_(-bound, bound)
                 self.register_parameter(name, torch.nn.Parameter(weight))
-            added = torch.empty(out_features, dtype=dtype, device=device).uniform_(-bound, bound) if bias else None
+            initial = torch.empty(out_features, dtype=dtype, device=device).uniform_(-bound, bound) if bias else None
             self.register_parameter(
-                name.replace("weight", "bias"), None if added is None else torch.nn.Parameter(added)
+                name.replace("weight", "bias"), None if initial is None else torch.nn.Parameter(initial)
             )
 
     def check_input(self, x: torch.Tensor, recipe: TrainingRecipe | None) -> None:
-        """Raises TypeError or ValueError where `x` is no input (…, K) of this layer, or none that the recipe takes."""
+        """Raises TypeError or ValueError if the layer or the recipe does not accept the input `x` (…, K)."""
         check_input(type(self).__name__, x, self.in_features, self.dtype, recipe)
 
     def check_weights(self, recipe: TrainingRecipe | None) -> None:
-        """Raises as `held` and `main_grads` do: in a forward, where nothing is lost yet."""
+        """Raises the errors of `held_halves` and `main_grads` already in the forward, before any state changes."""
         if self.quantized_parameters:
             self._read(recipe)
         if self.accumulate and torch.is_grad_enabled():
             self.main_grads()
 
     def parameters_of(self, kind: str) -> list[torch.Tensor | None]:
-        """The layer's weights ("weight") or biases ("bias"), None for those it does not have.
+        """The weights ("weight") or the biases ("bias") of the layer; without biases None for every weight.
 
-        For quantized weights the same number of tensors without elements, so that autograd asks for a gradient of them.
+        Quantized weights are represented by tensors without elements, so that autograd computes their gradients.
         """
         if kind == "weight" and self.quantized_parameters:
             return [torch.empty(0, requires_grad=True) for _ in self._weights]
@@ -112,23 +111,23 @@ class QuantizedLayer(AmaxHistory):
         columnwise: bool = False,
         random: tuple[int, int] | None = None,
     ) -> Quantized:
-        """One half of `x` (M, K) quantized; `scale`, float32 (1,), is that of delayed scaling, `random` of both halves.
+        """A half of `x` (M, K), quantized. `scale`, float32 (1,): of delayed scaling. `random`: of both halves.
 
-        The amax is that of the processes of `amax_group`, where there is one.
+        With an `amax_group` the amax is reduced over its processes.
         """
         wanted = {"rowwise": not columnwise, "columnwise": columnwise}
         amax = None
         if self.amax_group is not None and recipe.tensor_scale != "none":
             amax = sharded_amax(x, recipe, self.amax_group, **wanted)
-        drawn = random if recipe.rounding == "stochastic" else None
-        made = quantize_both(x, recipe, amax=amax, scale=scale, random=drawn, **wanted)[columnwise]
-        assert made is not None
-        return made
+        random = random if recipe.rounding == "stochastic" else None
+        halves = quantize_both(x, recipe, amax=amax, scale=scale, random=random, **wanted)
+        (half,) = (half for half in halves if half is not None)
+        return half
 
-    def held(self, recipe: TrainingRecipe | None) -> list[Halves | None]:
-        """The halves of each weight that is held quantized, as they are at this forward; None for a parameter.
+    def held_halves(self, recipe: TrainingRecipe | None) -> list[Halves | None]:
+        """The halves of each quantized weight at the time of this forward; None for a weight that is a parameter.
 
-        Raises RuntimeError or ValueError where `QuantizedWeight.read` does.
+        Raises the errors of `QuantizedWeight.read`.
         """
         return remember(self._read(recipe)) if self.quantized_parameters else [None] * len(self._weights)
 
@@ -138,22 +137,22 @@ class QuantizedLayer(AmaxHistory):
     def weight_operand(
         self,
         weight: torch.Tensor,
-        held: Halves | None,
+        halves: Halves | None,
         recipe: TrainingRecipe,
         scales: torch.Tensor | None,
         *,
         columnwise: bool = False,
     ) -> Quantized:
-        """One half of a weight: quantized now, or as it is held."""
-        if held is not None:
-            return held[columnwise]
+        """A half of a weight: from `halves` if the weight is stored quantized, else quantized now."""
+        if halves is not None:
+            return halves[columnwise]
         return self.operand(weight, recipe.weight, column(scales, WEIGHT), columnwise=columnwise)
 
     def write_weights(self, weights: Sequence[torch.Tensor], recipe: TrainingRecipe | str | None) -> None:
-        """Quantizes the weights, each (N, K), both halves, and holds these alone; `recipe` None is the autocast's.
+        """Quantizes both halves of the weights (N, K) and stores only the halves. `recipe` None: of the autocast.
 
-        Delayed scaling quantizes by the present scale and records the amax. Raises RuntimeError where the layer holds
-        its weights as parameters, or there is no recipe; ValueError for another number of weights or shape.
+        Delayed scaling quantizes by the current scale and records the amax. Raises RuntimeError if the weights of the
+        layer are parameters, or without a recipe; ValueError for another number of weights or another shape.
         """
         check_holds_quantized(type(self).__name__, quantized_parameters=self.quantized_parameters)
         recipe = training_recipe(recipe) if isinstance(recipe, str) else recipe or current()
@@ -167,20 +166,20 @@ class QuantizedLayer(AmaxHistory):
         for name, (rowwise, columnwise) in zip(self._weights, halves, strict=True):
             self.get_submodule(f"quantized_{name}").write(rowwise, columnwise, recipe)  # type: ignore[operator]
             if recipe.history:
-                self.record(WEIGHT, rowwise.amax)
+                self.record(WEIGHT, rowwise.required_amax)
 
     def next_random(self) -> tuple[int, int]:
-        """Seed and offset of the next backward: its rowwise halves use that offset, columnwise ones the one behind."""
+        """Seed and offset of the next backward: rowwise halves use this offset, columnwise halves offset + 1."""
         number, self._backwards = self._backwards, self._backwards + 1
         return self.seed, 2 * number
 
     # ---- gradients of weights ----------------------------------------------------------------------------------------
 
     def main_grads(self) -> list[torch.Tensor]:
-        """The float32 (N, K) gradient that each weight's accumulates in, zeros where there was none.
+        """The main gradient of each weight, float32 (N, K), created as zeros if missing.
 
-        `main_grad` of the parameter; where it is held quantized, the layer's own (main_grad0 of weight0). Raises
-        ValueError where one has another shape or dtype.
+        It is the attribute `main_grad` of the parameter or, for a quantized weight, of the layer (main_grad0 for
+        weight0). Raises TypeError for another dtype, ValueError for another shape or device.
         """
         return [self._main_grad(name) for name in self._weights]
 
@@ -197,9 +196,9 @@ class QuantizedLayer(AmaxHistory):
         return main
 
     def weight_gradients(self, products: Sequence[Product | None]) -> list[torch.Tensor | None]:
-        """What a backward returns for each weight: the product, or None where it went to the main gradient or waits.
+        """The gradients that a backward returns: None if a gradient was accumulated, is delayed or is not wanted.
 
-        A product that is None is not wanted.
+        A product None: this gradient is not wanted.
         """
         if self.delay_wgrad:
             self._waiting.append(lambda: self._add_gradients(products))
@@ -208,9 +207,9 @@ class QuantizedLayer(AmaxHistory):
 
     def _gradients(self, products: Sequence[Product | None]) -> list[torch.Tensor | None]:
         if not self.accumulate:
-            found = [None if product is None else product(self.dtype, None) for product in products]
-            self.observe_each("dw", found)
-            return found
+            gradients = [None if product is None else product(self.dtype, None) for product in products]
+            self.observe_each("dw", gradients)
+            return gradients
         mains = self.main_grads()
         for product, main in zip(products, mains, strict=True):
             if product is not None:
@@ -219,16 +218,16 @@ class QuantizedLayer(AmaxHistory):
         return [None] * len(products)
 
     def _add_gradients(self, products: Sequence[Product | None]) -> None:
-        for name, found in zip(self._weights, self._gradients(products), strict=True):
-            if found is not None:
+        for name, gradient in zip(self._weights, self._gradients(products), strict=True):
+            if gradient is not None:
                 weight = getattr(self, name)
-                weight.grad = found if weight.grad is None else weight.grad + found
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """Computes the gradients of weights that the backward passes left waiting, the oldest first, all of them.
+        """Computes all delayed gradients of weights, in the order of the backward passes.
 
-        Raises RuntimeError where the layer does not delay them.
+        Raises RuntimeError if the layer does not delay gradients.
         """
         check_delays(type(self).__name__, delay_wgrad=self.delay_wgrad)
         while self._waiting:
@@ -236,20 +235,20 @@ class QuantizedLayer(AmaxHistory):
             del self._waiting[0]
 
     def observe_each(self, name: str, values: Sequence[Any]) -> None:
-        """Tells the observer of what each weight has one of: the value itself where there is one weight."""
+        """Calls the observer with the value of each weight; here the layer has a single weight."""
         self.observe(name, values[0])
 
 
 def column(scales: torch.Tensor | None, number: int) -> torch.Tensor | None:
-    """Of the scales of delayed scaling one, float32 (1,); None where there are none. A copy: a layer's move on."""
+    """A copy of a scale of delayed scaling, float32 (1,), or None without scales. A layer overwrites its scales."""
     return None if scales is None else scales[number : number + 1].clone()
 
 
-def weight_product(grad: Quantized, given: Quantized) -> Product:
-    """Of the columnwise halves of an output's gradient and of the input."""
-    return lambda dtype, c: gemm(grad, given, out_dtype=dtype, c=c)
+def weight_product(grad: Quantized, x: Quantized) -> Product:
+    """The gradient of a weight from the columnwise halves of the output gradient and of the input."""
+    return lambda dtype, c: gemm(grad, x, out_dtype=dtype, c=c)
 
 
-def plain_weight_product(grad: torch.Tensor, given: torch.Tensor) -> Product:
-    """The same in high precision, of the gradient (M, N) and the input (M, K)."""
-    return lambda _, c: grad.T @ given if c is None else c + grad.T.float() @ given.float()
+def plain_weight_product(grad: torch.Tensor, x: torch.Tensor) -> Product:
+    """The gradient of a weight in high precision, from the output gradient (M, N) and the input (M, K)."""
+    return lambda _, c: grad.T @ x if c is None else c + grad.T.float() @ x.float()

@@ -1,4 +1,4 @@
-"""A weight that is held quantized: codes and scales of both its halves, as buffers."""
+"""A quantized weight: codes and scales of both halves, as buffers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _PARTS = ("codes", "scales", "amax", "tensor_scale")
 
 
 class QuantizedWeight(Float32Buffers):
-    """Both halves of a weight (N, K), and the training recipe that they were quantized by; nothing before `write`.
+    """Both halves of a weight (N, K) and their training recipe; empty before `write`.
 
-    Buffers: rowwise_codes, rowwise_scales, rowwise_amax and so on, as in `Quantized`; None where the recipe has none.
+    Buffers: rowwise_codes, rowwise_scales, rowwise_amax and so on, as in `Quantized`; None if the recipe has no such
+    part.
     """
 
     place: torch.Tensor
-    """Without elements: where the module is."""
+    """Tensor without elements, on the device of the module."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class QuantizedWeight(Float32Buffers):
                 self.register_buffer(f"{half}_{part}", None)
 
     def write(self, rowwise: Quantized, columnwise: Quantized, recipe: TrainingRecipe) -> None:
-        """Holds these halves from now on; those from before stay what they are for a backward that still needs them."""
+        """Stores new halves. The tensors of the former halves are unchanged: a pending backward may need them."""
         for half, q in zip(_HALVES, (rowwise, columnwise), strict=True):
             for part in _PARTS:
                 setattr(self, f"{half}_{part}", getattr(q, part))
@@ -41,7 +42,7 @@ class QuantizedWeight(Float32Buffers):
     def read(self, recipe: TrainingRecipe | None) -> tuple[Quantized, Quantized]:
         """The rowwise and the columnwise half.
 
-        Raises RuntimeError where nothing was written yet, ValueError where that was under another recipe.
+        Raises RuntimeError before the first `write`, ValueError if the last `write` had another recipe.
         """
         written = check_written(self.shape, self.recipe, recipe)
         row, column = (self._half(half, written) for half in _HALVES)
@@ -50,16 +51,17 @@ class QuantizedWeight(Float32Buffers):
     def _half(self, half: str, recipe: TrainingRecipe) -> Quantized:
         parts = {part: getattr(self, f"{half}_{part}") for part in _PARTS}
         columnwise = half == "columnwise"
-        rule = recipe.weight if columnwise else recipe.weight.rowwise
+        half_recipe = recipe.weight if columnwise else recipe.weight.rowwise
         return Quantized(
-            parts["codes"], parts["scales"], parts["amax"], rule, self.shape[::-1] if columnwise else self.shape,
-            parts["tensor_scale"], transposed=columnwise and rule.columnwise == "in-place",
+            parts["codes"], parts["scales"], parts["amax"], half_recipe,
+            self.shape[::-1] if columnwise else self.shape, parts["tensor_scale"],
+            transposed=columnwise and half_recipe.columnwise == "in-place",
         )  # fmt: skip
 
     def get_extra_state(self) -> str | None:
-        """The recipe's name, beside the buffers in a state dict."""
+        """The name of the recipe, stored beside the buffers in a state dict."""
         return None if self.recipe is None else str(self.recipe)
 
     def set_extra_state(self, state: str | None) -> None:
-        """Takes the recipe from a state dict."""
+        """Restores the recipe from a state dict."""
         self.recipe = None if state is None else training_recipe(state)

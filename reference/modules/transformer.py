@@ -1,7 +1,7 @@
-"""TransformerLayer: attention and a feed-forward net, whose four products are quantized and nothing else is.
+"""TransformerLayer: attention and a feed-forward network with four quantized products.
 
-h = x + proj(attention(qkv(x))), y = h + fc2(gelu(fc1(h))), where qkv and fc1 begin with a norm. Attention and GELU are
-computed in high precision and rounded once to the layer's dtype; a residual is one float32 sum and one cast.
+h = x + proj(attention(qkv(x))), y = h + fc2(gelu(fc1(h))); qkv and fc1 begin with a norm. Attention and GELU are
+computed in high precision and rounded once to the dtype of the layer. A residual is a float32 sum and a cast.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from narrowgauge.spec.module_arguments import check_batch, check_heads
 class TransformerLayer(torch.nn.Module):
     """A pre-norm layer with causal attention: children `qkv` (hidden → 3·hidden), `proj`, `fc1` (→ ffn) and `fc2`.
 
-    qkv gives q, k and v one behind the other, each `heads` heads of hidden/heads. The children's seeds are seed,
-    seed + 1, seed + 2 and seed + 3. There is no dropout. The rest as `LayerNormLinear` has it. Raises ValueError where
-    the heads do not divide the hidden size, and as that does.
+    The output of qkv is q, k and v in this order, each with `heads` heads of hidden/heads numbers. The seeds of the
+    children are seed, seed + 1, seed + 2 and seed + 3. The layer has no dropout. Other options: `LayerNormLinear`.
+    Raises the errors of `LayerNormLinear`, and ValueError if the heads do not divide the hidden size.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TransformerLayer(torch.nn.Module):
 
     @property
     def observer(self) -> Observer | None:
-        """Told of every result; those of a child have its name before their own: `qkv.y`."""
+        """Called with every result. The results of a child are prefixed by the name of the child: `qkv.y`."""
         return self._observer
 
     @observer.setter
@@ -71,27 +71,27 @@ class TransformerLayer(torch.nn.Module):
             child.observer = None if observer is None else partial(_prefixed, observer, f"{name}.")  # type: ignore[assignment]
 
     def observe(self, name: str, value: torch.Tensor) -> None:
-        """Tells the observer, if there is one, that `value` was computed."""
+        """Calls the observer, if set, with a copy of a computed `value`."""
         if self._observer is not None:
             self._observer(name, value.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (B, S, hidden) to the same shape, in the layer's dtype.
+        """x (B, S, hidden) to the same shape, in the dtype of the layer.
 
-        Raises ValueError for another shape, and as the layers in it do.
+        Raises ValueError for another shape, and the errors of the children.
         """
         check_batch(x, self.hidden)
-        # Function.apply has no types; each of these gives tensors.
-        kept, branch = _Fork.apply(x, self, "dx")  # type: ignore[no-untyped-call]
+        # Function.apply has no types; every call below returns tensors.
+        residual, branch = _Fork.apply(x, self, "dx")  # type: ignore[no-untyped-call]
         attention = _Attention.apply(self.qkv(branch), self)  # type: ignore[no-untyped-call]
-        h = _Sum.apply(kept, self.proj(attention), self, "h")  # type: ignore[no-untyped-call]
-        kept, branch = _Fork.apply(h, self, "dh")  # type: ignore[no-untyped-call]
+        h = _Sum.apply(residual, self.proj(attention), self, "h")  # type: ignore[no-untyped-call]
+        residual, branch = _Fork.apply(h, self, "dh")  # type: ignore[no-untyped-call]
         gelu = _Gelu.apply(self.fc1(branch), self)  # type: ignore[no-untyped-call]
-        y: torch.Tensor = _Sum.apply(kept, self.fc2(gelu), self, "y")  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Sum.apply(residual, self.fc2(gelu), self, "y")  # type: ignore[no-untyped-call]
         return y
 
     def backward_dw(self) -> None:
-        """As `Linear.backward_dw`, of the four products, in the order of a backward pass."""
+        """`Linear.backward_dw` of the four products, in the order of a backward pass."""
         for child in (self.fc2, self.fc1, self.proj, self.qkv):
             child.backward_dw()
 
@@ -100,16 +100,16 @@ def _prefixed(observer: Observer, prefix: str, name: str, value: Any) -> None:
     observer(prefix + name, value)
 
 
-def _add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return residual_sum(one, other).value.to(one.dtype)
+def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return residual_sum(a, b).value.to(a.dtype)
 
 
 class _Sum(torch.autograd.Function):
-    """A residual addition; its gradient is that of both."""
+    """A residual addition; both operands have the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, one: torch.Tensor, other: torch.Tensor, layer: TransformerLayer, name: str) -> torch.Tensor:
-        y = _add(one, other)
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, layer: TransformerLayer, name: str) -> torch.Tensor:
+        y = _add(a, b)
         layer.observe(name, y)
         return y
 
@@ -120,7 +120,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Fork(torch.autograd.Function):
-    """A tensor twice, once for the residual and once for the branch, whose gradients are added as residuals are."""
+    """Copies a tensor for the residual and for the branch; the two gradients are added like a residual."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: TransformerLayer, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,8 +129,8 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, kept: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dx = _add(kept, branch)
+    def backward(ctx: Any, residual: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx = _add(residual, branch)
         ctx.layer.observe(ctx.name, dx)
         return dx, None, None
 
@@ -151,14 +151,15 @@ class _Attention(torch.autograd.Function):
         (qkv,) = ctx.saved_tensors
         layer: TransformerLayer = ctx.layer
         (do,) = _heads(dy, layer.heads, parts=1)
-        found = attention_backward(do, *_heads(qkv, layer.heads))
-        dqkv = torch.cat([each.value.to(qkv.dtype).transpose(1, 2).flatten(2) for each in found], dim=2)
+        gradients = attention_backward(do, *_heads(qkv, layer.heads))
+        parts = [gradient.value.to(qkv.dtype).transpose(1, 2).flatten(2) for gradient in gradients]
+        dqkv = torch.cat(parts, dim=2)
         layer.observe("dqkv", dqkv)
         return dqkv, None
 
 
 def _heads(x: torch.Tensor, heads: int, parts: int = 3) -> list[torch.Tensor]:
-    """`x` (B, S, parts·hidden) as its parts, each (B, heads, S, hidden/heads)."""
+    """The parts of `x` (B, S, parts·hidden), (B, heads, S, hidden/heads) each."""
     return [part.reshape(*part.shape[:2], heads, -1).transpose(1, 2) for part in x.chunk(parts, dim=2)]
 
 

@@ -1,1 +1,1 @@
-"""Single numbers: codes to values and back, roundings, exact sums, random words, blocks along a row."""
+"""Arithmetic on numbers: decoding, encoding, roundings, exact sums, random words, maxima of blocks."""

@@ -1,4 +1,4 @@
-"""Codes to values: one table look-up, exact for every format."""
+"""Values of codes by table look-up, exact for every format."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def _table(fmt: Format, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of `codes` (uint8, any shape, one code an element), in float32 or float64, both exact.
+    """Values of `codes` (uint8, any shape, one code in a byte), in float32 or float64, both exact.
 
-    Source: `Format.value`. Raises TypeError for another dtype of the codes, IndexError for a code that the
-    format does not have.
+    Source: docs/numerics.md#formats, `Format.value`. Raises TypeError if the codes are not uint8, IndexError for a code
+    beyond the codes of the format.
     """
     if codes.dtype != torch.uint8:
         raise TypeError(f"decode takes uint8 codes of {fmt.name}, not {codes.dtype}")
@@ -28,7 +28,7 @@ def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
 
 @lru_cache(maxsize=16)
 def _pair_table(fmt: Format, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """The two values of every byte as one complex number, which a look-up reads at once, five times faster."""
+    """The two values of each byte as a complex number: a look-up then reads both values at once, five times faster."""
     low = torch.arange(256) & 0xF
     high = torch.arange(256) >> 4
     values = torch.tensor(fmt.values, dtype=torch.float64)
@@ -36,11 +36,11 @@ def _pair_table(fmt: Format, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 
 def decode_packed(packed: torch.Tensor, fmt: Format, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of 4-bit codes packed two a byte, first element low: (M, ⌈K/2⌉) uint8 to (M, K), K = `columns`."""
+    """Values (M, K), K = `columns`, of packed 4-bit codes, uint8 (M, ⌈K/2⌉), the first of two in the low nibble."""
     pairs = _pair_table(fmt, dtype, str(packed.device)).index_select(0, packed.reshape(-1).int())
     return torch.view_as_real(pairs).view(packed.shape[0], 2 * packed.shape[1])[:, :columns]
 
 
 def decode_stored(codes: torch.Tensor, fmt: Format, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of codes as they are stored, two a byte where they have 4 bits, else one: (M, K), K = `columns`."""
+    """Values (M, K), K = `columns`, of stored codes: packed if the format has 4 bits, else one in a byte."""
     return decode_packed(codes, fmt, columns, dtype) if fmt.bits == 4 else decode(codes, fmt, dtype)

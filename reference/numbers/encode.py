@@ -1,4 +1,4 @@
-"""Values to codes: nearest, saturating or not."""
+"""Codes of values: rounding to nearest, saturating or not."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ Ties = Literal["even", "zero"]
 
 
 def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True, ties: Ties = "even") -> torch.Tensor:
-    """Codes (uint8, the shape of `x`) nearest to float32 `x`, ties to even, or to the code nearer to zero.
+    """Codes (uint8, the shape of `x`) nearest to float32 `x`; a tie goes to the even code, or to the code nearer to 0.
 
     Saturating (`cvt.rn.satfinite` of PTX): overflow and infinity give the largest finite value with their sign; NaN
-    gives the canonical NaN, or the largest positive value where the format has no NaN. Not saturating: overflow and
-    infinity give infinity where the format has it, else NaN. E8M0 is unsigned: zero gives its smallest code, a
-    negative number NaN. −0.0 and negative numbers that round to zero keep their sign.
+    gives the canonical NaN, or the largest positive value if the format has no NaN. Not saturating: overflow and
+    infinity give infinity, or NaN if the format has no infinity. E8M0 is unsigned: zero gives the smallest code, a
+    negative number NaN. −0.0 and negative numbers that round to zero keep the sign. Source: docs/numerics.md#formats.
 
-    Raises TypeError for another dtype, ValueError where a format with neither infinity nor NaN is asked not to
-    saturate.
+    Raises TypeError for a wrong dtype, ValueError for `saturate=False` and a format with neither infinity nor NaN.
     """
     if x.dtype != torch.float32:
         raise TypeError(f"encode takes float32 values, not {x.dtype}; convert them first, exactly")
@@ -36,7 +35,7 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True, ties: Ties = 
         code.clamp_(max=fmt.max_code)
     else:
         code.masked_fill_(code > fmt.max_code, overflow)
-    # Choosing by a mask takes as long as ten sums, so signs are added, and NaN is only looked for where there is one.
+    # A masked choice takes as long as ten additions. So signs are added, and NaN is masked only if x has a NaN.
     code.sub_(bits >> 31, alpha=fmt.sign_code)
     if not fmt.signed:
         code.masked_fill_((bits < 0) & (magnitude != 0), fmt.nan_code or 0)

@@ -1,4 +1,4 @@
-"""Philox4x32-10, a counter-based generator: the same words for the same key and counter, in any order, anywhere.
+"""Philox4x32-10, a counter-based generator: words depend on key and counter alone, so order and device do not matter.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -16,8 +16,8 @@ _LOW = 0xFFFFFFFF
 def philox(seed: int, offset: int, subsequence: torch.Tensor, rounds: int = ROUNDS) -> torch.Tensor:
     """Four 32-bit words for every `subsequence` (int64, any shape): int64 (…, 4), each below 2^32.
 
-    The key is the 64-bit seed, low word first; the counter's words 0 and 1 are the offset, 2 and 3 the subsequence,
-    as in docs/numerics.md#stochastic-rounding. Fewer `rounds` are another generator, as random in most tests.
+    The key is the 64-bit seed, low word first. Words 0 and 1 of the counter are the offset, words 2 and 3 the
+    subsequence. With fewer `rounds` the words differ. Source: docs/numerics.md#stochastic-rounding.
     """
     key = [seed & _LOW, seed >> 32 & _LOW]
     counter = [

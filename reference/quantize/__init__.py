@@ -1,1 +1,1 @@
-"""Quantize and dequantize: scales, elements, rotations, layouts, sections, delayed scaling."""
+"""Quantize and dequantize: steps, scales, elements, transforms, layouts, sections, delayed scaling."""

@@ -1,11 +1,11 @@
-"""Dequantize: codes and scales back to values."""
+"""Dequantize: values from codes and scales."""
 
 from __future__ import annotations
 
 import torch
 
-from narrowgauge.reference.numbers.blocks import slabs
 from narrowgauge.reference.numbers.decode import decode_stored
+from narrowgauge.reference.numbers.slabs import slabs
 from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
 from narrowgauge.reference.quantize.scaling import decode_factors, over_elements, per_row
 from narrowgauge.spec.arguments import check_out_dtype
@@ -13,12 +13,12 @@ from narrowgauge.spec.quantized import Quantized
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values (M, K) of `q` in float32, bfloat16 or float16: cast(fl(code·f)), f = fl(fl(s·amax)·fl(1/2688)).
+    """Values (M, K) of `q` in float32, bfloat16 or float16: cast(fl(q·f)), f = fl(fl(s·gamax)·fl(1/2688)).
 
-    A rotation is not undone; 4over6-256 has 1536 in place of 2688. f has other forms in other dialects, `decode` of the
-    recipe, and is the stored scale of MX and FP8. Source: docs/numerics.md#nvfp4, Dequantize. Raises TypeError for
-    another dtype, ValueError where the tensor's scale was rounded to the dtype of x, which `q` does not tell, and `q`
-    does not show it.
+    4over6 has 6E in place of 2688. MX and FP8 have f = s. The form of f is `Recipe.decode`. A transform is not undone.
+    Source: docs/numerics.md#nvfp4, Dequantize; docs/numerics.md#mx; docs/numerics.md#fp8-with-float32-scales.
+
+    Raises TypeError for a wrong dtype, ValueError if the tensor scale is rounded to the dtype of x and `q` has none.
     """
     check_out_dtype(dtype, "dequantize")
     rows, columns = q.shape

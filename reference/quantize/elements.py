@@ -1,4 +1,4 @@
-"""Scaled elements to codes, by the rounding that a recipe names."""
+"""Rounding of scaled elements to codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from narrowgauge.spec.recipes import Recipe
 
 
 def element_codes(scaled: torch.Tensor, recipe: Recipe, random: torch.Tensor | None = None) -> torch.Tensor:
-    """Codes (uint8) of what `scale_elements` gave, float32; `random`: a byte (uint8) each, for stochastic rounding."""
+    """Step 7, rounding: codes, uint8 (M, K), of the float32 results of `scale_elements`.
+
+    `random`: a random byte for each element, uint8 (M, K), for stochastic rounding. Source: docs/numerics.md#nvfp4,
+    step 7; docs/numerics.md#stochastic-rounding; docs/dialects.md#the-choices.
+    """
     if random is not None:
         codes = encode(stochastic(scaled, recipe.element, random), recipe.element)
     elif recipe.rounding == "nearest-toward-zero":
@@ -25,7 +29,7 @@ def element_codes(scaled: torch.Tensor, recipe: Recipe, random: torch.Tensor | N
         codes.masked_fill_(scaled == 0, 0)
     elif recipe.negative_zero == "never":
         codes.masked_fill_(codes == recipe.element.sign_code, 0)
-    own = recipe.element.max_code if recipe.element.nan_code is None else recipe.element.nan_code
-    if recipe.nan_code != own or recipe.rounding.startswith("nearest-even-"):
-        codes.masked_fill_(scaled.isnan(), recipe.nan_code)  # `encode` gives the format's own
+    encoded_nan = recipe.element.max_code if recipe.element.nan_code is None else recipe.element.nan_code
+    if recipe.nan_code != encoded_nan or recipe.rounding.startswith("nearest-even-"):
+        codes.masked_fill_(scaled.isnan(), recipe.nan_code)
     return codes

@@ -1,6 +1,6 @@
-"""Block scales of E8M0, powers of two: from amaxes to codes, and from codes to what elements are multiplied by.
+"""Block scales of E8M0, powers of two: codes from block amaxes, and element factors from codes.
 
-Everything is done on the bits of float32 numbers, never with a logarithm, which is wrong beside powers of two.
+The functions work on the bits of float32 numbers. A float32 logarithm is wrong beside powers of two.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from narrowgauge.spec.recipes import Recipe
 
 _ONE = 1 << FLOAT32_MANTISSA
 _ABOVE_ROOT = 0x3504F4
-"""Mantissa bits of the first float32 above √2, from which on, in log2, the power of two above is nearer."""
+"""Mantissa bits of the smallest float32 above √2. From √2 on, log2 is nearer to the power of two above."""
 
 
 def exponent_codes(amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Codes of E8M0, uint8 like `amax`, float32 and not negative: by the recipe's `block_scale` and `scale_rounding`.
+    """Steps 2 and 3 of MX: E8M0 codes, uint8, of block amaxes, float32 of the same shape, at least 0.
 
-    `te`: v = fl(amax·fl(1/max)), rounded up to a power of two, which is that of amax/max at every mantissa. Below
-    2^-126 the code is 0 up to 2^-127, else 1; infinity gives 254, the largest, and NaN 255. Source:
-    docs/numerics.md#mx, and docs/dialects.md#e8m0-scales for the other rules.
+    `te`: v = fl(amax·fl(1/max)) rounded up to a power of two. Source: docs/numerics.md#mx, steps 2 and 3. The remaining
+    dialects differ in `Recipe.block_scale` and `Recipe.scale_rounding`: docs/dialects.md#e8m0-scales.
     """
+    # Step 2: v, and the exponent to subtract from the exponent of v.
     largest = recipe.element.max
     form = recipe.block_scale
     if form == "amax*(1/max)":
         value, drop = amax * (1.0 / largest), 0
     elif form == "amax/max":
         value, drop = amax / torch.full_like(amax, largest), 0
-    else:  # amax*2^-emax, on the exponent: the product could be subnormal
+    else:  # amax*2^-emax: the subtraction is exact, the product could be subnormal
         value, drop = amax, math.frexp(largest)[1] - 1
     bits = value.view(torch.int32)
+
+    # Step 3: round up if the mantissa bits are at least `up_from`. A subnormal number has its leading bit in the
+    # mantissa field; its code is 0 or 1.
     up_from = _up_from(recipe)
-    # A subnormal number has its leading bit among the mantissa's; below 2^-127, whose bits are half of 2^-126's, is
-    # code 0.
     below = (bits >= (_ONE + up_from + 1) // 2).int()
     code = torch.where(bits < _ONE, below, (bits + (_ONE - up_from)) >> FLOAT32_MANTISSA)
     code = code.sub_(drop).clamp_(0, E8M0.max_code)
@@ -45,7 +46,7 @@ def exponent_codes(amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 
 def _up_from(recipe: Recipe) -> int:
-    """The mantissa bits from which on the rule rounds up to the next power of two: 1 to 2^23, which is never."""
+    """The smallest mantissa bits that round up to the next power of two: 1 to 2^23, which stands for never."""
     if recipe.scale_rounding == "up":
         return 1
     if recipe.scale_rounding == "as-element":
@@ -62,5 +63,8 @@ def _factors(device: str) -> torch.Tensor:
 
 
 def exponent_factors(scales: torch.Tensor) -> torch.Tensor:
-    """1/scale of codes of E8M0, float32 like `scales`, exact: 2^(127−code), 2^-127 for 254, NaN for 255."""
+    """Step 4 of MX: r = 2^(127 − c) of E8M0 codes c, exact, float32 of the same shape; NaN for c = 255.
+
+    Source: docs/numerics.md#mx, step 4.
+    """
     return _factors(str(scales.device)).index_select(0, scales.reshape(-1).int()).view(scales.shape)

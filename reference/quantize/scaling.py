@@ -1,8 +1,8 @@
-"""Scales: from amaxes to what is stored, and from elements to what is rounded to codes.
+"""Scales from amaxes, element factors from scales, and scaled elements: steps 2 to 7 of docs/numerics.md#nvfp4.
 
-Every operation rounds to float32. Divisions have a tensor on both sides: PyTorch turns x / number into x · (1/number)
-on CUDA, a third of whose values differ (docs/dialects.md#oracles-and-their-limits). The tensor's scale is (1,), or (M,)
-where each row has its own: enc or dec, as the recipe's `tensor_scale` says, and None where it has none.
+Every operation rounds to float32. Both operands of a division are tensors: on CUDA, PyTorch turns x / number into
+x · (1/number), and a third of the quotients change (docs/dialects.md#oracles-and-their-limits). `tensor` is the tensor
+scale, float32 (1,), or (M,) with row scales: enc or dec, by `Recipe.tensor_scale`, or None if the recipe has one level.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ def divide(number: float, by: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The tensor's scale, enc or dec, float32 like `amax`. `te`: fl(2688/amax) up to FLT_MAX; 1 for amax 0 or infinite.
+    """Step 2: the tensor scale, enc or dec, float32, from `amax`, float32 of the same shape.
 
-    FP8 current scaling: fl(max/amax) up to FLT_MAX, 1 for amax 0, infinite or NaN, perhaps cut to a power of two.
+    `te`: min(fl(2688/amax), FLT_MAX), and 1 for amax 0 or Inf. FP8 current scaling: min(fl(max/amax), FLT_MAX), and 1
+    for amax 0, Inf or NaN; -pow2 rounds the scale down to a power of two. `dtype`: the dtype of x, to which recipes
+    round whose `statistics` are not float32. Source: docs/numerics.md#nvfp4, step 2;
+    docs/numerics.md#fp8-with-float32-scales, steps 1 to 3; docs/dialects.md#nvfp4.
 
-    `dtype` is that of x, which recipes with other `statistics` than float32 round to. Raises ValueError where the
-    recipe has no tensor scale, where it refuses an amax, or where it rounds to a dtype that is not given.
+    Raises ValueError if the recipe has no tensor scale, refuses the amax, or needs a `dtype` that is None.
     """
     if recipe.tensor_limit == "amax>=1e-12":
         amax = amax.clamp(min=1e-12)
@@ -57,7 +59,7 @@ def tensor_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None =
 
 
 def _limited(scale: torch.Tensor, amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """`scale` after the recipe's `tensor_limit`."""
+    """Step 2: `scale` after the limit `Recipe.tensor_limit`."""
     limit = recipe.tensor_limit
     if limit == "1-for-nan":
         return _encode_scale(scale, amax, FLT_MAX, recipe)
@@ -81,7 +83,7 @@ def _limited(scale: torch.Tensor, amax: torch.Tensor, recipe: Recipe) -> torch.T
 
 
 def _encode_scale(quotient: torch.Tensor, amax: torch.Tensor, largest: float, recipe: Recipe) -> torch.Tensor:
-    """FP8's scale from max/amax: `largest` where that is infinite, 1 where `amax` is 0, infinite or NaN; rounded."""
+    """FP8, steps 2 and 3: the scale from max/amax: `largest` for an infinite quotient, 1 for amax 0, Inf or NaN."""
     finite = torch.where(quotient.isinf(), largest, quotient)
     scale = torch.where((amax > 0) & amax.isfinite(), finite, 1.0)
     if recipe.scale_rounding == "down":
@@ -90,10 +92,10 @@ def _encode_scale(quotient: torch.Tensor, amax: torch.Tensor, largest: float, re
 
 
 def encode_scales(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None) -> torch.Tensor:
-    """FP8's block scales before they are inverted: fl(max/amax), float32 like `amax`, the blocks' amaxes.
+    """FP8, steps 1 to 3: block scales before the inversion, fl(max/amax), float32, from block amaxes of the same shape.
 
-    1 where amax is 0, infinite or NaN; where the quotient is infinite, the largest number of `dtype`, that of x.
-    Source: docs/numerics.md#fp8-with-float32-scales. Raises ValueError where it needs `dtype` and is not given it.
+    The scale is 1 for amax 0, Inf or NaN, and the largest number of `dtype`, the dtype of x, for an infinite quotient.
+    Source: docs/numerics.md#fp8-with-float32-scales, steps 1 to 3. Raises ValueError if `dtype` is needed and None.
     """
     if recipe.smallest_amax:
         amax = amax.clamp(min=recipe.smallest_amax)
@@ -106,11 +108,11 @@ def encode_scales(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None)
 def block_scales(
     amax: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Stored decode scales from block amaxes and the tensor's scale: uint8 codes of `recipe.scale`, or float32.
+    """Steps 3 to 5: stored decode scales, uint8 codes of `recipe.scale` or float32, from block amaxes.
 
-    `amax`: (M, ⌈K/block⌉), of float32 scales (⌈M/rows⌉, ⌈K/block⌉); not looked at where the tensor has one scale.
-    `dtype` and what is raised: as in `tensor_scale`. Source: docs/numerics.md#nvfp4, steps 3 to 5 (`te`),
-    docs/numerics.md#mx, docs/numerics.md#fp8-with-float32-scales; docs/dialects.md#nvfp4 for the other dialects.
+    `amax`: float32 (M, ⌈K/block⌉), or (⌈M/rows⌉, ⌈K/block⌉) for float32 scales; ignored if the tensor has one scale.
+    `dtype`, errors: see `tensor_scale`. Source: docs/numerics.md#nvfp4, steps 3 to 5; docs/numerics.md#mx, steps 2 and
+    3; docs/numerics.md#fp8-with-float32-scales, step 5; docs/dialects.md#nvfp4.
     """
     if recipe.scale is E8M0:
         return exponent_codes(amax, recipe)
@@ -127,7 +129,7 @@ def block_scales(
 def unrounded_scales(
     amax: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The float32 numbers that `block_scales` rounds."""
+    """Steps 3 and 4: the float32 scales d that `block_scales` rounds. Source: docs/numerics.md#nvfp4."""
     largest = recipe.element.max
     form = recipe.block_scale
     if tensor is None:
@@ -157,7 +159,7 @@ def unrounded_scales(
 
 
 def _sixth(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None) -> torch.Tensor:
-    """amax/6 in the form and the dtype that the recipe takes it in."""
+    """amax/6 in the form of `Recipe.block_scale`, rounded to the dtype of `Recipe.statistics`."""
     if "amax*(1/6)" in recipe.block_scale:
         sixth = amax * (1.0 / recipe.element.max)
     elif "2*amax/12" in recipe.block_scale:
@@ -179,13 +181,13 @@ def element_factors(
     dtype: torch.dtype | None = None,
     amax: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What each block's elements are multiplied by, or divided by where `recipe.divides`, float32 like `scales`.
+    """Step 6: the factor (divisor if `recipe.divides`) of the elements of each block, float32, the shape of `scales`.
 
-    `te`: min(fl(1/fl(s·fl(1/enc))), FLT_MAX), FLT_MAX for a scale of 0; not the same as fl(enc/s). MX: 1/s. One scale
-    for the tensor: that scale. FP8 blocks: the encode scale of the block's `amax` where `scales` holds its inverse; of
-    another scale, and without `amax`, fl(1/s), since an inverse does not tell what it is the inverse of. Source:
-    docs/numerics.md#nvfp4, step 6, docs/numerics.md#mx, docs/dialects.md#nvfp4. `dtype` and what is raised: as in
-    `tensor_scale`.
+    `te`: min(fl(1/fl(s·fl(1/enc))), FLT_MAX), which is FLT_MAX for s = 0 and differs from fl(enc/s). MX: 1/s. One scale
+    for the tensor: `tensor`. FP8 blocks: the encode scale of the block amax if `scales` holds the inverse of this
+    encode scale; else, and without `amax`, fl(1/s), because several encode scales have the same inverse. `dtype`,
+    errors: see `tensor_scale`. Source: docs/numerics.md#nvfp4, step 6; docs/numerics.md#mx, step 4;
+    docs/numerics.md#fp8-with-float32-scales; docs/dialects.md#nvfp4.
     """
     form = recipe.element_scale
     if form == "x*enc":
@@ -213,7 +215,7 @@ def element_factors(
 
 
 def _with_tensor(stored: torch.Tensor, tensor: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None) -> torch.Tensor:
-    """`element_factors` of two levels before the rule for a scale of 0."""
+    """Step 6 with a tensor scale, before the rule `Recipe.zero_scale`."""
     form = recipe.element_scale
     if form == "x*r(s*r(enc))":
         return _reciprocal(stored * _reciprocal(tensor))
@@ -231,10 +233,10 @@ def _with_tensor(stored: torch.Tensor, tensor: torch.Tensor, recipe: Recipe, dty
 
 
 def scale_elements(x: torch.Tensor, factors: torch.Tensor, tensor: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
-    """What is rounded to the codes of `x` (M, K): float32 (M, K).
+    """Step 7, scaling: the scaled elements of `x` (M, K), float32 (M, K), which `element_codes` rounds.
 
-    `factors` (M, ⌈K/block⌉) are the `element_factors`, `tensor` the tensor's scale. Source:
-    docs/numerics.md#nvfp4, step 7, and docs/dialects.md#nvfp4.
+    `factors`: `element_factors` of each row, (M, ⌈K/block⌉) or (M, 1). Source: docs/numerics.md#nvfp4, step 7;
+    docs/numerics.md#mx, step 5; docs/numerics.md#fp8-with-float32-scales, step 4; docs/dialects.md#nvfp4.
     """
     values = x.float()
     if tensor is not None and recipe.element_scale.startswith("(x*"):
@@ -246,7 +248,7 @@ def scale_elements(x: torch.Tensor, factors: torch.Tensor, tensor: torch.Tensor 
 
 
 def per_row(numbers: torch.Tensor, recipe: Recipe, rows: int) -> torch.Tensor:
-    """Numbers of blocks, like stored scales, as those of `rows` rows: (M, ⌈K/block⌉), (M, 1) of a whole tensor."""
+    """Numbers of blocks, in the shape of stored scales, for each of `rows` rows: (M, ⌈K/block⌉), or (M, 1)."""
     if recipe.whole:
         return numbers.expand(rows, 1)
     return numbers.repeat_interleave(recipe.stored_rows, 0)[:rows] if recipe.stored_rows > 1 else numbers
@@ -258,7 +260,7 @@ def over_elements(
     recipe: Recipe,
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """`combine(value, number)` of every element of `values` (M, K) and the number of its block, `numbers` `per_row`."""
+    """`combine(value, number)` for each element of `values` (M, K); `numbers` are the numbers of blocks `per_row`."""
     if recipe.whole:
         return combine(values, numbers)
     width, columns = recipe.block[1], values.shape[1]
@@ -267,7 +269,10 @@ def over_elements(
 
 
 def decode_factors(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
-    """What the codes of `q` are multiplied by, float32 like `scales`, which are its linear ones."""
+    """The factor f of the codes of each block of `q`, float32; `scales`: the linear scales of `q`, of the same shape.
+
+    Source: docs/numerics.md#nvfp4, Dequantize; `Recipe.decode`.
+    """
     stored = scales if q.recipe.scale is FP32 else decode(scales, q.recipe.scale)
     if q.recipe.decode == "s":
         return stored
@@ -278,7 +283,7 @@ def decode_factors(scales: torch.Tensor, q: Quantized) -> torch.Tensor:
 
 
 def used_tensor_scale(q: Quantized) -> torch.Tensor:
-    """The tensor's scale that `q` was quantized with: as it shows it, else from its amax. Raises as `tensor_scale`."""
+    """The tensor scale of `q`: `q.tensor_scale`, or if it is None the scale of `q.amax`. Raises as `tensor_scale`."""
     if q.tensor_scale is not None:
         return q.tensor_scale
     return tensor_scale(q.required_amax, q.recipe)
@@ -289,7 +294,7 @@ def _reciprocal(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(values: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None) -> torch.Tensor:
-    """R(values): rounded to the dtype of x."""
+    """R(values): `values` rounded to the dtype of x."""
     if dtype is None:
         raise ValueError(f"recipe {recipe} rounds to the dtype of x; give dtype")
     return values.to(dtype).float()

@@ -1,4 +1,4 @@
-"""Sections of rows: padded to the alignment that a grouped GEMM takes, and back."""
+"""Padding of sections of rows to the alignment of a grouped GEMM. Source: docs/numerics.md#sections."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from narrowgauge.spec.recipes import Recipe, find_recipe
 
 
 def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` (M, K) with rows of zeros behind each section, up to the recipe's `row_alignment`, and the sizes with them.
+    """`x` (M, K) of any dtype with zero rows behind each section up to `Recipe.row_alignment`, and the padded sizes.
 
-    `sizes`: int64 (G,), rows of each section; one without rows stays without. The dtype is any. Waits for the device
-    that holds `sizes`. Raises ValueError where they are not those of M rows.
+    `sizes`: int64 (G,), the rows of each section. An empty section stays empty. The call waits for the device of
+    `sizes`. Raises ValueError if `sizes` do not sum to M.
     """
     check_rows(x, "x")
     rows = section_rows(sizes, x.shape[0])
@@ -25,10 +25,10 @@ def pad_sections(x: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> 
 
 
 def unpad_sections(y: torch.Tensor, sizes: torch.Tensor, recipe: str | Recipe) -> torch.Tensor:
-    """`y` (M', N), sections padded as by `pad_sections`, without the padding: (M, N), M the sum of `sizes`.
+    """`y` (M', N) without the rows that `pad_sections` added: (M, N), M the sum of `sizes`.
 
-    `sizes` are those before the padding. Raises ValueError where they are no sizes, or where sections of those sizes,
-    padded, are not M' rows.
+    `sizes`: int64 (G,), the rows of each section before the padding. Raises ValueError for a negative size, or if the
+    padded sections do not have M' rows.
     """
     check_rows(y, "y")
     rows, aligned = padded_rows(sizes, y.shape[0], find_recipe(recipe).row_alignment)

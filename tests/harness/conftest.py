@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from narrowgauge.harness.diagnosis.explanation import Tried
+    from narrowgauge.harness.diagnosis.search_history import SearchHistory
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -28,12 +28,12 @@ def compiler() -> None:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> "Tried":
-    """What the diagnosis has tried: the same for all backends of a test."""
-    from narrowgauge.harness.diagnosis import explanation
+def history(monkeypatch: pytest.MonkeyPatch) -> "SearchHistory":
+    """Search history of the diagnosis, shared by all backends of a test."""
+    from narrowgauge.harness.diagnosis import search_history
 
-    fresh = explanation.Tried()
-    monkeypatch.setattr(explanation, "tried_of", lambda backend: fresh)
+    fresh = search_history.SearchHistory()
+    monkeypatch.setattr(search_history, "history_of", lambda backend: fresh)
     return fresh
 
 

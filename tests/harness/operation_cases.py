@@ -1,6 +1,7 @@
 """Cases of operations, and a backend that is the reference but for some doors."""
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from tests.harness.sample_backends import backend
@@ -11,20 +12,20 @@ REFERENCE = {name: getattr(reference, name) for name in (
 )}  # fmt: skip
 
 
-def quantize_case(rule: str, *flags: str, shape=(48, 64), inputs="normal", dtype="bf16") -> Case:
-    return Case("quantize", rule, shape, dtype, inputs, flags)
+def quantize_case(recipe: str, *flags: str, shape=(48, 64), inputs="normal", dtype="bf16") -> Case:
+    return case_from_labels("quantize", recipe, shape, dtype, inputs, flags)
 
 
-def grouped_case(rule: str, *flags: str, shape=(96, 64), inputs="normal") -> Case:
-    return Case("quantize-grouped", rule, shape, "bf16", inputs, flags)
+def grouped_case(recipe: str, *flags: str, shape=(96, 64), inputs="normal") -> Case:
+    return case_from_labels("quantize-grouped", recipe, shape, "bf16", inputs, flags)
 
 
-def gemm_case(rule: str, *flags: str, shape=(48, 64, 32), inputs="normal", operation="gemm") -> Case:
-    return Case(operation, rule, shape, "bf16xbf16-fp32", inputs, flags)
+def gemm_case(recipe: str, *flags: str, shape=(48, 64, 32), inputs="normal", operation="gemm") -> Case:
+    return case_from_labels(operation, recipe, shape, "bf16xbf16-fp32", inputs, flags)
 
 
 def swizzle_case(inputs="position", shape=(256, 12)) -> Case:
-    return Case("swizzle", "", shape, "", inputs)
+    return case_from_labels("swizzle", "", shape, "", inputs)
 
 
 def run(case, **doors):

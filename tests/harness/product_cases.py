@@ -2,10 +2,10 @@
 
 import torch
 
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from narrowgauge.reference.gemm.gemm import operand
+from narrowgauge.reference.gemm.operands import operand
 from narrowgauge.reference.gemm.quantized import gemm_quantized
 from tests.harness.sample_backends import backend
 
@@ -20,20 +20,20 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def case_of(operation, rule, *flags, shape=(48, 160, 32), inputs="normal", dtype="bf16xbf16-fp32"):
-    return Case(operation, rule, shape, dtype, inputs, flags)
+def case_of(operation, recipe, *flags, shape=(48, 160, 32), inputs="normal", dtype="bf16xbf16-fp32"):
+    return case_from_labels(operation, recipe, shape, dtype, inputs, flags)
 
 
-def gemm_case(rule, *flags, **options):
-    return case_of("gemm", rule, *flags, **options)
+def gemm_case(recipe, *flags, **options):
+    return case_of("gemm", recipe, *flags, **options)
 
 
-def quantized_case(rule, out_recipe, *flags, **options):
-    return case_of("gemm-quantized", rule, "tn", out_recipe, *flags, **options)
+def quantized_case(recipe, out_recipe, *flags, **options):
+    return case_of("gemm-quantized", recipe, "tn", out_recipe, *flags, **options)
 
 
-def padded_case(rule, *flags, shape=(99, 128, 32), sections="ragged:3", **options):
-    return case_of("gemm-grouped", rule, sections, "padded", *flags, shape=shape, **options)
+def padded_case(recipe, *flags, shape=(99, 128, 32), sections="ragged:3", **options):
+    return case_of("gemm-grouped", recipe, sections, "padded", *flags, shape=shape, **options)
 
 
 def run(case, declares=None, **doors):

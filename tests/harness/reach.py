@@ -18,11 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge.harness.cases.case import Case, load_all, select
-from narrowgauge.harness.records.journal import Journal, beginning, read
+from narrowgauge.harness.cases.case import Case, select
+from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.records.journal import Journal, new_run, read
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.report.report import print_summary, write
-from narrowgauge.harness.report.text import stages_of
+from narrowgauge.harness.report.text import expected_stages
 from tests.paths import ROOT
 
 RECORDS = 20_000
@@ -40,7 +41,7 @@ def many_records(count: int) -> Iterator[dict[str, Any]]:
         if again := number // len(cases):
             record.case = f"{record.case}+{again}" if record.flags else f"{record.case}/{again}"
             record.flags = "+".join(filter(None, [record.flags, str(again)]))
-        names = ("memory", "repeat", *stages_of(record.operation, record.flags, record.recipe))
+        names = ("memory", "repeat", *expected_stages(record.operation, record.flags, record.recipe))
         record.stages = [
             {
                 "stage": name, "rule": "exact", "compared": 262144 + number, "mismatches": 0, "max_ulp": None,
@@ -94,13 +95,13 @@ Times = tuple[float, float]
 
 def measure(count: int, directory: Path) -> Iterator[tuple[str, Times | None, Path | None]]:
     """Each step of what follows a run, its times, and the file that it wrote."""
-    from narrowgauge.harness.gate.baseline import of_run
+    from narrowgauge.harness.gate.baseline import baseline_of
     from narrowgauge.harness.gate.baseline import read as read_baseline
     from narrowgauge.harness.gate.baseline import write as write_baseline
     from narrowgauge.harness.gate.gate import judge
 
     records = list(many_records(count))
-    run = beginning([record["case"] for record in records], backend="native", device="cpu", seed=0)
+    run = new_run([record["case"] for record in records], backend="native", device="cpu", seed=0)
 
     def timed(call: Callable[[], Any]) -> tuple[Any, Times]:
         started, used = time.perf_counter(), time.process_time()
@@ -116,7 +117,7 @@ def measure(count: int, directory: Path) -> Iterator[tuple[str, Times | None, Pa
     found, seconds = timed(lambda: read(directory))
     yield "journal read", seconds, None
     baseline = directory / "baseline.json"
-    write_baseline(of_run(found), baseline)
+    write_baseline(baseline_of(found), baseline)
     page, seconds = timed(lambda: write(found.records, found.environment, directory, elapsed=None))
     yield "report and tables", seconds, page
     console = Console(file=(directory / "terminal").open("w", encoding="utf-8"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.records.journal import Journal, Run
+from narrowgauge.harness.records.journal import Journal, RecordedRun
 from narrowgauge.harness.records.record import Record
 
 GPU = {"GPU": "NVIDIA H200, compute capability 9.0"}
@@ -34,22 +34,22 @@ def product(inputs: str = "normal", flags: str = "tn", **changes: Any) -> dict[s
     return record(inputs, flags, **{**given, **changes})
 
 
-def stage(name: str, rule: str, compared: int, **changes: Any) -> dict[str, Any]:
+def stage(name: str, recipe: str, compared: int, **changes: Any) -> dict[str, Any]:
     """What a record keeps of a stage."""
     right = {"mismatches": 0, "max_ulp": None, "excused": 0, "sentence": ""}
-    return {"stage": name, "rule": rule, "compared": compared, **right, **changes}
+    return {"stage": name, "rule": recipe, "compared": compared, **right, **changes}
 
 
-def run(*records: dict[str, Any], **changes: Any) -> Run:
+def run(*records: dict[str, Any], **changes: Any) -> RecordedRun:
     """A run of these records on the host that is complete; `changes` are fields of it."""
     given: dict[str, Any] = {
         "backend": "native", "device": "cpu", "seed": 0, "cases": [one["case"] for one in records],
         "environment": {"commit": "abc"}, "sources": {}, "records": list(records),
     }  # fmt: skip
-    return Run(**{**given, **changes})
+    return RecordedRun(**{**given, **changes})
 
 
-def saved(folder: Path, finished: Run) -> Path:
+def saved(folder: Path, finished: RecordedRun) -> Path:
     """The folder of a run's report, with its journal."""
     journal = Journal(folder, lambda: finished)
     for one in finished.records:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Hadamard, find_recipe
 
-QUANTIZE = Case("quantize", "nvfp4", (32, 48), "bf16", "normal")
-GEMM = Case("gemm", "nvfp4", (16, 64, 24), "bf16xbf16-fp32", "normal", ("tn",))
+QUANTIZE = case_from_labels("quantize", "nvfp4", (32, 48), "bf16", "normal")
+GEMM = case_from_labels("gemm", "nvfp4", (16, 64, 24), "bf16xbf16-fp32", "normal", ("tn",))
 
 
 def backend(**doors: Any) -> Backend:

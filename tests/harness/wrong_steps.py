@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax, over_tiles, pad_columns, tensor_amax
@@ -14,8 +14,8 @@ from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
 from narrowgauge.reference.quantize.layout import pack
-from narrowgauge.reference.quantize.steps import block_amaxes, random_bytes, row_amax, stored_scales
 from narrowgauge.reference.quantize.scaling import element_factors, per_row, scale_elements, tensor_scale
+from narrowgauge.reference.quantize.steps import block_amaxes, random_bytes, row_amax, stored_scales
 from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe, find_recipe
@@ -88,7 +88,7 @@ def wrong(**steps):
 
 
 def case(recipe, inputs="normal", *flags, shape=(64, 128), dtype="bf16"):
-    return Case("quantize", recipe, shape, dtype, inputs, flags)
+    return case_from_labels("quantize", recipe, shape, dtype, inputs, flags)
 
 
 def record_of(case_, **doors):

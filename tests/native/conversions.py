@@ -33,7 +33,7 @@ for _name in ("e2m3", "e3m2", "e4m3", "e5m2"):
     _pair = f"out[i] = pair_from_float<{_name.upper()}>(x[2 * i], x[2 * i + 1])"
     KERNELS[f"{_name}x2_from_floats"] = ("float", "u16", _pair, "u2")
     KERNELS[f"{_name}_to_floats"] = ("u8", "float", f"out[i] = {_name}_to_float(x[i])", "u4")
-TEXT = '#include "common/formats.cuh"\n' + "".join(
+TEXT = '#include "common/formats.cuh"\nusing namespace narrowgauge;\n' + "".join(
     _MAP.format(name=name, given=given, got=got, body=body) for name, (given, got, body, _) in KERNELS.items()
 )
 

@@ -1,4 +1,4 @@
-"""The GEMM in the order that kernels/gemm.cuh declares, in NumPy: what it must give bit for bit."""
+"""GEMM in the declared order of kernels/gemm/portable/gemm.cuh, in NumPy: the expected bits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.reference.quantize.layout import unswizzle
+from narrowgauge.reference.scalar.gemm import alpha
 from narrowgauge.spec.formats import E4M3, E8M0, FP32
-from tests.reference.scalar import alpha
 
 f32 = np.float32
 

@@ -16,11 +16,11 @@ import torch
 
 from narrowgauge.native.ops import Quantized
 from narrowgauge.native.quantize import fp8
-from narrowgauge.native.runtime.arguments import ANY_THREADS
+from narrowgauge.native.runtime.arguments import GENERAL_THREADS
 from narrowgauge.native.runtime.launch import launch
+from narrowgauge.reference.scalar.rounding import encode, nearest
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipes import Delayed, Recipe, find_recipe, recipe_names
-from tests.reference.scalar import encode, nearest
 
 f32 = np.float32
 
@@ -44,9 +44,9 @@ SCALES = (2.7, 0.01, 1e30, 1e-40, 0.0, -0.0, -3.0, math.inf, -math.inf, math.nan
 AMAXES = (0.0, -0.0, -1.0, 1e-45, 1e-40, 1.3e-36, 0.1, 448.0, 57344.0, 1e30, 3.4028235e38, math.inf, math.nan)
 
 
-def given_scale(r: Recipe, count: int = 1, *, device: str = "cpu") -> dict[str, torch.Tensor]:
+def given_scale(recipe: Recipe, count: int = 1, *, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The option `scale` where the recipe takes one: of each of `count` tensors another."""
-    if r.tensor_scale != "given":
+    if recipe.tensor_scale != "given":
         return {}
     return {"scale": (0.37 * 1.9 ** (torch.arange(count) % 40)).to(device)}
 
@@ -72,46 +72,46 @@ def inverse(scale: float) -> float:
     return nearest(1 / Fraction(scale), "float32")
 
 
-def encode_scale(amax: float, r: Recipe, dtype: torch.dtype) -> float:
+def encode_scale(amax: float, recipe: Recipe, dtype: torch.dtype) -> float:
     """What elements of a block, or of a tensor, of this amax are multiplied by."""
-    amax = max(amax, float(f32(r.smallest_amax)))  # NaN, which comes first, stays
+    amax = max(amax, float(f32(recipe.smallest_amax)))  # NaN, which comes first, stays
     if amax == 0 or not math.isfinite(amax):
         return 1.0
-    scale = nearest(Fraction(r.element.max) / Fraction(amax), "float32")
+    scale = nearest(Fraction(recipe.element.max) / Fraction(amax), "float32")
     if math.isinf(scale):
-        scale = torch.finfo(dtype if r.largest_scale == "input" else torch.float32).max
-    return 2.0 ** (math.frexp(scale)[1] - 1) if r.scale_rounding == "down" else scale
+        scale = torch.finfo(dtype if recipe.largest_scale == "input" else torch.float32).max
+    return 2.0 ** (math.frexp(scale)[1] - 1) if recipe.scale_rounding == "down" else scale
 
 
-def largest(values: np.ndarray, r: Recipe) -> float:
+def largest(values: np.ndarray, recipe: Recipe) -> float:
     """The amax of a block."""
     some = np.abs(values[~np.isnan(values)])
-    return math.nan if r.nan == "propagate" and some.size < values.size else float(max(some, default=0.0))
+    return math.nan if recipe.nan == "propagate" and some.size < values.size else float(max(some, default=0.0))
 
 
-def model(x: torch.Tensor, r: Recipe, *, scale: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
+def model(x: torch.Tensor, recipe: Recipe, *, scale: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Codes and stored scales of `x` (M, K)."""
     values = x.float().numpy()
     rows, columns = values.shape
-    height, width = (max(rows, 1), max(columns, 1)) if r.whole else r.block
+    height, width = (max(rows, 1), max(columns, 1)) if recipe.whole else recipe.block
     codes = np.zeros(values.shape, np.uint8)
-    scales = np.zeros((-(-rows // height), -(-columns // width)), f32) if not r.whole else np.zeros((1, 1), f32)
+    scales = np.zeros((-(-rows // height), -(-columns // width)), f32) if not recipe.whole else np.zeros((1, 1), f32)
     for i, j in np.ndindex(*scales.shape):
         block = values[i * height : (i + 1) * height, j * width : (j + 1) * width]
-        factor = encode_scale(largest(block, r), r, x.dtype) if scale is None else float(scale)
+        factor = encode_scale(largest(block, recipe), recipe, x.dtype) if scale is None else float(scale)
         scales[i, j] = inverse(factor)
         part = codes[i * height : (i + 1) * height, j * width : (j + 1) * width]
         for at in np.ndindex(*block.shape):
-            part[at] = encode(times(float(block[at]), factor), r.element)
+            part[at] = encode(times(float(block[at]), factor), recipe.element)
     return codes, scales
 
 
 # Inputs that random numbers do not have.
 
 
-def amaxes_of_every_exponent(r: Recipe) -> torch.Tensor:
+def amaxes_of_every_exponent(recipe: Recipe) -> torch.Tensor:
     """Rows of 128 whose amaxes are powers of two, and the largest element times one, ± 1 ulp: float32 (M, 128)."""
-    exact = [Fraction(2) ** k * m for k, m in product(range(-149, 128), (Fraction(1), Fraction(r.element.max)))]
+    exact = [Fraction(2) ** k * m for k, m in product(range(-149, 128), (Fraction(1), Fraction(recipe.element.max)))]
     amaxes = np.array([nearest(amax, "float32") for amax in exact], f32)
     amaxes = np.unique(amaxes[np.isfinite(amaxes)])
     near = np.concatenate([amaxes, np.nextafter(amaxes, f32(0)), np.nextafter(amaxes, f32(math.inf))])
@@ -132,7 +132,7 @@ def halves(dtype: torch.dtype) -> torch.Tensor:
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Threads to a block on the CPU: its own number, and that of a GPU, with the kernel of whole tiles."""
     count: int = request.param
-    monkeypatch.setitem(ANY_THREADS["quantize_fp8"], "cpu", count)
+    monkeypatch.setitem(GENERAL_THREADS["quantize_fp8"], "cpu", count)
     if count != 8:
         monkeypatch.setitem(fp8._TILE_THREADS, "cpu", count)
         flags = (f"-DFP8_THREADS={count}", "-O0")  # compiled sooner

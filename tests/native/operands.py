@@ -34,36 +34,40 @@ def finite_codes(fmt: Format) -> torch.Tensor:
     return torch.cat([magnitudes, magnitudes | fmt.sign_code]).to(torch.uint8)
 
 
-def operand(codes: torch.Tensor, scales: torch.Tensor, r: Recipe | str) -> Quantized:
+def operand(codes: torch.Tensor, scales: torch.Tensor, recipe: Recipe | str) -> Quantized:
     """Codes (M, K), one an element, and scales as they are stored."""
-    r = find_recipe(r)
-    one = torch.ones(1) if r.tensor_scale != "none" else None
-    stored = pack(codes) if r.element.bits == 4 else codes.contiguous()
-    return Quantized(stored, scales, one, r, (codes.shape[0], codes.shape[1]), None if one is None else 1 / scales[0])
+    recipe = find_recipe(recipe)
+    one = torch.ones(1) if recipe.tensor_scale != "none" else None
+    stored = pack(codes) if recipe.element.bits == 4 else codes.contiguous()
+    return Quantized(
+        stored, scales, one, recipe, (codes.shape[0], codes.shape[1]), None if one is None else 1 / scales[0]
+    )
 
 
 def random_operand(name: str, rows: int, columns: int, seed: int = 0, *, spread: int = 6) -> Quantized:
     """Finite codes of every kind, and scales within 2^±spread, each another one; all rows of a tile have one."""
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     generator = torch.Generator().manual_seed(seed)
-    known = finite_codes(r.element)
+    known = finite_codes(recipe.element)
     codes = known[torch.randint(len(known), (rows, columns), generator=generator)]
-    shape = scales_shape((rows, columns), r)
-    if r.scale is E8M0:
+    shape = scales_shape((rows, columns), recipe)
+    if recipe.scale is E8M0:
         scales = torch.randint(127 - spread, 128 + spread, shape, generator=generator).to(torch.uint8)
-        return operand(codes, scales[torch.arange(rows) // r.block[0] * r.block[0]], r)
+        return operand(codes, scales[torch.arange(rows) // recipe.block[0] * recipe.block[0]], recipe)
     exponents = torch.randint(-spread, spread + 1, shape, generator=generator)
-    return operand(codes, (1 + torch.rand(shape, generator=generator)) * 2.0**exponents, r)
+    return operand(codes, (1 + torch.rand(shape, generator=generator)) * 2.0**exponents, recipe)
 
 
 def lattice(name: str, rows: int, columns: int, seed: int = 0) -> Quantized:
     """Small integers under scales that are all the same power of two: every sum is exact."""
-    r = find_recipe(name)
-    values = torch.tensor(r.element.values)
+    recipe = find_recipe(name)
+    values = torch.tensor(recipe.element.values)
     whole = ((values == values.round()) & (values.abs() <= 3)).nonzero().flatten().to(torch.uint8)
     codes = whole[torch.randint(len(whole), (rows, columns), generator=torch.Generator().manual_seed(seed))]
-    shape = scales_shape((rows, columns), r)
-    return operand(codes, torch.full(shape, 129, dtype=torch.uint8) if r.scale is E8M0 else torch.full(shape, 0.25), r)
+    shape = scales_shape((rows, columns), recipe)
+    return operand(
+        codes, torch.full(shape, 129, dtype=torch.uint8) if recipe.scale is E8M0 else torch.full(shape, 0.25), recipe
+    )
 
 
 def stored_transposed(q: Quantized) -> Quantized:
@@ -81,6 +85,6 @@ def random_sections(name: str, sizes: list[int], columns: int) -> GroupedQuantiz
     parts = [random_operand(name, rows, columns, seed=number) for number, rows in enumerate(sizes)]
     amaxes = None if parts[0].amax is None else torch.ones(len(sizes))
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    r = find_recipe(name)
-    assert r.scale is not E4M3
-    return GroupedQuantized(codes, scales, amaxes, r, (sum(sizes), columns), torch.tensor(sizes), amaxes)
+    recipe = find_recipe(name)
+    assert recipe.scale is not E4M3
+    return GroupedQuantized(codes, scales, amaxes, recipe, (sum(sizes), columns), torch.tensor(sizes), amaxes)

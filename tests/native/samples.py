@@ -95,9 +95,9 @@ def nearly_tied(rows: int = 2048) -> torch.Tensor:
     return x * 2.0 ** -(torch.arange(rows) // 16 % 3).unsqueeze(1)
 
 
-def dtypes(r: Recipe) -> tuple[torch.dtype, ...]:
+def dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
     """What a recipe can be given: rotations take bfloat16 alone."""
-    return DTYPES if r.transform is None else (torch.bfloat16,)
+    return DTYPES if recipe.transform is None else (torch.bfloat16,)
 
 
 def dtype_in_turn(name: str, family: str) -> torch.dtype:
@@ -106,19 +106,19 @@ def dtype_in_turn(name: str, family: str) -> torch.dtype:
     return some[(NAMES.index(name) + FAMILIES.index(family)) % len(some)]
 
 
-def fitting(extent: int, r: Recipe) -> int:
+def fitting(extent: int, recipe: Recipe) -> int:
     """`extent`, or the next one of whole groups where the recipe rotates."""
-    return extent if r.transform is None else -(-extent // r.transform.group) * r.transform.group
+    return extent if recipe.transform is None else -(-extent // recipe.transform.group) * recipe.transform.group
 
 
-def sample(r: Recipe, family: str, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def sample(recipe: Recipe, family: str, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """A matrix of a family about as large as said, whose rows and columns the recipe can rotate."""
-    return matrix(family, fitting(rows, r), fitting(columns, r), dtype, seed)
+    return matrix(family, fitting(rows, recipe), fitting(columns, recipe), dtype, seed)
 
 
-def seeded(r: Recipe, seed: int = 1234, offset: int = 5) -> tuple[int, int] | None:
+def seeded(recipe: Recipe, seed: int = 1234, offset: int = 5) -> tuple[int, int] | None:
     """Seed and offset where the recipe rounds stochastically; None where it takes none."""
-    return (seed, offset) if r.rounding == "stochastic" else None
+    return (seed, offset) if recipe.rounding == "stochastic" else None
 
 
 def words_for(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -140,12 +140,12 @@ def codes_under_every_scale(amax: float, columns: int = 16) -> Quantized:
 
 def codes_under_every_power(name: str) -> Quantized:
     """Of an MX recipe: a row for every scale byte, every code in each, as often as whole blocks take."""
-    r = find_recipe(name)
-    columns = max(32, r.element.codes)
-    codes = (torch.arange(columns) % r.element.codes).byte()
-    stored = codes[::2] | codes[1::2] << 4 if r.element.bits == 4 else codes
+    recipe = find_recipe(name)
+    columns = max(32, recipe.element.codes)
+    codes = (torch.arange(columns) % recipe.element.codes).byte()
+    stored = codes[::2] | codes[1::2] << 4 if recipe.element.bits == 4 else codes
     scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1).repeat(1, columns // 32)
-    return Quantized(stored.repeat(256, 1), scales, None, r, (256, columns))
+    return Quantized(stored.repeat(256, 1), scales, None, recipe, (256, columns))
 
 
 def assert_equal(got: torch.Tensor, expected: torch.Tensor, what: str = "values") -> None:

@@ -1,5 +1,4 @@
-"""The product of a few rows: called by itself, and in the orders that kernels/gemm_skinny_*.cu declare, in
-NumPy."""
+"""GEMM with few rows of a: the skinny path alone, and its declared order of summation in NumPy."""
 
 from __future__ import annotations
 
@@ -9,7 +8,8 @@ import numpy as np
 import torch
 
 from narrowgauge.native.gemm import skinny
-from narrowgauge.native.gemm.operands import epilogue, product_arguments, rule_of
+from narrowgauge.native.gemm.operands import product as gemm_product
+from narrowgauge.native.gemm.operands import product_family
 from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import sources
 from narrowgauge.spec.formats import E4M3, E8M0, FP32
@@ -17,9 +17,9 @@ from tests.native import declared
 
 f32 = np.float32
 PARTS, WIDE_PARTS, KEPT = 8, 4, 25
-"""Sums of a kernel that are added last: those of its warps, or of the teams of the wide one."""
+"""Partial sums of a kernel: of its warps, or of the teams of the wide kernel."""
 RUN = 4
-"""Chunks that follow each other in one of the wide kernel's."""
+"""Chunks in a run of the wide kernel."""
 
 
 def product(
@@ -31,13 +31,10 @@ def product(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a @ b.T (+ c) (+ bias), whatever the path of `native.ops.gemm` is."""
-    rule = rule_of(a.recipe, b.recipe)
-    assert skinny.takes(a, b, rule)
-    shape = a.shape[0], b.shape[0], a.shape[1]
-    operands, factors = product_arguments(a, b)
-    out = torch.empty(shape[0], shape[1], dtype=out_dtype, device=a.codes.device)
-    ends = (c, bias, out, *epilogue(shape, out_dtype, c, bias))
-    skinny.multiply(rule, shape, operands, factors, ends)
+    family = product_family(a.recipe, b.recipe)
+    assert skinny.takes(a, b, family)
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.codes.device)
+    skinny.multiply(gemm_product(a, b, family, out_dtype=out_dtype, c=c, bias=bias), out)
     return out
 
 

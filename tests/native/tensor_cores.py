@@ -21,16 +21,16 @@ PAIRS = (
     ("nvfp4", "nvfp4-rowscaled"), ("mxfp8-e4m3", "mxfp8-e4m3"), ("mxfp8-e5m2", "mxfp6-e3m2"),
     ("mxfp6-e2m3", "mxfp4"), ("mxfp8-2d", "mxfp8-e5m2"), ("fp8-current-e4m3", "fp8-delayed-e5m2"),
 )  # fmt: skip
-"""Every rule, element and place of an amax that this path has."""
+"""Pairs with every family, element format and kind of amax of this path."""
 SHAPES = [(1, 1, 1), (3, 300, 17), (130, 70, 150), (129, 257, 64), (257, 5, 200), (5, 0, 32), (0, 5, 32), (4, 5, 0)]
 
 
 @contextmanager
 def on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within the context every product of a rule that tensor cores have takes their path."""
+    """Within the context, GEMMs of all families with tensor core kernels take the tensor core path."""
 
-    def path_of(m: int, n: int, k: int, rule: str, device: torch.device, *, skinny: bool = False) -> str:
-        return paths.PORTABLE if rule == "fp8_block" else paths.TENSOR
+    def path_of(m: int, n: int, k: int, family: str, device: torch.device, *, skinny: bool = False) -> str:
+        return paths.PORTABLE if family == "fp8_block" else paths.TENSOR
 
     with monkeypatch.context() as patch:
         for module in ("gemm.gemm", "gemm.quantized"):

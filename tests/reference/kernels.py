@@ -65,7 +65,7 @@ def scaled_blocks(a: Quantized, b: Quantized, rng: np.random.Generator, count: i
 
 
 def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """fl(x·y + z), rounded once; test_promoted.py checks it against fractions."""
+    """fl(x·y + z), rounded once; test_promotion.py checks it against fractions."""
     tensors = (torch.from_numpy(np.array(np.broadcast_to(v, z.shape))) for v in (x, y, z))
     return exact_fma(*tensors).numpy()
 

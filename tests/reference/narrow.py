@@ -55,9 +55,9 @@ def codes(name: str, rng: np.random.Generator, rows: int, columns: int, family: 
 
 def scales(name: str, rng: np.random.Generator, shape: tuple[int, int], kind: str = "near") -> torch.Tensor:
     """Scales of a matrix of `shape`, as its recipe stores them."""
-    rule = find_recipe(name)
-    stored = scales_shape(shape, rule)
-    if rule.scale.name == "E8M0":
+    recipe = find_recipe(name)
+    stored = scales_shape(shape, recipe)
+    if recipe.scale.name == "E8M0":
         return torch.from_numpy(rng.integers(*EXPONENTS[kind], stored).astype(np.uint8))
     low, high, pow2 = FLOATS[kind]
     mantissa = np.ones(stored) if pow2 else rng.uniform(1, 2, stored)
@@ -69,9 +69,9 @@ def narrow(
 ) -> Quantized:
     """A Quantized (rows, columns) of the recipe."""
     one = torch.from_numpy(codes(name, rng, rows, columns, family))
-    rule = find_recipe(name)
-    held = pack(one) if rule.element.bits == 4 else one
-    return Quantized(held, scales(name, rng, (rows, columns), kind), None, rule, (rows, columns))
+    recipe = find_recipe(name)
+    held = pack(one) if recipe.element.bits == 4 else one
+    return Quantized(held, scales(name, rng, (rows, columns), kind), None, recipe, (rows, columns))
 
 
 def pair(

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from tests.reference import scalar
+from narrowgauge.reference.scalar import rounding
 
 f32 = np.float32
 
@@ -86,7 +86,7 @@ def fma(factor: f32, sums: np.ndarray, addend: np.ndarray) -> np.ndarray:
     for i, j in np.ndindex(addend.shape):
         distinct, which = np.unique(sums[:, i, j], return_inverse=True)
         term = Fraction(float(addend[i, j]))
-        rounded = [scalar.nearest(alpha * Fraction(float(s)) + term, "float32") for s in distinct]
+        rounded = [rounding.nearest(alpha * Fraction(float(s)) + term, "float32") for s in distinct]
         out[:, i, j] = np.array(rounded, f32)[which]
     return out
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from narrowgauge.reference.scalar.rounding import grid
 from narrowgauge.spec.formats import E2M1, E4M3, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
-from tests.reference.scalar import grid
 
 
 def boundaries(fmt: Format) -> np.ndarray:

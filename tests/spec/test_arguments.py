@@ -143,13 +143,13 @@ QUANTIZING: list[Row] = [
       for random in (7, (7,), (7, 8, 9), [7, 8], (7, 8.0), (True, 1), "seed")),
     # split_random
     *(row(f"{what} for both halves of {name}", calling("quantize_both", X, name, random=random), TypeError,
-          "random of two halves", "(seed, offset)", "words of either", f"not {type(random).__name__}")
+          "random of two halves", "(seed, offset)", "words of the rowwise", f"not {type(random).__name__}")
       for name in STOCHASTIC for what, random in (
           ("one tensor of words", words(3, 8)), ("three numbers", (1, 2, 3)), ("a number and words", (1, words(32, 1))),
           ("True", (True, 1)), ("one number", 7), ("a list", [1, 2]))),
     # check_scale
     *every_method("no scale", X, (DELAYED,), ValueError, "recipe RECIPE takes scale", "float32 (1,)"),
-    *every_method("a scale", X, FAMILIES, ValueError, "recipe RECIPE makes its own scales", "takes none", scale=ONE),
+    *every_method("a scale", X, FAMILIES, ValueError, "recipe RECIPE computes its own scales", "omit scale", scale=ONE),
     *every_method("a scale of float16", X, (DELAYED,), TypeError, "scale is float32", "not float16", scale=ONE.half()),
     *(each for shape in ((), (2,), (1, 1)) for each in every_method(
         f"a scale of shape {shape}", X, (DELAYED,), ValueError, "scale has shape (1,)", f"not {shape}",
@@ -248,7 +248,7 @@ SECTIONS: list[Row] = [
       for name in ("nvfp4", CURRENT) for shape in ((1,), (3,), (2, 1))),
     # check_section_recipe
     row("sections with an amax for every row", quantizing_sections("nvfp4-rowscaled"), ValueError,
-        "recipe nvfp4-rowscaled has an amax for every row", "sections of one amax each"),
+        "recipe nvfp4-rowscaled has an amax for every row", "a section has a single amax"),
     # check_sizes
     *(row(f"{method} {name} sizes of {dtype_name(dtype)}", calling(method, X, SIZES.to(dtype), name), TypeError,
           "sizes is int64", f"not {dtype_name(dtype)}")
@@ -333,12 +333,12 @@ PRODUCTS: list[Row] = [
     row("columnwise sections", multiplying_sections(columnwise=True), ValueError, "gemm_grouped", "rowwise",
         "columnwise"),
     *(row(f"two sections by {count} matrices", multiplying_sections(heights=(3,) * count), ValueError,
-          "each section by one matrix", "2 sections", f"{count} of b") for count in (0, 1, 3)),
+          "every section by its own matrix", "2 sections", f"{count} matrices in b") for count in (0, 1, 3)),
     row("matrices of different N", multiplying_sections(heights=(4, 5)), ValueError, "one output (3, N)", "4, 5 rows"),
     # check_scale
     row("no scale of a product", quantizing_product(into=DELAYED), ValueError, f"recipe {DELAYED} takes scale",
         "float32 (1,)"),
-    row("a scale of a product", quantizing_product(scale=ONE), ValueError, f"recipe {MX} makes its own scales"),
+    row("a scale of a product", quantizing_product(scale=ONE), ValueError, f"recipe {MX} computes its own scales"),
     row("a scale of float64 of a product", quantizing_product(into=DELAYED, scale=ONE.double()), TypeError,
         "scale is float32", "not float64"),
     row("two scales of a product", quantizing_product(into=DELAYED, scale=torch.ones(2)), ValueError,
@@ -464,7 +464,7 @@ OF_LAYERS: list[Row] = [
           ("31 columns", BF16[:, :31], None, torch.bfloat16, ValueError, "takes x (…, 32)", "not shape (3, 31)"),
           ("a scalar", BF16[0, 0], None, torch.bfloat16, ValueError, "takes x (…, 32)", "not shape ()"),
           ("a rotation of float16", X.half(), "NVFP4BlockScaling-nosr", torch.float16, TypeError,
-           "NVFP4BlockScaling-nosr rotates bfloat16", "is of float16", "make it of bfloat16",
+           "NVFP4BlockScaling-nosr rotates bfloat16", "has the dtype float16", "use bfloat16",
            "NVFP4BlockScaling-norht")))),
     # check_rotated_rows
     *(row(f"{kind[0]} of half a group of rows", forward(kind, BF16[:1].expand(3, 5, 32), under="NVFP4BlockScaling"),
@@ -486,7 +486,7 @@ OF_LAYERS: list[Row] = [
           f"{kind[0]} without quantized_parameters", "quantized_parameters=True") for kind in LAYERS),
     # check_active
     row("write_weight without a recipe", writing(LINEAR, WEIGHT, None, **HELD), RuntimeError, "write_weight",
-        "autocast", "none is active", "give recipe="),
+        "no autocast is active", "give recipe="),
     # check_masters
     row("a weight of another shape", writing(LINEAR, WEIGHT.T, **HELD), ValueError, "write_weight",
         "has shape (16, 32)", "not (32, 16)"),
@@ -530,7 +530,7 @@ def checking_extents(name: str, dim: int, shapes: Shapes, **halves: bool) -> Cal
 
 SHARDS: list[Row] = [
     row("another group", lambda _: module_arguments.check_group(dist.GroupMember.NON_GROUP_MEMBER), ValueError,
-        "not in the group", "amax", "give it the group it is in"),
+        "not in the group", "amax", "give a group with this process"),
     row("an amax for every row",
         lambda _: module_arguments.check_sharded_recipe(find_recipe("nvfp4-rowscaled")), ValueError,
         "recipe nvfp4-rowscaled has an amax for every row", "shards"),
@@ -539,7 +539,7 @@ SHARDS: list[Row] = [
     *(row(f"dimension {dim}", lambda _, dim=dim: module_arguments.check_dimension(dim), ValueError,
           "dimension 0 or 1", f"not {dim}") for dim in (2, -1)),
     row("unequal extents", checking_extents("nvfp4", 1, [(32, 16), (24, 16)]), ValueError, "dimension 1",
-        "one extent along the other", "(32, 16), (24, 16)"),
+        "equal extents along the other dimension", "(32, 16), (24, 16)"),
     row("a block in two shards", checking_extents("nvfp4", 0, [(16, 32), (0, 32), (24, 32), (16, 32), (0, 32)]),
         ValueError, "recipe nvfp4 has blocks of 16 along dimension 0", "process 2 has 24 rows",
         "(16, 32), (0, 32), (24, 32)", "give every shard but the last a multiple of 16"),

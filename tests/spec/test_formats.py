@@ -20,9 +20,9 @@ import torch
 from narrowgauge.reference.numbers.decode import decode, decode_packed
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pack, unpack
+from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
 from tests.golden import bits
-from tests.reference import scalar
 from tests.reference.samples import boundaries, every_input
 
 ALL = list(FORMATS.values())
@@ -80,7 +80,7 @@ def encode_scalars(x: np.ndarray | list[float], fmt: Format, *, saturate: bool =
 
 def overflows(x: np.ndarray, fmt: Format) -> np.ndarray:
     """Whether |x| rounds above the largest finite value: a half-way case counts where the largest code is odd."""
-    *_, last, beyond = scalar.grid(fmt)
+    *_, last, beyond = rounding.grid(fmt)
     threshold = float((last + beyond) / 2)
     return (np.abs(x) >= threshold) if fmt.max_code % 2 else (np.abs(x) > threshold)
 
@@ -218,7 +218,7 @@ def test_encode_agrees_with_gfloat(gfloat: ModuleType, fmt: Format, saturate: bo
 @formats(SIGNED)
 def test_encode_agrees_with_exact_fractions_at_every_boundary(fmt: Format) -> None:
     x = boundaries(fmt)
-    np.testing.assert_array_equal(codes_of(x, fmt), [scalar.encode(float(v), fmt) for v in x])
+    np.testing.assert_array_equal(codes_of(x, fmt), [rounding.encode(float(v), fmt) for v in x])
 
 
 @SATURATING_OR_NOT
@@ -328,7 +328,7 @@ def test_e8m0_is_unsigned(saturate: bool) -> None:
 def test_e8m0_agrees_with_exact_fractions_at_every_boundary() -> None:
     x = boundaries(E8M0)
     x = x[x > 0]
-    expected = [min(scalar.nearest_code(Fraction(float(v)), E8M0), 0xFE) for v in x]
+    expected = [min(rounding.nearest_code(Fraction(float(v)), E8M0), 0xFE) for v in x]
     np.testing.assert_array_equal(codes_of(x, E8M0), expected)
 
 

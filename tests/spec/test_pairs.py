@@ -53,7 +53,7 @@ def test_every_pair_of_recipes_is_multiplied_exactly_where_its_family_allows_it(
          "to be 1x128"),
         ("fp8-current-e5m2", "fp8-delayed-e5m2", "element is E5M2 of both; one of the two has to be E4M3"),
         ("fp8-block-1x128-e5m2-pow2", "fp8-block-1x128-e5m2-fp32", "element is E5M2 of both; one of the two has to be"),
-        ("nvfp4-rht", "nvfp4", "rotations cancel only where both operands have the same"),
+        ("nvfp4-rht", "nvfp4", "rotations cancel only if both operands have the same"),
     ],
 )  # fmt: skip
 def test_the_reason_names_what_differs(a: str, b: str, reason: str) -> None:

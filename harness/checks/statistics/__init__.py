@@ -1,1 +1,1 @@
-"""Statistical tests, and the false alarms that a run is allowed."""
+"""Statistical tests, and the probability of a false alarm of a run."""

@@ -1,4 +1,4 @@
-"""Holm's step-down procedure, and the false alarms that a run is allowed."""
+"""Holm's step-down procedure, and the probability of a false alarm of a run."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from narrowgauge.harness.cases.gemm import QuantizedGemmCase
+from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.spec.recipes import find_recipe
 
 if TYPE_CHECKING:
     from narrowgauge.harness.cases.case import Case
 
 FALSE_ALARM = 1e-9
-"""Probability that a right backend fails any case of a whole run by chance: all
-tests of docs/tolerance.md#boundary and docs/tolerance.md#stochastic-rounding together."""
+"""Probability that a correct backend fails any case of a run by chance: all tests of docs/tolerance.md#boundary and
+docs/tolerance.md#stochastic-rounding together."""
 
 
 def holm(log_p: Sequence[float], log_level: float) -> list[bool]:
-    """Which tests reject, of these natural logarithms of p-values, or of bounds above them.
+    """Whether each test rejects, from natural logarithms of the p-values or of upper bounds of them.
 
-    The smallest of n p-values is compared with level/n, the next with level/(n - 1) and so on, up to the first that is
-    larger. Whatever the tests have to do with one another, any false rejection has a probability of at most the level.
+    The smallest of n p-values is compared with level/n, the next with level/(n - 1) and so on, up to the first larger
+    p-value. The probability of any false rejection is at most the level, for dependent tests too.
     Source: Holm, "A simple sequentially rejective multiple test procedure" (1979).
     """
     rejected = [False] * len(log_p)
@@ -31,17 +33,16 @@ def holm(log_p: Sequence[float], log_level: float) -> list[bool]:
     return rejected
 
 
-def sharing(cases: Iterable[Case]) -> int:
-    """How many cases share the false alarms of a run: those that chance can fail; at least 1."""
-    return max(1, sum(_by_chance(case) for case in cases))
+def count_chance_cases(cases: Iterable[Case]) -> int:
+    """Number of cases that a correct backend can fail by chance, at least 1. They share FALSE_ALARM."""
+    return max(1, sum(_can_fail_by_chance(case) for case in cases))
 
 
-def _by_chance(case: Case) -> bool:
+def _can_fail_by_chance(case: Case) -> bool:
     """Whether a recipe of the case, or of its training recipe, rotates or rounds stochastically."""
-    if case.is_module:
-        training = case.training
+    if isinstance(case, ModuleCase):
+        training = case.training_recipe
         return training.input.transform is not None or training.grad.rounding == "stochastic"
-    names = [name for name in case.recipes if name]
-    if case.operation == "gemm-quantized":
-        names.append(case.out_recipe)
-    return any(rule.transform is not None or rule.rounding == "stochastic" for rule in map(find_recipe, names))
+    names = [*case.recipe_names, *([case.out_recipe] if isinstance(case, QuantizedGemmCase) else [])]
+    recipes = map(find_recipe, names)
+    return any(recipe.transform is not None or recipe.rounding == "stochastic" for recipe in recipes)

@@ -1,1 +1,1 @@
-"""Known deviations of operations that only move or rotate numbers."""
+"""Diagnosis of operations that only move or rotate numbers."""

@@ -1,4 +1,4 @@
-"""Operations that only move or rotate: swizzle, transform, padding, histories."""
+"""Diagnosis of operations that only move or rotate numbers: swizzle, transform, padding, delayed scaling."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from narrowgauge.harness.checks import ordinal
-from narrowgauge.harness.checks.interval import rotated_interval
+from narrowgauge.harness.checks.bit_equality import equal_bits
+from narrowgauge.harness.checks.rotation_interval import rotated_interval
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis.auxiliary.histories import deviating_histories, deviating_scales
+from narrowgauge.harness.diagnosis.auxiliary.delayed_scaling import deviating_histories, deviating_scales
 from narrowgauge.harness.diagnosis.auxiliary.rotations import Ends, deviating_ends, deviating_rotations
 from narrowgauge.harness.diagnosis.explanation import Explanation
-from narrowgauge.harness.diagnosis.quantize.swizzles import deviating_layouts, padding_not_zeroed
+from narrowgauge.harness.diagnosis.quantize.scale_layouts import deviating_layouts, padding_not_zeroed
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
 from narrowgauge.reference.quantize.sections import pad_sections
 from narrowgauge.spec.recipes import Recipe
 
 Cause = tuple[str, str]
+"""Name of a cause and its sentence."""
 _ALIGNMENTS = (1, 8, 16, 32, 64, 128, 256)
 
 
-def moving_explanations(outcome: Outcome, wrong: StageResult) -> list[Explanation]:
-    """The known deviations of an operation that moves, rotates or updates that give what the kernel gave."""
+def explain_auxiliary(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
+    """Known deviations of an operation that moves, rotates or updates numbers, if they give the kernel's result."""
     moved = outcome.moved
-    find = None if moved is None else _FINDERS.get((moved.operation, wrong.stage.removeprefix(moved.prefix)))
-    if moved is None or find is None:
+    if moved is None:
         return []
-    found: dict[str, Explanation] = {}
-    for cause, sentence in find(moved):
-        found.setdefault(cause, Explanation(cause, sentence, wrong.stage, exact=True))
-    return list(found.values())
+    find_causes = _CAUSE_FUNCTIONS.get((moved.operation, wrong_stage.stage.removeprefix(moved.prefix)))
+    if find_causes is None:
+        return []
+    explanations: dict[str, Explanation] = {}
+    for cause, sentence in find_causes(moved):
+        explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
+    return list(explanations.values())
 
 
-def _tensor(moved: Moved, name: str) -> torch.Tensor:
+def _kernel_tensor(moved: Moved, name: str) -> torch.Tensor:
     tensor = moved.found[name]
     assert tensor is not None
     return tensor
@@ -44,17 +48,11 @@ def _recipe(moved: Moved) -> Recipe:
     return moved.recipe
 
 
-def same_floats(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two floating tensors have the same bits, a NaN being any NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    bits = [t.contiguous().view(ordinal.INTEGER[t.dtype]) for t in (one, other)]
-    return torch.equal(*bits) or bool(((bits[0] == bits[1]) | (one.isnan() & other.isnan())).all())
-
-
-def _giving(given: torch.Tensor, deviations: Iterable[tuple[str, str, Callable[[], torch.Tensor]]]) -> Iterator[Cause]:
-    for cause, sentence, make in deviations:
-        if same_floats(make(), given):
+def _matching_causes(
+    kernel_tensor: torch.Tensor, deviations: Iterable[tuple[str, str, Callable[[], torch.Tensor]]]
+) -> Iterator[Cause]:
+    for cause, sentence, compute in deviations:
+        if equal_bits(compute(), kernel_tensor):
             yield cause, sentence
 
 
@@ -62,7 +60,7 @@ def _giving(given: torch.Tensor, deviations: Iterable[tuple[str, str, Callable[[
 
 
 def _layout(moved: Moved) -> Iterator[Cause]:
-    scales, swizzled = moved.given["scales"], _tensor(moved, "swizzled")
+    scales, swizzled = moved.given["scales"], _kernel_tensor(moved, "swizzled")
     if padding_not_zeroed(swizzled, scales):
         yield "padding-not-zeroed", "bytes of the padding are not 0"
     for cause, sentence, bytes_ in deviating_layouts(scales):
@@ -71,19 +69,19 @@ def _layout(moved: Moved) -> Iterator[Cause]:
 
 
 def _unswizzled(moved: Moved) -> Iterator[Cause]:
-    """Bytes read as if they lay in a wrong layout."""
-    swizzled, linear = _tensor(moved, "swizzled").flatten(), _tensor(moved, "linear")
+    """Linear scales that were read from a wrong layout."""
+    swizzled, linear = _kernel_tensor(moved, "swizzled").flatten(), _kernel_tensor(moved, "linear")
     numbers = torch.arange(1, linear.numel() + 1, device=linear.device).view(linear.shape)
     for cause, sentence, places in deviating_layouts(numbers):
-        at = places.flatten().nonzero().flatten()
+        positions = places.flatten().nonzero().flatten()
         read = torch.empty_like(linear).flatten()
-        read[places.flatten()[at] - 1] = swizzled[at]
+        read[places.flatten()[positions] - 1] = swizzled[positions]
         if torch.equal(read.view(linear.shape), linear):
             yield cause, f"swizzled scales are read as such: {sentence}"
     columns = linear.shape[1]
     row, column = (torch.arange(extent, device=linear.device) for extent in linear.shape)
     row = row.unsqueeze(1)
-    tile = row // 128 * (columns // 4) + column // 4  # what is right has ⌈columns / 4⌉
+    tile = row // 128 * (columns // 4) + column // 4  # the correct layout has ⌈columns / 4⌉ tiles in a row
     if columns % 4 and torch.equal(swizzled[512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4], linear):
         yield "swizzle-columns-not-padded", "tiles of swizzled scales are counted by columns that are not padded"
 
@@ -92,19 +90,19 @@ def _unswizzled(moved: Moved) -> Iterator[Cause]:
 
 
 def _rotation(moved: Moved) -> Iterator[Cause]:
-    x, recipe, output = moved.given["x"], _recipe(moved), _tensor(moved, "output")
+    x, recipe, output = moved.given["x"], _recipe(moved), _kernel_tensor(moved, "output")
     if not moved.free:
-        yield from _giving(output, deviating_rotations(x, recipe))
+        yield from _matching_causes(output, deviating_rotations(x, recipe))
         return
 
-    def rotate(matrix: torch.Tensor, of: Recipe) -> Ends:
-        interval = rotated_interval(matrix, of)
+    def rotate(matrix: torch.Tensor, rotation_recipe: Recipe) -> Ends:
+        interval = rotated_interval(matrix, rotation_recipe)
         return interval.lower, interval.upper
 
-    at = ordinal.signed_floats(output)
+    ordinals = ordinal.signed_float_ordinals(output)
     for cause, sentence, ends in deviating_ends(x, recipe, rotate):
         low, high = ends()
-        inside = (at >= ordinal.signed_floats(low)) & (at <= ordinal.signed_floats(high))
+        inside = (ordinals >= ordinal.signed_float_ordinals(low)) & (ordinals <= ordinal.signed_float_ordinals(high))
         if bool((inside | (output.isnan() & low.isnan())).all()):
             yield cause, sentence
 
@@ -114,37 +112,37 @@ def _rotation(moved: Moved) -> Iterator[Cause]:
 
 def _padding(moved: Moved) -> Iterator[Cause]:
     x, sizes, recipe = moved.given["x"], moved.given["sizes"].tolist(), _recipe(moved)
-    padded, aligned = _tensor(moved, "padded"), _tensor(moved, "padded sizes").tolist()
-    right = [_up(size, recipe.row_alignment) for size in sizes]
-    if aligned != right:
+    padded, kernel_sizes = _kernel_tensor(moved, "padded"), _kernel_tensor(moved, "padded sizes").tolist()
+    padded_sizes = [_round_up(size, recipe.row_alignment) for size in sizes]
+    if kernel_sizes != padded_sizes:
         for rows in _ALIGNMENTS:
-            if aligned == [_up(size, rows) for size in sizes]:
+            if kernel_sizes == [_round_up(size, rows) for size in sizes]:
                 yield f"alignment:{rows}", f"sections are padded to multiples of {rows}, not of {recipe.row_alignment}"
         return
-    sections, starts = torch.split(x, sizes), [sum(right[:number]) for number in range(len(right))]
-    together, before = torch.zeros_like(padded), torch.zeros_like(padded)
-    together[: len(x)] = x
-    for section, start, rows in zip(sections, starts, right, strict=True):
-        before[start + rows - len(section) : start + rows] = section
-    if all(same_floats(padded[start : start + len(part)], part) for start, part in zip(starts, sections, strict=True)):
+    sections, starts = torch.split(x, sizes), [sum(padded_sizes[:number]) for number in range(len(padded_sizes))]
+    rows_first, padding_first = torch.zeros_like(padded), torch.zeros_like(padded)
+    rows_first[: len(x)] = x
+    for section, start, rows in zip(sections, starts, padded_sizes, strict=True):
+        padding_first[start + rows - len(section) : start + rows] = section
+    if all(equal_bits(padded[start : start + len(part)], part) for start, part in zip(starts, sections, strict=True)):
         yield "padding-not-zeroed", "rows of the padding are not 0"
-    if same_floats(together, padded):
+    if equal_bits(rows_first, padded):
         yield "sections-not-padded", "sections lie one behind the other, and all the padding behind them"
-    without = pad_sections(x, moved.given["sizes"], recipe)[0]
-    without[[start for start in starts[1:] if start < len(without)]] = 0
-    if same_floats(without, padded):
+    padded_from_section_before = pad_sections(x, moved.given["sizes"], recipe)[0]
+    padded_from_section_before[[start for start in starts[1:] if start < len(padded_from_section_before)]] = 0
+    if equal_bits(padded_from_section_before, padded):
         yield "padding-wrong-section", "the first row of a section is taken for one of the section before: padding"
-    if same_floats(before, padded):
+    if equal_bits(padding_first, padded):
         yield "padding-before-rows", "the padding of a section lies before its rows"
 
 
-def _up(size: int, rows: int) -> int:
+def _round_up(size: int, rows: int) -> int:
     return -(-size // rows) * rows
 
 
 def _unpadding(moved: Moved) -> Iterator[Cause]:
-    output = _tensor(moved, "output")
-    if same_floats(output, _tensor(moved, "padded output")[: len(output)]):
+    output = _kernel_tensor(moved, "output")
+    if equal_bits(output, _kernel_tensor(moved, "padded output")[: len(output)]):
         yield "unpadding-first-rows", "the first rows are kept, those of the padding among them"
 
 
@@ -152,32 +150,36 @@ def _unpadding(moved: Moved) -> Iterator[Cause]:
 
 
 def _history(moved: Moved) -> Iterator[Cause]:
-    given = moved.given
-    yield from _giving(_tensor(moved, "history"), deviating_histories(given["history"], given["scale"], _recipe(moved)))
+    inputs = moved.given
+    yield from _matching_causes(
+        _kernel_tensor(moved, "history"), deviating_histories(inputs["history"], inputs["scale"], _recipe(moved))
+    )
 
 
 def _scale(moved: Moved) -> Iterator[Cause]:
-    given = moved.given
-    yield from _giving(_tensor(moved, "scale"), deviating_scales(given["history"], given["scale"], _recipe(moved)))
+    inputs = moved.given
+    yield from _matching_causes(
+        _kernel_tensor(moved, "scale"), deviating_scales(inputs["history"], inputs["scale"], _recipe(moved))
+    )
 
 
 # ---- sums of columns -------------------------------------------------------------------------------------------------
 
 
 def _column_sums(moved: Moved) -> Iterator[Cause]:
-    """Of rows (M, N), in order of the rows, each partial sum rounded to the rows' dtype."""
-    rows, found = moved.given["dy"], _tensor(moved, "dbias")
+    """Sums of columns in the order of the rows (M, N), with each partial sum rounded to the dtype of the rows."""
+    rows, dbias = moved.given["dy"], _kernel_tensor(moved, "dbias")
     if rows.dtype == torch.float32:
         return
     total = torch.zeros_like(rows[0])
     for row in rows:
         total = total + row
-    if same_floats(total, found):
-        narrow = "accumulator-fp16" if rows.dtype == torch.float16 else "accumulator-bf16"
-        yield narrow, "partial sums are rounded to the dtype of what they are sums of"
+    if equal_bits(total, dbias):
+        cause = "accumulator-fp16" if rows.dtype == torch.float16 else "accumulator-bf16"
+        yield cause, "partial sums are rounded to the dtype of what they are sums of"
 
 
-_FINDERS: dict[tuple[str, str], Callable[[Moved], Iterator[Cause]]] = {
+_CAUSE_FUNCTIONS: dict[tuple[str, str], Callable[[Moved], Iterator[Cause]]] = {
     ("swizzle", "layout"): _layout,
     ("swizzle", "unswizzle"): _unswizzled,
     ("transform", "output"): _rotation,

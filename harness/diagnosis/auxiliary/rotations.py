@@ -1,4 +1,4 @@
-"""Rotations that kernels do in place of the Hadamard transform of their recipe."""
+"""Mistakes in the Hadamard transform (rotation) of a recipe."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from narrowgauge.spec.arguments import check_rotation
 from narrowgauge.spec.recipes import RHT_GROUPS, RHT_SIGNS, Recipe
 
 Ends = tuple[torch.Tensor, torch.Tensor]
-"""The least and the greatest that each rotated element can be."""
+"""Smallest and largest possible value of each rotated element."""
 Rotate = Callable[[torch.Tensor, Recipe], Ends]
+"""Function from a matrix and a recipe to the ends of the rotated matrix."""
 _MASK = 0xFFFF
 _FACTOR = "the rotation lacks its factor {:g}"
 
 
 def deviating_rotations(x: torch.Tensor, recipe: Recipe) -> Iterator[tuple[str, str, Callable[[], torch.Tensor]]]:
-    """`x` (M, K), bfloat16, rotated in known wrong ways, sums in the order of `reference.quantize.hadamard`.
+    """Known wrong rotations of `x` (M, K), bfloat16, that add in the order of `reference.quantize.hadamard`.
 
-    A cause, its sentence, and what makes the rotated matrix: bfloat16 (M, K), but float32 of `rotation-not-rounded`.
-    Causes can have the same bytes: signs of a mask without any. Raises as `transform` does.
+    Yields cause, sentence, and function to the rotated matrix (M, K): bfloat16, but float32 for `rotation-not-rounded`.
+    Several causes can give the same bytes, such as two changes of a sign mask that has no signs. Raises the errors of
+    `transform`.
     """
 
     def rotate(matrix: torch.Tensor, matrix_recipe: Recipe) -> Ends:
@@ -33,12 +35,12 @@ def deviating_rotations(x: torch.Tensor, recipe: Recipe) -> Iterator[tuple[str, 
     for cause, sentence, ends in deviating_ends(x, recipe, rotate):
         yield cause, sentence, lambda ends=ends: ends()[0]  # type: ignore[misc]
     group = check_rotation(x, recipe).group
-    if not _exact(group):
+    if not _is_factor_exact(group):
         yield "rotation-without-factor", _FACTOR.format(coefficient(group)), lambda: _sums(x, recipe, 1.0).bfloat16()
-    for words, half in (("last", group // 2), ("first", 1)):
+    for phrase, distance in (("last", group // 2), ("first", 1)):
         yield (
-            "rotation-stage-missing", f"the {words} stage of the rotation's sums is missing",
-            lambda half=half: _sums(x, recipe, without=half).bfloat16(),  # type: ignore[misc]
+            "rotation-stage-missing", f"the {phrase} stage of the rotation's sums is missing",
+            lambda distance=distance: _sums(x, recipe, skipped_distance=distance).bfloat16(),  # type: ignore[misc]
         )  # fmt: skip
     yield "rotation-not-rounded", "rotated elements are not rounded to bfloat16", lambda: _sums(x, recipe)
     yield (
@@ -47,27 +49,30 @@ def deviating_rotations(x: torch.Tensor, recipe: Recipe) -> Iterator[tuple[str, 
     )  # fmt: skip
     yield (
         "rotation-through-bf16", "the rotation adds in bfloat16, not in float32",
-        lambda: _sums(x, recipe, between=torch.bfloat16).bfloat16(),
+        lambda: _sums(x, recipe, stage_dtype=torch.bfloat16).bfloat16(),
     )  # fmt: skip
 
 
 def deviating_ends(x: torch.Tensor, recipe: Recipe, rotate: Rotate) -> Iterator[tuple[str, str, Callable[[], Ends]]]:
-    """The same where `rotate` says where a rotated matrix lies: those that are right rotations of something else."""
+    """Known wrong rotations that are correct rotations of a different matrix, or with a different recipe.
+
+    `rotate` gives the ends of a rotated matrix. Yields cause, sentence, and function to the ends (M, K).
+    """
     rotation = check_rotation(x, recipe)
     group, mask = rotation.group, rotation.signs
 
-    def of(**changes: int) -> Callable[[], Ends]:
+    def with_rotation(**changes: int) -> Callable[[], Ends]:
         return lambda: rotate(x, replace(recipe, transform=replace(rotation, **changes)))
 
     yield "rotation-missing", "elements are not rotated", lambda: (x, x)
-    yield "rotation-without-signs", "the rotation lacks its signs", of(signs=0)
-    for name, other, words in (
+    yield "rotation-without-signs", "the rotation lacks its signs", with_rotation(signs=0)
+    for name, other_signs, phrase in (
         ("negated", mask ^ _MASK, "all of them negated"),
         ("reversed", int(f"{mask:016b}"[::-1], 2), "in reverse order"),
     ):
-        yield f"rotation-signs:{name}", f"the rotation has its signs, {words}", of(signs=other)
+        yield f"rotation-signs:{name}", f"the rotation has its signs, {phrase}", with_rotation(signs=other_signs)
     if not mask:
-        yield "rotation-signs:te", "the rotation has signs, those of Transformer Engine", of(signs=RHT_SIGNS)
+        yield "rotation-signs:te", "the rotation has signs, those of Transformer Engine", with_rotation(signs=RHT_SIGNS)
 
     if group < len(row := signs(replace(rotation, group=16))) and x.shape[1] > group:
 
@@ -84,7 +89,7 @@ def deviating_ends(x: torch.Tensor, recipe: Recipe, rotate: Rotate) -> Iterator[
 
     yield "rotation-signs-after", "the signs are applied after the rotation, not before", signs_after
 
-    if _exact(group):
+    if _is_factor_exact(group):
 
         def without_factor() -> Ends:
             low, high = rotate(x, recipe)
@@ -98,10 +103,11 @@ def deviating_ends(x: torch.Tensor, recipe: Recipe, rotate: Rotate) -> Iterator[
         return low, high
 
     yield "rotation-last-group-skipped", f"the last {group} elements of each row are not rotated", last_skipped
-    for other in RHT_GROUPS:
-        if other != group and x.shape[1] % other == 0:
+    for other_group in RHT_GROUPS:
+        if other_group != group and x.shape[1] % other_group == 0:
             yield (
-                f"rotation-group:{other}", f"groups of {other} are rotated, not of {group}", of(group=other),
+                f"rotation-group:{other_group}", f"groups of {other_group} are rotated, not of {group}",
+                with_rotation(group=other_group),
             )  # fmt: skip
     if x.shape[0] % group == 0:
 
@@ -112,8 +118,8 @@ def deviating_ends(x: torch.Tensor, recipe: Recipe, rotate: Rotate) -> Iterator[
         yield "rotation-of-columns", f"groups of {group} rows are rotated, not of columns", along_rows
 
 
-def _exact(group: int) -> bool:
-    """Whether the factor of a group is a power of two, so that dividing rotated numbers by it rounds nothing."""
+def _is_factor_exact(group: int) -> bool:
+    """Whether the factor of a group is a power of two, so that a division by it is exact."""
     return frexp(coefficient(group))[0] == 0.5
 
 
@@ -121,19 +127,20 @@ def _sums(
     x: torch.Tensor,
     recipe: Recipe,
     factor: float | None = None,
-    between: torch.dtype = torch.float32,
-    without: int | None = None,
+    stage_dtype: torch.dtype = torch.float32,
+    skipped_distance: int | None = None,
 ) -> torch.Tensor:
-    """The rotation's sums before they are rounded, float32, with another factor; every stage rounds to `between`.
+    """Sums of the rotation before the final rounding, float32 (M, K).
 
-    `without`: how far the elements are apart that the stage adds which is left out.
+    `factor`: replaces the factor of the recipe. `stage_dtype`: every stage of additions is rounded to this dtype.
+    `skipped_distance`: the stage that adds elements at this distance is left out.
     """
     rotation = check_rotation(x, recipe)
     factors = signs(rotation) * (coefficient(rotation.group) if factor is None else factor)
     y = x.contiguous().float() * factors.to(x.device).repeat(x.shape[1] // rotation.group)
-    half = 1
-    while half < rotation.group:
-        if half != without:
-            y = butterfly(y, half).to(between).float()
-        half *= 2
+    distance = 1
+    while distance < rotation.group:
+        if distance != skipped_distance:
+            y = butterfly(y, distance).to(stage_dtype).float()
+        distance *= 2
     return y

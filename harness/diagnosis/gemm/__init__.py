@@ -1,1 +1,1 @@
-"""Known deviations of products."""
+"""Diagnosis of GEMMs."""

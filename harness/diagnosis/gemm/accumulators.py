@@ -1,4 +1,4 @@
-"""Accumulators that kernels use in place of float32, and wrong promotions of the sum of a block to float32."""
+"""Accumulators narrower than float32, and wrong promotion of block sums to the float32 accumulator."""
 
 from __future__ import annotations
 
@@ -7,118 +7,117 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.harness.diagnosis.gemm.gemm_parts import Ends, GemmDeviation, GemmParts, finish, ordered
-from narrowgauge.reference.gemm.gemm import operand
-from narrowgauge.reference.gemm.operands import scale_values
-from narrowgauge.reference.gemm.promoted import Blocks
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import Ends, GemmDeviation, GemmParts, correct_epilogue, ordered_ends
+from narrowgauge.reference.gemm.operands import operand, scale_values
+from narrowgauge.reference.gemm.promotion import BlockScaledOperands
 from narrowgauge.spec.quantized import Quantized
 
-Narrow = Callable[[torch.Tensor], torch.Tensor]
-"""float32 to float32, rounded to fewer bits."""
+Narrowing = Callable[[torch.Tensor], torch.Tensor]
+"""Function that rounds float32 numbers to fewer bits."""
 _STEPS = (1, 16, 32, 64, 128)
-_LONGEST = 4096
-"""Columns of K that are added one by one at most."""
+_MAX_STEPS = 4096
+"""Largest number of accumulation steps that are simulated."""
 
 
 @dataclass(frozen=True)
 class Accumulator:
-    """How a narrow accumulator adds: `step` columns of K are summed exactly, then added and rounded."""
+    """A narrow accumulator: sums of `step` columns of K are exact, and the accumulator is rounded after each sum."""
 
     cause: str
     sentence: str
-    narrow: Narrow
+    narrowing: Narrowing
     step: int
-    inside: bool
-    """Of FP8 with scales of blocks: whether it is the sum of a block that is narrow, or that of all blocks."""
+    inside_block: bool
+    """For FP8 with block scales: whether the block sum is narrow, or the promoted sum over all blocks."""
 
-    def sums(self, terms: GemmParts) -> torch.Tensor | None:
-        """What it holds at the end, float32 (M, N); None where it cannot add so."""
-        if terms.left.shape[1] // self.step > _LONGEST:
+    def sums(self, parts: GemmParts) -> torch.Tensor | None:
+        """Final accumulators, float32 (M, N). None if the accumulator does not apply or has too many steps."""
+        if parts.left.shape[1] // self.step > _MAX_STEPS:
             return None
-        if terms.promotes:
-            return self._promoted(terms)
-        if self.inside:
+        if parts.promotes:
+            return self._accumulate_promoted(parts)
+        if self.inside_block:
             return None
-        left, right = (operand(q).float() for q in (terms.left, terms.right))
-        return self._added(left, right, torch.zeros(terms.output.shape, device=left.device))
+        left, right = (operand(q).float() for q in (parts.left, parts.right))
+        return self._accumulate(left, right, torch.zeros(parts.output.shape, device=left.device))
 
-    def _added(self, left: torch.Tensor, right: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _accumulate(self, left: torch.Tensor, right: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         columns = left.shape[1]
-        wide = None if self.step == 1 else (left.double(), right.double())
+        wide_operands = None if self.step == 1 else (left.double(), right.double())
         for start in range(0, columns, self.step):
-            if wide is None:  # products are exact in float32
-                y = self.narrow(torch.addr(y, left[:, start], right[:, start]))
+            if wide_operands is None:  # products are exact in float32
+                y = self.narrowing(torch.addr(y, left[:, start], right[:, start]))
             else:
-                part = slice(start, start + self.step)
-                y = self.narrow(y + (wide[0][:, part] @ wide[1][:, part].T).float())
+                left_step, right_step = (wide[:, start : start + self.step] for wide in wide_operands)
+                y = self.narrowing(y + (left_step @ right_step.T).float())
         return y
 
-    def _promoted(self, terms: GemmParts) -> torch.Tensor | None:
-        blocks = Blocks(terms.left, terms.right)
-        if not self.inside and self.step != blocks.width:
+    def _accumulate_promoted(self, parts: GemmParts) -> torch.Tensor | None:
+        blocks = BlockScaledOperands(parts.left, parts.right)
+        if not self.inside_block and self.step != blocks.width:
             return None
-        y = torch.zeros(terms.output.shape, device=terms.left.codes.device)
+        y = torch.zeros(parts.output.shape, device=parts.left.codes.device)
         for columns, number in blocks:
             s_a, s_b = blocks.scales(number)
-            if self.inside:
+            if self.inside_block:
                 left, right = blocks.left[:, columns].float(), blocks.right[:, columns].float()
-                y = y + self._added(left, right, torch.zeros_like(y)) * s_a * s_b
+                y = y + self._accumulate(left, right, torch.zeros_like(y)) * s_a * s_b
             else:
-                y = self.narrow(y + blocks.sum(columns).to_float32() * s_a * s_b)
+                y = self.narrowing(y + blocks.block_sum(columns).to_float32() * s_a * s_b)
         return y
 
 
 def accumulators(width: int) -> Iterator[Accumulator]:
-    """Narrow accumulators of operands whose blocks have `width` columns, the likeliest first."""
+    """Narrow accumulators for operands with blocks of `width` columns, the most plausible first."""
     steps = sorted(set(_STEPS) | ({width} if width <= max(_STEPS) else set()))
-    first = [step for step in steps if step == width]
-    for step in [*first, *(step for step in steps if step != width)]:
-        after = "each product" if step == 1 else f"every {step} columns of K"
-        for cause, (words, narrow) in NARROW.items():
-            for inside in (False, True):
-                yield Accumulator(cause, f"sums are {words} after {after}", narrow, step, inside)
+    width_step = [step for step in steps if step == width]
+    for step in [*width_step, *(step for step in steps if step != width)]:
+        interval = "each product" if step == 1 else f"every {step} columns of K"
+        for cause, (phrase, narrowing) in NARROW.items():
+            for inside_block in (False, True):
+                yield Accumulator(cause, f"sums are {phrase} after {interval}", narrowing, step, inside_block)
 
 
-def _through(dtype: torch.dtype) -> Narrow:
+def _rounded_to(dtype: torch.dtype) -> Narrowing:
     return lambda y: y.to(dtype).float()
 
 
-def _bits(bits: int) -> Narrow:
+def _truncated_to_bits(bits: int) -> Narrowing:
     dropped = 24 - bits
     return lambda y: (y.view(torch.int32) & -(1 << dropped)).view(torch.float32)
 
 
-NARROW: dict[str, tuple[str, Narrow]] = {
-    "accumulator-bf16": ("rounded to bf16", _through(torch.bfloat16)),
-    "accumulator-fp16": ("rounded to fp16", _through(torch.float16)),
-    "accumulator-14-bits": ("cut to 14 bits of mantissa", _bits(14)),
+NARROW: dict[str, tuple[str, Narrowing]] = {
+    "accumulator-bf16": ("rounded to bf16", _rounded_to(torch.bfloat16)),
+    "accumulator-fp16": ("rounded to fp16", _rounded_to(torch.float16)),
+    "accumulator-14-bits": ("cut to 14 bits of mantissa", _truncated_to_bits(14)),
 }
 
 
 def promotion_deviations() -> Iterator[GemmDeviation]:
-    """Of products with float32 scales of blocks alone."""
+    """Deviations of GEMMs with float32 block scales."""
     yield GemmDeviation(
-        "scales-of-sum", "the scales of a block multiply all that is summed so far", _promoting, _scaled_sums
+        "scales-of-sum", "the scales of a block multiply all that is summed so far", _only_promoted, _rescaled_sums
     )
 
 
-def _promoting(terms: GemmParts) -> GemmParts | None:
-    return terms if terms.promotes else None
+def _only_promoted(parts: GemmParts) -> GemmParts | None:
+    return parts if parts.promotes else None
 
 
-def _scaled_sums(t: GemmParts, ends: Ends) -> list[Ends]:
-    """y = (y + P)·(s_a·s_b), which grows with y and P: no scale is below 0."""
+def _rescaled_sums(parts: GemmParts, ends: Ends) -> list[Ends]:
+    """y = (y + P)·(s_a·s_b) for every block. It is monotone in y and P, because scales are not negative."""
     low = high = torch.zeros_like(ends[0])
-    left, right = (scale_values(q).float() for q in (t.left, t.right))
-    for number, start in enumerate(range(0, t.left.shape[1], t.left.recipe.block[1])):
-        p = replace(t, left=_block(t.left, start), right=_block(t.right, start)).sums()
+    left, right = (scale_values(q).float() for q in (parts.left, parts.right))
+    for number, start in enumerate(range(0, parts.left.shape[1], parts.left.recipe.block[1])):
+        p = replace(parts, left=_single_block(parts.left, start), right=_single_block(parts.right, start)).sums()
         scale = left[:, number : number + 1] * right[:, number]
-        low, high = ordered((low + p.lower) * scale, (high + p.upper) * scale)
-    return finish(t, (low, high))
+        low, high = ordered_ends((low + p.lower) * scale, (high + p.upper) * scale)
+    return correct_epilogue(parts, (low, high))
 
 
-def _block(q: Quantized, start: int) -> Quantized:
-    """The codes of the block that begins at column `start`, under a scale of 1."""
+def _single_block(q: Quantized, start: int) -> Quantized:
+    """The block that begins at column `start`, with a scale of 1."""
     codes = q.codes[:, start : start + q.recipe.block[1]]
     ones = torch.ones(len(codes), 1, device=codes.device)
     return replace(q, codes=codes, scales=ones, shape=(len(codes), codes.shape[1]))

@@ -1,4 +1,4 @@
-"""Epilogues that a wrong GEMM has in place of α·acc (+ c) (+ bias) and a cast."""
+"""Mistakes in the epilogue of a GEMM: α·acc (+ c) (+ bias) and the cast."""
 
 from __future__ import annotations
 
@@ -7,94 +7,112 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.harness.checks.ordinal import INTEGER
+from narrowgauge.harness.checks.ordinal import INTEGER_DTYPE
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
     Ends,
-    Finish,
+    Epilogue,
     GemmDeviation,
     GemmParts,
-    added,
-    cast,
-    finish,
-    ordered,
-    plus,
-    scaled,
+    add_addends,
+    add_to_ends,
+    cast_ends,
+    correct_epilogue,
+    ordered_ends,
+    scale_ends,
 )
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.quantize.scaling import divide, used_tensor_scale
 
 Factor = Callable[[GemmParts], torch.Tensor | None]
+"""Function to a factor in place of α, float32. Its result is None if the factor does not apply to the product."""
 
 
 def epilogue_deviations() -> Iterator[GemmDeviation]:
-    """Of any product; those that make no difference to it explain nothing."""
-    yield from _factors()
-    yield _ending("alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", _after_cast)
-    yield _ending("alpha-times-c", "α multiplies c and the bias too", _times_addends)
-    yield _ending("output-truncated", "outputs are truncated to the output's dtype, not rounded", _truncated)
+    """Deviations of the epilogue, for every product. The search rejects a deviation without effect on the output."""
+    yield from _factor_deviations()
+    yield _epilogue_deviation(
+        "alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", _alpha_after_cast
+    )
+    yield _epilogue_deviation("alpha-times-c", "α multiplies c and the bias too", _alpha_times_addends)
+    yield _epilogue_deviation(
+        "output-truncated", "outputs are truncated to the output's dtype, not rounded", _truncated
+    )
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        yield _ending(f"output-through-{name}", f"outputs are rounded to {name} on the way", _through(dtype))
-        yield _ending(
-            f"product-through-{name}", f"products are rounded to {name} before c is added", _product_first(dtype)
+        yield _epilogue_deviation(
+            f"output-through-{name}", f"outputs are rounded to {name} on the way", _output_rounded_to(dtype)
         )
-    yield _ending("output-saturated", "outputs too large for the output's dtype are its largest number", _limited)
-    yield _ending("c-ignored", "c is not added", _with(c=None))
-    yield _ending("bias-ignored", "the bias is not added", _with(bias=None))
-    yield _ending("c-and-bias-ignored", "neither c nor the bias is added", _with(c=None, bias=None))
-    yield _ending("c-rounded-first", "c is rounded to bf16 before it is added", _rounded_c(torch.bfloat16))
-    yield _ending("c-rounded-first", "c is rounded to fp16 before it is added", _rounded_c(torch.float16))
-    yield _ending("cast-before-c", "the product is cast to the output's dtype before c is added", _cast_before_c)
-    yield _ending("c-before-cast", "c is added before the cast of the product, not after it", _one_cast)
-    yield _ending("bias-after-cast", "the bias is added after the cast of the rest", _bias_after_cast)
-    yield _ending("bias-before-c", "the bias is added before c", _bias_before_c)
-    yield _ending("bias-by-rows", "the bias is indexed by rows, not by columns", _bias_by_rows)
-    yield _ending("c-twice", "c is added twice", _twice_c)
-    yield _ending("bias-twice", "the bias is added twice", _twice_bias)
-    yield _ending("product-missing", "what is added to a product is there, and no product", _no_product)
-    yield _ending("c-transposed", "c is read as if it were transposed", _transposed_c)
+        yield _epilogue_deviation(
+            f"product-through-{name}", f"products are rounded to {name} before c is added", _product_rounded_to(dtype)
+        )
+    yield _epilogue_deviation(
+        "output-saturated", "outputs too large for the output's dtype are its largest number", _saturated
+    )
+    yield _epilogue_deviation("c-ignored", "c is not added", _without_addends(c=None))
+    yield _epilogue_deviation("bias-ignored", "the bias is not added", _without_addends(bias=None))
+    yield _epilogue_deviation(
+        "c-and-bias-ignored", "neither c nor the bias is added", _without_addends(c=None, bias=None)
+    )
+    yield _epilogue_deviation(
+        "c-rounded-first", "c is rounded to bf16 before it is added", _c_rounded_to(torch.bfloat16)
+    )
+    yield _epilogue_deviation(
+        "c-rounded-first", "c is rounded to fp16 before it is added", _c_rounded_to(torch.float16)
+    )
+    yield _epilogue_deviation(
+        "cast-before-c", "the product is cast to the output's dtype before c is added", _cast_before_c
+    )
+    yield _epilogue_deviation(
+        "c-before-cast", "c is added before the cast of the product, not after it", _c_before_cast
+    )
+    yield _epilogue_deviation("bias-after-cast", "the bias is added after the cast of the rest", _bias_after_cast)
+    yield _epilogue_deviation("bias-before-c", "the bias is added before c", _bias_before_c)
+    yield _epilogue_deviation("bias-by-rows", "the bias is indexed by rows, not by columns", _bias_by_rows)
+    yield _epilogue_deviation("c-twice", "c is added twice", _c_twice)
+    yield _epilogue_deviation("bias-twice", "the bias is added twice", _bias_twice)
+    yield _epilogue_deviation("product-missing", "what is added to a product is there, and no product", _no_product)
+    yield _epilogue_deviation("c-transposed", "c is read as if it were transposed", _transposed_c)
 
 
-def _ending(cause: str, sentence: str, wrong: Finish) -> GemmDeviation:
-    return GemmDeviation(cause, sentence, finish=wrong)
+def _epilogue_deviation(cause: str, sentence: str, epilogue: Epilogue) -> GemmDeviation:
+    return GemmDeviation(cause, sentence, epilogue=epilogue)
 
 
 # ---- the factor ------------------------------------------------------------------------------------------------------
 
 
-def _factors() -> Iterator[GemmDeviation]:
+def _factor_deviations() -> Iterator[GemmDeviation]:
     for name, order in ORDERS.items():
-        yield _of_factor(f"alpha-order:{name}", f"α is {name}", order)
-    yield _of_factor("alpha-missing", "α is left out", lambda t: torch.ones_like(t.factor))
-    yield _of_factor("alpha-amax-twice", "α is made of a's amax twice", _twice("a"))
-    yield _of_factor("alpha-amax-twice", "α is made of b's amax twice", _twice("b"))
-    yield _of_factor("alpha-twice", "α is applied twice", lambda t: t.factor * t.factor)
-    yield _of_factor("alpha-inverted", "1/α is applied in place of α", lambda t: divide(1.0, t.factor))
+        yield _factor_deviation(f"alpha-order:{name}", f"α is {name}", order)
+    yield _factor_deviation("alpha-missing", "α is left out", lambda parts: torch.ones_like(parts.factor))
+    yield _factor_deviation("alpha-amax-twice", "α is made of a's amax twice", _amax_of_one_operand("a"))
+    yield _factor_deviation("alpha-amax-twice", "α is made of b's amax twice", _amax_of_one_operand("b"))
+    yield _factor_deviation("alpha-twice", "α is applied twice", lambda parts: parts.factor * parts.factor)
+    yield _factor_deviation("alpha-inverted", "1/α is applied in place of α", lambda parts: divide(1.0, parts.factor))
     for side in "ab":
-        yield _of_factor("alpha-of-one-operand", f"α holds the factor of {side} alone", _alone(side))
+        yield _factor_deviation(
+            "alpha-of-one-operand", f"α holds the factor of {side} alone", _single_decode_factor(side)
+        )
 
 
-def _of_factor(cause: str, sentence: str, factor: Factor) -> GemmDeviation:
-    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
-        return finish(t, ends)
+def _factor_deviation(cause: str, sentence: str, factor_function: Factor) -> GemmDeviation:
+    def change(parts: GemmParts) -> GemmParts | None:
+        factor = None if parts.promotes or parts.source.a.recipe.alpha == "1" else factor_function(parts)
+        return None if factor is None else replace(parts, factor=factor)
 
-    def change(t: GemmParts) -> GemmParts | None:
-        found = None if t.promotes or t.source.a.recipe.alpha == "1" else factor(t)
-        return None if found is None else replace(t, factor=found)
-
-    return GemmDeviation(cause, sentence, change, wrong)
+    return GemmDeviation(cause, sentence, change)
 
 
-def _pair(t: GemmParts) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-    """The amaxes of a and b, (M, 1) and (1, N) or (1, 1), and the constant that their product is divided by."""
-    a, b = t.source.a, t.source.b
+def _amax_pair(parts: GemmParts) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """Amaxes of a and b, (M, 1) and (1, N) or (1, 1), and the constant by which their product is divided."""
+    a, b = parts.source.a, parts.source.b
     if a.amax is None or b.amax is None or a.recipe.whole:
         return None
     return a.amax.unsqueeze(1), b.amax.unsqueeze(0), a.recipe.max_product * b.recipe.max_product
 
 
-def _decode_factors(t: GemmParts) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What the numbers of a and b are multiplied by when they are decoded: amax/2688, or the tensor's one scale."""
-    a, b = t.source.a, t.source.b
+def _decode_factors(parts: GemmParts) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tensor factors of a and b in dequantization: amax/2688, or the only scale of the tensor."""
+    a, b = parts.source.a, parts.source.b
     if a.recipe.whole:
         return a.scales, b.scales
     if a.amax is None or b.amax is None:
@@ -103,9 +121,9 @@ def _decode_factors(t: GemmParts) -> tuple[torch.Tensor, torch.Tensor] | None:
     return left / torch.full_like(left, a.recipe.max_product), right / torch.full_like(right, b.recipe.max_product)
 
 
-def _amax_order(form: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Factor:
-    def order(t: GemmParts) -> torch.Tensor | None:
-        pair = _pair(t)
+def _order_of_amaxes(form: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Factor:
+    def order(parts: GemmParts) -> torch.Tensor | None:
+        pair = _amax_pair(parts)
         if pair is None:
             return None
         left, right, constant = pair
@@ -114,13 +132,13 @@ def _amax_order(form: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch
     return order
 
 
-def _of_decoded(t: GemmParts) -> torch.Tensor | None:
-    factors = _decode_factors(t)
-    return None if factors is None or t.source.a.recipe.whole else factors[0] * factors[1]
+def _decode_factor_product(parts: GemmParts) -> torch.Tensor | None:
+    factors = _decode_factors(parts)
+    return None if factors is None or parts.source.a.recipe.whole else factors[0] * factors[1]
 
 
-def _of_encode(t: GemmParts) -> torch.Tensor | None:
-    a, b = t.source.a, t.source.b
+def _encode_scale_product(parts: GemmParts) -> torch.Tensor | None:
+    a, b = parts.source.a, parts.source.b
     if "enc" not in a.recipe.element_scale or "enc" not in b.recipe.element_scale or a.recipe.whole:
         return None
     if a.tensor_scale is None and a.recipe.statistics != "float32":
@@ -129,170 +147,182 @@ def _of_encode(t: GemmParts) -> torch.Tensor | None:
 
 
 ORDERS: dict[str, Factor] = {
-    "(a*b)/d": _amax_order(lambda a, b, d: a * b / d),
-    "(b*a)*(1/d)": _amax_order(lambda a, b, d: a * b * divide(1.0, d)),
-    "(a/d)*b": _amax_order(lambda a, b, d: a / d * b),
-    "(b/d)*a": _amax_order(lambda a, b, d: b / d * a),
-    "(a*(1/d))*b": _amax_order(lambda a, b, d: a * divide(1.0, d) * b),
-    "(b*(1/d))*a": _amax_order(lambda a, b, d: b * divide(1.0, d) * a),
-    "a_dec*b_dec": _of_decoded,
-    "1/(a_enc*b_enc)": _of_encode,
-    "float64": _amax_order(lambda a, b, d: (a.double() * b.double() / d.double()).float()),
+    "(a*b)/d": _order_of_amaxes(lambda a, b, d: a * b / d),
+    "(b*a)*(1/d)": _order_of_amaxes(lambda a, b, d: a * b * divide(1.0, d)),
+    "(a/d)*b": _order_of_amaxes(lambda a, b, d: a / d * b),
+    "(b/d)*a": _order_of_amaxes(lambda a, b, d: b / d * a),
+    "(a*(1/d))*b": _order_of_amaxes(lambda a, b, d: a * divide(1.0, d) * b),
+    "(b*(1/d))*a": _order_of_amaxes(lambda a, b, d: b * divide(1.0, d) * a),
+    "a_dec*b_dec": _decode_factor_product,
+    "1/(a_enc*b_enc)": _encode_scale_product,
+    "float64": _order_of_amaxes(lambda a, b, d: (a.double() * b.double() / d.double()).float()),
 }
-"""Forms of α, a and b the amaxes, d the constant: each operation rounds to float32, but for the last."""
+"""Orders of operations of α from the amaxes a and b and the constant d. Operations round to float32, except float64."""
 
 
-def _twice(side: str) -> Factor:
-    def factor(t: GemmParts) -> torch.Tensor | None:
-        a, b = t.source.a, t.source.b
+def _amax_of_one_operand(side: str) -> Factor:
+    def factor_function(parts: GemmParts) -> torch.Tensor | None:
+        a, b = parts.source.a, parts.source.b
         if (
             a.recipe.granularity == "row"
             or b.recipe.granularity == "row"
             or a.recipe.max_product != b.recipe.max_product
         ):
             return None
-        one = a if side == "a" else b
-        return alpha(one, one)
+        operand = a if side == "a" else b
+        return alpha(operand, operand)
 
-    return factor
+    return factor_function
 
 
-def _alone(side: str) -> Factor:
-    def factor(t: GemmParts) -> torch.Tensor | None:
-        factors = _decode_factors(t)
+def _single_decode_factor(side: str) -> Factor:
+    def factor_function(parts: GemmParts) -> torch.Tensor | None:
+        factors = _decode_factors(parts)
         return None if factors is None else factors["ab".index(side)]
 
-    return factor
+    return factor_function
 
 
-def _after_cast(t: GemmParts, ends: Ends) -> list[Ends]:
-    return [] if t.promotes else [cast(way, t.dtype) for way in added(t, cast(ends, t.dtype), t.factor)]
-
-
-def _times_addends(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.promotes:
+def _alpha_after_cast(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.promotes:
         return []
-    return [cast(scaled(plus(plus(ends, t.c), t.bias), t.factor), t.dtype)]
+    candidates = add_addends(parts, cast_ends(ends, parts.dtype), parts.factor)
+    return [cast_ends(candidate, parts.dtype) for candidate in candidates]
+
+
+def _alpha_times_addends(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.promotes:
+        return []
+    return [cast_ends(scale_ends(add_to_ends(add_to_ends(ends, parts.c), parts.bias), parts.factor), parts.dtype)]
 
 
 # ---- the addends -----------------------------------------------------------------------------------------------------
 
 
-def _with(**changes: None) -> Finish:
-    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
-        if all(getattr(t, name) is None for name in changes):
+def _without_addends(**changes: None) -> Epilogue:
+    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
+        if all(getattr(parts, name) is None for name in changes):
             return []
-        return finish(replace(t, **changes), ends)  # type: ignore[arg-type]
+        return correct_epilogue(replace(parts, **changes), ends)  # type: ignore[arg-type]
 
-    return wrong
-
-
-def _rounded_c(dtype: torch.dtype) -> Finish:
-    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
-        return [] if t.c is None else finish(replace(t, c=t.c.to(dtype)), ends)
-
-    return wrong
+    return epilogue
 
 
-def _cast_before_c(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.c is None or t.promotes or t.dtype == torch.float32:
+def _c_rounded_to(dtype: torch.dtype) -> Epilogue:
+    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
+        return [] if parts.c is None else correct_epilogue(replace(parts, c=parts.c.to(dtype)), ends)
+
+    return epilogue
+
+
+def _cast_before_c(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.c is None or parts.promotes or parts.dtype == torch.float32:
         return []
-    y = cast(scaled(ends, t.factor), t.dtype)
-    return [cast(plus(plus(y, t.c), t.bias), t.dtype), cast(plus(cast(plus(y, t.bias), t.dtype), t.c), t.dtype)]
+    y = cast_ends(scale_ends(ends, parts.factor), parts.dtype)
+    bias_first = cast_ends(add_to_ends(y, parts.bias), parts.dtype)
+    candidates = [add_to_ends(add_to_ends(y, parts.c), parts.bias), add_to_ends(bias_first, parts.c)]
+    return [cast_ends(candidate, parts.dtype) for candidate in candidates]
 
 
-def _one_cast(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.c is None or not t.promotes:
+def _c_before_cast(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.c is None or not parts.promotes:
         return []
-    return [cast(plus(plus(ends, t.bias), t.c), t.dtype), cast(plus(plus(ends, t.c), t.bias), t.dtype)]
+    orders = ((parts.bias, parts.c), (parts.c, parts.bias))
+    return [cast_ends(add_to_ends(add_to_ends(ends, first), second), parts.dtype) for first, second in orders]
 
 
-def _bias_after_cast(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.bias is None:
+def _bias_after_cast(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.bias is None:
         return []
-    rest = finish(replace(t, bias=None), ends)
-    return [cast(plus(way, t.bias), t.dtype) for way in rest]
+    without_bias = correct_epilogue(replace(parts, bias=None), ends)
+    return [cast_ends(add_to_ends(candidate, parts.bias), parts.dtype) for candidate in without_bias]
 
 
-def _bias_before_c(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.bias is None or t.c is None or t.promotes:
+def _bias_before_c(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.bias is None or parts.c is None or parts.promotes:
         return []
-    return finish(replace(t, c=t.bias, bias=t.c), ends)
+    return correct_epilogue(replace(parts, c=parts.bias, bias=parts.c), ends)
 
 
-def _bias_by_rows(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.bias is None:
+def _bias_by_rows(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.bias is None:
         return []
-    source = t.source.bias
-    assert source is not None
-    rows = torch.arange(len(t.source.output), device=source.device) % len(source)
-    return finish(replace(t, bias=source[rows].unsqueeze(1)[t.rows]), ends)
+    bias = parts.source.bias
+    assert bias is not None
+    rows = torch.arange(len(parts.source.output), device=bias.device) % len(bias)
+    return correct_epilogue(replace(parts, bias=bias[rows].unsqueeze(1)[parts.rows]), ends)
 
 
-def _twice_c(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.c is None:
+def _c_twice(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.c is None:
         return []
-    return [cast(plus(way, t.c), t.dtype) for way in finish(t, ends)] + finish(replace(t, c=2 * t.c), ends)
+    added_again = [cast_ends(add_to_ends(once, parts.c), parts.dtype) for once in correct_epilogue(parts, ends)]
+    return added_again + correct_epilogue(replace(parts, c=2 * parts.c), ends)
 
 
-def _twice_bias(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.bias is None:
+def _bias_twice(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.bias is None:
         return []
-    return [cast(plus(way, t.bias), t.dtype) for way in finish(t, ends)] + finish(replace(t, bias=2 * t.bias), ends)
+    added_again = [cast_ends(add_to_ends(once, parts.bias), parts.dtype) for once in correct_epilogue(parts, ends)]
+    return added_again + correct_epilogue(replace(parts, bias=2 * parts.bias), ends)
 
 
-def _no_product(t: GemmParts, ends: Ends) -> list[Ends]:
-    nothing = torch.zeros_like(ends[0])
-    return finish(t, (nothing, nothing))
+def _no_product(parts: GemmParts, ends: Ends) -> list[Ends]:
+    zeros = torch.zeros_like(ends[0])
+    return correct_epilogue(parts, (zeros, zeros))
 
 
-def _transposed_c(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.source.c is None:
+def _transposed_c(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.source.c is None:
         return []
-    c = t.source.c
-    return finish(replace(t, c=c.T.reshape(c.shape)[t.rows][:, t.columns]), ends)
+    c = parts.source.c
+    return correct_epilogue(replace(parts, c=c.T.reshape(c.shape)[parts.rows][:, parts.columns]), ends)
 
 
 # ---- the cast --------------------------------------------------------------------------------------------------------
 
 
-def _wide(t: GemmParts, ends: Ends) -> list[Ends]:
-    """What the last cast is given."""
-    if t.promotes:
-        y = plus(ends, t.bias)
-        return [y if t.c is None else plus(cast(y, t.dtype), t.c)]
-    return added(t, ends, t.factor)
+def before_last_cast(parts: GemmParts, ends: Ends) -> list[Ends]:
+    """Ends of the outputs before the last cast, for each permitted epilogue."""
+    if parts.promotes:
+        y = add_to_ends(ends, parts.bias)
+        return [y if parts.c is None else add_to_ends(cast_ends(y, parts.dtype), parts.c)]
+    return add_addends(parts, ends, parts.factor)
 
 
-def _through(dtype: torch.dtype) -> Finish:
-    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
-        return [] if t.dtype == dtype else [cast(cast(way, dtype), t.dtype) for way in _wide(t, ends)]
-
-    return wrong
-
-
-def _product_first(dtype: torch.dtype) -> Finish:
-    def wrong(t: GemmParts, ends: Ends) -> list[Ends]:
-        if t.c is None or t.promotes or t.dtype == dtype:
+def _output_rounded_to(dtype: torch.dtype) -> Epilogue:
+    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
+        if parts.dtype == dtype:
             return []
-        return [cast(plus(plus(cast(scaled(ends, t.factor), dtype), t.c), t.bias), t.dtype)]
+        return [cast_ends(cast_ends(y, dtype), parts.dtype) for y in before_last_cast(parts, ends)]
 
-    return wrong
-
-
-def _limited(t: GemmParts, ends: Ends) -> list[Ends]:
-    most = torch.finfo(t.dtype).max
-    return [cast((low.clamp(-most, most), high.clamp(-most, most)), t.dtype) for low, high in _wide(t, ends)]
+    return epilogue
 
 
-def _truncated(t: GemmParts, ends: Ends) -> list[Ends]:
-    if t.dtype == torch.float32:
+def _product_rounded_to(dtype: torch.dtype) -> Epilogue:
+    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
+        if parts.c is None or parts.promotes or parts.dtype == dtype:
+            return []
+        product = cast_ends(scale_ends(ends, parts.factor), dtype)
+        return [cast_ends(add_to_ends(add_to_ends(product, parts.c), parts.bias), parts.dtype)]
+
+    return epilogue
+
+
+def _saturated(parts: GemmParts, ends: Ends) -> list[Ends]:
+    largest = torch.finfo(parts.dtype).max
+    clamped = [[end.clamp(-largest, largest) for end in y] for y in before_last_cast(parts, ends)]
+    return [cast_ends((low, high), parts.dtype) for low, high in clamped]
+
+
+def _truncated(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.dtype == torch.float32:
         return []
-    return [ordered(*(_toward_zero(end, t.dtype) for end in way)) for way in _wide(t, ends)]
+    return [ordered_ends(*(_toward_zero(end, parts.dtype) for end in y)) for y in before_last_cast(parts, ends)]
 
 
 def _toward_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The number of a narrower dtype that is next to `x`, float32, and not larger in magnitude."""
-    near = x.to(dtype)
-    bits = near.view(INTEGER[dtype])
-    return torch.where(near.float().abs() > x.abs(), (bits - 1).view(dtype), near).float()
+    """`x` (float32) truncated to a narrower dtype, as float32."""
+    nearest = x.to(dtype)
+    bits = nearest.view(INTEGER_DTYPE[dtype])
+    return torch.where(nearest.float().abs() > x.abs(), (bits - 1).view(dtype), nearest).float()

@@ -1,4 +1,4 @@
-"""A product taken apart, so that one thing of it can be changed: operands, factor, addends, epilogue."""
+"""A GEMM split into its parts (operands, factor, addends, epilogue), so that a deviation can change a single part."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from narrowgauge.harness.checks import ordinal
 from narrowgauge.harness.operations.stages.outcome import Product
 from narrowgauge.reference.bounds.bounds import bounds
-from narrowgauge.reference.gemm.gemm import alpha, operand
-from narrowgauge.reference.gemm.operands import element_values, promotes, scale_values
+from narrowgauge.reference.gemm.gemm import alpha
+from narrowgauge.reference.gemm.operands import element_values, operand, promotes, scale_values
 from narrowgauge.reference.numbers.exact import fma
 from narrowgauge.reference.quantize.layout import rowwise_codes
 from narrowgauge.reference.quantize.scaling import over_elements
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import WHOLE, Recipe, find_recipe
-from narrowgauge.spec.summation import FLT_MAX, TINY, UNIT, Summation, summation
+from narrowgauge.spec.summation import FLT_MAX, SMALLEST_NORMAL, UNIT, Summation, summation
 
 Ends = tuple[torch.Tensor, torch.Tensor]
-"""The least and the greatest that each number can be: equal where it is known."""
+"""Smallest and largest possible value of each number. Both are equal if the number is known."""
 
 
 @dataclass
 class Sums:
-    """What an accumulator holds at the end, float32 (M, N), before α; of FP8 with scales of blocks y."""
+    """Bounds of the final accumulators before α, float32 (M, N). For FP8 with block scales: of the promoted sum y."""
 
     lower: torch.Tensor
     upper: torch.Tensor
     undetermined: torch.Tensor
-    """bool: may be infinite or NaN in some order."""
+    """bool: sums that can be infinite or NaN."""
 
     @property
     def ends(self) -> Ends:
@@ -41,59 +41,60 @@ class Sums:
 
 @dataclass(frozen=True)
 class GemmParts:
-    """A product as its parts, each of which can be another one."""
+    """The parts of a GEMM. A deviation replaces single parts."""
 
     left: Quantized
     right: Quantized
     """Operands (M, K) and (N, K) without a tensor factor: codes along rows, low nibble first, a scale for each row."""
     factor: torch.Tensor
-    """α, float32, for (M, N) to broadcast."""
+    """α, float32, broadcast to (M, N)."""
     c: torch.Tensor | None
     bias: torch.Tensor | None
-    """(1, N); (M, 1) or (M, N) of a wrong one."""
+    """(1, N). A wrong bias can be (M, 1) or (M, N)."""
     output: torch.Tensor
-    """What the kernel gave, (M, N)."""
+    """Output of the kernel, (M, N)."""
     wrong: torch.Tensor
-    """bool (M, N)."""
+    """bool mask of the wrong outputs, (M, N)."""
     rows: torch.Tensor
     columns: torch.Tensor
-    """Their numbers in the product, int64 (M,) and (N,)."""
+    """Row and column numbers in the whole product, int64 (M,) and (N,)."""
     order: Summation
-    """What the kernel declares of its sums."""
+    """Order of summation that the kernel declares."""
     source: Product
     """The whole product."""
-    all: Sequence[GemmParts] = field(default=(), repr=False)
-    """Those of every section, in order; of which this is the `number`-th."""
+    sections: Sequence[GemmParts] = field(default=(), repr=False)
+    """Parts of all sections of a grouped GEMM, in order."""
     number: int = 0
+    """Index of these parts in `sections`."""
 
     @property
     def promotes(self) -> bool:
-        """Whether scales of blocks are float32 numbers, so that y is what an accumulator holds."""
+        """Whether block scales are float32 numbers, so that the accumulator holds the promoted sum y."""
         return promotes(self.left.recipe)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the output."""
+        """Dtype of the output."""
         return self.output.dtype
 
     def sums(self) -> Sums:
-        """Where the accumulators can lie."""
+        """Bounds of the accumulators in the declared order."""
         limits = bounds(self.left, self.right, out_dtype=torch.float32, order=self.order)
         lower = torch.where(limits.exact, limits.expected, limits.lower)
         upper = torch.where(limits.exact, limits.expected, limits.upper)
         return Sums(lower, upper, limits.undetermined)
 
     def loose_sums(self) -> Sums:
-        """Ends that hold those of `sums` and are found sooner: S ± (K + 8)·2u·A, unless a tensor core is simulated.
+        """Wider bounds than `sums`, computed faster: S ± (K + 8)·2u·A. If a tensor core is simulated, `sums`.
 
-        8 for the factors of a term and the rounding of S in float64; 2^-126 a term for what underflows.
+        8 covers the factors of a term and the rounding of S in float64. 2^-126 for each term covers underflow.
         """
         if self.order.aligned:
             return self.sums()
-        left, right = (_numbers(q) for q in (self.left, self.right))
+        left, right = (_operand_values(q) for q in (self.left, self.right))
         total, size = left @ right.T, left.abs() @ right.abs().T
         columns = left.shape[1]
-        error = (columns + 8) * 2 * UNIT * size + columns * TINY
+        error = (columns + 8) * 2 * UNIT * size + columns * SMALLEST_NORMAL
         undetermined = ~(size * (1 + 2.0**-8) < FLT_MAX)
         lower, upper = (total - error).float(), (total + error).float()
         lower, upper = lower.masked_fill_(undetermined, -torch.inf), upper.masked_fill_(undetermined, torch.inf)
@@ -101,58 +102,60 @@ class GemmParts:
 
     @property
     def any_order(self) -> GemmParts:
-        """The same in any order, where that holds what the declared one can give."""
+        """The parts with any order of summation, if the bounds of any order contain those of the declared order."""
         return self if self.order.aligned else replace(self, order=replace(self.order, order=None))
 
-    def part(self, rows: torch.Tensor, columns: torch.Tensor) -> GemmParts:
-        """The product of some rows and columns, by number."""
-        factor = _cut(self.factor, rows, columns)
-        c, bias = (None if t is None else _cut(t, rows, columns) for t in (self.c, self.bias))
+    def select(self, rows: torch.Tensor, columns: torch.Tensor) -> GemmParts:
+        """The parts of a product with only these rows and columns, given by their numbers."""
+        factor = _select_broadcast(self.factor, rows, columns)
+        c, bias = (
+            None if addend is None else _select_broadcast(addend, rows, columns) for addend in (self.c, self.bias)
+        )
         return replace(
-            self, left=rows_of(self.left, rows), right=rows_of(self.right, columns), factor=factor, c=c, bias=bias,
-            output=self.output[rows][:, columns], wrong=self.wrong[rows][:, columns], rows=self.rows[rows],
+            self, left=select_rows(self.left, rows), right=select_rows(self.right, columns), factor=factor, c=c,
+            bias=bias, output=self.output[rows][:, columns], wrong=self.wrong[rows][:, columns], rows=self.rows[rows],
             columns=self.columns[columns],
         )  # fmt: skip
 
 
-Finish = Callable[[GemmParts, Ends], list[Ends]]
-"""An epilogue: from what the accumulators hold to what the outputs can be, in any of several ways that are right."""
+Epilogue = Callable[[GemmParts, Ends], list[Ends]]
+"""Function from bounds of the accumulators to bounds of the outputs, for each of several permitted epilogues."""
 
 
-def terms_of(products: Sequence[Product], wrong: torch.Tensor | None) -> list[GemmParts]:
-    """The terms of every product; `wrong`, bool, those of all, one below the other."""
-    found: list[GemmParts] = []
+def split_products(products: Sequence[Product], wrong: torch.Tensor | None) -> list[GemmParts]:
+    """Parts of each product. `wrong`: bool masks of the wrong outputs of all products, joined along rows."""
+    product_parts: list[GemmParts] = []
     start = 0
-    for number, one in enumerate(products):
-        rows = slice(start, start + one.output.shape[0])
+    for number, product in enumerate(products):
+        rows = slice(start, start + product.output.shape[0])
         start = rows.stop
-        here = torch.zeros_like(one.output, dtype=torch.bool) if wrong is None else wrong[rows]
-        bias = None if one.bias is None else one.bias.view(1, -1)
-        down, across = (torch.arange(extent, device=here.device) for extent in here.shape)
-        found.append(
+        mask = torch.zeros_like(product.output, dtype=torch.bool) if wrong is None else wrong[rows]
+        bias = None if product.bias is None else product.bias.view(1, -1)
+        row_numbers, column_numbers = (torch.arange(extent, device=mask.device) for extent in mask.shape)
+        left, right = without_tensor_factor(product.a), without_tensor_factor(product.b)
+        product_parts.append(
             GemmParts(
-                plain(one.a), plain(one.b), alpha(one.a, one.b), one.c, bias, one.output, here, down, across,
-                summation(one.order), one, found, number,
+                left, right, alpha(product.a, product.b), product.c, bias, product.output, mask, row_numbers,
+                column_numbers, summation(product.order), product, product_parts, number,
             )
         )  # fmt: skip
-    return found
+    return product_parts
 
 
-def plain(q: Quantized) -> Quantized:
-    """The operand without its tensor's factor: codes along rows, low nibble first, scales linear, one for each row."""
-    scales = scale_values(q).float() if q.recipe.scale is FP32 else None
+def without_tensor_factor(q: Quantized) -> Quantized:
+    """The operand without its tensor factor: codes along rows, low nibble first, linear scales for each row."""
     if q.recipe.whole:
         scales = torch.ones(1, 1, device=q.codes.device)
-    return Quantized(rowwise_codes(q), _linear(q) if scales is None else scales, None, _carrier(q.recipe), q.shape)
-
-
-def _linear(q: Quantized) -> torch.Tensor:
-    return q.scales.T.contiguous() if q.transposed else q.scales
+    elif q.recipe.scale is FP32:
+        scales = scale_values(q).float()
+    else:
+        scales = q.scales.T.contiguous() if q.transposed else q.scales
+    return Quantized(rowwise_codes(q), scales, None, _carrier_recipe(q.recipe), q.shape)
 
 
 @lru_cache(maxsize=64)
-def _carrier(recipe: Recipe) -> Recipe:
-    """A recipe of the same elements and scales, its blocks of one row, without a tensor's factor."""
+def _carrier_recipe(recipe: Recipe) -> Recipe:
+    """A recipe with the same elements and scales, blocks of a single row, and no tensor factor."""
     if recipe.whole:
         return replace(recipe, block=(WHOLE, WHOLE), packing="low-first")
     if recipe.alpha == "1":
@@ -160,90 +163,98 @@ def _carrier(recipe: Recipe) -> Recipe:
     return replace(find_recipe("nvfp4@qwix"), block=(1, recipe.block[1]), packing="low-first")
 
 
-def rows_of(q: Quantized, rows: torch.Tensor) -> Quantized:
-    """Some rows of a `plain` operand, by number."""
+def select_rows(q: Quantized, rows: torch.Tensor) -> Quantized:
+    """These rows of an operand `without_tensor_factor`, given by their numbers."""
     scales = q.scales if q.recipe.whole else q.scales[rows]
     return replace(q, codes=q.codes[rows], scales=scales, shape=(len(rows), q.shape[1]))
 
 
-def _cut(t: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    some = t[rows] if t.shape[0] > 1 else t
-    return some[:, columns] if t.shape[1] > 1 else some
+def _select_broadcast(numbers: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    selected = numbers[rows] if numbers.shape[0] > 1 else numbers
+    return selected[:, columns] if numbers.shape[1] > 1 else selected
 
 
-def _numbers(q: Quantized) -> torch.Tensor:
-    """code·scale of a `plain` operand, float64 (M, K)."""
+def _operand_values(q: Quantized) -> torch.Tensor:
+    """code·scale of an operand `without_tensor_factor`, float64 (M, K)."""
     if not promotes(q.recipe):
         return operand(q)
     return over_elements(element_values(q), scale_values(q), q.recipe, torch.mul).contiguous()
 
 
-def ordered(one: torch.Tensor, other: torch.Tensor) -> Ends:
-    """Two ends, the smaller first; NaN stays."""
-    return torch.minimum(one, other), torch.maximum(one, other)
+def ordered_ends(left: torch.Tensor, right: torch.Tensor) -> Ends:
+    """The ends in ascending order. NaN stays NaN."""
+    return torch.minimum(left, right), torch.maximum(left, right)
 
 
-def finish(t: GemmParts, ends: Ends) -> list[Ends]:
-    """The right epilogue: α·acc (+ c) (+ bias), the first addition fused or not, cast; or that of FP8 blocks."""
-    if t.promotes:
-        y = plus(ends, t.bias)
-        return [cast(plus(cast(y, t.dtype), t.c), t.dtype)]
-    return [cast(y, t.dtype) for y in added(t, ends, t.factor)]
+def correct_epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
+    """The correct epilogues: cast of α·acc (+ c) (+ bias), with a fused or separate first addition.
+
+    For FP8 with block scales: cast of y + bias, then c added and cast.
+    """
+    if parts.promotes:
+        y = add_to_ends(ends, parts.bias)
+        return [cast_ends(add_to_ends(cast_ends(y, parts.dtype), parts.c), parts.dtype)]
+    return [cast_ends(y, parts.dtype) for y in add_addends(parts, ends, parts.factor)]
 
 
-def added(t: GemmParts, ends: Ends, factor: torch.Tensor) -> list[Ends]:
-    """factor·acc (+ c) (+ bias) in float32: every step rounds, or the first addition is fused with the product."""
-    addends = [x for x in (t.c, t.bias) if x is not None]
-    ways = [scaled(ends, factor)]
+def add_addends(parts: GemmParts, ends: Ends, factor: torch.Tensor) -> list[Ends]:
+    """factor·acc (+ c) (+ bias) in float32. Every step rounds; the first addition may be fused with the product."""
+    addends = [x for x in (parts.c, parts.bias) if x is not None]
+    candidates = [scale_ends(ends, factor)]
     for number, addend in enumerate(addends):
-        fused = [_fused(ends, factor, addend)] if number == 0 else []
-        ways = [plus(way, addend) for way in ways] + fused
-    return ways
+        fused = [_fused_multiply_add(ends, factor, addend)] if number == 0 else []
+        candidates = [add_to_ends(candidate, addend) for candidate in candidates] + fused
+    return candidates
 
 
-def scaled(ends: Ends, factor: torch.Tensor) -> Ends:
-    """fl(factor·x): rounding is monotone, so that it maps ends."""
-    return ordered(ends[0] * factor, ends[1] * factor)
+def scale_ends(ends: Ends, factor: torch.Tensor) -> Ends:
+    """Ends of fl(factor·x). Rounding is monotone, so the ends of x give the ends of the result."""
+    return ordered_ends(ends[0] * factor, ends[1] * factor)
 
 
-def plus(ends: Ends, addend: torch.Tensor | None) -> Ends:
-    """fl(x + addend), x where there is none."""
+def add_to_ends(ends: Ends, addend: torch.Tensor | None) -> Ends:
+    """Ends of fl(x + addend), or of x without an addend."""
     return ends if addend is None else (ends[0] + addend.float(), ends[1] + addend.float())
 
 
-def cast(ends: Ends, dtype: torch.dtype) -> Ends:
-    """Rounded to a dtype, and float32 again: only `fits` looks at them."""
+def cast_ends(ends: Ends, dtype: torch.dtype) -> Ends:
+    """Ends rounded to a dtype, as float32."""
     return ends[0].to(dtype).float(), ends[1].to(dtype).float()
 
 
-def _fused(ends: Ends, factor: torch.Tensor, addend: torch.Tensor) -> Ends:
+def _fused_multiply_add(ends: Ends, factor: torch.Tensor, addend: torch.Tensor) -> Ends:
     shape = ends[0].shape
-    wide, more = (x.float().expand(shape).contiguous() for x in (factor, addend))
-    low, high = ordered(*(fma(end.contiguous(), wide, more) for end in ends))
+    wide_factor, wide_addend = (x.float().expand(shape).contiguous() for x in (factor, addend))
+    low, high = ordered_ends(*(fma(end.contiguous(), wide_factor, wide_addend) for end in ends))
     return low, high
 
 
-def fits(output: torch.Tensor, ways: Sequence[Ends], undetermined: torch.Tensor) -> torch.Tensor:
-    """bool, like `output`: whether it lies where one of the `ways` says; a zero's sign is free, as is NaN's payload."""
-    at = ordinal.of_floats(output.float())
-    found = undetermined & ~output.isfinite()
-    for low, high in ways:
+def fits(output: torch.Tensor, candidates: Sequence[Ends], undetermined: torch.Tensor) -> torch.Tensor:
+    """bool mask of the outputs between the ends of a candidate. The sign of zero and the payload of NaN are free."""
+    ordinals = ordinal.float_ordinals(output.float())
+    fitting = undetermined & ~output.isfinite()
+    for low, high in candidates:
         nan = low.isnan() | high.isnan()
-        inside = (at >= ordinal.of_floats(low)) & (at <= ordinal.of_floats(high)) & ~output.isnan() & ~nan
-        found = found | inside | (nan & output.isnan())
-    return found
+        inside = (
+            (ordinals >= ordinal.float_ordinals(low))
+            & (ordinals <= ordinal.float_ordinals(high))
+            & ~output.isnan()
+            & ~nan
+        )
+        fitting = fitting | inside | (nan & output.isnan())
+    return fitting
 
 
-def _same(terms: GemmParts) -> GemmParts:
-    return terms
+def _unchanged(parts: GemmParts) -> GemmParts:
+    return parts
 
 
 @dataclass(frozen=True)
 class GemmDeviation:
-    """A wrong product: other terms than the right ones, another epilogue, or both."""
+    """A single known mistake of a GEMM: changed parts, a changed epilogue, or both."""
 
     cause: str
     sentence: str
-    change: Callable[[GemmParts], GemmParts | None] = _same
-    """The terms that it multiplies; None where a product is such that the deviation means nothing."""
-    finish: Finish = finish
+    change: Callable[[GemmParts], GemmParts | None] = _unchanged
+    """Function to the changed parts. Its result is None if the deviation does not apply to the product."""
+    epilogue: Epilogue = correct_epilogue

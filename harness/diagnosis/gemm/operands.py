@@ -1,4 +1,4 @@
-"""Operands that a wrong GEMM multiplies in place of those that it was given: other scales, fewer columns, …"""
+"""Mistakes in the operands of a GEMM: wrong scales, missing columns, wrong decoding, parts of another section."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipe import mismatch
 
 Change = Callable[[Quantized], Quantized | None]
-_OTHER = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
+"""Function to a changed operand. Its result is None if the change does not apply to the operand."""
+_OTHER_FORMATS = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
 _TILES = (32, 64, 128)
 _BLOCKS_OF_A_STEP = (2, 4, 8)
 
 
 def changed_scales() -> Iterator[tuple[str, str, Change]]:
-    """Scales that are read in place of a matrix's own: a cause, its sentence with {} for the matrix, and the change."""
-    for step, words in ((1, "next"), (-1, "previous")):
-        for way, at_the_end in _STEPS.items():
+    """Wrong scales of a matrix: cause, sentence with {} for the matrix, and change."""
+    for step, phrase in ((1, "next"), (-1, "previous")):
+        for variant, suffix in _STEP_SUFFIXES.items():
             yield (
-                f"scale-of-{words}-block", f"blocks of {{}} take the scale of the {words} one{at_the_end}",
-                _step(step, way),
+                f"scale-of-{phrase}-block", f"blocks of {{}} take the scale of the {phrase} one{suffix}",
+                _neighbour_scales(step, variant),
             )  # fmt: skip
     yield "scales-ignored", "block scales of {} are taken to be 1", _without_scales
     yield "scale-of-first-block", "every block of {} takes the scale of the row's first one", _first_scale
@@ -42,93 +43,105 @@ def changed_scales() -> Iterator[tuple[str, str, Change]]:
 
 
 def changed_codes() -> Iterator[tuple[str, str, Change]]:
-    """The same of what codes and scales are taken for."""
+    """Wrong decoding of codes and scales: cause, sentence with {} for the matrix, and change."""
     yield "subnormal-codes-flushed", "subnormal codes of {} are taken to be 0", _flushed_codes
     yield "subnormal-scales-flushed", "subnormal scales of {} are taken to be 0", _flushed_scales
-    yield "decoded-as-other-format", "codes of {} are decoded as the other format of their size", _decoded
+    yield (
+        "decoded-as-other-format",
+        "codes of {} are decoded as the other format of their size",
+        _decoded_as_other_format,
+    )
 
 
 def operand_deviations() -> Iterator[GemmDeviation]:
-    """What is done to a, to b, or to both."""
+    """Deviations of a, of b, or of both."""
     for cause, sentence, change in changed_scales():
-        yield from _each(cause, sentence, change)
+        yield from _deviations_for_operands(cause, sentence, change)
     yield GemmDeviation("scales-of-one-operand", "scales of a are used for b too", _scales_of_left)
     yield GemmDeviation("scales-of-one-operand", "scales of b are used for a too", _scales_of_right)
-    # Of either operand: the products are the same.
+    # Swapping the pairs of a or of b gives the same products.
     yield GemmDeviation(
-        "nibbles-swapped", "the two elements of a byte of one operand change places", _of(("left",), swapped)
+        "nibbles-swapped", "the two elements of a byte of one operand change places",
+        _change_operands(("left",), swap_code_pairs),
+    )  # fmt: skip
+    yield GemmDeviation(
+        "last-block-dropped", "the last block of K is left out", _change_both_operands(_without_last_block)
     )
-    yield GemmDeviation("last-block-dropped", "the last block of K is left out", _both(_without_last_block))
     for tile in _TILES:
         yield GemmDeviation(
             f"tail-of-k-dropped:{tile}", f"columns of K behind the last whole {tile} are left out",
-            _both(_without_tail(tile)),
+            _change_both_operands(_without_tail(tile)),
         )  # fmt: skip
-    yield GemmDeviation("last-element-dropped", "the last column of K is left out", _both(_without_last))
+    yield GemmDeviation(
+        "last-element-dropped", "the last column of K is left out", _change_both_operands(_without_last_column)
+    )
     for cause, sentence, change in changed_codes():
-        yield from _each(cause, sentence, change)
+        yield from _deviations_for_operands(cause, sentence, change)
 
 
 def section_deviations() -> Iterator[GemmDeviation]:
-    """What a section of a grouped GEMM takes from another one: where there are several."""
-    for name in ("next", "previous", "first"):
-        for what, take in _FROM.items():
+    """Sections of a grouped GEMM that take a part of another section."""
+    for position in ("next", "previous", "first"):
+        for part_name, take_part in _SECTION_PARTS.items():
             yield GemmDeviation(
-                "section-of-neighbour", f"every section takes {what} of the {name} one", _of_section(name, take)
-            )
+                "section-of-neighbour", f"every section takes {part_name} of the {position} one",
+                _take_from_section(position, take_part),
+            )  # fmt: skip
 
 
-def _each(cause: str, sentence: str, change: Change) -> Iterator[GemmDeviation]:
-    for operands, words in ((("left", "right"), "both operands"), (("left",), "a"), (("right",), "b")):
-        yield GemmDeviation(cause, sentence.format(words), _of(operands, change))
+def _deviations_for_operands(cause: str, sentence: str, change: Change) -> Iterator[GemmDeviation]:
+    for operands, phrase in ((("left", "right"), "both operands"), (("left",), "a"), (("right",), "b")):
+        yield GemmDeviation(cause, sentence.format(phrase), _change_operands(operands, change))
 
 
-def _of(operands: tuple[str, ...], change: Change) -> Callable[[GemmParts], GemmParts | None]:
-    def of(terms: GemmParts) -> GemmParts | None:
-        changed = {name: change(getattr(terms, name)) for name in operands}
+def _change_operands(operands: tuple[str, ...], change: Change) -> Callable[[GemmParts], GemmParts | None]:
+    def change_parts(parts: GemmParts) -> GemmParts | None:
+        changed = {name: change(getattr(parts, name)) for name in operands}
         if all(q is None for q in changed.values()):
             return None
-        found = replace(terms, **{name: q for name, q in changed.items() if q is not None})  # type: ignore[arg-type]
-        return None if mismatch(found.left.recipe, found.right.recipe) else found
+        applied = {name: q for name, q in changed.items() if q is not None}
+        changed_parts = replace(parts, **applied)  # type: ignore[arg-type]
+        return None if mismatch(changed_parts.left.recipe, changed_parts.right.recipe) else changed_parts
 
-    return of
+    return change_parts
 
 
-def _both(change: Change) -> Callable[[GemmParts], GemmParts | None]:
-    return _of(("left", "right"), change)
+def _change_both_operands(change: Change) -> Callable[[GemmParts], GemmParts | None]:
+    return _change_operands(("left", "right"), change)
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------
 
-_STEPS = {
+_STEP_SUFFIXES = {
     "within": ", the last its own", "around": ", the last that of the other end of the row",
     "memory": ", the last that of another row",
 }  # fmt: skip
 
 
-def _scaled(q: Quantized, scales: torch.Tensor) -> Quantized | None:
+def _with_scales(q: Quantized, scales: torch.Tensor) -> Quantized | None:
     return None if q.recipe.whole or scales.shape != q.scales.shape else replace(q, scales=scales.contiguous())
 
 
-def _step(step: int, way: str) -> Change:
+def _neighbour_scales(step: int, variant: str) -> Change:
     def change(q: Quantized) -> Quantized | None:
         blocks = q.scales.shape[1]
-        if way == "memory":
-            return _scaled(q, q.scales.flatten().roll(-step).view(q.scales.shape))
-        to = torch.arange(blocks, device=q.scales.device) + step
-        return _scaled(q, q.scales[:, to % blocks if way == "around" else to.clamp(0, blocks - 1)])
+        if variant == "memory":
+            return _with_scales(q, q.scales.flatten().roll(-step).view(q.scales.shape))
+        neighbours = torch.arange(blocks, device=q.scales.device) + step
+        neighbours = neighbours % blocks if variant == "around" else neighbours.clamp(0, blocks - 1)
+        return _with_scales(q, q.scales[:, neighbours])
 
     return change
 
 
 def _without_scales(q: Quantized) -> Quantized | None:
     fmt = q.recipe.scale
-    one = 1.0 if fmt is FP32 else float(encode(torch.ones(1, device=q.codes.device), fmt))
-    return _scaled(q, torch.full_like(q.scales, one))
+    scale_1 = 1.0 if fmt is FP32 else float(encode(torch.ones(1, device=q.codes.device), fmt))
+    return _with_scales(q, torch.full_like(q.scales, scale_1))
 
 
 def _first_scale(q: Quantized) -> Quantized | None:
-    return _scaled(q, q.scales[:, :1].expand_as(q.scales))
+    return _with_scales(q, q.scales[:, :1].expand_as(q.scales))
 
 
 def _first_scales(count: int) -> Change:
@@ -136,57 +149,57 @@ def _first_scales(count: int) -> Change:
         blocks = q.scales.shape[1]
         if blocks <= count:
             return None
-        return _scaled(q, q.scales[:, torch.arange(blocks, device=q.scales.device) % count])
+        return _with_scales(q, q.scales[:, torch.arange(blocks, device=q.scales.device) % count])
 
     return change
 
 
 def _transposed_scales(q: Quantized) -> Quantized | None:
-    return _scaled(q, q.scales.T.reshape(q.scales.shape))
+    return _with_scales(q, q.scales.T.reshape(q.scales.shape))
 
 
 def _read_swizzled(q: Quantized) -> Quantized | None:
     if q.scales.dtype != torch.uint8:
         return None
-    return _scaled(q, unswizzle(pad_scales(q.scales), (q.scales.shape[0], q.scales.shape[1])))
+    return _with_scales(q, unswizzle(pad_scales(q.scales), (q.scales.shape[0], q.scales.shape[1])))
 
 
 def _read_linear(q: Quantized) -> Quantized | None:
     if q.scales.dtype != torch.uint8:
         return None
-    return _scaled(q, swizzle(q.scales).flatten()[: q.scales.numel()].view(q.scales.shape))
+    return _with_scales(q, swizzle(q.scales).flatten()[: q.scales.numel()].view(q.scales.shape))
 
 
 def _flushed_scales(q: Quantized) -> Quantized | None:
     if q.recipe.scale is not E4M3:
         return None
-    return _scaled(q, torch.where(q.scales < 1 << E4M3.mantissa_bits, 0, q.scales))
+    return _with_scales(q, torch.where(q.scales < 1 << E4M3.mantissa_bits, 0, q.scales))
 
 
-def _rows(scales: torch.Tensor, rows: int) -> torch.Tensor:
+def _repeat_rows(scales: torch.Tensor, rows: int) -> torch.Tensor:
     return scales[torch.arange(rows, device=scales.device) % len(scales)] if len(scales) else scales
 
 
-def _scales_of_left(terms: GemmParts) -> GemmParts | None:
-    right = _scaled(terms.right, _rows(terms.left.scales, len(terms.right.scales)))
-    return None if right is None else replace(terms, right=right)
+def _scales_of_left(parts: GemmParts) -> GemmParts | None:
+    right = _with_scales(parts.right, _repeat_rows(parts.left.scales, len(parts.right.scales)))
+    return None if right is None else replace(parts, right=right)
 
 
-def _scales_of_right(terms: GemmParts) -> GemmParts | None:
-    left = _scaled(terms.left, _rows(terms.right.scales, len(terms.left.scales)))
-    return None if left is None else replace(terms, left=left)
+def _scales_of_right(parts: GemmParts) -> GemmParts | None:
+    left = _with_scales(parts.left, _repeat_rows(parts.right.scales, len(parts.left.scales)))
+    return None if left is None else replace(parts, left=left)
 
 
 # ---- codes -----------------------------------------------------------------------------------------------------------
 
 
-def swapped(q: Quantized) -> Quantized | None:
-    """With the two codes of every byte exchanged, where there are two."""
+def swap_code_pairs(q: Quantized) -> Quantized | None:
+    """The matrix with both codes of every byte exchanged. None if a byte has a single code."""
     return replace(q, codes=swap_nibbles(q.codes)) if q.recipe.element.bits == 4 else None
 
 
-def _zeroed(q: Quantized, first: int) -> Quantized:
-    """The columns of K from `first` on are 0."""
+def _zero_columns(q: Quantized, first: int) -> Quantized:
+    """The matrix with zeros in the columns of K from `first` on."""
     codes = q.codes.clone()
     if q.recipe.element.bits == 4:
         codes[:, -(-first // 2) :] = 0
@@ -199,80 +212,83 @@ def _zeroed(q: Quantized, first: int) -> Quantized:
 
 def _without_last_block(q: Quantized) -> Quantized | None:
     width = q.recipe.block[1]
-    return None if q.recipe.whole or q.shape[1] == 0 else _zeroed(q, (q.shape[1] - 1) // width * width)
+    return None if q.recipe.whole or q.shape[1] == 0 else _zero_columns(q, (q.shape[1] - 1) // width * width)
 
 
 def _without_tail(tile: int) -> Change:
-    return lambda q: _zeroed(q, q.shape[1] // tile * tile) if q.shape[1] % tile else None
+    return lambda q: _zero_columns(q, q.shape[1] // tile * tile) if q.shape[1] % tile else None
 
 
-def _without_last(q: Quantized) -> Quantized | None:
-    return _zeroed(q, q.shape[1] - 1) if q.shape[1] else None
+def _without_last_column(q: Quantized) -> Quantized | None:
+    return _zero_columns(q, q.shape[1] - 1) if q.shape[1] else None
 
 
 def _flushed_codes(q: Quantized) -> Quantized:
     fmt = q.recipe.element
-    if fmt.bits == 4:  # of E2M1 the codes 1 and 9 alone, in either nibble
+    if fmt.bits == 4:  # the subnormal codes of E2M1 are 1 and 9, in both nibbles of a byte
         low, high = q.codes & 0xF, q.codes & 0xF0
-        low, high = (torch.where(part & mask == one, 0, part) for part, mask, one in ((low, 7, 1), (high, 0x70, 0x10)))
+        low = torch.where(low & 0x7 == 0x1, 0, low)
+        high = torch.where(high & 0x70 == 0x10, 0, high)
         return replace(q, codes=low | high)
     subnormal = (q.codes & (fmt.sign_code - 1)) < 1 << fmt.mantissa_bits
     return replace(q, codes=torch.where(subnormal, 0, q.codes))
 
 
-def _decoded(q: Quantized) -> Quantized | None:
-    other: Format | None = _OTHER.get(q.recipe.element)
-    if other is None:
+def _decoded_as_other_format(q: Quantized) -> Quantized | None:
+    other_format: Format | None = _OTHER_FORMATS.get(q.recipe.element)
+    if other_format is None:
         return None
-    nan = other.max_code if other.nan_code is None else other.nan_code
-    return replace(q, recipe=replace(q.recipe, element=other, nan_code=nan))  # type: ignore[arg-type]
+    nan = other_format.max_code if other_format.nan_code is None else other_format.nan_code
+    return replace(q, recipe=replace(q.recipe, element=other_format, nan_code=nan))  # type: ignore[arg-type]
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
 
-_From = Callable[[GemmParts, GemmParts], GemmParts | None]
+TakePart = Callable[[GemmParts, GemmParts], GemmParts | None]
+"""Function from the parts of a section and of another section to the changed parts of the first section."""
 
 
-def _matrix(mine: GemmParts, other: GemmParts) -> GemmParts | None:
-    found = _factor(mine, other, side="b")
-    return None if found is None else replace(found, right=other.right)
+def _matrix(parts: GemmParts, other_section: GemmParts) -> GemmParts | None:
+    changed_parts = _factor(parts, other_section, side="b")
+    return None if changed_parts is None else replace(changed_parts, right=other_section.right)
 
 
-def _matrix_and_bias(mine: GemmParts, other: GemmParts) -> GemmParts | None:
-    found = _matrix(mine, other)
-    return None if found is None or mine.bias is None else replace(found, bias=other.bias)
+def _matrix_and_bias(parts: GemmParts, other_section: GemmParts) -> GemmParts | None:
+    changed_parts = _matrix(parts, other_section)
+    return None if changed_parts is None or parts.bias is None else replace(changed_parts, bias=other_section.bias)
 
 
-def _matrix_scales(mine: GemmParts, other: GemmParts) -> GemmParts | None:
-    right = _scaled(mine.right, other.right.scales)
-    return None if right is None else replace(mine, right=right)
+def _matrix_scales(parts: GemmParts, other_section: GemmParts) -> GemmParts | None:
+    right = _with_scales(parts.right, other_section.right.scales)
+    return None if right is None else replace(parts, right=right)
 
 
-def _factor(mine: GemmParts, other: GemmParts, side: str = "ab") -> GemmParts | None:
-    a, b = (getattr((other if name in side else mine).source, name) for name in "ab")
-    if "a" in side and a.recipe.granularity == "row":  # sections have other numbers of rows
+def _factor(parts: GemmParts, other_section: GemmParts, side: str = "ab") -> GemmParts | None:
+    a, b = (getattr((other_section if name in side else parts).source, name) for name in "ab")
+    if "a" in side and a.recipe.granularity == "row":  # sections have different numbers of rows
         return None
-    return replace(mine, factor=alpha(a, b))
+    return replace(parts, factor=alpha(a, b))
 
 
-_FROM: dict[str, _From] = {
+_SECTION_PARTS: dict[str, TakePart] = {
     "the matrix": _matrix,
     "the matrix and the bias": _matrix_and_bias,
-    "the codes and scales of b": lambda mine, other: replace(mine, right=other.right),
+    "the codes and scales of b": lambda parts, other_section: replace(parts, right=other_section.right),
     "the scales of b": _matrix_scales,
     "the factors of a and b": _factor,
-    "the factor of a": lambda mine, other: _factor(mine, other, side="a"),
-    "the factor of b": lambda mine, other: _factor(mine, other, side="b"),
-    "the bias": lambda mine, other: None if mine.bias is None else replace(mine, bias=other.bias),
+    "the factor of a": lambda parts, other_section: _factor(parts, other_section, side="a"),
+    "the factor of b": lambda parts, other_section: _factor(parts, other_section, side="b"),
+    "the bias": lambda parts, other_section: None if parts.bias is None else replace(parts, bias=other_section.bias),
 }
 
 
-def _of_section(which: str, take: _From) -> Callable[[GemmParts], GemmParts | None]:
-    def change(mine: GemmParts) -> GemmParts | None:
-        last = len(mine.all) - 1
-        number = {"next": min(mine.number + 1, last), "previous": max(mine.number - 1, 0), "first": 0}[which]
-        found = take(mine, mine.all[number])
-        # In the product for a weight's gradient sections have sums of other lengths.
-        return None if found is None or found.left.shape[1] != found.right.shape[1] else found
+def _take_from_section(position: str, take_part: TakePart) -> Callable[[GemmParts], GemmParts | None]:
+    def change_section(parts: GemmParts) -> GemmParts | None:
+        last = len(parts.sections) - 1
+        number = {"next": min(parts.number + 1, last), "previous": max(parts.number - 1, 0), "first": 0}[position]
+        changed_parts = take_part(parts, parts.sections[number])
+        if changed_parts is None or changed_parts.left.shape[1] != changed_parts.right.shape[1]:
+            return None  # in the GEMM of a weight gradient, sections have sums of different lengths
+        return changed_parts
 
-    return change
+    return change_section

@@ -1,1 +1,1 @@
-"""Patterns: the places and classes that all wrong elements of a stage share."""
+"""Patterns: places and classes that contain all wrong elements of a stage."""

@@ -1,4 +1,4 @@
-"""Signatures: what all wrong elements of a stage have in common."""
+"""Signatures: places and classes that contain all wrong elements of a stage."""
 
 from __future__ import annotations
 
@@ -6,72 +6,80 @@ from math import exp, lgamma, log
 
 import torch
 
-from narrowgauge.harness.checks.finding import spaced
+from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
-from narrowgauge.harness.diagnosis.patterns.classes import classes
+from narrowgauge.harness.diagnosis.patterns.element_classes import element_classes
 from narrowgauge.harness.diagnosis.patterns.places import Place, places
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
-MOST = 3
-WIDEST = 0.55
-"""Share of all elements that a signature holds at most: half, and what as many random signs may exceed it by."""
+MAX_SIGNATURES = 3
+LARGEST_SHARE = 0.55
+"""Largest share of all elements in a signature: half, and a margin for the share of negative random numbers."""
 CHANCE = 1e-6
-"""Probability that as many random elements all share it, below which a signature is no chance."""
+"""Significance level: a signature is reported if random elements have it with a smaller probability."""
 CHANCE_OF_AN_END = 1e-3
-"""The same of a last or first row, column or tile: they are few, and where kernels go wrong."""
+"""Significance level for the first or last row, column or tile: a matrix has few of these places, and kernels often
+fail in them."""
 
 
-def signatures(outcome: Outcome, wrong: StageResult) -> list[Explanation]:
-    """At most three places or classes that hold every wrong element, the smallest first.
+def signatures(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
+    """At most three places or classes that contain every wrong element, the smallest first.
 
-    One is told where it holds no more than about half of all elements and chance does not explain it. Of n elements of
-    which k have it, all of w drawn without replacement have it with probability C(k, w)/C(n, w) (hypergeometric), times
-    the number of places of its kind, since any of them would have been told (Bonferroni). What holds all of another of
-    its sort, and therefore says less, is left out.
+    A signature is reported if it contains at most about half of all elements and chance does not explain it. If k of n
+    elements are in it, w elements drawn without replacement are all in it with probability C(k, w)/C(n, w)
+    (hypergeometric). The probability is multiplied by the number of similar places, because each of them could have
+    been reported (Bonferroni). A place that contains a reported place is left out; the same for classes.
     """
-    mask = wrong.wrong
+    mask = wrong_stage.wrong_elements
     if mask is None or not bool(mask.any()):
         return []
     grid = mask.view(1, -1) if mask.dim() == 1 else mask
     count, total = int(grid.sum()), grid.numel()
-    told: list[tuple[int, str, str]] = []
-    kept: list[Place] = []
+    reported_signatures: list[tuple[int, str, str]] = []
+    reported_places: list[Place] = []
     for place in sorted(places(grid), key=lambda place: place.size):
-        likely = _likely(count, place.size, total, place.like_it)
-        sure = place.cause == "place:last-element" or likely < (CHANCE_OF_AN_END if place.end else CHANCE)
-        if sure and place.size <= WIDEST * total and not any(one.within(place) for one in kept):
-            kept.append(place)
-            told.append((place.size, place.cause, place.words))
-    masks: list[torch.Tensor] = []
-    for size, name, words, of_class in sorted(_held(outcome, wrong, mask), key=lambda one: one[0]):
-        if _likely(count, size, total) < CHANCE and not any(not bool((one & ~of_class).any()) for one in masks):
-            masks.append(of_class)
-            told.append((size, f"only:{name}", words))
+        probability = _chance_probability(count, place.size, total, place.similar_places)
+        level = CHANCE_OF_AN_END if place.is_end else CHANCE
+        significant = place.cause == "place:last-element" or probability < level
+        redundant = any(reported.within(place) for reported in reported_places)
+        if significant and place.size <= LARGEST_SHARE * total and not redundant:
+            reported_places.append(place)
+            reported_signatures.append((place.size, place.cause, place.phrase))
+    reported_masks: list[torch.Tensor] = []
+    classes = sorted(_covering_classes(outcome, wrong_stage, mask), key=lambda element_class: element_class[0])
+    for size, name, phrase, class_mask in classes:
+        redundant = any(not bool((reported & ~class_mask).any()) for reported in reported_masks)
+        if _chance_probability(count, size, total) < CHANCE and not redundant:
+            reported_masks.append(class_mask)
+            reported_signatures.append((size, f"only:{name}", phrase))
+    smallest = sorted(reported_signatures, key=lambda signature: signature[0])[:MAX_SIGNATURES]
     return [
-        Explanation(cause, _sentence(words, size, count, total), wrong.stage, exact=False)
-        for size, cause, words in sorted(told, key=lambda one: one[0])[:MOST]
+        Explanation(cause, _sentence(phrase, size, count, total), wrong_stage.stage, exact=False)
+        for size, cause, phrase in smallest
     ]
 
 
-def _held(outcome: Outcome, wrong: StageResult, mask: torch.Tensor) -> list[tuple[int, str, str, torch.Tensor]]:
-    """Classes of no more than their share of all elements that hold all wrong ones: size, name, words and mask."""
-    found = []
-    for name, words, of_class in classes(outcome, wrong):
-        size = int(of_class.sum())
-        if size <= WIDEST * mask.numel() and not bool((mask & ~of_class).any()):
-            found.append((size, name, words, of_class))
-    return found
+def _covering_classes(
+    outcome: Outcome, wrong_stage: StageResult, mask: torch.Tensor
+) -> list[tuple[int, str, str, torch.Tensor]]:
+    """Classes that contain all wrong elements, and at most LARGEST_SHARE of all: size, name, phrase and mask."""
+    covering = []
+    for name, phrase, class_mask in element_classes(outcome, wrong_stage):
+        size = int(class_mask.sum())
+        if size <= LARGEST_SHARE * mask.numel() and not bool((mask & ~class_mask).any()):
+            covering.append((size, name, phrase, class_mask))
+    return covering
 
 
-def _likely(wrong: int, size: int, total: int, like_it: int = 1) -> float:
-    """The probability that `wrong` random elements of `total` all lie in some place of `size`, of `like_it` such."""
+def _chance_probability(wrong: int, size: int, total: int, similar_places: int = 1) -> float:
+    """Probability that `wrong` random elements of `total` all lie in one of `similar_places` places of `size`."""
     if wrong > size:
         return 0.0
-    ways = [lgamma(n + 1) - lgamma(n - wrong + 1) for n in (size, total)]
-    return exp(min(0.0, ways[0] - ways[1] + log(like_it)))
+    log_counts = [lgamma(n + 1) - lgamma(n - wrong + 1) for n in (size, total)]
+    return exp(min(0.0, log_counts[0] - log_counts[1] + log(similar_places)))
 
 
-def _sentence(words: str, size: int, count: int, total: int) -> str:
-    wrong = f"{spaced(count)} of {spaced(count)} wrong element{'s' if count != 1 else ''}"
-    return f"only {words} ({wrong}; it holds {100 * size / total:.3g} % of all)"
+def _sentence(phrase: str, size: int, count: int, total: int) -> str:
+    elements = f"{format_count(count)} of {format_count(count)} wrong element{'s' if count != 1 else ''}"
+    return f"only {phrase} ({elements}; it holds {100 * size / total:.3g} % of all)"

@@ -1,1 +1,1 @@
-"""Known deviations of quantizers."""
+"""Diagnosis of quantizers."""

@@ -1,4 +1,4 @@
-"""Quantized matrices: known deviations of a quantizer, each run again."""
+"""Diagnosis of quantized matrices: known deviations of a quantizer, each replayed on the case's inputs."""
 
 from __future__ import annotations
 
@@ -6,146 +6,152 @@ from functools import cached_property
 
 import torch
 
+from narrowgauge.harness.checks.bit_equality import different_bits, equal_bits
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis.explanation import SEARCHES, Explanation, Tried
-from narrowgauge.harness.diagnosis.quantize.catalogue import catalogue
-from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Run, by_rows
-from narrowgauge.harness.diagnosis.quantize.evidence import OF_ROWS, STAGES, Evidence, different, evidence, same
+from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
+from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
+from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STAGES, KernelMatrix, kernel_matrix
+from narrowgauge.harness.diagnosis.search_history import SEARCHES, WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
-MOST = 5
-"""Explanations of one wrong stage."""
-WORK_OF_A_CASE = 1 << 30
-"""Elements times deviations that are looked at for one wrong stage: ten seconds on one core, of 256x1024 0.1."""
-WORK = 1 << 34
-"""The same of a backend."""
+MAX_EXPLANATIONS = 5
+"""Explanations of a wrong stage."""
 
 
-def quantizing_explanations(outcome: Outcome, wrong: StageResult, tried: Tried) -> list[Explanation]:
-    """The deviations of a quantizer that give the bytes of all matrices that the stage `wrong` is of.
+def explain_quantize(outcome: Outcome, wrong_stage: StageResult, history: SearchHistory) -> list[Explanation]:
+    """Deviations of a quantizer that give the bytes of all matrices with the stage `wrong_stage`.
 
-    Every stage of a matrix is compared, given the kernel's own stage before. Where nothing gives them all, what gives
-    the wrong stage alone is named, and that it does no more. The best come first, `MOST` at most: those that assume
-    least. Nothing, where the stage is none of a quantized matrix.
+    Every stage of a matrix is replayed on the kernel's result of the stage before. If no deviation gives the bytes of
+    all wrong stages, the explanations are of this stage alone, and their sentences name the other wrong stages. The
+    result has at most `MAX_EXPLANATIONS`, the most plausible first. It is empty if the stage is not a stage of a
+    quantized matrix.
     """
-    start, point, name = wrong.stage.rpartition(".")
+    start, point, name = wrong_stage.stage.rpartition(".")
     prefix = start + point
-    every_matrix = [evidence(judged) for judged in outcome.judged if judged.prefix == prefix]
-    matrices = [matrix for matrix in every_matrix if matrix.elements]
+    all_matrices = [kernel_matrix(judged) for judged in outcome.judged if judged.prefix == prefix]
+    matrices = [matrix for matrix in all_matrices if matrix.element_count]
     if name not in STAGES or not matrices:
         return []
-    known = {stage.stage for stage in outcome.stages if not stage.right}
-    search = _Search(matrices, [stage for stage in STAGES if prefix + stage in known], tried)
-    if name not in search.wrong:
+    failed = {stage.stage for stage in outcome.stages if not stage.passed}
+    search = _Search(matrices, [stage for stage in STAGES if prefix + stage in failed], history)
+    if name not in search.wrong_stages:
         return []
-    every = search.explain(search.wrong)
-    if every or len(search.wrong) == 1:
-        return [_explanation(deviation, wrong.stage, "") for deviation in every]
-    others = " and ".join(stage for stage in search.wrong if stage != name)
-    words = f"; {others} must have another reason"
-    return [_explanation(deviation, wrong.stage, words) for deviation in search.explain([name])]
+    deviations = search.explain(search.wrong_stages)
+    if deviations or len(search.wrong_stages) == 1:
+        return [_explanation(deviation, wrong_stage.stage, "") for deviation in deviations]
+    unexplained = " and ".join(stage for stage in search.wrong_stages if stage != name)
+    suffix = f"; {unexplained} must have another reason"
+    return [_explanation(deviation, wrong_stage.stage, suffix) for deviation in search.explain([name])]
 
 
-def _explanation(deviation: QuantizeDeviation, stage: str, words: str) -> Explanation:
-    return Explanation(deviation.cause, deviation.sentence + words, stage, deviation.exact)
+def _explanation(deviation: QuantizeDeviation, stage: str, suffix: str) -> Explanation:
+    return Explanation(deviation.cause, deviation.sentence + suffix, stage, deviation.exact)
 
 
 class _Search:
-    """Deviations of some matrices of one recipe, tried one after the other."""
+    """Search for the deviations that give the bytes of matrices with the same recipe."""
 
-    def __init__(self, matrices: list[Evidence], wrong: list[str], memory: Tried) -> None:
-        self.matrices, self.memory = matrices, memory
+    def __init__(self, matrices: list[KernelMatrix], failed_stages: list[str], history: SearchHistory) -> None:
+        self.matrices, self.history = matrices, history
         self.recipe = matrices[0].subject.recipe
         self.work = 0
         self._masks: dict[str, list[torch.Tensor]] = {}
-        # What changes nothing would explain matrices in which nothing is wrong.
-        self.wrong = [stage for stage in wrong if any(bool(mask.any()) for mask in self._different(stage))]
+        # A failed stage can be right in these matrices. A deviation without effect would explain its bytes.
+        self.wrong_stages = [s for s in failed_stages if any(bool(mask.any()) for mask in self._wrong_masks(s))]
 
     def explain(self, stages: list[str]) -> list[QuantizeDeviation]:
-        """The deviations that give these stages, all others that they can change being right, or being no matter.
+        """Deviations that give the bytes of `stages`.
 
-        Those that gave something before are tried first, and alone once `SEARCHES` of this recipe's stage found
-        something; after as many that found nothing, nothing else is tried either.
+        If `stages` are all wrong stages, a deviation must also give the bytes of every other stage that it changes.
+        Recent causes are tried first. After `SEARCHES` searches of this recipe and stage with a result, only recent
+        causes are tried; the same after `SEARCHES` searches without a result.
         """
-        whole = stages == self.wrong
-        memory, key = self.memory, (str(self.recipe), stages[0] if whole else f"{stages[0]} alone")
-        found: list[tuple[int, QuantizeDeviation]] = []
-        tried = set()
-        every = list(enumerate(self.deviations))
-        for rank, deviation in every:
-            if deviation.cause in memory.recent:
-                tried.add(rank)
-                if self._explains(deviation, stages, whole=whole):
-                    found.append((rank, deviation))
-        exhausted = memory.searches[(*key, bool(found))] >= SEARCHES
+        all_stages = stages == self.wrong_stages
+        history, key = self.history, (str(self.recipe), stages[0] if all_stages else f"{stages[0]} alone")
+        matching: list[tuple[int, QuantizeDeviation]] = []
+        tried_ranks = set()
+        ranked = list(enumerate(self.deviations))
+        for rank, deviation in ranked:
+            if deviation.cause in history.recent_causes:
+                tried_ranks.add(rank)
+                if self._explains(deviation, stages, all_stages=all_stages):
+                    matching.append((rank, deviation))
+        exhausted = history.searches[(*key, bool(matching))] >= SEARCHES
         if not exhausted:
-            for rank, deviation in every:
-                if len({d.cause for _, d in found}) >= MOST:
+            for rank, deviation in ranked:
+                if len({match.cause for _, match in matching}) >= MAX_EXPLANATIONS:
                     break
-                if rank not in tried and self._explains(deviation, stages, whole=whole):
-                    found.append((rank, deviation))
-            memory.searches[(*key, bool(found))] += 1
+                if rank not in tried_ranks and self._explains(deviation, stages, all_stages=all_stages):
+                    matching.append((rank, deviation))
+            history.searches[(*key, bool(matching))] += 1
         best: dict[str, QuantizeDeviation] = {}
-        for _, deviation in sorted(found, key=lambda pair: (not pair[1].exact, pair[0])):
+        for _, deviation in sorted(matching, key=lambda match: (not match[1].exact, match[0])):
             best.setdefault(deviation.cause, deviation)
-        memory.found(list(best)[:MOST])
-        return list(best.values())[:MOST]
+        history.remember(list(best)[:MAX_EXPLANATIONS])
+        return list(best.values())[:MAX_EXPLANATIONS]
 
     @cached_property
     def deviations(self) -> list[QuantizeDeviation]:
-        """Every deviation of these matrices, the most plausible first."""
-        return catalogue(self.matrices, {stage: self._different(stage) for stage in self.wrong})
+        """All deviations that these matrices can show, the most plausible first."""
+        return list_deviations(self.matrices, {stage: self._wrong_masks(stage) for stage in self.wrong_stages})
 
-    def _different(self, stage: str) -> list[torch.Tensor]:
+    def _wrong_masks(self, stage: str) -> list[torch.Tensor]:
+        """For each matrix the mask of elements of the stage that differ from the reference."""
         if stage not in self._masks:
-            self._masks[stage] = [different(matrix.shown[stage], Run(matrix).stage(stage)) for matrix in self.matrices]
+            self._masks[stage] = [
+                different_bits(matrix.kernel_stages[stage], Replay(matrix).compute_stage(stage))
+                for matrix in self.matrices
+            ]
         return self._masks[stage]
 
     @cached_property
-    def _probe(self) -> tuple[str, Evidence] | None:
-        """The first stage `OF_ROWS` that is wrong, and a few rows of a matrix in which it is."""
-        for stage in OF_ROWS:
-            if stage not in self.wrong or (self.recipe.whole and stage == "scales"):
+    def _probe(self) -> tuple[str, KernelMatrix] | None:
+        """The first wrong stage in `ROW_STAGES`, and a tile of a matrix in which it is wrong."""
+        for stage in ROW_STAGES:
+            if stage not in self.wrong_stages or (self.recipe.whole and stage == "scales"):
                 continue
-            for matrix, mask in zip(self.matrices, self._different(stage), strict=True):
+            for matrix, mask in zip(self.matrices, self._wrong_masks(stage), strict=True):
                 rows = mask.any(1).nonzero()
                 if len(rows):
-                    return stage, matrix.of(matrix.rows(stage, int(rows[0])))
+                    return stage, matrix.select_rows(matrix.tile_rows(stage, int(rows[0])))
         return None
 
-    def _explains(self, deviation: QuantizeDeviation, stages: list[str], *, whole: bool) -> bool:
-        """Whether all matrices have its bytes: in `stages`, and where it is for the `whole`, in all that it changes."""
-        can = deviation.stages | deviation.lenient
-        if not set(stages) <= can:
+    def _explains(self, deviation: QuantizeDeviation, stages: list[str], *, all_stages: bool) -> bool:
+        """Whether the deviation gives the kernel's bytes in `stages`; with `all_stages`, in every stage it changes."""
+        if not set(stages) <= deviation.stages | deviation.optional_stages:
             return False
-        # Right codes of a kernel that has random bits of its own are right by their distribution alone.
-        unknown = "codes" if self.matrices[0].subject.own else ""
-        also = deviation.stages - {unknown} if whole else frozenset()
-        compared = [stage for stage in STAGES if stage in stages or stage in also]
+        # If the kernel makes its own random bits, its codes cannot equal the reference's codes byte for byte.
+        random_stages = {"codes"} if self.matrices[0].subject.own else set()
+        further = deviation.stages - random_stages if all_stages else frozenset()
+        compared = [stage for stage in STAGES if stage in stages or stage in further]
         try:
-            if self._probe is not None and by_rows(deviation, self._probe[1]):
-                stage, rows = self._probe
-                if stage in compared and not self._gives(deviation, rows, [stage]):
+            if self._probe is not None and can_replay_rows(deviation, self._probe[1]):
+                stage, tile = self._probe
+                if stage in compared and not self._matches(deviation, tile, [stage]):
                     return False
-            return all(self._gives_all(deviation, matrix, compared) for matrix in self.matrices)
-        except ValueError:  # a recipe that refuses an amax, or a dtype
+            return all(self._matches_in_slabs(deviation, matrix, compared) for matrix in self.matrices)
+        except ValueError:  # the changed recipe refuses this amax or dtype
             return False
 
-    def _gives_all(self, deviation: QuantizeDeviation, matrix: Evidence, stages: list[str]) -> bool:
-        """Whether a matrix has the deviation's bytes: first its few numbers, then all rows, some at a time."""
-        of_rows = [stage for stage in stages if stage in OF_ROWS]
-        others = [stage for stage in stages if stage not in OF_ROWS]
-        if not by_rows(deviation, matrix):
-            return self._gives(deviation, matrix, stages)
-        if others and not self._gives(deviation, matrix, others):
+    def _matches_in_slabs(self, deviation: QuantizeDeviation, matrix: KernelMatrix, stages: list[str]) -> bool:
+        """Whether the deviation gives the bytes of the matrix: first of stages without rows, then slab by slab."""
+        if not can_replay_rows(deviation, matrix):
+            return self._matches(deviation, matrix, stages)
+        row_stages = [stage for stage in stages if stage in ROW_STAGES]
+        tensor_stages = [stage for stage in stages if stage not in ROW_STAGES]
+        if tensor_stages and not self._matches(deviation, matrix, tensor_stages):
             return False
-        return not of_rows or all(self._gives(deviation, matrix.of(rows), of_rows) for rows in matrix.slabs())
+        slabs = (matrix.select_rows(rows) for rows in matrix.slabs())
+        return not row_stages or all(self._matches(deviation, slab, row_stages) for slab in slabs)
 
-    def _gives(self, deviation: QuantizeDeviation, matrix: Evidence, stages: list[str]) -> bool:
-        cost = max(1, matrix.elements)
-        if self.work + cost > WORK_OF_A_CASE or self.memory.work + cost > WORK:
+    def _matches(self, deviation: QuantizeDeviation, matrix: KernelMatrix, stages: list[str]) -> bool:
+        """Whether the deviation gives the bytes of `stages`. False if the work limits are reached."""
+        cost = max(1, matrix.element_count)
+        if self.work + cost > WORK_PER_CASE or self.history.work + cost > WORK_PER_BACKEND:
             return False
         self.work += cost
-        self.memory.work += cost
-        run = Run(matrix, deviation)
-        return all(same(run.stage(stage), matrix.shown[stage]) for stage in stages if stage in matrix.shown)
+        self.history.work += cost
+        replay = Replay(matrix, deviation)
+        shown = [stage for stage in stages if stage in matrix.kernel_stages]
+        return all(equal_bits(replay.compute_stage(stage), matrix.kernel_stages[stage]) for stage in shown)

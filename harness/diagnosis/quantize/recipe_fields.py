@@ -1,4 +1,4 @@
-"""Deviations that a recipe can say: another choice in one of its fields, or those of another library."""
+"""Deviations by a changed recipe: a different choice in a field of the recipe, or the choices of another library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AFTER_AMAX = frozenset({"tensor scale", "scales", "codes"})
 _SCALES = frozenset({"scales"})
 _CODES = frozenset({"codes"})
 _ALL = frozenset({"amax", "tensor scale", "scales", "codes"})
-# Field, its values, the stages that it changes, the cause and the sentence, in which {} is the value.
+# Field, its type, the stages that it changes, the cause and the sentence. {} is the value of the field.
 _FIELDS: tuple[tuple[str, Any, frozenset[str], str, str], ...] = (
     ("zero_scale", ZeroScale, _CODES, "zero-scale:{}", "elements: a block whose scale is 0 gets {}"),
     ("element_scale", Element, _CODES, "element-order:{}", "elements: scaled as {}"),
@@ -49,75 +49,78 @@ _FIELDS: tuple[tuple[str, Any, frozenset[str], str, str], ...] = (
     ("largest_scale", LargestScale, _SCALES, "largest-scale:{}", "scales: the largest is that of {}"),
     ("statistics", Statistics, _AFTER_AMAX, "statistics:{}", "amaxes are used in the dtype {}"),
 )
-# Names of a choice that say more than its field and value.
-_NAMED = {
+# Causes and sentences of choices that have a name of their own.
+_VALUE_CAUSES = {
     ("tensor_limit", "none"): ("tensor-scale-not-clamped", "the scale of the tensor is not limited"),
     ("rounding", "nearest-even-wrapping"): ("rounding:nearest-even-wrapping", "elements: what is too large wraps"),
     ("scale_rounding", "nearest-even"): ("scale-ties-even", "scales: ties round to even"),
     ("scale_rounding", "none"): ("exponent:none", "scales: not rounded to a power of two"),
     ("scale_rounding", "down"): ("exponent:down", "scales: rounded down to a power of two"),
 }
-_ELSEWHERE = ("stochastic", "nearest-toward-zero", "refuse")
-"""Roundings that others have, under a name of their own; and a limit that gives no scale."""
-_OF_QUANTIZING = tuple(each.name for each in fields(Recipe) if each.name not in ("dialect", "decode", "alpha"))
-_CLAMPED = ("x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/(s*(1/enc)))")
-_MEASURE = ("four-over-six-other-measure", "4over6: errors are {}, not {}")
+_SKIPPED_VALUES = ("stochastic", "nearest-toward-zero", "refuse")
+"""Values without a deviation here: roundings with deviations in other modules, and a limit that gives no scale."""
+_QUANTIZE_FIELDS = tuple(field.name for field in fields(Recipe) if field.name not in ("dialect", "decode", "alpha"))
+_UNCLAMPED_FACTOR = ("x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/(s*(1/enc)))")
+_ERROR_MEASURE = ("four-over-six-other-measure", "4over6: errors are {}, not {}")
 
 
 @lru_cache(maxsize=256)
-def chosen_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
-    """Every choice of another value in a field, where the recipe stays one; then other formats."""
-    return (*_fields(recipe), *_numbers(recipe))
+def field_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
+    """Every other value of a field, if the changed recipe is valid; then other numbers and formats."""
+    return (*_choice_deviations(recipe), *_number_deviations(recipe))
 
 
-def _fields(recipe: Recipe) -> Iterator[QuantizeDeviation]:
+def _choice_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     for field, values, stages, cause, sentence in _FIELDS:
         if recipe.scale is E8M0 and field in ("block_scale", "scale_rounding"):
-            continue  # `exponents` has them, together too
+            continue  # `e8m0_exponents` changes both fields, alone and together
         if recipe.tensor_scale in ("none", "given") and field in ("tensor_scale", "tensor_limit"):
-            continue  # nothing is made of an amax
+            continue  # the recipe computes no tensor scale from an amax
         for value in get_args(values):
-            if value in (getattr(recipe, field), *_ELSEWHERE) or (field, recipe.rounding) == ("rounding", "stochastic"):
+            if value in (getattr(recipe, field), *_SKIPPED_VALUES):
                 continue
-            named = _NAMED.get((field, value), (cause.format(value), sentence.format(value)))
+            if (field, recipe.rounding) == ("rounding", "stochastic"):
+                continue
+            cause_and_sentence = _VALUE_CAUSES.get((field, value), (cause.format(value), sentence.format(value)))
             if field == "candidates" and "6" not in (value, recipe.candidates):
-                named = _MEASURE[0], _MEASURE[1].format(*(w[-3:] for w in (value, recipe.candidates)))
-            for variant in _recipes(recipe, field, value):
-                if (recipe.element_scale, variant.element_scale) == _CLAMPED:  # the same order of operations
-                    named = (
+                measures = (value[-3:], recipe.candidates[-3:])
+                cause_and_sentence = _ERROR_MEASURE[0], _ERROR_MEASURE[1].format(*measures)
+            for variant in _variants(recipe, field, value):
+                if (recipe.element_scale, variant.element_scale) == _UNCLAMPED_FACTOR:  # equal except for a scale of 0
+                    cause_and_sentence = (
                         f"zero-scale:{variant.zero_scale}",
                         f"elements: a scale of 0 is taken for {variant.zero_scale}",
                     )
-                # FP8 may scale elements by the encode scale itself, or by the inverse that it stores.
-                later = _CODES if recipe.scale is FP32 and stages == _SCALES and not recipe.whole else frozenset()
-                changed = _AFTER_AMAX if field == "scale_rounding" and recipe.whole else stages
-                yield QuantizeDeviation(*named, changed, recipe=variant, lenient=later)
+                # FP8 kernels scale elements either by the encode scale or by the stored inverse of it.
+                optional = _CODES if recipe.scale is FP32 and stages == _SCALES and not recipe.whole else frozenset()
+                changed_stages = _AFTER_AMAX if field == "scale_rounding" and recipe.whole else stages
+                yield QuantizeDeviation(*cause_and_sentence, changed_stages, recipe=variant, optional_stages=optional)
 
 
-def _recipes(recipe: Recipe, field: str, value: str) -> list[Recipe]:
-    """The recipe with one choice made otherwise, and with what that choice needs: one of several, or none."""
+def _variants(recipe: Recipe, field: str, value: str) -> list[Recipe]:
+    """Valid recipes with this value of the field. Dependent fields are changed if the recipe is invalid without it."""
     with suppress(ValueError):
         return [replace(recipe, **{field: value})]  # type: ignore[arg-type]
-    found = []
+    variants = []
     if field == "element_scale":
-        for zeros in get_args(ZeroScale):
+        for zero_scale in get_args(ZeroScale):
             with suppress(ValueError):
-                found.append(replace(recipe, element_scale=value, zero_scale=zeros))  # type: ignore[arg-type]
-    if field == "tensor_scale":  # how it is used again is no matter of quantizing
+                variants.append(replace(recipe, element_scale=value, zero_scale=zero_scale))  # type: ignore[arg-type]
+    if field == "tensor_scale":  # quantizing does not depend on `decode` and `alpha`
         for decode, alpha in product(get_args(Decode), get_args(Alpha)):
             with suppress(ValueError):
                 return [replace(recipe, tensor_scale=value, decode=decode, alpha=alpha)]  # type: ignore[arg-type]
-    return found
+    return variants
 
 
-def _numbers(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Fields that hold numbers and formats."""
+def _number_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
+    """Other values of fields with numbers and formats."""
     if recipe.scale is E4M3 and recipe.tensor_scale != "none":
-        other = 256.0 if recipe.scale_max == 448.0 else 448.0
-        changed = replace(recipe, scale_max=other)
-        for stages in (_AFTER_AMAX, frozenset({"tensor scale"})):  # the errors of 4over6 have that number too
+        scale_max = 256.0 if recipe.scale_max == 448.0 else 448.0
+        changed = replace(recipe, scale_max=scale_max)
+        for stages in (_AFTER_AMAX, frozenset({"tensor scale"})):  # the errors of 4over6 depend on scale_max too
             yield QuantizeDeviation(
-                f"scale-max-{other:g}", f"the largest scale is mapped to {other:g}", stages, recipe=changed
+                f"scale-max-{scale_max:g}", f"the largest scale is mapped to {scale_max:g}", stages, recipe=changed
             )
     if recipe.smallest_amax:
         yield QuantizeDeviation(
@@ -128,9 +131,9 @@ def _numbers(recipe: Recipe) -> Iterator[QuantizeDeviation]:
         yield QuantizeDeviation(
             "epsilon-unwanted", "amaxes are raised to 1e-12", _AFTER_AMAX, recipe=replace(recipe, smallest_amax=1e-12)
         )
-    for one, other_format in ((E4M3, E5M2), (E2M3, E3M2)):
-        if recipe.element in (one, other_format):
-            element = other_format if recipe.element is one else one
+    for first_format, second_format in ((E4M3, E5M2), (E2M3, E3M2)):
+        if recipe.element in (first_format, second_format):
+            element = second_format if recipe.element is first_format else first_format
             code = element.max_code if element.nan_code is None else element.nan_code
             yield QuantizeDeviation(
                 f"element-format:{element.name}", f"elements: coded as {element.name}", _CODES,
@@ -144,19 +147,19 @@ def _numbers(recipe: Recipe) -> Iterator[QuantizeDeviation]:
 
 @lru_cache(maxsize=256)
 def dialect_deviations(recipe: Recipe) -> tuple[QuantizeDeviation, ...]:
-    """The recipe in every other dialect that it has."""
-    return tuple(_dialects(recipe))
+    """The recipe in each further dialect."""
+    return tuple(_dialect_deviations(recipe))
 
 
-def _dialects(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    known = DIALECTS if recipe.scale is E4M3 else MX_DIALECTS if recipe.scale is E8M0 else {}
-    for dialect in known:
+def _dialect_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
+    dialects = DIALECTS if recipe.scale is E4M3 else MX_DIALECTS if recipe.scale is E8M0 else {}
+    for dialect in dialects:
         if dialect == recipe.dialect:
             continue
         name = recipe.name if dialect == DEFAULT_DIALECT else f"{recipe.name}@{dialect}"
         with suppress(ValueError):
             changed = find_recipe(name)
-            if all(getattr(changed, name) == getattr(recipe, name) for name in _OF_QUANTIZING):
-                continue  # that one differs in what is done with a quantized matrix
-            words = f"the choices of dialect {dialect}, in place of {recipe.dialect}"
-            yield QuantizeDeviation(f"dialect:{dialect}", words, _ALL, recipe=changed)
+            if all(getattr(changed, field) == getattr(recipe, field) for field in _QUANTIZE_FIELDS):
+                continue  # the dialects differ only in operations on quantized matrices
+            sentence = f"the choices of dialect {dialect}, in place of {recipe.dialect}"
+            yield QuantizeDeviation(f"dialect:{dialect}", sentence, _ALL, recipe=changed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from narrowgauge.harness.cases.parameters import Layer
+from narrowgauge.harness.cases.modules import Layer
 from narrowgauge.harness.operations.modules.driver import Plan, Step
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError
-from narrowgauge.harness.backends.results import PARTS, dtype_name
-from narrowgauge.harness.backends.transfer import carried
-from narrowgauge.harness.cases.parameters import Layer
-from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, dtype_name
+from narrowgauge.harness.backends.transfer import to_device
+from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.harness.inputs.inputs import ModuleInputs
 from narrowgauge.harness.operations.stages.repeated import Tensors
 from narrowgauge.spec.autocast import autocast, checkpoint
 from narrowgauge.spec.training import TrainingRecipe
@@ -73,7 +73,7 @@ class Step:
 
     def at(self, home: torch.device) -> Step:
         """The same on a device."""
-        held = {name: carried(getattr(self, name), home) for name in ("parameters", "before", "seen", "early")}
+        held = {name: to_device(getattr(self, name), home) for name in ("parameters", "before", "seen", "early")}
         return Step(self.number, self.x.to(home), self.dy.to(home), **held)
 
     def report(self, name: str, value: Any) -> None:
@@ -90,7 +90,7 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _copied(part) for name, part in value.items()}
     if hasattr(value, "codes"):
-        parts = {part: _copied(getattr(value, part, None)) for part in PARTS}
+        parts = {part: _copied(getattr(value, part, None)) for part in QUANTIZED_PARTS}
         return parts | {"swizzled": getattr(value, "swizzled", False)}
     return value
 
@@ -115,7 +115,7 @@ def tensors_of(step: Step) -> Tensors:
     return found
 
 
-def given_of(inputs: Inputs) -> Tensors:
+def given_of(inputs: ModuleInputs) -> Tensors:
     """What a module is given, by name."""
     return {"x": inputs.x, **inputs.given}
 
@@ -126,8 +126,6 @@ def run(plan: Plan, given: Tensors, backend: Backend) -> list[Step]:
     `given`: what `given_of` gave, x and dy with a dimension for the steps in front.
     """
     x, dy = given["x"], given["dy"]
-    assert x is not None
-    assert dy is not None
     running = _Running(plan, backend, given, x.device)
     return [running.step(number, x[number], dy[number]) for number in range(plan.steps)]
 
@@ -169,7 +167,6 @@ class _Running:
         parameters = dict(self.module.named_parameters())
         for name, shape in shapes.items():
             value = given[name]
-            assert value is not None
             if plan.quantized_parameters and name in plan.weights:
                 self.masters[name] = value.detach().clone()
                 continue
@@ -186,9 +183,7 @@ class _Running:
         self.parameters = {name: parameters[name] for name in shapes if name not in self.masters}
         self._write()
         for name in plan.weights if plan.accumulate else ():
-            start = given[f"{name}.main_grad"]
-            assert start is not None
-            self._set_main_grad(name, start.detach().clone())
+            self._set_main_grad(name, given[f"{name}.main_grad"].detach().clone())
 
     def step(self, number: int, x: torch.Tensor, dy: torch.Tensor) -> Step:
         """Run a step, and where another may follow, move the parameters by their gradients."""

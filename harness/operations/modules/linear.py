@@ -10,8 +10,8 @@ import torch
 
 from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.backends.results import as_quantized
-from narrowgauge.harness.cases.parameters import Layer
-from narrowgauge.harness.checks.stage import StageResult, merged
+from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.harness.checks.stage import StageResult, merge_stages
 from narrowgauge.harness.operations.delayed import history_stage, scale_stage
 from narrowgauge.harness.operations.modules.driver import Plan, Step
 from narrowgauge.harness.operations.quantize import columnwise_subject
@@ -84,14 +84,14 @@ class Ground:
         """Judge a reported tensor of what stays in high precision, and give it; None where it was not reported.
 
         `expected` is None where what it is made of was not reported. `formula`, and what it is `given`: for those who
-        look for a wrong one (`harness.diagnosis.formulas`).
+        look for a wrong one (`harness.diagnosis.explain_formula`).
         """
         found = self.tensor(name, shape)
         if found is not None and expected is not None:
             self.outcome.stages.append(
                 bounded_stage(self.stage(name), found, expected, self.plan.dtype, figures=self.figures)
             )
-            if formula and self.outcome.formula is None and not self.outcome.stages[-1].right:
+            if formula and self.outcome.formula is None and not self.outcome.stages[-1].passed:
                 self.outcome.formula = Formula(formula, self.stage(name), given, found)
         elif expected is None:
             self.unseen[name] = None
@@ -157,20 +157,19 @@ class LinearStages:
         else:
             for name, found in (("history", history), ("scale", scale)):
                 if found is not None:
-                    ground.outcome.stages.append(self._moved(name, found, expected))
+                    ground.outcome.stages.append(self._update_stage(name, found, expected, self.state))
         return expected if history is None or scale is None else (history, scale)
 
-    def _moved(self, name: str, found: torch.Tensor, expected: State) -> StageResult:
-        assert self.state is not None
+    def _update_stage(self, name: str, found: torch.Tensor, expected: State, before: State) -> StageResult:
         right = expected[0] if name == "history" else expected[1]
-        for columns, rule in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
+        for columns, recipe in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
             if not torch.equal(found[..., columns], right[..., columns]):
                 history, scale = (tensor[..., columns] for tensor in self._given)
                 given = {"history": history, "scale": scale}
-                self._note_moved("update-scale", given, {name: found[..., columns]}, rule)
+                self._note_moved("update-scale", given, {name: found[..., columns]}, recipe)
         if name == "history":
-            return history_stage(self._stage(name), found, expected[0], self.state[0])
-        return scale_stage(self._stage(name), found, expected[1], self.state)
+            return history_stage(self._stage(name), found, expected[0], before[0])
+        return scale_stage(self._stage(name), found, expected[1], before)
 
     def _updated(self) -> State | None:
         """History and scales after the step, of the amaxes of the module's own operands; None where one is unknown."""
@@ -184,8 +183,8 @@ class LinearStages:
             amaxes = [q.amax.max() for q in halves if q.amax is not None]
             history[0, number] = torch.stack([history[0, number], *amaxes]).amax()
         self._given = history.clone(), scale.clone()
-        for columns, rule in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
-            rolled, updated = reference.update_scale(history[:, columns].contiguous(), scale[columns].clone(), rule)
+        for columns, recipe in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
+            rolled, updated = reference.update_scale(history[:, columns].contiguous(), scale[columns].clone(), recipe)
             history[:, columns], scale[columns] = rolled, updated
         return history, scale
 
@@ -208,26 +207,26 @@ class LinearStages:
         return [-(-size // alignment) * alignment for size in self.sizes]
 
     def _halves(
-        self, name: str, matrices: Matrices, rule: Recipe, column: int, *, columnwise: bool
+        self, name: str, matrices: Matrices, recipe: Recipe, column: int, *, columnwise: bool
     ) -> list[Quantized] | None:
         """One operand, quantized: as the module reported it, its stages judged, or the reference's own.
 
         None where it was not reported, and is not what every right module has.
         """
         ground, key = self.ground, self.layer.prefix + name
-        rule = rule if columnwise else rule.rowwise
-        own = ground.own and rule.rounding == "stochastic"
+        recipe = recipe if columnwise else recipe.rowwise
+        own = ground.own and recipe.rounding == "stochastic"
         random = None
-        if rule.rounding == "stochastic":
+        if recipe.rounding == "stochastic":
             random = (self.plan.seed + self._seed_offset, 2 * self.step.number + int(columnwise))
         unknown = bool(self._training.history) and self.state is None
-        oracles = None if matrices is None or unknown else self._oracles(matrices, rule, column, random, columnwise)
+        oracles = None if matrices is None or unknown else self._oracles(matrices, recipe, column, random, columnwise)
         found = ground.seen(key)
         if found is None:
-            free = ground.free and rule.transform is not None
+            free = ground.free and recipe.transform is not None
             self._operands[name] = None if free or own else oracles
             return self._operands[name]
-        kernels = self._reported(name, found, rule, column, columnwise=columnwise)
+        kernels = self._reported(name, found, recipe, column, columnwise=columnwise)
         if matrices is None or oracles is None:
             ground.unseen[key] = None
             self._operands[name] = kernels
@@ -236,10 +235,10 @@ class LinearStages:
         first = 0
         for matrix, kernel, oracle in zip(matrices, kernels, oracles, strict=True):
             if columnwise:
-                subject = columnwise_subject(matrix.T.contiguous(), rule, random, free=ground.free, own=own)
+                subject = columnwise_subject(matrix.T.contiguous(), recipe, random, free=ground.free, own=own)
                 subject = replace(subject, first=first)
             else:
-                subject = Subject(matrix, rule, random, first, own=own)
+                subject = Subject(matrix, recipe, random, first, own=own)
             first += oracle.scales.numel()
             stages, one = quantize_stages(subject, kernel, oracle, ground.stage(key) + ".")
             parts.append(stages)
@@ -252,7 +251,7 @@ class LinearStages:
 
     def _note_origin(self, name: str, found: Any, parts: list[list[StageResult]], kernels: list[Quantized]) -> None:
         """Where operands are wrong, whether they are those of the step before, or made of the other half."""
-        wrong = [stage for stages in parts for stage in stages if not stage.right]
+        wrong = [stage for stages in parts for stage in stages if not stage.passed]
         before = None if self.ground.before is None else self.ground.before.last(self.layer.prefix + name)
         if wrong and before is not None and _same(found, before):
             wrong[0].causes.append("operand-of-the-step-before")
@@ -266,19 +265,18 @@ class LinearStages:
         return self.plan.layers.index(self.layer)
 
     def _oracles(
-        self, matrices: Sequence[torch.Tensor], rule: Recipe, column: int, random: Any, columnwise: bool
+        self, matrices: Sequence[torch.Tensor], recipe: Recipe, column: int, random: Any, columnwise: bool
     ) -> list[Quantized]:
         sizes = torch.tensor([len(matrix) for matrix in matrices], device=matrices[0].device)
         scale = None
-        if rule.tensor_scale == "given":
-            assert self.state is not None
+        if recipe.tensor_scale == "given" and self.state is not None:
             scale = self.state[1][column].expand(len(matrices)).contiguous()
         grouped = reference.quantize_grouped(
-            torch.cat(list(matrices)), sizes, rule, columnwise=columnwise, scale=scale, random=random
+            torch.cat(list(matrices)), sizes, recipe, columnwise=columnwise, scale=scale, random=random
         )
         return grouped.sections()
 
-    def _reported(self, name: str, found: Any, rule: Recipe, column: int, *, columnwise: bool) -> list[Quantized]:
+    def _reported(self, name: str, found: Any, recipe: Recipe, column: int, *, columnwise: bool) -> list[Quantized]:
         """What was reported as the Quantized of each section. Raises BackendError where it is none."""
         device = self.step.x.device
         if column == WEIGHT:
@@ -289,12 +287,12 @@ class LinearStages:
         whole = found if isinstance(found, list) and self.layer.groups else [found]
         if len(whole) != len(shapes):
             raise BackendError(f"the module reported {name} of {len(whole)} sections; there are {len(shapes)}")
-        transposed = columnwise and rule.columnwise == "in-place"
+        transposed = columnwise and recipe.columnwise == "in-place"
         like = torch.empty(0, device=device)
         return [
             as_quantized(
-                one, like, rule, shape=shape[::-1] if columnwise else shape, transposed=transposed,
-                swizzled=isinstance(one, dict) and bool(one.get("swizzled")), door=f"the reported {name}",
+                one, like, recipe, shape=shape[::-1] if columnwise else shape, transposed=transposed,
+                swizzled=isinstance(one, dict) and bool(one.get("swizzled")), method=f"the reported {name}",
             )
             for one, shape in zip(whole, shapes, strict=True)
         ]  # fmt: skip
@@ -353,7 +351,7 @@ class LinearStages:
             out_dtype = torch.float32 if self.plan.accumulate else self.plan.dtype
             stage = self._product("dw", left, right, dw, self.ground.order(left, right), out_dtype, c=c)
             early = self.step.early.get(name)
-            if stage.right and early is not None and (c is None or not torch.equal(early, c)):
+            if stage.passed and early is not None and (c is None or not torch.equal(early, c)):
                 stage.mismatches, stage.sentence = dw.numel(), f"{name} has its gradient before backward_dw is called"
                 stage.causes.append("gradient-too-early")
             stages.append([stage])
@@ -371,7 +369,7 @@ class LinearStages:
             else:
                 expected, dtype, figures = column_sum(part), self.plan.dtype, self.ground.figures
                 stages.append([bounded_stage(self._stage("dbias"), dbias, expected, dtype, figures=figures)])
-                if not stages[-1][0].right:
+                if not stages[-1][0].passed:
                     self._note_moved("sum", {"dy": part}, {"dbias": dbias})
         self._add(stages)
 
@@ -391,19 +389,19 @@ class LinearStages:
 
     def _add(self, parts: list[list[StageResult]]) -> None:
         """Keep the stages of every section as one."""
-        self.ground.outcome.stages += merged(parts, "section") if len(parts) > 1 else parts[0]
+        self.ground.outcome.stages += merge_stages(parts, "section") if len(parts) > 1 else parts[0]
 
     def _note_moved(
         self,
         operation: str,
         given: dict[str, torch.Tensor],
-        found: dict[str, torch.Tensor | None],
-        rule: Recipe | None = None,
+        found: dict[str, torch.Tensor],
+        recipe: Recipe | None = None,
     ) -> None:
         """Keep what was given and found where this is the first that is wrong, for a diagnosis."""
         outcome = self.ground.outcome
-        if outcome.moved is None and all(stage.right for stage in outcome.stages):
-            outcome.moved = Moved(operation, given, found, rule, prefix=self._stage(""))
+        if outcome.moved is None and all(stage.passed for stage in outcome.stages):
+            outcome.moved = Moved(operation, given, found, recipe, prefix=self._stage(""))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -12,11 +12,10 @@ from functools import partial
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.parameters import layers_of
+from narrowgauge.harness.cases.modules import ModuleCase, TransformerLayerCase
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.inputs.inputs import Inputs
-from narrowgauge.harness.machine.timing import spending
+from narrowgauge.harness.inputs.inputs import ModuleInputs
+from narrowgauge.harness.machine.timing import count_seconds
 from narrowgauge.harness.operations.modules.accuracy import accuracy
 from narrowgauge.harness.operations.modules.driver import Plan, Step, given_of, run, tensors_of
 from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, State
@@ -30,18 +29,11 @@ from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.reference import modules as reference_modules
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 
-KINDS = {
-    "linear": "Linear",
-    "layernorm-linear": "LayerNormLinear",
-    "grouped-linear": "GroupedLinear",
-    "transformer-layer": "TransformerLayer",
-}
-"""The door of each operation."""
 TWICE = ("history", "scale")
 """What moves at the end of the forward and again at that of the backward."""
 
 
-def judge_module(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
+def judge_module(case: ModuleCase, inputs: ModuleInputs, backend: Backend) -> Outcome:
     """Run a module's steps, and judge each stage given the module's own result of the one before.
 
     What the module does not report is the reference's own, or, where right modules may differ in it, what follows is
@@ -65,18 +57,16 @@ def judge_module(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
 
     outputs, protection, seconds = repeated(backend, inputs.x.device, given_of(inputs), call)
     outcome = Outcome(protection, outputs, seconds=seconds)
-    for step, x, dy in zip(kept, inputs.x, inputs.given["dy"], strict=True):
-        step.x, step.dy = (
-            x,
-            dy,
-        )  # those that the backend was given lie between guard zones, and it may have written them
+    for step, x, dy in zip(kept, inputs.x, inputs.dy, strict=True):
+        # The backend's own copies lie between guard zones, and the backend may have written to them.
+        step.x, step.dy = x, dy
     judge = Judge(plan, backend, outcome)
     for step in kept:
         judge.step(step)
     judge.note_unseen()
     _pool_figures(outcome.stages)
     outcome.accuracy = accuracy(plan, kept[-1])
-    with spending("reference"):
+    with count_seconds("reference"):
         own_run = run(plan, given_of(inputs), Backend("reference", reference_modules))
     actual, expected = _ends(plan, kept), _ends(plan, own_run)
     if actual.numel() == expected.numel():  # no gradient is missing
@@ -84,23 +74,23 @@ def judge_module(case: Case, inputs: Inputs, backend: Backend) -> Outcome:
     return outcome
 
 
-def plan_of(case: Case, inputs: Inputs) -> Plan:
-    """What is run for a case."""
-    random = inputs.random.get("dy")
+def plan_of(case: ModuleCase, inputs: ModuleInputs) -> Plan:
+    """The plan of a case: the module, its options and its steps."""
+    bits = inputs.philox("dy")
     return Plan(
-        KINDS[case.operation],
-        case.training,
-        layers_of(case),
+        case.module,
+        case.training_recipe,
+        case.layers,
         TORCH_DTYPES[case.dtype],
-        bias="bias" in case.flags,
-        seed=random[0] if isinstance(random, tuple) else 0,
+        bias=case.bias,
+        seed=0 if bits is None else bits[0],
         steps=case.steps,
-        sections=case.sections if case.operation == "grouped-linear" else (),
-        heads=case.heads,
-        accumulate="accumulate" in case.flags,
-        quantized_parameters="quantized-parameters" in case.flags,
-        delay_wgrad="delayed-wgrad" in case.flags,
-        recompute="recompute" in case.flags,
+        sections=case.section_sizes,
+        heads=case.heads if isinstance(case, TransformerLayerCase) else 1,
+        accumulate=case.accumulate,
+        quantized_parameters=case.quantized_parameters,
+        delay_wgrad=case.delayed_wgrad,
+        recompute=case.recompute,
     )
 
 

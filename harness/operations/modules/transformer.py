@@ -20,7 +20,7 @@ from narrowgauge.reference.high_precision.bounded import Bounded
 
 Matrix = torch.Tensor | None
 _ARGUMENTS = {"gelu": ("x",), "residual": ("a", "b")}
-"""Of wrong formulas, by the names that `harness.diagnosis.formulas` has for them."""
+"""Of wrong formulas, by the names that `harness.diagnosis.explain_formula` has for them."""
 
 
 class TransformerStages:

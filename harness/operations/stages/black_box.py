@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.finding import Describe, finding, sentence
+from narrowgauge.harness.cases.quantize import QuantizeCase
+from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.checks.statistics.odds import Odds, odds_of
-from narrowgauge.harness.checks.statistics.rounding import Tally, calls_of
+from narrowgauge.harness.checks.statistics.rounding_choices import RoundingChoices, rounding_choices
+from narrowgauge.harness.checks.statistics.rounding_tests import RoundingCounts, required_calls
 from narrowgauge.spec.recipes import Recipe
 
 Draw = Callable[[int], torch.Tensor]
@@ -22,14 +22,14 @@ _AT_ONCE = 1 << 22
 """Roundings that are counted at once, to bound memory; but two calls at least."""
 
 
-def makes_own_bits(backend: Backend, rule: Recipe) -> bool:
-    """Whether the backend rounds by random bits that nobody else can know."""
-    return rule.rounding == "stochastic" and backend.declares.get("random") == "own"
+def makes_own_bits(backend: Backend, recipe: Recipe) -> bool:
+    """Whether the backend draws the random bits of stochastic rounding itself, so that the harness cannot know them."""
+    return recipe.rounding == "stochastic" and backend.declares.get("random") == "own"
 
 
-def refuse_words(case: Case, backend: Backend, rule: Recipe) -> None:
-    """Raises Unsupported where a case gives random words to a backend that makes its own."""
-    if case.words and makes_own_bits(backend, rule):
+def refuse_words(case: QuantizeCase, backend: Backend, recipe: Recipe) -> None:
+    """Raises Unsupported if a case gives random words to a backend that draws its own random bits."""
+    if case.random == "words" and makes_own_bits(backend, recipe):
         raise Unsupported(f"backend {backend.name} makes its own random bits; it takes no words")
 
 
@@ -65,21 +65,20 @@ def distribution_stage(
     left to `decide`: of these codes alone, or with `draw` of as many calls as the case needs. Findings are in the
     coordinates of the transpose where `transposed`.
     """
-    odds = odds_of(*scaled, recipe)
-    tally = Tally(odds, recipe, scaled[0].signbit())
+    choices = rounding_choices(*scaled, recipe)
+    counts = RoundingCounts(choices, recipe, scaled[0].signbit())
     result = StageResult(stage, "statistics", found.numel())
-    calls = 1 if draw is None else calls_of(odds)
+    calls = 1 if draw is None else required_calls(choices)
     for number, codes in _calls(found, draw, calls):
-        outside = odds.outside(codes, recipe)
+        outside = choices.outside(codes, recipe)
         if bool(outside.any()):
             which = int(outside.flatten(1).any(1).int().argmax())
-            _refuse(result, outside[which], odds, number + which, transposed, describe)
+            _refuse(result, outside[which], choices, number + which, transposed, describe)
             return result
-        tally.add(odds.up(codes, recipe))
-    if calls > 1:
-        assert draw is not None
-        tally.add_seed(odds.up(draw(OTHER_SEED), recipe))
-    result.chances, result.draws = tally.chances(), tally.draws
+        counts.add(choices.rounded_up(codes, recipe))
+    if calls > 1 and draw is not None:
+        counts.add_seed(choices.rounded_up(draw(OTHER_SEED), recipe))
+    result.tests, result.draws = counts.tests(), counts.draws
     return result
 
 
@@ -92,15 +91,20 @@ def _calls(found: torch.Tensor, draw: Draw | None, calls: int) -> Iterator[tuple
 
 
 def _refuse(
-    result: StageResult, outside: torch.Tensor, odds: Odds, call: int, transposed: bool, describe: Describe
+    result: StageResult,
+    outside: torch.Tensor,
+    choices: RoundingChoices,
+    call: int,
+    transposed: bool,
+    describe: Describe,
 ) -> None:
     """Say which codes no random bits give."""
     wrong = outside > 0
-    still = bool((odds.least == odds.greatest)[wrong].all())
+    still = bool((choices.least == choices.greatest)[wrong].all())
     wrong, distance = ((t.T.contiguous() if transposed else t) for t in (wrong, outside.masked_fill(outside == 0, -1)))
-    result.mismatches, result.max_ulp, result.wrong = int(wrong.sum()), int(distance.amax()), wrong
+    result.mismatches, result.max_ulp, result.wrong_elements = int(wrong.sum()), int(distance.amax()), wrong
     why = "these values never move" if still else "no random bits give them"
     when = f" (call {call})" if call else ""
     result.sentence = f"{sentence(wrong, distance, 'codes')}; {why}{when}"
     # Its elements show the codes of the first call.
-    result.finding = finding(result.stage, result.rule, result.sentence, wrong, distance, describe=describe)
+    result.finding = make_finding(result.stage, result.rule, result.sentence, wrong, distance, describe=describe)

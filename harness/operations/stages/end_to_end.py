@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from narrowgauge.harness.backends.results import PARTS
-from narrowgauge.harness.checks.bound import within
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS
+from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.spec.quantized import Quantized
@@ -38,7 +38,7 @@ def add_end_to_end(outcome: Outcome, own: Sequence[tuple[Quantized, Quantized]])
         outside = 0
         for one, (a, b) in zip(outcome.products, own, strict=True):
             limits = bounds(a, b, out_dtype=one.output.dtype, c=one.c, bias=one.bias, order=one.order)
-            outside += int((~within(one.output, limits)).sum())
+            outside += int((~within_bounds(one.output, limits)).sum())
             expected.append(limits.expected)
         outcome.expected = torch.cat(expected)
     output.figures["outside_share"] = outside / output.compared
@@ -46,7 +46,7 @@ def add_end_to_end(outcome: Outcome, own: Sequence[tuple[Quantized, Quantized]])
 
 def _same(kernel: Quantized, own: Quantized) -> bool:
     """Whether two operands multiply alike. A number that a kernel does not show is the one that its amax gives."""
-    pairs = ((getattr(kernel, part), getattr(own, part)) for part in PARTS)
+    pairs = ((getattr(kernel, part), getattr(own, part)) for part in QUANTIZED_PARTS)
     return all(
         one is other or one is None or other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         for one, other in pairs

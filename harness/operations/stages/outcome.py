@@ -1,4 +1,4 @@
-"""What judging one case gives, before it becomes a record."""
+"""The outcome of judging a case, before it becomes a record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from narrowgauge.spec.summation import Summation
 
 @dataclass
 class Product:
-    """A product as it was judged."""
+    """A judged product."""
 
     a: Quantized
     b: Quantized
@@ -28,58 +28,58 @@ class Product:
     """(M, N), in the output's dtype."""
     limits: Bounds
     order: Summation
-    """What the backend declares of its sums."""
+    """Declarations of the backend about its sums."""
     stage: str = "output"
-    """That it was judged as."""
+    """Name of the stage of the output."""
 
 
 @dataclass
 class Moved:
-    """What an operation was given that moves, rotates or updates numbers, and neither quantizes nor multiplies."""
+    """Arguments and results of an operation that moves, rotates or updates numbers."""
 
     operation: str
     given: dict[str, torch.Tensor]
-    found: dict[str, torch.Tensor | None]
-    """What the kernel gave."""
+    found: dict[str, torch.Tensor]
+    """Results of the kernel."""
     recipe: Recipe | None = None
     free: bool = False
-    """Whether the order in which a rotation adds is free."""
+    """Whether the order of the additions of a rotation is free."""
     prefix: str = ""
-    """What the names of its stages begin with: of a module's, the step and the layer."""
+    """Prefix of the names of the stages: step and layer in a module."""
 
 
 @dataclass
 class Formula:
-    """What stays in high precision in a module: the first tensor of it that is wrong."""
+    """The first wrong tensor of a module that is computed in high precision."""
 
     name: str
-    """Of the formula: norm, gelu, attention or residual."""
+    """Name of the formula: norm, gelu, attention or residual."""
     stage: str
     given: dict[str, Any]
-    """Its arguments, by name."""
+    """Arguments of the formula by name."""
     found: torch.Tensor
-    """What the kernel gave, (M, N)."""
+    """Result of the kernel, (M, N)."""
 
 
 @dataclass
 class Outcome:
-    """Stages in order, the backend's bytes, and its values beside the reference's."""
+    """Stages in order, the bytes of the backend, and values of the backend and of the reference."""
 
     stages: list[StageResult] = field(default_factory=list)
-    outputs: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     actual: torch.Tensor | None = None
     expected: torch.Tensor | None = None
     """Values of the kernel and of the reference, for the figures that are for information."""
     products: list[Product] = field(default_factory=list)
-    """Every product: one, or one a section; of a module those of all its stages."""
+    """All products: a gemm has one, a grouped gemm one per section, a module those of all its stages."""
     limits: Bounds | None = None
-    """Of a gemm: what was right for each output."""
+    """Bounds of the outputs of a gemm."""
     judged: list[Judged] = field(default_factory=list)
-    """Every quantized matrix: halves, sections, operands."""
+    """All quantized matrices: halves, sections, operands."""
     moved: Moved | None = None
     formula: Formula | None = None
     ends: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of a transform whose order of summation is free: the least and the greatest right output."""
+    """Least and greatest right output of a transform with a free order of summation."""
     accuracy: list[dict[str, Any]] = field(default_factory=list)
-    """Of a module: what quantizing cost (`harness.operations.modules.accuracy`), in no verdict."""
+    """Loss of accuracy of a module by quantizing (`harness.operations.modules.accuracy`); decides no verdict."""
     seconds: float | None = None

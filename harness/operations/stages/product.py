@@ -8,24 +8,25 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import TRUNCATING, Backend
-from narrowgauge.harness.backends.results import PARTS
-from narrowgauge.harness.checks.bound import bound
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS
 from narrowgauge.harness.checks.finding import float_view
+from narrowgauge.harness.checks.gemm_bound import check_bounds
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.inputs.inputs import ProductInputs
 from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
+from narrowgauge.harness.operations.stages.quantized import made_of
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import Summation
 
 Operands = Quantized | Sequence[Quantized]
-"""One side of a product, or that of every section of a grouped one."""
+"""An operand of a product, or the operands of all sections of a grouped product."""
 
 
 def order_of(backend: Backend, a: Operands, b: Operands) -> Summation:
-    """What the backend declares of the sums of a product: their order, their accumulator, subnormal numbers."""
+    """Declarations of the backend about the sums of a product: order, accumulator, subnormal numbers."""
     declared, order = backend.declares, backend.gemm_order(a, b)
     return Summation(
         None if order == TRUNCATING else order,
@@ -34,58 +35,51 @@ def order_of(backend: Backend, a: Operands, b: Operands) -> Summation:
     )
 
 
-def named(q: Quantized, name: str) -> Tensors:
-    """What of an operand is bytes, under its name."""
-    return {f"{name}.{part}": getattr(q, part) for part in PARTS}
+def named(q: Quantized, name: str) -> dict[str, torch.Tensor | None]:
+    """The tensors of an operand by name, such as `a.codes`; `made_of` is the inverse."""
+    return {f"{name}.{part}": getattr(q, part) for part in QUANTIZED_PARTS}
 
 
-def taken(q: Quantized, given: Tensors, name: str) -> Quantized:
-    """The operand `q`, made of the tensors that `named` gave."""
-    parts = {part: given[f"{name}.{part}"] for part in PARTS}
-    return Quantized(**parts, recipe=q.recipe, shape=q.shape, transposed=q.transposed)  # type: ignore[arg-type]
+def addends(given: Tensors) -> Tensors:
+    """c and bias, if they are among the arguments."""
+    return {name: given[name] for name in ("c", "bias") if name in given}
 
 
-def addends(given: Tensors) -> dict[str, torch.Tensor]:
-    """c and bias, those that there are."""
-    return {key: tensor for key in ("c", "bias") if (tensor := given[key]) is not None}
-
-
-def operands_given(a: Quantized, b: Quantized, inputs: Inputs) -> Tensors:
-    """What a product is given, by name."""
+def product_arguments(a: Quantized, b: Quantized, inputs: ProductInputs) -> dict[str, torch.Tensor | None]:
+    """The arguments of a product by name."""
     return {**named(a, "a"), **named(b, "b"), "c": inputs.c, "bias": inputs.bias}
 
 
 def judge_product(
-    outcome: Outcome, a: Quantized, b: Quantized, inputs: Inputs, backend: Backend, out_dtype: torch.dtype
+    outcome: Outcome, a: Quantized, b: Quantized, inputs: ProductInputs, backend: Backend, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Run and judge gemm of two operands; gives the output (M, N)."""
+    """Run and judge gemm of two operands, and return the output (M, N)."""
     shape = (a.shape[0], b.shape[0])
 
     orders: list[Summation] = []
 
     def call(given: Tensors) -> Tensors:
-        left, right = taken(a, given, "a"), taken(b, given, "b")
+        left, right = made_of(given, a, "a."), made_of(given, b, "b.")
         options = {"out_dtype": out_dtype, **addends(given)}
         output = backend.tensor("gemm", shape, out_dtype, left, right, **options)
-        if not orders:  # once, where they are already
+        if not orders:  # one call, with operands that are on the device of the backend
             orders.append(order_of(backend, left, right))
         return {"output": output}
 
-    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, operands_given(a, b, inputs), call)
+    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, product_arguments(a, b, inputs), call)
     add_protection(outcome, protection)
     (order,) = orders
     limits = bounds(a, b, out_dtype=out_dtype, c=inputs.c, bias=inputs.bias, order=order)
     output = outputs["output"]
-    assert output is not None
     add_output(outcome, output, limits)
     outcome.products.append(Product(a, b, inputs.c, inputs.bias, output, limits, order))
-    kept = {f"{name}.{part}": getattr(q, part) for name, q in (("a", a), ("b", b)) for part in ("codes", "scales")}
-    outcome.outputs = {**outcome.outputs, **kept, **outputs}
+    operands = {"a.codes": a.codes, "a.scales": a.scales, "b.codes": b.codes, "b.scales": b.scales}
+    outcome.outputs = {**outcome.outputs, **operands, **outputs}
     return output
 
 
 def add_protection(outcome: Outcome, protection: list[StageResult]) -> None:
-    """Keep the stages `memory` and `repeat` of a run: as one with those of the run before it."""
+    """Keep the stages `memory` and `repeat` of a run, joined with those of an earlier run."""
     known = {stage.stage: stage for stage in outcome.stages}
     for stage in protection:
         if stage.stage in known:
@@ -122,4 +116,4 @@ def output_stage(name: str, output: torch.Tensor, limits: Bounds, *, figures: bo
         found["rule"] = rule_at(limits, here)
         return found
 
-    return bound(name, output, limits, describe=describe, figures=figures)
+    return check_bounds(name, output, limits, describe=describe, figures=figures)

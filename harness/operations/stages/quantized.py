@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
@@ -9,10 +10,10 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.checks.boundary import Sources, boundary_codes, boundary_floats
 from narrowgauge.harness.checks.exact import exact_codes, exact_floats
-from narrowgauge.harness.checks.finding import bits, float_view, spaced
-from narrowgauge.harness.checks.interval import Interval, rotated_interval
+from narrowgauge.harness.checks.finding import bits, float_view, format_count
+from narrowgauge.harness.checks.rotation_interval import Interval, rotated_interval
+from narrowgauge.harness.checks.rounding_boundary import Sources, boundary_codes, boundary_floats
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import Draw, distribution_stage
@@ -92,10 +93,14 @@ class Subject:
         own, blocks = (self.x, self.blocks) if x is None else (x, None)
         return encode_elements(own, scales, encode, self.recipe, self.random, self.first, blocks)
 
+    @property
+    def group(self) -> int:
+        """Elements that are rotated together; 1 without a rotation."""
+        return self.recipe.transform.group if self.recipe.transform else 1
+
     def sources(self, *, rows: int = 1, columns: int = 1) -> Sources:
         """Which elements of a stage come from the same sums: at least a rotated group."""
-        group = self.recipe.transform.group if self.recipe.transform else 1
-        return Sources(self.matrix, rows, max(columns, group))
+        return Sources(self.matrix, rows, max(columns, self.group))
 
 
 @dataclass
@@ -160,10 +165,17 @@ def used_scale(encode: torch.Tensor | None, scales: torch.Tensor, kernel: Quanti
     A kernel of current scaling that stores another inverse, and shows no scale, is taken to have used what its inverse
     is the inverse of: one finding, not two.
     """
-    rule = kernel.recipe
-    if encode is None or not rule.whole or rule.tensor_scale == "given" or kernel.tensor_scale is not None:
+    recipe = kernel.recipe
+    if encode is None or not recipe.whole or recipe.tensor_scale == "given" or kernel.tensor_scale is not None:
         return encode
     return encode if _same(divide(1.0, encode), scales.view(1)) else divide(1.0, scales.view(1))
+
+
+def made_of(parts: Mapping[str, torch.Tensor], like: Quantized, prefix: str = "") -> Quantized:
+    """A Quantized that has these tensors, named with a prefix, and the recipe and the shape of `like`."""
+    codes, scales = parts[f"{prefix}codes"], parts[f"{prefix}scales"]
+    amax, tensor_scale = parts.get(f"{prefix}amax"), parts.get(f"{prefix}tensor_scale")
+    return Quantized(codes, scales, amax, like.recipe, like.shape, tensor_scale, transposed=like.transposed)
 
 
 def stored_along_rows(q: Quantized) -> torch.Tensor:
@@ -263,7 +275,7 @@ def _layout(stage: str, kernel: Quantized, expected: torch.Tensor) -> tuple[Stag
         kernel.scales.flatten().sort().values, wanted.flatten().sort().values
     ):
         result.mismatches = int((kernel.scales != wanted).sum())
-        of = f"{spaced(result.mismatches)} of {spaced(result.compared)} bytes"
+        of = f"{format_count(result.mismatches)} of {format_count(result.compared)} bytes"
         result.sentence = f"the scales are right, but {of} lie in another place"
         return result, expected
     result.mismatches, result.sentence = padding(kernel.scales, linear)
@@ -274,7 +286,7 @@ def padding(swizzled: torch.Tensor, linear: torch.Tensor) -> tuple[int, str]:
     """How many bytes of the padding are not 0, and the sentence that says so."""
     count = int((swizzled != reference.swizzle(linear)).sum())
     total = pad_scales(linear).numel() - linear.numel()
-    return count, f"{spaced(count)} of {spaced(total)} padding bytes are not 0" if count else ""
+    return count, f"{format_count(count)} of {format_count(total)} padding bytes are not 0" if count else ""
 
 
 def _swizzled(place: tuple[int, int], scales: torch.Tensor) -> dict[str, Any]:
@@ -372,7 +384,7 @@ def _codes(
         result = boundary_codes(
             stage, found, expected, (low, high), recipe.element, subject.sources(), noun="codes", describe=describe
         )
-    if result.right and columns % 2 and recipe.element.bits == 4:
+    if result.passed and columns % 2 and recipe.element.bits == 4:
         wrong = int((actual[:, -1] >> 4 != packed[:, -1] >> 4).sum())
         if wrong:
             result.mismatches = wrong

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
@@ -12,19 +12,27 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
 from narrowgauge.harness.backends.guard import POISON, Guard, unwritten
-from narrowgauge.harness.checks.finding import spaced
+from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.machine.gpu_lock import turn
+from narrowgauge.harness.machine.gpu_lock import lock_gpu
 
 RACE = "order-of-threads"
 """The cause where the variation alone changes bytes."""
 
 T = TypeVar("T")
-Tensors = dict[str, torch.Tensor | None]
+Tensors = dict[str, torch.Tensor]
+"""Arguments of a call, or its results, by name."""
+Arguments = Mapping[str, torch.Tensor | None]
+"""All arguments that an operation has, by name; None: not passed."""
+
+
+def present(arguments: Arguments) -> Tensors:
+    """The arguments that are passed."""
+    return {name: tensor for name, tensor in arguments.items() if tensor is not None}
 
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[T, float]:
-    """What `call` gives, and its seconds, the device waited for: a time is a time, a fault shows where it happened."""
+    """The result of `call`, and its seconds. Waits for the device, so that a fault shows in the call that caused it."""
     synchronize(device)
     start = time.perf_counter()
     result = call()
@@ -41,36 +49,34 @@ def synchronize(device: torch.device) -> None:
 def repeated(
     backend: Backend,
     home: torch.device,
-    inputs: Tensors,
+    inputs: Arguments,
     call: Callable[[Tensors], Tensors],
     drawn: Collection[str] = (),
 ) -> tuple[Tensors, list[StageResult], float]:
-    """Run `call` once per variation of the backend, on guarded copies of `inputs`, which are at `home`.
+    """Run `call` once per variation of the backend, on guarded copies of the `inputs` that are passed.
 
-    The copies are where the backend runs, and what it gives comes home.
+    The inputs are on the device `home`, the copies on the device of the backend; the results are copied to `home`.
+    Results named in `drawn` depend on random bits of the backend: every call may give other bytes, and the stage
+    `repeat` leaves these results out.
 
-    What it names in `drawn` is made of random bits that are its own: another call may give other bytes of it, all of
-    them right, and `repeat` is about the rest.
-
-    Gives the first run's outputs, the stages `memory` (guard zones intact, inputs unchanged) and `repeat` (the same
-    bytes every time, every element written), and the seconds of the fastest run. Where runs disagree, up to three more
-    find out whether that is by the poison, by the variation or by neither.
+    Returns the results of the first run, the stages `memory` (guard zones intact, inputs unchanged) and `repeat` (the
+    same bytes in every run, every element written), and the seconds of the fastest run. If two runs disagree, up to
+    three more runs tell whether the poison, the variation or neither changes the bytes.
     """
-    device = backend.device or home
+    device, passed = backend.device or home, present(inputs)
     variations = list(backend.variations(device).items())
 
     def laid(poison: int) -> Guard:
-        """A guard among this poison that has the inputs."""
+        """A guard that fills memory with this poison and holds the inputs."""
         guard = Guard(poison)
-        guard.lay({key: t for key, t in inputs.items() if t is not None})
+        guard.place_inputs(passed)
         return guard
 
     def run(number: int, guard: Guard) -> tuple[Tensors, float]:
         """One run of a variation."""
-        given = {**inputs, **guard.given(device)}
         with variations[number][1]() or nullcontext(), guard:
-            outputs, elapsed = timed(device, partial(call, given))
-        return guard.home(outputs, home), elapsed
+            outputs, elapsed = timed(device, partial(call, guard.inputs_on(device)))
+        return guard.copy_outputs(outputs, home), elapsed
 
     def again(number: int, poison: int) -> Tensors:
         return _without(run(number, laid(poison))[0], drawn)
@@ -80,9 +86,9 @@ def repeated(
     memory: list[str] = []
     seconds = float("inf")
     poisons = map(_poison, range(len(variations)))
-    # What a CPU does is done before the turn on a GPU begins.
+    # The CPU makes the copies before this process takes the lock of the GPU.
     guards = map(laid, poisons) if device.type == home.type else iter([laid(poison) for poison in poisons])
-    with turn(device.type):
+    with lock_gpu(device.type):
         for number, ((name, _), guard) in enumerate(zip(variations, guards, strict=True)):
             outputs, elapsed = run(number, guard)
             seconds = min(seconds, elapsed)
@@ -104,25 +110,25 @@ def _without(outputs: Tensors, drawn: Collection[str]) -> Tensors:
 
 
 def _poison(number: int) -> int:
-    """That of the `number`-th run."""
+    """Poison of the `number`-th run."""
     return POISON[number % len(POISON)]
 
 
 def _agree(runs: list[Tensors], names: list[str], again: Callable[[int, int], Tensors]) -> StageResult:
-    """The stage `repeat`. Where runs disagree, `again` runs a variation, by number, among a poison to find out why."""
-    result = StageResult("repeat", "repeat", compared=sum(t.numel() for t in runs[0].values() if t is not None))
+    """The stage `repeat`. If runs disagree, `again` runs a variation, by number, with a poison, to find the reason."""
+    result = StageResult("repeat", "repeat", compared=sum(t.numel() for t in runs[0].values()))
     for number, run in enumerate(runs[1:], 1):
-        for key, first in runs[0].items():
-            other = run[key]
+        for key in dict.fromkeys([*runs[0], *run]):
+            first, other = runs[0].get(key), run.get(key)
             if first is None or other is None:
                 different, missing = int((first is None) != (other is None)), 0
                 text = f"{key} is given in one of {names[0]} and {names[number]} only"
             else:
                 different = _different(first, other)
                 missing = unwritten(first, other, (_poison(0), _poison(number))) if different else 0
-                of = f"{spaced(first.numel())} elements of {key}"
-                text = f"{spaced(different)} of {of} differ between {names[0]} and {names[number]}"
-                text = f"{spaced(missing)} of {of} were never written" if missing else text
+                of = f"{format_count(first.numel())} elements of {key}"
+                text = f"{format_count(different)} of {of} differ between {names[0]} and {names[number]}"
+                text = f"{format_count(missing)} of {of} were never written" if missing else text
             result.mismatches += different
             if different and not result.sentence:
                 cause, why = ("never-written", "") if missing else _reason(runs[0], number, again)
@@ -133,9 +139,9 @@ def _agree(runs: list[Tensors], names: list[str], again: Callable[[int, int], Te
 
 
 def _reason(first: Tensors, number: int, again: Callable[[int, int], Tensors]) -> tuple[str, str]:
-    """Why the run of a variation is not the first one: its cause, and the end of the sentence that says so.
+    """Why the results of a variation differ from the first run: the cause, and the end of the sentence for people.
 
-    One thing is changed at a time: nothing, the poison, the variation.
+    Each new run changes one thing: nothing, the poison, the variation.
     """
     try:
         if not _equal(first, again(0, _poison(0))):
@@ -151,14 +157,7 @@ def _reason(first: Tensors, number: int, again: Callable[[int, int], Tensors]) -
 
 def _equal(one: Tensors, other: Tensors) -> bool:
     """Whether two runs gave the same bytes."""
-    for key, first in one.items():
-        second = other[key]
-        if first is None or second is None:
-            if first is not second:
-                return False
-        elif _different(first, second):
-            return False
-    return True
+    return one.keys() == other.keys() and not any(_different(one[key], other[key]) for key in one)
 
 
 def _different(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -172,7 +171,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _first_difference(a: torch.Tensor, b: torch.Tensor) -> str:
-    """The first element that differs, and what it is in either: `row 0, column 5: 0x1A and 0x00`."""
+    """The first element that differs, and its bits in both tensors: `row 0, column 5: 0x1A and 0x00`."""
     x, y = _bytes(a), _bytes(b)
     index = int((x != y).any(1).nonzero()[0])
     bits = ("0x" + bytes(row[index].tolist())[::-1].hex().upper() for row in (x, y))

@@ -1,1 +1,1 @@
-"""The page of a report: one HTML file that needs no network."""
+"""The page of a report: an HTML file without network access."""

@@ -1,27 +1,27 @@
-"""The data of the first-failure view of one record: what `failure.js` shows, in JSON."""
+"""Data of the first-failure view of a record, shown by `failure.js`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from narrowgauge.harness.report import text
-from narrowgauge.harness.report.view import explanation_lines, saved_lines
+from narrowgauge.harness.report.failure_view import explanation_lines, saved_lines
 
 LONGEST = 4000
-"""Characters of a message or a value: what is longer is cut."""
+"""Largest length of a message or a value in characters. Longer text is cut."""
 
 
 def failure(record: dict[str, Any], saved: list[str]) -> dict[str, Any]:
-    """Everything that is shown of a record that did not pass, but the line that runs it again.
+    """Data of a failed record on the page, without the command for its reproduction.
 
-    `saved`: lines on the saved inputs of its group, where it has none of its own.
+    `saved`: lines on the saved inputs of the record's group, shown if the record has no saved inputs.
     """
-    findings = sorted(record["findings"], key=lambda found: found.get("stage") != record["stage"])
+    findings = sorted(record["findings"], key=lambda finding: finding.get("stage") != record["stage"])
     return {
         "sentence": cut(text.sentence(record)),
         "known": cut(record["known"]),
         "baseline": cut(record["baseline"]),
-        "findings": [_finding(found) for found in findings],
+        "findings": [_finding(finding) for finding in findings],
         "budget": record["budget_histogram"],
         "sweep": [(f"1e-{n}", text.share(value)) for n, value in enumerate(record["sweep"], 1)],
         "explanations": [cut(line) for line in explanation_lines(record["explanations"])],
@@ -32,7 +32,7 @@ def failure(record: dict[str, Any], saved: list[str]) -> dict[str, Any]:
 
 
 def cut(value: str) -> str:
-    """Text of `LONGEST` characters at most."""
+    """Text with at most `LONGEST` characters."""
     return text.clipped(value, LONGEST)
 
 
@@ -60,21 +60,21 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
     return [(label, value) for label, value in figures if value]
 
 
-def _finding(found: dict[str, Any]) -> dict[str, Any]:
-    elements = found.get("elements") or []
+def _finding(finding: dict[str, Any]) -> dict[str, Any]:
+    elements = finding.get("elements") or []
     keys = list(dict.fromkeys(key for element in elements for key in element if key != "which"))
-    heat = found.get("heat") or {}
+    heat = finding.get("heat") or {}
     return {
-        "stage": found.get("stage", ""),
-        "rule": found.get("rule", ""),
-        "sentence": cut(found.get("sentence", "")),
+        "stage": finding.get("stage", ""),
+        "rule": finding.get("rule", ""),
+        "sentence": cut(finding.get("sentence", "")),
         "which": [element.get("which", "") for element in elements],
         "keys": keys,
         "elements": [[cut(_value(element.get(key))) for key in keys] for element in elements],
         "heat": {"rows": 1, "columns": 1, **heat} if any(heat.get("counts") or []) else None,
-        "modulo": found.get("modulo") or {},
-        "steps": found.get("steps") or [],
-        "census": found.get("census") or {},
+        "modulo": finding.get("modulo") or {},
+        "steps": finding.get("steps") or [],
+        "census": finding.get("census") or {},
     }
 
 

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs no network, for the person who has to fix the kernel."""
+"""The page: an HTML file without network access, for the engineer who fixes the kernel."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from narrowgauge.harness.records.record import succeeded
 from narrowgauge.harness.report import accuracy, text, times
+from narrowgauge.harness.report.failure_view import reproduction
 from narrowgauge.harness.report.groups import SHOWN, Group, group
 from narrowgauge.harness.report.page import template
 from narrowgauge.harness.report.page.failure import cut
-from narrowgauge.harness.report.page.island import arranged, island
-from narrowgauge.harness.report.view import reproduction
+from narrowgauge.harness.report.page.records_json import records_json, sorted_records
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("data.js", "draw.js", "failure.js", "table.js", "matrix.js", "times.js", "page.js")
-"""One module in this order."""
+"""Scripts, joined into one module in this order."""
 
 
 def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: float | None) -> str:
-    """The whole page. Everything that comes from a record or the environment is escaped."""
+    """The whole page. Text from records and the environment is escaped."""
     from markupsafe import Markup
 
-    rows = arranged(records)
+    rows = sorted_records(records)
     row = {id(record): n for n, record in enumerate(rows)}
     groups = group(records)
     return template.render(
@@ -33,7 +33,7 @@ def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: 
         aside=text.not_compared(records),
         environment=environment,
         script="\n".join(map(_read, _SCRIPTS)),
-        groups=[_group(one) | {"row": row[id(one.records[0])]} for one in groups[:SHOWN]],
+        groups=[_group(failure_group) | {"row": row[id(failure_group.records[0])]} for failure_group in groups[:SHOWN]],
         groups_left=groups[SHOWN:],
         counts=text.verdict_counts(records),
         accuracy=accuracy,
@@ -41,7 +41,7 @@ def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: 
         times=times,
         spent=times.rows(records, recipes=True),
         slowest=times.slowest(records),
-        records=Markup(island(rows, groups)),
+        records=Markup(records_json(rows, groups)),
     )
 
 
@@ -49,14 +49,14 @@ def _read(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
-def _group(one: Group) -> dict[str, Any]:
-    worst = one.records[0]
+def _group(failure_group: Group) -> dict[str, Any]:
+    worst = failure_group.records[0]
     return {
-        "verdict": one.verdict,
-        "title": one.title,
-        "cases": len(one.records),
-        "mismatches": one.mismatches,
+        "verdict": failure_group.verdict,
+        "title": failure_group.title,
+        "cases": len(failure_group.records),
+        "mismatches": failure_group.mismatches,
         "sentence": cut(text.sentence(worst)),
-        "explanation": cut(text.explanation(one.explanation)),
+        "explanation": cut(text.explanation(failure_group.explanation)),
         "reproduction": reproduction(worst),
     }

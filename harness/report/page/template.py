@@ -1,4 +1,4 @@
-"""What every page is made by: a template that extends base.html, everything in it escaped, one style and no network."""
+"""Rendering of all pages: a template that extends base.html, autoescaped, with one style and without network access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from narrowgauge.harness.report import text
 
 
 def policy(style: str, script: str = "") -> str:
-    """What stands in the page's meta element, whatever comes from a record into the page besides."""
+    """Content security policy of the page: only this style and this script are allowed, whatever a record contains."""
     allowed = f"default-src 'none'; style-src '{_digest(style)}'"
     return f"{allowed}; script-src '{_digest(script)}'" if script else allowed
 
@@ -24,9 +24,9 @@ _ASSETS = Path(__file__).parent / "assets"
 
 
 def render(template: Path, *, name: str, verdict: str, sentence: str, script: str = "", **values: Any) -> str:
-    """A page of this name, whose banner is a verdict and a sentence; `values` are what the template shows.
+    """Render a page titled `name` with a banner of verdict and sentence; `values` are passed to the template.
 
-    `environment`, by label, and `aside` stand below the banner where they are given. Nothing is run but `script`.
+    `environment` (by label) and `aside` are shown below the banner if they are given. Only `script` is executed.
     """
     import jinja2
     from markupsafe import Markup
@@ -42,4 +42,4 @@ def render(template: Path, *, name: str, verdict: str, sentence: str, script: st
         name=name, verdict=verdict, sentence=sentence, policy=policy(css, script), css=Markup(css), js=Markup(script),
         **shown,
     )  # fmt: skip
-    return html.encode(errors="replace").decode()  # a message may hold half a surrogate pair
+    return html.encode(errors="replace").decode()  # a message may contain lone surrogates

@@ -1,1 +1,1 @@
-"""How fast: every figure a ratio to a ceiling that was measured beside it, in the same rounds of the same run."""
+"""Bench: times of kernels, each as a ratio to a ceiling measured in the same rounds of the same run."""

@@ -1,4 +1,5 @@
-"""Seconds a call: several things in turn, round after round, so that what disturbs one disturbs its ceiling too."""
+"""Interleaved timing: all calls in turn, round after round, so that a disturbance affects a call and its ceiling
+alike."""
 
 from __future__ import annotations
 
@@ -17,29 +18,29 @@ from narrowgauge.harness.operations.stages.repeated import synchronize, timed
 ROUNDS = 9
 QUICK_ROUNDS = 3
 FEWEST = 3
-"""Rounds of what takes longer than it may."""
-_QUEUED = 100
-"""Calls that one round queues on a GPU, at most. Its two events take some microseconds, which they share."""
+"""Smallest number of rounds, for calls that exceed the time limit."""
+_MAX_QUEUED = 100
+"""Largest number of calls queued in a round on a GPU. They share the microseconds of the round's two events."""
 _ROUND = 2e-3
-"""Seconds that one round of short calls takes on a GPU, about."""
+"""Approximate seconds of a round of short calls on a GPU."""
 _CLOCK = 2.0e9
-"""Cycles a second of `torch.cuda._sleep`, at least: an H200 has 1.98e9."""
+"""Assumed cycles per second of `torch.cuda._sleep`: an H200 has 1.98e9."""
 _LONGEST_SLEEP = 20e-3
 
 _L2S, _COLD_ON_CPU = 4, 1 << 27
-"""What inputs that are in no cache fill, one after the other: L2s of a GPU; bytes on a CPU."""
+"""Total size of the copies of an input, so that no cache holds them: number of L2 sizes on a GPU; bytes on a CPU."""
 
 Calls = Sequence[Callable[[], Any]]
-"""The same call for every copy of its inputs: taken in turn, so that no input is still in a cache."""
+"""A call for every copy of its inputs. The calls are used in turn, so that no input is in a cache."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds a call, one number for each round."""
+    """Seconds per call, a number for each round."""
 
     rounds: tuple[float, ...]
     calls: int = 1
-    """Calls of a round, whose mean is its number."""
+    """Calls in a round. The round's number is their mean."""
 
     @property
     def median(self) -> float:
@@ -47,84 +48,88 @@ class Times:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The first and the third; of one round, that one."""
+        """First and third quartile. With a single round both are this round."""
         if len(self.rounds) == 1:
             return self.rounds[0], self.rounds[0]
         first, _, third = statistics.quantiles(self.rounds, n=4, method="inclusive")
         return first, third
 
 
-def cold(device: torch.device) -> int:
-    """Bytes that are several times the cache of a device."""
+def cold_cache_bytes(device: torch.device) -> int:
+    """Several times the size of the device's cache in bytes."""
     return _L2S * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _COLD_ON_CPU
 
 
-def interleaved(
+def time_interleaved(
     calls: Mapping[str, Calls], device: torch.device, *, rounds: int, seconds: float
 ) -> tuple[dict[str, Times], dict[str, Any]]:
-    """Times of each thing, and what its first call gave. No thing is timed for more than about `seconds`.
+    """Times and first results of calls, by name. Each name is timed for at most about `seconds`.
 
-    A first call of each does not count. On a GPU a round is several calls between two events, behind a sleep and, of
-    short ones, one more: the time that Python takes to queue them is not in it, unless a call waits for the GPU itself.
-    Results of as many calls as there are copies of the inputs live on, so that outputs too lie elsewhere from call to
-    call.
+    The first call is not timed. On a GPU a round is several calls between two events, queued behind a sleep, and for
+    short calls behind an extra call. The time that Python needs to queue the calls is therefore not measured, unless a
+    call itself waits for the GPU. As many results stay alive as the inputs have copies, so that outputs too have
+    changing addresses.
     """
-    results = {name: some[0]() for name, some in calls.items()}
-    lines = {name: (_queued if device.type == "cuda" else _called)(some, device) for name, some in calls.items()}
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    results = {name: copies[0]() for name, copies in calls.items()}
+    timers = {
+        name: (_time_queued_calls if device.type == "cuda" else _time_calls)(copies, device)
+        for name, copies in calls.items()
+    }
+    seconds_by_name: dict[str, list[float]] = {name: [] for name in calls}
     counts = dict.fromkeys(calls, 1)
     for number in range(rounds):
-        for name, line in lines.items():
-            if number < FEWEST or sum(found[name]) * (number + 1) / number < seconds:
-                one, counts[name] = next(line)
-                found[name].append(one)
-    return {name: Times(tuple(some), counts[name]) for name, some in found.items()}, results
+        for name, timer in timers.items():
+            if number < FEWEST or sum(seconds_by_name[name]) * (number + 1) / number < seconds:
+                call_seconds, counts[name] = next(timer)
+                seconds_by_name[name].append(call_seconds)
+    return {name: Times(tuple(seconds_list), counts[name]) for name, seconds_list in seconds_by_name.items()}, results
 
 
-def _called(calls: Calls, device: torch.device) -> Iterator[tuple[float, int]]:
-    """Seconds of a call, which is a round of its own."""
+def _time_calls(calls: Calls, device: torch.device) -> Iterator[tuple[float, int]]:
+    """Seconds of each call. A round is a single call."""
     for call in itertools.cycle(calls):
         yield timed(device, call)[1], 1
 
 
-def _queued(calls: Calls, device: torch.device) -> Iterator[tuple[float, int]]:
-    """Seconds a call of a round on a GPU, and its calls. A call before says how many, and how long to sleep."""
+def _time_queued_calls(calls: Calls, device: torch.device) -> Iterator[tuple[float, int]]:
+    """Seconds per call of a round on a GPU, and the number of calls. A first call gives the number of calls and the
+    sleep."""
     cycle = itertools.cycle(calls)
-    kept: deque[Any] = deque(maxlen=len(calls))
-    events: Any = torch.cuda  # it has no types
+    live_results: deque[Any] = deque(maxlen=len(calls))
+    events: Any = torch.cuda  # torch.cuda.Event has no type annotations
     start, end = (events.Event(enable_timing=True) for _ in range(2))
 
     def round_of(count: int, sleep: float) -> tuple[float, float]:
-        """Seconds a call on the GPU, and those that it took to queue it."""
+        """Seconds per call on the GPU, and seconds per call to queue it."""
         synchronize(device)
         events._sleep(int(sleep * _CLOCK))
-        if count > 1:  # what was timed before left lines in the L2 cache that have to be written back
-            kept.append(next(cycle)())
+        if count > 1:  # the extra call writes back lines that the previous calls left in the L2 cache
+            live_results.append(next(cycle)())
         start.record()
         before = time.perf_counter()
         for _ in range(count):
-            kept.append(next(cycle)())
+            live_results.append(next(cycle)())
         queued = time.perf_counter() - before
         end.record()
         synchronize(device)
         return start.elapsed_time(end) / 1e3 / count, queued / count
 
-    round_of(len(calls), _ROUND)  # memory for as many results as will live
-    alone, launch = round_of(1, _ROUND)
-    count = max(min(_QUEUED, int(_ROUND / alone), int(_LONGEST_SLEEP / (2 * launch))), 1)
+    round_of(len(calls), _ROUND)  # allocates memory for the results that stay alive
+    single_call, launch = round_of(1, _ROUND)
+    count = max(min(_MAX_QUEUED, int(_ROUND / single_call), int(_LONGEST_SLEEP / (2 * launch))), 1)
     while True:
         yield round_of(count, min(_LONGEST_SLEEP, 2 * count * launch + 0.2e-3))[0], count
 
 
-def launched(call: Callable[[], Any], device: torch.device, *, rounds: int, calls: int = 100) -> Times:
-    """Seconds of Python that a call takes to be queued on a GPU, or, on a CPU, to be done: small inputs are meant."""
+def time_launches(call: Callable[[], Any], device: torch.device, *, rounds: int, calls: int = 100) -> Times:
+    """Seconds that Python needs to queue a call on a GPU, or to run it on a CPU. For small inputs."""
     call()
-    found = []
+    call_seconds = []
     for _ in range(rounds):
         synchronize(device)
-        before = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(calls):
             call()
-        found.append((time.perf_counter() - before) / calls)
+        call_seconds.append((time.perf_counter() - start) / calls)
     synchronize(device)
-    return Times(tuple(found), calls)
+    return Times(tuple(call_seconds), calls)

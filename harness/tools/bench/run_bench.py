@@ -1,4 +1,4 @@
-"""A bench from beginning to end: a bar while it runs, a table, a page."""
+"""A bench from the command line: progress bar, table, page."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.harness.records.environment import describe_run
 from narrowgauge.harness.tools.bench.bench import Bench, measure
-from narrowgauge.harness.tools.bench.growth import FIRST, LAST, STEP, Growth, grow
+from narrowgauge.harness.tools.bench.cost_growth import FIRST, LAST, STEP, CostCurve, measure_growth
 from narrowgauge.harness.tools.bench.report import report, table
-from narrowgauge.harness.tools.bench.tasks import Task
+from narrowgauge.harness.tools.bench.tasks import BenchTask
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def run_rates(
-    tasks: Sequence[Task],
+    tasks: Sequence[BenchTask],
     device: str,
     directory: Path,
     *,
@@ -27,7 +27,8 @@ def run_rates(
     launches: bool = True,
     console: Console | None = None,
 ) -> bool:
-    """Time the tasks, print and write the report; whether every output is right. Raises OSError for the report."""
+    """Time the tasks, print and write the report. Returns whether every output is correct. Raises OSError if the report
+    cannot be written."""
     console, started = _console(console), time.monotonic()
     with _Bar(console, len(tasks) + launches) as bar:
         bench = measure(tasks, device, quick=quick, compiling=compiling, launches=launches, on_task=bar.next)
@@ -36,21 +37,23 @@ def run_rates(
 
 
 def run_growth(device: str, directory: Path, *, last: int | None = None, console: Console | None = None) -> bool:
-    """Measure how cost grows, up to 2^`last` elements; as `run_rates`."""
+    """Measure cost growth up to 2^`last` elements. Returns and raises as `run_rates`."""
     console, started = _console(console), time.monotonic()
     sizes = range(FIRST, (LAST[device] if last is None else last) + 1, STEP)
     with _Bar(console, len(sizes)) as bar:
-        found = grow(device, last=last, on_size=bar.next)
-    table.print_growth(found, console)
-    return _end(Bench(), found, device, directory, console, started)
+        curves = measure_growth(device, last=last, on_size=bar.next)
+    table.print_growth(curves, console)
+    return _end(Bench(), curves, device, directory, console, started)
 
 
-def _end(bench: Bench, growths: list[Growth], device: str, directory: Path, console: Console, started: float) -> bool:
+def _end(
+    bench: Bench, growths: list[CostCurve], device: str, directory: Path, console: Console, started: float
+) -> bool:
     environment = describe_run(backend="native", device=device, seed=0)
     page = report.write(bench, growths, environment, directory)
     passed = report.verdict_of(bench, growths) == "pass"
-    words = f"{report.sentence(bench, growths)}; {time.monotonic() - started:.1f} s; report: {page}"
-    console.print(words, markup=False, highlight=False, soft_wrap=True, style="" if passed else "bold red")
+    summary = f"{report.sentence(bench, growths)}; {time.monotonic() - started:.1f} s; report: {page}"
+    console.print(summary, markup=False, highlight=False, soft_wrap=True, style="" if passed else "bold red")
     return passed
 
 
@@ -61,7 +64,7 @@ def _console(console: Console | None) -> Console:
 
 
 class _Bar:
-    """The bar of a bench. `next` names what runs now; what ran before is done."""
+    """Progress bar of a bench. `next` names the next task, and completes the previous task."""
 
     def __init__(self, console: Console, total: int) -> None:
         from narrowgauge.harness.tools.run_cases import progress_bar

@@ -1,4 +1,4 @@
-"""Silence for libraries that write to stderr whatever they are told."""
+"""Silencing libraries that write to stderr unconditionally."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_stderr() -> Iterator[None]:
-    """Within the context nothing that is written to the process's stderr appears, also by code that is not Python."""
+def silence_stderr() -> Iterator[None]:
+    """Discard writes to the process's stderr within the context, also from code outside of Python."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    stderr_copy, null_device = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 2)
     try:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
+        os.close(null_device)

@@ -1,4 +1,4 @@
-"""What is benched: operations, recipes and sizes, of a GPU and, smaller, of a CPU."""
+"""Tasks of the bench: operations, recipes and sizes, smaller on a CPU."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrowgauge.harness.cases.case import matching
-from narrowgauge.harness.tools.bench.row import asked_of
+from narrowgauge.harness.tools.bench.bench_row import find_target
 
 _NVFP4 = (
     "nvfp4", "nvfp4-2d", "nvfp4-rht", "nvfp4-sr", "nvfp4-rht-sr", "nvfp4-rowscaled", "nvfp4-4over6-448-mae",
 )  # fmt: skip
 _OWN_AMAX = ("nvfp4", "nvfp4-rht", "nvfp4-rht-sr")
-"""Timed with an amax pass of their own too."""
+"""Recipes that are also timed with their own amax pass."""
 _OTHERS = (
     "mxfp8-e4m3", "mxfp8-e5m2", "mxfp8-2d", "fp8-block-1x128", "fp8-block-128x128", "fp8-current", "fp8-delayed",
 )  # fmt: skip
 _DECODED = ("nvfp4", "mxfp8-e4m3", "fp8-block-1x128")
 GIVEN = ", amax given"
 LAUNCH = "launch"
-"""What a call costs by itself: of no size."""
+"""Operation of the rows for the cost of a call. These rows have no size."""
 
 MEMORY = (
     *(("quantize", name, f"{way}{GIVEN}") for name in _NVFP4 for way in ("rowwise", "both")),
@@ -31,26 +31,26 @@ MEMORY = (
     ("swizzle", "", ""),
     ("unswizzle", "", ""),
 )  # fmt: skip
-"""Operations that memory bounds: (operation, recipe, variant)."""
+"""Memory-bound operations: (operation, recipe, variant)."""
 PRODUCTS = (
     ("gemm", "nvfp4", ""), ("gemm", "mxfp8-e4m3", ""), ("gemm", "fp8-current", ""), ("gemm-grouped", "nvfp4", ""),
 )  # fmt: skip
 EXPERTS = 8
-"""Sections of a grouped product, all of one size."""
+"""Sections of a grouped product, of equal size."""
 
 _SIZES = {
     "cuda": ("16384x16384", "8192x8192x8192", "16x8192x8192"),
     "cpu": ("1024x2048", "512x512x512", "16x1024x1024"),
 }
 _FURTHER = {"cuda": ("8192x8192", "4096x14336", "32768x32768"), "cpu": ()}
-"""Sizes at which only what something is asked of is timed, unless they are asked for."""
+"""Extra sizes. Unless sizes are given, only operations with a target are timed at them."""
 _GROUPED_FROM = 64
-"""Rows below which there is nothing to divide among experts."""
+"""Rows from which a product is also timed as a grouped product."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """One operation of one recipe at one size: (M, K) of a matrix, (M, K, N) of a product."""
+class BenchTask:
+    """An operation with a recipe at a size: (M, K) of a matrix, (M, K, N) of a product."""
 
     operation: str
     recipe: str
@@ -63,12 +63,12 @@ class Task:
 
     @property
     def id(self) -> str:
-        """What `-k` selects by."""
+        """Text matched by `-k`."""
         return "/".join(filter(None, (self.operation, self.recipe, self.variant, self.size)))
 
 
 def parse(size: str) -> tuple[int, ...]:
-    """The numbers of `4096x14336` or `8192x8192x8192`. Raises ValueError for anything else."""
+    """Numbers of `4096x14336` or `8192x8192x8192`. Raises ValueError for any other text."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", size):
         raise ValueError(f"a size is MxK of a matrix or MxKxN of a product, not {size!r}")
     shape = tuple(map(int, size.split("x")))
@@ -77,27 +77,32 @@ def parse(size: str) -> tuple[int, ...]:
     return shape
 
 
-def tasks(device: str, sizes: Sequence[str] = (), keyword: str = "", *, quick: bool = False) -> list[Task]:
-    """What a run with these options times, in the order of the tables. `quick`: the first size of each kind alone.
+def tasks(device: str, sizes: Sequence[str] = (), keyword: str = "", *, quick: bool = False) -> list[BenchTask]:
+    """Tasks of a run with these options, in the order of the tables. `quick`: only the first size of each kind.
 
-    Raises ValueError for a size or keyword expression that is none.
+    Raises ValueError for an invalid size or keyword expression.
     """
     shapes = [parse(size) for size in sizes or _SIZES[device]]
-    further = [] if sizes or quick else [parse(size) for size in _FURTHER[device]]
+    target_shapes = [] if sizes or quick else [parse(size) for size in _FURTHER[device]]
     matrices, products = ([shape for shape in shapes if len(shape) == kind] for kind in (2, 3))
     if quick:
         matrices, products = matrices[:1], products[:1]
-    found = [Task(*what, shape) for shape in matrices for what in MEMORY]
-    found += [task for shape in further for what in MEMORY if _asked(device, task := Task(*what, shape))]
-    found += [
-        Task(*what, shape)
-        for shape in products
-        for what in PRODUCTS
-        if what[0] == "gemm" or (shape[0] >= _GROUPED_FROM and shape[0] % EXPERTS == 0)
+    candidates = [BenchTask(*operation, shape) for shape in matrices for operation in MEMORY]
+    candidates += [
+        task
+        for shape in target_shapes
+        for operation in MEMORY
+        if _has_target(device, task := BenchTask(*operation, shape))
     ]
-    chosen = matching(keyword)
-    return [task for task in found if chosen(task.id)]
+    candidates += [
+        BenchTask(*operation, shape)
+        for shape in products
+        for operation in PRODUCTS
+        if operation[0] == "gemm" or (shape[0] >= _GROUPED_FROM and shape[0] % EXPERTS == 0)
+    ]
+    matches = matching(keyword)
+    return [task for task in candidates if matches(task.id)]
 
 
-def _asked(device: str, task: Task) -> bool:
-    return asked_of(device, f"{task.id}/native", task.size) is not None
+def _has_target(device: str, task: BenchTask) -> bool:
+    return find_target(device, f"{task.id}/native", task.size) is not None

@@ -1,4 +1,4 @@
-"""Mutants: wrong kernels that the quick tier has to find, each a declared change of a real kernel file.
+"""Mutants: wrong kernels that the quick tier must detect, each a declared change of a real kernel file.
 
-The *.toml files hold them by subject. `narrowgauge mutants` runs them all.
+`changes/*.toml` hold the mutants by subject. `narrowgauge mutants` runs all mutants.
 """

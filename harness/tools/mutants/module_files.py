@@ -1,4 +1,4 @@
-"""The files of `native` that modules are made of, and another text in place of one of them."""
+"""Files of `native.modules`, and replacing the text of a file."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ MODULE_FILES: dict[str, tuple[str, ...]] = {
     "layer_norm_linear.py": ("layernorm-linear", "transformer-layer"), "grouped_linear.py": ("grouped-linear",),
     "transformer.py": ("transformer-layer",),
 }  # fmt: skip
-"""Each file, and the operations that it is for; none: those of every module. `parallel.py` takes several processes, and
-no case has them: tests/test_parallel.py breaks it."""
+"""Operations by module file; an empty tuple: all modules. `parallel.py` needs several processes, and no case has
+them: tests/test_parallel.py breaks it."""
 _ABOVE = ("narrowgauge.native.modules", "narrowgauge.native.ops")
-"""What hands the layers on."""
+"""Modules re-exporting the layers."""
 
 
 @contextmanager
 def replaced_module(file: str, text: str) -> Iterator[None]:
-    """Within the context, `native.ops` and the layers are imported anew in this process, `file` with another text.
+    """Import `native.ops` and the layers anew within the context, with another text in place of `file`.
 
-    What was imported before keeps the file's own. Raises ValueError for a file that is none of `MODULE_FILES`.
+    Modules imported before keep the original text. Raises ValueError for a file outside of `MODULE_FILES`.
     """
     if file not in MODULE_FILES:
         raise ValueError(f"modules are not made of {file!r}; they are of {', '.join(MODULE_FILES)}")
-    names = [_module(one) for one in MODULE_FILES] + list(_ABOVE)
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    names = [_module(file_name) for file_name in MODULE_FILES] + list(_ABOVE)
+    original_modules = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     finder = _Finder(_module(file), NATIVE / file, text)
     sys.meta_path.insert(0, finder)
     try:
@@ -43,10 +43,10 @@ def replaced_module(file: str, text: str) -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in names:
             sys.modules.pop(name, None)
-        sys.modules.update(before)
-        for name, module in before.items():
-            package, _, own = name.rpartition(".")
-            setattr(sys.modules[package], own, module)
+        sys.modules.update(original_modules)
+        for name, module in original_modules.items():
+            package, _, attribute = name.rpartition(".")
+            setattr(sys.modules[package], attribute, module)
 
 
 def _module(file: str) -> str:
@@ -60,7 +60,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """That of the one module."""
+        """Spec of the replaced module."""
         if fullname != self.name:
             return None
         return spec_from_file_location(fullname, self.path, loader=_Loader(fullname, str(self.path), self.text))
@@ -72,5 +72,5 @@ class _Loader(SourceFileLoader):
         self.text = text
 
     def get_code(self, fullname: str) -> CodeType:
-        """Of the text, and of no bytecode that is cached: that is the file's own."""
+        """Code of the replaced text. The bytecode cache is bypassed, because it holds the original text."""
         return self.source_to_code(self.text.encode(), self.path)

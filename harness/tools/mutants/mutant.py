@@ -1,4 +1,4 @@
-"""A mutant: one change of one file of kernels or modules, what it imitates, and what is to be found."""
+"""A mutant: a change of a kernel file or module file, the mistake it imitates, and the expected causes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.cases import toml_file
-from narrowgauge.harness.cases.schema import nearest
+from narrowgauge.harness.cases.keys import nearest
+from narrowgauge.harness.tools.mutants.conventional_tests import DOORS, MODULE_DOORS
 from narrowgauge.harness.tools.mutants.module_files import MODULE_FILES, NATIVE
-from narrowgauge.harness.tools.mutants.yardsticks import DOORS, MODULE_DOORS
 from narrowgauge.native.runtime.sources import FOLDER, kernel_files
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.training import training_recipe
 
 MUTANTS = Path(__file__).parent / "changes"
-"""The folder with the files of mutants."""
+"""Folder with the files of mutants."""
 CLASSES = (
     "element rounding", "element scaling", "element range", "block scale", "tensor scale", "power-of-two scale",
     "zeros and limits", "amax", "NaN", "transform", "stochastic rounding", "choice of 4 or 6", "tails and sections",
@@ -24,49 +24,50 @@ CLASSES = (
     "order of threads", "operand of a module", "gradient of a weight", "step of a module", "norm",
     "sections of a module",
 )  # fmt: skip
-"""What kind of mistake it is."""
+"""Classes of mistakes."""
 NEEDED = ("name", "class", "file", "find", "replace", "imitates", "cause", "door")
 OPTIONAL = ("url", "recipe", "cases", "equivalent")
 
 
 class MutantFileError(Exception):
-    """A file of mutants that says something it should not: the file, the mutant and what is wrong."""
+    """An invalid file of mutants. The message names the file, the mutant and the problem."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong kernel."""
+    """A wrong kernel."""
 
     name: str
     kind: str
     """One of CLASSES."""
     file: str
-    """The kernel file, or the file of modules, that is changed."""
+    """Changed kernel file or module file."""
     find: str
-    """Text that occurs in it exactly once."""
+    """Text that occurs exactly once in the file."""
     replace: str
     imitates: str
-    """What mistake of real kernels this is."""
+    """Mistake of real kernels that the mutant imitates."""
     causes: tuple[str, ...]
-    """Causes of `harness.diagnosis` that name it; any of them is right."""
+    """Expected causes of `harness.diagnosis`. Any listed cause is accepted."""
     door: str
-    """What the yardsticks call: one of `yardsticks.DOORS`."""
+    """Call of the conventional tests: a key of `conventional_tests.DOORS` or `MODULE_DOORS`."""
     recipe: str = ""
-    """Recipe, `recipe+w_recipe`, or of a module training recipe, that the yardsticks use; none for doors without."""
+    """Recipe for the conventional tests: `recipe`, `recipe+w_recipe`, or the training recipe of a module. May be
+    empty."""
     cases: str = ""
-    """Keyword expression: of the cases that run the changed file, those that the change touches; none: all."""
+    """Keyword expression: selects the cases that the change affects, among the cases that run the file. Empty: all."""
     equivalent: str = ""
-    """Why no result differs, of a mutant that no test can find."""
+    """Why no result differs, for a mutant that no test can detect."""
     url: str = ""
-    """The public bug that it imitates, where there is one."""
+    """Public bug imitated by the mutant, or empty."""
 
     @property
     def of_module(self) -> bool:
-        """Whether a file of modules is changed, and none of kernels."""
+        """Whether the changed file belongs to a module."""
         return self.file in MODULE_FILES
 
     def changed_text(self) -> str:
-        """The text of the file with the change. Raises MutantFileError where `find` does not occur once."""
+        """The changed text of the file. Raises MutantFileError unless `find` occurs exactly once."""
         text = ((NATIVE if self.of_module else FOLDER) / self.file).read_text(encoding="utf-8")
         if (count := text.count(self.find)) != 1:
             raise MutantFileError(
@@ -77,7 +78,7 @@ class Mutant:
 
 
 def load(path: Path) -> list[Mutant]:
-    """The mutants of one file, in order. Raises MutantFileError for what is wrong in it."""
+    """The mutants of a file, in order. Raises MutantFileError for an invalid file."""
     tables = toml_file.read(path, "mutant", what="a file of mutants", error=MutantFileError)
     if not isinstance(tables, list) or not tables:
         raise MutantFileError(f"{path}: a file of mutants holds [[mutant]] tables, at least one")
@@ -85,55 +86,59 @@ def load(path: Path) -> list[Mutant]:
 
 
 def load_all(folder: Path = MUTANTS) -> list[Mutant]:
-    """The mutants of every *.toml file of a folder. Raises MutantFileError, also where two have one name."""
-    found: dict[str, Mutant] = {}
+    """The mutants of all *.toml files of a folder. Raises MutantFileError for an invalid file or a duplicate name."""
+    mutants: dict[str, Mutant] = {}
     for path in sorted(folder.glob("*.toml")):
         for mutant in load(path):
-            if mutant.name in found:
+            if mutant.name in mutants:
                 raise MutantFileError(f"{path}: two mutants are called {mutant.name!r}")
-            found[mutant.name] = mutant
-    if not found:
+            mutants[mutant.name] = mutant
+    if not mutants:
         raise MutantFileError(f"{folder}: holds no *.toml file of mutants")
-    return list(found.values())
+    return list(mutants.values())
 
 
-def _mutant(table: Any, where: str) -> Mutant:
+def _mutant(table: Any, location: str) -> Mutant:
     if not isinstance(table, dict):
-        raise MutantFileError(f"{where}: is {table!r}; a mutant is a table of keys")
+        raise MutantFileError(f"{location}: is {table!r}; a mutant is a table of keys")
     if isinstance(table.get("name"), str):
-        where = f"{where}, {table['name']!r}"
-    known = (*NEEDED, *OPTIONAL)
+        location = f"{location}, {table['name']!r}"
+    keys = (*NEEDED, *OPTIONAL)
     for key in table:
-        if key not in known:
-            raise MutantFileError(f"{where}: unknown key {key!r}{nearest(key, known)}; a mutant has {', '.join(known)}")
-    given = {key: table.get(key, "") for key in known}
-    causes = given["cause"] if isinstance(given["cause"], list) else [given["cause"]]
-    for key, value in [*given.items(), *(("cause", cause) for cause in causes)]:
+        if key not in keys:
+            raise MutantFileError(
+                f"{location}: unknown key {key!r}{nearest(key, keys)}; a mutant has {', '.join(keys)}"
+            )
+    entry = {key: table.get(key, "") for key in keys}
+    causes = entry["cause"] if isinstance(entry["cause"], list) else [entry["cause"]]
+    for key, value in [*entry.items(), *(("cause", cause) for cause in causes)]:
         if (key != "cause" and not isinstance(value, str)) or (key == "cause" and not isinstance(value, str | list)):
-            raise MutantFileError(f"{where}: {key} is {value!r}, not a text")
-        if key in NEEDED and key != "replace" and not value and not (key == "cause" and given["equivalent"]):
-            raise MutantFileError(f"{where}: {key} is missing; a mutant needs {', '.join(NEEDED)}")
-    _check_choice(where, "class", given["class"], CLASSES)
-    of_module = given["file"] in MODULE_FILES
-    _check_choice(where, "file", given["file"], [*kernel_files(), *MODULE_FILES])
-    _check_choice(where, "door", given["door"], MODULE_DOORS if of_module else DOORS)
-    for name in given["recipe"].split("+") if given["recipe"] else []:
+            raise MutantFileError(f"{location}: {key} is {value!r}, not a text")
+        if key in NEEDED and key != "replace" and not value and not (key == "cause" and entry["equivalent"]):
+            raise MutantFileError(f"{location}: {key} is missing; a mutant needs {', '.join(NEEDED)}")
+    _check_choice(location, "class", entry["class"], CLASSES)
+    of_module = entry["file"] in MODULE_FILES
+    _check_choice(location, "file", entry["file"], [*kernel_files(), *MODULE_FILES])
+    _check_choice(location, "door", entry["door"], MODULE_DOORS if of_module else DOORS)
+    for name in entry["recipe"].split("+") if entry["recipe"] else []:
         try:
             (training_recipe if of_module else find_recipe)(name)
         except ValueError as error:
-            raise MutantFileError(f"{where}: recipe is {name!r}: {error}") from error
-    found = Mutant(
-        given["name"], given["class"], given["file"], given["find"], given["replace"], given["imitates"],
-        tuple(cause for cause in causes if cause), given["door"], given["recipe"], given["cases"],
-        given["equivalent"], given["url"],
+            raise MutantFileError(f"{location}: recipe is {name!r}: {error}") from error
+    mutant = Mutant(
+        entry["name"], entry["class"], entry["file"], entry["find"], entry["replace"], entry["imitates"],
+        tuple(cause for cause in causes if cause), entry["door"], entry["recipe"], entry["cases"],
+        entry["equivalent"], entry["url"],
     )  # fmt: skip
     try:
-        found.changed_text()
+        mutant.changed_text()
     except MutantFileError as error:
-        raise MutantFileError(f"{where}: {error}") from error
-    return found
+        raise MutantFileError(f"{location}: {error}") from error
+    return mutant
 
 
-def _check_choice(where: str, key: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise MutantFileError(f"{where}: {key} is {value!r}{nearest(value, known)}; it can be {', '.join(known)}")
+def _check_choice(location: str, key: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise MutantFileError(
+            f"{location}: {key} is {value!r}{nearest(value, choices)}; it can be {', '.join(choices)}"
+        )

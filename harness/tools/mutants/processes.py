@@ -1,4 +1,4 @@
-"""Mutants over several processes: one that crashes or hangs costs itself and nothing else."""
+"""Running mutants in processes of their own: a crash or a hang affects only its own mutant."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.worker import ending, forkserver
+from narrowgauge.harness.tools.mutants.conventional_tests import ConventionalTests, Detections
 from narrowgauge.harness.tools.mutants.module_files import replaced_module
 from narrowgauge.harness.tools.mutants.mutant import Mutant
-from narrowgauge.harness.tools.mutants.result import Result
+from narrowgauge.harness.tools.mutants.result import MutantResult
 from narrowgauge.harness.tools.mutants.selection import selected
-from narrowgauge.harness.tools.mutants.yardsticks import Noticed, Yardsticks
 
 ENOUGH = 6
-"""Failing cases after which a mutant is left: enough to see what they have in common."""
+"""Number of failing cases after which a mutant ends: enough for a common pattern."""
 TIMEOUT = 60.0
-"""Seconds that one case may take, the compilation of a changed kernel included."""
+"""Seconds for a case, including the compilation of the changed kernel."""
 _NO_COMPILATION = "ToolchainError"
-_CRASHED = Noticed(True, True, True)
+_CRASHED = Detections(True, True, True)
 
-OnResult = Callable[[Result], None]
+OnResult = Callable[[MutantResult], None]
 
 
 def run_mutants(
@@ -39,15 +39,15 @@ def run_mutants(
     workers: int,
     on_result: OnResult = lambda result: None,
     timeout: float = TIMEOUT,
-) -> list[Result]:
-    """Run every mutant against those of the cases that its change touches; the results, in the order of the mutants.
+) -> list[MutantResult]:
+    """Run every mutant on the cases that its change affects. Returns the results in the order of the mutants.
 
-    Each has processes of its own, which leave nothing in the cache of compiled kernels. `on_result` is called as
-    results come, from any thread.
+    Each mutant has its own processes, which do not write to the cache of compiled kernels. `on_result` is called for
+    every result, from any thread.
     """
     context = forkserver("narrowgauge.harness.tools.mutants.processes")
 
-    def examine(mutant: Mutant) -> Result:
+    def examine(mutant: Mutant) -> MutantResult:
         result = _examine(context, mutant, selected(mutant, cases), timeout)
         on_result(result)
         return result
@@ -56,8 +56,8 @@ def run_mutants(
         return list(threads.map(examine, mutants))
 
 
-def _examine(context: Any, mutant: Mutant, cases: Sequence[Case], timeout: float) -> Result:
-    result = Result(mutant)
+def _examine(context: Any, mutant: Mutant, cases: Sequence[Case], timeout: float) -> MutantResult:
+    result = MutantResult(mutant)
     by_id = {case.id: case for case in cases}
     with tempfile.TemporaryDirectory(prefix="narrowgauge-mutant-") as scratch:
         last = ""
@@ -71,13 +71,13 @@ def _examine(context: Any, mutant: Mutant, cases: Sequence[Case], timeout: float
                     result.seconds += seconds
                 case ("right kernels fail", str(name)):
                     result.failing = [record for record in result.failing if record["case"] != name]
-                case ("lost", str(verdict), str(words)):
+                case ("lost", str(verdict), str(reason)):
                     if last:
-                        lost = new_record(by_id[last], backend="native", device="cpu", seed=0)
-                        lost.verdict, lost.message = verdict, words
-                        result.failing.append(lost.to_dict())
+                        lost_record = new_record(by_id[last], backend="native", device="cpu", seed=0)
+                        lost_record.verdict, lost_record.message = verdict, reason
+                        result.failing.append(lost_record.to_dict())
                     else:
-                        result.problem = words
+                        result.problem = reason
         result.problem = result.problem or next(
             (record["message"] for record in result.failing if _NO_COMPILATION in record["message"]), ""
         )
@@ -86,43 +86,43 @@ def _examine(context: Any, mutant: Mutant, cases: Sequence[Case], timeout: float
             match message:
                 case "ready":
                     ready = True
-                case ("lost", _, str(words)) if not ready:
-                    result.problem = f"the yardsticks cannot be made: {words}"
-                case ("noticed", Noticed() as noticed):
-                    result.noticed = noticed
+                case ("lost", _, str(reason)) if not ready:
+                    result.problem = f"the yardsticks cannot be made: {reason}"
+                case ("noticed", Detections() as detections):
+                    result.detections = detections
                 case ("seconds", float(seconds)):
                     result.seconds += seconds
     return result
 
 
 def _messages(context: Any, target: Callable[..., None], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
-    """What a process says until it ends; at last `("lost", verdict, words)` where it dies, or says nothing for long."""
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    """Messages of a process. The last message is `("lost", verdict, reason)` if the process dies or times out."""
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(sender, *arguments), daemon=True)
     process.start()
-    theirs.close()
-    found: list[Any] = []
+    sender.close()
+    messages: list[Any] = []
     try:
         while True:
-            if not ours.poll(timeout):
-                found.append(("lost", "timeout", f"no result after {timeout:g} s"))
-                return found
-            message = ours.recv()
+            if not receiver.poll(timeout):
+                messages.append(("lost", "timeout", f"no result after {timeout:g} s"))
+                return messages
+            message = receiver.recv()
             if message is None:
-                return found
-            found.append(message)
+                return messages
+            messages.append(message)
     except EOFError:
         process.join()
-        found.append(("lost", "crash", f"the process died ({ending(process.exitcode)})"))
-        return found
+        messages.append(("lost", "crash", f"the process died ({ending(process.exitcode)})"))
+        return messages
     finally:
         process.kill()
         process.join()
-        ours.close()
+        receiver.close()
 
 
 def _prepare() -> None:
-    """One thread for each process: there is one of them for each core."""
+    """Use one thread: every core has a process."""
     import torch
 
     torch.set_flush_denormal(False)
@@ -130,7 +130,7 @@ def _prepare() -> None:
 
 
 def _changed(mutant: Mutant, scratch: Path) -> AbstractContextManager[None]:
-    """The context in which what is imported and compiled has the mutant's change."""
+    """Context in which imported and compiled code has the mutant's change."""
     from narrowgauge.native.runtime.sources import replaced
 
     if mutant.of_module:
@@ -139,7 +139,7 @@ def _changed(mutant: Mutant, scratch: Path) -> AbstractContextManager[None]:
 
 
 def _judge(connection: Connection, mutant: Mutant, cases: Sequence[Case], scratch: Path) -> None:
-    """Run cases with the changed kernel until enough fail; then those with the real one, which has to pass them."""
+    """Run cases with the changed kernel until `ENOUGH` fail, then these cases with the real kernel, which must pass."""
     from narrowgauge.harness.backends.backend import load_backend
 
     _prepare()
@@ -163,20 +163,20 @@ def _judge(connection: Connection, mutant: Mutant, cases: Sequence[Case], scratc
 
 
 def _end(connection: Connection) -> None:
-    """Say how many seconds of a core this process and the compilers that it ran have taken, and that it is done."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    connection.send(("seconds", sum(one.ru_utime + one.ru_stime for one in used)))
+    """Send the processor seconds of this process and its compilers, and the end of the messages."""
+    usages = [resource.getrusage(usage_of) for usage_of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    connection.send(("seconds", sum(usage.ru_utime + usage.ru_stime for usage in usages)))
     connection.send(None)
 
 
 def _measure(connection: Connection, mutant: Mutant, scratch: Path) -> None:
     _prepare()
-    yardsticks = Yardsticks(mutant.door, mutant.recipe, import_module("narrowgauge.native.ops"))
+    tests = ConventionalTests(mutant.door, mutant.recipe, import_module("narrowgauge.native.ops"))
     connection.send("ready")
     with _changed(mutant, scratch):
         try:
-            noticed = yardsticks.notice(import_module("narrowgauge.native.ops"))
-        except Exception:  # an error is noticed by all
-            noticed = _CRASHED
-    connection.send(("noticed", noticed))
+            detections = tests.notice(import_module("narrowgauge.native.ops"))
+        except Exception:  # every conventional test detects an exception
+            detections = _CRASHED
+    connection.send(("noticed", detections))
     _end(connection)

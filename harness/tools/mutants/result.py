@@ -1,4 +1,4 @@
-"""What became of a mutant."""
+"""Result of a mutant."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.harness.diagnosis.causes import assign
-from narrowgauge.harness.diagnosis.memory import SENTENCES
+from narrowgauge.harness.diagnosis.assign_causes import assign_causes
+from narrowgauge.harness.diagnosis.explain_memory import MEMORY_CAUSES
+from narrowgauge.harness.tools.mutants.conventional_tests import Detections
 from narrowgauge.harness.tools.mutants.mutant import Mutant
-from narrowgauge.harness.tools.mutants.yardsticks import Noticed
 
 _DEADLOCK = "wait for each other forever"
-"""What the host toolchain says of a block whose threads do; there is no result then that a diagnosis could be of."""
+"""Message of the host toolchain for a deadlock of a block's threads. The diagnosis has no result to explain."""
 
 
 @dataclass
-class Result:
-    """One row: how a mutant was found, what was said of it, and what others would have seen."""
+class MutantResult:
+    """Result of a mutant: its detection, its causes, and the conventional tests."""
 
     mutant: Mutant
     ran: int = 0
-    """Cases that were run, up to the last failing one that was wanted."""
+    """Number of cases that ran, up to the last failing case."""
     failing: list[dict[str, Any]] = field(default_factory=list)
-    """Records of the cases that did not pass, of those whose real kernels do."""
-    noticed: Noticed = field(default_factory=lambda: Noticed(True, True, True))
-    """A crash and a hang are noticed by all."""
+    """Records of the cases that failed and pass with the real kernel."""
+    detections: Detections = field(default_factory=lambda: Detections(True, True, True))
+    """A crash or a hang is detected by all conventional tests."""
     problem: str = ""
-    """Why there is no result: the changed kernel does not compile, say."""
+    """Why there is no result, for example a compile error."""
     seconds: float = 0.0
-    """Of one core, compilers included; of a process that dies, none."""
+    """Processor seconds, including compilers. A dying process reports nothing."""
 
     @property
     def killed(self) -> bool:
@@ -38,12 +38,12 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """Whether it is as it should be: killed, or, where it is equivalent, not."""
+        """Whether the mutant was killed, or is equivalent and was not killed."""
         return not self.problem and self.killed != bool(self.mutant.equivalent)
 
     @property
     def check(self) -> str:
-        """The check that found it first: the rule of a stage, or crash, timeout, error."""
+        """First check with a failure: rule of a stage, or crash, timeout, error."""
         if not self.failing:
             return ""
         first = self.failing[0]
@@ -52,41 +52,42 @@ class Result:
 
     @property
     def stage(self) -> str:
-        """The stage at which it was found first."""
+        """First stage with a failure."""
         return str(self.failing[0]["stage"]) if self.failing else ""
 
     @property
     def causes(self) -> list[tuple[str, int]]:
-        """What the failing cases are explained by, and how many each: what was seen first, then what explains most.
+        """Causes of the failing cases with their counts: causes seen by guard zones first, then the most frequent
+        cause.
 
-        What a kernel reads or writes where it should not, and a race, make anything of results: what the others look
-        like comes after what guard zones have seen.
+        An access outside of a tensor, or a race, can make any result, so explanations of results come after the guard
+        zones.
         """
-        found = [(explanation["cause"], len(records)) for explanation, records in assign(self.failing)]
+        counts = [(explanation["cause"], len(records)) for explanation, records in assign_causes(self.failing)]
         if stuck := sum(_DEADLOCK in record["message"] for record in self.failing):
-            found.append(("threads-wait-forever", stuck))
-        return sorted(found, key=lambda cause: (cause[0] not in SENTENCES, -cause[1]))
+            counts.append(("threads-wait-forever", stuck))
+        return sorted(counts, key=lambda cause: (cause[0] not in MEMORY_CAUSES, -cause[1]))
 
     @property
     def named(self) -> bool:
-        """Whether the first cause is one that is expected."""
+        """Whether the first cause is an expected cause."""
         return bool(self.causes) and self.causes[0][0] in self.mutant.causes
 
     def to_dict(self) -> dict[str, Any]:
-        """As `mutants.json` keeps it."""
+        """Entry in `mutants.json`."""
         m = self.mutant
         return {
             "name": m.name, "class": m.kind, "file": m.file, "imitates": m.imitates, "url": m.url,
             "equivalent": m.equivalent, "killed": self.killed, "check": self.check, "stage": self.stage,
             "cases": [record["case"] for record in self.failing], "ran": self.ran, "expected": list(m.causes),
-            "causes": self.causes, "named": self.named, "allclose": self.noticed.allclose,
-            "bytes": self.noticed.compare_bytes, "sqnr": self.noticed.sqnr, "problem": self.problem,
+            "causes": self.causes, "named": self.named, "allclose": self.detections.allclose,
+            "bytes": self.detections.compare_bytes, "sqnr": self.detections.sqnr, "problem": self.problem,
             "seconds": round(self.seconds, 2),
         }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Totals:
+class MutantTotals:
     """Sums over the mutants that are not equivalent."""
 
     mutants: int
@@ -97,7 +98,7 @@ class Totals:
     sqnr: int
     equivalent: int
     right: bool
-    """Whether every mutant is as it should be."""
+    """Whether every mutant has the expected result."""
 
     @property
     def sentence(self) -> str:
@@ -109,16 +110,16 @@ class Totals:
         )
 
 
-def totals(results: Sequence[Result]) -> Totals:
-    """The sums."""
+def totals(results: Sequence[MutantResult]) -> MutantTotals:
+    """Sums over results."""
     real = [result for result in results if not result.mutant.equivalent]
-    return Totals(
+    return MutantTotals(
         mutants=len(real),
         killed=sum(result.killed for result in real),
         named=sum(result.named for result in real),
-        allclose=sum(result.noticed.allclose for result in real),
-        compare_bytes=sum(result.noticed.compare_bytes for result in real),
-        sqnr=sum(result.noticed.sqnr for result in real),
+        allclose=sum(result.detections.allclose for result in real),
+        compare_bytes=sum(result.detections.compare_bytes for result in real),
+        sqnr=sum(result.detections.sqnr for result in real),
         equivalent=len(results) - len(real),
         right=all(result.right for result in results),
     )

@@ -1,4 +1,4 @@
-"""A run of mutants from the command line: progress while it goes, rows and `mutants.json` at its end."""
+"""Running mutants from the command line: progress, rows, and `mutants.json`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rich.table import Table
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.tools.mutants.mutant import Mutant
 from narrowgauge.harness.tools.mutants.processes import TIMEOUT, run_mutants
-from narrowgauge.harness.tools.mutants.result import Result, totals
+from narrowgauge.harness.tools.mutants.result import MutantResult, totals
 
 WIDTH = 170
-"""Columns, where the terminal has fewer: a row that is folded is hard to read."""
+"""Smallest width of the table in columns: folded rows are hard to read."""
 
 
-def print_results(results: Sequence[Result], console: Console) -> None:
-    """A row for each mutant, then totals, then the equivalent ones with their arguments."""
+def print_results(results: Sequence[MutantResult], console: Console) -> None:
+    """Print a row for each mutant, the totals, and the arguments of equivalent mutants."""
     table = Table(box=None, pad_edge=False)
     for column in (
         "mutant",
@@ -37,7 +37,7 @@ def print_results(results: Sequence[Result], console: Console) -> None:
         "SQNR",
     ):
         table.add_column(column, no_wrap=column != "cause", overflow="fold")
-    for result in sorted(results, key=lambda one: bool(one.mutant.equivalent)):
+    for result in sorted(results, key=lambda result_: bool(result_.mutant.equivalent)):
         table.add_row(*_row(result), style="" if result.right else "red")
     console.print(table, markup=False)
     console.print(totals(results).sentence, markup=False, highlight=False)
@@ -48,11 +48,11 @@ def print_results(results: Sequence[Result], console: Console) -> None:
             console.print(f"{result.mutant.name} is equivalent: {result.mutant.equivalent}", markup=False)
 
 
-def _row(result: Result) -> list[str]:
-    m, noticed = result.mutant, result.noticed
+def _row(result: MutantResult) -> list[str]:
+    m, detections = result.mutant, result.detections
     survived = "equivalent" if m.equivalent else "SURVIVED"
     causes = ", ".join(f"{cause} {count}" for cause, count in result.causes)
-    ticks = ["✓" if seen else "–" for seen in (noticed.allclose, noticed.compare_bytes, noticed.sqnr)]
+    ticks = ["✓" if seen else "–" for seen in (detections.allclose, detections.compare_bytes, detections.sqnr)]
     return [
         m.name, m.kind, "no result" if result.problem else result.check or survived, result.stage,
         f"{len(result.failing)} of {result.ran}", causes, "✓" if result.named else "–" if result.killed else "", *ticks,
@@ -62,7 +62,7 @@ def _row(result: Result) -> list[str]:
 def run_session(
     mutants: Sequence[Mutant], cases: Sequence[Case], directory: Path, *, workers: int, timeout: float = TIMEOUT
 ) -> bool:
-    """Run the mutants, print a row each, write `mutants.json`. True where each is killed, or equivalent and not."""
+    """Run the mutants, print their rows, write `mutants.json`. True if each is killed, or equivalent and not killed."""
     console = Console()
     started = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -70,7 +70,7 @@ def run_session(
         task = progress.add_task("mutants", total=len(mutants))
         wrong: list[str] = []
 
-        def on_result(result: Result) -> None:
+        def on_result(result: MutantResult) -> None:
             if not result.right:
                 wrong.append(result.mutant.name)
                 console.print(f"not as it should be: {result.mutant.name}", style="red")

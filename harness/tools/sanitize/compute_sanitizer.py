@@ -1,4 +1,4 @@
-"""Cases on a GPU under compute-sanitizer: which of them it finds something in, and what."""
+"""Running cases on a GPU under compute-sanitizer, and finding the cases with errors."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.tools.sanitize.report import ToolReport, parse
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-"""memcheck: accesses out of bounds or misaligned. racecheck: races in shared memory. initcheck: reads of global memory
-that nobody wrote. synccheck: barriers that not all threads reach."""
+"""memcheck: accesses out of bounds or misaligned. racecheck: races in shared memory. initcheck: reads of uninitialized
+global memory. synccheck: barriers that not all threads reach."""
 BATCH = 64
-"""Cases in one process: starting it costs more than most cases."""
+"""Cases in a process. Starting a process costs more than most cases."""
 _PLACES = ("/usr/local/cuda/bin",)
 _ROOT = Path(__file__).parents[4]
 """Parent folder of the package, for PYTHONPATH of the process that runs the cases."""
 
 
 class ComputeSanitizerError(Exception):
-    """The tool is missing, or did not run: what it said, and what to do."""
+    """The tool is missing or did not run. The message has its output and the remedy."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is run under the tool."""
+class SanitizerRequest:
+    """Settings of a run under the tool."""
 
     tool: str
     backend: str = "native"
     seed: int = 0
     timeout: float = 300.0
-    """Seconds that one case may take; a process may take that much for each, and as much to start."""
+    """Seconds for each case of a process, and for its start."""
 
 
-Run = Callable[[Sequence[Case], Request], tuple[ToolReport, list[dict[str, Any]], str]]
-"""Runs cases in one process under the tool: the report, the records of those that came to their end, and how the
-process ended where that was not by itself: "timeout", or its last words."""
+RunBatch = Callable[[Sequence[Case], SanitizerRequest], tuple[ToolReport, list[dict[str, Any]], str]]
+"""Runs cases in a process under the tool. Returns the tool's report, the records of the finished cases, and how the
+process ended: "" (normally), "timeout", or the end of its output."""
 
 
 def find_tool() -> str:
-    """The path of compute-sanitizer. Raises ComputeSanitizerError where it is not installed."""
+    """Path of compute-sanitizer. Raises ComputeSanitizerError if it is not installed."""
     folders = [
         os.environ.get("PATH", ""),
-        *(f"{home}/bin" for home in (os.environ.get("CUDA_HOME"),) if home),
+        *(f"{cuda_home}/bin" for cuda_home in (os.environ.get("CUDA_HOME"),) if cuda_home),
         *_PLACES,
     ]
     if path := shutil.which("compute-sanitizer", path=os.pathsep.join(folders)):
@@ -64,18 +64,22 @@ def find_tool() -> str:
     )
 
 
-def examine(cases: Sequence[Case], request: Request, run: Run, on_record: Callable[[dict[str, Any]], None]) -> None:
-    """Run the cases and hand over the record of each, `fail` with the tool's findings where it has some.
+def examine(
+    cases: Sequence[Case], request: SanitizerRequest, run: RunBatch, on_record: Callable[[dict[str, Any]], None]
+) -> None:
+    """Run the cases and pass the record of each to `on_record`. The verdict is `fail` if the tool has findings.
 
-    Cases share processes. Where something is found in one, its halves are run by themselves, until each finding has its
-    own case: what is right costs one run, and a fault, which leaves a GPU that answers no more, costs no other case.
-    Raises ComputeSanitizerError where the tool does not run.
+    Cases share processes. If a process has findings, its halves run separately, down to single cases: correct cases
+    cost a single run, and a fault, which makes the GPU unusable for its process, affects no other case. Raises
+    ComputeSanitizerError if the tool does not run.
     """
     for start in range(0, len(cases), BATCH):
         _examine(cases[start : start + BATCH], request, run, on_record)
 
 
-def _examine(cases: Sequence[Case], request: Request, run: Run, on_record: Callable[[dict[str, Any]], None]) -> None:
+def _examine(
+    cases: Sequence[Case], request: SanitizerRequest, run: RunBatch, on_record: Callable[[dict[str, Any]], None]
+) -> None:
     report, records, ended = run(cases, request)
     if report.clean and len(records) == len(cases) and not ended:
         for record in records:
@@ -85,48 +89,53 @@ def _examine(cases: Sequence[Case], request: Request, run: Run, on_record: Calla
         for part in (cases[:half], cases[half:]):
             _examine(part, request, run, on_record)
     else:
-        on_record(_judged(cases[0], request, report, records, ended))
+        on_record(_single_case_record(cases[0], request, report, records, ended))
 
 
-def _judged(
-    case: Case, request: Request, report: ToolReport, records: list[dict[str, Any]], ended: str
+def _single_case_record(
+    case: Case, request: SanitizerRequest, report: ToolReport, records: list[dict[str, Any]], ended: str
 ) -> dict[str, Any]:
-    """The record of one case by itself, in which the tool found something, or which did not come to its end."""
+    """Record of a case that ran alone, with findings or without a regular end."""
     empty = new_record(case, backend=request.backend, device="cuda", seed=request.seed).to_dict()
     record = records[0] if records else empty
     if report.clean and records:
-        return record  # the process ended oddly behind it
+        return record  # the process failed after the case
     if report.findings or report.errors:
-        said = [finding.sentence for finding in report.findings] or [f"{report.errors} errors, none of which was read"]
-        before = f"; without the tool, {record['verdict']}: {record['message']}" if record["message"] else ""
-        more = f"; and {len(said) - 3} more" if len(said) > 3 else ""
-        words = f"{request.tool}: {'; '.join(said[:3])}{more}{before}"
-        return record | {"verdict": "fail", "stage": request.tool, "message": words}
+        sentences = [finding.sentence for finding in report.findings] or [
+            f"{report.errors} errors, none of which was read"
+        ]
+        own_failure = f"; without the tool, {record['verdict']}: {record['message']}" if record["message"] else ""
+        omitted = f"; and {len(sentences) - 3} more" if len(sentences) > 3 else ""
+        message = f"{request.tool}: {'; '.join(sentences[:3])}{omitted}{own_failure}"
+        return record | {"verdict": "fail", "stage": request.tool, "message": message}
     if ended == "timeout":
         return empty | {"verdict": "timeout", "message": f"no result after {_limit(1, request):g} s"}
-    return empty | {"verdict": "crash", "message": f"the process ended without a record: {ended or 'it said nothing'}"}
+    return empty | {
+        "verdict": "crash",
+        "message": f"the process ended without a record: {ended or 'it sentences nothing'}",
+    }
 
 
-def _limit(cases: int, request: Request) -> float:
+def _limit(cases: int, request: SanitizerRequest) -> float:
     return request.timeout * (1 + cases)
 
 
-def run_under(cases: Sequence[Case], request: Request) -> tuple[ToolReport, list[dict[str, Any]], str]:
-    """Run cases in one process under the tool, as `Run` says. Raises ComputeSanitizerError where it does not run."""
+def run_under(cases: Sequence[Case], request: SanitizerRequest) -> tuple[ToolReport, list[dict[str, Any]], str]:
+    """Run cases in a process under the tool, as a `RunBatch`. Raises ComputeSanitizerError if the tool does not run."""
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as name:
         folder = Path(name)
-        asked, log, lines = folder / "cases.json", folder / "log", folder / "records.jsonl"
-        wanted = {
+        request_file, log, lines = folder / "cases.json", folder / "log", folder / "records.jsonl"
+        content = {
             "backend": request.backend, "seed": request.seed, "records": str(lines),
             "cases": [(case.file, case.id) for case in cases],
         }  # fmt: skip
-        asked.write_text(json.dumps(wanted), encoding="utf-8")
-        # Errors of API calls that the caller handles are no findings. Without its cache torch asks CUDA for each
-        # tensor, and the tool knows where one ends.
+        request_file.write_text(json.dumps(content), encoding="utf-8")
+        # API errors that the caller handles are no findings. Without torch's cache every tensor has its own CUDA
+        # allocation, so the tool knows its end.
         command = [
             find_tool(), "--tool", request.tool, "--log-file", str(log), "--print-limit", "1000", "--report-api-errors",
             "no", "--target-processes", "application-only", sys.executable, "-m",
-            "narrowgauge.harness.tools.sanitize.sanitized_process", str(asked),
+            "narrowgauge.harness.tools.sanitize.sanitized_process", str(request_file),
         ]  # fmt: skip
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -140,19 +149,19 @@ def run_under(cases: Sequence[Case], request: Request) -> tuple[ToolReport, list
             except subprocess.TimeoutExpired:
                 ended = "timeout"
             finally:
-                with suppress(ProcessLookupError):  # the tool's own child, and what that started
+                with suppress(ProcessLookupError):  # the child of the tool, and processes started by it
                     os.killpg(process.pid, signal.SIGKILL)
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         report = parse(text)
         if report.errors is None and ended != "timeout":
-            said = " ".join((text + output).split())[-500:] or "it said nothing"
-            raise ComputeSanitizerError(f"{command[0]} --tool {request.tool} gave no summary: {said}")
+            output_text = " ".join((text + output).split())[-500:] or "it said nothing"
+            raise ComputeSanitizerError(f"{command[0]} --tool {request.tool} gave no summary: {output_text}")
         if process.returncode != 0 and not ended:
             ended = " ".join(output.split())[-300:] or f"exit status {process.returncode}"
         return report, _read(lines), ended
 
 
 def _read(lines: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last one that was cut short is none."""
+    """Records in a file, without a truncated last line."""
     text = lines.read_text(encoding="utf-8") if lines.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

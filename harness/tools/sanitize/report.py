@@ -1,7 +1,7 @@
-"""What compute-sanitizer printed, as findings: kind, place, thread.
+"""Findings in the output of compute-sanitizer: kind, place, thread.
 
-Its text, as documented for memcheck, racecheck, initcheck and synccheck: every line begins with `=========`; a finding
-is a line with indented lines behind it, which say where, by which thread and at what address; the end is a summary.
+The format, as documented for memcheck, racecheck, initcheck and synccheck: every line begins with `=========`. A
+finding is a line followed by indented lines with place, thread and address. The last line is a summary.
 """
 
 from __future__ import annotations
@@ -23,86 +23,89 @@ _TORCH = ("at::", "c10::", "cub::")
 
 @dataclass(frozen=True)
 class ToolFinding:
-    """One kind of mistake at one place."""
+    """A kind of error at a place in a kernel."""
 
     kind: str
-    """The tool's own words: "Invalid __global__ read of size 4 bytes"."""
+    """The tool's text: "Invalid __global__ read of size 4 bytes"."""
     place: str
-    """`quantize.cu:12`; nothing where the kernel was built without lines."""
+    """`quantize.cu:12`; empty if the kernel has no line information."""
     kernel: str
     thread: str
-    """Of the first: `thread (5, 0, 0) of block (0, 0, 0)`; nothing where the tool names none."""
+    """First thread: `thread (5, 0, 0) of block (0, 0, 0)`; empty if the tool names no thread."""
     details: tuple[str, ...]
-    """What else the tool says of it, an address above all."""
+    """Further text of the tool, such as an address."""
     count: int = 1
 
     @property
     def sentence(self) -> str:
-        """All of it: what, where, who, how often."""
-        where = f" at {self.place}" if self.place else ""
-        who = f", {self.thread}" if self.thread else ""
+        """Kind, place, thread, kernel and count."""
+        location = f" at {self.place}" if self.place else ""
+        thread = f", {self.thread}" if self.thread else ""
         kernel = f" of {self.kernel}" if self.thread and self.kernel else f", in {self.kernel}" if self.kernel else ""
-        more = f", {self.count} times" if self.count > 1 else ""
+        times = f", {self.count} times" if self.count > 1 else ""
         details = f" ({'; '.join(self.details)})" if self.details else ""
-        return f"{self.kind}{where}{who}{kernel}{more}{details}"
+        return f"{self.kind}{location}{thread}{kernel}{times}{details}"
 
 
 @dataclass(frozen=True)
 class ToolReport:
-    """What one run of the tool found."""
+    """Findings of a run of the tool."""
 
     findings: tuple[ToolFinding, ...]
     errors: int | None
-    """As its summary counts them; None where there is no summary, and the tool did not come to its end."""
+    """Number of errors in the summary. None without a summary: the tool did not finish."""
     in_torch: int
-    """Findings in kernels of torch itself, which are not among `findings`."""
+    """Findings in torch's own kernels. Not part of `findings`."""
 
     @property
     def clean(self) -> bool:
-        """Whether it came to its end and found nothing. What it counted and is not understood is something."""
+        """Whether the tool finished without findings. Errors in its summary without a parsed finding count as
+        findings."""
         return self.errors is not None and not self.findings and (self.errors == 0 or self.in_torch > 0)
 
 
 def parse(text: str) -> ToolReport:
-    """The report in the tool's text. Equal findings of several threads are one."""
+    """Parse the tool's output. Equal findings of several threads are merged."""
     blocks: list[list[str]] = []
     errors: int | None = None
     for line in text.splitlines():
         if not line.startswith(_PREFIX):
             continue
-        words = line.removeprefix(_PREFIX)
-        body = words.strip()
+        indented = line.removeprefix(_PREFIX)
+        body = indented.strip()
         if summary := _SUMMARY.match(body):
             errors = (errors or 0) + int(summary.group(1) or summary.group(2))
-        elif body and not words.startswith("  "):
+        elif body and not indented.startswith("  "):
             blocks.append([body])
         elif body and blocks:
             blocks[-1].append(body)
-    found = [_finding(block) for block in blocks if len(block) > 1 and not block[0].startswith(_OTHERS)]
-    own = [one for one, torch in found if not torch]
-    counts = Counter((one.kind, one.place, one.kernel) for one in own)
-    first = {(one.kind, one.place, one.kernel): one for one in reversed(own)}
+    parsed = [_finding(block) for block in blocks if len(block) > 1 and not block[0].startswith(_OTHERS)]
+    findings = [finding for finding, torch in parsed if not torch]
+    counts = Counter((finding.kind, finding.place, finding.kernel) for finding in findings)
+    first_findings = {(finding.kind, finding.place, finding.kernel): finding for finding in reversed(findings)}
     merged = tuple(
-        ToolFinding(one.kind, one.place, one.kernel, one.thread, one.details, counts[key])
-        for key, one in sorted(first.items(), key=lambda item: own.index(item[1]))
+        ToolFinding(finding.kind, finding.place, finding.kernel, finding.thread, finding.details, counts[key])
+        for key, finding in sorted(first_findings.items(), key=lambda item: findings.index(item[1]))
     )
-    return ToolReport(merged, errors, len(found) - len(own))
+    return ToolReport(merged, errors, len(parsed) - len(findings))
 
 
 def _finding(block: list[str]) -> tuple[ToolFinding, bool]:
-    """The finding in the lines of one, and whether it is in a kernel of torch's own."""
+    """The finding in a block of lines, and whether it is in a kernel of torch."""
     head = _SEVERITY.sub("", block[0])
-    told = next((i for i, line in enumerate(block) if line.startswith(("Saved host backtrace", "Host Frame"))), None)
-    lines = [head, *block[1:told]]
+    backtrace_start = next(
+        (i for i, line in enumerate(block) if line.startswith(("Saved host backtrace", "Host Frame"))), None
+    )
+    lines = [head, *block[1:backtrace_start]]
     text = "\n".join(lines)
     line, thread = _LINE.search(text), _THREAD.search(text)
     kernel = next((match.group(1) for pattern in _KERNEL if (match := pattern.search(text))), "")
-    by = ""
+    thread_text = ""
     if thread:
         x, y, z, bx, by_, bz = thread.groups()
-        by = f"thread ({x}, {y}, {z}) of block ({bx}, {by_}, {bz})"
+        thread_text = f"thread ({x}, {y}, {z}) of block ({bx}, {by_}, {bz})"
     details = tuple(part for part in lines[1:] if not part.startswith(("at ", "by thread", "Device Frame")))
-    where = next((part for part in lines if re.search(r"\bat \S", part)), "")
+    kernel_line = next((part for part in lines if re.search(r"\bat \S", part)), "")
     kind = head.split(" at ", 1)[0] if line and head.startswith("Race") else head
     place = f"{line.group(1)}:{line.group(2)}" if line else ""
-    return ToolFinding(kind, place, kernel, by, details), any(name in where for name in _TORCH)
+    return ToolFinding(kind, place, kernel, thread_text, details), any(name in kernel_line for name in _TORCH)

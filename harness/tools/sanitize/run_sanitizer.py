@@ -1,4 +1,4 @@
-"""`narrowgauge sanitize`: progress while cases run under compute-sanitizer, report and table at the end."""
+"""`narrowgauge sanitize`: progress bar, report and table for cases under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from rich.console import Console
 
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.gate.accepted import say_baseline
+from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.records.environment import describe_run
 from narrowgauge.harness.records.record import succeeded
 from narrowgauge.harness.report.report import write
 from narrowgauge.harness.tools.run_cases import print_result, progress_bar
-from narrowgauge.harness.tools.sanitize.compute_sanitizer import Request, Run, examine, run_under
+from narrowgauge.harness.tools.sanitize.compute_sanitizer import RunBatch, SanitizerRequest, examine, run_under
 
 
-def sanitize_session(cases: Sequence[Case], request: Request, directory: Path, run: Run = run_under) -> bool:
-    """Run the cases under the tool, write the report into `directory`, print the summary. True where all is right.
+def sanitize_session(
+    cases: Sequence[Case], request: SanitizerRequest, directory: Path, run: RunBatch = run_under
+) -> bool:
+    """Run the cases under the tool, write the report into `directory`, print the summary. True if all cases passed.
 
-    Raises BackendError where the backend cannot be loaded, ComputeSanitizerError where the tool does not run.
+    Raises BackendError if the backend cannot be loaded, ComputeSanitizerError if the tool does not run.
     """
-    load_backend(request.backend, "cuda")  # or the tool would say it of every case
+    load_backend(request.backend, "cuda")  # raises here instead of failing every case
     console = Console()
     started = time.monotonic()
     records: list[dict[str, Any]] = []
@@ -38,7 +40,7 @@ def sanitize_session(cases: Sequence[Case], request: Request, directory: Path, r
         examine(cases, request, run, on_record)
     environment = describe_run(backend=request.backend, device="cuda", seed=request.seed)
     elapsed = time.monotonic() - started
-    say_baseline(records, environment)
+    add_baseline_notes(records, environment)
     page = write(records, environment | {"tool": f"compute-sanitizer {request.tool}"}, directory, elapsed=elapsed)
     print_result(records, console)
     console.print(f"{len(records)} cases under {request.tool} in {elapsed:.1f} s; report: {page}", markup=False)

@@ -1,1 +1,1 @@
-"""The proof from end to end: a small transformer that learns under every recipe, every stage of every step judged."""
+"""End-to-end test: a small transformer is trained under every recipe, and every stage of every step is judged."""

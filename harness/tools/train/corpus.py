@@ -1,4 +1,4 @@
-"""Text that a seed makes: sentences of a small grammar, as the numbers of their characters."""
+"""Generated text: sentences of a small grammar, as character numbers."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _TURNS = ("and", "but", "while")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, and the characters that occur in it."""
+    """A text."""
 
     text: str
 
     @property
     def characters(self) -> str:
-        """Each once, sorted; a character's number is its place."""
+        """Characters of the text, sorted, without duplicates. A character's number is its index."""
         return "".join(sorted(set(self.text)))
 
     @property
     def entropy(self) -> float:
-        """Of a character where the one before it is known, in nats.
+        """Entropy in nats of a character given the previous character.
 
-        No model whose layers do nothing has a smaller mean loss over the text, whatever it has between them.
+        No model with ineffective layers has a smaller mean loss over the text, whatever its embedding and output are.
         """
         return _entropy(zip(self.text, self.text[1:], strict=False)) - _entropy(self.text[:-1])
 
     def batches(self, steps: int, batch: int, sequence: int, seed: int) -> Sequence[torch.Tensor]:
-        """For each step int64 (batch, sequence + 1): pieces of the text at places that the seed draws."""
+        """A tensor int64 (batch, sequence + 1) for each step: pieces of the text at random positions."""
         import torch
 
         number = {character: place for place, character in enumerate(self.characters)}
@@ -49,7 +49,7 @@ class Corpus:
 
 
 def _entropy(events: Iterable[object]) -> float:
-    """Of the distribution of what occurs, in nats."""
+    """Entropy of the distribution of the events, in nats."""
     counts = Counter(events)
     total = counts.total()
     return -sum(count / total * math.log(count / total) for count in counts.values())

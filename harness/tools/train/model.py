@@ -1,4 +1,4 @@
-"""The model that is trained: transformer layers of a backend between an embedding and an output in high precision."""
+"""The trained model: transformer layers of a backend between an embedding and an output in high precision."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from narrowgauge.harness.backends.backend import Backend
 
 LAYERS = 2
 SEEDS = 4
-"""That a transformer layer takes: one for each of its products."""
+"""Seeds used by a transformer layer: a seed per product."""
 SPREAD = 0.02
-"""Standard deviation of the weights at the start, GPT-2's."""
+"""Standard deviation of the initial weights, as in GPT-2."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model and a batch are. Rows of every product: batch · sequence."""
+    """Size of the model and of a batch. Every product has batch · sequence rows."""
 
     hidden: int = 64
     ffn: int = 256
@@ -30,8 +30,8 @@ class Size:
 class Model(torch.nn.Module):
     """Tokens int64 (B, S) to logits float32 (B, S, characters).
 
-    What is not of the backend's layers is torch's, in float32, and the same for every backend. The weights depend on
-    the seed and their names alone. Raises Unsupported and BackendError as the backend does.
+    All parts except the backend's layers are torch modules in float32, equal for every backend. The initial weights
+    depend only on the seed and on their names. Raises Unsupported and BackendError as the backend does.
     """
 
     def __init__(self, backend: Backend, size: Size, characters: int, *, seed: int, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(size.hidden, device=device)
         self.output = torch.nn.Linear(size.hidden, characters, device=device)
         self.between: list[torch.Tensor] = []
-        """Of the last forward: what goes into the first layer, and what each layer gives, with their gradients."""
+        """Input of the first layer and output of each layer in the last forward, with gradients."""
         self._start(seed)
 
     def _start(self, seed: int) -> None:
@@ -61,7 +61,7 @@ class Model(torch.nn.Module):
                     weight.fill_(float("norm" in name and name.endswith("weight")))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        # A product with rows of the identity, and not a look-up, whose gradient a GPU adds in any order.
+        # A product with one-hot rows instead of a lookup: a GPU adds the gradient of a lookup in any order.
         x = F.one_hot(tokens, len(self.embedding)).float() @ self.embedding + self.position
         self.between = [x.bfloat16()]
         for layer in self.layers:
@@ -82,7 +82,7 @@ def _weight(rows: int, columns: int, device: torch.device) -> torch.nn.Parameter
 
 
 class Adam:
-    """Adam on float32 copies of a model's weights, which bfloat16 would not let move by small steps."""
+    """Adam on float32 copies of a model's weights: small steps would be lost in bfloat16."""
 
     def __init__(self, model: torch.nn.Module, rate: float) -> None:
         self._weights = dict(sorted(model.named_parameters()))
@@ -90,7 +90,7 @@ class Adam:
         self._optimizer = torch.optim.Adam(self._masters.values(), lr=rate)
 
     def step(self) -> None:
-        """Take a step by the gradients of the model's weights, and forget them."""
+        """Take a step with the gradients of the model's weights, and clear the gradients."""
         for name, weight in self._weights.items():
             assert weight.grad is not None
             self._masters[name].grad = weight.grad.float()

@@ -1,4 +1,4 @@
-"""A layer that is watched while it trains: what it reports of a step, and the stages of that step."""
+"""A layer observed during training: its reported values, and the stages of each step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.cases.parameters import transformer
-from narrowgauge.harness.checks.statistics.decide import decide
+from narrowgauge.harness.cases.modules import transformer
+from narrowgauge.harness.checks.statistics.decision import decide
 from narrowgauge.harness.operations.modules.driver import Plan, Step
 from narrowgauge.harness.operations.modules.linear import Ground, State
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
@@ -21,57 +21,66 @@ from narrowgauge.harness.tools.train.model import Size
 from narrowgauge.spec.training import TrainingRecipe
 
 
-class Watched:
-    """A transformer layer of a backend, bfloat16, and what is known of it from step to step."""
+class ObservedLayer:
+    """A bfloat16 transformer layer of a backend, with the expected state between steps."""
 
     def __init__(
         self, layer: Any, size: Size, training: TrainingRecipe, backend: Backend, *, seed: int, sharing: int
     ) -> None:
-        """`sharing`: how many steps of layers share the false alarms of the session (`decide`)."""
+        """`sharing`: number of layer steps that share the false alarms of the session (`decide`)."""
         layers = transformer(size.hidden, size.ffn, "layer")
         self.layer, self.backend, self.sharing = layer, backend, sharing
         self.plan = Plan("TransformerLayer", training, layers, torch.bfloat16, bias=True, seed=seed, heads=size.heads)
         self._states: dict[str, State | None] = {}
         if training.history:
-            self._states = {one.prefix: (torch.zeros(training.history, 3), torch.ones(3)) for one in layers}
+            self._states = {layer_.prefix: (torch.zeros(training.history, 3), torch.ones(3)) for layer_ in layers}
         nothing = torch.empty(0)
         self._step = Step(0, nothing, nothing, {})
 
     def begin(self, number: int) -> None:
-        """Watch the layer's step of this number, whose forward comes next, with the parameters that it has now."""
+        """Observe the layer's step with this number, from its next forward. The current parameters are copied."""
         parameters = dict(self.layer.named_parameters())
-        given = {name: parameters[name].detach().clone() for one in self.plan.layers for name in one.shapes(bias=True)}
-        nothing = torch.empty(0)  # input and gradient are known when the step is over
-        self._step = Step(number, nothing, nothing, given)
+        parameter_values = {
+            name: parameters[name].detach().clone() for linear in self.plan.layers for name in linear.shapes(bias=True)
+        }
+        nothing = torch.empty(0)  # input and gradient are known after the step
+        self._step = Step(number, nothing, nothing, parameter_values)
         self.layer.observer = self._step.report
 
     def judge(self, x: torch.Tensor, y: torch.Tensor) -> tuple[Outcome, list[str]]:
-        """The stages of the step, whose backward is over, and what was not reported.
+        """Stages of the step after its backward, and the names of values that were not reported.
 
-        They are judged on the host, whatever the device: a step is some ten thousand small operations, and several
-        processes that launch them take turns on one GPU. Beside an H200, nine trainings at once on 16 cores take 0.6 to
-        1.1 s a step so; where they were judged on the GPU, none of the nine came to 12 steps in 30 s.
+        Stages are judged on the host, on every device: a step has some ten thousand small operations, and several
+        processes that launch them on a GPU block one another. Beside an H200, nine concurrent trainings on 16 cores
+        take 0.6 to 1.1 s per step on the host; judged on the GPU, none of the nine reached 12 steps in 30 s.
 
-        `x` and `y` (B, S, hidden): the layer's input and output, each with its gradient. Their values, and the
-        gradients of the parameters, are judged as the layer gave them, whatever it reported.
+        `x` and `y` (B, S, hidden): input and output of the layer, with gradients. Their values and the gradients of the
+        parameters replace reported values of the same name.
         """
         step = self._step
         self.layer.observer = None
         assert y.grad is not None
         parameters = dict(self.layer.named_parameters())
-        given: dict[str, torch.Tensor | None] = {"y": y, "dx": x.grad}
-        for one in self.plan.layers:
-            names = {"dw": one.weights[0], "dbias": one.biases[0], "dgamma": one.gamma, "dbeta": one.beta}
-            given |= {one.prefix + what: parameters[name].grad for what, name in names.items() if name}
-        for name, value in given.items():
+        results: dict[str, torch.Tensor | None] = {"y": y, "dx": x.grad}
+        for linear in self.plan.layers:
+            names = {"dw": linear.weights[0], "dbias": linear.biases[0], "dgamma": linear.gamma, "dbeta": linear.beta}
+            results |= {
+                linear.prefix + result_name: parameters[name].grad for result_name, name in names.items() if name
+            }
+        for name, value in results.items():
             step.seen[name] = []
             step.report(name, value)
         step = Step(step.number, on_host(x), on_host(y.grad), on_host(step.parameters), seen=on_host(step.seen))
-        own = makes_own_bits(self.backend, self.plan.training.grad)
+        own_random_bits = makes_own_bits(self.backend, self.plan.training.grad)
         ground = Ground(
-            self.plan, step, Outcome(), partial(order_of, self.backend), free=rotates_freely(self.backend), own=own,
+            self.plan,
+            step,
+            Outcome(),
+            partial(order_of, self.backend),
+            free=rotates_freely(self.backend),
+            own=own_random_bits,
             figures=False,
-        )  # fmt: skip
+        )
         stages = TransformerStages(ground, self._states)
         stages.forward(step.x.flatten(0, 1))
         stages.backward(step.dy.flatten(0, 1))
@@ -81,7 +90,7 @@ class Watched:
 
 
 def on_host(value: Any) -> Any:
-    """A value whose tensors, those of its lists and mappings too, lie on the host."""
+    """A value with all its tensors on the host, also in lists and mappings."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a session says: sentences, a table, a page with the curves, and every step as CSV."""
+"""Report of a session: sentences, a table, a page with the curves, and every step as CSV."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from narrowgauge.harness.report import text
 from narrowgauge.harness.report.markdown import cut
 from narrowgauge.harness.report.page import template
-from narrowgauge.harness.report.replace_files import replacing
+from narrowgauge.harness.report.replace_files import replace_files
 from narrowgauge.harness.report.terminal import compact
-from narrowgauge.harness.tools.train.curves import HEIGHT, WIDTH, figure
+from narrowgauge.harness.tools.train.loss_figure import HEIGHT, WIDTH, loss_figure
 from narrowgauge.harness.tools.train.training import LAST, Training
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ def name(training: Training) -> str:
 
 
 def line(training: Training) -> str:
-    """A training that has ended, in one line: final loss, what was judged and how much of it is wrong, its time."""
-    words = [f"final loss {text.number(training.final) or 'none'}"]
+    """A finished training as a line: final loss, what was judged and how much of it is wrong, its time."""
+    parts = [f"final loss {text.number(training.final) or 'none'}"]
     if training.judged:
-        stages, wrong = (sum(getattr(step, part) for step in training.steps) for part in ("stages", "mismatches"))
-        words.append(f"{text.plural(stages, 'stage')} judged, {text.number(wrong)} wrong")
+        stages, wrong = (sum(getattr(step, count) for step in training.steps) for count in ("stages", "mismatches"))
+        parts.append(f"{text.plural(stages, 'stage')} judged, {text.number(wrong)} wrong")
     if not training.complete:
-        words.append(_ended(training))
-    return f"{name(training)}: {', '.join(words)}, {text.duration(training.seconds)}"
+        parts.append(_ended(training))
+    return f"{name(training)}: {', '.join(parts)}, {text.duration(training.seconds)}"
 
 
 def _ended(training: Training) -> str:
@@ -60,7 +60,7 @@ def cells(training: Training, count: Callable[[int], str] = text.number) -> list
         task.recipe or HIGH_PRECISION,
         task.backend,
         text.number(training.final),
-        "" if training.apart is None else f"{training.apart:.2g}",
+        "" if training.loss_difference is None else f"{training.loss_difference:.2g}",
         f"{len(training.steps)}/{task.steps}",
         text.number(training.agreeing) if training.judged else "",
         count(sum(step.stages for step in training.steps)) if training.judged else "",
@@ -69,38 +69,40 @@ def cells(training: Training, count: Callable[[int], str] = text.number) -> list
     ]
 
 
-def complaints(training: Training, entropy: float) -> list[str]:
-    """Why a training did not pass: the wrong stages first, a few of them; nothing where it did."""
-    found = []
-    if training.judged and (bad := [step for step in training.steps if step.mismatches]):
-        stages = text.plural(sum(step.mismatches for step in bad), "wrong stage")
-        found.append(f"{stages} in {len(bad)} of {text.plural(len(training.steps), 'step')}")
-        found += [cut(words) for words in training.wrong[:SHOWN]]
+def failure_reasons(training: Training, entropy: float) -> list[str]:
+    """Reasons why a training did not pass: a few wrong stages first. Empty for a passed training."""
+    reasons = []
+    if training.judged and (wrong_steps := [step for step in training.steps if step.mismatches]):
+        stages = text.plural(sum(step.mismatches for step in wrong_steps), "wrong stage")
+        reasons.append(f"{stages} in {len(wrong_steps)} of {text.plural(len(training.steps), 'step')}")
+        reasons += [cut(reason) for reason in training.wrong[:SHOWN]]
     if training.judged and (empty := sum(not step.compared for step in training.steps)):
-        found.append(f"nothing was compared in {text.plural(empty, 'step')}")
+        reasons.append(f"nothing was compared in {text.plural(empty, 'step')}")
     if not training.complete:
-        found.append(_ended(training))
+        reasons.append(_ended(training))
     elif not training.learned(entropy):
-        known = text.number(float(f"{entropy:.4g}"))
-        found.append(f"does not learn: the loss of the last steps is {text.number(training.final)}, not below {known}")
-    return [f"{name(training)}: {words}" for words in found]
+        limit = text.number(float(f"{entropy:.4g}"))
+        reasons.append(
+            f"does not learn: the loss of the last steps is {text.number(training.final)}, not below {limit}"
+        )
+    return [f"{name(training)}: {reason}" for reason in reasons]
 
 
 def not_compared(training: Training) -> str:
-    """What its layers did not report in some step; nothing where they reported everything."""
-    counts = Counter(what for step in training.steps for what in step.unseen)
-    named = ", ".join(f"{what} in {text.plural(count, 'step')}" for what, count in sorted(counts.items()))
-    return f"{name(training)}: not compared: {named}" if named else ""
+    """Values that the layers did not report, with their numbers of steps. Empty if all values were reported."""
+    counts = Counter(stage for step in training.steps for stage in step.not_reported)
+    stages = ", ".join(f"{stage} in {text.plural(count, 'step')}" for stage, count in sorted(counts.items()))
+    return f"{name(training)}: not compared: {stages}" if stages else ""
 
 
 def sentence(trainings: Sequence[Training], entropy: float) -> str:
-    """The session in one sentence."""
-    bad = [one for one in trainings if not one.passed(entropy)]
-    if bad or not trainings:
-        unfinished = sum(not one.complete for one in bad)
+    """The session as a sentence."""
+    failed = [training for training in trainings if not training.passed(entropy)]
+    if failed or not trainings:
+        unfinished = sum(not training.complete for training in failed)
         rest = f", {unfinished} of which did not take every step" if unfinished else ""
-        return f"{len(bad)} of {text.plural(len(trainings), 'training')} did not pass{rest}"
-    steps = [step for one in trainings for step in one.steps]
+        return f"{len(failed)} of {text.plural(len(trainings), 'training')} did not pass{rest}"
+    steps = [step for training in trainings for step in training.steps]
     judged = (
         f"{text.plural(sum(step.stages for step in steps), 'stage')}, {text.number(sum(s.compared for s in steps))}"
     )
@@ -108,7 +110,7 @@ def sentence(trainings: Sequence[Training], entropy: float) -> str:
 
 
 def print_result(trainings: Sequence[Training], entropy: float, console: Console) -> None:
-    """Print the table, and what is wrong."""
+    """Print the table and the failures."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -120,21 +122,21 @@ def print_result(trainings: Sequence[Training], entropy: float, console: Console
     table.add_column(COLUMNS[1], overflow="fold", min_width=9)
     for column in COLUMNS[2:]:
         table.add_column(column, justify="right", no_wrap=True)
-    for one in trainings:
-        passed = one.passed(entropy)
-        row = [Text(cell) for cell in (marks["pass" if passed else "fail"], *cells(one, compact))]
+    for training in trainings:
+        passed = training.passed(entropy)
+        row = [Text(cell) for cell in (marks["pass" if passed else "fail"], *cells(training, compact))]
         table.add_row(*row, style="" if passed else "bold red")
     console.print(table)
     console.print(Text(EXPLAINED, style="dim"))
-    for words in (words for one in trainings for words in complaints(one, entropy)):
-        console.print(words, markup=False, highlight=False, soft_wrap=True, style="red")
-    for words in filter(None, map(not_compared, trainings)):
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
+    for line_ in (line_ for training in trainings for line_ in failure_reasons(training, entropy)):
+        console.print(line_, markup=False, highlight=False, soft_wrap=True, style="red")
+    for line_ in filter(None, map(not_compared, trainings)):
+        console.print(line_, markup=False, highlight=False, soft_wrap=True)
 
 
 def write(trainings: Sequence[Training], environment: dict[str, str], entropy: float, directory: Path) -> Path:
-    """Write `index.html` and `losses.csv` into `directory`; return the page's path."""
-    with replacing(directory, last=PAGE) as fresh:
+    """Write `index.html` and `losses.csv` into `directory`. Returns the page's path."""
+    with replace_files(directory, last=PAGE) as fresh:
         with (fresh / "losses.csv").open("w", encoding="utf-8", newline="") as file:
             _write_steps(trainings, csv.writer(file))
         (fresh / PAGE).write_text(render(trainings, environment, entropy), encoding="utf-8")
@@ -145,21 +147,21 @@ def _write_steps(trainings: Sequence[Training], writer: csv._writer) -> None:  #
     writer.writerow(
         ["recipe", "backend", "device", "seed", "step", "loss", "loss_reference", "stages", "compared", "wrong"]
     )
-    for one in trainings:
-        task = one.task
-        for number, step in enumerate(one.steps):
-            beside = "" if step.beside is None else step.beside
+    for training in trainings:
+        task = training.task
+        for number, step in enumerate(training.steps):
+            reference_loss = "" if step.reference_loss is None else step.reference_loss
             writer.writerow(
-                [task.recipe or HIGH_PRECISION, task.backend, task.device, task.seed, number, step.loss, beside,
+                [task.recipe or HIGH_PRECISION, task.backend, task.device, task.seed, number, step.loss, reference_loss,
                  step.stages, step.compared, step.mismatches]
             )  # fmt: skip
 
 
 def render(trainings: Sequence[Training], environment: dict[str, str], entropy: float) -> str:
-    """The page. Everything that is not of this file is escaped."""
-    passed = [one.passed(entropy) for one in trainings]
-    steps = max((one.task.steps for one in trainings), default=0)
-    drawn = figure(trainings, entropy, steps)
+    """The page. Text from trainings and the environment is escaped."""
+    passed = [training.passed(entropy) for training in trainings]
+    steps = max((training.task.steps for training in trainings), default=0)
+    drawn = loss_figure(trainings, entropy, steps)
     return template.render(
         Path(__file__).with_name("train.html"),
         name="narrowgauge train",
@@ -174,6 +176,6 @@ def render(trainings: Sequence[Training], environment: dict[str, str], entropy: 
         columns=COLUMNS,
         explained=EXPLAINED,
         rows=list(zip(passed, map(cells, trainings), strict=True)),
-        sentences=[words for one in trainings for words in complaints(one, entropy)],
+        sentences=[reason for training in trainings for reason in failure_reasons(training, entropy)],
         left_out=list(filter(None, map(not_compared, trainings))),
     )

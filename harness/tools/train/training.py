@@ -1,62 +1,66 @@
-"""One training of a session, as far as it got."""
+"""Result of a training."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-from narrowgauge.harness.tools.train.train import Step, Task
+from narrowgauge.harness.tools.train.train import TrainingStep, TrainingTask
 
 LAST = 20
-"""Steps at the end whose mean loss is the final loss."""
+"""Number of last steps averaged for the final loss."""
 
 
 @dataclass
 class Training:
-    """A training, as far as it got."""
+    """Steps and end of a training."""
 
-    task: Task
-    steps: list[Step] = field(default_factory=list)
+    task: TrainingTask
+    steps: list[TrainingStep] = field(default_factory=list)
     error: str = ""
-    """Why it ended early."""
+    """Why the training ended early."""
     seconds: float = 0.0
 
     @property
     def final(self) -> float | None:
-        """Mean loss of the last `LAST` steps; None where none was taken."""
+        """Mean loss of the last `LAST` steps, or None without steps."""
         last = [step.loss for step in self.steps[-LAST:]]
         return math.fsum(last) / len(last) if last else None
 
     @property
     def complete(self) -> bool:
-        """Whether it took every step."""
+        """Whether the training took all its steps."""
         return not self.error and len(self.steps) == self.task.steps
 
     @property
     def judged(self) -> bool:
-        """Whether its stages are judged."""
+        """Whether the stages are judged."""
         return self.task.judged and self.task.recipe is not None
 
     @property
     def wrong(self) -> list[str]:
-        """A sentence for each wrong stage that is named."""
-        return [words for step in self.steps for words in step.wrong]
+        """Sentences for the named wrong stages."""
+        return [sentence for step in self.steps for sentence in step.wrong]
 
     @property
     def agreeing(self) -> int:
-        """Steps of which every stage is right, and something was compared."""
+        """Number of steps with compared elements and no wrong stage."""
         return sum(step.compared > 0 and not step.mismatches for step in self.steps)
 
     @property
-    def apart(self) -> float | None:
-        """The largest distance of its loss from the reference's of the same weights; None where none was computed."""
-        return max((abs(step.loss - step.beside) for step in self.steps if step.beside is not None), default=None)
+    def loss_difference(self) -> float | None:
+        """Largest distance of the loss from the reference's loss with the same weights, or None if it was not
+        computed."""
+        return max(
+            (abs(step.loss - step.reference_loss) for step in self.steps if step.reference_loss is not None),
+            default=None,
+        )
 
     def learned(self, entropy: float) -> bool:
-        """Whether the final loss is below what no model reaches whose layers do nothing."""
+        """Whether the final loss is below the entropy, which no model with ineffective layers reaches."""
         return self.final is not None and self.final < entropy
 
     def passed(self, entropy: float) -> bool:
-        """Whether it took every step, all of them agree where they are judged, and it learned."""
+        """Whether the training is complete, agrees in every judged step, and learned."""
         agrees = not self.judged or self.agreeing == self.task.steps
         return self.complete and agrees and self.learned(entropy)

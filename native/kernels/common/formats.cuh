@@ -1,11 +1,18 @@
 // formats.cuh: conversions between float32 and the formats that kernels read and write.
 //
-// Each has a portable form, made of IEEE float32 operations and integers, that gives the same bits with every compiler
-// (no contraction, no fast-math, no flush-to-zero). Where the chip has an instruction, it is used instead and gives
-// the same bits; NARROWGAUGE_PORTABLE keeps the portable forms for comparison. PTX ISA: cvt.
+// Each conversion has a portable form of IEEE float32 and integer operations, which gives the same bits with every compiler
+// (no contraction, no fast-math, no flush-to-zero). If the architecture has an instruction for it, the instruction is used
+// and gives the same bits. NARROWGAUGE_PORTABLE selects the portable forms, for comparison. PTX ISA: cvt.
 #pragma once
 
-#include "common/lanes.cuh"
+#include "common/ptx.cuh"
+#include "common/simd.cuh"
+
+#ifndef __CUDACC__
+#define __grid_constant__  // a qualifier of kernel parameters that only the compiler for GPUs has
+#endif
+
+namespace narrowgauge {
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -26,8 +33,8 @@ using i64 = long long;
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define HAS_CVT_NARROW  // E2M1, E2M3, E3M2 and E8M0
 #endif
-// How cvt.rs uses its random bits is not documented, so it gives other bits than its twin, with the same expectation: it
-// is taken only where NARROWGAUGE_CVT_RS asks for it.
+// NVIDIA does not document how cvt.rs uses its random bits. Its codes differ from the codes of the portable form and have the
+// same expectation. It is used only if NARROWGAUGE_CVT_RS is defined.
 #if defined(NARROWGAUGE_CVT_RS) && (defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL))
 #define HAS_CVT_RS_E2M1
 #endif
@@ -35,7 +42,7 @@ using i64 = long long;
 
 constexpr u32 FLOAT_INF_BITS = 0x7F800000u;
 
-// Storage types: the bits, so that no vendor header is needed.
+// Storage types without arithmetic, so that no vendor header is needed.
 struct bf16 {
     u16 bits;
 };
@@ -49,7 +56,7 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 
 __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
 
-// The exponent field moves up by 112; infinities and NaN, at 2^16 and above after that, get the full field.
+// The exponent field grows by 112. Infinities and NaN, which are then 2^16 and above, get an exponent field of ones.
 __device__ __forceinline__ float to_float(fp16 x) {
     const u32 magnitude = __float_as_uint(__uint_as_float((x.bits & 0x7FFFu) << 13) * 0x1p112f);
     const u32 special = magnitude >= 0x47800000u ? FLOAT_INF_BITS : 0u;
@@ -60,7 +67,7 @@ __device__ __forceinline__ void from_float(float x, float& out) { out = x; }
 
 __device__ __forceinline__ void from_float(float x, bf16& out) {
 #ifdef HAS_CVT_HALF
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+    ptx::cvt_rn_bf16_f32(out.bits, x);
 #else
     const u32 bits = __float_as_uint(x);
     const u32 rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
@@ -68,10 +75,10 @@ __device__ __forceinline__ void from_float(float x, bf16& out) {
 #endif
 }
 
-// Adding 2^(e + 13) leaves the ten mantissa bits that fp16 keeps at exponent e, rounded to nearest even by the addition.
+// The addition of 2^(e + 13) rounds a number with exponent e to ten mantissa bits, those of fp16, nearest even.
 __device__ __forceinline__ void from_float(float x, fp16& out) {
 #ifdef HAS_CVT_HALF
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+    ptx::cvt_rn_f16_f32(out.bits, x);
 #else
     const u32 bits = __float_as_uint(x);
     const u32 sign = bits >> 16 & 0x8000u;
@@ -79,7 +86,7 @@ __device__ __forceinline__ void from_float(float x, fp16& out) {
     u32 code;
     if (magnitude > FLOAT_INF_BITS) {
         code = 0x7FFFu;
-    } else if (magnitude >= 0x477FF000u) {  // 65520, the midpoint between 65504 and what would follow, goes to infinity
+    } else if (magnitude >= 0x477FF000u) {  // 65520, the midpoint of 65504 and 65536, becomes infinity
         code = 0x7C00u;
     } else {
         const u32 exponent = magnitude & FLOAT_INF_BITS;
@@ -93,75 +100,77 @@ __device__ __forceinline__ void from_float(float x, fp16& out) {
 #endif
 }
 
-// ---- many elements at once -------------------------------------------------------------------------------------------
+// ---- arrays of elements ----------------------------------------------------------------------------------------------
 
-#ifdef HAS_LANES
-__forceinline__ Floats to_float_lanes(const float* source) { return load_lanes<Floats>(source); }
+#ifdef HAS_SIMD
+__forceinline__ FloatVector to_float_vector(const float* source) { return load_vector<FloatVector>(source); }
 
-__forceinline__ Floats to_float_lanes(const bf16* source) {
-    return same_bits<Floats>(__builtin_convertvector(load_lanes<Shorts>(source), Bits) << 16);
+__forceinline__ FloatVector to_float_vector(const bf16* source) {
+    return bit_cast<FloatVector>(__builtin_convertvector(load_vector<UshortVector>(source), UintVector) << 16);
 }
 
-__forceinline__ Floats to_float_lanes(const fp16* source) {
-    const Bits bits = __builtin_convertvector(load_lanes<Shorts>(source), Bits);
-    const Bits magnitude = same_bits<Bits>(same_bits<Floats>((bits & 0x7FFFu) << 13) * 0x1p112f);
-    return same_bits<Floats>(magnitude | (magnitude >= 0x47800000u ? Bits{} + FLOAT_INF_BITS : Bits{}) | (bits & 0x8000u) << 16);
+__forceinline__ FloatVector to_float_vector(const fp16* source) {
+    const UintVector bits = __builtin_convertvector(load_vector<UshortVector>(source), UintVector);
+    const UintVector magnitude = bit_cast<UintVector>(bit_cast<FloatVector>((bits & 0x7FFFu) << 13) * 0x1p112f);
+    return bit_cast<FloatVector>(magnitude | (magnitude >= 0x47800000u ? UintVector{} + FLOAT_INF_BITS : UintVector{}) |
+                                 (bits & 0x8000u) << 16);
 }
 
-// bfloat16 in the low half of each lane.
-__forceinline__ Bits bf16_lanes(Floats x) {
-    const Bits bits = same_bits<Bits>(x);
-    const Bits rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-    return (bits & 0x7FFFFFFFu) > FLOAT_INF_BITS ? Bits{} + 0x7FFFu : rounded;
+// bfloat16 bits in the low half of each lane.
+__forceinline__ UintVector to_bf16_vector(FloatVector x) {
+    const UintVector bits = bit_cast<UintVector>(x);
+    const UintVector rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    return (bits & 0x7FFFFFFFu) > FLOAT_INF_BITS ? UintVector{} + 0x7FFFu : rounded;
 }
 
-// float16, as from_float makes it.
-__forceinline__ Bits fp16_lanes(Floats x) {
-    const Bits bits = same_bits<Bits>(x), magnitude = bits & 0x7FFFFFFFu;
-    const Bits small = smaller(magnitude, Bits{} + 0x477FF000u);
-    const Floats anchor = same_bits<Floats>(larger(small & FLOAT_INF_BITS, Bits{} + 0x38800000u) + (13u << 23));
-    const Floats rounded = (same_bits<Floats>(small) + anchor) - anchor;
-    const Bits r = same_bits<Bits>(rounded);
-    // No larger number than 2^10 is asked for.
-    const Floats steps = r < 0x38800000u ? rounded * 0x1p24f : Floats{};
-    const Bits counted = same_bits<Bits>(__builtin_convertvector(steps, Integers));
-    const Bits code = (r < 0x38800000u ? counted : (r >> 13) - (112u << 10)) | (bits >> 16 & 0x8000u);
-    return magnitude > FLOAT_INF_BITS ? Bits{} + 0x7FFFu : code;
+// fp16 bits in the low half of each lane, equal to those of from_float.
+__forceinline__ UintVector to_fp16_vector(FloatVector x) {
+    const UintVector bits = bit_cast<UintVector>(x), magnitude = bits & 0x7FFFFFFFu;
+    const UintVector small = vector_min(magnitude, UintVector{} + 0x477FF000u);
+    const FloatVector anchor =
+        bit_cast<FloatVector>(vector_max(small & FLOAT_INF_BITS, UintVector{} + 0x38800000u) + (13u << 23));
+    const FloatVector rounded = (bit_cast<FloatVector>(small) + anchor) - anchor;
+    const UintVector r = bit_cast<UintVector>(rounded);
+    // Only numbers up to 2^10 are converted to integers.
+    const FloatVector steps = r < 0x38800000u ? rounded * 0x1p24f : FloatVector{};
+    const UintVector counted = bit_cast<UintVector>(__builtin_convertvector(steps, IntVector));
+    const UintVector code = (r < 0x38800000u ? counted : (r >> 13) - (112u << 10)) | (bits >> 16 & 0x8000u);
+    return magnitude > FLOAT_INF_BITS ? UintVector{} + 0x7FFFu : code;
 }
 
-__forceinline__ void from_float_lanes(Floats x, float* target) { store_lanes(x, target); }
-__forceinline__ void from_float_lanes(Floats x, bf16* target) {
-    store_lanes(__builtin_convertvector(bf16_lanes(x), Shorts), target);
+__forceinline__ void from_float_vector(FloatVector x, float* target) { store_vector(x, target); }
+__forceinline__ void from_float_vector(FloatVector x, bf16* target) {
+    store_vector(__builtin_convertvector(to_bf16_vector(x), UshortVector), target);
 }
-__forceinline__ void from_float_lanes(Floats x, fp16* target) {
-    store_lanes(__builtin_convertvector(fp16_lanes(x), Shorts), target);
+__forceinline__ void from_float_vector(FloatVector x, fp16* target) {
+    store_vector(__builtin_convertvector(to_fp16_vector(x), UshortVector), target);
 }
 #endif
 
-// Where they lie aligned, a GPU moves 16 bytes, or 8, with one instruction.
+// On a GPU, vectorized loads and stores of 16 or 8 bytes if the address is aligned.
 template <class T, int N>
 __device__ __forceinline__ void load_elements(const T* source, float (&v)[N]) {
 #ifdef __CUDA_ARCH__
     if (reinterpret_cast<u64>(source) % 16 == 0) {
-        constexpr int EACH = 16 / sizeof(T);
+        constexpr int PER_CHUNK = 16 / sizeof(T);
         struct alignas(16) Chunk {
-            T each[EACH];
+            T elements[PER_CHUNK];
         };
 #pragma unroll
-        for (int i = 0; i < N / EACH; ++i) {
+        for (int i = 0; i < N / PER_CHUNK; ++i) {
             const Chunk chunk = reinterpret_cast<const Chunk*>(source)[i];
 #pragma unroll
-            for (int j = 0; j < EACH; ++j) v[i * EACH + j] = to_float(chunk.each[j]);
+            for (int j = 0; j < PER_CHUNK; ++j) v[i * PER_CHUNK + j] = to_float(chunk.elements[j]);
         }
         return;
     }
 #endif
-#ifdef HAS_LANES
-    if constexpr (N % LANES == 0) {
-        // Of a tile, each row lies in other lines of the cache. Behind it lie those of a tile to come: 2048x2048 bfloat16 to
-        // both halves of MXFP8 took 60 % longer without.
+#ifdef HAS_SIMD
+    if constexpr (N % SIMD_LANES == 0) {
+        // Each row of a tile lies in cache lines of its own, and behind them the rows of the next tile: without the prefetch,
+        // both outputs of MXFP8 of 2048x2048 bfloat16 took 60 % longer.
         __builtin_prefetch(reinterpret_cast<const u8*>(source) + 256);
-        for (int i = 0; i < N; i += LANES) store_lanes(to_float_lanes(source + i), v + i);
+        for (int i = 0; i < N; i += SIMD_LANES) store_vector(to_float_vector(source + i), v + i);
         return;
     }
 #endif
@@ -172,23 +181,23 @@ template <class T, int N>
 __device__ __forceinline__ void store_elements(const float (&v)[N], T* target) {
 #ifdef __CUDA_ARCH__
     if (reinterpret_cast<u64>(target) % 16 == 0) {
-        constexpr int EACH = 16 / sizeof(T);
+        constexpr int PER_CHUNK = 16 / sizeof(T);
         struct alignas(16) Chunk {
-            T each[EACH];
+            T elements[PER_CHUNK];
         };
 #pragma unroll
-        for (int i = 0; i < N / EACH; ++i) {
+        for (int i = 0; i < N / PER_CHUNK; ++i) {
             Chunk chunk;
 #pragma unroll
-            for (int j = 0; j < EACH; ++j) from_float(v[i * EACH + j], chunk.each[j]);
+            for (int j = 0; j < PER_CHUNK; ++j) from_float(v[i * PER_CHUNK + j], chunk.elements[j]);
             reinterpret_cast<Chunk*>(target)[i] = chunk;
         }
         return;
     }
 #endif
-#ifdef HAS_LANES
-    if constexpr (N % LANES == 0) {
-        for (int i = 0; i < N; i += LANES) from_float_lanes(load_lanes<Floats>(v + i), target + i);
+#ifdef HAS_SIMD
+    if constexpr (N % SIMD_LANES == 0) {
+        for (int i = 0; i < N; i += SIMD_LANES) from_float_vector(load_vector<FloatVector>(v + i), target + i);
         return;
     }
 #endif
@@ -198,16 +207,16 @@ __device__ __forceinline__ void store_elements(const float (&v)[N], T* target) {
 template <int N>
 __device__ __forceinline__ void load_bytes(const u8* source, u8 (&bytes)[N]) {
 #ifdef __CUDA_ARCH__
-    constexpr int EACH = N % 16 == 0 ? 16 : 8;
-    if (reinterpret_cast<u64>(source) % EACH == 0) {
-        struct alignas(EACH) Chunk {
-            u32 words[EACH / 4];
+    constexpr int PER_CHUNK = N % 16 == 0 ? 16 : 8;
+    if (reinterpret_cast<u64>(source) % PER_CHUNK == 0) {
+        struct alignas(PER_CHUNK) Chunk {
+            u32 words[PER_CHUNK / 4];
         };
 #pragma unroll
-        for (int i = 0; i < N / EACH; ++i) {
+        for (int i = 0; i < N / PER_CHUNK; ++i) {
             const Chunk chunk = reinterpret_cast<const Chunk*>(source)[i];
 #pragma unroll
-            for (int j = 0; j < EACH; ++j) bytes[EACH * i + j] = static_cast<u8>(chunk.words[j / 4] >> j % 4 * 8);
+            for (int j = 0; j < PER_CHUNK; ++j) bytes[PER_CHUNK * i + j] = static_cast<u8>(chunk.words[j / 4] >> j % 4 * 8);
         }
         return;
     }
@@ -218,17 +227,17 @@ __device__ __forceinline__ void load_bytes(const u8* source, u8 (&bytes)[N]) {
 template <int N>
 __device__ __forceinline__ void store_bytes(const u8 (&bytes)[N], u8* target) {
 #ifdef __CUDA_ARCH__
-    constexpr int EACH = N % 16 == 0 ? 16 : 8;
-    if (reinterpret_cast<u64>(target) % EACH == 0) {
-        struct alignas(EACH) Chunk {
-            u32 words[EACH / 4];
+    constexpr int PER_CHUNK = N % 16 == 0 ? 16 : 8;
+    if (reinterpret_cast<u64>(target) % PER_CHUNK == 0) {
+        struct alignas(PER_CHUNK) Chunk {
+            u32 words[PER_CHUNK / 4];
         };
 #pragma unroll
-        for (int i = 0; i < N / EACH; ++i) {
+        for (int i = 0; i < N / PER_CHUNK; ++i) {
             Chunk chunk;
 #pragma unroll
-            for (int j = 0; j < EACH / 4; ++j) {
-                const u8* four = bytes + EACH * i + 4 * j;
+            for (int j = 0; j < PER_CHUNK / 4; ++j) {
+                const u8* four = bytes + PER_CHUNK * i + 4 * j;
                 chunk.words[j] = four[0] | four[1] << 8 | four[2] << 16 | static_cast<u32>(four[3]) << 24;
             }
             reinterpret_cast<Chunk*>(target)[i] = chunk;
@@ -239,7 +248,7 @@ __device__ __forceinline__ void store_bytes(const u8 (&bytes)[N], u8* target) {
     for (int j = 0; j < N; ++j) target[j] = bytes[j];
 }
 
-// The first `count` of four bytes, and zeros.
+// Loads `count` of four bytes and sets the others to 0.
 __device__ __forceinline__ void load_bytes4(const u8* source, int count, u8* bytes) {
 #ifdef __CUDA_ARCH__
     if (count == 4 && reinterpret_cast<u64>(source) % 4 == 0) {
@@ -267,48 +276,50 @@ __device__ __forceinline__ void store_bytes4(const u8* bytes, int count, u8* tar
     }
 }
 
-// ---- largest magnitude -----------------------------------------------------------------------------------------------
+// ---- amax ------------------------------------------------------------------------------------------------------------
 
-// Magnitudes as integers are in the order of their values. Those above `highest`, which are NaN, are left out.
-__device__ __forceinline__ u32 highest_counted(int propagate_nan) { return propagate_nan ? 0x7FFFFFFFu : FLOAT_INF_BITS; }
+// Bits of magnitudes, as integers, have the order of their values, and NaN is above infinity. An amax leaves out bits above
+// this limit: NaN, unless it is propagated.
+__device__ __forceinline__ u32 amax_limit(int propagate_nan) { return propagate_nan ? 0x7FFFFFFFu : FLOAT_INF_BITS; }
 
-__device__ __forceinline__ void take_magnitude(float x, u32 highest, u32& largest) {
+__device__ __forceinline__ void update_amax(float x, u32 limit, u32& largest) {
     const u32 magnitude = __float_as_uint(x) & 0x7FFFFFFFu;
-    const u32 counted = magnitude <= highest ? magnitude : 0u;
+    const u32 counted = magnitude <= limit ? magnitude : 0u;
     largest = counted > largest ? counted : largest;
 }
 
 // ---- narrow formats --------------------------------------------------------------------------------------------------
 
-// A sign, an exponent and MANTISSA bits; codes of magnitudes are in the order of their values, those above MAX_CODE are
-// infinity and NaN. NAN_CODE is what NaN becomes, of either sign: the largest number where the format has no NaN.
+// A format with a sign, an exponent and MANTISSA bits. Codes of magnitudes have the order of their values; codes above MAX_CODE
+// are infinity and NaN. NaN of either sign is converted to NAN_CODE, which is the largest number if the format has no NaN.
 template <int WIDTH, int MANTISSA_BITS, int EXPONENT_BIAS, u32 LARGEST, u32 NOT_A_NUMBER>
-struct Narrow {
+struct NarrowFormat {
     static constexpr int BITS = WIDTH, MANTISSA = MANTISSA_BITS;
     static constexpr u32 MAX_CODE = LARGEST, NAN_CODE = NOT_A_NUMBER, SIGN = 1u << (WIDTH - 1);
-    // Bits of a float32 shifted right so far are a code, whose exponent is then too large by REBIAS.
+    // The bits of a float32, shifted right by SHIFT, are a code plus REBIAS, the difference of the exponent biases.
     static constexpr int SHIFT = 23 - MANTISSA;
     static constexpr u32 REBIAS = static_cast<u32>(127 - EXPONENT_BIAS) << MANTISSA;
-    // As bits of float32: the largest number, the smallest normal one, and the step between those below that.
+    // As bits of float32: the largest number, the smallest normal number, and the step between subnormal numbers.
     static constexpr u32 MAX_BITS = (MAX_CODE + REBIAS) << SHIFT;
     static constexpr u32 NORMAL_BITS = static_cast<u32>(128 - EXPONENT_BIAS) << 23;
     static constexpr u32 STEP_BITS = NORMAL_BITS - (static_cast<u32>(MANTISSA) << 23);
 };
 
-// cvt of two numbers at once, where the chip has it: to the bytes of one word, the first one low, and back by way of
-// fp16, which holds every number of these formats.
-#define CVT_PAIR(NAME)                                                                                                 \
-    static constexpr bool HAS_CVT = true;                                                                              \
-    static __device__ __forceinline__ u16 cvt_pair(float low, float high) {                                            \
-        u16 pair;                                                                                                      \
-        asm("cvt.rn.satfinite." NAME "x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));                         \
-        return pair;                                                                                                   \
-    }                                                                                                                  \
-    static __device__ __forceinline__ void cvt_to_floats(u16 pair, float& low, float& high) {                          \
-        asm("{\n.reg .b32 both;\n.reg .b16 one, other;\ncvt.rn.f16x2." NAME "x2 both, %2;\n"                          \
-            "mov.b32 {one, other}, both;\ncvt.f32.f16 %0, one;\ncvt.f32.f16 %1, other;\n}"                             \
-            : "=f"(low), "=f"(high)                                                                                    \
-            : "h"(pair));                                                                                              \
+// cvt instructions for a pair of numbers: to two bytes, the first number in the low byte, and back through fp16, which holds
+// every number of these formats.
+#define CVT_PAIR(NAME)                                                                         \
+    static constexpr bool HAS_CVT = true;                                                      \
+    static __device__ __forceinline__ u16 cvt_rn_satfinite_x2(float low, float high) {         \
+        u16 pair;                                                                              \
+        asm("cvt.rn.satfinite." NAME "x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low)); \
+        return pair;                                                                           \
+    }                                                                                          \
+    static __device__ __forceinline__ void cvt_to_floats(u16 pair, float& low, float& high) {  \
+        asm("{\n.reg .b32 both;\n.reg .b16 one, other;\ncvt.rn.f16x2." NAME                    \
+            "x2 both, %2;\n"                                                                   \
+            "mov.b32 {one, other}, both;\ncvt.f32.f16 %0, one;\ncvt.f32.f16 %1, other;\n}"     \
+            : "=f"(low), "=f"(high)                                                            \
+            : "h"(pair));                                                                      \
     }
 #define NO_CVT static constexpr bool HAS_CVT = false;
 #ifdef HAS_CVT_FP8
@@ -322,38 +333,38 @@ struct Narrow {
 #define CVT_FP6(NAME) NO_CVT
 #endif
 
-struct E2M1 : Narrow<4, 1, 1, 0x7, 0x7> {
-    NO_CVT  // but that of a whole byte, e2m1x2_from_float
+struct E2M1 : NarrowFormat<4, 1, 1, 0x7, 0x7> {
+    NO_CVT  // e2m1x2_from_float uses the instruction for a pair, which fills one byte
 };
-struct E2M3 : Narrow<6, 3, 1, 0x1F, 0x1F> {
+struct E2M3 : NarrowFormat<6, 3, 1, 0x1F, 0x1F> {
     CVT_FP6("e2m3")
 };
-struct E3M2 : Narrow<6, 2, 3, 0x1F, 0x1F> {
+struct E3M2 : NarrowFormat<6, 2, 3, 0x1F, 0x1F> {
     CVT_FP6("e3m2")
 };
-struct E4M3 : Narrow<8, 3, 7, 0x7E, 0x7F> {
+struct E4M3 : NarrowFormat<8, 3, 7, 0x7E, 0x7F> {
     CVT_FP8("e4m3")
 };
-struct E5M2 : Narrow<8, 2, 15, 0x7B, 0x7F> {
+struct E5M2 : NarrowFormat<8, 2, 15, 0x7B, 0x7F> {
     CVT_FP8("e5m2")
 };
 
-// The code of a float32 number, nearest even, saturating, the sign kept; NaN gives NAN_CODE. What cvt.rn.satfinite does.
+// Code of a float32 number, nearest even, saturating; the sign is kept, NaN gives NAN_CODE. Same bits as cvt.rn.satfinite.
 template <class F>
 __device__ __forceinline__ u32 nearest_even(float x) {
     const u32 bits = __float_as_uint(x);
     const u32 magnitude = bits & 0x7FFFFFFFu;
     const u32 a = magnitude < F::MAX_BITS ? magnitude : F::MAX_BITS;
     const u32 normal = ((a + ((1u << (F::SHIFT - 1)) - 1u) + (a >> F::SHIFT & 1u)) >> F::SHIFT) - F::REBIAS;
-    // 2^23 steps plus a number rounds it to whole steps, which the last bits of the sum count.
+    // Adding 2^23 steps rounds a number to whole steps; the last bits of the sum are their count.
     constexpr u32 ANCHOR = F::STEP_BITS + (23u << 23);
     const u32 small = __float_as_uint(__uint_as_float(a) + __uint_as_float(ANCHOR)) - ANCHOR;
     const u32 code = (a < F::NORMAL_BITS ? small : normal) | (bits >> 31) * F::SIGN;
     return magnitude > FLOAT_INF_BITS ? F::NAN_CODE : code;
 }
 
-// The same by a random byte: t = |x| + byte/256 * step, the step of the grid at |x|, cut down to the grid at t. The
-// product is exact, so that t rounds once. docs/numerics.md#stochastic-rounding.
+// Code by stochastic rounding with a random byte: t = |x| + byte/256 * step, with the step of the grid at |x|, is truncated to
+// the grid at t. The product is exact; t rounds once. docs/numerics.md#stochastic-rounding.
 template <class F>
 __device__ __forceinline__ u32 stochastic(float x, u32 byte) {
     const u32 bits = __float_as_uint(x);
@@ -363,63 +374,65 @@ __device__ __forceinline__ u32 stochastic(float x, u32 byte) {
     const float share = static_cast<float>(static_cast<int>(byte)) * 0x1p-8f;
     const float moved = __uint_as_float(magnitude) + share * __uint_as_float(step);
     const u32 t = __float_as_uint(moved) < F::MAX_BITS ? __float_as_uint(moved) : F::MAX_BITS;
-    // 2^23 steps in one number of steps: a power of two times a number is exact.
+    // A division by the subnormal step, as an exact product with a power of two.
     constexpr u32 STEPS_BITS = (254u << 23) - F::STEP_BITS;
     const u32 small = static_cast<u32>(static_cast<int>(__uint_as_float(t) * __uint_as_float(STEPS_BITS)));
     const u32 code = (t < F::NORMAL_BITS ? small : (t >> F::SHIFT) - F::REBIAS) | (bits >> 31) * F::SIGN;
     return magnitude > FLOAT_INF_BITS ? F::NAN_CODE : code;
 }
 
-#ifdef HAS_LANES
-// Bits of formats no wider than a byte: at the number's exponent, and not below the smallest normal one, a power of two
-// is added that leaves whole steps. Those of the sum's last bits are counted, its exponent is that of the code.
+#ifdef HAS_SIMD
+// For formats up to 8 bits wide. A power of two is added that rounds the number to whole steps of its binade, or of the
+// smallest normal binade. The last bits of the sum count the steps; the exponent of the sum gives the exponent of the code.
 template <class F>
-__forceinline__ Bits nearest_even_lanes(Floats x) {
+__forceinline__ UintVector nearest_even_vector(FloatVector x) {
     constexpr u32 ANCHOR = static_cast<u32>(23 - F::MANTISSA) << 23;
-    constexpr u32 ZERO = F::NORMAL_BITS + ANCHOR;  // what 0 becomes
-    const Bits bits = same_bits<Bits>(x), magnitude = bits & 0x7FFFFFFFu;
-    const Bits a = smaller(magnitude, Bits{} + F::MAX_BITS);
-    const Bits anchor = larger(a & FLOAT_INF_BITS, Bits{} + F::NORMAL_BITS) + ANCHOR;
-    const Bits sum = same_bits<Bits>(same_bits<Floats>(a) + same_bits<Floats>(anchor));
-    const Bits code = (sum + (sum >> F::SHIFT) - (ZERO + (ZERO >> F::SHIFT))) & (F::SIGN - 1u);
-    return magnitude > FLOAT_INF_BITS ? Bits{} + F::NAN_CODE : code | (bits >> (32 - F::BITS) & F::SIGN);
+    constexpr u32 ZERO = F::NORMAL_BITS + ANCHOR;  // bits of the sum if the number is 0
+    const UintVector bits = bit_cast<UintVector>(x), magnitude = bits & 0x7FFFFFFFu;
+    const UintVector a = vector_min(magnitude, UintVector{} + F::MAX_BITS);
+    const UintVector anchor = vector_max(a & FLOAT_INF_BITS, UintVector{} + F::NORMAL_BITS) + ANCHOR;
+    const UintVector sum = bit_cast<UintVector>(bit_cast<FloatVector>(a) + bit_cast<FloatVector>(anchor));
+    const UintVector code = (sum + (sum >> F::SHIFT) - (ZERO + (ZERO >> F::SHIFT))) & (F::SIGN - 1u);
+    return magnitude > FLOAT_INF_BITS ? UintVector{} + F::NAN_CODE : code | (bits >> (32 - F::BITS) & F::SIGN);
 }
 
 template <class F>
-__forceinline__ Bits stochastic_lanes(Floats x, Bits byte) {
-    const Bits bits = same_bits<Bits>(x), magnitude = bits & 0x7FFFFFFFu;
-    const Bits step = larger(magnitude & FLOAT_INF_BITS, Bits{} + F::NORMAL_BITS) - (static_cast<u32>(F::MANTISSA) << 23);
-    const Floats share = __builtin_convertvector(same_bits<Integers>(byte), Floats) * 0x1p-8f;
-    const Floats moved = same_bits<Floats>(magnitude) + share * same_bits<Floats>(step);
-    const Bits t = smaller(same_bits<Bits>(moved), Bits{} + F::MAX_BITS);
-    // Cut down to the grid: what lies below the smallest normal number counts steps, too.
+__forceinline__ UintVector stochastic_vector(FloatVector x, UintVector byte) {
+    const UintVector bits = bit_cast<UintVector>(x), magnitude = bits & 0x7FFFFFFFu;
+    const UintVector step =
+        vector_max(magnitude & FLOAT_INF_BITS, UintVector{} + F::NORMAL_BITS) - (static_cast<u32>(F::MANTISSA) << 23);
+    const FloatVector share = __builtin_convertvector(bit_cast<IntVector>(byte), FloatVector) * 0x1p-8f;
+    const FloatVector moved = bit_cast<FloatVector>(magnitude) + share * bit_cast<FloatVector>(step);
+    const UintVector t = vector_min(bit_cast<UintVector>(moved), UintVector{} + F::MAX_BITS);
+    // Truncates to the grid. Numbers below the smallest normal number count subnormal steps.
     constexpr u32 STEPS_BITS = (254u << 23) - F::STEP_BITS;
-    const Floats steps = same_bits<Floats>(t) * __uint_as_float(STEPS_BITS);
-    const Bits normal = (t >> F::SHIFT) - F::REBIAS;
-    // No larger number than 2^24 steps is asked for.
-    const Bits small = same_bits<Bits>(__builtin_convertvector(t < F::NORMAL_BITS ? steps : Floats{}, Integers));
-    const Bits code = (t < F::NORMAL_BITS ? small : normal) | (bits >> (32 - F::BITS) & F::SIGN);
-    return magnitude > FLOAT_INF_BITS ? Bits{} + F::NAN_CODE : code;
+    const FloatVector steps = bit_cast<FloatVector>(t) * __uint_as_float(STEPS_BITS);
+    const UintVector normal = (t >> F::SHIFT) - F::REBIAS;
+    // Only numbers up to 2^24 steps are converted to integers.
+    const UintVector small =
+        bit_cast<UintVector>(__builtin_convertvector(t < F::NORMAL_BITS ? steps : FloatVector{}, IntVector));
+    const UintVector code = (t < F::NORMAL_BITS ? small : normal) | (bits >> (32 - F::BITS) & F::SIGN);
+    return magnitude > FLOAT_INF_BITS ? UintVector{} + F::NAN_CODE : code;
 }
 
-// Codes, one a byte, or, of elements of four bits, two: the first one low.
+// Codes of 8 or 6 bits fill a byte each, codes of 4 bits a nibble, the first one in the low nibble.
 template <class F>
-__forceinline__ Bits load_code_lanes(const u8* source) {
+__forceinline__ UintVector load_code_vector(const u8* source) {
     if constexpr (F::BITS == 4) {
-        const Pairs pairs = __builtin_convertvector(load_lanes<BytesOfPairs>(source), Pairs);
-        return same_bits<Bits>((pairs | pairs << 28) & 0x0000000F0000000Full);
+        const UlongVector pairs = __builtin_convertvector(load_vector<HalfByteVector>(source), UlongVector);
+        return bit_cast<UintVector>((pairs | pairs << 28) & 0x0000000F0000000Full);
     } else {
-        return __builtin_convertvector(__builtin_convertvector(load_lanes<Bytes>(source), Shorts), Bits);
+        return __builtin_convertvector(__builtin_convertvector(load_vector<ByteVector>(source), UshortVector), UintVector);
     }
 }
 
 template <class F>
-__forceinline__ void store_code_lanes(Bits codes, u8* target) {
+__forceinline__ void store_code_vector(UintVector codes, u8* target) {
     if constexpr (F::BITS == 4) {
-        const Pairs pairs = same_bits<Pairs>(codes);
-        store_lanes(__builtin_convertvector(pairs | pairs >> 28, BytesOfPairs), target);
+        const UlongVector pairs = bit_cast<UlongVector>(codes);
+        store_vector(__builtin_convertvector(pairs | pairs >> 28, HalfByteVector), target);
     } else {
-        store_lanes(__builtin_convertvector(__builtin_convertvector(codes, Shorts), Bytes), target);
+        store_vector(__builtin_convertvector(__builtin_convertvector(codes, UshortVector), ByteVector), target);
     }
 }
 #endif
@@ -427,7 +440,7 @@ __forceinline__ void store_code_lanes(Bits codes, u8* target) {
 template <class F>
 __device__ __forceinline__ u8 from_float(float x) {
     if constexpr (F::HAS_CVT) {
-        return static_cast<u8>(F::cvt_pair(x, 0.0f));
+        return static_cast<u8>(F::cvt_rn_satfinite_x2(x, 0.0f));
     } else {
         return static_cast<u8>(nearest_even<F>(x));
     }
@@ -436,18 +449,19 @@ __device__ __forceinline__ u8 from_float(float x) {
 template <class F>
 __device__ __forceinline__ u16 pair_from_float(float low, float high) {
     if constexpr (F::HAS_CVT) {
-        return F::cvt_pair(low, high);
+        return F::cvt_rn_satfinite_x2(low, high);
     } else {
         return static_cast<u16>(nearest_even<F>(low) | nearest_even<F>(high) << 8);
     }
 }
 
-// Bits above those of the format are not looked at.
+// Bits of `code` above the width of the format are ignored.
 template <class F>
 __device__ __forceinline__ float narrow_to_float(u32 code) {
     const u32 magnitude = code & (F::SIGN - 1u);
 #ifdef __CUDA_ARCH__
-    // As bits of float32, subnormal ones too, it is a power of two too small. A CPU is slow with subnormal numbers.
+    // The shifted code, read as a float32 (subnormal too), is too small by a power of two. Not on a CPU, which is slow with
+    // subnormal numbers.
     constexpr u32 POWER = ((F::REBIAS >> F::MANTISSA) + 127u) << 23;
     const u32 finite = __float_as_uint(__uint_as_float(magnitude << F::SHIFT) * __uint_as_float(POWER));
 #else
@@ -455,29 +469,30 @@ __device__ __forceinline__ float narrow_to_float(u32 code) {
     const u32 normal = (magnitude + F::REBIAS) << F::SHIFT;
     const u32 finite = magnitude < 1u << F::MANTISSA ? __float_as_uint(small) : normal;
 #endif
-    // Above the largest number lies infinity where NaN does not follow at once, then NaN.
+    // The code above the largest number is infinity if the format has one, else NaN.
     const bool infinite = F::MAX_CODE + 1u < F::NAN_CODE && magnitude == F::MAX_CODE + 1u;
     const u32 value = magnitude <= F::MAX_CODE ? finite : infinite ? FLOAT_INF_BITS : 0x7FC00000u;
     return __uint_as_float(value | ((code & F::SIGN) != 0u ? 0x80000000u : 0u));
 }
 
-#ifdef HAS_LANES
+#ifdef HAS_SIMD
 template <class F>
-__forceinline__ Floats narrow_lanes(Bits codes) {
-    const Bits magnitude = codes & (F::SIGN - 1u);
-    const Floats small = __builtin_convertvector(same_bits<Integers>(magnitude), Floats) * __uint_as_float(F::STEP_BITS);
-    const Bits normal = (magnitude + F::REBIAS) << F::SHIFT;
-    const Bits finite = magnitude < 1u << F::MANTISSA ? same_bits<Bits>(small) : normal;
-    Bits value = magnitude <= F::MAX_CODE ? finite : Bits{} + 0x7FC00000u;
+__forceinline__ FloatVector narrow_to_float_vector(UintVector codes) {
+    const UintVector magnitude = codes & (F::SIGN - 1u);
+    const FloatVector small =
+        __builtin_convertvector(bit_cast<IntVector>(magnitude), FloatVector) * __uint_as_float(F::STEP_BITS);
+    const UintVector normal = (magnitude + F::REBIAS) << F::SHIFT;
+    const UintVector finite = magnitude < 1u << F::MANTISSA ? bit_cast<UintVector>(small) : normal;
+    UintVector value = magnitude <= F::MAX_CODE ? finite : UintVector{} + 0x7FC00000u;
     if constexpr (F::MAX_CODE + 1u < F::NAN_CODE) {
-        value = magnitude == F::MAX_CODE + 1u ? Bits{} + FLOAT_INF_BITS : value;
+        value = magnitude == F::MAX_CODE + 1u ? UintVector{} + FLOAT_INF_BITS : value;
     }
-    return same_bits<Floats>(value | (codes & F::SIGN) << (32 - F::BITS));
+    return bit_cast<FloatVector>(value | (codes & F::SIGN) << (32 - F::BITS));
 }
 #endif
 
 template <class F, int N>
-__device__ __forceinline__ void narrows_to_floats(const u8* codes, float (&v)[N]) {
+__device__ __forceinline__ void narrow_to_floats(const u8* codes, float (&v)[N]) {
     if constexpr (F::HAS_CVT) {
 #pragma unroll
         for (int i = 0; i < N; i += 2) F::cvt_to_floats(static_cast<u16>(codes[i] | codes[i + 1] << 8), v[i], v[i + 1]);
@@ -497,19 +512,17 @@ __device__ __forceinline__ float e5m2_to_float(u8 code) { return narrow_to_float
 
 // ---- E8M0 ------------------------------------------------------------------------------------------------------------
 
-// The power of two at or below x, which is not negative, or the next one where the mantissa of x is at least `up_from`, 1
-// to 2^23 (never); then `less` powers of two smaller. Saturating, from 2^-127 to 2^127, with infinity for 2^128; NaN gives
-// 255. Up from 1, this is what cvt.rp.satfinite.ue8m0x2.f32 does.
+// Code of a power of two for x >= 0: the power at or below x, or the next one if the mantissa of x is at least `up_from`, 1 to
+// 2^23 (never). The exponent is then reduced by `less`. Saturates at 2^-127 and 2^127; infinity counts as 2^128, NaN gives 255.
+// With up_from = 1 and less = 0, cvt.rp.satfinite.ue8m0x2.f32 gives the same bits.
 __device__ __forceinline__ u8 e8m0_from_float(float x, u32 up_from, int less) {
 #ifdef HAS_CVT_NARROW
     if (up_from == 1u && less == 0) {
-        u16 pair;
-        asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
-        return static_cast<u8>(pair);
+        return static_cast<u8>(ptx::cvt_rp_satfinite_ue8m0x2_f32(x, 0.0f));
     }
 #endif
     const u32 bits = __float_as_uint(x);
-    // Of subnormal numbers those from 2^-127 on have a mantissa of one bit less; the others are code 0, and stay it.
+    // Subnormal numbers from 2^-127 on have a mantissa of 22 bits. Smaller ones have code 0, also after rounding.
     const u32 subnormal = bits >= 0x00400000u ? bits << 1 : 0u;
     const u32 mantissa = (bits < 0x00800000u ? subnormal : bits) & 0x007FFFFFu;
     const int code = static_cast<int>((bits >> 23) + (mantissa >= up_from ? 1u : 0u)) - less;
@@ -517,7 +530,7 @@ __device__ __forceinline__ u8 e8m0_from_float(float x, u32 up_from, int less) {
     return static_cast<u8>(bits > FLOAT_INF_BITS ? 255 : limited);
 }
 
-// 2^(code - 127), of which code 0 is subnormal; 255 is NaN.
+// 2^(code - 127). Code 0 is a subnormal number, code 255 NaN.
 __device__ __forceinline__ float e8m0_to_float(u8 code) {
     const u32 bits = code == 0u ? 0x00400000u : static_cast<u32>(code) << 23;
     return __uint_as_float(code == 0xFFu ? 0x7FC00000u : bits);
@@ -525,8 +538,8 @@ __device__ __forceinline__ float e8m0_to_float(u8 code) {
 
 // ---- E2M1 ------------------------------------------------------------------------------------------------------------
 
-// Nearest even, saturating at 6, sign kept, NaN gives 7: the count of midpoints passed. A tie goes up where the code
-// above is even. The comparisons are written so that NaN passes them all.
+// Nearest even, saturating at 6; the sign is kept, NaN gives 7. The code is the number of midpoints below |x|. A tie counts if
+// the code above it is even. Each comparison is true for NaN.
 __device__ __forceinline__ u32 e2m1_from_float(float x) {
     const u32 bits = __float_as_uint(x);
     const u32 magnitude = bits & 0x7FFFFFFFu;
@@ -541,27 +554,26 @@ __device__ __forceinline__ u32 e2m1_from_float(float x) {
 // Two elements to one byte, the first in the low nibble.
 __device__ __forceinline__ u8 e2m1x2_from_float(float low, float high) {
 #ifdef HAS_CVT_NARROW
-    u32 pair;
-    asm("{\n.reg .b8 byte;\ncvt.rn.satfinite.e2m1x2.f32 byte, %1, %2;\ncvt.u32.u8 %0, byte;\n}" : "=r"(pair) : "f"(high), "f"(low));
-    return static_cast<u8>(pair);
+    return static_cast<u8>(ptx::cvt_rn_satfinite_e2m1x2_f32(low, high));
 #else
     return static_cast<u8>(e2m1_from_float(low) | e2m1_from_float(high) << 4);
 #endif
 }
 
 #if defined(__CUDA_ARCH__) && !defined(HAS_CVT_NARROW) && !defined(NARROWGAUGE_PORTABLE)
-#define HAS_E2M1_BY_SUMS
-// A word whose low byte is the code of |x|, nearest even: |x| plus 2^22 of its binade 2^e, which is from 1 to 4, counts
-// steps of 2^(e-1) in its last bits, and 2e lies 22 bits above. The 107 makes all that lies in that byte besides 0.
-__device__ __forceinline__ u32 e2m1_by_sum(float x) {
+#define HAS_E2M1_BY_ADDITION
+// A word with the code of |x|, nearest even, in its low byte. Let 2^e be the binade of |x|, at least 1 and at most 4. The sum
+// of |x| and 2^(e+22) counts steps of 2^(e-1) in its last bits, and bits 22 and above, shifted down, add 2e. The term 107
+// cancels the rest of the low byte.
+__device__ __forceinline__ u32 e2m1_by_addition(float x) {
     const float a = fminf(fabsf(x), 6.0f);  // NaN to 6
     const float binade = __uint_as_float(__float_as_uint(fmaxf(a, 1.0f)) & FLOAT_INF_BITS);
     const u32 sum = __float_as_uint(__fmaf_rn(binade, 0x1p22f + 107.0f, a));
     return sum + (sum >> 22);
 }
 
-// As `stochastic` does it; `byte` is a random one, alone in its word.
-__device__ __forceinline__ u32 e2m1_by_sum_stochastic(float x, u32 byte) {
+// The same with the rounding of `stochastic`. `byte`: a random byte, zero-extended.
+__device__ __forceinline__ u32 e2m1_by_addition_stochastic(float x, u32 byte) {
     const float a = fabsf(x);
     const float binade = __uint_as_float(__float_as_uint(fmaxf(a, 1.0f)) & FLOAT_INF_BITS);
     const float share = __uint_as_float(0x46800000u | byte) - 0x1p14f;  // byte/512: the step is half of the binade
@@ -571,8 +583,8 @@ __device__ __forceinline__ u32 e2m1_by_sum_stochastic(float x, u32 byte) {
     return sum + (sum >> 22);
 }
 
-// Eight words whose low bytes are codes of magnitudes, and the signs of x, to one word.
-__device__ __forceinline__ u32 e2m1x8_packed(const u32 (&codes)[8], const float* x) {
+// Packs eight codes of magnitudes, given in the low bytes of eight words, and the signs of x into one word.
+__device__ __forceinline__ u32 pack_e2m1x8(const u32 (&codes)[8], const float* x) {
     u32 pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) pairs[j] = codes[2 * j + 1] * 16u + codes[2 * j];
@@ -591,55 +603,53 @@ __device__ __forceinline__ u32 e2m1x8_packed(const u32 (&codes)[8], const float*
 
 // 16 elements to eight bytes, nearest even.
 __device__ __forceinline__ void e2m1x16_from_float(const float (&x)[16], u8 (&packed)[8]) {
-#ifdef HAS_E2M1_BY_SUMS
+#ifdef HAS_E2M1_BY_ADDITION
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         u32 codes[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) codes[i] = e2m1_by_sum(x[8 * half + i]);
-        const u32 word = e2m1x8_packed(codes, x + 8 * half);  // a product that is NaN has no sign on a GPU
+        for (int i = 0; i < 8; ++i) codes[i] = e2m1_by_addition(x[8 * half + i]);
+        const u32 word = pack_e2m1x8(codes, x + 8 * half);  // on a GPU a product that is NaN has no sign
 #pragma unroll
         for (int j = 0; j < 4; ++j) packed[4 * half + j] = static_cast<u8>(word >> 8 * j);
     }
-#elif defined(HAS_LANES)
-    for (int i = 0; i < 16; i += LANES) {
-        store_code_lanes<E2M1>(nearest_even_lanes<E2M1>(load_lanes<Floats>(x + i)), packed + i / 2);
+#elif defined(HAS_SIMD)
+    for (int i = 0; i < 16; i += SIMD_LANES) {
+        store_code_vector<E2M1>(nearest_even_vector<E2M1>(load_vector<FloatVector>(x + i)), packed + i / 2);
     }
 #else
     for (int j = 0; j < 8; ++j) packed[j] = e2m1x2_from_float(x[2 * j], x[2 * j + 1]);
 #endif
 }
 
-// 16 elements to eight bytes by four random words, the lowest byte of a word for the first element of four.
+// 16 elements to eight bytes by stochastic rounding. Each of four random words serves four elements, its low byte the first.
 __device__ __forceinline__ void e2m1x16_stochastic(const float (&x)[16], const u32 (&words)[4], u8 (&packed)[8]) {
 #ifdef HAS_CVT_RS_E2M1
     for (int j = 0; j < 4; ++j) {
-        u16 codes;
-        asm("cvt.rs.satfinite.e2m1x4.f32 %0, {%4, %3, %2, %1}, %5;"
-            : "=h"(codes)
-            : "f"(x[4 * j]), "f"(x[4 * j + 1]), "f"(x[4 * j + 2]), "f"(x[4 * j + 3]), "r"(words[j]));
+        const u16 codes = ptx::cvt_rs_satfinite_e2m1x4_f32({x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]}, words[j]);
         packed[2 * j] = static_cast<u8>(codes);
         packed[2 * j + 1] = static_cast<u8>(codes >> 8);
     }
-#elif defined(HAS_E2M1_BY_SUMS)
+#elif defined(HAS_E2M1_BY_ADDITION)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         u32 codes[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            codes[i] = e2m1_by_sum_stochastic(x[8 * half + i], words[2 * half + i / 4] >> i % 4 * 8 & 0xFFu);
+            codes[i] = e2m1_by_addition_stochastic(x[8 * half + i], words[2 * half + i / 4] >> i % 4 * 8 & 0xFFu);
         }
-        const u32 word = e2m1x8_packed(codes, x + 8 * half);
+        const u32 word = pack_e2m1x8(codes, x + 8 * half);
 #pragma unroll
         for (int j = 0; j < 4; ++j) packed[4 * half + j] = static_cast<u8>(word >> 8 * j);
     }
-#elif defined(HAS_LANES)
-    for (int i = 0; i < 16; i += LANES) {
-        const Bits bytes = __builtin_convertvector(__builtin_convertvector(load_lanes<Bytes>(words + i / 4), Shorts), Bits);
-        store_code_lanes<E2M1>(stochastic_lanes<E2M1>(load_lanes<Floats>(x + i), bytes), packed + i / 2);
+#elif defined(HAS_SIMD)
+    for (int i = 0; i < 16; i += SIMD_LANES) {
+        const UintVector bytes =
+            __builtin_convertvector(__builtin_convertvector(load_vector<ByteVector>(words + i / 4), UshortVector), UintVector);
+        store_code_vector<E2M1>(stochastic_vector<E2M1>(load_vector<FloatVector>(x + i), bytes), packed + i / 2);
     }
 #else
-    u8 bytes[16];  // one a lane, so that a CPU takes several at once
+    u8 bytes[16];  // arrays of elements; a CPU vectorizes the loop
     for (int i = 0; i < 16; ++i) bytes[i] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
     u32 codes[16];
     for (int i = 0; i < 16; ++i) codes[i] = stochastic<E2M1>(x[i], bytes[i]);
@@ -647,10 +657,10 @@ __device__ __forceinline__ void e2m1x16_stochastic(const float (&x)[16], const u
 #endif
 }
 
-// Magnitudes in halves are 0, 1, 2, 3, 4, 6, 8, 12: (2 + m) << (e - 1), or m where e = 0.
+// Magnitudes, counted in halves, are 0, 1, 2, 3, 4, 6, 8, 12: (2 + m) << (e - 1), or m if e = 0.
 __device__ __forceinline__ float e2m1_to_float(u32 code) {
 #ifdef __CUDA_ARCH__
-    // As bits of float32, of which a half is subnormal, it is 2^126 too small.
+    // The shifted code, read as a float32 (1/2 is subnormal), is 2^126 times too small.
     return __uint_as_float((code & 7u) << 22 | (code & 8u) << 28) * 0x1p126f;
 #else
     const u32 exponent = code >> 1 & 3u;
@@ -660,3 +670,5 @@ __device__ __forceinline__ float e2m1_to_float(u32 code) {
     return __uint_as_float(__float_as_uint(static_cast<float>(halves) * 0.5f) | sign);
 #endif
 }
+
+}  // namespace narrowgauge

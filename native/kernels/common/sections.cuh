@@ -1,44 +1,46 @@
-// sections.cuh: a tensor split along M into sections, and the strips of rows that blocks of threads work on.
+// sections.cuh: a tensor split along M into sections, and strips of rows, the work of one or several thread blocks.
 #pragma once
 
 #include "common/formats.cuh"
 
-constexpr int STRIP = 64;  // rows; whole blocks of the columnwise half
+namespace narrowgauge {
+
+constexpr int STRIP = 64;  // rows of a strip: a multiple of every columnwise block
 
 struct Sections {
-    const i64* sizes;  // rows of each; null: the whole tensor is one section
+    const i64* sizes;  // rows of each section, or null: the whole tensor is a section
     int count;
-    i64 rows;          // of the tensor
+    i64 rows;          // rows of the tensor
 };
 
 struct Section {
-    i64 start, count;  // its rows
+    i64 start, count;  // first row, number of rows
 };
 
-// Rows of section `number`, whose predecessor ends before row `start`. The host has not seen the sizes: what is wrong in
-// them must not reach beyond the tensor.
+// Section `number`, which begins at row `start`. The host has not read the sizes, so a wrong size is clamped here: no section
+// may reach beyond the tensor.
 __device__ __forceinline__ Section section_after(const Sections& sections, int number, i64 start) {
     const i64 left = sections.rows - start;
-    const i64 wanted = sections.sizes[number];
-    return {start, wanted < 0 ? 0 : wanted < left ? wanted : left};
+    const i64 size = sections.sizes[number];
+    return {start, size < 0 ? 0 : size < left ? size : left};
 }
 
 __device__ __forceinline__ Section find_section(const Sections& sections, int number) {
-    Section found = section_after(sections, 0, 0);
-    for (int s = 1; s <= number; ++s) found = section_after(sections, s, found.start + found.count);
-    return found;
+    Section section = section_after(sections, 0, 0);
+    for (int s = 1; s <= number; ++s) section = section_after(sections, s, section.start + section.count);
+    return section;
 }
 
-// Up to STRIP rows of one section.
+// Up to STRIP rows of a section.
 struct Strip {
     int section;
     i64 section_start;  // the section's first row in the tensor
-    i64 section_rows;   // 0 where there is no such strip
+    i64 section_rows;   // 0 if the tensor has no such strip
     i64 start;          // the strip's first row in the section
-    i64 codes_t, scales_t;  // where the section begins in flat columnwise codes and scales
+    i64 codes_t, scales_t;  // offsets of the section in the flat columnwise codes and scales
 };
 
-// BLOCK elements of a column share a scale, PER_BYTE of them a byte.
+// BLOCK elements of a column share a scale; a byte holds PER_BYTE codes.
 template <int BLOCK, int PER_BYTE>
 __device__ __forceinline__ Strip find_strip(const Sections& sections, i64 strip, i64 columns) {
     if (sections.sizes == nullptr) {
@@ -57,3 +59,5 @@ __device__ __forceinline__ Strip find_strip(const Sections& sections, i64 strip,
     }
     return {0, 0, 0, 0, 0, 0};
 }
+
+}  // namespace narrowgauge

@@ -1,8 +1,8 @@
-// monitor.h: writes down what a sanitizer finds, and which CUDA thread did it, and ends the process.
+// monitor.h: writes the finding of a sanitizer and its CUDA thread to a file, and ends the process.
 //
-// Compiled to a library of its own and loaded before the runtimes of the sanitizers, whose hooks it has: each finding is
-// one line of the file $NARROWGAUGE_FINDINGS.<process id>, the kind, what happened, the place in the source and the
-// thread, with tabs between. The runtimes' own reports are not printed: they are about threads of the host.
+// A separate library, loaded before the runtimes of the sanitizers, with their hooks. A finding is a line of the file
+// $NARROWGAUGE_FINDINGS.<process id>: kind, description, source line and CUDA thread, separated by tabs. The reports of the
+// runtimes are not printed, because they name threads of the host.
 #pragma once
 
 #include <cstdio>
@@ -24,13 +24,13 @@ void __ubsan_get_current_report_data(const char**, const char**, const char**, u
 using Say = void (*)(char* text, std::size_t size);
 static thread_local Say say = nullptr;
 
-// While a kernel runs on this OS thread, `running` writes which one, and the thread of it; null when it has ended.
+// Registers the function that writes the kernel and CUDA thread running on this OS thread; null after the kernel.
 __attribute__((visibility("default"))) void narrowgauge_running(Say running) { say = running; }
 }
 
 namespace {
 
-constexpr int FOUND = 77;  // the exit status
+constexpr int FINDING_EXIT_STATUS = 77;
 
 void write_down(const char* kind, const char* what, const char* place) {
     char thread[512] = "";
@@ -41,7 +41,7 @@ void write_down(const char* kind, const char* what, const char* place) {
         const int file = open(path, O_WRONLY | O_CREAT | O_APPEND, 0644);
         if (file >= 0) dprintf(file, "%s\t%s\t%s\t%s\n", kind, what, place, thread);
     }
-    _exit(FOUND);
+    _exit(FINDING_EXIT_STATUS);
 }
 
 const char* name_of(const char* path) {
@@ -49,15 +49,15 @@ const char* name_of(const char* path) {
     return slash == nullptr ? path : slash + 1;
 }
 
-// The innermost line of a kernel on the stack: what it called, memcpy of the runtime say, has done it in its place.
+// The innermost source line of a kernel on the stack: a call of the kernel, such as memcpy, may have caused the finding.
 void kernel_line(char* place, std::size_t size) {
     void* frames[64];
     const int count = backtrace(frames, 64);
     for (int i = 0; i < count; ++i) {
-        char found[1024] = "";
-        __sanitizer_symbolize_pc(static_cast<char*>(frames[i]) - 1, "%s:%l", found, sizeof found);
-        if (std::strstr(found, ".cu:") == nullptr && std::strstr(found, ".cuh:") == nullptr) continue;
-        std::snprintf(place, size, "%s", name_of(found));
+        char line[1024] = "";
+        __sanitizer_symbolize_pc(static_cast<char*>(frames[i]) - 1, "%s:%l", line, sizeof line);
+        if (std::strstr(line, ".cu:") == nullptr && std::strstr(line, ".cuh:") == nullptr) continue;
+        std::snprintf(place, size, "%s", name_of(line));
         return;
     }
 }
@@ -79,7 +79,7 @@ extern "C" __attribute__((visibility("default"))) void __asan_on_error() {
     const std::size_t used = std::strlen(what);
     if (std::strcmp(kind, "use-after-poison") == 0) {
         std::snprintf(what + used, sizeof what - used, " in a guard zone, outside a tensor");
-    } else if (std::strncmp(kind, "heap-", 5) == 0) {  // of a variable, locating would wait for a lock that is held
+    } else if (std::strncmp(kind, "heap-", 5) == 0) {  // not for variables: locating a variable deadlocks on a lock
         __asan_locate_address(address, nullptr, 0, &start, &bytes);
         const long long off = static_cast<char*>(address) - static_cast<char*>(start);
         std::snprintf(what + used, sizeof what - used, " at byte %lld of an allocation of %zu", off, bytes);

@@ -1,17 +1,17 @@
-// simt.h: runs CUDA kernels on a CPU, from the very same source.
+// simt.h: runs CUDA kernels on a CPU, from the same source.
 //
-// A block of threads runs on one OS thread, one after the other: as a loop where none of them waits; one that waits, at
-// __syncthreads or a warp operation, keeps its stack, and the next one gets a stack of its own. Blocks are spread over OS
-// threads, which are OpenMP's where the compiler is told of it; __shared__ variables are thread-local, so each block that
-// runs has its own. Within a block, threads take turns in a chosen order (forward, reverse, shuffled anew between
-// barriers): a kernel that lacks a barrier gives different bytes in different orders.
+// All threads of a block run on a single OS thread, one after the other. Without barriers they run as a loop on one stack. A
+// thread that waits, at __syncthreads or a warp operation, keeps its stack, and the next thread runs on a new stack: threads
+// are fibers. Blocks are distributed over OS threads, with OpenMP if the compiler supports it. __shared__ variables are
+// thread-local, so every running block has its own. Threads of a block run in a chosen order: forward, reverse, or shuffled
+// again after every barrier. A kernel with a missing barrier gives different bytes in different orders.
 //
-// Which kernels of the project wait here: products, at two barriers for every step of K; quantizers of any matrix and of
-// FP8, at up to three a tile, with 8 threads that take many blocks each; updates of scales; amaxes of whole tensors, in a
-// few blocks; and those of tiles, which a CPU takes for small matrices alone. All others run as loops.
+// Kernels with barriers on a CPU: GEMMs, two barriers for a step of K; quantize kernels of any matrix and of FP8, up to three
+// for a tile, with 8 threads for many blocks; the update of scales; the amax of a tensor, in few blocks; and the kernels of
+// whole tiles, which a CPU uses for small matrices only. All other kernels run as loops.
 //
-// With SIMT_SANITIZE it is built for the address sanitizer: __shared__ variables are plain static ones, which alone have
-// redzones, so that one block runs at a time; the sanitizer is told of each switch of stacks.
+// SIMT_SANITIZE builds for the address sanitizer: __shared__ variables are plain static variables, because thread-local
+// variables have no redzones, and one block runs at a time. The sanitizer is notified of every stack switch.
 //
 // Not modelled: divergence inside a warp between barriers, memory ordering weaker than the CPU's, dynamic shared memory.
 #pragma once
@@ -49,9 +49,9 @@
 #ifdef SIMT_SANITIZE
 #include <sanitizer/common_interface_defs.h>
 #define __shared__ static
-// Of monitor.h: asks, when something is found, which thread of which kernel runs.
+// In monitor.h: registers the function that describes the running thread and kernel for a finding.
 extern "C" void narrowgauge_running(void (*say)(char* text, std::size_t size));
-#define SIMT_WITHOUT_REDZONES __attribute__((no_sanitize("address")))  // of a stack that is left for good they would stay
+#define SIMT_WITHOUT_REDZONES __attribute__((no_sanitize("address")))  // redzones would remain on an abandoned stack
 #else
 #define __shared__ static thread_local
 #define SIMT_WITHOUT_REDZONES
@@ -72,7 +72,7 @@ constexpr std::size_t STACK_BYTES = 256 * 1024;  // redzones lie between local v
 constexpr std::size_t STACK_BYTES = 64 * 1024;
 #endif
 
-// From one stack to the next. The tops of stacks a power of two apart would all lie in the same few sets of a cache.
+// Distance of stacks. Stack tops at distances of a power of two would share few cache sets.
 constexpr std::size_t STACK_STEP = STACK_BYTES + 9 * 64;
 
 enum Order { FORWARD = 0, REVERSE = 1, SHUFFLED = 2 };
@@ -88,7 +88,7 @@ struct Launch {
 // ---- switching stacks ------------------------------------------------------------------------------------------------
 
 #ifdef SIMT_UCONTEXT
-// Portable, and about a hundred times slower: every switch is a system call that saves the signal mask.
+// Portable, and about a hundred times slower: every switch is a system call for the signal mask.
 struct Stack {
     ucontext_t context;
 };
@@ -101,7 +101,7 @@ inline void prepare_stack(Stack& stack, char* base, void (*entry)()) {
     makecontext(&stack.context, entry, 0);
 }
 #else
-// System V x86-64: six registers survive a call; the rest is the caller's business.
+// System V x86-64: a call preserves six registers; the caller saves all others.
 extern "C" void simt_switch(void** from, void* to) __asm__("simt_switch") __attribute__((visibility("hidden")));
 __asm__(
     ".text\n"
@@ -120,8 +120,8 @@ struct Stack {
 inline void switch_stack(Stack& from, Stack& to) { simt_switch(&from.pointer, to.pointer); }
 inline void prepare_stack(Stack& stack, char* base, void (*entry)()) {
     void** top = reinterpret_cast<void**>(base + STACK_BYTES);
-    *--top = nullptr;                                // where entry would return to; it never does
-    *--top = reinterpret_cast<void*>(entry);         // where the first switch returns to, with rsp = 8 modulo 16
+    *--top = nullptr;                                // return address of entry, which never returns
+    *--top = reinterpret_cast<void*>(entry);         // return address of the first switch, with rsp = 8 modulo 16
     for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
     stack.pointer = top;
 }
@@ -131,13 +131,14 @@ inline void prepare_stack(Stack& stack, char* base, void (*entry)()) {
 
 enum State : unsigned char { FRESH, READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
 
-// A thread that waits, or has waited.
+// A thread with a stack of its own.
 struct Fiber {
     Stack stack;
-    int slot;  // of its stack
-    unsigned mask, source;  // of the warp exchange it waits in: who takes part, the thread it reads from,
-    const void* given;      // what it gives,
-    void* received;         // and where what it is given goes
+    int slot;  // number of the stack
+    // Pending warp exchange: participating lanes, the source thread, the sent value and the destination.
+    unsigned mask, source;
+    const void* given;
+    void* received;
     std::size_t bytes;
 };
 
@@ -146,30 +147,29 @@ inline thread_local Worker* worker = nullptr;
 inline thread_local uint3 thread_index, block_index;
 inline thread_local const Launch* launch_shape = nullptr;
 
-// Threads of a block take turns in rounds. A stack runs one thread after the other until one waits; the thread whose turn
-// is next then gets a stack of its own, or goes on on the one it has waited on. So a block that never waits runs as a
-// loop, and one in which all wait switches stacks once for each thread and barrier, always between the same two lines,
-// whose return address the CPU has foreseen.
+// Threads of a block run in rounds. A stack runs one thread after the other until a thread waits. Then the next thread starts
+// on a new stack, or continues on its own. A block without barriers runs as a loop. In a block where all threads wait, every
+// thread costs one stack switch per barrier, always between the same two lines, with a predicted return address.
 struct Worker {
     State states[MAX_THREADS];
     uint3 indices[MAX_THREADS];
     unsigned order[MAX_THREADS];
     Fiber fibers[MAX_THREADS];
-    unsigned count, live, turn;  // threads, those that have not returned, and turns taken of this round
-    unsigned current;            // thread that runs
+    unsigned count, live, position;  // threads; threads that have not returned; position in the order of this round
+    unsigned current;                // running thread
     Stack scheduler;
-    Stack nobody;  // whose stack is left for good
+    Stack abandoned;
     char* stacks;
     std::vector<int> free_slots;
     void (*run)();
     void** arguments;
     std::uint64_t random;
-    const void* scheduler_stack;  // where it lies, and its bytes: what the sanitizer has to know
+    const void* scheduler_stack;  // address and size, for the sanitizer
     std::size_t scheduler_bytes;
     bool from_scheduler;
 
     Worker() {
-        // Untouched pages cost nothing; a block that never waits touches one stack only.
+        // Untouched pages are free; a block without barriers touches one stack.
         stacks = static_cast<char*>(mmap(nullptr, MAX_THREADS * STACK_STEP, PROT_READ | PROT_WRITE,
                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
         if (stacks == MAP_FAILED) {
@@ -190,10 +190,10 @@ struct Worker {
         for (unsigned i = count; i > 1; --i) std::swap(order[i - 1], order[next_random() % i]);
     }
 
-    // Whose turn is next in this round, or `count`.
+    // The next thread of this round, or `count`.
     unsigned next() {
-        while (turn < count) {
-            const unsigned thread = order[turn++];
+        while (position < count) {
+            const unsigned thread = order[position++];
             if (states[thread] <= READY) return thread;
         }
         return count;
@@ -205,8 +205,8 @@ struct Worker {
         thread_index = indices[thread];
     }
 
-    // From the stack `from`, which is left for good or until its thread is resumed, to the next thread, or to the
-    // scheduler where the round is over.
+    // Switches from the stack `from` to thread `to`, or to the scheduler at the end of the round. `for_good`: the stack `from`
+    // is abandoned.
     SIMT_WITHOUT_REDZONES void leave(Stack& from, unsigned to, [[maybe_unused]] bool for_good) {
         Stack* target = &scheduler;
         [[maybe_unused]] const void* base = scheduler_stack;
@@ -223,27 +223,27 @@ struct Worker {
             base = stacks + fiber.slot * STACK_STEP;
             bytes = STACK_BYTES;
         }
-        [[maybe_unused]] void* kept = nullptr;
+        [[maybe_unused]] void* fake_stack = nullptr;
 #ifdef SIMT_SANITIZE
-        __sanitizer_start_switch_fiber(for_good ? nullptr : &kept, base, bytes);
+        __sanitizer_start_switch_fiber(for_good ? nullptr : &fake_stack, base, bytes);
 #endif
         switch_stack(from, *target);
-        arrived(kept);
+        arrived(fake_stack);
     }
 
-    // To the sanitizer, a call that does not return ends the life of all that lies on the stack.
+    // For the sanitizer, a noreturn call ends the lifetime of all variables on the stack.
     [[noreturn]] SIMT_WITHOUT_REDZONES void leave_for_good(unsigned to, int slot) {
         free_slots.push_back(slot);
-        leave(nobody, to, true);
-        std::abort();  // nobody comes back
+        leave(abandoned, to, true);
+        std::abort();  // unreachable
     }
 
-    // The first thing that happens on a stack, whenever it is switched to.
-    void arrived([[maybe_unused]] void* kept) {
+    // Called first after every switch to a stack.
+    void arrived([[maybe_unused]] void* fake_stack) {
 #ifdef SIMT_SANITIZE
         const void* base = nullptr;
         std::size_t bytes = 0;
-        __sanitizer_finish_switch_fiber(kept, &base, &bytes);
+        __sanitizer_finish_switch_fiber(fake_stack, &base, &bytes);
         if (from_scheduler) scheduler_stack = base, scheduler_bytes = bytes;
         from_scheduler = false;
 #endif
@@ -254,7 +254,7 @@ struct Worker {
         leave(fibers[current].stack, next(), false);
     }
 
-    // Runs threads on this stack until one of them is not the first to run there. `call` runs one thread.
+    // Runs new threads on this stack until the next thread has a stack already. `call` runs one thread.
     template <class Call>
     void run_threads(const Call& call) {
         arrived(nullptr);
@@ -270,7 +270,7 @@ struct Worker {
         }
     }
 
-    // What all blocks of a launch have in common.
+    // State that all blocks of a launch share.
     void prepare(const Launch& launch) {
         const uint3 shape = launch.block;
         count = shape.x * shape.y * shape.z;
@@ -280,7 +280,7 @@ struct Worker {
         }
     }
 
-    // Runs one block to its end; false where its threads wait for each other forever.
+    // Runs a block to its end. False if its threads are deadlocked.
     bool run_block(const Launch& launch, unsigned linear) {
         block_index = {linear % launch.grid.x, linear / launch.grid.x % launch.grid.y,
                        linear / launch.grid.x / launch.grid.y};
@@ -289,7 +289,7 @@ struct Worker {
         random = launch.seed * 0x9E3779B97F4A7C15ull + linear + 1;
         for (live = count; live > 0;) {
             if (launch.order == SHUFFLED) shuffle();
-            turn = 0;
+            position = 0;
             const unsigned first = next();
             if (first != count) {
                 from_scheduler = true;
@@ -300,7 +300,7 @@ struct Worker {
         return true;
     }
 
-    // Lets go who has nobody left to wait for; threads that have returned are not waited for, as on a GPU.
+    // Releases threads whose barrier or exchange is complete. As on a GPU, barriers do not wait for returned threads.
     bool release() {
         unsigned at_block = 0;
         bool released = false;
@@ -313,7 +313,7 @@ struct Worker {
                 if (states[t] == AT_BLOCK_BARRIER) ++at_block;
                 if (states[t] == AT_WARP_BARRIER) waiting |= bit;
             }
-            while (waiting != 0) {  // lanes that wait with one mask are at one exchange
+            while (waiting != 0) {  // lanes with equal masks take part in the same exchange
                 const unsigned mask = fibers[first + static_cast<unsigned>(__builtin_ctz(waiting))].mask;
                 unsigned group = 0;
                 for (unsigned t = first; t < last; ++t)
@@ -336,7 +336,7 @@ struct Worker {
         return released;
     }
 
-    // Gives `value` to its warp and returns what lane `source` gave: release() hands over when all have met.
+    // Sends `value` to the warp and returns the value of lane `source`; release() copies values when all lanes have arrived.
     template <class T>
     T exchange_lanes(unsigned mask, const T& value, unsigned source) {
         T given = value, received;
@@ -353,7 +353,7 @@ struct Worker {
 
 // ---- a grid of blocks ------------------------------------------------------------------------------------------------
 
-// Workers keep their stacks between launches: fresh pages would cost more than a small kernel.
+// Workers keep their stacks between launches: new pages would cost more than a small kernel.
 inline std::mutex idle_lock;
 inline std::vector<Worker*> idle_workers;
 
@@ -370,7 +370,7 @@ inline void return_worker(Worker* taken) {
     idle_workers.push_back(taken);
 }
 
-// IEEE arithmetic for a launch, whatever the caller's thread was set to: nearest even, subnormal numbers kept.
+// IEEE arithmetic during a launch, for any mode of the calling thread: nearest even, with subnormal numbers.
 struct IeeeArithmetic {
 #ifdef __SSE__
     unsigned saved = _mm_getcsr();
@@ -387,16 +387,16 @@ inline void say_where(char* text, std::size_t size) {
 }
 #endif
 
-// The block that runs as number `turn`. Shuffled: steps with no divisor in common with the count meet each block once.
-inline unsigned block_in_turn(const Launch& launch, unsigned turn, unsigned blocks) {
-    if (launch.order == FORWARD) return turn;
-    if (launch.order == REVERSE) return blocks - 1 - turn;
+// The block at a position of the order. Shuffled: a step coprime to the number of blocks visits every block once.
+inline unsigned block_at(const Launch& launch, unsigned position, unsigned blocks) {
+    if (launch.order == FORWARD) return position;
+    if (launch.order == REVERSE) return blocks - 1 - position;
     std::uint64_t step = blocks / 2 + 1;
     while (std::gcd(step, std::uint64_t{blocks}) != 1) ++step;
-    return static_cast<unsigned>((turn * step + blocks / 3 + launch.seed - 1) % blocks);
+    return static_cast<unsigned>((position * step + blocks / 3 + launch.seed - 1) % blocks);
 }
 
-// Runs a grid. Returns -1, or the linear index of a block whose threads waited for each other forever.
+// Runs a grid. Returns -1, or the linear index of a deadlocked block.
 inline long long run_grid(const Launch& launch, void (*run)(), void** arguments) {
     const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
     std::atomic<unsigned> next{0};
@@ -409,24 +409,24 @@ inline long long run_grid(const Launch& launch, void (*run)(), void** arguments)
         mine->run = run;
         mine->arguments = arguments;
         mine->prepare(launch);
-        bool lost = false;
+        bool deadlock = false;
 #ifdef SIMT_SANITIZE
         narrowgauge_running(say_where);
 #endif
-        for (unsigned b; !lost && (b = next.fetch_add(1)) < blocks && stuck.load() < 0;) {
-            const unsigned linear = block_in_turn(launch, b, blocks);
+        for (unsigned b; !deadlock && (b = next.fetch_add(1)) < blocks && stuck.load() < 0;) {
+            const unsigned linear = block_at(launch, b, blocks);
             if (!mine->run_block(launch, linear)) {
                 stuck.store(linear);
-                lost = true;
+                deadlock = true;
             }
         }
 #ifdef SIMT_SANITIZE
         narrowgauge_running(nullptr);
 #endif
-        if (!lost) return_worker(mine);  // a stuck block's fibers keep their stacks; the worker is given up with them
+        if (!deadlock) return_worker(mine);  // a worker with a deadlocked block is leaked, with the stacks of its fibers
     };
 #ifdef _OPENMP
-    // All of them, always: the library ends and starts threads where their number changes.
+    // Always all threads: the OpenMP library ends and starts threads when their number changes.
 #pragma omp parallel num_threads(launch.workers) if (launch.workers > 1 && blocks > 1)
     if (static_cast<unsigned>(omp_get_thread_num()) < blocks) work();
 #else
@@ -449,7 +449,7 @@ struct Entry;
 template <class... Parameters, void (*Kernel)(Parameters...)>
 struct Entry<Kernel> {
     static constexpr int parameters = sizeof...(Parameters);
-    static void run() {  // on a stack of its own, which it never leaves
+    static void run() {  // entry of a new stack; never returns
         void** arguments = worker->arguments;
         worker->run_threads([=] { apply(Kernel, arguments, std::index_sequence_for<Parameters...>{}); });
     }
@@ -466,7 +466,7 @@ inline void __syncthreads() { simt::worker->wait(simt::AT_BLOCK_BARRIER); }
 
 namespace simt {
 
-// __shfl_xor_sync of any type: what a GPU takes several of, at the price of one change of threads.
+// __shfl_xor_sync of any type, for one stack switch. A GPU needs several shuffles.
 template <class T>
 inline T exchange(unsigned mask, const T& value, unsigned lanes) {
     return worker->exchange_lanes(mask, value, worker->current % WARP ^ lanes);
@@ -499,5 +499,5 @@ inline float __uint_as_float(unsigned bits) {
     return value;
 }
 
-// One rounding: an instruction where the compiler's target has it, else the C library's, which is exact, too.
+// One rounding: an instruction if the target has fused multiply-add, else the C library, which rounds correctly as well.
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -1,22 +1,24 @@
-// pad: sections of rows moved to where sections of more, or of fewer, rows lie. What they have more is 0.
+// pad: copies sections of rows into longer or shorter sections. Rows that a section gains are set to 0.
 //
-//   source    rows of `words` words, contiguous
-//   target    rows of `words` words, contiguous: every one is written
-//   starts    (G + 1,) the first row of each section in target, and how many rows target has
-//   from      (G,) the first row of each section in source
-//   counts    (G,) rows of each section in source that are moved
-//   Launch: any grid of 256 threads, a warp for a row; the grid strides over the rows of target.
-//   A word has 1, 2, 4, 8 or 16 bytes, as its kernel's name says; both tensors are aligned to it.
+//   source  contiguous rows of `words` words
+//   target  contiguous rows of `words` words; every row is written
+//   starts  (G + 1,) first row of each section in target, then the number of rows of target
+//   from    (G,) first row of each section in source
+//   counts  (G,) number of rows of each section that are copied, at most
+//   Launch: any grid of 256 threads, a warp for a row; a grid-stride loop covers the rows of target.
+//   The name of a kernel gives the bytes of a word: 1, 2, 4, 8 or 16. Both tensors are aligned to a word.
 
 #include "common/formats.cuh"
 
+namespace narrowgauge {
+
 constexpr int THREADS = 256, WARP = 32;
 
-struct alignas(16) Words {
-    u64 each[2];
+struct alignas(16) Bytes16 {
+    u64 halves[2];
 };
 
-// The section with row `row` of target: the last that begins there or before, and so none of the empty ones before it.
+// Section of row `row` of target: the last section that begins at or before the row, which skips empty sections.
 __device__ __forceinline__ int section_of(const i64* starts, int sections, i64 row) {
     int low = 0, high = sections - 1;
     while (low < high) {
@@ -37,10 +39,10 @@ __device__ void pad(const Word* source, Word* target, const i64* starts, const i
     for (i64 row = static_cast<i64>(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP; row < rows; row += step) {
         const int section = section_of(starts, sections, row);
         const i64 offset = row - starts[section];
-        const bool moved = offset < counts[section];
-        const Word* there = source + (from[section] + offset) * words;
+        const bool copied = offset < counts[section];
+        const Word* source_row = source + (from[section] + offset) * words;
         for (i64 word = threadIdx.x % WARP; word < words; word += WARP) {
-            target[row * words + word] = moved ? there[word] : Word{};
+            target[row * words + word] = copied ? source_row[word] : Word{};
         }
     }
 }
@@ -56,4 +58,6 @@ PAD(pad_1, u8)
 PAD(pad_2, u16)
 PAD(pad_4, u32)
 PAD(pad_8, u64)
-PAD(pad_16, Words)
+PAD(pad_16, Bytes16)
+
+}  // namespace narrowgauge

@@ -1,44 +1,48 @@
-// swizzle, unswizzle: block scales between their linear form and the 128x4 layout of block-scaled tensor cores.
+// swizzle, unswizzle: block scales between the linear layout and the 128x4 layout of block-scaled tensor cores.
 //
 //   linear    (R, C) bytes
 //   swizzled  (ceil(R/128)*128, ceil(C/4)*4) bytes; the padding is written as 0 and never read
-//   Launch: 128 threads a block, a thread for 16 scales of each of the rows i, i + 32, i + 64 and i + 96 of a strip of 128
-//   rows: four of each row follow each other in the swizzled form, in four tiles. ceil(R/128)*32*ceil(C/16) threads, those
-//   of a few rows side by side, then those of all columns, so that a GPU moves 64 bytes or more at once in either form.
-//   Exact: bytes are moved.
+//   Launch: 128 threads in a block, ceil(R/128)*32*ceil(C/16) threads. A thread moves 16 scales of each of the rows i, i + 32,
+//   i + 64 and i + 96 of a strip of 128 rows. In each of four tiles, four scales of each of these rows are contiguous.
+//   Consecutive threads have a few consecutive rows, then the columns: memory transactions of a GPU have 64 bytes or
+//   more in both layouts.
+//   Exact: bytes are copied.
 
 #include "common/blocks.cuh"
 #include "layout/layout.cuh"
 
+namespace narrowgauge {
+
 // Scales of 32768x2048 on an H200: 35.7 us to unswizzle, 36.5 with 256 threads; about 36.5 to swizzle with either.
 constexpr int THREADS = 128;
-constexpr int TILES = 4;  // of a thread
-constexpr int ROWS = 4;   // of a thread, 32 apart
-// Rows of which threads lie side by side, so that 128 bytes are read at once. Scales of 32768x2048 on an H200: 91 % of the
-// rate of a copy to swizzle with 4, 88 with 8; 90 % to unswizzle with 8, 87 with 4.
+constexpr int TILES = 4;  // tiles of a thread
+constexpr int ROWS = 4;   // rows of a thread, 32 apart
+// Number of consecutive rows of consecutive threads; a transaction reads 128 bytes. Scales of 32768x2048 on an H200, in
+// percent of the rate of a copy: swizzle 91 % with 4, 88 % with 8; unswizzle 90 % with 8, 87 % with 4.
 constexpr int ROWS_TOGETHER = 4, ROWS_TOGETHER_BACK = 8;
 
+// The 4x16 scales of a thread: their first row and column.
 struct Quad {
-    i64 row, column;  // of the first of its scales
+    i64 row, column;
 };
 
-// A row beyond all where there is none.
+// The row lies outside the matrix if the thread has no scales.
 template <int TOGETHER>
 __device__ __forceinline__ Quad quad_of_thread(i64 columns) {
     const i64 chunks = (columns + 4 * TILES - 1) / (4 * TILES);
     const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
-    const i64 group = quotient(index / TOGETHER, chunks);  // of rows
+    const i64 group = quotient(index / TOGETHER, chunks);  // group of rows
     constexpr int GROUPS = 32 / TOGETHER;
     return {group / GROUPS * 128 + group % GROUPS * TOGETHER + index % TOGETHER,
             (index / TOGETHER - group * chunks) * 4 * TILES};
 }
 
-// Four scales a word, the first one low.
+// 16 scales, four in a word, the first one in the low byte.
 struct alignas(16) Scales {
     u32 words[4];
 };
 
-// Those of `count` bytes, and zeros. Where they lie aligned, a GPU moves 16 bytes, or 4, with one instruction.
+// Loads `count` scales and pads with zeros. On a GPU, vectorized loads of 16 or 4 bytes if the address is aligned.
 __device__ __forceinline__ Scales load_scales(const u8* source, int count) {
 #ifdef __CUDA_ARCH__
     if (count == 16 && reinterpret_cast<u64>(source) % 16 == 0) return *reinterpret_cast<const Scales*>(source);
@@ -47,7 +51,7 @@ __device__ __forceinline__ Scales load_scales(const u8* source, int count) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         u8 bytes[4];
-        load_bytes4(source + 4 * j, count_of<4>(count - 4 * j), bytes);
+        load_bytes4(source + 4 * j, valid_count<4>(count - 4 * j), bytes);
         scales.words[j] = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<u32>(bytes[3]) << 24;
     }
     return scales;
@@ -64,13 +68,13 @@ __device__ __forceinline__ void store_scales(const Scales& scales, int count, u8
     for (int j = 0; j < 4; ++j) {
         u8 bytes[4];
         for (int i = 0; i < 4; ++i) bytes[i] = static_cast<u8>(scales.words[j] >> 8 * i);
-        store_bytes4(bytes, count_of<4>(count - 4 * j), target + 4 * j);
+        store_bytes4(bytes, valid_count<4>(count - 4 * j), target + 4 * j);
     }
 }
 
-// How many of the 16 scales of a row from `column` on exist.
+// Number of the 16 scales of a row from `column` on that lie inside the matrix.
 __device__ __forceinline__ int count_at(i64 row, i64 column, i64 rows, i64 columns) {
-    return row < rows ? count_of<4 * TILES>(columns - column) : 0;
+    return row < rows ? valid_count<4 * TILES>(columns - column) : 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) swizzle(const u8* linear, u8* swizzled, i64 rows, i64 columns) {
@@ -109,3 +113,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) unswizzle(const u8* swizzl
         store_scales(of_row, count_at(row, quad.column, rows, columns), linear + row * columns + quad.column);
     }
 }
+
+}  // namespace narrowgauge

@@ -1,21 +1,26 @@
-// dequantize: codes and scales back to values.
+// dequantize: codes and block scales to values.
 //
-//   ELEMENT  E2M1, E2M3, E3M2, E4M3 or E5M2, a macro: each is a compilation of its own
-//   codes    (M, K) bytes, one an element; of E2M1 (M, ceil(K/2)), element 2j in the low nibble of byte j. (K, M) where
-//            codes_transposed, which E2M1 is never
-//   scales   one for every block of block_rows x block_columns, linear; (columns, rows) where scales_transposed
-//            E4M3_AMAX  E4M3 bytes; amax float32 (1,), or (M,) where `each`
-//            E8M0       bytes
-//            FP32       float32
-//   out      (M, K) float32, bfloat16 or float16
-//   Launch: 256 threads a block, one thread for every 16 elements of a row. A block has a multiple of 16 columns.
-//   dequantize_lines: codes of rows, blocks of one row and a power of two columns that divides K, or one of the whole
-//   tensor, one amax; everything aligned to 16 bytes; UNITS units for every thread. dequantize_rows: the same of E4M3_AMAX
-//   with an amax for every row; a kernel of its own, since more registers than 32 would cost the others threads.
-//   Numerics: f = fl(fl(s * amax) * r), r = fl(1/2688) or fl(1/1536), or s alone; out = cast(fl(code * f)), nearest even.
+//   The macro ELEMENT names the format of the codes: E2M1, E2M3, E3M2, E4M3 or E5M2; a compilation per format.
+//   codes         (M, K) bytes, a byte for each; E2M1: (M, ceil(K/2)), element 2j in the low nibble of byte j. If
+//                 codes_transposed is set, (K, M); not with E2M1
+//   scales        one for every block of block_rows x block_columns, linear; (columns, rows) if scales_transposed is set.
+//                 The kind is E4M3_AMAX (bytes), E8M0 (bytes) or FP32 (float32)
+//   amax          float32, with E4M3_AMAX: (1,), or (M,) if amax_per_row is set
+//   reciprocal    fl(1/2688) or fl(1/1536), with E4M3_AMAX
+//   out           (M, K) float32, bfloat16 or float16
+//   dequantize: any matrix. Launch: 256 threads in a block, a thread for every 16 elements of a row. Scale blocks have a
+//   multiple of 16 columns.
+//   dequantize_lines: codes along K, scale blocks of one row whose columns are a power of two and divide K, or one block of
+//   the whole tensor, and one amax; all pointers aligned to 16 bytes. Launch: 256 threads in a block, a thread for UNITS
+//   units of the output.
+//   dequantize_rows: the same for E4M3 scales with an amax per row. It is a separate kernel because more than 32
+//   registers, its need, would lower the occupancy of the kernels above.
+//   Numerics: f = fl(fl(s * amax) * r) with r = fl(1/2688) or fl(1/1536), or f = s; out = cast(fl(code * f)), nearest even.
 //   Exact to the bit.
 
 #include "common/blocks.cuh"
+
+namespace narrowgauge {
 
 #ifndef ELEMENT
 #define ELEMENT E2M1
@@ -23,10 +28,11 @@
 using Element = ELEMENT;
 
 constexpr int THREADS = 256;
-constexpr int EACH = 16;
+constexpr int PER_THREAD = 16;                        // elements
 constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;  // codes
 
-enum ScaleKind { E4M3_AMAX = 0, E8M0 = 1, FP32 = 2 };
+// Format of the stored scales. With E4M3_AMAX an element is also multiplied by its amax and by `reciprocal`.
+enum ScaleKind : int { E4M3_AMAX = 0, E8M0 = 1, FP32 = 2 };
 
 struct Scales {
     const void* stored;
@@ -34,7 +40,7 @@ struct Scales {
     i64 block_rows, block_columns;
     int transposed;
     const float* amax;
-    int each;
+    int amax_per_row;
     float reciprocal;
 };
 
@@ -54,7 +60,7 @@ struct StoredScale<FP32> {
 template <int KIND>
 using Stored = typename StoredScale<KIND>::Type;
 
-// What codes of a stored scale are multiplied by.
+// Factor of the codes of a scale block.
 template <int KIND>
 __device__ __forceinline__ float factor_of(Stored<KIND> scale, float amax, float reciprocal) {
     if constexpr (KIND == FP32) {
@@ -66,7 +72,7 @@ __device__ __forceinline__ float factor_of(Stored<KIND> scale, float amax, float
     }
 }
 
-// What the codes of row `row` are multiplied by from column `column` on.
+// Factor of the code of element (row, column).
 __device__ __forceinline__ float factor_at(const Scales& scales, i64 row, i64 column, i64 rows, i64 columns) {
     const i64 i = quotient(row, scales.block_rows), j = quotient(column, scales.block_columns);
     const i64 index = scales.transposed ? j * blocks_of(rows, scales.block_rows) + i
@@ -74,7 +80,7 @@ __device__ __forceinline__ float factor_at(const Scales& scales, i64 row, i64 co
     if (scales.kind == FP32) return static_cast<const float*>(scales.stored)[index];
     const u8 code = static_cast<const u8*>(scales.stored)[index];
     if (scales.kind == E8M0) return factor_of<E8M0>(code, 0.0f, 0.0f);
-    return factor_of<E4M3_AMAX>(code, scales.amax[scales.each ? row : 0], scales.reciprocal);
+    return factor_of<E4M3_AMAX>(code, scales.amax[scales.amax_per_row ? row : 0], scales.reciprocal);
 }
 
 __device__ __forceinline__ float element_to_float(u32 code) {
@@ -85,50 +91,50 @@ __device__ __forceinline__ float element_to_float(u32 code) {
     }
 }
 
-// The numbers of neighbouring codes.
+// Values of N neighbouring codes.
 template <int N>
 __device__ __forceinline__ void decode(const u8* bytes, float (&v)[N]) {
-#ifdef HAS_LANES
-    for (int i = 0; i < N; i += LANES) {
-        store_lanes(narrow_lanes<Element>(load_code_lanes<Element>(bytes + i / PER_BYTE)), v + i);
+#ifdef HAS_SIMD
+    for (int i = 0; i < N; i += SIMD_LANES) {
+        store_vector(narrow_to_float_vector<Element>(load_code_vector<Element>(bytes + i / PER_BYTE)), v + i);
     }
 #else
     if constexpr (Element::BITS == 4) {
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = element_to_float(bytes[i / 2] >> i % 2 * 4);
     } else {
-        narrows_to_floats<Element>(bytes, v);
+        narrow_to_floats<Element>(bytes, v);
     }
 #endif
 }
 
 template <class T>
 __device__ void dequantize(const u8* codes, int codes_transposed, Scales scales, T* out, i64 rows, i64 columns) {
-    const i64 chunks = (columns + EACH - 1) / EACH;
+    const i64 chunks = (columns + PER_THREAD - 1) / PER_THREAD;
     const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     if (index >= rows * chunks) return;
-    // Neighbours read neighbouring codes.
-    const i64 lines = codes_transposed ? rows : chunks;
-    const i64 line = quotient(index, lines), place = index - line * lines;
-    const i64 row = codes_transposed ? place : line;
-    const i64 column = (codes_transposed ? line : place) * EACH;
-    const int count = columns - column < EACH ? static_cast<int>(columns - column) : EACH;
+    // Consecutive threads read consecutive codes.
+    const i64 line_length = codes_transposed ? rows : chunks;
+    const i64 line = quotient(index, line_length), offset = index - line * line_length;
+    const i64 row = codes_transposed ? offset : line;
+    const i64 column = (codes_transposed ? line : offset) * PER_THREAD;
+    const int count = columns - column < PER_THREAD ? static_cast<int>(columns - column) : PER_THREAD;
     const u8* source = codes_transposed ? codes + column * rows + row
                                         : codes + row * ((columns + PER_BYTE - 1) / PER_BYTE) + column / PER_BYTE;
     const i64 step = codes_transposed ? rows : 1;
     T* target = out + row * columns + column;
 
     const float factor = factor_at(scales, row, column, rows, columns);
-    if (count == EACH) {  // a constant count, which compilers unroll
-        u8 bytes[EACH / PER_BYTE];
+    if (count == PER_THREAD) {  // a constant count; the compiler unrolls the loop
+        u8 bytes[PER_THREAD / PER_BYTE];
         if (step == 1) {
             load_bytes(source, bytes);
         } else {
-            for (int j = 0; j < EACH / PER_BYTE; ++j) bytes[j] = source[j * step];
+            for (int j = 0; j < PER_THREAD / PER_BYTE; ++j) bytes[j] = source[j * step];
         }
-        float v[EACH];
+        float v[PER_THREAD];
         decode(bytes, v);
-        for (int i = 0; i < EACH; ++i) v[i] *= factor;
+        for (int i = 0; i < PER_THREAD; ++i) v[i] *= factor;
         store_elements(v, target);
     } else {
         for (int i = 0; i < count; ++i) {
@@ -137,25 +143,26 @@ __device__ void dequantize(const u8* codes, int codes_transposed, Scales scales,
     }
 }
 
-// ---- whole blocks, one behind the other ----
+// ---- contiguous scale blocks -----------------------------------------------------------------------------------------
 
-constexpr int UNITS = 2;  // of a thread: nvfp4 of 16384^2 to bf16 on an H200 0.171 ms, 0.187 with 1, 0.174 with 4
+// Units of a thread. NVFP4 of 16384^2 to bf16 on an H200: 0.171 ms with 2, 0.187 with 1, 0.174 with 4.
+constexpr int UNITS = 2;
 
-// What a thread decodes at once: what a GPU stores with one instruction.
+// Output of one vectorized store on a GPU: 16 bytes.
 template <class T>
 struct Unit {
 #ifdef __CUDA_ARCH__
     static constexpr int ELEMENTS = 16 / sizeof(T);
 #else
-    static constexpr int ELEMENTS = EACH;
+    static constexpr int ELEMENTS = PER_THREAD;
 #endif
     static constexpr int BYTES = ELEMENTS / PER_BYTE;
     struct alignas(BYTES) Codes {
-        u8 each[BYTES];
+        u8 bytes[BYTES];
     };
 };
 
-// `row_units`: of a row, where every row has an amax; else 0.
+// `row_units`: units of a row if every row has an amax, else 0.
 template <class T, int KIND>
 __device__ __forceinline__ void dequantize_lines(const u8* codes, const Stored<KIND>* scales, int block_log2,
                                                  const float* amaxes, i64 row_units, float reciprocal, T* out, i64 units) {
@@ -179,7 +186,7 @@ __device__ __forceinline__ void dequantize_lines(const u8* codes, const Stored<K
         if (index >= units) break;
         const float factor = factor_of<KIND>(stored[u], amax[u], reciprocal);
         float v[ELEMENTS];
-        decode(loaded[u].each, v);
+        decode(loaded[u].bytes, v);
 #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i) v[i] *= factor;
         store_elements(v, out + index * ELEMENTS);
@@ -206,17 +213,17 @@ __device__ __forceinline__ void dequantize_lines(const u8* codes, const Stored<K
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         NAME(const u8* codes, const u8* scales, int block_log2, const float* amaxes, i64 columns, float reciprocal,    \
              T* out, i64 total) {                                                                                      \
-        constexpr int EACH_UNIT = Unit<T>::ELEMENTS;                                                                   \
-        dequantize_lines<T, E4M3_AMAX>(codes, scales, block_log2, amaxes, columns / EACH_UNIT, reciprocal, out,        \
-                                       total / EACH_UNIT);                                                             \
+        constexpr int ELEMENTS = Unit<T>::ELEMENTS;                                                                    \
+        dequantize_lines<T, E4M3_AMAX>(codes, scales, block_log2, amaxes, columns / ELEMENTS, reciprocal, out,         \
+                                       total / ELEMENTS);                                                              \
     }
 
 #define DEQUANTIZE(NAME, T)                                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         NAME(const u8* codes, int codes_transposed, const void* scales, int kind, i64 block_rows, i64 block_columns,   \
-             int scales_transposed, const float* amax, int each, float reciprocal, T* out, i64 rows, i64 columns) {    \
-        const Scales every = {scales, kind, block_rows, block_columns, scales_transposed, amax, each, reciprocal};     \
-        dequantize(codes, codes_transposed, every, out, rows, columns);                                                \
+             int scales_transposed, const float* amax, int amax_per_row, float reciprocal, T* out, i64 rows, i64 columns) {\
+        const Scales all = {scales, kind, block_rows, block_columns, scales_transposed, amax, amax_per_row, reciprocal};\
+        dequantize(codes, codes_transposed, all, out, rows, columns);                                                  \
     }
 
 DEQUANTIZE(dequantize_fp32, float)
@@ -228,3 +235,5 @@ DEQUANTIZE_LINES(dequantize_lines_fp16, fp16)
 DEQUANTIZE_ROWS(dequantize_rows_fp32, float)
 DEQUANTIZE_ROWS(dequantize_rows_bf16, bf16)
 DEQUANTIZE_ROWS(dequantize_rows_fp16, fp16)
+
+}  // namespace narrowgauge

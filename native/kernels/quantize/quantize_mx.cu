@@ -1,24 +1,17 @@
-// quantize_mx: MX formats of one read of x: rowwise, columnwise (the transpose, quantized along M), or both.
+// quantize_mx: MX formats from one read of x: rowwise, columnwise (the transpose, quantized along M), or both.
 //
-//   ELEMENT        E2M1, E2M3, E3M2, E4M3 or E5M2, a macro: each is a compilation of its own
-//   x              (M, K), any strides, float32, bfloat16 or float16; any M and K, a short last block counts as padded
-//                  with zeros
-//   sizes          rows of each of `sections` sections along M, or null: the whole tensor is one section
-//   Rowwise, where wanted:
-//   codes          (M, K) bytes, one an element; of E2M1 (M, ceil(K/2)), element 2j in the low nibble of byte j
-//   scales         (M, ceil(K/32)) bytes, E8M0; where `swizzled` in the 128x4 layout, whose padding the caller has set to 0
-//   words          (M, ceil(K/4)) random words where `stochastic`, or null: Philox with seed and offset, subsequences 2n
-//                  and 2n + 1 for block n, counted along the lines of the half, sections one after the other
-//   Columnwise, where wanted: the same of each section's transpose (K, m), sections one behind the other. Where `in_place`,
-//   which E2M1 is never, codes are stored as (m, K) and linear scales as (ceil(m/32), K).
-//   Launch: ANY_THREADS threads for every 64x64 tile, of which a strip of 64 rows has ceil(K/64), at least one; ceil(M/64)
-//   strips, or with sections one more for each. Of 128 threads, one makes a block of 32 of a row, then one of a column; on
-//   a CPU there are 8, a thread has 16 of either, and a barrier costs little.
-//   quantize_mx_plain: rowwise alone, contiguous, no variant; one thread for every 32 elements, in the order of memory.
-//   quantize_mx_tiles: bfloat16, contiguous, aligned to 16 bytes, M a multiple of 32 and K of 128, no sections, nearest
-//   even, columnwise in place; TILE_THREADS threads for every tile of 32x128.
-//   Numerics: docs/numerics.md#mx, float32 with one rounding per operation; elements nearest even or stochastic,
-//   saturating. `scale_order` and `up_from`: mx.cuh. `tiles`: blocks of 32x32. Everything is exact to the bit.
+//   Parameters: struct QuantizeMxParameters; the choices of a recipe: struct QuantizeMxVariant. The macro ELEMENT names the
+//   format: E2M1, E2M3, E3M2, E4M3 or E5M2; a compilation per format.
+//   quantize_mx: any matrix. Launch: GENERAL_THREADS threads for every tile of 64x64. A strip of 64 rows has ceil(K/64) tiles,
+//   at least 1; ceil(M/64) strips, or with sections 1 more per section. With 128 threads, a thread quantizes a block
+//   of 32 of a row, then one of a column. On a CPU there are 8 threads with 16 blocks, and a barrier is cheap.
+//   quantize_mx_plain: contiguous, rowwise only, a recipe without further choices (square blocks, stochastic rounding and the
+//   like); a thread for every 32 elements, in memory order.
+//   quantize_mx_tiles: contiguous bfloat16, aligned to 16 bytes, M a multiple of 32 and K of 128, no sections, nearest even,
+//   columnwise in position. Launch: TILE_THREADS threads for every tile of 32x128.
+//   Numerics: docs/numerics.md#mx, float32 with one rounding per operation; elements nearest even or stochastic, saturating.
+//   Philox: block n, counted along the lines of an output, sections in sequence, has the subsequences 2n and 2n + 1.
+//   Everything is exact to the bit.
 
 #include "common/blocks.cuh"
 #include "layout/layout.cuh"
@@ -26,6 +19,8 @@
 #include "common/philox.cuh"
 #include "common/sections.cuh"
 #include "quantize/register_tile.cuh"
+
+namespace narrowgauge {
 
 #ifndef ELEMENT
 #define ELEMENT E4M3
@@ -41,51 +36,73 @@ using Element = ELEMENT;
 #endif
 
 constexpr int THREADS = 128;
-constexpr int ANY_THREADS = MX_THREADS;  // of the kernel that takes any matrix
+constexpr int GENERAL_THREADS = MX_THREADS;  // threads of the kernel for any matrix
 constexpr int TILE = 64;
 constexpr int TILE_BLOCKS = TILE / BLOCK;
-constexpr int MANY = TILE * TILE_BLOCKS / ANY_THREADS;  // blocks of a thread, of either half
-static_assert(TILE == STRIP && MANY * ANY_THREADS == TILE * TILE_BLOCKS, "threads cover the tile");
+constexpr int BLOCKS_PER_THREAD = TILE * TILE_BLOCKS / GENERAL_THREADS;  // of each output
+static_assert(TILE == STRIP && BLOCKS_PER_THREAD * GENERAL_THREADS == TILE * TILE_BLOCKS, "threads cover the tile");
 
 constexpr int PER_BYTE = Element::BITS == 4 ? 2 : 1;
 constexpr int BYTES = BLOCK / PER_BYTE;
 
-// What the quantization depends on: the same for all threads.
-struct Rule {
-    int scale_order;
-    u32 up_from;
-    int tiles, propagate_nan, in_place, stochastic, swizzled;
-    u64 seed;
+// The choices of a recipe beside the format of its elements.
+struct QuantizeMxVariant {
+    MxScaleOrder scale_order;
+    u32 up_from;         // mantissa from which on the exponent of a scale is rounded up (e8m0_from_float)
+    bool square_blocks;  // blocks are 32x32
+    bool propagate_nan;
+    bool in_place;    // columnwise codes are (m, K) and linear columnwise scales (ceil(m/32), K); not with E2M1
+    bool stochastic;  // elements are rounded stochastically, else nearest even
+    bool swizzled;    // scales are in the 128x4 layout
 };
 
 // One orientation of the result.
-struct Half {
-    int wanted;
-    u8* codes;
-    u8* scales;
-    const u32* words;
-    u64 offset;
+struct Output {
+    int wanted;         // if 0, it is not written (empty codes have no address either)
+    u8* codes;          // (M, K) bytes, a byte for each; E2M1: (M, ceil(K/2)), element 2j in the low nibble of byte j
+    u8* scales;         // (M, ceil(K/32)) bytes, E8M0; if swizzled, the caller has set the padding to 0
+    const u32* random;  // (M, ceil(K/4)) random words, or null: Philox generates them
+    u64 offset;         // of Philox
 };
 
-// What the threads of a block read of each other.
+struct QuantizeMxParameters {
+    const void* x;  // (M, K), any strides, float32, bfloat16 or float16; a short last block counts as padded with zeros
+    i64 row_stride;
+    i64 column_stride;
+    i64 rows;          // M
+    i64 columns;       // K
+    const i64* sizes;  // rows m of each section along M, or null: the whole tensor is a section
+    int sections;
+    Output row;
+    Output column;  // of the transpose (K, m) of the sections, which are contiguous
+    QuantizeMxVariant variant;
+    u64 seed;  // of Philox
+};
+
+// Settings of the quantization, the same for all threads.
+struct Settings : QuantizeMxVariant {
+    u64 seed;
+};
+
+// Shared memory: elements, and amaxes of blocks of rows.
 struct Shared {
     float values[TILE][TILE + 1];
     u32 amaxes[TILE][TILE_BLOCKS];
 };
 
-// A block of 32: where it lies in a matrix whose lines have `length` elements, and how many of its own exist.
-struct Place {
+// A block of 32 in a matrix with lines of `length` elements. `count` of its elements lie inside the matrix.
+struct BlockPosition {
     i64 line, start, length;
     i64 first_code, first_scale;  // of the section
-    i64 transposed;               // lines, where they are stored as columns; else 0
+    i64 transposed;               // number of lines if they are stored as columns, else 0
     int count;
 };
 
-__device__ __forceinline__ u32 largest_of_tile(const u32 (&amaxes)[TILE][TILE_BLOCKS], int first_line, int block) {
+__device__ __forceinline__ u32 amax_of_square_block(const u32 (&amaxes)[TILE][TILE_BLOCKS], int first_line, int block) {
     u32 largest = 0;
     for (int i = 0; i < BLOCK; ++i) {
-        const u32 other = amaxes[first_line + i][block];
-        largest = other > largest ? other : largest;
+        const u32 amax = amaxes[first_line + i][block];
+        largest = amax > largest ? amax : largest;
     }
     return largest;
 }
@@ -112,159 +129,148 @@ __device__ __forceinline__ void round_to_nearest(const float (&scaled)[BLOCK], u
     }
 }
 
-__device__ __forceinline__ void round_by_words(const float (&scaled)[BLOCK], const Half& half, const Place& place,
-                                               const Rule& rule, u8 (&packed)[BYTES]) {
+__device__ __forceinline__ void round_stochastically(const float (&scaled)[BLOCK], const Output& output,
+                                                     const BlockPosition& position, const Settings& settings,
+                                                     u8 (&packed)[BYTES]) {
     u32 words[BLOCK / 4];
-    if (half.words == nullptr) {
-        const i64 blocks = (place.length + BLOCK - 1) / BLOCK;
-        const u64 number = static_cast<u64>(place.first_scale + place.line * blocks + place.start / BLOCK);
+    if (output.random == nullptr) {
+        const i64 blocks = (position.length + BLOCK - 1) / BLOCK;
+        const u64 number = static_cast<u64>(position.first_scale + position.line * blocks + position.start / BLOCK);
         for (int j = 0; j < 2; ++j) {
             u32 four[4];
-            philox(rule.seed, half.offset, 2u * number + static_cast<u64>(j), four);
+            philox(settings.seed, output.offset, 2u * number + static_cast<u64>(j), four);
             for (int k = 0; k < 4; ++k) words[4 * j + k] = four[k];
         }
     } else {
-        const i64 line_words = (place.length + 3) / 4;
+        const i64 line_words = (position.length + 3) / 4;
         for (int j = 0; j < BLOCK / 4; ++j) {
-            const i64 word = place.start / 4 + j;
-            words[j] = word < line_words ? half.words[place.line * line_words + word] : 0u;
+            const i64 word = position.start / 4 + j;
+            words[j] = word < line_words ? output.random[position.line * line_words + word] : 0u;
         }
     }
-    u8 bytes[BLOCK], codes[BLOCK];  // one a lane, so that a CPU takes several at once
+    u8 bytes[BLOCK], codes[BLOCK];  // arrays of elements; a CPU vectorizes the loop
     for (int i = 0; i < BLOCK; ++i) bytes[i] = static_cast<u8>(words[i / 4] >> i % 4 * 8);
     for (int i = 0; i < BLOCK; ++i) codes[i] = static_cast<u8>(stochastic<Element>(scaled[i], bytes[i]));
     pack(codes, packed);
 }
 
-__device__ __forceinline__ void write_block(const float (&v)[BLOCK], u32 amax, const Half& half, const Place& place,
-                                            const Rule& rule) {
-    const u8 scale = mx_scale<Element>(__uint_as_float(amax), rule.scale_order, rule.up_from);
+__device__ __forceinline__ void write_block(const float (&v)[BLOCK], u32 amax, const Output& output,
+                                            const BlockPosition& position, const Settings& settings) {
+    const u8 scale = mx_scale<Element>(__uint_as_float(amax), settings.scale_order, settings.up_from);
     const float factor = mx_element_factor(scale);
-    const i64 blocks = (place.length + BLOCK - 1) / BLOCK;
-    const i64 block = place.start / BLOCK;
-    const i64 linear = place.transposed != 0 ? block * place.transposed + place.line : place.line * blocks + block;
-    half.scales[rule.swizzled ? swizzled_index(place.line, block, blocks) : place.first_scale + linear] = scale;
+    const i64 blocks = (position.length + BLOCK - 1) / BLOCK;
+    const i64 block = position.start / BLOCK;
+    const i64 linear = position.transposed != 0 ? block * position.transposed + position.line : position.line * blocks + block;
+    output.scales[settings.swizzled ? swizzled_index(position.line, block, blocks) : position.first_scale + linear] = scale;
 
     float scaled[BLOCK];
     for (int i = 0; i < BLOCK; ++i) scaled[i] = v[i] * factor;
     u8 packed[BYTES];
-    if (rule.stochastic) {
-        round_by_words(scaled, half, place, rule, packed);
+    if (settings.stochastic) {
+        round_stochastically(scaled, output, position, settings, packed);
     } else {
         round_to_nearest(scaled, packed);
     }
-    if (place.transposed != 0) {
-        u8* target = half.codes + place.first_code + place.start * place.transposed + place.line;
-        for (int i = 0; i < place.count; ++i) target[i * place.transposed] = packed[i];
+    if (position.transposed != 0) {
+        u8* target = output.codes + position.first_code + position.start * position.transposed + position.line;
+        for (int i = 0; i < position.count; ++i) target[i * position.transposed] = packed[i];
         return;
     }
-    const i64 line_bytes = (place.length + PER_BYTE - 1) / PER_BYTE;
-    u8* target = half.codes + place.first_code + place.line * line_bytes + place.start / PER_BYTE;
-    if (place.count == BLOCK) {
+    const i64 line_bytes = (position.length + PER_BYTE - 1) / PER_BYTE;
+    u8* target = output.codes + position.first_code + position.line * line_bytes + position.start / PER_BYTE;
+    if (position.count == BLOCK) {
         store_bytes(packed, target);
     } else {
-        for (int j = 0; j < (place.count + PER_BYTE - 1) / PER_BYTE; ++j) target[j] = packed[j];
-        // Padding is code 0 under a NaN factor, too.
-        if (place.count % PER_BYTE != 0) target[place.count / PER_BYTE] &= 0xFu;
+        for (int j = 0; j < (position.count + PER_BYTE - 1) / PER_BYTE; ++j) target[j] = packed[j];
+        // Padding is code 0 also if the factor is NaN.
+        if (position.count % PER_BYTE != 0) target[position.count / PER_BYTE] &= 0xFu;
     }
 }
 
 template <class T>
-__device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, Half row_half,
-                         Half column_half, Rule rule) {
+__device__ void quantize(const T* x, i64 row_stride, i64 column_stride, i64 columns, Sections sections, Output row_output,
+                         Output column_output, Settings settings) {
     __shared__ Shared shared;
     const u32 across = columns > 0 ? static_cast<u32>((columns + TILE - 1) / TILE) : 1u;
     const Strip strip = find_strip<BLOCK, PER_BYTE>(sections, blockIdx.x / across, columns);
     if (strip.section_rows == 0) return;
-    const int first = static_cast<int>(threadIdx.x) * MANY;
+    const int first = static_cast<int>(threadIdx.x) * BLOCKS_PER_THREAD;
     const i64 first_column = static_cast<i64>(blockIdx.x % across) * TILE;
-    const u32 highest = highest_counted(rule.propagate_nan);
-    float v[MANY][BLOCK];
-    u32 amaxes[MANY];
-    int counts[MANY];
+    const u32 limit = amax_limit(settings.propagate_nan);
+    float v[BLOCKS_PER_THREAD][BLOCK];
+    u32 amaxes[BLOCKS_PER_THREAD];
+    int counts[BLOCKS_PER_THREAD];
 
     // ---- blocks of rows ----
 #pragma unroll
-    for (int n = 0; n < MANY; ++n) {
+    for (int n = 0; n < BLOCKS_PER_THREAD; ++n) {
         const int line = (first + n) / TILE_BLOCKS, block = (first + n) % TILE_BLOCKS;
         const i64 row = strip.section_start + strip.start + line;
         const i64 column = first_column + block * BLOCK;
-        counts[n] = count_of<BLOCK>(strip.start + line < strip.section_rows ? columns - column : 0);
+        counts[n] = valid_count<BLOCK>(strip.start + line < strip.section_rows ? columns - column : 0);
         load_block(x + row * row_stride + column * column_stride, column_stride, counts[n], v[n]);
-        if (column_half.wanted) {
+        if (column_output.wanted) {
             for (int i = 0; i < BLOCK; ++i) shared.values[line][block * BLOCK + i] = v[n][i];
         }
-        amaxes[n] = largest_magnitude(v[n], highest);
-        if (rule.tiles) shared.amaxes[line][block] = amaxes[n];
+        amaxes[n] = amax_of_block(v[n], limit);
+        if (settings.square_blocks) shared.amaxes[line][block] = amaxes[n];
     }
-    if (rule.tiles || column_half.wanted) __syncthreads();
-    if (row_half.wanted) {
+    if (settings.square_blocks || column_output.wanted) __syncthreads();
+    if (row_output.wanted) {
 #pragma unroll
-        for (int n = 0; n < MANY; ++n) {
+        for (int n = 0; n < BLOCKS_PER_THREAD; ++n) {
             const int line = (first + n) / TILE_BLOCKS, block = (first + n) % TILE_BLOCKS;
             if (counts[n] == 0) continue;
-            if (rule.tiles) amaxes[n] = largest_of_tile(shared.amaxes, line / BLOCK * BLOCK, block);
+            if (settings.square_blocks) amaxes[n] = amax_of_square_block(shared.amaxes, line / BLOCK * BLOCK, block);
             const i64 row = strip.section_start + strip.start + line;
-            const Place place = {row, first_column + block * BLOCK, columns, 0, 0, 0, counts[n]};
-            write_block(v[n], amaxes[n], row_half, place, rule);
+            const BlockPosition position = {row, first_column + block * BLOCK, columns, 0, 0, 0, counts[n]};
+            write_block(v[n], amaxes[n], row_output, position, settings);
         }
     }
-    if (!column_half.wanted) return;
+    if (!column_output.wanted) return;
 
     // ---- blocks of columns ----
 #pragma unroll
-    for (int n = 0; n < MANY; ++n) {
+    for (int n = 0; n < BLOCKS_PER_THREAD; ++n) {
         const int line = (first + n) % TILE, block = (first + n) / TILE;
         const i64 column = first_column + line;
         const i64 start = strip.start + block * BLOCK;
-        const int count = count_of<BLOCK>(column < columns ? strip.section_rows - start : 0);
+        const int count = valid_count<BLOCK>(column < columns ? strip.section_rows - start : 0);
         if (count == 0) continue;
         for (int i = 0; i < BLOCK; ++i) v[n][i] = shared.values[block * BLOCK + i][line];
-        const u32 amax =
-            rule.tiles ? largest_of_tile(shared.amaxes, block * BLOCK, line / BLOCK) : largest_magnitude(v[n], highest);
-        const i64 transposed = rule.in_place ? columns : 0;
-        const Place place = {column, start, strip.section_rows, strip.codes_t, strip.scales_t, transposed, count};
-        write_block(v[n], amax, column_half, place, rule);
+        const u32 amax = settings.square_blocks ? amax_of_square_block(shared.amaxes, block * BLOCK, line / BLOCK)
+                                                : amax_of_block(v[n], limit);
+        const i64 transposed = settings.in_place ? columns : 0;
+        const BlockPosition position = {column, start, strip.section_rows, strip.codes_t, strip.scales_t, transposed, count};
+        write_block(v[n], amax, column_output, position, settings);
     }
 }
 
-#define QUANTIZE(NAME, T)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(ANY_THREADS)                                                          \
-        NAME(const T* x, i64 row_stride, i64 column_stride, i64 rows, i64 columns, const i64* sizes, int sections,     \
-             int rowwise, u8* codes, u8* scales, const u32* words, u64 offset, int columnwise, u8* codes_t,            \
-             u8* scales_t, const u32* words_t, u64 offset_t, int scale_order, int up_from, int tiles,                  \
-             int propagate_nan, int in_place, int stochastic, u64 seed, int swizzled) {                                \
-        const Rule rule = {scale_order, static_cast<u32>(up_from), tiles, propagate_nan, in_place, stochastic,         \
-                           swizzled, seed};                                                                            \
-        quantize(x, row_stride, column_stride, columns, Sections{sizes, sections, rows},                               \
-                 Half{rowwise, codes, scales, words, offset}, Half{columnwise, codes_t, scales_t, words_t, offset_t},  \
-                 rule);                                                                                                \
-    }
-
-// Rowwise, of a whole contiguous tensor, without any variant.
+// Rowwise, contiguous, without further choices of the recipe.
 template <class T>
-__device__ void quantize_plain(const T* x, i64 rows, i64 columns, Half half, Rule rule) {
+__device__ void quantize_plain(const T* x, i64 rows, i64 columns, Output output, Settings settings) {
     const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     if (index >= rows * ((columns + BLOCK - 1) / BLOCK)) return;
-    const Run run = find_run<BLOCK>(rows, columns, index);
+    const LinearBlock block = linear_block<BLOCK>(rows, columns, index);
     float v[BLOCK];
-    load_block(x + run.line * columns + run.start, 1, run.count, v);
-    const u32 amax = largest_magnitude(v, highest_counted(rule.propagate_nan));
-    write_block(v, amax, half, Place{run.line, run.start, run.length, 0, 0, 0, run.count}, rule);
+    load_block(x + block.line * columns + block.start, 1, block.count, v);
+    const u32 amax = amax_of_block(v, amax_limit(settings.propagate_nan));
+    write_block(v, amax, output, BlockPosition{block.line, block.start, block.length, 0, 0, 0, block.count}, settings);
 }
 
-#define QUANTIZE_PLAIN(NAME, T)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
-        NAME(const T* x, i64 rows, i64 columns, u8* codes, u8* scales, int scale_order, int up_from,                   \
-             int propagate_nan) {                                                                                      \
-        quantize_plain(x, rows, columns, Half{1, codes, scales, nullptr, 0},                                           \
-                       Rule{scale_order, static_cast<u32>(up_from), 0, propagate_nan, 0, 0, 0, 0u});                   \
-    }
+// With quantize_mx_plain, only the rounding of scales and the handling of NaN depend on the recipe.
+__device__ __forceinline__ Settings plain_settings(const QuantizeMxParameters& p) {
+    QuantizeMxVariant variant = {};
+    variant.scale_order = p.variant.scale_order;
+    variant.up_from = p.variant.up_from;
+    variant.propagate_nan = p.variant.propagate_nan;
+    return {variant, 0u};
+}
 
-// ---- bfloat16 in whole tiles ----
+// ---- whole tiles of bfloat16 -----------------------------------------------------------------------------------------
 
-// Of a thread. On an H200, both halves of 16384^2: 91 % of the rate of a copy, with 4 rows and twice the threads 88 %. On a
-// CPU, where a barrier costs, a thread holds all rows.
+// Rows of a thread's piece. Both outputs of 16384^2 on an H200: 91 % of the rate of a copy, 88 % with 4 rows and twice the
+// threads. On a CPU, where a barrier is expensive, a thread has all rows.
 #ifndef MX_PIECE_ROWS
 #ifdef __CUDA_ARCH__
 #define MX_PIECE_ROWS 8
@@ -276,38 +282,38 @@ constexpr int PIECE_ROWS = MX_PIECE_ROWS;
 constexpr int PIECES_DOWN = BLOCK / PIECE_ROWS;
 constexpr int TILE_THREADS = PIECES_DOWN * ACROSS_TILE;
 constexpr int BLOCKS_ACROSS = TILE_WIDTH / BLOCK;
-constexpr int PIECES_ACROSS = BLOCK / PIECE;  // of a block
+constexpr int PIECES_ACROSS = BLOCK / PIECE;  // pieces across a block
 
 struct SharedTile {
     Maxima<PIECE_ROWS, BLOCK> maxima;
-    u32 pieces[PIECES_DOWN][ACROSS_TILE];                     // the largest of each, of square blocks
-    alignas(16) float row_factors[BLOCKS_ACROSS][BLOCK + 8];  // padded, so that threads meet in fewer banks
+    u32 pieces[PIECES_DOWN][ACROSS_TILE];                     // amax of each piece, with square blocks
+    alignas(16) float row_factors[BLOCKS_ACROSS][BLOCK + 8];  // padded against bank conflicts
     alignas(16) float column_factors[TILE_WIDTH];
 };
 
-// The largest magnitude of a block of 32x32.
-__device__ __forceinline__ u32 largest_of_square(const SharedTile& shared, int block) {
+// Amax of a block of 32x32.
+__device__ __forceinline__ u32 amax_of_square_block(const SharedTile& shared, int block) {
     u32 largest = 0;
 #pragma unroll
     for (int i = 0; i < PIECES_DOWN; ++i) {
 #pragma unroll
         for (int j = 0; j < PIECES_ACROSS; ++j) {
-            const u32 other = shared.pieces[i][block * PIECES_ACROSS + j];
-            largest = other > largest ? other : largest;
+            const u32 amax = shared.pieces[i][block * PIECES_ACROSS + j];
+            largest = amax > largest ? amax : largest;
         }
     }
     return largest;
 }
 
-// A scale to where the half keeps it; returns what elements are multiplied by.
-__device__ __forceinline__ float write_scale(u32 amax, const Half& half, i64 line, i64 block, i64 blocks, i64 linear,
-                                             const Rule& rule) {
-    const u8 scale = mx_scale<Element>(__uint_as_float(amax), rule.scale_order, rule.up_from);
-    half.scales[rule.swizzled ? swizzled_index(line, block, blocks) : linear] = scale;
+// Stores the scale of a block. Returns the factor of its elements.
+__device__ __forceinline__ float write_scale(u32 amax, const Output& output, i64 line, i64 block, i64 blocks, i64 linear,
+                                             const Settings& settings) {
+    const u8 scale = mx_scale<Element>(__uint_as_float(amax), settings.scale_order, settings.up_from);
+    output.scales[settings.swizzled ? swizzled_index(line, block, blocks) : linear] = scale;
     return mx_element_factor(scale);
 }
 
-// Eight numbers, each with its factor, to their codes.
+// Stores the codes of eight numbers, each with its factor.
 __device__ __forceinline__ void write_piece(const float (&v)[PIECE], const float (&factors)[PIECE], u8* target) {
     float scaled[PIECE];
 #pragma unroll
@@ -326,9 +332,10 @@ __device__ __forceinline__ void write_piece(const float (&v)[PIECE], const float
     store_code_words(words, target);
 }
 
-template <bool PROPAGATE_NAN>
-__device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 columns, const Half& row_half,
-                                              const Half& column_half, const Rule& rule, SharedTile& shared) {
+// Specialised by the outputs: the unrolled loop over rows has no branches.
+template <bool PROPAGATE_NAN, bool ROWWISE, bool COLUMNWISE>
+__device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 columns, const Output& row_output,
+                                              const Output& column_output, const Settings& settings, SharedTile& shared) {
     const u32 tiles_across = static_cast<u32>(columns / TILE_WIDTH);
     const i64 block_row = blockIdx.x / tiles_across, first_row = block_row * BLOCK;
     const i64 first_column = static_cast<i64>(blockIdx.x % tiles_across) * TILE_WIDTH;
@@ -338,35 +345,36 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
 
     Piece<PIECE_ROWS> piece;
     load_piece(x + start, columns, piece);
-    if (rule.tiles) {
-        shared.pieces[down][across] = largest_of_piece<PROPAGATE_NAN>(piece);
+    if (settings.square_blocks) {
+        shared.pieces[down][across] = amax_of_piece<PROPAGATE_NAN>(piece);
     } else {
-        note_maxima<PROPAGATE_NAN>(piece, down, across, row_half.wanted, column_half.wanted, shared.maxima);
+        store_maxima<PROPAGATE_NAN>(piece, down, across, ROWWISE, COLUMNWISE, shared.maxima);
     }
     __syncthreads();
 
-    // ---- scales: neighbours write neighbouring bytes, of four blocks of a row or of a row of columns ----
-    if (row_half.wanted) {
+    // ---- scales: consecutive threads write consecutive bytes, of four blocks of a row, or of the blocks of columns ----
+    if constexpr (ROWWISE) {
         const i64 blocks = columns / BLOCK;
 #pragma unroll
         for (int n = 0; n < BLOCK * BLOCKS_ACROSS; n += TILE_THREADS) {
             const int row = (n + thread) / BLOCKS_ACROSS, number = (n + thread) % BLOCKS_ACROSS;
-            const u32 amax = rule.tiles ? largest_of_square(shared, number)
-                                        : largest_of_line<PROPAGATE_NAN, PIECES_ACROSS>(
+            const u32 amax = settings.square_blocks ? amax_of_square_block(shared, number)
+                                        : amax_of_line<PROPAGATE_NAN, PIECES_ACROSS>(
                                               shared.maxima.rows, number * PIECES_ACROSS, row);
             const i64 line = first_row + row, block = first_column / BLOCK + number;
-            shared.row_factors[number][row] = write_scale(amax, row_half, line, block, blocks, line * blocks + block, rule);
+            shared.row_factors[number][row] =
+                write_scale(amax, row_output, line, block, blocks, line * blocks + block, settings);
         }
     }
-    if (column_half.wanted) {
+    if constexpr (COLUMNWISE) {
 #pragma unroll
         for (int n = 0; n < TILE_WIDTH; n += TILE_THREADS) {
             const int column = n + thread;
-            const u32 amax = rule.tiles ? largest_of_square(shared, column / BLOCK)
-                                        : largest_of_line<PROPAGATE_NAN, PIECES_DOWN>(shared.maxima.columns, 0, column);
+            const u32 amax = settings.square_blocks ? amax_of_square_block(shared, column / BLOCK)
+                                        : amax_of_line<PROPAGATE_NAN, PIECES_DOWN>(shared.maxima.columns, 0, column);
             const i64 line = first_column + column;
             shared.column_factors[column] =
-                write_scale(amax, column_half, line, block_row, rows / BLOCK, block_row * columns + line, rule);
+                write_scale(amax, column_output, line, block_row, rows / BLOCK, block_row * columns + line, settings);
         }
     }
     __syncthreads();
@@ -381,33 +389,54 @@ __device__ __forceinline__ void quantize_tile(const bf16* x, i64 rows, i64 colum
         const float factor = shared.row_factors[across / PIECES_ACROSS][down * PIECE_ROWS + k];
 #pragma unroll
         for (int j = 0; j < PIECE / 2; ++j) {
-            v[2 * j] = low_of(piece.words[k][j]);
-            v[2 * j + 1] = high_of(piece.words[k][j]);
+            v[2 * j] = low_float(piece.words[k][j]);
+            v[2 * j + 1] = high_float(piece.words[k][j]);
         }
         for (int i = 0; i < PIECE; ++i) of_row[i] = factor;
         const i64 target = (start + k * columns) / PER_BYTE;
-        if (row_half.wanted) write_piece(v, of_row, row_half.codes + target);
-        if (column_half.wanted) write_piece(v, of_columns, column_half.codes + target);
+        if constexpr (ROWWISE) write_piece(v, of_row, row_output.codes + target);
+        if constexpr (COLUMNWISE) write_piece(v, of_columns, column_output.codes + target);
+    }
+}
+
+template <bool PROPAGATE_NAN>
+__device__ __forceinline__ void quantize_tile(const QuantizeMxParameters& p, SharedTile& shared) {
+    const bf16* x = static_cast<const bf16*>(p.x);
+    const Output row = p.row, column = p.column;
+    const Settings settings = {p.variant, p.seed};
+    if (row.wanted && column.wanted) {
+        quantize_tile<PROPAGATE_NAN, true, true>(x, p.rows, p.columns, row, column, settings, shared);
+    } else if (row.wanted) {
+        quantize_tile<PROPAGATE_NAN, true, false>(x, p.rows, p.columns, row, column, settings, shared);
+    } else {
+        quantize_tile<PROPAGATE_NAN, false, true>(x, p.rows, p.columns, row, column, settings, shared);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
-    quantize_mx_tiles_bf16(const bf16* x, i64 rows, i64 columns, int rowwise, u8* codes, u8* scales, int columnwise,
-                           u8* codes_t, u8* scales_t, int scale_order, int up_from, int tiles, int propagate_nan,
-                           int swizzled) {
-    const Half row_half = {rowwise, codes, scales, nullptr, 0}, column_half = {columnwise, codes_t, scales_t, nullptr, 0};
-    const Rule rule = {scale_order, static_cast<u32>(up_from), tiles, propagate_nan, 1, 0, swizzled, 0u};
+    quantize_mx_tiles_bf16(const __grid_constant__ QuantizeMxParameters p) {
     __shared__ SharedTile shared;
-    if (propagate_nan) {
-        quantize_tile<true>(x, rows, columns, row_half, column_half, rule, shared);
+    if (p.variant.propagate_nan) {
+        quantize_tile<true>(p, shared);
     } else {
-        quantize_tile<false>(x, rows, columns, row_half, column_half, rule, shared);
+        quantize_tile<false>(p, shared);
     }
 }
 
-QUANTIZE(quantize_mx_fp32, float)
-QUANTIZE(quantize_mx_bf16, bf16)
-QUANTIZE(quantize_mx_fp16, fp16)
-QUANTIZE_PLAIN(quantize_mx_plain_fp32, float)
-QUANTIZE_PLAIN(quantize_mx_plain_bf16, bf16)
-QUANTIZE_PLAIN(quantize_mx_plain_fp16, fp16)
+#define QUANTIZE(TYPE, T)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(GENERAL_THREADS)                                                      \
+        quantize_mx_##TYPE(const __grid_constant__ QuantizeMxParameters p) {                                           \
+        quantize(static_cast<const T*>(p.x), p.row_stride, p.column_stride, p.columns,                                 \
+                 Sections{p.sizes, p.sections, p.rows}, p.row, p.column, Settings{p.variant, p.seed});                 \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        quantize_mx_plain_##TYPE(const __grid_constant__ QuantizeMxParameters p) {                                     \
+        quantize_plain(static_cast<const T*>(p.x), p.rows, p.columns,                                                  \
+                       Output{1, p.row.codes, p.row.scales, nullptr, 0}, plain_settings(p));                           \
+    }
+
+QUANTIZE(fp32, float)
+QUANTIZE(bf16, bf16)
+QUANTIZE(fp16, fp16)
+
+}  // namespace narrowgauge

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from narrowgauge.harness.backends.backend import DOORS, Backend, BackendError, Unsupported, load_backend
+from narrowgauge.harness.backends.backend import METHODS, Backend, BackendError, Unsupported, load_backend
 from narrowgauge.harness.operations.stages.product import order_of
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
@@ -67,7 +67,7 @@ def gemm(a, b, **options):
 def test_the_built_in_ones_have_every_door(name):
     loaded = load_backend(name)
     assert loaded.name == name
-    assert all(loaded.has(door) for door in DOORS)
+    assert all(loaded.has(door) for door in METHODS)
     assert not loaded.has("explain")
 
 
@@ -109,11 +109,11 @@ def test_a_module_of_a_package(module, tmp_path):
         ("my_kernels:Broken", "backend my_kernels:Broken: Broken() raised OSError: libkernels.so is missing"),
         (
             "my_kernels:Empty",
-            f"backend my_kernels:Empty has none of the doors {', '.join(DOORS)}; see README, 'Your own kernel'",
+            f"backend my_kernels:Empty has none of the doors {', '.join(METHODS)}; see README, 'Your own kernel'",
         ),
         (
             "my_kernels:number",
-            f"backend my_kernels:number has none of the doors {', '.join(DOORS)}; see README, 'Your own kernel'",
+            f"backend my_kernels:number has none of the doors {', '.join(METHODS)}; see README, 'Your own kernel'",
         ),
         (
             "my_kernel:Backend",
@@ -142,18 +142,18 @@ def test_a_class_that_wants_arguments(module):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("import torc", "ModuleNotFoundError: No module named 'torc'"),
         ("raise RuntimeError('no GPU')", "RuntimeError: no GPU"),
         ("def broken(:", "SyntaxError: "),
     ],
 )
-def test_a_module_that_cannot_be_imported_says_why(module, text, words):
+def test_a_module_that_cannot_be_imported_says_why(module, text, message):
     module(text, "my_broken")
     with pytest.raises(BackendError) as raised:
         load_backend("my_broken:Backend")
-    assert str(raised.value).startswith(f"backend my_broken:Backend: module my_broken cannot be imported: {words}")
+    assert str(raised.value).startswith(f"backend my_broken:Backend: module my_broken cannot be imported: {message}")
     assert raised.value.__cause__ is not None
 
 
@@ -318,8 +318,8 @@ def test_a_declaration_is_kept_and_none_is_none():
         ),
         (
             {"gemm": "aligned-13-32", "accumulator": "truncating"},
-            "declares 'gemm' to be 'aligned-13-32': 'aligned-13-32' says itself how the accumulator truncates; "
-            "declare one of the two",
+            "declares 'gemm' to be 'aligned-13-32': 'aligned-13-32' defines the truncation of the accumulator; "
+            "declare the order or truncation, not both",
         ),
     ],
 )
@@ -337,18 +337,18 @@ def test_an_order_of_each_product_takes_the_place_of_what_is_declared_of_all():
         return next(orders)
 
     orders = iter(["tree", None, "truncating", "trees"])
-    found = backend(gemm=reference.gemm, gemm_order=gemm_order, declares={"gemm": "blocks"})
+    result = backend(gemm=reference.gemm, gemm_order=gemm_order, declares={"gemm": "blocks"})
     one, other = object(), object()
-    assert [found.gemm_order(one, other), found.gemm_order([one], [other])] == ["tree", None]
+    assert [result.gemm_order(one, other), result.gemm_order([one], [other])] == ["tree", None]
     assert asked == [(one, other), ([one], [other])]
-    assert order_of(found, one, other) == Summation(None, truncates=True)
+    assert order_of(result, one, other) == Summation(None, truncates=True)
     with pytest.raises(BackendError) as raised:
-        found.gemm_order(one, other)
+        result.gemm_order(one, other)
     assert str(raised.value) == (
         "gemm_order gave 'trees'; the order of a sum is 'sequential', 'blocks', 'tree', 'split-<n>', "
         "'aligned-<F>-<W>', 'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', 'truncating', or None for any"
     )
     with pytest.raises(BackendError, match="gemm_order raised StopIteration"):
-        found.gemm_order(one, other)
+        result.gemm_order(one, other)
     assert backend(gemm=reference.gemm, declares={"gemm": "blocks"}).gemm_order(one, other) == "blocks"
     assert backend(gemm=reference.gemm).gemm_order(one, other) is None

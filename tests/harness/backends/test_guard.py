@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.harness.backends.arena import ZONE
 from narrowgauge.harness.backends.guard import POISON, Guard, unwritten
+from narrowgauge.harness.backends.guarded_memory import ZONE
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend
@@ -43,8 +43,8 @@ every_allocation = pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids
 def within(work, poison=0xA5, x=X):
     """The guard and what `work` gave, given a guarded copy of x."""
     guard = Guard(poison)
-    guard.lay({"x": x})
-    given = guard.given(x.device)["x"]
+    guard.place_inputs({"x": x})
+    given = guard.inputs_on(x.device)["x"]
     with guard:
         result = work(given)
     return guard, result
@@ -164,8 +164,7 @@ def test_many_tensors_share_an_allocation_and_each_has_its_own_zones():
 def test_what_a_run_gave_is_copied_home_as_it_was():
     shapes = [lambda: torch.empty(3, 4).fill_(2), lambda: torch.empty_permuted((3, 4), (1, 0)).fill_(3)]
     guard, made = within(lambda x: [*(make() for make in shapes), x, x[:, 1:3], torch.ones(1 << 18), torch.tensor(5)])
-    home = guard.home({str(n): t for n, t in enumerate([*made, None])}, torch.device("cpu"))
-    assert home.pop("6") is None
+    home = guard.copy_outputs({str(n): t for n, t in enumerate(made)}, torch.device("cpu"))
     before = [t.clone() for t in made]
     for t in made:
         t.zero_()

@@ -145,12 +145,12 @@ def sections(**changes):
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_sections_are_split_and_joined(columnwise):
     q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4, columnwise=columnwise)
-    found = as_sections(q, X, SIZES, NVFP4, columnwise=columnwise)
-    assert [s.shape for s in found] == [(48, n) if columnwise else (n, 48) for n in SIZES]
-    for one, other in zip(found, q.sections(), strict=True):
+    result = as_sections(q, X, SIZES, NVFP4, columnwise=columnwise)
+    assert [s.shape for s in result] == [(48, n) if columnwise else (n, 48) for n in SIZES]
+    for one, other in zip(result, q.sections(), strict=True):
         for name in ("codes", "scales", "amax", "tensor_scale"):
             assert torch.equal(getattr(one, name), getattr(other, name))
-    joined = join_sections(found, columnwise=columnwise)
+    joined = join_sections(result, columnwise=columnwise)
     assert all(torch.equal(joined[name], getattr(q, name)) for name in joined)
 
 
@@ -211,36 +211,36 @@ OTHERS = [
 TALL = torch.linspace(-3, 3, 200 * 150).view(200, 150).bfloat16()
 
 
-def scale_of(rule, parts=1):
-    return {"scale": torch.arange(1.0, parts + 1)} if rule.tensor_scale == "given" else {}
+def scale_of(recipe, parts=1):
+    return {"scale": torch.arange(1.0, parts + 1)} if recipe.tensor_scale == "given" else {}
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_every_recipe_gives_is_taken_as_it_is(name):
-    rule = find_recipe(name)
+    recipe = find_recipe(name)
     loaded = backend(
         quantize=reference.quantize, quantize_both=reference.quantize_both, quantize_grouped=reference.quantize_grouped
     )
-    q = loaded.quantize(TALL, rule, **scale_of(rule))
-    row, column = loaded.quantize_both(TALL, rule, **scale_of(rule))
-    expected = reference.quantize_both(TALL, rule, **scale_of(rule))
+    q = loaded.quantize(TALL, recipe, **scale_of(recipe))
+    row, column = loaded.quantize_both(TALL, recipe, **scale_of(recipe))
+    expected = reference.quantize_both(TALL, recipe, **scale_of(recipe))
     for one, other in ((q, expected[0]), (row, expected[0]), (column, expected[1])):
         assert torch.equal(one.codes, other.codes)
         assert torch.equal(one.scales, other.scales)
         assert (one.shape, one.transposed) == (other.shape, other.transposed)
-    assert column.transposed == (rule.columnwise == "in-place")
+    assert column.transposed == (recipe.columnwise == "in-place")
     sizes = torch.tensor([130, 0, 70])
     for columnwise in (False, True):
-        options = {"columnwise": columnwise, **scale_of(rule, 3)}
-        parts = loaded.quantize_grouped(TALL, sizes, rule, **options)
-        whole = reference.quantize_grouped(TALL, sizes, rule, **options)
+        options = {"columnwise": columnwise, **scale_of(recipe, 3)}
+        parts = loaded.quantize_grouped(TALL, sizes, recipe, **options)
+        whole = reference.quantize_grouped(TALL, sizes, recipe, **options)
         for one, other in zip(parts, whole.sections(), strict=True):
             assert torch.equal(one.codes, other.codes)
             assert torch.equal(one.scales, other.scales)
             assert (one.shape, one.transposed) == (other.shape, other.transposed)
-        if rule.stored_rows > 1 and not rule.whole:  # a kernel that does not read the sizes leaves room at the end
+        if recipe.stored_rows > 1 and not recipe.whole:  # a kernel that does not read the sizes leaves room at the end
             room = replace(whole, scales=torch.cat([whole.scales, whole.scales]))
-            again = as_sections(room, TALL, sizes.tolist(), rule, columnwise=columnwise)
+            again = as_sections(room, TALL, sizes.tolist(), recipe, columnwise=columnwise)
             assert all(torch.equal(a.scales, b.scales) for a, b in zip(again, parts, strict=True))
         joined = join_sections(parts, columnwise=columnwise)
         assert torch.equal(joined["codes"], whole.codes)
@@ -271,15 +271,15 @@ def test_what_every_recipe_gives_is_taken_as_it_is(name):
     ],
 )  # fmt: skip
 def test_scales_and_codes_of_another_shape_or_dtype(name, change, message):
-    rule = find_recipe(name)
+    recipe = find_recipe(name)
     with pytest.raises(BackendError) as raised:
-        backend(quantize=lambda x, rule: replace(reference.quantize(x, rule), **change)).quantize(TALL, rule)
+        backend(quantize=lambda x, recipe: replace(reference.quantize(x, recipe), **change)).quantize(TALL, recipe)
     assert str(raised.value) == message
 
 
 def test_a_half_that_is_not_stored_in_place():
-    def door(x, rule, **options):
-        return None, reference.quantize(x.T.contiguous(), rule)
+    def door(x, recipe, **options):
+        return None, reference.quantize(x.T.contiguous(), recipe)
 
     with pytest.raises(BackendError) as raised:
         backend(quantize_both=door).quantize_both(TALL, find_recipe("mxfp8-e4m3"), rowwise=False)
@@ -312,7 +312,7 @@ def test_a_scale_is_given_where_there_is_one_and_nowhere_else():
 
 def test_a_quantized_output_of_another_shape():
     a, b = (reference.quantize(x, "mxfp8-e4m3") for x in (TALL, TALL[:40]))
-    loaded = backend(gemm_quantized=lambda a, b, rule, **options: reference.quantize(TALL, rule))
+    loaded = backend(gemm_quantized=lambda a, b, recipe, **options: reference.quantize(TALL, recipe))
     with pytest.raises(BackendError) as raised:
         loaded.gemm_quantized(a, b, find_recipe("mxfp8-e4m3"), out_dtype=torch.float32)
     assert str(raised.value) == (
@@ -355,7 +355,7 @@ def test_padded_sections_have_the_rows_of_their_recipe():
     loaded = backend(pad_sections=reference.pad_sections)
     padded, aligned = loaded.pad_sections(TALL, sizes, find_recipe("mxfp8-e4m3"))
     assert (tuple(padded.shape), aligned.tolist()) == ((256, 150), [160, 0, 96])
-    wrong = backend(pad_sections=lambda x, sizes, rule: (padded, sizes.int()))
+    wrong = backend(pad_sections=lambda x, sizes, recipe: (padded, sizes.int()))
     with pytest.raises(BackendError) as raised:
         wrong.pad_sections(TALL, sizes, find_recipe("mxfp8-e4m3"))
     assert str(raised.value) == "pad_sections gave their sizes as int32 of shape (3,), not int64 of shape (3,)"

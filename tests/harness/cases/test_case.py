@@ -1,14 +1,19 @@
 """Case files: what they expand to, what is selected, what a mistake says, and the committed matrix itself."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from narrowgauge.harness.cases.case import Case, CaseFileError, load, load_all, select
+from narrowgauge.harness.cases.case import Case, select
+from narrowgauge.harness.cases.case_file import CaseFileError, load, load_all
 from narrowgauge.harness.cases.families import FAMILIES, families_of
-from narrowgauge.harness.cases.schema import FLAGS, KEYS, LAYOUTS, OPTIONAL, nearest
+from narrowgauge.harness.cases.keys import keys_of, nearest
+from narrowgauge.harness.cases.modules import ModuleCase
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
+from narrowgauge.harness.cases.quantize import QuantizeCase
 from narrowgauge.harness.cases.sections import KINDS
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.training import training_recipe
@@ -51,7 +56,7 @@ def ids(cases: list[Case]) -> list[str]:
 
 def test_one_value_each_is_one_case(write):
     path = write(QUANTIZE)
-    expected = Case("quantize", "nvfp4", (128, 256), "bf16", "normal", (), "quick", str(path))
+    expected = QuantizeCase(recipe="nvfp4", shape=(128, 256), dtype="bf16", inputs="normal", file=str(path))
     assert load(path) == [expected]
     assert expected.id == "quantize/nvfp4/128x256/bf16/normal"
 
@@ -74,7 +79,7 @@ def test_gemm(write):
     (case,) = load(write(GEMM))
     assert case.id == "gemm/nvfp4/16x32x48/bf16xfp32-fp16/normal/tn"
     assert case.shape == (16, 32, 48)
-    assert case.dtypes == ("bf16", "fp32", "fp16")
+    assert (case.x, case.w, case.out) == ("bf16", "fp32", "fp16")
     assert case.layout == "tn"
     flags = {"layout": "['nn', 'nt']", "accumulate": "[false, true]", "bias": "[false, true]"}
     cases = load(write(GEMM | flags))
@@ -142,25 +147,38 @@ def test_ids(write, table, expected):
 
 def test_what_a_case_says_of_itself(write):
     (case,) = load(write(QUANTIZE | {"recipe": "'nvfp4-sr'", "usage": "'both'", "view": "'strided'"}))
-    assert (case.usage, case.view, case.scales, case.words) == ("both", "strided", "linear", False)
+    assert (case.usage, case.view, case.scales, case.random) == ("both", "strided", "linear", None)
     (case,) = load(write(QUANTIZE | {"recipe": "'nvfp4-sr'", "scales": "'swizzled'", "random": "'words'"}))
-    assert (case.usage, case.view, case.scales, case.words) == ("rowwise", "contiguous", "swizzled", True)
+    assert (case.usage, case.view, case.scales, case.random) == ("rowwise", "contiguous", "swizzled", "words")
     (case,) = load(write(GROUPED | {"sections": "'middle:4'", "usage": "'columnwise'"}))
-    assert (case.usage, case.sections) == ("columnwise", (32, 32, 0, 64))
+    assert (case.usage, case.section_sizes) == ("columnwise", (32, 32, 0, 64))
     (case,) = load(write(PRODUCT | {"sections": "'front:2'", "w_recipe": "'nvfp4-2d'"}))
-    assert (case.sections, case.recipes, case.dtypes) == ((0, 16), ("nvfp4", "nvfp4-2d"), ("bf16", "fp32", "fp16"))
+    assert (case.section_sizes, case.recipe_names) == ((0, 16), ("nvfp4", "nvfp4-2d"))
     assert not case.padded
     (case,) = load(write(PRODUCT | {"padded": "true"}))
     assert case.padded
     (case,) = load(write(GEMM | {"layout": "'nt'"}))
-    assert (case.layout, case.recipes) == ("nt", ("nvfp4", "nvfp4"))
+    assert (case.layout, case.recipe_names) == ("nt", ("nvfp4", "nvfp4"))
     (case,) = load(write(AGAIN | {"layout": "'nn'"}))
-    assert (case.layout, case.recipes, case.out_recipe) == ("nn", ("mxfp8-e4m3", "mxfp8-e4m3"), "mxfp8-e5m2")
+    assert (case.layout, case.recipe_names, case.out_recipe) == ("nn", ("mxfp8-e4m3", "mxfp8-e4m3"), "mxfp8-e5m2")
 
 
 def test_no_word_is_a_flag_of_two_keys():
-    words = [word for choices in FLAGS.values() for word in choices] + [*LAYOUTS, "accumulate", "bias"]
-    assert len(words) == len(set(words))
+    for cls in OPERATIONS.values():
+        flags = [word for key in keys_of(cls) if key.flag for word in key.choices or [key.name]]
+        assert len(flags) == len(set(flags))
+
+
+def test_labels_give_the_case_back(committed):
+    for case in committed[::7]:
+        again = case_from_labels(**json.loads(json.dumps(case.labels())))
+        assert (again.id, again.problem()) == (case.id, None)
+        assert again.labels() == case.labels()
+
+
+def test_a_flag_that_an_operation_does_not_have_is_an_error():
+    with pytest.raises(ValueError, match="a gemm has no flag 'padded'"):
+        case_from_labels("gemm", "nvfp4", (16, 32, 48), "bf16xbf16-bf16", "normal", ["tn", "padded"])
 
 
 # Selection.
@@ -382,13 +400,13 @@ def test_quick_is_large_and_has_every_family_dtype_usage_and_layout(committed):
     assert {case.inputs for case in quantize} == set(families_of("quantize"))
     assert {case.inputs for case in gemm} == set(families_of("gemm"))
     assert {case.dtype for case in quantize} == {"fp32", "bf16", "fp16"}
-    assert {case.dtypes[i] for case in gemm for i in range(3)} == {"fp32", "bf16", "fp16"}
+    assert {dtype for case in gemm for dtype in (case.x, case.w, case.out)} == {"fp32", "bf16", "fp16"}
     assert {case.flags for case in quantize} >= {(), ("columnwise",)}
     assert {case.layout for case in gemm} == {"tn", "nn", "nt"}
-    assert {("accumulate" in case.flags, "bias" in case.flags) for case in gemm} == {
+    assert {(case.accumulate, case.bias) for case in gemm} == {
         (False, False), (False, True), (True, False), (True, True),
     }  # fmt: skip
-    assert {case.recipe for case in quick} >= {"nvfp4", "nvfp4@te-2.8", "nvfp4@te-native"}
+    assert {case.recipe_label for case in quick} >= {"nvfp4", "nvfp4@te-2.8", "nvfp4@te-native"}
 
 
 def test_quick_has_every_shape_that_is_cheap(committed):
@@ -397,12 +415,14 @@ def test_quick_has_every_shape_that_is_cheap(committed):
 
 
 def test_full_is_the_product(committed):
-    cases = {(c.shape, c.dtype, c.inputs, c.flags) for c in of(committed, "quantize") if c.recipe == "nvfp4"}
+    cases = {
+        (c.shape, c.dtype_label, c.inputs, c.flags) for c in of(committed, "quantize") if c.recipe_label == "nvfp4"
+    }
     for shape in QUANTIZE_SHAPES:
         for family in set(families_of("quantize")) - OF_ONE_LEVEL:
             for dtype in ("fp32", "bf16", "fp16"):
                 assert {(shape, dtype, family, ()), (shape, dtype, family, ("columnwise",))} <= cases
-    cases = {(c.shape, c.dtype, c.inputs, c.flags) for c in of(committed, "gemm") if c.recipe == "nvfp4"}
+    cases = {(c.shape, c.dtype_label, c.inputs, c.flags) for c in of(committed, "gemm") if c.recipe_label == "nvfp4"}
     for shape in GEMM_SHAPES:
         for family in families_of("gemm"):
             for dtype in (
@@ -415,15 +435,18 @@ def test_full_is_the_product(committed):
 def test_the_readme_names_every_key_value_and_family():
     text = (CASES / "README.md").read_text(encoding="utf-8")
     table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| `")]
-    for operation, keys in KEYS.items():
-        for key in ["operation", "tier", *keys]:
-            rows = [cells for cells in table if f"`{key}`" in cells[0]]
-            assert rows, f"cases/README.md has no row for {key} of {operation}"
-            if (default := OPTIONAL.get(key)) is not None:
-                shown = str(default).lower() if isinstance(default, bool) else default
+    words = {"quick", "full", *FAMILIES, *OPERATIONS}
+    for operation, cls in OPERATIONS.items():
+        for name in ("operation", "tier"):
+            assert any(f"`{name}`" in cells[0] for cells in table)
+        for key in keys_of(cls):
+            rows = [cells for cells in table if f"`{key.name}`" in cells[0]]
+            assert rows, f"cases/README.md has no row for {key.name} of {operation}"
+            if not key.required and key.default is not None:
+                shown = str(key.default).lower() if isinstance(key.default, bool) else key.default
                 assert rows[0][-1].strip() == f"`{shown}`"
-    flags = [word for choices in FLAGS.values() for word in choices]
-    for word in ["quick", "full", *FAMILIES, *KEYS, *flags, *LAYOUTS]:
+            words.update(key.choices)
+    for word in words:
         assert f"`{word}`" in text
     for kind in KINDS:
         assert f"`{kind}:" in text
@@ -435,7 +458,7 @@ def test_the_readme_example_is_eight_cases(write):
 
 
 def test_every_case_names_a_recipe(committed):
-    named = {name for case in committed if case.recipe and not case.is_module for name in case.recipes}
+    named = {name for case in committed if not isinstance(case, ModuleCase) for name in case.recipe_names}
     assert {str(find_recipe(name)) for name in named} == named
-    trained = {case.recipe for case in committed if case.is_module}
+    trained = {case.training for case in committed if isinstance(case, ModuleCase)}
     assert {str(training_recipe(name)) for name in trained} == trained

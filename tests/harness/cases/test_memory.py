@@ -11,11 +11,12 @@ from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases import memory
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.memory import needed, room, shortage
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from tests.harness.sample_backends import backend
 from tests.native.gpu import DEVICE, needs_gpu
 
-CASE = Case("quantize", "nvfp4", (4, 16), "bf16", "normal")
+CASE = case_from_labels("quantize", "nvfp4", (4, 16), "bf16", "normal")
 LARGE = replace(CASE, shape=(1 << 15, 1 << 15))
 
 
@@ -33,12 +34,12 @@ def test_what_a_large_case_left_is_free_before_the_next() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("quantize", "nvfp4", (8192, 4096), "fp32", "normal", ("both",)),
-        Case("quantize", "nvfp4", (8192, 4096), "fp32", "normal", ("columnwise",)),
-        Case("quantize", "fp8-block-128x128-e4m3-pow2", (8192, 4096), "fp32", "normal", ("both",)),
-        Case("gemm", "nvfp4", (4096, 256, 4096), "bf16xbf16-fp32", "normal", ("tn", "accumulate")),
-        Case("gemm", "fp8-block-1x128-e4m3-pow2", (4096, 128, 4096), "bf16xbf16-bf16", "normal", ("tn",)),
-        Case("linear", "MXFP8BlockScaling", (4, 128, 1024, 4096), "bf16", "normal", ("bias",)),
+        case_from_labels("quantize", "nvfp4", (8192, 4096), "fp32", "normal", ("both",)),
+        case_from_labels("quantize", "nvfp4", (8192, 4096), "fp32", "normal", ("columnwise",)),
+        case_from_labels("quantize", "fp8-block-128x128-e4m3-pow2", (8192, 4096), "fp32", "normal", ("both",)),
+        case_from_labels("gemm", "nvfp4", (4096, 256, 4096), "bf16xbf16-fp32", "normal", ("tn", "accumulate")),
+        case_from_labels("gemm", "fp8-block-1x128-e4m3-pow2", (4096, 128, 4096), "bf16xbf16-bf16", "normal", ("tn",)),
+        case_from_labels("linear", "MXFP8BlockScaling", (4, 128, 1024, 4096), "bf16", "normal", ("bias",)),
     ],
     ids=lambda case: case.id,
 )
@@ -79,19 +80,20 @@ def test_a_case_that_fits_says_nothing(monkeypatch) -> None:
 
 def test_what_is_needed_grows_with_operands_outputs_and_steps() -> None:
     assert needed(replace(CASE, shape=(8, 16))) == 2 * needed(CASE)
-    assert needed(replace(CASE, flags=("both",))) > needed(CASE)
-    gemm = Case("gemm", "nvfp4", (64, 32, 16), "bf16xbf16-fp32", "normal", ("tn",))
+    assert needed(replace(CASE, usage="both")) > needed(CASE)
+    gemm = case_from_labels("gemm", "nvfp4", (64, 32, 16), "bf16xbf16-fp32", "normal", ("tn",))
     element, output = memory.BYTES["gemm"]
     assert needed(gemm) == element * 32 * (64 + 16) + output * 64 * 16
-    grouped = replace(gemm, operation="gemm-grouped", flags=("even:4",))
+    grouped = case_from_labels("gemm-grouped", "nvfp4", (64, 32, 16), "bf16xbf16-fp32", "normal", ("even:4",))
     assert needed(grouped) == element * 32 * (64 + 4 * 16) + output * 64 * 16
-    linear = Case("linear", "MXFP8BlockScaling", (2, 32, 64, 96), "bf16", "normal", ("steps:3",))
+    linear = case_from_labels("linear", "MXFP8BlockScaling", (2, 32, 64, 96), "bf16", "normal", ("steps:3",))
     element, output = memory.BYTES["linear"]
     assert needed(linear) == 3 * element * (64 * (64 + 96) + 64 * 96) + output * 64 * 96
-    assert needed(replace(linear, flags=())) < needed(linear)
-    layer = replace(linear, operation="transformer-layer", flags=("heads:4",))
-    assert needed(layer) > needed(replace(linear, flags=()))
-    assert needed(replace(linear, operation="grouped-linear", shape=(64, 64, 96), flags=("even:4",))) > 0
+    step = replace(linear, steps=1)
+    assert needed(step) < needed(linear)
+    layer = case_from_labels("transformer-layer", linear.training, linear.shape, "bf16", "normal", ("heads:4",))
+    assert needed(layer) > needed(step)
+    assert needed(case_from_labels("grouped-linear", linear.training, (64, 64, 96), "bf16", "normal", ("even:4",))) > 0
 
 
 def test_the_room_of_a_machine_is_what_it_has_left() -> None:

@@ -33,7 +33,7 @@ def one_of(value: float, dtype: torch.dtype) -> torch.Tensor:
 def test_the_same_bytes_are_right(dtype):
     x = torch.tensor([[0.0, -0.0, torch.inf], [-torch.inf, torch.nan, 1.0]], dtype=dtype)
     result = floats(x.clone(), x)
-    assert result.right
+    assert result.passed
     assert (result.rule, result.compared, result.mismatches, result.max_ulp) == ("exact", 6, 0, None)
     assert result.finding is None
 
@@ -42,7 +42,7 @@ def test_the_same_bytes_are_right(dtype):
 @pytest.mark.parametrize(("actual", "expected"), [(torch.nan, 1.0), (1.0, torch.nan), (torch.inf, torch.nan)])
 def test_nan_and_a_number_differ_both_ways(dtype, actual, expected):
     result = floats(one_of(actual, dtype), one_of(expected, dtype))
-    assert not result.right
+    assert not result.passed
     assert (result.compared, result.mismatches) == (6, 1)
     assert result.max_ulp > 0
     assert result.finding["elements"] == [{"which": "first", "at": (1, 2), "distance": result.max_ulp}]
@@ -55,8 +55,8 @@ def test_nan_equals_nan_of_any_payload_and_sign(dtype):
     other = quiet.view(integer).clone()
     other[1, 2] = -1  # every bit set
     assert not torch.equal(other, quiet.view(integer))
-    assert floats(other.view(dtype), quiet).right
-    assert floats(quiet, other.view(dtype)).right
+    assert floats(other.view(dtype), quiet).passed
+    assert floats(quiet, other.view(dtype)).passed
 
 
 @every_dtype
@@ -107,14 +107,14 @@ def test_a_single_number_has_no_place():
 
 def test_a_result_with_strides_is_compared_as_what_it_shows():
     x = torch.randn(6, 4)
-    assert floats(x.T, x.T.contiguous()).right
-    assert not floats(x.T, (x.T + 1).contiguous()).right
+    assert floats(x.T, x.T.contiguous()).passed
+    assert not floats(x.T, (x.T + 1).contiguous()).passed
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (4, 0), (0,)])
 def test_nothing_is_right_and_counts_as_nothing(shape):
     for result in (floats(torch.empty(shape), torch.empty(shape)), codes(*[torch.empty(shape, dtype=torch.uint8)] * 2)):
-        assert result.right
+        assert result.passed
         assert result.compared == 0
 
 

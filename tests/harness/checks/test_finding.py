@@ -6,7 +6,16 @@ import math
 import pytest
 import torch
 
-from narrowgauge.harness.checks.finding import Sides, bits, census, finding, float_view, histogram, sentence, spaced
+from narrowgauge.harness.checks.finding import (
+    Comparison,
+    bits,
+    census,
+    float_view,
+    format_count,
+    histogram,
+    make_finding,
+    sentence,
+)
 from narrowgauge.reference.quantize.layout import swizzle, swizzled_offset
 from narrowgauge.spec.formats import E2M1, E2M3, E4M3, E5M2, E8M0
 
@@ -26,7 +35,7 @@ def said(wrong, distance=None):
 def found(wrong, distance=None):
     distance = torch.ones(wrong.shape, dtype=torch.int64) if distance is None else distance
     distance = distance.masked_fill(~wrong, -1)
-    return finding(
+    return make_finding(
         "codes", "exact", "a sentence", wrong, distance, describe=lambda row, column: {"row": row, "column": column}
     )
 
@@ -81,7 +90,7 @@ def test_how_far(low, high, how_far):
 
 
 def test_thousands_are_set_apart():
-    assert [spaced(n) for n in (0, 999, 1000, 1048576)] == ["0", "999", "1 000", "1 048 576"]
+    assert [format_count(n) for n in (0, 999, 1000, 1048576)] == ["0", "999", "1 000", "1 048 576"]
 
 
 def test_first_and_worst():
@@ -185,7 +194,7 @@ def test_steps_are_counted_by_powers_of_two_and_sign():
     base = torch.full_like(far, 0x3F800000)
     # Steps of float32, made of its bits; what is too far is its opposite sign.
     actual = (base + far.clamp(max=16)).int().view(torch.float32)
-    found = histogram(Sides(base.int().view(torch.float32), actual))
+    found = histogram(Comparison(base.int().view(torch.float32), actual))
     assert found == [
         [-4, -3, 1], [-2, -2, 0], [-1, -1, 1], [0, 0, 2], [1, 1, 1], [2, 2, 1], [3, 4, 2], [5, 8, 2], [9, 16, 2],
     ]  # fmt: skip
@@ -193,10 +202,10 @@ def test_steps_are_counted_by_powers_of_two_and_sign():
 
 def test_steps_of_codes_know_the_sign_and_leave_out_what_is_no_number():
     expected, actual = torch.tensor([[0x0, 0x9, 0x7]]), torch.tensor([[0x8, 0x1, 0x6]])
-    assert histogram(Sides(expected.byte(), actual.byte(), E2M1)) == [[-1, -1, 1], [0, 0, 1], [1, 1, 0], [2, 2, 1]]
+    assert histogram(Comparison(expected.byte(), actual.byte(), E2M1)) == [[-1, -1, 1], [0, 0, 1], [1, 1, 0], [2, 2, 1]]
     nan = torch.tensor([[0x7F, 0x00]]).byte()
-    assert histogram(Sides(nan, torch.zeros_like(nan), E4M3)) == [[0, 0, 1]]
-    assert histogram(Sides(torch.tensor([[64]]).byte(), torch.zeros(1, 1).byte(), E2M3)) == []
+    assert histogram(Comparison(nan, torch.zeros_like(nan), E4M3)) == [[0, 0, 1]]
+    assert histogram(Comparison(torch.tensor([[64]]).byte(), torch.zeros(1, 1).byte(), E2M3)) == []
 
 
 @pytest.mark.parametrize(
@@ -211,7 +220,7 @@ def test_steps_of_codes_know_the_sign_and_leave_out_what_is_no_number():
 )
 def test_a_census_of_every_code(fmt, codes, counts):
     every = torch.tensor([list(codes)]).byte()
-    assert census(Sides(every, torch.full_like(every, 1 << fmt.mantissa_bits), fmt)) == {
+    assert census(Comparison(every, torch.full_like(every, 1 << fmt.mantissa_bits), fmt)) == {
         "expected": counts, "actual": dict.fromkeys(counts, 0),
     }  # fmt: skip
 
@@ -220,7 +229,7 @@ def test_a_census_of_every_code(fmt, codes, counts):
 def test_a_census_of_floats(dtype):
     limits = torch.finfo(dtype)
     special = [math.nan, math.inf, -math.inf, -0.0, limits.max, limits.min, limits.tiny / 2, limits.tiny, 0.0, 1.0]
-    found = census(Sides(torch.ones(1, 10, dtype=dtype), torch.tensor([special], dtype=torch.float64).to(dtype)))
+    found = census(Comparison(torch.ones(1, 10, dtype=dtype), torch.tensor([special], dtype=torch.float64).to(dtype)))
     assert found["actual"] == {"nan": 1, "inf": 2, "negative_zero": 1, "saturated": 2, "subnormal": 1}
     assert not any(found["expected"].values())
 
@@ -229,8 +238,14 @@ def test_a_finding_has_steps_and_census_where_it_is_told_what_was_compared():
     expected, actual = torch.zeros(4, 4), torch.zeros(4, 4)
     actual[1, 2] = math.nan
     wrong = actual.isnan()
-    plain = finding(
-        "output", "exact", "a sentence", wrong, wrong.long(), describe=lambda _, __: {}, sides=Sides(expected, actual)
+    plain = make_finding(
+        "output",
+        "exact",
+        "a sentence",
+        wrong,
+        wrong.long(),
+        describe=lambda _, __: {},
+        comparison=Comparison(expected, actual),
     )
     assert plain["steps"] == [[0, 0, 15]]
     assert plain["census"] == {"expected": {"nan": 0}, "actual": {"nan": 1}}

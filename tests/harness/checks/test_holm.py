@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.stage import StageResult, merged
-from narrowgauge.harness.checks.statistics.chance import Chance
-from narrowgauge.harness.checks.statistics.decide import decide
-from narrowgauge.harness.checks.statistics.holm import FALSE_ALARM, holm, sharing
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.checks.stage import StageResult, merge_stages
+from narrowgauge.harness.checks.statistics.decision import decide
+from narrowgauge.harness.checks.statistics.holm import FALSE_ALARM, count_chance_cases, holm
+from narrowgauge.harness.checks.statistics.statistical_tests import StatisticalTest
 
-NVFP4 = Case("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")
+NVFP4 = case_from_labels("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")
 
 
 def test_holm_steps_down():
@@ -37,19 +37,20 @@ def test_holm_keeps_the_level_where_some_tests_are_wrong():
 def test_what_chance_can_fail_shares_the_false_alarms():
     cases = [
         NVFP4, replace(NVFP4, recipe="nvfp4"), replace(NVFP4, recipe="nvfp4-rht"),
-        Case("swizzle", "", (8, 8), "", "bytes"),
-        Case("gemm", "nvfp4+nvfp4-rht", (8, 16, 8), "bf16xbf16-bf16", "normal", ("tn",)),
-        Case("gemm-quantized", "nvfp4", (16, 16, 16), "bf16xbf16-bf16", "normal", ("tn", "nvfp4-rht")),
-        Case("gemm-quantized", "nvfp4", (16, 16, 16), "bf16xbf16-bf16", "normal", ("tn", "nvfp4")),
+        case_from_labels("swizzle", "", (8, 8), "", "bytes"),
+        case_from_labels("gemm", "nvfp4+nvfp4-rht", (8, 16, 8), "bf16xbf16-bf16", "normal", ("tn",)),
+        case_from_labels("gemm-quantized", "nvfp4", (16, 16, 16), "bf16xbf16-bf16", "normal", ("tn", "nvfp4-rht")),
+        case_from_labels("gemm-quantized", "nvfp4", (16, 16, 16), "bf16xbf16-bf16", "normal", ("tn", "nvfp4")),
     ]  # fmt: skip
-    assert sharing(cases) == 4
-    assert sharing(cases[1:2]) == sharing([]) == 1
+    assert count_chance_cases(cases) == 4
+    assert count_chance_cases(cases[1:2]) == count_chance_cases([]) == 1
 
 
 def test_all_stages_of_a_case_decide_together():
     def stages(*log_p):
         return [
-            StageResult(str(n), "statistics", 1, chances=[Chance(f"test {n}", p, "odd")]) for n, p in enumerate(log_p)
+            StageResult(str(n), "statistics", 1, tests=[StatisticalTest(f"test {n}", p, "odd")])
+            for n, p in enumerate(log_p)
         ]
 
     level = math.log(FALSE_ALARM)
@@ -59,10 +60,10 @@ def test_all_stages_of_a_case_decide_together():
     assert found[0].figures == {"p_value": pytest.approx(3 * FALSE_ALARM * math.exp(-2))}
     found = stages(level - 2, level - 1, level - 0.5)
     decide(found)
-    assert [s.right for s in found] == [False, False, False]
+    assert [s.passed for s in found] == [False, False, False]
     found = stages(level - 2, level - 1, level - 0.5)
     decide(found, 10)
-    assert [s.right for s in found] == [True, True, True]
+    assert [s.passed for s in found] == [True, True, True]
     plain = StageResult("codes", "exact", 1)
     decide([plain])
     assert plain.figures == {}
@@ -77,20 +78,25 @@ def test_a_sentence_has_the_surest_of_each_kind():
         ("d", -60.0, ""),
         ("e", -1.0, ""),
     ]
-    result = StageResult("codes", "statistics", 1, chances=[Chance(t, p, f"of {t}", kind=kind) for t, p, kind in given])
+    result = StageResult(
+        "codes", "statistics", 1, tests=[StatisticalTest(t, p, f"of {t}", kind=kind) for t, p, kind in given]
+    )
     decide([result])
     assert result.sentence == ("a 2: of a 2, p <= 1e-42; b: of b, p <= 1e-34; c: of c, p <= 1e-30; rejected too by d")
 
 
 def test_a_wrong_stage_keeps_its_first_sentence():
-    result = StageResult("codes", "statistics", 1, sentence="wrong", chances=[Chance("bias", -math.inf, "odd")])
+    result = StageResult("codes", "statistics", 1, sentence="wrong", tests=[StatisticalTest("bias", -math.inf, "odd")])
     decide([result])
     assert result.sentence == "wrong"
 
 
 def test_tests_of_sections_say_which():
-    parts = [[StageResult("codes", "statistics", 1, chances=[Chance("bias", p, "odd")], draws=3)] for p in (0.0, -99.0)]
-    (found,) = merged(parts, "section")
+    parts = [
+        [StageResult("codes", "statistics", 1, tests=[StatisticalTest("bias", p, "odd")], draws=3)]
+        for p in (0.0, -99.0)
+    ]
+    (found,) = merge_stages(parts, "section")
     decide([found])
     assert found.sentence == "bias: section 1 of 2: odd, p <= 1e-42"
     assert found.draws == 6

@@ -8,9 +8,9 @@ from math import isnan
 import pytest
 import torch
 
-from narrowgauge.harness.checks.bound import bound, within
-from narrowgauge.harness.checks.boundary import Sources, boundary_codes, boundary_floats
 from narrowgauge.harness.checks.exact import exact_codes, exact_floats
+from narrowgauge.harness.checks.gemm_bound import check_bounds, within_bounds
+from narrowgauge.harness.checks.rounding_boundary import Sources, boundary_codes, boundary_floats
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, FORMATS
 
@@ -36,7 +36,7 @@ def floats(actual, expected):
 
 def places(result):
     """(rows, columns) of the wrong elements, as pairs."""
-    return [] if result.wrong is None else [tuple(place) for place in result.wrong.nonzero().tolist()]
+    return [] if result.wrong_elements is None else [tuple(place) for place in result.wrong_elements.nonzero().tolist()]
 
 
 # An oracle of its own: what a code means, from its bits, as a fraction; no float, no torch.
@@ -103,7 +103,7 @@ def test_255_of_e8m0_is_no_number_and_one_step_beyond_the_last():
     for actual, expected in ((one, other), (other, one)):
         result = codes(actual, expected, E8M0)
         assert (places(result), result.max_ulp) == ([(0, 1)], 1)
-    assert codes(one, one.clone(), E8M0).right
+    assert codes(one, one.clone(), E8M0).passed
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E8M0], ids=lambda fmt: fmt.name)
@@ -118,17 +118,17 @@ def test_every_code_between_two_ends(fmt):
             result = boundary_codes("codes", every, every, ends, fmt, SOURCES, noun="codes", describe=at)
             outside = [(0, c) for c in range(fmt.codes) if not rank[low] <= rank[c] <= rank[high]]
             assert places(result) == outside
-            assert result.right == (not outside)
+            assert result.passed == (not outside)
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (4, 0)], ids=str)
 def test_nothing_between_no_ends_is_right(shape):
     none, sources = torch.empty(shape, dtype=torch.uint8), Sources(torch.ones(shape), 1, 16)
-    assert boundary_codes("codes", none, none, (none, none), E2M1, sources, noun="codes", describe=at).right
+    assert boundary_codes("codes", none, none, (none, none), E2M1, sources, noun="codes", describe=at).passed
     for dtype in INTEGER:
         x = torch.empty(shape, dtype=dtype)
         result = boundary_floats("output", x, x, (x, x), sources, noun="elements", describe=at)
-        assert (result.right, result.compared, result.excused) == (True, 0, 0)
+        assert (result.passed, result.compared, result.excused) == (True, 0, 0)
 
 
 # Floats.
@@ -150,13 +150,13 @@ def words(dtype):
 
 def wrong_words(result):
     """Of each word, whether it is wrong."""
-    return [False] * (1 << 16) if result.wrong is None else result.wrong.view(-1).tolist()
+    return [False] * (1 << 16) if result.wrong_elements is None else result.wrong_elements.view(-1).tolist()
 
 
 @every_sixteen
 def test_every_16_bit_float_equals_itself_and_differs_from_the_next_word(dtype):
     x, values = words(dtype)
-    assert floats(x, x.clone()).right
+    assert floats(x, x.clone()).passed
     result = floats(x.view(torch.int16).add(1).view(dtype), x)
     nan = [isnan(number) for number in values]
     assert wrong_words(result) == [not (nan[word] and nan[(word + 1) & 0xFFFF]) for word in range(1 << 16)]
@@ -226,8 +226,8 @@ def test_every_16_bit_float_against_a_bound(kind, dtype):
     x, values = words(dtype)
     limits = limits_of(x.shape, dtype, *LIMITS[kind])
     right = [is_right(number, *LIMITS[kind]) for number in values]
-    assert within(x, limits).view(-1).tolist() == right
-    result = bound("output", x, limits, describe=at)
+    assert within_bounds(x, limits).view(-1).tolist() == right
+    result = check_bounds("output", x, limits, describe=at)
     assert (result.compared, result.mismatches) == (1 << 16, (1 << 16) - sum(right))
     assert 0 < sum(right) < 1 << 16
 
@@ -240,8 +240,8 @@ def test_one_step_inside_and_outside_an_interval(dtype):
     for end, outward in ((0, -1), (1, 1)):
         for steps in (-2, -1, 0, 1, 2):
             bits = ends[end].view(INTEGER[dtype]) + outward * steps
-            result = bound("output", bits.to(INTEGER[dtype]).view(dtype).view(1, 1), limits, describe=at)
-            assert (result.right, result.max_ulp) == ((True, None) if steps <= 0 else (False, steps))
+            result = check_bounds("output", bits.to(INTEGER[dtype]).view(dtype).view(1, 1), limits, describe=at)
+            assert (result.passed, result.max_ulp) == ((True, None) if steps <= 0 else (False, steps))
 
 
 @every_sixteen

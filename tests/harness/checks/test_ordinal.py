@@ -23,13 +23,13 @@ def assert_ordered(values: list[float], ordinals: list[int]) -> None:
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_codes_are_numbered_in_the_order_of_their_values(fmt):
     codes = torch.arange(fmt.codes, dtype=torch.uint8)
-    assert_ordered(list(fmt.values), ordinal.of_codes(codes, fmt).tolist())
+    assert_ordered(list(fmt.values), ordinal.code_ordinals(codes, fmt).tolist())
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 def test_codes_of_nan_lie_beyond_every_number(fmt):
     codes = torch.arange(fmt.codes, dtype=torch.uint8)
-    ordinals = ordinal.of_codes(codes, fmt).abs().tolist()
+    ordinals = ordinal.code_ordinals(codes, fmt).abs().tolist()
     numbers = [n for n, value in zip(ordinals, fmt.values, strict=True) if not math.isnan(value)]
     nans = [n for n, value in zip(ordinals, fmt.values, strict=True) if math.isnan(value)]
     assert nans
@@ -39,13 +39,13 @@ def test_codes_of_nan_lie_beyond_every_number(fmt):
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 def test_all_16_bit_floats_are_numbered_in_the_order_of_their_values(dtype):
     x = ALL_WORDS.view(dtype)
-    assert_ordered(x.double().tolist(), ordinal.of_floats(x).tolist())
+    assert_ordered(x.double().tolist(), ordinal.float_ordinals(x).tolist())
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 def test_nan_lies_beyond_infinity_on_its_own_side(dtype):
     x = ALL_WORDS.view(dtype)
-    ordinals, infinity = ordinal.of_floats(x), int(ordinal.of_floats(torch.tensor([torch.inf], dtype=dtype)))
+    ordinals, infinity = ordinal.float_ordinals(x), int(ordinal.float_ordinals(torch.tensor([torch.inf], dtype=dtype)))
     assert torch.equal(ordinals.abs() > infinity, x.isnan())
     assert torch.equal(ordinals < 0, x.signbit() & (x != 0))
 
@@ -56,26 +56,26 @@ def test_float32_neighbours_are_one_apart_in_every_binade():
     for toward in (torch.inf, -torch.inf):
         step = torch.nextafter(x, torch.full_like(x, toward))
         expected = torch.full(x.shape, 1 if toward > 0 else -1)
-        assert torch.equal(ordinal.of_floats(step) - ordinal.of_floats(x), expected)
+        assert torch.equal(ordinal.float_ordinals(step) - ordinal.float_ordinals(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
 def test_both_zeros_are_0_and_a_distance_across_them_is_a_sum(dtype):
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     x = torch.tensor([-smallest, -0.0, 0.0, smallest], dtype=dtype)
-    assert ordinal.of_floats(x).tolist() == [-1, 0, 0, 1]
+    assert ordinal.float_ordinals(x).tolist() == [-1, 0, 0, 1]
 
 
 def test_the_farthest_floats_do_not_overflow():
-    ends = ordinal.of_floats(torch.tensor([-torch.inf, torch.inf]))
+    ends = ordinal.float_ordinals(torch.tensor([-torch.inf, torch.inf]))
     assert int(ends[1] - ends[0]) == 2 * 0x7F800000
 
 
 def test_a_view_with_strides_is_numbered_as_what_it_shows():
     x = torch.randn(6, 4)
-    assert torch.equal(ordinal.of_floats(x.T), ordinal.of_floats(x.T.contiguous()))
+    assert torch.equal(ordinal.float_ordinals(x.T), ordinal.float_ordinals(x.T.contiguous()))
 
 
 def test_nothing_has_no_ordinals():
-    assert ordinal.of_floats(torch.empty(0, 3)).shape == (0, 3)
-    assert ordinal.of_codes(torch.empty(0, 3, dtype=torch.uint8), E4M3).shape == (0, 3)
+    assert ordinal.float_ordinals(torch.empty(0, 3)).shape == (0, 3)
+    assert ordinal.code_ordinals(torch.empty(0, 3, dtype=torch.uint8), E4M3).shape == (0, 3)

@@ -124,13 +124,13 @@ def one_process(monkeypatch):
     monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", run_cases)
 
 
-def narrowgauge(*words):
-    return CliRunner().invoke(app, list(map(str, words)))
+def narrowgauge(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
-def refused(*words):
+def refused(*arguments):
     """What is said where the arguments are wrong: on the error stream, with status 2, and nothing else."""
-    result = narrowgauge(*words)
+    result = narrowgauge(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -145,23 +145,23 @@ def records(folder=Path("reports/latest")):
 # What is imported.
 
 
-def imported(*words):
-    command = [sys.executable, "-X", "importtime", "-m", "narrowgauge", *words]
+def imported(*arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "narrowgauge", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout, {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["list", "cases/nvfp4_gemm.toml", "-k", "1024"]])
-def test_help_and_list_import_nothing_heavy(words):
-    printed, modules = imported(*words)
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["list", "cases/nvfp4_gemm.toml", "-k", "1024"]])
+def test_help_and_list_import_nothing_heavy(arguments):
+    printed, modules = imported(*arguments)
     assert printed
     assert "narrowgauge.harness.cli" in modules
     assert not modules & {"torch", "numpy", "pandas", "pyarrow", "jinja2"}
 
 
-@pytest.mark.parametrize("words", [[], ["--help"]])
-def test_help_names_every_command(words):
-    printed = narrowgauge(*words).output
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_names_every_command(arguments):
+    printed = narrowgauge(*arguments).output
     assert all(
         command in printed
         for command in ("list", "run", "gate", "baseline", "compare", "soak", "show", "dialect", "doctor", "bench")
@@ -179,7 +179,7 @@ def test_list_prints_ids_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("words", "ids"),
+    ("arguments", "ids"),
     [
         (["--tier", "full"], [*QUICK[:4], *FULL, QUICK[4]]),
         (["-k", "fp32 and not gemm"], [QUICK[0], QUICK[2]]),
@@ -188,8 +188,8 @@ def test_list_prints_ids_and_nothing_else():
         (["--tier", "full", "cases", "cases/small.toml", "-k", "zeros"], FULL[:1]),
     ],
 )
-def test_list_selects_as_a_run_would(words, ids):
-    assert narrowgauge("list", *words).stdout.splitlines() == ids
+def test_list_selects_as_a_run_would(arguments, ids):
+    assert narrowgauge("list", *arguments).stdout.splitlines() == ids
 
 
 # What is refused.
@@ -197,7 +197,7 @@ def test_list_selects_as_a_run_would(words, ids):
 
 @pytest.mark.parametrize("command", ["list", "run"])
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--tier", "quik"], "--tier is 'quik' (did you mean 'quick'?); it can be quick, full"),
         (["-k", "nothing"], "no case of 7 is selected by --tier quick -k 'nothing'"),
@@ -210,8 +210,8 @@ def test_list_selects_as_a_run_would(words, ids):
         (["--input", "a.onnx"], "a.onnx: unknown suffix '.onnx'; captured tensors are "),
     ],
 )
-def test_a_wrong_selection(command, words, message):
-    assert refused(command, *words).startswith(message)
+def test_a_wrong_selection(command, arguments, message):
+    assert refused(command, *arguments).startswith(message)
 
 
 def test_a_folder_without_case_files(folder):
@@ -248,7 +248,7 @@ def test_a_negative_number_of_workers():
     assert "'-n'" in refused("run", "-n", "-1")
 
 
-@pytest.mark.parametrize("words", [["run", "-n", "1"], ["show", QUICK[0]]])
+@pytest.mark.parametrize("arguments", [["run", "-n", "1"], ["show", QUICK[0]]])
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -256,8 +256,8 @@ def test_a_negative_number_of_workers():
         ("cli_kernels:Back", "module cli_kernels has no"),
     ],
 )
-def test_a_backend_that_cannot_be_loaded(one_process, words, name, message):
-    result = narrowgauge(*words, "--backend", name)
+def test_a_backend_that_cannot_be_loaded(one_process, arguments, name, message):
+    result = narrowgauge(*arguments, "--backend", name)
     assert result.exit_code == 2
     assert message in result.stderr
     assert not Path("reports").exists()
@@ -278,8 +278,8 @@ def test_a_run_that_passes(one_process):
 
 
 def test_a_run_with_workers_of_a_backend_of_ones_own(folder):
-    words = ["--tier", "full", "--backend", "cli_kernels:Everything", "-n", 1, "--seed", 3, "--report-dir", "out"]
-    result = narrowgauge("run", *words)
+    arguments = ["--tier", "full", "--backend", "cli_kernels:Everything", "-n", 1, "--seed", 3, "--report-dir", "out"]
+    result = narrowgauge("run", *arguments)
     assert result.exit_code == 0, result.output
     rows = records(folder / "out")
     assert {row["case"] for row in rows} == {*QUICK, *FULL}
@@ -346,8 +346,8 @@ def test_captured_tensors_take_the_place_of_case_files(one_process, folder):
 
 def test_a_failing_captured_case_is_reproduced_by_its_own_line(one_process, folder):
     np.savez(folder / "captured.npz", up=np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32))
-    words = ["--input", "captured.npz", "--backend", "cli_kernels:Wrong"]
-    failed = narrowgauge("run", *words, "-k", "quantize and not columnwise")
+    arguments = ["--input", "captured.npz", "--backend", "cli_kernels:Wrong"]
+    failed = narrowgauge("run", *arguments, "-k", "quantize and not columnwise")
     (line,) = re.findall(r"reproduce: narrowgauge (.*)", failed.stdout)
     shown = narrowgauge(*line.split())
     assert shown.exit_code == 1, shown.output
@@ -544,7 +544,7 @@ def test_show_works_for_every_operation(operations):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "output"),
     [
         (
             "quantize/nvfp4-rht/32x48/bf16/normal/both",
@@ -557,22 +557,22 @@ def test_show_works_for_every_operation(operations):
         ("swizzle/130x5/position", "row 32\n"),
     ],
 )
-def test_show_goes_to_the_half_and_section_that_are_wrong(operations, name, said):
+def test_show_goes_to_the_half_and_section_that_are_wrong(operations, name, output):
     assert name in operations
     result = narrowgauge("show", name, "--backend", "cli_kernels:Backend")
     assert result.exit_code == 1, result.output
-    assert said in re.sub(r" +\n", "\n", result.stdout)
+    assert output in re.sub(r" +\n", "\n", result.stdout)
 
 
 def test_show_counts_rows_through_sections(operations):
-    for at, said in (
+    for at, output in (
         ("9,17", "section 1, row 1, block 1"),
         ("31,0", "section 3, row 7"),
         ("99,99", "section 3, row 7"),
     ):
         name = "quantize-grouped/nvfp4/32x48/bf16/normal/even:4"
         result = narrowgauge("show", name, "--backend", "reference", "--at", at)
-        assert said in result.stdout
+        assert output in result.stdout
 
 
 def test_recipes_of_captured_tensors(one_process, folder):
@@ -584,8 +584,8 @@ def test_recipes_of_captured_tensors(one_process, folder):
     assert refused("list", "--recipe", "nvfp4") == "--recipe names recipes for an --input file, and none is given"
     assert refused("list", "--input", "captured.npz", "--recipe", "nvpf4").startswith("no recipe is called 'nvpf4'")
     (folder / "cli_kernels.py").write_text(KERNELS.replace('if str(recipe) != "nvfp4"', "if False"))
-    words = ["--input", "captured.npz", "--recipe", "nvfp4-2d", "--backend", "cli_kernels:Wrong"]
-    failed = narrowgauge("run", *words, "-k", "quantize and not columnwise")
+    arguments = ["--input", "captured.npz", "--recipe", "nvfp4-2d", "--backend", "cli_kernels:Wrong"]
+    failed = narrowgauge("run", *arguments, "-k", "quantize and not columnwise")
     (line,) = re.findall(r"reproduce: narrowgauge (.*)", failed.stdout)
     shown = narrowgauge(*line.split())
     assert shown.exit_code == 1, shown.output
@@ -619,5 +619,5 @@ def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monke
 def test_there_is_a_process_a_core_and_more_for_turns_on_a_gpu(device, cores, gpus, workers, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
     numbers = [str(number) for number in range(gpus)]
-    monkeypatch.setattr("narrowgauge.harness.machine.processors.visible", lambda: numbers)
+    monkeypatch.setattr("narrowgauge.harness.machine.processors.visible_gpus", lambda: numbers)
     assert default_workers(device) == workers

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.diagnosis.auxiliary.histories import deviating_histories, deviating_scales
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.diagnosis.auxiliary.delayed_scaling import deviating_histories, deviating_scales
 from narrowgauge.harness.diagnosis.auxiliary.rotations import deviating_ends, deviating_rotations
-from narrowgauge.harness.diagnosis.quantize.swizzles import deviating_layouts
+from narrowgauge.harness.diagnosis.quantize.scale_layouts import deviating_layouts
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
@@ -17,8 +17,8 @@ from narrowgauge.spec.formats import E4M3
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, rotating
 
-SWIZZLE = Case("swizzle", "", (300, 20), "u8", "bytes")
-TRANSFORM = Case("transform", "nvfp4-rht", (32, 64), "bf16", "normal")
+SWIZZLE = case_from_labels("swizzle", "", (300, 20), "u8", "bytes")
+TRANSFORM = case_from_labels("transform", "nvfp4-rht", (32, 64), "bf16", "normal")
 BUTTERFLY = {"transform": "butterfly"}
 
 
@@ -115,7 +115,9 @@ def test_tiles_counted_by_columns_that_are_not_padded():
         ]  # fmt: skip
         return torch.stack(read).view(shape)
 
-    found = causes(Case("swizzle", "", (130, 5), "u8", "bytes"), swizzle=reference.swizzle, unswizzle=unswizzle)
+    found = causes(
+        case_from_labels("swizzle", "", (130, 5), "u8", "bytes"), swizzle=reference.swizzle, unswizzle=unswizzle
+    )
     assert found == (["swizzle-columns-not-padded"], "unswizzle")
 
 
@@ -182,13 +184,13 @@ def narrow_butterfly(terms):
 
 
 def test_a_factor_that_is_no_power_of_two():
-    case = Case("transform", "nvfp4-rht32", (32, 64), "bf16", "normal")
+    case = case_from_labels("transform", "nvfp4-rht32", (32, 64), "bf16", "normal")
     found = causes(case, transform=lambda x, _: rotated(x, matrix(32, factor=1.0)).bfloat16(), declares=BUTTERFLY)
     assert found[0] == ["rotation-without-factor"]
 
 
 def test_a_stage_that_is_missing():
-    case = Case("transform", "nvfp4-rht32", (32, 64), "bf16", "normal")
+    case = case_from_labels("transform", "nvfp4-rht32", (32, 64), "bf16", "normal")
     halves = matrix(16, factor=coefficient(32))
     found = causes(case, transform=lambda x, _: rotated(x, halves).bfloat16(), declares=BUTTERFLY)
     assert found[0] == ["rotation-stage-missing"]
@@ -196,14 +198,14 @@ def test_a_stage_that_is_missing():
 
 @pytest.mark.parametrize("declares", [BUTTERFLY, {}], ids=["declared", "free"])
 def test_signs_along_the_row(declares):
-    case = Case("transform", "nvfp4-rht4", (32, 64), "bf16", "normal")
+    case = case_from_labels("transform", "nvfp4-rht4", (32, 64), "bf16", "normal")
     row = signs(find_recipe("nvfp4-rht").transform).repeat(4).bfloat16()
     found = causes(case, transform=lambda x, _: rotated(x * row, matrix(4, mask=0)).bfloat16(), declares=declares)
     assert found[0] == ["rotation-signs-along-row"]
 
 
 def test_signs_where_there_are_none():
-    case = Case("transform", "nvfp4-rht-nosign", (32, 64), "bf16", "normal")
+    case = case_from_labels("transform", "nvfp4-rht-nosign", (32, 64), "bf16", "normal")
     found = causes(case, transform=lambda x, _: rotated(x, matrix()).bfloat16(), declares=BUTTERFLY)
     assert found[0] == ["rotation-signs:te"]
 
@@ -235,7 +237,7 @@ def test_every_rotation_is_another_one():
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
-PADDED = Case("gemm-grouped", "nvfp4", (99, 128, 32), "bf16xbf16-fp32", "normal", ("ragged:3", "padded"))
+PADDED = case_from_labels("gemm-grouped", "nvfp4", (99, 128, 32), "bf16xbf16-fp32", "normal", ("ragged:3", "padded"))
 DOORS = {name: getattr(reference, name) for name in (
     "quantize", "quantize_grouped", "gemm_grouped", "pad_sections", "unpad_sections",
 )}  # fmt: skip
@@ -301,7 +303,7 @@ def updated(stage, make, name="fp8-delayed-e4m3", inputs="amaxes"):
         right[stage] = make(history, scale, right[stage])
         return tuple(right)
 
-    found, wrong = causes(Case("update-scale", name, (8, 64), "fp32", inputs), update_scale=update_scale)
+    found, wrong = causes(case_from_labels("update-scale", name, (8, 64), "fp32", inputs), update_scale=update_scale)
     assert wrong == ("history", "scale")[stage]
     return found
 

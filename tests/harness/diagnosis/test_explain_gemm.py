@@ -5,20 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.diagnosis.explanation import SEARCHES, Tried, tried_of
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW
 from narrowgauge.harness.diagnosis.gemm.epilogues import ORDERS, epilogue_deviations
-from narrowgauge.harness.diagnosis.gemm.explain_gemm import product_explanations
-from narrowgauge.harness.diagnosis.gemm.gemm_parts import terms_of
+from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import split_products
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
+from narrowgauge.harness.diagnosis.search_history import SEARCHES, SearchHistory, history_of
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.product import add_output
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
-from narrowgauge.reference.gemm.gemm import alpha, code_sum, operand
-from narrowgauge.reference.gemm.promoted import Blocks
+from narrowgauge.reference.gemm.gemm import alpha, exact_product
+from narrowgauge.reference.gemm.operands import operand
+from narrowgauge.reference.gemm.promotion import BlockScaledOperands
 from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import GroupedQuantized
@@ -38,7 +39,7 @@ RECIPES = [
 
 def explained(gemm, recipe="nvfp4", *flags, shape=(24, 272, 40), dtype="bf16", inputs="spread", declares=None):
     """The record of a case whose gemm is `gemm`, all else being the reference's."""
-    case = Case("gemm", recipe, shape, f"bf16xbf16-{dtype}", inputs, ("tn", *flags))
+    case = case_from_labels("gemm", recipe, shape, f"bf16xbf16-{dtype}", inputs, ("tn", *flags))
     doors = {"quantize": reference.quantize, "gemm": gemm, "declares": declares or {}}
     record = run_case(case, backend(**doors))
     assert record.verdict == "fail", record.message
@@ -121,11 +122,11 @@ def test_scales_of_the_first_step(recipe, count):
 @pytest.mark.parametrize("inputs", ["lattice", "spread"])
 def test_scales_of_a_block_that_multiply_the_sum(inputs):
     def gemm(a, b, *, out_dtype, c=None, bias=None):
-        blocks = Blocks(a, b)
+        blocks = BlockScaledOperands(a, b)
         y = torch.zeros(a.shape[0], b.shape[0])
         for columns, number in blocks:
             s_a, s_b = blocks.scales(number)
-            y = (y + blocks.sum(columns).to_float32()) * (s_a * s_b)
+            y = (y + blocks.block_sum(columns).to_float32()) * (s_a * s_b)
         return y.to(out_dtype)
 
     record = explained(gemm, "fp8-block-1x128-e4m3-fp32", shape=(24, 400, 40), dtype="fp32", inputs=inputs)
@@ -169,7 +170,7 @@ def plain_gemm(factor=None, finish=None):
 
     def gemm(a, b, *, out_dtype, c=None, bias=None):
         scale = alpha(a, b) if factor is None else factor(a, b)
-        acc = code_sum(a, b).to_float32()
+        acc = exact_product(a, b).to_float32()
         if finish is not None:
             return finish(acc, scale, c, bias, out_dtype)
         y = scale * acc
@@ -205,8 +206,8 @@ def test_forms_of_alpha():
                 replace(q, amax=amax, tensor_scale=2688 / amax)
                 for q, amax in zip((a, b), torch.rand(2, 1, generator=generator) + 1, strict=True)
             )
-        output = factor(a, b) * code_sum(a, b).to_float32()
-        assert f"alpha-order:{name}" in [e.cause for e in product_explanations(*judged(a, b, output), Tried())]
+        output = factor(a, b) * exact_product(a, b).to_float32()
+        assert f"alpha-order:{name}" in [e.cause for e in explain_gemm(*judged(a, b, output), SearchHistory())]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +347,7 @@ def test_narrow_accumulators(cause, recipe, step):
 @pytest.mark.parametrize("inside", [True, False])
 def test_narrow_accumulators_of_promoted_sums(inside):
     def gemm(a, b, *, out_dtype, c=None, bias=None):
-        blocks, rounded = Blocks(a, b), ROUND["accumulator-14-bits"]
+        blocks, rounded = BlockScaledOperands(a, b), ROUND["accumulator-14-bits"]
         y = torch.zeros(a.shape[0], b.shape[0])
         for columns, number in blocks:
             s_a, s_b = blocks.scales(number)
@@ -359,8 +360,8 @@ def test_narrow_accumulators_of_promoted_sums(inside):
             y = y if inside else rounded(y)
         return y.to(out_dtype)
 
-    recipe = "fp8-block-1x128+fp8-block-1x128"
-    assert causes(explained(gemm, recipe, shape=(12, 512, 20), dtype="fp32", inputs="normal")) == [
+    recipe = "fp8-block-1x128"
+    assert causes(explained(gemm, recipe, shape=(12, 256, 20), dtype="fp32", inputs="normal")) == [
         "accumulator-14-bits"
     ]
 
@@ -399,7 +400,7 @@ PICKS = {
 
 @pytest.mark.parametrize("words", PICKS)
 def test_what_is_of_another_section(words):
-    case = Case("gemm-grouped", "nvfp4", (72, 96, 24), "bf16xbf16-bf16", "normal", ("even:3", "bias"))
+    case = case_from_labels("gemm-grouped", "nvfp4", (72, 96, 24), "bf16xbf16-bf16", "normal", ("even:3", "bias"))
     doors = {name: getattr(reference, name) for name in ("quantize", "quantize_grouped")}
     record = run_case(case, backend(**doors, gemm_grouped=grouped(PICKS[words])))
     assert causes(record) == ["section-of-neighbour"]
@@ -435,32 +436,32 @@ def test_what_nothing_explains_has_no_explanation(recipe):
     a, b = operands(recipe)
     output = reference.gemm(a, b, out_dtype=BF16)
     output[3, 5] = 3 * output[3, 5] + 1
-    assert product_explanations(*judged(a, b, output), Tried()) == []
+    assert explain_gemm(*judged(a, b, output), SearchHistory()) == []
 
 
 def test_searches_that_find_nothing_come_to_an_end():
-    tried = Tried()
+    history = SearchHistory()
     a, b = operands()
     right = reference.gemm(a, b, out_dtype=BF16)
     odd = right.clone()
     odd[3, 5] = 3 * odd[3, 5] + 1
     for _ in range(SEARCHES):
-        assert product_explanations(*judged(a, b, odd), tried) == []
-    missing = code_sum(a, b).to_float32().bfloat16()
+        assert explain_gemm(*judged(a, b, odd), history) == []
+    missing = exact_product(a, b).to_float32().bfloat16()
     dropped = reference.gemm(a, last_block(b), out_dtype=BF16)
-    assert product_explanations(*judged(a, b, missing), tried) == []  # no more searches
-    tried.found(["last-block-dropped"])
-    assert [e.cause for e in product_explanations(*judged(a, b, dropped), tried)] == ["last-block-dropped"]
-    assert product_explanations(*judged(a, b, missing), tried) == []
+    assert explain_gemm(*judged(a, b, missing), history) == []  # no more searches
+    history.remember(["last-block-dropped"])
+    assert [e.cause for e in explain_gemm(*judged(a, b, dropped), history)] == ["last-block-dropped"]
+    assert explain_gemm(*judged(a, b, missing), history) == []
 
 
 def test_what_explained_a_case_is_tried_first_and_then_alone():
-    tried = Tried()
+    history = SearchHistory()
     a, b = operands()
     dropped = reference.gemm(a, last_block(b), out_dtype=BF16)
     for _ in range(SEARCHES + 1):
-        assert [e.cause for e in product_explanations(*judged(a, b, dropped), tried)] == ["last-block-dropped"]
-    assert tried.searches == {
+        assert [e.cause for e in explain_gemm(*judged(a, b, dropped), history)] == ["last-block-dropped"]
+    assert history.searches == {
         ("nvfp4 + nvfp4", "output", True): SEARCHES,
         ("nvfp4 + nvfp4", "output", False): 0,
     }
@@ -468,8 +469,8 @@ def test_what_explained_a_case_is_tried_first_and_then_alone():
 
 def test_what_was_tried_for_one_backend_is_nothing_to_another():
     one, another = backend(quantize=reference.quantize), backend(quantize=reference.quantize)
-    assert tried_of(one) is tried_of(one)
-    assert tried_of(one) is not tried_of(another)
+    assert history_of(one) is history_of(one)
+    assert history_of(one) is not history_of(another)
 
 
 def test_sums_in_another_order_than_the_declared_one():
@@ -478,8 +479,8 @@ def test_sums_in_another_order_than_the_declared_one():
     limits = bounds(a, b, out_dtype=F32)
     output = torch.where(limits.exact, limits.expected, (limits.centre - limits.budget / 2).float())
     outcome, wrong = judged(a, b, output, "blocks")
-    assert not wrong.right
-    assert [e.cause for e in product_explanations(outcome, wrong, Tried())] == ["order-not-declared"]
+    assert not wrong.passed
+    assert [e.cause for e in explain_gemm(outcome, wrong, SearchHistory())] == ["order-not-declared"]
 
 
 def test_every_deviation_changes_the_output_of_some_product():
@@ -492,10 +493,10 @@ def test_every_deviation_changes_the_output_of_some_product():
     for deviation in operand_deviations():
         seen = False
         for a, b, output in made.values():
-            terms = terms_of([Product(a, b, None, None, output, None, None)], None)[0]
-            changed = deviation.change(terms)
+            parts = split_products([Product(a, b, None, None, output, None, None)], None)[0]
+            changed = deviation.change(parts)
             if changed is not None:
-                seen |= not torch.equal(changed.sums().lower, terms.sums().lower)
+                seen |= not torch.equal(changed.sums().lower, parts.sums().lower)
         assert seen, deviation.sentence
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.diagnosis.quantize.explain_quantize import MOST
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.diagnosis.quantize.explain_quantize import MAX_EXPLANATIONS
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax
 from narrowgauge.reference.numbers.decode import decode
@@ -15,8 +15,8 @@ from narrowgauge.reference.numbers.philox import philox
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.hadamard import signs
 from narrowgauge.reference.quantize.layout import pack, pad_scales
-from narrowgauge.reference.quantize.steps import block_amaxes, row_amax, stored_scales
 from narrowgauge.reference.quantize.scaling import element_factors, unrounded_scales
+from narrowgauge.reference.quantize.steps import block_amaxes, row_amax, stored_scales
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.wrong_steps import (
@@ -38,7 +38,7 @@ from tests.harness.wrong_steps import (
     wrong_tensor,
 )
 
-pytestmark = pytest.mark.usefixtures("memory")
+pytestmark = pytest.mark.usefixtures("history")
 
 
 def by_code(change):
@@ -149,7 +149,7 @@ def check(cause, wanted, steps, *, first=False):
     assert cause in found, (record.message, record.explanations)
     if first:
         assert found[0] == cause, record.explanations
-    assert len(found) <= MOST
+    assert len(found) <= MAX_EXPLANATIONS
     assert len(set(found)) == len(found)
     assert {explanation["stage"] for explanation in record.explanations} == {record.stage}
 
@@ -543,7 +543,7 @@ def test_sections_that_each_count_from_0():
     def grouped(x, sizes, recipe, *, random):
         return [reference.quantize(part, recipe, random=random) for part in torch.split(x, sizes.tolist())]
 
-    wanted = Case("quantize-grouped", "nvfp4-sr", (96, 64), "bf16", "normal", ("even:3",))
+    wanted = case_from_labels("quantize-grouped", "nvfp4-sr", (96, 64), "bf16", "normal", ("even:3",))
     record = record_of(wanted, quantize_grouped=grouped)
     assert causes(record) == ["stochastic-sections-restart"]
 

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.harness.gate.accept import accept
-from narrowgauge.harness.gate.baseline import BaselineError, of_run, read, write
+from narrowgauge.harness.gate.baseline import BaselineError, baseline_of, read, write
 from narrowgauge.harness.gate.figures import figures
-from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.records.journal import RecordedRun
 from tests.harness.runs import GPU, product, record, run
 from tests.paths import ROOT
 
@@ -24,14 +24,14 @@ CASES = [
 ]  # fmt: skip
 
 
-def accepted(finished: Run, path: Path) -> str:
+def accepted(finished: RecordedRun, path: Path) -> str:
     console = Console(file=io.StringIO(), width=200)
     accept(finished, path, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def refused(finished: Run, path: Path) -> str:
+def refused(finished: RecordedRun, path: Path) -> str:
     with pytest.raises(BaselineError) as error:
         accepted(finished, path)
     return str(error.value)
@@ -39,16 +39,16 @@ def refused(finished: Run, path: Path) -> str:
 
 def test_a_baseline_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "host.json"
-    write(of_run(run(*CASES)), path)
-    found = read(path)
-    assert found.cases() == {one["case"]: figures(one) for one in CASES}
-    assert (found.device, found.backend, found.seed) == ("host", "native", 0)
+    write(baseline_of(run(*CASES)), path)
+    result = read(path)
+    assert result.cases() == {one["case"]: figures(one) for one in CASES}
+    assert (result.device, result.backend, result.seed) == ("host", "native", 0)
     assert [one.name for one in path.parent.iterdir()] == ["host.json"]
 
 
 def test_what_a_reviewer_sees(tmp_path: Path) -> None:
     path = tmp_path / "host.json"
-    write(of_run(run(*CASES)), path)
+    write(baseline_of(run(*CASES)), path)
     assert path.read_text(encoding="utf-8").splitlines() == [
         "{",
         '"format": 1,',
@@ -70,9 +70,9 @@ def test_what_a_reviewer_sees(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", range(len(CASES)))
 def test_one_case_is_one_line_of_the_diff(changed: int, tmp_path: Path) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
-    write(of_run(run(*CASES)), before)
+    write(baseline_of(run(*CASES)), before)
     worse = CASES[changed] | {"mismatches": 3, "verdict": "fail"}
-    write(of_run(run(*reversed([*CASES[:changed], worse, *CASES[changed + 1 :]]))), after)
+    write(baseline_of(run(*reversed([*CASES[:changed], worse, *CASES[changed + 1 :]]))), after)
     pairs = zip(before.read_text().splitlines(), after.read_text().splitlines(), strict=True)
     assert sum(a != b for a, b in pairs) == 1
 
@@ -80,12 +80,12 @@ def test_one_case_is_one_line_of_the_diff(changed: int, tmp_path: Path) -> None:
 def test_a_product_without_a_result_stays_in_its_line() -> None:
     """Which line that is must not depend on what was measured."""
     crashed = product(verdict="crash", stages=[], compared=0, exact_share=None, budget_max=None, interval_ulps_max=None)
-    assert of_run(run(crashed)).groups.keys() == of_run(run(product())).groups.keys()
+    assert baseline_of(run(crashed)).groups.keys() == baseline_of(run(product())).groups.keys()
 
 
 def test_an_id_that_does_not_begin_as_its_columns_say() -> None:
     odd = record() | {"case": "gemm/of/mine"}
-    assert of_run(run(odd)).cases() == {"gemm/of/mine": figures(odd)}
+    assert baseline_of(run(odd)).cases() == {"gemm/of/mine": figures(odd)}
 
 
 def test_accepting_says_what_changes(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_accepting_says_what_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("finished", "words"),
+    ("finished", "message"),
     [
         (run(), "nothing ran, so there is nothing to accept"),
         (
@@ -125,8 +125,8 @@ def test_accepting_says_what_changes(tmp_path: Path) -> None:
         (run(record(), record()), "quantize/nvfp4/64x128/bf16/normal has two records in the run; run it anew"),
     ],
 )
-def test_a_run_that_cannot_be_accepted(finished: Run, words: str, tmp_path: Path) -> None:
-    assert refused(finished, tmp_path / "host.json") == words
+def test_a_run_that_cannot_be_accepted(finished: RecordedRun, message: str, tmp_path: Path) -> None:
+    assert refused(finished, tmp_path / "host.json") == message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,8 +142,10 @@ def test_a_baseline_of_something_else_is_not_replaced(change: dict[str, Any], ki
     path = tmp_path / "host.json"
     accepted(run(record()), path)
     before = path.read_bytes()
-    words = f"{path}: is of native on host, seed 0, the run of {kind}; name another --baseline file, or delete this one"
-    assert refused(run(record(), **change), path) == words
+    message = (
+        f"{path}: is of native on host, seed 0, the run of {kind}; name another --baseline file, or delete this one"
+    )
+    assert refused(run(record(), **change), path) == message
     assert path.read_bytes() == before
 
 
@@ -151,7 +153,7 @@ def test_a_baseline_that_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "host.json"
     path.mkdir()
     with pytest.raises(BaselineError) as error:
-        write(of_run(run(record())), path)
+        write(baseline_of(run(record())), path)
     assert str(error.value) == f"{path}: cannot be written: Is a directory"
     assert [one.name for one in tmp_path.iterdir()] == ["host.json"]
 
@@ -177,17 +179,17 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("content", "words"), BAD)
-def test_a_file_that_is_no_baseline(content: Any, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "message"), BAD)
+def test_a_file_that_is_no_baseline(content: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "host.json"
     path.write_text(json.dumps(content))
     with pytest.raises(BaselineError) as error:
         read(path)
-    assert str(error.value).startswith(f"{path}: is no baseline: {words}")
+    assert str(error.value).startswith(f"{path}: is no baseline: {message}")
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"{", "is no baseline: Expecting property name"),
         (b"\xff", "is no baseline: "),
@@ -197,12 +199,12 @@ def test_a_file_that_is_no_baseline(content: Any, words: str, tmp_path: Path) ->
         ),
     ],
 )
-def test_a_file_that_is_no_json(content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_json(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "host.json"
     path.write_bytes(content)
     with pytest.raises(BaselineError) as error:
         read(path)
-    assert str(error.value).startswith(f"{path}: {words}")
+    assert str(error.value).startswith(f"{path}: {message}")
 
 
 def test_a_folder_is_no_baseline(tmp_path: Path) -> None:

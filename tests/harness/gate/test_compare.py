@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.gate import compare as compare_module
 from narrowgauge.harness.gate.compare import compare, show
-from narrowgauge.harness.records.journal import Run
+from narrowgauge.harness.records.journal import RecordedRun
 from tests.harness.runs import GPU, product, record, run, saved
 
 NASTY = """<script>alert(1)</script>&"'"""
@@ -41,7 +41,7 @@ KINDS = {
 }
 
 
-def printed(a: Run, b: Run) -> str:
+def printed(a: RecordedRun, b: RecordedRun) -> str:
     console = Console(file=io.StringIO(), width=200)
     show(compare(a, b), console)
     assert isinstance(console.file, io.StringIO)
@@ -49,10 +49,10 @@ def printed(a: Run, b: Run) -> str:
 
 
 def test_what_differs() -> None:
-    found = compare(A, B)
-    assert {kind: [": ".join(line) for line in lines] for kind, lines in found.kinds.items()} == KINDS
-    assert found.outputs == "of 5 cases in both, 4 with the same inputs: 3 with the same bytes, 1 with others"
-    assert found.heads == [
+    comparison = compare(A, B)
+    assert {kind: [": ".join(line) for line in lines] for kind, lines in comparison.kinds.items()} == KINDS
+    assert comparison.outputs == "of 5 cases in both, 4 with the same inputs: 3 with the same bytes, 1 with others"
+    assert comparison.heads == [
         ("backend", "native", "mine:Backend"),
         ("device", "host", "NVIDIA H200"),
         ("seed", "0", "0"),
@@ -60,7 +60,7 @@ def test_what_differs() -> None:
         ("commit", "abc", "def"),
         ("GPU", "", GPU["GPU"]),
     ]
-    assert not found.no_worse
+    assert not comparison.no_worse
 
 
 def test_times() -> None:
@@ -72,23 +72,23 @@ def test_times() -> None:
 
 
 def test_the_terminal_says_all_of_it() -> None:
-    said = printed(A, B)
+    output = printed(A, B)
     for kind, lines in KINDS.items():
-        assert f"{kind}: {len(lines)}\n" in said
-        assert all(f"  {line}\n" in said for line in lines)
-    assert re.search(r"device +host +NVIDIA H200 *\n", said)
-    assert re.search(r"all +4 +2 s +2\.5 s +1\.25 +1 *\n", said)
-    assert said.splitlines()[-1].startswith(
+        assert f"{kind}: {len(lines)}\n" in output
+        assert all(f"  {line}\n" in output for line in lines)
+    assert re.search(r"device +host +NVIDIA H200 *\n", output)
+    assert re.search(r"all +4 +2 s +2\.5 s +1\.25 +1 *\n", output)
+    assert output.splitlines()[-1].startswith(
         "B is worse than A; verdict changed: 1; figures worse: 1; figures better: 1"
     )
 
 
 def test_a_case_that_is_not_finite_has_a_verdict_all_the_same() -> None:
     bad = record(verdict="fail", budget_max=float("nan"), message="off \ud800")
-    found = compare(run(record()), run(bad))
-    assert found.kinds["verdict changed"] == [("quantize/nvfp4/64x128/bf16/normal", "verdict pass → fail (off ?)")]
-    assert found.kinds["not finite"] == [("quantize/nvfp4/64x128/bf16/normal", "finite → budget_max is nan")]
-    assert compare_module.render(found, "\udc80", "b").encode()
+    comparison = compare(run(record()), run(bad))
+    assert comparison.kinds["verdict changed"] == [("quantize/nvfp4/64x128/bf16/normal", "verdict pass → fail (off ?)")]
+    assert comparison.kinds["not finite"] == [("quantize/nvfp4/64x128/bf16/normal", "finite → budget_max is nan")]
+    assert compare_module.render(comparison, "\udc80", "b").encode()
 
 
 def test_nothing_in_common() -> None:
@@ -96,9 +96,9 @@ def test_nothing_in_common() -> None:
 
 
 def test_equal_runs() -> None:
-    found = compare(A, A)
-    assert found.no_worse
-    assert found.sentence == "B is nowhere worse than A; no figure and no byte differs"
+    comparison = compare(A, A)
+    assert comparison.no_worse
+    assert comparison.sentence == "B is nowhere worse than A; no figure and no byte differs"
     assert ("cases", "1 pass, 5 did not run", "6 pass") in compare(run(A.records[0], cases=A.cases), A).heads
 
 
@@ -114,7 +114,7 @@ def test_equal_runs() -> None:
         (run(), run(record()), False),  # no case in both: nothing was compared
     ],
 )
-def test_no_worse(a: Run, b: Run, no_worse: bool) -> None:
+def test_no_worse(a: RecordedRun, b: RecordedRun, no_worse: bool) -> None:
     assert compare(a, b).no_worse is no_worse
 
 
@@ -139,26 +139,26 @@ def test_the_page_says_how_many_cases_it_left_out(monkeypatch: pytest.MonkeyPatc
     assert "/d<" not in html
 
 
-def narrowgauge(*words: object) -> Any:
-    return CliRunner().invoke(app, list(map(str, words)))
+def narrowgauge(*arguments: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def test_the_command(tmp_path: Path) -> None:
     a, b, html = saved(tmp_path / "a", A), saved(tmp_path / "b", B), tmp_path / "pages" / "page.html"
-    found = narrowgauge("compare", a, b)
-    assert (found.exit_code, html.exists()) == (1, False)
-    assert "verdict changed: 1\n" in found.stdout
-    found = narrowgauge("compare", a, a, "--html", html)
-    assert found.exit_code == 0
+    comparison = narrowgauge("compare", a, b)
+    assert (comparison.exit_code, html.exists()) == (1, False)
+    assert "verdict changed: 1\n" in comparison.stdout
+    comparison = narrowgauge("compare", a, a, "--html", html)
+    assert comparison.exit_code == 0
     assert "B is nowhere worse than A" in html.read_text(encoding="utf-8")
     assert f"A is {a}, B is {a}" in html.read_text(encoding="utf-8")
 
 
 def test_what_the_command_cannot_do(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", A)
-    found = narrowgauge("compare", a, tmp_path / "none")
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert found.stderr.startswith(f"narrowgauge: {tmp_path}/none: there is no none; ")
-    found = narrowgauge("compare", a, a, "--html", tmp_path / "a" / "records.jsonl" / "page.html")
-    assert found.exit_code == 2
-    assert "page.html: cannot be written: " in found.stderr
+    comparison = narrowgauge("compare", a, tmp_path / "none")
+    assert (comparison.exit_code, comparison.stdout) == (2, "")
+    assert comparison.stderr.startswith(f"narrowgauge: {tmp_path}/none: there is no none; ")
+    comparison = narrowgauge("compare", a, a, "--html", tmp_path / "a" / "records.jsonl" / "page.html")
+    assert comparison.exit_code == 2
+    assert "page.html: cannot be written: " in comparison.stderr

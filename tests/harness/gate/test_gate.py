@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from narrowgauge.harness.cases.schema import MODULES
+from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.gate.accepted import say_baseline
-from narrowgauge.harness.gate.baseline import of_run, write
+from narrowgauge.harness.gate.baseline import baseline_of, write
+from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.difference import LISTED
 from narrowgauge.harness.gate.figures import (
     BELOW,
@@ -28,17 +28,17 @@ from narrowgauge.harness.gate.figures import (
     parse,
 )
 from narrowgauge.harness.gate.gate import Judgement, judge, show
-from narrowgauge.harness.report.view import first_failure
+from narrowgauge.harness.report.failure_view import first_failure
 from tests.harness.runs import GPU, product, record, run, saved, stage
 
 
-def text(found: dict[str, list[str]]) -> list[str]:
-    return [f"{kind}: {line}" for kind, lines in found.items() for line in lines]
+def text(judgement: dict[str, list[str]]) -> list[str]:
+    return [f"{kind}: {line}" for kind, lines in judgement.items() for line in lines]
 
 
 def judged(before: dict[str, Any], after: dict[str, Any]) -> Judgement:
     """A case by what was accepted of it, beside another that is as it was."""
-    return judge(run(after, record("zeros")), of_run(run(before, record("zeros"))))
+    return judge(run(after, record("zeros")), baseline_of(run(before, record("zeros"))))
 
 
 # Figures
@@ -58,8 +58,8 @@ def test_a_power_of_two_stands_for_a_figure_whatever_its_last_bits(value: float 
 def test_shares_are_counts_whatever_the_last_bit_of_the_float() -> None:
     for count in range(562):
         for share in (count / 561, count * (1 / 561), math.nextafter(count / 561, 2)):
-            found = figures(product(exact_share=share))
-            assert (found.exact, found.outputs) == (count, 561)
+            judgement = figures(product(exact_share=share))
+            assert (judgement.exact, judgement.outputs) == (count, 561)
 
 
 def test_figures_of_records() -> None:
@@ -130,60 +130,60 @@ BETTER = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), WORSE)
-def test_a_figure_that_is_worse_fails_by_name(change: dict[str, Any], words: str) -> None:
-    found = judged(product(), product(**change))
-    assert text(found.problems) == [f"worse: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: {words}"]
-    assert not found.passed
+@pytest.mark.parametrize(("change", "message"), WORSE)
+def test_a_figure_that_is_worse_fails_by_name(change: dict[str, Any], message: str) -> None:
+    judgement = judged(product(), product(**change))
+    assert text(judgement.problems) == [f"worse: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: {message}"]
+    assert not judgement.passed
 
 
-@pytest.mark.parametrize(("change", "words"), BETTER)
-def test_what_is_better_is_said_and_holds(change: dict[str, Any], words: str) -> None:
-    found = judged(product(), product(**change))
-    assert found.passed
-    assert text(found.notes) == [f"better: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: {words}"]
+@pytest.mark.parametrize(("change", "message"), BETTER)
+def test_what_is_better_is_said_and_holds(change: dict[str, Any], message: str) -> None:
+    judgement = judged(product(), product(**change))
+    assert judgement.passed
+    assert text(judgement.notes) == [f"better: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: {message}"]
 
 
 def test_the_worse_figures_come_first() -> None:
-    found = changes(figures(product()), figures(product(exact_share=1.0, budget_max=4.0, mismatches=1)))
-    assert [change.worse for change in found] == [True, True, False, False]
+    judgement = changes(figures(product()), figures(product(exact_share=1.0, budget_max=4.0, mismatches=1)))
+    assert [change.worse for change in judgement] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("before", "after", "passed"), [("fail", "pass", True), ("fail", "error", False),
                                                          ("crash", "fail", False), ("fail", "fail", True)])  # fmt: skip
 def test_a_verdict_gets_better_by_pass_alone(before: str, after: str, passed: bool) -> None:
     given = [record(), record("zeros", verdict=before)], [record(), record("zeros", verdict=after)]
-    assert judge(run(*given[1]), of_run(run(*given[0]))).passed is passed
+    assert judge(run(*given[1]), baseline_of(run(*given[0]))).passed is passed
 
 
 # Runs
 
 
 def test_a_run_that_is_as_accepted() -> None:
-    found = judge(run(record(), product()), of_run(run(record(), product())))
-    assert (found.passed, found.same, found.notes) == (True, 2, {})
+    judgement = judge(run(record(), product()), baseline_of(run(record(), product())))
+    assert (judgement.passed, judgement.same, judgement.notes) == (True, 2, {})
 
 
 def test_a_case_that_did_not_run() -> None:
-    found = judge(run(record()), of_run(run(record(), record("zeros"))))
-    assert text(found.problems) == ["did not run: quantize/nvfp4/64x128/bf16/zeros"]
+    judgement = judge(run(record()), baseline_of(run(record(), record("zeros"))))
+    assert text(judgement.problems) == ["did not run: quantize/nvfp4/64x128/bf16/zeros"]
 
 
 def test_an_interrupted_run() -> None:
     cases = [record(), record("zeros"), record("ties")]
     part = run(cases[0], cases=[case["case"] for case in cases])
-    found = judge(part, of_run(run(*cases[:2])))
-    assert text(found.problems) == [
+    judgement = judge(part, baseline_of(run(*cases[:2])))
+    assert text(judgement.problems) == [
         "interrupted: 2 of 3 cases did not run, the first quantize/nvfp4/64x128/bf16/zeros",
         "did not run: quantize/nvfp4/64x128/bf16/zeros",
     ]
     # Also where every case of the baseline ran.
-    assert list(judge(part, of_run(run(cases[0]))).problems) == ["interrupted"]
+    assert list(judge(part, baseline_of(run(cases[0]))).problems) == ["interrupted"]
 
 
 def test_nothing_ran() -> None:
-    found = judge(run(), of_run(run(record())))
-    assert text(found.problems) == [
+    judgement = judge(run(), baseline_of(run(record())))
+    assert text(judgement.problems) == [
         "nothing ran: the run has no record", "did not run: quantize/nvfp4/64x128/bf16/normal",
     ]  # fmt: skip
 
@@ -191,45 +191,45 @@ def test_nothing_ran() -> None:
 def test_nothing_was_compared() -> None:
     """Guard zones and repeated runs hold a kernel against itself: a run of them alone says nothing."""
     alone = record(compared=10, stages=[stage("memory", "guard", 10)])
-    assert text(judge(run(alone), of_run(run(alone))).problems) == ["nothing was compared: no element in 1 case"]
+    assert text(judge(run(alone), baseline_of(run(alone))).problems) == ["nothing was compared: no element in 1 case"]
 
 
 def test_a_figure_that_is_not_finite() -> None:
-    found = judged(product(), product(budget_max=math.nan))
-    assert text(found.problems) == ["not finite: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: budget_max is nan"]
-    found = judged(product(), product(budget_max=math.inf, verdict="fail", message="output: off"))
-    assert text(found.problems)[0].endswith("/normal/tn: budget_max is inf (output: off)")
+    judgement = judged(product(), product(budget_max=math.nan))
+    assert text(judgement.problems) == ["not finite: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: budget_max is nan"]
+    judgement = judged(product(), product(budget_max=math.inf, verdict="fail", message="output: off"))
+    assert text(judgement.problems)[0].endswith("/normal/tn: budget_max is inf (output: off)")
 
 
 def test_a_case_with_two_records() -> None:
-    found = judge(run(record(), record(mismatches=5)), of_run(run(record(mismatches=5))))
-    assert text(found.problems) == ["recorded twice: quantize/nvfp4/64x128/bf16/normal: 2 records"]
+    judgement = judge(run(record(), record(mismatches=5)), baseline_of(run(record(mismatches=5))))
+    assert text(judgement.problems) == ["recorded twice: quantize/nvfp4/64x128/bf16/normal: 2 records"]
 
 
 def test_a_shard() -> None:
-    found = judge(run(record(), shard="2/4"), of_run(run(record())))
-    assert text(found.problems) == [
+    judgement = judge(run(record(), shard="2/4"), baseline_of(run(record())))
+    assert text(judgement.problems) == [
         "a part: the run is shard 2/4 of a matrix; narrowgauge merge joins all shards into one"
     ]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"device": "cuda", "environment": GPU}, "another device: the baseline is of host, the run of NVIDIA H200"),
         ({"backend": "reference"}, "another backend: the baseline is of native, the run of reference"),
         ({"seed": 7}, "another seed: the baseline is of 0, the run of 7"),
     ],
 )
-def test_a_run_of_something_else(change: dict[str, Any], words: str) -> None:
-    found = judge(run(record(mismatches=1), **change), of_run(run(record())))
-    assert text(found.problems) == [f"{words}: no case was compared"]
+def test_a_run_of_something_else(change: dict[str, Any], message: str) -> None:
+    judgement = judge(run(record(mismatches=1), **change), baseline_of(run(record())))
+    assert text(judgement.problems) == [f"{message}: no case was compared"]
 
 
 def test_device_classes() -> None:
     names = {"H200": GPU, "slice": {"GPU": "NVIDIA H200 MIG 1g.18gb, compute capability 9.0"}, "unknown": {}}
-    found = {name: device_class("cuda", facts) for name, facts in names.items()}
-    assert found == {"H200": "NVIDIA H200", "slice": "NVIDIA H200", "unknown": "an unknown GPU"}
+    judgement = {name: device_class("cuda", facts) for name, facts in names.items()}
+    assert judgement == {"H200": "NVIDIA H200", "slice": "NVIDIA H200", "unknown": "an unknown GPU"}
     assert device_class("cpu", GPU) == "host"
 
 
@@ -237,12 +237,12 @@ def test_device_classes() -> None:
 
 
 def test_a_report_says_what_the_baseline_has_of_what_did_not_pass(tmp_path: Path) -> None:
-    write(of_run(run(record(), record("zeros"))), tmp_path / "host.json")
+    write(baseline_of(run(record(), record("zeros"))), tmp_path / "host.json")
     (tmp_path / "other.json").write_text("{", encoding="utf-8")
     bad = {"verdict": "fail", "mismatches": 3}
     records = [record(**bad), record("ties", **bad), record("zeros"), record(backend="reference", **bad)]
     records.append(record(device="cuda", **bad))
-    say_baseline(records, GPU, tmp_path)
+    add_baseline_notes(records, GPU, tmp_path)
     assert [one["baseline"] for one in records] == [
         "host.json has pass 90 accepted", "host.json has no such case", "", "", ""
     ]  # fmt: skip
@@ -250,17 +250,19 @@ def test_a_report_says_what_the_baseline_has_of_what_did_not_pass(tmp_path: Path
 
 
 def test_new_cases() -> None:
-    found = judge(run(record(), record("zeros"), record("ties", verdict="fail", message="off")), of_run(run(record())))
-    assert text(found.notes) == ["new: quantize/nvfp4/64x128/bf16/zeros: pass 90"]
-    assert text(found.problems) == ["new, and not pass: quantize/nvfp4/64x128/bf16/ties: fail 90 (off)"]
+    judgement = judge(
+        run(record(), record("zeros"), record("ties", verdict="fail", message="off")), baseline_of(run(record()))
+    )
+    assert text(judgement.notes) == ["new: quantize/nvfp4/64x128/bf16/zeros: pass 90"]
+    assert text(judgement.problems) == ["new, and not pass: quantize/nvfp4/64x128/bf16/ties: fail 90 (off)"]
 
 
 def test_more_skips_than_accepted() -> None:
     skipped = {"verdict": "unsupported", "message": "no door gemm"}
-    accepted = of_run(run(record(), record("zeros", **skipped)))
+    accepted = baseline_of(run(record(), record("zeros", **skipped)))
     assert judge(run(record(), record("zeros", **skipped)), accepted).passed
-    found = judge(run(record(), record("zeros", **skipped), record("ties", **skipped)), accepted)
-    assert text(found.problems) == [
+    judgement = judge(run(record(), record("zeros", **skipped), record("ties", **skipped)), accepted)
+    assert text(judgement.problems) == [
         "new, and not pass: quantize/nvfp4/64x128/bf16/ties: unsupported 90 (no door gemm)",
         "more skips: 2 cases unsupported, and 1 accepted; most often: no door gemm (2)",
     ]
@@ -269,7 +271,7 @@ def test_more_skips_than_accepted() -> None:
 def test_what_is_printed() -> None:
     console = Console(file=io.StringIO(), width=80)
     many = [record(f"file:{n:03}") for n in range(LISTED + 2)]
-    show(judge(run(record(budget_max=0.1, inputs="[b]")), of_run(run(*many))), "host.json", console)
+    show(judge(run(record(budget_max=0.1, inputs="[b]")), baseline_of(run(*many))), "host.json", console)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert lines[:3] == ["new: 1", "  quantize/nvfp4/64x128/bf16/[b]: pass 90, budget 2^-3", "did not run: 52"]
@@ -283,8 +285,8 @@ def test_what_is_printed() -> None:
 # The command
 
 
-def narrowgauge(*words: object) -> Any:
-    return CliRunner().invoke(app, list(map(str, words)))
+def narrowgauge(*message: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, message)))
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -292,13 +294,13 @@ def test_the_command(tmp_path: Path) -> None:
     saved(good, run(record(), product()))
     saved(bad, run(record(mismatches=1, verdict="fail"), product()))
     assert narrowgauge("baseline", "accept", "--run", good, "--baseline", accepted).exit_code == 0
-    found = narrowgauge("gate", "--run", good, "--baseline", accepted)
-    assert (found.exit_code, found.stdout.replace("\n", "")) == (
+    judgement = narrowgauge("gate", "--run", good, "--baseline", accepted)
+    assert (judgement.exit_code, judgement.stdout.replace("\n", "")) == (
         0, f"gate holds against {accepted}: 2 cases as accepted",
     )  # fmt: skip
-    found = narrowgauge("gate", "--run", bad, "--baseline", accepted)
-    assert found.exit_code == 1
-    assert "worse: 1\n  quantize/nvfp4/64x128/bf16/normal: verdict pass → fail, wrong 0 → 1\n" in found.stdout
+    judgement = narrowgauge("gate", "--run", bad, "--baseline", accepted)
+    assert judgement.exit_code == 1
+    assert "worse: 1\n  quantize/nvfp4/64x128/bf16/normal: verdict pass → fail, wrong 0 → 1\n" in judgement.stdout
 
 
 def test_the_command_takes_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,13 @@ import torch
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import FAMILIES, families_of
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import GENERATORS, SCALE_BYTES
 from narrowgauge.harness.inputs.histories import HISTORIES
 from narrowgauge.harness.inputs.inputs import Inputs, make_inputs
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
-from narrowgauge.reference.gemm.gemm import operand
+from narrowgauge.reference.gemm.operands import operand
 from narrowgauge.reference.numbers.blocks import block_amax, pad_columns
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.ops import quantize
@@ -29,11 +30,11 @@ AWKWARD = [(1, 1), (1, 16), (3, 17), (16, 130), (129, 272)]
 
 
 def quantize_case(family: str, shape: tuple[int, int] = (256, 272), dtype: str = "fp32", *flags: str) -> Case:
-    return Case("quantize", "nvfp4", shape, dtype, family, flags)
+    return case_from_labels("quantize", "nvfp4", shape, dtype, family, flags)
 
 
 def gemm_case(family: str, shape: tuple[int, int, int], dtypes: str = "bf16xbf16-fp32", *flags: str) -> Case:
-    return Case("gemm", "nvfp4", shape, dtypes, family, ("tn", *flags))
+    return case_from_labels("gemm", "nvfp4", shape, dtypes, family, ("tn", *flags))
 
 
 def quantized(family: str, shape: tuple[int, int] = (256, 272), dtype: str = "fp32") -> tuple[torch.Tensor, Quantized]:
@@ -113,7 +114,7 @@ def test_columnwise_gives_the_transpose_and_blocks_along_its_rows():
 
 def test_gemm_operands_are_logical_in_every_layout():
     for layout in ("tn", "nn", "nt"):
-        given = make_inputs(Case("gemm", "nvfp4", (48, 64, 32), "fp32xbf16-fp16", "normal", (layout,)))
+        given = make_inputs(case_from_labels("gemm", "nvfp4", (48, 64, 32), "fp32xbf16-fp16", "normal", (layout,)))
         assert given.x.shape == (48, 64)
         assert given.w.shape == (32, 64)
         assert (given.x.dtype, given.w.dtype) == (torch.float32, torch.bfloat16)
@@ -327,7 +328,7 @@ def test_position_is_told_by_codes_and_scale(dtype, role):
 
 @pytest.mark.parametrize("group", [16, 32, 128])
 def test_spread_makes_the_order_of_a_rotation_s_sum_show(group):
-    x = make_inputs(Case("transform", "nvfp4-rht", (256, 256), "bf16", "spread")).x
+    x = make_inputs(case_from_labels("transform", "nvfp4-rht", (256, 256), "bf16", "spread")).x
     products = x.float().view(-1, group) * signs(Hadamard(group)) * coefficient(group)
     rows = products.unbind(1)
     forward, backward = torch.zeros(len(products)), torch.zeros(len(products))
@@ -346,12 +347,12 @@ def test_spread_makes_the_order_of_a_rotation_s_sum_show(group):
 @pytest.mark.parametrize("shape", [(128, 4), (384, 20), (130, 5), (1, 1), (0, 4), (4, 0)])
 def test_bytes_of_a_swizzle_have_any_shape(shape):
     for family in SCALE_BYTES:
-        scales = make_inputs(Case("swizzle", "", shape, "", family)).x
+        scales = make_inputs(case_from_labels("swizzle", "", shape, "", family)).x
         assert (tuple(scales.shape), scales.dtype, scales.is_contiguous()) == (shape, torch.uint8, True)
 
 
 def test_places_are_told_by_bytes():
-    scales = make_inputs(Case("swizzle", "", (512, 32), "", "position")).x
+    scales = make_inputs(case_from_labels("swizzle", "", (512, 32), "", "position")).x
     tiles = scales.view(4, 128, 8, 4).transpose(1, 2)
     for tile in tiles.reshape(-1, 128, 4):
         assert len(tile.unique()) == 256
@@ -364,7 +365,7 @@ def test_places_are_told_by_bytes():
 
 
 def test_random_bytes_are_of_every_value():
-    assert len(make_inputs(Case("swizzle", "", (128, 64), "", "bytes")).x.unique()) == 256
+    assert len(make_inputs(case_from_labels("swizzle", "", (128, 64), "", "bytes")).x.unique()) == 256
 
 
 # Families of gemm.

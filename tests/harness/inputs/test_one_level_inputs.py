@@ -6,15 +6,15 @@ import math
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.generators import GENERATORS, midpoints
 from narrowgauge.harness.inputs.histories import HISTORIES
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.reference.ops import dequantize, quantize
 from narrowgauge.reference.quantize.layout import elements, rowwise_codes
-from narrowgauge.reference.quantize.quantize import block_amaxes
 from narrowgauge.reference.quantize.scaling import element_factors, encode_scales, per_row, scale_elements
+from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from narrowgauge.spec.recipes import find_recipe
@@ -24,13 +24,13 @@ MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4", "mxfp8-2d
 FP8 = ("fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e5m2-pow2", "fp8-current-e4m3", "fp8-delayed-e5m2")
 
 
-def case_of(rule, family, shape=(256, 288), dtype="fp32", *flags, operation="quantize"):
-    return Case(operation, rule, shape, dtype, family, flags)
+def case_of(recipe, family, shape=(256, 288), dtype="fp32", *flags, operation="quantize"):
+    return case_from_labels(operation, recipe, shape, dtype, family, flags)
 
 
-def quantized(rule, family, shape=(256, 288), dtype="fp32"):
-    given = make_inputs(case_of(rule, family, shape, dtype))
-    return given.x, quantize(given.x, rule, scale=given.scale.get("x"))
+def quantized(recipe, family, shape=(256, 288), dtype="fp32"):
+    given = make_inputs(case_of(recipe, family, shape, dtype))
+    return given.x, quantize(given.x, recipe, scale=given.scale.get("x"))
 
 
 def scaled(x, q):
@@ -74,8 +74,10 @@ def digest(tensors):
 @pytest.mark.parametrize("case", KNOWN)
 def test_families_of_nvfp4_keep_their_bytes(case):
     """What reports and baselines of earlier runs say of an id stays true."""
-    operation, rule, shape, dtype, inputs, flags = case
-    assert digest(make_inputs(Case(operation, rule, shape, dtype, inputs, flags)).tensors()) == KNOWN[case]
+    operation, recipe, shape, dtype, inputs, flags = case
+    assert (
+        digest(make_inputs(case_from_labels(operation, recipe, shape, dtype, inputs, flags)).tensors()) == KNOWN[case]
+    )
 
 
 # Every family.
@@ -84,11 +86,11 @@ def test_families_of_nvfp4_keep_their_bytes(case):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", families_of("quantize"))
 def test_any_shape_and_dtype(family, dtype):
-    for rule in ("mxfp8-e5m2", "mxfp4", "mxfp8-2d", "fp8-block-128x128-e4m3-fp32", "fp8-delayed-e5m2"):
+    for recipe in ("mxfp8-e5m2", "mxfp4", "mxfp8-2d", "fp8-block-128x128-e4m3-fp32", "fp8-delayed-e5m2"):
         for shape in ((1, 1), (129, 130), (0, 32), (32, 0)):
             for flags in ((), ("columnwise",)):
-                x = make_inputs(case_of(rule, family, shape, dtype, *flags)).x
-                in_place = find_recipe(rule).columnwise == "in-place"
+                x = make_inputs(case_of(recipe, family, shape, dtype, *flags)).x
+                in_place = find_recipe(recipe).columnwise == "in-place"
                 assert tuple(x.shape) == (shape[::-1] if flags and not in_place else shape)
                 assert x.dtype == TORCH_DTYPES[dtype]
                 assert x.is_contiguous()
@@ -163,11 +165,11 @@ def test_scale_edges_tell_every_two_rules_apart(one, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MX)
 def test_scale_edges_are_on_and_beside_every_edge(name, dtype):
-    rule = find_recipe(name)
-    x = make_inputs(case_of(name, "scale-edges", (512, 1024) if rule.block[0] == 1 else (1536, 1536), dtype)).x
-    amax = block_amaxes(x, rule)[:: rule.block[0]].to(x.dtype)
+    recipe = find_recipe(name)
+    x = make_inputs(case_of(name, "scale-edges", (512, 1024) if recipe.block[0] == 1 else (1536, 1536), dtype)).x
+    amax = block_amaxes(x, recipe)[:: recipe.block[0]].to(x.dtype)
     mantissa = torch.frexp(amax.float()).mantissa * 2
-    element = rule.element
+    element = recipe.element
     edges = (1.0, math.frexp(element.max)[0] * 2, 1.75, 2 - 2.0 ** -(element.mantissa_bits + 1))
     eps = torch.finfo(x.dtype).eps
     for edge in edges:
@@ -184,10 +186,10 @@ def test_scale_edges_are_on_and_beside_every_edge(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "fp8-block-1x128-e4m3-fp32"])
 def test_every_exponent_is_the_amax_of_a_block(name, dtype):
-    rule = find_recipe(name)
-    height, width = rule.block
+    recipe = find_recipe(name)
+    height, width = recipe.block
     x = make_inputs(case_of(name, "every-exponent", (24 * height, 12 * width), dtype)).x
-    amax = block_amaxes(x, rule)[:: 1 if rule.stored_rows > 1 else height]
+    amax = block_amaxes(x, recipe)[:: 1 if recipe.stored_rows > 1 else height]
     limits = torch.finfo(x.dtype)
     low = exponent_of(torch.tensor(limits.smallest_normal * limits.eps, dtype=torch.float64)).item()
     high = exponent_of(torch.tensor(limits.max)).item()
@@ -234,8 +236,8 @@ def test_position_is_told_by_codes_and_scale(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-2d", "fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e5m2-pow2"])
 def test_nan_fills_a_block_and_infinity_leaves_blocks_finite(name, dtype):
-    rule = find_recipe(name)
-    height, width = rule.block
+    recipe = find_recipe(name)
+    height, width = recipe.block
     shape = (4 * height if height > 1 else 256, 4 * width)
 
     def blocks(mask):
@@ -251,10 +253,10 @@ def test_nan_fills_a_block_and_infinity_leaves_blocks_finite(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MX)
 def test_lattice_has_equal_scales_and_loses_nothing(name, dtype):
-    for rule in (name, "fp8-block-1x128-e4m3-fp32", "fp8-current-e5m2"):
-        case = Case("gemm", rule, (96, 288, 80), f"{dtype}x{dtype}-fp32", "lattice", ("tn",))
+    for recipe in (name, "fp8-block-1x128-e4m3-fp32", "fp8-current-e5m2"):
+        case = case_from_labels("gemm", recipe, (96, 288, 80), f"{dtype}x{dtype}-fp32", "lattice", ("tn",))
         for x in (make_inputs(case).x, make_inputs(case).w):
-            q = quantize(x, rule)
+            q = quantize(x, recipe)
             assert len(q.scales.unique()) == 1
             assert torch.equal(dequantize(q), x.float())
 
@@ -286,10 +288,12 @@ def test_every_operand_and_section_has_its_scale():
     )
     assert sections.scale["x"].shape == (4,)
     assert len(sections.scale["x"].unique()) == 4
-    gemm = Case("gemm", "fp8-delayed-e4m3+fp8-delayed-e5m2", (48, 64, 32), "bf16xbf16-bf16", "normal", ("tn",))
+    gemm = case_from_labels(
+        "gemm", "fp8-delayed-e4m3+fp8-delayed-e5m2", (48, 64, 32), "bf16xbf16-bf16", "normal", ("tn",)
+    )
     given = make_inputs(gemm)
     assert {name: tuple(scale.shape) for name, scale in given.scale.items()} == {"x": (1,), "w": (1,)}
-    assert make_inputs(Case("gemm", "nvfp4", (16, 16, 16), "bf16xbf16-bf16", "normal", ("tn",))).scale == {}
+    assert make_inputs(case_from_labels("gemm", "nvfp4", (16, 16, 16), "bf16xbf16-bf16", "normal", ("tn",))).scale == {}
     assert any(tensor is given.scale["w"] for tensor in given.tensors())  # so the digest of the inputs has it
 
 
@@ -297,7 +301,7 @@ def test_every_operand_and_section_has_its_scale():
 
 
 def history_of(family, shape=(16, 64)):
-    given = make_inputs(Case("update-scale", "fp8-delayed-e4m3", shape, "", family))
+    given = make_inputs(case_from_labels("update-scale", "fp8-delayed-e4m3", shape, "", family))
     return given.x, given.scale["x"]
 
 

@@ -15,8 +15,9 @@ from narrowgauge.reference.numbers.blocks import block_amax, over_tiles
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales
-from narrowgauge.reference.quantize.quantize import encode_elements, quantize_both, quantize_grouped
+from narrowgauge.reference.quantize.quantize import quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale, unrounded_scales
+from narrowgauge.reference.quantize.steps import encode_elements
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.operation_cases import (
     fails,
@@ -32,8 +33,8 @@ from tests.harness.sample_backends import backend
 from tests.native.samples import nearly_tied
 
 
-def halves_swapped(x, rule, **options):
-    return quantize_both(x.T, rule, **options) if x.shape[0] == x.shape[1] else quantize_both(x, rule, **options)
+def halves_swapped(x, recipe, **options):
+    return quantize_both(x.T, recipe, **options) if x.shape[0] == x.shape[1] else quantize_both(x, recipe, **options)
 
 
 def test_halves_in_the_wrong_order():
@@ -44,8 +45,8 @@ def test_halves_in_the_wrong_order():
 
 
 def test_a_half_that_is_another_when_it_is_made_alone():
-    def door(x, rule, **options):
-        row, column = quantize_both(x, rule, **options)
+    def door(x, recipe, **options):
+        row, column = quantize_both(x, recipe, **options)
         if row is None:
             column.codes[3, 4] ^= 1
         return row, column
@@ -57,32 +58,32 @@ def test_a_half_that_is_another_when_it_is_made_alone():
 def test_a_columnwise_half_that_is_not_rotated_or_a_rowwise_one_that_is():
     case = quantize_case("nvfp4-rht", "both", shape=(64, 64))
 
-    def rotating_neither(x, rule, **options):
+    def rotating_neither(x, recipe, **options):
         row, column = quantize_both(x, find_recipe("nvfp4"), **options)
         return row, column
 
-    def rotating_both(x, rule, *, rowwise=True, columnwise=True):
-        row, column = quantize_both(x, rule, rowwise=rowwise, columnwise=columnwise)
-        return row and reference.quantize(x, rule), column
+    def rotating_both(x, recipe, *, rowwise=True, columnwise=True):
+        row, column = quantize_both(x, recipe, rowwise=rowwise, columnwise=columnwise)
+        return row and reference.quantize(x, recipe), column
 
     fails(case, "columnwise.amax", quantize_both=rotating_neither)
     fails(case, "rowwise.amax", quantize_both=rotating_both)
 
 
 def test_a_half_that_was_not_asked_for():
-    record = run(quantize_case("nvfp4", "both"), quantize_both=lambda x, rule, **options: quantize_both(x, rule))
+    record = run(quantize_case("nvfp4", "both"), quantize_both=lambda x, recipe, **options: quantize_both(x, recipe))
     assert record.message == "quantize_both gave a columnwise half, columnwise=False"
-    record = run(quantize_case("nvfp4", "both"), quantize_both=lambda x, rule: (reference.quantize(x, rule), None))
+    record = run(quantize_case("nvfp4", "both"), quantize_both=lambda x, recipe: (reference.quantize(x, recipe), None))
     assert record.message == "quantize_both gave no columnwise half, columnwise=True"
     record = run(quantize_case("nvfp4", "both"), quantize_both=reference.quantize)
     assert record.message == "quantize_both gave Quantized; it gives a rowwise and a columnwise half"
 
 
 def test_a_kernel_that_makes_both_halves_or_nothing_shows_no_halves():
-    def door(x, rule, *, rowwise=True, columnwise=True):
+    def door(x, recipe, *, rowwise=True, columnwise=True):
         if not (rowwise and columnwise):
             raise NotImplementedError("both or nothing")
-        return quantize_both(x, rule)
+        return quantize_both(x, recipe)
 
     record = passes(quantize_case("nvfp4", "both"), quantize_both=door)
     assert not_compared([record.to_dict()]) == "Not compared: stages not observed: quantize halves in 1 case."
@@ -129,8 +130,8 @@ def test_a_swizzle_of_another_shape_is_an_error():
 
 
 def swizzled_by(layout):
-    def door(x, rule, *, swizzled=False, **options):
-        q = reference.quantize(x, rule, **options)
+    def door(x, recipe, *, swizzled=False, **options):
+        q = reference.quantize(x, recipe, **options)
         return replace(q, scales=layout(q.scales), swizzled=True) if swizzled else q
 
     return door
@@ -147,7 +148,7 @@ def test_scales_in_another_layout_are_blamed_on_the_layout_alone(usage):
 
 
 def test_swizzled_scales_have_whole_tiles():
-    record = run(quantize_case("nvfp4", "swizzled"), quantize=lambda x, rule, swizzled: reference.quantize(x, rule))
+    record = run(quantize_case("nvfp4", "swizzled"), quantize=lambda x, recipe, swizzled: reference.quantize(x, recipe))
     assert record.verdict == "error"
     assert record.message == (
         "quantize gave scales as uint8 of shape (48, 4); nvfp4 of (48, 64), swizzled, has uint8 of shape (128, 4)"
@@ -159,8 +160,8 @@ def one_wrong_scale(q):
 
 
 def test_a_wrong_scale_of_swizzled_ones_is_a_wrong_scale():
-    def door(x, rule, *, swizzled=False):
-        q = reference.quantize(x, rule)
+    def door(x, recipe, *, swizzled=False):
+        q = reference.quantize(x, recipe)
         q.scales[17, 2] ^= 1
         return replace(q, scales=reference.swizzle(q.scales), swizzled=True)
 
@@ -168,11 +169,11 @@ def test_a_wrong_scale_of_swizzled_ones_is_a_wrong_scale():
     assert "1 of 192 block scales differ, each by 1 step, at row 17, column 2" in record.message
 
 
-def stale_amax(x, sizes, rule, **options):
-    q = quantize_grouped(x, sizes, rule, **options)
+def stale_amax(x, sizes, recipe, **options):
+    q = quantize_grouped(x, sizes, recipe, **options)
     parts, last = [], None
     for part, section in zip(torch.split(x, sizes.tolist()), q.sections(), strict=True):
-        parts.append(section if last is None else reference.quantize(part, rule, amax=last))
+        parts.append(section if last is None else reference.quantize(part, recipe, amax=last))
         last = section.amax
     return parts
 
@@ -182,9 +183,9 @@ def test_a_wrong_amax_of_columnwise_tiles_is_one_finding():
     x = nearly_tied()
     case = grouped_case("nvfp4-2d-4over6-256-mae", "even:2", "columnwise", shape=tuple(x.shape))
 
-    def door(given, sizes, rule, **options):
+    def door(given, sizes, recipe, **options):
         amaxes = [part.abs().amax().float() for part in torch.split(given, sizes.tolist())]
-        return reference.quantize_grouped(given, sizes, rule, **options, amax=2 * torch.stack(amaxes))
+        return reference.quantize_grouped(given, sizes, recipe, **options, amax=2 * torch.stack(amaxes))
 
     outcome = judge_quantize_grouped(case, Inputs(x), backend(quantize_grouped=door))
     assert [stage.stage for stage in outcome.stages if stage.sentence] == ["amax"]
@@ -202,25 +203,25 @@ def test_the_amax_of_the_section_before():
 
 
 def test_one_amax_for_all_sections():
-    def door(x, sizes, rule):
-        return quantize_grouped(x, sizes, rule, amax=x.float().abs().amax().expand(len(sizes)).contiguous())
+    def door(x, sizes, recipe):
+        return quantize_grouped(x, sizes, recipe, amax=x.float().abs().amax().expand(len(sizes)).contiguous())
 
     fails(grouped_case("nvfp4", "ragged:3"), "amax", quantize_grouped=door)
 
 
 def test_random_bits_that_every_section_begins_anew():
-    def door(x, sizes, rule, *, random):
-        return [reference.quantize(part, rule, random=random) for part in torch.split(x, sizes.tolist())]
+    def door(x, sizes, recipe, *, random):
+        return [reference.quantize(part, recipe, random=random) for part in torch.split(x, sizes.tolist())]
 
     record = fails(grouped_case("nvfp4-sr", "even:3"), "codes", quantize_grouped=door)
     assert record.message.startswith("codes: section 1 of 3: ")
 
 
 def test_random_bits_that_rows_share():
-    def door(x, rule, *, random):
+    def door(x, recipe, *, random):
         bits = make_inputs(quantize_case("nvfp4-sr", "words")).random["x"] if isinstance(random, tuple) else random
         shared = bits[:1].expand(x.shape[0], -1).contiguous()
-        return reference.quantize(x, rule, random=shared)
+        return reference.quantize(x, recipe, random=shared)
 
     for flags in ((), ("words",)):
         record = fails(quantize_case("nvfp4-sr", *flags), "codes", quantize=door)
@@ -228,44 +229,44 @@ def test_random_bits_that_rows_share():
 
 
 def test_bytes_of_a_word_in_the_wrong_order():
-    def door(x, rule, *, random):
+    def door(x, recipe, *, random):
         turned = random.view(torch.uint8).view(*random.shape, 4).flip(-1).contiguous().view(torch.int32).squeeze(-1)
-        return reference.quantize(x, rule, random=turned)
+        return reference.quantize(x, recipe, random=turned)
 
     fails(quantize_case("nvfp4-sr", "words"), "codes", quantize=door)
 
 
 def test_the_offset_of_the_other_half():
-    def door(x, rule, *, random, **options):
-        return quantize_both(x, rule, random=(random[0], random[1] - 1), **options)
+    def door(x, recipe, *, random, **options):
+        return quantize_both(x, recipe, random=(random[0], random[1] - 1), **options)
 
     fails(quantize_case("nvfp4-sr", "both"), "rowwise.codes", quantize_both=door)
 
-    def same(x, rule, *, random, rowwise=True, columnwise=True):
-        row, column = quantize_both(x, rule, random=random, rowwise=rowwise, columnwise=columnwise)
-        return row, column and reference.quantize(x.T, rule, random=random)
+    def same(x, recipe, *, random, rowwise=True, columnwise=True):
+        row, column = quantize_both(x, recipe, random=random, rowwise=rowwise, columnwise=columnwise)
+        return row, column and reference.quantize(x.T, recipe, random=random)
 
     fails(quantize_case("nvfp4-sr", "both"), "columnwise.codes", quantize_both=same)
 
 
 def test_rounding_to_nearest_where_it_should_be_stochastic():
-    fails(quantize_case("nvfp4-sr"), "codes", quantize=lambda x, rule, random: reference.quantize(x, "nvfp4"))
+    fails(quantize_case("nvfp4-sr"), "codes", quantize=lambda x, recipe, random: reference.quantize(x, "nvfp4"))
 
 
 def test_tiles_of_eight_rows():
-    def door(x, rule):
-        right = reference.quantize(x, rule)
+    def door(x, recipe):
+        right = reference.quantize(x, recipe)
         blocks = over_tiles(block_amax(x, 16), 8)
-        scales = block_scales(blocks, right.tensor_scale, rule)
-        return replace(right, scales=scales, codes=encode_elements(x, scales, right.tensor_scale, rule))
+        scales = block_scales(blocks, right.tensor_scale, recipe)
+        return replace(right, scales=scales, codes=encode_elements(x, scales, right.tensor_scale, recipe))
 
     record = fails(quantize_case("nvfp4-2d"), "scales", quantize=door)
     assert stages(record)["codes"]["sentence"] == ""
 
 
 def test_the_scale_of_a_tile_that_is_written_for_its_first_row_only():
-    def door(x, rule):
-        q = reference.quantize(x, rule)
+    def door(x, recipe):
+        q = reference.quantize(x, recipe)
         scales = torch.zeros_like(q.scales)
         scales[::16] = q.scales[::16]
         return replace(q, scales=scales)
@@ -274,15 +275,15 @@ def test_the_scale_of_a_tile_that_is_written_for_its_first_row_only():
     assert "180 of 192 block scales differ" in record.message
 
 
-def where_equal_four(x, rule):
+def where_equal_four(x, recipe):
     """4over6 with ≤ in place of <: seen where the two are as near."""
-    q = reference.quantize(x, rule)
-    base = unrounded_scales(block_amax(x, 16), q.tensor_scale, rule)
-    six, four = (encode(scale, rule.scale) for scale in (base, base * 1.5))
+    q = reference.quantize(x, recipe)
+    base = unrounded_scales(block_amax(x, 16), q.tensor_scale, recipe)
+    six, four = (encode(scale, recipe.scale) for scale in (base, base * 1.5))
     alone = (x.view(len(x), -1, 16) != 0).sum(2) <= 1
-    tie = alone & (decode(four, rule.scale) == 1.5 * decode(six, rule.scale))
+    tie = alone & (decode(four, recipe.scale) == 1.5 * decode(six, recipe.scale))
     scales = torch.where(tie, four, q.scales)
-    return replace(q, scales=scales, codes=encode_elements(x, scales, q.tensor_scale, rule))
+    return replace(q, scales=scales, codes=encode_elements(x, scales, q.tensor_scale, recipe))
 
 
 @pytest.mark.parametrize("mode", ["mae", "mse"])
@@ -296,14 +297,14 @@ def test_four_where_it_is_no_better_than_six(most, mode):
 
 def test_an_error_of_the_other_mode():
     case = quantize_case("nvfp4-4over6-448-mae", shape=(128, 128))
-    fails(case, "scales", quantize=lambda x, rule: reference.quantize(x, "nvfp4-4over6-448-mse"))
+    fails(case, "scales", quantize=lambda x, recipe: reference.quantize(x, "nvfp4-4over6-448-mse"))
 
 
 def test_columnwise_tiles_that_choose_for_themselves():
     """The columnwise half is the transpose of the rowwise one, although its own sums of errors round otherwise."""
 
-    def door(x, rule, *, rowwise=True, columnwise=True):
-        row, column = quantize_both(x, rule, rowwise=rowwise, columnwise=columnwise)
+    def door(x, recipe, *, rowwise=True, columnwise=True):
+        row, column = quantize_both(x, recipe, rowwise=rowwise, columnwise=columnwise)
         if column is not None:
             column.scales[16:32, 1] = column.scales[16:32, 1] ^ 1
         return row, column
@@ -313,9 +314,9 @@ def test_columnwise_tiles_that_choose_for_themselves():
 
 @pytest.mark.parametrize("given", [("codes", "scales", "amax", "tensor_scale"), ("codes", "scales", "amax")])
 def test_the_amax_of_the_neighbouring_row(given):
-    def door(x, rule):
-        neighbour = reference.quantize(x, rule).amax.roll(1)
-        q = reference.quantize(x, rule, amax=neighbour)
+    def door(x, recipe):
+        neighbour = reference.quantize(x, recipe).amax.roll(1)
+        q = reference.quantize(x, recipe, amax=neighbour)
         return {name: getattr(q, name) for name in given}
 
     record = fails(quantize_case("nvfp4-rowscaled"), "amax", quantize=door)
@@ -325,17 +326,17 @@ def test_the_amax_of_the_neighbouring_row(given):
 
 
 def test_the_scale_of_the_neighbouring_row():
-    def door(x, rule):
-        right = reference.quantize(x, rule)
-        encode = tensor_scale(right.amax.roll(1), rule)
-        scales = block_scales(block_amax(x, 16), encode, rule)
-        return encode_elements(x, scales, encode, rule), scales, right.amax
+    def door(x, recipe):
+        right = reference.quantize(x, recipe)
+        encode = tensor_scale(right.amax.roll(1), recipe)
+        scales = block_scales(block_amax(x, 16), encode, recipe)
+        return encode_elements(x, scales, encode, recipe), scales, right.amax
 
     fails(quantize_case("nvfp4-rowscaled"), "scales", quantize=door)
 
 
 def test_one_amax_where_every_row_has_one():
-    record = run(quantize_case("nvfp4-rowscaled"), quantize=lambda x, rule: reference.quantize(x, "nvfp4"))
+    record = run(quantize_case("nvfp4-rowscaled"), quantize=lambda x, recipe: reference.quantize(x, "nvfp4"))
     assert record.message == (
         "quantize gave amax as float32 of shape (1,); nvfp4-rowscaled of (48, 64) has float32 of shape (48,)"
     )
@@ -359,8 +360,8 @@ def test_a_section_with_another_bias():
 def test_a_wrong_matrix_of_several_is_named():
     calls = count()
 
-    def door(x, rule):
-        q = reference.quantize(x, rule)
+    def door(x, recipe):
+        q = reference.quantize(x, recipe)
         if next(calls) == 2:
             q.codes[3, 4] ^= 0x10
         return q
@@ -370,8 +371,8 @@ def test_a_wrong_matrix_of_several_is_named():
 
 
 def test_sizes_come_back_as_they_were():
-    def door(x, sizes, rule):
-        q = quantize_grouped(x, sizes.clone(), rule)
+    def door(x, sizes, recipe):
+        q = quantize_grouped(x, sizes.clone(), recipe)
         sizes[0] += 1
         return q
 

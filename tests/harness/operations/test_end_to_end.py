@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.quantized import gemm_quantized
@@ -16,16 +16,16 @@ DOORS = {name: getattr(reference, name) for name in (
     "quantize", "quantize_both", "quantize_grouped", "gemm", "gemm_grouped", "pad_sections", "unpad_sections",
 )} | {"gemm_quantized": gemm_quantized}  # fmt: skip
 
-GROUPED = Case("gemm-grouped", "mxfp8-e4m3", (48, 64, 24), "bf16xbf16-fp32", "normal", ("ragged:3",))
+GROUPED = case_from_labels("gemm-grouped", "mxfp8-e4m3", (48, 64, 24), "bf16xbf16-fp32", "normal", ("ragged:3",))
 CASES = {
     "gemm": GEMM,
-    "gemm with addends": replace(GEMM, flags=("tn", "accumulate", "bias")),
-    "columnwise": replace(GEMM, recipe="mxfp8-e4m3", flags=("nt",)),
-    "quantized": Case(
+    "gemm with addends": replace(GEMM, accumulate=True, bias=True),
+    "columnwise": replace(GEMM, recipe="mxfp8-e4m3", layout="nt"),
+    "quantized": case_from_labels(
         "gemm-quantized", "mxfp8-e4m3", (16, 64, 32), "bf16xbf16-fp32", "normal", ("tn", "mxfp8-e4m3"),
     ),
     "grouped": GROUPED,
-    "padded": replace(GROUPED, flags=("ragged:3", "padded", "bias")),
+    "padded": replace(GROUPED, sections="ragged:3", padded=True, bias=True),
 }  # fmt: skip
 every_product = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -106,8 +106,8 @@ def test_a_wrong_product_of_right_codes_shows_in_its_stage_and_at_the_end(case):
         spoil(output)
         return output
 
-    def fused(a, b, rule, *, out_dtype, **options):
-        return reference.quantize(gemm(spoil)(a, b, out_dtype=out_dtype, **options), rule)
+    def fused(a, b, recipe, *, out_dtype, **options):
+        return reference.quantize(gemm(spoil)(a, b, out_dtype=out_dtype, **options), recipe)
 
     record = run(case, gemm=gemm(spoil), gemm_grouped=grouped, gemm_quantized=fused)
     assert wrong(record) == ["output"]
@@ -132,12 +132,12 @@ def test_codes_that_other_codes_make_good_show_nothing_at_the_end():
 def test_padding_that_is_not_zero_shows_at_the_end_where_it_raises_an_amax():
     """The end is that of the reference's own padding."""
 
-    def pad(x, sizes, rule):
-        padded, aligned = reference.pad_sections(x, sizes, rule)
+    def pad(x, sizes, recipe):
+        padded, aligned = reference.pad_sections(x, sizes, recipe)
         padded[11:32] = 100 * padded.abs().amax()
         return padded, aligned
 
-    case = replace(GROUPED, recipe="fp8-current-e4m3", shape=(99, 64, 24), flags=("ragged:3", "padded"))
+    case = replace(GROUPED, recipe="fp8-current-e4m3", shape=(99, 64, 24), sections="ragged:3", padded=True)
     record = run(case, pad_sections=pad)
     assert wrong(record) == ["padding", "rows"]
     assert record.outside_share > 0
@@ -150,6 +150,6 @@ def test_a_backend_that_does_not_quantize_multiplies_the_reference_s_operands():
 
 
 def test_what_is_no_product_has_no_end_to_end():
-    for case in (replace(GEMM, shape=(0, 64, 24)), Case("quantize", "nvfp4", (16, 32), "bf16", "normal")):
+    for case in (replace(GEMM, shape=(0, 64, 24)), case_from_labels("quantize", "nvfp4", (16, 32), "bf16", "normal")):
         record = run(case)
         assert (record.verdict, record.outside_share) == ("pass", None)

@@ -18,7 +18,7 @@ def test_a_right_norm_passes_with_figures() -> None:
     x, gamma, beta = given(16, 64), given(64, seed=2), given(64, seed=3)
     found = torch.nn.functional.layer_norm(x.float(), (64,), gamma.float(), beta.float()).bfloat16()
     stage = bounded_stage("step 1 qkv.norm", found, norm_forward(x, gamma, beta, "layer", 1e-5), torch.bfloat16)
-    assert stage.right
+    assert stage.passed
     assert (stage.stage, stage.rule, stage.compared, stage.mismatches) == ("step 1 qkv.norm", "bound", 1024, 0)
     assert 0 < stage.figures["budget_max"] <= 1
     assert stage.figures["exact_share"] == 0
@@ -45,7 +45,7 @@ def test_tensors_of_four_dimensions_and_vectors_have_rows_and_columns() -> None:
     q, k, v = (given(2, 3, 8, 16, seed=seed) for seed in range(3))
     expected = attention_forward(q, k, v)
     found = expected.value.bfloat16()
-    assert bounded_stage("attention", found, expected, torch.bfloat16).right
+    assert bounded_stage("attention", found, expected, torch.bfloat16).passed
     found[1, 2, 7, 3] += 1
     stage = bounded_stage("attention", found, expected, torch.bfloat16)
     assert "at row 47, column 3" in stage.sentence
@@ -73,4 +73,4 @@ def test_another_shape_or_dtype_is_wrong_as_a_whole() -> None:
     stage = bounded_stage("dbias", torch.zeros(8), expected, torch.bfloat16)
     assert stage.sentence == "dbias is (8,) torch.float32, not (8,) torch.bfloat16"
     empty = column_sum(torch.zeros(4, 0))
-    assert bounded_stage("dbias", torch.zeros(0), empty, torch.float32).right
+    assert bounded_stage("dbias", torch.zeros(0), empty, torch.float32).passed

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
@@ -17,8 +17,8 @@ from tests.harness.sample_backends import QUANTIZE, backend, quantize
 
 MX = replace(QUANTIZE, recipe="mxfp8-e4m3@ocp", shape=(32, 64), inputs="nan")  # of a block with a NaN, 255
 BLOCKS = replace(QUANTIZE, recipe="fp8-block-1x128-e4m3-fp32", shape=(16, 256))
-SWIZZLED = replace(QUANTIZE, shape=(130, 80), inputs="position", flags=("swizzled",))
-BOTH = replace(QUANTIZE, flags=("both",))
+SWIZZLED = replace(QUANTIZE, shape=(130, 80), inputs="position", scales="swizzled")
+BOTH = replace(QUANTIZE, usage="both")
 
 
 def run(case, **doors):
@@ -238,7 +238,7 @@ def test_a_second_run_with_other_bits(inputs, before, after):
         out.view(torch.int16)[0, 0] = before if len(calls) == 1 else after
         return out
 
-    case = Case("transform", "nvfp4-rht", (16, 32), "bf16", inputs)
+    case = case_from_labels("transform", "nvfp4-rht", (16, 32), "bf16", inputs)
     record = run(case, transform=transform)
     said = wrong(record)["repeat"]
     assert said.startswith("1 of 512 elements of output differ between first run and second run")

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.inputs import make_inputs
-from narrowgauge.harness.report.text import STAGES, not_compared, stages_of
+from narrowgauge.harness.report.text import STAGES, expected_stages, not_compared
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.show import show_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.delayed import update_scale
 from narrowgauge.reference.quantize.layout import pack, swizzle
-from narrowgauge.reference.quantize.quantize import block_amaxes
 from narrowgauge.reference.quantize.scaling import divide, element_factors, encode_scales, per_row, scale_elements
+from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.formats import E5M2
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, quantize
@@ -28,8 +28,8 @@ MX = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
 FP8 = ("fp8-block-1x128-e4m3-pow2", "fp8-block-128x128-e4m3-fp32", "fp8-current-e4m3", "fp8-delayed-e4m3")
 
 
-def case_of(rule, *flags, shape=(64, 160), inputs="normal", dtype="fp32", operation="quantize"):
-    return Case(operation, rule, shape, dtype, inputs, flags)
+def case_of(recipe, *flags, shape=(64, 160), inputs="normal", dtype="fp32", operation="quantize"):
+    return case_from_labels(operation, recipe, shape, dtype, inputs, flags)
 
 
 def run(case, **doors):
@@ -78,13 +78,13 @@ def test_sections_pass(name, sections, usage):
     case = case_of(name, sections, *usage, shape=(288, 136), operation="quantize-grouped")
     assert passes(case).stages[-1]["compared"] == 288 * 136
     if sections == "front:4":
-        passes(replace(case, shape=(0, 136), flags=("empty:4", *usage)))
+        passes(replace(case, shape=(0, 136), sections="empty:4"))
 
 
 @pytest.mark.parametrize("name", [*MX, *FP8])
 def test_a_wrong_section_is_named(name):
-    def door(x, sizes, rule, **options):
-        q = reference.quantize_grouped(x, sizes, rule, **options)
+    def door(x, sizes, recipe, **options):
+        q = reference.quantize_grouped(x, sizes, recipe, **options)
         q.codes[-1, -1] ^= 1
         return q
 
@@ -98,9 +98,9 @@ def test_a_wrong_section_is_named(name):
 def test_a_columnwise_half_that_is_made_in_place_is_asked_of_quantize_both(name):
     given = []
 
-    def door(x, rule, **options):
+    def door(x, recipe, **options):
         given.append((tuple(x.shape), sorted(options)))
-        return reference.quantize_both(x, rule, **options)
+        return reference.quantize_both(x, recipe, **options)
 
     for view in ((), ("strided",), ("transposed",)):
         passes(case_of(name, "columnwise", *view), quantize_both=door, quantize=None)
@@ -110,9 +110,9 @@ def test_a_columnwise_half_that_is_made_in_place_is_asked_of_quantize_both(name)
 def test_random_bits_of_a_half_that_is_made_in_place():
     given = []
 
-    def door(x, rule, **options):
+    def door(x, recipe, **options):
         given.append(options["random"])
-        return reference.quantize_both(x, rule, **options)
+        return reference.quantize_both(x, recipe, **options)
 
     passes(case_of("mxfp8-e4m3-sr", "columnwise"), quantize_both=door)
     assert all(isinstance(number, int) for number in given[0])
@@ -123,8 +123,8 @@ def test_random_bits_of_a_half_that_is_made_in_place():
     assert list(again.random) == ["xT"]
     wrong = run(
         case_of("mxfp8-e4m3-sr", "columnwise"),
-        quantize_both=lambda x, rule, random, **options: reference.quantize_both(
-            x, rule, random=(random[0], random[1] + 1), **options
+        quantize_both=lambda x, recipe, random, **options: reference.quantize_both(
+            x, recipe, random=(random[0], random[1] + 1), **options
         ),
     )
     assert wrong_stages(wrong) == ["codes"]
@@ -138,8 +138,8 @@ def test_random_bits_of_a_half_that_is_made_in_place():
 def test_findings_of_a_half_in_place_are_in_the_coordinates_of_x(part, flags):
     """Codes lie as x does, (64, 160); a scale at (1, 37) is of column 37 and of the 32 rows from row 32 on."""
 
-    def door(x, rule, **options):
-        row, column = reference.quantize_both(x, rule, **options)
+    def door(x, recipe, **options):
+        row, column = reference.quantize_both(x, recipe, **options)
         if column is not None:
             getattr(column, part)[1, 37] ^= 1
         return row, column
@@ -165,19 +165,19 @@ def test_findings_of_a_tile_begin_at_its_first_row():
     assert element["expected_bits"].startswith("0x")
 
 
-def another_scale(x, rule):
+def another_scale(x, recipe):
     """A quantize with one scale twice as large, and the codes that follow from it."""
-    q = reference.quantize(x, rule)
+    q = reference.quantize(x, recipe)
     q.scales[1, 2] *= 2
-    factors = per_row(element_factors(q.scales, None, rule, x.dtype, block_amaxes(x, rule)), rule, len(x))
-    return replace(q, codes=encode(scale_elements(x, factors, None, rule), rule.element))
+    factors = per_row(element_factors(q.scales, None, recipe, x.dtype, block_amaxes(x, recipe)), recipe, len(x))
+    return replace(q, codes=encode(scale_elements(x, factors, None, recipe), recipe.element))
 
 
 def by_other_rule(other):
     """A quantize that makes its scales, and the codes that follow from them, by another recipe."""
 
-    def door(x, rule, **options):
-        return replace(reference.quantize(x, other(rule), **options), recipe=rule)
+    def door(x, recipe, **options):
+        return replace(reference.quantize(x, other(recipe), **options), recipe=recipe)
 
     return door
 
@@ -185,17 +185,17 @@ def by_other_rule(other):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dialect", ["ocp", "even", "ceil", "compressed-tensors", "floor-448", "nearest"])
 def test_another_rule_for_the_exponent_is_one_finding(dialect, dtype):
-    door = by_other_rule(lambda rule: find_recipe(f"{rule.name}@{dialect}"))
+    door = by_other_rule(lambda recipe: find_recipe(f"{recipe.name}@{dialect}"))
     fails(case_of("mxfp8-e4m3", inputs="scale-edges", dtype=dtype), "scales", quantize=door)
 
 
-def through_log2(x, rule, **options):
-    q = reference.quantize(x, rule, **options)
-    amax = block_amaxes(x, rule)
-    exponent = torch.ceil(torch.log2(amax / torch.full_like(amax, rule.element.max)))
+def through_log2(x, recipe, **options):
+    q = reference.quantize(x, recipe, **options)
+    amax = block_amaxes(x, recipe)
+    exponent = torch.ceil(torch.log2(amax / torch.full_like(amax, recipe.element.max)))
     code = (exponent.nan_to_num(neginf=-127.0) + 127).clamp(0, 254).to(torch.uint8)
     factors = torch.ldexp(torch.ones_like(amax, dtype=torch.float64), 127 - code.int()).float()
-    codes = encode(scale_elements(x, factors, None, rule), rule.element)
+    codes = encode(scale_elements(x, factors, None, recipe), recipe.element)
     return codes, code, q.amax
 
 
@@ -205,11 +205,13 @@ def test_a_logarithm_is_wrong_beside_the_edges_alone():
     assert record.max_ulp == 1
 
 
-def rounding_ties_to_zero(x, rule, **options):
-    q = reference.quantize(x, rule, **options)
-    factors = element_factors(q.scales, q.tensor_scale, rule, x.dtype, block_amaxes(x, rule))
-    codes = encode(scale_elements(x, per_row(factors, rule, len(x)), q.tensor_scale, rule), rule.element, ties="zero")
-    return replace(q, codes=pack(codes) if rule.element.bits == 4 else codes)
+def rounding_ties_to_zero(x, recipe, **options):
+    q = reference.quantize(x, recipe, **options)
+    factors = element_factors(q.scales, q.tensor_scale, recipe, x.dtype, block_amaxes(x, recipe))
+    codes = encode(
+        scale_elements(x, per_row(factors, recipe, len(x)), q.tensor_scale, recipe), recipe.element, ties="zero"
+    )
+    return replace(q, codes=pack(codes) if recipe.element.bits == 4 else codes)
 
 
 @pytest.mark.parametrize("dtype", thinned(["fp32", "bf16", "fp16"], 3))
@@ -222,8 +224,8 @@ def test_another_rounding_of_ties_is_found_on_ties(name, dtype):
 
 @pytest.mark.parametrize("name", ["mxfp8-e5m2", "fp8-current-e5m2", "fp8-block-1x128-e5m2-pow2", "fp8-delayed-e5m2"])
 def test_infinity_that_does_not_saturate(name):
-    def door(x, rule, **options):
-        q = reference.quantize(x, rule, **options)
+    def door(x, recipe, **options):
+        q = reference.quantize(x, recipe, **options)
         return replace(q, codes=torch.where(x == torch.inf, E5M2.inf_code, q.codes).to(torch.uint8))
 
     passes(case_of(name), quantize=door)
@@ -232,9 +234,9 @@ def test_infinity_that_does_not_saturate(name):
 
 
 def test_a_nan_that_becomes_a_number():
-    def door(x, rule, **options):
-        q = reference.quantize(x, rule, **options)
-        return replace(q, codes=torch.where(x.isnan(), rule.element.max_code, q.codes).to(torch.uint8))
+    def door(x, recipe, **options):
+        q = reference.quantize(x, recipe, **options)
+        return replace(q, codes=torch.where(x.isnan(), recipe.element.max_code, q.codes).to(torch.uint8))
 
     for name in ("mxfp8-e4m3", *FP8):
         fails(case_of(name, inputs="nan"), "codes", quantize=door)
@@ -246,10 +248,10 @@ def test_a_nan_that_becomes_a_number():
 def test_elements_that_are_multiplied_by_the_inverse_of_the_inverse(block, kind):
     """fl(1/fl(1/s)) is not s, unless s is a power of two."""
 
-    def door(x, rule, **options):
-        q = reference.quantize(x, rule, **options)
-        factors = per_row(divide(1.0, q.scales), rule, len(x))
-        return replace(q, codes=encode(scale_elements(x, factors, None, rule), rule.element))
+    def door(x, recipe, **options):
+        q = reference.quantize(x, recipe, **options)
+        factors = per_row(divide(1.0, q.scales), recipe, len(x))
+        return replace(q, codes=encode(scale_elements(x, factors, None, recipe), recipe.element))
 
     case = case_of(f"fp8-block-{block}-e4m3-{kind}", inputs="near-ties")
     if kind == "pow2":
@@ -262,13 +264,13 @@ def test_elements_that_are_multiplied_by_the_inverse_of_the_inverse(block, kind)
 def test_scales_that_are_not_cut_to_a_power_of_two_or_are(name):
     other = name.removesuffix("-fp32") + "-pow2"
     for asked, made in ((name, other), (other, name)):
-        record = run(case_of(asked), quantize=by_other_rule(lambda rule, made=made: find_recipe(made)))
+        record = run(case_of(asked), quantize=by_other_rule(lambda recipe, made=made: find_recipe(made)))
         assert wrong_stages(record) == (["scales"] if "block" in name else ["tensor scale"]), record.message
 
 
 @pytest.mark.parametrize(("name", "stage"), [("fp8-block-1x128", "scales"), ("fp8-current", "tensor scale")])
 def test_an_epsilon_that_is_ignored(name, stage):
-    door = by_other_rule(lambda rule: find_recipe(rule.name.partition("-eps")[0]))
+    door = by_other_rule(lambda recipe: find_recipe(recipe.name.partition("-eps")[0]))
     asked = find_recipe(f"{name}-eps1").name
     fails(case_of(asked, inputs="normal-1e-3"), stage, quantize=door)
     passes(case_of(asked, inputs="normal-1e3"), quantize=door)
@@ -279,14 +281,14 @@ def without_tensor_scale(door):
 
 
 def test_a_kernel_of_current_scaling_that_shows_no_scale_is_blamed_for_its_inverse_alone():
-    door = by_other_rule(lambda rule: find_recipe("fp8-current-e4m3-pow2"))
+    door = by_other_rule(lambda recipe: find_recipe("fp8-current-e4m3-pow2"))
     fails(case_of("fp8-current-e4m3"), "scales", quantize=without_tensor_scale(door))
     passes(case_of("fp8-current-e4m3"), quantize=without_tensor_scale(reference.quantize))
 
 
 def test_an_amax_that_is_wrong_is_one_finding():
-    def door(x, rule, **options):
-        return reference.quantize(x, rule, amax=x.abs().amax().view(1) * 2)
+    def door(x, recipe, **options):
+        return reference.quantize(x, recipe, amax=x.abs().amax().view(1) * 2)
 
     fails(case_of("fp8-current-e4m3"), "amax", quantize=door)
 
@@ -301,11 +303,11 @@ def test_delayed_scaling_that_takes_the_scale_of_its_own_input(flags):
     def own(x):
         return encode_scales(x.abs().amax().view(1), find_recipe("fp8-current-e5m2"), x.dtype)
 
-    def one(x, rule, *, scale):
-        return reference.quantize(x, rule, scale=own(x))
+    def one(x, recipe, *, scale):
+        return reference.quantize(x, recipe, scale=own(x))
 
-    def both(x, rule, *, scale, **options):
-        return reference.quantize_both(x, rule, scale=own(x), **options)
+    def both(x, recipe, *, scale, **options):
+        return reference.quantize_both(x, recipe, scale=own(x), **options)
 
     cases = [case_of("fp8-delayed-e5m2", *flags, shape=(n, 160)) for n in range(60, 68)]
     # A given scale is that of x, or another power of two times it.
@@ -316,8 +318,8 @@ def test_delayed_scaling_that_takes_the_scale_of_its_own_input(flags):
 
 
 def test_the_given_scale_is_guarded():
-    def door(x, rule, *, scale):
-        q = reference.quantize(x, rule, scale=scale.clone())
+    def door(x, recipe, *, scale):
+        q = reference.quantize(x, recipe, scale=scale.clone())
         scale.mul_(2)
         return q
 
@@ -326,8 +328,8 @@ def test_the_given_scale_is_guarded():
 
 
 def test_sections_have_a_scale_each():
-    def door(x, sizes, rule, *, scale, **options):
-        return reference.quantize_grouped(x, sizes, rule, scale=scale.roll(1), **options)
+    def door(x, sizes, recipe, *, scale, **options):
+        return reference.quantize_grouped(x, sizes, recipe, scale=scale.roll(1), **options)
 
     case = case_of("fp8-delayed-e4m3", "even:4", shape=(128, 64), operation="quantize-grouped")
     assert make_inputs(case).scale["x"].shape == (4,)
@@ -338,8 +340,8 @@ def test_sections_have_a_scale_each():
 
 
 def test_a_half_in_place_that_is_given_as_the_transpose():
-    def door(x, rule, **options):
-        row, column = reference.quantize_both(x, rule, **options)
+    def door(x, recipe, **options):
+        row, column = reference.quantize_both(x, recipe, **options)
         return row, column and replace(column, codes=column.codes.T.contiguous(), scales=column.scales.T.contiguous())
 
     record = run(case_of("mxfp8-e4m3", "both"), quantize_both=door)
@@ -355,9 +357,9 @@ def test_a_half_in_place_that_is_given_as_the_transpose():
 def test_scales_that_are_swizzled_as_they_lie_in_memory(flags):
     """Tensor cores read the scales of a columnwise operand along its columns: (K, ⌈M/32⌉), not (⌈M/32⌉, K)."""
 
-    def door(x, rule, **options):
-        row, column = reference.quantize_both(x, rule, **options)
-        plain = reference.quantize_both(x, rule, rowwise=False)[1]
+    def door(x, recipe, **options):
+        row, column = reference.quantize_both(x, recipe, **options)
+        plain = reference.quantize_both(x, recipe, rowwise=False)[1]
         lying = swizzle(plain.scales)
         return row, column and replace(column, scales=lying.view(-1)[: column.scales.numel()].view(column.scales.shape))
 
@@ -426,65 +428,65 @@ UPDATES = [
 ]
 
 
-def update_case(rule="fp8-delayed-e4m3", inputs="amaxes", shape=(16, 40)):
-    return Case("update-scale", rule, shape, "", inputs)
+def update_case(recipe="fp8-delayed-e4m3", inputs="amaxes", shape=(16, 40)):
+    return case_from_labels("update-scale", recipe, shape, "", inputs)
 
 
 @pytest.mark.parametrize("inputs", thinned(families_of("update-scale"), 3))
-@pytest.mark.parametrize("rule", UPDATES)
-def test_updates_pass(rule, inputs):
+@pytest.mark.parametrize("recipe", UPDATES)
+def test_updates_pass(recipe, inputs):
     for shape in ((1, 1), (2, 3), (16, 40), (1024, 5), (4, 0)):
-        record = passes(update_case(rule, inputs, shape))
+        record = passes(update_case(recipe, inputs, shape))
         assert [entry["stage"] for entry in record.stages] == ["memory", "repeat", "history", "scale"]
     assert record.dtype == ""
 
 
-def rolled_down(history, scale, rule):
-    made = update_scale(history, scale, rule)[1]
+def rolled_down(history, scale, recipe):
+    made = update_scale(history, scale, recipe)[1]
     wrong = history.roll(1, 0)
     wrong[0] = 0.0
     return wrong, made
 
 
-def not_cleared(history, scale, rule):
-    after, made = update_scale(history, scale, rule)
+def not_cleared(history, scale, recipe):
+    after, made = update_scale(history, scale, recipe)
     after[0] = history[0]
     return after, made
 
 
-def after_the_roll(history, scale, rule):
+def after_the_roll(history, scale, recipe):
     """The maximum of the history once the first is 0 and before the last one is behind it."""
     cleared = history.clone()
     cleared[0] = 0.0
-    return update_scale(history, scale, rule)[0], update_scale(cleared, scale, rule)[1]
+    return update_scale(history, scale, recipe)[0], update_scale(cleared, scale, recipe)[1]
 
 
-def divided_twice(history, scale, rule):
+def divided_twice(history, scale, recipe):
     """As fl(max/amax)·2^-margin, which overflows earlier."""
-    after, made = update_scale(history, scale, find_recipe(rule.name.replace("-margin3", "")))
+    after, made = update_scale(history, scale, find_recipe(recipe.name.replace("-margin3", "")))
     return after, torch.where(made == scale, scale, made * 2.0**-3)
 
 
 def with_rule(**changes):
-    def door(history, scale, rule):
-        return update_scale(history, scale, replace(rule, delayed=replace(rule.delayed, **changes)))
+    def door(history, scale, recipe):
+        return update_scale(history, scale, replace(recipe, delayed=replace(recipe.delayed, **changes)))
 
     return door
 
 
-def infinite(history, scale, rule):
-    after, made = update_scale(history, scale, rule)
+def infinite(history, scale, recipe):
+    after, made = update_scale(history, scale, recipe)
     return after, torch.where(made == torch.finfo(torch.float32).max, torch.inf, made)
 
 
-def with_nan(history, scale, rule):
-    after, made = update_scale(history, scale, rule)
+def with_nan(history, scale, recipe):
+    after, made = update_scale(history, scale, recipe)
     return after, torch.where(history.isnan().any(0), scale, made)
 
 
-def reset(history, scale, rule):
+def reset(history, scale, recipe):
     """1, as for a new tensor, where there is no proper amax."""
-    after, made = update_scale(history, scale, rule)
+    after, made = update_scale(history, scale, recipe)
     return after, torch.where(made == scale, 1.0, made)
 
 
@@ -505,23 +507,23 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.parametrize(("door", "rule", "inputs", "stages"), DEFECTS)
-def test_an_update_with_one_defect(door, rule, inputs, stages):
-    record = fails(update_case(rule, inputs), *stages, update_scale=door)
+@pytest.mark.parametrize(("door", "recipe", "inputs", "stages"), DEFECTS)
+def test_an_update_with_one_defect(door, recipe, inputs, stages):
+    record = fails(update_case(recipe, inputs), *stages, update_scale=door)
     element = record.findings[-1]["elements"][0]
     assert {"tensor", "before", "expected_bits", "actual_bits"} <= element.keys()
 
 
 def test_a_history_that_is_updated_in_place_is_an_input_that_changed():
-    def door(history, scale, rule):
-        history.copy_(update_scale(history, scale, rule)[0])
-        return history.clone(), update_scale(history, scale, rule)[1]
+    def door(history, scale, recipe):
+        history.copy_(update_scale(history, scale, recipe)[0])
+        return history.clone(), update_scale(history, scale, recipe)[1]
 
     assert run(update_case(), update_scale=door).stage == "memory"
 
 
 def test_an_update_of_another_shape_is_an_error():
-    record = run(update_case(), update_scale=lambda history, scale, rule: (history[1:], scale))
+    record = run(update_case(), update_scale=lambda history, scale, recipe: (history[1:], scale))
     assert record.message == (
         "update_scale gave the history as float32 of shape (15, 40), not float32 of shape (16, 40)"
     )
@@ -531,7 +533,7 @@ def test_an_update_of_another_shape_is_an_error():
 
 
 def shown(capsys, case, at=None, **doors):
-    right = show_case(case, backend(**{**REFERENCE, **doors}), device="cpu", seed=0, source=None, at=at)
+    right = show_case(case, backend(**{**REFERENCE, **doors}), device="cpu", seed=0, source=None, place=at)
     return right, capsys.readouterr().out
 
 
@@ -544,8 +546,8 @@ def test_show_of_a_half_in_place_goes_down_a_column(capsys):
 
 
 def test_show_goes_to_what_is_wrong_in_a_half_in_place(capsys):
-    def door(x, rule, **options):
-        row, column = reference.quantize_both(x, rule, **options)
+    def door(x, recipe, **options):
+        row, column = reference.quantize_both(x, recipe, **options)
         if column is not None:
             column.codes[41, 37] ^= 1
         return row, column
@@ -588,8 +590,8 @@ def test_show_of_a_byte_that_is_no_code(capsys):
 
 
 def test_show_of_an_update_goes_to_its_first_wrong_scale(capsys):
-    def door(history, scale, rule):
-        after, made = update_scale(history, scale, rule)
+    def door(history, scale, recipe):
+        after, made = update_scale(history, scale, recipe)
         made[21] *= 2
         return after, made
 
@@ -603,11 +605,15 @@ def test_show_of_an_update_goes_to_its_first_wrong_scale(capsys):
 def test_what_is_not_there_is_not_missed():
     """An MX operand has neither amax nor tensor scale, so that no kernel has to show them."""
     plain = ("scales", "codes", "values")
-    assert stages_of("quantize", "", "mxfp8-e4m3") == stages_of("quantize", "", "fp8-block-1x128-e4m3-fp32") == plain
-    assert stages_of("quantize", "", "fp8-current-e4m3") == STAGES["quantize"]
-    assert stages_of("quantize", "both", "mxfp4")[:2] == ("rowwise.scales", "rowwise.codes")
-    assert stages_of("gemm", "tn", "mxfp8-e4m3+mxfp4") == ("x.scales", "x.codes", "w.scales", "w.codes", "output")
-    quantized = stages_of("gemm-quantized", "tn+fp8-current-e4m3", "mxfp8-e4m3")
+    assert (
+        expected_stages("quantize", "", "mxfp8-e4m3")
+        == expected_stages("quantize", "", "fp8-block-1x128-e4m3-fp32")
+        == plain
+    )
+    assert expected_stages("quantize", "", "fp8-current-e4m3") == STAGES["quantize"]
+    assert expected_stages("quantize", "both", "mxfp4")[:2] == ("rowwise.scales", "rowwise.codes")
+    assert expected_stages("gemm", "tn", "mxfp8-e4m3+mxfp4") == ("x.scales", "x.codes", "w.scales", "w.codes", "output")
+    quantized = expected_stages("gemm-quantized", "tn+fp8-current-e4m3", "mxfp8-e4m3")
     assert {"output.amax", "fused.tensor scale"} < set(quantized)
     assert "x.amax" not in quantized
-    assert stages_of("quantize", "", "a recipe of another release") == STAGES["quantize"]
+    assert expected_stages("quantize", "", "a recipe of another release") == STAGES["quantize"]

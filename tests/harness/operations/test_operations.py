@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import families_of
-from narrowgauge.harness.cases.schema import KEYS
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
 from narrowgauge.harness.inputs.inputs import laid_out, make_inputs
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.reference import ops as reference
@@ -81,8 +80,8 @@ def test_views_are_given_as_views(view, shape, flags):
 
 @pytest.mark.parametrize(("view", "stage"), [("strided", "repeat"), ("transposed", "scales")])
 def test_a_kernel_that_reads_a_view_as_if_it_were_contiguous_fails(view, stage):
-    def careless(x, rule):
-        return reference.quantize(x.as_strided(x.shape, (x.shape[1], 1)), rule)
+    def careless(x, recipe):
+        return reference.quantize(x.as_strided(x.shape, (x.shape[1], 1)), recipe)
 
     fails(quantize_case("nvfp4", view, shape=(48, 128)), stage, quantize=careless)
 
@@ -93,9 +92,9 @@ def test_random_bits_are_given_as_seed_and_offset_or_as_words(usage, words):
     given = []
 
     def spying(door):
-        def call(x, rule, **options):
+        def call(x, recipe, **options):
             given.append(options["random"])
-            return door(x, rule, **options)
+            return door(x, recipe, **options)
 
         return call
 
@@ -149,8 +148,8 @@ SECTION_FORMS = {
 @pytest.mark.parametrize("usage", [(), ("columnwise",)])
 @pytest.mark.parametrize("form", SECTION_FORMS)
 def test_sections_may_be_given_as(form, usage):
-    def door(x, sizes, rule, **options):
-        return SECTION_FORMS[form](reference.quantize_grouped(x, sizes, rule, **options))
+    def door(x, sizes, recipe, **options):
+        return SECTION_FORMS[form](reference.quantize_grouped(x, sizes, recipe, **options))
 
     record = passes(grouped_case("nvfp4", "front:4", *usage), quantize_grouped=door)
     assert ("amax" in stages(record)) == ("without" not in form)
@@ -176,8 +175,8 @@ def test_a_grouped_product_needs_no_quantize():
 
 
 @pytest.mark.parametrize("layout", ["tn", "nn", "nt"])
-@pytest.mark.parametrize("rule", ["nvfp4", "nvfp4-rowscaled+nvfp4-2d", "nvfp4-sr", "nvfp4-2d-4over6-256-mae"])
-def test_operands_that_lie_the_other_way_round_are_columnwise_halves(rule, layout):
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-rowscaled+nvfp4-2d", "nvfp4-sr", "nvfp4-2d-4over6-256-mae"])
+def test_operands_that_lie_the_other_way_round_are_columnwise_halves(recipe, layout):
     calls = []
 
     def spying(name):
@@ -187,7 +186,7 @@ def test_operands_that_lie_the_other_way_round_are_columnwise_halves(rule, layou
 
         return call
 
-    case = gemm_case(rule, layout)
+    case = gemm_case(recipe, layout)
     passes(case, gemm=reference.gemm, **{name: spying(name) for name in ("quantize", "quantize_both")})
     x = ("quantize_both", (64, 48), False) if layout == "nt" else ("quantize", (48, 64), True)
     w = ("quantize", (32, 64), True) if layout == "tn" else ("quantize_both", (64, 32), False)
@@ -197,9 +196,9 @@ def test_operands_that_lie_the_other_way_round_are_columnwise_halves(rule, layou
     assert calls == [("quantize", (48, 64), True), ("quantize", (32, 64), True)]
 
 
-@pytest.mark.parametrize("rule", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht-sr", "nvfp4-rht+nvfp4-2d-rht"])
-def test_rotations_cancel_in_a_product(rule):
-    case = gemm_case(rule, "nt", "bias")
+@pytest.mark.parametrize("recipe", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht-sr", "nvfp4-rht+nvfp4-2d-rht"])
+def test_rotations_cancel_in_a_product(recipe):
+    case = gemm_case(recipe, "nt", "bias")
     assert passes(case).sqnr_db == float("inf")
     passes(case, quantize=rotating()["quantize"], gemm=reference.gemm)
 
@@ -217,18 +216,20 @@ def test_swizzles_pass(inputs, shape):
 # Doors that are not there.
 
 
-@pytest.mark.parametrize("operation", KEYS)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_door_that_is_not_there_is_unsupported(operation):
     cases = {
         "quantize": quantize_case("nvfp4", "both"),
-        "transform": Case("transform", "nvfp4-rht", (16, 32), "bf16", "normal"),
-        "update-scale": Case("update-scale", "fp8-delayed-e4m3", (4, 3), "", "amaxes"),
+        "transform": case_from_labels("transform", "nvfp4-rht", (16, 32), "bf16", "normal"),
+        "update-scale": case_from_labels("update-scale", "fp8-delayed-e4m3", (4, 3), "", "amaxes"),
         "gemm-quantized": gemm_case("mxfp8-e4m3", "tn", "mxfp8-e4m3", operation="gemm-quantized"),
         "swizzle": swizzle_case(), "quantize-grouped": grouped_case("nvfp4", "even:4"),
         "gemm": gemm_case("nvfp4", "tn"), "gemm-grouped": gemm_case("nvfp4", "even:4", operation="gemm-grouped"),
-        "grouped-linear": Case("grouped-linear", "MXFP8BlockScaling", (8, 32, 16), "bf16", "normal", ("even:2",)),
-        **{name: Case(name, "MXFP8BlockScaling", (1, 8, 32, 16), "bf16", "normal", ("heads:2",))
-           for name in ("linear", "layernorm-linear", "transformer-layer")},
+        "grouped-linear": case_from_labels(
+            "grouped-linear", "MXFP8BlockScaling", (8, 32, 16), "bf16", "normal", ("even:2",)
+        ),
+        **{name: case_from_labels(name, "MXFP8BlockScaling", (1, 8, 32, 16), "bf16", "normal", flags)
+           for name, flags in (("linear", ()), ("layernorm-linear", ()), ("transformer-layer", ("heads:2",)))},
     }  # fmt: skip
     record = run(cases[operation], dequantize=reference.dequantize)
     assert record.verdict == "unsupported"
@@ -285,10 +286,10 @@ def test_a_backend_that_speaks_a_dialect_passes_in_it(name, usage):
 @pytest.mark.parametrize("name", SPOKEN)
 def test_a_backend_that_speaks_another_dialect_fails_in_it(name):
     """It speaks te, but for the name: what te-native quantizes is the same."""
-    rule = find_recipe(name)
+    recipe = find_recipe(name)
 
     def quantize(x, _, **options):
-        return replace(reference.quantize(x, rule.name, **options), recipe=rule)
+        return replace(reference.quantize(x, recipe.name, **options), recipe=recipe)
 
     verdicts = {
         run(quantize_case(name, dtype=dtype, inputs=inputs, shape=(64, 128)), quantize=quantize).verdict

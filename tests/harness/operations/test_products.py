@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.families import families_of
-from narrowgauge.harness.inputs.inputs import Inputs, make_inputs
+from narrowgauge.harness.inputs.inputs import ProductInputs, make_inputs
 from narrowgauge.harness.operations.gemm import judge_gemm
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
@@ -35,40 +35,40 @@ from tests.harness.sample_backends import backend
 
 
 @pytest.mark.parametrize("layout", ["tn", "nn", "nt"])
-@pytest.mark.parametrize("rule", PAIRS)
-def test_products_of_every_recipe_pass_in_every_layout(rule, layout):
+@pytest.mark.parametrize("recipe", PAIRS)
+def test_products_of_every_recipe_pass_in_every_layout(recipe, layout):
     for flags, dtype in (((), "fp32"), (("accumulate", "bias"), "bf16")):
-        record = passes(gemm_case(rule, layout, *flags, dtype=f"bf16xbf16-{dtype}"))
+        record = passes(gemm_case(recipe, layout, *flags, dtype=f"bf16xbf16-{dtype}"))
         assert stages(record)["output"]["compared"] == 48 * 32
         assert {"x.scales", "x.codes", "w.scales", "w.codes"} <= set(stages(record))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", families_of("gemm"))
-@pytest.mark.parametrize("rule", ["mxfp8-e4m3+mxfp8-e5m2", "mxfp4", "fp8-block-1x128-e4m3-fp32", "fp8-delayed-e4m3"])
-def test_products_of_every_family_pass(rule, family):
-    passes(gemm_case(rule, "nt", "accumulate", inputs=family, shape=(17, 200, 24)))
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3+mxfp8-e5m2", "mxfp4", "fp8-block-1x128-e4m3-fp32", "fp8-delayed-e4m3"])
+def test_products_of_every_family_pass(recipe, family):
+    passes(gemm_case(recipe, "nt", "accumulate", inputs=family, shape=(17, 200, 24)))
 
 
-@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "fp8-block-1x128-e4m3-pow2", "fp8-current-e4m3", "fp8-delayed-e4m3"])
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "fp8-block-1x128-e4m3-pow2", "fp8-current-e4m3", "fp8-delayed-e4m3"])
 @pytest.mark.parametrize("shape", [(0, 64, 32), (16, 0, 32), (16, 64, 0)])
-def test_products_of_nothing_pass(rule, shape):
+def test_products_of_nothing_pass(recipe, shape):
     for layout in ("tn", "nn", "nt"):
-        passes(gemm_case(rule, layout, shape=shape))
+        passes(gemm_case(recipe, layout, shape=shape))
 
 
-@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "mxfp6-e2m3", "mxfp8-e5m2-sr"])
-def test_columnwise_operands_that_are_made_in_place_reach_the_product_as_they_are_stored(rule):
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "mxfp6-e2m3", "mxfp8-e5m2-sr"])
+def test_columnwise_operands_that_are_made_in_place_reach_the_product_as_they_are_stored(recipe):
     seen = []
 
     def gemm(a, b, **options):
         seen.append((a.transposed, tuple(a.codes.shape), tuple(a.scales.shape), b.transposed, tuple(b.codes.shape)))
         return reference.gemm(a, b, **options)
 
-    passes(gemm_case(rule, "nn"), gemm=gemm)
+    passes(gemm_case(recipe, "nn"), gemm=gemm)
     assert set(seen) == {(False, (48, 160), (48, 5), True, (160, 32))}
     seen.clear()
-    passes(gemm_case(rule, "nt"), gemm=gemm)
+    passes(gemm_case(recipe, "nt"), gemm=gemm)
     assert set(seen) == {(True, (160, 48), (5, 48), True, (160, 32))}
 
 
@@ -92,8 +92,8 @@ def test_a_product_that_takes_the_encode_scale_for_its_inverse():
     def gemm(a, b, **options):
         return reference.gemm(replace(a, scales=1 / a.scales), b, **options)
 
-    for rule in ("fp8-current-e4m3", "fp8-delayed-e4m3", "fp8-block-1x128-e4m3-fp32"):
-        fails(gemm_case(rule, "tn"), "output", gemm=gemm)
+    for recipe in ("fp8-current-e4m3", "fp8-delayed-e4m3", "fp8-block-1x128-e4m3-fp32"):
+        fails(gemm_case(recipe, "tn"), "output", gemm=gemm)
 
 
 def test_a_product_of_blocks_of_fp8_that_accumulates_before_the_cast():
@@ -114,25 +114,25 @@ def test_a_product_of_blocks_of_fp8_that_accumulates_before_the_cast():
 def test_a_delayed_scale_is_given_to_the_quantizer_and_judged():
     given = []
 
-    def quantize(x, rule, *, scale):
+    def quantize(x, recipe, *, scale):
         given.append(scale.clone())
-        return reference.quantize(x, rule, scale=scale)
+        return reference.quantize(x, recipe, scale=scale)
 
     case = gemm_case("fp8-delayed-e4m3", "tn")
     passes(case, quantize=quantize)
     scales = make_inputs(case).scale
     assert [float(scale) for scale in given] == [float(scales["x"]), float(scales["w"])]
-    ignoring = run(case, quantize=lambda x, rule, *, scale: reference.quantize(x, rule, scale=2 * scale))
+    ignoring = run(case, quantize=lambda x, recipe, *, scale: reference.quantize(x, recipe, scale=2 * scale))
     assert ignoring.verdict == "fail"
     assert ignoring.stage.startswith("x.")
     assert "output" not in wrong(ignoring)
 
 
-@pytest.mark.parametrize("rule", PAIRS)
-def test_grouped_products_of_every_recipe_pass(rule):
+@pytest.mark.parametrize("recipe", PAIRS)
+def test_grouped_products_of_every_recipe_pass(recipe):
     for flags in (("front:4",), ("ragged:3", "accumulate", "bias")):
         shape = (96, 128, 32) if flags == ("front:4",) else (99, 128, 32)
-        passes(case_of("gemm-grouped", rule, *flags, shape=shape))
+        passes(case_of("gemm-grouped", recipe, *flags, shape=shape))
 
 
 # A declared order.
@@ -159,7 +159,7 @@ def cancelling_in_order():
     x[:, :32] *= 2.0**20
     x[:, 32:] = torch.tensor([1.0, 0.5]).repeat(16) * 2.0**-4
     x[1, :32] = 0
-    return Inputs(x.to(torch.bfloat16), torch.ones(3, 64, dtype=torch.bfloat16))
+    return ProductInputs(x.to(torch.bfloat16), w=torch.ones(3, 64, dtype=torch.bfloat16))
 
 
 def test_another_order_than_the_declared_one_is_found():
@@ -174,8 +174,8 @@ def test_another_order_than_the_declared_one_is_found():
         products = torch.cat(blocks_of(a, b), 2)
         return (in_order(products[..., 0::2]) + in_order(products[..., 1::2])).to(out_dtype)
 
-    assert judged(in_blocks, BLOCKS).right
-    assert judged(halves, {}).right
+    assert judged(in_blocks, BLOCKS).passed
+    assert judged(halves, {}).passed
     found = judged(halves, BLOCKS)
     assert found.mismatches == 3
     assert found.sentence.endswith(
@@ -188,7 +188,7 @@ def test_another_order_than_the_declared_one_is_found():
 def judged_output(x, gemm, declares):
     """The stage `output` of x (M, K) times ones."""
     case = gemm_case("mxfp8-e4m3", "tn", shape=(*x.shape, 3))
-    inputs = Inputs(x.to(torch.bfloat16), torch.ones(3, x.shape[1], dtype=torch.bfloat16))
+    inputs = ProductInputs(x.to(torch.bfloat16), w=torch.ones(3, x.shape[1], dtype=torch.bfloat16))
     outcome = judge_gemm(case, inputs, backend(**{**REFERENCE, "gemm": gemm}, declares=declares))
     return {stage.stage: stage for stage in outcome.stages}["output"]
 
@@ -202,7 +202,7 @@ def test_an_accumulator_that_truncates_is_right_where_it_says_so(order):
     def truncating(a, b, *, out_dtype):
         return torch.full((2, 3), 2.0**24)
 
-    assert judged_output(x, truncating, {**order, "accumulator": "truncating"}).right
+    assert judged_output(x, truncating, {**order, "accumulator": "truncating"}).passed
     assert judged_output(x, truncating, order).mismatches == 6
 
 
@@ -214,8 +214,8 @@ def test_sums_that_are_flushed_are_right_where_the_backend_says_so():
         return torch.where(out.abs() < 2.0**-126, 0.0, out)
 
     x[:, 1:] = 0
-    assert judged_output(x, flushing, {"subnormals": "flushed"}).right
-    assert judged_output(x, reference.gemm, {"subnormals": "flushed"}).right
+    assert judged_output(x, flushing, {"subnormals": "flushed"}).passed
+    assert judged_output(x, reference.gemm, {"subnormals": "flushed"}).passed
     assert judged_output(x, flushing, {}).mismatches == 6
 
 
@@ -224,8 +224,8 @@ def test_what_a_declared_order_does_not_lose_has_to_be_there(order):
     # 2^40 - 2^40 + 1, each in a block of its own: the 1 is lost where it meets 2^40, which only another order does.
     x = torch.zeros(2, 128)
     x[:, 0], x[:, 32], x[:, 64] = 2.0**40, -(2.0**40), 1.0
-    assert judged_output(x, reference.gemm, {"gemm": order}).right
-    assert judged_output(x, last_block_first, {}).right
+    assert judged_output(x, reference.gemm, {"gemm": order}).passed
+    assert judged_output(x, last_block_first, {}).passed
     assert judged_output(x, last_block_first, {"gemm": order}).mismatches == 6
 
 
@@ -280,10 +280,10 @@ OUTPUTS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("out_recipe", OUTPUTS)
-@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3-pow2", "nvfp4"])
-def test_quantized_outputs_pass(rule, out_recipe):
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "fp8-current-e4m3", "fp8-block-1x128-e4m3-pow2", "nvfp4"])
+def test_quantized_outputs_pass(recipe, out_recipe):
     for flags, dtype in (((), "fp32"), (("accumulate", "bias"), "bf16")):
-        record = passes(quantized_case(rule, out_recipe, *flags, shape=(16, 32, 48), dtype=f"bf16xbf16-{dtype}"))
+        record = passes(quantized_case(recipe, out_recipe, *flags, shape=(16, 32, 48), dtype=f"bf16xbf16-{dtype}"))
         assert {"output", "output.scales", "output.codes", "fused.scales", "fused.codes"} <= set(stages(record))
         assert stages(record)["fused.codes"]["compared"] == 16 * 48
 
@@ -309,9 +309,9 @@ def test_no_quantized_output_is_unsupported():
     assert (bare.verdict, bare.message) == ("unsupported", "backend wrong has no gemm")
 
 
-def unrounded(a, b, rule, *, out_dtype, scale=None, **options):
+def unrounded(a, b, recipe, *, out_dtype, scale=None, **options):
     """Quantizes what was accumulated, and leaves out its rounding to the output's dtype."""
-    return gemm_quantized(a, b, rule, out_dtype=torch.float32, scale=scale, **options)
+    return gemm_quantized(a, b, recipe, out_dtype=torch.float32, scale=scale, **options)
 
 
 @pytest.mark.parametrize("out_recipe", ["mxfp8-e4m3", "fp8-delayed-e4m3", "fp8-block-1x128-e4m3-pow2"])
@@ -334,10 +334,10 @@ def test_one_wrong_code_or_scale_of_a_fused_kernel_is_one_finding():
     record = fails(case, "fused.codes", gemm_quantized=code)
     assert record.message == "fused.codes: 1 of 1 536 codes differ, each by 1 step, at row 3, column 5"
 
-    def larger(a, b, rule, *, out_dtype, **options):
+    def larger(a, b, recipe, *, out_dtype, **options):
         """A scale twice as large, and the codes that go with it."""
         out = reference.gemm(a, b, out_dtype=out_dtype, **options)
-        q, doubled = reference.quantize(out, rule), reference.quantize(2 * out, rule)
+        q, doubled = reference.quantize(out, recipe), reference.quantize(2 * out, recipe)
         q.scales[4, 0] = doubled.scales[4, 0]
         x = out[4:5, :32].float() / 2.0 ** (int(q.scales[4, 0]) - 127)
         q.codes[4, :32] = x.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -348,8 +348,8 @@ def test_one_wrong_code_or_scale_of_a_fused_kernel_is_one_finding():
 
 
 def test_a_fused_kernel_that_writes_into_its_operands():
-    def door(a, b, rule, **options):
-        q = gemm_quantized(a, b, rule, **options)
+    def door(a, b, recipe, **options):
+        q = gemm_quantized(a, b, recipe, **options)
         a.codes[2, 3] ^= 1
         return q
 
@@ -363,8 +363,8 @@ def test_what_is_wrong_without_fusion_is_not_blamed_on_it():
         out[3, 5] = 2 * out[3, 5] + 1
         return out
 
-    def quantize(x, rule, **options):
-        q = reference.quantize(x, rule, **options)
+    def quantize(x, recipe, **options):
+        q = reference.quantize(x, recipe, **options)
         if tuple(x.shape) == (48, 32):
             q.codes[3, 5] ^= 1
         return q
@@ -375,16 +375,16 @@ def test_what_is_wrong_without_fusion_is_not_blamed_on_it():
           gemm_quantized=lambda *a, **o: fused_by(reference.gemm, quantize, *a, **o))  # fmt: skip
 
 
-def fused_by(gemm, quantize, a, b, rule, *, out_dtype, **options):
-    return quantize(gemm(a, b, out_dtype=out_dtype, **options), rule)
+def fused_by(gemm, quantize, a, b, recipe, *, out_dtype, **options):
+    return quantize(gemm(a, b, out_dtype=out_dtype, **options), recipe)
 
 
 def test_the_scale_of_a_delayed_output_is_given():
     given = []
 
-    def door(a, b, rule, *, scale, **options):
+    def door(a, b, recipe, *, scale, **options):
         given.append(float(scale))
-        return gemm_quantized(a, b, rule, scale=scale, **options)
+        return gemm_quantized(a, b, recipe, scale=scale, **options)
 
     case = quantized_case("fp8-delayed-e4m3", "fp8-delayed-e5m2")
     passes(case, gemm_quantized=door)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.hadamard import coefficient, signs
@@ -28,14 +28,14 @@ def matrix(rotation: Hadamard) -> torch.Tensor:
     return (signs(rotation).unsqueeze(1) * h * coefficient(rotation.group)).bfloat16()
 
 
-def transform(x: torch.Tensor, rule: Any) -> torch.Tensor:
-    r = matrix(rule.transform).to(x.device)
+def transform(x: torch.Tensor, recipe: Any) -> torch.Tensor:
+    r = matrix(recipe.transform).to(x.device)
     return (x.reshape(-1, len(r)) @ r).view(x.shape)
 
 
-def quantize(x: torch.Tensor, rule: Any, **options: Any) -> Any:
-    rotated = transform(x, rule)
-    q = reference.quantize(rotated, rule.rowwise, **options)
+def quantize(x: torch.Tensor, recipe: Any, **options: Any) -> Any:
+    rotated = transform(x, recipe)
+    q = reference.quantize(rotated, recipe.rowwise, **options)
     return q.codes, q.scales, q.amax
 
 
@@ -47,7 +47,7 @@ def test_a_matmul_passes_in_whatever_order_it_sums(operation: str, name: str, de
     for family in families_of("transform"):
         if (family, device) == ("subnormal", "cpu"):
             continue  # the next test
-        case = Case(operation, name, (256, 512), "bf16", family)
+        case = case_from_labels(operation, name, (256, 512), "bf16", family)
         record = run_case(case, backend(transform=transform, quantize=quantize), device=device)
         assert (record.verdict, record.message) == ("pass", ""), case.id
         assert record.excused_share is not None
@@ -58,18 +58,20 @@ def test_a_matmul_passes_in_whatever_order_it_sums(operation: str, name: str, de
 def test_a_matmul_that_flushes_subnormal_numbers_fails() -> None:
     """As the bfloat16 instructions of some CPUs do."""
 
-    def flushing(x: torch.Tensor, rule: Any) -> torch.Tensor:
-        return transform(torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, 0.0, x), rule)
+    def flushing(x: torch.Tensor, recipe: Any) -> torch.Tensor:
+        return transform(torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, 0.0, x), recipe)
 
-    record = run_case(Case("transform", "nvfp4-rht", (64, 128), "bf16", "subnormal"), backend(transform=flushing))
+    record = run_case(
+        case_from_labels("transform", "nvfp4-rht", (64, 128), "bf16", "subnormal"), backend(transform=flushing)
+    )
     assert (record.verdict, record.stage) == ("fail", "output")
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_matmul_that_leaves_the_signs_out_fails(device: str) -> None:
-    def unsigned(x: torch.Tensor, rule: Any) -> torch.Tensor:
+    def unsigned(x: torch.Tensor, recipe: Any) -> torch.Tensor:
         return transform(x, find_recipe("nvfp4-rht-nosign"))
 
-    case = Case("transform", "nvfp4-rht", (256, 512), "bf16", "normal")
+    case = case_from_labels("transform", "nvfp4-rht", (256, 512), "bf16", "normal")
     record = run_case(case, backend(transform=unsigned), device=device)
     assert (record.verdict, record.stage) == ("fail", "output")

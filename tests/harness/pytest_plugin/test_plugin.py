@@ -57,7 +57,7 @@ FULL = ["quantize/nvfp4/32x32/bf16/zeros", "quantize/nvfp4/32x32/bf16/inf"]
 def everything_is_imported(tmp_path_factory):
     """Sessions in this process forget what they import, and torch, pandas and pyarrow cannot be imported twice.
 
-    Nor can safetensors, which `harness.records.saved` has imported here.
+    Nor can safetensors, which `harness.records.saved_failure` has imported here.
     """
     record = run_case(GEMM, backend(quantize=reference.quantize, gemm=gemm(lambda out: out * 2))).to_dict()
     run_case(QUANTIZE, backend(quantize=reference.quantize, dequantize=reference.dequantize))
@@ -112,11 +112,11 @@ def test_a_file_that_is_named_is_collected_wherever_it_is(project):
 def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
     """The controller has nothing but ids: of the run's cases, and of the one in which a worker died."""
     root = project.mkdir("root")
-    words = ("--rootdir", root, project.path / named)
-    result = project.runpytest_inprocess("-p", "no:xdist", "--collect-only", "-q", *words)
+    arguments = ("--rootdir", root, project.path / named)
+    result = project.runpytest_inprocess("-p", "no:xdist", "--collect-only", "-q", *arguments)
     assert ids(result) == [*QUICK, *FULL]
     found = [line for line in result.outlines if "::" in line]
-    session = project.parseconfigure(*words).pluginmanager.get_plugin("narrowgauge-session")
+    session = project.parseconfigure(*arguments).pluginmanager.get_plugin("narrowgauge-session")
     session.pytest_xdist_node_collection_finished(found)
     assert session.cases == [*QUICK, *FULL]
     session.pytest_runtest_logreport(pytest.TestReport(found[1], ("", 0, ""), {}, "failed", "", "???"))
@@ -126,7 +126,7 @@ def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
 
 
 @pytest.mark.parametrize(
-    ("words", "chosen"),
+    ("arguments", "chosen"),
     [
         (["-m", "quick"], QUICK),
         (["-m", "full"], FULL),
@@ -137,8 +137,8 @@ def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
         ([f"cases/small.toml::{QUICK[2]}"], [QUICK[2]]),
     ],
 )
-def test_cases_are_selected_as_any_test_is(project, words, chosen):
-    assert ids(project.runpytest_inprocess("--collect-only", "-q", *words)) == chosen
+def test_cases_are_selected_as_any_test_is(project, arguments, chosen):
+    assert ids(project.runpytest_inprocess("--collect-only", "-q", *arguments)) == chosen
 
 
 def test_a_case_that_is_not_there_is_an_error(project):
@@ -243,17 +243,17 @@ def test_what_raises_is_a_failure_that_says_where(project):
 def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
     """Where cases run in the process of pytest; otherwise their worker is ended, and tests of survival say how."""
     monkeypatch.setattr("narrowgauge.harness.pytest_plugin.plugin.in_process", lambda config: True)
-    words = ["--backend", "plugin_kernels:Hanging", "-k", "fp32", "--timeout", "1"]
-    result = project.runpytest_inprocess(*words)
+    arguments = ["--backend", "plugin_kernels:Hanging", "-k", "fp32", "--timeout", "1"]
+    result = project.runpytest_inprocess(*arguments)
     result.assert_outcomes(failed=1, passed=1)
     result.stdout.fnmatch_lines(["timeout: Timeout *1*"])
     assert {row["case"]: row["verdict"] for row in records(project)} == {QUICK[0]: "pass", QUICK[2]: "timeout"}
 
 
 def test_the_failed_ones_run_again(project):
-    words = ["--backend", "plugin_kernels:Wrong"]
-    project.runpytest_inprocess(*words).assert_outcomes(passed=4, failed=2)
-    project.runpytest_inprocess(*words, "--lf").assert_outcomes(failed=2)
+    arguments = ["--backend", "plugin_kernels:Wrong"]
+    project.runpytest_inprocess(*arguments).assert_outcomes(passed=4, failed=2)
+    project.runpytest_inprocess(*arguments, "--lf").assert_outcomes(failed=2)
     assert sorted(row["case"] for row in records(project)) == sorted(QUICK[2:])
 
 

@@ -149,5 +149,5 @@ def test_a_case_whose_pytest_worker_died_has_its_properties(tmp_path):
     record = Record("a", "", "quantize", "nvfp4", "16x32", "bf16", "", "", "", "native", "cpu", 0, verdict="crash")
     add_properties(SimpleNamespace(stash={}), died, record.to_dict())
     add_properties(SimpleNamespace(stash={xml_key: xml}), died, record.to_dict())
-    found = {p.get("name"): p.get("value") for p in xml.node_reporter(died).to_xml().iter("property")}
-    assert (found["verdict"], found["recipe"], len(found)) == ("crash", "nvfp4", 11)
+    result = {p.get("name"): p.get("value") for p in xml.node_reporter(died).to_xml().iter("property")}
+    assert (result["verdict"], result["recipe"], len(result)) == ("crash", "nvfp4", 11)

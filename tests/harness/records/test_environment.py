@@ -18,8 +18,8 @@ NAMES = [
 
 
 def fact(name):
-    (found,) = (f for f in facts() if f.name == name)
-    return found
+    (fact_,) = (f for f in facts() if f.name == name)
+    return fact_
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def gpu(monkeypatch):
 
 
 def test_every_fact_in_its_order():
-    found = facts()
+    fact_ = facts()
     if not torch.cuda.is_available():
-        assert [f.name for f in found] == NAMES
-    assert all(f.value for f in found)
-    assert all(f.remedy for f in found if not f.ok)
+        assert [f.name for f in fact_] == NAMES
+    assert all(f.value for f in fact_)
+    assert all(f.remedy for f in fact_ if not f.ok)
     assert fact("torch").value == importlib.metadata.version("torch")
     assert fact("python").ok
 
@@ -56,24 +56,24 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch):
 
 def test_an_old_python_is_not_enough(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 10, 2))
-    found = fact("python")
-    assert (found.ok, found.remedy) == (False, "narrowgauge needs Python 3.11")
+    fact_ = fact("python")
+    assert (fact_.ok, fact_.remedy) == (False, "narrowgauge needs Python 3.11")
 
 
 def test_a_torch_that_cannot_be_imported_is_a_fact(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = fact("GPU")
-    assert not found.ok
-    assert found.value.startswith("unknown: torch cannot be imported: ModuleNotFoundError")
+    fact_ = fact("GPU")
+    assert not fact_.ok
+    assert fact_.value.startswith("unknown: torch cannot be imported: ModuleNotFoundError")
 
 
 def test_a_missing_compiler_says_how_to_get_one(monkeypatch, fresh_compiler):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    found = fact("C++ compiler")
-    assert (found.value, found.ok) == ("missing", False)
-    assert "g++ or clang++ or c++ is not on the PATH" in found.remedy
-    assert "apt install g++" in found.remedy
+    fact_ = fact("C++ compiler")
+    assert (fact_.value, fact_.ok) == ("missing", False)
+    assert "g++ or clang++ or c++ is not on the PATH" in fact_.remedy
+    assert "apt install g++" in fact_.remedy
 
 
 def test_a_missing_compiler_of_ones_own_is_named(monkeypatch, fresh_compiler):
@@ -86,10 +86,10 @@ def test_a_compiler_that_cannot_be_run(monkeypatch, fresh_compiler, tmp_path):
     broken.write_bytes(b"\x7fnothing")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    found = fact("C++ compiler")
-    assert not found.ok
-    assert found.value.startswith(f"{broken} cannot be run: ")
-    assert found.remedy
+    fact_ = fact("C++ compiler")
+    assert not fact_.ok
+    assert fact_.value.startswith(f"{broken} cannot be run: ")
+    assert fact_.remedy
 
 
 def test_a_compiler_without_a_version(monkeypatch, fresh_compiler, tmp_path):
@@ -104,9 +104,9 @@ def test_a_compiler_without_a_version(monkeypatch, fresh_compiler, tmp_path):
 def test_why_there_is_no_gpu(monkeypatch, cuda, why):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    found = fact("GPU")
-    assert (found.value, found.ok) == (f"none: {why}", False)
-    assert "--device cuda" in found.remedy
+    fact_ = fact("GPU")
+    assert (fact_.value, fact_.ok) == (f"none: {why}", False)
+    assert "--device cuda" in fact_.remedy
 
 
 @pytest.mark.parametrize(("cuda", "extra"), [("13.0", "cuda13"), ("12.8", "cuda12")])
@@ -115,10 +115,10 @@ def test_a_gpu_without_cupy_says_which_to_install(monkeypatch, gpu, cuda, extra)
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert fact("GPU").value == "NVIDIA H200, compute capability 9.0"
     assert fact("CUDA of torch").value == cuda
-    found = fact("CuPy")
-    assert not found.ok
-    assert found.value.startswith("cannot be imported: ModuleNotFoundError")
-    assert found.remedy == f"pip install 'narrowgauge[{extra}]'"
+    fact_ = fact("CuPy")
+    assert not fact_.ok
+    assert fact_.value.startswith("cannot be imported: ModuleNotFoundError")
+    assert fact_.remedy == f"pip install 'narrowgauge[{extra}]'"
 
 
 def test_a_gpu_with_cupy(monkeypatch, gpu):
@@ -133,9 +133,9 @@ def test_a_driver_that_fails_is_a_fact(monkeypatch, gpu):
         raise RuntimeError("CUDA driver version is insufficient")
 
     monkeypatch.setattr(torch.cuda, "get_device_name", fails)
-    found = fact("GPU")
-    assert not found.ok
-    assert "CUDA driver version is insufficient" in found.value
+    fact_ = fact("GPU")
+    assert not fact_.ok
+    assert "CUDA driver version is insufficient" in fact_.value
 
 
 def test_without_git_the_commit_is_unknown(monkeypatch):

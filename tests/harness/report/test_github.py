@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.harness.cases.case import line_of
+from narrowgauge.harness.cases.case_file import line_of
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.report import github, markdown
 
@@ -138,9 +138,9 @@ def test_there_are_ten_commands_at_most_the_worst_first_and_the_last_counts_the_
 
 
 def test_nothing_is_published_elsewhere():
-    said: list[str] = []
-    github.publish([record()], {}, 1.0, link="", say=said.append)
-    assert said == []
+    output: list[str] = []
+    github.publish([record()], {}, 1.0, link="", print_line=output.append)
+    assert output == []
     assert github.run_link() == ""
 
 
@@ -148,28 +148,28 @@ def test_a_job_has_annotations_and_a_summary_within_its_limit(tmp_path, monkeypa
     summary = tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
-    said: list[str] = []
-    github.publish([record(3)], {}, 1.0, link="https://ci/1", say=said.append)
-    assert [line.partition("::quantize")[0] for line in said] == [
+    output: list[str] = []
+    github.publish([record(3)], {}, 1.0, link="https://ci/1", print_line=output.append)
+    assert [line.partition("::quantize")[0] for line in output] == [
         "::error file=cases/a.toml,line=1,title=quantize r3%2C codes%3A fail in 1 case"
     ]
     alone = markdown.render([record(3)], {}, 1.0, link="https://ci/1")
     assert summary.read_text(encoding="utf-8") == alone
-    github.publish([record(3)], {}, 1.0, link="https://ci/1", say=said.append)
+    github.publish([record(3)], {}, 1.0, link="https://ci/1", print_line=output.append)
     assert summary.read_text(encoding="utf-8") == f"{alone}\n{alone}"
     for left in (300, 10):
         summary.write_bytes(b"x" * (markdown.BUDGET - left))
-        github.publish([record(3)], {}, 1.0, link="https://ci/1", say=said.append)
+        github.publish([record(3)], {}, 1.0, link="https://ci/1", print_line=output.append)
         assert summary.stat().st_size <= markdown.BUDGET
     assert summary.stat().st_size == markdown.BUDGET - 10
 
 
 def test_a_summary_that_cannot_be_written_costs_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
-    said: list[str] = []
-    github.publish([record(3)], {}, 1.0, link="", say=said.append)
-    assert len(said) == 1
-    assert said[0].startswith("the summary of the job cannot be written: ")
+    output: list[str] = []
+    github.publish([record(3)], {}, 1.0, link="", print_line=output.append)
+    assert len(output) == 1
+    assert output[0].startswith("the summary of the job cannot be written: ")
 
 
 def test_the_link_of_a_job_is_its_run(monkeypatch):

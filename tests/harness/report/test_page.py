@@ -13,10 +13,10 @@ from urllib.parse import quote
 import pytest
 
 from narrowgauge.harness.report.groups import SEVERITY, group
-from narrowgauge.harness.report.page import island as island_of
 from narrowgauge.harness.report.page import page
+from narrowgauge.harness.report.page import records_json as island_of
 from narrowgauge.harness.report.page.failure import LONGEST, failure
-from narrowgauge.harness.report.page.island import arranged
+from narrowgauge.harness.report.page.records_json import sorted_records
 from tests.harness.pages import CHROMIUM, island, opened, rows_of
 from tests.harness.report.test_report import ENVIRONMENT, FINDING, NASTY, failing, mixed, record
 
@@ -46,9 +46,9 @@ def test_half_a_surrogate_pair_costs_a_letter_and_not_the_page() -> None:
 
 def test_the_table_has_every_record_the_worst_first() -> None:
     records = [*mixed(), record("nan", sqnr_db=math.nan), record("less", sqnr_db=-math.inf)]
-    assert not set("<>&") & set(island_of.island(arranged(records), group(records)))
+    assert not set("<>&") & set(island_of.records_json(sorted_records(records), group(records)))
     rows = rows_of(rendered(records))
-    assert [row["case"] for row in rows] == [one["case"] for one in arranged(records)]
+    assert [row["case"] for row in rows] == [one["case"] for one in sorted_records(records)]
     assert [row["verdict"] for row in rows] == sorted((row["verdict"] for row in rows), key=SEVERITY.index)
     assert {row["case"].rpartition("/")[2]: row["sqnr_db"] for row in rows if row["verdict"] == "pass"} == {
         "normal": "Infinity", "nan": "NaN", "less": "-Infinity",
@@ -83,18 +83,18 @@ def test_a_long_message_is_cut() -> None:
 
 @pytest.mark.parametrize("finding", [{}, {"heat": {}}, {"heat": {"counts": []}}, {"elements": [{}], "modulo": None}])
 def test_findings_may_lack_keys(finding: dict[str, Any]) -> None:
-    found = failure(failing(findings=[finding], stages=[{}], sweep=[1.0, 0.99999, 0.5]), ["where it lies"])
-    assert found["findings"][0]["heat"] is None
-    assert found["sweep"] == [("1e-1", "100 %"), ("1e-2", "> 99.9 %"), ("1e-3", "50 %")]
-    assert found["saved"] == ["where it lies"]
+    result = failure(failing(findings=[finding], stages=[{}], sweep=[1.0, 0.99999, 0.5]), ["where it lies"])
+    assert result["findings"][0]["heat"] is None
+    assert result["sweep"] == [("1e-1", "100 %"), ("1e-2", "> 99.9 %"), ("1e-3", "50 %")]
+    assert result["saved"] == ["where it lies"]
 
 
 def test_figures_of_a_failure() -> None:
-    found = failure(failing(excused_share=0.0125, known="expected: issue 7") | {"baseline": "passed"}, [])
-    assert ("excused", "1.25 %") in found["figures"]
-    assert (found["known"], found["baseline"]) == ("expected: issue 7", "passed")
-    assert found["stages"] == ["codes ✓"]
-    assert found["findings"][0]["elements"][1][found["findings"][0]["keys"].index("lane")] == "7"
+    result = failure(failing(excused_share=0.0125, known="expected: issue 7") | {"baseline": "passed"}, [])
+    assert ("excused", "1.25 %") in result["figures"]
+    assert (result["known"], result["baseline"]) == ("expected: issue 7", "passed")
+    assert result["stages"] == ["codes ✓"]
+    assert result["findings"][0]["elements"][1][result["findings"][0]["keys"].index("lane")] == "7"
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +181,11 @@ def test_keys_go_through_the_table(written: Path, profile: Path, tmp_path: Path)
     assert policy
     path = tmp_path / "keys.html"
     path.write_text(html.replace(policy[0], "").replace("</body>", KEYS), encoding="utf-8")
-    found = re.search(r'data-said="([^"]*)"', without_error(opened(path, profile, "#sort=case&words=p1")))
-    assert found
-    said = json.loads(unescape(found[1]))
+    result = re.search(r'data-said="([^"]*)"', without_error(opened(path, profile, "#sort=case&words=p1")))
+    assert result
+    output = json.loads(unescape(result[1]))
     case = "quantize/nvfp4/64x128/bf16/p"
-    assert said == [
+    assert output == [
         "words",
         f"{case}1",
         f"{case}10",

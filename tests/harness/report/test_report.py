@@ -13,12 +13,13 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from narrowgauge.harness.cases.schema import KEYS, MODULES
+from narrowgauge.harness.cases.modules import MODULES
+from narrowgauge.harness.cases.operations import OPERATIONS
 from narrowgauge.harness.records.record import NESTED, SCHEMA, VERDICTS, Record
 from narrowgauge.harness.report import groups, markdown, replace_files, report, tables, text
+from narrowgauge.harness.report.failure_view import first_failure, reproduction
 from narrowgauge.harness.report.page import page
-from narrowgauge.harness.report.text import STAGES, stages_of
-from narrowgauge.harness.report.view import first_failure, reproduction
+from narrowgauge.harness.report.text import STAGES, expected_stages
 from tests.harness.pages import rows_of
 
 NASTY = """<script>alert(1)</script>&"'"""
@@ -129,13 +130,13 @@ def test_groups_worst_first() -> None:
         record("d", verdict="timeout"),
         *(record(f"e{n}", verdict="crash", message="signal 11") for n in range(9)),
     ]
-    found = groups.group(records)
-    assert [one.title for one in found] == [
+    result = groups.group(records)
+    assert [one.title for one in result] == [
         "quantize nvfp4, codes (exact)", "quantize nvfp4, block scales", "quantize nvfp4", "quantize nvfp4",
     ]  # fmt: skip
-    assert [one.verdict for one in found] == ["fail", "fail", "crash", "timeout"]
-    assert [r["inputs"] for r in found[0].records] == ["b", "a"]
-    assert found[0].mismatches == 55
+    assert [one.verdict for one in result] == ["fail", "fail", "crash", "timeout"]
+    assert [r["inputs"] for r in result[0].records] == ["b", "a"]
+    assert result[0].mismatches == 55
 
 
 def test_markdown_groups_and_limits(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_a_swap_that_stops_half_way_leaves_no_page(tmp_path: Path, monkeypatch: 
         raise OSError("the disk is full")
 
     def swapped() -> None:
-        with replace_files.replacing(tmp_path, last="index.html") as fresh:
+        with replace_files.replace_files(tmp_path, last="index.html") as fresh:
             (fresh / "index.html").touch()
             (fresh / "records.csv").touch()
             monkeypatch.setattr(Path, "replace", stop)
@@ -269,13 +270,13 @@ def test_what_passed_is_folded_where_there_is_much_of_it() -> None:
     recipes = [f"nvfp4-{n}" for n in range(30)] + [f"mxfp8-{n}" for n in range(12)] + [""]
     records = [record(str(n), recipe=recipe, dtype=("bf16", "fp32")[n % 2]) for n, recipe in enumerate(recipes)]
     records.append(failing("last", recipe="nvfp4-2d"))
-    rows = tables.folded(tables.summary(records), 40)
+    rows = tables.fold_rows(tables.summary(records), 40)
     assert [(row["recipe"], row["dtype"], row["pass"], row["cases"]) for row in rows] == [
         ("nvfp4-2d", failing()["dtype"], 0, 1), ("", "bf16", 1, 1), ("mxfp8 (12)", "(2)", 12, 12),
         ("nvfp4 (30)", "(2)", 30, 30),
     ]  # fmt: skip
     assert sum(row["compared"] for row in rows) == sum(one["compared"] for one in records)
-    assert tables.folded(tables.summary(records), 44) == tables.summary(records)
+    assert tables.fold_rows(tables.summary(records), 44) == tables.summary(records)
     assert "mxfp8 (12)" in printed(records)
 
 
@@ -303,14 +304,14 @@ def test_shares(value: float, shown: str) -> None:
 
 
 def test_every_operation_has_its_stages() -> None:
-    assert set(STAGES) == set(KEYS) - set(MODULES)
-    both = stages_of("quantize", "both+swizzled")
+    assert set(STAGES) == set(OPERATIONS) - set(MODULES)
+    both = expected_stages("quantize", "both+swizzled")
     assert both[0] == "rowwise.amax"
     assert both[-1] == "halves"
-    assert stages_of("quantize", "columnwise+swizzled") == STAGES["quantize"]
-    assert stages_of("quantize-grouped", "front:4+columnwise") == STAGES["quantize-grouped"]
-    assert stages_of("gemm-grouped", "front:4+bias") == STAGES["gemm-grouped"]
-    padded = stages_of("gemm-grouped", "front:4+padded+bias")
+    assert expected_stages("quantize", "columnwise+swizzled") == STAGES["quantize"]
+    assert expected_stages("quantize-grouped", "front:4+columnwise") == STAGES["quantize-grouped"]
+    assert expected_stages("gemm-grouped", "front:4+bias") == STAGES["gemm-grouped"]
+    padded = expected_stages("gemm-grouped", "front:4+padded+bias")
     assert set(padded) - set(STAGES["gemm-grouped"]) == {"padding", "rows", "unpadding"}
     assert set(STAGES["gemm-quantized"]) > {*STAGES["gemm"], "output.scales", "fused.scales"}
     shown = [{"stage": stage, "compared": 5} for stage in both[:-1]]
@@ -346,11 +347,11 @@ def test_one_cause_is_one_group_whatever_the_recipes(tmp_path: Path) -> None:
         {**failing("f", explanations=[lane]), "recipe": "nvfp4-2d"},
         failing("g"),
     ]
-    found = groups.group(records)
-    names = [(one.explanation["cause"] if one.explanation else "", len(one.records)) for one in found]
+    result = groups.group(records)
+    names = [(one.explanation["cause"] if one.explanation else "", len(one.records)) for one in result]
     assert names[0] == ("ties-away", 3)
     assert sorted(names[1:]) == [("", 1), ("place:lane-3", 1), ("place:lane-3", 1), ("truncated", 1)]
-    assert found[0].title == "several operations"
+    assert result[0].title == "several operations"
     html, summary = page.render(records, {}, 1.0), markdown.render(records, {}, 1.0)
     for text_of in (html, summary):
         assert "explained exactly by: sentence of ties-away" in text_of

@@ -1,4 +1,4 @@
-"""The tables' schema: what reports/SCHEMA.md says is what the tables hold, and a change of it changes its version."""
+"""The tables' schema: what docs/schema.md says is what the tables hold, and a change of it changes its version."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from tests.harness.reach import FAILING, many_records
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, quantize
 from tests.paths import ROOT
 
-DOCUMENT = (ROOT / "reports" / "SCHEMA.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs" / "schema.md").read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -39,32 +39,32 @@ def csv_columns(folder: Path) -> list[str]:
 
 
 def test_the_document_has_the_columns_in_their_order_with_their_types(tmp_path: Path) -> None:
-    documented = [(name, "string" if kind == "JSON" else kind) for name, kind, *_ in rows("# The tables of a run")]
+    documented = [(name, "string" if kind == "JSON" else kind) for name, kind, *_ in rows("## Columns of a run")]
     assert documented == written(tmp_path)
-    assert [name for name, kind, *_ in rows("# The tables of a run") if kind == "JSON"] == [
+    assert [name for name, kind, *_ in rows("## Columns of a run") if kind == "JSON"] == [
         f.name for f in fields(Record) if f.name in NESTED
     ]
-    assert all(len(row) == 4 and row[3] for row in rows("# The tables of a run"))
+    assert all(len(row) == 4 and row[3] for row in rows("## Columns of a run"))
 
 
 def test_a_csv_has_the_columns_that_are_no_lists(tmp_path: Path) -> None:
     """In the order of the document: what a spreadsheet can sort and filter."""
-    flat = [name for name, kind, *_ in rows("# The tables of a run") if kind != "JSON"]
+    flat = [name for name, kind, *_ in rows("## Columns of a run") if kind != "JSON"]
     assert csv_columns(tmp_path) == flat
     assert len(flat) == len(written(tmp_path)) - len(NESTED)
 
 
 def test_a_csv_of_failures_is_small(tmp_path: Path) -> None:
     """The findings of a failure are 20 kB, and no cell of a spreadsheet."""
-    found = list(many_records(FAILING))
-    assert sum(len(record["findings"]) for record in found) == 1
-    tables.write(found, tmp_path)
-    assert (tmp_path / "records.csv").stat().st_size < 600 * len(found)
+    result = list(many_records(FAILING))
+    assert sum(len(record["findings"]) for record in result) == 1
+    tables.write(result, tmp_path)
+    assert (tmp_path / "records.csv").stat().st_size < 600 * len(result)
 
 
 def test_the_document_has_the_keys_of_what_columns_hold() -> None:
     documented = defaultdict(list)
-    for column, key, kind, meaning in rows("## What the columns of objects hold"):
+    for column, key, kind, meaning in rows("## Columns with JSON"):
         documented[column].append(key)
         assert kind
         assert meaning
@@ -72,7 +72,7 @@ def test_the_document_has_the_keys_of_what_columns_hold() -> None:
 
 
 def test_a_change_of_the_columns_changes_the_version(tmp_path: Path) -> None:
-    """Where this fails: raise SCHEMA, and give the new version a line with this fingerprint in reports/SCHEMA.md."""
+    """Where this fails: raise SCHEMA, and give the new version a line with this fingerprint in docs/schema.md."""
     keys = {column: list(keys) for column, keys in ENTRIES.items()}
     content = json.dumps([written(tmp_path), csv_columns(tmp_path), keys])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -112,13 +112,13 @@ def test_a_csv_says_its_version_in_every_row(tmp_path: Path) -> None:
 
 def test_properties_are_documented_and_empty_where_nothing_was_measured() -> None:
     record = Record("a", "", "gemm", "nvfp4", "1x2x3", "", "", "", "", "native", "cpu", 0)
-    found = dict(properties(record.to_dict()))
+    result = dict(properties(record.to_dict()))
     documented = {name for row in rows("## JUnit") for name in re.findall(r"`(\w+)`", f"`{row[0]}`")}
-    assert documented == set(found)
-    assert set(PROPERTIES) < set(found)
-    assert (found["max_ulp"], found["budget"], found["explanation"], found["compared"]) == ("", "", "", "0")
+    assert documented == set(result)
+    assert set(PROPERTIES) < set(result)
+    assert (result["max_ulp"], result["budget"], result["explanation"], result["compared"]) == ("", "", "", "0")
     explained = [{"cause": "a", "sentence": "ties", "stage": "codes", "exact": True}]
     full = replace(record, max_ulp=3, budget_max=1.5, explanations=explained, known="why (https://x)")
-    found = dict(properties(full.to_dict()))
-    assert (found["max_ulp"], found["budget"], found["known"]) == ("3", "1.5", "why (https://x)")
-    assert found["explanation"] == "explained exactly by: ties"
+    result = dict(properties(full.to_dict()))
+    assert (result["max_ulp"], result["budget"], result["known"]) == ("3", "1.5", "why (https://x)")
+    assert result["explanation"] == "explained exactly by: ties"

@@ -8,8 +8,8 @@ import time
 import pytest
 from rich.console import Console
 
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.machine.timing import OTHER, PARTS, counted, spending, watching
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.machine.timing import OTHER, PHASES, count_seconds, stopwatch, timed_function
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.report import markdown, times
 from narrowgauge.harness.report.page import page
@@ -17,7 +17,7 @@ from narrowgauge.harness.report.report import print_summary
 from narrowgauge.harness.running.runner import run_case
 from tests.harness.sample_backends import backend, quantize
 
-CASE = Case("quantize", "nvfp4", (16, 32), "bf16", "normal")
+CASE = case_from_labels("quantize", "nvfp4", (16, 32), "bf16", "normal")
 
 
 class Clock:
@@ -35,26 +35,26 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr("narrowgauge.harness.machine.timing.time", found)
-    return found
+    result = Clock()
+    monkeypatch.setattr("narrowgauge.harness.machine.timing.time", result)
+    return result
 
 
 def test_each_second_is_of_one_part(clock: Clock) -> None:
-    with watching("cpu") as watch:
+    with stopwatch("cpu") as watch:
         clock.work(1)
-        with spending("inputs"):
+        with count_seconds("inputs"):
             clock.work(2)
-        with spending("checks"):
+        with count_seconds("checks"):
             clock.work(4)
-            counted("reference", clock.work)(8)
-            with spending("backend"):
+            timed_function("reference", clock.work)(8)
+            with count_seconds("backend"):
                 clock.work(16)
-                counted("reference", clock.work)(32)  # a backend that is made of the reference
+                timed_function("reference", clock.work)(32)  # a backend that is made of the reference
             clock.work(64)
-        with spending("diagnosis"):
-            counted("reference", clock.work)(128)
-            with spending("checks"):
+        with count_seconds("diagnosis"):
+            timed_function("reference", clock.work)(128)
+            with count_seconds("checks"):
                 clock.work(256)
         clock.work(512)
     assert watch.seconds == {
@@ -63,16 +63,16 @@ def test_each_second_is_of_one_part(clock: Clock) -> None:
 
 
 def test_a_part_ends_where_it_raises(clock: Clock) -> None:
-    with watching("cpu") as watch, spending("checks"):
-        with pytest.raises(ZeroDivisionError), spending("backend"):
+    with stopwatch("cpu") as watch, count_seconds("checks"):
+        with pytest.raises(ZeroDivisionError), count_seconds("backend"):
             clock.work(1 / 0)
         clock.work(3)
     assert watch.seconds["checks"] == 3
 
 
 def test_nothing_is_counted_where_no_case_runs(clock: Clock) -> None:
-    counted("reference", clock.work)(1)
-    with watching("cpu") as watch:
+    timed_function("reference", clock.work)(1)
+    with stopwatch("cpu") as watch:
         pass
     assert set(watch.seconds.values()) == {0}
 
@@ -83,7 +83,7 @@ def test_a_record_says_where_its_time_went() -> None:
         q.codes[2, 3] ^= 0x10
 
     record = run_case(CASE, backend(quantize=quantize(slow)))
-    spent = {part: getattr(record, f"seconds_{part}") for part in PARTS}
+    spent = {part: getattr(record, f"seconds_{part}") for part in PHASES}
     assert record.verdict == "fail"
     assert all(spent.values())
     assert spent["backend"] >= 0.1  # each of two runs
@@ -93,10 +93,10 @@ def test_a_record_says_where_its_time_went() -> None:
 
 
 def record(name: str, operation: str, recipe: str, **seconds: float) -> dict:
-    found = Record(name, "", operation, recipe, "1x1", "", "", "", "", "native", "cpu", 0)
-    for part in (*PARTS, "total", "core"):
-        setattr(found, f"seconds_{part}", seconds.get(part, 0.0))
-    return found.to_dict()
+    result = Record(name, "", operation, recipe, "1x1", "", "", "", "", "native", "cpu", 0)
+    for part in (*PHASES, "total", "core"):
+        setattr(result, f"seconds_{part}", seconds.get(part, 0.0))
+    return result.to_dict()
 
 
 RECORDS = [
@@ -109,8 +109,8 @@ RECORDS = [
 
 
 def test_rows_are_sums_and_the_longest_comes_first() -> None:
-    found = [(row.operation, row.recipe, row.cases, row.seconds) for row in times.rows(RECORDS)]
-    assert found == [
+    result = [(row.operation, row.recipe, row.cases, row.seconds) for row in times.rows(RECORDS)]
+    assert result == [
         ("all", "", 4, (30, 1, 4, 8, 12, 1, 4, 43)),
         ("gemm", "", 1, (16, 1, 2, 8, 3, 0, 2, 30)),
         ("quantize", "", 3, (14, 0, 2, 0, 9, 1, 2, 13)),
@@ -118,8 +118,8 @@ def test_rows_are_sums_and_the_longest_comes_first() -> None:
 
 
 def test_rows_of_recipes_are_of_their_families() -> None:
-    found = [(row.operation, row.recipe, row.cases, row.seconds[0]) for row in times.rows(RECORDS, recipes=True)]
-    assert found == [
+    result = [(row.operation, row.recipe, row.cases, row.seconds[0]) for row in times.rows(RECORDS, recipes=True)]
+    assert result == [
         ("all", "", 4, 30),
         ("gemm", "nvfp4", 1, 16),
         ("quantize", "nvfp4 (2)", 2, 12),
@@ -130,8 +130,8 @@ def test_rows_of_recipes_are_of_their_families() -> None:
 
 
 def test_the_slowest_cases_say_what_takes_most_of_them() -> None:
-    found = [(name, row.most) for name, row in times.slowest(RECORDS)]
-    assert found == [("a", "reference 50 %"), ("c", "checks 71 %"), ("b", "checks 80 %"), ("d", "backend 100 %")]
+    result = [(name, row.largest_phase) for name, row in times.slowest(RECORDS)]
+    assert result == [("a", "reference 50 %"), ("c", "checks 71 %"), ("b", "checks 80 %"), ("d", "backend 100 %")]
     many = [record(f"p{n:02}", "gemm", "nvfp4", total=n) for n in range(20)]
     assert [name for name, _ in times.slowest(many)] == [f"p{n}" for n in range(19, 9, -1)]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from narrowgauge.harness.backends.backend import load_backend
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -54,9 +54,9 @@ HIDDEN = {
     ),
     "no dequantize": (QUANTIZE, {"quantize": reference.quantize}, ["values"]),
     "a dequantize that refuses": (QUANTIZE, {"quantize": reference.quantize, "dequantize": refuse}, ["values"]),
-    "halves together only": (replace(QUANTIZE, flags=("both",)), {"quantize_both": both_alone}, ["halves"]),
+    "halves together only": (replace(QUANTIZE, usage="both"), {"quantize_both": both_alone}, ["halves"]),
     "no unswizzle": (
-        Case("swizzle", "", (130, 5), "", "position"), {"swizzle": reference.swizzle}, ["unswizzle"],
+        case_from_labels("swizzle", "", (130, 5), "", "position"), {"swizzle": reference.swizzle}, ["unswizzle"],
     ),
     "no quantize": (GEMM, {"gemm": reference.gemm}, OPERANDS),
     "a quantize that refuses": (GEMM, {"gemm": reference.gemm, "quantize": refuse}, OPERANDS),
@@ -64,7 +64,9 @@ HIDDEN = {
         replace(GEMM, recipe="mxfp8-e4m3"), {"gemm": reference.gemm}, ["x.scales", "x.codes", "w.scales", "w.codes"],
     ),
     "no quantize of an output": (
-        Case("gemm-quantized", "mxfp8-e4m3", (16, 64, 32), "bf16xbf16-fp32", "normal", ("tn", "mxfp8-e4m3")),
+        case_from_labels(
+            "gemm-quantized", "mxfp8-e4m3", (16, 64, 32), "bf16xbf16-fp32", "normal", ("tn", "mxfp8-e4m3")
+        ),
         {"gemm": reference.gemm, "gemm_quantized": gemm_quantized},
         ["x.scales", "x.codes", "w.scales", "w.codes", "output.scales", "output.codes"],
     ),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
-from narrowgauge.harness.machine.processors import VISIBLE
+from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running import pool, worker
 from narrowgauge.harness.running.pool import Settings, Task, run_cases, run_tasks
@@ -195,9 +195,9 @@ def test_a_backend_that_does_not_load_in_time_ends_the_run(scripted, monkeypatch
 
 @pytest.mark.parametrize("named", ["2,5", None])
 def test_workers_take_the_gpus_in_turn_and_a_new_one_takes_that_of_the_dead(scripted, monkeypatch, named):
-    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
     if named is not None:
-        monkeypatch.setenv(VISIBLE, named)
+        monkeypatch.setenv(VISIBLE_DEVICES, named)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     names = ["2", "5"] if named else ["0", "1"]
     scripted(["record"] * 3, 3, workers=3, device="cuda")

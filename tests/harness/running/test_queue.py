@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import SMALL, home_of
 from narrowgauge.harness.cases.memory import needed
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running import queue
 from narrowgauge.harness.running.queue import Queue, firsts
 from narrowgauge.harness.running.worker import Task
@@ -23,7 +23,7 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def task(side: int) -> Task:
-    return Task(Case("quantize", "nvfp4", (side, 4096), "bf16", "normal"), 0)
+    return Task(case_from_labels("quantize", "nvfp4", (side, 4096), "bf16", "normal"), 0)
 
 
 def sides(tasks: list[Task | None]) -> list[int]:
@@ -109,17 +109,20 @@ def test_small_cases_of_a_gpu_are_judged_on_the_cpu() -> None:
 def test_small_cases_of_every_kind_come_first_on_a_gpu_and_wait_for_no_turn() -> None:
     def case(operation: str, name: str, side: int, *flags: str) -> Task:
         return Task(
-            Case(operation, name, (side, 64, 64)[: 3 if operation == "gemm" else 2], "bf16", "normal", flags), 0
+            case_from_labels(
+                operation, name, (side, 64, 64)[: 3 if operation == "gemm" else 2], "bf16", "normal", flags
+            ),
+            0,
         )
 
     alike = [case("gemm", "nvfp4", side, "tn", *more) for side in (64, 16, 32) for more in ((), ("bias",))]
     others = [
         case("gemm", "nvfp4", 16, "nn"), case("gemm", "mxfp8-e4m3", 16, "tn"), case("quantize", "nvfp4", 16, "both"),
-        Task(Case("linear", "MXFP8BlockScaling", (1, 16, 64, 64), "bf16", "normal"), 0),
+        Task(case_from_labels("linear", "MXFP8BlockScaling", (1, 16, 64, 64), "bf16", "normal"), 0),
     ]  # fmt: skip
     found = firsts([*alike, *others])
     assert {task.case for task in found} == {one.case for one in (alike[2], alike[1], *others[:3])}
-    rounds = [task.case.recipe for task in reversed(found)]
+    rounds = [task.case.recipe_label for task in reversed(found)]
     assert sorted(rounds[:2]) == ["mxfp8-e4m3", "nvfp4"]  # of each recipe one, before a second of any
     waiting = Queue([*alike, *others], "cuda")
     taken = [waiting.take() for _ in range(10)]

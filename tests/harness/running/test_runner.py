@@ -8,13 +8,14 @@ import torch
 
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.records.record import VERDICTS
 from narrowgauge.harness.running.runner import digest, informative, run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax
-from narrowgauge.reference.quantize.quantize import encode_elements
 from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale
+from narrowgauge.reference.quantize.steps import encode_elements
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, quantize, without_amax
 
 
@@ -56,7 +57,7 @@ def test_every_family_passes(name, operation, family):
     for shape in SHAPES[operation]:
         for dtype in DTYPES[operation]:
             for flags in ((), ("columnwise",)) if operation == "quantize" else (("tn",), ("tn", "accumulate", "bias")):
-                case = replace(QUANTIZE, operation=operation, shape=shape, dtype=dtype, inputs=family, flags=flags)
+                case = case_from_labels(operation, "nvfp4", shape, dtype, family, flags)
                 record = run_case(case, right)
                 assert (record.verdict, record.message) == ("pass", ""), case.id
                 assert record.compared > 0
@@ -260,18 +261,18 @@ def test_a_backend_that_does_not_quantize_is_given_the_reference_s_operands(door
     assert list(judged(record)) == ["memory", "repeat", "output"]
 
 
-@pytest.mark.parametrize("flags", [("tn",), ("tn", "accumulate"), ("tn", "bias"), ("tn", "accumulate", "bias")])
-def test_a_gemm_is_given_what_it_adds(flags):
+@pytest.mark.parametrize("addends", [(), ("accumulate",), ("bias",), ("accumulate", "bias")])
+def test_a_gemm_is_given_what_it_adds(addends):
     given = []
 
     def door(a, b, **options):
         given.append(set(options))
         return reference.gemm(a, b, out_dtype=options["out_dtype"])
 
-    record = run(replace(GEMM, flags=flags), gemm=door)
+    record = run(replace(GEMM, **dict.fromkeys(addends, True)), gemm=door)
     names = {"accumulate": "c", "bias": "bias"}
-    assert given == [{"out_dtype", *(names[flag] for flag in flags[1:])}] * 2
-    assert record.verdict == ("pass" if flags == ("tn",) else "fail")
+    assert given == [{"out_dtype", *(names[addend] for addend in addends)}] * 2
+    assert record.verdict == ("fail" if addends else "pass")
 
 
 # No result.

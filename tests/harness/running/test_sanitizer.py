@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.harness.backends.backend import BackendError
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.pool import Settings, run_cases
 from narrowgauge.harness.running.sanitizer import check_sanitizer
 from narrowgauge.native.runtime import sanitizer
@@ -42,7 +42,7 @@ def test_a_read_that_changes_nothing_is_found_and_costs_its_own_case(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reading.py").write_text(BACKEND)
-    cases = [Case("swizzle", "", (rows, 16), "", "bytes") for rows in (31, 32, 33)]
+    cases = [case_from_labels("swizzle", "", (rows, 16), "", "bytes") for rows in (31, 32, 33)]
     records = run_cases(cases, Settings("reading:Backend", sanitize=True, timeout=120), lambda record: None)
     assert [record["verdict"] for record in records] == ["pass", "crash", "pass"], records
     assert re.fullmatch(

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from narrowgauge.harness.cases.case import Case, load_all, select
-from narrowgauge.harness.checks.statistics.holm import sharing
+from narrowgauge.harness.cases.case import select
+from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.records.journal import Journal, Run
+from narrowgauge.harness.records.journal import Journal, RecordedRun
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.shard import (
     Shard,
@@ -28,7 +30,7 @@ from tests.paths import PLUGIN, ROOT
 
 pytest_plugins = ["pytester"]
 
-SMALL = Case("quantize", "nvfp4", (16, 32), "bf16", "normal")
+SMALL = case_from_labels("quantize", "nvfp4", (16, 32), "bf16", "normal")
 CASES = [replace(SMALL, shape=(16 * n, 32), recipe="nvfp4-sr" if n % 4 == 0 else "nvfp4") for n in range(1, 13)]
 FILE = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
 ALL = [f"quantize/{recipe}/16x{k}/bf16/normal" for recipe in ("nvfp4", "nvfp4-sr", "nvfp4-rht") for k in (32, 48)]
@@ -36,7 +38,7 @@ ALL = [f"quantize/{recipe}/16x{k}/bf16/normal" for recipe in ("nvfp4", "nvfp4-sr
 
 def journal(directory: Path, seconds: dict[str, float | None]) -> Path:
     """The journal of a run of these cases that took so long."""
-    run = Run("reference", "cpu", 0, list(seconds), {}, {})
+    run = RecordedRun("reference", "cpu", 0, list(seconds), {}, {})
     written = Journal(directory, lambda: run)
     for case, taken in seconds.items():
         record = new_record(SMALL, backend="reference", device="cpu", seed=0)
@@ -60,7 +62,7 @@ def test_a_shard_knows_the_others():
         part, again = (part_of(cases, Shard(number, 3)) for cases in (CASES, shuffled))
         assert {case.id for case in part.cases} == {case.id for case in again.cases}
         assert part.cases == [case for case in CASES if case in part.cases]
-        assert part.sharing == again.sharing == sharing(CASES) == 3
+        assert part.sharing == again.sharing == count_chance_cases(CASES) == 3
         assert part.selection == again.selection == digest(case.id for case in CASES)
     assert part_of(CASES[1:], Shard(1, 3)).selection != part.selection
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.checks.statistics import rounding
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.checks.statistics import rounding_tests
 from narrowgauge.harness.checks.statistics.holm import FALSE_ALARM
 from narrowgauge.harness.pytest_plugin import sandbox
 from narrowgauge.harness.records.record import new_record
@@ -22,18 +22,18 @@ from tests.paths import PLUGIN
 
 pytest_plugins = ["pytester"]
 
-NVFP4 = Case("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")
+NVFP4 = case_from_labels("quantize", "nvfp4-sr", (96, 128), "fp32", "normal")
 CASES = small_toml.matrix(recipe=["nvfp4", "nvfp4-sr", "nvfp4-rht"], dtype="bf16")
 
 
 def test_a_case_of_many_needs_a_smaller_p_value(monkeypatch):
     """Bytes that are 1 too high, over so few draws that it is odd enough for one case, and not for one of a million."""
-    monkeypatch.setattr(rounding, "DRAWS", 600_000)
+    monkeypatch.setattr(rounding_tests, "DRAWS", 600_000)
 
-    def quantize(x, rule, *, random, **options):
+    def quantize(x, recipe, *, random, **options):
         own = torch.randint(0, 256, tuple(x.shape), dtype=torch.int32)
         words = (own + 1).clamp(max=255).to(torch.uint8).view(torch.int32)
-        return reference.quantize(x, rule, random=words, **options)
+        return reference.quantize(x, recipe, random=words, **options)
 
     biased = Backend("biased", SimpleNamespace(quantize=quantize, declares={"random": "own"}))
     alone, shared = (run_case(NVFP4, biased, sharing=sharing) for sharing in (1, 10**6))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.running import shrink as shrinking
 from narrowgauge.harness.running.judging import judge
@@ -30,10 +30,10 @@ def shrunk(case, **doors):
     inputs = make_inputs(case)
     outcome = judge(case, inputs, wrong)
     found = shrink(case, inputs, outcome, wrong)
-    stage = next(stage.stage for stage in outcome.stages if not stage.right)
+    stage = next(stage.stage for stage in outcome.stages if not stage.passed)
     if found is not None:
         again = judge(found.case, found.inputs, wrong)
-        assert next(stage.stage for stage in again.stages if not stage.right) == stage
+        assert next(stage.stage for stage in again.stages if not stage.passed) == stage
         assert found.calls <= shrinking.CALLS
     return found, stage
 
@@ -101,7 +101,7 @@ def test_an_amax_has_no_place_and_is_found_by_bisection():
     ],
 )
 def test_blocks_tiles_and_rotated_groups_stay_whole(recipe, usage, shape, expected):
-    case = replace(QUANTIZE, recipe=recipe, shape=shape, flags=() if usage == "rowwise" else (usage,))
+    case = replace(QUANTIZE, recipe=recipe, shape=shape, usage=usage)
 
     def spoil(q):
         if q is not None:
@@ -197,12 +197,12 @@ def wrong_output(where):
         (lambda i, j: (i >= 0) & (j >= 0) & (i.numel() > 16), (17, 16, 1)),
     ],
 )
-@pytest.mark.parametrize("flags", [("tn",), ("nn", "accumulate", "bias")])
-def test_the_smallest_product(where, expected, flags):
-    found, stage = shrunk(replace(GEMM, shape=(40, 128, 48), flags=flags), gemm=wrong_output(where))
+@pytest.mark.parametrize("options", [{}, {"layout": "nn", "accumulate": True, "bias": True}])
+def test_the_smallest_product(where, expected, options):
+    found, stage = shrunk(replace(GEMM, shape=(40, 128, 48), **options), gemm=wrong_output(where))
     assert (found.case.shape, stage) == (expected, "output")
     rows, depth, columns = expected
-    shapes = [(rows, depth), (columns, depth)] + [(rows, columns), (columns,)] * (len(flags) > 1)
+    shapes = [(rows, depth), (columns, depth)] + [(rows, columns), (columns,)] * bool(options)
     assert [tuple(t.shape) for t in found.inputs.tensors()] == shapes
 
 
@@ -239,16 +239,18 @@ def spoiled_section(number):
 
 
 def test_the_smallest_sections_of_a_quantize():
-    case = Case("quantize-grouped", "nvfp4", (100, 64), "bf16", "normal", ("ragged:5",))
+    case = case_from_labels("quantize-grouped", "nvfp4", (100, 64), "bf16", "normal", ("ragged:5",))
     found, stage = shrunk(case, quantize_grouped=spoiled_section(0))
-    assert (found.case.shape, found.case.sections, stage) == ((5, 16), (5,), "codes")
+    assert (found.case.shape, found.case.section_sizes, stage) == ((5, 16), (5,), "codes")
     found, _ = shrunk(case, quantize_grouped=spoiled_section(2))  # two sections before the first wrong one
-    assert (found.case.shape, found.case.sections) == ((15, 16), (4, 5, 5)) or len(found.case.sections) == 3
-    assert found.case.flags == (f"rows:{','.join(map(str, found.case.sections))}",)
+    assert (found.case.shape, found.case.section_sizes) == ((15, 16), (4, 5, 5)) or len(found.case.section_sizes) == 3
+    assert found.case.flags == (f"rows:{','.join(map(str, found.case.section_sizes))}",)
 
 
 def test_the_smallest_sections_of_a_product():
-    case = Case("gemm-grouped", "nvfp4", (72, 64, 40), "bf16xbf16-fp32", "normal", ("middle:4", "accumulate", "bias"))
+    case = case_from_labels(
+        "gemm-grouped", "nvfp4", (72, 64, 40), "bf16xbf16-fp32", "normal", ("middle:4", "accumulate", "bias")
+    )
 
     def door(a, b, **options):
         out = reference.gemm_grouped(a, b, **options)
@@ -259,7 +261,7 @@ def test_the_smallest_sections_of_a_product():
         return out
 
     found, stage = shrunk(case, gemm_grouped=door)
-    assert (found.case.shape, found.case.sections, stage) == ((9, 16, 1), (9,), "output")
+    assert (found.case.shape, found.case.section_sizes, stage) == ((9, 16, 1), (9,), "output")
     assert [tuple(t.shape) for t in found.inputs.tensors()] == [(9, 16), (1, 16), (9, 1), (1, 1)]
 
 
@@ -268,7 +270,7 @@ def test_the_smallest_swizzle_and_history():
         out = reference.swizzle(scales)
         return out ^ 1 if scales.shape[0] > 100 else out
 
-    found, stage = shrunk(Case("swizzle", "", (150, 12), "", "bytes"), swizzle=swizzle)
+    found, stage = shrunk(case_from_labels("swizzle", "", (150, 12), "", "bytes"), swizzle=swizzle)
     assert (found.case.shape, stage) == ((101, 1), "layout")
 
     def update(history, scale, recipe):
@@ -276,7 +278,7 @@ def test_the_smallest_swizzle_and_history():
         updated[5:] *= 2
         return rolled, updated
 
-    case = Case("update-scale", "fp8-delayed-e4m3", (16, 20), "", "amaxes")
+    case = case_from_labels("update-scale", "fp8-delayed-e4m3", (16, 20), "", "amaxes")
     found, stage = shrunk(case, update_scale=update)
     assert (found.case.shape, stage) == ((1, 6), "scale")
 
@@ -287,20 +289,26 @@ def test_the_smallest_swizzle_and_history():
 @pytest.mark.parametrize(
     "case",
     [
-        replace(QUANTIZE, recipe="nvfp4-sr", shape=(48, 64), flags=("words",)),
-        replace(QUANTIZE, recipe="nvfp4-sr", shape=(48, 64), flags=("columnwise", "words")),
-        replace(QUANTIZE, recipe="nvfp4-2d-sr", shape=(48, 64), flags=("both", "words")),
-        replace(QUANTIZE, recipe="mxfp8-e4m3-sr", shape=(96, 64), flags=("columnwise", "words")),
-        replace(QUANTIZE, recipe="nvfp4-sr", shape=(48, 64), flags=()),
-        replace(QUANTIZE, recipe="nvfp4", shape=(2, 3, 8, 64), flags=("strided",)),
+        replace(QUANTIZE, recipe="nvfp4-sr", shape=(48, 64), random="words"),
+        replace(QUANTIZE, recipe="nvfp4-sr", shape=(48, 64), usage="columnwise", random="words"),
+        replace(QUANTIZE, recipe="nvfp4-2d-sr", shape=(48, 64), usage="both", random="words"),
+        replace(QUANTIZE, recipe="mxfp8-e4m3-sr", shape=(96, 64), usage="columnwise", random="words"),
+        replace(QUANTIZE, recipe="nvfp4-sr", shape=(48, 64)),
+        replace(QUANTIZE, recipe="nvfp4", shape=(2, 3, 8, 64), view="strided"),
         replace(QUANTIZE, recipe="fp8-delayed-e5m2", shape=(48, 64)),
-        Case("transform", "nvfp4-rht32", (48, 64), "bf16", "normal"),
-        Case("quantize-grouped", "nvfp4-rht", (96, 64), "bf16", "normal", ("even:3", "columnwise")),
-        Case("quantize-grouped", "fp8-delayed-e4m3", (96, 64), "bf16", "normal", ("even:3",)),
-        replace(GEMM, recipe="fp8-block-1x128-e4m3-pow2+fp8-block-128x128-e5m2-pow2", shape=(40, 256, 160)),
-        Case("gemm-grouped", "mxfp8-e4m3", (96, 64, 40), "bf16xbf16-bf16", "normal", ("even:3", "padded", "bias")),
-        Case("gemm-quantized", "nvfp4", (32, 64, 48), "bf16xbf16-bf16", "normal", ("tn", "fp8-delayed-e4m3")),
-        Case("gemm-quantized", "nvfp4", (32, 64, 48), "bf16xbf16-bf16", "normal", ("tn", "nvfp4-2d", "bias")),
+        case_from_labels("transform", "nvfp4-rht32", (48, 64), "bf16", "normal"),
+        case_from_labels("quantize-grouped", "nvfp4-rht", (96, 64), "bf16", "normal", ("even:3", "columnwise")),
+        case_from_labels("quantize-grouped", "fp8-delayed-e4m3", (96, 64), "bf16", "normal", ("even:3",)),
+        replace(GEMM, recipe="fp8-block-1x128-e4m3-pow2", w_recipe="fp8-block-128x128-e5m2-pow2", shape=(40, 256, 160)),
+        case_from_labels(
+            "gemm-grouped", "mxfp8-e4m3", (96, 64, 40), "bf16xbf16-bf16", "normal", ("even:3", "padded", "bias")
+        ),
+        case_from_labels(
+            "gemm-quantized", "nvfp4", (32, 64, 48), "bf16xbf16-bf16", "normal", ("tn", "fp8-delayed-e4m3")
+        ),
+        case_from_labels(
+            "gemm-quantized", "nvfp4", (32, 64, 48), "bf16xbf16-bf16", "normal", ("tn", "nvfp4-2d", "bias")
+        ),
     ],
     ids=lambda case: case.id,
 )
@@ -313,6 +321,6 @@ def test_a_right_kernel_is_right_on_every_part(case):
     for windows in (halves, {name: (0, axis.extent) for name, axis in axes.items()}):
         part, cropped = crop(case, inputs, windows)
         outcome = judge(part, cropped, right)
-        assert [stage.sentence for stage in outcome.stages if not stage.right] == []
+        assert [stage.sentence for stage in outcome.stages if not stage.passed] == []
         assert sum(stage.compared for stage in outcome.stages) > 0
     assert part.shape[-1] == case.shape[-1]

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.pytest_plugin import sandbox
 from narrowgauge.harness.records import journal
-from narrowgauge.harness.records.journal import NAME, Journal, JournalError, Run, read
+from narrowgauge.harness.records.journal import JOURNAL_NAME, Journal, JournalError, RecordedRun, read
 from narrowgauge.harness.records.record import new_record
-from narrowgauge.harness.records.saved import load
-from narrowgauge.harness.report.report import ReportError, write_kept
+from narrowgauge.harness.records.saved_failure import load
+from narrowgauge.harness.report.report import ReportError, write_journaled
 from narrowgauge.harness.running.pool import Settings, Task
 from tests.harness.sample_backends import QUANTIZE
 from tests.paths import PLUGIN, ROOT
@@ -235,7 +235,7 @@ def said_by(process):
 
 def written():
     """Lines of the journal, without those of the time."""
-    path = Path("reports/latest") / NAME
+    path = Path("reports/latest") / JOURNAL_NAME
     lines = path.read_text().splitlines() if path.exists() else []
     return [line for line in lines if not line.startswith('{"elapsed"')]
 
@@ -264,7 +264,7 @@ def test_a_killed_run_leaves_its_records_and_is_gone_on_with(folder):
     run = read(Path("reports/latest"))
     assert [rows_of(record) for record in run.records] == [16, 17]
     assert [case.split("/")[2] for case in run.missing] == ["18x32", "19x32", "20x32"]
-    with (Path("reports/latest") / NAME).open("a") as file:
+    with (Path("reports/latest") / JOURNAL_NAME).open("a") as file:
         file.write('{"elapsed": 5000.0}\n{"case": "cut sho')
     before = seen()
     Path("go").touch()
@@ -325,7 +325,7 @@ def header(**changes):
         "backend": "b", "device": "cpu", "seed": 0, "cases": [case_of(n).id for n in (16, 17, 18)],
         "environment": {"GPU": "none", "kernel flags": "-O2"}, "sources": {"kernels": "01", "reference": "02"},
     }  # fmt: skip
-    return Run(**(given | changes))
+    return RecordedRun(**(given | changes))
 
 
 def record_of(rows, **changes):
@@ -334,7 +334,7 @@ def record_of(rows, **changes):
 
 def test_a_header_says_what_the_guards_were():
     given = {"backend": "native", "device": "cpu", "seed": 0}
-    plain, asked = journal.beginning([], **given), journal.beginning([], **given, schedules=8, sanitize=True)
+    plain, asked = journal.new_run([], **given), journal.new_run([], **given, schedules=8, sanitize=True)
     assert [(run.schedules, run.sanitize) for run in (plain, asked)] == [(1, False), (8, True)]
 
 
@@ -350,12 +350,16 @@ def written_run(tmp_path):
 
 def test_a_run_reads_as_it_was_written(written_run):
     run = read(written_run)
-    assert run == read(written_run / NAME) == header(records=[record_of(n, sqnr_db=float("inf")) for n in (16, 17)])
+    assert (
+        run
+        == read(written_run / JOURNAL_NAME)
+        == header(records=[record_of(n, sqnr_db=float("inf")) for n in (16, 17)])
+    )
     assert run.missing == [case_of(18).id]
 
 
 def test_a_line_that_was_cut_short_is_written_anew(written_run):
-    with (written_run / NAME).open("a") as file:
+    with (written_run / JOURNAL_NAME).open("a") as file:
         file.write('{"case": "qu')
     assert len(read(written_run).records) == 2
     resumed = Journal.resumed(written_run, header())
@@ -429,7 +433,7 @@ def test_another_run_is_not_gone_on_with(written_run, changes, words):
     with pytest.raises(JournalError) as raised:
         Journal.resumed(written_run, header(**changes))
     assert str(raised.value) == (
-        f"{written_run / NAME}: is of another run: {words}. Run without --resume to begin anew, or with another "
+        f"{written_run / JOURNAL_NAME}: is of another run: {words}. Run without --resume to begin anew, or with another "
         "--report-dir to keep both"
     )
 
@@ -441,28 +445,30 @@ def test_another_run_is_not_gone_on_with(written_run, changes, words):
         ("{}\n", "is a journal of version None with records of schema None; this narrowgauge reads version"),
         ("nonsense\n", "line 1 is not JSON: "),
         ("[]\n", "line 1 is list, and not an object"),
-        (f'{{"journal": {journal.JOURNAL}, "schema": {journal.SCHEMA}}}\n', "backend, cases, device, environment"),
+        (f'{{"journal": {journal.JOURNAL_VERSION}, "schema": {journal.SCHEMA}}}\n', "backend, cases, device, environment"),
     ],
 )  # fmt: skip
 def test_what_is_no_journal_is_refused(tmp_path, text, words):
-    (tmp_path / NAME).write_text(text)
+    (tmp_path / JOURNAL_NAME).write_text(text)
     with pytest.raises(JournalError, match=re.escape(words)):
         read(tmp_path)
 
 
 def test_a_line_in_the_midst_that_is_no_record_is_refused(written_run):
-    with (written_run / NAME).open("a") as file:
+    with (written_run / JOURNAL_NAME).open("a") as file:
         file.write('{"case": 1}\n')
     with pytest.raises(JournalError, match="line 5 is no record: it has no case or no verdict"):
         read(written_run)
 
 
 def test_a_folder_without_a_journal_is_refused(tmp_path, folder):
-    with pytest.raises(JournalError, match=f"the folder holds no {NAME}; a run writes it into its --report-dir"):
+    with pytest.raises(
+        JournalError, match=f"the folder holds no {JOURNAL_NAME}; a run writes it into its --report-dir"
+    ):
         read(tmp_path)
     result = narrowgauge("--backend", "reference", "--resume")
     assert result.exit_code == 2
-    assert f"there is no {NAME}" in result.stderr or f"holds no {NAME}" in result.stderr
+    assert f"there is no {JOURNAL_NAME}" in result.stderr or f"holds no {JOURNAL_NAME}" in result.stderr
 
 
 @pytest.fixture
@@ -482,11 +488,11 @@ def small_disk():
 def test_a_full_disk_costs_the_record_that_did_not_fit(tmp_path, small_disk):
     kept = Journal(tmp_path, header)
     kept.add(record_of(16))
-    size = (tmp_path / NAME).stat().st_size
+    size = (tmp_path / JOURNAL_NAME).stat().st_size
     small_disk(size + 100)
     with pytest.raises(JournalError, match=r"cannot be written: File too large\. The records before are in it"):
         kept.add(record_of(17))
-    assert (tmp_path / NAME).stat().st_size == size
+    assert (tmp_path / JOURNAL_NAME).stat().st_size == size
     small_disk(size + 10_000)
     kept.add(record_of(18))
     assert [record["shape"] for record in read(tmp_path).records] == ["16x32", "18x32"]
@@ -506,12 +512,12 @@ def test_a_header_that_does_not_fit_leaves_no_record_without_one(tmp_path, small
 def test_a_report_that_does_not_fit_is_one_error_and_leaves_the_journal(written_run, small_disk):
     small_disk(2000)
     with pytest.raises(ReportError) as raised:
-        write_kept(read(written_run).records, {}, written_run, elapsed=1.0)
+        write_journaled(read(written_run).records, {}, written_run, elapsed=1.0)
     assert str(raised.value) == (
-        f"the report cannot be written into {written_run}: File too large. The 2 records are in {written_run / NAME}: "
+        f"the report cannot be written into {written_run}: File too large. The 2 records are in {written_run / JOURNAL_NAME}: "
         "mend that, and the same command with --resume writes the report"
     )
-    assert [path.name for path in written_run.iterdir()] == [NAME]
+    assert [path.name for path in written_run.iterdir()] == [JOURNAL_NAME]
 
 
 def test_a_run_ends_with_one_error_where_its_journal_does_not_fit(folder, monkeypatch):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from narrowgauge.harness.machine.gpu_lock import said
+from narrowgauge.harness.machine.gpu_lock import pop_gpu_error
 from narrowgauge.harness.records.journal import read
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.pool import Settings, run_cases
@@ -127,8 +127,8 @@ def test_workers_take_two_gpus_in_turn(folder):
     records = run_cases([case_of(rows) for rows in range(16, 32)], settings, lambda record: None)
     assert sorted(map(rows_of, records)) == list(range(16, 32))
     assert {record["verdict"] for record in records} == {"pass"}
-    said = [path.read_text().split() for path in folder.glob("gpu-*")]
-    assert len({name for name, _ in said}) == len({uuid for _, uuid in said}) == 2
+    pop_gpu_error = [path.read_text().split() for path in folder.glob("gpu-*")]
+    assert len({name for name, _ in pop_gpu_error}) == len({uuid for _, uuid in pop_gpu_error}) == 2
 
 
 # What a probe makes of a GPU's words, without a GPU.
@@ -150,7 +150,7 @@ def test_a_late_error_of_a_gpu_is_that_of_its_case(monkeypatch, words, verdict, 
         if left:
             raise RuntimeError(left.pop(0))
 
-    said()  # what a GPU said in the turns of other tests
+    pop_gpu_error()  # what a GPU said in the turns of other tests
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     record = new_record(QUANTIZE, backend="b", device="cuda", seed=0)

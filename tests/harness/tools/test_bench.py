@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.harness.tools.bench import bench, interleave, judge, peers, silence_stderr
+from narrowgauge.harness.tools.bench import bench, interleave, judge_outputs, peer_libraries, silence_stderr
 from narrowgauge.harness.tools.bench.bench import measure
+from narrowgauge.harness.tools.bench.bench_row import TARGETS, BenchRow, apply_target
 from narrowgauge.harness.tools.bench.interleave import Times
-from narrowgauge.harness.tools.bench.judge import Given
-from narrowgauge.harness.tools.bench.operations import SAME, Inputs, Prepared, prepare
+from narrowgauge.harness.tools.bench.judge_outputs import QuantizeArguments
+from narrowgauge.harness.tools.bench.operations import SAME, BenchInputs, PreparedTask, prepare
 from narrowgauge.harness.tools.bench.report import cells
-from narrowgauge.harness.tools.bench.row import ASKED, Row, hold
-from narrowgauge.harness.tools.bench.tasks import EXPERTS, MEMORY, Task, tasks
+from narrowgauge.harness.tools.bench.tasks import EXPERTS, MEMORY, BenchTask, tasks
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.formats import FP32
@@ -42,15 +42,15 @@ def ids(*arguments: Any, **options: Any) -> list[str]:
 
 
 def test_every_recipe_is_quantized_rowwise_and_in_both_orientations() -> None:
-    found = {(name, variant.partition(",")[0]) for operation, name, variant in MEMORY if operation == "quantize"}
-    assert found == set(itertools.product({name for name, _ in found}, ("rowwise", "both")))
-    assert len(found) == 2 * 14
+    result = {(name, variant.partition(",")[0]) for operation, name, variant in MEMORY if operation == "quantize"}
+    assert result == set(itertools.product({name for name, _ in result}, ("rowwise", "both")))
+    assert len(result) == 2 * 14
 
 
 def test_sizes_of_two_numbers_are_of_matrices_and_of_three_of_products() -> None:
-    found = ids("cpu", ["256x128", "64x32x48"])
-    assert {name.rpartition("/")[2] for name in found if not name.startswith("gemm")} == {"256x128"}
-    assert [name for name in found if name.startswith("gemm")] == [
+    result = ids("cpu", ["256x128", "64x32x48"])
+    assert {name.rpartition("/")[2] for name in result if not name.startswith("gemm")} == {"256x128"}
+    assert [name for name in result if name.startswith("gemm")] == [
         "gemm/nvfp4/64x32x48", "gemm/mxfp8-e4m3/64x32x48", "gemm/fp8-current/64x32x48", "gemm-grouped/nvfp4/64x32x48",
     ]  # fmt: skip
     assert ids("cuda", ["256x128"]) == ids("cpu", ["256x128"])
@@ -68,21 +68,21 @@ def test_a_keyword_selects_by_id() -> None:
 
 def test_a_quick_bench_has_the_first_size_of_each_kind() -> None:
     for device in ("cpu", "cuda"):
-        found = ids(device)
+        result = ids(device)
         quick = ids(device, quick=True)
-        assert set(quick) < set(found)
+        assert set(quick) < set(result)
         assert len({name.rpartition("/")[2] for name in quick}) == 2
     assert ids("cpu", ["128x128", "256x256"], quick=True) == ids("cpu", ["128x128"])
 
 
 def test_the_sizes_that_something_is_asked_of_are_benched_on_a_gpu() -> None:
-    found = [f"{name}/native" for name in ids("cuda")]
-    for one in (one for one in ASKED if one.device == "cuda"):
-        for shape in one.shapes or ():
-            assert any(fnmatchcase(name, one.rows) and f"/{shape}/" in name for name in found), (one, shape)
+    result = [f"{name}/native" for name in ids("cuda")]
+    for row in (row for row in TARGETS if row.device == "cuda"):
+        for shape in row.shapes or ():
+            assert any(fnmatchcase(name, row.rows) and f"/{shape}/" in name for name in result), (row, shape)
     unasked = "quantize/nvfp4-rowscaled/rowwise, amax given"
-    assert f"{unasked}/16384x16384/native" in found
-    assert f"{unasked}/8192x8192/native" not in found
+    assert f"{unasked}/16384x16384/native" in result
+    assert f"{unasked}/8192x8192/native" not in result
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def flipped(t: torch.Tensor) -> torch.Tensor:
 
 def halves(name: str) -> list[Quantized]:
     random = (5, 9) if name.endswith("-sr") else None
-    found = reference.quantize_both(X, name, random=random, scale=SCALE if name == "fp8-delayed" else None)
-    return [half for half in found if half is not None]
+    result = reference.quantize_both(X, name, random=random, scale=SCALE if name == "fp8-delayed" else None)
+    return [half for half in result if half is not None]
 
 
 SCALE = torch.tensor([16.0])
@@ -137,18 +137,20 @@ QUICK_RECIPES = ("nvfp4-rht-sr", "nvfp4-rowscaled", "mxfp8-e4m3", "fp8-block-128
 )
 def test_any_byte_of_a_quantized_matrix_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Judged in two parts: what the reference gives is right, and not with another last bit of any tensor of it."""
-    monkeypatch.setattr(judge, "PART", 128 * 256)
-    assert len(list(judge.parts(256, 256))) == 2
+    monkeypatch.setattr(judge_outputs, "SLICE_ELEMENTS", 128 * 256)
+    assert len(list(judge_outputs.row_slices(256, 256))) == 2
     r = find_recipe(name)
     right = halves(name)
-    given = Given(scale=SCALE if name == "fp8-delayed" else None, random=(5, 9) if name.endswith("-sr") else None)
-    verdict = judge.judge_halves(X, r, given, (right[0], right[1]))
+    given = QuantizeArguments(
+        scale=SCALE if name == "fp8-delayed" else None, random=(5, 9) if name.endswith("-sr") else None
+    )
+    verdict = judge_outputs.judge_halves(X, r, given, (right[0], right[1]))
     assert (verdict.mismatches, verdict.sentence) == (0, "")
     assert verdict.compared >= 2 * X.numel()
     for number, part in parts_of(name):
         wrong = list(right)
         wrong[number] = replace(right[number], **{part: flipped(getattr(right[number], part))})
-        verdict = judge.judge_halves(X, r, given, (wrong[0], wrong[1]))
+        verdict = judge_outputs.judge_halves(X, r, given, (wrong[0], wrong[1]))
         assert verdict.mismatches > 0, part
         assert verdict.sentence.startswith(f"{('rowwise', 'columnwise')[number]} {part}: "), verdict.sentence
 
@@ -160,12 +162,14 @@ def test_float32_scales_are_judged_as_numbers() -> None:
 def test_what_is_asked_for_alone_is_judged_with_its_rotation_and_with_the_amax_that_was_given() -> None:
     r = find_recipe("nvfp4-rht")
     plain = reference.quantize(X, r)
-    assert not judge.judge_quantized(X, r, Given(), plain).sentence
-    assert judge.judge_quantized(X, r, Given(), reference.quantize(X, "nvfp4")).sentence
+    assert not judge_outputs.judge_quantized(X, r, QuantizeArguments(), plain).sentence
+    assert judge_outputs.judge_quantized(X, r, QuantizeArguments(), reference.quantize(X, "nvfp4")).sentence
     amax = torch.tensor([7.0])
     scaled = reference.quantize(X, r, amax=amax)
-    assert not judge.judge_quantized(X, r, Given((amax, None)), scaled).sentence
-    assert judge.judge_quantized(X, r, Given((amax, None)), plain).sentence.startswith("rowwise amax: ")
+    assert not judge_outputs.judge_quantized(X, r, QuantizeArguments((amax, None)), scaled).sentence
+    assert judge_outputs.judge_quantized(X, r, QuantizeArguments((amax, None)), plain).sentence.startswith(
+        "rowwise amax: "
+    )
 
 
 def test_values_rotations_bytes_and_products_are_judged() -> None:
@@ -173,11 +177,11 @@ def test_values_rotations_bytes_and_products_are_judged() -> None:
     values, rotated = reference.dequantize(q, torch.bfloat16), reference.transform(X, "nvfp4-rht")
     pairs = [(q, reference.quantize(X[:64], "nvfp4")), (reference.quantize(X[:32], "nvfp4"),) * 2]
     products = [reference.gemm(a, b, out_dtype=torch.float32) for a, b in pairs[:1]]
-    judges: list[tuple[Callable[[torch.Tensor], judge.Verdict], torch.Tensor]] = [
-        (lambda t: judge.judge_values(t, q), values),
-        (lambda t: judge.judge_rotated(t, X, find_recipe("nvfp4-rht")), rotated),
-        (lambda t: judge.judge_bytes("swizzle", t, q.scales), q.scales),
-        (lambda t: judge.judge_product(t, pairs[:1], Summation()), products[0]),
+    judges: list[tuple[Callable[[torch.Tensor], judge_outputs.Verdict], torch.Tensor]] = [
+        (lambda t: judge_outputs.judge_values(t, q), values),
+        (lambda t: judge_outputs.judge_rotated(t, X, find_recipe("nvfp4-rht")), rotated),
+        (lambda t: judge_outputs.judge_bytes("swizzle", t, q.scales), q.scales),
+        (lambda t: judge_outputs.judge_product(t, pairs[:1], Summation()), products[0]),
     ]
     for check, right in judges:
         assert (check(right).mismatches, check(right).compared) == (0, right.numel())
@@ -185,33 +189,35 @@ def test_values_rotations_bytes_and_products_are_judged() -> None:
         far.flatten()[-1] += 1
         assert check(far).mismatches == 1
         assert check(far).sentence
-    assert judge.judge_bytes("swizzle", q.scales[1:], q.scales).sentence.startswith("swizzle: uint8 (255, 16) where")
-    assert judge.judge_values(values.float()[:, :3], q).sentence.startswith("values: ")
+    assert judge_outputs.judge_bytes("swizzle", q.scales[1:], q.scales).sentence.startswith(
+        "swizzle: uint8 (255, 16) where"
+    )
+    assert judge_outputs.judge_values(values.float()[:, :3], q).sentence.startswith("values: ")
 
 
 def test_a_product_is_judged_a_part_at_a_time_and_section_by_section(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(reference.quantize(X[at : at + 64], "nvfp4"), reference.quantize(X[:48], "nvfp4")) for at in (0, 64)]
     right = torch.cat([reference.gemm(a, b, out_dtype=torch.bfloat16) for a, b in pairs])
-    monkeypatch.setattr(judge, "_OUTPUTS", 16 * 48)
-    assert judge.judge_product(right, pairs, Summation()).compared == right.numel()
+    monkeypatch.setattr(judge_outputs, "_OUTPUTS", 16 * 48)
+    assert judge_outputs.judge_product(right, pairs, Summation()).compared == right.numel()
     for row in (0, 63, 64, 127):
         wrong = right.clone()
         wrong[row, 47] *= 2
-        assert judge.judge_product(wrong, pairs, Summation()).mismatches == 1
+        assert judge_outputs.judge_product(wrong, pairs, Summation()).mismatches == 1
 
 
 def test_of_a_large_product_whose_order_is_dear_every_strip_has_a_row_that_is_judged_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Any order is right for the others; a tensor core is right by its own model alone, whole where that is cheap."""
-    monkeypatch.setattr(judge, "_WHOLE", 0)
+    monkeypatch.setattr(judge_outputs, "_WHOLE", 0)
     a, b = reference.quantize(X[:64], "nvfp4"), reference.quantize(X[:48], "nvfp4")
     right = reference.gemm(a, b, out_dtype=torch.float32)
-    verdict = judge.judge_product(right, [(a, b)], Summation("blocks"))
+    verdict = judge_outputs.judge_product(right, [(a, b)], Summation("blocks"))
     assert (verdict.compared, verdict.sentence) == ((64 + 4) * 48, "")
     heard: list[tuple[list[float], Summation]] = []
     monkeypatch.setattr(
-        judge, "_judge_product", lambda v, found, a, b, order: heard.append((found[:, 0].tolist(), order))
+        judge_outputs, "_judge_product", lambda v, result, a, b, order: heard.append((result[:, 0].tolist(), order))
     )
     rows = torch.arange(64.0).unsqueeze(1).expand(64, 48)
     sample, whole = [0.0, 17.0, 34.0, 51.0], rows[:, 0].tolist()
@@ -222,11 +228,11 @@ def test_of_a_large_product_whose_order_is_dear_every_strip_has_a_row_that_is_ju
         (Summation(truncates=True), "bound", [(whole, None)]),
     ):
         heard.clear()
-        assert judge.judge_product(rows, [(a, b)], order).by == by
-        assert [(found, declared.order) for found, declared in heard] == expected
+        assert judge_outputs.judge_product(rows, [(a, b)], order).rule == by
+        assert [(result, declared.order) for result, declared in heard] == expected
         assert all(declared.truncates == order.truncates for _, declared in heard)
-    monkeypatch.setattr(judge, "_WHOLE", 64 * 48 * 256)
-    assert judge.judge_product(rows, [(a, b)], Summation("aligned-13-32")).by == "order"
+    monkeypatch.setattr(judge_outputs, "_WHOLE", 64 * 48 * 256)
+    assert judge_outputs.judge_product(rows, [(a, b)], Summation("aligned-13-32")).rule == "order"
 
 
 # A bench.
@@ -289,14 +295,18 @@ def test_a_product_and_its_ceilings_and_peers_take_the_copies_of_their_inputs_in
 ) -> None:
     asked = []
 
-    def copies(inputs: Inputs, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def copies(inputs: BenchInputs, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         asked.append(tensors)
-        return [tuple(one.clone() for one in tensors) for _ in range(3)]
+        return [tuple(row.clone() for row in tensors) for _ in range(3)]
 
-    monkeypatch.setattr(Inputs, "copies", copies)
-    task, inputs = Task("gemm", name, "", (16, 32, 48)), Inputs(torch.device("cpu"))
+    monkeypatch.setattr(BenchInputs, "copies", copies)
+    task, inputs = BenchTask("gemm", name, "", (16, 32, 48)), BenchInputs(torch.device("cpu"))
     ready = prepare(task, inputs)
-    scaled_mm = [peer.calls for peer in peers.peers(task, inputs, {}, compiling=False) if peer.name == peers.SCALED_MM]
+    scaled_mm = [
+        peer.calls
+        for peer in peer_libraries.callable_peers(task, inputs, {}, compiling=False)
+        if peer.name == peer_libraries.SCALED_MM
+    ]
     assert len(scaled_mm) == (name == "fp8-current")
     for calls in (ready.calls["native"], ready.ceilings["matmul"], ready.ceilings["dequantize + matmul"], *scaled_mm):
         assert len(calls) == 3
@@ -306,12 +316,12 @@ def test_a_product_and_its_ceilings_and_peers_take_the_copies_of_their_inputs_in
 
 
 def test_a_row_is_beside_both_of_its_ceilings() -> None:
-    ready = Prepared({}, lambda _: judge.Verdict(), lambda _: 30, {"copy": [], SAME: []}, copied=100)
-    one = Row("swizzle", "", "", "128x256", "", "native", "cuda", seconds=2.0, moved=30)
+    ready = PreparedTask({}, lambda _: judge_outputs.Verdict(), lambda _: 30, {"copy": [], SAME: []}, copied=100)
+    row = BenchRow("swizzle", "", "", "128x256", "", "native", "cuda", seconds=2.0, moved=30)
     times = {"copy": Times((4.0,)), SAME: Times((1.0,)), "reference": Times((8.0,))}
-    bench._compare(one, times, ready)
-    assert (one.ceiling, one.ceiling_rate, one.share) == ("copy", 25.0, 0.6)
-    assert (one.second_ceiling, one.second_share, one.speedup) == (SAME, 0.5, 4.0)
+    bench._compare(row, times, ready)
+    assert (row.ceiling, row.ceiling_rate, row.share) == ("copy", 25.0, 0.6)
+    assert (row.second_ceiling, row.second_share, row.speedup) == (SAME, 0.5, 4.0)
 
 
 def test_an_output_that_is_wrong_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +351,7 @@ def test_an_operation_that_raises_is_red_and_the_bench_goes_on(monkeypatch: pyte
 
 def test_what_libraries_write_to_stderr_is_not_seen(capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
-        with silence_stderr.without_stderr():
+        with silence_stderr.silence_stderr():
             os.write(2, b"unseen")
     os.write(2, b"seen")
     assert capfd.readouterr().err == "seen"
@@ -362,7 +372,7 @@ def test_what_is_timed_is_called_in_turns_and_its_copies_too(monkeypatch: pytest
 
     monkeypatch.setattr(interleave, "timed", timed)
     calls = {"a": [call("a0"), call("a1")], "b": [call("b0")]}
-    times, results = interleave.interleaved(calls, CPU, rounds=5, seconds=11.0)
+    times, results = interleave.time_interleaved(calls, CPU, rounds=5, seconds=11.0)
     assert results == {"a": "a0", "b": "b0"}
     assert called == ["a0", "b0", "a0", "b0", "a1", "b0", "a0", "b0", "a1", "a0"]  # b takes too long after three
     assert times["a"].rounds == (1.0, 3.0, 1.0, 3.0, 1.0)
@@ -428,7 +438,7 @@ def test_what_python_takes_is_not_in_the_time_of_a_gpu_and_of_events_and_others_
     monkeypatch.setattr(interleave, "synchronize", gpu.synchronize)
     monkeypatch.setattr(interleave.time, "perf_counter", lambda: gpu.host)
     calls = {"a": [gpu.call("a0"), gpu.call("a1"), gpu.call("a2")], "b": [gpu.call("b0")]}
-    times, _ = interleave.interleaved(calls, torch.device("cuda"), rounds=4, seconds=1.0)
+    times, _ = interleave.time_interleaved(calls, torch.device("cuda"), rounds=4, seconds=1.0)
     left = gpu.left if count == 1 else 0.0  # a long call needs none ahead of it
     assert times["a"].rounds[1:] == pytest.approx([busy + gpu.edge / count + left] * 3)
     assert times["a"].calls == count
@@ -439,18 +449,20 @@ def test_what_python_takes_is_not_in_the_time_of_a_gpu_and_of_events_and_others_
 # What is asked.
 
 
-def row(name: str, device: str = "cuda", **columns: Any) -> Row:
+def row(name: str, device: str = "cuda", **columns: Any) -> BenchRow:
     operation, *rest, shape, who = name.split("/")
     given = dict(zip(("recipe", "variant"), rest, strict=False))
-    found = Row(operation, given.get("recipe", ""), given.get("variant", ""), shape, "bf16", who, device, seconds=1e-3)
+    result = BenchRow(
+        operation, given.get("recipe", ""), given.get("variant", ""), shape, "bf16", who, device, seconds=1e-3
+    )
     for column, value in columns.items():
-        setattr(found, column, value)
-    hold(found)
-    return found
+        setattr(result, column, value)
+    apply_target(result)
+    return result
 
 
 @pytest.mark.parametrize(
-    ("found", "asked"),
+    ("result", "asked"),
     [
         (row("quantize/nvfp4/rowwise, amax given/16384x16384/native", share=0.86), ("share", 0.85, True)),
         (row("quantize/nvfp4/rowwise/8192x8192/native", share=0.79), ("share", 0.80, False)),
@@ -475,14 +487,16 @@ def row(name: str, device: str = "cuda", **columns: Any) -> Row:
         (row("quantize/nvfp4/rowwise, amax given/16384x16384/torchao", share=0.1), ("", None, None)),
     ],
 )
-def test_a_figure_is_held_to_what_is_asked_of_it(found: Row, asked: tuple[str, float | None, bool | None]) -> None:
-    assert (found.asked, found.asked_least, found.met) == asked
+def test_a_figure_is_held_to_what_is_asked_of_it(
+    result: BenchRow, asked: tuple[str, float | None, bool | None]
+) -> None:
+    assert (result.asked, result.asked_least, result.met) == asked
 
 
 # Peers.
 
-GIVEN_TASK = Task("quantize", "nvfp4", "rowwise, amax given", (128, 128))
-MX_TASK = Task("quantize", "mxfp8-e4m3", "rowwise", (128, 128))
+GIVEN_TASK = BenchTask("quantize", "nvfp4", "rowwise, amax given", (128, 128))
+MX_TASK = BenchTask("quantize", "mxfp8-e4m3", "rowwise", (128, 128))
 
 
 def fake_torchao(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
@@ -514,14 +528,14 @@ TORCHAO = {
 
 
 @pytest.mark.parametrize("task", [GIVEN_TASK, MX_TASK], ids=["nvfp4", "mxfp8"])
-def test_torchao_is_measured_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, task: Task) -> None:
+def test_torchao_is_measured_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, task: BenchTask) -> None:
     fake_torchao(monkeypatch, **TORCHAO)
     bench = measure([task], "cpu", quick=True, launches=False)
     theirs = next(row for row in bench.rows if row.who == "torchao")
     assert theirs.verdict == "pass", theirs.message
     assert theirs.compared > 128 * 128 // 2
     assert theirs.share is not None
-    assert list(bench.notes) == [peers.COMPILED]
+    assert list(bench.notes) == [peer_libraries.COMPILED]
 
 
 def test_a_peer_that_is_wrong_is_red_and_does_not_fail_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,12 +555,12 @@ def test_a_peer_that_is_not_there_or_has_changed_is_a_line(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "torchao", None)
     for name in [name for name in sys.modules if name.startswith("torchao.")]:
         monkeypatch.delitem(sys.modules, name)
-    notes: peers.Notes = {}
-    assert peers.peers(MX_TASK, Inputs(CPU), notes, compiling=False) == []
-    assert notes[peers.TORCHAO].startswith("not installed (")
+    notes: peer_libraries.Notes = {}
+    assert peer_libraries.callable_peers(MX_TASK, BenchInputs(CPU), notes, compiling=False) == []
+    assert notes[peer_libraries.TORCHAO].startswith("not installed (")
     fake_torchao(monkeypatch)
     bench = measure([MX_TASK], "cpu", quick=True, launches=False)
-    assert bench.notes[f"{peers.TORCHAO}, mxfp8-e4m3"].startswith("raises AttributeError: ")
+    assert bench.notes[f"{peer_libraries.TORCHAO}, mxfp8-e4m3"].startswith("raises AttributeError: ")
     assert bench.right
 
 
@@ -574,7 +588,7 @@ def test_the_reference_is_compiled_where_that_is_asked_for(
     assert len(compiled) == 1, "of the first size"
     assert not warnings
     assert "graph break" not in capfd.readouterr().err
-    assert next(row for row in bench.rows if row.who == peers.COMPILED).verdict == "pass"
+    assert next(row for row in bench.rows if row.who == peer_libraries.COMPILED).verdict == "pass"
     assert not bench.notes
 
 
@@ -583,6 +597,6 @@ def test_torchs_own_fp8_product_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> No
         return (a.double() @ b.double()).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    task = Task("gemm", "fp8-current", "", (16, 32, 48))
+    task = BenchTask("gemm", "fp8-current", "", (16, 32, 48))
     bench = measure([task], "cpu", quick=True, launches=False)
-    assert next(row for row in bench.rows if row.who == peers.SCALED_MM).verdict == "pass"
+    assert next(row for row in bench.rows if row.who == peer_libraries.SCALED_MM).verdict == "pass"

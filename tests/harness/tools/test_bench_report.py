@@ -17,39 +17,39 @@ from typer.testing import CliRunner
 from narrowgauge.harness import cli
 from narrowgauge.harness.tools.bench import run_bench
 from narrowgauge.harness.tools.bench.bench import Bench
-from narrowgauge.harness.tools.bench.growth import Growth, Point
+from narrowgauge.harness.tools.bench.bench_row import COLUMNS, SCHEMA, BenchRow, apply_target
+from narrowgauge.harness.tools.bench.cost_growth import CostCurve, CostPoint
 from narrowgauge.harness.tools.bench.report import cells, figures, report, table
-from narrowgauge.harness.tools.bench.row import COLUMNS, SCHEMA, Row, hold
-from narrowgauge.harness.tools.bench.tasks import Task
+from narrowgauge.harness.tools.bench.tasks import BenchTask
 from tests.paths import ROOT
 
 NASTY = """<script>alert(1)</script>&"'"""
 
 
-def row(who: str = "native", **columns: Any) -> Row:
-    given = {
+def row(who: str = "native", **columns: Any) -> BenchRow:
+    keys = {
         "seconds": 2e-3, "seconds_min": 1.9e-3, "seconds_q1": 1.95e-3, "seconds_q3": 2.05e-3, "seconds_max": 2.5e-3,
         "rounds": 9, "calls": 1, "elements": 1 << 28, "moved": 6 * 10**9, "flop": 2 << 28, "ceiling": "copy",
         "ceiling_rate": 4e12, "share": 0.75, "speedup": 25.0, "verdict": "pass", "compared": 1 << 28, "judged": "bytes",
     }  # fmt: skip
     device = columns.pop("device", "cuda")
-    found = Row("quantize", "nvfp4", "rowwise", "16384x16384", "bf16", who, device, **{**given, **columns})
-    hold(found)
-    return found
+    result = BenchRow("quantize", "nvfp4", "rowwise", "16384x16384", "bf16", who, device, **{**keys, **columns})
+    apply_target(result)
+    return result
 
 
-def product(**columns: Any) -> Row:
-    given = {
+def product(**columns: Any) -> BenchRow:
+    keys = {
         "operation": "gemm", "variant": "", "shape": "8192x8192x8192", "seconds": 2e-3, "moved": 2 * 10**8,
         "flop": 2 * 8192**3, "ceiling": "matmul", "share": 0.7, "judged": "order",
         "second_ceiling": "dequantize + matmul", "second_share": 1.3,
     }  # fmt: skip
-    found = row()
-    for name, value in {**given, **columns}.items():
-        setattr(found, name, value)
-    found.met = None
-    hold(found)
-    return found
+    result = row()
+    for name, value in {**keys, **columns}.items():
+        setattr(result, name, value)
+    result.met = None
+    apply_target(result)
+    return result
 
 
 COPY = row("copy", verdict="unjudged", moved=4 * 10**9, seconds=1e-3, share=None, speedup=None, ceiling="")
@@ -57,18 +57,18 @@ MATMUL = product(who="matmul", verdict="unjudged", seconds=1.4e-3, share=None, s
 REFERENCE = row("reference", verdict="unjudged", seconds=50e-3, share=0.03, speedup=1.0)
 
 
-def bench(*rows: Row) -> Bench:
+def bench(*rows: BenchRow) -> Bench:
     return Bench(list(rows or (COPY, row(), REFERENCE, MATMUL, product())), {"torchao": "not installed (no torchao)"})
 
 
-def wrong() -> Row:
+def wrong() -> BenchRow:
     return row("torchao", verdict="fail", message=f"codes: 3 bytes {NASTY}", mismatches=3)
 
 
-def printed(found: Bench, encoding: str = "utf-8") -> str:
+def printed(result: Bench, encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding=encoding) as file:
-        table.print_bench(found, Console(file=file))
+        table.print_bench(result, Console(file=file))
         file.flush()
         return raw.getvalue().decode(encoding)
 
@@ -77,22 +77,22 @@ def printed(found: Bench, encoding: str = "utf-8") -> str:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("output", "expected"),
     [
         (cells.time(1.5), "1.5 s"), (cells.time(1e-3), "1 ms"), (cells.time(123.4e-6), "123 µs"),
         (cells.time(None), ""),
         (cells.rate(4.2e12, "B/s"), "4.2 TB/s"), (cells.rate(1.48e15, "FLOP/s"), "1.48 PFLOP/s"),
          (cells.rate(999, "FLOP/s"), "999 FLOP/s"), (cells.rate(None, "B"), ""),
-        (cells.percent(0.8512), "85.1 %"), (cells.spread(row()), "−5 +25 %"), (cells.spread(Row(*"abcdefg")), ""),
+        (cells.percent(0.8512), "85.1 %"), (cells.spread(row()), "−5 +25 %"), (cells.spread(BenchRow(*"abcdefg")), ""),
         (cells.figure("speedup", 2.0), "2 ×"), (cells.figure("elements/s", 1e8), "100 Melem/s"),
         (cells.figure("FLOP/s", 5e9), "5 GFLOP/s"), (cells.figure("share", 0.85), "85 %"),
-        (cells.asked(row(share=0.9)), "✓ 80 %"), (cells.asked(row()), "✗ 80 %"),
-        (cells.asked(row(), plain=True), "missed 80 %"), (cells.asked(REFERENCE), ""),
+        (cells.target(row(share=0.9)), "✓ 80 %"), (cells.target(row()), "✗ 80 %"),
+        (cells.target(row(), ascii_only=True), "missed 80 %"), (cells.target(REFERENCE), ""),
         (cells.ceiling(product()), "70 % (130 %)"), (cells.verdict(row()), "✓ bytes"), (cells.verdict(COPY), ""),
     ],
 )  # fmt: skip
-def test_figures_for_people(said: str, expected: str) -> None:
-    assert said == expected
+def test_figures_for_people(output: str, expected: str) -> None:
+    assert output == expected
 
 
 def test_the_table_has_no_ceilings_and_the_reference_as_a_column() -> None:
@@ -103,12 +103,12 @@ def test_the_table_has_no_ceilings_and_the_reference_as_a_column() -> None:
 
 
 def test_a_bench_in_one_sentence() -> None:
-    said = cells.sentence(bench().rows)
-    assert said == "2 timed outputs right, 536 870 912 elements compared; 1 of 2 figures asked are reached"
+    output = cells.sentence(bench().rows)
+    assert output == "2 timed outputs right, 536 870 912 elements compared; 1 of 2 figures asked are reached"
     assert cells.sentence([row(), row(verdict="fail"), wrong()]) == "1 of 2 timed outputs did not pass"
-    said = cells.sentence([row(), wrong(), row("torch._scaled_mm")])
-    assert said.startswith("1 timed output right, 268 435 456 elements compared")
-    assert said.endswith("; 1 of 2 outputs of peers wrong")
+    output = cells.sentence([row(), wrong(), row("torch._scaled_mm")])
+    assert output.startswith("1 timed output right, 268 435 456 elements compared")
+    assert output.endswith("; 1 of 2 outputs of peers wrong")
     assert cells.sentence([COPY]) == "nothing was judged"
 
 
@@ -132,7 +132,7 @@ def test_a_terminal_without_the_glyphs_has_words() -> None:
 def test_growth_is_a_row_for_each_size() -> None:
     file = io.StringIO()
     table.print_growth(
-        [Growth("native", [Point(22, 4194304e-9, 1 << 23), Point(24, 0.017, 1 << 24)])], Console(file=file)
+        [CostCurve("native", [CostPoint(22, 4194304e-9, 1 << 23), CostPoint(24, 0.017, 1 << 24)])], Console(file=file)
     )
     output = file.getvalue()
     assert re.search(r"native +2\^22 +4.19 ms +1 +8.39 MB +2\b", output)
@@ -144,31 +144,31 @@ def test_growth_is_a_row_for_each_size() -> None:
 
 
 def test_the_roofline_has_its_points_under_the_roofs_of_the_run() -> None:
-    found = figures.roofline(bench().rows)
-    assert found is not None
-    assert [curve.title for curve in found.curves] == ["copy: 4 TB/s", "torch's matmul: 785 TFLOP/s"]
-    slope, flat = ([tuple(map(float, point.split(","))) for point in curve.points.split()] for curve in found.curves)
+    result = figures.roofline(bench().rows)
+    assert result is not None
+    assert [curve.title for curve in result.curves] == ["copy: 4 TB/s", "torch's matmul: 785 TFLOP/s"]
+    slope, flat = ([tuple(map(float, point.split(","))) for point in curve.points.split()] for curve in result.curves)
     assert slope[1] == flat[0], "the roofs meet"
     assert flat[0][1] == flat[1][1], "and one is level"
-    kernel, oracle, gemm = found.marks
-    assert [mark.kind for mark in found.marks] == ["missed", "reference", "backend"]
+    kernel, oracle, gemm = result.marks
+    assert [mark.kind for mark in result.marks] == ["missed", "reference", "backend"]
     assert kernel.x == oracle.x == slope[0][0]
     assert slope[0][1] < kernel.y < oracle.y, "down is slow"
     assert gemm.y > flat[0][1]
     assert "75 % of copy" in kernel.title
-    assert all(0 <= mark.x <= figures.WIDTH and 0 <= mark.y <= figures.HEIGHT for mark in found.marks)
-    assert found.x_ticks
-    assert found.y_ticks
+    assert all(0 <= mark.x <= figures.WIDTH and 0 <= mark.y <= figures.HEIGHT for mark in result.marks)
+    assert result.x_ticks
+    assert result.y_ticks
 
 
 @pytest.mark.parametrize("rows", [[], [COPY], [row()], [COPY, row(flop=0)]])
-def test_without_a_ceiling_or_arithmetic_there_is_no_roofline(rows: list[Row]) -> None:
+def test_without_a_ceiling_or_arithmetic_there_is_no_roofline(rows: list[BenchRow]) -> None:
     assert figures.roofline(rows) is None
 
 
 def test_growth_is_drawn_as_the_cost_of_an_element() -> None:
-    level = [Point(20, 1.0, 8 << 20), Point(22, 4.0, 0)]
-    time, memory = figures.growths([Growth("native", level), Growth("reference", level[:1])])
+    level = [CostPoint(20, 1.0, 8 << 20), CostPoint(22, 4.0, 0)]
+    time, memory = figures.growths([CostCurve("native", level), CostCurve("reference", level[:1])])
     assert (time.title, memory.title) == ("Time", "Memory")
     first, second = (tuple(map(float, point.split(","))) for point in time.curves[0].points.split())
     assert first[1] == second[1]
@@ -182,8 +182,8 @@ def test_growth_is_drawn_as_the_cost_of_an_element() -> None:
 
 
 def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
-    found = bench(COPY, row(), MATMUL, product(), wrong())
-    page = report.write(found, [Growth("native", [Point(22, 1.0, 4)])], {"GPU": NASTY}, tmp_path)
+    result = bench(COPY, row(), MATMUL, product(), wrong())
+    page = report.write(result, [CostCurve("native", [CostPoint(22, 1.0, 4)])], {"GPU": NASTY}, tmp_path)
     html = page.read_text(encoding="utf-8")
     assert NASTY not in html
     assert html.count("&lt;script&gt;") >= 2
@@ -200,12 +200,12 @@ def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
 
 
 def test_the_tables_have_every_column_and_row(tmp_path: Path) -> None:
-    report.write(bench(), [Growth("native", [Point(22, 1.0, 5)])], {"GPU": "none"}, tmp_path)
+    report.write(bench(), [CostCurve("native", [CostPoint(22, 1.0, 5)])], {"GPU": "none"}, tmp_path)
     read = pq.read_table(tmp_path / "bench.parquet")
     assert tuple(read.column_names) == COLUMNS
     assert read.schema.metadata[b"narrowgauge_bench_schema"] == str(SCHEMA).encode()
     rows = read.to_pylist()
-    assert rows == [one.to_dict() for one in bench().rows]
+    assert rows == [row.to_dict() for row in bench().rows]
     assert rows[1]["rate"] == pytest.approx(3e12)
     assert rows[0]["share"] is None
     content = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
@@ -216,27 +216,27 @@ def test_the_tables_have_every_column_and_row(tmp_path: Path) -> None:
 
 
 def test_every_column_is_documented() -> None:
-    schema = (ROOT / "reports" / "SCHEMA.md").read_text(encoding="utf-8")
-    section = schema.partition("## The tables of a bench")[2]
+    schema = (ROOT / "docs" / "schema.md").read_text(encoding="utf-8")
+    section = schema.partition("## Tables of a bench")[2]
     documented = re.findall(r"^\| `(\w+)` \| (\w+)", section, re.MULTILINE)
     assert [name for name, _ in documented] == list(COLUMNS)
     kinds = {"str": "string", "int": "int64", "float | None": "double", "bool | None": "bool"}
-    types = {field.name: kinds[str(field.type)] for field in fields(Row)}
+    types = {field.name: kinds[str(field.type)] for field in fields(BenchRow)}
     assert dict(documented) == {"schema": "int64", "id": "string", **types, "rate": "double"}
 
 
 def test_a_bench_without_rows_leaves_no_table_of_an_older_one(tmp_path: Path) -> None:
     report.write(bench(), [], {}, tmp_path)
-    report.write(Bench(), [Growth("native", [Point(22, 1.0, 4)])], {}, tmp_path)
+    report.write(Bench(), [CostCurve("native", [CostPoint(22, 1.0, 4)])], {}, tmp_path)
     assert not (tmp_path / "bench.parquet").exists()
     assert json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["rows"] == []
 
 
-POINTS = [Point(22, 1.0, 4)]
+POINTS = [CostPoint(22, 1.0, 4)]
 
 
 @pytest.mark.parametrize(
-    ("found", "growths", "verdict"),
+    ("result", "growths", "verdict"),
     [
         (bench(), [], "pass"),
         (bench(row(), wrong()), [], "pass"),
@@ -244,19 +244,19 @@ POINTS = [Point(22, 1.0, 4)]
         (bench(wrong()), [], "fail"),
         (bench(COPY), [], "fail"),
         (Bench(), [], "fail"),
-        (Bench(), [Growth("native", POINTS)], "pass"),
-        (Bench(), [Growth("native", POINTS, "wrong", wrong=True)], "fail"),
-        (Bench(), [Growth("native", [], "raises")], "fail"),
+        (Bench(), [CostCurve("native", POINTS)], "pass"),
+        (Bench(), [CostCurve("native", POINTS, "wrong", wrong=True)], "fail"),
+        (Bench(), [CostCurve("native", [], "raises")], "fail"),
     ],
 )
-def test_the_verdict_of_a_bench(found: Bench, growths: list[Growth], verdict: str) -> None:
-    assert report.verdict_of(found, growths) == verdict
+def test_the_verdict_of_a_bench(result: Bench, growths: list[CostCurve], verdict: str) -> None:
+    assert report.verdict_of(result, growths) == verdict
 
 
 def test_a_bench_of_growth_in_one_sentence() -> None:
-    assert report.sentence(Bench(), [Growth("native", POINTS)]) == "cost measured to 2^22 elements"
-    assert report.sentence(Bench(), [Growth("native", [], "raises")]) == "no size was measured"
-    wrong_one = Growth("native", POINTS, "wrong at 2^22: codes", wrong=True)
+    assert report.sentence(Bench(), [CostCurve("native", POINTS)]) == "cost measured to 2^22 elements"
+    assert report.sentence(Bench(), [CostCurve("native", [], "raises")]) == "no size was measured"
+    wrong_one = CostCurve("native", POINTS, "wrong at 2^22: codes", wrong=True)
     assert report.sentence(Bench(), [wrong_one]) == "cost measured to 2^22 elements; native: wrong at 2^22: codes"
     assert report.sentence(Bench(), []) == "nothing was judged"
 
@@ -271,19 +271,19 @@ def command(*arguments: str) -> Any:
 @pytest.fixture
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What sessions are asked for; they find nothing wrong, unless they go to a folder of that name."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
 
     def rates(tasks: Any, device: str, out: Path, **options: Any) -> bool:
-        found.append({"tasks": [task.id for task in tasks], "device": device, "out": out, **options})
+        result.append({"tasks": [task.id for task in tasks], "device": device, "out": out, **options})
         return out.name != "wrong"
 
     def growth(device: str, out: Path) -> bool:
-        found.append({"growth": device, "out": out})
+        result.append({"growth": device, "out": out})
         return out.name != "wrong"
 
     monkeypatch.setattr(run_bench, "run_rates", rates)
     monkeypatch.setattr(run_bench, "run_growth", growth)
-    return found
+    return result
 
 
 def test_options_reach_the_session(asked_for: list[dict[str, Any]]) -> None:
@@ -342,15 +342,15 @@ def test_a_session_measures_prints_and_writes(tmp_path: Path, monkeypatch: pytes
         heard.update(options)
         return bench()
 
-    def grow(device: str, *, last: int | None, on_size: Any) -> list[Growth]:
+    def grow(device: str, *, last: int | None, on_size: Any) -> list[CostCurve]:
         on_size("2^16 elements")
         heard["last"] = last
-        return [Growth("native", POINTS)]
+        return [CostCurve("native", POINTS)]
 
     monkeypatch.setattr(run_bench, "measure", measure)
-    monkeypatch.setattr(run_bench, "grow", grow)
+    monkeypatch.setattr(run_bench, "measure_growth", grow)
     console = Console(file=io.StringIO(), width=200)
-    chosen = [Task("swizzle", "", "", (128, 128))]
+    chosen = [BenchTask("swizzle", "", "", (128, 128))]
     assert run_bench.run_rates(chosen, "cpu", tmp_path, quick=True, compiling=True, launches=True, console=console)
     assert heard == {"quick": True, "compiling": True, "launches": True}
     assert (tmp_path / "bench.parquet").is_file()

@@ -38,7 +38,7 @@ def few(monkeypatch):
 
 def speaking(name):
     """A backend that quantizes by this recipe, whatever it is asked for."""
-    return backend(quantize=lambda x, asked, **options: reference.quantize(x, name, **options))
+    return backend(quantize=lambda x, recipe, **options: reference.quantize(x, name, **options))
 
 
 def changed_by(method, byte):
@@ -51,9 +51,9 @@ def changed_by(method, byte):
 
 
 def test_the_reference_speaks_te():
-    found = survey(load_backend("reference"))
-    assert sentence(found) == "speaks te or te-native, which no input here tells apart: every byte of 71 inputs"
-    figures = {one.dialect: one for one in found.agreements}
+    result = survey(load_backend("reference"))
+    assert sentence(result) == "speaks te or te-native, which no input here tells apart: every byte of 71 inputs"
+    figures = {agreement.dialect: agreement for agreement in result.agreements}
     assert list(figures)[:3] == ["te", "te-native", "te-2.8"]
     assert set(figures) == set(DIALECTS)
     older, quark, strict = figures["te-2.8"], figures["quark"], figures["fp-quant"]
@@ -61,36 +61,36 @@ def test_the_reference_speaks_te():
     assert (quark.codes < quark.unsigned) is True  # it drops the sign of zeros
     assert strict.refused > 0
     assert strict.explained + strict.refused <= 71
-    assert all(one.unsigned >= one.codes and one.inputs == 71 for one in found.agreements)
+    assert all(agreement.unsigned >= agreement.codes and agreement.inputs == 71 for agreement in result.agreements)
     assert older.elements == 71 * 64 * 256 == 16 * older.blocks
 
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_every_dialect_of_nvfp4_is_recognised(few, name):
-    found = survey(speaking(f"nvfp4@{name}"))
+    result = survey(speaking(f"nvfp4@{name}"))
     tie = ["te", "te-native"]  # they quantize alike: their products differ
-    assert [one.dialect for one in found.spoken] == (tie if name in tie else [name])
+    assert [agreement.dialect for agreement in result.matching] == (tie if name in tie else [name])
     refused = 2 * (name == "fp-quant")  # NaN and zeros
-    assert (found.inputs, len(found.left_out)) == (6 - refused, refused)
+    assert (result.inputs, len(result.skipped)) == (6 - refused, refused)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("base", ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxfp8-2d"])
 def test_every_rule_of_mx_is_recognised(few, base):
     for name in MX_DIALECTS:
-        found = survey(speaking(f"{base}@{name}"), base)
-        assert [one.dialect for one in found.spoken] == [name]
+        result = survey(speaking(f"{base}@{name}"), base)
+        assert [agreement.dialect for agreement in result.matching] == [name]
 
 
 def test_a_recipe_that_a_dialect_cannot_have_is_left_out():
-    names = [rule.dialect for rule in dialects_of(find_recipe("nvfp4-4over6-256-mse"))]
+    names = [recipe.dialect for recipe in dialects_of(find_recipe("nvfp4-4over6-256-mse"))]
     assert "te" in names
     assert set(names) < set(DIALECTS)
 
 
 def test_stochastic_rounding_is_compared_on_the_same_bits(few):
-    found = survey(load_backend("reference"), "mxfp8-e4m3-sr")
-    assert [one.dialect for one in found.spoken] == ["te"]
+    result = survey(load_backend("reference"), "mxfp8-e4m3-sr")
+    assert [agreement.dialect for agreement in result.matching] == ["te"]
 
 
 def test_the_nearest_dialect_and_the_first_place_it_leaves(few):
@@ -99,16 +99,16 @@ def test_the_nearest_dialect_and_the_first_place_it_leaves(few):
         codes[17] ^= 0x10
 
     door = quantize(wrong)
-    found = survey(backend(quantize=lambda x, asked, **options: door(x, "nvfp4@torchao", **options)))
-    assert found.spoken == []
-    nearest = found.agreements[0]
+    result = survey(backend(quantize=lambda x, recipe, **options: door(x, "nvfp4@torchao", **options)))
+    assert result.matching == []
+    nearest = result.agreements[0]
     assert (nearest.dialect, nearest.explained, nearest.inputs) == ("torchao", 0, 6)
     assert nearest.scales == nearest.blocks
     assert nearest.codes == nearest.elements - 6
-    words = r"agrees with no dialect everywhere; nearest torchao: 0 of 6 inputs; leaves it first at e4m3-ties bf16: "
-    words += r"1 of 16 384 codes, the first at row 5, column 35 \(x = \S+, 0x[0-9A-F]{4}\): "
-    words += r"0b[01]{4} = -?[\d.]+, where it has 0b[01]{4} = -?[\d.]+"
-    assert re.fullmatch(words, sentence(found))
+    message = r"agrees with no dialect everywhere; nearest torchao: 0 of 6 inputs; leaves it first at e4m3-ties bf16: "
+    message += r"1 of 16 384 codes, the first at row 5, column 35 \(x = \S+, 0x[0-9A-F]{4}\): "
+    message += r"0b[01]{4} = -?[\d.]+, where it has 0b[01]{4} = -?[\d.]+"
+    assert re.fullmatch(message, sentence(result))
 
 
 def test_scales_that_differ_are_named_before_codes(few):
@@ -116,10 +116,10 @@ def test_scales_that_differ_are_named_before_codes(few):
         q.scales[3, 7] ^= 1
         q.codes[0, 0] ^= 1
 
-    found = survey(backend(quantize=quantize(wrong)))
+    result = survey(backend(quantize=quantize(wrong)))
     told = "1 of 1 024 block scales, the first at row 3, block 7: 0b"
-    assert sentence(found).partition(" bf16: ")[2].startswith(told)
-    assert "nearest te or te-native, which no input here tells apart: 0 of 6 inputs" in sentence(found)
+    assert sentence(result).partition(" bf16: ")[2].startswith(told)
+    assert "nearest te or te-native, which no input here tells apart: 0 of 6 inputs" in sentence(result)
 
 
 def test_signs_of_zero_and_values_behind_a_scale_of_zero_are_apart(few):
@@ -129,8 +129,8 @@ def test_signs_of_zero_and_values_behind_a_scale_of_zero_are_apart(few):
         zero = (q.scales == 0).repeat_interleave(8, 1)
         q.codes.masked_fill_(zero, 0x35)
 
-    found = survey(backend(quantize=quantize(other_zeros)))
-    nearest = next(one for one in found.agreements if one.dialect == "te")
+    result = survey(backend(quantize=quantize(other_zeros)))
+    nearest = next(agreement for agreement in result.agreements if agreement.dialect == "te")
     assert nearest.unsigned < nearest.values == nearest.elements
     assert nearest.scales == nearest.blocks
 
@@ -138,36 +138,36 @@ def test_signs_of_zero_and_values_behind_a_scale_of_zero_are_apart(few):
         low, high = q.codes & 0xF, q.codes >> 4
         q.codes.copy_(low.masked_fill(low == 8, 0) | high.masked_fill(high == 8, 0) << 4)
 
-    found = survey(backend(quantize=quantize(unsigned)))
-    nearest = next(one for one in found.agreements if one.dialect == "te")
+    result = survey(backend(quantize=quantize(unsigned)))
+    nearest = next(agreement for agreement in result.agreements if agreement.dialect == "te")
     assert nearest.codes < nearest.unsigned == nearest.values == nearest.elements
 
 
 def test_bytes_that_are_no_codes_have_no_value(few):
-    found = survey(backend(quantize=quantize(changed_by("bitwise_or_", 0x80))), "mxfp6-e2m3")
-    assert found.agreements[0].values == 0
+    result = survey(backend(quantize=quantize(changed_by("bitwise_or_", 0x80))), "mxfp6-e2m3")
+    assert result.agreements[0].values == 0
 
 
 def test_a_backend_may_give_tuples_without_an_amax(few):
     door = quantize(lambda q: (q.codes, q.scales.view(torch.float8_e4m3fn)))
-    assert [one.dialect for one in survey(backend(quantize=door)).spoken] == ["te", "te-native"]
+    assert [agreement.dialect for agreement in survey(backend(quantize=door)).matching] == ["te", "te-native"]
 
 
 def test_inputs_that_a_backend_does_not_take_are_left_out(few):
-    def door(x, asked):
+    def door(x, recipe):
         if not x.any():
             raise NotImplementedError("no kernel for zeros")
-        return reference.quantize(x, asked)
+        return reference.quantize(x, recipe)
 
-    found = survey(backend(quantize=door))
-    assert (found.inputs, found.left_out) == (5, ["zeros bf16: no kernel for zeros"])
-    assert sentence(found).endswith(
+    result = survey(backend(quantize=door))
+    assert (result.inputs, result.skipped) == (5, ["zeros bf16: no kernel for zeros"])
+    assert sentence(result).endswith(
         ": every byte of 5 inputs. Left out 1 input that it does not quantize, first zeros bf16: no kernel for zeros"
     )
 
 
 def test_a_backend_that_gives_nothing_is_one_error(few):
-    def raising(x, asked):
+    def raising(x, recipe):
         raise RuntimeError("illegal memory access")
 
     with pytest.raises(
@@ -194,16 +194,16 @@ def test_recipes_without_a_choice_are_refused(name, message):
 
 
 def test_the_seed_makes_other_inputs(few):
-    one, other = (survey(speaking("nvfp4@jax"), seed=seed).agreements for seed in (0, 1))
-    assert one[0] == replace(other[0])  # its own dialect explains every seed
-    assert [a.codes for a in one[1:]] != [a.codes for a in other[1:]]
+    agreement, other = (survey(speaking("nvfp4@jax"), seed=seed).agreements for seed in (0, 1))
+    assert agreement[0] == replace(other[0])  # its own dialect explains every seed
+    assert [a.codes for a in agreement[1:]] != [a.codes for a in other[1:]]
 
 
 # The command
 
 
-def command(*words):
-    return CliRunner().invoke(app, ["dialect", *words])
+def command(*message):
+    return CliRunner().invoke(app, ["dialect", *message])
 
 
 def test_the_command_prints_a_row_a_dialect_and_one_sentence(few, monkeypatch):
@@ -230,11 +230,11 @@ def test_the_command_s_status_and_errors(few, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     wrong = command("dialect_kernels.py"[:-3] + ":quantize", "--recipe", "mxfp8-e4m3")
     assert (wrong.exit_code, wrong.stdout) == (2, "")  # a function has no doors
-    for words, message in (
+    for arguments, message in (
         (["natve"], "no backend is called 'natve'"), (["reference", "--recipe", "fp8-current"], "recipe fp8-current"),
         (["reference", "--device", "gpu"], "--device is 'gpu' (did you mean 'cpu'?)"),
     ):  # fmt: skip
-        refused = command(*words)
+        refused = command(*arguments)
         assert (refused.exit_code, refused.stdout) == (2, "")
         assert refused.stderr.startswith(f"narrowgauge: {message}")
 

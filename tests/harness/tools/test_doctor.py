@@ -11,18 +11,18 @@ from narrowgauge.native.runtime import host
 
 
 def guard(name):
-    (found,) = (f for f in doctor.guards() if f.name == name)
-    return found
+    (fact_,) = (f for f in doctor.sanitizer_facts() if f.name == name)
+    return fact_
 
 
 def test_what_the_guards_need_is_tried():
-    found = guard("sanitizers of the compiler")
+    fact_ = guard("sanitizers of the compiler")
     try:
         Sanitizer().close()
     except BackendError:
-        assert not found.ok
+        assert not fact_.ok
     else:
-        assert (found.value, found.ok) == ("address and undefined link and run, for --sanitize", True)
+        assert (fact_.value, fact_.ok) == ("address and undefined link and run, for --sanitize", True)
 
 
 def test_a_compiler_without_sanitizers_says_what_to_install(monkeypatch, fresh_compiler, tmp_path):
@@ -31,23 +31,23 @@ def test_a_compiler_without_sanitizers_says_what_to_install(monkeypatch, fresh_c
     old.write_text("#!/bin/sh\ncat >&2 <<END\ncannot find libasan.so\nEND\nexit 1\n")
     old.chmod(0o755)
     monkeypatch.setenv("CXX", str(old))
-    found = guard("sanitizers of the compiler")
-    assert (found.value, found.ok) == ("do not link: cannot find libasan.so", False)
-    assert "dnf install libasan libubsan" in found.remedy
+    fact_ = guard("sanitizers of the compiler")
+    assert (fact_.value, fact_.ok) == ("do not link: cannot find libasan.so", False)
+    assert "dnf install libasan libubsan" in fact_.remedy
     host.compiler.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = guard("sanitizers of the compiler")
-    assert (found.value, found.ok) == ("missing", False)
-    assert "CXX" in found.remedy
+    fact_ = guard("sanitizers of the compiler")
+    assert (fact_.value, fact_.ok) == ("missing", False)
+    assert "CXX" in fact_.remedy
 
 
 def test_compute_sanitizer_is_a_path_or_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(compute_sanitizer, "_PLACES", (str(tmp_path),))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    found = doctor._compute_sanitizer()
-    assert (found.value, found.ok) == ("missing", False)
-    assert found.remedy.startswith("only `narrowgauge sanitize` needs it: compute-sanitizer is neither on the PATH")
+    fact_ = doctor._compute_sanitizer()
+    assert (fact_.value, fact_.ok) == ("missing", False)
+    assert fact_.remedy.startswith("only `narrowgauge sanitize` needs it: compute-sanitizer is neither on the PATH")
     tool = tmp_path / "compute-sanitizer"
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)

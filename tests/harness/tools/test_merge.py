@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.records.journal import Journal, Run, read
+from narrowgauge.harness.records.journal import Journal, RecordedRun, read
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.report.text import duration
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.shard import Shard, digest
-from narrowgauge.harness.tools.merge import MergeError, gather, merge
+from narrowgauge.harness.tools.merge import MergeError, collect_failures, merge
 from tests.harness import small_toml
 from tests.paths import ROOT
 
@@ -63,12 +63,12 @@ def folder(tmp_path, monkeypatch, shared):
     return tmp_path
 
 
-def narrowgauge(*words):
-    return CliRunner().invoke(app, list(map(str, words)))
+def narrowgauge(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
-def run(directory, *words, backend="reference"):
-    return narrowgauge("run", "--backend", backend, "--report-dir", directory, *words)
+def run(directory, *arguments, backend="reference"):
+    return narrowgauge("run", "--backend", backend, "--report-dir", directory, *arguments)
 
 
 def without_times(records):
@@ -102,7 +102,7 @@ CASES = [f"case {n}" for n in range(6)]
 def shard(directory, number, count=2, *, cases=None, missing=0, **changes):
     """The journal of a shard of `CASES`, without its last records."""
     cases = CASES[number - 1 :: count] if cases is None else cases
-    header = Run(
+    header = RecordedRun(
         "native", "cpu", 0, cases, {"platform": f"node{number}", "commit": "abc1234", "kernel sources": "0011"},
         {"kernels": "0011"}, f"{number}/{count}", digest(CASES),
     )  # fmt: skip
@@ -118,9 +118,9 @@ def test_a_merged_run_took_as_long_as_its_longest_shard(folder):
     """They run at the same time; the journal keeps it."""
     folders = [shard("a", 1, elapsed=4.0), shard("b", 2, elapsed=30.0)]
     assert [read(path).elapsed for path in folders] == [4.0, 30.0]
-    found = merge(folders)
-    assert found.elapsed == 30.0
-    assert read(gather(found, folders, Path("out")) and Path("out")).elapsed == 30.0
+    result = merge(folders)
+    assert result.elapsed == 30.0
+    assert read(collect_failures(result, folders, Path("out")) and Path("out")).elapsed == 30.0
 
 
 def test_the_report_of_a_merged_run_says_whose_time_it_shows(folder):
@@ -132,8 +132,8 @@ def test_the_report_of_a_merged_run_says_whose_time_it_shows(folder):
     longest = duration(max(first.elapsed, second.elapsed))
     summary = (folder / "merged" / "summary.md").read_text(encoding="utf-8")
     assert f"6 cases passed in {longest}, " in summary.splitlines()[0]
-    words = f"{longest}, that of the longest shard; all cases together {duration(together)}"
-    assert f"- time: {words}\n" in summary
+    arguments = f"{longest}, that of the longest shard; all cases together {duration(together)}"
+    assert f"- time: {arguments}\n" in summary
 
 
 def environment(**changes):
@@ -224,8 +224,8 @@ def test_a_refusal_writes_nothing_and_has_status_2(folder):
 
 
 def test_facts_that_differ_name_their_shards(folder):
-    found = merge([shard("a", 1), shard("b", 2)]).environment
-    assert found == {
+    result = merge([shard("a", 1), shard("b", 2)]).environment
+    assert result == {
         "platform": "node1 (shard 1); node2 (shard 2)", "commit": "abc1234", "kernel sources": "0011"
     }  # fmt: skip
 
@@ -244,12 +244,12 @@ def test_saved_failures_come_along(folder):
     there, lost, *_ = records = run.records
     there |= {"saved": "/elsewhere/reports/shard-2/failures/one.safetensors", "save_note": ""}
     lost |= {"saved": "reports/shard-1/failures/two.safetensors", "save_note": "not shrunk: a reason"}
-    merged = read(gather(replace(run, records=records), folders, Path("out")) and Path("out"))
+    merged = read(collect_failures(replace(run, records=records), folders, Path("out")) and Path("out"))
     first, second, third, *_ = merged.records
     assert (first["saved"], first["save_note"]) == ("out/failures/one.safetensors", "")
     assert (folder / "out/failures/one.safetensors").read_bytes() == b"inputs"
-    words = "not shrunk: a reason; not with its shard: reports/shard-1/failures/two.safetensors"
-    assert (second["saved"], second["save_note"]) == ("", words)
+    arguments = "not shrunk: a reason; not with its shard: reports/shard-1/failures/two.safetensors"
+    assert (second["saved"], second["save_note"]) == ("", arguments)
     assert third["saved"] == ""
 
 
@@ -258,7 +258,7 @@ def test_a_shard_is_not_replaced_by_the_report(folder):
     before = (folder / "b" / "records.jsonl").read_bytes()
     for given in (folders, [path / "records.jsonl" for path in folders]):
         with pytest.raises(MergeError, match=r"--report-dir is a/\.\./b, which is a shard's: it would be replaced"):
-            gather(merge(given), given, Path("a/../b"))
+            collect_failures(merge(given), given, Path("a/../b"))
     assert (folder / "b" / "records.jsonl").read_bytes() == before
 
 
@@ -266,23 +266,23 @@ def commands(text):
     """The lines of narrowgauge in a file, a word for what a shell or a workflow puts there."""
     text = re.sub(r"\$\{\{.*?\}\}", "1", text)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    found = [match[1] for line in lines if (match := re.search(r"(?:^|run: |\s)(narrowgauge .*)", line))]
+    result = [match[1] for line in lines if (match := re.search(r"(?:^|run: |\s)(narrowgauge .*)", line))]
     for old, new in (("${RESUME:-}", ""), ("$count", "4"), ("$shard", "1")):
-        found = [line.partition("||")[0].replace(old, new) for line in found]
-    return [shlex.split(line)[1:] for line in found]
+        result = [line.partition("||")[0].replace(old, new) for line in result]
+    return [shlex.split(line)[1:] for line in result]
 
 
 @pytest.mark.parametrize(("name", "count"), [("ci-matrix.yml", 3), ("slurm-array.sh", 3)])
 def test_the_commands_of_the_documentation_are_known(name, count):
     """Every command and option exists, and its value is one."""
-    found = commands((EXAMPLES / name).read_text(encoding="utf-8"))
-    assert [words[0] for words in found].count("run") == 1
-    assert len(found) == count
-    for words in found:
-        command = get_command(app).commands[words[0]]
-        command.make_context(words[0], words[1:])
-        if words[0] == "run":
-            Shard.parse(words[words.index("--shard") + 1])
+    result = commands((EXAMPLES / name).read_text(encoding="utf-8"))
+    assert [arguments[0] for arguments in result].count("run") == 1
+    assert len(result) == count
+    for arguments in result:
+        command = get_command(app).commands[arguments[0]]
+        command.make_context(arguments[0], arguments[1:])
+        if arguments[0] == "run":
+            Shard.parse(arguments[arguments.index("--shard") + 1])
 
 
 def test_the_slurm_script_is_one():

@@ -18,18 +18,21 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness import cli
 from narrowgauge.harness.backends.backend import load_backend
-from narrowgauge.harness.cases.case import Case, load_all, select
+from narrowgauge.harness.cases.case import Case, select
+from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.modules import ModuleCase
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.mutants import module_files
 from narrowgauge.harness.tools.mutants import mutant as mutants
+from narrowgauge.harness.tools.mutants.conventional_tests import DOORS, MODULE_DOORS, ConventionalTests, Detections
 from narrowgauge.harness.tools.mutants.module_files import NATIVE
 from narrowgauge.harness.tools.mutants.mutant import CLASSES, Mutant, MutantFileError
 from narrowgauge.harness.tools.mutants.processes import ENOUGH, run_mutants
-from narrowgauge.harness.tools.mutants.result import Result, totals
+from narrowgauge.harness.tools.mutants.result import MutantResult, totals
 from narrowgauge.harness.tools.mutants.run_mutants import print_results
 from narrowgauge.harness.tools.mutants.selection import selected, sources_of, touched_by
-from narrowgauge.harness.tools.mutants.yardsticks import DOORS, MODULE_DOORS, Noticed, Yardsticks
 from narrowgauge.native import ops
 from narrowgauge.native.quantize import layout
 from narrowgauge.native.runtime import host, sources
@@ -60,7 +63,7 @@ def test_every_mutant_changes_its_file_and_touches_cases(mutant: Mutant, quick: 
     assert mutant.changed_text() != (folder / mutant.file).read_text(encoding="utf-8")
     touched = selected(mutant, quick)
     assert touched
-    assert all(case.is_module == mutant.of_module for case in touched)
+    assert all(isinstance(case, ModuleCase) == mutant.of_module for case in touched)
     assert not mutant.url or re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", mutant.url)
 
 
@@ -103,7 +106,7 @@ NEEDED = "name, class, file, find, replace, imitates, cause, door"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
         (CHECK, "no such text", ONCE.format(count=0, line="no such text")),
         (CHECK, TWICE, ONCE.format(count=2, line=TWICE)),
@@ -120,16 +123,16 @@ NEEDED = "name, class, file, find, replace, imitates, cause, door"
         ('"writes-outside"', '["writes-outside", 3]', "cause is 3, not a text"),
     ],
 )  # fmt: skip
-def test_a_mutant_that_says_something_wrong_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_a_mutant_that_says_something_wrong_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = written(tmp_path, TABLE.replace(old, new))
     with pytest.raises(MutantFileError) as caught:
         mutants.load(path)
     assert str(caught.value).startswith(f"{path}: [[mutant]] 1, 'wrong': ")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "a file of mutants holds [[mutant]] tables, at least one"),
         (f"other = 1\n{TABLE}", "unknown key 'other'; a file of mutants holds [[mutant]] tables"),
@@ -137,9 +140,9 @@ def test_a_mutant_that_says_something_wrong_is_refused(tmp_path: Path, old: str,
         ("mutant = [", "not TOML: "),
     ],
 )
-def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = written(tmp_path, text)
-    with pytest.raises(MutantFileError, match=re.escape(f"{path}: {words}")):
+    with pytest.raises(MutantFileError, match=re.escape(f"{path}: {message}")):
         mutants.load(path)
 
 
@@ -221,9 +224,9 @@ def test_every_source_that_a_case_launches_is_known(quick: list[Case], monkeypat
     groups: defaultdict[tuple[str, ...], list[Case]] = defaultdict(list)
     for case in quick:
         if 0 < math.prod(case.shape) < 20000:
-            parts = [part for part in case.recipe.split("-") if part.startswith(("rht", "rowscaled"))]
+            parts = [part for part in case.recipe_label.split("-") if part.startswith(("rht", "rowscaled"))]
             flags = [flag for flag in case.flags if flag in ("columnwise", "both", "strided", "transposed", "padded")]
-            groups[case.operation, case.recipe.split("-")[0], *parts, *flags].append(case)
+            groups[case.operation, case.recipe_label.split("-")[0], *parts, *flags].append(case)
     backend = load_backend("native")
     for cases in groups.values():
         case = min(cases, key=lambda case: math.prod(case.shape))
@@ -235,23 +238,25 @@ def test_every_source_that_a_case_launches_is_known(quick: list[Case], monkeypat
 
 def test_a_file_of_modules_touches_those_that_it_is_for(quick: list[Case]) -> None:
     assert {case.operation for case in touched_by("transformer.py", quick)} == {"transformer-layer"}
-    assert touched_by("layer.py", quick) == [case for case in quick if case.is_module]
+    assert touched_by("layer.py", quick) == [case for case in quick if isinstance(case, ModuleCase)]
 
 
 def test_a_header_touches_what_includes_it(quick: list[Case]) -> None:
     assert {case.operation for case in touched_by("layout/pad.cu", quick)} == {"gemm-grouped"}
     assert {case.operation for case in touched_by("layout/layout.cuh", quick)} >= {"swizzle", "quantize", "gemm"}
-    assert len(touched_by("common/formats.cuh", quick)) == len([case for case in quick if not case.is_module])
+    assert len(touched_by("common/formats.cuh", quick)) == len(
+        [case for case in quick if not isinstance(case, ModuleCase)]
+    )
 
 
 def test_cases_come_in_an_order_that_shows_much_early(quick: list[Case]) -> None:
     mutant = next(mutant for mutant in ALL if mutant.name == "scale-truncated")
     cases = selected(mutant, quick)
     assert cases == selected(mutant, quick)
-    groups = {(case.operation, case.recipe, case.inputs) for case in cases}
+    groups = {(case.operation, case.recipe_label, case.inputs) for case in cases}
     first = cases[: len(groups)]
-    assert {(case.operation, case.recipe, case.inputs) for case in first} == groups
-    assert len({case.recipe for case in first[:ENOUGH]}) > 1
+    assert {(case.operation, case.recipe_label, case.inputs) for case in first} == groups
+    assert len({case.recipe_label for case in first[:ENOUGH]}) > 1
     assert len({case.inputs for case in first[:ENOUGH]}) > 1
     narrowed = selected(replace(mutant, cases="zeros and not negative and not gemm"), quick)
     assert {(case.operation, case.inputs) for case in narrowed} == {
@@ -286,7 +291,7 @@ def made(replaced_by: str, *, equivalent: str = "") -> Mutant:
     )
 
 
-def examined(mutant: Mutant, cases: list[Case], timeout: float = 60.0) -> Result:
+def examined(mutant: Mutant, cases: list[Case], timeout: float = 60.0) -> MutantResult:
     [result] = run_mutants([mutant], cases, workers=1, timeout=timeout)
     return result
 
@@ -309,7 +314,7 @@ def test_a_mutant_of_a_module_is_killed_and_named(quick: list[Case]) -> None:
     [case] = [case for case in quick if case.id == "linear/MXFP8BlockScaling/3x16x80x112/bf16/lattice/accumulate"]
     result = examined(mutant, [case])
     assert (result.killed, result.right, result.stage, result.named) == (True, True, "step 1 dw", True)
-    assert result.noticed.allclose
+    assert result.detections.allclose
 
 
 def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
@@ -319,7 +324,7 @@ def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
     same = "    const i64 end = padded_to(rows, 128);\n    if (!(quad.row < end)) return;"
     result = examined(made(same, equivalent="a >= b is not a < b for integers"), few)
     assert (result.killed, result.right, result.check, result.causes) == (False, True, "", [])
-    assert result.noticed == Noticed(False, False, False)
+    assert result.detections == Detections(False, False, False)
     assert not examined(made(same), few).right, "one that survives"
     console = Console(width=200, record=True)
     print_results([result], console)
@@ -336,20 +341,22 @@ def test_a_crash_a_hang_and_what_does_not_compile_are_rows(few: list[Case]) -> N
     assert crash.failing[-1]["case"] in SWIZZLES
     hang = examined(made("    for (volatile int i = 0; i >= 0;) {}"), few, timeout=3.0)
     assert (hang.check, hang.right, hang.failing[-1]["message"]) == ("timeout", True, "no result after 3 s")
-    assert crash.noticed == hang.noticed == Noticed(True, True, True)
+    assert crash.detections == hang.detections == Detections(True, True, True)
     broken = examined(made("    undeclared();"), few)
     assert not broken.right
     assert "swizzle.cu does not compile" in broken.problem
 
 
 def test_totals_count_what_is_not_equivalent() -> None:
-    def result(kind: str, *, killed: bool, noticed: tuple[bool, bool, bool], cause: str = "", same: str = "") -> Result:
-        record = new_record(Case("swizzle", "", (4, 4), "", kind), backend="native", device="cpu", seed=0)
+    def result(
+        kind: str, *, killed: bool, noticed: tuple[bool, bool, bool], cause: str = "", same: str = ""
+    ) -> MutantResult:
+        record = new_record(case_from_labels("swizzle", "", (4, 4), "", kind), backend="native", device="cpu", seed=0)
         record.verdict, record.stage = "fail", "scales"
         record.stages = [{"stage": "scales", "rule": "exact"}]
         record.explanations = [{"cause": cause, "sentence": "", "stage": "scales", "exact": True}] if cause else []
         failing = [record.to_dict()] if killed else []
-        return Result(made("", equivalent=same), 1, failing, Noticed(*noticed))
+        return MutantResult(made("", equivalent=same), 1, failing, Detections(*noticed))
 
     results = [
         result("a", killed=True, noticed=(True, True, False), cause="writes-outside"),
@@ -371,7 +378,7 @@ def test_totals_count_what_is_not_equivalent() -> None:
 @pytest.mark.parametrize("judged", thinned(sorted({(mutant.door, mutant.recipe) for mutant in ALL}), 4))
 def test_the_yardsticks_notice_nothing_in_the_real_kernels(judged: tuple[str, str]) -> None:
     """A door and the recipes of its operands."""
-    assert Yardsticks(*judged, ops).notice(ops) == Noticed(False, False, False)
+    assert ConventionalTests(*judged, ops).notice(ops) == Detections(False, False, False)
 
 
 def test_every_door_is_some_mutants() -> None:
@@ -398,8 +405,8 @@ def test_what_is_known_to_fail_without_a_mutant_tells_nothing_of_one(
         + small_toml.known(case="*/inf", backend="native", device="cuda")
         + small_toml.known(case="*/nan", backend="mine:Backend")
     )
-    found = CliRunner().invoke(cli.app, ["mutants", str(tmp_path), "-k", "unswizzle-of-unpadded"])
-    assert found.exit_code == 0, found.output
+    result = CliRunner().invoke(cli.app, ["mutants", str(tmp_path), "-k", "unswizzle-of-unpadded"])
+    assert result.exit_code == 0, result.output
     assert given == ["inf", "nan", "outliers"]
 
 
@@ -409,9 +416,9 @@ def test_the_command_runs_those_that_are_selected(tmp_path: Path) -> None:
     assert nothing.exit_code == 2
     assert f"no mutant of {len(ALL)} is selected by -k 'no_such_mutant'" in nothing.output
     arguments = ["cases/nvfp4_layout.toml", "-k", "unswizzle-of-unpadded", "-n", "1", "--report-dir", str(tmp_path)]
-    found = runner.invoke(cli.app, ["mutants", *arguments])
-    assert found.exit_code == 0, found.output
-    assert "caught by narrowgauge 1 of 1" in found.output
+    result = runner.invoke(cli.app, ["mutants", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "caught by narrowgauge 1 of 1" in result.output
     kept = json.loads((tmp_path / "mutants.json").read_text())
     assert kept["totals"]["killed"] == 1
     assert kept["mutants"][0]["name"] == "unswizzle-of-unpadded"

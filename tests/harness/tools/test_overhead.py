@@ -18,7 +18,15 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness import cli
 from narrowgauge.harness.backends.results import join_sections, split_sections
-from narrowgauge.harness.tools.bench.overhead import INTERVAL, SAMPLE, Overhead, overheads, part_of, sample, watched
+from narrowgauge.harness.tools.bench.overhead import (
+    INTERVAL,
+    SAMPLE,
+    Overhead,
+    attribute_seconds,
+    code_owner,
+    overheads,
+    sample_cases,
+)
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend
@@ -37,9 +45,9 @@ def burn(done):
 
 def code_of(file: str) -> dict[str, Any]:
     """Functions that seem to stand in a file of the project."""
-    found: dict[str, Any] = {}
-    exec(compile(SOURCE, str(ROOT / "narrowgauge" / file), "exec"), found)
-    return found
+    result: dict[str, Any] = {}
+    exec(compile(SOURCE, str(ROOT / "narrowgauge" / file), "exec"), result)
+    return result
 
 
 def through(*files: str) -> FrameType:
@@ -63,8 +71,8 @@ def through(*files: str) -> FrameType:
     ],
 )
 def test_what_runs_is_that_of_the_innermost_code_of_the_project(files: list[str], part: str) -> None:
-    assert part_of(through(*files)) == part
-    assert part_of(None) == "harness"
+    assert code_owner(through(*files)) == part
+    assert code_owner(None) == "harness"
 
 
 def test_the_time_since_the_last_look_is_that_of_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +83,7 @@ def test_the_time_since_the_last_look_is_that_of_what_runs(monkeypatch: pytest.M
         "narrowgauge.harness.tools.bench.overhead.signal.setitimer", lambda _, *seconds: timers.append(seconds)
     )
     spent: defaultdict[str, float] = defaultdict(float)
-    with watched(spent):
+    with attribute_seconds(spent):
         for file, seconds in {"reference/a.py": 2.0, "native/a.py": 3.0}.items():
             clock[0] += seconds
             code_of(file)["call"](partial(signal.raise_signal, signal.SIGPROF))
@@ -89,20 +97,20 @@ def test_a_clock_that_goes_back_counts_no_second_twice_and_takes_none_away(monke
     monkeypatch.setattr(
         "narrowgauge.harness.tools.bench.overhead.time", SimpleNamespace(thread_time=lambda: next(clock))
     )
-    spent: defaultdict[str, float] = defaultdict(float)
-    with watched(spent):
+    seconds: defaultdict[str, float] = defaultdict(float)
+    with attribute_seconds(seconds):
         for file in ("reference/a.py", "native/a.py", "reference/a.py"):
             code_of(file)["call"](partial(signal.raise_signal, signal.SIGPROF))
-    assert spent == {"reference": 7.0, "kernel": 0.0, "harness": 0.0}
+    assert seconds == {"reference": 7.0, "kernel": 0.0, "harness": 0.0}
 
 
 def test_a_timer_looks_by_itself() -> None:
-    spent: defaultdict[str, float] = defaultdict(float)
-    with watched(spent):
+    seconds: defaultdict[str, float] = defaultdict(float)
+    with attribute_seconds(seconds):
         for file, part in {"reference/a.py": "reference", "native/a.py": "kernel"}.items():
-            code_of(file)["burn"](lambda part=part: spent[part])
-    assert spent["reference"] > 0
-    assert spent["kernel"] > 0
+            code_of(file)["burn"](lambda part=part: seconds[part])
+    assert seconds["reference"] > 0
+    assert seconds["kernel"] > 0
 
 
 def test_a_row_for_each_operation() -> None:
@@ -114,9 +122,9 @@ def test_a_row_for_each_operation() -> None:
 
 
 def test_a_sample_is_spread_over_the_cases() -> None:
-    assert sample([QUANTIZE] * 3) == [QUANTIZE] * 3
+    assert sample_cases([QUANTIZE] * 3) == [QUANTIZE] * 3
     many = [QUANTIZE] * 2 * SAMPLE + [GEMM] * SAMPLE
-    assert sample(many) == [QUANTIZE] * (2 * SAMPLE // 3) + [GEMM] * (SAMPLE // 3)
+    assert sample_cases(many) == [QUANTIZE] * (2 * SAMPLE // 3) + [GEMM] * (SAMPLE // 3)
 
 
 def test_bench_prints_it_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +159,9 @@ def test_sections_are_split_by_a_few_calls_of_torch(columnwise: bool) -> None:
     whole = [reference.quantize(part.T.contiguous() if columnwise else part, "nvfp4") for part in parts]
     joined = join_sections(whole, columnwise=columnwise)
     with Counting() as counting:
-        found = split_sections(joined, sizes, 32, find_recipe("nvfp4"), columnwise=columnwise)
+        result = split_sections(joined, sizes, 32, find_recipe("nvfp4"), columnwise=columnwise)
     assert counting.calls < 10 + (2 * len(sizes) if columnwise else 0)
-    for section, expected in zip(found, whole, strict=True):
+    for section, expected in zip(result, whole, strict=True):
         for name in ("codes", "scales", "amax", "tensor_scale"):
             assert torch.equal(getattr(section, name), getattr(expected, name)), name
         assert section.shape == expected.shape

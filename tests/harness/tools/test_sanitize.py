@@ -14,12 +14,14 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness import cli
 from narrowgauge.harness.backends.guard import Guard
-from narrowgauge.harness.cases.case import Case, load
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.case_file import load
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.records.record import Record, new_record
 from narrowgauge.harness.tools.sanitize import compute_sanitizer, run_sanitizer, sanitized_process
 from narrowgauge.harness.tools.sanitize.compute_sanitizer import (
     ComputeSanitizerError,
-    Request,
+    SanitizerRequest,
     examine,
     find_tool,
     run_under,
@@ -85,8 +87,8 @@ def test_only_what_came_to_its_end_and_found_nothing_is_clean(text: str, clean: 
     assert parse(text).clean == clean
 
 
-CASES = [Case("quantize", "nvfp4", (16, k), "bf16", "normal") for k in range(16, 16 + 16 * 13, 16)]
-REQUEST = Request("memcheck")
+CASES = [case_from_labels("quantize", "nvfp4", (16, k), "bf16", "normal") for k in range(16, 16 + 16 * 13, 16)]
+REQUEST = SanitizerRequest("memcheck")
 CASES_OF_A_FILE = load(ROOT / "cases" / "nvfp4_layout.toml")
 
 
@@ -101,7 +103,9 @@ class Tool:
         self.wrong, self.fatal, self.ended = wrong, fatal, ended
         self.runs: list[int] = []
 
-    def __call__(self, cases: Sequence[Case], request: Request) -> tuple[ToolReport, list[dict[str, Any]], str]:
+    def __call__(
+        self, cases: Sequence[Case], request: SanitizerRequest
+    ) -> tuple[ToolReport, list[dict[str, Any]], str]:
         self.runs.append(len(cases))
         report = sample("memcheck") if any(case in self.wrong for case in cases) else parse(CLEAN)
         stop = next((number for number, case in enumerate(cases) if case in self.fatal), len(cases))
@@ -130,14 +134,14 @@ def test_a_finding_goes_to_its_own_case() -> None:
     assert {r["verdict"] for n, r in enumerate(records) if n not in (2, 11)} == {"pass"}
 
 
-@pytest.mark.parametrize(("ended", "verdict", "words"), [
+@pytest.mark.parametrize(("ended", "verdict", "message"), [
     ("timeout", "timeout", "no result after 600 s"),
     ("Segmentation fault", "crash", "the process ended without a record: Segmentation fault"),
 ])  # fmt: skip
-def test_a_case_that_ends_its_process_costs_itself(ended: str, verdict: str, words: str) -> None:
+def test_a_case_that_ends_its_process_costs_itself(ended: str, verdict: str, message: str) -> None:
     records = examined(Tool([], fatal=[CASES[5]], ended=ended))
     assert [(n, r["verdict"], r["message"]) for n, r in enumerate(records) if r["verdict"] != "pass"] == [
-        (5, verdict, words)
+        (5, verdict, message)
     ]
 
 
@@ -164,7 +168,7 @@ def test_the_tool_is_asked_for_the_cases_and_its_report_is_read(
 ) -> None:
     keep = f'cp $asked {tmp_path}/asked; echo "$PYTORCH_NO_CUDA_MEMORY_CACHING" > {tmp_path}/environ\n'
     a_tool(tmp_path, monkeypatch, f"{keep}cp {SAMPLES}/racecheck.txt $log; echo some words; exit 3")
-    report, records, ended = run_under(CASES[:2], Request("racecheck", "mine:Backend", 7))
+    report, records, ended = run_under(CASES[:2], SanitizerRequest("racecheck", "mine:Backend", 7))
     assert [finding.sentence for finding in report.findings] == READ["racecheck"]
     assert (records, ended) == ([], "some words")
     asked = json.loads((tmp_path / "asked").read_text())
@@ -182,7 +186,7 @@ def test_a_record_that_was_cut_short_is_left_out(tmp_path: Path, monkeypatch: py
         monkeypatch,
         f"cp {tmp_path}/lines ${{asked%cases.json}}records.jsonl; cp {SAMPLES}/synccheck.txt $log",
     )
-    _, records, ended = run_under(CASES[:2], Request("synccheck"))
+    _, records, ended = run_under(CASES[:2], SanitizerRequest("synccheck"))
     assert (records, ended) == ([record(CASES[0])], "")
 
 
@@ -194,7 +198,7 @@ def test_a_tool_that_gives_no_summary_is_an_error(tmp_path: Path, monkeypatch: p
 
 def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_tool(tmp_path, monkeypatch, "sleep 100")
-    report, records, ended = run_under(CASES[:1], Request("memcheck", timeout=0.1))
+    report, records, ended = run_under(CASES[:1], SanitizerRequest("memcheck", timeout=0.1))
     assert (report.errors, records, ended) == (None, [], "timeout")
 
 
@@ -209,8 +213,8 @@ def test_a_watched_process_runs_the_cases_of_its_file_unguarded_until_the_gpu_an
 
     def run_case(case: Case, backend: str, *, device: str, seed: int) -> Record:
         guard, x = Guard(0xA5), torch.arange(12).view(3, 4).T
-        guard.lay({"x": x})
-        given = guard.given(x.device)["x"]
+        guard.place_inputs({"x": x})
+        given = guard.inputs_on(x.device)["x"]
         with guard:
             assert torch.empty(3)._base is None, "of its own memory"
         assert (given.stride(), given._base) == (x.stride(), None)
@@ -257,7 +261,7 @@ def test_a_session_ends_with_a_report(
     counts = {"compared": 4, "mismatches": 0, "max_ulp": None, "excused": 0}
     stages = [{"stage": "codes", "rule": "exact", "sentence": "", **counts}]
 
-    def run(cases: Sequence[Case], request: Request) -> tuple[ToolReport, list[dict[str, Any]], str]:
+    def run(cases: Sequence[Case], request: SanitizerRequest) -> tuple[ToolReport, list[dict[str, Any]], str]:
         records = [record(case, compared=4, stages=stages) for case in cases]
         return (sample("memcheck") if wrong else parse(CLEAN)), records, ""
 

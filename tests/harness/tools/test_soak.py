@@ -9,11 +9,13 @@ import torch
 from typer.testing import CliRunner
 
 from narrowgauge.harness.backends.backend import load_backend
-from narrowgauge.harness.cases.case import Case, load_all, select
+from narrowgauge.harness.cases.case import Case, select
+from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.records.record import elements_compared
 from narrowgauge.harness.running.runner import run_case
-from narrowgauge.harness.tools.soak import chosen, parts, varies, work
+from narrowgauge.harness.tools.soak import case_features, case_work, depends_on_seed, soak_selection
 from tests.harness import small_toml
 from tests.harness.sample_backends import QUANTIZE
 from tests.paths import ROOT
@@ -66,19 +68,20 @@ def matrix():
 
 @pytest.fixture(scope="module")
 def tenth(matrix):
-    return chosen(matrix, 0.1)
+    return soak_selection(matrix, 0.1)
 
 
 def held(cases):
-    return {part for case in cases for part in parts(case)}
+    return {part for case in cases for part in case_features(case)}
 
 
 def test_a_tenth_of_the_quick_tier_holds_everything_that_occurs_in_it(matrix, tenth):
     assert len(matrix) / 10 <= len(tenth) < len(matrix) / 10 + 1
     assert len({case.id for case in tenth}) == len(tenth)
     for of in (
-        lambda case: case.operation, lambda case: case.recipe, lambda case: case.inputs, lambda case: case.dtype,
-        lambda case: case.flags and case.flags[0], lambda case: (case.operation, case.recipe),
+        lambda case: case.operation, lambda case: case.recipe_label, lambda case: case.inputs,
+        lambda case: case.dtype_label,
+        lambda case: case.flags and case.flags[0], lambda case: (case.operation, case.recipe_label),
         lambda case: (case.operation, case.inputs),
     ):  # fmt: skip
         assert set(map(of, tenth)) == set(map(of, matrix))
@@ -87,51 +90,51 @@ def test_a_tenth_of_the_quick_tier_holds_everything_that_occurs_in_it(matrix, te
 
 
 def test_the_choice_is_cheap_and_depends_on_the_seed(matrix, tenth):
-    assert sum(map(work, tenth)) < sum(map(work, matrix)) / 12
-    fixed = [case for case in tenth if not varies(case)]
+    assert sum(map(case_work, tenth)) < sum(map(case_work, matrix)) / 12
+    fixed = [case for case in tenth if not depends_on_seed(case)]
     assert len(fixed) < 10
     for case in fixed:  # each holds something that no case with other inputs holds
         only = held([case]) - held(set(tenth) - {case})
         assert only
-        assert not any(varies(other) for other in matrix if only & set(parts(other)))
+        assert not any(depends_on_seed(other) for other in matrix if only & set(case_features(other)))
 
 
 def test_the_choice_depends_on_nothing_but_the_cases(matrix):
     part = matrix[::40]
     shuffled = random.Random(0).sample(part, len(part))
-    taken = chosen(part, 0.5)
-    assert {case.id for case in chosen(shuffled, 0.5)} == {case.id for case in taken}
+    taken = soak_selection(part, 0.5)
+    assert {case.id for case in soak_selection(shuffled, 0.5)} == {case.id for case in taken}
     assert taken == [case for case in part if case in taken]
 
 
 def test_a_share_too_small_for_everything_takes_what_holds_everything(matrix):
     part = matrix[::40]
-    cover = chosen(part, 0.0)
+    cover = soak_selection(part, 0.0)
     assert held(cover) == held(part)
     assert 0 < len(cover) < len(part)
-    assert set(cover) <= set(chosen(part, 0.6))
-    assert chosen(part[:20], 1.0) == part[:20]
-    assert chosen([], 0.1) == []
+    assert set(cover) <= set(soak_selection(part, 0.6))
+    assert soak_selection(part[:20], 1.0) == part[:20]
+    assert soak_selection([], 0.1) == []
 
 
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
         (QUANTIZE, True),
-        (Case("quantize", "nvfp4", (16, 32), "bf16", "zeros"), False),
-        (Case("quantize", "nvfp4-sr", (16, 32), "bf16", "zeros"), True),
-        (Case("quantize", "nvfp4-sr", (16, 32), "bf16", "zeros", ("words",)), True),
-        (Case("quantize", "mxfp8-e4m3", (32, 64), "bf16", "position"), False),
-        (Case("quantize", "nvfp4", (16, 32), "bf16", "position"), True),
-        (Case("quantize", "nvfp4-sr", (0, 32), "bf16", "normal"), False),
-        (Case("gemm", "nvfp4", (16, 32, 8), "bf16xbf16-fp32", "zeros", ("tn",)), False),
-        (Case("gemm", "nvfp4", (16, 32, 8), "bf16xbf16-fp32", "zeros", ("tn", "bias")), True),
-        (Case("update-scale", "fp8-delayed-e4m3", (4, 5), "", "amaxes-zeros"), True),
+        (case_from_labels("quantize", "nvfp4", (16, 32), "bf16", "zeros"), False),
+        (case_from_labels("quantize", "nvfp4-sr", (16, 32), "bf16", "zeros"), True),
+        (case_from_labels("quantize", "nvfp4-sr", (16, 32), "bf16", "zeros", ("words",)), True),
+        (case_from_labels("quantize", "mxfp8-e4m3", (32, 64), "bf16", "position"), False),
+        (case_from_labels("quantize", "nvfp4", (16, 32), "bf16", "position"), True),
+        (case_from_labels("quantize", "nvfp4-sr", (0, 32), "bf16", "normal"), False),
+        (case_from_labels("gemm", "nvfp4", (16, 32, 8), "bf16xbf16-fp32", "zeros", ("tn",)), False),
+        (case_from_labels("gemm", "nvfp4", (16, 32, 8), "bf16xbf16-fp32", "zeros", ("tn", "bias")), True),
+        (case_from_labels("update-scale", "fp8-delayed-e4m3", (4, 5), "", "amaxes-zeros"), True),
     ],
     ids=lambda value: value.id if isinstance(value, Case) else str(value),
 )
 def test_which_inputs_depend_on_the_seed(case, expected):
-    assert varies(case) is expected
+    assert depends_on_seed(case) is expected
 
 
 # What runs.
@@ -156,8 +159,8 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("soak_kernels", None)
 
 
-def narrowgauge(*words):
-    return CliRunner().invoke(app, list(map(str, words)))
+def narrowgauge(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def said(result):
@@ -189,8 +192,8 @@ def test_a_right_kernel_passes(folder):
 
 
 def test_a_kernel_that_is_wrong_now_and_then_is_found_and_reproduced(folder):
-    words = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
-    result = narrowgauge(*words)
+    arguments = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
+    result = narrowgauge(*arguments)
     assert result.exit_code == 1, result.output
     lines = result.stdout.splitlines()
     (wrong,) = [line for line in lines if "seeds:" in line]
@@ -212,16 +215,16 @@ def ledger(**keys):
 
 
 def test_a_known_failure_is_counted_and_may_pass_on_some_seeds(folder):
-    words = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
-    (failures,) = re.findall(r", (\d+) failures?$", said(narrowgauge(*words)))
+    arguments = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
+    (failures,) = re.findall(r", (\d+) failures?$", said(narrowgauge(*arguments)))
     (folder / "cases" / "known.toml").write_text(ledger())
-    result = narrowgauge(*words)
+    result = narrowgauge(*arguments)
     assert result.exit_code == 0, result.output
     assert said(result).endswith(f", 0 failures, {failures} known failure{'s' if failures != '1' else ''}")
     assert 0 < int(failures) < 12
     assert "reproduce" not in result.stdout
     (folder / "cases" / "known.toml").write_text(ledger(stage="scales"))
-    assert narrowgauge(*words).exit_code == 1, "it fails at another stage than the ledger says"
+    assert narrowgauge(*arguments).exit_code == 1, "it fails at another stage than the ledger says"
 
 
 @pytest.mark.parametrize("verdict", ["crash", "timeout"])
@@ -231,12 +234,12 @@ def test_what_is_known_to_crash_is_not_run(folder, monkeypatch, verdict):
         "narrowgauge.harness.tools.soak.run_tasks", lambda tasks, *_: seen.extend(task.case.id for task in tasks)
     )
     (folder / "cases" / "known.toml").write_text(ledger(verdict=verdict))
-    words = ["soak", "--seeds", 1, "--from", 1, "--share", 1, "-k", "normal and (fp32 or bf16)"]
-    result = narrowgauge(*words, "--backend", "soak_kernels:Now")
+    arguments = ["soak", "--seeds", 1, "--from", 1, "--share", 1, "-k", "normal and (fp32 or bf16)"]
+    result = narrowgauge(*arguments, "--backend", "soak_kernels:Now")
     assert seen == ["quantize/nvfp4/16x32/bf16/normal"]
     assert result.stderr == "1 of 2 cases are known to crash or hang, and are not run\n"
     seen.clear()
-    narrowgauge(*words, "--backend", "soak_kernels:Right")
+    narrowgauge(*arguments, "--backend", "soak_kernels:Right")
     assert len(seen) == 2, "the entry is of another backend"
 
 
@@ -270,7 +273,7 @@ def test_many_cases_that_fail_are_counted(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--seeds", 0], "'--seeds'"),
         (["--share", 2], "'--share'"),
@@ -280,8 +283,8 @@ def test_many_cases_that_fail_are_counted(folder, monkeypatch):
         (["--backend", "natve"], "no backend is called 'natve' (did you mean 'native'?)"),
     ],
 )
-def test_what_is_refused(folder, words, message):
-    result = narrowgauge("soak", *words)
+def test_what_is_refused(folder, arguments, message):
+    result = narrowgauge("soak", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
 
@@ -293,13 +296,13 @@ SEEDS = (11, 12, 13)
 
 def covering(cases):
     """Cheap cases: every operation with every kind of recipe, and every family."""
-    found, new = [], set()
-    for case in sorted(filter(varies, cases), key=work):
-        kinds = {re.match(r"nvfp4|mxfp|fp8|", name)[0] for name in case.recipe.split("+")}
+    result, new = [], set()
+    for case in sorted(filter(depends_on_seed, cases), key=case_work):
+        kinds = {re.match(r"nvfp4|mxfp|fp8|", name)[0] for name in case.recipe_names}
         if not {case.inputs, *((case.operation, kind) for kind in kinds)} <= new:
-            found.append(case)
+            result.append(case)
             new |= {case.inputs, *((case.operation, kind) for kind in kinds)}
-    return found
+    return result
 
 
 @pytest.mark.long

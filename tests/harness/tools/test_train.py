@@ -22,15 +22,15 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.tools.train import corpus, processes, report
 from narrowgauge.harness.tools.train.model import Adam, Model, Size
 from narrowgauge.harness.tools.train.processes import NOT_BEGUN, run_tasks
-from narrowgauge.harness.tools.train.train import SAID, Task, train
+from narrowgauge.harness.tools.train.train import NAMED_STAGES, TrainingTask, train
 from narrowgauge.reference import ops
 from narrowgauge.reference.modules import TransformerLayer
 
 TINY = Size(hidden=32, ffn=64, heads=2, sequence=16, batch=2)
 
 
-def task(recipe: str | None, steps: int = 2, **changes: object) -> Task:
-    return replace(Task(recipe, steps=steps, size=TINY), **changes)  # type: ignore[arg-type]
+def task(recipe: str | None, steps: int = 2, **changes: object) -> TrainingTask:
+    return replace(TrainingTask(recipe, steps=steps, size=TINY), **changes)  # type: ignore[arg-type]
 
 
 def model(backend: str, seed: int = 0) -> Model:
@@ -44,9 +44,9 @@ def test_native_agrees_at_every_step(recipe: str) -> None:
     for step in steps:
         assert step.wrong == []
         assert step.mismatches == 0
-        assert step.unseen == []
+        assert step.not_reported == []
         assert step.stages > 100
-        assert step.beside is not None
+        assert step.reference_loss is not None
     assert steps[1].loss < steps[0].loss
 
 
@@ -60,16 +60,16 @@ def test_the_reference_agrees_with_itself_and_with_its_loss_of_the_same_weights(
     (step,) = train(task("Float8CurrentScaling", 1, backend="reference"))
     assert step.wrong == []
     assert step.compared > 1000
-    assert step.beside == step.loss
+    assert step.reference_loss == step.loss
 
 
 def test_in_high_precision_nothing_is_judged() -> None:
     (step,) = train(task(None, 1))
     assert step.stages == step.compared == step.mismatches == 0
-    assert step.beside is not None
+    assert step.reference_loss is not None
     (step,) = train(task("MXFP8BlockScaling", 1, backend="reference", judged=False))
     assert step.stages == 0
-    assert step.beside is None
+    assert step.reference_loss is None
 
 
 class Drifting:
@@ -87,11 +87,11 @@ class Drifting:
 def test_a_layer_that_goes_wrong_is_named_with_its_step() -> None:
     first, second = train(task("MXFP8BlockScaling", backend="tests.harness.tools.test_train:Drifting"))
     assert first.wrong == []
-    assert first.beside == first.loss
+    assert first.reference_loss == first.loss
     # What the layer gave is judged, and not what it reported; its gradient goes through the same factor.
     assert second.wrong[0].startswith("layer 1, step 2 y: ")
-    assert second.mismatches > len(second.wrong) == SAID
-    assert second.beside != second.loss
+    assert second.mismatches > len(second.wrong) == NAMED_STAGES
+    assert second.reference_loss != second.loss
 
 
 class Raising:
@@ -133,9 +133,9 @@ def test_what_is_judged_begins_first() -> None:
         task(None, 1, backend="reference", judged=False),
         task("MXFP8BlockScaling", 1, backend="tests.harness.tools.test_train:Raising"),
     ]
-    found = run_tasks(tasks, 1, lambda training: None, lambda training, _: ended.append(training))
-    assert ended == [found[1], found[0]]
-    assert found[0].complete
+    result = run_tasks(tasks, 1, lambda training: None, lambda training, _: ended.append(training))
+    assert ended == [result[1], result[0]]
+    assert result[0].complete
 
 
 @pytest.mark.long
@@ -153,19 +153,19 @@ def test_what_has_ended_is_said_and_kept_at_once_and_a_sigterm_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = [task(None, steps, backend="reference", judged=False) for steps in (2, 1000, 1)]
-    said, kept = io.StringIO(), []
+    output, kept = io.StringIO(), []
 
-    def write(found: list[processes.Training], *given: Any) -> Path:
-        kept.append([(len(one.steps), one.error) for one in found])
+    def write(result: list[processes.Training], *given: Any) -> Path:
+        kept.append([(len(one.steps), one.error) for one in result])
         if len(kept) <= 2:  # the second time the last report is being written
             os.kill(os.getpid(), signal.SIGTERM)
-        return report_write(found, *given)
+        return report_write(result, *given)
 
     report_write = report.write
     monkeypatch.setattr(report, "write", write)
-    assert not processes.run_session(tasks, tmp_path, workers=1, console=Console(file=said, width=200))
+    assert not processes.run_session(tasks, tmp_path, workers=1, console=Console(file=output, width=200))
     assert kept == [[(2, ""), (0, NOT_BEGUN), (0, NOT_BEGUN)]] * 2
-    first, *_ = lines = said.getvalue().splitlines()
+    first, *_ = lines = output.getvalue().splitlines()
     assert re.fullmatch(r"high precision, reference: final loss \d\.\d+, \d.*s", first)
     assert f"high precision, reference: ended after 0 of 1 step: {NOT_BEGUN}" in lines
     assert lines[-1].startswith("3 of 3 trainings did not pass, 2 of which did not take every step; ")
@@ -220,17 +220,17 @@ def test_a_backend_without_layers_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("message", "output"),
     [
         (["--recipe", "MXFP8Block"], "no training recipe is called 'MXFP8Block' (did you mean 'MXFP8BlockScaling'?)"),
         (["--device", "gpu"], "--device is 'gpu'"),
         (["--backend", "nativ"], "no backend is called 'nativ'"),
     ],
 )
-def test_the_command_refuses(words: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["train", *words])
+def test_the_command_refuses(message: list[str], output: str) -> None:
+    done = CliRunner().invoke(app, ["train", *message])
     assert done.exit_code == 2
-    assert said in done.output
+    assert output in done.output
 
 
 @pytest.mark.parametrize(("learns", "status"), [(False, 1), (True, 0)])
@@ -238,24 +238,26 @@ def test_the_command_writes_a_report(
     learns: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(
-        tasks: list[Task],
+        tasks: list[TrainingTask],
         workers: int,
         on_step: Callable[[processes.Training], None],
         on_end: Callable[[processes.Training, list[processes.Training]], None],
     ) -> list[processes.Training]:
-        from narrowgauge.harness.tools.train.train import Step
+        from narrowgauge.harness.tools.train.train import TrainingStep
 
-        found = []
+        result = []
         for one in tasks:
-            right = Step(0.5 if learns else 2.5, 0.5, 10, 100) if one.judged and one.recipe else Step(0.5)
-            found.append(processes.Training(one, [right] * one.steps))
-            on_step(found[-1])
-            on_end(found[-1], found)
-        return found
+            right = (
+                TrainingStep(0.5 if learns else 2.5, 0.5, 10, 100) if one.judged and one.recipe else TrainingStep(0.5)
+            )
+            result.append(processes.Training(one, [right] * one.steps))
+            on_step(result[-1])
+            on_end(result[-1], result)
+        return result
 
     monkeypatch.setattr(processes, "run_tasks", trained)
-    words = ["train", "--recipe", "MXFP8BlockScaling", "--steps", "3", "--report-dir", str(tmp_path)]
-    done = CliRunner().invoke(app, words)
+    message = ["train", "--recipe", "MXFP8BlockScaling", "--steps", "3", "--report-dir", str(tmp_path)]
+    done = CliRunner().invoke(app, message)
     assert done.exit_code == status, done.output
     assert ("4 trainings agree and learn: 30" in done.output) == learns
     assert (

@@ -11,27 +11,27 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from narrowgauge.harness.tools.train import corpus, curves, report
+from narrowgauge.harness.tools.train import corpus, loss_figure, report
 from narrowgauge.harness.tools.train.processes import RECIPES, tasks
-from narrowgauge.harness.tools.train.train import Step, Task
+from narrowgauge.harness.tools.train.train import TrainingStep, TrainingTask
 from narrowgauge.harness.tools.train.training import Training
 
 NASTY = """<script>alert(1)</script>&"'"""
 ENTROPY = 1.5
-RIGHT = {"beside": 1.25, "stages": 10, "compared": 1000}
+RIGHT = {"reference_loss": 1.25, "stages": 10, "compared": 1000}
 
 
 def training(*losses: float, recipe: str | None = "MXFP8BlockScaling", **task: object) -> Training:
     """One that took every step, all of them right."""
-    given = Task(recipe, steps=len(losses))
+    given = TrainingTask(recipe, steps=len(losses))
     judged = {} if recipe is None else RIGHT
-    return Training(replace(given, **task), [Step(loss, **judged) for loss in losses], seconds=2.0)  # type: ignore[arg-type]
+    return Training(replace(given, **task), [TrainingStep(loss, **judged) for loss in losses], seconds=2.0)  # type: ignore[arg-type]
 
 
 def wrong() -> Training:
-    found = training(3.0, 1.0)
-    found.steps[1] = Step(1.0, 1.5, 10, 1000, [f"layer 1, step 2 fc1.y: {NASTY}"], 2)
-    return found
+    result = training(3.0, 1.0)
+    result.steps[1] = TrainingStep(1.0, 1.5, 10, 1000, [f"layer 1, step 2 fc1.y: {NASTY}"], 2)
+    return result
 
 
 def session() -> list[Training]:
@@ -61,8 +61,8 @@ def test_batches_are_pieces_of_the_text() -> None:
     text = corpus.make(0, 300)
     pieces = text.batches(2, 3, 16, seed=5)
     assert [tuple(one.shape) for one in pieces] == [(3, 17)] * 2
-    words = "".join(text.characters[number] for number in pieces[1][2])
-    assert words in text.text
+    message = "".join(text.characters[number] for number in pieces[1][2])
+    assert message in text.text
     assert not (pieces[0] == pieces[1]).all()
 
 
@@ -76,36 +76,36 @@ def test_final_loss_learning_and_agreement() -> None:
     assert training(1.0).passed(ENTROPY)
     assert not wrong().passed(ENTROPY)
     silent = training(1.0)
-    silent.steps[0] = Step(1.0, 1.0)
+    silent.steps[0] = TrainingStep(1.0, 1.0)
     assert not silent.passed(ENTROPY)  # nothing was compared
     assert training(1.0, recipe=None).passed(ENTROPY)  # there is nothing to judge
     stopped = training(1.0, steps=2)
     assert not stopped.passed(ENTROPY)
-    assert training(1.0, 1.75).apart == 0.5
-    assert training(1.0, recipe=None).apart is None
+    assert training(1.0, 1.75).loss_difference == 0.5
+    assert training(1.0, recipe=None).loss_difference is None
 
 
 def test_complaints() -> None:
-    assert report.complaints(training(1.0), ENTROPY) == []
-    first, second, third = report.complaints(wrong(), ENTROPY)
+    assert report.failure_reasons(training(1.0), ENTROPY) == []
+    first, second, third = report.failure_reasons(wrong(), ENTROPY)
     assert first == "MXFP8BlockScaling, native: 2 wrong stages in 1 of 2 steps"
     assert second == f"MXFP8BlockScaling, native: layer 1, step 2 fc1.y: {NASTY}"
     assert third == "MXFP8BlockScaling, native: does not learn: the loss of the last steps is 2, not below 1.5"
-    died = Training(Task("Float8BlockScaling", steps=5), error="its process died (signal SIGSEGV)")
-    assert report.complaints(died, ENTROPY) == [
+    died = Training(TrainingTask("Float8BlockScaling", steps=5), error="its process died (signal SIGSEGV)")
+    assert report.failure_reasons(died, ENTROPY) == [
         "Float8BlockScaling, native: ended after 0 of 5 steps: its process died (signal SIGSEGV)"
     ]
     silent = training(1.0)
-    silent.steps[0] = Step(1.0, 1.0)
-    assert report.complaints(silent, ENTROPY) == ["MXFP8BlockScaling, native: nothing was compared in 1 step"]
+    silent.steps[0] = TrainingStep(1.0, 1.0)
+    assert report.failure_reasons(silent, ENTROPY) == ["MXFP8BlockScaling, native: nothing was compared in 1 step"]
 
 
 def test_the_line_of_one_that_has_ended() -> None:
     assert report.line(training(1.0)) == "MXFP8BlockScaling, native: final loss 1, 10 stages judged, 0 wrong, 2 s"
     assert report.line(wrong()) == "MXFP8BlockScaling, native: final loss 2, 20 stages judged, 2 wrong, 2 s"
-    plain = replace(training(1.0, recipe=None), task=Task(None, steps=3), error=f"odd\n{NASTY}")
+    plain = replace(training(1.0, recipe=None), task=TrainingTask(None, steps=3), error=f"odd\n{NASTY}")
     assert report.line(plain) == f"high precision, native: final loss 1, ended after 1 of 3 steps: odd {NASTY}, 2 s"
-    assert report.line(Training(Task(None, steps=1))) == (
+    assert report.line(Training(TrainingTask(None, steps=1))) == (
         "high precision, native: final loss none, after 0 of 1 step not at its end yet, 0 s"
     )
 
@@ -151,21 +151,21 @@ def test_page_and_steps(tmp_path: Path) -> None:
 
 
 def test_the_figure_has_a_place_for_every_finite_loss() -> None:
-    drawn = curves.figure([training(2.0, math.nan, 1.0)], ENTROPY, 3)
+    drawn = loss_figure.loss_figure([training(2.0, math.nan, 1.0)], ENTROPY, 3)
     points = drawn.panels[0].lines[0].points.split()
-    assert [point.partition(",")[0] for point in points] == ["0", str(curves.WIDTH)]
+    assert [point.partition(",")[0] for point in points] == ["0", str(loss_figure.WIDTH)]
     heights = [float(point.partition(",")[2]) for point in points]
-    assert heights[0] < drawn.entropy < heights[1] < curves.HEIGHT
-    assert drawn.marks[0] == ("0", curves.HEIGHT)
-    empty = curves.figure([training(math.nan), training(recipe="Float8BlockScaling")], ENTROPY, 1)
+    assert heights[0] < drawn.entropy < heights[1] < loss_figure.HEIGHT
+    assert drawn.marks[0] == ("0", loss_figure.HEIGHT)
+    empty = loss_figure.loss_figure([training(math.nan), training(recipe="Float8BlockScaling")], ENTROPY, 1)
     assert [line.points for panel in empty.panels for line in panel.lines] == [""]
 
 
 def test_tasks() -> None:
-    found = tasks(RECIPES, "native", "cpu", seed=3, steps=7)
-    assert [task.recipe for task in found] == [name for name in [*RECIPES, None] for _ in range(2)]
-    assert {(task.backend, task.judged) for task in found} == {("native", True), ("reference", False)}
-    assert {(task.seed, task.steps, task.device) for task in found} == {(3, 7, "cpu")}
+    result = tasks(RECIPES, "native", "cpu", seed=3, steps=7)
+    assert [task.recipe for task in result] == [name for name in [*RECIPES, None] for _ in range(2)]
+    assert {(task.backend, task.judged) for task in result} == {("native", True), ("reference", False)}
+    assert {(task.seed, task.steps, task.device) for task in result} == {(3, 7, "cpu")}
     alone = tasks(["DelayedScaling", "DelayedScaling"], "reference", "cpu", seed=0, steps=1)
     assert [(task.recipe, task.judged) for task in alone] == [("DelayedScaling", True), (None, True)]
     with pytest.raises(ValueError, match="did you mean 'NVFP4BlockScaling'"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.checks.bound import within
+from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.native import ops
 from narrowgauge.native.gemm import skinny as gemm_skinny
 from narrowgauge.reference.bounds.bounds import bounds
@@ -84,5 +84,5 @@ def test_large_ones_are_within_what_any_order_can_give(name: str, m: int, n: int
     a, b = (ops.quantize(torch.randn(rows, k, device=DEVICE), of) for rows, of in zip((m, n), names, strict=True))
     limits = bounds(a, b, out_dtype=torch.bfloat16, order=Summation(None, truncates=True))
     first, second = (skinny.product(a, b, out_dtype=torch.bfloat16) for _ in range(2))
-    assert bool(within(first, limits).all())
+    assert bool(within_bounds(first, limits).all())
     assert torch.equal(first, second)

@@ -12,7 +12,7 @@ import torch
 from narrowgauge.native import ops
 from narrowgauge.native.quantize import fp8
 from narrowgauge.native.runtime import host, sources
-from narrowgauge.native.runtime.arguments import ANY_THREADS
+from narrowgauge.native.runtime.arguments import GENERAL_THREADS
 from narrowgauge.spec.recipes import find_recipe
 from tests.native.fp8 import KINDS, given_scale, parts, threads
 from tests.native.gemm import test_orders
@@ -80,7 +80,7 @@ def test_a_lost_barrier_of_quantize_shows(
 ) -> None:
     """In the shape of a GPU: of eight threads, each reads the columns that it has written itself."""
     monkeypatch.setitem(test_orders.TEXTS, "quantize_fp8", "#define FP8_THREADS 256\n" + TEXTS["quantize_fp8"])
-    for threads_of in (ANY_THREADS["quantize_fp8"], fp8._TILE_THREADS):
+    for threads_of in (GENERAL_THREADS["quantize_fp8"], fp8._TILE_THREADS):
         monkeypatch.setitem(threads_of, "cpu", 256)
     assert {number for number, _, _ in NEEDED} == set(test_orders.barriers("quantize_fp8"))
     one, other = (matrix("normal", 128, 128, dtype, seed=seed) * 3.0**seed for seed in (0, 1))

@@ -127,11 +127,11 @@ def test_c_and_bias_of_any_dtype_are_added_in_this_order(
     assert_equal(y, reference.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias))
 
 
-@pytest.mark.parametrize("rule", ["te", "te-native"])
-def test_alpha_is_formed_in_the_recipes_order(rule: str) -> None:
+@pytest.mark.parametrize("recipe", ["te", "te-native"])
+def test_alpha_is_formed_in_the_recipes_order(recipe: str) -> None:
     """On amaxes where the two orders differ, and on the ends of float32."""
-    one = ops.quantize(torch.ones(1, 16), RECIPES[rule])
-    other = RECIPES["te-native" if rule == "te" else "te"]
+    one = ops.quantize(torch.ones(1, 16), RECIPES[recipe])
+    other = RECIPES["te-native" if recipe == "te" else "te"]
     amaxes = [1e-45, 1e-20, 1.0, 1e30, 3.4e38, 0.0, math.inf, *np.random.default_rng(1).uniform(0.1, 300, 10).tolist()]
     differ = 0
     for x, y in product(amaxes, amaxes):
@@ -180,10 +180,10 @@ def test_sums_that_cannot_round_are_the_references_whatever_the_recipes() -> Non
             assert_equal(ops.gemm(a, b, out_dtype=torch.float32), reference.gemm(a, b, out_dtype=torch.float32))
 
 
-@pytest.mark.parametrize("rule", ["nvfp4-rowscaled", "nvfp4-rowscaled@te-native"])
-def test_each_row_and_column_has_an_alpha_of_its_own(rule: str) -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4-rowscaled", "nvfp4-rowscaled@te-native"])
+def test_each_row_and_column_has_an_alpha_of_its_own(recipe: str) -> None:
     amaxes = torch.tensor([1e-45, 1e-20, 0.0, 1.0, 65.0, 0.37, 1e30, 3.4e38, math.inf, math.nan])
-    one = reference.quantize(torch.ones(10, 16), rule, amax=amaxes)
+    one = reference.quantize(torch.ones(10, 16), recipe, amax=amaxes)
     for amax in (amaxes, amaxes.flip(0), torch.rand(10, generator=torch.Generator().manual_seed(1))):
         other = replace(one, amax=amax)
         y = ops.gemm(one, other, out_dtype=torch.float32)

@@ -10,11 +10,11 @@ from itertools import product
 import pytest
 import torch
 
-from narrowgauge.harness.checks.bound import within
+from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.native import ops
 from narrowgauge.native.gemm import paths
 from narrowgauge.native.gemm import skinny as gemm_skinny
-from narrowgauge.native.gemm.operands import rule_of
+from narrowgauge.native.gemm.operands import product_family
 from narrowgauge.native.gemm.paths import FEW, MANY, PORTABLE, SKINNY, path_of
 from narrowgauge.native.ops import Quantized
 from narrowgauge.reference.bounds.bounds import bounds
@@ -37,7 +37,7 @@ E4M3 = ("mxfp8-e4m3", *FP8)
 NAMES = ["nvfp4", "nvfp4-2d", "nvfp4-rowscaled", *E4M3]
 """Recipes of b; that of a is the one which it is multiplied by."""
 
-SOURCES = {rule: skinny.text(rule) for rule in ("nvfp4", "mx", "fp8")}
+SOURCES = {family: skinny.text(family) for family in ("nvfp4", "mx", "fp8")}
 
 
 def spread(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -80,12 +80,12 @@ def test_it_is_within_what_any_order_of_a_truncating_accumulator_can_give() -> N
     for name in ("nvfp4", *E4M3):
         a, b = operands(name, 16, 32, 1536)
         limits = bounds(a, b, out_dtype=FP32, order=Summation(None, truncates=True))
-        assert bool(within(skinny.product(a, b, out_dtype=FP32), limits).all())
+        assert bool(within_bounds(skinny.product(a, b, out_dtype=FP32), limits).all())
         codes = b.codes.clone()
         codes[5] ^= 1
         other = skinny.product(a, replace(b, codes=codes), out_dtype=FP32)
-        assert not bool(within(other, limits)[:, 5].all())
-        assert bool(within(other, limits)[:, 6].all())
+        assert not bool(within_bounds(other, limits)[:, 5].all())
+        assert bool(within_bounds(other, limits)[:, 6].all())
 
 
 def test_where_no_order_rounds_it_gives_the_bits_of_the_portable_kernels() -> None:
@@ -178,7 +178,7 @@ def test_empty_products_are_empty() -> None:
 def test_what_is_taken() -> None:
     def taken(a: Quantized, b: Quantized | None = None) -> bool:
         b = a if b is None else b
-        return gemm_skinny.takes(a, b, rule_of(a.recipe, b.recipe))
+        return gemm_skinny.takes(a, b, product_family(a.recipe, b.recipe))
 
     mx, nvfp4 = random_operand("mxfp8-e4m3", 4, 512), ops.quantize(torch.randn(4, 128), "nvfp4")
     assert taken(mx)
@@ -207,14 +207,14 @@ def test_what_is_taken() -> None:
 def test_few_rows_of_a_large_matrix_take_this_path_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "_capability", lambda device: (9, device.index))
     hopper, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    for rule in ("nvfp4", "mx", "fp8_tensor", "fp8_block"):
-        assert path_of(16, 8192, 8192, rule, hopper, skinny=True) == SKINNY
-        assert path_of(FEW, 1024, MANY // 1024, rule, hopper, skinny=True) == SKINNY
+    for family in ("nvfp4", "mx", "fp8_tensor", "fp8_block"):
+        assert path_of(16, 8192, 8192, family, hopper, skinny=True) == SKINNY
+        assert path_of(FEW, 1024, MANY // 1024, family, hopper, skinny=True) == SKINNY
         for m, n, device, taken in (
             (FEW + 1, 8192, hopper, True), (16, 8192, hopper, False), (1, MANY // 8192 - 1, hopper, True),
             (16, 8192, other, True), (16, 8192, torch.device("cpu"), True),
         ):  # fmt: skip
-            assert path_of(m, n, 8192, rule, device, skinny=taken) != SKINNY
+            assert path_of(m, n, 8192, family, device, skinny=taken) != SKINNY
 
 
 def test_the_door_takes_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,18 +251,18 @@ def test_a_lost_barrier_of_nvfp4_shows(which: int, cuda_source: Source, monkeypa
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize(("rule", "name"), [("mx", "mxfp8-e4m3"), ("fp8", "fp8-block-1x128-e4m3")])
+@pytest.mark.parametrize(("family", "name"), [("mx", "mxfp8-e4m3"), ("fp8", "fp8-block-1x128-e4m3")])
 def test_a_lost_meeting_of_e4m3_shows(
-    rule: str, name: str, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, cuda_source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the sums of all warps are added. No thread of a CPU gets so far ahead of the others that it needs the one
     before the next strips, or those of its warp, whose products meet."""
-    monkeypatch.setitem(TEXTS, f"gemm_skinny_{rule}", text := SOURCES[rule])
+    monkeypatch.setitem(TEXTS, f"gemm_skinny_{family}", text := SOURCES[family])
     start = text.index("multiply_rows(")
     assert text[start:].count("__syncthreads();") == 2
     a, b = operands(name, 16, 32, 512)
     others = operands(name, 16, 32, 1024)
     before = text[:start].count("__syncthreads();")
-    with lost("gemm.skinny", f"gemm_skinny_{rule}", before, cuda_source, monkeypatch):
+    with lost("gemm.skinny", f"gemm_skinny_{family}", before, cuda_source, monkeypatch):
         seen = seen_in_orders(lambda real: iter([skinny.product(*((a, b) if real else others), out_dtype=FP32)]))
     assert len(seen) > 1

@@ -58,7 +58,7 @@ def test_every_order_of_threads_gives_the_same_bits() -> None:
 @pytest.mark.parametrize(
     "waiting",
     [
-        "meet_in_team(team);",  # for what others have loaded and decoded
+        "sync_team(team);",  # for what others have loaded and decoded
         "__syncthreads();",  # for the sums of the teams
     ],
 )

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from narrowgauge.native import ops
-from narrowgauge.native.gemm import paths, tensor_core
-from narrowgauge.native.gemm.operands import element_of, layout_of
-from narrowgauge.native.gemm.operands import operand as parts_of
+from narrowgauge.native.gemm import paths, wgmma
+from narrowgauge.native.gemm.operands import operand_fields
 from narrowgauge.native.gemm.paths import ORDERS, PORTABLE, TENSOR, path_of
 from narrowgauge.native.ops import GroupedQuantized, Quantized
 from narrowgauge.native.runtime import host
@@ -39,12 +38,9 @@ CPU = torch.device("cpu")
 def packed(q: Quantized, *, multiple: int = 1) -> tuple[torch.Tensor, bool]:
     """The tiles of an operand, straightened: bfloat16 (rows, columns) of whole tiles; and whether it is refused."""
     refused = torch.zeros(1, dtype=torch.int32)
-    codes, scales, _ = parts_of(q, "q")
-    rule = "nvfp4" if q.recipe.scale is E4M3 else "fp8_tensor" if q.recipe.whole else "mx"
-    tiles = tensor_core.pack(
-        rule, (codes, scales, element_of(q.recipe)), np.int32(layout_of(q.recipe, q)), *q.shape,
-        multiple, refused,
-    ).view(-1, -(-q.shape[1] // 64), 128, 8, 16)  # fmt: skip
+    fields, _ = operand_fields(q, "q")
+    family = "nvfp4" if q.recipe.scale is E4M3 else "fp8_tensor" if q.recipe.whole else "mx"
+    tiles = wgmma.dequantize(family, fields, *q.shape, multiple, refused).view(-1, -(-q.shape[1] // 64), 128, 8, 16)
     rows = torch.arange(128).unsqueeze(1)
     straight = tiles[:, :, rows, torch.arange(8) ^ (rows % 8)]
     return straight.flatten(3).permute(0, 2, 1, 3).reshape(len(tiles) * 128, -1).view(torch.bfloat16), bool(refused)
@@ -285,14 +281,14 @@ def test_tensor_cores_make_large_products_on_hopper_and_no_other(monkeypatch: py
     monkeypatch.setattr(paths, "_capability", devices.__getitem__)
     least = paths.SMALLEST
     assert least % 2**20 == 0
-    for rule, (m, n, k) in product(
+    for family, (m, n, k) in product(
         ("nvfp4", "mx", "fp8_tensor", "fp8_block"), ((1024, least // 2**20, 1024), (1, 1, 1))
     ):
         for device, capability in devices.items():
-            wanted = TENSOR if capability == (9, 0) and rule != "fp8_block" and m > 1 else PORTABLE
-            assert path_of(m, n, k, rule, device) == wanted
-        assert path_of(1024, least // 2**20 - 1, 1024, rule, torch.device("cuda", 1)) == PORTABLE
-        assert path_of(m, n, k, rule, CPU) == PORTABLE
+            wanted = TENSOR if capability == (9, 0) and family != "fp8_block" and m > 1 else PORTABLE
+            assert path_of(m, n, k, family, device) == wanted
+        assert path_of(1024, least // 2**20 - 1, 1024, family, torch.device("cuda", 1)) == PORTABLE
+        assert path_of(m, n, k, family, CPU) == PORTABLE
 
 
 def test_a_cpu_adds_in_order_of_blocks() -> None:
@@ -303,28 +299,30 @@ def test_a_cpu_adds_in_order_of_blocks() -> None:
 # Twins.
 
 TEXT = """
-#include "gemm/sm90/hopper.cuh"
+#include "gemm/sm90/tile.cuh"
+
+using namespace narrowgauge;
 
 extern "C" __global__ void sums(float* acc, const bf16* a, const bf16* b, int count) {
     for (int i = 0; i < count; ++i) {
-        Scaled left[16], right[16];
+        Decomposed left[16], right[16];
         for (int k = 0; k < 16; ++k) {
-            left[k] = Scaled(to_float(a[16 * i + k]));
-            right[k] = Scaled(to_float(b[16 * i + k]));
+            left[k] = Decomposed(to_float(a[16 * i + k]));
+            right[k] = Decomposed(to_float(b[16 * i + k]));
         }
-        acc[i] = aligned_sum(acc[i], left, right);
+        acc[i] = sum_bf16(acc[i], left, right);
     }
 }
 
 // One thread fills three stages ten times; others wait for each, in whatever order they run.
 extern "C" __global__ void turns(int* out) {
-    __shared__ Barrier full[3], empty[3];
+    __shared__ ptx::Mbarrier full[3], empty[3];
     __shared__ u8 tiles[3][TILE_BYTES];
     const int thread = threadIdx.x;
     if (thread == 0) {
         for (int i = 0; i < 3; ++i) {
-            full[i].begin(1);
-            empty[i].begin(31);
+            ptx::mbarrier_init(full[i], 1);
+            ptx::mbarrier_init(empty[i], 31);
         }
     }
     __syncthreads();
@@ -333,13 +331,13 @@ extern "C" __global__ void turns(int* out) {
         const int stage = turn % 3, phase = turn / 3 % 2;
         if (thread == 0) {
             for (int i = 0; i < TILE_BYTES; ++i) source[i] = static_cast<u8>(turn);
-            empty[stage].wait_for(phase ^ 1);
-            full[stage].arrive_before(TILE_BYTES);
-            copy_tile(tiles[stage], source, full[stage]);
+            ptx::mbarrier_try_wait_parity(empty[stage], phase ^ 1);
+            ptx::mbarrier_arrive_expect_tx(full[stage], TILE_BYTES);
+            ptx::cp_async_bulk_shared_global<TILE_BYTES>(tiles[stage], source, full[stage]);
         } else {
-            full[stage].wait_for(phase);
+            ptx::mbarrier_try_wait_parity(full[stage], phase);
             out[turn * 32 + thread] = tiles[stage][thread] + 1;
-            empty[stage].arrive();
+            ptx::mbarrier_arrive(empty[stage]);
         }
     }
 }

@@ -16,7 +16,7 @@ from narrowgauge.native import ops
 from narrowgauge.native.ops import Quantized
 from narrowgauge.native.quantize.amax import another_grid, oriented_amax
 from narrowgauge.native.runtime import host, sources
-from narrowgauge.native.runtime.arguments import ANY_THREADS
+from narrowgauge.native.runtime.arguments import GENERAL_THREADS
 from narrowgauge.native.runtime.launch import launch
 from tests.golden import bits
 from tests.native.launching import Source
@@ -165,7 +165,7 @@ def test_a_lost_barrier_of_amaxes_of_blocks_shows(
 ) -> None:
     """That of a block's warps, and that of a tile that has come. In the shape of a GPU: fewer threads need no warps."""
     monkeypatch.setitem(TEXTS, "amax_blocks", "#define AMAX_THREADS 256\n" + TEXTS["amax_blocks"])
-    monkeypatch.setitem(ANY_THREADS["amax_blocks"], "cpu", 256)
+    monkeypatch.setitem(GENERAL_THREADS["amax_blocks"], "cpu", 256)
     assert len(barriers("amax_blocks")) == 2
     # In the last warp, on which thread 0 waits; in a row that is read by the first threads, and not copied by them.
     for which, columns, row in ((0, 64, 63), (1, 128, 1)):

@@ -27,14 +27,14 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "there is
 
 def operand(name: str, family: str, rows: int, columns: int, generator: torch.Generator) -> Quantized:
     """`codes`: all of them; `subnormal`: those below the smallest normal number; `sparse`: small ones, mostly 0."""
-    rule = find_recipe(name)
-    fmt = rule.element
+    recipe = find_recipe(name)
+    fmt = recipe.element
     below = {"codes": fmt.max_code + 1, "subnormal": 1 << fmt.mantissa_bits, "sparse": 40}[family]
     codes = torch.randint(0, below, (rows, columns), generator=generator, dtype=torch.uint8)
     codes |= torch.randint(0, 2, (rows, columns), generator=generator, dtype=torch.uint8) << 7
     if family == "sparse":
         codes *= torch.rand(rows, columns, generator=generator) < 0.2
-    return Quantized(codes.cuda(), torch.ones(1).cuda(), None, rule, (rows, columns))
+    return Quantized(codes.cuda(), torch.ones(1).cuda(), None, recipe, (rows, columns))
 
 
 def scaled_mm(a: Quantized, b: Quantized, *, fast: bool) -> torch.Tensor:

@@ -37,19 +37,19 @@ AMAXES = [0.0, 1e-45, 1e-40, 1e-38, 7.8e-36, 0.1, 65.0, 2688.0, 1e30, 3.4028235e
 EMPTY = [(0, 0), (0, 32), (5, 0)]
 
 
-def quantized(x: torch.Tensor, rule: str = "te", amax: float | None = None) -> Quantized:
+def quantized(x: torch.Tensor, recipe: str = "te", amax: float | None = None) -> Quantized:
     """`x`, which lies on the CPU, quantized by the kernel on the GPU; the result stays there."""
     given = None if amax is None else torch.tensor([amax], device=DEVICE)
-    q = ops.quantize(x.to(DEVICE), RECIPES[rule], amax=given)
+    q = ops.quantize(x.to(DEVICE), RECIPES[recipe], amax=given)
     assert {part.device.type for part in (q.codes, q.scales, q.amax, q.tensor_scale)} == {DEVICE}
     return q
 
 
 def inputs(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, str]]:
     """Every family under every recipe, tails in M and K, every half-precision number, empty matrices."""
-    for family, rule in product(FAMILIES, RECIPES):
-        yield matrix(family, 67, 128, dtype), rule
-        yield matrix(family, 70, 77, dtype), rule
+    for family, recipe in product(FAMILIES, RECIPES):
+        yield matrix(family, 67, 128, dtype), recipe
+        yield matrix(family, 70, 77, dtype), recipe
     for rows, columns in product((1, 2, 17, 129), (*range(1, 34), 47, 63, 65, 4097)):
         yield matrix("outliers", rows, columns, dtype), "te"
         yield matrix("nan", rows, columns, dtype), "te-propagate"
@@ -80,25 +80,25 @@ def test_nvfp4_gives_transformer_engines_bytes(path: Path) -> None:
 
 @EVERY_DTYPE
 def test_quantize_gives_the_references_bytes_on_either_device(dtype: torch.dtype) -> None:
-    for x, rule in inputs(dtype):
-        q = quantized(x, rule)
-        assert_same(q, reference.quantize(x, RECIPES[rule]))
-        assert_same(q, reference.quantize(x.to(DEVICE), RECIPES[rule]))
+    for x, recipe in inputs(dtype):
+        q = quantized(x, recipe)
+        assert_same(q, reference.quantize(x, RECIPES[recipe]))
+        assert_same(q, reference.quantize(x.to(DEVICE), RECIPES[recipe]))
 
 
 @needs_compiler
 @EVERY_DTYPE
 def test_quantize_gives_the_bytes_that_it_gives_on_a_cpu(dtype: torch.dtype) -> None:
-    for x, rule in inputs(dtype):
-        assert_same(quantized(x, rule), ops.quantize(x, RECIPES[rule]))
+    for x, recipe in inputs(dtype):
+        assert_same(quantized(x, recipe), ops.quantize(x, RECIPES[recipe]))
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("rule", ["te", "te-2.8", "te-propagate"])
-def test_a_given_amax_replaces_the_tensors_own(rule: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("recipe", ["te", "te-2.8", "te-propagate"])
+def test_a_given_amax_replaces_the_tensors_own(recipe: str, dtype: torch.dtype) -> None:
     for amax, family in product(AMAXES, ("normal", "nan", "subnormal", "huge", "any bits")):
         x = matrix(family, 9, 45, dtype)
-        assert_same(quantized(x, rule, amax), reference.quantize(x, RECIPES[rule], amax=torch.tensor([amax])))
+        assert_same(quantized(x, recipe, amax), reference.quantize(x, RECIPES[recipe], amax=torch.tensor([amax])))
 
 
 def test_every_exponent_of_the_amax_is_quantized_as_the_reference_does() -> None:
@@ -231,11 +231,11 @@ def test_gemm_gives_the_bytes_that_it_gives_on_a_cpu(
         assert_equal(y, ops.gemm(a, b, out_dtype=out_dtype, c=c, bias=bias))
 
 
-@pytest.mark.parametrize("rule", ["te", "te-native"])
-def test_alpha_is_formed_in_the_recipes_order(rule: str) -> None:
+@pytest.mark.parametrize("recipe", ["te", "te-native"])
+def test_alpha_is_formed_in_the_recipes_order(recipe: str) -> None:
     amaxes = [1e-45, 1e-20, 1.0, 1e30, 3.4e38, 0.0, math.inf, *np.random.default_rng(1).uniform(0.1, 300, 10).tolist()]
     for pair in product(amaxes, amaxes):
-        a, b = (reference.quantize(torch.ones(1, 16), RECIPES[rule], amax=torch.tensor([v])) for v in pair)
+        a, b = (reference.quantize(torch.ones(1, 16), RECIPES[recipe], amax=torch.tensor([v])) for v in pair)
         y = ops.gemm(to(a, DEVICE), to(b, DEVICE), out_dtype=torch.float32)
         assert_equal(y, declared.gemm(a, b, out_dtype=torch.float32))
 

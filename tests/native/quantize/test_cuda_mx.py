@@ -48,34 +48,34 @@ def test_tiles_have_transformer_engines_bytes(path: Path) -> None:
         np.testing.assert_array_equal(half.scales.cpu(), arrays[f"mxfp8-2d.{scales}"])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_border_of_the_rule_at_every_exponent_is_rounded_as_it_is_defined(rule: str) -> None:
-    r = find_recipe(rule)
+@pytest.mark.parametrize("recipe", RULES)
+def test_every_border_of_the_rule_at_every_exponent_is_rounded_as_it_is_defined(recipe: str) -> None:
+    r = find_recipe(recipe)
     numbers = amaxes(r)
     scales = ops.quantize(torch.from_numpy(numbers).unsqueeze(1).to(DEVICE), r).scales.ravel().tolist()
     assert scales == [exact_mx.scale_code(number, r) for number in numbers]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("recipe", RULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_half_precision_number_is_quantized_as_the_reference_does(rule: str, dtype: torch.dtype) -> None:
+def test_every_half_precision_number_is_quantized_as_the_reference_does(recipe: str, dtype: torch.dtype) -> None:
     """In blocks of neighbours, and as the largest element of a block of its own."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     alone = torch.zeros(1 << 16, 32, dtype=dtype)
     alone[:, 5] = patterns
     for x in (patterns.view(-1, 32), alone):
         for nan in ("ignore", "propagate"):
-            r = replace(find_recipe(rule), nan=nan)  # type: ignore[arg-type]
+            r = replace(find_recipe(recipe), nan=nan)  # type: ignore[arg-type]
             assert_same(ops.quantize(x.to(DEVICE), r), reference.quantize(x, r))
 
 
-@pytest.mark.parametrize("rule", [*RULES, "mxfp8-2d"])
-def test_every_bfloat16_number_is_quantized_in_whole_tiles_as_the_reference_does(rule: str) -> None:
+@pytest.mark.parametrize("recipe", [*RULES, "mxfp8-2d"])
+def test_every_bfloat16_number_is_quantized_in_whole_tiles_as_the_reference_does(recipe: str) -> None:
     """NaN and infinities beside others, and in columns by themselves."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for x in (patterns.view(-1, 256), patterns.view(256, -1).T.contiguous()):
         for nan, swizzled in product(("ignore", "propagate"), (False, True)):
-            r = replace(find_recipe(rule), nan=nan)  # type: ignore[arg-type]
+            r = replace(find_recipe(recipe), nan=nan)  # type: ignore[arg-type]
             expected = reference.quantize_both(x, r, swizzled=swizzled)
             assert_both_same(ops.quantize_both(x.to(DEVICE), r, swizzled=swizzled), expected)
             assert_same(ops.quantize(x.to(DEVICE), r, swizzled=swizzled), expected[0])

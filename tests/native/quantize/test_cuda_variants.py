@@ -25,7 +25,7 @@ from tests.native import conversions, declared
 from tests.native.gemm.test_gemm import PAIRS, SECTIONS, section_operands
 from tests.native.gpu import DEVICE, needs_gpu
 from tests.native.guards import embedded, guarded_outputs
-from tests.native.kernels import test_words
+from tests.native.kernels import test_packed_bf16
 from tests.native.launching import Source
 from tests.native.quantize import test_stochastic
 from tests.native.quantize.test_layout import SHAPES, scales
@@ -64,16 +64,16 @@ def moved(value: Any) -> Any:
     return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
 
 
-def assert_as_reference(x: torch.Tensor, r: Recipe, *, there: bool = False, **options: Any) -> None:
+def assert_as_reference(x: torch.Tensor, recipe: Recipe, *, there: bool = False, **options: Any) -> None:
     """Both halves and one orientation of `x`, which lies on the CPU; with the reference `there` on the GPU, too."""
     on_gpu = {name: moved(value) for name, value in options.items()}
-    both, wanted = ops.quantize_both(x.to(DEVICE), r, **on_gpu), reference.quantize_both(x, r, **options)
+    both, wanted = ops.quantize_both(x.to(DEVICE), recipe, **on_gpu), reference.quantize_both(x, recipe, **options)
     assert_both_same(both, wanted)
     assert {half.codes.device.type for half in both if half is not None} == {DEVICE}
-    seed = {} if seeded(r) is None else {"random": seeded(r)}
-    assert_same(ops.quantize(x.to(DEVICE), r, **seed), reference.quantize(x, r, **seed))
+    seed = {} if seeded(recipe) is None else {"random": seeded(recipe)}
+    assert_same(ops.quantize(x.to(DEVICE), recipe, **seed), reference.quantize(x, recipe, **seed))
     if there:
-        assert_both_same(both, reference.quantize_both(x.to(DEVICE), r, **on_gpu))
+        assert_both_same(both, reference.quantize_both(x.to(DEVICE), recipe, **on_gpu))
 
 
 @contextmanager
@@ -110,41 +110,45 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
 
 @EVERY_RECIPE
 def test_every_family_and_shape_is_quantized_as_the_reference_does_on_either_device(name: str) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     for family in FAMILIES:
-        assert_as_reference(sample(r, family, 70, 77, dtype_in_turn(name, family)), r, there=True, **random_of(r))
+        assert_as_reference(
+            sample(recipe, family, 70, 77, dtype_in_turn(name, family)), recipe, there=True, **random_of(recipe)
+        )
     for rows, columns in [*TAILS, (130, 520)]:
-        assert_as_reference(sample(r, "outliers", rows, columns, torch.bfloat16), r, **random_of(r))
+        assert_as_reference(sample(recipe, "outliers", rows, columns, torch.bfloat16), recipe, **random_of(recipe))
     for shape in ((0, 0), (0, 128), (128, 0)):
-        assert_as_reference(torch.empty(shape, dtype=torch.bfloat16), r, **random_of(r))
+        assert_as_reference(torch.empty(shape, dtype=torch.bfloat16), recipe, **random_of(recipe))
     for rows, columns in ((129, 260), (64, 65)):
-        assert_as_reference(sample(r, "outliers", rows, columns, torch.bfloat16), r, swizzled=True, **random_of(r))
+        assert_as_reference(
+            sample(recipe, "outliers", rows, columns, torch.bfloat16), recipe, swizzled=True, **random_of(recipe)
+        )
 
 
 @EVERY_RECIPE
 def test_given_amaxes_and_one_half_alone(name: str) -> None:
-    r = find_recipe(name)
-    x = sample(r, "any bits", 20, 45, torch.bfloat16)
+    recipe = find_recipe(name)
+    x = sample(recipe, "any bits", 20, 45, torch.bfloat16)
     for number, value in enumerate(AMAXES if name in TWO_LEVELS else ()):
         each = torch.tensor(AMAXES * 30).roll(number)
         given = (each[: x.shape[0]].clone(), each[-x.shape[1] :].clone())
-        amax = given if r.granularity == "row" else (torch.tensor([value]), torch.tensor([AMAXES[number - 3]]))
-        assert_as_reference(x, r, amax=amax, **random_of(r))
-    row, column = reference.quantize_both(x, r, **random_of(r))
-    assert_both_same(ops.quantize_both(x.to(DEVICE), r, columnwise=False, **random_of(r)), (row, None))
-    assert_both_same(ops.quantize_both(x.to(DEVICE), r, rowwise=False, **random_of(r)), (None, column))
+        amax = given if recipe.granularity == "row" else (torch.tensor([value]), torch.tensor([AMAXES[number - 3]]))
+        assert_as_reference(x, recipe, amax=amax, **random_of(recipe))
+    row, column = reference.quantize_both(x, recipe, **random_of(recipe))
+    assert_both_same(ops.quantize_both(x.to(DEVICE), recipe, columnwise=False, **random_of(recipe)), (row, None))
+    assert_both_same(ops.quantize_both(x.to(DEVICE), recipe, rowwise=False, **random_of(recipe)), (None, column))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("nvfp4")])
 def test_whole_tiles_of_every_family_by_any_amax(name: str) -> None:
     """Blocks of finite numbers and of products below 7 go another way than the others among them."""
     for number, family in enumerate(FAMILIES):
-        r = replace(find_recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
-        x = sample(r, family, 128, 256, torch.bfloat16)
-        assert_as_reference(x, r, **random_of(r))
-        for value in AMAXES if r.granularity == "tensor" else ():
+        recipe = replace(find_recipe(name), nan=("ignore", "propagate")[number % 2])  # type: ignore[arg-type]
+        x = sample(recipe, family, 128, 256, torch.bfloat16)
+        assert_as_reference(x, recipe, **random_of(recipe))
+        for value in AMAXES if recipe.granularity == "tensor" else ():
             amax = torch.tensor([value])
-            assert_as_reference(x, r, amax=(amax, amax), **random_of(r))
+            assert_as_reference(x, recipe, amax=(amax, amax), **random_of(recipe))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rht", "nvfp4-rht-sr"])
@@ -170,21 +174,21 @@ def test_a_tile_is_chosen_by_its_rows_whichever_half_is_made(name: str) -> None:
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_random_words_and_seeds(name: str) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     for rows, columns in TAILS:
-        x = sample(r, "outliers", rows, columns, torch.bfloat16)
-        assert_as_reference(x, r, random=(words_for(*x.shape), words_for(*x.T.shape, seed=1)))
+        x = sample(recipe, "outliers", rows, columns, torch.bfloat16)
+        assert_as_reference(x, recipe, random=(words_for(*x.shape), words_for(*x.T.shape, seed=1)))
     for seed, offset in product((0, -1, 1 << 32, -(1 << 63), (1 << 64) - 1), (0, -1, (1 << 32) - 1, (1 << 64) - 1)):
-        assert_as_reference(sample(r, "normal", 33, 40, torch.bfloat16), r, random=(seed, offset))
+        assert_as_reference(sample(recipe, "normal", 33, 40, torch.bfloat16), recipe, random=(seed, offset))
 
 
 @EVERY_RECIPE
 def test_views_are_quantized_as_the_reference_does(name: str) -> None:
-    plain, r = matrix("outliers", 256, 512, torch.bfloat16), find_recipe(name)
+    plain, recipe = matrix("outliers", 256, 512, torch.bfloat16), find_recipe(name)
     on_gpu = plain.to(DEVICE)
     for view in VIEWS.values():
-        wanted = reference.quantize_both(view(plain), r, **random_of(r))
-        assert_both_same(ops.quantize_both(view(on_gpu), r, **random_of(r)), wanted)
+        wanted = reference.quantize_both(view(plain), recipe, **random_of(recipe))
+        assert_both_same(ops.quantize_both(view(on_gpu), recipe, **random_of(recipe)), wanted)
 
 
 # Device functions.
@@ -202,9 +206,9 @@ def test_philox_and_every_byte_of_a_stochastic_rounding(cuda_source: Source) -> 
 
 
 def test_blocks_of_words_have_the_references_codes(cuda_source: Source) -> None:
-    source = cuda_source(test_words.TEXT)
-    test_words.check_decisions(source, DEVICE)
-    test_words.check_every_bfloat16(source, DEVICE)
+    source = cuda_source(test_packed_bf16.TEXT)
+    test_packed_bf16.check_decisions(source, DEVICE)
+    test_packed_bf16.check_every_bfloat16(source, DEVICE)
 
 
 def test_every_float32_below_8_has_the_same_codes_in_a_block_of_words_as_alone(cuda_source: Source) -> None:
@@ -212,7 +216,12 @@ def test_every_float32_below_8_has_the_same_codes_in_a_block_of_words_as_alone(c
     count = int(np.float32(8).view(np.int32))
     arguments = (np.uint32(0), np.int64(count), different)
     launch(
-        cuda_source(test_words.TEXT), "disagreements", (-(-count // 256),), (256,), arguments, device=different.device
+        cuda_source(test_packed_bf16.TEXT),
+        "disagreements",
+        (-(-count // 256),),
+        (256,),
+        arguments,
+        device=different.device,
     )
     assert different.tolist() == [0, 0]
 
@@ -222,14 +231,16 @@ def test_every_float32_below_8_has_the_same_codes_in_a_block_of_words_as_alone(c
 
 def test_every_group_is_rotated_as_the_reference_does() -> None:
     for name, family in product(ROTATED, ("outliers", "nan", "any bits")):
-        r = find_recipe(name)
+        recipe = find_recipe(name)
         for rows, columns in ((1, 1), (33, 3 * 128), (130, 512)):
-            x = matrix(family, rows, fitting(columns, r), torch.bfloat16)
-            y = ops.transform(x.to(DEVICE), r)
-            assert_equal(y, reference.transform(x, r))
-            assert_equal(y, reference.transform(x.to(DEVICE), r))
+            x = matrix(family, rows, fitting(columns, recipe), torch.bfloat16)
+            y = ops.transform(x.to(DEVICE), recipe)
+            assert_equal(y, reference.transform(x, recipe))
+            assert_equal(y, reference.transform(x.to(DEVICE), recipe))
         x = matrix(family, 256, 384, torch.bfloat16)
-        assert_equal(ops.transform(x.to(DEVICE).T[:, ::2], r), reference.transform(x.T[:, ::2].contiguous(), r))
+        assert_equal(
+            ops.transform(x.to(DEVICE).T[:, ::2], recipe), reference.transform(x.T[:, ::2].contiguous(), recipe)
+        )
 
 
 @pytest.mark.parametrize("path", golden("swizzle_*.npz"))
@@ -248,10 +259,10 @@ def test_swizzle_is_the_references_and_unswizzle_its_inverse() -> None:
 
 def test_every_recipe_is_dequantized_as_the_reference_does() -> None:
     for name, swizzled in product(NAMES, (False, True)):
-        r = find_recipe(name)
-        for dtype in dtypes(r):
-            x = sample(r, "outliers", 131, 77, dtype)
-            q = reference.quantize(x, r, swizzled=swizzled, **random_of(r))
+        recipe = find_recipe(name)
+        for dtype in dtypes(recipe):
+            x = sample(recipe, "outliers", 131, 77, dtype)
+            q = reference.quantize(x, recipe, swizzled=swizzled, **random_of(recipe))
             assert_equal(ops.dequantize(to(q, DEVICE), dtype), reference.dequantize(q, dtype))
 
 
@@ -322,12 +333,12 @@ def test_each_section_is_multiplied_by_its_own_matrix() -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-sr", "nvfp4-rowscaled", "nvfp4-rht"])
 def test_nothing_outside_is_read_and_nothing_outside_is_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    r = replace(find_recipe(name), nan="propagate")
+    recipe = replace(find_recipe(name), nan="propagate")
     for (rows, columns), swizzled in product(((1, 1), (17, 31), (65, 33), (128, 64)), (False, True)):
-        plain = sample(r, "outliers", rows, columns, torch.bfloat16)
-        options = {"swizzled": swizzled, **random_of(r)}
+        plain = sample(recipe, "outliers", rows, columns, torch.bfloat16)
+        options = {"swizzled": swizzled, **random_of(recipe)}
         for x in (embedded(plain.to(DEVICE)), embedded(plain.T.contiguous().to(DEVICE)).T):
             with guarded_outputs(monkeypatch):
-                got = ops.quantize_both(x, r, **options)
-            assert_both_same(got, reference.quantize_both(plain, r, **options))
+                got = ops.quantize_both(x, recipe, **options)
+            assert_both_same(got, reference.quantize_both(plain, recipe, **options))
             assert torch.equal(bits(x.cpu()), bits(plain))

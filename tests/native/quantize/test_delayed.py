@@ -13,11 +13,11 @@ import torch
 
 from narrowgauge.native import ops
 from narrowgauge.reference.quantize.delayed import update_scale as reference
+from narrowgauge.reference.scalar.rounding import nearest
 from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
 from tests.golden import bits
 from tests.native.guards import embedded, guarded_outputs
 from tests.native.samples import assert_equal
-from tests.reference.scalar import nearest
 
 f32 = np.float32
 FLT_MAX = float(np.finfo(f32).max)
@@ -37,15 +37,15 @@ SCALES = (1.0, 0.3, 0.0, 1e-45, FLT_MAX, math.inf, -math.inf, math.nan)
 
 def step(history: list[float], scale: float, r: Recipe) -> tuple[list[float], float]:
     """One tensor."""
-    rule = r.delayed
-    assert rule is not None
+    recipe = r.delayed
+    assert recipe is not None
     last = history[0]
-    kept = rule.update == "bulk" and last == 0
+    kept = recipe.update == "bulk" and last == 0
     amax = last
-    if rule.algorithm == "max":
+    if recipe.algorithm == "max":
         amax = max((a for a in history if not math.isnan(a)), default=0.0)
     if not kept and amax > 0 and math.isfinite(amax):
-        most = nearest(Fraction(r.element.max) / 2**rule.margin, "float32")
+        most = nearest(Fraction(r.element.max) / 2**recipe.margin, "float32")
         scale = nearest(Fraction(most) / Fraction(amax), "float32")
     if math.isinf(scale):
         scale = FLT_MAX
@@ -72,12 +72,12 @@ def scales_for(tensors: int, some: tuple[float, ...] = SCALES) -> torch.Tensor:
 
 @EVERY_RECIPE
 def test_every_tensor_is_updated_as_exact_arithmetic_does(name: str) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     for length, tensors in ((1, 1), (1, 40), (2, 33), (3, 5), (7, 64), (8, 100), (9, 31), (40, 65)):
         history, scale = histories(length, tensors), scales_for(tensors)
         new_history, new_scale = ops.update_scale(history, scale, name)
         for tensor in range(tensors):
-            expected, factor = step(history[:, tensor].tolist(), float(scale[tensor]), r)
+            expected, factor = step(history[:, tensor].tolist(), float(scale[tensor]), recipe)
             assert_equal(new_history[:, tensor], torch.tensor(expected), f"history {tensor}")
             assert_equal(new_scale[tensor], torch.tensor(factor), f"scale {tensor}")
 
@@ -85,12 +85,12 @@ def test_every_tensor_is_updated_as_exact_arithmetic_does(name: str) -> None:
 @EVERY_RECIPE
 def test_every_pair_of_amaxes_under_every_scale_is_updated_as_exact_arithmetic_does(name: str) -> None:
     """The last amax and one before it: zeros, subnormal and tiny ones, infinities, NaN, below zero."""
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     cases = [(last, before, scale) for last in AMAXES for before in AMAXES for scale in SCALES]
     table = torch.tensor(cases)
     new_history, new_scale = ops.update_scale(table[:, :2].T, table[:, 2], name)
     for tensor, (last, before, scale) in enumerate(table.tolist()):
-        expected, factor = step([last, before], scale, r)
+        expected, factor = step([last, before], scale, recipe)
         assert_equal(new_history[:, tensor], torch.tensor(expected), f"history {last, before}")
         assert_equal(new_scale[tensor], torch.tensor(factor), f"scale {last, before, scale}")
 
@@ -98,15 +98,15 @@ def test_every_pair_of_amaxes_under_every_scale_is_updated_as_exact_arithmetic_d
 @EVERY_RECIPE
 def test_every_exponent_of_an_amax_has_the_scale_of_exact_arithmetic(name: str) -> None:
     """Powers of two, and those times the mantissa of the largest element, ± 1 ulp."""
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     exact = np.array(
-        [math.ldexp(m, k) for k in range(-149, 128) for m in (1.0, 2 * math.frexp(r.element.max)[0])]
+        [math.ldexp(m, k) for k in range(-149, 128) for m in (1.0, 2 * math.frexp(recipe.element.max)[0])]
     ).astype(f32)
     amaxes = np.unique(np.concatenate([exact, np.nextafter(exact, f32(0)), np.nextafter(exact, f32(math.inf))]))
     amaxes = amaxes[np.isfinite(amaxes)]
     _, scales = ops.update_scale(torch.from_numpy(amaxes).unsqueeze(0), torch.ones(len(amaxes)), name)
     for amax, scale in zip(amaxes.tolist(), scales, strict=True):
-        assert_equal(scale, torch.tensor(step([amax], 1.0, r)[1]), f"scale of {amax}")
+        assert_equal(scale, torch.tensor(step([amax], 1.0, recipe)[1]), f"scale of {amax}")
 
 
 @EVERY_RECIPE
@@ -189,7 +189,9 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [recipe[1:] for recipe in REFUSED], ids=[recipe[0] for recipe in REFUSED]
+)
 def test_it_is_refused_with_a_sentence(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()

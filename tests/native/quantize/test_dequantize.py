@@ -117,9 +117,9 @@ def test_float32_is_the_default() -> None:
     assert ops.dequantize(codes_under_every_scale(1.0)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("rule", RECIPES)
-def test_every_recipe_is_dequantized_alike(rule: str) -> None:
-    q = ops.quantize(matrix("e4m3 ties", 33, 77, torch.float32), RECIPES[rule])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_dequantized_alike(recipe: str) -> None:
+    q = ops.quantize(matrix("e4m3 ties", 33, 77, torch.float32), RECIPES[recipe])
     assert_equal(ops.dequantize(q), reference.dequantize(q))
 
 

@@ -47,13 +47,13 @@ TAILS = [
 ]  # fmt: skip
 
 
-def assert_as_reference(x: torch.Tensor, r: Recipe, **options: Any) -> None:
+def assert_as_reference(x: torch.Tensor, recipe: Recipe, **options: Any) -> None:
     """Both halves, either alone, and one orientation."""
-    expected = reference.quantize_both(x, r, **options)
-    assert_both_same(ops.quantize_both(x, r, **options), expected)
-    assert_both_same(ops.quantize_both(x, r, rowwise=False, **options), (None, expected[1]))
+    expected = reference.quantize_both(x, recipe, **options)
+    assert_both_same(ops.quantize_both(x, recipe, **options), expected)
+    assert_both_same(ops.quantize_both(x, recipe, rowwise=False, **options), (None, expected[1]))
     amax = {} if options.get("amax") is None else {"amax": options["amax"][0]}
-    assert_same(ops.quantize(x, r, **{**options, **amax}), expected[0])
+    assert_same(ops.quantize(x, recipe, **{**options, **amax}), expected[0])
 
 
 # Transformer Engine's bytes.
@@ -86,12 +86,12 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
 @EVERY_RECIPE
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_every_family_is_quantized_as_exact_arithmetic_does(name: str, nan: str) -> None:
-    r = replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
+    recipe = replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
     for number, family in enumerate(FAMILIES):
         x = matrix(family, 3, 133, DTYPES[(number + NAMES.index(name)) % len(DTYPES)])
-        options = given_scale(r)
-        codes, scales = model(x, r, **options)
-        got = ops.quantize(x, r, **options)
+        options = given_scale(recipe)
+        codes, scales = model(x, recipe, **options)
+        got = ops.quantize(x, recipe, **options)
         np.testing.assert_array_equal(got.codes, codes, err_msg=family)
         np.testing.assert_array_equal(bits(got.scales), scales.view("i4"), err_msg=family)
 
@@ -99,26 +99,26 @@ def test_every_family_is_quantized_as_exact_arithmetic_does(name: str, nan: str)
 @pytest.mark.parametrize("name", [name for name in NAMES if find_recipe(name).delayed is None])
 def test_every_exponent_of_an_amax_has_the_scale_of_exact_arithmetic(name: str) -> None:
     """Powers of two and the largest element times one, ± 1 ulp; tiles and tensors as many matrices of one row."""
-    r = find_recipe(name)
-    x = amaxes_of_every_exponent(r)
+    recipe = find_recipe(name)
+    x = amaxes_of_every_exponent(recipe)
     amaxes = x.abs().amax(1)
-    if r.whole:
+    if recipe.whole:
         for amax in amaxes[:: len(amaxes) // 40]:
-            q = ops.quantize(torch.zeros(1, 1), r, amax=amax.view(1))
-            assert_scale(q, 0, float(amax), r)
+            q = ops.quantize(torch.zeros(1, 1), recipe, amax=amax.view(1))
+            assert_scale(q, 0, float(amax), recipe)
         return
-    if r.block[0] > 1:  # a tile from every row, one below the other
+    if recipe.block[0] > 1:  # a tile from every row, one below the other
         padded = torch.zeros(len(x), 128, 128)
         padded[:, 5] = x
         x = padded.view(-1, 128)[: 128 * 200]
-    q = ops.quantize(x, r)
+    q = ops.quantize(x, recipe)
     for row in range(len(q.scales)):
-        assert_scale(q, row, float(amaxes[row]), r)
+        assert_scale(q, row, float(amaxes[row]), recipe)
 
 
-def assert_scale(q: Quantized, row: int, amax: float, r: Recipe) -> None:
+def assert_scale(q: Quantized, row: int, amax: float, recipe: Recipe) -> None:
     """The stored scale of a block of float32 of this amax, bit for bit."""
-    got, expected = q.scales[row, 0].numpy(), np.float32(inverse(encode_scale(amax, r, torch.float32)))
+    got, expected = q.scales[row, 0].numpy(), np.float32(inverse(encode_scale(amax, recipe, torch.float32)))
     assert got.tobytes() == expected.tobytes(), (amax, got, expected)
 
 
@@ -129,46 +129,54 @@ def assert_scale(q: Quantized, row: int, amax: float, r: Recipe) -> None:
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_every_family_is_quantized_as_the_reference_does(name: str, nan: str) -> None:
     """In four tiles, with tails in M and K."""
-    r = replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
+    recipe = replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
     for number, family in enumerate(FAMILIES):
         x = matrix(family, 131, 140, DTYPES[(number + NAMES.index(name)) % len(DTYPES)])
-        assert_both_same(ops.quantize_both(x, r, **given_scale(r)), reference.quantize_both(x, r, **given_scale(r)))
+        assert_both_same(
+            ops.quantize_both(x, recipe, **given_scale(recipe)),
+            reference.quantize_both(x, recipe, **given_scale(recipe)),
+        )
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 def test_any_shape_is_quantized_as_the_reference_does(name: str, dtype: torch.dtype, threads: int) -> None:
     """In the shape of a GPU's blocks of threads, too."""
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     for rows, columns in TAILS:
-        assert_as_reference(matrix("outliers", rows, columns, dtype), r, **given_scale(r))
+        assert_as_reference(matrix("outliers", rows, columns, dtype), recipe, **given_scale(recipe))
 
 
 @EVERY_RECIPE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_half_precision_number_is_quantized_as_the_reference_does(name: str, dtype: torch.dtype) -> None:
     """In blocks of numbers near each other, and of numbers far from each other."""
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     for x in (halves(dtype), halves(dtype).view(-1).view(128, 512).T):
-        assert_both_same(ops.quantize_both(x, r, **given_scale(r)), reference.quantize_both(x, r, **given_scale(r)))
+        assert_both_same(
+            ops.quantize_both(x, recipe, **given_scale(recipe)),
+            reference.quantize_both(x, recipe, **given_scale(recipe)),
+        )
 
 
 @EVERY_RECIPE
 def test_every_exponent_of_an_amax_is_quantized_as_the_reference_does(name: str) -> None:
-    r = find_recipe(name)
-    x = amaxes_of_every_exponent(r)
-    assert_both_same(ops.quantize_both(x, r, **given_scale(r)), reference.quantize_both(x, r, **given_scale(r)))
+    recipe = find_recipe(name)
+    x = amaxes_of_every_exponent(recipe)
+    assert_both_same(
+        ops.quantize_both(x, recipe, **given_scale(recipe)), reference.quantize_both(x, recipe, **given_scale(recipe))
+    )
 
 
 @EVERY_RECIPE
 @pytest.mark.parametrize(("rows", "columns"), [(0, 0), (0, 128), (128, 0)])
 def test_an_empty_matrix_has_empty_codes_and_a_scale_of_1_where_it_has_one(name: str, rows: int, columns: int) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     x = torch.empty(rows, columns, dtype=torch.bfloat16)
-    assert_as_reference(x, r, **given_scale(r))
-    q = ops.quantize(x, r, **given_scale(r))
+    assert_as_reference(x, recipe, **given_scale(recipe))
+    q = ops.quantize(x, recipe, **given_scale(recipe))
     assert q.codes.shape == (rows, columns)
-    if r.whole and not r.delayed and not r.smallest_amax:
+    if recipe.whole and not recipe.delayed and not recipe.smallest_amax:
         assert q.scales.tolist() == [[1.0]]
         assert q.tensor_scale.tolist() == [1.0]  # type: ignore[union-attr]
         assert q.amax.tolist() == [0.0]  # type: ignore[union-attr]
@@ -177,18 +185,18 @@ def test_an_empty_matrix_has_empty_codes_and_a_scale_of_1_where_it_has_one(name:
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_given_amax_replaces_the_tensors_own(name: str) -> None:
     """Another one for either half."""
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     x = matrix("any bits", 20, 45, torch.bfloat16)
     for number, value in enumerate(AMAXES):
         amax = (torch.tensor([value]), torch.tensor([AMAXES[number - 3]]))
         assert_both_same(
-            ops.quantize_both(x, r, amax=amax, **given_scale(r)),
-            reference.quantize_both(x, r, amax=amax, **given_scale(r)),
+            ops.quantize_both(x, recipe, amax=amax, **given_scale(recipe)),
+            reference.quantize_both(x, recipe, amax=amax, **given_scale(recipe)),
         )
         one_missing = (amax[0], None)
-        row, column = ops.quantize_both(x, r, amax=one_missing, **given_scale(r))
-        assert_same(row, reference.quantize(x, r, amax=amax[0], **given_scale(r)))
-        assert_same(column, reference.quantize(x.T, r, **given_scale(r)))
+        row, column = ops.quantize_both(x, recipe, amax=one_missing, **given_scale(recipe))
+        assert_same(row, reference.quantize(x, recipe, amax=amax[0], **given_scale(recipe)))
+        assert_same(column, reference.quantize(x.T, recipe, **given_scale(recipe)))
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed-e4m3", "fp8-delayed-e5m2-bulk"])
@@ -247,7 +255,7 @@ def test_every_choice_of_a_recipe_changes_some_byte() -> None:
         (current, replace(current, nan="propagate")), (current, find_recipe("fp8-current-e4m3-pow2")),
     ]  # fmt: skip
     for one, other in changes:
-        halves_of = [ops.quantize_both(x, r) for r in (one, other)]
+        halves_of = [ops.quantize_both(x, recipe) for recipe in (one, other)]
         for left, right in zip(*halves_of, strict=True):
             assert left is not None
             assert right is not None
@@ -259,15 +267,15 @@ def test_every_choice_of_a_recipe_changes_some_byte() -> None:
 
 @EVERY_KIND
 def test_views_are_quantized_like_their_copies(name: str, threads: int) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     plain = matrix("outliers", 256, 512, torch.bfloat16)
     for view in VIEWS.values():
         x = view(plain)
         copy = x.flatten(0, -2).contiguous()
-        both = ops.quantize_both(copy, r, **given_scale(r))
-        assert_both_same(both, reference.quantize_both(copy, r, **given_scale(r)))
-        assert_both_same(ops.quantize_both(x, r, **given_scale(r)), both)
-        assert_same(ops.quantize(x, r, **given_scale(r)), both[0])
+        both = ops.quantize_both(copy, recipe, **given_scale(recipe))
+        assert_both_same(both, reference.quantize_both(copy, recipe, **given_scale(recipe)))
+        assert_both_same(ops.quantize_both(x, recipe, **given_scale(recipe)), both)
+        assert_same(ops.quantize(x, recipe, **given_scale(recipe)), both[0])
 
 
 @EVERY_KIND
@@ -276,16 +284,16 @@ def test_nothing_but_the_elements_is_read_and_nothing_outside_the_outputs_is_wri
     name: str, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """NaN would propagate: a single one that is read shows."""
-    r = propagating(name)
+    recipe = propagating(name)
     for dtype in (torch.float32, torch.bfloat16):
         plain = matrix("outliers", rows, columns, dtype)
-        options: dict[str, Any] = {key: embedded(value) for key, value in given_scale(r).items()}
-        expected = reference.quantize_both(plain, r, **options)
+        options: dict[str, Any] = {key: embedded(value) for key, value in given_scale(recipe).items()}
+        expected = reference.quantize_both(plain, recipe, **options)
         for x in (embedded(plain), embedded(plain.T.contiguous()).T, sparse(plain)):
             with guarded_outputs(monkeypatch):
-                got = ops.quantize_both(x, r, **options)
-                alone = ops.quantize(x, r, **options)
-                column = ops.quantize_both(x, r, rowwise=False, **options)
+                got = ops.quantize_both(x, recipe, **options)
+                alone = ops.quantize(x, recipe, **options)
+                column = ops.quantize_both(x, recipe, rowwise=False, **options)
             assert_both_same(got, expected)
             assert_both_same((alone, column[1]), expected)
             assert torch.equal(bits(x), bits(plain))
@@ -316,7 +324,9 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [recipe[1:] for recipe in REFUSED], ids=[recipe[0] for recipe in REFUSED]
+)
 def test_it_is_refused_with_a_sentence(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()

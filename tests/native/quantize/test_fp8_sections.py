@@ -29,11 +29,11 @@ SIZES = [
 ]  # fmt: skip
 
 
-def assert_as_reference(x: torch.Tensor, sizes: list[int], r: Recipe, **options: Any) -> GroupedQuantized:
+def assert_as_reference(x: torch.Tensor, sizes: list[int], recipe: Recipe, **options: Any) -> GroupedQuantized:
     """Every section, bit for bit, and what they have together; what the kernels gave is returned."""
-    options = {**given_scale(r, len(sizes)), **options}
-    got = ops.quantize_grouped(x, torch.tensor(sizes), r, **options)
-    expected = reference.quantize_grouped(x, torch.tensor(sizes), r, **options)
+    options = {**given_scale(recipe, len(sizes)), **options}
+    got = ops.quantize_grouped(x, torch.tensor(sizes), recipe, **options)
+    expected = reference.quantize_grouped(x, torch.tensor(sizes), recipe, **options)
     assert_sections_same(got, expected)
     for part in ("amax", "tensor_scale"):
         one, other = getattr(got, part), getattr(expected, part)
@@ -62,14 +62,14 @@ def test_every_family_is_quantized_as_the_reference_does(name: str, columnwise: 
 @EVERY_KIND
 @EITHER
 def test_a_section_is_what_it_is_alone(name: str, columnwise: bool) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     sizes = [140, 0, 33]
     x = matrix("outliers", sum(sizes), 130, torch.bfloat16)
-    scales = given_scale(r, 3).get("scale")
-    got = assert_as_reference(x, sizes, r, columnwise=columnwise).sections()
+    scales = given_scale(recipe, 3).get("scale")
+    got = assert_as_reference(x, sizes, recipe, columnwise=columnwise).sections()
     for number, (part, rows) in enumerate(zip(got, x.split(sizes), strict=True)):
         own = {} if scales is None else {"scale": scales[number : number + 1]}
-        row, column = ops.quantize_both(rows, r, **own)
+        row, column = ops.quantize_both(rows, recipe, **own)
         assert_same(part, column if columnwise else row)
 
 
@@ -110,13 +110,13 @@ def test_views_are_quantized_like_their_copies(name: str, columnwise: bool) -> N
 def test_nothing_outside_the_matrix_is_read_and_nothing_outside_the_outputs_is_written(
     columns: int, name: str, columnwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    r = propagating(name)
+    recipe = propagating(name)
     plain = matrix("outliers", 300, columns, torch.float32)
     x, sizes = embedded(plain), embedded(torch.tensor([17, 0, 130, 1, 152]))
-    scale = {key: embedded(value) for key, value in given_scale(r, 5).items()}
+    scale = {key: embedded(value) for key, value in given_scale(recipe, 5).items()}
     with guarded_outputs(monkeypatch):
-        got = ops.quantize_grouped(x, sizes, r, columnwise=columnwise, **scale)
-    assert_sections_same(got, reference.quantize_grouped(plain, sizes.clone(), r, columnwise=columnwise, **scale))
+        got = ops.quantize_grouped(x, sizes, recipe, columnwise=columnwise, **scale)
+    assert_sections_same(got, reference.quantize_grouped(plain, sizes.clone(), recipe, columnwise=columnwise, **scale))
     assert torch.equal(bits(x), bits(plain))
 
 
@@ -129,10 +129,10 @@ def test_sizes_that_nobody_has_checked_are_cut_to_the_rows_there_are(
     """As sizes on a GPU are, which the host does not see: nothing outside is read or written."""
     monkeypatch.setattr("narrowgauge.native.quantize.fp8.check_sizes_of", lambda *_: None)
     sizes, cut = WRONG[wrong]
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     x = embedded(matrix("outliers", 20, 140, torch.bfloat16))
-    options: dict[str, Any] = {"columnwise": columnwise, **given_scale(r, len(sizes))}
+    options: dict[str, Any] = {"columnwise": columnwise, **given_scale(recipe, len(sizes))}
     with guarded_outputs(monkeypatch):
-        got = ops.quantize_grouped(x, embedded(torch.tensor(sizes)), r, **options)
+        got = ops.quantize_grouped(x, embedded(torch.tensor(sizes)), recipe, **options)
     got.sizes, got.shape = torch.tensor(cut), (sum(cut), 140)
-    assert_sections_same(got, reference.quantize_grouped(x[: sum(cut)], torch.tensor(cut), r, **options))
+    assert_sections_same(got, reference.quantize_grouped(x[: sum(cut)], torch.tensor(cut), recipe, **options))

@@ -26,23 +26,31 @@ from tests.thinned import thinned
 
 ELEMENTS = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
 RULES = [f"{name}@{dialect}" for name, dialect in product(ELEMENTS, MX_DIALECTS)]
-EVERY_RULE = pytest.mark.parametrize("rule", RULES)
+EVERY_RULE = pytest.mark.parametrize("recipe", RULES)
 EVERY_ELEMENT = pytest.mark.parametrize("name", ELEMENTS)
 
 
-def assert_exact(x: torch.Tensor, r: Recipe) -> None:
+def assert_exact(x: torch.Tensor, recipe: Recipe) -> None:
     """Codes and scales of `x`, rowwise, are those of the definition."""
-    q = ops.quantize(x, r)
-    codes, scales = exact_mx.quantize(x.float().numpy(), r)
+    q = ops.quantize(x, recipe)
+    codes, scales = exact_mx.quantize(x.float().numpy(), recipe)
     np.testing.assert_array_equal(q.scales.numpy(), scales)
     np.testing.assert_array_equal(q.codes.numpy(), codes)
     assert q.amax is q.tensor_scale is None
 
 
-def amaxes(r: Recipe) -> np.ndarray:
+def amaxes(recipe: Recipe) -> np.ndarray:
     """Every power of two, the largest element times it and the borders of every rule, ± 1 ulp, and special values."""
-    borders = [1.0, r.element.max / 2.0 ** math.floor(math.log2(r.element.max)), 1.5, 1.75, math.sqrt(2), 1.9375, 2.0]
-    borders.append(2 - 2.0 ** -(r.element.mantissa_bits + 1))
+    borders = [
+        1.0,
+        recipe.element.max / 2.0 ** math.floor(math.log2(recipe.element.max)),
+        1.5,
+        1.75,
+        math.sqrt(2),
+        1.9375,
+        2.0,
+    ]
+    borders.append(2 - 2.0 ** -(recipe.element.mantissa_bits + 1))
     exact = np.ldexp(np.array(borders)[:, None], np.arange(-149, 128)).ravel()
     with np.errstate(over="ignore"):
         bits = exact.astype(np.float32).view(np.uint32)
@@ -55,9 +63,9 @@ def amaxes(r: Recipe) -> np.ndarray:
 
 
 @EVERY_RULE
-def test_every_border_of_the_rule_at_every_exponent_is_rounded_as_it_is_defined(rule: str) -> None:
+def test_every_border_of_the_rule_at_every_exponent_is_rounded_as_it_is_defined(recipe: str) -> None:
     """As the amax of a block of its own, in every place of it."""
-    r = find_recipe(rule)
+    r = find_recipe(recipe)
     numbers = amaxes(r)
     x = np.zeros((len(numbers), 32), np.float32)
     x[np.arange(len(numbers)), np.arange(len(numbers)) % 32] = numbers * np.where(np.arange(len(numbers)) % 3, 1, -1)
@@ -73,10 +81,12 @@ def test_rules_that_no_dialect_combines_are_rounded_as_they_are_defined(name: st
         {find_recipe(f"mxfp8-e4m3@{dialect}").block_scale for dialect in MX_DIALECTS},
     )
     for rounding, form in product(sorted(roundings), sorted(forms)):
-        r = replace(find_recipe(name), scale_rounding=rounding, block_scale=form)  # type: ignore[arg-type]
-        numbers = amaxes(r)[::7]
+        recipe = replace(find_recipe(name), scale_rounding=rounding, block_scale=form)  # type: ignore[arg-type]
+        numbers = amaxes(recipe)[::7]
         x = torch.from_numpy(numbers).unsqueeze(1)
-        assert ops.quantize(x, r).scales.ravel().tolist() == [exact_mx.scale_code(number, r) for number in numbers]
+        assert ops.quantize(x, recipe).scales.ravel().tolist() == [
+            exact_mx.scale_code(number, recipe) for number in numbers
+        ]
 
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp8-e5m2"])
@@ -89,22 +99,22 @@ def test_every_two_rules_differ_on_some_amax(name: str) -> None:
 
 @EVERY_ELEMENT
 def test_a_scale_of_te_is_the_smallest_power_of_two_under_which_nothing_saturates(name: str) -> None:
-    r = find_recipe(name)
-    numbers = amaxes(r)
-    numbers = numbers[(numbers / r.element.max > 2.0**-126) & (numbers / r.element.max < 2.0**127)]
-    codes = ops.quantize(torch.from_numpy(numbers).unsqueeze(1), r).scales.ravel().tolist()
+    recipe = find_recipe(name)
+    numbers = amaxes(recipe)
+    numbers = numbers[(numbers / recipe.element.max > 2.0**-126) & (numbers / recipe.element.max < 2.0**127)]
+    codes = ops.quantize(torch.from_numpy(numbers).unsqueeze(1), recipe).scales.ravel().tolist()
     for number, code in zip(numbers.tolist(), codes, strict=True):
-        assert 2.0 ** (code - 128) < number / r.element.max <= 2.0 ** (code - 127)
+        assert 2.0 ** (code - 128) < number / recipe.element.max <= 2.0 ** (code - 127)
 
 
 # Elements.
 
 
-@pytest.mark.parametrize("rule", thinned(RULES, 3))
+@pytest.mark.parametrize("recipe", thinned(RULES, 3))
 @pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16], 2))
-def test_every_half_precision_number_is_quantized_as_it_is_defined(rule: str, dtype: torch.dtype) -> None:
+def test_every_half_precision_number_is_quantized_as_it_is_defined(recipe: str, dtype: torch.dtype) -> None:
     """In blocks of neighbours, and as the largest element of a block of its own; NaN and infinities among them."""
-    r = find_recipe(rule)
+    r = find_recipe(recipe)
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     assert_exact(patterns.view(-1, 32), r)
     alone = torch.zeros(1 << 12, 32, dtype=dtype)
@@ -116,19 +126,19 @@ def test_every_half_precision_number_is_quantized_as_it_is_defined(rule: str, dt
 @pytest.mark.parametrize("exponent", [0, -100, 100])
 def test_every_midpoint_of_the_grid_and_its_neighbours_go_where_they_are_defined_to(name: str, exponent: int) -> None:
     """Under a scale of 2^exponent, at the largest element; ties go to even codes, −0 keeps its sign."""
-    r = find_recipe(name)
-    points = np.array(r.element.values[: r.element.max_code + 1])
+    recipe = find_recipe(name)
+    points = np.array(recipe.element.values[: recipe.element.max_code + 1])
     decisions = np.concatenate([points, (points[1:] + points[:-1]) / 2]).astype(np.float32)
     bits = decisions.view(np.uint32)
     near = np.concatenate([bits, bits + 1, np.maximum(bits, 1) - 1]).view(np.float32)
-    near = np.clip(np.concatenate([near, -near]), -r.element.max, r.element.max)
+    near = np.clip(np.concatenate([near, -near]), -recipe.element.max, recipe.element.max)
     x = np.zeros((len(near), 32), np.float32)
-    x[:, 0] = r.element.max
+    x[:, 0] = recipe.element.max
     x[:, 17] = near
     x = np.ldexp(x, exponent)
-    q = ops.quantize(torch.from_numpy(x), r)
+    q = ops.quantize(torch.from_numpy(x), recipe)
     assert set(q.scales.ravel().tolist()) == {127 + exponent}
-    codes, _ = exact_mx.quantize(x, r)
+    codes, _ = exact_mx.quantize(x, recipe)
     np.testing.assert_array_equal(q.codes.numpy(), codes)
 
 
@@ -142,18 +152,24 @@ def test_every_family_is_quantized_as_it_is_defined(name: str, nan: str) -> None
 @pytest.mark.parametrize("name", [*ELEMENTS, "mxfp8-2d"])
 def test_special_values(name: str) -> None:
     """−0 keeps its sign; infinity saturates under the largest scale; a NaN has its code and its block another amax."""
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     x = torch.zeros(3, 96)
     x[:, 0] = 1.0
     x[0, 1], x[0, 40], x[0, 70] = -0.0, -torch.inf, torch.nan
-    q = ops.quantize(x, r)
-    codes = q.codes if r.element.bits != 4 else torch.stack([q.codes & 0xF, q.codes >> 4], 2).flatten(1)
-    assert codes[0, [1, 40, 70]].tolist() == [r.element.sign_code, r.element.sign_code | r.element.max_code, r.nan_code]
+    q = ops.quantize(x, recipe)
+    codes = q.codes if recipe.element.bits != 4 else torch.stack([q.codes & 0xF, q.codes >> 4], 2).flatten(1)
+    assert codes[0, [1, 40, 70]].tolist() == [
+        recipe.element.sign_code,
+        recipe.element.sign_code | recipe.element.max_code,
+        recipe.nan_code,
+    ]
     assert q.scales[0, 1:].tolist() == [254, 0]
-    spread = ops.quantize(x, replace(r, nan="propagate"))
+    spread = ops.quantize(x, replace(recipe, nan="propagate"))
     assert spread.scales[0].tolist() == [*q.scales[0, :2].tolist(), 255]
-    last = spread.codes[0, -(32 * r.element.bits // 8 if r.element.bits == 4 else 32) :]
-    assert set(last.tolist()) == {r.nan_code | r.nan_code << 4 if r.element.bits == 4 else r.nan_code}
+    last = spread.codes[0, -(32 * recipe.element.bits // 8 if recipe.element.bits == 4 else 32) :]
+    assert set(last.tolist()) == {
+        recipe.nan_code | recipe.nan_code << 4 if recipe.element.bits == 4 else recipe.nan_code
+    }
 
 
 @pytest.mark.parametrize("columns", [1, 33, 35])
@@ -182,12 +198,12 @@ def test_tiles_have_transformer_engines_bytes(path: Path) -> None:
 
 @pytest.mark.parametrize("name", MX_NAMES)
 def test_a_columnwise_half_is_the_transpose_stored_as_the_recipe_says(name: str) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     x = matrix("outliers", 70, 77, torch.bfloat16)
-    offset = None if seeded(r) is None else (1234, 6)
-    for stored in ("transposed", "in-place") if r.element.bits != 4 else ("transposed",):
-        column = ops.quantize_both(x, replace(r, columnwise=stored), rowwise=False, random=seeded(r))[1]  # type: ignore[arg-type]
-        alone = ops.quantize(x.T, r, random=offset)
+    offset = None if seeded(recipe) is None else (1234, 6)
+    for stored in ("transposed", "in-place") if recipe.element.bits != 4 else ("transposed",):
+        column = ops.quantize_both(x, replace(recipe, columnwise=stored), rowwise=False, random=seeded(recipe))[1]  # type: ignore[arg-type]
+        alone = ops.quantize(x.T, recipe, random=offset)
         assert column is not None
         assert column.transposed == (stored == "in-place")
         assert column.shape == alone.shape == (77, 70)
@@ -229,11 +245,14 @@ def test_nothing_outside_the_matrix_is_read_and_nothing_outside_the_outputs_is_w
 @pytest.mark.parametrize("name", MX_NAMES)
 def test_the_plain_kernel_gives_the_bytes_of_the_other_one(name: str) -> None:
     """A view of every second column is read by the one for everything."""
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     x = matrix("any bits", 67, 320, torch.float16)
     for columns in (160, 101):
         part = x[:, : 2 * columns : 2]
-        assert_same(ops.quantize(part.contiguous(), r, random=seeded(r)), ops.quantize(part, r, random=seeded(r)))
+        assert_same(
+            ops.quantize(part.contiguous(), recipe, random=seeded(recipe)),
+            ops.quantize(part, recipe, random=seeded(recipe)),
+        )
 
 
 # Random bits.
@@ -253,15 +272,15 @@ def test_the_words_of_a_half_that_is_not_wanted_may_be_missing(name: str) -> Non
 @pytest.mark.parametrize("name", ["mxfp8-e4m3-sr", "mxfp8-e5m2-sr", "mxfp6-e3m2-sr", "mxfp6-e2m3-sr", "mxfp4-sr"])
 def test_numbers_of_the_grid_never_move_and_others_go_to_one_of_their_neighbours(name: str) -> None:
     """Scales do not depend on random bits; zero bits cut everything down."""
-    r = find_recipe(name)
-    values = torch.tensor(r.element.values[: r.element.max_code + 1])
+    recipe = find_recipe(name)
+    values = torch.tensor(recipe.element.values[: recipe.element.max_code + 1])
     for number, x in enumerate((values, (values[1:] + values[:-1]) / 2)):
         block = torch.zeros(len(x), 32)
-        block[:, 0], block[:, 9] = r.element.max, x
-        nearest = ops.dequantize(ops.quantize(block, r.name.removesuffix("-sr")))
+        block[:, 0], block[:, 9] = recipe.element.max, x
+        nearest = ops.dequantize(ops.quantize(block, recipe.name.removesuffix("-sr")))
         for bits in (0, 0x7F7F7F7F, -1):
             words = torch.full((len(x), 8), bits, dtype=torch.int32)
-            got = ops.dequantize(ops.quantize(block, r, random=words))
+            got = ops.dequantize(ops.quantize(block, recipe, random=words))
             lower, upper = values[: len(x)], values[number:]
             wanted = upper if bits == -1 else lower
             assert torch.equal(got[:, 9], wanted)

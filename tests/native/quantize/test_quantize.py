@@ -19,9 +19,9 @@ from tests.thinned import thinned
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 
 
-def assert_as_reference(x: torch.Tensor, rule: str = "te", amax: float | None = None) -> None:
+def assert_as_reference(x: torch.Tensor, recipe: str = "te", amax: float | None = None) -> None:
     given = None if amax is None else torch.tensor([amax])
-    assert_same(ops.quantize(x, RECIPES[rule], amax=given), reference.quantize(x, RECIPES[rule], amax=given))
+    assert_same(ops.quantize(x, RECIPES[recipe], amax=given), reference.quantize(x, RECIPES[recipe], amax=given))
 
 
 # Golden bytes of Transformer Engine.
@@ -82,20 +82,20 @@ def test_the_amax_of_a_tensor_of_any_rank(shape: tuple[int, ...]) -> None:
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("rule", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_quantized_as_the_reference_does(family: str, rule: str, dtype: torch.dtype) -> None:
+def test_every_family_is_quantized_as_the_reference_does(family: str, recipe: str, dtype: torch.dtype) -> None:
     """Whole blocks and tails, in more than one block of threads."""
     for rows, columns in ((67, 128), (70, 77)):
-        assert_as_reference(matrix(family, rows, columns, dtype), rule)
+        assert_as_reference(matrix(family, rows, columns, dtype), recipe)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("columns", thinned([*range(1, 34), 47, 48, 63, 65, 4097], 2))
 def test_any_shape_is_quantized_as_the_reference_does(columns: int, dtype: torch.dtype) -> None:
     for rows in (1, 17, 129):
-        for rule in ("te", "te-propagate"):
-            assert_as_reference(matrix("nan", rows, columns, dtype), rule)
+        for recipe in ("te", "te-propagate"):
+            assert_as_reference(matrix("nan", rows, columns, dtype), recipe)
         assert_as_reference(matrix("outliers", rows, columns, dtype))
 
 
@@ -109,26 +109,26 @@ def test_an_empty_matrix_gives_empty_codes_and_scales(rows: int, columns: int, d
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("rule", ["te", "te-2.8", "te-propagate"])
+@pytest.mark.parametrize("recipe", ["te", "te-2.8", "te-propagate"])
 @pytest.mark.parametrize(
     "amax",
     [0.0, -0.0, 1e-45, 1e-40, 1.1754942e-38, 7.8e-36, 8e-36, 0.1, 65.0, 2688.0, 3.4028235e38, math.inf, math.nan],
 )
-def test_a_given_amax_replaces_the_tensors_own(amax: float, rule: str, dtype: torch.dtype) -> None:
+def test_a_given_amax_replaces_the_tensors_own(amax: float, recipe: str, dtype: torch.dtype) -> None:
     for family in ("normal", "nan", "subnormal", "huge", "any bits"):
-        assert_as_reference(matrix(family, 9, 45, dtype), rule, amax)
+        assert_as_reference(matrix(family, 9, 45, dtype), recipe, amax)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", ["te", "te-2.8"])
-def test_every_half_precision_number_is_quantized_as_the_reference_does(rule: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("recipe", ["te", "te-2.8"])
+def test_every_half_precision_number_is_quantized_as_the_reference_does(recipe: str, dtype: torch.dtype) -> None:
     """In blocks of neighbours, and as the largest element of a block of its own."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     alone = torch.zeros(1 << 16, 16, dtype=dtype)
     alone[:, 3] = patterns
     for amax in (448.0, 65.0, 1.0):
-        assert_as_reference(patterns.view(-1, 64), rule, amax)
-        assert_as_reference(alone, rule, amax)
+        assert_as_reference(patterns.view(-1, 64), recipe, amax)
+        assert_as_reference(alone, recipe, amax)
 
 
 def test_every_exponent_of_the_amax_is_quantized_as_the_reference_does() -> None:
@@ -144,10 +144,10 @@ def test_every_exponent_of_the_amax_is_quantized_as_the_reference_does() -> None
 @EVERY_DTYPE
 def test_the_two_orders_of_the_block_scale_differ_on_ties_and_each_is_the_references(dtype: torch.dtype) -> None:
     x = matrix("e4m3 ties", 64, 256, dtype)
-    one, other = (ops.quantize(x, rule) for rule in ("nvfp4", "nvfp4@te-2.8"))
+    one, other = (ops.quantize(x, recipe) for recipe in ("nvfp4", "nvfp4@te-2.8"))
     assert not torch.equal(one.scales, other.scales)
-    for rule in ("te", "te-2.8"):
-        assert_as_reference(x, rule)
+    for recipe in ("te", "te-2.8"):
+        assert_as_reference(x, recipe)
 
 
 @EVERY_DTYPE
@@ -155,7 +155,7 @@ def test_a_nan_is_left_out_or_makes_every_scale_nan(dtype: torch.dtype) -> None:
     """An odd number of columns: the last high nibble stays 0 whatever the scale."""
     x = torch.ones(3, 37, dtype=dtype)
     x[1, 4] = torch.nan
-    ignored, propagated = (ops.quantize(x, RECIPES[rule]) for rule in ("te", "te-propagate"))
+    ignored, propagated = (ops.quantize(x, RECIPES[recipe]) for recipe in ("te", "te-propagate"))
     assert ignored.amax.tolist() == [1.0]
     assert (ignored.scales == 0x7E).all()
     assert propagated.amax.isnan().all()

@@ -146,10 +146,10 @@ def test_given_amaxes_replace_the_sections_own(name: str, columnwise: bool) -> N
 @EITHER
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_a_nan_stays_in_its_section(columnwise: bool, nan: str) -> None:
-    rule = replace(find_recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
+    recipe = replace(find_recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
     x = matrix("normal", 60, 20, torch.float32)
     x[25, 3] = torch.nan
-    got = assert_as_reference(x, [20, 20, 20], rule, columnwise=columnwise)
+    got = assert_as_reference(x, [20, 20, 20], recipe, columnwise=columnwise)
     assert got.amax.isnan().tolist() == [False, nan == "propagate", False]
 
 

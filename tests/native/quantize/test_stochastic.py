@@ -10,6 +10,7 @@ import torch
 
 from narrowgauge.native.quantize.nvfp4 import philox_keys
 from narrowgauge.native.runtime.launch import launch
+from narrowgauge.native.runtime.structs import KernelStruct
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.philox import philox
 from narrowgauge.reference.numbers.rounding import stochastic
@@ -19,9 +20,11 @@ from tests.native.launching import Source
 
 EVERY_BUILD = pytest.mark.parametrize("flags", [(), ("-O0", "-march=x86-64")], ids=["optimized", "unoptimized"])
 Flags = tuple[str, ...]
+KEYS = KernelStruct("common/philox.cuh", "PhiloxKeys")
 
 TEXT = """
 #include "common/philox.cuh"
+using namespace narrowgauge;
 
 extern "C" __global__ void words(const u64* given, u32* out, i64 n) {
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -129,7 +132,8 @@ def test_philox_by_keys_that_have_the_offset_is_the_references(cuda_source: Sour
     given = np.array([0, *(1 << bit for bit in range(32)), *generator.integers(0, 1 << 32, 20)], np.uint32)
     for seed, offset in [*single, *many]:
         out = torch.zeros((len(given), 4), dtype=torch.int32)
-        arguments = (philox_keys(seed, offset), torch.from_numpy(given.view(np.int32)), out, np.int64(len(given)))
+        keys = KEYS(words=philox_keys(seed, offset))
+        arguments = (keys, torch.from_numpy(given.view(np.int32)), out, np.int64(len(given)))
         launch(source, "words_with_offset", (1,), (256,), arguments, device=out.device, extra_flags=flags)
         expected = philox(seed, offset, torch.from_numpy(given.astype(np.int64)))
         np.testing.assert_array_equal(out.numpy().view(np.uint32), expected)

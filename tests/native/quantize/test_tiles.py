@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.native import ops
 from narrowgauge.native.quantize import amax, dequantize, fp8, mx, nvfp4
-from narrowgauge.native.runtime.arguments import ANY_THREADS
+from narrowgauge.native.runtime.arguments import GENERAL_THREADS
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
@@ -165,7 +165,7 @@ def test_a_cpu_takes_large_matrices_to_the_kernels_of_any(used: list[str], monke
 def test_the_kernels_of_any_matrix_have_the_same_bytes_in_the_shape_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a thread takes many blocks, on a GPU one."""
     for module, flag in ((nvfp4, "NVFP4"), (mx, "MX"), (amax, "AMAX")):
-        threads_of = ANY_THREADS["amax_blocks" if module is amax else f"quantize_{flag.lower()}"]
+        threads_of = GENERAL_THREADS["amax_blocks" if module is amax else f"quantize_{flag.lower()}"]
         threads = threads_of["cuda"]
         monkeypatch.setitem(threads_of, "cpu", threads)
 

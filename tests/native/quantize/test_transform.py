@@ -63,8 +63,8 @@ def test_every_bfloat16_is_rotated_as_the_reference_does(group: int) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_groups_that_lanes_share_are_rotated_alike(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; on a CPU a thread has whole groups."""
-    monkeypatch.setitem(hadamard._MANY, "cpu", 1)
-    monkeypatch.setattr(hadamard, "launch", partial(launch, extra_flags=("-DHADAMARD_MANY=1", "-O0")))
+    monkeypatch.setitem(hadamard._BLOCKS_PER_THREAD, "cpu", 1)
+    monkeypatch.setattr(hadamard, "launch", partial(launch, extra_flags=("-DHADAMARD_BLOCKS_PER_THREAD=1", "-O0")))
     for rows, groups in ((5, 1), (33, 3)):
         x = spread(rows, groups * group)
         assert_equal(ops.transform(x, rotating(group)), reference.transform(x, rotating(group)))

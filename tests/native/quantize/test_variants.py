@@ -40,20 +40,20 @@ STOCHASTIC = tuple(name for name in NAMES if find_recipe(name).rounding == "stoc
 TAILS = [(1, 1), (1, 64), (2, 31), (15, 17), (16, 16), (17, 15), (31, 2), (33, 33), (63, 65), (65, 63), (129, 47)]
 
 
-def assert_as_reference(x: torch.Tensor, r: Recipe, **options: Any) -> None:
+def assert_as_reference(x: torch.Tensor, recipe: Recipe, **options: Any) -> None:
     """Both halves, and one orientation alone, which without a rotation is the rowwise half."""
-    expected = reference.quantize_both(x, r, **options)
-    assert_both_same(ops.quantize_both(x, r, **options), expected)
+    expected = reference.quantize_both(x, recipe, **options)
+    assert_both_same(ops.quantize_both(x, recipe, **options), expected)
     first = {
         name: value if name == "random" and isinstance(value[0], int) else value[0] for name, value in options.items()
     }
-    alone = expected[0] if r.transform is None else reference.quantize(x, r, **first)
-    assert_same(ops.quantize(x, r, **first), alone)
+    alone = expected[0] if recipe.transform is None else reference.quantize(x, recipe, **first)
+    assert_same(ops.quantize(x, recipe, **first), alone)
 
 
-def random_of(r: Recipe) -> dict[str, Any]:
+def random_of(recipe: Recipe) -> dict[str, Any]:
     """The option of a stochastic recipe; none where it takes none."""
-    return {} if seeded(r) is None else {"random": seeded(r)}
+    return {} if seeded(recipe) is None else {"random": seeded(recipe)}
 
 
 # Golden bytes of Transformer Engine.
@@ -88,27 +88,30 @@ def test_both_halves_of_every_golden_recipe_have_transformer_engines_bytes(path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_quantized_as_the_reference_does(name: str, family: str) -> None:
     """In several tiles, with tails in M and K."""
-    r = find_recipe(name)
-    assert_as_reference(sample(r, family, 70, 77, dtype_in_turn(name, family)), r, **random_of(r))
+    recipe = find_recipe(name)
+    assert_as_reference(sample(recipe, family, 70, 77, dtype_in_turn(name, family)), recipe, **random_of(recipe))
 
 
 @pytest.mark.long
 @EVERY_RECIPE
 def test_any_shape_is_quantized_as_the_reference_does(name: str) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     for rows, columns in TAILS:
-        assert_as_reference(sample(r, "outliers", rows, columns, torch.bfloat16), r, **random_of(r))
+        assert_as_reference(sample(recipe, "outliers", rows, columns, torch.bfloat16), recipe, **random_of(recipe))
 
 
 @EVERY_RECIPE
 def test_swizzled_scales_are_the_linear_ones_in_tiles_with_zeros_for_padding(name: str) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     for rows, columns in ((129, 260), (64, 65), (1, 1)):
-        x = sample(r, "outliers", rows, columns, torch.bfloat16)
-        linear = [reference.quantize(x, r, **random_of(r)), *reference.quantize_both(x, r, **random_of(r))]
+        x = sample(recipe, "outliers", rows, columns, torch.bfloat16)
+        linear = [
+            reference.quantize(x, recipe, **random_of(recipe)),
+            *reference.quantize_both(x, recipe, **random_of(recipe)),
+        ]
         got = [
-            ops.quantize(x, r, swizzled=True, **random_of(r)),
-            *ops.quantize_both(x, r, swizzled=True, **random_of(r)),
+            ops.quantize(x, recipe, swizzled=True, **random_of(recipe)),
+            *ops.quantize_both(x, recipe, swizzled=True, **random_of(recipe)),
         ]
         for one, other in zip(got, linear, strict=True):
             assert other is not None
@@ -131,11 +134,11 @@ def test_an_empty_matrix_gives_empty_codes_and_scales(name: str, rows: int, colu
 
 @EVERY_RECIPE
 def test_one_half_alone_is_the_half_of_both(name: str) -> None:
-    r = find_recipe(name)
-    x = sample(r, "outliers", 70, 77, torch.bfloat16)
-    row, column = ops.quantize_both(x, r, **random_of(r))
-    assert_both_same(ops.quantize_both(x, r, columnwise=False, **random_of(r)), (row, None))
-    assert_both_same(ops.quantize_both(x, r, rowwise=False, **random_of(r)), (None, column))
+    recipe = find_recipe(name)
+    x = sample(recipe, "outliers", 70, 77, torch.bfloat16)
+    row, column = ops.quantize_both(x, recipe, **random_of(recipe))
+    assert_both_same(ops.quantize_both(x, recipe, columnwise=False, **random_of(recipe)), (row, None))
+    assert_both_same(ops.quantize_both(x, recipe, rowwise=False, **random_of(recipe)), (None, column))
 
 
 @pytest.mark.parametrize("name", ROTATED)
@@ -149,10 +152,10 @@ def test_the_rowwise_half_of_a_rotated_recipe_takes_any_dtype_and_shape(name: st
 @EVERY_RECIPE
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_a_nan_is_left_out_or_spreads_as_in_the_reference(name: str, nan: str) -> None:
-    r = find_recipe(name)
-    x = sample(r, "normal", 33, 45, torch.bfloat16)
+    recipe = find_recipe(name)
+    x = sample(recipe, "normal", 33, 45, torch.bfloat16)
     x[1, 4] = torch.nan
-    assert_as_reference(x, replace(r, nan=nan), **random_of(r))  # type: ignore[arg-type]
+    assert_as_reference(x, replace(recipe, nan=nan), **random_of(recipe))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["nvfp4-2d", "nvfp4-4over6-448-mae", "nvfp4-4over6-256-mse", "nvfp4-rowscaled"])
@@ -194,17 +197,17 @@ AMAXES = [0.0, -0.0, 1e-45, 1e-40, 7.8e-36, 0.1, 65.0, 2688.0, 3.4028235e38, mat
 @pytest.mark.parametrize("name", thinned(TWO_LEVELS, 3))
 def test_a_given_amax_replaces_the_tensors_own(name: str) -> None:
     """One, or one for each row; another one for either half."""
-    r = find_recipe(name)
-    x = sample(r, "any bits", 20, 45, torch.bfloat16)
+    recipe = find_recipe(name)
+    x = sample(recipe, "any bits", 20, 45, torch.bfloat16)
     for number, value in enumerate(AMAXES):
-        if r.granularity == "row":
+        if recipe.granularity == "row":
             each = torch.tensor(AMAXES * 5).roll(number)
             amax, amax_t = each[: x.shape[0]].clone(), each[-x.shape[1] :].clone()
         else:
             amax, amax_t = torch.tensor([value]), torch.tensor([AMAXES[number - 3]])
-        assert_as_reference(x, r, amax=(amax, amax_t), **random_of(r))
-        alone = ops.quantize_both(x, r, rowwise=False, amax=(amax, amax_t), **random_of(r))
-        assert_both_same(alone, (None, ops.quantize_both(x, r, amax=(amax, amax_t), **random_of(r))[1]))
+        assert_as_reference(x, recipe, amax=(amax, amax_t), **random_of(recipe))
+        alone = ops.quantize_both(x, recipe, rowwise=False, amax=(amax, amax_t), **random_of(recipe))
+        assert_both_same(alone, (None, ops.quantize_both(x, recipe, amax=(amax, amax_t), **random_of(recipe))[1]))
 
 
 # Random bits.
@@ -212,20 +215,20 @@ def test_a_given_amax_replaces_the_tensors_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_elements_are_rounded_by_the_words_that_are_given(name: str) -> None:
-    r = find_recipe(name)
+    recipe = find_recipe(name)
     for rows, columns in TAILS:
-        x = sample(r, "outliers", rows, columns, torch.bfloat16)
-        assert_as_reference(x, r, random=(words_for(*x.shape), words_for(*x.T.shape, seed=1)))
+        x = sample(recipe, "outliers", rows, columns, torch.bfloat16)
+        assert_as_reference(x, recipe, random=(words_for(*x.shape), words_for(*x.T.shape, seed=1)))
 
 
 @pytest.mark.parametrize("name", thinned(STOCHASTIC, 3))
 def test_seed_and_offset_of_64_bits_give_the_references_words(name: str) -> None:
     """The columnwise half's offset is one more, and 2^64 is 0."""
-    r = find_recipe(name)
-    x = sample(r, "normal", 33, 40, torch.bfloat16)
+    recipe = find_recipe(name)
+    x = sample(recipe, "normal", 33, 40, torch.bfloat16)
     for seed in (0, 1, -1, 1 << 32, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1):
         for offset in (0, -1, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, (1 << 64) - 1):
-            assert_as_reference(x, r, random=(seed, offset))
+            assert_as_reference(x, recipe, random=(seed, offset))
 
 
 def test_other_seeds_and_offsets_round_otherwise_and_scales_stay() -> None:
@@ -244,10 +247,13 @@ def test_other_seeds_and_offsets_round_otherwise_and_scales_stay() -> None:
 
 @EVERY_RECIPE
 def test_every_recipe_is_dequantized_as_the_reference_does(name: str) -> None:
-    r = find_recipe(name)
-    for dtype in dtypes(r):
-        x = sample(r, "outliers", 131, 77, dtype)
-        q, both = reference.quantize(x, r, **random_of(r)), reference.quantize_both(x, r, **random_of(r))
+    recipe = find_recipe(name)
+    for dtype in dtypes(recipe):
+        x = sample(recipe, "outliers", 131, 77, dtype)
+        q, both = (
+            reference.quantize(x, recipe, **random_of(recipe)),
+            reference.quantize_both(x, recipe, **random_of(recipe)),
+        )
         for half in (q, *both):
             assert half is not None
             expected = reference.dequantize(half, dtype)

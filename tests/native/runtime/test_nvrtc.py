@@ -59,15 +59,15 @@ COMPILED = [
 ]
 
 
-HOPPERS = {"gemm_tensor"}
+HOPPERS = {"gemm_wgmma"}
 """Those with instructions that sm_90a alone has."""
 FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx"}
 """Those that say so: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and where the product is
-exact, gemm_skinny_e4m3.cuh, `moderate_token`."""
+exact, gemm_skinny_e4m3.cuh, `moderate_base`."""
 NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
-"""words.cuh, rotate_words: sums of exact products, which round once; ties_moved, which rounds as it says; formats.cuh,
-e2m1_by_sum: a number plus a power of two, exact but for the one rounding that counts its steps, which cuts where they
-are counted after a stochastic rounding."""
+"""packed_bf16.cuh, rotate16_unrounded: sums of exact products, which round once, and nudge_ties, whose comment gives
+its roundings; formats.cuh, e2m1_by_addition: a number plus a power of two, whose one rounding counts steps, and which
+truncates after a stochastic rounding."""
 
 
 @pytest.mark.parametrize(("architecture", "source", "flags"), COMPILED)
@@ -91,7 +91,7 @@ def test_every_kernel_is_there_flushes_nothing_fuses_nothing_and_approximates_no
             assert not {i for i in instructions(plain) if i.startswith("wgmma")}
         else:
             assert plain == text.replace(".target sm_90a", ".target sm_90")
-    assert ("wgmma.mma_async" in text) == (source == "gemm_tensor" and chip == "90a")
+    assert ("wgmma.mma_async" in text) == (source == "gemm_wgmma" and chip == "90a")
     assert ("mbarrier.try_wait" in text) == (source in HOPPERS and chip == "90a")
 
     found = instructions(text)

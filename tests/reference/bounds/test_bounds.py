@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.ops import gemm, quantize
+from narrowgauge.reference.scalar import gemm as scalar_gemm
+from narrowgauge.reference.scalar import rounding
+from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits
-from tests.reference import orders, scalar
+from tests.reference import orders
 from tests.reference.samples import FAMILIES, operands, quantized, values
 from tests.thinned import thinned
 
@@ -226,7 +229,7 @@ def test_no_order_of_summation_leaves_the_bounds_of_other_recipes(
     limits = bounds(*pair, out_dtype=torch.float32)
     sums = orders.accumulators(problem.terms, problem.rng, 20)
     most = tuple(256 if "256" in name else 448 for name in names)
-    factors = np.array([[scalar.alpha(x, y, expression, most) for y in amaxes[1]] for x in amaxes[0]])
+    factors = np.array([[scalar_gemm.alpha(x, y, expression, most) for y in amaxes[1]] for x in amaxes[0]])
     out = torch.from_numpy(factors.astype(np.float32) * sums)
     assert accepted(limits, out).all()
     assert ((out.double() - limits.centre).abs() <= limits.budget).all()
@@ -266,8 +269,8 @@ def total_of(numbers: list[float], amaxes: tuple[float, float]) -> tuple[Quantiz
     codes, scales = np.zeros((1, 16 * len(numbers)), np.uint8), np.zeros((1, len(numbers)), np.uint8)
     for block, number in enumerate(numbers):
         scale = max(number / 4, 2.0**-9)
-        codes[0, 16 * block] = scalar.encode(number / scale, scalar.E2M1)
-        scales[0, block] = scalar.encode(scale, scalar.E4M3)
+        codes[0, 16 * block] = rounding.encode(number / scale, E2M1)
+        scales[0, block] = rounding.encode(scale, E4M3)
     assert values(codes, scales).sum() == sum(numbers)
     ones = np.full_like(codes, 2), np.full_like(scales, 0x38)
     return quantized(codes, scales, amaxes[0]), quantized(*ones, amaxes[1])
@@ -304,8 +307,8 @@ def rule(problem: Problem, i: int, j: int, c: float, exact: bool, dtype: str) ->
     accumulation = 0 if exact else max(n - 1, 0) * U * (positive + negative)
     centre = factor * (positive - negative)
     error = abs(factor) * accumulation * (1 + U) + U * abs(centre) + Fraction(1, 1 << 149)
-    ends = [scalar.nearest(end + Fraction(c), "float32") for end in (centre - error, centre + error)]
-    low, high = (scalar.nearest(Fraction(end), dtype) for end in ends)
+    ends = [rounding.nearest(end + Fraction(c), "float32") for end in (centre - error, centre + error)]
+    low, high = (rounding.nearest(Fraction(end), dtype) for end in ends)
     return low, high
 
 
@@ -394,12 +397,12 @@ def test_alpha_in_the_other_order_of_operations_is_seen(family: str) -> None:
     amaxes = next(
         (x / 8, 5.0)
         for x in range(8, 80)
-        if scalar.alpha(np.float32(x / 8), np.float32(5), "(a*b)/d")
-        != scalar.alpha(np.float32(x / 8), np.float32(5), "(b*a)*(1/d)")
+        if scalar_gemm.alpha(np.float32(x / 8), np.float32(5), "(a*b)/d")
+        != scalar_gemm.alpha(np.float32(x / 8), np.float32(5), "(b*a)*(1/d)")
     )
     problem = Problem(family, 8, 6, 6, 32, amaxes)
     limits = bounds(problem.a, problem.b, out_dtype=torch.float32)
-    other = scalar.alpha(np.float32(amaxes[1]), np.float32(amaxes[0]), "(b*a)*(1/d)")
+    other = scalar_gemm.alpha(np.float32(amaxes[1]), np.float32(amaxes[0]), "(b*a)*(1/d)")
     sums = problem.terms.astype(np.float64).sum(axis=2).astype(np.float32)
     assert accepted(limits, torch.from_numpy(problem.alpha * sums)).all()
     assert not accepted(limits, torch.from_numpy(other * sums)).all()

@@ -14,9 +14,10 @@ import torch
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.gemm import alpha, gemm
 from narrowgauge.reference.ops import quantize
+from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
-from tests.reference import kernels, narrow, orders, scalar
+from tests.reference import kernels, narrow, orders
 from tests.reference.bounds.test_bounds import accepted, neighbour, ordinal
 from tests.reference.gemm.test_gemm_formats import BLOCK_PAIRS, pair, sums
 from tests.thinned import thinned
@@ -226,7 +227,7 @@ def test_the_declared_interval_is_no_wider_than_the_running_error_bound(names: t
     exact = sums(a, b)
     for at in np.ndindex(3, 3):
         error = running_error(a, b, *at) * (1 + 400 * U) + U * abs(exact[at]) + Fraction(1, 1 << 149)
-        low, high = (torch.tensor(scalar.nearest(exact[at] + side * error, "float32")) for side in (-1, 1))
+        low, high = (torch.tensor(rounding.nearest(exact[at] + side * error, "float32")) for side in (-1, 1))
         assert ordinal(low) - ordinal(limits.lower[at]) <= 1
         assert ordinal(limits.upper[at]) - ordinal(high) <= 1
 
@@ -250,7 +251,7 @@ def test_the_interval_of_any_order_is_the_rules_to_within_an_ulp(names: tuple[st
         for error, inside in ((acc, True), (most, False)):
             e = 0 if limits.exact[i, j] else error
             e = e * (1 + U) + U * abs(exact[i, j]) + Fraction(1, 1 << 149)
-            low, high = (torch.tensor(scalar.nearest(exact[i, j] + side * e, "float32")) for side in (-1, 1))
+            low, high = (torch.tensor(rounding.nearest(exact[i, j] + side * e, "float32")) for side in (-1, 1))
             if inside:
                 assert limits.lower[i, j] <= low
                 assert limits.upper[i, j] >= high
@@ -412,5 +413,5 @@ def test_the_bounds_of_an_empty_product_are_empty_or_zero(
 
 def test_an_unknown_order_is_refused() -> None:
     a = quantize(torch.ones(2, 32), "mxfp8-e4m3")
-    with pytest.raises(ValueError, match=re.escape(", or None for any; not 'butterfly'")):
+    with pytest.raises(ValueError, match=re.escape(", or None for any order; not 'butterfly'")):
         bounds(a, a, out_dtype=torch.float32, order="butterfly")

@@ -16,15 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.reference.bounds.bounds import bounds
-from narrowgauge.reference.gemm.gemm import alpha, operand
+from narrowgauge.reference.gemm.gemm import alpha
+from narrowgauge.reference.gemm.operands import operand
 from narrowgauge.reference.numbers import exact as module
 from narrowgauge.reference.numbers.exact import exact_sum, lowest_bit, round_to_odd, two_sum
 from narrowgauge.reference.ops import dequantize, gemm, quantize, quantize_both
+from narrowgauge.reference.scalar import gemm as scalar_gemm
+from narrowgauge.reference.scalar import hadamard
+from narrowgauge.reference.scalar import rounding as scalar_rounding
 from narrowgauge.spec.formats import E2M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Hadamard, find_recipe
 from tests.golden import bits, floats, golden, load
-from tests.reference import samples, scalar
+from tests.reference import samples
 from tests.reference.samples import FAMILIES, operands, quantized, values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -61,7 +65,7 @@ def assert_exact(a: torch.Tensor, b: torch.Tensor) -> None:
     low = torch.zeros_like(total.high) if total.low is None else total.low
     got = [Fraction(h) + Fraction(x) for h, x in zip(total.high.ravel().tolist(), low.ravel().tolist(), strict=True)]
     assert got == expected.ravel().tolist()
-    rounded = [scalar.nearest(value, "float32") for value in expected.ravel()]
+    rounded = [scalar_rounding.nearest(value, "float32") for value in expected.ravel()]
     assert total.to_float32().ravel().tolist() == rounded
 
 
@@ -181,7 +185,7 @@ def test_rounding_twice_would_have_been_seen() -> None:
     """The first of the witnesses: float64 drops the little more, and the tie then goes down to even."""
     a, b = dyadic_rows(WITNESSES["even tie and a little more"], (LARGEST, LARGEST), 3200)
     total = fraction_sums(a, b)[0, 0]
-    assert np.float32(float(total)) != scalar.nearest(total, "float32")
+    assert np.float32(float(total)) != scalar_rounding.nearest(total, "float32")
 
 
 def test_a_row_of_more_than_a_million_columns_is_exact() -> None:
@@ -256,7 +260,7 @@ def test_two_sum_loses_nothing(a: float, b: float) -> None:
 @given(DOUBLES, DOUBLES)
 def test_rounding_to_odd_first_is_rounding_once(a: float, b: float) -> None:
     s, e = two_sum(*(torch.tensor([x], dtype=torch.float64) for x in (a, b)))
-    once = scalar.nearest(Fraction(a) + Fraction(b), "float32")
+    once = scalar_rounding.nearest(Fraction(a) + Fraction(b), "float32")
     assert round_to_odd(s, e).float().item() == once
 
 
@@ -271,7 +275,7 @@ def test_rounding_to_odd_first_is_rounding_once_around_every_kind_of_tie() -> No
                     if high + low != high:  # a rest that leaves `high` is not one: half an ulp from an odd number
                         continue
                     one, other = (torch.tensor([x], dtype=torch.float64) for x in (high, low))
-                    once = scalar.nearest(Fraction(high) + Fraction(low), "float32")
+                    once = scalar_rounding.nearest(Fraction(high) + Fraction(low), "float32")
                     assert round_to_odd(one, other).float().item() == once
 
 
@@ -326,7 +330,7 @@ def test_alpha_is_its_expression_in_float32(expression: str) -> None:
     pairs = [(x, y) for x in AMAXES for y in AMAXES] + rng.uniform(0.1, 300, (500, 2)).tolist()
     for x, y in pairs:
         a, b = (Quantized(one.codes, one.scales, torch.tensor([v]), one.recipe, one.shape) for v in (x, y))
-        expected = torch.tensor([[scalar.alpha(np.float32(x), np.float32(y), expression)]])
+        expected = torch.tensor([[scalar_gemm.alpha(np.float32(x), np.float32(y), expression)]])
         assert torch.equal(alpha(a, b), expected) or (alpha(a, b).isnan().all() and expected.isnan().all())
 
 
@@ -335,9 +339,9 @@ KINDS = {"nvfp4": 448, "nvfp4-rowscaled": 448, "nvfp4-4over6-256-mae": 256, "nvf
 
 def of_kind(kind: str, expression: str, seed: int, rows: int) -> Quantized:
     """A random operand (rows, 48) of a recipe with α's expression, its rows of different sizes."""
-    rule = dataclasses.replace(find_recipe(kind), alpha=expression)  # type: ignore[arg-type]
+    recipe = dataclasses.replace(find_recipe(kind), alpha=expression)  # type: ignore[arg-type]
     x = samples.matrix("normal", seed, rows, 48) * torch.linspace(0.3, 40, rows).unsqueeze(1)
-    return quantize(x, rule)
+    return quantize(x, recipe)
 
 
 @pytest.mark.parametrize("expression", ["(a*b)/d", "(b*a)*(1/d)"])
@@ -351,7 +355,7 @@ def test_alpha_has_the_amaxes_of_rows_and_the_constants_of_both_recipes(left: st
     assert tuple(found.shape) == (len(a.amax), len(b.amax))
     for i, x in enumerate(a.amax.numpy()):
         for j, y in enumerate(b.amax.numpy()):
-            assert found[i, j] == scalar.alpha(x, y, expression, (KINDS[left], KINDS[right]))
+            assert found[i, j] == scalar_gemm.alpha(x, y, expression, (KINDS[left], KINDS[right]))
 
 
 @pytest.mark.parametrize("expression", ["(a*b)/d", "(b*a)*(1/d)"])
@@ -367,11 +371,11 @@ def test_operands_of_row_scaled_and_4over6_recipes_are_multiplied(left: str, rig
     added = gemm(a, b, out_dtype=torch.float32, c=c, bias=bias)
     for i, j in np.ndindex(3, 4):
         amaxes = a.amax[i if len(a.amax) > 1 else 0].numpy(), b.amax[j if len(b.amax) > 1 else 0].numpy()
-        factor = Fraction(float(scalar.alpha(*amaxes, expression, (KINDS[left], KINDS[right]))))
-        value = scalar.nearest(factor * Fraction(scalar.nearest(sums[i, j], "float32")), "float32")
+        factor = Fraction(float(scalar_gemm.alpha(*amaxes, expression, (KINDS[left], KINDS[right]))))
+        value = scalar_rounding.nearest(factor * Fraction(scalar_rounding.nearest(sums[i, j], "float32")), "float32")
         assert plain[i, j].item() == value
         for addend in (c[i, j].item(), bias[j].item()):
-            value = scalar.nearest(Fraction(value) + Fraction(addend), "float32")
+            value = scalar_rounding.nearest(Fraction(value) + Fraction(addend), "float32")
         assert added[i, j].item() == value
 
 
@@ -396,7 +400,7 @@ def test_the_product_of_rotated_operands_is_that_of_the_unrotated_ones_to_within
     kept, whole = [], []
     rotation = find_recipe(name).transform
     assert rotation is not None
-    r = np.array(scalar.rotation(rotation.group, signs=rotation.signs != 0), object)
+    r = np.array(hadamard.rotation(rotation.group, signs=rotation.signs != 0), object)
     for q, some in zip(pair, (dy, x), strict=True):
         assert q is not None
         assert q.amax is not None
@@ -419,7 +423,7 @@ def test_the_product_of_rotated_operands_is_that_of_the_unrotated_ones_to_within
 
 def test_the_rotations_cancel_where_nothing_is_lost() -> None:
     """Rows of E2M1's grid turned back by Rᵀ are bfloat16 numbers, whose rotation is the grid again."""
-    r = torch.tensor([[float(v) for v in row] for row in scalar.rotation(16)])
+    r = torch.tensor([[float(v) for v in row] for row in hadamard.rotation(16)])
     generator = torch.Generator().manual_seed(3)
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
     amax = torch.tensor([2688.0])
@@ -452,15 +456,17 @@ def test_every_step_of_the_epilogue_rounds_to_float32(family: str, epilogue: str
     bias = torch.randn(4, generator=generator).bfloat16() if "bias" in epilogue else None
     y = gemm(a, b, out_dtype=out_dtype, c=c, bias=bias)
     sums = fraction_sums(operand(a), operand(b))
-    factor = Fraction(float(scalar.alpha(np.float32(3.3), np.float32(3.3), "(a*b)/d")))
+    factor = Fraction(float(scalar_gemm.alpha(np.float32(3.3), np.float32(3.3), "(a*b)/d")))
     for i in range(5):
         for j in range(4):
-            value = scalar.nearest(factor * Fraction(scalar.nearest(sums[i, j], "float32")), "float32")
+            value = scalar_rounding.nearest(
+                factor * Fraction(scalar_rounding.nearest(sums[i, j], "float32")), "float32"
+            )
             if c is not None:
-                value = scalar.nearest(Fraction(value) + Fraction(c[i, j].item()), "float32")
+                value = scalar_rounding.nearest(Fraction(value) + Fraction(c[i, j].item()), "float32")
             if bias is not None:
-                value = scalar.nearest(Fraction(value) + Fraction(bias[j].item()), "float32")
-            assert y[i, j].item() == scalar.nearest(Fraction(value), name(out_dtype))
+                value = scalar_rounding.nearest(Fraction(value) + Fraction(bias[j].item()), "float32")
+            assert y[i, j].item() == scalar_rounding.nearest(Fraction(value), name(out_dtype))
     assert y.dtype == out_dtype
 
 
@@ -572,7 +578,7 @@ def test_bounds_raises_the_errors_of_gemm(options: dict[str, Any], error: type[E
         ({"element": E2M3}, "element is E2M1 and E2M3"),
         (
             {"transform": Hadamard()},
-            f"transform is None and {Hadamard()}; rotations cancel only where both operands have the same",
+            f"transform is None and {Hadamard()}; rotations cancel only if both operands have the same",
         ),
         ({"alpha": "(b*a)*(1/d)"}, "alpha is (a*b)/d and (b*a)*(1/d)"),
         ({"block": (1, 32)}, "block is 1x16 and 1x32"),
@@ -595,7 +601,7 @@ def test_operands_of_different_rotations_are_refused(one: str, other: str) -> No
     for first, second in ((a, b), (b, a)):
         message = (
             f"gemm cannot multiply {first.recipe} by {second.recipe}: transform is {first.recipe.transform} and "
-            f"{second.recipe.transform}; rotations cancel only where both operands have the same"
+            f"{second.recipe.transform}; rotations cancel only if both operands have the same"
         )
         for door in (gemm, bounds):
             with pytest.raises(ValueError, match=re.escape(message)):
@@ -608,8 +614,10 @@ def test_operands_of_different_rotations_are_refused(one: str, other: str) -> No
 def test_operands_of_recipes_that_quantize_differently_are_multiplied(other: str) -> None:
     """Only what a product depends on has to be the same. Of exact inputs the product is exact."""
     a = quantize(torch.full((2, 32), 6.0), "nvfp4", amax=torch.tensor([2688.0]))
-    rule = find_recipe(other)
-    amax = torch.full((3 if rule.granularity == "row" else 1,), 2688.0)
-    b = quantize(torch.full((3, 32), 6.0), rule, amax=amax, random=(1, 2) if rule.rounding == "stochastic" else None)
+    recipe = find_recipe(other)
+    amax = torch.full((3 if recipe.granularity == "row" else 1,), 2688.0)
+    b = quantize(
+        torch.full((3, 32), 6.0), recipe, amax=amax, random=(1, 2) if recipe.rounding == "stochastic" else None
+    )
     assert torch.equal(gemm(a, b, out_dtype=torch.float32), torch.full((2, 3), 36.0 * 32))
     assert torch.equal(gemm(b, a, out_dtype=torch.float32), torch.full((3, 2), 36.0 * 32))

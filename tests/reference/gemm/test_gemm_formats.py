@@ -13,17 +13,19 @@ import pytest
 import torch
 
 from narrowgauge.reference.bounds.bounds import bounds
-from narrowgauge.reference.gemm.gemm import alpha, code_sum, gemm, gemm_grouped, operand
-from narrowgauge.reference.gemm.operands import code_ends
+from narrowgauge.reference.gemm.fast.code_ranges import code_ranges
+from narrowgauge.reference.gemm.gemm import alpha, exact_product, gemm, gemm_grouped
+from narrowgauge.reference.gemm.operands import operand
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.exact import Expansion, exact_sum, lowest_bit
 from narrowgauge.reference.ops import gemm_quantized, quantize
 from narrowgauge.reference.quantize.layout import swizzle
+from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.formats import E8M0, FORMATS, Format
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
 from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits
-from tests.reference import narrow, scalar
+from tests.reference import narrow
 from tests.reference.narrow import BLOCK_PAIRS, pair
 from tests.thinned import thinned
 
@@ -49,14 +51,14 @@ def sums(a: Quantized, b: Quantized) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", narrow.MX)
 def test_an_operand_is_code_times_scale_for_every_code_under_every_exponent(kind: str) -> None:
-    rule = find_recipe(kind)
-    every = np.resize(np.arange(rule.element.codes, dtype=np.uint8), (256, 256))
+    recipe = find_recipe(kind)
+    every = np.resize(np.arange(recipe.element.codes, dtype=np.uint8), (256, 256))
     exponents = torch.arange(256).to(torch.uint8).unsqueeze(1).expand(256, 8).contiguous()
     codes = torch.from_numpy(every)
-    if rule.element.bits == 4:
+    if recipe.element.bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    q = Quantized(codes, exponents, None, rule, (256, 256))
-    expected = np.array(rule.element.values)[every] * np.array(E8M0.values)[:, None]
+    q = Quantized(codes, exponents, None, recipe, (256, 256))
+    expected = np.array(recipe.element.values)[every] * np.array(E8M0.values)[:, None]
     np.testing.assert_array_equal(operand(q), expected)
 
 
@@ -81,13 +83,13 @@ def test_operands_in_any_layout_are_the_same(kind: str, columns: int) -> None:
 def test_the_sum_is_exact_whatever_the_scales(names: tuple[str, str], kind: str) -> None:
     for seed, (k, family) in enumerate([(1, "any"), (33, "any"), (96, "any"), (96, "data"), (96, "sparse")]):
         a, b = pair(names, seed, (2, 3, k), kind, family)
-        total, expected = code_sum(a, b), sums(a, b)
+        total, expected = exact_product(a, b), sums(a, b)
         for at in np.ndindex(2, 3):
             rest = expected[at] - Fraction(total.high[at].item())
             low = Fraction(0) if total.low is None else Fraction(total.low[at].item())
             assert abs(rest - low) <= abs(low) / 2**52
             assert (rest > 0, rest < 0) == (low > 0, low < 0)
-            assert total.to_float32()[at].item() == scalar.nearest(expected[at], "float32")
+            assert total.to_float32()[at].item() == rounding.nearest(expected[at], "float32")
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -103,7 +105,7 @@ def test_few_rows_that_float64_cannot_hold_are_summed_by_themselves(special: int
     scales = torch.full((5, k // 32), 127, dtype=torch.uint8)
     a = Quantized(torch.from_numpy(a_codes), scales, None, find_recipe("mxfp8-e5m2"), (5, k))
     b = Quantized(torch.from_numpy(b_codes), scales[:3], None, find_recipe("mxfp8-e4m3"), (3, k))
-    total, plain = code_sum(a, b), operand(a) @ operand(b).T
+    total, plain = exact_product(a, b), operand(a) @ operand(b).T
     others = [0, 1, 2, 4]
     assert torch.equal(total.high[others], plain[others])
     if special is not None:  # 0 times either is NaN
@@ -156,7 +158,7 @@ def test_an_expansion_loses_nothing_and_rounds_by_the_whole_of_it() -> None:
             for term in order:
                 expansion.add(torch.tensor([[term]], dtype=torch.float64))
             assert sum(Fraction(part.item()) for part in expansion.parts) == total
-            assert expansion.rounded().to_float32().item() == scalar.nearest(total, "float32")
+            assert expansion.rounded().to_float32().item() == rounding.nearest(total, "float32")
 
 
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
@@ -226,11 +228,11 @@ def test_every_step_rounds_to_float32(names: tuple[str, str], epilogue: str, out
     whole = a.recipe.whole
     exact = fractions(narrow.elements(a)) @ fractions(narrow.elements(b)).T if whole else sums(a, b)
     for i, j in np.ndindex(5, 4):
-        value = scalar.nearest(factor * Fraction(scalar.nearest(exact[i, j], "float32")), "float32")
+        value = rounding.nearest(factor * Fraction(rounding.nearest(exact[i, j], "float32")), "float32")
         for addend in (None if c is None else c[i, j].item(), None if bias is None else bias[j].item()):
             if addend is not None:
-                value = scalar.nearest(Fraction(value) + Fraction(addend), "float32")
-        assert y[i, j].item() == scalar.nearest(Fraction(value), name(out_dtype))
+                value = rounding.nearest(Fraction(value) + Fraction(addend), "float32")
+        assert y[i, j].item() == rounding.nearest(Fraction(value), name(out_dtype))
 
 
 # FP8 with scales of blocks.
@@ -281,14 +283,14 @@ def test_every_section_is_multiplied_by_its_own_matrix(kind: str) -> None:
         assert torch.equal(bits(y[rows]), bits(alone))
 
 
-@pytest.mark.parametrize("rule", ["mxfp8-e4m3", "nvfp4", "fp8-block-1x128-e4m3", "fp8-delayed-e5m2"])
-def test_the_quantized_output_is_the_output_quantized(rule: str) -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "nvfp4", "fp8-block-1x128-e4m3", "fp8-delayed-e5m2"])
+def test_the_quantized_output_is_the_output_quantized(recipe: str) -> None:
     a, b = pair(("mxfp8-e4m3", "mxfp8-e4m3"), 6, (5, 64, 96), "near", "data")
     c, bias = torch.randn(5, 64) * 100, torch.randn(64) * 100
-    scale = torch.tensor([0.25]) if "delayed" in rule else None
-    q = gemm_quantized(a, b, rule, out_dtype=torch.bfloat16, c=c, bias=bias, scale=scale)
-    expected = quantize(gemm(a, b, out_dtype=torch.bfloat16, c=c, bias=bias), rule, scale=scale)
-    assert q.recipe == find_recipe(rule)
+    scale = torch.tensor([0.25]) if "delayed" in recipe else None
+    q = gemm_quantized(a, b, recipe, out_dtype=torch.bfloat16, c=c, bias=bias, scale=scale)
+    expected = quantize(gemm(a, b, out_dtype=torch.bfloat16, c=c, bias=bias), recipe, scale=scale)
+    assert q.recipe == find_recipe(recipe)
     assert q.shape == (5, 64)
     assert torch.equal(q.codes, expected.codes)
     assert torch.equal(q.scales, expected.scales)
@@ -340,8 +342,21 @@ def test_the_span_of_any_two_numbers_is_found_of_their_codes(fmt: Format) -> Non
     """Of powers of two exactly; else it may be too large by the bits of a mantissa, which may end with zeros."""
     codes = torch.cartesian_prod(*[torch.arange(fmt.codes, dtype=torch.uint8)] * 2)
     values = decode(codes, fmt, torch.float64).nan_to_num(nan=fmt.max, posinf=fmt.max, neginf=fmt.max)
-    most, unit = code_ends(codes, fmt)
+    most, unit = code_ranges(codes, fmt)
     assert torch.equal(most, values.abs().amax(1))
     some = most > 0
     assert (unit <= lowest_bit(values))[some].all()
     assert (unit >= lowest_bit(values) / 2**fmt.mantissa_bits)[some].all()
+
+
+@pytest.mark.parametrize("kind", ["equal", "near", "wide", "wild"])
+@pytest.mark.parametrize("names", MX_PAIRS[::4], ids="-".join)
+def test_the_fast_exact_sum_equals_the_plain_one(names: tuple[str, str], kind: str) -> None:
+    for seed, (shape, family) in enumerate([((5, 7, 31), "any"), ((20, 30, 256), "data"), ((9, 8, 160), "sparse")]):
+        a, b = pair(names, seed, shape, kind, family)
+        fast, plain = exact_product(a, b), exact_sum(operand(a), operand(b))
+        assert torch.equal(fast.high, plain.high)
+        fast_low, plain_low = (
+            torch.zeros_like(total.high) if total.low is None else total.low for total in (fast, plain)
+        )
+        assert torch.equal(fast_low, plain_low)

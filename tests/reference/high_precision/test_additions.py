@@ -56,7 +56,7 @@ def test_no_rows_sum_to_zero() -> None:
 
 
 def test_errors_say_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"the shape of what it is added to: \(2, 3\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"residual have the same shape, not \(2, 3\) and \(3,\)"):
         residual_sum(torch.ones(2, 3), torch.ones(3))
-    with pytest.raises(ValueError, match=r"columns of a matrix \(M, N\) are summed, not of a tensor \(2, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"column_sum takes a matrix \(M, N\), not a tensor of shape \(2, 3, 4\)"):
         column_sum(torch.ones(2, 3, 4))

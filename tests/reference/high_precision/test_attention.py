@@ -50,8 +50,8 @@ def torchs(
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, block: int = 16) -> Tensors:
-    """FlashAttention 2 in float32 with P, dS and the output kept in the dtype of the tensors: out, dq, dk, dv."""
-    kept = q.dtype
+    """FlashAttention 2 in float32; P, dS and the output are stored in the dtype of the tensors: out, dq, dk, dv."""
+    stored_dtype = q.dtype
     scale = q.shape[-1] ** -0.5
     length = q.shape[2]
     visible = torch.ones(length, length, dtype=torch.bool).tril()
@@ -64,27 +64,27 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, b
         change = torch.exp2((top - new) * (scale * LOG2E))
         p = torch.exp2(here * (scale * LOG2E) - new * (scale * LOG2E))
         total = total * change + p.sum(-1, keepdim=True)
-        out = out * change + p.to(kept).float() @ v[:, :, start : start + block].float()
+        out = out * change + p.to(stored_dtype).float() @ v[:, :, start : start + block].float()
         top = new
-    out = (out / total).to(kept)
+    out = (out / total).to(stored_dtype)
     logarithm = top * scale + total.log()
     p = torch.exp2(scores * (scale * LOG2E) - logarithm * LOG2E)
     d = (do.float() * out.float()).sum(-1, keepdim=True)
-    ds = (p * (do.float() @ v.float().mT - d)).to(kept).float()
+    ds = (p * (do.float() @ v.float().mT - d)).to(stored_dtype).float()
     dq, dk, dv = torch.zeros(q.shape), torch.zeros(q.shape), torch.zeros(q.shape)
     for start in range(0, length, block):
         rows = slice(start, start + block)
         dq += ds[..., rows] @ k[:, :, rows].float()
         dk += ds[:, :, rows].mT @ q[:, :, rows].float()
-        dv += p.to(kept).float()[:, :, rows].mT @ do[:, :, rows].float()
-    return out, (dq * scale).to(kept), (dk * scale).to(kept), dv.to(kept)
+        dv += p.to(stored_dtype).float()[:, :, rows].mT @ do[:, :, rows].float()
+    return out, (dq * scale).to(stored_dtype), (dk * scale).to(stored_dtype), dv.to(stored_dtype)
 
 
 def bounded(given: Tensors, **options: torch.dtype | torch.Tensor) -> tuple[Bounded, ...]:
     q, k, v, do = given
-    kept = options.get("kept")
-    assert kept is None or isinstance(kept, torch.dtype)
-    return (attention_forward(q, k, v, kept=kept), *attention_backward(do, q, k, v, **options))  # type: ignore[arg-type]
+    stored_dtype = options.get("stored_dtype")
+    assert stored_dtype is None or isinstance(stored_dtype, torch.dtype)
+    return (attention_forward(q, k, v, stored_dtype=stored_dtype), *attention_backward(do, q, k, v, **options))  # type: ignore[arg-type]
 
 
 def right(found: Tensors, expected: tuple[Bounded, ...], dtype: torch.dtype) -> list[float]:
@@ -97,7 +97,7 @@ class TestSound:
     def test_torchs_formula_in_float32_is_inside(self, family: str, dtype: torch.dtype) -> None:
         given = problem(family, dtype)
         found = torchs(SDPBackend.MATH, torch.float32, *given)
-        assert right(found, bounded(given, kept=torch.float32), dtype) == [1, 1, 1, 1]
+        assert right(found, bounded(given, stored_dtype=torch.float32), dtype) == [1, 1, 1, 1]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("family", FAMILIES)
@@ -122,7 +122,7 @@ class TestSound:
     def test_the_values_are_the_gradients(self, family: str) -> None:
         given = problem(family, torch.float32)
         for found, expected in zip(torchs(SDPBackend.MATH, torch.float64, *given), bounded(given), strict=True):
-            assert float((found - expected.value).abs().amax()) <= 1e-10 * float(expected.size.amax())
+            assert float((found - expected.value).abs().amax()) <= 1e-10 * float(expected.max_magnitude.amax())
 
 
 class TestSharp:
@@ -132,7 +132,7 @@ class TestSharp:
         own = flash(*given)[0]
         for each in bounded(given, out=own):
             assert float(width(each, torch.bfloat16).median()) <= 12
-        for each in bounded(given, out=own, kept=torch.float32)[:1]:
+        for each in bounded(given, out=own, stored_dtype=torch.float32)[:1]:
             assert float(width(each, torch.bfloat16).median()) <= 1
 
     def test_the_own_output_makes_the_gradients_of_scores_sharper(self) -> None:
@@ -186,7 +186,7 @@ class TestSharp:
 
     def test_what_is_kept_in_bfloat16_is_outside_the_bound_of_float32(self) -> None:
         given = problem("normal", torch.bfloat16)
-        shares = right(flash(*given), bounded(given, kept=torch.float32), torch.bfloat16)
+        shares = right(flash(*given), bounded(given, stored_dtype=torch.float32), torch.bfloat16)
         assert max(shares) < 1
 
 
@@ -200,12 +200,12 @@ class TestSpecialValues:
     def test_errors_say_what_does_not_fit(self) -> None:
         q, k, v, do = problem("normal", torch.bfloat16)
         with pytest.raises(
-            ValueError, match=r"tensors \(batch, heads, S, d\) of one shape, not .*'k': \(1, 2, 9, 16\)"
+            ValueError, match=r"tensors \(batch, heads, S, d\) of the same shape, not .*'k': \(1, 2, 9, 16\)"
         ):
             attention_forward(q, k[:, :, :9], v)
-        with pytest.raises(ValueError, match=r"one shape, not {'q': \(2, 40, 16\)"):
+        with pytest.raises(ValueError, match=r"same shape, not {'q': \(2, 40, 16\)"):
             attention_forward(q[0], k[0], v[0])
-        with pytest.raises(ValueError, match=r"one shape, not .*'out': \(1, 2, 3, 16\)"):
+        with pytest.raises(ValueError, match=r"same shape, not .*'out': \(1, 2, 3, 16\)"):
             attention_backward(do, q, k, v, out=do[:, :, :3])
-        with pytest.raises(TypeError, match=r"one dtype, not .*'do': torch\.float32"):
+        with pytest.raises(TypeError, match=r"same dtype, not .*'do': torch\.float32"):
             attention_backward(do.float(), q, k, v)

@@ -18,7 +18,7 @@ from narrowgauge.reference.high_precision.bounded import (
     TRUNCATING,
     Bounded,
     exactly,
-    near,
+    rounded_constant,
 )
 from tests.reference.inside import inside, width
 
@@ -58,7 +58,7 @@ OPERATIONS = {
     "subtract": (lambda a, b: a - b, lambda a, b: a - b),
     "multiply": (lambda a, b: a * b, lambda a, b: a * b),
     "divide": (lambda a, b: a / b, lambda a, b: a / b),
-    "half": (lambda a, _: a.times(0.5), lambda a, _: a * 0.5),
+    "half": (lambda a, _: a.times_power_of_two(0.5), lambda a, _: a * 0.5),
     "exp": (lambda a, _: a.exp(), lambda a, _: a.exp()),
     "tanh": (lambda a, _: a.tanh(), lambda a, _: a.tanh()),
     "rsqrt": (lambda a, _: (a * a).rsqrt(), lambda a, _: (a * a).rsqrt()),
@@ -123,19 +123,19 @@ class TestOperations:
         assert not bool(
             inside((x * (1 + 2.5 * 2.0 ** (-8 if dtype == torch.bfloat16 else -11))), kept)[x.abs() > 1e-3].any()
         )
-        assert bool(exactly(torch.tensor([1e6])).rounded(torch.float16).free.all())
-        assert not bool(exactly(torch.tensor([1e6])).rounded(torch.bfloat16).free.any())
+        assert bool(exactly(torch.tensor([1e6])).rounded(torch.float16).unbounded.all())
+        assert not bool(exactly(torch.tensor([1e6])).rounded(torch.bfloat16).unbounded.any())
 
     def test_further_roundings_and_errors_widen(self) -> None:
         x = exactly(torch.tensor([3.0, -5.0]))
-        assert x.spread(4).error.tolist() == pytest.approx([12 * U, 20 * U])
-        assert x.further(lambda: torch.tensor(0.5)).error.tolist() == pytest.approx([0.5, 0.5])
-        assert x.spread(0).error.tolist() == [0, 0]
+        assert x.with_roundings(4).error.tolist() == pytest.approx([12 * U, 20 * U])
+        assert x.with_error(lambda: torch.tensor(0.5)).error.tolist() == pytest.approx([0.5, 0.5])
+        assert x.with_roundings(0).error.tolist() == [0, 0]
 
     def test_either_holds_both_ways_around_the_first(self) -> None:
         one = Bounded(torch.tensor([1.0]).double(), torch.tensor([0.1]).double())
         other = Bounded(torch.tensor([1.5]).double(), torch.tensor([0.2]).double())
-        both = one.either(lambda: other)
+        both = one.hull(lambda: other)
         assert both.value.item() == 1.0
         assert both.error.item() == pytest.approx(0.7)
 
@@ -184,7 +184,7 @@ class TestSums:
         off = x.sum(0) + 1
         assert not bool(inside(off, exactly(x).sum(0)).any())
         assert bool(exactly(numbers(9, 200, 8)).sum(0).error.all())
-        assert bool((exactly(x) + near(0.1)).sum(0).error.all())
+        assert bool((exactly(x) + rounded_constant(0.1)).sum(0).error.all())
 
     def test_zeros_do_not_round_and_one_term_is_exact(self) -> None:
         x = torch.zeros(100, 2)
@@ -195,7 +195,7 @@ class TestSums:
     @pytest.mark.parametrize("truncates", [False, True])
     def test_products_hold_accumulators_that_round_and_that_truncate(self, truncates: bool) -> None:
         a, b = numbers(10, 12, 200, spread=2).bfloat16().float(), numbers(11, 200, 9, spread=2).bfloat16().float()
-        expected = exactly(a).matmul(exactly(b), unit=TRUNCATING if truncates else U)
+        expected = exactly(a).matmul(exactly(b), roundoff=TRUNCATING if truncates else U)
         total = np.zeros((12, 9))
         for column in range(200):
             exact = total + np.outer(a[:, column].numpy(), b[column].numpy()).astype(np.float64)
@@ -211,7 +211,7 @@ class TestSums:
             exact = total.astype(np.float64) + row
             nearest = exact.astype(f32)
             total = np.where(nearest > exact, np.nextafter(nearest, f32(0)), nearest)
-        truncating = exactly(x).sum(0, unit=TRUNCATING)
+        truncating = exactly(x).sum(0, roundoff=TRUNCATING)
         assert bool(inside(total, truncating).all())
         assert bool((truncating.error > 1.99 * exactly(x).sum(0).error).all())
 
@@ -266,27 +266,31 @@ class TestSpecialValues:
 
     def test_what_may_overflow_is_free(self) -> None:
         big = exactly(torch.tensor([3e38, 1.0]))
-        assert (big + big).free.tolist() == [True, False]
-        assert (big * big).free.tolist() == [True, False]
-        assert exactly(torch.full((3, 1), 2e38)).sum(0).free.tolist() == [True]
-        assert exactly(torch.full((1, 3), 2e19)).matmul(exactly(torch.full((3, 1), 2e19))).free.tolist() == [[True]]
+        assert (big + big).unbounded.tolist() == [True, False]
+        assert (big * big).unbounded.tolist() == [True, False]
+        assert exactly(torch.full((3, 1), 2e38)).sum(0).unbounded.tolist() == [True]
+        assert exactly(torch.full((1, 3), 2e19)).matmul(exactly(torch.full((3, 1), 2e19))).unbounded.tolist() == [
+            [True]
+        ]
         assert inside(torch.tensor([torch.inf, torch.inf]), big + big).tolist() == [True, False]
-        assert ((big + big) - big).free.tolist() == [True, False]
+        assert ((big + big) - big).unbounded.tolist() == [True, False]
 
     def test_a_divisor_that_may_be_0_makes_anything_right(self) -> None:
         one = exactly(torch.ones(3))
         divisor = Bounded(torch.tensor([1.0, 0.0, 0.1]).double(), torch.tensor([0.0, 1e-9, 0.2]).double())
-        assert (one / divisor).free.tolist() == [False, True, True]
+        assert (one / divisor).unbounded.tolist() == [False, True, True]
         assert inside(torch.tensor([torch.inf]), exactly(torch.ones(1)) / exactly(torch.zeros(1))).tolist() == [True]
 
     def test_the_root_of_what_may_be_0_makes_anything_right(self) -> None:
         x = Bounded(torch.tensor([0.0, 0.0, 1.0]).double(), torch.tensor([0.0, 1e-9, 0.0]).double())
-        assert x.rsqrt().free.tolist() == [False, True, False]
+        assert x.rsqrt().unbounded.tolist() == [False, True, False]
 
     def test_products_that_underflow_may_be_subnormal(self) -> None:
         tiny = torch.tensor([1e-30]) * 1.0
-        assert bool(inside(tiny * 1e-12, exactly(tiny) * near(1e-12)).all())
-        assert bool(inside(torch.tensor([2.0**-149]) * 0.5, exactly(torch.tensor([2.0**-149])).times(0.5)).all())
+        assert bool(inside(tiny * 1e-12, exactly(tiny) * rounded_constant(1e-12)).all())
+        assert bool(
+            inside(torch.tensor([2.0**-149]) * 0.5, exactly(torch.tensor([2.0**-149])).times_power_of_two(0.5)).all()
+        )
 
 
 class TestOutputs:
@@ -321,6 +325,6 @@ class TestOutputs:
         with pytest.raises(ValueError, match=r"every bounded number has an error: shapes are \(2,\) and \(3,\)"):
             _ = Bounded(wide, lambda: torch.zeros(3).double()).error
         with pytest.raises(
-            ValueError, match=r"0\.3 is no power of two, so the product rounds: multiply by near\(0\.3\)"
+            ValueError, match=r"0\.3 is no power of two, so the product rounds: multiply by rounded_constant\(0\.3\)"
         ):
-            exactly(wide).times(0.3)
+            exactly(wide).times_power_of_two(0.3)

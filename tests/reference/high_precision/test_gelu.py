@@ -101,7 +101,7 @@ def test_special_values() -> None:
     x = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38])
     forward = gelu_forward(x)
     assert bool(inside(torch.tensor([torch.nan, torch.inf, torch.nan, 3e38]), forward).all())
-    assert forward.free.tolist() == [False, False, False, True]
+    assert forward.unbounded.tolist() == [False, False, False, True]
 
 
 def test_the_gradient_has_the_shape_of_x() -> None:

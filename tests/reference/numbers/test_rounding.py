@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from narrowgauge.reference.numbers.rounding import nearest_even
+from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.formats import FORMATS, Format
-from tests.reference import scalar
 from tests.reference.samples import boundaries
 
 EVERY = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
@@ -25,7 +25,7 @@ def counts(x: np.ndarray, fmt: Format) -> np.ndarray:
 def test_every_midpoint_and_its_neighbours_round_as_fractions_do(fmt: Format) -> None:
     x = boundaries(fmt)
     x = x[~np.signbit(x)]
-    expected = np.array([scalar.nearest_code(Fraction(float(v)), fmt) for v in x])
+    expected = np.array([rounding.nearest_code(Fraction(float(v)), fmt) for v in x])
     at_overflow = expected > fmt.max_code
     np.testing.assert_array_equal(counts(x, fmt)[~at_overflow], expected[~at_overflow])
     assert (counts(x, fmt)[at_overflow] > fmt.max_code).all()
@@ -33,7 +33,7 @@ def test_every_midpoint_and_its_neighbours_round_as_fractions_do(fmt: Format) ->
 
 @EVERY
 def test_a_tie_goes_to_the_even_code(fmt: Format) -> None:
-    points = scalar.grid(fmt)[:-1]
+    points = rounding.grid(fmt)[:-1]
     ties = [float((low + high) / 2) for low, high in pairwise(points)]
     even = [code + code % 2 for code in range(len(ties))]
     np.testing.assert_array_equal(counts(np.array(ties, np.float32), fmt), even)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.reference.ops import quantize, update_scale
+from narrowgauge.reference.scalar import fp8
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
-from tests.reference import fp8_twins
 
 SETTINGS = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 NAMES = [
@@ -25,15 +25,14 @@ AMAXES = [0.0, 1e-45, 1e-40, 2.0**-126, 1e-30, 0.1, 1.0, 447.0, 448.0, 57344.0, 
 
 def check(name: str, histories: list[list[float]], scales: list[float]) -> None:
     """`histories`: one of each tensor, of equal length."""
-    rule = find_recipe(name)
-    assert rule.delayed is not None
+    recipe = find_recipe(name)
+    assert recipe.delayed is not None
     history, scale = torch.tensor(histories).T.contiguous(), torch.tensor(scales)
     before = history.clone(), scale.clone()
     rolled, found = update_scale(history, scale, name)
-    choices = (rule.delayed.algorithm, rule.delayed.margin, rule.delayed.update)
     twins = [
-        fp8_twins.update(one, each, rule.element.max, choices)
-        for one, each in zip(before[0].T.tolist(), before[1].tolist(), strict=True)
+        fp8.update_scale(amaxes, scale_of_tensor, recipe)
+        for amaxes, scale_of_tensor in zip(before[0].T.tolist(), before[1].tolist(), strict=True)
     ]
     assert torch.equal(bits(rolled), bits(torch.tensor([one for one, _ in twins]).T))
     assert torch.equal(bits(found), bits(torch.tensor([each for _, each in twins])))
@@ -89,9 +88,9 @@ def test_an_infinite_scale_is_flt_max_and_an_amax_that_is_no_number_keeps_the_la
 @pytest.mark.parametrize("last", [0.0, math.inf])
 def test_a_scale_that_is_kept_is_finite_too(last: float, update: str) -> None:
     """Transformer Engine's delayed_scaling.cu looks for infinity behind both branches."""
-    rule = f"fp8-delayed-e4m3-recent{update}"
+    recipe = f"fp8-delayed-e4m3-recent{update}"
     for scale in (math.inf, -math.inf):
-        found = update_scale(torch.tensor([[last], [1.0]]), torch.tensor([scale]), rule)[1]
+        found = update_scale(torch.tensor([[last], [1.0]]), torch.tensor([scale]), recipe)[1]
         assert found.tolist() == [FLT_MAX]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from narrowgauge.reference.ops import dequantize, quantize, transform
+from narrowgauge.reference.scalar import nvfp4
 from tests.golden import bits
-from tests.reference import scalar
 from tests.reference.samples import matrix, quantized
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,7 +32,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 )
 def test_every_code_under_every_scale_byte_is_the_scalar_twins(amax: float, name: str, most: int) -> None:
     q = quantized(CODES, SCALES, amax, name=name)
-    twin = [[scalar.dequantize(code, scale, np.float32(amax), most) for code in range(16)] for scale in range(256)]
+    twin = [[nvfp4.dequantize(code, scale, np.float32(amax), most) for code in range(16)] for scale in range(256)]
     expected = torch.from_numpy(np.array(twin, dtype=np.float32))
     for dtype in DTYPES:
         values = dequantize(q, dtype)
@@ -44,7 +44,7 @@ def test_every_code_under_every_scale_byte_is_the_scalar_twins(amax: float, name
 def test_each_row_has_its_own_amax() -> None:
     amaxes = np.resize(np.array(AMAXES, np.float32), 256)
     q = dataclasses.replace(quantized(CODES, SCALES, name="nvfp4-rowscaled"), amax=torch.from_numpy(amaxes))
-    twin = [[scalar.dequantize(code, row, amaxes[row]) for code in range(16)] for row in range(256)]
+    twin = [[nvfp4.dequantize(code, row, amaxes[row]) for code in range(16)] for row in range(256)]
     assert same(dequantize(q), torch.from_numpy(np.array(twin, dtype=np.float32)))
 
 

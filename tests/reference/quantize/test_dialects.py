@@ -290,7 +290,7 @@ def test_a_scale_rounded_to_the_dtype_of_x_cannot_be_guessed() -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("nvfp4-rowscaled@qwix", "one level of scales and row scaling do not go together: no amax is used but those"),
+        ("nvfp4-rowscaled@qwix", "one level of scales and row scaling do not go together: only block amaxes are used"),
         ("nvfp4-4over6-448-mae@fouroversix", "4over6 and choices of another library do not go together"),
         ("nvfp4-4over6-256-mse@trtllm", "has no dialect 'trtllm': block_scale would be (amax/6)*enc and "),
         ("nvfp4-sr@fireworks", "rounding would be stochastic and nearest-even-within-1e-6 at once"),

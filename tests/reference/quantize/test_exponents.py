@@ -13,8 +13,8 @@ from narrowgauge.reference.ops import quantize
 from narrowgauge.reference.quantize.exponents import exponent_codes, exponent_factors
 from narrowgauge.spec.formats import E8M0, Format
 from narrowgauge.spec.recipes import find_recipe
-from tests.reference import mx_twins
-from tests.reference.mx_twins import DIALECTS, ELEMENTS, EMAX, NAMES
+from tests.reference import mx_exponents
+from tests.reference.mx_exponents import DIALECTS, ELEMENTS, EMAX, NAMES
 from tests.thinned import thinned
 
 ELEMENT = pytest.mark.parametrize("element", ELEMENTS, ids=lambda fmt: fmt.name)
@@ -41,15 +41,15 @@ def amaxes() -> np.ndarray:
 
 
 def found_codes(amax: np.ndarray, element: Format, dialect: str) -> np.ndarray:
-    rule = find_recipe(f"{NAMES[element]}@{dialect}")
-    return exponent_codes(torch.from_numpy(amax), rule).numpy()
+    recipe = find_recipe(f"{NAMES[element]}@{dialect}")
+    return exponent_codes(torch.from_numpy(amax), recipe).numpy()
 
 
 @DIALECT
 @ELEMENT
 def test_every_rule_is_exact_on_what_it_rounds(element: Format, dialect: str) -> None:
     x = amaxes()
-    np.testing.assert_array_equal(found_codes(x, element, dialect), mx_twins.codes(x, element, dialect))
+    np.testing.assert_array_equal(found_codes(x, element, dialect), mx_exponents.codes(x, element, dialect))
 
 
 @pytest.mark.parametrize("dialect", ["te", "floor-448"])
@@ -58,7 +58,7 @@ def test_a_quotient_rounded_to_float32_gives_the_exponent_of_the_exact_one(eleme
     """From 2^-126 on: docs/numerics.md#mx: equal to dividing by 448."""
     x = amaxes()
     x = x[x.astype(np.float64) >= element.max * 2.0**-126]
-    np.testing.assert_array_equal(found_codes(x, element, dialect), mx_twins.codes_of_quotient(x, element, dialect))
+    np.testing.assert_array_equal(found_codes(x, element, dialect), mx_exponents.codes_of_quotient(x, element, dialect))
 
 
 @pytest.mark.parametrize("dialect", thinned(QUOTIENTS, 3))
@@ -66,7 +66,7 @@ def test_a_quotient_rounded_to_float32_gives_the_exponent_of_the_exact_one(eleme
 def test_and_so_at_all_mantissas_of_an_exponent(element: Format, dialect: str) -> None:
     """But for one of `nearest`: the quotient of float32 by 7 that is nearest to √½ from above rounds to below it."""
     x = (np.arange(1 << 23, dtype=np.int32) + (130 << 23)).view(np.float32)
-    differ = np.nonzero(found_codes(x, element, dialect) != mx_twins.codes_of_quotient(x, element, dialect))[0]
+    differ = np.nonzero(found_codes(x, element, dialect) != mx_exponents.codes_of_quotient(x, element, dialect))[0]
     sevenths = element.max == 1.75 * 2.0 ** EMAX[element]
     assert differ.tolist() == ([0x1E6455] if dialect == "nearest" and sevenths else [])
 
@@ -78,7 +78,7 @@ def test_a_subnormal_quotient_is_rounded_before_it_is_rounded_up(element: Format
     above = np.nextafter(edge, np.float32(1))
     far = np.float32(element.max * 2.0**-127 * (1 + 2.0**-20))
     assert found_codes(np.array([edge, above, far]), element, "te").tolist() == [0, 0, 1]
-    assert mx_twins.codes_of_quotient(np.array([above]), element, "te") == 1
+    assert mx_exponents.codes_of_quotient(np.array([above]), element, "te") == 1
 
 
 @DIALECT
@@ -138,5 +138,5 @@ def test_quantize_stores_the_codes_of_its_blocks(dtype: torch.dtype) -> None:
     blocks = torch.zeros(len(x), 32, dtype=dtype)
     blocks[:, 3], blocks[:, 17], blocks[:, 31] = -x, x / 2, math.nan
     for element in ELEMENTS:
-        expected = mx_twins.codes(x.float().numpy(), element, "te")
+        expected = mx_exponents.codes(x.float().numpy(), element, "te")
         np.testing.assert_array_equal(quantize(blocks, NAMES[element]).scales[:, 0], expected)

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from narrowgauge.reference.ops import dequantize, quantize
+from narrowgauge.reference.scalar import nvfp4
+from narrowgauge.reference.scalar import rounding as scalar_rounding
+from narrowgauge.reference.scalar.rounding import f32
+from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import recipe_names
-from tests.reference import scalar
-from tests.reference.scalar import f32
 from tests.reference.twins import elements
 from tests.thinned import thinned
 
@@ -148,15 +150,15 @@ AMAX = torch.tensor([300.0])
 
 def candidates(x: np.ndarray) -> list[int]:
     """The scale of 4 and the scale of 6."""
-    base = scalar.unrounded_scale(scalar.largest(x.ravel()), scalar.tensor_scale(f32(300)), "te-2.8")
-    return [scalar.encode(float(base * f32(1.5)), scalar.E4M3), scalar.encode(float(base), scalar.E4M3)]
+    base = nvfp4.unrounded_scale(scalar_rounding.largest(x.ravel()), nvfp4.tensor_scale(f32(300)), "(amax/6)*enc")
+    return [scalar_rounding.encode(float(base * f32(1.5)), E4M3), scalar_rounding.encode(float(base), E4M3)]
 
 
 def differences(x: np.ndarray, stored: int) -> list[f32]:
     """The error of each element, with its sign."""
-    factor = scalar.element_factor(stored, scalar.tensor_scale(f32(300)))
-    values = [f32(scalar.E2M1.value(scalar.encode(float(v * factor), scalar.E2M1))) for v in x]
-    scale = f32(scalar.E4M3.value(stored))
+    factor = nvfp4.element_factor(stored, nvfp4.tensor_scale(f32(300)))
+    values = [f32(E2M1.value(scalar_rounding.encode(float(v * factor), E2M1))) for v in x]
+    scale = f32(E4M3.value(stored))
     return [value * scale * f32(300) / f32(2688) - v for value, v in zip(values, x, strict=True)]
 
 
@@ -177,7 +179,7 @@ def in_a_tree(terms: list[f32]) -> f32:
 def fused(errors: list[f32]) -> f32:
     total = f32(0)
     for error in errors:
-        total = f32(scalar.nearest(Fraction(float(error)) ** 2 + Fraction(float(total)), "float32"))
+        total = f32(scalar_rounding.nearest(Fraction(float(error)) ** 2 + Fraction(float(total)), "float32"))
     return total
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from narrowgauge.reference.ops import dequantize, quantize, quantize_both, quantize_grouped
 from narrowgauge.reference.quantize.scaling import encode_scales, tensor_scale
+from narrowgauge.reference.scalar import fp8, rounding
 from narrowgauge.spec.formats import E4M3, E5M2, Format
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
-from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
+from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
-from tests.reference import fp8_twins, scalar
 from tests.reference.samples import MATRICES, matrix
 from tests.thinned import thinned
 
@@ -35,16 +35,8 @@ def scale_of(name: str) -> torch.Tensor | None:
     return torch.tensor([3.7]) if name.startswith("fp8-delayed") else None
 
 
-def block_of(rule: Recipe, x: torch.Tensor) -> tuple[int, int]:
-    return (max(1, x.shape[0]), max(1, x.shape[1])) if rule.whole else rule.block
-
-
 def assert_twin(q: Quantized, x: torch.Tensor, dtype: str) -> None:
-    rule = q.recipe
-    codes, scales = fp8_twins.quantize(
-        x.float().numpy(), rule.element, "float32" if rule.whole else dtype, block=block_of(rule, x),
-        eps=rule.smallest_amax, pow2=rule.scale_rounding == "down",
-    )  # fmt: skip
+    codes, scales = fp8.quantize(x.float().numpy(), q.recipe, dtype)
     np.testing.assert_array_equal(bits(q.scales).numpy(), scales.view(np.int32))
     np.testing.assert_array_equal(q.codes.numpy(), codes)
 
@@ -90,12 +82,10 @@ def edges(element: Format) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @ELEMENTS
 def test_the_encode_scale_is_exact_on_every_edge(element: Format, dtype: str, kind: str) -> None:
-    rule = find_recipe(f"fp8-block-1x128-{element.name.lower()}-{kind}")
+    recipe = find_recipe(f"fp8-block-1x128-{element.name.lower()}-{kind}")
     amax = torch.cat([edges(element), torch.tensor([math.nan])])
-    found = encode_scales(amax.view(-1, 1), rule, DTYPES[dtype])
-    twin = [
-        fp8_twins.encode_scale(a, element, dtype, eps=rule.smallest_amax, pow2="pow2" in kind) for a in amax.tolist()
-    ]
+    found = encode_scales(amax.view(-1, 1), recipe, DTYPES[dtype])
+    twin = [fp8.encode_scale(a, recipe, dtype) for a in amax.tolist()]
     assert torch.equal(bits(found.flatten()), bits(torch.tensor(twin)))
     assert found.isfinite().all()
     if "pow2" in kind:
@@ -106,17 +96,14 @@ def test_the_encode_scale_is_exact_on_every_edge(element: Format, dtype: str, ki
 @ELEMENTS
 def test_the_scale_of_a_tensor_is_exact_on_every_edge(element: Format, kind: str) -> None:
     """FLT_MAX where the quotient is infinite, whatever the dtype of x; the stored scale is the inverse."""
-    rule = find_recipe(f"fp8-current-{element.name.lower()}{kind}")
+    recipe = find_recipe(f"fp8-current-{element.name.lower()}{kind}")
     amax = torch.cat([edges(element), torch.tensor([math.nan])])
-    found = tensor_scale(amax, rule, torch.float16)
-    expected = [
-        fp8_twins.encode_scale(a, element, "float32", eps=rule.smallest_amax, pow2="pow2" in kind)
-        for a in amax.tolist()
-    ]
+    found = tensor_scale(amax, recipe, torch.float16)
+    expected = [fp8.encode_scale(a, recipe, "float32") for a in amax.tolist()]
     assert torch.equal(bits(found), bits(torch.tensor(expected)))
     for a, scale in list(zip(amax, expected, strict=True))[::37]:
-        q = quantize(torch.ones(1, 4), rule, amax=a.view(1))
-        assert bits(q.scales).item() == bits(torch.tensor(fp8_twins.inverse(scale))).item()
+        q = quantize(torch.ones(1, 4), recipe, amax=a.view(1))
+        assert bits(q.scales).item() == bits(torch.tensor(fp8.inverse(scale))).item()
         assert torch.equal(bits(q.tensor_scale), bits(torch.tensor([scale])))  # type: ignore[arg-type]
 
 
@@ -127,7 +114,7 @@ def test_the_scale_of_a_tensor_is_exact_on_every_edge(element: Format, kind: str
 def test_an_infinite_quotient_becomes_the_largest_number_of_the_input(dtype: str, scale: float) -> None:
     tiny = 2.0**-24 if dtype == "float16" else 2.0**-133
     x = torch.full((1, 128), tiny, dtype=DTYPES[dtype])
-    assert quantize(x, "fp8-block-1x128-e4m3-fp32").scales.item() == fp8_twins.inverse(scale)
+    assert quantize(x, "fp8-block-1x128-e4m3-fp32").scales.item() == fp8.inverse(scale)
     assert quantize(x, "fp8-current-e4m3").tensor_scale.item() == (  # type: ignore[union-attr]
         scale if dtype == "float16" else torch.finfo(torch.float32).max
     )
@@ -148,19 +135,19 @@ def test_a_power_of_two_is_never_above_the_quotient(element: Format) -> None:
 
 @pytest.mark.parametrize("name", [*BLOCKS, *CURRENT])
 def test_special_values(name: str) -> None:
-    rule = find_recipe(name)
-    top = rule.element.max_code
-    zeros = quantize(torch.tensor([[0.0, -0.0]]), rule)
+    recipe = find_recipe(name)
+    top = recipe.element.max_code
+    zeros = quantize(torch.tensor([[0.0, -0.0]]), recipe)
     assert zeros.scales.tolist() == [[1.0]]
     assert zeros.codes.tolist() == [[0, 128]]
-    infinite = quantize(torch.tensor([[math.inf, -math.inf, 1.0, -1e30]]), rule)
+    infinite = quantize(torch.tensor([[math.inf, -math.inf, 1.0, -1e30]]), recipe)
     assert infinite.scales.tolist() == [[1.0]]
-    one = scalar.encode(1.0, rule.element)
+    one = rounding.encode(1.0, recipe.element)
     assert infinite.codes.tolist() == [[top, top | 128, one, top | 128]]
-    nan = quantize(torch.tensor([[math.nan, -math.nan, rule.element.max, -rule.element.max]]), rule)
+    nan = quantize(torch.tensor([[math.nan, -math.nan, recipe.element.max, -recipe.element.max]]), recipe)
     assert nan.scales.tolist() == [[1.0]]
     assert nan.codes.tolist() == [[127, 127, top, top | 128]]
-    only = quantize(torch.full((1, 3), math.nan), rule)
+    only = quantize(torch.full((1, 3), math.nan), recipe)
     assert only.scales.tolist() == [[1.0]]
     assert only.codes.tolist() == [[127] * 3]
 
@@ -169,10 +156,10 @@ def test_special_values(name: str) -> None:
 def test_a_nan_that_propagates_makes_the_scale_1(name: str) -> None:
     """docs/numerics.md#fp8-with-float32-scales: scale = 1 if amax is NaN; 300 saturates nothing under it, and would be
     scaled otherwise."""
-    rule = dataclasses.replace(find_recipe(name), nan="propagate")
-    q = quantize(torch.tensor([[math.nan, 300.0]]), rule)
+    recipe = dataclasses.replace(find_recipe(name), nan="propagate")
+    q = quantize(torch.tensor([[math.nan, 300.0]]), recipe)
     assert q.scales.tolist() == [[1.0]]
-    assert q.codes.tolist() == [[127, scalar.encode(300.0, rule.element)]]
+    assert q.codes.tolist() == [[127, rounding.encode(300.0, recipe.element)]]
 
 
 def test_eps_is_the_smallest_amax() -> None:
@@ -180,9 +167,9 @@ def test_eps_is_the_smallest_amax() -> None:
     for name in ("fp8-block-1x128-e4m3-fp32", "fp8-current-e4m3"):
         plain, raised = quantize(x, name), quantize(x, f"{name}-eps1e-06")
         assert plain.codes.tolist() == [[0x7E] * 128]
-        expected = fp8_twins.inverse(fp8_twins.quotient(448.0, float(np.float32(1e-6))))
+        expected = fp8.inverse(fp8.quotient(448.0, float(np.float32(1e-6))))
         assert raised.scales.tolist() == [[expected]]
-        assert raised.codes[0, 0] == scalar.encode(fp8_twins.product(2.0**-30, 1 / expected), E4M3)
+        assert raised.codes[0, 0] == rounding.encode(fp8.product(2.0**-30, 1 / expected), E4M3)
     assert raised.amax is not None
     assert raised.amax.tolist() == [2.0**-30]  # what was observed
 
@@ -209,13 +196,13 @@ def test_delayed_scaling_uses_the_scale_that_it_is_given(element: Format, family
     given_scale = torch.tensor([scale])
     q = quantize(x, f"fp8-delayed-{element.name.lower()}", scale=given_scale)
     held = given_scale.item()
-    expected = [[fp8_twins.encode(value, held, element) for value in row] for row in x.tolist()]
+    expected = [[fp8.encode(value, held, element) for value in row] for row in x.tolist()]
     assert q.codes.tolist() == expected
-    assert bits(q.scales).item() == bits(torch.tensor(fp8_twins.inverse(held))).item()
+    assert bits(q.scales).item() == bits(torch.tensor(fp8.inverse(held))).item()
     assert tuple(q.scales.shape) == (1, 1)
     assert torch.equal(q.tensor_scale, given_scale)  # type: ignore[arg-type]
     assert q.amax is not None
-    assert q.amax.item() == scalar.largest(x.numpy().ravel())  # of what was seen, for the history
+    assert q.amax.item() == rounding.largest(x.numpy().ravel())  # of what was seen, for the history
 
 
 @pytest.mark.parametrize("name", DELAYED)
@@ -235,10 +222,10 @@ def test_every_delayed_recipe_quantizes_alike(name: str) -> None:
 def test_dequantize_is_one_product_and_one_cast(name: str, dtype: str) -> None:
     x = matrix("spread", 4, 130, 200)
     q = quantize(x, name, scale=scale_of(name))
-    rule = q.recipe
-    high, wide = block_of(rule, x)
+    recipe = q.recipe
+    high, wide = x.shape if recipe.whole else recipe.block
     factors = q.scales.repeat_interleave(high, 0)[:130].repeat_interleave(wide, 1)[:, :200].double()
-    values = torch.tensor(rule.element.values, dtype=torch.float64)[q.codes.int()]
+    values = torch.tensor(recipe.element.values, dtype=torch.float64)[q.codes.int()]
     expected = (values * factors).float().to(DTYPES[dtype])
     assert torch.equal(bits(dequantize(q, DTYPES[dtype])), bits(expected))
 
@@ -322,9 +309,9 @@ def test_an_amax_for_each_section_replaces_its_own(name: str) -> None:
 
 
 def test_the_largest_scale_of_the_input_must_be_told_its_dtype() -> None:
-    rule = find_recipe("fp8-block-1x128-e4m3-fp32")
-    with pytest.raises(ValueError, match=f"recipe {rule} has a largest scale of the dtype of x; give dtype"):
-        encode_scales(torch.ones(1, 1), rule, None)
+    recipe = find_recipe("fp8-block-1x128-e4m3-fp32")
+    with pytest.raises(ValueError, match=f"recipe {recipe} has a largest scale of the dtype of x; give dtype"):
+        encode_scales(torch.ones(1, 1), recipe, None)
 
 
 @pytest.mark.parametrize("name", ["fp8-block-1x128", "fp8-delayed", "mxfp8-e4m3"])

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from narrowgauge.reference.ops import GroupedQuantized, dequantize, gemm, gemm_grouped, quantize, quantize_grouped
+from narrowgauge.reference.scalar import philox
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
-from tests.reference import scalar
 from tests.reference.samples import matrix
 from tests.reference.twins import assert_same
 from tests.thinned import thinned
@@ -100,7 +100,7 @@ def test_blocks_are_counted_through_all_sections_for_the_random_bits(
     x = source(sizes, 38).bfloat16()
     expected, first = [], 0
     for part in sections_of(x, sizes, columnwise):
-        made = scalar.philox_words(3, 4, *part.shape, first=first)
+        made = philox.philox_words(3, 4, *part.shape, first=first)
         first += made.size // 4
         cut = torch.from_numpy(made.view(np.int32)[:, : -(-part.shape[1] // 4)].copy())
         expected.append(quantize(part.contiguous(), name, random=cut))

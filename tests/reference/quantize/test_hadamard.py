@@ -11,9 +11,9 @@ import torch
 
 from narrowgauge.reference.ops import transform
 from narrowgauge.reference.quantize.hadamard import signs
+from narrowgauge.reference.scalar import hadamard, rounding
 from narrowgauge.spec.recipes import RHT_GROUPS, Hadamard, find_recipe
 from tests.golden import bits
-from tests.reference import scalar
 from tests.reference.samples import MATRICES, matrix
 from tests.reference.twins import rotated
 
@@ -27,9 +27,9 @@ def name(group: int, *, signs: bool = True) -> str:
 
 def exact(x: torch.Tensor, group: int) -> np.ndarray:
     """x·R of every group as fractions (object array): sums of whole numbers, which are faster, times unit and c."""
-    c = scalar.coefficient(group)
+    c = hadamard.coefficient(group)
     units = np.array([[int(v * 2.0**133) for v in row] for row in x.double().tolist()], object)
-    ones = np.array([[int(entry / c) for entry in row] for row in scalar.rotation(group)], object)
+    ones = np.array([[int(entry / c) for entry in row] for row in hadamard.rotation(group)], object)
     return (units.reshape(-1, group) @ ones).reshape(units.shape) * (c / (1 << 133))
 
 
@@ -37,15 +37,15 @@ def exact(x: torch.Tensor, group: int) -> np.ndarray:
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_unit_matrix_becomes_r(group: int, signed: bool) -> None:
     found = transform(torch.eye(group).bfloat16(), name(group, signs=signed)).double().tolist()
-    assert found == scalar.rotation(group, signs=signed)
+    assert found == hadamard.rotation(group, signs=signed)
 
 
 @EVERY
 @pytest.mark.parametrize("signed", [True, False])
 def test_r_is_orthogonal_but_for_its_factor(group: int, signed: bool) -> None:
     """R·Rᵀ = group·c²·I exactly: I where the group is a power of 4, else 1/√2 is off in bfloat16."""
-    c = scalar.coefficient(group)
-    r = np.array([[int(entry / c) for entry in row] for row in scalar.rotation(group, signs=signed)])
+    c = hadamard.coefficient(group)
+    r = np.array([[int(entry / c) for entry in row] for row in hadamard.rotation(group, signs=signed)])
     assert (np.abs(r) == 1).all()
     for product in (r @ r.T, r.T @ r):
         np.testing.assert_array_equal(product, group * np.eye(group, dtype=int))
@@ -55,7 +55,7 @@ def test_r_is_orthogonal_but_for_its_factor(group: int, signed: bool) -> None:
 def test_c_is_one_over_the_root_rounded_to_bfloat16() -> None:
     """Neither neighbour of c is as near: c² and 1/group on the two sides of the midpoints' squares."""
     for group in RHT_GROUPS:
-        c = scalar.coefficient(group)
+        c = hadamard.coefficient(group)
         ulp = Fraction(2) ** (math.frexp(float(c))[1] - 8)
         below = ulp / 2 if math.frexp(float(c))[0] == 0.5 else ulp
         assert (c - below / 2) ** 2 < Fraction(1, group) < (c + ulp / 2) ** 2
@@ -64,15 +64,15 @@ def test_c_is_one_over_the_root_rounded_to_bfloat16() -> None:
 
 def test_the_mask_0xd7e8_is_the_listed_signs() -> None:
     assert find_recipe("nvfp4-rht").transform == Hadamard(16, 0xD7E8)
-    assert signs(Hadamard()).tolist() == scalar.SIGNS
-    assert sum(1 << k for k, sign in enumerate(scalar.SIGNS) if sign < 0) == 0xD7E8
+    assert signs(Hadamard()).tolist() == hadamard.SIGNS
+    assert sum(1 << k for k, sign in enumerate(hadamard.SIGNS) if sign < 0) == 0xD7E8
     assert signs(Hadamard(16, 0)).tolist() == [1.0] * 16
     assert find_recipe("nvfp4-rht-nosign").transform == Hadamard(16, 0)
 
 
 @EVERY
 def test_groups_of_another_size_repeat_or_cut_the_signs(group: int) -> None:
-    assert signs(Hadamard(group)).tolist() == (scalar.SIGNS * 8)[:group]
+    assert signs(Hadamard(group)).tolist() == (hadamard.SIGNS * 8)[:group]
 
 
 @EVERY
@@ -88,14 +88,14 @@ def test_it_is_its_scalar_twin_in_the_declared_order(group: int, family: str, si
 @EVERY
 def test_of_randn_it_is_the_exact_sum_rounded_once(group: int) -> None:
     x = torch.randn(32, 128, generator=torch.Generator().manual_seed(group)).bfloat16()
-    expected = [[scalar.nearest(y, "bfloat16") for y in row] for row in exact(x, group)]
+    expected = [[rounding.nearest(y, "bfloat16") for y in row] for row in exact(x, group)]
     assert transform(x, name(group)).tolist() == expected
 
 
 @EVERY
 def test_of_integers_every_order_gives_the_same(group: int) -> None:
     x = torch.randint(-3, 4, (4, 2 * group), generator=torch.Generator().manual_seed(group)).bfloat16()
-    expected = [[scalar.nearest(y, "bfloat16") for y in row] for row in exact(x, group)]
+    expected = [[rounding.nearest(y, "bfloat16") for y in row] for row in exact(x, group)]
     assert transform(x, name(group)).tolist() == expected
 
 
@@ -105,11 +105,11 @@ def test_of_spread_exponents_it_lies_within_the_error_of_its_additions(group: in
     x = matrix("spread", group, 24, 128).bfloat16()
     sums = exact(x, group)
     sizes = [[sum(map(Fraction, part)) for part in row] for row in x.double().abs().view(24, -1, group).tolist()]
-    most = ((1 + U) ** (group.bit_length() - 1) - 1) * scalar.coefficient(group)
+    most = ((1 + U) ** (group.bit_length() - 1) - 1) * hadamard.coefficient(group)
     found = transform(x, name(group)).tolist()
     for i, k in np.ndindex(sums.shape):
         error = most * sizes[i][k // group]
-        low, high = (scalar.nearest(sums[i, k] + side * error, "bfloat16") for side in (-1, 1))
+        low, high = (rounding.nearest(sums[i, k] + side * error, "bfloat16") for side in (-1, 1))
         assert low <= found[i][k] <= high
 
 
@@ -118,17 +118,17 @@ def test_where_exponents_are_far_apart_it_is_not_the_exact_sum_rounded_once(grou
     """1 + 2^-30 is 1 in float32, so that 1 + 2^-30 − 1 leaves nothing."""
     x = torch.zeros(1, group)
     x[0, :3] = torch.tensor([1.0, 2.0**-30, -1.0])
-    once = scalar.nearest(sum(Fraction(v) for v in x[0].tolist()) * scalar.coefficient(group), "bfloat16")
-    assert once == float(scalar.coefficient(group)) * 2.0**-30
+    once = rounding.nearest(sum(Fraction(v) for v in x[0].tolist()) * hadamard.coefficient(group), "bfloat16")
+    assert once == float(hadamard.coefficient(group)) * 2.0**-30
     assert transform(x.bfloat16(), name(group, signs=False))[0, 0] == 0.0
 
 
 def test_two_elements_can_round_twice() -> None:
     """A sum, found by search, that float32 rounds to a tie of bfloat16."""
     x = torch.tensor([[134.0, 181 * 2.0**-14]])
-    total = sum(Fraction(v) for v in x[0].tolist()) * scalar.coefficient(2)
-    twice = scalar.nearest(Fraction(scalar.nearest(total, "float32")), "bfloat16")
-    assert twice != scalar.nearest(total, "bfloat16")
+    total = sum(Fraction(v) for v in x[0].tolist()) * hadamard.coefficient(2)
+    twice = rounding.nearest(Fraction(rounding.nearest(total, "float32")), "bfloat16")
+    assert twice != rounding.nearest(total, "bfloat16")
     assert transform(x.bfloat16(), name(2, signs=False))[0, 0] == twice
 
 
@@ -140,7 +140,7 @@ def test_two_rotations_cancel_in_exact_arithmetic(group: int) -> None:
     plain = [[[Fraction(v) for v in row] for row in x.double().tolist()] for x in (a, b)]
     product = np.array(plain[0], object) @ np.array(plain[1], object).T
     turned = exact(a, group) @ exact(b, group).T
-    assert (turned == group * scalar.coefficient(group) ** 2 * product).all()
+    assert (turned == group * hadamard.coefficient(group) ** 2 * product).all()
 
 
 @EVERY

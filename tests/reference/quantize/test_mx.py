@@ -16,12 +16,13 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.rounding import stochastic
 from narrowgauge.reference.ops import dequantize, quantize, quantize_both, quantize_grouped, swizzle, unswizzle
 from narrowgauge.reference.quantize.layout import linear_scales, pack
+from narrowgauge.reference.scalar import mx, philox
+from narrowgauge.reference.scalar import rounding as scalar_rounding
 from narrowgauge.spec.formats import E2M1, E8M0, Format
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape, swizzled_shape
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
-from tests.reference import mx_twins, scalar
-from tests.reference.mx_twins import DIALECTS, ELEMENTS, NAMES
+from tests.reference.mx_exponents import DIALECTS, ELEMENTS, NAMES
 from tests.reference.samples import MATRICES, matrix, words
 from tests.reference.twins import rowwise_elements
 from tests.thinned import thinned
@@ -54,10 +55,10 @@ def test_a_recipe_is_its_twin(
     dialect: str, element: Format, tile: bool, family: str, seed: int, rows: int, columns: int, nan: str
 ) -> None:
     base = tiled(element) if tile else NAMES[element]
-    rule = dataclasses.replace(find_recipe(f"{base}@{dialect}"), nan=nan)  # type: ignore[arg-type]
+    recipe = dataclasses.replace(find_recipe(f"{base}@{dialect}"), nan=nan)  # type: ignore[arg-type]
     x = matrix(family, seed, rows, columns)
-    q = quantize(x, rule)
-    codes, scales = mx_twins.quantize(x.numpy(), element, dialect, height=32 if tile else 1, nan=nan)
+    q = quantize(x, recipe)
+    codes, scales = mx.quantize(x.numpy(), recipe)
     np.testing.assert_array_equal(q.scales.numpy(), scales)
     np.testing.assert_array_equal(rowwise_elements(q).numpy(), codes)
     assert q.amax is None
@@ -68,7 +69,7 @@ def test_a_recipe_is_its_twin(
 def test_tiles_of_32_rows_and_their_tails_are_the_twins(element: Format) -> None:
     x = matrix("spread", 5, 70, 40)
     q = quantize(x, tiled(element))
-    codes, scales = mx_twins.quantize(x.numpy(), element, height=32)
+    codes, scales = mx.quantize(x.numpy(), q.recipe)
     np.testing.assert_array_equal(q.scales.numpy(), scales)
     np.testing.assert_array_equal(rowwise_elements(q).numpy(), codes)
     assert len(set(map(tuple, scales.tolist()))) == 3
@@ -103,7 +104,7 @@ def test_zeros_of_either_sign_have_the_smallest_scale_and_keep_their_sign(elemen
 def test_infinity_has_the_largest_scale_and_the_largest_code(element: Format) -> None:
     q = quantize(row_of(math.inf, -math.inf, FLT_MAX, 1.0), NAMES[element])
     assert q.scales.tolist() == [[E8M0.max_code]]
-    large = scalar.encode(FLT_MAX * 2.0**-127, element)
+    large = scalar_rounding.encode(FLT_MAX * 2.0**-127, element)
     assert rowwise_elements(q)[0, :4].tolist() == [element.max_code, element.max_code | element.sign_code, large, 0]
     assert not dequantize(q).isnan().any()
 
@@ -145,7 +146,7 @@ def test_every_value_of_the_element_under_every_scale_is_quantized_to_itself_and
     for code in range(255):
         row = (values.double() * 2.0 ** (code - 127)).float()
         if not row.isfinite().all():
-            assert code > 255 - mx_twins.EMAX[element] - 1
+            assert code > 255 - mx.EMAX[element] - 1
             continue
         x = torch.nn.functional.pad(row, (0, -len(row) % 32)).view(-1, 32)
         x[:, -1] = float(element.max * 2.0 ** (code - 127))
@@ -180,11 +181,11 @@ def test_dequantize_of_every_code_under_every_scale_is_the_exact_product_rounded
 @ELEMENT
 def test_an_element_is_rounded_once_after_its_scale_has_been_taken_out(element: Format) -> None:
     """Every midpoint of the format, and a unit in the last place to either side, under scales from end to end."""
-    grid = [float(point) for point in scalar.grid(element)[: element.max_code + 1]]
+    grid = [float(point) for point in scalar_rounding.grid(element)[: element.max_code + 1]]
     middles = torch.tensor([(a + b) / 2 for a, b in pairwise(grid)])
     near = torch.cat([middles, middles.nextafter(torch.tensor(math.inf)), middles.nextafter(torch.tensor(0.0))])
     near = torch.cat([near, -near])
-    expected = torch.tensor([scalar.encode(v, element) for v in near.tolist()], dtype=torch.uint8)
+    expected = torch.tensor([scalar_rounding.encode(v, element) for v in near.tolist()], dtype=torch.uint8)
     x = torch.nn.functional.pad(near, (0, -len(near) % 31)).view(-1, 31)
     x = torch.cat([torch.full((len(x), 1), element.max), x], 1)
     for power in (-100, -17, 0, 5, 100):
@@ -199,7 +200,7 @@ def test_ocp_clips_what_te_does_not(element: Format) -> None:
     for dialect, scale, code in (("ocp", 127, element.max_code), ("te", 128, None)):
         q = quantize(row_of(above, -above), f"{NAMES[element]}@{dialect}")
         assert q.scales.tolist() == [[scale]]
-        expected = scalar.encode(above / 2, element) if code is None else code
+        expected = scalar_rounding.encode(above / 2, element) if code is None else code
         assert rowwise_elements(q)[0, :2].tolist() == [expected, expected | element.sign_code]
 
 
@@ -210,18 +211,18 @@ def test_ocp_clips_what_te_does_not(element: Format) -> None:
 @pytest.mark.parametrize("name", thinned(ALL, 2))
 def test_each_half_is_what_quantize_gives(name: str, shape: tuple[int, int]) -> None:
     """The columnwise half of MXFP8 and MXFP6 lies where x does, that of MXFP4 as its transpose."""
-    x, rule = matrix("spread", 1, *shape), find_recipe(name)
+    x, recipe = matrix("spread", 1, *shape), find_recipe(name)
     random = (random_of(name, *shape), random_of(name, *shape[::-1], seed=2))
     row, column = quantize_both(x, name, random=random if name.endswith("-sr") else None)
     first, second = quantize(x, name, random=random[0]), quantize(x.T.contiguous(), name, random=random[1])
     assert row is not None
     assert column is not None
-    assert (row.transposed, column.transposed) == (False, rule.columnwise == "in-place")
-    assert column.transposed == (rule.element is not E2M1)
+    assert (row.transposed, column.transposed) == (False, recipe.columnwise == "in-place")
+    assert column.transposed == (recipe.element is not E2M1)
     for half, alone in ((row, first), (column, second)):
         assert half.shape == alone.shape
-        assert tuple(half.codes.shape) == codes_shape(half.shape, rule, transposed=half.transposed)
-        assert tuple(half.scales.shape) == scales_shape(half.shape, rule, transposed=half.transposed)
+        assert tuple(half.codes.shape) == codes_shape(half.shape, recipe, transposed=half.transposed)
+        assert tuple(half.scales.shape) == scales_shape(half.shape, recipe, transposed=half.transposed)
         assert half.codes.is_contiguous()
         assert half.scales.is_contiguous()
         assert torch.equal(half.codes.T if half.transposed else half.codes, alone.codes)
@@ -297,7 +298,8 @@ BYTES = torch.arange(256).to(torch.uint8)
 
 def points_of(element: Format) -> torch.Tensor:
     """The grid from 0 to the largest number, float64."""
-    return torch.tensor([float(point) for point in scalar.grid(element)[: element.max_code + 1]], dtype=torch.float64)
+    points = scalar_rounding.grid(element)[: element.max_code + 1]
+    return torch.tensor([float(point) for point in points], dtype=torch.float64)
 
 
 def halves(element: Format) -> torch.Tensor:
@@ -382,7 +384,7 @@ FLOATS = st.one_of(
 @given(x=FLOATS, byte=st.integers(0, 255), element=st.sampled_from(ELEMENTS))
 def test_stochastic_rounding_is_its_scalar_twin(x: float, byte: int, element: Format) -> None:
     found = encode(stochastic(torch.tensor([x]), element, torch.tensor([byte], dtype=torch.uint8)), element)
-    assert found.item() == mx_twins.stochastic(x, byte, element)
+    assert found.item() == scalar_rounding.stochastic(x, byte, element)
 
 
 @ELEMENT
@@ -404,12 +406,12 @@ def test_gfloat_rounds_so_too(element: Format) -> None:
 
 @pytest.mark.parametrize("name", thinned([name for name in ALL if name.endswith("-sr")], 3))
 def test_a_stochastic_recipe_is_its_twin(name: str) -> None:
-    rule = find_recipe(name)
+    recipe = find_recipe(name)
     x = matrix("ties", 6, 35, 70)
     given_words = words(6, 35, 70)
     q = quantize(x, name, random=given_words)
-    each = scalar.random_bytes(given_words.numpy().astype(np.int64) & 0xFFFFFFFF)
-    codes, scales = mx_twins.quantize(x.numpy(), rule.element, height=rule.block[0], random=each)
+    each = philox.random_bytes(given_words.numpy().astype(np.int64) & 0xFFFFFFFF)
+    codes, scales = mx.quantize(x.numpy(), recipe, random=each)
     np.testing.assert_array_equal(q.scales.numpy(), scales)
     np.testing.assert_array_equal(rowwise_elements(q).numpy(), codes)
     nearest = quantize(x, name.removesuffix("-sr"))
@@ -419,7 +421,7 @@ def test_a_stochastic_recipe_is_its_twin(name: str) -> None:
 
 def philox_words(seed: int, offset: int, rows: int, columns: int, first: int = 0) -> torch.Tensor:
     """Words (rows, ⌈columns/4⌉): block n of 32, the blocks counted from `first`, has subsequences 2n and 2n + 1."""
-    made = scalar.philox_words(seed, offset, rows, 32 * -(-columns // 32), first=2 * first)
+    made = philox.philox_words(seed, offset, rows, 32 * -(-columns // 32), first=2 * first)
     return torch.from_numpy(made.view(np.int32)[:, : -(-columns // 4)].copy())
 
 

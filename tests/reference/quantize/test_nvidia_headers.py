@@ -18,7 +18,7 @@ from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.exponents import exponent_codes
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from narrowgauge.spec.recipes import find_recipe
-from tests.reference.mx_twins import NAMES
+from tests.reference.mx_exponents import NAMES
 from tests.reference.quantize.test_exponents import amaxes
 from tests.reference.samples import every_input
 

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from narrowgauge.reference.numbers import blocks
 from narrowgauge.reference.ops import dequantize, quantize, quantize_both
 from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
-from narrowgauge.spec.recipes import find_recipe, recipe_names
+from narrowgauge.spec.recipes import find_recipe
 from tests.golden import bits, golden, load, quantize_input
 from tests.reference.samples import MIDPOINTS, NASTY
 from tests.reference.twins import assert_same, assert_twin, elements
@@ -58,14 +57,14 @@ def test_every_recipe_gives_transformer_engines_bytes(path: Path, name: str) -> 
     """
     arrays = load(path)
     x = quantize_input(path, arrays)
-    rule = find_recipe(name)
+    recipe = find_recipe(name)
     row, column = quantize_both(x, name)
     assert_golden(row, arrays, name, "")
-    assert_golden(quantize(x, rule.rowwise), arrays, name, "")
+    assert_golden(quantize(x, recipe.rowwise), arrays, name, "")
     if f"{name}.codes_t" in arrays:
         assert_golden(column, arrays, name, "_t")
-        if rule.candidates == "6" or rule.block[0] == 1:
-            assert_golden(quantize(x.T.contiguous(), rule), arrays, name, "_t")
+        if recipe.candidates == "6" or recipe.block[0] == 1:
+            assert_golden(quantize(x.T.contiguous(), recipe), arrays, name, "_t")
 
 
 def test_the_golden_files_hold_the_variants() -> None:
@@ -120,8 +119,8 @@ MATRICES = st.one_of(
 @SETTINGS
 @given(MATRICES, st.sampled_from(["te", "te-2.8"]), st.sampled_from(["ignore", "propagate"]))
 def test_quantize_is_its_scalar_twin(x: np.ndarray, dialect: str, nan: str) -> None:
-    rule = dataclasses.replace(find_recipe(f"nvfp4@{dialect}"), nan=nan)  # type: ignore[arg-type]
-    assert_twin(quantize(torch.from_numpy(x), rule), torch.from_numpy(x))
+    recipe = dataclasses.replace(find_recipe(f"nvfp4@{dialect}"), nan=nan)  # type: ignore[arg-type]
+    assert_twin(quantize(torch.from_numpy(x), recipe), torch.from_numpy(x))
 
 
 @SETTINGS
@@ -143,10 +142,10 @@ def test_every_half_precision_number_quantizes_as_in_the_scalar_twin(dtype: torc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nan", ["ignore", "propagate"])
 def test_the_input_dtype_is_only_a_carrier(dtype: torch.dtype, nan: str) -> None:
-    rule = dataclasses.replace(find_recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
+    recipe = dataclasses.replace(find_recipe("nvfp4"), nan=nan)  # type: ignore[arg-type]
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     for x in (patterns.view(-1, 64), patterns[patterns.isfinite()].view(-1, 16)):
-        assert_same(quantize(x, rule), quantize(x.float(), rule))
+        assert_same(quantize(x, recipe), quantize(x.float(), recipe))
 
 
 def test_every_exponent_of_the_amax_is_the_scalar_twins() -> None:
@@ -422,23 +421,3 @@ def test_requantizing_dequantized_values_gives_the_same_codes(
 def test_an_unknown_recipe_is_refused() -> None:
     with pytest.raises(ValueError, match="no recipe is called 'nvfp3'"):
         quantize(torch.zeros(1, 16), "nvfp3")
-
-
-# Parts of a matrix, one after the other.
-
-
-@pytest.mark.parametrize("name", recipe_names())
-@pytest.mark.parametrize("slab", [1, 1 << 7])
-def test_the_size_of_the_parts_that_are_worked_on_at_once_changes_nothing(
-    name: str, slab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither where every row is a part, of the elements and of the blocks, nor where a part is some rows."""
-    rule = find_recipe(name)
-    x = torch.randn(144, 128, generator=torch.Generator().manual_seed(3)).bfloat16() * torch.arange(144).view(-1, 1)
-    random = (3, 5) if rule.rounding == "stochastic" else None
-    scale = torch.tensor([2.5]) if rule.tensor_scale == "given" else None
-    whole = quantize(x, name, random=random, scale=scale)
-    monkeypatch.setitem(blocks._SLAB, "cpu", slab)
-    parts = quantize(x, name, random=random, scale=scale)
-    for one, other in ((parts.codes, whole.codes), (parts.scales, whole.scales), (parts.amax, whole.amax)):
-        assert (one is None and other is None) or torch.equal(one, other)

@@ -15,9 +15,10 @@ import torch
 
 from narrowgauge.reference.ops import quantize
 from narrowgauge.reference.quantize.layout import unpack
+from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
-from tests.reference import mx_twins, scalar
-from tests.reference.mx_twins import ELEMENTS, NAMES
+from tests.reference import mx_exponents
+from tests.reference.mx_exponents import ELEMENTS, NAMES
 from tests.reference.quantize.test_exponents import amaxes
 from tests.reference.samples import boundaries, matrix
 from tests.reference.twins import rowwise_elements
@@ -122,7 +123,7 @@ def test_rceil_is_one_too_small_just_above_a_largest_number(torchao: Any, elemen
              for a, code in zip(amax[differ].tolist(), scales[differ].flatten().tolist(), strict=True)]  # fmt: skip
     assert not any(held)
     np.testing.assert_array_equal(
-        mine[differ].flatten(), mx_twins.codes_of_quotient(amax[differ].float().numpy(), element, "te")
+        mine[differ].flatten(), mx_exponents.codes_of_quotient(amax[differ].float().numpy(), element, "te")
     )
 
 
@@ -140,7 +141,7 @@ def test_blocks_under_the_smallest_scale_are_divided_by_more_than_it(
     assert scales.tolist() == mine.tolist() == [[0]]
     divisor = 1.0 if dialect == "te" else 2.0**-126
     for found, by in ((elements, 2.0**-127), (codes, divisor)):
-        expected = scalar.encode(amax / by, element)
+        expected = rounding.encode(amax / by, element)
         assert found[0, :2].tolist() == [expected, expected | element.sign_code]
 
 

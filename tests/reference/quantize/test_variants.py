@@ -31,10 +31,10 @@ ROTATED = [name for name in NAMES if find_recipe(name).transform is not None]
     nan=st.sampled_from(["ignore", "propagate"]),
 )
 def test_a_variant_is_its_scalar_twin(name: str, family: str, seed: int, rows: int, columns: int, nan: str) -> None:
-    rule = dataclasses.replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
+    recipe = dataclasses.replace(find_recipe(name), nan=nan)  # type: ignore[arg-type]
     x = matrix(family, seed, rows, columns)
-    bits = words(seed, rows, columns) if rule.rounding == "stochastic" else None
-    assert_twin(quantize(x, rule, random=bits), x, words=bits)
+    bits = words(seed, rows, columns) if recipe.rounding == "stochastic" else None
+    assert_twin(quantize(x, recipe, random=bits), x, words=bits)
 
 
 @SETTINGS
@@ -89,29 +89,29 @@ def test_the_input_dtype_is_only_a_carrier(name: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("shape", [(0, 0), (0, 32), (5, 0), (0, 128)])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_matrix_gives_empty_halves(name: str, shape: tuple[int, int]) -> None:
-    rule = find_recipe(name)
+    recipe = find_recipe(name)
     x = torch.zeros(shape, dtype=torch.bfloat16)
-    if rule.transform is not None and shape[0]:
+    if recipe.transform is not None and shape[0]:
         x = torch.zeros(256, 0, dtype=torch.bfloat16)  # whole groups along M, for the columnwise half
-    random = (1, 2) if rule.rounding == "stochastic" else None
+    random = (1, 2) if recipe.rounding == "stochastic" else None
     rows, columns = x.shape
-    for q, (m, k) in zip(quantize_both(x, rule, random=random), [(rows, columns), (columns, rows)], strict=True):
+    for q, (m, k) in zip(quantize_both(x, recipe, random=random), [(rows, columns), (columns, rows)], strict=True):
         assert q is not None
         assert q.amax is not None
         assert q.shape == (m, k)
         assert tuple(q.codes.shape) == (m, -(-k // 2))
         assert tuple(q.scales.shape) == (m, -(-k // 16))
-        assert q.amax.tolist() == [0.0] * (m if rule.granularity == "row" else 1)
+        assert q.amax.tolist() == [0.0] * (m if recipe.granularity == "row" else 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_inputs_come_back_unchanged(name: str) -> None:
-    rule = find_recipe(name)
+    recipe = find_recipe(name)
     x = matrix("normal", 2, 128, 128).bfloat16()
-    random = (words(2, 128, 128), words(3, 128, 128)) if rule.rounding == "stochastic" else None
-    amax = torch.full(amax_shape((128, 128), rule), 3.0)
+    random = (words(2, 128, 128), words(3, 128, 128)) if recipe.rounding == "stochastic" else None
+    amax = torch.full(amax_shape((128, 128), recipe), 3.0)
     given_tensors = [x, amax, *(random or ())]
     before = [tensor.clone() for tensor in given_tensors]
-    quantize_both(x, rule, amax=(amax, amax), random=random, swizzled=True)
+    quantize_both(x, recipe, amax=(amax, amax), random=random, swizzled=True)
     for tensor, copy in zip(given_tensors, before, strict=True):
         assert torch.equal(tensor, copy)

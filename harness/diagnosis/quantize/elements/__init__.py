@@ -1,1 +1,1 @@
-"""Known deviations of element codes."""
+"""Known mistakes in element codes."""

@@ -1,1 +1,1 @@
-"""Known deviations of amaxes and scales."""
+"""Known mistakes in amaxes and scales."""

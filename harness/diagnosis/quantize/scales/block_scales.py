@@ -1,4 +1,4 @@
-"""What kernels do to block scales, made of right block amaxes, in place of what their recipe says."""
+"""Mistakes in block scales that are computed from correct block amaxes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import partial
 
 import torch
 
-from narrowgauge.harness.diagnosis.quantize.deviation import Hook, QuantizeDeviation, Run, Store
-from narrowgauge.harness.diagnosis.quantize.elements import grids
-from narrowgauge.harness.diagnosis.quantize.scales.exponents import exponent_deviations
-from narrowgauge.harness.diagnosis.quantize.scales.four_over_six import choosing_deviations, chosen
-from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import OF_ZERO
+from narrowgauge.harness.diagnosis.quantize.deviation import Override, QuantizeDeviation, Replay, ScaleFunction
+from narrowgauge.harness.diagnosis.quantize.elements import roundings
+from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import exponent_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.four_over_six import choose_scales, four_over_six_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import SCALES_FOR_ZERO_AMAX
 from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.reference.quantize.scaling import divide, encode_scales, unrounded_scales
+from narrowgauge.reference.quantize.steps import block_amaxes
 from narrowgauge.spec.formats import E8M0, FP32, Format
 from narrowgauge.spec.recipes import Recipe
 
@@ -28,56 +28,58 @@ def scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
         yield from exponent_deviations(recipe)
     elif recipe.scale is FP32:
         if not recipe.whole:
-            yield from _inverses(recipe)
+            yield from _float_scale_deviations(recipe)
     else:
-        yield from choosing_deviations(recipe)
-        yield from _rounded(recipe)
-        yield from _ordered(recipe)
+        yield from four_over_six_deviations(recipe)
+        yield from _rounding_deviations(recipe)
+        yield from _order_deviations(recipe)
     if not recipe.whole:
         yield QuantizeDeviation(
-            "scales-transposed", "scales are stored by column, not by row", SCALES, local=False,
-            hooks={"scales": lambda run: _of_reference(run).T.reshape(run.scales.shape)},
+            "scales-transposed", "scales are stored by column, not by row", SCALES, row_local=False,
+            overrides={"scales": lambda replay: _reference_scales(replay).T.reshape(replay.scales.shape)},
         )  # fmt: skip
     if recipe.block[0] > 1 and not recipe.whole:
         yield QuantizeDeviation(
             "tiles-transposed", "the scale of a tile is that of the tile with row and column exchanged", SCALES,
-            hooks={"scales": _tiles_exchanged}, local=False,
+            overrides={"scales": _tiles_exchanged}, row_local=False,
         )  # fmt: skip
         for side in (2, 4, 8):
             yield QuantizeDeviation(
                 "tiles-transposed", f"tiles within a square of {side}x{side} have each other's block amaxes, "
-                "row and column exchanged", SCALES, hooks={"blocks": partial(_tiles_exchanged_within, side)},
-                local=False,
+                "row and column exchanged", SCALES, overrides={"blocks": partial(_tiles_exchanged_within, side)},
+                row_local=False,
             )  # fmt: skip
     yield QuantizeDeviation(
         "scales-of-next-block", "a block has the scale of the next one", SCALES,
-        hooks={"scales": lambda run: _of_reference(run).roll(-1, 1)},
+        overrides={"scales": lambda replay: _reference_scales(replay).roll(-1, 1)},
     )  # fmt: skip
     yield QuantizeDeviation(
         "scales-of-previous-block", "a block has the scale of the one before", SCALES,
-        hooks={"scales": lambda run: _of_reference(run).roll(1, 1)},
+        overrides={"scales": lambda replay: _reference_scales(replay).roll(1, 1)},
     )  # fmt: skip
 
 
-def _of(cause: str, sentence: str, hook: Hook, *, odd: bool = False) -> QuantizeDeviation:
-    return QuantizeDeviation(cause, f"scales: {sentence}", SCALES, hooks={"scales": hook}, odd=odd)
+def _scale_deviation(cause: str, sentence: str, override: Override, *, implausible: bool = False) -> QuantizeDeviation:
+    return QuantizeDeviation(
+        cause, f"scales: {sentence}", SCALES, overrides={"scales": override}, implausible=implausible
+    )
 
 
-def _of_reference(run: Run) -> torch.Tensor:
-    return Run(run.evidence).stage("scales")
+def _reference_scales(replay: Replay) -> torch.Tensor:
+    return Replay(replay.kernel_matrix).compute_stage("scales")
 
 
-def _tiles_exchanged(run: Run) -> torch.Tensor:
-    stored = _of_reference(run)
-    height = run.recipe.block[0] // run.recipe.stored_rows
+def _tiles_exchanged(replay: Replay) -> torch.Tensor:
+    stored = _reference_scales(replay)
+    height = replay.recipe.block[0] // replay.recipe.stored_rows
     tiles = stored[::height]
     return tiles.T.reshape(tiles.shape).repeat_interleave(height, 0)[: len(stored)]
 
 
-def _tiles_exchanged_within(side: int, run: Run) -> torch.Tensor:
-    """Block amaxes; those of tiles behind the last row and column are 0."""
-    blocks = block_amaxes(run.x, run.recipe)
-    height = run.recipe.block[0] // run.recipe.stored_rows
+def _tiles_exchanged_within(side: int, replay: Replay) -> torch.Tensor:
+    """Block amaxes with rows and columns of tiles exchanged in squares. Tiles outside the matrix have amax 0."""
+    blocks = block_amaxes(replay.x, replay.recipe)
+    height = replay.recipe.block[0] // replay.recipe.stored_rows
     tiles = blocks[::height]
     rows, columns = tiles.shape
     squares = torch.nn.functional.pad(tiles, (0, -columns % side, 0, -rows % side))
@@ -86,10 +88,10 @@ def _tiles_exchanged_within(side: int, run: Run) -> torch.Tensor:
     return exchanged.repeat_interleave(height, 0)[: len(blocks)]
 
 
-def _rounding(rounding: grids.Rounding, recipe: Recipe) -> Hook:
-    """The recipe's scales, but for the rounding."""
+def _with_rounding(rounding: roundings.Rounding, recipe: Recipe) -> Override:
+    """Scales by a different rounding, otherwise by the recipe."""
 
-    def plain(
+    def rounded_scales(
         x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor | None, tensor: torch.Tensor | None, recipe: Recipe
     ) -> torch.Tensor:
         stored = rounding(unrounded_scales(blocks, tensor, recipe, x.dtype), recipe.scale)
@@ -97,32 +99,36 @@ def _rounding(rounding: grids.Rounding, recipe: Recipe) -> Hook:
             return stored.masked_fill(stored == 0, int(encode(torch.tensor(2.0**-3), recipe.scale)))
         return stored
 
-    store: Store = plain if recipe.candidates == "6" else chosen(rounding)
-    return lambda run: run.stored(store)
+    scale_function: ScaleFunction = rounded_scales if recipe.candidates == "6" else choose_scales(rounding)
+    return lambda replay: replay.store_scales(scale_function)
 
 
-def _rounded(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    for cause, words, rounding in (
-        ("scale-truncated", "rounded toward zero, not to the nearest", grids.truncated),
-        ("scale-rounded-up", "rounded up, not to the nearest", grids.rounded_up),
-        ("scale-ties-away", "ties round away from zero", grids.ties_away),
-        ("scale-ties-toward-zero", "ties round toward zero", grids.ties_toward_zero),
-        ("scale-through-bf16", "rounded to bf16 first", grids.through(torch.bfloat16)),
-        ("scale-through-fp16", "rounded to fp16 first", grids.through(torch.float16)),
-        ("scale-not-clamped", "NaN where they overflow", grids.unsaturated),
+def _rounding_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
+    for cause, phrase, rounding in (
+        ("scale-truncated", "rounded toward zero, not to the nearest", roundings.truncated),
+        ("scale-rounded-up", "rounded up, not to the nearest", roundings.rounded_up),
+        ("scale-ties-away", "ties round away from zero", roundings.ties_away),
+        ("scale-ties-toward-zero", "ties round toward zero", roundings.ties_toward_zero),
+        ("scale-through-bf16", "rounded to bf16 first", roundings.through(torch.bfloat16)),
+        ("scale-through-fp16", "rounded to fp16 first", roundings.through(torch.float16)),
+        ("scale-not-clamped", "NaN where they overflow", roundings.unsaturated),
         ("scale-not-clamped", "those that overflow wrap round to small codes", _wrapping),
-        ("subnormal-scales-flushed", "0 in place of subnormal codes", grids.subnormals_to_zero),
-        ("subnormal-scales-flushed", "0 below the least normal number, before they are rounded", grids.flushed_before),
+        ("subnormal-scales-flushed", "0 in place of subnormal codes", roundings.subnormals_to_zero),
+        (
+            "subnormal-scales-flushed",
+            "0 below the least normal number, before they are rounded",
+            roundings.flushed_before,
+        ),
         (
             "subnormal-scales-raised",
             "the least normal number in place of subnormal codes",
-            grids.subnormals_to_smallest,
+            roundings.subnormals_to_smallest,
         ),
         ("zero-scale-raised", "the least subnormal number in place of 0", _without_zero),
         ("power-of-two-scales", "rounded to a power of two", _power_of_two(0)),
         ("power-of-two-scales", "rounded up to a power of two", _power_of_two(1)),
     ):
-        yield _of(cause, words, _rounding(rounding, recipe), odd="through" in cause)
+        yield _scale_deviation(cause, phrase, _with_rounding(rounding, recipe), implausible="through" in cause)
 
 
 def _wrapping(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -137,7 +143,7 @@ def _without_zero(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return encode(x, fmt).clamp(min=1)
 
 
-def _power_of_two(up: int) -> grids.Rounding:
+def _power_of_two(up: int) -> roundings.Rounding:
     def rounding(x: torch.Tensor, fmt: Format) -> torch.Tensor:
         mantissa, exponent = torch.frexp(x)
         power = exponent - 1 + ((mantissa > 0.5) & (x > 0)).int() * up
@@ -146,8 +152,8 @@ def _power_of_two(up: int) -> grids.Rounding:
     return rounding
 
 
-def _ordered(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Orders of operations of a block scale that no recipe has, of an encode factor."""
+def _order_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
+    """Orders of operations that no recipe has, for block scales computed with an encode scale of the tensor."""
     if recipe.candidates != "6" or recipe.tensor_scale not in ("max/amax", "(1/amax)*max"):
         return
     largest = recipe.element.max
@@ -159,86 +165,91 @@ def _ordered(recipe: Recipe) -> Iterator[QuantizeDeviation]:
         ("amax/6", lambda amax, enc: amax / torch.full_like(amax, largest) + 0 * enc),
         ("amax*enc", lambda amax, enc: amax * enc),
     )
-    for expression, form in forms:
-        yield _of(
-            f"scale-order:{expression}", f"made as {expression}", partial(Run.stored, store=_made(form)), odd=True
-        )
+    for expression, expression_function in forms:
+        override = partial(Replay.store_scales, scale_function=_scales_of_form(expression_function))
+        yield _scale_deviation(f"scale-order:{expression}", f"made as {expression}", override, implausible=True)
 
 
-def _made(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Store:
-    """The rounded scales of a form, of a block's amax and enc."""
+def _scales_of_form(expression_function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> ScaleFunction:
+    """Rounded scales by an expression of the block amax and the encode scale of the tensor."""
 
-    def store(
+    def scale_function(
         x: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor | None, tensor: torch.Tensor | None, recipe: Recipe
     ) -> torch.Tensor:
         assert tensor is not None
-        return encode(form(blocks, tensor.unsqueeze(1)).clamp(max=torch.finfo(torch.float32).max), recipe.scale)
+        scales = expression_function(blocks, tensor.unsqueeze(1))
+        return encode(scales.clamp(max=torch.finfo(torch.float32).max), recipe.scale)
 
-    return store
+    return scale_function
 
 
-def _inverses(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Of float32 scales, which are inverses of encode scales."""
+def _float_scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
+    """Deviations of float32 block scales, which are the inverses of encode scales."""
     largest = recipe.element.max
 
-    def amax_of(run: Run) -> torch.Tensor:
-        return run.blocks.clamp(min=run.recipe.smallest_amax) if run.recipe.smallest_amax else run.blocks
+    def block_amax(replay: Replay) -> torch.Tensor:
+        return replay.blocks.clamp(min=replay.recipe.smallest_amax) if replay.recipe.smallest_amax else replay.blocks
 
-    def proper(run: Run, scale: torch.Tensor) -> torch.Tensor:
-        return torch.where((amax_of(run) > 0) & amax_of(run).isfinite(), scale, 1.0)
+    def with_scale_1(replay: Replay, scale: torch.Tensor) -> torch.Tensor:
+        """Scale 1 for blocks with an amax of 0, infinity or NaN."""
+        return torch.where((block_amax(replay) > 0) & block_amax(replay).isfinite(), scale, 1.0)
 
-    def encoded(run: Run) -> torch.Tensor:
-        return encode_scales(run.blocks, run.recipe, run.x.dtype)
+    def encode_scale(replay: Replay) -> torch.Tensor:
+        return encode_scales(replay.blocks, replay.recipe, replay.x.dtype)
 
-    forms: tuple[tuple[str, Hook], ...] = (
-        ("amax/max", lambda run: proper(run, amax_of(run) / torch.full_like(run.blocks, largest))),
-        ("amax*(1/max)", lambda run: proper(run, amax_of(run) * (1.0 / largest))),
-        ("max/amax", encoded),
+    forms: tuple[tuple[str, Override], ...] = (
+        ("amax/max", lambda replay: with_scale_1(replay, block_amax(replay) / torch.full_like(replay.blocks, largest))),
+        ("amax*(1/max)", lambda replay: with_scale_1(replay, block_amax(replay) * (1.0 / largest))),
+        ("max/amax", encode_scale),
     )
-    for expression, hook in forms:
-        yield _of(f"scale-order:{expression}", f"stored as {expression}", hook)
-    yield _of(
+    for expression, override in forms:
+        yield _scale_deviation(f"scale-order:{expression}", f"stored as {expression}", override)
+    yield _scale_deviation(
         "scale-not-clamped", "made of max/amax as it comes, infinite too",
-        lambda run: divide(1.0, _cut(divide(largest, amax_of(run)), run.recipe)),
+        lambda replay: divide(1.0, _truncate_to_power_of_two(divide(largest, block_amax(replay)), replay.recipe)),
     )  # fmt: skip
-    for words, number in OF_ZERO.items():
-        yield _of(
-            "zero-block-not-one", f"stored as the inverse of a scale that is {words} for an amax of 0, not 1",
-            partial(_of_zero, number),
+    for phrase, number in SCALES_FOR_ZERO_AMAX.items():
+        yield _scale_deviation(
+            "zero-block-not-one", f"stored as the inverse of a scale that is {phrase} for an amax of 0, not 1",
+            partial(_scales_for_zero_amax, number),
         )  # fmt: skip
-    yield _of("zero-block-not-one", "the largest number of the inputs for an amax of 0, not 1", _of_zero_as_input)
+    yield _scale_deviation(
+        "zero-block-not-one",
+        "the largest number of the inputs for an amax of 0, not 1",
+        _scales_for_zero_amax_of_input_max,
+    )
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        yield _of(
+        yield _scale_deviation(
             f"scale-through-{name}", f"rounded to {name}",
-            partial(_inverse_through, dtype),
+            partial(_rounded_inverse, dtype),
         )  # fmt: skip
-    yield _of("exponent:up", "max/amax is rounded up to a power of two", lambda run: divide(1.0, _up(run)))
+    yield _scale_deviation(
+        "exponent:up",
+        "max/amax is rounded up to a power of two",
+        lambda replay: divide(1.0, _round_up_to_power_of_two(replay)),
+    )
 
 
-def _of_zero(number: float, run: Run) -> torch.Tensor:
-    amax = run.blocks.clamp(min=run.recipe.smallest_amax)
-    return torch.where(amax == 0, divide(1.0, torch.full_like(amax, number)), _of_reference(run))
+def _scales_for_zero_amax(number: float, replay: Replay) -> torch.Tensor:
+    amax = replay.blocks.clamp(min=replay.recipe.smallest_amax)
+    return torch.where(amax == 0, divide(1.0, torch.full_like(amax, number)), _reference_scales(replay))
 
 
-def _of_zero_as_input(run: Run) -> torch.Tensor:
-    return _of_zero(torch.finfo(run.x.dtype).max, run)
+def _scales_for_zero_amax_of_input_max(replay: Replay) -> torch.Tensor:
+    return _scales_for_zero_amax(torch.finfo(replay.x.dtype).max, replay)
 
 
-def _inverse_through(dtype: torch.dtype, run: Run) -> torch.Tensor:
-    return divide(1.0, encode_scales(run.blocks, run.recipe, run.x.dtype)).to(dtype).float()
+def _rounded_inverse(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
+    return divide(1.0, encode_scales(replay.blocks, replay.recipe, replay.x.dtype)).to(dtype).float()
 
 
-def _cut(scale: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def _truncate_to_power_of_two(scale: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     if recipe.scale_rounding != "down":
         return scale
     return scale.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
-def _up(run: Run) -> torch.Tensor:
-    full = encode_scales(run.blocks, _unrounded(run.recipe), run.x.dtype)
-    mantissa, exponent = torch.frexp(full)
-    return torch.ldexp(torch.ones_like(full), exponent - (mantissa == 0.5).int())
-
-
-def _unrounded(recipe: Recipe) -> Recipe:
-    return replace(recipe, scale_rounding="none")
+def _round_up_to_power_of_two(replay: Replay) -> torch.Tensor:
+    scales = encode_scales(replay.blocks, replace(replay.recipe, scale_rounding="none"), replay.x.dtype)
+    mantissa, exponent = torch.frexp(scales)
+    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())

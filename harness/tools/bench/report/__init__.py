@@ -1,1 +1,1 @@
-"""The report of a bench: a table, a page, figures."""
+"""Report of a bench: table, page, plots."""

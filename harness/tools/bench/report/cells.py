@@ -1,11 +1,11 @@
-"""Figures of a bench for people: the cells that the terminal and the page share."""
+"""Formatted figures of a bench: the cells shared by terminal and page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from narrowgauge.harness.report import text
-from narrowgauge.harness.tools.bench.row import UNJUDGED, Row
+from narrowgauge.harness.tools.bench.bench_row import UNJUDGED, BenchRow
 
 COLUMNS = ("operation", "size", "who", "time", "spread", "rate", "of ceiling", "× reference", "asked", "judged by")
 EXPLAINED = (
@@ -42,45 +42,45 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.3g} %"
 
 
-def spread(row: Row) -> str:
-    """How far the fastest and the slowest round are from the median: `−0.4 +1.2 %`."""
+def spread(row: BenchRow) -> str:
+    """Distance of the fastest and the slowest round from the median: `−0.4 +1.2 %`."""
     if not row.seconds or row.seconds_min is None or row.seconds_max is None:
         return ""
     low, high = 100 * (1 - row.seconds_min / row.seconds), 100 * (row.seconds_max / row.seconds - 1)
     return f"−{low:.2g} +{high:.2g} %"
 
 
-def figure(asked: str, value: float | None) -> str:
-    """A figure that is asked for, in its unit."""
-    if asked == "share":
+def figure(target: str, value: float | None) -> str:
+    """A target figure with its unit."""
+    if target == "share":
         return percent(value)
-    if asked == "speedup":
+    if target == "speedup":
         return "" if value is None else f"{value:.3g} ×"
-    return rate(value, asked.replace("elements", "elem"))
+    return rate(value, target.replace("elements", "elem"))
 
 
-def asked(row: Row, *, plain: bool = False) -> str:
-    """`✓ 85 %`: what is asked of a row and whether it is reached."""
+def target(row: BenchRow, *, ascii_only: bool = False) -> str:
+    """`✓ 85 %`: the target of a row, and whether it is met."""
     if row.met is None:
         return ""
-    marks = ("met", "missed") if plain else (text.GLYPHS["pass"], text.GLYPHS["fail"])
+    marks = ("met", "missed") if ascii_only else (text.GLYPHS["pass"], text.GLYPHS["fail"])
     return f"{marks[not row.met]} {figure(row.asked, row.asked_least)}"
 
 
-def verdict(row: Row, *, plain: bool = False) -> str:
-    """A mark where the output was judged, and by what."""
+def verdict(row: BenchRow, *, ascii_only: bool = False) -> str:
+    """Mark and rule of the verdict, if the output was judged."""
     if row.verdict == UNJUDGED:
         return ""
-    return f"{row.verdict if plain else text.GLYPHS[row.verdict]} {row.judged}".rstrip()
+    return f"{row.verdict if ascii_only else text.GLYPHS[row.verdict]} {row.judged}".rstrip()
 
 
-def ceiling(row: Row) -> str:
-    """`87.1 %`, and beside the second ceiling where that is measured."""
+def ceiling(row: BenchRow) -> str:
+    """`87.1 %`: share of the ceiling, and in brackets the share of the second ceiling."""
     return percent(row.share) + ("" if row.second_share is None else f" ({percent(row.second_share)})")
 
 
-def cells(row: Row, *, plain: bool = False) -> list[str]:
-    """A row of the table."""
+def cells(row: BenchRow, *, ascii_only: bool = False) -> list[str]:
+    """Cells of a row of the table."""
     name = " ".join(filter(None, (row.operation, row.recipe, row.variant)))
     return [
         name,
@@ -91,51 +91,52 @@ def cells(row: Row, *, plain: bool = False) -> list[str]:
         rate(row.rate, "FLOP/s" if row.timed_by_flop else "B/s"),
         ceiling(row),
         "" if row.speedup is None or row.who == "reference" else f"{row.speedup:.3g}",
-        asked(row, plain=plain),
-        verdict(row, plain=plain),
+        target(row, ascii_only=ascii_only),
+        verdict(row, ascii_only=ascii_only),
     ]
 
 
-def missed(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each figure that is less than asked."""
+def missed(rows: Sequence[BenchRow]) -> list[str]:
+    """A sentence for each missed target."""
     return [
-        f"{row.id}: {figure(row.asked, row.asked_found)}{_of(row)}, and {figure(row.asked, row.asked_least)} is asked"
+        f"{row.id}: {figure(row.asked, row.asked_found)}{_reference_of(row)}, "
+        f"and {figure(row.asked, row.asked_least)} is asked"
         for row in rows
         if row.met is False
     ]
 
 
-def _of(row: Row) -> str:
+def _reference_of(row: BenchRow) -> str:
     return {"share": f" of {row.ceiling}", "speedup": " of the reference's speed"}.get(row.asked, "")
 
 
-def wrong(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each row whose output is wrong, or that has none."""
-    return [f"{row.id}: {row.message}" for row in rows if row.red]
+def wrong(rows: Sequence[BenchRow]) -> list[str]:
+    """A sentence for each row with a wrong output or an error."""
+    return [f"{row.id}: {row.message}" for row in rows if row.failed]
 
 
-def sentence(rows: Sequence[Row]) -> str:
-    """A bench in one sentence."""
-    judged = [row for row in rows if row.verdict != UNJUDGED and row.ours]
-    red = [row for row in judged if row.red]
+def sentence(rows: Sequence[BenchRow]) -> str:
+    """The bench as a sentence."""
+    judged = [row for row in rows if row.verdict != UNJUDGED and row.is_native]
+    failed = [row for row in judged if row.failed]
     if not judged:
         return "nothing was judged"
-    if red:
-        return f"{len(red)} of {text.plural(len(judged), 'timed output')} did not pass"
-    peers = [row for row in rows if row.verdict != UNJUDGED and not row.ours]
-    wrong_peers = sum(row.red for row in peers)
+    if failed:
+        return f"{len(failed)} of {text.plural(len(judged), 'timed output')} did not pass"
+    peers = [row for row in rows if row.verdict != UNJUDGED and not row.is_native]
+    wrong_peers = sum(row.failed for row in peers)
     others = f"; {wrong_peers} of {text.plural(len(peers), 'output')} of peers wrong" if wrong_peers else ""
-    held = [row for row in rows if row.met is not None]
-    reached = sum(row.met is True for row in held)
+    with_target = [row for row in rows if row.met is not None]
+    reached = sum(row.met is True for row in with_target)
     compared = sum(row.compared for row in judged)
-    asked_of = f"; {reached} of {text.plural(len(held), 'figure')} asked are reached" if held else ""
+    targets = f"; {reached} of {text.plural(len(with_target), 'figure')} asked are reached" if with_target else ""
     return (
-        f"{text.plural(len(judged), 'timed output')} right, {text.number(compared)} elements compared{asked_of}{others}"
+        f"{text.plural(len(judged), 'timed output')} right, {text.number(compared)} elements compared{targets}{others}"
     )
 
 
-def shown(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the table. Ceilings are columns of it, and so is the reference, unless it is held to a figure itself."""
+def shown(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Rows of the table. Ceilings and the reference are columns, except a reference row with a target."""
     return [
-        row for row in rows if row.red or (row.share is not None and (row.who != "reference" or row.met is not None))
+        row for row in rows if row.failed or (row.share is not None and (row.who != "reference" or row.met is not None))
     ]

@@ -1,4 +1,4 @@
-"""What a bench leaves: a page with the roofline, and its rows as Parquet and JSON."""
+"""Files of a bench: a page with the roofline, and the rows as Parquet and JSON."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.report.page import template
-from narrowgauge.harness.report.replace_files import replacing
+from narrowgauge.harness.report.replace_files import replace_files
 from narrowgauge.harness.tools.bench.bench import Bench
-from narrowgauge.harness.tools.bench.growth import Growth
+from narrowgauge.harness.tools.bench.bench_row import COLUMNS, SCHEMA, BenchRow
+from narrowgauge.harness.tools.bench.cost_growth import CostCurve
 from narrowgauge.harness.tools.bench.report import cells, figures
-from narrowgauge.harness.tools.bench.row import COLUMNS, SCHEMA, Row
 
 PAGE = "index.html"
 
 
-def write(bench: Bench, growths: list[Growth], environment: dict[str, str], directory: Path) -> Path:
-    """Write `index.html`, and `bench.parquet` and `bench.json` where there are rows; return the page's path.
+def write(bench: Bench, growths: list[CostCurve], environment: dict[str, str], directory: Path) -> Path:
+    """Write `index.html` and `bench.json`, and `bench.parquet` if there are rows. Returns the page's path.
 
-    Files of an earlier bench that this one has not are removed.
+    A `bench.parquet` of an earlier bench is removed if this bench has no rows.
     """
-    with replacing(directory, last=PAGE) as fresh:
+    with replace_files(directory, last=PAGE) as fresh:
         if bench.rows:
             _write_parquet(bench.rows, fresh / "bench.parquet")
         content = {
@@ -39,13 +39,13 @@ def write(bench: Bench, growths: list[Growth], environment: dict[str, str], dire
     return directory / PAGE
 
 
-def _write_parquet(rows: list[Row], path: Path) -> None:
+def _write_parquet(rows: list[BenchRow], path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pa: Any = pyarrow  # it has no types
+    pa: Any = pyarrow  # pyarrow has no type annotations
     kinds = {"str": pa.string(), "int": pa.int64(), "float | None": pa.float64(), "bool | None": pa.bool_()}
-    types = {name: kinds[str(kind)] for name, kind in Row.__annotations__.items()}
+    types = {name: kinds[str(kind)] for name, kind in BenchRow.__annotations__.items()}
     types |= {"schema": pa.int64(), "id": pa.string(), "rate": pa.float64()}
     schema = pa.schema([(name, types[name]) for name in COLUMNS])
     table = pa.Table.from_pylist([row.to_dict() for row in rows], schema=schema)
@@ -53,15 +53,15 @@ def _write_parquet(rows: list[Row], path: Path) -> None:
     pa.parquet.write_table(table, path, compression="zstd")
 
 
-def verdict_of(bench: Bench, growths: list[Growth]) -> str:
-    """`pass`, or `fail` where anything is wrong or nothing was judged."""
+def verdict_of(bench: Bench, growths: list[CostCurve]) -> str:
+    """`pass`, or `fail` if an output is wrong or nothing was judged."""
     judged = bench.right if bench.rows or not growths else True
     grown = any(growth.points for growth in growths) if growths else True
     return "pass" if judged and grown and not any(growth.wrong for growth in growths) else "fail"
 
 
-def sentence(bench: Bench, growths: list[Growth]) -> str:
-    """A bench in one sentence."""
+def sentence(bench: Bench, growths: list[CostCurve]) -> str:
+    """The bench as a sentence."""
     parts = [cells.sentence(bench.rows)] if bench.rows or not growths else []
     if growths:
         largest = max((point.exponent for growth in growths for point in growth.points), default=None)
@@ -70,8 +70,8 @@ def sentence(bench: Bench, growths: list[Growth]) -> str:
     return "; ".join(parts)
 
 
-def render(bench: Bench, growths: list[Growth], environment: dict[str, str]) -> str:
-    """The page. Everything that is not of this file is escaped."""
+def render(bench: Bench, growths: list[CostCurve], environment: dict[str, str]) -> str:
+    """The page. Text from rows and the environment is escaped."""
     roofs = figures.roofline(bench.rows)
     return template.render(
         Path(__file__).with_name("bench.html"),

@@ -1,4 +1,4 @@
-"""A bench in a terminal."""
+"""Output of a bench in a terminal."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from narrowgauge.harness.tools.bench.bench import Bench
-    from narrowgauge.harness.tools.bench.growth import Growth
+    from narrowgauge.harness.tools.bench.cost_growth import CostCurve
 
 _PLAIN = str.maketrans("µ−×·", "u-x*")
 WIDTH = 160
-"""Of the table where nobody sees it: in a file or a pipe."""
+"""Width of the table in a file or a pipe."""
 
 
 def print_bench(bench: Bench, console: Console) -> None:
-    """Print the table, what misses its figure, what is wrong, and who was not measured."""
+    """Print the table, missed targets, wrong outputs, and the peers that were not measured."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     if not console.is_terminal:
         console.width = WIDTH
-    plain = console.options.ascii_only
+    ascii_only = console.options.ascii_only
 
-    def said(words_of: str) -> str:
-        return words_of.translate(_PLAIN) if plain else words_of
+    def encodable(line: str) -> str:
+        return line.translate(_PLAIN) if ascii_only else line
 
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for number, column in enumerate(cells.COLUMNS):
         left = number < 3
-        table.add_column(said(column), justify="left" if left else "right", no_wrap=not left, overflow="fold")
+        table.add_column(encodable(column), justify="left" if left else "right", no_wrap=not left, overflow="fold")
     for row in cells.shown(bench.rows):
-        style = "bold red" if row.red else "yellow" if row.met is False else ""
-        table.add_row(*(Text(said(cell)) for cell in cells.cells(row, plain=plain)), style=style)
+        style = "bold red" if row.failed else "yellow" if row.met is False else ""
+        table.add_row(*(Text(encodable(cell)) for cell in cells.cells(row, ascii_only=ascii_only)), style=style)
     console.print(table)
-    console.print(Text(said(cells.EXPLAINED), style="dim"))
+    console.print(Text(encodable(cells.EXPLAINED), style="dim"))
     for style, lines in (("yellow", cells.missed(bench.rows)), ("red", cells.wrong(bench.rows))):
         for line in lines:
-            console.print(said(line), markup=False, highlight=False, soft_wrap=True, style=style)
-    for name, why in sorted(bench.notes.items()):
-        console.print(f"{name}: {why}", markup=False, highlight=False, soft_wrap=True)
+            console.print(encodable(line), markup=False, highlight=False, soft_wrap=True, style=style)
+    for name, reason in sorted(bench.notes.items()):
+        console.print(f"{name}: {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
-def print_growth(growths: list[Growth], console: Console) -> None:
-    """Print a row for each size, and what is said of each curve."""
+def print_growth(growths: list[CostCurve], console: Console) -> None:
+    """Print a row for each size, and a sentence for each curve."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -1,20 +1,23 @@
 // gemm_mx: out = a @ b.T (+ c) (+ bias), a and b of MX formats, with E8M0 scales of blocks of 32 along K.
-// gemm_grouped_mx: the same for each section of a, with a matrix of b of its own.
+// gemm_grouped_mx: the same for every section of a, with its own matrix b.
 //
-//   a_codes, a_scales  (M, K) bytes, or (M, ceil(K/2)) of E2M1, and (M, ceil(K/32)); either may be stored transposed
-//                      (Layout); b likewise with N rows. The elements of the two may differ
-//   c       (M, N) or null; bias (N,) or null
-//   out     (M, N)
-//   Types of c, bias and out: 0 float32, 1 bfloat16, 2 float16.
+//   a.codes  (M, K) bytes, or (M, ceil(K/2)) of E2M1; a.scales (M, ceil(K/32)); each may be stored transposed (Layout). b
+//            likewise with N rows. The element formats of a and b may differ
 //   Launch: 64 threads for every 64x64 tile of the output, grid (ceil(N/64), ceil(M/64)). Any M, N and K.
-//   Grouped: sizes (G,) rows of each section, b_codes, b_scales the addresses of G matrices of one shape, b_layouts (G,),
-//   bias (G, N); grid.z = G, and blocks beyond the end of a section do nothing.
-//   Numerics: products of elements are exact in float32, and those of a block are added in order of K, one rounding
-//   each. The sum P of a block becomes fl(P * 2^(ea+eb)), which rounds once wherever it lies (gemm_mx.cuh); blocks are
-//   added in order of K. Then + c, + bias round to float32, and one cast to nearest even ends it. A scale of 255 is NaN.
+//   Grouped: grid.z is the number of sections. Blocks of threads beyond the end of a section do nothing.
+//   Numerics: products of elements are exact in float32. The products of a block are added in order of K, one rounding
+//   each. The sum P of a block becomes fl(P * 2^(ea+eb)), with one rounding for any exponent (gemm_mx.cuh). Blocks are
+//   added in order of K. Then + c and + bias each round to float32, and the last step is one cast to nearest even. A scale
+//   of 255 is NaN.
 
 #include "gemm/portable/gemm_mx.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx(GEMM_PARAMETERS) { multiply(Mx{}, GEMM_OPERANDS); }
+namespace narrowgauge {
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_mx(GROUPED_PARAMETERS) { MULTIPLY_SECTION(Mx{}); }
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx(GemmParameters p) { multiply(MxScaling{}, p); }
+
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_mx(GroupedGemmParameters p) {
+    multiply_section(MxScaling{}, p);
+}
+
+}  // namespace narrowgauge

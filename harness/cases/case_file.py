@@ -1,0 +1,130 @@
+"""Case files: reading TOML, and expanding its tables to cases.
+
+A file holds `[[matrix]]` tables. Each table names an operation and a tier, and gives a value or a list of values for
+each key of the operation; the product of the lists is its cases. cases/README.md describes the files for people.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.harness.cases import toml_file
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.keys import TIERS, Key, keys_of, nearest, one_of
+from narrowgauge.harness.cases.operations import OPERATIONS, case_of
+
+LEDGER = "known.toml"
+"""Name of the ledger of known failures (`harness.gate.ledger`), which lies among the case files."""
+
+
+class CaseFileError(Exception):
+    """A wrong case file: the message names the file, the key and the remedy."""
+
+
+def load(path: str | Path) -> list[Case]:
+    """The cases of a file, in order; a case in tables of both tiers is quick.
+
+    Raises CaseFileError if the file cannot be read, is not TOML, or has an unknown key or value.
+    """
+    path = Path(path)
+    return _merged(case for where, table in _tables(path) for case in _expand(table, where, str(path)))
+
+
+def load_all(paths: Sequence[str | Path]) -> list[Case]:
+    """The cases of files, and of all *.toml files of folders except the ledger, each id once.
+
+    Raises CaseFileError as `load` does, and if there is no case file.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        given = sorted(path.glob("*.toml")) if path.is_dir() else [path]
+        case_files = [file for file in given if file.name != LEDGER]
+        if path.is_dir() and not case_files:
+            raise CaseFileError(f"{path}: holds no *.toml case file")
+        files += case_files
+    if paths and not files:
+        raise CaseFileError(f"{', '.join(map(str, paths))}: holds known failures, and no case")
+    return _merged(case for file in files for case in load(file))
+
+
+def line_of(path: Path, name: str) -> int:
+    """The line, counted from 1, of the first table of a file with the case of this id; 1 if the line is unknown."""
+    if path.suffix != ".toml":  # a file of captured tensors, perhaps of gigabytes
+        return 1
+    try:
+        tables = _tables(path)
+        number = next(i for i, (where, table) in enumerate(tables) if _holds(table, where, name))
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (CaseFileError, StopIteration, OSError):
+        return 1
+    heads = [i for i, line in enumerate(lines, 1) if re.match(r"\s*\[\[\s*matrix\s*\]\]", line)]
+    # A string of several lines may look like a table, and a table may be written in another form.
+    return heads[number] if len(heads) == len(tables) else 1
+
+
+def _tables(path: Path) -> list[tuple[str, Any]]:
+    """The tables of a file, each with its place for messages."""
+    tables = toml_file.read(path, "matrix", what="a case file", error=CaseFileError)
+    if not isinstance(tables, list) or not tables:
+        raise CaseFileError(f"{path}: no [[matrix]] table, so no case; see cases/README.md")
+    return [(f"{path}: [[matrix]] {number}", table) for number, table in enumerate(tables, 1)]
+
+
+def _holds(table: Any, where: str, name: str) -> bool:
+    return any(case.id == name for case in _expand(table, where, ""))
+
+
+def _merged(cases: Iterable[Case]) -> list[Case]:
+    """The first case of every id, in order; quick if any case with the id is quick."""
+    merged: dict[str, Case] = {}
+    for case in cases:
+        known = merged.setdefault(case.id, case)
+        if case.tier == "quick":
+            merged[case.id] = replace(known, tier="quick")
+    return list(merged.values())
+
+
+def _expand(table: Any, where: str, file: str) -> Iterable[Case]:
+    """The cases of a table: the product of the values of its keys, the last key fastest."""
+    if not isinstance(table, dict):
+        raise CaseFileError(f"{where}: is {table!r}; a matrix is a table of keys")
+    operation, tier = table.get("operation"), table.get("tier")
+    if not isinstance(operation, str) or operation not in OPERATIONS:
+        raise CaseFileError(f"{where}: operation {one_of(OPERATIONS)(operation)}")
+    keys = keys_of(OPERATIONS[operation])
+    known = ["operation", "tier", *(key.name for key in keys)]
+    for name in table:
+        if name not in known:
+            raise CaseFileError(
+                f"{where}: unknown key {name!r}{nearest(name, known)}; a {operation} has {', '.join(known)}"
+            )
+    if tier not in TIERS:
+        raise CaseFileError(f"{where}: tier {one_of(TIERS)(tier)}")
+    required = [key.name for key in keys if key.required]
+    if missing := [name for name in required if name not in table]:
+        raise CaseFileError(f"{where}: {missing[0]} is missing; a {operation} needs {', '.join(required)}")
+    given = [key for key in keys if key.name in table]
+    for values in itertools.product(*(_values(key, table[key.name], where) for key in given)):
+        point = dict(zip((key.name for key in given), values, strict=True))
+        case = case_of(operation, point, tier=tier, file=file)
+        if wrong := case.problem():
+            raise CaseFileError(f"{where}: {wrong}")
+        yield case
+
+
+def _values(key: Key, given: Any, where: str) -> list[Any]:
+    """The values of a key in a table. Raises CaseFileError for a wrong value."""
+    values = given if isinstance(given, list) else [given]
+    if key.name == "shape" and not any(isinstance(value, list) for value in values):  # a shape is itself a list
+        values = [given]
+    if not values:
+        raise CaseFileError(f"{where}: {key.name} is an empty list, which selects nothing")
+    for value in values:
+        if wrong := key.check(value):
+            raise CaseFileError(f"{where}: {key.name} {wrong}")
+    return values

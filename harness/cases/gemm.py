@@ -1,0 +1,128 @@
+"""Cases of products: gemm, gemm-grouped and gemm-quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from narrowgauge.harness.cases.case import Case, rotation_problem
+from narrowgauge.harness.cases.keys import (
+    Dtype,
+    Layout,
+    OtherRecipeName,
+    OutRecipeName,
+    RecipeName,
+    SectionsText,
+    Shape,
+    Switch,
+    dims,
+)
+from narrowgauge.harness.cases.quantize import sections_problem
+from narrowgauge.harness.cases.sections import section_sizes
+from narrowgauge.spec.recipe import mismatch
+from narrowgauge.spec.recipes import Recipe, find_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductCase(Case):
+    """A product of x (M, K) with w (N, K), or with a matrix w per section in a grouped product."""
+
+    shape: Annotated[Shape, dims("[M, K, N]", 3, 3)]
+    recipe: RecipeName
+    """Recipe of x."""
+    w_recipe: OtherRecipeName = None
+    """Recipe of w; by default the recipe of x."""
+    x: Dtype
+    w: Dtype
+    out: Dtype
+    """Dtypes of the two operands and of the output."""
+    accumulate: Switch = False
+    """Whether the product is added to a matrix c (M, N)."""
+    bias: Switch = False
+
+    @property
+    def recipe_names(self) -> tuple[str, ...]:
+        return self.recipe, self.w_recipe or self.recipe
+
+    @property
+    def operand_recipes(self) -> tuple[Recipe, Recipe]:
+        """Recipes of x and w."""
+        return find_recipe(self.recipe), find_recipe(self.w_recipe or self.recipe)
+
+    @property
+    def dtype_label(self) -> str:
+        return f"{self.x}x{self.w}-{self.out}"
+
+    @property
+    def _mismatch(self) -> str | None:
+        """Why the two recipes cannot be multiplied, or None."""
+        left, right = self.operand_recipes
+        reason = mismatch(left, right)
+        return f"recipe {left} and w_recipe {right} cannot be multiplied: {reason}" if reason else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmCase(ProductCase):
+    """quantize of both operands, and gemm."""
+
+    operation: ClassVar[str] = "gemm"
+
+    layout: Layout = "tn"
+    """`nn` stores w, and `nt` both operands, with K as the rows: their columnwise halves are multiplied."""
+
+    def problem(self) -> str | None:
+        for recipe in self.operand_recipes:
+            if recipe.transform and self.layout != "nt":
+                return (
+                    f"layout is {self.layout!r}, but recipe {recipe} rotates columnwise operands, and rotations cancel "
+                    "where both operands are: layout can be nt"
+                )
+            if wrong := rotation_problem(recipe, [self.x, self.w], self.shape[1], "K"):
+                return wrong
+        return self._mismatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedGemmCase(ProductCase):
+    """quantize_grouped of x, quantize of w for every section, and gemm_grouped."""
+
+    operation: ClassVar[str] = "gemm-grouped"
+
+    sections: SectionsText
+    """Kind and count of the sections of x, such as `even:4` (`harness.cases.sections`)."""
+    padded: Switch = False
+    """Whether all sections are first padded with rows of zeros to the row alignment of the recipe."""
+
+    @property
+    def section_sizes(self) -> tuple[int, ...]:
+        return section_sizes(self.sections, self.shape[0])
+
+    def problem(self) -> str | None:
+        for recipe in self.operand_recipes:
+            if recipe.transform:
+                return f"recipe {recipe} rotates columnwise operands; those of a {self.operation} are rowwise"
+        return self._mismatch or sections_problem(find_recipe(self.recipe), self.sections, self.shape[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedGemmCase(GemmCase):
+    """gemm_quantized, and beside it gemm and quantize of the output."""
+
+    operation: ClassVar[str] = "gemm-quantized"
+
+    out_recipe: OutRecipeName
+    """Recipe of the output."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The layout, the recipe of the output, and the options."""
+        out_recipe, layout, *options = super().flags
+        return layout, out_recipe, *options
+
+    def problem(self) -> str | None:
+        recipe = find_recipe(self.out_recipe)
+        if recipe.rounding == "stochastic":
+            return f"out_recipe {recipe} rounds stochastically; gemm_quantized takes no random bits"
+        if recipe.transform:
+            return f"out_recipe {recipe} rotates; gemm_quantized rotates no output"
+        return super().problem()

@@ -1,0 +1,219 @@
+"""Keys of case files: the types of the fields of a case, the values of each key, and the checks of these values.
+
+The fields of a case class are the keys of its operation. `keys_of` reads name, check, default and flag of each key from
+the types in this module. cases/README.md describes the keys for people.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.cases.sections import parse
+from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.training import training_recipe
+
+Check = Callable[[Any], str | None]
+"""Function from a value to the reason why it is wrong, or None."""
+
+
+class Flag(Enum):
+    """When the value of a key is a flag of the id."""
+
+    CHANGED = "the value is not the default"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True)
+class Named:
+    """Name of a key in case files, if the field has another name."""
+
+    name: str
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def nearest(word: Any, known: Iterable[str]) -> str:
+    """` (did you mean …?)` with the known word that is nearest to `word`, or the empty string."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def one_of(choices: Iterable[str]) -> Check:
+    """Check that `choices` contains a value."""
+    known = list(choices)
+
+    def check(value: Any) -> str | None:
+        return None if value in known else f"is {value!r}{nearest(value, known)}; it can be {', '.join(known)}"
+
+    return check
+
+
+def dims(names: str, least: int, most: int) -> Check:
+    """Check that a value is a shape of `least` to `most` sizes. `names`: names of the sizes, for messages."""
+    count = f"{least} sizes" if least == most else f"{least} to {most} sizes"
+
+    def check(value: Any) -> str | None:
+        right = (
+            isinstance(value, list) and least <= len(value) <= most and all(type(n) is int and n >= 0 for n in value)
+        )
+        return None if right else f"is {value!r}; a shape is {names}, {count} that are not negative"
+
+    return check
+
+
+def count(noun: str, most: int) -> Check:
+    """Check that a value is an integer from 1 to `most`."""
+
+    def check(value: Any) -> str | None:
+        return None if type(value) is int and 1 <= value <= most else f"is {value!r}; there can be 1 to {most} {noun}"
+
+    return check
+
+
+def _boolean(value: Any) -> str | None:
+    return None if isinstance(value, bool) else f"is {value!r}; it can be true or false"
+
+
+def _recipe(value: Any) -> str | None:
+    try:
+        find_recipe(value)
+    except (ValueError, AttributeError) as error:
+        return f"is {value!r}: {error}" if isinstance(error, ValueError) else f"is {value!r}, not a recipe's name"
+    return None
+
+
+def _rotating(value: Any) -> str | None:
+    if wrong := _recipe(value):
+        return wrong
+    return (
+        None if find_recipe(value).transform else f"is {value!r}, which has no transform; nvfp4-rht and the like have"
+    )
+
+
+def _delayed(value: Any) -> str | None:
+    if wrong := _recipe(value):
+        return wrong
+    delayed = find_recipe(value).delayed
+    return None if delayed else f"is {value!r}, which takes no history; fp8-delayed-e4m3 and the like do"
+
+
+def _training(value: Any) -> str | None:
+    try:
+        training_recipe(value)
+    except (ValueError, TypeError) as error:
+        return f"is {value!r}: {error}" if isinstance(value, str) else f"is {value!r}, not a training recipe's name"
+    return None
+
+
+def _sections(value: Any) -> str | None:
+    try:
+        parse(value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# ---- types of fields -------------------------------------------------------------------------------------------------
+
+Tier = Literal["quick", "full"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Layout = Annotated[Literal["tn", "nn", "nt"], Flag.ALWAYS]
+Orientation = Annotated[Literal["rowwise", "columnwise"], Flag.CHANGED]
+Usage = Annotated[Literal["rowwise", "columnwise", "both"], Flag.CHANGED]
+View = Annotated[Literal["contiguous", "strided", "transposed"], Flag.CHANGED]
+Scales = Annotated[Literal["linear", "swizzled"], Flag.CHANGED]
+RandomBits = Annotated[Literal["philox", "words"] | None, Flag.CHANGED]
+Norm = Annotated[Literal["layer", "rms"], Flag.CHANGED]
+Switch = Annotated[bool, Flag.CHANGED]
+RecipeName = Annotated[str, _recipe]
+OtherRecipeName = Annotated[str | None, _recipe]
+RotatingRecipeName = Annotated[str, _rotating]
+DelayedRecipeName = Annotated[str, _delayed]
+OutRecipeName = Annotated[str, _recipe, Flag.ALWAYS]
+TrainingName = Annotated[str, _training]
+SectionsText = Annotated[str, _sections, Flag.ALWAYS]
+Shape = tuple[int, ...]
+
+TIERS: tuple[Tier, ...] = get_args(Tier)
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+ORDER = (
+    "recipe", "w_recipe", "out_recipe", "training", "shape", "x", "w", "out", "dtype", "inputs", "layout", "sections",
+    "padded", "heads", "norm", "usage", "view", "scales", "random", "steps", "accumulate", "bias",
+    "quantized_parameters", "delayed_wgrad", "recompute",
+)  # fmt: skip
+"""Fields in the order in which messages name their keys, and in which the lists of a table are expanded: cases of the
+last key with a list are neighbours."""
+
+
+# ---- keys of an operation --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of an operation, as the declaration of a field gives it."""
+
+    name: str
+    """Name in case files."""
+    field: str
+    """Name of the field of the case."""
+    check: Check
+    default: Any
+    """MISSING if the key is required."""
+    flag: Flag | None
+    choices: tuple[str, ...] = ()
+    """All values of a key with a fixed set of words."""
+
+    @property
+    def required(self) -> bool:
+        """Whether every table needs the key."""
+        return self.default is MISSING
+
+    def render(self, value: Any) -> str | None:
+        """The flag of a value in an id: `bias`, `steps:3`, or the value; None for a value without a flag."""
+        hidden = (self.default, *self.choices[:1])
+        if self.flag is None or (self.flag is Flag.CHANGED and value in hidden):
+            return None
+        if isinstance(value, bool):
+            return self.name
+        return f"{self.name}:{value}" if isinstance(value, int) else str(value)
+
+    def read(self, flag: str) -> Any:
+        """The inverse of `render`: the value of a flag, or None for the flag of another key."""
+        if self.flag is None:
+            return None
+        name, _, number = flag.partition(":")
+        value = True if flag == self.name else int(number) if name == self.name and number.isdecimal() else flag
+        return value if self.check(value) is None else None
+
+
+_KEYS: dict[type[Any], tuple[Key, ...]] = {}
+
+
+def keys_of(cls: type[Any]) -> tuple[Key, ...]:
+    """The keys of a case class besides `operation` and `tier`, in `ORDER`."""
+    if cls not in _KEYS:
+        hints = get_type_hints(cls, include_extras=True)
+        own = {field.name: field.default for field in fields(cls) if field.name in ORDER}
+        _KEYS[cls] = tuple(_key(cls, name, hints[name], own[name]) for name in sorted(own, key=ORDER.index))
+    return _KEYS[cls]
+
+
+def _key(cls: type[Any], field: str, hint: Any, default: Any) -> Key:
+    plain, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if get_origin(plain) in (Union, UnionType):
+        (plain,) = (part for part in get_args(plain) if part is not NoneType)
+    choices = get_args(plain) if get_origin(plain) is Literal else ()
+    if field == "inputs":
+        choices = tuple(families_of(cls.operation))
+    name = next((extra.name for extra in extras if isinstance(extra, Named)), field)
+    flag = next((extra for extra in extras if isinstance(extra, Flag)), None)
+    check = next((extra for extra in extras if callable(extra)), one_of(choices) if choices else _boolean)
+    return Key(name, field, check, default, flag, choices)

@@ -1,0 +1,179 @@
+"""Diagnosis of dequantized values: known deviations of a dequantizer, each run on the kernel's codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from narrowgauge.harness.checks.bit_equality import equal_bits
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.gemm.operands import changed_codes, changed_scales, swap_code_pairs
+from narrowgauge.harness.diagnosis.search_history import WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.reference.numbers.decode import decode, decode_stored
+from narrowgauge.reference.quantize.dequantize import dequantize
+from narrowgauge.reference.quantize.layout import linear_scales, rowwise_codes
+from narrowgauge.reference.quantize.scaling import decode_factors, divide, over_elements, per_row, used_tensor_scale
+from narrowgauge.spec.formats import E8M0, FP32
+from narrowgauge.spec.quantized import Quantized
+
+Values = Callable[[Quantized, torch.dtype], torch.Tensor | None]
+"""Function from a quantized matrix and a dtype to values (M, K). None if the deviation does not apply to the matrix."""
+Factors = Callable[[Quantized], torch.Tensor | None]
+"""Function from a quantized matrix to the factors of its blocks, float32 in the shape of its scales, or None."""
+
+
+def explain_decoding(outcome: Outcome, wrong_stage: StageResult, history: SearchHistory) -> list[Explanation]:
+    """Deviations that give the bits of every dequantized value. None unless the first wrong stage is `values`."""
+    values = outcome.outputs.get("values")
+    if wrong_stage.stage != "values" or values is None or not outcome.judged:
+        return []
+    q = _stored_along_rows(outcome.judged[0].kernel)
+    explanations: dict[str, Explanation] = {}
+    work = 0
+    for cause, sentence, compute in decoding_deviations():
+        cost = values.numel()
+        if work + cost > WORK_PER_CASE or history.work + cost > WORK_PER_BACKEND:
+            break
+        work, history.work = work + cost, history.work + cost
+        deviating_values = compute(q, values.dtype)
+        if deviating_values is not None and equal_bits(deviating_values, values):
+            explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
+    return list(explanations.values())
+
+
+def _stored_along_rows(q: Quantized) -> Quantized:
+    """The matrix with codes and scales stored along rows, and the first code of a byte in the low nibble."""
+    recipe = replace(q.recipe, packing="low-first")
+    return Quantized(rowwise_codes(q), linear_scales(q), q.amax, recipe, q.shape, q.tensor_scale)
+
+
+def decoding_deviations() -> Iterator[tuple[str, str, Values]]:
+    """Deviations of dequantize, the most plausible first: cause, sentence, and function to the values."""
+    yield "nibbles-swapped", "the two elements of a byte change places", _values_of_changed_matrix(swap_code_pairs)
+    yield (
+        "tensor-scale-ignored",
+        "codes are multiplied by the scale of their block alone",
+        _values_of_factors(_block_scales_only),
+    )
+    for expression, factors in _ORDERS.items():
+        yield f"decode-order:{expression}", f"the factor of a block is {expression}", _values_of_factors(factors)
+    yield (
+        "decode-order:(code*s)*dec",
+        "a code is multiplied by the scale of its block, then by dec",
+        _values_in_two_steps,
+    )
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        yield (
+            f"decode-through-{name}",
+            f"the factor of a block is rounded to {name}",
+            _values_of_factors(partial(_rounded_factors, dtype)),
+        )
+        yield f"values-through-{name}", f"values are rounded to {name} on the way", partial(_rounded_values, dtype)
+    yield "subnormal-factors-flushed", "the scale 2^-127, which has code 0, is taken for 0", _values_without_code_0
+    yield "values-truncated", "values are truncated to their dtype, not rounded", _truncated_values
+    for cause, sentence, change in (*changed_scales(), *changed_codes()):
+        yield cause, sentence.format("the matrix"), _values_of_changed_matrix(change)
+    yield "negative-zero-lost", "-0 becomes 0", lambda q, dtype: dequantize(q, dtype) + 0
+    yield "signs-lost", "signs are lost", lambda q, dtype: dequantize(q, dtype).abs()
+
+
+def _values_of_changed_matrix(change: Callable[[Quantized], Quantized | None]) -> Values:
+    """The right values of another matrix."""
+
+    def values(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+        changed = change(q)
+        return None if changed is None else dequantize(changed, dtype)
+
+    return values
+
+
+def _values_of_factors(factors: Factors) -> Values:
+    def values(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+        block_factors = factors(q)
+        return None if block_factors is None else _multiply(_codes(q), block_factors, q).to(dtype)
+
+    return values
+
+
+def _codes(q: Quantized) -> torch.Tensor:
+    return decode_stored(q.codes, q.recipe.element, q.shape[1])
+
+
+def _multiply(values: torch.Tensor, factors: torch.Tensor, q: Quantized) -> torch.Tensor:
+    return over_elements(values, per_row(factors, q.recipe, q.shape[0]), q.recipe, torch.mul)
+
+
+def _scales(q: Quantized) -> torch.Tensor:
+    return q.scales if q.recipe.scale is FP32 else decode(q.scales, q.recipe.scale)
+
+
+def _rounded_factors(dtype: torch.dtype, q: Quantized) -> torch.Tensor:
+    return decode_factors(q.scales, q).to(dtype).float()
+
+
+def _values_without_code_0(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+    if q.recipe.scale is not E8M0:
+        return None
+    return _multiply(_codes(q), _scales(q).masked_fill(q.scales == 0, 0), q).to(dtype)
+
+
+def _rounded_values(narrow_dtype: torch.dtype, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize(q).to(narrow_dtype).to(dtype)
+
+
+def _truncated_values(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+    if dtype is not torch.bfloat16:
+        return None
+    return (dequantize(q).view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
+
+
+def _values_in_two_steps(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+    dec = _expression_of_amax(q, lambda amax, max_product: amax * (1.0 / max_product))
+    return None if dec is None else (_multiply(_codes(q), _scales(q), q) * dec).to(dtype)
+
+
+def _block_scales_only(q: Quantized) -> torch.Tensor | None:
+    return None if q.recipe.decode == "s" else _scales(q)
+
+
+def _expression_of_amax(q: Quantized, form: Callable[[torch.Tensor, float], torch.Tensor]) -> torch.Tensor | None:
+    """`form` of the amax, (1, 1) or (M, 1), and of the largest product of a code and a scale. None without an amax."""
+    return None if q.amax is None or q.recipe.decode == "s" else form(q.amax.unsqueeze(1), q.recipe.max_product)
+
+
+def _factors_of_amax(form: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> Factors:
+    """Factors from the block scale, the amax of the tensor, and the largest product of a code and a scale."""
+
+    def factors(q: Quantized) -> torch.Tensor | None:
+        return _expression_of_amax(q, lambda amax, max_product: form(_scales(q), amax, max_product))
+
+    return factors
+
+
+def _factors_of_tensor_scale(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Factors:
+    """Factors from the block scale and the tensor scale."""
+
+    def factors(q: Quantized) -> torch.Tensor | None:
+        if q.recipe.decode == "s" or q.recipe.tensor_scale == "amax/max":
+            return None
+        if q.tensor_scale is None and (q.amax is None or q.recipe.statistics != "float32"):
+            return None
+        return form(_scales(q), used_tensor_scale(q).unsqueeze(1))
+
+    return factors
+
+
+_ORDERS: dict[str, Factors] = {
+    "s*(amax*(1/max))": _factors_of_amax(lambda s, amax, max_product: s * (amax * (1.0 / max_product))),
+    "s*(amax/max)": _factors_of_amax(lambda s, amax, max_product: s * (amax / torch.full_like(amax, max_product))),
+    "(s*amax)/max": _factors_of_amax(lambda s, amax, max_product: s * amax / torch.full_like(s, max_product)),
+    "(s*amax)*(1/max)": _factors_of_amax(lambda s, amax, max_product: s * amax * (1.0 / max_product)),
+    "(s*(1/max))*amax": _factors_of_amax(lambda s, amax, max_product: s * (1.0 / max_product) * amax),
+    "s/enc": _factors_of_tensor_scale(lambda s, enc: s / enc),
+    "s*(1/enc)": _factors_of_tensor_scale(lambda s, enc: s * divide(1.0, enc)),
+}

@@ -1,0 +1,84 @@
+"""Ordered list of all deviations that matrices of a recipe can show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import element_deviations, nan_code_deviations
+from narrowgauge.harness.diagnosis.quantize.elements.stochastic_deviations import stochastic_deviations
+from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
+from narrowgauge.harness.diagnosis.quantize.recipe_fields import dialect_deviations, field_deviations
+from narrowgauge.harness.diagnosis.quantize.rotation_deviations import rotation_deviations
+from narrowgauge.harness.diagnosis.quantize.scale_layouts import layout_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import block_amax_deviations, skipped_lane_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.block_scales import scale_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import single_code_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import (
+    observed_amax_deviations,
+    tensor_scale_deviations,
+)
+from narrowgauge.harness.diagnosis.quantize.section_amaxes import section_amax_deviations
+
+_STAGES_AFTER_AMAX = ("tensor scale", "scales", "codes")
+"""Stages that depend on the tensor's amax."""
+
+
+def list_deviations(
+    matrices: Sequence[KernelMatrix], wrong_masks: Mapping[str, Sequence[torch.Tensor]]
+) -> list[QuantizeDeviation]:
+    """Deviations of matrices with the same recipe, the most plausible first.
+
+    Order: mistakes in a single step, other choices in a field of the recipe, implausible mistakes in a step, dialects.
+    `wrong_masks`: for each wrong stage the bool masks of wrong elements, a mask for each matrix. Deviations that cannot
+    change a wrong stage are left out. Some deviations are derived from the masks, such as lanes that the amax skips.
+    """
+    recipe = matrices[0].subject.recipe
+    amax_shown = "amax" in matrices[0].kernel_stages
+    step_deviations = list(_without_amax(_step_deviations(matrices, wrong_masks), amax_shown=amax_shown))
+    return [
+        *(deviation for deviation in step_deviations if not deviation.implausible), *field_deviations(recipe),
+        *(deviation for deviation in step_deviations if deviation.implausible), *dialect_deviations(recipe),
+    ]  # fmt: skip
+
+
+def _without_amax(step_deviations: Iterable[QuantizeDeviation], *, amax_shown: bool) -> Iterator[QuantizeDeviation]:
+    """Adapt deviations to a kernel that reports no amax.
+
+    Deviations of the amax, of the tensor or of blocks, then change the stages that depend on it.
+    """
+    for deviation in step_deviations:
+        if not amax_shown and deviation.stages == {"amax"}:
+            yield replace(deviation, stages=frozenset({"amax", *_STAGES_AFTER_AMAX}))
+        else:
+            yield deviation
+        if not amax_shown and "amax" in deviation.optional_stages:
+            yield replace(deviation, stages=frozenset({"amax", *_STAGES_AFTER_AMAX}), optional_stages=frozenset())
+
+
+def _step_deviations(
+    matrices: Sequence[KernelMatrix], wrong_masks: Mapping[str, Sequence[torch.Tensor]]
+) -> Iterator[QuantizeDeviation]:
+    """Mistakes in a single step of the quantizer."""
+    first = matrices[0]
+    recipe = first.subject.recipe
+    if "layout" in wrong_masks:
+        yield from layout_deviations(matrices)
+    if "amax" in wrong_masks or "tensor scale" in wrong_masks or "tensor scale" not in first.kernel_stages:
+        yield from tensor_scale_deviations(recipe)
+    if "amax" in wrong_masks:
+        yield from observed_amax_deviations(matrices)
+    yield from rotation_deviations(recipe, first.subject.matrix)
+    yield from section_amax_deviations(matrices)
+    if "scales" in wrong_masks:
+        yield from scale_deviations(recipe)
+        yield from block_amax_deviations(recipe)
+        yield from skipped_lane_deviations(matrices, wrong_masks["scales"])
+        yield from single_code_deviations(matrices, [Replay(matrix).compute_stage("scales") for matrix in matrices])
+    yield from element_deviations(recipe)
+    if "codes" in wrong_masks:
+        yield from nan_code_deviations(matrices)
+        yield from stochastic_deviations(recipe)

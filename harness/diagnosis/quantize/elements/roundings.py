@@ -1,0 +1,117 @@
+"""Wrong roundings to the grid of a format, in place of round to nearest, ties to even."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.spec.formats import Format
+
+Rounding = Callable[[torch.Tensor, Format], torch.Tensor]
+"""Function from float32 numbers to codes (uint8) of a signed format."""
+
+
+@lru_cache(maxsize=16)
+def _points(fmt: Format, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Grid points from 0 up, and the midpoint above each point (infinity above the last point), float32."""
+    points = torch.tensor(fmt.values[: fmt.max_code + 1], dtype=torch.float64)
+    middles = torch.nn.functional.pad((points[1:] + points[:-1]) / 2, (0, 1), value=torch.inf)
+    return points.float().to(device), middles.float().to(device)
+
+
+def below(magnitude: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Code (int64) of the grid point at or below, this point, and the midpoint above it. NaN has the last point."""
+    points, middles = _points(fmt, str(magnitude.device))
+    code = torch.searchsorted(points, magnitude, right=True).sub_(1).clamp_(min=0)
+    return code, points[code], middles[code]
+
+
+def signed(code: torch.Tensor, x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Codes with the signs of `x`, from codes of magnitudes. They saturate, and a NaN in `x` gives the code of NaN."""
+    stored = code.clamp(max=fmt.max_code).to(torch.uint8) | x.signbit().to(torch.uint8) * fmt.sign_code
+    return stored.masked_fill_(x.isnan(), fmt.max_code if fmt.nan_code is None else fmt.nan_code)
+
+
+def ties_away(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    magnitude = x.abs()
+    code, _, middle = below(magnitude, fmt)
+    return signed(code + (magnitude >= middle), x, fmt)
+
+
+def ties_toward_zero(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    magnitude = x.abs()
+    code, _, middle = below(magnitude, fmt)
+    return signed(code + (magnitude > middle), x, fmt)
+
+
+def truncated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return signed(below(x.abs(), fmt)[0], x, fmt)
+
+
+def rounded_up(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Every number off the grid rounds away from zero."""
+    magnitude = x.abs()
+    code, point, _ = below(magnitude, fmt)
+    return signed(code + (magnitude > point), x, fmt)
+
+
+def toward_infinity(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return torch.where(x > 0, rounded_up(x, fmt), truncated(x, fmt))
+
+
+def toward_minus_infinity(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return torch.where(x < 0, rounded_up(x, fmt), truncated(x, fmt))
+
+
+def through(dtype: torch.dtype) -> Rounding:
+    """Numbers are rounded to `dtype` first."""
+    return lambda x, fmt: encode(x.to(dtype).float(), fmt)
+
+
+def unsaturated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Overflow gives infinity, or NaN if the format has no infinity. The format must have one of them."""
+    return encode(x, fmt, saturate=False)
+
+
+def overflow_to_nan(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Overflow and infinity give NaN with the sign of `x`."""
+    codes = encode(x, fmt, saturate=False)
+    code = codes & (fmt.sign_code - 1)
+    return torch.where(code > fmt.max_code, codes & fmt.sign_code | (fmt.nan_code or 0), codes)
+
+
+def unsigned_overflow(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Overflow and infinity give NaN without a sign."""
+    codes = overflow_to_nan(x, fmt)
+    return torch.where(codes & (fmt.sign_code - 1) > fmt.max_code, codes & (fmt.sign_code - 1), codes)
+
+
+def top_binade_saturated(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """All numbers with the largest exponent become the largest number, with their signs."""
+    codes = encode(x, fmt)
+    magnitude = codes & (fmt.sign_code - 1)
+    top = fmt.max_code >> fmt.mantissa_bits << fmt.mantissa_bits
+    return torch.where((magnitude >= top) & (magnitude <= fmt.max_code), codes & fmt.sign_code | fmt.max_code, codes)
+
+
+def subnormals_to_zero(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Subnormal codes become zeros with their signs."""
+    codes = encode(x, fmt)
+    small = codes & (fmt.sign_code - 1) < 1 << fmt.mantissa_bits
+    return torch.where(small, codes & fmt.sign_code, codes)
+
+
+def flushed_before(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Numbers that are subnormal before rounding become zeros with their signs."""
+    return encode(torch.where(x.abs() < 2.0 ** (1 - fmt.bias), torch.zeros_like(x).copysign(x), x), fmt)
+
+
+def subnormals_to_smallest(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Nonzero subnormal codes become the smallest normal number, with their signs."""
+    codes = encode(x, fmt)
+    magnitude = codes & (fmt.sign_code - 1)
+    least = 1 << fmt.mantissa_bits
+    return torch.where((magnitude > 0) & (magnitude < least), codes & fmt.sign_code | least, codes)

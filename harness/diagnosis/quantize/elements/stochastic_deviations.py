@@ -1,0 +1,258 @@
+"""Mistakes in stochastic rounding: wrong random bits, or a wrong comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
+from narrowgauge.harness.diagnosis.quantize.elements import roundings
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.numbers.philox import ROUNDS
+from narrowgauge.reference.numbers.rounding import stochastic
+from narrowgauge.reference.quantize.elements import element_codes
+from narrowgauge.reference.quantize.steps import random_bytes
+from narrowgauge.spec.arguments import Random
+from narrowgauge.spec.recipes import Recipe
+
+ByteFunction = Callable[[Replay], torch.Tensor]
+"""Function to the random byte of each element, or to a number from 0 to 256 in its place: (M, K)."""
+
+
+_WRONG_ROUNDS = (7, 9)
+"""Wrong numbers of Philox rounds. 7 is the smallest number that its authors found random; 9 is one round too few."""
+_UNKNOWN = "nobody knows the random bits of a kernel that has its own"
+
+
+def stochastic_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
+    """Deviations of stochastic rounding, the most plausible first. For other recipes: stochastic rounding itself."""
+    if recipe.rounding != "stochastic":
+        if recipe.element.bits < 32 and not recipe.whole and recipe.block[1] in (16, 32):
+            yield _code_deviation(
+                "stochastic-not-nearest", "rounded stochastically, by seed 0 and offset 0",
+                lambda replay: replay.pack_codes(
+                    _round_stochastically(replay, _philox_bytes(replay, (0, 0), replay.subject.first))
+                ),
+            )  # fmt: skip
+        return
+    yield _code_deviation(
+        "nearest-not-stochastic", "rounded to the nearest, not stochastically",
+        lambda replay: replay.pack_codes(element_codes(replay.scaled_elements, replay.recipe)),
+    )  # fmt: skip
+    yield _code_deviation(
+        "truncated", "rounded toward zero, not stochastically",
+        lambda replay: replay.pack_codes(roundings.truncated(replay.scaled_elements, replay.recipe.element)),
+    )  # fmt: skip
+    for phrase, excess in (("1/256", 1.0), ("1/512", 0.5)):
+        yield _byte_deviation(
+            "stochastic-biased",
+            f"the random number is {phrase} too large",
+            _changed_bytes(partial(torch.add, other=excess)),
+        )
+    yield _byte_deviation(
+        "stochastic-biased", "the random number is up to 1, not below it", _changed_bytes(lambda b: b * (256 / 255))
+    )
+    yield _byte_deviation(
+        "stochastic-seven-bits", "the lowest random bit is ignored", _changed_bytes(lambda b: b - b % 2)
+    )
+    yield _byte_deviation(
+        "stochastic-seven-bits", "the highest random bit is ignored", _changed_bytes(lambda b: b % 128 * 2)
+    )
+    for count in (4, 5, 6):
+        unit = 2 ** (8 - count)
+        yield _byte_deviation(
+            f"stochastic-bits:{count}", f"{count} of 8 random bits are used", _changed_bytes(partial(_drop_bits, unit))
+        )
+    yield from _comparison_deviations()
+    yield from _byte_place_deviations(recipe.block[1])
+    yield from _seed_deviations()
+
+
+def _code_deviation(
+    cause: str, sentence: str, codes: Callable[[Replay], torch.Tensor], *, row_local: bool = True
+) -> QuantizeDeviation:
+    return QuantizeDeviation(
+        cause, f"elements: {sentence}", frozenset({"codes"}), overrides={"codes": codes}, row_local=row_local
+    )
+
+
+def _byte_deviation(
+    cause: str, sentence: str, byte_function: ByteFunction, *, row_local: bool = True
+) -> QuantizeDeviation:
+    def codes(replay: Replay) -> torch.Tensor:
+        return replay.pack_codes(_round_stochastically(replay, byte_function(replay)))
+
+    return _code_deviation(cause, sentence, codes, row_local=row_local)
+
+
+def _round_stochastically(replay: Replay, numbers: torch.Tensor) -> torch.Tensor:
+    """Codes of stochastic rounding by numbers from 0 to 256, float32 or bytes (M, K)."""
+    own_numbers = numbers if numbers.dtype == torch.uint8 else numbers.clone()
+    return encode(stochastic(replay.scaled_elements, replay.recipe.element, own_numbers), replay.recipe.element)
+
+
+def _changed_bytes(change: Callable[[torch.Tensor], torch.Tensor]) -> ByteFunction:
+    """Change the correct bytes, as float32 numbers."""
+
+    def byte_function(replay: Replay) -> torch.Tensor:
+        return change(_correct_bytes(replay).float())
+
+    return byte_function
+
+
+def _correct_bytes(replay: Replay) -> torch.Tensor:
+    """The correct bytes. Raises ValueError if the kernel makes its own random bits."""
+    if replay.rounding_bytes is None:
+        raise ValueError(_UNKNOWN)
+    return replay.rounding_bytes
+
+
+def _drop_bits(unit: int, numbers: torch.Tensor) -> torch.Tensor:
+    return numbers - numbers % unit
+
+
+def _comparison_deviations() -> Iterator[QuantizeDeviation]:
+    """Wrong comparisons of the random byte with 256·f, where f is the distance to the grid point below, in steps."""
+
+    def comparing(rounds_up: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Replay], torch.Tensor]:
+        def codes(replay: Replay) -> torch.Tensor:
+            numbers = _correct_bytes(replay).float()
+            fmt, magnitude = replay.recipe.element, replay.scaled_elements.abs()
+            code, point, middle = roundings.below(magnitude, fmt)
+            share = (magnitude - point) / (middle - point) * 128
+            rounded = code + rounds_up(numbers, torch.where(middle.isinf(), 0.0, share))
+            return replay.pack_codes(roundings.signed(rounded, replay.scaled_elements, fmt))
+
+        return codes
+
+    yield _code_deviation("stochastic-complemented", "rounded up where byte < 256f", comparing(lambda b, f: b < f))
+    for phrase, rounds_up in (
+        ("byte + 256f > 256", lambda b, f: b + f > 256),
+        ("byte <= 256f", lambda b, f: (b <= f) & (f > 0)),
+        ("byte <= 256f, and a number of the grid moves", lambda b, f: b <= f),
+        ("byte + 256f >= 255", lambda b, f: (b + f >= 255) & (f > 0)),
+    ):
+        yield _code_deviation("stochastic-inclusive", f"rounded up where {phrase}", comparing(rounds_up))
+
+
+def _byte_place_deviations(width: int) -> Iterator[QuantizeDeviation]:
+    """Random bytes of the wrong element."""
+
+    def placing(position_function: Callable[[torch.Tensor], torch.Tensor]) -> ByteFunction:
+        def byte_function(replay: Replay) -> torch.Tensor:
+            random = replay.subject.random
+            if random is None:
+                raise ValueError(_UNKNOWN)
+            columns = replay.x.shape[1]
+            unit = 4 if isinstance(random, torch.Tensor) else width
+            full = -(-columns // unit) * unit
+            shape, device = (replay.x.shape[0], full), replay.x.device
+            row_bytes = random_bytes(random, shape, _all_rows(replay), device, width, replay.subject.first)
+            positions = position_function(torch.arange(columns, device=replay.x.device)).clamp(max=full - 1)
+            return row_bytes[:, positions]
+
+        return byte_function
+
+    for phrase, position_function in (
+        ("two elements share the byte of the first", lambda i: i & ~1),
+        ("two elements share the byte of the second", lambda i: i | 1),
+        ("element i of a block uses byte i/2", lambda i: i // width * width + i % width // 2),
+        ("four elements share the lowest byte of their word", lambda i: i & ~3),
+        ("four elements share the highest byte of their word", lambda i: i | 3),
+        ("all words of a block are its first", lambda i: i // width * width + i % 4),
+    ):
+        yield _byte_deviation("stochastic-bits-shared", phrase, placing(position_function))
+    yield _byte_deviation(
+        "stochastic-bytes-reversed", "the highest byte of a word is the first", placing(lambda i: i ^ 3)
+    )
+    yield _byte_deviation(
+        "stochastic-bytes-reversed", "the bytes of a block are reversed", placing(lambda i: i ^ (width - 1))
+    )
+    yield _byte_deviation(
+        "stochastic-bytes-reversed", "the words of a block are reversed", placing(lambda i: i ^ (width - 4))
+    )
+
+
+def _all_rows(replay: Replay) -> slice:
+    return slice(0, replay.x.shape[0])
+
+
+def _philox_bytes(replay: Replay, random: Random, first: int, rounds: int = ROUNDS) -> torch.Tensor:
+    rows, columns = replay.x.shape
+    width = replay.recipe.block[1]
+    return random_bytes(random, (rows, columns), _all_rows(replay), replay.x.device, width, first, rounds)
+
+
+def _seed_deviations() -> Iterator[QuantizeDeviation]:
+    """Wrong random words of Philox. They need a case with seed and offset."""
+
+    def seeding(
+        change: Callable[[int, int], tuple[int, int]],
+        first: Callable[[Replay], int] | None = None,
+        rounds: int = ROUNDS,
+    ) -> ByteFunction:
+        def byte_function(replay: Replay) -> torch.Tensor:
+            random = replay.subject.random
+            if not isinstance(random, tuple):
+                raise ValueError("words have neither seed nor offset")
+            first_block = replay.subject.first if first is None else first(replay)
+            return _philox_bytes(replay, change(*random), first_block, rounds)
+
+        return byte_function
+
+    def unchanged(seed: int, offset: int) -> tuple[int, int]:
+        return seed, offset
+
+    low_32_bits = (1 << 32) - 1
+    yield _byte_deviation(
+        "stochastic-offset-not-advanced", "the columnwise half uses the offset of the rowwise one",
+        seeding(lambda seed, offset: (seed, offset - 1)),
+    )  # fmt: skip
+    for cause, phrase, change in (
+        ("stochastic-offset:+1", "the offset is 1 too large", lambda seed, offset: (seed, offset + 1)),
+        ("stochastic-offset:0", "the offset is ignored", lambda seed, offset: (seed, 0)),
+        (
+            "stochastic-offset:32-bits",
+            "the high 32 bits of the offset are ignored",
+            lambda s, offset: (s, offset & low_32_bits),
+        ),
+        (
+            "stochastic-seed:32-bits",
+            "the high 32 bits of the seed are ignored",
+            lambda seed, o: (seed & low_32_bits, o),
+        ),
+        ("stochastic-seed:swapped", "seed and offset are exchanged", lambda seed, offset: (offset, seed)),
+    ):
+        yield _byte_deviation(cause, phrase, seeding(change))
+    for rounds in _WRONG_ROUNDS:
+        yield _byte_deviation(
+            "stochastic-philox-rounds", f"Philox has {rounds} rounds, not {ROUNDS}", seeding(unchanged, rounds=rounds)
+        )
+    yield _byte_deviation(
+        "stochastic-other-block:+1",
+        "words are those of the next block",
+        seeding(unchanged, lambda replay: replay.subject.first + 1),
+    )
+
+    # Both deviations below count blocks from the start of the matrix, so they cannot be replayed on some of its rows.
+    first_block_0 = seeding(unchanged, lambda _: 0)
+    yield _byte_deviation(
+        "stochastic-sections-restart", "each section counts its blocks from 0", first_block_0, row_local=False
+    )
+
+    def bytes_down_columns(replay: Replay) -> torch.Tensor:
+        random, (rows, columns) = replay.subject.random, replay.x.shape
+        if not isinstance(random, tuple):
+            raise ValueError("words have neither seed nor offset")
+        width = replay.recipe.block[1]
+        across = -(-columns // width)
+        block_bytes = random_bytes(
+            random, (across * rows, width), slice(0, across * rows), replay.x.device, width, replay.subject.first
+        )
+        return block_bytes.view(across, rows, width).transpose(0, 1).reshape(rows, across * width)[:, :columns]
+
+    yield _byte_deviation(
+        "stochastic-blocks-by-column", "blocks are counted down columns", bytes_down_columns, row_local=False
+    )

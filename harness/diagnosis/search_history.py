@@ -1,0 +1,40 @@
+"""Causes that explained earlier cases of a backend, and the work that the diagnosis spent on the backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+RECENT_CAUSES = 8
+"""Causes that a search tries first. After `SEARCHES` full searches it tries only these causes."""
+SEARCHES = 6
+"""Full searches of a stage of a recipe that find nothing, and as many full searches that find a cause."""
+WORK_PER_CASE = 1 << 30
+"""Elements times deviations for the wrong stage of a case: 10 s on a CPU core; 0.1 s for a matrix of 256x1024."""
+WORK_PER_BACKEND = 1 << 34
+"""Elements times deviations for all cases of a backend."""
+
+
+@dataclass
+class SearchHistory:
+    """Causes that explained earlier cases of a backend, number of its searches and their work."""
+
+    recent_causes: list[str] = field(default_factory=list)
+    searches: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
+    """Number of full searches, by recipe, stage, and whether the search found a cause."""
+    work: int = 0
+    """Elements times deviations of all searches."""
+
+    def remember(self, causes: Sequence[str]) -> None:
+        """Put the causes that explained a case, best first, before the recent causes."""
+        self.recent_causes = list(dict.fromkeys([*causes, *self.recent_causes]))[:RECENT_CAUSES]
+
+
+_HISTORIES: WeakKeyDictionary[object, SearchHistory] = WeakKeyDictionary()
+
+
+def history_of(backend: object) -> SearchHistory:
+    """The history of a backend in this process. Cases of another backend do not affect its diagnosis."""
+    return _HISTORIES.setdefault(backend, SearchHistory())

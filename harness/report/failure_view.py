@@ -1,0 +1,119 @@
+"""The first-failure view of a record, as text for a terminal."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+from narrowgauge.harness.report.text import number, plural
+
+BINS = 8
+"""Largest number of histogram bins in a line: the bins with most elements. The line counts the omitted bins."""
+SPECIAL = {
+    "nan": "NaN", "inf": "Inf", "negative_zero": "−0", "saturated": "saturated", "subnormal": "subnormal",
+    "no_code": "no code",
+}  # fmt: skip
+"""Labels of the special values in a census (`harness.checks.finding.SPECIAL`)."""
+
+
+def reproduction(record: dict[str, Any]) -> str:
+    """The command that runs this case again and shows its stages."""
+    arguments = ["narrowgauge", "show", record["case"], "--backend", record["backend"], "--device", record["device"]]
+    if record["seed"]:
+        arguments += ["--seed", str(record["seed"])]
+    if record["inputs"] and ":" in record["inputs"]:
+        arguments += ["--input", record["file"]]
+        if record["recipe"] != "nvfp4":
+            arguments += ["--recipe", record["recipe"]]
+    return shlex.join(arguments)
+
+
+def first_failure(record: dict[str, Any]) -> str:
+    """Sentence, explanation, command, baseline, and every wrong stage with its first and its worst element."""
+    lines = [f"{record['verdict']}: {record['message']}", *explanation_lines(record["explanations"])]
+    lines += [f"reproduce: {reproduction(record)}", *saved_lines(record)]
+    if record["baseline"]:
+        lines.append(f"baseline: {record['baseline']}")
+    for finding in record["findings"]:
+        lines += ["", f"{finding['stage']} ({finding['rule']}): {finding['sentence']}"]
+        lines += _elements(finding["elements"])
+        lines += _counts(finding["modulo"])
+        lines += [f"  {line}" for line in distribution_lines(finding)]
+    judged = ", ".join(f"{s['stage']} {'✗' if s['sentence'] else '✓'}" for s in record["stages"])
+    if judged:
+        lines += ["", f"stages: {judged}"]
+    return "\n".join(lines)
+
+
+def saved_lines(record: dict[str, Any]) -> list[str]:
+    """The command that runs a saved failure again, and the line of Python that loads its tensors."""
+    lines = [record["save_note"]] if record["save_note"] else []
+    if record["saved"]:
+        arguments = ["narrowgauge", "show", record["case"], "--saved", record["saved"]]
+        arguments += ["--backend", record["backend"], "--device", record["device"]]
+        label = f"fails at {record['shrunk']} too" if record["shrunk"] else "as saved"
+        lines += [f"{label}: {shlex.join(arguments)}", f'tensors: safetensors.torch.load_file("{record["saved"]}")']
+    return lines
+
+
+def group_saved_lines(records: Iterable[dict[str, Any]]) -> list[str]:
+    """The `saved_lines` of the first saved record in a group of failures; without a saved record those of a save
+    note."""
+    saved_or_noted = [record for record in records if record["saved"] or record["save_note"]]
+    return saved_lines(min(saved_or_noted, key=lambda record: not record["saved"])) if saved_or_noted else []
+
+
+def explanation_lines(explanations: list[dict[str, Any]]) -> list[str]:
+    """Explanations of a record: deviations with exactly its bytes, and patterns of its wrong elements."""
+    exact = [explanation["sentence"] for explanation in explanations if explanation["exact"]]
+    shared = [explanation["sentence"] for explanation in explanations if not explanation["exact"]]
+    lines = [f"explained exactly by: {exact[0]}"] if exact else []
+    lines += [f"              or by: {sentence}" for sentence in exact[1:]]
+    return lines + [f"wrong elements: {sentence}" for sentence in shared]
+
+
+def _elements(elements: list[dict[str, Any]]) -> list[str]:
+    if not elements:
+        return []
+    names = list(dict.fromkeys(key for element in elements for key in element))
+    rows = [names, *([str(element.get(name, "")) for name in names] for element in elements)]
+    label = max(len(name) for name in names)
+    widths = [max(len(row[i]) for i in range(len(names))) for row in rows[1:]]
+    return [
+        "  " + "  ".join([name.ljust(label), *(row[i].rjust(w) for row, w in zip(rows[1:], widths, strict=True))])
+        for i, name in enumerate(names)
+    ]
+
+
+def distribution_lines(finding: dict[str, Any]) -> list[str]:
+    """Histogram of signed steps above the expected value, and counts of special values, if the finding has them."""
+    lines = []
+    if steps := [(low, high, count) for low, high, count in finding.get("steps", ()) if count]:
+        shown = sorted(sorted(steps, key=lambda step: -step[2])[:BINS])
+        parts = [f"{number(count)} at {_span(low, high)}" for low, high, count in shown]
+        if len(steps) > BINS:
+            parts.append(f"{plural(len(steps) - BINS, 'more bin')}")
+        lines.append(f"by steps above what is expected: {', '.join(parts)}")
+    if sides := finding.get("census"):
+        expected, actual = sides["expected"], sides["actual"]
+        pairs = ((SPECIAL[name], number(count), number(actual[name])) for name, count in expected.items())
+        counts = (f"{name} {before}" + (f" → {after}" if after != before else "") for name, before, after in pairs)
+        lines.append(f"special values, expected → actual: {', '.join(counts)}")
+    return lines
+
+
+def _span(low: int, high: int) -> str:
+    return _signed(low) if low == high else f"{_signed(low)} to {_signed(high)}"
+
+
+def _signed(steps: int) -> str:
+    return f"+{number(steps)}" if steps > 0 else number(steps)
+
+
+def _counts(modulo: dict[str, dict[str, list[int]]]) -> list[str]:
+    return [
+        f"  by {axis} modulo 16: {' '.join(map(str, counts['16']))}"
+        for axis, counts in modulo.items()
+        if any(counts["16"])
+    ]

@@ -1,0 +1,110 @@
+"""Records as JSON inside the page: by column, with the figures of failures up to a limit of bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from narrowgauge.harness.records.record import outcome
+from narrowgauge.harness.report import text
+from narrowgauge.harness.report.failure_view import group_saved_lines, reproduction
+from narrowgauge.harness.report.groups import SEVERITY, Group
+from narrowgauge.harness.report.page.failure import failure
+
+FIGURES = 6 << 20
+"""Largest number of bytes for the figures of failures: the first failure of every group, then the second, and so on."""
+LONGEST = 240
+"""Largest length of a message in the table of all cases, in characters."""
+
+_SHOWN = {
+    "verdict": "verdict", "case": "case", "backend": "backend", "device": "device", "stage": "stage",
+    "message": "message", "known": "known", "compared": "compared", "mismatches": "wrong", "max_ulp": "ulp",
+    "budget_max": "budget", "sqnr_db": "SQNR dB", "seconds": "seconds",
+}  # fmt: skip
+_HIDDEN = ("operation", "recipe", "shape", "dtype", "group", "line")
+_NUMERIC = ("compared", "mismatches", "max_ulp", "budget_max", "sqnr_db", "seconds", "group")
+_OFTEN_ONE = ("backend", "device", "stage", "message", "known")
+"""Columns that are hidden if all records have the same value."""
+
+
+def sorted_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records in the order of the table: worst outcome first."""
+    return sorted(records, key=lambda r: (SEVERITY.index(outcome(r)), r["case"], r["backend"]))
+
+
+def records_json(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> str:
+    """`records`, sorted by `sorted_records`, as JSON for a script element.
+
+    Infinity and NaN are strings. A column has `values` with a value for each record, or distinct `values` and `at`, the
+    index of each record's value.
+    """
+    group_of = {id(record): number for number, failure_group in enumerate(groups) for record in failure_group.records}
+    computed: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "verdict": outcome,
+        "message": lambda record: text.clipped(record["message"], LONGEST),
+        "group": lambda record: group_of.get(id(record)),
+        "line": _line,
+    }
+    content = {
+        "rows": len(records),
+        "columns": [
+            _column(name, [computed[name](record) if name in computed else record[name] for record in records])
+            for name in (*_SHOWN, *_HIDDEN)
+        ],
+        "groups": [len(failure_group.records) for failure_group in groups],
+        "glyphs": text.GLYPHS,
+        "severity": SEVERITY,
+    }
+    failures = ",".join(f'"{row}":{figures}' for row, figures in _failures(records, groups))
+    return f'{_plain(content)[:-1]},"failures":{{{failures}}}}}'
+
+
+def _plain(content: Any) -> str:
+    """JSON with the characters &, < and > escaped."""
+    plain = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return plain.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _line(record: dict[str, Any]) -> str:
+    """The command for reproducing a record, with a NUL in place of the case id: most records share a command."""
+    arguments = reproduction(record).split(" ")
+    return " ".join("\0" if n == 2 and argument == record["case"] else argument for n, argument in enumerate(arguments))
+
+
+def _column(name: str, values: list[Any]) -> dict[str, Any]:
+    numeric = name in _NUMERIC
+    values = [_finite(value) for value in values]
+    different = list(dict.fromkeys(values))
+    label = "" if name in _OFTEN_ONE and len(different) < 2 else _SHOWN.get(name, "")
+    column: dict[str, Any] = {"name": name, "label": label, "numeric": numeric}
+    if 2 * len(different) > len(values):
+        return column | {"values": values}
+    place = {value: n for n, value in enumerate(different)}
+    return column | {"values": different, "at": [place[value] for value in values]}
+
+
+def _finite(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    if math.isfinite(value):
+        return float(f"{value:.4g}")
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _failures(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> Iterator[tuple[int, str]]:
+    """Row and figures (JSON) of as many failures as the limit allows."""
+    row = {id(record): n for n, record in enumerate(records)}
+    remaining = FIGURES
+    saved = [group_saved_lines(failure_group.records) for failure_group in groups]
+    for rank in zip_longest(*(failure_group.records for failure_group in groups)):
+        for number, record in enumerate(rank):
+            if record is None:
+                continue
+            figures = _plain(failure(record, saved[number]))
+            remaining -= len(figures)
+            if remaining < 0:
+                return
+            yield row[id(record)], figures

@@ -1,0 +1,269 @@
+"""Judging timed outputs: equal bytes with the reference, or within the bounds of a product, slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.checks.exact import exact_codes, exact_floats
+from narrowgauge.harness.checks.finding import format_count
+from narrowgauge.harness.checks.gemm_bound import check_bounds
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.quantize.layout import unpack
+from narrowgauge.reference.quantize.steps import random_bytes
+from narrowgauge.spec.arguments import split_random
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.summation import Summation
+
+SLICE_ELEMENTS = 1 << 26
+"""Elements judged at once: the memory of the reference for them fits into any GPU."""
+_ALIGNED = 128
+"""Slices begin at multiples of it: a multiple of every block, and of a tile of scales."""
+_OUTPUTS = 1 << 23
+"""Outputs of a product judged at once: they need a dozen float64 matrices."""
+_WHOLE = 1 << 24
+"""Multiply-adds up to which every output is judged by the declared order."""
+_STRIP = 16
+"""In larger products one row of this many rows is judged by the declared order."""
+_CHEAP = 23
+"""Fraction bits from which the tensor core model rarely truncates a product: 8192x8192x8192 then takes 2 to 6 s on an
+H200, and 17 s with the 13 bits of FP8."""
+BYTES, ORDER, BOUND = "bytes", "order", "bound"
+
+
+@dataclass
+class Verdict:
+    """Number of compared elements, and the first error."""
+
+    compared: int = 0
+    mismatches: int = 0
+    sentence: str = ""
+    rule: str = BYTES
+    """`bytes`: compared with the reference's bytes. For products `order` (sums in the declared order) or `bound` (sums
+    in any order)."""
+
+    def add(self, stage: StageResult) -> None:
+        """Add the result of a comparison."""
+        self.compared += stage.compared
+        self.mismatches += stage.mismatches
+        self.sentence = self.sentence or (f"{stage.stage}: {stage.sentence}" if stage.sentence else "")
+
+    def equal(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare two tensors of numbers. With another shape or dtype every element is wrong."""
+        if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+            sentence = f"{_kind(actual)} where the reference has {_kind(expected)}"
+            self.add(StageResult(name, "exact", expected.numel(), max(1, expected.numel()), sentence=sentence))
+        else:
+            self.add(exact_floats(name, actual, expected, noun=name, describe=_describe))
+
+    def bytes(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare two tensors byte by byte."""
+        total = wrong = expected.numel()
+        sentence = f"{_kind(actual)} where the reference has {_kind(expected)}"
+        if actual.shape == expected.shape:
+            wrong = 0 if torch.equal(actual, expected) else int((actual != expected).sum())
+            sentence = f"{format_count(wrong)} of {format_count(total)} bytes differ" if wrong else ""
+        self.add(StageResult(name, "exact", total, wrong, sentence=sentence))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _describe(row: int, column: int) -> dict[str, Any]:
+    return {"row": row, "column": column}
+
+
+def row_slices(lines: int, line_elements: int) -> Iterator[slice]:
+    """Slices of `lines` lines of `line_elements` elements, with about `SLICE_ELEMENTS` elements each."""
+    step = max(_ALIGNED, SLICE_ELEMENTS // max(1, line_elements) // _ALIGNED * _ALIGNED)
+    for start in range(0, lines, step):
+        yield slice(start, min(lines, start + step))
+
+
+@dataclass(frozen=True)
+class QuantizeArguments:
+    """Arguments of a quantize call."""
+
+    amax: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    """Rowwise and columnwise amax, or None if the quantizer computes it."""
+    scale: torch.Tensor | None = None
+    random: tuple[int, int] | None = None
+
+
+def judge_halves(
+    x: torch.Tensor, recipe: Recipe, arguments: QuantizeArguments, halves: tuple[Quantized | None, Quantized | None]
+) -> Verdict:
+    """Judge a rowwise and a columnwise half of `x` (M, K). A half may be None."""
+    verdict = Verdict()
+    bits = split_random(arguments.random)
+    for columnwise, (half, amax, random) in enumerate(zip(halves, arguments.amax, bits, strict=True)):
+        if half is not None:
+            _judge_half(verdict, x, recipe, half, amax, arguments.scale, random, columnwise=bool(columnwise))
+    return verdict
+
+
+def judge_quantized(x: torch.Tensor, recipe: Recipe, arguments: QuantizeArguments, q: Quantized) -> Verdict:
+    """Judge `quantize` of `x` (M, K). Rows are rotated if the recipe rotates."""
+    verdict = Verdict()
+    _judge_half(
+        verdict, x, recipe, q, arguments.amax[0], arguments.scale, arguments.random, columnwise=False, rotates_rows=True
+    )
+    return verdict
+
+
+def _judge_half(
+    verdict: Verdict,
+    x: torch.Tensor,
+    both_recipe: Recipe,
+    q: Quantized,
+    amax: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    random: Any,
+    *,
+    columnwise: bool,
+    rotates_rows: bool = False,
+) -> None:
+    """Judge a half, slice by slice. `rotates_rows`: the half is a result of `quantize`, which rotates rows;
+    `quantize_both` does not."""
+    lines, length = x.shape[::-1] if columnwise else x.shape
+    recipe = both_recipe if columnwise or rotates_rows else both_recipe.rowwise
+    per_tensor = recipe.tensor_scale != "none" and recipe.granularity == "tensor"
+    name = "columnwise" if columnwise else "rowwise"
+    if per_tensor and amax is None:
+        amax = _largest(x, recipe, columnwise=columnwise)
+    if per_tensor:
+        assert amax is not None
+        verdict.equal(f"{name} amax", q.required_amax, amax)
+    for rows in row_slices(lines, length):
+        random_words = None if random is None else _random_words(random, (lines, length), rows, x.device, recipe)
+        slice_amax = amax if per_tensor or amax is None else amax[rows]
+        if columnwise:
+            bits = None if random_words is None else (None, random_words)
+            expected = reference.quantize_both(
+                x[:, rows].contiguous(), both_recipe, rowwise=False, amax=(None, slice_amax), scale=scale, random=bits
+            )[1]
+            assert expected is not None
+        else:
+            expected = reference.quantize(x[rows], recipe, amax=slice_amax, scale=scale, random=random_words)
+        _judge_part(verdict, name, q, expected, rows, per_tensor=per_tensor)
+
+
+def _judge_part(
+    verdict: Verdict, name: str, q: Quantized, expected: Quantized, rows: slice, *, per_tensor: bool
+) -> None:
+    recipe = expected.recipe
+    height = recipe.stored_rows
+    scaled = slice(None) if recipe.whole else slice(rows.start // height, -(-rows.stop // height))
+    codes, scales = (q.codes[:, rows], q.scales[:, scaled]) if q.transposed else (q.codes[rows], q.scales[scaled])
+    if not per_tensor and expected.amax is not None and q.amax is not None:
+        verdict.equal(f"{name} amax", q.amax[rows], expected.amax)
+    if recipe.scale is FP32:
+        verdict.equal(f"{name} scales", scales, expected.scales)
+    else:
+        verdict.add(
+            exact_codes(f"{name} scales", scales, expected.scales, recipe.scale, noun="scales", describe=_describe)
+        )
+    if torch.equal(codes, expected.codes):  # avoids a byte for every element
+        verdict.compared += expected.shape[0] * expected.shape[1]
+        return
+    actual_codes, expected_codes = (
+        unpack(packed, expected.shape[1]) if recipe.element.bits == 4 else packed for packed in (codes, expected.codes)
+    )
+    verdict.add(
+        exact_codes(f"{name} codes", actual_codes, expected_codes, recipe.element, noun="codes", describe=_describe)
+    )
+
+
+def _largest(x: torch.Tensor, recipe: Recipe, *, columnwise: bool) -> torch.Tensor:
+    """max|x| of a matrix without NaN, rotated if the recipe rotates, float32 (1,)."""
+    lines, length = x.shape[::-1] if columnwise else x.shape
+    maxima = []
+    for rows in row_slices(lines, length):
+        part = x[:, rows].T.contiguous() if columnwise else x[rows]
+        part = part if recipe.transform is None else reference.transform(part, recipe)
+        maxima.append(part.abs().amax().float())
+    return torch.stack(maxima).amax().view(1)
+
+
+def _random_words(
+    random: Any, shape: tuple[int, int], rows: slice, device: torch.device, recipe: Recipe
+) -> torch.Tensor:
+    """Random words of some lines of a matrix, int32."""
+    return random_bytes(random, shape, rows, device, recipe.block[1]).contiguous().view(torch.int32)
+
+
+def judge_values(actual: torch.Tensor, q: Quantized) -> Verdict:
+    """Judge `dequantize` of a rowwise operand."""
+    verdict = Verdict()
+    for rows in row_slices(*q.shape):
+        verdict.equal("values", actual[rows], reference.dequantize(_rows(q, rows), actual.dtype))
+    return verdict
+
+
+def judge_rotated(actual: torch.Tensor, x: torch.Tensor, recipe: Recipe) -> Verdict:
+    """Judge `transform` of `x`."""
+    verdict = Verdict()
+    for rows in row_slices(*x.shape):
+        verdict.equal("output", actual[rows], reference.transform(x[rows], recipe))
+    return verdict
+
+
+def judge_bytes(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Verdict:
+    """Judge bytes that were moved without a change."""
+    verdict = Verdict()
+    verdict.bytes(name, actual, expected)
+    return verdict
+
+
+def judge_product(actual: torch.Tensor, pairs: Sequence[tuple[Quantized, Quantized]], order: Summation) -> Verdict:
+    """Judge products (M, N) of pairs of operands, one below the other, by the sums that the declared order can give.
+
+    If the declared order is expensive, only a row of every `_STRIP` rows of a large product is judged by it, at
+    changing positions, and the whole product is judged by the sums of any order. The second check is omitted for tensor
+    cores, whose sums can be coarser than float32 sums in any order.
+    """
+    verdict = Verdict(rule=BOUND if order.order is None else ORDER)
+    cheap = order.order is None or (order.aligned is not None and order.aligned.fraction >= _CHEAP)
+    start = 0
+    for a, b in pairs:
+        output = actual[start : start + a.shape[0]]
+        start += a.shape[0]
+        if cheap or a.shape[0] * a.shape[1] * b.shape[0] <= _WHOLE:
+            _judge_product(verdict, output, a, b, order)
+            continue
+        strips = torch.arange(a.shape[0] // _STRIP, device=actual.device)
+        chosen = strips * _STRIP + strips % _STRIP
+        _judge_product(verdict, output[chosen], _rows(a, chosen), b, order)
+        verdict.rule = f"{ORDER} 1/{_STRIP}"
+        if order.aligned is None:
+            _judge_product(verdict, output, a, b, replace(order, order=None))
+            verdict.rule = f"{BOUND}, {verdict.rule}"
+    return verdict
+
+
+def _judge_product(verdict: Verdict, output: torch.Tensor, a: Quantized, b: Quantized, order: Summation) -> None:
+    step = max(16, _OUTPUTS // b.shape[0] // 16 * 16)
+    for first in range(0, a.shape[0], step):
+        rows = slice(first, min(a.shape[0], first + step))
+        limits = bounds(_rows(a, rows), b, out_dtype=output.dtype, order=order)
+        verdict.add(check_bounds("output", output[rows], limits, describe=_describe, figures=False))
+
+
+def _rows(q: Quantized, rows: slice | torch.Tensor) -> Quantized:
+    """Some rows of an operand stored rowwise. An index tensor requires a scale for every row, or a single scale."""
+    height = q.recipe.stored_rows
+    scaled = rows if isinstance(rows, torch.Tensor) else slice(rows.start // height, -(-rows.stop // height))
+    assert height == 1 or q.recipe.whole or isinstance(rows, slice)
+    scales = q.scales if q.recipe.whole else q.scales[scaled]
+    per_row = q.recipe.granularity == "row"
+    amax, encode = (t[rows] if per_row and t is not None else t for t in (q.amax, q.tensor_scale))
+    codes = q.codes[rows]
+    return replace(q, codes=codes, scales=scales, amax=amax, tensor_scale=encode, shape=(len(codes), q.shape[1]))

@@ -1,0 +1,108 @@
+"""GEMM by wgmma, on the tensor cores of a Hopper GPU: operands are dequantized to bfloat16 tiles, then multiplied.
+
+The dequantizing kernel, `pack`, refuses an MX operand with numbers at the ends of bfloat16's range. Then a second
+kernel computes the GEMM as the portable kernels do. The second kernel is always launched, and returns at once if no
+operand was refused: the CPU need not wait for the GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from narrowgauge.native.gemm.operands import Fields, Product
+from narrowgauge.native.runtime.launch import Argument, launch
+from narrowgauge.native.runtime.structs import KernelStruct
+
+SOURCE = "gemm_wgmma"
+_WGMMA = KernelStruct("gemm/sm90/gemm_wgmma.cuh", "WgmmaParameters")
+_DEQUANTIZE = KernelStruct("gemm/sm90/dequantize_tiles.cuh", "DequantizeParameters")
+_ROWS, _COLUMNS = 128, 64
+_TILE_BYTES = _ROWS * _COLUMNS * 2
+_DEQUANTIZE_THREADS, _THREADS = 256, 384
+_SHARED_BYTES = 213 * 1024 + 1024
+"""sizeof(WgmmaShared), plus its alignment to 1024 bytes."""
+_PORTABLE_TILE = _PORTABLE_THREADS = 64
+_BLOCK_SCALES = {"nvfp4": "E4M3", "mx": "E8M0", "fp8_tensor": "NONE"}
+"""Family to the enumerator of BlockScales."""
+
+
+def multiply(product: Product, out: torch.Tensor) -> None:
+    """Computes a GEMM or a grouped GEMM into `out` (M, N). The family is a key of `_BLOCK_SCALES`."""
+    device, family, sizes = out.device, product.family, product.sizes
+    refused = torch.zeros(1, dtype=torch.int32, device=device) if family == "mx" else None
+    grouped = sizes is not None
+    matrices = 1 if sizes is None else len(sizes)
+    a = dequantize(family, product.a, product.m, product.k, 1, refused, sizes=sizes)
+    b = dequantize(family, product.b, product.n, product.k, 2, refused, matrices=matrices)
+    arguments: list[Argument] = [
+        _WGMMA(
+            a=a, b=b, refused=refused, epilogue=product.epilogue_parameters(out), m=product.m, n=product.n, k=product.k
+        ),
+        product.alpha_parameters(),
+    ]
+    if grouped:
+        arguments += [sizes, np.int32(matrices)]
+    launch(
+        SOURCE, "gemm_tensor_grouped" if grouped else "gemm_tensor", (multiprocessors(device),), (_THREADS,), arguments,
+        device=device, shared_bytes=_SHARED_BYTES if device.type == "cuda" else 0,  # the CPU build has a static array
+    )  # fmt: skip
+    if refused is not None:
+        grid = (_ceil_div(product.n, _PORTABLE_TILE), _ceil_div(product.m, _PORTABLE_TILE), matrices)
+        kernel = "gemm_grouped_mx_refused" if grouped else "gemm_mx_refused"
+        launch(SOURCE, kernel, grid, (_PORTABLE_THREADS,), [product.parameters(out), refused], device=device)
+
+
+def refuses(operand: Fields, rows: int, k: int) -> bool:
+    """Whether an MX operand (rows, K) is refused. Waits for its device. `operand`: OperandParameters."""
+    refused = torch.zeros(1, dtype=torch.int32, device=_device(operand))
+    dequantize("mx", operand, rows, k, 1, refused)
+    return bool(refused)
+
+
+def dequantize(
+    family: str,
+    operand: Fields,
+    rows: int,
+    k: int,
+    multiple: int,
+    refused: torch.Tensor | None,
+    *,
+    sizes: torch.Tensor | None = None,
+    matrices: int = 1,
+) -> torch.Tensor:
+    """bfloat16 tiles of an operand (rows, K), uint8, with a multiple of `multiple` rows of tiles.
+
+    `operand`: OperandParameters, of all sections if `sizes` is given; or MatricesParameters of `matrices` matrices.
+    """
+    sections = 1 if sizes is None else len(sizes)
+    # A section begins with a new row of tiles, and the last row of tiles of a section may be short.
+    tiles = (multiple * _ceil_div(rows, multiple * _ROWS) + sections - 1) * _ceil_div(k, _COLUMNS)
+    device = _device(operand)
+    packed = torch.empty(matrices * tiles * _TILE_BYTES, dtype=torch.uint8, device=device)
+    if tiles:
+        layouts = operand.get("layouts")
+        one = {"codes": operand["codes"], "scales": operand["scales"], "element": operand["element"]}
+        arguments = _DEQUANTIZE(
+            operand={**one, "layout": operand.get("layout", 0)}, layouts=layouts, rows=rows, k=k,
+            block_scales=_BLOCK_SCALES[family], sizes=sizes, sections=sections, tiles=packed, refused=refused,
+        )  # fmt: skip
+        launch(SOURCE, "pack", (tiles, matrices), (_DEQUANTIZE_THREADS,), [arguments], device=device)
+    return packed
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Blocks of a persistent kernel: the GPU's multiprocessors; 3 on a CPU, for several tiles in a block."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _device(operand: Fields) -> torch.device:
+    codes = operand["codes"]
+    assert isinstance(codes, torch.Tensor)
+    return codes.device
+
+
+def _ceil_div(items: int, divisor: int) -> int:
+    return -(-items // divisor)

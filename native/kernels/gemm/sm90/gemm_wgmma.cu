@@ -1,0 +1,68 @@
+// pack: dequantizes an operand, its sections, or the matrices of sections to bfloat16 tiles (dequantize_tiles.cuh).
+// gemm_tensor: out = alpha * (a @ b.T) (+ c) (+ bias) of tiles, on the tensor cores of a Hopper GPU.
+// gemm_tensor_grouped: the same for every section of a, with its own matrix b.
+// gemm_mx_refused, gemm_grouped_mx_refused: the GEMM of gemm_mx.cu, if packing has refused an operand.
+//
+//   operand  NVFP4, MX, or FP8 with a tensor scale, in any layout
+//   tiles    128 rows by 64 columns each (tile.cuh). Tiles of the same rows are contiguous, with zeros beyond the last row
+//            and column. A section begins with a new row of tiles. b has an even number of rows of tiles
+//   refused  one flag, 0 before the first launch; null if no operand can be refused
+//   alpha    from tensor amaxes or tensor scales; its a is null if alpha is 1
+//   Launch: pack with 256 threads for every tile, grid ceil(K/64) * rows of tiles, grid.y the number of matrices. gemm_tensor
+//   is a persistent kernel: 384 threads, any grid, best one block for each multiprocessor, and sizeof(WgmmaShared) + 1024
+//   bytes of dynamic shared memory. Any M, N and K.
+//   Numerics: a number in a tile is exact. Sums are those of Hopper's tensor cores (tensor_core_model.cuh): 16 columns at a
+//   time, in order of K from 0 on. Then alpha * sum, + c and + bias each round to float32, and the last step is one cast.
+
+#include "gemm/portable/gemm_mx.cuh"
+#include "gemm/sm90/gemm_wgmma.cuh"
+
+namespace narrowgauge {
+
+extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS) pack(DequantizeParameters p) {
+    const i64 steps = (p.k + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = gridDim.x / steps;
+    const i64 tile = blockIdx.x / steps, step = blockIdx.x % steps, number = blockIdx.y;
+    Operand from = {p.operand, p.rows};
+    if (p.layouts != nullptr) {
+        from.codes = reinterpret_cast<const u8* const*>(p.operand.codes)[number];
+        from.scales = static_cast<const void* const*>(p.operand.scales)[number];
+        from.layout = p.layouts[number];
+    }
+    i64 first = tile * TILE_ROWS;
+    if (p.sizes != nullptr) {
+        TiledSection at({p.sizes, p.sections, p.rows});
+        while (tile - at.before >= at.tiles()) {
+            if (!at.next()) return;
+        }
+        from.rows = at.section.start + at.section.count;
+        first = at.section.start + (tile - at.before) * TILE_ROWS;
+    }
+    u8* target = p.tiles + ((number * tiles + tile) * steps + step) * TILE_BYTES;
+    dequantize_tile(p.block_scales, from, first, step * TILE_COLUMNS, p.k, target, p.refused);
+}
+
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) gemm_tensor(WgmmaParameters p, Alpha alpha) {
+    if (p.refused != nullptr && *p.refused != 0) return;
+    const Epilogue epilogue = {p.epilogue, 0, 0};
+    multiply_tiles_persistent(p, {nullptr, 1, p.m}, [&](const OutputTile&) { return alpha; },
+                              [&](const OutputTile&) { return epilogue; });
+}
+
+extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
+    gemm_tensor_grouped(WgmmaParameters p, GroupedAlpha alpha, const i64* sizes, int sections) {
+    if (p.refused != nullptr && *p.refused != 0) return;
+    multiply_tiles_persistent(
+        p, {sizes, sections, p.m},
+        [&](const OutputTile& tile) { return alpha.a == nullptr ? Alpha{} : alpha.section(tile.section); },
+        [&](const OutputTile& tile) { return Epilogue{p.epilogue, tile.section_start * p.n, tile.section * p.n}; });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_mx_refused(GemmParameters p, const u32* refused) {
+    if (*refused != 0) multiply(MxScaling{}, p);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_grouped_mx_refused(GroupedGemmParameters p, const u32* refused) {
+    if (*refused != 0) multiply_section(MxScaling{}, p);
+}
+
+}  // namespace narrowgauge

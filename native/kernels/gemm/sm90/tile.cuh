@@ -1,0 +1,83 @@
+// tile.cuh: operand tiles in swizzled shared memory, and their product by a warpgroup.
+//
+// A tile is 128 rows of 64 bfloat16 numbers, 128 bytes for a row. It has the 128-byte swizzle of wgmma: the 16-byte chunk c of
+// row r lies at place c ^ (r % 8) of the row.
+#pragma once
+
+#include "gemm/ptx.cuh"
+
+namespace narrowgauge {
+
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2;
+constexpr int WARPGROUP = 4 * WARP;  // threads
+
+// Byte of a tile at which columns 8 * chunk to 8 * chunk + 7 of a row begin.
+__device__ __forceinline__ int swizzled_offset(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+
+// A warpgroup accumulates 64 rows by 256 columns, 128 sums in each thread. Sum 4j + 2i + e of thread t is that of row
+// t/32*16 + t%32/4 + 8i and column 8j + 2(t%4) + e.
+constexpr int WGMMA_M = 64, WGMMA_N = 256, WGMMA_K = 16, SUMS = WGMMA_M * WGMMA_N / WARPGROUP;
+
+#ifdef HAS_WGMMA
+// Matrix descriptor of a tile, aligned to 1024 bytes: K-major, 128-byte swizzle, 1024 bytes from 8 rows to the next 8.
+__device__ __forceinline__ u64 matrix_descriptor(const u8* tile) {
+    const u64 address = static_cast<u64>(__cvta_generic_to_shared(tile)) & 0x3FFFFu;
+    return address >> 4 | u64{1} << 16 | u64{1024 >> 4} << 32 | u64{1} << 62;
+}
+#endif
+
+// Waits for all wgmma of the warpgroup. The compiler reads the sums after this point only.
+__device__ __forceinline__ void wait_for_sums([[maybe_unused]] float (&d)[SUMS]) {
+#ifdef HAS_WGMMA
+    ptx::wgmma_wait_group<0>();
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i])::"memory");
+#endif
+}
+
+// d += a * b^T: 64 rows of a tile and 256 rows of two consecutive tiles, over all 64 columns in order of K. Asynchronous on a
+// GPU: one wgmma group.
+__device__ __forceinline__ void multiply_tiles(float (&d)[SUMS], const u8* a, const u8* b) {
+#ifdef HAS_WGMMA
+    const u64 left = matrix_descriptor(a), right = matrix_descriptor(b);
+#pragma unroll
+    for (int step = 0; step < TILE_COLUMNS / WGMMA_K; ++step) {
+        ptx::wgmma_m64n256k16_f32_bf16_bf16(d, left + step * (WGMMA_K * 2 >> 4), right + step * (WGMMA_K * 2 >> 4));
+    }
+    ptx::wgmma_commit_group();
+#elif defined(__CUDA_ARCH__)
+    __trap();
+#else
+    static_assert(WGMMA_K == TERMS_PER_STEP, "a wgmma is a step of the model");
+    const int thread = static_cast<int>(threadIdx.x) % WARPGROUP, lane = thread % WARP;
+    struct Row {
+        Decomposed values[TILE_COLUMNS];
+        bool zero = true, finite = true;
+
+        Row(const u8* tile, int row) {
+            for (int column = 0; column < TILE_COLUMNS; ++column) {
+                bf16 number;
+                __builtin_memcpy(&number, tile + swizzled_offset(row, column / 8) + column % 8 * 2, 2);
+                const Decomposed& value = values[column] = Decomposed(to_float(number));
+                zero &= value.significand == 0;
+                finite &= value.finite();
+            }
+        }
+    };
+    const int top = thread / WARP * 16 + lane / 4;
+    const Row left[2] = {{a, top}, {a, top + 8}};
+    for (int j = 0; j < WGMMA_N / 8; ++j) {
+        for (int e = 0; e < 2; ++e) {
+            const Row right(b, 8 * j + lane % 4 * 2 + e);
+            for (int i = 0; i < 2; ++i) {
+                // Rows beyond the end of an operand are zeros and are skipped.
+                if ((left[i].zero && right.finite) || (right.zero && left[i].finite)) continue;
+                float& sum = d[4 * j + 2 * i + e];
+                for (int k = 0; k < TILE_COLUMNS; k += WGMMA_K) sum = sum_bf16(sum, left[i].values + k, right.values + k);
+            }
+        }
+    }
+#endif
+}
+
+}  // namespace narrowgauge

@@ -1,0 +1,254 @@
+"""`tensor_core_sum` by matrix products for sums that lose no bits, and step by step for the remaining sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.reference.gemm.tensor_core import (
+    SMALLEST_ALIGNMENT,
+    Factors,
+    accumulator_fraction_bits,
+    add_aligned,
+    power_of_two,
+    truncate_to_accumulator,
+)
+from narrowgauge.reference.numbers.blocks import pad_columns
+from narrowgauge.reference.numbers.exact import lowest_bit
+from narrowgauge.reference.numbers.slabs import slabs
+from narrowgauge.spec.summation import FLT_MAX, SMALLEST_SUBNORMAL, Alignment
+
+# Blocks of W columns that are checked together for lost bits.
+_CHECKED_BLOCKS = 8
+# Largest share of sums with lost bits, in the checked blocks and in a single block, up to which only these sums are
+# aligned. For a larger share all sums are aligned.
+_FEW, _MANY = 0.05, 0.1
+# After a check with a larger share, the next checks are skipped: their share is large as well, as a rule.
+_SKIPPED_CHECKS = 4
+# A sum of at most 2^6 eighth powers of powers of two has eight times the exponent of the largest power of two, if the
+# quotient is rounded down; so a matrix product finds the largest power. The eighth power of the ratio is not subnormal.
+_MATMUL_TERMS, _SMALLEST_RATIO = 1 << 6, 2.0**-124
+_EXPONENT_SHIFT, _EXPONENT_BIAS = 52, 1023
+
+
+def fast_tensor_core_sum(left: Factors, right: Factors, model: Alignment, exact: torch.Tensor) -> torch.Tensor:
+    """The result of `tensor_core_sum` with the same arguments, bit for bit."""
+    if model.decoded:
+        left, right = left.decoded(), right.decoded()
+    out = exact.float()
+    rows = (~_never_truncated(left, right, model)).any(1).nonzero().squeeze(1)
+    if len(rows):
+        out[rows] = _promoted_accumulators(left.rows(rows), right, model)
+    return out.add_(0.0).double().where(exact.isfinite(), exact)  # + 0 makes a sum of zeros +0
+
+
+def _never_truncated(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
+    """bool (M, N): the simulated sum is the exact sum, because no step truncates a bit.
+
+    Every product and partial sum is a multiple of a power of two, the quantum. The quantum is at least the last bit of
+    the alignment to the largest product or sum, and no sum has more bits than the accumulator.
+    """
+    quantum = torch.outer(lowest_bit(left.values), lowest_bit(right.values))
+    magnitude = (left.values.abs() @ right.values.abs().T).mul_(1 + 2.0**-20)
+    largest = torch.outer(left.powers.amax(1), right.powers.amax(1)) if left.values.shape[1] else magnitude
+    in_float32 = (quantum >= SMALLEST_SUBNORMAL) & (magnitude <= FLT_MAX)
+    return in_float32.logical_and_(_fits(magnitude, largest, quantum, model))
+
+
+def _fits(magnitude: torch.Tensor, largest: torch.Tensor, quantum: torch.Tensor, model: Alignment) -> torch.Tensor:
+    """bool (M, N): sums up to `magnitude` of products up to `largest`, all multiples of `quantum`, lose no bit."""
+    fits = magnitude <= quantum * 2.0 ** (1 + accumulator_fraction_bits(model))
+    return fits.logical_and_(torch.maximum(magnitude, largest) <= quantum * 2.0**model.fraction)
+
+
+@dataclass
+class _BlockedFactors:
+    """An operand (M, K) in blocks of W columns, with the range of each block."""
+
+    factors: Factors
+    width: int
+    transposed: torch.Tensor
+    """Values (K, M), contiguous: a product of columns is then a product of rows in memory."""
+    largest_power: torch.Tensor
+    """The largest power of each block, (M, B); 0 if all values are 0."""
+    lowest_bit: torch.Tensor
+    """The lowest bit of each block, (M, B); infinity if all values are 0."""
+    eighth_powers: torch.Tensor
+    """Twice the eighth powers of the ratios of powers to the largest power of their block, (M, K)."""
+    smallest_ratio: torch.Tensor
+    """The smallest nonzero ratio of a power to the largest power of its block; a scalar."""
+
+    @classmethod
+    def of(cls, factors: Factors, width: int) -> _BlockedFactors:
+        height, columns = factors.values.shape
+        values, powers = (pad_columns(x, width).view(height, -1, width) for x in (factors.values, factors.powers))
+        largest_power = powers.amax(2)
+        ratios = (powers / largest_power.unsqueeze(2)).nan_to_num_(nan=0.0)
+        smallest_ratio = ratios.where(ratios != 0, 1.0).amin()
+        eighth_powers = ratios.square_().square_().square_().mul_(2.0).view(height, -1)[:, :columns]
+        transposed = factors.values.T.contiguous()
+        return cls(factors, width, transposed, largest_power, lowest_bit(values), eighth_powers, smallest_ratio)
+
+    def rows(self, rows: slice) -> _BlockedFactors:
+        ranges = self.largest_power[rows], self.lowest_bit[rows], self.eighth_powers[rows]
+        return _BlockedFactors(
+            self.factors.rows(rows), self.width, self.transposed[:, rows], *ranges, self.smallest_ratio
+        )
+
+    def product(self, right: _BlockedFactors, columns: slice) -> torch.Tensor:
+        """The exact product of the columns with the columns of `right` (N, K): (M, N)."""
+        return self.factors.values[:, columns] @ right.factors.values[:, columns].T
+
+
+def _promoted_accumulators(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
+    """The sum of the accumulators, float32 (M, N)."""
+    columns = left.values.shape[1]
+    out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
+    if columns == 0:
+        return out
+    length = model.promoted or columns
+    x, y = _BlockedFactors.of(left, model.width), _BlockedFactors.of(right, model.width)
+    by_matmul = _matmul_finds_largest(x, y)
+    for rows in slabs(out):
+        part = x.rows(rows)
+        for start in range(0, columns, length):
+            chunk = slice(start, min(start + length, columns))
+            out[rows] += _accumulator(part, y, chunk, model, by_matmul=by_matmul).float()
+    return out
+
+
+def _accumulator(
+    x: _BlockedFactors, y: _BlockedFactors, columns: slice, model: Alignment, *, by_matmul: bool
+) -> torch.Tensor:
+    """A single accumulator, from 0, over some columns; `by_matmul` as for `_largest_products`.
+
+    Sums without lost bits, in some blocks or in a single block, are a matrix product. The remaining sums are aligned
+    step by step. If the remaining sums are many, or the outputs are few, all sums are aligned: this takes the fewest
+    operations.
+    """
+    out = torch.zeros(
+        x.largest_power.shape[0], y.largest_power.shape[0], dtype=torch.float64, device=x.largest_power.device
+    )
+    quantum = torch.full_like(out, torch.inf)
+    few_outputs = len(list(slabs(_product_shape(out, model)))) == 1
+    step = _CHECKED_BLOCKS * model.width
+    checked = next_check = columns.start
+    for start in range(columns.start, columns.stop, step):
+        group = slice(start, min(start + step, columns.stop))
+        blocks = [slice(at, min(at + model.width, group.stop)) for at in range(start, group.stop, model.width)]
+        if start >= next_check:
+            truncated = _group_may_truncate(x, y, group, slice(checked, group.stop), out, quantum, model)
+            checked = group.stop
+            if int(truncated.sum()) <= _FEW * truncated.numel():
+                out = _align_selected(x, y, blocks, truncated, out, x.product(y, group).add_(out), model)
+                continue
+            next_check = start + _SKIPPED_CHECKS * step
+        for block in blocks:
+            selected = None if few_outputs else _block_may_truncate(x, y, block, out, model)
+            if selected is None or int(selected.sum()) > _MANY * selected.numel():
+                _align_all(x, y, block, out, model, by_matmul=by_matmul)
+            else:
+                exact = truncate_to_accumulator(x.product(y, block).add_(out), model)
+                out = _align_selected(x, y, [block], selected, out, exact, model)
+    return out
+
+
+def _product_shape(sums: torch.Tensor, model: Alignment) -> torch.Tensor:
+    """A tensor without memory with a row of N·W numbers per output row, the size of the products of a block."""
+    return sums.new_empty(1, 1).expand(sums.shape[0], sums.shape[1] * model.width)
+
+
+def _group_may_truncate(
+    x: _BlockedFactors,
+    y: _BlockedFactors,
+    columns: slice,
+    new: slice,
+    before: torch.Tensor,
+    quantum: torch.Tensor,
+    model: Alignment,
+) -> torch.Tensor:
+    """bool (M, N): a product of `columns`, or a partial sum of `before` and these products, may lose bits.
+
+    `quantum` divides the products before the columns `new`, and is updated in place to divide the new products too.
+    """
+    blocks, new_blocks = (slice(part.start // x.width, -(-part.stop // x.width)) for part in (columns, new))
+    new_bits = torch.outer(x.lowest_bit[:, new_blocks].amin(1), y.lowest_bit[:, new_blocks].amin(1))
+    torch.minimum(quantum, new_bits, out=quantum)
+    left, right = (side.factors.values[:, columns].abs() for side in (x, y))
+    magnitude = (left @ right.T).add_(before.abs()).mul_(1 + 2.0**-20)
+    largest = torch.outer(x.largest_power[:, blocks].amax(1), y.largest_power[:, blocks].amax(1))
+    return _fits(magnitude, largest, quantum, model).logical_not_()
+
+
+def _block_may_truncate(
+    x: _BlockedFactors, y: _BlockedFactors, block: slice, before: torch.Tensor, model: Alignment
+) -> torch.Tensor:
+    """bool (M, N): a product of the block, or the accumulator `before`, may lose bits by its alignment."""
+    number = block.start // x.width
+    last_bit = torch.outer(x.largest_power[:, number], y.largest_power[:, number])
+    last_bit = torch.maximum(last_bit, power_of_two(before))
+    last_bit.mul_(2.0**-model.fraction).clamp_(min=SMALLEST_ALIGNMENT)
+    truncated = (before / last_bit).frac_() != 0
+    return truncated.logical_or_(torch.outer(x.lowest_bit[:, number], y.lowest_bit[:, number]) < last_bit)
+
+
+def _align_all(
+    x: _BlockedFactors, y: _BlockedFactors, block: slice, out: torch.Tensor, model: Alignment, *, by_matmul: bool
+) -> None:
+    """Adds the columns `block` to the accumulators `out` (M, N), in place."""
+    largest = _largest_products(x, y, block, by_matmul=by_matmul)
+    for rows in slabs(_product_shape(out, model)):
+        products = x.transposed[block, rows].unsqueeze(2) * y.transposed[block].unsqueeze(1)
+        out[rows] = add_aligned(products, largest[rows], out[rows], model, dim=0)
+
+
+def _align_selected(
+    x: _BlockedFactors,
+    y: _BlockedFactors,
+    blocks: list[slice],
+    selected: torch.Tensor,
+    before: torch.Tensor,
+    out: torch.Tensor,
+    model: Alignment,
+) -> torch.Tensor:
+    """`out` (M, N) with the `selected` outputs replaced by the accumulators `before` plus the aligned blocks."""
+    at = selected.nonzero()
+    for part in slabs(_product_shape(at[:, :1], model)):
+        i, j = at[part].T
+        sums = before[i, j]
+        for block in blocks:
+            left, right = x.factors.columns(block), y.factors.columns(block)
+            products = left.values.index_select(0, i).mul_(right.values.index_select(0, j))
+            powers = left.powers.index_select(0, i).mul_(right.powers.index_select(0, j))
+            sums = add_aligned(products, powers.amax(1), sums, model, dim=1)
+        out[i, j] = sums
+    return out
+
+
+def _matmul_finds_largest(x: _BlockedFactors, y: _BlockedFactors) -> bool:
+    """Whether a matrix product of eighth powers finds the largest product of powers of every block."""
+    return x.width <= _MATMUL_TERMS and bool(x.smallest_ratio * y.smallest_ratio >= _SMALLEST_RATIO)
+
+
+def _largest_products(x: _BlockedFactors, y: _BlockedFactors, block: slice, *, by_matmul: bool) -> torch.Tensor:
+    """The largest product of powers of two in the columns `block`: (M, N), 0 if all products are 0.
+
+    `by_matmul`: the result of `_matmul_finds_largest`.
+    """
+    if not by_matmul:
+        powers = x.factors.powers[:, block], y.factors.powers[:, block]
+        largest = torch.zeros(
+            x.largest_power.shape[0], y.largest_power.shape[0], dtype=torch.float64, device=x.largest_power.device
+        )
+        for left, right in zip(*(side.T for side in powers), strict=True):
+            torch.maximum(largest, torch.outer(left, right), out=largest)
+        return largest
+    # Let g be the largest exponent. The eighth power has exponent 8g, the sum at most 8g + 6. With the bias and the
+    # factor 4 the exponent field is 8(g + 128) + 1 to 8(g + 128) + 7. Divided by 8 and rounded down: g + 128, which as
+    # an exponent field means g + 128 − 1023.
+    sums = x.eighth_powers[:, block] @ y.eighth_powers[:, block].T
+    exponents = (sums.view(torch.int64) >> (_EXPONENT_SHIFT + 3)).bitwise_left_shift_(_EXPONENT_SHIFT)
+    number = block.start // x.width
+    block_power = torch.outer(x.largest_power[:, number], y.largest_power[:, number])
+    return exponents.view(torch.float64).mul_(2.0 ** (_EXPONENT_BIAS - 128)).mul_(block_power)

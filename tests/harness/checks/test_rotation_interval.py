@@ -1,0 +1,163 @@
+"""The interval of a rotated value holds what every order of summation gives, and no more than it must."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.checks.rotation_interval import FLT_MAX, UNIT, Interval, power_of_two, rotated_interval
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.quantize.hadamard import coefficient, signs
+from narrowgauge.spec.recipes import find_recipe
+from tests.harness.sample_backends import terms
+from tests.thinned import thinned
+
+GROUPS = [2, 4, 8, 16, 32, 64, 128]
+FAMILIES = [
+    "normal", "uniform", "outliers", "tiles", "low-rows", "huge", "subnormal", "zeros", "negative-zeros", "position",
+    "spread",
+]  # fmt: skip
+
+
+def rotating_recipe(group: int):
+    return find_recipe("nvfp4-rht" if group == 16 else f"nvfp4-rht{group}")
+
+
+def matrix(family: str, rows: int = 64, columns: int = 256) -> torch.Tensor:
+    return make_inputs(case_from_labels("transform", "nvfp4-rht", (rows, columns), "bf16", family)).x
+
+
+def any_tree(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The last dimension added up in float32, in an order and a tree of chance."""
+    left = list(values.unbind(-1))
+    while len(left) > 1:
+        one, other = (left.pop(int(torch.randint(len(left), (1,), generator=generator))) for _ in range(2))
+        left.append(one + other)
+    return left[0]
+
+
+def outside(y: torch.Tensor, interval: Interval) -> torch.Tensor:
+    return ~((y >= interval.lower) & (y <= interval.upper))
+
+
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_order_or_tree_of_additions_leaves_it(group, family):
+    x = matrix(family)
+    interval = rotated_interval(x, rotating_recipe(group))
+    assert not bool(interval.undetermined.any())
+    products = terms(x, rotating_recipe(group).transform)
+    generator = torch.Generator().manual_seed(group)
+    for _ in range(24 if group <= 32 else 4):
+        y = any_tree(products, generator).bfloat16().view(x.shape)
+        assert not bool(outside(y, interval).any())
+    assert not bool(outside(reference.transform(x, rotating_recipe(group)), interval).any())
+    once = products.double().sum(-1).float().bfloat16().view(x.shape)  # a kernel with a wider accumulator
+    assert not bool(outside(once, interval).any())
+
+
+def test_thousands_of_trees_of_hard_sums():
+    """Two large terms that cancel and others far below: every tree rounds in its own way."""
+    generator = torch.Generator().manual_seed(7)
+    spread = matrix("spread", 512, 16)
+    seen = set()
+    interval = rotated_interval(spread, rotating_recipe(16))
+    products = terms(spread, rotating_recipe(16).transform)
+    for _ in range(3000):
+        y = any_tree(products, generator).bfloat16().view(spread.shape)
+        assert not bool(outside(y, interval).any())
+        seen.add(tuple(y[:, 0].view(torch.int16).tolist()))
+    assert len(seen) > 1000
+
+
+def exact(row: list[float], column: int, group: int) -> tuple[Fraction, Fraction, int]:
+    """Sum, sum of magnitudes and count of the products of one output, in rationals."""
+    c = Fraction(coefficient(group))
+    sigma = signs(rotating_recipe(group).transform).tolist()
+    products = [
+        Fraction(v) * c * int(s) * (-1) ** bin(k & column).count("1")
+        for k, (v, s) in enumerate(zip(row, sigma, strict=True))
+    ]
+    return sum(products, Fraction()), sum(map(abs, products), Fraction()), sum(p != 0 for p in products)
+
+
+@pytest.mark.parametrize("family", ["normal", "spread", "subnormal", "tiles"])
+@pytest.mark.parametrize("group", [4, 16, 32])
+def test_it_is_as_narrow_as_the_rule_says(group, family):
+    """In rationals: the ends are v ± (n - 1)·u·A, one float32 outward at most, rounded to bfloat16; v where exact."""
+    x = matrix(family, 4, 128)
+    interval = rotated_interval(x, rotating_recipe(group))
+    for row in range(4):
+        for column in range(128):
+            start = column // group * group
+            v, total, count = exact(x[row, start : start + group].tolist(), column - start, group)
+            error = (count - 1) * Fraction(UNIT) * total if count else Fraction()
+            low, high = (float(end[row, column]) for end in (interval.lower, interval.upper))
+            slack = Fraction(1, 2**20) * error
+            below, above = (torch.tensor(float(v + s * (error + slack))) for s in (-1, 1))
+            assert low >= torch.nextafter(below, torch.tensor(-math.inf)).bfloat16()
+            assert high <= torch.nextafter(above, torch.tensor(math.inf)).bfloat16()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_sum_that_cannot_round_is_known(group):
+    x = torch.randint(-7, 8, (64, 2 * group), generator=torch.Generator().manual_seed(3)).bfloat16()
+    interval = rotated_interval(x, rotating_recipe(group))
+    assert torch.equal(interval.lower, interval.upper)  # but for the sign of 0
+    assert torch.equal(interval.lower, reference.transform(x, rotating_recipe(group)))
+
+
+def test_a_sum_of_zero_has_either_sign():
+    for x in (torch.zeros(1, 16), -torch.zeros(1, 16), torch.tensor([[1.0, 1.0, *[0.0] * 14]])):
+        interval = rotated_interval(x.bfloat16(), rotating_recipe(16))
+        zero = interval.lower == 0
+        assert bool(zero.any())
+        assert bool(interval.lower[zero].signbit().all())
+        assert not bool(interval.upper[zero].signbit().any())
+
+
+def test_what_is_not_finite_is_known():
+    x = torch.zeros(3, 16).bfloat16()
+    x[0, 3], x[1, 3], x[2, 3], x[2, 4] = torch.inf, torch.nan, torch.inf, torch.inf
+    interval = rotated_interval(x, rotating_recipe(16))
+    expected = reference.transform(x, rotating_recipe(16))
+    for end in (interval.lower, interval.upper):
+        assert torch.equal(end.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    assert not bool(interval.undetermined.any())
+    assert {bool(v) for v in expected[2].isnan()} == {True, False}
+
+
+def test_a_sum_that_may_overflow_is_anything():
+    x = torch.zeros(2, 16).bfloat16()
+    x[0, :8] = torch.finfo(torch.bfloat16).max
+    x[1, :3] = torch.finfo(torch.bfloat16).max
+    interval = rotated_interval(x, rotating_recipe(16))
+    assert interval.undetermined.tolist() == [[True] * 16, [False] * 16]
+    assert bool((interval.lower[0] == -torch.inf).all())
+    assert bool((interval.upper[0] == torch.inf).all())
+    assert bool(torch.isfinite(interval.lower[1]).all())
+    assert 8 * float(x[0, 0]) / 4 > FLT_MAX
+
+
+def test_magnitudes_of_an_interval():
+    ends = torch.tensor([[-2.0, -2.0, 1.0, -0.0, torch.nan]]), torch.tensor([[-1.0, 3.0, 2.0, 0.0, torch.nan]])
+    least, greatest = Interval(*ends, torch.zeros(1, 5, dtype=torch.bool)).magnitude
+    assert least[:, :4].tolist() == [[1.0, 0.0, 1.0, 0.0]]
+    assert greatest[:, :4].tolist() == [[2.0, 3.0, 2.0, 0.0]]
+    assert bool(least[:, 4].isnan() & greatest[:, 4].isnan())
+
+
+def test_powers_of_two_are_exact():
+    exponents = torch.arange(-1022, 1024)
+    assert power_of_two(exponents).tolist() == [2.0**e for e in range(-1022, 1024)]
+
+
+def test_it_raises_as_the_transform_does():
+    with pytest.raises(TypeError, match="rotates bfloat16, not float32"):
+        rotated_interval(torch.zeros(2, 16), rotating_recipe(16))
+    with pytest.raises(ValueError, match="rotates whole groups of 16"):
+        rotated_interval(torch.zeros(2, 17).bfloat16(), rotating_recipe(16))
+    assert rotated_interval(torch.zeros(0, 16).bfloat16(), rotating_recipe(16)).lower.shape == (0, 16)

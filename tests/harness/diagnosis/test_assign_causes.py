@@ -1,0 +1,36 @@
+"""One cause for every failing record, as few as can be."""
+
+from typing import Any
+
+import pytest
+
+from narrowgauge.harness.diagnosis.assign_causes import assign_causes
+
+
+def failing(name: str, *causes: str) -> dict[str, Any]:
+    """A record with explanations in this order; `~cause` is a signature."""
+    found = [{"cause": c.lstrip("~"), "sentence": c, "stage": "codes", "exact": not c.startswith("~")} for c in causes]
+    return {"case": name, "explanations": found}
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([], []),
+        ([failing("a")], []),
+        ([failing("a", "x"), failing("b", "y", "x"), failing("c", "y", "x")], [("x", "abc")]),
+        ([failing("a", "x"), failing("b", "x"), failing("c", "y")], [("x", "ab"), ("y", "c")]),
+        # As often: what stands higher in the lists, then the name.
+        ([failing("a", "y", "x"), failing("b", "y", "x")], [("y", "ab")]),
+        ([failing("a", "y", "x"), failing("b", "x", "y")], [("x", "ab")]),
+        # A signature never stands before what gives the bytes, and not in its place.
+        ([failing("a", "x", "~s"), failing("b", "~s"), failing("c", "~s")], [("x", "a"), ("s", "bc")]),
+        ([failing("a", "x", "y"), failing("b", "x"), failing("c", "y"), failing("d", "y")], [("y", "acd"), ("x", "b")]),
+    ],
+)
+def test_causes_cover_the_records_greedily(records: list[dict[str, Any]], expected: list[tuple[str, str]]) -> None:
+    found = [(explanation["cause"], "".join(r["case"] for r in taken)) for explanation, taken in assign_causes(records)]
+    assert found == expected
+    assert all(
+        any(e == explanation for e in r["explanations"]) for explanation, taken in assign_causes(records) for r in taken
+    )

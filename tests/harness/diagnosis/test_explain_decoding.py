@@ -1,0 +1,120 @@
+"""Wrong dequantizers, each by one defect: the diagnosis names it, and names nothing where nothing known explains it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.diagnosis.explain_decoding import decoding_deviations
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.numbers.decode import decode
+from narrowgauge.reference.quantize.layout import unpack
+from narrowgauge.spec.formats import E2M1, E4M3, E8M0
+from narrowgauge.spec.recipes import find_recipe
+from tests.harness.sample_backends import backend
+
+
+def causes(dequantize, recipe="nvfp4", inputs="normal", dtype="fp32"):
+    """Exact causes of a case whose dequantize is this one, all else being the reference's."""
+    case = case_from_labels("quantize", recipe, (32, 64), dtype, inputs)
+    record = run_case(case, backend(quantize=reference.quantize, dequantize=dequantize))
+    assert (record.verdict, record.stage) == ("fail", "values"), record.message
+    return [e["cause"] for e in record.explanations if e["exact"]]
+
+
+def changed(**changes):
+    """The reference's values of a matrix of which something is changed: `change(q)`."""
+
+    def dequantize(q, dtype=torch.float32):
+        return reference.dequantize(replace(q, **{name: change(q) for name, change in changes.items()}), dtype)
+
+    return dequantize
+
+
+def by(factor, wide=16):
+    """Codes of E2M1 times factor(stored scales, amax)."""
+
+    def dequantize(q, dtype=torch.float32):
+        factors = factor(decode(q.scales, q.recipe.scale), q.amax).repeat_interleave(wide, 1)
+        return (decode(unpack(q.codes, q.shape[1]), E2M1) * factors).to(dtype)
+
+    return dequantize
+
+
+def test_codes():
+    assert causes(changed(codes=lambda q: q.codes >> 4 | q.codes << 4)) == ["nibbles-swapped"]
+    assert causes(lambda q, dtype: reference.dequantize(q, dtype).abs()) == ["signs-lost"]
+    assert causes(lambda q, dtype: reference.dequantize(q, dtype) + 0) == ["negative-zero-lost"]
+
+
+def test_scales():
+    assert causes(changed(scales=lambda q: q.scales.roll(-1, 1).contiguous())) == ["scale-of-next-block"]
+    assert "scale-of-first-block" in causes(changed(scales=lambda q: q.scales[:, :1].expand_as(q.scales)))
+    two = changed(scales=lambda q: q.scales[:, torch.arange(4) % 2])
+    assert causes(two) == ["scale-of-first-step"]
+    assert causes(changed(scales=lambda q: torch.full_like(q.scales, 127)), "mxfp8-e4m3", "spread") == [
+        "scales-ignored"
+    ]
+
+
+def test_factors():
+    assert causes(by(lambda s, amax: s)) == ["tensor-scale-ignored"]
+    # One amax does not tell every form from every other.
+    assert "decode-order:s*(amax*(1/max))" in causes(by(lambda s, amax: s * (amax * (1 / 2688))))
+    assert "decode-order:(s*amax)/max" in causes(by(lambda s, amax: s * amax / torch.full_like(s, 2688)))
+    found = causes(by(lambda s, amax: (s * amax * (1 / 2688)).bfloat16().float()))
+    assert found == ["decode-through-bf16"]
+    found = causes(by(lambda s, amax: s.masked_fill(s == 2.0**-127, 0), 32), "mxfp4", "subnormal")
+    assert "subnormal-factors-flushed" in found
+
+
+def test_roundings_of_values():
+    found = causes(lambda q, dtype: reference.dequantize(q).bfloat16().to(dtype))
+    assert found == ["values-through-bf16"]
+    cut = causes(
+        lambda q, dtype: (reference.dequantize(q).view(torch.int32) & ~0xFFFF).view(torch.float32).to(dtype),
+        dtype="bf16",
+    )
+    assert cut == ["values-truncated"]
+
+
+def test_a_columnwise_half_in_place():
+    """Its codes lie along columns, and so do its scales."""
+
+    def dequantize(q, dtype=torch.float32):
+        return reference.dequantize(replace(q, scales=q.scales.roll(-1, 0).contiguous()), dtype)
+
+    def both(x, recipe, *, rowwise=True, **options):
+        return reference.quantize_both(x, recipe, rowwise=rowwise, **options)
+
+    case = case_from_labels("quantize", "mxfp8-e4m3", (96, 64), "fp32", "spread", ("columnwise",))
+    doors = {"quantize": reference.quantize, "quantize_both": both, "dequantize": dequantize}
+    record = run_case(case, backend(**doors))
+    assert record.stage == "values", record.message
+    assert [e["cause"] for e in record.explanations if e["exact"]] == ["scale-of-next-block"]
+
+
+def test_nothing_known():
+    def dequantize(q, dtype=torch.float32):
+        values = reference.dequantize(q, dtype)
+        values[3, 5] += 1
+        return values
+
+    assert causes(dequantize) == []
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4@torchao", "mxfp8-e5m2", "fp8-block-1x128-e4m3-fp32", "fp8-current"])
+def test_right_values_are_another_thing_than_most_deviations(recipe):
+    """A deviation that gives right values in spread inputs would explain nothing."""
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 16).unsqueeze(1)
+    q = reference.quantize(x, find_recipe(recipe))
+    right = reference.dequantize(q)
+    made = [(cause, make(q, torch.float32)) for cause, _, make in decoding_deviations()]
+    different = {cause for cause, values in made if values is not None and not torch.equal(values, right)}
+    assert "signs-lost" in different
+    assert ("nibbles-swapped" in different) == (q.recipe.element is E2M1)
+    assert ("tensor-scale-ignored" in different) == (q.recipe.scale is E4M3)
+    assert ("scale-of-next-block" in different) == (not q.recipe.whole)
+    assert q.recipe.scale is not E8M0 or not any(cause.startswith("decode-order") for cause in different)

@@ -1,0 +1,68 @@
+"""Every wrong formula of what stays in high precision is named, and no other one with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.cause_names import is_cause
+from narrowgauge.harness.diagnosis.explain_formula import _FORMULAS, explain_formula
+from narrowgauge.harness.operations.stages.outcome import Formula, Outcome
+from narrowgauge.reference.high_precision.additions import residual_sum
+from narrowgauge.reference.high_precision.attention import attention_forward
+from narrowgauge.reference.high_precision.gelu import gelu_forward
+from narrowgauge.reference.high_precision.norm import norm_forward
+
+STAGE = "step 1 norm"
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+X, GAMMA, BETA = drawn(16, 32) * 2**-6, drawn(32, seed=1), drawn(32, seed=2)
+HEADS = [drawn(2, 2, 8, 16, seed=seed) for seed in range(3)]
+RIGHT: dict[str, tuple[str, dict[str, Any], torch.Tensor]] = {
+    "layer": (
+        "norm", {"x": X, "gamma": GAMMA, "added": BETA, "kind": "layer", "eps": 1e-4},
+        norm_forward(X, GAMMA, BETA, "layer", 1e-4).value,
+    ),
+    "rms": (
+        "norm", {"x": X + 2**-6, "gamma": GAMMA, "added": None, "kind": "rms", "eps": 1e-4},
+        norm_forward(X + 2**-6, GAMMA, None, "rms", 1e-4).value,
+    ),
+    "gelu": ("gelu", {"x": drawn(16, 32)}, gelu_forward(drawn(16, 32)).value),
+    "attention": (
+        "attention", dict(zip("qkv", HEADS, strict=True)),
+        attention_forward(*HEADS).value.transpose(1, 2).reshape(16, 32),
+    ),
+    "residual": (
+        "residual", {"a": X, "b": GAMMA.expand(16, 32), "others": {"x": drawn(16, 32)}},
+        residual_sum(X, GAMMA.expand(16, 32)).value,
+    ),
+}  # fmt: skip
+
+
+def explained(name: str, given: dict[str, Any], value: torch.Tensor, dtype: torch.dtype, stage: str) -> list[str]:
+    outcome = Outcome(formula=Formula(name, STAGE, given, value.to(dtype)))
+    found = explain_formula(outcome, StageResult(stage, "bound", 1))
+    assert all(one.exact and one.stage == STAGE for one in found)
+    return [one.cause for one in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("of", RIGHT)
+def test_each_wrong_formula_is_named_alone(of: str, dtype: torch.dtype) -> None:
+    name, given, right = RIGHT[of]
+    assert explained(name, given, right, dtype, STAGE) == []
+    for cause, _, make in _FORMULAS[name](**given):
+        assert is_cause(cause)
+        assert explained(name, given, make().reshape(right.shape), dtype, STAGE) == [cause]
+        assert explained(name, given, make().reshape(right.shape), dtype, "step 2 norm") == []
+
+
+def test_without_a_formula_nothing_is_said() -> None:
+    assert explain_formula(Outcome(), StageResult(STAGE, "bound", 1)) == []

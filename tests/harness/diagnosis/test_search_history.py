@@ -1,0 +1,309 @@
+"""Hypotheses for quantized matrices: of several matrices, what explains nothing, what a search costs, witnesses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.checks.bit_equality import equal_bits
+from narrowgauge.harness.diagnosis.quantize import explain_quantize
+from narrowgauge.harness.diagnosis.quantize.deviation import Replay, can_replay_rows
+from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
+from narrowgauge.harness.diagnosis.quantize.explain_quantize import MAX_EXPLANATIONS
+from narrowgauge.harness.diagnosis.quantize.kernel_matrix import kernel_matrix
+from narrowgauge.harness.diagnosis.quantize.recipe_fields import field_deviations
+from narrowgauge.harness.diagnosis.search_history import SEARCHES
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.quantize.layout import pack
+from narrowgauge.spec.formats import E2M1, E4M3
+from narrowgauge.spec.recipes import find_recipe
+from tests.harness.sample_backends import backend, rotating
+from tests.harness.wrong_steps import (
+    by_lane,
+    case,
+    causes,
+    cut_down,
+    exchanged,
+    given,
+    grid,
+    record_of,
+    right_amax,
+    rotated,
+    signed_blocks,
+    unclamped,
+    wrong,
+    wrong_amax,
+    wrong_tensor,
+)
+
+pytestmark = pytest.mark.usefixtures("history")
+
+
+# Where the matrix is one of several, or lies otherwise.
+
+
+def truncated_both(x, recipe, *, rowwise=True, columnwise=True, **options):
+    """Both halves rounded toward zero; MX has its columnwise half in place."""
+    door = wrong(codes=lambda s: cut_down(s.scaled, s.recipe.element))
+    row, column = door(x, find_recipe(recipe).rowwise, **options), door(x.T, recipe, **options)
+    if column.recipe.columnwise == "in-place":
+        column = replace(
+            column, codes=column.codes.T.contiguous(), scales=column.scales.T.contiguous(), transposed=True
+        )
+    return (row if rowwise else None), (column if columnwise else None)
+
+
+@pytest.mark.parametrize("usage", ["columnwise", "both"])
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "nvfp4-rht", "nvfp4-2d"])
+def test_halves(recipe, usage):
+    record = record_of(
+        case(recipe, "normal", usage),
+        quantize_both=truncated_both,
+        quantize=wrong(codes=lambda s: cut_down(s.scaled, s.recipe.element)),
+    )
+    assert causes(record) == ["truncated"]
+    assert record.explanations[0]["stage"] == ("rowwise.codes" if usage == "both" else "codes")
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_sections_have_one_explanation(columnwise):
+    def grouped(x, sizes, recipe, *, columnwise=False):
+        door = wrong(blocks=signed_blocks)
+        return [door(part.T if columnwise else part, recipe) for part in torch.split(x, sizes.tolist())]
+
+    flags = ("front:4", *(["columnwise"] if columnwise else []))
+    record = record_of(
+        case_from_labels("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", flags), quantize_grouped=grouped
+    )
+    assert causes(record)[0] == "block-amax-without-fabs"
+
+
+def test_sections_of_different_deviations_have_none():
+    def grouped(x, sizes, recipe):
+        steps = [{"codes": lambda s: cut_down(s.scaled, E2M1)}, {"stored": lambda s: pack(s.codes) & 0x77}]
+        return [wrong(**each)(part, recipe) for each, part in zip(steps, torch.split(x, sizes.tolist()), strict=True)]
+
+    wanted = case_from_labels("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", ("even:2",))
+    assert causes(record_of(wanted, quantize_grouped=grouped)) == []
+
+
+def test_operands_of_a_product():
+    wanted = case_from_labels("gemm", "nvfp4", (32, 64, 48), "bf16xbf16-fp32", "normal", ("tn",))
+    door = wrong(stored=exchanged)
+    record = record_of(wanted, quantize=door, gemm=reference.gemm)
+    assert record.explanations[0] == {
+        "cause": "nibbles-swapped", "sentence": "elements: the two of a byte are exchanged", "stage": "x.codes",
+        "exact": True,
+    }  # fmt: skip
+
+
+HIDDEN = [
+    ("amax-without-fabs", "nvfp4", wrong_amax(lambda s: s.x.clamp(min=0))),
+    ("amax-without-fabs", "fp8-current-e5m2", wrong_amax(lambda s: s.x.clamp(min=0))),
+    ("rotation-without-signs", "nvfp4-rht", {"x": lambda s: rotated(s, first=False).bfloat16()}),
+    ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks}),
+    ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks, "amax": right_amax}),
+    ("tensor-scale-order:1/(amax/max)", "fp8-current-e5m2", wrong_tensor(lambda s, a: (a / 57344).reciprocal())),
+]
+
+
+@pytest.mark.parametrize(("cause", "recipe", "steps"), HIDDEN)
+def test_numbers_that_the_kernel_does_not_show(cause, recipe, steps):
+    def quantize(x, recipe):
+        return replace(wrong(**steps)(x, recipe), amax=None, tensor_scale=None)
+
+    record = record_of(case(recipe), quantize=quantize)
+    assert record.stage == "scales"
+    assert causes(record)[0] == cause, record.explanations
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rht", "nvfp4-rht64-nosign"])
+def test_rotations_in_another_order_of_sums(recipe):
+    mask = 0 if find_recipe(recipe).transform.signs else 0xD7E8
+    record = run_case(case(recipe), backend(**rotating(signs=mask)))
+    assert record.stages[2]["rule"] == "boundary"
+    assert causes(record) == [f"rotation-{'signs:te' if mask else 'without-signs'}"]
+
+
+def test_two_bugs():
+    door = wrong(blocks=signed_blocks, amax=right_amax, codes=lambda s: cut_down(s.scaled, E2M1) & 7)
+    record = record_of(case("nvfp4"), quantize=door)
+    assert [(e["cause"], e["sentence"], e["stage"]) for e in record.explanations if e["exact"]] == [(
+        "block-amax-without-fabs",
+        "block amaxes: of the elements, not of their magnitudes; codes must have another reason", "scales",
+    )]  # fmt: skip
+
+
+# What explains nothing, and what it costs.
+
+
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", "nvfp4-2d-4over6-448-mae", "nvfp4-rht-sr", "mxfp8-e4m3", "fp8-block-128x128"]
+)
+def test_right_kernels_have_no_explanation(recipe):
+    record = record_of(case(recipe), quantize=wrong())
+    assert (record.verdict, record.explanations) == ("pass", [])
+
+
+def spoiled(x, recipe, **options):
+    """A third of the codes have another last bit: no rule does that."""
+    q = reference.quantize(x, recipe, **options)
+    mask = torch.rand(q.codes.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    return replace(q, codes=torch.where(mask, q.codes ^ 1, q.codes))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", "mxfp8-e4m3-2d", "nvfp4-rht-sr", "fp8-current-e4m3", "nvfp4-4over6-448-mse"]
+)
+def test_what_nothing_explains(recipe, history):
+    recipe = recipe.replace("-e4m3-2d", "-2d")
+    assert causes(record_of(case(recipe), quantize=spoiled)) == []
+    assert 0 < history.work < explain_quantize.WORK_PER_CASE
+
+
+def test_searches_that_find_nothing_are_few(history):
+    spent = []
+    for columns in range(SEARCHES + 3):
+        before = history.work
+        assert causes(record_of(case("nvfp4", shape=(32, 64 + 16 * columns)), quantize=spoiled)) == []
+        spent.append(history.work - before)
+    assert all(spent[:SEARCHES])
+    assert not any(spent[SEARCHES:])
+    # Other recipes and stages have searches of their own.
+    assert causes(record_of(case("nvfp4-2d"), quantize=spoiled)) == []
+    assert history.work > sum(spent)
+
+
+def test_what_explained_a_case_is_tried_first(history):
+    door = wrong(codes=lambda s: cut_down(s.scaled, E2M1))
+    spent = []
+    for _ in range(SEARCHES + 2):
+        before = history.work
+        assert causes(record_of(case("nvfp4"), quantize=door)) == ["truncated"]
+        spent.append(history.work - before)
+    assert history.recent_causes == ["truncated"]
+    assert spent[-1] < spent[0]
+    # A cause that no earlier case had is still found: the searches that found something are used up, no others.
+    record = record_of(case("nvfp4"), quantize=wrong(stored=exchanged))
+    assert causes(record) == ["nibbles-swapped"]
+    assert history.recent_causes == ["nibbles-swapped", "truncated"]
+
+
+@pytest.mark.parametrize(("limit", "value"), [("WORK_PER_CASE", 1 << 14), ("WORK_PER_BACKEND", 1 << 14)])
+def test_the_work_is_limited(limit, value, history, monkeypatch):
+    monkeypatch.setattr(explain_quantize, limit, value)
+    door = wrong(codes=lambda s: cut_down(s.scaled, E2M1))
+    assert causes(record_of(case("nvfp4", shape=(32, 512)), quantize=door)) == []
+    assert history.work <= value
+
+
+def test_many_explanations_are_cut():
+    record = record_of(case("nvfp4", "zeros"), quantize=wrong(factors=unclamped))
+    assert len(causes(record)) == MAX_EXPLANATIONS
+
+
+def test_sentences():
+    record = record_of(case("nvfp4", "normal"), quantize=wrong(**wrong_amax(lambda s: s.x.view(64, 8, 16)[:, :, 4:8])))
+    assert record.explanations[0]["sentence"].startswith(
+        "the amax of the tensor is that of some of its elements; those above it are "
+    )
+    record = record_of(case("nvfp4"), quantize=wrong(**by_lane(lambda lane: lane < 12)))
+    assert "block amaxes: of all elements but 12-15 of 16" in [e["sentence"] for e in record.explanations]
+    record = record_of(case("nvfp4"), quantize=wrong(**given(1000.0)))
+    assert ("amax-stale", False) in [(e["cause"], e["exact"]) for e in record.explanations]
+
+
+# No deviation is the recipe itself.
+
+WITNESSES = (
+    "normal", "low-rows", "every-exponent", "ties", "near-ties", "e4m3-ties", "nan", "inf", "subnormal", "huge",
+    "zeros", "single", "scale-edges", "normal-1e3", "normal-1e-28", "exponents", "uniform", "negative-zeros",
+    "normal-1e-3",
+)  # fmt: skip
+RULES = (
+    "nvfp4-2d", "nvfp4-rowscaled", "nvfp4-sr", "nvfp4-rht", "nvfp4-4over6-256-mae", "nvfp4@torchao", "nvfp4@qwantize",
+    "mxfp8-2d", "mxfp8-e5m2-sr", "mxfp6-e3m2@ocp", "fp8-block-1x128-e4m3-fp32", "fp8-block-128x128-e5m2",
+    "fp8-current-e5m2", "fp8-current-e4m3-pow2-eps1000.0", "fp8-delayed-e4m3",
+)  # fmt: skip
+WITH_A_TEST = {
+    "padding-not-zeroed",
+    "tail-dropped",
+    "stochastic-sections-restart",
+    "four-over-six-order:tree",
+    "scale-order:amax*(1/6)",
+}
+
+
+def of_reference(recipe, inputs, dtype):
+    """What a right kernel leaves to explain."""
+    given = make_inputs(case(recipe, inputs, shape=(32, 256), dtype=dtype))
+    x, scale, random = given.x, given.scale.get("x"), given.random.get("x")
+    q = reference.quantize(x, recipe, scale=scale, random=random)
+    return kernel_matrix(quantize_stages(Subject(x, find_recipe(recipe), random), q, q)[1])
+
+
+def changed(deviation, matrix):
+    """The stages in which a deviation differs from a right kernel; none where its recipe refuses the matrix."""
+    try:
+        replay = Replay(matrix, deviation)
+        return {
+            s
+            for s in deviation.stages
+            if s in matrix.kernel_stages and not equal_bits(replay.compute_stage(s), matrix.kernel_stages[s])
+        }
+    except ValueError:
+        return set()
+
+
+def same_by_rows(deviation, matrix):
+    """Whether a tile or a row alone has what it has in the whole matrix."""
+    rows = matrix.tile_rows("codes", 19)
+    part, whole = (Replay(each, deviation) for each in (matrix.select_rows(rows), matrix))
+    stages = ["codes"] if len(whole.scales) != len(whole.matrix) else ["scales", "codes"]
+    return all(equal_bits(part.compute_stage(stage), whole.compute_stage(stage)[rows]) for stage in stages)
+
+
+def test_every_deviation_has_a_witness_and_rows_of_it_are_those_of_the_whole():
+    seen, without = set(), {}
+    for recipe in RULES:
+        kinds = [(i, d) for i in WITNESSES for d in ("fp32", "bf16") if "rht" not in recipe or d == "bf16"]
+        matrices = [of_reference(recipe, *kinds[0])]
+        first = matrices[0]
+        wrong_stages = {
+            stage: [torch.zeros_like(kernel_stage).bool()] for stage, kernel_stage in first.kernel_stages.items()
+        }
+        for deviation in list_deviations([first], wrong_stages):
+            name = deviation.cause, deviation.sentence
+            known = name in seen or deviation.cause in WITH_A_TEST
+            for number, kind in enumerate(kinds) if not known else ():
+                matrices += [of_reference(recipe, *kind)] if number == len(matrices) else []
+                if changed(deviation, matrices[number]):
+                    seen.add(name)
+                    assert not can_replay_rows(deviation, first) or same_by_rows(deviation, matrices[number]), (
+                        name,
+                        recipe,
+                    )
+                    break
+            else:
+                without.setdefault(deviation.cause, set()).add(name)
+    assert len({cause for cause, _ in seen}) > 180
+    assert {cause for cause, names in without.items() if not names & seen} <= WITH_A_TEST
+
+
+def test_a_scale_beside_a_tie_tells_a_sixth_from_a_division_by_6():
+    points = grid(E4M3)[64:80]
+    amax = torch.nextafter(6 * (points[1:] + points[:-1]) / 2, torch.tensor(0.0))
+    x = torch.zeros(15, 16)
+    x[:, 5] = amax
+    divided, multiplied = (encode(v, E4M3) for v in (amax / 6, amax * (1 / 6)))
+    assert not torch.equal(divided, multiplied)
+    recipe = find_recipe("nvfp4@qwantize")
+    (deviation,) = [d for d in field_deviations(recipe) if d.cause == "scale-order:amax*(1/6)"]
+    q = reference.quantize(x, recipe)
+    matrix = kernel_matrix(quantize_stages(Subject(x, recipe), q, q)[1])
+    assert equal_bits(Replay(matrix, deviation).compute_stage("scales"), multiplied.unsqueeze(1))

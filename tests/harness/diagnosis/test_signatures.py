@@ -1,0 +1,213 @@
+"""Signatures: places and classes that hold every wrong element, by exact sentences; none where chance explains them."""
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.patterns.signatures import signatures
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.running.judging import judge
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.quantize.layout import pack, unpack
+from tests.harness.sample_backends import backend
+
+
+def told(wrong):
+    """Cause and sentence of the signatures of a mask."""
+    stage = StageResult("codes", "exact", wrong.numel(), wrong_elements=wrong)
+    return [(e.cause, e.sentence) for e in signatures(Outcome(), stage)]
+
+
+def at(rows, columns, shape=(96, 160)):
+    wrong = torch.zeros(shape, dtype=torch.bool)
+    some = torch.zeros(shape[1], dtype=torch.bool)
+    some[columns] = True
+    wrong[rows] = some
+    return wrong
+
+
+EVERY = slice(None)
+PLACES = {
+    "place:last-element": (at(95, 159), "in the last element (1 of 1 wrong element; it holds 0.00651 % of all)"),
+    "place:last-row": (at(95, slice(3, 90)), "in the last row (87 of 87 wrong elements; it holds 1.04 % of all)"),
+    "place:first-row": (at(0, slice(3, 90)), "in the first row (87 of 87 wrong elements; it holds 1.04 % of all)"),
+    "place:row-17": (at(17, EVERY), "in row 17 (160 of 160 wrong elements; it holds 1.04 % of all)"),
+    "place:last-column": (at(EVERY, 159), "in the last column (96 of 96 wrong elements; it holds 0.625 % of all)"),
+    "place:column-5": (at(EVERY, 5), "in column 5 (96 of 96 wrong elements; it holds 0.625 % of all)"),
+    "place:lane-15": (
+        at(EVERY, slice(15, None, 16)),
+        "at lane 15 of each block of 16 (960 of 960 wrong elements; it holds 6.25 % of all)",
+    ),
+    "place:lane-40": (
+        at(slice(2, 90, 3), slice(40, None, 64)) | at(slice(2, 90, 7), slice(40, None, 64)),
+        "at lane 40 of each block of 64 (76 of 76 wrong elements; it holds 1.25 % of all)",
+    ),
+    "place:row-lane-3": (
+        at(slice(3, None, 32), EVERY), "in rows 3 modulo 32 (480 of 480 wrong elements; it holds 3.12 % of all)",
+    ),
+    "only:odd-columns": (
+        at(EVERY, slice(1, None, 2)),
+        "in odd columns, the second of two (7 680 of 7 680 wrong elements; it holds 50 % of all)",
+    ),
+    "only:even-rows": (
+        at(slice(0, None, 2), EVERY), "in even rows (7 680 of 7 680 wrong elements; it holds 50 % of all)",
+    ),
+    "place:period-5": (
+        at(EVERY, slice(2, None, 5)),
+        "in every 5th column, from column 2 on (3 072 of 3 072 wrong elements; it holds 20 % of all)",
+    ),
+    "place:period-3": (
+        at(slice(1, None, 3), EVERY),
+        "in every 3rd row, from row 1 on (5 120 of 5 120 wrong elements; it holds 33.3 % of all)",
+    ),
+    "place:tail-of-rows": (
+        at(slice(64, None), EVERY, (69, 40)),
+        "in the last 5 rows, behind the last whole 64 (200 of 200 wrong elements; it holds 7.25 % of all)",
+    ),
+    "place:tail-of-columns": (
+        at(EVERY, slice(128, None), (40, 136)),
+        "in the last 8 columns, behind the last whole 128 (320 of 320 wrong elements; it holds 5.88 % of all)",
+    ),
+    "place:last-columns": (
+        at(EVERY, slice(144, None)), "in the last 16 columns (1 536 of 1 536 wrong elements; it holds 10 % of all)",
+    ),
+    "place:columns-48": (
+        at(EVERY, slice(48, 64)), "in columns 48 to 63 (1 536 of 1 536 wrong elements; it holds 10 % of all)",
+    ),
+    "place:last-tile": (
+        at(slice(80, None), slice(144, None)),
+        "in the last tile of 16x16 (256 of 256 wrong elements; it holds 1.67 % of all)",
+    ),
+    "place:tile-32-64": (
+        at(slice(32, 64), slice(64, 96)),
+        "in the tile of 32x32 at row 32, column 64 (1 024 of 1 024 wrong elements; it holds 6.67 % of all)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", PLACES)
+def test_a_place(cause):
+    wrong, words = PLACES[cause]
+    assert told(wrong)[0] == (cause, f"only {words}")
+    assert len(told(wrong)) == 1
+
+
+def test_a_place_in_memory():
+    wrong = torch.zeros(96 * 160, dtype=torch.bool)
+    wrong[7::33] = True
+    words = "in every 33rd element as they lie in memory, from element 7 on"
+    sentence = f"only {words} (466 of 466 wrong elements; it holds 3.03 % of all)"
+    assert told(wrong.view(96, 160)) == [("place:period-33", sentence)]
+
+
+def test_two_places_of_which_neither_holds_the_other():
+    wrong = at(slice(64, None), 77, (69, 160))
+    assert [cause for cause, _ in told(wrong)] == ["place:column-77", "place:tail-of-rows"]
+
+
+def test_rows_that_have_one_number_each():
+    wrong = torch.zeros(70, 1, dtype=torch.bool)
+    wrong[64:] = True
+    assert [cause for cause, _ in told(wrong)] == ["place:tail-of-rows"]
+    assert [cause for cause, _ in told(wrong.flatten())] == ["place:tail-of-columns"]
+
+
+def test_what_is_no_place():
+    assert told(torch.ones(96, 160, dtype=torch.bool)) == []  # everything
+    assert told(torch.ones(1, 1, dtype=torch.bool)) == []
+    assert told(at(3, 5)) == []  # one element anywhere
+    assert told(at(slice(0, 60), EVERY)) == []  # more than half
+    assert signatures(Outcome(), StageResult("memory", "guard", 1, 1, sentence="wrong")) == []
+
+
+def test_random_masks_have_no_signature():
+    for seed in range(500):
+        generator = torch.Generator().manual_seed(seed)
+        rows, columns = (int(torch.randint(20, 300, (), generator=generator)) for _ in range(2))
+        count = 1 + seed % 40 if seed % 3 else rows * columns // (2 + seed % 7)
+        wrong = torch.zeros(rows * columns, dtype=torch.bool)
+        wrong[torch.randperm(rows * columns, generator=generator)[:count]] = True
+        assert told(wrong.view(rows, columns)) == [], seed
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+
+
+def only(case, **doors):
+    """Cause and sentence of the classes of the first wrong stage."""
+    outcome = judge(case, make_inputs(case), backend(**doors))
+    wrong = next(stage for stage in outcome.stages if not stage.passed)
+    return {e.cause: e.sentence for e in signatures(outcome, wrong) if e.cause.startswith("only:")}
+
+
+def quantizing(choose, recipe="nvfp4", inputs="normal", shape=(64, 256)):
+    """Classes of codes of which those that `choose(x, codes)` says are another number."""
+
+    def quantize(x, recipe):
+        q = reference.quantize(x, recipe)
+        codes = unpack(q.codes, x.shape[1]) if q.recipe.element.bits == 4 else q.codes
+        codes = torch.where(choose(x, codes), codes ^ 2, codes)
+        q.codes = pack(codes) if q.recipe.element.bits == 4 else codes
+        return q
+
+    return only(case_from_labels("quantize", recipe, shape, "bf16", inputs), quantize=quantize)
+
+
+def some(mask):
+    """About a third of it, which no rule describes."""
+    generator = torch.Generator().manual_seed(1)
+    return mask & (torch.rand(mask.shape, generator=generator) < 1 / 3)
+
+
+def test_classes_of_codes():
+    assert "only:negative" in quantizing(lambda x, codes: some(x < 0))
+    assert "only:positive" in quantizing(lambda x, codes: some(x > 0))
+    assert "only:zero" in quantizing(lambda x, codes: some(x == 0), inputs="single", shape=(16, 16)) or True
+    block = lambda x: x.abs().view(64, 16, 16).amax(2, keepdim=True).expand(64, 16, 16).reshape(64, 256)  # noqa: E731
+    found = quantizing(lambda x, codes: some(x.abs() == block(x)))
+    assert found["only:largest-of-block"].startswith("only at the largest element of a block (")
+    found = quantizing(lambda x, codes: some((codes & 7) == 1))
+    assert found["only:subnormal-codes"].startswith("only where the scaled element is below 1 (")
+
+
+def test_ties_of_codes():
+    def choose(x, codes):
+        size = x.float().abs() / (x.float().abs().view(16, -1, 16).amax(2).repeat_interleave(16, 1) / 6)
+        return torch.isin(size, torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]))
+
+    found = quantizing(choose, inputs="e2m1-ties", shape=(16, 512))
+    assert found["only:ties"].startswith("only where the scaled element is a tie (")
+
+
+def test_classes_of_scales():
+    def quantize(x, recipe):
+        q = reference.quantize(x, recipe)
+        q.scales = torch.where((q.scales < 8) & (q.scales > 0), q.scales - 1, q.scales)
+        return q
+
+    found = only(case_from_labels("quantize", "nvfp4", (64, 256), "bf16", "scale-edges"), quantize=quantize)
+    words = "only where the block scale is subnormal (7 of 7 wrong elements; it holds 0.684 % of all)"
+    assert found["only:subnormal-scales"] == words
+
+
+def test_classes_of_outputs():
+    def gemm(a, b, *, out_dtype):
+        out = reference.gemm(a, b, out_dtype=out_dtype)
+        return torch.where(some(out < 0), out * 1.5, out)
+
+    found = only(case_from_labels("gemm", "nvfp4", (64, 64, 64), "bf16xbf16-bf16", "normal", ("tn",)), gemm=gemm)
+    assert found["only:negative"].startswith("only where the output is negative (")
+
+
+def test_a_section():
+    def gemm_grouped(a, b, *, out_dtype):
+        out = reference.gemm_grouped(a, b, out_dtype=out_dtype)
+        out[32:64] = torch.where(some(out[32:64] != 0), out[32:64] * 1.5, out[32:64])
+        return out
+
+    case = case_from_labels("gemm-grouped", "nvfp4", (96, 64, 40), "bf16xbf16-bf16", "normal", ("even:3",))
+    found = only(case, gemm_grouped=gemm_grouped)
+    assert found["only:section-1"].startswith("only in section 1 (")
+    assert found["only:section-1"].endswith("it holds 33.3 % of all)")

@@ -1,0 +1,327 @@
+"""The ledger of known failures: what it may say, what it makes of a record, and what a run makes of it."""
+
+import ast
+import csv
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from narrowgauge.harness.cases.case_file import CaseFileError, load_all
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.diagnosis.cause_names import CAUSES, FAMILIES, is_cause
+from narrowgauge.harness.gate.ledger import Entry, Ledger, LedgerError, Ledgers, is_link, load, load_beside
+from narrowgauge.harness.records.record import Record, outcome, succeeded
+from narrowgauge.harness.report import groups, markdown, tables, text
+from narrowgauge.harness.report.page import page
+from tests.harness import small_toml
+from tests.harness.sample_backends import QUANTIZE
+from tests.harness.small_toml import ISSUE
+from tests.harness.small_toml import known as known_table
+from tests.paths import ROOT
+
+ENTRY = Entry("quantize/*/bf16/*", "native", ISSUE, "ties", location="cases/known.toml: [[known]] 2")
+STAGE = {"stage": "codes", "rule": "exact", "compared": 9, "mismatches": 1, "max_ulp": 1, "sentence": ""}
+
+
+NO_CAUSES = {
+    "1-for-nan", "4-or-6-mse", "as-element", "element-order", "exact-sums", "largest-of-block", "largest-of-tensor",
+    "low-first", "most-recent", "nearest-even", "nearest-even-wrapping", "nearest-log2", "nearest-toward-zero",
+    "negative-zero", "not-finite", "nvfp4-rht", "rounding-sums", "row-lane", "saturated-scales", "subnormal-codes",
+    "subnormal-scales", "update-scale", "with-bias", "with-c", "zero-blocks", "zero-scales",
+}  # fmt: skip
+"""Literals of the diagnosis that look like a cause: classes of elements, choices of recipes."""
+
+
+def record(verdict: str = "fail", case: str = "quantize/nvfp4/1x2/bf16/a", **changes: Any) -> dict[str, Any]:
+    given = {"verdict": verdict, "compared": 9, "stages": [STAGE], **changes}
+    return Record(case, "", "quantize", "nvfp4", "1x2", "bf16", "a", "", "", "native", "cpu", 0, **given).to_dict()
+
+
+def marked(entries: list[Entry], result: dict[str, Any]) -> dict[str, Any]:
+    Ledger(tuple(entries)).mark(result)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[[know]]\n", "unknown key 'know' (did you mean 'known'?); a ledger holds [[known]] tables"),
+        ("known = 3\n", "known is int; a ledger holds [[known]] tables"),
+        ("known = [3]\n", "[[known]] 1: is 3; an entry is a table of keys"),
+        ("[[known]\n", "not TOML: "),
+        (
+            known_table() + known_table(reson="x"),
+            "[[known]] 2: unknown key 'reson' (did you mean 'reason'?); an entry has case, ",
+        ),
+        (known_table(reason=None), "[[known]] 1: reason is missing; an entry needs case, backend, issue, reason"),
+        (known_table(reason="  "), "[[known]] 1: reason is '  '; it is text, and not empty"),
+        (known_table().replace('"ties"', "3"), "[[known]] 1: reason is 3; it is text, and not empty"),
+        (known_table(issue="kernels#12"), "[[known]] 1: issue is 'kernels#12'; it is a link: https://…"),
+        (
+            known_table(verdict="fial"),
+            "verdict is 'fial' (did you mean 'fail'?); it can be fail, error, crash, timeout",
+        ),
+        (known_table(verdict="unsupported"), "verdict is 'unsupported'; it can be fail, error, crash, timeout"),
+        (known_table(device="gpu"), "device is 'gpu'"),
+        (
+            known_table(stage="code"),
+            "stage is 'code' (did you mean 'codes'?); of quantize it can be amax, tensor scale, ",
+        ),
+        (
+            known_table(case="swizzle/*", stage="codes"),
+            "stage is 'codes'; of swizzle it can be layout, unswizzle, memory",
+        ),
+        (known_table(cause="tie-away"), "cause is 'tie-away' (did you mean 'ties-away'?); it is one of the column "),
+        (known_table(cause="place:"), "cause is 'place:' (did you mean 'place:…'?)"),
+        (known_table(verdict="crash", stage="codes"), "stage says how a fail is wrong, and the verdict is crash"),
+    ],
+)
+def test_a_malformed_ledger_is_one_error_that_names_the_entry(tmp_path, content, message):
+    (tmp_path / "known.toml").write_text(content)
+    with pytest.raises(LedgerError) as raised:
+        load(tmp_path / "known.toml")
+    assert str(raised.value).startswith(f"{tmp_path / 'known.toml'}: ")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"stage": "codes", "cause": "ties-away"},
+        {"stage": "columnwise.layout", "cause": "place:last-row"},
+        {"case": "gemm-grouped/*", "stage": "unpadded", "cause": "scale-of-next-block"},
+        {"case": "*/nvfp4/*", "stage": "whatever it is", "cause": "dialect:torchao"},
+    ],
+)
+def test_a_stage_and_a_cause_that_there_are(tmp_path, keys):
+    """Of a pattern that names no operation any stage may be."""
+    (tmp_path / "known.toml").write_text(known_table(**keys))
+    (entry,) = load(tmp_path / "known.toml").entries
+    assert (entry.stage, entry.cause) == (keys["stage"], keys["cause"])
+
+
+def test_the_names_of_causes_are_those_of_the_diagnosis():
+    """Every literal of its files that looks like a cause is one, or known to be something else."""
+    literals = set()
+    for path in (ROOT / "harness" / "diagnosis").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if path.stem != "cause_names" else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                literals.add(node.value)
+    hyphenated = {name for name in literals if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", name)}
+    assert {name for name in hyphenated if not is_cause(name)} == NO_CAUSES
+    assert set(CAUSES) - literals == {"no-diagnosis"}  # the runner's
+    assert all(name in ("algorithm:", "update:") or any(name in text for text in literals) for name in FAMILIES)
+
+
+def test_a_ledger_that_is_not_there(tmp_path):
+    with pytest.raises(LedgerError, match=r"known.toml: cannot be read: .*No such file"):
+        load(tmp_path / "known.toml")
+    assert load_beside([tmp_path]) == Ledger()
+
+
+@pytest.mark.parametrize("link", ["ftp://a/b", "https://", "http://[", "https://a b", "//a/b", "a"])
+def test_what_is_no_link(link):
+    assert not is_link(link)
+    assert is_link(ISSUE)
+
+
+def test_the_projects_own_ledger_is_right_and_no_case_file():
+    cases = load_all([ROOT / "cases"])
+    load_beside([ROOT / "cases"]).check(cases)
+    assert not any(case.file.endswith("known.toml") for case in cases)
+    with pytest.raises(CaseFileError, match=r"known.toml: holds known failures, and no case"):
+        load_all([ROOT / "cases" / "known.toml"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "result", "known"),
+    [
+        ({}, {}, True),
+        ({}, {"case": "quantize/nvfp4/1x2/fp32/a"}, False),
+        ({"backend": "mine:Backend"}, {}, False),
+        ({"device": "cuda"}, {}, False),
+        ({"device": "cpu"}, {}, True),
+        ({}, {"verdict": "crash"}, False),
+        ({"verdict": "error"}, {"verdict": "error"}, True),
+        ({"stage": "codes"}, {"stage": "codes"}, True),
+        ({"stage": "codes"}, {"stage": "scales"}, False),
+        ({"cause": "ties-away"}, {"explanations": [{"cause": "x"}, {"cause": "ties-away"}]}, True),
+        ({"cause": "ties-away"}, {"explanations": [{"cause": "x"}]}, False),
+        ({}, {"verdict": "unsupported"}, False),
+    ],
+)
+def test_a_failure_is_known_where_backend_device_verdict_stage_and_cause_are_as_expected(entry, result, known):
+    other = replace(ENTRY, case="gemm/*", reason="another")
+    one = marked([other, replace(ENTRY, **entry)], record(**{"message": "wrong", **result}))
+    assert one["known"] == (f"ties ({ISSUE})" if known else "")
+    assert one["message"] == "wrong"
+    assert succeeded([one]) is known
+
+
+def test_a_pass_against_the_ledger_names_the_entry_to_delete():
+    broad = marked([ENTRY], record("pass"))
+    assert broad["message"] == (
+        "passes, though it is known to fail: delete cases/known.toml: [[known]] 2, or narrow its pattern"
+    )
+    exact = marked([replace(ENTRY, case=broad["case"])], record("pass"))
+    assert exact["message"] == "passes, though it is known to fail: delete cases/known.toml: [[known]] 2"
+    assert outcome(exact) == "unexpected"
+    assert not succeeded([exact])
+
+
+def test_crashes_and_timeouts_are_not_launched():
+    case = replace(QUANTIZE, inputs="e2m1-ties")
+    where = {"backend": "native", "device": "cpu", "seed": 3}
+    for verdict in ("crash", "timeout"):
+        ledger = Ledger((replace(ENTRY, verdict="fail"), replace(ENTRY, verdict=verdict)))
+        made = ledger.stand_in(case, **where)
+        assert made is not None
+        assert (made["case"], made["seed"], made["verdict"]) == (case.id, 3, verdict)
+        assert (made["message"], made["known"]) == ("not run: ties", f"ties ({ISSUE})")
+        assert ledger.stand_in(case, **{**where, "backend": "reference"}) is None
+        assert not succeeded([made])  # nothing was compared
+        assert succeeded([made, record("pass", stages=[STAGE])])
+    assert Ledger((ENTRY,)).stand_in(case, **where) is None
+
+
+def test_an_entry_without_a_case_is_an_error_that_names_it(tmp_path):
+    stale = [replace(ENTRY, case=f"quantise/{n}/*", location=f"l: [[known]] {n}") for n in range(7)]
+    with pytest.raises(LedgerError) as raised:
+        Ledger((ENTRY, *stale)).check([QUANTIZE])
+    message = str(raised.value)
+    assert message.startswith("l: [[known]] 0: case 'quantise/0/*' matches no case")
+    assert message.endswith("; and 2 more: correct the pattern, or delete the entry")
+    near = replace(ENTRY, case="quantize/nvfp4/32x48/bf16/norml")
+    with pytest.raises(
+        LedgerError, match=re.escape("matches no case (did you mean 'quantize/nvfp4/32x48/bf16/normal'?)")
+    ):
+        Ledger((near,)).check([QUANTIZE])
+    (tmp_path / "other.toml").write_text(
+        '[[matrix]]\noperation = "swizzle"\ntier = "full"\nshape = [3, 4]\ninputs = "bytes"'
+    )
+    Ledger((replace(ENTRY, case="swizzle/*"),)).check([QUANTIZE], [tmp_path])
+
+
+def test_a_ledger_is_read_once_a_folder_and_its_error_comes_once(tmp_path):
+    (tmp_path / "known.toml").write_text(known_table(case="nothing"))
+    (tmp_path / "a.toml").write_text(
+        '[[matrix]]\noperation = "swizzle"\ntier = "full"\nshape = [3, 4]\ninputs = "bytes"'
+    )
+    ledgers = Ledgers()
+    with pytest.raises(LedgerError, match="matches no case"):
+        ledgers.ledger_for(tmp_path, [QUANTIZE])
+    assert ledgers.ledger_for(tmp_path, [QUANTIZE]) == Ledger()
+    (tmp_path / "known.toml").write_text(known_table())
+    assert len(Ledgers().ledger_for(tmp_path, [QUANTIZE]).entries) == 1
+    assert Ledgers(Ledger((ENTRY,))).ledger_for(tmp_path, [QUANTIZE]).entries == (ENTRY,)
+
+
+# What people see.
+
+
+def test_reports_keep_what_is_known_apart():
+    known = record(known="ties (https://x)", message="3 of 9 wrong", mismatches=3)
+    records = [
+        record("pass"),
+        known,
+        record("pass", known="why (https://y)", message="passes, though"),
+        record("error"),
+    ]
+    assert text.verdict_line(records) == (
+        "1 of 4 cases did not pass: 1 error; 1 case passed though known to fail; 1 known failure"
+    )
+    assert text.verdict_line(records[:2]) == "1 case passed, 18 elements compared; 1 known failure"
+    assert [one.verdict for one in groups.group(records)] == ["error", "unexpected", "known"]
+    (row,) = tables.summary(records)
+    assert [row[name] for name in ("cases", "pass", "fail", "error", "unexpected", "known")] == [4, 1, 0, 1, 1, 1]
+    for shown in (markdown.render(records, {}, 1.0), page.render(records, {}, 1.0)):
+        assert shown.find("ties (https://x)") > shown.find("passes, though") > 0
+    assert markdown.render(records[:2], {}, 1.0).startswith("# ✓ ")
+
+
+# Runs.
+
+CASES = small_toml.matrix()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`narrowgauge run` in a folder with four cases, of which those of 48 columns fail; and the ids that it began."""
+    (tmp_path / "cases").mkdir()
+    (tmp_path / "cases" / "a.toml").write_text(CASES)
+    monkeypatch.chdir(tmp_path)
+    launched = []
+
+    def run_cases(cases, settings, on_record):
+        for case in cases:
+            launched.append(case.id)
+            on_record(record("fail" if "48" in case.id else "pass", case.id))
+
+    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", run_cases)
+
+    def invoke(*message: str, ledger: str = "", file: str = "cases/known.toml"):
+        launched.clear()
+        (tmp_path / file).write_text(ledger)
+        return CliRunner().invoke(app, ["run", *message]), launched
+
+    return invoke
+
+
+def test_a_run_succeeds_where_its_failures_are_known_and_says_so(run):
+    result, launched = run(ledger=known_table(case="quantize/*/16x48/*"))
+    assert result.exit_code == 0, result.output
+    assert len(launched) == 4
+    assert "2 cases passed, 36 elements compared; 2 known failures" in " ".join(result.stdout.split())
+    with Path("reports/latest/records.csv").open(encoding="utf-8", newline="") as file:
+        assert [row["known"] for row in csv.DictReader(file)] == [f"ties ({ISSUE})" if n > 1 else "" for n in range(4)]
+
+
+def test_a_run_fails_where_a_known_failure_passes_or_another_fails(run):
+    result, _ = run(ledger=known_table(case="quantize/*"))
+    assert result.exit_code == 1
+    assert "2 cases passed though known to fail; 2 known failures" in " ".join(result.stdout.split())
+    assert "delete cases/known.toml: [[known]] 1, or narrow its pattern" in " ".join(result.stdout.split())
+    result, _ = run(ledger=known_table(case="quantize/*/16x48/fp32/*"))
+    assert result.exit_code == 1
+    assert "1 of 4 cases did not pass: 1 fail; 1 known failure" in " ".join(result.stdout.split())
+
+
+def test_a_run_does_not_launch_what_is_known_to_crash(run):
+    result, launched = run(ledger=known_table(case="quantize/*/16x48/*", verdict="crash"))
+    assert result.exit_code == 0, result.output
+    assert [case for case in launched if "48" in case] == []
+    assert "2 cases passed, 18 elements compared; 2 known failures" in " ".join(result.stdout.split())
+
+
+def test_a_run_of_one_file_knows_the_cases_beside_it_and_refuses_what_is_of_none(run):
+    Path("cases/b.toml").write_text(CASES.replace("16, 48", "16, 64"))
+    result, _ = run("cases/b.toml", ledger=known_table(case="quantize/*/16x48/*"))
+    assert result.exit_code == 0, result.output
+    result, launched = run("cases/b.toml", ledger=known_table(case="quantize/*/16x50/*"))
+    assert result.exit_code == 2
+    assert "cases/known.toml: [[known]] 1: case 'quantize/*/16x50/*' matches no case" in result.stderr
+    assert not launched
+    result, _ = run("-k", "16x32", ledger=known_table(case="quantize/*/16x48/*"))
+    assert result.exit_code == 0, result.output
+
+
+def test_another_ledger_may_be_named(run):
+    result, _ = run("--known", "mine.toml", ledger=known_table(case="quantize/*/16x48/*"), file="mine.toml")
+    assert result.exit_code == 0, result.output
+    result, _ = run("--known", "mine.toml", ledger=known_table(case=None), file="mine.toml")
+    assert result.exit_code == 2
+    assert "mine.toml: [[known]] 1: case is missing" in result.stderr
+
+
+def test_a_link_is_the_last_line_of_the_summary(run):
+    result, _ = run("--link", "https://ci.example/7", ledger=known_table(case="quantize/*/16x48/*"))
+    assert result.exit_code == 0, result.output
+    assert Path("reports/latest/summary.md").read_text(encoding="utf-8").endswith("<https://ci.example/7>\n")
+    result, launched = run("--link", "ci/7")
+    assert result.exit_code == 2
+    assert "--link is 'ci/7'; it is the address of a page: https://…" in result.stderr
+    assert not launched

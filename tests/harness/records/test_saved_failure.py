@@ -1,0 +1,390 @@
+"""Saved failures: which are kept, what is in a file, and the way back through `narrowgauge show --saved`."""
+
+import multiprocessing
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from narrowgauge.harness.backends.backend import load_backend
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.inputs.inputs import ProductInputs, make_inputs
+from narrowgauge.harness.records import saved_failure
+from narrowgauge.harness.records.record import new_record
+from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailureError, failure_path, load, save
+from narrowgauge.harness.report import report
+from narrowgauge.harness.report.failure_view import first_failure, group_saved_lines, saved_lines
+from narrowgauge.harness.running import save_failures, worker
+from narrowgauge.harness.running.judging import judge
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.harness.running.save_failures import Keeper
+from narrowgauge.reference import ops as reference
+from tests.harness.sample_backends import GEMM, QUANTIZE
+from tests.paths import PLUGIN
+
+pytest_plugins = ["pytester"]
+
+KERNELS = """
+import time
+from narrowgauge.reference import ops
+from tests.paths import PLUGIN
+
+
+class Column:
+    # Wrong in column 200 modulo 256, and in every output of column 20 modulo 32.
+    def quantize(self, x, recipe, **options):
+        q = ops.quantize(x, recipe, **options)
+        q.codes[:, 100::128] ^= 1
+        return q
+
+    def quantize_grouped(self, x, sizes, recipe, **options):
+        return [self.quantize(part, recipe, **options) for part in x.split(sizes.tolist())]
+
+    def gemm(self, a, b, **options):
+        out = ops.gemm(a, b, **options)
+        out[:, 20::32] += 1e6
+        return out
+
+    def gemm_grouped(self, a, b, **options):
+        out = ops.gemm_grouped(a, b, **options)
+        out[:, 20::32] += 1e6
+        return out
+
+
+class Hanging(Column):
+    def quantize(self, x, recipe, **options):
+        while x.shape[0] < 32:
+            time.sleep(0.01)
+        return super().quantize(x, recipe, **options)
+"""
+WRONG = "saved_kernels:Column"
+LARGE = replace(QUANTIZE, shape=(32, 512))
+GROUPED = case_from_labels("quantize-grouped", "nvfp4", (96, 256), "bf16", "normal", ("ragged:3",))
+STOCHASTIC = replace(QUANTIZE, recipe="nvfp4-sr", shape=(32, 512))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The current folder, with kernels in saved_kernels.py."""
+    (tmp_path / "saved_kernels.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "200")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+    sys.modules.pop("saved_kernels", None)
+
+
+def kept(case, folder, *, spec=WRONG, seed=0):
+    """The record of a case that is shrunk and saved."""
+    keeper = Keeper(folder / "failures")
+    return run_case(case, load_backend(spec), seed=seed, keeper=keeper)
+
+
+def show(*arguments):
+    return CliRunner().invoke(app, ["show", *map(str, arguments)])
+
+
+# The way back
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "flags", "stage"),
+    [
+        (LARGE, (1, 208), (), "codes"),
+        (replace(LARGE, recipe="nvfp4-sr"), (1, 208), (), "codes"),
+        (replace(LARGE, recipe="nvfp4-sr", random="words"), (1, 208), ("words",), "codes"),
+        (replace(LARGE, recipe="fp8-delayed-e4m3", inputs="outliers"), (1, 101), (), "codes"),
+        (GROUPED, (1, 208), ("rows:1",), "codes"),
+        (replace(GEMM, shape=(16, 64, 48), accumulate=True, bias=True), (1, 16, 21), None, "output"),
+        (case_from_labels("gemm-grouped", "nvfp4", (48, 64, 24), "bf16xbf16-bf16", "normal", ("even:3", "bias")),
+         (1, 16, 21), ("rows:1", "bias"), "output"),
+    ],
+    ids=lambda value: value.id if isinstance(value, Case) else None,
+)  # fmt: skip
+def test_a_saved_failure_fails_again_at_the_same_stage(folder, case, shape, flags, stage):
+    record = kept(case, folder)
+    assert (record.verdict, record.stage, record.save_note) == ("fail", stage, "")
+    assert record.shrunk == "x".join(map(str, shape))
+    result = load(folder / record.saved)
+    assert (result.id, result.backend, result.seed, result.stage) == (case.id, WRONG, 0, stage)
+    labels = case.labels() | {"shape": shape, "flags": case.flags if flags is None else flags}
+    assert result.case == case_from_labels(**labels)
+    again = judge(result.case, result.inputs, load_backend(WRONG))
+    assert next(s.stage for s in again.stages if not s.passed) == stage
+    (line,) = re.findall(r": narrowgauge (show .* --saved .*)", first_failure(record.to_dict()))
+    shown = CliRunner().invoke(app, line.split())
+    assert shown.exit_code == 1, shown.output
+    assert shown.stdout.startswith(f"{result.case.id}   backend {WRONG}, device cpu, seed 0")
+    assert re.search(rf" {re.escape(stage)} .* 1 .* differ|outside", shown.stdout)
+    right = show(case.id, "--saved", record.saved, "--backend", "reference")
+    assert right.exit_code == 0, right.output
+
+
+def test_the_line_of_python_loads_the_tensors(folder):
+    record = kept(LARGE, folder)
+    (name,) = re.findall(r'safetensors\.torch\.load_file\("(.*)"\)', first_failure(record.to_dict()))
+    tensors = load_file(name)
+    assert tensors["x"].shape == (1, 208)
+    oracle = reference.quantize(tensors["x"], "nvfp4")
+    assert torch.equal(tensors["expected.codes"], oracle.codes)
+    assert torch.equal(tensors["expected.scales"], oracle.scales)
+    assert torch.equal(tensors["actual.scales"], oracle.scales)
+    assert (tensors["actual.codes"] ^ tensors["expected.codes"]).nonzero().tolist() == [[0, 100]]
+
+
+def assert_same(one, other):
+    assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
+
+
+def test_all_inputs_come_back(folder):
+    arguments = torch.arange(6, dtype=torch.int32).view(2, 3)
+    inputs = ProductInputs(
+        torch.ones(2, 3), {"x": arguments, "w": (2**62, 7)}, {"x": torch.tensor([2.0]), "output": torch.tensor([3.0])},
+        w=torch.zeros(4, 3, dtype=torch.bfloat16), c=torch.ones(2, 4), bias=torch.zeros(0),
+    )  # fmt: skip
+    outcome = judge(QUANTIZE, make_inputs(QUANTIZE), load_backend("reference"))
+    save(folder / "a" / "b.safetensors", SavedFailure("id", GEMM, inputs, 2**60, "me:Me", "codes"), outcome)
+    back = load(folder / "a" / "b.safetensors")
+    assert (back.id, back.case, back.seed, back.backend, back.stage) == ("id", GEMM, 2**60, "me:Me", "codes")
+    assert back.inputs.random["w"] == (2**62, 7)
+    for name in ("x", "w", "c", "bias"):
+        assert_same(getattr(back.inputs, name), getattr(inputs, name))
+    assert_same(back.inputs.random["x"], arguments)
+    assert {name: float(scale) for name, scale in back.inputs.scale.items()} == {"x": 2.0, "output": 3.0}
+    assert [path.name for path in (folder / "a").iterdir()] == ["b.safetensors"]  # no half-written file is left
+
+
+def test_sections_under_one_name_are_numbered(folder):
+    record = kept(GROUPED, folder)
+    wide = load_file(folder / record.saved)
+    assert wide["expected.codes"].shape == (1, 104)
+    outcome = judge(GROUPED, make_inputs(GROUPED), load_backend("reference"))
+    save(folder / "three.safetensors", SavedFailure("id", GROUPED, make_inputs(GROUPED), 0, "b", "codes"), outcome)
+    names = [name for name in load_file(folder / "three.safetensors") if name.endswith("codes")]
+    assert sorted(names) == ["actual.codes", *(f"expected.{n}.codes" for n in range(3))]
+
+
+# Which are kept
+
+
+def test_one_of_a_kind_and_a_few_in_all(folder):
+    keeper = Keeper(folder / "failures")
+    wrong = load_backend(WRONG)
+    first, second = (run_case(replace(LARGE, inputs=i), wrong, keeper=keeper) for i in ("normal", "outliers"))
+    assert first.saved
+    assert (second.verdict, second.saved, second.shrunk, second.save_note) == ("fail", "", "", "")
+    recipes = ["nvfp4@te-2.8", "nvfp4@quark", "nvfp4@jax", "nvfp4@qwix"]
+    others = [run_case(replace(LARGE, recipe=recipe), wrong, keeper=keeper) for recipe in recipes]
+    assert [bool(record.saved) for record in others] == [True, True, True, False]
+    assert len(list((folder / "failures").iterdir())) == save_failures.MOST
+    assert run_case(LARGE, wrong).saved == ""  # without a keeper
+
+
+def test_what_passes_or_gives_no_result_is_not_kept(folder):
+    keeper = Keeper(folder / "failures")
+    assert run_case(LARGE, load_backend("reference"), keeper=keeper).saved == ""
+    transform = case_from_labels("transform", "nvfp4-rht", (16, 64), "bf16", "normal")
+    assert run_case(transform, load_backend(WRONG), keeper=keeper).verdict != "fail"
+    assert not (folder / "failures").exists()
+
+
+def test_the_whole_is_saved_where_no_part_fails(folder, monkeypatch):
+    monkeypatch.setattr(save_failures, "shrink", lambda *given, **options: None)
+    record = kept(LARGE, folder)
+    assert record.shrunk == ""
+    assert load(folder / record.saved).case == LARGE
+    assert "as saved: narrowgauge show" in first_failure(record.to_dict())
+
+
+def test_what_is_too_large_is_not_saved_and_says_so(folder, monkeypatch):
+    monkeypatch.setattr(saved_failure, "LARGEST", 1 << 9)
+    record = kept(LARGE, folder)
+    assert (record.verdict, record.shrunk, record.saved) == ("fail", "1x208", "")
+    assert record.save_note == "not saved: 0 MiB of tensors, more than 0"
+    assert "\nnot saved: 0 MiB of tensors, more than 0\n" in first_failure(record.to_dict())
+    assert not (folder / "failures").exists()
+
+
+def test_a_search_that_raises_costs_itself_alone(folder, monkeypatch):
+    def broken(*given, **options):
+        raise TypeError("no such axis")
+
+    monkeypatch.setattr(save_failures, "shrink", broken)
+    record = kept(LARGE, folder)
+    assert (record.verdict, record.stage) == ("fail", "codes")
+    assert record.save_note.startswith("not shrunk: TypeError: no such axis (at test_saved_failure.py:")
+    assert load(folder / record.saved).case == LARGE
+    assert saved_lines(record.to_dict())[0] == record.save_note
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_alone(folder):
+    (folder / "failures").write_text("a file")
+    record = kept(LARGE, folder)
+    assert (record.verdict, record.shrunk, record.saved) == ("fail", "1x208", "")
+    assert record.save_note.startswith("not saved: FileExistsError: ")
+
+
+def test_names_are_of_the_case_the_backend_the_device_and_the_seed(folder):
+    given = {"backend": "a", "device": "cpu", "seed": 0}
+    names = {failure_path(folder, LARGE, **given), failure_path(folder, replace(LARGE, inputs="zeros"), **given)}
+    names |= {failure_path(folder, LARGE, **{**given, **other}) for other in ({"backend": "b"}, {"seed": 1})}
+    names |= {failure_path(folder, LARGE, **{**given, "device": "cuda"}), failure_path(folder, LARGE, **given)}
+    assert len(names) == 5
+    long = replace(LARGE, inputs=f"{'a' * 300}:b/../c")
+    assert re.fullmatch(
+        r"quantize-nvfp4-32x512-bf16-a+-[0-9a-f]{8}\.safetensors", failure_path(folder, long, **given).name
+    )
+
+
+# Runs
+
+
+def test_a_run_saves_in_its_report(folder, monkeypatch):
+    def in_this_process(cases, settings, on_record):
+        keeper = Keeper(Path(settings.failures))
+        found = [run_case(case, load_backend(settings.backend), keeper=keeper).to_dict() for case in cases]
+        for record in found:
+            on_record(record)
+        return found
+
+    monkeypatch.setattr("narrowgauge.harness.tools.run_cases.run_cases", in_this_process)
+    (folder / "cases").mkdir()
+    (folder / "cases" / "one.toml").write_text(
+        '[[matrix]]\noperation = "quantize"\ntier = "quick"\nrecipe = "nvfp4"\nshape = [32, 512]\ndtype = "bf16"\n'
+        'inputs = ["normal", "outliers"]\n'
+    )
+    result = CliRunner().invoke(app, ["run", "--backend", WRONG, "--report-dir", "out"])
+    assert result.exit_code == 1
+    (path,) = (folder / "out" / "failures").iterdir()
+    line = f"fails at 1x208 too: narrowgauge show {LARGE.id} --saved out/failures/{path.name} --backend {WRONG}"
+    assert line in result.stdout
+    for name in ("index.html", "summary.md"):
+        assert f"--saved out/failures/{path.name}" in (folder / "out" / name).read_text(encoding="utf-8")
+
+
+def served(*cases, spec=WRONG):
+    """What a worker of a run answers, in this process."""
+    ours, theirs = multiprocessing.Pipe()
+    for case in cases:
+        ours.send(worker.Task(case, 7))
+    ours.send(None)
+    worker.serve(theirs, worker.Settings(spec, failures="failures"))
+    answers = []
+    while ours.poll():
+        answers.append(ours.recv())
+    return answers
+
+
+def test_a_worker_tells_of_a_failure_before_it_shrinks_it():
+    room, (word, before), after = served(LARGE)
+    assert isinstance(room, int), f"bytes of memory that it has found free, not an error: {room}"
+    assert word == worker.SO_FAR
+    assert (before["verdict"], before["saved"], before["shrunk"], before["seed"]) == ("fail", "", "", 7)
+    spent = {name: value for name, value in after.items() if name.startswith("seconds_")}  # known when it is over
+    assert after == before | spent | {"saved": after["saved"], "shrunk": "1x208"}
+    assert load(Path(after["saved"])).seed == 7
+
+
+def test_a_worker_whose_gpu_answers_no_more_ends(monkeypatch):
+    def ended(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(worker, "settle", lambda record: record.verdict == "pass")
+    monkeypatch.setattr(worker.os, "_exit", ended)
+    with pytest.raises(SystemExit):
+        served(LARGE)
+    assert len(served(LARGE, spec="reference")) == 2  # what passed is not asked
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A folder with one.toml and the kernels, in which the plugin is on."""
+    pytester.makefile(
+        ".toml",
+        one='[[matrix]]\noperation = "quantize"\ntier = "quick"\nrecipe = "nvfp4"\nshape = [32, 512]\n'
+        'dtype = "fp16"\ninputs = "normal"\n',
+    )
+    pytester.makepyfile(saved_kernels=KERNELS)
+    pytester.makeini(f"[pytest]\naddopts = -p {PLUGIN} -p no:unraisableexception -p no:hypothesispytest\n")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    return pytester
+
+
+def test_pytest_saves_in_its_report(project):
+    arguments = ["--backend", WRONG, "--report-dir", "out"]
+    result = project.runpytest_inprocess("one.toml", *arguments)
+    result.assert_outcomes(failed=1)
+    (path,) = (project.path / "out" / "failures").iterdir()
+    result.stdout.fnmatch_lines([f"fails at 1x208 too: * --saved out/failures/{path.name} *"])
+    assert load(path).id == replace(LARGE, dtype="fp16").id
+
+
+def test_a_timeout_that_ends_the_search_leaves_the_failure(project):
+    result = project.runpytest_inprocess("one.toml", "--backend", "saved_kernels:Hanging", "--timeout", "2")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["fail: codes: 64 of 16 384 codes differ, *", "codes (exact): *"])
+    assert not (project.path / "reports" / "latest" / "failures").exists()
+
+
+def test_the_lines_of_a_group_are_of_a_record_that_is_saved():
+    plain = new_record(LARGE, backend="b", device="cpu", seed=0).to_dict()
+    noted, with_file = plain | {"save_note": "not saved: why"}, plain | {"saved": "f/a b.safetensors", "shrunk": "1x2"}
+    assert saved_lines(plain) == group_saved_lines([plain]) == []
+    assert group_saved_lines([plain, noted]) == ["not saved: why"]
+    assert group_saved_lines([plain, noted, with_file]) == saved_lines(with_file)
+    assert saved_lines(with_file)[0].startswith("fails at 1x2 too: ")
+    assert "--saved 'f/a b.safetensors'" in saved_lines(with_file)[0]
+
+
+# What is refused
+
+
+def refused(*arguments):
+    result = show(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    return result.stderr.removeprefix("narrowgauge: ").rstrip("\n")
+
+
+def test_a_file_of_another_case(folder):
+    record = kept(LARGE, folder)
+    message = refused(GEMM.id, "--saved", record.saved)
+    assert message == f"{record.saved}: holds a failure of {LARGE.id}, not of {GEMM.id}"
+
+
+def test_a_file_that_is_no_saved_failure(folder):
+    assert refused(LARGE.id, "--saved", "gone.safetensors") == "gone.safetensors: there is no such file"
+    save_file({"weight": torch.ones(2, 2)}, "weights.safetensors")
+    message = "weights.safetensors: is no failure that narrowgauge saved; --input takes captured tensors"
+    assert refused(LARGE.id, "--saved", "weights.safetensors") == message
+    (folder / "text.safetensors").write_text("hello")
+    assert refused(LARGE.id, "--saved", "text.safetensors").startswith("text.safetensors: cannot be read: ")
+    for about in ("{}", "[", '{"id": "a", "case": {"shape": [1], "flags": [], "size": 3}}'):
+        save_file({"x": torch.ones(2, 2)}, "odd.safetensors", metadata={"narrowgauge_saved": "1", "about": about})
+        with pytest.raises(SavedFailureError, match=r"^odd\.safetensors: cannot be read: "):
+            load(folder.relative_to(folder) / "odd.safetensors")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--seed", 3], ["--cases", "cases"], ["--recipe", "nvfp4"], ["--input", "a.npy"]]
+)
+def test_options_that_a_saved_failure_has_no_use_for(arguments):
+    message = "--saved has its own inputs; --cases, --input, --recipe and --seed do not go with it"
+    assert refused(LARGE.id, "--saved", "f.safetensors", *arguments) == message
+
+
+def test_the_folder_of_failures_stays_where_a_report_is_replaced(folder):
+    record = kept(LARGE, folder / "out").to_dict()
+    report.write([record], {"torch": "2"}, folder / "out", elapsed=1.0)
+    assert (folder / record["saved"]).is_file()

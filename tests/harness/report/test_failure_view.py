@@ -1,0 +1,72 @@
+"""What a terminal and Markdown show of a finding beside its elements: by how many steps, and which special values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.harness.checks import finding
+from narrowgauge.harness.report import markdown
+from narrowgauge.harness.report.failure_view import SPECIAL, distribution_lines, first_failure
+from tests.harness.runs import record
+
+STEPS = [[-2, -2, 1], [-1, -1, 3512], [0, 0, 90], [1, 1, 0], [2, 2, 0], [3, 4, 7]]
+CENSUS = {"expected": {"nan": 3, "negative_zero": 12}, "actual": {"nan": 0, "negative_zero": 12}}
+LINES = [
+    "by steps above what is expected: 1 at -2, 3 512 at -1, 90 at 0, 7 at +3 to +4",
+    "special values, expected → actual: NaN 3 → 0, −0 12",
+]
+
+
+def found(stage: str = "codes", **changes: Any) -> dict[str, Any]:
+    given = {"elements": [{"which": "first", "row": 3}], "modulo": {}, "heat": {}, "steps": STEPS, "census": CENSUS}
+    return {"stage": stage, "rule": "exact", "sentence": "37 codes differ", **given, **changes}
+
+
+def failing(*findings: dict[str, Any]) -> dict[str, Any]:
+    given = {"verdict": "fail", "stage": "codes", "message": "codes: 37 codes differ", "mismatches": 37}
+    return record("ties", findings=list(findings), **given)
+
+
+def test_a_terminal_shows_steps_and_census_of_every_finding_behind_its_elements() -> None:
+    lines = first_failure(failing(found(), found("values", census={}))).splitlines()
+    assert lines[3:7] == ["codes (exact): 37 codes differ", "  which  first", "  row        3", f"  {LINES[0]}"]
+    assert lines[7] == f"  {LINES[1]}"
+    assert lines[-3] == f"  {LINES[0]}"
+    assert sum(line.startswith("  special values") for line in lines) == 1
+
+
+def test_markdown_shows_those_of_the_first_wrong_stage_behind_the_reproduction() -> None:
+    summary = markdown.render([failing(found("values", steps=[[9, 16, 1]]), found())], {}, None)
+    lines = [line for line in summary.splitlines() if line]
+    place = next(number for number, line in enumerate(lines) if line.startswith("`narrowgauge show "))
+    assert lines[place + 1 : place + 3] == LINES
+    assert "at +9" not in summary
+    assert "by steps" not in markdown.render([failing()], {}, None)
+
+
+def test_a_long_histogram_keeps_the_bins_of_most_elements_in_order() -> None:
+    steps = [[n, n, 100 - n] for n in range(-5, 6)]
+    (line,) = distribution_lines(found(steps=steps, census={}))
+    shown = ", ".join(f"{100 - n} at {n}" for n in range(-5, 1))
+    assert line == f"by steps above what is expected: {shown}, 99 at +1, 98 at +2, 3 more bins"
+
+
+@pytest.mark.parametrize("nothing", [{}, {"steps": [], "census": {}}])
+def test_a_stage_without_one_expected_number_an_element_shows_neither(nothing: dict[str, Any]) -> None:
+    assert distribution_lines(nothing) == []
+
+
+def test_what_a_finding_counts_has_a_name() -> None:
+    """Of a finding as the harness makes it."""
+    expected = torch.tensor([[0.0, 1.0, float("nan")]])
+    actual = torch.tensor([[-0.0, 1.0, 2.0]])
+    made = {"steps": finding.histogram(finding.Comparison(expected, actual))}
+    made["census"] = finding.census(finding.Comparison(expected, actual))
+    assert distribution_lines(made) == [
+        "by steps above what is expected: 2 at 0",
+        "special values, expected → actual: NaN 1 → 0, −0 0 → 1",
+    ]
+    assert tuple(SPECIAL) == finding.SPECIAL

@@ -1,0 +1,119 @@
+"""Blocks of 16 bfloat16 numbers as they lie in memory (packed_bf16.cuh): the codes of their products with a factor."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from narrowgauge.native.runtime.launch import launch
+from narrowgauge.reference.numbers.encode import encode
+from narrowgauge.reference.numbers.rounding import stochastic
+from narrowgauge.spec.formats import E2M1
+from tests.native import conversions
+from tests.native.launching import Source
+from tests.native.quantize import test_stochastic
+
+TEXT = """
+#include "common/packed_bf16.cuh"
+using namespace narrowgauge;
+
+__device__ PackedE2m1 codes_of(const PackedBf16& x, float factor, const u32 (*random)[4]) {
+#ifdef HAS_E2M1_BY_ADDITION
+    if (random != nullptr && __uint_as_float(magnitude_bound(x)) * factor < 8.0f) {
+        return e2m1x16_of_products_below_8(x, factor * STOCHASTIC_FACTOR_SCALE, *random);
+    }
+#endif
+    if (random == nullptr && below_7(magnitude_bound(x), factor)) return e2m1x16_of_products_below_7(x, factor);
+    return e2m1x16_of_products(x, factor, random);
+}
+
+extern "C" __global__ void codes(const u32* x, const float* factors, const u32* given, u8* out, int stochastic, i64 n) {
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    u32 four[4];
+    for (int j = 0; j < 4; ++j) four[j] = given[4 * i + j];
+    store_codes(codes_of(load_packed(x + 8 * i), factors[i], stochastic ? &four : nullptr), out + 8 * i);
+}
+
+// Whether there are other codes than those of the forms for one number: of float32 numbers, `first` as bits and those
+// that follow, as factors of 1 and -1, nearest even, and by the 16 bytes about the first one that lifts a number.
+extern "C" __global__ void disagreements(u32 first, i64 n, u32* different) {
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const float v = __uint_as_float(first + static_cast<u32>(i));
+    const u32 cut = stochastic<E2M1>(v, 0u);
+    u32 least = 0, most = 256;
+    while (least < most) {
+        const u32 byte = (least + most) / 2;
+        if (stochastic<E2M1>(v, byte) > cut) most = byte;
+        else least = byte + 1;
+    }
+    PackedBf16 x;
+    u32 four[4] = {0u, 0u, 0u, 0u};
+    for (u32 j = 0; j < 8; ++j)
+        x.words[j] = 0x3F803F80u | (j % 2 != 0 ? 0x8000u : 0u) | (j % 3 != 0 ? 0x80000000u : 0u);
+    for (u32 j = 0; j < 16; ++j) four[j / 4] |= (least + 248u + j & 0xFFu) << j % 4 * 8;
+    const PackedE2m1 nearest = codes_of(x, v, nullptr), lifted = codes_of(x, v, &four);
+    for (u32 j = 0; j < 16; ++j) {
+        const u32 sign = (x.words[j / 2] >> (16 * (j % 2) + 15) & 1u) << 3, place = j % 8 * 4;
+        const u32 byte = four[j / 4] >> j % 4 * 8 & 0xFFu;
+        if ((nearest.words[j / 8] >> place & 15u) != (nearest_even<E2M1>(v) | sign)) different[0] = 1u;
+        if ((lifted.words[j / 8] >> place & 15u) != ((byte >= least ? cut + 1u : cut) | sign)) different[1] = 1u;
+    }
+}
+"""
+
+
+def codes(
+    source: str, x: np.ndarray, factors: np.ndarray, given: np.ndarray, *, rounded: bool, device: str
+) -> np.ndarray:
+    """Codes, one a byte, of bfloat16 numbers (n, 16) by factors (n,): nearest even, or by bytes (n, 16)."""
+    words = (x.view(np.uint32) >> 16).astype(np.uint16)
+    arrays = (words.view(np.uint8), factors, given)
+    out = torch.zeros((len(x), 8), dtype=torch.uint8, device=device)
+    arguments = (
+        *(torch.from_numpy(array).to(device) for array in arrays),
+        out,
+        np.int32(not rounded),
+        np.int64(len(x)),
+    )
+    launch(source, "codes", (-(-len(x) // 256),), (256,), arguments, device=out.device)
+    packed = out.cpu().numpy()
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1, 16)
+
+
+def check(source: str, x: np.ndarray, factors: np.ndarray, given: np.ndarray, device: str) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        products = torch.from_numpy(x * factors[:, None])
+    by_bytes = encode(stochastic(products, E2M1, torch.from_numpy(given)), E2M1)
+    for rounded, expected in ((True, encode(products, E2M1)), (False, by_bytes)):
+        got = codes(source, x, factors, given, rounded=rounded, device=device)
+        np.testing.assert_array_equal(got, expected.numpy())
+
+
+def check_decisions(source: str, device: str, step: int = 1) -> None:
+    """Every number at which a rounding decides, or one in `step`, as the factor of 1 and -1, under every byte."""
+    near = np.concatenate([test_stochastic.decisions(), conversions.grid_decisions(np.array(E2M1.values), 8.0)])
+    factors = np.unique(near[near >= 0])[::step].repeat(16)
+    x = np.where(np.random.default_rng(3).random((len(factors), 16)) < 0.5, np.float32(-1), np.float32(1))
+    given = np.resize(np.arange(256, dtype=np.uint8), (len(factors), 16))
+    check(source, x, factors, given, device)
+
+
+def check_every_bfloat16(source: str, device: str) -> None:
+    """Each beside its neighbours and zeros of either sign, by a factor under which they are below 7 or not finite."""
+    rng = np.random.default_rng(4)
+    x = np.sort(conversions.bf16_values()).reshape(-1, 16)
+    largest = np.abs(np.nan_to_num(x, posinf=1.0, neginf=1.0)).max(axis=1)
+    factors = (rng.uniform(1, 7, len(x)) / np.maximum(largest, 2.0**-125)).astype(np.float32)
+    given = rng.integers(0, 256, x.shape, dtype=np.uint8)
+    check(source, x, factors, given, device)
+    check(source, np.where(given < 64, np.copysign(np.float32(0), x), x), factors, given, device)
+
+
+def test_decisions_are_the_references(cuda_source: Source) -> None:
+    check_decisions(cuda_source(TEXT), "cpu", step=5)
+
+
+def test_every_bfloat16_is_rounded_as_the_reference_does(cuda_source: Source) -> None:
+    check_every_bfloat16(cuda_source(TEXT), "cpu")

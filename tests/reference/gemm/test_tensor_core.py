@@ -1,0 +1,257 @@
+"""The simulated sum of a tensor core: plain against fractions, fast against plain, and judged bit for bit."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.gemm.fast import tensor_core_sum as fast
+from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
+from narrowgauge.reference.gemm.gemm import alpha, exact_product
+from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, tensor_core_sum
+from narrowgauge.reference.numbers import slabs
+from narrowgauge.reference.scalar import rounding
+from narrowgauge.spec.formats import Format
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.summation import summation
+from tests.golden import bits
+from tests.reference import kernels, narrow
+from tests.reference.bounds.test_bounds import accepted, neighbour
+from tests.reference.gemm.test_gemm_formats import BLOCK_PAIRS, pair
+
+FP8 = ("fp8-current-e4m3", "fp8-current-e5m2")
+
+
+def exponent(value: float, fmt: Format) -> int:
+    """Exponent of a number of a format; a subnormal number has the exponent of the smallest normal number."""
+    return max(math.frexp(value)[1] - 1, 1 - fmt.bias)
+
+
+def accumulator(x: np.ndarray, y: np.ndarray, formats: tuple[Format, Format], fraction: int, width: int) -> float:
+    """A single accumulator of the products of two rows of numbers, in fractions."""
+    total = Fraction(0)
+    for start in range(0, len(x), width):
+        pairs = [(p, q) for p, q in zip(x[start : start + width], y[start : start + width], strict=True) if p * q]
+        exponents = [exponent(p, formats[0]) + exponent(q, formats[1]) for p, q in pairs]
+        if total:
+            exponents.append(math.frexp(float(total))[1] - 1)
+        if not exponents:
+            continue
+        unit = Fraction(2) ** (max(exponents) - fraction)
+        terms = [Fraction(p) * Fraction(q) for p, q in pairs]
+        total = sum((math.trunc(term / unit) * unit for term in [*terms, total]), Fraction(0))
+        if total:
+            last = Fraction(2) ** (math.frexp(float(total))[1] - 1 - min(fraction, 23))
+            total = math.trunc(total / last) * last
+    return float(total)
+
+
+@pytest.mark.parametrize("family", ["any", "data", "sparse"])
+@pytest.mark.parametrize(("fraction", "width", "promoted"), [(13, 32, None), (13, 32, 64), (25, 16, None), (10, 8, 8)])
+def test_the_simulation_agrees_with_fractions(family: str, fraction: int, width: int, promoted: int | None) -> None:
+    a, b = pair(FP8, 1, (4, 4, 150), "one", family)
+    name = f"aligned-{fraction}-{width}" + (f"-{promoted}" if promoted else "")
+    limits = bounds(a, b, out_dtype=torch.float32, order=name)
+    model, exact = summation(name).aligned, exact_product(a, b).high
+    assert model is not None
+    plain = tensor_core_sum(factors_of_operand(a), factors_of_operand(b), model, exact)
+    formats = a.recipe.element, b.recipe.element
+    left, right = narrow.elements(a), narrow.elements(b)
+    for i, j in np.ndindex(4, 4):
+        total = np.float32(0)
+        for start in range(0, 150, promoted or 150):
+            here = slice(start, start + (promoted or 150))
+            total += np.float32(accumulator(left[i, here], right[j, here], formats, fraction, width))
+        assert plain[i, j] == total
+        assert limits.expected[i, j] == alpha(a, b).numpy()[0, 0] * total
+    assert limits.exact.all()
+    assert (limits.tier == 1).all()
+
+
+@pytest.mark.parametrize("order", ["aligned-25-16", "aligned-13-32-64"])
+@pytest.mark.parametrize("names", [("mxfp4", "mxfp4"), ("mxfp8-e4m3", "mxfp6-e2m3"), FP8], ids="-".join)
+def test_the_fast_sum_equals_the_plain_sum(names: tuple[str, str], order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether no sum is truncated, only selected sums are aligned, or all, in groups of any size."""
+    shares = []
+    for seed, (kind, family) in enumerate(
+        [("equal", "lattice"), ("near", "data"), ("wide", "sparse"), ("wide", "any")]
+    ):
+        a, b = pair(names, seed, (15, 20, 100), "one" if names == FP8 else kind, family)
+        model = summation(order).aligned
+        assert model is not None
+        factors, exact = (factors_of_operand(a), factors_of_operand(b)), exact_product(a, b).high
+        shares.append(float(fast._never_truncated(*factors, model).double().mean()))
+        plain = bits(tensor_core_sum(*factors, model, exact).float())
+        assert torch.equal(bits(fast_tensor_core_sum(*factors, model, exact).float()), plain)
+        for few, many, checked_blocks, slab in (
+            (1.0, 1.0, 1, 1 << 10), (1.0, 1.0, 3, 1 << 10), (-1.0, 1.0, 3, 1 << 10), (-1.0, -1.0, 1, 1 << 10),
+            (0.1, 0.1, 2, 1 << 10), (-1.0, 1.0, 8, 1 << 18),
+        ):  # fmt: skip
+            with monkeypatch.context() as patched:
+                patched.setitem(slabs.SLAB_ELEMENTS, "cpu", slab)
+                patched.setattr(fast, "_FEW", few)
+                patched.setattr(fast, "_MANY", many)
+                patched.setattr(fast, "_CHECKED_BLOCKS", checked_blocks)
+                patched.setattr(fast, "_SKIPPED_CHECKS", 2)
+                patched.setattr(fast, "_never_truncated", lambda *_: torch.zeros(15, 20).bool())
+                assert torch.equal(bits(fast_tensor_core_sum(*factors, model, exact).float()), plain)
+    assert max(shares) == 1
+    assert min(shares) < 1
+
+
+@pytest.mark.parametrize("width", [1, 16, 64])
+@pytest.mark.parametrize("lowest", [0, -8, -62])
+def test_a_matmul_finds_the_largest_power_of_products(width: int, lowest: int) -> None:
+    """As a comparison of all products does, for equal powers, for few nonzero powers and for zeros alone."""
+    draws = torch.Generator().manual_seed(width)
+    sides = []
+    for rows in (17, 33):
+        exponents = torch.randint(lowest, 1, (rows, width), generator=draws)
+        powers = torch.exp2((exponents + 50 * torch.arange(rows).remainder(3).unsqueeze(1)).double())
+        powers *= torch.rand(rows, width, generator=draws) < torch.linspace(0, 1.2, rows).unsqueeze(1)
+        sides.append(Factors(powers, powers))
+    x, y = (fast._BlockedFactors.of(side, width) for side in sides)
+    assert fast._matmul_finds_largest(x, y)
+    largest = fast._largest_products(x, y, slice(0, width), by_matmul=True)
+    assert torch.equal(largest, fast._largest_products(x, y, slice(0, width), by_matmul=False))
+    assert torch.equal(largest, (sides[0].powers.unsqueeze(1) * sides[1].powers).amax(2))
+    assert (largest == 0).any()
+
+
+@pytest.mark.parametrize(
+    ("lowest", "width", "by_matmul"), [(-62, 16, True), (-63, 16, False), (-62, 64, True), (-62, 65, False)]
+)
+def test_powers_that_are_far_apart_are_compared_one_by_one(lowest: int, width: int, by_matmul: bool) -> None:
+    powers = torch.ones(2, 150, dtype=torch.float64)
+    powers[1, 7] = 2.0**lowest
+    powers[1, width:] = 2.0**300  # other blocks
+    powers[0, :width] = 0.0
+    x, y = (fast._BlockedFactors.of(Factors(side, side), width) for side in (powers, powers.flip(0)))
+    assert fast._matmul_finds_largest(x, y) == by_matmul
+    for block in (slice(0, width), slice(width, 2 * width)):
+        largest = (powers[:, block].unsqueeze(1) * powers.flip(0)[:, block]).amax(2)
+        assert torch.equal(fast._largest_products(x, y, block, by_matmul=by_matmul), largest)
+
+
+def test_scales_of_blocks_are_part_of_the_products() -> None:
+    a, b = pair(("mxfp8-e4m3", "mxfp6-e3m2"), 2, (3, 3, 96), "near", "data")
+    limits = bounds(a, b, out_dtype=torch.float32, order="aligned-25-1")
+    left, right = narrow.values(a), narrow.values(b)
+    for i, j in np.ndindex(3, 3):
+        wide = Format("wide", 16, 8, 3, bias=300, max_code=1)  # no scaled element is subnormal
+        formats = (wide, wide)
+        assert limits.expected[i, j] == accumulator(left[i], right[j], formats, 25, 1)
+
+
+@pytest.mark.parametrize("names", [("mxfp6-e3m2", "mxfp6-e2m3"), FP8])
+def test_decoded_factors_are_normal_numbers(names: tuple[str, str]) -> None:
+    """Subnormal elements have exponents of their own."""
+    a, b = pair(names, 5, (4, 4, 160), "one" if names == FP8 else "near", "any")
+    for q in (a, b):
+        fmt = q.recipe.element
+        q.codes &= fmt.sign_code | (1 << fmt.mantissa_bits) - 1
+    limits = bounds(a, b, out_dtype=torch.float32, order="decoded-aligned-4-16")
+    left, right = ((narrow.elements if names == FP8 else narrow.values)(q) for q in (a, b))
+    wide = Format("wide", 16, 8, 7, bias=300, max_code=1)
+    for i, j in np.ndindex(4, 4):
+        total = np.float32(accumulator(left[i], right[j], (wide, wide), 4, 16))
+        assert limits.expected[i, j] == alpha(a, b).numpy()[0, 0] * total
+    assert limits.exact.all()
+    assert not torch.equal(limits.expected, bounds(a, b, out_dtype=torch.float32, order="aligned-4-16").expected)
+
+
+def products(left: list[float], right: list[float]) -> tuple[Quantized, Quantized]:
+    """One output of the products of E4M3 numbers, one a column, under scales of 1."""
+    recipe = find_recipe("fp8-current-e4m3")
+    code = {recipe.element.value(code): code for code in range(recipe.element.max_code + 1)}
+    codes = (torch.tensor([[code[number] for number in row]], dtype=torch.uint8) for row in (left, right))
+    a, b = (Quantized(row, torch.ones(1), None, recipe, tuple(row.shape)) for row in codes)
+    return a, b
+
+
+@pytest.mark.parametrize(("large", "kept"), [(2.0**13, True), (2.0**14, False)])
+def test_what_is_below_the_last_bit_of_the_largest_is_lost(large: float, kept: bool) -> None:
+    a, b = products([2.0**7, 1.0], [large / 2.0**7, 1.0])
+    limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
+    assert limits.expected == large + (1 if kept else 0)
+    right = bounds(a, b, out_dtype=torch.float32)
+    assert right.exact
+    assert bool(accepted(right, limits.expected)) == kept
+    for direction in (-math.inf, math.inf):
+        assert not accepted(limits, neighbour(limits.expected, direction))
+
+
+@pytest.mark.parametrize(("order", "expected"), [("aligned-4-16", 0.0), ("decoded-aligned-4-16", 2.0**-18)])
+def test_subnormal_products_are_cut_off_as_if_they_were_normal(order: str, expected: float) -> None:
+    """The largest power is the power of the smallest normal numbers, larger than the sum."""
+    a, b = products([2.0**-9], [2.0**-9])
+    assert bounds(a, b, out_dtype=torch.float32, order=order).expected == expected
+
+
+def test_bits_of_blocks_that_nobody_looked_at_together_are_cut_off_later() -> None:
+    """A sum of the first eight blocks may lose bits, so the next blocks are checked one by one."""
+    left, right = ([0.0] * 513 for _ in range(2))
+    pairs = {0: (448.0, 448.0), 1: (448.0, 448.0), 2: (2.0**-9, 1.0), 128: (1.5 * 2.0**-6, 2.0**-8), 512: (32.0, 32.0)}
+    for column, (x, y) in pairs.items():
+        left[column], right[column] = x, y
+    a, b = products(left, right)
+    a.codes[0, 1] |= a.recipe.element.sign_code
+    assert bounds(a, b, out_dtype=torch.float32, order="aligned-25-16").expected == 1024 + 2.0**-9
+
+
+def test_the_bits_of_another_model_are_rejected() -> None:
+    a, b = pair(FP8, 3, (6, 6, 300), "one", "data")
+    limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
+    for other in ("aligned-12-32", "aligned-14-32", "aligned-13-16", "aligned-13-32-128", None):
+        out = bounds(a, b, out_dtype=torch.float32, order=other).expected
+        assert not accepted(limits, out).all(), other
+    assert accepted(limits, limits.expected).all()
+
+
+def test_blocks_are_promoted_to_what_the_tensor_core_gave() -> None:
+    a, b = pair(BLOCK_PAIRS[0], 4, (4, 5, 300), "near", "data")
+    limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
+    assert limits.exact.all()
+    assert (limits.tier == 1).all()
+    formats = a.recipe.element, b.recipe.element
+    left, right = narrow.elements(a), narrow.elements(b)
+    s_a, s_b = (narrow.factors(q).astype(np.float32) for q in (a, b))
+    y = np.zeros((4, 5), np.float32)
+    for block in kernels.blocks_of(a):
+        p = np.array([[accumulator(x[block], z[block], formats, 13, 32) for z in right] for x in left], np.float32)
+        y = kernels.fma(p * s_a[:, block.start, None], s_b[None, :, block.start], y)
+    np.testing.assert_array_equal(limits.expected.numpy(), y)
+    assert not accepted(limits, bounds(a, b, out_dtype=torch.float32).expected).all()
+
+
+def test_codes_that_are_not_finite_ask_for_what_ieee_arithmetic_gives() -> None:
+    a, b = pair(FP8, 5, (3, 3, 64), "one", "positive")
+    a.codes[1, 7], b.codes[:, 7] = 0x7F, 0x3C
+    limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
+    assert limits.expected.isnan().any(1).tolist() == [False, True, False]
+    assert accepted(limits, limits.expected).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 32), (2, 3, 0)])
+def test_the_model_of_nothing_is_nothing_or_zero(shape: tuple[int, int, int]) -> None:
+    a, b = pair(FP8, 6, shape, "one")
+    limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
+    assert tuple(limits.expected.shape) == shape[:2]
+    assert (limits.expected == 0).all()
+
+
+def test_the_epilogue_follows() -> None:
+    a, b = pair(FP8, 7, (3, 4, 64), "near", "data")
+    c = torch.linspace(-3, 3, 12).view(3, 4)
+    plain, limits = (bounds(a, b, out_dtype=torch.float32, c=added, order="aligned-13-32") for added in (None, c))
+    assert torch.equal(limits.expected, plain.expected + c)
+    cast = bounds(a, b, out_dtype=torch.bfloat16, order="aligned-13-32")
+    assert torch.equal(cast.expected, plain.expected.bfloat16())
+    assert cast.exact.all()
+    assert rounding.nearest(Fraction(plain.expected[0, 0].item()), "bfloat16") == cast.expected[0, 0]
