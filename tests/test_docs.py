@@ -111,7 +111,7 @@ def test_the_recipes_that_a_page_names_exist(name: str) -> None:
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`make docs`: cross references, links between pages, docstrings."""
-    pytest.importorskip("sphinx", reason="sphinx is not installed; make docs installs it and builds the site")
+    pytest.importorskip("furo", reason="furo is not installed; make docs installs it and Sphinx, and builds the site")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -188,7 +188,9 @@ def check_sharded_recipe(recipe: Recipe) -> None:
 def check_failed_shard(failed: int) -> None:
     """Raises ValueError in every process if process `failed` − 1 could not quantize its shard; 0: none failed."""
     if failed:
-        raise ValueError(f"process {failed - 1} of the group cannot quantize its shard; see the error of this process")
+        raise ValueError(
+            f"process {failed - 1} of the group cannot quantize its shard; see the error that process {failed - 1} raised"
+        )
 
 
 def check_dimension(dim: int) -> None:

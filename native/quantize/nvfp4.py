@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.native.quantize.amax import NO_SCHEDULE, in_32_bits, in_tiles, oriented_amax, strips, tile_schedule
 from narrowgauge.native.quantize.amax import amax as tensor_amax
+from narrowgauge.native.quantize.amax import in_32_bits, in_tiles, oriented_amax, strips, tile_schedule
 from narrowgauge.native.quantize.hadamard import transform
 from narrowgauge.native.quantize.sections import check_sizes_of
 from narrowgauge.native.quantize.variants import variant_flags
@@ -22,7 +22,7 @@ from narrowgauge.native.runtime.arguments import (
     suffix,
 )
 from narrowgauge.native.runtime.launch import launch
-from narrowgauge.native.runtime.structs import KernelStruct, Value
+from narrowgauge.native.runtime.structs import KernelStruct, StructValue, Value
 from narrowgauge.spec.arguments import (
     as_matrix,
     check_random,
@@ -45,6 +45,9 @@ from narrowgauge.spec.recipes import Recipe
 
 _PARAMETERS = KernelStruct("quantize/quantize_nvfp4.cu", "QuantizeNvfp4Parameters")
 _VARIANT = KernelStruct("quantize/quantize_nvfp4.cu", "QuantizeNvfp4Variant")
+_OUTPUT = KernelStruct("quantize/quantize_nvfp4.cu", "Output")
+_SCHEDULE = KernelStruct("quantize/quantize_nvfp4.cu", "TileSchedule")
+_KEYS = KernelStruct("quantize/quantize_nvfp4.cu", "PhiloxKeys")
 _SCALE_ORDER = {"amax*(enc*(1/6))": "AMAX_TIMES_ENC_SIXTH", "(amax/6)*enc": "AMAX_SIXTH_TIMES_ENC"}
 _CANDIDATES = {
     "6": "SIX", "4-or-6-mae": "FOUR_OR_SIX_BY_ABSOLUTE_ERROR", "4-or-6-mse": "FOUR_OR_SIX_BY_SQUARED_ERROR"
@@ -61,7 +64,7 @@ _KEY_STEPS = tuple((n * 0x9E3779B9, n * 0xBB67AE85) for n in range(10))
 """Increments of the two words of Philox's key in each round."""
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 """Multipliers of words 0 and 2 in a round of Philox."""
-_NO_KEYS: dict[str, Value] = {"words": (0,) * 20}
+_NO_KEYS = _KEYS(words=(0,) * 20)
 _FUSED_GROUP = 16
 """Size of the groups that the quantization kernels rotate. Groups of other sizes are rotated by a launch of their
 own."""
@@ -82,18 +85,15 @@ class _Output:
         """Offset of Philox; None if Philox generates no random words."""
         return self.random[1] % 2**64 if isinstance(self.random, tuple) else None
 
-    def fields(self) -> dict[str, Value]:
-        """Fields of the kernel's struct Output."""
-        words = self.random if isinstance(self.random, torch.Tensor) else None
-        return {
-            "amax": self.amax, "codes": self.codes, "scales": self.scales, "tensor_scale": self.tensor_scale,
-            "random": words, "offset": self.offset or 0,
-        }  # fmt: skip
+    def parameters(self) -> StructValue:
+        """The kernel's struct Output."""
+        return _OUTPUT(
+            amax=self.amax, codes=self.codes, scales=self.scales, tensor_scale=self.tensor_scale,
+            random=self.random if isinstance(self.random, torch.Tensor) else None, offset=self.offset or 0,
+        )  # fmt: skip
 
 
-_NO_OUTPUT: dict[str, Value] = {
-    "amax": None, "codes": None, "scales": None, "tensor_scale": None, "random": None, "offset": 0
-}  # fmt: skip
+_NO_OUTPUT = _OUTPUT(amax=None, codes=None, scales=None, tensor_scale=None, random=None, offset=0)
 
 
 def _output(shape: tuple[int, int], recipe: Recipe, amax: torch.Tensor, random: object, *, swizzled: bool) -> _Output:
@@ -134,28 +134,31 @@ def _launch(
     random_given = any(output is not None and isinstance(output.random, torch.Tensor) for output in outputs)
     choices = variant(recipe, rotation=rotation, swizzled=swizzled, random_given=random_given)
     seed = next((o.random[0] for o in outputs if o is not None and isinstance(o.random, tuple)), 0)
-    row_keys = column_keys = _NO_KEYS
-    schedule = NO_SCHEDULE
+    parameters = _PARAMETERS(
+        x=x, row_stride=x.stride(0), column_stride=x.stride(1), rows=rows, columns=columns, sizes=sizes,
+        sections=1 if sizes is None else len(sizes), max_product=recipe.max_product, variant=choices,
+        seed=seed % 2**64,
+    )  # fmt: skip
+    arguments = [parameters, *(_NO_OUTPUT if output is None else output.parameters() for output in outputs)]
     grid: tuple[int, ...]
     plain = column is None and sizes is None and not swizzled and x.is_contiguous() and _is_plain(recipe)
     if row is not None and plain:
         name, threads = f"quantize_nvfp4_plain_{suffix(x.dtype)}", THREADS
         grid = (blocks_for(row.scales.numel(), THREADS * _PLAIN_BLOCKS),)
+        arguments = arguments[:2]
     elif sizes is None and _in_tiles(x, recipe, row, column):
         name, threads = "quantize_nvfp4_tiles_bf16", THREADS
         grid, schedule = tile_schedule(x, _DEEP)
-        row_keys, column_keys = (_NO_KEYS if o is None or o.offset is None else _keys(seed, o.offset) for o in outputs)
+        keys = (
+            _NO_KEYS if output is None or output.offset is None else _KEYS(words=philox_keys(seed, output.offset))
+            for output in outputs
+        )
+        arguments += [_SCHEDULE(**schedule), *keys]
     else:
         name, threads = f"quantize_nvfp4_{suffix(x.dtype)}", GENERAL_THREADS["quantize_nvfp4"].get(x.device.type, 1)
         grid = (max(1, strips(rows, sizes)) * blocks_for(columns, STRIP),)
-    parameters = _PARAMETERS(
-        x=x, row_stride=x.stride(0), column_stride=x.stride(1), rows=rows, columns=columns, sizes=sizes,
-        sections=1 if sizes is None else len(sizes), schedule=schedule,
-        row=_NO_OUTPUT if row is None else row.fields(), column=_NO_OUTPUT if column is None else column.fields(),
-        max_product=recipe.max_product, variant=choices, seed=seed % 2**64, row_keys=row_keys, column_keys=column_keys,
-    )  # fmt: skip
     flags = variant_flags(_VARIANT, choices, x.device)
-    launch("quantize_nvfp4", name, grid, (threads,), (parameters,), device=x.device, extra_flags=flags)
+    launch("quantize_nvfp4", name, grid, (threads,), arguments, device=x.device, extra_flags=flags)
 
 
 def philox_keys(seed: int, offset: int) -> tuple[int, ...]:
@@ -171,11 +174,6 @@ def philox_keys(seed: int, offset: int) -> tuple[int, ...]:
     for n, word in (0, offset >> 32), (2, second >> 32), (3, first % 2**32), (4, second % 2**32):
         keys[n] ^= word
     return tuple(keys)
-
-
-def _keys(seed: int, offset: int) -> dict[str, Value]:
-    """Fields of the kernel's struct PhiloxKeys."""
-    return {"words": philox_keys(seed, offset)}
 
 
 def _in_tiles(x: torch.Tensor, recipe: Recipe, *outputs: _Output | None) -> bool:

@@ -334,7 +334,7 @@ PRODUCTS: list[Row] = [
         "columnwise"),
     *(row(f"two sections by {count} matrices", multiplying_sections(heights=(3,) * count), ValueError,
           "every section by its own matrix", "2 sections", f"{count} matrices in b") for count in (0, 1, 3)),
-    row("matrices of different N", multiplying_sections(heights=(4, 5)), ValueError, "one output (3, N)", "4, 5 rows"),
+    row("matrices of different N", multiplying_sections(heights=(4, 5)), ValueError, "output (3, N)", "4, 5 rows"),
     # check_scale
     row("no scale of a product", quantizing_product(into=DELAYED), ValueError, f"recipe {DELAYED} takes scale",
         "float32 (1,)"),
@@ -535,7 +535,7 @@ SHARDS: list[Row] = [
         lambda _: module_arguments.check_sharded_recipe(find_recipe("nvfp4-rowscaled")), ValueError,
         "recipe nvfp4-rowscaled has an amax for every row", "shards"),
     row("a process that failed", lambda _: module_arguments.check_failed_shard(3), ValueError, "process 2",
-        "cannot quantize its shard", "its own error"),
+        "cannot quantize its shard", "the error that process 2 raised"),
     *(row(f"dimension {dim}", lambda _, dim=dim: module_arguments.check_dimension(dim), ValueError,
           "dimension 0 or 1", f"not {dim}") for dim in (2, -1)),
     row("unequal extents", checking_extents("nvfp4", 1, [(32, 16), (24, 16)]), ValueError, "dimension 1",

@@ -1,6 +1,8 @@
 // quantize_nvfp4: NVFP4 from one read of x: rowwise, columnwise (the transpose, quantized along M), or both.
 //
-//   Parameters: struct QuantizeNvfp4Parameters; the choices of a recipe: struct QuantizeNvfp4Variant.
+//   Parameters: struct QuantizeNvfp4Parameters, the choices of a recipe in struct QuantizeNvfp4Variant, and an Output for each
+//   orientation: `column` is the transpose (K, m) of the sections, which are contiguous. quantize_nvfp4_tiles takes the keys
+//   of philox_with_offset, too. NVRTC schedules a kernel worse if one struct has more than 128 bytes.
 //   quantize_nvfp4: any matrix. Launch: GENERAL_THREADS threads for every tile of 64x64. A strip of 64 rows has ceil(K/64)
 //   tiles, at least 1; ceil(M/64) strips, or with sections 1 more per section. With 256 threads, a thread quantizes a block of
 //   16 of a row, then one of a column. On a CPU there are 8 threads with 32 blocks, and a barrier is cheap.
@@ -28,14 +30,9 @@ struct QuantizeNvfp4Parameters {
     i64 columns;       // K
     const i64* sizes;  // rows m of each section along M, or null: the whole tensor is a section
     int sections;
-    TileSchedule schedule;  // of quantize_nvfp4_tiles
-    Output row;
-    Output column;  // of the transpose (K, m) of the sections, which are contiguous
     float max_product;  // 2688 = 448 * 6, or 1536 = 256 * 6
     QuantizeNvfp4Variant variant;
     u64 seed;  // of Philox
-    PhiloxKeys row_keys;  // of philox_with_offset, for quantize_nvfp4_tiles
-    PhiloxKeys column_keys;
 };
 
 __device__ __forceinline__ QuantizeNvfp4Variant variant_of(const QuantizeNvfp4Parameters& p) {
@@ -113,21 +110,22 @@ __device__ __forceinline__ Settings plain_settings(const QuantizeNvfp4Parameters
 
 #define QUANTIZE(TYPE, T)                                                                                              \
     extern "C" __global__ void __launch_bounds__(GENERAL_THREADS)                                                      \
-        quantize_nvfp4_##TYPE(const __grid_constant__ QuantizeNvfp4Parameters p) {                                     \
+        quantize_nvfp4_##TYPE(const __grid_constant__ QuantizeNvfp4Parameters p, Output row, Output column) {          \
         quantize(static_cast<const T*>(p.x), p.row_stride, p.column_stride, p.columns,                                 \
-                 Sections{p.sizes, p.sections, p.rows}, p.row, p.column,                                               \
+                 Sections{p.sizes, p.sections, p.rows}, row, column,                                                   \
                  Settings{variant_of(p), p.max_product, p.seed});                                                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS_PER_SM)                                         \
-        quantize_nvfp4_plain_##TYPE(const __grid_constant__ QuantizeNvfp4Parameters p) {                               \
-        quantize_plain(static_cast<const T*>(p.x), p.rows, p.columns, p.row, plain_settings(p));                       \
+        quantize_nvfp4_plain_##TYPE(const __grid_constant__ QuantizeNvfp4Parameters p, Output row) {                   \
+        quantize_plain(static_cast<const T*>(p.x), p.rows, p.columns, row, plain_settings(p));                         \
     }
 
 extern "C" __global__ void __launch_bounds__(THREADS, TILE_BLOCKS_PER_SM)
-    quantize_nvfp4_tiles_bf16(const __grid_constant__ QuantizeNvfp4Parameters p) {
-    const Output row = p.row, column = p.column;
-    quantize_tiles(static_cast<const bf16*>(p.x), p.rows, p.columns, p.schedule, row, column,
-                   Settings{variant_of(p), p.max_product, p.seed}, p.row_keys, p.column_keys);
+    quantize_nvfp4_tiles_bf16(const __grid_constant__ QuantizeNvfp4Parameters p, Output row, Output column,
+                              TileSchedule schedule, const __grid_constant__ PhiloxKeys row_keys,
+                              const __grid_constant__ PhiloxKeys column_keys) {
+    quantize_tiles(static_cast<const bf16*>(p.x), p.rows, p.columns, schedule, row, column,
+                   Settings{variant_of(p), p.max_product, p.seed}, row_keys, column_keys);
 }
 
 QUANTIZE(fp32, float)

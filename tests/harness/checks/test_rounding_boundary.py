@@ -105,7 +105,8 @@ def test_the_declared_order_is_held_to_its_bytes():
     assert stage(declared, "output")["mismatches"] == stage(free, "output")["excused"]
     for door in (reference.quantize, reference.transform):
         right = backend(**{door.__name__: door}, declares={"transform": "butterfly"})
-        record = run_case(replace(case, operation=door.__name__), right)
+        labels = (door.__name__, "nvfp4-rht", (256, 256), "bf16", "spread")
+        record = run_case(case_from_labels(*labels), right)
         assert (record.verdict, record.excused_share) == ("pass", None)
 
 

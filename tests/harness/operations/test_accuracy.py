@@ -52,10 +52,10 @@ def test_medians_of_a_recipe_and_an_operation() -> None:
     first, second = accuracy.rows(some())
     assert (first.recipe, first.operation, first.cases) == ("MXFP8BlockScaling", "linear", 1)
     assert first.figures == (None, 0.5, *[None] * 7)
-    assert first.shown == ["", "0.5", *[""] * 7]
+    assert first.cells == ["", "0.5", *[""] * 7]
     assert (second.recipe, second.cases) == ("NVFP4BlockScaling", 3)
     assert second.figures == (20.0, 0.1, 0.99, None, None, None, 15.5, 0.17, 0.98)
-    assert second.shown == ["20.0", "0.1", "0.9900", "", "", "", "15.5", "0.17", "0.9800"]
+    assert second.cells == ["20.0", "0.1", "0.9900", "", "", "", "15.5", "0.17", "0.9800"]
 
 
 @pytest.mark.parametrize(

@@ -69,4 +69,4 @@ def test_what_a_finding_counts_has_a_name() -> None:
         "by steps above what is expected: 2 at 0",
         "special values, expected → actual: NaN 1 → 0, −0 0 → 1",
     ]
-    assert tuple(SPECIAL) == finding.SPECIAL
+    assert tuple(SPECIAL) == finding.SPECIAL_VALUES

@@ -363,7 +363,7 @@ def test_a_line_that_was_cut_short_is_written_anew(written_run):
         file.write('{"case": "qu')
     assert len(read(written_run).records) == 2
     resumed = Journal.resumed(written_run, header())
-    assert resumed.kept == read(written_run).records
+    assert resumed.earlier_records == read(written_run).records
     resumed.add(record_of(18))
     resumed.add(record_of(16, verdict="fail"))  # of a case the last record counts
     said = [(record["shape"], record["verdict"]) for record in read(written_run).records]
@@ -433,8 +433,8 @@ def test_another_run_is_not_gone_on_with(written_run, changes, words):
     with pytest.raises(JournalError) as raised:
         Journal.resumed(written_run, header(**changes))
     assert str(raised.value) == (
-        f"{written_run / JOURNAL_NAME}: is of another run: {words}. Run without --resume to begin anew, or with another "
-        "--report-dir to keep both"
+        f"{written_run / JOURNAL_NAME}: is of another run: {words}. "
+        "Run without --resume to begin anew, or with another --report-dir to keep both"
     )
 
 
@@ -445,7 +445,8 @@ def test_another_run_is_not_gone_on_with(written_run, changes, words):
         ("{}\n", "is a journal of version None with records of schema None; this narrowgauge reads version"),
         ("nonsense\n", "line 1 is not JSON: "),
         ("[]\n", "line 1 is list, and not an object"),
-        (f'{{"journal": {journal.JOURNAL_VERSION}, "schema": {journal.SCHEMA}}}\n', "backend, cases, device, environment"),
+        (f'{{"journal": {journal.JOURNAL_VERSION}, "schema": {journal.SCHEMA}}}\n',
+         "backend, cases, device, environment"),
     ],
 )  # fmt: skip
 def test_what_is_no_journal_is_refused(tmp_path, text, words):
@@ -514,8 +515,9 @@ def test_a_report_that_does_not_fit_is_one_error_and_leaves_the_journal(written_
     with pytest.raises(ReportError) as raised:
         write_journaled(read(written_run).records, {}, written_run, elapsed=1.0)
     assert str(raised.value) == (
-        f"the report cannot be written into {written_run}: File too large. The 2 records are in {written_run / JOURNAL_NAME}: "
-        "mend that, and the same command with --resume writes the report"
+        f"the report cannot be written into {written_run}: File too large. "
+        f"The 2 records are in {written_run / JOURNAL_NAME}: mend that, "
+        "and the same command with --resume writes the report"
     )
     assert [path.name for path in written_run.iterdir()] == [JOURNAL_NAME]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.tools.bench import bench, interleave, judge_outputs, peer_libraries, silence_stderr
-from narrowgauge.harness.tools.bench.bench import measure
+from narrowgauge.harness.tools.bench.bench import Bench, measure
 from narrowgauge.harness.tools.bench.bench_row import TARGETS, BenchRow, apply_target
 from narrowgauge.harness.tools.bench.interleave import Times
 from narrowgauge.harness.tools.bench.judge_outputs import QuantizeArguments
@@ -346,7 +346,7 @@ def test_an_operation_that_raises_is_red_and_the_bench_goes_on(monkeypatch: pyte
     assert row.message.startswith("RuntimeError: no memory")
     assert any(row.verdict == "pass" for row in bench.rows)
     assert not bench.right
-    assert not bench.Bench().right, "nothing was judged"
+    assert not Bench().right, "nothing was judged"
 
 
 def test_what_libraries_write_to_stderr_is_not_seen(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
+from narrowgauge.native.quantize import nvfp4
+from narrowgauge.native.quantize.variants import variant_flags
 from narrowgauge.native.runtime import cuda
 from narrowgauge.native.runtime.sources import KERNELS
+from narrowgauge.spec.recipes import find_recipe
 from tests.native import conversions, nvrtc
 from tests.native.launching import Source
 from tests.native.quantize import test_stochastic
@@ -21,8 +25,15 @@ ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
 SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
-NEAREST, STOCHASTIC = ("-DVARIANT=0",), ("-DVARIANT=128",)
-"""Of quantize_nvfp4, which a GPU compiles for what is asked for: no variant, and stochastic rounding."""
+NEAREST, STOCHASTIC = (
+    variant_flags(
+        nvfp4._VARIANT,
+        nvfp4.variant(find_recipe(name), rotation="NO_ROTATION", swizzled=False, random_given=False),
+        torch.device("cuda"),
+    )
+    for name in ("nvfp4", "nvfp4-sr")
+)
+"""Flags of two variants of quantize_nvfp4, which NVRTC compiles separately: nearest even, and stochastic rounding."""
 SOURCES += [("quantize_nvfp4", NEAREST), ("quantize_nvfp4", STOCHASTIC)]
 
 

@@ -226,7 +226,7 @@ SPIKE, DENSE, MIXED = row_of(2.0**25, 0.0), row_of(2.0**25, 2.0**25), row_of(2.0
 
 @pytest.mark.parametrize(
     ("a", "b", "by"),
-    [(SPIKE, DENSE, ("sum", "most")), (DENSE, SPIKE, ("most", "sum")), (MIXED, MIXED, ("norm", "norm"))],
+    [(SPIKE, DENSE, ("sum", "largest")), (DENSE, SPIKE, ("largest", "sum")), (MIXED, MIXED, ("norm", "norm"))],
 )
 def test_each_pair_of_norms_certifies_what_no_other_does(a: torch.Tensor, b: torch.Tensor, by: tuple[str, str]) -> None:
     assert certified(a, b)
@@ -578,7 +578,7 @@ def test_bounds_raises_the_errors_of_gemm(options: dict[str, Any], error: type[E
         ({"element": E2M3}, "element is E2M1 and E2M3"),
         (
             {"transform": Hadamard()},
-            f"transform is None and {Hadamard()}; rotations cancel only if both operands have the same",
+            f"transform is None and {Hadamard()}; rotations cancel only if both operands have the same rotation",
         ),
         ({"alpha": "(b*a)*(1/d)"}, "alpha is (a*b)/d and (b*a)*(1/d)"),
         ({"block": (1, 32)}, "block is 1x16 and 1x32"),
@@ -601,7 +601,7 @@ def test_operands_of_different_rotations_are_refused(one: str, other: str) -> No
     for first, second in ((a, b), (b, a)):
         message = (
             f"gemm cannot multiply {first.recipe} by {second.recipe}: transform is {first.recipe.transform} and "
-            f"{second.recipe.transform}; rotations cancel only if both operands have the same"
+            f"{second.recipe.transform}; rotations cancel only if both operands have the same rotation"
         )
         for door in (gemm, bounds):
             with pytest.raises(ValueError, match=re.escape(message)):
