@@ -189,7 +189,8 @@ def check_failed_shard(failed: int) -> None:
     """Raises ValueError in every process if process `failed` − 1 could not quantize its shard; 0: none failed."""
     if failed:
         raise ValueError(
-            f"process {failed - 1} of the group cannot quantize its shard; see the error that process {failed - 1} raised"
+            f"process {failed - 1} of the group cannot quantize its shard; "
+            f"see the error that process {failed - 1} raised"
         )
 
 
