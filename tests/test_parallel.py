@@ -15,7 +15,10 @@ from tests.processes import JUDGED_WRONG, WRONG, Results, run
 from tests.sharded_linear import operand_differences, sharded_linears
 from tests.shards import Sharded, differences, sharded_matrices
 
-OF_ANOTHER = r"ValueError: process {failing} of the group cannot quantize its shard; see the error that process {failing} raised"
+OF_ANOTHER = (
+    r"ValueError: process {failing} of the group cannot quantize its shard; "
+    r"see the error that process {failing} raised"
+)
 NOT_IN_GROUP = "ValueError: this process is not in the group of the amax reduction; give a group with this process"
 MISALIGNED = (
     r"ValueError: recipe {recipe} has blocks of {step} along dimension {dim}, and a block would lie in two shards: the "
