@@ -66,26 +66,23 @@ two Quantized operands, or of two lists of operands (the sections of a grouped p
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge.harness.backends.host import METHODS, Host
+from narrowgauge.harness.backends.loading import error_location, load_implementation
+from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.backends.results import (
     BackendError,
+    Unsupported,
     as_quantized,
     as_sections,
     dtype_name,
     matrix_shape,
     padded_rows,
+    type_name,
 )
-from narrowgauge.harness.backends.transfer import tensors_in, to_device
 from narrowgauge.harness.cases.keys import nearest
-from narrowgauge.harness.machine.gpu_lock import lock_gpu
 from narrowgauge.harness.machine.timing import count_seconds
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
@@ -94,16 +91,11 @@ from narrowgauge.spec.summation import ORDERS, Summation, is_order
 if TYPE_CHECKING:
     import torch
 
+    from narrowgauge.harness.backends.module_driver import Plan, Step
     from narrowgauge.spec.arguments import Random
 
-__all__ = ["Backend", "BackendError", "Unsupported", "check_device", "error_location", "load_backend"]
+__all__ = ["METHODS", "Backend", "BackendError", "Unsupported", "check_device", "error_location", "load_backend"]
 
-BUILT_IN = {"native": "narrowgauge.native.ops", "reference": "narrowgauge.reference.ops"}
-METHODS = (
-    "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
-    "gemm_grouped", "gemm_quantized", "update_scale", "pad_sections", "unpad_sections", "Linear", "LayerNormLinear",
-    "GroupedLinear", "TransformerLayer",
-)  # fmt: skip
 TRUNCATING = "truncating"
 """An accumulator. As a result of `gemm_order`: any order, with a truncating accumulator."""
 DECLARATIONS = {
@@ -116,74 +108,56 @@ DECLARATIONS = {
 """Allowed declarations. A <letter> stands for a number."""
 
 
-class Unsupported(Exception):
-    """The backend does not support the case."""
-
-
 class Backend:
-    """A loaded backend: calls its methods and checks their results."""
+    """A backend, as judges use it: calls its methods by a host and checks the form of their results."""
 
-    def __init__(self, name: str, implementation: Any, schedules: int = 0, device: torch.device | None = None) -> None:
-        self.name = name
-        self.implementation = implementation
-        self.device = device
+    def __init__(self, host: Host) -> None:
+        """`host` runs the methods: in this process (`LocalHost`) or in a process of its own (`RemoteHost`).
+
+        Raises BackendError if the backend has no method, an unknown declaration, or no order of threads to shuffle.
+        """
+        self.host = host
+        facts = host.facts
+        self.name = facts.name
+        self.device = host.device
         """Device of the backend. None: the device of its inputs."""
-        self.schedules = schedules
-        """Number of thread shuffles to request from `variations`. 0: the backend's default."""
-        if schedules and not _takes_shuffles(getattr(implementation, "variations", None)):
+        if host.schedules and not facts.takes_shuffles:
             raise BackendError(
-                f"--schedules: backend {name} does not choose the order of its threads: it has no "
+                f"--schedules: backend {self.name} does not choose the order of its threads: it has no "
                 "variations(device, shuffles)"
             )
-        if not any(self.has(method) for method in METHODS):
+        if facts.methods.isdisjoint(METHODS):
             raise BackendError(
-                f"backend {name} has none of the doors {', '.join(METHODS)}; see README, 'Your own kernel'"
+                f"backend {self.name} has none of the methods {', '.join(METHODS)}; see README, 'Your own kernel'"
             )
-        self.declares = _declarations(name, getattr(implementation, "declares", {}))
+        self.declares = _declarations(self.name, facts.declares)
+
+    @classmethod
+    def local(cls, name: str, implementation: Any, schedules: int = 0, device: torch.device | None = None) -> Backend:
+        """The backend of an object of this process."""
+        return cls(LocalHost(name, implementation, device, schedules))
 
     def has(self, method: str) -> bool:
         """Whether the backend has this method."""
-        return callable(getattr(self.implementation, method, None))
+        return method in self.host.facts.methods
 
-    def variations(self, device: torch.device) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
-        """Context managers by name. The results of an operation under all of them must be the same bytes."""
-        if callable(function := getattr(self.implementation, "variations", None)):
-            try:
-                variations_ = dict(function(device, **({"shuffles": self.schedules} if self.schedules else {})))
-            except Exception as error:
-                raise BackendError(
-                    f"variations raised {type(error).__name__}: {error}{error_location(error)}"
-                ) from error
-            if not variations_:
-                raise BackendError("variations gave none; it names at least one way of running, or is left out")
-            return variations_
-        return {"first run": contextlib.nullcontext, "second run": contextlib.nullcontext}
+    def variations(self, device: torch.device) -> list[str]:
+        """Names of the ways of running. The results of an operation under all of them must be the same bytes."""
+        return self.host.variations(device)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method. Raises Unsupported, or BackendError with the exception's message and location."""
         if not self.has(method):
             raise Unsupported(f"backend {self.name} has no {method}")
-        function = getattr(self.implementation, method)
-        first = next(tensors_in((arguments, options)), None) if self.device is not None else None
-        if first is None or self.device is None or first.device.type == self.device.type:
-            return self.run(method, function, *arguments, **options)
-        with lock_gpu(self.device.type):
-            moved_arguments, moved_options = to_device((arguments, options), self.device)
-            result = self.run(method, function, *moved_arguments, **moved_options)
-            for tensor in tensors_in(result):
-                if tensor.device.type != self.device.type:
-                    raise BackendError(f"{method} gave a tensor on {tensor.device}; its input is on {self.device}")
-            return to_device(result, first.device)
+        with count_seconds("backend"):
+            return self.host.call(method, *arguments, **options)
 
-    def run(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """The result of a function of the backend: a method, or a method of a module. Raises as `call` does."""
-        try:
-            with count_seconds("backend"):
-                return function(*arguments, **options)
-        except NotImplementedError as error:
-            raise Unsupported(str(error) or f"{self.name}.{name} is not implemented for this case") from error
-        except Exception as error:
-            raise BackendError(f"{name} raised {type(error).__name__}: {error}{error_location(error)}") from error
+    def run_module(self, plan: Plan, given: Mapping[str, torch.Tensor]) -> list[Step]:
+        """The steps of a module, as `module_driver.run` gives them. Raises as `call` does."""
+        if not self.has(plan.kind):
+            raise Unsupported(f"backend {self.name} has no {plan.kind}")
+        with count_seconds("backend"):
+            return self.host.run_module(plan, given)
 
     def quantize(
         self,
@@ -214,7 +188,7 @@ class Backend:
         options |= {name: False for name, halves in (("rowwise", rowwise), ("columnwise", columnwise)) if not halves}
         result = self.call("quantize_both", x, recipe, **options)
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise BackendError(f"quantize_both gave {type(result).__name__}; it gives a rowwise and a columnwise half")
+            raise BackendError(f"quantize_both gave {type_name(result)}; it gives a rowwise and a columnwise half")
         shape = matrix_shape(x)
         quantized = []
         halves = (("rowwise", rowwise, shape, recipe.rowwise), ("columnwise", columnwise, shape[::-1], recipe))
@@ -295,7 +269,7 @@ class Backend:
         result = self.call(method, *arguments)
         if not isinstance(result, tuple | list) or len(result) != 2:
             names = " and ".join(name for name, _, _ in expected)
-            raise BackendError(f"{method} gave {type(result).__name__}; it gives {names}")
+            raise BackendError(f"{method} gave {type_name(result)}; it gives {names}")
         first, second = (
             _checked_tensor(method, part, shape, like.dtype, like.device, name)
             for part, (name, shape, like) in zip(result, expected, strict=True)
@@ -319,10 +293,6 @@ class Backend:
         return _checked_tensor(method, out, shape, dtype, device)
 
 
-def _takes_shuffles(variations: Any) -> bool:
-    return callable(variations) and "shuffles" in inspect.signature(variations).parameters
-
-
 def _checked_tensor(
     method: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = ""
 ) -> torch.Tensor:
@@ -331,7 +301,7 @@ def _checked_tensor(
 
     subject = f"{method} gave {name} as" if name else f"{method} gave"
     if not isinstance(out, torch.Tensor):
-        raise BackendError(f"{subject} {type(out).__name__}, not a tensor")
+        raise BackendError(f"{subject} {type_name(out)}, not a tensor")
     if tuple(out.shape) != shape or out.dtype != dtype:
         expected = f"{dtype_name(dtype)} of shape {shape}"
         raise BackendError(f"{subject} {dtype_name(out.dtype)} of shape {tuple(out.shape)}, not {expected}")
@@ -366,57 +336,16 @@ def _declarations(name: str, declared: Any) -> dict[str, str]:
 _ALLOWED = ", ".join(f"{{{key!r}: {' | '.join(map(repr, values))}}}" for key, values in DECLARATIONS.items())
 
 
-def error_location(error: BaseException) -> str:
-    """` (at file:line)`: innermost frame outside of installed packages. Empty without such a frame."""
-    location = ""
-    trace = error.__traceback__ and error.__traceback__.tb_next
-    while trace is not None:
-        path = Path(trace.tb_frame.f_code.co_filename)
-        if path.is_file() and "site-packages" not in path.parts:
-            location = f" (at {path.name}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return location
+def load_backend(name: str, device: str = "", schedules: int = 0) -> Backend:
+    """The backend called `name` (`load_implementation`), in this process. `schedules`: number of thread shuffles to
+    request from `variations`, 0 for the default.
 
-
-def load_backend(spec: str, device: str = "", schedules: int = 0) -> Backend:
-    """The backend called `native`, `reference`, or `package.module[:Name]`. A class is instantiated.
-
-    Modules are found as by `python -m`, also in the current folder. `schedules`: number of thread shuffles to request
-    from `variations`, 0 for the default. Raises BackendError if the backend cannot be loaded, if its `check` rejects
-    `device` (if given), or if its threads cannot be shuffled.
+    Raises BackendError if the backend cannot be loaded, or if its threads cannot be shuffled.
     """
-    if spec not in BUILT_IN and ":" not in spec and "." not in spec:
-        raise BackendError(
-            f"no backend is called {spec!r}{nearest(spec, BUILT_IN)}; "
-            f"there are {', '.join(BUILT_IN)}, and your own as package.module:Name"
-        )
-    module_name, _, attribute = BUILT_IN.get(spec, spec).partition(":")
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        implementation: Any = importlib.import_module(module_name)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise BackendError(f"backend {spec}: module {module_name} cannot be imported: {reason}") from error
-    if attribute:
-        if not hasattr(implementation, attribute):
-            names = [n for n in vars(implementation) if not n.startswith("_")]
-            raise BackendError(f"backend {spec}: module {module_name} has no {attribute!r}{nearest(attribute, names)}")
-        implementation = getattr(implementation, attribute)
-    if inspect.isclass(implementation):
-        try:
-            implementation = implementation()
-        except Exception as error:
-            raise BackendError(f"backend {spec}: {attribute}() raised {type(error).__name__}: {error}") from error
     import torch
 
-    backend = Backend(spec, implementation, schedules, torch.device(device) if device else None)
-    if device and callable(check := getattr(implementation, "check", None)):
-        try:
-            check(torch.device(device))
-        except Exception as error:
-            raise BackendError(f"backend {spec} cannot run on {device}: {error}") from error
-    return backend
+    implementation = load_implementation(name, device)
+    return Backend.local(name, implementation, schedules, torch.device(device) if device else None)
 
 
 def check_schedules(schedules: int, device: str) -> None:

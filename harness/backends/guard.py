@@ -61,6 +61,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inputs: dict[str, torch.Tensor] = {}
         self._slots: list[Slot] = []
         """Slot of each input, or empty if guards are disabled."""
+        self._foreign: list[Slot] = []
+        """Slots of inputs in other memory."""
         self._before: torch.Tensor | None = None
         """Memory of the inputs before the run, or None if the input tensors themselves hold these bytes."""
 
@@ -113,8 +115,13 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        for slot in self._memory.slots:
+        for slot in [*self._memory.slots, *self._foreign]:
             self._mark_zones(slot, forbid=False)
+
+    def forbid_zones(self, slot: Slot) -> None:
+        """Forbid access to the guard zones of an input within the context, for the address sanitizer."""
+        self._foreign.append(slot)
+        self._mark_zones(slot, forbid=True)
 
     @staticmethod
     def _mark_zones(slot: Slot, *, forbid: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.spec.formats import FP32
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
 
 class BackendError(Exception):
     """A backend cannot be loaded, raised an exception, or returned an invalid result."""
+
+
+class Unsupported(Exception):
+    """The backend does not support the case."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A result of a kernel host whose type no check knows."""
+
+    type_name: str
+
+
+def type_name(value: Any) -> str:
+    """Name of the type of a result, for messages."""
+    return value.type_name if isinstance(value, Foreign) else type(value).__name__
 
 
 def dtype_name(dtype: Any) -> str:
@@ -185,7 +202,7 @@ def _parts(result: Any, method: str) -> dict[str, Any]:
             raise BackendError(f"{method} gave {len(result)} things; it gives codes, scales and amax")
         return dict(zip(QUANTIZED_PARTS, result, strict=False))
     if not hasattr(result, "codes"):
-        raise BackendError(f"{method} gave {type(result).__name__}; it gives codes, scales and amax")
+        raise BackendError(f"{method} gave {type_name(result)}; it gives codes, scales and amax")
     return {name: getattr(result, name, None) for name in QUANTIZED_PARTS}
 
 
@@ -207,7 +224,7 @@ def _checked(
             continue
         if not isinstance(part, torch.Tensor):
             raise BackendError(
-                f"{method} gave {name} as {type(part).__name__}, not a tensor; it gives codes, scales and amax"
+                f"{method} gave {name} as {type_name(part)}, not a tensor; it gives codes, scales and amax"
             )
         if dtype == torch.uint8 and part.dtype != dtype and part.element_size() == 1:
             part = part.view(torch.uint8)

@@ -16,7 +16,7 @@ from narrowgauge.harness.inputs.inputs import ProductInputs
 from narrowgauge.harness.machine.gpu_lock import lock_gpu
 from narrowgauge.harness.operations.quantize import columnwise_subject, only_half, rotates_freely, second_half
 from narrowgauge.harness.operations.stages import oracle as reference
-from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch
+from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.end_to_end import Operand, add_end_to_end
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.product import judge_product
@@ -95,7 +95,7 @@ def quantize_sources(sources: Sequence[Source], backend: Backend) -> list[tuple[
 def _quantize(source: Source, backend: Backend) -> tuple[Quantized | None, bool]:
     recipe = source.recipe
     if makes_own_bits(backend, recipe):
-        seed_torch(source.random)
+        backend.host.seed(source.random)
     if source.columnwise:
         with suppress(Unsupported):
             return only_half(backend.quantize_both(source.physical, recipe, rowwise=False, **source.options)), True

@@ -17,7 +17,7 @@ from narrowgauge.harness.operations.gemm import Source, judge_operand, quantize_
 from narrowgauge.harness.operations.grouped import judge_sections
 from narrowgauge.harness.operations.quantize import rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
-from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch
+from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.end_to_end import Operand, add_end_to_end
 from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
@@ -66,7 +66,7 @@ def judge_x(
     recipe, random, scale = case.operand_recipes[0], inputs.philox("x"), inputs.scale.get("x")
     oracles = own_sections(x, sizes, case, inputs)
     if own := makes_own_bits(backend, recipe):
-        seed_torch(random)
+        backend.host.seed(random)
     with suppress(Unsupported):
         kernels = backend.quantize_grouped(x, sizes, recipe, scale=scale, random=random)
         before = len(outcome.judged)

@@ -14,7 +14,7 @@ from narrowgauge.harness.checks.stage import merge_stages
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.quantize import add_judged, columnwise_subject, rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
-from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch
+from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import Subject
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
@@ -32,7 +32,7 @@ def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: B
 
     def call(given: Tensors) -> Tensors:
         if own:
-            seed_torch(random)
+            backend.host.seed(random)
         sections = backend.quantize_grouped(
             given["x"], given["sizes"], recipe, columnwise=columnwise, scale=given.get("scale"), random=random
         )

@@ -17,7 +17,7 @@ from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.stages import oracle as reference
-from narrowgauge.harness.operations.stages.black_box import Draw, bits_of, makes_own_bits, refuse_words, seed_torch
+from narrowgauge.harness.operations.stages.black_box import Draw, bits_of, makes_own_bits, refuse_words
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.quantized import (
     Subject,
@@ -56,7 +56,7 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
 
     def call(given: Tensors) -> Tensors:
         if own:
-            seed_torch(random)
+            backend.host.seed(random)
         return present(parts_of(quantize(given, random)))
 
     given = _arguments(case, inputs)
@@ -72,7 +72,7 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
         oracle = reference.quantize(x, recipe, scale=scale, random=random)
         subject = Subject(matrix, recipe, random, free=free, own=own)
     if own:
-        subject.draw = _further(random, lambda bits: quantize(given, bits))
+        subject.draw = _further(backend, random, lambda bits: quantize(given, bits))
     kernel = _as_oracle(outputs, x, oracle, swizzled=swizzled)
     add_judged(outcome, subject, kernel, oracle)
     shown = outcome.judged[0].kernel
@@ -116,13 +116,13 @@ def rotates_freely(backend: Backend) -> bool:
     return backend.declares.get("transform") != "butterfly"
 
 
-def _further(random: Random | None, quantize: Callable[[tuple[int, int]], Quantized]) -> Draw:
+def _further(backend: Backend, random: Random | None, quantize: Callable[[tuple[int, int]], Quantized]) -> Draw:
     """A function that returns the codes of further calls, one per element, along the rows that are quantized."""
     assert isinstance(random, tuple)
 
     def draw(call: int) -> torch.Tensor:
         bits = bits_of(random, call)
-        seed_torch(bits)
+        backend.host.seed(bits)
         q = quantize(bits)
         return elements(stored_along_rows(q), q.shape[1], q.recipe)
 
@@ -184,7 +184,7 @@ def _judge_both(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outcome
 
     def call(given: Tensors) -> Tensors:
         if own:
-            seed_torch(random)
+            backend.host.seed(random)
         bits = _bits_of_halves(random, given)
         options: dict[str, Any] = {"scale": given.get("scale"), "random": bits, "swizzled": swizzled}
         outputs: dict[str, torch.Tensor | None] = {}
@@ -221,7 +221,7 @@ def _judge_both(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outcome
 
     for number, (name, subject, oracle) in enumerate(zip(HALVES, subjects, oracles, strict=True)):
         if own:
-            subject.draw = _further(random, partial(half, number=number))
+            subject.draw = _further(backend, random, partial(half, number=number))
         parts = {part: tensor for part in QUANTIZED_PARTS if (tensor := outputs.get(f"{name}.{part}")) is not None}
         kernel = _as_oracle(parts, x, oracle, swizzled=swizzled)
         add_judged(outcome, subject, kernel, oracle, f"{name}.")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
+from narrowgauge.harness.hosts.frames import FrameError, readable
+from narrowgauge.harness.machine.process import prepare_process
 from narrowgauge.harness.machine.processors import worker_gpu
 from narrowgauge.harness.running.runner import run_case
-from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, prepare_process, without_result
+from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, without_result
 
 WAIT = 1.0
 """Seconds of a wait. Repeated waits let an interrupt take effect that arrives just before a wait."""
@@ -32,7 +35,7 @@ class Runner(Protocol):
 
 
 class Sandbox:
-    """Runs cases in a worker, and starts a new worker after a crash. A crash affects only its own case."""
+    """Runs cases in a worker. A crash affects only its own case."""
 
     def __init__(self, settings: Settings, number: int = 0) -> None:
         """`number`: number of the worker in the run, from 0, which selects the GPU. The worker starts later."""
@@ -53,35 +56,26 @@ class Sandbox:
             raise BackendError(self._problem)
 
     def run(self, task: Task, *, timeout: float, sharing: int, note: Note) -> dict[str, Any]:
-        """Record of a task. `note` is not used: the worker saves a failure before shrinking."""
-        self.settings = replace(self.settings, sharing=sharing)
+        """Record of a task. `note` is not used: the judge survives the timeout of a case."""
+        if self._worker is None:
+            self.settings = replace(self.settings, sharing=sharing)
         try:
             self.load()
         except BackendError as error:
             return without_result(task, self.settings, "error", str(error))
         try:
-            worker = self._given(task, timeout)
+            worker = self._given(task, timeout, sharing)
             while (record := self._answer(worker)) is None:
                 pass
         except Lost as lost:
-            record = self._lost(task, lost)
             self._drop()
-            return record
+            if not lost.loaded:
+                self._problem = str(lost)
+            return without_result(task, self.settings, lost.verdict, str(lost))
         except BaseException:  # after an interrupt the worker is in the middle of an abandoned case
             self._drop()
             raise
-        if worker.last:
-            self._drop()
         return record
-
-    def _lost(self, task: Task, lost: Lost) -> dict[str, Any]:
-        """Record of a task after the death of its worker."""
-        if self._worker is None or not lost.loaded:
-            self._problem = str(lost)
-            return without_result(task, self.settings, "error", str(lost))
-        if self._worker.so_far is not None:
-            self.settings = replace(self.settings, failures="")  # shrinking would end the next worker too
-        return self._worker.loss(task, lost)
 
     def close(self) -> None:
         """End the worker."""
@@ -95,19 +89,20 @@ class Sandbox:
             self._answer(self._worker)
         return self._worker
 
-    def _given(self, task: Task, timeout: float) -> Worker:
+    def _given(self, task: Task, timeout: float, sharing: int) -> Worker:
         """The worker, with the task sent to it."""
         worker = self._ready()
         try:
-            worker.give(task, timeout)
-        except OSError:  # the worker died after its last record: send the task to a new worker
+            worker.give(task, timeout, sharing)
+        except FrameError:  # the judge died after its last record: send the task to a new worker
             self._drop()
             worker = self._ready()
-            worker.give(task, timeout)
+            worker.give(task, timeout, sharing)
         return worker
 
     def _answer(self, worker: Worker) -> dict[str, Any] | None:
-        return worker.receive() if worker.connection.poll(min(worker.left(), WAIT)) else None
+        ready = readable([worker.connection], time.monotonic() + min(worker.left(), WAIT))
+        return worker.receive() if ready else None
 
     def _drop(self) -> None:
         if self._worker is not None:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.machine.timing import PHASES
+from narrowgauge.harness.records.plain_text import plain_value
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA = 7
+SCHEMA = 8
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: correct. fail: a result is wrong. error: the backend raised an exception, or returned an invalid result. crash:
 the process died. timeout: the case did not end in time. unsupported: the backend does not support the case."""
@@ -119,21 +120,27 @@ class Record:
     """Why a failure was not shrunk or saved."""
     baseline: str = ""
     """What the baseline of this device, backend and seed records for a case that did not pass."""
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    """Observations that change no verdict: cause, sentence. For example a rounding mode that the backend changed, or
+    processes that it left behind."""
     findings: list[dict[str, Any]] = field(default_factory=list)
     """An entry for each wrong stage, for people (`harness.checks.finding`)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python values only: the record crosses processes and is written as JSON."""
-        # A message may contain lone surrogates, for example from a file name, and no report file can encode them.
-        return asdict(self) | {"message": self.message.encode(errors="replace").decode()}
+        """Plain Python values only: the record crosses processes and is written as JSON. Text is escaped and cut
+        (`harness.records.plain_text`)."""
+        # Messages, stages and findings can contain text of the backend.
+        record: dict[str, Any] = plain_value(asdict(self))
+        return record
 
 
-NESTED = ("budget_histogram", "sweep", "accuracy", "stages", "explanations", "findings")
+NESTED = ("budget_histogram", "sweep", "accuracy", "stages", "explanations", "notes", "findings")
 """Columns with lists: JSON in Parquet, omitted from CSV."""
 ENTRIES = {
     "accuracy": ("tensor", "sqnr_db", "relative_error", "cosine"),
     "stages": ("stage", "rule", "compared", "mismatches", "max_ulp", "excused", "sentence"),
     "explanations": ("cause", "sentence", "stage", "exact"),
+    "notes": ("cause", "sentence"),
     "findings": ("stage", "rule", "sentence", "elements", "modulo", "heat", "steps", "census"),
 }
 """Keys of the entries in columns with objects."""

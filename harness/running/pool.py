@@ -1,20 +1,21 @@
-"""Cases over several processes. A process that dies or hangs costs its own case and nothing else."""
+"""Cases over several workers. A case that ends its kernel host costs itself and nothing else."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from multiprocessing.connection import wait
 from typing import Any
 
 from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
+from narrowgauge.harness.hosts.frames import FrameError, readable
 from narrowgauge.harness.machine.processors import worker_gpu
 from narrowgauge.harness.running.queue import Queue
-from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, ending, prepare_process, without_result
+from narrowgauge.harness.running.worker import Lost, Settings, Task, Worker, without_result
 
-__all__ = ["OnRecord", "Settings", "Task", "ending", "prepare_process", "run_cases", "run_tasks"]
+__all__ = ["OnRecord", "Settings", "Task", "run_cases", "run_tasks"]
 
 OnRecord = Callable[[dict[str, Any]], None]
 
@@ -34,9 +35,9 @@ def run_cases(cases: Sequence[Case], settings: Settings, on_record: OnRecord) ->
 def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) -> None:
     """Run every task and hand each record to `on_record` as it comes: nothing of it is kept here.
 
-    A dead worker gives a `crash`, one past the timeout a `timeout`, and a new one takes its place; where that one
-    cannot load the backend, the tasks left are errors. An interrupt ends the run early and keeps what was measured.
-    Raises BackendError where the backend cannot be loaded at the start.
+    A worker whose judge dies, or gives no record in time, is replaced; its task gets the verdict `crash` or `timeout`.
+    If the new worker cannot load the backend, the remaining tasks are errors. An interrupt ends the run early and keeps
+    all records. Raises BackendError if the backend cannot be loaded at the start.
     """
     given = list(tasks)
     settings = replace(settings, sharing=settings.sharing or count_chance_cases(task.case for task in given))
@@ -57,37 +58,31 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
             workers.append(Worker(settings, worker.gpu))
 
     def lose(worker: Worker, lost: Lost) -> None:
-        nonlocal settings
         if not lost.loaded and not finished:
             raise BackendError(str(lost))
         if not lost.loaded:
             while task := waiting.take():
                 finish(without_result(task, settings, "error", str(lost)))
         elif (task := worker.task) is not None:
-            if worker.so_far is not None:
-                settings = replace(settings, failures="")  # the next one would die of it again
             finish(worker.loss(task, lost))
         replaced(worker)
 
     def feed(worker: Worker) -> None:
         worker.task = None
-        if worker.last:
-            replaced(worker)
-            return
         task = waiting.take([other.task for other in workers if other.task is not None])
-        if task is None:  # what is left is for those that run
+        if task is None:  # other workers have the last tasks
             worker.stop()
             workers.remove(worker)
             return
         try:
             worker.give(task)
-        except OSError:  # it died after its last record: another one takes the task
+        except FrameError:  # the judge died after its last record: another worker takes the task
             waiting.put_back(task)
             replaced(worker)
 
     try:
         while workers:
-            for ready in wait([worker.connection for worker in workers], timeout=1.0):
+            for ready in readable([worker.connection for worker in workers], time.monotonic() + 1.0):
                 worker = next(worker for worker in workers if worker.connection is ready)
                 try:
                     record = worker.receive()

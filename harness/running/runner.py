@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, error_location
+from narrowgauge.harness.backends.host import CaseEnd, HostLost
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import home_of
-from narrowgauge.harness.cases.memory import KEPT, shortage
+from narrowgauge.harness.cases.memory import KEPT, needed, shortage
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
 from narrowgauge.harness.machine.timing import CHECKS, PHASES, count_seconds, stopwatch
 from narrowgauge.harness.records.record import Record, new_record
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 COMPARING = ("exact", "bound", "boundary", "statistics")
 """Rules that compare results with what they should be."""
+_RESULTS = 1 << 28
+"""Bytes that results may have beyond the memory of the case."""
 _PART = 1 << 17
 ALLCLOSE = 8e-3
 """The tolerance of Transformer Engine's own NVFP4 GEMM test, reported and never used for a verdict."""
@@ -40,25 +43,37 @@ def run_case(
     captures: Captured | None = None,
     keeper: Keeper | None = None,
     sharing: int = 1,
+    timeout: float = float("inf"),
 ) -> Record:
     """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file.
 
-    `keeper` shrinks and saves a failure, where it is wanted. `sharing`: how many cases of the run share its false
-    alarms, as `harness.checks.statistics.holm` counts them.
+    `keeper` shrinks and saves a failure; None: failures are not saved. `sharing`: number of cases that share the false
+    alarms of the run (`harness.checks.statistics.holm`). `timeout`: seconds for the calls of a backend in a host.
     """
     started, busy = time.perf_counter(), time.process_time()
     record = new_record(case, backend=backend.name, device=device, seed=seed)
-    _give_back_memory(device)
-    if device == "cuda":
+    home = home_of(case, device) if backend.device is not None else device
+    _give_back_memory(home)
+    if home == "cuda":
         import torch
 
         torch.cuda.reset_peak_memory_stats()
-    with stopwatch(device) as watch:
-        _measure(record, case, backend, seed=seed, captures=captures, keeper=keeper, sharing=sharing)
+    with stopwatch(home) as watch:
+        try:
+            backend.host.begin_case(timeout, needed(case) + _RESULTS)
+            _measure(record, case, backend, home, seed=seed, captures=captures, keeper=keeper, sharing=sharing)
+            end = backend.host.end_case()
+        except HostLost as lost:
+            _lose(record, lost)
+            end = CaseEnd()
+        except BackendError as error:  # the backend cannot be loaded again
+            record.verdict, record.message = "error", str(error)
+            end = CaseEnd()
     for phase in PHASES:
         setattr(record, f"seconds_{phase}", round(watch.seconds[phase], 6))
+    _settle(record, end)
     if device == "cuda":
-        record.bytes_peak = torch.cuda.max_memory_allocated()
+        record.bytes_peak = end.peak + (torch.cuda.max_memory_allocated() if home == "cuda" else 0)
     record.seconds_total, record.seconds_core = time.perf_counter() - started, time.process_time() - busy
     return record
 
@@ -67,6 +82,7 @@ def _measure(
     record: Record,
     case: Case,
     backend: Backend,
+    home: str,
     *,
     seed: int,
     captures: Captured | None,
@@ -81,7 +97,6 @@ def _measure(
         with count_seconds("inputs"):
             inputs = make_case_inputs(case, seed=seed, captures=captures, device="cpu")
         record.input_digest = digest(inputs.tensors())
-        home = home_of(case, record.device) if backend.device is not None else record.device
         # Copies to a GPU and from it take no time of the kernels of others: they are made outside of the turn.
         with count_seconds("inputs"):
             inputs = inputs.to(home)
@@ -91,6 +106,7 @@ def _measure(
             _fill(record, outcome)
         record.output_digest = digest(outcome.outputs.values())
         if record.verdict == "fail":
+            outcome.aliases = backend.host.aliases
             with count_seconds("diagnosis"):
                 record.explanations = explained(outcome, backend)
                 if keeper is not None:
@@ -99,11 +115,41 @@ def _measure(
         record.verdict, record.message = "unsupported", str(error)
     except BackendError as error:
         record.verdict, record.message = "error", str(error)
-    except Exception as error:  # a result so odd that a check cannot read it costs its own case, not the run
+    except HostLost:
+        raise
+    except Exception as error:  # a result that no check can read costs its own case, not the run
         record.verdict, record.message = (
             "error",
             f"cannot be judged: {type(error).__name__}: {error}{error_location(error)}",
         )
+
+
+def _lose(record: Record, lost: HostLost) -> None:
+    """Write the end of a host into the record of its case."""
+    record.verdict, record.message, record.stage = lost.verdict, str(lost), ""
+    record.explanations = []
+    if lost.cause:
+        sentence = f"the kernel {lost}"
+        record.explanations = [{"cause": lost.cause, "sentence": sentence, "stage": "memory", "exact": True}]
+
+
+def _settle(record: Record, end: CaseEnd) -> None:
+    """Write the state of the host after the case into its record: an error of the GPU that no result has shown."""
+    record.notes += end.notes
+    if end.gpu_error:
+        before = f"; before that, {record.verdict}: {record.message.splitlines()[0]}" if record.message else ""
+        if end.usable:
+            record.verdict, record.message = "error", f"after the case the GPU reports {end.gpu_error}{before}"
+        else:
+            message = f"the GPU no longer answers this process: {end.gpu_error}{before}"
+            record.verdict, record.message = "crash", message
+    if "OutOfMemory" in record.message and record.device == "cuda":
+        import gc
+
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _give_back_memory(device: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.backends.backend import Backend, error_location
+from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.inputs.inputs import Inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -27,6 +28,8 @@ class Keeper:
     before: Callable[[dict[str, Any]], None] | None = None
     """Given the record before its case is run again: a kernel may end the process at another shape."""
     _kinds: set[tuple[str, ...]] = field(default_factory=set)
+    _shrinks: bool = True
+    """False after a kernel ended or stopped its host at another shape."""
 
     def keep(self, record: Record, case: Case, inputs: Inputs, outcome: Outcome, backend: Backend) -> None:
         """Shrink and save a failure of a new kind, and note it in its record; what goes wrong is noted there too.
@@ -44,9 +47,12 @@ class Keeper:
         cause = first["cause"] if first["exact"] else ""
         part = case
         try:
-            if small := shrink(case, inputs, outcome, backend, cause=cause):
+            if self._shrinks and (small := shrink(case, inputs, outcome, backend, cause=cause)):
                 part, inputs, outcome = small.case, small.inputs, small.outcome
                 record.shrunk = "x".join(map(str, part.shape))
+        except HostLost as lost:
+            record.save_note = f"not shrunk: at another shape, {lost.verdict}: {lost}"
+            self._shrinks = False  # the next failure could cost as much
         except Exception as error:
             record.save_note = f"not shrunk: {type(error).__name__}: {error}{error_location(error)}"
         path = failure_path(self.directory, case, backend=backend.name, device=record.device, seed=record.seed)

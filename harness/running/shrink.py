@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.gemm import ProductCase, QuantizedGemmCase
 from narrowgauge.harness.cases.modules import ModuleCase
@@ -246,6 +247,8 @@ class _Search:
         try:
             case, inputs = crop(*self.whole, wanted)
             outcome = judge(case, inputs, self.backend)
+        except HostLost:
+            raise
         except Exception:  # the backend refuses or raises, or gives what no check can read: that is another failure
             return False
         if _first_wrong(outcome) != self.stage:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.cases.modules import Layer
-from narrowgauge.harness.operations.modules.driver import Plan, Step
 
 
 def accuracy(plan: Plan, step: Step) -> list[dict[str, Any]]:

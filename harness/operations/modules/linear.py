@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import BackendError
+from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.backends.results import as_quantized
 from narrowgauge.harness.cases.modules import Layer
 from narrowgauge.harness.checks.stage import StageResult, merge_stages
 from narrowgauge.harness.operations.delayed import history_stage, scale_stage
-from narrowgauge.harness.operations.modules.driver import Plan, Step
 from narrowgauge.harness.operations.quantize import columnwise_subject
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage

@@ -12,17 +12,17 @@ from functools import partial
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.module_driver import Plan, Step, tensors_of
 from narrowgauge.harness.cases.modules import ModuleCase, TransformerLayerCase
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import ModuleInputs
 from narrowgauge.harness.machine.timing import count_seconds
 from narrowgauge.harness.operations.modules.accuracy import accuracy
-from narrowgauge.harness.operations.modules.driver import Plan, Step, given_of, run, tensors_of
 from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, State
 from narrowgauge.harness.operations.modules.norm import NormStages
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
 from narrowgauge.harness.operations.quantize import rotates_freely
-from narrowgauge.harness.operations.stages.black_box import makes_own_bits, seed_torch
+from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.product import order_of
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
@@ -45,8 +45,8 @@ def judge_module(case: ModuleCase, inputs: ModuleInputs, backend: Backend) -> Ou
 
     def call(given: Tensors) -> Tensors:
         if own:
-            seed_torch(inputs.random.get("dy"))
-        steps = run(plan, given, backend)
+            backend.host.seed(inputs.random.get("dy"))
+        steps = backend.run_module(plan, given)
         kept.extend([step.at(inputs.x.device) for step in steps] if not kept else [])
         if own:  # another run may draw others, and all that follows from them differs
             return tensors_of(replace(steps[0], seen={n: v for n, v in steps[0].seen.items() if _settled(n)}))
@@ -67,11 +67,16 @@ def judge_module(case: ModuleCase, inputs: ModuleInputs, backend: Backend) -> Ou
     _pool_figures(outcome.stages)
     outcome.accuracy = accuracy(plan, kept[-1])
     with count_seconds("reference"):
-        own_run = run(plan, given_of(inputs), Backend("reference", reference_modules))
+        own_run = Backend.local("reference", reference_modules).run_module(plan, given_of(inputs))
     actual, expected = _ends(plan, kept), _ends(plan, own_run)
     if actual.numel() == expected.numel():  # no gradient is missing
         outcome.actual, outcome.expected = actual, expected
     return outcome
+
+
+def given_of(inputs: ModuleInputs) -> Tensors:
+    """Arguments of a module by name: x and the parameters."""
+    return {"x": inputs.x, **inputs.given}
 
 
 def plan_of(case: ModuleCase, inputs: ModuleInputs) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -37,15 +36,6 @@ def bits_of(random: tuple[int, int], call: int) -> tuple[int, int]:
     """Seed and offset of a further call: two offsets on, since two halves use two; or another seed alone."""
     seed, offset = random
     return (seed ^ 1, offset) if call == OTHER_SEED else (seed, offset + 2 * call)
-
-
-def seed_torch(random: object) -> None:
-    """Seed torch's own generators by these, so that a backend that draws from them repeats."""
-    number = int.from_bytes(hashlib.sha256(repr(random).encode()).digest()[:8], "little") >> 1
-    # torch.manual_seed would keep a traceback of every call for a GPU that is not used.
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(number)
 
 
 def distribution_stage(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
-from functools import partial
-from typing import TypeVar
 
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
-from narrowgauge.harness.backends.guard import POISON, Guard, unwritten
+from narrowgauge.harness.backends.guard import POISON, unwritten
+from narrowgauge.harness.backends.host import PreparedRun
 from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.machine.gpu_lock import lock_gpu
@@ -19,7 +16,6 @@ from narrowgauge.harness.machine.gpu_lock import lock_gpu
 RACE = "order-of-threads"
 """The cause where the variation alone changes bytes."""
 
-T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 """Arguments of a call, or its results, by name."""
 Arguments = Mapping[str, torch.Tensor | None]
@@ -29,21 +25,6 @@ Arguments = Mapping[str, torch.Tensor | None]
 def present(arguments: Arguments) -> Tensors:
     """The arguments that are passed."""
     return {name: tensor for name, tensor in arguments.items() if tensor is not None}
-
-
-def timed(device: torch.device, call: Callable[[], T]) -> tuple[T, float]:
-    """The result of `call`, and its seconds. Waits for the device, so that a fault shows in the call that caused it."""
-    synchronize(device)
-    start = time.perf_counter()
-    result = call()
-    synchronize(device)
-    return result, time.perf_counter() - start
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def repeated(
@@ -64,44 +45,38 @@ def repeated(
     three more runs tell whether the poison, the variation or neither changes the bytes.
     """
     device, passed = backend.device or home, present(inputs)
-    variations = list(backend.variations(device).items())
+    names = backend.variations(device)
 
-    def laid(poison: int) -> Guard:
-        """A guard that fills memory with this poison and holds the inputs."""
-        guard = Guard(poison)
-        guard.place_inputs(passed)
-        return guard
+    def prepared(number: int) -> PreparedRun:
+        return backend.host.prepare(passed, home, _poison(number))
 
-    def run(number: int, guard: Guard) -> tuple[Tensors, float]:
-        """One run of a variation."""
-        with variations[number][1]() or nullcontext(), guard:
-            outputs, elapsed = timed(device, partial(call, guard.inputs_on(device)))
-        return guard.copy_outputs(outputs, home), elapsed
+    def run(variation: int, prepared: PreparedRun) -> Tensors:
+        with prepared.running(variation) as given:
+            outputs = call(given)
+        return prepared.keep(outputs)
 
-    def again(number: int, poison: int) -> Tensors:
-        return _without(run(number, laid(poison))[0], drawn)
+    def again(variation: int, number: int) -> Tensors:
+        return _without(run(variation, prepared(number)), drawn)
 
     runs: list[Tensors] = []
-    protected = StageResult("memory", "guard", compared=len(inputs) * len(variations))
+    protected = StageResult("memory", "guard", compared=len(inputs) * len(names))
     memory: list[str] = []
     seconds = float("inf")
-    poisons = map(_poison, range(len(variations)))
     # The CPU makes the copies before this process takes the lock of the GPU.
-    guards = map(laid, poisons) if device.type == home.type else iter([laid(poison) for poison in poisons])
+    ready = map(prepared, range(len(names)))
+    with_copies = ready if device.type == home.type else iter(list(ready))
     with lock_gpu(device.type):
-        for number, ((name, _), guard) in enumerate(zip(variations, guards, strict=True)):
-            outputs, elapsed = run(number, guard)
-            seconds = min(seconds, elapsed)
-            for cause, texts in zip(("writes-outside", "changes-its-input"), guard.violations(), strict=True):
+        for number, (name, one) in enumerate(zip(names, with_copies, strict=True)):
+            runs.append(run(number, one))
+            seconds = min(seconds, one.seconds)
+            for cause, texts in zip(("writes-outside", "changes-its-input"), one.violations(), strict=True):
                 memory += [f"{text} ({name})" for text in texts]
                 if texts and cause not in protected.causes:
                     protected.causes.append(cause)
-            runs.append(outputs)
     protected.mismatches = len(memory)
     if memory:
         more = f"; and {len(memory) - 3} more" if len(memory) > 3 else ""
         protected.sentence = "; ".join(memory[:3]) + more
-    names = [name for name, _ in variations]
     return runs[0], [protected, _agree([_without(outputs, drawn) for outputs in runs], names, again)], seconds
 
 
@@ -115,7 +90,7 @@ def _poison(number: int) -> int:
 
 
 def _agree(runs: list[Tensors], names: list[str], again: Callable[[int, int], Tensors]) -> StageResult:
-    """The stage `repeat`. If runs disagree, `again` runs a variation, by number, with a poison, to find the reason."""
+    """The stage `repeat`. If runs disagree, `again` runs a variation with the poison of a run, both by number."""
     result = StageResult("repeat", "repeat", compared=sum(t.numel() for t in runs[0].values()))
     for number, run in enumerate(runs[1:], 1):
         for key in dict.fromkeys([*runs[0], *run]):
@@ -144,11 +119,11 @@ def _reason(first: Tensors, number: int, again: Callable[[int, int], Tensors]) -
     Each new run changes one thing: nothing, the poison, the variation.
     """
     try:
-        if not _equal(first, again(0, _poison(0))):
+        if not _equal(first, again(0, 0)):
             return "not-repeatable", ": the same run again gives other bytes"
-        if not _equal(first, again(0, _poison(number))):
+        if not _equal(first, again(0, number)):
             return "reads-outside", ": they depend on bytes outside the inputs, or on memory that nobody wrote"
-        if not _equal(first, again(number, _poison(0))):
+        if not _equal(first, again(number, 0)):
             return RACE, ", all else the same"
     except (BackendError, Unsupported) as error:
         return "not-repeatable", f": run again, it fails: {error}"

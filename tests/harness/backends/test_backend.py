@@ -109,11 +109,11 @@ def test_a_module_of_a_package(module, tmp_path):
         ("my_kernels:Broken", "backend my_kernels:Broken: Broken() raised OSError: libkernels.so is missing"),
         (
             "my_kernels:Empty",
-            f"backend my_kernels:Empty has none of the doors {', '.join(METHODS)}; see README, 'Your own kernel'",
+            f"backend my_kernels:Empty has none of the methods {', '.join(METHODS)}; see README, 'Your own kernel'",
         ),
         (
             "my_kernels:number",
-            f"backend my_kernels:number has none of the doors {', '.join(METHODS)}; see README, 'Your own kernel'",
+            f"backend my_kernels:number has none of the methods {', '.join(METHODS)}; see README, 'Your own kernel'",
         ),
         (
             "my_kernel:Backend",
@@ -212,18 +212,17 @@ def test_a_recipe_is_given_as_data():
 
 
 def test_without_variations_an_operation_runs_twice():
-    ways = backend(quantize=reference.quantize).variations(CPU)
-    assert list(ways) == ["first run", "second run"]
+    assert backend(quantize=reference.quantize).variations(CPU) == ["first run", "second run"]
 
 
 def test_variations_are_named_by_the_backend():
     ways = {"wide": nullcontext, "narrow": nullcontext}
-    assert backend(quantize=reference.quantize, variations=lambda device: ways).variations(CPU) == ways
+    named = backend(quantize=reference.quantize, variations=lambda device: ways)
+    assert named.variations(CPU) == ["wide", "narrow"]
 
 
 def test_native_kernels_run_in_every_order_of_threads():
-    names = list(load_backend("native").variations(CPU))
-    assert names == ["forward threads", "reverse threads", "shuffled threads"]
+    assert load_backend("native").variations(CPU) == ["forward threads", "reverse threads", "shuffled threads"]
 
 
 @pytest.mark.parametrize(
@@ -240,9 +239,16 @@ def test_variations_that_are_none(variations, message):
     assert str(raised.value).startswith(message)
 
 
-def test_a_backend_needs_a_door():
-    with pytest.raises(BackendError, match="has none of the doors quantize, quantize_both, "):
-        Backend("empty", SimpleNamespace(quantise=print, quantize="a string"))
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        SimpleNamespace(quantise=print, quantize="a string"),
+        SimpleNamespace(gemm_order=lambda a, b: "tree"),  # computes no result
+    ],
+)
+def test_a_backend_needs_a_method(implementation):
+    with pytest.raises(BackendError, match="backend empty has none of the methods quantize, quantize_both, "):
+        Backend.local("empty", implementation)
 
 
 def test_a_backend_that_cannot_run_says_so_before_any_case(tmp_path, monkeypatch):

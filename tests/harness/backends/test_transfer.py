@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError
+from narrowgauge.harness.backends.module_driver import Step
 from narrowgauge.harness.backends.transfer import _move_batch, tensors_in, to_device
 from narrowgauge.harness.cases.cost import SMALL
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.operations.modules.driver import Step
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
@@ -71,7 +71,7 @@ def test_a_backend_is_given_what_lies_where_it_runs() -> None:
         seen.extend([x.device, scale.device])
         return torch.zeros(2, 2)
 
-    doors = Backend("b", SimpleNamespace(transform=transform), device=META)
+    doors = Backend.local("b", SimpleNamespace(transform=transform), device=META)
     with pytest.raises(BackendError, match="transform gave a tensor on cpu; its input is on meta"):
         doors.call("transform", torch.ones(2, 2), find_recipe("nvfp4-rht"), scale=torch.ones(1))
     assert seen == [META, META]

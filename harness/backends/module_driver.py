@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from narrowgauge.harness.backends.backend import Backend, BackendError
-from narrowgauge.harness.backends.results import QUANTIZED_PARTS, dtype_name
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, BackendError, dtype_name
 from narrowgauge.harness.backends.transfer import to_device
 from narrowgauge.harness.cases.modules import Layer
-from narrowgauge.harness.inputs.inputs import ModuleInputs
-from narrowgauge.harness.operations.stages.repeated import Tensors
 from narrowgauge.spec.autocast import autocast, checkpoint
 from narrowgauge.spec.training import TrainingRecipe
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Caller(Protocol):
+    """Calls functions of a backend. Raises Unsupported, or BackendError with the function's message."""
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Result of a method of the backend."""
+
+    def run(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Result of a function of the backend's module; `name` is for messages."""
+
 
 LEARNING_RATE = 2.0**-8
 """Of the plain SGD between steps: a power of two, so that it adds no rounding of its own to a gradient."""
@@ -115,22 +125,17 @@ def tensors_of(step: Step) -> Tensors:
     return found
 
 
-def given_of(inputs: ModuleInputs) -> Tensors:
-    """What a module is given, by name."""
-    return {"x": inputs.x, **inputs.given}
-
-
-def run(plan: Plan, given: Tensors, backend: Backend) -> list[Step]:
+def run(plan: Plan, given: Tensors, backend: Caller) -> list[Step]:
     """Make the module, give it the parameters, and run its steps. Raises Unsupported and BackendError.
 
-    `given`: what `given_of` gave, x and dy with a dimension for the steps in front.
+    `given`: x and dy with a dimension for the steps in front, and the parameters by name.
     """
     x, dy = given["x"], given["dy"]
     running = _Running(plan, backend, given, x.device)
     return [running.step(number, x[number], dy[number]) for number in range(plan.steps)]
 
 
-def make(plan: Plan, backend: Backend, device: torch.device) -> Any:
+def make(plan: Plan, backend: Caller, device: torch.device) -> Any:
     """The backend's module, as it makes it; an option is given where it is not the default."""
     layer = plan.layers[0]
     sizes: tuple[int, ...] = (layer.inner, layer.outer)
@@ -158,7 +163,7 @@ def make(plan: Plan, backend: Backend, device: torch.device) -> Any:
 class _Running:
     """A module, between its steps."""
 
-    def __init__(self, plan: Plan, backend: Backend, given: Tensors, device: torch.device) -> None:
+    def __init__(self, plan: Plan, backend: Caller, given: Tensors, device: torch.device) -> None:
         self.plan, self.backend = plan, backend
         self.module = make(plan, backend, device)
         self.masters: dict[str, torch.Tensor] = {}

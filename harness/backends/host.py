@@ -1,0 +1,114 @@
+"""Hosts: objects that run the methods of a backend, in the judge's process or in a process of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from narrowgauge.harness.backends.module_driver import Plan, Step
+
+METHODS = (
+    "quantize", "quantize_both", "quantize_grouped", "dequantize", "transform", "swizzle", "unswizzle", "gemm",
+    "gemm_grouped", "gemm_quantized", "update_scale", "pad_sections", "unpad_sections", "Linear", "LayerNormLinear",
+    "GroupedLinear", "TransformerLayer",
+)  # fmt: skip
+OPTIONAL_METHODS = ("gemm_order",)
+"""Methods that describe a backend and compute no result."""
+Tensors = dict[str, "torch.Tensor"]
+
+
+class HostLost(Exception):
+    """The host of a case has ended, or was ended. The message says why.
+
+    `verdict`: that of the case. `cause`: name of the explanation, if the reason is known.
+    """
+
+    def __init__(self, verdict: str, message: str, *, cause: str = "") -> None:
+        super().__init__(message)
+        self.verdict, self.cause = verdict, cause
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a backend says of itself."""
+
+    name: str
+    methods: frozenset[str]
+    """Its members of `METHODS` and `OPTIONAL_METHODS`."""
+    declares: Any
+    """Its attribute `declares`, unchecked."""
+    takes_shuffles: bool
+    """Whether its `variations` has the argument `shuffles`."""
+
+
+@dataclass
+class CaseEnd:
+    """State of a host after a case."""
+
+    gpu_error: str = ""
+    """Error of the GPU that was reported after the last result."""
+    usable: bool = True
+    """Whether the GPU still answers the host."""
+    peak: int = 0
+    """Largest GPU memory in bytes that torch allocated in the host during the case."""
+    notes: list[dict[str, str]] = field(default_factory=list)
+    """Observations with their causes: a changed rounding mode, processes left behind."""
+
+
+class PreparedRun(Protocol):
+    """A run on inputs between guard zones. The zones and all new memory hold a poison byte."""
+
+    seconds: float
+    """Seconds of the calls of the run."""
+
+    def running(self, variation: int) -> AbstractContextManager[Tensors]:
+        """Run under a variation, by number. Gives the inputs to pass to methods within the context."""
+
+    def keep(self, outputs: Mapping[str, torch.Tensor]) -> Tensors:
+        """The results of the run, in memory of the judge."""
+
+    def violations(self) -> tuple[list[str], list[str]]:
+        """Sentences on overwritten guard zones, and sentences on changed inputs."""
+
+
+class Host(Protocol):
+    """Runs the methods of a backend."""
+
+    schedules: int
+    """Number of thread shuffles to request from `variations`. 0: the backend's default."""
+    aliases: list[dict[str, str]]
+    """Results of the case that share memory with an input or with an earlier result: cause, sentence."""
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of the backend."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the backend. None: the device of its inputs."""
+
+    def variations(self, device: torch.device) -> list[str]:
+        """Names of the ways of running (`PreparedRun.running` takes their numbers). Raises BackendError."""
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The result of a method, on the device of the arguments. Raises Unsupported or BackendError."""
+
+    def run_module(self, plan: Plan, given: Mapping[str, torch.Tensor]) -> list[Step]:
+        """The steps of a module. Raises as `call` does."""
+
+    def seed(self, random: object) -> None:
+        """Seed torch's generators, so that a backend that draws from them repeats."""
+
+    def prepare(self, inputs: Tensors, home: torch.device, poison: int) -> PreparedRun:
+        """Place inputs of the device `home` between guard zones."""
+
+    def begin_case(self, seconds: float, memory: int) -> None:
+        """Begin a case of `seconds` at most, whose results have `memory` bytes at most."""
+
+    def end_case(self) -> CaseEnd:
+        """End a case."""

@@ -1,0 +1,165 @@
+"""A backend in the process of its judge: for a debugger, for assertions in a test, and inside a kernel host."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, Tensors
+from narrowgauge.harness.backends.loading import error_location
+from narrowgauge.harness.backends.results import BackendError, Unsupported
+from narrowgauge.harness.backends.transfer import tensors_in, to_device
+from narrowgauge.harness.machine.gpu_lock import lock_gpu, pop_gpu_error, probe_gpu
+
+if TYPE_CHECKING:
+    import torch
+
+    from narrowgauge.harness.backends.module_driver import Plan, Step
+
+Variation = Callable[[], AbstractContextManager[Any] | None]
+
+
+class LocalHost:
+    """Runs the methods of an object of this process."""
+
+    def __init__(self, name: str, implementation: Any, device: torch.device | None = None, schedules: int = 0) -> None:
+        self.implementation, self.device, self.schedules = implementation, device, schedules
+        has = [method for method in (*METHODS, *OPTIONAL_METHODS) if callable(getattr(implementation, method, None))]
+        self.facts = Facts(
+            name, frozenset(has), getattr(implementation, "declares", {}),
+            takes_shuffles=_takes_shuffles(getattr(implementation, "variations", None)),
+        )  # fmt: skip
+        self.aliases: list[dict[str, str]] = []
+        self._variations: list[Variation] = []
+
+    def variations(self, device: torch.device) -> list[str]:
+        """Names of the ways of running, as `Host.variations`."""
+        variations: dict[str, Variation] = {"first run": contextlib.nullcontext, "second run": contextlib.nullcontext}
+        if callable(function := getattr(self.implementation, "variations", None)):
+            try:
+                variations = dict(function(device, **({"shuffles": self.schedules} if self.schedules else {})))
+            except Exception as error:
+                raise BackendError(
+                    f"variations raised {type(error).__name__}: {error}{error_location(error)}"
+                ) from error
+            if not variations:
+                raise BackendError("variations gave none; it names at least one way of running, or is left out")
+        self._variations = list(variations.values())
+        return list(variations)
+
+    def variation(self, number: int) -> AbstractContextManager[Any]:
+        """Context of a variation, by number."""
+        return self._variations[number]() or contextlib.nullcontext()
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The result of a method, on the device of its first tensor."""
+        first = next(tensors_in((arguments, options)), None) if self.device is not None else None
+        if first is None or self.device is None or first.device.type == self.device.type:
+            return self.run(method, getattr(self.implementation, method), *arguments, **options)
+        with lock_gpu(self.device.type):
+            arguments, options = to_device((arguments, options), self.device)
+            return to_device(self.call_on_device(method, *arguments, **options), first.device)
+
+    def call_on_device(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The result of a method. Arguments and result are on the device of the backend."""
+        assert self.device is not None
+        result = self.run(method, getattr(self.implementation, method), *arguments, **options)
+        for tensor in tensors_in(result):
+            if tensor.device.type != self.device.type:
+                raise BackendError(f"{method} gave a tensor on {tensor.device}; its input is on {self.device}")
+        return result
+
+    def run(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The result of a function of the backend: a method, or a method of a module. Raises as `call` does."""
+        try:
+            return function(*arguments, **options)
+        except NotImplementedError as error:
+            raise Unsupported(str(error) or f"{self.facts.name}.{name} is not implemented for this case") from error
+        except Exception as error:
+            raise BackendError(f"{name} raised {type(error).__name__}: {error}{error_location(error)}") from error
+
+    def run_module(self, plan: Plan, given: Mapping[str, torch.Tensor]) -> list[Step]:
+        """The steps of a module, on the device of `given`."""
+        from narrowgauge.harness.backends.module_driver import run
+
+        return run(plan, dict(given), self)
+
+    def seed(self, random: object) -> None:
+        """Seed torch's generators by the digest of the text of `random`."""
+        import torch
+
+        number = int.from_bytes(hashlib.sha256(repr(random).encode()).digest()[:8], "little") >> 1
+        # torch.manual_seed would keep a traceback of every call for a GPU that is not used.
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed_all(number)
+
+    def prepare(self, inputs: Tensors, home: torch.device, poison: int) -> LocalRun:
+        """Copies of the inputs between guard zones."""
+        return LocalRun(self, inputs, home, poison)
+
+    def begin_case(self, seconds: float, memory: int) -> None:
+        """Nothing: nobody interrupts this process, and results are not copied."""
+
+    def end_case(self) -> CaseEnd:
+        """The error of the GPU that no result has shown. A kernel's fault may show at the next use of the GPU only, and
+        may leave a context in which nothing works again."""
+        if self.device is None or self.device.type != "cuda":
+            return CaseEnd()
+        error = pop_gpu_error()
+        if error is None:
+            with lock_gpu("cuda"):
+                error = probe_gpu()
+            pop_gpu_error()
+        # The GPU reports the error of a launch once, and the error of a context for ever.
+        return CaseEnd(error, usable=not (error and probe_gpu()))
+
+
+class LocalRun:
+    """A prepared run in this process."""
+
+    def __init__(self, host: LocalHost, inputs: Tensors, home: torch.device, poison: int) -> None:
+        from narrowgauge.harness.backends.guard import Guard
+
+        self._host, self._home = host, home
+        self._device = host.device or home
+        self._guard = Guard(poison)
+        self._guard.place_inputs(inputs)
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self, variation: int) -> Iterator[Tensors]:
+        """Run under a variation, by number."""
+        with self._host.variation(variation), self._guard:
+            given = self._guard.inputs_on(self._device)
+            synchronize(self._device)
+            start = time.perf_counter()
+            yield given
+            # A fault of a kernel shows in the run that caused it.
+            synchronize(self._device)
+            self.seconds = time.perf_counter() - start
+
+    def keep(self, outputs: Mapping[str, torch.Tensor]) -> Tensors:
+        """Copies of the results on the device of the judge."""
+        return self._guard.copy_outputs(outputs, self._home)
+
+    def violations(self) -> tuple[list[str], list[str]]:
+        """Sentences on overwritten guard zones, and sentences on changed inputs."""
+        return self._guard.violations()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def _takes_shuffles(variations: Any) -> bool:
+    return callable(variations) and "shuffles" in inspect.signature(variations).parameters

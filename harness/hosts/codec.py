@@ -1,0 +1,150 @@
+"""Arguments and results of a backend's methods as JSON values. Tensors are places in shared memory.
+
+Lists, tuples, mappings and known classes are objects with a single key, the name of the class. Every other value of a
+backend becomes the name of its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.backends.module_driver import Plan, Step
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, Foreign
+from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.spec.formats import FORMATS, FP32
+from narrowgauge.spec.quantized import GroupedQuantized, Quantized
+from narrowgauge.spec.recipe import Delayed, Hadamard, Recipe
+from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.training import TrainingRecipe, training_recipe
+
+TEXT = 1 << 16
+"""Largest length of a text of a backend in characters."""
+_DEPTH = 32
+_ARGUMENTS = {cls.__name__: cls for cls in (Quantized, GroupedQuantized, Plan, Layer, Hadamard, Delayed)}
+_RESULTS = {Step.__name__: Step}
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+Encoder = Callable[[torch.Tensor], Any]
+Decoder = Callable[[Any], torch.Tensor]
+Classes = Mapping[str, type]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` of torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def encode_argument(value: Any, tensor: Encoder) -> Any:
+    """An argument of a method as JSON. `tensor` gives the JSON value of a tensor."""
+    return _encode(value, tensor, _ARGUMENTS)
+
+
+def encode_result(value: Any, tensor: Encoder) -> Any:
+    """A result of a method as JSON. An object with codes becomes a mapping of its parts.
+
+    Raises ValueError for a result that is nested too deep.
+    """
+    return _encode(value, tensor, _RESULTS)
+
+
+def _encode(value: Any, tensor: Encoder, classes: Classes, depth: int = _DEPTH) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value[:TEXT]
+    if not depth:
+        raise ValueError(f"a result is nested more than {_DEPTH} times")
+
+    def inner(part: Any) -> Any:
+        return _encode(part, tensor, classes, depth - 1)
+
+    if isinstance(value, torch.Tensor):
+        return {"tensor": tensor(value)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, Recipe):
+        return {"recipe": _recipe(value)}
+    if isinstance(value, TrainingRecipe):
+        return {"training": str(value)}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [inner(part) for part in value]}
+    if isinstance(value, Mapping):
+        return {"mapping": [[str(name)[:TEXT], inner(part)] for name, part in value.items()]}
+    name = type(value).__name__
+    if classes.get(name) is type(value):
+        return {name: {field.name: inner(getattr(value, field.name)) for field in fields(value)}}  # type: ignore[arg-type]
+    if hasattr(value, "codes"):
+        return inner({part: getattr(value, part, None) for part in QUANTIZED_PARTS})
+    return {"foreign": name}
+
+
+def decode_argument(value: Any, tensor: Decoder) -> Any:
+    """An argument of a method, in a host."""
+    return _decode(value, tensor, _ARGUMENTS)
+
+
+def decode_result(value: Any, tensor: Decoder) -> Any:
+    """A result of a method, in a judge. Raises ValueError, TypeError or KeyError if the value is no result."""
+    return _decode(value, tensor, _RESULTS)
+
+
+def _decode(value: Any, tensor: Decoder, classes: Classes) -> Any:
+    if not isinstance(value, dict):
+        if isinstance(value, list):
+            raise ValueError("a list without its name")
+        return value
+
+    def inner(part: Any) -> Any:
+        return _decode(part, tensor, classes)
+
+    ((name, content),) = value.items()
+    if name in classes:
+        return classes[name](**{field: inner(part) for field, part in content.items()})
+    match name:
+        case "tensor":
+            return tensor(content)
+        case "dtype":
+            return DTYPES[content]
+        case "recipe":
+            return find_recipe(content) if isinstance(content, str) else _recipe_of(content)
+        case "training":
+            return training_recipe(content)
+        case "list":
+            return [inner(part) for part in content]
+        case "tuple":
+            return tuple(inner(part) for part in content)
+        case "mapping":
+            return {str(key): inner(part) for key, part in content}
+        case "foreign":
+            return Foreign(str(content))
+    raise ValueError(f"unknown kind of value {name!r}")
+
+
+@cache
+def _recipe(recipe: Recipe) -> Any:
+    """A recipe as JSON: its name, or its fields if no name gives it."""
+    try:
+        if find_recipe(str(recipe)) == recipe:
+            return str(recipe)
+    except ValueError:
+        pass
+    found: dict[str, Any] = {}
+    for field in fields(recipe):
+        part = getattr(recipe, field.name)
+        found[field.name] = part.name if field.name in ("element", "scale") else encode_argument(part, _no_tensor)
+    return found
+
+
+def _recipe_of(content: Mapping[str, Any]) -> Recipe:
+    formats: dict[str, Any] = {name: (FORMATS | {FP32.name: FP32})[content[name]] for name in ("element", "scale")}
+    parts = {name: _decode(part, _no_tensor, _ARGUMENTS) for name, part in content.items() if name not in formats}
+    return Recipe(**formats, **parts)
+
+
+def _no_tensor(value: Any) -> Any:
+    raise ValueError(f"a recipe holds no tensor, but {value}")

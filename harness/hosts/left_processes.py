@@ -1,0 +1,65 @@
+"""Processes that a backend leaves behind a case."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from narrowgauge.harness.hosts.starter import parent_of
+
+
+@dataclass(frozen=True)
+class LeftProcess:
+    """A process that a host started, and that still runs."""
+
+    pid: int
+    name: str
+    copy: bool
+    """Whether the process is a fork of the host that executes no other program."""
+
+
+class LeftProcesses:
+    """Watches the descendants of a host."""
+
+    def __init__(self, host: int, marker: str) -> None:
+        """`marker`: name of the shared memory of the host, which only its descendants map."""
+        self._host, self._marker = host, marker
+        self._known = set(_processes())
+
+    def new(self) -> list[LeftProcess]:
+        """Descendants of the host that started since the last call. Copies of the host are killed: a worker pool of a
+        library, which executes its own program, runs until its host ends."""
+        now = set(_processes())
+        found = [left for pid in sorted(now - self._known) if (left := self._left(pid)) is not None]
+        self._known = now
+        for left in found:
+            if left.copy:
+                with suppress(OSError):
+                    os.kill(left.pid, signal.SIGKILL)
+        return found
+
+    def _left(self, pid: int) -> LeftProcess | None:
+        ancestor = pid
+        while ancestor not in (0, 1, self._host):
+            ancestor = parent_of(ancestor)
+        # The marker of an orphan is the shared memory of its host.
+        try:
+            if ancestor != self._host and self._marker not in _read(pid, "maps"):
+                return None
+            if " Z " in _read(pid, "stat"):
+                return None
+            name = _read(pid, "comm").strip()
+            return LeftProcess(pid, name, copy=_read(pid, "cmdline") == _read(self._host, "cmdline"))
+        except OSError:  # it has ended
+            return None
+
+
+def _read(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+
+
+def _processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if Path("/proc").is_dir() else []

@@ -1,0 +1,619 @@
+"""A kernel host, as seen by its judge.
+
+The judge places inputs in shared memory, sends calls, and copies the results out of the shared memory before it looks
+at them. A host that ends, hangs or writes bytes that are no message costs the case that runs: `HostLost`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from narrowgauge.harness.backends.guard import POISON
+from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, ZONE, element_extent, tensor_at
+from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, HostLost, Tensors
+from narrowgauge.harness.backends.results import BackendError, Unsupported
+from narrowgauge.harness.hosts import codec
+from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable
+from narrowgauge.harness.hosts.left_processes import LeftProcesses
+from narrowgauge.harness.hosts.memory import CAPACITY, KEPT, GpuMemory, SharedFile
+from narrowgauge.harness.hosts.output import forward
+from narrowgauge.harness.hosts.starter import Channel, StarterError
+from narrowgauge.harness.machine.gpu_lock import lock_gpu
+from narrowgauge.harness.machine.process import ending
+
+if TYPE_CHECKING:
+    from narrowgauge.harness.backends.module_driver import Plan, Step
+
+_END = 5.0
+"""Seconds that a host has to end by itself after it closed its connection."""
+_FAR = 1 << 20
+"""Bytes from the begin of a storage to a tensor, from which on the slot does not begin with the storage."""
+_SMALLEST = 1 << 26
+"""Bytes of new shared memory of a GPU."""
+
+
+class Interpreter(Protocol):
+    """An interpreter of its own for a host."""
+
+    variables: dict[str, str]
+    """Environment variables of its start."""
+
+    def finding(self, process: int) -> str:
+        """Reason of the interpreter for the end of a process. Empty without a reason."""
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """Settings of a kernel host."""
+
+    backend: str = "native"
+    device: str = "cpu"
+    schedules: int = 0
+    workers: int = 1
+    """Number of hosts that share the cores."""
+    untrusted: bool = False
+    """Whether the reference is blocked in the host."""
+    sanitized: bool = False
+    """Whether the host has the sanitizers."""
+    change: tuple[str, str, str] | None = None
+    """A changed source file of the native kernels: its name, its text, and the folder of its compiled kernels."""
+
+
+class Region:
+    """Shared memory for inputs, of which the first `used` bytes are in use."""
+
+    def __init__(self, number: int, memory: SharedFile | GpuMemory) -> None:
+        self.number, self.memory, self.used = number, memory, 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that are not in use."""
+        return self.memory.capacity - self.used
+
+
+class RemoteHost:
+    """Runs the methods of a backend in a process of its own."""
+
+    def __init__(
+        self, settings: HostSettings, channel: Channel, *, load: float = 300.0, interpreter: Interpreter | None = None
+    ) -> None:
+        """`load`: seconds that the backend may take to load. `interpreter`: of the host; None: the host is a fork.
+
+        Raises BackendError if the backend cannot be loaded.
+        """
+        self.settings, self.schedules = settings, settings.schedules
+        self.device = torch.device(settings.device)
+        self.aliases: list[dict[str, str]] = []
+        self.process: int | None = None
+        self._channel, self._load, self._interpreter = channel, load, interpreter
+        self._marker = f"narrowgauge-{secrets.token_hex(8)}"
+        self._regions: list[Region] = []
+        """Memory of the inputs that the host has opened."""
+        self._results: dict[str, SharedFile | GpuMemory] = {}
+        """Memory of the results that the host has opened, by its kind."""
+        self._region_count = 0
+        self._touched = 0
+        """Largest number of bytes of inputs or of results that the case used."""
+        self._notes: list[dict[str, str]] = []
+        self._problem = ""
+        """Reason why the backend cannot be loaded."""
+        self._deadline, self._limit, self._seconds = float("inf"), CAPACITY, load
+        self._poison = POISON[0]
+        self.pending = 0
+        """Prepared runs that have not ended: their inputs stay in the shared memory."""
+        self._slots: list[PlacedSlot] = []
+        self._run: RemoteRun | None = None
+        self._start()
+
+    # ---- the process -----------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start the process and load the backend. Raises BackendError, and again if it was raised before."""
+        if self._problem:
+            raise BackendError(self._problem)
+        try:
+            self._launch()
+        except BackendError as error:
+            self._problem = str(error)
+            raise
+
+    def _launch(self) -> None:
+        ours, theirs = pair()
+        self._output, written = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._output, False)
+        self._connection = Connection(ours)
+        try:
+            variables = self._interpreter.variables if self._interpreter else None
+            self.process = self._channel.start([theirs.fileno(), written], environment=variables)
+        except StarterError as error:
+            raise BackendError(str(error)) from error
+        finally:
+            theirs.close()
+            os.close(written)
+        self._exit: int | None = None
+        with suppress(OSError, AttributeError):
+            self._exit = os.pidfd_open(self.process)
+        self._printed = 0
+        self._left = LeftProcesses(self.process, self._marker)
+        self._deadline = time.monotonic() + self._load
+        try:
+            answer = self._ask(asdict(self.settings))
+        except HostLost as lost:
+            message = str(lost)
+            if lost.verdict == "timeout":
+                message = f"did not load within {self._load:g} s; a longer --timeout gives it more"
+            raise BackendError(f"backend {self.settings.backend} {message}") from lost
+        if "failed" in answer:
+            self.close()
+            raise BackendError(str(answer["failed"]))
+        self._room = int(answer["room"])
+        self.facts = self._facts(answer)
+        self._notes += answer.get("notes", [])
+
+    def room(self) -> int:
+        """Bytes of memory that were free when the host had loaded the backend, on its device."""
+        return self._room
+
+    def _facts(self, answer: dict[str, Any]) -> Facts:
+        methods = frozenset(str(name) for name in answer["methods"]) & {*METHODS, *OPTIONAL_METHODS}
+        declares = codec.decode_result(answer["declares"], _no_tensor)
+        return Facts(self.settings.backend, methods, declares, takes_shuffles=answer["takes_shuffles"] is True)
+
+    def close(self, *, wait: float = 0.0) -> int | None:
+        """End the process, after `wait` seconds, and its descendants. Gives its exit status."""
+        if self.process is None:
+            return None
+        self._forward()
+        self._connection.close()
+        os.close(self._output)
+        if self._exit is not None:
+            os.close(self._exit)
+        pid, self.process = self.process, None
+        self._run, self.pending = None, 0
+        self._free()
+        try:
+            return self._channel.end(pid, wait=wait)
+        except StarterError:
+            return None
+
+    def _lose(self, verdict: str, message: str = "", *, cause: str = "") -> HostLost:
+        """The exception for a host that is ended now. Without a message: how the process ended."""
+        pid = self.process
+        status = self.close(wait=0.0 if message else _END)
+        if self._interpreter is not None and pid is not None and (found := self._interpreter.finding(pid)):
+            return HostLost("crash", f"sanitizer: {found}")
+        return HostLost(verdict, message or f"the process died ({ending(status)})", cause=cause)
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def _send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
+        if self.process is None:
+            self._start()
+        try:
+            self._connection.send(message, descriptors or [], deadline=self._deadline)
+        except TimeoutError:
+            raise self._lose("timeout", self._too_late) from None
+        except FrameError:
+            raise self._lose("crash") from None
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a message. Raises HostLost if there is none."""
+        self._send(message)
+        watched = [self._connection, self._output]
+        if self._exit is not None:
+            watched.append(self._exit)
+        while True:
+            ready = readable(watched, self._deadline)
+            if not ready:
+                raise self._lose("timeout", self._too_late)
+            if self._output in ready and not self._forward():
+                watched.remove(self._output)
+            if self._connection in ready:
+                try:
+                    answer, descriptors = self._connection.receive(deadline=self._deadline)
+                except TimeoutError:
+                    raise self._lose("timeout", self._too_late) from None
+                except FrameError as error:
+                    closed = "clos" in str(error)
+                    words = "" if closed else f"the backend wrote into the connection of its process: {error}"
+                    raise self._lose("crash", words) from None
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if "fault" in answer:
+                    raise self._write_to_input(answer["fault"])
+                return answer
+            if self._exit in ready:
+                raise self._lose("crash")
+
+    @property
+    def _too_late(self) -> str:
+        return f"no result after {self._seconds:g} s"
+
+    def _forward(self) -> bool:
+        """Print what the host printed. Returns whether more may follow."""
+        self._printed, open_ = forward(self._output, self._printed)
+        return open_
+
+    def _write_to_input(self, offset: Any) -> HostLost:
+        """The end of a host that wrote to an input."""
+        place = "its inputs"
+        for slot in self._slots:
+            byte = offset - slot.start if isinstance(offset, int) else -ZONE - 1
+            if slot.region.memory.kind == "cpu" and -ZONE <= byte < slot.size + ZONE:
+                side = "before" if byte < 0 else "behind"
+                inside = 0 <= byte < slot.size
+                place = f"{slot.name}, at byte {byte} of {slot.size}" if inside else f"memory {side} {slot.name}"
+        return self._lose("error", f"writes to its input: {place}", cause="changes-its-input")
+
+    # ---- cases -----------------------------------------------------------------------------------------------------
+
+    def begin_case(self, seconds: float, memory: int) -> None:
+        """Begin a case of `seconds` at most, whose results have `memory` bytes at most."""
+        self._seconds, self._limit = seconds, memory
+        self.aliases = []
+        self._printed = 0
+        if self.process is None:
+            self._start()
+        self._deadline = time.monotonic() + seconds
+        self._send({"op": "case"})
+
+    def end_case(self) -> CaseEnd:
+        """End a case. A host whose GPU does not answer is ended."""
+        notes, self._notes = self._notes, []
+        if self.process is None:
+            return CaseEnd(notes=notes)
+        self._deadline = max(self._deadline, time.monotonic() + _END)
+        self._run, self.pending = None, 0
+        with lock_gpu(self.device.type):
+            answer = self._ask({"op": "settle"})
+        end = CaseEnd(
+            str(answer["gpu_error"]), answer["usable"] is True, int(answer["peak"]), [*notes, *answer["notes"]]
+        )
+        if left := self._left.new():
+            names = ", ".join(f"{process.name} ({process.pid})" for process in left[:5])
+            sentence = f"the case left {len(left)} process{'es' * (len(left) > 1)} behind: {names}"
+            end.notes.append({"cause": "leaves-processes", "sentence": sentence})
+        self._forward()
+        if self._touched > KEPT:
+            self._free()
+        if not end.usable:
+            self.close()
+        return end
+
+    def seed(self, random: object) -> None:
+        """Seed torch's generators in the host."""
+        self._send({"op": "seed", "random": repr(random)})
+
+    def variations(self, device: torch.device) -> list[str]:
+        """Names of the ways of running."""
+        answer = self._ask({"op": "variations", "device": str(device)})
+        if "error" in answer:
+            raise BackendError(str(answer["error"]))
+        return [str(name) for name in answer["names"]]
+
+    # ---- calls -----------------------------------------------------------------------------------------------------
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The result of a method, in memory of the judge."""
+        with lock_gpu(self.device.type):
+            return self._call(method, arguments, options)
+
+    def run_module(self, plan: Plan, given: Mapping[str, torch.Tensor]) -> list[Step]:
+        """The steps of a module."""
+        steps = self.call("run_module", plan, dict(given))
+        if not isinstance(steps, list):
+            raise BackendError(f"the steps of {plan.kind} cannot be read")
+        return steps
+
+    def prepare(self, inputs: Tensors, home: torch.device, poison: int) -> RemoteRun:
+        """Place inputs of the device `home` between guard zones, in shared memory."""
+        return RemoteRun(self, inputs, home, poison)
+
+    def _call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._run is None:
+            self.reset()
+        passed: list[torch.Tensor] = []
+        codec.encode_argument([list(arguments), dict(options)], passed.append)
+        foreign = [tensor for tensor in passed if tensor.numel() and self._slot(tensor) is None]
+        home = self._run.home if self._run else passed[0].device if passed else torch.device("cpu")
+        kind = self._kind(home)
+        span, copies = self.place({f"argument {n}": tensor for n, tensor in enumerate(foreign)}, self._poison)
+        moved = {id(tensor): copies[f"argument {n}"] for n, tensor in enumerate(foreign)}
+
+        def place_of(tensor: torch.Tensor) -> list[Any]:
+            return self._place_of(moved.get(id(tensor), tensor))
+
+        self._open_results(kind)
+        message = {
+            "op": "call", "method": method, "span": span, "home": kind,
+            "arguments": codec.encode_argument(list(arguments), place_of),
+            "options": codec.encode_argument(dict(options), place_of),
+        }  # fmt: skip
+        answer = self._ask(message)
+        while "need" in answer:
+            need = answer["need"]
+            if not isinstance(need, int) or need > self._limit:
+                raise self._lose(
+                    "error", f"{method} gave results of {need} bytes; results of this case have at most {self._limit}"
+                )
+            self._open_results(kind, need)
+            answer = self._ask({"op": "deliver", "home": kind})
+        if "unsupported" in answer:
+            raise Unsupported(str(answer["unsupported"]))
+        if "error" in answer:
+            raise BackendError(str(answer["error"]))
+        results = self._results[self._kind(home)].bytes
+        try:
+            result = codec.decode_result(answer["result"], _Reader(results, self._limit, home).tensor)
+            self.aliases += [{key: str(entry[key]) for key in ("cause", "sentence")} for entry in answer["aliases"]]
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            words = f"the process of the backend sent a result that cannot be read: {type(error).__name__}: {error}"
+            raise self._lose("crash", words) from error
+        return result
+
+    # ---- runs ------------------------------------------------------------------------------------------------------
+
+    def begin(self, run: RemoteRun, message: dict[str, Any], poison: int) -> None:
+        """Begin a run."""
+        self._run, self._poison = run, poison
+        self._send({"op": "begin", "poison": poison, **message})
+
+    def end_run(self) -> dict[str, Any]:
+        """End a run. Raises BackendError if its variation cannot be left."""
+        self._run, self._poison = None, POISON[0]
+        return self._ask({"op": "end"})
+
+    # ---- shared memory ---------------------------------------------------------------------------------------------
+
+    def _kind(self, home: torch.device) -> str:
+        """Kind of the shared memory for tensors of a device. Without CUDA IPC tensors of a GPU are copied to a CPU."""
+        return "cuda" if home.type == "cuda" and self.device.type == "cuda" and gpu_memory_is_shared() else "cpu"
+
+    def _region(self, kind: str, size: int) -> Region:
+        """Memory of a kind with room for `size` bytes of inputs, opened by the host."""
+        for region in self._regions:
+            if region.memory.kind == kind and region.room >= size:
+                return region
+        memory: SharedFile | GpuMemory
+        if kind == "cpu":
+            memory = SharedFile(f"{self._marker}-inputs", read_only=True, capacity=max(size, CAPACITY))
+        else:
+            memory = GpuMemory(max(size, _SMALLEST))
+        self._region_count += 1
+        self._regions.append(Region(self._region_count, memory))
+        self._send(
+            {"op": "inputs", "number": self._region_count, "memory": memory.description}, list(memory.descriptors)
+        )
+        return self._regions[-1]
+
+    def _open_results(self, kind: str, size: int = 0) -> None:
+        """Memory of a kind for results of `size` bytes, opened by the host."""
+        if kind in self._results and self._results[kind].capacity >= size:
+            return
+        if kind == "cpu":
+            memory: SharedFile | GpuMemory = SharedFile(
+                f"{self._marker}-results", read_only=False, capacity=max(size, CAPACITY)
+            )
+        else:
+            memory = GpuMemory(max(size, _SMALLEST))
+        if kind in self._results:
+            self._results.pop(kind).close()
+        self._results[kind] = memory
+        self._send({"op": "results", "memory": memory.description}, list(memory.descriptors))
+
+    def _free(self) -> None:
+        """Give all shared memory back."""
+        for memory in [*(region.memory for region in self._regions), *self._results.values()]:
+            memory.close()
+        self._regions, self._results, self._slots, self._touched = [], {}, [], 0
+        if self.process is not None:
+            self._send({"op": "forget"})
+
+    def reset(self) -> None:
+        """Forget all slots, unless a prepared run needs its inputs."""
+        if not self.pending:
+            self._slots = []
+            for region in self._regions:
+                region.used = 0
+
+    def place(self, tensors: Mapping[str, torch.Tensor], poison: int = 0xFF) -> tuple[dict[str, Any] | None, Tensors]:
+        """Copy tensors of a device into slots of the shared memory, between guard zones. Tensors of a storage share a
+        slot, and keep their strides, their offset and their alignment.
+
+        Gives the part of the shared memory for the message, None without elements, and the copies.
+        """
+        copies = {name: tensor for name, tensor in tensors.items() if not tensor.numel()}
+        groups: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in tensors.items():
+            if tensor.numel():
+                groups.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+        if not groups:
+            return None, copies
+        extents = {address: _extent([tensor for _, tensor in group]) for address, group in groups.items()}
+        home = next(iter(groups.values()))[0][1].device
+        region = self._region(self._kind(home), sum(_padded(stop - start) for start, stop in extents.values()))
+        start, memory = region.used, region.memory.bytes
+        slots = []
+        for address, group in groups.items():
+            base, stop = extents[address]
+            size = stop - base
+            names = " and ".join(name for name, _ in group)
+            slot = PlacedSlot(region, len(self._slots), region.used + ZONE, size, names)
+            end = region.used + _padded(size)
+            if len(group) == 1 and group[0][1].numel() * group[0][1].element_size() == size:
+                memory[region.used : slot.start].fill_(poison)
+                memory[slot.start + size : end].fill_(poison)
+            else:
+                memory[region.used : end].fill_(poison)
+            for name, tensor in group:
+                byte = slot.start + int(tensor.storage_offset()) * tensor.element_size() - base
+                copies[name] = tensor_at(memory, byte, tensor.dtype, tensor.shape, tensor.stride())
+                copies[name].copy_(tensor)
+            self._slots.append(slot)
+            slots.append([slot.number, slot.start, size, slot.name])
+            region.used = end
+        self._touched = max(self._touched, region.used)
+        span = {"region": region.number, "kind": region.memory.kind, "start": start, "end": region.used, "slots": slots}
+        return span, copies
+
+    def check_slots(
+        self, span: dict[str, Any], inputs: Tensors, given: Tensors, poison: int
+    ) -> tuple[list[str], list[str]]:
+        """Sentences on overwritten zones and on changed inputs of a part of the shared memory."""
+        outside, changed = [], []
+        region = next(region for region in self._regions if region.number == span["region"])
+        memory = region.memory.bytes
+        zones = [
+            (f"{side} input {name}", memory[zone])
+            for _, start, size, name in span["slots"]
+            for side, zone in (
+                ("before", slice(start - ZONE, start)), ("behind", slice(start + size, start + size + ZONE)),
+            )
+        ]  # fmt: skip
+        # A single comparison for all zones: each comparison synchronizes the GPU.
+        if bool((torch.cat([zone for _, zone in zones]) != poison).any()):
+            for place, zone in zones:
+                if written := int((zone != poison).sum()):
+                    outside.append(f"{written} bytes {place} were written")
+        counts = [_different_bytes(given[name], inputs[name]) for name in inputs if inputs[name].numel()]
+        for name, count in zip([n for n in inputs if inputs[n].numel()], torch.stack(counts).tolist(), strict=True):
+            changed += [f"{count} bytes of input {name} were changed"] if count else []
+        return outside, changed
+
+    def _slot(self, tensor: torch.Tensor) -> tuple[PlacedSlot, int] | None:
+        """The slot of a tensor in the shared memory, and its first byte in the slot."""
+        address = tensor.data_ptr()
+        for slot in self._slots:
+            byte = address - slot.address
+            if 0 <= byte < slot.size:
+                return slot, byte
+        return None
+
+    def _place_of(self, tensor: torch.Tensor) -> list[Any]:
+        """A tensor in a message: slot, first byte in the slot, dtype, shape, stride."""
+        place = self._slot(tensor) if tensor.numel() else None
+        slot, byte = (None, 0) if place is None else (place[0].number, place[1])
+        return [slot, byte, codec.dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+
+
+@dataclass(frozen=True)
+class PlacedSlot:
+    """A part of the shared memory for inputs, between guard zones."""
+
+    region: Region
+    number: int
+    start: int
+    """First byte in the region."""
+    size: int
+    name: str
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process."""
+        return int(self.region.memory.bytes.data_ptr()) + self.start
+
+
+class RemoteRun:
+    """A prepared run in a kernel host."""
+
+    def __init__(self, host: RemoteHost, inputs: Tensors, home: torch.device, poison: int) -> None:
+        self._host, self.home, self._poison, self._inputs = host, home, poison, inputs
+        host.reset()
+        host.pending += 1
+        self._span, self._given = host.place(inputs, poison)
+        self.seconds = 0.0
+        self._violations: tuple[list[str], list[str]] = ([], [])
+
+    @contextmanager
+    def running(self, variation: int) -> Iterator[Tensors]:
+        """Run under a variation, by number."""
+        host = self._host
+        try:
+            host.begin(self, {"variation": variation, "span": self._span}, self._poison)
+            yield self._given
+            answer = host.end_run()
+        finally:
+            host.pending = max(0, host.pending - 1)
+        self.seconds = float(answer["seconds"])
+        self._violations = [str(text) for text in answer["outside"]], [str(text) for text in answer["changed"]]
+
+    def keep(self, outputs: Mapping[str, torch.Tensor]) -> Tensors:
+        """The results: the judge's copies."""
+        return dict(outputs)
+
+    def violations(self) -> tuple[list[str], list[str]]:
+        """Sentences on overwritten guard zones, and sentences on changed inputs."""
+        outside, changed = self._violations
+        if self._span is not None and self._span["kind"] == "cuda":
+            more, written = self._host.check_slots(self._span, self._inputs, self._given, self._poison)
+            outside, changed = outside + more, changed + written
+        return outside, changed
+
+
+class _Reader:
+    """Copies the tensors of a result from the shared memory."""
+
+    def __init__(self, memory: torch.Tensor, limit: int, home: torch.device) -> None:
+        self._memory, self._left, self._home = memory, limit, home
+
+    def tensor(self, place: Any) -> torch.Tensor:
+        """The tensor at a place: first byte, dtype, shape. Raises ValueError for a place outside the memory."""
+        start, name, shape = place
+        dtype = codec.DTYPES[name]
+        if not all(isinstance(n, int) and n >= 0 for n in (start, *shape)) or start % ALIGNMENT:
+            raise ValueError(f"a tensor of shape {shape} at byte {start}")
+        count = 1
+        for extent in shape:
+            count *= extent
+        size = count * dtype.itemsize
+        self._left -= size
+        if self._left < 0 or start + size > self._memory.numel():
+            raise ValueError(f"a tensor of {size} bytes exceeds the limit of the case")
+        bytes_ = self._memory[start : start + size].clone()  # a kernel may write to the shared memory at any time
+        return bytes_.view(dtype).view(tuple(shape)).to(self._home)
+
+
+def _extent(tensors: list[torch.Tensor]) -> tuple[int, int]:
+    """First and last byte of a slot in the storage of its tensors. The slot begins with the storage, or at a multiple
+    of the alignment for a tensor far behind the begin."""
+    starts = [int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors]
+    ends = [
+        start + element_extent(tensor.shape, tensor.stride()) * tensor.element_size()
+        for start, tensor in zip(starts, tensors, strict=True)
+    ]
+    first = min(starts)
+    return (first // ALIGNMENT * ALIGNMENT if first > _FAR else 0), max(ends)
+
+
+def _different_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Number of bytes that differ, as a tensor."""
+    a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.count_nonzero(a != b)
+
+
+def _padded(size: int) -> int:
+    """Bytes of a slot with its guard zones, rounded up to the alignment."""
+    return -(-(ZONE + size + ZONE) // ALIGNMENT) * ALIGNMENT
+
+
+@cache
+def gpu_memory_is_shared() -> bool:
+    """Whether CUDA IPC is available. Some containers refuse it; then tensors are copied by way of a CPU."""
+    try:
+        GpuMemory(1)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _no_tensor(place: Any) -> torch.Tensor:
+    raise ValueError(f"no tensor is expected, but {place}")

@@ -1,0 +1,355 @@
+"""A kernel host: imports a backend, and runs its methods on the tensors that a judge shares.
+
+The judge sends a message and waits for the answer. Every message has a key `op`, the name of a method of `_Server`.
+Arguments and results are `codec` values; a tensor argument is a slot of the inputs with the place in the slot, a tensor
+result a place in the results. The judge believes nothing that this process says in favour of a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from narrowgauge.harness.backends.guard import Guard
+from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, tensor_at
+from narrowgauge.harness.backends.loading import error_location, load_implementation
+from narrowgauge.harness.backends.local_host import LocalHost, synchronize
+from narrowgauge.harness.backends.results import BackendError, Unsupported
+from narrowgauge.harness.backends.transfer import tensors_in
+from narrowgauge.harness.cases.memory import KEPT, room
+from narrowgauge.harness.hosts import codec
+from narrowgauge.harness.hosts.frames import Connection, FrameError
+from narrowgauge.harness.hosts.memory import Opened
+from narrowgauge.harness.hosts.write_fault import on_write
+from narrowgauge.harness.machine.float_environment import changes, read_environment
+from narrowgauge.harness.machine.gpu_lock import without_gpu_lock
+from narrowgauge.harness.machine.process import prepare_process
+
+
+def serve(connection: Connection, settings: dict[str, Any]) -> None:
+    """Load the backend of the settings, and answer the judge until it closes the connection."""
+    process = os.getpid()
+    server = _Server(connection, settings)
+    with ExitStack() as stack:
+        stack.enter_context(without_gpu_lock())  # the judge holds it
+        connection.send(server.load(stack))
+        while True:
+            try:
+                message, descriptors = connection.receive()
+            except FrameError:  # the judge is gone
+                return
+            answer = getattr(server, f"on_{message['op']}")(message, descriptors)
+            if os.getpid() != process:
+                os._exit(0)  # a copy of this process that the backend forked
+            sys.stdout.flush()  # a kernel's output belongs to its case
+            sys.stderr.flush()
+            if answer is not None:
+                connection.send(answer)
+
+
+class _Server:
+    def __init__(self, connection: Connection, settings: dict[str, Any]) -> None:
+        self.connection, self.settings = connection, settings
+        self.device = torch.device(settings["device"])
+        self.inputs: dict[int, Opened] = {}
+        """Shared memory of inputs by its number."""
+        self.results: dict[str, Opened] = {}
+        """Shared memory of results by its kind."""
+        self.run: _Run | None = None
+        self.pending: Any = None
+        """A result that does not fit into the shared memory."""
+        self.earlier: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        """Results of the case that may still be alive, with their method."""
+        self.environment: dict[str, Any] = {}
+
+    # ---- start -----------------------------------------------------------------------------------------------------
+
+    def load(self, stack: ExitStack) -> dict[str, Any]:
+        """Import the backend. The answer has its facts, or the reason why it cannot be loaded."""
+        settings = self.settings
+        prepare_process(settings["workers"])
+        before = read_environment()
+        try:
+            if settings["untrusted"]:
+                from narrowgauge.harness.hosts.blocked_imports import block_reference
+
+                block_reference()
+            if settings["sanitized"]:
+                os.environ.pop("LD_PRELOAD", None)  # compilers that a backend starts have no sanitizers
+            if settings["change"]:
+                from narrowgauge.harness.hosts.changed_source import changed_source
+
+                stack.enter_context(changed_source(*settings["change"]))
+            implementation = load_implementation(settings["backend"], settings["device"])
+            self.host = LocalHost(settings["backend"], implementation, self.device, settings["schedules"])
+        except Exception as error:
+            return {"failed": str(error)[: codec.TEXT]}
+        facts = self.host.facts
+        declares = facts.declares
+        self.environment = read_environment()
+        return {
+            "name": facts.name, "methods": sorted(facts.methods), "takes_shuffles": facts.takes_shuffles,
+            "declares": codec.encode_result(declares, _no_tensor), "notes": changes(before, self.environment),
+            "room": room(settings["device"]),
+        }  # fmt: skip
+
+    def on_inputs(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Open shared memory for inputs."""
+        memory = self.inputs[message["number"]] = Opened(message["memory"], descriptors, read_only=True)
+        if memory.kind == "cpu" and not self.settings["sanitized"]:  # the sanitizer reports the write
+            start, size = memory.bytes.data_ptr(), memory.bytes.numel()
+            on_write(
+                lambda address: address - start if start <= address < start + size else None,
+                lambda offset: self.connection.send({"fault": offset}),
+            )
+
+    def on_results(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Open shared memory for results."""
+        memory = Opened(message["memory"], descriptors, read_only=False)
+        self.results[memory.kind] = memory
+
+    def on_forget(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Close all shared memory."""
+        self.inputs.clear()
+        self.results.clear()
+
+    # ---- cases -----------------------------------------------------------------------------------------------------
+
+    def on_case(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Begin a case."""
+        self.earlier.clear()
+        if self.device.type == "cuda":
+            if torch.cuda.memory_reserved() > KEPT:
+                torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_settle(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """End a case."""
+        self.run = self.pending = None
+        end = self.host.end_case()
+        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" and end.usable else 0
+        before, self.environment = self.environment, read_environment()
+        return {
+            "gpu_error": end.gpu_error, "usable": end.usable, "peak": peak,
+            "notes": changes(before, self.environment),
+        }  # fmt: skip
+
+    def on_variations(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Names of the ways of running."""
+        try:
+            return {"names": self.host.variations(torch.device(message["device"]))}
+        except BackendError as error:
+            return {"error": str(error)[: codec.TEXT]}
+
+    def on_seed(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Seed torch's generators."""
+        self.host.seed(message["random"])
+
+    # ---- runs ------------------------------------------------------------------------------------------------------
+
+    def on_begin(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Begin a run."""
+        self.run = _Run(self.host, _Slots(self.inputs, self.device), message)
+
+    def on_end(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """End a run. The answer has its seconds, overwritten zones and changed inputs."""
+        run, self.run = self.run, None
+        assert run is not None
+        return run.end()
+
+    def on_call(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Call a method, or run a module."""
+        method, run = message["method"], self.run
+        if run is None:
+            slots = _Slots(self.inputs, self.device)
+            slots.add(message["span"])
+        else:
+            slots = run.slots
+            run.add(message["span"])
+        start = time.perf_counter()
+        try:
+            if run is not None:
+                run.enter()
+            arguments = codec.decode_argument(message["arguments"], slots.tensor)
+            options = codec.decode_argument(message["options"], slots.tensor)
+            synchronize(self.device)
+            start = time.perf_counter()
+            if method == "run_module":
+                result: Any = self.host.run_module(*arguments)
+            else:
+                result = self.host.call_on_device(method, *arguments, **options)
+            synchronize(self.device)
+        except Unsupported as error:
+            return {"unsupported": str(error)[: codec.TEXT]}
+        except BackendError as error:
+            return {"error": str(error)[: codec.TEXT]}
+        except Exception as error:  # a variation, or a fault of a kernel that the synchronization shows
+            words = f"{method} raised {type(error).__name__}: {error}{error_location(error)}"
+            return {"error": words[: codec.TEXT]}
+        finally:
+            if run is not None:
+                run.seconds += time.perf_counter() - start
+        self.pending = (method, message["home"], result, self._aliases(method, result, slots))
+        return self.on_deliver(message, descriptors)
+
+    def on_deliver(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Copy the pending result to the shared memory. If the memory is too small, the answer has the bytes needed."""
+        method, home, result, aliases = self.pending
+        writer = _Writer(self.results[home].bytes)
+        try:
+            encoded = codec.encode_result(result, writer.place)
+            if writer.used > writer.memory.numel():
+                return {"need": writer.used}
+            writer.copy()
+        except Exception as error:
+            self.pending = None
+            return {
+                "error": f"{method} gave a result that cannot be read: {type(error).__name__}: {error}"[: codec.TEXT]
+            }
+        self.pending = None
+        return {"result": encoded, "aliases": aliases}
+
+    def _aliases(self, method: str, result: Any, slots: _Slots) -> list[dict[str, str]]:
+        """The results that share memory with an input or with a result that the backend still holds."""
+        found = []
+        self.earlier = [(ref, name) for ref, name in self.earlier if ref() is not None]
+        now = [tensor for tensor in tensors_in(result) if tensor.layout == torch.strided and tensor.numel()]
+        for tensor in now:
+            storage = tensor.untyped_storage().data_ptr()
+            if slots.hold(storage):
+                found.append(("returns-its-input", f"a result of {method} is memory of its input"))
+            for ref, name in self.earlier:
+                other = ref()
+                if other is not None and other.untyped_storage().data_ptr() == storage:
+                    found.append(("returns-earlier-result", f"a result of {method} is memory of a result of {name}"))
+        self.earlier += [(weakref.ref(tensor), method) for tensor in now]
+        return [{"cause": cause, "sentence": sentence} for cause, sentence in dict.fromkeys(found)]
+
+
+class _Slots:
+    """Slots of the inputs: memory of the tensors that a judge passes."""
+
+    def __init__(self, memory: dict[int, Opened], device: torch.device) -> None:
+        self._memory, self._device = memory, device
+        self._storages: dict[int, tuple[torch.Tensor, int]] = {}
+        """Memory of each slot, uint8, and the first byte of the slot in its storage."""
+        self._copies: list[tuple[Allocation, torch.Tensor, list[Slot]]] = []
+        """Copies on a GPU: the allocation, its bytes before the run, and its slots."""
+
+    def add(self, span: dict[str, Any] | None) -> list[Slot]:
+        """Add the slots of a part of the shared memory. Gives the slots that lie in memory of a CPU."""
+        if span is None:
+            return []
+        memory = self._memory[span["region"]]
+        slots = []
+        if span["kind"] == "cpu" and self._device.type == "cuda":
+            allocation = Allocation(memory.bytes[span["start"] : span["end"]].to(self._device))
+            for number, start, size, name in span["slots"]:
+                slots.append(Slot(allocation, start - span["start"], size, name))
+                self._storages[number] = (allocation.tensor, start - span["start"])
+            self._copies.append((allocation, allocation.tensor.clone(), slots))
+            return []
+        allocation = Allocation(memory.bytes)
+        for number, start, size, name in span["slots"]:
+            if span["kind"] == "cpu":
+                # A storage for each slot: a kernel sees the storage offset of the judge's tensor.
+                self._storages[number] = (memory.part(start, size), 0)
+                slots.append(Slot(allocation, start, size, name))
+            else:
+                self._storages[number] = (memory.bytes, start)
+        return slots
+
+    def tensor(self, place: list[Any]) -> torch.Tensor:
+        """The tensor of an argument: slot, first byte in the slot, dtype, shape, stride. No slot: an empty tensor."""
+        number, byte, name, shape, stride = place
+        dtype = codec.DTYPES[name]
+        if number is None:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
+        memory, start = self._storages[number]
+        tensor = torch.empty(0, dtype=dtype, device=memory.device)
+        offset = (start + byte) // dtype.itemsize
+        return tensor.set_(memory.untyped_storage(), offset, tuple(shape), tuple(stride))
+
+    def hold(self, address: int) -> bool:
+        """Whether a storage at this address is that of a slot."""
+        return any(memory.untyped_storage().data_ptr() == address for memory, _ in self._storages.values())
+
+    def violations(self) -> tuple[list[str], list[str]]:
+        """Sentences on overwritten zones and on changed inputs, of copies on a GPU. The judge checks other slots."""
+        outside, changed = [], []
+        for allocation, before, slots in self._copies:
+            if torch.equal(allocation.tensor, before):
+                continue
+            for slot in slots:
+                count = int(torch.count_nonzero(slot.bytes != slot.bytes_in(before)))
+                changed += [f"{count} bytes of {slot.description} were changed"] if count else []
+                for zone, side in zip(slot.zones, ("before", "behind"), strict=True):
+                    written = int(torch.count_nonzero(allocation.tensor[zone] != before[zone]))
+                    outside += [f"{written} bytes {side} {slot.description} were written"] if written else []
+        return outside, changed
+
+
+class _Run:
+    """A run of a variation, with guarded memory."""
+
+    def __init__(self, host: LocalHost, slots: _Slots, message: dict[str, Any]) -> None:
+        self._host, self._variation = host, message["variation"]
+        self._stack: ExitStack | None = None
+        self._guard = Guard(message["poison"])
+        self.slots = slots
+        self.seconds = 0.0
+        self.add(message["span"])
+
+    def add(self, span: dict[str, Any] | None) -> None:
+        """Add slots of the inputs."""
+        for slot in self.slots.add(span):
+            self._guard.forbid_zones(slot)
+
+    def enter(self) -> None:
+        """Enter the contexts of the run, once."""
+        if self._stack is None:
+            self._stack = ExitStack()
+            self._stack.enter_context(self._host.variation(self._variation))
+            self._stack.enter_context(self._guard)
+
+    def end(self) -> dict[str, Any]:
+        """Leave the contexts. The answer has the seconds of the calls and the violations."""
+        if self._stack is not None:
+            self._stack.close()
+        outside, changed = self.slots.violations()
+        more, _ = self._guard.violations()
+        return {"seconds": self.seconds, "outside": outside + more, "changed": changed}
+
+
+class _Writer:
+    """Writes the tensors of a result to shared memory."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.used = 0
+        self._placed: list[tuple[torch.Tensor, int]] = []
+
+    def place(self, tensor: torch.Tensor) -> list[Any]:
+        """The place of a tensor: first byte, dtype, shape. The bytes are contiguous."""
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        self._placed.append((plain.view(torch.uint8) if plain.element_size() == 1 else plain, self.used))
+        start = self.used
+        self.used += -(-plain.nbytes // ALIGNMENT) * ALIGNMENT
+        return [start, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+    def copy(self) -> None:
+        """Copy all tensors."""
+        for tensor, start in self._placed:
+            if tensor.numel():
+                contiguous = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
+                tensor_at(self.memory, start, tensor.dtype, tensor.shape, contiguous).copy_(tensor)
+
+
+def _no_tensor(tensor: torch.Tensor) -> Any:
+    return None

@@ -1,0 +1,146 @@
+"""The host of a backend in this process: variations, seeds, prepared runs, modules, and the end of a case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.harness.backends import local_host
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
+from narrowgauge.harness.backends.guard import POISON
+from narrowgauge.harness.backends.host import CaseEnd
+from narrowgauge.harness.backends.local_host import LocalHost
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.inputs.inputs import ModuleInputs, make_inputs
+from narrowgauge.harness.operations.modules.modules import given_of, plan_of
+from narrowgauge.reference import ops as reference
+
+CPU = torch.device("cpu")
+
+
+def test_facts_are_what_the_object_has() -> None:
+    host = LocalHost(
+        "b", SimpleNamespace(gemm=print, gemm_order=print, quantize=3, explain=print, declares="anything", variations=7)
+    )
+    assert host.facts.methods == {"gemm", "gemm_order"}
+    assert (host.facts.name, host.facts.declares, host.facts.takes_shuffles) == ("b", "anything", False)
+    assert LocalHost("b", SimpleNamespace(gemm=print)).facts.declares == {}
+    shuffling = SimpleNamespace(gemm=print, variations=lambda device, shuffles=2: {})
+    assert LocalHost("b", shuffling).facts.takes_shuffles
+
+
+def test_a_variation_is_entered_by_its_number_and_shuffles_are_requested() -> None:
+    entered = []
+
+    @contextmanager
+    def way(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    def variations(device: torch.device, shuffles: int = 1) -> dict[str, Any]:
+        ways = {f"shuffle {number}": lambda number=number: way(f"{device} {number}") for number in range(shuffles)}
+        return {"plain": lambda: None, **ways}
+
+    host = LocalHost("b", SimpleNamespace(transform=torch.neg, variations=variations), schedules=2)
+    assert host.variations(CPU) == ["plain", "shuffle 0", "shuffle 1"]
+    for number in (2, 0, 1):
+        with host.prepare({"x": torch.ones(4)}, CPU, POISON[0]).running(number) as given:
+            host.call("transform", given["x"])
+    assert entered == ["cpu 1", "cpu 0"]
+
+
+def test_equal_texts_seed_equal_draws() -> None:
+    host = LocalHost("b", SimpleNamespace(quantize=print))
+
+    def draws(random: object) -> list[float]:
+        host.seed(random)
+        return torch.rand(8).tolist()
+
+    assert draws((3, 5)) == draws((3, 5)) != draws((3, 6))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "zones", "changed"),
+    [
+        (lambda x: None, [], []),
+        (lambda x: x.fill_(2.0), [], ["x"]),
+        (lambda x: x.as_strided((1,), (1,), x.storage_offset() + x.numel()).fill_(2.0), ["behind"], []),
+        (lambda x: x.as_strided((1,), (1,), x.storage_offset() - 1).fill_(2.0), ["before"], []),
+    ],
+    ids=["nothing", "its input", "behind its input", "before its input"],
+)
+def test_a_prepared_run_tells_what_its_calls_wrote(spoil: Any, zones: list[str], changed: list[str]) -> None:
+    host = LocalHost("b", SimpleNamespace(transform=spoil))
+    host.variations(CPU)
+    x = torch.ones(64)
+    run = host.prepare({"x": x}, CPU, POISON[0])
+    with run.running(0) as given:
+        host.call("transform", given["x"])
+        out = torch.empty(16, dtype=torch.uint8)
+    kept = run.keep({"out": out})["out"]
+    assert kept.tolist() == [POISON[0]] * 16  # memory that nobody wrote
+    kept.zero_()
+    assert out[0] == POISON[0]
+    assert run.seconds > 0
+    for sentences, words in zip(run.violations(), (zones, changed), strict=True):
+        assert len(sentences) == len(words)
+        assert all(word in sentence for word, sentence in zip(words, sentences, strict=True))
+    assert torch.equal(x, torch.ones(64))
+
+
+class _Failing(torch.nn.Module):
+    """A reference layer whose forward raises `error`."""
+
+    def __init__(self, error: Exception, *sizes: Any, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.error, self.observer = reference.Linear(*sizes, **options), error, None
+        self.weight, self.bias = self.layer.weight, self.layer.bias
+        del self.layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("methods", "error", "message"),
+    [
+        ({"Linear": lambda *a, **o: _Failing(OSError("no smem"), *a, **o)}, BackendError,
+         r"^forward of Linear raised OSError: no smem \(at test_local_host\.py:\d+\)$"),
+        ({"Linear": lambda *a, **o: _Failing(NotImplementedError("no fp8"), *a, **o)}, Unsupported, "^no fp8$"),
+        ({"gemm": reference.gemm}, Unsupported, "^backend b has no Linear$"),
+    ],
+    ids=["raises", "is not implemented", "is missing"],
+)  # fmt: skip
+def test_a_module_that_gives_no_steps(methods: dict[str, Any], error: type[Exception], message: str) -> None:
+    case = case_from_labels("linear", "MXFP8BlockScaling", (1, 16, 32, 32), "bf16", "normal", ("bias",))
+    inputs: ModuleInputs = make_inputs(case)
+    with pytest.raises(error, match=message):
+        Backend.local("b", SimpleNamespace(**methods)).run_module(plan_of(case, inputs), given_of(inputs))
+
+
+@pytest.mark.parametrize(
+    ("device", "popped", "probes", "end"),
+    [
+        ("cpu", "unseen", [], CaseEnd()),
+        ("cuda", "", [], CaseEnd()),  # a locked context ended without an error
+        ("cuda", None, [""], CaseEnd()),
+        ("cuda", "launch failed", [""], CaseEnd("launch failed", usable=True)),
+        ("cuda", "illegal address", ["illegal address"], CaseEnd("illegal address", usable=False)),
+        ("cuda", None, ["illegal address", "illegal address"], CaseEnd("illegal address", usable=False)),
+    ],
+)
+def test_the_end_of_a_case_names_an_error_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, popped: str | None, probes: list[str], end: CaseEnd
+) -> None:
+    remaining, errors = list(probes), [popped]
+    monkeypatch.setattr(local_host, "probe_gpu", lambda: remaining.pop(0))
+    monkeypatch.setattr(local_host, "pop_gpu_error", lambda: errors.pop() if errors else None)
+    monkeypatch.setattr(local_host, "lock_gpu", lambda device: contextmanager(lambda: (yield))())
+    host = LocalHost("b", SimpleNamespace(gemm=print), torch.device(device))
+    assert host.end_case() == end
+    assert not remaining
