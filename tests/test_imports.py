@@ -17,8 +17,8 @@ FOLDERS = {
     "narrowgauge.harness": ROOT / "harness",
 }
 ORDER = (
-    "machine", "cases", "inputs", "backends", "checks", "operations", "diagnosis", "records", "running", "report",
-    "gate", "tools", "cli", "pytest_plugin",
+    "machine", "cases", "inputs", "backends", "hosts", "checks", "operations", "diagnosis", "records", "running",
+    "report", "gate", "tools", "cli", "pytest_plugin",
 )  # fmt: skip
 """Folders of the harness: each imports only from itself and from folders before it."""
 BUILDERS = {

@@ -113,6 +113,11 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return out if func in _EMPTY else out.copy_(func(*args, **kwargs))
         return func(*args, **kwargs)
 
+    def __enter__(self) -> Guard:
+        for slot in [*self._memory.slots, *self._foreign]:
+            self._mark_zones(slot, forbid=True)
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         for slot in [*self._memory.slots, *self._foreign]:
@@ -121,7 +126,6 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def forbid_zones(self, slot: Slot) -> None:
         """Forbid access to the guard zones of an input within the context, for the address sanitizer."""
         self._foreign.append(slot)
-        self._mark_zones(slot, forbid=True)
 
     @staticmethod
     def _mark_zones(slot: Slot, *, forbid: bool) -> None:

@@ -7,19 +7,22 @@ each key of the operation; the product of the lists is its cases. cases/README.m
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.keys import TIERS, Key, keys_of, nearest, one_of
+from narrowgauge.harness.cases.keys import TIERS, Key, keys_of, nearest, one_of, shown
 from narrowgauge.harness.cases.operations import OPERATIONS, case_of
 
 LEDGER = "known.toml"
 """Name of the ledger of known failures (`harness.gate.ledger`), which lies among the case files."""
+MOST_CASES = 100_000
+"""Cases of a file."""
 
 
 class CaseFileError(Exception):
@@ -32,7 +35,7 @@ def load(path: str | Path) -> list[Case]:
     Raises CaseFileError if the file cannot be read, is not TOML, or has an unknown key or value.
     """
     path = Path(path)
-    return _merged(case for where, table in _tables(path) for case in _expand(table, where, str(path)))
+    return _merged(case for table in _tables(path) for case in table.cases(str(path)))
 
 
 def load_all(paths: Sequence[str | Path]) -> list[Case]:
@@ -58,7 +61,7 @@ def line_of(path: Path, name: str) -> int:
         return 1
     try:
         tables = _tables(path)
-        number = next(i for i, (where, table) in enumerate(tables) if _holds(table, where, name))
+        number = next(i for i, table in enumerate(tables) if any(case.id == name for case in table.cases("")))
         lines = path.read_text(encoding="utf-8").splitlines()
     except (CaseFileError, StopIteration, OSError):
         return 1
@@ -67,16 +70,42 @@ def line_of(path: Path, name: str) -> int:
     return heads[number] if len(heads) == len(tables) else 1
 
 
-def _tables(path: Path) -> list[tuple[str, Any]]:
-    """The tables of a file, each with its place for messages."""
-    tables = toml_file.read(path, "matrix", what="a case file", error=CaseFileError)
-    if not isinstance(tables, list) or not tables:
+@dataclass(frozen=True)
+class _Table:
+    """A `[[matrix]]` table with correct keys and values."""
+
+    where: str
+    """File and number of the table, for messages."""
+    operation: str
+    tier: str
+    values: dict[str, list[Any]]
+    """Values of each key. Their product is the cases of the table."""
+
+    def cases(self, file: str) -> Iterator[Case]:
+        """The cases, the last key fastest. Raises CaseFileError if values of different keys exclude one another."""
+        for values in itertools.product(*self.values.values()):
+            point = dict(zip(self.values, values, strict=True))
+            case = case_of(self.operation, point, tier=self.tier, file=file)
+            if wrong := case.problem():
+                raise CaseFileError(f"{self.where}: {wrong}")
+            yield case
+
+
+def _tables(path: Path) -> list[_Table]:
+    """The tables of a file. Their cases are counted before a case is made."""
+    contents = toml_file.read(path, "matrix", what="a case file", error=CaseFileError)
+    if not isinstance(contents, list) or not contents:
         raise CaseFileError(f"{path}: no [[matrix]] table, so no case; see cases/README.md")
-    return [(f"{path}: [[matrix]] {number}", table) for number, table in enumerate(tables, 1)]
-
-
-def _holds(table: Any, where: str, name: str) -> bool:
-    return any(case.id == name for case in _expand(table, where, ""))
+    tables = [_table(content, f"{path}: [[matrix]] {number}") for number, content in enumerate(contents, 1)]
+    total = 0
+    for table in tables:
+        total += (count := math.prod(map(len, table.values.values())))
+        if total > MOST_CASES:
+            raise CaseFileError(
+                f"{table.where}: its lists make {count} cases, {total} with the tables before it; a file has at most "
+                f"{MOST_CASES}: shorten the lists, or divide the file"
+            )
+    return tables
 
 
 def _merged(cases: Iterable[Case]) -> list[Case]:
@@ -89,10 +118,10 @@ def _merged(cases: Iterable[Case]) -> list[Case]:
     return list(merged.values())
 
 
-def _expand(table: Any, where: str, file: str) -> Iterable[Case]:
-    """The cases of a table: the product of the values of its keys, the last key fastest."""
+def _table(table: Any, where: str) -> _Table:
+    """The checked content of a table. Raises CaseFileError."""
     if not isinstance(table, dict):
-        raise CaseFileError(f"{where}: is {table!r}; a matrix is a table of keys")
+        raise CaseFileError(f"{where}: is {shown(table)}; a matrix is a table of keys")
     operation, tier = table.get("operation"), table.get("tier")
     if not isinstance(operation, str) or operation not in OPERATIONS:
         raise CaseFileError(f"{where}: operation {one_of(OPERATIONS)(operation)}")
@@ -108,13 +137,8 @@ def _expand(table: Any, where: str, file: str) -> Iterable[Case]:
     required = [key.name for key in keys if key.required]
     if missing := [name for name in required if name not in table]:
         raise CaseFileError(f"{where}: {missing[0]} is missing; a {operation} needs {', '.join(required)}")
-    given = [key for key in keys if key.name in table]
-    for values in itertools.product(*(_values(key, table[key.name], where) for key in given)):
-        point = dict(zip((key.name for key in given), values, strict=True))
-        case = case_of(operation, point, tier=tier, file=file)
-        if wrong := case.problem():
-            raise CaseFileError(f"{where}: {wrong}")
-        yield case
+    values = {key.name: _values(key, table[key.name], where) for key in keys if key.name in table}
+    return _Table(where, operation, tier, values)
 
 
 def _values(key: Key, given: Any, where: str) -> list[Any]:

@@ -14,12 +14,16 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from narrowgauge.harness.cases.families import families_of
-from narrowgauge.harness.cases.sections import parse
+from narrowgauge.harness.cases.sections import number_of, parse
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.training import training_recipe
 
 Check = Callable[[Any], str | None]
 """Function from a value to the reason why it is wrong, or None."""
+LARGEST_SIZE = 1 << 40
+"""Largest size in a shape."""
+SHOWN = 200
+"""Characters of a value that a message shows."""
 
 
 class Flag(Enum):
@@ -45,12 +49,18 @@ def nearest(word: Any, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def shown(value: Any) -> str:
+    """`repr` of a value, cut for a message."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
+
+
 def one_of(choices: Iterable[str]) -> Check:
     """Check that `choices` contains a value."""
     known = list(choices)
 
     def check(value: Any) -> str | None:
-        return None if value in known else f"is {value!r}{nearest(value, known)}; it can be {', '.join(known)}"
+        return None if value in known else f"is {shown(value)}{nearest(value, known)}; it can be {', '.join(known)}"
 
     return check
 
@@ -61,9 +71,13 @@ def dims(names: str, least: int, most: int) -> Check:
 
     def check(value: Any) -> str | None:
         right = (
-            isinstance(value, list) and least <= len(value) <= most and all(type(n) is int and n >= 0 for n in value)
+            isinstance(value, list)
+            and least <= len(value) <= most
+            and all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in value)
         )
-        return None if right else f"is {value!r}; a shape is {names}, {count} that are not negative"
+        return (
+            None if right else f"is {shown(value)}; a shape is {names}, {count} that are not negative and at most 2^40"
+        )
 
     return check
 
@@ -72,20 +86,26 @@ def count(noun: str, most: int) -> Check:
     """Check that a value is an integer from 1 to `most`."""
 
     def check(value: Any) -> str | None:
-        return None if type(value) is int and 1 <= value <= most else f"is {value!r}; there can be 1 to {most} {noun}"
+        return (
+            None if type(value) is int and 1 <= value <= most else f"is {shown(value)}; there can be 1 to {most} {noun}"
+        )
 
     return check
 
 
 def _boolean(value: Any) -> str | None:
-    return None if isinstance(value, bool) else f"is {value!r}; it can be true or false"
+    return None if isinstance(value, bool) else f"is {shown(value)}; it can be true or false"
 
 
 def _recipe(value: Any) -> str | None:
     try:
         find_recipe(value)
     except (ValueError, AttributeError) as error:
-        return f"is {value!r}: {error}" if isinstance(error, ValueError) else f"is {value!r}, not a recipe's name"
+        return (
+            f"is {shown(value)}: {error}"
+            if isinstance(error, ValueError)
+            else f"is {shown(value)}, not a recipe's name"
+        )
     return None
 
 
@@ -93,7 +113,9 @@ def _rotating(value: Any) -> str | None:
     if wrong := _recipe(value):
         return wrong
     return (
-        None if find_recipe(value).transform else f"is {value!r}, which has no transform; nvfp4-rht and the like have"
+        None
+        if find_recipe(value).transform
+        else f"is {shown(value)}, which has no transform; nvfp4-rht and the like have"
     )
 
 
@@ -101,14 +123,18 @@ def _delayed(value: Any) -> str | None:
     if wrong := _recipe(value):
         return wrong
     delayed = find_recipe(value).delayed
-    return None if delayed else f"is {value!r}, which takes no history; fp8-delayed-e4m3 and the like do"
+    return None if delayed else f"is {shown(value)}, which takes no history; fp8-delayed-e4m3 and the like do"
 
 
 def _training(value: Any) -> str | None:
     try:
         training_recipe(value)
     except (ValueError, TypeError) as error:
-        return f"is {value!r}: {error}" if isinstance(value, str) else f"is {value!r}, not a training recipe's name"
+        return (
+            f"is {shown(value)}: {error}"
+            if isinstance(value, str)
+            else f"is {shown(value)}, not a training recipe's name"
+        )
     return None
 
 
@@ -190,7 +216,7 @@ class Key:
         if self.flag is None:
             return None
         name, _, number = flag.partition(":")
-        value = True if flag == self.name else int(number) if name == self.name and number.isdecimal() else flag
+        value = True if flag == self.name else number_of(number) if name == self.name else flag
         return value if self.check(value) is None else None
 
 

@@ -14,6 +14,12 @@ LAYOUT_TILE = 128
 """Rows of a tile of swizzled scales: ragged sections of whole rotated groups do not end with a tile."""
 
 
+def number_of(text: str) -> int | None:
+    """The number that ASCII digits write, or None. Other digits, signs, spaces and more than 18 digits are no number:
+    `int` reads "٣" as 3."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
+
+
 def parse(text: object) -> tuple[str, int]:
     """Kind and count of `kind:count`. Raises ValueError; the message names the right values."""
     kind, _, count = text.partition(":") if isinstance(text, str) else ("", "", "")
@@ -26,19 +32,20 @@ def parse(text: object) -> tuple[str, int]:
             f"is {text!r}{near}; sections are a kind and a count, even:4; kinds are {', '.join(KINDS)}, and {GIVEN} "
             "with the rows of each, rows:17,0,48"
         )
-    if not count.isdecimal() or not 1 <= int(count) <= MOST:
+    number = number_of(count)
+    if number is None or not 1 <= number <= MOST:
         raise ValueError(f"is {text!r}; there can be 1 to {MOST} sections")
-    return kind, int(count)
+    return kind, number
 
 
 def _given(text: object, sizes: str) -> tuple[int, ...]:
     """The rows of every section in a text such as `17,0,48`. Raises ValueError."""
-    parts = sizes.split(",")
-    if not all(part.isdecimal() for part in parts):
+    numbers = [number for part in sizes.split(",") if (number := number_of(part)) is not None]
+    if len(numbers) <= sizes.count(","):
         raise ValueError(f"is {text!r}; rows are numbers with commas between them: rows:17,0,48")
-    if len(parts) > MOST:
+    if len(numbers) > MOST:
         raise ValueError(f"is {text!r}; there can be 1 to {MOST} sections")
-    return tuple(map(int, parts))
+    return tuple(numbers)
 
 
 def section_sizes(text: str, rows: int, *, whole: int = 1) -> tuple[int, ...]:

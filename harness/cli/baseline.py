@@ -13,9 +13,10 @@ def accept(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> Non
 
     from narrowgauge.harness.gate.accept import accept as accept_run
     from narrowgauge.harness.gate.baseline import BaselineError
-    from narrowgauge.harness.records.journal import JournalError, read
+    from narrowgauge.harness.gate.trust import read_trusted
+    from narrowgauge.harness.records.journal import JournalError
 
     try:
-        accept_run(read(run), baseline, Console())
+        accept_run(read_trusted(run), baseline, Console())
     except (BaselineError, JournalError) as error:
         stop(str(error))

@@ -19,10 +19,11 @@ def compare_runs(
     from rich.console import Console
 
     from narrowgauge.harness.gate.compare import compare, show
-    from narrowgauge.harness.records.journal import JournalError, read
+    from narrowgauge.harness.gate.trust import read_trusted
+    from narrowgauge.harness.records.journal import JournalError
 
     try:
-        comparison = compare(read(a), read(b))
+        comparison = compare(read_trusted(a), read_trusted(b))
     except JournalError as error:
         stop(str(error))
     if html is not None:

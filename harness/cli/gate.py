@@ -10,17 +10,22 @@ from narrowgauge.harness.cli.options import BaselinePath, RunPath, stop
 
 
 def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> None:
-    """Hold a finished run against a baseline. Exit status 0 only if every case of it ran and no figure is worse."""
+    """Hold a finished run against a baseline. Exit status 0 only if every case of it ran and no figure is worse; 2 if
+    the run cannot be read or trusted."""
     from rich.console import Console
 
     from narrowgauge.harness.gate.baseline import BaselineError, read
     from narrowgauge.harness.gate.gate import judge, show
+    from narrowgauge.harness.gate.trust import read_trusted, verify_sources
     from narrowgauge.harness.records.journal import JournalError
-    from narrowgauge.harness.records.journal import read as read_run
 
     try:
-        judgement = judge(read_run(run), read(baseline))
+        finished = read_trusted(run)
+        not_compared = verify_sources(finished, run)
+        judgement = judge(finished, read(baseline))
     except (BaselineError, JournalError) as error:
         stop(str(error))
+    for sentence in not_compared:
+        judgement.note("not verified", sentence)
     show(judgement, str(baseline), Console())
     raise typer.Exit(0 if judgement.passed else 1)

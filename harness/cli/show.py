@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,12 +46,10 @@ def show(
     from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
     from narrowgauge.harness.tools.show import show_case
 
-    try:
-        place = tuple(int(part) for part in at.split(",")) if at else None
-        if place is not None and (len(place) != 2 or min(place) < 0):
-            raise ValueError(at)
-    except ValueError:
+    if at and not re.fullmatch("[0-9]{1,18},[0-9]{1,18}", at):
         stop(f"--at is {at!r}; it is a row and a column: --at 3,17")
+    row, _, column = at.partition(",")
+    place = (int(row), int(column)) if at else None
     try:
         passed = show_case(
             case, load_backend(backend, device), device=device, seed=seed, source=source, place=place,

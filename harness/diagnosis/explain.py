@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from narrowgauge.harness.diagnosis.auxiliary.explain_auxiliary import explain_auxiliary
 from narrowgauge.harness.diagnosis.explain_decoding import explain_decoding
 from narrowgauge.harness.diagnosis.explain_formula import explain_formula
-from narrowgauge.harness.diagnosis.explain_memory import explain_memory
+from narrowgauge.harness.diagnosis.explain_memory import Run, explain_aliases, explain_memory, explain_same_results
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.gemm.explain_fused_output import explain_fused_output
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
@@ -15,10 +17,15 @@ from narrowgauge.harness.diagnosis.search_history import SearchHistory
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 
-def explain(outcome: Outcome, history: SearchHistory) -> list[Explanation]:
-    """Explanations of the first wrong stage: deviations that give the kernel's bytes, then signatures.
+def explain(
+    outcome: Outcome, history: SearchHistory, *, runs: Callable[[], tuple[Run, Run]] | None = None
+) -> list[Explanation]:
+    """Explanations of the first wrong stage: deviations that give the kernel's bytes, then shared memory and results
+    that do not depend on the inputs, then signatures.
 
-    `history`: searches of earlier outcomes of the backend. This search is added to it.
+    `history`: searches of earlier outcomes of the backend. This search is added to it. `runs`: a function that runs the
+    case again; it gives the tensors of this run and those of the same case with the inputs of another seed. It is
+    called for a wrong outcome only.
     """
     wrong_stage = next((stage for stage in outcome.stages if not stage.passed), None)
     if wrong_stage is None:
@@ -30,4 +37,8 @@ def explain(outcome: Outcome, history: SearchHistory) -> list[Explanation]:
     explanations += explain_auxiliary(outcome, wrong_stage)
     explanations += explain_formula(outcome, wrong_stage)
     explanations += explain_decoding(outcome, wrong_stage, history)
+    exact = not any(explanation.exact for explanation in explanations)
+    explanations += explain_aliases(outcome, wrong_stage, exact=exact)
+    if runs is not None:
+        explanations += explain_same_results(wrong_stage, *runs(), exact=exact)
     return [*explanations, *signatures(outcome, wrong_stage)]

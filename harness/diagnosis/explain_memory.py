@@ -1,6 +1,12 @@
-"""Causes observed while the backend ran: guard zones, poison, thread orders, and the steps of a module."""
+"""Causes observed while the backend ran: guard zones, poison, thread orders, the steps of a module, memory that results
+share, and results that stay when the inputs change."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
@@ -23,9 +29,82 @@ MODULE_CAUSES = {
     "quantized-twice": "a half is made of the other one's decoded values",
 }
 """Causes that the judge of a module's steps reports (`harness.operations.modules.linear`), and their sentences."""
+ALIAS_CAUSES = {
+    "returns-its-input": "its result shares memory with an input",
+    "returns-earlier-result": "its result shares memory with an earlier result",
+}
+"""Causes that the kernel host reports for results that share memory, and their sentences."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tensors of a case on the inputs of one seed, by name."""
+
+    inputs: Mapping[str, torch.Tensor]
+    """The inputs, by the names of `Inputs.named`."""
+    results: Mapping[str, torch.Tensor]
+    """The results of the backend, by the names of `Outcome.outputs`."""
+    expected: Mapping[str, torch.Tensor]
+    """The results of the reference, by the same names."""
 
 
 def explain_memory(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
     """Explanations by the observed causes of a wrong stage. They are exact: nothing is inferred from wrong elements."""
     sentences = MEMORY_CAUSES | MODULE_CAUSES
     return [Explanation(cause, sentences[cause], wrong_stage.stage, exact=True) for cause in wrong_stage.causes]
+
+
+def explain_aliases(outcome: Outcome, wrong_stage: StageResult, *, exact: bool) -> list[Explanation]:
+    """Explanations by memory that results share with inputs or with earlier results, as the kernel host reports it.
+
+    A kernel may reuse the memory of its results and be wrong for another reason. So the caller gives `exact=False` if
+    another mistake gives the bytes of the kernel.
+    """
+    found = {
+        entry["cause"]: Explanation(entry["cause"], entry["sentence"], wrong_stage.stage, exact=exact)
+        for entry in getattr(outcome, "aliases", [])
+        if entry["cause"] in ALIAS_CAUSES
+    }
+    return list(found.values())
+
+
+def explain_same_results(wrong_stage: StageResult, first: Run, other: Run, *, exact: bool) -> list[Explanation]:
+    """The explanation `same-result-for-other-inputs`: wrong results with the same bytes for the inputs of two seeds.
+
+    A result counts if it is not empty, differs from the reference, and has the bytes of its counterpart of the other
+    run, while the references of the two runs differ. No result counts if the inputs of both runs are equal, as those of
+    the family `zeros`. `exact`: as of `explain_aliases`.
+    """
+    if not _differ(first.inputs, other.inputs):
+        return []
+    names = [
+        name
+        for name, result in first.results.items()
+        if result.numel()
+        and _equal(result, other.results.get(name))
+        and name in first.expected
+        and not _equal(first.expected[name], other.expected.get(name))
+        and not _equal(result, first.expected[name])
+    ]
+    if not names:
+        return []
+    sentence = f"{_listed(names)} {'is' if len(names) == 1 else 'are'} the same for the inputs of another seed"
+    return [Explanation("same-result-for-other-inputs", sentence, wrong_stage.stage, exact=exact)]
+
+
+def _differ(inputs: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether any tensor differs from the tensor of the same name."""
+    return any(not _equal(tensor, others.get(name)) for name, tensor in inputs.items())
+
+
+def _equal(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two tensors have equal shape, dtype and bytes."""
+    if other is None or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        return False
+    left, right = (t.contiguous().flatten().view(torch.uint8) for t in (tensor, other))
+    return torch.equal(left, right)
+
+
+def _listed(names: list[str]) -> str:
+    """Names as an enumeration: `codes, scales and amax`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -31,7 +31,7 @@ BELOW = -1075
 ABOVE = 1 + 2.0**-30
 """Tolerance for budgets. They are often powers of two, evaluated in float64, and their last bits depend on the
 machine's matrix product."""
-FLOATS = ("exact_share", "ordered_share", "excused_share", "budget_max")
+FLOATS = ("exact_share", "ordered_share", "excused_share", "budget_max", "interval_ulps_max")
 """Columns used for figures that could be infinite or NaN."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from narrowgauge.harness.cases import toml_file
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.case_file import LEDGER
-from narrowgauge.harness.cases.keys import nearest, one_of
+from narrowgauge.harness.cases.keys import nearest, one_of, shown
 
 VERDICTS = ("fail", "error", "crash", "timeout")
 """Verdicts allowed in an entry."""
@@ -28,6 +28,8 @@ REQUIRED = ("case", "backend", "issue", "reason")
 OPTIONAL = ("verdict", "stage", "cause", "device")
 SHOWN = 5
 """Largest number of entries in an error message. The message counts the omitted entries."""
+MOST = 1000
+"""Entries of a ledger."""
 
 
 class LedgerError(Exception):
@@ -86,26 +88,37 @@ class Ledger:
     entries: tuple[Entry, ...] = ()
 
     def check(self, cases: Iterable[Case], folders: Iterable[Path] = ()) -> None:
-        """Raise LedgerError if an entry matches none of the cases, and no case of the case files in `folders`.
+        """Raise LedgerError if an entry matches none of the cases or all of them.
 
-        A run may load a single case file. The other files of the folders are read only if an entry matches no loaded
-        case.
+        A run may load a single case file. The other files of `folders` are read only if an entry matches none or all of
+        the loaded cases, and count too.
         """
         ids = [case.id for case in cases]
-        unmatched = [entry for entry in self.entries if not any(map(entry.matches, ids))]
-        if unmatched and (folders := list(folders)):
+        wrong = self._mistaken(self.entries, ids)
+        if wrong and (folders := list(folders)):
             from narrowgauge.harness.cases.case_file import load_all
 
             ids = [case.id for case in load_all(folders)]
-            unmatched = [entry for entry in unmatched if not any(map(entry.matches, ids))]
-        if unmatched:
-            complaints = [
-                f"{entry.location}: case {entry.case!r} matches no case{nearest(entry.case, ids)}"
-                for entry in unmatched
-            ]
-            if len(unmatched) > SHOWN:
-                complaints[SHOWN:] = [f"and {len(unmatched) - SHOWN} more"]
-            raise LedgerError("; ".join(complaints) + ": correct the pattern, or delete the entry")
+            wrong = self._mistaken(wrong, ids)
+        if not wrong:
+            return
+        complaints = [
+            f"{entry.location}: case {shown(entry.case)} matches "
+            + (f"all {len(ids)} cases" if any(map(entry.matches, ids)) else f"no case{nearest(entry.case, ids)}")
+            for entry in wrong[:SHOWN]
+        ]
+        if len(wrong) > SHOWN:
+            complaints.append(f"and {len(wrong) - SHOWN} more")
+        raise LedgerError("; ".join(complaints) + ": correct or narrow the pattern, or delete the entry")
+
+    @staticmethod
+    def _mistaken(entries: Iterable[Entry], ids: Sequence[str]) -> list[Entry]:
+        """Entries that match none of the cases, or all of several."""
+
+        def mistaken(entry: Entry) -> bool:
+            return not any(map(entry.matches, ids)) or (len(ids) > 1 and all(map(entry.matches, ids)))
+
+        return [entry for entry in entries if mistaken(entry)]
 
     def entries_for(self, case: str, backend: str, device: str) -> list[Entry]:
         """Entries for a case on a backend and a device. A failure is known if any entry expects the failure."""
@@ -171,7 +184,15 @@ def load(path: Path) -> Ledger:
         return Ledger()
     if not isinstance(tables, list):
         raise LedgerError(f"{path}: known is {type(tables).__name__}; a ledger holds [[known]] tables")
-    return Ledger(tuple(_entry(table, f"{path}: [[known]] {number}") for number, table in enumerate(tables, 1)))
+    if len(tables) > MOST:
+        raise LedgerError(f"{path}: has {len(tables)} [[known]] tables, at most {MOST}; join entries by patterns")
+    entries: dict[Entry, Entry] = {}
+    for number, table in enumerate(tables, 1):
+        entry = _entry(table, f"{path}: [[known]] {number}")
+        first = entries.setdefault(replace(entry, issue="", reason="", location=""), entry)
+        if first is not entry:
+            raise LedgerError(f"{entry.location}: expects the same failures as {first.location}; delete one of the two")
+    return Ledger(tuple(entries.values()))
 
 
 def load_beside(paths: Sequence[Path]) -> Ledger:
@@ -190,13 +211,13 @@ def folders_of(paths: Iterable[Path]) -> list[Path]:
 
 def _entry(table: Any, location: str) -> Entry:
     if not isinstance(table, dict):
-        raise LedgerError(f"{location}: is {table!r}; an entry is a table of keys")
+        raise LedgerError(f"{location}: is {shown(table)}; an entry is a table of keys")
     keys = [*REQUIRED, *OPTIONAL]
     for key, value in table.items():
         if key not in keys:
             raise LedgerError(f"{location}: unknown key {key!r}{nearest(key, keys)}; an entry has {', '.join(keys)}")
         if not isinstance(value, str) or not value.strip():
-            raise LedgerError(f"{location}: {key} is {value!r}; it is text, and not empty")
+            raise LedgerError(f"{location}: {key} is {shown(value)}; it is text, and not empty")
     for key in REQUIRED:
         if key not in table:
             raise LedgerError(f"{location}: {key} is missing; an entry needs {', '.join(REQUIRED)}")
@@ -222,7 +243,7 @@ def _stage(table: dict[str, str]) -> str | None:
     names = stage_names(operation)
     if stage is None or not names or stage in names:
         return None
-    return f"is {stage!r}{nearest(stage, names)}; of {operation} it can be {', '.join(names)}"
+    return f"is {shown(stage)}{nearest(stage, names)}; of {operation} it can be {', '.join(names)}"
 
 
 def _cause(table: dict[str, str]) -> str | None:
@@ -234,13 +255,14 @@ def _cause(table: dict[str, str]) -> str | None:
         return None
     close = nearest(cause, [*CAUSES, *(f"{family}…" for family in FAMILIES)])
     return (
-        f"is {cause!r}{close}; it is one of the column explanations, and harness/diagnosis/cause_names.py has them all"
+        f"is {shown(cause)}{close}; it is one of the column explanations, and harness/diagnosis/cause_names.py has "
+        "them all"
     )
 
 
 def _link(value: str) -> str | None:
     """Error in a link, else None."""
-    return None if is_link(value) else f"is {value!r}; it is a link: https://…"
+    return None if is_link(value) else f"is {shown(value)}; it is a link: https://…"
 
 
 def is_link(value: str) -> bool:

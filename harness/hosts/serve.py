@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -172,19 +172,18 @@ class _Server:
         else:
             slots = run.slots
             run.add(message["span"])
+        arguments = codec.decode_argument(message["arguments"], slots.tensor)
+        options = codec.decode_argument(message["options"], slots.tensor)
         start = time.perf_counter()
         try:
-            if run is not None:
-                run.enter()
-            arguments = codec.decode_argument(message["arguments"], slots.tensor)
-            options = codec.decode_argument(message["options"], slots.tensor)
-            synchronize(self.device)
-            start = time.perf_counter()
-            if method == "run_module":
-                result: Any = self.host.run_module(*arguments)
-            else:
-                result = self.host.call_on_device(method, *arguments, **options)
-            synchronize(self.device)
+            with nullcontext() if run is None else run.guarded():
+                synchronize(self.device)
+                start = time.perf_counter()
+                if method == "run_module":
+                    result: Any = self.host.run_module(*arguments)
+                else:
+                    result = self.host.call_on_device(method, *arguments, **options)
+                synchronize(self.device)
         except Unsupported as error:
             return {"unsupported": str(error)[: codec.TEXT]}
         except BackendError as error:
@@ -311,15 +310,15 @@ class _Run:
         for slot in self.slots.add(span):
             self._guard.forbid_zones(slot)
 
-    def enter(self) -> None:
-        """Enter the contexts of the run, once."""
+    def guarded(self) -> Guard:
+        """Enter the variation, once, and give the context of a call. This process guards no memory of its own."""
         if self._stack is None:
             self._stack = ExitStack()
             self._stack.enter_context(self._host.variation(self._variation))
-            self._stack.enter_context(self._guard)
+        return self._guard
 
     def end(self) -> dict[str, Any]:
-        """Leave the contexts. The answer has the seconds of the calls and the violations."""
+        """Leave the variation. The answer has the seconds of the calls and the violations."""
         if self._stack is not None:
             self._stack.close()
         outside, changed = self.slots.violations()
@@ -347,8 +346,15 @@ class _Writer:
         """Copy all tensors."""
         for tensor, start in self._placed:
             if tensor.numel():
-                contiguous = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
-                tensor_at(self.memory, start, tensor.dtype, tensor.shape, contiguous).copy_(tensor)
+                tensor_at(self.memory, start, tensor.dtype, tensor.shape, _contiguous(tensor.shape)).copy_(tensor)
+
+
+def _contiguous(shape: torch.Size) -> list[int]:
+    """Strides of a contiguous tensor."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return strides[::-1][-len(shape) :] if shape else []
 
 
 def _no_tensor(tensor: torch.Tensor) -> Any:

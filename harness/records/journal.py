@@ -3,31 +3,39 @@
 The file is `records.jsonl` in the report folder. Its first line is a header: a JSON object with all fields of
 `RecordedRun` except `NOT_IN_HEADER`. Each further line is a record (`Record.to_dict`), or `{"elapsed": …}`, the seconds
 of the run so far. The last record of a case counts, and the last elapsed time. Numbers are written by Python: inf is
-`Infinity`.
+`Infinity`. While a process writes the journal, it holds the lock of the folder (`harness.records.folder_lock`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.records.record import SCHEMA
+from narrowgauge.harness.records.folder_lock import FolderInUseError, lock_folder, unlock_folder
+from narrowgauge.harness.records.plain_text import plain_text, plain_value
+from narrowgauge.harness.records.record import SCHEMA, Record
 
 JOURNAL_VERSION = 2
 """Version of the header and of the elapsed lines. Raised with every change of them."""
 JOURNAL_NAME = "records.jsonl"
+FOREIGN_NAME = "records.foreign.jsonl"
+"""Name for a file that another program put in place of the journal of a running run."""
 FAILURES = "failures"
 """Folder of a report with the saved failures of its run (`harness.running.save_failures`)."""
 NOT_IN_HEADER = ("records", "elapsed")
 """Fields of a run that the header does not contain."""
 _ELAPSED_INTERVAL = 1.0
 """Seconds between two writes of the elapsed time: a killed run loses at most this much of it."""
+_LINE = 1 << 26
+"""Largest length of a line in bytes. The longest lines are headers, about 100 bytes for each case."""
 
 
 class JournalError(Exception):
@@ -93,9 +101,10 @@ def new_run(
 
 
 def read(path: Path) -> RecordedRun:
-    """The run in the report folder `path`, or in the journal file `path`.
+    """The run in the report folder `path`, or in the journal file `path`. Its text is escaped (`plain_text`).
 
-    A truncated last line is ignored. Raises JournalError if there is no journal, or a journal of another version.
+    A truncated last line is ignored. Raises JournalError if there is no journal, a journal of another version, or a
+    line that is no record. `harness.records.record_check` finds missing columns and wrong values of a record.
     """
     return _read(path)[0]
 
@@ -103,63 +112,117 @@ def read(path: Path) -> RecordedRun:
 def _read(path: Path) -> tuple[RecordedRun, int]:
     """The run, and the number of bytes in complete lines of its journal."""
     file = path / JOURNAL_NAME if path.is_dir() else path
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError as error:
-        location = "the folder holds" if path.is_dir() else "there is"
-        raise JournalError(f"{path}: {location} no {file.name}; a run writes it into its --report-dir") from error
-    except OSError as error:
-        raise JournalError(f"{file}: cannot be read: {error.strerror}") from error
-    whole_lines = content.rfind(b"\n") + 1
-    lines = content[:whole_lines].splitlines()
-    if not lines:
+    lines = _lines(path, file)
+    header, size = next(lines, ({}, 0))
+    if not size:
         raise JournalError(f"{file}: holds no whole line, so no run; run it again without --resume")
-    header = _parse_line(lines[0], file, 1)
     versions = header.get("journal"), header.get("schema")
     if versions != (JOURNAL_VERSION, SCHEMA):
         raise JournalError(
             f"{file}: is a journal of version {versions[0]} with records of schema {versions[1]}; this narrowgauge "
             f"reads version {JOURNAL_VERSION} and schema {SCHEMA}: run the cases again"
         )
-    names = {f.name for f in fields(RecordedRun)} - set(NOT_IN_HEADER)
-    if names != set(header):
-        keys = ", ".join(sorted(names ^ set(header)))
+    types = {column.name: str(column.type) for column in fields(RecordedRun) if column.name not in NOT_IN_HEADER}
+    if set(types) != set(header):
+        keys = ", ".join(sorted(set(types) ^ set(header)))
         raise JournalError(f"{file}: line 1 is no header of a run: {keys} missing or unknown")
+    if wrong := [name for name, kind in types.items() if not _is_of(header[name], kind)]:
+        raise JournalError(f"{file}: line 1 is no header of a run: {wrong[0]} is not {types[wrong[0]]}")
     latest: dict[str, dict[str, Any]] = {}
     elapsed = 0.0
-    for number, line in enumerate(lines[1:], 2):
-        entry = _parse_line(line, file, number)
+    for number, (entry, end) in enumerate(lines, 2):
+        size = end
         if set(entry) == {"elapsed"} and isinstance(entry["elapsed"], float):
             elapsed = entry["elapsed"]
-        elif "case" in entry and "verdict" in entry:
-            latest[entry["case"]] = entry
+        elif problem := _record_problem(entry):
+            raise JournalError(f"{file}: line {number} is no record: {problem}")
         else:
-            raise JournalError(f"{file}: line {number} is no record: it has no case or no verdict")
-    return RecordedRun(**header, records=list(latest.values()), elapsed=elapsed), whole_lines
+            latest[entry["case"]] = entry
+    return RecordedRun(**header, records=list(latest.values()), elapsed=elapsed), size
+
+
+def _lines(path: Path, file: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Objects of the complete lines of a journal, each with the number of bytes up to its end."""
+    try:
+        # O_NONBLOCK: a named pipe would wait for its writer.
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                raise JournalError(f"{file}: is no regular file; name the --report-dir of a run, or its {JOURNAL_NAME}")
+            size = number = 0
+            while (line := opened.readline(_LINE + 1)).endswith(b"\n"):
+                size, number = size + len(line), number + 1
+                yield _parse_line(line, file, number), size
+            if len(line) > _LINE:
+                raise JournalError(f"{file}: line {number + 1} is longer than {_LINE} bytes, so no line of a run")
+    except FileNotFoundError as error:
+        location = "the folder holds" if path.is_dir() else "there is"
+        raise JournalError(f"{path}: {location} no {file.name}; a run writes it into its --report-dir") from error
+    except OSError as error:
+        raise JournalError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
+        entry = plain_value(json.loads(line.decode(), object_pairs_hook=_object))
+    except RecursionError as error:
+        raise JournalError(f"{file}: line {number} is nested too deep, so no line of a run") from error
     except ValueError as error:
-        raise JournalError(f"{file}: line {number} is not JSON: {error}") from error
+        raise JournalError(f"{file}: line {number} is not JSON: {plain_text(str(error))}") from error
     if not isinstance(entry, dict):
         raise JournalError(f"{file}: line {number} is {type(entry).__name__}, and not an object")
     return entry
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError if a key occurs twice: programs differ in the value that they take."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
+    return value
+
+
+def _record_problem(entry: dict[str, Any]) -> str:
+    """Why an object of a journal is no record. Empty for a record, which may lack columns."""
+    if not isinstance(entry.get("case"), str) or not isinstance(entry.get("verdict"), str):
+        return "it has no case or no verdict"
+    for name, kind in _COLUMNS.items():
+        if name in entry and not _is_of(entry[name], kind):
+            return f"its column {name} is not {kind}"
+    return ""
+
+
+_COLUMNS = {column.name: str(column.type) for column in fields(Record)}
+"""Type of each column of a record."""
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Whether a value has the type of a field, given as text: `str`, `int | None`, `list[str]`, …"""
+    if kind.startswith("list"):
+        return isinstance(value, list) and all(_is_of(item, kind[len("list[") : -1]) for item in value)
+    if kind.startswith("dict"):
+        return isinstance(value, dict) and (kind != "dict[str, str]" or all(isinstance(v, str) for v in value.values()))
+    names = kind.split(" | ")
+    found = "None" if value is None else type(value).__name__
+    return found in names or (found == "int" and "float" in names)
+
+
 class Journal:
     """Journal of the running run. The file is opened at the first record, so a run without records changes nothing.
 
-    An earlier journal in the folder is replaced unless it is resumed; the failures saved by its run are removed with
-    it.
+    The journal holds the lock of its folder until `close`: another process cannot write a journal or a report into the
+    folder. An earlier journal in the folder is replaced unless it is resumed; the failures saved by its run are removed
+    with it. If another program deletes, replaces or changes the file, the next record writes it again with all records.
     """
 
     def __init__(
         self, directory: Path, header: Callable[[], RecordedRun], *, clock: Callable[[], float] | None = None
     ) -> None:
         """`header` is called once, at the first record: describing the machine takes time. `clock`: seconds since this
-        process began with the run; by default the seconds since this call."""
+        process began with the run; by default the seconds since this call.
+
+        Raises JournalError if another process writes into the folder, or if the folder cannot be written.
+        """
         self.path = directory / JOURNAL_NAME
         self.earlier_records: list[dict[str, Any]] = []
         """Records of the resumed run."""
@@ -167,24 +230,45 @@ class Journal:
         self._clock = clock or (lambda: time.monotonic() - started)
         self._before = self._written_elapsed = 0.0
         self._header = header
-        self._saved = {path: path.stat().st_mtime_ns for path in (directory / FAILURES).glob("*")}
+        self._header_line: dict[str, Any] | None = None
+        self._records: list[dict[str, Any]] = []
+        """Records in the file."""
         self._file: int | None = None
         self._size = 0
+        self._notice = ""
+        """Warning about a file that was written again."""
+        self._taken = ""
+        """Why nothing more is written: another process uses the folder, which was deleted with the lock."""
+        self._locked = False
+        self._lock()
+        self._saved = {path: path.stat().st_mtime_ns for path in (directory / FAILURES).glob("*")}
 
     @classmethod
     def resumed(cls, directory: Path, header: RecordedRun, *, clock: Callable[[], float] | None = None) -> Journal:
         """Resume the journal in `directory`: its records are `earlier_records`, and its elapsed time continues.
 
-        Raises JournalError if there is no journal, or if its run differs from `header`.
+        Raises JournalError if there is no journal, if its run differs from `header`, if a record lacks a column, or if
+        another process writes into the folder.
         """
         journal = cls(directory, lambda: header, clock=clock)
-        run, journal._size = _read(journal.path)
-        if differences := list(_differences(run, header)):
-            raise JournalError(
-                f"{journal.path}: is of another run: {'; '.join(differences)}. Run without --resume to begin anew, or "
-                "with another --report-dir to keep both"
-            )
+        try:
+            run, journal._size = _read(journal.path)
+            if differences := list(_differences(run, header)):
+                raise JournalError(
+                    f"{journal.path}: is of another run: {'; '.join(differences)}. Run without --resume to begin anew, "
+                    "or with another --report-dir to keep both"
+                )
+            for record in run.records:
+                if missing := [name for name in _COLUMNS if name not in record]:
+                    raise JournalError(
+                        f"{journal.path}: the record of {record['case']} has no column {missing[0]}. Run without "
+                        "--resume to begin anew"
+                    )
+        except JournalError:
+            journal.close()
+            raise
         journal.earlier_records = run.records
+        journal._records = list(run.records)
         journal._before = journal._written_elapsed = run.elapsed
         return journal
 
@@ -195,19 +279,45 @@ class Journal:
 
     def add(self, record: dict[str, Any]) -> None:
         """Write a record. It survives a kill of this process. Raises JournalError if it cannot be written."""
+        if self._taken:
+            raise JournalError(self._taken)
         if self._file is None:
             self._open()
         self._write(record)
+        self._records.append(record)
         if self.elapsed >= self._written_elapsed + _ELAPSED_INTERVAL:
             self._write_elapsed()
+        self._warn()
 
     def close(self) -> None:
-        """Close the file and write the elapsed time."""
+        """Write the elapsed time, close the file, and end the lock of the folder."""
+        if self._file is not None and self._size and not self._taken:
+            self._write_elapsed()
+        self._close_file()
+        if self._locked:
+            self._locked = False
+            unlock_folder(self.path.parent)
+        self._warn()
+
+    def _warn(self) -> None:
+        """Issue the warning about a restored file: last, because a filter can turn a warning into an exception."""
+        notice, self._notice = self._notice, ""
+        if notice:
+            warnings.warn(notice, RuntimeWarning, stacklevel=3)
+
+    def _close_file(self) -> None:
         if self._file is not None:
-            if self._size:
-                self._write_elapsed()
             os.close(self._file)
             self._file = None
+
+    def _lock(self) -> None:
+        try:
+            lock_folder(self.path.parent)
+        except OSError as error:
+            if isinstance(error, FolderInUseError):
+                raise JournalError(error.strerror) from error
+            raise JournalError(f"{self.path.parent}: cannot be written: {error.strerror}") from error
+        self._locked = True
 
     def _write_elapsed(self) -> None:
         self._written_elapsed = self.elapsed
@@ -216,23 +326,73 @@ class Journal:
 
     def _open(self) -> None:
         new = not self._size
+        if not self._locked:
+            self._lock()
         if new:
             self._remove_saved()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if new else 0), 0o666)
+            # O_APPEND: no write leaves a gap, even if another program makes the file shorter.
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            if os.fstat(self._file).st_size < self._size:  # since the journal was read for --resume
+                self._restore("changed")
             os.ftruncate(self._file, self._size)  # remove a truncated last line
-            os.lseek(self._file, self._size, os.SEEK_SET)
         except OSError as error:
+            self._close_file()
             raise self._error(error) from error
         if new:
             try:
-                self._write(
-                    {name: value for name, value in asdict(self._header()).items() if name not in NOT_IN_HEADER}
-                )
+                self._write(self._header_entry())
             except JournalError:
-                self.close()  # the next record writes the header again
+                self._close_file()  # the next record writes the header again
                 raise
+
+    def _header_entry(self) -> dict[str, Any]:
+        if self._header_line is None:
+            values = asdict(self._header())
+            self._header_line = {name: value for name, value in values.items() if name not in NOT_IN_HEADER}
+        return self._header_line
+
+    def _change(self) -> str:
+        """What another program did to the file, or the empty string."""
+        assert self._file is not None
+        try:
+            found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return "deleted"
+        if not os.path.samestat(found, os.fstat(self._file)):
+            return "replaced"
+        return "changed" if found.st_size != self._size else ""
+
+    def _restore(self, change: str) -> None:
+        """Write the file again, with all records so far. The file of another program is kept as `FOREIGN_NAME`."""
+        assert self._file is not None
+        lock_folder(self.path.parent)  # the lock was deleted with the folder
+        unlock_folder(self.path.parent)
+        lines = [self._header_entry(), *self._records, {"elapsed": self._written_elapsed}]
+        content = memoryview(b"".join(map(_line, lines)))
+        new = self.path.with_name(f".{JOURNAL_NAME}.new")
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            written = 0
+            while written < len(content):
+                written += os.write(file, content[written:])
+            note = ""
+            if change != "deleted":
+                foreign = self.path.with_name(FOREIGN_NAME)
+                os.replace(self.path, foreign)
+                note = f"; the other content is in {foreign}"
+            os.replace(new, self.path)
+        except OSError:
+            os.close(file)
+            new.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file, self._size = file, len(content)
+        self._notice = (
+            f"{self.path}: another program has {change} this journal of a running run; it is written again with all "
+            f"earlier records ({len(self._records)}){note}"
+        )
 
     def _remove_saved(self) -> None:
         """Remove the saved failures of the earlier run, except files that were written again since."""
@@ -248,23 +408,32 @@ class Journal:
 
     def _write(self, value: dict[str, Any]) -> None:
         assert self._file is not None
-        line = memoryview(json.dumps(value).encode() + b"\n")
+        line = memoryview(_line(value))
         written = 0
         try:
+            if change := self._change():
+                self._restore(change)
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self._file, self._size)
-                os.lseek(self._file, self._size, os.SEEK_SET)
+                if not self._change() or written:
+                    os.ftruncate(self._file, self._size)
             raise self._error(error) from error
         self._size += written
 
     def _error(self, error: OSError) -> JournalError:
+        if isinstance(error, FolderInUseError):
+            self._taken = str(error.strerror)
+            return JournalError(self._taken)
         return JournalError(
             f"{self.path}: cannot be written: {error.strerror}. The records before are in it: mend that and go on "
             "with --resume"
         )
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def _differences(run: RecordedRun, current: RecordedRun) -> Iterable[str]:

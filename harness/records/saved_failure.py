@@ -8,25 +8,30 @@ name the case.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.gemm import ProductCase
+from narrowgauge.harness.cases.keys import keys_of, shown
+from narrowgauge.harness.cases.memory import shortage
 from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.inputs.inputs import Inputs, ModuleInputs, ProductInputs
+from narrowgauge.harness.inputs.capture import LARGEST_DIRECTORY, safetensors_header
+from narrowgauge.harness.inputs.inputs import Inputs, ModuleInputs, ProductInputs, make_inputs
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.spec.arguments import Random
 
@@ -36,6 +41,8 @@ LARGEST = 64 << 20
 """Largest number of bytes of tensors in a file."""
 _KEY = "narrowgauge_saved"
 _MAIN = ".main_grad"
+_TEXTS = ("operation", "recipe", "dtype", "inputs", "tier", "file")
+"""Labels of a case that are texts."""
 
 
 class SavedFailureError(ValueError):
@@ -90,23 +97,57 @@ def save(path: Path, saved: SavedFailure, outcome: Outcome) -> None:
 
 
 def load(path: Path) -> SavedFailure:
-    """The failure in a file. Raises SavedFailureError if the file is missing or is no saved failure."""
+    """The failure in a file. Raises SavedFailureError if the file is missing, is no saved failure, holds a case that
+    cannot be or does not fit into memory, or other tensors than the case has."""
     if not path.is_file():
         raise SavedFailureError(f"{path}: there is no such file")
     try:
+        safetensors_header(path)
+        if (size := path.stat().st_size) > LARGEST + LARGEST_DIRECTORY:
+            raise ValueError(f"it has {size} bytes; a saved failure has at most {LARGEST} bytes of tensors")
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get(_KEY) != FORMAT:
                 raise SavedFailureError(f"{path}: is no failure that narrowgauge saved; --input takes captured tensors")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-        about = json.loads(metadata["about"])
-        case = case_from_labels(**about["case"])
-        inputs = _inputs(case, tensors, about["random"])
-        return SavedFailure(about["id"], case, inputs, about["seed"], about["backend"], about["stage"])
+        return _checked(json.loads(metadata["about"]), tensors)
     except SavedFailureError:
         raise
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise SavedFailureError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a damaged file raises any exception
+        reason = str(error).partition("\n")[0][:500]
+        raise SavedFailureError(f"{path}: cannot be read: {type(error).__name__}: {reason}") from error
+
+
+def _checked(about: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> SavedFailure:
+    """The failure that the metadata and the tensors describe. Raises any exception if they contradict each other."""
+    labels, pairs, seed = about["case"], about["random"], about["seed"]
+    texts = [about["id"], about["backend"], about["stage"], *(labels[name] for name in _TEXTS), *labels["flags"]]
+    numbers = [seed, *labels["shape"], *itertools.chain.from_iterable(pairs.values())]
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise TypeError(f"the metadata have {shown(wrong[0])} instead of a text")
+    if odd := [number for number in numbers if type(number) is not int or not -(2**63) <= number < 2**64]:
+        raise TypeError(f"the metadata have {shown(odd[0])} instead of a whole number of 64 bits")
+    case = case_from_labels(**labels)
+    # Only shapes and dtypes of the made inputs are used, and every family of an operation has the same.
+    example = replace(case, inputs=families_of(case.operation)[0])
+    for key in keys_of(type(case)):
+        value = getattr(example, key.field)
+        if value != key.default and (problem := key.check(list(value) if key.field == "shape" else value)):
+            raise ValueError(f"the case: {key.name} {problem}")
+    if problem := case.problem() or shortage(case, "cpu"):
+        raise ValueError(f"the case: {problem}")
+    inputs = _inputs(case, tensors, pairs)
+    made, given = _kinds(make_inputs(example)), _kinds(inputs)
+    if made != given:
+        name = min(name for name in made.keys() | given.keys() if made.get(name) != given.get(name))
+        raise ValueError(f"the tensor {name} is {given.get(name)}; the case has {made.get(name)}")
+    return SavedFailure(about["id"], case, inputs, seed, about["backend"], about["stage"])
+
+
+def _kinds(inputs: Inputs) -> dict[str, str]:
+    """Shape and dtype of each tensor, and `seed and offset` of other random bits."""
+    tensors = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in inputs.named().items()}
+    return {f"random.{name}": "seed and offset" for name in inputs.random} | tensors
 
 
 def _inputs(case: Case, tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, list[int]]) -> Inputs:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
+from narrowgauge.harness.records.plain_text import escape
 from narrowgauge.harness.report.text import number, plural
 
 BINS = 8
@@ -43,7 +44,13 @@ def first_failure(record: dict[str, Any]) -> str:
     judged = ", ".join(f"{s['stage']} {'✗' if s['sentence'] else '✓'}" for s in record["stages"])
     if judged:
         lines += ["", f"stages: {judged}"]
-    return "\n".join(lines)
+    lines += note_lines(record)
+    return escape("\n".join(lines))  # the ledger and the baseline have added text since the record was made
+
+
+def note_lines(record: dict[str, Any]) -> list[str]:
+    """Observations that change no verdict."""
+    return [f"note, {note['cause']}: {note['sentence']}" for note in record["notes"]]
 
 
 def saved_lines(record: dict[str, Any]) -> list[str]:

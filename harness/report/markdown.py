@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from narrowgauge.harness.records import plain_text
 from narrowgauge.harness.records.record import OUTCOMES, succeeded
 from narrowgauge.harness.report import accuracy, tables, text, times
 from narrowgauge.harness.report.failure_view import distribution_lines, group_saved_lines, reproduction
@@ -44,6 +45,8 @@ def render(
     if not page.holds:
         return ""
     page.add("", escape(text.not_compared(records)))
+    if notes := text.note_counts(records):
+        page.add("", escape(notes))
     facts = ["", *(f"- {escape(label)}: {escape(value)}" for label, value in environment.items())]
     table = _table(records) if records else []
     costs, durations = _accuracy(records), _times(records)
@@ -114,7 +117,7 @@ class _Page:
 def cut(value: object) -> str:
     """Text on one line, with at most `LONGEST` characters."""
     # Also cut before the lines are joined: a message may have a million lines.
-    line = " ".join(str(value)[: 2 * LONGEST].encode(errors="replace").decode().split())
+    line = " ".join(plain_text.escape(str(value)[: 2 * LONGEST]).split())
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from narrowgauge.harness.records.folder_lock import locked_folder
+
 
 @contextmanager
 def replace_files(directory: Path, *, last: str) -> Iterator[Path]:
     """Yield an empty folder to write into. Afterwards its files replace the files of the same name in `directory`.
 
-    Nothing changes if the block raises. `last` is the file people open, removed first and written last, so a
+    Nothing changes if the block raises. Raises FolderInUseError, an OSError, if another process holds the lock of
+    `directory` (`harness.records.folder_lock`). `last` is the file people open, removed first and written last, so a
     run killed between two renames never leaves it beside files of another run.
     """
     # No rename of the whole folder: it may hold further files (reports/ holds baselines/) or be a mount point.
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
+    with locked_folder(directory), tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
         new_files = Path(scratch)
         yield new_files
         (directory / last).unlink(missing_ok=True)

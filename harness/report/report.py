@@ -47,12 +47,14 @@ def write_journaled(
     records: list[dict[str, Any]], environment: dict[str, str], directory: Path, *, elapsed: float, link: str = ""
 ) -> Path:
     """`write`, for a run with a journal in `directory`. Raises ReportError if the report cannot be written."""
+    from narrowgauge.harness.records.folder_lock import FolderInUseError
     from narrowgauge.harness.records.journal import JOURNAL_NAME
 
     try:
         return write(records, environment, directory, elapsed=elapsed, link=link)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
+        in_use = isinstance(error, FolderInUseError)
+        reason = os.strerror(error.errno) if error.errno and not in_use else error.strerror or error
         raise ReportError(
             f"the report cannot be written into {directory}: {reason}. The {len(records)} records are "
             f"in {directory / JOURNAL_NAME}: mend that, and the same command with --resume writes the report"

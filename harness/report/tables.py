@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, summarize, to_frame
+from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, Record, summarize, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+TEXT = tuple(column.name for column in fields(Record) if column.type == "str")
+"""Columns with text."""
+_FORMULA = re.compile(r"[=+\-@\t\r\n＝＋－＠]")
+"""Start of a cell that a spreadsheet evaluates as a formula, also in full-width characters."""
 
 
 def write(records: Iterable[dict[str, Any]], directory: Path) -> None:
@@ -18,12 +25,16 @@ def write(records: Iterable[dict[str, Any]], directory: Path) -> None:
 
     The first column is the schema's version, which is also in the metadata of the Parquet file (`narrowgauge_schema`).
     A figure that was not measured is null in Parquet and empty in CSV. Columns with lists are written to Parquet only.
+    In CSV an apostrophe precedes text that a spreadsheet would evaluate as a formula.
     """
     frame = to_frame(records)
     frame.insert(0, "schema", SCHEMA)
     _write_parquet(frame, directory / "records.parquet")
     # Spreadsheets show no lists, and the findings of 2 000 failures are 40 MB.
-    frame.drop(columns=list(NESTED)).to_csv(directory / "records.csv", index=False)
+    flat = frame.drop(columns=list(NESTED))
+    for name in TEXT:
+        flat[name] = [f"'{cell}" if _FORMULA.match(cell) else cell for cell in flat[name]]
+    flat.to_csv(directory / "records.csv", index=False)
 
 
 def _write_parquet(frame: pd.DataFrame, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -42,7 +43,10 @@ def print_summary(records: list[dict[str, Any]], console: Console) -> None:
         for name, row in times.slowest(records):
             console.print(Text(f"{text.duration(row.seconds[0]):>9}, {row.largest_phase}: {name}"), soft_wrap=True)
         console.print()
-    console.print(Text(text.not_compared(records)))
+    for line in filter(None, [text.not_compared(records), text.note_counts(records)]):
+        # No line breaks inside words: a part of a backend's message could be a command of a CI service.
+        wrapped = textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
+        console.print(Text(wrapped), soft_wrap=True)
     verdict = "pass" if succeeded(records) else "fail"
     console.print(Text(f"{marks[verdict]} {text.verdict_line(records)}", style=_style(verdict)))
 
@@ -60,7 +64,7 @@ def _table(rows: list[dict[str, Any]], marks: dict[str, str]) -> Table:
         verdict = _verdict(row)
         table.add_row(
             marks[verdict],
-            *(Text(row[key]) for key in ("operation", "recipe", "dtype")),
+            *(_cell(row[key]) for key in ("operation", "recipe", "dtype")),
             # A single number if all cases passed: a second 10 118 would push the time off a line of 80 characters.
             f"{row['pass']}" if row["pass"] == row["cases"] else f"{row['pass']}/{row['cases']}",
             ", ".join(f"{row[v]} {_SHORT.get(v, v)}" for v in OUTCOMES if v != "pass" and row[v]),
@@ -88,7 +92,7 @@ def _accuracy(rows: list[accuracy.AccuracyRow], *, ascii_only: bool) -> Table:
         table.add_column(_FIGURES[figure].format(tensor), justify="right", no_wrap=True)
     for row in rows:
         shown = [cell.replace("−", "-") if ascii_only else cell for cell in row.cells]
-        table.add_row(Text(row.recipe), Text(row.operation), *shown)
+        table.add_row(_cell(row.recipe), _cell(row.operation), *shown)
     return table
 
 
@@ -99,12 +103,17 @@ def _times(rows: list[times.TimeRow]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         # Large values as whole seconds: eleven columns fit into 80 characters.
-        table.add_row(Text(row.operation), compact(row.cases), *map(_brief, row.seconds))
+        table.add_row(_cell(row.operation), compact(row.cases), *map(_brief, row.seconds))
     return table
 
 
 def _brief(seconds: float) -> str:
     return "" if not seconds else f"{seconds:.3g}" if seconds < 9.95 else f"{seconds:.0f}"
+
+
+def _cell(value: str) -> Text:
+    """Text for a column that breaks lines inside words: `::` at the start of a line is a command of a CI service."""
+    return Text(value.replace("::", r"\:\:"))
 
 
 def _verdict(row: dict[str, Any]) -> str:

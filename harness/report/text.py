@@ -180,6 +180,13 @@ def not_compared(records: list[dict[str, Any]]) -> str:
     return f"Not compared: {'; '.join(parts) or otherwise}."
 
 
+def note_counts(records: Iterable[dict[str, Any]]) -> str:
+    """Number of notes by cause, most frequent first: `3 notes: changes-rounding-mode 2, …`. Empty without notes."""
+    counts = Counter(note["cause"] for record in records for note in record["notes"])
+    causes = ", ".join(f"{cause} {number(count)}" for cause, count in sorted(counts.items(), key=lambda c: (-c[1], c)))
+    return f"{plural(counts.total(), 'note')}: {causes}" if counts else ""
+
+
 def explanation(cause: dict[str, Any] | None) -> str:
     """Explanation of a record or a group: an exact deviation, or a pattern of the wrong elements."""
     if cause is None:

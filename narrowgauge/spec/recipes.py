@@ -132,7 +132,7 @@ def _eps_part(parts: re.Match[str]) -> str:
 
 # ---- all families ----------------------------------------------------------------------------------------------------
 
-_EPS = r"(?:-eps(?P<eps>\d+(?:\.\d+)?(?:e-?\d+)?))?"
+_EPS = r"(?:-eps(?P<eps>[0-9]{1,20}(?:\.[0-9]{1,20})?(?:e-?[0-9]{1,3})?))?"
 _FP8 = r"(?:-(?P<element>e4m3|e5m2))?"
 _FAMILIES = (
     _Family(
@@ -177,7 +177,7 @@ _FAMILIES = (
         tuple(f"fp8-current-{element}{kind}" for element in ("e4m3", "e5m2") for kind in ("", "-pow2")),
     ),
     _Family(
-        re.compile(rf"fp8-delayed{_FP8}(?P<recent>-recent)?(?:-margin(?P<margin>\d+))?(?P<bulk>-bulk)?"),
+        re.compile(rf"fp8-delayed{_FP8}(?P<recent>-recent)?(?:-margin(?P<margin>[0-9]{{1,4}}))?(?P<bulk>-bulk)?"),
         _fp8_delayed,
         {DEFAULT_DIALECT: {}},
         tuple(

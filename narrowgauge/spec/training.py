@@ -223,7 +223,7 @@ _NAMES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], TrainingRecipe]],
     (re.compile(r"Float8BlockScaling"), lambda _: Float8BlockScaling()),
     (re.compile(r"Float8CurrentScaling"), lambda _: Float8CurrentScaling()),
     (
-        re.compile(r"DelayedScaling(-recent)?(?:-margin(\d+))?(?:-history(\d+))?"),
+        re.compile(r"DelayedScaling(-recent)?(?:-margin([0-9]{1,4}))?(?:-history([0-9]{1,6}))?"),
         lambda parts: DelayedScaling(
             int(parts[2] or 0), HISTORY if parts[3] is None else int(parts[3]), "most_recent" if parts[1] else "max"
         ),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.harness.records.environment import source_hashes
 from narrowgauge.harness.records.journal import Journal, RecordedRun
 from narrowgauge.harness.records.record import Record
 
@@ -29,9 +31,18 @@ def product(inputs: str = "normal", flags: str = "tn", **changes: Any) -> dict[s
     given = {
         "operation": "gemm", "shape": "33x64x17", "dtype": "bf16xbf16-fp32", "compared": 561,
         "stages": [stage("output", "bound", 561)], "exact_share": 400 / 561, "ordered_share": 0.0, "budget_max": 0.75,
-        "interval_ulps_max": 9,
+        "budget_p99": 0.5, "budget_histogram": [500, *[0] * 6, 61, *[0] * 3], "interval_ulps_max": 9,
+        "interval_ulps_mean": 2.5,
     }  # fmt: skip
     return record(inputs, flags, **{**given, **changes})
+
+
+def wrong(inputs: str = "normal", count: int = 1, **changes: Any) -> dict[str, Any]:
+    """The record of a quantize with `count` wrong codes."""
+    sentence = f"{count} of 90 codes wrong"
+    stages = [stage("codes", "exact", 90, mismatches=count, sentence=sentence), stage("memory", "guard", 10)]
+    failed = {"verdict": "fail", "stage": "codes", "message": f"codes: {sentence}", "mismatches": count}
+    return record(inputs, **{**failed, "stages": stages, **changes})
 
 
 def stage(name: str, recipe: str, compared: int, **changes: Any) -> dict[str, Any]:
@@ -44,9 +55,14 @@ def run(*records: dict[str, Any], **changes: Any) -> RecordedRun:
     """A run of these records on the host that is complete; `changes` are fields of it."""
     given: dict[str, Any] = {
         "backend": "native", "device": "cpu", "seed": 0, "cases": [one["case"] for one in records],
-        "environment": {"commit": "abc"}, "sources": {}, "records": list(records),
+        "environment": {"commit": "abc"}, "sources": _sources(), "records": list(records),
     }  # fmt: skip
     return RecordedRun(**{**given, **changes})
+
+
+@cache
+def _sources() -> dict[str, str]:
+    return source_hashes("native")
 
 
 def saved(folder: Path, finished: RecordedRun) -> Path:

@@ -20,7 +20,7 @@ GEMM = case_from_labels("gemm", "nvfp4", (16, 64, 24), "bf16xbf16-fp32", "normal
 
 def backend(**doors: Any) -> Backend:
     """A backend with these doors and no other."""
-    return Backend("wrong", SimpleNamespace(**doors))
+    return Backend.local("wrong", SimpleNamespace(**doors))
 
 
 def quantize(change: Callable[[Quantized], object]) -> Callable[..., Any]:

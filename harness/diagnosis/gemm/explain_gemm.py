@@ -21,6 +21,7 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
     split_products,
 )
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
+from narrowgauge.harness.diagnosis.gemm.wider_format import explain_wider_format
 from narrowgauge.harness.diagnosis.search_history import SEARCHES, SearchHistory
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
@@ -32,6 +33,8 @@ _MAX_SIMULATED_PRODUCTS = 1 << 27
 
 def explain_gemm(outcome: Outcome, wrong_stage: StageResult, history: SearchHistory) -> list[Explanation]:
     """Deviations that fit every output, if `wrong_stage` is the output of a GEMM.
+
+    Operands wider than the codes are tried first: no deviation of the codes gives their products.
 
     If no order of summation can round an output, it fits if its bits equal those of the deviation. Otherwise it fits
     if it lies between the ends that the deviation gives for the declared order. A deviation is tried on a sample of
@@ -46,6 +49,8 @@ def explain_gemm(outcome: Outcome, wrong_stage: StageResult, history: SearchHist
     if not bool(wrong_outputs.any()):  # the stage failed for another reason than its bounds
         return []
     search = _Search(split_products(products, wrong_outputs))
+    if wider := explain_wider_format(outcome, wrong_stage, search.products):
+        return wider
     deviations = list(_deviations(search.products))
     recent = [deviation.cause in history.recent_causes for deviation in deviations]
     matching = {rank for rank, deviation in enumerate(deviations) if recent[rank] and search.fits(deviation)}

@@ -91,7 +91,7 @@ class GemmParts:
         """
         if self.order.aligned:
             return self.sums()
-        left, right = (_operand_values(q) for q in (self.left, self.right))
+        left, right = (operand_values(q) for q in (self.left, self.right))
         total, size = left @ right.T, left.abs() @ right.abs().T
         columns = left.shape[1]
         error = (columns + 8) * 2 * UNIT * size + columns * SMALLEST_NORMAL
@@ -174,7 +174,7 @@ def _select_broadcast(numbers: torch.Tensor, rows: torch.Tensor, columns: torch.
     return selected[:, columns] if numbers.shape[1] > 1 else selected
 
 
-def _operand_values(q: Quantized) -> torch.Tensor:
+def operand_values(q: Quantized) -> torch.Tensor:
     """code·scale of an operand `without_tensor_factor`, float64 (M, K)."""
     if not promotes(q.recipe):
         return operand(q)

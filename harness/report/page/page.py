@@ -30,7 +30,7 @@ def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: 
         name="narrowgauge",
         verdict="pass" if succeeded(records) else "fail",
         sentence=text.verdict_line(records, elapsed),
-        aside=text.not_compared(records),
+        aside=" ".join(filter(None, [text.not_compared(records), text.note_counts(records)])),
         environment=environment,
         script="\n".join(map(_read, _SCRIPTS)),
         groups=[_group(failure_group) | {"row": row[id(failure_group.records[0])]} for failure_group in groups[:SHOWN]],

@@ -10,12 +10,14 @@ from typing import Any
 
 from narrowgauge.harness.records.record import outcome
 from narrowgauge.harness.report import text
-from narrowgauge.harness.report.failure_view import group_saved_lines, reproduction
+from narrowgauge.harness.report.failure_view import group_saved_lines, note_lines, reproduction
 from narrowgauge.harness.report.groups import SEVERITY, Group
-from narrowgauge.harness.report.page.failure import failure
+from narrowgauge.harness.report.page.failure import cut, failure
 
 FIGURES = 6 << 20
 """Largest number of bytes for the figures of failures: the first failure of every group, then the second, and so on."""
+NOTES = 1 << 20
+"""Largest number of characters of all notes. The tables have every note."""
 LONGEST = 240
 """Largest length of a message in the table of all cases, in characters."""
 
@@ -57,9 +59,23 @@ def records_json(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> 
         "groups": [len(failure_group.records) for failure_group in groups],
         "glyphs": text.GLYPHS,
         "severity": SEVERITY,
+        "notes": _notes(records),
     }
     failures = ",".join(f'"{row}":{figures}' for row, figures in _failures(records, groups))
     return f'{_plain(content)[:-1]},"failures":{{{failures}}}}}'
+
+
+def _notes(records: Sequence[dict[str, Any]]) -> dict[int, list[str]]:
+    """Notes by row, also of cases that passed, up to a limit of characters."""
+    notes = {}
+    remaining = NOTES
+    for row, record in enumerate(records):
+        if lines := [cut(line) for line in note_lines(record)]:
+            remaining -= sum(map(len, lines))
+            if remaining < 0:
+                break
+            notes[row] = lines
+    return notes
 
 
 def _plain(content: Any) -> str:

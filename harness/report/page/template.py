@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.harness.records.plain_text import plain_value
 from narrowgauge.harness.report import text
 
 
@@ -37,7 +38,7 @@ def render(template: Path, *, name: str, verdict: str, sentence: str, script: st
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     jinja.globals.update(number=text.number, plural=text.plural, glyphs=text.GLYPHS)
-    shown = {"environment": {}, "aside": "", **values}
+    shown = {"aside": "", **values, "environment": plain_value(values.get("environment", {}))}
     html = jinja.get_template(template.name).render(
         name=name, verdict=verdict, sentence=sentence, policy=policy(css, script), css=Markup(css), js=Markup(script),
         **shown,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.operations.stages.repeated import synchronize, timed
+from narrowgauge.harness.backends.local_host import synchronize
 
 ROUNDS = 9
 QUICK_ROUNDS = 3
@@ -88,7 +88,16 @@ def time_interleaved(
 def _time_calls(calls: Calls, device: torch.device) -> Iterator[tuple[float, int]]:
     """Seconds of each call. A round is a single call."""
     for call in itertools.cycle(calls):
-        yield timed(device, call)[1], 1
+        yield seconds_of(call, device), 1
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call, until the device is idle again."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def _time_queued_calls(calls: Calls, device: torch.device) -> Iterator[tuple[float, int]]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.cases.modules import transformer
 from narrowgauge.harness.checks.statistics.decision import decide
-from narrowgauge.harness.operations.modules.driver import Plan, Step
 from narrowgauge.harness.operations.modules.linear import Ground, State
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
 from narrowgauge.harness.operations.quantize import rotates_freely

@@ -31,7 +31,7 @@ FEW = 400_000
 
 
 def black_box(**doors):
-    return Backend("black_box", SimpleNamespace(declares={"random": "own"}, **doors))
+    return Backend.local("black_box", SimpleNamespace(declares={"random": "own"}, **doors))
 
 
 def stage(record, name="codes"):
@@ -369,7 +369,7 @@ def test_a_backend_that_makes_its_own_bits_takes_no_words():
         words = "backend black_box makes its own random bits; it takes no words"
         assert (record.verdict, record.message) == ("unsupported", words)
     plain = SimpleNamespace(quantize=reference.quantize)
-    assert run_case(replace(NVFP4, random="words"), Backend("plain", plain)).verdict == "pass"
+    assert run_case(replace(NVFP4, random="words"), Backend.local("plain", plain)).verdict == "pass"
 
 
 def test_the_declaration_is_what_makes_other_bits_right(monkeypatch):
@@ -377,10 +377,10 @@ def test_the_declaration_is_what_makes_other_bits_right(monkeypatch):
     door = drawing(lambda own, seed, offset: philox_of(own, seed + 1, offset))
     case = replace(NVFP4, shape=(32, 32))
     assert run_case(case, black_box(quantize=door)).verdict == "pass"
-    record = run_case(case, Backend("plain", SimpleNamespace(quantize=door)))
+    record = run_case(case, Backend.local("plain", SimpleNamespace(quantize=door)))
     assert (record.verdict, record.stage, record.draws, record.p_value) == ("fail", "codes", None, None)
     with pytest.raises(BackendError, match=r"'random' to be 'mine'.*\{'random': 'own'\}"):
-        Backend("plain", SimpleNamespace(quantize=door, declares={"random": "mine"}))
+        Backend.local("plain", SimpleNamespace(quantize=door, declares={"random": "mine"}))
 
 
 def test_a_recipe_that_rounds_to_nearest_is_judged_byte_for_byte():
@@ -424,7 +424,7 @@ def test_a_rotation_of_free_order_leaves_out_what_it_does_not_know(monkeypatch):
             return door(x, recipe, **options)
 
         declares = {"random": "own", "transform": "butterfly"} if declared == "transform" else {"random": "own"}
-        record = run_case(case, Backend(declared, SimpleNamespace(quantize=counted, declares=declares)))
+        record = run_case(case, Backend.local(declared, SimpleNamespace(quantize=counted, declares=declares)))
         assert (record.verdict, record.message) == ("pass", "")
         assert stage(record, "scales")["rule"] == ("exact" if declared == "transform" else "boundary")
         a_call[declared] = record.draws / (len(calls) - 2)  # two runs are compared, one has another seed

@@ -15,7 +15,7 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.gate import compare as compare_module
 from narrowgauge.harness.gate.compare import compare, show
 from narrowgauge.harness.records.journal import RecordedRun
-from tests.harness.runs import GPU, product, record, run, saved
+from tests.harness.runs import GPU, product, record, run, saved, wrong
 
 NASTY = """<script>alert(1)</script>&"'"""
 A = run(record(), record("zeros"), record("ties"), product(), product("lattice"), record("e4m3", budget_max=1.0))
@@ -144,7 +144,8 @@ def narrowgauge(*arguments: object) -> Any:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    a, b, html = saved(tmp_path / "a", A), saved(tmp_path / "b", B), tmp_path / "pages" / "page.html"
+    a, b = saved(tmp_path / "a", run(record(), product())), saved(tmp_path / "b", run(wrong(), product()))
+    html = tmp_path / "pages" / "page.html"
     comparison = narrowgauge("compare", a, b)
     assert (comparison.exit_code, html.exists()) == (1, False)
     assert "verdict changed: 1\n" in comparison.stdout
@@ -155,7 +156,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_what_the_command_cannot_do(tmp_path: Path) -> None:
-    a = saved(tmp_path / "a", A)
+    a = saved(tmp_path / "a", run(record()))
     comparison = narrowgauge("compare", a, tmp_path / "none")
     assert (comparison.exit_code, comparison.stdout) == (2, "")
     assert comparison.stderr.startswith(f"narrowgauge: {tmp_path}/none: there is no none; ")

@@ -29,7 +29,7 @@ from narrowgauge.harness.gate.figures import (
 )
 from narrowgauge.harness.gate.gate import Judgement, judge, show
 from narrowgauge.harness.report.failure_view import first_failure
-from tests.harness.runs import GPU, product, record, run, saved, stage
+from tests.harness.runs import GPU, product, record, run, saved, stage, wrong
 
 
 def text(judgement: dict[str, list[str]]) -> list[str]:
@@ -199,6 +199,9 @@ def test_a_figure_that_is_not_finite() -> None:
     assert text(judgement.problems) == ["not finite: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: budget_max is nan"]
     judgement = judged(product(), product(budget_max=math.inf, verdict="fail", message="output: off"))
     assert text(judgement.problems)[0].endswith("/normal/tn: budget_max is inf (output: off)")
+    # NaN is no better interval.
+    judgement = judged(product(), product(interval_ulps_max=math.nan))
+    assert text(judgement.problems)[0].endswith("/normal/tn: interval_ulps_max is nan")
 
 
 def test_a_case_with_two_records() -> None:
@@ -292,7 +295,7 @@ def narrowgauge(*message: object) -> Any:
 def test_the_command(tmp_path: Path) -> None:
     accepted, good, bad = (tmp_path / name for name in ("host.json", "good", "bad"))
     saved(good, run(record(), product()))
-    saved(bad, run(record(mismatches=1, verdict="fail"), product()))
+    saved(bad, run(wrong(), product()))
     assert narrowgauge("baseline", "accept", "--run", good, "--baseline", accepted).exit_code == 0
     judgement = narrowgauge("gate", "--run", good, "--baseline", accepted)
     assert (judgement.exit_code, judgement.stdout.replace("\n", "")) == (
@@ -300,7 +303,10 @@ def test_the_command(tmp_path: Path) -> None:
     )  # fmt: skip
     judgement = narrowgauge("gate", "--run", bad, "--baseline", accepted)
     assert judgement.exit_code == 1
-    assert "worse: 1\n  quantize/nvfp4/64x128/bf16/normal: verdict pass → fail, wrong 0 → 1\n" in judgement.stdout
+    assert (
+        "worse: 1\n  quantize/nvfp4/64x128/bf16/normal: verdict pass → fail, wrong 0 → 1 (codes: 1 of "
+        in judgement.stdout
+    )
 
 
 def test_the_command_takes_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

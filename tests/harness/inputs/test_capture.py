@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from narrowgauge.harness.backends.backend import load_backend
-from narrowgauge.harness.inputs.capture import Captured, CaptureError, captured_cases, refused
+from narrowgauge.harness.inputs.capture import Captured, CaptureError, Header, captured_cases, refused
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.running.runner import run_case
 
@@ -38,16 +38,16 @@ def saved_by_torch(path: Path, content: object) -> Path:
 
 def test_safetensors(safetensors):
     captured = Captured.load(safetensors)
-    assert sorted(captured.tensors) == sorted(MATRICES)
+    assert sorted(captured.headers) == sorted(MATRICES)
     for name in MATRICES:
-        assert captured.tensors[name].dtype == TENSORS[name].dtype
-        assert torch.equal(captured.tensors[name], TENSORS[name])
+        assert captured[name].dtype == TENSORS[name].dtype
+        assert torch.equal(captured[name], TENSORS[name])
     assert captured.note() == f"{safetensors}: left out 2 that are no matrix of fp32, bf16, fp16: ids, layer.bias"
 
 
 def test_only_the_named_ones_are_read(safetensors):
     captured = Captured.load(safetensors, ["layer.half"])
-    assert list(captured.tensors) == ["layer.half"]
+    assert list(captured.headers) == ["layer.half"]
     assert captured.note() == ""
 
 
@@ -55,17 +55,17 @@ def test_only_the_named_ones_are_read(safetensors):
 def test_torch_files_of_nested_dictionaries_and_lists(tmp_path, suffix):
     content = {"step": 3, "model": {"a": torch.nn.Parameter(WEIGHT), "rest": [WEIGHT[0], WEIGHT.T]}}
     captured = Captured.load(saved_by_torch(tmp_path / f"checkpoint{suffix}", content))
-    assert list(captured.tensors) == ["model.a", "model.rest.1"]
-    assert not captured.tensors["model.a"].requires_grad
-    assert captured.tensors["model.rest.1"].is_contiguous()
-    assert torch.equal(captured.tensors["model.rest.1"], WEIGHT.T)
-    assert captured.left_out == ("model.rest.0",)
+    assert list(captured.headers) == ["model.a", "model.rest.1"]
+    assert not captured["model.a"].requires_grad
+    assert captured["model.rest.1"].is_contiguous()
+    assert torch.equal(captured["model.rest.1"], WEIGHT.T)
+    assert list(captured.left_out) == ["model.rest.0"]
 
 
 def test_a_single_tensor_has_its_files_name(tmp_path):
     np.save(tmp_path / "weight.npy", WEIGHT.numpy())
-    assert torch.equal(Captured.load(tmp_path / "weight.npy").tensors["weight"], WEIGHT)
-    assert list(Captured.load(saved_by_torch(tmp_path / "alone.pt", WEIGHT)).tensors) == ["alone"]
+    assert torch.equal(Captured.load(tmp_path / "weight.npy")["weight"], WEIGHT)
+    assert list(Captured.load(saved_by_torch(tmp_path / "alone.pt", WEIGHT)).headers) == ["alone"]
 
 
 def test_npz_in_any_byte_order(tmp_path):
@@ -73,8 +73,8 @@ def test_npz_in_any_byte_order(tmp_path):
     kinds = {"text": np.array(["a"]), "long": np.zeros((2, 2), np.longdouble), "integers": np.eye(2, dtype=np.int8)}
     np.savez(tmp_path / "a.npz", big=big_endian, **kinds)
     captured = Captured.load(tmp_path / "a.npz")
-    assert torch.equal(captured.tensors["big"], WEIGHT.half())
-    assert captured.left_out == tuple(kinds)
+    assert torch.equal(captured["big"], WEIGHT.half())
+    assert list(captured.left_out) == list(kinds)
 
 
 def test_many_left_out_are_counted_not_listed(tmp_path):
@@ -107,7 +107,7 @@ def test_a_named_tensor_of_another_dtype(tmp_path):
     path = saved_by_torch(tmp_path / "a.pt", {"a": WEIGHT.double(), "c": WEIGHT})
     with pytest.raises(CaptureError, match=r"a\.pt: a holds float64; "):
         Captured.load(path, ["a"])
-    assert Captured.load(path).left_out == ("a",)
+    assert Captured.load(path).left_out.keys() == {"a"}
 
 
 def test_a_sparse_tensor_is_named_for_what_it_is(tmp_path):
@@ -118,7 +118,7 @@ def test_a_sparse_tensor_is_named_for_what_it_is(tmp_path):
         pytest.skip(f"torch {torch.__version__} loads no sparse tensor with weights_only")
     with pytest.raises(CaptureError, match=r"a\.pt: b holds sparse_coo fp32; "):
         Captured.load(path, ["b"])
-    assert Captured.load(path).left_out == ("b",)
+    assert Captured.load(path).left_out.keys() == {"b"}
 
 
 def test_no_matrix_at_all(tmp_path):
@@ -191,7 +191,7 @@ def test_inputs_that_do_not_fit(safetensors):
     case = captured_cases(Captured.load(safetensors, ["layer.half"]))[0]
     with pytest.raises(ValueError, match=r"'model\.safetensors:layer\.half' is not in .*, which gave layer\.brain"):
         make_inputs(case, captured=brain)
-    changed = Captured(safetensors, {"layer.half": WEIGHT[:16]})
+    changed = Captured(safetensors, {"layer.half": Header("fp32", (16, 32), lambda: WEIGHT[:16])})
     with pytest.raises(ValueError, match=r"the case is \(48, 32\) torch\.float16, but .* is \(16, 32\) torch\.float32"):
         make_inputs(case, captured=changed)
 

@@ -15,7 +15,7 @@ from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.inputs.inputs import ProductInputs, make_inputs
+from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.records import saved_failure
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailureError, failure_path, load, save
@@ -142,25 +142,37 @@ def test_the_line_of_python_loads_the_tensors(folder):
     assert (tensors["actual.codes"] ^ tensors["expected.codes"]).nonzero().tolist() == [[0, 100]]
 
 
-def assert_same(one, other):
-    assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
+SAVED = [
+    replace(GEMM, recipe="fp8-delayed-e4m3", accumulate=True, bias=True),
+    replace(STOCHASTIC, random="words", usage="both"), replace(STOCHASTIC, usage="columnwise"),
+    case_from_labels("gemm-grouped", "nvfp4", (48, 64, 24), "bf16xbf16-fp32", "normal", ("even:3", "bias")),
+    case_from_labels("gemm-quantized", "fp8-delayed-e4m3", (16, 32, 48), "bf16xbf16-bf16", "lattice",
+                     ("tn", "fp8-delayed-e4m3")),
+    case_from_labels("update-scale", "fp8-delayed-e4m3", (16, 3), "", "amaxes-nan"),
+    case_from_labels("swizzle", "", (33, 5), "", "bytes"),
+    case_from_labels("transform", "nvfp4-rht", (16, 64), "bf16", "normal", ("transposed",)),
+    case_from_labels("linear", "NVFP4BlockScaling", (1, 16, 32, 48), "bf16", "normal", ("steps:2", "accumulate")),
+    case_from_labels("grouped-linear", "DelayedScaling", (32, 32, 48), "bf16", "zeros", ("even:2",)),
+    case_from_labels("transformer-layer", "MXFP8BlockScaling", (1, 32, 64, 96), "bf16", "normal", ("heads:2", "rms")),
+]  # fmt: skip
 
 
-def test_all_inputs_come_back(folder):
-    arguments = torch.arange(6, dtype=torch.int32).view(2, 3)
-    inputs = ProductInputs(
-        torch.ones(2, 3), {"x": arguments, "w": (2**62, 7)}, {"x": torch.tensor([2.0]), "output": torch.tensor([3.0])},
-        w=torch.zeros(4, 3, dtype=torch.bfloat16), c=torch.ones(2, 4), bias=torch.zeros(0),
-    )  # fmt: skip
+@pytest.mark.parametrize("case", SAVED, ids=[case.id for case in SAVED])
+def test_all_inputs_come_back(folder, case):
+    inputs = make_inputs(case, seed=5)
     outcome = judge(QUANTIZE, make_inputs(QUANTIZE), load_backend("reference"))
-    save(folder / "a" / "b.safetensors", SavedFailure("id", GEMM, inputs, 2**60, "me:Me", "codes"), outcome)
+    save(folder / "a" / "b.safetensors", SavedFailure("id", case, inputs, 2**60, "me:Me", "codes"), outcome)
     back = load(folder / "a" / "b.safetensors")
-    assert (back.id, back.case, back.seed, back.backend, back.stage) == ("id", GEMM, 2**60, "me:Me", "codes")
-    assert back.inputs.random["w"] == (2**62, 7)
-    for name in ("x", "w", "c", "bias"):
-        assert_same(getattr(back.inputs, name), getattr(inputs, name))
-    assert_same(back.inputs.random["x"], arguments)
-    assert {name: float(scale) for name, scale in back.inputs.scale.items()} == {"x": 2.0, "output": 3.0}
+    assert (back.id, back.case, back.seed, back.backend, back.stage) == ("id", case, 2**60, "me:Me", "codes")
+    pairs, pairs_back = (
+        {name: bits for name, bits in one.random.items() if isinstance(bits, tuple)} for one in (inputs, back.inputs)
+    )
+    assert pairs_back == pairs
+    named, named_back = inputs.named(), back.inputs.named()
+    assert named_back.keys() == named.keys()
+    for name, tensor in named.items():
+        assert named_back[name].dtype == tensor.dtype
+        assert torch.equal(named_back[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert [path.name for path in (folder / "a").iterdir()] == ["b.safetensors"]  # no half-written file is left
 
 

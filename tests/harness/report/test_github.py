@@ -86,7 +86,9 @@ def test_no_budget_is_exceeded_however_small():
 
 
 def test_a_text_that_is_no_unicode_does_not_cost_the_summary():
-    assert "wrong ?" in markdown.render([record(message="wrong \udce9")], {"\udce9": "a"}, 1.0)
+    summary = markdown.render([record(message="wrong \udce9")], {"\udce9": "a"}, 1.0)
+    assert r"wrong \\udce9" in summary
+    assert summary.encode()
 
 
 # Where a case is.

@@ -41,7 +41,7 @@ def test_nothing_is_html_that_should_be_text() -> None:
 
 
 def test_half_a_surrogate_pair_costs_a_letter_and_not_the_page() -> None:
-    assert "odd ? byte" in rendered([failing(message="odd \udc80 byte")]).encode().decode()
+    assert r"odd \udc80 byte" in rendered([failing(message="odd \udc80 byte")]).encode().decode()
 
 
 def test_the_table_has_every_record_the_worst_first() -> None:

@@ -364,13 +364,13 @@ def test_what_is_timed_is_called_in_turns_and_its_copies_too(monkeypatch: pytest
     called: list[str] = []
     durations = {"a0": 1.0, "a1": 3.0, "b0": 100.0}
 
-    def timed(device: torch.device, call: Callable[[], str]) -> tuple[str, float]:
-        return call(), durations[called[-1]]
+    def seconds_of(call: Callable[[], str], device: torch.device) -> float:
+        return durations[call()]
 
     def call(name: str) -> Callable[[], str]:
         return lambda: called.append(name) or name  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(interleave, "timed", timed)
+    monkeypatch.setattr(interleave, "seconds_of", seconds_of)
     calls = {"a": [call("a0"), call("a1")], "b": [call("b0")]}
     times, results = interleave.time_interleaved(calls, CPU, rounds=5, seconds=11.0)
     assert results == {"a": "a0", "b": "b0"}

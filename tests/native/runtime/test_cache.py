@@ -1,33 +1,56 @@
-"""The cache of compiled kernels: its keys, several processes at once, builds that fail, and where it lies."""
+"""The cache of compiled kernels: keys, bad entries, unsafe folders, several processes at once, failed builds."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import multiprocessing
 import os
 import re
+import shutil
 import signal
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from narrowgauge.native.runtime import cache as cache_module
 from narrowgauge.native.runtime import host
 from narrowgauge.native.runtime.cache import cache_folder, cache_key, cached
 from narrowgauge.native.runtime.sources import ToolchainError
-from tests.native.launching import Source
+from tests.native.launching import ONE, Source, run
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
+    """An empty cache. Temporary folders lie in tmp_path / "tmp"."""
     folder = tmp_path / "cache"
+    (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(cache_module, "_process_folder", cache_module._process_folder.__wrapped__)
     return folder
+
+
+def content(entry: Path) -> str:
+    """Content of an entry without its digest."""
+    return entry.read_bytes()[: -cache_module._DIGEST_BYTES].decode()
+
+
+def write(text: str) -> Callable[[Path], object]:
+    """A build that makes a file with `text`."""
+    return lambda path: path.write_text(text)
+
+
+def never(_: Path) -> None:
+    pytest.fail("built again")
 
 
 def left(folder: Path) -> list[str]:
@@ -50,17 +73,27 @@ def test_the_folder_is_the_one_that_the_environment_names(tmp_path: Path, monkey
 
 
 def test_what_is_built_appears_there_in_one_step_and_is_built_once(cache: Path) -> None:
-    files = []
-
     def build(path: Path) -> None:
-        assert not (cache / "it.so").exists()
+        assert left(cache) == []
         path.write_text("built")
-        files.append(path.stat().st_ino)
 
     assert cached("it.so", build) == cache / "it.so"
-    assert [(cache / "it.so").stat().st_ino] == files, "the file that was built, not a copy"
     assert left(cache) == ["it.so"]
-    assert cached("it.so", lambda _: pytest.fail("built again")).read_text() == "built"
+    assert content(cached("it.so", never)) == "built"
+    assert os.listdir(cache.parent / "tmp") == [], "no folder of the build stays"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_others_can_write_neither_a_new_folder_nor_an_entry(cache: Path, umask: int) -> None:
+    folder = cache / "above" / "cache"
+    before = os.umask(umask)
+    try:
+        entry = cached("it.so", write("built"), folder=folder)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache, folder.parent, folder)] == [0o700] * 3
+    assert not stat.S_IMODE(entry.stat().st_mode) & 0o022
+    assert not stat.S_IMODE(entry.with_name("it.so.lock").stat().st_mode) & 0o077
 
 
 # Keys.
@@ -109,12 +142,268 @@ def test_a_library_is_compiled_again_for_another_text_header_flag_or_compiler_an
     assert len(names(cuda_source, cache, monkeypatch, kernel)) == 6
 
 
+# Entries that are not loaded.
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+NOBODY = 65534
+
+
+def truncated(entry: Path) -> None:
+    entry.write_bytes(entry.read_bytes()[:-1])
+
+
+def flipped(entry: Path) -> None:
+    data = bytearray(entry.read_bytes())
+    data[2] ^= 1
+    entry.write_bytes(data)
+
+
+def longer(entry: Path) -> None:
+    entry.write_bytes(entry.read_bytes() + b"\0")
+
+
+def empty(entry: Path) -> None:
+    entry.write_bytes(b"")
+
+
+def without_digest(entry: Path) -> None:
+    entry.write_text("whole")
+
+
+def of_another_kernel(entry: Path) -> None:
+    shutil.copy(cached("another.so", write("another")), entry)
+
+
+def foreign(entry: Path) -> None:
+    os.chown(entry, NOBODY, -1)
+
+
+def writable(entry: Path) -> None:
+    entry.chmod(0o664)
+
+
+def link(entry: Path) -> None:
+    entry.rename(entry.with_name("elsewhere"))
+    entry.symlink_to("elsewhere")
+
+
+def dangling(entry: Path) -> None:
+    entry.unlink()
+    entry.symlink_to("nowhere")
+
+
+def pipe(entry: Path) -> None:
+    """A reader would wait for a writer."""
+    entry.unlink()
+    os.mkfifo(entry, 0o600)
+
+
+BAD_ENTRIES = [
+    truncated, flipped, longer, empty, without_digest, of_another_kernel, writable, link, dangling, pipe,
+    pytest.param(foreign, marks=needs_root),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", BAD_ENTRIES)
+def test_a_damaged_or_foreign_entry_is_built_again_and_replaced_by_a_new_file(
+    cache: Path, change: Callable[[Path], None]
+) -> None:
+    entry = cached("it.so", write("whole"))
+    change(entry)
+    with entry.open("rb") if entry.is_file() else contextlib.nullcontext() as mapped:
+        found = mapped.read() if mapped else b""
+        assert content(cached("it.so", write("again"))) == "again"
+        if mapped:
+            mapped.seek(0)
+            assert mapped.read() == found, "a process that has mapped the old file keeps its bytes"
+    assert not entry.is_symlink()
+    assert entry.stat().st_uid == os.geteuid()
+    assert not entry.stat().st_mode & 0o022
+    assert content(cached("it.so", never)) == "again"
+
+
+ANSWER = 'extern "C" __global__ void answer(int* out) { *out = 42; }\n'
+
+
+def answer(source: str) -> int:
+    host._library.cache_clear()
+    out = np.zeros(1, np.int32)
+    run(source, "answer", ONE, ONE, out)
+    return int(out[0])
+
+
+def test_a_truncated_library_is_compiled_again(
+    cuda_source: Source, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code of a truncated library ends the process with SIGBUS."""
+    source = cuda_source(ANSWER)
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(cache))
+    assert answer(source) == 42
+    (entry,) = cache.glob("*.so")
+    half = entry.read_bytes()[: entry.stat().st_size // 2]
+    entry.unlink()  # this process has mapped the file
+    entry.write_bytes(half)
+    assert answer(source) == 42
+    assert entry.stat().st_size > len(half)
+
+
+# Folders that are not used.
+
+
+def test_a_folder_behind_a_link_is_used(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    cache.symlink_to("real")
+    assert cached("it.so", write("built")) == tmp_path / "real" / "it.so"
+
+
+def folder_of_another_user(folder: Path) -> str:
+    os.chown(folder, NOBODY, -1)
+    return f"{folder} belongs to user {NOBODY}, not to user {os.geteuid()}"
+
+
+def parent_of_another_user(folder: Path) -> str:
+    os.chown(folder.parent, NOBODY - 1, -1)
+    return f"{folder.parent} belongs to user {NOBODY - 1}, who can replace {folder}"
+
+
+def link_of_another_user(folder: Path) -> str:
+    folder.rename(folder.with_name("real"))
+    folder.symlink_to("real")
+    os.chown(folder, NOBODY, -1, follow_symlinks=False)
+    return f"{folder} belongs to user {NOBODY}"
+
+
+def group_writable(folder: Path) -> str:
+    folder.chmod(0o770)
+    return f"other users can write {folder} (mode 0770); run chmod go-w {folder}"
+
+
+def world_writable(folder: Path) -> str:
+    folder.chmod(0o707)
+    return f"other users can write {folder} (mode 0707); run chmod go-w {folder}"
+
+
+def sticky(folder: Path) -> str:
+    folder.chmod(0o1777)
+    return f"other users can write {folder} (mode 1777); make a folder in it"
+
+
+def writable_parent(folder: Path) -> str:
+    folder.parent.chmod(0o777)
+    return f"other users can write {folder.parent} (mode 0777); run chmod go-w {folder.parent}"
+
+
+def a_file(folder: Path) -> str:
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+    return "Not a directory"
+
+
+BAD_FOLDERS = [
+    group_writable, world_writable, sticky, writable_parent, a_file,
+    pytest.param(folder_of_another_user, marks=needs_root), pytest.param(parent_of_another_user, marks=needs_root),
+    pytest.param(link_of_another_user, marks=needs_root),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", BAD_FOLDERS)
+def test_an_unsafe_folder_is_not_used_and_the_warning_names_it_and_the_remedy(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], str]
+) -> None:
+    folder = tmp_path / "above" / "cache"
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(folder))
+    cached("it.so", write("planted"))
+    reason = change(folder)
+    with pytest.warns(RuntimeWarning, match=re.escape(reason)) as warned:
+        entry = cached("it.so", write("built"))
+    assert str(warned[0].message).startswith(f"compiled kernels are not kept in {folder}: ")
+    assert "or set NARROWGAUGE_CACHE to another folder" in str(warned[0].message)
+    assert entry == tmp_path / "tmp" / f"narrowgauge-{os.geteuid()}" / "it.so"
+    assert content(entry) == "built"
+    with pytest.warns(RuntimeWarning, match="not kept"):
+        assert content(cached("it.so", never)) == "built", "other processes of the user find it"
+
+
+def test_a_folder_in_place_of_an_entry_stays_and_the_warning_names_it(cache: Path) -> None:
+    (cache / "it.so" / "kept").mkdir(parents=True, mode=0o700)
+    cache.chmod(0o700)
+    with pytest.warns(RuntimeWarning, match=f"Is a directory: .*'{cache}/it.so'"):
+        entry = cached("it.so", write("built"))
+    assert content(entry) == "built"
+    assert left(cache) == ["it.so"]
+    assert (cache / "it.so" / "kept").is_dir()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_unsafe_temporary_folder_is_replaced_by_one_of_the_process(cache: Path, tmp_path: Path, own: bool) -> None:
+    """Also a folder that is given, such as that of a mutant."""
+    cache.mkdir(mode=0o777)
+    cache.chmod(0o777)
+    shared = tmp_path / "tmp" / f"narrowgauge-{os.geteuid()}"
+    shared.symlink_to("/nonexistent")
+    with pytest.warns(RuntimeWarning) as warned:
+        entry = cached("it.so", write("built"), folder=None if own else cache)
+    assert len(warned) == 1 + own
+    if own:
+        assert str(shared) in str(warned[1].message)
+        assert "or set TMPDIR to another folder" in str(warned[1].message)
+    assert entry.parent.parent == tmp_path / "tmp"
+    assert stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
+    assert content(entry) == "built"
+
+
+def test_without_any_safe_folder_the_error_names_every_folder_and_the_remedy(cache: Path, tmp_path: Path) -> None:
+    cache.mkdir()
+    for path in (cache, tmp_path / "tmp"):
+        path.chmod(0o777)
+    with pytest.warns(RuntimeWarning), pytest.raises(ToolchainError) as raised:
+        cached("it.so", never)
+    for words in (
+        "it.so can be kept in no folder",
+        f"{cache} (mode 0777)",
+        f"{tmp_path}/tmp (mode 0777)",
+        "set TMPDIR",
+    ):
+        assert words in str(raised.value)
+
+
+def fail_to_write(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int, *, at_open: bool) -> None:
+    """Writes into `folder` fail with the error `number`, when a file is opened or when its bytes are written."""
+    really = os.open
+
+    def refuse(path: str | Path, flags: int, mode: int = 0o777, **folder_of_path: int) -> int:
+        if Path(path).parent == folder and flags & os.O_CREAT and at_open:
+            raise OSError(number, os.strerror(number), str(path))
+        if Path(path).parent == folder and Path(path).suffix == ".new":
+            os.close(really(path, flags, mode))
+            return really("/dev/full", os.O_WRONLY)  # ENOSPC at the first byte
+        return really(path, flags, mode, **folder_of_path)
+
+    monkeypatch.setattr(cache_module.os, "open", refuse)
+
+
+@pytest.mark.parametrize(("number", "at_open"), [(errno.EROFS, True), (errno.EACCES, True), (errno.ENOSPC, False)])
+def test_a_folder_that_cannot_be_written_still_serves_its_entries_and_new_ones_go_elsewhere(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at_open: bool
+) -> None:
+    cached("old.so", write("old"))
+    built = []
+    fail_to_write(monkeypatch, cache, number, at_open=at_open)
+    assert content(cached("old.so", never)) == "old"
+    with pytest.warns(RuntimeWarning, match=re.escape(os.strerror(number))):
+        entry = cached("new.so", lambda path: built.append(path.write_text("new")))
+    assert content(entry) == "new"
+    assert len(built) == 1
+    assert entry.is_relative_to(tmp_path / "tmp")
+    assert left(cache) == ["old.so"]
+
+
 # Several processes.
 
 
 def build_slowly(path: Path) -> None:
     """Says that it was called, then writes in two halves."""
-    with (path.parents[1] / "calls.log").open("a") as log:
+    with (cache_folder() / "calls.log").open("a") as log:
         log.write("x")
     path.write_text("first ")
     time.sleep(0.3)
@@ -123,7 +412,7 @@ def build_slowly(path: Path) -> None:
 
 def ask(together: Barrier, answers: Queue[str]) -> None:
     together.wait(timeout=60)
-    answers.put(cached("shared.so", build_slowly).read_text())
+    answers.put(content(cached("shared.so", build_slowly)))
 
 
 def test_processes_that_want_the_same_file_build_it_once_and_all_get_the_whole_of_it(cache: Path) -> None:
@@ -140,6 +429,35 @@ def test_processes_that_want_the_same_file_build_it_once_and_all_get_the_whole_o
     assert left(cache) == ["calls.log", "shared.so"]
 
 
+def damage_and_read(together: Barrier, damaged: bool, answers: Queue[str]) -> None:
+    """Damages the entry again and again, or reads it again and again."""
+    together.wait(timeout=60)
+    found = set()
+    for turn in range(200):
+        entry = cached("shared.so", write("whole" * 50_000))
+        found.add(len(entry.read_bytes()))
+        if damaged and turn % 4 == 0:
+            short = entry.with_name("short")
+            short.write_text("short")
+            short.replace(entry)
+    answers.put(",".join(map(str, sorted(found))))
+
+
+def test_an_entry_that_is_damaged_and_rebuilt_all_the_time_is_never_seen_in_part(cache: Path) -> None:
+    answers = SPAWN.Queue()
+    together = SPAWN.Barrier(3)
+    workers = [SPAWN.Process(target=damage_and_read, args=(together, not i, answers)) for i in range(3)]
+    for worker in workers:
+        worker.start()
+    whole = 250_000 + cache_module._DIGEST_BYTES
+    sizes = {int(size) for _ in workers for size in answers.get(timeout=60).split(",")}
+    for worker in workers:
+        worker.join(timeout=60)
+        assert worker.exitcode == 0
+    assert sizes - {len("short")} == {whole}, "a size between would be a torn write"
+    assert left(cache) == ["shared.so"]
+
+
 # Builds that do not end.
 
 
@@ -151,7 +469,7 @@ def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(cache: Path
     with pytest.raises(ToolchainError, match="no"):
         cached("it.so", fail)
     assert left(cache) == []
-    assert cached("it.so", lambda path: path.write_text("whole")).read_text() == "whole"
+    assert content(cached("it.so", write("whole"))) == "whole"
 
 
 def test_a_build_that_makes_nothing_is_an_error_and_leaves_nothing(cache: Path) -> None:
@@ -175,7 +493,9 @@ def test_a_process_killed_while_it_builds_leaves_neither_the_file_nor_its_lock(c
     killed.join(timeout=60)
     assert killed.exitcode == -signal.SIGKILL
     assert not (cache / "it.so").exists()
-    assert cached("it.so", lambda path: path.write_text("whole")).read_text() == "whole"
+    (cache / "it.so.new").write_text("half")  # as if killed while it writes
+    assert content(cached("it.so", write("whole"))) == "whole"
+    assert left(cache) == ["it.so"]
 
 
 # Without a compiler.

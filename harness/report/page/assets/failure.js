@@ -9,6 +9,7 @@ function failure(row) {
   const found = data.failures[row];
   const parts = [make("p", { className: "sentence" }, found?.sentence ?? cell("message", row) ?? "")];
   parts.push(command(reproduction(row)));
+  parts.push(...(data.notes[row] ?? []).map((line) => make("p", { className: "note" }, line)));
   if (!found) {
     if (cell("verdict", row) !== "pass") {
       parts.push(make("p", { className: "hint" }, "Its figures are left out, to keep this page small: the line above shows them."));
