@@ -21,7 +21,7 @@ TERMS = 40
 """Rows of the glossary at most."""
 TASKS = (
     "api", "backends", "bench", "dialects", "gate", "guards", "mutants", "recipes", "running", "schema", "tolerance",
-    "training", "verdicts",
+    "training", "untrusted", "verdicts",
 )  # fmt: skip
 
 

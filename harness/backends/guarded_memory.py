@@ -154,6 +154,14 @@ def element_extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return strides[::-1][-len(shape) :] if shape else []
+
+
 def _padded_size(size: int) -> int:
     """Bytes of a slot of `size` bytes with its guard zones, rounded up to `ALIGNMENT`."""
     return -(-(ZONE + size + ZONE) // ALIGNMENT) * ALIGNMENT

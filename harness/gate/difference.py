@@ -57,5 +57,4 @@ def print_kinds(kinds: Mapping[str, Sequence[str]], console: Console, style: str
 def failure_reason(record: dict[str, Any]) -> str:
     """Why a record did not pass, in brackets and on one line. Empty for a passed record."""
     reason = " ".join(sentence(record).split()) if record["verdict"] != "pass" else ""
-    reason = reason.encode(errors="replace").decode()  # lone surrogates cannot be printed
     return f" ({reason})" if reason else ""

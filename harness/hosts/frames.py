@@ -7,6 +7,7 @@ is unpickled: a kernel can write any bytes into the connection of its host.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import socket
@@ -18,8 +19,9 @@ from typing import Any
 LIMIT = 1 << 24
 """Largest length of a frame in bytes. The steps of a transformer layer take 50 kB."""
 _LENGTH = struct.Struct(">I")
-_DESCRIPTORS = 4
-"""Largest number of file descriptors beside a frame."""
+_DESCRIPTORS = 8
+"""Largest number of file descriptors beside the bytes of a call of the system."""
+_PART = 1 << 16
 
 
 class FrameError(Exception):
@@ -31,71 +33,83 @@ class Connection:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        end.setblocking(True)
+        self._read = bytearray()
+        """Bytes of the next messages."""
+        self._descriptors: list[int] = []
+        """File descriptors of the next messages."""
+        end.setblocking(False)
 
     def fileno(self) -> int:
         """The file descriptor of the socket."""
         return self._socket.fileno()
 
-    def send(self, message: dict[str, Any], descriptors: Sequence[int] = (), *, deadline: float = float("inf")) -> None:
-        """Send a message. `deadline`: latest time of `time.monotonic()`.
+    @property
+    def waiting(self) -> bool:
+        """Whether bytes of the next message have been read."""
+        return bool(self._read)
 
-        Raises TimeoutError after the deadline, FrameError if the other side is gone or the message is too long.
+    def send(self, *messages: dict[str, Any], descriptors: Sequence[int] = (), deadline: float = float("inf")) -> None:
+        """Send messages. File descriptors belong to a single message. `deadline`: latest time of `time.monotonic()`.
+
+        Raises TimeoutError after the deadline, FrameError if the other side is gone or a message is too long.
         """
-        content = json.dumps(message).encode()
-        if len(content) > LIMIT:
-            raise FrameError(f"a message of {len(content)} bytes exceeds the limit of {LIMIT}")
-        data = memoryview(_LENGTH.pack(len(content)) + content)
-        try:
-            self._socket.settimeout(_seconds_to(deadline))
-            sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
-            self._socket.settimeout(_seconds_to(deadline))
-            self._socket.sendall(data[sent:])
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise FrameError(f"the connection is closed: {error.strerror}") from error
+        data = bytearray()
+        for message in messages:
+            content = json.dumps(message | {"descriptors": len(descriptors)} if descriptors else message).encode()
+            if len(content) > LIMIT:
+                raise FrameError(f"a message of {len(content)} bytes exceeds the limit of {LIMIT}")
+            data += _LENGTH.pack(len(content)) + content
+        rest = memoryview(data)
+        while rest:
+            try:
+                sent = socket.send_fds(self._socket, [rest], descriptors) if descriptors else self._socket.send(rest)
+            except BlockingIOError:
+                _wait(self._socket, select.POLLOUT, deadline)
+                continue
+            except OSError as error:
+                raise FrameError(f"the connection is closed: {error.strerror}") from error
+            rest, descriptors = rest[sent:], ()
 
     def receive(self, *, deadline: float = float("inf")) -> tuple[dict[str, Any], list[int]]:
         """The next message, and its file descriptors.
 
         Raises TimeoutError after the deadline, FrameError if the bytes are no frame.
         """
-        try:
-            head, descriptors = self._read_length(deadline)
-            (length,) = _LENGTH.unpack(head)
-            if length > LIMIT:
-                raise FrameError(f"the length of a message is {length} bytes; the limit is {LIMIT}")
-            content = self._read(length, deadline)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise FrameError(f"the connection is closed: {error.strerror}") from error
+        self._fill(_LENGTH.size, deadline)
+        (length,) = _LENGTH.unpack_from(self._read)
+        if length > LIMIT:
+            raise FrameError(f"the length of a message is {length} bytes; the limit is {LIMIT}")
+        end = _LENGTH.size + length
+        self._fill(end, deadline)
+        content = bytes(self._read[_LENGTH.size : end])
+        del self._read[:end]
         try:
             message = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise FrameError(f"a message is not JSON: {type(error).__name__}") from error
         if not isinstance(message, dict):
             raise FrameError(f"a message is {type(message).__name__}, not an object")
+        count = message.get("descriptors", 0)
+        if not isinstance(count, int) or not 0 <= count <= len(self._descriptors):
+            raise FrameError(f"a message has {count} file descriptors; {len(self._descriptors)} have come")
+        descriptors = self._descriptors[:count]
+        del self._descriptors[:count]
         return message, descriptors
 
-    def _read_length(self, deadline: float) -> tuple[bytes, list[int]]:
-        self._socket.settimeout(_seconds_to(deadline))
-        head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _DESCRIPTORS)
-        if not head:
-            raise FrameError("the other side closed the connection")
-        return head + self._read(_LENGTH.size - len(head), deadline), descriptors
-
-    def _read(self, count: int, deadline: float) -> bytes:
-        content = bytearray(count)
-        rest = memoryview(content)
-        while rest:
-            self._socket.settimeout(_seconds_to(deadline))
-            read = self._socket.recv_into(rest)
-            if not read:
-                raise FrameError("the other side closed the connection within a message")
-            rest = rest[read:]
-        return bytes(content)
+    def _fill(self, count: int, deadline: float) -> None:
+        """Read until at least `count` bytes are there."""
+        while len(self._read) < count:
+            try:
+                part, descriptors, _, _ = socket.recv_fds(self._socket, _PART, _DESCRIPTORS)
+            except BlockingIOError:
+                _wait(self._socket, select.POLLIN, deadline)
+                continue
+            except OSError as error:
+                raise FrameError(f"the connection is closed: {error.strerror}") from error
+            if not part:
+                raise FrameError("the other side closed the connection")
+            self._read += part
+            self._descriptors += descriptors
 
     def close(self) -> None:
         """Close this end."""
@@ -109,17 +123,26 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def readable(connections: Sequence[Any], deadline: float) -> list[Any]:
     """The connections and file descriptors with something to read. Empty after the deadline."""
+    if ready := [c for c in connections if isinstance(c, Connection) and c.waiting]:
+        return ready
     poll = select.poll()
     by_number = {c if isinstance(c, int) else c.fileno(): c for c in connections}
     for number in by_number:
         poll.register(number, select.POLLIN)
-    left = None if deadline == float("inf") else max(0, round(1000 * (deadline - time.monotonic())))
-    return [by_number[number] for number, _ in poll.poll(left)]
+    return [by_number[number] for number, _ in poll.poll(_milliseconds_to(deadline))]
 
 
-def _seconds_to(deadline: float) -> float | None:
-    """Seconds until a deadline, at least a millisecond. None: no deadline."""
-    return None if deadline == float("inf") else max(1e-3, deadline - time.monotonic())
+def _wait(end: socket.socket, event: int, deadline: float) -> None:
+    """Wait until a socket can be read or written. Raises TimeoutError after the deadline."""
+    poll = select.poll()
+    poll.register(end, event)
+    if not poll.poll(_milliseconds_to(deadline)):
+        raise TimeoutError
+
+
+def _milliseconds_to(deadline: float) -> int | None:
+    """Milliseconds until a deadline. None: no deadline."""
+    return None if deadline == float("inf") else max(0, math.ceil(1000 * (deadline - time.monotonic())))
 
 
 def close_others(kept: Sequence[int]) -> None:

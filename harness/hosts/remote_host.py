@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,16 +17,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.guard import POISON
-from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, ZONE, element_extent, tensor_at
+from narrowgauge.harness.backends.guarded_memory import (
+    ALIGNMENT,
+    ZONE,
+    contiguous_strides,
+    element_extent,
+    tensor_at,
+)
 from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, HostLost, Tensors
 from narrowgauge.harness.backends.results import BackendError, Unsupported
+from narrowgauge.harness.cases.memory import room
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable
 from narrowgauge.harness.hosts.left_processes import LeftProcesses
 from narrowgauge.harness.hosts.memory import CAPACITY, KEPT, GpuMemory, SharedFile
 from narrowgauge.harness.hosts.output import forward
-from narrowgauge.harness.hosts.starter import Channel, StarterError
+from narrowgauge.harness.hosts.starter import Channel, StarterError, starter
 from narrowgauge.harness.machine.gpu_lock import lock_gpu
 from narrowgauge.harness.machine.process import ending
 
@@ -104,6 +112,9 @@ class RemoteHost:
         self._touched = 0
         """Largest number of bytes of inputs or of results that the case used."""
         self._notes: list[dict[str, str]] = []
+        self._outbox: list[dict[str, Any]] = []
+        self._variations: list[str] | None = None
+        """Names of the ways of running, from the first answer of the host."""
         self._problem = ""
         """Reason why the backend cannot be loaded."""
         self._deadline, self._limit, self._seconds = float("inf"), CAPACITY, load
@@ -143,6 +154,7 @@ class RemoteHost:
         with suppress(OSError, AttributeError):
             self._exit = os.pidfd_open(self.process)
         self._printed = 0
+        self._outbox, self._variations = [], None
         self._left = LeftProcesses(self.process, self._marker)
         self._deadline = time.monotonic() + self._load
         try:
@@ -195,11 +207,22 @@ class RemoteHost:
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
-    def _send(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
+    def _post(self, message: dict[str, Any]) -> None:
+        """Send a message without an answer, together with the next message: each wakes the host."""
         if self.process is None:
             self._start()
+        self._outbox.append(message)
+
+    def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send a message without an answer."""
+        if self.process is None:
+            self._start()
+        messages, self._outbox = [*self._outbox, message], []
         try:
-            self._connection.send(message, descriptors or [], deadline=self._deadline)
+            if descriptors and len(messages) > 1:
+                self._connection.send(*messages[:-1], deadline=self._deadline)
+                messages = messages[-1:]
+            self._connection.send(*messages, descriptors=descriptors, deadline=self._deadline)
         except TimeoutError:
             raise self._lose("timeout", self._too_late) from None
         except FrameError:
@@ -264,7 +287,7 @@ class RemoteHost:
         if self.process is None:
             self._start()
         self._deadline = time.monotonic() + seconds
-        self._send({"op": "case"})
+        self._post({"op": "case"})
 
     def end_case(self) -> CaseEnd:
         """End a case. A host whose GPU does not answer is ended."""
@@ -291,14 +314,16 @@ class RemoteHost:
 
     def seed(self, random: object) -> None:
         """Seed torch's generators in the host."""
-        self._send({"op": "seed", "random": repr(random)})
+        self._post({"op": "seed", "random": repr(random)})
 
     def variations(self, device: torch.device) -> list[str]:
         """Names of the ways of running."""
-        answer = self._ask({"op": "variations", "device": str(device)})
-        if "error" in answer:
-            raise BackendError(str(answer["error"]))
-        return [str(name) for name in answer["names"]]
+        if self._variations is None:
+            answer = self._ask({"op": "variations", "device": str(device)})
+            if "error" in answer:
+                raise BackendError(str(answer["error"]))
+            self._variations = [str(name) for name in answer["names"]]
+        return self._variations
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -353,7 +378,7 @@ class RemoteHost:
             raise BackendError(str(answer["error"]))
         results = self._results[self._kind(home)].bytes
         try:
-            result = codec.decode_result(answer["result"], _Reader(results, self._limit, home).tensor)
+            result = codec.decode_result(answer["result"], _Reader(results, answer["used"], self._limit, home).tensor)
             self.aliases += [{key: str(entry[key]) for key in ("cause", "sentence")} for entry in answer["aliases"]]
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             words = f"the process of the backend sent a result that cannot be read: {type(error).__name__}: {error}"
@@ -365,7 +390,7 @@ class RemoteHost:
     def begin(self, run: RemoteRun, message: dict[str, Any], poison: int) -> None:
         """Begin a run."""
         self._run, self._poison = run, poison
-        self._send({"op": "begin", "poison": poison, **message})
+        self._post({"op": "begin", "poison": poison, **message})
 
     def end_run(self) -> dict[str, Any]:
         """End a run. Raises BackendError if its variation cannot be left."""
@@ -408,7 +433,7 @@ class RemoteHost:
         if kind in self._results:
             self._results.pop(kind).close()
         self._results[kind] = memory
-        self._send({"op": "results", "memory": memory.description}, list(memory.descriptors))
+        self._send({"op": "results", "memory": memory.description}, memory.descriptors)
 
     def _free(self) -> None:
         """Give all shared memory back."""
@@ -416,7 +441,7 @@ class RemoteHost:
             memory.close()
         self._regions, self._results, self._slots, self._touched = [], {}, [], 0
         if self.process is not None:
-            self._send({"op": "forget"})
+            self._post({"op": "forget"})
 
     def reset(self) -> None:
         """Forget all slots, unless a prepared run needs its inputs."""
@@ -562,8 +587,12 @@ class RemoteRun:
 class _Reader:
     """Copies the tensors of a result from the shared memory."""
 
-    def __init__(self, memory: torch.Tensor, limit: int, home: torch.device) -> None:
-        self._memory, self._left, self._home = memory, limit, home
+    def __init__(self, memory: torch.Tensor, used: Any, limit: int, home: torch.device) -> None:
+        """`used`: bytes of all results together, as the host says."""
+        if not isinstance(used, int) or not 0 <= used <= limit:
+            raise ValueError(f"results of {used} bytes; the limit of the case is {limit}")
+        self._memory, self._used, self._left, self._home = memory, used, limit, home
+        self._private = memory[:0]
 
     def tensor(self, place: Any) -> torch.Tensor:
         """The tensor at a place: first byte, dtype, shape. Raises ValueError for a place outside the memory."""
@@ -578,8 +607,11 @@ class _Reader:
         self._left -= size
         if self._left < 0 or start + size > self._memory.numel():
             raise ValueError(f"a tensor of {size} bytes exceeds the limit of the case")
-        bytes_ = self._memory[start : start + size].clone()  # a kernel may write to the shared memory at any time
-        return bytes_.view(dtype).view(tuple(shape)).to(self._home)
+        if self._private.numel() < start + size:
+            # A kernel may write to the shared memory at any time: nothing reads it but this copy.
+            self._private = self._memory[: min(self._memory.numel(), max(start + size, self._used))].clone()
+        tensor = tensor_at(self._private, start, dtype, shape, contiguous_strides(shape))
+        return tensor if tensor.device.type == self._home.type else tensor.to(self._home)
 
 
 def _extent(tensors: list[torch.Tensor]) -> tuple[int, int]:
@@ -617,3 +649,20 @@ def gpu_memory_is_shared() -> bool:
 
 def _no_tensor(place: Any) -> torch.Tensor:
     raise ValueError(f"no tensor is expected, but {place}")
+
+
+@contextmanager
+def hosted_backend(
+    name: str, device: str = "cpu", *, seconds: float = 300.0, settings: HostSettings | None = None
+) -> Iterator[Backend]:
+    """The backend called `name` in a kernel host, for commands that judge in their own process. `seconds`: for all
+    calls together, until the next `begin_case`.
+
+    Raises BackendError if the backend cannot be loaded. A call raises HostLost if the host ends.
+    """
+    host = RemoteHost(settings or HostSettings(name, device), Channel(starter().connect()))
+    try:
+        host.begin_case(seconds, room(device))
+        yield Backend(host)
+    finally:
+        host.close()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.guard import Guard
-from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, tensor_at
+from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides, tensor_at
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported
@@ -212,7 +212,7 @@ class _Server:
                 "error": f"{method} gave a result that cannot be read: {type(error).__name__}: {error}"[: codec.TEXT]
             }
         self.pending = None
-        return {"result": encoded, "aliases": aliases}
+        return {"result": encoded, "used": writer.used, "aliases": aliases}
 
     def _aliases(self, method: str, result: Any, slots: _Slots) -> list[dict[str, str]]:
         """The results that share memory with an input or with a result that the backend still holds."""
@@ -346,15 +346,9 @@ class _Writer:
         """Copy all tensors."""
         for tensor, start in self._placed:
             if tensor.numel():
-                tensor_at(self.memory, start, tensor.dtype, tensor.shape, _contiguous(tensor.shape)).copy_(tensor)
-
-
-def _contiguous(shape: torch.Size) -> list[int]:
-    """Strides of a contiguous tensor."""
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return strides[::-1][-len(shape) :] if shape else []
+                tensor_at(self.memory, start, tensor.dtype, tensor.shape, contiguous_strides(tensor.shape)).copy_(
+                    tensor
+                )
 
 
 def _no_tensor(tensor: torch.Tensor) -> Any:

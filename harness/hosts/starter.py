@@ -61,7 +61,7 @@ class Channel:
 
     def _ask(self, message: dict[str, Any], descriptors: list[int], deadline: float) -> dict[str, Any]:
         try:
-            self._connection.send(message, descriptors)
+            self._connection.send(message, descriptors=descriptors)
             return self._connection.receive(deadline=deadline)[0]
         except (FrameError, TimeoutError) as error:
             raise StarterError(f"the process that starts kernel hosts does not answer: {error}") from error
@@ -89,7 +89,7 @@ class Starter:
     def connect(self) -> socket.socket:
         """The judge's end of a new channel."""
         ours, theirs = pair()
-        self._connection.send({"op": "judge"}, [theirs.fileno()])
+        self._connection.send({"op": "judge"}, descriptors=[theirs.fileno()])
         theirs.close()
         return ours
 
