@@ -18,14 +18,14 @@ from narrowgauge.harness.operations.stages.outcome import Outcome
 
 
 def explain(
-    outcome: Outcome, history: SearchHistory, *, runs: Callable[[], tuple[Run, Run]] | None = None
+    outcome: Outcome, history: SearchHistory, *, runs: Callable[[], tuple[Run, Run] | None] | None = None
 ) -> list[Explanation]:
     """Explanations of the first wrong stage: deviations that give the kernel's bytes, then shared memory and results
     that do not depend on the inputs, then signatures.
 
     `history`: searches of earlier outcomes of the backend. This search is added to it. `runs`: a function that runs the
-    case again; it gives the tensors of this run and those of the same case with the inputs of another seed. It is
-    called for a wrong outcome only.
+    case again; it gives the tensors of this run and those of the same case with the inputs of another seed, or None if
+    the second run gave no results. It is called for a wrong outcome only.
     """
     wrong_stage = next((stage for stage in outcome.stages if not stage.passed), None)
     if wrong_stage is None:
@@ -39,6 +39,6 @@ def explain(
     explanations += explain_decoding(outcome, wrong_stage, history)
     exact = not any(explanation.exact for explanation in explanations)
     explanations += explain_aliases(outcome, wrong_stage, exact=exact)
-    if runs is not None:
-        explanations += explain_same_results(wrong_stage, *runs(), exact=exact)
+    if runs is not None and (pair := runs()) is not None:
+        explanations += explain_same_results(wrong_stage, *pair, exact=exact)
     return [*explanations, *signatures(outcome, wrong_stage)]

@@ -62,7 +62,7 @@ def explain_aliases(outcome: Outcome, wrong_stage: StageResult, *, exact: bool) 
     """
     found = {
         entry["cause"]: Explanation(entry["cause"], entry["sentence"], wrong_stage.stage, exact=exact)
-        for entry in getattr(outcome, "aliases", [])
+        for entry in outcome.aliases
         if entry["cause"] in ALIAS_CAUSES
     }
     return list(found.values())

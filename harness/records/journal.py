@@ -202,9 +202,8 @@ def _is_of(value: Any, kind: str) -> bool:
         return isinstance(value, list) and all(_is_of(item, kind[len("list[") : -1]) for item in value)
     if kind.startswith("dict"):
         return isinstance(value, dict) and (kind != "dict[str, str]" or all(isinstance(v, str) for v in value.values()))
-    names = kind.split(" | ")
     found = "None" if value is None else type(value).__name__
-    return found in names or (found == "int" and "float" in names)
+    return found == kind or found in (names := kind.split(" | ")) or (found == "int" and "float" in names)
 
 
 class Journal:

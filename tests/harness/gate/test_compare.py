@@ -86,7 +86,9 @@ def test_the_terminal_says_all_of_it() -> None:
 def test_a_case_that_is_not_finite_has_a_verdict_all_the_same() -> None:
     bad = record(verdict="fail", budget_max=float("nan"), message="off \ud800")
     comparison = compare(run(record()), run(bad))
-    assert comparison.kinds["verdict changed"] == [("quantize/nvfp4/64x128/bf16/normal", "verdict pass → fail (off \\ud800)")]
+    assert comparison.kinds["verdict changed"] == [
+        ("quantize/nvfp4/64x128/bf16/normal", "verdict pass → fail (off \\ud800)")
+    ]
     assert comparison.kinds["not finite"] == [("quantize/nvfp4/64x128/bf16/normal", "finite → budget_max is nan")]
     assert compare_module.render(comparison, "\udc80", "b").encode()
 

@@ -1,0 +1,152 @@
+"""Whether a finished run can be trusted: lines and header of its journal, its records, and the sources that made them.
+
+The commands that compare runs read them by `read_trusted`. A run that contradicts itself is refused before any
+comparison: it is not worse than a baseline, it says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from narrowgauge.harness.records.environment import kernel_hash, source_hashes
+from narrowgauge.harness.records.journal import JOURNAL_NAME, JournalError, RecordedRun, read
+from narrowgauge.harness.records.record_check import DEVICES, record_problems, shown
+from narrowgauge.harness.report.text import number
+
+LISTED = 20
+"""Largest number of problems in a message, which counts all of them."""
+_IN_RECORDS = ("backend", "device", "seed")
+"""Fields of the header that every record repeats."""
+_IN_ENVIRONMENT = (*_IN_RECORDS, "schedules")
+"""Fields of the header that its environment repeats."""
+_ELAPSED_LINE = 100
+"""Length in bytes of a line of elapsed time, at most. A complete record is longer."""
+_GPU = re.compile(r".+, compute capability \d+\.\d+")
+
+
+class UntrustedRunError(JournalError):
+    """A run contradicts itself, or other sources made it. The message names each case and column, and the remedy."""
+
+
+def read_trusted(path: Path) -> RecordedRun:
+    """The run in the report folder or journal file `path`.
+
+    Raises UntrustedRunError if the run contradicts itself, JournalError if there is no journal, or no readable journal.
+    """
+    run = read(path)
+    problems = [*_line_problems(path, len(run.records)), *_header_problems(run)] or list(_run_problems(run))
+    if problems:
+        raise _error(path, problems)
+    return run
+
+
+def verify_sources(run: RecordedRun, path: Path) -> list[str]:
+    """Compare the hashes of the sources in the header of a run with the sources of this narrowgauge, and of the backend
+    and the captured tensors as this process finds them. `path`: place of the run, for messages.
+
+    Returns a sentence for each source that cannot be compared, because its file is not found. Raises UntrustedRunError
+    for a changed source.
+    """
+    notes = []
+    file = _input_path(run)
+    try:
+        current = source_hashes(run.backend, file or "")
+    except OSError as error:
+        raise _error(path, [f"sources: {error.filename} cannot be read: {error.strerror}"]) from error
+    if _is_own(run.backend) and not current["backend"]:
+        current["backend"] = run.sources.get("backend", "")
+        notes.append(
+            f"backend {run.backend}: its module is no Python file in this folder or on sys.path, so its source was not "
+            "compared with the source of the run"
+        )
+    if "input" in run.sources and file is None:
+        current["input"] = run.sources["input"]
+        notes.append("input: the file of the captured tensors is not there, so it was not compared")
+    recorded = {f"sources: {part}": run.sources.get(part) for part in sorted(run.sources | current)}
+    now = {f"sources: {part}": value for part, value in current.items()}
+    if "kernel sources" in run.environment:
+        recorded["environment: kernel sources"] = run.environment["kernel sources"]
+        now["environment: kernel sources"] = kernel_hash()
+    problems = [
+        f"{part} has changed since the run: {shown(value)} in its header, {shown(now.get(part))} now"
+        for part, value in recorded.items()
+        if value != now.get(part)
+    ]
+    if problems:
+        raise _error(path, problems)
+    return notes
+
+
+def _error(path: Path, problems: list[str]) -> UntrustedRunError:
+    lines = [f"  {problem}" for problem in problems[:LISTED]]
+    if len(problems) > LISTED:
+        lines.append(f"  … and {number(len(problems) - LISTED)} more")
+    listed = "\n".join(lines)
+    return UntrustedRunError(f"{path}: the run cannot be trusted; run its cases again:\n{listed}")
+
+
+def _line_problems(path: Path, records: int) -> Iterator[str]:
+    """Times that are no times, and cases with several lines. `records`: number of cases that have a record."""
+    lines = (path / JOURNAL_NAME if path.is_dir() else path).read_bytes().split(b"\n")[1:-1]
+    short = [json.loads(line) for line in lines if len(line) <= _ELAPSED_LINE]
+    times = [entry["elapsed"] for entry in short if set(entry) == {"elapsed"}]
+    if wrong := [elapsed for elapsed in times if not 0 <= elapsed < math.inf]:
+        yield f"elapsed is {wrong[0]}, not a finite number ≥ 0"
+    if len(lines) - len(times) > records:
+        cases = Counter(entry["case"] for entry in map(json.loads, lines) if "case" in entry)
+        for case, count in cases.items():
+            if count > 1:
+                yield f"record {case!a}: is there {count} times, and a run makes one record of each case"
+
+
+def _header_problems(run: RecordedRun) -> Iterator[str]:
+    """Values that a field cannot have, and fields that contradict one another."""
+    if run.device not in DEVICES:
+        yield f"header: device is {shown(run.device)}, not {', '.join(DEVICES)}"
+    if repeated := [case for case, count in Counter(run.cases).items() if count > 1]:
+        yield f"header: cases has {shown(repeated[0])} twice"
+    if run.schedules < 1:
+        yield f"header: schedules is {run.schedules}, not a number ≥ 1"
+    if run.shard is None and run.selection:
+        yield f"header: selection is {shown(run.selection)}, of a shard, and shard is None"
+    for name in _IN_ENVIRONMENT:
+        value, recorded = str(getattr(run, name)), run.environment.get(name)
+        if recorded is not None and recorded != value:
+            yield f"header: {name} is {shown(value)}, and {shown(recorded)} in environment"
+    gpu = run.environment.get("GPU", "")
+    if run.device == "cuda" and not _GPU.fullmatch(gpu):
+        yield f"header: device is cuda, and GPU in environment is {shown(gpu)}, without a compute capability"
+
+
+def _run_problems(run: RecordedRun) -> Iterator[str]:
+    """Records that contradict themselves or the header."""
+    selected = set(run.cases)
+    for record in run.records:
+        case = f"record {record['case']!a}"
+        for problem in record_problems(record):
+            yield f"{case}: {problem}"
+        for name in _IN_RECORDS:
+            if record.get(name) != getattr(run, name):
+                yield f"{case}: {name} is {shown(record.get(name))}, and the header has {shown(getattr(run, name))}"
+        if record["case"] not in selected:
+            yield f"{case}: is not in cases of the header"
+
+
+def _is_own(backend: str) -> bool:
+    """Whether a backend is a user's: `package.module:Name`."""
+    return ":" in backend or "." in backend
+
+
+def _input_path(run: RecordedRun) -> str | None:
+    """The file of captured tensors that a run names in its records, if this process finds it."""
+    files = {record["file"] for record in run.records}
+    with suppress(OSError):  # a name that is too long
+        if "input" in run.sources and len(files) == 1 and Path(file := files.pop()).is_file():
+            return str(file)
+    return None

@@ -1,0 +1,293 @@
+"""Check of a record that was read from a file: its columns, their ranges, and the verdict that follows from its stages.
+
+The check needs nothing but the record. A record of the runner always passes; a record that was damaged or edited does
+not, unless the change is consistent in all columns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from narrowgauge.harness.cases.keys import TIERS
+from narrowgauge.harness.cases.modules import MODULES
+from narrowgauge.harness.machine.timing import PHASES
+from narrowgauge.harness.records.record import ENTRIES, PROTECTING, VERDICTS, Record
+
+RULES = ("exact", "bound", "boundary", "statistics", *PROTECTING)
+"""Rules of stages. All but `PROTECTING` compare with an expected value."""
+DEVICES = ("cpu", "cuda")
+FULL_BUDGET = 1 + 2.0**-30
+"""Largest budget of a correct kernel. Budgets are evaluated in float64, and their last bits depend on the machine."""
+_LAST_BITS = 1e-9
+"""Tolerance for shares and means, which are rounded quotients of whole numbers."""
+_COUNTS = ("compared", "mismatches", "max_ulp", "draws", "interval_ulps_max", "bytes_peak")
+_SHARES = ("exact_share", "ordered_share", "excused_share", "outside_share", "p_value")
+_SECONDS = ("seconds", *(f"seconds_{phase}" for phase in (*PHASES, "total", "core")))
+_BUDGETS = ("budget_max", "budget_p99")
+_AMOUNTS = (*_BUDGETS, "interval_ulps_mean", *_SECONDS)
+_OF_OUTPUTS = ("exact_share", "ordered_share", *_BUDGETS, "interval_ulps_max", "interval_ulps_mean")
+"""Figures of outputs with the rule `bound`."""
+_OF_FAILURES = ("explanations", "findings", "shrunk", "saved", "save_note", "baseline")
+"""Columns that are empty in the record of a pass."""
+_BINS, _SWEEP = 11, 6
+"""Lengths of `budget_histogram` and of `sweep`, if they are not empty."""
+_INT64 = 1 << 63
+_WIDTH = 80
+"""Largest number of characters of a value in a message."""
+_ENTRY_TYPES: dict[str, dict[str, Any]] = {
+    "accuracy": dict.fromkeys(("sqnr_db", "relative_error", "cosine"), float | None) | {"tensor": str},
+    "stages": {
+        "stage": str, "rule": str, "compared": int, "mismatches": int, "max_ulp": int | None, "excused": int,
+        "sentence": str,
+    },
+    "explanations": {"cause": str, "sentence": str, "stage": str, "exact": bool},
+    "notes": {"cause": str, "sentence": str},
+    "findings": {
+        "stage": str, "rule": str, "sentence": str, "elements": list[dict[str, Any]], "modulo": dict[str, Any],
+        "heat": dict[str, Any], "steps": list[list[int]], "census": dict[str, Any],
+    },
+}  # fmt: skip
+"""Types of the keys of `ENTRIES`."""
+
+
+def record_problems(record: dict[str, Any]) -> list[str]:
+    """Reasons not to trust a record, as phrases with column and value. Empty if the record is consistent."""
+    return list(_columns(record)) or [*_entries(record)] or [*_ranges(record), *_labels(record)] or [*_verdict(record)]
+
+
+def _columns(record: dict[str, Any]) -> Iterator[str]:
+    """Missing and unknown columns, and values of a wrong type."""
+    types = _column_types()
+    if missing := [name for name in types if name not in record]:
+        yield f"column {missing[0]!r} is missing"
+    if unknown := [name for name in record if name not in types]:
+        yield f"column {shown(unknown[0])} is unknown"
+    for name, (has_type, text) in types.items():
+        if name in record and not has_type(record[name]):
+            yield f"{name} is {shown(record[name])}, not {text}"
+
+
+@cache
+def _column_types() -> dict[str, tuple[Callable[[Any], bool], str]]:
+    """Check of the type of each column, and the name of the type in messages."""
+    hints = get_type_hints(Record)
+    return {column.name: (_checker(hints[column.name]), str(column.type)) for column in fields(Record)}
+
+
+@cache
+def _checker(kind: Any) -> Callable[[Any], bool]:
+    """A function that says whether a value read from JSON has a type. An int has 64 bits. An int is a float; a bool is
+    neither."""
+    if kind is Any:
+        return lambda value: True
+    if isinstance(kind, UnionType):
+        options = [_checker(option) for option in get_args(kind)]
+        return lambda value: any(option(value) for option in options)
+    if get_origin(kind) is list:
+        of_item = _checker(get_args(kind)[0])
+        return lambda value: type(value) is list and all(map(of_item, value))
+    if get_origin(kind) is dict:
+        of_value = _checker(get_args(kind)[1])
+        return lambda value: type(value) is dict and all(map(of_value, value.values()))
+    if kind is int:
+        return lambda value: type(value) is int and -_INT64 <= value < _INT64
+    if kind is float:
+        of_int = _checker(int)
+        return lambda value: type(value) is float or of_int(value)
+    return lambda value: type(value) is kind
+
+
+def shown(value: Any) -> str:
+    """A value of a file in a message: ASCII, and not long."""
+    text = ascii(value)
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
+
+
+def _entries(record: dict[str, Any]) -> Iterator[str]:
+    """Entries of columns with objects: missing and unknown keys, values of a wrong type."""
+    for column, keys in ENTRIES.items():
+        types = {key: _ENTRY_TYPES[column][key] for key in keys}
+        checkers = {key: _checker(kind) for key, kind in types.items()}
+        for number, entry in enumerate(record[column]):
+            if differing := sorted(checkers.keys() ^ entry.keys()):
+                key = differing[0]
+                yield f"{column}[{number}]: key {shown(key)} is {'unknown' if key in entry else 'missing'}"
+            for key, has_type in checkers.items():
+                if key in entry and not has_type(entry[key]):
+                    kind = getattr(types[key], "__name__", types[key])
+                    yield f"{column}[{number}].{key} is {shown(entry[key])}, not {kind}"
+
+
+def _ranges(record: dict[str, Any]) -> Iterator[str]:
+    """Figures that are negative, NaN, infinite, or outside of their range."""
+    shares = [*record["sweep"], *(record[name] for name in _SHARES)]
+    for name in (*_COUNTS, *_AMOUNTS):
+        value = record[name]
+        # A wrong kernel can use an infinite budget, if the bound of an output is 0.
+        infinite = name in _BUDGETS and record["verdict"] != "pass"
+        if value is not None and not (0 <= value < math.inf or (infinite and value == math.inf)):
+            yield f"{name} is {value}, not a finite number ≥ 0"
+    for name, value in zip([*("sweep" for _ in record["sweep"]), *_SHARES], shares, strict=True):
+        if value is not None and not 0 <= value <= 1 + _LAST_BITS:
+            yield f"{name} is {value}, not a share from 0 to 1"
+    if record["sqnr_db"] is not None and math.isnan(record["sqnr_db"]):
+        yield "sqnr_db is nan"
+    for column, length in (("budget_histogram", _BINS), ("sweep", _SWEEP)):
+        if len(record[column]) not in (0, length):
+            yield f"{column} has {len(record[column])} numbers, not {length}"
+    if any(count < 0 for count in record["budget_histogram"]):
+        yield f"budget_histogram is {shown(record['budget_histogram'])}, with a negative count"
+    for number, stage in enumerate(record["stages"]):
+        for key in ("compared", "mismatches", "max_ulp", "excused"):
+            if stage[key] is not None and stage[key] < 0:
+                yield f"stages[{number}].{key} is {stage[key]}, not a number ≥ 0"
+    for number, entry in enumerate(record["accuracy"]):
+        for key, least, most in (("sqnr_db", -math.inf, math.inf), ("relative_error", 0, math.inf), ("cosine", -1, 1)):
+            value = entry[key]
+            if value is not None and not (math.isfinite(value) and least - _LAST_BITS <= value <= most + _LAST_BITS):
+                yield f"accuracy[{number}].{key} is {value}, outside of its range"
+
+
+def _labels(record: dict[str, Any]) -> Iterator[str]:
+    """Words that a column cannot hold, and an id that is not made of its columns."""
+    choices: list[tuple[str, str, tuple[str, ...]]] = [
+        ("verdict", record["verdict"], VERDICTS), ("tier", record["tier"], TIERS), ("device", record["device"], DEVICES)
+    ]  # fmt: skip
+    choices += [(f"stages[{number}].rule", stage["rule"], RULES) for number, stage in enumerate(record["stages"])]
+    choices += [
+        (f"accuracy[{number}].tensor", entry["tensor"], ("y", "dx", "dw"))
+        for number, entry in enumerate(record["accuracy"])
+    ]
+    for place, value, allowed in choices:
+        if value not in allowed:
+            yield f"{place} is {shown(value)}, not {', '.join(allowed)}"
+    for name in ("input_digest", "output_digest"):
+        if not re.fullmatch("[0-9a-f]*", record[name]):
+            yield f"{name} is {shown(record[name])}, not hexadecimal"
+    names = ("operation", "recipe", "shape", "dtype", "inputs", "flags")
+    if (made := "/".join(record[name] for name in names if record[name])) != record["case"]:
+        yield f"case is {shown(record['case'])}, and its columns are those of {shown(made)}"
+    if not re.fullmatch(r"\d{1,18}(x\d{1,18})*", record["shape"], re.ASCII):
+        yield f"shape is {shown(record['shape'])}, not sizes joined by x"
+
+
+def _verdict(record: dict[str, Any]) -> Iterator[str]:
+    """Columns that contradict the stages, and a verdict that does not follow from them."""
+    yield from _sums(record)
+    yield from _outputs(record)
+    wrong = [stage for stage in record["stages"] if stage["sentence"]]
+    if any(finding["stage"] not in {stage["stage"] for stage in wrong} for finding in record["findings"]):
+        yield "findings has a stage that is not wrong"
+    if record["device"] == "cpu" and record["bytes_peak"] is not None:
+        yield f"bytes_peak is {record['bytes_peak']}, GPU memory of a run on a CPU"
+    yield from _VERDICTS.get(record["verdict"], _without_result)(record, wrong)
+
+
+def _sums(record: dict[str, Any]) -> Iterator[str]:
+    """Columns that are computed from the stages, and stages that contradict themselves."""
+    stages = record["stages"]
+    wrong = [stage for stage in stages if stage["sentence"]]
+    bounded = [stage for stage in stages if stage["rule"] == "boundary"]
+    of_bounded = sum(stage["compared"] for stage in bounded)
+    computed = {
+        "compared": sum(stage["compared"] for stage in stages),
+        "mismatches": sum(stage["mismatches"] for stage in stages),
+        "max_ulp": max((stage["max_ulp"] for stage in wrong if stage["max_ulp"] is not None), default=None),
+        "stage": wrong[0]["stage"] if wrong else "",
+        "excused_share": sum(stage["excused"] for stage in bounded) / of_bounded if of_bounded else None,
+    }
+    for name, value in computed.items():
+        if record[name] != value:
+            yield f"{name} is {shown(record[name])}, and {shown(value)} by its stages"
+    if (record["draws"] is None) == any(stage["rule"] == "statistics" for stage in stages):
+        yield f"draws is {record['draws']}, which contradicts the rules of its stages"
+    for number, stage in enumerate(stages):
+        place = f"stages[{number}]"
+        if not stage["sentence"] and (stage["mismatches"] or stage["max_ulp"] is not None):
+            yield f"{place} ({shown(stage['stage'])}) has wrong elements, and no sentence"
+        if stage["rule"] not in PROTECTING and max(stage["mismatches"], stage["excused"]) > stage["compared"]:
+            yield f"{place} ({shown(stage['stage'])}) has more wrong or excused elements than compared elements"
+        if not stage["stage"]:
+            yield f"{place} has no name"
+
+
+def _outputs(record: dict[str, Any]) -> Iterator[str]:
+    """Figures of the outputs of a GEMM that contradict one another."""
+    outputs = sum(stage["compared"] for stage in record["stages"] if stage["rule"] == "bound")
+    given = {name: record[name] for name in _OF_OUTPUTS if record[name] is not None}
+    if given and not outputs:
+        name, value = next(iter(given.items()))
+        yield f"{name} is {value}, and no stage has the rule bound"
+    if record["operation"] not in MODULES:  # a module measures the figures of some outputs only
+        for name in ("exact_share", "ordered_share"):
+            count = given.get(name, 0) * outputs
+            if abs(count - round(count)) > _LAST_BITS * max(1, outputs):
+                yield f"{name} is {given[name]}, and no whole number of {outputs} outputs"
+    if (total := given.get("exact_share", 0) + given.get("ordered_share", 0)) > 1 + _LAST_BITS:
+        yield f"exact_share and ordered_share are {total} together"
+    yield from _ordered(record, "budget_p99", "budget_max")
+    yield from _ordered(record, "interval_ulps_mean", "interval_ulps_max")
+    histogram, budget = record["budget_histogram"], record["budget_max"]
+    if bool(histogram) != (budget is not None):
+        yield f"budget_max is {budget}, and budget_histogram is {shown(histogram)}"
+    elif sum(histogram) > outputs:
+        yield f"budget_histogram counts {sum(histogram)} of {outputs} outputs"
+    elif histogram and (histogram[-1] > 0) != (budget >= 1) and abs(budget - 1) > _LAST_BITS:
+        yield f"budget_max is {budget}, and {histogram[-1]} outputs are in the last bin of budget_histogram"
+
+
+def _ordered(record: dict[str, Any], less: str, most: str) -> Iterator[str]:
+    """Both figures are measured or neither, and the first is not above the second."""
+    low, high = record[less], record[most]
+    if (low is None) != (high is None) or (low is not None and low > high * (1 + _LAST_BITS)):
+        yield f"{less} is {low}, and {most} is {high}"
+
+
+def _passed(record: dict[str, Any], wrong: list[dict[str, Any]]) -> Iterator[str]:
+    if wrong:
+        yield f"verdict is pass, and the stage {shown(wrong[0]['stage'])} is wrong"
+    elif not any(s["compared"] for s in record["stages"] if s["rule"] not in PROTECTING) and _has_elements(record):
+        yield "verdict is pass, and nothing was compared"
+    if record["budget_max"] is not None and record["budget_max"] > FULL_BUDGET:
+        yield f"verdict is pass, and budget_max is {record['budget_max']}, above 1"
+    if bool(record["message"]) != bool(record["known"]):  # the message of a pass says that its failure was known
+        yield f"verdict is pass, known is {shown(record['known'])}, and message is {shown(record['message'])}"
+    if unexpected := [name for name in _OF_FAILURES if record[name]]:
+        yield f"verdict is pass, and {unexpected[0]} is {shown(record[unexpected[0]])}"
+    if absent := [name for name in ("input_digest", "output_digest") if not record[name]]:
+        yield f"verdict is pass, and {absent[0]} is empty"
+
+
+def _has_elements(record: dict[str, Any]) -> bool:
+    return all(int(extent) > 0 for extent in record["shape"].split("x"))
+
+
+def _failed(record: dict[str, Any], wrong: list[dict[str, Any]]) -> Iterator[str]:
+    if not wrong:
+        yield "verdict is fail, and no stage is wrong"
+    elif not record["message"].startswith(f"{wrong[0]['stage']}: "):
+        yield f"message is {shown(record['message'])}, and the first wrong stage is {shown(wrong[0]['stage'])}"
+
+
+def _unsupported(record: dict[str, Any], wrong: list[dict[str, Any]]) -> Iterator[str]:
+    yield from _without_result(record, wrong)
+    for name in ("stages", "output_digest", "known"):
+        if record[name]:
+            yield f"verdict is unsupported, and {name} is {shown(record[name])}"
+
+
+def _without_result(record: dict[str, Any], wrong: list[dict[str, Any]]) -> Iterator[str]:
+    """Check of error, crash and timeout. Such a case may have stages: the GPU can report an error after them."""
+    if not record["message"]:
+        yield f"verdict is {record['verdict']}, and message is empty"
+
+
+_VERDICTS: dict[str, Callable[[dict[str, Any], list[dict[str, Any]]], Iterator[str]]] = {
+    "pass": _passed, "fail": _failed, "unsupported": _unsupported
+}  # fmt: skip

@@ -1,0 +1,134 @@
+"""Results that share memory or stay when the inputs change: explanations of wrong outcomes, and never of right ones."""
+
+import pytest
+import torch
+
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.cause_names import is_cause
+from narrowgauge.harness.diagnosis.explain import explain
+from narrowgauge.harness.diagnosis.explain_memory import ALIAS_CAUSES, Run, explain_same_results
+from narrowgauge.harness.diagnosis.search_history import SearchHistory
+from narrowgauge.harness.inputs.inputs import make_inputs
+from narrowgauge.harness.running.judging import judge
+from narrowgauge.reference import ops as reference
+from tests.harness.sample_backends import GEMM, QUANTIZE, backend
+
+SAME = "same-result-for-other-inputs"
+SWIZZLE = case_from_labels("swizzle", "", (129, 5), "", "bytes")
+ZEROS = case_from_labels("quantize", "nvfp4", (32, 48), "bf16", "zeros")
+WRONG = StageResult("codes", "exact", 4, mismatches=4, sentence="4 of 4 codes differ")
+
+
+def explained(case, *, aliases=(), doors):
+    """The explanations of a case with the backend `doors`, which runs it again on the inputs of another seed."""
+    right = {name: getattr(reference, name) for name in doors}
+
+    def run(seed):
+        inputs = make_inputs(case, seed=seed)
+        outcome, expected = (judge(case, inputs, backend(**given)) for given in (doors, right))
+        return outcome, Run(inputs.named(), outcome.outputs, expected.outputs)
+
+    outcome, first = run(0)
+    outcome.aliases = [{"cause": cause, "sentence": ALIAS_CAUSES[cause]} for cause in aliases]
+    return explain(outcome, SearchHistory(), runs=lambda: (first, run(1)[1]))
+
+
+def stored(name, change):
+    """A door that gives the result of its first call, changed, in all later calls."""
+    results = []
+
+    def door(*arguments, **options):
+        if not results:
+            results.append(change(getattr(reference, name)(*arguments, **options)))
+        return results[0]
+
+    return door
+
+
+def every_time(name, change):
+    return lambda *arguments, **options: change(getattr(reference, name)(*arguments, **options))
+
+
+def other_codes(q):
+    return q.codes ^ 0x37, q.scales, q.amax
+
+
+def swapped_nibbles(q):
+    return q.codes << 4 | q.codes >> 4, q.scales, q.amax
+
+
+CHANGES = {
+    "quantize": (QUANTIZE, other_codes, "codes is the same"),
+    "gemm": (GEMM, lambda out: out * 3, "output is the same"),
+    "swizzle": (SWIZZLE, lambda out: out ^ 1, "swizzled is the same"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_stored_result_is_named(name):
+    case, change, sentence = CHANGES[name]
+    quantize = {"quantize": reference.quantize} if name == "gemm" else {}
+    stays = explained(case, doors=quantize | {name: stored(name, change)})
+    assert [e.sentence.startswith(sentence) for e in stays if e.cause == SAME] == [True]
+    assert all(e.exact for e in stays if e.cause == SAME)
+    changes = explained(case, doors=quantize | {name: every_time(name, change)})
+    assert SAME not in [e.cause for e in changes]
+
+
+def test_inputs_that_are_equal_for_every_seed_show_nothing():
+    assert SAME not in [e.cause for e in explained(ZEROS, doors={"quantize": stored("quantize", other_codes)})]
+
+
+def tensors(**numbers):
+    return {name: torch.tensor(values, dtype=torch.uint8) for name, values in numbers.items()}
+
+
+FIRST = Run(tensors(x=[1, 2]), tensors(codes=[7, 7], amax=[5]), tensors(codes=[1, 1], amax=[4]))
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (
+            Run(tensors(x=[3, 4]), tensors(codes=[7, 7], amax=[5]), tensors(codes=[2, 2], amax=[3])),
+            "codes and amax are",
+        ),
+        (Run(tensors(x=[3, 4]), tensors(codes=[7, 7], amax=[6]), tensors(codes=[2, 2], amax=[3])), "codes is"),
+        (Run(tensors(x=[3, 4]), tensors(codes=[7, 7], amax=[5]), tensors(codes=[2, 2], amax=[4])), "codes is"),
+        (Run(tensors(x=[3, 4]), tensors(codes=[7, 7]), tensors(codes=[1, 1])), ""),  # the reference is the same too
+        (Run(tensors(x=[1, 2]), tensors(codes=[7, 7]), tensors(codes=[2, 2])), ""),  # the inputs are the same
+        (Run(tensors(x=[3, 4]), tensors(codes=[7, 8]), tensors(codes=[2, 2])), ""),
+        (Run(tensors(x=[3, 4]), {}, {}), ""),  # the second run gave nothing
+    ],
+)
+def test_which_results_count(other, named):
+    found = [explanation.sentence for explanation in explain_same_results(WRONG, FIRST, other, exact=True)]
+    assert found == ([f"{named} the same for the inputs of another seed"] if named else [])
+
+
+def test_right_and_empty_results_do_not_count():
+    right = Run(tensors(x=[1]), tensors(codes=[7], scales=[]), tensors(codes=[7], scales=[]))
+    other = Run(tensors(x=[2]), tensors(codes=[7], scales=[]), tensors(codes=[8], scales=[]))
+    assert not explain_same_results(WRONG, right, other, exact=True)
+
+
+@pytest.mark.parametrize("cause", ALIAS_CAUSES)
+def test_shared_memory_is_named_if_nothing_else_gives_the_bytes(cause):
+    """A deviation that gives the bytes comes first: a kernel may reuse its memory and be wrong by another mistake."""
+    doors = {"quantize": every_time("quantize", other_codes)}
+    (found,) = (e for e in explained(QUANTIZE, aliases=[cause], doors=doors) if e.cause == cause)
+    assert (found.exact, found.stage, found.sentence) == (True, "codes", ALIAS_CAUSES[cause])
+    doors = {"quantize": every_time("quantize", swapped_nibbles)}
+    first, *others = explained(QUANTIZE, aliases=[cause], doors=doors)
+    assert (first.cause, first.exact) == ("nibbles-swapped", True)
+    assert [e.exact for e in others if e.cause == cause] == [False]
+
+
+def test_a_right_outcome_has_no_explanation():
+    """Shared memory and stored results fail no case."""
+    assert not explained(QUANTIZE, aliases=ALIAS_CAUSES, doors={"quantize": reference.quantize})
+
+
+def test_causes_may_be_named_in_a_ledger():
+    assert all(map(is_cause, (*ALIAS_CAUSES, SAME, "computed-in-wider-format")))

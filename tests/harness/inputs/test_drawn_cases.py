@@ -1,0 +1,152 @@
+"""Drawn cases: valid, new, like their originals, and a function of the secret alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+
+from narrowgauge.harness.backends.backend import load_backend
+from narrowgauge.harness.cases.case import Case, select
+from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.cost import work
+from narrowgauge.harness.cases.families import families_of
+from narrowgauge.harness.cases.memory import needed
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
+from narrowgauge.harness.inputs.drawn_cases import BITS, LEAST, MOST, ZEROS, drawn_cases, input_seed, new_secret
+from narrowgauge.harness.running.runner import run_case
+from tests.paths import ROOT
+
+SECRET = 20261123
+
+
+@cache
+def quick() -> list[Case]:
+    return select(load_all([ROOT / "cases"]), tier="quick")
+
+
+@cache
+def drawn(secret: int = SECRET) -> list[Case]:
+    return drawn_cases(quick(), secret)
+
+
+def gemm(*shape: int, inputs: str = "normal", layout: str = "tn") -> Case:
+    return case_from_labels("gemm", "nvfp4", shape, "bf16xbf16-bf16", inputs, (layout,))
+
+
+def test_every_operation_is_drawn() -> None:
+    assert {case.operation for case in drawn()} == set(OPERATIONS)
+
+
+def test_drawn_cases_are_valid_and_keep_all_but_shape_family_and_rows() -> None:
+    for case, original in zip(drawn(), quick(), strict=True):
+        assert case.problem() is None, case.id
+        assert case.inputs in families_of(case.operation), case.id
+        kept, before = ({key: value for key, value in vars(c).items() if key in fields(c)} for c in (case, original))
+        assert kept == before, case.id
+        assert [size == 0 for size in case.shape] == [size == 0 for size in original.shape], case.id
+        assert case.inputs not in ZEROS or original.inputs in ZEROS, case.id
+
+
+def fields(case: Case) -> set[str]:
+    """Fields that stay. The rows of given sections follow the shape."""
+    given = str(getattr(case, "sections", "")).startswith("rows:")
+    return set(type(case).__dataclass_fields__) - {"shape", "inputs", *(["sections"] if given else [])}
+
+
+def test_drawn_cases_are_new() -> None:
+    """Only the case of a single byte has no other size of about the same work, and no other family of inputs."""
+    known = {case.id for case in quick()}
+    assert len({case.id for case in drawn()}) == len(drawn())
+    assert {case.shape_label for case in drawn() if case.id in known} <= {"1x1"}
+    assert sum(case.shape == before.shape for case, before in zip(drawn(), quick(), strict=True)) < len(drawn()) / 50
+
+
+def test_work_and_memory_stay_about_the_same() -> None:
+    for case, original in zip(drawn(), quick(), strict=True):
+        assert LEAST * work(original) <= work(case) <= MOST * work(original), (case.id, original.id)
+        assert needed(case) <= MOST * needed(original), (case.id, original.id)
+
+
+def test_families_and_alignments_vary() -> None:
+    """Families in equal parts, and as many ragged shapes as in the matrix."""
+    families = Counter(case.inputs for case in drawn() if case.operation == "quantize")
+    assert set(families) == set(families_of("quantize"))
+    ragged = [
+        sum(case.shape[-1] % 16 != 0 for case in cases if case.operation == "gemm") for cases in (quick(), drawn())
+    ]
+    assert ragged[1] >= ragged[0]
+
+
+def test_the_secret_decides_all() -> None:
+    again, other = drawn_cases(quick(), SECRET), drawn_cases(quick(), SECRET + 1)
+    assert again == drawn()
+    assert sum(case.id == before.id for case, before in zip(other, drawn(), strict=True)) < len(other) / 20
+    assert input_seed(SECRET) != input_seed(SECRET + 1)
+    assert 0 <= input_seed(SECRET) < 2**31
+    secrets = {new_secret() for _ in range(10)}
+    assert len(secrets) == 10
+    assert all(0 <= secret < 2**BITS for secret in secrets)
+
+
+def test_another_process_draws_the_same() -> None:
+    """Python seeds its hashes in each process: no set may decide a draw."""
+    code = (
+        "from tests.harness.inputs.test_drawn_cases import drawn, SECRET\n"
+        "from narrowgauge.harness.inputs.drawn_cases import input_seed\n"
+        "print(input_seed(SECRET), *(case.id for case in drawn()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == [str(input_seed(SECRET)), *(case.id for case in drawn())]
+
+
+@pytest.mark.parametrize(
+    ("known", "divisors"),
+    [
+        ([], (128, 128, 128)),
+        ([(256, 256, 48)], (128, 128, 16)),
+        ([(33, 256, 48), (256, 32, 256)], (1, 32, 16)),
+    ],
+)
+def test_no_size_is_finer_than_the_known_ones(known: list[tuple[int, ...]], divisors: tuple[int, ...]) -> None:
+    """A kernel for multiples of 128 is not asked for other multiples, unless the matrix has such cases."""
+    matrix = [gemm(*shape) for shape in known]
+    cases = [case for secret in range(40) for case in drawn_cases([gemm(512, 1024, 384)], secret, matrix=matrix)]
+    for axis, divisor in enumerate(divisors):
+        assert all(case.shape[axis] % divisor == 0 for case in cases)
+        assert len({case.shape[axis] for case in cases}) > 2
+        assert divisor == 128 or any(case.shape[axis] % (2 * divisor) for case in cases)
+
+
+def test_flags_have_their_own_alignment() -> None:
+    cases = drawn_cases([gemm(512, 1024, 384)], SECRET, matrix=[gemm(33, 17, 9, layout="nt")])
+    assert all(size % 128 == 0 for size in cases[0].shape)
+
+
+def test_known_cases_are_not_drawn() -> None:
+    """A product without elements has other families alone, until all of them are known."""
+    families = [family for family in families_of("gemm") if family not in ZEROS]
+    case = gemm(0, 0, 0, inputs=families[0])
+    for count in range(1, len(families)):
+        matrix = [gemm(0, 0, 0, inputs=family) for family in families[:count]]
+        assert drawn_cases([case], SECRET, matrix=matrix)[0].inputs in families[count:]
+    assert drawn_cases([case], SECRET, matrix=[gemm(0, 0, 0, inputs=family) for family in families]) == [case]
+
+
+def test_captured_inputs_become_a_family() -> None:
+    case = case_from_labels("quantize", "nvfp4", (48, 64), "bf16", "weights.npz:w")
+    assert drawn_cases([case], SECRET)[0].inputs in families_of("quantize")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_reference_passes_drawn_cases(operation: str) -> None:
+    """Inputs, bounds and checks of every operation hold for shapes that nobody chose."""
+    reference = load_backend("reference")
+    small: list[Any] = sorted((case for case in drawn() if case.operation == operation), key=work)
+    for case in small[len(small) // 2 :: max(1, len(small) // 6)]:
+        record = run_case(case, reference, seed=input_seed(SECRET))
+        assert record.verdict == "pass", (case.id, record.message)
