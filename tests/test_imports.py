@@ -22,6 +22,7 @@ ORDER = (
 )  # fmt: skip
 """Folders of the harness: each imports only from itself and from folders before it."""
 BUILDERS = {
+    "narrowgauge.harness.hosts.changed_source",  # compiles kernels with a changed file
     "narrowgauge.harness.records.environment",  # names the compilers and their flags
     "narrowgauge.harness.running.sanitizer",  # builds kernels with sanitizers
     "narrowgauge.harness.tools.doctor",  # tries the sanitizers of the compiler

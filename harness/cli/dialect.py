@@ -20,12 +20,15 @@ def which_dialect(
     require_device(device)
     from rich.console import Console
 
-    from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
+    from narrowgauge.harness.backends.backend import BackendError, Unsupported
+    from narrowgauge.harness.backends.host import HostLost
+    from narrowgauge.harness.hosts.remote_host import hosted_backend
     from narrowgauge.harness.tools.dialect import sentence, survey, table
 
     try:
-        result = survey(load_backend(backend, device), name, device=device, seed=seed)
-    except (BackendError, Unsupported, ValueError) as error:
+        with hosted_backend(backend, device) as loaded:
+            result = survey(loaded, name, device=device, seed=seed)
+    except (BackendError, Unsupported, HostLost, ValueError) as error:
         stop(str(error))
     console = Console(highlight=False)
     console.print(f"{result.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)

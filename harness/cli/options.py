@@ -8,6 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from narrowgauge.harness.records.plain_text import escape
+
 CASES = Path("cases")
 """Cases of the current folder."""
 _OWN = Path(__file__).parents[2] / "cases"
@@ -55,7 +57,7 @@ USAGE_ERROR = 2
 
 def stop(message: str) -> NoReturn:
     """End the command with a message on stderr."""
-    typer.echo(f"narrowgauge: {message}", err=True)
+    typer.echo(f"narrowgauge: {escape(message)}", err=True)
     raise typer.Exit(USAGE_ERROR)
 
 

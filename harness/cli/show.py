@@ -43,7 +43,8 @@ def show(
             stop(f"no case is called {case_id!r}{nearest(case_id, cases)}")
         case = cases[case_id]
     require_device(device)
-    from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
+    from narrowgauge.harness.backends.backend import BackendError, Unsupported
+    from narrowgauge.harness.hosts.remote_host import hosted_backend
     from narrowgauge.harness.tools.show import show_case
 
     if at and not re.fullmatch("[0-9]{1,18},[0-9]{1,18}", at):
@@ -51,10 +52,11 @@ def show(
     row, _, column = at.partition(",")
     place = (int(row), int(column)) if at else None
     try:
-        passed = show_case(
-            case, load_backend(backend, device), device=device, seed=seed, source=source, place=place,
-            saved=failure.inputs if failure else None,
-        )  # fmt: skip
+        with hosted_backend(backend, device) as loaded:
+            passed = show_case(
+                case, loaded, device=device, seed=seed, source=source, place=place,
+                saved=failure.inputs if failure else None,
+            )  # fmt: skip
     except (BackendError, Unsupported) as error:
         stop(str(error))
     raise typer.Exit(0 if passed else 1)

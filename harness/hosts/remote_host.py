@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +32,7 @@ from narrowgauge.harness.cases.memory import room
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable
 from narrowgauge.harness.hosts.left_processes import LeftProcesses
-from narrowgauge.harness.hosts.memory import CAPACITY, KEPT, GpuMemory, SharedFile
+from narrowgauge.harness.hosts.memory import CAPACITY, KEPT, GpuMemory, SharedFile, copy_in, equal_bytes, fill
 from narrowgauge.harness.hosts.output import forward
 from narrowgauge.harness.hosts.starter import Channel, StarterError, starter
 from narrowgauge.harness.machine.gpu_lock import lock_gpu
@@ -121,8 +121,16 @@ class RemoteHost:
         self._poison = POISON[0]
         self.pending = 0
         """Prepared runs that have not ended: their inputs stay in the shared memory."""
-        self._slots: list[PlacedSlot] = []
+        self._own_slots: list[PlacedSlot] = []
+        """Slots of a call outside of runs."""
         self._run: RemoteRun | None = None
+        self._recorded: RemoteRun | None = None
+        """The run whose calls are in `_script`."""
+        self._script: list[Call | dict[str, Any]] = []
+        """Calls and seeds of the last run that was not replayed."""
+        self._replay: list[Call | dict[str, Any]] | None = None
+        """Calls and seeds that the host has replayed for this run. None: the run goes call by call."""
+        self._replay_end: dict[str, Any] | None = None
         self._start()
 
     # ---- the process -----------------------------------------------------------------------------------------------
@@ -314,7 +322,14 @@ class RemoteHost:
 
     def seed(self, random: object) -> None:
         """Seed torch's generators in the host."""
-        self._post({"op": "seed", "random": repr(random)})
+        message = {"op": "seed", "random": repr(random)}
+        if self._replay is not None:
+            if self._replay and self._replay.pop(0) == message:
+                return
+            self._leave_replay()
+        elif self._run is not None:
+            self._script.append(message)
+        self._post(message)
 
     def variations(self, device: torch.device) -> list[str]:
         """Names of the ways of running."""
@@ -344,26 +359,33 @@ class RemoteHost:
         return RemoteRun(self, inputs, home, poison)
 
     def _call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if self._run is None:
+        run = self._run
+        if run is None:
             self.reset()
-        passed: list[torch.Tensor] = []
-        codec.encode_argument([list(arguments), dict(options)], passed.append)
-        foreign = [tensor for tensor in passed if tensor.numel() and self._slot(tensor) is None]
-        home = self._run.home if self._run else passed[0].device if passed else torch.device("cpu")
-        kind = self._kind(home)
-        span, copies = self.place({f"argument {n}": tensor for n, tensor in enumerate(foreign)}, self._poison)
-        moved = {id(tensor): copies[f"argument {n}"] for n, tensor in enumerate(foreign)}
+        homes: list[torch.device] = []
+        spans: list[dict[str, Any]] = []
 
         def place_of(tensor: torch.Tensor) -> list[Any]:
-            return self._place_of(moved.get(id(tensor), tensor))
+            if not tensor.numel():
+                return [None, 0, codec.dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+            homes.append(tensor.device)
+            found = self._slot(tensor)
+            if found is None:
+                span, copies = self.place({"an argument": tensor}, self._poison, self._slots)
+                assert span is not None
+                spans.append(span)
+                found = self._slot(copies["an argument"])
+                assert found is not None
+            slot, byte = found
+            return [slot.number, byte, codec.dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
 
+        encoded = codec.encode_argument([list(arguments), dict(options)], place_of)
+        kind = self._kind(run.home if run else homes[0] if homes else torch.device("cpu"))
+        home = run.home if run else homes[0] if homes else torch.device("cpu")
         self._open_results(kind)
-        message = {
-            "op": "call", "method": method, "span": span, "home": kind,
-            "arguments": codec.encode_argument(list(arguments), place_of),
-            "options": codec.encode_argument(dict(options), place_of),
-        }  # fmt: skip
-        answer = self._ask(message)
+        message = {"op": "call", "method": method, "spans": spans, "home": kind, "arguments": encoded}
+        entry = self._replayed(message)
+        answer = self._ask(message) if entry is None else entry.answer
         while "need" in answer:
             need = answer["need"]
             if not isinstance(need, int) or need > self._limit:
@@ -372,30 +394,88 @@ class RemoteHost:
                 )
             self._open_results(kind, need)
             answer = self._ask({"op": "deliver", "home": kind})
+        try:
+            return self._result(message, answer, entry, home)
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            words = f"the process of the backend sent a result that cannot be read: {type(error).__name__}: {error}"
+            raise self._lose("crash", words) from error
+
+    def _result(
+        self, message: dict[str, Any], answer: dict[str, Any], replayed: Call | None, home: torch.device
+    ) -> Any:
+        """The result of a call, from its answer. `replayed`: the call of the first run with the same arguments."""
+        recorded = Call(message, answer)
+        if replayed is None:
+            self._script.append(recorded)
         if "unsupported" in answer:
             raise Unsupported(str(answer["unsupported"]))
         if "error" in answer:
             raise BackendError(str(answer["error"]))
-        results = self._results[self._kind(home)].bytes
-        try:
-            result = codec.decode_result(answer["result"], _Reader(results, answer["used"], self._limit, home).tensor)
-            self.aliases += [{key: str(entry[key]) for key in ("cause", "sentence")} for entry in answer["aliases"]]
-        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            words = f"the process of the backend sent a result that cannot be read: {type(error).__name__}: {error}"
-            raise self._lose("crash", words) from error
-        return result
+        self.aliases += [{key: str(entry[key]) for key in ("cause", "sentence")} for entry in answer["aliases"]]
+        memory, start = self._results[message["home"]].bytes, _byte(answer["first"])
+        if replayed is not None and replayed.first_answer is not None:
+            first = replayed.first_answer
+            fits = start + replayed.bytes.numel() <= memory.numel()
+            if first.get("result") == answer["result"] and fits and equal_bytes(memory, start, replayed.bytes):
+                return replayed.result  # the same bytes as in the first run
+        reader = _Reader(memory, start, _byte(answer["used"]), self._limit, home)
+        recorded.result = codec.decode_result(answer["result"], reader.tensor)
+        recorded.bytes = reader.private
+        return recorded.result
 
     # ---- runs ------------------------------------------------------------------------------------------------------
 
-    def begin(self, run: RemoteRun, message: dict[str, Any], poison: int) -> None:
-        """Begin a run."""
-        self._run, self._poison = run, poison
-        self._post({"op": "begin", "poison": poison, **message})
+    def begin(self, run: RemoteRun, variation: int) -> None:
+        """Begin a run. If it is a repetition of the run before, the host replays the calls of that run."""
+        message = {"variation": variation, "poison": run.poison, "span": run.span}
+        script = self._script if variation and run.same_as(self._recorded) else []
+        self._run, self._poison, self._replay, self._replay_end = run, run.poison, None, None
+        if not script or any(isinstance(entry, Call) and entry.message["spans"] for entry in script):
+            self._script, self._recorded = [], run
+            self._post({"op": "begin", **message})
+            return
+        calls = [entry.message if isinstance(entry, Call) else entry for entry in script]
+        answer = self._ask({"op": "replay", "script": calls, **message})
+        answers = iter(answer["answers"])
+        self._replay_end = answer["end"]
+        self._replay = []
+        for entry in script:
+            if not isinstance(entry, Call):
+                self._replay.append(entry)
+            elif (found := next(answers, None)) is not None:
+                self._replay.append(Call(entry.message, found, entry.answer, entry.result, entry.bytes))
+
+    def _replayed(self, message: dict[str, Any]) -> Call | None:
+        """The replayed call with these arguments. None: the call has not been replayed."""
+        if self._replay is None:
+            return None
+        entry = self._replay.pop(0) if self._replay else None
+        if isinstance(entry, Call) and entry.message == message:
+            return entry
+        self._leave_replay()
+        return None
+
+    def _leave_replay(self) -> None:
+        """Run the rest of a run call by call: the calls differ from those of the first run."""
+        assert self._run is not None
+        self._replay = None
+        self._post({"op": "begin", "variation": self._run.variation, "poison": self._poison, "span": self._run.span})
 
     def end_run(self) -> dict[str, Any]:
-        """End a run. Raises BackendError if its variation cannot be left."""
-        self._run, self._poison = None, POISON[0]
-        return self._ask({"op": "end"})
+        """End a run. The answer has its seconds and violations."""
+        replayed, diverged = self._replay_end, self._replay is None
+        self._run, self._poison, self._replay, self._replay_end = None, POISON[0], None, None
+        if replayed is not None and not diverged:
+            return replayed
+        answer = self._ask({"op": "end"})
+        if replayed is not None:
+            answer["outside"] += replayed["outside"]
+            answer["changed"] += replayed["changed"]
+        return answer
+
+    def leave_run(self) -> None:
+        """Forget the run, also after an exception."""
+        self._run, self._poison, self._replay, self._replay_end = None, POISON[0], None, None
 
     # ---- shared memory ---------------------------------------------------------------------------------------------
 
@@ -439,18 +519,25 @@ class RemoteHost:
         """Give all shared memory back."""
         for memory in [*(region.memory for region in self._regions), *self._results.values()]:
             memory.close()
-        self._regions, self._results, self._slots, self._touched = [], {}, [], 0
+        self._regions, self._results, self._own_slots, self._touched = [], {}, [], 0
         if self.process is not None:
             self._post({"op": "forget"})
 
     def reset(self) -> None:
         """Forget all slots, unless a prepared run needs its inputs."""
         if not self.pending:
-            self._slots = []
+            self._own_slots = []
             for region in self._regions:
                 region.used = 0
 
-    def place(self, tensors: Mapping[str, torch.Tensor], poison: int = 0xFF) -> tuple[dict[str, Any] | None, Tensors]:
+    @property
+    def _slots(self) -> list[PlacedSlot]:
+        """The slots of the run, or of the call."""
+        return self._own_slots if self._run is None else self._run.slots
+
+    def place(
+        self, tensors: Mapping[str, torch.Tensor], poison: int, placed: list[PlacedSlot]
+    ) -> tuple[dict[str, Any] | None, Tensors]:
         """Copy tensors of a device into slots of the shared memory, between guard zones. Tensors of a storage share a
         slot, and keep their strides, their offset and their alignment.
 
@@ -472,18 +559,18 @@ class RemoteHost:
             base, stop = extents[address]
             size = stop - base
             names = " and ".join(name for name, _ in group)
-            slot = PlacedSlot(region, len(self._slots), region.used + ZONE, size, names)
+            slot = PlacedSlot(region, len(placed), region.used + ZONE, size, names)
             end = region.used + _padded(size)
             if len(group) == 1 and group[0][1].numel() * group[0][1].element_size() == size:
-                memory[region.used : slot.start].fill_(poison)
-                memory[slot.start + size : end].fill_(poison)
+                fill(memory, region.used, slot.start, poison)
+                fill(memory, slot.start + size, end, poison)
             else:
-                memory[region.used : end].fill_(poison)
+                fill(memory, region.used, end, poison)
             for name, tensor in group:
                 byte = slot.start + int(tensor.storage_offset()) * tensor.element_size() - base
+                copy_in(memory, byte, tensor, tensor.shape, tensor.stride())
                 copies[name] = tensor_at(memory, byte, tensor.dtype, tensor.shape, tensor.stride())
-                copies[name].copy_(tensor)
-            self._slots.append(slot)
+            placed.append(slot)
             slots.append([slot.number, slot.start, size, slot.name])
             region.used = end
         self._touched = max(self._touched, region.used)
@@ -523,12 +610,6 @@ class RemoteHost:
                 return slot, byte
         return None
 
-    def _place_of(self, tensor: torch.Tensor) -> list[Any]:
-        """A tensor in a message: slot, first byte in the slot, dtype, shape, stride."""
-        place = self._slot(tensor) if tensor.numel() else None
-        slot, byte = (None, 0) if place is None else (place[0].number, place[1])
-        return [slot, byte, codec.dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
-
 
 @dataclass(frozen=True)
 class PlacedSlot:
@@ -547,27 +628,46 @@ class PlacedSlot:
         return int(self.region.memory.bytes.data_ptr()) + self.start
 
 
+@dataclass
+class Call:
+    """A call of a run."""
+
+    message: dict[str, Any]
+    answer: dict[str, Any]
+    first_answer: dict[str, Any] | None = None
+    """Answer of the call with the same arguments in the first run."""
+    result: Any = None
+    bytes: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    """The bytes of the result."""
+
+
 class RemoteRun:
     """A prepared run in a kernel host."""
 
     def __init__(self, host: RemoteHost, inputs: Tensors, home: torch.device, poison: int) -> None:
-        self._host, self.home, self._poison, self._inputs = host, home, poison, inputs
+        self._host, self.home, self.poison, self._inputs = host, home, poison, inputs
         host.reset()
         host.pending += 1
-        self._span, self._given = host.place(inputs, poison)
-        self.seconds = 0.0
+        self.slots: list[PlacedSlot] = []
+        self.span, self._given = host.place(inputs, poison, self.slots)
+        self.seconds, self.variation = 0.0, 0
         self._violations: tuple[list[str], list[str]] = ([], [])
+
+    def same_as(self, other: RemoteRun | None) -> bool:
+        """Whether the inputs of another run have the same names, places and values."""
+        return other is not None and self._inputs is other._inputs
 
     @contextmanager
     def running(self, variation: int) -> Iterator[Tensors]:
         """Run under a variation, by number."""
-        host = self._host
+        host, self.variation = self._host, variation
         try:
-            host.begin(self, {"variation": variation, "span": self._span}, self._poison)
+            host.begin(self, variation)
             yield self._given
             answer = host.end_run()
         finally:
             host.pending = max(0, host.pending - 1)
+            host.leave_run()
         self.seconds = float(answer["seconds"])
         self._violations = [str(text) for text in answer["outside"]], [str(text) for text in answer["changed"]]
 
@@ -578,8 +678,8 @@ class RemoteRun:
     def violations(self) -> tuple[list[str], list[str]]:
         """Sentences on overwritten guard zones, and sentences on changed inputs."""
         outside, changed = self._violations
-        if self._span is not None and self._span["kind"] == "cuda":
-            more, written = self._host.check_slots(self._span, self._inputs, self._given, self._poison)
+        if self.span is not None and self.span["kind"] == "cuda":
+            more, written = self._host.check_slots(self.span, self._inputs, self._given, self.poison)
             outside, changed = outside + more, changed + written
         return outside, changed
 
@@ -587,12 +687,13 @@ class RemoteRun:
 class _Reader:
     """Copies the tensors of a result from the shared memory."""
 
-    def __init__(self, memory: torch.Tensor, used: Any, limit: int, home: torch.device) -> None:
-        """`used`: bytes of all results together, as the host says."""
-        if not isinstance(used, int) or not 0 <= used <= limit:
-            raise ValueError(f"results of {used} bytes; the limit of the case is {limit}")
-        self._memory, self._used, self._left, self._home = memory, used, limit, home
-        self._private = memory[:0]
+    def __init__(self, memory: torch.Tensor, first: int, used: int, limit: int, home: torch.device) -> None:
+        """`first`, `used`: first byte and bytes of the results, as the host says."""
+        if used > limit:
+            raise ValueError(f"results of {used} bytes at byte {first}; the limit of the case is {limit}")
+        # A kernel may write to the shared memory at any time: nothing reads it but this copy.
+        self.private = memory[first : first + used].clone()
+        self._left, self._home = limit, home
 
     def tensor(self, place: Any) -> torch.Tensor:
         """The tensor at a place: first byte, dtype, shape. Raises ValueError for a place outside the memory."""
@@ -605,12 +706,9 @@ class _Reader:
             count *= extent
         size = count * dtype.itemsize
         self._left -= size
-        if self._left < 0 or start + size > self._memory.numel():
-            raise ValueError(f"a tensor of {size} bytes exceeds the limit of the case")
-        if self._private.numel() < start + size:
-            # A kernel may write to the shared memory at any time: nothing reads it but this copy.
-            self._private = self._memory[: min(self._memory.numel(), max(start + size, self._used))].clone()
-        tensor = tensor_at(self._private, start, dtype, shape, contiguous_strides(shape))
+        if self._left < 0 or start + size > self.private.numel():
+            raise ValueError(f"a tensor of {size} bytes at byte {start} exceeds the results")
+        tensor = tensor_at(self.private, start, dtype, shape, contiguous_strides(shape))
         return tensor if tensor.device.type == self._home.type else tensor.to(self._home)
 
 
@@ -624,6 +722,13 @@ def _extent(tensors: list[torch.Tensor]) -> tuple[int, int]:
     ]
     first = min(starts)
     return (first // ALIGNMENT * ALIGNMENT if first > _FAR else 0), max(ends)
+
+
+def _byte(number: Any) -> int:
+    """A number of bytes of an answer. Raises ValueError if it is none."""
+    if not isinstance(number, int) or not 0 <= number < 1 << 62:
+        raise ValueError(f"{number!r} bytes")
+    return number
 
 
 def _different_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

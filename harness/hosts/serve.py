@@ -17,19 +17,21 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.guard import Guard
-from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides, tensor_at
+from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported
-from narrowgauge.harness.backends.transfer import tensors_in
 from narrowgauge.harness.cases.memory import KEPT, room
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError
-from narrowgauge.harness.hosts.memory import Opened
+from narrowgauge.harness.hosts.memory import Opened, copy_in, fill
 from narrowgauge.harness.hosts.write_fault import on_write
 from narrowgauge.harness.machine.float_environment import changes, read_environment
 from narrowgauge.harness.machine.gpu_lock import without_gpu_lock
 from narrowgauge.harness.machine.process import prepare_process
+
+_ZEROED = 1 << 20
+"""Bytes up to which the gaps between results are cleared."""
 
 
 def serve(connection: Connection, settings: dict[str, Any]) -> None:
@@ -163,17 +165,29 @@ class _Server:
         assert run is not None
         return run.end()
 
-    def on_call(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        """Call a method, or run a module."""
+    def on_replay(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """A whole run: begin, the calls of an earlier run on other inputs, end. The answer has their answers."""
+        self.on_begin(message, [])
+        answers: list[dict[str, Any]] = []
+        start = 0
+        for entry in message["script"]:
+            if "random" in entry:
+                self.on_seed(entry, [])
+                continue
+            answer = self.on_call(entry, [], start)
+            if "need" in answer:
+                break
+            start += answer.get("used", 0)
+            answers.append(answer)
+        return {"answers": answers, "end": self.on_end(message, [])}
+
+    def on_call(self, message: dict[str, Any], descriptors: list[int], first: int = 0) -> dict[str, Any]:
+        """Call a method, or run a module. The result begins at the byte `first` of the shared memory."""
         method, run = message["method"], self.run
-        if run is None:
-            slots = _Slots(self.inputs, self.device)
-            slots.add(message["span"])
-        else:
-            slots = run.slots
-            run.add(message["span"])
-        arguments = codec.decode_argument(message["arguments"], slots.tensor)
-        options = codec.decode_argument(message["options"], slots.tensor)
+        slots = _Slots(self.inputs, self.device) if run is None else run.slots
+        for span in message["spans"]:
+            slots.add(span) if run is None else run.add(span)
+        arguments, options = codec.decode_argument(message["arguments"], slots.tensor)
         start = time.perf_counter()
         try:
             with nullcontext() if run is None else run.guarded():
@@ -182,7 +196,8 @@ class _Server:
                 if method == "run_module":
                     result: Any = self.host.run_module(*arguments)
                 else:
-                    result = self.host.call_on_device(method, *arguments, **options)
+                    function = getattr(self.host.implementation, method)
+                    result = self.host.run(method, function, *arguments, **options)
                 synchronize(self.device)
         except Unsupported as error:
             return {"unsupported": str(error)[: codec.TEXT]}
@@ -194,40 +209,45 @@ class _Server:
         finally:
             if run is not None:
                 run.seconds += time.perf_counter() - start
-        self.pending = (method, message["home"], result, self._aliases(method, result, slots))
-        return self.on_deliver(message, descriptors)
+        self.pending = (method, message["home"], result, slots)
+        return self.on_deliver(message, descriptors, first)
 
-    def on_deliver(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    def on_deliver(self, message: dict[str, Any], descriptors: list[int], first: int = 0) -> dict[str, Any]:
         """Copy the pending result to the shared memory. If the memory is too small, the answer has the bytes needed."""
-        method, home, result, aliases = self.pending
-        writer = _Writer(self.results[home].bytes)
+        method, home, result, slots = self.pending
+        memory = self.results[home].bytes
+        writer = _Writer(memory, first, self.device)
         try:
             encoded = codec.encode_result(result, writer.place)
-            if writer.used > writer.memory.numel():
-                return {"need": writer.used}
+            if first + writer.used > memory.numel():
+                return {"need": first + writer.used}
             writer.copy()
+            aliases = self._aliases(method, writer.tensors, slots)
         except Exception as error:
             self.pending = None
             return {
                 "error": f"{method} gave a result that cannot be read: {type(error).__name__}: {error}"[: codec.TEXT]
             }
         self.pending = None
-        return {"result": encoded, "used": writer.used, "aliases": aliases}
+        return {"result": encoded, "first": first, "used": writer.used, "aliases": aliases}
 
-    def _aliases(self, method: str, result: Any, slots: _Slots) -> list[dict[str, str]]:
+    def _aliases(self, method: str, results: list[torch.Tensor], slots: _Slots) -> list[dict[str, str]]:
         """The results that share memory with an input or with a result that the backend still holds."""
         found = []
+        alive = {}
+        for ref, name in self.earlier:
+            if (tensor := ref()) is not None:
+                alive[tensor.untyped_storage().data_ptr()] = name
+        for tensor in results:
+            if tensor.numel():
+                storage = tensor.untyped_storage().data_ptr()
+                if slots.hold(storage):
+                    found.append(("returns-its-input", f"a result of {method} is memory of its input"))
+                if storage in alive:
+                    sentence = f"a result of {method} is memory of a result of {alive[storage]}"
+                    found.append(("returns-earlier-result", sentence))
         self.earlier = [(ref, name) for ref, name in self.earlier if ref() is not None]
-        now = [tensor for tensor in tensors_in(result) if tensor.layout == torch.strided and tensor.numel()]
-        for tensor in now:
-            storage = tensor.untyped_storage().data_ptr()
-            if slots.hold(storage):
-                found.append(("returns-its-input", f"a result of {method} is memory of its input"))
-            for ref, name in self.earlier:
-                other = ref()
-                if other is not None and other.untyped_storage().data_ptr() == storage:
-                    found.append(("returns-earlier-result", f"a result of {method} is memory of a result of {name}"))
-        self.earlier += [(weakref.ref(tensor), method) for tensor in now]
+        self.earlier += [(weakref.ref(tensor), method) for tensor in results]
         return [{"cause": cause, "sentence": sentence} for cause, sentence in dict.fromkeys(found)]
 
 
@@ -238,6 +258,8 @@ class _Slots:
         self._memory, self._device = memory, device
         self._storages: dict[int, tuple[torch.Tensor, int]] = {}
         """Memory of each slot, uint8, and the first byte of the slot in its storage."""
+        self._addresses: set[int] = set()
+        """Addresses of the storages."""
         self._copies: list[tuple[Allocation, torch.Tensor, list[Slot]]] = []
         """Copies on a GPU: the allocation, its bytes before the run, and its slots."""
 
@@ -249,6 +271,7 @@ class _Slots:
         slots = []
         if span["kind"] == "cpu" and self._device.type == "cuda":
             allocation = Allocation(memory.bytes[span["start"] : span["end"]].to(self._device))
+            self._addresses.add(allocation.tensor.data_ptr())
             for number, start, size, name in span["slots"]:
                 slots.append(Slot(allocation, start - span["start"], size, name))
                 self._storages[number] = (allocation.tensor, start - span["start"])
@@ -259,9 +282,11 @@ class _Slots:
             if span["kind"] == "cpu":
                 # A storage for each slot: a kernel sees the storage offset of the judge's tensor.
                 self._storages[number] = (memory.part(start, size), 0)
+                self._addresses.add(memory.bytes.data_ptr() + start)
                 slots.append(Slot(allocation, start, size, name))
             else:
                 self._storages[number] = (memory.bytes, start)
+                self._addresses.add(memory.bytes.data_ptr())
         return slots
 
     def tensor(self, place: list[Any]) -> torch.Tensor:
@@ -277,7 +302,7 @@ class _Slots:
 
     def hold(self, address: int) -> bool:
         """Whether a storage at this address is that of a slot."""
-        return any(memory.untyped_storage().data_ptr() == address for memory, _ in self._storages.values())
+        return address in self._addresses
 
     def violations(self) -> tuple[list[str], list[str]]:
         """Sentences on overwritten zones and on changed inputs, of copies on a GPU. The judge checks other slots."""
@@ -329,26 +354,34 @@ class _Run:
 class _Writer:
     """Writes the tensors of a result to shared memory."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+    def __init__(self, memory: torch.Tensor, first: int, device: torch.device) -> None:
+        self.tensors: list[torch.Tensor] = []
         self.used = 0
-        self._placed: list[tuple[torch.Tensor, int]] = []
+        self._memory, self._first, self._device = memory, first, device
+        self._starts: list[int] = []
 
     def place(self, tensor: torch.Tensor) -> list[Any]:
-        """The place of a tensor: first byte, dtype, shape. The bytes are contiguous."""
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        self._placed.append((plain.view(torch.uint8) if plain.element_size() == 1 else plain, self.used))
+        """The place of a tensor: first byte, dtype, shape. The bytes are contiguous.
+
+        Raises ValueError for a tensor on another device than the backend.
+        """
+        if tensor.device.type != self._device.type:
+            raise ValueError(f"a tensor on {tensor.device}; its input is on {self._device}")
         start = self.used
-        self.used += -(-plain.nbytes // ALIGNMENT) * ALIGNMENT
-        return [start, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        self.tensors.append(tensor)
+        self._starts.append(start)
+        self.used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        return [start, codec.dtype_name(tensor.dtype), list(tensor.shape)]
 
     def copy(self) -> None:
         """Copy all tensors."""
-        for tensor, start in self._placed:
+        if self.used <= _ZEROED:
+            fill(self._memory, self._first, self._first + self.used, 0)  # equal results are equal bytes
+        for tensor, start in zip(self.tensors, self._starts, strict=True):
             if tensor.numel():
-                tensor_at(self.memory, start, tensor.dtype, tensor.shape, contiguous_strides(tensor.shape)).copy_(
-                    tensor
-                )
+                plain = tensor.detach()
+                plain = plain.view(torch.uint8) if plain.element_size() == 1 else plain
+                copy_in(self._memory, self._first + start, plain, plain.shape, contiguous_strides(plain.shape))
 
 
 def _no_tensor(tensor: torch.Tensor) -> Any:

@@ -53,6 +53,8 @@ class Settings:
     """Whether the reference is blocked in the kernel hosts."""
     fresh_host: bool = False
     """Whether each case has a kernel host of its own."""
+    change: tuple[str, str, str] | None = None
+    """A changed source file in the kernel hosts, as in `HostSettings`."""
 
 
 @dataclass(frozen=True)
@@ -236,8 +238,9 @@ def kernel_host(settings: Settings, hosts: Channel) -> RemoteHost:
     from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
 
     given = HostSettings(
-        settings.backend, settings.device, settings.schedules, settings.workers, settings.untrusted, settings.sanitize
-    )
+        settings.backend, settings.device, settings.schedules, settings.workers, settings.untrusted, settings.sanitize,
+        settings.change,
+    )  # fmt: skip
     interpreter = None
     if settings.sanitize:
         from narrowgauge.harness.running.sanitizer import Sanitizer

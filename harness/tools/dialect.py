@@ -13,12 +13,15 @@ import torch
 from rich.table import Table
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
+from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.keys import DTYPES
+from narrowgauge.harness.cases.memory import room
 from narrowgauge.harness.cases.quantize import QuantizeCase
 from narrowgauge.harness.checks.finding import float_view, format_count
 from narrowgauge.harness.inputs.inputs import Inputs, make_inputs
 from narrowgauge.harness.operations.stages.quantized import code_view, no_codes, scale_view
+from narrowgauge.harness.records.plain_text import escape
 from narrowgauge.harness.report.text import plural, share
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import elements, linear_scales
@@ -29,6 +32,8 @@ from narrowgauge.spec.recipes import Recipe, find_recipe
 
 SHAPE = (64, 256)
 """(M, K) of every input: whole tiles of every recipe, with enough blocks for all patterns of a family."""
+TIMEOUT = 300.0
+"""Seconds that the backend may take for an input."""
 _DIALECTS_OF = {E4M3: DIALECTS, E8M0: MX_DIALECTS}
 """Dialects by the format of the block scales."""
 
@@ -102,8 +107,8 @@ def survey(backend: Backend, name: str = "nvfp4", *, device: str = "cpu", seed: 
     """Compare quantize of `backend` with every dialect of the recipe `name`, on every family and dtype.
 
     Stored bytes are compared, except amax and tensor scale, which dialects store in different forms. Raises ValueError
-    as `dialects_of` does and for an unknown recipe, BackendError if the backend quantizes no input, Unsupported if it
-    supports none.
+    as `dialects_of` does and for an unknown recipe. If the backend quantizes no input, raises the exception of the first
+    input: BackendError, Unsupported, or HostLost if the input ended the host.
     """
     recipe = find_recipe(name)
     dialects = dialects_of(recipe)
@@ -115,11 +120,13 @@ def survey(backend: Backend, name: str = "nvfp4", *, device: str = "cpu", seed: 
         inputs = make_inputs(case, seed=seed).to(device)
         input_name = f"{case.inputs} {case.dtype}"
         try:
+            backend.host.begin_case(TIMEOUT, room(device))
             options = {"scale": inputs.scale.get("x"), "random": inputs.random.get("x")}
             kernel = backend.quantize(inputs.x, recipe, **options)  # type: ignore[arg-type]
-        except (BackendError, Unsupported) as error:
+            backend.host.end_case()
+        except (BackendError, Unsupported, HostLost) as error:
             first = first or error
-            skipped.append(f"{input_name}: {error}")
+            skipped.append(f"{input_name}: {escape(str(error))}")
             continue
         count += 1
         for agreement, dialect in zip(agreements, dialects, strict=True):

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.checks.finding import float_view
@@ -27,6 +28,7 @@ from narrowgauge.harness.operations.stages.quantized import (
     scaled_elements,
     stored_along_rows,
 )
+from narrowgauge.harness.records.plain_text import escape
 from narrowgauge.harness.report.failure_view import explanation_lines
 from narrowgauge.harness.running.judging import explained, judge
 from narrowgauge.harness.running.runner import make_case_inputs
@@ -58,15 +60,19 @@ def show_case(
     element.
 
     Rows are counted through all sections. With two halves the place is in the wrong half, or in the rowwise half.
-    `saved` inputs replace the inputs made from the seed. True if every stage is correct. Raises BackendError and
-    Unsupported.
+    `saved` inputs replace the inputs made from the seed. True if every stage is correct. A host that ends has no
+    stages: the verdict and the reason are printed. Raises BackendError and Unsupported.
     """
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     captures = None if source is None else Captured.load(source)
     inputs = saved.to(device) if saved else make_case_inputs(case, seed=seed, captures=captures, device=device)
-    outcome = judge(case, inputs, backend)
     console.print(f"{case.id}   backend {backend.name}, device {device}, seed {seed}", markup=False)
+    try:
+        outcome = judge(case, inputs, backend)
+    except HostLost as lost:
+        console.print(f"{lost.verdict}: {escape(str(lost))}", markup=False, soft_wrap=True)
+        return False
     console.print(_stages(outcome))
     for line in explanation_lines(explained(outcome, backend)):
         console.print(line, markup=False)

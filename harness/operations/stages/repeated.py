@@ -136,13 +136,15 @@ def _equal(one: Tensors, other: Tensors) -> bool:
 
 
 def _different(a: torch.Tensor, b: torch.Tensor) -> int:
+    if a is b:  # a host has found the same bytes
+        return 0
     x, y = _bytes(a), _bytes(b)
     return 0 if torch.equal(x, y) else int((x != y).any(1).sum())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element, a row an element."""
-    return tensor.contiguous().view(torch.uint8).view(tensor.numel(), tensor.element_size())
+    return tensor.contiguous().flatten().view(torch.uint8).view(tensor.numel(), tensor.element_size())
 
 
 def _first_difference(a: torch.Tensor, b: torch.Tensor) -> str:

@@ -1,23 +1,24 @@
-"""Running mutants in processes of their own: a crash or a hang affects only its own mutant."""
+"""Running mutants: a kernel host has the mutant, its judge has not. A crash or a hang affects only its own mutant."""
 
 from __future__ import annotations
 
-import resource
+import socket
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from importlib import import_module
-from multiprocessing.connection import Connection
-from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.records.record import new_record
-from narrowgauge.harness.running.runner import run_case
-from narrowgauge.harness.running.worker import ending, forkserver
+from narrowgauge.harness.hosts.changed_source import changed_source
+from narrowgauge.harness.hosts.frames import Connection, FrameError, pair
+from narrowgauge.harness.machine.process import detach_process, prepare_process
+from narrowgauge.harness.running.worker import LOAD, Lost, Settings, Task, Worker, forkserver
 from narrowgauge.harness.tools.mutants.conventional_tests import ConventionalTests, Detections
-from narrowgauge.harness.tools.mutants.module_files import replaced_module
 from narrowgauge.harness.tools.mutants.mutant import Mutant
 from narrowgauge.harness.tools.mutants.result import MutantResult
 from narrowgauge.harness.tools.mutants.selection import selected
@@ -27,8 +28,11 @@ ENOUGH = 6
 TIMEOUT = 60.0
 """Seconds for a case, including the compilation of the changed kernel."""
 _NO_COMPILATION = "ToolchainError"
-_CRASHED = Detections(True, True, True)
+_START = Lock()
+"""Held while a worker starts: all workers ask the same process for their hosts."""
 
+Change = tuple[str, str, str]
+"""A changed file, its text, and the folder of its compiled kernels."""
 OnResult = Callable[[MutantResult], None]
 
 
@@ -45,10 +49,10 @@ def run_mutants(
     Each mutant has its own processes, which do not write to the cache of compiled kernels. `on_result` is called for
     every result, from any thread.
     """
-    context = forkserver("narrowgauge.harness.tools.mutants.processes")
+    settings = Settings(workers=workers, timeout=timeout)
 
     def examine(mutant: Mutant) -> MutantResult:
-        result = _examine(context, mutant, selected(mutant, cases), timeout)
+        result = _examine(mutant, selected(mutant, cases), settings)
         on_result(result)
         return result
 
@@ -56,127 +60,92 @@ def run_mutants(
         return list(threads.map(examine, mutants))
 
 
-def _examine(context: Any, mutant: Mutant, cases: Sequence[Case], timeout: float) -> MutantResult:
+def _examine(mutant: Mutant, cases: Sequence[Case], settings: Settings) -> MutantResult:
+    started = time.monotonic()
     result = MutantResult(mutant)
-    by_id = {case.id: case for case in cases}
     with tempfile.TemporaryDirectory(prefix="narrowgauge-mutant-") as scratch:
-        last = ""
-        for message in _messages(context, _judge, (mutant, cases, Path(scratch)), timeout):
-            match message:
-                case ("case", str(name)):
-                    last, result.ran = name, result.ran + 1
-                case ("record", dict(record)):
-                    result.failing.append(record)
-                case ("seconds", float(seconds)):
-                    result.seconds += seconds
-                case ("right kernels fail", str(name)):
-                    result.failing = [record for record in result.failing if record["case"] != name]
-                case ("lost", str(verdict), str(reason)):
-                    if last:
-                        lost_record = new_record(by_id[last], backend="native", device="cpu", seed=0)
-                        lost_record.verdict, lost_record.message = verdict, reason
-                        result.failing.append(lost_record.to_dict())
-                    else:
-                        result.problem = reason
-        result.problem = result.problem or next(
-            (record["message"] for record in result.failing if _NO_COMPILATION in record["message"]), ""
-        )
-        ready = False
-        for message in _messages(context, _measure, (mutant, Path(scratch)), timeout):
-            match message:
-                case "ready":
-                    ready = True
-                case ("lost", _, str(reason)) if not ready:
-                    result.problem = f"the yardsticks cannot be made: {reason}"
-                case ("noticed", Detections() as detections):
-                    result.detections = detections
-                case ("seconds", float(seconds)):
-                    result.seconds += seconds
+        change = (mutant.file, mutant.changed_text(), scratch)
+        try:
+            _judge(result, cases, settings, change)
+        except (Lost, FrameError) as lost:
+            result.problem = str(lost)
+        _measure(result, settings, change)
+    result.seconds = time.monotonic() - started
     return result
 
 
-def _messages(context: Any, target: Callable[..., None], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
-    """Messages of a process. The last message is `("lost", verdict, reason)` if the process dies or times out."""
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(sender, *arguments), daemon=True)
-    process.start()
-    sender.close()
-    messages: list[Any] = []
-    try:
-        while True:
-            if not receiver.poll(timeout):
-                messages.append(("lost", "timeout", f"no result after {timeout:g} s"))
-                return messages
-            message = receiver.recv()
-            if message is None:
-                return messages
-            messages.append(message)
-    except EOFError:
-        process.join()
-        messages.append(("lost", "crash", f"the process died ({ending(process.exitcode)})"))
-        return messages
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
+def _judge(result: MutantResult, cases: Sequence[Case], settings: Settings, change: Change) -> None:
+    """Run cases with the changed kernel until `ENOUGH` fail, then these cases with the real kernel, which must pass.
 
-
-def _prepare() -> None:
-    """Use one thread: every core has a process."""
-    import torch
-
-    torch.set_flush_denormal(False)
-    torch.set_num_threads(1)
-
-
-def _changed(mutant: Mutant, scratch: Path) -> AbstractContextManager[None]:
-    """Context in which imported and compiled code has the mutant's change."""
-    from narrowgauge.native.runtime.sources import replaced
-
-    if mutant.of_module:
-        return replaced_module(mutant.file, mutant.changed_text())
-    return replaced(mutant.file, mutant.changed_text(), scratch)
-
-
-def _judge(connection: Connection, mutant: Mutant, cases: Sequence[Case], scratch: Path) -> None:
-    """Run cases with the changed kernel until `ENOUGH` fail, then these cases with the real kernel, which must pass."""
-    from narrowgauge.harness.backends.backend import load_backend
-
-    _prepare()
-    failing = []
-    with _changed(mutant, scratch):
-        backend = load_backend("native", "cpu")
+    A crash or a hang ends the mutant. Raises Lost if a worker does not start.
+    """
+    failing: dict[str, tuple[Case, dict[str, Any]]] = {}
+    with _worker(replace(settings, change=change)) as run:
         for case in cases:
-            connection.send(("case", case.id))
-            record = run_case(case, backend)
-            if record.verdict in ("pass", "unsupported"):
+            record = run(case)
+            result.ran += 1
+            if record["verdict"] in ("pass", "unsupported"):
                 continue
-            connection.send(("record", record.to_dict()))
-            failing.append(case)
-            if len(failing) == ENOUGH or _NO_COMPILATION in record.message:
+            failing[case.id] = case, record
+            if _NO_COMPILATION in record["message"]:
+                result.problem = record["message"]
+            if result.problem or record["verdict"] in ("crash", "timeout") or len(failing) == ENOUGH:
                 break
-    backend = load_backend("native", "cpu")
-    for case in failing:
-        if run_case(case, backend).verdict != "pass":
-            connection.send(("right kernels fail", case.id))
-    _end(connection)
+    if failing:
+        with _worker(settings) as run:
+            result.failing = [record for case, record in failing.values() if run(case)["verdict"] == "pass"]
 
 
-def _end(connection: Connection) -> None:
-    """Send the processor seconds of this process and its compilers, and the end of the messages."""
-    usages = [resource.getrusage(usage_of) for usage_of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    connection.send(("seconds", sum(usage.ru_utime + usage.ru_stime for usage in usages)))
-    connection.send(None)
+@contextmanager
+def _worker(settings: Settings) -> Iterator[Callable[[Case], dict[str, Any]]]:
+    """Gives a function that runs a case in a worker: the record. Raises Lost if the worker does not start."""
+    with _START:
+        worker = Worker(settings)
+
+    def run(case: Case) -> dict[str, Any]:
+        worker.give(Task(case, settings.seed))
+        record = worker.receive()
+        assert record is not None
+        return record
+
+    try:
+        worker.receive()
+        yield run
+    finally:
+        worker.stop(kill=True)
 
 
-def _measure(connection: Connection, mutant: Mutant, scratch: Path) -> None:
-    _prepare()
-    tests = ConventionalTests(mutant.door, mutant.recipe, import_module("narrowgauge.native.ops"))
-    connection.send("ready")
-    with _changed(mutant, scratch):
+def _measure(result: MutantResult, settings: Settings, change: Change) -> None:
+    """Apply the conventional tests in a process of their own. A mutant that ends it is detected by all of them."""
+    ours, theirs = pair()
+    mutant = result.mutant
+    arguments = (theirs, settings.workers, mutant.door, mutant.recipe, change)
+    process = forkserver().Process(target=_notice, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    connection = Connection(ours)
+    try:
+        connection.receive(deadline=time.monotonic() + LOAD)
+    except (FrameError, TimeoutError) as error:
+        result.problem = f"the conventional tests cannot be made: {error}"
+    with suppress(FrameError, TimeoutError, TypeError):
+        answer, _ = connection.receive(deadline=time.monotonic() + settings.timeout)
+        result.detections = Detections(**answer)
+    process.kill()
+    process.join()
+    connection.close()
+
+
+def _notice(end: socket.socket, workers: int, door: str, recipe: str, change: Change) -> None:
+    """Apply the conventional tests to the kernels, and then to the changed kernels."""
+    detach_process()
+    prepare_process(workers)
+    connection = Connection(end)
+    tests = ConventionalTests(door, recipe, import_module("narrowgauge.native.ops"))
+    connection.send({})
+    with changed_source(*change):
         try:
             detections = tests.notice(import_module("narrowgauge.native.ops"))
         except Exception:  # every conventional test detects an exception
-            detections = _CRASHED
-    connection.send(("noticed", detections))
-    _end(connection)
+            detections = Detections(True, True, True)
+    connection.send(asdict(detections))

@@ -29,7 +29,7 @@ class MutantResult:
     problem: str = ""
     """Why there is no result, for example a compile error."""
     seconds: float = 0.0
-    """Processor seconds, including compilers. A dying process reports nothing."""
+    """Seconds from start to end, including compilers."""
 
     @property
     def killed(self) -> bool:

@@ -13,8 +13,7 @@ from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.gemm import GroupedGemmCase, ProductCase, QuantizedGemmCase
 from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.harness.cases.quantize import QuantizeCase
-from narrowgauge.harness.tools.mutants.module_files import MODULE_FILES
-from narrowgauge.harness.tools.mutants.mutant import Mutant
+from narrowgauge.harness.tools.mutants.mutant import MODULE_FILES, Mutant
 from narrowgauge.native.runtime.sources import KERNELS, files_of
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
 from narrowgauge.spec.recipes import Recipe, find_recipe

@@ -48,6 +48,8 @@ inputs = "lattice"
 """
 
 KERNELS = """
+import os
+
 from narrowgauge.reference import ops
 
 
@@ -82,6 +84,17 @@ class Everything(Backend):
 class Raising:
     def quantize(self, x, recipe):
         raise RuntimeError("illegal memory access")
+
+
+class Ending:
+    def quantize(self, x, recipe):
+        os.abort()
+
+
+class Writing(Backend):
+    def quantize(self, x, recipe):
+        x[0, 0] = 0
+        return super().quantize(x, recipe)
 """
 
 QUICK = [
@@ -437,6 +450,21 @@ def test_show_of_no_result(name, case, message):
     result = narrowgauge("show", case, "--backend", f"cli_kernels:{name}")
     assert result.exit_code == 2
     assert result.stderr.startswith(f"narrowgauge: {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Ending", "crash: the process died (signal SIGABRT)"),
+        ("Writing", "error: writes to its input: x, at byte 0 of 2048"),
+    ],
+)
+def test_show_of_a_case_that_ends_its_host_prints_the_verdict(name, message):
+    result = narrowgauge("show", QUICK[0], "--backend", f"cli_kernels:{name}")
+    assert result.exit_code == 1, result.output
+    header, verdict = result.stdout.splitlines()
+    assert header.startswith(QUICK[0])
+    assert verdict == message
 
 
 OPERATIONS = """

@@ -1,5 +1,6 @@
 """Which dialect a quantizer speaks: every named one is recognised, and where none is spoken the nearest is named."""
 
+import contextlib
 import re
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
 from narrowgauge.harness.cli import app
+from narrowgauge.harness.hosts.remote_host import hosted_backend
 from narrowgauge.harness.tools import dialect
 from narrowgauge.harness.tools.dialect import dialects_of, sentence, survey, table
 from narrowgauge.reference import ops as reference
@@ -166,6 +168,18 @@ def test_inputs_that_a_backend_does_not_take_are_left_out(few):
     )
 
 
+def test_an_input_that_ends_the_host_is_left_out(few, monkeypatch, tmp_path):
+    (tmp_path / "ending_kernels.py").write_text(
+        "import os\n\nfrom narrowgauge.reference import ops\n\n\nclass Backend:\n    def quantize(self, x, recipe):\n"
+        "        if x.any():\n            return ops.quantize(x, recipe)\n        os.abort()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with hosted_backend("ending_kernels:Backend") as ending:
+        result = survey(ending)
+    assert (result.inputs, result.skipped) == (5, ["zeros bf16: the process died (signal SIGABRT)"])
+    assert [agreement.dialect for agreement in result.matching] == ["te", "te-native"]
+
+
 def test_a_backend_that_gives_nothing_is_one_error(few):
     def raising(x, recipe):
         raise RuntimeError("illegal memory access")
@@ -241,7 +255,9 @@ def test_the_command_s_status_and_errors(few, monkeypatch, tmp_path):
 
 def test_the_command_fails_where_no_dialect_is_spoken(few, monkeypatch):
     wrong = backend(quantize=quantize(changed_by("bitwise_xor_", 1)))
-    monkeypatch.setattr("narrowgauge.harness.backends.backend.load_backend", lambda spec, device: wrong)
+    monkeypatch.setattr(
+        "narrowgauge.harness.hosts.remote_host.hosted_backend", lambda spec, device: contextlib.nullcontext(wrong)
+    )
     result = command("wrong")
     assert result.exit_code == 1
     assert "agrees with no dialect everywhere; nearest te" in result.stdout

@@ -22,13 +22,12 @@ from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.hosts.changed_source import MODULES, changed_source
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.runner import run_case
-from narrowgauge.harness.tools.mutants import module_files
 from narrowgauge.harness.tools.mutants import mutant as mutants
 from narrowgauge.harness.tools.mutants.conventional_tests import DOORS, MODULE_DOORS, ConventionalTests, Detections
-from narrowgauge.harness.tools.mutants.module_files import NATIVE
-from narrowgauge.harness.tools.mutants.mutant import CLASSES, Mutant, MutantFileError
+from narrowgauge.harness.tools.mutants.mutant import CLASSES, MODULE_FILES, Mutant, MutantFileError
 from narrowgauge.harness.tools.mutants.processes import ENOUGH, run_mutants
 from narrowgauge.harness.tools.mutants.result import MutantResult, totals
 from narrowgauge.harness.tools.mutants.run_mutants import print_results
@@ -59,7 +58,7 @@ def test_there_are_enough_of_every_class() -> None:
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_every_mutant_changes_its_file_and_touches_cases(mutant: Mutant, quick: list[Case]) -> None:
-    folder = NATIVE if mutant.of_module else sources.FOLDER
+    folder = MODULES if mutant.of_module else sources.FOLDER
     assert mutant.changed_text() != (folder / mutant.file).read_text(encoding="utf-8")
     touched = selected(mutant, quick)
     assert touched
@@ -188,8 +187,8 @@ def test_what_is_no_kernel_file_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_replaced_module_is_imported_anew_and_gone_afterwards() -> None:
     before = sys.modules["narrowgauge.native.modules.layer"], sys.modules["narrowgauge.native.ops"], ops.Linear
-    text = (NATIVE / "products.py").read_text(encoding="utf-8").replace("dy.sum(0,", "2 * dy.sum(0,")
-    with module_files.replaced_module("products.py", text):
+    text = (MODULES / "products.py").read_text(encoding="utf-8").replace("dy.sum(0,", "2 * dy.sum(0,")
+    with changed_source("products.py", text, ""):
         changed = importlib.import_module("narrowgauge.native.ops")
         assert changed.Linear is not ops.Linear
         assert changed.gemm is ops.gemm
@@ -208,10 +207,10 @@ def test_a_replaced_module_is_imported_anew_and_gone_afterwards() -> None:
 
 
 def test_what_modules_are_not_made_of_is_not_replaced() -> None:
-    with pytest.raises(ValueError, match=r"modules are not made of 'gemm\.py'; they are of history\.py, kept\.py, "):
-        module_files.replaced_module("gemm.py", "").__enter__()
-    every = {path.name for path in NATIVE.glob("*.py") if "Layer" in path.read_text(encoding="utf-8")}
-    assert every - {"__init__.py"} <= set(module_files.MODULE_FILES)
+    with pytest.raises(ValueError, match=r"no kernel file is called 'gemm\.py'; there are common/blocks\.cuh, "):
+        changed_source("gemm.py", "", "").__enter__()
+    every = {path.name for path in MODULES.glob("*.py") if "Layer" in path.read_text(encoding="utf-8")}
+    assert every - {"__init__.py"} <= set(MODULE_FILES)
 
 
 # ---- which cases ----
