@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from narrowgauge.harness.records.plain_text import escape
+from narrowgauge.harness.machine.plain_text import escape
 
 CASES = Path("cases")
 """Cases of the current folder."""

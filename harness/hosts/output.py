@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from contextlib import suppress
+
+from narrowgauge.harness.machine.plain_text import escape
 
 LIMIT = 1 << 16
 """Bytes of the output of a case that are printed."""
 _PART = 1 << 16
 _READS = 64
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def forward(pipe: int, printed: int) -> tuple[int, bool]:
@@ -35,12 +35,6 @@ def forward(pipe: int, printed: int) -> tuple[int, bool]:
         printed += len(content)
         if shown:
             with suppress(OSError, ValueError):
-                sys.stdout.write(escaped(shown.decode(errors="replace")))
+                sys.stdout.write(escape(shown.decode(errors="replace")))
                 sys.stdout.flush()
     return printed, True
-
-
-def escaped(text: str) -> str:
-    """Text of a backend without control characters and without commands to a CI system."""
-    text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-    return re.sub(r"^(\s*)::", r"\1: :", text, flags=re.MULTILINE).replace("##[", "# #[")

@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -765,9 +765,10 @@ def hosted_backend(
 
     Raises BackendError if the backend cannot be loaded. A call raises HostLost if the host ends.
     """
-    host = RemoteHost(settings or HostSettings(name, device), Channel(starter().connect()))
-    try:
-        host.begin_case(seconds, room(device))
-        yield Backend(host)
-    finally:
-        host.close()
+    with closing(Channel(starter().connect())) as channel:
+        host = RemoteHost(settings or HostSettings(name, device), channel)
+        try:
+            host.begin_case(seconds, room(device))
+            yield Backend(host)
+        finally:
+            host.close()

@@ -59,6 +59,10 @@ class Channel:
         answer = self._ask({"op": "end", "pid": pid, "wait": wait}, [], time.monotonic() + wait + KILLED + 5)
         return None if answer["status"] is None else int(answer["status"])
 
+    def close(self) -> None:
+        """End the connection, and all hosts of the judge."""
+        self._connection.close()
+
     def _ask(self, message: dict[str, Any], descriptors: list[int], deadline: float) -> dict[str, Any]:
         try:
             self._connection.send(message, descriptors=descriptors)

@@ -224,9 +224,9 @@ class Session:
         def clock() -> float:
             return time.monotonic() - self.started
 
-        if not self.config.option.resume:
-            return Journal(self.directory, self.header, clock=clock)
         try:
+            if not self.config.option.resume:
+                return Journal(self.directory, self.header, clock=clock)
             return Journal.resumed(self.directory, self.header(), clock=clock)
         except JournalError as error:
             raise pytest.UsageError(str(error)) from error
@@ -370,12 +370,13 @@ class Session:
         if not self.records or self.is_worker:
             return
         from narrowgauge.harness.report.github import publish
-        from narrowgauge.harness.report.text import not_compared
+        from narrowgauge.harness.report.text import not_compared, note_counts
 
         terminalreporter.section("narrowgauge")
         if not self.compared:
             terminalreporter.line("nothing was compared", red=True, bold=True)
-        terminalreporter.line(not_compared(self.records))
+        for line in filter(None, (not_compared(self.records), note_counts(self.records))):
+            terminalreporter.line(line)
         if missing := len(self.cases) - len(self.records):
             message = f"{missing} of {len(self.cases)} cases did not run; --resume goes on with them"
             terminalreporter.line(message, red=True, bold=True)

@@ -14,7 +14,9 @@ from pathlib import Path
 from narrowgauge.harness.machine.processors import cores
 
 _PACKAGE = Path(__file__).parents[2]
-_JUDGING = ("machine", "cases", "inputs", "backends", "checks", "operations", "diagnosis", "records", "running")
+_JUDGING = (
+    "machine", "cases", "inputs", "backends", "hosts", "checks", "operations", "diagnosis", "records", "running",
+)  # fmt: skip
 """Folders of the harness that records depend on. Reports and tools change no record."""
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.harness.records.plain_text import escape
+from narrowgauge.harness.machine.plain_text import escape
 
 LOCK_NAME = ".narrowgauge-lock"
 _HELD = (errno.EACCES, errno.EAGAIN)

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.harness.machine.plain_text import plain_text, plain_value
 from narrowgauge.harness.records.folder_lock import FolderInUseError, lock_folder, unlock_folder
-from narrowgauge.harness.records.plain_text import plain_text, plain_value
 from narrowgauge.harness.records.record import SCHEMA, Record
 
 JOURNAL_VERSION = 2

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from narrowgauge.harness.records.plain_text import escape
+from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.report.text import number, plural
 
 BINS = 8

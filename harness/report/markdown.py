@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from narrowgauge.harness.records import plain_text
+from narrowgauge.harness.machine import plain_text
 from narrowgauge.harness.records.record import OUTCOMES, succeeded
 from narrowgauge.harness.report import accuracy, tables, text, times
 from narrowgauge.harness.report.failure_view import distribution_lines, group_saved_lines, reproduction

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.backends.backend import Backend, error_location
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, error_location
+from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.cases.case import Case
 
 if TYPE_CHECKING:
+    from narrowgauge.harness.diagnosis.explain_memory import Run
     from narrowgauge.harness.inputs.inputs import Inputs
     from narrowgauge.harness.operations.stages.outcome import Outcome
 
@@ -25,13 +28,36 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
     return outcome
 
 
-def explained(outcome: Outcome, backend: Backend) -> list[dict[str, Any]]:
-    """What explains a wrong outcome of `backend`. A diagnosis that fails costs itself, not the verdict."""
+def explained(
+    outcome: Outcome, backend: Backend, *, runs: Callable[[], tuple[Run, Run] | None] | None = None
+) -> list[dict[str, Any]]:
+    """Explanations of a wrong outcome of `backend`. A diagnosis that fails costs itself, not the verdict.
+
+    `runs`: as of `harness.diagnosis.explain.explain`.
+    """
     from narrowgauge.harness.diagnosis.explain import explain
     from narrowgauge.harness.diagnosis.search_history import history_of
 
     try:
-        return [explanation.to_dict() for explanation in explain(outcome, history_of(backend))]
+        return [explanation.to_dict() for explanation in explain(outcome, history_of(backend), runs=runs)]
+    except HostLost:
+        raise
     except Exception as error:
         words = f"no diagnosis: {type(error).__name__}: {error}{error_location(error)}"
         return [{"cause": "no-diagnosis", "sentence": words, "stage": "", "exact": False}]
+
+
+def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, seed: int) -> tuple[Run, Run] | None:
+    """The tensors of a case, and of the same case on the inputs of another seed. None without results there."""
+    from narrowgauge.harness.diagnosis.explain_memory import Run
+    from narrowgauge.harness.inputs.inputs import make_inputs
+    from narrowgauge.reference import ops
+
+    reference = Backend.local("reference", ops)
+    others = make_inputs(case, seed=seed).to(str(inputs.x.device.type))
+    try:
+        other = judge(case, others, backend)
+    except (BackendError, Unsupported):
+        return None
+    first = Run(inputs.named(), outcome.outputs, judge(case, inputs, reference).outputs)
+    return first, Run(others.named(), other.outputs, judge(case, others, reference).outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, error_location
@@ -15,7 +16,7 @@ from narrowgauge.harness.cases.memory import KEPT, needed, shortage
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
 from narrowgauge.harness.machine.timing import CHECKS, PHASES, count_seconds, stopwatch
 from narrowgauge.harness.records.record import Record, new_record
-from narrowgauge.harness.running.judging import explained, judge
+from narrowgauge.harness.running.judging import explained, judge, two_runs
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +45,13 @@ def run_case(
     keeper: Keeper | None = None,
     sharing: int = 1,
     timeout: float = float("inf"),
+    untrusted: bool = False,
 ) -> Record:
     """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file.
 
     `keeper` shrinks and saves a failure; None: failures are not saved. `sharing`: number of cases that share the false
     alarms of the run (`harness.checks.statistics.holm`). `timeout`: seconds for the calls of a backend in a host.
+    `untrusted`: a failing case runs on the inputs of another seed, too, and equal results are a finding.
     """
     started, busy = time.perf_counter(), time.process_time()
     record = new_record(case, backend=backend.name, device=device, seed=seed)
@@ -61,7 +64,10 @@ def run_case(
     with stopwatch(home) as watch:
         try:
             backend.host.begin_case(timeout, needed(case) + _RESULTS)
-            _measure(record, case, backend, home, seed=seed, captures=captures, keeper=keeper, sharing=sharing)
+            _measure(
+                record, case, backend, home, seed=seed, captures=captures, keeper=keeper, sharing=sharing,
+                untrusted=untrusted,
+            )  # fmt: skip
             end = backend.host.end_case()
         except HostLost as lost:
             _lose(record, lost)
@@ -88,6 +94,7 @@ def _measure(
     captures: Captured | None,
     keeper: Keeper | None,
     sharing: int,
+    untrusted: bool,
 ) -> None:
     """Fill the record of a case, whatever becomes of it."""
     if problem := shortage(case, record.device):
@@ -108,7 +115,8 @@ def _measure(
         if record.verdict == "fail":
             outcome.aliases = backend.host.aliases
             with count_seconds("diagnosis"):
-                record.explanations = explained(outcome, backend)
+                again = partial(two_runs, case, inputs, outcome, backend, seed + 1) if untrusted else None
+                record.explanations = explained(outcome, backend, runs=again)
                 if keeper is not None:
                     keeper.keep(record, case, inputs, outcome, backend)
     except Unsupported as error:
@@ -204,6 +212,8 @@ def _fill(record: Record, outcome: Outcome) -> None:
         record.verdict, record.stage, record.message = "fail", wrong[0].stage, f"{wrong[0].stage}: {wrong[0].sentence}"
     elif not any(s.compared for s in outcome.stages if s.rule in COMPARING) and _size(record):
         record.verdict, record.message = "error", "nothing was compared"
+    elif record.budget_max is not None and not record.budget_max <= 1:
+        record.verdict, record.message = "error", f"passes with a budget of {record.budget_max:.3g}, above 1"
     record.accuracy = outcome.accuracy
     record.seconds = outcome.seconds
     if outcome.actual is not None and outcome.expected is not None and outcome.actual.numel():

@@ -225,7 +225,7 @@ def serve(connection: Connection, hosts: Channel, settings: Settings) -> None:
         with without_gpu_lock() if message["first"] else nullcontext():
             record = run_case(
                 case_from_labels(**labels), backend, device=settings.device, seed=message["seed"], captures=captures,
-                keeper=keeper, sharing=message["sharing"], timeout=message["timeout"],
+                keeper=keeper, sharing=message["sharing"], timeout=message["timeout"], untrusted=settings.untrusted,
             )  # fmt: skip
         if settings.fresh_host:
             host.close()

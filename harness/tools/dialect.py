@@ -20,8 +20,8 @@ from narrowgauge.harness.cases.memory import room
 from narrowgauge.harness.cases.quantize import QuantizeCase
 from narrowgauge.harness.checks.finding import float_view, format_count
 from narrowgauge.harness.inputs.inputs import Inputs, make_inputs
+from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.operations.stages.quantized import code_view, no_codes, scale_view
-from narrowgauge.harness.records.plain_text import escape
 from narrowgauge.harness.report.text import plural, share
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import elements, linear_scales
@@ -107,8 +107,8 @@ def survey(backend: Backend, name: str = "nvfp4", *, device: str = "cpu", seed: 
     """Compare quantize of `backend` with every dialect of the recipe `name`, on every family and dtype.
 
     Stored bytes are compared, except amax and tensor scale, which dialects store in different forms. Raises ValueError
-    as `dialects_of` does and for an unknown recipe. If the backend quantizes no input, raises the exception of the first
-    input: BackendError, Unsupported, or HostLost if the input ended the host.
+    as `dialects_of` does and for an unknown recipe. If the backend quantizes no input, the first exception is raised:
+    BackendError, Unsupported, or HostLost if an input ended the host.
     """
     recipe = find_recipe(name)
     dialects = dialects_of(recipe)

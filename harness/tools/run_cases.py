@@ -18,6 +18,7 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.ledger import Ledger
+from narrowgauge.harness.inputs.capture import unpacked
 from narrowgauge.harness.records.journal import FAILURES, Journal, new_run
 from narrowgauge.harness.records.record import outcome, succeeded
 from narrowgauge.harness.report import github
@@ -40,9 +41,10 @@ def run_session(
     part: Part | None = None,
     ledger: Ledger | None = None,
     link: str = "",
+    strict: bool = False,
 ) -> bool:
-    """Run the cases, write the report into `directory`, print the summary. True if every case passed, or failed as
-    `ledger` expects.
+    """Run the cases, write the report into `directory`, print the summary. True if it succeeded
+    (`harness.records.record.succeeded`), by `strict` if given, and no case is missing.
 
     `resume`: continue the run whose journal is in `directory`. `part`: the shard of a run that the cases are. `link`:
     address at the end of the report's summary. Raises BackendError if the backend cannot be loaded, JournalError if the
@@ -68,18 +70,19 @@ def run_session(
             f"going on with {journal.path}: {len(journal.earlier_records)} of {len(cases)} cases are done", markup=False
         )
     settings = replace(settings, failures=str(directory / FAILURES), sharing=part.sharing if part else settings.sharing)
-    records = _run(cases, settings, ledger or Ledger(), journal, console)
-    elapsed = journal.elapsed
     link = link or github.run_link()
-    add_baseline_notes(records, header().environment)
-    page = write_journaled(records, header().environment, directory, elapsed=elapsed, link=link)
+    with closing(journal), unpacked(settings.input_path, cases) as input_path:
+        records = _run(cases, replace(settings, input_path=input_path), ledger or Ledger(), journal, console)
+        elapsed = journal.elapsed
+        add_baseline_notes(records, header().environment)
+        page = write_journaled(records, header().environment, directory, elapsed=elapsed, link=link)
     print_result(records, console)
     if missing := len(cases) - len(records):
         message = f"interrupted: {missing} of {len(cases)} cases did not run; --resume goes on with them"
         console.print(message, style="bold red")
     console.print(f"{len(records)} cases in {elapsed:.1f} s; report: {page}", markup=False, soft_wrap=True)
     github.publish(records, header().environment, elapsed, link=link, print_line=print)
-    return succeeded(records) and not missing
+    return succeeded(records, strict=strict) and not missing
 
 
 def print_result(records: list[dict[str, Any]], console: Console) -> None:
@@ -106,7 +109,7 @@ def _run(
     remaining = [case for case in cases if case.id not in finished]
     context = {"backend": settings.backend, "device": settings.device}
     stand_ins = {case.id: ledger.stand_in(case, **context, seed=settings.seed) for case in remaining}
-    with progress_bar(console) as progress, closing(journal):
+    with progress_bar(console) as progress:
         task = progress.add_task("running", total=len(cases), completed=len(finished))
 
         def on_record(record: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.checks.finding import float_view
 from narrowgauge.harness.inputs.capture import Captured
 from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.product import rule_at
 from narrowgauge.harness.operations.stages.quantized import (
@@ -28,7 +29,6 @@ from narrowgauge.harness.operations.stages.quantized import (
     scaled_elements,
     stored_along_rows,
 )
-from narrowgauge.harness.records.plain_text import escape
 from narrowgauge.harness.report.failure_view import explanation_lines
 from narrowgauge.harness.running.judging import explained, judge
 from narrowgauge.harness.running.runner import make_case_inputs

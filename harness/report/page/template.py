@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.records.plain_text import plain_value
+from narrowgauge.harness.machine.plain_text import plain_value
 from narrowgauge.harness.report import text
 
 

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
+from narrowgauge.harness.machine.plain_text import LONGEST
 from narrowgauge.harness.pytest_plugin.junit import properties
 from narrowgauge.harness.records.journal import read
-from narrowgauge.harness.records.plain_text import LONGEST
 from narrowgauge.harness.records.record import Record
 from narrowgauge.harness.report import github, markdown, report, tables, text
 from narrowgauge.harness.report.failure_view import first_failure, reproduction

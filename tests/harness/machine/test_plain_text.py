@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrowgauge.harness.records.plain_text import LONGEST, escape, plain_text, plain_value
+from narrowgauge.harness.machine.plain_text import LONGEST, escape, plain_text, plain_value
 from narrowgauge.harness.records.record import Record
 
 CHARACTERS = [
