@@ -104,6 +104,9 @@ class Host(Protocol):
     def seed(self, random: object) -> None:
         """Seed torch's generators, so that a backend that draws from them repeats."""
 
+    def lock(self) -> AbstractContextManager[None]:
+        """Context of several calls: the lock of the GPU, if this process has to hold it for them."""
+
     def prepare(self, inputs: Tensors, home: torch.device, poison: int) -> PreparedRun:
         """Place inputs of the device `home` between guard zones."""
 

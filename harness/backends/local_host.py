@@ -99,6 +99,10 @@ class LocalHost:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed_all(number)
 
+    def lock(self) -> AbstractContextManager[None]:
+        """The lock of the GPU, if the device is a GPU."""
+        return lock_gpu(self.device.type if self.device else "cpu")
+
     def prepare(self, inputs: Tensors, home: torch.device, poison: int) -> LocalRun:
         """Copies of the inputs between guard zones."""
         return LocalRun(self, inputs, home, poison)

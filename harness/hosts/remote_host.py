@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,7 +35,7 @@ from narrowgauge.harness.hosts.left_processes import LeftProcesses
 from narrowgauge.harness.hosts.memory import CAPACITY, KEPT, GpuMemory, SharedFile, copy_in, equal_bytes, fill
 from narrowgauge.harness.hosts.output import forward
 from narrowgauge.harness.hosts.starter import Channel, StarterError, starter
-from narrowgauge.harness.machine.gpu_lock import lock_gpu
+from narrowgauge.harness.machine.gpu_lock import needs_lock
 from narrowgauge.harness.machine.process import ending
 
 if TYPE_CHECKING:
@@ -304,8 +304,7 @@ class RemoteHost:
             return CaseEnd(notes=notes)
         self._deadline = max(self._deadline, time.monotonic() + _END)
         self._run, self.pending = None, 0
-        with lock_gpu(self.device.type):
-            answer = self._ask({"op": "settle"})
+        answer = self._ask({"op": "settle", "lock": needs_lock(self.device.type)})
         end = CaseEnd(
             str(answer["gpu_error"]), answer["usable"] is True, int(answer["peak"]), [*notes, *answer["notes"]]
         )
@@ -344,8 +343,7 @@ class RemoteHost:
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The result of a method, in memory of the judge."""
-        with lock_gpu(self.device.type):
-            return self._call(method, arguments, options)
+        return self._call(method, arguments, options)
 
     def run_module(self, plan: Plan, given: Mapping[str, torch.Tensor]) -> list[Step]:
         """The steps of a module."""
@@ -353,6 +351,10 @@ class RemoteHost:
         if not isinstance(steps, list):
             raise BackendError(f"the steps of {plan.kind} cannot be read")
         return steps
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Nothing: the host takes the lock of the GPU for the time of its own work."""
+        return nullcontext()
 
     def prepare(self, inputs: Tensors, home: torch.device, poison: int) -> RemoteRun:
         """Place inputs of the device `home` between guard zones, in shared memory."""
@@ -383,7 +385,10 @@ class RemoteHost:
         kind = self._kind(run.home if run else homes[0] if homes else torch.device("cpu"))
         home = run.home if run else homes[0] if homes else torch.device("cpu")
         self._open_results(kind)
-        message = {"op": "call", "method": method, "spans": spans, "home": kind, "arguments": encoded}
+        message = {
+            "op": "call", "method": method, "spans": spans, "home": kind, "arguments": encoded,
+            "lock": needs_lock(self.device.type),
+        }  # fmt: skip
         entry = self._replayed(message)
         answer = self._ask(message) if entry is None else entry.answer
         while "need" in answer:
@@ -435,7 +440,7 @@ class RemoteHost:
             self._post({"op": "begin", **message})
             return
         calls = [entry.message if isinstance(entry, Call) else entry for entry in script]
-        answer = self._ask({"op": "replay", "script": calls, **message})
+        answer = self._ask({"op": "replay", "script": calls, "lock": needs_lock(self.device.type), **message})
         answers = iter(answer["answers"])
         self._replay_end = answer["end"]
         self._replay = []
@@ -467,7 +472,7 @@ class RemoteHost:
         self._run, self._poison, self._replay, self._replay_end = None, POISON[0], None, None
         if replayed is not None and not diverged:
             return replayed
-        answer = self._ask({"op": "end"})
+        answer = self._ask({"op": "end", "lock": needs_lock(self.device.type)})
         if replayed is not None:
             answer["outside"] += replayed["outside"]
             answer["changed"] += replayed["changed"]
@@ -574,6 +579,8 @@ class RemoteHost:
             slots.append([slot.number, slot.start, size, slot.name])
             region.used = end
         self._touched = max(self._touched, region.used)
+        if region.memory.kind == "cuda":
+            torch.cuda.synchronize()  # the host works on a stream of its own
         span = {"region": region.number, "kind": region.memory.kind, "start": start, "end": region.used, "slots": slots}
         return span, copies
 

@@ -21,13 +21,14 @@ from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, S
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported
+from narrowgauge.harness.backends.transfer import BATCH_BYTES
 from narrowgauge.harness.cases.memory import KEPT, room
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError
 from narrowgauge.harness.hosts.memory import Opened, copy_in, fill
 from narrowgauge.harness.hosts.write_fault import on_write
 from narrowgauge.harness.machine.float_environment import changes, read_environment
-from narrowgauge.harness.machine.gpu_lock import without_gpu_lock
+from narrowgauge.harness.machine.gpu_lock import lock_gpu
 from narrowgauge.harness.machine.process import prepare_process
 
 _ZEROED = 1 << 20
@@ -39,14 +40,15 @@ def serve(connection: Connection, settings: dict[str, Any]) -> None:
     process = os.getpid()
     server = _Server(connection, settings)
     with ExitStack() as stack:
-        stack.enter_context(without_gpu_lock())  # the judge holds it
         connection.send(server.load(stack))
         while True:
             try:
                 message, descriptors = connection.receive()
             except FrameError:  # the judge is gone
                 return
-            answer = getattr(server, f"on_{message['op']}")(message, descriptors)
+            # A judge that holds the lock itself asks for none.
+            with lock_gpu("cuda" if message.get("lock") else "cpu"):
+                answer = getattr(server, f"on_{message['op']}")(message, descriptors)
             if os.getpid() != process:
                 os._exit(0)  # a copy of this process that the backend forked
             sys.stdout.flush()  # a kernel's output belongs to its case
@@ -104,7 +106,7 @@ class _Server:
     def on_inputs(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """Open shared memory for inputs."""
         memory = self.inputs[message["number"]] = Opened(message["memory"], descriptors, read_only=True)
-        if memory.kind == "cpu" and not self.settings["sanitized"]:  # the sanitizer reports the write
+        if memory.kind == "cpu":
             start, size = memory.bytes.data_ptr(), memory.bytes.numel()
             on_write(
                 lambda address: address - start if start <= address < start + size else None,
@@ -377,11 +379,23 @@ class _Writer:
         """Copy all tensors."""
         if self.used <= _ZEROED:
             fill(self._memory, self._first, self._first + self.used, 0)  # equal results are equal bytes
+        if self._device.type != self._memory.device.type and 0 < self.used <= BATCH_BYTES:
+            self._copy_together()
+            return
         for tensor, start in zip(self.tensors, self._starts, strict=True):
             if tensor.numel():
                 plain = tensor.detach()
                 plain = plain.view(torch.uint8) if plain.element_size() == 1 else plain
                 copy_in(self._memory, self._first + start, plain, plain.shape, contiguous_strides(plain.shape))
+        synchronize(self._memory.device)
+
+    def _copy_together(self) -> None:
+        """Copy all tensors from a GPU at once: every copy synchronizes the GPU."""
+        gap = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=self._device)
+        parts = []
+        for tensor in self.tensors:
+            parts += [tensor.detach().contiguous().view(-1).view(torch.uint8), gap[: -tensor.nbytes % ALIGNMENT]]
+        self._memory[self._first : self._first + self.used].copy_(torch.cat(parts))
 
 
 def _no_tensor(tensor: torch.Tensor) -> Any:

@@ -111,11 +111,13 @@ _starter: Starter | None = None
 
 
 def starter() -> Starter:
-    """The starter of this process. It starts with the first call, and again if it has ended."""
+    """The starter of this process. It starts with the first call, and again if it has ended. The system ends it with
+    the thread of that call."""
     global _starter  # noqa: PLW0603
-    if _starter is None or not _starter.alive:
-        if _starter is None:
-            atexit.register(close_starter)
+    if _starter is not None and not _starter.alive:
+        close_starter()
+    if _starter is None:
+        atexit.register(close_starter)
         _starter = Starter()
     return _starter
 

@@ -1,7 +1,7 @@
 """Finding the input that a kernel on a CPU writes to: inputs are mapped read-only, so that the write raises SIGSEGV.
 
-The handler sends the place of the write to the judge and ends the process. A fault anywhere else gets the default
-handler, which ends the process by the signal.
+The handler sends the place of the write to the judge and ends the process. A fault anywhere else gets the handler that
+was there before: that of other inputs, that of a sanitizer, or the default, which ends the process by the signal.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ def on_write(find: Callable[[int], int | None], tell: Callable[[int], None]) -> 
     def handle(number: int, info: int, context: int) -> None:
         offset = find(ctypes.c_uint64.from_address(info + _ADDRESS).value)
         if offset is None:
-            libc.signal(number, 0)  # SIG_DFL: the instruction runs again, and its fault ends the process
+            libc.sigaction(number, ctypes.byref(before), None)  # the instruction runs again, and faults again
             return
         tell(offset)
         os._exit(128 + signal.SIGSEGV)
 
+    before = _Action()
     handler = _HANDLER(handle)
     _kept.append(handler)
     action = _Action(ctypes.cast(handler, ctypes.c_void_p).value, (ctypes.c_ulong * 16)(), _SA_SIGINFO, None)
-    libc.sigaction(signal.SIGSEGV, ctypes.byref(action), None)
+    libc.sigaction(signal.SIGSEGV, ctypes.byref(action), ctypes.byref(before))

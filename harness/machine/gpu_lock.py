@@ -67,6 +67,11 @@ def lock_gpu(device: str, queue: LockQueue = LAUNCH_QUEUE) -> Iterator[None]:
             os.close(file)
 
 
+def needs_lock(device: str) -> bool:
+    """Whether a user of the device has to take the lock: this process neither holds it nor uses the GPU without it."""
+    return device == "cuda" and not _lock_depth and not _lock_disabled
+
+
 @contextmanager
 def without_gpu_lock() -> Iterator[None]:
     """Use the GPU without the lock within the context, for code that may compile kernels."""

@@ -13,7 +13,6 @@ import torch
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.cases.gemm import GemmCase
 from narrowgauge.harness.inputs.inputs import ProductInputs
-from narrowgauge.harness.machine.gpu_lock import lock_gpu
 from narrowgauge.harness.operations.quantize import columnwise_subject, only_half, rotates_freely, second_half
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
@@ -88,7 +87,7 @@ def judge_operands(
 def quantize_sources(sources: Sequence[Source], backend: Backend) -> list[tuple[Quantized | None, bool]]:
     """Each source as the backend quantizes it, and whether it is a columnwise half; None if the backend does not
     quantize it. The process holds the lock of the GPU for all sources together."""
-    with lock_gpu(backend.device.type if backend.device else "cpu"):
+    with backend.host.lock():
         return [_quantize(source, backend) for source in sources]
 
 

@@ -182,14 +182,14 @@ def without_result(task: Task, settings: Settings, verdict: str, message: str) -
     return record.to_dict()
 
 
-def forkserver(*modules: str) -> ForkServerContext:
-    """Context of processes that have imported torch, and these modules, already.
+def forkserver() -> ForkServerContext:
+    """Context of processes that have imported torch, and the judge's modules, already.
 
     A fork of a process that has run torch, or used a GPU, can hang. The server has imported torch, and runs nothing.
     """
     context = multiprocessing.get_context("forkserver")
     ours = [name for name in ("pytest",) if name in sys.modules]  # a process imports what the main module does
-    context.set_forkserver_preload([*_PRELOADED, *ours, *modules])
+    context.set_forkserver_preload([*_PRELOADED, *ours])
     return context
 
 

@@ -11,7 +11,6 @@ from narrowgauge.harness.backends.guard import POISON, unwritten
 from narrowgauge.harness.backends.host import PreparedRun
 from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.machine.gpu_lock import lock_gpu
 
 RACE = "order-of-threads"
 """The cause where the variation alone changes bytes."""
@@ -65,7 +64,7 @@ def repeated(
     # The CPU makes the copies before this process takes the lock of the GPU.
     ready = map(prepared, range(len(names)))
     with_copies = ready if device.type == home.type else iter(list(ready))
-    with lock_gpu(device.type):
+    with backend.host.lock():
         for number, (name, one) in enumerate(zip(names, with_copies, strict=True)):
             runs.append(run(number, one))
             seconds = min(seconds, one.seconds)

@@ -16,6 +16,7 @@ from typing import Any
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.hosts.changed_source import changed_source
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair
+from narrowgauge.harness.hosts.starter import starter
 from narrowgauge.harness.machine.process import detach_process, prepare_process
 from narrowgauge.harness.running.worker import LOAD, Lost, Settings, Task, Worker, forkserver
 from narrowgauge.harness.tools.mutants.conventional_tests import ConventionalTests, Detections
@@ -50,6 +51,7 @@ def run_mutants(
     every result, from any thread.
     """
     settings = Settings(workers=workers, timeout=timeout)
+    starter()  # in this thread: the system ends it with the thread that starts it
 
     def examine(mutant: Mutant) -> MutantResult:
         result = _examine(mutant, selected(mutant, cases), settings)
