@@ -14,6 +14,7 @@ from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd
 from narrowgauge.harness.backends.loading import error_location
 from narrowgauge.harness.backends.results import BackendError, Unsupported
 from narrowgauge.harness.backends.transfer import tensors_in, to_device
+from narrowgauge.harness.machine.float_environment import changes, read_environment, restore
 from narrowgauge.harness.machine.gpu_lock import lock_gpu, pop_gpu_error, probe_gpu
 
 if TYPE_CHECKING:
@@ -27,7 +28,19 @@ Variation = Callable[[], AbstractContextManager[Any] | None]
 class LocalHost:
     """Runs the methods of an object of this process."""
 
-    def __init__(self, name: str, implementation: Any, device: torch.device | None = None, schedules: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        implementation: Any,
+        device: torch.device | None = None,
+        schedules: int = 0,
+        *,
+        restores: bool = True,
+    ) -> None:
+        """`restores`: whether the floating-point environment is restored after each call, because the judge shares the
+        process. A kernel host restores nothing: there the backend runs as in production."""
+        self._restores = restores
+        self._notes: list[dict[str, str]] = []
         self.implementation, self.device, self.schedules = implementation, device, schedules
         has = [method for method in (*METHODS, *OPTIONAL_METHODS) if callable(getattr(implementation, method, None))]
         self.facts = Facts(
@@ -76,12 +89,17 @@ class LocalHost:
 
     def run(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """The result of a function of the backend: a method, or a method of a module. Raises as `call` does."""
+        before = read_environment() if self._restores else {}
         try:
             return function(*arguments, **options)
         except NotImplementedError as error:
             raise Unsupported(str(error) or f"{self.facts.name}.{name} is not implemented for this case") from error
         except Exception as error:
             raise BackendError(f"{name} raised {type(error).__name__}: {error}{error_location(error)}") from error
+        finally:
+            if before and (now := read_environment()) != before:
+                self._notes += changes(before, now)
+                restore(before)
 
     def run_module(self, plan: Plan, given: Mapping[str, torch.Tensor]) -> list[Step]:
         """The steps of a module, on the device of `given`."""
@@ -113,15 +131,16 @@ class LocalHost:
     def end_case(self) -> CaseEnd:
         """The error of the GPU that no result has shown. A kernel's fault may show at the next use of the GPU only, and
         may leave a context in which nothing works again."""
+        notes, self._notes = self._notes, []
         if self.device is None or self.device.type != "cuda":
-            return CaseEnd()
+            return CaseEnd(notes=notes)
         error = pop_gpu_error()
         if error is None:
             with lock_gpu("cuda"):
                 error = probe_gpu()
             pop_gpu_error()
         # The GPU reports the error of a launch once, and the error of a context for ever.
-        return CaseEnd(error, usable=not (error and probe_gpu()))
+        return CaseEnd(error, usable=not (error and probe_gpu()), notes=notes)
 
 
 class LocalRun:

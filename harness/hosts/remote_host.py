@@ -37,6 +37,7 @@ from narrowgauge.harness.hosts.output import forward
 from narrowgauge.harness.hosts.starter import Channel, StarterError, starter
 from narrowgauge.harness.machine.gpu_lock import needs_lock
 from narrowgauge.harness.machine.process import ending
+from narrowgauge.harness.machine.timing import count_as_other
 
 if TYPE_CHECKING:
     from narrowgauge.harness.backends.module_driver import Plan, Step
@@ -238,6 +239,7 @@ class RemoteHost:
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a message. Raises HostLost if there is none."""
+        asked = time.monotonic()
         self._send(message)
         watched = [self._connection, self._output]
         if self._exit is not None:
@@ -259,6 +261,9 @@ class RemoteHost:
                     raise self._lose("crash", words) from None
                 for descriptor in descriptors:
                     os.close(descriptor)
+                waited = answer.get("waited")
+                if isinstance(waited, float) and 0 < waited < time.monotonic() - asked:
+                    count_as_other(waited)
                 if "fault" in answer:
                     raise self._write_to_input(answer["fault"])
                 return answer

@@ -46,15 +46,17 @@ def serve(connection: Connection, settings: dict[str, Any]) -> None:
                 message, descriptors = connection.receive()
             except FrameError:  # the judge is gone
                 return
+            asked = time.perf_counter()
             # A judge that holds the lock itself asks for none.
             with lock_gpu("cuda" if message.get("lock") else "cpu"):
+                waited = time.perf_counter() - asked
                 answer = getattr(server, f"on_{message['op']}")(message, descriptors)
             if os.getpid() != process:
                 os._exit(0)  # a copy of this process that the backend forked
             sys.stdout.flush()  # a kernel's output belongs to its case
             sys.stderr.flush()
             if answer is not None:
-                connection.send(answer)
+                connection.send(answer | {"waited": waited})
 
 
 class _Server:
@@ -91,7 +93,9 @@ class _Server:
 
                 stack.enter_context(changed_source(*settings["change"]))
             implementation = load_implementation(settings["backend"], settings["device"])
-            self.host = LocalHost(settings["backend"], implementation, self.device, settings["schedules"])
+            self.host = LocalHost(
+                settings["backend"], implementation, self.device, settings["schedules"], restores=False
+            )
         except Exception as error:
             return {"failed": str(error)[: codec.TEXT]}
         facts = self.host.facts
@@ -224,7 +228,8 @@ class _Server:
             if first + writer.used > memory.numel():
                 return {"need": first + writer.used}
             writer.copy()
-            aliases = self._aliases(method, writer.tensors, slots)
+            # The steps of a module report its inputs and its parameters too.
+            aliases = [] if method == "run_module" else self._aliases(method, writer.tensors, slots)
         except Exception as error:
             self.pending = None
             return {

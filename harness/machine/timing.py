@@ -33,6 +33,11 @@ class Stopwatch:
         diagnosis count as diagnosis."""
         return self._phase in (OTHER, CHECKS) and self._phase != phase
 
+    def move(self, seconds: float) -> None:
+        """Move seconds of the running phase to the rest."""
+        self.seconds[self._phase] -= seconds
+        self.seconds[OTHER] += seconds
+
     def switch(self, phase: str) -> str:
         """Begin a phase and return the phase that ran before. The GPU is synchronized first, so its kernels count for
         the phase that launched them."""
@@ -73,6 +78,12 @@ def count_seconds(phase: str) -> Iterator[None]:
         yield
     finally:
         watch.switch(previous)
+
+
+def count_as_other(seconds: float) -> None:
+    """Move seconds of the running phase to the rest of the case: a kernel host waited for the lock of a GPU."""
+    if (watch := _running.get()) is not None:
+        watch.move(seconds)
 
 
 def timed_function(phase: str, function: Callable[P, T]) -> Callable[P, T]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
 from narrowgauge.harness.hosts.frames import FrameError, readable
+from narrowgauge.harness.machine.float_environment import restored_environment
 from narrowgauge.harness.machine.process import prepare_process
 from narrowgauge.harness.machine.processors import worker_gpu
 from narrowgauge.harness.running.runner import run_case
@@ -126,7 +127,8 @@ class InProcess:
         """Load the backend, once. Raises BackendError on failure."""
         if not hasattr(self, "_backend"):
             prepare_process(self.settings.workers)
-            self._backend = load_backend(self.settings.backend, self.settings.device, self.settings.schedules)
+            with restored_environment():
+                self._backend = load_backend(self.settings.backend, self.settings.device, self.settings.schedules)
 
     def run(self, task: Task, *, timeout: float, sharing: int, note: Note) -> dict[str, Any]:
         """Record of a task, without a time limit. Raises BackendError as `load` does."""

@@ -133,9 +133,11 @@ def verdict_line(records: list[dict[str, Any]], elapsed: float | None = None) ->
     if not records:
         return f"nothing ran{duration_of_run}: no case, so no verdict"
     counts = verdict_counts(records)
-    passed, unexpected, known_failures = (counts.pop(name, 0) for name in ("pass", "unexpected", "known"))
+    names = ("pass", "unexpected", "known", "unsupported")
+    passed, unexpected, known_failures, unsupported = (counts.pop(name, 0) for name in names)
     suffix = f"; {plural(unexpected, 'case')} passed though known to fail" if unexpected else ""
     suffix += f"; {plural(known_failures, 'known failure')}" if known_failures else ""
+    suffix += f"; {number(unsupported)} unsupported" if unsupported else ""
     if not counts:
         compared = sum(map(elements_compared, records))
         compared_text = f"{number(compared)} elements compared" if compared else "but nothing was compared"

@@ -13,6 +13,7 @@ from narrowgauge.harness.backends.host import CaseEnd, HostLost
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import home_of
 from narrowgauge.harness.cases.memory import KEPT, needed, shortage
+from narrowgauge.harness.machine.float_environment import read_environment, require_default
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
 from narrowgauge.harness.machine.timing import CHECKS, PHASES, count_seconds, stopwatch
 from narrowgauge.harness.records.record import Record, new_record
@@ -63,16 +64,18 @@ def run_case(
         torch.cuda.reset_peak_memory_stats()
     with stopwatch(home) as watch:
         try:
+            require_default(read_environment())  # of the judge: a kernel cannot change it from its host
             backend.host.begin_case(timeout, needed(case) + _RESULTS)
             _measure(
                 record, case, backend, home, seed=seed, captures=captures, keeper=keeper, sharing=sharing,
                 untrusted=untrusted,
             )  # fmt: skip
             end = backend.host.end_case()
+            require_default(read_environment())
         except HostLost as lost:
             _lose(record, lost)
             end = CaseEnd()
-        except BackendError as error:  # the backend cannot be loaded again
+        except (BackendError, RuntimeError) as error:  # the backend cannot be loaded again, or the judge rounds upward
             record.verdict, record.message = "error", str(error)
             end = CaseEnd()
     for phase in PHASES:
