@@ -415,7 +415,7 @@ class RemoteHost:
     ) -> Any:
         """The result of a call, from its answer. `replayed`: the call of the first run with the same arguments."""
         recorded = Call(message, answer)
-        if replayed is None:
+        if replayed is None and self._run is not None:
             self._script.append(recorded)
         if "unsupported" in answer:
             raise Unsupported(str(answer["unsupported"]))

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from narrowgauge.harness.backends.guard import Guard
 from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides
+from narrowgauge.harness.backends.layer_driver import LayerDriver
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported
@@ -31,6 +33,8 @@ from narrowgauge.harness.machine.float_environment import changes, read_environm
 from narrowgauge.harness.machine.gpu_lock import lock_gpu
 from narrowgauge.harness.machine.process import prepare_process
 
+DRIVEN = ("run_module", "start_layer", "forward_layer", "backward_layer")
+"""Methods that the host has in place of the backend: they call the backend's modules."""
 _ZEROED = 1 << 20
 """Bytes up to which the gaps between results are cleared."""
 
@@ -73,6 +77,8 @@ class _Server:
         self.earlier: list[tuple[weakref.ref[torch.Tensor], str]] = []
         """Results of the case that may still be alive, with their method."""
         self.environment: dict[str, Any] = {}
+        self.layers: LayerDriver | None = None
+        """Layers of a training."""
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -199,8 +205,8 @@ class _Server:
             with nullcontext() if run is None else run.guarded():
                 synchronize(self.device)
                 start = time.perf_counter()
-                if method == "run_module":
-                    result: Any = self.host.run_module(*arguments)
+                if method in DRIVEN:
+                    result: Any = self._driven(method)(*arguments, **options)
                 else:
                     function = getattr(self.host.implementation, method)
                     result = self.host.run(method, function, *arguments, **options)
@@ -218,6 +224,14 @@ class _Server:
         self.pending = (method, message["home"], result, slots)
         return self.on_deliver(message, descriptors, first)
 
+    def _driven(self, method: str) -> Callable[..., Any]:
+        """The function of a method in `DRIVEN`."""
+        if method == "run_module":
+            return self.host.run_module
+        if self.layers is None:
+            self.layers = LayerDriver(self.host, self.device)
+        return getattr(self.layers, method.removesuffix("_layer"))  # type: ignore[no-any-return]
+
     def on_deliver(self, message: dict[str, Any], descriptors: list[int], first: int = 0) -> dict[str, Any]:
         """Copy the pending result to the shared memory. If the memory is too small, the answer has the bytes needed."""
         method, home, result, slots = self.pending
@@ -229,7 +243,7 @@ class _Server:
                 return {"need": first + writer.used}
             writer.copy()
             # The steps of a module report its inputs and its parameters too.
-            aliases = [] if method == "run_module" else self._aliases(method, writer.tensors, slots)
+            aliases = [] if method in DRIVEN else self._aliases(method, writer.tensors, slots)
         except Exception as error:
             self.pending = None
             return {
