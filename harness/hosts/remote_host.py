@@ -103,6 +103,8 @@ class RemoteHost:
         self.device = torch.device(settings.device)
         self.aliases: list[dict[str, str]] = []
         self.process: int | None = None
+        self.orphaned = False
+        """Whether the process that starts the hosts has ended: a backend can kill its parent."""
         self._channel, self._load, self._interpreter = channel, load, interpreter
         self._marker = f"narrowgauge-{secrets.token_hex(8)}"
         self._regions: list[Region] = []
@@ -204,6 +206,7 @@ class RemoteHost:
         try:
             return self._channel.end(pid, wait=wait)
         except StarterError:
+            self.orphaned = True
             return None
 
     def _lose(self, verdict: str, message: str = "", *, cause: str = "") -> HostLost:
@@ -212,6 +215,8 @@ class RemoteHost:
         status = self.close(wait=0.0 if message else _END)
         if self._interpreter is not None and pid is not None and (found := self._interpreter.finding(pid)):
             return HostLost("crash", f"sanitizer: {found}")
+        if self.orphaned and not message:
+            return HostLost(verdict, "the process died, and so did the process that starts kernel hosts")
         return HostLost(verdict, message or f"the process died ({ending(status)})", cause=cause)
 
     # ---- messages --------------------------------------------------------------------------------------------------

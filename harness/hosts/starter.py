@@ -1,7 +1,7 @@
-"""Starting and ending kernel hosts: a process with torch imported forks them, and is their parent.
+"""Starting and ending kernel hosts: a process with torch imported forks a process for each judge, which forks hosts.
 
-The starter runs no backend, no kernel and no thread. A fork costs some milliseconds, where an interpreter that imports
-torch takes seconds. A new host gets a copy of the starter's fresh state, whatever an earlier host did.
+The starter runs no backend, no kernel and no thread. A fork costs some milliseconds; an interpreter that imports torch
+takes seconds. A new host gets a copy of the starter's fresh state, whatever an earlier host did.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import atexit
 import gc
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,8 @@ from narrowgauge.harness.machine.process import KILLED, adopt_orphans, detach_pr
 
 _IMPORTED = ("torch", "numpy.random", "torch._dynamo", "narrowgauge.harness.hosts.serve", "narrowgauge.native.ops")
 """torch imports `torch._dynamo` at the first allocation that a guard sees, which takes a second."""
-_POLL = 0.05
+_POLL = 0.02
+"""Seconds between two looks at a process that is to end."""
 
 
 class StarterError(Exception):
@@ -133,20 +131,9 @@ def close_starter() -> None:
 # ---- in the starter --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Hosts:
-    """The hosts of all judges."""
-
-    judge_of: dict[int, Connection] = field(default_factory=dict)
-    statuses: dict[int, int] = field(default_factory=dict)
-    ending: dict[int, tuple[Connection, float, float]] = field(default_factory=dict)
-    """By process: the judge that waits for its end, the time of the kill, and the time at which to give up."""
-
-
 def main(descriptor: int) -> None:
-    """Start and end hosts until the process that runs cases ends."""
+    """Fork a process for each judge, until the process that runs cases ends."""
     end_with_parent()
-    adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the run decides what a signal means
     with warnings.catch_warnings():
@@ -156,29 +143,19 @@ def main(descriptor: int) -> None:
     _warm_up()
     gc.collect()
     gc.freeze()  # a collection in a host would copy every page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit status of these processes
     run = Connection(socket.socket(fileno=descriptor))
-    hosts = _Hosts()
-    wake, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(run, selectors.EVENT_READ, None)
-        selector.register(wake, selectors.EVENT_READ, None)
-        while True:
-            for key, _ in selector.select(_POLL if hosts.ending else None):
-                if key.fileobj is run:
-                    try:
-                        _, (judge,) = run.receive()
-                    except FrameError:  # the run has ended
-                        _end_all(hosts)
-                        return
-                    selector.register(Connection(socket.socket(fileno=judge)), selectors.EVENT_READ, None)
-                elif key.fileobj == wake:
-                    with suppress(BlockingIOError):
-                        os.read(wake, 1 << 12)
-                else:
-                    _answer(key.fileobj, hosts, partial(selector.unregister, key.fileobj))
-            _reap(hosts)
+    while True:
+        try:
+            _, (judge,) = run.receive()
+        except FrameError:
+            break
+        if not os.fork():
+            close_others([judge])
+            _start_hosts(Connection(socket.socket(fileno=judge)))
+            os._exit(0)
+        os.close(judge)
+    _wait_for_children()
 
 
 def _warm_up() -> None:
@@ -190,35 +167,37 @@ def _warm_up() -> None:
         torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
-def _answer(judge: Any, hosts: _Hosts, forget: Callable[[], object]) -> None:
-    """Do what a judge asks. The hosts of a judge that has ended are killed."""
-    try:
-        message, descriptors = judge.receive()
-    except FrameError:
-        forget()
-        judge.close()
-        for pid in [pid for pid, owner in hosts.judge_of.items() if owner is judge]:
-            _kill(pid)
-        return
-    if message["op"] == "end":
-        now = time.monotonic()
-        hosts.ending[message["pid"]] = (judge, now + message["wait"], now + message["wait"] + KILLED)
-        return
-    pid = os.fork()
-    if not pid:
-        _be_host(message, descriptors)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    hosts.judge_of[pid] = judge
-    judge.send({"pid": pid})
+def _wait_for_children() -> None:
+    """Wait until the judges have ended, and with them the processes that start their hosts."""
+    until = time.monotonic() + KILLED
+    while children(os.getpid()) and time.monotonic() < until:
+        time.sleep(_POLL)
+
+
+def _start_hosts(judge: Connection) -> None:
+    """Start and end the hosts of a judge, until the judge ends. A host that kills its parent costs its own judge."""
+    end_with_parent()
+    adopt_orphans()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with suppress(FrameError):
+        while True:
+            message, descriptors = judge.receive()
+            if message["op"] == "end":
+                judge.send({"status": _end(message["pid"], message["wait"])})
+                continue
+            pid = os.fork()
+            if not pid:
+                _be_host(message, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            judge.send({"pid": pid})
+    _end_descendants()
 
 
 def _be_host(message: dict[str, Any], descriptors: list[int]) -> None:
     """Become a host. Does not return."""
     status = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         detach_process()
         connection, output = descriptors[:2]
@@ -263,62 +242,41 @@ def serve_on(descriptor: int) -> None:
         serve(connection, settings)
 
 
-def _kill(pid: int) -> None:
-    """Kill a host and its process group."""
-    with suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)
-    with suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
+def _end(pid: int, wait: float) -> int | None:
+    """Wait `wait` seconds for the end of a host, then kill it. Gives its exit status, and ends its descendants."""
+    status = _exit_status(pid, wait)
+    for target in (os.killpg, os.kill):
+        with suppress(OSError):
+            target(pid, signal.SIGKILL)
+    if status is None:
+        status = _exit_status(pid, KILLED)
+    _end_descendants()
+    return status
 
 
-def _reap(hosts: _Hosts) -> None:
-    """Take the exit statuses of ended processes, kill hosts that are to end, and answer their judges."""
-    ended_one = False
+def _exit_status(pid: int, seconds: float) -> int | None:
+    """The exit status of a child, negative for a signal. None if the child still runs after this time."""
+    until = time.monotonic() + seconds
     while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            break
-        if not pid:
-            break
-        if pid in hosts.judge_of:
-            ended_one = True
-            hosts.statuses[pid] = os.waitstatus_to_exitcode(status)
-            _kill(pid)  # its process group
-    now = time.monotonic()
-    for pid, (judge, kill_at, give_up_at) in list(hosts.ending.items()):
-        found = hosts.statuses.get(pid)
-        if found is None and pid in hosts.judge_of and now < give_up_at:
-            if now >= kill_at:
-                _kill(pid)
-            continue
-        del hosts.ending[pid]
-        hosts.judge_of.pop(pid, None)
-        hosts.statuses.pop(pid, None)
-        with suppress(FrameError):
-            judge.send({"status": found})
-    if ended_one:
-        _kill_orphans(hosts)
+        with suppress(ChildProcessError):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= until:
+            return None
+        time.sleep(min(_POLL, seconds / 10))
 
 
-def _kill_orphans(hosts: _Hosts) -> None:
-    """Kill the processes that ended hosts left behind: this process has adopted them."""
-    for pid in children(os.getpid()):
-        if pid not in hosts.judge_of or pid in hosts.statuses:
-            _kill(pid)
-
-
-def _end_all(hosts: _Hosts) -> None:
-    for _ in range(100):  # a killed process hands over its children
-        found = children(os.getpid())
-        if not found:
-            return
+def _end_descendants() -> None:
+    """Kill the children of this process, with those that it adopts from them."""
+    until = time.monotonic() + KILLED
+    while (found := children(os.getpid())) and time.monotonic() < until:
         for pid in found:
-            _kill(pid)
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        time.sleep(0.02)
 
 
 def children(parent: int) -> list[int]:

@@ -76,6 +76,8 @@ class Sandbox:
         except BaseException:  # after an interrupt the worker is in the middle of an abandoned case
             self._drop()
             raise
+        if worker.last:
+            self._drop()
         return record
 
     def close(self) -> None:

@@ -69,6 +69,9 @@ def run_tasks(tasks: Iterable[Task], settings: Settings, on_record: OnRecord) ->
 
     def feed(worker: Worker) -> None:
         worker.task = None
+        if worker.last:
+            replaced(worker)
+            return
         task = waiting.take([other.task for other in workers if other.task is not None])
         if task is None:  # other workers have the last tasks
             worker.stop()

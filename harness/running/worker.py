@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -97,6 +98,8 @@ class Worker:
 
     room: int | None = None
     """Bytes of memory that were free when the worker was ready."""
+    last: bool
+    """Whether the worker ends after its last record: it can start no kernel host."""
 
     def __init__(self, settings: Settings, gpu: str = "") -> None:
         """Start the judge, on the GPU of that name. Its first message says whether the backend is loaded."""
@@ -112,7 +115,7 @@ class Worker:
         hosts.close()
         self.settings, self.gpu = settings, gpu
         self.task: Task | None = None
-        self.ready = False
+        self.ready = self.last = False
         self.since, self.limit = time.monotonic(), max(LOAD, settings.timeout) + JUDGING
 
     def give(self, task: Task, timeout: float = 0.0, sharing: int = 0) -> None:
@@ -146,6 +149,7 @@ class Worker:
             self.ready, self.room = True, answer["room"]
             return None
         record: dict[str, Any] = answer["record"]
+        self.last = answer["last"]
         if self.task is None or (record["case"], record["seed"]) != (self.task.case.id, self.task.seed):
             expected = self.task.case.id if self.task else "no case"
             raise Lost("error", f"the judge sent a record of {record['case']}, not of {expected}", loaded=self.ready)
@@ -196,6 +200,10 @@ def forkserver() -> ForkServerContext:
 def _main(ours: socket.socket, hosts: socket.socket, settings: Settings, environment: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides what an interrupt means
     detach_process()
+    # The server ends when nobody holds this descriptor: the run alone should, and not the processes of the server.
+    held = getattr(multiprocessing.forkserver, "_forkserver", None)
+    if (alive := getattr(held, "_forkserver_alive_fd", None)) is not None:
+        os.close(alive)
     os.environ.clear()
     os.environ.update(environment)
     prepare_process(settings.workers)
@@ -229,7 +237,9 @@ def serve(connection: Connection, hosts: Channel, settings: Settings) -> None:
             )  # fmt: skip
         if settings.fresh_host:
             host.close()
-        connection.send({"record": record.to_dict()})
+        connection.send({"record": record.to_dict(), "last": host.orphaned})
+        if host.orphaned:
+            return
     host.close()
 
 

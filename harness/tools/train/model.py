@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
-
-from narrowgauge.harness.backends.backend import Backend
 
 LAYERS = 2
 SEEDS = 4
@@ -27,6 +26,13 @@ class Size:
     batch: int = 4
 
 
+class LayerMaker(Protocol):
+    """Makes layers: a backend, or its layers in a kernel host."""
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """A layer. `method`: its name."""
+
+
 class Model(torch.nn.Module):
     """Tokens int64 (B, S) to logits float32 (B, S, characters).
 
@@ -34,7 +40,7 @@ class Model(torch.nn.Module):
     depend only on the seed and on their names. Raises Unsupported and BackendError as the backend does.
     """
 
-    def __init__(self, backend: Backend, size: Size, characters: int, *, seed: int, device: torch.device) -> None:
+    def __init__(self, backend: LayerMaker, size: Size, characters: int, *, seed: int, device: torch.device) -> None:
         super().__init__()
         self.embedding = _weight(characters, size.hidden, device)
         self.position = _weight(size.sequence, size.hidden, device)

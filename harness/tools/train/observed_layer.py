@@ -17,6 +17,7 @@ from narrowgauge.harness.operations.quantize import rotates_freely
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.product import order_of
+from narrowgauge.harness.tools.train.hosted_layer import HostedLayer
 from narrowgauge.harness.tools.train.model import Size
 from narrowgauge.spec.training import TrainingRecipe
 
@@ -25,7 +26,7 @@ class ObservedLayer:
     """A bfloat16 transformer layer of a backend, with the expected state between steps."""
 
     def __init__(
-        self, layer: Any, size: Size, training: TrainingRecipe, backend: Backend, *, seed: int, sharing: int
+        self, layer: HostedLayer, size: Size, training: TrainingRecipe, backend: Backend, *, seed: int, sharing: int
     ) -> None:
         """`sharing`: number of layer steps that share the false alarms of the session (`decide`)."""
         layers = transformer(size.hidden, size.ffn, "layer")
@@ -45,7 +46,6 @@ class ObservedLayer:
         }
         nothing = torch.empty(0)  # input and gradient are known after the step
         self._step = Step(number, nothing, nothing, parameter_values)
-        self.layer.observer = self._step.report
 
     def judge(self, x: torch.Tensor, y: torch.Tensor) -> tuple[Outcome, list[str]]:
         """Stages of the step after its backward, and the names of values that were not reported.
@@ -58,7 +58,7 @@ class ObservedLayer:
         parameters replace reported values of the same name.
         """
         step = self._step
-        self.layer.observer = None
+        step.seen = self.layer.seen
         assert y.grad is not None
         parameters = dict(self.layer.named_parameters())
         results: dict[str, torch.Tensor | None] = {"y": y, "dx": x.grad}

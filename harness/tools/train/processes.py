@@ -1,22 +1,26 @@
-"""Concurrent trainings, each in its own process. A crash of a process costs only the remaining steps of its
-training."""
+"""Concurrent trainings. Each has a judge process, which runs the backend's layers in a kernel host. The end of a host
+costs only the remaining steps of its training."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.backends.backend import error_location as location
+from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable
+from narrowgauge.harness.hosts.starter import starter
+from narrowgauge.harness.machine.process import KILLED, ending, prepare_process
 from narrowgauge.harness.machine.processors import VISIBLE_DEVICES, worker_gpu
-from narrowgauge.harness.running.worker import ending, forkserver, prepare_process
+from narrowgauge.harness.running.worker import JUDGING, LOAD, forkserver
 from narrowgauge.harness.tools.train.training import Training
 
 if TYPE_CHECKING:
@@ -53,35 +57,49 @@ def tasks(recipes: Sequence[str], backend: str, device: str, *, seed: int, steps
 
 
 class _Process:
-    """A training in its process, as seen by the session."""
+    """The judge of a training in its process, as seen by the session."""
 
     def __init__(self, task: TrainingTask, workers: int, number: int) -> None:
         context: Any = multiprocessing.get_context("spawn") if task.device == "cuda" else forkserver()
         gpu = worker_gpu(number, task.device)
-        self.connection, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_main, args=(theirs, task, workers, gpu), daemon=True)
+        ours, theirs = pair()
+        hosts = starter().connect()
+        self.connection = Connection(ours)
+        self.process = context.Process(target=_main, args=(theirs, hosts, task, workers, gpu), daemon=True)
         self.process.start()
         theirs.close()
+        hosts.close()
         self.number = number
         self.training = Training(task)
         self._started = time.monotonic()
+        self._expect(max(LOAD, task.timeout))
+
+    def _expect(self, more: float = 0.0) -> None:
+        """Set the time until which the next message must come."""
+        self._limit = self.training.task.timeout + JUDGING + more
+        self.deadline = time.monotonic() + self._limit
 
     def receive(self) -> bool:
         """Receive a step, or the end of the training. Returns whether more may follow."""
+        from narrowgauge.harness.tools.train.train import TrainingStep
+
         try:
-            message = self.connection.recv()
-        except (EOFError, ConnectionError):
-            self.process.join()
-            message = f"its process died ({ending(self.process.exitcode)})"
+            message, _ = self.connection.receive(deadline=self.deadline)
+        except TimeoutError:
+            message = {"end": f"its process sent no step for {self._limit:g} s"}
+        except FrameError:
+            self.process.join(KILLED)
+            message = {"end": f"its process died ({ending(self.process.exitcode)})"}
         self.training.seconds = time.monotonic() - self._started
-        if isinstance(message, str):
-            self.training.error = message
+        if "end" in message:
+            self.training.error = message["end"]
             return False
-        self.training.steps.append(message)
+        self.training.steps.append(TrainingStep(**message["step"]))
+        self._expect()
         return True
 
     def stop(self) -> None:
-        """Kill the process."""
+        """Kill the process. Its host ends with it."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -109,9 +127,11 @@ def run_tasks(
                 place, task = waiting.pop()
                 running[place] = _Process(task, workers, places.pop())
                 trainings[place] = running[place].training
-            # The timeout lets an interrupt that arrives just before the wait take effect.
-            ready = wait([process.connection for process in running.values()], timeout=1.0)
-            for place, process in [item for item in running.items() if item[1].connection in ready]:
+            # The deadline lets an interrupt that arrives just before the wait take effect.
+            now = time.monotonic()
+            ready = readable([process.connection for process in running.values()], now + 1.0)
+            late = [process.connection for process in running.values() if process.deadline <= now]
+            for place, process in [item for item in running.items() if item[1].connection in [*ready, *late]]:
                 if process.receive():
                     on_step(process.training)
                 else:
@@ -189,7 +209,7 @@ def run_session(
     return passed
 
 
-def _main(connection: Connection, task: TrainingTask, workers: int, gpu: str) -> None:
+def _main(ours: socket.socket, hosts: socket.socket, task: TrainingTask, workers: int, gpu: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell, or timeout, signals the whole process group
         signal.signal(number, signal.SIG_IGN)  # only the session handles the signal
     if gpu:
@@ -197,13 +217,16 @@ def _main(connection: Connection, task: TrainingTask, workers: int, gpu: str) ->
     prepare_process(workers)
     from narrowgauge.harness.tools.train.train import train
 
+    connection = Connection(ours)
     try:
-        for step in train(task):
-            connection.send(step)
-        connection.send("")
-    except BrokenPipeError:  # the session ended
+        for step in train(task, hosts, workers):
+            connection.send({"step": asdict(step)})
+        end = ""
+    except FrameError:  # the session ended
         return
     except BackendError as error:
-        connection.send(str(error))
+        end = str(error)
     except Exception as error:  # an unreadable result ends only its own training
-        connection.send(f"{type(error).__name__}: {error}{location(error)}")
+        end = f"{type(error).__name__}: {error}{location(error)}"
+    with suppress(FrameError):
+        connection.send({"end": end})

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 
-from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, error_location, load_backend
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, load_backend
+from narrowgauge.harness.backends.host import HostLost
+from narrowgauge.harness.cases.memory import room
+from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
+from narrowgauge.harness.hosts.starter import Channel, starter
+from narrowgauge.harness.running.worker import LOAD
 from narrowgauge.harness.tools.train import corpus
+from narrowgauge.harness.tools.train.hosted_layer import HostedLayers
 from narrowgauge.harness.tools.train.model import SEEDS, Adam, Model, Size
 from narrowgauge.harness.tools.train.observed_layer import ObservedLayer
 from narrowgauge.spec.autocast import autocast
@@ -37,6 +45,8 @@ class TrainingTask:
     precision has no quantized stages to judge."""
     sharing: int = 1
     """Number of layer steps that share the false alarms of the session."""
+    timeout: float = 300.0
+    """Seconds that the layers may take for a step, with its judging."""
 
 
 @dataclass
@@ -58,32 +68,45 @@ class TrainingStep:
     """Values missing in the reports of the layers, not compared."""
 
 
-def train(task: TrainingTask) -> Iterator[TrainingStep]:
-    """Steps of a training. Raises BackendError if the backend raises or has no such layer."""
+def train(task: TrainingTask, hosts: socket.socket | None = None, workers: int = 1) -> Iterator[TrainingStep]:
+    """Steps of a training. The layers of the backend run in a kernel host. This process has the weights, the rest of
+    the model and the optimizer, and judges the layers.
+
+    `hosts`: connection to a starter (`Starter.connect`), None for that of this process. `workers`: number of
+    trainings that share the cores. Raises BackendError if the backend raises, its host ends, or it has no such layer.
+    """
+    settings = HostSettings(task.backend, task.device, workers=workers)
+    with closing(Channel(hosts or starter().connect())) as channel:
+        host = RemoteHost(settings, channel, load=max(LOAD, task.timeout))
+        try:
+            host.begin_case(task.timeout, room(task.device))
+            yield from _steps(task, Backend(host))
+        except (HostLost, Unsupported) as error:
+            raise BackendError(str(error)) from error
+        finally:
+            host.close()
+
+
+def _steps(task: TrainingTask, backend: Backend) -> Iterator[TrainingStep]:
     device = torch.device(task.device)
-    backend = load_backend(task.backend, task.device)
     text = corpus.make(task.seed)
     characters = len(text.characters)
-    try:
-        model = Model(backend, task.size, characters, seed=task.seed, device=device)
-    except Unsupported as error:
-        raise BackendError(str(error)) from error
+    layers = HostedLayers(backend, task.recipe, observed=task.judged and task.recipe is not None)
+    model = Model(layers, task.size, characters, seed=task.seed, device=device)
     oracle = Model(load_backend("reference"), task.size, characters, seed=task.seed, device=device)
     observed = _observed_layers(task, model, backend)
     optimizer = Adam(model, RATE)
     for number, texts in enumerate(text.batches(task.steps, task.size.batch, task.size.sequence, task.seed)):
         batch = texts.to(device)
-        reference_loss = _reference_loss(oracle, model, batch, task.recipe) if task.judged else None
+        backend.host.begin_case(task.timeout, room(task.device))
         for layer in observed:
             layer.begin(number)
         try:
-            with autocast(task.recipe):
-                loss = model.loss(batch)
+            loss = model.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
-        except Exception as error:
-            raise BackendError(
-                f"step {number + 1} raised {type(error).__name__}: {error}{error_location(error)}"
-            ) from error
+        except (BackendError, Unsupported, HostLost) as error:
+            raise BackendError(f"step {number + 1}: {error}") from error
+        reference_loss = _reference_loss(oracle, model, batch, task.recipe) if task.judged else None
         step = TrainingStep(loss.item(), reference_loss)
         for name, layer in enumerate(observed):
             _judge(step, layer, name, model.between)
@@ -103,8 +126,15 @@ def _observed_layers(task: TrainingTask, model: Model, backend: Backend) -> list
 
 
 def _reference_loss(oracle: Model, model: Model, pieces: torch.Tensor, recipe: str | None) -> float:
-    """Loss of the reference with the current weights and delayed scales of the model."""
-    oracle.load_state_dict(model.state_dict(), strict=False)  # a backend's state may have extra entries
+    """Loss of the reference with the current weights of the model, and with its delayed scales before the step."""
+    scales = {
+        f"layers.{number}.{name}": value for number, layer in enumerate(model.layers)
+        for name, value in layer.state.items()  # type: ignore[union-attr, operator]
+    }  # fmt: skip
+    try:
+        oracle.load_state_dict(scales | model.state_dict(), strict=False)  # a backend's state may have extra entries
+    except RuntimeError as error:
+        raise BackendError(f"the buffers of TransformerLayer cannot be read: {error}") from error
     with torch.no_grad(), autocast(recipe):
         return oracle.loss(pieces).item()
 

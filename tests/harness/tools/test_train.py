@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +96,87 @@ def test_a_layer_that_goes_wrong_is_named_with_its_step() -> None:
     assert second.reference_loss != second.loss
 
 
+class Faulty:
+    """The reference's layers, with a fault in the second forward."""
+
+    @classmethod
+    def TransformerLayer(cls, *sizes: int, **options: Any) -> torch.nn.Module:
+        layer = Drifting.TransformerLayer(*sizes, **options)
+        layer.register_forward_hook(lambda module, _, y: cls.spoil(y) if module.calls == 2 else y)
+        return layer
+
+    @staticmethod
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Poisoning(Faulty):
+    @staticmethod
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        return y * float("nan")
+
+
+class Crashing(Faulty):
+    @staticmethod
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return y
+
+
+class Hanging(Faulty):
+    @staticmethod
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        time.sleep(600)
+        return y
+
+
+class Forging(Faulty):
+    """Patches the loss, the comparison and the optimizer of its process, and gives wrong outputs."""
+
+    @staticmethod
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        torch.nn.functional.cross_entropy = lambda *_: torch.zeros((), requires_grad=True)  # type: ignore[assignment]
+        torch.equal = lambda *_: True
+        torch.optim.Adam.step = lambda *_: None  # type: ignore[assignment, method-assign]
+        return y * 2
+
+
+class Cutting(Faulty):
+    """Gives an output of a wrong shape."""
+
+    @staticmethod
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        return y[:, :1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("Crashing", r"step 2: the process died \(signal SIGSEGV\)"),
+        ("Hanging", r"step 2: no result after 8 s"),
+        ("Cutting", r"step 2: TransformerLayer gave y as torch.bfloat16 of shape \(2, 1, 32\), not .* \(2, 16, 32\)"),
+    ],
+)
+def test_a_layer_that_fails_in_the_second_step_ends_its_training_there(fault: str, error: str) -> None:
+    steps = train(task("MXFP8BlockScaling", 3, backend=f"tests.harness.tools.test_train:{fault}", timeout=8.0))
+    assert next(steps).wrong == []
+    with pytest.raises(BackendError, match=error):
+        next(steps)
+
+
+@pytest.mark.parametrize("fault", ["Poisoning", "Forging"])
+def test_what_a_backend_does_to_its_process_changes_no_verdict(fault: str) -> None:
+    equal = torch.equal
+    first, second = train(task("MXFP8BlockScaling", backend=f"tests.harness.tools.test_train:{fault}"))
+    assert first.wrong == []
+    assert second.wrong[0].startswith("layer 1, step 2 y: ")
+    assert second.reference_loss is not None
+    assert second.reference_loss > 1
+    assert math.isnan(second.loss) == (fault == "Poisoning")
+    assert second.loss != 0
+    assert torch.equal is equal
+
+
 class Raising:
     """Backends whose layers do not come to an end."""
 
@@ -119,7 +202,7 @@ def test_a_process_that_dies_and_one_that_raises_cost_their_own_training() -> No
         task(None, 2, backend="reference", judged=False),
     ]
     dying, raising, fine = run_tasks(tasks, 2, seen.append)
-    assert dying.error == "its process died (signal SIGSEGV)"
+    assert dying.error == "the process died (signal SIGSEGV)"
     assert re.fullmatch(r"TransformerLayer raised RuntimeError: no such size \(at test_train\.py:\d+\)", raising.error)
     assert fine.complete
     assert [step.loss for step in fine.steps] == [step.loss for step in train(tasks[2])]
