@@ -21,6 +21,8 @@ LIMIT = 1 << 24
 _LENGTH = struct.Struct(">I")
 _DESCRIPTORS = 8
 """Largest number of file descriptors beside the bytes of a call of the system."""
+_HELD = 64
+"""Largest number of file descriptors that wait for their message."""
 _PART = 1 << 16
 
 
@@ -110,9 +112,13 @@ class Connection:
                 raise FrameError("the other side closed the connection")
             self._read += part
             self._descriptors += descriptors
+            if len(self._descriptors) > _HELD:
+                raise FrameError(f"{len(self._descriptors)} file descriptors have come; the limit is {_HELD}")
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end, and the file descriptors of messages that were not received."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
         self._socket.close()
 
 

@@ -46,6 +46,7 @@ _END = 5.0
 """Seconds that a host has to end by itself after it closed its connection."""
 _FAR = 1 << 20
 """Bytes from the begin of a storage to a tensor, from which on the slot does not begin with the storage."""
+_VIOLATIONS = ("outside", "changed")
 _SMALLEST = 1 << 26
 """Bytes of new shared memory of a GPU."""
 
@@ -162,6 +163,7 @@ class RemoteHost:
             theirs.close()
             os.close(written)
         self._exit: int | None = None
+        self._asked = 0
         with suppress(OSError, AttributeError):
             self._exit = os.pidfd_open(self.process)
         self._printed = 0
@@ -171,16 +173,20 @@ class RemoteHost:
         try:
             answer = self._ask(asdict(self.settings))
         except HostLost as lost:
-            message = str(lost)
+            message = f": {lost}"
             if lost.verdict == "timeout":
-                message = f"did not load within {self._load:g} s; a longer --timeout gives it more"
-            raise BackendError(f"backend {self.settings.backend} {message}") from lost
+                message = f" did not load within {self._load:g} s; a longer --timeout gives it more"
+            raise BackendError(f"backend {self.settings.backend}{message}") from lost
         if "failed" in answer:
             self.close()
-            raise BackendError(str(answer["failed"]))
-        self._room = int(answer["room"])
-        self.facts = self._facts(answer)
-        self._notes += answer.get("notes", [])
+            raise BackendError(str(answer["failed"])[: codec.TEXT])
+        try:
+            with self._reading("facts"):
+                self._room = _byte(answer["room"])
+                self.facts = self._facts(answer)
+                self._notes += _sentences(answer["notes"])
+        except HostLost as lost:
+            raise BackendError(f"backend {self.settings.backend}: {lost}") from lost
 
     def room(self) -> int:
         """Bytes of memory that were free when the host had loaded the backend, on its device."""
@@ -245,7 +251,8 @@ class RemoteHost:
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a message. Raises HostLost if there is none."""
         asked = time.monotonic()
-        self._send(message)
+        self._asked += 1
+        self._send(message | {"id": self._asked})
         watched = [self._connection, self._output]
         if self._exit is not None:
             watched.append(self._exit)
@@ -271,9 +278,20 @@ class RemoteHost:
                     count_as_other(waited)
                 if "fault" in answer:
                     raise self._write_to_input(answer["fault"])
+                if answer.get("id") != self._asked:
+                    raise self._lose("crash", "the backend wrote into the connection of its process: a false answer")
                 return answer
             if self._exit in ready:
                 raise self._lose("crash")
+
+    @contextmanager
+    def _reading(self, noun: str) -> Iterator[None]:
+        """Read an answer. The host is ended if the answer cannot be read."""
+        try:
+            yield
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+            words = f"the process of the backend sent {noun} that cannot be read: {type(error).__name__}: {error}"
+            raise self._lose("crash", words[: codec.TEXT]) from error
 
     @property
     def _too_late(self) -> str:
@@ -315,9 +333,11 @@ class RemoteHost:
         self._deadline = max(self._deadline, time.monotonic() + _END)
         self._run, self.pending = None, 0
         answer = self._ask({"op": "settle", "lock": needs_lock(self.device.type)})
-        end = CaseEnd(
-            str(answer["gpu_error"]), answer["usable"] is True, int(answer["peak"]), [*notes, *answer["notes"]]
-        )
+        with self._reading("an end of the case"):
+            gpu_error = str(answer["gpu_error"])[: codec.TEXT]
+            end = CaseEnd(
+                gpu_error, answer["usable"] is True, _byte(answer["peak"]), notes + _sentences(answer["notes"])
+            )
         if left := self._left.new():
             names = ", ".join(f"{process.name} ({process.pid})" for process in left[:5])
             sentence = f"the case left {len(left)} process{'es' * (len(left) > 1)} behind: {names}"
@@ -345,8 +365,9 @@ class RemoteHost:
         if self._variations is None:
             answer = self._ask({"op": "variations", "device": str(device)})
             if "error" in answer:
-                raise BackendError(str(answer["error"]))
-            self._variations = [str(name) for name in answer["names"]]
+                raise BackendError(str(answer["error"])[: codec.TEXT])
+            with self._reading("variations"):
+                self._variations = [str(name) for name in answer["names"]]
         return self._variations
 
     # ---- calls -----------------------------------------------------------------------------------------------------
@@ -409,11 +430,8 @@ class RemoteHost:
                 )
             self._open_results(kind, need)
             answer = self._ask({"op": "deliver", "home": kind})
-        try:
+        with self._reading("a result"):
             return self._result(message, answer, entry, home)
-        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            words = f"the process of the backend sent a result that cannot be read: {type(error).__name__}: {error}"
-            raise self._lose("crash", words) from error
 
     def _result(
         self, message: dict[str, Any], answer: dict[str, Any], replayed: Call | None, home: torch.device
@@ -423,10 +441,10 @@ class RemoteHost:
         if replayed is None and self._run is not None:
             self._script.append(recorded)
         if "unsupported" in answer:
-            raise Unsupported(str(answer["unsupported"]))
+            raise Unsupported(str(answer["unsupported"])[: codec.TEXT])
         if "error" in answer:
-            raise BackendError(str(answer["error"]))
-        self.aliases += [{key: str(entry[key]) for key in ("cause", "sentence")} for entry in answer["aliases"]]
+            raise BackendError(str(answer["error"])[: codec.TEXT])
+        self.aliases += _sentences(answer["aliases"])
         memory, start = self._results[message["home"]].bytes, _byte(answer["first"])
         if replayed is not None and replayed.first_answer is not None:
             first = replayed.first_answer
@@ -451,8 +469,9 @@ class RemoteHost:
             return
         calls = [entry.message if isinstance(entry, Call) else entry for entry in script]
         answer = self._ask({"op": "replay", "script": calls, "lock": needs_lock(self.device.type), **message})
-        answers = iter(answer["answers"])
-        self._replay_end = answer["end"]
+        with self._reading("a replay"):
+            answers = iter([dict(found) for found in answer["answers"]])
+            self._replay_end = dict(answer["end"])
         self._replay = []
         for entry in script:
             if not isinstance(entry, Call):
@@ -476,17 +495,19 @@ class RemoteHost:
         self._replay = None
         self._post({"op": "begin", "variation": self._run.variation, "poison": self._poison, "span": self._run.span})
 
-    def end_run(self) -> dict[str, Any]:
-        """End a run. The answer has its seconds and violations."""
+    def end_run(self) -> tuple[float, list[str], list[str]]:
+        """End a run. Gives its seconds, and the sentences of its violations."""
         replayed, diverged = self._replay_end, self._replay is None
         self._run, self._poison, self._replay, self._replay_end = None, POISON[0], None, None
-        if replayed is not None and not diverged:
-            return replayed
-        answer = self._ask({"op": "end", "lock": needs_lock(self.device.type)})
-        if replayed is not None:
-            answer["outside"] += replayed["outside"]
-            answer["changed"] += replayed["changed"]
-        return answer
+        ends = [] if replayed is None else [replayed]
+        if replayed is None or diverged:
+            ends.insert(0, self._ask({"op": "end", "lock": needs_lock(self.device.type)}))
+        with self._reading("an end of the run"):
+            seconds = float(ends[0]["seconds"])
+            if not 0 <= seconds < 1e9:
+                raise ValueError(f"{seconds} seconds")
+            outside, changed = ([str(text)[: codec.TEXT] for end in ends for text in end[key]] for key in _VIOLATIONS)
+        return seconds, outside, changed
 
     def leave_run(self) -> None:
         """Forget the run, also after an exception."""
@@ -668,7 +689,7 @@ class RemoteRun:
         self.slots: list[PlacedSlot] = []
         self.span, self._given = host.place(inputs, poison, self.slots)
         self.seconds, self.variation = 0.0, 0
-        self._violations: tuple[list[str], list[str]] = ([], [])
+        self._violations: list[list[str]] = [[], []]
 
     def same_as(self, other: RemoteRun | None) -> bool:
         """Whether the inputs of another run have the same names, places and values."""
@@ -681,12 +702,10 @@ class RemoteRun:
         try:
             host.begin(self, variation)
             yield self._given
-            answer = host.end_run()
+            self.seconds, *self._violations = host.end_run()
         finally:
             host.pending = max(0, host.pending - 1)
             host.leave_run()
-        self.seconds = float(answer["seconds"])
-        self._violations = [str(text) for text in answer["outside"]], [str(text) for text in answer["changed"]]
 
     def keep(self, outputs: Mapping[str, torch.Tensor]) -> Tensors:
         """The results: the judge's copies."""
@@ -746,6 +765,11 @@ def _byte(number: Any) -> int:
     if not isinstance(number, int) or not 0 <= number < 1 << 62:
         raise ValueError(f"{number!r} bytes")
     return number
+
+
+def _sentences(entries: Any) -> list[dict[str, str]]:
+    """Causes and sentences of an answer. Raises KeyError or TypeError if it has others."""
+    return [{key: str(entry[key])[: codec.TEXT] for key in ("cause", "sentence")} for entry in entries]
 
 
 def _different_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

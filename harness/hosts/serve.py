@@ -44,7 +44,7 @@ def serve(connection: Connection, settings: dict[str, Any]) -> None:
     process = os.getpid()
     server = _Server(connection, settings)
     with ExitStack() as stack:
-        connection.send(server.load(stack))
+        connection.send(server.load(stack) | {"id": settings["id"]})
         while True:
             try:
                 message, descriptors = connection.receive()
@@ -60,7 +60,7 @@ def serve(connection: Connection, settings: dict[str, Any]) -> None:
             sys.stdout.flush()  # a kernel's output belongs to its case
             sys.stderr.flush()
             if answer is not None:
-                connection.send(answer | {"waited": waited})
+                connection.send(answer | {"waited": waited, "id": message.get("id")})
 
 
 class _Server:

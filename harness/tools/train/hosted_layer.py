@@ -81,7 +81,7 @@ class _Call(torch.autograd.Function):
         return layer.run_forward(x.detach(), ctx.weights)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
         dx, gradients = ctx.layer.run_backward(dy, ctx.weights)
         return None, None, dx, *gradients.values()
 

@@ -16,7 +16,7 @@ from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.running.worker import LOAD
 from narrowgauge.harness.tools.train import corpus
-from narrowgauge.harness.tools.train.hosted_layer import HostedLayers
+from narrowgauge.harness.tools.train.hosted_layer import HostedLayer, HostedLayers
 from narrowgauge.harness.tools.train.model import SEEDS, Adam, Model, Size
 from narrowgauge.harness.tools.train.observed_layer import ObservedLayer
 from narrowgauge.spec.autocast import autocast
@@ -122,15 +122,18 @@ def _observed_layers(task: TrainingTask, model: Model, backend: Backend) -> list
     return [
         ObservedLayer(layer, task.size, training, backend, seed=task.seed + SEEDS * number, sharing=task.sharing)
         for number, layer in enumerate(model.layers)
+        if isinstance(layer, HostedLayer)
     ]
 
 
 def _reference_loss(oracle: Model, model: Model, pieces: torch.Tensor, recipe: str | None) -> float:
     """Loss of the reference with the current weights of the model, and with its delayed scales before the step."""
     scales = {
-        f"layers.{number}.{name}": value for number, layer in enumerate(model.layers)
-        for name, value in layer.state.items()  # type: ignore[union-attr, operator]
-    }  # fmt: skip
+        f"layers.{number}.{name}": value
+        for number, layer in enumerate(model.layers)
+        if isinstance(layer, HostedLayer)
+        for name, value in layer.state.items()
+    }
     try:
         oracle.load_state_dict(scales | model.state_dict(), strict=False)  # a backend's state may have extra entries
     except RuntimeError as error:

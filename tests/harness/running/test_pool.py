@@ -1,4 +1,4 @@
-"""Cases over processes: what dies, hangs or cannot begin costs its own case and nothing else."""
+"""Cases over workers: a judge or a kernel host that dies, hangs or cannot begin costs its own case alone."""
 
 import multiprocessing
 import platform
@@ -13,16 +13,20 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.backend import BackendError, load_backend
+from narrowgauge.harness.hosts.frames import Connection, pair
+from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
+from narrowgauge.harness.hosts.starter import Channel, starter
+from narrowgauge.harness.machine.process import KILLED
 from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 from narrowgauge.harness.records.record import new_record
+from narrowgauge.harness.records.saved_failure import load
 from narrowgauge.harness.running import pool, worker
 from narrowgauge.harness.running.pool import Settings, Task, run_cases, run_tasks
 from narrowgauge.harness.running.runner import run_case
-from narrowgauge.harness.running.worker import GRACE, KILLED, Worker, serve
+from narrowgauge.harness.running.worker import GRACE, Worker
 from tests.harness.sample_backends import QUANTIZE
 
 SIGKILL = "signal SIGKILL, as where memory runs out"
-# One module for every process of this file: what it does depends on the rows of the matrix.
 KERNELS = """
 import os, signal
 from narrowgauge.reference import ops
@@ -46,6 +50,15 @@ class OnceOnly:
 class Dying:
     def __init__(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+class Fragile:
+    # Wrong at 32 rows, and dies at fewer.
+    def quantize(self, x, recipe, *, amax=None, random=None):
+        if x.shape[0] < 32:
+            os._exit(6)
+        q = ops.quantize(x, recipe)
+        q.codes[-1, -1] ^= 1
+        return q
 """
 
 
@@ -63,7 +76,7 @@ def case_of(rows):
     ("name", "message"),
     [
         ("Broken", r"backend pool_kernels:Broken: Broken\(\) raised OSError: libkernels.so is missing"),
-        ("Dying", rf"a worker process died at its start \({SIGKILL}\)"),
+        ("Dying", rf"backend pool_kernels:Dying: the process died \({SIGKILL}\)"),
     ],
 )
 def test_a_backend_that_cannot_begin_ends_the_run(kernels, name, message):
@@ -76,11 +89,16 @@ def test_a_backend_that_cannot_begin_ends_the_run(kernels, name, message):
 
 
 def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, monkeypatch):
-    """Its process is killed, though it has not come to ask for a task."""
+    """The judge ends the host, or the run ends a judge without an answer."""
     (tmp_path / "hanging_kernels.py").write_text("import time\n\ntime.sleep(1000)\n")
-    monkeypatch.setattr(worker, "LOAD", 0.0)
-    records = []
+    channel = Channel(starter().connect())
     with pytest.raises(BackendError, match=r"backend hanging_kernels:B did not load within 1 s; a longer --timeout"):
+        RemoteHost(HostSettings("hanging_kernels:B"), channel, load=1.0)
+    channel.close()
+    monkeypatch.setattr(worker, "LOAD", 0.0)
+    monkeypatch.setattr(worker, "JUDGING", 0.0)
+    records = []
+    with pytest.raises(BackendError, match=r"backend hanging_kernels:B did not load within 1 s"):
         run_cases([case_of(16)] * 3, Settings("hanging_kernels:B", timeout=1.0), records.append)
     assert records == []
     assert not multiprocessing.active_children()
@@ -91,8 +109,7 @@ def test_no_cases_need_no_process(monkeypatch):
     assert run_cases([], Settings(workers=4), print) == []
 
 
-# The protocol, without processes: workers that follow a script, which says for each case whether a record comes and
-# whether its worker dies, or that the person interrupts.
+# Scheduling, without processes. A scripted worker follows a word for each case.
 
 
 class Scripted(Worker):
@@ -100,38 +117,32 @@ class Scripted(Worker):
     made: list[Worker]
 
     def __init__(self, settings, gpu=""):
-        self.connection, self.theirs = multiprocessing.Pipe()
+        self.connection, self.judge = map(Connection, pair())
         self.killed = False
         self.joined = []
-        self.process = SimpleNamespace(kill=self._kill, join=self._join, exitcode=-9, pid=None)
+        self.process = SimpleNamespace(kill=self._kill, join=self.joined.append, exitcode=-9)
         self.task, self.ready, self.last, self.settings, self.gpu = None, False, False, settings, gpu
-        self.since, self.limit = time.monotonic(), max(worker.LOAD, settings.timeout)
-        self._sanitizer = None
+        self.since, self.limit = time.monotonic(), max(worker.LOAD, settings.timeout) + worker.JUDGING
         self.made.append(self)
         if "never loads" not in self.script:
-            self.theirs.send(1 << 40)  # bytes of memory
+            self.judge.send({"room": 1 << 40})
 
     def _kill(self):
         self.killed = True
+        self.judge.close()
 
-    def _join(self, timeout=None):
-        self.joined.append(timeout)
-
-    def give(self, task, timeout=0.0):
-        super().give(task, timeout)
-        assert self.theirs.recv() == task
+    def give(self, task, timeout=0.0, sharing=0):
+        super().give(task, timeout, sharing)
+        message, _ = self.judge.receive()
+        assert (message["case"]["shape"], message["seed"]) == (list(task.case.shape), task.seed)
         word = self.script.pop(0)
         if word == "interrupt":
             raise KeyboardInterrupt
         record = new_record(task.case, backend="b", device="cpu", seed=task.seed).to_dict()
-        if word.startswith("so far"):
-            self.theirs.send((worker.SO_FAR, record | {"verdict": "fail"}))
-        elif word == "last":
-            self.theirs.send((worker.LAST, record | {"verdict": "crash"}))
-        elif word != "die":
-            self.theirs.send(record)
+        for _ in range(word.count("record")):
+            self.judge.send({"record": record, "last": word == "last record"})
         if "die" in word:
-            self.theirs.close()
+            self.judge.close()
 
 
 @pytest.fixture
@@ -163,31 +174,37 @@ def test_a_worker_that_dies_after_the_last_case_costs_none(scripted):
 def test_every_worker_that_dies_is_replaced(scripted):
     records = scripted(["die", "record", "die"], 3)
     assert verdicts(records) == [("1x32", "crash"), ("2x32", "pass"), ("3x32", "crash")]
-    assert records[0]["message"] == f"the process died ({SIGKILL})"
-    assert len(Scripted.made) == 2  # none for no case
+    assert records[0]["message"] == f"the judge of the case died ({SIGKILL}): the other side closed the connection"
+    assert len(Scripted.made) == 2  # the last worker is not replaced
 
 
-def test_a_worker_that_dies_while_it_shrinks_a_failure_leaves_the_failure(scripted):
-    """And the next one does not try: each would die of it."""
-    records = scripted(["record", "so far, then die", "die"], 3)
-    assert verdicts(records) == [("1x32", "pass"), ("2x32", "fail"), ("3x32", "crash")]
-    note = f"not shrunk: at another shape, crash: the process died ({SIGKILL})"
-    assert [record["save_note"] for record in records] == ["", note, ""]
-    assert [worker.settings.failures for worker in Scripted.made] == ["failures", ""]
-
-
-def test_a_worker_whose_gpu_answers_no_more_is_replaced(scripted):
-    """It says so with its record, and is given nothing more."""
-    records = scripted(["record", "last", "record"], 3)
-    assert verdicts(records) == [("1x32", "pass"), ("2x32", "crash"), ("3x32", "pass")]
+def test_a_worker_that_cannot_start_a_host_is_replaced(scripted):
+    records = scripted(["record", "last record", "record"], 3)
+    assert verdicts(records) == [("1x32", "pass"), ("2x32", "pass"), ("3x32", "pass")]
     first, second = Scripted.made
     assert (first.killed, first.joined) == (True, [KILLED])
     assert second.ready
 
 
+def test_a_judge_without_a_record_is_ended_after_its_time(scripted, monkeypatch):
+    monkeypatch.setattr(worker, "JUDGING", 0.0)
+    records = scripted(["hang", "record"], 2, timeout=0.1)
+    assert verdicts(records) == [("1x32", "timeout"), ("2x32", "pass")]
+    assert records[0]["message"] == "the judge gave no record after 0.1 s"
+    assert Scripted.made[0].killed
+
+
+def test_a_second_record_of_a_case_is_an_error(scripted):
+    """The next case of the worker has the error, and exactly one record."""
+    records = scripted(["record, record", "wait", "record"], 3)
+    assert verdicts(records) == [("1x32", "pass"), ("2x32", "error"), ("3x32", "pass")]
+    assert records[1]["message"] == f"the judge sent a record of {case_of(1).id}, not of {case_of(2).id}"
+
+
 def test_a_backend_that_does_not_load_in_time_ends_the_run(scripted, monkeypatch):
     monkeypatch.setattr(worker, "LOAD", 0.0)
-    message = r"backend native did not load within 0\.1 s; a longer --timeout gives it more"
+    monkeypatch.setattr(worker, "JUDGING", 0.0)
+    message = r"backend native did not load within 0\.1 s"
     with pytest.raises(BackendError, match=message):
         scripted(["never loads"], 3, workers=2, timeout=0.1)
     assert all(made.killed for made in Scripted.made)
@@ -219,7 +236,7 @@ def test_workers_end_by_themselves_or_are_ended(scripted):
     (worker,) = Scripted.made
     assert worker.joined == [GRACE, KILLED]
     assert worker.killed
-    assert worker.connection.closed
+    assert worker.connection.fileno() == -1
 
 
 def test_an_interrupt_keeps_what_was_measured(scripted):
@@ -254,14 +271,19 @@ def test_one_pool_serves_cases_of_several_seeds(scripted, monkeypatch):
     assert len(Scripted.made) == 2
 
 
+def test_a_failure_whose_shrinking_ends_the_host_stays_and_no_other_is_shrunk(kernels, tmp_path):
+    cases = [replace(QUANTIZE, shape=(rows, 32), recipe=recipe) for rows, recipe in ((32, "nvfp4"), (32, "mxfp4"))]
+    settings = Settings("pool_kernels:Fragile", failures=str(tmp_path / "failures"))
+    first, second = run_cases(cases, settings, lambda record: None)
+    note = "not shrunk: at another shape, crash: the process died (exit status 6)"
+    assert (first["verdict"], first["save_note"], first["shrunk"]) == ("fail", note, "")
+    assert (second["verdict"], second["save_note"], second["shrunk"]) == ("fail", "", "")
+    assert [load(tmp_path / record["saved"]).case.shape for record in (first, second)] == [(32, 32)] * 2
+
+
 def test_a_worker_runs_a_task_on_the_inputs_of_its_seed():
-    ours, theirs = multiprocessing.Pipe()
-    for seed in (3, 8):
-        ours.send(Task(QUANTIZE, seed))
-    ours.send(None)
-    serve(theirs, Settings("reference", seed=5))
-    assert ours.recv() > 0  # bytes of memory that it could take
-    records = [ours.recv() for _ in range(2)]
+    records = []
+    run_tasks([Task(QUANTIZE, seed) for seed in (3, 8)], Settings("reference", seed=5), records.append)
     assert [record["seed"] for record in records] == [3, 8]
     right = [run_case(QUANTIZE, load_backend("reference"), seed=seed).input_digest for seed in (3, 8)]
     assert [record["input_digest"] for record in records] == right
@@ -270,7 +292,7 @@ def test_a_worker_runs_a_task_on_the_inputs_of_its_seed():
 
 FREED = """
 import ctypes, resource
-from narrowgauge.harness.running.worker import _keep_memory
+from narrowgauge.harness.machine.process import _keep_memory
 
 def faults(libc):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

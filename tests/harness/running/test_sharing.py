@@ -10,12 +10,13 @@ from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.statistics import rounding_tests
 from narrowgauge.harness.checks.statistics.holm import FALSE_ALARM
+from narrowgauge.harness.hosts.frames import Connection, pair
 from narrowgauge.harness.pytest_plugin import sandbox
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running import pool, runner
 from narrowgauge.harness.running.pool import Settings, Task, run_tasks
 from narrowgauge.harness.running.runner import run_case
-from narrowgauge.harness.running.worker import serve
+from narrowgauge.harness.running.worker import Worker, serve
 from narrowgauge.reference import ops as reference
 from tests.harness import small_toml
 from tests.paths import PLUGIN
@@ -60,18 +61,30 @@ def test_a_run_counts_its_tasks(monkeypatch):
     assert found == [4]
 
 
-def test_a_worker_tells_its_cases(monkeypatch):
-    given, sent = [], []
-    tasks = iter([Task(NVFP4, 3), None])
+@pytest.mark.parametrize(("shared", "expected"), [(0, 17), (9, 9)])
+def test_a_judge_tells_its_cases(monkeypatch, shared, expected):
+    """The number of the message counts, and without it the number of the settings."""
+    ours, theirs = map(Connection, pair())
+    given = []
 
     def judged(case, backend, *, sharing, **options):
-        given.append(sharing)
+        given.append((case, sharing))
         return new_record(case, backend="reference", device="cpu", seed=options["seed"])
 
+    settings = Settings("reference", sharing=17)
+    worker = Worker.__new__(Worker)
+    worker.settings, worker.connection = settings, ours
+    worker.give(Task(NVFP4, 3), sharing=shared)
+    ours.send({"end": True})
+    host = SimpleNamespace(room=lambda: 1, close=lambda: None, orphaned=False)
+    monkeypatch.setattr("narrowgauge.harness.running.worker.kernel_host", lambda settings, hosts: host)
     monkeypatch.setattr(runner, "run_case", judged)
-    serve(SimpleNamespace(recv=lambda: next(tasks), send=sent.append), Settings("reference", sharing=17))
-    assert given == [17]
-    assert sent[-1]["seed"] == 3
+    serve(theirs, None, settings)
+    assert given == [(NVFP4, expected)]
+    assert ours.receive()[0] == {"room": 1}
+    assert ours.receive()[0]["record"]["seed"] == 3
+    for end in (ours, theirs):
+        end.close()
 
 
 def test_the_plugin_counts_the_cases_that_are_left(pytester, monkeypatch):

@@ -1,0 +1,155 @@
+"""Faulty backends: an attack costs its own case, and no wrong result passes.
+
+Every backend of `faulty_backends` runs 20 small cases by the command, over two processes, and under pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.hosts import starter
+from narrowgauge.harness.machine.process import adopt_orphans
+from narrowgauge.harness.records.journal import read
+from narrowgauge.harness.records.record_check import record_problems
+from narrowgauge.harness.running.runner import run_case
+from tests.harness import small_toml
+from tests.harness.hosts.faulty_backends import ATTACKS, FAST_MATH, MANY_SHAPES, SHAPES, VICTIM, Faulty
+from tests.paths import PLUGIN, ROOT
+
+MODULE = "tests.harness.hosts.faulty_backends"
+LIMIT = 8
+"""Seconds that a case may take."""
+BOUND = 150
+"""Seconds that a run may take: a case that hangs takes `LIMIT`, and the machine may be busy."""
+NAMES = [*ATTACKS, "fast_math_library"]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that was linked with -ffast-math."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "fast.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    subprocess.run(["g++", "-O1", "-ffast-math", "-shared", "-fPIC", "-o", "fast.so", "fast.cpp"], cwd=folder, check=True)
+    return folder / "fast.so"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder of runs. No run of the test leaves a process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv(FAST_MATH, str(library))
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
+    (tmp_path / "cases").mkdir()
+    adopt_orphans()  # processes that a run leaves become children of this process
+    starter.starter()  # all runs of this process share it
+    before = descendants()
+    yield tmp_path
+    until = time.monotonic() + 20
+    while (left := descendants() - before) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not [text for pid in left if "forkserver" not in (text := command(pid)) and "resource_tracker" not in text]
+
+
+def descendants() -> set[int]:
+    """Processes that this process or its descendants started, without zombies and without forkservers."""
+    found, rest = set(), [os.getpid()]
+    while rest:
+        new = [pid for pid in starter.children(rest.pop()) if command(pid)]
+        found |= set(new)
+        rest += new
+    return found
+
+
+def command(pid: int) -> str:
+    """Command line of a process. Empty for a zombie."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+_rights: dict[tuple[int, int], Any] = {}
+
+
+def right_record(shape: tuple[int, int]) -> Any:
+    """The record of a right backend in this process."""
+    if shape not in _rights:
+        case = case_from_labels("quantize", "nvfp4", shape, "bf16", "normal")
+        _rights[shape] = run_case(case, Backend.local("right", Faulty({})))
+    return _rights[shape]
+
+
+def check(shapes: list[tuple[int, int]], wanted: dict[tuple[int, int], frozenset[str]], *, lasting: bool) -> list[Any]:
+    """The records of the run in the current folder: one for each case, and passes with the right digests alone."""
+    lines = Path("reports/latest/records.jsonl").read_text().splitlines()
+    cases = [line for line in lines if line.startswith('{"case"')]
+    assert len(cases) == len(shapes), "a case has no record, or several"
+    run = read(Path("reports/latest"))
+    assert run.missing == []
+    for record in run.records:
+        shape = tuple(map(int, record["shape"].split("x")))
+        right = right_record(shape)
+        text = (record["case"], record["verdict"], record["message"])
+        if record["verdict"] == "pass":
+            assert record["output_digest"] == right.output_digest, text
+            assert record["input_digest"] == right.input_digest, text
+        assert record_problems(record) == [], text
+        if shape in wanted:
+            assert record["verdict"] in wanted[shape], text
+        elif not lasting:
+            assert record["verdict"] == "pass", text
+    return run.records
+
+
+def run(way: str, name: str) -> tuple[int, str]:
+    """Exit status and output of a run."""
+    words = ["cases", "--backend", f"{MODULE}:{name}", "--timeout", str(LIMIT)]
+    if way == "pytest":
+        arguments = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", *words]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=BOUND)
+        return done.returncode, done.stdout + done.stderr
+    result = CliRunner().invoke(app, ["run", *words, "-n", way])
+    return result.exit_code, result.output + (repr(result.exception) if result.exception else "")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["1", "2", "pytest"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_attack_costs_its_own_case(name: str, way: str, folder: Path) -> None:
+    (folder / "cases" / "small.toml").write_text(small_toml.matrix(shape=SHAPES, dtype="bf16"))
+    attack = ATTACKS.get(name)
+    wanted = {} if attack is None else {VICTIM: attack.verdicts}
+    start = time.monotonic()
+    status, output = run(way, name)
+    assert time.monotonic() - start < BOUND
+    records = check(SHAPES, wanted, lasting=attack is not None and attack.lasting)
+    assert status == int(not all(record["verdict"] in ("pass", "unsupported") for record in records)), output
+    assert not (folder / "pickled").exists()
+
+
+def test_many_attacks_in_a_run(folder: Path) -> None:
+    clean = [(16, 32 * n + 16) for n in range(len(MANY_SHAPES))]
+    shapes = [shape for pair in zip(clean, MANY_SHAPES.values(), strict=True) for shape in pair]
+    (folder / "cases" / "small.toml").write_text(small_toml.matrix(shape=shapes, dtype="bf16"))
+    status, output = run("2", "many")
+    assert status == 1, output
+    check(shapes, {shape: ATTACKS[name].verdicts for name, shape in MANY_SHAPES.items()}, lasting=False)
