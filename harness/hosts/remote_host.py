@@ -331,7 +331,7 @@ class RemoteHost:
         if self.process is None:
             return CaseEnd(notes=notes)
         self._deadline = max(self._deadline, time.monotonic() + _END)
-        self._run, self.pending = None, 0
+        self._run, self.pending, self._script, self._recorded = None, 0, [], None
         answer = self._ask({"op": "settle", "lock": needs_lock(self.device.type)})
         with self._reading("an end of the case"):
             gpu_error = str(answer["gpu_error"])[: codec.TEXT]
@@ -372,10 +372,6 @@ class RemoteHost:
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """The result of a method, in memory of the judge."""
-        return self._call(method, arguments, options)
-
     def run_module(self, plan: Plan, given: Mapping[str, torch.Tensor]) -> list[Step]:
         """The steps of a module."""
         steps = self.call("run_module", plan, dict(given))
@@ -391,7 +387,8 @@ class RemoteHost:
         """Place inputs of the device `home` between guard zones, in shared memory."""
         return RemoteRun(self, inputs, home, poison)
 
-    def _call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The result of a method, in memory of the judge."""
         run = self._run
         if run is None:
             self.reset()
@@ -412,9 +409,9 @@ class RemoteHost:
             slot, byte = found
             return [slot.number, byte, codec.dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
 
-        encoded = codec.encode_argument([list(arguments), dict(options)], place_of)
-        kind = self._kind(run.home if run else homes[0] if homes else torch.device("cpu"))
+        encoded = codec.encode_argument([list(arguments), options], place_of)
         home = run.home if run else homes[0] if homes else torch.device("cpu")
+        kind = self._kind(home)
         self._open_results(kind)
         message = {
             "op": "call", "method": method, "spans": spans, "home": kind, "arguments": encoded,
@@ -454,6 +451,7 @@ class RemoteHost:
         reader = _Reader(memory, start, _byte(answer["used"]), self._limit, home)
         recorded.result = codec.decode_result(answer["result"], reader.tensor)
         recorded.bytes = reader.private
+        self._touched = max(self._touched, start + reader.private.numel())
         return recorded.result
 
     # ---- runs ------------------------------------------------------------------------------------------------------

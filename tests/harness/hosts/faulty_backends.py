@@ -1,6 +1,6 @@
 """Backends that attack their process, their judge or their machine in a single case, and are right in all others.
 
-`ATTACKS` has the attacks by name. `faulty_backends:<name>` is the backend with this attack in the case of shape
+`ATTACKS` has the attacks by name. `faulty_backends:one_<name>` is the backend with this attack in the case of shape
 `VICTIM`; `faulty_backends:many` has the attacks `MANY` in one case each.
 """
 
@@ -742,10 +742,10 @@ def fast_math(name: str) -> Faulty:
 
 
 def __getattr__(name: str) -> Faulty:
-    if name == "fast_math_library":
+    if name == "one_fast_math_library":
         return fast_math(name)
     if name == "many":
         return Faulty({MANY_SHAPES[each]: ATTACKS[each].attack for each in MANY})
-    if name in ATTACKS:
-        return Faulty({VICTIM: ATTACKS[name].attack})
+    if (found := ATTACKS.get(name.removeprefix("one_"))) is not None:
+        return Faulty({VICTIM: found.attack})
     raise AttributeError(name)

@@ -284,40 +284,6 @@ def test_a_run_saves_in_its_report(folder, monkeypatch):
         assert f"--saved out/failures/{path.name}" in (folder / "out" / name).read_text(encoding="utf-8")
 
 
-def served(*cases, spec=WRONG):
-    """What a worker of a run answers, in this process."""
-    ours, theirs = multiprocessing.Pipe()
-    for case in cases:
-        ours.send(worker.Task(case, 7))
-    ours.send(None)
-    worker.serve(theirs, worker.Settings(spec, failures="failures"))
-    answers = []
-    while ours.poll():
-        answers.append(ours.recv())
-    return answers
-
-
-def test_a_worker_tells_of_a_failure_before_it_shrinks_it():
-    room, (word, before), after = served(LARGE)
-    assert isinstance(room, int), f"bytes of memory that it has found free, not an error: {room}"
-    assert word == worker.SO_FAR
-    assert (before["verdict"], before["saved"], before["shrunk"], before["seed"]) == ("fail", "", "", 7)
-    spent = {name: value for name, value in after.items() if name.startswith("seconds_")}  # known when it is over
-    assert after == before | spent | {"saved": after["saved"], "shrunk": "1x208"}
-    assert load(Path(after["saved"])).seed == 7
-
-
-def test_a_worker_whose_gpu_answers_no_more_ends(monkeypatch):
-    def ended(status):
-        raise SystemExit(status)
-
-    monkeypatch.setattr(worker, "settle", lambda record: record.verdict == "pass")
-    monkeypatch.setattr(worker.os, "_exit", ended)
-    with pytest.raises(SystemExit):
-        served(LARGE)
-    assert len(served(LARGE, spec="reference")) == 2  # what passed is not asked
-
-
 @pytest.fixture
 def project(pytester, monkeypatch):
     """A folder with one.toml and the kernels, in which the plugin is on."""
@@ -345,8 +311,10 @@ def test_pytest_saves_in_its_report(project):
 def test_a_timeout_that_ends_the_search_leaves_the_failure(project):
     result = project.runpytest_inprocess("one.toml", "--backend", "saved_kernels:Hanging", "--timeout", "2")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["fail: codes: 64 of 16 384 codes differ, *", "codes (exact): *"])
-    assert not (project.path / "reports" / "latest" / "failures").exists()
+    note = "not shrunk: at another shape, timeout: no result after 2 s"
+    result.stdout.fnmatch_lines(["fail: codes: 64 of 16 384 codes differ, *", note, "codes (exact): *"])
+    (path,) = (project.path / "reports" / "latest" / "failures").iterdir()
+    assert load(path).case.shape == LARGE.shape
 
 
 def test_the_lines_of_a_group_are_of_a_record_that_is_saved():

@@ -78,6 +78,7 @@ def test_a_judge_tells_its_cases(monkeypatch, shared, expected):
     ours.send({"end": True})
     host = SimpleNamespace(room=lambda: 1, close=lambda: None, orphaned=False)
     monkeypatch.setattr("narrowgauge.harness.running.worker.kernel_host", lambda settings, hosts: host)
+    monkeypatch.setattr("narrowgauge.harness.backends.backend.Backend", lambda host: host)
     monkeypatch.setattr(runner, "run_case", judged)
     serve(theirs, None, settings)
     assert given == [(NVFP4, expected)]
