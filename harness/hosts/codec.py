@@ -93,14 +93,16 @@ def decode_result(value: Any, tensor: Decoder) -> Any:
     return _decode(value, tensor, _RESULTS)
 
 
-def _decode(value: Any, tensor: Decoder, classes: Classes) -> Any:
+def _decode(value: Any, tensor: Decoder, classes: Classes, depth: int = 2 * _DEPTH) -> Any:
     if not isinstance(value, dict):
         if isinstance(value, list):
             raise ValueError("a list without its name")
         return value
+    if not depth:
+        raise ValueError(f"a value is nested more than {2 * _DEPTH} times")
 
     def inner(part: Any) -> Any:
-        return _decode(part, tensor, classes)
+        return _decode(part, tensor, classes, depth - 1)
 
     ((name, content),) = value.items()
     if name in classes:

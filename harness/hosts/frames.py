@@ -24,6 +24,7 @@ _DESCRIPTORS = 8
 _HELD = 64
 """Largest number of file descriptors that wait for their message."""
 _PART = 1 << 16
+_LONGEST = (1 << 31) - 1
 
 
 class FrameError(Exception):
@@ -147,8 +148,10 @@ def _wait(end: socket.socket, event: int, deadline: float) -> None:
 
 
 def _milliseconds_to(deadline: float) -> int | None:
-    """Milliseconds until a deadline. None: no deadline."""
-    return None if deadline == float("inf") else max(0, math.ceil(1000 * (deadline - time.monotonic())))
+    """Milliseconds until a deadline, 24 days at most, the limit of `poll`. None: no deadline."""
+    if deadline == float("inf"):
+        return None
+    return min(_LONGEST, max(0, math.ceil(1000 * (deadline - time.monotonic()))))
 
 
 def close_others(kept: Sequence[int]) -> None:

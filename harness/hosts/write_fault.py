@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 
 _SA_SIGINFO = 4
-_ADDRESS = 16
-"""Offset of si_addr in siginfo_t on 64-bit Linux."""
+_CODE, _ADDRESS = 8, 16
+"""Offsets of si_code and si_addr in siginfo_t on 64-bit Linux."""
 
 
 class _Action(ctypes.Structure):
@@ -42,6 +42,8 @@ def on_write(find: Callable[[int], int | None], tell: Callable[[int], None]) -> 
         offset = find(ctypes.c_uint64.from_address(info + _ADDRESS).value)
         if offset is None:
             libc.sigaction(number, ctypes.byref(before), None)  # the instruction runs again, and faults again
+            if ctypes.c_int.from_address(info + _CODE).value <= 0:  # no instruction: a process sent the signal
+                signal.raise_signal(number)
             return
         tell(offset)
         os._exit(128 + signal.SIGSEGV)

@@ -319,12 +319,16 @@ def test_a_run_of_errors_shows_where_they_came_from(one_process):
     assert {row["verdict"] for row in records()} == {"error"}
 
 
-def test_what_is_unsupported_is_no_success(one_process):
-    result = narrowgauge("run", "--backend", "cli_kernels:Backend")
-    assert result.exit_code == 1
-    assert {row["case"]: row["verdict"] for row in records()} == {
-        **dict.fromkeys(QUICK[:4], "pass"), QUICK[4]: "unsupported",
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "status"), [([], 0), (["--strict"], 1), (["-k", "gemm"], 1), (["-k", "quantize", "--strict"], 0)]
+)
+def test_an_unsupported_case_is_counted_and_a_failure_only_if_strict(one_process, options, status):
+    """A run without a case that passed fails, too."""
+    result = narrowgauge("run", "--backend", "cli_kernels:Backend", *options)
+    assert result.exit_code == status, result.output
+    unsupported = "quantize" not in options
+    assert [row["case"] for row in records() if row["verdict"] == "unsupported"] == QUICK[4:] * unsupported
+    assert ("1 unsupported" in "\n".join(result.stdout.splitlines()[-8:])) == unsupported
     assert "reproduce:" not in result.stdout
 
 

@@ -490,7 +490,7 @@ def floods_from_a_thread(x: torch.Tensor, q: Any) -> Any:
 # ---- the state of the process ----------------------------------------------------------------------------------------
 
 
-@attack("pass", lasting=True)
+@attack("pass", "fail", lasting=True)
 def rounds_upward(x: torch.Tensor, q: Any) -> Any:
     _libc.fesetround(0x800)
     return q

@@ -6,6 +6,7 @@ Every backend of `faulty_backends` runs 20 small cases by the command, over two 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,8 @@ LIMIT = 8
 """Seconds that a case may take."""
 BOUND = 150
 """Seconds that a run may take: a case that hangs takes `LIMIT`, and the machine may be busy."""
+_SERVERS = re.compile("multiprocessing.(forkserver|resource_tracker) import main")
+"""Command lines of children that end with this process. A worker is a fork of its server, with the same one."""
 NAMES = [*ATTACKS, "fast_math_library"]
 
 
@@ -64,18 +67,20 @@ def folder(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> It
     before = descendants()
     yield tmp_path
     until = time.monotonic() + 20
-    while (left := descendants() - before) and time.monotonic() < until:
+    while (left := {pid: command(pid) for pid in descendants() - before}) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not [text for pid in left if "forkserver" not in (text := command(pid)) and "resource_tracker" not in text]
+    assert not left
 
 
 def descendants() -> set[int]:
-    """Processes that this process or its descendants started, without zombies and without forkservers."""
+    """Processes that this process or its descendants started, without zombies and the servers of `multiprocessing`."""
     found, rest = set(), [os.getpid()]
     while rest:
-        new = [pid for pid in starter.children(rest.pop()) if command(pid)]
-        found |= set(new)
-        rest += new
+        parent = rest.pop()
+        for pid in starter.children(parent):
+            rest.append(pid)
+            if (text := command(pid)) and (parent != os.getpid() or not _SERVERS.search(text)):
+                found.add(pid)
     return found
 
 
@@ -125,8 +130,7 @@ def run(way: str, name: str) -> tuple[int, str]:
     words = ["cases", "--backend", f"{MODULE}:{name}", "--timeout", str(LIMIT)]
     if way == "pytest":
         arguments = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", *words]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=BOUND)
-        return done.returncode, done.stdout + done.stderr
+        return int(pytest.main(arguments[3:])), ""
     result = CliRunner().invoke(app, ["run", *words, "-n", way])
     return result.exit_code, result.output + (repr(result.exception) if result.exception else "")
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 CODE = """
-import ctypes, mmap, sys
+import ctypes, mmap, os, signal, sys
 from functools import partial
 from narrowgauge.harness.hosts.write_fault import on_write
 
@@ -22,7 +22,7 @@ def offset(start, address):
 
 for number, start in enumerate(starts):
     on_write(partial(offset, start), lambda found, number=number: print(number, found, flush=True))
-ctypes.memset(eval(sys.argv[1]), 0, 1)
+os.kill(os.getpid(), signal.SIGSEGV) if sys.argv[1] == "sent" else ctypes.memset(eval(sys.argv[1]), 0, 1)
 """
 
 
@@ -32,6 +32,7 @@ ctypes.memset(eval(sys.argv[1]), 0, 1)
         ("starts[0] + 7", "0 7\n", 128 + signal.SIGSEGV),
         ("starts[1] + 9", "1 9\n", 128 + signal.SIGSEGV),
         ("8", "", -signal.SIGSEGV),
+        ("sent", "", -signal.SIGSEGV),
     ],
 )
 def test_a_write_is_told_to_the_handler_of_its_memory(address: str, output: str, status: int) -> None:

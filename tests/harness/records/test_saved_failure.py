@@ -1,6 +1,5 @@
 """Saved failures: which are kept, what is in a file, and the way back through `narrowgauge show --saved`."""
 
-import multiprocessing
 import re
 import sys
 from dataclasses import replace
@@ -21,7 +20,7 @@ from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.records.saved_failure import SavedFailure, SavedFailureError, failure_path, load, save
 from narrowgauge.harness.report import report
 from narrowgauge.harness.report.failure_view import first_failure, group_saved_lines, saved_lines
-from narrowgauge.harness.running import save_failures, worker
+from narrowgauge.harness.running import save_failures
 from narrowgauge.harness.running.judging import judge
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.running.save_failures import Keeper

@@ -251,7 +251,7 @@ def test_terminal_fits_a_hundred_columns() -> None:
     records = [record(v, verdict=v, **wide, max_ulp=123_456, compared=10**9, mismatches=10**6) for v in VERDICTS]
     out = printed([*records, record(), failing(), record("[red]", recipe="[red]x[/]")])
     assert max(map(len, out.splitlines())) <= 100
-    for part in ("1/6", "1 unsup.", "6G", "6M", "123k", "0.1235", "[red]x[/]", "1 024", "✗ 6 of 9 cases did not pass"):
+    for part in ("1/6", "1 unsup.", "6G", "6M", "123k", "0.1235", "[red]x[/]", "1 024", "✗ 5 of 9 cases did not pass"):
         assert part in out
 
 

@@ -258,9 +258,17 @@ def alone(process_group):
 
 
 def test_a_killed_run_leaves_its_records_and_is_gone_on_with(folder):
-    """SIGKILL, through the command; then --resume: what is done is not run again, and the report holds all."""
+    """No second run takes its folder. After SIGKILL and --resume no case has run twice, and the report has all."""
     select(folder, range(16, 21))
     process = start("narrowgauge", "run", "-n", "1")
+    refused = narrowgauge("--backend", "reference")
+    assert refused.exit_code == 2, refused.output
+    assert "reports/latest" in refused.stderr
+    assert "--report-dir" in refused.stderr
+    words = [sys.executable, "-m", "pytest", "cases", "-p", PLUGIN, "-p", "no:cacheprovider", "--backend", "reference"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    assert "--report-dir" in done.stderr
     process.kill()
     process.communicate()
     run = read(Path("reports/latest"))
@@ -617,7 +625,7 @@ def test_a_debuggers_run_leaves_the_process_its_threads(folder, monkeypatch):
     """Or every test of ours that comes after it runs on more threads than cores are idle."""
     monkeypatch.chdir(folder)
     before = torch.get_num_threads()
-    monkeypatch.setattr("narrowgauge.harness.running.worker.cores", lambda: before + 1)
+    monkeypatch.setattr("narrowgauge.harness.machine.process.cores", lambda: before + 1)
     runner = sandbox.InProcess(Settings("faulty:Backend"))
     try:
         runner.load()
@@ -628,13 +636,13 @@ def test_a_debuggers_run_leaves_the_process_its_threads(folder, monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_no_wait_is_long():
-    """An interrupt that comes just before one is seen behind it."""
-    waits = []
-    connection = SimpleNamespace(poll=waits.append)
-    worker = SimpleNamespace(connection=connection, left=lambda: 300.0)
+def test_no_wait_is_long(monkeypatch):
+    """An interrupt that arrives just before a wait takes effect after it."""
+    deadlines = []
+    monkeypatch.setattr(sandbox, "readable", lambda connections, deadline: deadlines.append(deadline))
+    worker = SimpleNamespace(connection=None, left=lambda: 300.0)
     assert sandbox.Sandbox(Settings("faulty:Backend"))._answer(worker) is None
-    assert waits == [1.0]
+    assert deadlines[0] <= time.monotonic() + 1.0
 
 
 def test_a_worker_that_died_between_two_cases_is_replaced(folder):

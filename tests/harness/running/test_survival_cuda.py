@@ -1,9 +1,8 @@
-"""What a kernel may do to a GPU: a fault, a hang, too much memory. Each costs its own case, and the run goes on.
+"""Faults of a kernel on a GPU: a fault, a hang, too much memory. Each costs its own case, and the run goes on.
 
 To see that it always does: `for i in $(seq 20); do pytest -q -n 0 -k test_survival_cuda || break; done`.
 """
 
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from narrowgauge.harness.backends.host import CaseEnd
+from narrowgauge.harness.backends.local_host import LocalHost
 from narrowgauge.harness.machine.gpu_lock import pop_gpu_error
 from narrowgauge.harness.records.journal import read
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.pool import Settings, run_cases
-from narrowgauge.harness.running.worker import settle
+from narrowgauge.harness.running.runner import _settle
 from tests.harness.running.test_survival import case_of, check, move_to, rows_of, select
 from tests.harness.sample_backends import QUANTIZE
 from tests.paths import PLUGIN
@@ -127,55 +128,51 @@ def test_workers_take_two_gpus_in_turn(folder):
     records = run_cases([case_of(rows) for rows in range(16, 32)], settings, lambda record: None)
     assert sorted(map(rows_of, records)) == list(range(16, 32))
     assert {record["verdict"] for record in records} == {"pass"}
-    pop_gpu_error = [path.read_text().split() for path in folder.glob("gpu-*")]
-    assert len({name for name, _ in pop_gpu_error}) == len({uuid for _, uuid in pop_gpu_error}) == 2
+    named = [path.read_text().split() for path in folder.glob("gpu-*")]
+    assert len({name for name, _ in named}) == len({uuid for _, uuid in named}) == 2
 
 
-# What a probe makes of a GPU's words, without a GPU.
+# The end of a case, without a GPU.
 
 
 @pytest.mark.parametrize(
-    ("words", "verdict", "message", "goes_on"),
+    ("errors", "verdict", "message"),
     [
-        ([], "pass", "", True),
-        (["CUDA error: invalid argument\nmore"], "error", "after the case the GPU reports {}: {}", True),
-        (["CUDA error: illegal"] * 9, "crash", "the GPU no longer answers this process: {}: {}", False),
+        ([], "pass", ""),
+        (["CUDA error: invalid argument\nmore"], "error", "after the case the GPU reports {}: {}"),
+        (["CUDA error: illegal"] * 9, "crash", "the GPU no longer answers this process: {}: {}"),
     ],
 )
 @pytest.mark.parametrize("before", ["", "quantize raised RuntimeError: no"])
-def test_a_late_error_of_a_gpu_is_that_of_its_case(monkeypatch, words, verdict, message, goes_on, before):
-    left = list(words)
+def test_a_late_error_of_a_gpu_is_that_of_its_case(monkeypatch, errors, verdict, message, before):
+    left = list(errors)
 
     def synchronize():
         if left:
             raise RuntimeError(left.pop(0))
 
-    pop_gpu_error()  # what a GPU said in the turns of other tests
+    pop_gpu_error()  # an error of other tests
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    end = LocalHost("b", SimpleNamespace(), torch.device("cuda")).end_case()
+    assert end.usable is (verdict != "crash")
     record = new_record(QUANTIZE, backend="b", device="cuda", seed=0)
     if before:
         record.verdict, record.message = "error", before
-    assert settle(record) is goes_on
-    assert record.verdict == ("error" if before and not words else verdict)
-    first = words[0].splitlines()[0] if words else ""
-    tail = f"; before that, error: {before}" if before and words else ""
-    expected = message.format("RuntimeError", first) + tail if words else before
-    assert record.message == expected
+    _settle(record, end)
+    assert record.verdict == ("error" if before and not errors else verdict)
+    first = errors[0].splitlines()[0] if errors else ""
+    tail = f"; before that, error: {before}" if before and errors else ""
+    assert record.message == (message.format("RuntimeError", first) + tail if errors else before)
 
 
 def test_memory_that_ran_out_is_given_back(monkeypatch):
     done = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
-    monkeypatch.setattr(
-        "narrowgauge.harness.running.worker.gc", SimpleNamespace(collect=lambda: done.append("collected"))
-    )
     record = new_record(QUANTIZE, backend="b", device="cuda", seed=0)
-    assert settle(record)
+    _settle(record, CaseEnd())
     assert done == []
     record.verdict, record.message = "error", "quantize raised OutOfMemoryError: CUDA out of memory"
-    assert settle(record)
-    assert done == ["collected", "emptied"]
-    assert re.match("quantize raised", record.message)
+    _settle(record, CaseEnd())
+    assert done == ["emptied"]
+    assert record.message.startswith("quantize raised")
