@@ -419,12 +419,13 @@ class RemoteHost:
         }  # fmt: skip
         entry = self._replayed(message)
         answer = self._ask(message) if entry is None else entry.answer
-        while "need" in answer:
-            need = answer["need"]
+        while (need := answer.get("need", answer.get("used"))) is not None:
             if not isinstance(need, int) or need > self._limit:
                 raise self._lose(
                     "error", f"{method} gave results of {need} bytes; results of this case have at most {self._limit}"
                 )
+            if "need" not in answer:
+                break
             self._open_results(kind, need)
             answer = self._ask({"op": "deliver", "home": kind})
         with self._reading("a result"):

@@ -333,10 +333,10 @@ class _Slots:
                 continue
             for slot in slots:
                 count = int(torch.count_nonzero(slot.bytes != slot.bytes_in(before)))
-                changed += [f"{count} bytes of {slot.description} were changed"] if count else []
+                changed += [f"{count} bytes of input {slot.description} were changed"] if count else []
                 for zone, side in zip(slot.zones, ("before", "behind"), strict=True):
                     written = int(torch.count_nonzero(allocation.tensor[zone] != before[zone]))
-                    outside += [f"{written} bytes {side} {slot.description} were written"] if written else []
+                    outside += [f"{written} bytes {side} input {slot.description} were written"] if written else []
         return outside, changed
 
 

@@ -57,7 +57,7 @@ def run_case(
     started, busy = time.perf_counter(), time.process_time()
     record = new_record(case, backend=backend.name, device=device, seed=seed)
     home = home_of(case, device) if backend.device is not None else device
-    _give_back_memory(home)
+    _give_back_memory(device)
     if home == "cuda":
         import torch
 
@@ -168,7 +168,7 @@ def _give_back_memory(device: str) -> None:
     if device == "cuda":
         import torch
 
-        if torch.cuda.memory_reserved() > KEPT:
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT:  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,7 +168,7 @@ def patches_json(x: torch.Tensor, q: Any) -> Any:
 
 @attack("crash", lasting=True)
 def patches_socket(x: torch.Tensor, q: Any) -> Any:
-    import narrowgauge.harness.hosts.frames as frames
+    from narrowgauge.harness.hosts import frames
 
     frames.socket = SimpleNamespace(send_fds=None, recv_fds=None)
     return q
@@ -175,7 +176,7 @@ def patches_socket(x: torch.Tensor, q: Any) -> Any:
 
 @attack("crash", lasting=True)
 def patches_struct(x: torch.Tensor, q: Any) -> Any:
-    import narrowgauge.harness.hosts.frames as frames
+    from narrowgauge.harness.hosts import frames
 
     frames._LENGTH = struct.Struct("<I")
     return q
@@ -428,7 +429,7 @@ def waits_at_its_end(x: torch.Tensor, q: Any) -> Any:
 @attack("error")
 def allocates_until_the_memory_ends(x: torch.Tensor, q: Any) -> Any:
     limit = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(open("/proc/self/statm").read().split()[0]) * mmap.PAGESIZE
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), limit[1]))
     held = []
     try:
@@ -574,7 +575,7 @@ def unprotects_its_input(x: torch.Tensor, q: Any) -> Any:
 @attack("pass", "crash", "fail")
 def writes_to_every_shared_file(x: torch.Tensor, q: Any) -> Any:
     """By a descriptor that it opens anew; the connection and the mappings are closed to it."""
-    for line in open("/proc/self/maps"):
+    for line in Path("/proc/self/maps").read_text().splitlines():
         if "narrowgauge-" in line:
             place, *_ = line.split()
             with suppress(OSError), open(f"/proc/self/map_files/{place}", "r+b", buffering=0) as file:

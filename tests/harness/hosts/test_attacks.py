@@ -47,7 +47,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no g++")
     folder = tmp_path_factory.mktemp("library")
     (folder / "fast.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    subprocess.run(["g++", "-O1", "-ffast-math", "-shared", "-fPIC", "-o", "fast.so", "fast.cpp"], cwd=folder, check=True)
+    subprocess.run(
+        ["g++", "-O1", "-ffast-math", "-shared", "-fPIC", "-o", "fast.so", "fast.cpp"], cwd=folder, check=True
+    )
     return folder / "fast.so"
 
 

@@ -22,6 +22,7 @@ from narrowgauge.spec.recipe import Delayed, Hadamard
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 
 CODES, SCALES, AMAX = torch.zeros(2, 8), torch.ones(2, 1), torch.ones(1)
+TRAINING = training.training_recipe("NVFP4BlockScaling")
 NVFP4 = find_recipe("nvfp4")
 
 
@@ -68,7 +69,7 @@ ARGUMENTS = [
     Quantized(CODES, SCALES, None, find_recipe("mxfp8-e4m3"), (2, 16)),
     GroupedQuantized(CODES, SCALES, AMAX, NVFP4, (2, 16), AMAX, columnwise=True),
     Layer("qkv.", 16, 32, groups=3, norm="rms"),
-    Plan("Linear", training.training_recipe("NVFP4BlockScaling"), [Layer("", 16, 32)], torch.bfloat16, True, sections=(1, 2)),
+    Plan("Linear", TRAINING, [Layer("", 16, 32)], torch.bfloat16, True, sections=(1, 2)),
 ]  # fmt: skip
 
 

@@ -144,6 +144,7 @@ SHAPES = [(3, 5), (1,), (0, 4), (2, 0, 3), (0,)]
 USABLE = [name for name, dtype in DTYPES.items() if not name.startswith(("q", "bits"))]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", USABLE)
 def test_every_dtype_and_shape_survives(name: str, host: RemoteHost) -> None:
     try:
@@ -165,7 +166,6 @@ VIEWS = {
     "every second column": BASE[:, ::2],
     "offset": BASE[3:, 5:60],
     "a row": BASE[7],
-    "expanded": BASE[:1].expand(5, 64),
     "permuted": torch.randn(4, 5, 6).permute(2, 0, 1),
     "far behind the begin": torch.randn(1 << 19)[(1 << 19) - 100 :],
     "odd offset of bytes": torch.arange(100, dtype=torch.uint8)[13:40],

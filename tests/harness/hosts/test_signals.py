@@ -26,11 +26,24 @@ from narrowgauge.reference import ops
 
 class Slow:
     def quantize(self, x, recipe):
-        time.sleep(0.05)
+        time.sleep(0.1)
         return ops.quantize(x, recipe)
 """
 SHAPES = [(16, 16 * (n + 1)) for n in range(150)]
 SIGNALS = 30
+
+
+def wait(process: subprocess.Popen[str], journal: Path, chance: random.Random) -> None:
+    """Wait for a random time from the start of a run or, in two of three runs, from its next record."""
+    written, until = journal.stat().st_size if journal.exists() else 0, time.monotonic() + 60
+    if chance.random() < 0.33:
+        time.sleep(chance.uniform(0.1, 8))
+        return
+    while process.poll() is None and time.monotonic() < until:
+        if journal.exists() and journal.stat().st_size > written:
+            break
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 1.5))
 
 
 @pytest.mark.long
@@ -42,13 +55,14 @@ def test_every_case_has_one_record_after_many_signals(tmp_path: Path, monkeypatc
     before = descendants()
     chance = random.Random(23)
     done: list[str] = []
+    journal = tmp_path / "reports" / "latest" / JOURNAL_NAME
     words = [sys.executable, "-m", "narrowgauge", "run", "small.toml", "--backend", "slow_kernels:Slow", "-n", "2"]
     for number in range(SIGNALS):
-        resumed = ["--resume"] if (tmp_path / "reports" / "latest" / JOURNAL_NAME).exists() else []
+        resumed = ["--resume"] if journal.exists() else []
         process = subprocess.Popen(
             [*words, *resumed], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        time.sleep(chance.uniform(0.1, 8))
+        wait(process, journal, chance)
         process.send_signal(chance.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
         output = process.communicate(timeout=60)[0]
         assert process.returncode != 2, output
