@@ -108,10 +108,11 @@ class LocalHost:
         return run(plan, dict(given), self)
 
     def seed(self, random: object) -> None:
-        """Seed torch's generators by the digest of the text of `random`."""
+        """Seed torch's generators by the digest of the text of `random`, or of a text itself."""
         import torch
 
-        number = int.from_bytes(hashlib.sha256(repr(random).encode()).digest()[:8], "little") >> 1
+        text = random if isinstance(random, str) else repr(random)
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
         # torch.manual_seed would keep a traceback of every call for a GPU that is not used.
         torch.default_generator.manual_seed(number)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

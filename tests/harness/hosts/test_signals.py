@@ -47,6 +47,7 @@ def wait(process: subprocess.Popen[str], journal: Path, chance: random.Random) -
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_every_case_has_one_record_after_many_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     (tmp_path / "slow_kernels.py").write_text(KERNELS)
