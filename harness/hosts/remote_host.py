@@ -158,6 +158,9 @@ class RemoteHost:
             variables = self._interpreter.variables if self._interpreter else None
             self.process = self._channel.start([theirs.fileno(), written], environment=variables)
         except StarterError as error:
+            self._connection.close()
+            os.close(self._output)
+            self.orphaned = True
             raise BackendError(str(error)) from error
         finally:
             theirs.close()

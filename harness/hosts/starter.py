@@ -36,7 +36,7 @@ class StarterError(Exception):
 
 
 class Channel:
-    """A connection to the starter, for one judge."""
+    """A connection to the starter, for a judge with one host at a time: the end of a host ends all others."""
 
     def __init__(self, end: socket.socket) -> None:
         self._connection = Connection(end)
