@@ -12,6 +12,7 @@ from narrowgauge.harness.backends.backend import BackendError
 from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.backends.results import as_quantized
 from narrowgauge.harness.cases.modules import Layer
+from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult, merge_stages
 from narrowgauge.harness.operations.delayed import history_stage, scale_stage
 from narrowgauge.harness.operations.quantize import columnwise_subject
@@ -351,7 +352,7 @@ class LinearStages:
             out_dtype = torch.float32 if self.plan.accumulate else self.plan.dtype
             stage = self._product("dw", left, right, dw, self.ground.order(left, right), out_dtype, c=c)
             early = self.step.early.get(name)
-            if stage.passed and early is not None and (c is None or not torch.equal(early, c)):
+            if stage.passed and early is not None and (c is None or not equal_bits(early, c)):
                 stage.mismatches, stage.sentence = dw.numel(), f"{name} has its gradient before backward_dw is called"
                 stage.causes.append("gradient-too-early")
             stages.append([stage])
