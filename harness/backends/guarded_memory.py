@@ -33,7 +33,7 @@ class Allocation:
     def add_slot(self, size: int, description: str) -> Slot:
         """The next `size` bytes, between guard zones."""
         start = self.used + ZONE
-        self.used += _padded_size(size)
+        self.used += padded_size(size)
         return Slot(self, start, size, description)
 
     @property
@@ -90,11 +90,11 @@ class GuardedMemory:
     def allocate(self, size: int, device: torch.device, description: str) -> Slot:
         """`size` bytes of poison, between guard zones."""
         chunk = CHUNK.get(device.type, CHUNK_ELSEWHERE)
-        if 2 * _padded_size(size) > chunk:
-            memory = Allocation(self._poisoned(_padded_size(size), device))
+        if 2 * padded_size(size) > chunk:
+            memory = Allocation(self._poisoned(padded_size(size), device))
         else:
             shared = self._shared.get(device)
-            if shared is None or shared.used + _padded_size(size) > chunk:
+            if shared is None or shared.used + padded_size(size) > chunk:
                 shared = self._shared[device] = Allocation(self._poisoned(chunk, device))
                 self._shared_by_address[shared.tensor.data_ptr()] = shared
             memory = shared
@@ -108,7 +108,7 @@ class GuardedMemory:
         """Copies of tensors of a device, with their strides, in a single allocation. The gaps of views hold poison."""
         sizes = [element_extent(t.shape, t.stride()) * t.element_size() for t in tensors.values()]
         device = next(iter(tensors.values())).device
-        memory = Allocation(self._poisoned(sum(map(_padded_size, sizes)), device))
+        memory = Allocation(self._poisoned(sum(map(padded_size, sizes)), device))
         slots = [memory.add_slot(size, f"input {name}") for name, size in zip(tensors, sizes, strict=True)]
         for slot, tensor in zip(slots, tensors.values(), strict=True):
             slot.like(tensor).copy_(tensor)
@@ -162,7 +162,7 @@ def contiguous_strides(shape: Sequence[int]) -> list[int]:
     return strides[::-1][-len(shape) :] if shape else []
 
 
-def _padded_size(size: int) -> int:
+def padded_size(size: int) -> int:
     """Bytes of a slot of `size` bytes with its guard zones, rounded up to `ALIGNMENT`."""
     return -(-(ZONE + size + ZONE) // ALIGNMENT) * ALIGNMENT
 

@@ -102,7 +102,7 @@ class Host(Protocol):
         """The steps of a module. Raises as `call` does."""
 
     def seed(self, random: object) -> None:
-        """Seed torch's generators, so that a backend that draws from them repeats."""
+        """Seed torch's generators. A backend that uses these generators then repeats its draws."""
 
     def lock(self) -> AbstractContextManager[None]:
         """Context of several calls: the lock of the GPU, if this process has to hold it for them."""

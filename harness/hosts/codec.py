@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.module_driver import Plan, Step
-from narrowgauge.harness.backends.results import QUANTIZED_PARTS, Foreign
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, Foreign, dtype_name
 from narrowgauge.harness.cases.modules import Layer
 from narrowgauge.spec.formats import FORMATS, FP32
 from narrowgauge.spec.quantized import GroupedQuantized, Quantized
@@ -27,16 +27,11 @@ TEXT = 1 << 16
 _DEPTH = 32
 _ARGUMENTS = {cls.__name__: cls for cls in (Quantized, GroupedQuantized, Plan, Layer, Hadamard, Delayed)}
 _RESULTS = {Step.__name__: Step}
-DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 Encoder = Callable[[torch.Tensor], Any]
 Decoder = Callable[[Any], torch.Tensor]
 Classes = Mapping[str, type]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` of torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def encode_argument(value: Any, tensor: Encoder) -> Any:
@@ -138,15 +133,16 @@ def _recipe(recipe: Recipe) -> Any:
     found: dict[str, Any] = {}
     for field in fields(recipe):
         part = getattr(recipe, field.name)
-        found[field.name] = part.name if field.name in ("element", "scale") else encode_argument(part, _no_tensor)
+        found[field.name] = part.name if field.name in ("element", "scale") else encode_argument(part, no_tensor)
     return found
 
 
 def _recipe_of(content: Mapping[str, Any]) -> Recipe:
     formats: dict[str, Any] = {name: (FORMATS | {FP32.name: FP32})[content[name]] for name in ("element", "scale")}
-    parts = {name: _decode(part, _no_tensor, _ARGUMENTS) for name, part in content.items() if name not in formats}
+    parts = {name: _decode(part, no_tensor, _ARGUMENTS) for name, part in content.items() if name not in formats}
     return Recipe(**formats, **parts)
 
 
-def _no_tensor(value: Any) -> Any:
+def no_tensor(value: Any) -> Any:
+    """Encoder and decoder of values without tensors. Raises ValueError."""
     raise ValueError(f"a recipe holds no tensor, but {value}")

@@ -24,10 +24,11 @@ from narrowgauge.harness.backends.guarded_memory import (
     ZONE,
     contiguous_strides,
     element_extent,
+    padded_size,
     tensor_at,
 )
 from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, HostLost, Tensors
-from narrowgauge.harness.backends.results import BackendError, Unsupported
+from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.cases.memory import room
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, readable
@@ -197,7 +198,7 @@ class RemoteHost:
 
     def _facts(self, answer: dict[str, Any]) -> Facts:
         methods = frozenset(str(name) for name in answer["methods"]) & {*METHODS, *OPTIONAL_METHODS}
-        declares = codec.decode_result(answer["declares"], _no_tensor)
+        declares = codec.decode_result(answer["declares"], codec.no_tensor)
         return Facts(self.settings.backend, methods, declares, takes_shuffles=answer["takes_shuffles"] is True)
 
     def close(self, *, wait: float = 0.0) -> int | None:
@@ -399,18 +400,18 @@ class RemoteHost:
         spans: list[dict[str, Any]] = []
 
         def place_of(tensor: torch.Tensor) -> list[Any]:
-            if not tensor.numel():
-                return [None, 0, codec.dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
-            homes.append(tensor.device)
-            found = self._slot(tensor)
-            if found is None:
-                span, copies = self.place({"an argument": tensor}, self._poison, self._slots)
-                assert span is not None
-                spans.append(span)
-                found = self._slot(copies["an argument"])
-                assert found is not None
-            slot, byte = found
-            return [slot.number, byte, codec.dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+            number, byte = None, 0
+            if tensor.numel():
+                homes.append(tensor.device)
+                found = self._slot(tensor)
+                if found is None:
+                    span, copies = self.place({"an argument": tensor}, self._poison, self._slots)
+                    assert span is not None
+                    spans.append(span)
+                    found = self._slot(copies["an argument"])
+                    assert found is not None
+                number, byte = found[0].number, found[1]
+            return [number, byte, dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
 
         encoded = codec.encode_argument([list(arguments), options], place_of)
         home = run.home if run else homes[0] if homes else torch.device("cpu")
@@ -500,7 +501,7 @@ class RemoteHost:
     def end_run(self) -> tuple[float, list[str], list[str]]:
         """End a run. Gives its seconds, and the sentences of its violations."""
         replayed, diverged = self._replay_end, self._replay is None
-        self._run, self._poison, self._replay, self._replay_end = None, POISON[0], None, None
+        self.leave_run()
         ends = [] if replayed is None else [replayed]
         if replayed is None or diverged:
             ends.insert(0, self._ask({"op": "end", "lock": needs_lock(self.device.type)}))
@@ -526,11 +527,7 @@ class RemoteHost:
         for region in self._regions:
             if region.memory.kind == kind and region.room >= size:
                 return region
-        memory: SharedFile | GpuMemory
-        if kind == "cpu":
-            memory = SharedFile(f"{self._marker}-inputs", read_only=True, capacity=max(size, CAPACITY))
-        else:
-            memory = GpuMemory(max(size, _SMALLEST))
+        memory = self._new_memory(kind, "inputs", size)
         self._region_count += 1
         self._regions.append(Region(self._region_count, memory))
         self._send(
@@ -538,16 +535,18 @@ class RemoteHost:
         )
         return self._regions[-1]
 
+    def _new_memory(self, kind: str, content: str, size: int) -> SharedFile | GpuMemory:
+        """New memory of a kind for `inputs`, which the host only reads, or for `results`."""
+        if kind == "cuda":
+            return GpuMemory(max(size, _SMALLEST))
+        name = f"{self._marker}-{content}"
+        return SharedFile(name, read_only=content == "inputs", capacity=max(size, CAPACITY))
+
     def _open_results(self, kind: str, size: int = 0) -> None:
         """Memory of a kind for results of `size` bytes, opened by the host."""
         if kind in self._results and self._results[kind].capacity >= size:
             return
-        if kind == "cpu":
-            memory: SharedFile | GpuMemory = SharedFile(
-                f"{self._marker}-results", read_only=False, capacity=max(size, CAPACITY)
-            )
-        else:
-            memory = GpuMemory(max(size, _SMALLEST))
+        memory = self._new_memory(kind, "results", size)
         if kind in self._results:
             self._results.pop(kind).close()
         self._results[kind] = memory
@@ -590,7 +589,7 @@ class RemoteHost:
             return None, copies
         extents = {address: _extent([tensor for _, tensor in group]) for address, group in groups.items()}
         home = next(iter(groups.values()))[0][1].device
-        region = self._region(self._kind(home), sum(_padded(stop - start) for start, stop in extents.values()))
+        region = self._region(self._kind(home), sum(padded_size(stop - start) for start, stop in extents.values()))
         start, memory = region.used, region.memory.bytes
         slots = []
         for address, group in groups.items():
@@ -598,7 +597,7 @@ class RemoteHost:
             size = stop - base
             names = " and ".join(name for name, _ in group)
             slot = PlacedSlot(region, len(placed), region.used + ZONE, size, names)
-            end = region.used + _padded(size)
+            end = region.used + padded_size(size)
             if len(group) == 1 and group[0][1].numel() * group[0][1].element_size() == size:
                 fill(memory, region.used, slot.start, poison)
                 fill(memory, slot.start + size, end, poison)
@@ -780,11 +779,6 @@ def _different_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.count_nonzero(a != b)
 
 
-def _padded(size: int) -> int:
-    """Bytes of a slot with its guard zones, rounded up to the alignment."""
-    return -(-(ZONE + size + ZONE) // ALIGNMENT) * ALIGNMENT
-
-
 @cache
 def gpu_memory_is_shared() -> bool:
     """Whether CUDA IPC is available. Some containers refuse it; then tensors are copied by way of a CPU."""
@@ -793,10 +787,6 @@ def gpu_memory_is_shared() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _no_tensor(place: Any) -> torch.Tensor:
-    raise ValueError(f"no tensor is expected, but {place}")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, S
 from narrowgauge.harness.backends.layer_driver import LayerDriver
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
-from narrowgauge.harness.backends.results import BackendError, Unsupported
+from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.backends.transfer import BATCH_BYTES
 from narrowgauge.harness.cases.memory import KEPT, room
 from narrowgauge.harness.hosts import codec
@@ -392,7 +392,7 @@ class _Writer:
         self.tensors.append(tensor)
         self._starts.append(start)
         self.used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        return [start, codec.dtype_name(tensor.dtype), list(tensor.shape)]
+        return [start, dtype_name(tensor.dtype), list(tensor.shape)]
 
     def copy(self) -> None:
         """Copy all tensors."""

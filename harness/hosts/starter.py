@@ -268,7 +268,7 @@ def _exit_status(pid: int, seconds: float) -> int | None:
 
 
 def _end_descendants() -> None:
-    """Kill the children of this process, with those that it adopts from them."""
+    """Kill the children of this process, and the orphans of each killed child."""
     until = time.monotonic() + KILLED
     while (found := children(os.getpid())) and time.monotonic() < until:
         for pid in found:
