@@ -46,13 +46,13 @@ report: $(READY)
 test: ruff
 	@# Without it pytest that collects no case would leave an older run to the gate.
 	@rm -f reports/latest/records.jsonl
-	$(PY) -m pytest -n auto -m "not full and not long" --device $(DEVICE)
+	$(PY) -m pytest -n auto -m "not full and not long" --ng-device $(DEVICE)
 ifeq ($(DEVICE),cpu)
 	$(PY) -m narrowgauge gate --baseline $(BASELINE)
 endif
 
 test-long: $(READY)
-	$(PY) -m pytest tests -n auto -m long --device $(DEVICE)
+	$(PY) -m pytest tests -n auto -m long --ng-device $(DEVICE)
 
 lint: ruff
 	$(PY) -m mypy

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 
 import pytest
 
-pytest_plugins = ["narrowgauge.harness.pytest_plugin.plugin"]
+from narrowgauge.harness.machine.processors import cores
+
+_PLUGIN = "narrowgauge.harness.pytest_plugin.plugin"
+pytest_plugins = [] if entry_points(group="pytest11", name="narrowgauge") else [_PLUGIN]
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Tests of this project use torch in the workers, which share the cores. With a thread per core in each worker they
+    # take twice the time.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
 
 
 @pytest.hookimpl(wrapper=True)

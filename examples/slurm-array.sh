@@ -20,7 +20,7 @@ if [ "${1:-}" = merge ]; then
     status=0
     narrowgauge merge "$reports"/shard-* --report-dir "$reports/merged" || status=$?
     [ "$status" -le 1 ] || exit "$status" # not all shards of one run
-    narrowgauge gate --run "$reports/merged" --baseline "${BASELINE:-reports/baselines/h200.json}"
+    narrowgauge gate --run "$reports/merged" --baseline "${BASELINE:-reports/baselines/sm_90.json}"
     exit "$status"
 fi
 

@@ -1,6 +1,7 @@
 """Numerics tests for narrow-precision kernels: a bit-exact reference, kernels, and a harness that compares the two.
 
-The names below load on first use: `import narrowgauge` imports neither torch nor the reference.
+The names below load on first use: `import narrowgauge` imports neither torch nor the reference. They need torch and
+numpy only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,22 @@ from typing import TYPE_CHECKING, Any
 from narrowgauge.spec.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from narrowgauge import adapt
+    from narrowgauge.harness.api.assertions import (
+        assert_dequantized,
+        assert_gemm,
+        assert_quantized,
+        assert_stochastic,
+        assert_transformed,
+        explain,
+    )
+    from narrowgauge.harness.api.bounds import bounds
+    from narrowgauge.harness.api.check import check
+    from narrowgauge.harness.api.inputs import inputs, matrix
+    from narrowgauge.harness.api.metrics import metrics
+    from narrowgauge.harness.watch.watch import watch
     from narrowgauge.reference.ops import (
         dequantize,
         gemm,
@@ -25,19 +42,29 @@ if TYPE_CHECKING:
         update_scale,
     )
     from narrowgauge.spec.quantized import GroupedQuantized, Quantized
-    from narrowgauge.spec.recipes import Recipe
+    from narrowgauge.spec.recipes import Recipe, recipes
     from narrowgauge.spec.recipes import find_recipe as recipe
 
+    cases: Path
+    """Folder of the case files of this package."""
+
 __all__ = [
-    "GroupedQuantized", "Quantized", "Recipe", "__version__", "dequantize", "gemm", "gemm_grouped", "gemm_quantized",
-    "quantize", "quantize_both", "quantize_grouped", "recipe", "swizzle", "transform", "unswizzle", "update_scale",
+    "GroupedQuantized", "Quantized", "Recipe", "__version__", "adapt", "assert_dequantized", "assert_gemm",
+    "assert_quantized", "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain",
+    "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "quantize", "quantize_both",
+    "quantize_grouped", "recipe", "recipes", "swizzle", "transform", "unswizzle", "update_scale", "watch",
 ]  # fmt: skip
 
-_SPEC = {
-    "GroupedQuantized": "narrowgauge.spec.quantized", "Quantized": "narrowgauge.spec.quantized",
-    "Recipe": "narrowgauge.spec.recipes", "recipe": "narrowgauge.spec.recipes",
+_MODULES = {
+    "GroupedQuantized": "spec.quantized", "Quantized": "spec.quantized",
+    "Recipe": "spec.recipes", "recipe": "spec.recipes", "recipes": "spec.recipes",
+    "assert_dequantized": "harness.api.assertions", "assert_gemm": "harness.api.assertions",
+    "assert_quantized": "harness.api.assertions", "assert_stochastic": "harness.api.assertions",
+    "assert_transformed": "harness.api.assertions", "explain": "harness.api.assertions",
+    "bounds": "harness.api.bounds", "check": "harness.api.check", "inputs": "harness.api.inputs",
+    "matrix": "harness.api.inputs", "metrics": "harness.api.metrics", "watch": "harness.watch.watch",
 }  # fmt: skip
-"""Module of each name of the vocabulary. Every other name is a method of the reference."""
+"""Module of each name. Every other name is a function of the reference."""
 _NAME_IN_MODULE = {"recipe": "find_recipe"}
 """Public names that differ from the names in their modules."""
 
@@ -45,8 +72,16 @@ _NAME_IN_MODULE = {"recipe": "find_recipe"}
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'narrowgauge' has no attribute {name!r}")
-    module = import_module(_SPEC.get(name, "narrowgauge.reference.ops"))
-    value: Any = getattr(module, _NAME_IN_MODULE.get(name, name))
+    value: Any
+    if name == "adapt":
+        value = import_module("narrowgauge.adapt")
+    elif name == "cases":
+        from pathlib import Path
+
+        value = Path(__file__).parent / "cases"
+    else:
+        module = import_module(f"narrowgauge.{_MODULES.get(name, 'reference.ops')}")
+        value = getattr(module, _NAME_IN_MODULE.get(name, name))
     globals()[name] = value
     return value
 

@@ -1,4 +1,8 @@
-"""The wheel, installed outside the checkout beside a project whose own names are `reference`, `harness`, `native`."""
+"""Wheel and sdist, each installed by pip into a new environment, outside of the checkout.
+
+The environments share the other packages of this one by links, so the tests need no network. `.github/workflows/ci.yml`
+runs the same commands after an installation from the network.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,8 @@ def test_each_project_has_its_own_modules():
     assert narrowgauge.recipe("nvfp4").block == (1, 16)
 """,
 }
+TWENTY = "swizzle/ and bytes or nvfp4/128x128/bf16 and (outliers or uniform or huge) and not (both or columnwise)"
+"""Keyword expression of twenty shipped cases of native kernels."""
 HEAVY = ("pandas", "pyarrow", "jinja2", "rich", "typer", "pytest", "safetensors")
 ORACLE = f"""
 import importlib.abc, sys
@@ -60,11 +66,9 @@ print(narrowgauge.__version__)
 """
 
 
-def run(*command: object, cwd: Path, site: Path | None = None) -> str:
-    """What a command prints; `site` is a folder of installed packages, found before the environment's own."""
+def run(*command: object, cwd: Path) -> str:
+    """Output of a command. Fails if the exit status is not 0."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHONPATH"))}
-    if site is not None:
-        environ["PYTHONPATH"] = str(site)
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=environ, capture_output=True, text=True, check=False, timeout=240
     )
@@ -73,31 +77,63 @@ def run(*command: object, cwd: Path, site: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the files that git has, built offline by the setuptools of this environment."""
+def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Wheel and sdist of the files of the checkout, built offline by the setuptools of this environment."""
     pytest.importorskip("setuptools", "77", reason="setuptools 77 or later is not installed: pip install -e '.[test]'")
-    folder = tmp_path_factory.mktemp("wheel")
-    names = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
-    for name in filter(None, names):  # links stay links; a build in the checkout would leave its files there
+    folder = tmp_path_factory.mktemp("archives")
+    # Files that git has or would add. Links stay links; a build in the checkout would leave its files there.
+    names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
+    for name in filter(None, names):
         target = folder / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_symlink():
             target.symlink_to(os.readlink(ROOT / name))
         elif (ROOT / name).is_file():
             target.write_bytes((ROOT / name).read_bytes())
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    run(sys.executable, "-c", build, folder, cwd=folder / "source")
-    (found,) = folder.glob("narrowgauge-*.whl")
-    return found
+    build = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+    for kind in ("wheel", "sdist"):
+        run(sys.executable, "-c", build, f"build_{kind}", folder, cwd=folder / "source")
+    (wheel,), (sdist,) = folder.glob("narrowgauge-*.whl"), folder.glob("narrowgauge-*.tar.gz")
+    return {"wheel": wheel, "sdist": sdist}
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path) -> Path:
-    """The wheel unpacked, as an installer does, into a folder of its own."""
-    folder = wheel.parent / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    return folder
+def environments(archives: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The python of two new environments, with narrowgauge from the wheel and from the sdist."""
+    pytest.importorskip("pip", "22.3", reason="pip 22.3 or later is not installed; it installs into the environments")
+    pythons = {}
+    for kind, archive in archives.items():
+        folder = tmp_path_factory.mktemp(kind)
+        run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
+        pythons[kind] = folder / "bin" / "python"
+        own = _packages(pythons[kind], cwd=folder)
+        for path in _packages(Path(sys.executable), cwd=folder).iterdir():
+            if "narrowgauge" not in path.name and not (own / path.name).exists():
+                (own / path.name).symlink_to(path)
+        install = ["install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--no-compile"]
+        run(sys.executable, "-m", "pip", "--python", pythons[kind], *install, archive, cwd=folder)
+    return pythons
+
+
+@pytest.fixture(params=["wheel", "sdist"])
+def python(request: pytest.FixtureRequest, environments: dict[str, Path]) -> Path:
+    """The python of each environment."""
+    return environments[request.param]
+
+
+def _packages(python: Path, cwd: Path) -> Path:
+    """The folder of packages of an environment."""
+    return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=cwd).strip())
+
+
+def installed(python: Path, cwd: Path) -> dict[str, bytes]:
+    """The installed files of narrowgauge, without those that Python compiles."""
+    folder = _packages(python, cwd) / "narrowgauge"
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
 
 
 @pytest.fixture
@@ -109,20 +145,21 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_wheel_holds_one_package_with_its_data(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
+def test_the_wheel_holds_one_package_with_its_data(archives: dict[str, Path]) -> None:
+    with zipfile.ZipFile(archives["wheel"]) as archive:
         names = archive.namelist()
         modes = {info.external_attr >> 28 for info in archive.infolist()}
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"narrowgauge"}
     assert 0o12 not in modes, "a link in the wheel leads nowhere"
+    kinds = (".py", ".cu", ".cuh", ".h", ".html", ".css", ".js", ".toml", ".ini", ".yml", ".json")
     expected = [
         *(f"narrowgauge/cases/{path.name}" for path in (ROOT / "cases").glob("*.toml")),
         *(
             f"narrowgauge/{path.relative_to(ROOT)}"
             for folder in ("native/kernels", "harness", "reference")
             for path in (ROOT / folder).rglob("*")
-            if path.suffix in (".py", ".cu", ".cuh", ".h", ".html", ".css", ".js", ".toml")
+            if path.suffix in kinds
         ),
         "narrowgauge/py.typed",
     ]
@@ -130,36 +167,51 @@ def test_the_wheel_holds_one_package_with_its_data(wheel: Path) -> None:
     assert not [name for name in names if "/tests/" in name or "__pycache__" in name]
 
 
-def test_a_project_with_the_same_names_keeps_them(site: Path, project: Path) -> None:
-    assert "1 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project, site=site)
+def test_a_project_with_the_same_names_keeps_them(environments: dict[str, Path], project: Path) -> None:
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    assert "1 passed" in run(environments["wheel"], *command, cwd=project)
 
 
-def test_the_command_runs_outside_a_checkout(site: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "narrowgauge"]
-    assert run(*command, "--version", cwd=tmp_path, site=site).startswith("narrowgauge ")
-    words = ["run", "-k", "quantize/nvfp4/256x1024/bf16/normal", "--backend", "reference", "-n", "1"]
-    printed = run(*command, *words, cwd=tmp_path, site=site)
-    assert "passed" in printed
+def test_twenty_cases_run_in_a_new_environment(python: Path, tmp_path: Path) -> None:
+    """The command of the environment, from an empty folder, with the kernels and the cases of the package."""
+    command = python.with_name("narrowgauge")
+    assert run(command, "--version", cwd=tmp_path).startswith("narrowgauge ")
+    listed = run(command, "list", "-k", TWENTY, cwd=tmp_path).splitlines()
+    assert len(listed) == 20
+    printed = run(command, "run", "-k", TWENTY, "-n", "1", cwd=tmp_path)
+    assert "20 cases passed" in printed
     assert (tmp_path / "reports" / "latest" / "index.html").is_file()
+    assert "layout     exact" in run(command, "show", listed[0], cwd=tmp_path)
 
 
-def test_the_oracle_needs_torch_and_numpy_alone(site: Path, tmp_path: Path) -> None:
+def test_every_command_works_on_a_package_that_cannot_be_written(environments: dict[str, Path], tmp_path: Path) -> None:
+    """From an empty folder: doctor, a mutant, and a new repository. Root can write everywhere, so the files count."""
+    python = environments["wheel"]
+    command, before = python.with_name("narrowgauge"), installed(python, tmp_path)
+    folders = [path for path in (_packages(python, tmp_path) / "narrowgauge").rglob("*") if path.is_dir()]
+    modes = {path: path.stat().st_mode for path in folders}
+    try:
+        for path in folders:
+            path.chmod(0o555)
+        assert "C++ compiler" in run(command, "doctor", cwd=tmp_path)
+        printed = run(command, "mutants", "-k", "swizzle-32-4", "-n", "1", cwd=tmp_path)
+        assert "caught by narrowgauge 1 of 1" in printed
+        assert (tmp_path / "reports" / "latest" / "mutants.json").is_file()
+        assert "written    narrowgauge_backend.py" in run(command, "init", "new", cwd=tmp_path)
+        words = ["kernel_cases", "--backend", "narrowgauge_backend:Backend", "-k", "33x80 and zeros", "-n", "1"]
+        assert "2 cases passed" in run(command, "run", *words, cwd=tmp_path / "new")
+    finally:
+        for path, mode in modes.items():
+            path.chmod(mode)
+    assert installed(python, tmp_path) == before
+
+
+def test_the_oracle_needs_torch_and_numpy_alone(environments: dict[str, Path], tmp_path: Path) -> None:
     """As after `pip install --no-deps narrowgauge`: every other package is refused."""
-    assert run(sys.executable, "-c", ORACLE, cwd=tmp_path, site=site).strip()
+    assert run(environments["wheel"], "-c", ORACLE, cwd=tmp_path).strip()
 
 
-def test_wheels_of_the_sdist_and_of_the_checkout_hold_the_same(wheel: Path) -> None:
-    source, folder = wheel.parent / "source", wheel.parent / "sdist"
-    folder.mkdir()
-    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", build, folder, cwd=source)
-    (archive,) = folder.glob("*.tar.gz")
-    run("tar", "-xzf", archive, cwd=folder)
-    (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
-    again = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    run(sys.executable, "-c", again, folder, cwd=unpacked)
-    (second,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(second) as other:
-        contents = [{name: archive.read(name) for name in archive.namelist()} for archive in (one, other)]
-    code = [{name: data for name, data in content.items() if name.startswith("narrowgauge/")} for content in contents]
-    assert code[0] == code[1]
+def test_sdist_and_wheel_install_the_same(environments: dict[str, Path], tmp_path: Path) -> None:
+    wheel, sdist = (installed(environments[kind], tmp_path) for kind in ("wheel", "sdist"))
+    assert wheel.keys() == sdist.keys()
+    assert wheel == sdist

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
 import inspect
+import os
+import site
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +19,67 @@ from narrowgauge.harness.cases.keys import nearest
 BUILT_IN = {"native": "narrowgauge.native.ops", "reference": "narrowgauge.reference.ops"}
 
 
+_OWN = str(Path(__file__).parents[2])
+"""Folder of this package."""
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+def check_name(name: str) -> None:
+    """Raise BackendError if no backend can have this name: a built-in name, or `package.module[:Name]` whose package is
+    found in the current folder or on `sys.path`. Nothing is imported."""
+    _check_form(name)
+    _search_here()
+    package = BUILT_IN.get(name, name).partition(":")[0].partition(".")[0]
+    try:
+        found = package in sys.modules or importlib.util.find_spec(package) is not None
+    except ValueError:  # an empty name
+        found = False
+    if not found:
+        raise BackendError(
+            f"backend {name}: there is no module {package!r} in the current folder or on the path of Python; change "
+            "the folder, or set PYTHONPATH"
+        )
+
+
+def _check_form(name: str) -> None:
+    if name not in BUILT_IN and ":" not in name and "." not in name:
+        raise BackendError(
+            f"no backend is called {name!r}{nearest(name, BUILT_IN)}; "
+            f"there are {', '.join(BUILT_IN)}, and your own as package.module:Name"
+        )
+
+
+def _search_here() -> None:
+    """Find modules in the current folder, as `python -m` does."""
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def extra_folder(name: str) -> str:
+    """Folder of `sys.path` with the module of a backend, if a new interpreter in the current folder does not search it:
+    pytest adds the folders of tests. Else empty. Nothing is imported."""
+    package = BUILT_IN.get(name, name).partition(":")[0].partition(".")[0]
+    folders = [Path(entry or ".").resolve() for entry in sys.path]
+    found = importlib.machinery.PathFinder.find_spec(package, list(map(str, folders)))
+    places = [] if found is None else [*(found.submodule_search_locations or ()), found.origin or ""]
+    if not places or not places[0]:
+        return ""
+    folder = Path(places[0]).resolve().parent
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    searched = [Path.cwd(), *(Path(entry).resolve() for entry in given if entry), *map(Path, site.getsitepackages())]
+    known = folder in searched or folder.is_relative_to(_LIBRARY) or folder not in folders
+    return "" if known else str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+
+
 def load_implementation(name: str, device: str = "") -> Any:
     """The module or object called `native`, `reference`, or `package.module[:Name]`. A class is instantiated.
 
     Modules are found as by `python -m`, also in the current folder. Raises BackendError if the backend cannot be
     loaded, or if its `check` rejects `device` (if given).
     """
-    if name not in BUILT_IN and ":" not in name and "." not in name:
-        raise BackendError(
-            f"no backend is called {name!r}{nearest(name, BUILT_IN)}; "
-            f"there are {', '.join(BUILT_IN)}, and your own as package.module:Name"
-        )
+    _check_form(name)
+    _search_here()
     module_name, _, attribute = BUILT_IN.get(name, name).partition(":")
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, folder)
     try:
         implementation: Any = importlib.import_module(module_name)
     except Exception as error:
@@ -54,12 +106,17 @@ def load_implementation(name: str, device: str = "") -> Any:
 
 
 def error_location(error: BaseException) -> str:
-    """` (at file:line)`: innermost frame outside of installed packages. Empty without such a frame."""
-    location = ""
+    """` (at file:line)`: innermost frame outside of installed packages, of the standard library and of this package;
+    without such a frame, of this package in a checkout. Else empty."""
+    location = own = ""
     trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         path = Path(trace.tb_frame.f_code.co_filename)
-        if path.is_file() and "site-packages" not in path.parts:
-            location = f" (at {path.name}:{trace.tb_lineno})"
+        if path.is_file() and not {"site-packages", "dist-packages"} & set(path.parts):
+            place = f" (at {path.name}:{trace.tb_lineno})"
+            if path.is_relative_to(_OWN):
+                own = place
+            elif not path.is_relative_to(_LIBRARY):
+                location = place
         trace = trace.tb_next
-    return location
+    return location or own

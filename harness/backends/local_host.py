@@ -88,7 +88,13 @@ class LocalHost:
         return result
 
     def run(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """The result of a function of the backend: a method, or a method of a module. Raises as `call` does."""
+        """The result of a function of the backend: a method, or a method of a module. Raises as `call` does.
+
+        A function without an argument for an optional keyword raises Unsupported. The signature decides: a TypeError
+        from the inside of the function is an error.
+        """
+        if missing := _missing_keyword(function, options):
+            raise Unsupported(f"{name} of backend {self.facts.name} has no argument {missing!r}")
         before = read_environment() if self._restores else {}
         try:
             return function(*arguments, **options)
@@ -183,6 +189,21 @@ def synchronize(device: torch.device) -> None:
         import torch
 
         torch.cuda.synchronize(device)
+
+
+def _missing_keyword(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
+    """The first optional keyword that a function has no argument for. Empty without one, and for a function without a
+    signature."""
+    if options.keys() <= {"out_dtype"}:  # passed always
+        return ""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return ""
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return next((name for name in options if name not in {*named, "out_dtype"}), "")
 
 
 def _takes_shuffles(variations: Any) -> bool:

@@ -36,6 +36,11 @@ class Case:
         return "/".join(part for part in [*parts, "+".join(self.flags)] if part)
 
     @property
+    def __name__(self) -> str:
+        """The id, which pytest takes as the id of a parameter (`narrowgauge.matrix`)."""
+        return self.id
+
+    @property
     def recipe_label(self) -> str:
         """The recipe in ids and records: `x+w` if two operands have different recipes; empty without a recipe."""
         return "+".join(dict.fromkeys(self.recipe_names))
@@ -90,6 +95,11 @@ def rotation_problem(recipe: Recipe, dtypes: Iterable[str], extent: int, axis: s
     return None
 
 
+_IN_WORDS = str.maketrans({"@": "\u16a0", ",": "\u16a2"})
+"""Characters of ids that end a word of a keyword expression, and the letters that stand for them while an expression
+is read: `nvfp4@modelopt` and `rows:64,32` are words."""
+
+
 class _Matcher:
     """Tells the evaluator of a keyword expression whether an id contains a word."""
 
@@ -102,6 +112,7 @@ class _Matcher:
 
 def matching(keyword: str) -> Callable[[str], bool]:
     """A function from a name to whether a pytest keyword expression matches. The empty expression matches all names.
+    `@` and `,` are characters of words, so that an id is a word.
 
     Raises ValueError if the expression cannot be read.
     """
@@ -110,10 +121,10 @@ def matching(keyword: str) -> Callable[[str], bool]:
     from _pytest.mark.expression import Expression
 
     try:
-        expression = Expression.compile(keyword)
+        expression = Expression.compile(keyword.translate(_IN_WORDS))
     except Exception as error:  # pytest's own ParseError before release 9, SyntaxError since
         raise ValueError(f"cannot read the keyword expression {keyword!r}: {error}") from error
-    return lambda name: expression.evaluate(_Matcher(name.lower()))
+    return lambda name: expression.evaluate(_Matcher(name.lower().translate(_IN_WORDS)))
 
 
 def select(cases: Iterable[Case], *, tier: str = "full", keyword: str = "") -> list[Case]:

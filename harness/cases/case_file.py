@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +24,25 @@ LEDGER = "known.toml"
 """Name of the ledger of known failures (`harness.gate.ledger`), which lies among the case files."""
 MOST_CASES = 100_000
 """Cases of a file."""
+_CURRENT = Path("cases")
+"""Cases of the current folder."""
+_SHIPPED = Path(__file__).parents[2] / "cases"
+"""Cases of the package."""
 
 
 class CaseFileError(Exception):
     """A wrong case file: the message names the file, the key and the remedy."""
+
+
+def default_cases() -> Path:
+    """`cases` of the current folder if it holds a case file, else the cases of the package, by their real path."""
+    return _CURRENT if any(_CURRENT.glob("*.toml")) else Path(os.path.realpath(_SHIPPED))
+
+
+def is_default(path: str | Path) -> bool:
+    """Whether a file lies in `default_cases`: a command then finds its cases without the name of the file."""
+    folder = Path(path).parent
+    return folder == _CURRENT or os.path.realpath(folder) == os.path.realpath(default_cases())
 
 
 def load(path: str | Path) -> list[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -78,3 +79,33 @@ def case_from_labels(
             raise ValueError(f"a {operation} has no flag {flag!r}")
         values[name] = value
     return case_of(operation, values, tier=tier, file=file)
+
+
+def case_from_id(name: str) -> Case | None:
+    """The case with this id, of no file. None if the text is not the id of a case with an input family."""
+    operation, *parts = name.split("/")
+    place = next((n for n, part in enumerate(parts) if re.fullmatch(r"\d{1,18}(x\d{1,18})*", part, re.ASCII)), None)
+    if operation not in OPERATIONS or place not in (0, 1):
+        return None
+    shape = tuple(map(int, parts[place].split("x")))
+    recipe, rest = "".join(parts[:place]), parts[place + 1 :]
+    for dtype, others in (("".join(rest[:1]), rest[1:]), ("", rest)):
+        if not 1 <= len(others) <= 2:
+            continue
+        flags = others[1].split("+") if others[1:] else []
+        try:
+            case = case_from_labels(operation, recipe, shape, dtype, others[0], flags)
+            if _is_valid(case) and case.id == name:
+                return case
+        except (ValueError, TypeError):  # an unknown word, or a flag that is missing
+            continue
+    return None
+
+
+def _is_valid(case: Case) -> bool:
+    """Whether the values of all keys of a case are allowed, separately and together."""
+    for key in keys_of(type(case)):
+        value = getattr(case, key.field)
+        if value != key.default and key.check(list(value) if key.field == "shape" else value):
+            return False
+    return case.problem() is None

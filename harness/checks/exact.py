@@ -48,5 +48,12 @@ def _failed(stage: str, wrong: torch.Tensor, noun: str, describe: Describe, comp
     text = sentence(wrong, distance, noun)
     finding = make_finding(stage, "exact", text, wrong, distance, describe=describe, comparison=comparison)
     return StageResult(
-        stage, "exact", wrong.numel(), int(wrong.sum()), int(distance.amax()), text, finding, wrong_elements=wrong
+        stage,
+        "exact",
+        wrong.numel(),
+        int(wrong.count_nonzero()),
+        int(distance.amax()),
+        text,
+        finding,
+        wrong_elements=wrong,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.checks import ordinal
-from narrowgauge.harness.checks.row_chunks import row_chunks
+from narrowgauge.harness.checks.row_chunks import cached_chunks
 from narrowgauge.spec.formats import Format
 
 Describe = Callable[[int, int], dict[str, Any]]
@@ -47,9 +47,11 @@ class Comparison:
 
 def sentence(wrong: torch.Tensor, distance: torch.Tensor, noun: str) -> str:
     """Number, distance and place of wrong elements: "37 of 1 048 576 codes differ, each by 1 step, all in row 3"."""
-    count, total = int(wrong.sum()), wrong.numel()
-    distances = [part for rows in row_chunks(wrong) if (part := distance[rows][wrong[rows]]).numel()]
-    low, high = min(int(part.amin()) for part in distances), max(int(part.amax()) for part in distances)
+    count, total = int(wrong.count_nonzero()), wrong.numel()
+    largest = torch.iinfo(distance.dtype).max
+    chunks = [(distance[rows], ~wrong[rows]) for rows in cached_chunks(wrong)]
+    low = min(int(part.masked_fill(correct, largest).amin()) for part, correct in chunks)
+    high = max(int(part.masked_fill(correct, -1).amax()) for part, correct in chunks)
     steps = f"{format_count(high)} step{'s' if high != 1 else ''}"
     # Only +0 and −0 differ by 0 steps.
     how_far = "each the other zero" if high == 0 else f"each by {steps}" if low == high else f"by up to {steps}"
@@ -94,13 +96,14 @@ def make_finding(
     steps = distance.view(grid.shape)
     width = grid.shape[1]
     first, worst = int(grid.view(-1).view(torch.uint8).argmax()), int(steps.view(-1).argmax())
+    row_counts, column_counts, heat = _count_places(grid)
     elements = []
     for which, flat in (("first", first), ("worst", worst)) if worst != first else (("first", first),):
         row, column = divmod(flat, width)
         elements.append({"which": which, **describe(row, column), "distance": int(steps[row, column])})
     return {
         "stage": stage, "rule": rule, "sentence": text, "elements": elements,
-        "modulo": {"row": _count_modulo(grid, 1), "column": _count_modulo(grid, 0)}, "heat": _heat_map(grid),
+        "modulo": {"row": _count_modulo(row_counts), "column": _count_modulo(column_counts)}, "heat": heat,
         "steps": [] if comparison is None else histogram(comparison),
         "census": {} if comparison is None else census(comparison),
     }  # fmt: skip
@@ -112,24 +115,44 @@ def histogram(comparison: Comparison) -> list[list[int]]:
     Bins are 0, 1, 2, 3 to 4, 5 to 8 and so on, and the same with negative signs. Between the first and the last
     occupied bin no bin is missing. Elements that are NaN or no code are not counted.
     """
-    counts = sum(
-        _count_steps(comparison.expected[rows], comparison.actual[rows], comparison.fmt)
-        for rows in row_chunks(comparison.expected)
-    )
-    assert isinstance(counts, torch.Tensor)
+    counts = torch.zeros(2 * _FARTHEST + 1, dtype=torch.int64, device=comparison.expected.device)
+    for expected, actual, number in _weighted_pairs(comparison):
+        counts += _count_steps(expected, actual, comparison.fmt, number)
     occupied = counts.nonzero()[:, 0].tolist()
     if not occupied:
         return []
     return [[*_bin_range(number - _FARTHEST), int(counts[number])] for number in range(occupied[0], occupied[-1] + 1)]
 
 
-def _count_steps(expected: torch.Tensor, actual: torch.Tensor, fmt: Format | None) -> torch.Tensor:
-    """Number of elements in each bin, from bin `-_FARTHEST` on."""
-    steps = (_ordinals(actual, fmt) - _ordinals(expected, fmt))[_is_number(expected, fmt) & _is_number(actual, fmt)]
+def _weighted_pairs(comparison: Comparison) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Expected numbers, actual numbers, and the number of elements with this pair of numbers; None: one each.
+
+    A format has few pairs of codes: their number is counted for all elements at once.
+    """
+    chunks = cached_chunks(comparison.expected)
+    if comparison.fmt is None:
+        yield from ((comparison.expected[rows], comparison.actual[rows], None) for rows in chunks)
+        return
+    counts = torch.zeros(1 << 16, dtype=torch.int64, device=comparison.expected.device)
+    for rows in chunks:
+        pair = comparison.expected[rows].int() << 8 | comparison.actual[rows].int()
+        counts += torch.bincount(pair.view(-1), minlength=1 << 16)
+    pairs = counts.nonzero()[:, 0]
+    yield pairs >> 8, pairs & 0xFF, counts[pairs]
+
+
+def _count_steps(
+    expected: torch.Tensor, actual: torch.Tensor, fmt: Format | None, number: torch.Tensor | None
+) -> torch.Tensor:
+    """Number of elements in each bin, from bin `-_FARTHEST` on. `number`: of each pair, as of `_weighted_pairs`."""
+    numbers = _is_number(expected, fmt) & _is_number(actual, fmt)
+    steps = (_ordinals(actual, fmt) - _ordinals(expected, fmt))[numbers]
     magnitude = steps.abs()
     size = torch.frexp((magnitude - 1).clamp(min=0).double()).exponent.long() + 1
-    bins = torch.where(magnitude == 0, 0, torch.where(steps < 0, -size, size))
-    return torch.bincount(bins + _FARTHEST, minlength=2 * _FARTHEST + 1)
+    bins = torch.where(magnitude == 0, 0, torch.where(steps < 0, -size, size)) + _FARTHEST
+    if number is None:
+        return torch.bincount(bins, minlength=2 * _FARTHEST + 1)
+    return torch.zeros(2 * _FARTHEST + 1, dtype=torch.int64, device=bins.device).index_add(0, bins, number[numbers])
 
 
 _FARTHEST = 34
@@ -147,9 +170,10 @@ def _bin_range(number: int) -> tuple[int, int]:
 def census(comparison: Comparison) -> dict[str, dict[str, int]]:
     """Number of special values of both results, by the names of `SPECIAL_VALUES`. Names with two zeros are left out."""
     counters: dict[str, Counter[str]] = {"expected": Counter(), "actual": Counter()}
-    for rows in row_chunks(comparison.expected):
-        for name, counts in counters.items():
-            counts.update(_count_special(getattr(comparison, name)[rows], comparison.fmt))
+    for name, counts in counters.items():
+        result = getattr(comparison, name)
+        for rows in cached_chunks(result):
+            counts.update(_count_special(result[rows], comparison.fmt))
     present = [name for name in SPECIAL_VALUES if any(counts.get(name) for counts in counters.values())]
     return (
         {side: {name: counts.get(name, 0) for name in present} for side, counts in counters.items()} if present else {}
@@ -170,16 +194,16 @@ def _is_number(x: torch.Tensor, fmt: Format | None) -> torch.Tensor:
 
 def _count_special(x: torch.Tensor, fmt: Format | None) -> dict[str, int]:
     if fmt is not None:
-        counts = torch.bincount(
-            _special_indices(fmt, x.device)[x.long()].view(-1), minlength=len(SPECIAL_VALUES)
-        ).tolist()
-        return dict(zip(SPECIAL_VALUES, counts, strict=False))
+        of_codes = torch.bincount(x.reshape(-1), minlength=256)
+        counts = torch.zeros(len(SPECIAL_VALUES) + 1, dtype=torch.int64, device=x.device)
+        counts.index_add_(0, _special_indices(fmt, x.device), of_codes)
+        return dict(zip(SPECIAL_VALUES, counts.tolist(), strict=False))
     limits, magnitude = torch.finfo(x.dtype), x.abs()
     masks = {
         "nan": x.isnan(), "inf": x.isinf(), "negative_zero": (x == 0) & x.signbit(),
         "saturated": magnitude == limits.max, "subnormal": (magnitude > 0) & (magnitude < limits.tiny),
     }  # fmt: skip
-    return {name: int(mask.sum()) for name, mask in masks.items()}
+    return {name: int(mask.count_nonzero()) for name, mask in masks.items()}
 
 
 @cache
@@ -199,20 +223,29 @@ def _special_index(code: int, fmt: Format) -> int:
     return next((SPECIAL_VALUES.index(name) for name, holds in properties.items() if holds), len(SPECIAL_VALUES))
 
 
-def _count_modulo(wrong: torch.Tensor, summed: int) -> dict[str, list[int]]:
-    counts = wrong.sum(summed)
+def _count_places(wrong: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Numbers of wrong elements of each row (M,), of each column (N,), int64, and the heat map of tiles."""
+    height, width = (max(16, -(-extent // _HEAT_TILES)) for extent in wrong.shape)
+    of_columns = torch.zeros(wrong.shape[1], dtype=torch.float64, device=wrong.device)
+    of_tile_rows = []
+    for rows in cached_chunks(wrong):
+        ones = wrong[rows].double()  # sums of float64 are faster than sums of bool, and exact
+        of_columns += ones.sum(0)
+        padded = torch.nn.functional.pad(ones, (0, -wrong.shape[1] % width))
+        of_tile_rows.append(padded.view(len(ones), -1, width).sum(2))
+    in_rows = torch.cat(of_tile_rows)
+    padded = torch.nn.functional.pad(in_rows, (0, 0, 0, -wrong.shape[0] % height))
+    tiles = padded.view(-1, height, in_rows.shape[1]).sum(1)
+    heat = {"rows": height, "columns": width, "counts": tiles.long().tolist()}
+    return in_rows.sum(1).long(), of_columns.long(), heat
+
+
+def _count_modulo(counts: torch.Tensor) -> dict[str, list[int]]:
     histograms = {}
     for modulus in _MODULI:
         padded = torch.nn.functional.pad(counts, (0, -counts.numel() % modulus))
         histograms[str(modulus)] = padded.view(-1, modulus).sum(0).tolist()
     return histograms
-
-
-def _heat_map(wrong: torch.Tensor) -> dict[str, Any]:
-    height, width = (max(16, -(-extent // _HEAT_TILES)) for extent in wrong.shape)
-    padded = torch.nn.functional.pad(wrong.view(torch.uint8), (0, -wrong.shape[1] % width, 0, -wrong.shape[0] % height))
-    tiles = padded.view(padded.shape[0] // height, height, -1, width).sum((1, 3))
-    return {"rows": height, "columns": width, "counts": tiles.tolist()}
 
 
 def bits(value: int, width: int) -> str:

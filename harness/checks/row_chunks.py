@@ -8,11 +8,21 @@ import torch
 
 CHUNK = 1 << 25
 """Elements of a chunk. A check has up to 20 temporaries with 8 bytes per element: 5 GB."""
+CPU_CHUNK = 1 << 18
+"""Elements of a chunk of a function on rows, on a CPU: its temporaries fit into the cache."""
 
 
-def row_chunks(x: torch.Tensor) -> Iterator[slice]:
-    """Slices of the first dimension of `x`, each of about `CHUNK` elements. An empty tensor has a single slice."""
-    rows = max(1, CHUNK // max(1, x[0].numel())) if len(x) else 1
+def cached_chunks(x: torch.Tensor) -> Iterator[slice]:
+    """Slices as of `row_chunks`, on a CPU of at most `CPU_CHUNK` elements. For results that do not depend on chunks."""
+    return row_chunks(x, min(CHUNK, CPU_CHUNK) if x.device.type == "cpu" else CHUNK)
+
+
+def row_chunks(x: torch.Tensor, elements: int | None = None) -> Iterator[slice]:
+    """Slices of the first dimension of `x`, each of about `elements` elements, or `CHUNK`.
+
+    An empty tensor has a single slice.
+    """
+    rows = max(1, (elements or CHUNK) // max(1, x[0].numel())) if len(x) else 1
     for start in range(0, max(1, len(x)), rows):
         yield slice(start, start + rows)
 
@@ -26,10 +36,11 @@ def map_row_chunks(
     the arguments.
     """
     first_tensor = tensors[0]
-    if first_tensor.numel() <= CHUNK:
+    chunks = list(cached_chunks(first_tensor))
+    if len(chunks) == 1:
         return function(*tensors)
     results: tuple[torch.Tensor, ...] = ()
-    for rows in row_chunks(first_tensor):
+    for rows in chunks:
         parts = function(*(tensor[rows] for tensor in tensors))
         results = results or tuple(part.new_empty(first_tensor.shape[:1] + part.shape[1:]) for part in parts)
         for result, part in zip(results, parts, strict=True):

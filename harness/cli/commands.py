@@ -14,6 +14,7 @@ from narrowgauge.harness.cli.compare import compare_runs
 from narrowgauge.harness.cli.dialect import which_dialect
 from narrowgauge.harness.cli.doctor import doctor
 from narrowgauge.harness.cli.gate import gate_run
+from narrowgauge.harness.cli.init import init
 from narrowgauge.harness.cli.list import list_cases
 from narrowgauge.harness.cli.merge import merge_shards
 from narrowgauge.harness.cli.mutants import mutants
@@ -34,6 +35,7 @@ app = typer.Typer(
 baselines = typer.Typer(help="Keep the baselines that the gate holds runs against.", no_args_is_help=True)
 baselines.command("accept")(accept)
 _COMMANDS: dict[str, Callable[..., None]] = {
+    "init": init,
     "list": list_cases,
     "run": run,
     "merge": merge_shards,

@@ -1,11 +1,21 @@
-"""`narrowgauge list`: the ids of cases."""
+"""`narrowgauge list`: the ids of cases, or their number by shape and flag."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from narrowgauge.harness.cli.options import Durations, Input, Keyword, Paths, Recipes, ShardOption, Tensors, Tier
 from narrowgauge.harness.cli.selection import part_of_run, select_cases
+
+if TYPE_CHECKING:
+    from narrowgauge.harness.cases.case import Case
+
+NO_FLAG = "no flag"
+"""Column of the cases without a flag."""
 
 
 def list_cases(
@@ -17,11 +27,37 @@ def list_cases(
     recipes: Recipes = None,
     shard: ShardOption = "",
     durations: Durations = None,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="For each operation a table of shapes × flags in place of the ids.")
+    ] = False,
 ) -> None:
     """Print the ids of the cases that a run with the same arguments would run."""
     chosen = select_cases(paths, tier, keyword, source, tensors, recipes)
     if part := part_of_run(chosen, shard, durations):
         chosen = part.cases
-    for case in chosen:
-        typer.echo(case.id)
-    typer.echo(f"{len(chosen)} cases", err=True)
+    for line in _summary(chosen) if summary else (case.id for case in chosen):
+        typer.echo(line)
+    typer.echo(f"{len(chosen)} case{'s' * (len(chosen) != 1)}", err=True)
+
+
+def _summary(cases: Iterable[Case]) -> Iterator[str]:
+    """For each operation a line with its counts, and a table: a row for each shape, a column for each flag, and the
+    number of cases with both. A case with several flags counts in several columns."""
+    by_operation: dict[str, list[Case]] = {}
+    for case in cases:
+        by_operation.setdefault(case.operation, []).append(case)
+    for operation, members in by_operation.items():
+        recipes = len({case.recipe_label for case in members})
+        families = len({case.inputs for case in members})
+        yield f"{operation}: cases {len(members)}, recipes {recipes}, input families {families}"
+        flags = sorted({flag for case in members for flag in case.flags})
+        flags = [NO_FLAG, *flags] if any(not case.flags for case in members) else flags
+        totals = Counter(case.shape_label for case in members)
+        counts = Counter((case.shape_label, flag) for case in members for flag in case.flags or (NO_FLAG,))
+        shapes = sorted(totals, key=lambda shape: [int(size) for size in shape.split("x")])
+        width = max(map(len, ["shape", *shapes]))
+        yield "  ".join(["  " + "shape".ljust(width), "cases", *flags])
+        for shape in shapes:
+            cells = [str(counts[shape, flag] or "·").rjust(len(flag)) for flag in flags]
+            yield "  ".join(["  " + shape.ljust(width), str(totals[shape]).rjust(len("cases")), *cells])
+        yield ""

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from narrowgauge.harness.machine.plain_text import escape
-
-CASES = Path("cases")
-"""Cases of the current folder."""
-_OWN = Path(__file__).parents[2] / "cases"
-"""Cases of the package."""
 
 Paths = Annotated[
     list[Path] | None,
@@ -49,6 +43,12 @@ Link = Annotated[
     str, typer.Option("--link", help="Address of the report, for summary.md (default: the run's, in a GitHub job).")
 ]
 Workers = Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core, with GPUs a quarter more.")]
+Schedules = Annotated[
+    int, typer.Option("--schedules", min=1, help="Seeded shuffles of threads, beside forward and reverse; on a CPU.")
+]
+Sanitize = Annotated[
+    bool, typer.Option("--sanitize", help="Build native kernels with sanitizers (address, undefined); on a CPU.")
+]
 RunPath = Annotated[Path, typer.Option("--run", help="A finished run: the --report-dir that it wrote.")]
 BaselinePath = Annotated[Path, typer.Option("--baseline", help="The baseline: reports/baselines/host.json.")]
 USAGE_ERROR = 2
@@ -62,5 +62,7 @@ def stop(message: str) -> NoReturn:
 
 
 def default_cases() -> Path:
-    """`cases` of the current folder if it holds a case file, else the cases of the package, by their real path."""
-    return CASES if any(CASES.glob("*.toml")) else Path(os.path.realpath(_OWN))
+    """`harness.cases.case_file.default_cases`, imported with the first call: `--help` needs no case."""
+    from narrowgauge.harness.cases import case_file
+
+    return case_file.default_cases()

@@ -17,6 +17,8 @@ from narrowgauge.harness.cli.options import (
     Link,
     Paths,
     Recipes,
+    Sanitize,
+    Schedules,
     Seed,
     ShardOption,
     Tensors,
@@ -31,8 +33,11 @@ from narrowgauge.harness.cli.selection import (
     ledger_of,
     load_cases,
     part_of_run,
+    require_backend,
     require_device,
     require_link,
+    require_sanitizer,
+    require_schedules,
 )
 
 if TYPE_CHECKING:
@@ -59,10 +64,7 @@ def run(
     ] = False,
     known: KnownFile = None,
     link: Link = "",
-    schedules: Annotated[
-        int,
-        typer.Option("--schedules", min=1, help="Seeded shuffles of threads, beside forward and reverse; on a CPU."),
-    ] = 1,
+    schedules: Schedules = 1,
     strict: Annotated[bool, typer.Option("--strict", help="Unsupported cases are failures.")] = False,
     untrusted: Annotated[
         bool, typer.Option("--untrusted", help="Drawn cases, and no reference in the process of the kernels.")
@@ -73,9 +75,7 @@ def run(
     secret: Annotated[
         int | None, typer.Option("--secret", min=0, help="Of --untrusted: the secret of an earlier run.")
     ] = None,
-    sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="Build native kernels with sanitizers (address, undefined); on a CPU.")
-    ] = False,
+    sanitize: Sanitize = False,
 ) -> None:
     """Run cases and write a report.
 
@@ -84,9 +84,9 @@ def run(
     """
     from narrowgauge.harness.tools.run_cases import run_session
 
-    shuffles = _schedules(schedules, device)
+    shuffles = require_schedules(schedules, device)
     if sanitize:
-        _check_sanitizer(device)
+        require_sanitizer(device)
     require_link(link)
     cases = load_cases(paths, source, tensors, recipes)
     if untrusted:
@@ -100,6 +100,7 @@ def run(
     part = part_of_run(chosen, shard, durations)
     chosen = part.cases if part else chosen
     require_device(device)
+    require_backend(backend)
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.inputs.capture import CaptureError
     from narrowgauge.harness.records.journal import JournalError
@@ -134,24 +135,3 @@ def _drawn(
         stop("--untrusted takes the reference from the backend, so the backend cannot be the reference")
     secret = new_secret() if secret is None else secret
     return drawn_cases(choose_cases(cases, tier, ""), secret, matrix=cases), secret, input_seed(secret)
-
-
-def _schedules(schedules: int, device: str) -> int:
-    """Number of shuffles to request from the backend: 0 for a single schedule."""
-    from narrowgauge.harness.backends.backend import BackendError, check_schedules
-
-    try:
-        check_schedules(schedules, device)
-    except BackendError as error:
-        stop(str(error))
-    return schedules if schedules > 1 else 0
-
-
-def _check_sanitizer(device: str) -> None:
-    from narrowgauge.harness.backends.backend import BackendError
-    from narrowgauge.harness.running.sanitizer import check_sanitizer
-
-    try:
-        check_sanitizer(device)
-    except BackendError as error:
-        stop(str(error))

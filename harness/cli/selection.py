@@ -98,11 +98,46 @@ def require_device(device: str) -> None:
 
     devices = ("cpu", "cuda")
     if device not in devices:
-        stop(f"--device is {device!r}{nearest(device, devices)}; it can be {', '.join(devices)}")
+        gpu = device.lower().startswith(("gpu", "nvidia", "cuda"))
+        close = nearest("cuda" if gpu else device, devices)
+        stop(f"--device is {device!r}{close}; it can be {', '.join(devices)}")
     from narrowgauge.harness.backends.backend import BackendError, check_device
 
     try:
         check_device(device)
+    except BackendError as error:
+        stop(str(error))
+
+
+def require_backend(backend: str) -> None:
+    """End the command unless there is a backend of this name, as far as one knows without its import."""
+    from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.backends.loading import check_name
+
+    try:
+        check_name(backend)
+    except BackendError as error:
+        stop(str(error))
+
+
+def require_schedules(schedules: int, device: str) -> int:
+    """Number of shuffles to request from the backend: 0 for a single schedule. Ends the command if there are none."""
+    from narrowgauge.harness.backends.backend import BackendError, check_schedules
+
+    try:
+        check_schedules(schedules, device)
+    except BackendError as error:
+        stop(str(error))
+    return schedules if schedules > 1 else 0
+
+
+def require_sanitizer(device: str) -> None:
+    """End the command unless cases on the device can run under the sanitizers."""
+    from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.running.sanitizer import check_sanitizer
+
+    try:
+        check_sanitizer(device)
     except BackendError as error:
         stop(str(error))
 

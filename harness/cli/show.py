@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from narrowgauge.harness.cli.options import BackendOption, Device, Input, Recipes, Seed, stop
-from narrowgauge.harness.cli.selection import require_device, select_cases
+from narrowgauge.harness.cli.options import BackendOption, Device, Input, Recipes, Sanitize, Schedules, Seed, stop
+from narrowgauge.harness.cli.selection import (
+    load_cases,
+    require_backend,
+    require_device,
+    require_sanitizer,
+    require_schedules,
+)
 
 if TYPE_CHECKING:
+    from narrowgauge.harness.cases.case import Case
     from narrowgauge.harness.records.saved_failure import SavedFailure
 
 
@@ -27,24 +35,40 @@ def show(
     saved: Annotated[
         Path | None, typer.Option("--saved", help="A saved failure of the case: its inputs, and the shape they have.")
     ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option("--after", metavar="CASE", help="Run this case before, in the same process; may be given again."),
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that the calls of a case may take.")] = 300.0,
+    path: Annotated[
+        Path | None, typer.Option("--path", help="Folder with the module of the backend (default: the current one).")
+    ] = None,
+    schedules: Schedules = 1,
+    untrusted: Annotated[bool, typer.Option("--untrusted", help="No reference in the process of the kernels.")] = False,
+    sanitize: Sanitize = False,
 ) -> None:
-    """Run one case and print its stages, element by element, around one place."""
-    from narrowgauge.harness.cases.keys import nearest
+    """Run one case in a fresh process and print its stages, element by element, around one place.
 
-    failure = None
+    Every id has a case, in the case files or not. Exit status: 0 if the case passes; 2 if it could not run, or if the
+    backend does not support it; else 1.
+    """
+    failure, earlier = None, []
     if saved is not None:
-        if paths or source or recipes or seed:
-            stop("--saved has its own inputs; --cases, --input, --recipe and --seed do not go with it")
+        if paths or source or recipes or seed or after:
+            stop("--saved has its own inputs; --cases, --input, --recipe, --seed and --after do not go with it")
         failure = _saved(saved, case_id)
         case, seed = failure.case, failure.seed
     else:
-        cases = {case.id: case for case in select_cases(paths, "full", "", source, None, recipes)}
-        if case_id not in cases:
-            stop(f"no case is called {case_id!r}{nearest(case_id, cases)}")
-        case = cases[case_id]
+        case, *earlier = _cases([case_id, *(after or [])], paths, source, recipes)
     require_device(device)
+    if path is not None:
+        sys.path.insert(0, str(path.resolve()))
+    require_backend(backend)
+    shuffles = require_schedules(schedules, device)
+    if sanitize:
+        require_sanitizer(device)
     from narrowgauge.harness.backends.backend import BackendError, Unsupported
-    from narrowgauge.harness.hosts.remote_host import hosted_backend
+    from narrowgauge.harness.running.worker import Settings, backend_in_host
     from narrowgauge.harness.tools.show import show_case
 
     if at and not re.fullmatch("[0-9]{1,18},[0-9]{1,18}", at):
@@ -52,14 +76,33 @@ def show(
     row, _, column = at.partition(",")
     place = (int(row), int(column)) if at else None
     try:
-        with hosted_backend(backend, device) as loaded:
+        settings = Settings(
+            backend, device, timeout=timeout, schedules=shuffles, sanitize=sanitize, untrusted=untrusted
+        )
+        with backend_in_host(settings) as loaded:
             passed = show_case(
                 case, loaded, device=device, seed=seed, source=source, place=place,
-                saved=failure.inputs if failure else None,
+                saved=failure.inputs if failure else None, after=earlier, timeout=timeout, untrusted=untrusted,
             )  # fmt: skip
     except (BackendError, Unsupported) as error:
         stop(str(error))
     raise typer.Exit(0 if passed else 1)
+
+
+def _cases(names: list[str], paths: list[Path] | None, source: Path | None, recipes: list[str] | None) -> list[Case]:
+    """The cases with these ids: of the case files or captured tensors, else as the id says."""
+    from narrowgauge.harness.cases.keys import nearest
+    from narrowgauge.harness.cases.operations import case_from_id
+
+    listed = {case.id: case for case in load_cases(paths, source, None, recipes)} if paths or source else {}
+    cases = []
+    for name in names:
+        case = listed.get(name) or (None if source else case_from_id(name))
+        if case is None:
+            known = listed or {case.id: case for case in load_cases(None, None, None, None)}
+            stop(f"no case is called {name!r}{nearest(name, known)}")
+        cases.append(case)
+    return cases
 
 
 def _saved(path: Path, case_id: str) -> SavedFailure:

@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from narrowgauge.harness.cli.options import BackendOption, Device, Keyword, Paths, Tier, Workers, default_cases, stop
-from narrowgauge.harness.cli.selection import choose_cases, default_workers, ledger_of, load_cases, require_device
+from narrowgauge.harness.cli.selection import (
+    choose_cases,
+    default_workers,
+    ledger_of,
+    load_cases,
+    require_backend,
+    require_device,
+)
 
 
 def soak_cases(
@@ -33,6 +40,7 @@ def soak_cases(
     if skipped := len(selected) - len(launched):
         typer.echo(f"{skipped} of {len(selected)} cases are known to crash or hang, and are not run", err=True)
     require_device(device)
+    require_backend(backend)
     import secrets
 
     from rich.console import Console

@@ -14,30 +14,38 @@ from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.patterns.signatures import signatures
 from narrowgauge.harness.diagnosis.quantize.explain_quantize import explain_quantize
 from narrowgauge.harness.diagnosis.search_history import SearchHistory
+from narrowgauge.harness.diagnosis.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 
 def explain(
-    outcome: Outcome, history: SearchHistory, *, runs: Callable[[], tuple[Run, Run] | None] | None = None
+    outcome: Outcome,
+    history: SearchHistory,
+    *,
+    runs: Callable[[], tuple[Run, Run] | None] | None = None,
+    limit: TimeLimit | None = None,
 ) -> list[Explanation]:
     """Explanations of the first wrong stage: deviations that give the kernel's bytes, then shared memory and results
     that do not depend on the inputs, then signatures.
 
     `history`: searches of earlier outcomes of the backend. This search is added to it. `runs`: a function that runs the
     case again; it gives the tensors of this run and those of the same case with the inputs of another seed, or None if
-    the second run gave no results. It is called for a wrong outcome only.
+    the second run gave no results. It is called for a wrong outcome only. `limit`: stops the search for deviations and
+    replaces the limits of work of `history`; afterwards its `note` says what was left out. None: the limits of work.
     """
+    limit = TimeLimit(bounds_work=True) if limit is None else limit
     wrong_stage = next((stage for stage in outcome.stages if not stage.passed), None)
     if wrong_stage is None:
         return []
     explanations = explain_memory(outcome, wrong_stage)
-    explanations += explain_quantize(outcome, wrong_stage, history)
+    explanations += explain_quantize(outcome, wrong_stage, history, limit)
     explanations += explain_fused_output(outcome, wrong_stage)
-    explanations += explain_gemm(outcome, wrong_stage, history)
-    explanations += explain_auxiliary(outcome, wrong_stage)
-    explanations += explain_formula(outcome, wrong_stage)
-    explanations += explain_decoding(outcome, wrong_stage, history)
-    exact = not any(explanation.exact for explanation in explanations)
+    explanations += explain_gemm(outcome, wrong_stage, history, limit)
+    explanations += explain_auxiliary(outcome, wrong_stage, limit)
+    explanations += explain_formula(outcome, wrong_stage, limit)
+    explanations += explain_decoding(outcome, wrong_stage, history, limit)
+    # Deviations that were not tried may give the bytes too.
+    exact = not limit.note and not any(explanation.exact for explanation in explanations)
     explanations += explain_aliases(outcome, wrong_stage, exact=exact)
     if runs is not None and (pair := runs()) is not None:
         explanations += explain_same_results(wrong_stage, *pair, exact=exact)

@@ -13,6 +13,7 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.gemm.operands import changed_codes, changed_scales, swap_code_pairs
 from narrowgauge.harness.diagnosis.search_history import WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
+from narrowgauge.harness.diagnosis.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.reference.numbers.decode import decode, decode_stored
 from narrowgauge.reference.quantize.dequantize import dequantize
@@ -27,19 +28,36 @@ Factors = Callable[[Quantized], torch.Tensor | None]
 """Function from a quantized matrix to the factors of its blocks, float32 in the shape of its scales, or None."""
 
 
-def explain_decoding(outcome: Outcome, wrong_stage: StageResult, history: SearchHistory) -> list[Explanation]:
+_NOT_BY_ROWS = frozenset({
+    "scale-of-next-block", "scale-of-previous-block", "scales-transposed", "scales-read-swizzled", "scales-read-linear",
+})  # fmt: skip
+"""Causes for which values depend on the scales of other rows. They are not tried on a single tile of rows."""
+
+
+def explain_decoding(
+    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: TimeLimit
+) -> list[Explanation]:
     """Deviations that give the bits of every dequantized value. None unless the first wrong stage is `values`."""
     values = outcome.outputs.get("values")
     if wrong_stage.stage != "values" or values is None or not outcome.judged:
         return []
     q = _stored_along_rows(outcome.judged[0].kernel)
+    tile = _first_wrong_tile(q, values, wrong_stage.wrong_elements)
     explanations: dict[str, Explanation] = {}
     work = 0
     for cause, sentence, compute in decoding_deviations():
         cost = values.numel()
-        if work + cost > WORK_PER_CASE or history.work + cost > WORK_PER_BACKEND:
+        if limit.bounds_work and (work + cost > WORK_PER_CASE or history.work + cost > WORK_PER_BACKEND):
             break
         work, history.work = work + cost, history.work + cost
+        if not limit.may_try():
+            continue
+        if tile is not None and cause not in _NOT_BY_ROWS:
+            of_tile = compute(tile[0], values.dtype)
+            if of_tile is None or not equal_bits(of_tile, tile[1]):
+                continue
+        if not limit.may_verify(cause):
+            continue
         deviating_values = compute(q, values.dtype)
         if deviating_values is not None and equal_bits(deviating_values, values):
             explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
@@ -50,6 +68,24 @@ def _stored_along_rows(q: Quantized) -> Quantized:
     """The matrix with codes and scales stored along rows, and the first code of a byte in the low nibble."""
     recipe = replace(q.recipe, packing="low-first")
     return Quantized(rowwise_codes(q), linear_scales(q), q.amax, recipe, q.shape, q.tensor_scale)
+
+
+def _first_wrong_tile(
+    q: Quantized, values: torch.Tensor, wrong: torch.Tensor | None
+) -> tuple[Quantized, torch.Tensor] | None:
+    """The rows of the first wrong value that share scales: their matrix and their values."""
+    if wrong is None or not bool(wrong.any()):
+        return None
+    height = 1 if q.recipe.whole else q.recipe.block[0]
+    start = int(wrong.any(1).nonzero()[0]) // height * height
+    rows = slice(start, min(start + height, q.shape[0]))
+    stored_rows = q.recipe.stored_rows
+    scales = q.scales if q.recipe.whole else q.scales[rows.start // stored_rows : -(-rows.stop // stored_rows)]
+    amax, tensor_scale = (
+        numbers[rows] if numbers is not None and len(numbers) > 1 else numbers for numbers in (q.amax, q.tensor_scale)
+    )
+    shape = (rows.stop - rows.start, q.shape[1])
+    return Quantized(q.codes[rows], scales, amax, q.recipe, shape, tensor_scale), values[rows]
 
 
 def decoding_deviations() -> Iterator[tuple[str, str, Values]]:

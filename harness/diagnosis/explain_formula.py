@@ -9,6 +9,7 @@ import torch
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.reference.high_precision.bounded import Bounded
 
@@ -18,14 +19,14 @@ _RELATIVE = 2.0**-18
 """Error bound of a formula in float32, relative to the largest result of a row: about 64 roundings."""
 
 
-def explain_formula(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
+def explain_formula(outcome: Outcome, wrong_stage: StageResult, limit: TimeLimit) -> list[Explanation]:
     """Wrong formulas that fit the output, up to rounding errors of float32 and the final rounding to the dtype."""
     formula = outcome.formula
     if formula is None or formula.stage != wrong_stage.stage:
         return []
     explanations: dict[str, Explanation] = {}
     for cause, sentence, compute in _FORMULAS[formula.name](**formula.given):
-        if _fits(formula.found, compute()):
+        if limit.may_try() and _fits(formula.found, compute()):
             explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
     return list(explanations.values())
 

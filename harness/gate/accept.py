@@ -16,7 +16,7 @@ def accept(run: RecordedRun, path: Path, console: Console) -> None:
     """Write a run as the baseline in `path`. The file is replaced: cases outside of the run are removed from it.
 
     Raises BaselineError, and changes nothing, if the run cannot be a baseline, or if `path` holds a baseline of another
-    device class, backend or seed, or no baseline.
+    architecture, backend or seed, or no baseline.
     """
     fresh = baseline_of(run)
     old = read(path) if path.exists() else None
@@ -43,4 +43,4 @@ def accept(run: RecordedRun, path: Path, console: Console) -> None:
 
 
 def _kind(baseline: Baseline) -> str:
-    return f"{baseline.backend} on {baseline.device}, seed {baseline.seed}"
+    return f"{baseline.backend} on {baseline.architecture}, seed {baseline.seed}"

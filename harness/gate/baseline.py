@@ -1,7 +1,7 @@
 """Baselines: accepted figures of a run, in a small file with readable diffs.
 
-The file is JSON: device, backend and seed, then a line for each group of cases whose ids begin alike. The group of a
-case follows from its id, so a changed case changes only its own line.
+The file is JSON: architecture, device, backend and seed, then a line for each group of cases whose ids begin alike. The
+group of a case follows from its id, so a changed case changes only its own line.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.cases.keys import nearest
-from narrowgauge.harness.gate.figures import Figures, device_class, figures, not_finite, parse
+from narrowgauge.harness.gate.architecture import NAME, architecture, product_name
+from narrowgauge.harness.gate.figures import Figures, figures, not_finite, parse
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.text import plural
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file. Raised with every change of its keys or of the text of figures."""
-_TYPES = {"format": int, "device": str, "backend": str, "seed": int, "cases": dict}
+_TYPES = {"format": int, "architecture": str, "device": str, "backend": str, "seed": int, "cases": dict}
+_TO_2 = (
+    'accept a run anew, or write "format": 2 into it, and a line "architecture": "sm_90" with the digits of its '
+    'compute capability, or "architecture": "host" for a CPU'
+)
+"""Remedy for format 1, which had the product name alone."""
 _read_figures = cache(parse)
 
 
@@ -34,8 +40,10 @@ class BaselineError(Exception):
 class Baseline:
     """Accepted figures of every case of a run."""
 
+    architecture: str
+    """`host` or `sm_90` (`harness.gate.architecture`). The gate compares runs of the same architecture."""
     device: str
-    """Device class (`harness.gate.figures`)."""
+    """Product name of the processor, such as `NVIDIA H200`, or `cpu`. For readers: the gate does not compare it."""
     backend: str
     seed: int
     groups: dict[str, dict[str, list[str]]]
@@ -73,7 +81,8 @@ def baseline_of(run: RecordedRun) -> Baseline:
             raise BaselineError(f"{record['case']}: {', '.join(problems)}; a baseline holds finite figures alone")
         start, end = _parts(record)
         groups[start][str(figures(record))].append(end)
-    return Baseline(device_class(run.device, run.environment), run.backend, run.seed, groups)
+    names = architecture(run.device, run.environment), product_name(run.device, run.environment)
+    return Baseline(*names, run.backend, run.seed, groups)
 
 
 def _parts(record: dict[str, Any]) -> tuple[str, str]:
@@ -94,7 +103,8 @@ def _id(start: str, end: str) -> str:
 def write(baseline: Baseline, path: Path) -> None:
     """Replace the file `path` with a baseline, sorted. Raises BaselineError if the file cannot be written."""
     head = {
-        "format": FORMAT, "device": baseline.device, "backend": baseline.backend, "seed": baseline.seed,
+        "format": FORMAT, "architecture": baseline.architecture, "device": baseline.device,
+        "backend": baseline.backend, "seed": baseline.seed,
     }  # fmt: skip
     lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
     groups = {
@@ -146,15 +156,20 @@ def _checked(content: Any) -> Baseline:
         raise ValueError(f"it holds {type(content).__name__}, not an object")
     version = content.get("format")
     if version != FORMAT:
-        raise ValueError(f"its format is {version}; this narrowgauge reads {FORMAT}: accept a run anew")
+        remedy = _TO_2 if version == 1 else "accept a run anew"
+        raise ValueError(f"its format is {version}; this narrowgauge reads {FORMAT}: {remedy}")
     for name in content:
         if name not in _TYPES:
             raise ValueError(f"unknown key {name!r}{nearest(name, _TYPES)}; it can be {', '.join(_TYPES)}")
     for name, kind in _TYPES.items():
         if type(content.get(name)) is not kind:
             raise ValueError(f"{name} is {content.get(name)!r}, not {kind.__name__}")
+    if not NAME.fullmatch(content["architecture"]):
+        raise ValueError(f"architecture is {content['architecture']!r}; it is host, or sm_90 and the like")
     _check_groups(content["cases"])
-    return Baseline(content["device"], content["backend"], content["seed"], content["cases"])
+    return Baseline(
+        **{name: content[name] for name in _TYPES if name not in ("format", "cases")}, groups=content["cases"]
+    )
 
 
 def _check_groups(groups: dict[str, Any]) -> None:

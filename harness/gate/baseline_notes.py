@@ -7,15 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.harness.gate.architecture import architecture
 from narrowgauge.harness.gate.baseline import Baseline, BaselineError, read
-from narrowgauge.harness.gate.figures import device_class
 
 FOLDER = Path("reports/baselines")
 
 
 def add_baseline_notes(records: Iterable[dict[str, Any]], environment: dict[str, str], folder: Path = FOLDER) -> None:
-    """Write into each record that did not pass the accepted figures of its case, from the baseline of its device,
-    backend and seed.
+    """Write into each record that did not pass the accepted figures of its case, from the baseline of its
+    architecture, backend and seed.
 
     Records stay unchanged if `folder` has no such baseline. Unreadable files are skipped; the gate reports unreadable
     files.
@@ -29,12 +29,12 @@ def add_baseline_notes(records: Iterable[dict[str, Any]], environment: dict[str,
                 baseline = read(path)
             except BaselineError:
                 continue
-            by_kind[baseline.device, baseline.backend, baseline.seed] = path.name, baseline
+            by_kind[baseline.architecture, baseline.backend, baseline.seed] = path.name, baseline
         return by_kind
 
     @cache
     def accepted(device: str, backend: str, seed: int) -> tuple[str, dict[str, Any]] | None:
-        baseline = baselines().get((device_class(device, environment), backend, seed))
+        baseline = baselines().get((architecture(device, environment), backend, seed))
         return baseline and (baseline[0], dict(baseline[1].cases()))
 
     for record in records:

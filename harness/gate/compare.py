@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from narrowgauge.harness.gate.architecture import architecture
 from narrowgauge.harness.gate.difference import changes_text, difference, failure_reason, print_kinds
-from narrowgauge.harness.gate.figures import device_class, figures, not_finite
+from narrowgauge.harness.gate.figures import figures, not_finite
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.page import template
 from narrowgauge.harness.report.text import duration, number, plural, verdict_counts
@@ -73,7 +74,7 @@ class RunComparison:
 
 
 def compare(a: RecordedRun, b: RecordedRun) -> RunComparison:
-    """Compare two runs case by case. Backends and devices may differ."""
+    """Compare two runs case by case. Backends and architectures may differ."""
     before, after = ({record["case"]: record for record in run.records} for run in (a, b))
     common = sorted(before.keys() & after.keys())
     not_finite_figures = {case: (not_finite(before[case]), not_finite(after[case])) for case in common}
@@ -128,12 +129,12 @@ def _not_finite_text(figures: list[str]) -> str:
 
 
 def _heads(a: RecordedRun, b: RecordedRun) -> list[tuple[str, str, str]]:
-    """Backend, device, seed and cases of both runs, and the facts of the environment that differ."""
+    """Backend, architecture, seed and cases of both runs, and the facts of the environment that differ."""
     rows = [
         (name, str(value_of(a)), str(value_of(b)))
         for name, value_of in {
             "backend": lambda run: run.backend,
-            "device": lambda run: device_class(run.device, run.environment),
+            "architecture": lambda run: architecture(run.device, run.environment),
             "seed": lambda run: run.seed,
             "cases": _cases,
         }.items()

@@ -1,4 +1,4 @@
-"""Figures of a case that the gate compares (integers, exact fractions, powers of two), and the device class."""
+"""Figures of a case that the gate compares: integers, exact fractions, powers of two."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ from typing import Any
 
 from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.records.record import VERDICTS, elements_compared
-
-HOST = "host"
-
-
-def device_class(device: str, environment: dict[str, str]) -> str:
-    """`host` for a run on "cpu", else the GPU's name in `environment`, such as `NVIDIA H200`.
-
-    `environment` is the result of `harness.records.environment.describe_run`. A MIG slice has the class of its GPU.
-    """
-    if device == "cpu":
-        return HOST
-    name = environment.get("GPU", "an unknown GPU").partition(", compute capability")[0]
-    return name.partition(" MIG ")[0]
-
 
 BELOW = -1075
 """Exponent for 0: below the smallest double."""

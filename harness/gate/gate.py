@@ -9,11 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
+from narrowgauge.harness.gate.architecture import architecture
 from narrowgauge.harness.gate.baseline import Baseline
 from narrowgauge.harness.gate.difference import changes_text, difference, failure_reason, print_kinds
-from narrowgauge.harness.gate.figures import device_class, figures, not_finite
+from narrowgauge.harness.gate.figures import figures, not_finite
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.records.record import elements_compared
+from narrowgauge.harness.report.github import annotate
 from narrowgauge.harness.report.text import number, plural
 
 
@@ -31,6 +33,12 @@ class Judgement:
     def passed(self) -> bool:
         return not self.problems
 
+    def sentence(self, name: str) -> str:
+        """The verdict by the baseline called `name`, with the number of lines of each kind."""
+        counts = [f"{plural(self.same, 'case')} as accepted"]
+        counts += [f"{number(len(lines))} {kind}" for kind, lines in (self.problems | self.notes).items()]
+        return f"gate {'holds' if self.passed else 'fails'} against {name}: {', '.join(counts)}"
+
     def fail(self, kind: str, line: str) -> None:
         self.problems.setdefault(kind, []).append(line)
 
@@ -39,7 +47,8 @@ class Judgement:
 
 
 def judge(run: RecordedRun, baseline: Baseline) -> Judgement:
-    """Compare a run with a baseline. A run of another device, backend or seed fails, and its cases are not compared."""
+    """Compare a run with a baseline. A run of another architecture, backend or seed fails, and its cases are not
+    compared."""
     judgement = Judgement()
     _check_complete(run, judgement)
     if _check_same_kind(run, baseline, judgement):
@@ -68,7 +77,7 @@ def _check_complete(run: RecordedRun, judgement: Judgement) -> None:
 
 def _check_same_kind(run: RecordedRun, baseline: Baseline, judgement: Judgement) -> bool:
     pairs = {
-        "another device": (baseline.device, device_class(run.device, run.environment)),
+        "another architecture": (baseline.architecture, architecture(run.device, run.environment)),
         "another backend": (baseline.backend, run.backend),
         "another seed": (baseline.seed, run.seed),
     }
@@ -115,13 +124,12 @@ def _check_skips(accepted: int, records: Iterable[dict[str, Any]], judgement: Ju
 
 
 def show(judgement: Judgement, name: str, console: Console) -> None:
-    """Print a judgement by the baseline called `name`: new and better cases, problems, and the verdict."""
+    """Print a judgement by the baseline called `name`: new and better cases, problems, and the verdict. In a
+    GitHub job a failed gate is an annotation."""
     print_kinds(judgement.notes, console, "blue")
     print_kinds(judgement.problems, console, "bold red")
-    counts = [f"{plural(judgement.same, 'case')} as accepted"]
-    counts += [f"{number(len(lines))} {kind}" for kind, lines in (judgement.problems | judgement.notes).items()]
-    verdict, style = ("holds", "blue") if judgement.passed else ("fails", "bold red")
-    console.print(
-        f"gate {verdict} against {name}: {', '.join(counts)}", style=style, markup=False, highlight=False,
-        soft_wrap=True,
-    )  # fmt: skip
+    style = "blue" if judgement.passed else "bold red"
+    console.print(judgement.sentence(name), style=style, markup=False, highlight=False, soft_wrap=True)
+    if not judgement.passed:
+        first = next(line for lines in judgement.problems.values() for line in lines)
+        annotate("narrowgauge gate", f"{judgement.sentence(name)}\n{first}", print_line=print)

@@ -250,7 +250,7 @@ def _halves(outputs: Tensors, drawn: Collection[str]) -> StageResult:
     for name in HALVES:
         for part in QUANTIZED_PARTS:
             alone, beside = outputs.get(f"{name} alone.{part}"), outputs.get(f"{name}.{part}")
-            if alone is None or beside is None or f"{name}.{part}" in drawn:
+            if alone is None or beside is None or not alone.numel() or f"{name}.{part}" in drawn:
                 continue
             result.compared += alone.numel()
             a, b = (t.view(torch.uint8) for t in (alone, beside))

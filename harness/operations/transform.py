@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.quantize import TransformCase
+from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.exact import exact_floats
 from narrowgauge.harness.checks.finding import float_view
 from narrowgauge.harness.checks.rounding_boundary import boundary_floats
@@ -27,11 +31,17 @@ def judge_transform(case: TransformCase, inputs: Inputs, backend: Backend) -> Ou
         return {"output": backend.tensor("transform", tuple(x.shape), x.dtype, given["x"], recipe)}
 
     outputs, protection, seconds = repeated(backend, x.device, {"x": laid_out(x, case.view)}, call)
-    expected = reference.transform(x, recipe)
-    output = outputs["output"]
-    outcome = Outcome(protection, outputs, output, expected, seconds=seconds)
+    outcome = Outcome(protection, outputs, seconds=seconds)
+    add_rotated(outcome, subject, outputs["output"])
+    return outcome
 
-    outcome.moved = Moved("transform", {"x": x}, outputs, recipe, free=subject.rule == "boundary")
+
+def add_rotated(outcome: Outcome, subject: Subject, output: torch.Tensor) -> None:
+    """Judge the rotation (M, K) of the matrix of `subject`, and keep it."""
+    recipe, x = subject.recipe, subject.matrix
+    expected = reference.transform(x, recipe)
+    outcome.actual, outcome.expected = output, expected
+    outcome.moved = Moved("transform", {"x": x}, {"output": output}, recipe, free=subject.rule == "boundary")
 
     def describe(row: int, column: int) -> dict[str, Any]:
         here = (row, column)
@@ -44,8 +54,9 @@ def judge_transform(case: TransformCase, inputs: Inputs, backend: Backend) -> Ou
                 element[name], element[f"{name}_bits"] = float_view(end[here])
         return element
 
-    if subject.rule == "exact":
+    if subject.rule == "exact" or equal_bits(output, expected):
         stage = exact_floats("output", output, expected, noun="rotated elements", describe=describe)
+        stage = replace(stage, rule=subject.rule)
     else:
         interval = subject.interval
         outcome.ends = (interval.lower, interval.upper)
@@ -54,4 +65,3 @@ def judge_transform(case: TransformCase, inputs: Inputs, backend: Backend) -> Ou
             noun="rotated elements", describe=describe,
         )  # fmt: skip
     outcome.stages.append(stage)
-    return outcome

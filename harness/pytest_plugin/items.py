@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import CaseFileError, load
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError
 from narrowgauge.harness.records.record import outcome
-
-if TYPE_CHECKING:
-    from narrowgauge.harness.records.record import Record
 
 
 def node_of(file: Path, root: Path) -> str:
@@ -33,7 +30,7 @@ class CaseFile(pytest.File):
             ledger = session.ledgers.ledger_for(self.path.parent, cases)
         except (CaseFileError, LedgerError) as error:
             raise self.CollectError(str(error)) from error
-        for case in cases:
+        for case in select(cases, tier=session.tier_of(self.path), keyword=session.options.keyword):
             yield CaseItem.from_parent(self, name=case.id, case=case, ledger=ledger)
 
 
@@ -60,11 +57,14 @@ class CaseItem(pytest.Item):
         """Time limit of the case in seconds, from pytest-timeout."""
         self.add_marker(getattr(pytest.mark, case.tier))
 
+    @property
+    def session_of_cases(self) -> Any:
+        """The `Session` of the plugin."""
+        return self.config.pluginmanager.get_plugin("narrowgauge-session")
+
     def runtest(self) -> None:
-        session: Any = self.config.pluginmanager.get_plugin("narrowgauge-session")
-        option = self.config.option
-        context = {"backend": option.backend, "device": option.device}
-        self.note(self.ledger.stand_in(self.case, **context, seed=option.case_seed) or session.run(self))
+        session, options = self.session_of_cases, self.session_of_cases.options
+        self.note(self.ledger.stand_in(self.case, **options.place, seed=options.seed) or session.run(self))
         assert self.record is not None
         self.ledger.mark(self.record)
         if self.record["verdict"] == "unsupported":
@@ -91,16 +91,10 @@ class CaseItem(pytest.Item):
 
     def without_result(self, error: BaseException) -> dict[str, Any]:
         """Record of a case ended by pytest-timeout, or of a case without a start."""
-        record = record_of(self.case, self.config)
+        record = self.session_of_cases.new_record(self.case)
         timeout = isinstance(error, pytest.fail.Exception) and "Timeout" in str(error)
         record.verdict, record.message = ("timeout" if timeout else "error"), str(error) or type(error).__name__
         return record.to_dict()
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, self.name
-
-
-def record_of(case: Case, config: pytest.Config) -> Record:
-    from narrowgauge.harness.records.record import new_record
-
-    return new_record(case, backend=config.option.backend, device=config.option.device, seed=config.option.case_seed)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.harness.pytest_plugin.items import CaseItem
+from narrowgauge.harness.pytest_plugin.plugin import plugin_options
 from narrowgauge.harness.records.journal import JournalError
 from narrowgauge.harness.running.shard import Part, Shard, ShardError, part_of, read_durations
 
@@ -19,20 +20,21 @@ _SELECTION = "narrowgauge_selection"
 
 
 class Sharding:
-    """`--shard`. Items that are no cases remain in every shard."""
+    """`--ng-shard`. Items that are no cases remain in every shard."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        """Raises UsageError if an option is invalid, or if the durations cannot be read."""
-        option = config.option
+    def __init__(self, config: pytest.Config, shard: str, durations: str) -> None:
+        """`shard`: `2/4`. `durations`: path of a report or journal, or empty.
+
+        Raises UsageError if an option is invalid, or if the durations cannot be read.
+        """
         try:
-            self.shard = Shard.parse(option.shard)
+            self.shard = Shard.parse(shard)
             if hasattr(config, "workerinput"):
                 self._seconds: dict[str, float] = config.workerinput[_DURATIONS]
             else:
-                path = option.case_durations
-                self._seconds = read_durations(config.rootpath / Path(path)) if path else {}
+                self._seconds = read_durations(config.rootpath / Path(durations)) if durations else {}
         except (ShardError, JournalError) as error:
-            raise pytest.UsageError(str(error).replace("--durations", "--case-durations")) from error
+            raise pytest.UsageError(plugin_options(error)) from error
         self.part: Part | None = None
         """Part of the cases collected in this process."""
         self.selection = ""
@@ -48,11 +50,11 @@ class Sharding:
         try:
             self.part = part_of(cases, self.shard, self._seconds)
         except ShardError as error:
-            message = str(error).replace("--durations", "--case-durations")
+            message = plugin_options(error)
             if not hasattr(config, "workerinput"):
                 raise pytest.UsageError(message) from error
             # An error here counts as a died worker for xdist; a failed collection report reaches the controller.
-            config.hook.pytest_collectreport(report=pytest.CollectReport("--shard", "failed", message, []))
+            config.hook.pytest_collectreport(report=pytest.CollectReport("--ng-shard", "failed", message, []))
             items.clear()
             return
         self.selection = self.part.selection

@@ -99,12 +99,15 @@ def _lock(key: Path, folder: Path) -> tuple[int, list[Path]]:
     """Descriptor of the locked file, and the created folders."""
     created = [path for path in (key, *key.parents) if not path.exists()]
     path = key / LOCK_NAME
+    missing: FileNotFoundError | None = None
     for _ in range(_ATTEMPTS):
         key.mkdir(parents=True, exist_ok=True)
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # the last user in another process removed the folder
+        except FileNotFoundError as error:  # the last user in another process removed the folder, or no file can be
+            missing = error
             continue
+        missing = None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -125,6 +128,8 @@ def _lock(key: Path, folder: Path) -> tuple[int, list[Path]]:
             _describe(file)
             return file, created
         os.close(file)
+    if missing is not None:
+        raise missing
     message = f"{folder}: other processes lock and unlock it all the time; give another --report-dir"
     raise FolderInUseError(errno.EAGAIN, message)
 

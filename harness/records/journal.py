@@ -315,7 +315,11 @@ class Journal:
         except OSError as error:
             if isinstance(error, FolderInUseError):
                 raise JournalError(error.strerror) from error
-            raise JournalError(f"{self.path.parent}: cannot be written: {error.strerror}") from error
+            folder = self.path.parent
+            reason = (
+                "is no folder" if folder.exists() and not folder.is_dir() else f"cannot be written: {error.strerror}"
+            )
+            raise JournalError(f"{folder}: {reason}; give another --report-dir") from error
         self._locked = True
 
     def _write_elapsed(self) -> None:

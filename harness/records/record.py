@@ -17,7 +17,7 @@ from narrowgauge.harness.machine.timing import PHASES
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA = 8
+SCHEMA = 9
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: correct. fail: a result is wrong. error: the backend raised an exception, or returned an invalid result. crash:
 the process died. timeout: the case did not end in time. unsupported: the backend does not support the case."""
@@ -118,6 +118,9 @@ class Record:
     (`harness.records.saved_failure`)."""
     save_note: str = ""
     """Why a failure was not shrunk or saved."""
+    options: str = ""
+    """Further options of the `narrowgauge show` that runs the case as this run did: `--schedules 4`, or `--after` and
+    the id of an earlier case. The words are quoted for a shell."""
     baseline: str = ""
     """What the baseline of this device, backend and seed records for a case that did not pass."""
     notes: list[dict[str, Any]] = field(default_factory=list)
@@ -189,6 +192,10 @@ def summarize(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     return table.reset_index()
 
 
+STATE_BETWEEN_CALLS = "state-between-calls"
+"""Cause of a failure that a kernel host of its own does not show, and shows after earlier cases."""
+PASSES_ALONE = "passes-alone"
+"""Cause of a failure that a kernel host of its own does not show, after earlier cases neither."""
 PROTECTING = ("guard", "repeat")
 """Rules that compare a kernel with itself. Their counts say nothing about correctness."""
 
@@ -215,10 +222,10 @@ def succeeded(records: Iterable[dict[str, Any]], *, strict: bool = False) -> boo
     return passed and all(outcome(record) in accepted for record in records)
 
 
-def new_record(case: Case, *, backend: str, device: str, seed: int) -> Record:
+def new_record(case: Case, *, backend: str, device: str, seed: int, options: str = "") -> Record:
     """Record of a case before any measurement."""
     return Record(
         case=case.id, file=case.file, operation=case.operation, recipe=case.recipe_label,
         shape=case.shape_label, dtype=case.dtype_label, inputs=case.inputs, flags="+".join(case.flags),
-        tier=case.tier, backend=backend, device=device, seed=seed,
+        tier=case.tier, backend=backend, device=device, seed=seed, options=options,
     )  # fmt: skip

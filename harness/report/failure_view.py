@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from narrowgauge.harness.cases.case_file import is_default
 from narrowgauge.harness.machine.plain_text import escape
-from narrowgauge.harness.report.text import number, plural
+from narrowgauge.harness.report.text import OF_EARLIER_CASES, number, plural
 
 BINS = 8
 """Largest number of histogram bins in a line: the bins with most elements. The line counts the omitted bins."""
@@ -19,15 +23,38 @@ SPECIAL = {
 
 
 def reproduction(record: dict[str, Any]) -> str:
-    """The command that runs this case again and shows its stages."""
+    """The command that runs this case again as the run did, in a fresh process, and shows its stages."""
     arguments = ["narrowgauge", "show", record["case"], "--backend", record["backend"], "--device", record["device"]]
     if record["seed"]:
         arguments += ["--seed", str(record["seed"])]
     if record["inputs"] and ":" in record["inputs"]:
-        arguments += ["--input", record["file"]]
+        arguments += ["--input", _from_here(record["file"])]
         if record["recipe"] != "nvfp4":
             arguments += ["--recipe", record["recipe"]]
-    return shlex.join(arguments)
+    elif record["file"] and not _is_default(record["file"], os.getcwd()):
+        arguments += ["--cases", _from_here(record["file"])]
+    return shlex.join([*arguments, *_options(record)])
+
+
+@cache
+def _is_default(file: str, folder: str) -> bool:
+    """Whether a command in the current folder, `folder`, finds the cases of a file without its name."""
+    return is_default(file)
+
+
+def _from_here(file: str) -> str:
+    """The path of a file as one types it in the current folder."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_absolute() and path.is_relative_to(here) else file
+
+
+def _options(record: dict[str, Any], *, after: bool = True) -> list[str]:
+    """The words of the record's options, without the earlier cases if not `after`."""
+    try:
+        words = shlex.split(record["options"])
+    except ValueError:  # the options of a changed journal
+        words = record["options"].split()
+    return words if after or "--after" not in words else words[: words.index("--after")]
 
 
 def first_failure(record: dict[str, Any]) -> str:
@@ -36,16 +63,23 @@ def first_failure(record: dict[str, Any]) -> str:
     lines += [f"reproduce: {reproduction(record)}", *saved_lines(record)]
     if record["baseline"]:
         lines.append(f"baseline: {record['baseline']}")
-    for finding in record["findings"]:
-        lines += ["", f"{finding['stage']} ({finding['rule']}): {finding['sentence']}"]
-        lines += _elements(finding["elements"])
-        lines += _counts(finding["modulo"])
-        lines += [f"  {line}" for line in distribution_lines(finding)]
+    lines += finding_lines(record["findings"])
     judged = ", ".join(f"{s['stage']} {'✗' if s['sentence'] else '✓'}" for s in record["stages"])
     if judged:
         lines += ["", f"stages: {judged}"]
     lines += note_lines(record)
     return escape("\n".join(lines))  # the ledger and the baseline have added text since the record was made
+
+
+def finding_lines(findings: Iterable[dict[str, Any]]) -> list[str]:
+    """Every finding after an empty line: its sentence, first and worst element, counts by place and distributions."""
+    lines = []
+    for finding in findings:
+        lines += ["", f"{finding['stage']} ({finding['rule']}): {finding['sentence']}"]
+        lines += _elements(finding["elements"])
+        lines += _counts(finding["modulo"])
+        lines += [f"  {line}" for line in distribution_lines(finding)]
+    return lines
 
 
 def note_lines(record: dict[str, Any]) -> list[str]:
@@ -58,7 +92,7 @@ def saved_lines(record: dict[str, Any]) -> list[str]:
     lines = [record["save_note"]] if record["save_note"] else []
     if record["saved"]:
         arguments = ["narrowgauge", "show", record["case"], "--saved", record["saved"]]
-        arguments += ["--backend", record["backend"], "--device", record["device"]]
+        arguments += ["--backend", record["backend"], "--device", record["device"], *_options(record, after=False)]
         label = f"fails at {record['shrunk']} too" if record["shrunk"] else "as saved"
         lines += [f"{label}: {shlex.join(arguments)}", f'tensors: safetensors.torch.load_file("{record["saved"]}")']
     return lines
@@ -72,12 +106,15 @@ def group_saved_lines(records: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def explanation_lines(explanations: list[dict[str, Any]]) -> list[str]:
-    """Explanations of a record: deviations with exactly its bytes, and patterns of its wrong elements."""
+    """Explanations of a record: earlier calls that it needs, deviations with exactly its bytes, and patterns of its
+    wrong elements."""
+    earlier = [entry["sentence"] for entry in explanations if entry["cause"] in OF_EARLIER_CASES]
+    explanations = [entry for entry in explanations if entry["cause"] not in OF_EARLIER_CASES]
     exact = [explanation["sentence"] for explanation in explanations if explanation["exact"]]
     shared = [explanation["sentence"] for explanation in explanations if not explanation["exact"]]
     lines = [f"explained exactly by: {exact[0]}"] if exact else []
     lines += [f"              or by: {sentence}" for sentence in exact[1:]]
-    return lines + [f"wrong elements: {sentence}" for sentence in shared]
+    return earlier + lines + [f"wrong elements: {sentence}" for sentence in shared]
 
 
 def _elements(elements: list[dict[str, Any]]) -> list[str]:

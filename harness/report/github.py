@@ -44,6 +44,12 @@ def publish(
             print_line(f"the summary of the job cannot be written: {error}")
 
 
+def annotate(title: str, message: str, *, print_line: Callable[[str], object]) -> None:
+    """In a GitHub job: call `print_line` with an annotation of the job, an error."""
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        print_line(_command("error", {"title": title}, message))
+
+
 def commands(records: Iterable[dict[str, Any]]) -> list[str]:
     """A workflow command for each group of failures, worst first, at most `MOST`. The last command counts the omitted
     groups."""

@@ -8,7 +8,13 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from narrowgauge.harness.records.record import OUTCOMES, elements_compared, outcome
+from narrowgauge.harness.records.record import (
+    OUTCOMES,
+    PASSES_ALONE,
+    STATE_BETWEEN_CALLS,
+    elements_compared,
+    outcome,
+)
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
 _QUANTIZED = ("amax", "tensor scale", "scales", "codes")
@@ -189,10 +195,16 @@ def note_counts(records: Iterable[dict[str, Any]]) -> str:
     return f"{plural(counts.total(), 'note')}: {causes}" if counts else ""
 
 
+OF_EARLIER_CASES = (STATE_BETWEEN_CALLS, PASSES_ALONE)
+"""Causes whose sentences say how the failure depends on earlier cases."""
+
+
 def explanation(cause: dict[str, Any] | None) -> str:
-    """Explanation of a record or a group: an exact deviation, or a pattern of the wrong elements."""
+    """Explanation of a record or a group: earlier calls, an exact deviation, or a pattern of the wrong elements."""
     if cause is None:
         return ""
+    if cause["cause"] in OF_EARLIER_CASES:
+        return str(cause["sentence"])
     return f"{'explained exactly by' if cause['exact'] else 'wrong elements'}: {cause['sentence']}"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported, error_location
 from narrowgauge.harness.backends.host import CaseEnd, HostLost
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from narrowgauge.harness.operations.stages.outcome import Outcome
     from narrowgauge.harness.running.save_failures import Keeper
 
+    OnOutcome = Callable[[Inputs, Outcome], None]
+
 COMPARING = ("exact", "bound", "boundary", "statistics")
 """Rules that compare results with what they should be."""
 _RESULTS = 1 << 28
@@ -36,6 +38,13 @@ ALLCLOSE = 8e-3
 """The tolerance of Transformer Engine's own NVFP4 GEMM test, reported and never used for a verdict."""
 
 
+class Examiner(Protocol):
+    """Runs failing cases again (`harness.running.earlier_cases`)."""
+
+    def examine(self, record: Record, case: Case, *, sharing: int, timeout: float, started: float) -> bool:
+        """Run a failing case again in a kernel host of its own. Returns whether it passes there."""
+
+
 def run_case(
     case: Case,
     backend: Backend,
@@ -43,19 +52,29 @@ def run_case(
     device: str = "cpu",
     seed: int = 0,
     captures: Captured | None = None,
+    inputs: Inputs | None = None,
     keeper: Keeper | None = None,
+    earlier: Examiner | None = None,
+    on_outcome: OnOutcome | None = None,
     sharing: int = 1,
     timeout: float = float("inf"),
     untrusted: bool = False,
+    options: str = "",
 ) -> Record:
     """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file.
 
-    `keeper` shrinks and saves a failure; None: failures are not saved. `sharing`: number of cases that share the false
-    alarms of the run (`harness.checks.statistics.holm`). `timeout`: seconds for the calls of a backend in a host.
-    `untrusted`: a failing case runs on the inputs of another seed, too, and equal results are a finding.
+    `inputs` replace the inputs made from the seed. `keeper` shrinks and saves a failure; None: failures are not saved.
+    `earlier` runs a failing case again in a kernel host of its own; None: nothing is said about earlier calls.
+    `on_outcome` is called with the inputs and the outcome of a judged case. `sharing`: number of cases that share the
+    false alarms of the run (`harness.checks.statistics.holm`). `timeout`: seconds for the calls of a backend in a host.
+    `untrusted`: a failing case runs on the inputs of another seed, too, and equal results are a finding. `options`: the
+    column of this name.
     """
     started, busy = time.perf_counter(), time.process_time()
-    record = new_record(case, backend=backend.name, device=device, seed=seed)
+    record = new_record(case, backend=backend.name, device=device, seed=seed, options=options)
+    with_earlier = None
+    if earlier is not None:
+        with_earlier = partial(earlier.examine, record, case, sharing=sharing, timeout=timeout, started=started)
     home = home_of(case, device) if backend.device is not None else device
     _give_back_memory(device)
     if home == "cuda":
@@ -67,8 +86,8 @@ def run_case(
             require_default(read_environment())  # of the judge: a kernel cannot change it from its host
             backend.host.begin_case(timeout, needed(case) + _RESULTS)
             _measure(
-                record, case, backend, home, seed=seed, captures=captures, keeper=keeper, sharing=sharing,
-                untrusted=untrusted,
+                record, case, backend, home, seed=seed, captures=captures, inputs=inputs, keeper=keeper,
+                with_earlier=with_earlier, on_outcome=on_outcome, sharing=sharing, untrusted=untrusted,
             )  # fmt: skip
             end = backend.host.end_case()
             require_default(read_environment())
@@ -81,6 +100,8 @@ def run_case(
     for phase in PHASES:
         setattr(record, f"seconds_{phase}", round(watch.seconds[phase], 6))
     _settle(record, end)
+    if with_earlier is not None and record.verdict in ("error", "crash"):
+        with_earlier()
     if device == "cuda":
         record.bytes_peak = end.peak + (torch.cuda.max_memory_allocated() if home == "cuda" else 0)
     record.seconds_total, record.seconds_core = time.perf_counter() - started, time.process_time() - busy
@@ -95,7 +116,10 @@ def _measure(
     *,
     seed: int,
     captures: Captured | None,
+    inputs: Inputs | None,
     keeper: Keeper | None,
+    with_earlier: Callable[[], bool] | None,
+    on_outcome: OnOutcome | None,
     sharing: int,
     untrusted: bool,
 ) -> None:
@@ -105,7 +129,8 @@ def _measure(
         return
     try:
         with count_seconds("inputs"):
-            inputs = make_case_inputs(case, seed=seed, captures=captures, device="cpu")
+            if inputs is None:
+                inputs = make_case_inputs(case, seed=seed, captures=captures, device="cpu")
         record.input_digest = digest(inputs.tensors())
         # Copies to a GPU and from it take no time of the kernels of others: they are made outside of the turn.
         with count_seconds("inputs"):
@@ -115,12 +140,16 @@ def _measure(
                 outcome = judge(case, inputs, backend, sharing=sharing)
             _fill(record, outcome)
         record.output_digest = digest(outcome.outputs.values())
+        if on_outcome is not None:
+            on_outcome(inputs, outcome)
         if record.verdict == "fail":
             outcome.aliases = backend.host.aliases
             with count_seconds("diagnosis"):
                 again = partial(two_runs, case, inputs, outcome, backend, seed + 1) if untrusted else None
                 record.explanations = explained(outcome, backend, runs=again)
-                if keeper is not None:
+                if with_earlier is not None and with_earlier():
+                    record.save_note = "not saved: the case passes alone"
+                elif keeper is not None:
                     keeper.keep(record, case, inputs, outcome, backend)
     except Unsupported as error:
         record.verdict, record.message = "unsupported", str(error)

@@ -7,11 +7,13 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import shlex
 import signal
 import socket
 import sys
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -26,6 +28,7 @@ from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 from narrowgauge.harness.records.record import new_record
 
 if TYPE_CHECKING:
+    from narrowgauge.harness.backends.backend import Backend
     from narrowgauge.harness.hosts.remote_host import RemoteHost
 
 
@@ -56,6 +59,13 @@ class Settings:
     """Whether each case has a kernel host of its own."""
     change: tuple[str, str, str] | None = None
     """A changed source file in the kernel hosts, as in `HostSettings`."""
+
+    @property
+    def options(self) -> str:
+        """The options of `narrowgauge show` with these settings of kernel hosts, beside backend and device."""
+        schedules = f"--schedules {self.schedules}" if self.schedules else ""
+        chosen = ("--sanitize" if self.sanitize else "", "--untrusted" if self.untrusted else "")
+        return " ".join(filter(None, (schedules, *chosen)))
 
 
 @dataclass(frozen=True)
@@ -107,12 +117,15 @@ class Worker:
         if gpu:
             environment[VISIBLE_DEVICES] = gpu
         ours, theirs = pair()
-        hosts = starter().connect()
+        hosts, other_hosts = starter().connect(), starter().connect()
         self.connection = Connection(ours)
-        self.process = forkserver().Process(target=_main, args=(theirs, hosts, settings, environment), daemon=True)
+        self.process = forkserver().Process(
+            target=_main, args=(theirs, hosts, other_hosts, settings, environment), daemon=True
+        )
         self.process.start()
         theirs.close()
         hosts.close()
+        other_hosts.close()
         self.settings, self.gpu = settings, gpu
         self.task: Task | None = None
         self.ready = self.last = False
@@ -181,7 +194,9 @@ class Worker:
 
 def without_result(task: Task, settings: Settings, verdict: str, message: str) -> dict[str, Any]:
     """The record of a task that gave none."""
-    record = new_record(task.case, backend=settings.backend, device=settings.device, seed=task.seed)
+    record = new_record(
+        task.case, backend=settings.backend, device=settings.device, seed=task.seed, options=settings.options
+    )
     record.verdict, record.message = verdict, message
     return record.to_dict()
 
@@ -197,7 +212,13 @@ def forkserver() -> ForkServerContext:
     return context
 
 
-def _main(ours: socket.socket, hosts: socket.socket, settings: Settings, environment: dict[str, str]) -> None:
+def _main(
+    ours: socket.socket,
+    hosts: socket.socket,
+    other_hosts: socket.socket,
+    settings: Settings,
+    environment: dict[str, str],
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides what an interrupt means
     detach_process()
     # The server ends when nobody holds this descriptor: the run alone should, and not the processes of the server.
@@ -208,14 +229,20 @@ def _main(ours: socket.socket, hosts: socket.socket, settings: Settings, environ
     os.environ.update(environment)
     prepare_process(settings.workers)
     with suppress(FrameError):  # the run is gone
-        serve(Connection(ours), Channel(hosts), settings)
+        serve(Connection(ours), Channel(hosts), Channel(other_hosts), settings)
 
 
-def serve(connection: Connection, hosts: Channel, settings: Settings) -> None:
-    """Judge tasks, and send their records, until the message `end`."""
+def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings: Settings) -> None:
+    """Judge tasks, and send their records, until the message `end`.
+
+    A channel has one host at a time: `hosts` starts that of the run, `other_hosts` those in which a failing case runs
+    again.
+    """
     from narrowgauge.harness.backends.backend import Backend
+    from narrowgauge.harness.backends.loading import extra_folder
     from narrowgauge.harness.cases.operations import case_from_labels
     from narrowgauge.harness.inputs.capture import Captured
+    from narrowgauge.harness.running.earlier_cases import EarlierCases
     from narrowgauge.harness.running.runner import run_case
     from narrowgauge.harness.running.save_failures import Keeper
 
@@ -228,19 +255,45 @@ def serve(connection: Connection, hosts: Channel, settings: Settings) -> None:
         return
     connection.send({"room": host.room()})
     keeper = Keeper(Path(settings.failures)) if settings.failures else None
+
+    @contextmanager
+    def other_host() -> Iterator[Backend]:
+        with closing(kernel_host(settings, other_hosts)) as other:
+            yield Backend(other)
+
+    earlier = EarlierCases(other_host, captures, settings.untrusted)
+    folder = extra_folder(settings.backend)
+    options = shlex.join(["--path", folder, *settings.options.split()]) if folder else settings.options
     while "end" not in (message := connection.receive()[0]):
         labels = message["case"] | {"shape": tuple(message["case"]["shape"])}
+        case = case_from_labels(**labels)
+        if host.process is None:
+            earlier.ran.clear()
         with without_gpu_lock() if message["first"] else nullcontext():
             record = run_case(
-                case_from_labels(**labels), backend, device=settings.device, seed=message["seed"], captures=captures,
-                keeper=keeper, sharing=message["sharing"], timeout=message["timeout"], untrusted=settings.untrusted,
+                case, backend, device=settings.device, seed=message["seed"], captures=captures, keeper=keeper,
+                earlier=None if settings.change else earlier, sharing=message["sharing"], timeout=message["timeout"],
+                untrusted=settings.untrusted, options=options,
             )  # fmt: skip
+        if record.verdict == "timeout":
+            record.options = f"{record.options} --timeout {message['timeout']:g}".lstrip()
+        earlier.ran.append((case, record.seconds_total or 0.0))
         if settings.fresh_host:
             host.close()
         connection.send({"record": record.to_dict(), "last": host.orphaned})
         if host.orphaned:
             return
     host.close()
+
+
+@contextmanager
+def backend_in_host(settings: Settings) -> Iterator[Backend]:
+    """The backend of the settings in a kernel host, for a command that judges in its own process. Raises BackendError
+    as `kernel_host` does."""
+    from narrowgauge.harness.backends.backend import Backend
+
+    with closing(Channel(starter().connect())) as channel, closing(kernel_host(settings, channel)) as host:
+        yield Backend(host)
 
 
 def kernel_host(settings: Settings, hosts: Channel) -> RemoteHost:

@@ -25,6 +25,7 @@ from narrowgauge.harness.report import github
 from narrowgauge.harness.report.failure_view import first_failure
 from narrowgauge.harness.report.groups import group
 from narrowgauge.harness.report.report import print_summary, write_journaled
+from narrowgauge.harness.report.text import plural
 from narrowgauge.harness.running.pool import Settings, run_cases
 from narrowgauge.harness.running.shard import Part
 
@@ -78,9 +79,9 @@ def run_session(
         page = write_journaled(records, header().environment, directory, elapsed=elapsed, link=link)
     print_result(records, console)
     if missing := len(cases) - len(records):
-        message = f"interrupted: {missing} of {len(cases)} cases did not run; --resume goes on with them"
+        message = f"interrupted: {missing} of {plural(len(cases), 'case')} did not run; --resume goes on with them"
         console.print(message, style="bold red")
-    console.print(f"{len(records)} cases in {elapsed:.1f} s; report: {page}", markup=False, soft_wrap=True)
+    console.print(f"{plural(len(records), 'case')} in {elapsed:.1f} s; report: {page}", markup=False, soft_wrap=True)
     github.publish(records, header().environment, elapsed, link=link, print_line=print)
     return succeeded(records, strict=strict) and not missing
 
@@ -109,21 +110,26 @@ def _run(
     remaining = [case for case in cases if case.id not in finished]
     context = {"backend": settings.backend, "device": settings.device}
     stand_ins = {case.id: ledger.stand_in(case, **context, seed=settings.seed) for case in remaining}
-    with progress_bar(console) as progress:
-        task = progress.add_task("running", total=len(cases), completed=len(finished))
+    progress = progress_bar(console)
+    task = progress.add_task("running", total=len(cases), completed=len(finished))
 
-        def on_record(record: dict[str, Any]) -> None:
-            ledger.mark(record)
-            journal.add(record)
-            records.append(record)
-            counts[outcome(record)] += 1
-            progress.update(task, advance=1, description=", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+    def on_record(record: dict[str, Any]) -> None:
+        progress.start()  # with the first record: a backend that cannot be loaded has no bar
+        ledger.mark(record)
+        journal.add(record)
+        records.append(record)
+        counts[outcome(record)] += 1
+        progress.update(task, advance=1, description=", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
 
+    try:
         for stand_in in filter(None, stand_ins.values()):
             on_record(stand_in)
         # Finished cases also share the false alarms of the run.
         launched = [case for case in remaining if stand_ins[case.id] is None]
         run_cases(launched, replace(settings, sharing=settings.sharing or count_chance_cases(cases)), on_record)
+    finally:
+        if progress.live.is_started:
+            progress.stop()
     return records
 
 
@@ -135,4 +141,4 @@ def _print_failures(records: list[dict[str, Any]], console: Console) -> None:
         console.rule(record["case"], style="red")
         console.print(first_failure(record), markup=False, highlight=False, soft_wrap=True)
     if omitted := len(failed) - min(len(groups), SHOWN):
-        console.print(f"\n{omitted} more cases did not pass; the report has them all", style="red")
+        console.print(f"\n{plural(omitted, 'more case')} did not pass; the report has them all", style="red")

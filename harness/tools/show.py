@@ -10,8 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge.harness.backends.backend import Backend
-from narrowgauge.harness.backends.host import HostLost
+from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.checks.finding import float_view
@@ -30,8 +29,7 @@ from narrowgauge.harness.operations.stages.quantized import (
     stored_along_rows,
 )
 from narrowgauge.harness.report.failure_view import explanation_lines
-from narrowgauge.harness.running.judging import explained, judge
-from narrowgauge.harness.running.runner import make_case_inputs
+from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import elements, linear_scales
 from narrowgauge.reference.quantize.scaling import tensor_scale
@@ -55,30 +53,47 @@ def show_case(
     source: Path | None,
     place: Place | None,
     saved: Inputs | None = None,
+    after: Sequence[Case] = (),
+    timeout: float = 300.0,
+    untrusted: bool = False,
 ) -> bool:
-    """Run `case` and print every stage, and the elements around `place` (row, column) or around the first wrong
-    element.
+    """Run `case` and print its failure, every stage, and the elements around `place` (row, column) or around the first
+    wrong element.
 
     Rows are counted through all sections. With two halves the place is in the wrong half, or in the rowwise half.
-    `saved` inputs replace the inputs made from the seed. True if every stage is correct. A host that ends has no
-    stages: the verdict and the reason are printed. Raises BackendError and Unsupported.
+    `saved` inputs replace the inputs made from the seed. The cases of `after` run before, in the same host; their
+    verdicts are printed. `timeout` and `untrusted`: as of `run_case`. True if the case passes. A case without a result
+    has no stages: the verdict and the reason are printed. Raises Unsupported.
     """
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     captures = None if source is None else Captured.load(source)
-    inputs = saved.to(device) if saved else make_case_inputs(case, seed=seed, captures=captures, device=device)
     console.print(f"{case.id}   backend {backend.name}, device {device}, seed {seed}", markup=False)
-    try:
-        outcome = judge(case, inputs, backend)
-    except HostLost as lost:
-        console.print(f"{lost.verdict}: {escape(str(lost))}", markup=False, soft_wrap=True)
-        return False
-    console.print(_stages(outcome))
-    for line in explanation_lines(explained(outcome, backend)):
-        console.print(line, markup=False)
-    table = _SHOWN[case.operation](inputs, outcome, place)
-    console.print("the result is empty" if table is None else table)
-    return all(stage.passed for stage in outcome.stages)
+    judged: list[tuple[Inputs, Outcome]] = []
+
+    def keep(inputs: Inputs, outcome: Outcome) -> None:
+        judged.append((inputs, outcome))
+
+    for earlier in after:
+        before = run_case(
+            earlier, backend, device=device, seed=seed, captures=captures, timeout=timeout, untrusted=untrusted
+        )
+        console.print(f"after {earlier.id}: {before.verdict}", markup=False)
+    record = run_case(
+        case, backend, device=device, seed=seed, captures=captures, inputs=saved, on_outcome=keep, timeout=timeout,
+        untrusted=untrusted,
+    )  # fmt: skip
+    if record.verdict == "unsupported":
+        raise Unsupported(record.message)
+    if record.verdict != "pass":
+        console.print(escape(f"{record.verdict}: {record.message}"), markup=False, soft_wrap=True)
+    for inputs, outcome in judged:
+        console.print(_stages(outcome))
+        for line in explanation_lines(record.explanations):
+            console.print(line, markup=False)
+        table = _SHOWN[case.operation](inputs, outcome, place)
+        console.print("the result is empty" if table is None else table)
+    return record.verdict == "pass"
 
 
 def _stages(outcome: Outcome) -> Table:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.spec.recipes import Recipe
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass
+@dataclass(repr=False)
 class Quantized:
     """A quantized (M, K) matrix with blocks along K.
 
@@ -42,8 +43,18 @@ class Quantized:
         """`amax`, for operations that need the amax. Raises ValueError if `amax` is None."""
         return _required_amax(self.amax, self.recipe)
 
+    def to(self, device: torch.device | str) -> Quantized:
+        """The same matrix on a device. Tensors of this device are not copied."""
+        codes, scales, amax, tensor_scale = _moved(device, self.codes, self.scales, self.amax, self.tensor_scale)
+        return replace(self, codes=codes, scales=scales, amax=amax, tensor_scale=tensor_scale)
 
-@dataclass
+    def __repr__(self) -> str:
+        """Recipe, shape, device and storage, without the content of a tensor."""
+        storage = [name for name in ("swizzled", "transposed") if getattr(self, name)]
+        return f"Quantized({', '.join([str(self.recipe), _size(self.shape), str(self.codes.device), *storage])})"
+
+
+@dataclass(repr=False)
 class GroupedQuantized:
     """A matrix (M, K), quantized in separate sections along M; `sections()` returns a `Quantized` per section.
 
@@ -69,6 +80,19 @@ class GroupedQuantized:
         """`amax`, a number per section. Raises ValueError if `amax` is None."""
         return _required_amax(self.amax, self.recipe)
 
+    def to(self, device: torch.device | str) -> GroupedQuantized:
+        """The same sections on a device. Tensors of this device are not copied."""
+        codes, scales, amax, tensor_scale, sizes = _moved(
+            device, self.codes, self.scales, self.amax, self.tensor_scale, self.sizes
+        )
+        return replace(self, codes=codes, scales=scales, amax=amax, tensor_scale=tensor_scale, sizes=sizes)
+
+    def __repr__(self) -> str:
+        """Recipe, shape, number of sections, device and orientation, without the content of a tensor."""
+        shape = f"{_size(self.shape)} in {len(self.sizes)} section{'' if len(self.sizes) == 1 else 's'}"
+        orientation = ["columnwise"] if self.columnwise else []
+        return f"GroupedQuantized({', '.join([str(self.recipe), shape, str(self.codes.device), *orientation])})"
+
     def sections(self) -> list[Quantized]:
         """A `Quantized` per section, as views of the same memory. Waits for the device of `sizes`."""
         parts = []
@@ -90,6 +114,16 @@ class GroupedQuantized:
             )
             parts.append(Quantized(codes, scales, amax, self.recipe, shape, encode, transposed=transposed))
         return parts
+
+
+def _moved(device: torch.device | str, *tensors: torch.Tensor | None) -> Iterator[Any]:
+    """The tensors on a device; None stays None."""
+    return (None if tensor is None else tensor.to(device) for tensor in tensors)
+
+
+def _size(shape: tuple[int, int]) -> str:
+    """`128x256`."""
+    return "x".join(map(str, shape))
 
 
 def _required_amax(amax: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:

@@ -26,6 +26,7 @@ __all__ = [
     "Recipe",
     "find_recipe",
     "recipe_names",
+    "recipes",
 ]
 
 _ELEMENTS = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3, "e5m2": E5M2}
@@ -197,6 +198,11 @@ def recipe_names() -> list[str]:
     ]
 
 
+def recipes() -> list[Recipe]:
+    """The recipes of `recipe_names`. Further names have parameters, such as eps and margin: see `find_recipe`."""
+    return list(map(find_recipe, recipe_names()))
+
+
 def find_recipe(name: str | Recipe) -> Recipe:
     """The recipe with the name `name` or `name@dialect`; a Recipe is returned unchanged.
 
@@ -209,8 +215,8 @@ def find_recipe(name: str | Recipe) -> Recipe:
     - fp8-delayed, then -e4m3 or -e5m2, -recent, -margin2 and the like, -bulk.
 
     Defaults in names of FP8 recipes are e4m3 and, for block scales, pow2; `Recipe.name` contains all parts. Raises
-    ValueError with the nearest name for an unknown name, and with the reason if two parts, or a part and the dialect,
-    exclude each other.
+    ValueError with the three nearest names for an unknown name, and with the reason if two parts, or a part and the
+    dialect, exclude each other.
     """
     if isinstance(name, Recipe):
         return name
@@ -223,11 +229,11 @@ def _find(base: str, dialect: str) -> Recipe:
     match = next(((f, parts) for f in _FAMILIES if (parts := f.parts.fullmatch(base))), None)
     if match is None:
         name = base if dialect == DEFAULT_DIALECT else f"{base}@{dialect}"
-        raise ValueError(f"no recipe is called {name!r}{_nearest(base, _NAMES)}; there are {', '.join(recipe_names())}")
+        raise ValueError(f"no recipe is called {name!r}{_nearest(base, _NAMES, 3)}; narrowgauge.recipes() lists all")
     family, parts = match
     if dialect not in family.dialects:
         raise ValueError(
-            f"recipe {base} has no dialect {dialect!r}{_nearest(dialect, family.dialects)}; "
+            f"recipe {base} has no dialect {dialect!r}{_nearest(dialect, family.dialects, 1)}; "
             f"it has {', '.join(family.dialects)}"
         )
     recipe, chosen = family.make(parts)
@@ -241,6 +247,8 @@ def _find(base: str, dialect: str) -> Recipe:
     return replace(recipe, dialect=dialect, **of_dialect)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def _nearest(name: str, known: Iterable[str], most: int) -> str:
+    """` (did you mean 'a', 'b' or 'c'?)` with the known names nearest to `name`, or the empty string."""
+    close = [repr(word) for word in difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)]
+    words = " or ".join(filter(None, [", ".join(close[:-1]), *close[-1:]]))
+    return f" (did you mean {words}?)" if words else ""

@@ -86,7 +86,7 @@ class Correlations:
     def _in_blocks(self, residuals: torch.Tensor) -> torch.Tensor:
         """(calls, M, K) as (calls, M, blocks, width). A short last block is filled with zeros."""
         padded = torch.nn.functional.pad(residuals, (0, -residuals.shape[2] % self.width))
-        return padded.view(*residuals.shape[:2], -1, self.width)
+        return padded.view(*residuals.shape[:2], padded.shape[2] // self.width, self.width)
 
     def _add(self, name: str, residuals: torch.Tensor, variance: torch.Tensor, dimension: int, distance: int) -> None:
         """Add all pairs of elements at a distance, in two sums of independent products.

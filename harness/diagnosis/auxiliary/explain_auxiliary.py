@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 
@@ -14,8 +15,10 @@ from narrowgauge.harness.diagnosis.auxiliary.delayed_scaling import deviating_hi
 from narrowgauge.harness.diagnosis.auxiliary.rotations import Ends, deviating_ends, deviating_rotations
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.scale_layouts import deviating_layouts, padding_not_zeroed
+from narrowgauge.harness.diagnosis.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
 from narrowgauge.reference.quantize.sections import pad_sections
+from narrowgauge.spec.arguments import check_rotation
 from narrowgauge.spec.recipes import Recipe
 
 Cause = tuple[str, str]
@@ -23,16 +26,20 @@ Cause = tuple[str, str]
 _ALIGNMENTS = (1, 8, 16, 32, 64, 128, 256)
 
 
-def explain_auxiliary(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
+def explain_auxiliary(outcome: Outcome, wrong_stage: StageResult, limit: TimeLimit) -> list[Explanation]:
     """Known deviations of an operation that moves, rotates or updates numbers, if they give the kernel's result."""
     moved = outcome.moved
     if moved is None:
         return []
-    find_causes = _CAUSE_FUNCTIONS.get((moved.operation, wrong_stage.stage.removeprefix(moved.prefix)))
-    if find_causes is None:
+    key = (moved.operation, wrong_stage.stage.removeprefix(moved.prefix))
+    if key == ("transform", "output"):
+        causes = _rotation(moved, wrong_stage.wrong_elements, limit)
+    elif key in _CAUSE_FUNCTIONS:
+        causes = _CAUSE_FUNCTIONS[key](moved)
+    else:
         return []
     explanations: dict[str, Explanation] = {}
-    for cause, sentence in find_causes(moved):
+    for cause, sentence in causes:
         explanations.setdefault(cause, Explanation(cause, sentence, wrong_stage.stage, exact=True))
     return list(explanations.values())
 
@@ -89,22 +96,59 @@ def _unswizzled(moved: Moved) -> Iterator[Cause]:
 # ---- transform -------------------------------------------------------------------------------------------------------
 
 
-def _rotation(moved: Moved) -> Iterator[Cause]:
-    x, recipe, output = moved.given["x"], _recipe(moved), _kernel_tensor(moved, "output")
-    if not moved.free:
-        yield from _matching_causes(output, deviating_rotations(x, recipe))
+Fit = tuple[str, str, Callable[[], bool]]
+"""Cause, sentence, and function to whether the deviation gives the result."""
+
+
+def _rotation(moved: Moved, wrong: torch.Tensor | None, limit: TimeLimit) -> Iterator[Cause]:
+    """Wrong rotations that give the result: tried first on the rows of the first wrong element."""
+    x, output, recipe = moved.given["x"], _kernel_tensor(moved, "output"), _recipe(moved)
+    rows = _tile_of_first_wrong(x, recipe, wrong)
+    on_tile = _fitting_rotations(x[rows], output[rows], recipe, free=moved.free)
+    on_all = _fitting_rotations(x, output, recipe, free=moved.free)
+    for (cause, sentence, fits_tile), (_, _, fits_all) in zip(on_tile, on_all, strict=True):
+        if limit.may_try() and fits_tile() and limit.may_verify(cause) and fits_all():
+            yield cause, sentence
+
+
+def _tile_of_first_wrong(x: torch.Tensor, recipe: Recipe, wrong: torch.Tensor | None) -> slice:
+    """Rows with the first wrong element that a wrong rotation treats as it treats the whole matrix `x` (M, K).
+
+    A rotation of columns rotates groups of rows. It applies only if M is a multiple of the group.
+    """
+    if wrong is None or not bool(wrong.any()):
+        return slice(0, len(x))
+    group = check_rotation(x, recipe).group
+    height = 1 if len(x) % group else group
+    start = int(wrong.any(1).nonzero()[0]) // height * height
+    return slice(start, start + height)
+
+
+def _fitting_rotations(x: torch.Tensor, output: torch.Tensor, recipe: Recipe, *, free: bool) -> Iterator[Fit]:
+    """Wrong rotations of `x`. `free`: the output lies between the ends of all orders of summation."""
+    if not free:
+        for cause, sentence, compute in deviating_rotations(x, recipe):
+            yield cause, sentence, partial(_gives, compute, output)
         return
 
     def rotate(matrix: torch.Tensor, rotation_recipe: Recipe) -> Ends:
         interval = rotated_interval(matrix, rotation_recipe)
         return interval.lower, interval.upper
 
-    ordinals = ordinal.signed_float_ordinals(output)
     for cause, sentence, ends in deviating_ends(x, recipe, rotate):
-        low, high = ends()
-        inside = (ordinals >= ordinal.signed_float_ordinals(low)) & (ordinals <= ordinal.signed_float_ordinals(high))
-        if bool((inside | (output.isnan() & low.isnan())).all()):
-            yield cause, sentence
+        yield cause, sentence, partial(_contain, ends, output)
+
+
+def _gives(compute: Callable[[], torch.Tensor], output: torch.Tensor) -> bool:
+    return equal_bits(compute(), output)
+
+
+def _contain(ends: Callable[[], Ends], output: torch.Tensor) -> bool:
+    """Whether every output lies between its ends, or is NaN like the lower end."""
+    low, high = ends()
+    ordinals = ordinal.signed_float_ordinals(output)
+    inside = (ordinals >= ordinal.signed_float_ordinals(low)) & (ordinals <= ordinal.signed_float_ordinals(high))
+    return bool((inside | (output.isnan() & low.isnan())).all())
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -182,7 +226,6 @@ def _column_sums(moved: Moved) -> Iterator[Cause]:
 _CAUSE_FUNCTIONS: dict[tuple[str, str], Callable[[Moved], Iterator[Cause]]] = {
     ("swizzle", "layout"): _layout,
     ("swizzle", "unswizzle"): _unswizzled,
-    ("transform", "output"): _rotation,
     ("pad", "padding"): _padding,
     ("pad", "unpadding"): _unpadding,
     ("update-scale", "history"): _history,

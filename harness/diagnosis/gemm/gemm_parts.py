@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import torch
 
-from narrowgauge.harness.checks import ordinal
 from narrowgauge.harness.operations.stages.outcome import Product
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.gemm import alpha
@@ -231,17 +230,11 @@ def _fused_multiply_add(ends: Ends, factor: torch.Tensor, addend: torch.Tensor) 
 
 def fits(output: torch.Tensor, candidates: Sequence[Ends], undetermined: torch.Tensor) -> torch.Tensor:
     """bool mask of the outputs between the ends of a candidate. The sign of zero and the payload of NaN are free."""
-    ordinals = ordinal.float_ordinals(output.float())
-    fitting = undetermined & ~output.isfinite()
-    for low, high in candidates:
-        nan = low.isnan() | high.isnan()
-        inside = (
-            (ordinals >= ordinal.float_ordinals(low))
-            & (ordinals <= ordinal.float_ordinals(high))
-            & ~output.isnan()
-            & ~nan
-        )
-        fitting = fitting | inside | (nan & output.isnan())
+    value = output.float()
+    is_nan = value.isnan()
+    fitting = undetermined & ~value.isfinite()
+    for low, high in candidates:  # NaN is in no interval
+        fitting |= ((value >= low) & (value <= high)) | ((low.isnan() | high.isnan()) & is_nan)
     return fitting
 
 

@@ -123,7 +123,7 @@ def _subnormal(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _ties(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     """bool mask of magnitudes halfway between two neighbouring numbers of a format."""
     points = torch.tensor(fmt.values[: fmt.max_code + 1], dtype=torch.float64, device=magnitude.device)
-    return torch.isin(magnitude.double(), (points[1:] + points[:-1]) / 2)
+    return torch.isin(magnitude, ((points[1:] + points[:-1]) / 2).to(magnitude.dtype))  # the points are exact in bf16
 
 
 # ---- a product -------------------------------------------------------------------------------------------------------

@@ -149,12 +149,23 @@ def _memory_places(wrong: torch.Tensor) -> Iterator[Place]:
     flat = wrong.flatten().nonzero().flatten()
     if len(flat) < _MIN_PERIODIC_NUMBERS or wrong.shape[0] == 1:
         return
-    period = gcd(*(flat - flat[0]).tolist())
+    period = _common_divisor(flat - flat[0])
     if period > 2 and wrong.shape[1] % period:
         phase = int(flat[0]) % period
         phrase = f"in every {_ordinal_number(period)} element as they lie in memory, from element {phase} on"
         selected = range(phase, wrong.numel(), period)
         yield Place(f"place:period-{period}", phrase, range(-1, 0), selected, wrong.numel() * period)
+
+
+def _common_divisor(numbers: torch.Tensor) -> int:
+    """Greatest common divisor of integers, int64 (n,). 1 or 2 stands for every divisor up to 2."""
+    divisor = gcd(*numbers[:64].tolist())
+    while divisor > 2:
+        indivisible = (numbers % divisor).nonzero()
+        if not len(indivisible):
+            break
+        divisor = gcd(divisor, int(numbers[indivisible[0, 0]]))
+    return divisor
 
 
 def _ordinal_number(number: int) -> str:

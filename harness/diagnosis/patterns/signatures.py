@@ -14,6 +14,8 @@ from narrowgauge.harness.diagnosis.patterns.places import Place, places
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 MAX_SIGNATURES = 3
+_SAMPLED_WRONG = 64
+"""Wrong elements on which a class is tried first."""
 LARGEST_SHARE = 0.55
 """Largest share of all elements in a signature: half, and a margin for the share of negative random numbers."""
 CHANCE = 1e-6
@@ -35,7 +37,9 @@ def signatures(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
     if mask is None or not bool(mask.any()):
         return []
     grid = mask.view(1, -1) if mask.dim() == 1 else mask
-    count, total = int(grid.sum()), grid.numel()
+    count, total = int(grid.count_nonzero()), grid.numel()
+    if count > LARGEST_SHARE * total:  # every place and class with so many elements is too large
+        return []
     reported_signatures: list[tuple[int, str, str]] = []
     reported_places: list[Place] = []
     for place in sorted(places(grid), key=lambda place: place.size):
@@ -65,8 +69,12 @@ def _covering_classes(
 ) -> list[tuple[int, str, str, torch.Tensor]]:
     """Classes that contain all wrong elements, and at most LARGEST_SHARE of all: size, name, phrase and mask."""
     covering = []
+    wrong_numbers = mask.nonzero()
+    sampled = wrong_numbers[:: -(-len(wrong_numbers) // _SAMPLED_WRONG)].unbind(1)
     for name, phrase, class_mask in element_classes(outcome, wrong_stage):
-        size = int(class_mask.sum())
+        if not bool(class_mask[sampled].all()):
+            continue
+        size = int(class_mask.count_nonzero())
         if size <= LARGEST_SHARE * mask.numel() and not bool((mask & ~class_mask).any()):
             covering.append((size, name, phrase, class_mask))
     return covering

@@ -13,13 +13,16 @@ from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, 
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STAGES, KernelMatrix, kernel_matrix
 from narrowgauge.harness.diagnosis.search_history import SEARCHES, WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
+from narrowgauge.harness.diagnosis.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 MAX_EXPLANATIONS = 5
 """Explanations of a wrong stage."""
 
 
-def explain_quantize(outcome: Outcome, wrong_stage: StageResult, history: SearchHistory) -> list[Explanation]:
+def explain_quantize(
+    outcome: Outcome, wrong_stage: StageResult, history: SearchHistory, limit: TimeLimit
+) -> list[Explanation]:
     """Deviations of a quantizer that give the bytes of all matrices with the stage `wrong_stage`.
 
     Every stage of a matrix is replayed on the kernel's result of the stage before. If no deviation gives the bytes of
@@ -34,7 +37,7 @@ def explain_quantize(outcome: Outcome, wrong_stage: StageResult, history: Search
     if name not in STAGES or not matrices:
         return []
     failed = {stage.stage for stage in outcome.stages if not stage.passed}
-    search = _Search(matrices, [stage for stage in STAGES if prefix + stage in failed], history)
+    search = _Search(matrices, [stage for stage in STAGES if prefix + stage in failed], history, limit)
     if name not in search.wrong_stages:
         return []
     deviations = search.explain(search.wrong_stages)
@@ -52,8 +55,10 @@ def _explanation(deviation: QuantizeDeviation, stage: str, suffix: str) -> Expla
 class _Search:
     """Search for the deviations that give the bytes of matrices with the same recipe."""
 
-    def __init__(self, matrices: list[KernelMatrix], failed_stages: list[str], history: SearchHistory) -> None:
-        self.matrices, self.history = matrices, history
+    def __init__(
+        self, matrices: list[KernelMatrix], failed_stages: list[str], history: SearchHistory, limit: TimeLimit
+    ) -> None:
+        self.matrices, self.history, self.limit = matrices, history, limit
         self.recipe = matrices[0].subject.recipe
         self.work = 0
         self._masks: dict[str, list[torch.Tensor]] = {}
@@ -84,7 +89,7 @@ class _Search:
                     break
                 if rank not in tried_ranks and self._explains(deviation, stages, all_stages=all_stages):
                     matching.append((rank, deviation))
-            history.searches[(*key, bool(matching))] += 1
+            history.searches[(*key, bool(matching))] += not self.limit.reached
         best: dict[str, QuantizeDeviation] = {}
         for _, deviation in sorted(matching, key=lambda match: (not match[1].exact, match[0])):
             best.setdefault(deviation.cause, deviation)
@@ -121,6 +126,8 @@ class _Search:
         """Whether the deviation gives the kernel's bytes in `stages`; with `all_stages`, in every stage it changes."""
         if not set(stages) <= deviation.stages | deviation.optional_stages:
             return False
+        if not self.limit.may_try():
+            return False
         # If the kernel makes its own random bits, its codes cannot equal the reference's codes byte for byte.
         random_stages = {"codes"} if self.matrices[0].subject.own else set()
         further = deviation.stages - random_stages if all_stages else frozenset()
@@ -143,12 +150,15 @@ class _Search:
         if tensor_stages and not self._matches(deviation, matrix, tensor_stages):
             return False
         slabs = (matrix.select_rows(rows) for rows in matrix.slabs())
-        return not row_stages or all(self._matches(deviation, slab, row_stages) for slab in slabs)
+        return not row_stages or all(
+            self.limit.may_verify(deviation.cause) and self._matches(deviation, slab, row_stages) for slab in slabs
+        )
 
     def _matches(self, deviation: QuantizeDeviation, matrix: KernelMatrix, stages: list[str]) -> bool:
         """Whether the deviation gives the bytes of `stages`. False if the work limits are reached."""
         cost = max(1, matrix.element_count)
-        if self.work + cost > WORK_PER_CASE or self.history.work + cost > WORK_PER_BACKEND:
+        too_much = self.work + cost > WORK_PER_CASE or self.history.work + cost > WORK_PER_BACKEND
+        if too_much and self.limit.bounds_work:
             return False
         self.work += cost
         self.history.work += cost

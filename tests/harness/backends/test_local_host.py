@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -144,3 +146,67 @@ def test_the_end_of_a_case_names_an_error_of_the_gpu(
     host = LocalHost("b", SimpleNamespace(gemm=print), torch.device(device))
     assert host.end_case() == end
     assert not remaining
+
+
+# What a method takes, and where it failed.
+
+
+class _Methods:
+    def quantize(self, x: Any, recipe: Any, *, amax: Any = None) -> Any:
+        return quantize_of(x, recipe)
+
+    def quantize_both(self, x: Any, recipe: Any, **options: Any) -> Any:
+        return quantize_of(x, recipe, **options)
+
+    def gemm(self, a: Any, b: Any) -> Any:
+        return a
+
+    def transform(self, x: Any, recipe: Any) -> Any:
+        return json.loads(x)
+
+    swizzle = staticmethod(max)
+
+
+def quantize_of(x: Any, recipe: Any) -> Any:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "error", "message"),
+    [
+        ("quantize", {"swizzled": True}, Unsupported, "quantize of backend own has no argument 'swizzled'"),
+        ("quantize", {"amax": 1, "random": (1, 2)}, Unsupported, "quantize of backend own has no argument 'random'"),
+        ("quantize", {"amax": 1}, None, ""),
+        ("quantize_both", {"swizzled": True}, BackendError, "unexpected keyword argument 'swizzled'"),
+        ("gemm", {"bias": 1, "out_dtype": 2}, Unsupported, "gemm of backend own has no argument 'bias'"),
+        ("gemm", {"out_dtype": 2}, BackendError, "unexpected keyword argument 'out_dtype'"),
+        ("swizzle", {"fast": 1}, BackendError, "invalid keyword argument"),
+    ],
+)
+def test_an_optional_keyword_that_a_method_lacks(method: str, options: Any, error: Any, message: str) -> None:
+    """The signature decides. A TypeError inside of the method is an error, and so is a method without the dtype that
+    every call has."""
+    host = LocalHost("own", _Methods())
+    if error is None:
+        assert host.call(method, "x", "nvfp4", **options) == "x"
+        return
+    with pytest.raises(error, match=re.escape(message)):
+        host.call(method, *["x", "nvfp4"][: 1 if method == "swizzle" else 2], **options)
+
+
+def test_an_error_names_the_line_of_the_backend() -> None:
+    """Not the line of the standard library, and not of this project, where the backend called it."""
+    host = LocalHost("own", SimpleNamespace(transform=_Methods().transform, quantize=_asks_the_reference))
+    with pytest.raises(BackendError, match=r"JSONDecodeError: .* \(at test_local_host\.py:\d+\)$"):
+        host.call("transform", "x", "nvfp4")
+    with pytest.raises(BackendError, match=r"raised \w+: .* \(at test_local_host\.py:\d+\)$"):
+        host.call("quantize", torch.zeros(2, 16), "nvfp9")
+
+
+def test_an_error_of_the_project_s_own_kernels_names_their_line() -> None:
+    with pytest.raises(BackendError, match=r"\(at (?!test_)\w+\.py:\d+\)$"):
+        LocalHost("reference", reference).call("quantize", torch.zeros(2, 16), "nvfp9")
+
+
+def _asks_the_reference(x: Any, recipe: Any) -> Any:
+    return reference.quantize(x, recipe)

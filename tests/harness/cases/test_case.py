@@ -12,7 +12,7 @@ from narrowgauge.harness.cases.case_file import CaseFileError, load, load_all
 from narrowgauge.harness.cases.families import FAMILIES, families_of
 from narrowgauge.harness.cases.keys import keys_of, nearest
 from narrowgauge.harness.cases.modules import ModuleCase
-from narrowgauge.harness.cases.operations import OPERATIONS, case_from_labels
+from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id, case_from_labels
 from narrowgauge.harness.cases.quantize import QuantizeCase
 from narrowgauge.harness.cases.sections import KINDS
 from narrowgauge.spec.recipes import find_recipe
@@ -207,6 +207,16 @@ def test_select_by_tier_and_keyword(write):
     assert select(cases, tier="quick", keyword="fp32") == []
 
 
+def test_an_id_is_a_word_of_a_keyword_expression(committed):
+    """With the dialect of a recipe, and the rows of sections."""
+    for mark in ("mxfp4@ocp", "rows:17,0,79", "steps:3+accumulate"):
+        name = next(case.id for case in committed if mark in case.id)
+        assert name in ids(select(committed, keyword=name))
+        assert all(name in other for other in ids(select(committed, keyword=name)))
+    assert all("mxfp4@ocp" in name for name in ids(select(committed, keyword="mxfp4@ocp and not @even")))
+    assert select(committed, keyword="mxfp4@ocp and not mxfp4@ocp") == []
+
+
 @pytest.mark.parametrize("keyword", ["normal and", "(normal", "and"])
 def test_a_keyword_that_cannot_be_read(keyword):
     with pytest.raises(ValueError, match=f"cannot read the keyword expression {re.escape(repr(keyword))}: "):
@@ -229,7 +239,7 @@ MISTAKES = [
     ({k: v for k, v in QUANTIZE.items() if k != "dtype"}, "dtype is missing; a quantize needs recipe, shape, "),
     ({k: v for k, v in GEMM.items() if k != "out"}, "out is missing; a gemm needs recipe, shape, x, w, out, inputs"),
     (QUANTIZE | {"inputs": "[]"}, "inputs is an empty list, which selects nothing"),
-    (QUANTIZE | {"recipe": "'nvpf4'"}, "recipe is 'nvpf4': no recipe is called 'nvpf4' (did you mean 'nvfp4'?)"),
+    (QUANTIZE | {"recipe": "'nvpf4'"}, "recipe is 'nvpf4': no recipe is called 'nvpf4' (did you mean 'nvfp4'"),
     (QUANTIZE | {"recipe": "'nvfp4@te-2.9'"}, "recipe nvfp4 has no dialect 'te-2.9' (did you mean 'te-2.8'?)"),
     (QUANTIZE | {"recipe": "4"}, "recipe is 4, not a recipe's name"),
     (QUANTIZE | {"recipe": "[['nvfp4']]"}, "recipe is ['nvfp4'], not a recipe's name"),
@@ -324,7 +334,7 @@ MISTAKES = [
      "recipe nvfp4-rht and w_recipe nvfp4 cannot be multiplied: transform is Hadamard("),
     (GEMM | {"w_recipe": "'nvfp4@te-native'"},
      "recipe nvfp4 and w_recipe nvfp4@te-native cannot be multiplied: alpha is (a*b)/d and (b*a)*(1/d)"),
-    (GEMM | {"w_recipe": "'nvpf4'"}, "w_recipe is 'nvpf4': no recipe is called 'nvpf4' (did you mean 'nvfp4'?)"),
+    (GEMM | {"w_recipe": "'nvpf4'"}, "w_recipe is 'nvpf4': no recipe is called 'nvpf4' (did you mean 'nvfp4'"),
     (PRODUCT | {"recipe": "'nvfp4-rht'"},
      "recipe nvfp4-rht rotates columnwise operands; those of a gemm-grouped are rowwise"),
     (PRODUCT | {"layout": "'tn'"}, "; a gemm-grouped has operation, tier, recipe, w_recipe, shape, x, w, out, "),
@@ -462,3 +472,25 @@ def test_every_case_names_a_recipe(committed):
     assert {str(find_recipe(name)) for name in named} == named
     trained = {case.training for case in committed if isinstance(case, ModuleCase)}
     assert {str(training_recipe(name)) for name in trained} == trained
+
+
+def test_every_id_gives_its_case_back(committed):
+    for case in committed[::7]:
+        found = case_from_id(case.id)
+        assert found is not None
+        assert found.id == case.id
+        assert (found.shape, found.recipe_names) == (case.shape, case.recipe_names)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "quantize", "x/nvfp4/1x16/bf16/normal", "quantize/nvfp9/1x16/bf16/normal", "quantize/nvfp4/1x16/bf16/norml",
+        "quantize/nvfp4/1x16/bf16/normal/", "quantize/nvfp4/1x16/bf16/normal/both+both", "quantize/nvfp4/1x16/bf16/a:b",
+        "quantize/nvfp4/016x16/bf16/normal", "quantize/nvfp4/16/bf16/normal", "quantize/nvfp4-rht/1x16/fp32/normal",
+        "gemm/nvfp4/16x16x16/bf16xbf16-fp32/normal", "gemm-quantized/nvfp4/16x16x16/bf16xbf16-fp32/normal/tn",
+        "gemm-grouped/nvfp4/16x16x16/bf16xbf16-fp32/normal", "quantize/nvfp4/9999999999999x16/bf16/normal",
+    ],
+)  # fmt: skip
+def test_what_is_no_id_of_a_case(name):
+    assert case_from_id(name) is None

@@ -46,6 +46,16 @@ def test_a_part_is_no_larger_than_a_chunk(small) -> None:
     assert max(seen) == SMALL
 
 
+def test_chunks_on_a_cpu_fit_into_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_chunks, "CPU_CHUNK", 100)
+    x = torch.arange(31 * 48).view(31, 48)
+    sizes = []
+    (doubled,) = map_row_chunks(lambda part: (sizes.append(part.numel()) or 2 * part,), x)
+    assert torch.equal(doubled, 2 * x)
+    assert max(sizes) == 96
+    assert [rows.stop for rows in row_chunks.row_chunks(x)] == [row_chunks.CHUNK // 48]
+
+
 def spoil_codes(q):
     """Errors in the last row of a chunk and the first of the next, in the first and the last row."""
     q.codes[torch.tensor([0, 1, 2, 15, 16, 31]), torch.tensor([0, 3, 3, 8, 9, 23])] ^= 0x13

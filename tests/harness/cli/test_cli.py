@@ -17,6 +17,7 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.cli.selection import default_workers
 from narrowgauge.harness.inputs.capture import Captured
 from narrowgauge.harness.running.runner import run_case
+from tests.harness import small_toml
 from tests.paths import ROOT
 
 CASES = """
@@ -205,6 +206,25 @@ def test_list_selects_as_a_run_would(arguments, ids):
     assert narrowgauge("list", *arguments).stdout.splitlines() == ids
 
 
+def test_a_summary_has_the_cases_by_shape_and_flag(folder):
+    table = small_toml.matrix(shape=[[16, 32], [128, 64]], usage=["rowwise", "both"], scales=["linear", "swizzled"])
+    (folder / "cases" / "small.toml").write_text(table + CASES[CASES.rindex("[[matrix]]") :])
+    result = narrowgauge("list", "--summary", "-k", "not fp32 or gemm")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert result.stdout.startswith("quantize: cases 8, recipes 1, input families 1\n")
+    assert lines[1:4] == [
+        ["shape", "cases", "no", "flag", "both", "swizzled"],
+        ["16x32", "4", "1", "2", "2"],
+        ["128x64", "4", "1", "2", "2"],
+    ]
+    assert lines[5:8] == [
+        ["gemm:", "cases", "1,", "recipes", "1,", "input", "families", "1"], ["shape", "cases", "tn"],
+        ["16x32x24", "1", "1"],
+    ]  # fmt: skip
+    assert result.stderr == "9 cases\n"
+    assert narrowgauge("list", "-k", "gemm").stderr == "1 case\n"
+
+
 # What is refused.
 
 
@@ -240,7 +260,7 @@ def test_a_wrong_case_file_says_which_key(folder):
 
 @pytest.mark.parametrize("command", [["run"], ["show", QUICK[0]], ["bench"]])
 def test_a_wrong_device(command):
-    assert refused(*command, "--device", "gpu") == "--device is 'gpu' (did you mean 'cpu'?); it can be cpu, cuda"
+    assert refused(*command, "--device", "gpu") == "--device is 'gpu' (did you mean 'cuda'?); it can be cpu, cuda"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -266,6 +286,8 @@ def test_a_negative_number_of_workers():
     ("name", "message"),
     [
         ("natve", "no backend is called 'natve' (did you mean 'native'?)"),
+        ("cli_kernel:Backend", "backend cli_kernel:Backend: there is no module 'cli_kernel' in the current folder"),
+        (":Backend", "there is no module ''"),
         ("cli_kernels:Back", "module cli_kernels has no"),
     ],
 )
@@ -273,6 +295,7 @@ def test_a_backend_that_cannot_be_loaded(one_process, arguments, name, message):
     result = narrowgauge(*arguments, "--backend", name)
     assert result.exit_code == 2
     assert message in result.stderr
+    assert "0/5" not in result.stdout  # the progress bar
     assert not Path("reports").exists()
 
 
@@ -437,28 +460,35 @@ def test_show_at_no_place(at):
     assert message == f"--at is {at!r}; it is a row and a column: --at 3,17"
 
 
+def test_show_of_a_case_that_no_file_has():
+    result = narrowgauge("show", "quantize/nvfp4/5x48/bf16/outliers", "--backend", "cli_kernels:Backend")
+    assert result.exit_code == 0, result.output
+    assert "row 0, block 0" in result.stdout
+
+
+def test_show_after_other_cases():
+    result = narrowgauge("show", QUICK[0], "--after", QUICK[1], "--after", QUICK[4], "--backend", "cli_kernels:Backend")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1:3] == [f"after {QUICK[1]}: pass", f"after {QUICK[4]}: unsupported"]
+    assert "no case is called 'x'" in refused("show", QUICK[0], "--after", "x")
+
+
 def test_show_of_no_case():
     assert refused("show", "quantize/nvfp4/16x32/bf16/norml") == (
         "no case is called 'quantize/nvfp4/16x32/bf16/norml' (did you mean 'quantize/nvfp4/16x32/bf16/normal'?)"
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "case", "message"),
-    [
-        ("Raising", QUICK[0], "quantize raised RuntimeError: illegal memory access (at cli_kernels.py:"),
-        ("Backend", QUICK[4], "backend cli_kernels:Backend has no gemm"),
-    ],
-)
-def test_show_of_no_result(name, case, message):
-    result = narrowgauge("show", case, "--backend", f"cli_kernels:{name}")
+def test_show_of_an_unsupported_case():
+    result = narrowgauge("show", QUICK[4], "--backend", "cli_kernels:Backend")
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"narrowgauge: {message}")
+    assert result.stderr == "narrowgauge: backend cli_kernels:Backend has no gemm\n"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("Raising", "error: quantize raised RuntimeError: illegal memory access (at cli_kernels.py:37)"),
         ("Ending", "crash: the process died (signal SIGABRT)"),
         ("Writing", "error: writes to its input: x, at byte 0 of 2048"),
     ],

@@ -10,6 +10,7 @@ import torch
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.cause_names import is_cause
 from narrowgauge.harness.diagnosis.explain_formula import _FORMULAS, explain_formula
+from narrowgauge.harness.diagnosis.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Formula, Outcome
 from narrowgauge.reference.high_precision.additions import residual_sum
 from narrowgauge.reference.high_precision.attention import attention_forward
@@ -48,7 +49,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any], torch.Tensor]] = {
 
 def explained(name: str, given: dict[str, Any], value: torch.Tensor, dtype: torch.dtype, stage: str) -> list[str]:
     outcome = Outcome(formula=Formula(name, STAGE, given, value.to(dtype)))
-    found = explain_formula(outcome, StageResult(stage, "bound", 1))
+    found = explain_formula(outcome, StageResult(stage, "bound", 1), TimeLimit())
     assert all(one.exact and one.stage == STAGE for one in found)
     return [one.cause for one in found]
 
@@ -65,4 +66,4 @@ def test_each_wrong_formula_is_named_alone(of: str, dtype: torch.dtype) -> None:
 
 
 def test_without_a_formula_nothing_is_said() -> None:
-    assert explain_formula(Outcome(), StageResult(STAGE, "bound", 1)) == []
+    assert explain_formula(Outcome(), StageResult(STAGE, "bound", 1), TimeLimit()) == []

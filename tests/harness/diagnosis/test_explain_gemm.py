@@ -12,6 +12,7 @@ from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import split_products
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
 from narrowgauge.harness.diagnosis.search_history import SEARCHES, SearchHistory, history_of
+from narrowgauge.harness.diagnosis.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.product import add_output
 from narrowgauge.harness.running.runner import run_case
@@ -207,7 +208,9 @@ def test_forms_of_alpha():
                 for q, amax in zip((a, b), torch.rand(2, 1, generator=generator) + 1, strict=True)
             )
         output = factor(a, b) * exact_product(a, b).to_float32()
-        assert f"alpha-order:{name}" in [e.cause for e in explain_gemm(*judged(a, b, output), SearchHistory())]
+        assert f"alpha-order:{name}" in [
+            e.cause for e in explain_gemm(*judged(a, b, output), SearchHistory(), TimeLimit())
+        ]
 
 
 @pytest.mark.parametrize(
@@ -436,7 +439,7 @@ def test_what_nothing_explains_has_no_explanation(recipe):
     a, b = operands(recipe)
     output = reference.gemm(a, b, out_dtype=BF16)
     output[3, 5] = 3 * output[3, 5] + 1
-    assert explain_gemm(*judged(a, b, output), SearchHistory()) == []
+    assert explain_gemm(*judged(a, b, output), SearchHistory(), TimeLimit()) == []
 
 
 def test_searches_that_find_nothing_come_to_an_end():
@@ -446,13 +449,13 @@ def test_searches_that_find_nothing_come_to_an_end():
     odd = right.clone()
     odd[3, 5] = 3 * odd[3, 5] + 1
     for _ in range(SEARCHES):
-        assert explain_gemm(*judged(a, b, odd), history) == []
+        assert explain_gemm(*judged(a, b, odd), history, TimeLimit()) == []
     missing = exact_product(a, b).to_float32().bfloat16()
     dropped = reference.gemm(a, last_block(b), out_dtype=BF16)
-    assert explain_gemm(*judged(a, b, missing), history) == []  # no more searches
+    assert explain_gemm(*judged(a, b, missing), history, TimeLimit()) == []  # no more searches
     history.remember(["last-block-dropped"])
-    assert [e.cause for e in explain_gemm(*judged(a, b, dropped), history)] == ["last-block-dropped"]
-    assert explain_gemm(*judged(a, b, missing), history) == []
+    assert [e.cause for e in explain_gemm(*judged(a, b, dropped), history, TimeLimit())] == ["last-block-dropped"]
+    assert explain_gemm(*judged(a, b, missing), history, TimeLimit()) == []
 
 
 def test_what_explained_a_case_is_tried_first_and_then_alone():
@@ -460,7 +463,7 @@ def test_what_explained_a_case_is_tried_first_and_then_alone():
     a, b = operands()
     dropped = reference.gemm(a, last_block(b), out_dtype=BF16)
     for _ in range(SEARCHES + 1):
-        assert [e.cause for e in explain_gemm(*judged(a, b, dropped), history)] == ["last-block-dropped"]
+        assert [e.cause for e in explain_gemm(*judged(a, b, dropped), history, TimeLimit())] == ["last-block-dropped"]
     assert history.searches == {
         ("nvfp4 + nvfp4", "output", True): SEARCHES,
         ("nvfp4 + nvfp4", "output", False): 0,
@@ -480,7 +483,7 @@ def test_sums_in_another_order_than_the_declared_one():
     output = torch.where(limits.exact, limits.expected, (limits.centre - limits.budget / 2).float())
     outcome, wrong = judged(a, b, output, "blocks")
     assert not wrong.passed
-    assert [e.cause for e in explain_gemm(outcome, wrong, SearchHistory())] == ["order-not-declared"]
+    assert [e.cause for e in explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())] == ["order-not-declared"]
 
 
 def test_every_deviation_changes_the_output_of_some_product():

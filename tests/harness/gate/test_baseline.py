@@ -42,7 +42,7 @@ def test_a_baseline_is_read_as_it_was_written(tmp_path: Path) -> None:
     write(baseline_of(run(*CASES)), path)
     result = read(path)
     assert result.cases() == {one["case"]: figures(one) for one in CASES}
-    assert (result.device, result.backend, result.seed) == ("host", "native", 0)
+    assert (result.architecture, result.device, result.backend, result.seed) == ("host", "cpu", "native", 0)
     assert [one.name for one in path.parent.iterdir()] == ["host.json"]
 
 
@@ -51,8 +51,9 @@ def test_what_a_reviewer_sees(tmp_path: Path) -> None:
     write(baseline_of(run(*CASES)), path)
     assert path.read_text(encoding="utf-8").splitlines() == [
         "{",
-        '"format": 1,',
-        '"device": "host",',
+        '"format": 2,',
+        '"architecture": "host",',
+        '"device": "cpu",',
         '"backend": "native",',
         '"seed": 0,',
         '"cases": {',
@@ -133,7 +134,7 @@ def test_a_run_that_cannot_be_accepted(finished: RecordedRun, message: str, tmp_
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({"device": "cuda", "environment": GPU}, "native on NVIDIA H200, seed 0"),
+        ({"device": "cuda", "environment": GPU}, "native on sm_90, seed 0"),
         ({"backend": "mine:Backend"}, "mine:Backend on host, seed 0"),
         ({"seed": 3}, "native on host, seed 3"),
     ],
@@ -158,12 +159,24 @@ def test_a_baseline_that_cannot_be_written(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["host.json"]
 
 
-GOOD = {"format": 1, "device": "host", "backend": "native", "seed": 0, "cases": {"a": {"pass 1": ["b"]}}}
+GOOD = {
+    "format": 2, "architecture": "host", "device": "cpu", "backend": "native", "seed": 0,
+    "cases": {"a": {"pass 1": ["b"]}},
+}  # fmt: skip
 BAD: list[tuple[Any, str]] = [
     ([], "it holds list, not an object"),
-    ({}, "its format is None; this narrowgauge reads 1: accept a run anew"),
-    (GOOD | {"format": 2}, "its format is 2; this narrowgauge reads 1: accept a run anew"),
-    (GOOD | {"sed": 0}, "unknown key 'sed' (did you mean 'seed'?); it can be format, device, backend, seed, cases"),
+    ({}, "its format is None; this narrowgauge reads 2: accept a run anew"),
+    (GOOD | {"format": 3}, "its format is 3; this narrowgauge reads 2: accept a run anew"),
+    (
+        GOOD | {"format": 1, "device": "NVIDIA H200"},
+        'its format is 1; this narrowgauge reads 2: accept a run anew, or write "format": 2 into it, and a line '
+        '"architecture": "sm_90"',
+    ),
+    (GOOD | {"architecture": "H200"}, "architecture is 'H200'; it is host, or sm_90 and the like"),
+    (
+        GOOD | {"sed": 0},
+        "unknown key 'sed' (did you mean 'seed'?); it can be format, architecture, device, backend, seed, cases",
+    ),
     (GOOD | {"seed": True}, "seed is True, not int"),
     ({name: value for name, value in GOOD.items() if name != "device"}, "device is None, not str"),
     (GOOD | {"cases": []}, "cases is [], not dict"),
@@ -217,5 +230,6 @@ def test_the_committed_baselines_are_as_they_would_be_written(tmp_path: Path) ->
     paths = sorted((ROOT / "reports" / "baselines").glob("*.json"))
     assert "host.json" in [path.name for path in paths]
     for path in paths:
+        assert path.stem == read(path).architecture
         write(read(path), tmp_path / path.name)
         assert path.read_bytes() == (tmp_path / path.name).read_bytes()

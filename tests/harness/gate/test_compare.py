@@ -54,7 +54,7 @@ def test_what_differs() -> None:
     assert comparison.outputs == "of 5 cases in both, 4 with the same inputs: 3 with the same bytes, 1 with others"
     assert comparison.heads == [
         ("backend", "native", "mine:Backend"),
-        ("device", "host", "NVIDIA H200"),
+        ("architecture", "host", "sm_90"),
         ("seed", "0", "0"),
         ("cases", "6 pass", "4 pass, 1 fail, 1 error"),
         ("commit", "abc", "def"),
@@ -76,7 +76,7 @@ def test_the_terminal_says_all_of_it() -> None:
     for kind, lines in KINDS.items():
         assert f"{kind}: {len(lines)}\n" in output
         assert all(f"  {line}\n" in output for line in lines)
-    assert re.search(r"device +host +NVIDIA H200 *\n", output)
+    assert re.search(r"architecture +host +sm_90 *\n", output)
     assert re.search(r"all +4 +2 s +2\.5 s +1\.25 +1 *\n", output)
     assert output.splitlines()[-1].startswith(
         "B is worse than A; verdict changed: 1; figures worse: 1; figures better: 1"

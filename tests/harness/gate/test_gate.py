@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.cli import app
-from narrowgauge.harness.gate.baseline import baseline_of, write
+from narrowgauge.harness.gate.architecture import architecture, product_name
+from narrowgauge.harness.gate.baseline import baseline_of, read, write
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.difference import LISTED
 from narrowgauge.harness.gate.figures import (
@@ -21,7 +22,6 @@ from narrowgauge.harness.gate.figures import (
     FLOATS,
     Figures,
     changes,
-    device_class,
     exponent,
     figures,
     not_finite,
@@ -219,7 +219,7 @@ def test_a_shard() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"device": "cuda", "environment": GPU}, "another device: the baseline is of host, the run of NVIDIA H200"),
+        ({"device": "cuda", "environment": GPU}, "another architecture: the baseline is of host, the run of sm_90"),
         ({"backend": "reference"}, "another backend: the baseline is of native, the run of reference"),
         ({"seed": 7}, "another seed: the baseline is of 0, the run of 7"),
     ],
@@ -229,11 +229,36 @@ def test_a_run_of_something_else(change: dict[str, Any], message: str) -> None:
     assert text(judgement.problems) == [f"{message}: no case was compared"]
 
 
-def test_device_classes() -> None:
-    names = {"H200": GPU, "slice": {"GPU": "NVIDIA H200 MIG 1g.18gb, compute capability 9.0"}, "unknown": {}}
-    judgement = {name: device_class("cuda", facts) for name, facts in names.items()}
-    assert judgement == {"H200": "NVIDIA H200", "slice": "NVIDIA H200", "unknown": "an unknown GPU"}
-    assert device_class("cpu", GPU) == "host"
+H100 = {"GPU": "NVIDIA H100 80GB HBM3, compute capability 9.0"}
+B200 = {"GPU": "NVIDIA B200, compute capability 10.0"}
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "expected"),
+    [
+        ("cuda", GPU, ("sm_90", "NVIDIA H200")),
+        ("cuda", H100, ("sm_90", "NVIDIA H100 80GB HBM3")),
+        ("cuda", B200, ("sm_100", "NVIDIA B200")),
+        ("cuda", {"GPU": "NVIDIA H200 MIG 1g.18gb, compute capability 9.0"}, ("sm_90", "NVIDIA H200")),
+        ("cuda", {}, ("an unknown architecture", "an unknown GPU")),
+        ("cpu", GPU, ("host", "cpu")),
+    ],
+)
+def test_architectures(device: str, environment: dict[str, str], expected: tuple[str, str]) -> None:
+    assert (architecture(device, environment), product_name(device, environment)) == expected
+
+
+def test_the_gate_compares_architectures_and_not_products(tmp_path: Path) -> None:
+    """A run of an H100 holds against the baseline of an H200. A run of a B200 does not."""
+    kept = {"device": "cuda", "environment": GPU}
+    write(baseline_of(run(record(device="cuda"), **kept)), tmp_path / "sm_90.json")
+    accepted = read(tmp_path / "sm_90.json")
+    assert (accepted.architecture, accepted.device) == ("sm_90", "NVIDIA H200")
+    assert judge(run(record(device="cuda"), device="cuda", environment=H100), accepted).passed
+    other = judge(run(record(device="cuda"), device="cuda", environment=B200), accepted)
+    assert text(other.problems) == [
+        "another architecture: the baseline is of sm_90, the run of sm_100: no case was compared"
+    ]
 
 
 # What a baseline says in a report
@@ -245,11 +270,14 @@ def test_a_report_says_what_the_baseline_has_of_what_did_not_pass(tmp_path: Path
     bad = {"verdict": "fail", "mismatches": 3}
     records = [record(**bad), record("ties", **bad), record("zeros"), record(backend="reference", **bad)]
     records.append(record(device="cuda", **bad))
-    add_baseline_notes(records, GPU, tmp_path)
+    add_baseline_notes(records, GPU, tmp_path)  # the baseline of a GPU is made below
     assert [one["baseline"] for one in records] == [
         "host.json has pass 90 accepted", "host.json has no such case", "", "", ""
     ]  # fmt: skip
     assert "baseline: host.json has pass 90 accepted" in first_failure(records[0])
+    write(baseline_of(run(record(device="cuda"), device="cuda", environment=GPU)), tmp_path / "sm_90.json")
+    add_baseline_notes(records[-1:], H100, tmp_path)
+    assert records[-1]["baseline"] == "sm_90.json has pass 90 accepted"
 
 
 def test_new_cases() -> None:
@@ -283,6 +311,24 @@ def test_what_is_printed() -> None:
         "  … and 2 more",
         "gate fails against host.json: 0 cases as accepted, 52 did not run, 1 new",
     ]
+
+
+def test_a_failed_gate_is_an_annotation_of_a_github_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console(file=io.StringIO())
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    show(judged(record(), record()), "host.json", console)
+    assert capsys.readouterr().out == ""
+    worse = judged(record(), record(mismatches=1))
+    show(worse, "host.json", console)
+    assert capsys.readouterr().out == (
+        "::error title=narrowgauge gate::gate fails against host.json: 1 case as accepted, 1 worse%0A"
+        "quantize/nvfp4/64x128/bf16/normal: wrong 0 → 1\n"
+    )
+    monkeypatch.delenv("GITHUB_ACTIONS")
+    show(worse, "host.json", console)
+    assert capsys.readouterr().out == ""
 
 
 # The command

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,11 +128,11 @@ def check(shapes: list[tuple[int, int]], wanted: dict[tuple[int, int], frozenset
 
 def run(way: str, name: str) -> tuple[int, str]:
     """Exit status and output of a run."""
-    words = ["cases", "--backend", f"{MODULE}:{name}", "--timeout", str(LIMIT)]
+    backend, limit = f"{MODULE}:{name}", ["--timeout", str(LIMIT)]
     if way == "pytest":
-        arguments = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", *words]
-        return int(pytest.main(arguments[3:])), ""
-    result = CliRunner().invoke(app, ["run", *words, "-n", way])
+        words = ["-p", PLUGIN, "-p", "no:cacheprovider", "-q", "--ng-cases", "cases", "--ng-backend", backend, *limit]
+        return int(pytest.main(words)), ""
+    result = CliRunner().invoke(app, ["run", "cases", "--backend", backend, *limit, "-n", way])
     return result.exit_code, result.output + (repr(result.exception) if result.exception else "")
 
 

@@ -16,7 +16,7 @@ from narrowgauge.harness.tools import run_cases
 from narrowgauge.native import ops
 from narrowgauge.native.runtime import host, sources
 from tests.harness.sample_backends import QUANTIZE, backend, quantize
-from tests.paths import CASES
+from tests.paths import CASES, PLUGIN
 
 pytest_plugins = ["pytester"]
 
@@ -158,8 +158,9 @@ def test_the_command_refuses_both_on_a_gpu(option: list[str]) -> None:
 def test_pytest_hands_its_options_to_the_workers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.harness.running.sanitizer.check_sanitizer", lambda device: None)
     seen = []
-    for options in ([], ["--schedules", "3"], ["--sanitize"]):
-        config = pytester.parseconfigure("-p", "narrowgauge.harness.pytest_plugin.plugin", *options)
+    pytester.makefile(".toml", one="")
+    for options in ([], ["--ng-schedules", "3"], ["--ng-sanitize"]):
+        config = pytester.parseconfigure("-p", PLUGIN, "one.toml", *options)
         settings = config.pluginmanager.get_plugin("narrowgauge-session").runner.settings
         seen.append((settings.schedules, settings.sanitize))
         config._ensure_unconfigure()
@@ -167,14 +168,15 @@ def test_pytest_hands_its_options_to_the_workers(pytester: pytest.Pytester, monk
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (["--schedules", "0"], "ERROR: --schedules is 0; *"),
-    (["--sanitize", "--device", "cuda"], "ERROR: --sanitize is for kernels on a CPU, not on cuda; *"),
-    (["--sanitize", "--pdb"], "ERROR: --sanitize runs cases in processes that have the sanitizers, *"),
+    (["--ng-schedules", "0"], "ERROR: --ng-schedules is 0; *"),
+    (["--ng-sanitize", "--ng-device", "cuda"], "ERROR: --ng-sanitize is for kernels on a CPU, not on cuda; *"),
+    (["--ng-sanitize", "--pdb"], "ERROR: --ng-sanitize runs cases in processes that have the sanitizers, *"),
 ])  # fmt: skip
 def test_pytest_refuses_what_cannot_be(
     options: list[str], words: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("narrowgauge.harness.backends.backend.check_device", lambda device: None)
-    result = pytester.runpytest_inprocess("-p", "narrowgauge.harness.pytest_plugin.plugin", *options)
+    pytester.makefile(".toml", one="")
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "one.toml", *options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([words])

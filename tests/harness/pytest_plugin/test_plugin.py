@@ -70,7 +70,10 @@ def project(pytester, monkeypatch):
     (pytester.path / "cases").mkdir()
     (pytester.path / "cases" / "small.toml").write_text(SMALL)
     pytester.makepyfile(plugin_kernels=KERNELS)
-    pytester.makeini(f"[pytest]\naddopts = -p {PLUGIN} -p no:unraisableexception -p no:hypothesispytest\n")
+    pytester.makeini(
+        f"[pytest]\naddopts = -p {PLUGIN} -p no:unraisableexception -p no:hypothesispytest\n"
+        "narrowgauge_cases = cases\nnarrowgauge_tier = full\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
@@ -90,7 +93,7 @@ def records(project, folder="reports/latest"):
 # Collection.
 
 
-def test_case_files_of_a_folder_called_cases_are_collected(project):
+def test_case_files_of_a_folder_of_the_ini_file_are_collected(project):
     (project.path / "pyproject.toml").write_text("[project]\nname = 'mine'\n")
     (project.path / "other").mkdir()
     (project.path / "other" / "settings.toml").write_text(SMALL)
@@ -158,7 +161,7 @@ def test_a_case_that_is_not_there_is_an_error(project):
 )
 def test_a_wrong_case_file_is_one_error_that_names_it_and_the_others_run(project, text, message):
     (project.path / "cases" / "small2.toml").write_text(text)
-    result = project.runpytest_inprocess("--backend", "reference", "--continue-on-collection-errors")
+    result = project.runpytest_inprocess("--ng-backend", "reference", "--continue-on-collection-errors")
     result.assert_outcomes(passed=6, errors=1)
     result.stdout.fnmatch_lines(["*ERROR collecting cases/small2.toml*"])
     result.stdout.fnmatch_lines([message])
@@ -168,7 +171,7 @@ def test_a_wrong_case_file_is_one_error_that_names_it_and_the_others_run(project
 
 def test_a_wrong_case_file_ends_a_run_that_does_not_ask_to_go_on(project):
     (project.path / "cases" / "wrong.toml").write_text("")
-    result = project.runpytest_inprocess("--backend", "reference")
+    result = project.runpytest_inprocess("--ng-backend", "reference")
     result.assert_outcomes(errors=1)
     assert result.ret == pytest.ExitCode.INTERRUPTED
 
@@ -177,7 +180,7 @@ def test_a_wrong_case_file_ends_a_run_that_does_not_ask_to_go_on(project):
 
 
 def test_right_cases_pass_and_are_reported(project):
-    result = project.runpytest_inprocess("--backend", "reference", "--case-seed", "3", "--report-dir", "out")
+    result = project.runpytest_inprocess("--ng-backend", "reference", "--ng-seed", "3", "--ng-report-dir", "out")
     result.assert_outcomes(passed=6)
     result.stdout.fnmatch_lines([f"6 cases; report: {project.path}/out/index.html"])
     rows = records(project, "out")
@@ -189,7 +192,7 @@ def test_right_cases_pass_and_are_reported(project):
 
 
 def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
-    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong", "-k", "16x48 and bf16")
+    result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Wrong", "-k", "16x48 and bf16")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
@@ -215,7 +218,7 @@ def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
 def test_the_failures_that_a_run_saves_replace_those_of_the_run_before(project):
     saved = []
     for chosen in ("16x48 and fp32", "16x48 and fp32", "16x48 and bf16"):
-        project.runpytest_inprocess("-p", "no:xdist", "--backend", "plugin_kernels:Wrong", "-k", chosen)
+        project.runpytest_inprocess("-p", "no:xdist", "--ng-backend", "plugin_kernels:Wrong", "-k", chosen)
         (record,) = records(project)
         (path,) = (project.path / "reports" / "latest" / "failures").iterdir()
         assert record["saved"].endswith(path.name)
@@ -226,7 +229,7 @@ def test_the_failures_that_a_run_saves_replace_those_of_the_run_before(project):
 def test_what_is_unsupported_is_skipped_with_its_reason(project):
     (project.path / "cases" / "small.toml").write_text(SMALL + PRODUCT)
     arguments = ("-rs", "-k", "gemm or (16x32 and fp32)")
-    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong", *arguments)
+    result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Wrong", *arguments)
     result.assert_outcomes(passed=1, skipped=1)
     assert result.ret == 0
     line = "Not compared: cases: 1 unsupported; *"
@@ -235,7 +238,7 @@ def test_what_is_unsupported_is_skipped_with_its_reason(project):
 
 
 def test_what_raises_is_a_failure_that_says_where(project):
-    result = project.runpytest_inprocess("--backend", "plugin_kernels:Raising", "-k", "16x32 and fp32")
+    result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Raising", "-k", "16x32 and fp32")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["error: quantize raised RuntimeError: illegal memory access (at plugin_kernels.py:*)"])
     assert "Traceback" not in result.stdout.str()
@@ -245,8 +248,8 @@ def test_what_raises_is_a_failure_that_says_where(project):
 @pytest.mark.usefixtures("compiler")
 def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
     """Where cases run in the process of pytest; otherwise their worker is ended, and tests of survival say how."""
-    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.plugin.in_process", lambda config: True)
-    arguments = ["--backend", "plugin_kernels:Hanging", "-k", "fp32", "--timeout", "1"]
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
+    arguments = ["--ng-backend", "plugin_kernels:Hanging", "-k", "fp32", "--timeout", "1"]
     result = project.runpytest_inprocess(*arguments)
     result.assert_outcomes(failed=1, passed=1)
     result.stdout.fnmatch_lines(["timeout: Timeout *1*"])
@@ -254,7 +257,7 @@ def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
 
 
 def test_the_failed_ones_run_again(project):
-    arguments = ["--backend", "plugin_kernels:Wrong"]
+    arguments = ["--ng-backend", "plugin_kernels:Wrong"]
     project.runpytest_inprocess(*arguments).assert_outcomes(passed=4, failed=2)
     project.runpytest_inprocess(*arguments, "--lf").assert_outcomes(failed=2)
     assert sorted(row["case"] for row in records(project)) == sorted(QUICK[2:])
@@ -262,7 +265,7 @@ def test_the_failed_ones_run_again(project):
 
 def test_junit_has_the_figures(project):
     project.runpytest_inprocess(
-        "--backend", "plugin_kernels:Wrong", "-k", "bf16", "-m", "quick", "--junitxml=junit.xml"
+        "--ng-backend", "plugin_kernels:Wrong", "-k", "bf16", "-m", "quick", "--junitxml=junit.xml"
     )
     tests = {test.get("name"): test for test in ElementTree.parse(project.path / "junit.xml").iter("testcase")}
     assert sorted(tests) == sorted([QUICK[1], QUICK[3]])
@@ -276,7 +279,7 @@ def test_junit_has_the_figures(project):
 
 def test_a_run_without_cases_leaves_no_report(project):
     project.makepyfile(test_other="def test_other():\n    pass\n")
-    project.runpytest_inprocess("test_other.py", "--backend", "natve").assert_outcomes(passed=1)
+    project.runpytest_inprocess("test_other.py", "--ng-backend", "natve").assert_outcomes(passed=1)
     assert not (project.path / "reports").exists()
 
 
@@ -284,7 +287,7 @@ def test_a_run_without_cases_leaves_no_report(project):
 
 
 def test_a_backend_that_cannot_be_loaded_is_one_error(project):
-    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrog")
+    result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Wrog")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     message = "ERROR: backend plugin_kernels:Wrog: module plugin_kernels has no 'Wrog' (did you mean 'Wrong'?)"
     assert message in result.errlines
@@ -292,18 +295,18 @@ def test_a_backend_that_cannot_be_loaded_is_one_error(project):
 
 
 def test_a_backend_is_not_loaded_to_list_the_cases(project):
-    assert ids(project.runpytest_inprocess("--collect-only", "-q", "--backend", "natve")) == [*QUICK, *FULL]
+    assert ids(project.runpytest_inprocess("--collect-only", "-q", "--ng-backend", "natve")) == [*QUICK, *FULL]
 
 
 def test_a_wrong_device(project):
-    result = project.runpytest_inprocess("--device", "gpu")
+    result = project.runpytest_inprocess("--ng-device", "gpu")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*argument --device: invalid choice: 'gpu' (choose from *cpu*cuda*"])
+    result.stderr.fnmatch_lines(["*--ng-device or narrowgauge_device is 'gpu' *it can be cpu, cuda"])
 
 
 def test_a_gpu_that_is_not_there(project, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = project.runpytest_inprocess("--device", "cuda")
+    result = project.runpytest_inprocess("--ng-device", "cuda")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "narrowgauge doctor" in result.stderr.str()
 
@@ -313,7 +316,7 @@ def test_a_gpu_that_is_not_there(project, monkeypatch):
 
 def test_a_run_in_which_nothing_was_compared_fails_though_every_case_is_skipped(project):
     (project.path / "cases" / "small.toml").write_text(PRODUCT)
-    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong")
+    result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Wrong")
     result.assert_outcomes(skipped=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
@@ -326,7 +329,7 @@ def test_a_run_in_which_nothing_was_compared_fails_though_every_case_is_skipped(
 
 
 def test_what_was_not_compared_is_said_where_cases_pass(project):
-    result = project.runpytest_inprocess("--backend", "plugin_kernels:Wrong", "-k", "16x32 and fp32")
+    result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Wrong", "-k", "16x32 and fp32")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["Not compared: *quantize values in 1 case*"])
     result.stdout.no_fnmatch_line("nothing was compared")
@@ -338,11 +341,11 @@ def test_every_hook_is_one_that_pytest_or_a_plugin_calls():
     import xdist.newhooks
     from _pytest import hookspec
 
-    from narrowgauge.harness.pytest_plugin import plugin, sharding
+    from narrowgauge.harness.pytest_plugin import plugin, session, sharding
 
     known = {name for module in (hookspec, xdist.newhooks, pytest_timeout) for name in vars(module)}
     known |= set(vars(pytest_timeout.TimeoutHooks))
-    ours = {name for place in (plugin, plugin.Session, sharding.Sharding) for name in vars(place)}
+    ours = {name for place in (plugin, session.Session, sharding.Sharding) for name in vars(place)}
     hooks = {name for name in ours if name.startswith("pytest_")}
     assert "pytest_configure_node" in hooks
     assert hooks <= known

@@ -22,7 +22,6 @@ KERNELS = """
 import os
 
 from narrowgauge.reference import ops
-from tests.paths import PLUGIN
 
 
 class Wrong:
@@ -44,7 +43,7 @@ LEDGER = (
 )
 
 FP32, BF16 = (f"quantize/nvfp4/16x48/{dtype}/normal" for dtype in ("fp32", "bf16"))
-WORDS = ("-p", "no:xdist", "--backend", "ledger_kernels:Wrong")
+WORDS = ("-p", "no:xdist", "--ng-backend", "ledger_kernels:Wrong")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,17 +60,20 @@ def project(compiler, pytester, monkeypatch):
     (pytester.path / "cases" / "small.toml").write_text(CASES)
     (pytester.path / "cases" / "known.toml").write_text(LEDGER)
     pytester.makepyfile(ledger_kernels=KERNELS)
-    pytester.makeini(f"[pytest]\naddopts = -p {PLUGIN} -p no:unraisableexception -p no:hypothesispytest\n")
+    pytester.makeini(
+        f"[pytest]\naddopts = -p {PLUGIN} -p no:unraisableexception -p no:hypothesispytest\n"
+        "narrowgauge_cases = cases\nnarrowgauge_tier = full\n"
+    )
     for name in ("PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_WORKER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.plugin.in_process", lambda config: True)
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
     return pytester
 
 
 def test_known_failures_are_xfailed_and_crashes_not_launched(project, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "step.md"))
-    result = project.runpytest_inprocess(*WORDS, "-rx", "--junitxml=junit.xml", "--link", "https://ci.example/7")
+    result = project.runpytest_inprocess(*WORDS, "-rx", "--junitxml=junit.xml", "--ng-link", "https://ci.example/7")
     result.assert_outcomes(xfailed=3, failed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines_random(
@@ -101,11 +103,11 @@ def test_known_failures_are_xfailed_and_crashes_not_launched(project, monkeypatc
 
 def test_an_unexpected_pass_is_a_failure_that_names_the_entry(project):
     (project.path / "mine.toml").write_text(LEDGER.replace("16x48/bf16", "16x48").replace("16x32/*", "16x32/bf16/*"))
-    result = project.runpytest_inprocess("-p", "no:xdist", "--backend", "reference", "--known", "mine.toml")
+    result = project.runpytest_inprocess("-p", "no:xdist", "--ng-backend", "reference", "--ng-known", "mine.toml")
     result.assert_outcomes(passed=4)
     text = LEDGER.replace("ledger_kernels:Wrong", "reference")
     (project.path / "mine.toml").write_text(text)
-    result = project.runpytest_inprocess("-p", "no:xdist", "--backend", "reference", "--known", "mine.toml")
+    result = project.runpytest_inprocess("-p", "no:xdist", "--ng-backend", "reference", "--ng-known", "mine.toml")
     result.assert_outcomes(passed=1, failed=1, xfailed=2)
     result.stdout.fnmatch_lines(
         [
@@ -114,7 +116,7 @@ def test_an_unexpected_pass_is_a_failure_that_names_the_entry(project):
         ]
     )
     result = project.runpytest_inprocess(
-        "-p", "no:xdist", "--backend", "reference", "--known", "mine.toml", "--runxfail"
+        "-p", "no:xdist", "--ng-backend", "reference", "--ng-known", "mine.toml", "--runxfail"
     )
     result.assert_outcomes(passed=4)
 
@@ -129,12 +131,12 @@ def test_a_wrong_ledger_is_one_error(project):
     )
     assert "Traceback" not in result.stdout.str()
     (project.path / "mine.toml").write_text("[[know]]")
-    result = project.runpytest_inprocess(*WORDS, "--known", "mine.toml")
+    result = project.runpytest_inprocess(*WORDS, "--ng-known", "mine.toml")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*mine.toml: unknown key 'know' (did you mean 'known'?*"])
-    result = project.runpytest_inprocess(*WORDS, "--link", "ci/7")
+    result = project.runpytest_inprocess(*WORDS, "--ng-link", "ci/7")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--link is 'ci/7'; it is the address of a page*"])
+    result.stderr.fnmatch_lines(["*--ng-link is 'ci/7'; it is the address of a page*"])
 
 
 def test_a_ledger_among_case_files_on_the_command_line_is_passed_over(project):

@@ -142,9 +142,24 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> N
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / LOCK_NAME).symlink_to(tmp_path / "file")
     for folder in (tmp_path / "file", tmp_path / "file" / "inside", tmp_path / "link"):
-        with pytest.raises(JournalError, match=r"cannot be written: .*"):
+        with pytest.raises(JournalError, match=r"(cannot be written: .*|is no folder); give another --report-dir"):
             Journal(folder, run)
     assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_folder_that_takes_no_file_is_not_said_to_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /proc, where nobody can create a file."""
+    opened = os.open
+
+    def refuse(path: Any, *arguments: Any) -> int:
+        if Path(path).name == LOCK_NAME:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(JournalError) as raised:
+        Journal(tmp_path, run)
+    assert str(raised.value) == f"{tmp_path}: cannot be written: No such file or directory; give another --report-dir"
 
 
 def test_the_text_of_a_lock_file_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

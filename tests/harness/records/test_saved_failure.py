@@ -299,7 +299,7 @@ def project(pytester, monkeypatch):
 
 
 def test_pytest_saves_in_its_report(project):
-    arguments = ["--backend", WRONG, "--report-dir", "out"]
+    arguments = ["--ng-backend", WRONG, "--ng-report-dir", "out"]
     result = project.runpytest_inprocess("one.toml", *arguments)
     result.assert_outcomes(failed=1)
     (path,) = (project.path / "out" / "failures").iterdir()
@@ -308,7 +308,7 @@ def test_pytest_saves_in_its_report(project):
 
 
 def test_a_timeout_that_ends_the_search_leaves_the_failure(project):
-    result = project.runpytest_inprocess("one.toml", "--backend", "saved_kernels:Hanging", "--timeout", "2")
+    result = project.runpytest_inprocess("one.toml", "--ng-backend", "saved_kernels:Hanging", "--timeout", "2")
     result.assert_outcomes(failed=1)
     note = "not shrunk: at another shape, timeout: no result after 2 s"
     result.stdout.fnmatch_lines(["fail: codes: 64 of 16 384 codes differ, *", note, "codes (exact): *"])
@@ -356,10 +356,11 @@ def test_a_file_that_is_no_saved_failure(folder):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--seed", 3], ["--cases", "cases"], ["--recipe", "nvfp4"], ["--input", "a.npy"]]
+    "arguments",
+    [["--seed", 3], ["--cases", "cases"], ["--recipe", "nvfp4"], ["--input", "a.npy"], ["--after", LARGE.id]],
 )
 def test_options_that_a_saved_failure_has_no_use_for(arguments):
-    message = "--saved has its own inputs; --cases, --input, --recipe and --seed do not go with it"
+    message = "--saved has its own inputs; --cases, --input, --recipe, --seed and --after do not go with it"
     assert refused(LARGE.id, "--saved", "f.safetensors", *arguments) == message
 
 

@@ -9,7 +9,8 @@ import torch
 
 from narrowgauge.harness.checks import finding
 from narrowgauge.harness.report import markdown
-from narrowgauge.harness.report.failure_view import SPECIAL, distribution_lines, first_failure
+from narrowgauge.harness.report.failure_view import SPECIAL, distribution_lines, explanation_lines, first_failure
+from narrowgauge.harness.report.text import explanation
 from tests.harness.runs import record
 
 STEPS = [[-2, -2, 1], [-1, -1, 3512], [0, 0, 90], [1, 1, 0], [2, 2, 0], [3, 4, 7]]
@@ -70,3 +71,11 @@ def test_what_a_finding_counts_has_a_name() -> None:
         "special values, expected → actual: NaN 1 → 0, −0 0 → 1",
     ]
     assert tuple(SPECIAL) == finding.SPECIAL_VALUES
+
+
+@pytest.mark.parametrize("cause", ["state-between-calls", "passes-alone"])
+def test_earlier_cases_come_before_other_causes(cause: str) -> None:
+    exact = {"cause": "ties-away", "sentence": "ties round away", "stage": "codes", "exact": True}
+    state = {"cause": cause, "sentence": "only after other cases: a", "stage": "codes", "exact": False}
+    assert explanation_lines([state, exact]) == ["only after other cases: a", "explained exactly by: ties round away"]
+    assert explanation(state) == "only after other cases: a"

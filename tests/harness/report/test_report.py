@@ -4,7 +4,9 @@ import csv
 import io
 import json
 import math
+import os
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ from rich.console import Console
 from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.cases.operations import OPERATIONS
 from narrowgauge.harness.records.record import NESTED, SCHEMA, VERDICTS, Record
-from narrowgauge.harness.report import groups, markdown, replace_files, report, tables, text
-from narrowgauge.harness.report.failure_view import first_failure, reproduction
+from narrowgauge.harness.report import failure_view, groups, markdown, replace_files, report, tables, text
+from narrowgauge.harness.report.failure_view import first_failure, reproduction, saved_lines
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.report.text import STAGES, expected_stages
 from tests.harness.pages import rows_of
+from tests.paths import CASES
 
 NASTY = """<script>alert(1)</script>&"'"""
 ENVIRONMENT = {"torch": "2.9.1", NASTY: f"label and value {NASTY}"}
@@ -289,6 +292,44 @@ def test_terminal_without_glyphs() -> None:
 def test_reproduction_line_is_safe_in_a_shell(case: str, quoted: str) -> None:
     line = reproduction({**record(), "case": case, "backend": "a.b:C", "device": "cuda:0 x"})
     assert line == f"narrowgauge show {quoted} --backend a.b:C --device 'cuda:0 x' --seed {2**53 + 1}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("", []),
+        ("--schedules 4 --after 'a b/$(rm)'", ["--schedules", "4", "--after", "a b/$(rm)"]),
+        ("--path x; rm -rf / & `y`", ["--path", "x;", "rm", "-rf", "/", "&", "`y`"]),
+        ("--path 'x", ["--path", "'x"]),
+    ],
+)
+def test_options_of_a_record_are_words_of_the_line(options: str, words: list[str]) -> None:
+    """Whatever a changed journal has: no word is a command of the shell. A saved failure has no earlier cases."""
+    failed = {**failing(), "options": options, "saved": "f.safetensors"}
+    arguments = shlex.split(reproduction(failed))
+    assert arguments[len(arguments) - len(words) :] == words
+    assert not {";", "&"} & set(shlex.shlex(reproduction(failed), punctuation_chars=True))
+    (saved,) = [line for line in saved_lines(failed) if "--saved" in line]
+    kept = words[: words.index("--after")] if "--after" in words else words
+    assert shlex.split(saved.partition(": ")[2])[9:] == kept
+
+
+@pytest.mark.parametrize("place", ["cases/a.toml", "own/a.toml", "shipped", "/elsewhere/a.toml"])
+def test_reproduction_line_names_a_file_that_is_not_a_default(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative to the current folder. Cases of the package are the default where the current folder has none."""
+    monkeypatch.chdir(tmp_path)
+    shipped = place == "shipped"
+    file = os.path.realpath(next(CASES.glob("*.toml"))) if shipped else place
+    line = reproduction({**record(), "file": file})
+    assert ("--cases" in line) == (place in ("own/a.toml", "/elsewhere/a.toml"))
+    (tmp_path / "cases").mkdir()
+    (tmp_path / "cases" / "a.toml").write_text("")
+    monkeypatch.setattr(failure_view, "_is_default", failure_view._is_default.__wrapped__)
+    assert ("--cases" in reproduction({**record(), "file": file})) == (place != "cases/a.toml")
+    inside = reproduction({**record(), "file": str(tmp_path / "own" / "a.toml")})
+    assert inside.endswith(" --cases own/a.toml")
 
 
 @pytest.mark.parametrize(

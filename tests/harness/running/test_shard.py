@@ -150,14 +150,14 @@ def test_list_refuses(matrix, tmp_path):
 
 def pytest_run(pytester, *words):
     pytester.makefile(".toml", small=FILE)
-    return pytester.runpytest_inprocess("small.toml", "-p", PLUGIN, "-p", "no:xdist", "--backend",
+    return pytester.runpytest_inprocess("small.toml", "-p", PLUGIN, "-p", "no:xdist", "--ng-backend",
                                         "reference", *words)  # fmt: skip
 
 
 def test_pytest_leaves_a_shard(pytester):
     """Of what -k leaves; the others are deselected, and tests that are no cases stay."""
     pytester.makepyfile("def test_of_something_else(): pass")
-    result = pytest_run(pytester, "test_pytest_leaves_a_shard.py", "--co", "-q", "--shard", "1/2", "-k", "48 or else")
+    result = pytest_run(pytester, "test_pytest_leaves_a_shard.py", "--co", "-q", "--ng-shard", "1/2", "-k", "48 or else")
     expected = part_of(select(load_all([pytester.path / "small.toml"]), keyword="48"), Shard(1, 2)).cases
     for case in expected:
         result.stdout.fnmatch_lines([f"*{case.id}"])
@@ -166,14 +166,14 @@ def test_pytest_leaves_a_shard(pytester):
 
 def test_pytest_divides_by_the_durations_of_a_run(pytester):
     journal(pytester.path / "before", dict.fromkeys(ALL, 1.0) | {ALL[3]: 9.0})
-    result = pytest_run(pytester, "--co", "-q", "--shard", "1/2", "--case-durations", "before")
+    result = pytest_run(pytester, "--co", "-q", "--ng-shard", "1/2", "--ng-durations", "before")
     result.stdout.fnmatch_lines([f"*{ALL[3]}", "1/6 tests collected*"])
 
 
 @pytest.mark.usefixtures("compiler")
 def test_the_journal_of_pytest_says_which_shard_it_is_of(pytester, monkeypatch):
-    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.plugin.in_process", lambda config: True)
-    pytest_run(pytester, "--shard", "2/3", "--report-dir", "out").assert_outcomes(passed=2, deselected=4)
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
+    pytest_run(pytester, "--ng-shard", "2/3", "--ng-report-dir", "out").assert_outcomes(passed=2, deselected=4)
     header = json.loads((pytester.path / "out" / "records.jsonl").read_text().splitlines()[0])
     part = part_of(load_all([pytester.path / "small.toml"]), Shard(2, 3))
     assert (header["shard"], header["selection"]) == ("2/3", digest(ALL))
@@ -183,10 +183,10 @@ def test_the_journal_of_pytest_says_which_shard_it_is_of(pytester, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--shard", "4/3"], "--shard is '4/3'; of 3 shards there are 1/3 to 3/3"),
-        (["--shard", "1/7"], "--shard is '1/7', but 6 cases are selected, and no shard is empty"),
-        (["--case-durations", "x"], "--case-durations divides cases into shards, and no --shard is given"),
-        (["--shard", "1/2", "--case-durations", "x"], "there is no x"),
+        (["--ng-shard", "4/3"], "--ng-shard is '4/3'; of 3 shards there are 1/3 to 3/3"),
+        (["--ng-shard", "1/7"], "--ng-shard is '1/7', but 6 cases are selected, and no shard is empty"),
+        (["--ng-durations", "x"], "--ng-durations divides cases into shards, and no --ng-shard is given"),
+        (["--ng-shard", "1/2", "--ng-durations", "x"], "there is no x"),
     ],
 )
 def test_pytest_refuses(pytester, words, message):

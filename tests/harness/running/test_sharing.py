@@ -76,11 +76,11 @@ def test_a_judge_tells_its_cases(monkeypatch, shared, expected):
     worker.settings, worker.connection = settings, ours
     worker.give(Task(NVFP4, 3), sharing=shared)
     ours.send({"end": True})
-    host = SimpleNamespace(room=lambda: 1, close=lambda: None, orphaned=False)
+    host = SimpleNamespace(process=1, room=lambda: 1, close=lambda: None, orphaned=False)
     monkeypatch.setattr("narrowgauge.harness.running.worker.kernel_host", lambda settings, hosts: host)
     monkeypatch.setattr("narrowgauge.harness.backends.backend.Backend", lambda host: host)
     monkeypatch.setattr(runner, "run_case", judged)
-    serve(theirs, None, settings)
+    serve(theirs, None, None, settings)
     assert given == [(NVFP4, expected)]
     assert ours.receive()[0] == {"room": 1}
     assert ours.receive()[0]["record"]["seed"] == 3
@@ -97,17 +97,7 @@ def test_the_plugin_counts_the_cases_that_are_left(pytester, monkeypatch):
 
     monkeypatch.setattr(sandbox, "run_case", judged)
     pytester.mkdir("cases").joinpath("small.toml").write_text(CASES)
-    result = pytester.runpytest_inprocess(
-        "cases",
-        "--backend",
-        "reference",
-        "-p",
-        PLUGIN,
-        "-p",
-        "no:xdist",
-        "-k",
-        "48",
-        "--pdb",
-    )
+    words = ["--ng-cases", "cases", "--ng-backend", "reference", "-p", PLUGIN, "-p", "no:xdist", "-k", "48", "--pdb"]
+    result = pytester.runpytest_inprocess(*words)
     result.assert_outcomes(passed=3, deselected=3)
     assert given == [2, 2, 2]

@@ -180,16 +180,7 @@ def test_faults_cost_their_own_cases_under_pytest(folder, workers):
 
     In a process of its own, which must survive.
     """
-    words = [
-        "cases",
-        "-p",
-        PLUGIN,
-        "-p",
-        "no:cacheprovider",
-        "--backend",
-        "faulty:Backend",
-        *workers,
-    ]
+    words = ["--ng-cases", "cases", "-p", PLUGIN, "-p", "no:cacheprovider", "--ng-backend", "faulty:Backend", *workers]
     words += ["--timeout", str(LIMIT), "--timeout-method", "thread"]
     words += ["--max-worker-restart", "0"] if workers else ["--junitxml", "junit.xml"]
     done = subprocess.run(
@@ -214,7 +205,7 @@ def start(*words):
     # What a shell runs in the background ignores Ctrl-C, and so does all that it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
-        [sys.executable, "-m", *words, "--backend", "faulty:Counting"],
+        [sys.executable, "-m", *words, "--ng-backend" if words[0] == "pytest" else "--backend", "faulty:Counting"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     signal.signal(signal.SIGINT, before)
@@ -265,10 +256,11 @@ def test_a_killed_run_leaves_its_records_and_is_gone_on_with(folder):
     assert refused.exit_code == 2, refused.output
     assert "reports/latest" in refused.stderr
     assert "--report-dir" in refused.stderr
-    words = [sys.executable, "-m", "pytest", "cases", "-p", PLUGIN, "-p", "no:cacheprovider", "--backend", "reference"]
+    words = ["pytest", "--ng-cases", "cases", "-p", PLUGIN, "-p", "no:cacheprovider", "--ng-backend", "reference"]
+    words = [sys.executable, "-m", *words]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
-    assert "--report-dir" in done.stderr
+    assert "--ng-report-dir" in done.stderr
     process.kill()
     process.communicate()
     run = read(Path("reports/latest"))
@@ -298,26 +290,16 @@ def test_a_killed_run_leaves_its_records_and_is_gone_on_with(folder):
 def test_an_interrupted_pytest_is_gone_on_with_over_processes(folder):
     """Ctrl-C: a report of what was measured; then --resume with -n, and once more, when nothing is left to do."""
     select(folder, range(16, 21))
-    process = start("pytest", "cases", "-p", PLUGIN, "-p", "no:cacheprovider")
+    process = start("pytest", "--ng-cases", "cases", "-p", PLUGIN, "-p", "no:cacheprovider")
     os.killpg(process.pid, signal.SIGINT)
     said = said_by(process)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, said
-    assert "3 of 5 cases did not run; --resume goes on with them" in said
+    assert "3 of 5 cases did not run; --ng-resume goes on with them" in said
     assert "2 cases; report: " in said
     before = seen()
     Path("go").touch()
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "cases",
-        "-p",
-        PLUGIN,
-        "-p",
-        "no:cacheprovider",
-        "--resume",
-    ]
-    words += ["--backend", "faulty:Counting"]
+    words = [sys.executable, "-m", "pytest", "--ng-cases", "cases", "-p", PLUGIN, "-p", "no:cacheprovider"]
+    words += ["--ng-resume", "--ng-backend", "faulty:Counting"]
     done = subprocess.run([*words, "-n", "1"], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout
@@ -559,19 +541,10 @@ def _no_space(*_, **__):
 
 def in_pytest(pytester, monkeypatch, folder):
     """A run of pytest over the cases of 16 and 26 rows, in this process."""
-    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.plugin.in_process", lambda config: True)
+    monkeypatch.setattr("narrowgauge.harness.pytest_plugin.session.in_process", lambda config: True)
     select(folder, (16, 26))
-    words = [
-        "-p",
-        PLUGIN,
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--backend",
-        "reference",
-    ]
-    return pytester.runpytest_inprocess("--rootdir", folder, folder / "cases", *words)
+    words = ["-p", PLUGIN, "-p", "no:cacheprovider", "-p", "no:xdist", "--ng-backend", "reference"]
+    return pytester.runpytest_inprocess("--rootdir", folder, "--ng-cases", folder / "cases", *words)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -607,17 +580,8 @@ def test_a_debugger_has_the_kernel_in_the_process_of_pytest(folder, pytester, mo
     """With --pdb a person stops in the backend; no worker is begun."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sandbox, "Worker", None)
-    words = [
-        "cases",
-        "-p",
-        PLUGIN,
-        "-p",
-        "no:cacheprovider",
-        "--backend",
-        "faulty:Backend",
-        "--pdb",
-    ]
-    result = pytester.runpytest_inprocess("--rootdir", folder, folder / words[0], *words[1:], "-k", "16x32")
+    words = ["-p", PLUGIN, "-p", "no:cacheprovider", "--ng-backend", "faulty:Backend", "--pdb", "-k", "16x32"]
+    result = pytester.runpytest_inprocess("--rootdir", folder, "--ng-cases", folder / "cases", *words)
     result.assert_outcomes(passed=1, deselected=len(ALL) - 1)
 
 

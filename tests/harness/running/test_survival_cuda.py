@@ -104,19 +104,11 @@ def folder(tmp_path, monkeypatch):
 def test_faults_of_a_gpu_cost_their_own_cases(folder, way):
     words = {
         "run": ["narrowgauge", "run", "-n", "2"],
-        "pytest": ["pytest", "cases", "-p", PLUGIN, "-p", "no:cacheprovider"],
-        "pytest -n": [
-            "pytest",
-            "cases",
-            "-p",
-            PLUGIN,
-            "-p",
-            "no:cacheprovider",
-            "-n",
-            "2",
-        ],
+        "pytest": ["pytest", "--ng-cases", "cases", "-p", PLUGIN, "-p", "no:cacheprovider"],
+        "pytest -n": ["pytest", "--ng-cases", "cases", "-p", PLUGIN, "-p", "no:cacheprovider", "-n", "2"],
     }[way]
-    words += ["--backend", "faulty_cuda:Backend", "--device", "cuda", "--timeout", str(LIMIT)]
+    prefix = "--" if way == "run" else "--ng-"
+    words += [f"{prefix}backend", "faulty_cuda:Backend", f"{prefix}device", "cuda", "--timeout", str(LIMIT)]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 1, done.stdout + done.stderr
     check(read(folder / "reports" / "latest").records, EXPECTED)

@@ -199,7 +199,7 @@ def test_a_backend_that_gives_nothing_is_one_error(few):
     [
         ("fp8-current-e4m3", "recipe fp8-current-e4m3 has one dialect, and nothing to tell apart"),
         ("nvfp4-rht", "recipe nvfp4-rht rotates in an order that is free; ask for the recipe without the rotation"),
-        ("nvfp5", "no recipe is called 'nvfp5' (did you mean 'nvfp4'?)"),
+        ("nvfp5", "no recipe is called 'nvfp5' (did you mean 'nvfp4'"),
     ],
 )
 def test_recipes_without_a_choice_are_refused(name, message):

@@ -73,7 +73,7 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
      "bias of shape (3,) has strides (0,); the kernels read contiguous memory: pass bias.contiguous()"),
     # recipes
     ("no such recipe", lambda: quantize(recipe="nvpf4"), ValueError,
-     "no recipe is called 'nvpf4' (did you mean 'nvfp4'?)"),
+     "no recipe is called 'nvpf4' (did you mean 'nvfp4'"),
     ("no such dialect", lambda: quantize(recipe="nvfp4@te-2.9"), ValueError,
      "recipe nvfp4 has no dialect 'te-2.9' (did you mean 'te-2.8'?)"),
     ("elements of another format", lambda: quantize(recipe=replace(RECIPES["te"], element=E2M3)), NotImplementedError,

@@ -1,0 +1,158 @@
+"""A function of a user as a backend: its arguments by name, its result by convention."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from narrowgauge import adapt
+from narrowgauge.harness.api.default_settings import callers_settings
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
+from narrowgauge.harness.backends.local_host import LocalHost
+from narrowgauge.harness.backends.results import QUANTIZED_PARTS, as_quantized
+from narrowgauge.reference import ops
+from narrowgauge.reference.quantize.layout import linear_scales
+from narrowgauge.spec.arguments import Random
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+
+OPERATIONS = ("quantize", "dequantize", "transform", "gemm")
+
+
+def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of the parameters of a Python function or of a custom op; empty for a function without a signature."""
+    op: Any = getattr(function, "_opoverload", function)  # of torch.library.custom_op
+    overloads = [op]
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        overloads = [getattr(op, name) for name in op.overloads()]  # type: ignore[no-untyped-call]
+    if all(isinstance(overload, torch._ops.OpOverload) for overload in overloads):
+        return frozenset(argument.name for overload in overloads for argument in overload._schema.arguments)
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def name_of_function(function: Callable[..., Any]) -> str:
+    """Name of a Python function inside its module or function, `torch.ops.lib.name` of a custom op, or `function`."""
+    op = getattr(function, "_opoverload", function)
+    if isinstance(op, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+        return f"torch.ops.{op}"
+    name = str(getattr(function, "__qualname__", "")).rpartition("<locals>.")[2]
+    return name if name and "<" not in name else "function"
+
+
+class FunctionBackend(Backend):
+    """A backend with a single method, a function of this process."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        operation: str,
+        *,
+        declares: Mapping[str, str],
+        conventions: Mapping[str, Any],
+    ) -> None:
+        """`conventions`: keyword arguments of `narrowgauge.adapt.quantized` for the results of a quantize."""
+        self.raised: Exception | None = None
+        """The last exception of the function."""
+        self._function, self._conventions = function, conventions
+        self._parameters = parameters_of(function)
+        methods: dict[str, dict[str, Any]] = {
+            "quantize": {"quantize": self._quantize},
+            # A quantize case judges dequantize on the result of the backend's quantize.
+            "dequantize": {"quantize": ops.quantize, "dequantize": self._dequantize},
+            "transform": {"transform": self._transform},
+            "gemm": {"gemm": self._gemm},
+        }
+        super().__init__(LocalHost(name, SimpleNamespace(**methods[operation], declares=dict(declares))))
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        recipe: Recipe,
+        *,
+        scale: torch.Tensor | None = None,
+        random: Random | None = None,
+        swizzled: bool = False,
+    ) -> Quantized:
+        """The result of the function as a Quantized, read by the conventions."""
+        if self.has("dequantize"):
+            return super().quantize(x, recipe, scale=scale, random=random, swizzled=swizzled)
+        given = {"scale": scale, "random": random}
+        result = self.call("quantize", x, recipe, **{name: v for name, v in given.items() if v is not None})
+        try:
+            q = self._read(result, x, recipe)
+        except (TypeError, ValueError) as error:
+            raise BackendError(f"quantize gave a result that does not fit: {error}") from error
+        if swizzled and not q.swizzled:
+            raise Unsupported("quantize gives linear scales; this case is of scales in the 128x4 layout")
+        scales = q.scales if swizzled or not q.swizzled else linear_scales(q)
+        parts = {name: getattr(q, name) for name in QUANTIZED_PARTS} | {"scales": scales}
+        return as_quantized(parts, x, recipe, swizzled=swizzled)
+
+    def _read(self, result: Any, x: torch.Tensor, recipe: Recipe) -> Quantized:
+        """A result in the conventions. Raises TypeError and ValueError."""
+        if isinstance(result, Quantized):
+            return result
+        if isinstance(result, tuple | list) and 2 <= len(result) <= 3:
+            result = dict(zip(QUANTIZED_PARTS, result, strict=False))
+        if not isinstance(result, Mapping) or not {"codes", "scales"} <= result.keys() <= set(QUANTIZED_PARTS):
+            raise TypeError(
+                f"{type(result).__name__}; give (codes, scales), (codes, scales, amax), a mapping with keys among "
+                f"{', '.join(QUANTIZED_PARTS)}, or a Quantized"
+            )
+        true_amax = None
+        if self._conventions["tensor_scale_is"] != "amax" and recipe.tensor_scale not in ("none", "given"):
+            true_amax = ops.quantize(x, recipe, random=(0, 0) if recipe.rounding == "stochastic" else None).amax
+        return adapt.quantized(**result, recipe=recipe, shape=x.shape, true_amax=true_amax, **self._conventions)
+
+    # ---- methods of the host -----------------------------------------------------------------------------------------
+
+    def _quantize(
+        self,
+        x: torch.Tensor,
+        recipe: Recipe,
+        *,
+        scale: torch.Tensor | None = None,
+        random: Random | None = None,
+    ) -> Any:
+        if scale is not None and "scale" not in self._parameters:
+            raise NotImplementedError(f"the function has no parameter 'scale', which recipe {recipe} needs")
+        return self._run((x,), recipe=recipe, scale=scale, random=random)
+
+    def _dequantize(self, q: Quantized, dtype: torch.dtype) -> Any:
+        return self._run((q,), dtype=dtype, recipe=q.recipe)
+
+    def _transform(self, x: torch.Tensor, recipe: Recipe) -> Any:
+        return self._run((x,), recipe=recipe)
+
+    def _gemm(
+        self,
+        a: Quantized,
+        b: Quantized,
+        *,
+        out_dtype: torch.dtype,
+        c: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> Any:
+        addends = {name: addend for name, addend in (("c", c), ("bias", bias)) if addend is not None}
+        for name in addends:
+            if name not in self._parameters:
+                raise NotImplementedError(f"the function has no parameter {name!r}")
+        return self._run((a, b), out_dtype=out_dtype, recipe=a.recipe, **addends)
+
+    def _run(self, operands: tuple[Any, ...], **options: Any) -> Any:
+        """Call the function with the settings of the caller."""
+        known = {name: value for name, value in options.items() if name in self._parameters}
+        try:
+            with callers_settings().in_force():
+                return self._function(*operands, **known)
+        except Exception as error:
+            self.raised = error
+            raise

@@ -1,0 +1,59 @@
+"""Time limit of a diagnosis."""
+
+from __future__ import annotations
+
+import math
+from time import monotonic
+
+_VERIFICATION = 3
+"""A deviation that fits every element tried so far is verified until this multiple of the limit."""
+
+
+class TimeLimit:
+    """Time for which a diagnosis tries deviations, from the creation of the object on.
+
+    The diagnosis reads the clock between deviations, and between slabs of a deviation that fits so far. A deviation is
+    an explanation only if it was verified completely. So a limit removes explanations and never adds or changes one.
+    """
+
+    def __init__(self, seconds: float = math.inf, *, bounds_work: bool = False) -> None:
+        """`seconds`: the limit; infinity for no limit. `bounds_work`: the limits of `search_history` hold too."""
+        self.seconds, self.bounds_work = seconds, bounds_work
+        self.tried = self.skipped = 0
+        """Deviations that were tried, and deviations that were not tried because the limit was reached."""
+        self._start = monotonic()
+        self._unverified: dict[str, None] = {}
+
+    @property
+    def reached(self) -> bool:
+        """Whether the time is over."""
+        return monotonic() - self._start >= self.seconds
+
+    def may_try(self) -> bool:
+        """Whether a further deviation may be tried. The answer counts the deviation as tried or as skipped."""
+        if self.reached:
+            self.skipped += 1
+            return False
+        self.tried += 1
+        return True
+
+    def may_verify(self, cause: str) -> bool:
+        """Whether the verification of a deviation may go on. It has fitted every element so far."""
+        if monotonic() - self._start < _VERIFICATION * self.seconds:
+            return True
+        self._unverified[cause] = None
+        return False
+
+    @property
+    def note(self) -> str:
+        """Sentence about the deviations that the limit left out. Empty if the diagnosis is complete."""
+        if not self.skipped and not self._unverified:
+            return ""
+        parts = [
+            f"the diagnosis stopped after {self.seconds:g} s: "
+            f"{self.tried} of {self.tried + self.skipped} known deviations tried"
+        ]
+        if self._unverified:
+            fit = "fits" if len(self._unverified) == 1 else "fit"
+            parts.append(f"{', '.join(self._unverified)} {fit} the elements tried, but not all elements were tried")
+        return "; ".join([*parts, "diagnose='full' has no limit"])

@@ -1,0 +1,1 @@
+"""First files of a repository that tests its own kernels: `narrowgauge init`."""

@@ -1,0 +1,1 @@
+"""Judging calls of a running program."""

@@ -1,0 +1,15 @@
+"""Results of other libraries as `Quantized`, and `Quantized` in the conventions of other libraries.
+
+`quantized` reads codes, scales and tensor scale in the conventions that its keyword arguments name, and `stored_as`
+writes them. `CONVENTIONS` is the table of all conventions. These functions accept everything that `tensor` accepts.
+"""
+
+from __future__ import annotations
+
+from narrowgauge.adapt.conventions import CONVENTIONS, Convention, Layout, Nibbles, TensorScaleIs
+from narrowgauge.adapt.convert import padding, quantized, stored_as
+from narrowgauge.adapt.tensors import tensor
+
+__all__ = [
+    "CONVENTIONS", "Convention", "Layout", "Nibbles", "TensorScaleIs", "padding", "quantized", "stored_as", "tensor",
+]  # fmt: skip

@@ -1,0 +1,77 @@
+"""The conventions in which libraries store a quantized matrix, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Nibbles = Literal["low-first", "high-first", "unpacked"]
+"""Places of the codes of 4 bits."""
+Layout = Literal["linear", "padded", "128x4", "8x4"]
+"""Order of the block scales in memory."""
+TensorScaleIs = Literal["amax", "encode", "decode"]
+"""Meaning of the tensor scale."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """A convention of libraries for one part of a quantized matrix."""
+
+    argument: str
+    """Argument of `quantized` that names the convention, or whose dtype or presence is the convention."""
+    value: str
+    """Value of the argument; for `codes`, `scales` and `tensor_scale` the kind of value."""
+    meaning: str
+    users: str
+    """Libraries with this convention."""
+
+
+CONVENTIONS = (
+    Convention("nibbles", "low-first", "element 2j in the low nibble of byte j, element 2j + 1 in the high nibble",
+               "Transformer Engine, torchao, modelopt, compressed-tensors, vLLM, FlashInfer, cuBLAS"),
+    Convention("nibbles", "high-first", "element 2j in the high nibble of byte j", "breccia, comfy-kitchen"),
+    Convention("nibbles", "unpacked", "one code in a byte or integer, below 16", "ml_dtypes, JAX arrays in memory"),
+    Convention("codes", "bytes", "uint8 or int8", "Transformer Engine, FlashInfer, vLLM, modelopt"),
+    Convention("codes", "narrow dtype", "float4_e2m1fn_x2 (two codes in a byte), float8_e4m3fn, float8_e5m2, or the "
+               "dtypes of ml_dtypes", "torch, torchao, DeepGEMM, JAX"),
+    Convention("codes", "words", "words of 32 or 64 bits, lowest byte first; their bytes are the packed codes", "mlx"),
+    Convention("codes", "decoded values", "numbers of the element format before the multiplication with a scale, in "
+               "float32, bfloat16, float16 or float64", "emulations of vLLM and FlashInfer"),
+    Convention("scales", "bytes", "uint8 or int8 codes of the scale format", "Transformer Engine, FlashInfer, mlx"),
+    Convention("scales", "narrow dtype", "float8_e4m3fn for E4M3 scales, float8_e8m0fnu for E8M0 and for float32 "
+               "scales that are powers of two", "torch, torchao, compressed-tensors, modelopt, vLLM"),
+    Convention("scales", "words", "words of 32 or 64 bits, lowest byte first: four or eight scale codes of a row",
+               "DeepGEMM (packed UE8M0)"),
+    Convention("scales", "numbers", "values of the scale format in float32, bfloat16, float16 or float64: powers of "
+               "two for E8M0; float32 for float32 scales", "DeepGEMM, DeepSeek, emulations"),
+    Convention("layout", "linear", "a row of scales for each row, no padding",
+               "torchao, modelopt, compressed-tensors, FlashInfer (linear)"),
+    Convention("layout", "padded", "linear, with further rows below and columns on the right, of any content",
+               "Transformer Engine"),
+    Convention("layout", "128x4", "tiles of 128 rows by 4 columns of block-scaled tensor cores, padded with zeros",
+               "cuBLAS, CUTLASS, torch (scaled_mm), torchao (to_blocked), vLLM, FlashInfer, comfy-kitchen"),
+    Convention("layout", "8x4", "tiles of 8 rows by 4 columns, row by row, padded with zeros",
+               "FlashInfer, TensorRT-LLM"),
+    Convention("transposed", "True", "codes (K, M) and linear scales (⌈K/block⌉, M), as stored or as a view; packed "
+               "codes (⌈K/2⌉, M)", "column-major operands of torch._scaled_mm, columnwise MX halves"),
+    Convention("tensor_scale_is", "amax", "the largest magnitude of the tensor", "Transformer Engine, mlx"),
+    Convention("tensor_scale_is", "encode", "2688/amax, a factor of the elements",
+               "compressed-tensors, vLLM, FlashInfer, TensorRT-LLM"),
+    Convention("tensor_scale_is", "decode", "amax/2688, a factor of the decoded values",
+               "modelopt, torchao, comfy-kitchen, AMD Quark"),
+    Convention("tensor_scale", "None", "the library does not report a tensor scale", "JAX"),
+)  # fmt: skip
+"""All conventions that `quantized` understands. 2688 stands for `Recipe.max_product`, which is 448 or 57344 for FP8."""
+
+_CHOICES = {
+    "nibbles": get_args(Nibbles),
+    "layout": get_args(Layout),
+    "tensor_scale_is": get_args(TensorScaleIs),
+}
+
+
+def check_choice(argument: str, value: object) -> None:
+    """Raises ValueError unless `value` is a convention of `argument`: nibbles, layout or tensor_scale_is."""
+    if value not in _CHOICES[argument]:
+        known = ", ".join(repr(name) for name in _CHOICES[argument])
+        raise ValueError(f"{argument} is {value!r}; it can be {known}")

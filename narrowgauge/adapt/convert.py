@@ -1,0 +1,275 @@
+"""`Quantized` from the tensors of another library, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowgauge.adapt.conventions import Layout, Nibbles, TensorScaleIs, check_choice
+from narrowgauge.adapt.number_codes import codes_of_numbers, holds_numbers, numbers_of_exponents, stored_bytes
+from narrowgauge.adapt.scale_layouts import TILE_ROWS, from_tiles, tiled_shape, to_tiles
+from narrowgauge.adapt.tensor_scales import amax_and_tensor_scale
+from narrowgauge.adapt.tensors import tensor
+from narrowgauge.spec.formats import FP32
+from narrowgauge.spec.quantized import Quantized, codes_shape, scales_shape
+from narrowgauge.spec.recipes import Recipe, find_recipe
+
+
+def quantized(
+    codes: Any,
+    scales: Any,
+    recipe: str | Recipe,
+    shape: Sequence[int],
+    *,
+    amax: Any = None,
+    tensor_scale: Any = None,
+    tensor_scale_is: TensorScaleIs = "amax",
+    layout: Layout = "linear",
+    nibbles: Nibbles = "low-first",
+    transposed: bool = False,
+    true_amax: Any = None,
+) -> Quantized:
+    """A `Quantized` of the codes and scales of another library. `CONVENTIONS` explains all values of the arguments.
+
+    codes: (M, K), or packed (M, ⌈K/2⌉) for elements of 4 bits, as bytes, words, a narrow dtype, or decoded values.
+    scales: (M, ⌈K/block⌉) for scales of one byte, (⌈M/rows⌉, ⌈K/block⌉) for float32 scales, one number for one scale
+    per tensor; in the shape of `layout`, or flat if `layout` has tiles. Bytes, words, a narrow dtype, or numbers.
+    shape: (M, K) of the input, blocks along K; or (…, K), with all dimensions but the last as rows.
+    amax: the amax that the library reports, float32, one number or (M,) for a recipe with an amax per row.
+    tensor_scale: the reported tensor scale, of the shape of amax; `tensor_scale_is` has its meaning.
+    layout, nibbles: places of scales and of 4-bit codes. `nibbles` describes the given bytes for every recipe.
+    transposed: codes and scales are the transposes of the shapes above. Scales in tiles keep their shape.
+    true_amax: the amax of the input, for a tensor scale of another kind than the recipe computes with.
+
+    The result is never `transposed`. Layout 128x4 gives a `swizzled` result with the padding; the remaining layouts
+    give linear scales, and `padding` gives the omitted bytes. Only float64 tensor scales are rounded, to float32.
+    Tensors stay on their device and are copied only to change their layout.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, an unknown convention, a number that its format
+    does not have, and a tensor scale that the recipe does not have or that does not determine the factor of the recipe.
+    """
+    recipe = find_recipe(recipe)
+    check_choice("layout", layout)
+    check_choice("nibbles", nibbles)
+    check_choice("tensor_scale_is", tensor_scale_is)
+    matrix = _matrix_shape(shape)
+    own_codes = _codes(tensor(codes), recipe, matrix, nibbles, transposed=transposed).contiguous()
+    stored = _stored_scales(tensor(scales), recipe, matrix, layout, transposed=transposed)
+    if own_codes.device != stored.device:
+        raise ValueError(f"codes are on {own_codes.device} and scales on {stored.device}; move them to one device")
+    swizzled = layout == "128x4"
+    if layout == "8x4":
+        stored = from_tiles(stored, layout)
+    if not swizzled:
+        rows, columns = scales_shape(matrix, recipe)
+        stored = stored[:rows, :columns].contiguous()
+    if holds_numbers(stored) and recipe.scale is not FP32:
+        stored = codes_of_numbers(stored, recipe.scale, "scales")
+    own_amax, own_scale = amax_and_tensor_scale(
+        recipe, matrix, own_codes.device, amax=amax, tensor_scale=tensor_scale, tensor_scale_is=tensor_scale_is,
+        true_amax=true_amax,
+    )  # fmt: skip
+    return Quantized(own_codes, stored, own_amax, recipe, matrix, own_scale, swizzled=swizzled)
+
+
+def padding(
+    scales: Any, recipe: str | Recipe, shape: Sequence[int], *, layout: Layout, transposed: bool = False
+) -> torch.Tensor:
+    """The padding of the scales of a (M, K) matrix: all bytes, or numbers, that belong to no block, (N,).
+
+    Tensor cores read the padding of layouts 128x4 and 8x4: it is 0. The padding of layout `padded` may have any
+    content. Arguments and errors: see `quantized`.
+    """
+    recipe = find_recipe(recipe)
+    check_choice("layout", layout)
+    matrix = _matrix_shape(shape)
+    stored = _stored_scales(tensor(scales), recipe, matrix, layout, transposed=transposed)
+    linear = from_tiles(stored, layout) if layout in TILE_ROWS else stored
+    rows, columns = scales_shape(matrix, recipe)
+    return torch.cat([linear[:rows, columns:].flatten(), linear[rows:].flatten()])
+
+
+class Stored(NamedTuple):
+    """Codes and scales in the conventions of another library: uint8, or float32 for float32 scales."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def stored_as(
+    q: Quantized, *, layout: Layout = "linear", nibbles: Nibbles = "low-first", transposed: bool = False
+) -> Stored:
+    """Codes and scales of `q` in the conventions of another library, such as the operands of its GEMM.
+
+    The inverse of `quantized` with the same arguments. Layouts 128x4 and 8x4 have the padded shape (⌈R/tile⌉·tile,
+    ⌈C/4⌉·4) of linear scales (R, C) and padding 0; `padded` has the shape of 128x4 for bytes, and 4 columns for
+    float32. Raises ValueError for an unknown convention, and for tiles of float32 scales.
+    """
+    check_choice("layout", layout)
+    check_choice("nibbles", nibbles)
+    recipe = q.recipe
+    codes = q.codes.T if q.transposed else q.codes
+    if recipe.element.bits == 4:
+        codes = _packed(_unpacked(codes, q.shape[1], recipe.packing), nibbles)
+    rows, columns = scales_shape(q.shape, recipe)
+    scales = q.scales
+    if q.swizzled:
+        scales = from_tiles(scales, "128x4")[:rows, :columns]
+    elif q.transposed:
+        scales = scales.T
+    if layout != "linear":
+        _check_tiles(recipe, layout, q.scales)
+        height, width = (rows, -(-columns // 4) * 4)
+        if recipe.scale is not FP32:
+            height, width = tiled_shape((rows, columns), "128x4" if layout == "padded" else layout)
+        scales = torch.nn.functional.pad(scales, (0, width - columns, 0, height - rows))
+    if layout in TILE_ROWS:
+        scales = to_tiles(scales, layout)
+    elif transposed:
+        scales = scales.T
+    return Stored((codes.T if transposed else codes).contiguous(), scales.contiguous())
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+def _codes(
+    given: torch.Tensor, recipe: Recipe, shape: tuple[int, int], nibbles: Nibbles, *, transposed: bool
+) -> torch.Tensor:
+    """Codes as a Quantized stores them: uint8 of `codes_shape`, packed as the recipe packs them."""
+    if holds_numbers(given):
+        elements = _shaped(given, "codes", shape, transposed, "decoded values")
+        codes = codes_of_numbers(elements, recipe.element, "codes")
+        return _packed(codes, recipe.packing) if recipe.element.bits == 4 else codes
+    if recipe.element.bits != 4:
+        stored = stored_bytes(given, recipe.element, "codes")
+        return _shaped(stored, "codes", shape, transposed, f"codes of {recipe.element.name}")
+    if nibbles == "unpacked":
+        return _packed(_single_codes(_shaped(given, "codes", shape, transposed, "unpacked codes")), recipe.packing)
+    stored = stored_bytes(given, recipe.element, "codes")
+    packed_shape = codes_shape(shape, recipe)
+    if given.numel() == math.prod(shape) != math.prod(packed_shape):
+        raise ValueError(
+            f"codes {tuple(given.shape)} have a number for each element of {shape}; give nibbles='unpacked', or packed "
+            f"codes {packed_shape}"
+        )
+    packed = _shaped(stored, "codes", packed_shape, transposed, f"packed codes of {shape}")
+    if nibbles != recipe.packing:
+        packed = (packed >> 4) | (packed << 4)
+    return packed
+
+
+def _single_codes(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes of 4 bits, one in a byte or integer. Raises TypeError or ValueError for anything else."""
+    if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype == torch.bool:
+        name = str(codes.dtype).removeprefix("torch.")
+        raise TypeError(f"codes: {name} does not hold one code of 4 bits; give uint8, or nibbles='low-first'")
+    if codes.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        codes = codes.to(torch.int64)
+    wrong = (codes < 0) | (codes > 0xF)
+    if bool(wrong.any()):
+        place = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(
+            f"codes{list(place)} is {int(codes[place]):#x}, no code of 4 bits; for two codes in a byte give "
+            "nibbles='low-first' or 'high-first'"
+        )
+    return codes.to(torch.uint8)
+
+
+def _packed(codes: torch.Tensor, nibbles: str) -> torch.Tensor:
+    """Codes below 16, uint8 (M, K), two in a byte in the order `nibbles`; unchanged for `unpacked`."""
+    if nibbles == "unpacked":
+        return codes
+    padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    first, second = padded[:, ::2], padded[:, 1::2]
+    return first | (second << 4) if nibbles == "low-first" else second | (first << 4)
+
+
+def _unpacked(packed: torch.Tensor, columns: int, nibbles: str) -> torch.Tensor:
+    """The inverse of `_packed`: codes (M, K), K = `columns`."""
+    low, high = packed & 0xF, packed >> 4
+    pair = [low, high] if nibbles == "low-first" else [high, low]
+    return torch.stack(pair, -1).flatten(1)[:, :columns]
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+
+
+def _stored_scales(
+    given: torch.Tensor, recipe: Recipe, shape: tuple[int, int], layout: Layout, *, transposed: bool
+) -> torch.Tensor:
+    """Scales in their layout with their padding, 2-D: uint8 codes, numbers of the scale format, or float32 scales."""
+    if recipe.scale is not FP32:
+        stored = given if holds_numbers(given) else stored_bytes(given, recipe.scale, "scales")
+    elif given.dtype == torch.float8_e8m0fnu:
+        stored = numbers_of_exponents(given)
+    elif given.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        stored = given.float()
+    else:
+        name = str(given.dtype).removeprefix("torch.")
+        raise TypeError(f"scales: recipe {recipe} has float32 scales, not {name}; give float32 or float8_e8m0fnu")
+    if recipe.whole and stored.numel() == 1:
+        stored = stored.reshape(1, 1)
+    linear = scales_shape(shape, recipe)
+    what = f"scales of recipe {recipe} of {shape}, layout {layout},"
+    if layout in TILE_ROWS:
+        _check_tiles(recipe, layout, stored)
+        return _tiled(stored, tiled_shape(linear, layout), what)
+    if layout == "padded":
+        stored = stored.T if transposed and stored.dim() == 2 else stored
+        if stored.dim() != 2 or stored.shape[0] < linear[0] or stored.shape[1] < linear[1]:
+            raise ValueError(f"{what} have at least shape {linear}, not {tuple(stored.shape)}")
+        return stored
+    tiles = [name for name in TILE_ROWS if stored.numel() == math.prod(tiled_shape(linear, name)) and not recipe.whole]
+    remedy = f"; for scales in tiles give layout={tiles[0]!r}, for rows of zeros layout='padded'" if tiles else ""
+    return _shaped(stored, "scales", linear, transposed, what, remedy)
+
+
+def _tiled(stored: torch.Tensor, shape: tuple[int, int], what: str) -> torch.Tensor:
+    """Scales in tiles as a matrix: flat and tiled forms are the same memory."""
+    if stored.numel() != math.prod(shape):
+        raise ValueError(f"{what} have {math.prod(shape)} bytes, padded {shape}; these have {tuple(stored.shape)}")
+    if tuple(stored.shape) != shape and not stored.is_contiguous():
+        raise ValueError(
+            f"{what} in another shape than {shape} are read in the order of memory, but {tuple(stored.shape)} with "
+            f"strides {stored.stride()} is not contiguous; give the tensor before permute or transpose"
+        )
+    return stored.reshape(shape).contiguous()
+
+
+def _check_tiles(recipe: Recipe, layout: Layout, scales: torch.Tensor) -> None:
+    if layout in TILE_ROWS and scales.dtype != torch.uint8:
+        name = str(scales.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"layout {layout} holds bytes, and the scales of recipe {recipe} are {name}; give layout='linear' or "
+            "'padded', or bytes"
+        )
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    if len(shape) < 2:
+        raise ValueError(f"shape is (M, K) or (…, K) of the input, not {tuple(shape)}")
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def _shaped(
+    given: torch.Tensor, name: str, shape: tuple[int, int], transposed: bool, what: str, remedy: str = ""
+) -> torch.Tensor:
+    """A matrix of `shape` of a tensor of this shape, (…, columns) or, if `transposed`, its transpose."""
+    if transposed:
+        if tuple(given.shape) == shape[::-1]:
+            return given.T
+        raise ValueError(f"{what} have shape {shape[::-1]} if transposed; {name} have {tuple(given.shape)}{remedy}")
+    if given.dim() > 2 and given.shape[-1] == shape[1]:
+        given = given.flatten(0, -2)
+    if tuple(given.shape) == shape:
+        return given
+    if tuple(given.shape) == shape[::-1]:
+        remedy = "; give transposed=True if codes and scales are stored as transposes"
+    raise ValueError(f"{what} have shape {shape}; {name} have {tuple(given.shape)}{remedy}")

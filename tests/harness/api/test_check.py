@@ -1,0 +1,333 @@
+"""`narrowgauge.check`: correct functions pass, wrong functions fail with their cause and a line that reproduces it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.library import Library, custom_op, opcheck
+
+import narrowgauge
+from narrowgauge.harness.api.check import check
+from narrowgauge.harness.api.function_backend import name_of_function, parameters_of
+from narrowgauge.harness.machine.float_environment import read_environment
+from narrowgauge.reference import ops
+from tests.harness.api import checked_functions
+from tests.paths import ROOT
+
+SMALL: dict[str, Any] = {"families": ["normal", "position"], "shapes": [(32, 64)]}
+
+
+def report(function: Callable[..., Any], recipe: Any = "nvfp4", **arguments: Any) -> str:
+    """The text of a failed check."""
+    with pytest.raises(AssertionError) as caught:
+        check(function, recipe, **arguments)
+    return str(caught.value)
+
+
+# ---- correct functions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed-e4m3"])
+def test_the_reference_passes_every_default_case(recipe: str) -> None:
+    done = check(ops.quantize, recipe)
+    assert done.cases == done.passed >= 24
+    assert done.compared > 500_000
+    assert not done.unsupported
+    assert re.fullmatch(rf"quantize, quantize {recipe}: \d+ cases passed, [\d ]+ elements compared", repr(done))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "operation", "cases"),
+    [
+        ("mxfp8-e4m3", "quantize", 38), ("fp8-block-128x128", "quantize", 38), ("fp8-current", "dequantize", 38),
+        ("nvfp4-rht", "quantize", 34), ("nvfp4-rht128", "transform", 19), ("nvfp4-sr", "quantize", 13),
+        ("fp8-block-1x128", "gemm", 17), ("nvfp4-rht", "gemm", 17),
+    ],
+)  # fmt: skip
+def test_the_number_of_default_cases(recipe: str, operation: Any, cases: int) -> None:
+    text = report(checked_functions.refuses_everything, recipe, operation=operation)
+    assert f"no case passed; {cases} unsupported" in text
+
+
+@pytest.mark.parametrize(
+    ("operation", "recipe"), [("dequantize", "nvfp4"), ("transform", "nvfp4-rht"), ("gemm", "nvfp4")]
+)
+def test_the_reference_passes_the_other_operations(operation: Any, recipe: str) -> None:
+    function = getattr(ops, operation)
+    done = check(function, recipe, operation=operation)
+    assert done.cases == done.passed > 15
+    if operation == "gemm":  # with c, with bias, and with both
+        alone = check(lambda a, b: ops.gemm(a, b, out_dtype=torch.bfloat16), recipe, operation="gemm")
+        assert alone.cases == done.cases - 3
+
+
+def swizzled(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    q = ops.quantize(x, "nvfp4", swizzled=True)
+    assert q.amax is not None
+    return {
+        "codes": (q.codes >> 4 | q.codes << 4).view(torch.float4_e2m1fn_x2),
+        "scales": q.scales.view(torch.float8_e4m3fn),
+        "tensor_scale": q.amax / 2688,
+    }  # fmt: skip
+
+
+def test_results_are_read_by_convention() -> None:
+    conventions: dict[str, Any] = {"layout": "128x4", "nibbles": "high-first", "tensor_scale_is": "decode"}
+    assert check(swizzled, "nvfp4", **SMALL, **conventions).passed == 4
+    for name in conventions:
+        kept = {key: value for key, value in conventions.items() if key != name}
+        assert "did not pass" in report(swizzled, **SMALL, **kept), name
+    padded = report(
+        lambda x: swizzled(x) | {"scales": swizzled(x)["scales"].view(torch.uint8) | 1}, **SMALL, **conventions
+    )
+    assert "layout" in padded
+
+
+def test_a_quantized_a_mapping_and_tuples_are_results() -> None:
+    def part(*names: str) -> Callable[[torch.Tensor], Any]:
+        return lambda x: tuple(getattr(ops.quantize(x, "nvfp4"), name) for name in names)
+
+    for function in (
+        lambda x: ops.quantize(x, "nvfp4"), part("codes", "scales"), part("codes", "scales", "amax"),
+        lambda x: {"codes": part("codes")(x)[0], "scales": part("scales")(x)[0]},
+    ):  # fmt: skip
+        assert check(function, "nvfp4", **SMALL).passed == 4
+    text = report(part("codes"), **SMALL)
+    assert "error: quantize gave a result that does not fit: tuple; give (codes, scales)" in text
+
+
+def test_random_bits_given_and_own() -> None:
+    given: dict[str, Any] = {"families": ["normal"], "shapes": [(128, 256)]}
+
+    def exact(x: torch.Tensor, random: tuple[int, int]) -> Any:
+        return ops.quantize(x, "nvfp4-sr", random=random)
+
+    def own(x: torch.Tensor) -> Any:
+        return ops.quantize(x, "nvfp4-sr", random=(int(torch.randint(0, 2**40, ())), 0))
+
+    def ignored(x: torch.Tensor, random: tuple[int, int]) -> Any:
+        return own(x)
+
+    def to_nearest(x: torch.Tensor) -> Any:
+        return ops.quantize(x, "nvfp4")
+
+    assert check(exact, "nvfp4-sr", **given).passed == 3
+    assert check(own, "quantize/nvfp4-sr/128x256/bf16/normal").passed == 1
+    assert check(own, "nvfp4-sr", families=["zeros"], shapes=[(0, 32), (32, 64)]).passed == 4
+    assert "codes" in report(to_nearest, "nvfp4-sr", **given)
+    assert "codes" in report(ignored, "nvfp4-sr", **given)
+    assert check(ignored, "nvfp4-sr", families=["zeros"], shapes=[(32, 64)], declares={"random": "own"}).passed == 3
+
+
+# ---- custom ops ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[Library]:
+    library = Library("ng_check", "FRAGMENT")
+    library.define("quantize(Tensor x) -> (Tensor, Tensor, Tensor)")
+    library.impl("quantize", checked_functions.correct, "CompositeExplicitAutograd")
+    library.define("wrong(Tensor x) -> (Tensor, Tensor, Tensor)")
+    library.impl("wrong", checked_functions.first_column_wrong, "CPU")
+    yield library
+    library._destroy()
+
+
+def test_a_custom_op_beside_opcheck(library: Library) -> None:
+    @custom_op("ng_check::decorated", mutates_args=())
+    def decorated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        codes, scales, amax = checked_functions.correct(x)
+        return codes, scales, amax
+
+    for op in (torch.ops.ng_check.quantize, torch.ops.ng_check.quantize.default, decorated):
+        assert parameters_of(op) == {"x"}
+        done = check(op, "nvfp4", **SMALL)
+        assert done.passed == 4
+        assert repr(done).startswith("torch.ops.ng_check.")
+    opcheck(decorated, (torch.randn(4, 16),), test_utils=("test_schema", "test_autograd_registration"))
+    text = report(torch.ops.ng_check.wrong, **SMALL)
+    assert "reproduce: narrowgauge.check(torch.ops.ng_check.wrong, 'quantize/nvfp4/32x64/bf16/normal')" in text
+
+
+# ---- wrong functions -------------------------------------------------------------------------------------------------
+
+
+def test_failures_are_grouped_by_cause() -> None:
+    def ties_away(x: torch.Tensor) -> Any:
+        if x.shape[-1] == 48:
+            raise ValueError("48 columns")
+        return ops.quantize(x, replace(narrowgauge.recipe("nvfp4"), rounding="nearest-toward-zero"))
+
+    text = report(ties_away, families=["normal", "e2m1-ties", "zeros"], shapes=[(32, 64), (8, 48)])
+    head, first, second, *_ = text.split("\nquantize nvfp4")
+    assert re.fullmatch(r"ties_away, quantize nvfp4: \d of 8 cases did not pass\n", head)
+    assert "explained exactly by: elements: ties round toward zero" in first
+    assert first.count("reproduce: ") == second.count("reproduce: ") == 1
+    assert "error: quantize raised ValueError: 48 columns (at test_check.py:" in second
+    assert text.index("explained exactly by") < text.index("fail: codes: ") < text.index("reproduce: ")
+    assert "raise NotImplementedError, or choose shapes" in text
+
+
+@pytest.mark.parametrize(
+    ("function", "case", "sentence"),
+    [
+        (checked_functions.tail_wrong, "1x16/bf16/normal", "codes"),
+        (checked_functions.writes_its_input, "128x256/bf16/normal", "input x were changed"),
+    ],
+)
+def test_a_failure_is_reproduced_by_its_line_in_a_fresh_process(
+    function: Callable[..., Any], case: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    text = report(function, families=["normal", "position"])
+    assert f"case: quantize/nvfp4/{case}\n" in text
+    line = next(line for line in text.splitlines() if line.startswith("reproduce: "))
+    program, *arguments = shlex.split(line.removeprefix("reproduce: "))
+    assert program == "python"
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1
+    failure = next(line for line in text.splitlines() if line.startswith(("fail: ", "error: ")))
+    assert failure in done.stderr
+    assert sentence in failure
+
+
+def test_a_view_that_is_read_as_contiguous_memory_fails() -> None:
+    text = report(checked_functions.strides_ignored, **SMALL)
+    assert "case: quantize/nvfp4/32x64/bf16/position/strided\n" in text
+
+
+def test_a_local_function_is_reproduced_by_a_line_for_its_own_place() -> None:
+    def local(x: torch.Tensor) -> Any:
+        return checked_functions.first_column_wrong(x)
+
+    text = report(local, **SMALL, seed=3, nibbles="low-first")
+    line = next(line for line in text.splitlines() if line.startswith("reproduce: "))
+    assert line == "reproduce: narrowgauge.check(local, 'quantize/nvfp4/32x64/bf16/normal', seed=3)"
+    with pytest.raises(AssertionError, match="all in column 0"):
+        eval(line.removeprefix("reproduce: "), {"narrowgauge": narrowgauge, "local": local})
+    assert "narrowgauge.check(function, " in report(partial(checked_functions.first_column_wrong), **SMALL)
+
+
+# ---- unsupported cases -----------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_may_refuse_tails_and_views_but_no_required_shape() -> None:
+    done = check(checked_functions.refuses_tails_and_views, "nvfp4")
+    assert done.passed + sum(done.unsupported.values()) == done.cases
+    assert sum(done.unsupported.values()) == 10  # four shapes of two families, and two views
+    assert done.unsupported["AssertionError: x is contiguous"] == 2
+    assert repr(done).endswith("1 more reason") or "AssertionError: x is contiguous (2)" in repr(done)
+    text = report(checked_functions.raises_at_129_rows)
+    assert "error: quantize raised RuntimeError: too many rows (at checked_functions.py:" in text
+    text = report(checked_functions.refuses_tails_and_views, shapes=[(3, 17)], families=["normal"])
+    assert "error: quantize raised RuntimeError: shape (3, 17) is no multiple" in text
+
+
+def test_only_unsupported_cases_are_a_failure() -> None:
+    assert "nothing was compared" in report(ops.quantize, "mxfp8-e4m3", shapes=[(0, 32)], families=["normal"])
+    text = report(checked_functions.refuses_everything, **SMALL)
+    assert "no case passed; 4 unsupported: no kernel for this (4)" in text
+    text = report(checked_functions.refuses_everything, "nvfp4", operation="dequantize", **SMALL)
+    assert "no case passed; 4 unsupported" in text
+    given = "gemm/nvfp4/16x32x16/bf16xbf16-bf16/normal/tn+bias"
+    text = report(lambda a, b: ops.gemm(a, b, out_dtype=torch.bfloat16), given, operation="gemm")
+    assert "no parameter 'bias'" in text
+    text = report(lambda x: ops.quantize(x, "fp8-delayed-e4m3", scale=torch.ones(1)), "fp8-delayed-e4m3", **SMALL)
+    assert "no parameter 'scale'" in text
+
+
+# ---- state of the process --------------------------------------------------------------------------------------------
+
+
+def state() -> dict[str, Any]:
+    return {
+        "environment": read_environment(), "threads": torch.get_num_threads(), "grad": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"), "generator": torch.get_rng_state().tolist(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }  # fmt: skip
+
+
+def test_the_process_is_as_before_and_the_function_has_the_settings_of_the_caller() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> Any:
+        seen.append((torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        torch.rand(3)
+        with torch.autocast("cpu", enabled=False):
+            torch.set_default_dtype(torch.float32)
+            return checked_functions.correct(x)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            before = state()
+            check(function, "nvfp4", **SMALL)
+            assert state() == before
+            with pytest.raises(AssertionError):
+                check(checked_functions.first_column_wrong, "nvfp4", **SMALL)
+            with pytest.raises(AssertionError):
+                check(checked_functions.refuses_everything, "nvfp4-sr", **SMALL)
+            assert state() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert set(seen) == {(torch.float64, True, True)}
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_cases_of_the_matrix_and_ids_are_run_as_they_are() -> None:
+    cases = narrowgauge.matrix("nvfp4", dtype="bf16", usage="rowwise", view="contiguous", scales="linear")[:3]
+    assert check(checked_functions.correct, cases).cases == 3
+    assert check(checked_functions.correct, cases[0].id).cases == check(checked_functions.correct, cases[0]).cases == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "error", "text"),
+    [
+        ("nvfp5", {}, ValueError, "no recipe is called 'nvfp5' (did you mean 'nvfp4'"),
+        ("nvfp4", {"operation": "quantise"}, ValueError, "operation is 'quantise' (did you mean 'quantize'?)"),
+        ("nvfp4", {"families": ["nromal"]}, ValueError, "family is 'nromal' (did you mean 'normal'?)"),
+        ("nvfp4", {"families": []}, ValueError, "families, shapes or dtypes is empty"),
+        ("nvfp4", {"shapes": []}, ValueError, "families, shapes or dtypes is empty"),
+        ("nvfp4", {"shapes": [(3,)]}, ValueError, "shape is [3]"),
+        ("nvfp4", {"dtypes": [torch.float64]}, TypeError, "not float64"),
+        ("nvfp4", {"layout": "4x128"}, ValueError, "layout"),
+        ("mxfp8-e4m3", {"operation": "gemm", "layout": "128x4"}, ValueError, "layout is a convention of"),
+        ("nvfp4", {"operation": "transform"}, ValueError, "no transform"),
+        ("nvfp4-rht", {"shapes": [(3, 17)]}, ValueError, "rotates whole groups of 16"),
+        ("fp8-block-128x128", {"operation": "gemm"}, ValueError, "cannot be multiplied"),
+        ("quantize/nvfp4/3x16/bf16/nromal", {}, ValueError, "no id of a case"),
+        ("quantize/nvfp4/3x16/bf16/normal", {"families": ["normal"]}, ValueError, "families and shapes choose cases"),
+        ("gemm/nvfp4/3x16x3/bf16xbf16-bf16/normal/tn", {}, ValueError, "give operation='gemm'"),
+        ([], {}, ValueError, "empty list of cases"),
+        (3, {}, TypeError, "not int"),
+        ("nvfp4", {"declares": {"gemm": "backwards"}}, Exception, "backwards"),
+        (replace(narrowgauge.recipe("nvfp4"), nan="propagate"), {}, ValueError, "changed fields"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_named(recipe: Any, arguments: dict[str, Any], error: Any, text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        check(checked_functions.correct, recipe, **arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_missing_is_named() -> None:
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        check(checked_functions.correct, "nvfp4", device="cuda")
+
+
+def test_names_of_functions() -> None:
+    assert [name_of_function(f) for f in (ops.quantize, lambda x: x, narrowgauge.Quantized.to)] == [
+        "quantize", "function", "Quantized.to",
+    ]  # fmt: skip
+    assert narrowgauge.check is check

@@ -1,0 +1,217 @@
+"""A time limit removes explanations of a wrong result, never adds or changes one, and says what it left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis import time_limit
+from narrowgauge.harness.diagnosis.explain import explain
+from narrowgauge.harness.diagnosis.gemm import explain_gemm
+from narrowgauge.harness.diagnosis.patterns.places import _common_divisor
+from narrowgauge.harness.diagnosis.quantize import kernel_matrix
+from narrowgauge.harness.diagnosis.search_history import SearchHistory
+from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.operations.stages.outcome import Outcome, Product
+from narrowgauge.harness.operations.stages.product import output_stage
+from narrowgauge.harness.operations.stages.quantized import Judged, Subject, quantize_stages, values_stage
+from narrowgauge.harness.operations.transform import add_rotated
+from narrowgauge.reference import ops
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.quantize.layout import swap_nibbles
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.summation import Summation
+
+ROWS, COLUMNS = 40, 96
+
+
+def matrix(seed: int = 1) -> torch.Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def swapped(q: Quantized) -> Quantized:
+    return replace(q, codes=swap_nibbles(q.codes))
+
+
+def quantized() -> Outcome:
+    """Codes with both nibbles of a byte exchanged."""
+    x, recipe = matrix(), find_recipe("nvfp4")
+    right = ops.quantize(x, recipe)
+    kernel = swapped(right)
+    stages, judged = quantize_stages(Subject(x, recipe), kernel, right)
+    return Outcome(stages, {"codes": kernel.codes, "scales": kernel.scales}, judged=[judged])
+
+
+def product(change: Callable[[torch.Tensor], None] = lambda output: None) -> Outcome:
+    """A product of an operand with exchanged nibbles, further changed by `change`."""
+    a, b = (ops.quantize(matrix(seed), "nvfp4") for seed in (1, 2))
+    output = ops.gemm(a, swapped(b), out_dtype=torch.bfloat16)
+    change(output)
+    limits = bounds(a, b, out_dtype=torch.bfloat16)
+    outcome = Outcome([output_stage("output", output, limits, figures=False)], {"output": output}, limits=limits)
+    outcome.products.append(Product(a, b, None, None, output, limits, Summation()))
+    return outcome
+
+
+def decoded(change: Callable[[torch.Tensor, torch.Tensor], None] = lambda values, right: None) -> Outcome:
+    """Values with the two elements of a byte exchanged; `change` gets them and the correct values."""
+    q = ops.quantize(matrix(), "nvfp4")
+    values = ops.dequantize(swapped(q), torch.bfloat16)
+    change(values, ops.dequantize(q, torch.bfloat16))
+    judged = Judged("", Subject(values, q.recipe), q, q, q)
+    return Outcome([values_stage(q, values)], {"values": values}, judged=[judged])
+
+
+def rotation(change: Callable[[torch.Tensor, torch.Tensor], None] = lambda output, right: None) -> Outcome:
+    """A matrix that is not rotated; `change` gets it and the correct rotation."""
+    x, recipe = matrix(), find_recipe("nvfp4-rht")
+    output = x.clone()
+    change(output, ops.transform(x, recipe))
+    outcome = Outcome(outputs={"output": output})
+    add_rotated(outcome, Subject(x, recipe, free=False), output)
+    return outcome
+
+
+CASES = {quantized: "nibbles-swapped", product: "nibbles-swapped", decoded: "nibbles-swapped",
+         rotation: "rotation-missing"}  # fmt: skip
+
+
+def exact_causes(outcome: Outcome, limit: TimeLimit | None = None) -> list[str]:
+    return [e.cause for e in explain(outcome, SearchHistory(), limit=limit) if e.exact]
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_matrix, "SLAB_ELEMENTS", 4 * COLUMNS)
+    monkeypatch.setattr(explain_gemm, "_SLAB_OUTPUTS", {"cpu": 4 * ROWS})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_no_limit_tries_all(case) -> None:
+    limit = TimeLimit()
+    assert CASES[case] in exact_causes(case(), limit)
+    assert exact_causes(case(), limit) == exact_causes(case())
+    assert limit.tried
+    assert (limit.note, limit.skipped) == ("", 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_limit_of_0_claims_no_cause_and_says_so(case) -> None:
+    limit = TimeLimit(0)
+    assert exact_causes(case(), limit) == []
+    assert limit.tried == 0
+    assert f"0 of {limit.skipped} known deviations tried" in limit.note
+    assert "diagnose='full'" in limit.note
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_limit_only_removes_explanations(case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves on by 1 s with every reading, so the limit is reached at every point of the search."""
+    outcome, complete = case(), exact_causes(case())
+    notes = []
+    for seconds in (*range(1, 12), 20, 40, 80, 2000):
+        ticks = count()
+        monkeypatch.setattr(time_limit, "monotonic", lambda ticks=ticks: float(next(ticks)))
+        limit = TimeLimit(seconds)
+        found = exact_causes(outcome, limit)
+        assert [cause for cause in complete if cause in found] == found
+        assert limit.note or found == complete
+        notes.append(limit.note)
+    assert notes[0]
+    assert not notes[-1]
+
+
+def test_a_cause_whose_verification_runs_out_of_time_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stands still during the search, and ends after the second slab of the deviation."""
+    now = 0.0
+    tried_slabs = count()
+
+    def verify(self: TimeLimit, cause: str) -> bool:
+        nonlocal now
+        now = 100.0 if next(tried_slabs) == 2 else now
+        return may_verify(self, cause)
+
+    may_verify = TimeLimit.may_verify
+    monkeypatch.setattr(time_limit, "monotonic", lambda: now)
+    monkeypatch.setattr(TimeLimit, "may_verify", verify)
+    limit = TimeLimit(1)
+    assert exact_causes(quantized(), limit) == []
+    assert "nibbles-swapped fits the elements tried" in limit.note
+
+
+def test_a_search_that_was_stopped_does_not_count_as_a_search() -> None:
+    for case in (quantized, product):
+        history = SearchHistory()
+        explain(case(), history, limit=TimeLimit(0))
+        assert not sum(history.searches.values())
+
+
+def test_a_limit_replaces_the_limits_of_work() -> None:
+    for case in (quantized, decoded):
+        spent = SearchHistory(work=1 << 60)
+        assert [e for e in explain(case(), spent) if e.exact] == []
+        assert CASES[case] in [e.cause for e in explain(case(), spent, limit=TimeLimit()) if e.exact]
+
+
+def test_a_result_that_shares_memory_has_no_exact_cause_after_a_stop() -> None:
+    outcome = quantized()
+    outcome.aliases.append({"cause": "returns-its-input", "sentence": "codes share memory with x"})
+    for limit in (TimeLimit(0), TimeLimit()):
+        (alias,) = (e for e in explain(outcome, SearchHistory(), limit=limit) if e.cause == "returns-its-input")
+        assert not alias.exact
+
+
+@pytest.mark.parametrize("place", [(0, 0), (ROWS - 1, ROWS - 1), (17, 30), (ROWS - 1, 0)])
+def test_a_product_of_which_one_output_does_not_fit_has_no_exact_cause(place) -> None:
+    def change(output: torch.Tensor) -> None:
+        output[place] = 2 * output[place] + 1
+
+    assert exact_causes(product()) == ["nibbles-swapped"]
+    assert exact_causes(product(change)) == []
+
+
+def test_few_wrong_outputs_are_in_the_sample() -> None:
+    draw = torch.Generator().manual_seed(3)
+    for wrong_count in (1, 2, 7):
+        wrong = torch.zeros(300, 500, dtype=torch.bool)
+        wrong.view(-1)[torch.randperm(wrong.numel(), generator=draw)[:wrong_count]] = True
+        rows, columns = explain_gemm._sample(wrong)
+        assert int(wrong[rows][:, columns].sum()) >= min(wrong_count, 3)
+        assert len(rows) == len(rows.unique())
+        assert len(columns) == len(columns.unique())
+
+
+@pytest.mark.parametrize("case", [decoded, rotation], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("row", [0, ROWS - 1])
+def test_a_cause_of_the_first_wrong_rows_alone_is_not_exact(case, row) -> None:
+    def change(output: torch.Tensor, right: torch.Tensor) -> None:
+        output[row] = right[row]
+
+    assert exact_causes(case(change)) == []
+
+
+def test_the_divisor_of_distances() -> None:
+    draw = torch.Generator().manual_seed(4)
+    for factor in (1, 2, 3, 6, 17, 1024):
+        for size in (3, 64, 500):
+            numbers = torch.randint(1, 1 << 20, (size,), generator=draw) * factor
+            numbers[0] = 0
+            divisor = math.gcd(*numbers.tolist())
+            found = _common_divisor(numbers)
+            assert found == divisor or max(found, divisor) <= 2
+    one_odd = torch.full((100,), 12)
+    one_odd[99] = 18
+    assert _common_divisor(one_odd) == 6
+
+
+def test_a_passing_outcome_has_no_note() -> None:
+    limit = TimeLimit(0)
+    assert explain(Outcome([StageResult("codes", "exact", 4)]), SearchHistory(), limit=limit) == []
+    assert limit.note == ""

@@ -1,0 +1,210 @@
+"""Projects of other people: the plugin changes nothing in them until they ask for cases.
+
+Every session runs in a process of its own. It runs with the plugin and without it, and the output must be the same.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import small_toml
+from tests.paths import PLUGIN, ROOT
+
+INSTALLED = PLUGIN == "narrowgauge"
+MODULES = (
+    "narrowgauge", "narrowgauge.harness", "narrowgauge.harness.pytest_plugin",
+    "narrowgauge.harness.pytest_plugin.plugin",
+)  # fmt: skip
+"""Modules of narrowgauge that a session without cases imports."""
+
+PLAIN = "def test_plain():\n    pass\n"
+OPTION = "    parser.addoption({!r}, action='store', default={!r})\n"
+
+
+def conftest(**options: str) -> str:
+    """A conftest.py with options, and a fixture for each: `--device` and `device`."""
+    text = "import pytest\n\n\ndef pytest_addoption(parser):\n"
+    text += "".join(OPTION.format(f"--{name.replace('_', '-')}", default) for name, default in options.items())
+    for name in options:
+        text += f"\n\n@pytest.fixture\ndef {name}(request):\n    return request.config.getoption({name!r})\n"
+    return text
+
+
+PROJECTS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "options": (
+        {
+            "conftest.py": conftest(backend="eager", device="cpu", seed="7", report_dir="out", shard="", resume=""),
+            "test_mine.py": "def test_mine(device, backend):\n    assert (device, backend) == ('tpu', 'mine')\n",
+        },
+        ["--device", "tpu", "--backend", "mine"],
+    ),
+    # The options and markers of Triton's python/test/conftest.py.
+    "triton": (
+        {
+            "conftest.py": conftest(device="cuda") + "\n\ndef pytest_configure(config):\n"
+            "    config.addinivalue_line('markers', 'interpreter: whether the interpreter supports the test')\n",
+            "test_mine.py": "import pytest\n\n\n@pytest.mark.interpreter\ndef test_mine(device):\n"
+            "    assert device == 'xpu'\n",
+            "pytest.ini": "[pytest]\naddopts = --strict-markers\n",
+        },
+        ["--device", "xpu", "-m", "interpreter"],
+    ),
+    "own reference.py": (
+        {
+            "reference.py": "MINE = 1\n",
+            "test_mine.py": "import reference\n\n\ndef test_mine():\n    assert reference.MINE == 1\n",
+        },
+        [],
+    ),
+    "own harness": (
+        {
+            "harness/__init__.py": "",
+            "harness/cases.py": "MINE = 2\n",
+            "test_mine.py": "from harness.cases import MINE\n\n\ndef test_mine():\n    assert MINE == 2\n",
+        },
+        [],
+    ),
+    "own case files": (
+        {
+            "cases/login.toml": "[user]\nname = 'me'\n",
+            "cases/known.toml": "[known]\n",
+            "pyproject.toml": "[tool.pytest.ini_options]\ntestpaths = ['.', 'cases']\n",
+            "test_mine.py": PLAIN,
+        },
+        [],
+    ),
+    # pytest-timeout itself, and the options of pytest-benchmark.
+    "timeout and benchmark": (
+        {
+            "conftest.py": conftest(benchmark_min_rounds="5", benchmark_timer="perf_counter", benchmark_json=""),
+            "pytest.ini": "[pytest]\ntimeout = 1\ntimeout_func_only = true\n",
+            "test_mine.py": "import time\n\n\ndef test_mine(benchmark_min_rounds):\n"
+            "    assert benchmark_min_rounds == '9'\n\n\ndef test_slow():\n    time.sleep(60)\n",
+        },
+        ["--benchmark-min-rounds", "9", "--tb=line"],
+    ),
+    "strict": (
+        {
+            "pytest.ini": "[pytest]\naddopts = --strict-config --strict-markers\nfilterwarnings = error\n"
+            "markers =\n    quick: mine\n    full: mine\n",
+            "test_mine.py": "import pytest\n\n\n@pytest.mark.quick\ndef test_quick():\n    pass\n\n\n"
+            "@pytest.mark.full\ndef test_full():\n    pass\n",
+        },
+        ["-m", "quick"],
+    ),
+    "outcomes": (
+        {
+            "test_mine.py": "import pytest\n\n\ndef test_passed():\n    pass\n\n\n"
+            "def test_failed():\n    assert 1 == 2\n\n\n@pytest.mark.xfail\ndef test_xfail():\n    assert 0\n\n\n"
+            "@pytest.mark.skip\ndef test_skip():\n    pass\n"
+        },
+        ["-ra"],
+    ),
+    "no tests": ({"README.md": "nothing\n"}, []),
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def session(folder: Path, *words: object, plugin: bool = True) -> tuple[int, str]:
+    """Exit status and output of pytest in a process of its own, with or without the plugin. Times are left out."""
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "GITHUB")) and name not in ("PYTHONPATH", "OMP_NUM_THREADS")
+    }
+    if INSTALLED:
+        choice = [] if plugin else ["-p", "no:narrowgauge"]
+    else:
+        environ["PYTHONPATH"] = str(ROOT)
+        choice = ["-p", PLUGIN] if plugin else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *choice, *map(str, words)]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=200)
+    return done.returncode, re.sub(r" in \d+\.\d+s.*", "", done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_project_that_asks_for_no_case_is_the_same_with_the_plugin(name: str, tmp_path: Path) -> None:
+    files, words = PROJECTS[name]
+    write(tmp_path, files)
+    with_plugin, without = (session(tmp_path, *words, plugin=plugin) for plugin in (True, False))
+    assert with_plugin == without
+    status = {"timeout and benchmark": 1, "outcomes": 1, "no tests": 5}.get(name, 0)
+    assert with_plugin[0] == status, with_plugin[1]
+    if name == "timeout and benchmark":
+        assert "1 failed, 1 passed" in with_plugin[1]
+    assert not (tmp_path / "reports").exists()
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_a_session_without_cases_imports_the_options_alone(tmp_path: Path, workers: list[str]) -> None:
+    """Numpy, torch, and the rest of narrowgauge cost time; an environment variable could change the tests."""
+    text = f"""
+import os, sys
+
+
+def test_modules(request):
+    assert sorted(name for name in sys.modules if name.partition(".")[0] == "narrowgauge") == sorted({MODULES})
+    assert not {{"numpy", "torch", "pandas"}} & sys.modules.keys()
+    assert "OMP_NUM_THREADS" not in os.environ
+    registered = [name for name, _ in request.config.pluginmanager.list_name_plugin() if "narrowgauge" in name]
+    assert registered == [{PLUGIN!r}]
+    assert not any(line.startswith(("quick", "full")) for line in request.config.getini("markers"))
+"""
+    write(tmp_path, {"test_modules.py": text})
+    # The plugin of hypothesis imports numpy in some versions: not the plugin of this test.
+    status, printed = session(tmp_path, *workers, "-p", "no:hypothesispytest")
+    assert status == 0, printed
+
+
+CASES = small_toml.matrix()
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "xdist"])
+def test_cases_beside_the_tests_of_a_project(tmp_path: Path, workers: list[str]) -> None:
+    """One session of cases and plain tests: one report, and files that are no case files are left alone."""
+    write(tmp_path, {
+        "kernels/small.toml": CASES,
+        "other/login.toml": "[user]\n",
+        "tests/test_mine.py": PLAIN,
+        "pytest.ini": "[pytest]\ntestpaths = tests\naddopts = --strict-config --strict-markers\n"
+        "filterwarnings = error\nnarrowgauge_cases = kernels\nnarrowgauge_backend = reference\n"
+        "narrowgauge_report_dir = out\n",
+    })  # fmt: skip
+    status, printed = session(tmp_path, *workers)
+    assert status == 0, printed
+    assert "5 passed" in printed
+    assert printed.count("report: ") == 1
+    assert f"4 cases; report: {tmp_path}/out/index.html" in printed
+    assert len((tmp_path / "out" / "records.csv").read_text(encoding="utf-8").splitlines()) == 5
+
+
+def test_ways_to_ask_for_cases(tmp_path: Path) -> None:
+    ini = "[pytest]\ntestpaths = tests\nnarrowgauge_cases = kernels\n"
+    write(tmp_path, {"kernels/small.toml": CASES, "tests/test_mine.py": PLAIN, "pytest.ini": ini})
+
+    def collected(*words: str) -> tuple[int, int]:
+        status, printed = session(tmp_path, "--collect-only", *words)
+        assert status == 0, printed
+        return printed.count(".toml::"), printed.count("test_mine.py::")
+
+    assert collected() == (4, 1)
+    assert collected("tests") == (0, 1)
+    assert collected("kernels") == (4, 0)
+    assert collected("tests", "kernels/small.toml") == (4, 1)
+    assert collected("-c", os.devnull, "--rootdir", ".") == (0, 1)
+    assert collected("-c", os.devnull, "--rootdir", ".", "tests", "--ng-cases", "kernels/small.toml") == (4, 1)
+    shipped = collected("tests", "--ng-cases", "shipped", "-k", "mine or swizzle")
+    assert shipped[0] > 20
+    assert shipped[1] == 1
+    status, printed = session(tmp_path, "--ng-cases", "kernel")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "there is no case file or folder" in printed
