@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 DEVICE ?= cpu
 ifeq ($(DEVICE),cuda)
-BASELINE ?= reports/baselines/h200.json
+BASELINE ?= reports/baselines/sm_90.json
 else
 BASELINE ?= reports/baselines/host.json
 endif

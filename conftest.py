@@ -11,8 +11,9 @@ import pytest
 
 from narrowgauge.harness.machine.processors import cores
 
-_PLUGIN = "narrowgauge.harness.pytest_plugin.plugin"
-pytest_plugins = [] if entry_points(group="pytest11", name="narrowgauge") else [_PLUGIN]
+if not entry_points(group="pytest11", name="narrowgauge"):
+    # pytest refuses this name in a conftest.py outside its root, so an installed checkout has no such name.
+    pytest_plugins = ["narrowgauge.harness.pytest_plugin.plugin"]
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Tests of this project use torch in the workers, which share the cores. With a thread per core in each worker they

@@ -115,7 +115,12 @@ def test_every_import_of_the_project_names_a_module() -> None:
 
 
 def test_sides_import_spec_and_never_each_other() -> None:
-    allowed = {"spec": {"spec"}, "adapt": {"spec", "adapt"}, "reference": {"spec", "reference"}, "native": {"spec", "native"}}
+    allowed = {
+        "spec": {"spec"},
+        "adapt": {"spec", "adapt"},
+        "reference": {"spec", "reference"},
+        "native": {"spec", "native"},
+    }
     wrong = [
         f"{name} -> {other}"
         for name, found in GRAPH.items()

@@ -17,8 +17,8 @@ from narrowgauge.harness.api.save_arguments import reproduction
 from narrowgauge.harness.api.verdict import Verdict, WrongResult
 from narrowgauge.harness.checks.statistics.decision import decide
 from narrowgauge.harness.diagnosis.explain import explain
-from narrowgauge.harness.diagnosis.search_history import SearchHistory
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.history import SearchHistory
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.machine.plain_text import plain_value
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.spec.arguments import dtype_name

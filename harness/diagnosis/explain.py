@@ -13,8 +13,8 @@ from narrowgauge.harness.diagnosis.gemm.explain_fused_output import explain_fuse
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.patterns.signatures import signatures
 from narrowgauge.harness.diagnosis.quantize.explain_quantize import explain_quantize
-from narrowgauge.harness.diagnosis.search_history import SearchHistory
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.history import SearchHistory
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 

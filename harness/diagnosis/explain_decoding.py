@@ -12,8 +12,8 @@ from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.gemm.operands import changed_codes, changed_scales, swap_code_pairs
-from narrowgauge.harness.diagnosis.search_history import WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.history import WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.reference.numbers.decode import decode, decode_stored
 from narrowgauge.reference.quantize.dequantize import dequantize

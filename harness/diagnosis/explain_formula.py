@@ -9,7 +9,7 @@ import torch
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.reference.high_precision.bounded import Bounded
 

@@ -12,7 +12,7 @@ import pytest
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import CaseFileError, load
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError
-from narrowgauge.harness.records.record import outcome
+from narrowgauge.harness.records.record import Record, outcome
 
 
 def node_of(file: Path, root: Path) -> str:
@@ -64,7 +64,7 @@ class CaseItem(pytest.Item):
 
     def runtest(self) -> None:
         session, options = self.session_of_cases, self.session_of_cases.options
-        self.note(self.ledger.stand_in(self.case, **options.place, seed=options.seed) or session.run(self))
+        self.note(self.ledger.stand_in(self.case, **options.place) or session.run(self))
         assert self.record is not None
         self.ledger.mark(self.record)
         if self.record["verdict"] == "unsupported":
@@ -91,7 +91,7 @@ class CaseItem(pytest.Item):
 
     def without_result(self, error: BaseException) -> dict[str, Any]:
         """Record of a case ended by pytest-timeout, or of a case without a start."""
-        record = self.session_of_cases.new_record(self.case)
+        record: Record = self.session_of_cases.new_record(self.case)
         timeout = isinstance(error, pytest.fail.Exception) and "Timeout" in str(error)
         record.verdict, record.message = ("timeout" if timeout else "error"), str(error) or type(error).__name__
         return record.to_dict()

@@ -137,8 +137,9 @@ class InProcess:
         self.load()
         self._keeper.before = note
         return run_case(
-            task.case, self._backend, device=self.settings.device, seed=task.seed, keeper=self._keeper, sharing=sharing
-        ).to_dict()
+            task.case, self._backend, device=self.settings.device, seed=task.seed, keeper=self._keeper,
+            sharing=sharing, options=self.settings.options,
+        ).to_dict()  # fmt: skip
 
     def close(self) -> None:
         """Restore torch's number of threads for the caller of pytest in this process."""

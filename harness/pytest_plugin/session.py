@@ -17,7 +17,7 @@ from narrowgauge.harness.cases.case_file import LEDGER, load
 from narrowgauge.harness.gate.ledger import Ledger, LedgerError, Ledgers, is_link
 from narrowgauge.harness.gate.ledger import load as load_ledger
 from narrowgauge.harness.pytest_plugin.items import CaseFile, CaseItem, LedgerFile, node_of
-from narrowgauge.harness.pytest_plugin.plugin import DEFAULTS, Asked, plugin_options
+from narrowgauge.harness.pytest_plugin.options import DEFAULTS, Asked, plugin_options
 from narrowgauge.harness.pytest_plugin.sharding import Sharding
 from narrowgauge.harness.records.record import new_record, outcome
 
@@ -74,9 +74,9 @@ class Options:
         return {"schedules": self.schedules if self.schedules > 1 else 0, "sanitize": self.sanitize}
 
     @property
-    def place(self) -> dict[str, str]:
-        """Backend and device, as records name them."""
-        return {"backend": self.backend, "device": self.device}
+    def place(self) -> dict[str, Any]:
+        """Backend, device and seed, as records name them."""
+        return {"backend": self.backend, "device": self.device, "seed": self.seed}
 
 
 def start(config: pytest.Config, asked: Asked) -> None:
@@ -240,7 +240,7 @@ class Session:
 
     def new_record(self, case: Case) -> Record:
         """Record of a case before any measurement."""
-        return new_record(case, **self.options.place, seed=self.options.seed, options=self.settings.options)
+        return new_record(case, **self.options.place, options=self.settings.options)
 
     @cached_property
     def runner(self) -> Runner:
@@ -280,7 +280,7 @@ class Session:
         # The xdist controller gets the selection from the first report.
         selection = sharding.selection or (self._earlier.selection if self._earlier else "") if sharding else ""
         return new_run(
-            self.cases, **options.place, seed=options.seed, shard=str(sharding.shard) if sharding else None,
+            self.cases, **options.place, shard=str(sharding.shard) if sharding else None,
             selection=selection, **options.guards,
         )  # fmt: skip
 
@@ -394,7 +394,7 @@ class Session:
             )
             session.exitstatus = pytest.ExitCode.OK if passed else pytest.ExitCode.TESTS_FAILED
         options = self.options
-        self.environment = describe_run(**options.place, seed=options.seed, **options.guards)
+        self.environment = describe_run(**options.place, **options.guards)
         self.elapsed, self.link = self.journal.elapsed, options.link or run_link()
         add_baseline_notes(self.records, self.environment)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.harness.pytest_plugin.items import CaseItem
-from narrowgauge.harness.pytest_plugin.plugin import plugin_options
+from narrowgauge.harness.pytest_plugin.options import plugin_options
 from narrowgauge.harness.records.journal import JournalError
 from narrowgauge.harness.running.shard import Part, Shard, ShardError, part_of, read_durations
 

@@ -36,7 +36,7 @@ def explained(
     `runs`: as of `harness.diagnosis.explain.explain`.
     """
     from narrowgauge.harness.diagnosis.explain import explain
-    from narrowgauge.harness.diagnosis.search_history import history_of
+    from narrowgauge.harness.diagnosis.search.history import history_of
 
     try:
         return [explanation.to_dict() for explanation in explain(outcome, history_of(backend), runs=runs)]

@@ -18,7 +18,8 @@ _FAKE = "torch._subclasses.fake_tensor"
 
 def reason_not_to_judge(args: Any, kwargs: Any) -> str:
     """Why the calling thread cannot judge a call with these arguments; empty if it can."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    cuda: Any = torch.cuda
+    if cuda.is_initialized() and cuda.is_current_stream_capturing():
         return "in the capture of a CUDA graph"
     fake = sys.modules[_FAKE].FakeTensor if _FAKE in sys.modules else ()
     if type(torch.empty(0, device="cpu")) is not torch.Tensor:
@@ -57,11 +58,12 @@ class HostCopy:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._devices: set[torch.device] = set()
         self._arguments = {name: self._plain(value) for name, value in arguments.items()}
-        self._events = []
+        self._events: list[Any] = []
+        cuda: Any = torch.cuda
         for device in self._devices:
-            with torch.cuda.device(device):
-                event = torch.cuda.Event()
-                event.record()  # type: ignore[no-untyped-call]
+            with cuda.device(device):
+                event = cuda.Event()
+                event.record()
                 self._events.append(event)
 
     def wait(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -77,14 +78,24 @@ class JudgeProcess:
             del item, arguments
             self._answer(number, reply)
             self._free.release()
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        self._end()
+
+    def _end(self) -> None:
+        """End of input for the process, which ends, and of its files here."""
+        if self._process is not None and self._process.stdin is not None and self._process.stdout is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
             self._process.wait()
+            self._process.stdout.close()
+        if self._errors is not None:
+            self._errors.close()
 
     def _judge(self, arguments: dict[str, Any]) -> dict[str, Any]:
         if self._process is None:
             self._start()
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         buffer = io.BytesIO()
         torch.save(arguments, buffer)
         header = {"assertion": self._assertion, "bytes": buffer.tell()}
@@ -99,7 +110,7 @@ class JudgeProcess:
 
     def _start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_end`)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, json.dumps(sys.path)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,

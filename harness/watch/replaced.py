@@ -35,9 +35,10 @@ Names = Callable[[Any, Any], Mapping[str, Any]]
 def overloads_of(function: Any) -> list[Any]:
     """The overloads of a custom op: of `torch.ops.lib.name`, an overload of it, or `torch.library.custom_op`. Empty
     for any other object."""
-    op = getattr(function, "_opoverload", function)  # of torch.library.custom_op
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        return [getattr(op, name) for name in op.overloads()]
+    op: Any = getattr(function, "_opoverload", function)  # of torch.library.custom_op
+    packet: Any = op if isinstance(op, torch._ops.OpOverloadPacket) else None
+    if packet is not None:
+        return [getattr(packet, name) for name in packet.overloads()]
     return [op] if isinstance(op, torch._ops.OpOverload) else []
 
 
@@ -76,7 +77,8 @@ def _replace_kernels(op: Any, observer: Observer, stack: ExitStack) -> bool:
         elif has(COMPOSITE):
             keys[COMPOSITE] = torch.library.get_kernel(op, device)
     if keys:
-        library = torch.library.Library(op.namespace, "IMPL")  # not scoped: _destroy puts the kernels back
+        torch_library: Any = torch.library
+        library = torch_library.Library(op.namespace, "IMPL")  # not scoped: _destroy puts the kernels back
         stack.callback(_restore_kernels, library, torch.library._impls & _names(op, keys))
         names = [argument.name for argument in op._schema.arguments]
         with warnings.catch_warnings():
@@ -90,7 +92,7 @@ def _replace_kernels(op: Any, observer: Observer, stack: ExitStack) -> bool:
 
 def _watched_kernel(kernel: Any, parameters: list[str], observer: Observer) -> Call:
     def names(args: Any, kwargs: Any) -> Mapping[str, Any]:
-        return dict(zip(parameters, args, strict=False)) | kwargs
+        return {**dict(zip(parameters, args, strict=False)), **kwargs}
 
     def watched(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if not (number := observer.counted()):
@@ -106,8 +108,8 @@ def _names(op: Any, keys: Mapping[str, Any]) -> set[str]:
 
 
 def _restore_kernels(library: Any, listed: set[str]) -> None:
+    library._op_impls.difference_update(listed)  # the end of a library removes these names from torch's list
     library._destroy()
-    torch.library._impls.update(listed)  # _destroy removes the names of the kernels that it puts back
 
 
 # ---- Python functions ------------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ def _replace_function(function: Any, observer: Observer, stack: ExitStack) -> No
 
 def _places(function: Any) -> list[tuple[Any, str, Any]]:
     """Modules and classes with the function: the holder, the name and the attribute, which may be a class method."""
-    found = [
+    found: list[tuple[Any, str, Any]] = [
         (module, name, value)
         for module in list(sys.modules.values())
         for name, value in list(getattr(module, "__dict__", {}).items())

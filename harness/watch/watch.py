@@ -44,7 +44,7 @@ class Failure:
     """A shell command that repeats the failure on the saved arguments, or the reason for having none."""
 
 
-class watch:  # noqa: N801 - a context manager, named as a function
+class watch:
     """Judge every n-th call of a custom op or Python function with its real inputs, in a process beside the program.
 
     `with narrowgauge.watch(torch.ops.lib.quantize, adapter, every=1000) as watched:` watches the calls in the block, of
@@ -266,9 +266,8 @@ class watch:  # noqa: N801 - a context manager, named as a function
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
         if unknown := arguments.keys() - self._parameters:
-            raise TypeError(
-                f"{self._name} has no argument {', '.join(sorted(unknown))}; it has {', '.join(sorted(self._parameters))}"
-            )
+            known = ", ".join(sorted(self._parameters))
+            raise TypeError(f"{self._name} has no argument {', '.join(sorted(unknown))}; it has {known}")
 
 
 def _default_adapter(result: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -285,7 +284,7 @@ def _default_adapter(result: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         result = dict(zip(("codes", "scales", "amax"), result, strict=False))
     if not isinstance(result, Mapping) or not {"codes", "scales"} <= result.keys():
         raise TypeError(
-            f"the result is a {type(result).__name__}; without an adapter it is (codes, scales), (codes, scales, amax), "
-            "a mapping with these keys, or a Quantized"
+            f"the result is a {type(result).__name__}; without an adapter it is (codes, scales), "
+            "(codes, scales, amax), a mapping with these keys, or a Quantized"
         )
     return parts | {name: result[name] for name in ("codes", "scales", "amax", "tensor_scale") if name in result}

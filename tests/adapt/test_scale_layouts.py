@@ -46,6 +46,7 @@ def test_128x4_is_the_layout_of_swizzle(shape: tuple[int, int]) -> None:
 
 
 def test_128x4_is_the_layout_of_torchao() -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao==0.18.*")
     from torchao.prototype.mx_formats.utils import to_blocked
 
     scales = torch.arange(256 * 8, dtype=torch.int32).view(256, 8)

@@ -123,6 +123,7 @@ def test_fake_tensors_are_refused() -> None:
 
 
 def test_wrapper_subclasses_are_refused() -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao==0.18.*")
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
     wrapped = MXTensor.to_mx(torch.ones(32, 32), torch.float8_e4m3fn, 32)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from narrowgauge.harness.diagnosis.search_history import SearchHistory
+    from narrowgauge.harness.diagnosis.search.history import SearchHistory
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,10 +30,10 @@ def compiler() -> None:
 @pytest.fixture
 def history(monkeypatch: pytest.MonkeyPatch) -> "SearchHistory":
     """Search history of the diagnosis, shared by all backends of a test."""
-    from narrowgauge.harness.diagnosis import search_history
+    from narrowgauge.harness.diagnosis.search import history
 
-    fresh = search_history.SearchHistory()
-    monkeypatch.setattr(search_history, "history_of", lambda backend: fresh)
+    fresh = history.SearchHistory()
+    monkeypatch.setattr(history, "history_of", lambda backend: fresh)
     return fresh
 
 

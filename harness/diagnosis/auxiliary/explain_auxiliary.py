@@ -15,7 +15,7 @@ from narrowgauge.harness.diagnosis.auxiliary.delayed_scaling import deviating_hi
 from narrowgauge.harness.diagnosis.auxiliary.rotations import Ends, deviating_ends, deviating_rotations
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.scale_layouts import deviating_layouts, padding_not_zeroed
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
 from narrowgauge.reference.quantize.sections import pad_sections
 from narrowgauge.spec.arguments import check_rotation

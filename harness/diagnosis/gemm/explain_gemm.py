@@ -22,8 +22,8 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
 )
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
 from narrowgauge.harness.diagnosis.gemm.wider_format import explain_wider_format
-from narrowgauge.harness.diagnosis.search_history import SEARCHES, SearchHistory
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 6, 24
@@ -186,9 +186,8 @@ def _sample(wrong: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wrong_rows = _spread(rows, _SAMPLED_ROWS)
     of_rows = [_spread(wrong[row], _SAMPLED_OF_ROW) for row in wrong_rows]
     sampled_columns = [_spread(columns, _SAMPLED_COLUMNS), _spread(~columns, _SAMPLED_COLUMNS), *of_rows]
-    return torch.cat([wrong_rows, _spread(~rows, _SAMPLED_ROWS)]).sort().values, torch.unique(
-        torch.cat(sampled_columns)
-    )
+    sampled_rows = [wrong_rows, _spread(~rows, _SAMPLED_ROWS)]
+    return torch.unique(torch.cat(sampled_rows)), torch.unique(torch.cat(sampled_columns))
 
 
 def _spread(mask: torch.Tensor, count: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STAGES, KernelMatrix, kernel_matrix
-from narrowgauge.harness.diagnosis.search_history import SEARCHES, WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.history import SEARCHES, WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
 
 MAX_EXPLANATIONS = 5

@@ -10,7 +10,7 @@ import torch
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.cause_names import is_cause
 from narrowgauge.harness.diagnosis.explain_formula import _FORMULAS, explain_formula
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Formula, Outcome
 from narrowgauge.reference.high_precision.additions import residual_sum
 from narrowgauge.reference.high_precision.attention import attention_forward

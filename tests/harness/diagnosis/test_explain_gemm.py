@@ -11,8 +11,8 @@ from narrowgauge.harness.diagnosis.gemm.epilogues import ORDERS, epilogue_deviat
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import split_products
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
-from narrowgauge.harness.diagnosis.search_history import SEARCHES, SearchHistory, history_of
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory, history_of
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.product import add_output
 from narrowgauge.harness.running.runner import run_case

@@ -13,7 +13,7 @@ from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviation
 from narrowgauge.harness.diagnosis.quantize.explain_quantize import MAX_EXPLANATIONS
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import kernel_matrix
 from narrowgauge.harness.diagnosis.quantize.recipe_fields import field_deviations
-from narrowgauge.harness.diagnosis.search_history import SEARCHES
+from narrowgauge.harness.diagnosis.search.history import SEARCHES
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.running.runner import run_case

@@ -16,8 +16,8 @@ from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.gemm import explain_gemm
 from narrowgauge.harness.diagnosis.patterns.places import _common_divisor
 from narrowgauge.harness.diagnosis.quantize import kernel_matrix
-from narrowgauge.harness.diagnosis.search_history import SearchHistory
-from narrowgauge.harness.diagnosis.time_limit import TimeLimit
+from narrowgauge.harness.diagnosis.search.history import SearchHistory
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.product import output_stage
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, quantize_stages, values_stage

@@ -157,7 +157,9 @@ def pytest_run(pytester, *words):
 def test_pytest_leaves_a_shard(pytester):
     """Of what -k leaves; the others are deselected, and tests that are no cases stay."""
     pytester.makepyfile("def test_of_something_else(): pass")
-    result = pytest_run(pytester, "test_pytest_leaves_a_shard.py", "--co", "-q", "--ng-shard", "1/2", "-k", "48 or else")
+    result = pytest_run(
+        pytester, "test_pytest_leaves_a_shard.py", "--co", "-q", "--ng-shard", "1/2", "-k", "48 or else"
+    )
     expected = part_of(select(load_all([pytester.path / "small.toml"]), keyword="48"), Shard(1, 2)).cases
     for case in expected:
         result.stdout.fnmatch_lines([f"*{case.id}"])

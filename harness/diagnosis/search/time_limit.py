@@ -17,7 +17,7 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float = math.inf, *, bounds_work: bool = False) -> None:
-        """`seconds`: the limit; infinity for no limit. `bounds_work`: the limits of `search_history` hold too."""
+        """`seconds`: the limit; infinity for no limit. `bounds_work`: the work limits hold too."""
         self.seconds, self.bounds_work = seconds, bounds_work
         self.tried = self.skipped = 0
         """Deviations that were tried, and deviations that were not tried because the limit was reached."""
