@@ -6,6 +6,7 @@ numpy only.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -88,3 +89,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("NARROWGAUGE_WATCH"):  # docs/watch.md
+    import_module("narrowgauge.harness.watch.variable").start_named()

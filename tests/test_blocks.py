@@ -6,6 +6,7 @@ here, with the reason: the real command-line parser reads these commands, and th
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,7 +119,7 @@ def test_the_blocks_of_a_page_run(page: Path, pytestconfig: pytest.Config) -> No
             for command in re.findall(r"- run: (.*)", text):
                 parse(command, pytestconfig)
         elif language == "python":
-            run_python(text)
+            printed.append(run_python(text))
         elif language == "json":
             json.loads("{" + text.strip().rstrip(",") + "}")
         else:
@@ -128,9 +130,13 @@ def test_the_blocks_of_a_page_run(page: Path, pytestconfig: pytest.Config) -> No
             assert text in output, f"{page.name} shows other output than the commands print:\n{output}"
 
 
-def run_python(text: str) -> None:
+def run_python(text: str) -> str:
+    """Run a block; its output."""
+    output = io.StringIO()
     try:
-        exec(compile(text, "block", "exec"), {"__name__": "block"})
+        with redirect_stdout(output):
+            exec(compile(text, "block", "exec"), {"__name__": "block"})
+        return output.getvalue()
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -16,9 +16,10 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= LINES
 
 
-def test_the_readme_has_the_example_file() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert (ROOT / "examples" / "my_kernels.py").read_text(encoding="utf-8").endswith(f'"""\n\n{block}')
+def test_the_page_of_backends_has_the_example_file() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "backends.md").read_text(encoding="utf-8"), re.DOTALL)
+    file = (ROOT / "examples" / "my_kernels.py").read_text(encoding="utf-8")
+    assert file.partition('"""\n\n')[2] in blocks
 
 
 def test_every_page_is_linked() -> None:

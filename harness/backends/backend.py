@@ -128,7 +128,7 @@ class Backend:
             )
         if facts.methods.isdisjoint(METHODS):
             raise BackendError(
-                f"backend {self.name} has none of the methods {', '.join(METHODS)}; see README, 'Your own kernel'"
+                f"backend {self.name} has none of the methods {', '.join(METHODS)}; see docs/backends.md"
             )
         self.declares = _declarations(self.name, facts.declares)
 

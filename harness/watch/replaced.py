@@ -19,7 +19,7 @@ COMPOSITE = "CompositeImplicitAutograd"
 
 
 class Observer(Protocol):
-    """What watches the calls."""
+    """Receiver of the calls of a replaced function."""
 
     def counted(self) -> int:
         """Count a call; its number if it is to be judged, else 0."""

@@ -109,11 +109,11 @@ def test_a_module_of_a_package(module, tmp_path):
         ("my_kernels:Broken", "backend my_kernels:Broken: Broken() raised OSError: libkernels.so is missing"),
         (
             "my_kernels:Empty",
-            f"backend my_kernels:Empty has none of the methods {', '.join(METHODS)}; see README, 'Your own kernel'",
+            f"backend my_kernels:Empty has none of the methods {', '.join(METHODS)}; see docs/backends.md",
         ),
         (
             "my_kernels:number",
-            f"backend my_kernels:number has none of the methods {', '.join(METHODS)}; see README, 'Your own kernel'",
+            f"backend my_kernels:number has none of the methods {', '.join(METHODS)}; see docs/backends.md",
         ),
         (
             "my_kernel:Backend",

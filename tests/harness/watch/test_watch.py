@@ -282,8 +282,7 @@ watched = narrowgauge.watch(vq.quantize, every=2)
 """
 PROGRAM = """
 import torch
-from narrowgauge.harness.watch.variable import start_named
-start_named()
+import narrowgauge
 import vq
 for _ in range(3):
     vq.quantize(torch.ones(16, 32))
