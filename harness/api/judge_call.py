@@ -76,17 +76,18 @@ def judge_of(function: Callable[..., None]) -> Judge:
 
 def verdict_of(judge: Judge, args: Any, kwargs: Mapping[str, Any]) -> tuple[Verdict, Judgement]:
     """The verdict of a call, and its judgement."""
+    global _apart_from_graphs  # noqa: PLW0603  # the compiler warns of caches of functions and of changed lists
     if "torch._dynamo" not in sys.modules:
         return _judge(judge, args, kwargs)
     # The caller may be compiled: a judge is not, and the graph breaks here. Importing the compiler takes seconds.
-    if not _apart_from_graphs:
+    if _apart_from_graphs is None:
         reason = "narrowgauge judges results outside of compiled graphs"
-        _apart_from_graphs.append(torch.compiler.disable(_judge, reason=reason))  # type: ignore[no-untyped-call]
-    return _apart_from_graphs[0](judge, args, kwargs)
+        _apart_from_graphs = torch.compiler.disable(_judge, reason=reason)  # type: ignore[no-untyped-call]
+    return _apart_from_graphs(judge, args, kwargs)
 
 
-_apart_from_graphs: list[Callable[..., tuple[Verdict, Judgement]]] = []
-"""`_judge`, not compiled. A list: the compiler ignores caches of functions and warns."""
+_apart_from_graphs: Callable[..., tuple[Verdict, Judgement]] | None = None
+"""`_judge`, not compiled."""
 
 
 def _judge(judge: Judge, args: Any, kwargs: Mapping[str, Any]) -> tuple[Verdict, Judgement]:

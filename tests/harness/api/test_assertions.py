@@ -279,6 +279,7 @@ def test_fake_tensors_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch 2.11
 def test_an_assertion_in_a_compiled_function_runs_outside_of_the_graph() -> None:
     def function(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         y = x * 2
