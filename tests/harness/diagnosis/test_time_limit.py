@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.diagnosis import time_limit
 from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.gemm import explain_gemm
 from narrowgauge.harness.diagnosis.patterns.places import _common_divisor
 from narrowgauge.harness.diagnosis.quantize import kernel_matrix
+from narrowgauge.harness.diagnosis.search import time_limit
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product

@@ -17,7 +17,8 @@ from tests.paths import PLUGIN, ROOT
 INSTALLED = PLUGIN == "narrowgauge"
 MODULES = (
     "narrowgauge", "narrowgauge.harness", "narrowgauge.harness.pytest_plugin",
-    "narrowgauge.harness.pytest_plugin.plugin", "narrowgauge.spec", "narrowgauge.spec.version",
+    "narrowgauge.harness.pytest_plugin.options", "narrowgauge.harness.pytest_plugin.plugin", "narrowgauge.spec",
+    "narrowgauge.spec.version",
 )  # fmt: skip
 """Modules of narrowgauge that a session without cases imports."""
 

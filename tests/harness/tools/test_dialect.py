@@ -246,7 +246,7 @@ def test_the_command_s_status_and_errors(few, monkeypatch, tmp_path):
     assert (wrong.exit_code, wrong.stdout) == (2, "")  # a function has no doors
     for arguments, message in (
         (["natve"], "no backend is called 'natve'"), (["reference", "--recipe", "fp8-current"], "recipe fp8-current"),
-        (["reference", "--device", "gpu"], "--device is 'gpu' (did you mean 'cpu'?)"),
+        (["reference", "--device", "gpu"], "--device is 'gpu' (did you mean 'cuda'?)"),
     ):  # fmt: skip
         refused = command(*arguments)
         assert (refused.exit_code, refused.stdout) == (2, "")
