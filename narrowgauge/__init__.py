@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from narrowgauge.harness.api.check import check
     from narrowgauge.harness.api.inputs import inputs, matrix
     from narrowgauge.harness.api.metrics import metrics
+    from narrowgauge.harness.api.verdict import Verdict, WrongResult
     from narrowgauge.harness.watch.watch import watch
     from narrowgauge.reference.ops import (
         dequantize,
@@ -50,10 +51,11 @@ if TYPE_CHECKING:
     """Folder of the case files of this package."""
 
 __all__ = [
-    "GroupedQuantized", "Quantized", "Recipe", "__version__", "adapt", "assert_dequantized", "assert_gemm",
-    "assert_quantized", "assert_stochastic", "assert_transformed", "bounds", "cases", "check", "dequantize", "explain",
-    "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "quantize", "quantize_both",
-    "quantize_grouped", "recipe", "recipes", "swizzle", "transform", "unswizzle", "update_scale", "watch",
+    "GroupedQuantized", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__", "adapt", "assert_dequantized",
+    "assert_gemm", "assert_quantized", "assert_stochastic", "assert_transformed", "bounds", "cases", "check",
+    "dequantize", "explain", "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "quantize",
+    "quantize_both", "quantize_grouped", "recipe", "recipes", "swizzle", "transform", "unswizzle", "update_scale",
+    "watch",
 ]  # fmt: skip
 
 _MODULES = {
@@ -63,6 +65,7 @@ _MODULES = {
     "assert_quantized": "harness.api.assertions", "assert_stochastic": "harness.api.assertions",
     "assert_transformed": "harness.api.assertions", "explain": "harness.api.assertions",
     "bounds": "harness.api.bounds", "check": "harness.api.check", "inputs": "harness.api.inputs",
+    "Verdict": "harness.api.verdict", "WrongResult": "harness.api.verdict",
     "matrix": "harness.api.inputs", "metrics": "harness.api.metrics", "watch": "harness.watch.watch",
 }  # fmt: skip
 """Module of each name. Every other name is a function of the reference."""

@@ -69,6 +69,8 @@ class Verdict:
 class WrongResult(AssertionError):
     """A result is not correct. The text is the report."""
 
+    __module__ = "narrowgauge"  # pytest's last line of a failure then has place for the cause
+
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(str(verdict))
         self.verdict = verdict

@@ -46,6 +46,8 @@ CALLS = {
     "GroupedQuantized": "repr(ng.quantize_grouped(x, sizes, 'nvfp4')); ng.GroupedQuantized",
     "Quantized": "repr(q); q.to('cpu')",
     "Recipe": "ng.recipe(ng.Recipe is not None and 'nvfp4')",
+    "Verdict": "assert isinstance(ng.explain(ng.assert_transformed, x, x), ng.Verdict)",
+    "WrongResult": "import pickle; assert pickle.loads(pickle.dumps(ng.WrongResult)) is ng.WrongResult",
     "__version__": "ng.__version__",
     "adapt": "ng.adapt.quantized(q.codes, q.scales, 'nvfp4', q.shape, amax=q.amax)",
     "assert_dequantized": "ng.assert_dequantized(q.codes, q.scales, ng.dequantize(q), amax=q.amax); "
