@@ -86,11 +86,13 @@ def check(
     function: a Python function, or a custom op such as `torch.ops.lib.quantize`. It is called with the tensors of its
     operation by position. Further arguments are passed by keyword, and only those that its signature names, so a custom
     op that takes tensors alone fits:
-    - quantize: function(x), further recipe, scale, random. Gives (codes, scales), (codes, scales, amax), a mapping with
-      keys among codes, scales, amax and tensor_scale, or a Quantized;
+
+    - quantize: function(x), further recipe, scale, random. Gives (codes, scales[, amax]), a mapping, or a Quantized;
     - dequantize: function(q), further dtype, recipe. Gives the values (M, K) of that dtype;
     - transform: function(x), further recipe. Gives the rotated x;
     - gemm: function(a, b), further out_dtype, c, bias, recipe. Gives a @ b.T (+ c) (+ bias), (M, N) of dtype out_dtype.
+
+    A mapping has keys among codes, scales, amax and tensor_scale.
     x is a tensor (M, K), in some cases (…, K), a view with other strides, or empty. q, a and b are Quantized of the
     reference; recipe is a Recipe; scale, float32 (1,), is the encode scale of a recipe with delayed scaling; random is
     (seed, offset) of Philox for a recipe with stochastic rounding. A function without random draws random bits of its
