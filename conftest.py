@@ -15,6 +15,9 @@ if not entry_points(group="pytest11", name="narrowgauge"):
     # pytest refuses this name in a conftest.py outside its root, so an installed checkout has no such name.
     pytest_plugins = ["narrowgauge.harness.pytest_plugin.plugin"]
 
+# Where CI is set pytest repeats whole messages in its summary. Tests that read an inner pytest's output count lines.
+os.environ.pop("CI", None)
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Tests of this project use torch in the workers, which share the cores. With a thread per core in each worker they
     # take twice the time.

@@ -342,7 +342,7 @@ def test_html_is_escaped() -> None:
 def test_the_report_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     module = importlib.import_module("my_kernels")
-    monkeypatch.delitem(sys.modules, "my_kernels")  # other tests have modules of this name
+    del sys.modules["my_kernels"]  # other tests have modules of this name; monkeypatch would put it back
     ties_away = module.TiesAway()
     x = ng.inputs("nvfp4", (256, 1024), "outliers")
     codes, scales, amax = ties_away.quantize(x, ng.recipe("nvfp4"))
