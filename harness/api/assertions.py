@@ -225,6 +225,7 @@ def assert_gemm(
     order: str = "any",
     accumulator: Literal["nearest", "truncating"] = "nearest",
     subnormals: Literal["kept", "flushed"] = "kept",
+    operands: Literal["codes", "decoded-float32", "decoded-bfloat16"] = "codes",
     diagnose: Diagnose = "quick",
 ) -> Judgement:
     """Assert that `actual` is a @ b.T (+ c) (+ bias) of quantized operands, with a float32 accumulator.
@@ -238,6 +239,8 @@ def assert_gemm(
     need "aligned-13-32", or "aligned-13-32-128" with promotion.
     accumulator: "truncating" if additions return either neighbour. subnormals: "flushed" if float32 numbers below
     2^-126 may become 0.
+    operands: "decoded-float32" or "decoded-bfloat16" if the kernel decodes both operands, with all their scales, before
+    it multiplies them; "codes" if scales multiply products or sums. Decoded operands are summed in any order.
     diagnose: as of `assert_quantized`.
 
     Source of the rules: docs/tolerance.md#gemm. Raises WrongResult for a wrong result, ValueError and TypeError for
@@ -256,6 +259,7 @@ def assert_gemm(
         None if order == "any" else order,
         truncates=_chosen(accumulator, "accumulator", "nearest", "truncating"),
         flushes=_chosen(subnormals, "subnormals", "kept", "flushed"),
+        operands=None if operands == "codes" else operands,
     )
     outcome = judge_output(OutputArguments(left, right, out_dtype, addend, row, declared), output.contiguous())
     recipes = str(left.recipe) if left.recipe == right.recipe else f"{left.recipe}+{right.recipe}"

@@ -26,12 +26,13 @@ def bounds(
     order: str = "any",
     accumulator: Literal["nearest", "truncating"] = "nearest",
     subnormals: Literal["kept", "flushed"] = "kept",
+    operands: Literal["codes", "decoded-float32", "decoded-bfloat16"] = "codes",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest and the largest correct output of a @ b.T (+ c) (+ bias) with a float32 accumulator.
 
     a, b: Quantized (M, K) and (N, K), of `narrowgauge.quantize` or `narrowgauge.adapt.quantized`, on one device.
     c: (M, N), bias: (N,), float32, bfloat16 or float16.
-    order, accumulator, subnormals: as of `narrowgauge.assert_gemm`.
+    order, accumulator, subnormals, operands: as of `narrowgauge.assert_gemm`.
 
     Returns `lower` and `upper`, (M, N) of dtype `out_dtype`, on the device of the operands: `lower <= y <= upper` for a
     correct output y, and both ends are correct outputs. Ends are equal if no order of additions can round. Then an
@@ -41,10 +42,10 @@ def bounds(
     - −0 stands for both zeros, and so does 0: `assert_gemm` also judges the sign of a zero.
 
     Source of the formula: docs/tolerance.md#gemm. Raises TypeError and ValueError for arguments that do not fit
-    together, and ValueError for an unknown order.
+    together, and ValueError for an unknown order or unknown operands.
     """
     with default_settings():
-        arguments = _arguments(a, b, out_dtype, c, bias, order, accumulator, subnormals)
+        arguments = _arguments(a, b, out_dtype, c, bias, order, accumulator, subnormals, operands)
         rows = torch.arange(a.shape[0], device=a.codes.device)
         # The bounds of a slab have float64 temporaries.
         ends = [_ends(arguments.select(slab).bounds()) for slab in torch.split(rows, SLAB)]
@@ -53,7 +54,15 @@ def bounds(
 
 
 def _arguments(
-    a: Quantized, b: Quantized, out_dtype: torch.dtype, c: Any, bias: Any, order: str, accumulator: str, subnormals: str
+    a: Quantized,
+    b: Quantized,
+    out_dtype: torch.dtype,
+    c: Any,
+    bias: Any,
+    order: str,
+    accumulator: str,
+    subnormals: str,
+    operands: str,
 ) -> OutputArguments:
     """The checked arguments of a GEMM."""
     for name, operand in (("a", a), ("b", b)):
@@ -74,7 +83,10 @@ def _arguments(
     check_operands(a, b)
     check_epilogue((a.shape[0], b.shape[0]), out_dtype, addend, row)
     declared = Summation(
-        None if order == "any" else order, truncates=accumulator == "truncating", flushes=subnormals == "flushed"
+        None if order == "any" else order,
+        truncates=accumulator == "truncating",
+        flushes=subnormals == "flushed",
+        operands=None if operands == "codes" else operands,
     )
     return OutputArguments(a, b, out_dtype, addend, row, declared)
 

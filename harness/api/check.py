@@ -24,6 +24,7 @@ from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.keys import one_of
 from narrowgauge.harness.cases.operations import case_from_id
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
+from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.machine.plain_text import escape
 from narrowgauge.harness.records.record import elements_compared
 from narrowgauge.harness.report.failure_view import explanation_lines, finding_lines
@@ -87,7 +88,7 @@ def check(
     operation by position. Further arguments are passed by keyword, and only those that its signature names, so a custom
     op that takes tensors alone fits:
 
-    - quantize: function(x), further recipe, scale, random. Gives (codes, scales[, amax]), a mapping, or a Quantized;
+    - quantize: function(x), further recipe, amax, scale, random. Gives (codes, scales[, amax]), a dict or a Quantized;
     - dequantize: function(q), further dtype, recipe. Gives the values (M, K) of that dtype;
     - transform: function(x), further recipe. Gives the rotated x;
     - gemm: function(a, b), further out_dtype, c, bias, recipe. Gives a @ b.T (+ c) (+ bias), (M, N) of dtype out_dtype.
@@ -331,7 +332,10 @@ def _group_lines(
     """A group of failures: cause, sentence and elements of its first case, names of further cases."""
     first = next(record for record in failed if record in entry.records)
     others = [record["case"] for record in failed if record in entry.records and record is not first]
-    lines = [f"{entry.title}: {plural(len(entry.records), 'case')}", *explanation_lines(first["explanations"])]
+    explanations = first["explanations"]
+    if entry.explanation is not None and not entry.explanation["exact"]:  # other cases of this kind have other bytes
+        explanations = [entry.explanation, *(e for e in explanations if is_pattern(e["cause"]))]
+    lines = [f"{entry.title}: {plural(len(entry.records), 'case')}", *explanation_lines(explanations)]
     lines += [f"{first['verdict']}: {first['message']}", f"case: {first['case']}"]
     lines += [f"reproduce: {reproduction(function, first['case'], options)}", *finding_lines(first["findings"])]
     if judged := ", ".join(f"{stage['stage']} {'✗' if stage['sentence'] else '✓'}" for stage in first["stages"]):

@@ -10,7 +10,8 @@ import torch
 from narrowgauge.harness.api.default_settings import callers_settings
 from narrowgauge.harness.checks.bit_equality import different_bits, equal_bits
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.stages.black_box import OTHER_SEED
+from narrowgauge.harness.checks.statistics.correlations import PLAIN_SEED
+from narrowgauge.harness.operations.stages.black_box import OTHER_SEEDS
 from narrowgauge.harness.operations.stages.quantized import stored_along_rows
 from narrowgauge.reference.quantize.layout import elements
 from narrowgauge.spec.quantized import Quantized
@@ -38,10 +39,15 @@ class Draws:
         self.first = convert(self._call(0))
         """The result of the first call."""
 
-    def codes(self, call: int) -> torch.Tensor:
-        """Codes of a further call, by its number or `OTHER_SEED`: uint8 (M, K), one for each element."""
+    def codes(self, call: int) -> torch.Tensor | None:
+        """Codes of a further call, by its number or a number of `OTHER_SEEDS`: uint8 (M, K), one for each element.
+
+        None for a seed of more than 32 bits, which a function need not take, and for a seed with an offset.
+        """
+        if call < 0 and OTHER_SEEDS[call] != PLAIN_SEED:
+            return None
         number = len(self.results)
-        q = self._convert(self._call(SECOND_SEED if call == OTHER_SEED else call))
+        q = self._convert(self._call(SECOND_SEED if call < 0 else call))
         for name in ("scales", "amax", "tensor_scale"):
             one, other = getattr(self.first, name), getattr(q, name)
             if one is None or other is None:

@@ -77,14 +77,15 @@ class FunctionBackend(Backend):
         x: torch.Tensor,
         recipe: Recipe,
         *,
+        amax: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
         random: Random | None = None,
         swizzled: bool = False,
     ) -> Quantized:
         """The result of the function as a Quantized, read by the conventions."""
         if self.has("dequantize"):
-            return super().quantize(x, recipe, scale=scale, random=random, swizzled=swizzled)
-        given = {"scale": scale, "random": random}
+            return super().quantize(x, recipe, amax=amax, scale=scale, random=random, swizzled=swizzled)
+        given = {"amax": amax, "scale": scale, "random": random}
         result = self.call("quantize", x, recipe, **{name: v for name, v in given.items() if v is not None})
         try:
             q = self._read(result, x, recipe)
@@ -119,12 +120,15 @@ class FunctionBackend(Backend):
         x: torch.Tensor,
         recipe: Recipe,
         *,
+        amax: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
         random: Random | None = None,
     ) -> Any:
         if scale is not None and "scale" not in self._parameters:
             raise NotImplementedError(f"the function has no parameter 'scale', which recipe {recipe} needs")
-        return self._run((x,), recipe=recipe, scale=scale, random=random)
+        if amax is not None and "amax" not in self._parameters:
+            raise NotImplementedError("the function has no parameter 'amax', which this case gives")
+        return self._run((x,), recipe=recipe, amax=amax, scale=scale, random=random)
 
     def _dequantize(self, q: Quantized, dtype: torch.dtype) -> Any:
         return self._run((q,), dtype=dtype, recipe=q.recipe)

@@ -4,9 +4,9 @@ A backend is any object or module that has some of these methods (docs/design.md
 
     quantize(x, recipe, *, amax=None, scale=None, random=None, swizzled=False)
         -> Quantized, or (codes, scales, amax), or a dict
-    quantize_both(x, recipe, *, rowwise=True, columnwise=True, scale=None, random=None, swizzled=False)
+    quantize_both(x, recipe, *, rowwise=True, columnwise=True, amax=None, scale=None, random=None, swizzled=False)
         -> two such, or None
-    quantize_grouped(x, sizes, recipe, *, columnwise=False, scale=None, random=None)
+    quantize_grouped(x, sizes, recipe, *, columnwise=False, amax=None, scale=None, random=None)
         -> GroupedQuantized, or a list of sections
     dequantize(q, dtype) -> Tensor
     transform(x, recipe) -> Tensor
@@ -55,13 +55,16 @@ the distribution of the codes is tested (docs/tolerance.md#stochastic-rounding).
                                    decoded to bfloat16 first
     {"accumulator": "truncating"}  additions round to either neighbour, which covers truncation
     {"subnormals": "flushed"}      float32 numbers below 2^-126 may become 0
+    {"operands": "decoded-float32"} or "decoded-bfloat16": operands are decoded, with all their scales, before they are
+                                   multiplied; the sums are judged in any order
 
 A declared order narrows the accepted results (tier 1; for a tensor core to exact bits). Without it any order is
 accepted (tier 2). "accumulator" and "subnormals" widen the accepted results.
 
 `gemm_order(a, b)`: for backends that do not add all products in the same order. It returns the order of the product of
 two Quantized operands, or of two lists of operands (the sections of a grouped product): a name from above, None, or
-"truncating" for any order with a truncating accumulator. The declaration of "gemm" is then ignored.
+"truncating" for any order with a truncating accumulator. The declaration of "gemm" is then ignored; and so is the
+declaration of "operands" if the method returns a name.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ from narrowgauge.harness.cases.keys import nearest
 from narrowgauge.harness.machine.timing import count_seconds
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.summation import ORDERS, Summation, is_order
+from narrowgauge.spec.summation import OPERANDS, ORDERS, Summation, is_order
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +106,7 @@ DECLARATIONS = {
     "gemm": ORDERS,
     "accumulator": (TRUNCATING,),
     "subnormals": ("flushed",),
+    "operands": OPERANDS,
     "random": ("own",),
 }
 """Allowed declarations. A <letter> stands for a number."""
@@ -121,6 +125,8 @@ class Backend:
         self.name = facts.name
         self.device = host.device
         """Device of the backend. None: the device of its inputs."""
+        self.repeats, self.concurrency = 0, "sequential"
+        """Number and kind of the further calls of the case that is judged."""
         if host.schedules and not facts.takes_shuffles:
             raise BackendError(
                 f"--schedules: backend {self.name} does not choose the order of its threads: it has no "
@@ -164,12 +170,14 @@ class Backend:
         x: torch.Tensor,
         recipe: Recipe,
         *,
+        amax: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
         random: Random | None = None,
         swizzled: bool = False,
     ) -> Quantized:
         """Result of `quantize` as a Quantized with checked shapes and dtypes."""
-        result = self.call("quantize", x, recipe, **_non_default_options(scale=scale, random=random, swizzled=swizzled))
+        options = _non_default_options(amax=amax, scale=scale, random=random, swizzled=swizzled)
+        result = self.call("quantize", x, recipe, **options)
         return as_quantized(result, x, recipe, swizzled=swizzled)
 
     def quantize_both(
@@ -179,12 +187,13 @@ class Backend:
         *,
         rowwise: bool = True,
         columnwise: bool = True,
+        amax: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
         scale: torch.Tensor | None = None,
         random: Random | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
         swizzled: bool = False,
     ) -> tuple[Quantized | None, Quantized | None]:
         """Results of `quantize_both`: both halves as Quantized, None for a half without a request."""
-        options = _non_default_options(scale=scale, random=random, swizzled=swizzled)
+        options = _non_default_options(amax=amax, scale=scale, random=random, swizzled=swizzled)
         options |= {name: False for name, halves in (("rowwise", rowwise), ("columnwise", columnwise)) if not halves}
         result = self.call("quantize_both", x, recipe, **options)
         if not isinstance(result, tuple | list) or len(result) != 2:
@@ -208,12 +217,13 @@ class Backend:
         recipe: Recipe,
         *,
         columnwise: bool = False,
+        amax: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
         random: tuple[int, int] | None = None,
     ) -> list[Quantized]:
         """Result of `quantize_grouped`: the Quantized of each section, of the section's transpose if `columnwise`."""
         rows = sizes.tolist()  # read before the call: the kernel may change the tensor
-        options = _non_default_options(columnwise=columnwise, scale=scale, random=random)
+        options = _non_default_options(columnwise=columnwise, amax=amax, scale=scale, random=random)
         result = self.call("quantize_grouped", x, sizes, recipe, **options)
         return as_sections(result, x, rows, recipe, columnwise=columnwise)
 
@@ -327,7 +337,7 @@ def _declarations(name: str, declared: Any) -> dict[str, str]:
             close = nearest(value, DECLARATIONS[key])
             raise BackendError(f"backend {name}: declares {key!r} to be {value!r}{close}; it can say {_ALLOWED}")
     try:
-        Summation(declared.get("gemm"), truncates="accumulator" in declared)
+        Summation(declared.get("gemm"), truncates="accumulator" in declared, operands=declared.get("operands"))
     except ValueError as error:
         raise BackendError(f"backend {name}: declares 'gemm' to be {declared['gemm']!r}: {error}") from None
     return dict(declared)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.harness.backends.guarded_memory import ZONE, GuardedMemory, Slot, element_extent
+from narrowgauge.harness.backends.guarded_memory import ZONE, GuardedMemory, Slot, element_bytes, element_extent
 
 POISON = (0xFF, 0xA5, 0x3C, 0x81)
 """Poison of successive runs; 0xFF is NaN in every floating dtype."""
@@ -193,5 +193,5 @@ def _meta(args: tuple[Any, ...]) -> list[Any]:
 def unwritten(first: torch.Tensor, second: torch.Tensor, poisons: tuple[int, int]) -> int:
     """Number of elements that hold the poison byte of their run in both runs, so the kernel did not write the
     element."""
-    a, b = (t.contiguous().view(torch.uint8).view(t.numel(), t.element_size()) for t in (first, second))
+    a, b = (element_bytes(t) for t in (first, second))
     return int(((a == poisons[0]).all(1) & (b == poisons[1]).all(1)).sum()) if first.numel() else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,10 +31,10 @@ class Allocation:
     copy: torch.Tensor | None = None
     """The contents after a run, if they were copied (`GuardedMemory.copy_out`)."""
 
-    def add_slot(self, size: int, description: str) -> Slot:
-        """The next `size` bytes, between guard zones."""
-        start = self.used + ZONE
-        self.used += padded_size(size)
+    def add_slot(self, size: int, description: str, offset: int = 0) -> Slot:
+        """The next `size` bytes, between guard zones, `offset` bytes behind a multiple of `ALIGNMENT`."""
+        start = self.used + ZONE + offset
+        self.used += padded_size(offset + size)
         return Slot(self, start, size, description)
 
     @property
@@ -105,22 +106,38 @@ class GuardedMemory:
         return torch.full((size,), self.poison, dtype=torch.uint8, device=device)
 
     def copy_in(self, tensors: Mapping[str, torch.Tensor]) -> list[Slot]:
-        """Copies of tensors of a device, with their strides, in a single allocation. The gaps of views hold poison."""
-        sizes = [element_extent(t.shape, t.stride()) * t.element_size() for t in tensors.values()]
+        """A slot for each tensor of a device, all in a single allocation. The gaps of views hold poison.
+
+        A copy has the strides of its tensor, and as many bytes behind an aligned address as its tensor has behind the
+        begin of its storage. Names of one tensor share a slot, as operands of a product that are the same tensor do.
+        """
+        keys = {
+            name: (t.data_ptr() if t.numel() else name, t.dtype, t.shape, t.stride()) for name, t in tensors.items()
+        }
+        names: dict[tuple[Any, ...], list[str]] = {}
+        for name, key in keys.items():
+            names.setdefault(key, []).append(name)
+        extents = {key: _place(tensors[group[0]]) for key, group in names.items()}
         device = next(iter(tensors.values())).device
-        memory = Allocation(self._poisoned(sum(map(padded_size, sizes)), device))
-        slots = [memory.add_slot(size, f"input {name}") for name, size in zip(tensors, sizes, strict=True)]
-        for slot, tensor in zip(slots, tensors.values(), strict=True):
-            slot.like(tensor).copy_(tensor)
-        self.slots += slots
-        return slots
+        memory = Allocation(self._poisoned(sum(padded_size(sum(extent)) for extent in extents.values()), device))
+        slots = {}
+        for key, (offset, size) in extents.items():
+            slots[key] = memory.add_slot(size, f"input {' and '.join(names[key])}", offset)
+            tensor = tensors[names[key][0]]
+            copy_elements(tensor, slots[key].like(tensor))
+        self.slots += slots.values()
+        return [slots[key] for key in keys.values()]
 
     def copy_out(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy of a result on `device`. A shared allocation is copied as a whole, once."""
+        """A copy of a result on `device`, with its strides. A shared allocation is copied as a whole, once."""
         tensor = tensor.detach()
         memory = (
             self._shared_by_address.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
         )
+        if memory is None and tensor.layout == torch.strided and not tensor.is_contiguous():
+            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            copy_elements(tensor, found)
+            return found
         if memory is None:
             return tensor.to(device, copy=True)
         if memory.copy is None:
@@ -154,12 +171,44 @@ def element_extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Bytes from an aligned address to a tensor, and bytes from its first to its last element."""
+    offset = int(tensor.storage_offset()) * tensor.element_size() % ALIGNMENT
+    return offset, element_extent(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
     """Strides of a contiguous tensor."""
     strides = [1]
     for extent in reversed(shape[1:]):
         strides.append(strides[-1] * extent)
     return strides[::-1][-len(shape) :] if shape else []
+
+
+def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in order of its elements, uint8 (elements, bytes of an element).
+
+    `contiguous` keeps the strides of extents of 1, such as 0 of an expanded tensor, and `view` of another dtype then
+    refuses the tensor.
+    """
+    dense = tensor.detach().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).view(dense.numel(), dense.element_size())
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy, with the strides of a new tensor. `contiguous` keeps other strides in extents
+    of 1."""
+    found = tensor.contiguous()
+    return found.as_strided(found.shape, contiguous_strides(found.shape))
+
+
+def copy_elements(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor to a tensor of equal shape. The elements of an expanded target share memory, and are copied
+    once."""
+    for axis, (extent, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if extent > 1 and not stride:
+            source, target = source.narrow(axis, 0, 1), target.narrow(axis, 0, 1)
+    target.copy_(source)
 
 
 def padded_size(size: int) -> int:

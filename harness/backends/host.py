@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -109,6 +109,15 @@ class Host(Protocol):
 
     def prepare(self, inputs: Tensors, home: torch.device, poison: int) -> PreparedRun:
         """Place inputs of the device `home` between guard zones."""
+
+    def repeat(
+        self, kind: str, count: int, runs: Sequence[tuple[PreparedRun, PreparedRun]], call: Callable[[Tensors], Tensors]
+    ) -> list[list[int]]:
+        """Run prepared runs `count` times more (`backends.concurrency`), each a pair with the finished run on the same
+        inputs. Gives for each run the numbers of the calls, from 1 on, that gave other bytes than the finished run.
+
+        Raises as `call` does.
+        """
 
     def begin_case(self, seconds: float, memory: int) -> None:
         """Begin a case of `seconds` at most, whose results have `memory` bytes at most."""

@@ -6,11 +6,11 @@ import contextlib
 import hashlib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, Tensors
+from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, PreparedRun, Tensors
 from narrowgauge.harness.backends.loading import error_location
 from narrowgauge.harness.backends.results import BackendError, Unsupported
 from narrowgauge.harness.backends.transfer import tensors_in, to_device
@@ -62,6 +62,9 @@ class LocalHost:
                 ) from error
             if not variations:
                 raise BackendError("variations gave none; it names at least one way of running, or is left out")
+            if len(variations) == 1:  # a single run shows no change of bytes
+                ((name, only),) = variations.items()
+                variations[f"{name}, second run"] = only
         self._variations = list(variations.values())
         return list(variations)
 
@@ -132,6 +135,22 @@ class LocalHost:
         """Copies of the inputs between guard zones."""
         return LocalRun(self, inputs, home, poison)
 
+    def repeat(
+        self, kind: str, count: int, runs: Sequence[tuple[PreparedRun, PreparedRun]], call: Callable[[Tensors], Tensors]
+    ) -> list[list[int]]:
+        """As `Host.repeat`."""
+        from narrowgauge.harness.backends.concurrency import Calls, execute
+
+        pairs = [(new, old) for new, old in runs if isinstance(new, LocalRun) and isinstance(old, LocalRun)]
+        given = [Calls(prepared.inputs(), call) for prepared, _ in pairs]
+        device = pairs[0][0].device
+        results = execute(kind, count, given, device)
+        synchronize(device)
+        return [
+            [number for number, outputs in enumerate(found, 1) if not _same_tensors(outputs, finished.outputs)]
+            for found, (_, finished) in zip(results, pairs, strict=True)
+        ]
+
     def begin_case(self, seconds: float, memory: int) -> None:
         """Nothing: nobody interrupts this process, and results are not copied."""
 
@@ -157,7 +176,9 @@ class LocalRun:
         from narrowgauge.harness.backends.guard import Guard
 
         self._host, self._home = host, home
-        self._device = host.device or home
+        self.device = host.device or home
+        self.outputs: Tensors = {}
+        """Results of the finished run, on the device of the judge."""
         self._guard = Guard(poison)
         self._guard.place_inputs(inputs)
         self.seconds = 0.0
@@ -166,21 +187,39 @@ class LocalRun:
     def running(self, variation: int) -> Iterator[Tensors]:
         """Run under a variation, by number."""
         with self._host.variation(variation), self._guard:
-            given = self._guard.inputs_on(self._device)
-            synchronize(self._device)
+            given = self.inputs()
+            synchronize(self.device)
             start = time.perf_counter()
             yield given
             # A fault of a kernel shows in the run that caused it.
-            synchronize(self._device)
+            synchronize(self.device)
             self.seconds = time.perf_counter() - start
 
     def keep(self, outputs: Mapping[str, torch.Tensor]) -> Tensors:
         """Copies of the results on the device of the judge."""
-        return self._guard.copy_outputs(outputs, self._home)
+        self.outputs = self._guard.copy_outputs(outputs, self._home)
+        return self.outputs
+
+    def inputs(self) -> Tensors:
+        """The guarded inputs, on the device of the backend."""
+        return self._guard.inputs_on(self.device)
 
     def violations(self) -> tuple[list[str], list[str]]:
         """Sentences on overwritten guard zones, and sentences on changed inputs."""
         return self._guard.violations()
+
+
+def _same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    """Whether results have the names, shapes, dtypes and bytes of other results, perhaps on another device."""
+    import torch
+
+    from narrowgauge.harness.backends.guarded_memory import element_bytes
+
+    return found.keys() == expected.keys() and all(
+        (found[name].shape, found[name].dtype) == (one.shape, one.dtype)
+        and torch.equal(element_bytes(found[name]).to(one.device), element_bytes(one))
+        for name, one in expected.items()
+    )
 
 
 def synchronize(device: torch.device) -> None:

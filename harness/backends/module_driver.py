@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,11 +54,47 @@ class Plan:
     quantized_parameters: bool = False
     delay_wgrad: bool = False
     recompute: bool = False
+    use: str = "plain"
+    """How the training uses the module.
+
+    plain: forward and backward with an observer, and a gradient for everything. unobserved: without an observer.
+    no-grad, rewritten: before the forward of every step a probe, a forward without backward: under `torch.no_grad()`,
+    or with weights that are changed in place before the probe and changed back in place after it. frozen-weight: the
+    weights need no gradient. frozen-input: x needs no gradient. reloaded: between two steps a new module continues with
+    the state dict of the old one. pending, pending-reversed: two forwards, then their backwards in the same or in the
+    reversed order.
+    """
 
     @property
     def weights(self) -> list[str]:
         """Names of all weights that are quantized."""
         return [name for layer in self.layers for name in layer.weights]
+
+    @property
+    def probed(self) -> bool:
+        """Whether a probe runs before every step."""
+        return self.use in ("no-grad", "rewritten")
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Numbers of the steps whose forwards run before the backward of any of them, in the order of the forwards."""
+        size = 2 if self.use.startswith("pending") else 1
+        return [list(range(first, min(first + size, self.steps))) for first in range(0, self.steps, size)]
+
+    def backwards(self, group: list[int]) -> list[int]:
+        """Numbers of the steps of a group in the order of their backwards."""
+        return group[::-1] if self.use == "pending-reversed" else group
+
+    @property
+    def gradients(self) -> Iterator[tuple[str, list[str], bool]]:
+        """Gradients of parameters: name of the result, names of the parameters, and whether the result is a list."""
+        for layer in self.layers:
+            yield layer.prefix + "dw", layer.weights, bool(layer.groups)
+            if self.bias:
+                yield layer.prefix + "dbias", layer.biases, bool(layer.groups)
+            for name, member in (("dgamma", layer.gamma), ("dbeta", layer.beta)):
+                if member:
+                    yield layer.prefix + name, [member], False
 
 
 @dataclass
@@ -76,6 +113,15 @@ class Step:
     """By name, what was reported, each time that it was; and what the module gave: `y`, gradients."""
     early: dict[str, torch.Tensor | None] = field(default_factory=dict)
     """Gradients of weights before `backward_dw`, where they are to wait for it."""
+    sums: dict[str, Any] = field(default_factory=dict)
+    """By name, gradients to which all backwards of a group of pending steps have added, in the last of these steps."""
+    probe: bool = False
+    """Whether the step is a forward without a backward."""
+
+    @property
+    def title(self) -> str:
+        """The step in names of stages and results."""
+        return f"step {self.number + 1} probe" if self.probe else f"step {self.number + 1}"
 
     def last(self, name: str) -> Any:
         """What was reported last under a name, or None."""
@@ -83,8 +129,9 @@ class Step:
 
     def at(self, home: torch.device) -> Step:
         """The same on a device."""
-        held = {name: to_device(getattr(self, name), home) for name in ("parameters", "before", "seen", "early")}
-        return Step(self.number, self.x.to(home), self.dy.to(home), **held)
+        names = ("parameters", "before", "seen", "early", "sums")
+        held = {name: to_device(getattr(self, name), home) for name in names}
+        return Step(self.number, self.x.to(home), self.dy.to(home), **held, probe=self.probe)
 
     def report(self, name: str, value: Any) -> None:
         """Be an observer: keep a copy of the value, which the module may go on to change."""
@@ -121,7 +168,9 @@ def tensors_of(step: Step) -> Tensors:
 
     for name, values in step.seen.items():
         for number, value in enumerate(values):
-            add(f"step {step.number + 1} {name}" + (f" again {number}" if number else ""), value)
+            add(f"{step.title} {name}" + (f" again {number}" if number else ""), value)
+    for name, value in step.sums.items():
+        add(f"{step.title} sum of {name}", value)
     return found
 
 
@@ -132,7 +181,7 @@ def run(plan: Plan, given: Tensors, backend: Caller) -> list[Step]:
     """
     x, dy = given["x"], given["dy"]
     running = _Running(plan, backend, given, x.device)
-    return [running.step(number, x[number], dy[number]) for number in range(plan.steps)]
+    return [step for group in plan.groups for step in running.group(group, x, dy)]
 
 
 def make(plan: Plan, backend: Caller, device: torch.device) -> Any:
@@ -160,20 +209,48 @@ def make(plan: Plan, backend: Caller, device: torch.device) -> Any:
     return backend.call(plan.kind, *sizes, **options)
 
 
+@dataclass
+class _Pending:
+    """A forward that waits for its backward."""
+
+    step: Step
+    leaf: torch.Tensor
+    y: Any
+
+
 class _Running:
     """A module, between its steps."""
 
     def __init__(self, plan: Plan, backend: Caller, given: Tensors, device: torch.device) -> None:
-        self.plan, self.backend = plan, backend
-        self.module = make(plan, backend, device)
+        self.plan, self.backend, self.device = plan, backend, device
         self.masters: dict[str, torch.Tensor] = {}
         """The weights in high precision, where the module keeps them quantized alone."""
-        shapes = {name: shape for layer in plan.layers for name, shape in layer.shapes(bias=plan.bias).items()}
-        parameters = dict(self.module.named_parameters())
-        for name, shape in shapes.items():
-            value = given[name]
+        self.module = make(plan, backend, device)
+        self.parameters = self._parameters()
+        for name in self._shapes:
             if plan.quantized_parameters and name in plan.weights:
-                self.masters[name] = value.detach().clone()
+                self.masters[name] = given[name].detach().clone()
+            else:
+                with torch.no_grad():
+                    self.parameters[name].copy_(given[name])
+        if plan.use == "frozen-weight":
+            for name in plan.weights:
+                self.parameters[name].requires_grad_(False)
+        self._write()
+        for name in plan.weights if plan.accumulate else ():
+            self._set_main_grad(name, given[f"{name}.main_grad"].detach().clone())
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        plan = self.plan
+        return {name: shape for layer in plan.layers for name, shape in layer.shapes(bias=plan.bias).items()}
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters of the module that are in high precision. Raises BackendError for a missing or wrong one."""
+        plan, found = self.plan, {}
+        parameters = dict(self.module.named_parameters())
+        for name, shape in self._shapes.items():
+            if plan.quantized_parameters and name in plan.weights:
                 continue
             parameter = parameters.get(name)
             if parameter is None:
@@ -183,33 +260,106 @@ class _Running:
                     f"{plan.kind} has {name} of {dtype_name(parameter.dtype)} and shape {tuple(parameter.shape)}, not "
                     f"{dtype_name(plan.dtype)} and {shape}"
                 )
-            with torch.no_grad():
-                parameter.copy_(value)
-        self.parameters = {name: parameters[name] for name in shapes if name not in self.masters}
-        self._write()
-        for name in plan.weights if plan.accumulate else ():
-            self._set_main_grad(name, given[f"{name}.main_grad"].detach().clone())
+            found[name] = parameter
+        return found
 
-    def step(self, number: int, x: torch.Tensor, dy: torch.Tensor) -> Step:
-        """Run a step, and where another may follow, move the parameters by their gradients."""
-        plan, module = self.plan, self.module
-        leaf = x.detach().requires_grad_()
-        now = {**self.parameters, **self.masters}
-        step = Step(number, x, dy, {name: tensor.detach().clone() for name, tensor in now.items()})
-        if plan.accumulate:
-            step.before = {name: self._main_grad(name).clone() for name in plan.weights}
-        module.observer = step.report
-        y = self.backend.run(f"forward of {plan.kind}", self._forward, leaf)
-        self._check("y", y, (*x.shape[:-1], dy.shape[-1]))
-        self.backend.run(f"backward of {plan.kind}", y.backward, dy)
+    def group(self, numbers: list[int], x: torch.Tensor, dy: torch.Tensor) -> list[Step]:
+        """Run the steps of a group, and where another may follow, move the parameters by their gradients."""
+        plan, found = self.plan, []
+        pending: dict[int, _Pending] = {}
+        for number in numbers:
+            if plan.probed:
+                found.append(self._probe(number, x[number]))
+            leaf = x[number].detach().requires_grad_(plan.use != "frozen-input")
+            step = Step(number, x[number], dy[number], self._now())
+            y = self._observed_forward(step, leaf)
+            self._check("y", y, (*leaf.shape[:-1], dy.shape[-1]))
+            pending[number] = _Pending(step, leaf, y)
+            found.append(step)
+        order = [pending[number] for number in plan.backwards(numbers)]
+        self._run_backwards(order)
         if plan.delay_wgrad:
-            step.early = {name: _copied(self._gradient(name)) for name in plan.weights}
-            self.backend.run(f"backward_dw of {plan.kind}", module.backward_dw)
-        module.observer = None
-        self._keep(step, y, leaf)
-        if number + 1 < plan.steps:
+            self._run_late(order)
+        self._observe(None)
+        if numbers[-1] + 1 < plan.steps:
             self._move()
+            if plan.use == "reloaded":
+                self._reload()
+        return found
+
+    def _now(self) -> Tensors:
+        """Copies of the parameters."""
+        return {name: tensor.detach().clone() for name, tensor in {**self.parameters, **self.masters}.items()}
+
+    def _observe(self, observer: Callable[[str, Any], None] | None) -> None:
+        if self.plan.use != "unobserved":
+            self.module.observer = observer
+
+    def _observed_forward(self, step: Step, x: torch.Tensor) -> Any:
+        self._observe(step.report)
+        return self.backend.run(f"forward of {self.plan.kind}", self._forward, x)
+
+    def _probe(self, number: int, x: torch.Tensor) -> Step:
+        """A forward without a backward."""
+        rewrites = self.plan.use == "rewritten"
+        if rewrites:
+            self._negate()
+        step = Step(number, x, x.new_empty(0), self._now(), probe=True)
+        with torch.set_grad_enabled(rewrites):
+            y = self._observed_forward(step, x.detach().requires_grad_(rewrites))
+        step.seen["y"] = [_copied(y)]
+        if rewrites:
+            self._negate()
         return step
+
+    def _negate(self) -> None:
+        """Negate, in place, the element of every weight with the largest magnitude. No amax changes."""
+        with torch.no_grad():
+            for name in self.plan.weights:
+                weight = self.masters[name] if name in self.masters else self.parameters[name]
+                elements = weight.view(-1)
+                elements[elements.float().abs().nan_to_num_(nan=0.0).argmax()].neg_()
+        self._write()
+
+    def _run_backwards(self, order: list[_Pending]) -> None:
+        """The backwards, and of every step the results of its own backward."""
+        adding: set[str] = set()
+        for number, pending in enumerate(order):
+            step = pending.step
+            if self.plan.accumulate:
+                step.before = {name: self._main_grad(name).clone() for name in self.plan.weights}
+            if len(order) > 1:  # else the observer of the forward is still set
+                self._observe(step.report)
+            self.backend.run(f"backward of {self.plan.kind}", pending.y.backward, step.dy)
+            self._keep(pending, adding, last=number == len(order) - 1)
+
+    def _run_late(self, order: list[_Pending]) -> None:
+        """`backward_dw`, and its gradients of weights: the oldest backward first."""
+        plan, late, steps = self.plan, order[0].step, [pending.step for pending in order]
+        late.early = {name: _copied(self._gradient(name)) for name in plan.weights}
+        if len(steps) > 1:
+            late = Step(0, late.x, late.dy, {})
+            self._observe(late.report)
+        self.backend.run(f"backward_dw of {plan.kind}", self.module.backward_dw)
+        for result, members, listed in plan.gradients:
+            if not result.endswith("dw"):
+                continue
+            total = _copied(self._result(members, listed))
+            if len(steps) == 1:
+                late.seen[result] = [*late.seen.get(result, [])[:-1], total]
+                continue
+            reported = late.seen.get(result, [])
+            steps[-1].sums[result] = total
+            if any(one is None for one in (total if listed else [total])):
+                reported = [total] * len(steps)
+            if len(reported) != len(steps):
+                continue  # the gradient of each step is unknown
+            for step, value in zip(steps, reported, strict=True):
+                step.seen[result] = [value]
+                self._check_reported(result, members, value, listed)
+            if plan.accumulate:
+                for before, step in zip(reported, steps[1:], strict=False):
+                    step.before |= dict(zip(members, before if listed else [before], strict=True))
 
     def _forward(self, x: torch.Tensor) -> Any:
         sizes = [list(self.plan.sections)] if self.plan.kind == "GroupedLinear" else []
@@ -218,32 +368,77 @@ class _Running:
                 return checkpoint(lambda given: self.module(given, *sizes), x)
             return self.module(x, *sizes)
 
-    def _keep(self, step: Step, y: torch.Tensor, leaf: torch.Tensor) -> None:
-        """Take what the module gave for what is right or wrong, whatever it reported of it."""
-        results: dict[str, Any] = {"y": y, "dx": leaf.grad}
-        self._check("the gradient of x", leaf.grad, tuple(leaf.shape))
-        for layer in self.plan.layers:
-            groups = {"dw": layer.weights, "dbias": layer.biases if self.plan.bias else []}
-            for name, members in groups.items():
-                found = [self._gradient(member, wanted=True) for member in members]
-                if found:
-                    results[layer.prefix + name] = found if layer.groups else found[0]
-            for name, member in (("dgamma", layer.gamma), ("dbeta", layer.beta)):
-                if member:
-                    results[layer.prefix + name] = self._gradient(member, wanted=True)
+    def _keep(self, pending: _Pending, adding: set[str], *, last: bool) -> None:
+        """Take what the module gave for what is right or wrong, whatever it reported of it.
+
+        Gradients of a group of pending steps add up in `grad`. The gradient of a step is then what the module reported.
+        Where it reported nothing, `grad` is emptied between the backwards. `adding`: names of results that add up.
+        """
+        plan, step = self.plan, pending.step
+        results: dict[str, Any] = {"y": pending.y}
+        if plan.use != "frozen-input":
+            results["dx"] = pending.leaf.grad
+            self._check("the gradient of x", pending.leaf.grad, tuple(pending.leaf.shape))
+        for result, members, listed in plan.gradients:
+            main = plan.accumulate and members[0] in plan.weights
+            if plan.delay_wgrad and members[0] in plan.weights:
+                continue
+            found = self._result(members, listed)
+            if result in adding:
+                if step.seen.get(result):
+                    self._check_reported(result, members, step.seen[result][-1], listed)
+                if last:
+                    step.sums[result] = _copied(found)
+                continue
+            results[result] = found
+            if main or last:
+                continue
+            if step.seen.get(result):
+                adding.add(result)
+            else:
+                results[result] = _copied(found)
+                for member in members:
+                    self.parameters[member].grad = None
         for name, value in results.items():
             step.seen[name] = [*step.seen.get(name, [])[:-1], _copied(value)]
+
+    def _result(self, members: list[str], listed: bool) -> Any:
+        """The present gradients of parameters: a list, or that of the only one."""
+        found = [self._gradient(member, wanted=True) for member in members]
+        return found if listed else found[0]
+
+    def _check_reported(self, result: str, members: list[str], value: Any, listed: bool) -> None:
+        """Raises BackendError if a reported gradient is no tensor like its parameter."""
+        for member, one in zip(members, value if listed and isinstance(value, list) else [value], strict=False):
+            if one is not None:
+                main = self.plan.accumulate and member in self.plan.weights
+                dtype = torch.float32 if main else self.plan.dtype
+                self._check(f"{result} to the observer", one, self._shapes[member], dtype)
 
     def _move(self) -> None:
         """A plain SGD step from the module's own gradients; main gradients stay, and accumulate further."""
         with torch.no_grad():
             for name, parameter in {**self.parameters, **self.masters}.items():
-                gradient = self._gradient(name)
+                frozen = self.plan.use == "frozen-weight" and name in self.plan.weights
+                gradient = None if frozen else self._gradient(name)
                 if gradient is not None:
                     parameter.copy_(parameter.float() - LEARNING_RATE * gradient.float())
                 if name in self.parameters:
                     self.parameters[name].grad = None
         self._write()
+
+    def _reload(self) -> None:
+        """Continue with a new module and the state dict of the old one. Main gradients belong to the optimizer."""
+        plan = self.plan
+        state = self.backend.run(f"state_dict of {plan.kind}", self.module.state_dict)
+        for name, value in state.items():  # as in a file: no memory of the old module
+            state[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        mains = {name: self._main_grad(name) for name in plan.weights if plan.accumulate}
+        self.module = make(plan, self.backend, self.device)
+        self.backend.run(f"load_state_dict of {plan.kind}", self.module.load_state_dict, state)
+        self.parameters = self._parameters()
+        for name, main in mains.items():
+            self._set_main_grad(name, main)
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
@@ -252,8 +447,8 @@ class _Running:
         main = self.plan.accumulate and name in self.plan.weights
         found = self._main_grad(name) if main else self.parameters[name].grad
         if wanted and found is not None:
-            shape = self.masters[name].shape if name in self.masters else self.parameters[name].shape
-            self._check(f"the gradient of {name}", found, tuple(shape), torch.float32 if main else self.plan.dtype)
+            shape = self._shapes[name]
+            self._check(f"the gradient of {name}", found, shape, torch.float32 if main else self.plan.dtype)
         if main and wanted and name in self.parameters and self.parameters[name].grad is not None:
             raise BackendError(f"{self.plan.kind} gave {name}.grad, though it accumulates into main_grad")
         return found

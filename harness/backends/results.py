@@ -45,6 +45,10 @@ def matrix_shape(x: torch.Tensor) -> tuple[int, int]:
     return math.prod(x.shape[:-1]), x.shape[-1]
 
 
+_NARROW_DTYPES = {
+    "E2M1": "float4_e2m1fn_x2", "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+"""Dtypes of torch with the codes of a format, by the name of the format."""
 QUANTIZED_PARTS = ("codes", "scales", "amax", "tensor_scale")
 
 
@@ -61,9 +65,9 @@ def as_quantized(
     """A backend's result as a Quantized of `x`, or of a matrix of another `shape`, on the device of `x`.
 
     The result is an object with codes, scales and amax, a mapping with these keys, or a tuple in that order. amax may
-    be None if the kernel returns no amax. float4 and float8 dtypes of torch are viewed as bytes. `transposed`: codes
-    and linear scales are stored as in a transposed Quantized. Raises BackendError if a part is missing or has another
-    shape, dtype or device.
+    be None if the kernel returns no amax. Codes and block scales may be uint8, int8 or the dtype of torch of their
+    format, and are viewed as bytes. Strides are kept. `transposed`: codes and linear scales are stored as in a
+    transposed Quantized. Raises BackendError if a part is missing or has another shape, dtype or device.
     """
     import torch
 
@@ -79,7 +83,7 @@ def as_quantized(
         "tensor_scale": (torch.float32, per_tensor_shape),
     }
     subject = f"{recipe} of {shape}" + (", swizzled," if swizzled else "")
-    parts = _checked(_parts(result, method), expected, x.device, subject, method)
+    parts = _checked(_parts(result, method), expected, recipe, x.device, subject, method)
     return Quantized(
         parts["codes"],
         parts["scales"],
@@ -143,7 +147,7 @@ def as_sections(
         ):
             parts[name] = part[: stored_shape[0]]
         expected[name] = (torch.uint8 if name == "codes" else scale_dtype(recipe), stored_shape)
-    checked = _checked(parts, expected, x.device, f"{recipe} of {(rows, columns)} in sections {sizes}", method)
+    checked = _checked(parts, expected, recipe, x.device, f"{recipe} of {(rows, columns)} in sections {sizes}", method)
     return split_sections(checked, sizes, columns, recipe, columnwise=columnwise)
 
 
@@ -209,13 +213,15 @@ def _parts(result: Any, method: str) -> dict[str, Any]:
 def _checked(
     parts: Mapping[str, Any],
     wanted_parts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    recipe: Recipe,
     device: torch.device,
     subject: str,
     method: str,
 ) -> dict[str, torch.Tensor]:
-    """The parts as contiguous tensors of the wanted dtypes and shapes. amax and tensor_scale are optional."""
+    """The parts as tensors of the wanted dtypes and shapes, with their strides. amax and tensor_scale are optional."""
     import torch
 
+    formats = {"codes": recipe.element, "scales": recipe.scale}
     checked: dict[str, torch.Tensor] = {}
     for name in QUANTIZED_PARTS:
         dtype, expected = wanted_parts[name]
@@ -227,6 +233,13 @@ def _checked(
                 f"{method} gave {name} as {type_name(part)}, not a tensor; it gives codes, scales and amax"
             )
         if dtype == torch.uint8 and part.dtype != dtype and part.element_size() == 1:
+            fmt = formats[name].name
+            narrow = _NARROW_DTYPES.get(fmt, "")
+            if dtype_name(part.dtype) not in ("int8", narrow):
+                known = ", ".join(filter(None, ("uint8", "int8", narrow)))
+                raise BackendError(
+                    f"{method} gave {name} as {dtype_name(part.dtype)}; {recipe} has {name} of {fmt}: return {known}"
+                )
             part = part.view(torch.uint8)
         if part.dtype != dtype or tuple(part.shape) != tuple(expected):
             raise BackendError(
@@ -235,5 +248,5 @@ def _checked(
             )
         if part.device != device:
             raise BackendError(f"{method} gave {name} on {part.device}; its input is on {device}")
-        checked[name] = part.detach().contiguous()
+        checked[name] = part.detach()
     return checked

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from narrowgauge.harness.cases.keys import Shape, Tier, keys_of
+from narrowgauge.harness.cases.keys import Concurrency, Repeats, Shape, Tier, keys_of
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -22,6 +22,10 @@ class Case:
     """The sizes that the class of the operation names."""
     inputs: str
     """Input family, or `file:tensor` for a captured tensor."""
+    repeats: Repeats = 0
+    """Further calls on the same inputs, whose bytes must be those of the first call."""
+    concurrency: Concurrency = "sequential"
+    """How further calls run: one after the other, from two threads or on two CUDA streams at once, in a CUDA graph."""
     tier: Tier = "quick"
     file: str = ""
     """Path of the case file."""
@@ -92,6 +96,14 @@ def rotation_problem(recipe: Recipe, dtypes: Iterable[str], extent: int, axis: s
     group = recipe.transform.group
     if extent % group:
         return f"recipe {recipe} rotates whole groups of {group}; {axis} = {extent} is no multiple of it"
+    return None
+
+
+def view_problem(view: str, *dtypes: str) -> str | None:
+    """Why a tensor of these dtypes cannot begin as many bytes past an aligned address as a view says, or None."""
+    kind, _, offset = view.partition("-")
+    if kind == "offset" and int(offset) % 4 and "fp32" in dtypes:
+        return f"view is {view!r}, but the elements of fp32 have 4 bytes; it can be offset-4 or offset-8"
     return None
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from narrowgauge.harness.cases.case import Case, rotation_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, view_problem
 from narrowgauge.harness.cases.keys import (
     Dtype,
     Layout,
     OtherRecipeName,
     OutRecipeName,
     RecipeName,
+    Scales,
     SectionsText,
     Shape,
     Switch,
+    View,
     dims,
 )
 from narrowgauge.harness.cases.quantize import sections_problem
-from narrowgauge.harness.cases.sections import section_sizes
+from narrowgauge.harness.cases.sections import bands_problem, section_sizes
+from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -69,8 +72,30 @@ class GemmCase(ProductCase):
 
     layout: Layout = "tn"
     """`nn` stores w, and `nt` both operands, with K as the rows: their columnwise halves are multiplied."""
+    view: View = "contiguous"
+    """Memory of x, w, c and bias: `contiguous`, `pitched` or an offset. A bias has no rows, so no pitch."""
+    scales: Scales = "linear"
+    """Layout of the block scales of both operands."""
+    same: Switch = False
+    """Whether x is multiplied by itself: both operands of the product are one Quantized."""
+    bands: Switch = False
+    """Whether the rows of `band_rows` of the output alone are judged: for more than 2^31 outputs."""
 
     def problem(self) -> str | None:
+        if self.view in ("strided", "transposed"):
+            return f"view is {self.view!r}; tensors of a {self.operation} are contiguous, pitched or offset"
+        if wrong := view_problem(self.view, self.x, self.w, self.out):
+            return wrong
+        left, right = self.operand_recipes
+        if self.scales == "swizzled":
+            if left.scale is FP32:
+                return f"scales is 'swizzled', but recipe {left} has float32 scales; the 128×4 layout is of bytes"
+            if self.layout != "tn" and "in-place" in (left.columnwise, right.columnwise):
+                return f"scales is 'swizzled' with layout {self.layout!r}; halves made in place take layout tn"
+        if self.same and (left != right or self.x != self.w or self.shape[0] != self.shape[2] or self.layout != "tn"):
+            return "same is true, which multiplies x by itself: leave w_recipe out, give w as x, N as M, and layout tn"
+        if self.bands and (wrong := bands_problem(self.shape[0] * self.shape[2]) or self._not_in_bands(left)):
+            return wrong
         for recipe in self.operand_recipes:
             if recipe.transform and self.layout != "nt":
                 return (
@@ -80,6 +105,14 @@ class GemmCase(ProductCase):
             if wrong := rotation_problem(recipe, [self.x, self.w], self.shape[1], "K"):
                 return wrong
         return self._mismatch
+
+    def _not_in_bands(self, recipe: Recipe) -> str | None:
+        """Why the bands of the output are not judged by the same rows of x, or None."""
+        if self.operation != "gemm" or self.layout != "tn" or self.accumulate or self.scales != "linear":
+            return "bands is true, which takes a gemm of layout tn with linear scales and without accumulate"
+        if recipe.granularity == "row" or recipe.stored_rows != 1:
+            return f"bands is true, but recipe {recipe} has scales for several rows, or an amax for each"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,11 +153,15 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Layout = Annotated[Literal["tn", "nn", "nt"], Flag.ALWAYS]
 Orientation = Annotated[Literal["rowwise", "columnwise"], Flag.CHANGED]
 Usage = Annotated[Literal["rowwise", "columnwise", "both"], Flag.CHANGED]
-View = Annotated[Literal["contiguous", "strided", "transposed"], Flag.CHANGED]
+View = Annotated[
+    Literal["contiguous", "strided", "transposed", "pitched", "offset-2", "offset-4", "offset-8"], Flag.CHANGED
+]
 Scales = Annotated[Literal["linear", "swizzled"], Flag.CHANGED]
 RandomBits = Annotated[Literal["philox", "words"] | None, Flag.CHANGED]
 Norm = Annotated[Literal["layer", "rms"], Flag.CHANGED]
 Switch = Annotated[bool, Flag.CHANGED]
+Repeats = Annotated[int, count("repeated calls", 1 << 16), Flag.CHANGED]
+Concurrency = Annotated[Literal["sequential", "threads", "streams", "graph"], Flag.CHANGED]
 RecipeName = Annotated[str, _recipe]
 OtherRecipeName = Annotated[str | None, _recipe]
 RotatingRecipeName = Annotated[str, _rotating]
@@ -172,8 +176,9 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 ORDER = (
     "recipe", "w_recipe", "out_recipe", "training", "shape", "x", "w", "out", "dtype", "inputs", "layout", "sections",
-    "padded", "heads", "norm", "usage", "view", "scales", "random", "steps", "accumulate", "bias",
-    "quantized_parameters", "delayed_wgrad", "recompute",
+    "padded", "heads", "norm", "usage", "view", "scales", "random", "amax", "same", "bands", "steps", "accumulate",
+    "bias",
+    "quantized_parameters", "delayed_wgrad", "recompute", "use", "repeats", "concurrency",
 )  # fmt: skip
 """Fields in the order in which messages name their keys, and in which the lists of a table are expanded: cases of the
 last key with a list are neighbours."""

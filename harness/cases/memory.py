@@ -8,12 +8,13 @@ from pathlib import Path
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import home_of
-from narrowgauge.harness.cases.gemm import ProductCase
+from narrowgauge.harness.cases.gemm import GemmCase, ProductCase
 from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.harness.cases.quantize import QuantizeCase
 
 BYTES = {
-    "quantize": (42, 0), "quantize columnwise": (57, 0), "quantize both": (110, 0), "quantize-grouped": (66, 0),
+    "quantize": (42, 0), "quantize bands": (24, 0), "gemm bands": (66, 24),
+    "quantize columnwise": (57, 0), "quantize both": (110, 0), "quantize-grouped": (66, 0),
     "transform": (60, 0), "swizzle": (26, 0), "update-scale": (110, 0), "gemm": (66, 360), "gemm-grouped": (66, 360),
     "gemm-quantized": (66, 430), "linear": (110, 200), "layernorm-linear": (110, 200), "grouped-linear": (110, 200),
     "transformer-layer": (110, 200),
@@ -43,10 +44,12 @@ def needed(case: Case) -> int:
         rows, depth, columns = case.shape
         matrices = max(1, len(case.section_sizes))
         elements, outputs = depth * (rows + matrices * columns), rows * columns
+        if isinstance(case, GemmCase) and case.bands:
+            name += " bands"
     else:
         elements, outputs = math.prod(case.shape), 0
-        if isinstance(case, QuantizeCase) and case.usage != "rowwise":
-            name += f" {case.usage}"
+        if isinstance(case, QuantizeCase) and (case.bands or case.usage != "rowwise"):
+            name += " bands" if case.bands else f" {case.usage}"
     element, output = BYTES[name]
     return element * elements + output * outputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from narrowgauge.harness.cases.case import Case, rotation_problem
 from narrowgauge.harness.cases.keys import (
@@ -24,6 +24,18 @@ from narrowgauge.harness.cases.sections import division_problem, section_sizes
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
 MOST_STEPS = 16
+
+Use = Annotated[
+    Literal[
+        "plain", "unobserved", "no-grad", "frozen-weight", "frozen-input", "reloaded", "pending", "pending-reversed",
+        "rewritten",
+    ],
+    Flag.CHANGED,
+]  # fmt: skip
+"""How a training uses a module; `harness.backends.module_driver.Plan` has the meaning of each use."""
+
+_WRITTEN_ONCE = ("plain", "unobserved", "frozen-input", "reloaded", "rewritten")
+"""Uses in which a weight that is held quantized is written before every forward."""
 
 _training_recipe = cache(training_recipe)
 
@@ -110,6 +122,7 @@ class ModuleCase(Case):
     """Whether gradients of weights wait for `backward_dw`."""
     recompute: Switch = False
     """Whether the backward runs the forward again."""
+    use: Use = "plain"
 
     @property
     def training_recipe(self) -> TrainingRecipe:
@@ -152,6 +165,15 @@ class ModuleCase(Case):
             return (
                 "quantized-parameters have no high-precision weight that could hold a gradient: accumulate can be true"
             )
+        if self.quantized_parameters and self.use == "frozen-weight":
+            return "quantized-parameters have no weight whose requires_grad could be false: use can be 'frozen-input'"
+        if self.quantized_parameters and self.training_recipe.history and self.use not in _WRITTEN_ONCE:
+            return (
+                f"use is {self.use!r}, in which a quantized weight takes part in two forwards, and nothing says if its "
+                "amax counts twice under delayed scaling: quantized-parameters can be false"
+            )
+        if self.steps == 1 and self.use in ("reloaded", "pending", "pending-reversed"):
+            return f"use is {self.use!r}, which needs a second step: steps can be 2"
         return None
 
     @property

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from narrowgauge.harness.cases.case import Case, rotation_problem
+from narrowgauge.harness.cases.case import Case, rotation_problem, view_problem
 from narrowgauge.harness.cases.keys import (
     DelayedRecipeName,
     Dtype,
@@ -17,11 +17,12 @@ from narrowgauge.harness.cases.keys import (
     Scales,
     SectionsText,
     Shape,
+    Switch,
     Usage,
     View,
     dims,
 )
-from narrowgauge.harness.cases.sections import division_problem, section_sizes
+from narrowgauge.harness.cases.sections import bands_problem, division_problem, section_sizes
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
@@ -63,6 +64,10 @@ class QuantizeCase(_MatrixCase):
     scales: Scales = "linear"
     random: RandomBits = None
     """Form of the random bits of a recipe with stochastic rounding: seed and offset by default, or words."""
+    amax: Switch = False
+    """Whether the amax is given, as that of a tensor of which x is a shard."""
+    bands: Switch = False
+    """Whether x is NaN but for the rows of `band_rows`, and only these are judged: for more than 2^31 elements."""
 
     def problem(self) -> str | None:
         recipe = find_recipe(self.recipe)
@@ -73,7 +78,23 @@ class QuantizeCase(_MatrixCase):
         rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
         # The columnwise half runs along M: `columnwise` is quantize of the physical transpose.
         extent, axis = (columns, "K") if self.usage == "rowwise" else (rows, "M")
-        return self._lost or rotation_problem(recipe, [self.dtype], extent, axis)
+        wrong = self._lost or view_problem(self.view, self.dtype) or (amax_problem(recipe) if self.amax else None)
+        if self.bands:
+            wrong = wrong or bands_problem(rows * columns) or self._not_in_bands(recipe)
+        return wrong or rotation_problem(recipe, [self.dtype], extent, axis)
+
+    def _not_in_bands(self, recipe: Recipe) -> str | None:
+        """Why the bands of x are not quantized as x is, or None."""
+        plain = (self.usage, self.view, self.scales, self.amax) == ("rowwise", "contiguous", "linear", False)
+        if len(self.shape) != 2 or not plain:
+            return "bands is true, which takes [M, K], usage rowwise, a contiguous view, linear scales and no amax"
+        spreads = recipe.nan != "ignore" and recipe.tensor_scale != "none"
+        if spreads or recipe.granularity == "row" or recipe.rounding == "stochastic" or recipe.tensor_scale == "given":
+            return (
+                f"bands is true, but the rows of {recipe} depend on others: it takes a recipe without stochastic "
+                "rounding, row scales and a given scale, whose amax leaves NaN out"
+            )
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +108,9 @@ class GroupedQuantizeCase(_MatrixCase):
     """Kind and count of the sections, such as `even:4` (`harness.cases.sections`)."""
     usage: Orientation = "rowwise"
     """`columnwise` quantizes the physical transpose of every section."""
+    view: View = "contiguous"
+    amax: Switch = False
+    """Whether the amax of every section is given."""
 
     @property
     def section_sizes(self) -> tuple[int, ...]:
@@ -101,7 +125,8 @@ class GroupedQuantizeCase(_MatrixCase):
     def problem(self) -> str | None:
         recipe, (rows, columns) = find_recipe(self.recipe), self.shape
         extent, axis = (columns, "K") if self.usage == "rowwise" else (rows, "M")
-        wrong = self._lost or rotation_problem(recipe, [self.dtype], extent, axis)
+        wrong = self._lost or view_problem(self.view, self.dtype) or (amax_problem(recipe) if self.amax else None)
+        wrong = wrong or rotation_problem(recipe, [self.dtype], extent, axis)
         return wrong or sections_problem(recipe, self.sections, rows, whole=self._whole)
 
 
@@ -116,7 +141,8 @@ class TransformCase(_MatrixCase):
     view: View = "contiguous"
 
     def problem(self) -> str | None:
-        return rotation_problem(find_recipe(self.recipe), [self.dtype], self.shape[-1], "K")
+        wrong = view_problem(self.view, self.dtype)
+        return wrong or rotation_problem(find_recipe(self.recipe), [self.dtype], self.shape[-1], "K")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +171,15 @@ class UpdateScaleCase(Case):
 
     def problem(self) -> str | None:
         return None if self.shape[0] else "shape is [0, N]; a history [H, N] has at least one amax of each tensor"
+
+
+def amax_problem(recipe: Recipe) -> str | None:
+    """Why a recipe takes no given amax, or None."""
+    if recipe.tensor_scale == "none":
+        return f"amax is true, but recipe {recipe} has no tensor scale and takes no amax; leave it out"
+    if recipe.tensor_scale == "given":
+        return f"amax is true, but recipe {recipe} is given its scale; leave it out"
+    return None
 
 
 def sections_problem(recipe: Recipe, sections: str, rows: int, *, whole: int = 1) -> str | None:

@@ -1,4 +1,5 @@
-"""Sections: the division of the rows of a matrix among experts or groups. Sections may be empty."""
+"""Sections: the division of the rows of a matrix among experts or groups. Sections may be empty. Bands: the rows of a
+huge matrix that are judged."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ GIVEN = "rows"
 MOST = 64
 TILE = 16
 """Rows of a 2-D block: ragged sections begin and end inside a block."""
+FAR = (1 << 30, 1 << 31, 1 << 32)
+"""Elements around which an index, or the byte of an element of 2 bytes or of half a byte, exceeds 31 or 32 bits."""
+BAND = 128
+"""Rows of the first and the last band of a huge matrix, whole tiles of scales; other bands have twice as many."""
 LAYOUT_TILE = 128
 """Rows of a tile of swizzled scales: ragged sections of whole rotated groups do not end with a tile."""
 
@@ -84,6 +89,24 @@ def section_sizes(text: str, rows: int, *, whole: int = 1) -> tuple[int, ...]:
         empty, double = {"front": (0, -1), "middle": (count // 2, -1), "end": (-1, 0)}[kind]
         sizes[empty], sizes[double] = 0, 2 * each
     return tuple(sizes)
+
+
+def band_rows(rows: int, columns: int) -> list[slice]:
+    """The rows of a matrix (rows, columns) that are judged: its first and its last rows, and those around the elements
+    `FAR` that it has. Every band begins at a multiple of `BAND`, and no two overlap."""
+    middles = [far // columns // BAND for far in FAR if far < rows * columns]
+    last = -(-rows // BAND)
+    tiles = sorted({0, last - 1} | {tile + side for tile in middles for side in (-1, 0)} - {-1, last})
+    starts = [tile for tile in tiles if tile - 1 not in tiles]
+    ends = [tile + 1 for tile in tiles if tile + 1 not in tiles]
+    return [slice(start * BAND, min(end * BAND, rows)) for start, end in zip(starts, ends, strict=True)]
+
+
+def bands_problem(elements: int) -> str | None:
+    """Why a matrix of so many elements is judged whole, or None."""
+    if elements > FAR[1]:
+        return None
+    return f"bands is true, but the matrix has {elements} elements; up to 2^31 a matrix is judged whole: leave it out"
 
 
 def division_problem(text: str, rows: int, *, whole: int = 1) -> str | None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+from math import isnan
+
 import torch
 
+from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.checks import ordinal
+from narrowgauge.spec.formats import Format
 
 
 def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -21,13 +26,35 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     about as long for a byte as for a word."""
     if left.shape != right.shape:
         return False
-    ends = [t.contiguous().view(-1).view(torch.uint8) for t in (left, right)]
+    ends = [element_bytes(t).view(-1) for t in (left, right)]
     if not any(end.storage_offset() % 8 for end in ends):
         size = ends[0].numel() // 8 * 8
         if not torch.equal(*(end[:size].view(torch.int64) for end in ends)):
             return False
         ends = [end[size:] for end in ends]
     return torch.equal(*ends)
+
+
+def with_nans_of(expected: torch.Tensor, actual: torch.Tensor, fmt: Format | None = None) -> torch.Tensor:
+    """`actual` with the bits of `expected` where both are NaN: a correct NaN has any sign and payload.
+
+    Tensors of shapes that broadcast and of equal dtype: floating-point numbers, or codes (uint8, a byte for each
+    element) of the format `fmt`.
+    """
+    if actual.is_floating_point():
+        wanted, found = expected.isnan(), actual.isnan
+    elif fmt is None or fmt.nan_code is None:
+        return actual
+    else:
+        nan = _nan_codes(fmt, expected.device)
+        wanted, found = nan[expected.long()], lambda: nan[actual.long()]
+    return torch.where(wanted & found(), expected, actual) if bool(wanted.any()) else actual
+
+
+@cache
+def _nan_codes(fmt: Format, device: torch.device) -> torch.Tensor:
+    """bool (256,): the codes of a format of 8 bits that are NaN."""
+    return torch.tensor([isnan(fmt.value(code)) for code in range(256)], device=device)
 
 
 def different_bits(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.checks import ordinal
 from narrowgauge.harness.checks.row_chunks import cached_chunks
 from narrowgauge.spec.formats import Format
@@ -27,6 +28,8 @@ Describe = Callable[[int, int], dict[str, Any]]
 """Function from (row, column) to the view of the element."""
 
 _MODULI = (16, 32, 128)
+_CHANCE = 6e3
+"""Random rows or columns have one phase in a report of 1000: six moduli of rows and columns are tried."""
 _HEAT_TILES = 32
 """Largest number of tiles of a heat map in each direction."""
 
@@ -76,7 +79,7 @@ def _describe_place(wrong: torch.Tensor) -> str:
             return f", all in {name} {int(index[0])}"
         for modulus in _MODULI:
             phase = index % modulus
-            if extent > modulus and bool((phase == phase[0]).all()):
+            if extent > modulus and modulus ** (len(index) - 1) > _CHANCE and bool((phase == phase[0]).all()):
                 return f", all at {name} {int(phase[0])} modulo {modulus}"
     return f", the first at {place}"
 
@@ -92,8 +95,8 @@ def make_finding(
     comparison: Comparison | None = None,
 ) -> dict[str, Any]:
     """The finding of a stage with wrong elements, a bool tensor (M, N) or (1,), and their distances in steps."""
-    grid = wrong.view(1, -1) if wrong.dim() == 1 else wrong
-    steps = distance.view(grid.shape)
+    grid = dense(wrong.unsqueeze(0) if wrong.dim() == 1 else wrong)
+    steps = dense(distance).view(grid.shape)
     width = grid.shape[1]
     first, worst = int(grid.view(-1).view(torch.uint8).argmax()), int(steps.view(-1).argmax())
     row_counts, column_counts, heat = _count_places(grid)
@@ -136,7 +139,7 @@ def _weighted_pairs(comparison: Comparison) -> Iterator[tuple[torch.Tensor, torc
     counts = torch.zeros(1 << 16, dtype=torch.int64, device=comparison.expected.device)
     for rows in chunks:
         pair = comparison.expected[rows].int() << 8 | comparison.actual[rows].int()
-        counts += torch.bincount(pair.view(-1), minlength=1 << 16)
+        counts += torch.bincount(pair.flatten(), minlength=1 << 16)
     pairs = counts.nonzero()[:, 0]
     yield pairs >> 8, pairs & 0xFF, counts[pairs]
 
@@ -194,7 +197,7 @@ def _is_number(x: torch.Tensor, fmt: Format | None) -> torch.Tensor:
 
 def _count_special(x: torch.Tensor, fmt: Format | None) -> dict[str, int]:
     if fmt is not None:
-        of_codes = torch.bincount(x.reshape(-1), minlength=256)
+        of_codes = torch.bincount(x.flatten(), minlength=256)
         counts = torch.zeros(len(SPECIAL_VALUES) + 1, dtype=torch.int64, device=x.device)
         counts.index_add_(0, _special_indices(fmt, x.device), of_codes)
         return dict(zip(SPECIAL_VALUES, counts.tolist(), strict=False))

@@ -26,6 +26,9 @@ def check_bounds(
     """
     correct = within_bounds(actual, limits)
     result = StageResult(stage, "bound", actual.numel(), figures=_figures(actual, limits) if figures else {})
+    if figures:
+        infinite = (limits.lower.isinf() | limits.upper.isinf()) & (limits.lower != limits.upper)
+        result.unbounded = int((limits.undetermined | infinite & ~limits.exact).sum())
     if not bool(correct.all()):
         wrong = ~correct
         distance = _distance_to_bounds(actual, limits).masked_fill_(correct, -1)

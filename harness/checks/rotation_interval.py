@@ -14,6 +14,8 @@ from narrowgauge.spec.recipes import Recipe
 UNIT = 2.0**-24
 UNIT64 = 2.0**-53
 FLT_MAX = torch.finfo(torch.float32).max
+_LARGEST, _SECOND = torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max - 2.0**120
+"""The two largest numbers of bfloat16."""
 _WIDER = 1 + 2.0**-40
 """Factor that covers the rounding of float64 sums of magnitudes."""
 
@@ -25,7 +27,7 @@ class Interval:
     lower: torch.Tensor
     upper: torch.Tensor
     undetermined: torch.Tensor
-    """bool: sums that overflow in some orders only. Every value is correct for them, NaN too."""
+    """bool: partial sums may overflow to either infinity. Every value is correct for them, NaN too."""
 
     @property
     def magnitude(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,6 +46,10 @@ def rotated_interval(x: torch.Tensor, recipe: Recipe) -> Interval:
     to bfloat16 is monotone. v and A are evaluated in float64, and the error of this evaluation is added to E. The
     interval also contains the exact sum rounded to bfloat16, because its ends are first rounded outward to float32.
 
+    No partial sum is above S + E or below -T - E, with S and T the sums of the magnitudes of the positive and of the
+    negative products. If only S + E exceeds the largest number, no partial sum is -infinity: a sum that overflows stays
+    +infinity and never becomes NaN, so the interval is [v - E, +infinity]; the same for the other sign.
+
     Raises the errors of `transform`.
     """
     rotation = check_rotation(x, recipe)
@@ -61,16 +67,20 @@ def rotated_interval(x: torch.Tensor, recipe: Recipe) -> Interval:
         # Each partial sum of positive or of negative products is at most 2^24 times the unit that divides all products.
         exact = (total + v.abs()) / 2 <= 2.0**24 * _unit(products)
         error = ((count - 1).clamp(min=0) * UNIT + count * UNIT64) * total * _WIDER
+        parts = ((total + v) / 2 * _WIDER + error, (total - v) / 2 * _WIDER + error)
+        upward, downward = (finite & (part > FLT_MAX * (1 - 2.0**-16)) for part in parts)
         error = torch.where(exact | ~finite, 0.0, error)
-        overflow = finite & (total * _WIDER > FLT_MAX * (1 - 2.0**-16))
-        ends = torch.where(overflow, -torch.inf, _down(v - error)), torch.where(overflow, torch.inf, -_down(-v - error))
+        ends = torch.where(downward, -torch.inf, _down(v - error)), torch.where(upward, torch.inf, -_down(-v - error))
         shape = x[rows].shape
         low, high = (end.to(torch.bfloat16) for end in ends)
+        # More than half of such sums may overflow, so two values beside each other would not be a matter of chance.
+        low = torch.where(upward & (low == _LARGEST), _SECOND, low)
+        high = torch.where(downward & (high == -_LARGEST), -_SECOND, high)
         # The sign of a zero sum depends on the order.
         low = torch.where((low == 0) & (v - error <= 0), -0.0, low)
         high = torch.where((high == 0) & (v + error >= 0), 0.0, high)
         lower[rows], upper[rows] = low.view(shape), high.view(shape)
-        undetermined[rows] = overflow.expand(-1, group).reshape(shape)
+        undetermined[rows] = (upward & downward).view(shape)
     return Interval(lower, upper, undetermined)
 
 

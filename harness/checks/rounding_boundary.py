@@ -106,6 +106,9 @@ def _compare(
 
     wrong, excused, straddling = map_row_chunks(compare, free, comparison.actual, comparison.expected, *ends)
     result = StageResult(stage, "boundary", wrong.numel(), excused=int(excused.sum()))
+    if fmt is None:
+        infinite = (ends[0].isinf() | ends[1].isinf()) & (ends[0] != ends[1])
+        result.unbounded = int(infinite.sum())
     if bool(wrong.any()):
         (distance,) = map_row_chunks(distance_to_ends, wrong, comparison.actual, *ends)
         result.mismatches, result.max_ulp = int(wrong.sum()), int(distance.amax())

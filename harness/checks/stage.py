@@ -26,12 +26,18 @@ class StageResult:
     """Columns of the record that the check of this stage measured."""
     excused: int = 0
     """Elements that differ from the reference but are correct by docs/tolerance.md#boundary."""
+    unbounded: int | None = None
+    """Elements whose accepted interval has an infinite end, because a sum may overflow: they are hardly judged. None if
+    elements have no intervals."""
     draws: int = 0
     """Roundings that the statistical tests of this stage counted, if the backend makes its own random bits."""
     wrong_elements: torch.Tensor | None = None
     """bool mask of the wrong elements in the coordinates of the finding. None: no wrong elements, or no coordinates."""
     causes: list[str] = field(default_factory=list)
     """Causes that the check itself observed (guard zones, repeated runs), by the names that explanations use."""
+    assumes: str = ""
+    """What the bound of this stage assumes of device functions (docs/tolerance.md#device-functions); empty if
+    nothing."""
     tests: list[StatisticalTest] = field(default_factory=list)
     """Tests that a correct kernel can fail by chance. `decide` fails the stage if a test rejects."""
 
@@ -47,6 +53,8 @@ class StageResult:
         self.compared += further.compared
         self.mismatches += further.mismatches
         self.excused += further.excused
+        if further.unbounded is not None:
+            self.unbounded = (self.unbounded or 0) + further.unbounded
         self.tests += further.tests
         self.draws += further.draws
         self.max_ulp = max((n for n in (self.max_ulp, further.max_ulp) if n is not None), default=None)
@@ -55,7 +63,8 @@ class StageResult:
         """The stage as an entry of the record's `stages`."""
         return {
             "stage": self.stage, "rule": self.rule, "compared": self.compared, "mismatches": self.mismatches,
-            "max_ulp": self.max_ulp, "excused": self.excused, "sentence": self.sentence,
+            "max_ulp": self.max_ulp, "excused": self.excused, "unbounded": self.unbounded,
+            "sentence": self.sentence,
         }  # fmt: skip
 
 

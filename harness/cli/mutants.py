@@ -15,6 +15,9 @@ def mutants(
     paths: Paths = None,
     keyword: Annotated[str, typer.Option("-k", help="pytest keyword expression on the names of mutants.")] = "",
     workers: Annotated[int, typer.Option("-n", min=0, help="Worker processes; 0 is one a core.")] = 0,
+    search: Annotated[
+        bool, typer.Option("--search", help="Do not begin with the recorded cases; record what fails.")
+    ] = False,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one case may take.")] = 60.0,
     report_dir: Annotated[Path, typer.Option("--report-dir", help="Where mutants.json goes.")] = Path("reports/latest"),
 ) -> None:
@@ -34,5 +37,6 @@ def mutants(
     ledger = ledger_of(None, paths or [default_cases()], cases)
     # Known failures fail without a mutant too.
     cases = [case for case in choose_cases(cases, "quick", "") if not ledger.entries_for(case.id, "native", "cpu")]
-    passed = run_session(chosen, cases, report_dir, workers=workers or default_workers("cpu"), timeout=timeout)
+    workers = workers or default_workers("cpu")
+    passed = run_session(chosen, cases, report_dir, workers=workers, search=search, timeout=timeout)
     raise typer.Exit(0 if passed else 1)

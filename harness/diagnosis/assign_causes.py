@@ -15,16 +15,44 @@ def assign_causes(records: Iterable[dict[str, Any]]) -> list[Explained]:
 
     Several deviations can give the bytes of a case if its inputs cannot tell them apart. The causes are therefore
     chosen greedily: the cause that explains most of the remaining records, and among equal causes the cause that is
-    higher in their lists. Inexact explanations (places and classes) are assigned only to records without an exact
-    explanation. Records without any explanation are left out.
+    higher in their lists, which are in the order of simplicity. Inexact explanations are assigned only to records
+    without an exact explanation. Records without any explanation are left out.
+
+    An assigned explanation is exact only if the cause gives the bytes of every record of its kind: of every record with
+    the operation, the recipe and the first wrong stage of a record that it explains. Otherwise the explanation is a
+    copy that is not exact, and its sentence has the number of records that it explains.
     """
+    records = list(records)
     failing = [record for record in records if record["explanations"]]
-    with_bytes = [record for record in failing if any(e["exact"] for e in record["explanations"])]
-    without_bytes = [record for record in failing if not any(e["exact"] for e in record["explanations"])]
-    return [*_cover(with_bytes, exact=True), *_cover(without_bytes, exact=False)]
+    with_bytes = [record for record in failing if _explained_exactly(record)]
+    without_bytes = [record for record in failing if not _explained_exactly(record)]
+    exact = [(_of_all(explanation, members, records), members) for explanation, members in _cover(with_bytes, True)]
+    return [*exact, *_cover(without_bytes, False)]
 
 
-def _cover(records: list[dict[str, Any]], *, exact: bool) -> list[Explained]:
+def _of_all(
+    explanation: dict[str, Any], members: list[dict[str, Any]], records: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The exact explanation of `members`, made inexact if some of all records of their kinds have other bytes."""
+    kinds = {_kind(record) for record in members}
+    alike = [record for record in records if _kind(record) in kinds]
+    explained = sum(_explained_exactly(record, explanation["cause"]) for record in alike)
+    if explained == len(alike):
+        return explanation
+    sentence = f"{explanation['sentence']}; explains {explained} of {len(alike)} cases that fail at this stage"
+    return {**explanation, "sentence": sentence, "exact": False}
+
+
+def _kind(record: dict[str, Any]) -> tuple[str, str, str]:
+    return record["operation"], record["recipe"], record["stage"]
+
+
+def _explained_exactly(record: dict[str, Any], cause: str = "") -> bool:
+    """Whether an exact explanation of the record has this cause, or any cause."""
+    return any(entry["exact"] and cause in ("", entry["cause"]) for entry in record["explanations"])
+
+
+def _cover(records: list[dict[str, Any]], exact: bool) -> list[Explained]:
     assigned = []
     remaining = records
     while remaining:

@@ -46,7 +46,9 @@ def explain(
     explanations += explain_decoding(outcome, wrong_stage, history, limit)
     # Deviations that were not tried may give the bytes too.
     exact = not limit.note and not any(explanation.exact for explanation in explanations)
-    explanations += explain_aliases(outcome, wrong_stage, exact=exact)
+    # A kernel may return the amax that it is given.
+    returns_amax = any(judged.subject.amax_given for judged in outcome.judged)
+    explanations += explain_aliases(outcome, wrong_stage, exact=exact and not returns_amax)
     if runs is not None and (pair := runs()) is not None:
         explanations += explain_same_results(wrong_stage, *pair, exact=exact)
     return [*explanations, *signatures(outcome, wrong_stage)]

@@ -110,6 +110,18 @@ def decoding_deviations() -> Iterator[tuple[str, str, Values]]:
             _values_of_factors(partial(_rounded_factors, dtype)),
         )
         yield f"values-through-{name}", f"values are rounded to {name} on the way", partial(_rounded_values, dtype)
+        yield (
+            f"decoded-through-{name}",
+            f"a code times the scale of its block is rounded to {name}, then multiplied by the tensor's scale",
+            partial(_values_decoded_through, dtype),
+        )
+        yield (
+            f"decoded-through-{name}",
+            f"codes, factors and their products are of {name}",
+            partial(_values_of_narrow_factors, dtype),
+        )
+    yield "values-flushed", "values are flushed to 0 where they are subnormal in float32", _flushed_values
+    yield "values-flushed", "values are flushed to 0 where they are subnormal in their dtype", _flushed_results
     yield "subnormal-factors-flushed", "the scale 2^-127, which has code 0, is taken for 0", _values_without_code_0
     yield "values-truncated", "values are truncated to their dtype, not rounded", _truncated_values
     for cause, sentence, change in (*changed_scales(), *changed_codes()):
@@ -160,6 +172,29 @@ def _values_without_code_0(q: Quantized, dtype: torch.dtype) -> torch.Tensor | N
 
 def _rounded_values(narrow_dtype: torch.dtype, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
     return dequantize(q).to(narrow_dtype).to(dtype)
+
+
+def _values_decoded_through(narrow_dtype: torch.dtype, q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+    dec = _expression_of_amax(q, lambda amax, max_product: amax * (1.0 / max_product))
+    return None if dec is None else (_multiply(_codes(q), _scales(q), q).to(narrow_dtype).float() * dec).to(dtype)
+
+
+def _values_of_narrow_factors(narrow_dtype: torch.dtype, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    factors = decode_factors(q.scales, q).to(narrow_dtype).float()
+    return _multiply(_codes(q), factors, q).to(narrow_dtype).to(dtype)
+
+
+def _flush(values: torch.Tensor) -> torch.Tensor:
+    small = values.abs() < torch.finfo(values.dtype).smallest_normal
+    return torch.where(small, torch.zeros_like(values).copysign(values), values)
+
+
+def _flushed_values(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    return _flush(dequantize(q)).to(dtype)
+
+
+def _flushed_results(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    return _flush(dequantize(q, dtype))
 
 
 def _truncated_values(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -19,6 +20,10 @@ MEMORY_CAUSES = {
     "reads-outside": "it reads bytes outside its inputs, or memory that nobody wrote",
     "order-of-threads": "its result depends on the order in which threads run",
     "not-repeatable": "its result changes from run to run",
+    "wrong-after-many-calls": "its result changes after many calls on the same inputs",
+    "concurrent-threads": "its result depends on calls of another thread at the same time",
+    "concurrent-streams": "its result depends on calls on another CUDA stream at the same time",
+    "captured-inputs": "in a CUDA graph its result depends on the inputs of the capture or of the replay before",
 }
 """Causes that the guarded runs report (`harness.operations.stages.repeated`), and their sentences."""
 MODULE_CAUSES = {
@@ -26,6 +31,18 @@ MODULE_CAUSES = {
     "gradient-too-early": "a gradient that is to wait does not",
     "recomputed-otherwise": "a second forward gives other bytes than the first",
     "operand-of-the-step-before": "an operand is that of the step before",
+    "operand-of-the-forward-before": "an operand is that of the forward before, of weights that were changed since",
+    "operand-of-another-pass": "an operand is that of another pass whose backward was pending",
+    "gradient-not-wanted": "a weight that needs no gradient has one",
+    "gradient-overwritten": "the gradient of a later backward replaces that of an earlier one",
+    "use:unobserved": "it is right with an observer, and wrong without one",
+    "use:no-grad": "it is wrong only if a forward under torch.no_grad() runs before",
+    "use:frozen-weight": "it is wrong only if the weights need no gradient",
+    "use:frozen-input": "it is wrong only if x needs no gradient",
+    "use:reloaded": "it is wrong only after its state dict was saved and loaded",
+    "use:pending": "it is wrong only if two forwards run before their backwards",
+    "use:pending-reversed": "it is wrong only if two forwards run before their backwards, the later backward first",
+    "use:rewritten": "it is wrong only if weights are changed in place between two forwards",
     "quantized-twice": "a half is made of the other one's decoded values",
 }
 """Causes that the judge of a module's steps reports (`harness.operations.modules.linear`), and their sentences."""
@@ -101,7 +118,7 @@ def _equal(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Whether two tensors have equal shape, dtype and bytes."""
     if other is None or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
         return False
-    left, right = (t.contiguous().flatten().view(torch.uint8) for t in (tensor, other))
+    left, right = (element_bytes(t) for t in (tensor, other))
     return torch.equal(left, right)
 
 

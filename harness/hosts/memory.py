@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.backends.guarded_memory import tensor_at
+from narrowgauge.harness.backends.guarded_memory import copy_elements, tensor_at
 
 CAPACITY = 1 << 34
 """Bytes of a new file. Only touched pages take memory."""
@@ -45,7 +45,7 @@ def copy_in(
     if memory.device.type == "cpu" == tensor.device.type and tensor.is_contiguous() and not tensor.is_neg():
         ctypes.memmove(memory.data_ptr() + start, tensor.data_ptr(), tensor.nbytes)
     else:
-        tensor_at(memory, start, tensor.dtype, shape, stride).copy_(tensor)
+        copy_elements(tensor, tensor_at(memory, start, tensor.dtype, shape, stride))
 
 
 def equal_bytes(memory: torch.Tensor, start: int, private: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -23,11 +23,13 @@ from narrowgauge.harness.backends.guarded_memory import (
     ALIGNMENT,
     ZONE,
     contiguous_strides,
+    copy_elements,
+    element_bytes,
     element_extent,
     padded_size,
     tensor_at,
 )
-from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, HostLost, Tensors
+from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, HostLost, PreparedRun, Tensors
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
 from narrowgauge.harness.cases.memory import room
 from narrowgauge.harness.hosts import codec
@@ -398,6 +400,7 @@ class RemoteHost:
             self.reset()
         homes: list[torch.device] = []
         spans: list[dict[str, Any]] = []
+        placed: list[torch.Tensor] = []
 
         def place_of(tensor: torch.Tensor) -> list[Any]:
             number, byte = None, 0
@@ -408,6 +411,7 @@ class RemoteHost:
                     span, copies = self.place({"an argument": tensor}, self._poison, self._slots)
                     assert span is not None
                     spans.append(span)
+                    placed.append(tensor)
                     found = self._slot(copies["an argument"])
                     assert found is not None
                 number, byte = found[0].number, found[1]
@@ -433,13 +437,11 @@ class RemoteHost:
             self._open_results(kind, need)
             answer = self._ask({"op": "deliver", "home": kind})
         with self._reading("a result"):
-            return self._result(message, answer, entry, home)
+            return self._result(Call(message, answer, placed=placed), entry, home)
 
-    def _result(
-        self, message: dict[str, Any], answer: dict[str, Any], replayed: Call | None, home: torch.device
-    ) -> Any:
+    def _result(self, recorded: Call, replayed: Call | None, home: torch.device) -> Any:
         """The result of a call, from its answer. `replayed`: the call of the first run with the same arguments."""
-        recorded = Call(message, answer)
+        message, answer = recorded.message, recorded.answer
         if replayed is None and self._run is not None:
             self._script.append(recorded)
         if "unsupported" in answer:
@@ -468,6 +470,7 @@ class RemoteHost:
         self._run, self._poison, self._replay, self._replay_end = run, run.poison, None, None
         if not script or any(isinstance(entry, Call) and entry.message["spans"] for entry in script):
             self._script, self._recorded = [], run
+            run.script = self._script
             self._post({"op": "begin", **message})
             return
         calls = [entry.message if isinstance(entry, Call) else entry for entry in script]
@@ -515,6 +518,47 @@ class RemoteHost:
     def leave_run(self) -> None:
         """Forget the run, also after an exception."""
         self._run, self._poison, self._replay, self._replay_end = None, POISON[0], None, None
+
+    def repeat(
+        self, kind: str, count: int, runs: Sequence[tuple[PreparedRun, PreparedRun]], call: Callable[[Tensors], Tensors]
+    ) -> list[list[int]]:
+        """As `Host.repeat`: the host runs the recorded calls, and the judge compares their bytes."""
+        pairs = [(new, old) for new, old in runs if isinstance(new, RemoteRun) and isinstance(old, RemoteRun)]
+        scripts = [[entry for entry in finished.script if isinstance(entry, Call)] for _, finished in pairs]
+        if any(len(script) != len(pair[1].script) for script, pair in zip(scripts, pairs, strict=True)):
+            raise BackendError("calls with random bits of the backend cannot be repeated")
+        scripts = [[e for e in script if e.message["method"] not in OPTIONAL_METHODS] for script in scripts]
+        home = scripts[0][0].message["home"]
+        expected = [torch.cat([entry.bytes for entry in script]) for script in scripts]
+        self._open_results(home, count * sum(part.numel() for part in expected))
+        messages = []
+        for (prepared, _), script in zip(pairs, scripts, strict=True):
+            placed = [tensor for entry in script for tensor in entry.placed]
+            # Slots get the numbers that they had in the finished run.
+            spans = [self.place({"an argument": tensor}, prepared.poison, prepared.slots)[0] for tensor in placed]
+            entries = [
+                {**entry.message, "result": entry.answer["result"], "used": entry.bytes.numel()} for entry in script
+            ]
+            messages.append({"spans": [prepared.span, *spans], "script": entries})
+        request = {"op": "repeat", "kind": kind, "count": count, "home": home, "runs": messages}
+        try:
+            answer = self._ask({**request, "lock": needs_lock(self.device.type)})
+        finally:
+            self.pending = max(0, self.pending - len(pairs))
+        with self._reading("repeated calls"):
+            if "unsupported" in answer:
+                raise Unsupported(str(answer["unsupported"])[: codec.TEXT])
+            if "error" in answer:
+                raise BackendError(str(answer["error"])[: codec.TEXT])
+            wrong = [{int(number) for number in numbers} for numbers in answer["other_forms"]]
+            memory, start = self._results[home].bytes, 0
+            for numbers, part in zip(wrong, expected, strict=True):
+                stop = start + count * part.numel()
+                different = (memory[start:stop].view(count, part.numel()) != part).any(1)
+                numbers |= {1 + int(number) for number in different.nonzero().flatten()}
+                start = stop
+        self._touched = max(self._touched, start)
+        return [sorted(numbers) for numbers in wrong]
 
     # ---- shared memory ---------------------------------------------------------------------------------------------
 
@@ -678,6 +722,8 @@ class Call:
     result: Any = None
     bytes: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     """The bytes of the result."""
+    placed: list[torch.Tensor] = field(default_factory=list)
+    """Arguments that are no inputs of the run, such as results of earlier calls: the judge placed them for the call."""
 
 
 class RemoteRun:
@@ -691,6 +737,8 @@ class RemoteRun:
         self.span, self._given = host.place(inputs, poison, self.slots)
         self.seconds, self.variation = 0.0, 0
         self._violations: list[list[str]] = [[], []]
+        self.script: list[Call | dict[str, Any]] = []
+        """Calls and seeds of the run, if the host did not replay them."""
 
     def same_as(self, other: RemoteRun | None) -> bool:
         """Whether the inputs of another run have the same names, places and values."""
@@ -733,11 +781,12 @@ class _Reader:
         self._left, self._home = limit, home
 
     def tensor(self, place: Any) -> torch.Tensor:
-        """The tensor at a place: first byte, dtype, shape. Raises ValueError for a place outside the memory."""
-        start, name, shape = place
+        """The tensor at a place: first byte, dtype, shape, strides or None. Raises ValueError for a place outside the
+        memory, and for strides of another number than the shape. Strides that need too much memory are not kept."""
+        start, name, shape, strides = place
         dtype = codec.DTYPES[name]
-        if not all(isinstance(n, int) and n >= 0 for n in (start, *shape)) or start % ALIGNMENT:
-            raise ValueError(f"a tensor of shape {shape} at byte {start}")
+        if not all(isinstance(n, int) and n >= 0 for n in (start, *shape, *(strides or ()))) or start % ALIGNMENT:
+            raise ValueError(f"a tensor of shape {shape} and strides {strides} at byte {start}")
         count = 1
         for extent in shape:
             count *= extent
@@ -746,7 +795,17 @@ class _Reader:
         if self._left < 0 or start + size > self.private.numel():
             raise ValueError(f"a tensor of {size} bytes at byte {start} exceeds the results")
         tensor = tensor_at(self.private, start, dtype, shape, contiguous_strides(shape))
-        return tensor if tensor.device.type == self._home.type else tensor.to(self._home)
+        tensor = tensor if tensor.device.type == self._home.type else tensor.to(self._home)
+        if strides is None:
+            return tensor
+        extent = element_extent(shape, strides) * dtype.itemsize
+        if extent > self._left:
+            return tensor
+        self._left -= extent
+        plain = tensor.view(torch.uint8) if dtype.itemsize == 1 else tensor  # float4 cannot be copied
+        strided = torch.empty_strided(shape, strides, dtype=plain.dtype, device=tensor.device)
+        copy_elements(plain, strided)
+        return strided.view(dtype)
 
 
 def _extent(tensors: list[torch.Tensor]) -> tuple[int, int]:
@@ -775,7 +834,7 @@ def _sentences(entries: Any) -> list[dict[str, str]]:
 
 def _different_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Number of bytes that differ, as a tensor."""
-    a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    a, b = (element_bytes(tensor) for tensor in (one, other))
     return torch.count_nonzero(a != b)
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.backends.concurrency import Calls, execute
 from narrowgauge.harness.backends.guard import Guard
-from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides
+from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides, element_bytes
 from narrowgauge.harness.backends.layer_driver import LayerDriver
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
@@ -205,11 +206,7 @@ class _Server:
             with nullcontext() if run is None else run.guarded():
                 synchronize(self.device)
                 start = time.perf_counter()
-                if method in DRIVEN:
-                    result: Any = self._driven(method)(*arguments, **options)
-                else:
-                    function = getattr(self.host.implementation, method)
-                    result = self.host.run(method, function, *arguments, **options)
+                result = self._result(method, arguments, options)
                 synchronize(self.device)
         except Unsupported as error:
             return {"unsupported": str(error)[: codec.TEXT]}
@@ -224,6 +221,59 @@ class _Server:
         self.pending = (method, message["home"], result, slots)
         return self.on_deliver(message, descriptors, first)
 
+    def _result(self, method: str, arguments: list[Any], options: dict[str, Any]) -> Any:
+        """The result of a method of the backend, or of a method in `DRIVEN`."""
+        if method in DRIVEN:
+            return self._driven(method)(*arguments, **options)
+        return self.host.run(method, getattr(self.host.implementation, method), *arguments, **options)
+
+    def on_repeat(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Run recorded calls many times, without guard zones, and write all results one after the other. The answer
+        has the numbers of the calls of each run whose results have another form than recorded."""
+        runs = [self._repeated_calls(run) for run in message["runs"]]
+        other_forms: list[list[int]] = []
+        memory, first = self.results[message["home"]].bytes, 0
+        try:
+            results = execute(message["kind"], message["count"], runs, self.device)
+            synchronize(self.device)
+            for run, found in zip(message["runs"], results, strict=True):
+                other_forms.append([])
+                for number, outputs in enumerate(found, 1):
+                    for entry, output in zip(run["script"], outputs, strict=True):
+                        writer = _Writer(memory, first, self.device, keeps_strides=entry["method"] not in DRIVEN)
+                        if codec.encode_result(output, writer.place) == entry["result"]:
+                            writer.copy()
+                        elif number not in other_forms[-1]:
+                            other_forms[-1].append(number)
+                        first += entry["used"]
+        except Unsupported as error:
+            return {"unsupported": str(error)[: codec.TEXT]}
+        except Exception as error:  # of a thread, a stream or a result, too
+            words = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
+            return {"error": words[: codec.TEXT]}
+        return {"other_forms": other_forms}
+
+    def _repeated_calls(self, run: dict[str, Any]) -> Calls:
+        """The calls of a run, and its inputs by their places."""
+        slots = _Slots(self.inputs, self.device)
+        for span in run["spans"]:
+            slots.add(span)
+        inputs: dict[Any, torch.Tensor] = {}
+
+        def collect(place: list[Any]) -> torch.Tensor:
+            return inputs.setdefault(str(place), slots.tensor(place))
+
+        script = [(entry["method"], entry["arguments"]) for entry in run["script"]]
+        decoded = [(method, codec.decode_argument(arguments, collect)) for method, arguments in script]
+
+        def calls(given: dict[Any, torch.Tensor]) -> list[Any]:
+            chosen = decoded
+            if given is not inputs:
+                chosen = [(name, codec.decode_argument(part, lambda place: given[str(place)])) for name, part in script]
+            return [self._result(method, arguments, options) for method, (arguments, options) in chosen]
+
+        return Calls(inputs, calls)
+
     def _driven(self, method: str) -> Callable[..., Any]:
         """The function of a method in `DRIVEN`."""
         if method == "run_module":
@@ -236,7 +286,8 @@ class _Server:
         """Copy the pending result to the shared memory. If the memory is too small, the answer has the bytes needed."""
         method, home, result, slots = self.pending
         memory = self.results[home].bytes
-        writer = _Writer(memory, first, self.device)
+        # The judge passes a result to the next method as it was given; a module makes no results for other methods.
+        writer = _Writer(memory, first, self.device, keeps_strides=method not in DRIVEN)
         try:
             encoded = codec.encode_result(result, writer.place)
             if first + writer.used > memory.numel():
@@ -375,14 +426,16 @@ class _Run:
 class _Writer:
     """Writes the tensors of a result to shared memory."""
 
-    def __init__(self, memory: torch.Tensor, first: int, device: torch.device) -> None:
+    def __init__(self, memory: torch.Tensor, first: int, device: torch.device, *, keeps_strides: bool) -> None:
+        """`keeps_strides`: whether places have the strides of tensors that are not contiguous."""
         self.tensors: list[torch.Tensor] = []
         self.used = 0
+        self._keeps_strides = keeps_strides
         self._memory, self._first, self._device = memory, first, device
         self._starts: list[int] = []
 
     def place(self, tensor: torch.Tensor) -> list[Any]:
-        """The place of a tensor: first byte, dtype, shape. The bytes are contiguous.
+        """The place of a tensor: first byte, dtype, shape, and strides or None. The bytes are contiguous.
 
         Raises ValueError for a tensor on another device than the backend.
         """
@@ -392,7 +445,8 @@ class _Writer:
         self.tensors.append(tensor)
         self._starts.append(start)
         self.used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        return [start, dtype_name(tensor.dtype), list(tensor.shape)]
+        strides = list(tensor.stride()) if self._keeps_strides and not tensor.is_contiguous() else None
+        return [start, dtype_name(tensor.dtype), list(tensor.shape), strides]
 
     def copy(self) -> None:
         """Copy all tensors."""
@@ -413,7 +467,7 @@ class _Writer:
         gap = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=self._device)
         parts = []
         for tensor in self.tensors:
-            parts += [tensor.detach().contiguous().view(-1).view(torch.uint8), gap[: -tensor.nbytes % ALIGNMENT]]
+            parts += [element_bytes(tensor).view(-1), gap[: -tensor.nbytes % ALIGNMENT]]
         self._memory[self._first : self._first + self.used].copy_(torch.cat(parts))
 
 

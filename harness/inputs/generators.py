@@ -421,6 +421,78 @@ def _cancelling(want: Wanted) -> torch.Tensor:
     return x
 
 
+def _placed_amax(exponent: int, place: str) -> Callable[[Wanted], torch.Tensor]:
+    """Numbers below 2^exponent, and at one place the amax of the tensor, 1.5 to 2 times as large.
+
+    The amax of a block is alternately its first and its last element. An exponent that the dtype lacks becomes the
+    nearest one; at the largest exponent, the amax is the largest number.
+    """
+
+    def make(want: Wanted) -> torch.Tensor:
+        lowest, highest = want.exponents
+        top = min(max(exponent, lowest + 1), highest)
+        scale = math.ldexp(1.0, top - 1)
+        x = want.draw.uniform(*want.shape).mul_(scale)
+        row, block = _grid(want)
+        first = block * want.width
+        last = (first + want.width).clamp(max=want.columns) - 1
+        column = torch.where((row + block) % 2 == 0, first, last)
+        amax = want.draw.signs(*want.blocks) * (1.0 + 0.5 * want.draw.uniform(*want.blocks).abs()) * scale
+        x.view(-1)[(row * want.height * want.columns + column).flatten().long()] = amax.flatten()
+        x = x.to(want.dtype)
+        largest = 2 * scale * (1.5 + want.draw.index(64) / 128)
+        row_end = (want.rows // 2 + 1) * want.columns - 1
+        at = {"first": 0, "row-end": row_end, "last": x.numel() - 1}[place]
+        x.view(-1)[at] = torch.finfo(want.dtype).max if top == highest else largest
+        return x
+
+    return make
+
+
+def _half_edges(want: Wanted) -> torch.Tensor:
+    # Products with K >= 128 are ±(4094 + n/2)·16, n from 0 to 6, or half of that: 65504, numbers below the tie at
+    # 65520, the tie, and numbers above it. p, 6 of E2M1 and 7 of E4M3, is the largest element. The last of each 16
+    # elements is 1 in x, and in w at most 4; the others are p or 0.
+    if want.columns < 128:
+        return _lattice(want).mul_(64.0)
+    peak = int(4 * 2 * math.frexp(want.element.max)[0])
+    count = 4068 // peak**2
+    column, row = torch.arange(want.columns), torch.arange(want.rows)
+    slots = range(15, 128, 16)
+    number = column - column // 16
+    x = torch.where(number < count, peak, 0).float().repeat(want.rows, 1)
+    x[:, 15::16] = 0.0
+    if want.role == "x":
+        x[:, slots] = 1.0
+        return x * torch.where(row % 3 == 2, 2.0, 4.0).unsqueeze(1)
+    rest = (4094 - count * peak**2) + (row % 7) / 2
+    for place in slots:
+        part = rest.clamp(max=4.0) if place == slots[-1] else rest.clamp(max=4.0).floor()
+        x[:, place] = part
+        rest = rest - part
+    return x * torch.where(row // 7 % 2 == 1, -4.0, 4.0).unsqueeze(1)
+
+
+def _codes(want: Wanted) -> torch.Tensor:
+    # The bits are read by `given_codes`: every scale byte in turn, random codes, and exponents of the amax at which a
+    # factor or alpha is subnormal, ordinary or infinite. One row in eight alone has NaN and infinite codes, so that
+    # other outputs are numbers.
+    low, high = want.draw.below(256, *want.shape), want.draw.below(256, *want.shape)
+    finite = torch.tensor([math.isfinite(value) for value in want.element.values])
+    special = ~_look_up(finite, low & (len(finite) - 1)) & (torch.arange(want.rows) % 8 != 3).unsqueeze(1)
+    low = torch.where(special, 1, low)
+    row, block = _grid(want)
+    number = want.draw.index(256) + row * block.shape[1] + block
+    high[:: want.height, :: want.width] = number.to(high.dtype) & 255
+    if want.columns > 1:
+        exponents = torch.tensor([0, 7, 67, 75, 127, 134, 190, 247], dtype=high.dtype)
+        high[:, 1] = _look_up(exponents, want.draw.index(8) + torch.arange(want.rows) & 7)
+    words = (high << 24 | low << 16).int()
+    if want.dtype == torch.float32:
+        return (words | want.draw.below(1 << 15, *want.shape)).view(torch.float32)
+    return (words >> 16).to(torch.int16).view(want.dtype)
+
+
 def _bytes(draw: Draw, rows: int, columns: int) -> torch.Tensor:
     return draw.below(256, rows, columns).to(torch.uint8)
 
@@ -467,6 +539,15 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "rounding": _rounding,
     "positive": _positive,
     "cancelling": _cancelling,
+    "amax-2m126-first": _placed_amax(-126, "first"),
+    "amax-2m120-row-end": _placed_amax(-120, "row-end"),
+    "amax-2m56-last": _placed_amax(-56, "last"),
+    "amax-2p50-first": _placed_amax(50, "first"),
+    "amax-2p61-row-end": _placed_amax(61, "row-end"),
+    "amax-2p120-last": _placed_amax(120, "last"),
+    "amax-largest-first": _placed_amax(127, "first"),
+    "half-edges": _half_edges,
+    "codes": _codes,
 }
 
 

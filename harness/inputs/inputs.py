@@ -12,7 +12,7 @@ import torch
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import FAMILIES
-from narrowgauge.harness.cases.gemm import GroupedGemmCase, ProductCase, QuantizedGemmCase
+from narrowgauge.harness.cases.gemm import GemmCase, GroupedGemmCase, ProductCase, QuantizedGemmCase
 from narrowgauge.harness.cases.modules import Layer, ModuleCase, TransformerLayerCase
 from narrowgauge.harness.cases.quantize import (
     GroupedQuantizeCase,
@@ -21,6 +21,7 @@ from narrowgauge.harness.cases.quantize import (
     TransformCase,
     UpdateScaleCase,
 )
+from narrowgauge.harness.cases.sections import band_rows
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import SCALE_BYTES, generate, power_of_two
 from narrowgauge.harness.inputs.histories import HISTORIES
@@ -53,6 +54,9 @@ class Inputs:
     scale: dict[str, torch.Tensor] = field(default_factory=dict)
     """Given encode scales of recipes with delayed scaling, by operand: `x`, `w` and `output`, float32 (1,), or (G,) for
     sections; of update-scale `x` (N,), the scales before the update."""
+    amax: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Given amaxes, float32 (1,), (M,) or (G,), by the orientation that they belong to: `x`, and `xT` of its transpose
+    if both halves are quantized."""
 
     def philox(self, operand: str) -> tuple[int, int] | None:
         """Seed and offset of the random bits of an operand; None for words or without random bits."""
@@ -62,7 +66,9 @@ class Inputs:
     def named(self) -> dict[str, torch.Tensor]:
         """All tensors by their names in saved failures."""
         words = {f"random.{name}": bits for name, bits in self.random.items() if isinstance(bits, torch.Tensor)}
-        return {"x": self.x, **self._own(), **words, **{f"scale.{name}": scale for name, scale in self.scale.items()}}
+        numbers = {"scale": self.scale, "amax": self.amax}
+        given = {f"{kind}.{name}": t for kind, tensors in numbers.items() for name, t in tensors.items()}
+        return {"x": self.x, **self._own(), **words, **given}
 
     def _own(self) -> dict[str, torch.Tensor]:
         """Tensors of the operation besides `x`."""
@@ -149,7 +155,11 @@ def _quantize(case: QuantizeCase | GroupedQuantizeCase | TransformCase, seed: in
     if case.inputs in FAMILIES:
         # Generated in the orientation that is quantized: the blocks of a family are the kernel's blocks in both usages.
         shape = (columns, rows) if columnwise else (rows, columns)
-        x = generate(case.inputs, _draw(case, seed, "x"), shape, dtype, "x", recipe)
+        bands = band_rows(*shape) if isinstance(case, QuantizeCase) and case.bands else []
+        judged = (sum(band.stop - band.start for band in bands), columns) if bands else shape
+        x = generate(case.inputs, _draw(case, seed, "x"), judged, dtype, "x", recipe)
+        if bands:
+            x = spread_bands(x, bands, rows)
     else:
         x = _captured(case, captured, (rows, columns), dtype)
         x = x.T.contiguous() if columnwise else x
@@ -159,7 +169,8 @@ def _quantize(case: QuantizeCase | GroupedQuantizeCase | TransformCase, seed: in
         x = x.T.contiguous()
     parts = torch.split(x, list(case.section_sizes)) if grouped else (x,)
     random, scale = _random_of_quantize(case, seed, x), _given_scales(case, seed, {"x": (recipe, parts)})
-    return Inputs(x.view(case.shape) if physical else x, random=random, scale=scale)
+    amax = {} if isinstance(case, TransformCase) or not case.amax else _given_amaxes(case, seed, parts, recipe)
+    return Inputs(x.view(case.shape) if physical else x, random=random, scale=scale, amax=amax)
 
 
 def _swizzle(case: SwizzleCase, seed: int) -> Inputs:
@@ -188,6 +199,8 @@ def _product(case: ProductCase, seed: int, captured: Captured | None) -> Product
     else:
         x = generate("normal", _draw(case, seed, "x"), (rows, depth), x_dtype, "x", x_recipe)
         w = _captured(case, captured, w_shape, w_dtype)
+    if isinstance(case, GemmCase) and case.same:
+        w = x
     c = bias = None
     of_w = _exponents(w).view(len(sizes), columns) + _growth(depth)
     if case.accumulate:
@@ -275,6 +288,32 @@ def _given_scales(
     return scales
 
 
+def _given_amaxes(
+    case: QuantizeCase | GroupedQuantizeCase, seed: int, parts: Sequence[torch.Tensor], recipe: Recipe
+) -> dict[str, torch.Tensor]:
+    """Amaxes of a tensor of which each part is a shard: 1 to 2 times the largest magnitude that the part can have.
+
+    A rotation of n elements grows a magnitude by √n at most. A part of zeros has the amax of another shard.
+    """
+    growth = math.sqrt(recipe.transform.group) if recipe.transform else 1.0
+
+    def amaxes(role: str, axis: int) -> torch.Tensor:
+        draw = _draw(case, seed, f"amax of {role}")
+        found = []
+        for part in parts:
+            magnitudes = part.float().abs().nan_to_num_(nan=0.0, posinf=0.0)
+            if not magnitudes.numel():
+                own = torch.zeros(part.shape[1 - axis] if recipe.granularity == "row" else 1)
+            else:
+                own = magnitudes.amax(axis) if recipe.granularity == "row" else magnitudes.amax().view(1)
+            factor = 1.0 + draw.uniform(len(own))
+            found.append(torch.where(own > 0, own * growth, 1.0) * factor)
+        return torch.cat(found).clamp(max=torch.finfo(torch.float32).max)
+
+    both = isinstance(case, QuantizeCase) and case.usage == "both"
+    return {"x": amaxes("x", 1)} | ({"xT": amaxes("xT", 0)} if both else {})
+
+
 def _earlier_scale(draw: Draw, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """A finite max/amax of an earlier step: the scale of `x` times a power of two, so that ties stay ties.
 
@@ -341,11 +380,19 @@ def _addend(draw: Draw, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Te
     limit = 10 if dtype == torch.float16 else 100
     addend = torch.empty(exponents.shape, dtype=dtype)
     # Temporaries of this size stay in cache. Pairs of rows take whole words of the stream.
-    rows = max(2, _SLAB // max(1, exponents.shape[-1]) // 2 * 2)
+    rows = max(2, _SLAB // max(1, exponents[:1].numel()) // 2 * 2)
     for part, some in zip(torch.split(addend, rows), torch.split(exponents, rows), strict=True):
         scale = (some.clamp(-limit, limit) + 127).bitwise_left_shift_(23).view(torch.float32)
         part.copy_(draw.normal(*some.shape).mul_(scale))
     return addend
+
+
+def spread_bands(x: torch.Tensor, bands: Sequence[slice], rows: int) -> torch.Tensor:
+    """A matrix (rows, K) with the rows of `x` (judged rows, K) in its bands, and NaN elsewhere."""
+    spread = x.new_full((rows, x.shape[1]), torch.nan)
+    for band, part in zip(bands, torch.split(x, [band.stop - band.start for band in bands]), strict=True):
+        spread[band] = part
+    return spread
 
 
 PAD = 8
@@ -353,11 +400,18 @@ PAD = 8
 
 
 def laid_out(x: torch.Tensor, view: str) -> torch.Tensor:
-    """`x` (…, K), its values unchanged, as a `contiguous`, `strided` or `transposed` view of other memory.
+    """`x` (…, K), its values unchanged, as a view of other memory with one of the layouts of `View`.
 
     strided: every second element of rows that are 8 elements longer than twice K. transposed: the last dimension is
-    the outermost in memory, as that of a (K, M) matrix seen as (M, K).
+    the outermost in memory, as that of a (K, M) matrix seen as (M, K). pitched: rows that are 8 elements longer than K;
+    a tensor of one dimension stays contiguous. offset-2, offset-4, offset-8: contiguous, so many bytes behind an
+    aligned address.
     """
+    if view == "pitched" and x.dim() > 1:
+        return x.new_zeros(*x.shape[:-1], x.shape[-1] + PAD)[..., : x.shape[-1]].copy_(x)
+    if view.startswith("offset-"):
+        first = int(view.removeprefix("offset-")) // x.element_size()
+        return x.new_zeros(first + x.numel())[first:].view(x.shape).copy_(x)
     if view == "strided":
         wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1] + PAD)
         return wide[..., : 2 * x.shape[-1] : 2].copy_(x)

@@ -12,7 +12,9 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.cases.gemm import GemmCase
-from narrowgauge.harness.inputs.inputs import ProductInputs
+from narrowgauge.harness.cases.sections import band_rows
+from narrowgauge.harness.inputs.given_codes import CODES, given_operand
+from narrowgauge.harness.inputs.inputs import ProductInputs, laid_out
 from narrowgauge.harness.operations.quantize import columnwise_subject, only_half, rotates_freely, second_half
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
@@ -20,6 +22,7 @@ from narrowgauge.harness.operations.stages.end_to_end import Operand, add_end_to
 from narrowgauge.harness.operations.stages.outcome import Outcome
 from narrowgauge.harness.operations.stages.product import judge_product
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
+from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.quantized import Quantized
@@ -34,12 +37,19 @@ def judge_gemm(case: GemmCase, inputs: ProductInputs, backend: Backend) -> Outco
 
     The backend quantizes the operands if it can, and their stages are judged. The product is judged on these codes, so
     that a wrong code is one finding. A backend that does not quantize the operands gets those of the reference. The
-    output is also compared with the product of the reference's own operands, which decides no verdict.
+    output is also compared with the product of the reference's own operands, which decides no verdict. Operands of the
+    family `codes` are given, and nothing is quantized.
     """
     outcome = Outcome()
+    if case.inputs == CODES:
+        left, right = (given_operand(*pair) for pair in zip((inputs.x, inputs.w), case.operand_recipes, strict=True))
+        judge_product(outcome, left, right, inputs, backend, TORCH_DTYPES[case.out], view=case.view)
+        return outcome
     a, b = judge_operands(case, inputs, backend, outcome)
-    judge_product(outcome, a.kernel, b.kernel, inputs, backend, TORCH_DTYPES[case.out])
-    add_end_to_end(outcome, [(a.own, b.own)])
+    bands = band_rows(case.shape[0], case.shape[2]) if case.bands else ()
+    judge_product(outcome, a.kernel, b.kernel, inputs, backend, TORCH_DTYPES[case.out], view=case.view, bands=bands)
+    if not bands:
+        add_end_to_end(outcome, [(a.own, b.own)])
     return outcome
 
 
@@ -56,6 +66,10 @@ class Source:
     columnwise: bool = False
     """Whether the operand is the columnwise half of the physical transpose. A rowwise operand is quantize of the
     matrix, and so is a columnwise one if the backend has no `quantize_both`."""
+    view: str = "contiguous"
+    """Memory of the tensor that is quantized (`laid_out`)."""
+    swizzled: bool = False
+    """Whether the scales of the operand are swizzled."""
 
     @cached_property
     def physical(self) -> torch.Tensor:
@@ -71,17 +85,18 @@ class Source:
 def judge_operands(
     case: GemmCase, inputs: ProductInputs, backend: Backend, outcome: Outcome
 ) -> tuple[Operand, Operand]:
-    """x and w of a case, quantized, with their stages judged."""
+    """x and w of a case, quantized, with their stages judged. Scales are swizzled if the case asks for it; x alone is
+    quantized, and is both operands, if x is multiplied by itself."""
     sources = [
         Source(
             name, matrix, recipe, random=inputs.random.get(name), scale=inputs.scale.get(name),
-            columnwise=name in COLUMNWISE[case.layout],
+            columnwise=name in COLUMNWISE[case.layout], view=case.view, swizzled=case.scales == "swizzled",
         )
         for name, matrix, recipe in zip("xw", (inputs.x, inputs.w), case.operand_recipes, strict=True)
-    ]  # fmt: skip
+    ][: 1 if case.same else 2]  # fmt: skip
     results = quantize_sources(sources, backend)
-    a, b = (judge_operand(source, *result, backend, outcome) for source, result in zip(sources, results, strict=True))
-    return a, b
+    operands = [judge_operand(source, *found, backend, outcome) for source, found in zip(sources, results, strict=True)]
+    return operands[0], operands[-1]
 
 
 def quantize_sources(sources: Sequence[Source], backend: Backend) -> list[tuple[Quantized | None, bool]]:
@@ -95,11 +110,13 @@ def _quantize(source: Source, backend: Backend) -> tuple[Quantized | None, bool]
     recipe = source.recipe
     if makes_own_bits(backend, recipe):
         backend.host.seed(source.random)
+    options = {**source.options, "swizzled": source.swizzled}
     if source.columnwise:
         with suppress(Unsupported):
-            return only_half(backend.quantize_both(source.physical, recipe, rowwise=False, **source.options)), True
+            physical = laid_out(source.physical, source.view)
+            return only_half(backend.quantize_both(physical, recipe, rowwise=False, **options)), True
     with suppress(Unsupported):
-        return backend.quantize(source.matrix, recipe, **source.options), False
+        return backend.quantize(laid_out(source.matrix, source.view), recipe, **options), False
     return None, False
 
 
@@ -114,10 +131,15 @@ def judge_operand(source: Source, kernel: Quantized | None, half: bool, backend:
         oracle = reference.quantize(source.matrix, recipe, **source.options)
         subject = Subject(source.matrix, recipe, source.random, free=free, own=own)
     if kernel is None:
-        return Operand(oracle, oracle)
+        return Operand(_swizzled(oracle) if source.swizzled else oracle, oracle)
     stages, judged = quantize_stages(subject, kernel, oracle, prefix=f"{source.name}.")
     outcome.stages += stages
     outcome.judged.append(judged)
     # Numbers that the kernel does not show are those of the reference.
     shown = replace(kernel, amax=judged.kernel.amax, tensor_scale=judged.kernel.tensor_scale)
     return Operand(shown, oracle)
+
+
+def _swizzled(q: Quantized) -> Quantized:
+    """`q` with its scales in the 128×4 layout."""
+    return replace(q, scales=reference.swizzle(linear_scales(q)), swizzled=True)

@@ -39,10 +39,10 @@ def judge_gemm_quantized(case: QuantizedGemmCase, inputs: ProductInputs, backend
         )
         return present(parts_of(fused))
 
-    given = {**product_arguments(a, b, inputs), "scale": scale}
+    given = {**product_arguments(a, b, inputs, case.view), "scale": scale}
     outputs, protection, seconds = repeated(backend, inputs.x.device, given, fuse)
     add_protection(outcome, protection)
-    output = judge_product(outcome, a, b, inputs, backend, out_dtype)
+    output = judge_product(outcome, a, b, inputs, backend, out_dtype, view=case.view)
     add_end_to_end(outcome, [(x.own, w.own)])
     subject = Subject(output, recipe, free=rotates_freely(backend))
     apart = reference.quantize(output, recipe, scale=scale)

@@ -11,7 +11,7 @@ from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.results import join_sections, split_sections
 from narrowgauge.harness.cases.quantize import GroupedQuantizeCase
 from narrowgauge.harness.checks.stage import merge_stages
-from narrowgauge.harness.inputs.inputs import Inputs
+from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.quantize import add_judged, columnwise_subject, rotates_freely
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
@@ -34,20 +34,24 @@ def judge_quantize_grouped(case: GroupedQuantizeCase, inputs: Inputs, backend: B
         if own:
             backend.host.seed(random)
         sections = backend.quantize_grouped(
-            given["x"], given["sizes"], recipe, columnwise=columnwise, scale=given.get("scale"), random=random
-        )
+            given["x"], given["sizes"], recipe, columnwise=columnwise, amax=given.get("amax"),
+            scale=given.get("scale"), random=random,
+        )  # fmt: skip
         return join_sections(sections, columnwise=columnwise)
 
     sizes = torch.tensor(case.section_sizes, device=x.device)
-    given = {"x": x, "sizes": sizes, "scale": scale}
+    amax = inputs.amax.get("x")
+    given = {"x": laid_out(x, case.view), "sizes": sizes, "amax": amax, "scale": scale}
     outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
-    oracle = reference.quantize_grouped(x, sizes, recipe, columnwise=columnwise, scale=scale, random=random)
+    oracle = reference.quantize_grouped(
+        x, sizes, recipe, columnwise=columnwise, amax=amax, scale=scale, random=random
+    )  # fmt: skip
     outcome = Outcome(protection, outputs, seconds=seconds)
     kernels = split_sections(outputs, list(case.section_sizes), x.shape[1], recipe, columnwise=columnwise)
     parts = torch.split(x, list(case.section_sizes))
     judge_sections(
         outcome, parts, kernels, oracle.sections(), random=random, columnwise=columnwise,
-        free=rotates_freely(backend), own=own,
+        free=rotates_freely(backend), own=own, amax_given=case.amax,
     )  # fmt: skip
     return outcome
 
@@ -62,6 +66,7 @@ def judge_sections(
     columnwise: bool = False,
     free: bool,
     own: bool = False,
+    amax_given: bool = False,
     prefix: str = "",
 ) -> None:
     """Judge each section (m, K), and add merged stages to the outcome, which name the first wrong section."""
@@ -72,9 +77,9 @@ def judge_sections(
         recipe = oracle.recipe
         if columnwise:
             subject = columnwise_subject(part.T.contiguous(), recipe, random, free=free, own=own)
-            subject = replace(subject, first=first)
+            subject = replace(subject, first=first, amax_given=amax_given)
         else:
-            subject = Subject(part, recipe, random, first, free=free, own=own)
+            subject = Subject(part, recipe, random, first, free=free, own=own, amax_given=amax_given)
         section = Outcome()
         add_judged(section, subject, kernel, oracle, prefix)
         first += oracle.scales.numel()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
+from narrowgauge.harness.backends.guarded_memory import dense, element_bytes
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, padded_rows
 from narrowgauge.harness.cases.gemm import GroupedGemmCase
 from narrowgauge.harness.checks.exact import exact_floats
@@ -75,7 +76,7 @@ def judge_padded(case: GroupedGemmCase, inputs: ProductInputs, backend: Backend)
     own = [operand.own for operand in x] if torch.equal(padded, right) else own_sections(right, aligned, case, inputs)
     pairs = zip(own, case.section_sizes, w, strict=True)
     add_end_to_end(outcome, [(_cut(a, size), b.own) for a, size, b in pairs])
-    moved.found |= outputs
+    moved.found |= {name: dense(tensor) for name, tensor in outputs.items()}
     outcome.stages.append(_same_output("unpadding", output, unpadded, "unpadded outputs"))
     if order.order is not None and order == order_of(backend, cut, matrices):
         with suppress(Unsupported):  # a kernel may refuse sections that are not aligned
@@ -145,7 +146,7 @@ def _compare_parts(result: StageResult, number: int, padded: Quantized, alone: Q
         if one is None or other is None:
             continue
         result.compared += one.numel()
-        a, b = (t.contiguous().view(torch.uint8).view(t.numel(), t.element_size()) for t in (one, other))
+        a, b = (element_bytes(t) for t in (one, other))
         different = int((a != b).any(1).sum())
         result.mismatches += different
         if different and not result.sentence:

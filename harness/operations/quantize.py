@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
+from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS, as_quantized
 from narrowgauge.harness.cases.quantize import QuantizeCase
+from narrowgauge.harness.cases.sections import band_rows
 from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.inputs.given_codes import CODES, given_operand
 from narrowgauge.harness.inputs.inputs import Inputs, laid_out
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.black_box import Draw, bits_of, makes_own_bits, refuse_words
@@ -48,9 +51,9 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
     refuse_words(case, backend, recipe)
 
     def quantize(given: Tensors, random: Random | None) -> Quantized:
-        options: dict[str, Any] = {"scale": given.get("scale"), "swizzled": swizzled}
+        options: dict[str, Any] = {"amax": given.get("amax"), "scale": given.get("scale"), "swizzled": swizzled}
         if in_place:
-            bits = _bits_of_halves(random, given)
+            bits, options["amax"] = _bits_of_halves(random, given), None  # recipes with such halves take no amax
             return only_half(backend.quantize_both(given["x"], recipe, rowwise=False, random=bits, **options))
         return backend.quantize(given["x"], recipe, random=given.get("random", random), **options)
 
@@ -61,6 +64,8 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
 
     given = _arguments(case, inputs)
     outputs, protection, seconds = repeated(backend, x.device, given, call, ("codes",) if own else ())
+    if case.bands:
+        return judge_bands(case, inputs, backend, Outcome(protection, outputs, seconds=seconds))
     outcome = Outcome(protection, outputs, seconds=seconds)
     matrix, free = x.flatten(0, -2), rotates_freely(backend)
     if in_place:
@@ -69,16 +74,60 @@ def judge_quantize(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outc
         words = second_half(random, inputs.random.get("xT"))
         subject = columnwise_subject(matrix.T.contiguous(), recipe, words, free=free, own=own)
     else:
-        oracle = reference.quantize(x, recipe, scale=scale, random=random)
-        subject = Subject(matrix, recipe, random, free=free, own=own)
+        oracle = reference.quantize(x, recipe, amax=inputs.amax.get("x"), scale=scale, random=random)
+        subject = Subject(matrix, recipe, random, free=free, own=own, amax_given=case.amax)
     if own:
         subject.draw = _further(backend, random, lambda bits: quantize(given, bits))
     kernel = _as_oracle(outputs, x, oracle, swizzled=swizzled)
     add_judged(outcome, subject, kernel, oracle)
     shown = outcome.judged[0].kernel
-    if backend.has("dequantize") and not bool(no_codes(shown).any()):
+    given_codes = case.inputs == CODES
+    if backend.has("dequantize") and (given_codes or not bool(no_codes(shown).any())):
         with suppress(Unsupported):  # quantize is judged without dequantize too
-            _judge_dequantize(shown, x.dtype, backend, outcome)
+            # In the memory layout that quantize gave, as a caller of both methods passes it on.
+            stored = shown if swizzled else replace(shown, codes=kernel.codes, scales=kernel.scales)
+            stored = given_operand(matrix, recipe) if given_codes else stored
+            _judge_dequantize(stored, x.dtype, backend, outcome)
+    return outcome
+
+
+def judge_bands(case: QuantizeCase, inputs: Inputs, backend: Backend, outcome: Outcome) -> Outcome:
+    """Judge the bands of a huge matrix, one below the other, and dequantize of the whole result.
+
+    Elements elsewhere are NaN, which the amax leaves out, so that the bands have the bytes of a matrix of their own.
+    """
+    recipe, x, outputs = find_recipe(case.recipe), inputs.x, outcome.outputs
+    bands = band_rows(*x.shape)
+
+    def together(tensor: torch.Tensor, height: int = 1) -> torch.Tensor:
+        return torch.cat([tensor[band.start // height : -(-band.stop // height)] for band in bands])
+
+    matrix = together(x)
+    height = 1 if recipe.whole else recipe.stored_rows
+    parts = dict(outputs) | {"codes": together(outputs["codes"])}
+    if not recipe.whole:
+        parts["scales"] = together(outputs["scales"], height)
+    oracle = reference.quantize(matrix, recipe)
+    subject = Subject(matrix, recipe, free=rotates_freely(backend))
+    add_judged(outcome, subject, _as_oracle(parts, matrix, oracle, swizzled=False), oracle)
+    shown = outcome.judged[0].kernel
+    if backend.has("dequantize") and not bool(no_codes(shown).any()):
+        whole = as_quantized(outputs, x, recipe, shape=(x.shape[0], x.shape[1]))
+        whole = replace(whole, amax=shown.amax, tensor_scale=shown.tensor_scale)
+
+        def call(given: Tensors) -> Tensors:
+            return {"values": backend.tensor("dequantize", whole.shape, x.dtype, made_of(given, whole), x.dtype)}
+
+        with suppress(Unsupported):
+            values, protection, _ = repeated(backend, x.device, parts_of(whole), call)
+            for before, now in zip(outcome.stages, protection, strict=False):
+                before.add(now)
+            outcome.stages.append(values_stage(shown, together(values["values"])))
+    rows = ", ".join(f"{band.start} to {band.stop - 1}" for band in bands)
+    for stage in outcome.stages:
+        if stage.sentence and stage.stage not in ("memory", "repeat"):
+            stage.sentence += f"; row numbers count the judged rows of x alone, {rows}"
+    outcome.outputs = parts
     return outcome
 
 
@@ -99,6 +148,11 @@ def _bits_of_halves(random: Random | None, given: Tensors) -> tuple[int, int] | 
         return random
     words = given.get("random"), given.get("random of the transpose")
     return words if any(part is not None for part in words) else None
+
+
+def _amaxes_of_halves(given: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The amaxes of the rowwise and the columnwise half among the arguments, or None."""
+    return (given["amax"], given["amax of the transpose"]) if "amax" in given else None
 
 
 def _as_oracle(parts: Tensors, x: torch.Tensor, oracle: Quantized, *, swizzled: bool) -> Quantized:
@@ -158,7 +212,8 @@ def _values(kernel: Quantized) -> torch.Tensor:
 def _arguments(case: QuantizeCase, inputs: Inputs) -> Tensors:
     """The tensors that a backend is given, by name; words of random bits are guarded as x is."""
     words = {"random": inputs.random.get("x"), "random of the transpose": inputs.random.get("xT")}
-    options = words | {"scale": inputs.scale.get("x")}
+    amaxes = {"amax": inputs.amax.get("x"), "amax of the transpose": inputs.amax.get("xT")}
+    options = words | amaxes | {"scale": inputs.scale.get("x")}
     passed = {name: tensor for name, tensor in options.items() if isinstance(tensor, torch.Tensor)}
     return {"x": laid_out(inputs.x, case.view), **passed}
 
@@ -187,6 +242,7 @@ def _judge_both(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outcome
             backend.host.seed(random)
         bits = _bits_of_halves(random, given)
         options: dict[str, Any] = {"scale": given.get("scale"), "random": bits, "swizzled": swizzled}
+        options |= {"amax": _amaxes_of_halves(given)}
         outputs: dict[str, torch.Tensor | None] = {}
         halves = _made(backend.quantize_both(given["x"], recipe, **options))
         for name, half in zip(HALVES, halves, strict=True):
@@ -201,20 +257,22 @@ def _judge_both(case: QuantizeCase, inputs: Inputs, backend: Backend) -> Outcome
     drawn = [f"{name}{alone}.codes" for name in HALVES for alone in ("", " alone")] if own else []
     outputs, protection, seconds = repeated(backend, x.device, given, call, drawn)
     words = inputs.random.get("xT")
-    oracles = _made(reference.quantize_both(x, recipe, scale=scale, random=_bits_of_halves(random, given)))
+    bits, amaxes = _bits_of_halves(random, given), _amaxes_of_halves(given)
+    oracles = _made(reference.quantize_both(x, recipe, amax=amaxes, scale=scale, random=bits))
     together = {name: tensor for name, tensor in outputs.items() if " alone" not in name}
     outcome = Outcome(protection, together, seconds=seconds)
     matrix = x.flatten(0, -2)
     subjects = (
-        Subject(matrix, recipe.rowwise, random, own=own),
+        Subject(matrix, recipe.rowwise, random, own=own, amax_given=case.amax),
         columnwise_subject(
-            matrix.T.contiguous(), recipe, second_half(random, words), free=rotates_freely(backend), own=own
+            matrix.T.contiguous(), recipe, second_half(random, words), free=rotates_freely(backend), own=own,
+            amax_given=case.amax,
         ),
-    )
+    )  # fmt: skip
 
     def half(bits: tuple[int, int], number: int) -> Quantized:
         """A half of a further call: made alone if the backend can, since nothing compares these codes."""
-        options: dict[str, Any] = {"scale": scale, "random": bits}
+        options: dict[str, Any] = {"amax": amaxes, "scale": scale, "random": bits}
         if f"{HALVES[number]} alone.codes" in outputs:
             return only_half(backend.quantize_both(given["x"], recipe, **options | {HALVES[1 - number]: False}))
         return _made(backend.quantize_both(given["x"], recipe, **options))[number]
@@ -236,12 +294,17 @@ def second_half(random: Random | None, words: Random | None = None) -> Random | 
 
 
 def columnwise_subject(
-    matrix: torch.Tensor, recipe: Recipe, random: Random | None, *, free: bool, own: bool = False
+    matrix: torch.Tensor,
+    recipe: Recipe,
+    random: Random | None,
+    *,
+    free: bool,
+    own: bool = False,
+    amax_given: bool = False,
 ) -> Subject:
     """The columnwise half of `quantize_both`, as (K, M)."""
-    return Subject(
-        matrix, recipe, random, transposed=recipe.candidates != "6" and recipe.block[0] > 1, free=free, own=own
-    )
+    transposed = recipe.candidates != "6" and recipe.block[0] > 1
+    return Subject(matrix, recipe, random, transposed=transposed, free=free, own=own, amax_given=amax_given)
 
 
 def _halves(outputs: Tensors, drawn: Collection[str]) -> StageResult:
@@ -253,9 +316,9 @@ def _halves(outputs: Tensors, drawn: Collection[str]) -> StageResult:
             if alone is None or beside is None or not alone.numel() or f"{name}.{part}" in drawn:
                 continue
             result.compared += alone.numel()
-            a, b = (t.view(torch.uint8) for t in (alone, beside))
+            a, b = (element_bytes(t) for t in (alone, beside))
             if not torch.equal(a, b):
-                different = int((a != b).view(alone.numel(), -1).any(1).sum())
+                different = int((a != b).any(1).sum())
                 result.mismatches += different
                 of = f"{format_count(different)} of {format_count(alone.numel())} {part}"
                 result.sentence = result.sentence or f"{of} of the {name} half differ when it is made alone"

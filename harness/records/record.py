@@ -17,7 +17,7 @@ from narrowgauge.harness.machine.timing import PHASES
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA = 9
+SCHEMA = 10
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
 """pass: correct. fail: a result is wrong. error: the backend raised an exception, or returned an invalid result. crash:
 the process died. timeout: the case did not end in time. unsupported: the backend does not support the case."""
@@ -141,7 +141,7 @@ NESTED = ("budget_histogram", "sweep", "accuracy", "stages", "explanations", "no
 """Columns with lists: JSON in Parquet, omitted from CSV."""
 ENTRIES = {
     "accuracy": ("tensor", "sqnr_db", "relative_error", "cosine"),
-    "stages": ("stage", "rule", "compared", "mismatches", "max_ulp", "excused", "sentence"),
+    "stages": ("stage", "rule", "compared", "mismatches", "max_ulp", "excused", "unbounded", "sentence"),
     "explanations": ("cause", "sentence", "stage", "exact"),
     "notes": ("cause", "sentence"),
     "findings": ("stage", "rule", "sentence", "elements", "modulo", "heat", "steps", "census"),

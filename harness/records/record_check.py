@@ -44,7 +44,7 @@ _ENTRY_TYPES: dict[str, dict[str, Any]] = {
     "accuracy": dict.fromkeys(("sqnr_db", "relative_error", "cosine"), float | None) | {"tensor": str},
     "stages": {
         "stage": str, "rule": str, "compared": int, "mismatches": int, "max_ulp": int | None, "excused": int,
-        "sentence": str,
+        "unbounded": int | None, "sentence": str,
     },
     "explanations": {"cause": str, "sentence": str, "stage": str, "exact": bool},
     "notes": {"cause": str, "sentence": str},
@@ -144,7 +144,7 @@ def _ranges(record: dict[str, Any]) -> Iterator[str]:
     if any(count < 0 for count in record["budget_histogram"]):
         yield f"budget_histogram is {shown(record['budget_histogram'])}, with a negative count"
     for number, stage in enumerate(record["stages"]):
-        for key in ("compared", "mismatches", "max_ulp", "excused"):
+        for key in ("compared", "mismatches", "max_ulp", "excused", "unbounded"):
             if stage[key] is not None and stage[key] < 0:
                 yield f"stages[{number}].{key} is {stage[key]}, not a number ≥ 0"
     for number, entry in enumerate(record["accuracy"]):
@@ -211,8 +211,10 @@ def _sums(record: dict[str, Any]) -> Iterator[str]:
         place = f"stages[{number}]"
         if not stage["sentence"] and (stage["mismatches"] or stage["max_ulp"] is not None):
             yield f"{place} ({shown(stage['stage'])}) has wrong elements, and no sentence"
-        if stage["rule"] not in PROTECTING and max(stage["mismatches"], stage["excused"]) > stage["compared"]:
-            yield f"{place} ({shown(stage['stage'])}) has more wrong or excused elements than compared elements"
+        largest = max(stage["mismatches"], stage["excused"], stage["unbounded"] or 0)
+        if stage["rule"] not in PROTECTING and largest > stage["compared"]:
+            what = "more wrong, excused or unbounded elements than compared elements"
+            yield f"{place} ({shown(stage['stage'])}) has {what}"
         if not stage["stage"]:
             yield f"{place} has no name"
 

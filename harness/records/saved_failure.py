@@ -165,7 +165,7 @@ def _inputs(case: Case, tensors: Mapping[str, torch.Tensor], pairs: Mapping[str,
         main_grads = {name.removesuffix(_MAIN): t for name, t in given.items() if name.endswith(_MAIN)}
         parameters = {name: t for name, t in given.items() if name != "dy" and not name.endswith(_MAIN)}
         return ModuleInputs(x, random, scale, dy=given["dy"], parameters=parameters, main_grads=main_grads)
-    return Inputs(x, random, scale)
+    return Inputs(x, random, scale, group("amax."))
 
 
 def _actual(outcome: Outcome) -> dict[str, torch.Tensor]:

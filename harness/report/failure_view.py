@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowgauge.harness.cases.case_file import is_default
 from narrowgauge.harness.machine.plain_text import escape
-from narrowgauge.harness.report.text import OF_EARLIER_CASES, number, plural
+from narrowgauge.harness.report.text import OF_EARLIER_CASES, explanation, number, plural
 
 BINS = 8
 """Largest number of histogram bins in a line: the bins with most elements. The line counts the omitted bins."""
@@ -20,6 +20,8 @@ SPECIAL = {
     "no_code": "no code",
 }  # fmt: skip
 """Labels of the special values in a census (`harness.checks.finding.SPECIAL`)."""
+_SHOWN_CAUSES = 2
+"""Exact causes with lines of their own. If there are more, the report counts all after the simplest."""
 
 
 def reproduction(record: dict[str, Any]) -> str:
@@ -105,16 +107,21 @@ def group_saved_lines(records: Iterable[dict[str, Any]]) -> list[str]:
     return saved_lines(min(saved_or_noted, key=lambda record: not record["saved"])) if saved_or_noted else []
 
 
-def explanation_lines(explanations: list[dict[str, Any]]) -> list[str]:
-    """Explanations of a record: earlier calls that it needs, deviations with exactly its bytes, and patterns of its
-    wrong elements."""
+def explanation_lines(explanations: list[dict[str, Any]], *, every: bool = False) -> list[str]:
+    """Explanations of a record: earlier calls that it needs, the simplest deviation with exactly its bytes, possible
+    causes, and patterns of its wrong elements.
+
+    Less simple deviations with the same bytes are counted. `every`: each of them has a line of its own.
+    """
     earlier = [entry["sentence"] for entry in explanations if entry["cause"] in OF_EARLIER_CASES]
     explanations = [entry for entry in explanations if entry["cause"] not in OF_EARLIER_CASES]
-    exact = [explanation["sentence"] for explanation in explanations if explanation["exact"]]
-    shared = [explanation["sentence"] for explanation in explanations if not explanation["exact"]]
+    exact = [entry["sentence"] for entry in explanations if entry["exact"]]
     lines = [f"explained exactly by: {exact[0]}"] if exact else []
-    lines += [f"              or by: {sentence}" for sentence in exact[1:]]
-    return earlier + lines + [f"wrong elements: {sentence}" for sentence in shared]
+    if every or len(exact) == _SHOWN_CAUSES:
+        lines += [f"              or by: {sentence}" for sentence in exact[1:]]
+    elif len(exact) > _SHOWN_CAUSES:
+        lines.append(f"              or by: {len(exact) - 1} less simple causes with the same bytes")
+    return earlier + lines + [explanation(entry) for entry in explanations if not entry["exact"]]
 
 
 def _elements(elements: list[dict[str, Any]]) -> list[str]:

@@ -69,7 +69,7 @@ def _alike(failed: list[dict[str, Any]]) -> list[Group]:
     exactly_explained: set[int] = set()
     for explanation, members in assign_causes(failed):
         explanation_of |= {id(record): explanation for record in members}
-        if explanation["exact"]:
+        if any(entry["exact"] and entry["cause"] == explanation["cause"] for entry in members[0]["explanations"]):
             exactly_explained |= {id(record) for record in members}
             groups.append(Group(*_shared(members), sorted(members, key=_badness), explanation))
     by_key: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)

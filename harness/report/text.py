@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.records.record import (
     OUTCOMES,
     PASSES_ALONE,
@@ -36,7 +37,8 @@ _HALVES = (*(f"{half}.{stage}" for half in ("rowwise", "columnwise") for stage i
 
 @cache
 def expected_stages(operation: str, flags: str, recipes: str = "") -> tuple[str, ...]:
-    """Stages of an operation with these flags: of both halves with `both`, of padding with `padded`.
+    """Stages of an operation with these flags: of both halves with `both`, of padding with `padded`, without those of w
+    with `same`.
 
     An operand whose recipe has no tensor scale has no tensor scale stage and no amax stage.
     """
@@ -49,6 +51,7 @@ def expected_stages(operation: str, flags: str, recipes: str = "") -> tuple[str,
         stage
         for stage in stages
         if not stage.endswith(_TENSOR_STAGES) or _has_tensor_scale(operand_recipes.get(stage.partition(".")[0], x))
+        if "same" not in set_flags or not stage.startswith("w.")
     )
 
 
@@ -200,12 +203,13 @@ OF_EARLIER_CASES = (STATE_BETWEEN_CALLS, PASSES_ALONE)
 
 
 def explanation(cause: dict[str, Any] | None) -> str:
-    """Explanation of a record or a group: earlier calls, an exact deviation, or a pattern of the wrong elements."""
+    """Explanation of a record or a group: earlier calls, an exact deviation, a possible cause, or a pattern."""
     if cause is None:
         return ""
-    if cause["cause"] in OF_EARLIER_CASES:
+    if cause["cause"] in (*OF_EARLIER_CASES, "no-diagnosis"):
         return str(cause["sentence"])
-    return f"{'explained exactly by' if cause['exact'] else 'wrong elements'}: {cause['sentence']}"
+    inexact = "wrong elements" if is_pattern(cause["cause"]) else "possible cause"
+    return f"{'explained exactly by' if cause['exact'] else inexact}: {cause['sentence']}"
 
 
 def sentence(record: dict[str, Any]) -> str:

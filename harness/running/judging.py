@@ -11,6 +11,7 @@ from narrowgauge.harness.cases.case import Case
 
 if TYPE_CHECKING:
     from narrowgauge.harness.diagnosis.explain_memory import Run
+    from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
     from narrowgauge.harness.inputs.inputs import Inputs
     from narrowgauge.harness.operations.stages.outcome import Outcome
 
@@ -21,30 +22,45 @@ def judge(case: Case, inputs: Inputs, backend: Backend, *, sharing: int = 1) -> 
     Raises BackendError and Unsupported, as the backend does.
     """
     from narrowgauge.harness.checks.statistics.decision import decide
+    from narrowgauge.harness.diagnosis.search.history import history_of
     from narrowgauge.harness.operations.registry import JUDGES
 
+    backend.repeats, backend.concurrency = case.repeats, case.concurrency
     outcome = JUDGES[case.operation](case, inputs, backend)
+    amaxes = [judged.oracle.amax for judged in outcome.judged if judged.oracle.amax is not None]
+    history_of(backend).begin_case([float(amax) for amax in amaxes if amax.numel() == 1])
     decide(outcome.stages, sharing)
     return outcome
 
 
 def explained(
-    outcome: Outcome, backend: Backend, *, runs: Callable[[], tuple[Run, Run] | None] | None = None
+    outcome: Outcome,
+    backend: Backend,
+    *,
+    runs: Callable[[], tuple[Run, Run] | None] | None = None,
+    limit: TimeLimit | None = None,
+    part: bool = False,
 ) -> list[dict[str, Any]]:
     """Explanations of a wrong outcome of `backend`. A diagnosis that fails costs itself, not the verdict.
 
-    `runs`: as of `harness.diagnosis.explain.explain`.
+    `runs` and `limit`: as of `harness.diagnosis.explain.explain`. `part`: the outcome is of a part of the inputs of a
+    case before, and is no further evidence.
     """
     from narrowgauge.harness.diagnosis.explain import explain
     from narrowgauge.harness.diagnosis.search.history import history_of
 
+    history = history_of(backend)
+    evidence = len(history.left_out)
     try:
-        return [explanation.to_dict() for explanation in explain(outcome, history_of(backend), runs=runs)]
+        return [explanation.to_dict() for explanation in explain(outcome, history, runs=runs, limit=limit)]
     except HostLost:
         raise
     except Exception as error:
         words = f"no diagnosis: {type(error).__name__}: {error}{error_location(error)}"
         return [{"cause": "no-diagnosis", "sentence": words, "stage": "", "exact": False}]
+    finally:
+        if part:
+            del history.left_out[evidence:]
 
 
 def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, seed: int) -> tuple[Run, Run] | None:

@@ -13,6 +13,7 @@ from narrowgauge.harness.backends.host import CaseEnd, HostLost
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.cost import home_of
 from narrowgauge.harness.cases.memory import KEPT, needed, shortage
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.machine.float_environment import read_environment, require_default
 from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, lock_gpu
 from narrowgauge.harness.machine.timing import CHECKS, PHASES, count_seconds, stopwatch
@@ -34,6 +35,9 @@ COMPARING = ("exact", "bound", "boundary", "statistics")
 _RESULTS = 1 << 28
 """Bytes that results may have beyond the memory of the case."""
 _PART = 1 << 17
+DIAGNOSIS_SECONDS = 2.0
+"""Seconds of a core after which the search for the causes of a failing case stops. `narrowgauge show` has no limit."""
+_WITHOUT_LIMIT = "narrowgauge show has no limit"
 ALLCLOSE = 8e-3
 """The tolerance of Transformer Engine's own NVFP4 GEMM test, reported and never used for a verdict."""
 
@@ -60,6 +64,7 @@ def run_case(
     timeout: float = float("inf"),
     untrusted: bool = False,
     options: str = "",
+    diagnosis: float = DIAGNOSIS_SECONDS,
 ) -> Record:
     """Run and judge one case on `device` ("cpu", "cuda"). `captures` holds the tensors of a case made from a file.
 
@@ -68,7 +73,7 @@ def run_case(
     `on_outcome` is called with the inputs and the outcome of a judged case. `sharing`: number of cases that share the
     false alarms of the run (`harness.checks.statistics.holm`). `timeout`: seconds for the calls of a backend in a host.
     `untrusted`: a failing case runs on the inputs of another seed, too, and equal results are a finding. `options`: the
-    column of this name.
+    column of this name. `diagnosis`: seconds of a core after which the search for causes stops.
     """
     started, busy = time.perf_counter(), time.process_time()
     record = new_record(case, backend=backend.name, device=device, seed=seed, options=options)
@@ -88,6 +93,7 @@ def run_case(
             _measure(
                 record, case, backend, home, seed=seed, captures=captures, inputs=inputs, keeper=keeper,
                 with_earlier=with_earlier, on_outcome=on_outcome, sharing=sharing, untrusted=untrusted,
+                diagnosis=diagnosis,
             )  # fmt: skip
             end = backend.host.end_case()
             require_default(read_environment())
@@ -122,6 +128,7 @@ def _measure(
     on_outcome: OnOutcome | None,
     sharing: int,
     untrusted: bool,
+    diagnosis: float,
 ) -> None:
     """Fill the record of a case, whatever becomes of it."""
     if problem := shortage(case, record.device):
@@ -146,7 +153,10 @@ def _measure(
             outcome.aliases = backend.host.aliases
             with count_seconds("diagnosis"):
                 again = partial(two_runs, case, inputs, outcome, backend, seed + 1) if untrusted else None
-                record.explanations = explained(outcome, backend, runs=again)
+                limit = TimeLimit(diagnosis, bounds_work=True, of_process=True, remedy=_WITHOUT_LIMIT)
+                record.explanations = explained(outcome, backend, runs=again, limit=limit)
+                if limit.note:
+                    record.notes.append({"cause": "diagnosis-stopped", "sentence": limit.note})
                 if with_earlier is not None and with_earlier():
                     record.save_note = "not saved: the case passes alone"
                 elif keeper is not None:
@@ -212,6 +222,8 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
     """64 bits of BLAKE2 over the tensors' bytes; every NaN counts as the same one."""
     import torch
 
+    from narrowgauge.harness.backends.guarded_memory import element_bytes
+
     state = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         if tensor is None:
@@ -221,7 +233,7 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
             plain = part
             if part.is_floating_point() and bool((nan := part.isnan()).any()):
                 plain = part.masked_fill(nan, torch.nan)
-            state.update(plain.view(torch.uint8).numpy().data)
+            state.update(element_bytes(plain).numpy().data)
     return state.hexdigest()
 
 

@@ -253,8 +253,10 @@ class _Search:
             return False
         if _first_wrong(outcome) != self.stage:
             return False
-        if self.cause and next((found["cause"] for found in explained(outcome, self.backend)), "") != self.cause:
-            return False
+        if self.cause:
+            first = next(iter(explained(outcome, self.backend, part=True)), {"cause": ""})
+            if first["cause"] != self.cause:
+                return False
         self.windows, self.found, self.inputs, self.outcome = wanted, case, inputs, outcome
         return True
 

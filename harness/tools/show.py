@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def show_case(
         console.print(f"after {earlier.id}: {before.verdict}", markup=False)
     record = run_case(
         case, backend, device=device, seed=seed, captures=captures, inputs=saved, on_outcome=keep, timeout=timeout,
-        untrusted=untrusted,
+        untrusted=untrusted, diagnosis=math.inf,
     )  # fmt: skip
     if record.verdict == "unsupported":
         raise Unsupported(record.message)
@@ -89,7 +90,7 @@ def show_case(
         console.print(escape(f"{record.verdict}: {record.message}"), markup=False, soft_wrap=True)
     for inputs, outcome in judged:
         console.print(_stages(outcome))
-        for line in explanation_lines(record.explanations):
+        for line in explanation_lines(record.explanations, every=True):
             console.print(line, markup=False)
         table = _SHOWN[case.operation](inputs, outcome, place)
         console.print("the result is empty" if table is None else table)
@@ -99,7 +100,8 @@ def show_case(
 def _stages(outcome: Outcome) -> Table:
     table = Table("stage", "rule", "compared", "wrong", "", box=None)
     for s in outcome.stages:
-        table.add_row(s.stage, s.rule, str(s.compared), str(s.mismatches), s.sentence or "✓")
+        verdict = s.sentence or (f"✓ assumes {s.assumes}" if s.assumes else "✓")
+        table.add_row(s.stage, s.rule, str(s.compared), str(s.mismatches), verdict)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Declarations of a kernel about its sums: order of additions, rounding of additions, flushing of subnormal numbers."""
+"""Declarations of a kernel about its sums: operands, order and rounding of additions, flushing of subnormal numbers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ ORDERS = (
     "sequential", "blocks", "tree", "split-<n>", "aligned-<F>-<W>", "aligned-<F>-<W>-<P>", "decoded-aligned-<F>-<W>",
 )  # fmt: skip
 """Names of the orders of summation, with a number for each <letter>; defined in `Summation.order`."""
+OPERANDS = ("decoded-float32", "decoded-bfloat16")
+"""Declarations of operands that are not multiplied as codes and scales; defined in `Summation.operands`."""
 _SPLIT = re.compile(r"split-([1-9]\d{0,3})")
 _ALIGNED = re.compile(r"(?:(decoded)-)?aligned-([1-9]\d?)-([1-9]\d{0,3})(?(1)|(?:-([1-9]\d{0,5}))?)")
 # A sum of W products and an accumulator, in units of the last bit kept, fits float64: each term is below 2^(F + 2).
@@ -73,8 +75,25 @@ class Summation:
     """Float32 numbers below 2^-126 may become 0: terms with their scales, partial sums, α and its factors, float32
     scales, α times a sum, c, bias and the output. Float16 outputs keep subnormals, which are normal float32 numbers."""
 
+    operands: str | None = None
+    """None: codes are multiplied, and scales and α are applied to products or to sums.
+
+    "decoded-float32", "decoded-bfloat16": both operands are first decoded: element times block scale times tensor
+    scale, in float32, and rounded to bfloat16. Float32 products of decoded numbers are summed in any order, without α.
+    Source: docs/tolerance.md#decoded-operands.
+    """
+
     def __post_init__(self) -> None:
         order = self.order
+        if self.operands is not None:
+            if self.operands not in OPERANDS:
+                names = ", ".join(map(repr, OPERANDS))
+                raise ValueError(f"operands are {names}, or None for codes; not {self.operands!r}")
+            if order is not None:
+                raise ValueError(
+                    f"operands {self.operands!r} are summed in any order; declare the operands or the order {order!r}, "
+                    "not both"
+                )
         if order is not None and not is_order(order):
             names = ", ".join(map(repr, ORDERS))
             raise ValueError(f"the order of a sum is {names}, or None for any order; not {order!r}")
@@ -88,6 +107,11 @@ class Summation:
                 raise ValueError(
                     f"{order!r} defines the truncation of the accumulator; declare the order or truncation, not both"
                 )
+
+    @property
+    def accepts_reference(self) -> bool:
+        """Whether the output of the reference is an output of this summation, for all operands."""
+        return self.aligned is None and self.operands is None
 
     @property
     def roundoff(self) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from narrowgauge.native.quantize.layout import linear_scales
-from narrowgauge.native.runtime.arguments import check_contiguous, check_operand, supported
+from narrowgauge.native.runtime.arguments import check_operand, supported
 from narrowgauge.native.runtime.structs import KernelStruct, StructValue, Value, enumerators
 from narrowgauge.spec.arguments import check_columns, check_epilogue, check_pair
 from narrowgauge.spec.formats import E2M1, E4M3, E8M0
@@ -146,10 +146,11 @@ def epilogue_fields(
 ) -> Fields:
     """EpilogueParameters without `out`, for an output (M, N).
 
-    Raises TypeError or ValueError if c (M, N) or bias, (N,) or (sections, N), has a wrong shape, dtype or layout.
+    c and bias may have any strides; the kernels read a contiguous copy of other memory. Raises TypeError or ValueError
+    if c (M, N) or bias, (N,) or (sections, N), has a wrong shape or dtype.
     """
     check_epilogue(shape, out_dtype, c, bias, sections)
-    check_contiguous(c=c, bias=bias)
+    c, bias = (None if tensor is None else tensor.contiguous() for tensor in (c, bias))
     c_type, bias_type = ("FLOAT32" if tensor is None else _DTYPES[tensor.dtype] for tensor in (c, bias))
     return {"c": c, "bias": bias, "c_type": c_type, "bias_type": bias_type, "out_type": _DTYPES[out_dtype]}
 

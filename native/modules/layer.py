@@ -30,6 +30,9 @@ from narrowgauge.spec.module_arguments import (
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.training import TrainingRecipe, training_recipe
 
+_PASSES = "backward_passes"
+"""Name of the number of backward passes in a state dict, int64 (); absent before the first pass."""
+
 
 class Options(TypedDict, total=False):
     """Options of every layer, see `Layer`."""
@@ -110,6 +113,17 @@ class Layer(History):
             self.register_parameter(
                 name.replace("weight", "bias"), torch.nn.Parameter(added.uniform_(-bound, bound)) if bias else None
             )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._backward_passes:  # stochastic rounding continues with the next offset
+            destination[prefix + _PASSES] = torch.tensor(self._backward_passes)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        name = prefix + _PASSES
+        super()._load_from_state_dict({key: t for key, t in state_dict.items() if key != name}, prefix, *arguments)
+        if name in state_dict:
+            self._backward_passes = int(state_dict[name])
 
     def report_each(self, name: str, values: Sequence[Any]) -> None:
         """Passes the results of all weights to the observer."""

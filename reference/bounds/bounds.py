@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowgauge.reference.bounds.decoded_first import DTYPES, decoded, decoded_bounds, tensor_factor
 from narrowgauge.reference.bounds.decoded_operands import DecodedOperands
 from narrowgauge.reference.bounds.flushing import alpha_may_flush, extended_to_zero, is_subnormal, may_flush
-from narrowgauge.reference.bounds.promotion_bounds import promotion_bounds
+from narrowgauge.reference.bounds.promotion_bounds import SumBounds, promotion_bounds
 from narrowgauge.reference.bounds.running_error import error_growth
 from narrowgauge.reference.bounds.summation_orders import declared_error
 from narrowgauge.reference.gemm.fast.exact_sum import fast_exact_sum
@@ -79,19 +80,25 @@ def bounds(
     `order`: the declared summation, or its name; None: any order, rounding to nearest. A term, or a block sum, times
     scales that are powers of two is exact if the product is a float32 number, and otherwise rounds once.
 
+    With declared operands the bounds are those of `decoded_bounds`: the sums of decoded operands, in any order.
+
     The error E_acc is evaluated in float64 and widened by 2^-50 of its terms, and sums of magnitudes by K·2^-52. So the
     rounding of this evaluation never excludes a correct output.
 
-    Raises the errors of `gemm`, and ValueError for an unknown order or, with a truncating accumulator, for K above
-    2^22.
+    Raises the errors of `gemm`, and ValueError for an unknown order or, with a truncating accumulator or declared
+    operands, for K above 2^22.
     """
     check_operands(a, b)
     check_epilogue((a.shape[0], b.shape[0]), out_dtype, c, bias)
     declared = summation(order)
-    if declared.truncates:
-        _check_truncating_columns(a.shape[1])
+    if declared.truncates or declared.operands is not None:
+        _check_columns(a.shape[1])
+    if declared.operands is not None:
+        dtype = DTYPES[declared.operands]
+        x, w = (decoded(q, tensor_factor(q), dtype, flushes=declared.flushes) for q in (a, b))
+        return _bounds_of_sums(decoded_bounds(x, w, declared), a, out_dtype, c, bias, declared)
     if promotes(a.recipe):
-        return _promoted_bounds(a, b, out_dtype, c, bias, declared)
+        return _bounds_of_sums(promotion_bounds(a, b, declared), a, out_dtype, c, bias, declared)
     left, right = operand(a), operand(b)
     total = fast_exact_sum(a, b, left, right)
     if (model := declared.aligned) is not None:
@@ -210,26 +217,37 @@ def _accumulation(
     return error.masked_fill_(settled, 0.0), tier.masked_fill_(settled & ~overflow, EXACT), overflow
 
 
-def _check_truncating_columns(columns: int) -> None:
+def _check_columns(columns: int) -> None:
     if columns * 2 * UNIT > 0.5:
-        raise ValueError(f"an accumulator that truncates has a bound for K up to {2**22}, not {columns}")
+        raise ValueError(
+            f"an accumulator that truncates, and operands that are decoded first, have a bound for K up to {2**22}, "
+            f"not {columns}"
+        )
 
 
-def _promoted_bounds(
+def _bounds_of_sums(
+    sums: SumBounds,
     a: Quantized,
-    b: Quantized,
     out_dtype: torch.dtype,
     c: torch.Tensor | None,
     bias: torch.Tensor | None,
     declared: Summation,
 ) -> Bounds:
-    """Bounds of FP8 with block scales: y, then the bias and a cast, then c and a second cast. Each step is monotone."""
-    promoted = promotion_bounds(a, b, declared)
-    expected, lower, upper, exact = promoted.expected, promoted.lower, promoted.upper, promoted.exact
-    centre = promoted.centre
-    budget = torch.maximum(promoted.upper.double() - centre, centre - promoted.lower.double()) + SMALLEST_SUBNORMAL
-    steps = [(t.float(), out_dtype) for t in (bias, c) if t is not None]
-    if bias is None:
+    """Bounds of an epilogue without α: the addends and casts of sums y. Each step is monotone.
+
+    FP8 with block scales: the bias and a cast, then c and a second cast. Else c, the bias and a cast.
+    """
+    expected, lower, upper, exact = sums.expected, sums.lower, sums.upper, sums.exact
+    centre = sums.centre
+    budget = torch.maximum(sums.upper.double() - centre, centre - sums.lower.double()) + SMALLEST_SUBNORMAL
+    if promotes(a.recipe):
+        steps = [(t.float(), out_dtype) for t in (bias, c) if t is not None]
+        cast_first = bias is None
+    else:
+        addends = [t.float() for t in (c, bias) if t is not None]
+        steps = [(t, torch.float32) for t in addends[:-1]] + [(t, out_dtype) for t in addends[-1:]]
+        cast_first = not addends
+    if cast_first:
         expected, lower, upper = (end.to(out_dtype) for end in (expected, lower, upper))
         budget = _budget_after_cast(centre, budget, out_dtype)
     for addend, dtype in steps:
@@ -250,11 +268,11 @@ def _promoted_bounds(
         lower=lower,
         upper=upper,
         exact=exact,
-        zero_sum=promoted.expected == 0,
-        undetermined=promoted.overflow,
+        zero_sum=sums.expected == 0,
+        undetermined=sums.overflow,
         centre=centre,
         budget=budget,
-        tier=torch.where(exact & promoted.any_order, EXACT, tier).to(torch.uint8),
+        tier=torch.where(exact & sums.any_order, EXACT, tier).to(torch.uint8),
     )
 
 

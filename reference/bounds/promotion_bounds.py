@@ -26,8 +26,8 @@ _FACTOR_ROUNDINGS = 3
 
 
 @dataclass
-class PromotionBounds:
-    """Accepted values of y, the result of `promoted_sum`, (M, N)."""
+class SumBounds:
+    """Accepted values of y, the sums (M, N) before the epilogue: `promoted_sum`, or the sums of decoded operands."""
 
     expected: torch.Tensor
     """float32: y of the reference."""
@@ -41,14 +41,14 @@ class PromotionBounds:
     overflow: torch.Tensor
     """bool: a correct kernel may overflow."""
     centre: torch.Tensor
-    """float64: Σ P·s_a·s_b, with an error of at most 2^-20 of the error by roundings."""
+    """float64: the sum without roundings, with an error of at most 2^-20 of the error by roundings."""
 
-    def tile(self, rows: slice, columns: slice) -> PromotionBounds:
+    def tile(self, rows: slice, columns: slice) -> SumBounds:
         """Views of a tile of the outputs."""
-        return PromotionBounds(*(values[rows, columns] for values in vars(self).values()))
+        return SumBounds(*(values[rows, columns] for values in vars(self).values()))
 
 
-def promotion_bounds(a: Quantized, b: Quantized, declared: Summation) -> PromotionBounds:
+def promotion_bounds(a: Quantized, b: Quantized, declared: Summation) -> SumBounds:
     """Bounds of `promoted_sum(a, b)` in the declared order, or in any order of additions.
 
     Without a declared order the terms code·code·s_a·s_b may be added in any tree. The factors may be applied to
@@ -64,7 +64,7 @@ def promotion_bounds(a: Quantized, b: Quantized, declared: Summation) -> Promoti
         expected = promoted_sum(a, b, slices=declared.slices, alignment=declared.aligned)
     no = torch.zeros_like(expected, dtype=torch.bool)
     centre = torch.zeros_like(expected, dtype=torch.float64)
-    bounds = PromotionBounds(expected, expected.clone(), expected.clone(), no, no.clone(), no.clone(), centre)
+    bounds = SumBounds(expected, expected.clone(), expected.clone(), no, no.clone(), no.clone(), centre)
     for rows, columns in tiles(expected):
         part, tile = operands.tile(rows, columns), bounds.tile(rows, columns)
         if declared.order is None:
@@ -76,7 +76,7 @@ def promotion_bounds(a: Quantized, b: Quantized, declared: Summation) -> Promoti
     return bounds
 
 
-def _set_simulated(operands: BlockScaledOperands, bounds: PromotionBounds) -> None:
+def _set_simulated(operands: BlockScaledOperands, bounds: SumBounds) -> None:
     """Sets the bounds of a simulated order, whose bits are all known.
 
     An output is the same in any order only if no block sum is finite.
@@ -92,7 +92,7 @@ def _set_simulated(operands: BlockScaledOperands, bounds: PromotionBounds) -> No
 
 def _set_declared_order(
     operands: BlockScaledOperands,
-    bounds: PromotionBounds,
+    bounds: SumBounds,
     declared: Summation,
     certificate: ExactnessCertificate | None,
 ) -> None:
@@ -178,7 +178,7 @@ def _open_on_overflow(
     return lower.masked_fill(overflowed, -torch.inf), upper.masked_fill(overflowed, torch.inf)
 
 
-def _set_any_order(operands: BlockScaledOperands, bounds: PromotionBounds, declared: Summation) -> None:
+def _set_any_order(operands: BlockScaledOperands, bounds: SumBounds, declared: Summation) -> None:
     """Sets the bounds of any order: S ± ((1 + u)^(n + 2) − 1)·A, or S if no addition or factor can round.
 
     n nonzero terms have n − 1 additions and 3 factor roundings. A rounding of a subnormal product of some factors of a

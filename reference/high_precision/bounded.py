@@ -25,9 +25,10 @@ TRUNCATING = 2 * UNIT
 EXP_ULPS = 2
 TANH_ULPS = 2
 RSQRT_ULPS = 2
-"""CUDA C++ Programming Guide, "Mathematical Functions Appendix", standard functions in single precision: the maximum
-error of expf, tanhf and rsqrtf. Division, square root and reciprocal round correctly (0 ulp) without fast-math. Of the
-fast-math intrinsics only ex2.approx of fused attention is covered: `reference.high_precision.attention`."""
+"""CUDA C++ Programming Guide 13.0, section 17.1, table 17: the maximum error of expf and exp2f, tanhf, and rsqrtf over
+the full range. The table counts ulps from the correctly rounded result, and its figures are measured, not guaranteed.
+Division, square root and reciprocal round correctly (0 ulp) without fast-math. Of the fast-math intrinsics only
+ex2.approx of fused attention is covered: `reference.high_precision.attention`."""
 
 _HALF_ULP = {
     torch.float32: (UNIT, SMALLEST_SUBNORMAL / 2),
@@ -41,6 +42,24 @@ _SLACK = 1 + 2.0**-40
 """Covers the float64 roundings of errors."""
 
 
+def assumption(function: str, ulps: int) -> str:
+    """Phrase of the assumption of a bound: the table of CUDA is measured and not guaranteed."""
+    return f"{function} within {ulps} ulps (CUDA C++ Programming Guide, table 17)"
+
+
+def half_ulp(dtype: torch.dtype) -> tuple[float, float]:
+    """Half an ulp of float32, bfloat16 or float16: relative for normal numbers, absolute for subnormal numbers."""
+    return _HALF_ULP[dtype]
+
+
+def relative_error(ulps: float) -> float:
+    """Largest relative error of a result that is `ulps` from the correctly rounded result: (ulps + ½)·2^-23.
+
+    An ulp of a number y is at most 2^-23·|y|, and correct rounding adds half an ulp.
+    """
+    return (2 * ulps + 1) * UNIT
+
+
 class Bounded:
     """Values with error bounds, float64 tensors of the same shape.
 
@@ -52,11 +71,15 @@ class Bounded:
     Errors are computed on first use, so the values alone cost no more than the formula.
     """
 
-    def __init__(self, value: torch.Tensor, error: torch.Tensor | Lazy) -> None:
-        """Raises TypeError if a tensor is not float64, ValueError if the shapes differ."""
+    def __init__(self, value: torch.Tensor, error: torch.Tensor | Lazy, assumes: str = "") -> None:
+        """`assumes`: what the bound assumes of device functions (`assumption`), empty if nothing.
+
+        Raises TypeError if a tensor is not float64, ValueError if the shapes differ.
+        """
         if value.dtype != torch.float64:
             raise TypeError(f"a bounded number is float64, not {value.dtype}")
         self.value = value
+        self.assumes = assumes
         self._error = error
         if isinstance(error, torch.Tensor):
             self._check(error)
@@ -77,6 +100,10 @@ class Bounded:
         if self.value.shape != error.shape:
             shapes = f"{tuple(self.value.shape)} and {tuple(error.shape)}"
             raise ValueError(f"every bounded number has an error: shapes are {shapes}")
+
+    def assuming(self, assumes: str) -> Bounded:
+        """The same numbers; results of operations on these numbers do not keep the assumption."""
+        return Bounded(self.value, lambda: self.error, assumes)
 
     @property
     def shape(self) -> torch.Size:
@@ -156,22 +183,21 @@ class Bounded:
         return Bounded(self.value.mT, lambda: self.error.mT)
 
     def sum(self, dim: int, *, keepdim: bool = False, roundoff: float = UNIT) -> Bounded:
-        """The sum over a dimension, in any tree of additions: an error of (n − 1)·roundoff·Σ|x| for n nonzero terms.
+        """The sum over a dimension, in any tree of additions: an error of m / (1 − m)·P, m = (n − 1)·roundoff.
 
-        Jeannerod and Rump (2013) prove this bound for additions that round to nearest. For a larger `roundoff` the
-        bound is divided by 1 − (n − 1)·roundoff. The error is 0 if the terms have no error and are float32 numbers, and
-        no partial sum can round in any order (docs/tolerance.md#exact-sums).
+        n: nonzero terms. P: the larger of the sum of the positive terms and the sum of the magnitudes of the negative
+        terms (docs/tolerance.md#high-precision-stages has the proof). The error is 0 if the terms have no error and are
+        float32 numbers, and no partial sum can round in any order (docs/tolerance.md#exact-sums).
         """
         total = self.value.sum(dim, keepdim=keepdim)
 
         def error() -> torch.Tensor:
             magnitude = self.max_magnitude.sum(dim, keepdim=keepdim) * _SLACK
             added = ((self.max_magnitude != 0).sum(dim, keepdim=keepdim) - 1).clamp(min=0) * roundoff
-            rounding = added * magnitude
-            if roundoff > UNIT:
-                rounding = rounding / (1 - added).clamp(min=0)
+            propagated = self.error.sum(dim, keepdim=keepdim)
+            rounding = added / (1 - added).clamp(min=0) * _largest_partial_sum(magnitude, total, propagated)
             evaluation = 2.0**-52 * self.shape[dim] * magnitude
-            bound = (self.error.sum(dim, keepdim=keepdim) + rounding + evaluation) * _SLACK
+            bound = (propagated + rounding + evaluation) * _SLACK
             quantum = lowest_bit(self.value.movedim(dim, -1))
             if keepdim:
                 quantum = quantum.unsqueeze(dim)
@@ -187,10 +213,11 @@ class Bounded:
         return self.sum(dim, keepdim=keepdim) * rounded_constant(1.0 / self.shape[dim], self.value.device)
 
     def matmul(self, other: Bounded, *, roundoff: float = UNIT, roundings: int = 0) -> Bounded:
-        """(…, M, K) @ (…, K, N), summed in any order, with or without FMA: an error of (K + roundings)·roundoff·Σ|x·y|.
+        """(…, M, K) @ (…, K, N), summed in any order, with or without FMA.
 
-        The error is divided by 1 − (K + roundings)·roundoff, which covers terms of higher order. `roundings`: further
-        roundings of a product, by factors of an operand or by rescaled accumulators.
+        The error is ((1 + roundings)·Σ|x·y| + (K − 1)·P)·roundoff, with P of `sum`, divided by 1 − (K + roundings)·
+        roundoff, which covers terms of higher order. `roundings`: further roundings of a product, by factors of an
+        operand or by rescaled accumulators.
         """
         value = self.value @ other.value
 
@@ -199,23 +226,14 @@ class Bounded:
             terms = (columns + roundings) * roundoff
             magnitude = self.max_magnitude @ other.max_magnitude
             propagated = self.error @ other.max_magnitude + self.value.abs() @ other.error
-            rounding = (terms / (1 - terms) if terms < 1 else torch.inf) * magnitude + columns * SMALLEST_NORMAL
+            partial = _largest_partial_sum(magnitude, value, propagated)
+            rounding = (1 + roundings) * roundoff * magnitude + max(columns - 1, 0) * roundoff * partial
+            rounding = (rounding / (1 - terms) if terms < 1 else torch.inf * rounding) + columns * SMALLEST_NORMAL
             bound = (propagated + rounding + 2.0**-51 * columns * magnitude) * _SLACK
             return torch.where(magnitude > FLT_MAX, torch.inf, bound)
 
         return _or_unbounded(
             value, error, lambda: self.unbounded.any(-1).unsqueeze(-1) | other.unbounded.any(-2).unsqueeze(-2)
-        )
-
-    def exp(self, *, ulps: int = EXP_ULPS) -> Bounded:
-        """e^x with an error of at most `ulps`. A result below 2^-126 may be 0."""
-        value = self.value.exp()
-        return _rounded(
-            value,
-            lambda: value * self.error.expm1(),
-            _any_unbounded(self),
-            roundoff=2 * ulps * UNIT,
-            underflow=SMALLEST_NORMAL,
         )
 
     def tanh(self) -> Bounded:
@@ -224,7 +242,7 @@ class Bounded:
         def propagated() -> torch.Tensor:
             return torch.maximum((self.value + self.error).tanh() - value, value - (self.value - self.error).tanh())
 
-        return _rounded(value, propagated, _any_unbounded(self), roundoff=2 * TANH_ULPS * UNIT)
+        return _rounded(value, propagated, _any_unbounded(self), roundoff=relative_error(TANH_ULPS))
 
     def rsqrt(self) -> Bounded:
         """1/√x; unbounded if x has an error and its interval reaches 0."""
@@ -237,7 +255,7 @@ class Bounded:
         def unbounded() -> torch.Tensor:
             return self.unbounded | ((self.value <= self.error) & (self.error > 0))
 
-        return _rounded(value, propagated, unbounded, roundoff=2 * RSQRT_ULPS * UNIT)
+        return _rounded(value, propagated, unbounded, roundoff=relative_error(RSQRT_ULPS))
 
     def rounded(self, dtype: torch.dtype) -> Bounded:
         """The same values stored as float32, bfloat16 or float16, rounded to nearest."""
@@ -296,6 +314,15 @@ def rounded_constant(constant: float, device: torch.device | None = None) -> Bou
     """A scalar constant that a kernel rounds to float32."""
     value = torch.tensor(constant, dtype=torch.float64, device=device)
     return Bounded(value, lambda: UNIT * value.abs() + SMALLEST_SUBNORMAL)
+
+
+def _largest_partial_sum(magnitude: torch.Tensor, total: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of the sum of any of the terms, with `magnitude` Σ|x| and a sum `total` ± `error`.
+
+    The sum of some terms lies between minus the sum of the negative magnitudes and the sum of the positive terms. Their
+    sum is `magnitude` and their difference is the total, so the larger of them is the mean of both.
+    """
+    return torch.minimum((magnitude + total.abs() + error) / 2, magnitude)
 
 
 def _any_unbounded(*operands: Bounded) -> Lazy:

@@ -9,12 +9,28 @@ import math
 
 import torch
 
-from narrowgauge.reference.high_precision.bounded import Bounded, exactly, rounded_constant
+from narrowgauge.reference.high_precision.bounded import (
+    TANH_ULPS,
+    Bounded,
+    assumption,
+    exactly,
+    relative_error,
+    rounded_constant,
+)
+from narrowgauge.spec.summation import UNIT
 
 _ROOT = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
-_OTHER_STEPS = 4
-"""Roundings of kernels with a different order of multiplications, or with √(2/π) rounded twice."""
+_OTHER_STEPS = 6
+"""Roundings of kernels with a different order of multiplications, with √(2/π) rounded twice, or with a factor 2·log2 e
+for exp2f."""
+_SIGMOID = 6
+"""Absolute error of tanh(u) as 2·s − 1 or 1 − 2·s, with s = 1/(1 + e^(∓2u)), in units of 2^-24. Triton and CUTLASS
+kernels compute tanh so, and x·s is the product ½·x·(1 + tanh u). expf and exp2f have a relative error of at most 5
+units (2 ulps), so e^(∓2u) moves s by at most 5·s·(1 − s); the sum, the quotient and the difference round: together
+10·s·(1 − s) + 4·s + 1, at most 5.9 for 0 ≤ s ≤ 1."""
+
+_ASSUMES = assumption("tanhf", TANH_ULPS)
 
 
 def gelu_forward(x: torch.Tensor) -> Bounded:
@@ -24,7 +40,7 @@ def gelu_forward(x: torch.Tensor) -> Bounded:
     """
     value = exactly(x)
     _, one_and_tanh = _tanh(value)
-    return (value.times_power_of_two(0.5) * one_and_tanh).with_roundings(1)
+    return (value.times_power_of_two(0.5) * one_and_tanh).with_roundings(1).assuming(_ASSUMES)
 
 
 def gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> Bounded:
@@ -38,7 +54,7 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> Bounded:
     t, one_and_tanh = _tanh(value)
     inner = rounded_constant(_ROOT, x.device) * (ones + rounded_constant(3 * _CUBIC, x.device) * value * value)
     right = value.times_power_of_two(0.5) * (ones - t * t) * inner.with_roundings(_OTHER_STEPS)
-    return exactly(dy) * (one_and_tanh.times_power_of_two(0.5) + right)
+    return (exactly(dy) * (one_and_tanh.times_power_of_two(0.5) + right)).assuming(_ASSUMES)
 
 
 def _tanh(x: Bounded) -> tuple[Bounded, Bounded]:
@@ -46,4 +62,5 @@ def _tanh(x: Bounded) -> tuple[Bounded, Bounded]:
     device = x.value.device
     u = rounded_constant(_ROOT, device) * (x + rounded_constant(_CUBIC, device) * x * x * x)
     t = u.with_roundings(_OTHER_STEPS).tanh()
+    t = t.with_error(lambda: _SIGMOID * UNIT - relative_error(TANH_ULPS) * t.value.abs())
     return t, exactly(torch.ones((), device=device)) + t

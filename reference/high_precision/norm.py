@@ -12,10 +12,11 @@ from typing import Literal, get_args
 
 import torch
 
-from narrowgauge.reference.high_precision.bounded import Bounded, exactly, rounded_constant
+from narrowgauge.reference.high_precision.bounded import RSQRT_ULPS, Bounded, assumption, exactly, rounded_constant
 from narrowgauge.spec.summation import FLT_MAX, UNIT
 
 Kind = Literal["layer", "rms"]
+_ASSUMES = assumption("rsqrtf", RSQRT_ULPS)
 
 
 def norm_forward(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, kind: Kind, eps: float) -> Bounded:
@@ -31,7 +32,8 @@ def norm_forward(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
         raise ValueError(f"beta is (K,) for the layer norm and None for the rms norm, not {actual} for the {kind} norm")
     normalised, _, _ = _normalised(x, kind, eps)
     y = normalised * exactly(gamma)
-    return y.with_roundings(1) if beta is None else y.with_roundings(1) + exactly(beta)
+    y = y.with_roundings(1) if beta is None else y.with_roundings(1) + exactly(beta)
+    return y.assuming(_ASSUMES)
 
 
 def norm_backward(
@@ -52,9 +54,9 @@ def norm_backward(
     if mean is not None:
         inner = inner - g.mean(1, keepdim=True)
     dx = (r * inner).with_roundings(2)
-    dgamma = (output_gradient * normalised).sum(0)
+    dgamma = (output_gradient * normalised).sum(0).assuming(_ASSUMES)
     dbeta = None if mean is None else output_gradient.sum(0)
-    return dx.hull(lambda: _dx_by_row_sums(g, exactly(x), r, mean)), dgamma, dbeta
+    return dx.hull(lambda: _dx_by_row_sums(g, exactly(x), r, mean)).assuming(_ASSUMES), dgamma, dbeta
 
 
 def _dx_by_row_sums(g: Bounded, x: Bounded, r: Bounded, mean: Bounded | None) -> Bounded:

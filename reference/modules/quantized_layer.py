@@ -80,6 +80,19 @@ class QuantizedLayer(AmaxHistory):
                 name.replace("weight", "bias"), None if initial is None else torch.nn.Parameter(initial)
             )
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._backwards:
+            destination[f"{prefix}backward_passes"] = torch.tensor(self._backwards)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # The number of backwards is no buffer: it stays on the host, where it makes the offsets of stochastic rounding.
+        backwards = state_dict.get(f"{prefix}backward_passes")
+        given = {name: value for name, value in state_dict.items() if name != f"{prefix}backward_passes"}
+        super()._load_from_state_dict(given, prefix, *rest)
+        if backwards is not None:
+            self._backwards = int(backwards)
+
     def check_input(self, x: torch.Tensor, recipe: TrainingRecipe | None) -> None:
         """Raises TypeError or ValueError if the layer or the recipe does not accept the input `x` (…, K)."""
         check_input(type(self).__name__, x, self.in_features, self.dtype, recipe)

@@ -45,7 +45,7 @@ def many_records(count: int) -> Iterator[dict[str, Any]]:
         record.stages = [
             {
                 "stage": name, "rule": "exact", "compared": 262144 + number, "mismatches": 0, "max_ulp": None,
-                "excused": 0, "sentence": "",
+                "excused": 0, "unbounded": None, "sentence": "",
             }
             for name in names
         ]  # fmt: skip

@@ -47,7 +47,7 @@ def wrong(inputs: str = "normal", count: int = 1, **changes: Any) -> dict[str, A
 
 def stage(name: str, recipe: str, compared: int, **changes: Any) -> dict[str, Any]:
     """What a record keeps of a stage."""
-    right = {"mismatches": 0, "max_ulp": None, "excused": 0, "sentence": ""}
+    right = {"mismatches": 0, "max_ulp": None, "excused": 0, "unbounded": None, "sentence": ""}
     return {"stage": name, "rule": recipe, "compared": compared, **right, **changes}
 
 

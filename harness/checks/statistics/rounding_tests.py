@@ -59,13 +59,17 @@ class RoundingCounts:
 
     def add(self, up: torch.Tensor) -> None:
         """Count the elements that were rounded up in consecutive calls: bool (calls, M, K)."""
+        if not self.calls:
+            self._correlations.add(self._residuals(up[: self._correlations.calls]))
         self.calls += len(up)
         self.ups += up.sum(0, dtype=torch.int32)
-        self._correlations.add(self._residuals(up))
 
-    def add_seed(self, up: torch.Tensor) -> None:
-        """Compare a call with the offset of the first call and a different seed: bool (M, K). It is not counted."""
-        self._correlations.add_seed(self._residuals(up))
+    def add_seed(self, kind: int, up: torch.Tensor) -> None:
+        """Compare a call with the offset of the first call and a different seed: bool (M, K). It is not counted.
+
+        `kind`: PLAIN_SEED, HIGH_SEED or SEED_AS_OFFSET of `correlations`.
+        """
+        self._correlations.add_seed(kind, self._residuals(up))
 
     def _residuals(self, up: torch.Tensor) -> torch.Tensor:
         return (up.float() - self._share) * self._random

@@ -10,6 +10,7 @@ import torch
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import Ends, GemmDeviation, GemmParts, correct_epilogue, ordered_ends
 from narrowgauge.reference.gemm.operands import operand, scale_values
 from narrowgauge.reference.gemm.promotion import BlockScaledOperands
+from narrowgauge.reference.numbers.exact import fma
 from narrowgauge.spec.quantized import Quantized
 
 Narrowing = Callable[[torch.Tensor], torch.Tensor]
@@ -29,6 +30,8 @@ class Accumulator:
     step: int
     inside_block: bool
     """For FP8 with block scales: whether the block sum is narrow, or the promoted sum over all blocks."""
+    fused: bool = False
+    """For FP8 with block scales: whether a block sum is promoted by an FMA."""
 
     def sums(self, parts: GemmParts) -> torch.Tensor | None:
         """Final accumulators, float32 (M, N). None if the accumulator does not apply or has too many steps."""
@@ -36,7 +39,7 @@ class Accumulator:
             return None
         if parts.promotes:
             return self._accumulate_promoted(parts)
-        if self.inside_block:
+        if self.inside_block or self.fused:
             return None
         left, right = (operand(q).float() for q in (parts.left, parts.right))
         return self._accumulate(left, right, torch.zeros(parts.output.shape, device=left.device))
@@ -61,10 +64,16 @@ class Accumulator:
             s_a, s_b = blocks.scales(number)
             if self.inside_block:
                 left, right = blocks.left[:, columns].float(), blocks.right[:, columns].float()
-                y = y + self._accumulate(left, right, torch.zeros_like(y)) * s_a * s_b
+                y = self._promoted(y, self._accumulate(left, right, torch.zeros_like(y)), s_a, s_b)
             else:
-                y = self.narrowing(y + blocks.block_sum(columns).to_float32() * s_a * s_b)
+                y = self.narrowing(self._promoted(y, blocks.block_sum(columns).to_float32(), s_a, s_b))
         return y
+
+    def _promoted(self, y: torch.Tensor, block_sum: torch.Tensor, s_a: torch.Tensor, s_b: torch.Tensor) -> torch.Tensor:
+        """y plus a block sum times its scales."""
+        if self.fused:
+            return fma(block_sum * s_a, s_b.expand_as(y).contiguous(), y)
+        return y + block_sum * s_a * s_b
 
 
 def accumulators(width: int) -> Iterator[Accumulator]:
@@ -75,7 +84,9 @@ def accumulators(width: int) -> Iterator[Accumulator]:
         interval = "each product" if step == 1 else f"every {step} columns of K"
         for cause, (phrase, narrowing) in NARROW.items():
             for inside_block in (False, True):
-                yield Accumulator(cause, f"sums are {phrase} after {interval}", narrowing, step, inside_block)
+                for fused in (False, True):
+                    sentence = f"sums are {phrase} after {interval}"
+                    yield Accumulator(cause, sentence, narrowing, step, inside_block, fused)
 
 
 def _rounded_to(dtype: torch.dtype) -> Narrowing:
@@ -102,7 +113,7 @@ def promotion_deviations() -> Iterator[GemmDeviation]:
 
 
 def _only_promoted(parts: GemmParts) -> GemmParts | None:
-    return parts if parts.promotes else None
+    return parts if parts.promotes and parts.tensor_factors is None else None
 
 
 def _rescaled_sums(parts: GemmParts, ends: Ends) -> list[Ends]:

@@ -28,7 +28,15 @@ Factor = Callable[[GemmParts], torch.Tensor | None]
 
 
 def epilogue_deviations() -> Iterator[GemmDeviation]:
-    """Deviations of the epilogue, for every product. The search rejects a deviation without effect on the output."""
+    """Deviations of the epilogue, for every product. The search rejects a deviation without effect on the output.
+
+    An addend that is left out comes first: with a small α, "α multiplies c" gives the same outputs.
+    """
+    yield _epilogue_deviation("c-ignored", "c is not added", _without_addends(c=None))
+    yield _epilogue_deviation("bias-ignored", "the bias is not added", _without_addends(bias=None))
+    yield _epilogue_deviation(
+        "c-and-bias-ignored", "neither c nor the bias is added", _without_addends(c=None, bias=None)
+    )
     yield from _factor_deviations()
     yield _epilogue_deviation(
         "alpha-after-cast", "the sum is cast to the output's dtype before α multiplies it", _alpha_after_cast
@@ -47,11 +55,7 @@ def epilogue_deviations() -> Iterator[GemmDeviation]:
     yield _epilogue_deviation(
         "output-saturated", "outputs too large for the output's dtype are its largest number", _saturated
     )
-    yield _epilogue_deviation("c-ignored", "c is not added", _without_addends(c=None))
-    yield _epilogue_deviation("bias-ignored", "the bias is not added", _without_addends(bias=None))
-    yield _epilogue_deviation(
-        "c-and-bias-ignored", "neither c nor the bias is added", _without_addends(c=None, bias=None)
-    )
+    yield _epilogue_deviation("output-subnormals-flushed", "subnormal outputs are taken to be 0", _flushed_outputs)
     yield _epilogue_deviation(
         "c-rounded-first", "c is rounded to bf16 before it is added", _c_rounded_to(torch.bfloat16)
     )
@@ -70,6 +74,7 @@ def epilogue_deviations() -> Iterator[GemmDeviation]:
     yield _epilogue_deviation("c-twice", "c is added twice", _c_twice)
     yield _epilogue_deviation("bias-twice", "the bias is added twice", _bias_twice)
     yield _epilogue_deviation("product-missing", "what is added to a product is there, and no product", _no_product)
+    yield _epilogue_deviation("c-of-first-row", "every row adds the first row of c", _first_row_of_c)
     yield _epilogue_deviation("c-transposed", "c is read as if it were transposed", _transposed_c)
 
 
@@ -96,7 +101,8 @@ def _factor_deviations() -> Iterator[GemmDeviation]:
 
 def _factor_deviation(cause: str, sentence: str, factor_function: Factor) -> GemmDeviation:
     def change(parts: GemmParts) -> GemmParts | None:
-        factor = None if parts.promotes or parts.source.a.recipe.alpha == "1" else factor_function(parts)
+        without = parts.promotes or parts.source.a.recipe.alpha == "1" or parts.tensor_factors is not None
+        factor = None if without else factor_function(parts)
         return None if factor is None else replace(parts, factor=factor)
 
     return GemmDeviation(cause, sentence, change)
@@ -272,6 +278,12 @@ def _no_product(parts: GemmParts, ends: Ends) -> list[Ends]:
     return correct_epilogue(parts, (zeros, zeros))
 
 
+def _first_row_of_c(parts: GemmParts, ends: Ends) -> list[Ends]:
+    if parts.source.c is None or len(parts.source.c) < 2:
+        return []
+    return correct_epilogue(replace(parts, c=parts.source.c[:1, parts.columns]), ends)
+
+
 def _transposed_c(parts: GemmParts, ends: Ends) -> list[Ends]:
     if parts.source.c is None:
         return []
@@ -319,6 +331,16 @@ def _truncated(parts: GemmParts, ends: Ends) -> list[Ends]:
     if parts.dtype == torch.float32:
         return []
     return [ordered_ends(*(_toward_zero(end, parts.dtype) for end in y)) for y in before_last_cast(parts, ends)]
+
+
+def _flushed_outputs(parts: GemmParts, ends: Ends) -> list[Ends]:
+    smallest = torch.finfo(parts.dtype).smallest_normal
+    rounded = [cast_ends(y, parts.dtype) for y in before_last_cast(parts, ends)]
+    return [(_flushed_below(low, smallest), _flushed_below(high, smallest)) for low, high in rounded]
+
+
+def _flushed_below(x: torch.Tensor, smallest: float) -> torch.Tensor:
+    return torch.where(x.abs() < smallest, 0.0, x)
 
 
 def _toward_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

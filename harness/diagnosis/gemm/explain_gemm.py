@@ -12,7 +12,9 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW, accumulators, promotion_deviations
 from narrowgauge.harness.diagnosis.gemm.epilogues import epilogue_deviations
+from narrowgauge.harness.diagnosis.gemm.gain import find_gain
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
+    Ends,
     GemmDeviation,
     GemmParts,
     Sums,
@@ -21,10 +23,12 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
     split_products,
 )
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
+from narrowgauge.harness.diagnosis.gemm.other_declarations import decoded_to_float16, follows, other_declarations
+from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, PartialSums, slice_sums, slice_widths
 from narrowgauge.harness.diagnosis.gemm.wider_format import explain_wider_format
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
-from narrowgauge.harness.operations.stages.outcome import Outcome
+from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 6, 24
 """Wrong rows and columns in the sample on which a deviation is tried first, and as many correct rows and columns."""
@@ -34,6 +38,15 @@ _SLAB_OUTPUTS = {"cpu": 1 << 20}
 """Outputs of a slab of rows, by type of device. A single slab on other devices."""
 _MAX_SIMULATED_PRODUCTS = 1 << 27
 """Largest number of multiplications, over all sections, for which narrow accumulators are simulated."""
+_MAX_PARTIAL_OUTPUTS = 1 << 20
+"""Largest number of outputs, over all sections, for which partial sums in 16 bits are tried."""
+_LAST_CAUSES = {*NARROW, *(kind.cause for kind in KINDS), "gain"}
+"""Causes that are tried if no deviation fits."""
+_LEAST_SHARE, _LEAST_SHARED = 0.8, 16
+"""Least share of the wrong outputs, and of the correct ones, that a reported deviation gives; least number of wrong
+outputs."""
+_SHARES_VERIFIED = 3
+"""Deviations whose share is computed on all outputs."""
 
 
 def explain_gemm(
@@ -45,9 +58,12 @@ def explain_gemm(
 
     If no order of summation can round an output, it fits if its bits equal those of the deviation. Otherwise it fits
     if it lies between the ends that the deviation gives for the declared order. A deviation is tried on a sample of
-    the outputs first. Narrow accumulators have no such ends. They are simulated last, if nothing else fits, and must
-    give every bit. Recent causes are tried first. After `SEARCHES` searches of these recipes that add nothing, only
+    the outputs first. Recent causes are tried first. After `SEARCHES` searches of these recipes that add nothing, only
     recent causes are tried.
+
+    If no deviation fits, further explanations are tried in this order: partial sums in 16 bits, a gain, and narrow
+    accumulators, which are simulated and must give every bit. If nothing fits, the deviation that gives most of the
+    wrong outputs is reported with its share, and never as exact.
     """
     products = [product for product in outcome.products if product.stage == wrong_stage.stage]
     if not products:
@@ -69,23 +85,28 @@ def explain_gemm(
         matching |= further
         history.searches[key] += not further and not limit.reached
     matches = [(deviations[rank].cause, deviations[rank].sentence) for rank in sorted(matching)]
-    if not matches and (full_search or not NARROW.keys().isdisjoint(history.recent_causes)):
-        matches = list(search.narrow_accumulators())
+    if all(cause != "order-not-declared" for cause, _ in matches):
+        matches += search.other_declarations(products)
+    if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
+        matches = search.last_matches()
     sentences = dict(reversed(matches))
     causes = list(dict.fromkeys(cause for cause, _ in matches))
     history.remember(causes)
+    if not causes and full_search:
+        return search.largest_share(deviations, wrong_stage.stage)
     return [Explanation(cause, sentences[cause], wrong_stage.stage, exact=True) for cause in causes]
 
 
 def _deviations(products: Sequence[GemmParts]) -> Iterator[GemmDeviation]:
     """All deviations of the products, the most plausible first."""
-    yield GemmDeviation("order-not-declared", "sums are right in some order, not in the declared one", _any_order)
     yield from epilogue_deviations()
     yield from operand_deviations()
     yield from promotion_deviations()
     if len(products) > 1:
         yield from section_deviations()
-    yield GemmDeviation("output-transposed", "the output is transposed", _transposed)
+    yield GemmDeviation("output-transposed", "the output is stored transposed, column after column", _transposed)
+    # Last: a mistake of small effect fits the wider bounds of any order too.
+    yield GemmDeviation("order-not-declared", "sums are right in some order, not in the declared one", _any_order)
 
 
 def _any_order(parts: GemmParts) -> GemmParts | None:
@@ -93,11 +114,11 @@ def _any_order(parts: GemmParts) -> GemmParts | None:
 
 
 def _transposed(parts: GemmParts) -> GemmParts | None:
-    """The parts with the transposed output. None if the output is not square."""
+    """The parts with the output that column after column would be. None for a single row or column."""
     output = parts.source.output
-    if output.shape[0] != output.shape[1]:
+    if min(output.shape) < 2:
         return None
-    return replace(parts, output=output.T.contiguous())
+    return replace(parts, output=output.reshape(output.shape[::-1]).T.contiguous())
 
 
 _SAMPLE_PASSES = ("loose sample", "sample")
@@ -159,6 +180,90 @@ class _Search:
             self._samples[parts.number] = _sample(parts.wrong)
         return self._samples[parts.number]
 
+    def other_declarations(self, products: Sequence[Product]) -> list[tuple[str, str]]:
+        """Cause and sentence of the declarations under which all outputs are correct."""
+        found = [
+            declaration[:2]
+            for declaration in other_declarations()
+            if self.limit.may_try() and follows(declaration, products)
+        ]
+        if not found and self.limit.may_try() and decoded_to_float16(self.products):
+            sentence = "both operands are decoded to float16, with all their scales, before they are multiplied"
+            found.append(("operands-decoded-first", sentence))
+        return found
+
+    def last_matches(self) -> list[tuple[str, str]]:
+        """Cause and sentence of explanations that are tried if no deviation fits."""
+        if partial := self._partial_sums():
+            return partial
+        if self.limit.may_try() and (gain := find_gain(self.products)) is not None:
+            return [("gain", gain.sentence)]
+        return list(self.narrow_accumulators())
+
+    def _partial_sums(self) -> list[tuple[str, str]]:
+        """Cause and sentence of partial sums in 16 bits that can give every output, for the first slices that fit."""
+        left = self.products[0].left
+        declared = any(
+            parts.tensor_factors is not None or parts.left.shape[1] != left.shape[1] for parts in self.products
+        )
+        if declared or sum(parts.output.numel() for parts in self.products) > _MAX_PARTIAL_OUTPUTS:
+            return []
+        samples = [parts.select(*self._sample(parts)) for parts in self.products]
+        for width in slice_widths(left.shape[1], 2 if left.recipe.whole else left.recipe.block[1]):
+            if not self.limit.may_try():
+                break
+            of_samples = [slice_sums(parts, width) for parts in samples]
+            kinds = [kind for kind in KINDS if _fit_partial(kind, samples, of_samples)]
+            if kinds:
+                of_all = [slice_sums(parts, width) for parts in self.products]
+                kinds = [kind for kind in kinds if _fit_partial(kind, self.products, of_all)]
+            if kinds:
+                return [(kind.cause, kind.sentence.format(width=width)) for kind in kinds]
+        return []
+
+    def largest_share(self, deviations: Sequence[GemmDeviation], stage: str) -> list[Explanation]:
+        """The deviation that gives most of the wrong outputs, and at least as large a share of the correct ones.
+
+        A deviation that leaves correct outputs unchanged explains a part of the kernel. A deviation of small effect is
+        not reported: a random error would fit its interval by chance.
+        """
+        wrong = sum(int(parts.wrong.sum()) for parts in self.products)
+        if wrong < _LEAST_SHARED:
+            return []
+        best: tuple[float, GemmDeviation] | None = None
+        candidates = []
+        for deviation in deviations:
+            if not self.limit.may_try():
+                break
+            shares = self._shares(deviation, sampled=True)
+            if shares is not None and min(shares) >= _LEAST_SHARE:
+                candidates.append((min(shares), deviation))
+        for _, deviation in sorted(candidates, key=lambda candidate: -candidate[0])[:_SHARES_VERIFIED]:
+            shares = self._shares(deviation, sampled=False) if self.limit.may_verify(deviation.cause) else None
+            if shares is not None and min(shares) >= _LEAST_SHARE and (best is None or shares[0] > best[0]):
+                best = shares[0], deviation
+        if best is None:
+            return []
+        percent = min(99, int(100 * best[0]))
+        sentence = f"explains {percent} % of the wrong outputs, not all: {best[1].sentence}"
+        return [Explanation(best[1].cause, sentence, stage, exact=False)]
+
+    def _shares(self, deviation: GemmDeviation, *, sampled: bool) -> tuple[float, float] | None:
+        """Shares of the wrong and of the correct outputs that the deviation gives; None if it does not apply."""
+        counts = torch.zeros(2, 2, dtype=torch.int64)
+        for product in self.products:
+            changed = deviation.change(product)
+            if changed is None:
+                return None
+            parts = changed.select(*self._sample(product)) if sampled else changed
+            original = product.select(*self._sample(product)) if sampled else product
+            sums = parts.sums()
+            fitting = fits(parts.output, deviation.epilogue(parts, sums.ends), sums.undetermined)
+            for row, mask in enumerate((original.wrong, ~original.wrong)):
+                counts[row] += torch.tensor([int((fitting & mask).sum()), int(mask.sum())])
+        (fitted, wrong), (kept, correct) = counts.tolist()
+        return fitted / max(1, wrong), kept / correct if correct else 1.0
+
     def narrow_accumulators(self) -> Iterator[tuple[str, str]]:
         """Cause and sentence of the narrow accumulators that give every bit."""
         if sum(parts.output.numel() * parts.left.shape[1] for parts in self.products) > _MAX_SIMULATED_PRODUCTS:
@@ -206,6 +311,14 @@ def _slabs(parts: GemmParts) -> Iterator[tuple[int, GemmParts]]:
     all_columns = torch.arange(columns, device=parts.output.device)
     for start in range(0, rows, step):
         yield start, parts.select(torch.arange(start, min(start + step, rows), device=parts.output.device), all_columns)
+
+
+def _fit_partial(kind: PartialSums, products: Sequence[GemmParts], sums: Sequence[list[Ends]]) -> bool:
+    """Whether partial sums of this kind can give every output. `sums`: of the slices of each product."""
+    return all(
+        bool(fits(parts.output, kind.outputs(parts, ends), torch.zeros_like(parts.wrong)).all())
+        for parts, ends in zip(products, sums, strict=True)
+    )
 
 
 def _gives_output(sums: torch.Tensor | None, parts: GemmParts) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from narrowgauge.harness.operations.stages.outcome import Product
 from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.bounds.decoded_first import DTYPES, TensorFactor, decoded, decoded_bounds, tensor_factor
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.gemm.operands import element_values, operand, promotes, scale_values
 from narrowgauge.reference.numbers.exact import fma
@@ -46,7 +47,7 @@ class GemmParts:
     right: Quantized
     """Operands (M, K) and (N, K) without a tensor factor: codes along rows, low nibble first, a scale for each row."""
     factor: torch.Tensor
-    """α, float32, broadcast to (M, N)."""
+    """α, float32, broadcast to (M, N); 1 if the kernel declares decoded operands."""
     c: torch.Tensor | None
     bias: torch.Tensor | None
     """(1, N). A wrong bias can be (M, 1) or (M, N)."""
@@ -58,13 +59,15 @@ class GemmParts:
     columns: torch.Tensor
     """Row and column numbers in the whole product, int64 (M,) and (N,)."""
     order: Summation
-    """Order of summation that the kernel declares."""
+    """Operands and order of summation that the kernel declares."""
     source: Product
     """The whole product."""
     sections: Sequence[GemmParts] = field(default=(), repr=False)
     """Parts of all sections of a grouped GEMM, in order."""
     number: int = 0
     """Index of these parts in `sections`."""
+    tensor_factors: tuple[TensorFactor, TensorFactor] | None = None
+    """Tensor factors of the operands if the kernel declares decoded operands, which hold them; else None."""
 
     @property
     def promotes(self) -> bool:
@@ -77,18 +80,27 @@ class GemmParts:
         return self.output.dtype
 
     def sums(self) -> Sums:
-        """Bounds of the accumulators in the declared order."""
+        """Bounds of the accumulators in the declared order, or of the sums of decoded operands if they are declared."""
+        if self.order.operands is not None and self.tensor_factors is not None:
+            dtype, flushes = DTYPES[self.order.operands], self.order.flushes
+            x, w = (
+                decoded(q, factor, dtype, flushes=flushes)
+                for q, factor in zip((self.left, self.right), self.tensor_factors, strict=True)
+            )
+            of_decoded = decoded_bounds(x, w, self.order)
+            return Sums(of_decoded.lower, of_decoded.upper, of_decoded.overflow)
         limits = bounds(self.left, self.right, out_dtype=torch.float32, order=self.order)
         lower = torch.where(limits.exact, limits.expected, limits.lower)
         upper = torch.where(limits.exact, limits.expected, limits.upper)
         return Sums(lower, upper, limits.undetermined)
 
     def loose_sums(self) -> Sums:
-        """Wider bounds than `sums`, computed faster: S ± (K + 8)·2u·A. If a tensor core is simulated, `sums`.
+        """Wider bounds than `sums`, computed faster: S ± (K + 8)·2u·A. If a tensor core is simulated, or
+        operands are decoded, `sums`.
 
         8 covers the factors of a term and the rounding of S in float64. 2^-126 for each term covers underflow.
         """
-        if self.order.aligned:
+        if not self.order.accepts_reference:
             return self.sums()
         left, right = (operand_values(q) for q in (self.left, self.right))
         total, size = left @ right.T, left.abs() @ right.abs().T
@@ -110,10 +122,13 @@ class GemmParts:
         c, bias = (
             None if addend is None else _select_broadcast(addend, rows, columns) for addend in (self.c, self.bias)
         )
+        factors = self.tensor_factors
+        if factors is not None:
+            factors = (factors[0].select(rows), factors[1].select(columns))
         return replace(
             self, left=select_rows(self.left, rows), right=select_rows(self.right, columns), factor=factor, c=c,
             bias=bias, output=self.output[rows][:, columns], wrong=self.wrong[rows][:, columns], rows=self.rows[rows],
-            columns=self.columns[columns],
+            columns=self.columns[columns], tensor_factors=factors,
         )  # fmt: skip
 
 
@@ -132,10 +147,14 @@ def split_products(products: Sequence[Product], wrong: torch.Tensor | None) -> l
         bias = None if product.bias is None else product.bias.view(1, -1)
         row_numbers, column_numbers = (torch.arange(extent, device=mask.device) for extent in mask.shape)
         left, right = without_tensor_factor(product.a), without_tensor_factor(product.b)
+        order = summation(product.order)
+        factor, tensor_factors = alpha(product.a, product.b), None
+        if order.operands is not None:
+            factor, tensor_factors = torch.ones_like(factor), (tensor_factor(product.a), tensor_factor(product.b))
         product_parts.append(
             GemmParts(
-                left, right, alpha(product.a, product.b), product.c, bias, product.output, mask, row_numbers,
-                column_numbers, summation(product.order), product, product_parts, number,
+                left, right, factor, product.c, bias, product.output, mask, row_numbers, column_numbers, order, product,
+                product_parts, number, tensor_factors,
             )
         )  # fmt: skip
     return product_parts
@@ -166,6 +185,17 @@ def select_rows(q: Quantized, rows: torch.Tensor) -> Quantized:
     """These rows of an operand `without_tensor_factor`, given by their numbers."""
     scales = q.scales if q.recipe.whole else q.scales[rows]
     return replace(q, codes=q.codes[rows], scales=scales, shape=(len(rows), q.shape[1]))
+
+
+def select_columns(q: Quantized, columns: slice) -> Quantized:
+    """These columns of an operand `without_tensor_factor`: whole blocks, or an even start if a scale spans all of K."""
+    per_byte = 2 if q.recipe.element.bits == 4 else 1
+    codes = q.codes[:, columns.start // per_byte : -(-columns.stop // per_byte)].contiguous()
+    scales = q.scales
+    if not q.recipe.whole:
+        width = q.recipe.block[1]
+        scales = scales[:, columns.start // width : -(-columns.stop // width)].contiguous()
+    return replace(q, codes=codes, scales=scales, shape=(q.shape[0], columns.stop - columns.start))
 
 
 def _select_broadcast(numbers: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

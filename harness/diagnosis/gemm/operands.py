@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -11,7 +13,7 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmDeviation, GemmPar
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle
-from narrowgauge.spec.formats import E2M3, E3M2, E4M3, E5M2, FP32, Format
+from narrowgauge.spec.formats import E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipe import mismatch
 
@@ -37,6 +39,8 @@ def changed_scales() -> Iterator[tuple[str, str, Change]]:
             "scale-of-first-step", f"every {count} blocks of {{}} take the scales of the row's first {count}",
             _first_scales(count),
         )  # fmt: skip
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        yield f"scales-through-{name}", f"scales of {{}} are rounded to {name}", _rounded_scales(dtype)
     yield "scales-transposed", "scales of {} are read as if they were transposed", _transposed_scales
     yield "scales-read-swizzled", "linear scales of {} are read as swizzled ones", _read_swizzled
     yield "scales-read-linear", "scales of {} are swizzled, and read as linear ones", _read_linear
@@ -46,6 +50,7 @@ def changed_codes() -> Iterator[tuple[str, str, Change]]:
     """Wrong decoding of codes and scales: cause, sentence with {} for the matrix, and change."""
     yield "subnormal-codes-flushed", "subnormal codes of {} are taken to be 0", _flushed_codes
     yield "subnormal-scales-flushed", "subnormal scales of {} are taken to be 0", _flushed_scales
+    yield "nan-read-as-number", "NaN codes of {} are read as numbers", _nan_codes_as_numbers
     yield (
         "decoded-as-other-format",
         "codes of {} are decoded as the other format of their size",
@@ -77,6 +82,9 @@ def operand_deviations() -> Iterator[GemmDeviation]:
     )
     for cause, sentence, change in changed_codes():
         yield from _deviations_for_operands(cause, sentence, change)
+    yield GemmDeviation(
+        "nan-read-as-number", "NaN scales are read as numbers", _change_both_operands(_nan_scales_as_numbers)
+    )
 
 
 def section_deviations() -> Iterator[GemmDeviation]:
@@ -154,6 +162,17 @@ def _first_scales(count: int) -> Change:
     return change
 
 
+def _rounded_scales(dtype: torch.dtype) -> Change:
+    def change(q: Quantized) -> Quantized | None:
+        if q.recipe.scale is not FP32:
+            return None
+        rounded = q.scales.to(dtype).float()
+        # A scale that overflows would leave the sums unknown, and they would fit any output.
+        return _with_scales(q, rounded) if torch.equal(rounded.isfinite(), q.scales.isfinite()) else None
+
+    return change
+
+
 def _transposed_scales(q: Quantized) -> Quantized | None:
     return _with_scales(q, q.scales.T.reshape(q.scales.shape))
 
@@ -171,6 +190,9 @@ def _read_linear(q: Quantized) -> Quantized | None:
 
 
 def _flushed_scales(q: Quantized) -> Quantized | None:
+    if q.recipe.scale is E8M0:  # only 2^-127 is subnormal as a float32 number
+        subnormal = (q.scales == 0).repeat_interleave(q.recipe.block[1], dim=1)
+        return _with_zero_codes(q, subnormal[:, : q.shape[1]])
     if q.recipe.scale is not E4M3:
         return None
     return _with_scales(q, torch.where(q.scales < 1 << E4M3.mantissa_bits, 0, q.scales))
@@ -234,6 +256,42 @@ def _flushed_codes(q: Quantized) -> Quantized:
     return replace(q, codes=torch.where(subnormal, 0, q.codes))
 
 
+def _with_zero_codes(q: Quantized, zero: torch.Tensor) -> Quantized:
+    """The matrix with code 0 where the mask `zero` (M, K) is True."""
+    if q.recipe.element.bits != 4:
+        return replace(q, codes=q.codes.masked_fill(zero, 0))
+    pairs = torch.nn.functional.pad(zero, (0, q.shape[1] % 2)).view(len(zero), -1, 2)
+    codes = q.codes.masked_fill(pairs[..., 0], 0) & 0xF | q.codes.masked_fill(pairs[..., 1], 0) & 0xF0
+    return replace(q, codes=codes)
+
+
+def _nan_codes_as_numbers(q: Quantized) -> Quantized | None:
+    fmt = q.recipe.element
+    if fmt.nan_code is None:
+        return None
+    return _with_format(q, "element", _without_nan(fmt))
+
+
+def _nan_scales_as_numbers(q: Quantized) -> Quantized | None:
+    fmt = q.recipe.scale
+    if fmt is FP32 or fmt.nan_code is None:
+        return None
+    return _with_format(q, "scale", _without_nan(fmt))
+
+
+def _with_format(q: Quantized, name: str, fmt: Format) -> Quantized:
+    """The matrix with another format of its elements or scales, which the checks of a recipe would reject."""
+    recipe = copy(q.recipe)
+    object.__setattr__(recipe, name, fmt)
+    return replace(q, recipe=recipe)
+
+
+@lru_cache(maxsize=8)
+def _without_nan(fmt: Format) -> Format:
+    """The format with numbers in place of NaN and infinity."""
+    return replace(fmt, max_code=max(fmt.max_code, fmt.nan_code or 0), nan_code=None, inf_code=None)
+
+
 def _decoded_as_other_format(q: Quantized) -> Quantized | None:
     other_format: Format | None = _OTHER_FORMATS.get(q.recipe.element)
     if other_format is None:
@@ -264,6 +322,10 @@ def _matrix_scales(parts: GemmParts, other_section: GemmParts) -> GemmParts | No
 
 
 def _factor(parts: GemmParts, other_section: GemmParts, side: str = "ab") -> GemmParts | None:
+    if parts.tensor_factors is not None and other_section.tensor_factors is not None:
+        sources = ((other_section if name in side else parts).tensor_factors for name in "ab")
+        left, right = (factors[number] for number, factors in enumerate(sources) if factors is not None)
+        return None if len(left.values) > 1 and "a" in side else replace(parts, tensor_factors=(left, right))
     a, b = (getattr((other_section if name in side else parts).source, name) for name in "ab")
     if "a" in side and a.recipe.granularity == "row":  # sections have different numbers of rows
         return None

@@ -40,7 +40,8 @@ def explain_wider_format(
     is wrong with the sums.
     """
     enough = max(_OUTSIDE, _OUTSIDE_SHARE * sum(parts.output.numel() for parts in products))
-    if sum(int(parts.wrong.sum()) for parts in products) < enough:
+    decoded = any(parts.tensor_factors is not None for parts in products)
+    if decoded or sum(int(parts.wrong.sum()) for parts in products) < enough:
         return []
     x, w = (_inputs_of(outcome, prefix, products) for prefix in ("x.", "w."))
     if not x or not w:

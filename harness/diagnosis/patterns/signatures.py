@@ -19,10 +19,20 @@ _SAMPLED_WRONG = 64
 LARGEST_SHARE = 0.55
 """Largest share of all elements in a signature: half, and a margin for the share of negative random numbers."""
 CHANCE = 1e-6
-"""Significance level: a signature is reported if random elements have it with a smaller probability."""
+"""Significance level of a place or a class: a pattern is reported if random elements have it with a smaller
+probability, corrected for the number of similar places, or of classes, that are tried."""
 CHANCE_OF_AN_END = 1e-3
 """Significance level for the first or last row, column or tile: a matrix has few of these places, and kernels often
 fail in them."""
+CHANCE_OF_LINES = 1e-3
+"""Significance level of a place if whole rows or columns are wrong by chance, corrected for all places that are
+tried."""
+_ENDS = 16
+"""Ends of a matrix: the first, the last, and four tails of rows and of columns, four last tiles."""
+_KINDS = 18
+"""Kinds of places along rows and columns: a line, four lanes and four blocks of lines each; each has a period."""
+_CLASSES = 16
+"""Largest number of classes of elements of a stage, without sections."""
 
 
 def signatures(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
@@ -31,7 +41,9 @@ def signatures(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
     A signature is reported if it contains at most about half of all elements and chance does not explain it. If k of n
     elements are in it, w elements drawn without replacement are all in it with probability C(k, w)/C(n, w)
     (hypergeometric). The probability is multiplied by the number of similar places, because each of them could have
-    been reported (Bonferroni). A place that contains a reported place is left out; the same for classes.
+    been reported (Bonferroni). Wrong elements often fill whole rows or columns, and are then not independent of each
+    other: rows that contain elements from several rows are therefore tested by the number of these rows; columns alike.
+    A place that contains a reported place is left out; the same for classes.
     """
     mask = wrong_stage.wrong_elements
     if mask is None or not bool(mask.any()):
@@ -43,9 +55,7 @@ def signatures(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
     reported_signatures: list[tuple[int, str, str]] = []
     reported_places: list[Place] = []
     for place in sorted(places(grid), key=lambda place: place.size):
-        probability = _chance_probability(count, place.size, total, place.similar_places)
-        level = CHANCE_OF_AN_END if place.is_end else CHANCE
-        significant = place.cause == "place:last-element" or probability < level
+        significant = _is_significant(grid, place)
         redundant = any(reported.within(place) for reported in reported_places)
         if significant and place.size <= LARGEST_SHARE * total and not redundant:
             reported_places.append(place)
@@ -54,7 +64,7 @@ def signatures(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
     classes = sorted(_covering_classes(outcome, wrong_stage, mask), key=lambda element_class: element_class[0])
     for size, name, phrase, class_mask in classes:
         redundant = any(not bool((reported & ~class_mask).any()) for reported in reported_masks)
-        if _chance_probability(count, size, total) < CHANCE and not redundant:
+        if _chance_probability(count, size, total, _CLASSES) < CHANCE and not redundant:
             reported_masks.append(class_mask)
             reported_signatures.append((size, f"only:{name}", phrase))
     smallest = sorted(reported_signatures, key=lambda signature: signature[0])[:MAX_SIGNATURES]
@@ -78,6 +88,32 @@ def _covering_classes(
         if size <= LARGEST_SHARE * mask.numel() and not bool((mask & ~class_mask).any()):
             covering.append((size, name, phrase, class_mask))
     return covering
+
+
+def _is_significant(grid: torch.Tensor, place: Place) -> bool:
+    """Whether chance does not explain that all wrong elements of `grid` lie in `place`."""
+    last_element = place.cause == "place:last-element"
+    tried = 1 if last_element else _ENDS if place.is_end else place.similar_places
+    probability = _chance_probability(int(grid.count_nonzero()), place.size, grid.numel(), tried)
+    if probability >= (CHANCE_OF_AN_END if place.is_end else CHANCE):
+        return False
+    # Wrong rows and columns. A single one is a place by its elements; numbers of elements in memory have neither.
+    of_lines = 1.0
+    lines = [(count, *extents) for count, *extents in _lines(grid, place) if count > 1]
+    for count, size, extent in lines:
+        of_lines *= _chance_probability(count, size, extent)
+    return not lines or of_lines * (_ENDS if place.is_end else place.similar_places * _KINDS) < CHANCE_OF_LINES
+
+
+def _lines(grid: torch.Tensor, place: Place) -> list[tuple[int, int, int]]:
+    """For rows and columns that the place restricts: the number of wrong ones, of those in the place, and of all."""
+    if place.rows.start < 0:
+        return []
+    return [
+        (int(grid.any(1 - axis).count_nonzero()), len(numbers), grid.shape[axis])
+        for axis, numbers in enumerate((place.rows, place.columns))
+        if len(numbers) < grid.shape[axis]
+    ]
 
 
 def _chance_probability(wrong: int, size: int, total: int, similar_places: int = 1) -> float:

@@ -175,6 +175,9 @@ class Replay:
         if name in ("amax", "tensor scale") and self.recipe.tensor_scale == "none":
             # The changed recipe has no tensor scale, so it does not determine this stage.
             return Replay(self.kernel_matrix).compute_stage(name)
+        if name == "amax" and self.subject.amax_given:
+            assert self.kernel_matrix.reference_amax is not None
+            return self.kernel_matrix.reference_amax
         if name == "amax":
             return tensor_amax(self.blocks) if self.recipe.granularity == "tensor" else row_amax(self.blocks)
         if name == "tensor scale":

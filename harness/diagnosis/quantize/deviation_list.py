@@ -21,24 +21,31 @@ from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import (
     observed_amax_deviations,
     tensor_scale_deviations,
 )
-from narrowgauge.harness.diagnosis.quantize.section_amaxes import section_amax_deviations
+from narrowgauge.harness.diagnosis.quantize.section_amaxes import section_amax_deviations, unused_amax_deviations
+from narrowgauge.harness.diagnosis.search.history import SearchHistory
 
 _STAGES_AFTER_AMAX = ("tensor scale", "scales", "codes")
 """Stages that depend on the tensor's amax."""
 
 
 def list_deviations(
-    matrices: Sequence[KernelMatrix], wrong_masks: Mapping[str, Sequence[torch.Tensor]]
+    matrices: Sequence[KernelMatrix],
+    wrong_masks: Mapping[str, Sequence[torch.Tensor]],
+    history: SearchHistory,
 ) -> list[QuantizeDeviation]:
-    """Deviations of matrices with the same recipe, the most plausible first.
+    """Deviations of matrices with the same recipe, the simplest first.
 
-    Order: mistakes in a single step, other choices in a field of the recipe, implausible mistakes in a step, dialects.
+    This is the order of simplicity: mistakes in a single step, other choices in a field of the recipe, implausible
+    mistakes in a step (a further rounding, another order of operations, one step of a factor), dialects. Pairs of
+    deviations come after all single deviations (`explain_quantize`).
+
     `wrong_masks`: for each wrong stage the bool masks of wrong elements, a mask for each matrix. Deviations that cannot
     change a wrong stage are left out. Some deviations are derived from the masks, such as lanes that the amax skips.
+    `history`: earlier cases of the backend.
     """
     recipe = matrices[0].subject.recipe
     amax_shown = "amax" in matrices[0].kernel_stages
-    step_deviations = list(_without_amax(_step_deviations(matrices, wrong_masks), amax_shown=amax_shown))
+    step_deviations = list(_without_amax(_step_deviations(matrices, wrong_masks, history), amax_shown=amax_shown))
     return [
         *(deviation for deviation in step_deviations if not deviation.implausible), *field_deviations(recipe),
         *(deviation for deviation in step_deviations if deviation.implausible), *dialect_deviations(recipe),
@@ -60,7 +67,9 @@ def _without_amax(step_deviations: Iterable[QuantizeDeviation], *, amax_shown: b
 
 
 def _step_deviations(
-    matrices: Sequence[KernelMatrix], wrong_masks: Mapping[str, Sequence[torch.Tensor]]
+    matrices: Sequence[KernelMatrix],
+    wrong_masks: Mapping[str, Sequence[torch.Tensor]],
+    history: SearchHistory,
 ) -> Iterator[QuantizeDeviation]:
     """Mistakes in a single step of the quantizer."""
     first = matrices[0]
@@ -68,11 +77,12 @@ def _step_deviations(
     if "layout" in wrong_masks:
         yield from layout_deviations(matrices)
     if "amax" in wrong_masks or "tensor scale" in wrong_masks or "tensor scale" not in first.kernel_stages:
-        yield from tensor_scale_deviations(recipe)
-    if "amax" in wrong_masks:
-        yield from observed_amax_deviations(matrices)
+        yield from tensor_scale_deviations(recipe, amax_given=first.subject.amax_given)
+    if "amax" in wrong_masks and not first.subject.amax_given:
+        yield from observed_amax_deviations(matrices, history)
     yield from rotation_deviations(recipe, first.subject.matrix)
     yield from section_amax_deviations(matrices)
+    yield from unused_amax_deviations(first)
     if "scales" in wrong_masks:
         yield from scale_deviations(recipe)
         yield from block_amax_deviations(recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -12,6 +13,7 @@ from narrowgauge.harness.diagnosis.explanation import Explanation
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
 from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviations
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import ROW_STAGES, STAGES, KernelMatrix, kernel_matrix
+from narrowgauge.harness.diagnosis.quantize.partial_matches import explaining_pair, large_match, partial_matches
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, WORK_PER_BACKEND, WORK_PER_CASE, SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -25,31 +27,74 @@ def explain_quantize(
 ) -> list[Explanation]:
     """Deviations of a quantizer that give the bytes of all matrices with the stage `wrong_stage`.
 
-    Every stage of a matrix is replayed on the kernel's result of the stage before. If no deviation gives the bytes of
-    all wrong stages, the explanations are of this stage alone, and their sentences name the other wrong stages. The
-    result has at most `MAX_EXPLANATIONS`, the most plausible first. It is empty if the stage is not a stage of a
-    quantized matrix.
+    Every stage of a matrix is replayed on the kernel's result of the stage before. A deviation is exact if it gives
+    every byte of these matrices, and the bytes of the case's other matrices with wrong stages. If no single deviation
+    is, pairs of those that explain a part are tried. If no pair is, the explanations are possible causes: deviations
+    that give the bytes of the first wrong stage alone, or the deviation that explains most of the wrong elements. The
+    result has at most `MAX_EXPLANATIONS`, the simplest first. It is empty if the stage is not a stage of a quantized
+    matrix.
     """
     start, point, name = wrong_stage.stage.rpartition(".")
-    prefix = start + point
-    all_matrices = [kernel_matrix(judged) for judged in outcome.judged if judged.prefix == prefix]
-    matrices = [matrix for matrix in all_matrices if matrix.element_count]
-    if name not in STAGES or not matrices:
-        return []
-    failed = {stage.stage for stage in outcome.stages if not stage.passed}
-    search = _Search(matrices, [stage for stage in STAGES if prefix + stage in failed], history, limit)
-    if name not in search.wrong_stages:
+    search = _search_of(outcome, start + point, history, limit)
+    if search is None or name not in search.wrong_stages:
         return []
     deviations = search.explain(search.wrong_stages)
-    if deviations or len(search.wrong_stages) == 1:
-        return [_explanation(deviation, wrong_stage.stage, "") for deviation in deviations]
-    unexplained = " and ".join(stage for stage in search.wrong_stages if stage != name)
-    suffix = f"; {unexplained} must have another reason"
-    return [_explanation(deviation, wrong_stage.stage, suffix) for deviation in search.explain([name])]
+    if deviations:
+        others = _other_matrices(outcome, start + point)
+        elsewhere = {prefix: _search_of(outcome, prefix, history, limit) for prefix in others}
+        return [_explanation_of_all(deviation, wrong_stage.stage, elsewhere) for deviation in deviations]
+    if not search.is_exhausted:
+        matches = partial_matches(search.matrices, search.deviations, limit)
+        if (pair := explaining_pair(search.matrices, matches)) is not None:
+            return [_explanation_of_pair(*pair, wrong_stage.stage)]
+        if len(search.wrong_stages) == 1 and (match := large_match(matches)) is not None:
+            share = f"explains {min(100 * match.share, 99.9):.3g} % of the wrong elements"
+            sentence = f"{match.deviation.sentence}; {share}"
+            return [Explanation(match.deviation.cause, sentence, wrong_stage.stage, exact=False)]
+    if len(search.wrong_stages) == 1:
+        return []
+    unexplained = [stage for stage in search.wrong_stages if stage != name]
+    return [_with_reason(deviation, wrong_stage.stage, unexplained) for deviation in search.explain([name])]
 
 
-def _explanation(deviation: QuantizeDeviation, stage: str, suffix: str) -> Explanation:
-    return Explanation(deviation.cause, deviation.sentence + suffix, stage, deviation.exact)
+def _search_of(outcome: Outcome, prefix: str, history: SearchHistory, limit: TimeLimit) -> _Search | None:
+    """The search for the matrices whose stages begin with `prefix`, or None if all of them are empty."""
+    all_matrices = [kernel_matrix(judged) for judged in outcome.judged if judged.prefix == prefix]
+    matrices = [matrix for matrix in all_matrices if matrix.element_count]
+    failed = {stage.stage for stage in outcome.stages if not stage.passed}
+    return _Search(matrices, [s for s in STAGES if prefix + s in failed], history, limit) if matrices else None
+
+
+def _other_matrices(outcome: Outcome, prefix: str) -> list[str]:
+    """Prefixes of the other matrices of the case that have wrong stages."""
+    failed = {stage.stage for stage in outcome.stages if not stage.passed}
+    prefixes = dict.fromkeys(judged.prefix for judged in outcome.judged if judged.prefix != prefix)
+    return [other for other in prefixes if any(other + stage in failed for stage in STAGES)]
+
+
+def _explanation_of_all(
+    deviation: QuantizeDeviation, stage: str, elsewhere: Mapping[str, _Search | None]
+) -> Explanation:
+    """The explanation, exact if the deviation gives the bytes of the other matrices with wrong stages too."""
+    unexplained = [
+        prefix + wrong
+        for prefix, search in elsewhere.items()
+        if search is not None and not search.has_cause(deviation.cause)
+        for wrong in search.wrong_stages
+    ]
+    if unexplained:
+        return _with_reason(deviation, stage, unexplained)
+    return Explanation(deviation.cause, deviation.sentence, stage, deviation.exact)
+
+
+def _with_reason(deviation: QuantizeDeviation, stage: str, unexplained: Sequence[str]) -> Explanation:
+    sentence = f"{deviation.sentence}; {' and '.join(unexplained)} must have another reason"
+    return Explanation(deviation.cause, sentence, stage, exact=False)
+
+
+def _explanation_of_pair(first: QuantizeDeviation, second: QuantizeDeviation, stage: str) -> Explanation:
+    causes = ",".join(sorted((first.cause, second.cause)))
+    return Explanation(f"both:{causes}", f"{first.sentence}; and {second.sentence}", stage, exact=True)
 
 
 class _Search:
@@ -61,6 +106,8 @@ class _Search:
         self.matrices, self.history, self.limit = matrices, history, limit
         self.recipe = matrices[0].subject.recipe
         self.work = 0
+        self.is_exhausted = False
+        """Whether enough searches of this recipe and stage found nothing."""
         self._masks: dict[str, list[torch.Tensor]] = {}
         # A failed stage can be right in these matrices. A deviation without effect would explain its bytes.
         self.wrong_stages = [s for s in failed_stages if any(bool(mask.any()) for mask in self._wrong_masks(s))]
@@ -82,8 +129,8 @@ class _Search:
                 tried_ranks.add(rank)
                 if self._explains(deviation, stages, all_stages=all_stages):
                     matching.append((rank, deviation))
-        exhausted = history.searches[(*key, bool(matching))] >= SEARCHES
-        if not exhausted:
+        self.is_exhausted = history.searches[(*key, bool(matching))] >= SEARCHES
+        if not self.is_exhausted:
             for rank, deviation in ranked:
                 if len({match.cause for _, match in matching}) >= MAX_EXPLANATIONS:
                     break
@@ -96,10 +143,18 @@ class _Search:
         history.remember(list(best)[:MAX_EXPLANATIONS])
         return list(best.values())[:MAX_EXPLANATIONS]
 
+    def has_cause(self, cause: str) -> bool:
+        """Whether a deviation with this cause gives the bytes of all wrong stages."""
+        return any(
+            deviation.cause == cause and self._explains(deviation, self.wrong_stages, all_stages=True)
+            for deviation in self.deviations
+        )
+
     @cached_property
     def deviations(self) -> list[QuantizeDeviation]:
         """All deviations that these matrices can show, the most plausible first."""
-        return list_deviations(self.matrices, {stage: self._wrong_masks(stage) for stage in self.wrong_stages})
+        masks = {stage: self._wrong_masks(stage) for stage in self.wrong_stages}
+        return list_deviations(self.matrices, masks, self.history)
 
     def _wrong_masks(self, stage: str) -> list[torch.Tensor]:
         """For each matrix the mask of elements of the stage that differ from the reference."""

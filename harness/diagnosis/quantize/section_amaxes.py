@@ -1,4 +1,4 @@
-"""Amaxes of the wrong section in a grouped quantization."""
+"""Amaxes of the wrong section in a grouped quantization, and given amaxes that are stored and not used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
+from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.scaling import tensor_scale
+from narrowgauge.reference.quantize.steps import row_amax
 
 
 def section_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
@@ -25,6 +27,22 @@ def section_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[Quanti
             frozenset({"scales", "codes"}),
             overrides={stage: partial(_stage_with_amax, amax, stage) for stage in ("scales", "codes")},
         )  # fmt: skip
+
+
+def unused_amax_deviations(matrix: KernelMatrix) -> Iterator[QuantizeDeviation]:
+    """A given amax that the kernel returns, while it quantizes with the amax of the matrix."""
+    if matrix.subject.amax_given:
+        yield QuantizeDeviation(
+            "given-amax-ignored", "the matrix is quantized with its own amax, not with the given one",
+            frozenset({"scales", "codes"}),
+            overrides={stage: partial(_stage_with_own_amax, stage) for stage in ("scales", "codes")}, row_local=False,
+        )  # fmt: skip
+
+
+def _stage_with_own_amax(stage: str, replay: Replay) -> torch.Tensor:
+    blocks = replay.blocks
+    own = tensor_amax(blocks) if replay.recipe.granularity == "tensor" else row_amax(blocks)
+    return _stage_with_amax(own, stage, replay)
 
 
 def _stage_with_amax(amax: torch.Tensor, stage: str, replay: Replay) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 RECENT_CAUSES = 8
@@ -26,6 +27,18 @@ class SearchHistory:
     """Number of full searches, by recipe, stage, and whether the search found a cause."""
     work: int = 0
     """Elements times deviations of all searches."""
+    earlier_amaxes: frozenset[float] = frozenset()
+    """Correct amaxes that a kernel may have kept from calls before those of the last case: of its first call, of the
+    case before, and the largest of all."""
+    left_out: list[tuple[Any, tuple[int, int]]] = field(default_factory=list)
+    """Elements above wrong amaxes of earlier cases: their numbers in memory, int64 (n,), and the shape."""
+    _amaxes: list[float] = field(default_factory=list)
+
+    def begin_case(self, amaxes: Sequence[float]) -> None:
+        """Begin a case whose tensors have these correct amaxes: the amaxes of the case before become earlier ones."""
+        kept = self._amaxes
+        self.earlier_amaxes = frozenset(kept)
+        self._amaxes = [*kept[:1], *([max(kept)] if kept else []), *amaxes] if amaxes else kept
 
     def remember(self, causes: Sequence[str]) -> None:
         """Put the causes that explained a case, best first, before the recent causes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from time import monotonic
+from time import monotonic, process_time
 
 _VERIFICATION = 3
 """A deviation that fits every element tried so far is verified until this multiple of the limit."""
@@ -16,18 +16,31 @@ class TimeLimit:
     an explanation only if it was verified completely. So a limit removes explanations and never adds or changes one.
     """
 
-    def __init__(self, seconds: float = math.inf, *, bounds_work: bool = False) -> None:
-        """`seconds`: the limit; infinity for no limit. `bounds_work`: the work limits hold too."""
-        self.seconds, self.bounds_work = seconds, bounds_work
+    def __init__(
+        self,
+        seconds: float = math.inf,
+        *,
+        bounds_work: bool = False,
+        of_process: bool = False,
+        remedy: str = "diagnose='full' has no limit",
+    ) -> None:
+        """`seconds`: the limit; infinity for no limit. `bounds_work`: the work limits hold too. `of_process`: the limit
+        is of the seconds that this process has a core, so that a busy machine does not change an explanation. `remedy`:
+        end of `note`.
+        """
+        self.seconds, self.bounds_work, self.of_process, self.remedy = seconds, bounds_work, of_process, remedy
         self.tried = self.skipped = 0
         """Deviations that were tried, and deviations that were not tried because the limit was reached."""
-        self._start = monotonic()
+        self._start = self._now()
         self._unverified: dict[str, None] = {}
+
+    def _now(self) -> float:
+        return process_time() if self.of_process else monotonic()
 
     @property
     def reached(self) -> bool:
         """Whether the time is over."""
-        return monotonic() - self._start >= self.seconds
+        return self._now() - self._start >= self.seconds
 
     def may_try(self) -> bool:
         """Whether a further deviation may be tried. The answer counts the deviation as tried or as skipped."""
@@ -39,7 +52,7 @@ class TimeLimit:
 
     def may_verify(self, cause: str) -> bool:
         """Whether the verification of a deviation may go on. It has fitted every element so far."""
-        if monotonic() - self._start < _VERIFICATION * self.seconds:
+        if self._now() - self._start < _VERIFICATION * self.seconds:
             return True
         self._unverified[cause] = None
         return False
@@ -56,4 +69,4 @@ class TimeLimit:
         if self._unverified:
             fit = "fits" if len(self._unverified) == 1 else "fit"
             parts.append(f"{', '.join(self._unverified)} {fit} the elements tried, but not all elements were tried")
-        return "; ".join([*parts, "diagnose='full' has no limit"])
+        return "; ".join([*parts, self.remedy])

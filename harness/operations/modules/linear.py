@@ -33,9 +33,32 @@ INPUT, WEIGHT, GRAD = 0, 1, 2
 """Columns of an amax history, and numbers among scales."""
 
 State = tuple[torch.Tensor, torch.Tensor]
-"""An amax history, float32 (H, 3), and the scales, float32 (3,)."""
+"""Columns of an amax history, float32 (H, n), and their scales, float32 (n,)."""
 Matrices = Sequence[torch.Tensor] | None
 """Of each section; None where nobody knows them."""
+
+
+@dataclass
+class Delayed:
+    """State of delayed scaling of a layer; None if nobody knows it."""
+
+    forward: State | None
+    """Of input and weight: moved at the end of a forward."""
+    grad: State | None
+    """Of the gradient: moved at the end of a backward."""
+
+
+States = dict[str, Delayed]
+"""By the prefix of the layer."""
+
+
+def initial_states(training: TrainingRecipe, layers: Sequence[Layer], device: torch.device) -> States:
+    """The states of new layers; without delayed scaling none."""
+
+    def new(columns: int) -> State:
+        return torch.zeros(training.history, columns, device=device), torch.ones(columns, device=device)
+
+    return {layer.prefix: Delayed(new(2), new(1)) for layer in layers} if training.history else {}
 
 
 @dataclass
@@ -53,14 +76,18 @@ class Ground:
     """Whether it rounds by random bits of its own."""
     unseen: dict[str, None] = field(default_factory=dict)
     """What was not reported, and so not compared."""
-    before: Step | None = None
-    """The step before it, for those who look for what it left."""
+    others: dict[str, Step] = field(default_factory=dict)
+    """By the cause of an operand that is theirs: other forwards of the module."""
+    unknown: dict[str, tuple[list[Quantized], list[Quantized]]] = field(default_factory=dict)
+    """By name, operands of the gradients of weights that nobody knows for this step alone."""
+    passes: int = -1
+    """Number of backwards before that of the step. -1: as many as steps before it."""
     figures: bool = True
     """Whether more is measured than decides."""
 
     def stage(self, name: str) -> str:
         """The name of a stage: which step, and what."""
-        return f"step {self.step.number + 1} {name}"
+        return f"{self.step.title} {name}"
 
     def seen(self, name: str) -> Any:
         """What the module reported of it; None, noted, where it did not."""
@@ -74,6 +101,14 @@ class Ground:
         found = self.seen(name)
         if found is None:
             return None
+        return self._shaped(name, found, shape)
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> list[torch.Tensor]:
+        """The tensors of that shape reported under a name, in order. Raises as `tensor` does."""
+        return [self._shaped(name, found, shape) for found in self.step.seen.get(name, [])]
+
+    @staticmethod
+    def _shaped(name: str, found: Any, shape: tuple[int, ...]) -> torch.Tensor:
         if not isinstance(found, torch.Tensor) or found.numel() != torch.Size(shape).numel():
             what = f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
             raise BackendError(f"the module reported {name} as {what}, not as a tensor of shape {shape}")
@@ -107,13 +142,19 @@ class LinearStages:
     knows. What follows from anything else is not compared, and is noted as unseen.
     """
 
-    def __init__(self, ground: Ground, layer: Layer, state: State | None) -> None:
-        """`state`: that of delayed scaling before the step; None of other recipes, and where nobody knows it."""
-        self.ground, self.layer, self.state = ground, layer, state
+    def __init__(self, ground: Ground, layer: Layer, states: States) -> None:
+        """`states`: those of delayed scaling at present, which every end of a forward or backward moves."""
+        self.ground, self.layer, self.delayed = ground, layer, states.get(layer.prefix, Delayed(None, None))
         self.plan, self.step = ground.plan, ground.step
         rows = ground.step.x.reshape(-1, ground.step.x.shape[-1]).shape[0]
         self.sizes = list(ground.plan.sections) if layer.groups else [rows]
         self._operands: dict[str, list[Quantized] | None] = {}
+        self._at_forward: State | None = None
+        self._forward: State | None = None
+        """The right state of input and weight after the forward."""
+        self._reported_forward: State | None = None
+        self._given: dict[int, State] = {}
+        """Arguments of the updates of delayed scaling: 0 of input and weight, 1 of the gradient."""
         self._x: Matrices = None
 
     @property
@@ -123,6 +164,7 @@ class LinearStages:
     def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """Judge x·wᵀ + bias of `x` (M, K), or of an input that nobody knows. Gives y (M, N), where it was reported."""
         self._x = self._padded(x)
+        self._at_forward = self.delayed.forward
         a = self._halves("x", self._x, self._training.input, INPUT, columnwise=False)
         b = self._halves("w", self._weights, self._training.weight, WEIGHT, columnwise=False)
         bias = [self.step.parameters[name] for name in self.layer.biases] if self.plan.bias else None
@@ -134,60 +176,111 @@ class LinearStages:
     def backward(self, dy: torch.Tensor | None, gradient: str = "dx") -> torch.Tensor | None:
         """Judge the products with `dy` (M, N), and its sum. Gives that with w (M, K), which has the name `gradient`."""
         given = self._padded(dy)
-        training = self._training
-        a = self._halves("dy", given, training.grad, GRAD, columnwise=False)
-        b = self._halves("w columnwise", self._weights, training.weight, WEIGHT, columnwise=True)
-        dx = self.ground.tensor(self.layer.prefix + gradient, (sum(self.sizes), self.layer.inner))
-        self._products(gradient, a, b, dx)
-        left = self._halves("dy columnwise", given, training.grad, GRAD, columnwise=True)
-        right = self._halves("x columnwise", self._x, training.input, INPUT, columnwise=True)
-        self._weight_gradients(left, right)
+        training, frozen = self._training, self.plan.use
+        dx = None
+        if frozen != "frozen-input" or self.layer.prefix or self.layer.norm:
+            a = self._halves("dy", given, training.grad, GRAD, columnwise=False)
+            b = self._halves("w columnwise", self._weights, training.weight, WEIGHT, columnwise=True)
+            dx = self.ground.tensor(self.layer.prefix + gradient, (sum(self.sizes), self.layer.inner))
+            self._products(gradient, a, b, dx)
+        if frozen == "frozen-weight":
+            self._no_weight_gradients()
+        else:
+            left = self._halves("dy columnwise", given, training.grad, GRAD, columnwise=True)
+            right = self._halves("x columnwise", self._x, training.input, INPUT, columnwise=True)
+            self._weight_gradients(left, right)
         if self.plan.bias:
             self._bias_gradients(dy)
         return dx
 
-    def end(self) -> State | None:
-        """Judge the history and the scales of delayed scaling after the step, and give them."""
+    # ---- delayed scaling -------------------------------------------------------------------------------------------
+
+    def end_forward(self) -> None:
+        """Move the state of input and weight. Judge it after a probe, which has no backward."""
         if not self._training.history:
-            return None
-        ground, prefix, expected = self.ground, self.layer.prefix, self._updated()
-        history = ground.tensor(prefix + "history", (self._training.history, 3))
-        scale = ground.tensor(prefix + "scale", (3,))
-        if expected is None or self.state is None:
-            ground.unseen |= {prefix + "history": None, prefix + "scale": None}
+            return
+        before, expected = self._at_forward, self._updated(self._at_forward, ("x", "w"), self._training.input)
+        self._forward = expected
+        found = self._reported_states()
+        if self.step.probe:
+            if not found or before is None or expected is None:
+                self.ground.unseen |= dict.fromkeys(self.layer.prefix + name for name in ("history", "scale"))
+                # A module may leave the state alone if no gradient is wanted.
+                known = self.plan.use != "no-grad" and not found
+                self.delayed.forward = expected if known else found[-1][0] if found else None
+                return
+            self.delayed.forward = found[-1][0]
+            kept = self.plan.use == "no-grad" and all(map(torch.equal, found[-1][0], before))
+            grad = self.delayed.grad or found[-1][1]
+            self._judge_states(found[-1], Delayed(before if kept else expected, grad), Delayed(before, grad))
+            return
+        self.delayed.forward = expected
+        if self.plan.use.startswith("pending") and len(found) > 1:  # the first report is that of the forward
+            self._reported_forward = self.delayed.forward = found[0][0]
+
+    def end(self) -> None:
+        """Move the state of the gradient, and judge history and scales after the step."""
+        if not self._training.history:
+            return
+        name = "dy" if self._operands.get("dy") else "dy columnwise"
+        before = self.delayed.grad
+        expected = self._updated(before, (name,), self._training.grad)
+        found, forward = self._reported_states(), self._forward
+        pending = self.plan.use.startswith("pending")
+        self.delayed.grad = expected
+        if not found or forward is None or expected is None or self._at_forward is None:
+            self.ground.unseen |= dict.fromkeys(self.layer.prefix + name for name in ("history", "scale"))
         else:
-            for name, found in (("history", history), ("scale", scale)):
-                if found is not None:
-                    ground.outcome.stages.append(self._update_stage(name, found, expected, self.state))
-        return expected if history is None or scale is None else (history, scale)
+            last = found[-1]
+            if pending:  # other forwards have moved the state of input and weight
+                last = self._reported_forward or forward, last[1]
+            self._judge_states(last, Delayed(forward, expected), Delayed(self._at_forward, before))
+        if found:
+            self.delayed.forward, self.delayed.grad = found[-1]
 
-    def _update_stage(self, name: str, found: torch.Tensor, expected: State, before: State) -> StageResult:
-        right = expected[0] if name == "history" else expected[1]
-        for columns, recipe in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
-            if not torch.equal(found[..., columns], right[..., columns]):
-                history, scale = (tensor[..., columns] for tensor in self._given)
-                given = {"history": history, "scale": scale}
-                self._note_moved("update-scale", given, {name: found[..., columns]}, recipe)
-        if name == "history":
-            return history_stage(self._stage(name), found, expected[0], before[0])
-        return scale_stage(self._stage(name), found, expected[1], before)
+    def _reported_states(self) -> list[tuple[State, State]]:
+        """The states of input and weight, and of the gradient, each time that the module reported both tensors."""
+        ground, prefix = self.ground, self.layer.prefix
+        history = ground.tensors(prefix + "history", (self._training.history, 3))
+        scale = ground.tensors(prefix + "scale", (3,))
+        if len(history) != len(scale):
+            history, scale = history[-1:], scale[-1:]
+        found = []
+        for one, other in zip(history, scale, strict=False):
+            found.append(((one[:, :GRAD], other[:GRAD]), (one[:, GRAD:], other[GRAD:])))
+        return found
 
-    def _updated(self) -> State | None:
-        """History and scales after the step, of the amaxes of the module's own operands; None where one is unknown."""
-        if self.state is None:
+    def _judge_states(self, found: tuple[State, State], expected: Delayed, before: Delayed) -> None:
+        parts = zip(found, (expected.forward, expected.grad), (before.forward, before.grad), strict=True)
+        recipes = (self._training.input, self._training.grad)
+        joined: list[State] = []
+        for number, ((history, scale), right, _) in enumerate(parts):
+            assert right is not None
+            for name, one, other in (("history", history, right[0]), ("scale", scale, right[1])):
+                if not torch.equal(one, other) and number in self._given:
+                    given = dict(zip(("history", "scale"), self._given[number], strict=True))
+                    self._note_moved("update-scale", given, {name: one}, recipes[number])
+        for state in (found, (expected.forward, expected.grad), (before.forward, before.grad)):
+            columns = [part for part in state if part is not None]
+            joined.append((torch.cat([h for h, _ in columns], -1), torch.cat([s for _, s in columns], -1)))
+        (history, scale), right, old = joined
+        stages = self.ground.outcome.stages
+        stages.append(history_stage(self._stage("history"), history, right[0], old[0]))
+        stages.append(scale_stage(self._stage("scale"), scale, right[1], old))
+
+    def _updated(self, state: State | None, names: Sequence[str], recipe: Recipe) -> State | None:
+        """The state after the update, of the amaxes of the module's own operands; None where one is unknown."""
+        if state is None:
             return None
-        history, scale = (tensor.clone() for tensor in self.state)
-        for number, name in enumerate(("x", "w", "dy")):
+        history, scale = (tensor.clone() for tensor in state)
+        for number, name in enumerate(names):
             halves = self._operands.get(name)
             if halves is None or any(q.amax is None for q in halves):
                 return None
             amaxes = [q.amax.max() for q in halves if q.amax is not None]
             history[0, number] = torch.stack([history[0, number], *amaxes]).amax()
-        self._given = history.clone(), scale.clone()
-        for columns, recipe in ((slice(INPUT, GRAD), self._training.input), (slice(GRAD, None), self._training.grad)):
-            rolled, updated = reference.update_scale(history[:, columns].contiguous(), scale[columns].clone(), recipe)
-            history[:, columns], scale[columns] = rolled, updated
-        return history, scale
+        self._given[0 if names[0] == "x" else 1] = history.clone(), scale.clone()
+        return reference.update_scale(history, scale, recipe)
 
     # ---- operands --------------------------------------------------------------------------------------------------
 
@@ -219,8 +312,9 @@ class LinearStages:
         own = ground.own and recipe.rounding == "stochastic"
         random = None
         if recipe.rounding == "stochastic":
-            random = (self.plan.seed + self._seed_offset, 2 * self.step.number + int(columnwise))
-        unknown = bool(self._training.history) and self.state is None
+            passes = self.step.number if self.ground.passes < 0 else self.ground.passes
+            random = (self.plan.seed + self._seed_offset, 2 * passes + int(columnwise))
+        unknown = bool(self._training.history) and self._state(column) is None
         oracles = None if matrices is None or unknown else self._oracles(matrices, recipe, column, random, columnwise)
         found = ground.seen(key)
         if found is None:
@@ -253,12 +347,16 @@ class LinearStages:
     def _note_origin(self, name: str, found: Any, parts: list[list[StageResult]], kernels: list[Quantized]) -> None:
         """Where operands are wrong, whether they are those of the step before, or made of the other half."""
         wrong = [stage for stages in parts for stage in stages if not stage.passed]
-        before = None if self.ground.before is None else self.ground.before.last(self.layer.prefix + name)
-        if wrong and before is not None and _same(found, before):
-            wrong[0].causes.append("operand-of-the-step-before")
+        for cause, other in self.ground.others.items() if wrong else ():
+            if _same(found, other.last(self.layer.prefix + name)):
+                wrong[0].causes.append(cause)
         rows = self._operands.get(name.removesuffix(" columnwise"))
         if wrong and rows is not None and name.endswith(" columnwise") and _made_of(rows, kernels):
             wrong[0].causes.append("quantized-twice")
+
+    def _state(self, column: int) -> State | None:
+        """The state that scales an operand: that of the forward, or at a backward that of the gradient."""
+        return self.delayed.grad if column == GRAD else self._at_forward
 
     @property
     def _seed_offset(self) -> int:
@@ -270,8 +368,8 @@ class LinearStages:
     ) -> list[Quantized]:
         sizes = torch.tensor([len(matrix) for matrix in matrices], device=matrices[0].device)
         scale = None
-        if recipe.tensor_scale == "given" and self.state is not None:
-            scale = self.state[1][column].expand(len(matrices)).contiguous()
+        if recipe.tensor_scale == "given" and (state := self._state(column)) is not None:
+            scale = state[1][column % GRAD].expand(len(matrices)).contiguous()
         grouped = reference.quantize_grouped(
             torch.cat(list(matrices)), sizes, recipe, columnwise=columnwise, scale=scale, random=random
         )
@@ -318,6 +416,9 @@ class LinearStages:
         for number, (left, right, part) in enumerate(zip(a, b, torch.split(found, self.sizes), strict=True)):
             added = None if bias is None else bias[number]
             stages.append([self._product(name, left, right, part, order, self.plan.dtype, bias=added)])
+            if not stages[-1][0].passed:
+                given = {"c": None, "bias": added}
+                self._note_other_operands(stages[-1][0], name, number, (left, right), part, order, given)
         self._add(stages)
 
     def _product(
@@ -339,18 +440,24 @@ class LinearStages:
         return output_stage(stage, output, limits, figures=ground.figures)
 
     def _weight_gradients(self, a: list[Quantized] | None, b: list[Quantized] | None) -> None:
-        found = self._each("dw")
-        if a is None or b is None:
+        if a is None or b is None or self._unknown("dw"):
             self.ground.unseen[self.layer.prefix + "dw"] = None
+            if a is not None and b is not None:
+                self.ground.unknown[self.layer.prefix + "dw"] = a, b
             return
+        found = self._each("dw")
         stages = []
-        for name, left, right, dw in zip(self.layer.weights, a, b, found, strict=True):
+        for number, (name, left, right, dw) in enumerate(zip(self.layer.weights, a, b, found, strict=True)):
             if dw is None:
                 stages.append([self._absent("dw", name, left.shape[0] * right.shape[0])])
                 continue
             c = self.step.before.get(name)
             out_dtype = torch.float32 if self.plan.accumulate else self.plan.dtype
-            stage = self._product("dw", left, right, dw, self.ground.order(left, right), out_dtype, c=c)
+            order = self.ground.order(left, right)
+            stage = self._product("dw", left, right, dw, order, out_dtype, c=c)
+            if not stage.passed:
+                given = {"c": c, "bias": None}
+                self._note_other_operands(stage, "dw", number, (left, right), dw, order, given)
             early = self.step.early.get(name)
             if stage.passed and early is not None and (c is None or not equal_bits(early, c)):
                 stage.mismatches, stage.sentence = dw.numel(), f"{name} has its gradient before backward_dw is called"
@@ -358,11 +465,64 @@ class LinearStages:
             stages.append([stage])
         self._add(stages)
 
+    def _no_weight_gradients(self) -> None:
+        """Judge that weights that need no gradient have none, and that a main gradient is as it was."""
+        stages = []
+        for name, dw in zip(self.layer.weights, self._each("dw"), strict=True):
+            size, before = self.layer.inner * self.layer.outer, self.step.before.get(name)
+            stage = StageResult(self._stage("dw"), "exact", size)
+            if dw is not None and (before is None or not equal_bits(dw, before)):
+                stage.mismatches, stage.causes = size, ["gradient-not-wanted"]
+                change = "grad is not None" if before is None else "main_grad changed"
+                stage.sentence = f"{name} needs no gradient, and its {change}"
+            stages.append([stage])
+        self._add(stages)
+
+    def _note_other_operands(
+        self,
+        stage: StageResult,
+        name: str,
+        number: int,
+        operands: tuple[Quantized, Quantized],
+        output: torch.Tensor,
+        order: Summation,
+        given: dict[str, torch.Tensor | None],
+    ) -> None:
+        """Whether a wrong product of a section is that of an operand, or of both, of another forward of the module."""
+        halves = {"y": ("x", "w"), "dw": ("dy columnwise", "x columnwise")}.get(name, ("dy", "w columnwise"))
+        for cause, other in self.ground.others.items():
+            mine = (self._other_operand(other, half, number) for half in halves)
+            pairs = list(zip(operands, mine, strict=True))
+            for choice in ((0, 1), (1, 0), (1, 1)):
+                a, b = (pair[which] for pair, which in zip(pairs, choice, strict=True))
+                if a is None or b is None:
+                    continue
+                limits = bounds(a, b, out_dtype=output.dtype, order=order, **given)
+                if output_stage(stage.stage, output, _cut(limits, len(output)), figures=False).passed:
+                    stage.causes.append(cause)
+                    return
+
+    def _other_operand(self, other: Step, half: str, number: int) -> Quantized | None:
+        """A half of a section of an operand in another forward: as reported, else of a weight the reference's own."""
+        columnwise, column = half.endswith(" columnwise"), {"x": INPUT, "w": WEIGHT, "d": GRAD}[half[0]]
+        training = self._training
+        recipe = (training.input, training.weight, training.grad)[column]
+        recipe = recipe if columnwise else recipe.rowwise
+        found = other.last(self.layer.prefix + half)
+        if found is not None:
+            return self._reported(half, found, recipe, column, columnwise=columnwise)[number]
+        if column == GRAD or training.history or (column == INPUT and (self.layer.prefix or self.layer.norm)):
+            return None
+        matrices: Sequence[torch.Tensor] = [other.parameters[weight] for weight in self.layer.weights]
+        if column == INPUT:
+            matrices = self._padded(other.x.flatten(0, -2)) or []
+        return self._oracles(matrices, recipe, column, None, columnwise)[number]
+
     def _bias_gradients(self, dy: torch.Tensor | None) -> None:
-        found = self._each("dbias")
-        if dy is None:
+        if dy is None or self._unknown("dbias"):
             self.ground.unseen[self.layer.prefix + "dbias"] = None
             return
+        found = self._each("dbias")
         stages = []
         for name, part, dbias in zip(self.layer.biases, torch.split(dy, self.sizes), found, strict=True):
             if dbias is None:
@@ -373,6 +533,10 @@ class LinearStages:
                 if not stages[-1][0].passed:
                     self._note_moved("sum", {"dy": part}, {"dbias": dbias})
         self._add(stages)
+
+    def _unknown(self, name: str) -> bool:
+        """Whether nobody knows the gradient of this step alone: of pending steps that the module does not report."""
+        return self.plan.use.startswith("pending") and self.layer.prefix + name not in self.step.seen
 
     def _each(self, name: str) -> list[Any]:
         """A gradient of every section, None of those that have none."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from narrowgauge.harness.cases.modules import Layer
-from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, State
+from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States
 from narrowgauge.harness.operations.stages.oracle import norm_backward, norm_forward
 
 
 class NormStages:
     """The stages of a LayerNormLinear in one step, as those of `LinearStages`."""
 
-    def __init__(self, ground: Ground, layer: Layer, state: State | None) -> None:
+    def __init__(self, ground: Ground, layer: Layer, states: States) -> None:
         self.ground, self.layer = ground, layer
-        self.linear = LinearStages(ground, layer, state)
+        self.linear = LinearStages(ground, layer, states)
         self._x: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:
@@ -34,15 +34,21 @@ class NormStages:
         dx = dgamma = dbeta = None
         if dnorm is not None and self._x is not None:
             dx, dgamma, dbeta = norm_backward(dnorm, self._x, gamma, self.layer.norm, ground.plan.eps)  # type: ignore[arg-type]
-        found = ground.high_precision(f"{prefix}dx", self._shape, dx)
+        found = None
+        if ground.plan.use != "frozen-input" or prefix not in ("", "qkv."):
+            found = ground.high_precision(f"{prefix}dx", self._shape, dx)
         ground.high_precision(f"{prefix}dgamma", (self.layer.inner,), dgamma)
         if beta is not None:
             ground.high_precision(f"{prefix}dbeta", (self.layer.inner,), dbeta)
         return found
 
-    def end(self) -> State | None:
+    def end_forward(self) -> None:
+        """`LinearStages.end_forward` of the layer."""
+        self.linear.end_forward()
+
+    def end(self) -> None:
         """Judge the end of the step, as the layer itself does."""
-        return self.linear.end()
+        self.linear.end()
 
     @property
     def _parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:

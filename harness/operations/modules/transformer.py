@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, State
+from narrowgauge.harness.operations.modules.linear import Ground, LinearStages, States
 from narrowgauge.harness.operations.modules.norm import NormStages
 from narrowgauge.harness.operations.stages.oracle import (
     attention_backward,
@@ -30,12 +30,12 @@ class TransformerStages:
     before, as in `LinearStages`.
     """
 
-    def __init__(self, ground: Ground, states: dict[str, State | None]) -> None:
-        """`states`: of every layer, by its prefix."""
+    def __init__(self, ground: Ground, states: States) -> None:
+        """`states`: those of delayed scaling at present, which every end of a forward or backward moves."""
         self.ground = ground
         qkv, proj, fc1, fc2 = ground.plan.layers
-        self.qkv, self.fc1 = (NormStages(ground, layer, states.get(layer.prefix)) for layer in (qkv, fc1))
-        self.proj, self.fc2 = (LinearStages(ground, layer, states.get(layer.prefix)) for layer in (proj, fc2))
+        self.qkv, self.fc1 = (NormStages(ground, layer, states) for layer in (qkv, fc1))
+        self.proj, self.fc2 = (LinearStages(ground, layer, states) for layer in (proj, fc2))
         self.batch, self.sequence, self.hidden = ground.step.x.shape
         self._saved: dict[str, Matrix] = {}
 
@@ -46,7 +46,7 @@ class TransformerStages:
         h = self._between("h", residual_sum, x, self.proj.forward(attended), wrong="residual", others={})
         inner = self.fc1.forward(h)
         activated = self._between("gelu", gelu_forward, inner, width=self.ground.plan.layers[2].outer, wrong="gelu")
-        self._saved = {"qkv": qkv, "h": h, "fc1": inner}
+        self._saved = {"qkv": qkv, "attention": attended, "h": h, "fc1": inner}
         others = {} if x is None else {"the layer's input": x}
         return self._between("y", residual_sum, h, self.fc2.forward(activated), wrong="residual", others=others)
 
@@ -58,11 +58,18 @@ class TransformerStages:
         dqkv = self._between(
             "dqkv", self._attention_backward, self.proj.backward(dh), self._saved["qkv"], width=3 * self.hidden
         )
-        return self._between("dx", residual_sum, dh, self.qkv.backward(dqkv))
+        inner = self.qkv.backward(dqkv)
+        return None if self.ground.plan.use == "frozen-input" else self._between("dx", residual_sum, dh, inner)
 
-    def end(self) -> dict[str, State | None]:
+    def end_forward(self) -> None:
+        """`LinearStages.end_forward` of every layer."""
+        for layer in (self.qkv, self.proj, self.fc1, self.fc2):
+            layer.end_forward()
+
+    def end(self) -> None:
         """Judge the end of the step of every layer."""
-        return {layer.layer.prefix: layer.end() for layer in (self.qkv, self.proj, self.fc1, self.fc2)}
+        for layer in (self.qkv, self.proj, self.fc1, self.fc2):
+            layer.end()
 
     def _between(
         self,
@@ -100,9 +107,14 @@ class TransformerStages:
         value, error = (
             part.transpose(1, 2).reshape(self.batch * self.sequence, -1) for part in (heads.value, heads.error)
         )
-        return Bounded(value, error)
+        return Bounded(value, error, heads.assumes)
 
     def _attention_backward(self, gradient: torch.Tensor, qkv: torch.Tensor) -> Bounded:
-        do = gradient.view(self.batch, self.sequence, self.ground.plan.heads, -1).transpose(1, 2)
-        found = [self._joined(one) for one in attention_backward(do, *self._heads(qkv))]
-        return Bounded(torch.cat([one.value for one in found], 1), torch.cat([one.error for one in found], 1))
+        shape = (self.batch, self.sequence, self.ground.plan.heads, -1)
+        do, out = (
+            None if one is None else one.view(shape).transpose(1, 2) for one in (gradient, self._saved["attention"])
+        )
+        assert do is not None
+        found = [self._joined(one) for one in attention_backward(do, *self._heads(qkv), out=out)]
+        value, error = (torch.cat(parts, 1) for parts in zip(*((one.value, one.error) for one in found), strict=True))
+        return Bounded(value, error, found[0].assumes)

@@ -8,15 +8,19 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.cases.quantize import QuantizeCase
+from narrowgauge.harness.checks.bit_equality import with_nans_of
 from narrowgauge.harness.checks.finding import Describe, make_finding, sentence
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.checks.statistics.correlations import HIGH_SEED, PLAIN_SEED, SEED_AS_OFFSET
 from narrowgauge.harness.checks.statistics.rounding_choices import RoundingChoices, rounding_choices
 from narrowgauge.harness.checks.statistics.rounding_tests import RoundingCounts, required_calls
 from narrowgauge.spec.recipes import Recipe
 
-Draw = Callable[[int], torch.Tensor]
-"""The number of a call to its codes, uint8 (M, K), one an element; see `bits_of`."""
-OTHER_SEED = -1
+Draw = Callable[[int], torch.Tensor | None]
+"""The number of a call to its codes, uint8 (M, K), one an element; see `bits_of`. None for a number of OTHER_SEEDS
+that the source of the calls does not have."""
+OTHER_SEEDS = {-1: PLAIN_SEED, -2: HIGH_SEED, -3: SEED_AS_OFFSET}
+"""Numbers of the calls with another seed, and the kind of the seed."""
 _AT_ONCE = 1 << 22
 """Roundings that are counted at once, to bound memory; but two calls at least."""
 
@@ -35,7 +39,10 @@ def refuse_words(case: QuantizeCase, backend: Backend, recipe: Recipe) -> None:
 def bits_of(random: tuple[int, int], call: int) -> tuple[int, int]:
     """Seed and offset of a further call: two offsets on, since two halves use two; or another seed alone."""
     seed, offset = random
-    return (seed ^ 1, offset) if call == OTHER_SEED else (seed, offset + 2 * call)
+    if call >= 0:
+        return seed, offset + 2 * call
+    seeds = {PLAIN_SEED: seed ^ 1, HIGH_SEED: seed ^ 1 << 32, SEED_AS_OFFSET: (seed + 2) % (1 << 63)}
+    return seeds[OTHER_SEEDS[call]], offset
 
 
 def distribution_stage(
@@ -59,7 +66,8 @@ def distribution_stage(
     counts = RoundingCounts(choices, recipe, scaled[0].signbit())
     result = StageResult(stage, "statistics", found.numel())
     calls = 1 if draw is None else required_calls(choices)
-    for number, codes in _calls(found, draw, calls):
+    for number, drawn in _calls(found, draw, calls):
+        codes = with_nans_of(choices.below.expand(drawn.shape), drawn, recipe.element)
         outside = choices.outside(codes, recipe)
         if bool(outside.any()):
             which = int(outside.flatten(1).any(1).int().argmax())
@@ -67,7 +75,9 @@ def distribution_stage(
             return result
         counts.add(choices.rounded_up(codes, recipe))
     if calls > 1 and draw is not None:
-        counts.add_seed(choices.rounded_up(draw(OTHER_SEED), recipe))
+        for call, kind in OTHER_SEEDS.items():
+            if (codes_of_seed := draw(call)) is not None:
+                counts.add_seed(kind, choices.rounded_up(codes_of_seed, recipe))
     result.tests, result.draws = counts.tests(), counts.draws
     return result
 
@@ -77,7 +87,8 @@ def _calls(found: torch.Tensor, draw: Draw | None, calls: int) -> Iterator[tuple
     together = max(2, _AT_ONCE // max(1, found.numel()))
     for first in range(0, calls, together):
         numbers = range(first, min(first + together, calls))
-        yield first, torch.stack([found if n == 0 or draw is None else draw(n) for n in numbers])
+        codes = [found if n == 0 or draw is None else draw(n) for n in numbers]
+        yield first, torch.stack([one for one in codes if one is not None])
 
 
 def _refuse(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from narrowgauge.harness.backends.results import QUANTIZED_PARTS
+from narrowgauge.harness.checks.bit_equality import same_bytes
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome
@@ -47,7 +48,4 @@ def add_end_to_end(outcome: Outcome, own: Sequence[tuple[Quantized, Quantized]])
 def _same(kernel: Quantized, own: Quantized) -> bool:
     """Whether two operands multiply alike. A number that a kernel does not show is the one that its amax gives."""
     pairs = ((getattr(kernel, part), getattr(own, part)) for part in QUANTIZED_PARTS)
-    return all(
-        one is other or one is None or other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        for one, other in pairs
-    )
+    return all(one is other or one is None or other is None or same_bytes(one, other) for one, other in pairs)

@@ -30,4 +30,10 @@ def bounded_stage(
     columns = found.shape[-1] if found.dim() else 1
     rows = found.numel() // max(1, columns)
     flat = Bounded(expected.value.reshape(rows, columns), expected.error.reshape(rows, columns))
-    return output_stage(name, found.reshape(rows, columns), flat.limits(dtype), figures=figures)
+    result = output_stage(name, found.reshape(rows, columns), flat.limits(dtype), figures=figures)
+    result.assumes = expected.assumes
+    if result.sentence and result.assumes:
+        result.sentence += f"; the bound assumes {result.assumes}"
+        if result.finding is not None:
+            result.finding["sentence"] = result.sentence
+    return result

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from narrowgauge.harness.backends.guarded_memory import dense
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.operations.stages.quantized import Judged
+from narrowgauge.harness.operations.stages.quantized import Judged, dense_parts
 from narrowgauge.reference.bounds.bounds import Bounds
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import Recipe
@@ -25,12 +26,15 @@ class Product:
     c: torch.Tensor | None
     bias: torch.Tensor | None
     output: torch.Tensor
-    """(M, N), in the output's dtype."""
+    """(M, N), in the output's dtype. This tensor and those of the operands are contiguous."""
     limits: Bounds
     order: Summation
     """Declarations of the backend about its sums."""
     stage: str = "output"
     """Name of the stage of the output."""
+
+    def __post_init__(self) -> None:
+        self.a, self.b, self.output = dense_parts(self.a), dense_parts(self.b), dense(self.output)
 
 
 @dataclass
@@ -40,12 +44,15 @@ class Moved:
     operation: str
     given: dict[str, torch.Tensor]
     found: dict[str, torch.Tensor]
-    """Results of the kernel."""
+    """Results of the kernel, contiguous."""
     recipe: Recipe | None = None
     free: bool = False
     """Whether the order of the additions of a rotation is free."""
     prefix: str = ""
     """Prefix of the names of the stages: step and layer in a module."""
+
+    def __post_init__(self) -> None:
+        self.found = {name: dense(tensor) for name, tensor in self.found.items()}
 
 
 @dataclass
@@ -58,7 +65,10 @@ class Formula:
     given: dict[str, Any]
     """Arguments of the formula by name."""
     found: torch.Tensor
-    """Result of the kernel, (M, N)."""
+    """Result of the kernel, (M, N), contiguous."""
+
+    def __post_init__(self) -> None:
+        self.found = dense(self.found)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from narrowgauge.harness.backends.results import QUANTIZED_PARTS
 from narrowgauge.harness.checks.finding import float_view
 from narrowgauge.harness.checks.gemm_bound import check_bounds
 from narrowgauge.harness.checks.stage import StageResult
-from narrowgauge.harness.inputs.inputs import ProductInputs
+from narrowgauge.harness.inputs.inputs import ProductInputs, laid_out
 from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.quantized import made_of
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.reference.bounds.bounds import Bounds
+from narrowgauge.reference.quantize.layout import linear_scales
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import Summation
 
@@ -26,10 +28,14 @@ Operands = Quantized | Sequence[Quantized]
 
 
 def order_of(backend: Backend, a: Operands, b: Operands) -> Summation:
-    """Declarations of the backend about the sums of a product: order, accumulator, subnormal numbers."""
+    """Declarations of the backend about the sums of a product: operands, order, accumulator, subnormal numbers.
+
+    An order of this product replaces the declaration of operands.
+    """
     declared, order = backend.declares, backend.gemm_order(a, b)
     return Summation(
         None if order == TRUNCATING else order,
+        operands=declared.get("operands") if order in (None, TRUNCATING) else None,
         truncates=TRUNCATING in (order, declared.get("accumulator")),
         flushes=declared.get("subnormals") == "flushed",
     )
@@ -45,15 +51,33 @@ def addends(given: Tensors) -> Tensors:
     return {name: given[name] for name in ("c", "bias") if name in given}
 
 
-def product_arguments(a: Quantized, b: Quantized, inputs: ProductInputs) -> dict[str, torch.Tensor | None]:
-    """The arguments of a product by name."""
-    return {**named(a, "a"), **named(b, "b"), "c": inputs.c, "bias": inputs.bias}
+def product_arguments(
+    a: Quantized, b: Quantized, inputs: ProductInputs, view: str = "contiguous"
+) -> dict[str, torch.Tensor | None]:
+    """The arguments of a product by name. `view`: memory of c and bias (`laid_out`)."""
+    c, bias = (None if addend is None else laid_out(addend, view) for addend in (inputs.c, inputs.bias))
+    return {**named(a, "a"), **named(b, "b"), "c": c, "bias": bias}
+
+
+def _linear(q: Quantized) -> Quantized:
+    """`q` with linear scales, as the bounds and the diagnosis read them."""
+    return replace(q, scales=linear_scales(q), swizzled=False) if q.swizzled else q
 
 
 def judge_product(
-    outcome: Outcome, a: Quantized, b: Quantized, inputs: ProductInputs, backend: Backend, out_dtype: torch.dtype
+    outcome: Outcome,
+    a: Quantized,
+    b: Quantized,
+    inputs: ProductInputs,
+    backend: Backend,
+    out_dtype: torch.dtype,
+    *,
+    view: str = "contiguous",
+    bands: Sequence[slice] = (),
 ) -> torch.Tensor:
-    """Run and judge gemm of two operands, and return the output (M, N)."""
+    """Run and judge gemm of two operands, and return the output (M, N). `view`: memory of c and bias (`laid_out`).
+    `bands`: the rows of the output that are judged, and returned; empty: all rows.
+    """
     shape = (a.shape[0], b.shape[0])
 
     orders: list[Summation] = []
@@ -66,16 +90,31 @@ def judge_product(
             orders.append(order_of(backend, left, right))
         return {"output": output}
 
-    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, product_arguments(a, b, inputs), call)
+    arguments = product_arguments(a, b, inputs, view)
+    outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, arguments, call)
     add_protection(outcome, protection)
     (order,) = orders
-    limits = bounds(a, b, out_dtype=out_dtype, c=inputs.c, bias=inputs.bias, order=order)
+    operands = _rows_of(_linear(a), bands), _linear(b)
+    outputs = {"output": _in_bands(outputs["output"], bands)}
+    limits = bounds(*operands, out_dtype=out_dtype, c=inputs.c, bias=inputs.bias, order=order)
     output = outputs["output"]
     add_output(outcome, output, limits)
-    outcome.products.append(Product(a, b, inputs.c, inputs.bias, output, limits, order))
-    operands = {"a.codes": a.codes, "a.scales": a.scales, "b.codes": b.codes, "b.scales": b.scales}
-    outcome.outputs = {**outcome.outputs, **operands, **outputs}
+    outcome.products.append(Product(*operands, inputs.c, inputs.bias, output, limits, order))
+    stored = {"a.codes": a.codes, "a.scales": a.scales, "b.codes": b.codes, "b.scales": b.scales}
+    outcome.outputs = {**outcome.outputs, **stored, **outputs}
     return output
+
+
+def _in_bands(tensor: torch.Tensor, bands: Sequence[slice]) -> torch.Tensor:
+    return torch.cat([tensor[band] for band in bands]) if bands else tensor
+
+
+def _rows_of(q: Quantized, bands: Sequence[slice]) -> Quantized:
+    """The rows of an operand that lie in the bands. Each row has scales of its own, or the operand has a single one."""
+    if not bands:
+        return q
+    codes, scales = _in_bands(q.codes, bands), q.scales if q.recipe.whole else _in_bands(q.scales, bands)
+    return replace(q, codes=codes, scales=scales, shape=(len(codes), q.shape[1]))
 
 
 def add_protection(outcome: Outcome, protection: list[StageResult]) -> None:

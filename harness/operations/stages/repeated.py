@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
 
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
+from narrowgauge.harness.backends.concurrency import GRAPH, SEQUENTIAL, STREAMS, THREADS
 from narrowgauge.harness.backends.guard import POISON, unwritten
+from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.backends.host import PreparedRun
 from narrowgauge.harness.checks.finding import format_count
 from narrowgauge.harness.checks.stage import StageResult
@@ -15,6 +18,17 @@ from narrowgauge.harness.checks.stage import StageResult
 RACE = "order-of-threads"
 """The cause where the variation alone changes bytes."""
 
+REPEAT_CAUSES = {
+    SEQUENTIAL: "wrong-after-many-calls", THREADS: "concurrent-threads", STREAMS: "concurrent-streams",
+    GRAPH: "captured-inputs",
+}  # fmt: skip
+"""Causes of further calls with other bytes, by the kind of the calls."""
+_KINDS = {
+    SEQUENTIAL: "on the same inputs give other bytes",
+    THREADS: "from two threads at once give other bytes than one after the other",
+    STREAMS: "on two CUDA streams at once give other bytes than one after the other",
+    GRAPH: "replayed from a CUDA graph on changed inputs give other bytes than plain calls",
+}
 Tensors = dict[str, torch.Tensor]
 """Arguments of a call, or its results, by name."""
 Arguments = Mapping[str, torch.Tensor | None]
@@ -34,6 +48,9 @@ def repeated(
     drawn: Collection[str] = (),
 ) -> tuple[Tensors, list[StageResult], float]:
     """Run `call` once per variation of the backend, on guarded copies of the `inputs` that are passed.
+
+    If the case has further calls (`Backend.repeats`), they run behind, and their bytes must be those of the first run;
+    if these calls are concurrent, others run on other inputs at the same time.
 
     The inputs are on the device `home`, the copies on the device of the backend; the results are copied to `home`.
     Results named in `drawn` depend on random bits of the backend: every call may give other bytes, and the stage
@@ -58,6 +75,7 @@ def repeated(
         return _without(run(variation, prepared(number)), drawn)
 
     runs: list[Tensors] = []
+    finished: list[PreparedRun] = []
     protected = StageResult("memory", "guard", compared=len(inputs) * len(names))
     memory: list[str] = []
     seconds = float("inf")
@@ -67,16 +85,64 @@ def repeated(
     with backend.host.lock():
         for number, (name, one) in enumerate(zip(names, with_copies, strict=True)):
             runs.append(run(number, one))
+            finished.append(one)
             seconds = min(seconds, one.seconds)
             for cause, texts in zip(("writes-outside", "changes-its-input"), one.violations(), strict=True):
                 memory += [f"{text} ({name})" for text in texts]
                 if texts and cause not in protected.causes:
                     protected.causes.append(cause)
+        repeat = _agree([_without(outputs, drawn) for outputs in runs], names, again)
+        if backend.repeats and not drawn:
+            pairs = [(prepared(0), finished[0])]
+            if backend.concurrency != SEQUENTIAL:
+                for other in _other_inputs(passed, backend.concurrency):
+                    alone, beside = (backend.host.prepare(other, home, _poison(0)) for _ in range(2))
+                    run(0, alone)
+                    pairs.append((beside, alone))
+            _add_repeats(repeat, backend, pairs, call)
     protected.mismatches = len(memory)
     if memory:
         more = f"; and {len(memory) - 3} more" if len(memory) > 3 else ""
         protected.sentence = "; ".join(memory[:3]) + more
-    return runs[0], [protected, _agree([_without(outputs, drawn) for outputs in runs], names, again)], seconds
+    return runs[0], [protected, repeat], seconds
+
+
+def _other_inputs(inputs: Tensors, concurrency: str) -> list[Tensors]:
+    """Inputs with the shapes of others and other values: rows in reverse order; for a graph also a last row of NaN, as
+    rows of a padding may hold."""
+    reverse = {name: tensor.flip(0) if tensor.dim() else tensor.clone() for name, tensor in inputs.items()}
+    if concurrency != GRAPH:
+        return [reverse]
+    spoilt = {name: tensor.clone() for name, tensor in inputs.items()}
+    for tensor in spoilt.values():
+        if tensor.dim() > 1 and tensor.is_floating_point():
+            tensor[-1:] = torch.nan
+    return [spoilt, reverse]
+
+
+def _add_repeats(
+    result: StageResult,
+    backend: Backend,
+    pairs: list[tuple[PreparedRun, PreparedRun]],
+    call: Callable[[Tensors], Tensors],
+) -> None:
+    """Run the further calls of a case, and add to the stage `repeat` the calls that gave other bytes."""
+    count, kind = backend.repeats, backend.concurrency
+    try:
+        wrong = [number for numbers in backend.host.repeat(kind, count, pairs, call) for number in numbers]
+    except BackendError as error:
+        raise BackendError(f"repeated on the same inputs, it fails: {error}") from error
+    total = count * len(pairs)
+    result.compared += total
+    result.mismatches += len(wrong)
+    if not wrong or result.sentence:
+        return
+    result.causes = [REPEAT_CAUSES[kind]]
+    result.sentence = f"{format_count(len(wrong))} of {format_count(total)} further calls {_KINDS[kind]}"
+    if kind == SEQUENTIAL:
+        steps = {later - earlier for earlier, later in pairwise(wrong)}
+        period = f", one in {format_count(*steps)}" if len(steps) == 1 and steps != {1} else ""
+        result.sentence += f": call {format_count(wrong[0])} first{period}"
 
 
 def _without(outputs: Tensors, drawn: Collection[str]) -> Tensors:
@@ -137,18 +203,13 @@ def _equal(one: Tensors, other: Tensors) -> bool:
 def _different(a: torch.Tensor, b: torch.Tensor) -> int:
     if a is b:  # a host has found the same bytes
         return 0
-    x, y = _bytes(a), _bytes(b)
+    x, y = element_bytes(a), element_bytes(b)
     return 0 if torch.equal(x, y) else int((x != y).any(1).sum())
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, a row an element."""
-    return tensor.contiguous().flatten().view(torch.uint8).view(tensor.numel(), tensor.element_size())
 
 
 def _first_difference(a: torch.Tensor, b: torch.Tensor) -> str:
     """The first element that differs, and its bits in both tensors: `row 0, column 5: 0x1A and 0x00`."""
-    x, y = _bytes(a), _bytes(b)
+    x, y = element_bytes(a), element_bytes(b)
     index = int((x != y).any(1).nonzero()[0])
     bits = ("0x" + bytes(row[index].tolist())[::-1].hex().upper() for row in (x, y))
     place = f"row {index // a.shape[1]}, column {index % a.shape[1]}" if a.dim() == 2 else f"element {index}"

@@ -7,9 +7,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib import import_module
+from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any
 
@@ -21,11 +22,12 @@ from narrowgauge.harness.machine.process import detach_process, prepare_process
 from narrowgauge.harness.running.worker import LOAD, Lost, Settings, Task, Worker, forkserver
 from narrowgauge.harness.tools.mutants.conventional_tests import ConventionalTests, Detections
 from narrowgauge.harness.tools.mutants.mutant import Mutant
+from narrowgauge.harness.tools.mutants.recorded import Recorded
 from narrowgauge.harness.tools.mutants.result import MutantResult
 from narrowgauge.harness.tools.mutants.selection import selected
 
 ENOUGH = 6
-"""Number of failing cases after which a mutant ends: enough for a common pattern."""
+"""Number of failing cases after which a search ends: enough for a common pattern."""
 TIMEOUT = 60.0
 """Seconds for a case, including the compilation of the changed kernel."""
 _NO_COMPILATION = "ToolchainError"
@@ -35,6 +37,8 @@ _START = Lock()
 Change = tuple[str, str, str]
 """A changed file, its text, and the folder of its compiled kernels."""
 OnResult = Callable[[MutantResult], None]
+RunCase = Callable[[Case], dict[str, Any]]
+"""Runs a case in a worker: the record."""
 
 
 def run_mutants(
@@ -42,33 +46,69 @@ def run_mutants(
     cases: Sequence[Case],
     *,
     workers: int,
+    recorded: Recorded | None = None,
     on_result: OnResult = lambda result: None,
     timeout: float = TIMEOUT,
 ) -> list[MutantResult]:
     """Run every mutant on the cases that its change affects. Returns the results in the order of the mutants.
 
-    Each mutant has its own processes, which do not write to the cache of compiled kernels. `on_result` is called for
-    every result, from any thread.
+    `recorded`: names of cases that failed in an earlier run, by mutant. They run first, and if all of them fail the
+    mutant ends with them. Each mutant has its own processes, which do not write to the cache of compiled kernels.
+    `on_result` is called for every result, from any thread.
     """
     settings = Settings(workers=workers, timeout=timeout)
+    by_name = {case.id: case for case in cases}
     starter()  # in this thread: the system ends it with the thread that starts it
 
-    def examine(mutant: Mutant) -> MutantResult:
-        result = _examine(mutant, selected(mutant, cases), settings)
-        on_result(result)
-        return result
+    with _RealKernels(settings) as real:
 
-    with ThreadPoolExecutor(workers) as threads:
-        return list(threads.map(examine, mutants))
+        def examine(mutant: Mutant) -> MutantResult:
+            first = [by_name[name] for name in (recorded or {}).get(mutant.name, ()) if name in by_name]
+            result = _examine(mutant, first, selected(mutant, cases), settings, real)
+            on_result(result)
+            return result
+
+        with ThreadPoolExecutor(workers) as threads:
+            return list(threads.map(examine, mutants))
 
 
-def _examine(mutant: Mutant, cases: Sequence[Case], settings: Settings) -> MutantResult:
+class _RealKernels:
+    """Which cases pass with the real kernels. Every case runs once, whatever the number of mutants that fail it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._passes: dict[str, bool] = {}
+        self._idle: SimpleQueue[RunCase] = SimpleQueue()
+        """Workers without a case; a thread that finds none starts one."""
+        self._workers = ExitStack()
+
+    def passes(self, case: Case) -> bool:
+        """Whether the case passes. Raises Lost if a worker does not start."""
+        if case.id not in self._passes:
+            try:
+                run = self._idle.get_nowait()
+            except Empty:
+                run = self._workers.enter_context(_worker(self._settings))
+            self._passes[case.id] = run(case)["verdict"] == "pass"
+            self._idle.put(run)
+        return self._passes[case.id]
+
+    def __enter__(self) -> _RealKernels:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers.close()
+
+
+def _examine(
+    mutant: Mutant, first: Sequence[Case], cases: Sequence[Case], settings: Settings, real: _RealKernels
+) -> MutantResult:
     started = time.monotonic()
     result = MutantResult(mutant)
     with tempfile.TemporaryDirectory(prefix="narrowgauge-mutant-") as scratch:
         change = (mutant.file, mutant.changed_text(), scratch)
         try:
-            _judge(result, cases, settings, change)
+            _judge(result, first, cases, replace(settings, change=change), real)
         except (Lost, FrameError) as lost:
             result.problem = str(lost)
         _measure(result, settings, change)
@@ -76,30 +116,32 @@ def _examine(mutant: Mutant, cases: Sequence[Case], settings: Settings) -> Mutan
     return result
 
 
-def _judge(result: MutantResult, cases: Sequence[Case], settings: Settings, change: Change) -> None:
-    """Run cases with the changed kernel until `ENOUGH` fail, then these cases with the real kernel, which must pass.
+def _judge(
+    result: MutantResult, first: Sequence[Case], cases: Sequence[Case], settings: Settings, real: _RealKernels
+) -> None:
+    """Run cases with the changed kernel until all of `first` or `ENOUGH` cases have failed. Failures count only for
+    cases that pass with the real kernels.
 
     A crash or a hang ends the mutant. Raises Lost if a worker does not start.
     """
     failing: dict[str, tuple[Case, dict[str, Any]]] = {}
-    with _worker(replace(settings, change=change)) as run:
-        for case in cases:
+    with _worker(settings) as run:
+        for case in dict.fromkeys([*first, *cases]):
             record = run(case)
             result.ran += 1
-            if record["verdict"] in ("pass", "unsupported"):
-                continue
-            failing[case.id] = case, record
-            if _NO_COMPILATION in record["message"]:
+            if record["verdict"] not in ("pass", "unsupported"):
+                failing[case.id] = case, record
+            if case.id in failing and _NO_COMPILATION in record["message"]:
                 result.problem = record["message"]
             if result.problem or record["verdict"] in ("crash", "timeout") or len(failing) == ENOUGH:
                 break
-    if failing:
-        with _worker(settings) as run:
-            result.failing = [record for case, record in failing.values() if run(case)["verdict"] == "pass"]
+            if len(failing) == result.ran == len(first):
+                break
+    result.failing = [record for case, record in failing.values() if real.passes(case)]
 
 
 @contextmanager
-def _worker(settings: Settings) -> Iterator[Callable[[Case], dict[str, Any]]]:
+def _worker(settings: Settings) -> Iterator[RunCase]:
     """Gives a function that runs a case in a worker: the record. Raises Lost if the worker does not start."""
     with _START:
         worker = Worker(settings)

@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.tools.mutants.mutant import Mutant
+from narrowgauge.harness.tools.mutants import recorded
+from narrowgauge.harness.tools.mutants.mutant import Mutant, load_all
 from narrowgauge.harness.tools.mutants.processes import TIMEOUT, run_mutants
 from narrowgauge.harness.tools.mutants.result import MutantResult, totals
 
@@ -60,9 +61,18 @@ def _row(result: MutantResult) -> list[str]:
 
 
 def run_session(
-    mutants: Sequence[Mutant], cases: Sequence[Case], directory: Path, *, workers: int, timeout: float = TIMEOUT
+    mutants: Sequence[Mutant],
+    cases: Sequence[Case],
+    directory: Path,
+    *,
+    workers: int,
+    search: bool = False,
+    timeout: float = TIMEOUT,
 ) -> bool:
-    """Run the mutants, print their rows, write `mutants.json`. True if each is killed, or equivalent and not killed."""
+    """Run the mutants, print their rows, write `mutants.json`. True if each is killed, or equivalent and not killed.
+
+    `search`: do not begin with the recorded cases; record the failing cases that are found.
+    """
     console = Console()
     started = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -76,7 +86,10 @@ def run_session(
                 console.print(f"not as it should be: {result.mutant.name}", style="red")
             progress.update(task, advance=1, description=f"{len(wrong)} not as they should be")
 
-        results = run_mutants(mutants, cases, workers=workers, on_result=on_result, timeout=timeout)
+        first = None if search else recorded.read()
+        results = run_mutants(mutants, cases, workers=workers, recorded=first, on_result=on_result, timeout=timeout)
+    if search:
+        recorded.write(results, [mutant.name for mutant in load_all()], cases)
     if console.width < WIDTH:
         console = Console(width=WIDTH)
     print_results(results, console)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from narrowgauge.harness.cases.case import Case, select
-from narrowgauge.harness.cases.gemm import GroupedGemmCase, ProductCase, QuantizedGemmCase
+from narrowgauge.harness.cases.gemm import GemmCase, GroupedGemmCase, ProductCase, QuantizedGemmCase
 from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.harness.cases.quantize import QuantizeCase
 from narrowgauge.harness.tools.mutants.mutant import MODULE_FILES, Mutant
@@ -52,11 +52,14 @@ def sources_of(case: Case) -> frozenset[str]:
         both_halves = case.usage == "both"
         sources = _quantizes(recipe, strided=case.view != "contiguous", both_halves=both_halves)
         return frozenset(sources if both_halves else sources | {"dequantize"})
-    sources = _quantizes(recipe, strided=bool(case.section_sizes))
+    strided = bool(case.section_sizes) or getattr(case, "view", "contiguous") != "contiguous"
+    sources = _quantizes(recipe, strided=strided)
     if isinstance(case, ProductCase):
         sources = sources.union({f"gemm_{_NAMES[recipe.scale]}"}, _quantizes(recipe), *map(_quantizes, others))
     if isinstance(case, GroupedGemmCase) and case.padded:
         sources |= {"pad"}
+    if isinstance(case, GemmCase) and case.scales == "swizzled":
+        sources |= {"swizzle"}
     if isinstance(case, QuantizedGemmCase):
         sources |= {f"gemm_quantized_{_NAMES[recipe.scale]}"} | _quantizes(find_recipe(case.out_recipe))
     return frozenset(sources)

@@ -11,7 +11,7 @@ from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.module_driver import Plan, Step
 from narrowgauge.harness.cases.modules import transformer
 from narrowgauge.harness.checks.statistics.decision import decide
-from narrowgauge.harness.operations.modules.linear import Ground, State
+from narrowgauge.harness.operations.modules.linear import Ground, initial_states
 from narrowgauge.harness.operations.modules.transformer import TransformerStages
 from narrowgauge.harness.operations.quantize import rotates_freely
 from narrowgauge.harness.operations.stages.black_box import makes_own_bits
@@ -32,9 +32,7 @@ class ObservedLayer:
         layers = transformer(size.hidden, size.ffn, "layer")
         self.layer, self.backend, self.sharing = layer, backend, sharing
         self.plan = Plan("TransformerLayer", training, layers, torch.bfloat16, bias=True, seed=seed, heads=size.heads)
-        self._states: dict[str, State | None] = {}
-        if training.history:
-            self._states = {layer_.prefix: (torch.zeros(training.history, 3), torch.ones(3)) for layer_ in layers}
+        self._states = initial_states(training, layers, torch.device("cpu"))
         nothing = torch.empty(0)
         self._step = Step(0, nothing, nothing, {})
 
@@ -83,8 +81,9 @@ class ObservedLayer:
         )
         stages = TransformerStages(ground, self._states)
         stages.forward(step.x.flatten(0, 1))
+        stages.end_forward()
         stages.backward(step.dy.flatten(0, 1))
-        self._states = stages.end()
+        stages.end()
         decide(ground.outcome.stages, self.sharing)
         return ground.outcome, list(ground.unseen)
 

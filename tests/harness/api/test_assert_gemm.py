@@ -195,3 +195,29 @@ def test_to_dict_of_a_product_is_plain_data() -> None:
     verdict = ng.explain(ng.assert_gemm, a, b, torch.full((160, 144), torch.nan), out_dtype=torch.float32)
     assert verdict.to_dict() == {"passed": False, **asdict(verdict)}
     assert verdict.findings[0]["elements"][0]["actual"] == "nan"
+
+
+@pytest.mark.parametrize("operands", ["decoded-float32", "decoded-bfloat16"])
+def test_declared_operands(operands: str) -> None:
+    """Undeclared, the cause has the declaration; declared, the kernel passes, and `bounds` has the interval."""
+    dtype = {"decoded-float32": torch.float32, "decoded-bfloat16": torch.bfloat16}[operands]
+    generator = torch.Generator().manual_seed(2)
+    a, b = (ng.quantize(torch.randn(rows, 256, generator=generator), "nvfp4") for rows in (24, 16))
+    y = ng.dequantize(a, dtype).float() @ ng.dequantize(b, dtype).float().T
+    with pytest.raises(AssertionError, match=f'{{"operands": "{operands}"}}'):
+        ng.assert_gemm(a, b, y, out_dtype=torch.float32)
+    ng.assert_gemm(a, b, y, out_dtype=torch.float32, operands=operands)
+    lower, upper = ng.bounds(a, b, out_dtype=torch.float32, operands=operands)
+    assert bool(((lower <= y) & (y <= upper)).all())
+    with pytest.raises(AssertionError, match=r"outputs are 1\.01 times"):
+        ng.assert_gemm(a, b, 1.01 * y, out_dtype=torch.float32, operands=operands)
+
+
+def test_scaled_mm_of_torch_on_a_cpu() -> None:
+    """torch decodes FP8 operands to float32 first: correct with the declaration."""
+    generator = torch.Generator().manual_seed(3)
+    a, b = (ng.quantize(torch.randn(rows, 256, generator=generator), "fp8-current-e4m3") for rows in (64, 48))
+    left, right = (q.codes.view(torch.float8_e4m3fn) for q in (a, b))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        y = torch._scaled_mm(left, right.T, a.scales.view(()), b.scales.view(()), out_dtype=dtype)
+        ng.assert_gemm(a, b, y, out_dtype=dtype, operands="decoded-float32")

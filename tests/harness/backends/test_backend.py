@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 from narrowgauge.harness.backends.backend import METHODS, Backend, BackendError, Unsupported, load_backend
 from narrowgauge.harness.operations.stages.product import order_of
+from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
-from tests.harness.sample_backends import backend
+from tests.harness.sample_backends import QUANTIZE, backend
 
 NVFP4 = find_recipe("nvfp4")
 X = torch.linspace(-3, 3, 32 * 48).view(32, 48).bfloat16()
@@ -221,6 +223,21 @@ def test_variations_are_named_by_the_backend():
     assert named.variations(CPU) == ["wide", "narrow"]
 
 
+def test_a_single_variation_runs_twice():
+    calls = []
+
+    def unsteady(x, recipe, **options):
+        calls.append(recipe)
+        q = reference.quantize(x, recipe)
+        return q if len(calls) == 1 else replace(q, codes=q.codes ^ 1)
+
+    single = backend(quantize=unsteady, variations=lambda device: {"wide": nullcontext})
+    assert single.variations(CPU) == ["wide", "wide, second run"]
+    record = run_case(QUANTIZE, single)
+    assert (record.verdict, record.stage) == ("fail", "repeat")
+    assert "differ between wide and wide, second run" in record.message
+
+
 def test_native_kernels_run_in_every_order_of_threads():
     assert load_backend("native").variations(CPU) == ["forward threads", "reverse threads", "shuffled threads"]
 
@@ -279,7 +296,7 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
 DECLARED = (
     "{'transform': 'butterfly'}, {'gemm': 'sequential' | 'blocks' | 'tree' | 'split-<n>' | 'aligned-<F>-<W>' | "
     "'aligned-<F>-<W>-<P>' | 'decoded-aligned-<F>-<W>'}, {'accumulator': 'truncating'}, {'subnormals': 'flushed'}, "
-    "{'random': 'own'}"
+    "{'operands': 'decoded-float32' | 'decoded-bfloat16'}, {'random': 'own'}"
 )
 
 
@@ -321,6 +338,15 @@ def test_a_declaration_is_kept_and_none_is_none():
         (
             {"subnormal": "flushed"},
             f"declares has 'subnormal' (did you mean 'subnormals'?); it can say {DECLARED}",
+        ),
+        (
+            {"operands": "decoded-fp32"},
+            f"declares 'operands' to be 'decoded-fp32' (did you mean 'decoded-float32'?); it can say {DECLARED}",
+        ),
+        (
+            {"gemm": "tree", "operands": "decoded-float32"},
+            "declares 'gemm' to be 'tree': operands 'decoded-float32' are summed in any order; declare the operands or "
+            "the order 'tree', not both",
         ),
         (
             {"gemm": "aligned-13-32", "accumulator": "truncating"},

@@ -439,3 +439,20 @@ def test_a_backend_that_always_gives_the_same_tensor_passes():
         return workspace.copy_(q.codes), q.scales, q.amax
 
     assert judged(quantize=quantize) == ("pass", "", "")
+
+
+def test_inputs_keep_their_offset_from_an_aligned_address_and_stay_one_tensor() -> None:
+    offset = torch.zeros(9, dtype=torch.bfloat16)[1:].fill_(3)
+    pitched = torch.zeros(4, 8)[:, :5].fill_(2)
+    guard = Guard(POISON[0])
+    guard.place_inputs({"x": offset, "a": pitched, "b": pitched})
+    with guard:
+        placed = guard.inputs_on(torch.device("cpu"))
+        assert torch.equal(placed["x"], offset)
+        assert (placed["x"].data_ptr() - placed["a"].data_ptr()) % 512 in (2, 510)
+        assert placed["a"].stride() == (8, 1)
+        assert placed["a"].data_ptr() == placed["b"].data_ptr()
+    assert guard.violations() == ([], [])
+    with guard:
+        guard.inputs_on(torch.device("cpu"))["b"][0, 0] = 5
+    assert guard.violations()[1]

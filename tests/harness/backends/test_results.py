@@ -33,6 +33,7 @@ GIVEN = {
     "a tuple without amax": lambda p: (p["codes"], p["scales"]),
     "a tuple with no amax": lambda p: (p["codes"], p["scales"], None),
     "torch's narrow dtypes": lambda p: (p["codes"].view(torch.float4_e2m1fn_x2), p["scales"].view(torch.float8_e4m3fn)),
+    "signed bytes": lambda p: (p["codes"].view(torch.int8), p["scales"].view(torch.int8)),
     "tensors with strides": lambda p: (p["codes"].T.contiguous().T, p["scales"].T.contiguous().T),
 }
 
@@ -44,7 +45,6 @@ def test_a_result_may_be(give):
     assert (q.recipe, q.shape) == (NVFP4, (32, 48))
     for name in ("codes", "scales"):
         assert getattr(q, name).dtype == torch.uint8
-        assert getattr(q, name).is_contiguous()
         assert torch.equal(getattr(q, name), expected[name])
     assert q.amax is None or torch.equal(q.amax, expected["amax"])
     assert q.tensor_scale is None or torch.equal(q.tensor_scale, expected["tensor_scale"])
@@ -152,6 +152,33 @@ def test_sections_are_split_and_joined(columnwise):
             assert torch.equal(getattr(one, name), getattr(other, name))
     joined = join_sections(result, columnwise=columnwise)
     assert all(torch.equal(joined[name], getattr(q, name)) for name in joined)
+
+
+NARROW = {
+    "mxfp8-e4m3": ("float8_e4m3fn", "float8_e8m0fnu"), "mxfp8-e5m2": ("float8_e5m2", "float8_e8m0fnu"),
+    "nvfp4": ("float4_e2m1fn_x2", "float8_e4m3fn"), "mxfp4": ("float4_e2m1fn_x2", "float8_e8m0fnu"),
+    "mxfp6-e2m3": ("", "float8_e8m0fnu"), "fp8-current-e5m2": ("float8_e5m2", ""),
+}  # fmt: skip
+FLOAT8 = [*sorted(name for name in vars(torch) if name.startswith(("float8_", "float4_"))), "bool"]
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_codes_and_scales_have_no_dtype_of_another_format(name):
+    recipe = find_recipe(name)
+    q = reference.quantize(X, recipe)
+    for part, own in zip(("codes", "scales"), NARROW[name], strict=True):
+        if getattr(q, part).dtype != torch.uint8:
+            continue
+        for dtype in FLOAT8:
+            changed = replace(q, **{part: getattr(q, part).view(getattr(torch, dtype))})
+            if dtype == own:
+                assert torch.equal(getattr(as_quantized(changed, X, recipe), part), getattr(q, part))
+                continue
+            with pytest.raises(BackendError) as raised:
+                as_quantized(changed, X, recipe)
+            fmt = recipe.element.name if part == "codes" else recipe.scale.name
+            known = ", ".join(filter(None, ("uint8", "int8", own)))
+            assert str(raised.value) == f"quantize gave {part} as {dtype}; {name} has {part} of {fmt}: return {known}"
 
 
 WRONG_SECTIONS = {

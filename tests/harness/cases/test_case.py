@@ -338,6 +338,14 @@ MISTAKES = [
     (PRODUCT | {"recipe": "'nvfp4-rht'"},
      "recipe nvfp4-rht rotates columnwise operands; those of a gemm-grouped are rowwise"),
     (PRODUCT | {"layout": "'tn'"}, "; a gemm-grouped has operation, tier, recipe, w_recipe, shape, x, w, out, "),
+    (QUANTIZE | {"dtype": "'fp32'", "view": "'offset-2'"}, "view is 'offset-2', but the elements of fp32 have 4 bytes"),
+    (QUANTIZE | {"recipe": "'mxfp8-e4m3'", "amax": "true"}, "recipe mxfp8-e4m3 has no tensor scale and takes no amax"),
+    (QUANTIZE | {"recipe": "'fp8-delayed-e4m3'", "amax": "true"}, "recipe fp8-delayed-e4m3 is given its scale"),
+    (QUANTIZE | {"bands": "true"}, "bands is true, but the matrix has 32768 elements; up to 2^31"),
+    (GEMM | {"view": "'strided'"}, "view is 'strided'; tensors of a gemm are contiguous, pitched or offset"),
+    (GEMM | {"view": "'offset-2'"}, "view is 'offset-2', but the elements of fp32 have 4 bytes"),
+    (GEMM | {"same": "true"}, "same is true, which multiplies x by itself: leave w_recipe out, give w as x, N as M"),
+    (GEMM | {"recipe": "'fp8-current-e4m3'", "scales": "'swizzled'"}, "recipe fp8-current-e4m3 has float32 scales"),
 ]  # fmt: skip
 
 

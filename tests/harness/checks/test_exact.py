@@ -148,5 +148,5 @@ def test_the_sentence_says_how_many_how_far_and_where():
     assert (result.compared, result.mismatches, result.max_ulp) == (1 << 20, 37, 1)
     assert result.entry() == {
         "stage": "codes", "rule": "exact", "compared": 1 << 20, "mismatches": 37, "max_ulp": 1,
-        "excused": 0, "sentence": result.sentence,
+        "excused": 0, "unbounded": None, "sentence": result.sentence,
     }  # fmt: skip

@@ -130,16 +130,43 @@ def test_what_is_not_finite_is_known():
     assert {bool(v) for v in expected[2].isnan()} == {True, False}
 
 
-def test_a_sum_that_may_overflow_is_anything():
+def test_a_sum_that_may_overflow_to_both_infinities_is_anything():
     x = torch.zeros(2, 16).bfloat16()
-    x[0, :8] = torch.finfo(torch.bfloat16).max
+    x[0] = torch.finfo(torch.bfloat16).max
     x[1, :3] = torch.finfo(torch.bfloat16).max
     interval = rotated_interval(x, rotating_recipe(16))
-    assert interval.undetermined.tolist() == [[True] * 16, [False] * 16]
-    assert bool((interval.lower[0] == -torch.inf).all())
-    assert bool((interval.upper[0] == torch.inf).all())
+    products = terms(x, rotating_recipe(16).transform)[0]
+    both = ((products > 0).sum(1) > 4) & ((products < 0).sum(1) > 4)  # four are below the largest float32 number
+    assert interval.undetermined.tolist() == [both.tolist(), [False] * 16]
+    assert 8 < int(both.sum()) < 16
+    assert bool((interval.lower[0, both] == -torch.inf).all())
+    assert bool((interval.upper[0, both] == torch.inf).all())
     assert bool(torch.isfinite(interval.lower[1]).all())
     assert 8 * float(x[0, 0]) / 4 > FLT_MAX
+
+
+def test_a_sum_that_overflows_to_one_infinity_is_never_nan():
+    """Rows with 1 to 16 elements near the largest number: random trees of additions, and the accepted results."""
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(256, 16, generator=generator) * 2.0**100
+    chosen = torch.rand(256, 16, generator=generator) < torch.arange(256).unsqueeze(1) / 256
+    large = torch.finfo(torch.bfloat16).max * (1 - torch.rand(256, 16, generator=generator) / 4)
+    x = torch.where(chosen, large * x.sign(), x).bfloat16()
+    interval = rotated_interval(x, rotating_recipe(16))
+    infinite = interval.lower.isinf() | interval.upper.isinf()
+    products = terms(x, rotating_recipe(16).transform)
+    seen = torch.zeros(x.shape, dtype=torch.bool)
+    for _ in range(300):
+        y = any_tree(products, generator).bfloat16().view(x.shape)
+        assert not bool((outside(y, interval) & ~interval.undetermined).any())
+        seen |= y.isinf()
+    certain = interval.lower == interval.upper
+    assert bool((certain & (interval.upper == torch.inf)).any())
+    assert bool((infinite & ~certain & ~interval.undetermined & seen).any())
+    assert int(interval.undetermined.sum()) > 100
+    assert bool(seen[interval.undetermined].float().mean() > 0.5)  # it is no wider than it must be
+    neighbours = (interval.lower == torch.finfo(torch.bfloat16).max) & (interval.upper == torch.inf)
+    assert not bool(neighbours.any())
 
 
 def test_magnitudes_of_an_interval():

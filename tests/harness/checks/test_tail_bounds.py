@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.checks.statistics.correlations import PLAIN_SEED
 from narrowgauge.harness.checks.statistics.decision import decide
 from narrowgauge.harness.checks.statistics.rounding_choices import rounding_choices
 from narrowgauge.harness.checks.statistics.rounding_tests import RoundingCounts
@@ -105,7 +106,7 @@ def test_p_values_of_a_right_sampler_are_never_too_small():
     for _ in range(runs):
         counts = RoundingCounts(odds, recipe, scaled.signbit())
         counts.add(torch.rand(6, 6, 32, generator=generator) < share)
-        counts.add_seed(torch.rand(6, 32, generator=generator) < share)
+        counts.add_seed(PLAIN_SEED, torch.rand(6, 32, generator=generator) < share)
         chances = counts.tests()
         for chance in chances:
             found.setdefault(chance.name, []).append(math.exp(chance.log_p))
@@ -117,7 +118,8 @@ def test_p_values_of_a_right_sampler_are_never_too_small():
              "rows 2 apart", "calls", "seeds", "bias of negative values from 2 to 4"}  # fmt: skip
     assert names <= found.keys()
     for test, p_values in [*found.items(), ("smallest", smallest)]:
-        assert len(p_values) == runs
+        if "searched" not in test:  # the distance of these tests depends on the draws
+            assert len(p_values) == runs
         for t in (0.001, 0.01, 0.05, 0.2, 0.5):
             count = sum(p <= t for p in p_values)
             assert sum(math.comb(runs, k) * t**k * (1 - t) ** (runs - k) for k in range(count, runs + 1)) > 1e-6, test

@@ -7,10 +7,10 @@ import pytest
 from narrowgauge.harness.diagnosis.assign_causes import assign_causes
 
 
-def failing(name: str, *causes: str) -> dict[str, Any]:
-    """A record with explanations in this order; `~cause` is a signature."""
+def failing(name: str, *causes: str, recipe: str = "") -> dict[str, Any]:
+    """A record with explanations in this order; `~cause` is a signature. Its kind is its own, or that of a recipe."""
     found = [{"cause": c.lstrip("~"), "sentence": c, "stage": "codes", "exact": not c.startswith("~")} for c in causes]
-    return {"case": name, "explanations": found}
+    return {"case": name, "operation": "quantize", "recipe": recipe or name, "stage": "codes", "explanations": found}
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,19 @@ def test_causes_cover_the_records_greedily(records: list[dict[str, Any]], expect
     assert all(
         any(e == explanation for e in r["explanations"]) for explanation, taken in assign_causes(records) for r in taken
     )
+
+
+def test_a_cause_is_exact_only_if_it_explains_every_case_of_its_kind() -> None:
+    alike = [failing("a", "x", recipe="r"), failing("b", "x", "y", recipe="r")]
+    assert [explanation["exact"] for explanation, _ in assign_causes([*alike, failing("c")])] == [True]
+    # Another case of the kind has other bytes, with another cause, with a place or without explanation.
+    for other in (failing("c", "y", recipe="r"), failing("c", "~s", recipe="r"), failing("c", recipe="r")):
+        (explanation, members), *_ = assign_causes([*alike, other])
+        assert (explanation["cause"], explanation["exact"], len(members)) == ("x", False, 2)
+        assert explanation["sentence"].endswith("; explains 2 of 3 cases that fail at this stage")
+    assert alike[0]["explanations"][0]["exact"]  # the record is unchanged
+    # Records that another cause covers first count for a cause that gives their bytes too.
+    records = [failing("a", "x", "y", recipe="r"), failing("b", "x", recipe="s"), failing("c", "y", recipe="r")]
+    assert {explanation["cause"]: explanation["exact"] for explanation, _ in assign_causes(records)} == {
+        "x": False, "y": True,
+    }  # fmt: skip

@@ -61,8 +61,27 @@ def test_each_wrong_formula_is_named_alone(of: str, dtype: torch.dtype) -> None:
     assert explained(name, given, right, dtype, STAGE) == []
     for cause, _, make in _FORMULAS[name](**given):
         assert is_cause(cause)
-        assert explained(name, given, make().reshape(right.shape), dtype, STAGE) == [cause]
-        assert explained(name, given, make().reshape(right.shape), dtype, "step 2 norm") == []
+        made = make()
+        wrong = (made if isinstance(made, torch.Tensor) else made.value).reshape(right.shape)
+        assert explained(name, given, wrong, dtype, STAGE) == [cause]
+        assert explained(name, given, wrong, dtype, "step 2 norm") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_attention_with_a_factor_each_are_a_place_and_no_exact_cause(dtype: torch.dtype) -> None:
+    name, given, right = RIGHT["attention"]
+    factors = 1 + torch.rand(16, 2, generator=torch.Generator().manual_seed(1)).repeat_interleave(16, 1) / 8
+
+    def found(value: torch.Tensor) -> list[tuple[str, bool]]:
+        outcome = Outcome(formula=Formula(name, STAGE, given, value.to(dtype)))
+        explanations = explain_formula(outcome, StageResult(STAGE, "bound", 1), TimeLimit())
+        return [(one.cause, one.exact) for one in explanations]
+
+    assert found(right * factors) == [("attention-row-sum", False)]
+    other = right * factors
+    other[3, 5] *= 1.1
+    assert found(other) == []
+    assert found(right * factors.flip(1).roll(7, 1)) == []
 
 
 def test_without_a_formula_nothing_is_said() -> None:

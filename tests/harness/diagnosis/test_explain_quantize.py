@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.diagnosis.cause_names import is_cause
 from narrowgauge.harness.diagnosis.quantize.explain_quantize import MAX_EXPLANATIONS
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.numbers.blocks import block_amax
@@ -15,7 +16,7 @@ from narrowgauge.reference.numbers.philox import philox
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.hadamard import signs
 from narrowgauge.reference.quantize.layout import pack, pad_scales
-from narrowgauge.reference.quantize.scaling import element_factors, unrounded_scales
+from narrowgauge.reference.quantize.scaling import element_factors, per_row, unrounded_scales
 from narrowgauge.reference.quantize.steps import block_amaxes, row_amax, stored_scales
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2
 from narrowgauge.spec.recipes import find_recipe
@@ -62,14 +63,33 @@ def without_tail(s):
     """Zeros in the columns behind the last whole block."""
     width = s.recipe.block[1]
     whole = s.matrix.shape[1] // width * width
-    return torch.where(torch.arange(s.matrix.shape[1]) < whole, s.matrix, 0 * s.matrix)
+    return torch.where(torch.arange(s.matrix.shape[1]) < whole, s.matrix, torch.zeros_like(s.matrix))
 
 
 def zero_for_zero(s):
     return torch.where(decode(s.scales, E4M3) == 0, 0.0, unclamped(s))
 
 
+def own_amax(s):
+    """The amax of the matrix as it was before a step changed it."""
+    return s.matrix.abs().float().amax().view(1)
+
+
+def right_factors(s):
+    return per_row(element_factors(s.scales, s.tensor, s.recipe, s.x.dtype, s.blocks), s.recipe, len(s.matrix))
+
+
 ELEMENTS = [
+    ("rows-rolled", case("nvfp4"), {"x": lambda s: s.matrix.roll(-1, 0), "amax": right_amax}),
+    ("rows-rolled", case("mxfp8-e4m3"), {"x": lambda s: s.matrix.roll(1, 0)}),
+    ("input-transposed", case("nvfp4", shape=(64, 64)), {"x": lambda s: s.matrix.T.contiguous()}),
+    ("input-transposed", case("mxfp8-e5m2"), {"x": lambda s: s.matrix.T.reshape(s.matrix.shape)}),
+    ("input-through-bf16", case("nvfp4", dtype="fp32"), {"x": lambda s: s.matrix.bfloat16().float(), "amax": own_amax}),
+    ("nan-read-as-number", case("mxfp8-e4m3", "nan"), {
+        "codes": by_code(lambda c, s: torch.where(s.x.isnan(), s.x.signbit() * 128 + 126, c).to(torch.uint8))
+    }),
+    ("scales-of-next-block", case("nvfp4"), {"factors": lambda s: right_factors(s).roll(-1, 1)}),
+    ("scales-of-previous-block", case("mxfp8-e4m3"), {"factors": lambda s: right_factors(s).roll(1, 1)}),
     ("ties-away", case("nvfp4", "e2m1-ties"), {"codes": lambda s: nearest_by_distance(s.scaled, E2M1, tie_up=True)}),
     ("ties-away", case("mxfp8-e4m3", "ties"), {"codes": lambda s: nearest_by_distance(s.scaled, E4M3, tie_up=True)}),
     ("ties-toward-zero", case("fp8-current-e5m2", "ties"), {
@@ -390,9 +410,7 @@ def last_group_unrotated(s):
 TENSORS = [
     ("amax-without-fabs", case("nvfp4", "normal"), wrong_amax(lambda s: s.x.clamp(min=0))),
     ("amax-without-fabs", case("fp8-current-e4m3", shape=(64, 100)), wrong_amax(lambda s: s.x.clamp(min=0))),
-    ("amax-partial", case("nvfp4", "normal"), wrong_amax(lambda s: s.x.view(64, 8, 16)[:, :, 4:8])),
     ("amax-partial", case("nvfp4-rowscaled"), {"amax": lambda s: s.x[:, ::2].abs().float().amax(1)}),
-    ("amax-partial", case("fp8-delayed-e4m3"), wrong_amax(lambda s: s.x[:8])),
         ("amax-before-transform", case("nvfp4-rht"), wrong_amax(lambda s: s.matrix)),
     ("amax-through-bf16", case("nvfp4", dtype="fp32"), wrong_amax(lambda s: s.x.bfloat16())),
     ("amax-of-tensor", case("nvfp4-rowscaled"), {"amax": lambda s: s.blocks.amax().repeat(64)}),
@@ -593,3 +611,63 @@ def test_choices_of_a_recipe(cause, recipe, inputs, fields):
 
     record = record_of(case(recipe, inputs, shape=(128, 256)), quantize=quantize)
     assert cause in causes(record), record.explanations
+
+
+# Two deviations at once, and deviations that explain a part.
+
+
+def ties_away(s):
+    return nearest_by_distance(s.scaled, E2M1, tie_up=True)
+
+
+def test_two_deviations_are_named_together():
+    record = record_of(
+        case("nvfp4", "e2m1-ties"), quantize=wrong(codes=lambda s: ties_away(s).masked_fill(ties_away(s) == 8, 0))
+    )
+    first = record.explanations[0]
+    assert (first["cause"], first["exact"]) == ("both:negative-zero-lost,ties-away", True)
+    assert "ties round away from zero" in first["sentence"]
+    assert "-0 is stored as 0" in first["sentence"]
+    assert is_cause(first["cause"])
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_deviation_of_most_wrong_elements_is_not_exact(count):
+    def codes(s):
+        changed = ties_away(s)
+        changed[3, :count] ^= 4
+        return changed
+
+    record = record_of(case("nvfp4", "e2m1-ties"), quantize=wrong(codes=codes))
+    first = record.explanations[0]
+    assert (first["cause"], first["exact"]) == ("ties-away", False)
+    assert "; explains 99." in first["sentence"]
+    assert first["sentence"].endswith(" % of the wrong elements")
+
+
+def test_a_deviation_of_one_stage_alone_is_not_exact():
+    def scales(s):
+        changed = stored_scales(s.x, s.blocks, s.amax, s.tensor, s.recipe)
+        changed[5, 3] ^= 1
+        return changed
+
+    record = record_of(case("nvfp4", "e2m1-ties"), quantize=wrong(scales=scales, codes=ties_away))
+    assert record.stage == "scales"
+    assert not any(explanation["exact"] for explanation in record.explanations)
+
+
+def test_a_code_of_a_scale_that_is_one_too_large():
+    wrong_scales = {"scales": lambda s: (stored_scales(s.x, s.blocks, s.amax, s.tensor, s.recipe) + 1).clamp(max=126)}
+    record = record_of(case("nvfp4"), quantize=wrong(**wrong_scales))
+    assert causes(record)[0] == "scale-code:+1"
+
+
+@pytest.mark.parametrize("unit", ["row", "block"])
+def test_equal_seeds(unit):
+    def one_seed(s):
+        right = bytes_of(s)
+        first = right[:1] if unit == "row" else right[:1, :16].repeat(1, right.shape[1] // 16)
+        return first.expand(right.shape)
+
+    record = record_of(case("nvfp4-sr"), quantize=wrong(bytes=one_seed))
+    assert "stochastic-equal-seeds" in causes(record)

@@ -13,7 +13,7 @@ from narrowgauge.harness.diagnosis.quantize.deviation_list import list_deviation
 from narrowgauge.harness.diagnosis.quantize.explain_quantize import MAX_EXPLANATIONS
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import kernel_matrix
 from narrowgauge.harness.diagnosis.quantize.recipe_fields import field_deviations
-from narrowgauge.harness.diagnosis.search.history import SEARCHES
+from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.operations.stages.quantized import Subject, quantize_stages
 from narrowgauge.harness.running.runner import run_case
@@ -208,14 +208,47 @@ def test_many_explanations_are_cut():
 
 
 def test_sentences():
-    record = record_of(case("nvfp4", "normal"), quantize=wrong(**wrong_amax(lambda s: s.x.view(64, 8, 16)[:, :, 4:8])))
-    assert record.explanations[0]["sentence"].startswith(
-        "the amax of the tensor is that of some of its elements; those above it are "
-    )
     record = record_of(case("nvfp4"), quantize=wrong(**by_lane(lambda lane: lane < 12)))
     assert "block amaxes: of all elements but 12-15 of 16" in [e["sentence"] for e in record.explanations]
     record = record_of(case("nvfp4"), quantize=wrong(**given(1000.0)))
-    assert ("amax-stale", False) in [(e["cause"], e["exact"]) for e in record.explanations]
+    assert ("amax-too-large", False) in [(e["cause"], e["exact"]) for e in record.explanations]
+
+
+# The amax of a part of a tensor, or of another call.
+
+
+def amax_causes(quantize, seeds):
+    """Causes of the amaxes of a kernel: a pair of cause and exactness for each case, which differ in their inputs."""
+    kernel = backend(quantize=quantize)
+    records = [run_case(case("nvfp4"), kernel, seed=seed) for seed in range(seeds)]
+    return [(e["cause"], e["exact"]) for r in records for e in r.explanations if e["cause"].startswith("amax")]
+
+
+@pytest.mark.parametrize("part", [slice(4, 8), slice(0, 8)])
+def test_the_amax_of_a_part_is_named_when_chance_does_not_explain_it(part):
+    found = amax_causes(wrong(**wrong_amax(lambda s: s.x.view(64, 8, 16)[:, :, part])), 24)
+    assert ("amax-partial", True) not in found[:2], "one tensor shows no part"
+    assert ("amax-partial", True) in found[-4:]
+
+
+def test_a_kept_amax_is_never_that_of_a_part():
+    kept = []
+
+    def kept_amax(s):
+        kept.append(right_amax(s))
+        return kept[len(kept) // 2 - 1] if len(kept) > 1 else kept[0]  # neither the first nor the last: unknown
+
+    found = amax_causes(wrong(amax=kept_amax), 24)
+    assert ("amax-too-small", False) in found
+    assert "amax-partial" not in dict(found)
+
+    first = []
+
+    def first_amax(s):
+        first.append(right_amax(s))
+        return first[0]
+
+    assert ("amax-stale", True) in amax_causes(wrong(amax=first_amax), 6)
 
 
 # No deviation is the recipe itself.
@@ -277,7 +310,7 @@ def test_every_deviation_has_a_witness_and_rows_of_it_are_those_of_the_whole():
         wrong_stages = {
             stage: [torch.zeros_like(kernel_stage).bool()] for stage, kernel_stage in first.kernel_stages.items()
         }
-        for deviation in list_deviations([first], wrong_stages):
+        for deviation in list_deviations([first], wrong_stages, SearchHistory()):
             name = deviation.cause, deviation.sentence
             known = name in seen or deviation.cause in WITH_A_TEST
             for number, kind in enumerate(kinds) if not known else ():

@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.gemm import explain_gemm
@@ -22,6 +25,7 @@ from narrowgauge.harness.operations.stages.outcome import Outcome, Product
 from narrowgauge.harness.operations.stages.product import output_stage
 from narrowgauge.harness.operations.stages.quantized import Judged, Subject, quantize_stages, values_stage
 from narrowgauge.harness.operations.transform import add_rotated
+from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.quantize.layout import swap_nibbles
@@ -215,3 +219,18 @@ def test_a_passing_outcome_has_no_note() -> None:
     limit = TimeLimit(0)
     assert explain(Outcome([StageResult("codes", "exact", 4)]), SearchHistory(), limit=limit) == []
     assert limit.note == ""
+
+
+def test_a_run_says_that_the_diagnosis_of_a_case_stopped() -> None:
+    def quantize(x, recipe, **options):
+        q = ops.quantize(x, recipe, **options)
+        q.codes = q.codes ^ 1
+        return q
+
+    case = case_from_labels("quantize", "nvfp4", (16, 64), "bf16", "normal")
+    kernel = Backend.local("wrong", SimpleNamespace(quantize=quantize))
+    (note,) = run_case(case, kernel, diagnosis=0.0).notes
+    assert note["cause"] == "diagnosis-stopped"
+    assert "stopped after 0 s" in note["sentence"]
+    assert note["sentence"].endswith("narrowgauge show has no limit")
+    assert run_case(case, kernel, diagnosis=math.inf).notes == []

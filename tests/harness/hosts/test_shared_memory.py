@@ -13,7 +13,7 @@ import torch
 from narrowgauge.harness.backends.guarded_memory import ALIGNMENT
 from narrowgauge.harness.hosts.codec import DTYPES
 from narrowgauge.harness.hosts.memory import SharedFile
-from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
+from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost, _Reader
 from narrowgauge.harness.hosts.starter import Channel, starter
 from tests.paths import ROOT
 
@@ -95,7 +95,7 @@ class Backend:
             }
             for t in tensors
         ]
-        return facts, [t.contiguous() if t.numel() else t for t in tensors]
+        return facts, tensors
 
 
 def storage(tensor):
@@ -169,6 +169,8 @@ VIEWS = {
     "permuted": torch.randn(4, 5, 6).permute(2, 0, 1),
     "far behind the begin": torch.randn(1 << 19)[(1 << 19) - 100 :],
     "odd offset of bytes": torch.arange(100, dtype=torch.uint8)[13:40],
+    "rows that share memory": torch.arange(5.0).expand(3, 5),
+    "an extent of 1 with stride 0": torch.ones(()).expand(1, 1),
 }
 
 
@@ -181,7 +183,19 @@ def test_strides_offset_and_alignment_survive(name: str, host: RemoteHost) -> No
     assert facts["address"] == start % ALIGNMENT
     if name != "far behind the begin":
         assert facts["offset"] == view.storage_offset()
-    assert torch.equal(found, view.contiguous())
+    assert torch.equal(found, view)
+    assert found.stride() == view.stride() or found.is_contiguous() == view.is_contiguous() is True
+
+
+def test_strides_of_a_result_that_need_too_much_memory_are_not_kept() -> None:
+    memory = torch.arange(1 << 10).view(torch.uint8)
+    for strides, kept in (([100, 1], [100, 1]), ([1 << 40, 1], [4, 1])):
+        reader = _Reader(memory, 0, memory.numel(), 1 << 16, torch.device("cpu"))
+        found = reader.tensor([512, "int64", [2, 4], strides])
+        assert (list(found.stride()), found.tolist()) == (kept, [[64, 65, 66, 67], [68, 69, 70, 71]])
+    for strides in ([-1, 1], [1], [1, 1, 1], ["4", 1]):
+        with pytest.raises(ValueError, match=r"strides|shorter|longer"):
+            _Reader(memory, 0, memory.numel(), 1 << 16, torch.device("cpu")).tensor([512, "int64", [2, 4], strides])
 
 
 ALIASES = {

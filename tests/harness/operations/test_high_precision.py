@@ -7,6 +7,7 @@ import torch
 from narrowgauge.harness.operations.stages.high_precision import bounded_stage
 from narrowgauge.reference.high_precision.additions import column_sum, residual_sum
 from narrowgauge.reference.high_precision.attention import attention_forward
+from narrowgauge.reference.high_precision.gelu import gelu_forward
 from narrowgauge.reference.high_precision.norm import norm_forward
 
 
@@ -53,6 +54,24 @@ def test_tensors_of_four_dimensions_and_vectors_have_rows_and_columns() -> None:
     off = sums.value.bfloat16()
     off[4] += 1
     assert "at row 0, column 4" in bounded_stage("dbias", off, sums, torch.bfloat16).sentence
+
+
+def test_what_a_bound_assumes_of_device_functions_is_said() -> None:
+    x, gamma = given(16, 64), given(64, seed=2)
+    q, k, v = (given(2, 3, 8, 16, seed=seed) for seed in range(3))
+    for expected, function in (
+        (norm_forward(x, gamma, None, "rms", 1e-5), "rsqrtf"),
+        (gelu_forward(x), "tanhf"),
+        (attention_forward(q, k, v), "expf"),
+    ):
+        found = expected.value.bfloat16()
+        assumption = f"{function} within 2 ulps (CUDA C++ Programming Guide, table 17)"
+        assert bounded_stage("stage", found, expected, torch.bfloat16).assumes == assumption
+        stage = bounded_stage("stage", found + 1, expected, torch.bfloat16)
+        assert stage.sentence.endswith(f"; the bound assumes {assumption}")
+        assert stage.finding is not None
+        assert stage.finding["sentence"] == stage.sentence
+    assert bounded_stage("stage", x + x, residual_sum(x, x), torch.bfloat16).assumes == ""
 
 
 def test_what_cannot_round_is_compared_to_the_bit() -> None:

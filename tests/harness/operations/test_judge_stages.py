@@ -256,3 +256,43 @@ def test_an_input_with_other_bits(inputs, word):
     record = run(replace(QUANTIZE, inputs=inputs), quantize=door)
     assert list(wrong(record)) == ["memory"]
     assert " of input x were changed (first run)" in record.message
+
+
+# Results with strides that torch makes itself.
+
+
+def with_zero_strides(value):
+    """A tensor whose extents of 1 have the stride 0, as `expand` gives it; of a Quantized its tensors."""
+    if isinstance(value, torch.Tensor):
+        strides = [0 if extent == 1 else stride for extent, stride in zip(value.shape, value.stride(), strict=True)]
+        return value.as_strided(value.shape, strides)
+    parts = {name: getattr(value, name) for name in ("codes", "scales", "amax", "tensor_scale")}
+    return replace(value, **{name: with_zero_strides(part) for name, part in parts.items() if part is not None})
+
+
+ZERO_STRIDES = {
+    "quantize": lambda *args, **options: with_zero_strides(reference.quantize(*args, **options)),
+    "quantize_both": lambda *args, **options: tuple(
+        half and with_zero_strides(half) for half in reference.quantize_both(*args, **options)
+    ),
+    "dequantize": lambda *args: with_zero_strides(reference.dequantize(*args)),
+    "gemm": lambda *args, **options: with_zero_strides(reference.gemm(*args, **options)),
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (16, 1), (1, 1), (3, 32), (0, 16), (16, 0)])
+@pytest.mark.parametrize("declares", [{}, {"random": "own"}])
+def test_an_extent_of_1_may_have_the_stride_0(shape, declares):
+    """Empty matrices pass too, with random bits that the harness does not know."""
+    for recipe in ("nvfp4", "mxfp8-e4m3", "nvfp4-sr", "fp8-current-e4m3", "fp8-block-1x128-e4m3"):
+        for usage in ("rowwise", "both"):
+            case = replace(QUANTIZE, recipe=recipe, shape=shape, dtype="bf16", inputs="normal", usage=usage)
+            record = run(case, declares=declares, **ZERO_STRIDES)
+            assert (record.verdict, record.message) == ("pass", ""), case.id
+
+
+def test_a_product_of_one_column_may_have_the_stride_0():
+    for shape in ((1, 16, 1), (1, 32, 16), (16, 32, 1)):
+        case = case_from_labels("gemm", "nvfp4", shape, "bf16xbf16-fp32", "normal", ("tn",))
+        record = run(case, **ZERO_STRIDES)
+        assert (record.verdict, record.message) == ("pass", ""), case.id

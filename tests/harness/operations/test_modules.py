@@ -503,6 +503,13 @@ MISTAKES = [
     (TABLE | {"inputs": "'spread'"}, "inputs is 'spread'"),
     (TABLE | {"quantized-parameters": "true"}, "quantized-parameters have no high-precision weight that could hold a "
      "gradient: accumulate can be true"),
+    (TABLE | {"use": "'frozen'"}, "use is 'frozen' (did you mean "),
+    (TABLE | {"use": "'pending'"}, "use is 'pending', which needs a second step: steps can be 2"),
+    (TABLE | {"use": "'frozen-weight'", "accumulate": "true", "quantized-parameters": "true"}, "quantized-parameters "
+     "have no weight whose requires_grad could be false: use can be 'frozen-input'"),
+    (TABLE | {"use": "'no-grad'", "accumulate": "true", "quantized-parameters": "true", "training": "'DelayedScaling'"},
+     "use is 'no-grad', in which a quantized weight takes part in two forwards, and nothing says if its amax counts "
+     "twice under delayed scaling: quantized-parameters can be false"),
     (LAYER | {"heads": "3"}, "hidden = 32 is no multiple of heads = 3"),
     ({k: v for k, v in LAYER.items() if k != "heads"}, "heads is missing; a transformer-layer needs training, shape, "),
     (LAYER | {"norm": "'RMS'"}, "norm is 'RMS'"),

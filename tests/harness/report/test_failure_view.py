@@ -79,3 +79,24 @@ def test_earlier_cases_come_before_other_causes(cause: str) -> None:
     state = {"cause": cause, "sentence": "only after other cases: a", "stage": "codes", "exact": False}
     assert explanation_lines([state, exact]) == ["only after other cases: a", "explained exactly by: ties round away"]
     assert explanation(state) == "only after other cases: a"
+
+
+def test_causes_are_printed_by_what_they_prove() -> None:
+    exact = [{"cause": f"c{i}", "sentence": f"mistake {i}", "stage": "codes", "exact": True} for i in range(4)]
+    part = {
+        "cause": "ties-away",
+        "sentence": "ties; explains 93 % of the wrong elements",
+        "stage": "codes",
+        "exact": False,
+    }
+    place = {"cause": "place:last-row", "sentence": "only in the last row", "stage": "codes", "exact": False}
+    assert explanation_lines([*exact[:2], place]) == [
+        "explained exactly by: mistake 0", "              or by: mistake 1", "wrong elements: only in the last row",
+    ]  # fmt: skip
+    lines = explanation_lines([*exact, place])
+    assert lines[:2] == [
+        "explained exactly by: mistake 0",
+        "              or by: 3 less simple causes with the same bytes",
+    ]
+    assert len(explanation_lines([*exact, place], every=True)) == len(exact) + 1
+    assert explanation_lines([part]) == ["possible cause: ties; explains 93 % of the wrong elements"]

@@ -58,7 +58,7 @@ def hostile_record(value: str, number: int) -> dict[str, Any]:
     plain |= {name: value for name in SENTENCES if name != "known" or number % 2}
     plain |= dict.fromkeys(NAMES, value[:500])
     plain["stages"] = [{"stage": value, "rule": "exact", "compared": 9, "mismatches": 9, "max_ulp": 1, "excused": 0,
-                        "sentence": value}]  # fmt: skip
+                        "unbounded": None, "sentence": value}]  # fmt: skip
     plain["explanations"] = [{"cause": value, "sentence": value, "stage": value, "exact": bool(number % 2)}]
     plain["notes"] = [{"cause": value, "sentence": value}]
     plain["findings"] = [{"stage": value, "rule": "exact", "sentence": value, "modulo": {}, "heat": {}, "steps": [],

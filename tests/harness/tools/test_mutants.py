@@ -26,6 +26,7 @@ from narrowgauge.harness.hosts.changed_source import MODULES, changed_source
 from narrowgauge.harness.records.record import new_record
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.mutants import mutant as mutants
+from narrowgauge.harness.tools.mutants import recorded
 from narrowgauge.harness.tools.mutants.conventional_tests import DOORS, MODULE_DOORS, ConventionalTests, Detections
 from narrowgauge.harness.tools.mutants.mutant import CLASSES, MODULE_FILES, Mutant, MutantFileError
 from narrowgauge.harness.tools.mutants.processes import ENOUGH, run_mutants
@@ -316,6 +317,53 @@ def test_a_mutant_of_a_module_is_killed_and_named(quick: list[Case]) -> None:
     assert result.detections.allclose
 
 
+def test_recorded_cases_run_first_and_are_enough_if_all_of_them_fail(few: list[Case]) -> None:
+    by_name = {case.id: case for case in few}
+    failing, passing = by_name["swizzle/31x1/position"], by_name["swizzle/0x4/bytes"]
+    mutant = made("    if (quad.row >= rows) return;")
+
+    def ran(*names: str) -> tuple[int, list[str]]:
+        [result] = run_mutants([mutant], few, workers=1, recorded={"made": names})
+        return result.ran, [record["case"] for record in result.failing]
+
+    assert ran(failing.id) == (1, [failing.id])
+    assert ran(failing.id, "no/such/case") == (1, [failing.id])
+    number, cases = ran(failing.id, passing.id)
+    assert number == len(few)
+    assert set(cases) == {"swizzle/129x5/bytes", failing.id}
+
+
+def test_the_cheapest_cases_with_the_cause_are_recorded(few: list[Case], tmp_path: Path) -> None:
+    first, second, third = few
+    path = tmp_path / "recorded.json"
+    path.write_text('{"gone": ["swizzle/1x1"], "other": ["swizzle/2x2"]}')
+
+    def record(case: Case, seconds: float, cause: str) -> dict[str, object]:
+        explanation = {"cause": cause, "sentence": "", "stage": "repeat", "exact": True}
+        return {"case": case.id, "seconds_core": seconds, "explanations": [explanation]}
+
+    result = MutantResult(made(""))
+    result.failing = [
+        record(first, 3, "writes-outside"),
+        record(second, 1, "nibbles"),
+        record(third, 2, "writes-outside"),
+    ]
+    recorded.write([result], ["made", "other"], few, path)
+    assert recorded.read(path) == {"made": sorted([first.id, third.id]), "other": ["swizzle/2x2"]}
+    result.failing = []
+    recorded.write([result], ["made", "other"], few, path)
+    assert recorded.read(path) == {"other": ["swizzle/2x2"]}
+    assert recorded.read(tmp_path / "none.json") == {}
+
+
+def test_recorded_names_are_names_of_mutants_and_quick_cases(quick: list[Case]) -> None:
+    entries = recorded.read()
+    real = {mutant.name for mutant in ALL if not mutant.equivalent}
+    assert set(entries) <= real
+    assert {name for cases in entries.values() for name in cases} <= {case.id for case in quick}
+    assert {len(cases) for cases in entries.values()} <= set(range(1, recorded.MOST + 1))
+
+
 def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
     result = examined(made("    if (quad.row >= rows - 1) return;", equivalent="No."), few)
     assert result.killed
@@ -421,3 +469,14 @@ def test_the_command_runs_those_that_are_selected(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "mutants.json").read_text())
     assert kept["totals"]["killed"] == 1
     assert kept["mutants"][0]["name"] == "unswizzle-of-unpadded"
+
+
+def test_a_search_does_not_read_the_recorded_cases_and_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded, "PATH", tmp_path / "recorded.json")
+    arguments = ["cases/nvfp4_layout.toml", "-k", "unswizzle-of-unpadded", "-n", "1", "--report-dir", str(tmp_path)]
+    for options in ([], ["--search"]):
+        assert not recorded.PATH.exists()
+        assert CliRunner().invoke(cli.app, ["mutants", *arguments, *options]).exit_code == 0
+    assert list(recorded.read(recorded.PATH)) == ["unswizzle-of-unpadded"]

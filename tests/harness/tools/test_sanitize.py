@@ -259,7 +259,7 @@ def test_a_session_ends_with_a_report(
     wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_sanitizer, "load_backend", lambda *_: None)
-    counts = {"compared": 4, "mismatches": 0, "max_ulp": None, "excused": 0}
+    counts = {"compared": 4, "mismatches": 0, "max_ulp": None, "excused": 0, "unbounded": None}
     stages = [{"stage": "codes", "rule": "exact", "sentence": "", **counts}]
 
     def run(cases: Sequence[Case], request: SanitizerRequest) -> tuple[ToolReport, list[dict[str, Any]], str]:

@@ -154,6 +154,21 @@ def test_scales_follow_the_amaxes_of_the_steps_before(recipe: str) -> None:
     assert_value_same(run(again, given[:1], recipe)["x"], run(expected, given[:1], recipe)["x"], "x after loading")
 
 
+def test_a_loaded_layer_draws_the_next_bits() -> None:
+    given = steps(2, 16, 32, 16)
+    layer, expected = beside("Linear", 32, 16)
+    first = run(layer, given[:1], "NVFP4BlockScaling")
+    theirs = run(expected, given, "NVFP4BlockScaling")
+    again, _ = beside("Linear", 32, 16)
+    again.load_state_dict(layer.state_dict())
+    assert layer.state_dict()["backward_passes"] == 1
+    assert_value_same(first["dy"], theirs["dy"][:1], "dy of the first step")
+    assert_value_same(run(again, given[1:], "NVFP4BlockScaling")["dy"], theirs["dy"][1:], "dy after loading")
+    other, _ = beside("Linear", 32, 16)
+    other.load_state_dict(expected.state_dict())
+    assert other.state_dict()["backward_passes"] == 2, "the reference's state"
+
+
 def test_a_step_has_one_update_however_often_the_layer_runs_in_it() -> None:
     layer, _ = beside("Linear", 32, 16)
     (step,) = steps(1, 16, 32, 16)

@@ -12,14 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.gemm import alpha
+from narrowgauge.reference.gemm.operands import element_values
 from narrowgauge.reference.ops import gemm, quantize
 from narrowgauge.reference.scalar import gemm as scalar_gemm
 from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.summation import Summation
 from tests.golden import bits
 from tests.reference import orders
 from tests.reference.samples import FAMILIES, operands, quantized, values
@@ -509,3 +512,46 @@ def test_the_bounds_of_an_empty_product_are_empty_or_zero(m: int, n: int, k: int
     assert accepted(limits, torch.zeros(m, n).bfloat16()).all()
     if m and n:
         assert not accepted(limits, torch.full((m, n), 1e-30).bfloat16()).any()
+
+
+# ---- float16 outputs that overflow -----------------------------------------------------------------------------------
+
+
+def test_float16_outputs_overflow_at_65520():
+    """65520 is the tie between 65504 and 2^16: it rounds to infinity, and any number below rounds to 65504."""
+    # The next float32 number below 65520, 65520, and the next one above it.
+    edges = np.nextafter(np.float32(65520), np.float32([0, 65520, np.inf]))
+    expected = torch.tensor([65504.0, math.inf, math.inf], dtype=torch.float16)
+    zeros, one = (quantize(torch.zeros(rows, 32), "mxfp8-e4m3") for rows in (1, 3))
+    for sign in (1, -1):
+        c = sign * torch.from_numpy(edges).unsqueeze(0)
+        for declared in (Summation(), Summation(operands="decoded-float32")):
+            limits = bounds(zeros, one, out_dtype=torch.float16, c=c, order=declared)
+            for end in (limits.expected, limits.fused, limits.lower, limits.upper, sign * expected.unsqueeze(0)):
+                assert torch.equal(end, gemm(zeros, one, out_dtype=torch.float16, c=c))
+
+
+def test_float16_sums_that_overflow():
+    """448·144 + 448·2.25 is 65520, exact in any order; with products below the last bit, both results are right."""
+    a = quantize(torch.full((1, 32), 448.0), "mxfp8-e4m3")
+    b = quantize(torch.full((1, 32), 448.0), "mxfp8-e4m3")
+    b.codes.zero_()
+    b.codes[0, :2] = torch.tensor([0x71, 0x41])
+    assert element_values(b)[0, :2].tolist() == [144.0, 2.25]
+    limits = bounds(a, b, out_dtype=torch.float16)
+    assert limits.exact.all()
+    assert limits.expected.item() == math.inf
+    assert gemm(a, b, out_dtype=torch.float16).item() == math.inf
+    b.codes[0, 2] = 0x81  # −2^-9, times 448: 65519.125
+    limits = bounds(a, b, out_dtype=torch.float16)
+    assert limits.exact.all()
+    assert limits.expected.item() == 65504
+    # Four products ±2^-18 are below half the last bit of 65520, and an order may lose some of them.
+    a.codes[0, 2:6], b.codes[0, 2:6] = 0x01, torch.tensor([0x01, 0x01, 0x81, 0x81])
+    limits = bounds(a, b, out_dtype=torch.float16)
+    assert not limits.exact.any()
+    assert not limits.undetermined.any()
+    assert (limits.lower.item(), limits.upper.item()) == (65504, math.inf)
+    found = [65504.0, math.inf, -math.inf, math.nan, 65472.0]
+    correct = [within_bounds(torch.tensor([[y]], dtype=torch.float16), limits).item() for y in found]
+    assert correct == [True, True, False, False, False]

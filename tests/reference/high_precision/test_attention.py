@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ FAMILIES: dict[str, Callable[[Tensors], Tensors]] = {
     "peaked": lambda t: (t[0] * 8, *t[1:]),
     "mean": lambda t: (t[0] + 1, t[1] + 1, t[2] + 8, t[3]),
     "outlier": lambda t: (t[0], torch.where(torch.arange(t[1].shape[-1]) == 3, 40.0, t[1]), t[2], t[3] * 100),
+    "far above": lambda t: (t[0], torch.where(torch.arange(t[1].shape[2])[:, None] == 5, t[1] * 30, t[1]), *t[2:]),
+    "one sign": lambda t: (*t[:2], t[2].abs() + 1, t[3]),
     "one key": lambda t: (t[0], t[1][:, :, :1].expand(t[1].shape), *t[2:]),
     "zeros": lambda t: (t[0] * 0, *t[1:]),
 }
@@ -80,6 +83,43 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, b
     return out, (dq * scale).to(stored_dtype), (dk * scale).to(stored_dtype), dv.to(stored_dtype)
 
 
+def online(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, *, log2: bool) -> torch.Tensor:
+    """The output in float32 by an online softmax over `block` keys at a time, from the last key to the first."""
+    length, scale = q.shape[2], q.shape[-1] ** -0.5
+    scores = (q.float() @ k.float().mT) * (scale * LOG2E if log2 else scale)
+    scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
+    exp = torch.exp2 if log2 else torch.exp
+    top = torch.full((*q.shape[:3], 1), -torch.inf)
+    total, out = torch.zeros_like(top), torch.zeros(q.shape)
+    for keys in reversed(torch.arange(length).split(block)):
+        here = scores[..., keys]
+        new = torch.maximum(top, here.amax(-1, keepdim=True))
+        base = new.masked_fill(new == -torch.inf, 0.0)  # no key of the block is visible
+        change, p = exp(top - base), exp(here - base)
+        total, out, top = total * change + p.sum(-1, keepdim=True), out * change + p @ v.float()[:, :, keys], new
+    return out / total
+
+
+def merged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The output in float32 of two halves of the keys, merged by the logarithms of their sums."""
+    length = q.shape[2]
+    scores = (q.float() * q.shape[-1] ** -0.25) @ (k.float() * q.shape[-1] ** -0.25).mT
+    scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
+    halves = [slice(0, length // 2), slice(length // 2, length)] if length > 1 else [slice(0, 1)]
+    logs = torch.cat([scores[..., half].logsumexp(-1, keepdim=True) for half in halves], -1)
+    weights = (logs - logs.logsumexp(-1, keepdim=True)).exp()
+    outs = [(scores[..., half].softmax(-1) @ v.float()[:, :, half]).nan_to_num() for half in halves]
+    return sum((weights[..., n : n + 1] * out for n, out in enumerate(outs)), torch.zeros(q.shape))
+
+
+def ones_column(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The output with P in the dtype of the tensors, and the sum of P as the product with a column of ones."""
+    visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    scores = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf)
+    p = (scores - scores.amax(-1, keepdim=True)).exp().to(q.dtype).float()
+    return p @ v.float() / (p @ torch.ones(q.shape[2], 1))
+
+
 def bounded(given: Tensors, **options: torch.dtype | torch.Tensor) -> tuple[Bounded, ...]:
     q, k, v, do = given
     stored_dtype = options.get("stored_dtype")
@@ -108,6 +148,51 @@ class TestSound:
         assert right(found, bounded(given, out=found[0]), dtype) == [1, 1, 1, 1]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_any_number_of_keys_at_a_time_is_inside(self, family: str, dtype: torch.dtype) -> None:
+        q, k, v, _ = problem(family, dtype)
+        expected = attention_forward(q, k, v, stored_dtype=torch.float32)
+        for block in (1, 3, 16, 40):
+            for log2 in (False, True):
+                assert bool(inside(online(q, k, v, block, log2=log2), expected, dtype).all()), (block, log2)
+        assert bool(inside(merged(q, k, v), expected, dtype).all())
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_a_sum_of_the_rounded_probabilities_is_inside(self, family: str, dtype: torch.dtype) -> None:
+        q, k, v, _ = problem(family, dtype)
+        assert bool(inside(ones_column(q, k, v), attention_forward(q, k, v), dtype).all())
+
+    def test_the_largest_errors_of_the_exponentials_are_inside(self) -> None:
+        """Every weight off by the ulps of its exponential, in the direction that moves the output most."""
+        for family in FAMILIES:
+            q, k, v, _ = (t.double() for t in problem(family, torch.float32))
+            visible = torch.ones(40, 40, dtype=torch.bool).tril()
+            p = (q @ k.mT / 4).masked_fill(~visible, -torch.inf).softmax(-1)
+            expected = attention_forward(q.float(), k.float(), v.float())
+            for column in range(v.shape[-1]):
+                away = (v[..., None, :, column] > (p @ v)[..., column, None]).double() * 2 - 1
+                moved = p * (1 + away * 40 * 2.0**-24)
+                found = (moved @ v / moved.sum(-1, keepdim=True))[..., column]
+                assert bool(((found - expected.value[..., column]).abs() <= expected.error[..., column]).all())
+
+    def test_fifty_digits_agree(self) -> None:
+        q, k, v, _ = problem("peaked", torch.float32, 6, 2)
+        expected = attention_forward(q, k, v)
+        with localcontext() as context:
+            context.prec = 50
+            rows = [[[Decimal(x) for x in row] for row in t[0, 0].tolist()] for t in (q, k, v)]
+            for i, query in enumerate(rows[0]):
+                scores = [
+                    sum(a * b for a, b in zip(query, key, strict=True)) / Decimal(2).sqrt() for key in rows[1][: i + 1]
+                ]
+                weights = [score.exp() for score in scores]
+                for column in range(2):
+                    exact = sum(w * row[column] for w, row in zip(weights, rows[2], strict=False)) / sum(weights)
+                    off = abs(exact - Decimal(float(expected.value[0, 0, i, column])))
+                    assert off < min(Decimal(2) ** -46, Decimal(float(expected.error[0, 0, i, column])))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_torchs_fused_kernel_of_cpus_is_inside_where_one_block_has_all_queries(self, dtype: torch.dtype) -> None:
         given = problem("normal", dtype, 32)
         found = torchs(SDPBackend.FLASH_ATTENTION, dtype, *given)
@@ -125,7 +210,44 @@ class TestSound:
             assert float((found - expected.value).abs().amax()) <= 1e-10 * float(expected.max_magnitude.amax())
 
 
+def in_bfloat16(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The output in float32, but for the step `name`, which is in bfloat16."""
+
+    def kept(x: torch.Tensor, step: str) -> torch.Tensor:
+        return x.bfloat16().float() if step == name else x
+
+    visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    scores = kept(q.float() @ k.float().mT * q.shape[-1] ** -0.5, "scores").masked_fill(~visible, -torch.inf)
+    weights = kept((scores - scores.amax(-1, keepdim=True)).exp(), "weights")
+    total = torch.zeros(*q.shape[:3])
+    for weight in weights.unbind(-1):
+        total = kept(total + weight, "row sum")
+    return kept(weights / total[..., None], "P") @ v.float()
+
+
 class TestSharp:
+    @pytest.mark.parametrize("step", ["scores", "weights", "row sum", "P"])
+    def test_a_step_in_bfloat16_is_outside_if_p_is_kept_in_float32(self, step: str) -> None:
+        for family in ("normal", "peaked", "one sign"):
+            q, k, v, _ = problem(family, torch.bfloat16)
+            expected = attention_forward(q, k, v, stored_dtype=torch.float32)
+            assert bool(inside(in_bfloat16("", q, k, v), expected, torch.bfloat16).all())
+            assert not bool(inside(in_bfloat16(step, q, k, v), expected, torch.bfloat16).all()), family
+            expected = attention_forward(q.float(), k.float(), v.float())
+            assert float(inside(in_bfloat16(step, q, k, v), expected).double().mean()) < 0.5, family
+
+    def test_scores_and_row_sums_in_bfloat16_are_outside_if_p_is_kept_in_bfloat16(self) -> None:
+        for step, family in (("scores", "peaked"), ("row sum", "one sign")):
+            q, k, v, _ = problem(family, torch.bfloat16, 64)
+            assert not bool(inside(in_bfloat16(step, q, k, v), attention_forward(q, k, v), torch.bfloat16).all())
+
+    def test_the_error_of_a_float32_softmax(self) -> None:
+        """The largest error, as a share of the largest magnitude of v that a query sees."""
+        for family, most in (("normal", 2.0**-14), ("peaked", 2.0**-14), ("mean", 2.0**-14), ("zeros", 2.0**-15)):
+            q, k, v, _ = problem(family, torch.bfloat16, 128, 64)
+            expected = attention_forward(q, k, v, stored_dtype=torch.float32)
+            assert float((expected.error / v.double().abs().cummax(2).values).median()) < most, family
+
     def test_the_bound_in_steps_of_the_output(self) -> None:
         """In bfloat16 half of the elements are known to within about 10 steps, once a kernel's own output is."""
         given = problem("normal", torch.bfloat16, 128, 64)
@@ -191,6 +313,26 @@ class TestSharp:
 
 
 class TestSpecialValues:
+    def test_an_infinity_or_nan_of_v_reaches_its_column_of_the_queries_behind_it(self) -> None:
+        q, k, v, _ = problem("normal", torch.float32)
+        for special in (torch.nan, torch.inf, -torch.inf):
+            v[0, 0, 9, 2] = special
+            expected = attention_forward(q, k, v)
+            scores = (q @ k.mT / 4).masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), -torch.inf)
+            multiplied = scores.softmax(-1) @ v
+            skipped = online(q, k, v, 1, log2=False)
+            skipped[:, :, :9] = scores[:, :, :9].softmax(-1)[..., :9] @ v[:, :, :9]
+            for found in (multiplied, skipped):
+                assert bool(inside(found, expected).all())
+            assert not bool(inside(torch.zeros_like(v), expected)[0, 0, 9:, 2].any())
+            assert not bool(expected.unbounded[..., :2].any())
+
+    def test_scores_that_may_overflow_are_free(self) -> None:
+        q, k, v, _ = problem("normal", torch.float32)
+        q[0, 0, 3] = 3e38
+        expected = attention_forward(q, k, v)
+        assert expected.unbounded[0, 0].all(-1).tolist() == [row == 3 for row in range(40)]
+
     def test_a_nan_reaches_the_queries_behind_it(self) -> None:
         q, k, v, _ = problem("normal", torch.float32)
         k[0, 0, 9, 0] = torch.nan

@@ -14,6 +14,7 @@ from tests.reference.inside import inside, width
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROOT = math.sqrt(2 / math.pi)
+LOG2E = math.log2(math.e)
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
@@ -42,10 +43,24 @@ def test_other_steps_to_the_same_number_are_inside() -> None:
     ways = {
         "a factored cubic": 0.5 * x * (1 + torch.tanh(x * (root + root * cubic * x * x))),
         "two halves": (0.5 * x) + (0.5 * x) * torch.tanh(root * (x + cubic * (x * x * x))),
+        "tanh by a sigmoid": 0.5 * x * (1 + (2 / (1 + torch.exp(-2 * root * (x + cubic * x * x * x))) - 1)),
+        "a product with a sigmoid": x / (1 + torch.exp2((-2 * LOG2E) * root * (x + cubic * x * x * x))),
+        "1 less a quotient": 0.5 * x * (1 + (1 - 2 / (1 + torch.exp(2 * root * (x + cubic * x * x * x))))),
         "a cube of squares": x * (0.5 * (1 + torch.tanh(root * (x + cubic * x * (x * x))))),
     }
     for name, found in ways.items():
         assert bool(inside(found, gelu_forward(x)).all()), name
+
+
+@pytest.mark.parametrize("ulps", [-2, 2])
+def test_a_tanh_two_ulps_from_the_correctly_rounded_result_is_inside(ulps: int) -> None:
+    x = numbers(torch.float32)
+    x = x[x.abs() < 12]
+    u = (ROOT * (x.double() + 0.044715 * x.double() ** 3)).float()
+    t = torch.tanh(u.double()).float()
+    for _ in range(abs(ulps)):
+        t = torch.nextafter(t, torch.tensor(math.copysign(math.inf, ulps)))
+    assert bool(inside(0.5 * x * (1 + t), gelu_forward(x)).all())
 
 
 def test_the_values_are_torchs_in_float64() -> None:

@@ -49,6 +49,15 @@ def test_the_seed_and_the_number_of_the_backward_draw_the_bits_of_the_gradient()
     assert same(first.seen["x"], second.seen["x"])
 
 
+def test_a_loaded_layer_draws_the_next_bits() -> None:
+    layer, again = made(Linear, INNER, OUTER), made(Linear, INNER, OUTER)
+    assert "backward_passes" not in layer.state_dict()
+    Pass(layer, NVFP4)
+    again.load_state_dict(layer.state_dict())
+    assert same(Pass(again, NVFP4).seen["dy"], Pass(layer, NVFP4).seen["dy"])
+    assert layer.state_dict()["backward_passes"] == 2
+
+
 # ---- accumulate ------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,9 @@ from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32, Format
 from narrowgauge.spec.recipes import Recipe
 
 CODES = frozenset({"codes"})
-_STATISTICS_AND_CODES = frozenset({"amax", "scales", "codes"})
+_SCALES_AND_CODES = frozenset({"scales", "codes"})
+_AMAX = frozenset({"amax"})
+"""A kernel that changes its inputs can compute the amax of the tensor before or after the change."""
 
 
 @lru_cache(maxsize=256)
@@ -134,6 +136,11 @@ def _special_value_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             "flushed to 0 below the least normal number",
             _with_rounding(roundings.flushed_before),
         )
+    for phrase, number in (("the largest number with its sign", recipe.element.max_code), ("0 with its sign", 0)):
+        yield _code_deviation(
+            "nan-read-as-number", f"NaN becomes {phrase}",
+            changed_codes(partial(_codes_of_nan, number)),
+        )  # fmt: skip
     yield _code_deviation("signs-lost", "signs are lost", changed_codes(lambda codes, replay: codes & (sign - 1)))
     yield _code_deviation(
         "nan-keeps-sign",
@@ -154,6 +161,12 @@ def _special_value_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             lambda codes, replay: codes.masked_fill(_spread_over_elements(replay, replay.blocks == 0), recipe.nan_code)
         ),
     )  # fmt: skip
+
+
+def _codes_of_nan(code: int, codes: torch.Tensor, replay: Replay) -> torch.Tensor:
+    """`codes` with `code` and the sign of the element for each element that is NaN."""
+    signed = replay.x.signbit().byte() * replay.recipe.element.sign_code | code
+    return torch.where(replay.x.isnan(), signed, codes)
 
 
 def _codes_with_kernel_padding(replay: Replay) -> torch.Tensor:
@@ -231,6 +244,16 @@ def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
         yield _code_deviation(
             "element-order:x/s", "scaled as x/s", with_scaled_values(lambda replay, x, s: torch.where(x == 0, x, x / s))
         )
+        yield _code_deviation(
+            "subnormal-factors-flushed", "factors are flushed to 0 where they are subnormal",
+            with_factors(lambda replay: flush(replay.factors)),
+        )  # fmt: skip
+    if not recipe.whole:
+        for step, phrase in ((-1, "next"), (1, "previous")):
+            yield _code_deviation(
+                f"scales-of-{phrase}-block", f"scaled by the scale of the {phrase} block",
+                with_factors(partial(_factors_of_other_block, step)),
+            )  # fmt: skip
     if recipe.scale is E8M0:
         yield _code_deviation(
             "subnormal-factors-flushed", "factors are flushed to 0 where they are subnormal, as 2^-127 is, of code 0",
@@ -247,7 +270,7 @@ def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             with_factors(partial(_factors_through, dtype)),
         )  # fmt: skip
         yield QuantizeDeviation(
-            f"input-through-{name}", f"inputs are rounded to {name}", _STATISTICS_AND_CODES,
+            f"input-through-{name}", f"inputs are rounded to {name}", _SCALES_AND_CODES, optional_stages=_AMAX,
             overrides={"x": partial(_inputs_through, dtype)}, implausible=True,
         )  # fmt: skip
         yield _code_deviation(
@@ -255,24 +278,41 @@ def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             partial(_scaled_through, dtype),
         )  # fmt: skip
     yield QuantizeDeviation(
-        "inputs-flushed", "inputs are flushed to 0 where they are subnormal", _STATISTICS_AND_CODES,
-        overrides={"x": lambda replay: flush(replay.kernel_matrix.subject.x)},
+        "inputs-flushed", "inputs are flushed to 0 where they are subnormal", _SCALES_AND_CODES,
+        optional_stages=_AMAX, overrides={"x": lambda replay: flush(replay.kernel_matrix.subject.x)},
     )  # fmt: skip
     yield _code_deviation(
         "inputs-flushed", "flushed to 0 where they are subnormal, before they are scaled",
         lambda replay: replay.pack_codes(replay.encode_scaled(replay.scale_with(replay.factors, flush(replay.x)))),
     )  # fmt: skip
+    for cause, sentence, change in (
+        ("input-transposed", "the matrix is read column by column", _read_by_column),
+        ("rows-rolled", "a row is that of the row behind it, the last one that of the first", partial(_rolled, -1)),
+        ("rows-rolled", "a row is that of the row before it, the first one that of the last", partial(_rolled, 1)),
+    ):
+        yield QuantizeDeviation(
+            cause, sentence, _SCALES_AND_CODES, row_local=False, optional_stages=_AMAX,
+            overrides={"x": lambda replay, change=change: change(replay.kernel_matrix.subject.x)},  # type: ignore[misc]
+        )  # fmt: skip
     if not recipe.whole:
         yield QuantizeDeviation(
-            "tail-dropped", "columns behind the last whole block are taken for 0", frozenset({"scales", "codes"}),
+            "tail-dropped", "columns behind the last whole block are taken for 0", _SCALES_AND_CODES,
             overrides={"x": lambda replay: without_tail(replay.recipe.block[1], replay.kernel_matrix.subject.x)},
-            optional_stages=frozenset({"amax"}),
+            optional_stages=_AMAX,
         )  # fmt: skip
     if recipe.tensor_scale in ("max/amax", "(1/amax)*max"):
         yield _code_deviation(
             "tensor-scale-ignored", "scaled without the tensor's scale",
             with_scaled_values(lambda replay, x, s: torch.where(x == 0, x, x / s) if not replay.recipe.whole else x),
         )  # fmt: skip
+
+
+def _read_by_column(x: torch.Tensor) -> torch.Tensor:
+    return x.T.reshape(x.shape)
+
+
+def _rolled(step: int, x: torch.Tensor) -> torch.Tensor:
+    return x.roll(step, 0)
 
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -290,6 +330,12 @@ def _factors_with_flushed_steps(replay: Replay) -> torch.Tensor:
 
 def _flushed(fmt: Format, zero: int, codes: torch.Tensor, _: Replay) -> torch.Tensor:
     return torch.where(codes & (fmt.sign_code - 1) < 1 << fmt.mantissa_bits, codes & zero, codes)
+
+
+def _factors_of_other_block(step: int, replay: Replay) -> torch.Tensor:
+    if replay.factors.shape[1] == 1:
+        raise ValueError("a row has a single block")
+    return replay.factors.roll(step, 1)
 
 
 def _factors_moved(step: int, replay: Replay) -> torch.Tensor:

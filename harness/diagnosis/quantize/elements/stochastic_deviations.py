@@ -10,7 +10,7 @@ import torch
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.elements import roundings
 from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.reference.numbers.philox import ROUNDS
+from narrowgauge.reference.numbers.philox import ROUNDS, philox
 from narrowgauge.reference.numbers.rounding import stochastic
 from narrowgauge.reference.quantize.elements import element_codes
 from narrowgauge.reference.quantize.steps import random_bytes
@@ -60,6 +60,7 @@ def stochastic_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     yield _byte_deviation(
         "stochastic-seven-bits", "the highest random bit is ignored", _changed_bytes(lambda b: b % 128 * 2)
     )
+    yield _byte_deviation("stochastic-seven-bits", "the highest random bit is 0", _changed_bytes(lambda b: b % 128))
     for count in (4, 5, 6):
         unit = 2 ** (8 - count)
         yield _byte_deviation(
@@ -100,6 +101,19 @@ def _changed_bytes(change: Callable[[torch.Tensor], torch.Tensor]) -> ByteFuncti
         return change(_correct_bytes(replay).float())
 
     return byte_function
+
+
+def _wrapped_bytes(bits: int, replay: Replay) -> torch.Tensor:
+    """The bytes of subsequences that are counted with so many bits. Raises ValueError for words."""
+    random = replay.subject.random
+    if not isinstance(random, tuple):
+        raise ValueError("words have no subsequences")
+    rows, columns = replay.x.shape
+    width = replay.recipe.block[1]
+    per_row, first = -(-columns // width) * (width // 16), replay.subject.first * (width // 16)
+    subsequence = torch.arange(first, first + rows * per_row, device=replay.x.device) & ((1 << bits) - 1)
+    words = philox(*random, subsequence).to(torch.int32).view(rows, -1)
+    return words.contiguous().view(torch.uint8)[:, :columns]
 
 
 def _correct_bytes(replay: Replay) -> torch.Tensor:
@@ -175,6 +189,16 @@ def _byte_place_deviations(width: int) -> Iterator[QuantizeDeviation]:
     )
 
 
+def _bytes_of_first(unit: str, replay: Replay) -> torch.Tensor:
+    """The correct bytes of the first row for every row, or of the first block for every block."""
+    first_row = _correct_bytes(replay)[:1]
+    rows, columns = replay.x.shape
+    if unit == "block":
+        width = replay.recipe.block[1]
+        first_row = first_row[:, :width].repeat(1, -(-columns // width))[:, :columns]
+    return first_row.expand(rows, columns)
+
+
 def _all_rows(replay: Replay) -> slice:
     return slice(0, replay.x.shape[0])
 
@@ -206,6 +230,11 @@ def _seed_deviations() -> Iterator[QuantizeDeviation]:
         return seed, offset
 
     low_32_bits = (1 << 32) - 1
+    for bits in (16, 18):
+        yield _byte_deviation(
+            f"stochastic-other-block:{bits}-bits", f"the number of a block has {bits} bits in Philox's subsequences",
+            partial(_wrapped_bytes, bits),
+        )  # fmt: skip
     yield _byte_deviation(
         "stochastic-offset-not-advanced", "the columnwise half uses the offset of the rowwise one",
         seeding(lambda seed, offset: (seed, offset - 1)),
@@ -241,6 +270,12 @@ def _seed_deviations() -> Iterator[QuantizeDeviation]:
     yield _byte_deviation(
         "stochastic-sections-restart", "each section counts its blocks from 0", first_block_0, row_local=False
     )
+
+    for phrase in ("row", "block"):
+        yield _byte_deviation(
+            "stochastic-equal-seeds", f"every {phrase} has the random bits of the first {phrase}",
+            partial(_bytes_of_first, phrase), row_local=False,
+        )  # fmt: skip
 
     def bytes_down_columns(replay: Replay) -> torch.Tensor:
         random, (rows, columns) = replay.subject.random, replay.x.shape

@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import Override, QuantizeDeviation, Replay, ScaleFunction
 from narrowgauge.harness.diagnosis.quantize.elements import roundings
-from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import exponent_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import exponent_deviations, unrounded_exponents
 from narrowgauge.harness.diagnosis.quantize.scales.four_over_six import choose_scales, four_over_six_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import SCALES_FOR_ZERO_AMAX
 from narrowgauge.reference.numbers.encode import encode
@@ -33,6 +33,13 @@ def scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
         yield from four_over_six_deviations(recipe)
         yield from _rounding_deviations(recipe)
         yield from _order_deviations(recipe)
+        for step in (1, -1):
+            yield _scale_deviation(
+                f"scale-code:{step:+}", f"the code is 1 {'larger' if step > 0 else 'smaller'}",
+                partial(_shifted_codes, step), implausible=True,
+            )  # fmt: skip
+    if recipe.scale in (E8M0, FP32) and not recipe.whole:
+        yield _scale_deviation("scales-flushed", "flushed to 0 where they are subnormal", _flushed_scales)
     if not recipe.whole:
         yield QuantizeDeviation(
             "scales-transposed", "scales are stored by column, not by row", SCALES, row_local=False,
@@ -67,6 +74,21 @@ def _scale_deviation(cause: str, sentence: str, override: Override, *, implausib
 
 def _reference_scales(replay: Replay) -> torch.Tensor:
     return Replay(replay.kernel_matrix).compute_stage("scales")
+
+
+def _shifted_codes(step: int, replay: Replay) -> torch.Tensor:
+    codes = _reference_scales(replay)
+    shifted = (codes.int() + step).clamp(0, replay.recipe.scale.max_code).to(torch.uint8)
+    return torch.where(codes > replay.recipe.scale.max_code, codes, shifted)  # NaN
+
+
+def _flushed_scales(replay: Replay) -> torch.Tensor:
+    """Scales with 0 for subnormal numbers of float32: for E8M0 before they are rounded to a power of two."""
+    scales = _reference_scales(replay)
+    if replay.recipe.scale is FP32:
+        return torch.where(scales.abs() < torch.finfo(torch.float32).smallest_normal, 0.0, scales)
+    unrounded = unrounded_exponents(replay)
+    return scales.masked_fill((unrounded > 0) & (unrounded < torch.finfo(torch.float32).smallest_normal), 0)
 
 
 def _tiles_exchanged(replay: Replay) -> torch.Tensor:

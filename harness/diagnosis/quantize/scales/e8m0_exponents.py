@@ -63,7 +63,7 @@ def exponent_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
 _FORMS = ("amax*(1/max)", "amax/max", "amax*2^-emax")
 
 
-def _unrounded_scales(replay: Replay) -> torch.Tensor:
+def unrounded_exponents(replay: Replay) -> torch.Tensor:
     """Scales before they are rounded to powers of two, float32."""
     if replay.recipe.block_scale == "amax*2^-emax":
         exponent = torch.frexp(torch.tensor(replay.recipe.element.max)).exponent - 1
@@ -98,7 +98,7 @@ def _power_of_two_raised(least: float, value: torch.Tensor, replay: Replay) -> t
 
 
 def _scale_codes(codes: Callable[[torch.Tensor, Replay], torch.Tensor], replay: Replay) -> torch.Tensor:
-    return codes(_unrounded_scales(replay), replay)
+    return codes(unrounded_exponents(replay), replay)
 
 
 def _shifted_exponents(step: int, replay: Replay) -> torch.Tensor:

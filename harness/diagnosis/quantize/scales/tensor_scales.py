@@ -13,6 +13,7 @@ from narrowgauge.harness.checks.bit_equality import different_bits
 from narrowgauge.harness.diagnosis.quantize.deviation import Override, QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import format_ranges
+from narrowgauge.harness.diagnosis.search.history import SearchHistory
 from narrowgauge.reference.numbers.blocks import tensor_amax
 from narrowgauge.reference.quantize.scaling import FLT_MAX, divide, tensor_scale
 from narrowgauge.reference.quantize.steps import block_amaxes, row_amax
@@ -21,13 +22,33 @@ from narrowgauge.spec.recipes import Recipe
 _AMAX = frozenset({"amax"})
 SCALES_FOR_ZERO_AMAX = {"the largest number": FLT_MAX, "2^127": 2.0**127, "infinite": inf, "0": 0.0}
 """Wrong scales for an amax of 0, where the recipe prescribes 1."""
+PART_CHANCE = 1e-3
+"""Significance level of a part of a tensor that an amax leaves out."""
+_SAMPLE = 128
+"""Elements of a tensor that count."""
 _MODULI = (8, 16, 32, 64, 128, 256)
 
 
-def tensor_scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
-    """Deviations of the tensor's amax and scale, the most plausible first. None if the recipe has no tensor scale."""
+def tensor_scale_deviations(recipe: Recipe, *, amax_given: bool = False) -> Iterator[QuantizeDeviation]:
+    """Deviations of the tensor's amax and scale, the most plausible first. None if the recipe has no tensor scale.
+
+    `amax_given`: whether the amax is an argument. A kernel then computes none, and its only deviation is to ignore it.
+    """
     if recipe.tensor_scale == "none":
         return
+    if amax_given:
+        yield QuantizeDeviation(
+            "given-amax-ignored", "the amax is that of the matrix, not the given one", _AMAX,
+            overrides={"amax": lambda replay: _compute_amax(replay.x, replay.recipe)},
+        )  # fmt: skip
+    else:
+        yield from _amax_deviations(recipe)
+    if recipe.tensor_scale != "given":
+        yield from _tensor_scale_deviations(recipe)
+
+
+def _amax_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
+    """Deviations of an amax that the kernel computes."""
     yield _changed_input_deviation(
         "amax-without-fabs", "of the elements, not of their magnitudes", lambda x: x.clamp(min=0)
     )
@@ -54,8 +75,6 @@ def tensor_scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             "amax-of-tensor", "the amax of every row is that of the tensor", _AMAX,
             overrides={"amax": _tensor_amax_for_rows},
         )  # fmt: skip
-    if recipe.tensor_scale != "given":
-        yield from _tensor_scale_deviations(recipe)
 
 
 def _compute_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -102,6 +121,7 @@ def _tensor_scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             ("zero-block-not-one", f"is {phrase} for an amax of 0, not 1", partial(_scale_for_zero_amax, number))
             for phrase, number in SCALES_FOR_ZERO_AMAX.items()
         ]
+    forms.append(("tensor-scale-flushed", "is flushed to 0 where it is subnormal", _flushed_scale))
     forms.append(("tensor-scale-inverted", "is its inverse", lambda replay: divide(1.0, _correct_scale(replay))))
     for cause, phrase, override in forms:
         yield QuantizeDeviation(
@@ -120,6 +140,11 @@ def _rounded_amax(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
 
 def _rounded_scale(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
     return _correct_scale(replay).to(dtype).float()
+
+
+def _flushed_scale(replay: Replay) -> torch.Tensor:
+    scale = _correct_scale(replay)
+    return torch.where(scale.abs() < torch.finfo(torch.float32).smallest_normal, 0.0, scale)
 
 
 def _replay_amax(replay: Replay) -> torch.Tensor:
@@ -142,10 +167,17 @@ def _inside_limits(form: Callable[[torch.Tensor], torch.Tensor]) -> Override:
     return override
 
 
-def observed_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
-    """Explanations of the kernel's amaxes. Too small: the amax of some elements only. Too large: a stale amax."""
-    above_amax = []
-    smaller = larger = True
+def observed_amax_deviations(matrices: Sequence[KernelMatrix], history: SearchHistory) -> Iterator[QuantizeDeviation]:
+    """Explanations of the kernel's amaxes: kept from an earlier call, or that of a part of the tensor.
+
+    `history`: correct amaxes of earlier calls, and elements above the amaxes of earlier cases. A kept amax can be
+    smaller than the correct amax and equal to the magnitude of some element. An amax is therefore that of a part only
+    if chance does not explain that all elements above it lie in the part that it leaves out (`left_out_part`).
+    Otherwise the deviations only say that the amax is too small or too large, and are not exact.
+    """
+    above, sizes = [], []
+    smaller = larger = has_magnitude = True
+    wrong_numbers: set[float] = set()
     for matrix in matrices:
         wrong = wrong_amaxes(matrix)
         if not bool(wrong.any()):
@@ -153,22 +185,86 @@ def observed_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[Quant
         magnitude = matrix.subject.x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf)
         kernel_amax, correct = matrix.kernel_stages["amax"].view(-1, 1), _correct_amax(matrix).view(-1, 1)
         elements = magnitude if len(kernel_amax) > 1 else magnitude.view(1, -1)
-        smaller &= bool(((elements == kernel_amax).any(1) & (kernel_amax < correct).flatten())[wrong].all())
+        has_magnitude &= bool((elements == kernel_amax).any(1)[wrong].all())
+        smaller &= bool((kernel_amax < correct).flatten()[wrong].all())
         larger &= bool((kernel_amax > correct).flatten()[wrong].all())
-        above_amax.append(magnitude > kernel_amax)
-    if not above_amax:
+        above.append(magnitude > kernel_amax)
+        wrong_numbers.update(kernel_amax.flatten()[wrong].tolist())
+        sizes.append(kernel_amax.numel())
+    if not above:
         return
-    if smaller:
-        sentence = "the amax of the tensor is that of some of its elements; those above it are"
-        yield QuantizeDeviation(
-            "amax-partial", f"{sentence} {describe_place(above_amax)}", _AMAX,
-            overrides={"amax": lambda replay: replay.kernel_matrix.kernel_stages["amax"]},
-        )  # fmt: skip
-    if larger:
-        yield QuantizeDeviation(
-            "amax-stale", "the amax of the tensor is larger than every magnitude: another tensor's, or one from before",
-            _AMAX, overrides={"amax": lambda replay: replay.kernel_matrix.kernel_stages["amax"]}, exact=False,
-        )  # fmt: skip
+    others = {float(_correct_amax(matrix)) for matrix in matrices if _correct_amax(matrix).numel() == 1}
+    if set(sizes) == {1} and wrong_numbers <= {*history.earlier_amaxes, *others} - {0.0}:
+        numbers = ", ".join(f"{number:g}" for number in sorted(wrong_numbers))
+        yield _kernel_amax("amax-stale", f"{numbers}, the amax of an earlier call or of another tensor")
+    elif smaller and has_magnitude and (part := left_out_part(above, history)):
+        yield _kernel_amax("amax-partial", f"that of some of its elements; those above it are in {part}")
+    elif smaller:
+        count = sum(int(mask.count_nonzero()) for mask in above)
+        place = f"{count} of its elements: {describe_place(above)}"
+        yield _kernel_amax("amax-too-small", f"smaller than {place}", exact=False)
+    elif larger:
+        yield _kernel_amax("amax-too-large", "larger than every magnitude of its elements", exact=False)
+
+
+def _kernel_amax(cause: str, phrase: str, *, exact: bool = True) -> QuantizeDeviation:
+    """The deviation with the kernel's own amax."""
+    return QuantizeDeviation(
+        cause, f"the amax of the tensor is {phrase}", _AMAX, exact=exact,
+        overrides={"amax": lambda replay: replay.kernel_matrix.kernel_stages["amax"]},
+    )  # fmt: skip
+
+
+def left_out_part(masks: Sequence[torch.Tensor], history: SearchHistory) -> str:
+    """The part of tensors, bool masks (M, K), that contains their True elements. Empty if chance explains the part.
+
+    Parts are the last elements in memory, the last columns, aligned runs of elements modulo a power of two (lanes of a
+    warp, warps of a block, a stride of a grid), and everything but such a run. n random elements all lie in a part with
+    the share f with probability f^n. The part is named if this probability, multiplied by the number of parts that are
+    tried, is below `PART_CHANCE`. A single tensor rarely shows a part: if the amax of a part is the amax of the rest,
+    one or two elements are above it. The elements of earlier cases in `history` therefore count too, and those of this
+    case are added to it.
+    """
+    history.left_out += [
+        (positions[:: -(-len(positions) // _SAMPLE)], (mask.shape[0], mask.shape[1]))
+        for mask in masks
+        if len(positions := mask.flatten().nonzero()[:, 0].cpu())
+    ]
+    elements = [(positions, rows * columns) for positions, (rows, columns) in history.left_out]
+    columns = [(positions % shape[1], shape[1]) for positions, shape in history.left_out]
+    parts = [
+        (_chance_of_ends(elements), "the end of the memory"), (_chance_of_ends(columns), "the last columns"),
+        *_parts_of_runs(elements),
+    ]  # fmt: skip
+    chance, part = min(parts, key=lambda part: part[0])
+    return part if chance * len(parts) < PART_CHANCE else ""
+
+
+def _chance_of_ends(tensors: Sequence[tuple[torch.Tensor, int]]) -> float:
+    """Probability that random positions all lie as close to the ends of their tensors as these: f^n for the share f."""
+    share = max(1 - int(positions.amin()) / size for positions, size in tensors)
+    return share ** sum(len(positions) for positions, _ in tensors)
+
+
+def _parts_of_runs(tensors: Sequence[tuple[torch.Tensor, int]]) -> Iterator[tuple[float, str]]:
+    """Aligned runs of elements modulo a power of two, and all elements but such a run: probability and phrase."""
+    size = max(size for _, size in tensors)
+    for modulus in (1 << bits for bits in range(1, 21)):
+        if modulus >= size:
+            return
+        phases = torch.cat([positions % modulus for positions, extent in tensors if extent > modulus])
+        first, last, count = int(phases.amin()), int(phases.amax()), len(phases)
+        run = 1 << (first ^ last).bit_length()
+        start = first // run * run
+        if run < modulus:
+            yield (run / modulus) ** (count - 1), f"elements {start} to {start + run - 1} of every {modulus} in memory"
+        used = torch.bincount(phases, minlength=modulus).bool()
+        length = 1
+        while length < modulus and not bool(used.view(-1, length).any(1).all()):
+            start = length * int((~used.view(-1, length).any(1)).nonzero()[0])
+            phrase = f"all elements but {start} to {start + length - 1} of every {modulus} in memory"
+            yield min(1.0, modulus / length * (1 - length / modulus) ** count), phrase
+            length *= 2
 
 
 def _correct_amax(matrix: KernelMatrix) -> torch.Tensor:

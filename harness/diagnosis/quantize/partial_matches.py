@@ -1,0 +1,132 @@
+"""Deviations that explain a part of the wrong bytes, and pairs of them that explain all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+
+from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay, can_replay_rows
+from narrowgauge.harness.diagnosis.quantize.kernel_matrix import STAGES, KernelMatrix
+from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
+from narrowgauge.reference.quantize.layout import elements
+
+CANDIDATES = 8
+"""Deviations that are tried in pairs: those that explain most of the wrong elements."""
+LARGEST = 1 << 21
+"""Elements of the largest matrices on which pairs are tried."""
+EVIDENCE = 4
+"""Elements that a deviation of a pair must explain alone. Each is one of 16 codes or more."""
+LARGE_SHARE = 0.9
+"""Least share of the wrong elements for a partial explanation, which needs twice `EVIDENCE` elements."""
+
+
+@dataclass(frozen=True)
+class PartialMatch:
+    """A deviation with some of the wrong elements. The tensors hold the elements of all stages of all matrices."""
+
+    deviation: QuantizeDeviation
+    found: torch.Tensor
+    """Elements with the deviation, int64 (n,)."""
+    share: float
+    """Elements with the kernel's wrong bytes, divided by all elements that are wrong or that the deviation changes."""
+
+
+def partial_matches(
+    matrices: Sequence[KernelMatrix], deviations: Sequence[QuantizeDeviation], limit: TimeLimit
+) -> list[PartialMatch]:
+    """The `CANDIDATES` deviations that explain most, best first. Empty for large matrices and own random bits."""
+    if sum(matrix.element_count for matrix in matrices) > LARGEST or matrices[0].subject.own:
+        return []
+    kernel, right = _kernel_elements(matrices), _elements(matrices, None)
+    probe = _probe(matrices, kernel, right)
+    matches = []
+    for deviation in deviations:
+        if limit.reached:
+            break
+        try:
+            if not deviation.exact or not _explains_some(probe, deviation):
+                continue
+            found = _elements(matrices, deviation)
+        except ValueError:  # the changed recipe refuses this amax or dtype
+            continue
+        wrong, changed = kernel != right, found != right
+        explained = int((wrong & (found == kernel)).count_nonzero())
+        share = explained / int((wrong | changed).count_nonzero())
+        if explained >= EVIDENCE:
+            matches.append(PartialMatch(deviation, found, share))
+    return sorted(matches, key=lambda match: -match.share)[:CANDIDATES]  # a stable sort keeps the simplest first
+
+
+def explaining_pair(
+    matrices: Sequence[KernelMatrix], matches: Sequence[PartialMatch]
+) -> tuple[QuantizeDeviation, QuantizeDeviation] | None:
+    """Two deviations that together give every byte of the kernel. The first wins where both change an element.
+
+    Each of them must explain at least `EVIDENCE` elements that the other does not change.
+    """
+    kernel, right = _kernel_elements(matrices), _elements(matrices, None)
+    for first, second in permutations(matches, 2):
+        by_first, by_second = first.found != right, second.found != right
+        alone = (by_first & ~by_second, by_second & ~by_first)
+        if any(int(mask.count_nonzero()) < EVIDENCE for mask in alone):
+            continue
+        if torch.equal(torch.where(by_first, first.found, second.found), kernel):
+            return first.deviation, second.deviation
+    return None
+
+
+def large_match(matches: Sequence[PartialMatch]) -> PartialMatch | None:
+    """The best match, if it explains most of the wrong elements and not all."""
+    return matches[0] if matches and LARGE_SHARE <= matches[0].share < 1 else None
+
+
+def _stages(matrix: KernelMatrix) -> list[str]:
+    return [stage for stage in STAGES if stage in matrix.kernel_stages]
+
+
+def _flat(tensor: torch.Tensor, stage: str, matrix: KernelMatrix) -> torch.Tensor:
+    if stage == "codes":
+        tensor = elements(tensor, matrix.subject.matrix.shape[1], matrix.subject.recipe)
+    return (tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor).flatten().long()
+
+
+def _kernel_elements(matrices: Sequence[KernelMatrix]) -> torch.Tensor:
+    return torch.cat([_flat(m.kernel_stages[stage], stage, m) for m in matrices for stage in _stages(m)])
+
+
+def _elements(matrices: Sequence[KernelMatrix], deviation: QuantizeDeviation | None) -> torch.Tensor:
+    """Elements of the reference, with the deviation in the stages that it changes."""
+    stages = frozenset() if deviation is None else deviation.stages | deviation.optional_stages
+    parts = []
+    for matrix in matrices:
+        right, deviating = Replay(matrix), Replay(matrix, deviation)
+        for stage in _stages(matrix):
+            parts.append(_flat((deviating if stage in stages else right).compute_stage(stage), stage, matrix))
+    return torch.cat(parts)
+
+
+def _probe(
+    matrices: Sequence[KernelMatrix], kernel: torch.Tensor, right: torch.Tensor
+) -> tuple[list[KernelMatrix], torch.Tensor, torch.Tensor]:
+    """A few rows with wrong codes or scales and their elements: cheap to try. All matrices if there are none."""
+    for matrix in matrices:
+        for stage in ("scales", "codes"):
+            if matrix.subject.recipe.whole and stage == "scales":
+                continue
+            expected = Replay(matrix).compute_stage(stage)
+            rows = (expected != matrix.kernel_stages[stage]).any(1).nonzero().flatten().tolist()
+            if rows:
+                part = [matrix.select_rows(matrix.tile_rows(stage, row)) for row in rows[:: -(-len(rows) // 8)]]
+                return part, _kernel_elements(part), _elements(part, None)
+    return list(matrices), kernel, right
+
+
+def _explains_some(probe: tuple[list[KernelMatrix], torch.Tensor, torch.Tensor], deviation: QuantizeDeviation) -> bool:
+    """Whether the deviation gives wrong elements of the probe, or cannot be replayed on it."""
+    matrices, kernel, right = probe
+    if not all(can_replay_rows(deviation, matrix) for matrix in matrices):
+        return True
+    return bool(((kernel != right) & (_elements(matrices, deviation) == kernel)).any())

@@ -1,0 +1,144 @@
+"""What the committed cases reach: every argument of every method, and sizes beyond the limits of grids and indices."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from narrowgauge.harness.backends import backend as protocol
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.host import METHODS
+from narrowgauge.harness.cases.case import Case, select
+from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.cost import work
+from narrowgauge.harness.cases.gemm import GemmCase, GroupedGemmCase, ProductCase
+from narrowgauge.harness.cases.keys import keys_of
+from narrowgauge.harness.cases.modules import ModuleCase
+from narrowgauge.harness.cases.quantize import GroupedQuantizeCase
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.native import ops as native
+from narrowgauge.reference import ops as reference
+from narrowgauge.spec.recipes import find_recipe
+from tests.paths import CASES
+
+FUNCTIONS = [name for name in METHODS if inspect.isfunction(getattr(reference, name))]
+ALL = load_all([CASES])
+QUICK = select(ALL, tier="quick")
+
+
+def keywords(method: str) -> set[str]:
+    """The keywords of a method in the signatures of the reference and of the kernels, and in the two lists of methods
+    for authors of backends."""
+    signatures = (inspect.signature(getattr(ops, method)) for ops in (reference, native))
+    found = {name for s in signatures for name, p in s.parameters.items() if p.kind is p.KEYWORD_ONLY}
+    page = (CASES.parent / "docs" / "backends.md").read_text(encoding="utf-8")
+    for text in (protocol.__doc__ or "", page):
+        (listed,) = re.findall(rf"{method}\(([^)]*)\)", text)[:1]
+        _, _, named = listed.partition("*, ")
+        found |= {part.partition("=")[0].strip() for part in named.split(",") if part}
+    return found
+
+
+class Recorder:
+    """The reference as a backend. Records the keywords that every method is called with."""
+
+    def __init__(self) -> None:
+        self.passed: defaultdict[str, set[str]] = defaultdict(set)
+        self.backend = SimpleNamespace(**{name: self._recorded(name) for name in FUNCTIONS})
+
+    def _recorded(self, name: str) -> Any:
+        function = getattr(reference, name)
+
+        @functools.wraps(function)
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            self.passed[name] |= options.keys()
+            return function(*arguments, **options)
+
+        return recorded
+
+
+def kinds(case: Case) -> list[tuple[object, ...]]:
+    """What decides the keywords of a case: its operation and usage, with each option or a property of its recipe."""
+    recipes = [find_recipe(name) for name in (*case.recipe_names, getattr(case, "out_recipe", None)) if name]
+    options = [choice for recipe in recipes for choice in (recipe.tensor_scale, recipe.rounding)]
+    optional = (key for key in keys_of(type(case)) if not key.required and key.name not in ("view", "layout"))
+    options += [key.name for key in optional if getattr(case, key.field) != key.default]
+    return [(case.operation, getattr(case, "usage", ""), option) for option in options]
+
+
+def test_every_keyword_of_every_method_is_passed_by_a_quick_case() -> None:
+    smallest: dict[tuple[object, ...], Case] = {}
+    for case in sorted((case for case in QUICK if not isinstance(case, ModuleCase)), key=work, reverse=True):
+        smallest |= dict.fromkeys(kinds(case), case) if work(case) else {}
+    recorder = Recorder()
+    backend = Backend.local("recorder", recorder.backend)
+    for case in dict.fromkeys(smallest.values()):
+        record = run_case(case, backend)
+        assert record.verdict == "pass", (case.id, record.message)
+    missing = {name: keywords(name) - recorder.passed[name] for name in FUNCTIONS}
+    assert not {name: options for name, options in missing.items() if options}
+
+
+SIDES = {
+    "quantize": "MK", "transform": "MK", "quantize-grouped": "MK", "swizzle": "RC", "update-scale": "HN", "gemm": "MKN",
+    "gemm-grouped": "MKN", "gemm-quantized": "MKN",
+}  # fmt: skip
+"""Sides of the shapes of each operation."""
+PATHS = (4096, 8192, 16384)
+"""Sizes from which on kernels take other paths."""
+GRID = 65535
+"""Blocks of threads in the second and third direction of a grid."""
+TILE = 128
+"""Rows or columns of the largest usual tile of a block of threads."""
+
+
+def largest(cases: list[Case], operation: str, side: int) -> int:
+    """The largest size of a side, among shapes with as many sizes as the operation has sides."""
+    shapes = (case.shape for case in cases if case.operation == operation and all(case.shape))
+    return max(shape[side] for shape in shapes if len(shape) == len(SIDES[operation]))
+
+
+@pytest.mark.parametrize(("operation", "side"), [(name, n) for name, sides in SIDES.items() for n in range(len(sides))])
+def test_every_side_exceeds_the_limits_of_paths_and_grids(operation: str, side: int) -> None:
+    assert largest(QUICK, operation, side) > max(PATHS)
+    # K of a product is no side of a grid: its blocks of 16 elements are counted.
+    blocks = 16 if SIDES[operation] == "MKN" and side == 1 else TILE
+    assert largest(ALL, operation, side) > GRID * blocks
+
+
+def test_quick_cases_of_quantize_and_gemm_have_more_rows_and_columns_than_a_grid_has_blocks() -> None:
+    for operation, side in (("quantize", 0), ("quantize", 1), ("gemm", 0), ("gemm", 2), ("quantize-grouped", 0)):
+        assert largest(QUICK, operation, side) > GRID
+
+
+def test_philox_counts_beyond_its_subsequences_of_18_bits() -> None:
+    stochastic = [case for case in QUICK if case.operation == "quantize" and case.recipe_label == "nvfp4-sr"]
+    assert max(case.shape[0] * -(-case.shape[1] // 16) for case in stochastic if len(case.shape) == 2) > 1 << 18
+
+
+@pytest.mark.parametrize("operation", ["gemm", "gemm-quantized"])
+@pytest.mark.parametrize("side", [0, 2])
+def test_a_single_row_or_column_has_every_epilogue(operation: str, side: int) -> None:
+    thin = [case for case in QUICK if isinstance(case, GemmCase) and case.operation == operation]
+    thin = [case for case in thin if case.shape[side] == 1 and case.shape[2 - side] > 1]
+    assert {(case.accumulate, case.bias) for case in thin} == {(c, b) for c in (False, True) for b in (False, True)}
+
+
+def test_sections_are_as_many_as_there_can_be() -> None:
+    for cls in (GroupedQuantizeCase, GroupedGemmCase):
+        counts = [len(case.section_sizes) for case in QUICK if isinstance(case, cls) and case.shape[0]]
+        assert max(counts) == 64
+
+
+def test_products_have_every_memory_layout() -> None:
+    products = [case for case in QUICK if isinstance(case, ProductCase) and case.operation == "gemm"]
+    flags = {flag for case in products for flag in case.flags}
+    assert {"pitched", "offset-2", "offset-4", "offset-8", "swizzled", "same"} <= flags
+    swizzled = [case.shape for case in products if "swizzled" in case.flags]
+    assert max(rows for rows, _, _ in swizzled) > 4096 < max(columns for _, _, columns in swizzled)

@@ -1,0 +1,153 @@
+"""Further calls of a case: a method that goes wrong after many calls, threads that share memory, streams and graphs."""
+
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.hosts.remote_host import hosted_backend
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+
+QUANTIZE = case_from_labels("quantize", "mxfp8-e4m3", (4, 32), "bf16", "normal", ("repeats:300",))
+SWIZZLE = case_from_labels("swizzle", "", (4, 4), "", "position", ("repeats:20",))
+FORMS = ("local", "host")
+
+
+class Counting:
+    """A backend whose call number 100, 200, … gives another code."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def quantize(self, x, recipe):
+        self.calls += 1
+        q = reference.quantize(x, recipe)
+        if self.calls % 100 == 0:
+            q.codes[1, 2] ^= 1
+        return q
+
+
+class Failing(Counting):
+    """A backend that raises in call number 100."""
+
+    def quantize(self, x, recipe):
+        q = super().quantize(x, recipe)
+        if self.calls == 100:
+            raise RuntimeError("no more workspace")
+        return q
+
+
+class OtherShape(Counting):
+    """A backend whose result loses a row in call number 50: the form of the result differs."""
+
+    def quantize(self, x, recipe):
+        q = super().quantize(x, recipe)
+        return replace(q, codes=q.codes[:2], shape=(2, 32), scales=q.scales[:2]) if self.calls == 50 else q
+
+
+class SharedScratch:
+    """A backend with a scratch buffer for all threads."""
+
+    def __init__(self):
+        self.scratch = None
+
+    def quantize(self, x, recipe):
+        self.scratch = x.clone()
+        time.sleep(0.002)
+        return reference.quantize(self.scratch, recipe)
+
+
+class OwnScratch(SharedScratch):
+    """A backend with a scratch buffer for each thread."""
+
+    def __init__(self):
+        self.local = threading.local()
+
+    def quantize(self, x, recipe):
+        self.local.scratch = x.clone()
+        time.sleep(0.002)
+        return reference.quantize(self.local.scratch, recipe)
+
+
+class Layouts:
+    """A backend with methods that are called one on the result of the other."""
+
+    swizzle, unswizzle = staticmethod(reference.swizzle), staticmethod(reference.unswizzle)
+
+
+def judged(case, kind, form):
+    """The record of a case for a backend class of this module, in this process or in a kernel host."""
+    if form == "local":
+        return run_case(case, Backend.local("sample", kind()))
+    with hosted_backend(f"{__name__}:{kind.__name__}") as backend:
+        return run_case(case, backend)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_hundredth_call_is_found_with_its_period(form):
+    record = judged(QUANTIZE, Counting, form)
+    assert (record.verdict, record.stage) == ("fail", "repeat")
+    # Two runs come before the further calls.
+    assert "3 of 300 further calls on the same inputs give other bytes: call 98 first, one in 100" in record.message
+    assert record.explanations[0]["cause"] == "wrong-after-many-calls"
+    assert record.explanations[0]["exact"]
+
+
+def test_a_case_without_further_calls_cannot_see_it():
+    assert judged(replace(QUANTIZE, repeats=0), Counting, "local").verdict == "pass"
+
+
+def test_a_later_call_that_fails_is_named():
+    record = judged(QUANTIZE, Failing, "host")
+    assert record.verdict == "error"
+    assert "repeated on the same inputs, it fails: call 98 of 300: " in record.message
+    assert "no more workspace" in record.message
+
+
+def test_a_later_result_of_another_form_is_wrong():
+    record = judged(replace(QUANTIZE, repeats=60), OtherShape, "host")
+    assert (record.verdict, record.stage) == ("fail", "repeat")
+    assert "1 of 60 further calls" in record.message
+    assert "call 48 first" in record.message
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_threads_that_share_a_buffer_are_found(form):
+    case = replace(QUANTIZE, repeats=8, concurrency="threads")
+    record = judged(case, SharedScratch, form)
+    assert (record.verdict, record.stage) == ("fail", "repeat")
+    assert "further calls from two threads at once give other bytes than one after the other" in record.message
+    assert record.explanations[0]["cause"] == "concurrent-threads"
+
+
+def test_threads_with_buffers_of_their_own_pass():
+    assert judged(replace(QUANTIZE, repeats=8, concurrency="threads"), OwnScratch, "local").verdict == "pass"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_results_that_are_passed_on_are_repeated_too(form):
+    record = judged(SWIZZLE, Layouts, form)
+    assert (record.verdict, record.message) == ("pass", "")
+    (stage,) = [stage for stage in record.stages if stage["stage"] == "repeat"]
+    assert stage["compared"] == 512 + 16 + 20
+
+
+@pytest.mark.parametrize(("concurrency", "form"), [("streams", "local"), ("graph", "host")])
+def test_streams_and_graphs_need_a_gpu(concurrency, form):
+    record = judged(replace(SWIZZLE, concurrency=concurrency), Layouts, form)
+    assert (record.verdict, record.message) == (
+        "unsupported", f"concurrency '{concurrency}' needs a GPU; the device is cpu",
+    )  # fmt: skip
+
+
+def test_own_random_bits_are_not_repeated():
+    case = replace(QUANTIZE, recipe="mxfp8-e4m3-sr", repeats=50)
+    methods = SimpleNamespace(quantize=reference.quantize, declares={"random": "own"})
+    record = run_case(case, Backend.local("own", methods))
+    (stage,) = [stage for stage in record.stages if stage["stage"] == "repeat"]
+    assert stage["compared"] < 50
