@@ -8,6 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.backends.host import METHODS, OPTIONAL_METHODS, CaseEnd, Facts, PreparedRun, Tensors
@@ -139,10 +140,10 @@ class LocalHost:
         self, kind: str, count: int, runs: Sequence[tuple[PreparedRun, PreparedRun]], call: Callable[[Tensors], Tensors]
     ) -> list[list[int]]:
         """As `Host.repeat`."""
-        from narrowgauge.harness.backends.concurrency import Calls, execute
+        from narrowgauge.harness.backends.concurrency import execute
 
         pairs = [(new, old) for new, old in runs if isinstance(new, LocalRun) and isinstance(old, LocalRun)]
-        given = [Calls(prepared.inputs(), call) for prepared, _ in pairs]
+        given = [partial(call, prepared.inputs()) for prepared, _ in pairs]
         device = pairs[0][0].device
         results = execute(kind, count, given, device)
         synchronize(device)

@@ -89,11 +89,15 @@ FAMILIES = {
         Family("positive", _GEMM, "no negative element: the tightest bound, sums that round only from K = 1024 on"),
         Family("cancelling", _SUMMED, "the second half of K cancels most of the first: small sums of large products"),
         Family("amax-2m126-first", _ALL, "magnitudes near 2^-126, the amax first: subnormal scales and products"),
-        Family("amax-2m120-row-end", _ALL, "magnitudes near 2^-120, the amax at the end of a row: encode scale's limit"),
+        Family(
+            "amax-2m120-row-end", _ALL, "magnitudes near 2^-120, the amax at the end of a row: encode scale's limit"
+        ),
         Family("amax-2m56-last", _ALL, "magnitudes near 2^-56, the amax last: a subnormal alpha"),
         Family("amax-2p50-first", _ALL, "magnitudes near 2^50, the amax first: large scales"),
         Family("amax-2p61-row-end", _ALL, "magnitudes near 2^61, the amax at the end of a row: outputs that overflow"),
-        Family("amax-2p120-last", _ALL, "magnitudes near 2^120, the amax last: subnormal encode scales, infinite alpha"),
+        Family(
+            "amax-2p120-last", _ALL, "magnitudes near 2^120, the amax last: subnormal encode scales, infinite alpha"
+        ),
         Family("amax-largest-first", _ALL, "magnitudes near the dtype's largest number, which is first: overflow"),
         Family("half-edges", _GEMM, "outputs of 65504, 65512, 65520 and above: overflow of float16"),
         Family(

@@ -41,7 +41,7 @@ def explain_decoding(
     values = outcome.outputs.get("values")
     if wrong_stage.stage != "values" or values is None or not outcome.judged:
         return []
-    q = _stored_along_rows(outcome.judged[0].kernel)
+    q = _stored_along_rows(outcome.decoded or outcome.judged[0].kernel)
     tile = _first_wrong_tile(q, values, wrong_stage.wrong_elements)
     explanations: dict[str, Explanation] = {}
     work = 0

@@ -23,7 +23,6 @@ MEMORY_CAUSES = {
     "wrong-after-many-calls": "its result changes after many calls on the same inputs",
     "concurrent-threads": "its result depends on calls of another thread at the same time",
     "concurrent-streams": "its result depends on calls on another CUDA stream at the same time",
-    "captured-inputs": "in a CUDA graph its result depends on the inputs of the capture or of the replay before",
 }
 """Causes that the guarded runs report (`harness.operations.stages.repeated`), and their sentences."""
 MODULE_CAUSES = {

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.harness.backends.concurrency import Calls, execute
+from narrowgauge.harness.backends.concurrency import Run, execute
 from narrowgauge.harness.backends.guard import Guard
 from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides, element_bytes
 from narrowgauge.harness.backends.layer_driver import LayerDriver
@@ -253,26 +253,13 @@ class _Server:
             return {"error": words[: codec.TEXT]}
         return {"other_forms": other_forms}
 
-    def _repeated_calls(self, run: dict[str, Any]) -> Calls:
-        """The calls of a run, and its inputs by their places."""
+    def _repeated_calls(self, run: dict[str, Any]) -> Run:
+        """The calls of a run on its inputs."""
         slots = _Slots(self.inputs, self.device)
         for span in run["spans"]:
             slots.add(span)
-        inputs: dict[Any, torch.Tensor] = {}
-
-        def collect(place: list[Any]) -> torch.Tensor:
-            return inputs.setdefault(str(place), slots.tensor(place))
-
-        script = [(entry["method"], entry["arguments"]) for entry in run["script"]]
-        decoded = [(method, codec.decode_argument(arguments, collect)) for method, arguments in script]
-
-        def calls(given: dict[Any, torch.Tensor]) -> list[Any]:
-            chosen = decoded
-            if given is not inputs:
-                chosen = [(name, codec.decode_argument(part, lambda place: given[str(place)])) for name, part in script]
-            return [self._result(method, arguments, options) for method, (arguments, options) in chosen]
-
-        return Calls(inputs, calls)
+        script = [(entry["method"], codec.decode_argument(entry["arguments"], slots.tensor)) for entry in run["script"]]
+        return lambda: [self._result(method, arguments, options) for method, (arguments, options) in script]
 
     def _driven(self, method: str) -> Callable[..., Any]:
         """The function of a method in `DRIVEN`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from narrowgauge.spec.formats import E8M0
 from narrowgauge.spec.quantized import Quantized, scales_shape
 from narrowgauge.spec.recipes import Recipe
 
@@ -15,8 +16,9 @@ def given_operand(x: torch.Tensor, recipe: Recipe) -> Quantized:
     """The operand in the bits of `x` (M, K), float32, bfloat16 or float16, with linear scales.
 
     The upper 16 bits of an element count. Their low byte has the code of the element. The high byte of the first
-    element of a block is its scale byte; a float32 scale has these 16 bits, or the 32 of a float32 x, as its own upper
-    bits. The amax is 2^(b - 127)·(1 + c/256), 2^-127·(1 + c/256) for b = 0: b is the high byte, and c the low byte, of
+    element of a block is its scale byte, without the sign of E4M3: tensor cores read E4M3 scales as UE4M3, in which
+    bytes above 127 have no meaning (PTX ISA, mma with block scaling). A float32 scale has these 16 bits, or the 32 of a
+    float32 x, as its own upper bits. The amax is 2^(b - 127)·(1 + c/256): b is the high byte, and c the low byte, of
     the second element of the tensor or the row, of the only one if K is 1.
     """
     rows, columns = x.shape
@@ -30,7 +32,11 @@ def given_operand(x: torch.Tensor, recipe: Recipe) -> Quantized:
     height, width = (max(rows, 1), max(columns, 1)) if recipe.whole else recipe.block
     of_blocks = whole[::height, ::width]
     if recipe.scale.bits == 8:
-        scales = ((of_blocks >> 24) & 255).to(torch.uint8).repeat_interleave(height, 0)[:rows]
+        scales = (
+            ((of_blocks >> 24) & (255 if recipe.scale is E8M0 else 127))
+            .to(torch.uint8)
+            .repeat_interleave(height, 0)[:rows]
+        )
     else:
         scales = of_blocks.contiguous().view(torch.float32)
     amax = None

@@ -227,6 +227,7 @@ def _judge_dequantize(kernel: Quantized, dtype: torch.dtype, backend: Backend, o
     outputs, protection, _ = repeated(backend, kernel.codes.device, parts_of(kernel), call)
     for before, now in zip(outcome.stages, protection, strict=False):  # memory and repeat come first in both
         before.add(now)
+    outcome.decoded = kernel
     outcome.stages.append(values_stage(kernel, outputs["values"]))
     outcome.outputs["values"] = outputs["values"]
 

@@ -86,6 +86,7 @@ def _epilogue_deviation(cause: str, sentence: str, epilogue: Epilogue) -> GemmDe
 
 
 def _factor_deviations() -> Iterator[GemmDeviation]:
+    yield _factor_deviation("alpha-flushed", "a subnormal α is taken to be 0", _flushed_factor)
     for name, order in ORDERS.items():
         yield _factor_deviation(f"alpha-order:{name}", f"α is {name}", order)
     yield _factor_deviation("alpha-missing", "α is left out", lambda parts: torch.ones_like(parts.factor))
@@ -97,6 +98,11 @@ def _factor_deviations() -> Iterator[GemmDeviation]:
         yield _factor_deviation(
             "alpha-of-one-operand", f"α holds the factor of {side} alone", _single_decode_factor(side)
         )
+
+
+def _flushed_factor(parts: GemmParts) -> torch.Tensor | None:
+    subnormal = parts.factor.abs() < torch.finfo(torch.float32).smallest_normal
+    return parts.factor.masked_fill(subnormal, 0) if bool((subnormal & (parts.factor != 0)).any()) else None
 
 
 def _factor_deviation(cause: str, sentence: str, factor_function: Factor) -> GemmDeviation:

@@ -54,6 +54,7 @@ def explain_gemm(
 ) -> list[Explanation]:
     """Deviations that fit every output, if `wrong_stage` is the output of a GEMM.
 
+    None if the outputs fit without a deviation: the judge compares the signs of zeros, and deviations leave them free.
     Operands wider than the codes are tried first: no deviation of the codes gives their products.
 
     If no order of summation can round an output, it fits if its bits equal those of the deviation. Otherwise it fits
@@ -72,6 +73,8 @@ def explain_gemm(
     if not bool(wrong_outputs.any()):  # the stage failed for another reason than its bounds
         return []
     search = _Search(split_products(products, wrong_outputs), limit)
+    if search.fits(GemmDeviation("", "")):  # zeros of the wrong sign alone, which fit whatever leaves zeros
+        return []
     if wider := explain_wider_format(outcome, wrong_stage, search.products):
         return wider
     deviations = list(_deviations(search.products))

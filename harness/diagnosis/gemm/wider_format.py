@@ -77,8 +77,10 @@ def _wider_operands(
     yield "the inputs as they were before quantization", x, w
     dtypes = {matrix.dtype for matrix in (*x, *w)}
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        if dtypes != {dtype}:
-            yield f"the inputs in {name}", [m.to(dtype) for m in x], [m.to(dtype) for m in w]
+        left, right = ([m.to(dtype) for m in matrices] for matrices in (x, w))
+        # Inputs that all become 0 fit every mistake that leaves 0, such as a flushed α.
+        if dtypes != {dtype} and all(any(bool(m.any()) for m in matrices) for matrices in (left, right)):
+            yield f"the inputs in {name}", left, right
     if all(q.recipe.element.bits < 8 for parts in products for q in (parts.left, parts.right)):
         for recipe, name in _WIDER_RECIPES.items():
             left, right = ([dequantize(quantize(m, recipe)) for m in matrices] for matrices in (x, w))

@@ -86,6 +86,8 @@ class Outcome:
     """Bounds of the outputs of a gemm."""
     judged: list[Judged] = field(default_factory=list)
     """All quantized matrices: halves, sections, operands."""
+    decoded: Quantized | None = None
+    """The matrix that dequantize was given."""
     moved: Moved | None = None
     formula: Formula | None = None
     ends: tuple[torch.Tensor, torch.Tensor] | None = None

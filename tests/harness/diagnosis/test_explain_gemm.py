@@ -673,3 +673,21 @@ def test_flushed_subnormal_outputs():
         outcome, wrong = judged(a, b, gemm(a, b, out_dtype=dtype))
         assert not wrong.passed
         assert cause in [e.cause for e in explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())]
+
+
+def test_zeros_of_the_wrong_sign_have_no_cause():
+    """Deviations leave the sign of a zero free, so each of them would fit."""
+    a, b = operands()
+    tiny = replace(a, amax=a.amax * 2.0**-60)
+    output = -reference.gemm(tiny, b, out_dtype=torch.float16)
+    assert not bool(output.any())
+    outcome, wrong = judged(tiny, b, output)
+    assert not wrong.passed
+    assert explain_gemm(outcome, wrong, SearchHistory(), TimeLimit()) == []
+
+
+def test_a_subnormal_alpha_that_is_flushed():
+    a, b = (replace(q, amax=q.amax * 2.0**-61) for q in operands())
+    outcome, wrong = judged(a, b, torch.zeros_like(reference.gemm(a, b, out_dtype=F32)))
+    assert not wrong.passed
+    assert explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())[0].cause == "alpha-flushed"

@@ -1,4 +1,4 @@
-"""Further calls of a case: a method that goes wrong after many calls, threads that share memory, streams and graphs."""
+"""Further calls of a case: a method that goes wrong after many calls, threads that share memory, streams."""
 
 import threading
 import time
@@ -137,12 +137,10 @@ def test_results_that_are_passed_on_are_repeated_too(form):
     assert stage["compared"] == 512 + 16 + 20
 
 
-@pytest.mark.parametrize(("concurrency", "form"), [("streams", "local"), ("graph", "host")])
-def test_streams_and_graphs_need_a_gpu(concurrency, form):
-    record = judged(replace(SWIZZLE, concurrency=concurrency), Layouts, form)
-    assert (record.verdict, record.message) == (
-        "unsupported", f"concurrency '{concurrency}' needs a GPU; the device is cpu",
-    )  # fmt: skip
+@pytest.mark.parametrize("form", FORMS)
+def test_streams_need_a_gpu(form):
+    record = judged(replace(SWIZZLE, concurrency="streams"), Layouts, form)
+    assert (record.verdict, record.message) == ("unsupported", "concurrency 'streams' needs a GPU; the device is cpu")
 
 
 def test_own_random_bits_are_not_repeated():
