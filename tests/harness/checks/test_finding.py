@@ -46,20 +46,23 @@ def found(wrong, distance=None):
         ([(3, 5)], "at row 3, column 5"),
         ([(3, 5), (3, 6), (3, 40)], "all in row 3"),
         ([(3, 5), (4, 5), (40, 5)], "all in column 5"),
-        ([(1, 3), (17, 5), (33, 60)], "all at row 1 modulo 16"),
-        ([(1, 15), (2, 31), (5, 47)], "all at column 15 modulo 16"),
+        ([(1, 3), (17, 5), (33, 60), (49, 7), (65, 9)], "all at row 1 modulo 16"),
+        ([(1, 3), (17, 5), (33, 60), (49, 7)], "the first at row 1, column 3"),  # chance: 1 of 4096, and six moduli
+        ([(1, 15), (2, 31), (5, 47), (7, 63), (9, 79)], "all at column 15 modulo 16"),
         ([(1, 3), (2, 4)], "the first at row 1, column 3"),
-        ([(0, 63), (1, 0)], "the first at row 0, column 63"),
+        ([(0, 95), (1, 0)], "the first at row 0, column 95"),
     ],
 )
 def test_where(places, where):
-    wrong = wrong_at((48, 64), *places)
-    assert said(wrong).endswith(f" of 3 072 codes differ, each by 1 step, {where}")
+    wrong = wrong_at((96, 96), *places)
+    assert said(wrong).endswith(f" of 9 216 codes differ, each by 1 step, {where}")
 
 
 def test_the_smallest_modulus_that_holds_is_named():
-    assert said(wrong_at((300, 512), (0, 3), (7, 35))).endswith(", all at column 3 modulo 16")
-    assert said(wrong_at((300, 512), (0, 3), (32, 36))).endswith(", all at row 0 modulo 16")
+    columns = [(row, 3 + 32 * row) for row in range(5)]
+    assert said(wrong_at((300, 512), *columns)).endswith(", all at column 3 modulo 16")
+    rows = [(32 * column, column) for column in range(5)]
+    assert said(wrong_at((300, 512), *rows)).endswith(", all at row 0 modulo 16")
 
 
 def test_a_modulus_that_the_matrix_does_not_reach_is_not_named():
@@ -68,8 +71,9 @@ def test_a_modulus_that_the_matrix_does_not_reach_is_not_named():
 
 
 def test_a_single_row_or_column_is_not_where_something_is():
-    assert said(wrong_at((1, 40), (0, 3), (0, 19))).endswith("all at column 3 modulo 16")
-    assert said(wrong_at((40, 1), (3, 0), (19, 0))).endswith("all at row 3 modulo 16")
+    places = [3, 19, 35, 51, 67]
+    assert said(wrong_at((1, 80), *((0, place) for place in places))).endswith("all at column 3 modulo 16")
+    assert said(wrong_at((80, 1), *((place, 0) for place in places))).endswith("all at row 3 modulo 16")
 
 
 @pytest.mark.parametrize(

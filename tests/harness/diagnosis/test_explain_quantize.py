@@ -531,6 +531,12 @@ DRAWN = [
     ("stochastic-offset:+1", case("nvfp4-sr"), {"bytes": lambda s: bytes_of(s, (s.random[0], s.random[1] + 1))}),
     ("stochastic-philox-rounds", case("nvfp4-sr"), {"bytes": seven_rounds}),
     ("stochastic-other-block:+1", case("mxfp8-e5m2-sr"), {"bytes": lambda s: bytes_of(s, first=1)}),
+    ("stochastic-other-block:16-bits", case("nvfp4-sr", shape=(65552, 16)), {
+        "bytes": lambda s: torch.cat([bytes_of(s)[: 1 << 16], bytes_of(s)[:16]])
+    }),
+    ("stochastic-other-block:18-bits", case("nvfp4-sr", shape=(262160, 16)), {
+        "bytes": lambda s: torch.cat([bytes_of(s)[: 1 << 18], bytes_of(s)[:16]])
+    }),
     ("stochastic-seed:32-bits", case("nvfp4-sr"), {
         "bytes": lambda s: bytes_of(s, (s.random[0] & 0xFFFFFFFF, s.random[1]))
     }),
