@@ -135,7 +135,7 @@ def test_a_cause_is_kept(monkeypatch):
         kind = (lambda i, k: (i >= 0) & (k >= 0)) if x.shape[0] > 40 else (lambda i, k: (i == 0) & (k == 0))
         return wrong_codes(kind)(x, recipe)
 
-    def by_rows(outcome, backend):
+    def by_rows(outcome, backend, *, part):
         return [{"cause": "many" if outcome.actual.shape[0] > 40 else "few"}]
 
     wrong, inputs = backend(quantize=door), make_inputs(LARGE)
