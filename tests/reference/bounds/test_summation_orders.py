@@ -286,7 +286,7 @@ def test_a_truncating_unit_is_as_exact_where_nothing_rounds() -> None:
 def test_a_truncating_unit_has_no_bound_for_very_long_sums() -> None:
     codes = torch.zeros(1, 1 << 23, dtype=torch.uint8)
     a = Quantized(codes, torch.ones(1), None, find_recipe("fp8-current-e4m3"), (1, 1 << 23))
-    with pytest.raises(ValueError, match="an accumulator that truncates has a bound for K up to 4194304, not 8388608"):
+    with pytest.raises(ValueError, match="decoded first, have a bound for K up to 4194304, not 8388608"):
         bounds(a, a, out_dtype=torch.float32, order=Summation(truncates=True))
 
 
