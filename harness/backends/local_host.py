@@ -140,10 +140,11 @@ class LocalHost:
         self, kind: str, count: int, runs: Sequence[tuple[PreparedRun, PreparedRun]], call: Callable[[Tensors], Tensors]
     ) -> list[list[int]]:
         """As `Host.repeat`."""
-        from narrowgauge.harness.backends.concurrency import execute
+        from narrowgauge.harness.backends.concurrency import Run, execute
 
         pairs = [(new, old) for new, old in runs if isinstance(new, LocalRun) and isinstance(old, LocalRun)]
-        given = [partial(call, prepared.inputs()) for prepared, _ in pairs]
+        inputs = [prepared.inputs() for prepared, _ in pairs]
+        given = [Run(list(tensors.values()), partial(call, tensors)) for tensors in inputs]
         device = pairs[0][0].device
         results = execute(kind, count, given, device)
         synchronize(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     tensors = [tensor for tensor in tensors_in(value) if tensor.device.type != device.type]
     batched = [tensor for tensor in tensors if tensor.is_contiguous() and 0 < tensor.nbytes <= BATCH_BYTES]
     moved = dict(zip(map(id, batched), _move_batch(batched, device), strict=True)) if len(batched) > 1 else {}
-    return _to_device(value, device, moved)
+    return map_tensors(value, lambda tensor: moved.get(id(tensor), tensor).to(device))
 
 
 def _move_batch(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -57,24 +57,24 @@ def _move_batch(tensors: Sequence[torch.Tensor], device: torch.device) -> list[t
     return [tensor_at(moved, start, t.dtype, t.shape, t.stride()) for start, t in zip(starts, tensors, strict=False)]
 
 
-def _to_device(value: Any, device: torch.device, moved: Mapping[int, torch.Tensor]) -> Any:
-    """`to_device`, with `moved`: the tensors that are on the device already, by the identity of their originals."""
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with `function` of each of its tensors. A quantized operand that is no dataclass becomes a mapping."""
     import torch
 
-    def bring(value: Any) -> Any:
-        return _to_device(value, device, moved)
+    def inner(value: Any) -> Any:
+        return map_tensors(value, function)
 
     if isinstance(value, torch.Tensor):
-        return moved.get(id(value), value).to(device)
+        return function(value)
     if isinstance(value, Mapping):
-        return {name: bring(item) for name, item in value.items()}
+        return {name: inner(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(bring, value))
+        return type(value)(map(inner, value))
     if is_dataclass(value) and hasattr(value, "codes"):
         members = {f.name: getattr(value, f.name) for f in fields(value)}
         return replace(
-            value, **{name: bring(member) for name, member in members.items() if isinstance(member, torch.Tensor)}
+            value, **{name: function(member) for name, member in members.items() if isinstance(member, torch.Tensor)}
         )  # type: ignore[type-var]
     if hasattr(value, "codes"):
-        return {name: bring(getattr(value, name, None)) for name in QUANTIZED_PARTS}
+        return {name: inner(getattr(value, name, None)) for name in QUANTIZED_PARTS}
     return value

@@ -25,7 +25,7 @@ class Case:
     repeats: Repeats = 0
     """Further calls on the same inputs, whose bytes must be those of the first call."""
     concurrency: Concurrency = "sequential"
-    """How further calls run: one after the other, from two threads or on two CUDA streams at once."""
+    """How further calls run: one after the other, from two threads or on two CUDA streams at once, in a CUDA graph."""
     tier: Tier = "quick"
     file: str = ""
     """Path of the case file."""

@@ -15,7 +15,7 @@ CAUSES = (
     "bias-twice", "block-amax-before-transform", "block-amax-first-row", "block-amax-half", "block-amax-of-tensor",
     "block-amax-spans-two", "block-amax-without-fabs", "c-and-bias-ignored", "c-before-cast", "c-ignored",
     "c-of-first-row", "c-rounded-first", "c-transposed", "c-twice", "cast-before-c",
-    "changes-its-input", "computed-in-wider-format", "concurrent-streams", "concurrent-threads",
+    "captured-inputs", "changes-its-input", "computed-in-wider-format", "concurrent-streams", "concurrent-threads",
     "decoded-as-other-format", "element-factor-ulp", "epsilon-ignored", "epsilon-unwanted",
     "exponent-power-of-two", "factor-not-clamped", "four-over-six-always-4", "four-over-six-each-row",
     "four-over-six-fma", "four-over-six-larger-error", "four-over-six-never-4", "four-over-six-other-measure",

@@ -22,6 +22,7 @@ MEMORY_CAUSES = {
     "not-repeatable": "its result changes from run to run",
     "wrong-after-many-calls": "its result changes after many calls on the same inputs",
     "concurrent-threads": "its result depends on calls of another thread at the same time",
+    "captured-inputs": "in a CUDA graph its result depends on the inputs of the capture or of an earlier replay",
     "concurrent-streams": "its result depends on calls on another CUDA stream at the same time",
 }
 """Causes that the guarded runs report (`harness.operations.stages.repeated`), and their sentences."""

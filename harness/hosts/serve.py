@@ -24,7 +24,7 @@ from narrowgauge.harness.backends.layer_driver import LayerDriver
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
-from narrowgauge.harness.backends.transfer import BATCH_BYTES
+from narrowgauge.harness.backends.transfer import BATCH_BYTES, tensors_in
 from narrowgauge.harness.cases.memory import KEPT, room
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError
@@ -259,7 +259,8 @@ class _Server:
         for span in run["spans"]:
             slots.add(span)
         script = [(entry["method"], codec.decode_argument(entry["arguments"], slots.tensor)) for entry in run["script"]]
-        return lambda: [self._result(method, arguments, options) for method, (arguments, options) in script]
+        inputs = list(tensors_in([arguments for _, arguments in script]))
+        return Run(inputs, lambda: [self._result(method, given, options) for method, (given, options) in script])
 
     def _driven(self, method: str) -> Callable[..., Any]:
         """The function of a method in `DRIVEN`."""

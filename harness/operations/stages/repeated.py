@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
-from narrowgauge.harness.backends.concurrency import SEQUENTIAL, STREAMS, THREADS
+from narrowgauge.harness.backends.concurrency import GRAPH, SEQUENTIAL, STREAMS, THREADS
 from narrowgauge.harness.backends.guard import POISON, unwritten
 from narrowgauge.harness.backends.guarded_memory import element_bytes
 from narrowgauge.harness.backends.host import PreparedRun
@@ -20,12 +20,14 @@ RACE = "order-of-threads"
 
 REPEAT_CAUSES = {
     SEQUENTIAL: "wrong-after-many-calls", THREADS: "concurrent-threads", STREAMS: "concurrent-streams",
+    GRAPH: "captured-inputs",
 }  # fmt: skip
 """Causes of further calls with other bytes, by the kind of the calls."""
 _KINDS = {
     SEQUENTIAL: "on the same inputs give other bytes",
     THREADS: "from two threads at once give other bytes than one after the other",
     STREAMS: "on two CUDA streams at once give other bytes than one after the other",
+    GRAPH: "replayed from a CUDA graph on changed inputs give other bytes than plain calls",
 }
 Tensors = dict[str, torch.Tensor]
 """Arguments of a call, or its results, by name."""
@@ -93,10 +95,10 @@ def repeated(
         if backend.repeats and not drawn:
             pairs = [(prepared(0), finished[0])]
             if backend.concurrency != SEQUENTIAL:
-                other = _other_inputs(passed)
-                alone, beside = (backend.host.prepare(other, home, _poison(0)) for _ in range(2))
-                run(0, alone)
-                pairs.append((beside, alone))
+                for other in _other_inputs(passed, backend.concurrency):
+                    alone, beside = (backend.host.prepare(other, home, _poison(0)) for _ in range(2))
+                    run(0, alone)
+                    pairs.append((beside, alone))
             _add_repeats(repeat, backend, pairs, call)
     protected.mismatches = len(memory)
     if memory:
@@ -105,9 +107,17 @@ def repeated(
     return runs[0], [protected, repeat], seconds
 
 
-def _other_inputs(inputs: Tensors) -> Tensors:
-    """Inputs with the shapes of others and other values: rows in reverse order."""
-    return {name: tensor.flip(0) if tensor.dim() else tensor.clone() for name, tensor in inputs.items()}
+def _other_inputs(inputs: Tensors, concurrency: str) -> list[Tensors]:
+    """Inputs with the shapes of others and other values: rows in reverse order; for a graph also a last row of NaN, as
+    rows of a padding may hold."""
+    reverse = {name: tensor.flip(0) if tensor.dim() else tensor.clone() for name, tensor in inputs.items()}
+    if concurrency != GRAPH:
+        return [reverse]
+    spoilt = {name: tensor.clone() for name, tensor in inputs.items()}
+    for tensor in spoilt.values():
+        if tensor.dim() > 1 and tensor.is_floating_point():
+            tensor[-1:] = torch.nan
+    return [spoilt, reverse]
 
 
 def _add_repeats(

@@ -1,4 +1,4 @@
-"""Further calls of a case: a method that goes wrong after many calls, threads that share memory, streams."""
+"""Further calls of a case: a method that goes wrong after many calls, threads that share memory, streams, graphs."""
 
 import threading
 import time
@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import case_from_labels
@@ -16,6 +17,7 @@ from narrowgauge.reference import ops as reference
 QUANTIZE = case_from_labels("quantize", "mxfp8-e4m3", (4, 32), "bf16", "normal", ("repeats:300",))
 SWIZZLE = case_from_labels("swizzle", "", (4, 4), "", "position", ("repeats:20",))
 FORMS = ("local", "host")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 
 class Counting:
@@ -80,12 +82,21 @@ class Layouts:
     swizzle, unswizzle = staticmethod(reference.swizzle), staticmethod(reference.unswizzle)
 
 
-def judged(case, kind, form):
+class StaleCopy(Layouts):
+    """A backend whose captured calls read a copy of the input before."""
+
+    def swizzle(self, scales):
+        if not torch.cuda.is_current_stream_capturing():
+            self.copy = scales.clone()
+        return reference.swizzle(self.copy)
+
+
+def judged(case, kind, form, device="cpu"):
     """The record of a case for a backend class of this module, in this process or in a kernel host."""
     if form == "local":
-        return run_case(case, Backend.local("sample", kind()))
-    with hosted_backend(f"{__name__}:{kind.__name__}") as backend:
-        return run_case(case, backend)
+        return run_case(case, Backend.local("sample", kind(), device=torch.device(device)), device=device)
+    with hosted_backend(f"{__name__}:{kind.__name__}", device=device) as backend:
+        return run_case(case, backend, device=device)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -138,9 +149,27 @@ def test_results_that_are_passed_on_are_repeated_too(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_streams_need_a_gpu(form):
-    record = judged(replace(SWIZZLE, concurrency="streams"), Layouts, form)
-    assert (record.verdict, record.message) == ("unsupported", "concurrency 'streams' needs a GPU; the device is cpu")
+@pytest.mark.parametrize("concurrency", ["streams", "graph"])
+def test_streams_and_graphs_need_a_gpu(form, concurrency):
+    record = judged(replace(SWIZZLE, concurrency=concurrency), Layouts, form)
+    message = f"concurrency '{concurrency}' needs a GPU; the device is cpu"
+    assert (record.verdict, record.message) == ("unsupported", message)
+
+
+@needs_gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_a_graph_is_replayed_on_changed_inputs(form):
+    record = judged(replace(SWIZZLE, concurrency="graph"), Layouts, form, "cuda")
+    assert (record.verdict, record.message) == ("pass", "")
+
+
+@needs_gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_captured_calls_that_read_another_input_are_found(form):
+    record = judged(replace(SWIZZLE, concurrency="graph"), StaleCopy, form, "cuda")
+    assert (record.verdict, record.stage) == ("fail", "repeat")
+    assert "40 of 60 further calls replayed from a CUDA graph" in record.message
+    assert record.explanations[0]["cause"] == "captured-inputs"
 
 
 def test_own_random_bits_are_not_repeated():
