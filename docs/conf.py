@@ -24,7 +24,7 @@ exclude_patterns = [".*", "narrowgauge", "native", "harness", "reference"]
 nitpicky = True
 """A cross reference without a target is a warning, and `make docs` turns warnings into errors."""
 nitpick_ignore_regex = [
-    ("py:class", r"(torch|collections|contextlib)\..*"),  # no inventory: the build needs no network
+    ("py:class", r"(torch|collections|contextlib|pathlib)\..*"),  # no inventory: the build needs no network
     ("py:class", r"Path|list\[dict\[str"),  # written without its module; a part of a type
     ("py:obj", r"typing\.Annotated\[.*"),  # keys of cases, with their checks
     ("py:class", r"narrowgauge\.(native|reference)\.modules\..*|narrowgauge\.spec\.autocast\.T"),  # not public

@@ -10,6 +10,7 @@ import typer
 
 from narrowgauge.harness.cli.baseline import accept
 from narrowgauge.harness.cli.bench import bench
+from narrowgauge.harness.cli.checkpoint import checkpoint
 from narrowgauge.harness.cli.compare import compare_runs
 from narrowgauge.harness.cli.dialect import which_dialect
 from narrowgauge.harness.cli.doctor import doctor
@@ -43,6 +44,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "sanitize": sanitize_cases,
     "show": show,
     "dialect": which_dialect,
+    "checkpoint": checkpoint,
     "doctor": doctor,
     "bench": bench,
     "mutants": mutants,

@@ -1,0 +1,1 @@
+"""`narrowgauge checkpoint`: quantized weights in files, judged without and with their weights."""

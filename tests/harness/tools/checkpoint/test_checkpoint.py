@@ -1,0 +1,429 @@
+"""Checkpoints of all layouts, right ones and each defect, with and without weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.tools.checkpoint.assertion import assert_checkpoint
+from narrowgauge.harness.tools.checkpoint.files import CheckpointError, open_checkpoint
+from narrowgauge.harness.tools.checkpoint.findings import Finding
+from narrowgauge.harness.tools.checkpoint.judge import Result, judge_checkpoint
+from narrowgauge.reference import ops
+from narrowgauge.reference.quantize.layout import swap_nibbles
+from narrowgauge.spec.dialects import DIALECTS
+from tests.harness.tools.checkpoint import samples, sparse_checkpoint
+from tests.harness.tools.checkpoint.samples import LAYERS, Tensors, save
+
+FIRST = LAYERS[0]
+
+
+def worst(result: Result) -> Finding:
+    return result.all_findings[0]
+
+
+def kinds(result: Result, *severities: str) -> set[str]:
+    return {f.kind for f in result.all_findings if f.severity in (severities or ("fail", "warning"))}
+
+
+# ---- right checkpoints -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "ModelOpt"])
+def test_nvfp4_is_judged_in_its_dialect(tmp_path: Path, layout: str) -> None:
+    path = save(tmp_path / "model.safetensors", samples.nvfp4(layout))
+    original = save(tmp_path / "bf16.safetensors", samples.weights())
+    assert not kinds(judge_checkpoint(path))
+    result = judge_checkpoint(path, weights=original)
+    assert result.passed(strict=True)
+    assert not result.all_findings
+    assert [layer.layout for layer in result.layers] == [layout, layout]
+    assert [layer.scales for layer in result.layers] == ["absmax", "absmax"]
+    assert all({"compressed-tensors": "compressed", "ModelOpt": "modelopt"}[layout] in x.dialect for x in result.layers)
+    assert sum(layer.compared for layer in result.layers) == 2 * 96 * 256
+
+
+def test_no_two_level_dialect_is_accused(tmp_path: Path) -> None:
+    original = save(tmp_path / "bf16.safetensors", samples.weights())
+    judged = 0
+    for name, choices in DIALECTS.items():
+        if choices.get("tensor_scale") == "none" or name == "fp-quant":  # other layouts of files
+            continue
+        layout = "ModelOpt" if choices.get("tensor_scale") == "amax/max" else "compressed-tensors"
+        path = save(tmp_path / "model.safetensors", samples.nvfp4(layout, name))
+        result = judge_checkpoint(path, weights=original)
+        assert result.passed(strict=True), (name, result.all_findings)
+        assert all(found.kind == "codes-input-dtype" for found in result.all_findings), name
+        judged += 1
+    assert judged >= 10
+
+
+def test_deepseek_and_fp8_rows(tmp_path: Path) -> None:
+    for tensors, original in (
+        (samples.deepseek(), samples.weights(200, 300)), (samples.fp8_rows(), samples.weights())
+    ):  # fmt: skip
+        path = save(tmp_path / "model.safetensors", tensors)
+        result = judge_checkpoint(path, weights=save(tmp_path / "bf16.safetensors", original))
+        assert result.passed(strict=True), result.all_findings
+        assert {layer.scales for layer in result.layers} == {"absmax"}
+
+
+def test_gpt_oss_with_transposed_weights(tmp_path: Path) -> None:
+    stored, original = samples.gpt_oss()
+    path, weights = save(tmp_path / "model.safetensors", stored), save(tmp_path / "bf16.safetensors", original)
+    result = judge_checkpoint(path, weights=weights)
+    assert result.passed(strict=True), result.all_findings
+    assert [(layer.layout, layer.dialect) for layer in result.layers] == [("gpt-oss", "ocp")]
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("mxfp4@ocp", 39), ("nvfp4@qwantize", 40)])
+def test_gguf(tmp_path: Path, recipe: str, kind: int) -> None:
+    original = samples.weights()[f"{FIRST}.weight"]
+    shape = (96, 256)
+    stored = {f"{FIRST}.weight": (shape, kind, samples.gguf_blocks(recipe, original)), "norm": ((8,), 0, b"\0" * 32)}
+    path = samples.save_gguf(tmp_path / "model.gguf", stored)
+    weights = save(tmp_path / "bf16.safetensors", samples.weights())
+    result = judge_checkpoint(path, weights=weights)
+    assert result.passed(strict=True), result.all_findings
+    assert (result.layers[0].recipe, result.layers[0].scales) == (recipe.partition("@")[0], "absmax")
+
+
+def test_shards_and_folder_with_an_index(tmp_path: Path) -> None:
+    tensors = samples.nvfp4("ModelOpt")
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    scales = [name for name in tensors if name.endswith("weight_scale")]
+    for file, chosen in zip(names, ([n for n in tensors if n not in scales], scales), strict=True):
+        save(tmp_path / file, {name: tensors[name] for name in chosen})
+    one = judge_checkpoint(tmp_path / names[0])
+    assert {f.severity for f in one.all_findings} == {"note"}
+    assert "shard" in worst(one).sentence
+    assert judge_checkpoint(tmp_path / names[0], tmp_path / names[1]).passed()
+    index = {"weight_map": {name: names[name in scales] for name in tensors}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert judge_checkpoint(tmp_path).passed()
+    index["weight_map"]["lost"] = names[0]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="lost is in model-00001"):
+        judge_checkpoint(tmp_path)
+
+
+# ---- defects, without weights ----------------------------------------------------------------------------------------
+
+
+def nan_scale(t: Tensors) -> None:
+    t[f"{FIRST}.weight_scale"].view(torch.uint8)[3, 5] = 0x7F
+
+
+def zero_scales(t: Tensors) -> None:
+    t[f"{FIRST}.weight_scale"].view(torch.uint8).zero_()
+
+
+def ones(t: Tensors) -> None:
+    t[f"{FIRST}.weight_scale"].view(torch.uint8).fill_(0x38)
+
+
+def full_scales(t: Tensors) -> None:
+    t[f"{FIRST}.weight_scale"].view(torch.uint8).fill_(0x7E)
+
+
+def negative_scale(t: Tensors) -> None:
+    t[f"{FIRST}.weight_scale"].view(torch.uint8)[0, 1] |= 0x80
+
+
+def no_scales(t: Tensors) -> None:
+    del t[f"{FIRST}.weight_scale"]
+
+
+def no_codes(t: Tensors) -> None:
+    del t[f"{FIRST}.weight_packed"]
+
+
+def no_tensor_scale(t: Tensors) -> None:
+    del t[f"{FIRST}.weight_global_scale"]
+
+
+def zero_tensor_scale(t: Tensors) -> None:
+    t[f"{FIRST}.weight_global_scale"].zero_()
+
+
+def inverted(t: Tensors) -> None:
+    t[f"{FIRST}.weight_global_scale"] = 1 / t[f"{FIRST}.weight_global_scale"]
+
+
+def half_width(t: Tensors) -> None:
+    t[f"{FIRST}.weight_scale"] = t[f"{FIRST}.weight_scale"][:, ::2]
+
+
+def unsigned(t: Tensors) -> None:
+    t[f"{FIRST}.weight_packed"] &= 0x77
+
+
+def unpacked(t: Tensors) -> None:
+    t[f"{FIRST}.weight_packed"] &= 0x0F
+
+
+def clipped(t: Tensors) -> None:
+    weight = samples.weights()[f"{FIRST}.weight"]
+    q = ops.quantize(weight, "nvfp4@compressed-tensors", amax=weight.float().abs().amax().view(1) / 12)
+    t[f"{FIRST}.weight_packed"], t[f"{FIRST}.weight_scale"] = q.codes, q.scales.view(torch.float8_e4m3fn)
+    t[f"{FIRST}.weight_global_scale"] = q.tensor_scale
+
+
+def swapped(t: Tensors) -> None:
+    t[f"{FIRST}.weight_packed"] = swap_nibbles(t[f"{FIRST}.weight_packed"])
+
+
+DEFECTS: list[tuple[Callable[[Tensors], None], str, str, str]] = [
+    (nan_scale, "fail", "nan-scale", "row 3, block 5 (columns 80 to 95): byte 0x7F"),
+    (zero_scales, "fail", "never-written", "byte 0x00"),
+    (ones, "warning", "never-written", ""),
+    (full_scales, "warning", "saturated", ""),
+    (negative_scale, "fail", "negative-scale", "row 0, block 1"),
+    (no_scales, "fail", "scales", ""),
+    (no_codes, "fail", "codes", ""),
+    (no_tensor_scale, "fail", "tensor-scale", ""),
+    (zero_tensor_scale, "fail", "tensor-scale", "0x00000000"),
+    (inverted, "warning", "inverted", ""),
+    (half_width, "fail", "packed", ""),
+    (unsigned, "warning", "unused-codes", ""),
+    (unpacked, "warning", "unused-codes", ""),
+    (clipped, "warning", "saturated", ""),
+    (swapped, "warning", "nibbles", ""),
+]
+
+
+@pytest.mark.parametrize(("defect", "severity", "kind", "first"), DEFECTS, ids=[d[0].__name__ for d in DEFECTS])
+def test_a_defect_is_found_without_weights(
+    tmp_path: Path, defect: Callable[[Tensors], None], severity: str, kind: str, first: str
+) -> None:
+    tensors = samples.nvfp4("compressed-tensors")
+    defect(tensors)
+    result = judge_checkpoint(save(tmp_path / "model.safetensors", tensors))
+    found = [finding for finding in result.all_findings if finding.kind == kind]
+    assert [finding.severity for finding in found][:1] == [severity], result.all_findings
+    assert first in found[0].first
+    assert result.passed() == (severity == "warning")
+    assert not result.passed(strict=True)
+    if severity == "warning" and kind != "inverted":
+        assert "p <= 1e-" in found[0].sentence
+
+
+def test_defects_of_other_layouts(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    stored, _ = samples.gpt_oss()
+    name = next(name for name in stored if name.endswith("scales"))
+    stored[name][1, 2, 3] = 0xFF
+    assert kinds(judge_checkpoint(save(path, stored))) == {"nan-scale"}
+    stored[name].zero_()
+    assert kinds(judge_checkpoint(save(path, stored))) == {"never-written"}
+    fp8 = samples.deepseek()
+    fp8[f"{FIRST}.weight"].view(torch.uint8)[7, 9] = 0xFF
+    fp8[f"{FIRST}.weight_scale_inv"][1, 2] = torch.nan
+    result = judge_checkpoint(save(path, fp8))
+    assert kinds(result) == {"nan-code", "nan-scale"}
+    assert {f.first.partition(":")[0] for f in result.all_findings} == {
+        "row 7, column 9", "row 128, block 2 (columns 256 to 299)"
+    }  # fmt: skip
+
+
+# ---- defects, with weights -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("defect", "kind", "text"),
+    [
+        (swapped, "nibbles", "swapped nibbles they are"),
+        (inverted, "inverted", "is inverted"),
+        (full_scales, "worse-than-zeros", "further from the weights than zeros"),
+    ],
+)
+def test_a_defect_is_found_with_weights(
+    tmp_path: Path, defect: Callable[[Tensors], None], kind: str, text: str
+) -> None:
+    tensors = samples.nvfp4("compressed-tensors")
+    defect(tensors)
+    weights = save(tmp_path / "bf16.safetensors", samples.weights())
+    result = judge_checkpoint(save(tmp_path / "model.safetensors", tensors), weights=weights)
+    found = [finding for finding in result.all_findings if finding.kind == kind]
+    assert [finding.severity for finding in found] == ["fail"], result.all_findings
+    assert text in found[0].sentence
+    assert result.layers[[layer.name for layer in result.layers].index(LAYERS[1])].verdict == "pass"
+
+
+def test_one_wrong_code_is_found_with_its_place(tmp_path: Path) -> None:
+    tensors = samples.nvfp4("ModelOpt")
+    tensors[f"{FIRST}.weight"][11, 4] ^= 0x30
+    weights = save(tmp_path / "bf16.safetensors", samples.weights())
+    result = judge_checkpoint(save(tmp_path / "model.safetensors", tensors), weights=weights)
+    assert (worst(result).kind, worst(result).count) == ("codes-given-scales", 1)
+    assert worst(result).first.startswith("row 11, column 9: code 0x")
+
+
+def test_calibrated_scales_are_given_and_codes_are_judged_under_them(tmp_path: Path) -> None:
+    tensors, weight = samples.nvfp4("ModelOpt"), samples.weights()[f"{FIRST}.weight"]
+    scales = tensors[f"{FIRST}.weight_scale"].view(torch.uint8)
+    scales[::2] -= 1  # one step smaller, as a search for the least error may choose
+    tensor_scale = tensors[f"{FIRST}.weight_scale_2"]
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    factors = tensors[f"{FIRST}.weight_scale"].float() * tensor_scale
+    scaled = weight.float().view(96, 16, 16) / factors.unsqueeze(2)
+    nearest = (scaled.abs().unsqueeze(3) - grid).abs().argmin(3).view(96, 256)
+    codes = (nearest + 8 * (scaled < 0).view(96, 256)).to(torch.uint8)
+    tensors[f"{FIRST}.weight"] = codes[:, ::2] | codes[:, 1::2] << 4
+    weights = save(tmp_path / "bf16.safetensors", samples.weights())
+    result = judge_checkpoint(save(tmp_path / "model.safetensors", tensors), weights=weights)
+    assert kinds(result) == {"calibrated"}, result.all_findings
+    assert 700 < worst(result).count <= 48 * 16
+    assert result.passed()
+    assert not result.passed(strict=True)
+
+
+def test_a_tensor_scale_shared_with_a_sibling_is_a_note(tmp_path: Path) -> None:
+    original, tensors = samples.weights(), samples.nvfp4("ModelOpt")
+    amax = torch.stack([weight.float().abs().amax() for weight in original.values()]).amax().view(1)
+    for name, weight in original.items():
+        q = ops.quantize(weight, "nvfp4@modelopt", amax=amax)
+        tensors[name], tensors[f"{name}_scale_2"] = q.codes, q.tensor_scale
+        tensors[f"{name}_scale"] = q.scales.view(torch.float8_e4m3fn)
+    weights = save(tmp_path / "bf16.safetensors", original)
+    result = judge_checkpoint(save(tmp_path / "model.safetensors", tensors), weights=weights)
+    assert [finding.kind for finding in result.all_findings] == ["shared-scale"]
+    assert {layer.scales for layer in result.layers} == {"absmax"}
+
+
+def test_weights_of_another_shape_are_not_compared(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", samples.nvfp4("ModelOpt"))
+    other = save(tmp_path / "bf16.safetensors", samples.weights(64, 256))
+    result = judge_checkpoint(path, weights=other)
+    assert not result.passed()
+    assert "96x256" in worst(result).sentence
+    with pytest.raises(CheckpointError, match="no weights of the quantized matrices"):
+        judge_checkpoint(path, weights=save(tmp_path / "none.safetensors", {"a": torch.zeros(2)}))
+
+
+# ---- damaged files ---------------------------------------------------------------------------------------------------
+
+
+def header(content: object, data: bytes = b"") -> bytes:
+    text = json.dumps(content).encode() if not isinstance(content, bytes) else content
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str = "U8", shape: object = (4,), offsets: object = (0, 4)) -> dict[str, object]:
+    return {"a.weight": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "header has 0 bytes"),
+        ((1 << 60).to_bytes(8, "little") + b"{}", "header has 1152921504606846976 bytes"),
+        (header(b"{"), "damaged"),
+        (header(b"[" * 100_000), "damaged"),
+        (header(b'{"a": 1, "a": 2}'), "occurs twice"),
+        (header([]), "no list"),
+        (header({"a": 1}), "dtype"),
+        (header(entry("F7"), b"1234"), "F7"),
+        (header(entry(shape=[1 << 61, 1 << 61]), b"1234"), "needs"),
+        (header(entry(shape=[-1]), b"1234"), "no lists of counts"),
+        (header(entry(shape=[True]), b"1"), "no lists of counts"),
+        (header(entry(shape=[1] * 9), b"1"), "no lists of counts"),
+        (header(entry(offsets=[4, 0]), b"1234"), "beyond the file"),
+        (header(entry(offsets=[0, 1 << 50], shape=[1 << 50]), b"1234"), "beyond the file"),
+        (header(entry(offsets=[1, 5]), b"12345"), "begins at byte"),
+        (header(entry(), b"12345"), "end at byte"),
+        (header({"\x1b[2J": entry()["a.weight"]}, b"1234"), "printable"),
+    ],
+)
+def test_a_damaged_safetensors_file_is_one_clear_error(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"GGUX" + b"\0" * 30, "no GGUF"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 40, 0), "counts"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62), "beyond the file"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 4, 1 << 61), "beyond the file"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 77), "unknown type 77"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"a", 1, 1 << 61, 39, 0), "beyond the file"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"a", 1, 33, 39, 0), "no multiple of 32"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"a", 1000), "dimensions"),
+    ],
+)
+def test_a_damaged_gguf_file_is_one_clear_error(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(path)
+
+
+def test_an_index_names_only_files_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"\.\./a\.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+# ---- command, report, assertion, memory ------------------------------------------------------------------------------
+
+
+def test_command_report_and_exit_status(tmp_path: Path) -> None:
+    good = save(tmp_path / "good.safetensors", samples.nvfp4("ModelOpt"))
+    tensors = samples.nvfp4("ModelOpt")
+    nan_scale(tensors)
+    bad = save(tmp_path / "bad.safetensors", tensors)
+    report = tmp_path / "report"
+
+    def invoke(*arguments: str | Path) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments), "--report-dir", str(report)])
+        return result.exit_code, result.output
+
+    assert invoke(good)[0] == 0
+    status, output = invoke(bad)
+    assert status == 1
+    assert "Model-Optimizer/issues/1633" in output
+    page, data = (report / "checkpoint.html").read_text(), json.loads((report / "checkpoint.json").read_text())
+    assert "byte 0x7F" in page
+    assert data["passed"] is False
+    assert data["layers"][1]["findings"][0]["kind"] == "nan-scale"
+    status, output = invoke(tmp_path / "none.safetensors")
+    assert status == 2
+    assert "no such file" in output
+    plain = save(tmp_path / "plain.safetensors", samples.weights())
+    assert invoke(plain)[0] == 2
+    assert_checkpoint(good)
+    with pytest.raises(AssertionError, match="decode to NaN"):
+        assert_checkpoint(bad)
+
+
+def test_a_sparse_checkpoint_is_read_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_checkpoint, "ROWS", 2048)
+    monkeypatch.setattr(sparse_checkpoint, "COLUMNS", 4096)
+    count = sparse_checkpoint.write(tmp_path / "model.safetensors", 10_000_000)
+    largest = 0
+    read = torch.frombuffer
+
+    def watched(buffer: bytearray, *, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, len(buffer))
+        return read(buffer, dtype=dtype)
+
+    monkeypatch.setattr(torch, "frombuffer", watched)
+    monkeypatch.setattr("narrowgauge.harness.tools.checkpoint.scan.SLAB", 1 << 20)
+    result = judge_checkpoint(tmp_path / "model.safetensors")
+    assert kinds(result, "fail") == {"tensor-scale"}
+    assert result.layers[0].elements == 2048 * 4096
+    assert count == 2
+    assert largest == 1 << 20
