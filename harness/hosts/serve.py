@@ -36,8 +36,6 @@ from narrowgauge.harness.machine.process import prepare_process
 
 DRIVEN = ("run_module", "start_layer", "forward_layer", "backward_layer")
 """Methods that the host has in place of the backend: they call the backend's modules."""
-_ZEROED = 1 << 20
-"""Bytes up to which the gaps between results are cleared."""
 
 
 def serve(connection: Connection, settings: dict[str, Any]) -> None:
@@ -438,8 +436,10 @@ class _Writer:
 
     def copy(self) -> None:
         """Copy all tensors."""
-        if self.used <= _ZEROED:
-            fill(self._memory, self._first, self._first + self.used, 0)  # equal results are equal bytes
+        for tensor, start in zip(self.tensors, self._starts, strict=True):  # equal results are equal bytes
+            first = self._first + start + tensor.nbytes
+            if gap := -tensor.nbytes % ALIGNMENT:
+                fill(self._memory, first, first + gap, 0)
         if self._device.type != self._memory.device.type and 0 < self.used <= BATCH_BYTES:
             self._copy_together()
             return

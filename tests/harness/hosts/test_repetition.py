@@ -156,6 +156,13 @@ def test_streams_and_graphs_need_a_gpu(form, concurrency):
     assert (record.verdict, record.message) == ("unsupported", message)
 
 
+def test_bytes_of_an_earlier_case_behind_large_results_are_no_difference():
+    with hosted_backend("reference") as backend:
+        for shape, recipe in (((1040, 1200), "mxfp8-e4m3"), ((1030, 1100), "fp8-current-e4m3")):
+            record = run_case(case_from_labels("quantize", recipe, shape, "bf16", "normal", ("repeats:2",)), backend)
+            assert (record.verdict, record.message) == ("pass", "")
+
+
 @needs_gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_is_replayed_on_changed_inputs(form):
@@ -168,7 +175,7 @@ def test_a_graph_is_replayed_on_changed_inputs(form):
 def test_captured_calls_that_read_another_input_are_found(form):
     record = judged(replace(SWIZZLE, concurrency="graph"), StaleCopy, form, "cuda")
     assert (record.verdict, record.stage) == ("fail", "repeat")
-    assert "40 of 60 further calls replayed from a CUDA graph" in record.message
+    assert "20 of 60 further calls replayed from a CUDA graph" in record.message
     assert record.explanations[0]["cause"] == "captured-inputs"
 
 
