@@ -236,7 +236,7 @@ def _cases(
 
 def _default_shapes(kind: str, recipe: Recipe) -> list[tuple[int, ...]]:
     """A matrix of some tiles, then shapes with tails."""
-    height, width = (1, 32) if recipe.whole else recipe.block
+    height, width = (1, 32) if recipe.spans_k else recipe.block
     width = max(width, recipe.transform.group if recipe.transform else 1)
     if kind == "gemm":
         return [(64, max(256, 2 * width), 48), (1, width, 16), (33, 3 * width, 17)]
@@ -249,7 +249,7 @@ def _default_shapes(kind: str, recipe: Recipe) -> list[tuple[int, ...]]:
 
 def _is_optional(shape: Sequence[int], recipe: Recipe, kind: str) -> bool:
     """Whether kernels may refuse a shape."""
-    height, width = (1, 1) if recipe.whole else recipe.block
+    height, width = (1, 1) if recipe.spans_k else recipe.block
     if kind == "gemm":
         return any(size % 16 for size in shape) or bool(shape[1] % width)
     return len(shape) != 2 or 0 in shape or bool(shape[0] % height or shape[1] % width)

@@ -18,12 +18,13 @@ def float_ordinals(x: torch.Tensor) -> torch.Tensor:
 
 
 def code_ordinals(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """int64 ordinals of codes (uint8). +0 and −0 have ordinal 0."""
+    """int64 ordinals of codes (uint8). +0 and −0 have ordinal 0; NaN in place of −0 follows the largest number."""
     wide = codes.long()
     if not fmt.signed:
         return wide
     magnitude = wide & (fmt.sign_code - 1)
-    return torch.where((wide & fmt.sign_code) != 0, -magnitude, magnitude)
+    ordinals = torch.where((wide & fmt.sign_code) != 0, -magnitude, magnitude)
+    return ordinals if fmt.negative_zero else ordinals.masked_fill_(wide == fmt.sign_code, fmt.max_code + 1)
 
 
 def signed_float_ordinals(x: torch.Tensor) -> torch.Tensor:

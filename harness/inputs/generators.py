@@ -561,7 +561,9 @@ def generate(
     if 0 in shape:
         return torch.zeros(shape, dtype=dtype)
     two_levels = recipe.scale is E4M3
-    height, width = (1, WHOLE_BLOCK) if recipe.whole else recipe.block
+    height, width = (1, WHOLE_BLOCK) if recipe.spans_k else recipe.block
     return GENERATORS[family](
-        Wanted(draw, *shape, dtype, role, 1 if two_levels else height, width, recipe.element, two_levels, recipe.whole)
+        Wanted(
+            draw, *shape, dtype, role, 1 if two_levels else height, width, recipe.element, two_levels, recipe.spans_k
+        )
     ).to(dtype)

@@ -29,7 +29,8 @@ def given_operand(x: torch.Tensor, recipe: Recipe) -> Quantized:
         low = torch.nn.functional.pad(codes, (0, columns % 2)).view(rows, -1, 2)
         first = 0 if recipe.packing == "low-first" else 1
         codes = low[..., first] | low[..., 1 - first] << 4
-    height, width = (max(rows, 1), max(columns, 1)) if recipe.whole else recipe.block
+    height = max(rows, 1) if recipe.whole else recipe.block[0]
+    width = max(columns, 1) if recipe.spans_k else recipe.block[1]
     of_blocks = whole[::height, ::width]
     if recipe.scale.bits == 8:
         scales = (

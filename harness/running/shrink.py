@@ -114,7 +114,7 @@ def _product_axes(case: ProductCase, rows: int) -> dict[str, Axis]:
 
 def _along(recipe: Recipe) -> int:
     """Elements of a row that cannot be cropped apart: a block or a rotated group."""
-    width = 1 if recipe.whole else recipe.block[1]
+    width = 1 if recipe.spans_k else recipe.block[1]
     return math.lcm(width, recipe.transform.group) if recipe.transform else width
 
 

@@ -21,6 +21,8 @@ DIALECTS: dict[str, dict[str, Any]] = {
     "te": {},
     "te-2.8": {"block_scale": "(amax/6)*enc"},
     "te-native": {"alpha": "(b*a)*(1/d)"},
+    # Transformer Engine's Python reference (git d0067d0): the thresholds of its cast give code 0 to −0.0 and to NaN.
+    "te-reference": {"negative_zero": "rounded", "nan_code": 0, "nan": "propagate"},
     # The order of TensorRT-LLM, in the test references of vLLM 0.33 and FlashInfer, and in auto-round 0.16. The
     # emulation of vLLM has 1e-8 for 1/0: negative elements of a block with scale 0 get code 8, and zeros give NaN.
     "trtllm": {
@@ -33,6 +35,11 @@ DIALECTS: dict[str, dict[str, Any]] = {
         "tensor_scale": "amax/max", "tensor_limit": "none", "block_scale": "(amax/6)/dec", "smallest_scale": "2^-6",
         "element_scale": "x*((1/dec)/s)", "zero_scale": "infinity", "nan_code": 12, "nan": "propagate",
         "decode": "s*dec", "alpha": "a_dec*b_dec",
+    },
+    # torchao 0.18 without a tensor scale.
+    "torchao-one-level": _ONE_LEVEL | {
+        "block_scale": "amax/6", "smallest_scale": "2^-6", "element_scale": "x*(1/s)", "zero_scale": "infinity",
+        "nan_code": 12,
     },
     # nvidia-modelopt 0.47.
     "modelopt": {
@@ -57,6 +64,23 @@ DIALECTS: dict[str, dict[str, Any]] = {
         "tensor_scale": "amax/max", "tensor_limit": "2^-23", "block_scale": "(amax/6)/dec",
         "zero_block": "amax/6=2^-23", "element_scale": "x/(s*dec)", "zero_scale": "2^-23", "negative_zero": "never",
         "nan": "propagate",
+    },
+    # comfy-kitchen 0.2.40, with amax/2688 as its argument.
+    "comfy-kitchen": {
+        "tensor_scale": "amax/max", "tensor_limit": "none", "block_scale": "(amax/6)/dec", "element_scale": "x/(s*dec)",
+        "zero_scale": "zeros", "nan_code": 12, "nan": "propagate", "packing": "high-first", "decode": "s*dec",
+        "alpha": "a_dec*b_dec",
+    },
+    # mlx-cpu 0.32.4 with a global scale, and without one. Its further rounding of x/s changes no code without a global
+    # scale, as in qwix.
+    "mlx": {
+        "statistics": "input-blocks", "tensor_limit": "none", "block_scale": "(amax/6)*enc",
+        "element_scale": "R(x/s)*enc", "zero_scale": "zeros", "rounding": "nearest-toward-zero",
+        "negative_zero": "never", "nan_code": 0, "nan": "propagate",
+    },
+    "mlx-one-level": _ONE_LEVEL | {
+        "statistics": "input-blocks", "block_scale": "amax/6", "element_scale": "x/s", "zero_scale": "zeros",
+        "rounding": "nearest-toward-zero", "negative_zero": "never", "nan_code": 0,
     },
     # The trace reference of FlashInfer 0.7.2; the kernels of FlashInfer differ. The tensor scale is an argument: this
     # dialect has the tensor scale of FlashInfer's test inputs. Further callers ignore NaN and take infinity as FLT_MAX.
@@ -100,6 +124,8 @@ DIALECTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_LOG2 = {"block_scale": "amax/max", "scale_rounding": "up-log2"}
+
 MX_DIALECTS: dict[str, dict[str, Any]] = {
     # Round up to a power of two: Transformer Engine, nvidia-modelopt, vLLM, JAX, torchao's RCEIL.
     "te": {},
@@ -113,9 +139,36 @@ MX_DIALECTS: dict[str, dict[str, Any]] = {
     "compressed-tensors": {"block_scale": "amax*2^-emax", "scale_rounding": "up-from-1.75"},
     # The trace reference of FlashInfer 0.7.2; the kernels of FlashInfer differ.
     "floor-448": {"block_scale": "amax/max", "scale_rounding": "down"},
-    # breccia 0.1.3.
+    # breccia 0.1.3 beside its clamp of small amaxes.
     "nearest": {"block_scale": "amax/max", "scale_rounding": "nearest-log2"},
-}
+    # torchao 0.18 RCEIL outside torch.compile, comfy-kitchen 0.2.40: a logarithm rounded to float32.
+    "torchao-rceil": _LOG2 | {"nan": "propagate"},
+    # nvidia-modelopt 0.47.
+    "modelopt": _LOG2,
+    # DeepGEMM, git 54e2261: per_token_cast_to_fp8 and per_token_cast_to_fp4 with 32 columns and powers of two.
+    "deepgemm": {"block_scale": "amax/max", "smallest_amax": 1e-4, "nan": "propagate"},
+    # breccia 0.1.3: amax/448 is at least 1e-10.
+    "breccia": {
+        "block_scale": "amax/max", "scale_rounding": "nearest-log2", "smallest_amax": 448e-10, "element_scale": "x/s",
+        "zero_scale": "infinity", "rounding": "nearest-toward-zero", "negative_zero": "never", "nan": "propagate",
+    },
+    # mlx-cpu 0.32.4.
+    "mlx": {
+        "statistics": "input", "block_scale": "amax/max", "zero_block": "1", "element_scale": "x/s",
+        "zero_scale": "infinity",
+    },
+    # microxcaling with its default rounding.
+    "microxcaling": {
+        "block_scale": "amax*2^-emax", "scale_rounding": "down", "rounding": "nearest-away", "nan": "propagate",
+    },
+    # gguf 0.19, MXFP4 only.
+    "gguf": {
+        "block_scale": "amax*2^-emax", "scale_rounding": "down-log2", "rounding": "nearest-toward-zero",
+        "negative_zero": "never", "nan_code": 0, "nan": "propagate",
+    },
+    # The trace reference of FlashInfer 0.7.2, with its scale of a block of zeros.
+    "flashinfer-trace": {"block_scale": "amax/max", "scale_rounding": "down", "zero_block": "1"},
+}  # fmt: skip
 """Dialects of the MX formats: rules for the exponent of a scale (docs/dialects.md#e8m0-scales).
 
 Not modelled:
@@ -127,7 +180,63 @@ Not modelled:
   breccia, with its epsilon in place of every smaller amax.
 """
 
+_TIES_TOWARD_ZERO = {"rounding": "nearest-toward-zero"}
 MX_DIALECTS_OF: dict[tuple[str, str], dict[str, Any]] = {
+    ("modelopt", "E2M1"): _TIES_TOWARD_ZERO | {"element_scale": "x/s", "zero_scale": "infinity"},
+    ("mlx", "E2M1"): _TIES_TOWARD_ZERO | {"negative_zero": "never", "nan_code": 0},
+    ("deepgemm", "E2M1"): _TIES_TOWARD_ZERO | {"negative_zero": "never", "nan_code": 0},
+    ("flashinfer-trace", "E2M1"): _TIES_TOWARD_ZERO | {"negative_zero": "rounded"},
     ("compressed-tensors", "E2M3"): {"scale_rounding": "as-element"},  # generate_mx_scales, of 6 bits
 }
 """Choices of a dialect for a single element format, in place of the choices above."""
+
+_AMAX_BY_MAX: dict[str, Any] = {
+    "tensor_scale": "none", "tensor_limit": "none", "block_scale": "amax/max", "largest_scale": "float32",
+    "element_scale": "x/s", "zero_scale": "infinity", "nan": "propagate",
+}  # fmt: skip
+"""Decode scale amax/max, and division by it: a block of zeros has scale 0 and NaN codes."""
+_IN_INPUT = _AMAX_BY_MAX | {"statistics": "input", "element_scale": "R(x/s)"}
+_TRAINING = _AMAX_BY_MAX | {
+    "block_scale": "1/(max/amax)", "smallest_amax": 1e-12, "largest_scale": "none", "element_scale": "x*(max/amax)",
+    "zero_scale": "saturate",
+}  # fmt: skip
+_BY_RECIPROCAL = _AMAX_BY_MAX | {"element_scale": "x*(1/s)"}
+_FP8_DIALECTS_OF: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    # torchao 0.18, float8 training: hp_tensor_to_float8_dynamic.
+    "torchao": (("row", "current"), _TRAINING),
+    # torchao 0.18: Float8Tensor.from_hp, _choose_scale_float8 and _quantize_affine_float8; amax/448 in the dtype of x.
+    "torchao-affine": (("block", "row", "current"), _AMAX_BY_MAX | {"statistics": "input"}),
+    # nvidia-modelopt 0.47, FP8QTensor.quantize without scales: amax/448 and x/s in the dtype of x.
+    "modelopt": (("block", "row", "current"), _IN_INPUT),
+    # compressed-tensors 0.20: calculate_qparams and quantize. A scale of 0 becomes the epsilon of the dtype of x; the
+    # sum with the zero point 0 turns −0.0 into 0.
+    "compressed-tensors": (("block", "row", "current"), _IN_INPUT | {"zero_block": "eps", "negative_zero": "rounded"}),
+    # DeepGEMM, git 54e2261: per_token_cast_to_fp8, per_block_cast_to_fp8, per_custom_dims_cast_to_fp8.
+    "deepgemm": (("block", "row"), _BY_RECIPROCAL | {"smallest_amax": 1e-4}),
+    # breccia 0.1.3, its path for torch tensors.
+    "breccia": (("block", "current"), _AMAX_BY_MAX | {"smallest_amax": 1e-10}),
+}  # fmt: skip
+
+FP8_DIALECTS: dict[str, dict[str, dict[str, Any]]] = {
+    family: {
+        "te": {},
+        **{name: choices for name, (families, choices) in _FP8_DIALECTS_OF.items() if family in families},
+        # vLLM 0.33, QuantFP8.forward_native: scales are at least 1/(448·512), which is amax 2^-9 for E4M3.
+        "vllm": (_AMAX_BY_MAX if family == "block" else _BY_RECIPROCAL) | {"smallest_amax": 2.0**-9},
+    }
+    for family in ("block", "row", "current")
+} | {
+    "static": {
+        "te": {},
+        # torchao, nvidia-modelopt: the given scale is the decode scale.
+        "torchao-affine": {"block_scale": "given", "element_scale": "x/s", "zero_scale": "infinity"},
+        "compressed-tensors": {
+            "block_scale": "given", "element_scale": "x/s", "zero_scale": "infinity", "negative_zero": "rounded",
+        },
+        "vllm": {"block_scale": "given", "element_scale": "x*(1/s)", "zero_scale": "infinity"},
+    },
+}  # fmt: skip
+"""Dialects of the FP8 recipes by the part of their names: block, row, current and static.
+
+Not modelled: the sign of NaN codes (0/0 on x86 gives 0xFF, here 0x7F).
+"""

@@ -1,7 +1,8 @@
 """Narrow number formats as data, with the scalar definition of the value of a code.
 
 Sources: OCP 8-bit Floating Point (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX) 1.0 for
-E2M1, E2M3, E3M2 and E8M0. This module does not import torch, so that listing recipes and cases is fast.
+E2M1, E2M3, E3M2 and E8M0; ml_dtypes 0.6 for E4M3FNUZ and E5M2FNUZ, the formats of AMD CDNA 3. This module does not
+import torch, so that listing recipes and cases is fast.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class Format:
         """The sign bit as a code (8 for E2M1); 0 for an unsigned format."""
         return 1 << (self.bits - 1) if self.signed else 0
 
+    @property
+    def negative_zero(self) -> bool:
+        """Whether the format has −0. Formats called fnuz (finite, no unsigned zero) have NaN in its place."""
+        return self.signed and self.nan_code != self.sign_code
+
     def value(self, code: int) -> float:
         """The number with this code. All tables and kernels are tested against this definition.
 
@@ -50,6 +56,8 @@ class Format:
         """
         if not 0 <= code < self.codes:
             raise ValueError(f"{self.name} has codes 0 to {self.codes - 1}; {code} is none of them")
+        if code == self.nan_code and not self.negative_zero:  # fnuz: NaN takes the place of −0
+            return math.nan
         if not self.signed:  # E8M0 has an exponent only
             return math.nan if code == self.nan_code else math.ldexp(1.0, code - self.bias)
         sign = -1.0 if code & self.sign_code else 1.0
@@ -72,6 +80,12 @@ E2M3 = Format("E2M3", bits=6, exponent_bits=2, mantissa_bits=3, bias=1, max_code
 E3M2 = Format("E3M2", bits=6, exponent_bits=3, mantissa_bits=2, bias=3, max_code=0x1F)
 E4M3 = Format("E4M3", bits=8, exponent_bits=4, mantissa_bits=3, bias=7, max_code=0x7E, nan_code=0x7F)
 E5M2 = Format("E5M2", bits=8, exponent_bits=5, mantissa_bits=2, bias=15, max_code=0x7B, inf_code=0x7C, nan_code=0x7F)
+E4M3FNUZ = Format(
+    "E4M3FNUZ", bits=8, exponent_bits=4, mantissa_bits=3, bias=8, max_code=0x7F, nan_code=0x80,
+)  # fmt: skip
+E5M2FNUZ = Format(
+    "E5M2FNUZ", bits=8, exponent_bits=5, mantissa_bits=2, bias=16, max_code=0x7F, nan_code=0x80,
+)  # fmt: skip
 E8M0 = Format("E8M0", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max_code=0xFE, nan_code=0xFF, signed=False)
 
 FP32 = Format(
@@ -80,5 +94,5 @@ FP32 = Format(
 )  # fmt: skip
 """float32, for scales stored as float32 numbers."""
 
-FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0)}
+FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0)}
 """The narrow formats by name."""

@@ -19,11 +19,11 @@ class Quantized:
     codes: uint8, (M, ⌈K/2⌉) for 4-bit elements (first element in the low nibble; an odd K leaves the last high nibble
     0), else (M, K).
     scales: decode scales, linear and unpadded. uint8 codes of the scale format: (M, ⌈K/block⌉); a block of 16 or 32
-    rows stores its scale once per row. float32 scales: (⌈M/rows⌉, ⌈K/block⌉), or (1, 1) for a whole tensor. If
-    `swizzled`: padded and in the 128×4 layout.
+    rows stores its scale once per row. float32 scales: (⌈M/rows⌉, ⌈K/block⌉), (M, 1) for a scale
+    per row, or (1, 1) for a whole tensor. If `swizzled`: padded and in the 128×4 layout.
     amax: float32 (1,), or (M,) for a recipe with an amax per row; None for a recipe without tensor scale.
-    tensor_scale: the encode factor of the quantization, float32, of the shape of amax; None if the kernel does not
-    report the factor.
+    tensor_scale: the encode factor of the quantization, or the decode factor if the dialect has one, float32, of the
+    shape of amax; None if the kernel does not report the factor.
     shape: (M, K) of the input, before the last block was padded with zeros.
     transposed: codes are stored as (K, M) and linear scales as (⌈K/block⌉, M), like the columnwise MX halves
     (`Recipe.columnwise`).
@@ -141,10 +141,13 @@ def codes_shape(shape: tuple[int, int], recipe: Recipe, *, transposed: bool = Fa
 def scales_shape(shape: tuple[int, int], recipe: Recipe, *, transposed: bool = False) -> tuple[int, int]:
     """Shape of the stored, unpadded block scales of a (M, K) matrix: a row of scales per row of the matrix.
 
-    Float32 scales have a row per row of blocks. A tensor with a single scale has (1, 1), even if the tensor is empty.
+    Float32 scales have a row per row of blocks. A tensor with a single scale has (1, 1), even if the tensor is empty; a
+    recipe with a scale per row has (M, 1), even if K is 0.
     """
     if recipe.whole:
         return 1, 1
+    if recipe.spans_k:
+        return (1, shape[0]) if transposed else (shape[0], 1)
     rows, columns = -(-shape[0] // recipe.stored_rows), -(-shape[1] // recipe.block[1])
     return (columns, rows) if transposed else (rows, columns)
 

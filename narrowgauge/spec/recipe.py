@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, FP32, Format
+from narrowgauge.spec.formats import E2M1, E4M3, E8M0, FP32, Format
 
 Statistics = Literal["float32", "input", "input-blocks"]
 Granularity = Literal["tensor", "row"]
@@ -20,30 +20,32 @@ TensorLimit = Literal["finite", "none", "0-for-0", "1", "2^-23", "amax>=1e-12", 
 BlockScale = Literal[
     "amax*(enc*(1/6))", "(amax/6)*enc", "(amax*(1/6))*enc", "(2*amax/12)*enc", "(amax*enc)/6",
     "(amax/6)/dec", "amax/(6*dec)", "(amax*(1/dec))*(1/6)", "amax/6", "amax*(1/6)",
-    "amax*(1/max)", "amax/max", "amax*2^-emax", "1/(max/amax)", "1/enc",
+    "amax*(1/max)", "amax/max", "amax*2^-emax", "1/(max/amax)", "1/enc", "given",
 ]  # fmt: skip
-ZeroBlock = Literal["keep", "1", "1-below-sqrt(tiny)", "amax/6=2^-23", "stored-2^-3"]
+ZeroBlock = Literal["keep", "1", "1-below-sqrt(tiny)", "amax/6=2^-23", "stored-2^-3", "eps"]
 SmallestScale = Literal["0", "2^-9", "2^-6"]
 ScaleRounding = Literal[
-    "nearest-even", "nearest-toward-zero", "up", "down", "as-element", "up-from-1.75", "nearest-log2", "none",
+    "nearest-even", "nearest-toward-zero", "up", "down", "as-element", "up-from-1.75", "nearest-log2", "up-log2",
+    "down-log2", "none",
 ]  # fmt: skip
 Candidates = Literal["6", "4-or-6-mae", "4-or-6-mse"]
 ZeroScale = Literal["saturate", "infinity", "zeros", "1", "2^-9", "2^-23"]
 Element = Literal[
     "x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/(s*(1/enc)))", "x*r(s*r(enc))", "x*((1/dec)/s)", "(x*enc)*(1/s)",
     "(x*(1/dec))*(1/s)", "x/(s*dec)", "x/(s/enc)", "(x*enc)/s", "x/s", "R(x/R(s*(1/enc)))",
-    "x*(1/s)", "x*(max/amax)", "x*enc",
+    "x*(1/s)", "R(x/s)", "R(x/s)*enc", "x*(max/amax)", "x*enc",
 ]  # fmt: skip
 Rounding = Literal[
-    "nearest-even", "stochastic", "nearest-toward-zero", "nearest-even-within-1e-6", "nearest-even-wrapping",
+    "nearest-even", "stochastic", "nearest-toward-zero", "nearest-away", "nearest-even-within-1e-6",
+    "nearest-even-wrapping",
 ]  # fmt: skip
 NegativeZero = Literal["keep", "rounded", "never"]
-NanCode = Literal[7, 0, 8, 11, 12, 31, 127]
+NanCode = Literal[7, 0, 8, 11, 12, 31, 127, 128]
 Packing = Literal["low-first", "high-first"]
 NanPolicy = Literal["ignore", "propagate"]
 Decode = Literal["(s*amax)*(1/max)", "s/enc", "s*dec", "s"]
 Alpha = Literal["(a*b)/d", "(b*a)*(1/d)", "1/(a_enc*b_enc)", "a_dec*b_dec", "s_a*s_b", "1"]
-LargestScale = Literal["float32", "input"]
+LargestScale = Literal["float32", "input", "none"]
 Columnwise = Literal["transposed", "in-place"]
 
 WHOLE = 1 << 62
@@ -101,8 +103,8 @@ class Recipe:
     dialect: str
     element: Format
     block: tuple[int, int]
-    """Rows and columns that share a scale; (WHOLE, WHOLE) for a single scale per tensor. A block of several rows stores
-    its scale once per row, except for float32 scales: see `stored_rows`."""
+    """Rows and columns that share a scale; (WHOLE, WHOLE) for a single scale per tensor, (1, WHOLE) for a scale per
+    row. A block of several rows stores its scale once per row, except for float32 scales: see `stored_rows`."""
     scale: Format
     """Format of the stored block scales, which are decode scales."""
 
@@ -125,31 +127,37 @@ class Recipe:
     unchanged result."""
     block_scale: BlockScale = "amax*(enc*(1/6))"
     """Order of operations of the block scale before its saturating rounding to `scale`. 1/(max/amax): the encode scale
-    max/amax, 1 for amax 0, infinity or NaN, is rounded and then inverted."""
+    max/amax, limited by `largest_scale`, is rounded and then inverted. 1/enc and given: the inverse of the encode
+    scale of the tensor, and the decode scale that the caller gives."""
     smallest_amax: float = 0.0
     """Lower clamp of amaxes: Transformer Engine's epsilon."""
     largest_scale: LargestScale = "float32"
-    """Dtype whose largest number replaces an infinite encode scale max/amax: float32, or the dtype of x."""
+    """Dtype whose largest number replaces an infinite encode scale max/amax: float32, or the dtype of x; the scale is
+    then 1 for amax 0, infinity or NaN. `none`: the quotient is not replaced."""
     zero_block: ZeroBlock = "keep"
     """Replacement of a block scale of 0 before rounding: 1; 1 below the square root of the smallest normal number of
-    the dtype of x; the scale for amax/6 = 2^-23; or, after rounding, 2^-3."""
+    the dtype of x; the scale for amax/6 = 2^-23; or, after rounding, 2^-3. Scales of E8M0: 1. Float32 scales: eps, the
+    distance from 1 to the next number of the dtype of x."""
     smallest_scale: SmallestScale = "0"
     """Lower clamp of the block scale before rounding, after `zero_block`."""
     scale_rounding: ScaleRounding = "nearest-even"
     """Rounding of the block scale to `scale`. To a power of two: `up`, `down` (for 1/(max/amax) of max/amax),
     `as-element` (down, after rounding to the mantissa of the element, ties away), `up-from-1.75` (up from mantissa 1.75
-    on, else down), `nearest-log2` (up above √2); the result saturates, and only NaN gives NaN. `none`: the scale stays
-    a float32 number."""
+    on, else down), `nearest-log2` (up above √2), `up-log2` and `down-log2` (⌈l⌉ and ⌊l⌋ of the logarithm l rounded to
+    float32, which is a whole number just above or below a power of two); the result saturates, and only NaN gives NaN.
+    Float32 scales amax/max: `up` gives a power of two from 2^-126 to 2^127, 2^127 for NaN. `none`: the scale stays a
+    float32 number."""
     candidates: Candidates = "6"
     """Whether the amax of a block always maps to 6, or to 4 if 4 gives a smaller sum of absolute or squared errors."""
     zero_scale: ZeroScale = "saturate"
     """Elements of a block with a scale that rounds to 0. `saturate`: the largest code for every nonzero element (it
     decodes to 0); `infinity`: the result of 1/0, NaN for an element 0; `zeros`: codes 0; a number: the divisor for a
-    scale not above 0. Scales of E8M0 and float32 are never 0."""
+    scale not above 0. Scales of E8M0 are never 0."""
     element_scale: Element = "x*min(1/(s*(1/enc)),FLT_MAX)"
     """Form of the multiplication or division before an element is rounded."""
     rounding: Rounding = "nearest-even"
-    """Rounding of the elements. Stochastic rounding takes random bits. `nearest-even-within-1e-6`: distances to the
+    """Rounding of the elements. Stochastic rounding takes random bits. `nearest-toward-zero` and `nearest-away` round
+    ties to the number nearer to zero and farther from zero. `nearest-even-within-1e-6`: distances to the
     grid are float32 numbers, and smaller by 1e-6 for even codes. `nearest-even-wrapping`: codes do not saturate but are
     cut to 4 bits: magnitudes from 7 on become −0, for either sign, from 11 on −0.5 and so on. All further roundings
     saturate."""
@@ -157,7 +165,7 @@ class Recipe:
     """Code 8 (−0) is given to −0.0 and to negative numbers that round to 0; `rounded`: only to the latter; `never`."""
     nan_code: NanCode = 7
     """Code of an element that is NaN before rounding, such as 0·∞; with wrapping rounding also of infinity. 127 is the
-    NaN of E4M3 and E5M2."""
+    NaN of E4M3 and E5M2, 128 of E4M3FNUZ and E5M2FNUZ."""
     packing: Packing = "low-first"
     """Nibble of the first of two elements."""
     nan: NanPolicy = "ignore"
@@ -187,7 +195,7 @@ class Recipe:
 
         The factor is enc or dec, as defined by `tensor_scale`.
         """
-        defined = _TENSOR_FACTOR[self.tensor_scale]
+        defined = "" if self.block_scale == "given" else _TENSOR_FACTOR[self.tensor_scale]
         for name in ("block_scale", "element_scale", "decode", "alpha"):
             expression = getattr(self, name)
             used = next((factor for factor in ("enc", "dec") if factor in expression), "")
@@ -207,16 +215,24 @@ class Recipe:
                     f"recipe {self.name}: {name} {getattr(self, name)} does not go with scales of {self.scale.name}; "
                     f"they go with {', '.join(forms)}"
                 )
-        if not self.whole == (self.block_scale == "1/enc") == (self.alpha == "s_a*s_b"):
+        if self.spans_k != (self.alpha == "s_a*s_b"):
             raise ValueError(
-                f"recipe {self.name}: a single scale for the tensor, block_scale 1/enc and alpha s_a*s_b go together; "
-                "give all of them or none"
+                f"recipe {self.name}: a scale that spans K and alpha s_a*s_b go together; give both or none"
+            )
+        of_tensor = self.whole and self.tensor_scale != "none"
+        if of_tensor != (self.block_scale in ("1/enc", "given")):
+            raise ValueError(
+                f"recipe {self.name}: a scale of the tensor and block_scale 1/enc or given go together; block is "
+                f"{_block(self)}, tensor_scale {self.tensor_scale} and block_scale {self.block_scale}"
             )
         if self.nan_code >= self.element.codes:
             raise ValueError(f"recipe {self.name}: nan_code {self.nan_code} is no code of {self.element.name}")
-        if (self.tensor_scale == "given") != (self.delayed is not None):
-            raise ValueError(f"recipe {self.name}: tensor_scale 'given' and the field delayed go together; give both")
-        allowed = _zero_scales(self.element_scale)
+        if self.tensor_scale != "given" and (self.delayed is not None or self.block_scale == "given"):
+            raise ValueError(
+                f"recipe {self.name}: the field delayed and block_scale 'given' need tensor_scale 'given', not "
+                f"{self.tensor_scale}"
+            )
+        allowed = _zero_scales(self.element_scale, self.scale)
         if self.zero_scale not in allowed:
             raise ValueError(
                 f"recipe {self.name}: element_scale {self.element_scale} does not go with zero_scale "
@@ -230,14 +246,19 @@ class Recipe:
 
     @property
     def max_product(self) -> float:
-        """Image of the tensor amax: for NVFP4 the largest element times the largest scale, 2688; for a single scale
-        per tensor the largest element."""
-        return self.element.max * (1.0 if self.whole else self.scale_max)
+        """Image of the tensor amax: for NVFP4 the largest element times the largest scale, 2688; for a scale that spans
+        K the largest element."""
+        return self.element.max * (1.0 if self.spans_k else self.scale_max)
 
     @property
     def whole(self) -> bool:
         """Whether the tensor has a single scale."""
         return self.block[0] == WHOLE
+
+    @property
+    def spans_k(self) -> bool:
+        """Whether a scale spans all of K: the tensor or a row has a single scale. A GEMM applies it after its sum."""
+        return self.block[1] == WHOLE
 
     @property
     def stored_rows(self) -> int:
@@ -269,21 +290,28 @@ def _choices() -> dict[str, tuple[Any, ...]]:
 
 DEFAULT_DIALECT = "te"
 _EXPONENT_SCALES: tuple[str, ...] = ("amax*(1/max)", "amax/max", "amax*2^-emax")
-_FLOAT_SCALES: tuple[str, ...] = ("1/(max/amax)", "1/enc")
-_FLOAT_ELEMENTS: tuple[str, ...] = ("x*(max/amax)", "x*enc")
+_FLOAT_SCALES: tuple[str, ...] = ("1/(max/amax)", "amax/max", "amax*(1/max)", "1/enc", "given")
+_FLOAT_ELEMENTS: tuple[str, ...] = ("x*(max/amax)", "x*(1/s)", "x/s", "R(x/s)", "x*enc")
 # Choices for each format of the scales.
 _OF_SCALES: dict[str, dict[str, tuple[str, ...]]] = {
     "E4M3": {
         "block_scale": tuple(e for e in get_args(BlockScale) if e not in (*_EXPONENT_SCALES, *_FLOAT_SCALES)),
         "scale_rounding": ("nearest-even", "nearest-toward-zero"),
-        "element_scale": tuple(e for e in get_args(Element) if e not in ("x*(1/s)", *_FLOAT_ELEMENTS)),
+        "element_scale": tuple(e for e in get_args(Element) if e not in ("x*(max/amax)", "R(x/s)", "x*enc")),
+        "zero_block": tuple(e for e in get_args(ZeroBlock) if e != "eps"),
     },
     "E8M0": {
         "block_scale": _EXPONENT_SCALES,
-        "scale_rounding": ("up", "down", "as-element", "up-from-1.75", "nearest-log2"),
+        "scale_rounding": ("up", "down", "as-element", "up-from-1.75", "nearest-log2", "up-log2", "down-log2"),
         "element_scale": ("x*(1/s)", "x/s"),
+        "zero_block": ("keep", "1"),
     },
-    "FP32": {"block_scale": _FLOAT_SCALES, "scale_rounding": ("none", "down"), "element_scale": _FLOAT_ELEMENTS},
+    "FP32": {
+        "block_scale": _FLOAT_SCALES,
+        "scale_rounding": ("none", "down", "up"),
+        "element_scale": _FLOAT_ELEMENTS,
+        "zero_block": ("keep", "eps"),
+    },
 }
 
 
@@ -296,7 +324,7 @@ _FORMS_SIXTH: tuple[str, ...] = (
     "amax/6",
     "amax*(1/6)",
 )
-_DIVIDING: tuple[str, ...] = ("x/(s*dec)", "x/(s/enc)", "(x*enc)/s", "x/s", "R(x/R(s*(1/enc)))")
+_DIVIDING: tuple[str, ...] = ("x/(s*dec)", "x/(s/enc)", "(x*enc)/s", "x/s", "R(x/s)", "R(x/s)*enc", "R(x/R(s*(1/enc)))")
 # Choices that 4over6 assumes when it computes the errors of a candidate.
 _TE_ELEMENT: dict[str, Any] = {
     "statistics": "float32", "tensor_scale": "max/amax", "zero_block": "keep", "smallest_scale": "0",
@@ -313,16 +341,22 @@ _FEATURES: dict[str, Any] = {
     "E2M1": lambda recipe: recipe.element is E2M1,
     "scales of bytes": lambda recipe: recipe.scale is not FP32,
     "scales of another format than E4M3": lambda recipe: recipe.scale is not E4M3,
-    "choices for scales of E4M3": lambda recipe: (
-        (recipe.statistics, recipe.zero_block, recipe.smallest_scale) != ("float32", "keep", "0")
-    ),
+    "a smallest scale": lambda recipe: recipe.smallest_scale != "0",
+    "a quotient amax/max in the dtype of x": lambda recipe: recipe.statistics != "float32" and recipe.scale is not E4M3,
+    "scales of E4M3": lambda recipe: recipe.scale is E4M3,
+    "a block scale other than amax/max": lambda recipe: recipe.block_scale != "amax/max",
     "a smallest amax": lambda recipe: recipe.smallest_amax > 0,
     "a given scale": lambda recipe: recipe.tensor_scale == "given",
-    "a largest scale of the dtype of x": lambda recipe: recipe.largest_scale == "input",
+    "a largest scale other than float32": lambda recipe: recipe.largest_scale != "float32",
     "a block scale other than 1/(max/amax)": lambda recipe: recipe.block_scale != "1/(max/amax)",
     "the first element high": lambda recipe: recipe.packing == "high-first",
     "a columnwise half in place": lambda recipe: recipe.columnwise == "in-place",
-    "a rounding of E2M1": lambda recipe: recipe.rounding not in ("nearest-even", "stochastic"),
+    "a rounding of E2M1": lambda recipe: recipe.rounding in ("nearest-even-within-1e-6", "nearest-even-wrapping"),
+    "a scale that spans K": lambda recipe: recipe.spans_k,
+    "float32 scales rounded up": lambda recipe: recipe.scale is FP32 and recipe.scale_rounding == "up",
+    "float32 scales rounded down": lambda recipe: recipe.scale is FP32 and recipe.scale_rounding == "down",
+    "an encode scale or a given scale": lambda recipe: recipe.block_scale in ("1/(max/amax)", "1/enc", "given"),
+    "a decode scale": lambda recipe: recipe.block_scale in ("amax/max", "amax*(1/max)", "given"),
     "4over6": lambda recipe: recipe.candidates != "6",
     "one level of scales": lambda recipe: recipe.tensor_scale == "none",
     "statistics of blocks in the dtype of x": lambda recipe: recipe.statistics == "input-blocks",
@@ -336,14 +370,16 @@ _FEATURES: dict[str, Any] = {
 _TENSOR_FACTOR = {"max/amax": "enc", "(1/amax)*max": "enc", "amax/max": "dec", "given": "enc", "none": ""}
 
 
-def _zero_scales(element_scale: Element) -> tuple[ZeroScale, ...]:
+def _zero_scales(element_scale: Element, scale: Format) -> tuple[ZeroScale, ...]:
     """Allowed values of `zero_scale` for a form of the element scaling."""
-    if element_scale in ("x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/s)", "x*(max/amax)", "x*enc"):
+    if element_scale in ("x*min(1/(s*(1/enc)),FLT_MAX)", "x*(max/amax)", "x*enc"):
         return ("saturate",)
+    if element_scale == "x*(1/s)":
+        return ("saturate",) if scale is E8M0 else ("infinity",)
     if element_scale == "x*r(s*r(enc))":
         return ("zeros",)
     if element_scale in _DIVIDING:
-        return ("saturate", "infinity", "1", "2^-9", "2^-23")
+        return ("saturate", "infinity", "zeros", "1", "2^-9", "2^-23")
     return ("infinity", "zeros")
 
 
@@ -364,10 +400,18 @@ _EXCLUDED = (
     ("the first element high", "another element than E2M1", "no two elements share a byte"),
     ("a columnwise half in place", "E2M1", "two columns would share a byte"),
     ("a columnwise half in place", "float32 scales", "Transformer Engine transposes FP8"),
-    ("choices for scales of E4M3", "scales of another format than E4M3", "the choices would have no effect"),
-    ("a smallest amax", "scales of bytes", "Transformer Engine has an epsilon for FP8 only"),
+    ("a smallest scale", "scales of another format than E4M3", "the choice would have no effect"),
+    (
+        "a quotient amax/max in the dtype of x",
+        "a block scale other than amax/max",
+        "only the quotient amax/max is rounded",
+    ),
+    ("float32 scales rounded up", "an encode scale or a given scale", "an encode scale rounds down"),
+    ("float32 scales rounded down", "a decode scale", "a decode scale rounds up"),
+    ("a smallest amax", "scales of E4M3", "no library has it; smallest_scale limits the scales"),
+    ("a scale that spans K", "scales of bytes", "scales of bytes belong to blocks of 16 or 32"),
     ("a smallest amax", "a given scale", "no amax is used"),
-    ("a largest scale of the dtype of x", "a block scale other than 1/(max/amax)", "the choice would have no effect"),
+    ("a largest scale other than float32", "a block scale other than 1/(max/amax)", "the choice would have no effect"),
 )
 
 
@@ -386,9 +430,11 @@ def mismatch(a: Recipe, b: Recipe) -> str:
         return f"element is {a.element.name} and {b.element.name}"
     if a.block[1] != b.block[1]:
         return f"block is {_block(a)} and {_block(b)}"
-    if a.scale is FP32 and a.element is b.element is E5M2:
-        return "element is E5M2 of both; one of the two has to be E4M3"
-    if a.scale is FP32 and not a.whole and a.block[0] > 1 and b.block[0] > 1:
+    if a.scale is FP32 and a.element.negative_zero != b.element.negative_zero:
+        return f"element is {a.element.name} and {b.element.name}; both or none of them has to be fnuz"
+    if a.scale is FP32 and a.element.exponent_bits == b.element.exponent_bits == 5:
+        return f"element is {a.element.name} of both; one of the two has to be E4M3"
+    if a.scale is FP32 and not a.spans_k and a.block[0] > 1 and b.block[0] > 1:
         return f"block is {_block(a)} of both; one of the two has to be 1x{a.block[1]}"
     return ""
 
@@ -398,4 +444,4 @@ def _named(choice: object) -> str:
 
 
 def _block(recipe: Recipe) -> str:
-    return f"{recipe.block[0]}x{recipe.block[1]}"
+    return "x".join("all" if extent == WHOLE else str(extent) for extent in recipe.block)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from narrowgauge.spec.dialects import DIALECTS, MX_DIALECTS, MX_DIALECTS_OF
-from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, Format
+from narrowgauge.spec.dialects import DIALECTS, FP8_DIALECTS, MX_DIALECTS, MX_DIALECTS_OF
+from narrowgauge.spec.formats import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP32, Format
 from narrowgauge.spec.recipe import DEFAULT_DIALECT, RHT_GROUPS, RHT_SIGNS, WHOLE, Delayed, Hadamard, Recipe
 
 __all__ = [
@@ -29,7 +29,9 @@ __all__ = [
     "recipes",
 ]
 
-_ELEMENTS = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3, "e5m2": E5M2}
+_ELEMENTS = {
+    "e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3, "e5m2": E5M2, "e4m3fnuz": E4M3FNUZ, "e5m2fnuz": E5M2FNUZ,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,18 @@ def _fp8_block(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
         scale_rounding="down" if kind == "pow2" else "none", element_scale="x*(max/amax)", nan_code=_nan_code(element),
         decode="s", alpha="1",
     )  # fmt: skip
-    return recipe, {}
+    return recipe, _eps_field(parts)
+
+
+def _fp8_row(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
+    element = _ELEMENTS[parts["element"] or "e4m3"]
+    recipe = Recipe(
+        f"fp8-row-{element.name.lower()}{parts['pow2'] or ''}{_eps_part(parts)}", DEFAULT_DIALECT, element=element,
+        block=(1, WHOLE), scale=FP32, tensor_scale="none", tensor_limit="none", block_scale="1/(max/amax)",
+        smallest_amax=float(parts["eps"] or 0), scale_rounding="down" if parts["pow2"] else "none",
+        element_scale="x*(max/amax)", nan_code=_nan_code(element), decode="s", alpha="s_a*s_b",
+    )  # fmt: skip
+    return recipe, _eps_field(parts)
 
 
 def _fp8_current(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
@@ -111,15 +124,21 @@ def _fp8_current(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
         block_scale="1/enc", smallest_amax=float(parts["eps"] or 0), scale_rounding="down" if parts["pow2"] else "none",
         element_scale="x*enc", nan_code=_nan_code(element), decode="s", alpha="s_a*s_b",
     )  # fmt: skip
-    return recipe, {}
+    return recipe, _eps_field(parts)
+
+
+def _fp8_static(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
+    delayed, _ = _fp8_delayed(parts)
+    return replace(delayed, name=f"fp8-static-{delayed.element.name.lower()}", delayed=None), {}
 
 
 def _fp8_delayed(parts: re.Match[str]) -> tuple[Recipe, dict[str, Any]]:
-    element, margin = _ELEMENTS[parts["element"] or "e4m3"], int(parts["margin"] or 0)
-    name = f"fp8-delayed-{element.name.lower()}{parts['recent'] or ''}" + (f"-margin{margin}" if margin else "")
-    delayed = Delayed("most-recent" if parts["recent"] else "max", margin, "bulk" if parts["bulk"] else "single")
+    given = {"margin": None, "recent": None, "bulk": None} | parts.groupdict()
+    element, margin = _ELEMENTS[parts["element"] or "e4m3"], int(given["margin"] or 0)
+    name = f"fp8-delayed-{element.name.lower()}{given['recent'] or ''}" + (f"-margin{margin}" if margin else "")
+    delayed = Delayed("most-recent" if given["recent"] else "max", margin, "bulk" if given["bulk"] else "single")
     recipe = Recipe(
-        name + (parts["bulk"] or ""), DEFAULT_DIALECT, element=element, block=(WHOLE, WHOLE), scale=FP32,
+        name + (given["bulk"] or ""), DEFAULT_DIALECT, element=element, block=(WHOLE, WHOLE), scale=FP32,
         tensor_scale="given", tensor_limit="none", block_scale="1/enc", scale_rounding="none", element_scale="x*enc",
         nan_code=_nan_code(element), decode="s", alpha="s_a*s_b", delayed=delayed,
     )  # fmt: skip
@@ -131,10 +150,16 @@ def _eps_part(parts: re.Match[str]) -> str:
     return f"-eps{eps!r}" if eps else ""
 
 
+def _eps_field(parts: re.Match[str]) -> dict[str, Any]:
+    """The field that -eps sets, in which a dialect may not differ."""
+    return {"smallest_amax": float(parts["eps"])} if parts["eps"] else {}
+
+
 # ---- all families ----------------------------------------------------------------------------------------------------
 
 _EPS = r"(?:-eps(?P<eps>[0-9]{1,20}(?:\.[0-9]{1,20})?(?:e-?[0-9]{1,3})?))?"
-_FP8 = r"(?:-(?P<element>e4m3|e5m2))?"
+_FP8 = r"(?:-(?P<element>e4m3fnuz|e5m2fnuz|e4m3|e5m2))?"
+_FP8_NAMES = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 _FAMILIES = (
     _Family(
         re.compile(
@@ -165,17 +190,29 @@ _FAMILIES = (
     _Family(
         re.compile(rf"fp8-block-(?P<block>1x128|128x128){_FP8}(?:-(?P<kind>pow2|fp32))?{_EPS}"),
         _fp8_block,
-        {DEFAULT_DIALECT: {}},
+        FP8_DIALECTS["block"],
         tuple(
             f"fp8-block-{block}-{element}-{kind}"
-            for block in ("1x128", "128x128") for element in ("e4m3", "e5m2") for kind in ("pow2", "fp32")
+            for block in ("1x128", "128x128") for element in _FP8_NAMES for kind in ("pow2", "fp32")
         ),
+    ),
+    _Family(
+        re.compile(rf"fp8-row{_FP8}(?P<pow2>-pow2)?{_EPS}"),
+        _fp8_row,
+        FP8_DIALECTS["row"],
+        tuple(f"fp8-row-{element}{kind}" for element in _FP8_NAMES for kind in ("", "-pow2")),
     ),
     _Family(
         re.compile(rf"fp8-current{_FP8}(?P<pow2>-pow2)?{_EPS}"),
         _fp8_current,
-        {DEFAULT_DIALECT: {}},
-        tuple(f"fp8-current-{element}{kind}" for element in ("e4m3", "e5m2") for kind in ("", "-pow2")),
+        FP8_DIALECTS["current"],
+        tuple(f"fp8-current-{element}{kind}" for element in _FP8_NAMES for kind in ("", "-pow2")),
+    ),
+    _Family(
+        re.compile(rf"fp8-static{_FP8}"),
+        _fp8_static,
+        FP8_DIALECTS["static"],
+        tuple(f"fp8-static-{element}" for element in _FP8_NAMES),
     ),
     _Family(
         re.compile(rf"fp8-delayed{_FP8}(?P<recent>-recent)?(?:-margin(?P<margin>[0-9]{{1,4}}))?(?P<bulk>-bulk)?"),
@@ -183,7 +220,7 @@ _FAMILIES = (
         {DEFAULT_DIALECT: {}},
         tuple(
             f"fp8-delayed-{element}{recent}{bulk}"
-            for element in ("e4m3", "e5m2") for recent in ("", "-recent") for bulk in ("", "-bulk")
+            for element in _FP8_NAMES for recent in ("", "-recent") for bulk in ("", "-bulk")
         ),
     ),
 )  # fmt: skip
@@ -191,7 +228,7 @@ _NAMES = tuple(name for family in _FAMILIES for name in family.names)
 
 
 def recipe_names() -> list[str]:
-    """Names of all recipes in the default dialect, then `nvfp4` and `mxfp8-e4m3` in all further dialects."""
+    """Names of all recipes in the default dialect, then the first recipe of each family in all further dialects."""
     return [
         *_NAMES,
         *(f"{family.names[0]}@{name}" for family in _FAMILIES for name in family.dialects if name != DEFAULT_DIALECT),
@@ -211,8 +248,11 @@ def find_recipe(name: str | Recipe) -> Recipe:
     - nvfp4, then -2d, -rht (or -rht32 for groups of 32) with or without -nosign, -sr, -rowscaled, -4over6-E-MODE;
     - mxfp8-e4m3, mxfp8-e5m2, mxfp6-e3m2, mxfp6-e2m3 or mxfp4, then -2d (mxfp8-2d is of E4M3), -sr;
     - fp8-block-1x128 or fp8-block-128x128, then -e4m3 or -e5m2, -pow2 or -fp32 (scales), -eps1e-06 and the like;
-    - fp8-current, then -e4m3 or -e5m2, -pow2, -eps…;
+    - fp8-row or fp8-current, then -e4m3 or -e5m2, -pow2, -eps…;
+    - fp8-static, then -e4m3 or -e5m2;
     - fp8-delayed, then -e4m3 or -e5m2, -recent, -margin2 and the like, -bulk.
+
+    FP8 elements may also be -e4m3fnuz or -e5m2fnuz.
 
     Defaults in names of FP8 recipes are e4m3 and, for block scales, pow2; `Recipe.name` contains all parts. Raises
     ValueError with the three nearest names for an unknown name, and with the reason if two parts, or a part and the
@@ -237,7 +277,11 @@ def _find(base: str, dialect: str) -> Recipe:
             f"it has {', '.join(family.dialects)}"
         )
     recipe, chosen = family.make(parts)
-    of_dialect = family.dialects[dialect] | MX_DIALECTS_OF.get((dialect, recipe.element.name), {})
+    of_dialect = family.dialects[dialect]
+    if recipe.scale is E8M0:
+        of_dialect = of_dialect | MX_DIALECTS_OF.get((dialect, recipe.element.name), {})
+    if recipe.scale is FP32 and recipe.scale_rounding == "down" and "/max" in of_dialect.get("block_scale", ""):
+        of_dialect = of_dialect | {"scale_rounding": "up"}  # -pow2 of a decode scale
     for field in chosen.keys() & of_dialect.keys():
         if chosen[field] != of_dialect[field]:
             raise ValueError(

@@ -199,4 +199,4 @@ def _checked(recipe: Recipe) -> Recipe:
 
 
 def _choice_name(choice: object) -> str:
-    return choice.name if isinstance(choice, Format) else str(choice)
+    return choice.name if isinstance(choice, Format) else str(choice).replace(str(WHOLE), "all")

@@ -113,8 +113,16 @@ def bounds(
     s = total.high
     factor = alpha(a, b)
     factor64 = factor.double()
+    by_rows = a.recipe.alpha == "s_a*s_b" and not (a.recipe.whole and b.recipe.whole)
+    rows_overflow = torch.zeros_like(exact)
+    if by_rows:
+        factor64 = a.scales.double() * b.scales.double().T
     scaled = factor64 * s
     radius = factor64.abs() * error * (1 + UNIT) + UNIT * scaled.abs() + SMALLEST_SUBNORMAL
+    if by_rows:
+        radius, scales_round, rows_overflow = _scales_of_rows(a, b, s, error, declared)
+        exact &= ~scales_round & ~rows_overflow
+        tier = tier.masked_fill(~exact & (tier == EXACT), ANY_ORDER if declared.order is None else DECLARED)
     slack = 2.0**-50 * (scaled.abs() + radius)
     lower, upper = scaled - radius - slack, scaled + radius + slack
     # With an infinite α only the sign of the sum matters; inf - inf must not make the ends NaN.
@@ -158,11 +166,40 @@ def bounds(
         upper=upper32.to(out_dtype),
         exact=exact,
         zero_sum=acc == 0,
-        undetermined=overflow | infinite_or_flushed | (torch.isinf(factor64) & (s.abs() <= error) & ~exact),
+        undetermined=overflow
+        | rows_overflow
+        | infinite_or_flushed
+        | (torch.isinf(factor64) & (s.abs() <= error) & ~exact),
         centre=centre,
         budget=_budget_after_cast(centre, budget, out_dtype),
         tier=tier,
     )
+
+
+def _scales_of_rows(
+    a: Quantized, b: Quantized, s: torch.Tensor, error: torch.Tensor, declared: Summation
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Float32 scales of rows: the radius (float64) around s_a·s_b·S, and bool: a product rounds, a product overflows.
+
+    Let S be the exact sum and acc the sum of the kernel, |acc − S| ≤ E. A kernel forms (acc·s_a)·s_b, (acc·s_b)·s_a or
+    acc·(s_a·s_b). Both products round, p = t·(1 + δ) + η with |δ| ≤ u and |η| ≤ 2^-150 (2^-126 with flushing), and the
+    η of the first is multiplied by the last factor f: s_b, s_a or acc. So the result is within
+    s_a·s_b·E·(1 + u)² + ((1 + u)² − 1)·s_a·s_b·|S| + |η|·(f·(1 + u) + 1) of s_a·s_b·S. No product rounds if both scales
+    are powers of two, the sum is exact, and all products are normal numbers.
+    """
+    s_a, s_b = a.scales.double(), b.scales.double().T
+    scale = (s_a * s_b).abs()
+    size = _finite(s).abs() + error
+    products = (size * s_a.abs(), size * s_b.abs(), scale.expand_as(size), size * scale)
+    last = torch.maximum(torch.maximum(s_a.abs(), s_b.abs()).expand_as(size), size)
+    lost = SMALLEST_NORMAL if declared.flushes else SMALLEST_SUBNORMAL
+    growth = (1 + UNIT) ** 2
+    radius = scale * error * growth + (growth - 1) * scale * size + lost * (last * (1 + UNIT) + 1)
+    power_of_two = [torch.frexp(_finite(t)).mantissa.abs() == 0.5 for t in (s_a, s_b)]
+    normal = torch.stack([(product >= SMALLEST_NORMAL) | (size == 0) for product in products]).all(0)
+    overflows = torch.stack([product * (1 + 4 * UNIT) > FLT_MAX for product in products[:3]]).any(0)
+    rounds = ~(power_of_two[0] & power_of_two[1] & normal) & s.isfinite()
+    return radius, rounds, overflows | s_a.isinf() | s_b.isinf()
 
 
 def _accumulation(
@@ -196,7 +233,7 @@ def _accumulation(
     settled = exact | (error == 0) | ~torch.isfinite(total.high)
     tier = torch.full_like(exact, ANY_ORDER, dtype=torch.uint8)
     if declared.order is not None and not bool(settled.all()):
-        whole = a.recipe.whole
+        whole = a.recipe.spans_k
         scales = [_finite(scale_values(q)) for q in (a, b)]
         width = min(a.recipe.block[1], max(1, columns))
         operands = DecodedOperands(

@@ -63,7 +63,7 @@ class Decoded:
 def tensor_factor(q: Quantized) -> TensorFactor:
     """The factor of dequantization besides elements and block scales: amax/2688, 1/enc, the only scale, or 1."""
     recipe = q.recipe
-    if recipe.whole:
+    if recipe.spans_k:
         return TensorFactor(q.scales.double(), rounded=False)
     if recipe.alpha == "1":
         return TensorFactor(torch.ones(1, 1, dtype=torch.float64, device=q.codes.device), rounded=False)

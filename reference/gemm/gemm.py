@@ -29,8 +29,8 @@ def check_operands(a: Quantized, b: Quantized) -> None:
 def alpha(a: Quantized, b: Quantized) -> torch.Tensor:
     """The factor of the exact sums, float32, computed in the order of operations of the recipe.
 
-    Shape (1, 1); (M, 1), (1, N) or (M, N) if a, b or both have an amax per row. The factor is 1 for recipes without
-    tensor scales. d is the product of the `max_product` of the two recipes: 36·448·448 for plain NVFP4.
+    Shape (1, 1); (M, 1), (1, N) or (M, N) if a, b or both have an amax or a scale per row. The factor is 1 for recipes
+    without tensor scales. d is the product of the `max_product` of the two recipes: 36·448·448 for plain NVFP4.
     1/(a_enc*b_enc) is 0 if the product is 0; the tensor scale of an operand without a tensor scale is 1. Raises the
     errors of `used_tensor_scale`.
     """
@@ -40,7 +40,7 @@ def alpha(a: Quantized, b: Quantized) -> torch.Tensor:
         product = used_tensor_scale(a).unsqueeze(1) * used_tensor_scale(b).unsqueeze(0)
         return product if a.recipe.alpha == "a_dec*b_dec" else torch.where(product == 0, 0.0, divide(1.0, product))
     if a.recipe.alpha == "s_a*s_b":
-        return a.scales * b.scales
+        return a.scales.reshape(-1, 1) * b.scales.reshape(1, -1)
     constant = a.recipe.max_product * b.recipe.max_product
     left, right = a.required_amax.unsqueeze(1), b.required_amax.unsqueeze(0)
     if a.recipe.alpha == "(a*b)/d":

@@ -13,7 +13,7 @@ from narrowgauge.spec.recipes import Recipe
 
 def promotes(recipe: Recipe) -> bool:
     """Whether a GEMM multiplies each block sum by its two float32 scales: FP8 with block scales."""
-    return recipe.scale is FP32 and not recipe.whole
+    return recipe.scale is FP32 and not recipe.spans_k
 
 
 def operand(q: Quantized) -> torch.Tensor:
@@ -28,7 +28,7 @@ def element_values(q: Quantized) -> torch.Tensor:
 
 
 def scale_values(q: Quantized) -> torch.Tensor:
-    """The block scales of every row: float64 (M, ⌈K/block⌉); (M, 1) for a tensor with a single scale."""
+    """The block scales of every row: float64 (M, ⌈K/block⌉); (M, 1) for a scale that spans K."""
     scales = linear_scales(q)
     if q.recipe.scale is not FP32:
         return decode(scales, q.recipe.scale, torch.float64)

@@ -46,6 +46,14 @@ def nearest_toward_zero(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     return rounded - (magnitude.view(torch.float32) == below).int()
 
 
+def nearest_away(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`nearest_even` with ties to the grid point farther from zero. Source: docs/dialects.md#e8m0-scales."""
+    rounded = nearest_even(magnitude, fmt)
+    midpoints = torch.nn.functional.pad(_midpoints(fmt, str(magnitude.device)), (0, 1), value=torch.nan)
+    above = midpoints[(rounded + 1).clamp(max=fmt.max_code + 1)]
+    return rounded + (magnitude.view(torch.float32) == above).int()
+
+
 @lru_cache(maxsize=16)
 def _midpoints(fmt: Format, device: str) -> torch.Tensor:
     """The midpoint below each code up to `max_code`, float32; NaN below code 0."""

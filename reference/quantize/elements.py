@@ -17,8 +17,8 @@ def element_codes(scaled: torch.Tensor, recipe: Recipe, random: torch.Tensor | N
     """
     if random is not None:
         codes = encode(stochastic(scaled, recipe.element, random), recipe.element)
-    elif recipe.rounding == "nearest-toward-zero":
-        codes = encode(scaled, recipe.element, ties="zero")
+    elif recipe.rounding in ("nearest-toward-zero", "nearest-away"):
+        codes = encode(scaled, recipe.element, ties="zero" if recipe.rounding == "nearest-toward-zero" else "away")
     elif recipe.rounding == "nearest-even-within-1e-6":
         codes = nearest_e2m1_within(scaled)
     elif recipe.rounding == "nearest-even-wrapping":
@@ -27,7 +27,7 @@ def element_codes(scaled: torch.Tensor, recipe: Recipe, random: torch.Tensor | N
         codes = encode(scaled, recipe.element)
     if recipe.negative_zero == "rounded":
         codes.masked_fill_(scaled == 0, 0)
-    elif recipe.negative_zero == "never":
+    elif recipe.negative_zero == "never" and recipe.element.negative_zero:
         codes.masked_fill_(codes == recipe.element.sign_code, 0)
     encoded_nan = recipe.element.max_code if recipe.element.nan_code is None else recipe.element.nan_code
     if recipe.nan_code != encoded_nan or recipe.rounding.startswith("nearest-even-"):

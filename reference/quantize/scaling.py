@@ -14,7 +14,7 @@ import torch
 from narrowgauge.reference.numbers.blocks import pad_columns
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.encode import encode
-from narrowgauge.reference.numbers.rounding import FLOAT32_INF_BITS
+from narrowgauge.reference.numbers.rounding import FLOAT32_INF_BITS, FLOAT32_MANTISSA
 from narrowgauge.reference.quantize.exponents import exponent_codes, exponent_factors
 from narrowgauge.spec.formats import E8M0, FP32
 from narrowgauge.spec.quantized import Quantized
@@ -84,24 +84,28 @@ def _limited(scale: torch.Tensor, amax: torch.Tensor, recipe: Recipe) -> torch.T
 
 def _encode_scale(quotient: torch.Tensor, amax: torch.Tensor, largest: float, recipe: Recipe) -> torch.Tensor:
     """FP8, steps 2 and 3: the scale from max/amax: `largest` for an infinite quotient, 1 for amax 0, Inf or NaN."""
-    finite = torch.where(quotient.isinf(), largest, quotient)
-    scale = torch.where((amax > 0) & amax.isfinite(), finite, 1.0)
+    scale = quotient
+    if recipe.largest_scale != "none":
+        finite = torch.where(quotient.isinf(), largest, quotient)
+        scale = torch.where((amax > 0) & amax.isfinite(), finite, 1.0)
     if recipe.scale_rounding == "down":
-        scale = scale.view(torch.int32).bitwise_and(FLOAT32_INF_BITS).view(torch.float32)
+        powers = scale.view(torch.int32).bitwise_and(FLOAT32_INF_BITS).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, powers)
     return scale
 
 
 def encode_scales(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None) -> torch.Tensor:
     """FP8, steps 1 to 3: block scales before the inversion, fl(max/amax), float32, from block amaxes of the same shape.
 
-    The scale is 1 for amax 0, Inf or NaN, and the largest number of `dtype`, the dtype of x, for an infinite quotient.
+    The scale is 1 for amax 0, Inf or NaN, and the largest number of `dtype`, the dtype of x, for an infinite quotient;
+    with `largest_scale` none it is the quotient.
     Source: docs/numerics.md#fp8-with-float32-scales, steps 1 to 3. Raises ValueError if `dtype` is needed and None.
     """
     if recipe.smallest_amax:
         amax = amax.clamp(min=recipe.smallest_amax)
     if recipe.largest_scale == "input" and dtype is None:
         raise ValueError(f"recipe {recipe} has a largest scale of the dtype of x; give dtype")
-    largest = FLT_MAX if recipe.largest_scale == "float32" or dtype is None else torch.finfo(dtype).max
+    largest = torch.finfo(dtype).max if recipe.largest_scale == "input" and dtype is not None else FLT_MAX
     return _encode_scale(divide(recipe.element.max, amax), amax, largest, recipe)
 
 
@@ -115,15 +119,48 @@ def block_scales(
     3; docs/numerics.md#fp8-with-float32-scales, step 5; docs/dialects.md#nvfp4.
     """
     if recipe.scale is E8M0:
-        return exponent_codes(amax, recipe)
+        return exponent_codes(amax, recipe, dtype)
     if recipe.scale is FP32:
-        return divide(1.0, encode_scales(amax, recipe, dtype) if tensor is None else tensor.unsqueeze(1))
+        if tensor is not None:
+            return tensor.unsqueeze(1) if recipe.block_scale == "given" else divide(1.0, tensor.unsqueeze(1))
+        if recipe.block_scale == "1/(max/amax)":
+            return divide(1.0, encode_scales(amax, recipe, dtype))
+        return _decode_scales(amax, recipe, dtype)
     scale = unrounded_scales(amax, tensor, recipe, dtype)
     stored = encode(scale, recipe.scale, ties="zero" if recipe.scale_rounding == "nearest-toward-zero" else "even")
     if recipe.zero_block == "stored-2^-3":
         eighth = encode(torch.full_like(scale, 2.0**-3), recipe.scale)
         stored = torch.where(stored == 0, eighth, stored)
     return stored
+
+
+def _decode_scales(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None) -> torch.Tensor:
+    """FP8 dialects: amax/max, or amax·fl(1/max); rounded up to a power of two if `scale_rounding` is up.
+
+    Source: docs/numerics.md#fp8-with-a-decode-scale.
+    """
+    if recipe.smallest_amax:
+        amax = amax.clamp(min=recipe.smallest_amax)
+    largest = recipe.element.max
+    scale = amax / torch.full_like(amax, largest) if recipe.block_scale == "amax/max" else amax * (1.0 / largest)
+    if recipe.statistics == "input":
+        scale = _rounded(scale, recipe, dtype)
+    if recipe.zero_block == "eps":
+        scale = torch.where(scale == 0, _eps(recipe, dtype), scale)
+    return _power_above(scale) if recipe.scale_rounding == "up" else scale
+
+
+def _power_above(scale: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two not below `scale`, float32, from 2^-126 to 2^127, which infinity and NaN give too."""
+    bits = scale.abs().view(torch.int32).clamp(max=FLOAT32_INF_BITS).add_((1 << FLOAT32_MANTISSA) - 1)
+    return bits.bitwise_and_(FLOAT32_INF_BITS).view(torch.float32).clamp(2.0**-126, 2.0**127)
+
+
+def _eps(recipe: Recipe, dtype: torch.dtype | None) -> float:
+    """The distance from 1 to the next number of the dtype of x."""
+    if dtype is None:
+        raise ValueError(f"recipe {recipe} has the epsilon of the dtype of x; give dtype")
+    return torch.finfo(dtype).eps
 
 
 def unrounded_scales(
@@ -201,12 +238,19 @@ def element_factors(
         return torch.where(divide(1.0, own) == scales, own, inverse)
     if recipe.scale is E8M0 and form == "x*(1/s)":
         return exponent_factors(scales)
-    stored = decode(scales, recipe.scale)
+    stored = scales if recipe.scale is FP32 else decode(scales, recipe.scale)
+    if form == "R(x/s)*enc":
+        return _rounded(stored, recipe, dtype)
+    if recipe.block_scale == "given":
+        tensor = None
     if form == "x*min(1/(s*(1/enc)),FLT_MAX)":
         assert tensor is not None
         return divide(1.0, stored * divide(1.0, tensor).unsqueeze(1)).clamp(max=FLT_MAX)
-    factor = stored if tensor is None else _with_tensor(stored, tensor.unsqueeze(1), recipe, dtype)
-    if recipe.zero_scale == "zeros":
+    if tensor is None:
+        factor = divide(1.0, stored) if form == "x*(1/s)" else stored
+    else:
+        factor = _with_tensor(stored, tensor.unsqueeze(1), recipe, dtype)
+    if recipe.zero_scale == "zeros" and not recipe.divides:
         return torch.where(stored == 0, 0.0, factor)
     if recipe.zero_scale in ("1", "2^-9", "2^-23"):
         number = 1.0 if recipe.zero_scale == "1" else 2.0 ** int(recipe.zero_scale.removeprefix("2^"))
@@ -244,7 +288,14 @@ def scale_elements(x: torch.Tensor, factors: torch.Tensor, tensor: torch.Tensor 
     scaled = over_elements(values, factors, recipe, torch.div if recipe.divides else torch.mul)
     if recipe.divides and recipe.zero_scale == "saturate":
         scaled = torch.where(values == 0, values, scaled)
-    return _rounded(scaled, recipe, x.dtype) if recipe.element_scale.startswith("R(") else scaled
+    if recipe.divides and recipe.zero_scale == "zeros":
+        dead = over_elements(torch.ones_like(values), factors, recipe, torch.mul) == 0
+        scaled = scaled.masked_fill(dead, 0.0)
+    if recipe.element_scale.startswith("R("):
+        scaled = _rounded(scaled, recipe, x.dtype)
+    if tensor is not None and recipe.element_scale == "R(x/s)*enc":
+        scaled = scaled * tensor.view(-1, 1)
+    return scaled
 
 
 def per_row(numbers: torch.Tensor, recipe: Recipe, rows: int) -> torch.Tensor:
@@ -261,7 +312,7 @@ def over_elements(
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """`combine(value, number)` for each element of `values` (M, K); `numbers` are the numbers of blocks `per_row`."""
-    if recipe.whole:
+    if recipe.spans_k:
         return combine(values, numbers)
     width, columns = recipe.block[1], values.shape[1]
     blocks = pad_columns(values, width).view(values.shape[0], -(-columns // width), width)

@@ -77,11 +77,13 @@ def block_amaxes(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Step 1: the amax of every block of `x` (M, K), after a transform: float32, the shape of linear scales.
 
     The amax of a tile is repeated for each row of the tile, unless scales are float32. Shape (1, 1) if the tensor has
-    one scale. Source: docs/numerics.md#nvfp4, step 1; docs/numerics.md#two-dimensional-blocks.
+    one scale, (M, 1) if a row has one. Source: docs/numerics.md#nvfp4, step 1; docs/numerics.md#two-dimensional-blocks.
     """
     propagate = recipe.nan == "propagate"
     if recipe.whole:
         return tensor_amax(block_amax(x, _RUN, propagate_nan=propagate)).unsqueeze(1)
+    if recipe.spans_k:
+        return row_amax(block_amax(x, _RUN, propagate_nan=propagate)).unsqueeze(1)
     return over_tiles(block_amax(x, recipe.block[1], propagate_nan=propagate), recipe.block[0])[:: recipe.stored_rows]
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from narrowgauge.spec.formats import Format
+from narrowgauge.spec.recipes import Recipe
 
 f32 = np.float32
 FLT_MAX = np.finfo(f32).max
@@ -57,8 +58,8 @@ def grid(fmt: Format) -> list[Fraction]:
     return [*finite, finite[-1] + step]
 
 
-def nearest_code(x: Fraction, fmt: Format) -> int:
-    """Index of the point of `grid` nearest to x ≥ 0, a tie to the even index."""
+def nearest_code(x: Fraction, fmt: Format, ties: str = "even") -> int:
+    """Index of the point of `grid` nearest to x ≥ 0; a tie to the even index, toward `zero` or `away` from zero."""
     points = grid(fmt)
     above = bisect_left(points, x)
     if above == 0:
@@ -67,18 +68,32 @@ def nearest_code(x: Fraction, fmt: Format) -> int:
         return above - 1
     low, high = x - points[above - 1], points[above] - x
     if low == high:
-        return above - 1 + (above - 1) % 2
+        return above - 1 + {"even": (above - 1) % 2, "zero": 0, "away": 1}[ties]
     return above - 1 if low < high else above
 
 
-def encode(x: float, fmt: Format) -> int:
-    """Code of x in a signed format, to nearest even, saturating: docs/numerics.md#formats."""
+def encode(x: float, fmt: Format, ties: str = "even") -> int:
+    """Code of x in a signed format, to nearest, saturating: docs/numerics.md#formats."""
     if math.isnan(x):
         return fmt.max_code if fmt.nan_code is None else fmt.nan_code
     sign = fmt.sign_code if math.copysign(1.0, x) < 0 else 0
     if math.isinf(x):
         return sign | fmt.max_code
-    return sign | min(nearest_code(abs(Fraction(float(x))), fmt), fmt.max_code)
+    magnitude = min(nearest_code(abs(Fraction(float(x))), fmt, ties), fmt.max_code)
+    return magnitude if magnitude == 0 and not fmt.negative_zero else sign | magnitude
+
+
+def element_code(scaled: float, recipe: Recipe) -> int:
+    """Step 7 without random bits: the code of a scaled element, with the ties, −0 and NaN of the recipe.
+
+    docs/numerics.md#nvfp4, step 7; docs/dialects.md#the-choices. The roundings that only E2M1 has are left out.
+    """
+    if math.isnan(scaled):
+        return recipe.nan_code
+    ties = {"nearest-even": "even", "nearest-toward-zero": "zero", "nearest-away": "away"}[recipe.rounding]
+    code = encode(scaled, recipe.element, ties)
+    no_sign = recipe.negative_zero == "never" or (recipe.negative_zero == "rounded" and scaled == 0)
+    return 0 if no_sign and code == recipe.element.sign_code else code
 
 
 def step(magnitude: Fraction, fmt: Format) -> Fraction:

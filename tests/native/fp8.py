@@ -19,18 +19,14 @@ from narrowgauge.native.quantize import fp8
 from narrowgauge.native.runtime.arguments import GENERAL_THREADS
 from narrowgauge.native.runtime.launch import launch
 from narrowgauge.reference.scalar.rounding import encode, nearest
-from narrowgauge.spec.formats import FP32
-from narrowgauge.spec.recipes import Delayed, Recipe, find_recipe, recipe_names
+from narrowgauge.spec.recipes import Delayed, Recipe, find_recipe
+from tests.native.samples import FP8_NAMES
 
 f32 = np.float32
 
 EPSILONS = ("fp8-block-1x128-e4m3-pow2-eps0.01", "fp8-block-128x128-e5m2-fp32-eps1e-12", "fp8-current-e4m3-eps0.5")
 NAMES = (
-    *(
-        name
-        for name in recipe_names()
-        if find_recipe(name).scale is FP32 and find_recipe(name).delayed in (None, Delayed())
-    ),
+    *(name for name in FP8_NAMES if find_recipe(name).delayed in (None, Delayed())),
     *EPSILONS,
 )
 """Every recipe, of delayed scaling with one way to update its scale, and some that raise amaxes."""

@@ -22,8 +22,17 @@ RECIPES = {
 }
 
 DIALECTS = ("te", "te-2.8", "te-native")
-"""Those of NVFP4 that the kernels speak. Of MX they speak all."""
-MX_NAMES = tuple(name for name in recipe_names() if find_recipe(name).scale is E8M0)
+"""Those of NVFP4 that the kernels speak."""
+MX_DIALECTS = ("te", "ocp", "even", "ceil", "compressed-tensors", "floor-448", "nearest")
+"""Dialects of MX that the kernels have."""
+MX_NAMES = tuple(
+    name for name in recipe_names() if find_recipe(name).scale is E8M0 and find_recipe(name).dialect in MX_DIALECTS
+)
+FP8_NAMES = tuple(
+    name for name in recipe_names()
+    if name.startswith("fp8-") and "@" not in name and "fnuz" not in name and not name.startswith("fp8-row")
+)  # fmt: skip
+"""Recipes of FP8 that the kernels have: those of Transformer Engine, and given scales."""
 TWO_LEVELS = tuple(
     name for name in recipe_names() if find_recipe(name).scale is E4M3 and find_recipe(name).dialect in DIALECTS
 )

@@ -168,11 +168,43 @@ def qwix(b: Blocks) -> tuple[Codes, np.ndarray]:
     return e2m1(b.round(b.x / s), sign="kept", nan=8), scale
 
 
+def te_reference(b: Blocks) -> tuple[Codes, np.ndarray]:
+    enc = min(f32(2688) / b.t, np.finfo(f32).max)
+    enc = f32(1) if b.t == 0 or enc == 0 else enc
+    scale, s = e4m3(b.v * (enc * SIXTH))
+    e = np.minimum(f32(1) / (s * (f32(1) / enc)), np.finfo(f32).max)
+    return e2m1(b.x * e, sign="below 0", nan=0), scale
+
+
+def torchao_one_level(b: Blocks) -> tuple[Codes, np.ndarray]:
+    scale, s = e4m3(np.maximum(b.v / f32(6), f32(2**-6)))
+    return e2m1(b.x * (f32(1) / s), sign="kept", nan=12), scale
+
+
+def comfy_kitchen(b: Blocks) -> tuple[Codes, np.ndarray]:
+    dec = b.t / f32(2688)
+    scale, s = e4m3((b.v / f32(6)) / dec)
+    e = dec * s
+    return e2m1(np.where(e == 0, f32(0), b.x / e), sign="kept", nan=12), scale
+
+
+def mlx(b: Blocks) -> tuple[Codes, np.ndarray]:
+    enc = f32(2688) / b.t
+    scale, s = e4m3(b.round(b.v / f32(6)) * enc)
+    y = b.round(np.where(s == 0, f32(0), b.x / s)) * enc
+    return e2m1(y, sign="not of 0", nan=0, tie="zero"), scale
+
+
+def mlx_one_level(b: Blocks) -> tuple[Codes, np.ndarray]:
+    scale, s = e4m3(b.round(b.v / f32(6)))
+    return e2m1(b.round(np.where(s == 0, f32(0), b.x / s)), sign="not of 0", nan=0, tie="zero"), scale
+
+
 TWINS: dict[str, Twin] = {
     twin.__name__.replace("_", "-"): twin
     for twin in (
         trtllm, torchao, modelopt, compressed_tensors, fouroversix, quark, flashinfer_trace, fireworks, jax, fp_quant,
-        qwantize, breccia, qwix,
+        qwantize, breccia, qwix, te_reference, torchao_one_level, comfy_kitchen, mlx, mlx_one_level,
     )
 }  # fmt: skip
 

@@ -27,6 +27,11 @@ VECTORS: dict[str, tuple[list[float], dict[str, tuple[str, str]]]] = {
             "qwantize": ("7e05", "e77b3677c7ed6609be55d65713475715"),
             "breccia": ("7e05", "e77b3677c7ed6609be55d65713475715"),
             "qwix": ("7e05", "e77b3677c7ed6609be55d65713476715"),
+            "te-reference": ("7e04", "d67a2577c6dc5509bd45c64713365715"),
+            "torchao-one-level": ("7e08", "e77b3677c7ed6609ac34b43612254614"),
+            "comfy-kitchen": ("7e03", "d67a2577c6dc5509be56d65714476716"),
+            "mlx": ("7e03", "d67a2577c6dc5509be56d65714476716"),
+            "mlx-one-level": ("7e05", "e77b3677c7ed6609be55d65713475715"),
         },
     ),
     "a scale that is a tie: amaxes 65 and 48.75": (
@@ -48,6 +53,11 @@ VECTORS: dict[str, tuple[list[float], dict[str, tuple[str, str]]]] = {
             "qwantize": ("5350", "769a5d6db0e1e0d2b7b6fd5ef55d1e52"),
             "breccia": ("5350", "769a5d6db0e1e0d2b7b6fd5ef55d1e52"),
             "qwix": ("5350", "769a5d6db0e1e0d2b7b6fd5ef55d1e52"),
+            "te-reference": ("7e7b", "769a5d6db0e1e0d2b7b6fd5ef55d1e42"),
+            "torchao-one-level": ("5350", "769a5d6db0e1e0d2b7b6fd5ef55d1e52"),
+            "comfy-kitchen": ("7e7a", "769a5d6db0e1e0d2b7b6fd6ef65d1e52"),
+            "mlx": ("7e7a", "769a5d6db0e1e0d2b7b6fd6ef65d1e52"),
+            "mlx-one-level": ("5350", "769a5d6db0e1e0d2b7b6fd5ef55d1e52"),
         },
     ),
     "halves that are ties only to some, and −0.0": (
@@ -69,6 +79,11 @@ VECTORS: dict[str, tuple[list[float], dict[str, tuple[str, str]]]] = {
             "qwantize": ("31", "00f05d00a0410a30"),
             "breccia": ("31", "00f05d00a0410a30"),
             "qwix": ("31", "80f85d80a8418a38"),
+            "te-reference": ("7e", "00f05d00a0410a30"),
+            "torchao-one-level": ("31", "80f85d80a8418a38"),
+            "comfy-kitchen": ("7e", "80f85d80a8418a38"),
+            "mlx": ("7e", "01f05d00a0410a30"),
+            "mlx-one-level": ("31", "00f05d00a0410a30"),
         },
     ),
     "the midpoints of E2M1 under a scale of 448": (
@@ -89,6 +104,11 @@ VECTORS: dict[str, tuple[list[float], dict[str, tuple[str, str]]]] = {
             "qwantize": ("7e", "00123456789abcde"),
             "breccia": ("7e", "00123456709abcde"),
             "qwix": ("7e", "0022446678aaccee"),
+            "te-reference": ("7e", "0022446678aaccee"),
+            "torchao-one-level": ("7e", "0022446678aaccee"),
+            "comfy-kitchen": ("7e", "0022446678aaccee"),
+            "mlx": ("7e", "00123456709abcde"),
+            "mlx-one-level": ("7e", "00123456709abcde"),
         },
     ),
     "a block whose scale rounds to 0": (
@@ -110,6 +130,11 @@ VECTORS: dict[str, tuple[list[float], dict[str, tuple[str, str]]]] = {
             "qwantize": ("3100", "00f05d00a0410a307777777777777777"),
             "breccia": ("3100", "00f05d00a0410a300000000000000000"),
             "qwix": ("3138", "80f85d80a8418a380000000000000000"),
+            "te-reference": ("7e00", "00f05d00a0410a307777777777777777"),
+            "torchao-one-level": ("3108", "80f85d80a8418a380000000000000000"),
+            "comfy-kitchen": ("7e00", "80f85d80a8418a380000000000000000"),
+            "mlx": ("7e00", "01f05d00a0410a300000000000000000"),
+            "mlx-one-level": ("3100", "00f05d00a0410a300000000000000000"),
         },
     ),
     "midpoints under one level of scales": (
@@ -120,6 +145,8 @@ VECTORS: dict[str, tuple[list[float], dict[str, tuple[str, str]]]] = {
             "qwantize": ("5e", "e00123456789abcd"),
             "breccia": ("5e", "e00123456709abcd"),
             "qwix": ("5e", "e0022446678aacce"),
+            "torchao-one-level": ("5e", "e0022446678aacce"),
+            "mlx-one-level": ("5e", "e00123456709abcd"),
         },
     ),
     "an E4M3 tie of one level": (
@@ -130,6 +157,8 @@ VECTORS: dict[str, tuple[list[float], dict[str, tuple[str, str]]]] = {
             "qwantize": ("6c", "5964eb37a0313517"),
             "breccia": ("6b", "5964ec47a0413517"),
             "qwix": ("6c", "5964eb37a0313517"),
+            "torchao-one-level": ("6c", "5964eb37a0313517"),
+            "mlx-one-level": ("6c", "5964eb37a0313517"),
         },
     ),
 }  # fmt: skip
@@ -139,5 +168,7 @@ NEAREST = {
     "compressed-tensors": "flashinfer-trace", "fouroversix": "trtllm", "quark": "te-2.8",
     "flashinfer-trace": "compressed-tensors", "fireworks": "torchao", "jax": "te-2.8", "fp-quant": "compressed-tensors",
     "qwantize": "qwix", "breccia": "qwantize", "qwix": "qwantize",
+    "te-reference": "te-2.8", "torchao-one-level": "qwix", "comfy-kitchen": "quark", "mlx": "flashinfer-trace",
+    "mlx-one-level": "qwantize",
 }  # fmt: skip
 """Each dialect's nearest neighbour among those with as many levels of scales."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from narrowgauge.reference.ops import gemm, quantize
-from narrowgauge.spec.formats import E4M3, E5M2, E8M0, FP32
+from narrowgauge.spec.formats import E4M3, E4M3FNUZ, E5M2, E8M0, FP32
 from narrowgauge.spec.recipe import mismatch
 from narrowgauge.spec.recipes import Hadamard, Recipe, find_recipe, recipe_names
 
@@ -19,7 +19,7 @@ NAMES = [name for name in recipe_names() if "@" not in name or name in ("mxfp8-e
 
 
 def kind(recipe: Recipe) -> str:
-    return {E4M3: "nvfp4", E8M0: "mx", FP32: "whole" if recipe.whole else "blocks"}[recipe.scale]
+    return {E4M3: "nvfp4", E8M0: "mx", FP32: "whole" if recipe.spans_k else "blocks"}[recipe.scale]
 
 
 def may(a: Recipe, b: Recipe) -> bool:
@@ -30,7 +30,10 @@ def may(a: Recipe, b: Recipe) -> bool:
         return True
     if kind(a) == "nvfp4":
         return a.alpha == b.alpha and a.transform == b.transform
-    return E4M3 in (a.element, b.element) and (kind(a) == "whole" or 1 in (a.block[0], b.block[0]))
+    if a.element.negative_zero != b.element.negative_zero:
+        return False
+    e4m3 = (E4M3, E4M3FNUZ)
+    return (a.element in e4m3 or b.element in e4m3) and (kind(a) == "whole" or 1 in (a.block[0], b.block[0]))
 
 
 def test_every_pair_of_recipes_is_multiplied_exactly_where_its_family_allows_it() -> None:

@@ -200,8 +200,9 @@ def test_recipes_are_listed_without_importing_torch() -> None:
             ["no recipe is called 'fp8-delayed-e4m3-margin' (did you mean 'fp8-delayed-e"],
         ),
         ("mxfp8-2d@oct", ["recipe mxfp8-2d has no dialect 'oct' (did you mean 'ocp'?); it has te, ocp, even, ceil"]),
-        ("mxfp8-e4m3@torchao", ["recipe mxfp8-e4m3 has no dialect 'torchao'; it has te, ocp, even, ceil"]),
-        ("fp8-current@ocp", ["recipe fp8-current has no dialect 'ocp'; it has te"]),
+        ("mxfp8-e4m3@torchao", ["recipe mxfp8-e4m3 has no dialect 'torchao' (did you mean 'torchao-rceil'?); it has "]),
+        ("fp8-current@ocp", ["recipe fp8-current has no dialect 'ocp'; it has te, torchao"]),
+        ("fp8-delayed@vllm", ["recipe fp8-delayed has no dialect 'vllm'; it has te"]),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name: str, texts: list[str]) -> None:
@@ -252,8 +253,8 @@ def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(field: str, 
          "element_scale x*min(1/(s*(1/enc)),FLT_MAX) does not go with zero_scale zeros; it goes with saturate"),
         ({"element_scale": "x*r(s*r(enc))"}, "does not go with zero_scale saturate; it goes with zeros"),
         ({"element_scale": "x*(1/(s*(1/enc)))"}, "does not go with zero_scale saturate; it goes with infinity, zeros"),
-        ({"element_scale": "x/(s/enc)", "zero_scale": "zeros"},
-         "does not go with zero_scale zeros; it goes with saturate, infinity, 1, 2^-9, 2^-23"),
+        ({"element_scale": "x*r(s*r(enc))", "zero_scale": "infinity"},
+         "does not go with zero_scale infinity; it goes with zeros"),
         ({"statistics": "input-blocks"},
          "statistics of blocks in the dtype of x and a block scale that never forms amax/6 do not go together"),
         ({"zero_block": "amax/6=2^-23"},
@@ -280,24 +281,28 @@ def test_choices_that_do_not_fit_are_refused_with_the_reason(changes: dict[str, 
          "scale_rounding nearest-even does not go with scales of E8M0; they go with up, down, as-element"),
         (MX, {"element_scale": "x*(max/amax)"},
          "element_scale x*(max/amax) does not go with scales of E8M0; they go with x*(1/s), x/s"),
-        (BLOCK, {"element_scale": "x*(1/s)"},
-         "element_scale x*(1/s) does not go with scales of FP32; they go with x*(max/amax), x*enc"),
-        (BLOCK, {"scale_rounding": "up"}, "scale_rounding up does not go with scales of FP32; they go with none, down"),
+        (BLOCK, {"scale_rounding": "up-log2"},
+         "scale_rounding up-log2 does not go with scales of FP32; they go with none, down, up"),
+        (BLOCK, {"zero_block": "1"}, "zero_block 1 does not go with scales of FP32; they go with keep, eps"),
+        ("nvfp4@qwix", {"element_scale": "R(x/s)", "zero_scale": "saturate"},
+         "element_scale R(x/s) does not go with scales of E4M3; they go with x*min(1/(s*(1/enc)),FLT_MAX), "),
         ("nvfp4@qwix", {"element_scale": "x*(1/s)", "zero_scale": "saturate"},
-         "element_scale x*(1/s) does not go with scales of E4M3; they go with x*min(1/(s*(1/enc)),FLT_MAX), "),
+         "element_scale x*(1/s) does not go with zero_scale saturate; it goes with infinity"),
         ("nvfp4@qwantize", {"block_scale": "amax*(1/max)"},
          "block_scale amax*(1/max) does not go with scales of E4M3; they go with amax*(enc*(1/6)), (amax/6)*enc"),
         ("nvfp4", {"scale_rounding": "up"},
          "scale_rounding up does not go with scales of E4M3; they go with nearest-even, nearest-toward-zero"),
-        (CURRENT, {"block": (1, 128)}, "a single scale for the tensor, block_scale 1/enc"),
-        (BLOCK, {"block": (WHOLE, WHOLE)}, "a single scale for the tensor, block_scale 1/enc"),
-        (BLOCK, {"alpha": "s_a*s_b"}, "a single scale for the tensor, block_scale 1/enc"),
-        (CURRENT, {"alpha": "1"}, "a single scale for the tensor, block_scale 1/enc"),
-        (CURRENT, {"delayed": Delayed()}, "tensor_scale 'given' and the field delayed go together"),
-        ("fp8-delayed", {"delayed": None}, "tensor_scale 'given' and the field delayed go together"),
+        (CURRENT, {"block": (1, 128)}, "a scale that spans K and alpha s_a*s_b go together; give both or none"),
+        (BLOCK, {"block": (WHOLE, WHOLE)}, "a scale that spans K and alpha s_a*s_b go together"),
+        (BLOCK, {"alpha": "s_a*s_b"}, "a scale that spans K and alpha s_a*s_b go together"),
+        ("fp8-current@vllm", {"block_scale": "given"},
+         "a scale of the tensor and block_scale 1/enc or given go together; block is allxall, tensor_scale none and "
+         "block_scale given"),
+        (CURRENT, {"delayed": Delayed()},
+         "the field delayed and block_scale 'given' need tensor_scale 'given', not max/amax"),
         ("nvfp4", {"nan_code": 31}, "nan_code 31 is no code of E2M1"),
         ("mxfp6-e3m2", {"nan_code": 127}, "nan_code 127 is no code of E3M2"),
-        (MX, {"rounding": "nearest-toward-zero"},
+        (MX, {"rounding": "nearest-even-wrapping"},
          "a rounding of E2M1 and another element than E2M1 do not go together: the rounding is defined on the grid"),
         (MX, {"packing": "high-first"},
          "the first element high and another element than E2M1 do not go together: no two elements share a byte"),
@@ -305,14 +310,14 @@ def test_choices_that_do_not_fit_are_refused_with_the_reason(changes: dict[str, 
          "a columnwise half in place and E2M1 do not go together: two columns would share a byte"),
         (BLOCK, {"columnwise": "in-place"},
          "a columnwise half in place and float32 scales do not go together: Transformer Engine transposes FP8"),
-        (MX, {"zero_block": "1"},
-         "choices for scales of E4M3 and scales of another format than E4M3 do not go together: the choices would"),
-        (BLOCK, {"smallest_scale": "2^-9"}, "choices for scales of E4M3 and scales of another format than E4M3 do not"),
-        (MX, {"smallest_amax": 1e-6},
-         "a smallest amax and scales of bytes do not go together: Transformer Engine has an epsilon for FP8"),
+        (MX, {"zero_block": "eps"}, "zero_block eps does not go with scales of E8M0; they go with keep, 1"),
+        (BLOCK, {"smallest_scale": "2^-9"}, "a smallest scale and scales of another format than E4M3 do not"),
+        (BLOCK, {"statistics": "input"},
+         "a quotient amax/max in the dtype of x and a block scale other than amax/max do not go together: only the"),
+        ("nvfp4", {"smallest_amax": 1e-6}, "a smallest amax and scales of E4M3 do not go together: no library has it"),
         ("fp8-delayed", {"smallest_amax": 1e-6}, "a smallest amax and a given scale do not go together: no amax is"),
         (CURRENT, {"largest_scale": "input"},
-         "a largest scale of the dtype of x and a block scale other than 1/(max/amax) do not go together: the choice"),
+         "a largest scale other than float32 and a block scale other than 1/(max/amax) do not go together: the choice"),
         (BLOCK, {"rounding": "stochastic"},
          "float32 scales and stochastic rounding do not go together: Transformer Engine rounds FP8 to nearest"),
         (CURRENT, {"transform": Hadamard()},
@@ -400,10 +405,11 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 # Recipes that all values, or some values, of a field are tried in, and what these have beside them; the rest in nvfp4.
 # Of block scales and roundings of scales, those that belong to a format of scales are told apart in one recipe of it.
+DECODE_SCALE = {"largest_scale": "float32", "block_scale": "amax/max", "element_scale": "x/s", "zero_scale": "infinity"}
 DOWN = {"scale_rounding": "down"}  # up, 448·2^k rounds the same by a product and by a quotient
 ELSEWHERE: dict[str, tuple[str, dict[str | int, dict[str, Any]]]] = {
-    "nan_code": (MX, {value: {} for value in (7, 0, 8, 11, 12, 31, 127)}),
-    "largest_scale": (BLOCK, {"float32": {}, "input": {}}),
+    "nan_code": (MX, {value: {} for value in (7, 0, 8, 11, 12, 31, 127, 128)}),
+    "largest_scale": (BLOCK, {"float32": {}, "input": {}, "none": {}}),
     "columnwise": (MX, {"transposed": {}, "in-place": {}}),
 }
 OF_FORMAT: dict[str, list[tuple[str, dict[str | int, dict[str, Any]]]]] = {
@@ -411,13 +417,16 @@ OF_FORMAT: dict[str, list[tuple[str, dict[str | int, dict[str, Any]]]]] = {
         (MX, {"amax*(1/max)": DOWN, "amax/max": DOWN, "amax*2^-emax": DOWN}),
         (BLOCK, {"1/(max/amax)": {}}),
         (CURRENT, {"1/enc": {}}),
+        ("fp8-static-e4m3", {"given": {"element_scale": "x*(1/s)", "zero_scale": "infinity"}}),
     ],
+    "zero_block": [(BLOCK, {"eps": DECODE_SCALE})],
     "scale_rounding": [
         (MX, {rule: {"block_scale": "amax*2^-emax"}
-              for rule in ("up", "down", "as-element", "up-from-1.75", "nearest-log2")}),
+              for rule in ("up", "down", "as-element", "up-from-1.75", "nearest-log2", "up-log2", "down-log2")}),
         (BLOCK, {"none": {}}),
     ],
-    "element_scale": [(MX, {"x*(1/s)": {}}), (BLOCK, {"x*(max/amax)": {}}), (CURRENT, {"x*enc": {}})],
+    "element_scale": [(MX, {"x*(1/s)": {}}), (BLOCK, {"x*(max/amax)": {}, "R(x/s)": DECODE_SCALE}),
+                      (CURRENT, {"x*enc": {}})],
     "alpha": [(CURRENT, {"s_a*s_b": {}})],
 }  # fmt: skip
 
@@ -442,6 +451,14 @@ def everything(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     scale = torch.tensor([5.0]) if recipe.tensor_scale == "given" else None
     q = quantize(x, recipe, scale=scale, random=words if recipe.rounding == "stochastic" else None)
     return torch.cat([q.scales.contiguous().flatten().view(torch.uint8), q.codes.flatten()])
+
+
+def test_a_block_of_zeros_has_the_scale_that_its_choice_says() -> None:
+    zeros = torch.zeros(1, 128).bfloat16()
+    for name, scales in (("fp8-row-e4m3@modelopt", [0.0]), ("fp8-row-e4m3@compressed-tensors", [2.0**-7])):
+        assert quantize(zeros, name).scales.tolist() == [scales]
+    assert quantize(zeros, "mxfp4@mlx").scales.tolist() == [[127] * 4]
+    assert quantize(zeros, "mxfp4@gguf").scales.tolist() == [[0] * 4]
 
 
 def random_matrix() -> torch.Tensor:
@@ -475,8 +492,8 @@ def scales_of_edges(recipe: Recipe) -> torch.Tensor:
 
 def exponents(recipe: Recipe) -> torch.Tensor:
     """Scale bytes of blocks whose amaxes have mantissas beside the thresholds of every rule; of E4M3, near ties."""
-    x = torch.zeros(8, 32)
-    x[:, 5] = torch.tensor([1.0, 1.25, 1.4375, 1.625, 1.75, 1.875, 1.9375, 1.984375])
+    x = torch.zeros(10, 32)
+    x[:, 5] = torch.tensor([1.0, 1.25, 1.4375, 1.625, 1.75, 1.875, 1.9375, 1.984375, 1 + 2**-22, 2 - 2**-22]) * 2**-9
     return torch.cat([everything(x, recipe), everything(edges(2688.0), recipe)])
 
 
@@ -491,7 +508,7 @@ def small_blocks(recipe: Recipe) -> torch.Tensor:
     """Scale bytes of blocks of 0, of next to nothing, and of little, under an amax of 2688·2^-14."""
     x = torch.zeros(1, 80)
     x[0, [0, 32, 48, 64]] = torch.tensor([2688 * 2.0**-14, 1e-29, 6 * 2.0**-14 * 2.0**-10.9, 6 * 2.0**-14 * 2.0**-8.2])
-    return quantize(x, recipe).scales
+    return quantize(x, recipe).scales.view(torch.uint8)
 
 
 def elements(*values: float) -> torch.Tensor:
@@ -575,6 +592,17 @@ def test_every_value_of_an_option_gives_its_own_bytes(option: str) -> None:
 FP8_OPTIONS: dict[str, list[dict[str, Any]]] = {
     BLOCK: [{}, {"scale_rounding": "down"}, {"smallest_amax": 3.0}, {"smallest_amax": 3.5}],
     CURRENT: [{}, {"scale_rounding": "down"}, {"smallest_amax": 4.5}, {"smallest_amax": 5.5}],
+    "fp8-row-e4m3@torchao-affine": [
+        {},
+        {"statistics": "float32"},
+        {"scale_rounding": "up"},
+        {"smallest_amax": 5.5},
+        {"element_scale": "R(x/s)"},
+        {"element_scale": "x*(1/s)"},
+        {"statistics": "float32", "block_scale": "amax*(1/max)"},
+        {"rounding": "nearest-toward-zero"},
+        {"rounding": "nearest-away"},
+    ],
 }
 
 

@@ -125,8 +125,8 @@ def _amax_pair(parts: GemmParts) -> tuple[torch.Tensor, torch.Tensor, float] | N
 def _decode_factors(parts: GemmParts) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Tensor factors of a and b in dequantization: amax/2688, or the only scale of the tensor."""
     a, b = parts.source.a, parts.source.b
-    if a.recipe.whole:
-        return a.scales, b.scales
+    if a.recipe.spans_k:
+        return a.scales.view(-1, 1), b.scales.view(1, -1)
     if a.amax is None or b.amax is None:
         return None
     left, right = a.amax.unsqueeze(1), b.amax.unsqueeze(0)

@@ -162,7 +162,7 @@ def split_products(products: Sequence[Product], wrong: torch.Tensor | None) -> l
 
 def without_tensor_factor(q: Quantized) -> Quantized:
     """The operand without its tensor factor: codes along rows, low nibble first, linear scales for each row."""
-    if q.recipe.whole:
+    if q.recipe.spans_k:
         scales = torch.ones(1, 1, device=q.codes.device)
     elif q.recipe.scale is FP32:
         scales = scale_values(q).float()
@@ -174,7 +174,7 @@ def without_tensor_factor(q: Quantized) -> Quantized:
 @lru_cache(maxsize=64)
 def _carrier_recipe(recipe: Recipe) -> Recipe:
     """A recipe with the same elements and scales, blocks of a single row, and no tensor factor."""
-    if recipe.whole:
+    if recipe.spans_k:
         return replace(recipe, block=(WHOLE, WHOLE), packing="low-first")
     if recipe.alpha == "1":
         return replace(recipe, block=(1, recipe.block[1]), packing="low-first", transform=None)

@@ -234,7 +234,7 @@ def _zero_columns(q: Quantized, first: int) -> Quantized:
 
 def _without_last_block(q: Quantized) -> Quantized | None:
     width = q.recipe.block[1]
-    return None if q.recipe.whole or q.shape[1] == 0 else _zero_columns(q, (q.shape[1] - 1) // width * width)
+    return None if q.recipe.spans_k or q.shape[1] == 0 else _zero_columns(q, (q.shape[1] - 1) // width * width)
 
 
 def _without_tail(tile: int) -> Change:

@@ -13,7 +13,7 @@ from narrowgauge.harness.diagnosis.quantize.kernel_matrix import STAGES, KernelM
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.reference.quantize.layout import elements
 
-CANDIDATES = 8
+CANDIDATES = 16
 """Deviations that are tried in pairs: those that explain most of the wrong elements."""
 LARGEST = 1 << 21
 """Elements of the largest matrices on which pairs are tried."""

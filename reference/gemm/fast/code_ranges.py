@@ -40,7 +40,7 @@ def code_ranges(codes: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.T
     """The largest magnitude of each row and a power of two that divides the row: codes (M, B), B > 0, to float64 (M,).
 
     Found from the largest and the smallest nonzero code of a row: codes without sign are ordered by magnitude.
-    Infinity and NaN count as the largest number of the format.
+    Infinity and NaN count as the largest number of the format, the NaN of fnuz formats as 0: its sums are NaN anyway.
     """
     magnitudes = codes & (fmt.sign_code - 1) if fmt.signed else codes
     nonzero = magnitudes - 1 if fmt.signed else magnitudes  # code 0 wraps around to 255: every quantum divides 0

@@ -46,6 +46,8 @@ def meaning(code, fmt):
     """(sign, magnitude): a Fraction, "inf" or "nan"."""
     if not fmt.signed:
         return 0, "nan" if code == 255 else Fraction(2) ** (code - 127)
+    if not fmt.negative_zero and code == fmt.sign_code:
+        return 0, "nan"
     sign, magnitude = divmod(code, 1 << (fmt.bits - 1))
     exponent, mantissa = divmod(magnitude, 1 << fmt.mantissa_bits)
     if fmt is E4M3 and magnitude == 0x7F:
@@ -79,7 +81,7 @@ def test_every_code_and_its_neighbour_are_one_step_apart(fmt):
         by = "by up to 1 step" if zeros else "each by 1 step"  # +0 and -0 differ by none
         assert result.sentence.startswith(f"{fmt.codes - 1} of {fmt.codes - 1} codes differ, {by}")
         assert len(places(result)) == fmt.codes - 1
-    assert len(zeros) == fmt.signed
+    assert len(zeros) == (fmt.signed and fmt.negative_zero)
 
 
 @every_format
@@ -92,7 +94,8 @@ def test_every_code_equals_itself_and_no_other(fmt):
         assert places(result) == [(0, other) for other in range(fmt.codes) if other != code]
         # From one side of zero to the other there are two zeros and one step between their neighbours.
         farthest = max(
-            abs(rank[other] - rank[code]) - (fmt.signed and (rank[other] < zero) != (rank[code] < zero))
+            abs(rank[other] - rank[code])
+            - (fmt.signed and fmt.negative_zero and (rank[other] < zero) != (rank[code] < zero))
             for other in range(fmt.codes)
         )
         assert result.max_ulp == farthest

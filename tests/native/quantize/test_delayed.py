@@ -14,16 +14,16 @@ import torch
 from narrowgauge.native import ops
 from narrowgauge.reference.quantize.delayed import update_scale as reference
 from narrowgauge.reference.scalar.rounding import nearest
-from narrowgauge.spec.recipes import Recipe, find_recipe, recipe_names
+from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import bits
 from tests.native.guards import embedded, guarded_outputs
-from tests.native.samples import assert_equal
+from tests.native.samples import FP8_NAMES, assert_equal
 
 f32 = np.float32
 FLT_MAX = float(np.finfo(f32).max)
 
 NAMES = (
-    *(name for name in recipe_names() if find_recipe(name).delayed is not None),
+    *(name for name in FP8_NAMES if find_recipe(name).delayed is not None),
     "fp8-delayed-e4m3-margin1", "fp8-delayed-e5m2-recent-margin3-bulk", "fp8-delayed-e4m3-margin130",
 )  # fmt: skip
 EVERY_RECIPE = pytest.mark.parametrize("name", NAMES)

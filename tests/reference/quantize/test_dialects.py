@@ -26,7 +26,7 @@ from tests.thinned import thinned
 
 SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ONE_LEVEL = ("qwantize", "breccia", "qwix")
+ONE_LEVEL = ("qwantize", "breccia", "qwix", "torchao-one-level", "mlx-one-level")
 TWO_LEVELS = tuple(name for name in TWINS if name not in ONE_LEVEL)
 
 

@@ -99,25 +99,27 @@ def _special_value_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     def changed_codes(change: Callable[[torch.Tensor, Replay], torch.Tensor]) -> Override:
         return lambda replay: replay.pack_codes(change(replay.encode_scaled(replay.scaled_elements), replay))
 
-    yield _code_deviation(
-        "negative-zero-lost",
-        "-0 is stored as 0",
-        changed_codes(lambda codes, replay: codes.masked_fill(codes == sign, 0)),
-    )
+    if recipe.element.negative_zero:
+        yield _code_deviation(
+            "negative-zero-lost",
+            "-0 is stored as 0",
+            changed_codes(lambda codes, replay: codes.masked_fill(codes == sign, 0)),
+        )
     if recipe.element.bits == 4:
         yield _code_deviation(
             "nibbles-swapped",
             "the two of a byte are exchanged",
             lambda replay: swap_nibbles(Replay(replay.kernel_matrix).compute_stage("codes")),
         )
-    yield _code_deviation(
-        "negative-zero-lost", "-0 is stored as 0, but not of negative numbers that round to it",
-        changed_codes(lambda codes, replay: codes.masked_fill(replay.scaled_elements == 0, 0)),
-    )  # fmt: skip
-    yield _code_deviation(
-        "negative-zero-lost", "negative numbers that round to zero lose their sign",
-        changed_codes(lambda codes, replay: codes.masked_fill((codes == sign) & (replay.scaled_elements != 0), 0)),
-    )  # fmt: skip
+    if recipe.element.negative_zero:
+        yield _code_deviation(
+            "negative-zero-lost", "-0 is stored as 0, but not of negative numbers that round to it",
+            changed_codes(lambda codes, replay: codes.masked_fill(replay.scaled_elements == 0, 0)),
+        )  # fmt: skip
+        yield _code_deviation(
+            "negative-zero-lost", "negative numbers that round to zero lose their sign",
+            changed_codes(lambda codes, replay: codes.masked_fill((codes == sign) & (replay.scaled_elements != 0), 0)),
+        )  # fmt: skip
     if recipe.negative_zero != "keep":
         yield _code_deviation(
             "negative-zero-kept", "-0 keeps its sign",
@@ -183,7 +185,7 @@ def _codes_with_kernel_padding(replay: Replay) -> torch.Tensor:
 def _spread_over_elements(replay: Replay, blocks: torch.Tensor) -> torch.Tensor:
     """A value for each element, bool (M, K), from a value for each stored scale."""
     rows, columns = per_row(blocks, replay.recipe, replay.x.shape[0]), replay.x.shape[1]
-    if replay.recipe.whole:
+    if replay.recipe.spans_k:
         return rows.expand(-1, columns)
     return rows.repeat_interleave(replay.recipe.block[1], 1)[:, :columns]
 
@@ -204,7 +206,7 @@ def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
         def override(replay: Replay) -> torch.Tensor:
             scales = per_row(_decoded_scales(replay), replay.recipe, replay.x.shape[0])
             columns = replay.x.shape[1]
-            if not replay.recipe.whole:
+            if not replay.recipe.spans_k:
                 scales = scales.repeat_interleave(replay.recipe.block[1], 1)[:, :columns]
             return replay.pack_codes(replay.encode_scaled(values(replay, replay.x.float(), scales)))
 
@@ -248,7 +250,7 @@ def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             "subnormal-factors-flushed", "factors are flushed to 0 where they are subnormal",
             with_factors(lambda replay: flush(replay.factors)),
         )  # fmt: skip
-    if not recipe.whole:
+    if not recipe.spans_k:
         for step, phrase in ((-1, "next"), (1, "previous")):
             yield _code_deviation(
                 f"scales-of-{phrase}-block", f"scaled by the scale of the {phrase} block",
@@ -294,7 +296,7 @@ def _scaling_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             cause, sentence, _SCALES_AND_CODES, row_local=False, optional_stages=_AMAX,
             overrides={"x": lambda replay, change=change: change(replay.kernel_matrix.subject.x)},  # type: ignore[misc]
         )  # fmt: skip
-    if not recipe.whole:
+    if not recipe.spans_k:
         yield QuantizeDeviation(
             "tail-dropped", "columns behind the last whole block are taken for 0", _SCALES_AND_CODES,
             overrides={"x": lambda replay: without_tail(replay.recipe.block[1], replay.kernel_matrix.subject.x)},
@@ -329,7 +331,8 @@ def _factors_with_flushed_steps(replay: Replay) -> torch.Tensor:
 
 
 def _flushed(fmt: Format, zero: int, codes: torch.Tensor, _: Replay) -> torch.Tensor:
-    return torch.where(codes & (fmt.sign_code - 1) < 1 << fmt.mantissa_bits, codes & zero, codes)
+    small = (codes & (fmt.sign_code - 1) < 1 << fmt.mantissa_bits) & (codes != (fmt.nan_code or 0x7F))
+    return torch.where(small, codes & zero, codes)
 
 
 def _factors_of_other_block(step: int, replay: Replay) -> torch.Tensor:

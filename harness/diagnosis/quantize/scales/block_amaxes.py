@@ -19,7 +19,7 @@ from narrowgauge.spec.recipes import Recipe
 
 def block_amax_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Deviations of a recipe's block amaxes, the most plausible first."""
-    if recipe.whole:
+    if recipe.spans_k:
         return
     height, width = recipe.block
     yield _block_amax_deviation(
@@ -182,7 +182,7 @@ def skipped_lane_deviations(
     in this lane, so the wrong scales show the skipped lanes. A replay confirms or refutes each candidate.
     """
     recipe = matrices[0].subject.recipe if matrices else None
-    if recipe is None or recipe.whole:
+    if recipe is None or recipe.spans_k:
         return
     height, width = recipe.block
     lanes = torch.zeros(width, dtype=torch.bool)
