@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from narrowgauge.harness.api.inputs import inputs, matrix
     from narrowgauge.harness.api.metrics import metrics
     from narrowgauge.harness.api.verdict import Verdict, WrongResult
+    from narrowgauge.harness.checks.order.order import Order
+    from narrowgauge.harness.checks.order.probe import accumulation_order
     from narrowgauge.harness.tools.checkpoint.assertion import assert_checkpoint
     from narrowgauge.harness.watch.watch import watch
     from narrowgauge.reference.ops import (
@@ -52,17 +54,18 @@ if TYPE_CHECKING:
     """Folder of the case files of this package."""
 
 __all__ = [
-    "GroupedQuantized", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__", "adapt", "assert_checkpoint",
-    "assert_dequantized", "assert_gemm", "assert_quantized", "assert_stochastic", "assert_transformed", "bounds",
-    "cases", "check", "dequantize", "explain", "gemm", "gemm_grouped", "gemm_quantized", "inputs", "matrix", "metrics", "quantize",
-    "quantize_both", "quantize_grouped", "recipe", "recipes", "swizzle", "transform", "unswizzle", "update_scale",
-    "watch",
+    "GroupedQuantized", "Order", "Quantized", "Recipe", "Verdict", "WrongResult", "__version__", "accumulation_order",
+    "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized", "assert_stochastic",
+    "assert_transformed", "bounds", "cases", "check", "dequantize", "explain", "gemm", "gemm_grouped",
+    "gemm_quantized", "inputs", "matrix", "metrics", "quantize", "quantize_both", "quantize_grouped", "recipe",
+    "recipes", "swizzle", "transform", "unswizzle", "update_scale", "watch",
 ]  # fmt: skip
 
 _MODULES = {
     "GroupedQuantized": "spec.quantized", "Quantized": "spec.quantized",
     "Recipe": "spec.recipes", "recipe": "spec.recipes", "recipes": "spec.recipes",
     "assert_dequantized": "harness.api.assertions", "assert_gemm": "harness.api.assertions",
+    "Order": "harness.checks.order.order", "accumulation_order": "harness.checks.order.probe",
     "assert_checkpoint": "harness.tools.checkpoint.assertion",
     "assert_quantized": "harness.api.assertions", "assert_stochastic": "harness.api.assertions",
     "assert_transformed": "harness.api.assertions", "explain": "harness.api.assertions",

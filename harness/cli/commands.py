@@ -19,6 +19,7 @@ from narrowgauge.harness.cli.init import init
 from narrowgauge.harness.cli.list import list_cases
 from narrowgauge.harness.cli.merge import merge_shards
 from narrowgauge.harness.cli.mutants import mutants
+from narrowgauge.harness.cli.order import find_order
 from narrowgauge.harness.cli.run import run
 from narrowgauge.harness.cli.sanitize import sanitize_cases
 from narrowgauge.harness.cli.show import show
@@ -44,6 +45,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "sanitize": sanitize_cases,
     "show": show,
     "dialect": which_dialect,
+    "order": find_order,
     "checkpoint": checkpoint,
     "doctor": doctor,
     "bench": bench,

@@ -1,0 +1,1 @@
+"""Finding the order in which a GEMM adds, by probing it."""

@@ -1,0 +1,162 @@
+"""Masks: probes that tell which products are added between two others.
+
+Source: FPRev, arXiv 2411.00442. A large product M at column i and −M at column j absorb every small product that is
+added to their sum before the two meet. The number of small products lost is the number of columns below the lowest
+common node of i and j. A term that is aligned and truncated is lost in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+GemmFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""function(a, b): a (M, K) and b (N, K) to (M, N)."""
+_RANGES = {
+    torch.float32: (60, 0), torch.bfloat16: (60, 0), torch.float16: (15, -7),
+    torch.float8_e4m3fn: (8, -9), torch.float8_e5m2: (15, -7),
+}  # fmt: skip
+"""For each dtype of operands: exponents of a factor of a mask and of a factor of a small product."""
+_COUNTED = 4096
+"""Small products of a probe, at most."""
+_ABSORBED = 2.0**-26
+"""Part of a mask that every known accumulator loses."""
+
+
+class OrderUnknown(Exception):
+    """No order of summation explains the results of the probes. The message says why."""
+
+
+class MaskedGemm:
+    """A GEMM of fixed shape and dtype, whose additions are probed."""
+
+    def __init__(
+        self, function: GemmFunction, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """shape: (M, K, N). Raises ValueError for a dtype without masks."""
+        if dtype not in _RANGES:
+            names = ", ".join(str(name) for name in _RANGES)
+            raise ValueError(f"operands of {dtype} cannot be probed; give one of {names}")
+        self.function, self.dtype, self.device = function, dtype, device
+        self.rows, self.columns, self.others = shape
+        self.calls = 0
+        large, small = _RANGES[dtype]
+        self.two_sided = dtype not in (torch.float32, torch.bfloat16)
+        """Whether a mask needs large factors in both operands: then a probe has a row and a column of its own."""
+        self.large, self.small = 2.0**large, 2.0**small
+        self.counted = 1
+        """Small products that a probe counts exactly."""
+        self.single = False
+        """Whether only the first output is probed, with a call for each probe."""
+        self.out_dtype = torch.float32
+        """The dtype of the last result."""
+
+    @property
+    def batch(self) -> int:
+        """Probes of a call."""
+        if self.single:
+            return 1
+        return min(self.rows, self.others) if self.two_sided else self.rows
+
+    def run(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The results of the function as float64. a (M, K), b (N, K), float32 numbers of the dtype.
+
+        Raises OrderUnknown if the function does not return a floating-point (M, N) tensor.
+        """
+        self.calls += 1
+        y = self.function(a.to(self.dtype).to(self.device), b.to(self.dtype).to(self.device))
+        if not isinstance(y, torch.Tensor) or y.shape != (self.rows, self.others) or not y.is_floating_point():
+            shape = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
+            raise OrderUnknown(
+                f"the function returned {shape}, not a floating-point ({self.rows}, {self.others}) tensor"
+            )
+        self.out_dtype = y.dtype
+        return y.double().cpu()
+
+    def measured(self, rows: Sequence[dict[int, float]]) -> list[float]:
+        """The results of several sums: each has products, signed powers of two, at some columns, and 0 elsewhere.
+
+        Raises OrderUnknown if equal rows or columns give unequal sums.
+        """
+        results: list[float] = []
+        for start in range(0, len(rows), self.batch):
+            part = rows[start : start + self.batch]
+            a = torch.zeros(self.rows, self.columns)
+            b = torch.zeros(self.others, self.columns) if self.two_sided else torch.ones(self.others, self.columns)
+            for row, products in enumerate(part):
+                at = torch.tensor(list(products), dtype=torch.int64)
+                values = torch.tensor(list(products.values()), dtype=torch.float64)
+                if self.two_sided:
+                    exponents = torch.log2(values.abs())
+                    half = (exponents / 2).floor()
+                    a[row, at], b[row, at] = (values.sign() * 2.0 ** (exponents - half)).float(), (2.0**half).float()
+                else:
+                    a[row, at] = values.float()
+            results += self._sums(self.run(a, b), len(part))
+        return results
+
+    def scale(self) -> tuple[float, float]:
+        """The product of a mask, and a small product."""
+        if self.two_sided:
+            return self.large**2, self.small**2
+        return self.large, self.small
+
+    def calibrate(self) -> None:
+        """Find how many small products are counted exactly. Raises OrderUnknown if not even 8 are."""
+        large, small = self.scale()
+        self.measured([{0: small}])  # gives the dtype of the output
+        bits = int(2 / torch.finfo(self.out_dtype).eps)
+        count = max(1, min(self.columns, _COUNTED, bits, int(large * _ABSORBED / small)))
+        while True:
+            starts = range(0, self.columns, count)
+            parts = [range(start, min(start + count - less, self.columns)) for start in starts for less in (0, 1)]
+            sums = self.measured([dict.fromkeys(part, small) for part in parts])
+            if sums == [len(part) * small for part in parts]:
+                self.counted = count
+                return
+            if count <= min(8, self.columns):
+                raise OrderUnknown(f"a sum of {count} products of {small:g} is {sums[0]:g}")
+            count = max(count // 2, 1)
+
+    def lost(self, pairs: Sequence[tuple[int, int]]) -> list[int]:
+        """For each pair of columns: the number of columns below their lowest common node, both included.
+
+        Raises OrderUnknown if a result is no count.
+        """
+        starts = range(0, self.columns, self.counted)
+        probes = [(i, j, start) for i, j in pairs for start in starts]
+        sums: list[float] = []
+        for first in range(0, len(probes), self.batch):
+            sums += self._masked(probes[first : first + self.batch])
+        large, small = self.scale()
+        counts = []
+        for number, (i, j) in enumerate(pairs):
+            kept = sum(sums[number * len(starts) : (number + 1) * len(starts)]) / small
+            if not (0 <= kept <= self.columns - 2 and kept == int(kept)):
+                raise OrderUnknown(
+                    f"with {large:g} and {-large:g} at columns {i} and {j}, {kept:g} of {self.columns - 2} other "
+                    "products are left in the sum, which is no count"
+                )
+            counts.append(self.columns - int(kept))
+        return counts
+
+    def _masked(self, probes: Sequence[tuple[int, int, int]]) -> list[float]:
+        """The sums of a call: for each probe (i, j, start) the small products from column `start` on, and two masks."""
+        a = torch.zeros(self.rows, self.columns)
+        for row, (i, j, start) in enumerate(probes):
+            a[row, start : start + self.counted] = self.small
+            a[row, i], a[row, j] = self.large, -self.large
+        if not self.two_sided:
+            return self._sums(self.run(a, torch.ones(self.others, self.columns)), len(probes))
+        b = torch.zeros(self.others, self.columns)
+        b[: len(probes)] = a[: len(probes)].abs()
+        return self._sums(self.run(a, b), len(probes))
+
+    def _sums(self, y: torch.Tensor, count: int) -> list[float]:
+        """The results of `count` probes in an output. Raises OrderUnknown if the columns of a probe disagree."""
+        if self.two_sided:
+            return list(y.diagonal()[:count].tolist())
+        if not self.single and not bool((y[:count] == y[:count, :1]).all()):
+            raise OrderUnknown("the columns of the output add in different orders")
+        return list(y[:count, 0].tolist())

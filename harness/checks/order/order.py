@@ -1,0 +1,320 @@
+"""The order of summation of a GEMM: what was found, its sentence, its picture and its declaration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic
+
+Kind = Literal["sequential", "aligned", "tree", "slices", "other", "unknown"]
+_PICTURED = 6
+"""Terms of a chain, and levels, in a picture."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a GEMM adds the products of an output. Fields that the probes did not settle are None."""
+
+    shape: tuple[int, int, int]
+    """(M, K, N)."""
+    dtype: torch.dtype
+    """Dtype of the operands."""
+    kind: Kind
+    """"sequential": one chain in order of K. "aligned": steps of several products, aligned and truncated. "slices":
+    chains of consecutive columns, joined. "tree": neighbours first. "other": another tree. "unknown": no tree found."""
+    tree: Chain | None = None
+    arithmetic: NodeArithmetic | None = None
+    """The arithmetic that predicts every checked output; None if no arithmetic does."""
+    checked: int = 0
+    """Outputs of random products that were compared with their prediction."""
+    wrong: int = 0
+    """Checked outputs that differ from the prediction of the best arithmetic."""
+    calls: int = 0
+    """Calls of the function."""
+    reason: str = ""
+    """Why the order is not confirmed."""
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the order predicts every checked output to the bit."""
+        return self.arithmetic is not None and not self.reason
+
+    @property
+    def width(self) -> int | None:
+        """Products that are added at once; 1 if every addition has two terms."""
+        return None if self.tree is None else self.tree.width
+
+    @property
+    def fraction(self) -> int | None:
+        """Fraction bits kept of an aligned product."""
+        model = self.arithmetic.model if self.arithmetic else None
+        return model.fraction if model else None
+
+    @property
+    def kept(self) -> int | None:
+        """Fraction bits of the accumulator of aligned products."""
+        model = self.arithmetic.model if self.arithmetic else None
+        return model.kept if model else None
+
+    @property
+    def rounding(self) -> Literal["nearest", "toward zero"] | None:
+        """Rounding of the accumulator."""
+        if self.arithmetic is None:
+            return None
+        return "toward zero" if self.arithmetic.model and not self.arithmetic.model.nearest else "nearest"
+
+    @property
+    def slices(self) -> Slices | None:
+        """The chains of products and how they are joined; None without a tree."""
+        return None if self.tree is None else Slices.of(self.tree)
+
+    @property
+    def promoted(self) -> int | None:
+        """Columns after which an aligned accumulator is added to a float32 sum; None: never, or not regularly."""
+        found = self.slices
+        if found is None or self.width == 1 or not found.promotes:
+            return None
+        return found.chain if found.regular else None
+
+    @property
+    def splits(self) -> int | None:
+        """Slices of K that are summed apart; 1 without. Chains of equal length are promoted, not slices, if aligned."""
+        if self.slices is None:
+            return None
+        return self.slices.outer if self.width != 1 or self.slices.nested else self.slices.chains
+
+    @property
+    def reduction(self) -> Literal["in order", "other"] | None:
+        """Whether the sums are joined in order of K; None if there is one chain."""
+        if self.tree is None or self.slices is None or self.slices.chains < 2:
+            return None
+        return "in order" if self.tree.columns() == sorted(self.tree.columns()) else "other"
+
+    @property
+    def declares(self) -> str | None:
+        """The order as a value of a backend's {"gemm": …}; None if no declaration has exactly this order."""
+        if not self.confirmed or self.tree is None or self.arithmetic is None:
+            return None
+        return declaration(self.tree, self.arithmetic, self.shape[1])
+
+    def __str__(self) -> str:
+        """One sentence."""
+        size = "×".join(map(str, self.shape))
+        name = str(self.dtype).removeprefix("torch.")
+        if self.tree is None:
+            return f"{size} {name}: order not found: {self.reason}"
+        parts = [self._steps()]
+        if (found := self.slices) is not None and found.chains > 1:
+            dtype = self.arithmetic.reduced_in if self.arithmetic else torch.float32
+            dtype_name = str(dtype).removeprefix("torch.")
+            how = "in order" if self.reduction == "in order" else "in another order than that of K"
+            if self.promoted is not None:
+                parts.append(f"promoted to float32 every {self.promoted} columns")
+                if found.outer > 1:
+                    parts.append(f"{found.outer} slices of K added {how}, in {dtype_name}")
+            else:
+                length = f"of {found.chain} columns" if found.regular else f"of up to {found.chain} columns"
+                parts.append(f"{found.chains} chains {length} joined {how}, in {dtype_name}")
+        if self.confirmed:
+            parts.append(f"{self.checked} outputs predicted to the bit")
+        else:
+            parts.append(f"not confirmed: {self.reason}")
+        return f"{size} {name}: {'; '.join(parts)}"
+
+    def _steps(self) -> str:
+        if self.width != 1:
+            bits = f", {self.fraction} fraction bits kept" if self.fraction is not None else ""
+            rounding = f", rounded {self.rounding} to {self.kept} bits" if self.kept is not None else ""
+            return f"{self.width} products aligned{bits}{rounding}"
+        if self.kind == "tree":
+            return "neighbours are added first"
+        order = "in order of K" if self.tree and self.tree.columns() == sorted(self.tree.columns()) else "not in order"
+        if self.arithmetic is None:
+            return f"one product at a time, {order}"
+        if self.arithmetic.model is not None:
+            return f"one product at a time, {order}, float32 rounded toward zero"
+        text = f"one product at a time, {order}, float32 rounded to nearest"
+        if self.dtype is not torch.float32:  # products of narrower numbers are float32 numbers
+            return text
+        return text + (", fused multiply-add" if self.arithmetic.fused else ", products rounded to float32")
+
+    def picture(self) -> str:
+        """The tree as lines of text; long chains and deep levels are cut, with the number of terms left out."""
+        return "no tree was found" if self.tree is None else "\n".join(_lines(self.tree, "", 0))
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON values; the tree as nested lists [first, [terms of a step], …]."""
+        names = ("kind", "width", "fraction", "kept", "rounding", "promoted", "splits", "reduction", "declares",
+                 "confirmed", "checked", "wrong", "calls", "reason")  # fmt: skip
+        return {
+            "M": self.shape[0],
+            "K": self.shape[1],
+            "N": self.shape[2],
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **{name: getattr(self, name) for name in names},
+            "sentence": str(self),
+            "tree": None if self.tree is None else _nested(self.tree),
+        }
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The chains of products in a tree."""
+
+    chains: int
+    """Number of chains of products."""
+    chain: int
+    """Columns of the longest chain."""
+    regular: bool
+    """Whether every chain but the last, in order of K, of each slice has the same length."""
+    outer: int
+    """Slices of K: 1, and one for each sum of several chains that is joined whole, and for each sum behind it."""
+    nested: bool
+    """Whether a joined sum has several chains."""
+    promotes: bool
+    """Whether there are several chains, joined one by one."""
+
+    @classmethod
+    def of(cls, tree: Chain) -> Slices:
+        """The chains of a tree."""
+        groups = _chain_lengths(tree)
+        nested = [number for number, group in enumerate(groups) if len(group) > 1]
+        # The chains that are joined to the first chain one by one belong to its slice, up to the first nested sum.
+        first = nested[0] if nested else len(groups)
+        slices = [[length for group in groups[:first] for length in group], *groups[first:]]
+        flat = [length for group in groups for length in group]
+        longest = max(flat)
+        regular = all(set(group[:-1]) <= {longest} for group in slices)
+        return cls(len(flat), longest, regular, len(slices), bool(nested), len(flat) > 1)
+
+
+def _chain_lengths(tree: Chain) -> list[list[int]]:
+    """The columns of the first chain, and for each joined sum the columns of its chains."""
+    joined = [one for step in tree.steps for one in step if isinstance(one, Chain)]
+    if isinstance(tree.first, Chain):
+        joined.insert(0, tree.first)
+    inner = [[length for group in _chain_lengths(chain) for length in group] for chain in joined]
+    own = len(tree.columns()) - sum(sum(group) for group in inner)
+    return [*([[own]] if own else []), *inner]
+
+
+def sequential(columns: range, width: int = 1) -> int | Chain:
+    """The chain of `columns` in order, `width` at a time; a single column is the column."""
+    groups = [tuple(columns[start : start + width]) for start in range(0, len(columns), width)]
+    first, *others = groups
+    steps = ([first[1:]] if len(first) > 1 else []) + others
+    return Chain(first[0], tuple(steps)) if steps else first[0]
+
+
+def in_slices(columns: int, length: int, width: int = 1) -> Chain:
+    """Slices of `length` columns, each a chain, added in order."""
+    parts = [sequential(range(columns)[start : start + length], width) for start in range(0, columns, length)]
+    first = parts[0] if isinstance(parts[0], Chain) else Chain(parts[0])
+    return Chain(first.first, (*first.steps, *((part,) for part in parts[1:])))
+
+
+def neighbours_first(columns: int) -> Chain | None:
+    """The tree of `columns`, a power of two, in which neighbours are added first; None for another number."""
+    if columns & (columns - 1) or columns < 2:
+        return None
+
+    def chain(first: int, count: int) -> int | Chain:
+        if count == 1:
+            return first
+        steps = []
+        size = 1
+        while size < count:
+            steps.append((chain(first + size, size),))
+            size *= 2
+        return Chain(first, tuple(steps))
+
+    found = chain(0, columns)
+    assert isinstance(found, Chain)
+    return found
+
+
+def kind_of(tree: Chain, columns: int) -> Kind:
+    """The kind of a tree of `columns` columns."""
+    if tree.width > 1:
+        return "aligned"
+    if tree == in_slices(columns, columns):
+        return "sequential"
+    if tree == neighbours_first(columns):
+        return "tree"
+    return "slices" if Slices.of(tree).chains > 1 and tree.columns() == sorted(tree.columns()) else "other"
+
+
+def declaration(tree: Chain, arithmetic: NodeArithmetic, columns: int) -> str | None:
+    """The name of an order of summation with exactly this tree and arithmetic; None if there is none."""
+    model = arithmetic.model
+    found = Slices.of(tree)
+    if arithmetic.reduced_in is not torch.float32 and found.chains > 1:
+        return None
+    if model is not None:
+        accumulator = min(model.fraction, 23)
+        width = tree.width
+        if model.nearest or model.kept != accumulator or width == 1:
+            return None
+        if tree == in_slices(columns, columns, width):
+            return f"aligned-{model.fraction}-{width}"
+        promoted = found.chain
+        if promoted % width == 0 and tree == in_slices(columns, promoted, width):
+            return f"aligned-{model.fraction}-{width}-{promoted}"
+        return None
+    if tree == in_slices(columns, columns):
+        return "sequential"
+    if tree == neighbours_first(columns):
+        return "tree"
+    if tree == in_slices(columns, found.chain) and -(-columns // found.chains) == found.chain:
+        return f"split-{found.chains}"
+    return None
+
+
+def _nested(chain: Chain) -> list[Any]:
+    def term(one: int | Chain) -> Any:
+        return one if isinstance(one, int) else _nested(one)
+
+    return [term(chain.first), *([term(one) for one in step] for step in chain.steps)]
+
+
+def _range(columns: list[int]) -> str:
+    if len(columns) > 1 and columns == list(range(columns[0], columns[-1] + 1)):
+        return f"{columns[0]}–{columns[-1]}"
+    shown = ", ".join(map(str, columns[:4]))
+    return shown if len(columns) <= 4 else f"{shown}, … ({len(columns)} columns)"
+
+
+def _lines(chain: Chain, indent: str, level: int) -> list[str]:
+    """Lines of a chain: its products, then the chains that join it."""
+    lines = [f"{indent}chain of {len(chain.columns())} columns: {_range(chain.columns())}"]
+    if level >= _PICTURED:
+        return lines
+    runs: list[tuple[str, list[int]]] = []
+    for step in chain.steps:
+        products = [one for one in step if isinstance(one, int)]
+        if products and len(products) == len(step):
+            label = "one by one" if len(step) == 1 else "at once"
+            if label == "one by one" and runs and runs[-1][0] == label:
+                runs[-1][1].append(products[0])
+            else:
+                runs.append((label, products))
+    start = chain.first
+    if isinstance(start, int):
+        lines.append(f"{indent}  starts with {start}")
+    else:
+        lines += _lines(start, indent + "  ", level + 1)
+    for label, products in runs[:_PICTURED]:
+        lines.append(f"{indent}  + {_range(products)} {label}")
+    if len(runs) > _PICTURED:
+        lines.append(f"{indent}  + … {len(runs) - _PICTURED} more steps of products")
+    joined = [step for step in chain.steps if any(isinstance(one, Chain) for one in step)]
+    for step in joined[:_PICTURED]:
+        lines.append(f"{indent}  + {'joined with' if len(step) == 1 else f'{len(step)} terms at once:'}")
+        for one in step:
+            lines += _lines(one, indent + "      ", level + 1) if isinstance(one, Chain) else [f"{indent}      {one}"]
+    if len(joined) > _PICTURED:
+        lines.append(f"{indent}  + … {len(joined) - _PICTURED} more chains")
+    return lines

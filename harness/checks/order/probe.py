@@ -1,0 +1,201 @@
+"""The order in which a GEMM adds: its tree from masks, its arithmetic from predictions to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from narrowgauge.harness.checks.order.masks import GemmFunction, MaskedGemm, OrderUnknown
+from narrowgauge.harness.checks.order.order import Order, Slices, kind_of
+from narrowgauge.harness.checks.order.reveal import reveal
+from narrowgauge.reference.accumulators.hardware import HardwareModel
+from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic, tree_sum
+
+_OPERANDS = {
+    torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}  # fmt: skip
+_SPREAD = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 3, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+"""Binades around 1 of the random operands of each dtype."""
+_FRACTIONS = range(1, 42)
+_EXACT = 40
+"""Fraction bits of a model that truncates only its result."""
+_CHECKED_ROWS, _CHECKED_COLUMNS = 64, 6
+_SINGLE_CALLS = 3000
+"""Most columns for which a single output is probed."""
+
+
+def accumulation_order(
+    function: GemmFunction,
+    M: int,
+    K: int,
+    N: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Order:
+    """The order in which `function` adds the products of an output.
+
+    function(a, b) takes a (M, K) and b (N, K) of `dtype`, on `device`, and returns a·bᵀ (M, N) in a floating-point
+    dtype, without scales or bias. dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2. The tree of
+    additions comes from masks (FPRev, arXiv 2411.00442). An arithmetic is confirmed only if it predicts random products
+    to the bit, in rows and columns all over the output; otherwise the result says what was found and why it is not
+    confirmed. `seed`: of the random products. Raises ValueError for another dtype, or a size below 1.
+    """
+    for name, size in (("M", M), ("K", K), ("N", N)):
+        if size < 1:
+            raise ValueError(f"{name} is {size}; a GEMM to be probed has at least 1")
+    gemm = MaskedGemm(function, (M, K, N), dtype, device)
+    try:
+        gemm.calibrate()
+        tree = _tree(gemm)
+    except OrderUnknown as error:
+        return Order((M, K, N), dtype, "unknown", calls=gemm.calls, reason=str(error))
+    return _confirmed(gemm, tree, seed)
+
+
+def _tree(gemm: MaskedGemm) -> Chain:
+    """The tree of all outputs, or of the first output if outputs contradict one another."""
+    try:
+        return reveal(gemm)
+    except OrderUnknown:
+        if gemm.columns > _SINGLE_CALLS:
+            raise
+        gemm.single = True
+        return reveal(gemm)
+
+
+def _confirmed(gemm: MaskedGemm, tree: Chain, seed: int) -> Order:
+    shape = (gemm.rows, gemm.columns, gemm.others)
+    kind = kind_of(tree, gemm.columns)
+    samples = [_sample(gemm, family, seed + number) for number, family in enumerate(("normal", "wide", "cancelling"))]
+    checked = sum(part.numel() for sample in samples for part in sample[2])
+    best: tuple[int, NodeArithmetic, list[torch.Tensor]] | None = None
+    try:
+        for arithmetic in _arithmetics(gemm, tree):
+            wrong = [
+                predicted != part
+                for a, b, parts in samples
+                for predicted, part in zip(_predicted(gemm, tree, arithmetic, a, b), parts, strict=True)
+            ]
+            count = sum(int(part.sum()) for part in wrong)
+            if best is None or count < best[0]:
+                best = count, arithmetic, wrong
+            if count == 0:
+                break
+    except (ValueError, OrderUnknown) as error:
+        return Order(shape, gemm.dtype, kind, tree, checked=checked, wrong=checked, calls=gemm.calls, reason=str(error))
+    assert best is not None
+    count, found, wrong = best
+    if count == 0:
+        return Order(shape, gemm.dtype, kind, tree, found, checked, 0, gemm.calls)
+    return Order(
+        shape, gemm.dtype, kind, tree, checked=checked, wrong=count, calls=gemm.calls, reason=_difference(gemm, wrong)
+    )
+
+
+def _difference(gemm: MaskedGemm, wrong: list[torch.Tensor]) -> str:
+    """Which outputs the best arithmetic does not predict."""
+    rows, columns = _rows_and_columns(gemm)
+    bad = sum(part.any(1).int() for part in wrong[0::2])
+    bad_columns = sum(part.any(0).int() for part in wrong[1::2])
+    assert isinstance(bad, torch.Tensor)
+    assert isinstance(bad_columns, torch.Tensor)
+    total, count = sum(part.numel() for part in wrong), sum(int(part.sum()) for part in wrong)
+    right_rows = [row for row, is_bad in zip(rows, bad.tolist(), strict=True) if not is_bad]
+    right_columns = [column for column, is_bad in zip(columns, bad_columns.tolist(), strict=True) if not is_bad]
+    text = f"the best arithmetic for this tree predicts {total - count} of {total} outputs"
+    for name, right, every in (("rows", right_rows, rows), ("columns", right_columns, columns)):
+        if right and len(right) < len(every):
+            text += f"; all of {len(right)} of {len(every)} checked {name}, so other {name} add in another order"
+    return text
+
+
+def _rows_and_columns(gemm: MaskedGemm) -> tuple[list[int], list[int]]:
+    """Up to 64 rows and 64 columns, all over the output."""
+    return _spread(gemm.rows, _CHECKED_ROWS), _spread(gemm.others, _CHECKED_ROWS)
+
+
+def _spread(size: int, count: int) -> list[int]:
+    """Up to `count` different indices from 0 to size − 1, both included."""
+    return sorted({index * (size - 1) // max(1, count - 1) for index in range(count)})
+
+
+def _parts(gemm: MaskedGemm) -> Iterator[tuple[list[int], list[int]]]:
+    """Rows and columns of the checked outputs: many rows of few columns, and few rows of many columns."""
+    rows, columns = _rows_and_columns(gemm)
+    yield rows, _spread(gemm.others, _CHECKED_COLUMNS)
+    yield _spread(gemm.rows, _CHECKED_COLUMNS), columns
+
+
+def _sample(gemm: MaskedGemm, family: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Random operands of the dtype as float32, and the checked outputs of the function, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = _SPREAD[gemm.dtype]
+    operands: list[torch.Tensor] = []
+    for rows in (gemm.rows, gemm.others):
+        x = torch.randn(rows, gemm.columns, generator=generator)
+        if family == "wide":
+            x *= 2.0 ** torch.randint(-spread, spread + 1, x.shape, generator=generator)
+        elif family == "cancelling" and gemm.columns > 1:
+            half = gemm.columns // 2
+            sign = 1 if operands else -1
+            x[:, half : 2 * half] = sign * x[:, :half] * (1 + 0.01 * torch.randn(rows, half, generator=generator))
+        operands.append(x.to(gemm.dtype).float())
+    a, b = operands
+    y = gemm.run(a, b)
+    return a, b, [y[rows][:, columns] for rows, columns in _parts(gemm)]
+
+
+def _predicted(
+    gemm: MaskedGemm, tree: Chain, arithmetic: NodeArithmetic, a: torch.Tensor, b: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    for rows, columns in _parts(gemm):
+        yield tree_sum(tree, a[rows], b[columns], arithmetic).to(gemm.out_dtype).double()
+
+
+def _arithmetics(gemm: MaskedGemm, tree: Chain) -> Iterator[NodeArithmetic]:
+    """The known arithmetics that a tree allows, the most common first."""
+    reductions = [torch.float32]
+    if gemm.out_dtype not in (torch.float32, torch.float64) and Slices.of(tree).chains > 1:
+        reductions.append(gemm.out_dtype)
+    operand = _OPERANDS[gemm.dtype]
+    if tree.width == 1:
+        for dtype in reductions:
+            yield NodeArithmetic(None, fused=True, reduced_in=dtype)
+            yield NodeArithmetic(None, fused=False, reduced_in=dtype)
+            yield NodeArithmetic(HardwareModel("probed", (operand,), 1, _EXACT, kept=23), reduced_in=dtype)
+        return
+    fraction = _fraction(gemm, tree)
+    for kept in sorted({23, 13, min(fraction, 23)}, reverse=True):
+        for nearest in (False, True):
+            for dtype in reductions:
+                model = HardwareModel("probed", (operand,), tree.width, fraction, kept=kept, nearest=nearest)
+                yield NodeArithmetic(model, reduced_in=dtype)
+
+
+def _fraction(gemm: MaskedGemm, tree: Chain) -> int:
+    """F: the smallest product beside M and −M that is not lost is M·2^-F. Raises OrderUnknown if none is."""
+    first, second, third = _added_at_once(tree)
+    large, small = gemm.scale()
+    fractions = [fraction for fraction in _FRACTIONS if large * 2.0**-fraction >= min(small, 1.0)]
+    sums = gemm.measured([{first: large * 2.0**-bits, second: large, third: -large} for bits in fractions])
+    kept = [bits for bits, total in zip(fractions, sums, strict=True) if total == large * 2.0**-bits]
+    if not kept or kept != list(range(1, kept[-1] + 1)) or kept[-1] == fractions[-1]:
+        raise OrderUnknown(f"products are aligned, but products beside masks are kept down to {kept} bits")
+    return kept[-1]
+
+
+def _added_at_once(tree: Chain) -> tuple[int, int, int]:
+    """Three columns that meet in a single addition: a product or a sum of products, and two products."""
+    for number, step in enumerate(tree.steps):
+        products = [one for one in step if isinstance(one, int)]
+        if len(products) >= 2:
+            first = tree.first if isinstance(tree.first, int) else tree.first.columns()[0]
+            return first, products[0], products[1]
+        for one in (*step, *((tree.first,) if number == 0 else ())):
+            if isinstance(one, Chain) and one.width > 1:
+                return _added_at_once(one)
+    raise OrderUnknown("sums are added at once, but no products; no model defines such an addition")

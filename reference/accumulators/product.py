@@ -1,0 +1,140 @@
+"""Products of matrices as a matrix instruction adds them, with slices of K and promotion to float32.
+
+Source: docs/accumulators.md#order-of-a-product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from narrowgauge.reference.accumulators.hardware import HardwareModel
+from narrowgauge.reference.accumulators.steps import Side, side, step
+from narrowgauge.reference.bounds.summation_orders import split_columns
+from narrowgauge.reference.numbers.blocks import pad_columns
+from narrowgauge.reference.numbers.slabs import slabs
+
+
+@dataclass(frozen=True)
+class Composition:
+    """How a kernel joins accumulators along K. Raises ValueError for a count that is not positive."""
+
+    promoted: int | None = None
+    """Columns after which the accumulator is added to a float32 sum and restarts at 0; None: never."""
+    splits: int = 1
+    """Slices of K, of ⌈steps/splits⌉ steps each; with promotion of ⌈chunks/splits⌉ promoted chunks each."""
+    reduction: Literal["in-order", "tree"] = "in-order"
+    """The order in which the sums of slices are added: in order of K, or neighbours first."""
+    reduced_in: torch.dtype = torch.float32
+    """The dtype to which the sums of slices, and each of their additions, are rounded."""
+
+    def __post_init__(self) -> None:
+        for name, count in (("promoted", self.promoted), ("splits", self.splits)):
+            if count is not None and count < 1:
+                raise ValueError(f"{name} is {count}; it is a number of columns or slices, at least 1")
+        if self.reduction not in ("in-order", "tree"):
+            raise ValueError(f"reduction is {self.reduction!r}; it is 'in-order' or 'tree'")
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    model: HardwareModel,
+    *,
+    operands: tuple[str, str] | None = None,
+    c: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    composition: Composition | None = None,
+) -> torch.Tensor:
+    """a·bᵀ + c as the hardware adds it: a (M, K), b (N, K), c (M, N) to float32 (M, N), float16 if the model has it.
+
+    a, b: numbers of the formats `operands`, two of `model.operands`, in any floating-point dtype; by default the first.
+    scales: of a (M, ⌈K/block⌉) and b (N, ⌈K/block⌉), for a model with a block; their signs are ignored.
+    c is where the first accumulator starts; columns of K are padded with zeros to whole steps. Every NaN of the result
+    has the bits 0x7FFFFFFF, or 0x7FFF in float16, as on NVIDIA; no bits are published for AMD. Raises ValueError for
+    scales that are missing or not expected, and for a composition whose promoted chunk is no multiple of the width, or
+    with a float16 accumulator.
+    """
+    how = composition or Composition()
+    names = operands or (model.operands[0], model.operands[0])
+    if (scales is None) != (model.block is None):
+        wanted = "no scales" if model.block is None else f"a scale for every {model.block} columns of a and of b"
+        raise ValueError(f"{model.name} takes {wanted}")
+    if how.promoted is not None and how.promoted % model.width:
+        raise ValueError(f"promotion after {how.promoted} columns is no multiple of the {model.width} of {model.name}")
+    if model.half and how != Composition():
+        raise ValueError(f"{model.name} has a float16 accumulator, which is neither promoted nor split")
+    factors = [
+        side(pad_columns(x, model.width), model, name, None if scales is None else _scales(scales[k], model))
+        for k, (x, name) in enumerate(zip((a, b), names, strict=True))
+    ]
+    left, right = factors
+    out = torch.empty(len(a), len(b), dtype=torch.float16 if model.half else torch.float32, device=a.device)
+    start = out.new_zeros(out.shape) if c is None else c
+    for rows in slabs(out.new_empty(1, 1).expand(out.shape[0], out.shape[1] * model.width)):
+        sums = _composed(_rows(left, rows), right, start[rows].double(), model, how)
+        out[rows] = sums.to(out.dtype)
+    nan = torch.tensor(0x7FFF if model.half else 0x7FFFFFFF, dtype=torch.int16 if model.half else torch.int32)
+    return torch.where(out.isnan(), nan.view(out.dtype).to(out.device), out)
+
+
+def _scales(scales: torch.Tensor, model: HardwareModel) -> torch.Tensor:
+    """Magnitudes of the scales, padded with 1 to whole steps."""
+    assert model.block is not None
+    count = model.width // model.block
+    missing = -scales.shape[1] % count
+    return torch.nn.functional.pad(scales.double().abs(), (0, missing), value=1.0)
+
+
+def _rows(factor: Side, rows: slice) -> Side:
+    scales = None if factor.scales is None else factor.scales[rows]
+    return Side(factor.values[rows], factor.powers[rows], scales)
+
+
+def _columns(factor: Side, columns: slice, model: HardwareModel) -> Side:
+    scales = factor.scales
+    if scales is not None and model.block is not None:
+        scales = scales[:, columns.start // model.block : columns.stop // model.block]
+    return Side(factor.values[:, columns], factor.powers[:, columns], scales)
+
+
+def _composed(left: Side, right: Side, start: torch.Tensor, model: HardwareModel, how: Composition) -> torch.Tensor:
+    """The slices of K and their reduction, float64 (M, N)."""
+    width = how.promoted or model.width
+    sums = [
+        _slice_sum(left, right, columns, start if columns.start == 0 else torch.zeros_like(start), model, how)
+        for columns in split_columns(left.values.shape[1], width, how.splits)
+    ]
+    if len(sums) == 1:
+        return sums[0]
+    terms = [x.to(how.reduced_in) for x in sums]
+    while len(terms) > 1:
+        if how.reduction == "in-order":
+            terms = [terms[0] + terms[1], *terms[2:]]
+        else:
+            pairs = [terms[k] + terms[k + 1] for k in range(0, len(terms) - 1, 2)]
+            terms = [*pairs, *terms[2 * len(pairs) :]]
+    return terms[0].double()
+
+
+def _slice_sum(
+    left: Side, right: Side, columns: slice, start: torch.Tensor, model: HardwareModel, how: Composition
+) -> torch.Tensor:
+    """The steps of a slice of K, float64 (M, N)."""
+    if how.promoted is None:
+        return _chain(left, right, columns, start, model)
+    total = start.float()
+    for first in range(columns.start, columns.stop, how.promoted):
+        chunk = slice(first, min(first + how.promoted, columns.stop))
+        total = total + _chain(left, right, chunk, torch.zeros_like(start), model).float()
+    return total.double()
+
+
+def _chain(left: Side, right: Side, columns: slice, start: torch.Tensor, model: HardwareModel) -> torch.Tensor:
+    accumulator = start
+    for first in range(columns.start, columns.stop, model.width):
+        here = slice(first, first + model.width)
+        accumulator = step(_columns(left, here, model), _columns(right, here, model), accumulator, model)
+    return accumulator

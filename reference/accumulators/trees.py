@@ -1,0 +1,133 @@
+"""Sums of products in a given tree of additions, with the arithmetic of its nodes.
+
+Source: docs/accumulators.md#trees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.reference.accumulators.hardware import HardwareModel
+from narrowgauge.reference.accumulators.steps import Side, aligned, convert
+from narrowgauge.reference.gemm.tensor_core import power_of_two
+from narrowgauge.reference.numbers.exact import fma
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A sum that starts with a term and takes further terms step by step. A term is a column of K or another chain."""
+
+    first: int | Chain
+    steps: tuple[tuple[int | Chain, ...], ...] = ()
+    """The terms of each step, in ascending order of their first columns. Several terms of a step are added at once."""
+
+    def columns(self) -> list[int]:
+        """All columns of K below the chain, in order of the additions."""
+        found: list[int] = []
+        for term in (self.first, *(term for step in self.steps for term in step)):
+            found += [term] if isinstance(term, int) else term.columns()
+        return found
+
+    @property
+    def width(self) -> int:
+        """The largest number of products that are added at once; 1 if every addition has two terms."""
+        inner = [term.width for step in ((self.first,), *self.steps) for term in step if isinstance(term, Chain)]
+        first = 2 if isinstance(self.first, int) and self.steps and len(self.steps[0]) > 1 else 1
+        own = [len(step) + (first - 1 if number == 0 else 0) for number, step in enumerate(self.steps)]
+        return max([1, *inner, *own])
+
+
+@dataclass(frozen=True)
+class NodeArithmetic:
+    """The arithmetic of the additions in a tree."""
+
+    model: HardwareModel | None = None
+    """The additions of products: an aligned model, or None for float32 additions that round to nearest."""
+    fused: bool = True
+    """Without a model: whether a product is added by a fused multiply-add, or rounded to float32 first."""
+    reduced_in: torch.dtype = torch.float32
+    """The dtype to which the sums of chains, and their additions to other chains, are rounded."""
+
+
+def tree_sum(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeArithmetic) -> torch.Tensor:
+    """Σ_k a[i, k]·b[j, k] in the order of a tree: (M, K) and (N, K), of any floating-point dtype, to float32 (M, N).
+
+    Raises ValueError for a step that joins chains and products, or several chains, at once: no model defines it.
+    """
+    if arithmetic.model is not None:
+        operand = arithmetic.model.operands[0]
+        smallest = 2.0 ** arithmetic.model.smallest_exponent(operand)
+        x, y = a.double(), b.double()
+        return _aligned_sum(chain, _with_powers(x, smallest), _with_powers(y, smallest), arithmetic)
+    return _nearest_sum(chain, a.float().T.contiguous(), b.float().T.contiguous(), arithmetic)
+
+
+def _with_powers(values: torch.Tensor, smallest: float) -> Side:
+    return Side(values, power_of_two(values).clamp_(min=smallest))
+
+
+def _joined(
+    total: torch.Tensor, step: tuple[int | Chain, ...], other: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    if len(step) > 1:
+        raise ValueError(f"{len(step)} sums are added at once; no model defines such an addition")
+    return (total.to(dtype) + other.to(dtype)).float()
+
+
+def _nearest_sum(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeArithmetic) -> torch.Tensor:
+    """a (K, M) and b (K, N), float32."""
+
+    def term(one: int | Chain) -> torch.Tensor:
+        return torch.outer(a[one], b[one]) if isinstance(one, int) else _nearest_sum(one, a, b, arithmetic)
+
+    total = term(chain.first)
+    for step in chain.steps:
+        if len(step) > 1:
+            raise ValueError(f"{len(step)} terms are added at once; no float32 addition does")
+        one = step[0]
+        if isinstance(one, Chain):
+            total = _joined(total, step, term(one), arithmetic.reduced_in)
+        elif arithmetic.fused:
+            total = fma(a[one].unsqueeze(1).expand(total.shape), b[one].expand(total.shape), total)
+        else:
+            total = total + term(one)
+    return total
+
+
+def _aligned_sum(chain: Chain, a: Side, b: Side, arithmetic: NodeArithmetic) -> torch.Tensor:
+    model = arithmetic.model
+    assert model is not None
+
+    def products(columns: list[int], total: torch.Tensor) -> torch.Tensor:
+        values = a.values[:, columns].unsqueeze(1) * b.values[:, columns]
+        powers = a.powers[:, columns].unsqueeze(1) * b.powers[:, columns]
+        zero = 2.0**model.zero_exponent
+        powers = powers.where(values != 0, zero)
+        added = power_of_two(total).clamp(min=2.0**-126).where(total != 0, zero)
+        terms = torch.cat([values, total.unsqueeze(2)], 2)
+        return convert(aligned((terms, torch.maximum(powers.amax(2), added)), model), model)
+
+    zeros = a.values.new_zeros(len(a.values), len(b.values))
+    steps = list(chain.steps)
+    if isinstance(chain.first, Chain):
+        total = _aligned_sum(chain.first, a, b, arithmetic).double()
+    else:
+        beside = [one for one in steps[0] if isinstance(one, int)] if steps and len(steps[0]) > 1 else []
+        if beside and len(beside) < len(steps[0]):
+            raise ValueError("products and sums are added at once; no model defines such an addition")
+        steps = steps[1:] if beside else steps
+        total = products([chain.first, *beside], zeros)
+    for step in steps:
+        columns = [one for one in step if isinstance(one, int)]
+        if columns and len(columns) < len(step):
+            raise ValueError("products and sums are added at once; no model defines such an addition")
+        if columns:
+            total = products(columns, total)
+        else:
+            one = step[0]
+            assert isinstance(one, Chain)
+            other = _aligned_sum(one, a, b, arithmetic)
+            total = _joined(total.float(), step, other, arithmetic.reduced_in).double()
+    return total.float()

@@ -1,0 +1,240 @@
+"""The order of a GEMM, found by probes: GEMMs of known orders, contradictions, and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowgauge.harness.checks.order.masks import MaskedGemm
+from narrowgauge.harness.checks.order.order import Order, in_slices, neighbours_first
+from narrowgauge.harness.checks.order.probe import accumulation_order
+from narrowgauge.harness.checks.order.reveal import reveal
+from narrowgauge.harness.cli.commands import app
+from narrowgauge.reference.accumulators.hardware import find_hardware
+from narrowgauge.reference.accumulators.product import Composition, product
+from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic, tree_sum
+from narrowgauge.reference.numbers.exact import exact_sum
+
+Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def hardware(name: str, **composition: object) -> Gemm:
+    """A GEMM of a hardware model."""
+    model = find_hardware(name)
+    operand = model.operands[0]
+
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        how = Composition(**composition)  # type: ignore[arg-type]
+        return product(a.float(), b.float(), model, operands=(operand, operand), composition=how)
+
+    return gemm
+
+
+@pytest.mark.parametrize(
+    ("name", "composition", "declares", "fields"),
+    [
+        ("hopper-bf16", {}, "aligned-25-16", (16, 25, 23, None, 1)),
+        ("hopper-fp8", {"promoted": 64}, "aligned-13-32-64", (32, 13, 13, 64, 1)),
+        ("hopper-fp8", {"promoted": 32, "splits": 2}, None, (32, 13, 13, 32, 2)),
+        ("volta-fp16", {}, "aligned-23-4", (4, 23, 23, None, 1)),
+        ("blackwell-fp8", {}, "aligned-25-32", (32, 25, 23, None, 1)),
+    ],
+)
+def test_hardware_models_are_found(
+    name: str, composition: dict[str, int], declares: str | None, fields: tuple[int | None, ...]
+) -> None:
+    dtype = DTYPES[name.partition("-")[2]]
+    order = accumulation_order(hardware(name, **composition), 8, 136, 9, dtype=dtype)
+    assert order.confirmed, order
+    assert order.kind == "aligned"
+    assert order.declares == declares
+    assert (order.width, order.fraction, order.kept, order.promoted, order.splits) == fields
+    assert order.rounding == "toward zero"
+
+
+def random_chain(columns: list[int], generator: random.Random) -> Chain:
+    """A random tree of two-term additions over at least two columns."""
+    if generator.random() < 0.3 and len(columns) > 2:
+        columns = generator.sample(columns, len(columns))
+    count = generator.randint(1, len(columns)) if generator.random() < 0.5 else 1
+    parts: list[int | Chain] = []
+    while columns:
+        size = generator.randint(1, len(columns)) if generator.random() < 0.3 else count
+        head, columns = columns[:size], columns[size:]
+        if len(head) == 1:
+            parts.append(head[0])
+        elif not columns and not parts:
+            parts += head
+        else:
+            parts.append(random_chain(head, generator))
+    first = parts[0]
+    return Chain(first, tuple((part,) for part in parts[1:])) if len(parts) > 1 else random_chain(parts, generator)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_synthetic_orders_are_recovered(seed: int) -> None:
+    generator = random.Random(seed)
+    columns = generator.choice([2, 3, 7, 16, 33])
+    tree = random_chain(list(range(columns)), generator)
+    fused = generator.random() < 0.5
+    arithmetic = NodeArithmetic(fused=fused)
+
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return tree_sum(tree, a, b, arithmetic)
+
+    order = accumulation_order(gemm, 5, columns, 4, dtype=torch.float32)
+    assert order.tree is not None
+    assert same_sets(order.tree) == same_sets(tree)
+    assert order.confirmed or "predicts" in order.reason
+    if order.arithmetic is not None and order.declares == "sequential":
+        assert same_sets(tree) == same_sets(in_slices(columns, columns))
+
+
+def same_sets(tree: Chain) -> set[frozenset[int]]:
+    """The columns below each node: a tree without the order of the two terms of an addition."""
+    below = {tree.first} if isinstance(tree.first, int) else set(tree.first.columns())
+    found = set() if isinstance(tree.first, int) else same_sets(tree.first)
+    for step in tree.steps:
+        for term in step:
+            below |= {term} if isinstance(term, int) else set(term.columns())
+            found |= set() if isinstance(term, int) else same_sets(term)
+        found |= {frozenset(below)}
+    return found
+
+
+def float32_tree(tree: Chain, **arithmetic: object) -> Gemm:
+    how = NodeArithmetic(**arithmetic)  # type: ignore[arg-type]
+    return lambda a, b: tree_sum(tree, a, b, how)
+
+
+def test_declared_orders_are_named() -> None:
+    tree = neighbours_first(16)
+    assert tree is not None
+    for gemm, columns, name in (
+        (float32_tree(in_slices(20, 20)), 20, "sequential"),
+        (float32_tree(in_slices(20, 7)), 20, "split-3"),
+        (float32_tree(tree, fused=False), 16, "tree"),
+    ):
+        order = accumulation_order(gemm, 6, columns, 5, dtype=torch.float32)
+        assert order.confirmed
+        assert order.declares == name
+    for gemm in (float32_tree(in_slices(20, 20), fused=False), float32_tree(in_slices(20, 20), fused=True)):
+        arithmetic = accumulation_order(gemm, 6, 20, 5, dtype=torch.float32).arithmetic
+        assert arithmetic is not None
+        assert torch.equal(gemm(*(operands := two_operands())), tree_sum(in_slices(20, 20), *operands, arithmetic))
+
+
+def two_operands() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(6, 20, generator=generator), torch.randn(5, 20, generator=generator)
+
+
+def test_slices_reduced_in_the_output_dtype_are_found() -> None:
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return tree_sum(in_slices(24, 8), a, b, NodeArithmetic(reduced_in=torch.bfloat16)).bfloat16()
+
+    order = accumulation_order(gemm, 8, 24, 8)
+    assert order.confirmed
+    assert order.arithmetic is not None
+    assert order.arithmetic.reduced_in is torch.bfloat16
+    assert order.declares is None
+
+
+@pytest.mark.parametrize(
+    ("gemm", "message"),
+    [
+        (lambda a, b: exact_sum(a.double(), b.double()).to_float32(), "the sum is exact"),
+        (lambda a, b: (a @ b.T)[:1], "not a floating-point"),
+        (lambda a, b: (a @ b.T).nan_to_num() * 3, "a sum of"),
+    ],
+)
+def test_an_unknown_order_is_said_to_be_unknown(gemm: Gemm, message: str) -> None:
+    order = accumulation_order(gemm, 8, 32, 8, dtype=torch.float32)
+    assert not order.confirmed
+    assert order.kind == "unknown"
+    assert order.declares is None
+    assert message in str(order)
+
+
+def test_rows_in_another_order_are_named_and_nothing_is_declared() -> None:
+    chains = in_slices(32, 32), in_slices(32, 8)
+
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        parts = [tree_sum(tree, rows, b, NodeArithmetic()) for tree, rows in zip(chains, (a[:9], a[9:]), strict=True)]
+        return torch.cat(parts)
+
+    order = accumulation_order(gemm, 12, 32, 8, dtype=torch.float32)
+    assert not order.confirmed
+    assert order.declares is None
+    assert 0 < order.wrong < order.checked
+    assert "9 of 12 checked rows, so other rows add in another order" in str(order)
+
+
+def test_a_different_rounding_is_not_confirmed() -> None:
+    """A chain whose partial sums lose bits in a way that no known arithmetic has."""
+
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(a), len(b))
+        for k in range(a.shape[1]):
+            total = torch.nextafter(total + torch.outer(a[:, k], b[:, k]), total * 0)
+        return total
+
+    order = accumulation_order(gemm, 6, 12, 6, dtype=torch.float32)
+    assert not order.confirmed
+    assert order.declares is None
+
+
+def test_a_reversed_chain_takes_few_calls() -> None:
+    columns = 300
+    reverse = Chain(columns - 1, tuple((k,) for k in range(columns - 2, -1, -1)))
+    gemm = MaskedGemm(float32_tree(reverse), (16, columns, 4), torch.float32, "cpu")
+    gemm.calibrate()
+    found = reveal(gemm)
+    assert found.columns() in (reverse.columns(), [columns - 2, columns - 1, *range(columns - 3, -1, -1)])
+    assert gemm.calls < 40
+
+
+def test_torch_on_a_cpu_is_confirmed_or_has_a_reason() -> None:
+    """Whatever the library of the machine does: an order that is not confirmed has a reason and declares nothing."""
+    for dtype, shape in ((torch.float32, (16, 96, 8)), (torch.bfloat16, (16, 64, 16))):
+        order = accumulation_order(lambda a, b: a @ b.T, *shape, dtype=dtype)
+        assert order.confirmed == (not order.reason)
+        assert order.confirmed or order.declares is None
+
+
+def test_the_picture_and_the_json_hold_the_tree() -> None:
+    order = accumulation_order(float32_tree(in_slices(12, 4)), 4, 12, 4, dtype=torch.float32)
+    assert "chain of 4 columns: 4–7" in order.picture()
+    value = json.loads(json.dumps(order.as_json()))
+    assert value["tree"] == [0, [1], [2], [3], [[4, [5], [6], [7]]], [[8, [9], [10], [11]]]]
+    assert (value["declares"], value["splits"], value["K"]) == ("split-3", 3, 12)
+    assert isinstance(order, Order)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [((0, 8, 8), torch.float32, "M is 0"), ((8, 8, 8), torch.float64, "operands of torch.float64 cannot be probed")],
+)
+def test_arguments_are_checked(shape: tuple[int, int, int], dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        accumulation_order(lambda a, b: a @ b.T, *shape, dtype=dtype)
+
+
+def test_the_command_says_the_order_of_a_backend() -> None:
+    invoke = CliRunner().invoke
+    found = invoke(app, ["order", "native", "--gemm", "8x64x8", "--picture"])
+    assert found.exit_code == 0, found.output
+    assert 'declares = {"gemm": "sequential"}' in found.output
+    blocks = invoke(app, ["order", "native", "--gemm", "8x64x8", "--recipe", "mxfp8-e4m3", "--json"])
+    assert json.loads(blocks.output)[0]["declares"] == "blocks"
+    assert invoke(app, ["order", "reference", "--gemm", "8x64x8"]).exit_code == 1
+    for options, message in ((["--gemm", "8x8"], "--gemm is '8x8'"), (["--recipe", "nvfp4"], "elements E2M1")):
+        wrong = invoke(app, ["order", "native", *options])
+        assert wrong.exit_code == 2
+        assert message in wrong.output
