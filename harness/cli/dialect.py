@@ -1,4 +1,4 @@
-"""`narrowgauge dialect`: find the dialect of a quantizer."""
+"""`narrowgauge dialect`: fit the rule of a quantizer to its bytes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,57 @@ import typer
 from narrowgauge.harness.cli.options import Device, Seed, stop
 from narrowgauge.harness.cli.selection import require_device
 
+Rows = Annotated[bool, typer.Option("--rows", help="Also a row for each input.")]
+Json = Annotated[bool, typer.Option("--json", help="Everything as JSON, in place of the tables.")]
+Issue = Annotated[
+    bool, typer.Option("--issue", help="The differences from the nearest dialect as an issue text, in place of tables.")
+]
+
 
 def which_dialect(
     backend: Annotated[str, typer.Argument(metavar="BACKEND", help="native, reference, or package.module:Name.")],
     name: Annotated[str, typer.Option("--recipe", help="What its quantize is asked for.")] = "nvfp4",
     device: Device = "cpu",
     seed: Seed = 0,
+    rows: Rows = False,
+    json: Json = False,
+    issue: Issue = False,
 ) -> None:
-    """Say which library's bytes a quantizer gives. Exit status 0 only if it is one's on every input."""
+    """Say by which rule a quantizer works: a library's dialect, and every difference from it by class.
+
+    Exit status 0 if a dialect with the listed differences, all of a known class, explains every input; 1 if not.
+    """
+    if json and issue:
+        stop("--json and --issue are two forms of the same answer; give one")
     require_device(device)
     from rich.console import Console
 
     from narrowgauge.harness.backends.backend import BackendError, Unsupported
     from narrowgauge.harness.backends.host import HostLost
     from narrowgauge.harness.hosts.remote_host import hosted_backend
-    from narrowgauge.harness.tools.dialect import sentence, survey, table
+    from narrowgauge.harness.tools.dialect import report
+    from narrowgauge.harness.tools.dialect.fit import fit
+    from narrowgauge.harness.tools.dialect.issue import issue as issue_text
 
     try:
         with hosted_backend(backend, device) as loaded:
-            result = survey(loaded, name, device=device, seed=seed)
+            result = fit(loaded, name, device=device, seed=seed)
+            text = issue_text(result, loaded, backend, seed=seed) if issue else ""
     except (BackendError, Unsupported, HostLost, ValueError) as error:
         stop(str(error))
     console = Console(highlight=False)
-    console.print(f"{result.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
-    console.print(table(result))
-    console.print(sentence(result), markup=False, soft_wrap=True)
-    raise typer.Exit(0 if result.matching else 1)
+    if issue:
+        typer.echo(text)
+    elif json:
+        import json as form
+
+        typer.echo(form.dumps(report.as_json(result), indent=2))
+    else:
+        console.print(f"{result.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
+        console.print(report.table(result))
+        if rows:
+            console.print(report.rows_table(result))
+        console.print(report.sentence(result), markup=False, soft_wrap=True)
+        if rule := report.pasted(result):
+            console.print(rule, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if result.explained else 1)

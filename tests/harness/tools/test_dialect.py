@@ -1,8 +1,10 @@
-"""Which dialect a quantizer speaks: every named one is recognised, and where none is spoken the nearest is named."""
+"""The rule of a quantizer: named dialects, differences by class, and rules that no library has."""
 
 import contextlib
+import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,13 @@ from typer.testing import CliRunner
 from narrowgauge.harness.backends.backend import BackendError, Unsupported, load_backend
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.hosts.remote_host import hosted_backend
-from narrowgauge.harness.tools import dialect
-from narrowgauge.harness.tools.dialect import dialects_of, sentence, survey, table
+from narrowgauge.harness.tools.dialect import inputs
+from narrowgauge.harness.tools.dialect.fit import dialects_of, fit
+from narrowgauge.harness.tools.dialect.issue import issue
+from narrowgauge.harness.tools.dialect.report import as_json, pasted, sentence, table
+from narrowgauge.harness.tools.dialect.rules import Score, with_fields
 from narrowgauge.reference import ops as reference
+from narrowgauge.reference.quantize.layout import swap_nibbles
 from narrowgauge.spec.dialects import DIALECTS, MX_DIALECTS
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, quantize
@@ -34,13 +40,18 @@ def one_thread():
 @pytest.fixture
 def few(monkeypatch):
     """A tenth of the inputs."""
-    monkeypatch.setattr(dialect, "families_of", lambda operation: FEW)
-    monkeypatch.setattr(dialect, "DTYPES", ("bf16",))
+    monkeypatch.setattr(inputs, "families_of", lambda operation: FEW)
+    monkeypatch.setattr(inputs, "DTYPES", ("bf16",))
 
 
-def speaking(name):
+def speaking(rule):
     """A backend that quantizes by this recipe, whatever it is asked for."""
-    return backend(quantize=lambda x, recipe, **options: reference.quantize(x, name, **options))
+    return backend(quantize=lambda x, recipe, **options: reference.quantize(x, rule, **options))
+
+
+def names(result):
+    """Matching dialects."""
+    return [agreement.dialect for agreement in result.matching]
 
 
 def changed_by(method, byte):
@@ -52,107 +63,139 @@ def changed_by(method, byte):
     return change
 
 
+def of(result, dialect):
+    """The agreement with a dialect."""
+    return next(agreement for agreement in result.agreements if agreement.dialect == dialect)
+
+
+# Named dialects
+
+
 def test_the_reference_speaks_te():
-    result = survey(load_backend("reference"))
+    result = fit(load_backend("reference"))
     assert sentence(result) == "speaks te or te-native, which no input here tells apart: every byte of 95 inputs"
-    figures = {agreement.dialect: agreement for agreement in result.agreements}
-    assert list(figures)[:3] == ["te", "te-native", "te-2.8"]
-    assert set(figures) == set(DIALECTS)
-    older, quark, strict = figures["te-2.8"], figures["quark"], figures["fp-quant"]
+    assert [agreement.dialect for agreement in result.agreements[:3]] == ["te", "te-native", "te-2.8"]
+    assert {agreement.dialect for agreement in result.agreements} == set(DIALECTS)
+    older, quark = of(result, "te-2.8"), of(result, "quark")
     assert 0.9 < older.explained / 95 < 1
-    assert (quark.codes < quark.unsigned) is True  # it drops the sign of zeros
-    assert strict.refused > 0
-    assert strict.explained + strict.refused <= 95
-    assert all(agreement.unsigned >= agreement.codes and agreement.inputs == 95 for agreement in result.agreements)
-    assert older.elements == 95 * 64 * 256 == 16 * older.blocks
+    assert older.codes == Score(0, 0)  # given the quantizer's scales
+    assert older.scales.major > 0
+    assert quark.codes.minor > 0  # it drops the sign of zeros
+    assert result.explained
 
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_every_dialect_of_nvfp4_is_recognised(few, name):
-    result = survey(speaking(f"nvfp4@{name}"))
+    result = fit(speaking(f"nvfp4@{name}"))
     tie = ["te", "te-native"]  # they quantize alike: their products differ
-    assert [agreement.dialect for agreement in result.matching] == (tie if name in tie else [name])
+    assert names(result) == (tie if name in tie else [name])
     refused = 2 * (name == "fp-quant")  # NaN and zeros
-    assert (result.inputs, len(result.skipped)) == (6 - refused, refused)
+    assert (result.observed.inputs, len(result.observed.skipped)) == (6 - refused, refused)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("base", ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxfp8-2d"])
 def test_every_rule_of_mx_is_recognised(few, base):
-    for name in MX_DIALECTS:
-        result = survey(speaking(f"{base}@{name}"), base)
-        assert [agreement.dialect for agreement in result.matching] == [name]
+    for recipe in dialects_of(find_recipe(base)):
+        assert recipe.dialect in names(fit(speaking(recipe), base))
 
 
 def test_a_recipe_that_a_dialect_cannot_have_is_left_out():
-    names = [recipe.dialect for recipe in dialects_of(find_recipe("nvfp4-4over6-256-mse"))]
-    assert "te" in names
-    assert set(names) < set(DIALECTS)
+    found = [recipe.dialect for recipe in dialects_of(find_recipe("nvfp4-4over6-256-mse"))]
+    assert "te" in found
+    assert set(found) < set(DIALECTS)
+    assert set(MX_DIALECTS) >= {recipe.dialect for recipe in dialects_of(find_recipe("mxfp6-e3m2"))}
 
 
-def test_stochastic_rounding_is_compared_on_the_same_bits(few):
-    result = survey(load_backend("reference"), "mxfp8-e4m3-sr")
-    assert [agreement.dialect for agreement in result.matching] == ["te"]
+@pytest.mark.parametrize(
+    "name",
+    ["mxfp8-e4m3-sr", "nvfp4-rowscaled", "nvfp4-4over6-448-mae", "fp8-delayed-e5m2", "fp8-block-128x128-e4m3-fp32"],
+)
+def test_every_kind_of_recipe_is_fitted(few, name):
+    assert "te" in names(fit(load_backend("reference"), name))
 
 
-def test_the_nearest_dialect_and_the_first_place_it_leaves(few):
+# Differences
+
+
+def test_packing_is_no_part_of_a_dialect(few):
+    def swapped(q):
+        return swap_nibbles(q.codes), q.scales
+
+    result = fit(backend(quantize=quantize(swapped)))
+    assert names(result) == ["te", "te-native"]
+    assert sentence(result).endswith("every byte of 6 inputs. The first of two elements is in the high nibble")
+
+
+def test_signs_of_nan_and_zero_and_dead_blocks_are_differences_by_class(few):
+    def other(q):
+        zero = (q.scales == 0).repeat_interleave(8, 1)
+        low, high = q.codes & 0xF, q.codes >> 4
+        codes = low.masked_fill(low == 0, 8) | high.masked_fill(high == 0, 8) << 4
+        return codes.masked_fill(zero, 0x35), q.scales.masked_fill(q.scales == 0x7F, 0xFF)
+
+    door = quantize(other)
+    result = fit(backend(quantize=lambda x, recipe: door(x, "nvfp4@trtllm")))
+    assert (result.nearest.dialect, result.changes, result.explained) == ("trtllm", {}, True)
+    kinds = {difference.kind: difference for difference in result.differences}
+    assert set(kinds) == {"NaN sign", "positive zeros as -0", "dead blocks"}
+    assert kinds["NaN sign"].count == 1024
+    assert kinds["NaN sign"].inputs == ["nan bf16"]
+    text = sentence(result)
+    assert text.startswith("trtllm, except: NaN sign: 1 024 block scales in nan bf16, the first at row 0, block 0: ")
+    assert "0b11111111 = nan, where the rule has 0b01111111 = nan" in text
+    assert text.endswith("This explains every byte of 6 inputs")
+
+
+def test_an_unknown_rule_is_not_explained(few):
     def wrong(q):
         codes = q.codes[5]
         codes[17] ^= 0x10
 
     door = quantize(wrong)
-    result = survey(backend(quantize=lambda x, recipe, **options: door(x, "nvfp4@torchao", **options)))
-    assert result.matching == []
-    nearest = result.agreements[0]
-    assert (nearest.dialect, nearest.explained, nearest.inputs) == ("torchao", 0, 6)
-    assert nearest.scales == nearest.blocks
-    assert nearest.codes == nearest.elements - 6
-    message = r"agrees with no dialect everywhere; nearest torchao: 0 of 6 inputs; leaves it first at e4m3-ties bf16: "
-    message += r"1 of 16 384 codes, the first at row 5, column 35 \(x = \S+, 0x[0-9A-F]{4}\): "
-    message += r"0b[01]{4} = -?[\d.]+, where it has 0b[01]{4} = -?[\d.]+"
+    result = fit(backend(quantize=lambda x, recipe, **options: door(x, "nvfp4@torchao", **options)))
+    assert (result.nearest.dialect, result.nearest.explained, result.explained) == ("torchao", 0, False)
+    assert result.nearest.scales == Score(0, 0)
+    assert "element rule" in {difference.kind for difference in result.differences}
+    message = r"agrees with no dialect and no known rule; nearest torchao: every byte of 0 of 6 inputs; "
+    message += r".*element rule: \d codes in .* the first at row 5, column 35 \(x = \S+, 0x[0-9A-F]{4}\): "
+    message += r"0b[01]{4} = -?[\d.]+, where the rule has 0b[01]{4} = -?[\d.]+.*"
     assert re.fullmatch(message, sentence(result))
 
 
-def test_scales_that_differ_are_named_before_codes(few):
-    def wrong(q):
-        q.scales[3, 7] ^= 1
-        q.codes[0, 0] ^= 1
-
-    result = survey(backend(quantize=quantize(wrong)))
-    told = "1 of 1 024 block scales, the first at row 3, block 7: 0b"
-    assert sentence(result).partition(" bf16: ")[2].startswith(told)
-    assert "nearest te or te-native, which no input here tells apart: 0 of 6 inputs" in sentence(result)
+def test_bytes_that_are_no_codes_are_not_explained(few):
+    result = fit(backend(quantize=quantize(changed_by("bitwise_or_", 0x80))), "mxfp6-e2m3")
+    assert not result.explained
 
 
-def test_signs_of_zero_and_values_behind_a_scale_of_zero_are_apart(few):
-    """Codes of a block whose scale is 0 stand for 0 whatever they are."""
-
-    def other_zeros(q):
-        zero = (q.scales == 0).repeat_interleave(8, 1)
-        q.codes.masked_fill_(zero, 0x35)
-
-    result = survey(backend(quantize=quantize(other_zeros)))
-    nearest = next(agreement for agreement in result.agreements if agreement.dialect == "te")
-    assert nearest.unsigned < nearest.values == nearest.elements
-    assert nearest.scales == nearest.blocks
-
-    def unsigned(q):
-        low, high = q.codes & 0xF, q.codes >> 4
-        q.codes.copy_(low.masked_fill(low == 8, 0) | high.masked_fill(high == 8, 0) << 4)
-
-    result = survey(backend(quantize=quantize(unsigned)))
-    nearest = next(agreement for agreement in result.agreements if agreement.dialect == "te")
-    assert nearest.codes < nearest.unsigned == nearest.values == nearest.elements
+def test_a_rule_between_two_dialects_is_named_with_its_fields(few):
+    rule = with_fields(find_recipe("nvfp4@modelopt"), smallest_scale="2^-6", rounding="nearest-toward-zero")
+    result = fit(speaking(rule))
+    assert result.nearest.dialect == "modelopt"
+    assert result.changes == {
+        "smallest_scale": ("2^-9", "2^-6"), "rounding": ("nearest-even", "nearest-toward-zero"),
+    }  # fmt: skip
+    text = sentence(result)
+    assert text.startswith("modelopt, except: smallest_scale is 2^-6 in place of 2^-9; rounding is ")
+    made = eval(pasted(result), {"replace": replace, "narrowgauge": SimpleNamespace(recipe=find_recipe)})
+    assert with_fields(made, name=rule.name, dialect=rule.dialect) == rule
 
 
-def test_bytes_that_are_no_codes_have_no_value(few):
-    result = survey(backend(quantize=quantize(changed_by("bitwise_or_", 0x80))), "mxfp6-e2m3")
-    assert result.agreements[0].values == 0
+def test_choices_that_the_inputs_do_not_separate_are_said(few):
+    """A division by a power of two is a multiplication by its reciprocal, which is exact."""
+    rule = with_fields(find_recipe("mxfp4@ocp"), negative_zero="never")
+    result = fit(speaking(rule), "mxfp4")
+    assert (result.nearest.dialect, result.changes) == ("ocp", {"negative_zero": ("keep", "never")})
+    assert "x/s" in result.alternatives["element_scale"]
+    assert "The inputs do not separate: " in sentence(result)
+
+
+# Backends
 
 
 def test_a_backend_may_give_tuples_without_an_amax(few):
     door = quantize(lambda q: (q.codes, q.scales.view(torch.float8_e4m3fn)))
-    assert [agreement.dialect for agreement in survey(backend(quantize=door)).matching] == ["te", "te-native"]
+    assert names(fit(backend(quantize=door))) == ["te", "te-native"]
 
 
 def test_inputs_that_a_backend_does_not_take_are_left_out(few):
@@ -161,8 +204,8 @@ def test_inputs_that_a_backend_does_not_take_are_left_out(few):
             raise NotImplementedError("no kernel for zeros")
         return reference.quantize(x, recipe)
 
-    result = survey(backend(quantize=door))
-    assert (result.inputs, result.skipped) == (5, ["zeros bf16: no kernel for zeros"])
+    result = fit(backend(quantize=door))
+    assert (result.observed.inputs, result.observed.skipped) == (5, ["zeros bf16: no kernel for zeros"])
     assert sentence(result).endswith(
         ": every byte of 5 inputs. Left out 1 input that it does not quantize, first zeros bf16: no kernel for zeros"
     )
@@ -175,9 +218,11 @@ def test_an_input_that_ends_the_host_is_left_out(few, monkeypatch, tmp_path):
     )
     monkeypatch.chdir(tmp_path)
     with hosted_backend("ending_kernels:Backend") as ending:
-        result = survey(ending)
-    assert (result.inputs, result.skipped) == (5, ["zeros bf16: the process died (signal SIGABRT)"])
-    assert [agreement.dialect for agreement in result.matching] == ["te", "te-native"]
+        result = fit(ending)
+    assert (result.observed.inputs, result.observed.skipped) == (
+        5, ["zeros bf16: the process died (signal SIGABRT)"],
+    )  # fmt: skip
+    assert names(result) == ["te", "te-native"]
 
 
 def test_a_backend_that_gives_nothing_is_one_error(few):
@@ -187,30 +232,76 @@ def test_a_backend_that_gives_nothing_is_one_error(few):
     with pytest.raises(
         BackendError, match=r"^quantize raised RuntimeError: illegal memory access \(at test_dialect.py"
     ):
-        survey(backend(quantize=raising))
+        fit(backend(quantize=raising))
     with pytest.raises(BackendError, match="quantize gave scales as uint8 of shape"):
-        survey(backend(quantize=quantize(lambda q: (q.codes, q.scales[1:], q.amax))))
+        fit(backend(quantize=quantize(lambda q: (q.codes, q.scales[1:], q.amax))))
     with pytest.raises(Unsupported, match="has no quantize"):
-        survey(backend(gemm=reference.gemm))
+        fit(backend(gemm=reference.gemm))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fp8-current-e4m3", "recipe fp8-current-e4m3 has one dialect, and nothing to tell apart"),
         ("nvfp4-rht", "recipe nvfp4-rht rotates in an order that is free; ask for the recipe without the rotation"),
         ("nvfp5", "no recipe is called 'nvfp5' (did you mean 'nvfp4'"),
     ],
 )
 def test_recipes_without_a_choice_are_refused(name, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        survey(load_backend("reference"), name)
+        fit(load_backend("reference"), name)
 
 
 def test_the_seed_makes_other_inputs(few):
-    agreement, other = (survey(speaking("nvfp4@jax"), seed=seed).agreements for seed in (0, 1))
-    assert agreement[0] == replace(other[0])  # its own dialect explains every seed
-    assert [a.codes for a in agreement[1:]] != [a.codes for a in other[1:]]
+    first, second = (fit(speaking("nvfp4@jax"), seed=seed) for seed in (0, 1))
+    assert names(first) == names(second) == ["jax"]  # its own dialect explains every seed
+    assert of(first, "te").score != of(second, "te").score
+
+
+# The issue text
+
+
+def negative_zeros(q):
+    """+0 as code 8."""
+    low, high = q.codes & 0xF, q.codes >> 4
+    q.codes.copy_(low.masked_fill(low == 0, 8) | high.masked_fill(high == 0, 8) << 4)
+
+
+def test_an_issue_has_versions_a_program_and_exact_numbers(few, monkeypatch, capsys):
+    door = backend(quantize=quantize(negative_zeros))
+    text = issue(fit(door), door, "torch.kernels:Backend")
+    assert text.startswith("# quantize of nvfp4 differs from te: ")
+    assert f"Versions: torch {torch.__version__}, Python 3." in text
+    assert "Decoded values are the same." in text
+    assert re.search(r"Exact numbers: x/scale = \S+ under the stored scales. The nearest number is 0b0000 = 0.0.", text)
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert 1 <= len(programs) <= 3
+    monkeypatch.setattr("narrowgauge.harness.backends.backend.load_backend", lambda name: door)
+    for program in programs:
+        assert len(program.strip().splitlines()) <= 12
+        exec(program, {})
+    printed = capsys.readouterr().out.split()
+    assert len(printed) == len(programs)
+    assert "1000" in printed[0][2:].zfill(8)
+
+
+def test_a_scale_that_differs_has_an_issue_with_the_exact_scale(few, monkeypatch, capsys):
+    door = speaking("nvfp4@te-2.8")
+    result = fit(door)
+    result.nearest = of(result, "te")
+    text = issue(result, door, "kernels:Backend")
+    assert "scale rule" in text
+    actual = re.search(r"Actual: 0b([01]{8}) = \S+\. te has 0b([01]{8}) = ", text)
+    assert actual is not None
+    assert actual[1] != actual[2]
+    assert re.search(r"Exact numbers: amax/6/\(tensor amax/2688\) = \S+\. (It is a tie of|The nearest number is)", text)
+    monkeypatch.setattr("narrowgauge.harness.backends.backend.load_backend", lambda name: door)
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], {})
+    assert int(re.search(r"\d+", capsys.readouterr().out)[0]) == int(actual[1], 2)
+
+
+def test_a_dialect_has_no_issue(few):
+    door = speaking("nvfp4@jax")
+    assert issue(fit(door), door, "mine:Backend").endswith("There is nothing to report.")
 
 
 # The command
@@ -220,52 +311,60 @@ def command(*message):
     return CliRunner().invoke(app, ["dialect", *message])
 
 
+@pytest.fixture
+def wrong(monkeypatch):
+    """`narrowgauge dialect wrong` with the sign of every code changed."""
+    door = backend(quantize=quantize(changed_by("bitwise_xor_", 1)))
+    monkeypatch.setattr(
+        "narrowgauge.harness.hosts.remote_host.hosted_backend", lambda spec, device: contextlib.nullcontext(door)
+    )
+
+
 def test_the_command_prints_a_row_a_dialect_and_one_sentence(few, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    result = command("reference", "--recipe", "nvfp4@quark", "--seed", "4")
+    result = command("reference", "--recipe", "nvfp4@quark", "--seed", "4", "--rows")
     assert result.exit_code == 0, result.output
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[0] == "nvfp4@quark   backend reference, device cpu, seed 4"
-    assert re.split(r" {2,}", lines[1]) == [
-        "dialect", "codes", "codes, -0 = 0", "scale bytes", "decoded values", "inputs explained",
-    ]  # fmt: skip
-    assert lines[2].split() == ["quark", *["100", "%"] * 4, "6/6"]
-    rows = {line.split()[0]: line for line in lines[2:-1]}
-    assert set(rows) == set(DIALECTS)
-    assert rows["fp-quant"].endswith("refuses 2")
+    assert re.split(r" {2,}", lines[1]) == ["dialect", "scale bytes", "codes", "signs, dead", "inputs explained"]
+    assert lines[2].split() == ["quark", *["100", "%"] * 2, "6/6"]
+    assert {line.split()[0] for line in lines[2 : 2 + len(DIALECTS)]} == set(DIALECTS)
+    rows = [line.split()[0] for line in lines[3 + len(DIALECTS) : -1]]
+    assert rows == list(FEW)
     assert lines[-1] == "speaks quark: every byte of 6 inputs"
 
 
+def test_the_command_s_json(few):
+    result = command("reference", "--recipe", "mxfp4", "--json")
+    assert result.exit_code == 0
+    content = json.loads(result.stdout)
+    assert (content["matching"], content["explained"], content["inputs"]) == (["te"], True, 6)
+    assert {row["input"] for row in content["rows"]} == {f"{family} bf16" for family in FEW}
+    assert content["dialects"][0]["codes_different"] == 0
+    assert content == as_json(fit(load_backend("reference"), "mxfp4"))
+
+
 def test_the_command_s_status_and_errors(few, monkeypatch, tmp_path):
-    (tmp_path / "dialect_kernels.py").write_text(
-        "from reference import ops\n\n\ndef quantize(x, recipe):\n    q = ops.quantize(x, recipe)\n"
-        "    q.codes[0, 0] ^= 1\n    return q\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    wrong = command("dialect_kernels.py"[:-3] + ":quantize", "--recipe", "mxfp8-e4m3")
-    assert (wrong.exit_code, wrong.stdout) == (2, "")  # a function has no doors
     for arguments, message in (
-        (["natve"], "no backend is called 'natve'"), (["reference", "--recipe", "fp8-current"], "recipe fp8-current"),
+        (["natve"], "no backend is called 'natve'"),
+        (["reference", "--recipe", "nvfp4-rht"], "recipe nvfp4-rht rotates"),
         (["reference", "--device", "gpu"], "--device is 'gpu' (did you mean 'cuda'?)"),
-    ):  # fmt: skip
+        (["reference", "--json", "--issue"], "--json and --issue are two forms of the same answer; give one"),
+    ):
         refused = command(*arguments)
         assert (refused.exit_code, refused.stdout) == (2, "")
         assert refused.stderr.startswith(f"narrowgauge: {message}")
 
 
-def test_the_command_fails_where_no_dialect_is_spoken(few, monkeypatch):
-    wrong = backend(quantize=quantize(changed_by("bitwise_xor_", 1)))
-    monkeypatch.setattr(
-        "narrowgauge.harness.hosts.remote_host.hosted_backend", lambda spec, device: contextlib.nullcontext(wrong)
-    )
+def test_the_command_fails_if_bytes_stay_unexplained(few, wrong):
     result = command("wrong")
     assert result.exit_code == 1
-    assert "agrees with no dialect everywhere; nearest te" in result.stdout
+    assert "agrees with no dialect and no known rule; nearest te" in result.stdout
 
 
 def test_shares_say_100_percent_of_all_alone(few):
-    def wrong(q):
+    def once(q):
         q.codes[0, 0] ^= 0x10
 
-    shown = [next(iter(column.cells)) for column in table(survey(backend(quantize=quantize(wrong)))).columns]
-    assert shown[1:4:2] == ["> 99.9 %", "100 %"]
+    shown = [next(iter(column.cells)) for column in table(fit(backend(quantize=quantize(once)))).columns]
+    assert shown[1:3] == ["100 %", "> 99.9 %"]

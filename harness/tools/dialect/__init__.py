@@ -1,0 +1,1 @@
+"""`narrowgauge dialect`: the rule of a quantizer, fitted to its bytes."""

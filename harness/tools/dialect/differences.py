@@ -1,0 +1,180 @@
+"""Classes of the bytes in which a quantizer differs from a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.harness.checks.finding import float_view, format_count
+from narrowgauge.harness.operations.stages.quantized import code_view, scale_view
+from narrowgauge.harness.tools.dialect.rules import Rules, canonical, raw, spread
+from narrowgauge.spec.formats import FP32, Format
+from narrowgauge.spec.recipes import Recipe
+
+KINDS = {
+    "NaN sign": "the sign or payload of NaN, as a block scale or as a code",
+    "sign of a zero scale": "block scales +0 and -0",
+    "-0": "codes +0 and -0 of negative numbers",
+    "positive zeros as -0": "code -0 of +0 or of positive numbers, which lose their sign",
+    "dead blocks": "codes under a block scale of 0 or NaN, which have no value of their own",
+    "scales of zeros": "block scales of blocks of zeros, whose codes are 0 under any scale",
+    "scales of special amaxes": "block scales under a tensor amax, or block amax, of 0, infinity or NaN",
+    "codes of NaN": "codes of elements that are NaN",
+    "codes under special amaxes": "codes of numbers that the rule makes NaN, by a tensor scale of 0, infinity or NaN",
+    "codes of infinity": "codes of elements that are infinite",
+    "rounding of ties": "codes of elements exactly between two codes: the other neighbour",
+}
+"""Known classes. Further classes, `scale rule` and `element rule`, are not explained."""
+SAME_VALUES = ("NaN sign", "sign of a zero scale", "-0", "positive zeros as -0", "dead blocks")
+"""Classes whose bytes decode to the same values."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A block scale or a code of the stacked inputs."""
+
+    stage: str
+    """`scales` or `codes`"""
+    stack: int
+    row: int
+    column: int
+
+
+@dataclass
+class Difference:
+    """Bytes of one class in which a quantizer differs from a rule."""
+
+    kind: str
+    count: int
+    inputs: list[str]
+    """Names of the inputs with such bytes."""
+    first: str
+    """The first place in words: row, block or column, the byte of the quantizer and of the rule."""
+    place: Place
+
+    @property
+    def known(self) -> bool:
+        """Whether the class says what differs."""
+        return self.kind in KINDS
+
+    def __str__(self) -> str:
+        more = f" and {len(self.inputs) - 1} more" if len(self.inputs) > 1 else ""
+        noun = "block scale" if self.place.stage == "scales" else "code"
+        count = f"{format_count(self.count)} {noun}{'' if self.count == 1 else 's'}"
+        return f"{self.kind}: {count} in {self.inputs[0]}{more}, the first at {self.first}"
+
+
+def classified(rules: Rules, rule: Recipe) -> list[Difference]:
+    """All bytes in which the observed quantizer differs from `rule`, by class, the unexplained classes first.
+
+    Codes are compared under the quantizer's own scales.
+    """
+    found: dict[str, Difference] = {}
+    for number, stack in enumerate(rules.observed.stacks):
+        for stage, classes in (("scales", _of_scales), ("codes", _of_codes)):
+            for kind, wrong, describe in classes(rules, number, rule):
+                if not bool(wrong.any()):
+                    continue
+                rows, columns = wrong.nonzero(as_tuple=True)
+                height = len(wrong) // len(stack.names)
+                names = [stack.names[index] for index in torch.unique(rows // height).tolist()]
+                if kind not in found:
+                    place = Place(stage, number, int(rows[0]), int(columns[0]))
+                    found[kind] = Difference(kind, 0, [], describe(place.row, place.column), place)
+                found[kind].count += len(rows)
+                found[kind].inputs += names
+    return sorted(found.values(), key=lambda difference: (difference.known, difference.place.stage != "scales"))
+
+
+_Class = tuple[str, torch.Tensor, Callable[[int, int], str]]
+"""A class, where bytes differ by it, and the description of a place."""
+
+
+def _of_scales(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
+    stack, fmt = rules.observed.stacks[number], rule.scale
+    made, refused = rules.scales(number, rule)
+    wrong = raw(made) != raw(stack.scales)
+    height = len(stack.scales) // len(stack.names)
+
+    def describe(row: int, block: int) -> str:
+        (a, a_bits), (e, e_bits) = (scale_view(t[row, block], fmt) for t in (stack.scales, made))
+        return f"row {row % height}, block {block}: {a_bits} = {a}, where the rule has {e_bits} = {e}"
+
+    same = canonical(made, fmt) == canonical(stack.scales, fmt)
+    blocks, amax = rules.amaxes(number, rule)
+    special = ~(amax.isfinite() & (amax != 0))
+    of_rows = spread(special, len(blocks)).unsqueeze(1)
+    zeros = blocks == 0
+    if wrong.shape != zeros.shape:  # a scale for each tensor
+        zeros = zeros.amin(1, keepdim=True)
+    is_nan = _is_nan(stack.scales, fmt)
+    zero = _is_zero(stack.scales, fmt) & _is_zero(made, fmt)
+    kinds = [
+        ("sign of a zero scale", same & zero),
+        ("NaN sign", same),
+        ("scales of zeros", zeros & ~is_nan & ~_is_nan(made, fmt)),
+        ("scales of special amaxes", of_rows | ~blocks.isfinite() if wrong.shape == blocks.shape else of_rows),
+        ("scale rule", torch.ones_like(wrong)),
+    ]
+    if refused is not None:
+        wrong = wrong & ~refused.unsqueeze(1)
+    for kind, holds in kinds:
+        yield kind, wrong & holds, describe
+        wrong = wrong & ~holds
+
+
+def _of_codes(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
+    stack, fmt = rules.observed.stacks[number], rule.element
+    made = rules.codes(number, rule)
+    wrong = made != stack.codes
+
+    def describe(row: int, column: int) -> str:
+        (a, a_bits), (e, e_bits) = (code_view(int(t[row, column]), fmt) for t in (stack.codes, made))
+        value, pattern = float_view(stack.x[row, column])
+        place = f"row {row % stack.height}, column {column} (x = {value}, {pattern})"
+        return f"{place}: {a_bits} = {a}, where the rule has {e_bits} = {e}"
+
+    if not bool(wrong.any()):
+        return
+    scaled = rules.scaled(number, rule)
+    kernel, oracle = (canonical(codes, fmt) for codes in (stack.codes, made))
+    kinds = [
+        ("dead blocks", rules.dead(number)),
+        ("positive zeros as -0", (kernel == oracle) & (stack.codes == fmt.sign_code) & ~stack.x.signbit()),
+        ("-0", (kernel == oracle) & (kernel == 0)),
+        ("NaN sign", kernel == oracle),
+        ("codes of NaN", stack.x.isnan()),
+        ("codes under special amaxes", scaled.isnan()),
+        ("codes of infinity", stack.x.isinf()),
+        ("rounding of ties", _other_neighbour(scaled, kernel, oracle, fmt)),
+        ("element rule", torch.ones_like(wrong)),
+    ]
+    for kind, holds in kinds:
+        yield kind, wrong & holds, describe
+        wrong = wrong & ~holds
+
+
+def _is_nan(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
+    if fmt is FP32:
+        return scales.isnan()
+    magnitude = scales & 0x7F if fmt.signed else scales
+    return magnitude.eq(fmt.nan_code or 0)
+
+
+def _is_zero(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
+    if fmt is FP32:
+        return scales == 0
+    return (scales & 0x7F) == 0 if fmt.signed else torch.zeros_like(scales, dtype=torch.bool)
+
+
+def _other_neighbour(scaled: torch.Tensor, kernel: torch.Tensor, oracle: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Elements exactly between two neighbouring codes, of which the quantizer has one and the rule the other."""
+    values = scaled.new_tensor(fmt.values)
+    valid = (kernel.int() < fmt.codes) & (oracle.int() < fmt.codes)
+    a, e = (values[codes.int().clamp(max=fmt.codes - 1)] for codes in (kernel, oracle))
+    middle = (a.double() + e.double()) / 2
+    apart = (kernel.int() - oracle.int()).abs() == 1
+    from_zero = ((kernel == 0) | (oracle == 0)) & ((a.abs() + e.abs()) == fmt.value(1))
+    return valid & (apart | from_zero) & (scaled.double() == middle)

@@ -1,0 +1,441 @@
+"""The rule that explains most bytes of a quantizer: a search over the fields of `Recipe`, stage by stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from narrowgauge.harness.backends.backend import Backend, BackendError, Unsupported
+from narrowgauge.harness.backends.host import HostLost
+from narrowgauge.harness.tools.dialect.differences import Difference, classified
+from narrowgauge.harness.tools.dialect.inputs import Given, Observed, observe
+from narrowgauge.harness.tools.dialect.probes import probes
+from narrowgauge.harness.tools.dialect.rules import (
+    CHOICES,
+    ELEMENT_FIELDS,
+    SCALE_FIELDS,
+    Rules,
+    Score,
+    with_fields,
+)
+from narrowgauge.reference import ops as reference
+from narrowgauge.spec import dialects as named
+from narrowgauge.spec.recipes import Recipe, find_recipe
+
+_ORDER = ("tensor_scale", "block_scale", "scale_rounding", "statistics")
+"""Fields that decide the scales of ordinary blocks."""
+_FIRST_SCALES = (*_ORDER, "zero_block", "smallest_scale")
+"""Fields of scales with all of whose values the search starts."""
+_EDGES = (("tensor_limit", "nan", "smallest_amax"), ("zero_block", "smallest_scale"))
+"""Fields that decide the remaining scales, in groups whose values hide each other."""
+_FIRST_ELEMENTS = ("element_scale", "rounding", "zero_scale")
+_LAST_ELEMENTS = (("negative_zero",), ("nan_code",), ("zero_scale",), ("zero_scale", "nan_code"))
+_ANY_ELEMENTS = ("x/(s/enc)", "x/(s*dec)", "x/s")
+"""A form of the elements for each form of the tensor scale, while scales are searched."""
+_TENSOR = ("tensor_scale", "block_scale", "statistics")
+_DEAD = ("zero_scale", "negative_zero", "nan_code")
+"""Fields that decide codes of blocks with a scale of 0 or NaN together."""
+_STARTS = 16
+"""Number of forms and roundings of elements whose further choices are searched on a part of the rows."""
+_BEHIND = 4
+"""Factor in differing codes from which a form and rounding is no longer tried."""
+_ON_ALL_ROWS = 3
+"""Number of rules for the elements that are tried on all rows."""
+_NEAR = 3
+"""Number of dialects from which the differences of a rule are counted."""
+_STARTS_OF_FORM = 2
+"""Number of starting points of the search for the scales with each form of the tensor scale."""
+_COUPLED = (
+    ("tensor_scale", "block_scale", "element_scale", "zero_scale"),
+    ("tensor_scale", "tensor_limit", "statistics"),
+    ("element_scale", "zero_scale"),
+    ("block_scale", "zero_block", "statistics"),
+    ("rounding", "nan_code"),
+)
+"""Fields that often change together, because a recipe excludes some of their combinations."""
+
+
+@dataclass
+class Agreement:
+    """A named dialect beside the bytes of a quantizer."""
+
+    dialect: str
+    recipe: Recipe
+    scales: Score
+    """Differing block scales."""
+    codes: Score
+    """Differing codes under the quantizer's own scales."""
+    explained: int
+    """Inputs with every byte equal."""
+    alike: int
+    """Inputs that differ only in signs of 0 and NaN and in codes under scales of 0 or NaN."""
+
+    @property
+    def plain(self) -> Recipe:
+        """The dialect with the first element in the low nibble, as rules are compared."""
+        return with_fields(self.recipe) or self.recipe
+
+    @property
+    def score(self) -> Score:
+        """All differing bytes."""
+        return self.scales + self.codes
+
+
+@dataclass
+class Fit:
+    """The rule of a quantizer."""
+
+    recipe: str
+    """The recipe that it was asked for."""
+    rules: Rules = field(repr=False)
+    """Rules on the bytes of the quantizer."""
+    agreements: list[Agreement]
+    """Named dialects, nearest first."""
+    rule: Recipe
+    """The rule that explains most bytes, with as few fields as possible that differ from the nearest dialect."""
+    nearest: Agreement
+    """The dialect from which `rule` differs in the fewest fields."""
+    changes: dict[str, tuple[Any, Any]]
+    """Fields in which `rule` differs from `nearest`: the value of the dialect, and of the rule."""
+    alternatives: dict[str, list[Any]]
+    """Other values of fields that explain as many bytes: the inputs do not separate them."""
+    differences: list[Difference] = field(default_factory=list)
+    """Bytes that `rule` does not explain, by class."""
+
+    @property
+    def observed(self) -> Observed:
+        """The bytes of the quantizer."""
+        return self.rules.observed
+
+    @property
+    def matching(self) -> list[Agreement]:
+        """Dialects with equal bytes on every input: several if no input separates them."""
+        return [agreement for agreement in self.agreements if agreement.score == Score(0, 0)]
+
+    @property
+    def explained(self) -> bool:
+        """Whether every byte is that of a dialect with the listed changes and differences, each of a known class."""
+        return _known(self.differences)
+
+    @property
+    def total(self) -> tuple[int, int]:
+        """Number of all block scales and of all codes."""
+        stacks = self.observed.stacks
+        return sum(stack.scales.numel() for stack in stacks), sum(stack.codes.numel() for stack in stacks)
+
+
+def dialects_of(recipe: Recipe) -> list[Recipe]:
+    """The recipe in all its dialects.
+
+    Raises ValueError for a recipe with rotation, whose bytes also depend on the order of summation.
+    """
+    if recipe.transform:
+        raise ValueError(f"recipe {recipe} rotates in an order that is free; ask for the recipe without the rotation")
+    tables = [table for name, table in vars(named).items() if name.endswith("DIALECTS")]
+    names = dict.fromkeys(["te", *(name for table in tables for name in table)])
+    found = []
+    for name in names:
+        try:
+            found.append(find_recipe(f"{recipe.name}@{name}"))
+        except ValueError:  # the dialect does not exist for this recipe
+            continue
+    return found
+
+
+def fit(backend: Backend, name: str = "nvfp4", *, device: str = "cpu", seed: int = 0) -> Fit:
+    """Fit the rule of `backend.quantize`, asked for the recipe `name`, to its bytes on every family and dtype.
+
+    Raises ValueError as `dialects_of` does and for an unknown recipe, and as `observe` does if the backend quantizes no
+    input.
+    """
+    recipe = find_recipe(name)
+    dialects = dialects_of(recipe)
+    result = fitted(observe(backend, recipe, device=device, seed=seed), dialects)
+    return _separated(backend, result, device, seed) if result.alternatives else result
+
+
+def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
+    """The rule of these bytes. `dialects`: the named rules to compare with."""
+    rules = Rules(observed)
+    agreements = sorted((_agreement(rules, dialect) for dialect in dialects), key=lambda agreement: agreement.score)
+    best = agreements[0]
+    if best.score == Score(0, 0):
+        return Fit(str(observed.recipe), rules, agreements, best.plain, best, {}, {}, [])
+    if best.score.major == 0:
+        # Every value is that of the dialect. Another choice of signs of 0 or of dead blocks counts if it explains all.
+        found = _descend(best.plain, _LAST_ELEMENTS, rules.code_score, _with_elements)
+        found = min((found, _elements(rules, [best.plain])), key=rules.code_score)
+        exact = rules.code_score(found) == Score(0, 0)
+        rule, nearest, changes = _simplified(rules, found if exact else best.plain, best)
+    else:
+        found = _search(rules, [agreement.plain for agreement in agreements])
+        simple = [_simplified(rules, found, agreement) for agreement in agreements[:_NEAR]]
+        rule, nearest, changes = min(simple, key=lambda result: len(result[2]))
+        if not _known(classified(rules, rule)):
+            rule, nearest, changes = simple[0]  # the ranking decides where fields are no facts
+    differences = classified(rules, rule)
+    explained = _known(differences)
+    alternatives = _alternatives(rules, rule) if changes and explained else {}
+    return Fit(str(observed.recipe), rules, agreements, rule, nearest, changes, alternatives, differences)
+
+
+def _known(differences: list[Difference]) -> bool:
+    return all(difference.known for difference in differences)
+
+
+def _agreement(rules: Rules, recipe: Recipe) -> Agreement:
+    plain = with_fields(recipe) or recipe
+    explained = alike = 0
+    for number in range(len(rules.observed.stacks)):
+        unequal = rules.unequal_by_input(number, plain)
+        explained += sum(score == Score(0, 0) for score in unequal)
+        alike += sum(score.major == 0 for score in unequal)
+    return Agreement(recipe.dialect, recipe, rules.scale_score(plain), rules.code_score(plain), explained, alike)
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+def _search(rules: Rules, starts: list[Recipe]) -> Recipe:
+    """The rule with the best score, from these rules and every order of operations."""
+    ends: list[Recipe] = []
+    tried: Counter[str] = Counter()
+    for start in _orders(rules, starts):
+        tried[start.tensor_scale] += 1
+        if tried[start.tensor_scale] > _STARTS_OF_FORM:
+            continue
+        ends.append(_descend(start, (*_EDGES, *_rest(), _ORDER), rules.scale_score, _with_scales))
+        if rules.scale_score(ends[-1]) == Score(0, 0):
+            break
+    return _elements(rules, _equal_scales(rules, min(ends, key=rules.scale_score)))
+
+
+def _equal_scales(rules: Rules, found: Recipe) -> list[Recipe]:
+    """`found`, and rules of equal score for the scales with other tensor scales, an ulp apart: the elements decide."""
+    alike = {rules.tensor_key(found): found}
+    for values in product(*(CHOICES[name] for name in _TENSOR)):
+        recipe = _with_scales(found, _TENSOR, values)
+        if recipe is not None and rules.scale_score(recipe) == rules.scale_score(found):
+            alike.setdefault(rules.tensor_key(recipe), recipe)
+    return list(alike.values())
+
+
+def _rest() -> list[tuple[str, ...]]:
+    """Fields of scales that no other group has, one by one."""
+    grouped = {name for group in (_ORDER, *_EDGES) for name in group}
+    return [(name,) for name in SCALE_FIELDS if name not in grouped]
+
+
+def _orders(rules: Rules, starts: list[Recipe]) -> list[Recipe]:
+    """`starts`, and the nearest of them with all values of the first fields, best first."""
+    base = min(starts, key=rules.scale_score)
+    found = (_with_scales(base, _FIRST_SCALES, values) for values in _values(base, _FIRST_SCALES))
+    orders = dict.fromkeys([*starts, *(recipe for recipe in found if recipe is not None)])
+    return sorted(orders, key=rules.sampled_scale_score)
+
+
+def _values(base: Recipe, names: tuple[str, ...]) -> Iterable[tuple[Any, ...]]:
+    """All values of fields, without forms that no recipe of this kind has."""
+    if "block_scale" not in names:
+        return product(*(CHOICES[name] for name in names))
+    forms, roundings = _forms(find_recipe(base.name))
+    rest = [roundings if name == "scale_rounding" else CHOICES[name] for name in names[2:]]
+    return ((*form, *values) for form in forms for values in product(*rest))
+
+
+@lru_cache(maxsize=16)
+def _forms(base: Recipe) -> tuple[list[tuple[Any, ...]], list[Any]]:
+    """Forms of the tensor scale with forms of the block scale, and roundings, of recipes like `base`."""
+    pairs = product(CHOICES["tensor_scale"], CHOICES["block_scale"])
+    roundings = [r for r in CHOICES["scale_rounding"] if with_fields(base, scale_rounding=r) is not None]
+    return [pair for pair in pairs if _with_scales(base, _ORDER[:2], pair) is not None], roundings
+
+
+@lru_cache(maxsize=1 << 16)
+def _with_scales(base: Recipe, names: tuple[str, ...], values: tuple[Any, ...]) -> Recipe | None:
+    """`base` with other choices of the scales, and if they need it with another form of elements or zero block."""
+    changed = dict(zip(names, values, strict=True))
+    if (changed.get("tensor_scale", base.tensor_scale) == "given") != (base.tensor_scale == "given"):
+        return None
+    for element, zero in product((None, *_ANY_ELEMENTS), (None, "keep")):
+        more: dict[str, Any] = {} if element is None else {"element_scale": element, "zero_scale": "infinity"}
+        recipe = with_fields(base, **(more | ({} if zero is None else {"zero_block": zero}) | changed))
+        if recipe is not None:
+            return recipe
+    return None
+
+
+def _elements(rules: Rules, starts: list[Recipe]) -> Recipe:
+    """One of `starts` with the choices of the elements, whichever has the best score."""
+    first: list[Recipe] = []
+    for start in starts:
+        # The choice for a scale of 0 under the first tensor scale serves the other tensor scales.
+        known = min(first, key=rules.ordinary_code_score) if first else None
+        for values in product(*(CHOICES[name] for name in _FIRST_ELEMENTS)):
+            changed = dict(zip(_FIRST_ELEMENTS, values, strict=True))
+            if known is not None and changed["zero_scale"] != _zero_scale_of(known, start, changed):
+                continue
+            if (changed["rounding"] == "stochastic") == (start.rounding == "stochastic"):
+                recipe = with_fields(start, **changed)
+                first += [recipe] if recipe is not None else []
+    # The best of every form and rounding, then the choices that only few codes show, on a part of the rows.
+    kinds: dict[Any, Recipe] = {}
+    for candidate in sorted(first, key=rules.ordinary_code_score):
+        kinds.setdefault((rules.tensor_key(candidate), candidate.element_scale, candidate.rounding), candidate)
+    ends: list[Recipe] = []
+    least = rules.ordinary_code_score(next(iter(kinds.values()))).major
+    for candidate in list(kinds.values())[:_STARTS]:
+        if rules.ordinary_code_score(candidate).major > _BEHIND * (least + 100):
+            break
+        ends.append(_descend(candidate, _LAST_ELEMENTS, rules.sampled_code_score, _with_elements))
+        if rules.sampled_code_score(ends[-1]) == rules.code_score(ends[-1]) == Score(0, 0):
+            return ends[-1]
+    best = sorted(ends, key=rules.sampled_code_score)[:_ON_ALL_ROWS]
+    ends = [_descend(end, _LAST_ELEMENTS, rules.code_score, _with_elements) for end in best]
+    best_end = min(ends, key=rules.code_score)
+    if rules.code_score(best_end) == Score(0, 0):
+        return best_end
+    together = _descend(best_end, (_DEAD,), rules.sampled_code_score, _with_elements)
+    return min((best_end, together), key=rules.code_score)
+
+
+def _zero_scale_of(known: Recipe, start: Recipe, changed: dict[str, Any]) -> str:
+    """The choice of `known` for a scale of 0, or if it does not go with a form the first choice that does."""
+    for zero in (known.zero_scale, *CHOICES["zero_scale"]):
+        if with_fields(start, **(changed | {"zero_scale": zero})) is not None:
+            return str(zero)
+    return ""
+
+
+def _with_elements(base: Recipe, names: tuple[str, ...], values: tuple[Any, ...]) -> Recipe | None:
+    return with_fields(base, **dict(zip(names, values, strict=True)))
+
+
+def _descend(
+    start: Recipe,
+    groups: Iterable[tuple[str, ...]],
+    score: Callable[[Recipe], Score],
+    changed: Callable[[Recipe, tuple[str, ...], tuple[Any, ...]], Recipe | None],
+) -> Recipe:
+    """The best rule that is reached from `start` by changes of one group of fields at a time."""
+    best, least = start, score(start)
+    improved = True
+    while improved and least != Score(0, 0):
+        improved = False
+        for group in groups:
+            for values in _values(best, group):
+                recipe = changed(best, group, values)
+                if recipe is not None and (found := score(recipe)) < least:
+                    best, least, improved = recipe, found, True
+    return best
+
+
+# ---- what the bytes leave open ---------------------------------------------------------------------------------------
+
+
+def _simplified(
+    rules: Rules, found: Recipe, agreement: Agreement
+) -> tuple[Recipe, Agreement, dict[str, tuple[Any, Any]]]:
+    """`found` with the values of a dialect in every field where they explain as many bytes, and what still differs."""
+    dialect, least = agreement.plain, rules.score(found)
+    rule = found
+    for group in (*((name,) for name in CHOICES), *_COUPLED):
+        values = {name: getattr(dialect, name) for name in group}
+        if all(getattr(rule, name) == value for name, value in values.items()):
+            continue
+        recipe = with_fields(rule, **values)
+        if recipe is not None and rules.score(recipe) <= least:
+            rule, least = recipe, rules.score(recipe)
+    if rules.code_score(rule).minor:
+        # Signs of 0 and dead codes stay unexplained: a choice that explains a part of them says less than their class.
+        for name, *more in _LAST_ELEMENTS:
+            recipe = None if more else with_fields(rule, **{name: getattr(dialect, name)})
+            if recipe is not None and rules.score(recipe).major <= least.major:
+                rule = recipe
+    return rule, agreement, _changes(dialect, rule)
+
+
+def _changes(dialect: Recipe, rule: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Fields in which a rule differs from a dialect: the value of either."""
+    pairs = {name: (getattr(dialect, name), getattr(rule, name)) for name in CHOICES}
+    return {name: (theirs, own) for name, (theirs, own) in pairs.items() if theirs != own}
+
+
+def _alternatives(rules: Rules, rule: Recipe) -> dict[str, list[Any]]:
+    """For each field the other values with the same score: the inputs do not separate them."""
+    least = rules.score(rule)
+    found: dict[str, list[Any]] = {}
+    for name, choices in CHOICES.items():
+        if name == "tensor_limit" and rule.tensor_scale in ("none", "given"):
+            continue  # there is no tensor scale to limit
+        for value in choices:
+            if value == getattr(rule, name) or (value == "stochastic" or rule.rounding == "stochastic"):
+                continue
+            recipe = with_fields(rule, **{name: value})
+            if recipe is None:
+                continue
+            if name not in ELEMENT_FIELDS and rules.scale_score(recipe) > rules.scale_score(rule):
+                continue
+            if rules.score(recipe) == least:
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def _separated(backend: Backend, result: Fit, device: str, seed: int) -> Fit:
+    """`result` with the rule that also explains further inputs, on which its alternatives give other bytes.
+
+    Inputs are drawn, and the backend is asked for those that separate the rule from an alternative.
+    """
+    recipe, rule = result.observed.recipe, result.rule
+    drawn = probes(recipe, seed, device)
+    given = _given(rule, recipe, drawn, device)
+    remaining: dict[str, list[Any]] = {}
+    for name, values in result.alternatives.items():
+        for value in values:
+            other = with_fields(rule, **{name: value})
+            if other is None or given is None:
+                continue
+            asked = _separating(drawn, given, other)
+            try:
+                seen = Rules(observe(backend, recipe, device=device, given=asked)) if asked else None
+            except (BackendError, Unsupported, HostLost):
+                seen = None
+            if seen is None:
+                remaining.setdefault(name, []).append(value)
+            elif seen.score(other) < seen.score(rule):
+                rule, given = other, _given(other, recipe, drawn, device)
+    return replace(
+        result,
+        rule=rule,
+        changes=_changes(result.nearest.plain, rule),
+        alternatives=remaining,
+        differences=classified(result.rules, rule),
+    )
+
+
+def _given(rule: Recipe, recipe: Recipe, inputs: list[Given], device: str) -> Rules | None:
+    """What `rule` gives for these inputs; None if it refuses one."""
+    door = Backend.local(
+        "rule", SimpleNamespace(quantize=lambda x, _, **options: reference.quantize(x, rule, **options))
+    )
+    try:
+        observed = observe(door, recipe, device=device, given=inputs)
+    except (BackendError, Unsupported, HostLost):
+        return None
+    return None if observed.skipped else Rules(observed)
+
+
+def _separating(drawn: list[Given], given: Rules, other: Recipe) -> list[Given]:
+    """At most two of the inputs for which `other` does not give these bytes."""
+    found = []
+    for number, stack in enumerate(given.observed.stacks):
+        dtype = stack.names[0].split(" ")[1]
+        inputs = [one for one in drawn if one.dtype == dtype]
+        scores = given.unequal_by_input(number, other)
+        found += [one for one, score in zip(inputs, scores, strict=True) if score != Score(0, 0)]
+    return found[:2]

@@ -1,0 +1,167 @@
+"""The fit as a sentence, as tables and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rich.table import Table
+
+from narrowgauge.harness.report.text import plural, share
+from narrowgauge.harness.tools.dialect.fit import Agreement, Fit
+
+_FEW = 3
+"""Largest number of changed fields with which a rule still counts as a dialect."""
+
+
+def sentence(fit: Fit) -> str:
+    """The dialect of the quantizer and its differences, or the nearest dialect and what no rule explains."""
+    inputs = plural(fit.observed.inputs, "input")
+    names, tie = _names(fit)
+    if fit.matching:
+        text = f"speaks {names}{tie}: every byte of {inputs}"
+    elif fit.explained:
+        start = f"its own rule, nearest {names}{tie}" if len(fit.changes) > _FEW else f"{names}{tie}"
+        remaining = "; ".join(map(str, fit.differences))
+        text = f"{start}, except: " + "; ".join(filter(None, [changes(fit), remaining]))
+        text += f". This explains every byte of {inputs}"
+    else:
+        text = f"agrees with no dialect and no known rule; nearest {names}{tie}: {_counts(fit)} of {inputs}"
+        changed = changes(fit)
+        text += f". More bytes, but not all, are those of a rule in which {changed}; it leaves " if changed else "; "
+        text += "; ".join(map(str, fit.differences))
+    if fit.alternatives:
+        listed = ", ".join(
+            f"{name} {getattr(fit.rule, name)} or {' or '.join(map(str, values))}"
+            for name, values in fit.alternatives.items()
+        )
+        text += f". The inputs do not separate: {listed}"
+    if fit.observed.packing == "high-first":
+        text += ". The first of two elements is in the high nibble"
+    shown = fit.rules.shown_tensor_scale(fit.rule)
+    if shown not in ("", "the tensor scale"):
+        text += f". It shows {shown} as tensor scale"
+    if skipped := fit.observed.skipped:
+        text += f". Left out {plural(len(skipped), 'input')} that it does not quantize, first {skipped[0]}"
+    return text
+
+
+def _names(fit: Fit) -> tuple[str, str]:
+    """Name of the dialect, or names that tie, and a remark."""
+    tied = [agreement.dialect for agreement in fit.agreements if agreement.score == fit.nearest.score]
+    names = tied if fit.nearest.dialect in tied and not fit.changes else [fit.nearest.dialect]
+    if len(names) == 1:
+        return names[0], ""
+    return f"{', '.join(names[:-1])} or {names[-1]}", ", which no input here tells apart"
+
+
+def changes(fit: Fit) -> str:
+    """The fields in which the rule differs from the nearest dialect."""
+    return "; ".join(f"{name} is {own} in place of {theirs}" for name, (theirs, own) in fit.changes.items())
+
+
+def _counts(fit: Fit) -> str:
+    return f"every byte of {fit.nearest.explained}"
+
+
+def pasted(fit: Fit) -> str:
+    """Python that makes the rule of the quantizer as a Recipe; empty if the rule is a named dialect."""
+    if not fit.changes:
+        return ""
+    own = {name: value for name, (_, value) in fit.changes.items()}
+    try:
+        replace(fit.nearest.recipe, **own)
+    except ValueError:  # decode and alpha, which the bytes do not show, follow the tensor scale
+        own |= {name: getattr(fit.rule, name) for name in ("decode", "alpha")}
+    base = f"{fit.nearest.recipe.name}@{fit.nearest.dialect}"
+    values = "".join(f", {name}={value!r}" for name, value in own.items())
+    return f'replace(narrowgauge.recipe("{base}"), dialect="own"{values})'
+
+
+def table(fit: Fit) -> Table:
+    """A row for each dialect, nearest first.
+
+    Codes are compared under the quantizer's own scales. Signs of 0 and NaN and codes under scales of 0 or NaN are
+    counted apart.
+    """
+    table_ = Table(box=None, pad_edge=False)
+    for heading in ("dialect", "scale bytes", "codes", "signs, dead", "inputs explained"):
+        table_.add_column(heading, justify="left" if heading == "dialect" else "right", no_wrap=True)
+    scales, codes = fit.total
+    for agreement in fit.agreements:
+        table_.add_row(
+            agreement.dialect,
+            share(1 - agreement.scales.major / scales),
+            share(1 - agreement.codes.major / codes),
+            str(agreement.score.minor or ""),
+            f"{agreement.explained}/{fit.observed.inputs}",
+        )
+    return table_
+
+
+def rows(fit: Fit) -> list[dict[str, Any]]:
+    """For each input the bytes that differ from the nearest dialect, and from the rule."""
+    found = []
+    for number, stack in enumerate(fit.observed.stacks):
+        unequal = [fit.rules.unequal_by_input(number, rule) for rule in (fit.nearest.plain, fit.rule)]
+        for index, name in enumerate(stack.names):
+            dialect, rule = (of_rule[index] for of_rule in unequal)
+            found.append(
+                {
+                    "input": name,
+                    "of_dialect": {"bytes": dialect.major, "signs_and_dead": dialect.minor},
+                    "of_rule": {"bytes": rule.major, "signs_and_dead": rule.minor},
+                    "classes": [difference.kind for difference in fit.differences if name in difference.inputs],
+                }
+            )
+    return found
+
+
+def rows_table(fit: Fit) -> Table:
+    """A row for each input: bytes that differ from the nearest dialect and from the rule, and their classes."""
+    table_ = Table(box=None, pad_edge=False)
+    nearest = fit.nearest.dialect
+    for heading in ("input", f"not as {nearest}", "signs, dead", "not as the rule", "signs, dead", "classes"):
+        table_.add_column(heading, justify="left" if heading in ("input", "classes") else "right", no_wrap=True)
+    for row in rows(fit):
+        numbers = [row[of][kind] for of in ("of_dialect", "of_rule") for kind in ("bytes", "signs_and_dead")]
+        table_.add_row(row["input"], *(str(number or "") for number in numbers), ", ".join(row["classes"]))
+    return table_
+
+
+def as_json(fit: Fit) -> dict[str, Any]:
+    """The fit as plain data."""
+    return {
+        "recipe": fit.recipe,
+        "sentence": sentence(fit),
+        "explained": fit.explained,
+        "matching": [agreement.dialect for agreement in fit.matching],
+        "nearest": fit.nearest.dialect,
+        "changes": {name: {"dialect": a, "own": b} for name, (a, b) in fit.changes.items()},
+        "not_separated": fit.alternatives,
+        "differences": [
+            {"class": d.kind, "explained": d.known, "count": d.count, "inputs": d.inputs, "first": d.first}
+            for d in fit.differences
+        ],
+        "rule": pasted(fit),
+        "shown_tensor_scale": fit.rules.shown_tensor_scale(fit.rule),
+        "packing": fit.observed.packing,
+        "inputs": fit.observed.inputs,
+        "skipped": fit.observed.skipped,
+        "dialects": [_agreement(agreement, fit) for agreement in fit.agreements],
+        "rows": rows(fit),
+    }
+
+
+def _agreement(agreement: Agreement, fit: Fit) -> dict[str, Any]:
+    scales, codes = fit.total
+    return {
+        "dialect": agreement.dialect,
+        "scales": scales,
+        "scales_different": agreement.scales.major,
+        "codes": codes,
+        "codes_different": agreement.codes.major,
+        "signs_and_dead": agreement.score.minor,
+        "inputs_explained": agreement.explained,
+        "inputs_same_values": agreement.alike,
+    }
