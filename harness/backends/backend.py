@@ -61,6 +61,12 @@ the distribution of the codes is tested (docs/tolerance.md#stochastic-rounding).
 A declared order narrows the accepted results (tier 1; for a tensor core to exact bits). Without it any order is
 accepted (tier 2). "accumulator" and "subnormals" widen the accepted results.
 
+`dialects`: {"nvfp4": "torchao", "mxfp8-e4m3": ["te", "ocp"]}: for each recipe name the dialect or dialects that the
+backend computes. Cases of a recipe are judged in these dialects; cases of other recipes and methods are left out.
+
+`constraints`: {"K": 128, "dtype": ["bf16"]}: divisors of M, K and N, and allowed values of keys of cases. Cases outside
+of them are left out.
+
 `gemm_order(a, b)`: for backends that do not add all products in the same order. It returns the order of the product of
 two Quantized operands, or of two lists of operands (the sections of a grouped product): a name from above, None, or
 "truncating" for any order with a truncating accumulator. The declaration of "gemm" is then ignored; and so is the
@@ -75,6 +81,7 @@ from typing import TYPE_CHECKING, Any
 from narrowgauge.harness.backends.host import METHODS, Host
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost
+from narrowgauge.harness.backends.offer import Offer
 from narrowgauge.harness.backends.results import (
     BackendError,
     Unsupported,
@@ -137,6 +144,7 @@ class Backend:
                 f"backend {self.name} has none of the methods {', '.join(METHODS)}; see docs/backends.md"
             )
         self.declares = _declarations(self.name, facts.declares)
+        self.offer = Offer.checked(self.name, facts.offers, facts.methods)
 
     @classmethod
     def local(cls, name: str, implementation: Any, schedules: int = 0, device: torch.device | None = None) -> Backend:

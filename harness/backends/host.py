@@ -42,6 +42,8 @@ class Facts:
     """Its members of `METHODS` and `OPTIONAL_METHODS`."""
     declares: Any
     """Its attribute `declares`, unchecked."""
+    offers: Any
+    """Its attributes `dialects` and `constraints`, unchecked."""
     takes_shuffles: bool
     """Whether its `variations` has the argument `shuffles`."""
 

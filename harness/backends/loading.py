@@ -1,4 +1,4 @@
-"""Loading the object that implements a backend: `native`, `reference`, or `package.module[:Name]`."""
+"""Loading the object that implements a backend: `native`, `reference`, a library, or `package.module[:Name]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from narrowgauge.harness.backends.results import BackendError
 from narrowgauge.harness.cases.keys import nearest
 
 BUILT_IN = {"native": "narrowgauge.native.ops", "reference": "narrowgauge.reference.ops"}
-
+LIBRARIES = (
+    "comfy-kitchen", "compressed-tensors", "deepgemm", "gguf", "jax", "mlx", "modelopt", "torch", "torchao",
+)  # fmt: skip
+"""Libraries with an adapter: `harness/backends/adapters/<name>.py`."""
 
 _OWN = str(Path(__file__).parents[2])
 """Folder of this package."""
@@ -29,7 +32,7 @@ def check_name(name: str) -> None:
     found in the current folder or on `sys.path`. Nothing is imported."""
     _check_form(name)
     _search_here()
-    package = BUILT_IN.get(name, name).partition(":")[0].partition(".")[0]
+    package = _place(name).partition(":")[0].partition(".")[0]
     try:
         found = package in sys.modules or importlib.util.find_spec(package) is not None
     except ValueError:  # an empty name
@@ -42,11 +45,20 @@ def check_name(name: str) -> None:
 
 
 def _check_form(name: str) -> None:
-    if name not in BUILT_IN and ":" not in name and "." not in name:
+    if name not in BUILT_IN and name not in LIBRARIES and ":" not in name and "." not in name:
+        known = (*BUILT_IN, *LIBRARIES)
         raise BackendError(
-            f"no backend is called {name!r}{nearest(name, BUILT_IN)}; "
-            f"there are {', '.join(BUILT_IN)}, and your own as package.module:Name"
+            f"no backend is called {name!r}{nearest(name, known)}; "
+            f"there are {', '.join(known)}, and your own as package.module:Name"
         )
+
+
+def _place(name: str) -> str:
+    """`package.module[:Name]` of a backend."""
+    library = name.partition(":")[0]
+    if library in LIBRARIES:
+        return f"{__package__}.adapters.{library.replace('-', '_')}:Backend"
+    return BUILT_IN.get(name, name)
 
 
 def _search_here() -> None:
@@ -58,7 +70,7 @@ def _search_here() -> None:
 def extra_folder(name: str) -> str:
     """Folder of `sys.path` with the module of a backend, if a new interpreter in the current folder does not search it:
     pytest adds the folders of tests. Else empty. Nothing is imported."""
-    package = BUILT_IN.get(name, name).partition(":")[0].partition(".")[0]
+    package = _place(name).partition(":")[0].partition(".")[0]
     folders = [Path(entry or ".").resolve() for entry in sys.path]
     found = importlib.machinery.PathFinder.find_spec(package, list(map(str, folders)))
     places = [] if found is None else [*(found.submodule_search_locations or ()), found.origin or ""]
@@ -72,14 +84,15 @@ def extra_folder(name: str) -> str:
 
 
 def load_implementation(name: str, device: str = "") -> Any:
-    """The module or object called `native`, `reference`, or `package.module[:Name]`. A class is instantiated.
+    """The module or object called `native`, `reference`, `package.module[:Name]`, or `library[:variant]` of
+    `LIBRARIES`. A class is instantiated, that of a library with the variant, if there is one.
 
     Modules are found as by `python -m`, also in the current folder. Raises BackendError if the backend cannot be
     loaded, or if its `check` rejects `device` (if given).
     """
     _check_form(name)
     _search_here()
-    module_name, _, attribute = BUILT_IN.get(name, name).partition(":")
+    module_name, _, attribute = _place(name).partition(":")
     try:
         implementation: Any = importlib.import_module(module_name)
     except Exception as error:
@@ -92,7 +105,8 @@ def load_implementation(name: str, device: str = "") -> Any:
         implementation = getattr(implementation, attribute)
     if inspect.isclass(implementation):
         try:
-            implementation = implementation()
+            library, _, variant = name.partition(":")
+            implementation = implementation(*([variant] if variant and library in LIBRARIES else []))
         except Exception as error:
             raise BackendError(f"backend {name}: {attribute}() raised {type(error).__name__}: {error}") from error
     if device and callable(check := getattr(implementation, "check", None)):

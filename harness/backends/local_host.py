@@ -46,6 +46,7 @@ class LocalHost:
         has = [method for method in (*METHODS, *OPTIONAL_METHODS) if callable(getattr(implementation, method, None))]
         self.facts = Facts(
             name, frozenset(has), getattr(implementation, "declares", {}),
+            (getattr(implementation, "dialects", None), getattr(implementation, "constraints", {})),
             takes_shuffles=_takes_shuffles(getattr(implementation, "variations", None)),
         )  # fmt: skip
         self.aliases: list[dict[str, str]] = []

@@ -32,6 +32,7 @@ from narrowgauge.harness.cli.selection import (
     default_workers,
     ledger_of,
     load_cases,
+    offered_cases,
     part_of_run,
     require_backend,
     require_device,
@@ -97,10 +98,11 @@ def run(
             stop("--fresh-host and --secret belong to --untrusted; add --untrusted")
         chosen = choose_cases(cases, tier, keyword)
     ledger = ledger_of(known, (paths or [default_cases()]) if source is None else [], cases)
-    part = part_of_run(chosen, shard, durations)
-    chosen = part.cases if part else chosen
     require_device(device)
     require_backend(backend)
+    chosen = offered_cases(chosen, backend, device)
+    part = part_of_run(chosen, shard, durations)
+    chosen = part.cases if part else chosen
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.inputs.capture import CaptureError
     from narrowgauge.harness.records.journal import JournalError

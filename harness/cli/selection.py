@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from narrowgauge.harness.gate.ledger import Ledger
     from narrowgauge.harness.running.shard import Part
 
+_REASONS = 3
+"""Number of printed reasons for which cases are left out."""
+
 
 def select_cases(
     paths: list[Path] | None,
@@ -69,6 +72,30 @@ def load_cases(
         return captured_cases(captured, recipes=names)
     except (CaseFileError, ValueError) as error:
         stop(str(error))
+
+
+def offered_cases(cases: list[Case], backend: str, device: str) -> list[Case]:
+    """The cases that a backend offers to run (`harness.backends.offer`), which other cases are left out and why."""
+    from narrowgauge.harness.backends.backend import BackendError
+    from narrowgauge.harness.backends.host import HostLost
+    from narrowgauge.harness.backends.loading import BUILT_IN
+    from narrowgauge.harness.hosts.remote_host import hosted_backend
+
+    if backend in BUILT_IN:
+        return cases
+    try:
+        with hosted_backend(backend, device) as loaded:
+            offer = loaded.offer
+    except (BackendError, HostLost) as error:
+        stop(str(error))
+    chosen, others = offer.select(cases)
+    if others:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in others.most_common(_REASONS))
+        more = f", {len(others) - _REASONS} more reasons" if len(others) > _REASONS else ""
+        typer.echo(f"{others.total()} cases are left out; backend {backend} {reasons}{more}", err=True)
+    if not chosen:
+        stop(f"backend {backend} offers none of the {len(cases)} selected cases")
+    return chosen
 
 
 def ledger_of(file: Path | None, paths: list[Path], cases: list[Case]) -> Ledger:

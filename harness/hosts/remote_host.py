@@ -201,7 +201,8 @@ class RemoteHost:
     def _facts(self, answer: dict[str, Any]) -> Facts:
         methods = frozenset(str(name) for name in answer["methods"]) & {*METHODS, *OPTIONAL_METHODS}
         declares = codec.decode_result(answer["declares"], codec.no_tensor)
-        return Facts(self.settings.backend, methods, declares, takes_shuffles=answer["takes_shuffles"] is True)
+        offers = codec.decode_result(answer["offers"], codec.no_tensor)
+        return Facts(self.settings.backend, methods, declares, offers, takes_shuffles=answer["takes_shuffles"] is True)
 
     def close(self, *, wait: float = 0.0) -> int | None:
         """End the process, after `wait` seconds, and its descendants. Gives its exit status."""

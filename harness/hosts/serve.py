@@ -20,7 +20,6 @@ import torch
 from narrowgauge.harness.backends.concurrency import Run, execute
 from narrowgauge.harness.backends.guard import Guard
 from narrowgauge.harness.backends.guarded_memory import ALIGNMENT, Allocation, Slot, contiguous_strides, element_bytes
-from narrowgauge.harness.backends.layer_driver import LayerDriver
 from narrowgauge.harness.backends.loading import error_location, load_implementation
 from narrowgauge.harness.backends.local_host import LocalHost, synchronize
 from narrowgauge.harness.backends.results import BackendError, Unsupported, dtype_name
@@ -28,6 +27,7 @@ from narrowgauge.harness.backends.transfer import BATCH_BYTES, tensors_in
 from narrowgauge.harness.cases.memory import KEPT, room
 from narrowgauge.harness.hosts import codec
 from narrowgauge.harness.hosts.frames import Connection, FrameError
+from narrowgauge.harness.hosts.layer_driver import LayerDriver
 from narrowgauge.harness.hosts.memory import Opened, copy_in, fill
 from narrowgauge.harness.hosts.write_fault import on_write
 from narrowgauge.harness.machine.float_environment import changes, read_environment
@@ -108,7 +108,8 @@ class _Server:
         self.environment = read_environment()
         return {
             "name": facts.name, "methods": sorted(facts.methods), "takes_shuffles": facts.takes_shuffles,
-            "declares": codec.encode_result(declares, _no_tensor), "notes": changes(before, self.environment),
+            "declares": codec.encode_result(declares, _no_tensor),
+            "offers": codec.encode_result(facts.offers, _no_tensor), "notes": changes(before, self.environment),
             "room": room(settings["device"]),
         }  # fmt: skip
 

@@ -135,6 +135,8 @@ def _measure(
         record.verdict, record.message = "error", problem
         return
     try:
+        if reason := backend.offer.reason(case):
+            raise Unsupported(f"backend {backend.name} {reason}")
         with count_seconds("inputs"):
             if inputs is None:
                 inputs = make_case_inputs(case, seed=seed, captures=captures, device="cpu")

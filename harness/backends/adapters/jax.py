@@ -1,0 +1,62 @@
+"""JAX as a backend: the quantizer of `jax.nn.scaled_dot_general`, compiled by XLA for a CPU."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from narrowgauge import adapt
+from narrowgauge.harness.backends.adapters.common import amax, base_name, library, matrix
+from narrowgauge.spec.quantized import Quantized
+from narrowgauge.spec.recipes import Recipe
+
+TESTED_VERSION = "0.10.2"
+_MODES = {"nvfp4": ("nvfp4", 16), "mxfp8-e4m3": ("mxfp8", 32)}
+"""Mode and block of each recipe."""
+_INSTALL = 'pip install "narrowgauge[jax]"'
+
+
+class Backend:
+    """XLA flushes subnormal numbers on a CPU (docs/dialects.md)."""
+
+    dialects: ClassVar = {"nvfp4": "jax", "mxfp8-e4m3": "te"}
+    declares: ClassVar = {"subnormals": "flushed"}
+    constraints: ClassVar = {"K": 32, "usage": ["rowwise"]}
+
+    def check(self, device: torch.device) -> None:
+        """Raise an error if JAX is missing or `device` is not the CPU."""
+        library("jax", _INSTALL)
+        if device.type != "cpu":
+            raise ValueError(f"device {device}: this adapter runs JAX on the CPU; use --device cpu")
+
+    def quantize(self, x: torch.Tensor, recipe: Recipe, **options: Any) -> Quantized:
+        """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
+        mode, block = _MODES[base_name(recipe, _MODES, options)]
+        x = matrix(x, block=block)
+        jax = library("jax", _INSTALL)
+        largest = amax(x) if mode == "nvfp4" else None
+        decode = None if largest is None else largest / torch.tensor(2688.0)
+        config = jax.nn.get_scaled_dot_general_config(mode, None if decode is None else _array(decode[0]))
+        quantize = library("jax._src.cudnn.scaled_matmul_stablehlo", _INSTALL).quantize
+        values, scales = jax.jit(lambda a: quantize(a, config))(_array(x))
+        return adapt.quantized(
+            _bytes(values), _bytes(scales), recipe, x.shape, nibbles="unpacked" if mode == "nvfp4" else "low-first",
+            amax=largest,
+        )  # fmt: skip
+
+
+def _array(x: torch.Tensor) -> Any:
+    """A tensor as a JAX array; bfloat16 passes through float32, which is exact."""
+    jnp = library("jax.numpy", _INSTALL)
+    if x.dtype is torch.bfloat16:
+        return jnp.asarray(x.float().numpy()).astype(jnp.bfloat16)
+    return jnp.asarray(x.numpy())
+
+
+def _bytes(values: Any) -> torch.Tensor:
+    """The codes of a JAX array with a narrow dtype, uint8: one code in a byte."""
+    import numpy
+
+    array = numpy.array(values)
+    return torch.from_numpy(array.view(numpy.uint8).copy())

@@ -1,0 +1,143 @@
+"""What a backend offers: dialects of recipes, and constraints on shapes and dtypes. Runs select their cases by it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from narrowgauge.harness.backends.host import METHODS
+from narrowgauge.harness.backends.results import BackendError
+from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.cases.keys import nearest
+from narrowgauge.spec.recipes import find_recipe
+
+EXTENTS = ("M", "K", "N")
+"""Extents of a case: blocks run along K; a GEMM has the output (M, N)."""
+FIELDS = ("dtype", "out", "usage", "view", "scales", "layout", "inputs")
+"""Keys of cases that a constraint may name. `dtype` of a product: that of both operands."""
+_DEFAULT = "te"
+"""Dialect of a recipe name without @."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Dialects and constraints of a backend. The default offers everything."""
+
+    dialects: Mapping[str, tuple[str, ...]] | None = None
+    """For each recipe name without @ the dialects that the backend computes; None: any recipe."""
+    constraints: Mapping[str, Any] = field(default_factory=dict)
+    """For an extent a divisor of it, or a list of values; for a key of cases a list of values."""
+    methods: Collection[str] = METHODS
+
+    @classmethod
+    def checked(cls, name: str, offers: tuple[Any, Any], methods: Collection[str]) -> Offer:
+        """The offer of the backend `name`, from its attributes `dialects` and `constraints`.
+
+        Raises BackendError for an unknown recipe, dialect or key, and for a value of another type.
+        """
+        dialects, constraints = offers
+        return cls(_dialects(name, dialects), _constraints(name, constraints), methods)
+
+    def reason(self, case: Case) -> str:
+        """Why the backend does not run a case, or the empty string."""
+        if self.dialects is not None:
+            if (method := _method(case.operation)) in METHODS and method not in self.methods:
+                return f"has no {method}"
+            for recipe in case.recipe_names:
+                base, _, dialect = recipe.partition("@")
+                if base not in self.dialects:
+                    return f"offers no recipe {base}"
+                if (dialect or _DEFAULT) not in self.dialects[base]:
+                    return f"offers {base} in {' and '.join(self.dialects[base])}, not in {dialect or _DEFAULT}"
+        for key, allowed in self.constraints.items():
+            for value in _values(case, key):
+                if isinstance(allowed, int) and value % allowed:
+                    return f"takes multiples of {allowed} as {key}"
+                if not isinstance(allowed, int) and value not in allowed:
+                    return f"takes {key} {' or '.join(map(str, allowed))}"
+        return ""
+
+    def select(self, cases: Iterable[Case]) -> tuple[list[Case], Counter[str]]:
+        """The cases that the backend runs, and the number of others by reason.
+
+        A case of a recipe in its default dialect stands for the recipe in every dialect of the backend.
+        """
+        chosen: dict[str, Case] = {}
+        others: Counter[str] = Counter()
+        for case in cases:
+            for version in self._versions(case):
+                if reason := self.reason(version):
+                    others[reason] += 1
+                elif not version.problem():
+                    chosen.setdefault(version.id, version)
+        return list(chosen.values()), others
+
+    def _versions(self, case: Case) -> list[Case]:
+        recipe = getattr(case, "recipe", "")
+        offered = (self.dialects or {}).get(recipe)
+        if offered is None or set(case.recipe_names) != {recipe}:
+            return [case]
+        names = [recipe if dialect == _DEFAULT else f"{recipe}@{dialect}" for dialect in offered]
+        return [replace(case, recipe=name) for name in names]  # type: ignore[call-arg]
+
+
+def _method(operation: str) -> str:
+    """Method of an operation: `quantize_grouped`, or `GroupedLinear` of a module."""
+    method = operation.replace("-", "_")
+    return method if method in METHODS else operation.title().replace("-", "")
+
+
+def _values(case: Case, key: str) -> Sequence[Any]:
+    """Values of an extent or a key in a case; none if the case has no such key."""
+    if key in EXTENTS:
+        return _extents(case).get(key, ())
+    if key == "dtype":
+        return [getattr(case, name) for name in ("dtype", "x", "w") if hasattr(case, name)]
+    return [getattr(case, key)] if hasattr(case, key) else []
+
+
+def _extents(case: Case) -> dict[str, Sequence[int]]:
+    rows, columns = math.prod(case.shape[:-1]), case.shape[-1]
+    if hasattr(case, "out") and len(case.shape) == 3:  # a product of (M, K) and (N, K)
+        return {name: (size,) for name, size in zip("MKN", case.shape, strict=True)}
+    usage = getattr(case, "usage", "rowwise")
+    if usage == "rowwise":
+        return {"M": (rows,), "K": (columns,)}
+    return {"M": (columns,), "K": (rows,)} if usage == "columnwise" else {"M": (rows, columns), "K": (rows, columns)}
+
+
+def _dialects(name: str, given: Any) -> dict[str, tuple[str, ...]] | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise BackendError(f"backend {name}: dialects is {given!r}; it maps names of recipes to dialects")
+    dialects = {}
+    for recipe, value in given.items():
+        dialects[recipe] = (value,) if isinstance(value, str) else tuple(value)
+        for dialect in dialects[recipe]:
+            try:
+                find_recipe(f"{recipe}@{dialect}" if dialect != _DEFAULT else recipe)
+            except ValueError as error:
+                raise BackendError(f"backend {name}: dialects has {recipe!r}: {value!r}: {error}") from None
+    return dialects
+
+
+def _constraints(name: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise BackendError(
+            f"backend {name}: constraints is {given!r}; it maps {', '.join((*EXTENTS, *FIELDS))} to values"
+        )
+    for key, value in given.items():
+        if key not in (*EXTENTS, *FIELDS):
+            known = ", ".join((*EXTENTS, *FIELDS))
+            raise BackendError(
+                f"backend {name}: constraints has {key!r}{nearest(key, (*EXTENTS, *FIELDS))}; it can have {known}"
+            )
+        multiple = key in EXTENTS and isinstance(value, int) and value > 0
+        if not multiple and not (isinstance(value, list | tuple) and value):
+            form = "a number that divides it, or a list of sizes" if key in EXTENTS else "a list of values"
+            raise BackendError(f"backend {name}: constraints has {key!r}: {value!r}; it is {form}")
+    return dict(given)

@@ -1,0 +1,88 @@
+"""What a backend offers: cases in its dialects, within its constraints."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.results import BackendError
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+
+
+def case(recipe="nvfp4", shape=(64, 128), dtype="bf16", operation="quantize", flags=()):
+    return case_from_labels(operation, recipe, shape, dtype, "normal", flags)
+
+
+def backend(**attributes):
+    return Backend.local("sample", SimpleNamespace(quantize=reference.quantize, gemm=reference.gemm, **attributes))
+
+
+def test_without_attributes_every_case_is_offered():
+    cases = [case(), case("mxfp4"), case(operation="swizzle", recipe="", dtype="", shape=(4, 4))]
+    assert backend().offer.select(cases) == (cases, {})
+
+
+def test_a_recipe_stands_for_its_dialects():
+    offer = backend(dialects={"nvfp4": ["torchao", "te"], "mxfp4": "gguf"}).offer
+    chosen, others = offer.select([case(), case("nvfp4@torchao"), case("nvfp4@jax"), case("mxfp4"), case("mxfp8-e4m3")])
+    assert [one.recipe for one in chosen] == ["nvfp4@torchao", "nvfp4", "mxfp4@gguf"]
+    assert others == {"offers nvfp4 in torchao and te, not in jax": 1, "offers no recipe mxfp8-e4m3": 1}
+
+
+def test_both_operands_of_a_product_are_in_the_dialect():
+    offer = backend(dialects={"nvfp4": "torchao"}).offer
+    product = case(operation="gemm", shape=(16, 32, 8), dtype="bf16xbf16-fp32", flags=("tn",))
+    (chosen,), _ = offer.select([product])
+    assert chosen.recipe_names == ("nvfp4@torchao", "nvfp4@torchao")
+
+
+def test_operations_without_a_method_are_left_out_of_a_stated_offer():
+    swizzle = case(operation="swizzle", recipe="", dtype="", shape=(4, 4))
+    assert backend(dialects={"nvfp4": "te"}).offer.select([swizzle]) == ([], {"has no swizzle": 1})
+
+
+@pytest.mark.parametrize(
+    ("constraints", "inside", "outside", "reason"),
+    [
+        ({"K": 64}, case(), case(shape=(64, 96)), "takes multiples of 64 as K"),
+        ({"M": [64]}, case(), case(shape=(32, 128)), "takes M 64"),
+        ({"dtype": ["bf16", "fp16"]}, case(), case(dtype="fp32"), "takes dtype bf16 or fp16"),
+        ({"usage": ["rowwise"]}, case(), case(flags=("both",)), "takes usage rowwise"),
+        # The blocks of the columnwise result run along M.
+        ({"K": 64}, case(shape=(64, 96), flags=("columnwise",)), case(shape=(96, 64), flags=("both",)),
+         "takes multiples of 64 as K"),
+        ({"N": 8}, case(operation="gemm", shape=(3, 32, 8), dtype="bf16xbf16-fp32", flags=("tn",)),
+         case(operation="gemm", shape=(8, 32, 3), dtype="bf16xbf16-fp32", flags=("tn",)), "takes multiples of 8 as N"),
+        ({"dtype": ["bf16"]}, case(),
+         case(operation="gemm", shape=(8, 32, 8), dtype="bf16xfp32-fp32", flags=("tn",)), "takes dtype bf16"),
+    ],
+)  # fmt: skip
+def test_constraints_leave_cases_out(constraints, inside, outside, reason):
+    offer = backend(constraints=constraints).offer
+    assert (offer.reason(inside), offer.reason(outside)) == ("", reason)
+    assert offer.select([inside, outside]) == ([inside], {reason: 1})
+
+
+def test_a_case_that_is_not_offered_is_unsupported():
+    record = run_case(case("mxfp4"), backend(dialects={"nvfp4": "te"}))
+    assert (record.verdict, record.message) == ("unsupported", "backend sample offers no recipe mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"dialects": ["nvfp4"]}, "dialects is ['nvfp4']; it maps names of recipes to dialects"),
+        ({"dialects": {"nvfp5": "te"}}, "nvfp5"),
+        ({"dialects": {"nvfp4": "torcha"}}, "torcha"),
+        ({"constraints": {"k": 16}}, "constraints has 'k'"),
+        ({"constraints": {"K": 0}}, "constraints has 'K': 0; it is a number that divides it, or a list of sizes"),
+        ({"constraints": {"dtype": "bf16"}}, "it is a list of values"),
+        ({"constraints": 128}, "constraints is 128; it maps M, K, N"),
+    ],
+)
+def test_a_wrong_attribute_is_one_clear_error(attributes, words):
+    with pytest.raises(BackendError, match="backend sample") as error:
+        backend(**attributes)
+    assert words in str(error.value)
