@@ -18,6 +18,8 @@ EXTENTS = ("M", "K", "N")
 """Extents of a case: blocks run along K; a GEMM has the output (M, N)."""
 FIELDS = ("dtype", "out", "usage", "view", "scales", "layout", "inputs")
 """Keys of cases that a constraint may name. `dtype` of a product: that of both operands."""
+_LIKE = {"fp8-current-": "fp8-row-"}
+"""Part of recipe names whose cases also serve another recipe."""
 _DEFAULT = "te"
 """Dialect of a recipe name without @."""
 
@@ -63,17 +65,25 @@ class Offer:
     def select(self, cases: Iterable[Case]) -> tuple[list[Case], Counter[str]]:
         """The cases that the backend runs, and the number of others by reason.
 
-        A case of a recipe in its default dialect stands for the recipe in every dialect of the backend.
+        A case of a recipe in its default dialect stands for the recipe in every dialect of the backend, and for a
+        recipe of `_LIKE`, whose scales no native kernel has.
         """
         chosen: dict[str, Case] = {}
         others: Counter[str] = Counter()
         for case in cases:
-            for version in self._versions(case):
+            for version in [version for like in self._likes(case) for version in self._versions(like)]:
                 if reason := self.reason(version):
                     others[reason] += 1
                 elif not version.problem():
                     chosen.setdefault(version.id, version)
         return list(chosen.values()), others
+
+    def _likes(self, case: Case) -> list[Case]:
+        """The case, and the same of a recipe without cases that the backend offers."""
+        recipe = getattr(case, "recipe", "")
+        others = [recipe.replace(known, other) for known, other in _LIKE.items() if known in recipe]
+        offered = [other for other in others if other in (self.dialects or {}) and set(case.recipe_names) == {recipe}]
+        return [case, *(replace(case, recipe=other) for other in offered)]  # type: ignore[call-arg]
 
     def _versions(self, case: Case) -> list[Case]:
         recipe = getattr(case, "recipe", "")

@@ -35,4 +35,5 @@ class Backend:
         if "row" in name and out_dtype is not torch.bfloat16 and a.codes.is_cuda:
             raise NotImplementedError("torch._scaled_mm with row scales gives bfloat16 on a GPU")
         fp8 = torch.float8_e4m3fn
-        return torch._scaled_mm(a.codes.view(fp8), b.codes.view(fp8).T, *scales, out_dtype=out_dtype)
+        operands = a.codes.view(fp8), b.codes.view(fp8).T
+        return torch._scaled_mm(*operands, scale_a=scales[0], scale_b=scales[1], out_dtype=out_dtype)

@@ -10,19 +10,22 @@ import torch
 from narrowgauge.harness.checks.finding import float_view, format_count
 from narrowgauge.harness.operations.stages.quantized import code_view, scale_view
 from narrowgauge.harness.tools.dialect.rules import Rules, canonical, raw, spread
-from narrowgauge.spec.formats import FP32, Format
+from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
 from narrowgauge.spec.recipes import Recipe
 
 KINDS = {
-    "NaN sign": "the sign or payload of NaN, as a block scale or as a code",
+    "NaN sign": "the sign of NaN, or another NaN code of the format, as a block scale or as a code",
     "sign of a zero scale": "block scales +0 and -0",
     "-0": "codes +0 and -0 of negative numbers",
     "positive zeros as -0": "code -0 of +0 or of positive numbers, which lose their sign",
     "dead blocks": "codes under a block scale of 0 or NaN, which have no value of their own",
     "scales of zeros": "block scales of blocks of zeros, whose codes are 0 under any scale",
-    "scales of special amaxes": "block scales under a tensor amax, or block amax, of 0, infinity or NaN",
+    "scales of special amaxes": "block scales of blocks with infinity or NaN, or under an amax of 0, infinity or NaN",
+    "scales outside of float16": "block scales of float16 inputs that float16 does not have",
+    "scales at the ends of float32": "block scales that the rule has below 2^-125 or above 2^124",
     "codes of NaN": "codes of elements that are NaN",
-    "codes under special amaxes": "codes of numbers that the rule makes NaN, by a tensor scale of 0, infinity or NaN",
+    "codes under special amaxes": "codes of blocks with infinity or NaN, and of numbers that the rule makes NaN",
+    "codes at the ends of float32": "codes under block scales, its own or the rule's, below 2^-125 or above 2^124",
     "codes of infinity": "codes of elements that are infinite",
     "rounding of ties": "codes of elements exactly between two codes: the other neighbour",
 }
@@ -103,8 +106,8 @@ def _of_scales(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
         return f"row {row % height}, block {block}: {a_bits} = {a}, where the rule has {e_bits} = {e}"
 
     same = canonical(made, fmt) == canonical(stack.scales, fmt)
-    blocks, amax = rules.amaxes(number, rule)
-    special = ~(amax.isfinite() & (amax != 0))
+    blocks, _ = rules.amaxes(number, rule)
+    special_blocks, special = rules.special(number, rule)
     of_rows = spread(special, len(blocks)).unsqueeze(1)
     zeros = blocks == 0
     if wrong.shape != zeros.shape:  # a scale for each tensor
@@ -115,7 +118,9 @@ def _of_scales(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
         ("sign of a zero scale", same & zero),
         ("NaN sign", same),
         ("scales of zeros", zeros & ~is_nan & ~_is_nan(made, fmt)),
-        ("scales of special amaxes", of_rows | ~blocks.isfinite() if wrong.shape == blocks.shape else of_rows),
+        ("scales of special amaxes", of_rows | special_blocks if wrong.shape == blocks.shape else of_rows),
+        ("scales outside of float16", _outside_of_float16(made, stack.x, fmt)),
+        ("scales at the ends of float32", _at_the_ends(made, fmt)),
         ("scale rule", torch.ones_like(wrong)),
     ]
     if refused is not None:
@@ -139,6 +144,7 @@ def _of_codes(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
     if not bool(wrong.any()):
         return
     scaled = rules.scaled(number, rule)
+    ends = _at_the_ends(stack.scales, rule.scale) | _at_the_ends(rules.scales(number, rule)[0], rule.scale)
     kernel, oracle = (canonical(codes, fmt) for codes in (stack.codes, made))
     kinds = [
         ("dead blocks", rules.dead(number)),
@@ -146,8 +152,9 @@ def _of_codes(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
         ("-0", (kernel == oracle) & (kernel == 0)),
         ("NaN sign", kernel == oracle),
         ("codes of NaN", stack.x.isnan()),
-        ("codes under special amaxes", scaled.isnan()),
         ("codes of infinity", stack.x.isinf()),
+        ("codes under special amaxes", scaled.isnan() | rules.of_elements(number, rules.special(number, rule)[0])),
+        ("codes at the ends of float32", rules.of_elements(number, ends)),
         ("rounding of ties", _other_neighbour(scaled, kernel, oracle, fmt)),
         ("element rule", torch.ones_like(wrong)),
     ]
@@ -161,6 +168,19 @@ def _is_nan(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
         return scales.isnan()
     magnitude = scales & 0x7F if fmt.signed else scales
     return magnitude.eq(fmt.nan_code or 0)
+
+
+def _at_the_ends(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Scales with whose reciprocals, products and quotients float32 underflows or overflows."""
+    if fmt is E4M3:
+        return torch.zeros_like(scales, dtype=torch.bool)
+    numbers = scales if fmt is FP32 else torch.ldexp(torch.ones_like(scales, dtype=torch.float64), scales.int() - 127)
+    return (numbers < 2.0**-125) | (numbers > 2.0**124)
+
+
+def _outside_of_float16(scales: torch.Tensor, x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    outside = (scales.int() < 127 - 14) | (scales.int() > 127 + 15)
+    return outside & (fmt is E8M0 and x.dtype is torch.float16)
 
 
 def _is_zero(scales: torch.Tensor, fmt: Format) -> torch.Tensor:

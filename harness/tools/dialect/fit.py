@@ -136,7 +136,7 @@ def dialects_of(recipe: Recipe) -> list[Recipe]:
     """
     if recipe.transform:
         raise ValueError(f"recipe {recipe} rotates in an order that is free; ask for the recipe without the rotation")
-    tables = [table for name, table in vars(named).items() if name.endswith("DIALECTS")]
+    tables = [named.DIALECTS, named.MX_DIALECTS, *named.FP8_DIALECTS.values()]
     names = dict.fromkeys(["te", *(name for table in tables for name in table)])
     found = []
     for name in names:

@@ -38,7 +38,7 @@ def _boundaries(recipe: Recipe, dtype: torch.dtype, draw: torch.Generator) -> to
     """(M, K): elements at and beside the midpoints of the element, block scales at and beside the boundaries of their
     rounding, and a random tensor amax. A quarter of the blocks is near the ends of the dtype or of the scales."""
     rows, columns = shape_of(recipe)
-    width = columns if recipe.whole else recipe.block[1]
+    width = columns if recipe.spans_k else recipe.block[1]
     blocks = (rows, columns // width)
     end = 14 if dtype == torch.float16 else 100
     power = int(torch.randint(-end // 2, end // 2, (), generator=draw))

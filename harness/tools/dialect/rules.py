@@ -31,12 +31,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     for field in fields(Recipe)
     if get_origin(hint := get_type_hints(Recipe)[field.name]) is not None
     and field.name not in (*_NOT_SEEN, "block", "transform", "delayed")
-} | {"smallest_amax": (0.0, 1e-12, 1e-10, 1e-8, 1e-5, 1e-4)}
+} | {"smallest_amax": (0.0, 1e-12, 1e-10, 1e-8, 448e-10, 1e-5, 1e-4, 2.0**-9)}
 """Values of every field that a fit chooses."""
 SCALE_FIELDS = tuple(name for name in CHOICES if name not in ELEMENT_FIELDS)
 """Fields that decide the tensor scale and the block scales."""
 _STEP = 5
 """Every row with this distance serves the first choice among many rules: odd, because rows of inputs have patterns."""
+_SIGN_BIT = -(1 << 31)
+"""Sign of a float32 number as int32."""
 _KEPT = 48
 """Number of scaled matrices in memory."""
 
@@ -61,6 +63,8 @@ def canonical(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
         return bits.masked_fill(codes.isnan(), FP32.nan_code or 0).masked_fill_(codes == 0, 0)
     if not fmt.signed:
         return codes
+    if not fmt.negative_zero:  # the sign code is the only NaN
+        return codes
     sign = fmt.sign_code
     plain = codes.masked_fill(codes == sign, 0)
     if fmt.nan_code is not None:
@@ -71,8 +75,11 @@ def canonical(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def raw(codes: torch.Tensor) -> torch.Tensor:
-    """Codes, or the bits of float32 numbers."""
-    return codes.contiguous().view(torch.int32) if codes.dtype == torch.float32 else codes
+    """Codes, or the bits of float32 numbers. NaN has its sign, but one payload: PyTorch's conversions choose others."""
+    if codes.dtype != torch.float32:
+        return codes
+    bits = codes.contiguous().view(torch.int32)
+    return bits.where(~codes.isnan(), bits & _SIGN_BIT | (FP32.nan_code or 0))
 
 
 class Rules:
@@ -165,7 +172,7 @@ class Rules:
             self._scaled.move_to_end(key)
             return self._scaled[key]
         rows = None if tensor is None else spread(tensor, len(stack.scales))
-        blocks = self.amaxes(number, recipe)[0] if recipe.scale is FP32 and not recipe.whole else None
+        blocks = self.amaxes(number, recipe)[0] if recipe.scale is FP32 else None
         factors = element_factors(stack.scales, rows, recipe, stack.x.dtype, blocks)
         if recipe.whole:
             factors = spread(factors, len(stack.x))
@@ -204,10 +211,21 @@ class Rules:
                 dead = stack.scales.eq(E8M0.nan_code or 0)
             else:
                 dead = ((stack.scales & 0x7F) == 0) | ((stack.scales & 0x7F) == E4M3.nan_code)
-            rows = spread(dead, len(stack.x)) if recipe.whole else per_row(dead, recipe, len(stack.x))
-            width = stack.x.shape[1] if recipe.whole else recipe.block[1]
-            self._dead[number] = rows.repeat_interleave(width, 1)[:, : stack.x.shape[1]]
+            self._dead[number] = self.of_elements(number, dead)
         return self._dead[number]
+
+    def of_elements(self, number: int, of_scales: torch.Tensor) -> torch.Tensor:
+        """A property of the stored scales of a stack, for each element (n·M, K)."""
+        stack, recipe = self.observed.stacks[number], self.observed.recipe
+        rows = spread(of_scales, len(stack.x)) if recipe.whole else per_row(of_scales, recipe, len(stack.x))
+        width = stack.x.shape[1] if recipe.spans_k else recipe.block[1]
+        return rows.repeat_interleave(width, 1)[:, : stack.x.shape[1]]
+
+    def special(self, number: int, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block amaxes of a stack that are NaN or infinite if NaN counts, and amaxes of its tensors or rows that are 0,
+        infinite or NaN."""
+        blocks, amax = self.amaxes(number, with_fields(recipe, nan="propagate") or recipe)
+        return ~blocks.isfinite(), ~(amax.isfinite() & (amax != 0))
 
     # ---- differences
 
@@ -316,8 +334,8 @@ def with_fields(recipe: Recipe, **values: Any) -> Recipe | None:
     """
     stored = {field.name: getattr(recipe, field.name) for field in fields(Recipe)} | values
     stored["packing"] = "low-first"
-    if stored["tensor_scale"] == "none" or recipe.whole:
-        stored["decode"], stored["alpha"] = "s", "s_a*s_b" if recipe.whole else "1"
+    if stored["tensor_scale"] == "none" or recipe.spans_k:
+        stored["decode"], stored["alpha"] = "s", "s_a*s_b" if recipe.spans_k else "1"
     else:
         stored["decode"], stored["alpha"] = "(s*amax)*(1/max)", "(a*b)/d"
     try:

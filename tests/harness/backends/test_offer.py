@@ -31,6 +31,12 @@ def test_a_recipe_stands_for_its_dialects():
     assert others == {"offers nvfp4 in torchao and te, not in jax": 1, "offers no recipe mxfp8-e4m3": 1}
 
 
+def test_a_recipe_with_a_scale_for_each_row_has_the_cases_of_one_scale():
+    offer = backend(dialects={"fp8-row-e4m3": ["te", "vllm"], "fp8-current-e4m3": "te"}).offer
+    chosen, _ = offer.select([case("fp8-current-e4m3")])
+    assert [one.recipe for one in chosen] == ["fp8-current-e4m3", "fp8-row-e4m3", "fp8-row-e4m3@vllm"]
+
+
 def test_both_operands_of_a_product_are_in_the_dialect():
     offer = backend(dialects={"nvfp4": "torchao"}).offer
     product = case(operation="gemm", shape=(16, 32, 8), dtype="bf16xbf16-fp32", flags=("tn",))
