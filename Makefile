@@ -6,6 +6,7 @@
 # make mutants   about 310 wrong kernels and modules against the quick tier, which has to find each; on a CPU
 # make soak      a tenth of the quick tier over 200 fresh seeds, a quarter of an hour on two cores: no kernel may fail
 # make train     a small transformer learns under every recipe, every stage of every step judged; reports/train/index.html
+# make conformance  docs/conformance.md: the quantizers of other libraries, each in an environment of its own
 # make docs      the documentation as a site, with an API reference: reports/docs/index.html
 #
 # Each sets itself up in .venv the first time. DEVICE=cuda runs on a GPU. PY=python3 uses that interpreter as it is, where
@@ -38,7 +39,7 @@ INSTALL := -c constraints-cpu.txt -e '.[test]'
 DOCS := -c constraints-cpu.txt -e '.[docs]'
 endif
 
-.PHONY: report test test-long lint ruff gate bench mutants soak train docs clean
+.PHONY: report test test-long lint ruff gate bench mutants soak train conformance docs clean
 
 report: $(READY)
 	$(PY) -m narrowgauge run --tier quick --device $(DEVICE)
@@ -74,6 +75,9 @@ mutants: $(READY)
 
 soak: $(READY)
 	$(PY) -m narrowgauge soak --device $(DEVICE)
+
+conformance: $(READY)
+	$(PY) docs/conformance.py
 
 train: $(READY)
 	$(PY) -m narrowgauge train --device $(DEVICE)

@@ -27,6 +27,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(torch|collections|contextlib|pathlib)\..*"),  # no inventory: the build needs no network
     ("py:class", r"Path|list\[dict\[str"),  # written without its module; a part of a type
     ("py:obj", r"typing\.Annotated\[.*"),  # keys of cases, with their checks
+    ("py:class", r"narrowgauge\.reference\.accumulators\.trees\..*|narrowgauge\.harness\.checks\.order\.order\.Slices"),
     ("py:class", r"narrowgauge\.(native|reference)\.modules\..*|narrowgauge\.spec\.autocast\.T"),  # not public
 ]
 myst_heading_anchors = 4

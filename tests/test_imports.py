@@ -31,8 +31,8 @@ BUILDERS = {
 """Modules of the harness, beside the tools in `bench` and `mutants`, that build kernels and so import `native`."""
 MOST = 12
 """Entries of a folder."""
-LARGER = {"harness", "harness/cli", "harness/report/page/assets"}
-"""The folders of `ORDER`, one file for each command, and assets of the page."""
+LARGER = {"harness", "harness/cli", "harness/backends/adapters", "harness/report/page/assets"}
+"""The folders of `ORDER`, one file for each command and for each library, and assets of the page."""
 
 
 def module_files() -> dict[str, Path]:

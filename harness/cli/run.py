@@ -100,9 +100,9 @@ def run(
     ledger = ledger_of(known, (paths or [default_cases()]) if source is None else [], cases)
     require_device(device)
     require_backend(backend)
-    chosen = offered_cases(chosen, backend, device)
+    chosen, matrix = offered_cases(chosen, backend, device)
     part = part_of_run(chosen, shard, durations)
-    chosen = part.cases if part else chosen
+    chosen, matrix = (part.cases, []) if part else (chosen, matrix)
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.inputs.capture import CaptureError
     from narrowgauge.harness.records.journal import JournalError
@@ -116,7 +116,15 @@ def run(
     )  # fmt: skip
     try:
         passed = run_session(
-            chosen, settings, report_dir, resume=resume, part=part, ledger=ledger, link=link, strict=strict
+            chosen,
+            settings,
+            report_dir,
+            matrix=matrix,
+            resume=resume,
+            part=part,
+            ledger=ledger,
+            link=link,
+            strict=strict,
         )
     except (BackendError, CaptureError, JournalError, ReportError) as error:
         stop(str(error))

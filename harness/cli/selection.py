@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,15 +75,18 @@ def load_cases(
         stop(str(error))
 
 
-def offered_cases(cases: list[Case], backend: str, device: str) -> list[Case]:
-    """The cases that a backend offers to run (`harness.backends.offer`), which other cases are left out and why."""
+def offered_cases(cases: list[Case], backend: str, device: str) -> tuple[list[Case], list[Case]]:
+    """The cases that a backend offers to run (`harness.backends.offer`), and those that it would without constraints.
+
+    Prints how many other cases are left out and why. The second list is empty for a built-in backend.
+    """
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.backends.host import HostLost
     from narrowgauge.harness.backends.loading import BUILT_IN
     from narrowgauge.harness.hosts.remote_host import hosted_backend
 
     if backend in BUILT_IN:
-        return cases
+        return cases, []
     try:
         with hosted_backend(backend, device) as loaded:
             offer = loaded.offer
@@ -95,7 +99,7 @@ def offered_cases(cases: list[Case], backend: str, device: str) -> list[Case]:
         typer.echo(f"{others.total()} cases are left out; backend {backend} {reasons}{more}", err=True)
     if not chosen:
         stop(f"backend {backend} offers none of the {len(cases)} selected cases")
-    return chosen
+    return chosen, replace(offer, constraints={}).select(cases)[0]
 
 
 def ledger_of(file: Path | None, paths: list[Path], cases: list[Case]) -> Ledger:

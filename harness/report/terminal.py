@@ -43,7 +43,7 @@ def print_summary(records: list[dict[str, Any]], console: Console) -> None:
         for name, row in times.slowest(records):
             console.print(Text(f"{text.duration(row.seconds[0]):>9}, {row.largest_phase}: {name}"), soft_wrap=True)
         console.print()
-    for line in filter(None, [text.not_compared(records), text.exercised(records), text.note_counts(records)]):
+    for line in filter(None, [text.not_compared(records), text.note_counts(records)]):
         # No line breaks inside words: a part of a backend's message could be a command of a CI service.
         wrapped = textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
         console.print(Text(wrapped), soft_wrap=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from narrowgauge.harness.cases.families import FAMILIES
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.records.record import (
     OUTCOMES,
@@ -19,8 +18,6 @@ from narrowgauge.harness.records.record import (
 )
 from narrowgauge.spec.recipes import Recipe, find_recipe
 
-_DTYPES = ("bf16", "fp16", "fp32")
-_SHAPES = {"multiples of 128", "tails", "at most 128 rows", "an extent above 4096"}
 _QUANTIZED = ("amax", "tensor scale", "scales", "codes")
 _PRODUCT = (*(f"{operand}.{stage}" for operand in "xw" for stage in _QUANTIZED), "output")
 STAGES = {
@@ -192,40 +189,6 @@ def not_compared(records: list[dict[str, Any]]) -> str:
         parts.append(f"stages not observed: {', '.join(listed)}")
     otherwise = "no case and no stage" if records else "everything"
     return f"Not compared: {'; '.join(parts) or otherwise}."
-
-
-def _shape_classes(shape: str) -> set[str]:
-    sizes = [int(size) for size in shape.split("x") if size.isdigit()]
-    kinds = {
-        "multiples of 128": all(size % 128 == 0 for size in sizes), "tails": any(size % 16 for size in sizes),
-        "at most 128 rows": bool(sizes) and sizes[0] <= 128, "an extent above 4096": any(size > 4096 for size in sizes),
-    }  # fmt: skip
-    return {kind for kind, holds in kinds.items() if holds and 0 not in sizes}
-
-
-def exercised(records: list[dict[str, Any]]) -> str:
-    """What the judged cases of a backend exercise of the families, dtypes and shapes of their operations.
-
-    With a warning if the judged cases have less than half of the families. Empty for the backends of this package.
-    """
-    if not records or records[0]["backend"] in ("native", "reference"):
-        return ""
-    judged = [record for record in records if record["verdict"] in ("pass", "fail")]
-    operations = {record["operation"] for record in judged}
-    known = [family.name for family in FAMILIES.values() if operations & set(family.operations)]
-    seen = {record["inputs"] for record in judged}
-    missing = {
-        "families": [name for name in known if name not in seen],
-        "dtypes": [name for name in _DTYPES if not any(name in record["dtype"] for record in judged)],
-        "shapes": sorted(_SHAPES - set().union(*(_shape_classes(record["shape"]) for record in judged))),
-    }
-    count = len(known) - len(missing["families"])
-    listed = "; ".join(f"{what} {', '.join(names)}" for what, names in missing.items() if names)
-    text = f"Exercised: {count} of {len(known)} input families. Not exercised: {listed or 'nothing'}."
-    few = (
-        f" Warning: less than half of the families, in {plural(len(judged), 'case')}." if 2 * count < len(known) else ""
-    )
-    return text + few
 
 
 def note_counts(records: Iterable[dict[str, Any]]) -> str:

@@ -19,6 +19,7 @@ from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.ledger import Ledger
 from narrowgauge.harness.inputs.capture import unpacked
+from narrowgauge.harness.records import coverage
 from narrowgauge.harness.records.journal import FAILURES, Journal, new_run
 from narrowgauge.harness.records.record import outcome, succeeded
 from narrowgauge.harness.report import github
@@ -38,6 +39,7 @@ def run_session(
     settings: Settings,
     directory: Path,
     *,
+    matrix: Sequence[Case] = (),
     resume: bool = False,
     part: Part | None = None,
     ledger: Ledger | None = None,
@@ -47,6 +49,7 @@ def run_session(
     """Run the cases, write the report into `directory`, print the summary. True if it succeeded
     (`harness.records.record.succeeded`), by `strict` if given, and no case is missing.
 
+    `matrix`: the cases of which the last lines state the coverage (`harness.records.coverage`); none if empty.
     `resume`: continue the run whose journal is in `directory`. `part`: the shard of a run that the cases are. `link`:
     address at the end of the report's summary. Raises BackendError if the backend cannot be loaded, JournalError if the
     journal cannot be written or belongs to another run, ReportError if the report cannot be written; its records are
@@ -82,6 +85,8 @@ def run_session(
         message = f"interrupted: {missing} of {plural(len(cases), 'case')} did not run; --resume goes on with them"
         console.print(message, style="bold red")
     console.print(f"{plural(len(records), 'case')} in {elapsed:.1f} s; report: {page}", markup=False, soft_wrap=True)
+    for line in coverage.lines(matrix, records):
+        console.print(line, style="yellow" if line.startswith("warning") else None, markup=False, highlight=False)
     github.publish(records, header().environment, elapsed, link=link, print_line=print)
     return succeeded(records, strict=strict) and not missing
 

@@ -163,16 +163,6 @@ def test_markdown_code_holds_backticks() -> None:
     assert markdown.code("a``b") == "``` a``b ```"
 
 
-def test_what_a_backend_of_a_user_exercises() -> None:
-    assert text.exercised([record(backend="native")]) == ""
-    own = {"backend": "mine:Backend", "operation": "swizzle", "inputs": "bytes", "dtype": "", "shape": "128x256"}
-    line = text.exercised([record(**own), record(**own | {"verdict": "unsupported", "shape": "3x5"})])
-    assert line.startswith("Exercised: 1 of 2 input families. Not exercised: families position; dtypes bf16, fp16, ")
-    assert line.endswith("shapes an extent above 4096, tails.")
-    few = text.exercised([record(**own | {"operation": "quantize", "inputs": "normal", "dtype": "bf16"})])
-    assert few.endswith("Warning: less than half of the families, in 1 case.")
-
-
 def test_not_compared(tmp_path: Path) -> None:
     shown = [{"stage": stage, "compared": 5} for stage in STAGES["quantize"]]
     assert text.not_compared([record(stages=shown)]) == "Not compared: no case and no stage."

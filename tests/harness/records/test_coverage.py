@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.records import coverage
+from tests.harness.runs import record
+
+
+def quantize(shape: tuple[int, ...], dtype: str = "bf16", inputs: str = "normal", recipe: str = "nvfp4"):
+    return case_from_labels("quantize", recipe, shape, dtype, inputs)
+
+
+def recorded(case, **changes):
+    return {**record(inputs=case.inputs, recipe=case.recipe_label, **changes), "case": case.id}
+
+
+CASES = [
+    *(quantize(shape, dtype) for shape in [(128, 256), (64, 96), (33, 77), (1, 7168)] for dtype in ("bf16", "fp32")),
+    quantize((128, 256), inputs="nan"),
+    quantize((128, 256), recipe="mxfp4"),
+    case_from_labels("gemm", "nvfp4", (128, 256, 128), "bf16xbf16-fp16", "lattice", ("tn",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes"),
+    [
+        ((128, 256), ["multiples of 128"]),
+        ((2, 64, 384), ["multiples of 128"]),
+        ((48, 128), ["multiples of 16"]),
+        ((33, 77), ["tails"]),
+        ((0, 128), ["empty"]),
+        ((1, 7168), ["tails", "K from 4096", "M to 128 with K from 1024"]),
+        ((256, 1024), ["multiples of 128"]),
+    ],
+)
+def test_shape_classes_of_matrices(shape, classes):
+    assert coverage.shape_classes(quantize(shape)) == classes
+
+
+def test_a_product_has_a_class_for_its_inner_extent():
+    def product(*shape):
+        return case_from_labels("gemm", "nvfp4", shape, "bf16xbf16-bf16", "normal", ("tn",))
+
+    assert coverage.shape_classes(product(128, 7168, 2048)) == [
+        "multiples of 128", "K from 4096", "M to 128 with K from 1024",
+    ]  # fmt: skip
+    assert coverage.shape_classes(product(256, 128, 7168)) == ["multiples of 128"]
+
+
+def test_lines_name_what_ran_and_what_did_not():
+    written = coverage.lines(CASES, [recorded(CASES[0])])
+    text = " ".join(" ".join(written).split())
+    assert "1 of the 9 cases" in text  # quantizes of nvfp4: neither a recipe nor an operation that never ran counts
+    assert "operations 1 of 2: quantize; not gemm" in text
+    assert "inputs 1 of 2: normal; not nan" in text
+    assert "lattice" not in text
+    assert "dtypes 1 of 2: bf16; not fp32" in text
+    assert "fp16" not in text
+    assert "shapes 1 of 5: multiples of 128; not multiples of 16, tails, K from 4096" in text
+    assert "warning: less than half of the cases and of the shapes ran" in text
+    assert all(len(line) <= 80 for line in written)
+
+
+def test_everything_compared_has_no_warning():
+    text = "\n".join(coverage.lines(CASES, map(recorded, CASES)))
+    assert "11 of the 11 cases" in text
+    assert "warning" not in text
+    assert "; not " not in text
+
+
+def test_unsupported_cases_are_not_covered():
+    unsupported = [recorded(case, verdict="unsupported", compared=0, stages=[]) for case in CASES[1:]]
+    assert "1 of the 9 cases" in coverage.lines(CASES, [recorded(CASES[0]), *unsupported])[0]
+    assert coverage.lines(CASES, unsupported) == []
