@@ -17,7 +17,7 @@ extensions = ["sphinx.ext.autodoc", "myst_parser"]
 root_doc = "docs/index"
 include_patterns = [
     "docs/*.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "cases/README.md", "reports/README.md",
-    "tests/golden/README.md",
+    "tests/golden/README.md", "tests/golden/accumulators/README.md",
 ]  # fmt: skip
 exclude_patterns = [".*", "narrowgauge", "native", "harness", "reference"]
 

@@ -96,12 +96,17 @@ class Sharded:
         return torch.tensor([3.5]) if self.recipe.tensor_scale == "given" else None
 
 
+def _splits(recipe: Recipe) -> bool:
+    """Whether shards along either dimension can be quantized alone, given the amax of the whole tensor."""
+    return recipe.granularity == "tensor" and (recipe.whole or not recipe.spans_k)
+
+
 def sharded_matrices(world: int) -> list[Sharded]:
     """Every recipe in shards, in turn even, uneven and with empty ones among them; one of a kind along both dimensions.
 
     With more than two processes, those alone.
     """
-    names = [name for name in recipe_names() if "@" not in name and find_recipe(name).granularity == "tensor"]
+    names = [name for name in recipe_names() if "@" not in name and _splits(find_recipe(name))]
     names = [*names, "nvfp4@te-2.8", "nvfp4@torchao", "nvfp4@compressed-tensors"] if world == 2 else list(_KINDS)
     found = []
     for number, name in enumerate(names):

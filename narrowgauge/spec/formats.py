@@ -8,6 +8,7 @@ import torch, so that listing recipes and cases is fast.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,6 +75,10 @@ class Format:
         """The value of every code, in code order."""
         return tuple(self.value(code) for code in range(self.codes))
 
+    def __reduce__(self) -> tuple[Callable[[str], Format], tuple[str]]:
+        """A copy or an unpickled format is the constant of this module: formats are compared by identity."""
+        return _format_called, (self.name,)
+
 
 E2M1 = Format("E2M1", bits=4, exponent_bits=2, mantissa_bits=1, bias=1, max_code=0x7)
 E2M3 = Format("E2M3", bits=6, exponent_bits=2, mantissa_bits=3, bias=1, max_code=0x1F)
@@ -96,3 +101,7 @@ FP32 = Format(
 
 FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0)}
 """The narrow formats by name."""
+
+
+def _format_called(name: str) -> Format:
+    return FP32 if name == FP32.name else FORMATS[name]

@@ -360,6 +360,7 @@ _FEATURES: dict[str, Any] = {
     "4over6": lambda recipe: recipe.candidates != "6",
     "one level of scales": lambda recipe: recipe.tensor_scale == "none",
     "statistics of blocks in the dtype of x": lambda recipe: recipe.statistics == "input-blocks",
+    "a decode scale that is not 0": lambda recipe: recipe.zero_block == "eps",
     "the smallest amax/6": lambda recipe: recipe.zero_block == "amax/6=2^-23",
     "a block scale that never forms amax/6": lambda recipe: recipe.block_scale not in _FORMS_SIXTH,
     "choices of another library": lambda recipe: any(
@@ -406,6 +407,7 @@ _EXCLUDED = (
         "a block scale other than amax/max",
         "only the quotient amax/max is rounded",
     ),
+    ("a decode scale that is not 0", "an encode scale or a given scale", "the choice would have no effect"),
     ("float32 scales rounded up", "an encode scale or a given scale", "an encode scale rounds down"),
     ("float32 scales rounded down", "a decode scale", "a decode scale rounds up"),
     ("a smallest amax", "scales of E4M3", "no library has it; smallest_scale limits the scales"),

@@ -57,8 +57,9 @@ _VALUE_CAUSES = {
     ("scale_rounding", "none"): ("exponent:none", "scales: not rounded to a power of two"),
     ("scale_rounding", "down"): ("exponent:down", "scales: rounded down to a power of two"),
 }
-_SKIPPED_VALUES = ("stochastic", "nearest-toward-zero", "nearest-away", "refuse")
-"""Values without a deviation here: roundings with deviations in other modules, and a limit that gives no scale."""
+_SKIPPED_VALUES = ("stochastic", "nearest-toward-zero", "nearest-away", "refuse", "given")
+"""Values without a deviation here: roundings with deviations in other modules, a limit that gives no scale, and a scale
+that only a caller has."""
 _QUANTIZE_FIELDS = tuple(field.name for field in fields(Recipe) if field.name not in ("dialect", "decode", "alpha"))
 _UNCLAMPED_FACTOR = ("x*min(1/(s*(1/enc)),FLT_MAX)", "x*(1/(s*(1/enc)))")
 _ERROR_MEASURE = ("four-over-six-other-measure", "4over6: errors are {}, not {}")

@@ -12,7 +12,10 @@ import narrowgauge as ng
 REFUSED = ("pandas", "pyarrow", "jinja2", "typer", "rich", "safetensors", "pytest", "_pytest", "cupy")
 """Packages that a user of the public names need not have."""
 PREAMBLE = f"""
+import json
+import struct
 import sys
+from pathlib import Path
 
 sys.modules.update(dict.fromkeys({REFUSED!r}))  # importing them raises ModuleNotFoundError
 import torch
@@ -30,6 +33,18 @@ def draw(seed):
     return r.codes, r.scales, r.amax
 
 
+def fp8_checkpoint():
+    w = ng.quantize(torch.randn(128, 128), "fp8-block-128x128-e4m3-fp32")
+    header = {{
+        "a.weight": {{"dtype": "F8_E4M3", "shape": [128, 128], "data_offsets": [0, 16384]}},
+        "a.weight_scale_inv": {{"dtype": "F32", "shape": [1, 1], "data_offsets": [16384, 16388]}},
+    }}
+    text = json.dumps(header).encode()
+    body = w.codes.numpy().tobytes() + w.scales.numpy().tobytes()
+    Path("w.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+    return "w.safetensors"
+
+
 def fails(call, *arguments, **options):
     verdict = ng.explain(call, *arguments, **options)
     assert not verdict.passed and str(verdict) and verdict._repr_html_() and verdict.to_dict()
@@ -43,6 +58,7 @@ def fails(call, *arguments, **options):
 
 """
 CALLS = {
+    "Order": "ng.Order",
     "GroupedQuantized": "repr(ng.quantize_grouped(x, sizes, 'nvfp4')); ng.GroupedQuantized",
     "Quantized": "repr(q); q.to('cpu')",
     "Recipe": "ng.recipe(ng.Recipe is not None and 'nvfp4')",
@@ -50,6 +66,8 @@ CALLS = {
     "WrongResult": "import pickle; assert pickle.loads(pickle.dumps(ng.WrongResult)) is ng.WrongResult",
     "__version__": "ng.__version__",
     "adapt": "ng.adapt.quantized(q.codes, q.scales, 'nvfp4', q.shape, amax=q.amax)",
+    "accumulation_order": "assert isinstance(ng.accumulation_order(lambda a, b: a @ b.T, 16, 32, 16), ng.Order)",
+    "assert_checkpoint": "ng.assert_checkpoint(fp8_checkpoint())",
     "assert_dequantized": "ng.assert_dequantized(q.codes, q.scales, ng.dequantize(q), amax=q.amax); "
     "fails(ng.assert_dequantized, q.codes, q.scales, x, amax=q.amax)",
     "assert_gemm": "ng.assert_gemm(q, q, y, out_dtype=y.dtype); fails(ng.assert_gemm, q, q, y * 2, out_dtype=y.dtype)",

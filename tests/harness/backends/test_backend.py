@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.backend import METHODS, Backend, BackendError, Unsupported, load_backend
+from narrowgauge.harness.backends.loading import LIBRARIES
 from narrowgauge.harness.operations.stages.product import order_of
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native.runtime import host
@@ -18,6 +19,7 @@ from narrowgauge.spec.summation import Summation
 from tests.harness.sample_backends import QUANTIZE, backend
 
 NVFP4 = find_recipe("nvfp4")
+BUILT_IN = ", ".join(("native", "reference", *LIBRARIES)) + ", and your own as package.module:Name"
 X = torch.linspace(-3, 3, 32 * 48).view(32, 48).bfloat16()
 CPU = torch.device("cpu")
 
@@ -98,12 +100,8 @@ def test_a_module_of_a_package(module, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            "natve",
-            "no backend is called 'natve' (did you mean 'native'?); there are native, reference, "
-            "and your own as package.module:Name",
-        ),
-        ("", "no backend is called ''; there are native, reference, and your own as package.module:Name"),
+        ("natve", f"no backend is called 'natve' (did you mean 'native'?); there are {BUILT_IN}"),
+        ("", f"no backend is called ''; there are {BUILT_IN}"),
         (
             "my_kernels:Bakend",
             "backend my_kernels:Bakend: module my_kernels has no 'Bakend' (did you mean 'Backend'?)",

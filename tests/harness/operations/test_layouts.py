@@ -11,6 +11,7 @@ from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.gemm.quantized import gemm_quantized
+from narrowgauge.spec.recipe import Recipe
 from tests.harness.operation_cases import gemm_case, grouped_case, quantize_case, swizzle_case
 from tests.harness.product_cases import padded_case, quantized_case
 from tests.harness.sample_backends import backend
@@ -44,7 +45,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return value if value.dtype == torch.int64 else change(value)
     if isinstance(value, tuple):
         return tuple(mapped(part, change) for part in value)
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, Recipe):
         return replace(value, **{f.name: mapped(getattr(value, f.name), change) for f in fields(value)})
     return value
 

@@ -96,7 +96,7 @@ def test_every_family_is_quantized_as_exact_arithmetic_does(name: str, nan: str)
         np.testing.assert_array_equal(bits(got.scales), scales.view("i4"), err_msg=family)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if find_recipe(name).delayed is None])
+@pytest.mark.parametrize("name", [name for name in NAMES if find_recipe(name).tensor_scale != "given"])
 def test_every_exponent_of_an_amax_has_the_scale_of_exact_arithmetic(name: str) -> None:
     """Powers of two and the largest element times one, ± 1 ulp; tiles and tensors as many matrices of one row."""
     recipe = find_recipe(name)
@@ -176,7 +176,7 @@ def test_an_empty_matrix_has_empty_codes_and_a_scale_of_1_where_it_has_one(name:
     assert_as_reference(x, recipe, **given_scale(recipe))
     q = ops.quantize(x, recipe, **given_scale(recipe))
     assert q.codes.shape == (rows, columns)
-    if recipe.whole and not recipe.delayed and not recipe.smallest_amax:
+    if recipe.whole and recipe.tensor_scale != "given" and not recipe.smallest_amax:
         assert q.scales.tolist() == [[1.0]]
         assert q.tensor_scale.tolist() == [1.0]  # type: ignore[union-attr]
         assert q.amax.tolist() == [0.0]  # type: ignore[union-attr]

@@ -16,12 +16,21 @@ import torch
 
 from narrowgauge.native import ops
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.dialects import MX_DIALECTS
 from narrowgauge.spec.recipes import Recipe, find_recipe
 from tests.golden import golden, load, quantize_input
 from tests.native import exact_mx
 from tests.native.guards import embedded, guarded_outputs
-from tests.native.samples import DTYPES, FAMILIES, MX_NAMES, assert_both_same, assert_equal, assert_same, matrix, seeded
+from tests.native.samples import (
+    DTYPES,
+    FAMILIES,
+    MX_DIALECTS,
+    MX_NAMES,
+    assert_both_same,
+    assert_equal,
+    assert_same,
+    matrix,
+    seeded,
+)
 from tests.thinned import thinned
 
 ELEMENTS = ("mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp4")
