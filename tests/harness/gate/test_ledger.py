@@ -29,7 +29,8 @@ STAGE = {"stage": "codes", "rule": "exact", "compared": 9, "mismatches": 1, "max
 
 NO_CAUSES = {
     "1-for-nan", "4-or-6-mse", "as-element", "element-order", "exact-sums", "fp8-current-e4m3", "largest-of-block",
-    "largest-of-tensor", "low-first", "most-recent", "mxfp8-e4m3", "nearest-away", "nearest-even", "nearest-even-wrapping",
+    "largest-of-tensor", "low-first", "most-recent", "mxfp8-e4m3", "nearest-away", "nearest-even",
+    "nearest-even-wrapping",
     "nearest-log2", "nearest-toward-zero", "negative-zero", "not-finite", "nvfp4-rht", "rounding-sums", "row-lane",
     "saturated-scales", "subnormal-codes", "subnormal-scales", "update-scale", "with-bias", "with-c", "zero-blocks",
     "zero-scales",
