@@ -52,7 +52,8 @@ the distribution of the codes is tested (docs/tolerance.md#stochastic-rounding).
     {"gemm": "split-<n>"}          K in n equal slices of blocks, each as "blocks", then the slice sums in order
     {"gemm": "aligned-<F>-<W>"}    tensor core: W products aligned to the largest, truncated after F bits. Suffix -<P>:
                                    sums of P columns move to a float32 accumulator. Prefix decoded-: operands are
-                                   decoded to bfloat16 first
+                                   decoded to bfloat16 first. Prefix split-<n>-: K in n equal slices, whose float32
+                                   sums are added in order
     {"accumulator": "truncating"}  additions round to either neighbour, which covers truncation
     {"subnormals": "flushed"}      float32 numbers below 2^-126 may become 0
     {"operands": "decoded-float32"} or "decoded-bfloat16": operands are decoded, with all their scales, before they are

@@ -87,7 +87,7 @@ def _declaration(order: Order, recipe: Recipe) -> str | None:
     if recipe.scale is FP32:
         return None
     found = order.slices
-    split = order.declares is not None and order.declares.startswith("split-")
+    split = order.declares is not None and order.declares.startswith("split-") and order.width == 1
     return "blocks" if split and found is not None and found.chain == recipe.block[1] else order.declares
 
 

@@ -21,12 +21,15 @@ LAST_BITS = (1 << 29) - 1
 
 ORDERS = (
     "sequential", "blocks", "tree", "split-<n>", "aligned-<F>-<W>", "aligned-<F>-<W>-<P>", "decoded-aligned-<F>-<W>",
+    "split-<n>-[decoded-]aligned-<F>-<W>[-<P>]",
 )  # fmt: skip
 """Names of the orders of summation, with a number for each <letter>; defined in `Summation.order`."""
 OPERANDS = ("decoded-float32", "decoded-bfloat16")
 """Declarations of operands that are not multiplied as codes and scales; defined in `Summation.operands`."""
 _SPLIT = re.compile(r"split-([1-9]\d{0,3})")
-_ALIGNED = re.compile(r"(?:(decoded)-)?aligned-([1-9]\d?)-([1-9]\d{0,3})(?(1)|(?:-([1-9]\d{0,5}))?)")
+_ALIGNED = re.compile(
+    rf"(?:{_SPLIT.pattern}-)?(?:(decoded)-)?aligned-([1-9]\d?)-([1-9]\d{{0,3}})(?(2)|(?:-([1-9]\d{{0,5}}))?)"
+)
 # A sum of W products and an accumulator, in units of the last bit kept, fits float64: each term is below 2^(F + 2).
 _FLOAT64_BITS = 53
 
@@ -64,6 +67,8 @@ class Summation:
     shorter or empty. Every slice is summed as "blocks", and the slice sums are added in order.
     "aligned-<F>-<W>", "aligned-<F>-<W>-<P>": a tensor core, simulated by `reference.gemm.tensor_core`.
     "decoded-aligned-<F>-<W>": the same with operands decoded to bfloat16, which are normalised.
+    "split-<n>-" and an aligned order: n slices of ⌈steps/n⌉ steps of W columns, or of P columns; the last slices may be
+    shorter or empty. A tensor core sums each slice from 0, and the float32 sums of the slices are added in order.
 
     FP8 with block scales promotes the block sums P by y = fma(fl(P·s_a), s_b, y) in order of K. An order names the
     summation of P, and "split-<n>" cuts the chain of y into slices whose results are added in order.
@@ -135,17 +140,18 @@ class Summation:
 
     @property
     def slices(self) -> int:
-        """Number of slices of K: n of "split-<n>", else 1."""
-        match = _SPLIT.fullmatch(self.order or "")
-        return int(match[1]) if match else 1
+        """Number of slices of K: n of "split-<n>" and "split-<n>-…", else 1."""
+        name = self.order or ""
+        match = _SPLIT.fullmatch(name) or _ALIGNED.fullmatch(name)
+        return int(match[1]) if match and match[1] else 1
 
     @property
     def aligned(self) -> Alignment | None:
-        """The simulated tensor core of an "aligned" order, else None."""
+        """The simulated tensor core of an "aligned" order, split or not, else None."""
         match = _ALIGNED.fullmatch(self.order or "")
         if not match:
             return None
-        decoded, fraction, width, promoted = match.groups()
+        _, decoded, fraction, width, promoted = match.groups()
         return Alignment(int(fraction), int(width), int(promoted) if promoted else None, decoded is not None)
 
 

@@ -12,8 +12,7 @@ import torch
 
 from narrowgauge.reference.accumulators.hardware import HardwareModel
 from narrowgauge.reference.accumulators.steps import Side, side, step
-from narrowgauge.reference.bounds.summation_orders import split_columns
-from narrowgauge.reference.numbers.blocks import pad_columns
+from narrowgauge.reference.numbers.blocks import pad_columns, split_columns
 from narrowgauge.reference.numbers.slabs import slabs
 
 

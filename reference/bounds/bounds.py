@@ -102,7 +102,8 @@ def bounds(
     left, right = operand(a), operand(b)
     total = fast_exact_sum(a, b, left, right)
     if (model := declared.aligned) is not None:
-        simulated = fast_tensor_core_sum(factors_of_operand(a), factors_of_operand(b), model, total.high)
+        factors = factors_of_operand(a), factors_of_operand(b)
+        simulated = fast_tensor_core_sum(*factors, model, total.high, slices=declared.slices)
         total = ExactSum(simulated, None)
         tier = torch.full_like(total.high, DECLARED, dtype=torch.uint8)
         error, overflow = torch.zeros_like(total.high), torch.zeros_like(tier, dtype=torch.bool)

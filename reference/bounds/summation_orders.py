@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from narrowgauge.reference.bounds.decoded_operands import DecodedOperands
@@ -17,6 +15,7 @@ from narrowgauge.reference.bounds.running_error import (
     tree_sum,
     with_evaluation_error,
 )
+from narrowgauge.reference.numbers.blocks import split_columns
 from narrowgauge.reference.numbers.exact import FLOAT64_EXACT, has_powers, lowest_bit
 from narrowgauge.reference.numbers.slabs import tiles
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, FLT_MAX, Summation
@@ -94,17 +93,6 @@ def ordered_sums(
     for slice_sum in others:
         sums = sums.plus(slice_sum, roundoff)
     return sums
-
-
-def split_columns(columns: int, step: int, slices: int) -> Iterator[slice]:
-    """The nonempty slices of K of "split-<n>", or an empty slice if K = 0: n slices of ⌈blocks/n⌉ blocks.
-
-    A block has `step` columns.
-    """
-    blocks = -(-columns // step)
-    width = max(1, -(-blocks // slices)) * step
-    for start in range(0, max(1, columns), width):
-        yield slice(start, min(start + width, columns))
 
 
 def _underflow_error(quantum: torch.Tensor, summation: Summation) -> torch.Tensor:

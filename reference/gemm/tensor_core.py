@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from narrowgauge.reference.gemm.operands import element_values, scale_values
+from narrowgauge.reference.numbers.blocks import split_columns
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, Alignment
@@ -56,23 +57,34 @@ def factors_of_operand(q: Quantized) -> Factors:
     return Factors(elements.values * scales, elements.powers * power_of_two(scales))
 
 
-def tensor_core_sum(left: Factors, right: Factors, model: Alignment, exact: torch.Tensor) -> torch.Tensor:
+def tensor_core_sum(
+    left: Factors, right: Factors, model: Alignment, exact: torch.Tensor, *, slices: int = 1
+) -> torch.Tensor:
     """Σ_k left[i, k]·right[j, k] as added by a tensor core: (M, K) and (N, K) to (M, N), float32 numbers in float64.
 
     With `model.decoded` no factor is subnormal: a kernel multiplied elements and scales to numbers of a wider format.
     With `model.promoted` the accumulator restarts at 0 after every `model.promoted` columns, and each accumulator is
-    added to a float32 sum, rounded to nearest. `exact` (M, N): IEEE sums; where `exact` is infinite or NaN, it is the
-    result. Factors are 0 or from 2^-200 to 2^200.
+    added to a float32 sum, rounded to nearest. With several `slices` of K, of whole steps of `model.promoted` or
+    `model.width` columns, the float32 sums of the slices are added in order. `exact` (M, N): IEEE sums; where `exact`
+    is infinite or NaN, it is the result. Factors are 0 or from 2^-200 to 2^200.
     """
     if model.decoded:
         left, right = left.decoded(), right.decoded()
+    out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
+    for columns in split_columns(left.values.shape[1], model.promoted or model.width, slices):
+        out += _promoted_accumulators(left.columns(columns), right.columns(columns), model)
+    return out.add_(0.0).double().where(exact.isfinite(), exact)  # + 0 makes a sum of zeros +0
+
+
+def _promoted_accumulators(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
+    """The float32 sum of the accumulators of a slice of K, (M, N)."""
     columns = left.values.shape[1]
     length = model.promoted or max(1, columns)
     out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
     for start in range(0, columns, length):
         chunk = slice(start, start + length)
         out += _accumulator(left.columns(chunk), right.columns(chunk), model).float()
-    return out.add_(0.0).double().where(exact.isfinite(), exact)  # + 0 makes a sum of zeros +0
+    return out
 
 
 def _accumulator(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Blocks of consecutive elements of a row: zero padding, and the largest magnitude of each block."""
+"""Blocks of consecutive elements of a row: zero padding, slices, and the largest magnitude of each block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -20,6 +20,17 @@ def pad_columns(x: torch.Tensor, block: int) -> torch.Tensor:
     """`x` (M, K) with zeros appended to each row until K is a multiple of `block`."""
     tail = -x.shape[1] % block
     return torch.nn.functional.pad(x, (0, tail)) if tail else x
+
+
+def split_columns(columns: int, step: int, slices: int) -> Iterator[slice]:
+    """The nonempty slices of `columns` columns, or an empty slice if there are none: n slices of ⌈blocks/n⌉ blocks.
+
+    A block has `step` columns. Source: docs/tolerance.md#declared-order, "split-<n>".
+    """
+    blocks = -(-columns // step)
+    width = max(1, -(-blocks // slices)) * step
+    for start in range(0, max(1, columns), width):
+        yield slice(start, min(start + width, columns))
 
 
 def block_amax(x: torch.Tensor, block: int, *, propagate_nan: bool = False) -> torch.Tensor:

@@ -8,10 +8,14 @@ from typing import Any, Literal
 import torch
 
 from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic
+from narrowgauge.reference.numbers.blocks import split_columns
 
 Kind = Literal["sequential", "aligned", "tree", "slices", "other", "unknown"]
 _PICTURED = 6
 """Terms of a chain, and levels, in a picture."""
+_LONGEST_PROMOTED = 1024
+"""Columns of a chain, at most, for the name promotion. Aligned chains of equal length that are joined in order have the
+bits of promotion and of slices of K. CUTLASS promotes every 128 columns; longer chains are named slices."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +79,22 @@ class Order:
     def promoted(self) -> int | None:
         """Columns after which an aligned accumulator is added to a float32 sum; None: never, or not regularly."""
         found = self.slices
-        if found is None or self.width == 1 or not found.promotes:
+        if self.tree is None or found is None or self.width == 1 or not found.promotes:
             return None
+        if (split := aligned_slices(self.tree, self.shape[1])) is not None:
+            return split[1]
         return found.chain if found.regular else None
 
     @property
     def splits(self) -> int | None:
-        """Slices of K that are summed apart; 1 without. Chains of equal length are promoted, not slices, if aligned."""
-        if self.slices is None:
+        """Slices of K that are summed apart; 1 without. Short aligned chains of equal length are promoted, not slices.
+
+        Source: docs/accumulators.md#trees.
+        """
+        if self.tree is None or self.slices is None:
             return None
+        if self.width != 1 and (split := aligned_slices(self.tree, self.shape[1])) is not None:
+            return split[0]
         return self.slices.outer if self.width != 1 or self.slices.nested else self.slices.chains
 
     @property
@@ -209,11 +220,40 @@ def sequential(columns: range, width: int = 1) -> int | Chain:
     return Chain(first[0], tuple(steps)) if steps else first[0]
 
 
-def in_slices(columns: int, length: int, width: int = 1) -> Chain:
-    """Slices of `length` columns, each a chain, added in order."""
-    parts = [sequential(range(columns)[start : start + length], width) for start in range(0, columns, length)]
+def in_slices(columns: int | range, length: int, width: int = 1) -> Chain:
+    """Slices of `length` columns, each a chain, added in order. `columns`: their number, or a range of columns."""
+    every = range(columns) if isinstance(columns, int) else columns
+    return _joined([sequential(every[start : start + length], width) for start in range(0, len(every), length)])
+
+
+def in_split_slices(columns: int, slices: int, length: int, width: int = 1) -> Chain:
+    """`slices` slices of ⌈chunks/slices⌉ chunks of `length` columns: `in_slices` of each slice, added in order."""
+    parts = [in_slices(range(columns)[part], length, width) for part in split_columns(columns, length, slices)]
+    return _joined([part if part.steps else part.first for part in parts])
+
+
+def _joined(parts: list[int | Chain]) -> Chain:
+    """The first part and the sums of the others, added one by one."""
     first = parts[0] if isinstance(parts[0], Chain) else Chain(parts[0])
     return Chain(first.first, (*first.steps, *((part,) for part in parts[1:])))
+
+
+def aligned_slices(tree: Chain, columns: int) -> tuple[int, int | None] | None:
+    """(n, P) of a tree of aligned products: n slices of K, promoted every P columns, or never if P is None.
+
+    None for a tree of another form.
+    """
+    found, width = Slices.of(tree), tree.width
+    length = found.chain
+    if tree == in_slices(columns, columns, width):
+        return 1, None
+    if length % width:
+        return None
+    if tree == in_slices(columns, length, width):
+        if length > _LONGEST_PROMOTED and length == next(split_columns(columns, width, found.chains)).stop:
+            return found.chains, None
+        return 1, length
+    return (found.outer, length) if tree == in_split_slices(columns, found.outer, length, width) else None
 
 
 def neighbours_first(columns: int) -> Chain | None:
@@ -254,16 +294,15 @@ def declaration(tree: Chain, arithmetic: NodeArithmetic, columns: int) -> str | 
     if arithmetic.reduced_in is not torch.float32 and found.chains > 1:
         return None
     if model is not None:
-        accumulator = min(model.fraction, 23)
         width = tree.width
-        if model.nearest or model.kept != accumulator or width == 1:
+        if model.nearest or model.kept != min(model.fraction, 23) or width == 1:
             return None
-        if tree == in_slices(columns, columns, width):
-            return f"aligned-{model.fraction}-{width}"
-        promoted = found.chain
-        if promoted % width == 0 and tree == in_slices(columns, promoted, width):
-            return f"aligned-{model.fraction}-{width}-{promoted}"
-        return None
+        split = aligned_slices(tree, columns)
+        if split is None:
+            return None
+        slices, promoted = split
+        name = f"aligned-{model.fraction}-{width}" + (f"-{promoted}" if promoted else "")
+        return f"split-{slices}-{name}" if slices > 1 else name
     if tree == in_slices(columns, columns):
         return "sequential"
     if tree == neighbours_first(columns):

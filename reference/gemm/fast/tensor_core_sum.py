@@ -14,7 +14,7 @@ from narrowgauge.reference.gemm.tensor_core import (
     power_of_two,
     truncate_to_accumulator,
 )
-from narrowgauge.reference.numbers.blocks import pad_columns
+from narrowgauge.reference.numbers.blocks import pad_columns, split_columns
 from narrowgauge.reference.numbers.exact import lowest_bit
 from narrowgauge.reference.numbers.slabs import slabs
 from narrowgauge.spec.summation import FLT_MAX, SMALLEST_SUBNORMAL, Alignment
@@ -32,14 +32,16 @@ _MATMUL_TERMS, _SMALLEST_RATIO = 1 << 6, 2.0**-124
 _EXPONENT_SHIFT, _EXPONENT_BIAS = 52, 1023
 
 
-def fast_tensor_core_sum(left: Factors, right: Factors, model: Alignment, exact: torch.Tensor) -> torch.Tensor:
+def fast_tensor_core_sum(
+    left: Factors, right: Factors, model: Alignment, exact: torch.Tensor, *, slices: int = 1
+) -> torch.Tensor:
     """The result of `tensor_core_sum` with the same arguments, bit for bit."""
     if model.decoded:
         left, right = left.decoded(), right.decoded()
     out = exact.float()
     rows = (~_never_truncated(left, right, model)).any(1).nonzero().squeeze(1)
     if len(rows):
-        out[rows] = _promoted_accumulators(left.rows(rows), right, model)
+        out[rows] = _sum_of_slices(left.rows(rows), right, model, slices)
     return out.add_(0.0).double().where(exact.isfinite(), exact)  # + 0 makes a sum of zeros +0
 
 
@@ -101,20 +103,30 @@ class _BlockedFactors:
         return self.factors.values[:, columns] @ right.factors.values[:, columns].T
 
 
-def _promoted_accumulators(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
-    """The sum of the accumulators, float32 (M, N)."""
+def _sum_of_slices(left: Factors, right: Factors, model: Alignment, slices: int) -> torch.Tensor:
+    """The sum of the slices of K, float32 (M, N)."""
     columns = left.values.shape[1]
     out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
     if columns == 0:
         return out
-    length = model.promoted or columns
     x, y = _BlockedFactors.of(left, model.width), _BlockedFactors.of(right, model.width)
     by_matmul = _matmul_finds_largest(x, y)
     for rows in slabs(out):
         part = x.rows(rows)
-        for start in range(0, columns, length):
-            chunk = slice(start, min(start + length, columns))
-            out[rows] += _accumulator(part, y, chunk, model, by_matmul=by_matmul).float()
+        for columns_of_slice in split_columns(columns, model.promoted or model.width, slices):
+            out[rows] += _promoted_accumulators(part, y, columns_of_slice, model, by_matmul=by_matmul)
+    return out
+
+
+def _promoted_accumulators(
+    x: _BlockedFactors, y: _BlockedFactors, columns: slice, model: Alignment, *, by_matmul: bool
+) -> torch.Tensor:
+    """The sum of the accumulators of a slice of K, float32 (M, N)."""
+    length = model.promoted or columns.stop - columns.start
+    out = torch.zeros(x.largest_power.shape[0], y.largest_power.shape[0], device=x.largest_power.device)
+    for start in range(columns.start, columns.stop, length):
+        chunk = slice(start, min(start + length, columns.stop))
+        out += _accumulator(x, y, chunk, model, by_matmul=by_matmul).float()
     return out
 
 

@@ -293,7 +293,8 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
 
 DECLARED = (
     "{'transform': 'butterfly'}, {'gemm': 'sequential' | 'blocks' | 'tree' | 'split-<n>' | 'aligned-<F>-<W>' | "
-    "'aligned-<F>-<W>-<P>' | 'decoded-aligned-<F>-<W>'}, {'accumulator': 'truncating'}, {'subnormals': 'flushed'}, "
+    "'aligned-<F>-<W>-<P>' | 'decoded-aligned-<F>-<W>' | 'split-<n>-[decoded-]aligned-<F>-<W>[-<P>]'}, "
+    "{'accumulator': 'truncating'}, {'subnormals': 'flushed'}, "
     "{'operands': 'decoded-float32' | 'decoded-bfloat16'}, {'random': 'own'}"
 )
 
@@ -376,7 +377,8 @@ def test_an_order_of_each_product_takes_the_place_of_what_is_declared_of_all():
         result.gemm_order(one, other)
     assert str(raised.value) == (
         "gemm_order gave 'trees'; the order of a sum is 'sequential', 'blocks', 'tree', 'split-<n>', "
-        "'aligned-<F>-<W>', 'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', 'truncating', or None for any"
+        "'aligned-<F>-<W>', 'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', "
+        "'split-<n>-[decoded-]aligned-<F>-<W>[-<P>]', 'truncating', or None for any"
     )
     with pytest.raises(BackendError, match="gemm_order raised StopIteration"):
         result.gemm_order(one, other)

@@ -229,16 +229,24 @@ def test_what_a_declared_order_does_not_lose_has_to_be_there(order):
     assert judged_output(x, last_block_first, {"gemm": order}).mismatches == 6
 
 
-def test_the_bits_of_a_tensor_core_are_judged_where_it_is_declared():
+@pytest.mark.parametrize(
+    ("order", "others"),
+    [
+        ("aligned-13-32", ["aligned-14-32", "split-2-aligned-13-32"]),
+        ("split-2-aligned-13-32", ["aligned-13-32", "aligned-13-32-64", "split-4-aligned-13-32"]),
+    ],
+)
+def test_the_bits_of_a_tensor_core_are_judged_where_it_is_declared(order, others):
     case = gemm_case("fp8-current-e4m3", "tn", shape=(16, 256, 8))
 
     def core(a, b, *, out_dtype):
-        return bounds(a, b, out_dtype=out_dtype, order="aligned-13-32").expected
+        return bounds(a, b, out_dtype=out_dtype, order=order).expected
 
-    assert passes(case, {"gemm": "aligned-13-32"}, gemm=core).ordered_share == 1
+    assert passes(case, {"gemm": order}, gemm=core).ordered_share == 1
     assert run(case, gemm=core).verdict == "fail"
-    assert run(case, {"gemm": "aligned-13-32"}).verdict == "fail"
-    assert run(case, {"gemm": "aligned-14-32"}, gemm=core).verdict == "fail"
+    assert run(case, {"gemm": order}).verdict == "fail"
+    for other in others:
+        assert run(case, {"gemm": other}, gemm=core).verdict == "fail"
 
 
 def test_each_product_is_judged_in_the_order_that_is_said_of_it():

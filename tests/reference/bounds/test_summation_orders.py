@@ -294,7 +294,11 @@ def test_a_truncating_unit_has_no_bound_for_very_long_sums() -> None:
     ("order", "truncates", "message"),
     [
         ("split-0", False, "the order of a sum is 'sequential', 'blocks', 'tree', 'split-<n>', 'aligned-<F>-<W>', "
-         "'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', or None for any order; not 'split-0'"),
+         "'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', 'split-<n>-[decoded-]aligned-<F>-<W>[-<P>]', or None for "
+         "any order; not 'split-0'"),
+        ("split-0-aligned-13-32", False, "not 'split-0-aligned-13-32'"),
+        ("split-2-tree", False, "not 'split-2-tree'"),
+        ("split-2-aligned-13-32-100", False, "promotes sums of 100 columns, no multiple of 32"),
         ("decoded-aligned-13-32-64", False, "not 'decoded-aligned-13-32-64'"),
         ("decoded-blocks", False, "not 'decoded-blocks'"),
         ("decoded-aligned-50-32", False, "'decoded-aligned-50-32' is simulated in float64: F + 2 + log2(W + 1) is 58"),

@@ -52,6 +52,29 @@ def accumulator(x: np.ndarray, y: np.ndarray, formats: tuple[Format, Format], fr
     return float(total)
 
 
+@pytest.mark.parametrize(
+    ("order", "slices"),
+    [
+        ("split-2-aligned-13-32", [(0, 96), (96, 150)]),
+        ("split-9-aligned-13-32", [(0, 32), (32, 64), (64, 96), (96, 128), (128, 150)]),
+        ("split-2-aligned-25-16-16", [(0, 80), (80, 150)]),
+        ("split-2-decoded-aligned-13-16", [(0, 80), (80, 150)]),
+    ],
+)
+def test_slices_of_k_are_summed_apart_and_added(order: str, slices: list[tuple[int, int]]) -> None:
+    a, b = pair(FP8, 11, (24, 24, 150), "one", "any")
+    model, exact = summation(order).aligned, exact_product(a, b).high
+    assert model is not None
+    factors = factors_of_operand(a), factors_of_operand(b)
+    total = torch.zeros(24, 24)
+    for columns in slices:
+        total += tensor_core_sum(*(side.columns(slice(*columns)) for side in factors), model, exact).float()
+    found = tensor_core_sum(*factors, model, exact, slices=summation(order).slices).float()
+    assert torch.equal(found, total)
+    assert not torch.equal(found, tensor_core_sum(*factors, model, exact).float())
+    assert torch.equal(bounds(a, b, out_dtype=torch.float32, order=order).expected, alpha(a, b) * total)
+
+
 @pytest.mark.parametrize("family", ["any", "data", "sparse"])
 @pytest.mark.parametrize(("fraction", "width", "promoted"), [(13, 32, None), (13, 32, 64), (25, 16, None), (10, 8, 8)])
 def test_the_simulation_agrees_with_fractions(family: str, fraction: int, width: int, promoted: int | None) -> None:
@@ -74,7 +97,7 @@ def test_the_simulation_agrees_with_fractions(family: str, fraction: int, width:
     assert (limits.tier == 1).all()
 
 
-@pytest.mark.parametrize("order", ["aligned-25-16", "aligned-13-32-64"])
+@pytest.mark.parametrize("order", ["aligned-25-16", "aligned-13-32-64", "split-2-aligned-13-8-16"])
 @pytest.mark.parametrize("names", [("mxfp4", "mxfp4"), ("mxfp8-e4m3", "mxfp6-e2m3"), FP8], ids="-".join)
 def test_the_fast_sum_equals_the_plain_sum(names: tuple[str, str], order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether no sum is truncated, only selected sums are aligned, or all, in groups of any size."""
@@ -83,12 +106,12 @@ def test_the_fast_sum_equals_the_plain_sum(names: tuple[str, str], order: str, m
         [("equal", "lattice"), ("near", "data"), ("wide", "sparse"), ("wide", "any")]
     ):
         a, b = pair(names, seed, (15, 20, 100), "one" if names == FP8 else kind, family)
-        model = summation(order).aligned
+        model, slices = summation(order).aligned, summation(order).slices
         assert model is not None
         factors, exact = (factors_of_operand(a), factors_of_operand(b)), exact_product(a, b).high
         shares.append(float(fast._never_truncated(*factors, model).double().mean()))
-        plain = bits(tensor_core_sum(*factors, model, exact).float())
-        assert torch.equal(bits(fast_tensor_core_sum(*factors, model, exact).float()), plain)
+        plain = bits(tensor_core_sum(*factors, model, exact, slices=slices).float())
+        assert torch.equal(bits(fast_tensor_core_sum(*factors, model, exact, slices=slices).float()), plain)
         for few, many, checked_blocks, slab in (
             (1.0, 1.0, 1, 1 << 10), (1.0, 1.0, 3, 1 << 10), (-1.0, 1.0, 3, 1 << 10), (-1.0, -1.0, 1, 1 << 10),
             (0.1, 0.1, 2, 1 << 10), (-1.0, 1.0, 8, 1 << 18),
@@ -100,7 +123,8 @@ def test_the_fast_sum_equals_the_plain_sum(names: tuple[str, str], order: str, m
                 patched.setattr(fast, "_CHECKED_BLOCKS", checked_blocks)
                 patched.setattr(fast, "_SKIPPED_CHECKS", 2)
                 patched.setattr(fast, "_never_truncated", lambda *_: torch.zeros(15, 20).bool())
-                assert torch.equal(bits(fast_tensor_core_sum(*factors, model, exact).float()), plain)
+                simulated = fast_tensor_core_sum(*factors, model, exact, slices=slices)
+                assert torch.equal(bits(simulated.float()), plain)
     assert max(shares) == 1
     assert min(shares) < 1
 
@@ -208,26 +232,33 @@ def test_bits_of_blocks_that_nobody_looked_at_together_are_cut_off_later() -> No
 def test_the_bits_of_another_model_are_rejected() -> None:
     a, b = pair(FP8, 3, (6, 6, 300), "one", "data")
     limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
-    for other in ("aligned-12-32", "aligned-14-32", "aligned-13-16", "aligned-13-32-128", None):
+    for other in (
+        "aligned-12-32", "aligned-14-32", "aligned-13-16", "aligned-13-32-128", "split-2-aligned-13-32", None
+    ):  # fmt: skip
         out = bounds(a, b, out_dtype=torch.float32, order=other).expected
         assert not accepted(limits, out).all(), other
     assert accepted(limits, limits.expected).all()
 
 
-def test_blocks_are_promoted_to_what_the_tensor_core_gave() -> None:
-    a, b = pair(BLOCK_PAIRS[0], 4, (4, 5, 300), "near", "data")
-    limits = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
+@pytest.mark.parametrize(("order", "slices"), [("aligned-13-32", [5]), ("split-2-aligned-13-32", [3, 5])])
+def test_blocks_are_promoted_to_what_the_tensor_core_gave(order: str, slices: list[int]) -> None:
+    a, b = pair(BLOCK_PAIRS[0], 4, (4, 5, 600), "near", "data")
+    limits = bounds(a, b, out_dtype=torch.float32, order=order)
     assert limits.exact.all()
     assert (limits.tier == 1).all()
     formats = a.recipe.element, b.recipe.element
     left, right = narrow.elements(a), narrow.elements(b)
     s_a, s_b = (narrow.factors(q).astype(np.float32) for q in (a, b))
-    y = np.zeros((4, 5), np.float32)
-    for block in kernels.blocks_of(a):
+    total, y = np.zeros((4, 5), np.float32), np.zeros((4, 5), np.float32)
+    for number, block in enumerate(kernels.blocks_of(a), 1):
         p = np.array([[accumulator(x[block], z[block], formats, 13, 32) for z in right] for x in left], np.float32)
         y = kernels.fma(p * s_a[:, block.start, None], s_b[None, :, block.start], y)
-    np.testing.assert_array_equal(limits.expected.numpy(), y)
+        if number in slices:
+            total, y = total + y, np.zeros_like(y)
+    np.testing.assert_array_equal(limits.expected.numpy(), total)
     assert not accepted(limits, bounds(a, b, out_dtype=torch.float32).expected).all()
+    unsplit = bounds(a, b, out_dtype=torch.float32, order="aligned-13-32")
+    assert torch.equal(unsplit.expected, limits.expected) == (len(slices) == 1)
 
 
 def test_codes_that_are_not_finite_ask_for_what_ieee_arithmetic_gives() -> None:

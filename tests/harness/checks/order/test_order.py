@@ -11,14 +11,15 @@ import torch
 from typer.testing import CliRunner
 
 from narrowgauge.harness.checks.order.masks import MaskedGemm
-from narrowgauge.harness.checks.order.order import Order, in_slices, neighbours_first
+from narrowgauge.harness.checks.order.order import Order, in_slices, in_split_slices, neighbours_first
 from narrowgauge.harness.checks.order.probe import accumulation_order
 from narrowgauge.harness.checks.order.reveal import reveal
 from narrowgauge.harness.cli.commands import app
-from narrowgauge.reference.accumulators.hardware import find_hardware
+from narrowgauge.reference.accumulators.hardware import HardwareModel, find_hardware
 from narrowgauge.reference.accumulators.product import Composition, product
 from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic, tree_sum
 from narrowgauge.reference.numbers.exact import exact_sum
+from narrowgauge.spec.summation import Summation
 
 Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,7 +42,7 @@ def hardware(name: str, **composition: object) -> Gemm:
     [
         ("hopper-bf16", {}, "aligned-25-16", (16, 25, 23, None, 1)),
         ("hopper-fp8", {"promoted": 64}, "aligned-13-32-64", (32, 13, 13, 64, 1)),
-        ("hopper-fp8", {"promoted": 32, "splits": 2}, None, (32, 13, 13, 32, 2)),
+        ("hopper-fp8", {"promoted": 32, "splits": 2}, "split-2-aligned-13-32-32", (32, 13, 13, 32, 2)),
         ("volta-fp16", {}, "aligned-23-4", (4, 23, 23, None, 1)),
         ("blackwell-fp8", {}, "aligned-25-32", (32, 25, 23, None, 1)),
     ],
@@ -56,6 +57,27 @@ def test_hardware_models_are_found(
     assert order.declares == declares
     assert (order.width, order.fraction, order.kept, order.promoted, order.splits) == fields
     assert order.rounding == "toward zero"
+
+
+@pytest.mark.parametrize(
+    ("tree", "columns", "declares"),
+    [
+        (in_slices(7168, 3584, 32), 7168, "split-2-aligned-13-32"),
+        (in_slices(7168, 1024, 32), 7168, "aligned-13-32-1024"),
+        (in_split_slices(7168, 2, 128, 32), 7168, "split-2-aligned-13-32-128"),
+        (in_split_slices(7170, 3, 128, 32), 7170, "split-3-aligned-13-32-128"),
+        (in_slices(7168, 4096, 32), 7168, "aligned-13-32-4096"),
+        (in_slices(7168, 48, 32), 7168, None),
+    ],
+)
+def test_aligned_slices_of_k_are_declared(tree: Chain, columns: int, declares: str | None) -> None:
+    model = HardwareModel("probed", ("e4m3",), 32, 13, kept=13)
+    order = Order((64, columns, 512), torch.float8_e4m3fn, "aligned", tree, NodeArithmetic(model))
+    assert order.declares == declares
+    if declares is not None:
+        declared = Summation(declares)
+        assert declared.aligned is not None
+        assert (order.splits, order.promoted) == (declared.slices, declared.aligned.promoted)
 
 
 def random_chain(columns: list[int], generator: random.Random) -> Chain:
