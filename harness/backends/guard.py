@@ -9,6 +9,7 @@ marked as inaccessible: the sanitizer also finds reads that change no result.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -114,6 +115,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def __enter__(self) -> Guard:
+        _import_no_compiler()
         for slot in [*self._memory.slots, *self._foreign]:
             self._mark_zones(slot, forbid=True)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
@@ -154,6 +156,27 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counts = torch.stack(list(changes.values())).tolist() if changes else []  # synchronizes once
         sentences = [f"{n} bytes of input {name} were changed" for name, n in zip(changes, counts, strict=True) if n]
         return self._memory.overwritten_zones(), sentences
+
+
+_dispatch: Any = getattr(Guard.__torch_dispatch__, "__wrapped__", None)
+"""The method without torch's wrapper, which keeps torch.compile from tracing it."""
+
+
+def _dispatch_without_compiler(*args: Any, **options: Any) -> Any:
+    """Call the method without the import of `torch._dynamo`, until another module has imported it."""
+    _import_no_compiler()
+    return _dispatch(*args, **options)
+
+
+def _import_no_compiler() -> None:
+    """Let torch's wrapper call `_dispatch_without_compiler` as long as `torch._dynamo` is not imported: otherwise the
+    first call imports it, for a second. The wrapper of a torch without this attribute imports it as before."""
+    if _dispatch is None:
+        return
+    if "torch._dynamo" not in sys.modules:
+        vars(_dispatch)["__dynamo_disable"] = _dispatch_without_compiler
+    elif vars(_dispatch).get("__dynamo_disable") is _dispatch_without_compiler:
+        del vars(_dispatch)["__dynamo_disable"]
 
 
 @cache

@@ -104,7 +104,6 @@ def run(
     part = part_of_run(chosen, shard, durations)
     chosen, matrix = (part.cases, []) if part else (chosen, matrix)
     from narrowgauge.harness.backends.backend import BackendError
-    from narrowgauge.harness.inputs.capture import CaptureError
     from narrowgauge.harness.records.journal import JournalError
     from narrowgauge.harness.report.report import ReportError
     from narrowgauge.harness.running.pool import Settings
@@ -114,6 +113,11 @@ def run(
         input_path="" if source is None else str(source), schedules=shuffles, sanitize=sanitize, untrusted=untrusted,
         fresh_host=fresh_host,
     )  # fmt: skip
+    expected: tuple[type[Exception], ...] = (BackendError, JournalError, ReportError)
+    if source is not None:
+        from narrowgauge.harness.inputs.capture import CaptureError
+
+        expected = (*expected, CaptureError)
     try:
         passed = run_session(
             chosen,
@@ -126,7 +130,7 @@ def run(
             link=link,
             strict=strict,
         )
-    except (BackendError, CaptureError, JournalError, ReportError) as error:
+    except expected as error:
         stop(str(error))
     if untrusted:
         typer.echo(f"drawn cases: --untrusted --secret {secret} runs them again")

@@ -83,10 +83,11 @@ def offered_cases(cases: list[Case], backend: str, device: str) -> tuple[list[Ca
     from narrowgauge.harness.backends.backend import BackendError
     from narrowgauge.harness.backends.host import HostLost
     from narrowgauge.harness.backends.loading import BUILT_IN
-    from narrowgauge.harness.hosts.remote_host import hosted_backend
 
     if backend in BUILT_IN:
         return cases, []
+    from narrowgauge.harness.hosts.remote_host import hosted_backend  # imports torch
+
     try:
         with hosted_backend(backend, device) as loaded:
             offer = loaded.offer

@@ -25,8 +25,7 @@ from typing import Any
 from narrowgauge.harness.hosts.frames import Connection, FrameError, close_others, pair
 from narrowgauge.harness.machine.process import KILLED, adopt_orphans, detach_process, end_with_parent
 
-_IMPORTED = ("torch", "numpy.random", "torch._dynamo", "narrowgauge.harness.hosts.serve", "narrowgauge.native.ops")
-"""torch imports `torch._dynamo` at the first allocation that a guard sees, which takes a second."""
+_IMPORTED = ("torch", "numpy.random", "narrowgauge.harness.hosts.serve", "narrowgauge.native.ops")
 _POLL = 0.02
 """Seconds between two looks at a process that is to end."""
 

@@ -30,14 +30,14 @@ class Fact:
     remedy: str = ""
 
 
-def facts() -> list[Fact]:
-    """All facts, in printed order. Never raises."""
+def facts(*, gpu: bool = True) -> list[Fact]:
+    """All facts, in printed order. `gpu`: with those of the GPU, for which torch is imported. Never raises."""
     return [
         Fact("platform", f"{platform.platform()}, {cores()} cores"),
         Fact("python", sys.version.split()[0], sys.version_info >= (3, 11), "narrowgauge needs Python 3.11"),
         *(_package(name) for name in ("torch", "numpy", "pandas", "pyarrow", "pytest", "pytest-xdist", "safetensors")),
         _compiler(),
-        *_gpu(),
+        *(_gpu() if gpu else []),
         _commit(),
     ]
 
@@ -173,17 +173,23 @@ def nvfp4_switches() -> dict[str, str]:
 
 
 def describe_run(*, backend: str, device: str, seed: int, schedules: int = 0, sanitize: bool = False) -> dict[str, str]:
-    """Facts above the tables of a report: settings of the run, facts of the machine, flags and hash of the kernels."""
-    from narrowgauge.native.runtime import cuda, host
+    """Facts above the tables of a report: settings of the run, facts of the machine, flags and hash of the kernels. A
+    run on a CPU names no GPU."""
+    if device == "cpu":
+        from narrowgauge.native.runtime import host
 
-    host_flags = host.SANITIZED if sanitize else host.FLAGS
+        flags = host.SANITIZED if sanitize else host.FLAGS
+    else:
+        from narrowgauge.native.runtime import cuda  # imports numpy
+
+        flags = cuda.FLAGS
     return {
         "backend": backend,
         "device": device,
         "seed": str(seed),
         **({"schedules": str(schedules)} if schedules else {}),
-        **{fact.name: fact.value for fact in facts()},
-        "kernel flags": " ".join(host_flags if device == "cpu" else cuda.FLAGS),
+        **{fact.name: fact.value for fact in facts(gpu=device == "cuda")},
+        "kernel flags": " ".join(flags),
         "kernel sources": kernel_hash(),
         **nvfp4_switches(),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.ledger import Ledger
-from narrowgauge.harness.inputs.capture import unpacked
 from narrowgauge.harness.records import coverage
 from narrowgauge.harness.records.journal import FAILURES, Journal, new_run
 from narrowgauge.harness.records.record import outcome, succeeded
@@ -75,12 +74,12 @@ def run_session(
         )
     settings = replace(settings, failures=str(directory / FAILURES), sharing=part.sharing if part else settings.sharing)
     link = link or github.run_link()
-    with closing(journal), unpacked(settings.input_path, cases) as input_path:
+    with closing(journal), _unpacked(settings.input_path, cases) as input_path:
         records = _run(cases, replace(settings, input_path=input_path), ledger or Ledger(), journal, console)
         elapsed = journal.elapsed
         add_baseline_notes(records, header().environment)
+        print_result(records, console)  # before the page, which takes a second
         page = write_journaled(records, header().environment, directory, elapsed=elapsed, link=link)
-    print_result(records, console)
     if missing := len(cases) - len(records):
         message = f"interrupted: {missing} of {plural(len(cases), 'case')} did not run; --resume goes on with them"
         console.print(message, style="bold red")
@@ -103,6 +102,15 @@ def progress_bar(console: Console) -> Progress:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     )  # fmt: skip
     return Progress(*columns, console=console)
+
+
+def _unpacked(path: str, cases: Sequence[Case]) -> AbstractContextManager[str]:
+    """`harness.inputs.capture.unpacked`, which imports torch. A run of case files imports no torch in this process."""
+    if not path:
+        return nullcontext(path)
+    from narrowgauge.harness.inputs.capture import unpacked
+
+    return unpacked(path, cases)
 
 
 def _run(

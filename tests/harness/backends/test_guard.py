@@ -1,6 +1,7 @@
 """Guard zones and poison: what a backend writes, reads or leaves where it should not."""
 
 import ctypes
+import sys
 from itertools import count
 
 import pytest
@@ -456,3 +457,17 @@ def test_inputs_keep_their_offset_from_an_aligned_address_and_stay_one_tensor() 
     with guard:
         guard.inputs_on(torch.device("cpu"))["b"][0, 0] = 5
     assert guard.violations()[1]
+
+
+def test_a_guard_imports_no_compiler(monkeypatch):
+    """Its import takes a second of each kernel host. A backend that imports it gets torch's own wrapper."""
+    wrapped = vars(Guard.__torch_dispatch__.__wrapped__)
+    monkeypatch.setitem(wrapped, "__dynamo_disable", None)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    with Guard(POISON[0]):
+        torch.full_like(torch.empty(3), 2.0)
+        assert "torch._dynamo" not in sys.modules
+    ours = wrapped["__dynamo_disable"]
+    monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
+    with Guard(POISON[0]):
+        assert wrapped.get("__dynamo_disable") is not ours

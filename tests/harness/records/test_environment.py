@@ -157,7 +157,9 @@ def test_a_run_is_described_by_its_settings_then_the_machine():
     described = describe_run(backend="native", device="cpu", seed=5)
     assert list(described)[:3] == ["backend", "device", "seed"]
     assert (described["backend"], described["device"], described["seed"]) == ("native", "cpu", "5")
-    assert described.keys() >= {f.name for f in facts()}
+    assert described.keys() >= {f.name for f in facts(gpu=False)}
+    assert "GPU" not in described
+    assert "GPU" in describe_run(backend="native", device="cuda", seed=5)
     assert "-ffp-contract=off" in described["kernel flags"]
     assert all(isinstance(value, str) for value in described.values())
 
