@@ -77,6 +77,9 @@ def run(
         int | None, typer.Option("--secret", min=0, help="Of --untrusted: the secret of an earlier run.")
     ] = None,
     sanitize: Sanitize = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Print a row for each recipe and dtype, accuracy and times too.")
+    ] = False,
 ) -> None:
     """Run cases and write a report.
 
@@ -129,6 +132,7 @@ def run(
             ledger=ledger,
             link=link,
             strict=strict,
+            details=details,
         )
     except expected as error:
         stop(str(error))

@@ -39,12 +39,12 @@ COLUMNS = [(tensor, figure) for tensor in TENSORS for figure in FIGURES]
 """Tensor and figure of each entry of `AccuracyRow.figures`."""
 
 
-def rows(records: Iterable[dict[str, Any]], *, operations: bool = True) -> list[AccuracyRow]:
-    """A row for each training recipe and operation, sorted; for each recipe if `operations` is False."""
+def rows(records: Iterable[dict[str, Any]]) -> list[AccuracyRow]:
+    """A row for each training recipe and operation, sorted."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
         if record["accuracy"]:
-            groups.setdefault((record["recipe"], record["operation"] if operations else ""), []).append(record)
+            groups.setdefault((record["recipe"], record["operation"]), []).append(record)
     return [_row(recipe, operation, members) for (recipe, operation), members in sorted(groups.items())]
 
 
@@ -52,7 +52,7 @@ def _row(recipe: str, operation: str, members: list[dict[str, Any]]) -> Accuracy
     entries = [entry for record in members for entry in record["accuracy"]]
     return AccuracyRow(
         recipe,
-        operation or f"({len({record['operation'] for record in members})})",
+        operation,
         len(members),
         tuple(_median(entry[figure] for entry in entries if entry["tensor"] == tensor) for tensor, figure in COLUMNS),
     )

@@ -75,14 +75,14 @@ def _append(
 
 def _annotation(failure_group: Group) -> str:
     worst = failure_group.records[0]
-    count = text.plural(len(failure_group.records), "case")
-    title = f"{failure_group.title}: {failure_group.verdict} in {count}"
     lines = [f"{worst['case']}: {markdown.cut(text.sentence(worst))}"]
     if failure_group.explanation is not None:
         lines.append(markdown.cut(text.explanation(failure_group.explanation)))
     path, line = _place(worst)
     level = "warning" if failure_group.verdict == "unsupported" else "error"
-    return _command(level, {"file": path, "line": str(line), "title": markdown.cut(title)}, "\n".join(lines))
+    return _command(
+        level, {"file": path, "line": str(line), "title": markdown.cut(failure_group.title)}, "\n".join(lines)
+    )
 
 
 def _place(record: dict[str, Any]) -> tuple[str, int]:

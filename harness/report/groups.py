@@ -1,35 +1,38 @@
-"""Groups of records that fail in the same way."""
+"""Groups of records that fail in the same way, and the dimensions that records have in common."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.harness.diagnosis.assign_causes import assign_causes
+from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.records.record import outcome
+from narrowgauge.harness.report.tables import recipe_family
+from narrowgauge.harness.report.text import OF_EARLIER_CASES, number, plural, sentence
 
 SEVERITY = ("fail", "crash", "error", "timeout", "unexpected", "unsupported", "known", "pass")
 """Outcomes, worst first: a wrong result is worse than a missing result."""
 SHOWN = 50
 """Largest number of groups in a summary or on a page, which count the omitted groups."""
+_LISTED = 3
+"""Largest number of values of a dimension that are named. More values are counted."""
+_LONGEST = 120
+"""Largest length of a message in a title."""
+_SHAPE = re.compile(r"([(\[])[\d, ]*\d[, ]*([)\]])|\b\d+(?:x\d+)+\b|\b0x[0-9a-fA-F]+\b")
+"""Shapes and addresses in the message of an exception. Messages that differ in them are equal for a group."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Records that fail in the same way: with the same exact cause, or with the same outcome, operation, recipe, stage
-    and rule.
-
-    A field is empty if its value differs between the records. The worst record is first.
-    """
+    """Records that fail in the same way (`group`). The worst record is first."""
 
     verdict: str
     """Outcome (`harness.records.record.outcome`) of all records."""
-    operation: str
-    recipe: str
-    stage: str
-    rule: str
     records: list[dict[str, Any]]
     explanation: dict[str, Any] | None = None
     """Explanation of all records."""
@@ -40,19 +43,67 @@ class Group:
         return sum(record["mismatches"] for record in self.records)
 
     @property
+    def failure(self) -> str:
+        """The first wrong stage and the cause: `codes wrong, explained exactly by ties-away`. For records without a
+        result the verdict and the message."""
+        if self.verdict == "unexpected":
+            return "passed though known to fail"
+        stages = _values(self.records, "stage", "stages")
+        if not stages:
+            message = textwrap.shorten(_SHAPE.sub(_ellipsis, sentence(self.records[0])), _LONGEST, placeholder=" ...")
+            return f"{self.verdict}: {message}" if message else self.verdict
+        known = "known failure: " if self.verdict == "known" else ""
+        return f"{known}{stages} wrong, {self._cause}"
+
+    @property
+    def _cause(self) -> str:
+        if self.explanation is None or self.explanation["cause"] == "no-diagnosis":
+            return "no cause known"
+        cause = str(self.explanation["cause"])
+        if cause in OF_EARLIER_CASES:
+            return cause
+        if is_pattern(cause):
+            return f"pattern {cause}"
+        return f"explained exactly by {cause}" if self.explanation["exact"] else f"possibly {cause}"
+
+    @property
     def title(self) -> str:
-        """Common fields of the records: `quantize nvfp4, codes (exact)`."""
-        stage = self.stage + (f" ({self.rule})" if self.rule else "")
-        shared = " ".join(filter(None, (self.operation, self.recipe)))
-        return ", ".join(filter(None, (shared, stage))) or "several operations"
+        """`failure`, the number of records, and their common dimensions: `…: 12 cases, quantize nvfp4 bf16`."""
+        return f"{self.failure}: {', '.join(filter(None, (plural(len(self.records), 'case'), common(self.records))))}"
+
+
+def common(records: Sequence[dict[str, Any]]) -> str:
+    """Dimensions that records have in common: `gemm nvfp4 bf16, inputs ties` or `gemm, nvfp4 (12 recipes), bf16`.
+
+    Up to three operations, recipes and dtypes are named, more are counted. Shape and inputs are named if all of several
+    records have the same.
+    """
+    nouns = {"operation": "operations", "recipe": "recipes", "dtype": "dtypes"}
+    parts = [part for name, noun in nouns.items() if (part := _values(records, name, noun))]
+    shared = parts if any(" " in part for part in parts) else [" ".join(parts)]
+    if len(records) > 1:
+        for name in ("shape", "inputs"):
+            values = {record[name] for record in records}
+            shared += [f"{name} {value}" for value in values if value and len(values) == 1]
+    return ", ".join(filter(None, shared))
+
+
+def _values(records: Iterable[dict[str, Any]], name: str, plural_noun: str) -> str:
+    values = sorted({str(record[name]) for record in records} - {""})
+    if len(values) <= _LISTED:
+        return " and ".join(values)
+    families = {recipe_family(value) for value in values}
+    count = f"{number(len(values))} {plural_noun}"
+    return f"{families.pop()} ({count})" if name == "recipe" and len(families) == 1 else count
 
 
 def group(records: Iterable[dict[str, Any]]) -> list[Group]:
     """Groups of the records that did not pass, and of unexpected passes: sorted by severity, number of cases, wrong
     elements.
 
-    Records with the same exact deviation form a group, even with different recipes. Other records form a group if
-    operation, recipe, stage and cause are equal. Known failures form separate groups.
+    Records with the same exact deviation form a group, even with different recipes. Other records with a wrong stage
+    form a group if operation, recipe, stage and cause are equal; records without a result if operation and message are
+    equal. Known failures form separate groups.
     """
     failed: list[dict[str, Any]] = []
     known_failures: list[dict[str, Any]] = []
@@ -71,34 +122,25 @@ def _alike(failed: list[dict[str, Any]]) -> list[Group]:
         explanation_of |= {id(record): explanation for record in members}
         if any(entry["exact"] and entry["cause"] == explanation["cause"] for entry in members[0]["explanations"]):
             exactly_explained |= {id(record) for record in members}
-            groups.append(Group(*_shared(members), sorted(members, key=_badness), explanation))
+            groups.append(Group(outcome(members[0]), sorted(members, key=_badness), explanation))
     by_key: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for record in failed:
         if id(record) not in exactly_explained:
             cause = explanation_of[id(record)]["cause"] if id(record) in explanation_of else ""
             by_key[*_key(record), cause].append(record)
     for members in by_key.values():
-        groups.append(Group(*_key(members[0]), sorted(members, key=_badness), explanation_of.get(id(members[0]))))
+        groups.append(Group(outcome(members[0]), sorted(members, key=_badness), explanation_of.get(id(members[0]))))
     return groups
 
 
-def _key(record: dict[str, Any]) -> tuple[str, str, str, str, str]:
-    stage = record["stage"]
-    return outcome(record), record["operation"], record["recipe"], stage, _rule(record, stage)
+def _key(record: dict[str, Any]) -> tuple[str, ...]:
+    if record["stage"]:
+        return outcome(record), record["operation"], record["recipe"], record["stage"]
+    return outcome(record), record["operation"], _SHAPE.sub(_ellipsis, sentence(record))
 
 
-def _shared(records: list[dict[str, Any]]) -> tuple[str, str, str, str, str]:
-    """Fields shared by all records, empty if they differ."""
-    keys = [_key(record) for record in records]
-    verdict, operation, recipe, stage, rule = (
-        values[0] if len(set(values)) == 1 else "" for values in zip(*keys, strict=True)
-    )
-    return verdict or outcome(records[0]), operation, recipe, stage, rule
-
-
-def _rule(record: dict[str, Any], stage: str) -> str:
-    entries = [*record["findings"], *record["stages"]]
-    return next((entry["rule"] for entry in entries if entry.get("stage") == stage and entry.get("rule")), "")
+def _ellipsis(match: re.Match[str]) -> str:
+    return f"{match[1]}...{match[2]}" if match[1] else "..."
 
 
 def _badness(record: dict[str, Any]) -> tuple[int, int, str]:

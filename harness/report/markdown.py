@@ -201,10 +201,9 @@ def _distribution(record: dict[str, Any]) -> list[str]:
 
 def _group(failure_group: Group) -> Iterable[str]:
     worst, *others = failure_group.records
-    count = text.plural(len(failure_group.records), "case")
     wrong = f", {text.plural(failure_group.mismatches, 'wrong element')}" if failure_group.mismatches else ""
     glyph = text.GLYPHS[failure_group.verdict]
-    yield f"## {glyph} {escape(failure_group.title)}: {failure_group.verdict} in {count}{wrong}"
+    yield f"## {glyph} {escape(failure_group.title)}{wrong}"
     yield ""
     yield escape(text.sentence(worst))
     yield ""

@@ -61,8 +61,9 @@ def write_journaled(
         ) from error
 
 
-def print_summary(records: list[dict[str, Any]], console: Console) -> None:
-    """Print counts and worst figures per operation, recipe and dtype, and the verdict of the run."""
+def print_summary(records: list[dict[str, Any]], console: Console, *, details: bool = False) -> None:
+    """Print counts and worst figures, the groups of failures, and the verdict of the run (`harness.report.terminal`).
+    `details`: also a row for each recipe and dtype, accuracy and times."""
     from narrowgauge.harness.report import terminal
 
-    terminal.print_summary(records, console)
+    terminal.print_summary(records, console, details=details)

@@ -57,37 +57,36 @@ def summary(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{str(column): value for column, value in row.items()} for row in rows]
 
 
-def fold_rows(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Rows of `summary`. If there are more than `most`, passed rows are folded by operation and recipe family.
+def fold_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `summary`, folded to a row for each operation: operations with failures first.
 
-    A family is the beginning of a recipe's name: nvfp4, mxfp8, fp8-block. Rows with failures are not folded, and come
-    first. `mxfp8 (12)` stands for 12 recipes, `(3)` for 3 dtypes.
+    `mxfp8 (12 recipes)` stands for the recipes of a family, and `54 recipes` for recipes of several families. A family
+    is the beginning of a recipe's name: nvfp4, mxfp8, fp8-block. The dtype is empty if it differs.
     """
-    if len(rows) <= most:
-        return rows
-    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    failed_rows = [row for row in rows if row["pass"] != row["cases"]]
+    operations: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if row["pass"] == row["cases"]:
-            families.setdefault((row["operation"], recipe_family(row["recipe"])), []).append(row)
-    return failed_rows + [_fold(members, family_name) for (_, family_name), members in families.items()]
+        operations.setdefault(row["operation"], []).append(row)
+    folded = [_fold(members) for members in operations.values()]
+    return sorted(folded, key=lambda row: row["pass"] == row["cases"])
 
 
 def recipe_family(recipe: str) -> str:
-    """Beginning of a recipe's name: nvfp4, mxfp8, fp8-block. The whole name of a recipe without a family."""
-    match = re.match(r"nvfp4|mxfp\d|fp8-[a-z]+", recipe)
+    """Beginning of a recipe's name: nvfp4, mxfp8, fp8-block, NVFP4BlockScaling. The whole name of a recipe without a
+    family."""
+    match = re.match(r"nvfp4|mxfp\d|fp8-[a-z]+|\w+Scaling\b", recipe)
     return match[0] if match else recipe
 
 
-def _fold(rows: list[dict[str, Any]], family_name: str) -> dict[str, Any]:
-    if len(rows) == 1:
-        return rows[0]
+def _fold(rows: list[dict[str, Any]]) -> dict[str, Any]:
     joined = dict(rows[0])
     for name in ("cases", *OUTCOMES, "compared", "mismatches", "seconds"):
         joined[name] = sum(row[name] or 0 for row in rows)
     for name in ("max_ulp", "budget_max"):
         joined[name] = max((row[name] for row in rows if row[name] is not None), default=None)
-    for name, shared in (("recipe", family_name), ("dtype", "")):
-        values = {row[name] for row in rows}
-        joined[name] = values.pop() if len(values) == 1 else f"{shared} ({len(values)})".lstrip()
+    recipes, dtypes = ({row[name] for row in rows} for name in ("recipe", "dtype"))
+    if len(recipes) > 1:
+        families = {recipe_family(recipe) for recipe in recipes}
+        count = f"{len(recipes)} recipes"
+        joined["recipe"] = f"{families.pop()} ({count})" if len(families) == 1 else count
+    joined["dtype"] = dtypes.pop() if len(dtypes) == 1 else ""
     return joined

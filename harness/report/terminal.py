@@ -1,119 +1,153 @@
-"""The summary in a terminal."""
+"""The summary in a terminal: at 80 columns no name is broken, and passed cases take a line for each operation."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from narrowgauge.harness.records.record import OUTCOMES, succeeded
 from narrowgauge.harness.report import accuracy, tables, text, times
+from narrowgauge.harness.report.failure_view import reproduction
+from narrowgauge.harness.report.groups import group
 
-_SHORT = {"unsupported": "unsup.", "unexpected": "unexp."}
+GROUPS = 20
+"""Largest number of listed groups of failures without details."""
 _STYLES = {"pass": "blue", "unsupported": "yellow", "known": "dim"}
 _RED = "bold red"
+_QUIET = ("pass", "unsupported", "known")
+"""Outcomes that are no failure."""
 _FIGURES = {"sqnr_db": "{} dB", "relative_error": "rel.", "cosine": "cos."}
-_SCREEN = 40
-"""Rows on a screen."""
+_TIMES = {"reference": "ref.", "diagnosis": "diagn."}
+"""Labels of times, short enough for a line of 80 characters."""
 
 
-def print_summary(records: list[dict[str, Any]], console: Console) -> None:
-    """Print a row per operation, recipe and dtype, the parts that were not compared, and the verdict.
+def print_summary(records: list[dict[str, Any]], console: Console, *, details: bool = False) -> None:
+    """Print a row for each operation, the groups of failures, the parts that were not compared, and the verdict.
 
-    Passed rows are folded if the rows do not fit on a screen. The page and the tables have all rows.
+    With `details` a row for each operation, recipe and dtype, all groups, the accuracy cost of recipes, and the times.
     """
     # A terminal that cannot encode the glyphs must not turn a verdict into an exception.
     marks = {v: v if console.options.ascii_only else glyph for v, glyph in text.GLYPHS.items()}
-    rows = tables.fold_rows(tables.summary(records), _SCREEN)
-    if rows:
-        console.print(_table(rows, marks))
-    if costs := _costs(records):
-        console.print(Text(f"\n{accuracy.TITLE}", style="bold"))
-        console.print(Text(accuracy.NOTE, style="dim"))
-        console.print(_accuracy(costs, ascii_only=console.options.ascii_only), Text())
-    if durations := times.rows(records):
-        console.print(Text(f"\n{times.TITLE}", style="bold"))
-        console.print(Text(times.NOTE, style="dim"))
-        console.print(_times(durations))
-        console.print(Text("\nslowest cases"))
-        for name, row in times.slowest(records):
-            console.print(Text(f"{text.duration(row.seconds[0]):>9}, {row.largest_phase}: {name}"), soft_wrap=True)
-        console.print()
+    summary = tables.summary(records)
+    if rows := summary if details else tables.fold_rows(summary):
+        _print_rows(rows, console, marks)
+    if details:
+        _print_accuracy(records, console)
+        _print_times(records, console)
+    _print_groups(records, console, marks, GROUPS if not details else len(records))
     for line in filter(None, [text.not_compared(records), text.note_counts(records)]):
-        # No line breaks inside words: a part of a backend's message could be a command of a CI service.
-        wrapped = textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
-        console.print(Text(wrapped), soft_wrap=True)
+        print_text(line, console)
     verdict = "pass" if succeeded(records) else "fail"
-    console.print(Text(f"{marks[verdict]} {text.verdict_line(records)}", style=_style(verdict)))
+    print_text(f"{marks[verdict]} {text.verdict_line(records)}", console, _style(verdict))
 
 
-def _table(rows: list[dict[str, Any]], marks: dict[str, str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("")
-    for name in ("operation", "recipe", "dtype"):
-        table.add_column(name, overflow="fold")
-    table.add_column("passed", justify="right", no_wrap=True)
-    table.add_column("others")
-    for name in ("compared", "wrong", "ulp", "budget", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
+def print_text(line: str, console: Console, style: str = "", *, indent: int = 0, hanging: int = 0) -> None:
+    """Print a sentence. Lines break between words, so no name is broken, and are indented by `indent` characters, lines
+    after the first by `hanging` more."""
+    # No line breaks inside words: a part of a backend's message could be a command of a CI service.
+    first, rest = " " * indent, " " * (indent + hanging)
+    for part in line.split("\n"):
+        wrapped = textwrap.fill(
+            part, console.width, initial_indent=first, subsequent_indent=rest, break_long_words=False,
+            break_on_hyphens=False,
+        )  # fmt: skip
+        console.print(Text(wrapped, style=style), soft_wrap=True)
+        first = rest
+
+
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Lines of the header and of every row: left column first, the figures of the other columns to the right.
+
+    A name that is too long for its column takes a line of its own, above its figures.
+    """
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(1, len(header))]
+    room = width - sum(figure_width + 1 for figure_width in widths)
+    room = max(len(row[0]) for row in (header, *rows) if len(row[0]) <= room or row is header)
+    lines = []
+    for name, *figures in (header, *rows):
+        shown = "".join(f" {figure:>{widths[i]}}" for i, figure in enumerate(figures))
+        lines.append(f"{name:<{room}}{shown}" if len(name) <= room else f"{name}\n{' ' * room}{shown}")
+    return lines
+
+
+def _print_rows(rows: list[dict[str, Any]], console: Console, marks: dict[str, str]) -> None:
+    header = ["", "passed", "compared", "wrong", "ulp", "budget", "time"]
+    cells = []
     for row in rows:
-        verdict = _verdict(row)
-        table.add_row(
-            marks[verdict],
-            *(_cell(row[key]) for key in ("operation", "recipe", "dtype")),
-            # A single number if all cases passed: a second 10 118 would push the time off a line of 80 characters.
-            f"{row['pass']}" if row["pass"] == row["cases"] else f"{row['pass']}/{row['cases']}",
-            ", ".join(f"{row[v]} {_SHORT.get(v, v)}" for v in OUTCOMES if v != "pass" and row[v]),
-            compact(row["compared"]),
-            compact(row["mismatches"]),
-            compact(row["max_ulp"]),
-            text.number(row["budget_max"]),
-            text.duration(row["seconds"]),
-            style=_style(verdict) if verdict != "pass" else "",
-        )
-    return table
+        name = " ".join(filter(None, (row[key] for key in ("operation", "recipe", "dtype"))))
+        figures = [text.compact(row[key]) for key in ("compared", "mismatches", "max_ulp", "budget_max")]
+        # A single number if all cases passed.
+        passed = [row["pass"]] if row["pass"] == row["cases"] else [row["pass"], row["cases"]]
+        counts = "/".join(map(text.number, passed))
+        cells.append([f"{marks[_verdict(row)]} {name}", counts, *figures, text.duration(row["seconds"] or None)])
+    # A run with correct results only has no wrong elements, so their columns are empty.
+    shown = [i for i, name in enumerate(header) if i < 3 or any(row[i] not in ("", "0") for row in cells)]
+    chosen = [[row[i] for i in shown] for row in (header, *cells)]
+    first, *lines = table_lines(chosen[0], chosen[1:], console.width)
+    console.print(Text(first, style="dim"), soft_wrap=True)
+    for row, line in zip(rows, lines, strict=True):
+        style = _style(_verdict(row)) if row["pass"] != row["cases"] else ""
+        console.print(Text(line, style=style), soft_wrap=True)
+        if others := ", ".join(f"{text.number(row[v])} {v}" for v in OUTCOMES if v != "pass" and row[v]):
+            print_text(others, console, style, indent=4)
+    console.print()
 
 
-def _costs(records: list[dict[str, Any]]) -> list[accuracy.AccuracyRow]:
-    """Accuracy cost of each recipe and operation; of each recipe only if the rows do not fit on a screen."""
+def _print_groups(records: list[dict[str, Any]], console: Console, marks: dict[str, str], most: int) -> None:
+    """Title and command of each group of failures, worst first."""
+    groups = [failures for failures in group(records) if failures.verdict not in _QUIET]
+    for failures in groups[:most]:
+        print_text(f"{marks[failures.verdict]} {failures.title}", console, _style(failures.verdict), hanging=2)
+        # One line, to be copied.
+        console.print(Text(f"  {reproduction(failures.records[0])}"), soft_wrap=True)
+    if omitted := groups[most:]:
+        cases = text.plural(sum(len(failures.records) for failures in omitted), "case")
+        print_text(f"{text.plural(len(omitted), 'more group')} with {cases}: in the report, or with --details", console)
+    if groups:
+        console.print()
+
+
+def _print_accuracy(records: list[dict[str, Any]], console: Console) -> None:
     rows = accuracy.rows(records)
-    return rows if len(rows) <= _SCREEN else accuracy.rows(records, operations=False)
+    if not rows:
+        return
+    console.print(Text(accuracy.TITLE, style="bold"))
+    print_text(accuracy.NOTE, console, "dim")
+    header = ["recipe, operation", *(_FIGURES[figure].format(tensor) for tensor, figure in accuracy.COLUMNS)]
+    cells = [[f"{row.recipe} {row.operation}", *row.cells] for row in rows]
+    if console.options.ascii_only:
+        cells = [[cell.replace("−", "-") for cell in row] for row in cells]
+    for line in table_lines(header, cells, console.width):
+        console.print(Text(line), soft_wrap=True)
+    console.print()
 
 
-def _accuracy(rows: list[accuracy.AccuracyRow], *, ascii_only: bool) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("recipe", overflow="fold", min_width=9)
-    table.add_column("operation", overflow="fold", min_width=9)
-    for tensor, figure in accuracy.COLUMNS:
-        table.add_column(_FIGURES[figure].format(tensor), justify="right", no_wrap=True)
-    for row in rows:
-        shown = [cell.replace("−", "-") if ascii_only else cell for cell in row.cells]
-        table.add_row(_cell(row.recipe), _cell(row.operation), *shown)
-    return table
-
-
-def _times(rows: list[times.TimeRow]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("operation", overflow="fold", min_width=9)
-    for name in ("cases", *times.LABELS):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        # Large values as whole seconds: eleven columns fit into 80 characters.
-        table.add_row(_cell(row.operation), compact(row.cases), *map(_brief, row.seconds))
-    return table
+def _print_times(records: list[dict[str, Any]], console: Console) -> None:
+    rows = times.rows(records)
+    if not rows:
+        return
+    console.print(Text(times.TITLE, style="bold"))
+    print_text(times.NOTE, console, "dim")
+    header = ["operation", "cases", *(_TIMES.get(label, label) for label in times.LABELS)]
+    # Seconds without a unit: ten columns fit into 80 characters.
+    cells = [[row.operation, text.compact(row.cases), *map(_brief, row.seconds)] for row in rows]
+    for line in table_lines(header, cells, console.width):
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text("\nslowest cases"))
+    for name, row in times.slowest(records):
+        console.print(Text(f"{text.duration(row.seconds[0]):>9}, {row.largest_phase}: {name}"), soft_wrap=True)
+    console.print()
 
 
 def _brief(seconds: float) -> str:
-    return "" if not seconds else f"{seconds:.3g}" if seconds < 9.95 else f"{seconds:.0f}"
-
-
-def _cell(value: str) -> Text:
-    """Text for a column that breaks lines inside words: `::` at the start of a line is a command of a CI service."""
-    return Text(value.replace("::", r"\:\:"))
+    """Seconds in at most five characters, empty for 0."""
+    if not seconds:
+        return ""
+    return f"{seconds:.2f}" if seconds < 0.0995 else f"{seconds:.3g}" if seconds < 9.95 else f"{seconds:.0f}"
 
 
 def _verdict(row: dict[str, Any]) -> str:
@@ -123,13 +157,3 @@ def _verdict(row: dict[str, Any]) -> str:
 
 def _style(verdict: str) -> str:
     return _STYLES.get(verdict, _RED)
-
-
-def compact(value: int | None) -> str:
-    """A count in at most six characters: exact up to 99 999, then three digits."""
-    if value is None or value < 100_000:
-        return text.number(value)
-    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
-        if value < 999.5 * size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value / 1e12:.3g}T"

@@ -112,13 +112,25 @@ def share(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds with three digits, or minutes and seconds."""
+    """Three digits and a unit, ms below a second, or minutes and seconds."""
     if seconds is None or math.isnan(seconds):
         return ""
     if seconds >= 99.5:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s"
-    return f"{seconds:.3g} s"
+    return f"{seconds:.3g} s" if seconds >= 0.9995 or not seconds else f"{seconds * 1e3:.3g} ms"
+
+
+def compact(value: float | None) -> str:
+    """A number in at most six characters: integers up to 99 999 in full, else three or four digits and an SI prefix."""
+    if value is None or (isinstance(value, int) and abs(value) < 100_000):
+        return number(value)
+    if not 1000 <= abs(value) < math.inf:
+        return f"{value:.4g}"
+    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if abs(value) < 999.5 * size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value / 1e12:.3g}T"
 
 
 def plural(count: int, noun: str) -> str:

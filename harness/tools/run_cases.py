@@ -25,12 +25,10 @@ from narrowgauge.harness.report import github
 from narrowgauge.harness.report.failure_view import first_failure
 from narrowgauge.harness.report.groups import group
 from narrowgauge.harness.report.report import print_summary, write_journaled
+from narrowgauge.harness.report.terminal import print_text
 from narrowgauge.harness.report.text import plural
 from narrowgauge.harness.running.pool import Settings, run_cases
 from narrowgauge.harness.running.shard import Part
-
-SHOWN = 3
-"""Number of first-failure views that are printed, from different groups. The report has all failures."""
 
 
 def run_session(
@@ -44,15 +42,17 @@ def run_session(
     ledger: Ledger | None = None,
     link: str = "",
     strict: bool = False,
+    details: bool = False,
 ) -> bool:
     """Run the cases, write the report into `directory`, print the summary. True if it succeeded
     (`harness.records.record.succeeded`), by `strict` if given, and no case is missing.
 
     `matrix`: the cases of which the last lines state the coverage (`harness.records.coverage`); none if empty.
     `resume`: continue the run whose journal is in `directory`. `part`: the shard of a run that the cases are. `link`:
-    address at the end of the report's summary. Raises BackendError if the backend cannot be loaded, JournalError if the
-    journal cannot be written or belongs to another run, ReportError if the report cannot be written; its records are
-    then in the journal.
+    address at the end of the report's summary. `details`: print more tables (`harness.report.terminal`).
+
+    Raises BackendError if the backend cannot be loaded, JournalError if the journal cannot be written or belongs to
+    another run, ReportError if the report cannot be written; its records are then in the journal.
     """
     console = Console()
     started = time.monotonic()
@@ -78,7 +78,7 @@ def run_session(
         records = _run(cases, replace(settings, input_path=input_path), ledger or Ledger(), journal, console)
         elapsed = journal.elapsed
         add_baseline_notes(records, header().environment)
-        print_result(records, console)  # before the page, which takes a second
+        print_result(records, console, details=details)  # before the page, which takes a second
         page = write_journaled(records, header().environment, directory, elapsed=elapsed, link=link)
     if missing := len(cases) - len(records):
         message = f"interrupted: {missing} of {plural(len(cases), 'case')} did not run; --resume goes on with them"
@@ -90,16 +90,17 @@ def run_session(
     return succeeded(records, strict=strict) and not missing
 
 
-def print_result(records: list[dict[str, Any]], console: Console) -> None:
-    """Print the first failures and the summary."""
-    _print_failures(records, console)
-    print_summary(records, console)
+def print_result(records: list[dict[str, Any]], console: Console, *, details: bool = False) -> None:
+    """Print the worst failure and the summary."""
+    _print_failure(records, console)
+    print_summary(records, console, details=details)
 
 
 def progress_bar(console: Console) -> Progress:
-    """Progress bar of cases: done, total, elapsed time, remaining time."""
+    """Progress bar of cases: counts, done, elapsed time, remaining time. It fits into 80 columns."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )  # fmt: skip
     return Progress(*columns, console=console)
 
@@ -132,7 +133,7 @@ def _run(
         journal.add(record)
         records.append(record)
         counts[outcome(record)] += 1
-        progress.update(task, advance=1, description=", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+        progress.update(task, advance=1, description=_counts(counts))
 
     try:
         for stand_in in filter(None, stand_ins.values()):
@@ -146,12 +147,25 @@ def _run(
     return records
 
 
-def _print_failures(records: list[dict[str, Any]], console: Console) -> None:
+def _counts(counts: Counter[str]) -> str:
+    """`12 pass, 3 failed, 4 others`, where others are unsupported cases and known failures."""
+    quiet = counts["unsupported"] + counts["known"]
+    failed = counts.total() - counts["pass"] - quiet
+    named = {"pass": counts["pass"], "failed": failed, "others": quiet}
+    return ", ".join(f"{count} {name}" for name, count in named.items() if count)
+
+
+def _print_failure(records: list[dict[str, Any]], console: Console) -> None:
+    """The first-failure view of the worst record. The summary lists all groups of failures."""
     failed = [r for r in records if outcome(r) not in ("pass", "unsupported", "known")]
-    groups = group(failed)
-    for failure_group in groups[:SHOWN]:
-        record = next(r for r in failed if r in failure_group.records)
-        console.rule(record["case"], style="red")
-        console.print(first_failure(record), markup=False, highlight=False, soft_wrap=True)
-    if omitted := len(failed) - min(len(groups), SHOWN):
-        console.print(f"\n{plural(omitted, 'more case')} did not pass; the report has them all", style="red")
+    for failure_group in group(failed)[:1]:
+        record = failure_group.records[0]
+        console.print(f"\n{record['case']}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        for line in first_failure(record).splitlines():
+            # Elements stay in columns, and commands on one line. In a file all lines stay whole, to be searched.
+            command = line.startswith(("reproduce:", "tensors:", " ")) or " narrowgauge show " in line
+            if command or not console.is_terminal:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print_text(line, console, hanging=2)
+        console.print()

@@ -12,7 +12,6 @@ from narrowgauge.harness.report import text
 from narrowgauge.harness.report.markdown import cut
 from narrowgauge.harness.report.page import template
 from narrowgauge.harness.report.replace_files import replace_files
-from narrowgauge.harness.report.terminal import compact
 from narrowgauge.harness.tools.train.loss_figure import HEIGHT, WIDTH, loss_figure
 from narrowgauge.harness.tools.train.training import LAST, Training
 
@@ -124,7 +123,7 @@ def print_result(trainings: Sequence[Training], entropy: float, console: Console
         table.add_column(column, justify="right", no_wrap=True)
     for training in trainings:
         passed = training.passed(entropy)
-        row = [Text(cell) for cell in (marks["pass" if passed else "fail"], *cells(training, compact))]
+        row = [Text(cell) for cell in (marks["pass" if passed else "fail"], *cells(training, text.compact))]
         table.add_row(*row, style="" if passed else "bold red")
     console.print(table)
     console.print(Text(EXPLAINED, style="dim"))

@@ -43,7 +43,7 @@ def written(records: list[dict[str, Any]], folder: Path) -> tuple[str, str]:
 def printed(records: list[dict[str, Any]], encoding: str = "utf-8", width: int = 100) -> str:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding=encoding) as file:
-        report.print_summary(records, Console(file=file, width=width))
+        report.print_summary(records, Console(file=file, width=width), details=True)
         file.flush()
         return raw.getvalue().decode(encoding)
 
@@ -106,7 +106,7 @@ def test_a_summary_without_room_says_that_the_table_is_left_out() -> None:
     assert len(small.encode()) <= len(whole.encode()) - 100
 
 
-def test_terminal_fits_a_hundred_columns_and_a_screen() -> None:
+def test_the_table_fits_the_terminal() -> None:
     recipe = "NVFP4BlockScaling-norht-nosr-no2d"
     cells = [measured(tensor, -100.0, 1.23e-12, -0.5) for tensor in accuracy.TENSORS]
     out = printed([module("a", *cells, recipe=recipe, operation="transformer-layer")])
@@ -116,10 +116,7 @@ def test_terminal_fits_a_hundred_columns_and_a_screen() -> None:
     usual = [measured(tensor, 20.5, 0.0987, 0.9951) for tensor in accuracy.TENSORS]
     narrow = printed([module("a", *usual, recipe=recipe, operation="transformer-layer")], width=80)
     assert narrow.count("0.0987 0.9951") == 3
-    many = [module("a", *cells, recipe=f"r{n}", operation=name) for n in range(30) for name in ("linear", "other")]
-    folded = printed(many).partition(accuracy.TITLE)[2]
-    assert folded.count("(2)") == 30
-    assert "|-100.0|" in printed([module("a", *cells)], "ascii")
+    assert " -100.0 " in printed([module("a", *cells)], "ascii")
 
 
 def test_it_decides_nothing() -> None:

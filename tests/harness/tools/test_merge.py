@@ -85,7 +85,7 @@ def test_a_merged_run_is_the_undivided_one(folder, shared, backend, status):
     assert shared == [4, 4, 4, 4]
     result = narrowgauge("merge", "shard-3", "shard-1", "shard-2", "--report-dir", "merged")
     assert result.exit_code == status, result.output
-    assert re.search(r"6 cases of 3 shards in .* s, that of the longest shard; all cases .* report: ", result.output)
+    assert re.search(r"6 cases of 3 shards in .* m?s, that of the longest shard; all cases .* report: ", result.output)
     whole, merged = read(Path("whole")), read(Path("merged"))
     assert without_times(merged.records) == without_times(whole.records)
     assert (merged.shard, merged.selection, merged.missing) == (None, "", [])

@@ -165,7 +165,7 @@ def narrowgauge(*arguments):
 
 def said(result):
     """The last line, without the time."""
-    return re.sub(r" in [0-9.]+ s,", ",", result.stdout.splitlines()[-1])
+    return re.sub(r" in [0-9.]+ m?s,", ",", result.stdout.splitlines()[-1])
 
 
 def test_every_case_runs_on_every_seed(folder, monkeypatch):
