@@ -59,7 +59,7 @@ FAMILIES = (
     "algorithm:", "alignment:", "alpha-order:", "amax-through-", "block-amax-skips:", "block-amax-through-", "both:",
     "candidates:", "decode-order:", "decode-through-", "decoded-through-", "dialect:", "element-format:",
     "element-order:", "element-through-", "exponent-code-", "exponent:", "factor-through-", "four-over-six-order:",
-    "input-through-", "largest-scale:", "nan-code:", "only:", "output-through-", "place:", "product-through-",
+    "input-through-", "largest-scale:", "nan-code:", "only:", "order:", "output-through-", "place:", "product-through-",
     "rotation-group:", "rotation-signs:", "rounding:", "scale-code:", "scale-max-", "scale-of-", "scale-order:",
     "scale-through-", "scales-through-", "smallest-scale:", "statistics:", "stochastic-bits:", "stochastic-offset:",
     "stochastic-other-block:", "stochastic-seed:", "tail-of-k-dropped:", "tensor-limit:", "tensor-scale-order:",

@@ -23,7 +23,14 @@ from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
     split_products,
 )
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
-from narrowgauge.harness.diagnosis.gemm.other_declarations import decoded_to_float16, follows, other_declarations
+from narrowgauge.harness.diagnosis.gemm.other_declarations import (
+    decoded_to_float16,
+    follows,
+    may_have_order,
+    other_declarations,
+    simulated_order,
+    simulated_orders,
+)
 from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, PartialSums, slice_sums, slice_widths
 from narrowgauge.harness.diagnosis.gemm.wider_format import explain_wider_format
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
@@ -34,6 +41,8 @@ _SAMPLED_ROWS, _SAMPLED_COLUMNS = 6, 24
 """Wrong rows and columns in the sample on which a deviation is tried first, and as many correct rows and columns."""
 _SAMPLED_OF_ROW = 4
 """Wrong outputs of each sampled wrong row whose columns are in the sample too."""
+_FEW_ROWS, _FEW_OF_ROW = 4, 2
+"""Wrong rows, and wrong outputs of each, on which other orders of a tensor core are tried first."""
 _SLAB_OUTPUTS = {"cpu": 1 << 20}
 """Outputs of a slab of rows, by type of device. A single slab on other devices."""
 _MAX_SIMULATED_PRODUCTS = 1 << 27
@@ -60,11 +69,13 @@ def explain_gemm(
     If no order of summation can round an output, it fits if its bits equal those of the deviation. Otherwise it fits
     if it lies between the ends that the deviation gives for the declared order. A deviation is tried on a sample of
     the outputs first. Recent causes are tried first. After `SEARCHES` searches of these recipes that add nothing, only
-    recent causes are tried.
+    recent causes are tried. Other orders of a declared tensor core are tried before the deviations, and end the search:
+    they are simulated and must give every bit.
 
-    If no deviation fits, further explanations are tried in this order: partial sums in 16 bits, a gain, and narrow
-    accumulators, which are simulated and must give every bit. If nothing fits, the deviation that gives most of the
-    wrong outputs is reported with its share, and never as exact.
+    If no deviation fits, but the bounds of any order do, the declared order is a possible cause. Otherwise further
+    explanations are tried in this order: partial sums in 16 bits, a gain, and narrow accumulators, which are simulated
+    and must give every bit. If nothing fits, the deviation that gives most of the wrong outputs is reported with its
+    share, and never as exact.
     """
     products = [product for product in outcome.products if product.stage == wrong_stage.stage]
     if not products:
@@ -77,10 +88,13 @@ def explain_gemm(
         return []
     if wider := explain_wider_format(outcome, wrong_stage, search.products):
         return wider
+    recipes = " + ".join(str(q.recipe) for q in (products[0].a, products[0].b))
+    if orders := search.simulated_orders(history, (recipes, f"{wrong_stage.stage} order", False)):
+        history.remember([deviation.cause for deviation in orders])
+        return [Explanation(order.cause, order.sentence, wrong_stage.stage, exact=True) for order in orders]
     deviations = list(_deviations(search.products))
     recent = [deviation.cause in history.recent_causes for deviation in deviations]
     matching = {rank for rank, deviation in enumerate(deviations) if recent[rank] and search.fits(deviation)}
-    recipes = " + ".join(str(q.recipe) for q in (products[0].a, products[0].b))
     key = (recipes, wrong_stage.stage, bool(matching))
     full_search = history.searches[key] < SEARCHES
     if full_search:
@@ -88,8 +102,9 @@ def explain_gemm(
         matching |= further
         history.searches[key] += not further and not limit.reached
     matches = [(deviations[rank].cause, deviations[rank].sentence) for rank in sorted(matching)]
-    if all(cause != "order-not-declared" for cause, _ in matches):
-        matches += search.other_declarations(products)
+    if not matches and search.fits(_ANY_ORDER):  # the wider bounds of further explanations would fit too
+        return [Explanation(_ANY_ORDER.cause, _ANY_ORDER.sentence, wrong_stage.stage, exact=False)]
+    matches += search.other_declarations(products)
     if not matches and (full_search or not _LAST_CAUSES.isdisjoint(history.recent_causes)):
         matches = search.last_matches()
     sentences = dict(reversed(matches))
@@ -108,12 +123,14 @@ def _deviations(products: Sequence[GemmParts]) -> Iterator[GemmDeviation]:
     if len(products) > 1:
         yield from section_deviations()
     yield GemmDeviation("output-transposed", "the output is stored transposed, column after column", _transposed)
-    # Last: a mistake of small effect fits the wider bounds of any order too.
-    yield GemmDeviation("order-not-declared", "sums are right in some order, not in the declared one", _any_order)
 
 
 def _any_order(parts: GemmParts) -> GemmParts | None:
-    return None if parts.any_order.order == parts.order else parts.any_order
+    return None if parts.order.order is None else replace(parts, order=replace(parts.order, order=None))
+
+
+_ANY_ORDER = GemmDeviation("order-not-declared", "sums are right in some order, not in the declared one", _any_order)
+"""A possible cause: a mistake of small effect fits the wider bounds of any order too."""
 
 
 def _transposed(parts: GemmParts) -> GemmParts | None:
@@ -157,6 +174,7 @@ class _Search:
             self._part_fits(deviation, parts, parts.select(*self._sample(parts)), pass_name)
             for pass_name in _SAMPLE_PASSES
             for parts in applicable
+            if parts.order.accepts_reference or pass_name != _SAMPLE_PASSES[0]  # without loose bounds
         ) and all(
             self.limit.may_verify(deviation.cause) and self._part_fits(deviation, parts, slab, start)
             for parts in applicable
@@ -182,6 +200,28 @@ class _Search:
         if parts.number not in self._samples:
             self._samples[parts.number] = _sample(parts.wrong)
         return self._samples[parts.number]
+
+    def simulated_orders(self, history: SearchHistory, key: tuple[str, str, bool]) -> list[GemmDeviation]:
+        """Orders of a declared tensor core that give every output. After `SEARCHES` searches without a finding, only
+        recent causes are tried. `key`: of these searches in `history`.
+        """
+        first, columns = self.products[0], max(parts.left.shape[1] for parts in self.products)
+        orders = simulated_orders(first.order, columns, first.left.recipe.block[1] if first.promotes else None)
+        if history.searches[key] >= SEARCHES:
+            recent = {cause.removeprefix("order:") for cause in history.recent_causes}
+            orders = [equal for equal in orders if not recent.isdisjoint(equal)]
+        found: list[GemmDeviation] = []
+        if not orders:
+            return found
+        for number in self._wrong_products:
+            answers = may_have_order(_few_outputs(self.products[number]), [equal[0] for equal in orders])
+            orders = [equal for equal, answer in zip(orders, answers, strict=True) if answer]
+        for equal in orders:
+            deviations = [simulated_order(name) for name in equal]
+            found += deviations if self.fits(deviations[0]) else []
+        if not found and not self.limit.reached:
+            history.searches[key] += 1
+        return found
 
     def other_declarations(self, products: Sequence[Product]) -> list[tuple[str, str]]:
         """Cause and sentence of the declarations under which all outputs are correct."""
@@ -296,6 +336,13 @@ def _sample(wrong: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sampled_columns = [_spread(columns, _SAMPLED_COLUMNS), _spread(~columns, _SAMPLED_COLUMNS), *of_rows]
     sampled_rows = [wrong_rows, _spread(~rows, _SAMPLED_ROWS)]
     return torch.unique(torch.cat(sampled_rows)), torch.unique(torch.cat(sampled_columns))
+
+
+def _few_outputs(parts: GemmParts) -> GemmParts:
+    """A few wrong rows and columns of wrong outputs in them."""
+    rows = _spread(parts.wrong.any(1), _FEW_ROWS)
+    columns = torch.unique(torch.cat([_spread(parts.wrong[row], _FEW_OF_ROW) for row in rows]))
+    return parts.select(rows, columns)
 
 
 def _spread(mask: torch.Tensor, count: int) -> torch.Tensor:

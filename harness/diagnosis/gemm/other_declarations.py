@@ -1,22 +1,38 @@
-"""GEMMs that are correct under another declaration: operands that are decoded first, subnormal numbers flushed to 0."""
+"""GEMMs that are correct under another declaration: operands that are decoded first, subnormal numbers flushed to 0,
+another order of a simulated tensor core.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.diagnosis.gemm.epilogues import before_last_cast
-from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmParts, cast_ends, fits
+from narrowgauge.harness.diagnosis.gemm.gemm_parts import (
+    GemmDeviation,
+    GemmParts,
+    cast_ends,
+    correct_epilogue,
+    fits,
+    operand_values,
+)
 from narrowgauge.harness.operations.stages.outcome import Product
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.bounds.decoded_first import decoded, decoded_bounds, tensor_factor
-from narrowgauge.spec.summation import OPERANDS, Summation, summation
+from narrowgauge.reference.gemm.fast.tensor_core_sum import FewOutputs
+from narrowgauge.reference.gemm.tensor_core import factors_of_operand
+from narrowgauge.reference.numbers.blocks import split_columns
+from narrowgauge.spec.summation import OPERANDS, Alignment, Summation, summation
 
 Declaration = tuple[str, str, Callable[[Summation], Summation]]
 """Cause, sentence with the line to declare, and function from the declared summation to the other one."""
+_SPLITS = range(2, 17)
+"""Slices of K that are tried."""
+_PROMOTED = tuple(1 << bits for bits in range(5, 13))
+"""Columns of promotion that are tried: 32 to 4096."""
 
 
 def other_declarations() -> Iterator[Declaration]:
@@ -59,6 +75,77 @@ def follows(declaration: Declaration, products: Sequence[Product]) -> bool:
         if bool(undetermined.any()) or not bool(within_bounds(product.output, limits).all()):
             return False
     return True
+
+
+def simulated_orders(declared: Summation, columns: int, block: int | None = None) -> list[list[str]]:
+    """Names of other orders of the declared tensor core. Orders with equal bits are together.
+
+    In this order: without slices of K; without promotion too; promotion after 32 to 4096 columns; 2 to 16 nonempty
+    slices; such slices without promotion. Empty if no tensor core is declared, or if numbers may be flushed to 0.
+    `block`: columns of a block if block sums are promoted with float32 scales.
+    """
+    model = declared.aligned
+    if model is None or declared.flushes or columns == 0:
+        return []
+    longest = 0 if model.decoded else min(columns, block or columns)
+    promoted = [length for length in _PROMOTED if length < longest and length % model.width == 0]
+    names: dict[Hashable, list[str]] = {}
+    for slices, length in (
+        (1, model.promoted),
+        (1, None),
+        *((1, length) for length in promoted),
+        *((slices, model.promoted) for slices in _SPLITS),
+        *((slices, None) for slices in _SPLITS),
+    ):
+        if sum(1 for _ in split_columns(columns, block or length or model.width, slices)) != slices:
+            continue
+        prefix = (f"split-{slices}-" if slices > 1 else "") + ("decoded-" if model.decoded else "")
+        name = f"{prefix}aligned-{model.fraction}-{model.width}" + (f"-{length}" if length else "")
+        names.setdefault(_accumulators(model, slices, length, columns, block), []).append(name)
+    names.pop(_accumulators(model, declared.slices, model.promoted, columns, block), None)
+    return [list(dict.fromkeys(equal)) for equal in names.values()]
+
+
+def may_have_order(parts: GemmParts, names: Sequence[str]) -> list[bool]:
+    """Whether each of several orders of the declared tensor core gives every output of `parts`, which are few.
+
+    The answer is True if only `GemmParts.sums` can tell.
+    """
+    model = parts.order.aligned
+    if model is None or parts.promotes:
+        return [True] * len(names)
+    left, right = (factors_of_operand(q) for q in (parts.left, parts.right))
+    undetermined = ~(operand_values(parts.left) @ operand_values(parts.right).T).isfinite()
+    few, answers = FewOutputs(left, right, model), []
+    for order in map(Summation, names):
+        assert order.aligned is not None
+        sums = few.sums(order.slices, order.aligned.promoted)
+        answers.append(bool(fits(parts.output, correct_epilogue(parts, (sums, sums)), undetermined).all()))
+    return answers
+
+
+def simulated_order(name: str) -> GemmDeviation:
+    """An order of a tensor core as a deviation, which gives every bit."""
+    return GemmDeviation(
+        f"order:{name}",
+        f'sums have the order {name}; a kernel that adds so on purpose declares {{"gemm": "{name}"}}',
+        lambda parts: replace(parts, order=Summation(name)),
+    )
+
+
+def _accumulators(model: Alignment, slices: int, promoted: int | None, columns: int, block: int | None) -> Hashable:
+    """The accumulators of an order. Orders with equal accumulators have equal bits.
+
+    A slice with a single accumulator is added like a promoted accumulator of the first slice.
+    """
+    if block is not None:
+        cuts = tuple(part.start for part in split_columns(columns, block, slices))
+        return cuts, promoted if promoted is not None and promoted < block else None
+    step = promoted or model.width
+    first, *others = (
+        tuple(range(part.start, part.stop, promoted or columns)) for part in split_columns(columns, step, slices)
+    )
+    return (*first, *(other[0] if len(other) == 1 else other for other in others))
 
 
 def decoded_to_float16(products: Sequence[GemmParts]) -> bool:

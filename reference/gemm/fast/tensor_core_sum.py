@@ -45,6 +45,48 @@ def fast_tensor_core_sum(
     return out.add_(0.0).double().where(exact.isfinite(), exact)  # + 0 makes a sum of zeros +0
 
 
+class FewOutputs:
+    """Sums of a few outputs in many orders of a tensor core. All accumulators of an order take a step at once."""
+
+    def __init__(self, left: Factors, right: Factors, model: Alignment) -> None:
+        """(M, K) and (N, K). `model.promoted` is ignored."""
+        self.left, self.right = (side.decoded() if model.decoded else side for side in (left, right))
+        self.model = model
+        self.columns = left.values.shape[1]
+        self._accumulators: dict[int, torch.Tensor] = {}
+
+    def sums(self, slices: int, promoted: int | None) -> torch.Tensor:
+        """The result of `tensor_core_sum` for finite sums, float32 (M, N)."""
+        parts = list(split_columns(self.columns, promoted or self.model.width, slices))
+        length = promoted or parts[0].stop
+        total = torch.zeros(len(self.left.values), len(self.right.values), device=self.left.values.device)
+        for part in parts:
+            first, *others = self._of_chunks(length)[:, :, part.start // length : -(-part.stop // length)].unbind(2)
+            for other in others:
+                first = first + other
+            total += first
+        return total
+
+    def _of_chunks(self, length: int) -> torch.Tensor:
+        """The accumulators of chunks of `length` columns, float32 (M, N, chunks)."""
+        if length not in self._accumulators:
+            width = self.model.width
+            steps = -(-length // width)
+            sides = [
+                pad_columns(x, steps * width).view(len(x), -1, steps, width)
+                for side in (self.left, self.right)
+                for x in (side.values, side.powers)
+            ]
+            x, left_powers, y, right_powers = sides
+            accumulator = x.new_zeros(len(x), len(y), x.shape[1])
+            for number in range(steps):
+                products = x[:, None, :, number] * y[:, :, number]
+                largest = (left_powers[:, None, :, number] * right_powers[:, :, number]).amax(3)
+                accumulator = add_aligned(products, largest, accumulator, self.model, dim=3)
+            self._accumulators[length] = accumulator.float()
+        return self._accumulators[length]
+
+
 def _never_truncated(left: Factors, right: Factors, model: Alignment) -> torch.Tensor:
     """bool (M, N): the simulated sum is the exact sum, because no step truncates a bit.
 

@@ -1,16 +1,19 @@
 """Wrong GEMMs, each by one defect: the diagnosis names it, and names nothing where nothing known explains it."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
 
 from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.diagnosis.cause_names import is_cause
 from narrowgauge.harness.diagnosis.gemm.accumulators import NARROW
 from narrowgauge.harness.diagnosis.gemm.epilogues import ORDERS, epilogue_deviations
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import split_products
 from narrowgauge.harness.diagnosis.gemm.operands import operand_deviations, section_deviations
+from narrowgauge.harness.diagnosis.gemm.other_declarations import simulated_orders
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory, history_of
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
@@ -25,9 +28,11 @@ from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import GroupedQuantized
 from narrowgauge.spec.recipes import find_recipe
+from narrowgauge.spec.summation import summation
 from tests.harness.sample_backends import backend
 
 F32, BF16 = torch.float32, torch.bfloat16
+FP8 = "fp8-current-e4m3"
 RECIPES = [
     "nvfp4",
     "nvfp4-rowscaled",
@@ -483,7 +488,8 @@ def test_sums_in_another_order_than_the_declared_one():
     output = torch.where(limits.exact, limits.expected, (limits.centre - limits.budget / 2).float())
     outcome, wrong = judged(a, b, output, "blocks")
     assert not wrong.passed
-    assert [e.cause for e in explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())] == ["order-not-declared"]
+    found = explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())
+    assert [(e.cause, e.exact) for e in found] == [("order-not-declared", False)]
 
 
 def test_every_deviation_changes_the_output_of_some_product():
@@ -691,3 +697,56 @@ def test_a_subnormal_alpha_that_is_flushed():
     outcome, wrong = judged(a, b, torch.zeros_like(reference.gemm(a, b, out_dtype=F32)))
     assert not wrong.passed
     assert explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())[0].cause == "alpha-flushed"
+
+
+def aligned_case(recipe, true, declared, shape=(8, 768, 16), dtype=F32):
+    """The explanations of a GEMM that adds in the order `true` and declares another one."""
+    generator = torch.Generator().manual_seed(11)
+    rows, columns, others = shape
+    a, b = (reference.quantize(torch.randn(n, columns, generator=generator), recipe) for n in (rows, others))
+    output = bounds(a, b, out_dtype=dtype, order=true).expected
+    outcome, wrong = judged(a, b, output, declared)
+    assert not wrong.passed
+    return explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "true", "declared"),
+    [
+        ("fp8-current-e4m3", "split-2-aligned-13-32", "aligned-13-32-128"),
+        ("fp8-current-e4m3", "aligned-13-32", "split-3-aligned-13-32-128"),
+        ("fp8-current-e4m3", "aligned-13-32-128", "aligned-13-32"),
+        ("fp8-current-e4m3", "split-5-aligned-13-32", "aligned-13-32"),
+        ("mxfp8-e4m3", "split-2-decoded-aligned-13-16", "decoded-aligned-13-16"),
+        ("fp8-block-1x128-e4m3-fp32", "split-2-aligned-13-32", "aligned-13-32"),
+    ],
+)
+def test_the_true_order_of_a_tensor_core_is_named(recipe, true, declared):
+    found = aligned_case(recipe, true, declared)
+    named = {e.cause: e.sentence for e in found}
+    assert f'{{"gemm": "{true}"}}' in named[f"order:{true}"]
+    assert all(is_cause(e.cause) and e.exact for e in found)
+    assert len(found) == 1 or all(name.endswith("-128") or "-6-" in name for name in named)
+
+
+def test_another_tensor_core_is_no_order_of_the_declared_one():
+    assert all(not e.cause.startswith("order:") for e in aligned_case(FP8, "aligned-14-32", "aligned-13-32"))
+    found = aligned_case(FP8, "split-2-aligned-25-32", "aligned-26-32")
+    assert [(e.cause, e.exact) for e in found] == [("order-not-declared", False)]
+
+
+@pytest.mark.parametrize("recipe", [FP8, "fp8-block-1x128-e4m3-fp32"])
+def test_orders_of_equal_bits_are_tried_once(recipe):
+    """Slices with a single accumulator are added like promoted accumulators."""
+    declared, block = "split-3-aligned-13-32-64", 128 if recipe != FP8 else None
+    assert not simulated_orders(summation("blocks"), 640)
+    every = simulated_orders(summation(declared), 640, block)
+    a, b = operands(recipe, columns=640)
+    first = []
+    for names in [[declared], *every]:
+        outputs = [bounds(a, b, out_dtype=F32, order=name).expected for name in names]
+        assert all(torch.equal(output, outputs[0]) for output in outputs), names
+        first.append(outputs[0])
+    # Other sums of 14 bits are equal too if their float32 additions do not round.
+    assert len(every) > 5
+    assert sum(torch.equal(one, other) for one, other in combinations(first, 2)) < len(first)

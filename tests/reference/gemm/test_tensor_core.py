@@ -71,6 +71,8 @@ def test_slices_of_k_are_summed_apart_and_added(order: str, slices: list[tuple[i
         total += tensor_core_sum(*(side.columns(slice(*columns)) for side in factors), model, exact).float()
     found = tensor_core_sum(*factors, model, exact, slices=summation(order).slices).float()
     assert torch.equal(found, total)
+    few = fast.FewOutputs(*factors, model)
+    assert torch.equal(few.sums(summation(order).slices, model.promoted), total)
     assert not torch.equal(found, tensor_core_sum(*factors, model, exact).float())
     assert torch.equal(bounds(a, b, out_dtype=torch.float32, order=order).expected, alpha(a, b) * total)
 
