@@ -58,7 +58,7 @@ def which_dialect(
         console.print(f"{result.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
         console.print(report.table(result))
         if rows:
-            console.print(report.rows_table(result))
+            report.print_rows(result, console)
         console.print(report.sentence(result), markup=False, soft_wrap=True)
         if rule := report.pasted(result):
             console.print(rule, markup=False, soft_wrap=True)

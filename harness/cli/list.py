@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -56,8 +57,20 @@ def _summary(cases: Iterable[Case]) -> Iterator[str]:
         counts = Counter((case.shape_label, flag) for case in members for flag in case.flags or (NO_FLAG,))
         shapes = sorted(totals, key=lambda shape: [int(size) for size in shape.split("x")])
         width = max(map(len, ["shape", *shapes]))
-        yield "  ".join(["  " + "shape".ljust(width), "cases", *flags])
-        for shape in shapes:
-            cells = [str(counts[shape, flag] or "·").rjust(len(flag)) for flag in flags]
-            yield "  ".join(["  " + shape.ljust(width), str(totals[shape]).rjust(len("cases")), *cells])
-        yield ""
+        room = shutil.get_terminal_size((1 << 20, 24)).columns - width - len("    cases")
+        for shown in _columns(flags, room):
+            yield "  ".join(["  " + "shape".ljust(width), "cases", *shown])
+            for shape in shapes:
+                cells = [str(counts[shape, flag] or "·").rjust(len(flag)) for flag in shown]
+                yield "  ".join(["  " + shape.ljust(width), str(totals[shape]).rjust(len("cases")), *cells])
+            yield ""
+
+
+def _columns(names: list[str], room: int) -> list[list[str]]:
+    """Names of columns in groups whose widths fit into `room`. A group has at least a name."""
+    groups: list[list[str]] = [[]]
+    for name in names:
+        if groups[-1] and sum(len(other) + 2 for other in (*groups[-1], name)) > room:
+            groups.append([])
+        groups[-1].append(name)
+    return groups

@@ -70,8 +70,27 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
     lines = []
     for name, *figures in (header, *rows):
         shown = "".join(f" {figure:>{widths[i]}}" for i, figure in enumerate(figures))
-        lines.append(f"{name:<{room}}{shown}" if len(name) <= room else f"{name}\n{' ' * room}{shown}")
+        line = f"{name:<{room}}{shown}" if len(name) <= room else f"{name}\n{' ' * room}{shown}"
+        lines.append(line.rstrip())
     return lines
+
+
+def print_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    console: Console,
+    *,
+    styles: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> None:
+    """Print `table_lines`, each row in its style, with its note below if the note is not empty."""
+    first, *lines = table_lines(header, rows, console.width)
+    console.print(Text(first, style="dim"), soft_wrap=True)
+    for i, line in enumerate(lines):
+        style = styles[i] if styles else ""
+        console.print(Text(line, style=style), soft_wrap=True)
+        if notes and notes[i]:
+            print_text(notes[i], console, style, indent=4)
 
 
 def _print_rows(rows: list[dict[str, Any]], console: Console, marks: dict[str, str]) -> None:
@@ -87,13 +106,9 @@ def _print_rows(rows: list[dict[str, Any]], console: Console, marks: dict[str, s
     # A run with correct results only has no wrong elements, so their columns are empty.
     shown = [i for i, name in enumerate(header) if i < 3 or any(row[i] not in ("", "0") for row in cells)]
     chosen = [[row[i] for i in shown] for row in (header, *cells)]
-    first, *lines = table_lines(chosen[0], chosen[1:], console.width)
-    console.print(Text(first, style="dim"), soft_wrap=True)
-    for row, line in zip(rows, lines, strict=True):
-        style = _style(_verdict(row)) if row["pass"] != row["cases"] else ""
-        console.print(Text(line, style=style), soft_wrap=True)
-        if others := ", ".join(f"{text.number(row[v])} {v}" for v in OUTCOMES if v != "pass" and row[v]):
-            print_text(others, console, style, indent=4)
+    styles = [_style(_verdict(row)) if row["pass"] != row["cases"] else "" for row in rows]
+    others = [", ".join(f"{text.number(row[v])} {v}" for v in OUTCOMES if v != "pass" and row[v]) for row in rows]
+    print_table(chosen[0], chosen[1:], console, styles=styles, notes=others)
     console.print()
 
 
@@ -121,8 +136,7 @@ def _print_accuracy(records: list[dict[str, Any]], console: Console) -> None:
     cells = [[f"{row.recipe} {row.operation}", *row.cells] for row in rows]
     if console.options.ascii_only:
         cells = [[cell.replace("−", "-") for cell in row] for row in cells]
-    for line in table_lines(header, cells, console.width):
-        console.print(Text(line), soft_wrap=True)
+    print_table(header, cells, console)
     console.print()
 
 
@@ -135,8 +149,7 @@ def _print_times(records: list[dict[str, Any]], console: Console) -> None:
     header = ["operation", "cases", *(_TIMES.get(label, label) for label in times.LABELS)]
     # Seconds without a unit: ten columns fit into 80 characters.
     cells = [[row.operation, text.compact(row.cases), *map(_brief, row.seconds)] for row in rows]
-    for line in table_lines(header, cells, console.width):
-        console.print(Text(line), soft_wrap=True)
+    print_table(header, cells, console)
     console.print(Text("\nslowest cases"))
     for name, row in times.slowest(records):
         console.print(Text(f"{text.duration(row.seconds[0]):>9}, {row.largest_phase}: {name}"), soft_wrap=True)

@@ -30,6 +30,7 @@ from narrowgauge.harness.operations.stages.quantized import (
     stored_along_rows,
 )
 from narrowgauge.harness.report.failure_view import explanation_lines
+from narrowgauge.harness.report.text import number as grouped
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import elements, linear_scales
@@ -101,7 +102,7 @@ def _stages(outcome: Outcome) -> Table:
     table = Table("stage", "rule", "compared", "wrong", "", box=None)
     for s in outcome.stages:
         verdict = s.sentence or (f"✓ assumes {s.assumes}" if s.assumes else "✓")
-        table.add_row(s.stage, s.rule, str(s.compared), str(s.mismatches), verdict)
+        table.add_row(s.stage, s.rule, grouped(s.compared), grouped(s.mismatches), verdict)
     return table
 
 

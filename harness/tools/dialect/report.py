@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
-from narrowgauge.harness.report.text import plural, share
+from narrowgauge.harness.report.terminal import print_table
+from narrowgauge.harness.report.text import number, plural, share
 from narrowgauge.harness.tools.dialect.fit import Agreement, Fit
 
 _FEW = 3
@@ -93,7 +95,7 @@ def table(fit: Fit) -> Table:
             agreement.dialect,
             share(1 - agreement.scales.major / scales),
             share(1 - agreement.codes.major / codes),
-            str(agreement.score.minor or ""),
+            number(agreement.score.minor) if agreement.score.minor else "",
             f"{agreement.explained}/{fit.observed.inputs}",
         )
     return table_
@@ -102,8 +104,8 @@ def table(fit: Fit) -> Table:
 def rows(fit: Fit) -> list[dict[str, Any]]:
     """For each input the bytes that differ from the nearest dialect, and from the rule."""
     found = []
-    for number, stack in enumerate(fit.observed.stacks):
-        unequal = [fit.rules.unequal_by_input(number, rule) for rule in (fit.nearest.plain, fit.rule)]
+    for index_of_stack, stack in enumerate(fit.observed.stacks):
+        unequal = [fit.rules.unequal_by_input(index_of_stack, rule) for rule in (fit.nearest.plain, fit.rule)]
         for index, name in enumerate(stack.names):
             dialect, rule = (of_rule[index] for of_rule in unequal)
             found.append(
@@ -117,16 +119,16 @@ def rows(fit: Fit) -> list[dict[str, Any]]:
     return found
 
 
-def rows_table(fit: Fit) -> Table:
-    """A row for each input: bytes that differ from the nearest dialect and from the rule, and their classes."""
-    table_ = Table(box=None, pad_edge=False)
-    nearest = fit.nearest.dialect
-    for heading in ("input", f"not as {nearest}", "signs, dead", "not as the rule", "signs, dead", "classes"):
-        table_.add_column(heading, justify="left" if heading in ("input", "classes") else "right", no_wrap=True)
-    for row in rows(fit):
-        numbers = [row[of][kind] for of in ("of_dialect", "of_rule") for kind in ("bytes", "signs_and_dead")]
-        table_.add_row(row["input"], *(str(number or "") for number in numbers), ", ".join(row["classes"]))
-    return table_
+def print_rows(fit: Fit, console: Console) -> None:
+    """Print a row for each input: bytes that differ from the nearest dialect and from the rule, and below them their
+    classes."""
+    found = rows(fit)
+    header = ("input", f"not as {fit.nearest.dialect}", "signs, dead", "not as the rule", "signs, dead")
+    cells = []
+    for row in found:
+        counts = [row[of][kind] for of in ("of_dialect", "of_rule") for kind in ("bytes", "signs_and_dead")]
+        cells.append([row["input"], *(number(count) if count else "" for count in counts)])
+    print_table(header, cells, console, notes=[", ".join(row["classes"]) for row in found])
 
 
 def as_json(fit: Fit) -> dict[str, Any]:

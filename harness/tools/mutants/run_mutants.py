@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.report.terminal import print_table
 from narrowgauge.harness.tools.mutants import recorded
 from narrowgauge.harness.tools.mutants.mutant import Mutant, load_all
 from narrowgauge.harness.tools.mutants.processes import TIMEOUT, run_mutants
@@ -23,24 +23,19 @@ WIDTH = 170
 
 
 def print_results(results: Sequence[MutantResult], console: Console) -> None:
-    """Print a row for each mutant, the totals, and the arguments of equivalent mutants."""
-    table = Table(box=None, pad_edge=False)
-    for column in (
-        "mutant",
-        "class",
-        "killed by",
-        "at stage",
-        "failing",
-        "cause",
-        "named",
-        "allclose",
-        "bytes",
-        "SQNR",
-    ):
-        table.add_column(column, no_wrap=column != "cause", overflow="fold")
-    for result in sorted(results, key=lambda result_: bool(result_.mutant.equivalent)):
-        table.add_row(*_row(result), style="" if result.right else "red")
-    console.print(table, markup=False)
+    """Print a row for each mutant with its class and causes below, the totals, and the arguments of equivalent
+    mutants."""
+    ordered = sorted(results, key=lambda result_: bool(result_.mutant.equivalent))
+    print_table(
+        ("mutant", "killed by", "at stage", "failing", "named", "allclose", "bytes", "SQNR"),
+        [_row(result) for result in ordered],
+        console,
+        styles=["" if result.right else "red" for result in ordered],
+        notes=[
+            ", ".join([result.mutant.kind, *(f"{cause} {count}" for cause, count in result.causes)])
+            for result in ordered
+        ],
+    )
     console.print(totals(results).sentence, markup=False, highlight=False)
     for result in results:
         if result.problem:
@@ -52,11 +47,10 @@ def print_results(results: Sequence[MutantResult], console: Console) -> None:
 def _row(result: MutantResult) -> list[str]:
     m, detections = result.mutant, result.detections
     survived = "equivalent" if m.equivalent else "SURVIVED"
-    causes = ", ".join(f"{cause} {count}" for cause, count in result.causes)
     ticks = ["✓" if seen else "–" for seen in (detections.allclose, detections.compare_bytes, detections.sqnr)]
     return [
-        m.name, m.kind, "no result" if result.problem else result.check or survived, result.stage,
-        f"{len(result.failing)} of {result.ran}", causes, "✓" if result.named else "–" if result.killed else "", *ticks,
+        m.name, "no result" if result.problem else result.check or survived, result.stage,
+        f"{len(result.failing)} of {result.ran}", "✓" if result.named else "–" if result.killed else "", *ticks,
     ]  # fmt: skip
 
 

@@ -110,22 +110,18 @@ def sentence(trainings: Sequence[Training], entropy: float) -> str:
 
 def print_result(trainings: Sequence[Training], entropy: float, console: Console) -> None:
     """Print the table and the failures."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
+    from narrowgauge.harness.report.terminal import print_table
+
     marks = {v: v if console.options.ascii_only else glyph for v, glyph in text.GLYPHS.items()}
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("")
-    table.add_column(COLUMNS[0], overflow="fold", min_width=12)
-    table.add_column(COLUMNS[1], overflow="fold", min_width=9)
-    for column in COLUMNS[2:]:
-        table.add_column(column, justify="right", no_wrap=True)
-    for training in trainings:
-        passed = training.passed(entropy)
-        row = [Text(cell) for cell in (marks["pass" if passed else "fail"], *cells(training, text.compact))]
-        table.add_row(*row, style="" if passed else "bold red")
-    console.print(table)
+    verdicts = ["pass" if training.passed(entropy) else "fail" for training in trainings]
+    rows = []
+    for verdict, training in zip(verdicts, trainings, strict=True):
+        recipe, layers, *figures = cells(training, text.compact)
+        rows.append([f"{marks[verdict]} {recipe}, {layers}", *figures])
+    styles = ["" if verdict == "pass" else "bold red" for verdict in verdicts]
+    print_table((", ".join(COLUMNS[:2]), *COLUMNS[2:]), rows, console, styles=styles)
     console.print(Text(EXPLAINED, style="dim"))
     for line_ in (line_ for training in trainings for line_ in failure_reasons(training, entropy)):
         console.print(line_, markup=False, highlight=False, soft_wrap=True, style="red")

@@ -126,8 +126,8 @@ def test_terminal() -> None:
     out = printed(session())
     assert "high precision" in out
     assert "layer 1, step 2 fc1.y" in out
-    cells = [cell.strip() for cell in printed([training(1.0)], "ascii").splitlines()[2].split("|")]
-    assert cells == ["pass", "MXFP8BlockScaling", "native", "1", "0.25", "1/1", "1", "10", "1 000", "2 s"]
+    cells = " ".join(printed([training(1.0)], "ascii").splitlines()[1:3]).split()
+    assert cells[:10] == ["pass", "MXFP8BlockScaling,", "native", "1", "0.25", "1/1", "1", "10", "1", "000"]
 
 
 def test_page_and_steps(tmp_path: Path) -> None:

@@ -42,12 +42,17 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.3g} %"
 
 
+def _short(percent: float) -> str:
+    """Two digits below 100 %, whole percent above."""
+    return f"{percent:.2g}" if percent < 99.5 else f"{percent:.0f}"
+
+
 def spread(row: BenchRow) -> str:
     """Distance of the fastest and the slowest round from the median: `−0.4 +1.2 %`."""
     if not row.seconds or row.seconds_min is None or row.seconds_max is None:
         return ""
     low, high = 100 * (1 - row.seconds_min / row.seconds), 100 * (row.seconds_max / row.seconds - 1)
-    return f"−{low:.2g} +{high:.2g} %"
+    return f"−{_short(low)} +{_short(high)} %"
 
 
 def figure(target: str, value: float | None) -> str:

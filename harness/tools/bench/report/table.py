@@ -19,9 +19,9 @@ WIDTH = 160
 
 def print_bench(bench: Bench, console: Console) -> None:
     """Print the table, missed targets, wrong outputs, and the peers that were not measured."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
+
+    from narrowgauge.harness.report.terminal import print_table
 
     if not console.is_terminal:
         console.width = WIDTH
@@ -30,14 +30,15 @@ def print_bench(bench: Bench, console: Console) -> None:
     def encodable(line: str) -> str:
         return line.translate(_PLAIN) if ascii_only else line
 
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for number, column in enumerate(cells.COLUMNS):
-        left = number < 3
-        table.add_column(encodable(column), justify="left" if left else "right", no_wrap=not left, overflow="fold")
-    for row in cells.shown(bench.rows):
-        style = "bold red" if row.failed else "yellow" if row.met is False else ""
-        table.add_row(*(Text(encodable(cell)) for cell in cells.cells(row, ascii_only=ascii_only)), style=style)
-    console.print(table)
+    shown = cells.shown(bench.rows)
+    rows = [[encodable(cell) for cell in cells.cells(row, ascii_only=ascii_only)] for row in shown]
+    header = [encodable(column) for column in cells.COLUMNS]
+    print_table(
+        ["", *header[3:]],
+        [[" ".join(row[:3]), *row[3:]] for row in rows],
+        console,
+        styles=["bold red" if row.failed else "yellow" if row.met is False else "" for row in shown],
+    )
     console.print(Text(encodable(cells.EXPLAINED), style="dim"))
     for style, lines in (("yellow", cells.missed(bench.rows)), ("red", cells.wrong(bench.rows))):
         for line in lines:
