@@ -19,6 +19,7 @@ def compare_runs(
     from rich.console import Console
 
     from narrowgauge.harness.gate.compare import compare, show
+    from narrowgauge.harness.gate.difference import page_of
     from narrowgauge.harness.gate.trust import read_trusted
     from narrowgauge.harness.records.journal import JournalError
 
@@ -34,5 +35,5 @@ def compare_runs(
             html.write_text(render(comparison, str(a), str(b)), encoding="utf-8")
         except OSError as error:
             stop(f"{html}: cannot be written: {error.strerror}")
-    show(comparison, Console())
+    show(comparison, Console(), page_of(b))
     raise typer.Exit(0 if comparison.no_worse else 1)

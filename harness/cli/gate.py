@@ -15,6 +15,7 @@ def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> N
     from rich.console import Console
 
     from narrowgauge.harness.gate.baseline import BaselineError, read
+    from narrowgauge.harness.gate.difference import page_of
     from narrowgauge.harness.gate.gate import judge, show
     from narrowgauge.harness.gate.trust import read_trusted, verify_sources
     from narrowgauge.harness.records.journal import JournalError
@@ -27,5 +28,5 @@ def gate_run(baseline: BaselinePath, run: RunPath = Path("reports/latest")) -> N
         stop(str(error))
     for sentence in not_compared:
         judgement.note("not verified", sentence)
-    show(judgement, str(baseline), Console())
+    show(judgement, str(baseline), Console(), page_of(run))
     raise typer.Exit(0 if judgement.passed else 1)

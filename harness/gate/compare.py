@@ -14,14 +14,20 @@ from rich.table import Table
 from rich.text import Text
 
 from narrowgauge.harness.gate.architecture import architecture
-from narrowgauge.harness.gate.difference import changes_text, difference, failure_reason, print_kinds
+from narrowgauge.harness.gate.difference import (
+    CaseNote,
+    ChangeGroup,
+    changes_text,
+    difference,
+    failure_reason,
+    grouped,
+    print_kinds,
+)
 from narrowgauge.harness.gate.figures import figures, not_finite
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.report.page import template
+from narrowgauge.harness.report.terminal import print_text
 from narrowgauge.harness.report.text import duration, number, plural, verdict_counts
-
-CaseNote = tuple[str, str]
-"""Id of a case, and a sentence about it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class OperationTime:
         )  # fmt: skip
 
 
+NOT_FINITE, OTHER_BYTES = "not finite", "other bytes of the same inputs"
+"""Kinds whose cases are no change of a figure."""
 TIME_COLUMNS = ("operation", "cases", "A", "B", "B / A", "median of cases")
 
 
@@ -54,6 +62,8 @@ class RunComparison:
     """Description of the runs: name of a fact, its value in A, its value in B."""
     kinds: dict[str, list[CaseNote]]
     """Differences by kind. A kind may be empty."""
+    groups: dict[str, list[ChangeGroup]]
+    """The differences of each kind in groups with a common cause."""
     outputs: str
     """Sentence on the number of cases with equal output bytes."""
     common_cases: int
@@ -78,12 +88,11 @@ def compare(a: RecordedRun, b: RecordedRun) -> RunComparison:
     before, after = ({record["case"]: record for record in run.records} for run in (a, b))
     common = sorted(before.keys() & after.keys())
     not_finite_figures = {case: (not_finite(before[case]), not_finite(after[case])) for case in common}
-    differs = difference(
-        *(
-            {case: figures(records[case]) for case in common if not any(not_finite_figures[case])}
-            for records in (before, after)
-        )
+    old, new = (
+        {case: figures(records[case]) for case in common if not any(not_finite_figures[case])}
+        for records in (before, after)
     )
+    differs = difference(old, new)
     changed = {case: changes_text(case_changes) for case, case_changes in (differs.worse | differs.better).items()}
     verdicts = {case for case in common if before[case]["verdict"] != after[case]["verdict"]}
     same_inputs = [
@@ -99,20 +108,24 @@ def compare(a: RecordedRun, b: RecordedRun) -> RunComparison:
         ],
         "figures worse": [(case, changed[case]) for case in differs.worse if case not in verdicts],
         "figures better": [(case, changed[case]) for case in differs.better if case not in verdicts],
-        "not finite": [
-            (case, f"{_not_finite_text(x)} → {_not_finite_text(y)}")
+        NOT_FINITE: [
+            (case, f"{_not_finite_text(y)}, was {_not_finite_text(x)}")
             for case, (x, y) in not_finite_figures.items()
             if x or y
         ],
         "only in A": [(case, before[case]["verdict"]) for case in only_a],
         "only in B": [(case, after[case]["verdict"] + failure_reason(after[case])) for case in only_b],
-        "other bytes of the same inputs": [
-            (case, f"{before[case]['output_digest']} → {after[case]['output_digest']}") for case in different_outputs
+        OTHER_BYTES: [
+            (case, f"{after[case]['output_digest']}, was {before[case]['output_digest']}") for case in different_outputs
         ],
     }
     return RunComparison(
         heads=_heads(a, b),
         kinds=kinds,
+        groups={
+            kind: grouped(notes, before | after, old, new, causes=kind not in (NOT_FINITE, OTHER_BYTES))
+            for kind, notes in kinds.items()
+        },
         common_cases=len(common),
         outputs=_outputs(len(common), len(same_inputs), len(different_outputs)),
         times=_times([(before[case], after[case]) for case in common]),
@@ -121,7 +134,7 @@ def compare(a: RecordedRun, b: RecordedRun) -> RunComparison:
 
 
 def _verdicts(a: dict[str, Any], b: dict[str, Any]) -> str:
-    return f"verdict {a['verdict']} → {b['verdict']}"
+    return f"{b['verdict']}, was {a['verdict']}"
 
 
 def _not_finite_text(figures: list[str]) -> str:
@@ -176,8 +189,9 @@ def _times(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Operation
     ]  # fmt: skip
 
 
-def show(comparison: RunComparison, console: Console) -> None:
-    """Print a comparison: both runs, their differences, their times, and the sentence."""
+def show(comparison: RunComparison, console: Console, page: Path | None = None) -> None:
+    """Print a comparison: both runs, their differences with addresses on `page`, the report of B, their times, and the
+    sentence."""
     for columns, rows in (
         (("", "A", "B"), comparison.heads),
         (TIME_COLUMNS, [time.cells() for time in comparison.times]),
@@ -187,10 +201,8 @@ def show(comparison: RunComparison, console: Console) -> None:
             table.add_row(*map(Text, row))
         if rows:
             console.print(table)
-    print_kinds(
-        {kind: [": ".join(line) for line in lines] for kind, lines in comparison.kinds.items()}, console, "bold"
-    )
-    console.print(comparison.outputs, markup=False, highlight=False, soft_wrap=True)
+    print_kinds(comparison.kinds, console, "bold", comparison.groups, page)
+    print_text(comparison.outputs, console)
     style = "blue" if comparison.no_worse else "bold red"
     console.print(comparison.sentence, style=style, markup=False, highlight=False, soft_wrap=True)
 

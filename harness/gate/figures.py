@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from narrowgauge.harness.cases.modules import MODULES
 from narrowgauge.harness.records.record import VERDICTS, elements_compared
+from narrowgauge.harness.report.text import number
 
 BELOW = -1075
 """Exponent for 0: below the smallest double."""
@@ -143,7 +144,36 @@ class Change:
     worse: bool
 
     def __str__(self) -> str:
-        return f"{self.figure} {self.before} → {self.after}"
+        """The figure in words: `largest error 3 ulp, was 0`."""
+        return f"{_WORDS[self.figure].format(self.after)}, was {self.before}"
+
+
+_WORDS = {
+    "verdict": "{}", "compared": "{} elements compared", "wrong": "{} wrong elements", "ulp": "largest error {} ulp",
+    "exact share": "{} outputs exact", "exact or ordered share": "{} outputs exact or in the declared order",
+    "excused": "{} elements excused", "budget": "largest fraction of the bound {}",
+    "interval width": "widest interval {}",
+}  # fmt: skip
+
+
+def total(parts: Iterable[Figures]) -> Figures:
+    """Figures of several cases together: sums of counts, largest error, budget and width. Verdicts that differ are
+    joined by a slash."""
+    parts = list(parts)
+
+    def count(name: str) -> int:
+        return sum(getattr(part, name) or 0 for part in parts)
+
+    def largest(name: str) -> int | None:
+        return max((value for part in parts if (value := getattr(part, name)) is not None), default=None)
+
+    return Figures(
+        "/".join(sorted({part.verdict for part in parts})),
+        compared=count("compared"), wrong=count("wrong"), ulp=largest("ulp"),
+        outputs=count("outputs") if any(part.outputs is not None for part in parts) else None,
+        exact=count("exact"), ordered=count("ordered"), excused=count("excused"),
+        budget=largest("budget"), width=largest("width"),
+    )  # fmt: skip
 
 
 def changes(before: Figures, after: Figures) -> list[Change]:
@@ -155,7 +185,7 @@ def changes(before: Figures, after: Figures) -> list[Change]:
     changed = []
     if before.verdict != after.verdict:
         changed.append(Change("verdict", before.verdict, after.verdict, after.verdict != "pass"))
-    if after.verdict in ("pass", "fail"):
+    if "pass" in after.verdict or "fail" in after.verdict:
         for figure, value in _VALUES.items():
             old_value, new_value = value(before), value(after)
             if old_value.text != new_value.text:
@@ -170,36 +200,36 @@ class _Value:
 
 
 def _count(value: int) -> _Value:
-    return _Value(str(value), Fraction(value))
+    return _Value(number(value), Fraction(value))
 
 
 def _ulp(case_figures: Figures) -> _Value:
-    return _count(case_figures.ulp) if case_figures.ulp is not None else _Value("none", Fraction(-1))
+    return _count(case_figures.ulp) if case_figures.ulp is not None else _Value("0", Fraction(-1))
 
 
 def _share(count: int, case_figures: Figures) -> _Value:
     """Share of the outputs. A lower share is worse, and a missing share is worst."""
     if case_figures.outputs is None:
         return _Value("not measured", Fraction(1))
-    return _Value(f"{count}/{case_figures.outputs}", -Fraction(count, case_figures.outputs or 1))
+    return _Value(f"{number(count)} of {number(case_figures.outputs)}", -Fraction(count, case_figures.outputs or 1))
 
 
-def _power_value(exponent: int | None, missing: Fraction) -> _Value:
+def _power_value(exponent: int | None, missing: Fraction, unit: str = "") -> _Value:
     if exponent is None:
         return _Value("not measured", missing)
-    return _Value(_power(exponent), Fraction(exponent))
+    return _Value(f"{_power(exponent)}{unit}", Fraction(exponent))
 
 
 _WORST, _BEST = Fraction(1 << 20), Fraction(-(1 << 20))
 _VALUES: dict[str, Callable[[Figures], _Value]] = {
-    "compared": lambda one: _Value(str(one.compared), Fraction(-one.compared)),
-    "wrong": lambda one: _count(one.wrong),
     "ulp": _ulp,
+    "wrong": lambda one: _count(one.wrong),
+    "budget": lambda one: _power_value(one.budget, _WORST),
     "exact share": lambda one: _share(one.exact, one),
     "exact or ordered share": lambda one: _share(one.exact + one.ordered, one),
-    "excused": lambda one: _count(one.excused),
-    "budget": lambda one: _power_value(one.budget, _WORST),
     # An interval is measured only if the order of a sum matters. A missing interval is best.
-    "interval width": lambda one: _power_value(one.width, _BEST),
+    "interval width": lambda one: _power_value(one.width, _BEST, " ulp"),
+    "excused": lambda one: _count(one.excused),
+    "compared": lambda one: _Value(number(one.compared), Fraction(-one.compared)),
 }
 """Name and badness of every figure except the verdict."""

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from narrowgauge.harness.gate.architecture import architecture
 from narrowgauge.harness.gate.baseline import Baseline
-from narrowgauge.harness.gate.difference import changes_text, difference, failure_reason, print_kinds
+from narrowgauge.harness.gate.difference import (
+    ChangeGroup,
+    changes_text,
+    difference,
+    failure_reason,
+    grouped,
+    print_kinds,
+)
 from narrowgauge.harness.gate.figures import figures, not_finite
 from narrowgauge.harness.records.journal import RecordedRun
 from narrowgauge.harness.records.record import elements_compared
@@ -26,6 +34,8 @@ class Judgement:
     problems: dict[str, list[str]] = field(default_factory=dict)
     """Lines by kind; each line fails the gate."""
     notes: dict[str, list[str]] = field(default_factory=dict)
+    groups: dict[str, list[ChangeGroup]] = field(default_factory=dict)
+    """The cases of a kind in groups with a common cause, for kinds whose lines are cases of the run."""
     same: int = 0
     """Cases with the accepted figures."""
 
@@ -97,18 +107,26 @@ def _compare_cases(run: RecordedRun, baseline: Baseline, judgement: Judgement) -
         else:
             finite[case] = figures(record)
     differs = difference(accepted, finite)
-    for case, changed in differs.worse.items():
-        judgement.fail("worse", f"{case}: {changes_text(changed)}{failure_reason(records[case])}")
+    new, failed = (
+        [case for case in differs.new if (finite[case].verdict == "pass") is passed] for passed in (True, False)
+    )
+    notes = {
+        "worse": [
+            (case, f"{changes_text(changed)}{failure_reason(records[case])}") for case, changed in differs.worse.items()
+        ],
+        "new": [(case, str(finite[case])) for case in new],
+        "new, and not pass": [(case, f"{finite[case]}{failure_reason(records[case])}") for case in failed],
+        "better": [(case, changes_text(changed)) for case, changed in differs.better.items()],
+    }
+    judgement.groups = {kind: grouped(found, records, accepted, finite) for kind, found in notes.items()}
+    for case, line in notes["worse"]:
+        judgement.fail("worse", f"{case}: {line}")
     for case in differs.removed:
         if case not in records:
             judgement.fail("did not run", case)
-    for case in differs.new:
-        if finite[case].verdict == "pass":
-            judgement.note("new", f"{case}: {finite[case]}")
-        else:
-            judgement.fail("new, and not pass", f"{case}: {finite[case]}{failure_reason(records[case])}")
-    for case, changed in differs.better.items():
-        judgement.note("better", f"{case}: {changes_text(changed)}")
+    for kind, add in (("new", judgement.note), ("new, and not pass", judgement.fail), ("better", judgement.note)):
+        for case, line in notes[kind]:
+            add(kind, f"{case}: {line}")
     _check_skips(sum(figures_.verdict == "unsupported" for figures_ in accepted.values()), run.records, judgement)
     judgement.same = len(finite) - len(differs.worse) - len(differs.better) - len(differs.new)
 
@@ -123,11 +141,11 @@ def _check_skips(accepted: int, records: Iterable[dict[str, Any]], judgement: Ju
         )
 
 
-def show(judgement: Judgement, name: str, console: Console) -> None:
-    """Print a judgement by the baseline called `name`: new and better cases, problems, and the verdict. In a
-    GitHub job a failed gate is an annotation."""
-    print_kinds(judgement.notes, console, "blue")
-    print_kinds(judgement.problems, console, "bold red")
+def show(judgement: Judgement, name: str, console: Console, page: Path | None = None) -> None:
+    """Print a judgement by the baseline called `name`: new and better cases, problems, and the verdict, with addresses
+    on `page`, the report of the run. In a GitHub job a failed gate is an annotation."""
+    print_kinds(judgement.notes, console, "blue", judgement.groups, page)
+    print_kinds(judgement.problems, console, "bold red", judgement.groups, page)
     style = "blue" if judgement.passed else "bold red"
     console.print(judgement.sentence(name), style=style, markup=False, highlight=False, soft_wrap=True)
     if not judgement.passed:

@@ -96,9 +96,9 @@ def test_accepting_says_what_changes(tmp_path: Path) -> None:
     changed = [record(verdict="fail", mismatches=3), *CASES[2:6], product("lattice", budget_max=0.3), record("ties")]
     assert accepted(run(*changed), path).splitlines() == [
         "worse: 1",
-        "  quantize/nvfp4/64x128/bf16/normal: verdict pass → fail, wrong 0 → 3",
+        "  quantize/nvfp4/64x128/bf16/normal: fail, was pass; 3 wrong elements, was 0",
         "better: 1",
-        "  gemm/nvfp4/33x64x17/bf16xbf16-fp32/lattice/tn: budget 2^0 → 2^-1",
+        "  gemm/nvfp4/33x64x17/bf16xbf16-fp32/lattice/tn: largest fraction of the bound 2^-1, was 2^0",
         "gone: 3",
         "  quantize/nvfp4/64x128/bf16/file.npz:a/b",
         "  quantize/nvfp4/64x128/bf16/zeros",

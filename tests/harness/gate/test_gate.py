@@ -26,6 +26,7 @@ from narrowgauge.harness.gate.figures import (
     figures,
     not_finite,
     parse,
+    total,
 )
 from narrowgauge.harness.gate.gate import Judgement, judge, show
 from narrowgauge.harness.report.failure_view import first_failure
@@ -110,30 +111,32 @@ def test_not_finite(name: str, value: float) -> None:
 
 
 WORSE = [
-    ({"compared": 500, "stages": [stage("output", "bound", 561), stage("memory", "guard", 1)]}, "compared 561 → 499"),
-    ({"mismatches": 1}, "wrong 0 → 1"),
-    ({"max_ulp": 2}, "ulp none → 2"),
-    ({"exact_share": 399 / 561}, "exact share 400/561 → 399/561, exact or ordered share 400/561 → 399/561"),
-    ({"budget_max": 1.5}, "budget 2^0 → 2^1"),
-    ({"budget_max": None}, "budget 2^0 → not measured"),
-    ({"interval_ulps_max": 17}, "interval width 2^4 → 2^5"),
-    ({"stages": [stage("output", "bound", 561), stage("x", "boundary", 0, excused=3)]}, "excused 0 → 3"),
-    ({"verdict": "fail", "message": "output: \n off"}, "verdict pass → fail (output: off)"),
-    ({"verdict": "crash", "compared": 0, "stages": [], "message": "died"}, "verdict pass → crash (died)"),
+    ({"compared": 500, "stages": [stage("output", "bound", 561), stage("memory", "guard", 1)]}, "499 elements"),
+    ({"mismatches": 1}, "1 wrong elements, was 0"),
+    ({"max_ulp": 2}, "largest error 2 ulp, was 0"),
+    ({"exact_share": 399 / 561}, "399 of 561 outputs exact, was 400 of 561"),
+    ({"budget_max": 1.5}, "largest fraction of the bound 2^1, was 2^0"),
+    ({"budget_max": None}, "bound not measured, was 2^0"),
+    ({"interval_ulps_max": 17}, "widest interval 2^5 ulp, was 2^4 ulp"),
+    ({"stages": [stage("output", "bound", 561), stage("x", "boundary", 0, excused=3)]}, "3 elements excused, was 0"),
+    ({"verdict": "fail", "message": "output: \n off"}, "fail, was pass (output: off)"),
+    ({"verdict": "crash", "compared": 0, "stages": [], "message": "died"}, "crash, was pass (died)"),
 ]
 BETTER = [
-    ({"exact_share": 401 / 561}, "exact share 400/561 → 401/561, exact or ordered share 400/561 → 401/561"),
-    ({"ordered_share": 61 / 561}, "exact or ordered share 400/561 → 461/561"),
-    ({"budget_max": 0.5}, "budget 2^0 → 2^-1"),
-    ({"interval_ulps_max": None}, "interval width 2^4 → not measured"),
-    ({"interval_ulps_max": 8}, "interval width 2^4 → 2^3"),
+    ({"exact_share": 401 / 561}, "401 of 561 outputs exact, was 400 of 561"),
+    ({"ordered_share": 61 / 561}, "461 of 561 outputs exact or in the declared order, was 400 of 561"),
+    ({"budget_max": 0.5}, "bound 2^-1, was 2^0"),
+    ({"interval_ulps_max": None}, "interval not measured, was 2^4 ulp"),
+    ({"interval_ulps_max": 8}, "widest interval 2^3 ulp, was 2^4 ulp"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), WORSE)
 def test_a_figure_that_is_worse_fails_by_name(change: dict[str, Any], message: str) -> None:
     judgement = judged(product(), product(**change))
-    assert text(judgement.problems) == [f"worse: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: {message}"]
+    (line,) = text(judgement.problems)
+    assert line.startswith("worse: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: ")
+    assert message in line
     assert not judgement.passed
 
 
@@ -141,7 +144,9 @@ def test_a_figure_that_is_worse_fails_by_name(change: dict[str, Any], message: s
 def test_what_is_better_is_said_and_holds(change: dict[str, Any], message: str) -> None:
     judgement = judged(product(), product(**change))
     assert judgement.passed
-    assert text(judgement.notes) == [f"better: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: {message}"]
+    (line,) = text(judgement.notes)
+    assert line.startswith("better: gemm/nvfp4/33x64x17/bf16xbf16-fp32/normal/tn: ")
+    assert message in line
 
 
 def test_the_worse_figures_come_first() -> None:
@@ -305,7 +310,10 @@ def test_what_is_printed() -> None:
     show(judge(run(record(budget_max=0.1, inputs="[b]")), baseline_of(run(*many))), "host.json", console)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert lines[:3] == ["new: 1", "  quantize/nvfp4/64x128/bf16/[b]: pass 90, budget 2^-3", "did not run: 52"]
+    assert [lines[0], lines[2], lines[3]] == [
+        "new: 1", "    quantize/nvfp4/64x128/bf16/[b]: pass 90, budget 2^-3", "did not run: 52",
+    ]  # fmt: skip
+    assert "1 case" in lines[1]
     assert lines[-3:] == [
         "  quantize/nvfp4/64x128/bf16/file:049",
         "  … and 2 more",
@@ -322,10 +330,10 @@ def test_a_failed_gate_is_an_annotation_of_a_github_job(
     assert capsys.readouterr().out == ""
     worse = judged(record(), record(mismatches=1))
     show(worse, "host.json", console)
-    assert capsys.readouterr().out == (
-        "::error title=narrowgauge gate::gate fails against host.json: 1 case as accepted, 1 worse%0A"
-        "quantize/nvfp4/64x128/bf16/normal: wrong 0 → 1\n"
-    )
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("::error title=narrowgauge gate::gate fails against host.json: ")
+    assert "1 worse%0A" in line
+    assert "quantize/nvfp4/64x128/bf16/normal: 1 wrong elements" in line
     monkeypatch.delenv("GITHUB_ACTIONS")
     show(worse, "host.json", console)
     assert capsys.readouterr().out == ""
@@ -349,10 +357,32 @@ def test_the_command(tmp_path: Path) -> None:
     )  # fmt: skip
     judgement = narrowgauge("gate", "--run", bad, "--baseline", accepted)
     assert judgement.exit_code == 1
-    assert (
-        "worse: 1\n  quantize/nvfp4/64x128/bf16/normal: verdict pass → fail, wrong 0 → 1 (codes: 1 of "
-        in judgement.stdout
-    )
+    for part in ("worse: 1\n", "codes wrong, no cause known", "1 wrong elements, was 0", "quantize nvfp4 bf16"):
+        assert part in judgement.stdout
+    assert "report:" not in judgement.stdout
+    (bad / "index.html").touch()
+    judgement = narrowgauge("gate", "--run", bad, "--baseline", accepted)
+    assert f"report: {bad}/index.html#case=quantize%2Fnvfp4%2F64x128%2Fbf16%2Fnormal\n" in judgement.stdout
+
+
+def test_cases_are_grouped_by_cause_and_dimensions() -> None:
+    away = [{"cause": "ties-away", "sentence": "ties round away", "stage": "codes", "exact": True}]
+    bad = [wrong(f"i{n}", n + 1, max_ulp=3, explanations=away) for n in range(12)]
+    better = [product(f"b{n}", budget_max=0.25 * n) for n in range(1, 3)]
+    accepted = [record(f"i{n}") for n in range(12)] + [product(f"b{n}", budget_max=1.0) for n in range(1, 3)]
+    groups = judge(run(*bad, *better), baseline_of(run(*accepted))).groups
+    (found,) = groups["worse"]
+    assert found.title.startswith("codes wrong, explained exactly by ties-away: ")
+    for part in ("fail, was pass", "largest error 3 ulp, was 0", "78 wrong elements, was 0", "12 cases, all quantize"):
+        assert part in found.title
+    assert found.notes[0][0].endswith("/i11")  # the worst case first
+    (found,) = groups["better"]
+    assert "largest fraction of the bound 2^-1, was 2^0; 2 cases, all gemm nvfp4" in found.title
+
+
+def test_figures_of_several_cases_together() -> None:
+    parts = [Figures("pass", 5, outputs=9, exact=3, budget=-1), Figures("fail", 7, wrong=2, ulp=4, width=3)]
+    assert total(parts) == Figures("fail/pass", 12, wrong=2, ulp=4, outputs=9, exact=3, budget=-1, width=3)
 
 
 def test_the_command_takes_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -431,9 +431,9 @@ WORSE: dict[str, tuple[Edit, str]] = {
         lambda lines: [line.update(seed=3) for line in lines] and lines[0]["environment"].update(seed="3"),
         "another seed: 1\n",
     ),
-    "the failure is an error": (replaced("verdict", "error", "quantize", "fail"), "verdict fail → error"),
-    "the error is a crash": (replaced("verdict", "crash", "quantize", "error"), "verdict error → crash"),
-    "a wider interval": (replaced("interval_ulps_max", 10**9), "interval width "),
+    "the failure is an error": (replaced("verdict", "error", "quantize", "fail"), "error, was fail"),
+    "the error is a crash": (replaced("verdict", "crash", "quantize", "error"), "crash, was error"),
+    "a wider interval": (replaced("interval_ulps_max", 10**9), "widest interval "),
     "a budget of a failure that is not finite": (
         lambda lines: of(lines, "quantize", "fail").update(
             budget_max=math.inf, budget_p99=1.0, budget_histogram=[0] * 10 + [1],
@@ -451,7 +451,7 @@ def test_a_consistent_run_that_is_worse_has_another_exit_status(
 ) -> None:
     judged = gate(folder, lines, edit)
     assert (judged.exit_code, judged.stderr) == (1, ""), judged.output
-    assert expected in judged.stdout
+    assert " ".join(expected.split()) in " ".join(judged.stdout.split())  # lines are wrapped
 
 
 def test_as_many_tamperings_as_the_gate_needs() -> None:
