@@ -1,7 +1,8 @@
 """Starting and ending kernel hosts: a process with torch imported forks a process for each judge, which forks hosts.
 
 The starter runs no backend, no kernel and no thread. A fork costs some milliseconds; an interpreter that imports torch
-takes seconds. A new host gets a copy of the starter's fresh state, whatever an earlier host did.
+takes seconds. A new host gets a copy of the starter's fresh state, whatever an earlier host did. The starter also forks
+servers, such as the process that forks judges (`harness.running.judge_processes`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.harness.hosts.frames import Connection, FrameError, close_others, pair
+from narrowgauge.harness.hosts.frames import Connection, FrameError, close_others, pair, readable
 from narrowgauge.harness.machine.process import KILLED, adopt_orphans, detach_process, end_with_parent
 
 _IMPORTED = ("torch", "numpy.random", "narrowgauge.harness.hosts.serve", "narrowgauge.native.ops")
@@ -47,8 +49,7 @@ class Channel:
 
         `environment`: variables of a fresh interpreter, for libraries that load at its start; None: a fork.
         """
-        state = {"folder": os.getcwd(), "path": sys.path, "environment": dict(os.environ)}
-        message = {"op": "start", "state": state, "fresh": None if environment is None else dict(environment)}
+        message = {"op": "start", "state": process_state(), "fresh": None if environment is None else dict(environment)}
         return int(self._ask(message, descriptors, deadline)["pid"])
 
     def end(self, pid: int, *, wait: float = 0.0) -> int | None:
@@ -81,6 +82,7 @@ class Starter:
         )  # fmt: skip
         theirs.close()
         self._connection = Connection(ours)
+        self._servers: dict[str, Connection] = {}
 
     @property
     def alive(self) -> bool:
@@ -94,8 +96,26 @@ class Starter:
         theirs.close()
         return ours
 
+    def server(self, module: str) -> Connection:
+        """Connection to a fork that runs the function `main` of a module. The first call starts the fork."""
+        if module not in self._servers:
+            ours, theirs = pair()
+            self._connection.send({"op": "server", "module": module}, descriptors=[theirs.fileno()])
+            theirs.close()
+            self._servers[module] = Connection(ours)
+        return self._servers[module]
+
+    def drop_server(self, module: str) -> None:
+        """End a server. The next call of `server` starts another."""
+        if (connection := self._servers.pop(module, None)) is not None:
+            connection.close()
+
     def close(self) -> None:
-        """End the process and all hosts."""
+        """End the process, all servers and all hosts."""
+        if not readable([self._connection], 0.0):  # it still imports torch, and has no children
+            self._process.kill()
+        for module in list(self._servers):
+            self.drop_server(module)
         self._connection.close()
         try:
             self._process.wait(KILLED)
@@ -144,17 +164,51 @@ def main(descriptor: int) -> None:
     gc.freeze()  # a collection in a host would copy every page
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit status of these processes
     run = Connection(socket.socket(fileno=descriptor))
-    while True:
-        try:
-            _, (judge,) = run.receive()
-        except FrameError:
-            break
-        if not os.fork():
-            close_others([judge])
-            _start_hosts(Connection(socket.socket(fileno=judge)))
-            os._exit(0)
-        os.close(judge)
+    with suppress(FrameError):
+        run.send({"ready": True})
+        while True:
+            message, (end,) = run.receive()
+            if not os.fork():
+                close_others([end])
+                if message["op"] == "server":
+                    run_and_exit(partial(import_module(message["module"]).main, end))
+                _start_hosts(Connection(socket.socket(fileno=end)))
+                os._exit(0)
+            os.close(end)
     _wait_for_children()
+
+
+def process_state() -> dict[str, Any]:
+    """The folder, the import path and the environment variables of this process, for `take_state` of another."""
+    return {"folder": os.getcwd(), "path": sys.path, "environment": dict(os.environ)}
+
+
+def take_state(state: dict[str, Any]) -> None:
+    """Take the folder, the import path and the environment variables of another process."""
+    os.chdir(state["folder"])
+    os.environ.clear()
+    os.environ.update(state["environment"])
+    sys.path[:] = state["path"]
+
+
+def run_and_exit(function: Callable[[], None]) -> None:
+    """Call a function in a fork, and end the process with its exit status. Does not return."""
+    status = 1
+    try:
+        function()
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        import traceback
+
+        with suppress(Exception):
+            traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
 
 
 def _warm_up() -> None:
@@ -186,7 +240,7 @@ def _start_hosts(judge: Connection) -> None:
                 continue
             pid = os.fork()
             if not pid:
-                _be_host(message, descriptors)
+                run_and_exit(partial(_be_host, message, descriptors))
             for descriptor in descriptors:
                 os.close(descriptor)
             judge.send({"pid": pid})
@@ -194,41 +248,22 @@ def _start_hosts(judge: Connection) -> None:
 
 
 def _be_host(message: dict[str, Any], descriptors: list[int]) -> None:
-    """Become a host. Does not return."""
-    status = 1
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        detach_process()
-        connection, output = descriptors[:2]
-        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        close_others([connection, *descriptors[2:]])
-        state = message["state"]
-        os.chdir(state["folder"])
-        os.environ.clear()
-        os.environ.update(state["environment"])
-        sys.path[:] = state["path"]
-        if message["fresh"] is not None:
-            os.environ.update(message["fresh"])
-            os.set_inheritable(connection, True)
-            code = "import json, sys; sys.path[:] = json.loads(sys.argv[2])"
-            code += "; from narrowgauge.harness.hosts.starter import serve_on; serve_on(int(sys.argv[1]))"
-            os.execve(sys.executable, [sys.executable, "-c", code, str(connection), json.dumps(sys.path)], os.environ)
-        serve_on(connection)
-        status = 0
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        import traceback
-
-        with suppress(Exception):
-            traceback.print_exc()
-    finally:
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+    """Serve as a host."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    detach_process()
+    connection, output = descriptors[:2]
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    close_others([connection, *descriptors[2:]])
+    take_state(message["state"])
+    if message["fresh"] is not None:
+        os.environ.update(message["fresh"])
+        os.set_inheritable(connection, True)
+        code = "import json, sys; sys.path[:] = json.loads(sys.argv[2])"
+        code += "; from narrowgauge.harness.hosts.starter import serve_on; serve_on(int(sys.argv[1]))"
+        os.execve(sys.executable, [sys.executable, "-c", code, str(connection), json.dumps(sys.path)], os.environ)
+    serve_on(connection)
 
 
 def serve_on(descriptor: int) -> None:

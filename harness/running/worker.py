@@ -4,18 +4,14 @@ host runs the backend. The end of a host costs one case."""
 from __future__ import annotations
 
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import shlex
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +19,10 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair
 from narrowgauge.harness.hosts.starter import Channel, starter
 from narrowgauge.harness.machine.gpu_lock import without_gpu_lock
-from narrowgauge.harness.machine.process import KILLED, detach_process, ending, prepare_process
+from narrowgauge.harness.machine.process import KILLED, ending, prepare_process
 from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 from narrowgauge.harness.records.record import new_record
+from narrowgauge.harness.running.judge_processes import JudgeProcess
 
 if TYPE_CHECKING:
     from narrowgauge.harness.backends.backend import Backend
@@ -84,13 +81,6 @@ LOAD = 300.0
 """Seconds that a worker may take to load a backend, or a case's timeout if that is longer."""
 JUDGING = 120.0
 """Seconds that a judge may take beyond the timeout of a case, which limits the calls of the backend."""
-_PRELOADED = (
-    "narrowgauge.harness.running.worker",
-    "narrowgauge.harness.running.save_failures",
-    "narrowgauge.harness.operations.registry",
-    "narrowgauge.harness.hosts.remote_host",
-    "numpy.random",
-)
 
 
 class Lost(Exception):
@@ -113,19 +103,13 @@ class Worker:
 
     def __init__(self, settings: Settings, gpu: str = "") -> None:
         """Start the judge, on the GPU of that name. Its first message says whether the backend is loaded."""
-        environment = dict(os.environ)  # that of the server may be older
-        if gpu:
-            environment[VISIBLE_DEVICES] = gpu
+        environment = dict(os.environ) | ({VISIBLE_DEVICES: gpu} if gpu else {})
         ours, theirs = pair()
         hosts, other_hosts = starter().connect(), starter().connect()
         self.connection = Connection(ours)
-        self.process = forkserver().Process(
-            target=_main, args=(theirs, hosts, other_hosts, settings, environment), daemon=True
+        self.process = JudgeProcess(
+            f"{__name__}:main", [theirs, hosts, other_hosts], [asdict(settings)], environment=environment
         )
-        self.process.start()
-        theirs.close()
-        hosts.close()
-        other_hosts.close()
         self.settings, self.gpu = settings, gpu
         self.task: Task | None = None
         self.ready = self.last = False
@@ -201,35 +185,14 @@ def without_result(task: Task, settings: Settings, verdict: str, message: str) -
     return record.to_dict()
 
 
-def forkserver() -> ForkServerContext:
-    """Context of processes that have imported torch, and the judge's modules, already.
-
-    A fork of a process that has run torch, or used a GPU, can hang. The server has imported torch, and runs nothing.
-    """
-    context = multiprocessing.get_context("forkserver")
-    ours = [name for name in ("pytest",) if name in sys.modules]  # a process imports what the main module does
-    context.set_forkserver_preload([*_PRELOADED, *ours])
-    return context
-
-
-def _main(
-    ours: socket.socket,
-    hosts: socket.socket,
-    other_hosts: socket.socket,
-    settings: Settings,
-    environment: dict[str, str],
-) -> None:
+def main(ours: socket.socket, hosts: socket.socket, other_hosts: socket.socket, settings: dict[str, Any]) -> None:
+    """Be the judge of a worker, with the fields of the settings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides what an interrupt means
-    detach_process()
-    # The server ends when nobody holds this descriptor: the run alone should, and not the processes of the server.
-    held = getattr(multiprocessing.forkserver, "_forkserver", None)
-    if (alive := getattr(held, "_forkserver_alive_fd", None)) is not None:
-        os.close(alive)
-    os.environ.clear()
-    os.environ.update(environment)
-    prepare_process(settings.workers)
+    change = settings.pop("change")
+    given = Settings(**settings, change=change and tuple(change))
+    prepare_process(given.workers)
     with suppress(FrameError):  # the run is gone
-        serve(Connection(ours), Channel(hosts), Channel(other_hosts), settings)
+        serve(Connection(ours), Channel(hosts), Channel(other_hosts), given)
 
 
 def serve(connection: Connection, hosts: Channel, other_hosts: Channel, settings: Settings) -> None:

@@ -18,8 +18,9 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.hosts.changed_source import changed_source
 from narrowgauge.harness.hosts.frames import Connection, FrameError, pair
 from narrowgauge.harness.hosts.starter import starter
-from narrowgauge.harness.machine.process import detach_process, prepare_process
-from narrowgauge.harness.running.worker import LOAD, Lost, Settings, Task, Worker, forkserver
+from narrowgauge.harness.machine.process import prepare_process
+from narrowgauge.harness.running.judge_processes import JudgeProcess
+from narrowgauge.harness.running.worker import LOAD, Lost, Settings, Task, Worker
 from narrowgauge.harness.tools.mutants.conventional_tests import ConventionalTests, Detections
 from narrowgauge.harness.tools.mutants.mutant import Mutant
 from narrowgauge.harness.tools.mutants.recorded import Recorded
@@ -163,10 +164,8 @@ def _measure(result: MutantResult, settings: Settings, change: Change) -> None:
     """Apply the conventional tests in a process of their own. A mutant that ends it is detected by all of them."""
     ours, theirs = pair()
     mutant = result.mutant
-    arguments = (theirs, settings.workers, mutant.door, mutant.recipe, change)
-    process = forkserver().Process(target=_notice, args=arguments, daemon=True)
-    process.start()
-    theirs.close()
+    arguments = [settings.workers, mutant.door, mutant.recipe, change]
+    process = JudgeProcess(f"{__name__}:notice", [theirs], arguments)
     connection = Connection(ours)
     try:
         connection.receive(deadline=time.monotonic() + LOAD)
@@ -180,9 +179,8 @@ def _measure(result: MutantResult, settings: Settings, change: Change) -> None:
     connection.close()
 
 
-def _notice(end: socket.socket, workers: int, door: str, recipe: str, change: Change) -> None:
+def notice(end: socket.socket, workers: int, door: str, recipe: str, change: Change) -> None:
     """Apply the conventional tests to the kernels, and then to the changed kernels."""
-    detach_process()
     prepare_process(workers)
     connection = Connection(end)
     tests = ConventionalTests(door, recipe, import_module("narrowgauge.native.ops"))

@@ -3,7 +3,6 @@ costs only the remaining steps of its training."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -20,7 +19,8 @@ from narrowgauge.harness.hosts.frames import Connection, FrameError, pair, reada
 from narrowgauge.harness.hosts.starter import starter
 from narrowgauge.harness.machine.process import KILLED, ending, prepare_process
 from narrowgauge.harness.machine.processors import VISIBLE_DEVICES, worker_gpu
-from narrowgauge.harness.running.worker import JUDGING, LOAD, forkserver
+from narrowgauge.harness.running.judge_processes import JudgeProcess
+from narrowgauge.harness.running.worker import JUDGING, LOAD
 from narrowgauge.harness.tools.train.training import Training
 
 if TYPE_CHECKING:
@@ -60,15 +60,14 @@ class _Process:
     """The judge of a training in its process, as seen by the session."""
 
     def __init__(self, task: TrainingTask, workers: int, number: int) -> None:
-        context: Any = multiprocessing.get_context("spawn") if task.device == "cuda" else forkserver()
         gpu = worker_gpu(number, task.device)
         ours, theirs = pair()
         hosts = starter().connect()
         self.connection = Connection(ours)
-        self.process = context.Process(target=_main, args=(theirs, hosts, task, workers, gpu), daemon=True)
-        self.process.start()
-        theirs.close()
-        hosts.close()
+        environment = dict(os.environ) | ({VISIBLE_DEVICES: gpu} if gpu else {})
+        self.process = JudgeProcess(
+            f"{__name__}:main", [theirs, hosts], [asdict(task), workers], environment=environment
+        )
         self.number = number
         self.training = Training(task)
         self._started = time.monotonic()
@@ -209,13 +208,15 @@ def run_session(
     return passed
 
 
-def _main(ours: socket.socket, hosts: socket.socket, task: TrainingTask, workers: int, gpu: str) -> None:
+def main(ours: socket.socket, hosts: socket.socket, settings: dict[str, Any], workers: int) -> None:
+    """Train in a process of its own, and send the steps. `settings`: fields of the task."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell, or timeout, signals the whole process group
         signal.signal(number, signal.SIG_IGN)  # only the session handles the signal
-    if gpu:
-        os.environ[VISIBLE_DEVICES] = gpu
     prepare_process(workers)
-    from narrowgauge.harness.tools.train.train import train
+    from narrowgauge.harness.tools.train.model import Size
+    from narrowgauge.harness.tools.train.train import TrainingTask, train
+
+    task = TrainingTask(**settings | {"size": Size(**settings["size"])})
 
     connection = Connection(ours)
     try:

@@ -6,7 +6,6 @@ Every backend of `faulty_backends` runs 20 small cases by the command, over two 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -24,6 +23,7 @@ from narrowgauge.harness.hosts import starter
 from narrowgauge.harness.machine.process import adopt_orphans
 from narrowgauge.harness.records.journal import read
 from narrowgauge.harness.records.record_check import record_problems
+from narrowgauge.harness.running import judge_processes
 from narrowgauge.harness.running.runner import run_case
 from tests.harness import small_toml
 from tests.harness.hosts.faulty_backends import ATTACKS, FAST_MATH, MANY_SHAPES, SHAPES, VICTIM, Faulty
@@ -34,8 +34,6 @@ LIMIT = 8
 """Seconds that a case may take."""
 BOUND = 150
 """Seconds that a run may take: a case that hangs takes `LIMIT`, and the machine may be busy."""
-_SERVERS = re.compile("multiprocessing.(forkserver|resource_tracker) import main")
-"""Command lines of children that end with this process. A worker is a fork of its server, with the same one."""
 NAMES = [*ATTACKS, "fast_math_library"]
 
 
@@ -64,8 +62,10 @@ def folder(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
     (tmp_path / "cases").mkdir()
     adopt_orphans()  # processes that a run leaves become children of this process
-    starter.starter()  # all runs of this process share it
-    before = descendants()
+    starter.starter().server(judge_processes.__name__)  # all runs of this process share both processes
+    until = time.monotonic() + 60
+    while len(before := descendants()) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
     yield tmp_path
     until = time.monotonic() + 20
     while (left := {pid: command(pid) for pid in descendants() - before}) and time.monotonic() < until:
@@ -74,13 +74,13 @@ def folder(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def descendants() -> set[int]:
-    """Processes that this process or its descendants started, without zombies and the servers of `multiprocessing`."""
+    """Processes that this process or its descendants started, without zombies."""
     found, rest = set(), [os.getpid()]
     while rest:
         parent = rest.pop()
         for pid in starter.children(parent):
             rest.append(pid)
-            if (text := command(pid)) and (parent != os.getpid() or not _SERVERS.search(text)):
+            if command(pid):
                 found.add(pid)
     return found
 

@@ -1,6 +1,6 @@
 """Cases over workers: a judge or a kernel host that dies, hangs or cannot begin costs its own case alone."""
 
-import multiprocessing
+import os
 import platform
 import re
 import subprocess
@@ -15,7 +15,7 @@ import torch
 from narrowgauge.harness.backends.backend import BackendError, load_backend
 from narrowgauge.harness.hosts.frames import Connection, pair
 from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost
-from narrowgauge.harness.hosts.starter import Channel, starter
+from narrowgauge.harness.hosts.starter import Channel, children, starter
 from narrowgauge.harness.machine.process import KILLED
 from narrowgauge.harness.machine.processors import VISIBLE_DEVICES
 from narrowgauge.harness.records.record import new_record
@@ -68,6 +68,17 @@ def kernels(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def running_judges(seconds=20.0):
+    """Judges and hosts of this process that do not end: grandchildren of the starter."""
+    until = time.monotonic() + seconds
+    while True:
+        servers = [server for starter_ in children(os.getpid()) for server in children(starter_)]
+        found = [pid for server in servers for pid in children(server)]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.02)
+
+
 def case_of(rows):
     return replace(QUANTIZE, shape=(rows, 32))
 
@@ -85,7 +96,7 @@ def test_a_backend_that_cannot_begin_ends_the_run(kernels, name, message):
         run_cases([case_of(16)] * 3, Settings(f"pool_kernels:{name}"), records.append)
     assert re.fullmatch(message, str(raised.value))
     assert records == []
-    assert not multiprocessing.active_children()
+    assert not running_judges()
 
 
 def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, monkeypatch):
@@ -101,7 +112,7 @@ def test_a_backend_whose_import_never_returns_ends_the_run(kernels, tmp_path, mo
     with pytest.raises(BackendError, match=r"backend hanging_kernels:B did not load within 1 s"):
         run_cases([case_of(16)] * 3, Settings("hanging_kernels:B", timeout=1.0), records.append)
     assert records == []
-    assert not multiprocessing.active_children()
+    assert not running_judges()
 
 
 def test_no_cases_need_no_process(monkeypatch):
