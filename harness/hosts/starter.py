@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -137,6 +137,20 @@ def starter() -> Starter:
         atexit.register(close_starter)
         _starter = Starter()
     return _starter
+
+
+@contextmanager
+def started_early() -> Iterator[None]:
+    """Start the starter, which imports torch while the context prepares its work. An exception ends it again, unless it
+    ran before."""
+    earlier = _starter
+    now = starter()
+    try:
+        yield
+    except BaseException:
+        if now is not earlier:
+            close_starter()
+        raise
 
 
 def close_starter() -> None:

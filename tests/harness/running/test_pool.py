@@ -158,6 +158,8 @@ class Scripted(Worker):
 
 @pytest.fixture
 def scripted(monkeypatch):
+    monkeypatch.setattr(pool, "START", {"cpu": 1e-9, "cuda": 1e-9})  # any task is worth a worker
+
     def run(script, count, workers=1, **settings):
         monkeypatch.setattr(pool, "Worker", Scripted)
         monkeypatch.setattr(Scripted, "script", [*script], raising=False)
@@ -166,6 +168,20 @@ def scripted(monkeypatch):
         return run_cases(cases, Settings(workers=workers, failures="failures", **settings), lambda record: None)
 
     return run
+
+
+def test_small_work_has_one_worker_and_more_start_with_time(scripted, monkeypatch):
+    monkeypatch.setattr(pool, "START", {"cpu": 0.5})
+    scripted(["record"] * 4, 4, workers=4)
+    assert len(Scripted.made) == 1
+    large = [Task(replace(case_of(16), shape=(1 << 10, 1 << 14)), 0)] * 8  # 1.4 s each
+    assert [pool.worthwhile_workers(large, Settings(workers=n)) for n in (1, 4, 64)] == [1, 4, 8]
+    assert pool.worthwhile_workers([], Settings(workers=4)) == 0
+    Scripted.made.clear()
+    clock = iter(range(1 << 20))
+    monkeypatch.setattr(pool.time, "monotonic", lambda: next(clock))  # every look at the clock takes a second
+    scripted(["record"] * 8, 8, workers=3)
+    assert len(Scripted.made) == 3
 
 
 def verdicts(records):

@@ -1,10 +1,17 @@
-"""What a run does between its command and its verdict: imports and processes."""
+"""Start of a run: imports of its process, and the processes that it starts."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+from typer.testing import CliRunner
+
+from narrowgauge.harness.cli import app
+from narrowgauge.harness.hosts import starter
 
 CASE = """
 [[matrix]]
@@ -42,3 +49,27 @@ def test_the_verdict_comes_before_the_page_and_without_torch(tmp_path):
     assert "1 case passed" in process.stdout, process.stderr
     assert process.stderr.splitlines()[-1] == "narrowgauge: no page"
     assert process.returncode != 0
+
+
+def test_a_usage_error_leaves_no_starter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starter, "_starter", None)
+    (tmp_path / "cases.toml").write_text(CASE)
+    before = starter.children(os.getpid())
+    for options in (["-k", "nothing"], ["--device", "tpu"], ["--shard", "5/4"]):
+        result = CliRunner().invoke(app, ["run", "cases.toml", *options])
+        assert result.exit_code == 2, result.output
+        assert starter._starter is None
+    assert starter.children(os.getpid()) == before
+
+
+def test_an_error_keeps_the_starter_that_ran_before(monkeypatch):
+    ran = object()
+    monkeypatch.setattr(starter, "starter", lambda: ran)
+    monkeypatch.setattr(starter, "_starter", ran)
+    monkeypatch.setattr(starter, "close_starter", lambda: monkeypatch.setattr(starter, "_starter", None))
+    for before, after in ((ran, ran), (None, None)):
+        monkeypatch.setattr(starter, "_starter", before)
+        with suppress(ValueError), starter.started_early():
+            raise ValueError
+        assert starter._starter is after
