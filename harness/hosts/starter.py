@@ -141,8 +141,7 @@ def starter() -> Starter:
 
 @contextmanager
 def started_early() -> Iterator[None]:
-    """Start the starter, which imports torch while the context prepares its work. An exception ends it again, unless it
-    ran before."""
+    """Start the starter, which imports torch while the context prepares its work. An exception ends a new starter."""
     earlier = _starter
     now = starter()
     try:

@@ -33,7 +33,7 @@ _lock = Lock()
 
 
 class JudgeProcess:
-    """A process of a judge. It ends with the process that started it."""
+    """A process of a judge. The end of the run ends the process."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class JudgeProcess:
 
 
 def _send(message: dict[str, Any], descriptors: list[int]) -> None:
-    """Send a message to the server, which is started first if there is none."""
+    """Send a message to the server. The first message starts the server."""
     with _lock:
         with suppress(FrameError):
             starter().server(__name__).send(message, descriptors=descriptors)
@@ -103,7 +103,7 @@ def _send(message: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Fork a process for each message, until the process that sends them ends."""
+    """Fork a process for each message of the run, until the run ends."""
     end_with_parent()
     for name in _IMPORTED:
         import_module(name)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import narrowgauge.harness.running.judge_processes  # noqa: F401  # runs of `pytester` in this process share its starter
+
 if TYPE_CHECKING:
     from narrowgauge.harness.diagnosis.search.history import SearchHistory
 
