@@ -12,7 +12,7 @@ import torch
 from narrowgauge.reference.accumulators.hardware import HardwareModel
 from narrowgauge.reference.accumulators.steps import Side, aligned, convert
 from narrowgauge.reference.gemm.tensor_core import power_of_two
-from narrowgauge.reference.numbers.exact import fma
+from narrowgauge.reference.numbers.exact import addcmul_rounds_once, fma
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,25 @@ def tree_sum(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeAri
 
     Raises ValueError for a step that joins chains and products, or several chains, at once: no model defines it.
     """
-    if arithmetic.model is not None:
-        operand = arithmetic.model.operands[0]
-        smallest = 2.0 ** arithmetic.model.smallest_exponent(operand)
-        x, y = a.double(), b.double()
-        return _aligned_sum(chain, _with_powers(x, smallest), _with_powers(y, smallest), arithmetic)
-    return _nearest_sum(chain, a.float().T.contiguous(), b.float().T.contiguous(), arithmetic)
+    if arithmetic.model is None:
+        x, y = (side.float().T.contiguous() for side in (a, b))
+        return _nearest_sum(chain, x.unsqueeze(2), y.unsqueeze(1), arithmetic)
+    x, y = a.unsqueeze(1), b.unsqueeze(0)
+    return _aligned_sum(chain, _with_powers(x, arithmetic.model), _with_powers(y, arithmetic.model), arithmetic)
 
 
-def _with_powers(values: torch.Tensor, smallest: float) -> Side:
-    return Side(values, power_of_two(values).clamp_(min=smallest))
+def tree_sum_of_pairs(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeArithmetic) -> torch.Tensor:
+    """Σ_k a[i, k]·b[i, k], else as `tree_sum`: (S, K) and (S, K) to float32 (S,)."""
+    if arithmetic.model is None:
+        x, y = (side.float().T.contiguous().unsqueeze(1) for side in (a, b))
+        return _nearest_sum(chain, x, y, arithmetic).squeeze(0)
+    left, right = (_with_powers(side.unsqueeze(1), arithmetic.model) for side in (a, b))
+    return _aligned_sum(chain, left, right, arithmetic).squeeze(1)
+
+
+def _with_powers(values: torch.Tensor, model: HardwareModel) -> Side:
+    smallest = 2.0 ** model.smallest_exponent(model.operands[0])
+    return Side(values.double(), power_of_two(values.double()).clamp_(min=smallest))
 
 
 def _joined(
@@ -77,10 +86,11 @@ def _joined(
 
 
 def _nearest_sum(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeArithmetic) -> torch.Tensor:
-    """a (K, M) and b (K, N), float32."""
+    """a (K, M, 1) and b (K, 1, N) to (M, N), or (K, 1, S) and (K, 1, S) to (1, S), float32."""
+    in_place = arithmetic.fused and a.shape == b.shape and addcmul_rounds_once(str(a.device))
 
     def term(one: int | Chain) -> torch.Tensor:
-        return torch.outer(a[one], b[one]) if isinstance(one, int) else _nearest_sum(one, a, b, arithmetic)
+        return a[one] * b[one] if isinstance(one, int) else _nearest_sum(one, a, b, arithmetic)
 
     total = term(chain.first)
     for step in chain.steps:
@@ -89,27 +99,32 @@ def _nearest_sum(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: Nod
         one = step[0]
         if isinstance(one, Chain):
             total = _joined(total, step, term(one), arithmetic.reduced_in)
+        elif in_place:  # `total` is a new tensor
+            total.addcmul_(a[one], b[one].squeeze(0))
         elif arithmetic.fused:
-            total = fma(a[one].unsqueeze(1).expand(total.shape), b[one].expand(total.shape), total)
+            total = fma(a[one].expand(total.shape), b[one].expand(total.shape), total)
         else:
             total = total + term(one)
     return total
 
 
 def _aligned_sum(chain: Chain, a: Side, b: Side, arithmetic: NodeArithmetic) -> torch.Tensor:
+    """a (M, 1, K) and b (1, N, K) to (M, N), or (S, 1, K) and (S, 1, K) to (S, 1)."""
     model = arithmetic.model
     assert model is not None
 
     def products(columns: list[int], total: torch.Tensor) -> torch.Tensor:
-        values = a.values[:, columns].unsqueeze(1) * b.values[:, columns]
-        powers = a.powers[:, columns].unsqueeze(1) * b.powers[:, columns]
+        # A range is a view, a list is a copy.
+        at = slice(columns[0], columns[-1] + 1) if columns[-1] - columns[0] == len(columns) - 1 else columns
+        values = a.values[:, :, at] * b.values[:, :, at]
+        powers = a.powers[:, :, at] * b.powers[:, :, at]
         zero = 2.0**model.zero_exponent
         powers = powers.where(values != 0, zero)
         added = power_of_two(total).clamp(min=2.0**-126).where(total != 0, zero)
         terms = torch.cat([values, total.unsqueeze(2)], 2)
         return convert(aligned((terms, torch.maximum(powers.amax(2), added)), model), model)
 
-    zeros = a.values.new_zeros(len(a.values), len(b.values))
+    zeros = a.values.new_zeros(a.values.shape[0], b.values.shape[1])
     steps = list(chain.steps)
     if isinstance(chain.first, Chain):
         total = _aligned_sum(chain.first, a, b, arithmetic).double()

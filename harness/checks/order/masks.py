@@ -47,6 +47,8 @@ class MaskedGemm:
         self.large, self.small = 2.0**large, 2.0**small
         self.counted = 1
         """Small products that a probe counts exactly."""
+        self._ones: torch.Tensor | None = None
+        """The second operand of probes with masks in the first alone."""
         self.single = False
         """Whether only the first output is probed, with a call for each probe."""
         self.out_dtype = torch.float32
@@ -65,7 +67,7 @@ class MaskedGemm:
         Raises OrderUnknown if the function does not return a floating-point (M, N) tensor.
         """
         self.calls += 1
-        y = self.function(a.to(self.dtype).to(self.device), b.to(self.dtype).to(self.device))
+        y = self.function(*(x.to(self.device).to(self.dtype) for x in (a, b)))
         if not isinstance(y, torch.Tensor) or y.shape != (self.rows, self.others) or not y.is_floating_point():
             shape = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
             raise OrderUnknown(
@@ -125,32 +127,68 @@ class MaskedGemm:
         Raises OrderUnknown if a result is no count.
         """
         starts = range(0, self.columns, self.counted)
-        probes = [(i, j, start) for i, j in pairs for start in starts]
+        parts = [range(start, min(start + self.counted, self.columns)) for start in starts]
+        kept = self._kept([(i, j, part) for i, j in pairs for part in parts])
+        return [
+            self.columns - sum(kept[number * len(parts) : (number + 1) * len(parts)]) for number in range(len(pairs))
+        ]
+
+    def lost_in_order(self, start: int, others: Sequence[int]) -> list[int]:
+        """`lost` of pairs of `start` and other columns, if columns `start` to e are below each node, and no others.
+
+        If a probe counts few products, a first probe has a product in every n-th column, and a second one in the
+        columns between two of these. Raises OrderUnknown if the results contradict the assumption.
+        """
+        if self.counted >= self.columns:
+            return self.lost([(start, other) for other in others])
+        step = -(-self.columns // self.counted)
+        coarse = range(start, self.columns, step)
+        kept = self._kept([(start, other, coarse) for other in others])
+        windows = []
+        for other, count in zip(others, kept, strict=True):
+            beside = [column for column in coarse if column not in (start, other)]
+            lost = len(beside) - count
+            least = max([other, *beside[lost - 1 : lost]]) if lost else other
+            most = beside[lost] - 1 if lost < len(beside) else self.columns - 1
+            if least > most or most - least >= self.counted:
+                raise OrderUnknown(f"columns {start} and {other} have a node of columns that are not in order")
+            windows.append(range(least + 1, most + 1))
+        kept = self._kept([(start, other, window) for other, window in zip(others, windows, strict=True)])
+        return [window.stop - count - start for window, count in zip(windows, kept, strict=True)]
+
+    def _kept(self, probes: Sequence[tuple[int, int, range]]) -> list[int]:
+        """For each probe (i, j, columns): the small products left of those at `columns`, besides masks at i and j.
+
+        Columns i and j have no small product and count as lost. Raises OrderUnknown if a result is no count.
+        """
         sums: list[float] = []
         for first in range(0, len(probes), self.batch):
             sums += self._masked(probes[first : first + self.batch])
         large, small = self.scale()
-        counts = []
-        for number, (i, j) in enumerate(pairs):
-            kept = sum(sums[number * len(starts) : (number + 1) * len(starts)]) / small
-            if not (0 <= kept <= self.columns - 2 and kept == int(kept)):
+        counts = [total / small for total in sums]
+        for (i, j, columns), count in zip(probes, counts, strict=True):
+            most = len(columns) - (i in columns) - (j in columns)
+            if not (0 <= count <= most and count == int(count)):
                 raise OrderUnknown(
-                    f"with {large:g} and {-large:g} at columns {i} and {j}, {kept:g} of {self.columns - 2} other "
-                    "products are left in the sum, which is no count"
+                    f"with {large:g} and {-large:g} at columns {i} and {j}, {count:g} of {most} other products are "
+                    "left in the sum, which is no count"
                 )
-            counts.append(self.columns - int(kept))
-        return counts
+        return [int(count) for count in counts]
 
-    def _masked(self, probes: Sequence[tuple[int, int, int]]) -> list[float]:
-        """The sums of a call: for each probe (i, j, start) the small products from column `start` on, and two masks."""
-        a = torch.zeros(self.rows, self.columns)
-        for row, (i, j, start) in enumerate(probes):
-            a[row, start : start + self.counted] = self.small
-            a[row, i], a[row, j] = self.large, -self.large
-        if not self.two_sided:
-            return self._sums(self.run(a, torch.ones(self.others, self.columns)), len(probes))
-        b = torch.zeros(self.others, self.columns)
-        b[: len(probes)] = a[: len(probes)].abs()
+    def _masked(self, probes: Sequence[tuple[int, int, range]]) -> list[float]:
+        """The sums of a call: for each probe (i, j, columns) small products at the columns, and two masks."""
+        numbers = torch.tensor([(i, j, part.start, part.stop, part.step) for i, j, part in probes]).to(self.device)
+        i, j, start, stop, step = numbers.unsqueeze(2).unbind(1)
+        at = torch.arange(self.columns, device=self.device)
+        small = (at >= start) & (at < stop) & ((at - start) % step == 0)
+        rows = (small * self.small).where(at != i, self.large).where(at != j, -self.large)
+        a = torch.nn.functional.pad(rows, (0, 0, 0, self.rows - len(rows)))
+        if self.two_sided:
+            b = torch.nn.functional.pad(rows.abs(), (0, 0, 0, self.others - len(rows)))
+        elif self._ones is None:
+            b = self._ones = torch.ones(self.others, self.columns, device=self.device, dtype=self.dtype)
+        else:
+            b = self._ones
         return self._sums(self.run(a, b), len(probes))
 
     def _sums(self, y: torch.Tensor, count: int) -> list[float]:

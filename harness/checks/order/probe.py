@@ -10,7 +10,7 @@ from narrowgauge.harness.checks.order.masks import GemmFunction, MaskedGemm, Ord
 from narrowgauge.harness.checks.order.order import Order, Slices, kind_of
 from narrowgauge.harness.checks.order.reveal import reveal
 from narrowgauge.reference.accumulators.hardware import HardwareModel
-from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic, tree_sum
+from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic, tree_sum_of_pairs
 
 _OPERANDS = {
     torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
@@ -71,15 +71,14 @@ def _confirmed(gemm: MaskedGemm, tree: Chain, seed: int) -> Order:
     shape = (gemm.rows, gemm.columns, gemm.others)
     kind = kind_of(tree, gemm.columns)
     samples = [_sample(gemm, family, seed + number) for number, family in enumerate(("normal", "wide", "cancelling"))]
-    checked = sum(part.numel() for sample in samples for part in sample[2])
+    a, b, results = (torch.cat(tensors) for tensors in zip(*samples, strict=True))
+    sizes = [len(rows) * len(columns) for _ in samples for rows, columns in _parts(gemm)]
+    checked = len(results)
     best: tuple[int, NodeArithmetic, list[torch.Tensor]] | None = None
     try:
         for arithmetic in _arithmetics(gemm, tree):
-            wrong = [
-                predicted != part
-                for a, b, parts in samples
-                for predicted, part in zip(_predicted(gemm, tree, arithmetic, a, b), parts, strict=True)
-            ]
+            predicted = tree_sum_of_pairs(tree, a, b, arithmetic).to(gemm.out_dtype).double()
+            wrong = list(torch.split(predicted != results, sizes))
             count = sum(int(part.sum()) for part in wrong)
             if best is None or count < best[0]:
                 best = count, arithmetic, wrong
@@ -99,8 +98,8 @@ def _confirmed(gemm: MaskedGemm, tree: Chain, seed: int) -> Order:
 def _difference(gemm: MaskedGemm, wrong: list[torch.Tensor]) -> str:
     """Which outputs the best arithmetic does not predict."""
     rows, columns = _rows_and_columns(gemm)
-    bad = sum(part.any(1).int() for part in wrong[0::2])
-    bad_columns = sum(part.any(0).int() for part in wrong[1::2])
+    bad = sum(part.view(len(rows), -1).any(1).int() for part in wrong[0::2])
+    bad_columns = sum(part.view(-1, len(columns)).any(0).int() for part in wrong[1::2])
     assert isinstance(bad, torch.Tensor)
     assert isinstance(bad_columns, torch.Tensor)
     total, count = sum(part.numel() for part in wrong), sum(int(part.sum()) for part in wrong)
@@ -130,8 +129,8 @@ def _parts(gemm: MaskedGemm) -> Iterator[tuple[list[int], list[int]]]:
     yield _spread(gemm.rows, _CHECKED_COLUMNS), columns
 
 
-def _sample(gemm: MaskedGemm, family: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Random operands of the dtype as float32, and the checked outputs of the function, float64."""
+def _sample(gemm: MaskedGemm, family: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The checked outputs of random operands: rows of a and of b (S, K), float32, and results (S,), float64."""
     generator = torch.Generator().manual_seed(seed)
     spread = _SPREAD[gemm.dtype]
     operands: list[torch.Tensor] = []
@@ -146,14 +145,9 @@ def _sample(gemm: MaskedGemm, family: str, seed: int) -> tuple[torch.Tensor, tor
         operands.append(x.to(gemm.dtype).float())
     a, b = operands
     y = gemm.run(a, b)
-    return a, b, [y[rows][:, columns] for rows, columns in _parts(gemm)]
-
-
-def _predicted(
-    gemm: MaskedGemm, tree: Chain, arithmetic: NodeArithmetic, a: torch.Tensor, b: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    for rows, columns in _parts(gemm):
-        yield tree_sum(tree, a[rows], b[columns], arithmetic).to(gemm.out_dtype).double()
+    pairs = [(row, column) for rows, columns in _parts(gemm) for row in rows for column in columns]
+    i, j = torch.tensor(pairs).T
+    return a[i], b[j], y[i, j]
 
 
 def _arithmetics(gemm: MaskedGemm, tree: Chain) -> Iterator[NodeArithmetic]:
