@@ -76,6 +76,21 @@ class BenchRow:
     def failed(self) -> bool:
         return self.verdict in (WRONG, ERROR)
 
+    @property
+    def found_by_quartiles(self) -> tuple[float, float] | None:
+        """The figure of the target by the slower and by the faster quartile of the rounds. None without a target."""
+        if self.asked_found is None or not self.seconds or not self.seconds_q1 or not self.seconds_q3:
+            return None
+        work = self.asked_found * self.seconds  # every figure of a target is proportional to 1/seconds
+        return work / self.seconds_q3, work / self.seconds_q1
+
+    @property
+    def too_noisy(self) -> bool:
+        """Whether the quartiles of the rounds lie on both sides of the target: the median may then be on either side by
+        chance. The spread of the ceiling and of the reference is not counted."""
+        found = self.found_by_quartiles
+        return found is not None and self.asked_least is not None and found[0] < self.asked_least <= found[1]
+
     def to_dict(self) -> dict[str, Any]:
         """Columns of the tables, in order."""
         return {"schema": SCHEMA, "id": self.id, **asdict(self), "rate": self.rate}

@@ -41,6 +41,8 @@ class LossFigure:
     panels: list[RecipePanel]
     marks: list[tuple[str, float]]
     """Labels of the vertical axis, with their distances from the top."""
+    steps_marks: list[tuple[str, float]]
+    """Labels of the horizontal axis, with their distances from the left."""
     entropy: float
     """Distance from the top of the entropy line, which a model with effective layers must pass."""
     steps: int
@@ -66,7 +68,16 @@ def loss_figure(trainings: Sequence[Training], entropy: float, steps: int) -> Lo
     ]
     gap = next((gap for gap in _ROUND if top / gap <= 5), top)
     marks = [(f"{gap * number:g}", _height_below_top(gap * number, top)) for number in range(int(top / gap) + 1)]
-    return LossFigure(panels, marks, _height_below_top(entropy, top), steps)
+    return LossFigure(panels, marks, _step_marks(steps), _height_below_top(entropy, top), steps)
+
+
+def _step_marks(steps: int) -> list[tuple[str, float]]:
+    """Numbers of steps, counted from 1, at round distances: at most five."""
+    last = max(1, steps - 1)
+    gap = next(gap for power in range(10) for gap in (10**power, 2 * 10**power, 5 * 10**power) if steps <= 4 * gap)
+    return [
+        (str(step), round(WIDTH * (step - 1) / last, 1)) for step in dict.fromkeys([1, *range(gap, steps + 1, gap)])
+    ]
 
 
 def _trainings_under(trainings: Sequence[Training], recipe: str) -> list[Training]:

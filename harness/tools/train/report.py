@@ -68,8 +68,9 @@ def cells(training: Training, count: Callable[[int], str] = text.number) -> list
     ]
 
 
-def failure_reasons(training: Training, entropy: float) -> list[str]:
-    """Reasons why a training did not pass: a few wrong stages first. Empty for a passed training."""
+def failure_reasons(training: Training, entropy: float, trainings: Sequence[Training] = ()) -> list[str]:
+    """Reasons why a training did not pass: a few wrong stages first. Empty for a passed training. `trainings`: all of
+    the session, which show if the steps are too few to learn."""
     reasons = []
     if training.judged and (wrong_steps := [step for step in training.steps if step.mismatches]):
         stages = text.plural(sum(step.mismatches for step in wrong_steps), "wrong stage")
@@ -81,9 +82,16 @@ def failure_reasons(training: Training, entropy: float) -> list[str]:
         reasons.append(_ended(training))
     elif not training.learned(entropy):
         limit = text.number(float(f"{entropy:.4g}"))
-        reasons.append(
-            f"does not learn: the loss of the last steps is {text.number(training.final)}, not below {limit}"
-        )
+        loss = f"the loss of the last steps is {text.number(training.final)}, not below {limit}"
+        if training.too_short(trainings, entropy):
+            right = "right in every step, but " if training.judged else ""
+            steps = text.plural(training.task.steps, "step")
+            reasons.append(
+                f"{right}too short to learn: {loss}, nor is the reference's in high precision after {steps}; give more "
+                "--steps"
+            )
+        else:
+            reasons.append(f"does not learn: {loss}")
     return [f"{name(training)}: {reason}" for reason in reasons]
 
 
@@ -100,6 +108,8 @@ def sentence(trainings: Sequence[Training], entropy: float) -> str:
     if failed or not trainings:
         unfinished = sum(not training.complete for training in failed)
         rest = f", {unfinished} of which did not take every step" if unfinished else ""
+        if short := sum(training.too_short(trainings, entropy) for training in failed):
+            rest += f"; {short} of them are right and too short to learn"
         return f"{len(failed)} of {text.plural(len(trainings), 'training')} did not pass{rest}"
     steps = [step for training in trainings for step in training.steps]
     judged = (
@@ -120,10 +130,11 @@ def print_result(trainings: Sequence[Training], entropy: float, console: Console
     for verdict, training in zip(verdicts, trainings, strict=True):
         recipe, layers, *figures = cells(training, text.compact)
         rows.append([f"{marks[verdict]} {recipe}, {layers}", *figures])
-    styles = ["" if verdict == "pass" else "bold red" for verdict in verdicts]
+    short = [training.too_short(trainings, entropy) for training in trainings]
+    styles = ["" if v == "pass" else "yellow" if s else "bold red" for v, s in zip(verdicts, short, strict=True)]
     print_table((", ".join(COLUMNS[:2]), *COLUMNS[2:]), rows, console, styles=styles)
     console.print(Text(EXPLAINED, style="dim"))
-    for line_ in (line_ for training in trainings for line_ in failure_reasons(training, entropy)):
+    for line_ in (line_ for training in trainings for line_ in failure_reasons(training, entropy, trainings)):
         console.print(line_, markup=False, highlight=False, soft_wrap=True, style="red")
     for line_ in filter(None, map(not_compared, trainings)):
         console.print(line_, markup=False, highlight=False, soft_wrap=True)
@@ -171,6 +182,6 @@ def render(trainings: Sequence[Training], environment: dict[str, str], entropy: 
         columns=COLUMNS,
         explained=EXPLAINED,
         rows=list(zip(passed, map(cells, trainings), strict=True)),
-        sentences=[reason for training in trainings for reason in failure_reasons(training, entropy)],
+        sentences=[reason for training in trainings for reason in failure_reasons(training, entropy, trainings)],
         left_out=list(filter(None, map(not_compared, trainings))),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from narrowgauge.harness.tools.train.train import TrainingStep, TrainingTask
@@ -59,6 +60,19 @@ class Training:
     def learned(self, entropy: float) -> bool:
         """Whether the final loss is below the entropy, which no model with ineffective layers reaches."""
         return self.final is not None and self.final < entropy
+
+    def too_short(self, trainings: Iterable[Training], entropy: float) -> bool:
+        """Whether the training is right and its number of steps is too small to learn: it is complete, agrees in every
+        judged step, has not learned, and the reference in high precision has not learned in as many steps either."""
+        agrees = not self.judged or self.agreeing == self.task.steps
+        return (
+            self.complete and agrees and not self.learned(entropy) and math.isfinite(self.final or math.nan)
+            and any(
+                other.task.recipe is None and other.task.backend == "reference" and other.complete
+                and other.task.steps == self.task.steps and not other.learned(entropy)
+                for other in trainings
+            )
+        )  # fmt: skip
 
     def passed(self, entropy: float) -> bool:
         """Whether the training is complete, agrees in every judged step, and learned."""

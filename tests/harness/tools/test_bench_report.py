@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from dataclasses import fields
@@ -159,6 +160,55 @@ def test_the_roofline_has_its_points_under_the_roofs_of_the_run() -> None:
     assert all(0 <= mark.x <= figures.WIDTH and 0 <= mark.y <= figures.HEIGHT for mark in result.marks)
     assert result.x_ticks
     assert result.y_ticks
+    assert (result.across, result.up) == ("arithmetic intensity (FLOP/byte)", "rate (FLOP/s)")
+    assert [(mark.row, mark.label) for mark in result.marks] == [
+        (one.id, str(number)) for number, one in enumerate((row(), REFERENCE, product()), 1)
+    ]
+    assert kernel.bar is not None
+    assert kernel.bar[0] > kernel.y > kernel.bar[1]  # the slower quartile is lower
+
+
+def test_a_label_covers_no_point_and_no_other_label() -> None:
+    crowd = figures.roofline([COPY, *[row(seconds=2e-3 + 1e-5 * n) for n in range(40)]])
+    assert crowd is not None
+    boxes = [
+        (mark.label_x, mark.label_y, mark.label_x + 6.5 * len(mark.label), mark.label_y + 11)
+        for mark in crowd.marks if mark.label
+    ]  # fmt: skip
+    assert 5 < len(boxes) < 40
+    assert not any(
+        a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for a, b in itertools.combinations(boxes, 2)
+    )
+    assert any(mark.leader for mark in crowd.marks)
+
+
+def test_a_target_between_the_quartiles_is_too_noisy_to_tell() -> None:
+    """75 % by the median, 73 and 77 % by the quartiles."""
+    for least, noisy in ((0.80, False), (0.76, True), (0.74, True), (0.70, False)):
+        one = row(asked_least=least)
+        one.asked_least, one.met = least, least <= 0.75
+        assert one.too_noisy is noisy, least
+        assert cells.target(one).startswith("too noisy: ") is noisy
+        missed = cells.missed([one])
+        assert len(missed) == (noisy or not one.met)
+        if noisy:
+            assert "give 73.2 % and 76.9 % of copy" in missed[0]
+            assert "run again on an idle machine" in missed[0]
+            assert cells.sentence([one]).endswith("elements compared; 1 too noisy to tell")
+            assert [mark.kind for mark in figures.roofline([COPY, one]).marks] == ["backend"]  # type: ignore[union-attr]
+    assert not row(seconds_q1=None).too_noisy
+    assert not REFERENCE.too_noisy  # no target
+
+
+def test_an_axis_of_less_than_two_decades_has_marks() -> None:
+    assert [label for label, _ in figures._LogAxis([2.0, 8.0], 100).ticks(None)] == ["2", "5", "10"]
+    assert [label for label, _ in figures._LogAxis([1e3, 1e7], 100).ticks("")] == [
+        "1 k",
+        "10 k",
+        "100 k",
+        "1 M",
+        "10 M",
+    ]
 
 
 @pytest.mark.parametrize("rows", [[], [COPY], [row()], [COPY, row(flop=0)]])

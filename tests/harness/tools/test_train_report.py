@@ -100,6 +100,29 @@ def test_complaints() -> None:
     assert report.failure_reasons(silent, ENTROPY) == ["MXFP8BlockScaling, native: nothing was compared in 1 step"]
 
 
+def test_a_training_that_ran_too_short_is_not_accused() -> None:
+    """The reference in high precision has not learned in as many steps either."""
+    short = training(2.0, 1.75)
+    reference = training(2.0, 1.75, recipe=None, backend="reference")
+    (reason,) = report.failure_reasons(short, ENTROPY, [short, reference])
+    assert reason == (
+        "MXFP8BlockScaling, native: right in every step, but too short to learn: the loss of the last steps is 1.875, "
+        "not below 1.5, nor is the reference's in high precision after 2 steps; give more --steps"
+    )
+    summary = report.sentence([short, reference], ENTROPY)
+    assert summary == "2 of 2 trainings did not pass; 2 of them are right and too short to learn"
+    assert report.failure_reasons(reference, ENTROPY, [reference])[0].startswith("high precision, reference: too short")
+    assert not short.passed(ENTROPY)
+    wrong_step, learned = wrong(), training(1.0, 1.0, recipe=None, backend="reference")
+    native = training(2.0, 1.75, recipe=None)
+    unfinished = training(2.0, recipe=None, backend="reference", steps=2)
+    diverged = training(2.0, math.nan)
+    for one, other in (
+        (short, learned), (short, native), (short, unfinished), (wrong_step, reference), (diverged, reference)
+    ):  # fmt: skip
+        assert not one.too_short([one, other], ENTROPY)
+
+
 def test_the_line_of_one_that_has_ended() -> None:
     assert report.line(training(1.0)) == "MXFP8BlockScaling, native: final loss 1, 10 stages judged, 0 wrong, 2 s"
     assert report.line(wrong()) == "MXFP8BlockScaling, native: final loss 2, 20 stages judged, 2 wrong, 2 s"
@@ -157,6 +180,10 @@ def test_the_figure_has_a_place_for_every_finite_loss() -> None:
     heights = [float(point.partition(",")[2]) for point in points]
     assert heights[0] < drawn.entropy < heights[1] < loss_figure.HEIGHT
     assert drawn.marks[0] == ("0", loss_figure.HEIGHT)
+    assert drawn.steps_marks == [("1", 0.0), ("2", loss_figure.WIDTH / 2), ("3", loss_figure.WIDTH)]
+    assert [label for label, _ in loss_figure.loss_figure([training(2.0)], ENTROPY, 200).steps_marks] == [
+        "1", "50", "100", "150", "200"
+    ]  # fmt: skip
     empty = loss_figure.loss_figure([training(math.nan), training(recipe="Float8BlockScaling")], ENTROPY, 1)
     assert [line.points for panel in empty.panels for line in panel.lines] == [""]
 

@@ -73,6 +73,7 @@ def sentence(bench: Bench, growths: list[CostCurve]) -> str:
 def render(bench: Bench, growths: list[CostCurve], environment: dict[str, str]) -> str:
     """The page. Text from rows and the environment is escaped."""
     roofs = figures.roofline(bench.rows)
+    numbers = {mark.row: number for number, mark in enumerate(roofs.marks, 1)} if roofs else {}
     return template.render(
         Path(__file__).with_name("bench.html"),
         name="narrowgauge bench",
@@ -84,7 +85,7 @@ def render(bench: Bench, growths: list[CostCurve], environment: dict[str, str]) 
         height=figures.HEIGHT,
         columns=cells.COLUMNS,
         explained=cells.EXPLAINED,
-        rows=[(row, cells.cells(row)) for row in bench.rows],
+        rows=[(row, numbers.get(row.id, ""), cells.cells(row)) for row in bench.rows],
         missed=cells.missed(bench.rows),
         wrong=cells.wrong(bench.rows),
         notes=sorted(bench.notes.items()),

@@ -37,7 +37,9 @@ def print_bench(bench: Bench, console: Console) -> None:
         ["", *header[3:]],
         [[" ".join(row[:3]), *row[3:]] for row in rows],
         console,
-        styles=["bold red" if row.failed else "yellow" if row.met is False else "" for row in shown],
+        styles=[
+            "bold red" if row.failed else "yellow" if row.met is False and not row.too_noisy else "" for row in shown
+        ],
     )
     console.print(Text(encodable(cells.EXPLAINED), style="dim"))
     for style, lines in (("yellow", cells.missed(bench.rows)), ("red", cells.wrong(bench.rows))):
