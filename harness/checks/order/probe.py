@@ -22,6 +22,8 @@ _FRACTIONS = range(1, 42)
 _EXACT = 40
 """Fraction bits of a model that truncates only its result."""
 _CHECKED_ROWS, _CHECKED_COLUMNS = 64, 6
+_FEW_COLUMNS, _PROBED_TWICE = 40, 1024
+"""Columns above and up to which a tree without a confirmed arithmetic is probed again, at every column."""
 _SINGLE_CALLS = 3000
 """Most columns for which a single output is probed."""
 
@@ -53,7 +55,14 @@ def accumulation_order(
         tree = _tree(gemm)
     except OrderUnknown as error:
         return Order((M, K, N), dtype, "unknown", calls=gemm.calls, reason=str(error))
-    return _confirmed(gemm, tree, seed)
+    order = _confirmed(gemm, tree, seed)
+    if order.confirmed or not _FEW_COLUMNS < K <= _PROBED_TWICE:
+        return order
+    try:
+        probed = reveal(gemm, infers=False)
+    except OrderUnknown:
+        return order
+    return order if probed == tree else _confirmed(gemm, probed, seed)
 
 
 def _tree(gemm: MaskedGemm) -> Chain:

@@ -1,0 +1,75 @@
+"""Composed orders, all recovered: slices of K, promotion, reduction in order or as a tree, aligned products."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from narrowgauge.harness.checks.order.masks import MaskedGemm
+from narrowgauge.harness.checks.order.order import in_slices, in_split_slices
+from narrowgauge.harness.checks.order.probe import accumulation_order
+from narrowgauge.harness.checks.order.reveal import reveal
+from narrowgauge.reference.accumulators.hardware import HardwareModel
+from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic, tree_sum
+from narrowgauge.reference.numbers.blocks import split_columns
+
+
+def joined(one: Chain, other: Chain) -> Chain:
+    return Chain(one.first, (*one.steps, (other if other.steps else other.first,)))
+
+
+def composed(columns: int, width: int, promoted: int | None, slices: int, *, as_tree: bool) -> Chain:
+    """Slices of K, promoted every `promoted` columns, whose sums are added in order or neighbours first."""
+    step = promoted or width
+    terms = [
+        in_slices(range(columns)[part], promoted or columns, width) for part in split_columns(columns, step, slices)
+    ]
+    while len(terms) > 1:
+        pairs = len(terms) // 2 if as_tree else 1
+        terms = [*(joined(terms[2 * k], terms[2 * k + 1]) for k in range(pairs)), *terms[2 * pairs :]]
+    return terms[0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_composed_orders_are_recovered(seed: int) -> None:
+    draws = random.Random(seed)
+    width = draws.choice([1, 4, 8, 16, 32])
+    columns = draws.choice([48, 72, 96, 128, 160])
+    promoted = draws.choice([None, None, width * draws.choice([1, 2, 3])])
+    as_tree = draws.random() < 0.3
+    tree = composed(columns, width, promoted, draws.choice([1, 2, 3, 4]), as_tree=as_tree)
+    dtype = draws.choice([torch.bfloat16, torch.float8_e4m3fn])
+    arithmetic = NodeArithmetic()
+    if width > 1:
+        fraction = draws.choice([13, 14, 21, 24, 25])
+        operand = "bf16" if dtype is torch.bfloat16 else "e4m3"
+        model = HardwareModel(
+            "model", (operand,), width, fraction, kept=min(fraction, 23), nearest=draws.random() < 0.2
+        )
+        arithmetic = NodeArithmetic(model)
+    order = accumulation_order(lambda a, b: tree_sum(tree, a, b, arithmetic), 16, columns, 12, dtype=dtype)
+    assert order.confirmed, order
+    assert order.tree == tree
+    if arithmetic.model is not None:
+        assert (order.width, order.fraction) == (width, arithmetic.model.fraction)
+        assert order.declares is not None or arithmetic.model.nearest or as_tree
+
+
+def test_many_columns_in_order_take_few_calls() -> None:
+    tree = in_split_slices(1024, 2, 128, 32)
+    model = NodeArithmetic(HardwareModel("model", ("e4m3",), 32, 13, kept=13))
+    gemm = MaskedGemm(lambda a, b: tree_sum(tree, a, b, model), (32, 1024, 32), torch.float8_e4m3fn, "cpu")
+    gemm.calibrate()
+    assert reveal(gemm) == tree
+    assert gemm.calls < 120
+
+
+def test_an_order_that_is_not_regular_is_probed_at_every_column() -> None:
+    """Two columns of a chain are exchanged, which a few probes do not tell."""
+    order = [*range(100), 101, 100, *range(102, 200)]
+    tree = Chain(0, tuple((column,) for column in order[1:]))
+    found = accumulation_order(lambda a, b: tree_sum(tree, a, b, NodeArithmetic()), 64, 200, 8, dtype=torch.float32)
+    assert found.confirmed
+    assert found.tree == tree
