@@ -42,6 +42,9 @@ KnownFile = Annotated[
 Link = Annotated[
     str, typer.Option("--link", help="Address of the report, for summary.md (default: the run's, in a GitHub job).")
 ]
+NoHistory = Annotated[
+    bool, typer.Option("--no-history", help="Do not append the run to history.sqlite beside --report-dir.")
+]
 Workers = Annotated[int, typer.Option("-n", min=0, help="Most workers; 0 is one a core, with GPUs a quarter more.")]
 Schedules = Annotated[
     int, typer.Option("--schedules", min=1, help="Seeded shuffles of threads, beside forward and reverse; on a CPU.")

@@ -15,6 +15,7 @@ from narrowgauge.harness.cli.options import (
     Keyword,
     KnownFile,
     Link,
+    NoHistory,
     Paths,
     Recipes,
     Sanitize,
@@ -80,6 +81,7 @@ def run(
     details: Annotated[
         bool, typer.Option("--details", help="Print a row for each recipe and dtype, accuracy and times too.")
     ] = False,
+    no_history: NoHistory = False,
 ) -> None:
     """Run cases and write a report.
 
@@ -135,6 +137,7 @@ def run(
             link=link,
             strict=strict,
             details=details,
+            history=not no_history,
         )
     except expected as error:
         stop(str(error))

@@ -63,14 +63,17 @@ def merge(folders: Sequence[Path]) -> RecordedRun:
     )  # fmt: skip
 
 
-def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "") -> bool:
+def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "", history: bool = True) -> bool:
     """Merge the shards in these folders into a report in `directory`, and print the summary. True if the run succeeded.
 
-    `link`: address at the end of the report's summary. Raises MergeError and JournalError as `merge` does, and
-    MergeError if `directory` cannot be written.
+    `link`: address at the end of the report's summary. `history`: append the run to the history
+    (`harness.records.history`). Raises MergeError and JournalError as `merge` does, and MergeError if
+    `directory` cannot be written.
     """
     from rich.console import Console
 
+    from narrowgauge.harness.records.history import append, path_beside
+    from narrowgauge.harness.report.terminal import print_text
     from narrowgauge.harness.tools.run_cases import print_result
 
     console, link = Console(), link or github.run_link()
@@ -84,6 +87,8 @@ def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "") -
     except OSError as error:
         raise MergeError(f"{directory}: cannot be written: {error}") from error
     print_result(run.records, console)
+    if history and (warning := append(run, path_beside(directory))):
+        print_text(warning, console, "yellow")
     summary = f"{len(run.records)} cases of {plural(len(folders), 'shard')} in {time_text}; report: {page}"
     console.print(summary, markup=False, soft_wrap=True)
     github.publish(run.records, environment, run.elapsed, link=link, print_line=print)

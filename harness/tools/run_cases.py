@@ -20,7 +20,7 @@ from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.ledger import Ledger
 from narrowgauge.harness.records import coverage
-from narrowgauge.harness.records.journal import FAILURES, Journal, new_run
+from narrowgauge.harness.records.journal import FAILURES, Journal, RecordedRun, new_run
 from narrowgauge.harness.records.record import outcome, succeeded
 from narrowgauge.harness.report import github
 from narrowgauge.harness.report.failure_view import first_failure
@@ -44,6 +44,7 @@ def run_session(
     link: str = "",
     strict: bool = False,
     details: bool = False,
+    history: bool = True,
 ) -> bool:
     """Run the cases, write the report into `directory`, print the summary. True if it succeeded
     (`harness.records.record.succeeded`), by `strict` if given, and no case is missing.
@@ -51,6 +52,7 @@ def run_session(
     `matrix`: the cases of which the last lines state the coverage (`harness.records.coverage`); none if empty.
     `resume`: continue the run whose journal is in `directory`. `part`: the shard of a run that the cases are. `link`:
     address at the end of the report's summary. `details`: print more tables (`harness.report.terminal`).
+    `history`: append a complete run that is no shard to the history (`harness.records.history`).
 
     Raises BackendError if the backend cannot be loaded, JournalError if the journal cannot be written or belongs to
     another run, ReportError if the report cannot be written; its records are then in the journal.
@@ -86,11 +88,21 @@ def run_session(
     if missing := len(cases) - len(records):
         message = f"interrupted: {missing} of {plural(len(cases), 'case')} did not run; --resume goes on with them"
         console.print(message, style="bold red")
+    elif history and part is None and len(records) > len(journal.earlier_records):
+        # A shard is appended by the merge, and an interrupted run by its continuation.
+        _append_to_history(replace(header(), records=records, elapsed=elapsed), directory, console)
     console.print(f"{plural(len(records), 'case')} in {elapsed:.1f} s; report: {page}", markup=False, soft_wrap=True)
     for line in coverage.lines(matrix, records):
         console.print(line, style="yellow" if line.startswith("warning") else None, markup=False, highlight=False)
     github.publish(records, header().environment, elapsed, link=link, print_line=print)
     return succeeded(records, strict=strict) and not missing
+
+
+def _append_to_history(run: RecordedRun, directory: Path, console: Console) -> None:
+    from narrowgauge.harness.records.history import append, path_beside
+
+    if warning := append(run, path_beside(directory)):
+        print_text(warning, console, "yellow")
 
 
 def print_result(records: list[dict[str, Any]], console: Console, *, details: bool = False) -> None:
