@@ -14,8 +14,10 @@ from narrowgauge.harness.report.page.failure import cut
 from narrowgauge.harness.report.page.records_json import records_json, sorted_records
 
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("data.js", "draw.js", "failure.js", "table.js", "matrix.js", "times.js", "page.js")
+_SCRIPTS = ("data.js", "draw.js", "failure.js", "heat_map.js", "plots.js", "table.js", "times.js", "page.js")
 """Scripts, joined into one module in this order."""
+_VENDORED = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
+"""d3 and Observable Plot, unchanged from npm, with their licences beside them."""
 
 
 def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: float | None) -> str:
@@ -32,7 +34,7 @@ def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: 
         sentence=text.verdict_line(records, elapsed),
         aside=" ".join(filter(None, [text.not_compared(records), text.note_counts(records)])),
         environment=environment,
-        script="\n".join(map(_read, _SCRIPTS)),
+        script="\n".join(map(_read, (*_VENDORED, *_SCRIPTS))),
         groups=[_group(failure_group) | {"row": row[id(failure_group.records[0])]} for failure_group in groups[:SHOWN]],
         groups_left=groups[SHOWN:],
         counts=text.verdict_counts(records),

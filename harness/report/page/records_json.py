@@ -10,13 +10,14 @@ from typing import Any
 
 from narrowgauge.harness.records.record import outcome
 from narrowgauge.harness.report import text
+from narrowgauge.harness.report.accuracy import TENSORS
 from narrowgauge.harness.report.failure_view import group_saved_lines, note_lines, reproduction
 from narrowgauge.harness.report.groups import SEVERITY, Group
 from narrowgauge.harness.report.page.failure import cut, failure
 
-FIGURES = 6 << 20
+FIGURES = 2 << 20
 """Largest number of bytes for the figures of failures: the first failure of every group, then the second, and so on."""
-NOTES = 1 << 20
+NOTES = 1 << 19
 """Largest number of characters of all notes. The tables have every note."""
 LONGEST = 240
 """Largest length of a message in the table of all cases, in characters."""
@@ -26,8 +27,14 @@ _SHOWN = {
     "message": "message", "known": "known", "compared": "compared", "mismatches": "wrong", "max_ulp": "ulp",
     "budget_max": "budget", "sqnr_db": "SQNR dB", "seconds": "seconds",
 }  # fmt: skip
-_HIDDEN = ("operation", "recipe", "shape", "dtype", "group", "line")
-_NUMERIC = ("compared", "mismatches", "max_ulp", "budget_max", "sqnr_db", "seconds", "group")
+_HIDDEN = (
+    "operation", "recipe", "shape", "dtype", "group", "line", "interval_ulps_max", "interval_ulps_mean",
+    "budget_histogram", "accuracy",
+)  # fmt: skip
+_NUMERIC = (
+    "compared", "mismatches", "max_ulp", "budget_max", "sqnr_db", "seconds", "group", "interval_ulps_max",
+    "interval_ulps_mean",
+)  # fmt: skip
 _OFTEN_ONE = ("backend", "device", "stage", "message", "known")
 """Columns that are hidden if all records have the same value."""
 
@@ -49,6 +56,8 @@ def records_json(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> 
         "message": lambda record: text.clipped(record["message"], LONGEST),
         "group": lambda record: group_of.get(id(record)),
         "line": _line,
+        "budget_histogram": lambda record: " ".join(map(str, record["budget_histogram"])),
+        "accuracy": _accuracy,
     }
     content = {
         "rows": len(records),
@@ -88,6 +97,13 @@ def _line(record: dict[str, Any]) -> str:
     """The command for reproducing a record, with a NUL in place of the case id: most records share a command."""
     arguments = reproduction(record).split(" ")
     return " ".join("\0" if n == 2 and argument == record["case"] else argument for n, argument in enumerate(arguments))
+
+
+def _accuracy(record: dict[str, Any]) -> str:
+    """SQNR in dB of y, dx and dw with a space between them, empty for a tensor without a finite value."""
+    found = {entry["tensor"]: entry["sqnr_db"] for entry in record["accuracy"]}
+    values = [found.get(tensor) for tensor in TENSORS]
+    return " ".join("" if value is None else f"{value:.4g}" for value in values) if found else ""
 
 
 def _column(name: str, values: list[Any]) -> dict[str, Any]:

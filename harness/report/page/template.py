@@ -13,8 +13,23 @@ from narrowgauge.harness.report import text
 
 def policy(style: str, script: str = "") -> str:
     """Content security policy of the page: only this style and this script are allowed, whatever a record contains."""
-    allowed = f"default-src 'none'; style-src '{_digest(style)}'"
-    return f"{allowed}; script-src '{_digest(script)}'" if script else allowed
+    if not script:
+        return f"default-src 'none'; style-src '{_digest(style)}'"
+    return f"default-src 'none'; style-src '{_digest(style)}' '{_digest(_PLOT_STYLE)}'; script-src '{_digest(script)}'"
+
+
+_PLOT_STYLE = """:where(.plot) {
+  --plot-background: white;
+  display: block;
+  height: auto;
+  height: intrinsic;
+  max-width: 100%;
+}
+:where(.plot text),
+:where(.plot tspan) {
+  white-space: pre;
+}"""
+"""Style element that Observable Plot puts into each plot with the class name `plot`."""
 
 
 def _digest(content: str) -> str:

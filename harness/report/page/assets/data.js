@@ -30,7 +30,6 @@ function read() {
     group: asked.get("group") ?? "",
     case: asked.get("case") ?? "",
     backend: asked.get("backend") ?? "",
-    metric: asked.get("metric") ?? "",
   });
 }
 

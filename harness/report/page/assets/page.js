@@ -26,18 +26,18 @@ addEventListener("hashchange", () => {
 });
 
 read();
-if (state.metric in METRICS) metric.value = state.metric;
 show();
 document.documentElement.dataset.loaded = Math.round(performance.now());
 
 // What lies below is made as soon as nothing else is to do.
 requestIdleCallback(
   () => {
-    drawMatrix();
+    drawHeatMap();
+    drawPlots();
     drawTimes();
     document.documentElement.dataset.drawn = Math.round(performance.now());
     if (state.case) return;
-    const place = asksForState() ? (state.metric ? "matrix" : "cases") : location.hash.slice(1);
+    const place = asksForState() ? "cases" : location.hash.slice(1);
     if (place) document.getElementById(place)?.scrollIntoView(); // the browser was there when there was less above
   },
   { timeout: 1000 },

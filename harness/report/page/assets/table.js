@@ -46,6 +46,7 @@ function select() {
   body.replaceChildren();
   rendered = 0;
   extend();
+  redraw();
   document.getElementById("shown").textContent = `${figure(chosen.length)} of ${plural(data.rows, "case")}`;
 }
 
