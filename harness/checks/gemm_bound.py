@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from narrowgauge.harness.checks import ordinal
-from narrowgauge.harness.checks.finding import Comparison, Describe, make_finding, sentence
+from narrowgauge.harness.checks.finding import Comparison, Describe, format_count, make_finding, sentence
 from narrowgauge.harness.checks.row_chunks import map_row_chunks
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.reference.bounds.bounds import Bounds
@@ -92,12 +92,12 @@ def _distance_to_bounds(actual: torch.Tensor, limits: Bounds) -> torch.Tensor:
 def _count_by_tier(wrong: torch.Tensor, tier: torch.Tensor) -> str:
     """Number of wrong elements of each tier, as a sentence. The declared order is named only if the backend has one."""
     exact, ordered, free = (int((wrong & (tier == number)).sum()) for number in range(3))
-    parts = [f"{exact} of them where no order of summation can round"]
+    parts = [f"{format_count(exact)} of them where no order of summation can round"]
     declared = bool((tier == 1).any())
     if declared:
-        parts.append(f"{ordered} that the declared order cannot give")
+        parts.append(f"{format_count(ordered)} that the declared order cannot give")
     if free or not declared:
-        parts.append(f"{free} outside the proved bound")
+        parts.append(f"{format_count(free)} outside the proved bound")
     return ", ".join(parts)
 
 
