@@ -146,10 +146,11 @@ class MaskedGemm:
         kept = self._kept([(start, other, coarse) for other in others])
         windows = []
         for other, count in zip(others, kept, strict=True):
-            beside = [column for column in coarse if column not in (start, other)]
-            lost = len(beside) - count
-            least = max([other, *beside[lost - 1 : lost]]) if lost else other
-            most = beside[lost] - 1 if lost < len(beside) else self.columns - 1
+            on_grid = other in coarse
+            lost = len(coarse) - 1 - on_grid - count  # of the columns of the grid besides `start` and `other`
+            last, following = (number + (on_grid and number >= (other - start) // step) for number in (lost, lost + 1))
+            least = max(other, coarse[last])
+            most = coarse[following] - 1 if following < len(coarse) else self.columns - 1
             if least > most or most - least >= self.counted:
                 raise OrderUnknown(f"columns {start} and {other} have a node of columns that are not in order")
             windows.append(range(least + 1, most + 1))

@@ -14,8 +14,11 @@ _FEW = 40
 """Columns of a node up to which every pair is probed."""
 _PROBED_FIRST = 24
 """Columns of a node whose order is looked at first."""
-_VERIFIED = 192
-"""Random pairs of columns, and as many pairs of neighbours, on which an inferred tree is verified."""
+_SAMPLED = 4
+"""Pairs of a first column, and pairs of neighbours, that are probed of columns that may be added at once."""
+_VERIFIED, _LEAST_VERIFIED = 192, 48
+"""Random pairs of columns, and as many pairs of neighbours, on which an inferred tree is verified; the least number of
+pairs if a pair takes several probes."""
 
 
 def reveal(gemm: MaskedGemm, *, infers: bool = True) -> Chain:
@@ -139,6 +142,12 @@ class _Revealed:
         If the first column is a term of its own and no two neighbours meet below the node, all columns are terms.
         """
         terms: list[int | Chain] = []
+        if self.infers and _SAMPLED * 2 < len(group) == group[-1] - group[0] + 1:
+            draws = random.Random(len(group))
+            pairs = [(group[0], other) for other in (group[1], group[-1], *draws.sample(group[2:-1], _SAMPLED))]
+            if set(self.gemm.lost(pairs + draws.sample(list(pairwise(group)), _SAMPLED))) == {size}:
+                self.inferred = True
+                return list(group)
         while group:
             first, *rest = group
             if not rest:
@@ -170,9 +179,10 @@ def _moved(term: int | Chain, by: int) -> int | Chain:
 def _holds(gemm: MaskedGemm, tree: Chain) -> bool:
     """Whether the probes of random pairs of columns, and of neighbours, agree with the tree."""
     draws = random.Random(gemm.columns)
-    pairs = [(first, second) for first, second in (draws.sample(range(gemm.columns), 2) for _ in range(_VERIFIED))]
+    count = max(_LEAST_VERIFIED, _VERIFIED * gemm.counted // gemm.columns)
+    pairs = [(first, second) for first, second in (draws.sample(range(gemm.columns), 2) for _ in range(count))]
     every = list(pairwise(range(gemm.columns)))
-    pairs += draws.sample(every, min(_VERIFIED, len(every)))
+    pairs += draws.sample(every, min(count, len(every)))
     paths: dict[int, list[tuple[int, int, int]]] = {}
     _add_paths(tree, [], paths)
     return gemm.lost(pairs) == [_common(paths[first], paths[second]) for first, second in pairs]
