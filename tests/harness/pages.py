@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ def rows_of(html: str) -> list[dict[str, Any]]:
     return [{name: values[n] for name, values in columns.items()} for n in range(content["rows"])]
 
 
-def opened(page: Path, profile: Path, fragment: str = "") -> str:
+def opened(page: Path, profile: Path, fragment: str = "", *, flags: Sequence[str] = ()) -> str:
     """The elements of a page, as HTML, once a browser has opened it and nothing more happens."""
     assert CHROMIUM
-    words = [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=3000", "--dump-dom"]
+    words = [CHROMIUM, *_FLAGS, *flags, f"--user-data-dir={profile}", "--virtual-time-budget=3000", "--dump-dom"]
     done = subprocess.run(
         [*words, f"{page.as_uri()}{fragment}"], capture_output=True, text=True, check=False, timeout=120
     )

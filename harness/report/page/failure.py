@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.report import text
 from narrowgauge.harness.report.failure_view import explanation_lines, saved_lines
 
@@ -16,6 +17,8 @@ def failure(record: dict[str, Any], saved: list[str]) -> dict[str, Any]:
 
     `saved`: lines on the saved inputs of the record's group, shown if the record has no saved inputs.
     """
+    patterns = [entry for entry in record["explanations"] if is_pattern(entry["cause"]) and not entry["exact"]]
+    causes = [entry for entry in record["explanations"] if entry not in patterns]
     findings = sorted(record["findings"], key=lambda finding: finding.get("stage") != record["stage"])
     return {
         "sentence": cut(text.sentence(record)),
@@ -24,9 +27,9 @@ def failure(record: dict[str, Any], saved: list[str]) -> dict[str, Any]:
         "findings": [_finding(finding) for finding in findings],
         "budget": record["budget_histogram"],
         "sweep": [(f"1e-{n}", text.share(value)) for n, value in enumerate(record["sweep"], 1)],
-        "explanations": [cut(line) for line in explanation_lines(record["explanations"])],
+        "causes": [cut(line) for line in explanation_lines(causes)],
+        "patterns": [cut(line) for line in explanation_lines(patterns)],
         "saved": [cut(line) for line in saved_lines(record) or saved],
-        "stages": [f"{s.get('stage', '')} {'✗' if s.get('sentence') else '✓'}" for s in record["stages"]],
         "figures": _figures(record),
     }
 
@@ -54,8 +57,6 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("draws", number(record["draws"])),
         ("SQNR, dB", number(record["sqnr_db"])),
         ("allclose would pass", number(record["allclose"])),
-        ("time", text.duration(record["seconds"])),
-        ("time of reference", text.duration(record["seconds_reference"])),
     ]
     return [(label, value) for label, value in figures if value]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from narrowgauge.harness.machine.timing import PHASES
 from narrowgauge.harness.records.record import outcome
 from narrowgauge.harness.report import text
 from narrowgauge.harness.report.accuracy import TENSORS
@@ -15,7 +16,7 @@ from narrowgauge.harness.report.failure_view import group_saved_lines, note_line
 from narrowgauge.harness.report.groups import SEVERITY, Group
 from narrowgauge.harness.report.page.failure import cut, failure
 
-FIGURES = 2 << 20
+FIGURES = 1 << 19
 """Largest number of bytes for the figures of failures: the first failure of every group, then the second, and so on."""
 NOTES = 1 << 19
 """Largest number of characters of all notes. The tables have every note."""
@@ -29,12 +30,14 @@ _SHOWN = {
 }  # fmt: skip
 _HIDDEN = (
     "operation", "recipe", "shape", "dtype", "group", "line", "interval_ulps_max", "interval_ulps_mean",
-    "budget_histogram", "accuracy",
+    "budget_histogram", "accuracy", "stages", "times", "input_digest", "output_digest",
 )  # fmt: skip
 _NUMERIC = (
     "compared", "mismatches", "max_ulp", "budget_max", "sqnr_db", "seconds", "group", "interval_ulps_max",
     "interval_ulps_mean",
 )  # fmt: skip
+TIMES = (*PHASES, "total", "core")
+"""Columns `seconds_…` of a case that the page shows, in order."""
 _OFTEN_ONE = ("backend", "device", "stage", "message", "known")
 """Columns that are hidden if all records have the same value."""
 
@@ -58,6 +61,8 @@ def records_json(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> 
         "line": _line,
         "budget_histogram": lambda record: " ".join(map(str, record["budget_histogram"])),
         "accuracy": _accuracy,
+        "stages": _stages,
+        "times": lambda record: " ".join(_seconds(record[f"seconds_{part}"]) for part in TIMES),
     }
     content = {
         "rows": len(records),
@@ -66,6 +71,7 @@ def records_json(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> 
             for name in (*_SHOWN, *_HIDDEN)
         ],
         "groups": [len(failure_group.records) for failure_group in groups],
+        "times": TIMES,
         "glyphs": text.GLYPHS,
         "severity": SEVERITY,
         "notes": _notes(records),
@@ -104,6 +110,18 @@ def _accuracy(record: dict[str, Any]) -> str:
     found = {entry["tensor"]: entry["sqnr_db"] for entry in record["accuracy"]}
     values = [found.get(tensor) for tensor in TENSORS]
     return " ".join("" if value is None else f"{value:.4g}" for value in values) if found else ""
+
+
+def _stages(record: dict[str, Any]) -> str:
+    """A line for each stage: name, rule, compared, wrong, excused elements, largest distance, and unbounded elements,
+    with a tab between them."""
+    keys = ("stage", "rule", "compared", "mismatches", "excused", "max_ulp", "unbounded")
+    rows = [["" if stage.get(key) is None else str(stage[key]) for key in keys] for stage in record["stages"]]
+    return "\n".join("\t".join(row) for row in rows)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
 
 
 def _column(name: str, values: list[Any]) -> dict[str, Any]:

@@ -94,7 +94,6 @@ def test_figures_of_a_failure() -> None:
     result = failure(failing(excused_share=0.0125, known="expected: issue 7") | {"baseline": "passed"}, [])
     assert ("excused", "1.25 %") in result["figures"]
     assert (result["known"], result["baseline"]) == ("expected: issue 7", "passed")
-    assert result["stages"] == ["codes ✓"]
     assert result["findings"][0]["elements"][1][result["findings"][0]["keys"].index("lane")] == "7"
 
 
@@ -152,15 +151,18 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
     assert "<script>alert" not in html
     shown = html[html.index('<tr class="opened">') :]
     parts = [
-        "37 of 1024 codes differ", f"narrowgauge show {case} --backend native", '<th scope="row">lane</th>',
-        "heat map of wrong elements", "rows 0–15, columns 16–31: 30 wrong", "row modulo 16: only 15",
-        "row modulo 128: every residue", "column modulo 128: none", "elements by steps above what is expected",
+        "explained exactly by: ties round away", "37 of 1024 codes differ", f"narrowgauge show {case} --backend native",
+        '<th scope="row">lane</th>',
+        "heat map of wrong elements", "rows 0–15, columns 16–31: 30 wrong", "elements by steps above what is expected",
         '<th scope="row">−2</th>', '<th scope="row">+1</th>', "special values", '<td class="number differs">3</td>',
-        "above 1", "<td>50 %</td>", "explained exactly by: ties round away", "fails at 1x16 too",
-        "baseline: it passed", "stages: codes ✓", "cases by the time of the kernel",
+        "fails at 1x16 too",
+        "equal bytes", "above 1", "<td>50 %</td>", "digest of results", "cases by the time of the kernel",
     ]  # fmt: skip
     places = [shown.find(part) for part in parts]
     assert -1 not in places, parts[places.index(-1)]
+    assert "baseline: it passed" in shown
+    assert shown.index("explained exactly") < shown.index("37 of 1024 codes")
+    assert "row modulo" not in shown  # no pattern
     assert "1 of 311 cases" in html
     assert 'aria-label="quantize nvfp4 bf16: ' in html
     assert "Histogram of wrong elements by ulp" in html
@@ -190,6 +192,57 @@ KEYS = """
   said.push(document.querySelectorAll('#table .case button[tabindex="0"]').length);
   document.documentElement.dataset.said = JSON.stringify(said);
 </script></body>"""
+
+
+LOOKS = """
+<script type="module">
+  const copied = [];
+  document.execCommand = () => copied.push(document.activeElement.value) > 0;
+  Object.defineProperty(navigator, "clipboard", { value: undefined });
+  document.querySelector("details[open] .copy").click();
+  const said = () => ({
+    width: [innerWidth, document.documentElement.scrollWidth <= innerWidth],
+    copied,
+    plots: document.querySelectorAll("svg.plot[aria-label]").length,
+    cells: document.querySelectorAll("#heat-map td button").length,
+    nameless: [...document.querySelectorAll("button, select, input")].filter(
+      (e) => !(e.ariaLabel || e.textContent.trim() || e.closest("label"))).map((e) => e.outerHTML),
+    twice: [...document.querySelectorAll("[id]")].map((e) => e.id).filter((id, n, all) => all.indexOf(id) !== n),
+    dead: [...document.querySelectorAll('nav a[href^="#"]')].map((a) => a.hash).filter(
+      (hash) => !document.querySelector(hash)),
+    error: document.documentElement.dataset.error ?? "",
+  });
+  setTimeout(() => {
+    const before = said();
+    document.querySelector("#heat-map td button.fail").click();
+    before.filtered = document.getElementById("shown").textContent;
+    before.dimmed = document.querySelectorAll("#heat-map .outside").length;
+    setTimeout(() => parent.postMessage(JSON.stringify(before), "*"), 300);
+  }, 1500);
+</script></body>"""
+
+
+@browser
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False), (1920, True)])
+def test_page_fits_and_its_controls_work(width: int, dark: bool, written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "looks.html"
+    html = re.sub(r"<meta http-equiv=[^>]*>", "", written.read_text(encoding="utf-8"))
+    path.write_text(html.replace("</body>", LOOKS), encoding="utf-8")
+    # A window has at least 500 px, a frame has any width.
+    frame = tmp_path / "frame.html"
+    keep = "<script>onmessage = (event) => (document.body.dataset.said = event.data)</script>"
+    frame.write_text(f'<body>{keep}<iframe src="looks.html" width="{width}" height="900"></iframe>', encoding="utf-8")
+    flags = ("--window-size=2000,1000", f"--blink-settings=preferredColorScheme={0 if dark else 1}")
+    result = re.search(r'data-said="([^"]*)"', opened(frame, tmp_path / "profile", flags=flags))
+    assert result
+    seen = json.loads(unescape(result[1]))
+    assert seen["width"] == [width, True]
+    assert (seen["nameless"], seen["twice"], seen["dead"], seen["error"]) == ([], [], [], "")
+    assert seen["copied"][0].startswith("narrowgauge show quantize/")
+    assert seen["plots"] >= 1
+    assert seen["dimmed"] == seen["cells"] - 1
+    assert re.fullmatch(r"\d+ of 311 cases", seen["filtered"])
+    assert not seen["filtered"].startswith("311 ")
 
 
 @browser

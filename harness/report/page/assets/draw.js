@@ -42,9 +42,36 @@ function seconds(value) {
   return value < 1 ? `${figure(value * 1e3)} ms` : `${figure(value)} s`;
 }
 
-/** A line that one click selects whole. */
+/** A line "label: command" as a label and a command. */
+function labelled(line) {
+  const [, label, rest] = line.match(/^(.*?): ((?:narrowgauge|safetensors\.).*)$/s) ?? [];
+  return rest ? make("div", {}, `${label}:`, command(rest)) : make("p", {}, line);
+}
+
+/** A command line with a button that copies it. */
 function command(line) {
-  return make("pre", { className: "line", tabIndex: 0 }, make("code", {}, line));
+  const button = make("button", { type: "button", className: "copy", ariaLabel: `copy: ${line}` }, "Copy");
+  button.addEventListener("click", async () => {
+    const copied = await copy(line);
+    button.textContent = copied ? "Copied" : "Select and copy by hand";
+    setTimeout(() => (button.textContent = "Copy"), 2000);
+  });
+  return make("div", { className: "command" }, make("pre", { className: "line", tabIndex: 0 }, make("code", {}, line)), button);
+}
+
+/** Whether the text is in the clipboard. Pages opened from a file may lack `navigator.clipboard`. */
+async function copy(line) {
+  try {
+    await navigator.clipboard.writeText(line);
+    return true;
+  } catch {
+    const field = make("textarea", { value: line, readOnly: true });
+    document.body.append(field);
+    field.select();
+    const copied = document.execCommand("copy");
+    field.remove();
+    return copied;
+  }
 }
 
 function captioned(words, ...children) {

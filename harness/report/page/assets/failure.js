@@ -4,38 +4,87 @@ const SPECIAL = {
   nan: "NaN", inf: "Inf", negative_zero: "−0", saturated: "saturated", subnormal: "subnormal", no_code: "no code",
 };
 
-/** Everything known of a case that did not pass; of one that passed, how to run it again. */
+/** Everything known of a case: for a failure the cause, then the pattern if there is one, then the rest. */
 function failure(row) {
   const found = data.failures[row];
   const parts = [make("p", { className: "sentence" }, found?.sentence ?? cell("message", row) ?? "")];
+  if (found) {
+    const patterns = found.patterns.map((line) => make("p", { className: "explanation pattern" }, line));
+    parts.unshift(...found.causes.map((line) => make("p", { className: "explanation" }, line)), ...patterns);
+  }
   parts.push(command(reproduction(row)));
+  if (found) {
+    if (found.known) parts.push(make("p", {}, `known: ${found.known}`));
+    if (found.baseline) parts.push(make("p", {}, `baseline: ${found.baseline}`));
+    parts.push(...found.findings.map((one, place) => findingView(one, place === 0, found.patterns.length > 0)));
+    parts.push(...found.saved.map(labelled));
+  } else if (cell("verdict", row) !== "pass") {
+    parts.push(make("p", { className: "hint" }, "Its figures are left out, to keep this page small: the command above shows them."));
+  }
   parts.push(...(data.notes[row] ?? []).map((line) => make("p", { className: "note" }, line)));
-  if (!found) {
-    if (cell("verdict", row) !== "pass") {
-      parts.push(make("p", { className: "hint" }, "Its figures are left out, to keep this page small: the line above shows them."));
-    }
-    return make("div", { className: "failure" }, ...parts);
-  }
-  if (found.known) parts.push(make("p", {}, `known: ${found.known}`));
-  parts.push(...found.findings.map((one, place) => findingView(one, place === 0)));
-  parts.push(make("div", { className: "finding" }, budgets(found.budget), sweep(found.sweep)));
-  parts.push(...found.explanations.map((line) => make("p", { className: "explanation" }, line)));
-  parts.push(...found.saved.map(command));
-  if (found.baseline) parts.push(make("p", {}, `baseline: ${found.baseline}`));
-  if (found.stages.length) parts.push(make("p", { className: "stages" }, "stages: ", found.stages.join(", ")));
-  if (found.figures.length) {
-    const entries = found.figures.map(([label, value]) => make("div", {}, make("dt", {}, label), make("dd", {}, value)));
-    parts.push(make("dl", { className: "figures" }, ...entries));
-  }
+  parts.push(stagesView(row));
+  const budget = found?.budget ?? cell("budget_histogram", row)?.split(" ").filter(Boolean).map(Number) ?? [];
+  parts.push(make("div", { className: "finding" }, budgets(budget), found && sweep(found.sweep)));
+  parts.push(definitions("figures", found?.figures ?? passFigures(row)), definitions("figures", caseTimes(row)));
   return make("div", { className: "failure" }, ...parts.filter(Boolean));
 }
 
-function findingView(found, first) {
+function definitions(className, entries) {
+  const items = entries.filter(([, value]) => value).map(([label, value]) => make("div", {}, make("dt", {}, label), make("dd", {}, value)));
+  return items.length ? make("dl", { className }, ...items) : null;
+}
+
+const RULES = {
+  exact: "equal bytes", bound: "inside the proved interval", boundary: "equal, or next to a rounding boundary",
+  statistics: "statistical test", guard: "memory around the result is unchanged", repeat: "equal bytes in a further call",
+};
+
+/** The judged stages: what was compared, by which rule, and the result. */
+function stagesView(row) {
+  const lines = (cell("stages", row) ?? "").split("\n").filter(Boolean).map((line) => line.split("\t"));
+  if (!lines.length) return null;
+  const head = ["stage", "compared how", "compared", "wrong", "excused", "max ulp", "unbounded"];
+  const body = lines.map(([stage, rule, ...counts]) =>
+    make("tr", {}, make("th", { scope: "row" }, `${Number(counts[1]) ? data.glyphs.fail : data.glyphs.pass} ${stage}`),
+      make("td", {}, RULES[rule] ?? rule), ...counts.map((count) => make("td", { className: "number" }, count && figure(Number(count))))),
+  );
+  const table = make("table", { className: "stages" },
+    make("thead", {}, make("tr", {}, ...head.map((name, n) => make("th", { scope: "col", className: n > 1 ? "number" : "" }, name)))),
+    make("tbody", {}, ...body));
+  return make("div", { className: "scroll" }, table);
+}
+
+function passFigures(row) {
+  const db = cell("sqnr_db", row);
+  return [
+    ["largest error / proved bound", figure(cell("budget_max", row))],
+    ["accepted interval, widest", unit(cell("interval_ulps_max", row), "ulp")],
+    ["accepted interval, mean", unit(cell("interval_ulps_mean", row), "ulp")],
+    ["SQNR against the reference", unit(db, "dB")],
+  ];
+}
+
+function unit(value, name) {
+  return value === null ? "" : `${figure(value)} ${name}`;
+}
+
+function caseTimes(row) {
+  const times = (cell("times", row) ?? "").split(" ");
+  const labels = { total: "time of the case", core: "processor time" };
+  return [
+    ["first call of the kernel", seconds(cell("seconds", row))],
+    ...data.times.map((part, n) => [labels[part] ?? `time of ${part}`, times[n] ? seconds(Number(times[n])) : ""]),
+    ["digest of inputs", cell("input_digest", row)],
+    ["digest of results", cell("output_digest", row)],
+  ];
+}
+
+function findingView(found, first, pattern) {
   const head = found.stage + (found.rule ? ` (${found.rule})` : "");
   const heading = first ? [] : [make("h4", {}, head), make("p", {}, found.sentence)];
   // One wrong element has a place, and no pattern.
   const total = found.heat ? found.heat.counts.flat().reduce((sum, count) => sum + count, 0) : 0;
-  const where = total > 1 ? [heatMap(found.heat), ...Object.entries(found.modulo).map(([axis, by]) => axisView(axis, by))] : [];
+  const where = total > 1 ? [heatMap(found.heat), ...(pattern ? Object.entries(found.modulo).map(([axis, by]) => axisView(axis, by)) : [])] : [];
   const figures = [
     found.elements.length ? elements(found) : null,
     where.length ? make("div", { className: "where" }, ...where) : null,
