@@ -233,7 +233,7 @@ def in_split_slices(columns: int, slices: int, length: int, width: int = 1) -> C
 
 
 def _joined(parts: list[int | Chain]) -> Chain:
-    """The first part and the sums of the others, added one by one."""
+    """The sum of the parts, from left to right."""
     first = parts[0] if isinstance(parts[0], Chain) else Chain(parts[0])
     return Chain(first.first, (*first.steps, *((part,) for part in parts[1:])))
 

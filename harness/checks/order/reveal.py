@@ -13,9 +13,9 @@ _DEPTH = 200
 _FEW = 40
 """Columns of a node up to which every pair is probed."""
 _PROBED_FIRST = 24
-"""Columns of a node whose order is looked at first."""
+"""Columns of a node that are probed first, to see whether the node has consecutive columns."""
 _SAMPLED = 4
-"""Pairs of a first column, and pairs of neighbours, that are probed of columns that may be added at once."""
+"""Pairs with the first column, and pairs of neighbours, that are probed in a group of columns added at once."""
 _VERIFIED, _LEAST_VERIFIED = 192, 48
 """Random pairs of columns, and as many pairs of neighbours, on which an inferred tree is verified; the least number of
 pairs if a pair takes several probes."""
@@ -54,7 +54,7 @@ class _Revealed:
     def chain(self, columns: list[int], depth: int, known: list[int] | None = None) -> Chain:
         """The tree of `columns`, two or more, which are all columns below one node.
 
-        `known`: `lost` of the first column and each other column.
+        `known`: results of `lost` for the first column with every later column.
         """
         if depth > _DEPTH:
             raise OrderUnknown(f"the tree of additions has more than {_DEPTH} levels of partial sums")
@@ -89,10 +89,10 @@ class _Revealed:
         return self.infers and len(columns) > _FEW and columns[-1] - columns[0] == len(columns) - 1
 
     def _in_order(self, start: int, others: list[int]) -> list[int] | None:
-        """`lost` of `start` and each of the consecutive columns behind it, if all nodes are made of columns in order.
+        """`lost` of `start` with every column of `others`, which follow `start`, if every node has consecutive columns.
 
-        Between two columns with the same node all columns have this node. Between two columns, each of which is the
-        last column of its node, all columns are if the first column between them is. None if a probe contradicts.
+        All columns between two columns of a node have the same node. If two columns and the column behind the first
+        are last columns of their nodes, so are all columns between. None if a probe contradicts.
         """
         found: dict[int, int] = {}
 
@@ -125,7 +125,7 @@ class _Revealed:
         return [found[column] for column in others]
 
     def _terms(self, group: list[int], size: int, depth: int) -> list[int | Chain]:
-        """`_probed_terms`, or the terms of columns at the same distances probed before."""
+        """`_probed_terms`, or the terms of an earlier group of columns with the same distances."""
         if not self.infers or len(group) < 2:
             return self._probed_terms(group, size, depth)
         first = group[0]
