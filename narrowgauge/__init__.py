@@ -24,10 +24,11 @@ if TYPE_CHECKING:
         assert_transformed,
         explain,
     )
-    from narrowgauge.harness.api.bounds import bounds
     from narrowgauge.harness.api.check import check
+    from narrowgauge.harness.api.error_figures.bounds import bounds
+    from narrowgauge.harness.api.error_figures.metrics import metrics
+    from narrowgauge.harness.api.error_figures.tolerance import tolerance
     from narrowgauge.harness.api.inputs import inputs, matrix
-    from narrowgauge.harness.api.metrics import metrics
     from narrowgauge.harness.api.verdict import Verdict, WrongResult
     from narrowgauge.harness.checks.order.order import Order
     from narrowgauge.harness.checks.order.probe import accumulation_order
@@ -58,7 +59,7 @@ __all__ = [
     "adapt", "assert_checkpoint", "assert_dequantized", "assert_gemm", "assert_quantized", "assert_stochastic",
     "assert_transformed", "bounds", "cases", "check", "dequantize", "explain", "gemm", "gemm_grouped",
     "gemm_quantized", "inputs", "matrix", "metrics", "quantize", "quantize_both", "quantize_grouped", "recipe",
-    "recipes", "swizzle", "transform", "unswizzle", "update_scale", "watch",
+    "recipes", "swizzle", "tolerance", "transform", "unswizzle", "update_scale", "watch",
 ]  # fmt: skip
 
 _MODULES = {
@@ -69,9 +70,10 @@ _MODULES = {
     "assert_checkpoint": "harness.tools.checkpoint.assertion",
     "assert_quantized": "harness.api.assertions", "assert_stochastic": "harness.api.assertions",
     "assert_transformed": "harness.api.assertions", "explain": "harness.api.assertions",
-    "bounds": "harness.api.bounds", "check": "harness.api.check", "inputs": "harness.api.inputs",
+    "bounds": "harness.api.error_figures.bounds", "check": "harness.api.check", "inputs": "harness.api.inputs",
     "Verdict": "harness.api.verdict", "WrongResult": "harness.api.verdict",
-    "matrix": "harness.api.inputs", "metrics": "harness.api.metrics", "watch": "harness.watch.watch",
+    "matrix": "harness.api.inputs", "metrics": "harness.api.error_figures.metrics",
+    "tolerance": "harness.api.error_figures.tolerance", "watch": "harness.watch.watch",
 }  # fmt: skip
 """Module of each name. Every other name is a function of the reference."""
 _NAME_IN_MODULE = {"recipe": "find_recipe"}

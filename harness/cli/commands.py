@@ -24,6 +24,7 @@ from narrowgauge.harness.cli.run import run
 from narrowgauge.harness.cli.sanitize import sanitize_cases
 from narrowgauge.harness.cli.show import show
 from narrowgauge.harness.cli.soak import soak_cases
+from narrowgauge.harness.cli.tolerance import tolerance_table
 from narrowgauge.harness.cli.train import train_layers
 from narrowgauge.spec.version import VERSION
 
@@ -46,6 +47,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "show": show,
     "dialect": which_dialect,
     "order": find_order,
+    "tolerance": tolerance_table,
     "checkpoint": checkpoint,
     "doctor": doctor,
     "bench": bench,

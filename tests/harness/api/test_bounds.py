@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import narrowgauge
-from narrowgauge.harness.api.bounds import bounds
+from narrowgauge.harness.api.error_figures.bounds import bounds
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.inputs.draw import Draw
 from narrowgauge.harness.inputs.generators import generate

@@ -92,6 +92,7 @@ CALLS = {
     "recipe": "ng.recipe('nvfp4@modelopt')",
     "recipes": "assert ng.recipes()",
     "swizzle": "ng.swizzle(q.scales)",
+    "tolerance": "assert ng.tolerance((8, 64, 8), 'nvfp4').sqnr_db > 0",
     "transform": "ng.transform(x, 'nvfp4-rht')",
     "unswizzle": "ng.unswizzle(ng.swizzle(q.scales), q.scales.shape)",
     "update_scale": "ng.update_scale(torch.ones(4, 1), torch.ones(1), 'fp8-delayed-e4m3')",

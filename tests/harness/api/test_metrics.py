@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import narrowgauge
-from narrowgauge.harness.api import metrics as module
-from narrowgauge.harness.api.metrics import DTYPES, Metrics, metrics
+from narrowgauge.harness.api.error_figures import metrics as module
+from narrowgauge.harness.api.error_figures.metrics import DTYPES, Metrics, metrics
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, Format
 
 FORMATS = {

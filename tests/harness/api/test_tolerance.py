@@ -1,0 +1,107 @@
+"""Expected error and tolerance of a GEMM."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import narrowgauge
+from narrowgauge.harness.cli.commands import app
+from narrowgauge.native import ops as native
+from tests.native.gpu import needs_compiler
+
+SHAPE = (40, 512, 24)
+
+
+def intervals(recipe: str = "mxfp8-e4m3", **options: object) -> list:  # type: ignore[type-arg]
+    return list(narrowgauge.tolerance(SHAPE, recipe, **options).intervals)  # type: ignore[arg-type]
+
+
+@needs_compiler
+@pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "fp8-current-e4m3"])
+def test_needed_tolerances_accept_a_correct_kernel(recipe: str) -> None:
+    x, w = narrowgauge.inputs(recipe, (32, 512, 24), "normal", operation="gemm")
+    a, b = (native.quantize(operand, recipe) for operand in (x, w))
+    kernel, expected = (gemm(a, b, out_dtype=torch.float32).double() for gemm in (native.gemm, narrowgauge.gemm))
+    (found,) = intervals(recipe, out_dtype=torch.float32)
+    difference = (kernel - expected).abs()
+    assert bool((difference > 0).any()), "the kernel adds in another order"
+    assert bool((difference <= found.rtol * expected.abs()).all())
+    assert bool((difference <= found.atol).all())
+
+
+def test_needed_tolerances_are_the_smallest() -> None:
+    x, w = narrowgauge.inputs("mxfp8-e4m3", (32, 512, 24), "normal", operation="gemm")
+    a, b = (narrowgauge.quantize(operand, "mxfp8-e4m3") for operand in (x, w))
+    expected = narrowgauge.gemm(a, b, out_dtype=torch.bfloat16).double()
+    ends = [end.double() for end in narrowgauge.bounds(a, b, out_dtype=torch.bfloat16)]
+    distance = torch.maximum(ends[1] - expected, expected - ends[0])
+    (found,) = intervals()
+    assert found.atol == float(distance.max()) > 0
+    assert found.exact == float((ends[0] == ends[1]).double().mean())
+    assert math.isclose(found.rtol, float((distance / expected.abs()).max()))
+
+
+def test_a_simulated_order_has_one_correct_output() -> None:
+    any_order, given = intervals(order="aligned-25-16")
+    assert (given.exact, given.largest_ulp, given.order) == (1.0, 0, "aligned-25-16")
+    assert any_order.exact < 1
+    assert any_order.largest_ulp > 0
+
+
+def test_error_is_that_of_the_quantized_operands() -> None:
+    fine, coarse = (narrowgauge.tolerance(SHAPE, name).sqnr_db for name in ("mxfp8-e4m3", "nvfp4"))
+    assert fine > coarse + 6
+    assert narrowgauge.tolerance(SHAPE, "nvfp4", family="lattice").relative_error == 0
+
+
+def test_a_wide_tolerance_accepts_more_and_refuses_less() -> None:
+    (found,) = intervals()
+    engine, vllm = found.libraries
+    assert 0 < engine.ulp < vllm.ulp
+    assert engine.refused >= vllm.refused
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [((4, 4), {}, "M, K and N"), ((4, 0, 4), {}, "positive"), (SHAPE, {"rows": 0}, "row"),
+     (SHAPE, {"order": "aligned"}, "order"), (SHAPE, {"family": "normale"}, "normal")],
+)  # fmt: skip
+def test_bad_arguments_are_named(shape: tuple[int, ...], options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        narrowgauge.tolerance(shape, "nvfp4", **options)  # type: ignore[arg-type]
+
+
+COMMAND = ("tolerance", "--gemm", "8x64x8", "--recipe", "nvfp4", "--inputs", "normal")
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, [*COMMAND, *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_every_option_changes_the_output() -> None:
+    outputs = [
+        run(), run("--out", "fp32"), run("--out", "bf16,fp16"), run("--order", "aligned-13-32"), run("--seed", "1"),
+        run("--rows", "4"), run("--gemm", "8x128x8"), run("--recipe", "mxfp8-e4m3"), run("--inputs", "outliers"),
+        *(run("--format", form) for form in ("markdown", "csv", "json", "html")),
+    ]  # fmt: skip
+    assert len(set(outputs)) == len(outputs)
+    assert max(len(line) for line in outputs[0].splitlines()) <= 80
+    (found,) = json.loads(run("--format", "json"))
+    assert found["shape"] == [8, 64, 8]
+    assert f"{found['sqnr_db']:.1f}" in outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(("--gemm", "8x8"), "MxKxN"), (("--out", "bf8"), "bf8"), (("--recipe", "nvfp5"), "nvfp5")]
+)
+def test_bad_options_end_with_usage_status(arguments: tuple[str, str], words: str) -> None:
+    done = CliRunner().invoke(app, [*COMMAND, *arguments])
+    assert done.exit_code == 2
+    assert words in done.output
