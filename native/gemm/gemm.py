@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from narrowgauge.native.gemm import skinny as gemm_skinny
-from narrowgauge.native.gemm import wgmma
+from narrowgauge.native.gemm import wgmma, wgmma_fp8
 from narrowgauge.native.gemm.operands import (
     Product,
     alpha_fields,
@@ -18,7 +18,7 @@ from narrowgauge.native.gemm.operands import (
     product,
     product_family,
 )
-from narrowgauge.native.gemm.paths import ORDERS, PORTABLE, SKINNY, TENSOR, path_of
+from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, order_of, path_of
 from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.spec.arguments import check_sections_of_product
@@ -46,14 +46,23 @@ def gemm(
     family = product_family(a.recipe, b.recipe)
     terms = product(a, b, family, out_dtype=out_dtype, c=c, bias=bias)
     out = torch.empty(terms.m, terms.n, dtype=out_dtype, device=a.codes.device)
-    path = path_of(terms.m, terms.n, terms.k, family, out.device, skinny=gemm_skinny.takes(a, b, family))
+    path = path_for(a, b, family)
     if path == SKINNY:
         gemm_skinny.multiply(terms, out)
+    elif path == FP8:
+        wgmma_fp8.multiply(terms, out)
     elif path == TENSOR:
         wgmma.multiply(terms, out)
     else:
         _multiply_portable(terms, out, f"gemm_{family}")
     return out
+
+
+def path_for(a: Quantized, b: Quantized, family: str) -> str:
+    """Path of the GEMM of two operands: a key of `ORDERS`. `family`: `product_family` of their recipes."""
+    (m, k), n = a.shape, b.shape[0]
+    skinny, fp8 = gemm_skinny.takes(a, b, family), wgmma_fp8.takes(a, b, family)
+    return path_of(m, n, k, family, a.codes.device, skinny=skinny, fp8=fp8)
 
 
 def _multiply_portable(terms: Product, out: torch.Tensor, kernel: str) -> None:
@@ -121,12 +130,14 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
     """
     left, right = ([q] if isinstance(q, Quantized) else list(q) for q in (a, b))
     family = product_family(left[0].recipe, right[0].recipe)
-    shape = sum(q.shape[0] for q in left), right[0].shape[0], left[0].shape[1]
-    skinny = isinstance(a, Quantized) and gemm_skinny.takes(left[0], right[0], family)
-    path = path_of(*shape, family, left[0].codes.device, skinny=skinny)
+    if isinstance(a, Quantized):
+        path = path_for(left[0], right[0], family)
+    else:
+        shape = sum(q.shape[0] for q in left), right[0].shape[0], left[0].shape[1]
+        path = path_of(*shape, family, left[0].codes.device)
     if path == TENSOR and family == "mx" and any(map(_refused, (*left, *right))):
         path = PORTABLE
-    return ORDERS[path]
+    return order_of(path, family)
 
 
 def _refused(q: Quantized) -> bool:

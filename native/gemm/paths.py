@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
 
-PORTABLE, TENSOR, SKINNY = "portable", "tensor", "skinny"
+PORTABLE, TENSOR, FP8, SKINNY = "portable", "tensor", "fp8", "skinny"
 
-ORDERS = {PORTABLE: "blocks", TENSOR: "decoded-aligned-25-16", SKINNY: "truncating"}
-"""Path to its order of summation, as named by `gemm_order` of a backend."""
+ORDERS = {PORTABLE: "blocks", TENSOR: "decoded-aligned-25-16", FP8: "aligned-13-32-128", SKINNY: "truncating"}
+"""Path to its order of summation, as named by `gemm_order` of a backend. With block scales the promotion of FP8 is part
+of the operation, so `order_of` names the order of a block."""
 
 SMALLEST = 2**24
 """Smallest M·N·K of the tensor core path. On an H200 it takes 21 µs for 256³ including the dequantization, the portable
@@ -23,17 +25,33 @@ takes 140 µs on the tensor core path, and FP8 with block scales, which that pat
 64 rows take 58, 60 and 45 µs, torch's product 39 µs, FP8 on the tensor core path 140 µs."""
 
 
-def path_of(m: int, n: int, k: int, family: str, device: torch.device, *, skinny: bool = False) -> str:
+BFLOAT16 = "NARROWGAUGE_FP8_THROUGH_BFLOAT16"
+"""Environment variable: with "1", FP8 with tensor scales takes the bfloat16 tensor cores, whose sums have 25 fraction
+bits instead of 13, at half the speed."""
+
+
+def path_of(
+    m: int, n: int, k: int, family: str, device: torch.device, *, skinny: bool = False, fp8: bool = False
+) -> str:
     """Path of a GEMM (M, K) by (N, K) on a device: a key of `ORDERS`.
 
-    `family`: `native.gemm.operands.product_family`. `skinny`: whether `native.gemm.skinny.takes` the operands. The
-    tensor core path needs Hopper, and operands that are bfloat16 numbers with their block scales. FP8 with float32
-    block scales is not."""
-    if skinny and device.type == "cuda" and m <= FEW and n * k >= MANY and _capability(device) == (9, 0):
+    `family`: `native.gemm.operands.product_family`. `skinny`, `fp8`: whether `native.gemm.skinny.takes` the operands,
+    and whether `native.gemm.wgmma_fp8.takes` them. The paths of tensor cores need Hopper. TENSOR needs operands that
+    are bfloat16 numbers with their block scales, which FP8 with float32 block scales is not."""
+    if device.type != "cuda" or _capability(device) != (9, 0):
+        return PORTABLE
+    if skinny and m <= FEW and n * k >= MANY:
         return SKINNY
-    if device.type == "cuda" and family != "fp8_block" and m * n * k >= SMALLEST and _capability(device) == (9, 0):
-        return TENSOR
-    return PORTABLE
+    if m * n * k < SMALLEST:
+        return PORTABLE
+    if fp8 and not (family == "fp8_tensor" and os.environ.get(BFLOAT16) == "1"):
+        return FP8
+    return PORTABLE if family == "fp8_block" else TENSOR
+
+
+def order_of(path: str, family: str) -> str:
+    """Order of the sums of a path: a name of `spec.summation.ORDERS`, or "truncating"."""
+    return "aligned-13-32" if (path, family) == (FP8, "fp8_block") else ORDERS[path]
 
 
 @cache

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.native.gemm.gemm import gemm
+from narrowgauge.native.gemm.gemm import gemm, path_for
 from narrowgauge.native.gemm.operands import kernel_source, product, product_family
-from narrowgauge.native.gemm.paths import PORTABLE, path_of
+from narrowgauge.native.gemm.paths import PORTABLE
 from narrowgauge.native.quantize.mx import scale_order, up_from
 from narrowgauge.native.quantize.quantize import quantize
 from narrowgauge.native.runtime.arguments import blocks_for, supported
@@ -44,7 +44,7 @@ def gemm_quantized(
     terms = product(a, b, family, out_dtype=out_dtype, c=c, bias=bias)
     check_scale(scale, 1, recipe)
     device, shape = a.codes.device, (terms.m, terms.n)
-    if path_of(terms.m, terms.n, terms.k, family, device) != PORTABLE:
+    if path_for(a, b, family) != PORTABLE:
         return quantize(gemm(a, b, out_dtype=out_dtype, c=c, bias=bias), recipe, scale=scale)
     codes = torch.empty(codes_shape(shape, recipe), dtype=torch.uint8, device=device)
     scales_dtype = torch.float32 if recipe.scale is FP32 else torch.uint8

@@ -20,8 +20,8 @@ _WGMMA = KernelStruct("gemm/sm90/gemm_wgmma.cuh", "WgmmaParameters")
 _DEQUANTIZE = KernelStruct("gemm/sm90/dequantize_tiles.cuh", "DequantizeParameters")
 _ROWS, _COLUMNS = 128, 64
 _TILE_BYTES = _ROWS * _COLUMNS * 2
-_DEQUANTIZE_THREADS, _THREADS = 256, 384
-_SHARED_BYTES = 213 * 1024 + 1024
+_DEQUANTIZE_THREADS, THREADS = 256, 384
+SHARED_BYTES = 213 * 1024 + 1024
 """sizeof(WgmmaShared), plus its alignment to 1024 bytes."""
 _PORTABLE_TILE = _PORTABLE_THREADS = 64
 _BLOCK_SCALES = {"nvfp4": "E4M3", "mx": "E8M0", "fp8_tensor": "NONE"}
@@ -45,8 +45,8 @@ def multiply(product: Product, out: torch.Tensor) -> None:
     if grouped:
         arguments += [sizes, np.int32(matrices)]
     launch(
-        SOURCE, "gemm_tensor_grouped" if grouped else "gemm_tensor", (multiprocessors(device),), (_THREADS,), arguments,
-        device=device, shared_bytes=_SHARED_BYTES if device.type == "cuda" else 0,  # the CPU build has a static array
+        SOURCE, "gemm_tensor_grouped" if grouped else "gemm_tensor", (multiprocessors(device),), (THREADS,), arguments,
+        device=device, shared_bytes=SHARED_BYTES if device.type == "cuda" else 0,  # the CPU build has a static array
     )  # fmt: skip
     if refused is not None:
         grid = (_ceil_div(product.n, _PORTABLE_TILE), _ceil_div(product.m, _PORTABLE_TILE), matrices)

@@ -28,10 +28,9 @@ def launch(
     """Run `kernel` of `source`.cu over `grid` × `block` on `device`.
 
     Arguments are parameter structs (`native.runtime.structs`), tensors on the device (the kernel gets their address),
-    None (a null pointer) and numpy scalars of the parameter's type. A struct is the first argument, or its offset is
-    aligned by the arguments before it. A block has `shared_bytes` of dynamic shared memory, on a GPU only. Raises
-    ValueError if a tensor is not on `device`, `device` is neither a CPU nor a GPU, or a CPU is asked for dynamic
-    shared memory; and as the toolchains do.
+    None (a null pointer) and numpy scalars of the parameter's type. A block has `shared_bytes` of dynamic shared
+    memory, on a GPU only. Raises ValueError if a tensor is not on `device`, `device` is neither a CPU nor a GPU, or a
+    CPU is asked for dynamic shared memory; and as the toolchains do.
     """
     values = [_value(argument, kernel, device) for argument in arguments]
     grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]

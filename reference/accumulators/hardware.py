@@ -86,7 +86,13 @@ def _nvidia() -> list[HardwareModel]:
                 25,
                 run="H100 and H200, products of matrices" if generation == "hopper" else _NOT_RUN,
             ),
-            HardwareModel(f"{generation}-fp16", ("fp16",), 16, 25),
+            HardwareModel(
+                f"{generation}-fp16",
+                ("fp16",),
+                16,
+                25,
+                run="H200, products of matrices" if generation == "hopper" else _NOT_RUN,
+            ),
             HardwareModel(f"{generation}-fp16-fp16", ("fp16",), 16, 25, kept=10, nearest=True, zero_exponent=-22),
         ]
     return [

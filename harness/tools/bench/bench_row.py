@@ -132,6 +132,8 @@ TARGETS = (
     Target("cuda", "unswizzle/*/native", "share", 0.80, ("32768x32768",)),
     Target("cuda", "gemm/nvfp4/*/native", "share", 0.60, ("8192x8192x8192",)),
     Target("cuda", "gemm/mxfp8-e4m3/*/native", "share", 0.60, ("8192x8192x8192",)),
+    Target("cuda", "gemm/fp8-current/*/native", "share", 1.5, ("8192x8192x8192",)),
+    Target("cuda", "gemm/fp8-block-1x128/*/native", "share", 1.2, ("8192x8192x8192",)),
     Target("cuda", "gemm/nvfp4/*/native", "share", 2.0, ("16x8192x8192",)),
     Target("cuda", "gemm/mxfp8-e4m3/*/native", "share", 2.0, ("16x8192x8192",)),
     Target("cuda", "gemm-grouped/*/native", "share", 0.50, ("8192x8192x8192",)),

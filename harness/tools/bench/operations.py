@@ -258,10 +258,14 @@ def _products(pairs: Sequence[_Pairs], matrices: Sequence[_Matrices], *, cpu: bo
     }
 
 
+_WEIGHTS = {"fp8-block-1x128": "fp8-block-128x128"}
+"""Recipe of the second operand, where it is another one."""
+
+
 def _gemm(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
     m, k, n = task.shape
     x, w = inputs.new_matrix((m, k)), inputs.new_matrix((n, k))
-    a, b = (native.quantize(matrix, task.recipe) for matrix in (x, w))
+    a, b = native.quantize(x, task.recipe), native.quantize(w, _WEIGHTS.get(task.recipe, task.recipe))
     cpu = inputs.device.type != "cuda"
     out_dtype = torch.float32 if cpu else torch.bfloat16
     order = order_of(load_backend("native", inputs.device.type), a, b)

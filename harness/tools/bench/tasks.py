@@ -33,7 +33,8 @@ MEMORY = (
 )  # fmt: skip
 """Memory-bound operations: (operation, recipe, variant)."""
 PRODUCTS = (
-    ("gemm", "nvfp4", ""), ("gemm", "mxfp8-e4m3", ""), ("gemm", "fp8-current", ""), ("gemm-grouped", "nvfp4", ""),
+    ("gemm", "nvfp4", ""), ("gemm", "mxfp8-e4m3", ""), ("gemm", "fp8-current", ""), ("gemm", "fp8-block-1x128", ""),
+    ("gemm-grouped", "nvfp4", ""),
 )  # fmt: skip
 EXPERTS = 8
 """Sections of a grouped product, of equal size."""

@@ -2,7 +2,7 @@
 // setmaxnreg, wgmma, mma, and loads with cache hints. Those of conversions are in common/ptx.cuh.
 //
 // HAS_WGMMA marks targets with the instructions of Hopper (sm_90a). On all other targets the wrappers compile and trap. In the CPU build, mbarrier, cp.async.bulk, cp.async and mma have a model that gives the same bits; the
-// model of wgmma is in sm90/tile.cuh.
+// models of wgmma are in sm90/tile.cuh and sm90/fp8_tile.cuh.
 #pragma once
 
 #include "common/formats.cuh"
@@ -102,6 +102,31 @@ __device__ __forceinline__ void cp_async_bulk_shared_global(u8* target, const u8
 #else
     __builtin_memcpy(target, source, BYTES);
     mbarrier_complete(barrier, static_cast<u64>(BYTES) << 32);
+#endif
+}
+
+// Copies a box of a tensor map, 128 rows of 128 bytes from column x and row y on, with zeros beyond the end of the tensor; the
+// mbarrier counts the bytes. `target` is aligned to 1024 bytes.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d(u8* target, const u64 (&map)[16], int x, int y, Mbarrier& barrier) {
+#ifdef HAS_WGMMA
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared_address(target)),
+        "l"(map), "r"(x), "r"(y), "r"(shared_address(&barrier))
+        : "memory");
+#elif defined(__CUDA_ARCH__)
+    __trap();
+#else
+    const u8* source = reinterpret_cast<const u8*>(map[0]);
+    const i64 rows = static_cast<i64>(map[1]), columns = static_cast<i64>(map[2]);
+    for (int row = 0; row < 128; ++row) {
+        for (int column = 0; column < 128; ++column) {
+            const bool inside = y + row < rows && x + column < columns;
+            target[row * 128 + ((column / 16 ^ row % 8) << 4) + column % 16] =
+                inside ? source[(y + row) * columns + x + column] : u8{0};
+        }
+    }
+    mbarrier_complete(barrier, u64{128 * 128} << 32);
 #endif
 }
 
@@ -285,6 +310,40 @@ __device__ __forceinline__ void wgmma_m64n256k16_f32_bf16_bf16(float (&d)[128], 
           "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
         : "l"(a), "l"(b));
 }
+
+// d (+)= a * b^T of 64 rows of a and 128 rows of b over 32 columns of FP8, asynchronously; `add`: whether d is added.
+// `a` and `b` are matrix descriptors.
+#define NARROWGAUGE_WGMMA_FP8(A, B)                                                                                    \
+    asm volatile(                                                                                                      \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32." A "." B " {"                                                    \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                             \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                             \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                            \
+        "%64, %65, p, 1, 1;\n}"                                                                                        \
+        :                                                                                                              \
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),              \
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),        \
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),      \
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),      \
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),      \
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),      \
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),      \
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])       \
+        : "l"(a), "l"(b), "r"(add))
+template <bool A_E5M2, bool B_E5M2>
+__device__ __forceinline__ void wgmma_m64n128k32_f32(float (&d)[64], u64 a, u64 b, int add) {
+    static_assert(!A_E5M2 || !B_E5M2, "no recipes are multiplied so");
+    if constexpr (A_E5M2) {
+        NARROWGAUGE_WGMMA_FP8("e5m2", "e4m3");
+    } else if constexpr (B_E5M2) {
+        NARROWGAUGE_WGMMA_FP8("e4m3", "e5m2");
+    } else {
+        NARROWGAUGE_WGMMA_FP8("e4m3", "e4m3");
+    }
+}
+#undef NARROWGAUGE_WGMMA_FP8
 #endif
 
 // ---- float16, two in a register --------------------------------------------------------------------------------------

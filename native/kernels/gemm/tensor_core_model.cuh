@@ -3,7 +3,8 @@
 //
 // A step adds 16 exact products to a float32 accumulator. All 17 terms are aligned to the largest exponent among them and
 // truncated 25 bits below it; the exponent of a product is the sum of its factors' exponents. The sum is truncated to
-// float32.
+// float32. A step of FP8 adds 32 products, truncated 13 bits below the largest exponent, and the sum is truncated to 13 fraction
+// bits.
 #pragma once
 
 #include "common/formats.cuh"
@@ -61,6 +62,52 @@ inline float sum_bf16(float acc, const Decomposed* a, const Decomposed* b) {
     i64 last = 1;  // last bit of a float32 significand
     while ((sum < 0 ? -sum : sum) / last >= i64{1} << 24) last *= 2;
     return static_cast<float>(__builtin_ldexp(static_cast<double>(sum / last * last), largest - ALIGNED_BITS));
+}
+
+constexpr int FP8_TERMS_PER_STEP = 32, FP8_ALIGNED_BITS = 13;
+
+// An element of FP8 in parts. A subnormal number has the exponent of the smallest normal number.
+struct Fp8Factor {
+    float value;
+    int significand;  // signed, with 3 bits after the binary point
+    int exponent;
+    bool finite;
+
+    Fp8Factor() = default;
+    Fp8Factor(u8 code, bool e5m2) {
+        const int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
+        const int field = (code & 0x7F) >> mantissa, fraction = code & ((1 << mantissa) - 1);
+        value = e5m2 ? narrow_to_float<E5M2>(code) : narrow_to_float<E4M3>(code);
+        const int whole = (field == 0 ? fraction : fraction | 1 << mantissa) << (3 - mantissa);
+        significand = (code & 0x80) != 0 ? -whole : whole;
+        exponent = (field == 0 ? 1 : field) - bias;
+        finite = __builtin_isfinite(value);
+    }
+};
+
+// acc + a[0]*b[0] + ... + a[31]*b[31] by integers; with a factor that is not finite, the IEEE sum.
+inline float sum_fp8(float acc, const Fp8Factor* a, const Fp8Factor* b) {
+    const Decomposed before(acc);
+    int largest = before.significand != 0 ? before.exponent : NO_EXPONENT;
+    bool finite = before.finite();
+    for (int i = 0; i < FP8_TERMS_PER_STEP; ++i) {
+        finite &= a[i].finite && b[i].finite;
+        if (a[i].significand == 0 || b[i].significand == 0) continue;
+        if (a[i].exponent + b[i].exponent > largest) largest = a[i].exponent + b[i].exponent;
+    }
+    if (!finite) {
+        for (int i = 0; i < FP8_TERMS_PER_STEP; ++i) acc += a[i].value * b[i].value;
+        return acc;
+    }
+    if (largest == NO_EXPONENT) return 0.0f;
+    i64 sum = shift_truncated(before.significand, before.exponent - largest + FP8_ALIGNED_BITS - 23);
+    for (int i = 0; i < FP8_TERMS_PER_STEP; ++i) {
+        const i64 product = static_cast<i64>(a[i].significand) * b[i].significand;
+        sum += shift_truncated(product, a[i].exponent + b[i].exponent - largest + FP8_ALIGNED_BITS - 6);
+    }
+    i64 last = 1;  // last bit of the accumulator
+    while ((sum < 0 ? -sum : sum) / last >= i64{1} << (FP8_ALIGNED_BITS + 1)) last *= 2;
+    return static_cast<float>(__builtin_ldexp(static_cast<double>(sum / last * last), largest - FP8_ALIGNED_BITS));
 }
 
 // acc + a[0]*b[0] + ... + a[15]*b[15] of float16 factors, by float64, in which the aligned terms are exact.

@@ -51,7 +51,8 @@ def test_sizes_of_two_numbers_are_of_matrices_and_of_three_of_products() -> None
     result = ids("cpu", ["256x128", "64x32x48"])
     assert {name.rpartition("/")[2] for name in result if not name.startswith("gemm")} == {"256x128"}
     assert [name for name in result if name.startswith("gemm")] == [
-        "gemm/nvfp4/64x32x48", "gemm/mxfp8-e4m3/64x32x48", "gemm/fp8-current/64x32x48", "gemm-grouped/nvfp4/64x32x48",
+        "gemm/nvfp4/64x32x48", "gemm/mxfp8-e4m3/64x32x48", "gemm/fp8-current/64x32x48",
+        "gemm/fp8-block-1x128/64x32x48", "gemm-grouped/nvfp4/64x32x48",
     ]  # fmt: skip
     assert ids("cuda", ["256x128"]) == ids("cpu", ["256x128"])
 

@@ -24,6 +24,7 @@ ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
 """sm_90 is not one of them: its PTX is that of sm_90a but for tensor cores, as is tested."""
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
+SOURCES += [("gemm_wgmma_fp8", ("-DA_ELEMENT=E5M2", "-DB_ELEMENT=E4M3"))]
 SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
 NEAREST, STOCHASTIC = (
     variant_flags(
@@ -70,9 +71,9 @@ COMPILED = [
 ]
 
 
-HOPPERS = {"gemm_wgmma"}
+HOPPERS = {"gemm_wgmma", "gemm_wgmma_fp8"}
 """Those with instructions that sm_90a alone has."""
-FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx"}
+FUSED = {"gemm_fp8", "gemm_quantized_fp8", "gemm_skinny_fp8", "gemm_skinny_mx", "gemm_wgmma_fp8"}
 """Those that say so: docs/numerics.md#fp8-with-float32-scales, y = fma(partial·s_x, s_w, y); and where the product is
 exact, gemm_skinny_e4m3.cuh, `moderate_base`."""
 NEAREST_SUMS, SUMS = {"fma.rn.f32"}, {"fma.rn.f32", "fma.rz.f32"}
@@ -102,7 +103,7 @@ def test_every_kernel_is_there_flushes_nothing_fuses_nothing_and_approximates_no
             assert not {i for i in instructions(plain) if i.startswith("wgmma")}
         else:
             assert plain == text.replace(".target sm_90a", ".target sm_90")
-    assert ("wgmma.mma_async" in text) == (source == "gemm_wgmma" and chip == "90a")
+    assert ("wgmma.mma_async" in text) == (source in HOPPERS and chip == "90a")
     assert ("mbarrier.try_wait" in text) == (source in HOPPERS and chip == "90a")
 
     found = instructions(text)

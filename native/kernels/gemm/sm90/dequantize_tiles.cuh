@@ -6,7 +6,6 @@
 // GEMM.
 #pragma once
 
-#include "common/sections.cuh"
 #include "gemm/parameters.cuh"
 #include "gemm/sm90/tile.cuh"
 
@@ -29,29 +28,6 @@ struct DequantizeParameters {
 // Range of nonzero magnitudes that tiles may hold, as float32 bits: 2^-62 to below 2^48. A product of two numbers is at least
 // 2^-124, so that a term truncated 25 bits below it is a multiple of 2^-149; and the sum of 2^31 products is below 2^127.
 constexpr u32 SMALLEST_IN_TILE = (127u - 62u) << 23, LARGEST_IN_TILE_END = (127u + 48u) << 23;
-
-// Iterator over the rows of tiles of all sections. Every section begins with a new row of tiles.
-struct TiledSection {
-    Sections sections;
-    int number;
-    Section section;
-    i64 before;  // rows of tiles of the sections before this one
-
-    __device__ __forceinline__ TiledSection(const Sections& all)
-        : sections(all), number(0), section{0, all.rows}, before(0) {
-        if (sections.sizes != nullptr) section = section_after(sections, 0, 0);
-    }
-
-    __device__ __forceinline__ i64 tiles() const { return (section.count + TILE_ROWS - 1) / TILE_ROWS; }
-
-    // Moves to the next section. False at the end.
-    __device__ __forceinline__ bool next() {
-        before += tiles();
-        if (++number >= sections.count) return false;
-        section = section_after(sections, number, section.start + section.count);
-        return true;
-    }
-};
 
 constexpr int CHUNK = 8, DEQUANTIZE_THREADS = 256;  // columns that a thread dequantizes at a time
 constexpr int PASSES = TILE_ROWS * TILE_COLUMNS / CHUNK / DEQUANTIZE_THREADS;

@@ -44,14 +44,14 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS) pack(Dequantize
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS) gemm_tensor(WgmmaParameters p, Alpha alpha) {
     if (p.refused != nullptr && *p.refused != 0) return;
     const Epilogue epilogue = {p.epilogue, 0, 0};
-    multiply_tiles_persistent(p, {nullptr, 1, p.m}, [&](const OutputTile&) { return alpha; },
-                              [&](const OutputTile&) { return epilogue; });
+    multiply_packed_tiles(p, {nullptr, 1, p.m}, [&](const OutputTile&) { return alpha; },
+                          [&](const OutputTile&) { return epilogue; });
 }
 
 extern "C" __global__ void __launch_bounds__(WGMMA_THREADS)
     gemm_tensor_grouped(WgmmaParameters p, GroupedAlpha alpha, const i64* sizes, int sections) {
     if (p.refused != nullptr && *p.refused != 0) return;
-    multiply_tiles_persistent(
+    multiply_packed_tiles(
         p, {sizes, sections, p.m},
         [&](const OutputTile& tile) { return alpha.a == nullptr ? Alpha{} : alpha.section(tile.section); },
         [&](const OutputTile& tile) { return Epilogue{p.epilogue, tile.section_start * p.n, tile.section * p.n}; });

@@ -1,18 +1,43 @@
-// tile.cuh: operand tiles in swizzled shared memory, and their product by a warpgroup.
+// tile.cuh: operand tiles in swizzled shared memory, and the product of bfloat16 tiles by a warpgroup.
 //
-// A tile is 128 rows of 64 bfloat16 numbers, 128 bytes for a row. It has the 128-byte swizzle of wgmma: the 16-byte chunk c of
-// row r lies at place c ^ (r % 8) of the row.
+// A tile is 128 rows of 128 bytes: 64 bfloat16 numbers or 128 codes. It has the 128-byte swizzle of wgmma: the 16-byte chunk c
+// of row r lies at place c ^ (r % 8) of the row.
 #pragma once
 
+#include "common/sections.cuh"
 #include "gemm/ptx.cuh"
 
 namespace narrowgauge {
 
-constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2;
+constexpr int TILE_ROWS = 128, ROW_BYTES = 128, TILE_BYTES = TILE_ROWS * ROW_BYTES;
+constexpr int TILE_COLUMNS = ROW_BYTES / 2;  // of bfloat16
 constexpr int WARPGROUP = 4 * WARP;  // threads
 
-// Byte of a tile at which columns 8 * chunk to 8 * chunk + 7 of a row begin.
-__device__ __forceinline__ int swizzled_offset(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+// Byte of a tile at which a 16-byte chunk of a row begins: eight bfloat16 numbers or 16 codes.
+__device__ __forceinline__ int swizzled_offset(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4); }
+
+// Iterator over the rows of tiles of all sections. Every section begins with a new row of tiles.
+struct TiledSection {
+    Sections sections;
+    int number;
+    Section section;
+    i64 before;  // rows of tiles of the sections before this one
+
+    __device__ __forceinline__ TiledSection(const Sections& all)
+        : sections(all), number(0), section{0, all.rows}, before(0) {
+        if (sections.sizes != nullptr) section = section_after(sections, 0, 0);
+    }
+
+    __device__ __forceinline__ i64 tiles() const { return (section.count + TILE_ROWS - 1) / TILE_ROWS; }
+
+    // Moves to the next section. False at the end.
+    __device__ __forceinline__ bool next() {
+        before += tiles();
+        if (++number >= sections.count) return false;
+        section = section_after(sections, number, section.start + section.count);
+        return true;
+    }
+};
 
 // A warpgroup accumulates 64 rows by 256 columns, 128 sums in each thread. Sum 4j + 2i + e of thread t is that of row
 // t/32*16 + t%32/4 + 8i and column 8j + 2(t%4) + e.
@@ -27,11 +52,12 @@ __device__ __forceinline__ u64 matrix_descriptor(const u8* tile) {
 #endif
 
 // Waits for all wgmma of the warpgroup. The compiler reads the sums after this point only.
-__device__ __forceinline__ void wait_for_sums([[maybe_unused]] float (&d)[SUMS]) {
+template <int COUNT>
+__device__ __forceinline__ void wait_for_sums([[maybe_unused]] float (&d)[COUNT]) {
 #ifdef HAS_WGMMA
     ptx::wgmma_wait_group<0>();
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 #endif
 }
 

@@ -1,0 +1,194 @@
+// gemm_wgmma_fp8.cuh: the pipeline of FP8 codes. The contract of its kernels: gemm_wgmma_fp8.cu.
+//
+// A stage has 128 columns of K. A consumer warpgroup multiplies its 64 rows by 128 rows of b at a time, into an accumulator
+// that starts at 0, and adds the accumulator to its sums. Meanwhile the tensor cores work for the other warpgroup: two
+// accumulators for each warpgroup do not fit into the registers beside the sums.
+#pragma once
+
+#include "gemm/sm90/fp8_tile.cuh"
+#include "gemm/sm90/pipeline.cuh"
+
+namespace narrowgauge {
+
+// CUtensorMap of codes: boxes of TILE_ROWS rows by ROW_BYTES codes, with the 128-byte swizzle. On a CPU: the address of the
+// codes, their rows, their columns; and no alignment, because Python's bytes have none.
+#ifdef __CUDA_ARCH__
+constexpr int TENSOR_MAP_ALIGNMENT = 64;
+#else
+constexpr int TENSOR_MAP_ALIGNMENT = 8;
+#endif
+struct alignas(TENSOR_MAP_ALIGNMENT) TensorMap {
+    u64 words[16];
+};
+
+struct WgmmaFp8Parameters {
+    OperandParameters a, b;  // scales and element formats; codes are read through the maps
+    EpilogueParameters epilogue;
+    i64 m, n, k;
+};
+
+// Boxes of codes, zeros beyond the last row and column.
+struct MappedCodes {
+    const TensorMap& a;
+    const TensorMap& b;
+
+    __device__ __forceinline__ void load(Stage& stage, ptx::Mbarrier& full, const OutputTile& tile, i64 step) const {
+        const int x = static_cast<int>(step * ROW_BYTES), y = static_cast<int>(tile.column);
+        ptx::cp_async_bulk_tensor_2d(stage.a, a.words, x, static_cast<int>(tile.row), full);
+        ptx::cp_async_bulk_tensor_2d(stage.b[0], b.words, x, y, full);
+        ptx::cp_async_bulk_tensor_2d(stage.b[1], b.words, x, y + TILE_ROWS, full);
+    }
+};
+
+// Element formats. On a GPU the macros A_ELEMENT and B_ELEMENT name them, and every pair is compiled separately.
+struct Fp8Elements {
+    Element a, b;
+
+    __device__ __forceinline__ explicit Fp8Elements([[maybe_unused]] const WgmmaFp8Parameters& p)
+#ifdef A_ELEMENT
+        : a(Element::A_ELEMENT), b(Element::B_ELEMENT) {
+    }
+#else
+        : a(p.a.element), b(p.b.element) {
+    }
+#endif
+};
+
+// Promotion of an accumulator with tensor scales: it is added as it is.
+struct Unscaled {
+    static constexpr bool CAST_BEFORE_C = false;
+
+    struct Scales {};
+
+    __device__ __forceinline__ void locate(const OutputTile&, int) {}
+    __device__ __forceinline__ Scales load(i64) const { return {}; }
+
+    static __device__ __forceinline__ void add(float* sums, const float (&accumulator)[FP8_SUMS], const Scales&, int) {
+#pragma unroll
+        for (int i = 0; i < FP8_SUMS; ++i) sums[i] += accumulator[i];
+    }
+};
+
+// Promotion of the sum of a block with block scales: of a for 128 columns of one row or of 128, of b for tiles of 128x128.
+struct BlockScaled {
+    static constexpr bool CAST_BEFORE_C = true;
+
+    // Of the two rows of a thread, and of the two tiles of b.
+    struct Scales {
+        float a[2], b[2];
+    };
+
+    const float* a_scales;
+    const float* b_scales;
+    i64 a_stride, b_stride;          // from a block of K to the next
+    i64 a_row_stride, b_row_stride;  // from a row of scales to the next
+    i64 a_last, b_last;              // last rows of scales
+    int a_rows_per_scale;
+    u32 a_first[2], b_first[2];  // scales of the first block, set by `locate`
+
+    __device__ __forceinline__ BlockScaled(const WgmmaFp8Parameters& p) {
+        const i64 blocks = (p.k + ROW_BYTES - 1) / ROW_BYTES;
+        place({p.a, p.m}, blocks, a_scales, a_stride, a_row_stride, a_last);
+        place({p.b, p.n}, blocks, b_scales, b_stride, b_row_stride, b_last);
+        a_rows_per_scale = Operand{p.a, p.m}.rows_per_scale();
+    }
+
+    static __device__ __forceinline__ void place(const Operand& from, i64 blocks, const float*& scales, i64& stride,
+                                                 i64& row_stride, i64& last) {
+        const int rows_per_scale = from.rows_per_scale();
+        const i64 rows = (from.rows + rows_per_scale - 1) / rows_per_scale;
+        const bool transposed = (from.layout & SCALES_TRANSPOSED) != 0;
+        scales = static_cast<const float*>(from.scales);
+        stride = transposed ? rows : 1;
+        row_stride = transposed ? 1 : blocks;
+        last = rows - 1;
+    }
+
+    // `row`: the first of the thread's two rows in the output tile; the second is 8 rows below. Rows beyond the end have any
+    // scale, since their outputs are not stored.
+    __device__ __forceinline__ void locate(const OutputTile& tile, int row) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const i64 a_row = (tile.row + row + 8 * i) / a_rows_per_scale, b_row = tile.column / TILE_ROWS + i;
+            a_first[i] = static_cast<u32>((a_row < a_last ? a_row : a_last) * a_row_stride);
+            b_first[i] = static_cast<u32>((b_row < b_last ? b_row : b_last) * b_row_stride);
+        }
+    }
+
+    __device__ __forceinline__ Scales load(i64 block) const {
+        Scales scales;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            scales.a[i] = a_scales[a_first[i] + block * a_stride];
+            scales.b[i] = b_scales[b_first[i] + block * b_stride];
+        }
+        return scales;
+    }
+
+    // Scales that are powers of two from 2^-60 to 2^60 multiply without rounding, so their product may come first. It saves
+    // half of the instructions.
+    static __device__ __forceinline__ bool exact(float scale) {
+        const u32 bits = __float_as_uint(scale);
+        return (bits & 0x007FFFFFu) == 0u && bits - (67u << 23) <= 120u << 23;
+    }
+
+    // `tile`: of the two tiles of b.
+    static __device__ __forceinline__ void add(float* sums, const float (&accumulator)[FP8_SUMS], const Scales& scales,
+                                               int tile) {
+        const float b = scales.b[tile];
+        if (exact(scales.a[0]) && exact(scales.a[1]) && exact(b)) {
+            const float factors[2] = {scales.a[0] * b, scales.a[1] * b};
+#pragma unroll
+            for (int i = 0; i < FP8_SUMS; ++i) sums[i] = __fmaf_rn(accumulator[i], factors[i / 2 % 2], sums[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < FP8_SUMS; ++i) sums[i] = __fmaf_rn(accumulator[i] * scales.a[i / 2 % 2], b, sums[i]);
+        }
+    }
+};
+
+// Sums of accumulators of 128 columns each.
+template <class Promotion>
+struct PromotedSums {
+    static constexpr bool CAST_BEFORE_C = Promotion::CAST_BEFORE_C;
+
+    Promotion promotion;
+    Fp8Elements elements;
+    i64 steps;
+
+    __device__ __forceinline__ void accumulate(float (&d)[SUMS], WgmmaShared& shared, u32& iteration, const OutputTile& tile,
+                                               int warpgroup, int lane) const {
+        Promotion at = promotion;
+        at.locate(tile, warpgroup * WGMMA_M + static_cast<int>(threadIdx.x) % WARPGROUP / WARP * 16 + lane / 4);
+        auto scales = at.load(0);
+        for (i64 step = 0; step < steps; ++step, ++iteration) {
+            const u32 stage = iteration % STAGES, phase = iteration / STAGES % 2;
+            const Stage& from = shared.stages[stage];
+            const auto next = at.load(step + 1 < steps ? step + 1 : step);  // arrives while the tensor cores work
+            ptx::mbarrier_try_wait_parity(shared.full[stage], phase);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float accumulator[FP8_SUMS];
+                ptx::wgmma_fence();
+                multiply_codes(accumulator, elements.a, elements.b, from.a + warpgroup * WGMMA_M * ROW_BYTES, from.b[half]);
+                wait_for_sums(accumulator);
+                if (half == 1) release(shared.empty[stage], lane);
+                Promotion::add(d + half * FP8_SUMS, accumulator, scales, half);
+            }
+            scales = next;
+        }
+    }
+};
+
+// `promotion`: Unscaled or BlockScaled.
+template <class Promotion>
+__device__ __forceinline__ void multiply_mapped_codes(const MappedCodes& codes, const WgmmaFp8Parameters& p,
+                                                      const Promotion& promotion, const Alpha& alpha) {
+    const i64 steps = (p.k + ROW_BYTES - 1) / ROW_BYTES;
+    const PromotedSums<Promotion> sums = {promotion, Fp8Elements(p), steps};
+    const Epilogue epilogue = {p.epilogue, 0, 0};
+    multiply_tiles_persistent(codes, sums, steps, {nullptr, 1, p.m}, p.n,
+                              [&](const OutputTile&) { return alpha; }, [&](const OutputTile&) { return epilogue; });
+}
+
+}  // namespace narrowgauge

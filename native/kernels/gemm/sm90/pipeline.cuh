@@ -1,0 +1,285 @@
+// pipeline.cuh: the persistent GEMM of the wgmma kernels.
+//
+// A block computes output tiles of 128 rows by 256 columns, one after the other. Warps are specialized: a thread of the
+// producer warpgroup copies operand tiles into a pipeline of shared memory stages, a stage for every step of K; two consumer
+// warpgroups multiply 64 rows of the stage. A kernel defines
+//   Source: load(stage, full, tile, step)   queues the copies of a step of K, 3 * TILE_BYTES, into a stage
+//   Sums: accumulate(d, shared, iteration, tile, warpgroup, lane)   the sums of a thread over all of K; waits for the stages
+//         and releases them. `iteration` is that of the pipeline
+//         CAST_BEFORE_C                     whether an output is cast before c is added
+#pragma once
+
+#include "gemm/epilogue.cuh"
+#include "gemm/sm90/tile.cuh"
+
+namespace narrowgauge {
+
+constexpr int CONSUMERS = 2, WGMMA_THREADS = (1 + CONSUMERS) * WARPGROUP;  // consumer warpgroups, and one producer
+constexpr int OUT_ROWS = CONSUMERS * WGMMA_M, OUT_COLUMNS = WGMMA_N;
+static_assert(OUT_ROWS == TILE_ROWS && OUT_COLUMNS == 2 * TILE_ROWS, "a step of K has one tile of a and two of b");
+
+// Pipeline stages: the maximum in shared memory beside the epilogue's buffer.
+constexpr int STAGES = 4;
+// Registers of a thread, of 65536 for the block: consumers hold the sums.
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+// The epilogue moves this many columns of a warp's sums at a time. The stride of the buffer avoids bank conflicts between
+// the eight rows of a write.
+constexpr int EPILOGUE_COLUMNS = 32, EPILOGUE_STRIDE = EPILOGUE_COLUMNS + 8;
+// Rows of output tiles that the scheduler groups: 16 by 8 tiles at a time read the fewest bytes. On an H200 8192^3 of NVFP4
+// takes 1.381 ms with 8, 1.382 with 16 and 1.396 with 32, without packing.
+constexpr int GROUP_ROWS_OF_TILES = 16;
+
+struct Stage {
+    u8 a[TILE_BYTES], b[2][TILE_BYTES];
+};
+
+struct alignas(1024) WgmmaShared {
+    Stage stages[STAGES];
+    float sums[CONSUMERS * 4][16][EPILOGUE_STRIDE];
+    ptx::Mbarrier full[STAGES], empty[STAGES];
+};
+static_assert(sizeof(WgmmaShared) == 213 * 1024, "native/gemm/wgmma.py asks for this size");
+
+struct OutputTile {
+    int section;
+    i64 row, column;     // first output of the tile in its section
+    i64 section_rows;
+    i64 section_start;   // first row of the section in c and out
+    i64 a_tile, b_tile;  // rows of operand tiles
+};
+
+// Tile scheduler: block b computes output tiles b, b + gridDim.x, ... of all sections.
+struct TileScheduler {
+    TiledSection at;
+    i64 columns;
+    i64 next;  // tile of the section
+
+    __device__ __forceinline__ TileScheduler(const Sections& sections, i64 n)
+        : at(sections), columns((n + OUT_COLUMNS - 1) / OUT_COLUMNS), next(blockIdx.x) {}
+
+    __device__ __forceinline__ bool take(OutputTile& tile) {
+        while (next >= at.tiles() * columns) {
+            next -= at.tiles() * columns;
+            if (!at.next()) return false;
+        }
+        const i64 first = next / (GROUP_ROWS_OF_TILES * columns) * GROUP_ROWS_OF_TILES, left = at.tiles() - first;
+        const i64 height = left < GROUP_ROWS_OF_TILES ? left : GROUP_ROWS_OF_TILES, place = next - first * columns;
+        const i64 row = first + place % height, column = place / height;
+        tile = {at.number, row * OUT_ROWS, column * OUT_COLUMNS, at.section.count, at.section.start, at.before + row,
+                (at.number * columns + column) * 2};
+        next += gridDim.x;
+        return true;
+    }
+};
+
+// Epilogue of eight neighbouring outputs of a row.
+template <bool CAST_BEFORE_C>
+__device__ __forceinline__ void store_outputs(const Alpha& alpha, const Epilogue& epilogue, float (&v)[8], i64 y, i64 x, i64 n) {
+    const int count = n - x < 8 ? static_cast<int>(n - x) : 8;
+    const i64 first = epilogue.first + y * n + x;
+    if (alpha.b_per_row == 0) {
+        const float factor = alpha.a == nullptr ? 1.0f : alpha.value(y, 0);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] *= factor;
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] *= j < count ? (alpha.a == nullptr ? 1.0f : alpha.value(y, x + j)) : 0.0f;
+    }
+    const auto add_c = [&] {
+        if (epilogue.c == nullptr) return;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (CAST_BEFORE_C) v[j] = rounded_as(epilogue.out_type, v[j]);
+            if (j < count) v[j] += load_as(epilogue.c, epilogue.c_type, first + j);
+        }
+    };
+    if (!CAST_BEFORE_C) add_c();
+    if (epilogue.bias != nullptr) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (j < count) v[j] += load_as(epilogue.bias, epilogue.bias_type, epilogue.first_bias + x + j);
+        }
+    }
+    if (CAST_BEFORE_C) add_c();
+    if (count == 8 && epilogue.out_type == DType::BFLOAT16) return store_elements(v, static_cast<bf16*>(epilogue.out) + first);
+    if (count == 8 && epilogue.out_type == DType::FLOAT32) return store_elements(v, static_cast<float*>(epilogue.out) + first);
+    if (count == 8 && epilogue.out_type == DType::FLOAT16) return store_elements(v, static_cast<fp16*>(epilogue.out) + first);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        if (j < count) store_as(epilogue.out, epilogue.out_type, first + j, v[j]);
+    }
+}
+
+// A 4x4 matrix of words in four neighbouring lanes, transposed: word i of lane j becomes word j of lane i.
+__device__ __forceinline__ void transpose_words(u32 (&words)[4], int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+        const bool upper = (lane & distance) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & distance) != 0) continue;
+            const u32 received = __shfl_xor_sync(0xFFFFFFFFu, upper ? words[i] : words[i + distance], distance);
+            (upper ? words[i] : words[i + distance]) = received;
+        }
+    }
+}
+
+template <class T>
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+    T numbers[2];
+    from_float(low, numbers[0]);
+    from_float(high, numbers[1]);
+    return numbers[0].bits | static_cast<u32>(numbers[1].bits) << 16;
+}
+
+// Stores the sums of a warp times `factor`, without addends, straight from registers. N is a multiple of 8. `top`: first row of
+// the warp in the section.
+template <class T>
+__device__ __forceinline__ void store_sums(const float (&d)[SUMS], float factor, const Epilogue& epilogue, const OutputTile& tile,
+                                           i64 top, i64 n, int lane) {
+#pragma unroll
+    for (int group = 0; group < OUT_COLUMNS / 32; ++group) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const i64 y = top + lane / 4 + 8 * i;
+            const float* sums = d + 16 * group + 2 * i;  // columns 8j + 2(lane % 4) of the group are sums[4j], sums[4j + 1]
+            if constexpr (sizeof(T) == 4) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const i64 x = tile.column + 32 * group + 8 * j + lane % 4 * 2;
+                    if (y >= tile.section_rows || x >= n) continue;
+                    T* target = static_cast<T*>(epilogue.out) + epilogue.first + y * n + x;
+                    from_float(sums[4 * j] * factor, target[0]);
+                    from_float(sums[4 * j + 1] * factor, target[1]);
+                }
+            } else {
+                u32 words[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) words[j] = pair_of<T>(sums[4 * j] * factor, sums[4 * j + 1] * factor);
+                transpose_words(words, lane);
+                const i64 x = tile.column + 32 * group + lane % 4 * 8;
+                if (y >= tile.section_rows || x >= n) continue;
+                ptx::Vector4* target = reinterpret_cast<ptx::Vector4*>(static_cast<T*>(epilogue.out) + epilogue.first + y * n + x);
+                *target = {words[0], words[1], words[2], words[3]};
+            }
+        }
+    }
+}
+
+// Producer thread: copies the tiles of each step of K into the next stage, as soon as the consumers have released it.
+template <class Source>
+__device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler scheduler, const Source& source, i64 steps) {
+    OutputTile tile;
+    u32 iteration = 0;  // over the steps of all tiles; a stage is used every STAGES iterations, with alternating parity
+    while (scheduler.take(tile)) {
+        for (i64 step = 0; step < steps; ++step, ++iteration) {
+            const u32 stage = iteration % STAGES, phase = iteration / STAGES % 2;
+            ptx::mbarrier_try_wait_parity(shared.empty[stage], phase ^ 1u);
+            ptx::mbarrier_arrive_expect_tx(shared.full[stage], 3 * TILE_BYTES);
+            source.load(shared.stages[stage], shared.full[stage], tile, step);
+        }
+    }
+}
+
+// A consumer warp has read a stage.
+__device__ __forceinline__ void release(ptx::Mbarrier& empty, int lane) {
+    ptx::bar_warp_sync();
+    if (lane == 0) ptx::mbarrier_arrive(empty);
+}
+
+// Consumer warpgroup. `alpha_of(tile)` and `epilogue_of(tile)` return the epilogue of an output tile.
+template <class Sums, class AlphaOf, class EpilogueOf>
+__device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler scheduler, const Sums& all, i64 n,
+                                        const AlphaOf& alpha_of, const EpilogueOf& epilogue_of) {
+    const int thread = static_cast<int>(threadIdx.x) - WARPGROUP, lane = thread % WARP, warp = thread / WARP;
+    const int warpgroup = thread / WARPGROUP;
+    OutputTile tile;
+    u32 iteration = 0;
+    while (scheduler.take(tile)) {
+        float d[SUMS];
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) d[i] = 0.0f;
+        const Alpha alpha = alpha_of(tile);
+        const float factor = alpha.a == nullptr ? 1.0f : alpha.value(0, 0);  // early: the loads take as long as 300 sums
+        all.accumulate(d, shared, iteration, tile, warpgroup, lane);
+
+        const Epilogue epilogue = epilogue_of(tile);
+        if (epilogue.c == nullptr && epilogue.bias == nullptr && alpha.a_per_row + alpha.b_per_row == 0 && n % 8 == 0 &&
+            reinterpret_cast<u64>(epilogue.out) % 16 == 0) {
+            const i64 top = tile.row + warp * 16;
+            if (epilogue.out_type == DType::BFLOAT16) {
+                store_sums<bf16>(d, factor, epilogue, tile, top, n, lane);
+            } else if (epilogue.out_type == DType::FLOAT16) {
+                store_sums<fp16>(d, factor, epilogue, tile, top, n, lane);
+            } else {
+                store_sums<float>(d, factor, epilogue, tile, top, n, lane);
+            }
+            continue;
+        }
+
+        // Through shared memory, so that neighbouring threads write neighbouring outputs: 16 rows of a warp, EPILOGUE_COLUMNS
+        // at a time.
+        float(*sums)[EPILOGUE_STRIDE] = shared.sums[warp];
+        const i64 top = tile.row + warp * 16;
+#pragma unroll 1
+        for (int part = 0; part < OUT_COLUMNS / EPILOGUE_COLUMNS; ++part) {
+            ptx::bar_warp_sync();
+#pragma unroll
+            for (int which = 0; which < OUT_COLUMNS / EPILOGUE_COLUMNS; ++which) {  // registers have constant indices only
+                if (which != part) continue;
+#pragma unroll
+                for (int j = 0; j < EPILOGUE_COLUMNS / 8; ++j) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        sums[lane / 4 + i / 2 * 8][8 * j + lane % 4 * 2 + i % 2] = d[which * (EPILOGUE_COLUMNS / 2) + 4 * j + i];
+                    }
+                }
+            }
+            ptx::bar_warp_sync();
+            const i64 x = tile.column + part * EPILOGUE_COLUMNS + lane % 4 * 8;
+#pragma unroll 1
+            for (int row = lane / 4; row < 16; row += 8) {
+                const i64 y = top + row;
+                if (y >= tile.section_rows || x >= n) continue;
+                float v[8];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = sums[row][lane % 4 * 8 + j];
+                store_outputs<Sums::CAST_BEFORE_C>(alpha, epilogue, v, y, x, n);
+            }
+        }
+    }
+}
+
+// `steps`: steps of K.
+template <class Source, class Sums, class AlphaOf, class EpilogueOf>
+__device__ __forceinline__ void multiply_tiles_persistent(const Source& source, const Sums& sums, i64 steps,
+                                                          const Sections& sections, i64 n, const AlphaOf& alpha_of,
+                                                          const EpilogueOf& epilogue_of) {
+#ifdef __CUDA_ARCH__
+    extern __shared__ u8 dynamic_shared[];
+    // An offset, and not an address: the compiler has to see that it is shared memory.
+    const u32 skipped = -static_cast<u32>(__cvta_generic_to_shared(dynamic_shared)) & 1023u;
+    WgmmaShared& shared = *reinterpret_cast<WgmmaShared*>(dynamic_shared + skipped);
+#else
+    __shared__ WgmmaShared shared;
+#endif
+    const int thread = threadIdx.x;
+    if (thread == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            ptx::mbarrier_init(shared.full[stage], 1);
+            ptx::mbarrier_init(shared.empty[stage], CONSUMERS * WARPGROUP / WARP);
+        }
+        ptx::fence_mbarrier_init_and_proxy_async();
+    }
+    __syncthreads();
+    const TileScheduler scheduler(sections, n);
+    if (thread < WARPGROUP) {
+        ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (thread == 0) produce(shared, scheduler, source, steps);
+    } else {
+        ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+        consume(shared, scheduler, sums, n, alpha_of, epilogue_of);
+    }
+}
+
+}  // namespace narrowgauge
