@@ -206,7 +206,7 @@ function budgetHistogram(rows) {
       Plot.ruleY([0], { stroke: "var(--soft)" }),
     ],
   }, 40 + 110 * groups.length);
-  return plotted("Histogram of GEMM outputs by used share of the bound", "All compared outputs that have a bound, by dtype of the output. The last bin holds every output above the bound: a wrong output.", svg);
+  return plotted("Histogram of outputs by used share of the bound", "All compared outputs that have a bound, by dtype of the output. The last bin holds every output above the bound: a wrong output.", svg);
 }
 
 /** Elements of failing stages by signed steps from the expected value. */
