@@ -305,7 +305,8 @@ def test_a_mutant_is_killed_and_named_and_has_a_row(few: list[Case]) -> None:
     console = Console(width=200, record=True)
     print_results([result], console)
     shown = console.export_text()
-    assert re.search(r"^made +memory +repeat +repeat +2 of 3 ", shown, re.MULTILINE)
+    assert re.search(r"^made +repeat +repeat +2 of 3 ", shown, re.MULTILINE)
+    assert re.search(r"^ +memory, ", shown, re.MULTILINE)
     assert "caught by narrowgauge 1 of 1, by allclose " in shown
 
 
