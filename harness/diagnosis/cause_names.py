@@ -62,8 +62,8 @@ FAMILIES = (
     "input-through-", "largest-scale:", "nan-code:", "only:", "order:", "output-through-", "place:", "product-through-",
     "rotation-group:", "rotation-signs:", "rounding:", "scale-code:", "scale-max-", "scale-of-", "scale-order:",
     "scale-through-", "scales-through-", "smallest-scale:", "statistics:", "stochastic-bits:", "stochastic-offset:",
-    "stochastic-other-block:", "stochastic-seed:", "tail-of-k-dropped:", "tensor-limit:", "tensor-scale-order:",
-    "tensor-scale-through-", "update:", "use:", "values-through-", "zero-block:", "zero-scale:",
+    "stochastic-other-block:", "stochastic-seed:", "swizzle-rows-modulo:", "tail-of-k-dropped:", "tensor-limit:",
+    "tensor-scale-order:", "tensor-scale-through-", "update:", "use:", "values-through-", "zero-block:", "zero-scale:",
 )  # fmt: skip
 """Prefixes of names with a variable part: a number, a formula or a place."""
 _PATTERNS = ("place:", "only:")

@@ -126,6 +126,7 @@ def decoding_deviations() -> Iterator[tuple[str, str, Values]]:
     yield "values-truncated", "values are truncated to their dtype, not rounded", _truncated_values
     for cause, sentence, change in (*changed_scales(), *changed_codes()):
         yield cause, sentence.format("the matrix"), _values_of_changed_matrix(change)
+    yield "nan-read-as-number", "the scale 255 is read as infinity, not as NaN", _values_with_infinite_scales
     yield "negative-zero-lost", "-0 becomes 0", lambda q, dtype: dequantize(q, dtype) + 0
     yield "signs-lost", "signs are lost", lambda q, dtype: dequantize(q, dtype).abs()
 
@@ -168,6 +169,12 @@ def _values_without_code_0(q: Quantized, dtype: torch.dtype) -> torch.Tensor | N
     if q.recipe.scale is not E8M0:
         return None
     return _multiply(_codes(q), _scales(q).masked_fill(q.scales == 0, 0), q).to(dtype)
+
+
+def _values_with_infinite_scales(q: Quantized, dtype: torch.dtype) -> torch.Tensor | None:
+    if q.recipe.scale is not E8M0:
+        return None
+    return _multiply(_codes(q), _scales(q).masked_fill(q.scales == (E8M0.nan_code or 0), torch.inf), q).to(dtype)
 
 
 def _rounded_values(narrow_dtype: torch.dtype, q: Quantized, dtype: torch.dtype) -> torch.Tensor:

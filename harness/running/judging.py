@@ -50,7 +50,7 @@ def explained(
     from narrowgauge.harness.diagnosis.search.history import history_of
 
     history = history_of(backend)
-    evidence = len(history.left_out)
+    evidence, signs = len(history.left_out), dict(history.signs)
     try:
         return [explanation.to_dict() for explanation in explain(outcome, history, runs=runs, limit=limit)]
     except HostLost:
@@ -61,6 +61,7 @@ def explained(
     finally:
         if part:
             del history.left_out[evidence:]
+            history.signs = signs
 
 
 def two_runs(case: Case, inputs: Inputs, outcome: Outcome, backend: Backend, seed: int) -> tuple[Run, Run] | None:

@@ -14,7 +14,12 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.auxiliary.delayed_scaling import deviating_histories, deviating_scales
 from narrowgauge.harness.diagnosis.auxiliary.rotations import Ends, deviating_ends, deviating_rotations
 from narrowgauge.harness.diagnosis.explanation import Explanation
-from narrowgauge.harness.diagnosis.quantize.scale_layouts import deviating_layouts, padding_not_zeroed
+from narrowgauge.harness.diagnosis.quantize.scale_layouts import (
+    SWIZZLE_READS,
+    deviating_layouts,
+    padding_not_zeroed,
+    wrong_offsets,
+)
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
 from narrowgauge.reference.quantize.sections import pad_sections
@@ -85,12 +90,10 @@ def _unswizzled(moved: Moved) -> Iterator[Cause]:
         read[places.flatten()[positions] - 1] = swizzled[positions]
         if torch.equal(read.view(linear.shape), linear):
             yield cause, f"swizzled scales are read as such: {sentence}"
-    columns = linear.shape[1]
-    row, column = (torch.arange(extent, device=linear.device) for extent in linear.shape)
-    row = row.unsqueeze(1)
-    tile = row // 128 * (columns // 4) + column // 4  # the correct layout has ⌈columns / 4⌉ tiles in a row
-    if columns % 4 and torch.equal(swizzled[512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4], linear):
-        yield "swizzle-columns-not-padded", "tiles of swizzled scales are counted by columns that are not padded"
+    for cause, sentence in SWIZZLE_READS.items():
+        offsets = wrong_offsets(cause, linear.shape, linear.device)
+        if offsets is not None and torch.equal(swizzled[offsets], linear):
+            yield cause, sentence.format("the matrix")
 
 
 # ---- transform -------------------------------------------------------------------------------------------------------

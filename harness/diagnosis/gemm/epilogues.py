@@ -55,6 +55,10 @@ def epilogue_deviations() -> Iterator[GemmDeviation]:
     yield _epilogue_deviation(
         "output-saturated", "outputs too large for the output's dtype are its largest number", _saturated
     )
+    yield _epilogue_deviation(
+        "overflow-to-infinity", "outputs above the largest number are infinite, those that round to it included",
+        _infinite_above_largest,
+    )  # fmt: skip
     yield _epilogue_deviation("output-subnormals-flushed", "subnormal outputs are taken to be 0", _flushed_outputs)
     yield _epilogue_deviation(
         "c-rounded-first", "c is rounded to bf16 before it is added", _c_rounded_to(torch.bfloat16)
@@ -331,6 +335,17 @@ def _saturated(parts: GemmParts, ends: Ends) -> list[Ends]:
     largest = torch.finfo(parts.dtype).max
     clamped = [[end.clamp(-largest, largest) for end in y] for y in before_last_cast(parts, ends)]
     return [cast_ends((low, high), parts.dtype) for low, high in clamped]
+
+
+def _infinite_above_largest(parts: GemmParts, ends: Ends) -> list[Ends]:
+    largest = torch.finfo(parts.dtype).max
+    if parts.dtype == torch.float32:
+        return []
+    overflowing = [
+        [torch.where(end.abs() > largest, torch.inf * end.sign(), end) for end in y]
+        for y in before_last_cast(parts, ends)
+    ]
+    return [cast_ends((low, high), parts.dtype) for low, high in overflowing]
 
 
 def _truncated(parts: GemmParts, ends: Ends) -> list[Ends]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 
 from narrowgauge.harness.diagnosis.gemm.gemm_parts import GemmDeviation, GemmParts
+from narrowgauge.harness.diagnosis.quantize.scale_layouts import SWIZZLE_READS, wrong_offsets
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle
@@ -62,6 +63,8 @@ def operand_deviations() -> Iterator[GemmDeviation]:
     """Deviations of a, of b, or of both."""
     for cause, sentence, change in changed_scales():
         yield from _deviations_for_operands(cause, sentence, change)
+    for cause, phrase in SWIZZLE_READS.items():
+        yield from _deviations_for_operands(cause, phrase, _read_from_offsets(cause))
     yield GemmDeviation("scales-of-one-operand", "scales of a are used for b too", _scales_of_left)
     yield GemmDeviation("scales-of-one-operand", "scales of b are used for a too", _scales_of_right)
     # Swapping the pairs of a or of b gives the same products.
@@ -105,10 +108,9 @@ def _deviations_for_operands(cause: str, sentence: str, change: Change) -> Itera
 def _change_operands(operands: tuple[str, ...], change: Change) -> Callable[[GemmParts], GemmParts | None]:
     def change_parts(parts: GemmParts) -> GemmParts | None:
         changed = {name: change(getattr(parts, name)) for name in operands}
-        if all(q is None for q in changed.values()):
-            return None
-        applied = {name: q for name, q in changed.items() if q is not None}
-        changed_parts = replace(parts, **applied)  # type: ignore[arg-type]
+        if any(q is None for q in changed.values()):
+            return None  # a change of both operands applies to both
+        changed_parts = replace(parts, **changed)  # type: ignore[arg-type]
         return None if mismatch(changed_parts.left.recipe, changed_parts.right.recipe) else changed_parts
 
     return change_parts
@@ -187,6 +189,14 @@ def _read_linear(q: Quantized) -> Quantized | None:
     if q.scales.dtype != torch.uint8:
         return None
     return _with_scales(q, swizzle(q.scales).flatten()[: q.scales.numel()].view(q.scales.shape))
+
+
+def _read_from_offsets(cause: str) -> Change:
+    def change(q: Quantized) -> Quantized | None:
+        offsets = None if q.scales.dtype != torch.uint8 else wrong_offsets(cause, q.scales.shape, q.scales.device)
+        return None if offsets is None else _with_scales(q, swizzle(q.scales).flatten()[offsets])
+
+    return change
 
 
 def _flushed_scales(q: Quantized) -> Quantized | None:

@@ -17,11 +17,16 @@ from narrowgauge.harness.diagnosis.quantize.scale_layouts import layout_deviatio
 from narrowgauge.harness.diagnosis.quantize.scales.block_amaxes import block_amax_deviations, skipped_lane_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.block_scales import scale_deviations
 from narrowgauge.harness.diagnosis.quantize.scales.e8m0_exponents import single_code_deviations
-from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import (
+from narrowgauge.harness.diagnosis.quantize.scales.observed_amaxes import (
+    hidden_amax_deviations,
     observed_amax_deviations,
-    tensor_scale_deviations,
 )
-from narrowgauge.harness.diagnosis.quantize.section_amaxes import section_amax_deviations, unused_amax_deviations
+from narrowgauge.harness.diagnosis.quantize.scales.tensor_scales import tensor_scale_deviations
+from narrowgauge.harness.diagnosis.quantize.section_amaxes import (
+    section_amax_deviations,
+    section_result_deviations,
+    unused_amax_deviations,
+)
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
 
 _STAGES_AFTER_AMAX = ("tensor scale", "scales", "codes")
@@ -74,12 +79,15 @@ def _step_deviations(
     """Mistakes in a single step of the quantizer."""
     first = matrices[0]
     recipe = first.subject.recipe
+    yield from section_result_deviations(matrices)
     if "layout" in wrong_masks:
         yield from layout_deviations(matrices)
     if "amax" in wrong_masks or "tensor scale" in wrong_masks or "tensor scale" not in first.kernel_stages:
         yield from tensor_scale_deviations(recipe, amax_given=first.subject.amax_given)
     if "amax" in wrong_masks and not first.subject.amax_given:
         yield from observed_amax_deviations(matrices, history)
+    if "amax" not in first.kernel_stages and recipe.tensor_scale not in ("none", "given"):
+        yield from () if first.subject.amax_given else hidden_amax_deviations(matrices)
     yield from rotation_deviations(recipe, first.subject.matrix)
     yield from section_amax_deviations(matrices)
     yield from unused_amax_deviations(first)

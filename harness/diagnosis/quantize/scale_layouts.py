@@ -11,6 +11,14 @@ from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, 
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.reference.quantize.layout import pad_scales, swizzle
 
+SWIZZLE_READS = {
+    "swizzle-columns-not-padded": "tiles of swizzled scales of {} are counted by columns that are not padded",
+    **{
+        f"swizzle-rows-modulo:{rows}": f"row r of swizzled scales of {{}} is read from row r modulo {rows}"
+        for rows in (128 << n for n in range(10))
+    },
+}
+"""Sentences of wrong offsets from which swizzled scales are read, with {} for the matrix."""
 Layout = tuple[str, str, torch.Tensor]
 """Cause, sentence, and the swizzled bytes in the padded shape (⌈R/128⌉·128, ⌈C/4⌉·4)."""
 
@@ -50,6 +58,25 @@ def deviating_layouts(scales: torch.Tensor) -> Iterator[Layout]:
         "scales-transposed", "scales are transposed, then swizzled",
         transposed.permute(0, 3, 2, 1, 4).reshape(rows, columns),
     )  # fmt: skip
+
+
+def wrong_offsets(cause: str, shape: torch.Size, device: torch.device) -> torch.Tensor | None:
+    """Wrong byte offsets from which swizzled scales of `shape` (R, C) are read, int64 (R, C), for a cause in
+    `SWIZZLE_READS`. None if the offsets are right for this shape.
+    """
+    rows, columns = shape
+    row, column = torch.arange(rows, device=device).unsqueeze(1), torch.arange(columns, device=device)
+    tiles = -(-columns // 4)
+    if cause == "swizzle-columns-not-padded":
+        if columns % 4 == 0 or rows <= 128:
+            return None
+        tiles = columns // 4
+    else:
+        count = int(cause.rpartition(":")[2])
+        if rows <= count:
+            return None
+        row = row % count
+    return 512 * (row // 128 * tiles + column // 4) + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
 
 
 def padding_not_zeroed(swizzled: torch.Tensor, scales: torch.Tensor) -> bool:

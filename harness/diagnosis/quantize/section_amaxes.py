@@ -1,12 +1,13 @@
-"""Amaxes of the wrong section in a grouped quantization, and given amaxes that are stored and not used."""
+"""Sections of a grouped quantization with the amax or the result of another section, and unused given amaxes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
+from narrowgauge.harness.checks.bit_equality import equal_bits
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.reference.numbers.blocks import tensor_amax
@@ -27,6 +28,38 @@ def section_amax_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[Quanti
             frozenset({"scales", "codes"}),
             overrides={stage: partial(_stage_with_amax, amax, stage) for stage in ("scales", "codes")},
         )  # fmt: skip
+
+
+def section_result_deviations(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
+    """Sections that hold the quantized matrix of another section. None if the sections have different shapes."""
+    if len(matrices) == 1 or len({matrix.subject.matrix.shape for matrix in matrices}) > 1:
+        return
+    stages = frozenset(matrices[0].kernel_stages)
+    last = len(matrices) - 1
+    for phrase, source in (
+        ("first", [0] * len(matrices)), ("previous", [max(number - 1, 0) for number in range(last + 1)]),
+        ("next", [min(number + 1, last) for number in range(last + 1)]),
+    ):  # fmt: skip
+        if not _differ(matrices, source):
+            continue
+        others = {id(matrix): matrices[number] for matrix, number in zip(matrices, source, strict=True)}
+        yield QuantizeDeviation(
+            "section-of-neighbour", f"every section holds the quantized matrix of the {phrase} one", stages,
+            overrides={stage: partial(_stage_of_section, others, stage) for stage in stages}, row_local=False,
+        )  # fmt: skip
+
+
+def _differ(matrices: Sequence[KernelMatrix], source: Sequence[int]) -> bool:
+    """Whether the matrix of some section differs from the matrix of its source."""
+    return any(
+        not equal_bits(matrix.subject.matrix, matrices[number].subject.matrix)
+        for matrix, number in zip(matrices, source, strict=True)
+    )
+
+
+def _stage_of_section(others: Mapping[int, KernelMatrix], stage: str, replay: Replay) -> torch.Tensor:
+    """The stage of the section whose result `replay`'s section holds."""
+    return Replay(others[id(replay.kernel_matrix)]).compute_stage(stage)
 
 
 def unused_amax_deviations(matrix: KernelMatrix) -> Iterator[QuantizeDeviation]:

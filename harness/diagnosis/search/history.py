@@ -32,6 +32,9 @@ class SearchHistory:
     case before, and the largest of all."""
     left_out: list[tuple[Any, tuple[int, int]]] = field(default_factory=list)
     """Elements above wrong amaxes of earlier cases: their numbers in memory, int64 (n,), and the shape."""
+    signs: dict[bytes, tuple[bool, int, int]] = field(default_factory=dict)
+    """By the bytes of wrong amaxes of earlier cases: whether each is the largest element of its tensor, or 0 if all
+    elements are negative; the number of elements with a larger magnitude, and of the negative ones among them."""
     _amaxes: list[float] = field(default_factory=list)
 
     def begin_case(self, amaxes: Sequence[float]) -> None:

@@ -16,9 +16,9 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
 
 
-def causes(dequantize, recipe="nvfp4", inputs="normal", dtype="fp32"):
+def causes(dequantize, recipe="nvfp4", inputs="normal", dtype="fp32", shape=(32, 64)):
     """Exact causes of a case whose dequantize is this one, all else being the reference's."""
-    case = case_from_labels("quantize", recipe, (32, 64), dtype, inputs)
+    case = case_from_labels("quantize", recipe, shape, dtype, inputs)
     record = run_case(case, backend(quantize=reference.quantize, dequantize=dequantize))
     assert (record.verdict, record.stage) == ("fail", "values"), record.message
     return [e["cause"] for e in record.explanations if e["exact"]]
@@ -78,6 +78,16 @@ def test_roundings_of_values():
         dtype="bf16",
     )
     assert cut == ["values-truncated"]
+
+
+@pytest.mark.parametrize(("number", "known"), [(torch.inf, True), (2.0**127, False)])
+def test_nan_scales_read_as_numbers(number, known):
+    def dequantize(q, dtype=torch.float32):
+        factors = decode(q.scales, E8M0).masked_fill(q.scales == 255, number).repeat_interleave(32, 1)
+        return (decode(q.codes, q.recipe.element) * factors[:, : q.shape[1]]).to(dtype)
+
+    found = causes(dequantize, "mxfp8-e4m3", "codes", shape=(131, 144))
+    assert ("nan-read-as-number" in found) == known
 
 
 def test_a_columnwise_half_in_place():

@@ -408,8 +408,10 @@ def last_group_unrotated(s):
 
 
 TENSORS = [
-    ("amax-without-fabs", case("nvfp4", "normal"), wrong_amax(lambda s: s.x.clamp(min=0))),
-    ("amax-without-fabs", case("fp8-current-e4m3", shape=(64, 100)), wrong_amax(lambda s: s.x.clamp(min=0))),
+    ("amax-without-fabs", case("nvfp4-rowscaled"), {"amax": lambda s: s.x.clamp(min=0).float().amax(1)}),
+    ("tensor-scale-ignored", case("fp8-delayed-e4m3"), wrong_tensor(
+        lambda s, a: torch.full((1,), 448.0) / s.x.abs().float().amax()
+    )),
     ("amax-partial", case("nvfp4-rowscaled"), {"amax": lambda s: s.x[:, ::2].abs().float().amax(1)}),
         ("amax-before-transform", case("nvfp4-rht"), wrong_amax(lambda s: s.matrix)),
     ("amax-through-bf16", case("nvfp4", dtype="fp32"), wrong_amax(lambda s: s.x.bfloat16())),

@@ -83,6 +83,17 @@ def test_sections_have_one_explanation(columnwise):
     assert causes(record)[0] == "block-amax-without-fabs"
 
 
+@pytest.mark.parametrize(("source", "exact"), [([0, 0, 0], True), ([0, 0, 2], False)])
+def test_sections_with_the_result_of_another_section(source, exact):
+    def grouped(x, sizes, recipe):
+        parts = [reference.quantize(part, recipe) for part in torch.split(x, sizes.tolist())]
+        return [parts[number] for number in source]
+
+    wanted = case_from_labels("quantize-grouped", "nvfp4", (96, 64), "bf16", "normal", ("even:3",))
+    record = record_of(wanted, quantize_grouped=grouped)
+    assert ("section-of-neighbour" in causes(record)) == exact, record.explanations
+
+
 def test_sections_of_different_deviations_have_none():
     def grouped(x, sizes, recipe):
         steps = [{"codes": lambda s: cut_down(s.scaled, E2M1)}, {"stored": lambda s: pack(s.codes) & 0x77}]
@@ -103,8 +114,7 @@ def test_operands_of_a_product():
 
 
 HIDDEN = [
-    ("amax-without-fabs", "nvfp4", wrong_amax(lambda s: s.x.clamp(min=0))),
-    ("amax-without-fabs", "fp8-current-e5m2", wrong_amax(lambda s: s.x.clamp(min=0))),
+    ("amax-without-fabs", "nvfp4-rowscaled", {"amax": lambda s: s.x.clamp(min=0).float().amax(1)}),
     ("rotation-without-signs", "nvfp4-rht", {"x": lambda s: rotated(s, first=False).bfloat16()}),
     ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks}),
     ("block-amax-without-fabs", "nvfp4", {"blocks": signed_blocks, "amax": right_amax}),
@@ -229,6 +239,17 @@ def test_the_amax_of_a_part_is_named_when_chance_does_not_explain_it(part):
     found = amax_causes(wrong(**wrong_amax(lambda s: s.x.view(64, 8, 16)[:, :, part])), 24)
     assert ("amax-partial", True) not in found[:2], "one tensor shows no part"
     assert ("amax-partial", True) in found[-4:]
+
+
+def test_an_amax_without_magnitudes_needs_ten_negative_elements():
+    found = amax_causes(wrong(**wrong_amax(lambda s: s.x.clamp(min=0))), 40)
+    assert found[0] == ("amax-too-small", False), "one tensor has too few elements above the amax"
+    assert found[-1] == ("amax-without-fabs", True)
+
+
+def test_an_amax_of_a_part_keeps_magnitudes():
+    found = amax_causes(wrong(**wrong_amax(lambda s: s.x.view(64, 8, 16)[:, :, 4:8])), 24)
+    assert "amax-without-fabs" not in dict(found)
 
 
 def test_a_kept_amax_is_never_that_of_a_part():
