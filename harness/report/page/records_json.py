@@ -30,7 +30,7 @@ _SHOWN = {
 }  # fmt: skip
 _HIDDEN = (
     "operation", "recipe", "shape", "dtype", "group", "line", "interval_ulps_max", "interval_ulps_mean",
-    "budget_histogram", "accuracy", "stages", "times", "input_digest", "output_digest",
+    "budget_histogram", "accuracy", "stages", "counts", "times", "input_digest", "output_digest",
 )  # fmt: skip
 _NUMERIC = (
     "compared", "mismatches", "max_ulp", "budget_max", "sqnr_db", "seconds", "group", "interval_ulps_max",
@@ -62,6 +62,7 @@ def records_json(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> 
         "budget_histogram": lambda record: " ".join(map(str, record["budget_histogram"])),
         "accuracy": _accuracy,
         "stages": _stages,
+        "counts": _counts,
         "times": lambda record: " ".join(_seconds(record[f"seconds_{part}"]) for part in TIMES),
     }
     content = {
@@ -113,11 +114,15 @@ def _accuracy(record: dict[str, Any]) -> str:
 
 
 def _stages(record: dict[str, Any]) -> str:
-    """A line for each stage: name, rule, compared, wrong, excused elements, largest distance, and unbounded elements,
-    with a tab between them."""
-    keys = ("stage", "rule", "compared", "mismatches", "excused", "max_ulp", "unbounded")
-    rows = [["" if stage.get(key) is None else str(stage[key]) for key in keys] for stage in record["stages"]]
-    return "\n".join("\t".join(row) for row in rows)
+    """A line for each stage: name and rule with a tab between them. Most records share the text."""
+    return "\n".join(f"{stage.get('stage', '')}\t{stage.get('rule', '')}" for stage in record["stages"])
+
+
+def _counts(record: dict[str, Any]) -> str:
+    """Counts of each stage, with spaces between stages: compared, wrong and excused elements, largest distance and
+    unbounded elements, with commas between them. A 0 or a missing count is empty, and commas at the end are omitted."""
+    keys = ("compared", "mismatches", "excused", "max_ulp", "unbounded")
+    return " ".join(",".join(str(stage.get(key) or "") for key in keys).rstrip(",") for stage in record["stages"])
 
 
 def _seconds(value: float | None) -> str:

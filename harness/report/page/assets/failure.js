@@ -41,7 +41,8 @@ const RULES = {
 
 /** The judged stages: what was compared, by which rule, and the result. */
 function stagesView(row) {
-  const lines = (cell("stages", row) ?? "").split("\n").filter(Boolean).map((line) => line.split("\t"));
+  const counted = (cell("counts", row) ?? "").split(" ").map((counts) => Object.assign(Array(5).fill("0"), counts.split(",").map((count) => count || "0")));
+  const lines = (cell("stages", row) ?? "").split("\n").filter(Boolean).map((line, n) => [...line.split("\t"), ...counted[n]]);
   if (!lines.length) return null;
   const head = ["stage", "compared how", "compared", "wrong", "excused", "max ulp", "unbounded"];
   const body = lines.map(([stage, rule, ...counts]) =>
