@@ -259,7 +259,7 @@ def _products(pairs: Sequence[_Pairs], matrices: Sequence[_Matrices], *, cpu: bo
 
 
 _WEIGHTS = {"fp8-block-1x128": "fp8-block-128x128"}
-"""Recipe of the second operand, where it is another one."""
+"""Recipe of the first operand to the recipe of the second, if the two differ."""
 
 
 def _gemm(task: BenchTask, inputs: BenchInputs) -> PreparedTask:
