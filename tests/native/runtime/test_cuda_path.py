@@ -31,6 +31,8 @@ class FakeDriver:
         self.limits: list[tuple[int, int, int]] = []
         self.bound = 0
         self.launches: list[dict[str, Any]] = []
+        self.sizes: list[int] = []
+        """Bytes of each parameter of the kernel, which the driver knows."""
         self.declared: dict[str, int] = {}
         """Static shared memory of kernels by name, in bytes; 0 where it is not said."""
         self.functions: dict[str, Any] = {}
@@ -48,14 +50,13 @@ class FakeDriver:
 
     def launchKernel(self, function: int, *geometry: int) -> None:
         *sizes, shared, stream, parameters, extra = geometry
-        assert parameters == 0
-        pointer, buffer, size, length, end = (ctypes.c_size_t * 5).from_address(extra)
-        assert (pointer, size, end) == (1, 2, 0)
-        count = ctypes.c_size_t.from_address(length).value
+        assert extra == 0
+        addresses = (ctypes.c_size_t * len(self.sizes)).from_address(parameters)
         self.launches.append(
             {
                 "function": function, "grid": tuple(sizes[:3]), "block": tuple(sizes[3:]), "shared": shared,
-                "stream": stream, "device": self.current, "bytes": ctypes.string_at(buffer, count),
+                "stream": stream, "device": self.current,
+                "parameters": [ctypes.string_at(*place) for place in zip(addresses, self.sizes, strict=True)],
             }
         )  # fmt: skip
 
@@ -98,33 +99,32 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     cuda._kernel.cache_clear()
 
 
-def launch(*arguments: np.generic | int, kernel: str = "fill", index: int | None = None, **options: Any) -> None:
+def launch(
+    *arguments: np.generic | int | bytes, kernel: str = "fill", index: int | None = None, **options: Any
+) -> None:
     device = torch.device("cuda", index) if index is not None else torch.device("cuda")
     cuda.launch("fills", kernel, (3, 2, 1), (64, 1, 1), arguments, device=device, **options)
 
 
-def test_parameters_lie_where_the_kernel_looks_for_them(driver: FakeDriver) -> None:
-    """As in a C struct of the same types: each at a multiple of its size. A struct is its bytes."""
-    three = ctypes.c_uint32 * 3
-    arguments: tuple[Any, ...] = (
-        1 << 40, np.int32(-5), np.int64(-(1 << 50)), np.float32(np.finfo(np.float32).max), np.uint32(7),
-        np.uint64(2**64 - 1), np.int32(9), np.bytes_(bytes(three(1, 2, 0))), np.float64(0.1),
+def test_every_parameter_has_its_bytes(driver: FakeDriver) -> None:
+    """The bytes of a number of its type; a struct is its bytes."""
+    numbers = (
+        np.int32(-5), np.int64(-(1 << 50)), np.float32(np.finfo(np.float32).max), np.uint32(7), np.uint64(2**64 - 1),
+        np.float64(0.1),
     )  # fmt: skip
-    kinds = (
-        ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_uint32, ctypes.c_uint64,
-        ctypes.c_int32, three, ctypes.c_double,
-    )  # fmt: skip
-
-    class Parameters(ctypes.Structure):
-        _fields_ = tuple((f"p{number}", kind) for number, kind in enumerate(kinds))  # type: ignore[misc]
-
-    launch(*arguments)
-    address, *numbers = arguments
-    values = (three.from_buffer_copy(one) if isinstance(one, np.bytes_) else one.item() for one in numbers)
-    expected = bytes(Parameters(address, *values))
-    assert driver.launches[0]["bytes"] == expected
-    launch(*arguments[:2])  # a short list after a long one has its own length, without padding at the end
-    assert driver.launches[1]["bytes"] == expected[:12]
+    struct = bytes((ctypes.c_uint32 * 3)(1, 2, 0))
+    expected = [
+        (1 << 40).to_bytes(8, "little"),
+        *(number.tobytes() for number in numbers),
+        struct,
+        numbers[0].tobytes(),
+    ]
+    driver.sizes = [len(each) for each in expected]
+    launch(1 << 40, *numbers, struct, numbers[0])
+    assert driver.launches[0]["parameters"] == expected
+    driver.sizes = [4]
+    launch(np.int32(9))
+    assert driver.launches[1]["parameters"] == [np.int32(9).tobytes()]
 
 
 def test_a_launch_has_its_geometry_and_the_stream_that_is_current_now(driver: FakeDriver) -> None:
