@@ -196,7 +196,7 @@ def test_a_wrong_kernel_fails_the_job(repository: Path, tmp_path: Path) -> None:
     backend.write_text(text.replace("size >= midpoints", "size > midpoints"))
     status, output = run_step(RUN, folder, select="33x80 and e2m1-ties")
     assert status == 0, output
-    assert "::error file=kernel_cases/nvfp4.toml,line=4,title=quantize nvfp4" in output
+    assert "::error file=kernel_cases/nvfp4.toml,line=4,title=codes wrong" in output
     assert "ties round toward zero" in (folder / "summary.md").read_text(encoding="utf-8")
     status, output = run_step(GATE, folder)
     assert status == 1

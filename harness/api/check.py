@@ -335,7 +335,7 @@ def _group_lines(
     explanations = first["explanations"]
     if entry.explanation is not None and not entry.explanation["exact"]:  # other cases of this kind have other bytes
         explanations = [entry.explanation, *(e for e in explanations if is_pattern(e["cause"]))]
-    lines = [f"{entry.title}: {plural(len(entry.records), 'case')}", *explanation_lines(explanations)]
+    lines = [entry.title, *explanation_lines(explanations)]
     lines += [f"{first['verdict']}: {first['message']}", f"case: {first['case']}"]
     lines += [f"reproduce: {reproduction(function, first['case'], options)}", *finding_lines(first["findings"])]
     if judged := ", ".join(f"{stage['stage']} {'✗' if stage['sentence'] else '✓'}" for stage in first["stages"]):

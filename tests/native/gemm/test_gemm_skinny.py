@@ -221,7 +221,7 @@ def test_the_door_takes_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel does not take goes elsewhere: sections, and K that is no multiple."""
     a, b = operands("mxfp8-e4m3", 5, 33, 512)
     assert ops.gemm_order(a, b) == "blocks"
-    asked = lambda *_, skinny=False: SKINNY if skinny else PORTABLE  # noqa: E731
+    asked = lambda *_, skinny=False, **__: SKINNY if skinny else PORTABLE  # noqa: E731
     monkeypatch.setattr("narrowgauge.native.gemm.gemm.path_of", asked)
     assert_equal(ops.gemm(a, b, out_dtype=FP32), skinny.gemm(a, b, out_dtype=FP32))
     assert ops.gemm_order(a, b) == "truncating"
