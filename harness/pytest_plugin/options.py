@@ -61,7 +61,7 @@ def _case_path(word: str, base: Path) -> Path:
     return path
 
 
-_OPTION = re.compile("--(?=backend|device|schedules|sanitize|durations|report-dir|resume|shard|known|link)")
+_OPTION = re.compile("--(?=backend|device|schedules|sanitize|durations|report-dir|resume|no-history|shard|known|link)")
 
 
 def plugin_options(message: object) -> str:

@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add("link", "address of the report, for its summary (default: that of a GitHub run)", default="", metavar="URL")
     add("resume", "go on with the run in --ng-report-dir that was ended", action="store_true")
+    add("no-history", "do not append the run to history.sqlite beside --ng-report-dir", action="store_true")
     add("shard", "the I-th of N parts of the cases, which take about equally long", default="", metavar="I/N")
     add("durations", "report or journal of an earlier run, whose times divide the cases of --ng-shard", default="",
         metavar="PATH")  # fmt: skip

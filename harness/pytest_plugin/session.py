@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ class Options:
     resume: bool
     shard: str
     durations: str
+    no_history: bool
 
     @classmethod
     def of(cls, config: pytest.Config) -> Options:
@@ -65,7 +66,7 @@ class Options:
                 except ValueError:
                     word = f"--ng-{name} or narrowgauge_{name}"
                     raise pytest.UsageError(f"{word} is {values[name]!r}; it is a whole number") from None
-        flags = ("sanitize", "link", "resume", "shard", "durations")
+        flags = ("sanitize", "link", "resume", "shard", "durations", "no_history")
         return cls(**values, **{name: getattr(option, f"ng_{name}") for name in flags})
 
     @property
@@ -175,6 +176,8 @@ class Session:
         self.page: Path | None = None
         self.problem = ""
         """Why the report is missing."""
+        self.warning = ""
+        """Why the run is not in the history."""
         self.compared = False
         """Whether a case compared an element."""
         self.sharing = 1
@@ -376,6 +379,11 @@ class Session:
         record.verdict, record.message = "crash", "the pytest worker died while it ran this case"
         return record.to_dict()
 
+    @property
+    def missing(self) -> int:
+        """Number of selected cases without a record."""
+        return len(self.cases) - len(self.records)
+
     @pytest.hookimpl
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the report. A run without a compared element fails, even if each case was only skipped."""
@@ -383,6 +391,7 @@ class Session:
             return
         from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
         from narrowgauge.harness.records.environment import describe_run
+        from narrowgauge.harness.records.history import path_beside, update
         from narrowgauge.harness.records.record import elements_compared, outcome
         from narrowgauge.harness.report.github import run_link
         from narrowgauge.harness.report.report import ReportError, write_journaled
@@ -397,9 +406,14 @@ class Session:
         self.environment = describe_run(**options.place, **options.guards)
         self.elapsed, self.link = self.journal.elapsed, options.link or run_link()
         add_baseline_notes(self.records, self.environment)
+        past: list[dict[str, Any]] = []
+        if not self.options.no_history and not self.sharding:
+            complete = not self.missing and len(self.records) > len(self.journal.earlier_records)
+            run = replace(self.header(), records=self.records, elapsed=self.elapsed)
+            self.warning, past = update(run, path_beside(self.directory), complete=complete)
         try:
             self.page = write_journaled(
-                self.records, self.environment, self.directory, elapsed=self.elapsed, link=self.link
+                self.records, self.environment, self.directory, elapsed=self.elapsed, link=self.link, past=past
             )
         except ReportError as error:
             self.problem = plugin_options(error)
@@ -417,8 +431,10 @@ class Session:
             terminalreporter.line("nothing was compared", red=True, bold=True)
         for line in filter(None, (not_compared(self.records), note_counts(self.records))):
             terminalreporter.line(line)
-        if missing := len(self.cases) - len(self.records):
-            message = f"{missing} of {len(self.cases)} cases did not run; --ng-resume goes on with them"
+        if self.warning:
+            terminalreporter.line(plugin_options(self.warning), yellow=True)
+        if self.missing:
+            message = f"{self.missing} of {len(self.cases)} cases did not run; --ng-resume goes on with them"
             terminalreporter.line(message, red=True, bold=True)
         if self.problem:
             terminalreporter.line(self.problem, red=True, bold=True)

@@ -25,6 +25,8 @@ VERSION = 1
 """`user_version` of the file. Raised with every change of a table."""
 KEPT = 500
 """Largest number of runs in a file: a run above it removes the oldest. A run with 340 rows takes 25 KB."""
+DRAWN = 30
+"""Largest number of runs on the page: the latest. Their labels fit into 390 px."""
 _WAIT = 10.0
 """Seconds to wait for the lock of another run."""
 _LARGEST = 2**63 - 1
@@ -69,19 +71,35 @@ def append(run: RecordedRun, path: Path) -> str:
     return ""
 
 
-def history_rows(path: Path) -> list[dict[str, Any]]:
+def history_rows(path: Path, place: tuple[str, str, str] | None = None) -> list[dict[str, Any]]:
     """Figures of all runs, oldest run first: a row for each run, operation, recipe and dtype, with the columns of both
-    tables. Text is escaped. Raises HistoryError if the file cannot be read."""
+    tables. Text is escaped. `place`: only the latest `DRAWN` runs with this device, backend and tier. Raises
+    HistoryError if the file cannot be read."""
     if not path.exists():
         raise HistoryError(f"{path}: there is no such file; narrowgauge run makes it")
     try:
         with _opened(path) as database:
             database.row_factory = sqlite3.Row
-            query = "SELECT * FROM runs JOIN figures ON run = id ORDER BY id, operation, recipe, dtype"
-            rows = [dict(row) for row in database.execute(query)]
+            of_place = f"WHERE (device, backend, tier) = (?, ?, ?) ORDER BY id DESC LIMIT {DRAWN}" if place else ""
+            query = (
+                f"SELECT * FROM runs JOIN figures ON run = id WHERE id IN (SELECT id FROM runs {of_place}) "
+                "ORDER BY id, operation, recipe, dtype"
+            )
+            rows = [dict(row) for row in database.execute(query, place or ())]
     except (OSError, sqlite3.Error) as error:
         raise HistoryError(f"{path}: cannot be read: {error}") from error
     return [{key: escape(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
+
+
+def update(run: RecordedRun, path: Path, *, complete: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Append a run to the history `path` if it is `complete`. Returns a warning as `append` does, and the rows of
+    `history_rows` of the latest `DRAWN` runs with the backend, device and tier of `run`, for the page."""
+    warning = append(run, path) if complete else ""
+    try:
+        rows = [] if warning or not path.exists() else history_rows(path, _place(run))
+    except HistoryError:
+        return warning, []  # an interrupted run does not need the file
+    return warning, rows
 
 
 @contextmanager
@@ -109,18 +127,23 @@ def _create(database: sqlite3.Connection) -> None:
 
 def _append(database: sqlite3.Connection, run: RecordedRun) -> None:
     commit, dirty = _commit(run)
-    device = run.environment.get("GPU", "").partition(",")[0] if run.device != "cpu" else ""
-    tier = "full" if any(record["tier"] == "full" for record in run.records) else "quick"
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     database.execute("PRAGMA foreign_keys = ON")
     database.execute("BEGIN IMMEDIATE")
     columns = "time, commit_id, dirty, device, backend, tier, seed, seconds"
-    values = (now, commit, dirty, device or run.device, run.backend, tier, run.seed, run.elapsed)
+    values = (now, commit, dirty, *_place(run), run.seed, run.elapsed)
     number = database.execute(f"INSERT INTO runs ({columns}) VALUES ({_marks(values)})", values).lastrowid
     for row in _figures(run.records):
         database.execute(f"INSERT INTO figures VALUES ({_marks(('', *row))})", (number, *row))
     database.execute("DELETE FROM runs WHERE id NOT IN (SELECT id FROM runs ORDER BY id DESC LIMIT ?)", (KEPT,))
     database.execute("COMMIT")
+
+
+def _place(run: RecordedRun) -> tuple[str, str, str]:
+    """Device, backend and tier of a run, as the table `runs` has them."""
+    device = run.environment.get("GPU", "").partition(",")[0] if run.device != "cpu" else ""
+    tier = "full" if any(record["tier"] == "full" for record in run.records) else "quick"
+    return device or run.device, run.backend, tier
 
 
 def _marks(values: Sequence[object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,13 @@ def write(
     *,
     elapsed: float | None,
     link: str = "",
+    past: Sequence[dict[str, Any]] = (),
 ) -> Path:
     """Write `index.html`, `records.parquet`, `records.csv` and `summary.md` into `directory`. Returns the page's path.
 
     `records` are results of `Record.to_dict`. `environment` is shown in its order. `elapsed` is the run's wall time in
-    seconds, or None for a run in several places. The summary ends with `link`, or with a link to the page. An earlier
+    seconds, or None for a run in several places. `past`: rows of the history, which the page draws
+    (`harness.records.history.update`). The summary ends with `link`, or with a link to the page. An earlier
     report is replaced only when the new report is complete. Further files in the folder stay.
     """
     from narrowgauge.harness.report import markdown, tables
@@ -35,7 +38,7 @@ def write(
         (new_files / "summary.md").write_text(
             markdown.render(records, environment, elapsed, link=link), encoding="utf-8"
         )
-        (new_files / PAGE).write_text(page.render(records, environment, elapsed), encoding="utf-8")
+        (new_files / PAGE).write_text(page.render(records, environment, elapsed, past), encoding="utf-8")
     return directory / PAGE
 
 
@@ -44,14 +47,20 @@ class ReportError(Exception):
 
 
 def write_journaled(
-    records: list[dict[str, Any]], environment: dict[str, str], directory: Path, *, elapsed: float, link: str = ""
+    records: list[dict[str, Any]],
+    environment: dict[str, str],
+    directory: Path,
+    *,
+    elapsed: float,
+    link: str = "",
+    past: Sequence[dict[str, Any]] = (),
 ) -> Path:
     """`write`, for a run with a journal in `directory`. Raises ReportError if the report cannot be written."""
     from narrowgauge.harness.records.folder_lock import FolderInUseError
     from narrowgauge.harness.records.journal import JOURNAL_NAME
 
     try:
-        return write(records, environment, directory, elapsed=elapsed, link=link)
+        return write(records, environment, directory, elapsed=elapsed, link=link, past=past)
     except OSError as error:
         in_use = isinstance(error, FolderInUseError)
         reason = os.strerror(error.errno) if error.errno and not in_use else error.strerror or error

@@ -72,7 +72,7 @@ def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "", h
     """
     from rich.console import Console
 
-    from narrowgauge.harness.records.history import append, path_beside
+    from narrowgauge.harness.records.history import path_beside, update
     from narrowgauge.harness.report.terminal import print_text
     from narrowgauge.harness.tools.run_cases import print_result
 
@@ -82,12 +82,13 @@ def merge_session(folders: Sequence[Path], directory: Path, *, link: str = "", h
     time_text = f"{duration(run.elapsed)}, that of the longest shard; all cases together {duration(of_cases)}"
     environment = run.environment | {"time": time_text}
     add_baseline_notes(run.records, environment)
+    warning, past = update(run, path_beside(directory), complete=True) if history else ("", [])
     try:
-        page = write(run.records, environment, directory, elapsed=run.elapsed, link=link)
+        page = write(run.records, environment, directory, elapsed=run.elapsed, link=link, past=past)
     except OSError as error:
         raise MergeError(f"{directory}: cannot be written: {error}") from error
     print_result(run.records, console)
-    if history and (warning := append(run, path_beside(directory))):
+    if warning:
         print_text(warning, console, "yellow")
     summary = f"{len(run.records)} cases of {plural(len(folders), 'shard')} in {time_text}; report: {page}"
     console.print(summary, markup=False, soft_wrap=True)

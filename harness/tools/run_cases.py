@@ -20,7 +20,8 @@ from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.gate.baseline_notes import add_baseline_notes
 from narrowgauge.harness.gate.ledger import Ledger
 from narrowgauge.harness.records import coverage
-from narrowgauge.harness.records.journal import FAILURES, Journal, RecordedRun, new_run
+from narrowgauge.harness.records.history import path_beside, update
+from narrowgauge.harness.records.journal import FAILURES, Journal, new_run
 from narrowgauge.harness.records.record import outcome, succeeded
 from narrowgauge.harness.report import github
 from narrowgauge.harness.report.failure_view import first_failure
@@ -84,25 +85,24 @@ def run_session(
         elapsed = journal.elapsed
         add_baseline_notes(records, header().environment)
         print_result(records, console, details=details)  # before the page, which takes a second
-        page = write_journaled(records, header().environment, directory, elapsed=elapsed, link=link)
-    if missing := len(cases) - len(records):
+        missing = len(cases) - len(records)
+        past: list[dict[str, Any]] = []
+        if history and part is None:
+            # A shard is appended by the merge, and an interrupted run by its continuation.
+            complete = not missing and len(records) > len(journal.earlier_records)
+            run = replace(header(), records=records, elapsed=elapsed)
+            warning, past = update(run, path_beside(directory), complete=complete)
+            if warning:
+                print_text(warning, console, "yellow")
+        page = write_journaled(records, header().environment, directory, elapsed=elapsed, link=link, past=past)
+    if missing:
         message = f"interrupted: {missing} of {plural(len(cases), 'case')} did not run; --resume goes on with them"
         console.print(message, style="bold red")
-    elif history and part is None and len(records) > len(journal.earlier_records):
-        # A shard is appended by the merge, and an interrupted run by its continuation.
-        _append_to_history(replace(header(), records=records, elapsed=elapsed), directory, console)
     console.print(f"{plural(len(records), 'case')} in {elapsed:.1f} s; report: {page}", markup=False, soft_wrap=True)
     for line in coverage.lines(matrix, records):
         console.print(line, style="yellow" if line.startswith("warning") else None, markup=False, highlight=False)
     github.publish(records, header().environment, elapsed, link=link, print_line=print)
     return succeeded(records, strict=strict) and not missing
-
-
-def _append_to_history(run: RecordedRun, directory: Path, console: Console) -> None:
-    from narrowgauge.harness.records.history import append, path_beside
-
-    if warning := append(run, path_beside(directory)):
-        print_text(warning, console, "yellow")
 
 
 def print_result(records: list[dict[str, Any]], console: Console, *, details: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,38 @@ from narrowgauge.harness.report.failure_view import reproduction
 from narrowgauge.harness.report.groups import SHOWN, Group, group
 from narrowgauge.harness.report.page import template
 from narrowgauge.harness.report.page.failure import cut
+from narrowgauge.harness.report.page.history_json import runs_json
 from narrowgauge.harness.report.page.records_json import records_json, sorted_records
 
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("data.js", "draw.js", "failure.js", "heat_map.js", "plots.js", "table.js", "times.js", "page.js")
+_SCRIPTS = (
+    "data.js",
+    "draw.js",
+    "failure.js",
+    "heat_map.js",
+    "plots.js",
+    "history.js",
+    "table.js",
+    "times.js",
+    "page.js",
+)
 """Scripts, joined into one module in this order."""
 _VENDORED = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 """d3 and Observable Plot, unchanged from npm, with their licences beside them."""
 
 
-def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: float | None) -> str:
-    """The whole page. Text from records and the environment is escaped."""
+def render(
+    records: list[dict[str, Any]],
+    environment: dict[str, str],
+    elapsed: float | None,
+    past: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The whole page. Text from records and the environment is escaped. `past`: rows of the history of runs; a single
+    run has no section of its history."""
     from markupsafe import Markup
 
     rows = sorted_records(records)
+    earlier_runs = runs_json(past)
     row = {id(record): n for n, record in enumerate(rows)}
     groups = group(records)
     return template.render(
@@ -43,7 +62,8 @@ def render(records: list[dict[str, Any]], environment: dict[str, str], elapsed: 
         times=times,
         spent=times.rows(records, recipes=True),
         slowest=times.slowest(records),
-        records=Markup(records_json(rows, groups)),
+        past_runs=len(earlier_runs["runs"]),
+        records=Markup(records_json(rows, groups, earlier_runs)),
     )
 
 

@@ -47,8 +47,10 @@ def sorted_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(records, key=lambda r: (SEVERITY.index(outcome(r)), r["case"], r["backend"]))
 
 
-def records_json(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> str:
-    """`records`, sorted by `sorted_records`, as JSON for a script element.
+def records_json(
+    records: Sequence[dict[str, Any]], groups: Sequence[Group], history: dict[str, Any] | None = None
+) -> str:
+    """`records`, sorted by `sorted_records`, and `history`, as JSON for a script element.
 
     Infinity and NaN are strings. A column has `values` with a value for each record, or distinct `values` and `at`, the
     index of each record's value.
@@ -76,6 +78,7 @@ def records_json(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> 
         "glyphs": text.GLYPHS,
         "severity": SEVERITY,
         "notes": _notes(records),
+        "history": history or {},
     }
     failures = ",".join(f'"{row}":{figures}' for row, figures in _failures(records, groups))
     return f'{_plain(content)[:-1]},"failures":{{{failures}}}}}'

@@ -6,10 +6,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from narrowgauge.harness.records import history
 from narrowgauge.harness.report import report
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from tests.harness import small_toml
+from tests.harness.pages import island
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm
 from tests.paths import PLUGIN, ROOT
 
@@ -281,6 +283,21 @@ def test_a_run_without_cases_leaves_no_report(project):
     project.makepyfile(test_other="def test_other():\n    pass\n")
     project.runpytest_inprocess("test_other.py", "--ng-backend", "natve").assert_outcomes(passed=1)
     assert not (project.path / "reports").exists()
+
+
+def test_complete_sessions_are_in_the_history(project):
+    path = project.path / "reports" / history.NAME
+    arguments = ["-p", "no:xdist", "--ng-backend", "plugin_kernels:Wrong"]
+    arguments += ["cases/small.toml::" + QUICK[n] for n in (2, 0)]  # the failing case first
+    project.runpytest_inprocess(*arguments, "--ng-no-history").assert_outcomes(passed=1, failed=1)
+    assert not path.exists()
+    project.runpytest_inprocess(*arguments, "-x").assert_outcomes(failed=1)
+    project.runpytest_inprocess(*arguments, "--ng-resume").assert_outcomes(passed=1, deselected=1)
+    assert len(history.history_rows(path)) == 1
+    project.runpytest_inprocess(*arguments).assert_outcomes(passed=1, failed=1)
+    rows = [(row["backend"], row["cases"], row["pass"], row["fail"]) for row in history.history_rows(path)]
+    assert rows == [("plugin_kernels:Wrong", 2, 1, 1)] * 2
+    assert len(island((project.path / "reports/latest/index.html").read_text(encoding="utf-8"))["history"]["runs"]) == 2
 
 
 # What is refused.

@@ -13,6 +13,8 @@ from urllib.parse import quote
 
 import pytest
 
+from narrowgauge.harness.records import history
+from narrowgauge.harness.records.history import update
 from narrowgauge.harness.report.groups import SEVERITY, group
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.report.page import records_json as island_of
@@ -20,6 +22,7 @@ from narrowgauge.harness.report.page.failure import LONGEST, failure
 from narrowgauge.harness.report.page.records_json import sorted_records
 from tests.harness.pages import CHROMIUM, island, opened, rows_of
 from tests.harness.report.test_report import ENVIRONMENT, FINDING, NASTY, failing, mixed, record
+from tests.harness.runs import run
 
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH to open the page with")
 SEEN = {
@@ -130,7 +133,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alike = (failing(f"i{n}", recipe="mxfp4", mismatches=5) for n in range(3))
     passing = (record(f"p{n}", seconds=0.001 * n) for n in range(300))
     path = tmp_path_factory.mktemp("page") / "index.html"
-    path.write_text(rendered([first | {"baseline": "it passed"}, *alike, *mixed(), *passing]), encoding="utf-8")
+    records = [first | {"baseline": "it passed"}, *alike, *mixed(), *passing]
+    for seconds in (7.0, 5.0):
+        past = update(run(*records[: 300 + int(seconds)], elapsed=seconds), path.parent / history.NAME, complete=True)[
+            1
+        ]
+    path.write_text(page.render(records, ENVIRONMENT, 12.5, past), encoding="utf-8")
     return path
 
 
@@ -166,6 +174,7 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
     assert "1 of 311 cases" in html
     assert 'aria-label="quantize nvfp4 bf16: ' in html
     assert "Histogram of wrong elements by ulp" in html
+    assert all(f"{title} by run</h3>" in html for title in ("Failed cases", "distance of a wrong element", "Time"))
 
 
 @browser

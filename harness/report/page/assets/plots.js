@@ -266,6 +266,7 @@ function drawPlots() {
   const figures = [exactCases, errorByDepth, toleranceByDepth, errorByRecipe, wrongByRecipe, budgetHistogram, stepHistogram, sqnrByRecipe];
   const parts = figures.map((draw) => draw(rows)).filter(Boolean);
   document.getElementById("plots").replaceChildren(...(parts.length ? parts : [make("p", {}, "The selected cases have no error to plot.")]));
+  drawHistory();
 }
 
 let waiting = 0;
