@@ -33,10 +33,16 @@ def rows_of(html: str) -> list[dict[str, Any]]:
     """The table of all cases, a dictionary a row."""
     content = island(html)
     columns = {
-        column["name"]: [column["values"][n] for n in column["at"]] if "at" in column else column["values"]
+        column["name"]: [column["values"][n] for n in column["at"]]
+        if "at" in column
+        else column["values"] * (content["rows"] if len(column["values"]) == 1 else 1)
         for column in content["columns"]
     }
-    return [{name: values[n] for name, values in columns.items()} for n in range(content["rows"])]
+    rows = [{name: values[n] for name, values in columns.items()} for n in range(content["rows"])]
+    for row in rows:
+        place = "/".join(filter(None, (row[name] for name in ("operation", "recipe", "shape", "dtype"))))
+        row["case"] = row["case"].replace("\0", place)
+    return rows
 
 
 def opened(page: Path, profile: Path, fragment: str = "", *, flags: Sequence[str] = ()) -> str:

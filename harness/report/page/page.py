@@ -17,16 +17,8 @@ from narrowgauge.harness.report.page.records_json import records_json, sorted_re
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = (
-    "data.js",
-    "draw.js",
-    "failure.js",
-    "heat_map.js",
-    "plots.js",
-    "history.js",
-    "table.js",
-    "times.js",
-    "page.js",
-)
+    "data.js", "draw.js", "failure.js", "heat_map.js", "plots.js", "history.js", "table.js", "times.js", "page.js",
+)  # fmt: skip
 """Scripts, joined into one module in this order."""
 _VENDORED = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 """d3 and Observable Plot, unchanged from npm, with their licences beside them."""

@@ -53,11 +53,13 @@ def records_json(
     """`records`, sorted by `sorted_records`, and `history`, as JSON for a script element.
 
     Infinity and NaN are strings. A column has `values` with a value for each record, or distinct `values` and `at`, the
-    index of each record's value.
+    index of each record's value; a column with a single value has no `at`. `case` begins with a NUL in place of
+    operation, recipe, shape and dtype.
     """
     group_of = {id(record): number for number, failure_group in enumerate(groups) for record in failure_group.records}
     computed: dict[str, Callable[[dict[str, Any]], Any]] = {
         "verdict": outcome,
+        "case": _case,
         "message": lambda record: text.clipped(record["message"], LONGEST),
         "group": lambda record: group_of.get(id(record)),
         "line": _line,
@@ -109,6 +111,13 @@ def _line(record: dict[str, Any]) -> str:
     return " ".join("\0" if n == 2 and argument == record["case"] else argument for n, argument in enumerate(arguments))
 
 
+def _case(record: dict[str, Any]) -> str:
+    """The case id with a NUL in place of the parts that have columns of their own."""
+    place = "/".join(filter(None, (record[name] for name in ("operation", "recipe", "shape", "dtype"))))
+    case = str(record["case"])
+    return "\0" + case.removeprefix(place) if place and case.startswith(place) else case
+
+
 def _accuracy(record: dict[str, Any]) -> str:
     """SQNR in dB of y, dx and dw with a space between them, empty for a tensor without a finite value."""
     found = {entry["tensor"]: entry["sqnr_db"] for entry in record["accuracy"]}
@@ -138,6 +147,8 @@ def _column(name: str, values: list[Any]) -> dict[str, Any]:
     different = list(dict.fromkeys(values))
     label = "" if name in _OFTEN_ONE and len(different) < 2 else _SHOWN.get(name, "")
     column: dict[str, Any] = {"name": name, "label": label, "numeric": numeric}
+    if len(different) == 1:
+        return column | {"values": different}
     if 2 * len(different) > len(values):
         return column | {"values": values}
     place = {value: n for n, value in enumerate(different)}

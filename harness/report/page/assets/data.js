@@ -7,6 +7,16 @@ addEventListener("securitypolicyviolation", (event) => (document.documentElement
 const data = JSON.parse(document.getElementById("records").textContent);
 const columns = Object.fromEntries(data.columns.map((column) => [column.name, column]));
 
+// A column with one value has no places among different values.
+for (const column of data.columns) if (column.values.length === 1) column.at = new Uint8Array(data.rows);
+columns.case.values = Array.from({ length: data.rows }, (_, row) => cell("case", row).replace("\0", () => placeOf(row)));
+delete columns.case.at;
+
+/** Begin of a case id: ids are kept without the parts that have columns of their own. */
+function placeOf(row) {
+  return ["operation", "recipe", "shape", "dtype"].map((name) => cell(name, row)).filter(Boolean).join("/");
+}
+
 /** A value of a record; null where it was not measured. A column has all values, or places among different ones. */
 function cell(name, row) {
   const { values, at } = columns[name];
