@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import gcd
 
 import torch
 
 _TILES = (128, 64, 32, 16)
+_PERIODS = (4, 8, 16, 32, 64, 128, 256)
+"""Periods of bands: vector loads, blocks of the formats, and tiles of kernels."""
+_BANDS = sum(range(1, len(_PERIODS) + 1)) * 2
+"""Kinds of bands: widths 2, 4, … below each period, of rows and of columns."""
 _MIN_PERIODIC_NUMBERS = 3
 """Smallest number of row or column numbers that show a period. Two numbers always have a distance."""
 
@@ -20,13 +24,15 @@ class Place:
     cause: str
     phrase: str
     """Phrase for "only …"."""
-    rows: range
-    columns: range
+    rows: Collection[int]
+    columns: Collection[int]
     """Column numbers. For every n-th element in memory: element numbers of the flattened matrix."""
     similar_places: int = 1
     """Number of places of this kind in the matrix, this place included."""
     is_end: bool = False
     """Whether the place is the first or last row, column or tile. Kernels often fail in these places."""
+    blocks: tuple[int, int, int] | None = None
+    """Of a band of each period: number of its blocks with wrong elements, of its blocks, and of all blocks."""
 
     @property
     def size(self) -> int:
@@ -63,6 +69,10 @@ def places(wrong: torch.Tensor) -> Iterator[Place]:
         yield Place(cause, phrase, selected, range(n), similar_places, is_end)
     for cause, phrase, selected, similar_places, is_end in _axis_places(column_axis):
         yield Place(cause, phrase, range(m), selected, similar_places, is_end)
+    for cause, phrase, band, similar_places, blocks in _bands(row_axis):
+        yield Place(cause, phrase, band, range(n), similar_places, blocks=blocks)
+    for cause, phrase, band, similar_places, blocks in _bands(column_axis):
+        yield Place(cause, phrase, range(m), band, similar_places, blocks=blocks)
     yield from _tile_places(row_axis, column_axis)
     yield from _memory_places(wrong)
 
@@ -117,6 +127,45 @@ def _periodic_places(axis: _Axis) -> _AxisPlaces:
     else:
         phrase = f"in every {_ordinal_number(period)} {axis.name}, from {axis.name} {phase} on"
         yield f"place:period-{period}", phrase, selected, axis.extent * period, False
+
+
+@dataclass(frozen=True)
+class _Band(Collection[int]):
+    """Numbers of rows or columns with a remainder from `low` to `high`, modulo `period`."""
+
+    low: int
+    high: int
+    period: int
+    extent: int
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and 0 <= number < self.extent and self.low <= number % self.period <= self.high
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in range(self.extent) if number in self)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.extent, self.period)
+        return whole * (self.high - self.low + 1) + max(0, min(rest, self.high + 1) - self.low)
+
+
+def _bands(axis: _Axis) -> Iterator[tuple[str, str, _Band, int, tuple[int, int, int]]]:
+    """Rows 96 to 127 of every 128: cause, phrase, rows, number of similar places, and counts of blocks.
+
+    A block is the smallest aligned power of two of rows that contains the band, at most half of a period. Rows of a
+    block often fail together, because a warp or a tile computes them: a block is one observation.
+    """
+    for period in (number for number in _PERIODS if number < axis.extent):
+        residues = {number % period for number in axis.numbers}
+        low, high = min(residues), max(residues)
+        width = 1 << (low ^ high).bit_length()
+        if low == high or width >= period:
+            continue
+        wrong = len({number // width for number in axis.numbers})
+        blocks = (wrong, -(-(axis.extent - low) // period), -(-axis.extent // width))
+        phrase = f"in {axis.name}s {low} to {high} of every {period}"
+        cause = f"place:{axis.name}s-{low}-to-{high}-of-{period}"
+        yield cause, phrase, _Band(low, high, period, axis.extent), _BANDS * (period // width), blocks
 
 
 def _tile_places(row_axis: _Axis, column_axis: _Axis) -> Iterator[Place]:

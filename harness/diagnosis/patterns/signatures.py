@@ -43,6 +43,7 @@ def signatures(outcome: Outcome, wrong_stage: StageResult) -> list[Explanation]:
     (hypergeometric). The probability is multiplied by the number of similar places, because each of them could have
     been reported (Bonferroni). Wrong elements often fill whole rows or columns, and are then not independent of each
     other: rows that contain elements from several rows are therefore tested by the number of these rows; columns alike.
+    A band of each period ("rows 96 to 127 of every 128") is tested by the number of wrong blocks of rows.
     A place that contains a reported place is left out; the same for classes.
     """
     mask = wrong_stage.wrong_elements
@@ -97,6 +98,8 @@ def _is_significant(grid: torch.Tensor, place: Place) -> bool:
     probability = _chance_probability(int(grid.count_nonzero()), place.size, grid.numel(), tried)
     if probability >= (CHANCE_OF_AN_END if place.is_end else CHANCE):
         return False
+    if place.blocks is not None:
+        return _chance_probability(*place.blocks, place.similar_places) < CHANCE
     # Wrong rows and columns. A single one is a place by its elements; numbers of elements in memory have neither.
     of_lines = 1.0
     lines = [(count, *extents) for count, *extents in _lines(grid, place) if count > 1]
@@ -107,7 +110,7 @@ def _is_significant(grid: torch.Tensor, place: Place) -> bool:
 
 def _lines(grid: torch.Tensor, place: Place) -> list[tuple[int, int, int]]:
     """For rows and columns that the place restricts: the number of wrong ones, of those in the place, and of all."""
-    if place.rows.start < 0:
+    if -1 in place.rows:
         return []
     return [
         (int(grid.any(1 - axis).count_nonzero()), len(numbers), grid.shape[axis])

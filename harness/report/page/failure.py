@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from narrowgauge.harness.diagnosis.cause_names import is_pattern
 from narrowgauge.harness.report import text
 from narrowgauge.harness.report.failure_view import explanation_lines, saved_lines
 
+_BAND = re.compile(r"place:(row|column)s-(\d{1,9})-to-(\d{1,9})-of-(\d{1,9})")
 LONGEST = 4000
 """Largest length of a message or a value in characters. Longer text is cut."""
 
@@ -24,7 +26,7 @@ def failure(record: dict[str, Any], saved: list[str]) -> dict[str, Any]:
         "sentence": cut(text.sentence(record)),
         "known": cut(record["known"]),
         "baseline": cut(record["baseline"]),
-        "findings": [_finding(finding) for finding in findings],
+        "findings": [_finding(finding) | {"bands": _bands(patterns, finding)} for finding in findings],
         "budget": record["budget_histogram"],
         "sweep": [(f"1e-{n}", text.share(value)) for n, value in enumerate(record["sweep"], 1)],
         "causes": [cut(line) for line in explanation_lines(causes)],
@@ -32,6 +34,12 @@ def failure(record: dict[str, Any], saved: list[str]) -> dict[str, Any]:
         "saved": [cut(line) for line in saved_lines(record) or saved],
         "figures": _figures(record),
     }
+
+
+def _bands(patterns: list[dict[str, Any]], finding: dict[str, Any]) -> list[list[Any]]:
+    """Bands of each period of a finding, marked in its heat map: ["row", 96, 127, 128]."""
+    places = (_BAND.fullmatch(entry["cause"]) for entry in patterns if entry["stage"] == finding.get("stage"))
+    return [[place[1], *map(int, place.groups()[1:])] for place in places if place]
 
 
 def cut(value: str) -> str:

@@ -29,6 +29,8 @@ def at(rows, columns, shape=(96, 160)):
 
 
 EVERY = slice(None)
+IN_BAND = torch.arange(2048) % 128 >= 96
+AT_LANES = torch.arange(1024) % 16 // 4 == 1
 PLACES = {
     "place:last-element": (at(95, 159), "in the last element (1 of 1 wrong element; it holds 0.00651 % of all)"),
     "place:last-row": (at(95, slice(3, 90)), "in the last row (87 of 87 wrong elements; it holds 1.04 % of all)"),
@@ -47,6 +49,18 @@ PLACES = {
     "place:row-lane-3": (
         at(slice(3, None, 32), EVERY, (256, 160)),
         "in rows 3 modulo 32 (1 280 of 1 280 wrong elements; it holds 3.12 % of all)",
+    ),
+    "place:rows-96-to-127-of-128": (
+        at(IN_BAND, slice(3, 50), (2048, 64)),
+        "in rows 96 to 127 of every 128 (24 064 of 24 064 wrong elements; it holds 25 % of all)",
+    ),
+    "place:rows-100-to-119-of-128": (  # three periods of 20 have no wrong row
+        at(slice(128 * 3, None), EVERY, (2560, 8)) & at((torch.arange(2560) - 100) % 128 < 20, EVERY, (2560, 8)),
+        "in rows 100 to 119 of every 128 (2 720 of 2 720 wrong elements; it holds 15.6 % of all)",
+    ),
+    "place:columns-4-to-7-of-16": (
+        at(slice(5, 12), AT_LANES, (40, 1024)),
+        "in columns 4 to 7 of every 16 (1 792 of 1 792 wrong elements; it holds 25 % of all)",
     ),
     "only:odd-columns": (
         at(EVERY, slice(1, None, 2)),
@@ -123,6 +137,8 @@ def test_what_is_no_place():
     assert told(at([17, 81], EVERY)) == []  # two whole rows: their distance of 64 is chance
     assert told(at([33, 40], EVERY)) == []  # so is their block of 16
     assert told(at([3, 9, 11], EVERY, (300, 160))) == []
+    assert told(at(IN_BAND[:512], EVERY, (512, 64))) == []  # 4 of 16 blocks of rows: chance may give them one phase
+    assert told(at((torch.arange(2048) - 120) % 256 < 16, EVERY, (2048, 64))) == []  # on a border of blocks
     assert signatures(Outcome(), StageResult("memory", "guard", 1, 1, sentence="wrong")) == []
 
 
@@ -134,6 +150,15 @@ def test_random_masks_have_no_signature():
         wrong = torch.zeros(rows * columns, dtype=torch.bool)
         wrong[torch.randperm(rows * columns, generator=generator)[:count]] = True
         assert told(wrong.view(rows, columns)) == [], seed
+
+
+def test_random_blocks_of_rows_and_tiles_are_no_band():
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        block, tile = (8 << int(torch.randint(3, (), generator=generator)) for _ in range(2))
+        blocks = torch.rand(1024 // block, 32 // tile, generator=generator) < (0.02, 0.1, 0.3)[seed % 3]
+        wrong = blocks.repeat_interleave(block, 0).repeat_interleave(tile, 1)
+        assert not [cause for cause, _ in told(wrong) if "-of-" in cause], seed
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
@@ -203,6 +228,21 @@ def test_classes_of_outputs():
 
     found = only(case_from_labels("gemm", "nvfp4", (64, 64, 64), "bf16xbf16-bf16", "normal", ("tn",)), gemm=gemm)
     assert found["only:negative"].startswith("only where the output is negative (")
+
+
+def test_a_band_of_a_wrong_kernel():
+    """The last warp of each tile of 128 rows reads stale operands."""
+
+    def gemm(a, b, *, out_dtype):
+        out = reference.gemm(a, b, out_dtype=out_dtype)
+        for start in range(96, len(out), 128):
+            out[start : start + 32] = out[:32] + 1
+        return out
+
+    case = case_from_labels("gemm", "mxfp8-e4m3", (1408, 32, 16), "bf16xbf16-fp32", "normal", ("tn",))
+    outcome = judge(case, make_inputs(case), backend(gemm=gemm))
+    wrong = next(stage for stage in outcome.stages if not stage.passed)
+    assert [e.cause for e in signatures(outcome, wrong)] == ["place:rows-96-to-127-of-128"]
 
 
 def test_a_section():

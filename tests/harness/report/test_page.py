@@ -126,9 +126,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with failures of several kinds, a hostile one among them."""
     budget = [5, 4, 0, 0, 0, 0, 0, 0, 0, 0, 2]
     explained = [{"cause": "ties-away", "sentence": "ties round away", "stage": "codes", "exact": True}]
+    band = {"cause": "place:rows-4-to-7-of-16", "sentence": "only in rows 4 to 7", "stage": "codes", "exact": False}
     first = failing(
-        "first", mismatches=40, explanations=explained, findings=[SEEN], sweep=[1.0, 0.5], budget_histogram=budget,
-        saved="failures/a.safetensors", shrunk="1x16",
+        "first", mismatches=40, explanations=[*explained, band], findings=[SEEN], sweep=[1.0, 0.5],
+        budget_histogram=budget, saved="failures/a.safetensors", shrunk="1x16",
     )  # fmt: skip
     alike = (failing(f"i{n}", recipe="mxfp4", mismatches=5) for n in range(3))
     passing = (record(f"p{n}", seconds=0.001 * n) for n in range(300))
@@ -170,7 +171,9 @@ def test_a_browser_opens_the_page_and_a_failing_case(written: Path, profile: Pat
     assert -1 not in places, parts[places.index(-1)]
     assert "baseline: it passed" in shown
     assert shown.index("explained exactly") < shown.index("37 of 1024 codes")
-    assert "row modulo" not in shown  # no pattern
+    assert shown.count('<rect class="band"') == 2  # of 32 rows
+    assert "Bars at the edge: rows 4 to 7 of every 16." in shown
+    assert "row modulo 16" in shown
     assert "1 of 311 cases" in html
     assert 'aria-label="quantize nvfp4 bf16: ' in html
     assert "Histogram of wrong elements by ulp" in html

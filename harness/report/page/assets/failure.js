@@ -85,7 +85,7 @@ function findingView(found, first, pattern) {
   const heading = first ? [] : [make("h4", {}, head), make("p", {}, found.sentence)];
   // One wrong element has a place, and no pattern.
   const total = found.heat ? found.heat.counts.flat().reduce((sum, count) => sum + count, 0) : 0;
-  const where = total > 1 ? [heatMap(found.heat), ...(pattern ? Object.entries(found.modulo).map(([axis, by]) => axisView(axis, by)) : [])] : [];
+  const where = total > 1 ? [heatMap(found.heat, found.bands), ...(pattern ? Object.entries(found.modulo).map(([axis, by]) => axisView(axis, by)) : [])] : [];
   const figures = [
     found.elements.length ? elements(found) : null,
     where.length ? make("div", { className: "where" }, ...where) : null,
@@ -102,13 +102,26 @@ function elements({ keys, elements: shown, which }) {
   return make("div", { className: "scroll" }, make("table", { className: "elements" }, make("thead", {}, head), make("tbody", {}, ...rows)));
 }
 
-function heatMap({ rows, columns, counts }) {
+function heatMap({ rows, columns, counts }, bands) {
   const down = counts.length;
   const across = Math.max(...counts.map((line) => line.length));
   const side = Math.max(6, Math.min(20, Math.floor(384 / Math.max(down, across))));
   const most = Math.max(...counts.flat());
   const span = (index, size) => (size === 1 ? `${index}` : `${index * size}–${(index + 1) * size - 1}`);
-  const map = shape("svg", { class: "heat", width: side * across, height: side * down, role: "img" });
+  // Bars before the first row or column mark the rows or columns of a period.
+  const marks = bands.flatMap(([axis, low, high, period]) => {
+    const [pixels, length] = axis === "row" ? [side / rows, side * down] : [side / columns, side * across];
+    const bar = 5;
+    if ((high - low + 1) * pixels < 2) return [];
+    return d3.range(low * pixels, length, period * pixels).map((start) => {
+      const extent = Math.min((high - low + 1) * pixels, length - start);
+      const box = axis === "row" ? { x: -bar - 2, y: start, width: bar, height: extent } : { x: start, y: -bar - 2, width: extent, height: bar };
+      return shape("rect", { class: "band", ...box });
+    });
+  });
+  const margin = marks.length ? 9 : 0;
+  const box = [-margin, -margin, side * across + margin, side * down + margin];
+  const map = shape("svg", { class: "heat", viewBox: box.join(" "), width: box[2], height: box[3], role: "img" }, ...marks);
   let worst = "";
   counts.forEach((line, row) =>
     line.forEach((count, column) => {
@@ -120,7 +133,8 @@ function heatMap({ rows, columns, counts }) {
     }),
   );
   map.setAttribute("aria-label", `heat map of wrong elements; the most in ${worst}`);
-  return captioned(`wrong elements, rows down, columns across; a square is ${rows} × ${columns}. Most: ${worst}`, map);
+  const periods = marks.length ? ` Bars at the edge: ${bands.map(([axis, low, high, period]) => `${axis}s ${low} to ${high} of every ${period}`).join("; ")}.` : "";
+  return captioned(`wrong elements, rows down, columns across; a square is ${rows} × ${columns}. Most: ${worst}.${periods}`, map);
 }
 
 /** Counts modulo 16, 32 and 128 of rows or columns, with what has any in words. */
