@@ -363,8 +363,6 @@ def test_a_wrong_output_is_exit_status_1(asked_for: list[dict[str, Any]]) -> Non
         (["-k", "nothing"], "nothing is selected by -k 'nothing'"),
         (["--growth", "--quick"], "--growth has sizes and operations of its own; -k, --sizes, --quick and --compile"),
         (["--growth", "-k", "gemm"], "--growth has sizes and operations of its own"),
-        (["--growth", "--overhead"], "--growth and --overhead are tables of their own; give one of them"),
-        (["cases"], "case files are for --overhead, which is not given: cases"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
