@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.machine.plain_text import plain_value
 from narrowgauge.harness.report import text
-
-
-def policy(style: str, script: str = "") -> str:
-    """Content security policy of the page: only this style and this script are allowed, whatever a record contains."""
-    if not script:
-        return f"default-src 'none'; style-src '{_digest(style)}'"
-    return f"default-src 'none'; style-src '{_digest(style)}' '{_digest(_PLOT_STYLE)}'; script-src '{_digest(script)}'"
-
-
-_PLOT_STYLE = """:where(.plot) {
-  --plot-background: white;
-  display: block;
-  height: auto;
-  height: intrinsic;
-  max-width: 100%;
-}
-:where(.plot text),
-:where(.plot tspan) {
-  white-space: pre;
-}"""
-"""Style element that Observable Plot puts into each plot with the class name `plot`."""
-
-
-def _digest(content: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -55,7 +28,6 @@ def render(template: Path, *, name: str, verdict: str, sentence: str, script: st
     jinja.globals.update(number=text.number, plural=text.plural, glyphs=text.GLYPHS)
     shown = {"aside": "", **values, "environment": plain_value(values.get("environment", {}))}
     html = jinja.get_template(template.name).render(
-        name=name, verdict=verdict, sentence=sentence, policy=policy(css, script), css=Markup(css), js=Markup(script),
-        **shown,
+        name=name, verdict=verdict, sentence=sentence, css=Markup(css), js=Markup(script), **shown
     )  # fmt: skip
     return html.encode(errors="replace").decode()  # a message may contain lone surrogates

@@ -132,7 +132,8 @@ def test_the_page_says_all_of_it_and_escapes_it() -> None:
             assert case in plain
             assert what.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in plain
     assert "<script" not in html
-    assert "default-src 'none'; style-src 'sha256-" in html.replace("&#39;", "'")
+    assert "default-src 'none'" in html
+    assert "script-src" not in html
     assert not re.search(r"(src|href)=", html)
 
 
