@@ -8,7 +8,6 @@ from typing import Any
 from narrowgauge.harness.machine.plain_text import plain_value
 from narrowgauge.harness.report import text
 
-
 _ASSETS = Path(__file__).parent / "assets"
 
 

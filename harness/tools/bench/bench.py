@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from narrowgauge.harness.backends.backend import error_location
-from narrowgauge.harness.tools.bench.bench_row import ERROR, NATIVE, RIGHT, WRONG, BenchRow, apply_target
+from narrowgauge.harness.tools.bench.bench_row import ERROR, NATIVE, RIGHT, WRONG, BenchRow
 from narrowgauge.harness.tools.bench.interleave import QUICK_ROUNDS, ROUNDS, Times, time_interleaved, time_launches
 from narrowgauge.harness.tools.bench.judge_outputs import Verdict
 from narrowgauge.harness.tools.bench.operations import COPY, MATMUL, BenchInputs, PreparedTask, prepare
@@ -61,8 +61,6 @@ def measure(
     if launches:
         on_task(LAUNCH)
         bench.rows += _launches(inputs, rounds)
-    for row in bench.rows:
-        apply_target(row)
     return bench
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from narrowgauge.harness.report import text
 from narrowgauge.harness.tools.bench.bench_row import UNJUDGED, BenchRow
 
-COLUMNS = ("operation", "size", "who", "time", "spread", "rate", "of ceiling", "× reference", "asked", "judged by")
+COLUMNS = ("operation", "size", "who", "time", "spread", "rate", "of ceiling", "× reference", "judged by")
 EXPLAINED = (
     "time: of one call, median of the rounds. spread: how far the fastest and the slowest round are from it. rate: "
     "bytes that the operation has to move, or 2·M·N·K, a second. of ceiling: that beside the rate of a large copy, or "
     "of torch's matmul, in brackets of a copy of as many bytes, or of dequantize + matmul; of a launch, what one of "
-    "torch's own costs beside it. asked: the target; too noisy if the quartiles of the rounds lie on both sides of it. "
+    "torch's own costs beside it. "
     "judged by: bytes, which are the reference's; order, the sums that the declared order "
     "can give, of a tensor core to the bit; bound, those of any order; 1/16: of one row in 16 alone."
 )
@@ -56,25 +56,6 @@ def spread(row: BenchRow) -> str:
     return f"−{_short(low)} +{_short(high)} %"
 
 
-def figure(target: str, value: float | None) -> str:
-    """A target figure with its unit."""
-    if target == "share":
-        return percent(value)
-    if target == "speedup":
-        return "" if value is None else f"{value:.3g} ×"
-    return rate(value, target.replace("elements", "elem"))
-
-
-def target(row: BenchRow, *, ascii_only: bool = False) -> str:
-    """`✓ 85 %`: the target of a row, and whether it is met. `too noisy: 85 %`: the rounds do not tell."""
-    if row.met is None:
-        return ""
-    if row.too_noisy:
-        return f"too noisy: {figure(row.asked, row.asked_least)}"
-    marks = ("met", "missed") if ascii_only else (text.GLYPHS["pass"], text.GLYPHS["fail"])
-    return f"{marks[not row.met]} {figure(row.asked, row.asked_least)}"
-
-
 def verdict(row: BenchRow, *, ascii_only: bool = False) -> str:
     """Mark and rule of the verdict, if the output was judged."""
     if row.verdict == UNJUDGED:
@@ -99,34 +80,8 @@ def cells(row: BenchRow, *, ascii_only: bool = False) -> list[str]:
         rate(row.rate, "FLOP/s" if row.timed_by_flop else "B/s"),
         ceiling(row),
         "" if row.speedup is None or row.who == "reference" else f"{row.speedup:.3g}",
-        target(row, ascii_only=ascii_only),
         verdict(row, ascii_only=ascii_only),
     ]
-
-
-def missed(rows: Sequence[BenchRow]) -> list[str]:
-    """A sentence for each target that is missed, or that the rounds cannot decide."""
-    return [
-        *map(_too_noisy, (row for row in rows if row.too_noisy)),
-        *(
-            f"{row.id}: {figure(row.asked, row.asked_found)}{_reference_of(row)}, "
-            f"and {figure(row.asked, row.asked_least)} is asked"
-            for row in rows
-            if row.met is False and not row.too_noisy
-        ),
-    ]
-
-
-def _too_noisy(row: BenchRow) -> str:
-    slow, fast = row.found_by_quartiles or (None, None)
-    return (
-        f"{row.id}: too noisy: the quartiles of the rounds give {figure(row.asked, slow)} and {figure(row.asked, fast)}"
-        f"{_reference_of(row)}, on both sides of {figure(row.asked, row.asked_least)}; run again on an idle machine"
-    )
-
-
-def _reference_of(row: BenchRow) -> str:
-    return {"share": f" of {row.ceiling}", "speedup": " of the reference's speed"}.get(row.asked, "")
 
 
 def wrong(rows: Sequence[BenchRow]) -> list[str]:
@@ -145,19 +100,10 @@ def sentence(rows: Sequence[BenchRow]) -> str:
     peers = [row for row in rows if row.verdict != UNJUDGED and not row.is_native]
     wrong_peers = sum(row.failed for row in peers)
     others = f"; {wrong_peers} of {text.plural(len(peers), 'output')} of peers wrong" if wrong_peers else ""
-    noisy = sum(row.too_noisy for row in rows)
-    with_target = [row for row in rows if row.met is not None and not row.too_noisy]
-    reached = sum(row.met is True for row in with_target)
     compared = sum(row.compared for row in judged)
-    targets = f"; {reached} of {text.plural(len(with_target), 'figure')} asked are reached" if with_target else ""
-    return (
-        f"{text.plural(len(judged), 'timed output')} right, {text.number(compared)} elements compared{targets}"
-        f"{f'; {noisy} too noisy to tell' if noisy else ''}{others}"
-    )
+    return f"{text.plural(len(judged), 'timed output')} right, {text.number(compared)} elements compared{others}"
 
 
 def shown(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Rows of the table. Ceilings and the reference are columns, except a reference row with a target."""
-    return [
-        row for row in rows if row.failed or (row.share is not None and (row.who != "reference" or row.met is not None))
-    ]
+    """Rows of the table. Ceilings and the reference are columns."""
+    return [row for row in rows if row.failed or (row.share is not None and row.who != "reference")]

@@ -115,8 +115,7 @@ def roofline(rows: Sequence[BenchRow]) -> Plot | None:
         flat = [(ridge, top), (max(high, ridge), top)]
         figure.curves.append(_curve(x, y, flat, "floor", f"torch's matmul: {cells.rate(top, 'FLOP/s')}"))
     for row, intensity, rate in zip(timed, intensities, rates, strict=True):
-        missed = row.failed or (row.met is False and not row.too_noisy)
-        kind = "reference" if row.who == "reference" else "missed" if missed else "backend"
+        kind = "reference" if row.who == "reference" else "missed" if row.failed else "backend"
         title = f"{row.id}: {cells.rate(rate, 'FLOP/s')}, {cells.ceiling(row)} of {row.ceiling}"
         bar = None
         if row.seconds_q1 and row.seconds_q3:

@@ -86,7 +86,6 @@ def render(bench: Bench, growths: list[CostCurve], environment: dict[str, str]) 
         columns=cells.COLUMNS,
         explained=cells.EXPLAINED,
         rows=[(row, numbers.get(row.id, ""), cells.cells(row)) for row in bench.rows],
-        missed=cells.missed(bench.rows),
         wrong=cells.wrong(bench.rows),
         notes=sorted(bench.notes.items()),
         grown=[growth.sentence() for growth in growths],

@@ -18,7 +18,7 @@ WIDTH = 160
 
 
 def print_bench(bench: Bench, console: Console) -> None:
-    """Print the table, missed targets, wrong outputs, and the peers that were not measured."""
+    """Print the table, wrong outputs, and the peers that were not measured."""
     from rich.text import Text
 
     from narrowgauge.harness.report.terminal import print_table
@@ -37,14 +37,11 @@ def print_bench(bench: Bench, console: Console) -> None:
         ["", *header[3:]],
         [[" ".join(row[:3]), *row[3:]] for row in rows],
         console,
-        styles=[
-            "bold red" if row.failed else "yellow" if row.met is False and not row.too_noisy else "" for row in shown
-        ],
+        styles=["bold red" if row.failed else "" for row in shown],
     )
     console.print(Text(encodable(cells.EXPLAINED), style="dim"))
-    for style, lines in (("yellow", cells.missed(bench.rows)), ("red", cells.wrong(bench.rows))):
-        for line in lines:
-            console.print(encodable(line), markup=False, highlight=False, soft_wrap=True, style=style)
+    for line in cells.wrong(bench.rows):
+        console.print(encodable(line), markup=False, highlight=False, soft_wrap=True, style="red")
     for name, reason in sorted(bench.notes.items()):
         console.print(f"{name}: {reason}", markup=False, highlight=False, soft_wrap=True)
 
