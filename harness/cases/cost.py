@@ -16,15 +16,22 @@ and an H200, shared with other processes, 0.3 to 1.3 s."""
 SECTION = 1 << 12
 """Work of an additional section, in elements: measured, 1.6 ms compared with 0.4 µs an element."""
 
-CASE_SECONDS, ELEMENT_SECONDS = 0.06, 8e-8
-"""Seconds of a core for a case, and for each element of its work. Measured: 216 quantize cases of 2^18 elements take
-0.077 s each, 8 cases of 2^21 elements 0.23 s."""
+SECONDS = {
+    "quantize": (7e-3, 210e-9), "quantize-grouped": (1e-3, 320e-9), "transform": (3.5e-3, 130e-9),
+    "swizzle": (2.8e-3, 120e-9), "update-scale": (2.3e-3, 40e-9), "gemm": (11e-3, 40e-9),
+    "gemm-grouped": (13e-3, 140e-9), "gemm-quantized": (12e-3, 185e-9),
+    "linear": (60e-3, 200e-9), "layernorm-linear": (80e-3, 200e-9), "grouped-linear": (150e-3, 200e-9),
+    "transformer-layer": (300e-3, 200e-9),
+}  # fmt: skip
+"""Seconds of a core for a case of an operation, and for each element of its work: fitted to the quick tier on one core
+of a CPU. Shards divide by their ratios: the slowest of 16 shards takes 7 % longer than the mean, 0 % by recorded
+times. The number of workers at the start of a run follows from their sum."""
 
 
 def estimated_seconds(case: Case) -> float:
-    """Seconds of a core to run and judge a case, if its kernels are compiled. Other operations than quantize take up to
-    several times as long."""
-    return CASE_SECONDS + ELEMENT_SECONDS * work(case)
+    """Seconds of a core to run and judge a case, if its kernels are compiled."""
+    whole, element = SECONDS[case.operation]
+    return whole + element * work(case)
 
 
 def work(case: Case) -> int:

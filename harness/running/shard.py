@@ -12,20 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.cost import work
+from narrowgauge.harness.cases.cost import estimated_seconds
 
 if TYPE_CHECKING:
     from narrowgauge.harness.records.journal import RecordedRun
-
-SECONDS = {
-    "quantize": (7e-3, 210e-9), "quantize-grouped": (1e-3, 320e-9), "transform": (3.5e-3, 130e-9),
-    "swizzle": (2.8e-3, 120e-9), "update-scale": (2.3e-3, 40e-9), "gemm": (11e-3, 40e-9),
-    "gemm-grouped": (13e-3, 140e-9), "gemm-quantized": (12e-3, 185e-9),
-    "linear": (60e-3, 200e-9), "layernorm-linear": (80e-3, 200e-9), "grouped-linear": (150e-3, 200e-9),
-    "transformer-layer": (300e-3, 200e-9),
-}  # fmt: skip
-"""Seconds of a case of an operation, and of an element of its work: fitted to the quick tier on one core of a CPU. Only
-their ratios matter. By them alone the slowest of 16 shards takes 7 % longer than the mean, by recorded times 0 %."""
 
 
 class ShardError(Exception):
@@ -103,19 +93,13 @@ def durations(cases: Mapping[str, Case], seconds: Mapping[str, float]) -> dict[s
 
     Raises ShardError where some are recorded, and none of these cases.
     """
-    estimates = {name: estimate(case) for name, case in cases.items()}
+    estimates = {name: estimated_seconds(case) for name, case in cases.items()}
     known = sorted(estimates.keys() & seconds.keys())
     if seconds and not known:
         raise ShardError(f"--durations knows {len(seconds)} cases, and none of the {len(cases)} that are selected")
     # fsum is exact to the last bit on every machine.
     scale = math.fsum(seconds[name] for name in known) / math.fsum(estimates[name] for name in known) if known else 1.0
     return {name: seconds.get(name, scale * guess) for name, guess in estimates.items()}
-
-
-def estimate(case: Case) -> float:
-    """Seconds that a case takes, judging included, as far as its operation and size tell."""
-    whole, element = SECONDS[case.operation]
-    return whole + element * work(case)
 
 
 def recorded(run: RecordedRun) -> dict[str, float]:

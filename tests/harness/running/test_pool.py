@@ -174,7 +174,7 @@ def test_small_work_has_one_worker_and_more_start_with_time(scripted, monkeypatc
     monkeypatch.setattr(pool, "START", {"cpu": 0.5})
     scripted(["record"] * 4, 4, workers=4)
     assert len(Scripted.made) == 1
-    large = [Task(replace(case_of(16), shape=(1 << 10, 1 << 14)), 0)] * 8  # 1.4 s each
+    large = [Task(replace(case_of(16), shape=(1 << 10, 1 << 14)), 0)] * 8  # 3.5 s each
     assert [pool.worthwhile_workers(large, Settings(workers=n)) for n in (1, 4, 64)] == [1, 4, 8]
     assert pool.worthwhile_workers([], Settings(workers=4)) == 0
     Scripted.made.clear()

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from narrowgauge.harness.cases.case import select
 from narrowgauge.harness.cases.case_file import load_all
+from narrowgauge.harness.cases.cost import estimated_seconds
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.statistics.holm import count_chance_cases
 from narrowgauge.harness.cli import app
@@ -20,7 +21,6 @@ from narrowgauge.harness.running.shard import (
     ShardError,
     digest,
     durations,
-    estimate,
     part_of,
     read_durations,
     split,
@@ -82,17 +82,17 @@ def test_the_division_of_the_quick_tier_is_this_one():
     alone. Times on a CPU differ by what one case takes, which is known to a factor."""
     cases = select(load_all([ROOT / "cases"]), tier="quick")
     parts = [part_of(cases, Shard(n, 4)) for n in range(1, 5)]
-    loads = [sum(map(estimate, part.cases)) for part in parts]
-    assert max(loads) - min(loads) <= max(map(estimate, cases))
+    loads = [sum(map(estimated_seconds, part.cases)) for part in parts]
+    assert max(loads) - min(loads) <= max(map(estimated_seconds, cases))
     assert len({case.id for part in parts for case in part.cases}) == sum(len(p.cases) for p in parts) == len(cases)
 
 
 def test_recorded_durations_divide_and_scale_the_estimates():
     cases = {case.id: case for case in CASES}
     first, second, *others = cases
-    found = durations(cases, {first: 100 * estimate(cases[first]), "of another run": 7.0})
-    assert found[first] == 100 * estimate(cases[first])
-    assert found[second] == pytest.approx(100 * estimate(cases[second]))
+    found = durations(cases, {first: 100 * estimated_seconds(cases[first]), "of another run": 7.0})
+    assert found[first] == 100 * estimated_seconds(cases[first])
+    assert found[second] == pytest.approx(100 * estimated_seconds(cases[second]))
     alone = part_of(CASES, Shard(1, 2), {first: 1e3, **dict.fromkeys([second, *others], 1.0)})
     assert [case.id for case in alone.cases] == [first]
 
