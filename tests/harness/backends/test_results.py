@@ -184,6 +184,10 @@ def test_codes_and_scales_have_no_dtype_of_another_format(name):
 WRONG_SECTIONS = {
     "None": (lambda p: None, "quantize_grouped gave NoneType; it gives codes, scales and amax"),
     "too few sections": (lambda p: [reference.quantize(X, NVFP4)], "quantize_grouped gave 1 sections; sizes has 3"),
+    "too many sections": (
+        lambda p: [reference.quantize(X, NVFP4)] * 4,
+        "quantize_grouped gave 4 sections; sizes has 3",
+    ),
     "a section of another shape": (
         lambda p: [reference.quantize(X, NVFP4)] * 3,
         "section 0 of quantize_grouped gave codes as uint8 of shape (32, 24); "

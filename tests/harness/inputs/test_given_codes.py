@@ -38,6 +38,8 @@ def element_values(q):
 def test_every_code_and_scale_byte_is_given(recipe):
     q = given(recipe)
     codes = elements(q.codes, q.shape[1], q.recipe)
+    x = make_inputs(case_from_labels("quantize", recipe, (256, 128), "bf16", "codes", ())).x
+    assert torch.equal(codes, (x.view(torch.int16) & (1 << q.recipe.element.bits) - 1).to(torch.uint8))
     assert len(codes.unique()) == 1 << q.recipe.element.bits
     if q.recipe.scale.bits == 8:
         assert len(q.scales.unique()) == (256 if q.recipe.scale is E8M0 else 128)

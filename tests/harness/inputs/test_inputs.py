@@ -9,9 +9,9 @@ from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.families import FAMILIES, families_of
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.draw import Draw
-from narrowgauge.harness.inputs.generators import GENERATORS, SCALE_BYTES
+from narrowgauge.harness.inputs.generators import GENERATORS, SCALE_BYTES, generate
 from narrowgauge.harness.inputs.histories import HISTORIES
-from narrowgauge.harness.inputs.inputs import Inputs, make_inputs
+from narrowgauge.harness.inputs.inputs import Inputs, laid_out, make_inputs
 from narrowgauge.reference.bounds.bounds import Bounds, bounds
 from narrowgauge.reference.gemm.operands import operand
 from narrowgauge.reference.numbers.blocks import block_amax, pad_columns
@@ -23,9 +23,10 @@ from narrowgauge.reference.quantize.scaling import element_factors
 from narrowgauge.spec.dtypes import TORCH_DTYPES
 from narrowgauge.spec.formats import E2M1, E4M3
 from narrowgauge.spec.quantized import Quantized
-from narrowgauge.spec.recipes import Hadamard
+from narrowgauge.spec.recipes import Hadamard, find_recipe
 
 DTYPES = list(TORCH_DTYPES)
+NVFP4 = find_recipe("nvfp4")
 AWKWARD = [(1, 1), (1, 16), (3, 17), (16, 130), (129, 272)]
 
 
@@ -104,6 +105,29 @@ def test_case_id_seed_and_role_decide_the_bytes():
     assert not torch.equal(first.x, first.w)
     assert not torch.equal(first.x, make_inputs(case, seed=1).x)
     assert not torch.equal(first.x, make_inputs(gemm_case("normal", (32, 32, 32))).x)
+
+
+def test_every_family_of_random_numbers_depends_on_its_key():
+    same = set()
+    for family in GENERATORS:
+        first, *others = (generate(family, Draw(key), (32, 128), torch.bfloat16, "x", NVFP4) for key in "abcd")
+        if all(torch.equal(first.view(torch.int16), other.view(torch.int16)) for other in others):
+            same.add(family)
+    assert same == {"zeros", "negative-zeros", "half-edges"}
+
+
+@pytest.mark.parametrize(
+    ("view", "stride", "offset"),
+    [
+        ("contiguous", (5, 1), 0), ("pitched", (13, 1), 0), ("strided", (18, 2), 0), ("transposed", (1, 3), 0),
+        ("offset-2", (5, 1), 1), ("offset-8", (5, 1), 4),
+    ],
+)  # fmt: skip
+def test_a_view_has_its_strides_and_the_same_numbers(view, stride, offset):
+    x = torch.arange(15.0).bfloat16().view(3, 5)
+    found = laid_out(x, view)
+    assert (found.stride(), found.storage_offset()) == (stride, offset)
+    assert torch.equal(found, x)
 
 
 def test_columnwise_gives_the_transpose_and_blocks_along_its_rows():
