@@ -93,10 +93,10 @@ def test_a_wrong_stage_keeps_its_first_sentence():
 
 def test_tests_of_sections_say_which():
     parts = [
-        [StageResult("codes", "statistics", 1, tests=[StatisticalTest("bias", p, "odd")], draws=3)]
-        for p in (0.0, -99.0)
+        [StageResult("codes", "statistics", 1, 5, max_ulp=n, tests=[StatisticalTest("bias", p, "odd")], draws=3)]
+        for n, p in ((2, 0.0), (1, -99.0))
     ]
     (found,) = merge_stages(parts, "section")
     decide([found])
     assert found.sentence == "bias: section 1 of 2: odd, p <= 1e-42"
-    assert found.draws == 6
+    assert (found.compared, found.mismatches, found.max_ulp, found.draws) == (2, 10, 2, 6)
