@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +25,22 @@ _CHECKED_BLOCKS = 8
 # Largest share of sums with lost bits, in the checked blocks and in a single block, up to which only these sums are
 # aligned. For a larger share all sums are aligned.
 _FEW, _MANY = 0.05, 0.1
-# After a check with a larger share, the next checks are skipped: their share is large as well, as a rule.
-_SKIPPED_CHECKS = 4
+# After a group with a larger share in every block, these many groups are aligned unchecked: their share is large as
+# well, as a rule.
+_SKIPPED_CHECKS = 32
+# Many sums are aligned in float32 if this gives the same bits: factors have at most 12 bits and a magnitude from 2^-40
+# to 2^40, so no last bit and no sum is subnormal or infinite; a sum of aligned products has at most 24 bits.
+_FLOAT32_FACTOR_BITS, _FLOAT32_FACTORS, _FLOAT32_SUM_BITS = 12, 2.0**40, 24
+_FLOAT32_SMALLEST_ALIGNMENT = 2.0**-120
+# In float32, sums are aligned for a quarter of a slab at a time, and products for two slabs: they stay in a cache.
+_FLOAT32_TENSORS, _PRODUCT_SLABS = 4, 2
 # A sum of at most 2^6 eighth powers of powers of two has eight times the exponent of the largest power of two, if the
 # quotient is rounded down; so a matrix product finds the largest power. The eighth power of the ratio is not subnormal.
 _MATMUL_TERMS, _SMALLEST_RATIO = 1 << 6, 2.0**-124
 _EXPONENT_SHIFT, _EXPONENT_BIAS = 52, 1023
+# The same in float32: at most 2^5 terms. Each eighth power is multiplied by 2^61, so no product is subnormal.
+_FLOAT32_TERMS, _FLOAT32_RATIO, _FLOAT32_EIGHTH = 1 << 5, 2.0**-30, 2.0**61
+_FLOAT32_SHIFT, _FLOAT32_EXPONENT_MASK = 23, 0xFF << 23
 
 
 def fast_tensor_core_sum(
@@ -41,7 +52,7 @@ def fast_tensor_core_sum(
     out = exact.float()
     rows = (~_never_truncated(left, right, model)).any(1).nonzero().squeeze(1)
     if len(rows):
-        out[rows] = _sum_of_slices(left.rows(rows), right, model, slices)
+        out[rows] = _sum_of_slices(left.rows(rows) if len(rows) < len(out) else left, right, model, slices)
     return out.add_(0.0).double().where(exact.isfinite(), exact)  # + 0 makes a sum of zeros +0
 
 
@@ -93,7 +104,12 @@ def _never_truncated(left: Factors, right: Factors, model: Alignment) -> torch.T
     Every product and partial sum is a multiple of a power of two, the quantum. The quantum is at least the last bit of
     the alignment to the largest product or sum, and no sum has more bits than the accumulator.
     """
-    quantum = torch.outer(lowest_bit(left.values), lowest_bit(right.values))
+    bits = lowest_bit(left.values), lowest_bit(right.values)
+    if left.values.numel() and right.values.numel():
+        shares = (side.powers.amax(1) / bit for side, bit in zip((left, right), bits, strict=True))
+        if math.prod(float(share.amin()) for share in shares) > 2.0**model.fraction:  # all alignments lose a bit
+            return torch.zeros(left.values.shape[0], right.values.shape[0], device=bits[0].device).bool()
+    quantum = torch.outer(*bits)
     magnitude = (left.values.abs() @ right.values.abs().T).mul_(1 + 2.0**-20)
     largest = torch.outer(left.powers.amax(1), right.powers.amax(1)) if left.values.shape[1] else magnitude
     in_float32 = (quantum >= SMALLEST_SUBNORMAL) & (magnitude <= FLT_MAX)
@@ -153,29 +169,76 @@ def _sum_of_slices(left: Factors, right: Factors, model: Alignment, slices: int)
         return out
     x, y = _BlockedFactors.of(left, model.width), _BlockedFactors.of(right, model.width)
     by_matmul = _matmul_finds_largest(x, y)
+    state = _State(by_matmul, slice(0))
+    if _aligned_in_float32(x, y, model):
+        state.float32 = _Float32Factors.of(x), _Float32Factors.of(y)
     for rows in slabs(out):
-        part = x.rows(rows)
+        part, state.rows = x.rows(rows), rows
         for columns_of_slice in split_columns(columns, model.promoted or model.width, slices):
-            out[rows] += _promoted_accumulators(part, y, columns_of_slice, model, by_matmul=by_matmul)
+            out[rows] += _promoted_accumulators(part, y, columns_of_slice, model, state)
     return out
 
 
+@dataclass
+class _Float32Factors:
+    """The parts of `_BlockedFactors` for `_align_in_float32`, float32."""
+
+    transposed: torch.Tensor
+    largest_power: torch.Tensor
+    eighth_powers: torch.Tensor
+    """Eighth powers of the ratios, times 2^61: (K, M), contiguous."""
+
+    @classmethod
+    def of(cls, x: _BlockedFactors) -> _Float32Factors:
+        eighth_powers = x.eighth_powers.T.mul(_FLOAT32_EIGHTH / 2).float()
+        return cls(x.transposed.float(), x.largest_power.float(), eighth_powers.contiguous())
+
+
+def _aligned_in_float32(x: _BlockedFactors, y: _BlockedFactors, model: Alignment) -> bool:
+    """Whether `_align_in_float32` gives the sums of these operands."""
+    if model.width > _FLOAT32_TERMS or model.fraction + 2 + math.ceil(math.log2(model.width + 1)) > _FLOAT32_SUM_BITS:
+        return False
+    if bool(x.smallest_ratio * y.smallest_ratio < _FLOAT32_RATIO):
+        return False
+    for side in (x, y):
+        magnitudes = side.factors.values.abs()
+        in_range = (magnitudes >= 1 / _FLOAT32_FACTORS) & (magnitudes <= _FLOAT32_FACTORS)
+        bits = magnitudes.view(torch.int64) & ((1 << (53 - _FLOAT32_FACTOR_BITS)) - 1)
+        if not bool((in_range & (bits == 0) | (magnitudes == 0)).all()):
+            return False
+    return True
+
+
+@dataclass
+class _State:
+    """What earlier accumulators told about the later ones."""
+
+    by_matmul: bool
+    """The result of `_matmul_finds_largest`."""
+    rows: slice
+    """The rows of the left operand that are summed."""
+    unchecked: int = 0
+    """The number of groups that are aligned next without a check."""
+    float32: tuple[_Float32Factors, _Float32Factors] | None = None
+    """All rows of both operands, if their products are aligned in float32."""
+
+
 def _promoted_accumulators(
-    x: _BlockedFactors, y: _BlockedFactors, columns: slice, model: Alignment, *, by_matmul: bool
+    x: _BlockedFactors, y: _BlockedFactors, columns: slice, model: Alignment, state: _State
 ) -> torch.Tensor:
     """The sum of the accumulators of a slice of K, float32 (M, N)."""
     length = model.promoted or columns.stop - columns.start
     out = torch.zeros(x.largest_power.shape[0], y.largest_power.shape[0], device=x.largest_power.device)
     for start in range(columns.start, columns.stop, length):
         chunk = slice(start, min(start + length, columns.stop))
-        out += _accumulator(x, y, chunk, model, by_matmul=by_matmul).float()
+        out += _accumulator(x, y, chunk, model, state).float()
     return out
 
 
 def _accumulator(
-    x: _BlockedFactors, y: _BlockedFactors, columns: slice, model: Alignment, *, by_matmul: bool
+    x: _BlockedFactors, y: _BlockedFactors, columns: slice, model: Alignment, state: _State
 ) -> torch.Tensor:
-    """A single accumulator, from 0, over some columns; `by_matmul` as for `_largest_products`.
+    """A single accumulator, from 0, over some columns.
 
     Sums without lost bits, in some blocks or in a single block, are a matrix product. The remaining sums are aligned
     step by step. If the remaining sums are many, or the outputs are few, all sums are aligned: this takes the fewest
@@ -187,24 +250,30 @@ def _accumulator(
     quantum = torch.full_like(out, torch.inf)
     few_outputs = len(list(slabs(_product_shape(out, model)))) == 1
     step = _CHECKED_BLOCKS * model.width
-    checked = next_check = columns.start
+    checked = columns.start
     for start in range(columns.start, columns.stop, step):
         group = slice(start, min(start + step, columns.stop))
         blocks = [slice(at, min(at + model.width, group.stop)) for at in range(start, group.stop, model.width)]
-        if start >= next_check:
-            truncated = _group_may_truncate(x, y, group, slice(checked, group.stop), out, quantum, model)
-            checked = group.stop
-            if int(truncated.sum()) <= _FEW * truncated.numel():
-                out = _align_selected(x, y, blocks, truncated, out, x.product(y, group).add_(out), model)
-                continue
-            next_check = start + _SKIPPED_CHECKS * step
+        if state.unchecked > 0:
+            state.unchecked -= 1
+            _align_all(x, y, blocks, out, model, state)
+            continue
+        truncated = _group_may_truncate(x, y, group, slice(checked, group.stop), out, quantum, model)
+        checked = group.stop
+        if int(truncated.sum()) <= _FEW * truncated.numel():
+            out = _align_selected(x, y, blocks, truncated, out, x.product(y, group).add_(out), model)
+            continue
+        whole = 0
         for block in blocks:
             selected = None if few_outputs else _block_may_truncate(x, y, block, out, model)
             if selected is None or int(selected.sum()) > _MANY * selected.numel():
-                _align_all(x, y, block, out, model, by_matmul=by_matmul)
+                _align_all(x, y, [block], out, model, state)
+                whole += 1
             else:
                 exact = truncate_to_accumulator(x.product(y, block).add_(out), model)
                 out = _align_selected(x, y, [block], selected, out, exact, model)
+        if whole == len(blocks):
+            state.unchecked = _SKIPPED_CHECKS
     return out
 
 
@@ -248,13 +317,58 @@ def _block_may_truncate(
 
 
 def _align_all(
-    x: _BlockedFactors, y: _BlockedFactors, block: slice, out: torch.Tensor, model: Alignment, *, by_matmul: bool
+    x: _BlockedFactors, y: _BlockedFactors, blocks: list[slice], out: torch.Tensor, model: Alignment, state: _State
 ) -> None:
-    """Adds the columns `block` to the accumulators `out` (M, N), in place."""
-    largest = _largest_products(x, y, block, by_matmul=by_matmul)
-    for rows in slabs(_product_shape(out, model)):
-        products = x.transposed[block, rows].unsqueeze(2) * y.transposed[block].unsqueeze(1)
-        out[rows] = add_aligned(products, largest[rows], out[rows], model, dim=0)
+    """Adds the columns of `blocks` to the accumulators `out` (M, N), in place."""
+    if state.float32 is not None:
+        _align_in_float32(*state.float32, state.rows, blocks, out, model)
+        return
+    for block in blocks:
+        largest = _largest_products(x, y, block, by_matmul=state.by_matmul)
+        for rows in slabs(_product_shape(out, model)):
+            products = x.transposed[block, rows].unsqueeze(2) * y.transposed[block].unsqueeze(1)
+            out[rows] = add_aligned(products, largest[rows], out[rows], model, dim=0)
+
+
+def _align_in_float32(
+    x: _Float32Factors, y: _Float32Factors, rows: slice, blocks: list[slice], out: torch.Tensor, model: Alignment
+) -> None:
+    """Adds the columns of `blocks` to the accumulators `out` of some rows of `x`, in place, as `add_aligned` does.
+
+    A product is written, divided and truncated, and added: three passes over products that are in a cache.
+    """
+    mask = -1 << (_FLOAT32_SHIFT - accumulator_fraction_bits(model))
+    products = x.transposed.new_empty(0)
+    for part in slabs(out.new_empty(1, 1).expand(out.shape[0], out.shape[1] * _FLOAT32_TENSORS)):
+        here = slice(rows.start + part.start, rows.start + part.stop)
+        total = out[part].float()
+        sums = torch.empty_like(total)
+        for block in blocks:
+            last_bit = (total.view(torch.int32) & _FLOAT32_EXPONENT_MASK).view(torch.float32)
+            torch.maximum(last_bit, _largest_in_float32(x, y, here, block, model.width), out=last_bit)
+            last_bit.mul_(2.0**-model.fraction).clamp_(min=_FLOAT32_SMALLEST_ALIGNMENT)
+            left, right = x.transposed[block, here].unsqueeze(2), y.transposed[block].unsqueeze(1)
+            for few in slabs(_product_shape(total[:, ::_PRODUCT_SLABS], model)):
+                shape = left.shape[0], few.stop - few.start, total.shape[1]
+                if products.shape != shape:
+                    products = products.new_empty(shape)
+                torch.mul(left[:, few], right, out=products)
+                torch.div(products, last_bit[few], rounding_mode="trunc", out=products)
+                torch.sum(products, 0, out=sums[few])
+            total.div_(last_bit, rounding_mode="trunc").add_(sums).mul_(last_bit)
+            total.view(torch.int32).bitwise_and_(mask)
+        out[part] = total
+
+
+def _largest_in_float32(x: _Float32Factors, y: _Float32Factors, rows: slice, block: slice, width: int) -> torch.Tensor:
+    """The largest product of powers of two in a block of columns, as `_largest_products` finds it by a matmul."""
+    number = block.start // width
+    left, right = x.largest_power[rows, number].unsqueeze(1), y.largest_power[:, number]
+    # The exponent field of the sum is 127 + 122 + 8g to 127 + 122 + 8g + 5 for the largest exponent g; divided by 8 and
+    # rounded down 31 + g, which as an exponent field means g − 96.
+    sums = x.eighth_powers[block, rows].T @ y.eighth_powers[block]
+    sums.view(torch.int32).bitwise_right_shift_(_FLOAT32_SHIFT + 3).bitwise_left_shift_(_FLOAT32_SHIFT)
+    return sums.mul_(left * 2.0**96).mul_(right)
 
 
 def _align_selected(

@@ -13,7 +13,7 @@ from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.fast import tensor_core_sum as fast
 from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
 from narrowgauge.reference.gemm.gemm import alpha, exact_product
-from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, tensor_core_sum
+from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, power_of_two, tensor_core_sum
 from narrowgauge.reference.numbers import slabs
 from narrowgauge.reference.scalar import rounding
 from narrowgauge.spec.formats import Format
@@ -288,3 +288,37 @@ def test_the_epilogue_follows() -> None:
     assert torch.equal(cast.expected, plain.expected.bfloat16())
     assert cast.exact.all()
     assert rounding.nearest(Fraction(plain.expected[0, 0].item()), "bfloat16") == cast.expected[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("scales", "order", "in_float32"),
+    [
+        ((1.0, 1.0), "aligned-13-32", True),
+        ((2.0**-10, 1.0), "aligned-10-16-32", True),
+        ((2.0**-15, 1.0), "aligned-13-32", False),  # products from 2^-30 to 2^9
+        ((1.0, 2.0**41), "aligned-13-32", False),
+        ((1.0, 1.0 + 2.0**-12), "aligned-13-32", False),  # 13 bits
+        ((1.0, 1.0), "aligned-13-64", False),
+        ((1.0, 1.0), "aligned-25-16", False),
+    ],
+)
+def test_many_sums_are_aligned_in_float32_only_with_equal_bits(
+    scales: tuple[float, float], order: str, in_float32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    factors = []
+    for rows in (9, 12):
+        values = torch.randn(rows, 160, generator=generator).mul(8).round().double()  # up to 7 bits
+        values = values.where(torch.rand(values.shape, generator=generator) < 0.9, values * scales[1])
+        values[:, ::40] = scales[0]
+        values[:3, 64:128] = 0
+        factors.append(Factors(values, power_of_two(values)))
+    model = summation(order).aligned
+    assert model is not None
+    x, y = (fast._BlockedFactors.of(side, model.width) for side in factors)
+    assert fast._aligned_in_float32(x, y, model) is in_float32
+    monkeypatch.setattr(fast, "_FEW", -1.0)
+    monkeypatch.setattr(fast, "_MANY", -1.0)
+    exact = factors[0].values @ factors[1].values.T
+    found = fast_tensor_core_sum(*factors, model, exact)
+    assert torch.equal(bits(found.float()), bits(tensor_core_sum(*factors, model, exact).float()))
