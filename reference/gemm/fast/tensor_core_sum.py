@@ -211,7 +211,7 @@ def _aligned_in_float32(x: _BlockedFactors, y: _BlockedFactors, model: Alignment
 
 @dataclass
 class _State:
-    """What earlier accumulators told about the later ones."""
+    """State that is passed from an accumulator to the next one."""
 
     by_matmul: bool
     """The result of `_matmul_finds_largest`."""
