@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -43,6 +44,12 @@ def rows_of(html: str) -> list[dict[str, Any]]:
         place = "/".join(filter(None, (row[name] for name in ("operation", "recipe", "shape", "dtype"))))
         row["case"] = row["case"].replace("\0", place)
     return rows
+
+
+def axe() -> Path | None:
+    """axe-core, which judges the accessibility of a page; None if its package is not installed."""
+    found = importlib.util.find_spec("axe_playwright_python")
+    return Path(found.origin).with_name("axe.min.js") if found and found.origin else None
 
 
 def opened(page: Path, profile: Path, fragment: str = "", *, flags: Sequence[str] = ()) -> str:

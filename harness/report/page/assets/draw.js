@@ -56,7 +56,7 @@ function command(line) {
     button.textContent = copied ? "Copied" : "Select and copy by hand";
     setTimeout(() => (button.textContent = "Copy"), 2000);
   });
-  return make("div", { className: "command" }, make("pre", { className: "line", tabIndex: 0 }, make("code", {}, line)), button);
+  return make("div", { className: "command" }, make("pre", { className: "line" }, make("code", {}, line)), button);
 }
 
 /** Whether the text is in the clipboard. Pages opened from a file may lack `navigator.clipboard`. */
@@ -72,6 +72,13 @@ async function copy(line) {
     field.remove();
     return copied;
   }
+}
+
+/** Let the keyboard reach what scrolls sideways and has no button or link inside. */
+function reachScrollers() {
+  const boxes = [...document.querySelectorAll(".scroll, figure, pre")];
+  const scrolls = boxes.map((box) => box.scrollWidth > box.clientWidth && !box.querySelector("button, a"));
+  boxes.forEach((box, n) => (scrolls[n] ? box.setAttribute("tabindex", "0") : box.removeAttribute("tabindex")));
 }
 
 function captioned(words, ...children) {

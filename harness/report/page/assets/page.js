@@ -11,6 +11,7 @@ function openGroup(details) {
   details.dataset.drawn = "yes";
   const row = Number(details.dataset.row);
   place.replaceWith(failure(row), sameWay(row) ?? "");
+  reachScrollers();
 }
 
 for (const details of document.querySelectorAll("details.group")) {

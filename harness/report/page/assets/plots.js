@@ -70,7 +70,11 @@ function legend(scale, words) {
 
 function plotted(title, note, ...children) {
   for (const child of children) if (child instanceof SVGElement) child.setAttribute("aria-label", `${title}. ${note}`);
-  for (const svg of children.filter((child) => child instanceof SVGElement)) svg.setAttribute("role", "img");
+  for (const svg of children.filter((child) => child instanceof SVGElement)) {
+    svg.setAttribute("role", "img");
+    // An image has one name: Plot also names its marks and axes.
+    for (const part of svg.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label");
+  }
   return make("figure", { className: "plotted" }, make("h3", {}, title), make("figcaption", {}, note), ...children);
 }
 
@@ -267,6 +271,7 @@ function drawPlots() {
   const parts = figures.map((draw) => draw(rows)).filter(Boolean);
   document.getElementById("plots").replaceChildren(...(parts.length ? parts : [make("p", {}, "The selected cases have no error to plot.")]));
   drawHistory();
+  reachScrollers();
 }
 
 let waiting = 0;

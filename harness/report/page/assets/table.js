@@ -82,6 +82,7 @@ function toggle(tr, open = opener(tr).ariaExpanded === "false") {
     const row = Number(tr.dataset.row);
     const inside = make("td", { colSpan: shownColumns.length }, make("div", { className: "inside" }, failure(row), sameWay(row)));
     tr.after(make("tr", { className: "opened" }, inside));
+    reachScrollers();
   }
   state.case = open ? cell("case", Number(tr.dataset.row)) : "";
   state.backend = open && columns.backend.values.length > 1 ? cell("backend", Number(tr.dataset.row)) : "";
