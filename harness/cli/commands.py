@@ -20,6 +20,7 @@ from narrowgauge.harness.cli.list import list_cases
 from narrowgauge.harness.cli.merge import merge_shards
 from narrowgauge.harness.cli.mutants import mutants
 from narrowgauge.harness.cli.order import find_order
+from narrowgauge.harness.cli.predict import predict
 from narrowgauge.harness.cli.run import run
 from narrowgauge.harness.cli.sanitize import sanitize_cases
 from narrowgauge.harness.cli.show import show
@@ -47,6 +48,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "show": show,
     "dialect": which_dialect,
     "order": find_order,
+    "predict": predict,
     "tolerance": tolerance_table,
     "checkpoint": checkpoint,
     "doctor": doctor,

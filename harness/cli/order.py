@@ -42,7 +42,7 @@ def find_order(
 
     Exit status 0 if the order of every shape predicts random products to the bit; 1 if not.
     """
-    sizes = [_shape(text) for text in shapes or ["128x512x128"]]
+    sizes = [shape_of(text) for text in shapes or ["128x512x128"]]
     require_device(device)
     from narrowgauge.harness.backends.backend import BackendError, Unsupported
     from narrowgauge.harness.backends.host import HostLost
@@ -91,7 +91,7 @@ def _declaration(order: Order, recipe: Recipe) -> str | None:
     return "blocks" if split and found is not None and found.chain == recipe.block[1] else order.declares
 
 
-def _shape(text: str) -> tuple[int, int, int]:
+def shape_of(text: str) -> tuple[int, int, int]:
     """(M, K, N) of "MxKxN". Ends the command for another text."""
     match = _SHAPE.fullmatch(text)
     if match is None:

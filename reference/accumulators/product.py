@@ -12,8 +12,11 @@ import torch
 
 from narrowgauge.reference.accumulators.hardware import HardwareModel
 from narrowgauge.reference.accumulators.steps import Side, side, step
+from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
+from narrowgauge.reference.gemm.tensor_core import Factors
 from narrowgauge.reference.numbers.blocks import pad_columns, split_columns
 from narrowgauge.reference.numbers.slabs import slabs
+from narrowgauge.spec.summation import Alignment
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,47 @@ def product(
         for k, (x, name) in enumerate(zip((a, b), names, strict=True))
     ]
     left, right = factors
+    out = None if c is not None else _by_tensor_core(left, right, model, how)
+    if out is not None:
+        return _canonical(out, model)
     out = torch.empty(len(a), len(b), dtype=torch.float16 if model.half else torch.float32, device=a.device)
     start = out.new_zeros(out.shape) if c is None else c
     for rows in slabs(out.new_empty(1, 1).expand(out.shape[0], out.shape[1] * model.width)):
         sums = _composed(_rows(left, rows), right, start[rows].double(), model, how)
         out[rows] = sums.to(out.dtype)
+    return _canonical(out, model)
+
+
+def _canonical(out: torch.Tensor, model: HardwareModel) -> torch.Tensor:
+    """The result with the bits of NVIDIA in every NaN."""
     nan = torch.tensor(0x7FFF if model.half else 0x7FFFFFFF, dtype=torch.int16 if model.half else torch.int32)
     return torch.where(out.isnan(), nan.view(out.dtype).to(out.device), out)
+
+
+def _by_tensor_core(left: Side, right: Side, model: HardwareModel, how: Composition) -> torch.Tensor | None:
+    """The product by `fast_tensor_core_sum`, float32 (M, N), if it has the same bits, else None.
+
+    A tensor core of this function has no subnormal or infinite sums and no exponent of zero terms: the smallest
+    nonzero term must stay a normal float32 number when it is aligned, and the sum of the largest terms finite.
+    """
+    if model.kind != "aligned" or model.block is not None or model.nearest or model.kept != min(model.fraction, 23):
+        return None
+    if how.reduction != "in-order" or how.reduced_in != torch.float32:
+        return None
+    sides = []
+    smallest, largest = 1.0, float(4 * left.values.shape[1])
+    for factor in (left, right):
+        nonzero = factor.values != 0
+        if not bool(nonzero.any()) or not bool(factor.values.isfinite().all()):
+            return None
+        smallest *= float(factor.powers.where(nonzero, torch.inf).amin())
+        largest *= float(factor.powers.amax())
+        sides.append(Factors(factor.values, factor.powers.where(nonzero, 0.0)))
+    if smallest * 2.0**-model.fraction < 2.0**-126 or largest >= 2.0**127:
+        return None
+    alignment = Alignment(model.fraction, model.width, how.promoted)
+    exact = left.values @ right.values.T
+    return fast_tensor_core_sum(sides[0], sides[1], alignment, exact, slices=how.splits).float()
 
 
 def _scales(scales: torch.Tensor, model: HardwareModel) -> torch.Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from narrowgauge.reference.accumulators import product as accumulators_product
 from narrowgauge.reference.accumulators.hardware import HARDWARE, HardwareModel, find_hardware
 from narrowgauge.reference.accumulators.product import Composition, product
 from narrowgauge.reference.numbers.decode import decode_packed
@@ -191,3 +192,29 @@ def test_errors_name_the_value_and_the_remedy(call: object, message: str) -> Non
     assert callable(call)
     with pytest.raises(ValueError, match=message):
         call(torch.ones(2, 64))
+
+
+@pytest.mark.parametrize("name", ["hopper-fp8", "hopper-bf16", "ampere-tf32", "blackwell-fp8"])
+def test_a_product_by_the_fast_sum_equals_the_product_by_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For numbers within the range of the fast sum; subnormal, infinite and NaN numbers are added by steps."""
+    model = find_hardware(name)
+    operand = model.operands[0]
+    generator = torch.Generator().manual_seed(8)
+    a, b = (torch.randn(rows, 200, generator=generator).to(DTYPES[operand]).float() for rows in (9, 7))
+    fast = accumulators_product.fast_tensor_core_sum
+    used: list[bool] = []
+    monkeypatch.setattr(
+        accumulators_product, "fast_tensor_core_sum", lambda *x, **y: used.append(True) or fast(*x, **y)
+    )
+    special = a.clone()
+    special[0, 0], special[1, 1], special[2] = torch.inf, torch.nan, 2.0**-100 * special[2]
+    for left, how in (
+        (a, Composition()), (a, Composition(promoted=64)), (a, Composition(promoted=32, splits=3)),
+        (special, Composition()),
+        (a, Composition(splits=2, reduction="tree")), (a, Composition(splits=2, reduced_in=torch.bfloat16)),
+    ):  # fmt: skip
+        found = product(left, b, model, composition=how)
+        with monkeypatch.context() as patched:
+            patched.setattr(accumulators_product, "_by_tensor_core", lambda *_: None)
+            assert torch.equal(found.view(torch.int32), product(left, b, model, composition=how).view(torch.int32))
+    assert len(used) == 3
