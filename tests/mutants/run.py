@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,7 +39,7 @@ class Mutant:
     wrong: str
     """Why the change is wrong."""
     tests: tuple[str, ...]
-    """Test files that must catch it, the likeliest first."""
+    """Test files, or tests of a slow file, that must catch it, the likeliest first."""
 
     def changed(self, root: Path) -> str:
         """Text of the changed file. Raises ValueError unless `before` occurs once."""
@@ -99,17 +99,17 @@ def run(mutant: Mutant, trees: SimpleQueue[Path]) -> Result:
 def main() -> int:
     """Run the mutants and print a line for each. Exit status 0 if all were caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.run", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("-k", default="", metavar="TEXT", help="run the mutants with this text in name or file")
+    parser.add_argument("-k", default="", metavar="REGEX", help="run the mutants whose name or file matches")
     parser.add_argument("-n", type=int, default=len(os.sched_getaffinity(0)), help="mutants at a time (default: cores)")
     options = parser.parse_args()
-    mutants = [mutant for mutant in load() if options.k in f"{mutant.name} {mutant.file}"]
+    mutants = [mutant for mutant in load() if re.search(options.k, f"{mutant.name} {mutant.file}")]
     started, results = time.monotonic(), []
     with TemporaryDirectory(prefix="narrowgauge-mutants-") as folder, ThreadPoolExecutor(options.n) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(options.n):
             trees.put(Path(shutil.copytree(ROOT, Path(folder, str(number)), symlinks=True, ignore=IGNORED)))
-        for result in pool.map(lambda mutant: run(mutant, trees), mutants):
-            results.append(result)
+        for future in as_completed([pool.submit(run, mutant, trees) for mutant in mutants]):
+            results.append(result := future.result())
             how = f"caught by {result.caught_by}" if result.caught_by else f"SURVIVED: {result.mutant.wrong}"
             print(f"{result.mutant.name} ({result.mutant.file}): {how}, {result.seconds:.0f} s", flush=True)
         survivors = [result for result in results if not result.caught_by]

@@ -16,8 +16,9 @@ def test_a_mutant_applies(mutant: Mutant) -> None:
     assert mutant.wrong.endswith(".")
     assert mutant.tests
     for test in mutant.tests:
-        assert test.startswith("tests/")
-        assert (ROOT / test).exists()
+        file, _, name = test.partition("::")
+        assert file.startswith("tests/")
+        assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_every_folder_has_mutants() -> None:
