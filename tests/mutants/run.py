@@ -8,10 +8,10 @@ tests marked `long`. At the end the tests that caught mutants run on an unchange
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import tomllib
@@ -24,6 +24,9 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("mutants.toml")
 IGNORED = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "latest", "build", "dist")
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Processes of tests are forks of a process that has imported torch, which takes 3 s of a core."""
+CONTEXT.set_forkserver_preload(["torch", "pandas", "pytest"])
 SECONDS = 600
 """Time limit of a mutant: a change that makes tests hang is not caught. pytest-timeout ends a single test earlier."""
 
@@ -66,21 +69,36 @@ def load() -> list[Mutant]:
     return [Mutant(**{**table, "tests": tuple(table["tests"])}) for table in tables]
 
 
-def pytest(tree: Path, tests: list[str]) -> tuple[int, str, str]:
+def run_tests(tree: Path, tests: list[str]) -> tuple[int | None, str, str]:
     """Run tests in a copy of the checkout up to the first failure: exit status, the test that failed, the output."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", "not long", "-p", "no:cacheprovider"]
-    # A core for each copy: threads of torch would take the cores of the others.
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    try:
-        found = subprocess.run(
-            [*command, "--tb=short", *tests], cwd=tree, env=environment, capture_output=True, text=True, check=False,
-            timeout=SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return -1, "", f"no end within {SECONDS} s"
-    output = found.stdout + found.stderr
+    file = tree.with_suffix(".txt")
+    process = CONTEXT.Process(target=_be_pytest, args=(tree, tests, file))
+    process.start()
+    process.join(SECONDS)
+    process.kill()
+    process.join()
+    output = file.read_text(encoding="utf-8", errors="replace")
     failed = re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", output, re.MULTILINE)
-    return found.returncode, failed[-1] if failed and found.returncode == 1 else "", output
+    return process.exitcode, failed[-1] if failed and process.exitcode == 1 else "", output
+
+
+def _be_pytest(tree: Path, tests: list[str], output: Path) -> None:
+    """Run pytest in this process, which has imported no module of the checkout."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(tree)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "narrowgauge")]:
+        del sys.modules[name]
+    sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    # A core for each copy: threads of torch would take the cores of the others.
+    os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    import pytest
+    import torch
+
+    torch.set_num_threads(1)
+    options = ["-x", "-q", "-n", "0", "-m", "not long", "-p", "no:cacheprovider", "--tb=short"]
+    sys.exit(pytest.main([*options, *tests]))
 
 
 def run(mutant: Mutant, trees: SimpleQueue[Path]) -> Result:
@@ -89,7 +107,7 @@ def run(mutant: Mutant, trees: SimpleQueue[Path]) -> Result:
     file = tree / mutant.file
     try:
         file.write_text(mutant.changed(tree), encoding="utf-8")
-        _, caught_by, output = pytest(tree, list(mutant.tests))
+        _, caught_by, output = run_tests(tree, list(mutant.tests))
     finally:
         shutil.copy2(ROOT / mutant.file, file)  # with its time: Python compares times of sources and compiled files
         trees.put(tree)
@@ -115,7 +133,7 @@ def main() -> int:
         survivors = [result for result in results if not result.caught_by]
         for result in survivors:
             print(f"\n{result.mutant.name}:\n{result.output[-2000:]}")
-        status, _, output = pytest(trees.get(), sorted({result.caught_by for result in results} - {""}) or ["--co"])
+        status, _, output = run_tests(trees.get(), sorted({result.caught_by for result in results} - {""}) or ["--co"])
     if status:
         print(f"{output[-4000:]}\na test that caught a mutant fails without it")
     minutes = (time.monotonic() - started) / 60
