@@ -76,6 +76,11 @@ def test_bennett_s_bound_holds():
         exact = sum(p for v, p in total.items() if abs(v) >= abs(value) - 1e-9)
         assert math.exp(float(bennett(torch.tensor([value]).double(), variance))) >= exact * (1 - 1e-9)
     assert float(bennett(variance * 0, variance)) == 0
+    n, p = 400, 1 / 400  # rare large values: the bound is near
+    for k in (3, 10):
+        exact = sum(math.comb(n, up) * p**up * (1 - p) ** (n - up) for up in range(k, n + 1))
+        bound = math.exp(float(bennett(*torch.tensor([[k - n * p], [n * p * (1 - p)]]).double())))
+        assert exact <= bound <= 30 * exact
     still = torch.zeros(2, dtype=torch.float64)
     assert bennett(torch.tensor([0.0, 1.0]).double(), still).tolist() == [0.0, -math.inf]
 
