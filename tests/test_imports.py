@@ -130,7 +130,7 @@ def test_sides_import_spec_and_never_each_other() -> None:
     assert not wrong
 
 
-def test_the_scalar_definition_and_the_vectorised_reference_share_spec_alone() -> None:
+def test_scalar_and_vectorised_reference_share_spec_alone() -> None:
     """Each of the two checks the other, so a shared function would hide its own error."""
 
     def scalar(module: str) -> bool:

@@ -78,7 +78,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_action_has_the_inputs_that_its_steps_and_the_workflow_name() -> None:
+def test_the_action_has_the_inputs_of_its_steps_and_workflow() -> None:
     used = set(re.findall(r"inputs\.([\w-]+)", ACTION))
     assert used == set(DEFAULTS)
     assert GIVEN.keys() <= DEFAULTS.keys()

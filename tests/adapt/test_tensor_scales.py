@@ -59,7 +59,7 @@ def test_the_documented_roundings_differ() -> None:
 
 
 @pytest.mark.parametrize(("kind", "forms"), [("decode", DECODE), ("encode", ENCODE)])
-def test_a_scale_beside_the_documented_roundings_is_not_explained(kind: Any, forms: dict[str, Any]) -> None:
+def test_a_scale_beside_known_roundings_has_no_explanation(kind: Any, forms: dict[str, Any]) -> None:
     recipe = {"decode": "nvfp4", "encode": "nvfp4@modelopt"}[kind]
     amax = F32(3.1415927)
     known = [form(amax) for form in forms.values()]

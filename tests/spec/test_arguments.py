@@ -585,7 +585,7 @@ def test_both_sides_raise_the_same_message(mistake: Row) -> None:
 
 
 @pytest.mark.parametrize("ops", [reference, native], ids=["reference", "native"])
-def test_a_weight_of_another_recipe_is_an_error_before_an_amax_is_recorded(ops: ModuleType) -> None:
+def test_a_weight_of_a_second_recipe_is_an_error_before_an_amax(ops: ModuleType) -> None:
     layer = made(ops, LINEAR, **HELD)
     layer.write_weight(WEIGHT, TRAINING)
     with pytest.raises(ValueError, match=f"written under {TRAINING}"), autocast("DelayedScaling-history2"):
@@ -594,7 +594,7 @@ def test_a_weight_of_another_recipe_is_an_error_before_an_amax_is_recorded(ops: 
 
 
 @pytest.mark.parametrize("mistake", SHARDS, ids=named)
-def test_an_error_of_shards_names_the_process_its_extent_and_the_remedy(mistake: Row) -> None:
+def test_an_error_of_shards_names_process_extent_and_remedy(mistake: Row) -> None:
     assert missing(mistake, reference) == []
 
 

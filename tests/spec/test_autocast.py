@@ -70,7 +70,7 @@ def test_what_is_no_training_recipe_is_refused() -> None:
 # ---- at_exit ---------------------------------------------------------------------------------------------------------
 
 
-def test_callbacks_wait_for_the_outermost_autocast_each_once_in_order() -> None:
+def test_callbacks_run_in_order_after_the_outermost_autocast() -> None:
     called: list[str] = []
 
     class Caller:
@@ -194,7 +194,7 @@ def test_an_autocast_in_a_second_forward_ends_nothing() -> None:
     assert called == [False]
 
 
-def test_an_exception_in_a_second_forward_leaves_the_thread_as_it_was() -> None:
+def test_an_exception_in_a_second_forward_restores_the_thread() -> None:
     again = False
 
     def block(x: torch.Tensor) -> torch.Tensor:

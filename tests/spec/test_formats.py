@@ -262,7 +262,7 @@ def test_nan_of_any_sign_and_payload_is_the_canonical_nan(fmt: Format, saturate:
 
 
 @formats(ALL)
-def test_every_sixteen_leading_bits_are_rounded_to_the_nearest_code_with_nan_among_them_or_not(fmt: Format) -> None:
+def test_all_sixteen_leading_bits_round_to_the_nearest_code(fmt: Format) -> None:
     """The first bits decide but for ties, which the last ones break: none, one, all but one, all, and those beside
     the middle."""
     words = torch.arange(1 << 16).unsqueeze(1) << 16
@@ -286,7 +286,7 @@ def test_every_sixteen_leading_bits_are_rounded_to_the_nearest_code_with_nan_amo
 
 
 @formats([E2M1, E2M3, E3M2])
-def test_nan_is_the_largest_positive_value_where_the_format_has_none(fmt: Format) -> None:
+def test_nan_is_the_largest_value_of_a_format_without_nan(fmt: Format) -> None:
     assert encode_scalars(NAN, fmt) == [fmt.max_code] * len(NAN)
 
 

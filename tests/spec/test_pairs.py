@@ -36,7 +36,7 @@ def may(a: Recipe, b: Recipe) -> bool:
     return (a.element in e4m3 or b.element in e4m3) and (kind(a) == "whole" or 1 in (a.block[0], b.block[0]))
 
 
-def test_every_pair_of_recipes_is_multiplied_exactly_where_its_family_allows_it() -> None:
+def test_every_pair_of_recipes_of_a_family_is_multiplied_exactly() -> None:
     rules = [find_recipe(name) for name in NAMES]
     found = {(str(a), str(b)): mismatch(a, b) for a, b in product(rules, rules)}
     wrong = [(str(a), str(b)) for a, b in product(rules, rules) if (found[str(a), str(b)] == "") != may(a, b)]

@@ -114,7 +114,7 @@ def test_a_delayed_recipe_has_the_rule_that_its_name_says(margin: int) -> None:
     assert find_recipe("fp8-current").delayed is None
 
 
-def test_a_dialect_of_mx_may_have_a_rule_of_its_own_for_an_element() -> None:
+def test_a_dialect_of_mx_may_have_a_rule_for_an_element() -> None:
     """compressed-tensors 0.20, generate_mx_scales: from 1.75 on, but of 6 bits, which are E2M3, as the element."""
     found = {
         name: find_recipe(f"{name}@compressed-tensors").scale_rounding for name in ("mxfp8", "mxfp4", "mxfp6-e2m3")
@@ -137,7 +137,7 @@ def test_the_rowwise_half_is_not_rotated() -> None:
         ("nvfp4-sr-4over6-448-mae", "4over6 and stochastic rounding do not go together: the choice between 4 and 6"),
     ],
 )
-def test_parts_that_exclude_each_other_are_refused_with_the_reason(name: str, message: str) -> None:
+def test_parts_that_exclude_each_other_are_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"recipe {name}: {message}")):
         find_recipe(name)
 
@@ -229,7 +229,7 @@ def test_the_recipes_are_those_of_their_names() -> None:
         ("rounding", "stochastic!", "nearest-even"),
     ],
 )
-def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(field: str, value: str, choices: str) -> None:
+def test_an_unknown_choice_is_refused_with_the_known_choices(field: str, value: str, choices: str) -> None:
     message = f"recipe nvfp4: {field} is {value!r}; it can be {choices}"
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(find_recipe("nvfp4"), **{field: value})
@@ -612,7 +612,7 @@ def test_options_of_float32_scales_give_their_own_bytes(name: str) -> None:
     assert same_bytes({number: everything(random_matrix(), recipe) for number, recipe in enumerate(rules)}) == []
 
 
-def test_every_choice_of_a_delayed_rule_gives_its_own_histories_and_scales() -> None:
+def test_every_choice_of_a_delayed_rule_changes_the_scales() -> None:
     """Two tensors, one of which saw nothing."""
     history, scale = torch.tensor([[3.0, 0.0], [7.0, 7.0], [1.0, 2.0]]), torch.ones(2)
     outputs = {}
@@ -623,7 +623,7 @@ def test_every_choice_of_a_delayed_rule_gives_its_own_histories_and_scales() -> 
     assert same_bytes(outputs) == []
 
 
-def test_the_dialects_of_the_block_scale_part_on_every_constructed_tie() -> None:
+def test_the_dialects_of_the_block_scale_differ_on_every_tie() -> None:
     te, te_28 = (quantize(ties(), name).scales for name in (TE, TE_28))
     assert torch.equal(te[:, 0], te_28[:, 0])
     assert (te[:, 1].int() - te_28[:, 1].int()).tolist() == [1] * 9

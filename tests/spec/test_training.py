@@ -74,9 +74,7 @@ def test_histories_are_those_of_delayed_scaling() -> None:
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_a_switch_of_the_environment_is_read_when_the_recipe_is_made(
-    switch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_of_the_environment_is_read_with_the_recipe(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)
     before = NVFP4BlockScaling()
@@ -87,7 +85,7 @@ def test_a_switch_of_the_environment_is_read_when_the_recipe_is_made(
     assert before.grad.name == "nvfp4-rht-sr"
 
 
-def test_what_is_given_and_what_is_named_does_not_ask_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_and_named_choices_do_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SWITCHES:
         monkeypatch.setenv(name, "1")
     assert str(NVFP4BlockScaling()) == "NVFP4BlockScaling-norht-nosr-no2d"

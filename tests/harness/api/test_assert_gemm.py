@@ -55,7 +55,7 @@ def wrong(*args: Any, **kwargs: Any) -> Verdict:
 
 @pytest.mark.parametrize("recipes", RECIPES, ids="+".join)
 @pytest.mark.parametrize("order", [None, "blocks", "aligned-25-32"])
-def test_bounds_of_selected_outputs_are_those_of_the_whole_product(recipes: tuple[str, str], order: str | None) -> None:
+def test_bounds_of_selected_outputs_equal_bounds_of_the_product(recipes: tuple[str, str], order: str | None) -> None:
     a, b = operands(recipes)
     c, bias = torch.randn(160, 144).bfloat16(), torch.randn(144)
     declared = Summation(order)
@@ -99,7 +99,7 @@ def sequential(a: Quantized, b: Quantized) -> torch.Tensor:
     return total
 
 
-def test_a_float32_kernel_is_correct_in_its_order_and_in_any_order() -> None:
+def test_a_float32_kernel_is_correct_in_its_own_and_in_any_order() -> None:
     a, b = operands(("mxfp8-e4m3", "mxfp8-e4m3"))
     y = sequential(a, b)
     assert not torch.equal(y, ng.gemm(a, b, out_dtype=torch.float32))

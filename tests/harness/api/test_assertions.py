@@ -154,7 +154,7 @@ def test_a_static_scale_is_not_judged_and_used() -> None:
         ng.assert_quantized(x, q.codes, q.scales, static=True)
 
 
-def test_a_rotation_is_correct_in_any_order_and_exact_where_declared() -> None:
+def test_a_rotation_in_any_order_is_correct_unless_declared() -> None:
     x = matrix(64, 128)
     y = ng.transform(x, "nvfp4-rht")
     ng.assert_transformed(x, y)
@@ -280,7 +280,7 @@ def test_fake_tensors_are_refused() -> None:
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch 2.11
-def test_an_assertion_in_a_compiled_function_runs_outside_of_the_graph() -> None:
+def test_an_assertion_in_a_compiled_function_is_outside_it() -> None:
     def function(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         y = x * 2
         ng.assert_quantized(y / 2, codes, scales)
@@ -458,7 +458,7 @@ def test_arguments_that_cannot_be_saved_are_named(failures: Path, monkeypatch: p
     assert wrong(ng.assert_quantized, x, q.codes ^ 1, q.scales).reproduction.startswith("not saved: NotADirectoryError")
 
 
-def test_workers_of_xdist_report_failures_and_save_equal_arguments_once(tmp_path: Path, failures: Path) -> None:
+def test_xdist_workers_report_failures_and_save_arguments_once(tmp_path: Path, failures: Path) -> None:
     text = """
         import narrowgauge
         import pytest

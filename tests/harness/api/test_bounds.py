@@ -121,7 +121,7 @@ def test_overflow_that_depends_on_the_order_has_infinite_ends() -> None:
     assert bool(reference_bounds(a, b, out_dtype=torch.float32).undetermined.all())
 
 
-def test_the_declared_order_narrows_and_a_truncating_accumulator_widens() -> None:
+def test_a_declared_order_narrows_and_truncation_widens() -> None:
     a, b = operands(shape=(8, 1024, 6))
 
     def width(**declared: Any) -> float:
@@ -131,7 +131,7 @@ def test_the_declared_order_narrows_and_a_truncating_accumulator_widens() -> Non
     assert 0 == width(order="aligned-25-16") < width(order="split-2") < width() < width(accumulator="truncating")
 
 
-def test_slabs_swizzled_scales_and_transposed_operands_change_nothing() -> None:
+def test_slabs_and_memory_layouts_change_no_bound() -> None:
     x, w = torch.randn(1100, 64), torch.randn(40, 64)
     a, b = (ops.quantize(each, "mxfp8-e4m3") for each in (x, w))
     whole = reference_bounds(a, b, out_dtype=torch.bfloat16)

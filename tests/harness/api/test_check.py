@@ -206,7 +206,7 @@ def test_a_view_that_is_read_as_contiguous_memory_fails() -> None:
     assert "case: quantize/nvfp4/32x64/bf16/position/strided\n" in text
 
 
-def test_a_local_function_is_reproduced_by_a_line_for_its_own_place() -> None:
+def test_a_local_function_is_reproduced_by_a_line_of_python() -> None:
     def local(x: torch.Tensor) -> Any:
         return checked_functions.first_column_wrong(x)
 
@@ -221,7 +221,7 @@ def test_a_local_function_is_reproduced_by_a_line_for_its_own_place() -> None:
 # ---- unsupported cases -----------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_may_refuse_tails_and_views_but_no_required_shape() -> None:
+def test_a_kernel_may_refuse_tails_and_views_only() -> None:
     done = check(checked_functions.refuses_tails_and_views, "nvfp4")
     assert done.passed + sum(done.unsupported.values()) == done.cases
     assert sum(done.unsupported.values()) == 10  # four shapes of two families, and two views
@@ -257,7 +257,7 @@ def state() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_process_is_as_before_and_the_function_has_the_settings_of_the_caller() -> None:
+def test_settings_are_restored_and_the_function_sees_the_callers() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> Any:

@@ -28,7 +28,7 @@ def installed(name):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_an_adapter_loads_without_its_library_and_states_its_dialects(name):
+def test_an_adapter_loads_without_its_library(name):
     check_name(name)
     backend = Backend.local(name, load_implementation(name))
     assert backend.offer.dialects
@@ -71,7 +71,7 @@ def test_library_names_the_missing_module():
 
 
 @pytest.mark.parametrize("name", sorted({*MODULES} - {"deepgemm"}))
-def test_the_bytes_of_an_installed_library_are_those_of_its_dialects(name):
+def test_bytes_of_an_installed_library_are_those_of_its_dialects(name):
     if not installed(name):
         pytest.skip(f"{name} is not installed")
     backend = Backend.local(name, load_implementation(name, "cpu"))

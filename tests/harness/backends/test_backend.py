@@ -160,7 +160,7 @@ def test_a_module_that_cannot_be_imported_says_why(module, text, message):
 # Doors.
 
 
-def test_a_missing_door_and_one_that_is_not_implemented_are_unsupported():
+def test_missing_and_unimplemented_methods_are_unsupported():
     def gemm(a, b, **options):
         raise NotImplementedError("no kernel for K below 64")
 
@@ -187,7 +187,7 @@ def test_an_exception_comes_with_its_type_words_and_place():
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_a_door_with_another_signature_has_no_place_in_the_harness():
+def test_a_method_with_an_unexpected_signature_is_refused():
     with pytest.raises(BackendError) as raised:
         backend(quantize=lambda x: x).quantize(X, NVFP4)
     assert str(raised.value).startswith("quantize raised TypeError: ")
@@ -360,7 +360,7 @@ def test_a_declaration_that_says_nothing_known(declares, message):
     assert str(raised.value) == f"backend wrong: {message}"
 
 
-def test_an_order_of_each_product_takes_the_place_of_what_is_declared_of_all():
+def test_an_order_of_a_product_replaces_the_declaration():
     asked = []
 
     def gemm_order(a, b):

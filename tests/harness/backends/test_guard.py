@@ -151,7 +151,7 @@ def test_tensors_of_nothing():
     assert said(guard) == []
 
 
-def test_many_tensors_share_an_allocation_and_each_has_its_own_zones():
+def test_tensors_that_share_an_allocation_have_separate_zones():
     guard, made = within(lambda x: [torch.empty(n, dtype=torch.uint8) for n in (1, 513, 40, 1 << 20, 7)])
     small = [t for t in made if t.numel() < 1 << 20]
     assert len({t.untyped_storage().data_ptr() for t in small}) == 1
@@ -280,7 +280,7 @@ def test_a_compiled_function_runs_compiled():
 # Never written.
 
 
-def test_unwritten_elements_are_those_with_the_poison_of_both_runs():
+def test_unwritten_elements_hold_the_poison_of_both_runs():
     first, second = (torch.full((4,), p, dtype=torch.uint8).view(torch.int16) for p in POISON[:2])
     assert unwritten(first, second, POISON[:2]) == 2
     first[0] = second[0] = 5
@@ -442,7 +442,7 @@ def test_a_backend_that_always_gives_the_same_tensor_passes():
     assert judged(quantize=quantize) == ("pass", "", "")
 
 
-def test_inputs_keep_their_offset_from_an_aligned_address_and_stay_one_tensor() -> None:
+def test_inputs_keep_their_offset_and_equal_inputs_share_memory() -> None:
     offset = torch.zeros(9, dtype=torch.bfloat16)[1:].fill_(3)
     pitched = torch.zeros(4, 8)[:, :5].fill_(2)
     guard = Guard(POISON[0])

@@ -36,7 +36,7 @@ def test_facts_are_what_the_object_has() -> None:
     assert LocalHost("b", shuffling).facts.takes_shuffles
 
 
-def test_a_variation_is_entered_by_its_number_and_shuffles_are_requested() -> None:
+def test_variations_have_numbers_and_shuffles_are_requested() -> None:
     entered = []
 
     @contextmanager

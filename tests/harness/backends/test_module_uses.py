@@ -308,7 +308,7 @@ def test_a_fault_of_every_use_is_not_said_to_be_of_one() -> None:
 # The driver.
 
 
-def test_the_driver_runs_forwards_and_backwards_in_the_order_of_the_use() -> None:
+def test_the_driver_runs_steps_in_the_order_of_the_use() -> None:
     events: list[str] = []
 
     class Spying(modules.Linear):

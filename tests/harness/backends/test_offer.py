@@ -31,7 +31,7 @@ def test_a_recipe_stands_for_its_dialects():
     assert others == {"offers nvfp4 in torchao and te, not in jax": 1, "offers no recipe mxfp8-e4m3": 1}
 
 
-def test_a_recipe_with_a_scale_for_each_row_has_the_cases_of_one_scale():
+def test_a_recipe_with_row_scales_has_all_cases():
     offer = backend(dialects={"fp8-row-e4m3": ["te", "vllm"], "fp8-current-e4m3": "te"}).offer
     chosen, _ = offer.select([case("fp8-current-e4m3")])
     assert [one.recipe for one in chosen] == ["fp8-current-e4m3", "fp8-row-e4m3", "fp8-row-e4m3@vllm"]
@@ -44,7 +44,7 @@ def test_both_operands_of_a_product_are_in_the_dialect():
     assert chosen.recipe_names == ("nvfp4@torchao", "nvfp4@torchao")
 
 
-def test_operations_without_a_method_are_left_out_of_a_stated_offer():
+def test_operations_without_a_method_are_no_part_of_an_offer():
     swizzle = case(operation="swizzle", recipe="", dtype="", shape=(4, 4))
     assert backend(dialects={"nvfp4": "te"}).offer.select([swizzle]) == ([], {"has no swizzle": 1})
 

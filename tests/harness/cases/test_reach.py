@@ -112,7 +112,7 @@ def test_every_side_exceeds_the_limits_of_paths_and_grids(operation: str, side: 
     assert largest(ALL, operation, side) > GRID * blocks
 
 
-def test_quick_cases_of_quantize_and_gemm_have_more_rows_and_columns_than_a_grid_has_blocks() -> None:
+def test_quick_cases_exceed_the_blocks_of_a_grid() -> None:
     for operation, side in (("quantize", 0), ("quantize", 1), ("gemm", 0), ("gemm", 2), ("quantize-grouped", 0)):
         assert largest(QUICK, operation, side) > GRID
 

@@ -60,7 +60,7 @@ def test_nan_equals_nan_of_any_payload_and_sign(dtype):
 
 
 @every_dtype
-def test_nan_of_another_payload_does_not_hide_a_wrong_number_beside_it(dtype):
+def test_a_nan_does_not_hide_a_wrong_number_beside_it(dtype):
     expected = one_of(torch.nan, dtype)
     actual = expected.view(DTYPES[dtype]).clone()
     actual[1, 2] = -1

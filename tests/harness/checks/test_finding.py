@@ -204,7 +204,7 @@ def test_steps_are_counted_by_powers_of_two_and_sign():
     ]  # fmt: skip
 
 
-def test_steps_of_codes_know_the_sign_and_leave_out_what_is_no_number():
+def test_steps_of_codes_know_the_sign_and_skip_nan():
     expected, actual = torch.tensor([[0x0, 0x9, 0x7]]), torch.tensor([[0x8, 0x1, 0x6]])
     assert histogram(Comparison(expected.byte(), actual.byte(), E2M1)) == [[-1, -1, 1], [0, 0, 1], [1, 1, 0], [2, 2, 1]]
     nan = torch.tensor([[0x7F, 0x00]]).byte()
@@ -238,7 +238,7 @@ def test_a_census_of_floats(dtype):
     assert not any(found["expected"].values())
 
 
-def test_a_finding_has_steps_and_census_where_it_is_told_what_was_compared():
+def test_a_finding_with_a_comparison_has_steps_and_census():
     expected, actual = torch.zeros(4, 4), torch.zeros(4, 4)
     actual[1, 2] = math.nan
     wrong = actual.isnan()
@@ -258,7 +258,7 @@ def test_a_finding_has_steps_and_census_where_it_is_told_what_was_compared():
 
 
 @pytest.mark.parametrize("place", [(0, 0), (33, 5), (127, 3), (130, 9), (199, 10)])
-def test_the_offset_of_a_swizzled_scale_is_where_the_layout_puts_it(place):
+def test_the_offset_of_a_swizzled_scale_is_that_of_the_layout(place):
     scales = torch.zeros(200, 11, dtype=torch.uint8)
     scales[place] = 1
     assert swizzled_offset(*place, 11) == int(swizzle(scales).view(-1).argmax())

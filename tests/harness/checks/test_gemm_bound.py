@@ -150,7 +150,7 @@ def test_the_sign_of_a_zero_that_is_no_zero_sum_is_not():
 
 
 @every_output
-def test_both_roundings_of_an_addend_are_right_and_nothing_beyond(out):
+def test_both_roundings_of_an_addend_are_right_and_no_third(out):
     generator = torch.Generator().manual_seed(1)
     c = torch.randn(16, 24, generator=generator).to(out)
     limits = limits_of(out, "lattice", c=c)
@@ -221,7 +221,7 @@ def test_an_infinite_alpha_has_one_result_where_the_sum_is_exact():
     assert check(actual, limits).mismatches == 1
 
 
-def test_an_infinite_alpha_of_a_sum_that_rounding_may_turn_has_any_infinity_or_nan():
+def test_an_infinite_alpha_of_an_uncertain_sign_is_free():
     # The halves of K cancel but for one small product, which is less than the sum's rounding.
     x = torch.full((1, 4096), 6.0)
     x[:, 2048:], x[:, :16], x[:, 2048:2064] = -6.0, 2.0**-6, 0.0

@@ -37,7 +37,7 @@ def test_codes_of_nan_lie_beyond_every_number(fmt):
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
-def test_all_16_bit_floats_are_numbered_in_the_order_of_their_values(dtype):
+def test_all_16_bit_floats_are_numbered_in_order(dtype):
     x = ALL_WORDS.view(dtype)
     assert_ordered(x.double().tolist(), ordinal.float_ordinals(x).tolist())
 

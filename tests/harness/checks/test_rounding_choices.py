@@ -66,7 +66,7 @@ def test_calls_are_as_many_as_a_case_is_worth():
     assert required_calls(nothing) == 1
 
 
-def test_calls_have_offsets_of_their_own_and_one_has_another_seed():
+def test_calls_have_separate_offsets_and_a_second_seed():
     bits = [bits_of((5, 10), call) for call in (0, 1, 2, *OTHER_SEEDS)]
     assert bits == [(5, 10), (5, 12), (5, 14), (4, 10), (5 + (1 << 32), 10), (7, 10)]
     assert bits_of(((1 << 63) - 1, 0), -3) == (1, 0)  # seeds stay below 2^63

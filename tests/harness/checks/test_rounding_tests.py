@@ -282,7 +282,7 @@ def test_a_later_call_is_looked_at_as_the_first_is():
     assert record.message.endswith("at row 1, column 2; no random bits give them (call 1)")
 
 
-def test_findings_of_a_half_that_is_made_in_place_are_in_the_coordinates_of_x():
+def test_findings_of_a_half_made_in_place_have_coordinates_of_x():
     def both(x, recipe, *, rowwise=True, random=None, **options):
         row, column = reference.quantize_both(x, recipe, rowwise=rowwise, random=random, **options)
         column.codes[5, 3] ^= 0x10  # two steps of the exponent away
@@ -341,7 +341,7 @@ def test_codes_that_are_never_written_are_found():
     assert ", all in row 15; no random bits give them" in record.message
 
 
-def test_halves_that_are_made_alone_may_have_other_codes_and_no_other_scales(monkeypatch):
+def test_halves_made_alone_may_differ_in_codes_but_not_in_scales(monkeypatch):
     monkeypatch.setattr(rounding_tests, "DRAWS", FEW // 10)
     case = replace(NVFP4, shape=(32, 32), usage="both")
 
@@ -410,7 +410,7 @@ def test_inputs_without_anything_random_are_called_once_and_pass():
     assert len(calls) == 2  # the runs that are compared
 
 
-def test_a_rotation_of_free_order_leaves_out_what_it_does_not_know(monkeypatch):
+def test_a_rotation_of_free_order_omits_unknown_elements(monkeypatch):
     """Where the rotated value has an interval its codes have one too, and only known values are counted."""
     monkeypatch.setattr(rounding_tests, "DRAWS", FEW)
     case = replace(NVFP4, recipe="nvfp4-rht-sr", dtype="bf16", inputs="spread", shape=(128, 128))

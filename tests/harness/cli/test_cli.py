@@ -345,7 +345,7 @@ def test_a_run_of_errors_shows_where_they_came_from(one_process):
 @pytest.mark.parametrize(
     ("options", "status"), [([], 0), (["--strict"], 1), (["-k", "gemm"], 1), (["-k", "quantize", "--strict"], 0)]
 )
-def test_an_unsupported_case_is_counted_and_a_failure_only_if_strict(one_process, options, status):
+def test_an_unsupported_case_fails_only_if_strict(one_process, options, status):
     """A run without a case that passed fails, too."""
     result = narrowgauge("run", "--backend", "cli_kernels:Backend", *options)
     assert result.exit_code == status, result.output
@@ -410,7 +410,7 @@ def test_show_of_a_right_quantize():
     assert columns == [str(column) for column in range(32, 48)]
 
 
-def test_show_of_a_wrong_quantize_goes_to_its_first_wrong_element():
+def test_show_begins_at_the_first_wrong_element():
     result = narrowgauge("show", QUICK[1], "--backend", "cli_kernels:Wrong")
     assert result.exit_code == 1
     assert "1 of 512 codes differ, each by 1 step, at row 2, column 7" in result.stdout
@@ -657,7 +657,7 @@ def test_recipes_of_captured_tensors(one_process, folder):
 # doctor
 
 
-def test_doctor_has_a_line_for_every_fact_and_a_remedy_for_what_is_missing(monkeypatch):
+def test_doctor_has_a_line_for_every_fact_and_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = narrowgauge("doctor")
     assert result.exit_code == 0

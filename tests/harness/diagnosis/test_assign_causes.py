@@ -36,7 +36,7 @@ def test_causes_cover_the_records_greedily(records: list[dict[str, Any]], expect
     )
 
 
-def test_a_cause_is_exact_only_if_it_explains_every_case_of_its_kind() -> None:
+def test_an_exact_cause_explains_every_case_of_its_kind() -> None:
     alike = [failing("a", "x", recipe="r"), failing("b", "x", "y", recipe="r")]
     assert [explanation["exact"] for explanation, _ in assign_causes([*alike, failing("c")])] == [True]
     # Another case of the kind has other bytes, with another cause, with a place or without explanation.

@@ -68,7 +68,7 @@ def test_each_wrong_formula_is_named_alone(of: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_attention_with_a_factor_each_are_a_place_and_no_exact_cause(dtype: torch.dtype) -> None:
+def test_factors_of_rows_of_attention_are_a_place(dtype: torch.dtype) -> None:
     name, given, right = RIGHT["attention"]
     factors = 1 + torch.rand(16, 2, generator=torch.Generator().manual_seed(1)).repeat_interleave(16, 1) / 8
 

@@ -550,7 +550,7 @@ def test_stochastic_rounding(cause, wanted, steps):
     check(cause, wanted, steps, first=True)
 
 
-def test_a_columnwise_half_that_uses_the_offset_of_the_rowwise_one():
+def test_a_columnwise_half_with_the_offset_of_the_rowwise_half():
     def both(x, recipe, *, rowwise=True, columnwise=True, random=None):
         column = reference.quantize(x.T.contiguous(), recipe, random=random)
         return (reference.quantize(x, recipe, random=random) if rowwise else None), (column if columnwise else None)

@@ -132,7 +132,7 @@ def test_a_limit_only_removes_explanations(case, monkeypatch: pytest.MonkeyPatch
     assert not notes[-1]
 
 
-def test_a_cause_whose_verification_runs_out_of_time_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cause_without_complete_verification_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time stands still during the search, and ends after the second slab of the deviation."""
     now = 0.0
     tried_slabs = count()
@@ -164,7 +164,7 @@ def test_a_limit_replaces_the_limits_of_work() -> None:
         assert CASES[case] in [e.cause for e in explain(case(), spent, limit=TimeLimit()) if e.exact]
 
 
-def test_a_result_that_shares_memory_has_no_exact_cause_after_a_stop() -> None:
+def test_shared_memory_has_no_exact_cause_after_a_stop() -> None:
     outcome = quantized()
     outcome.aliases.append({"cause": "returns-its-input", "sentence": "codes share memory with x"})
     for limit in (TimeLimit(0), TimeLimit()):
@@ -173,7 +173,7 @@ def test_a_result_that_shares_memory_has_no_exact_cause_after_a_stop() -> None:
 
 
 @pytest.mark.parametrize("place", [(0, 0), (ROWS - 1, ROWS - 1), (17, 30), (ROWS - 1, 0)])
-def test_a_product_of_which_one_output_does_not_fit_has_no_exact_cause(place) -> None:
+def test_a_product_that_fits_partly_has_no_exact_cause(place) -> None:
     def change(output: torch.Tensor) -> None:
         output[place] = 2 * output[place] + 1
 

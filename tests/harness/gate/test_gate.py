@@ -52,7 +52,7 @@ def judged(before: dict[str, Any], after: dict[str, Any]) -> Judgement:
         (math.nextafter(0.5, 1), -1), (0.5 * (1 + 2.0**-29), 0), (4, 2), (5, 3), (5e-324, -1074), (1e300, 997),
     ],
 )  # fmt: skip
-def test_a_power_of_two_stands_for_a_figure_whatever_its_last_bits(value: float | None, expected: int | None) -> None:
+def test_a_power_of_two_stands_for_a_figure(value: float | None, expected: int | None) -> None:
     assert exponent(value) == expected
 
 
@@ -269,7 +269,7 @@ def test_the_gate_compares_architectures_and_not_products(tmp_path: Path) -> Non
 # What a baseline says in a report
 
 
-def test_a_report_says_what_the_baseline_has_of_what_did_not_pass(tmp_path: Path) -> None:
+def test_a_report_names_the_baseline_of_failing_cases(tmp_path: Path) -> None:
     write(baseline_of(run(record(), record("zeros"))), tmp_path / "host.json")
     (tmp_path / "other.json").write_text("{", encoding="utf-8")
     bad = {"verdict": "fail", "mismatches": 3}

@@ -156,7 +156,7 @@ def test_the_projects_own_ledger_is_right_and_no_case_file():
         ({}, {"verdict": "unsupported"}, False),
     ],
 )
-def test_a_failure_is_known_where_backend_device_verdict_stage_and_cause_are_as_expected(entry, result, known):
+def test_a_known_failure_is_as_its_entry_expects(entry, result, known):
     other = replace(ENTRY, case="gemm/*", reason="another")
     one = marked([other, replace(ENTRY, **entry)], record(**{"message": "wrong", **result}))
     assert one["known"] == (f"ties ({ISSUE})" if known else "")
@@ -283,7 +283,7 @@ def test_a_run_succeeds_where_its_failures_are_known_and_says_so(run):
         assert [row["known"] for row in csv.DictReader(file)] == [f"ties ({ISSUE})" if n > 1 else "" for n in range(4)]
 
 
-def test_a_run_fails_where_a_known_failure_passes_or_another_fails(run):
+def test_a_run_fails_if_a_known_failure_passes_or_differs(run):
     result, _ = run(ledger=known_table(case="quantize/*") + known_table(case="quantize/*/16x32/*"))
     assert result.exit_code == 2
     assert "cases/known.toml: [[known]] 1: case 'quantize/*' matches all 4 cases: " in result.stderr
@@ -304,7 +304,7 @@ def test_a_run_does_not_launch_what_is_known_to_crash(run):
     assert "2 cases passed, 18 elements compared; 2 known failures" in " ".join(result.stdout.split())
 
 
-def test_a_run_of_one_file_knows_the_cases_beside_it_and_refuses_what_is_of_none(run):
+def test_a_run_of_a_file_knows_the_cases_beside_it(run):
     Path("cases/b.toml").write_text(CASES.replace("16, 48", "16, 64"))
     result, _ = run("cases/b.toml", ledger=known_table(case="quantize/*/16x48/*"))
     assert result.exit_code == 0, result.output

@@ -463,7 +463,7 @@ def test_as_many_tamperings_as_the_gate_needs() -> None:
 # Other commands, and what a process cannot verify.
 
 
-def test_the_other_commands_refuse_the_same_run_and_take_older_sources(folder: Path, lines: Lines) -> None:
+def test_further_commands_refuse_the_run_of_the_gate(folder: Path, lines: Lines) -> None:
     gate(folder, lines, replaced("budget_max", math.nan))
     expected = "budget_max is nan, not a finite number"
     for command in (
@@ -533,7 +533,7 @@ def test_a_folder_without_a_journal_is_an_error_of_the_journal(tmp_path: Path) -
 # Records.
 
 
-def test_the_rules_are_those_of_the_runner_and_every_key_has_a_type() -> None:
+def test_the_rules_are_those_of_the_runner_and_keys_have_types() -> None:
     assert RULES[: len(COMPARING)] == COMPARING
     assert {column: tuple(keys) for column, keys in _ENTRY_TYPES.items()}.keys() == ENTRIES.keys()
     assert all(set(_ENTRY_TYPES[column]) == set(keys) for column, keys in ENTRIES.items())

@@ -196,7 +196,7 @@ def test_inputs_that_do_not_fit(safetensors):
         make_inputs(case, captured=changed)
 
 
-def test_recipes_that_a_tensor_cannot_have_are_left_out_and_named(safetensors):
+def test_impossible_recipes_of_a_tensor_are_left_out_and_named(safetensors):
     captured = Captured.load(safetensors, ["layer.weight", "layer.brain"])
     recipes = ["nvfp4-2d", "nvfp4-rht", "nvfp4-rht32", "nvfp4-sr"]
     cases = captured_cases(captured, recipes=recipes)

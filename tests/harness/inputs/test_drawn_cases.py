@@ -42,7 +42,7 @@ def test_every_operation_is_drawn() -> None:
     assert {case.operation for case in drawn()} == set(OPERATIONS)
 
 
-def test_drawn_cases_are_valid_and_keep_all_but_shape_family_and_rows() -> None:
+def test_drawn_cases_are_valid_and_keep_the_remaining_fields() -> None:
     for case, original in zip(drawn(), quick(), strict=True):
         assert case.problem() is None, case.id
         assert case.inputs in families_of(case.operation), case.id

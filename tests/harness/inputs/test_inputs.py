@@ -130,7 +130,7 @@ def test_a_view_has_its_strides_and_the_same_numbers(view, stride, offset):
     assert torch.equal(found, x)
 
 
-def test_columnwise_gives_the_transpose_and_blocks_along_its_rows():
+def test_columnwise_is_the_transpose_with_blocks_along_its_rows():
     x = make_inputs(quantize_case("tiles", (256, 128), "bf16", "columnwise")).x
     assert x.shape == (128, 256)
     assert torch.equal(torch.frexp(block_amax(x, 16)).mantissa.unique(), torch.tensor([0.5]))

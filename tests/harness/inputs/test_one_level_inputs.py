@@ -99,7 +99,7 @@ def test_any_shape_and_dtype(family, dtype):
 
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp6-e2m3"])
-def test_blocks_of_a_half_that_is_made_in_place_run_down_the_columns(name):
+def test_blocks_of_a_half_made_in_place_run_down_the_columns(name):
     x = make_inputs(case_of(name, "tiles", (128, 64), "bf16", "columnwise")).x
     assert x.shape == (128, 64)
     assert bool((torch.frexp(block_amaxes(x.T.contiguous(), find_recipe(name))).mantissa == 0.5).all())
@@ -345,7 +345,7 @@ def test_tiny_amaxes_are_on_both_sides_of_the_overflow(largest):
 
 
 @pytest.mark.parametrize(("family", "test"), [("amaxes-inf", torch.isinf), ("amaxes-nan", torch.isnan)])
-def test_what_is_no_number_is_first_or_elsewhere_or_everywhere_or_nowhere(family, test):
+def test_bad_amaxes_are_first_later_everywhere_or_nowhere(family, test):
     bad = test(history_of(family)[0])
     first, others = bad[0], bad[1:].sum(0)
     assert share(first & (others == 0)) == 0.25

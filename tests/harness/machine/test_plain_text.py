@@ -14,7 +14,7 @@ CHARACTERS = [
 
 
 @pytest.mark.parametrize("code", CHARACTERS, ids=hex)
-def test_a_character_that_a_terminal_executes_is_shown_as_its_code(code: int) -> None:
+def test_a_character_executed_by_a_terminal_is_shown_as_its_code(code: int) -> None:
     escaped = escape(f"a{chr(code)}b")
     assert escaped == f"a{ascii(chr(code))[1:-1]}b"
     assert escaped.isascii()

@@ -42,7 +42,7 @@ def wrong_from(element: int, columns: int = COLUMNS):
     return quantize
 
 
-def test_bands_are_whole_tiles_at_both_ends_and_around_the_limits() -> None:
+def test_bands_are_whole_tiles_at_both_ends_and_at_the_limits() -> None:
     assert band_rows(ROWS, COLUMNS) == [slice(0, 128), slice(256, 512), slice(896, 1024)]
     assert band_rows(ROWS - 1, COLUMNS)[-1] == slice(896, 1023)
     assert band_rows(3 * BAND + 1, COLUMNS) == [slice(0, 128), slice(256, 385)]

@@ -55,7 +55,7 @@ def test_a_half_that_is_another_when_it_is_made_alone():
     assert record.message == "halves: 1 of 1 536 codes of the columnwise half differ when it is made alone"
 
 
-def test_a_columnwise_half_that_is_not_rotated_or_a_rowwise_one_that_is():
+def test_a_half_that_is_rotated_wrongly():
     case = quantize_case("nvfp4-rht", "both", shape=(64, 64))
 
     def rotating_neither(x, recipe, **options):
@@ -79,7 +79,7 @@ def test_a_half_that_was_not_asked_for():
     assert record.message == "quantize_both gave Quantized; it gives a rowwise and a columnwise half"
 
 
-def test_a_kernel_that_makes_both_halves_or_nothing_shows_no_halves():
+def test_a_kernel_with_both_halves_or_none_has_no_such_stage():
     def door(x, recipe, *, rowwise=True, columnwise=True):
         if not (rowwise and columnwise):
             raise NotImplementedError("both or nothing")
@@ -264,7 +264,7 @@ def test_tiles_of_eight_rows():
     assert stages(record)["codes"]["sentence"] == ""
 
 
-def test_the_scale_of_a_tile_that_is_written_for_its_first_row_only():
+def test_the_scale_of_a_tile_written_for_its_first_row_alone():
     def door(x, recipe):
         q = reference.quantize(x, recipe)
         scales = torch.zeros_like(q.scales)

@@ -81,7 +81,7 @@ def test_equal_operands_cost_no_second_computation(case, monkeypatch):
     ],
     ids=["gemm", "columnwise", "quantized", "grouped", "padded"],
 )
-def test_wrong_codes_under_a_right_product_fail_where_they_are_made_and_show_at_the_end(case, door, stages):
+def test_wrong_codes_fail_in_their_stage_and_show_at_the_end(case, door, stages):
     doors = {door: spoilt_codes(door)}
     if case.operation == "gemm-quantized":  # quantizes its output by another door, or that would be wrong too
         doors["quantize"] = lambda x, *a, **o: (
@@ -97,7 +97,7 @@ def test_wrong_codes_under_a_right_product_fail_where_they_are_made_and_show_at_
 
 
 @every_product
-def test_a_wrong_product_of_right_codes_shows_in_its_stage_and_at_the_end(case):
+def test_a_wrong_product_of_right_codes_shows_in_both_stages(case):
     def spoil(output):
         output[3, 5] = 2 * output[3, 5] + 1
 
@@ -117,7 +117,7 @@ def test_a_wrong_product_of_right_codes_shows_in_its_stage_and_at_the_end(case):
     assert record.allclose is False
 
 
-def test_codes_that_other_codes_make_good_show_nothing_at_the_end():
+def test_codes_that_cancel_each_other_do_not_show_at_the_end():
     """What is blamed is not what is measured: the other zero is a wrong code, and the same product."""
 
     def spoil(q):
@@ -129,7 +129,7 @@ def test_codes_that_other_codes_make_good_show_nothing_at_the_end():
     assert record.allclose is True
 
 
-def test_padding_that_is_not_zero_shows_at_the_end_where_it_raises_an_amax():
+def test_padding_that_raises_an_amax_shows_at_the_end():
     """The end is that of the reference's own padding."""
 
     def pad(x, sizes, recipe):
@@ -143,7 +143,7 @@ def test_padding_that_is_not_zero_shows_at_the_end_where_it_raises_an_amax():
     assert record.outside_share > 0
 
 
-def test_a_backend_that_does_not_quantize_multiplies_the_reference_s_operands():
+def test_a_backend_without_quantize_gets_reference_operands():
     record = run_case(GEMM, backend(gemm=reference.gemm))
     assert (record.verdict, record.outside_share) == ("pass", 0)
     assert {entry["stage"] for entry in record.stages} == {"memory", "repeat", "output"}

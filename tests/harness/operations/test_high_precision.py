@@ -25,7 +25,7 @@ def test_a_right_norm_passes_with_figures() -> None:
     assert stage.figures["exact_share"] == 0
 
 
-def test_one_wrong_element_is_named_with_its_place_and_its_interval() -> None:
+def test_a_wrong_element_is_named_with_its_place_and_interval() -> None:
     x, gamma = given(16, 64), given(64, seed=2)
     expected = norm_forward(x, gamma, None, "rms", 1e-5)
     found = expected.value.bfloat16()
@@ -42,7 +42,7 @@ def test_one_wrong_element_is_named_with_its_place_and_its_interval() -> None:
     assert not element["lower"] <= element["actual"] <= element["upper"]
 
 
-def test_tensors_of_four_dimensions_and_vectors_have_rows_and_columns() -> None:
+def test_tensors_of_any_dimension_have_rows_and_columns() -> None:
     q, k, v = (given(2, 3, 8, 16, seed=seed) for seed in range(3))
     expected = attention_forward(q, k, v)
     found = expected.value.bfloat16()

@@ -97,7 +97,7 @@ CASES = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("case", "broken"), CASES, ids=[f"{case.id}-{broken}" for case, broken in CASES])
-def test_a_wrong_result_of_any_layout_is_diagnosed_as_a_contiguous_one(case, broken, layout):
+def test_any_layout_has_the_diagnosis_of_contiguous_memory(case, broken, layout):
     right = run_case(case, backend(**methods(LAYOUTS[layout])))
     assert (right.verdict, right.message) == ("pass", "")
     found, plain = (run_case(case, backend(**methods(change, broken))) for change in (LAYOUTS[layout], lambda x: x))

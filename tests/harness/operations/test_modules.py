@@ -105,7 +105,7 @@ def test_the_reference_passes(case: Case) -> None:
     assert [entry["tensor"] for entry in record.accuracy] == ["y", "dx", "dw"]
 
 
-def test_accuracy_is_of_the_last_step_and_without_what_was_there_before() -> None:
+def test_accuracy_is_of_the_last_step_without_earlier_gradients() -> None:
     """8 bits cost 30 dB, 4 bits 20; and of what accumulates only this step's gradient is compared."""
     for training, least, most in (("MXFP8BlockScaling", 24, 40), ("NVFP4BlockScaling-norht-nosr", 12, 24)):
         record = passes(linear(training, "accumulate"))
@@ -348,7 +348,7 @@ class SilentNorm(modules.LayerNormLinear):
     observer = Silent.observer
 
 
-def test_a_module_that_reports_nothing_is_judged_by_what_it_gives() -> None:
+def test_a_module_without_reports_is_judged_by_its_results() -> None:
     record = passes(linear("NVFP4BlockScaling", "steps:2", "bias"), Linear=Silent)
     compared = [entry["stage"] for entry in record.stages if entry["compared"]]
     ends = ("y", "dx", "dw", "dbias")
@@ -359,7 +359,7 @@ def test_a_module_that_reports_nothing_is_judged_by_what_it_gives() -> None:
     fails(linear("MXFP8BlockScaling", "bias"), "step 1 dx", Linear=SilentWrong)
 
 
-def test_what_right_modules_may_differ_in_is_not_judged_where_it_is_not_reported() -> None:
+def test_free_choices_of_modules_are_not_judged_without_reports() -> None:
     """A rotation in a free order, random bits of a module's own, what a norm gave: nobody knows what it multiplied."""
     rotated = passes(linear("NVFP4BlockScaling"), declares={}, Linear=Silent)
     drawn = passes(linear("NVFP4BlockScaling"), declares={"random": "own"}, Linear=Silent)
@@ -439,7 +439,7 @@ def test_results_that_are_none_are_errors() -> None:
         assert (record.verdict, record.message[: len(words)]) == (verdict, words)
 
 
-def test_options_are_given_only_where_they_differ_from_their_default() -> None:
+def test_options_are_passed_only_if_they_differ_from_the_default() -> None:
     seen: list[tuple[Any, ...]] = []
 
     class Spying(modules.Linear):

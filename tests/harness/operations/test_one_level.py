@@ -95,7 +95,7 @@ def test_a_wrong_section_is_named(name):
 
 
 @pytest.mark.parametrize("name", MX[:4])
-def test_a_columnwise_half_that_is_made_in_place_is_asked_of_quantize_both(name):
+def test_a_columnwise_half_in_place_comes_from_quantize_both(name):
     given = []
 
     def door(x, recipe, **options):
@@ -245,7 +245,7 @@ def test_a_nan_that_becomes_a_number():
 
 @pytest.mark.parametrize("kind", ["fp32", "pow2"])
 @pytest.mark.parametrize("block", ["1x128", "128x128"])
-def test_elements_that_are_multiplied_by_the_inverse_of_the_inverse(block, kind):
+def test_elements_multiplied_by_the_inverse_of_the_inverse(block, kind):
     """fl(1/fl(1/s)) is not s, unless s is a power of two."""
 
     def door(x, recipe, **options):
@@ -280,7 +280,7 @@ def without_tensor_scale(door):
     return lambda *given, **options: replace(door(*given, **options), tensor_scale=None, amax=None)
 
 
-def test_a_kernel_of_current_scaling_that_shows_no_scale_is_blamed_for_its_inverse_alone():
+def test_current_scaling_without_a_scale_fails_in_its_inverse():
     door = by_other_rule(lambda recipe: find_recipe("fp8-current-e4m3-pow2"))
     fails(case_of("fp8-current-e4m3"), "scales", quantize=without_tensor_scale(door))
     passes(case_of("fp8-current-e4m3"), quantize=without_tensor_scale(reference.quantize))
@@ -514,7 +514,7 @@ def test_an_update_with_one_defect(door, recipe, inputs, stages):
     assert {"tensor", "before", "expected_bits", "actual_bits"} <= element.keys()
 
 
-def test_a_history_that_is_updated_in_place_is_an_input_that_changed():
+def test_a_history_updated_in_place_is_a_changed_input():
     def door(history, scale, recipe):
         history.copy_(update_scale(history, scale, recipe)[0])
         return history.clone(), update_scale(history, scale, recipe)[1]

@@ -79,7 +79,7 @@ def test_views_are_given_as_views(view, shape, flags):
 
 
 @pytest.mark.parametrize(("view", "stage"), [("strided", "repeat"), ("transposed", "scales")])
-def test_a_kernel_that_reads_a_view_as_if_it_were_contiguous_fails(view, stage):
+def test_a_kernel_that_reads_a_view_as_contiguous_fails(view, stage):
     def careless(x, recipe):
         return reference.quantize(x.as_strided(x.shape, (x.shape[1], 1)), recipe)
 
@@ -176,7 +176,7 @@ def test_a_grouped_product_needs_no_quantize():
 
 @pytest.mark.parametrize("layout", ["tn", "nn", "nt"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-rowscaled+nvfp4-2d", "nvfp4-sr", "nvfp4-2d-4over6-256-mae"])
-def test_operands_that_lie_the_other_way_round_are_columnwise_halves(recipe, layout):
+def test_transposed_operands_are_columnwise_halves(recipe, layout):
     calls = []
 
     def spying(name):
@@ -236,7 +236,7 @@ def test_a_door_that_is_not_there_is_unsupported(operation):
     assert record.message.startswith("backend wrong has no ")
 
 
-def test_options_are_given_only_where_they_differ_from_their_default():
+def test_options_are_passed_only_if_they_differ_from_the_default():
     """So that a door of a person's own need not know them."""
 
     def alone(*given):

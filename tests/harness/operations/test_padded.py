@@ -131,7 +131,7 @@ def test_a_padded_matrix_of_another_shape_is_an_error():
     assert record.message == "pad_sections gave Tensor; it gives the padded rows and their sizes"
 
 
-def test_rows_that_are_quantized_otherwise_where_padding_is_behind_them():
+def test_rows_that_are_quantized_differently_before_padding():
     """A kernel that takes another path for sections that end inside a tile, and is right in that which pads need."""
 
     def grouped(x, sizes, recipe, **options):
@@ -158,7 +158,7 @@ def test_rows_that_are_left_out_or_moved_by_unpadding():
     fails(padded_case("mxfp8-e4m3"), "unpadding", unpad_sections=packed)
 
 
-def test_a_product_of_padded_sections_that_uses_the_matrix_of_the_section_before():
+def test_padded_sections_with_the_matrix_of_the_section_before():
     def grouped(a, b, **options):
         return reference.gemm_grouped(a, [b[0], *b[:-1]], **options)
 

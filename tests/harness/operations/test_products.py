@@ -58,7 +58,7 @@ def test_products_of_nothing_pass(recipe, shape):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8-e4m3", "mxfp6-e2m3", "mxfp8-e5m2-sr"])
-def test_columnwise_operands_that_are_made_in_place_reach_the_product_as_they_are_stored(recipe):
+def test_operands_made_in_place_reach_the_product_as_stored(recipe):
     seen = []
 
     def gemm(a, b, **options):
@@ -72,7 +72,7 @@ def test_columnwise_operands_that_are_made_in_place_reach_the_product_as_they_ar
     assert set(seen) == {(True, (160, 48), (5, 48), True, (160, 32))}
 
 
-def test_a_product_that_reads_a_transposed_operand_as_if_it_were_not():
+def test_a_product_that_ignores_a_transpose():
     def gemm(a, b, **options):
         scales = a.scales.view(a.scales.shape[::-1])
         return reference.gemm(replace(a, scales=scales, transposed=False), b, **options)
@@ -96,7 +96,7 @@ def test_a_product_that_takes_the_encode_scale_for_its_inverse():
         fails(gemm_case(recipe, "tn"), "output", gemm=gemm)
 
 
-def test_a_product_of_blocks_of_fp8_that_accumulates_before_the_cast():
+def test_fp8_blocks_that_accumulate_before_the_cast():
     """Blocks of FP8 are cast, then accumulated; every other recipe accumulates, then casts."""
 
     def gemm(a, b, *, out_dtype, c=None, bias=None):
@@ -139,7 +139,7 @@ def test_grouped_products_of_every_recipe_pass(recipe):
 
 
 @pytest.mark.parametrize("family", ["normal", "rounding", "cancelling", "positive", "lattice"])
-def test_a_kernel_that_adds_in_the_declared_order_passes_within_narrower_intervals(family):
+def test_a_declared_order_passes_within_narrower_intervals(family):
     case = gemm_case("mxfp8-e4m3+mxfp8-e5m2", "tn", inputs=family, shape=(12, 256, 8))
     free = passes(case, gemm=in_blocks)
     declared = passes(case, BLOCKS, gemm=in_blocks)
@@ -206,7 +206,7 @@ def test_an_accumulator_that_truncates_is_right_where_it_says_so(order):
     assert judged_output(x, truncating, order).mismatches == 6
 
 
-def test_sums_that_are_flushed_are_right_where_the_backend_says_so():
+def test_flushed_sums_are_right_if_the_backend_declares_them():
     x = torch.full((2, 64), 2.0**-132)
 
     def flushing(a, b, **options):
@@ -236,7 +236,7 @@ def test_what_a_declared_order_does_not_lose_has_to_be_there(order):
         ("split-2-aligned-13-32", ["aligned-13-32", "aligned-13-32-64", "split-4-aligned-13-32"]),
     ],
 )
-def test_the_bits_of_a_tensor_core_are_judged_where_it_is_declared(order, others):
+def test_bits_of_a_tensor_core_are_judged_if_it_is_declared(order, others):
     case = gemm_case("fp8-current-e4m3", "tn", shape=(16, 256, 8))
 
     def core(a, b, *, out_dtype):
@@ -296,7 +296,7 @@ def test_quantized_outputs_pass(recipe, out_recipe):
         assert stages(record)["fused.codes"]["compared"] == 16 * 48
 
 
-def test_a_quantized_output_of_a_backend_that_quantizes_nothing_is_judged_by_the_reference():
+def test_a_quantized_output_is_judged_by_the_reference():
     def refuse(*_, **__):
         raise NotImplementedError("no quantize")
 
@@ -323,7 +323,7 @@ def unrounded(a, b, recipe, *, out_dtype, scale=None, **options):
 
 
 @pytest.mark.parametrize("out_recipe", ["mxfp8-e4m3", "fp8-delayed-e4m3", "fp8-block-1x128-e4m3-pow2"])
-def test_a_fused_kernel_that_does_not_round_to_the_dtype_of_the_output(out_recipe):
+def test_a_fused_kernel_that_does_not_round_to_the_output_dtype(out_recipe):
     case = quantized_case("mxfp8-e4m3", out_recipe, dtype="bf16xbf16-bf16", shape=(96, 64, 96))
     record = run(case, gemm_quantized=unrounded)
     assert record.verdict == "fail"
@@ -332,7 +332,7 @@ def test_a_fused_kernel_that_does_not_round_to_the_dtype_of_the_output(out_recip
     assert " of 9 216 codes differ, each by 1 step" in stages(record)["fused.codes"]["sentence"]
 
 
-def test_one_wrong_code_or_scale_of_a_fused_kernel_is_one_finding():
+def test_a_wrong_code_or_scale_of_a_fusion_is_one_finding():
     def code(*arguments, **options):
         q = gemm_quantized(*arguments, **options)
         q.codes[3, 5] ^= 1

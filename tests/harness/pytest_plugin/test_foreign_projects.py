@@ -133,7 +133,7 @@ def session(folder: Path, *words: object, plugin: bool = True) -> tuple[int, str
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_a_project_that_asks_for_no_case_is_the_same_with_the_plugin(name: str, tmp_path: Path) -> None:
+def test_the_plugin_changes_nothing_in_a_project_without_cases(name: str, tmp_path: Path) -> None:
     files, words = PROJECTS[name]
     write(tmp_path, files)
     with_plugin, without = (session(tmp_path, *words, plugin=plugin) for plugin in (True, False))

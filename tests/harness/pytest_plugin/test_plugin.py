@@ -161,7 +161,7 @@ def test_a_case_that_is_not_there_is_an_error(project):
         ("", "*small2.toml: no [[][[]matrix[]][]] table, so no case; see cases/README.md"),
     ],
 )
-def test_a_wrong_case_file_is_one_error_that_names_it_and_the_others_run(project, text, message):
+def test_a_wrong_case_file_is_a_single_error_and_the_rest_runs(project, text, message):
     (project.path / "cases" / "small2.toml").write_text(text)
     result = project.runpytest_inprocess("--ng-backend", "reference", "--continue-on-collection-errors")
     result.assert_outcomes(passed=6, errors=1)
@@ -217,7 +217,7 @@ def test_a_failing_case_shows_its_first_failure_and_no_traceback(project):
     assert (row["verdict"], row["stage"], row["mismatches"]) == ("fail", "codes", "2")
 
 
-def test_the_failures_that_a_run_saves_replace_those_of_the_run_before(project):
+def test_saved_failures_of_a_run_replace_those_of_the_run_before(project):
     saved = []
     for chosen in ("16x48 and fp32", "16x48 and fp32", "16x48 and bf16"):
         project.runpytest_inprocess("-p", "no:xdist", "--ng-backend", "plugin_kernels:Wrong", "-k", chosen)
@@ -331,7 +331,7 @@ def test_a_gpu_that_is_not_there(project, monkeypatch):
 # What is said at the end.
 
 
-def test_a_run_in_which_nothing_was_compared_fails_though_every_case_is_skipped(project):
+def test_a_run_of_skipped_cases_alone_fails(project):
     (project.path / "cases" / "small.toml").write_text(PRODUCT)
     result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Wrong")
     result.assert_outcomes(skipped=1)

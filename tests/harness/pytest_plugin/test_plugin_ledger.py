@@ -140,7 +140,7 @@ def test_a_wrong_ledger_is_one_error(project):
     result.stderr.fnmatch_lines(["*--ng-link is 'ci/7'; it is the address of a page*"])
 
 
-def test_a_ledger_among_case_files_on_the_command_line_is_passed_over(project):
+def test_a_ledger_among_the_case_files_of_a_command_is_skipped(project):
     result = project.runpytest_inprocess("--collect-only", "-q", "cases/small.toml", "cases/known.toml")
     assert result.ret == 0
     assert len([line for line in result.outlines if "::" in line]) == 4

@@ -230,7 +230,7 @@ def test_a_lost_journal_is_written_again(
     assert b"\0" not in path.read_bytes()
 
 
-def test_a_journal_that_is_lost_between_reading_and_resuming_is_written_again(tmp_path: Path) -> None:
+def test_a_journal_lost_before_resuming_is_written_again(tmp_path: Path) -> None:
     first = Journal(tmp_path, run)
     first.add(record("a"))
     first.close()
@@ -243,9 +243,7 @@ def test_a_journal_that_is_lost_between_reading_and_resuming_is_written_again(tm
     assert b"\0" not in (tmp_path / JOURNAL_NAME).read_bytes()
 
 
-def test_a_lost_journal_on_a_full_disk_is_an_error_until_there_is_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_journal_on_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -372,9 +370,7 @@ HOSTILE: dict[str, tuple[bytes | str, str]] = {
 
 
 @pytest.mark.parametrize(("content", "words"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_journal_is_refused_in_a_sentence_or_read_as_plain_text(
-    tmp_path: Path, content: bytes | str, words: str
-) -> None:
+def test_a_hostile_journal_is_refused_or_read_as_plain_text(tmp_path: Path, content: bytes | str, words: str) -> None:
     path = tmp_path / JOURNAL_NAME
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     if words:

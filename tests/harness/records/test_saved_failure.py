@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_written_costs_the_file_alone(folder):
     assert record.save_note.startswith("not saved: FileExistsError: ")
 
 
-def test_names_are_of_the_case_the_backend_the_device_and_the_seed(folder):
+def test_names_are_of_the_case_the_backend_the_device_and_seed(folder):
     given = {"backend": "a", "device": "cpu", "seed": 0}
     names = {failure_path(folder, LARGE, **given), failure_path(folder, replace(LARGE, inputs="zeros"), **given)}
     names |= {failure_path(folder, LARGE, **{**given, **other}) for other in ({"backend": "b"}, {"seed": 1})}

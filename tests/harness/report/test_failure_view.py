@@ -31,7 +31,7 @@ def failing(*findings: dict[str, Any]) -> dict[str, Any]:
     return record("ties", findings=list(findings), **given)
 
 
-def test_a_terminal_shows_steps_and_census_of_every_finding_behind_its_elements() -> None:
+def test_a_terminal_shows_steps_and_census_behind_the_elements() -> None:
     lines = first_failure(failing(found(), found("values", census={}))).splitlines()
     assert lines[3:7] == ["codes (exact): 37 codes differ", "  which  first", "  row        3", f"  {LINES[0]}"]
     assert lines[7] == f"  {LINES[1]}"
@@ -39,7 +39,7 @@ def test_a_terminal_shows_steps_and_census_of_every_finding_behind_its_elements(
     assert sum(line.startswith("  special values") for line in lines) == 1
 
 
-def test_markdown_shows_those_of_the_first_wrong_stage_behind_the_reproduction() -> None:
+def test_markdown_shows_the_first_wrong_stage_behind_the_command() -> None:
     summary = markdown.render([failing(found("values", steps=[[9, 16, 1]]), found())], {}, None)
     lines = [line for line in summary.splitlines() if line]
     place = next(number for number, line in enumerate(lines) if line.startswith("`narrowgauge show "))
@@ -48,7 +48,7 @@ def test_markdown_shows_those_of_the_first_wrong_stage_behind_the_reproduction()
     assert "by steps" not in markdown.render([failing()], {}, None)
 
 
-def test_a_long_histogram_keeps_the_bins_of_most_elements_in_order() -> None:
+def test_a_long_histogram_keeps_the_largest_bins_in_order() -> None:
     steps = [[n, n, 100 - n] for n in range(-5, 6)]
     (line,) = distribution_lines(found(steps=steps, census={}))
     shown = ", ".join(f"{100 - n} at {n}" for n in range(-5, 1))
@@ -56,7 +56,7 @@ def test_a_long_histogram_keeps_the_bins_of_most_elements_in_order() -> None:
 
 
 @pytest.mark.parametrize("nothing", [{}, {"steps": [], "census": {}}])
-def test_a_stage_without_one_expected_number_an_element_shows_neither(nothing: dict[str, Any]) -> None:
+def test_a_stage_without_expected_numbers_shows_neither(nothing: dict[str, Any]) -> None:
     assert distribution_lines(nothing) == []
 
 

@@ -65,7 +65,7 @@ def test_the_worst_comes_first_and_the_link_last():
     assert markdown.render(records, {}, 1.0).endswith("\nThe whole report: [index.html](index.html)\n")
 
 
-def test_thousands_of_failures_and_huge_messages_stay_in_the_budget():
+def test_thousands_of_failures_stay_in_the_budget():
     huge = "€|`<\n" * 4000
     records = [record(n, message=f"{n} {huge}", backend="`€" * 3000, saved=huge, shrunk="1x2") for n in range(60)]
     records += [record(n, case=f"{n}/{m}" + "€" * 2000) for n in range(60) for m in range(50)]
@@ -129,7 +129,7 @@ def test_a_group_is_one_command_that_is_escaped(tmp_path, monkeypatch):
     ]
 
 
-def test_there_are_ten_commands_at_most_the_worst_first_and_the_last_counts_the_others():
+def test_at_most_ten_commands_and_the_last_counts_the_rest():
     records = [record(n) for n in range(9)] + [record(20, verdict="pass", known="k"), record(30, verdict="unsupported")]
     quiet = [record(40, verdict="pass"), record(41, known="k")]
     lines = github.commands(records[:9] + records[10:] + quiet)

@@ -70,7 +70,7 @@ def test_a_column_that_says_nothing_is_not_shown() -> None:
     assert (labels["backend"], labels["device"], labels["known"]) == ("backend", "", "")
 
 
-def test_figures_have_a_budget_of_bytes_and_every_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_have_a_budget_and_every_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     records = [failing(f"i{n}") for n in range(9)] + [failing("other", recipe="mxfp4")]
     size = len(json.dumps(failure(records[0], []), separators=(",", ":")))
     monkeypatch.setattr(island_of, "FIGURES", 3 * size + size // 2)

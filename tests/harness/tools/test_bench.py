@@ -40,13 +40,13 @@ def ids(*arguments: Any, **options: Any) -> list[str]:
 # What is timed.
 
 
-def test_every_recipe_is_quantized_rowwise_and_in_both_orientations() -> None:
+def test_every_recipe_is_quantized_in_both_orientations() -> None:
     result = {(name, variant.partition(",")[0]) for operation, name, variant in MEMORY if operation == "quantize"}
     assert result == set(itertools.product({name for name, _ in result}, ("rowwise", "both")))
     assert len(result) == 2 * 14
 
 
-def test_sizes_of_two_numbers_are_of_matrices_and_of_three_of_products() -> None:
+def test_two_numbers_are_a_matrix_and_three_a_product() -> None:
     result = ids("cpu", ["256x128", "64x32x48"])
     assert {name.rpartition("/")[2] for name in result if not name.startswith("gemm")} == {"256x128"}
     assert [name for name in result if name.startswith("gemm")] == [
@@ -160,7 +160,7 @@ def test_float32_scales_are_judged_as_numbers() -> None:
     assert any(find_recipe(name).scale is FP32 for name in RECIPES)
 
 
-def test_what_is_asked_for_alone_is_judged_with_its_rotation_and_with_the_amax_that_was_given() -> None:
+def test_quantize_is_judged_with_its_rotation_and_given_amax() -> None:
     r = find_recipe("nvfp4-rht")
     plain = reference.quantize(X, r)
     assert not judge_outputs.judge_quantized(X, r, QuantizeArguments(), plain).sentence
@@ -196,7 +196,7 @@ def test_values_rotations_bytes_and_products_are_judged() -> None:
     assert judge_outputs.judge_values(values.float()[:, :3], q).sentence.startswith("values: ")
 
 
-def test_a_product_is_judged_a_part_at_a_time_and_section_by_section(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_is_judged_in_parts_and_by_section(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(reference.quantize(X[at : at + 64], "nvfp4"), reference.quantize(X[:48], "nvfp4")) for at in (0, 64)]
     right = torch.cat([reference.gemm(a, b, out_dtype=torch.bfloat16) for a, b in pairs])
     monkeypatch.setattr(judge_outputs, "_OUTPUTS", 16 * 48)
@@ -207,7 +207,7 @@ def test_a_product_is_judged_a_part_at_a_time_and_section_by_section(monkeypatch
         assert judge_outputs.judge_product(wrong, pairs, Summation()).mismatches == 1
 
 
-def test_of_a_large_product_whose_order_is_dear_every_strip_has_a_row_that_is_judged_by_it(
+def test_a_large_product_is_judged_in_a_row_of_each_strip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Any order is right for the others; a tensor core is right by its own model alone, whole where that is cheap."""
@@ -278,7 +278,7 @@ def test_every_operation_is_timed_beside_its_ceiling_and_right(keyword: str) -> 
 
 
 @needs_gpu
-def test_on_a_gpu_a_swizzle_is_held_against_a_copy_of_as_much_too() -> None:
+def test_a_swizzle_on_a_gpu_stands_beside_a_copy_of_its_bytes() -> None:
     bench = measure(tasks("cuda", ["128x256"], "swizzle"), "cuda", quick=True, launches=False)
     assert bench.right
     whole, same = ([row for row in bench.rows if row.who == who] for who in ("copy", SAME))
@@ -291,9 +291,7 @@ def test_on_a_gpu_a_swizzle_is_held_against_a_copy_of_as_much_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-current"])
-def test_a_product_and_its_ceilings_and_peers_take_the_copies_of_their_inputs_in_turn(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_and_its_ceilings_take_input_copies_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def copies(inputs: BenchInputs, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
@@ -431,7 +429,7 @@ class Gpu:
     ("busy", "launch", "count"),
     [(50e-6, 90e-6, 36), (5e-3, 90e-6, 1), (1e-6, 30e-6, 100), (17e-6, 390e-6, 25), (17e-6, 50e-6, 90)],
 )
-def test_what_python_takes_is_not_in_the_time_of_a_gpu_and_of_events_and_others_little(
+def test_times_of_a_gpu_leave_out_python_and_little_else(
     monkeypatch: pytest.MonkeyPatch, busy: float, launch: float, count: int
 ) -> None:
     gpu = Gpu(busy, launch, edge=5e-6)

@@ -70,7 +70,7 @@ def test_ever_larger_matrices_are_quantized_by_both() -> None:
     assert all(point.memory > point.elements for point in oracle.points)
 
 
-def test_sizes_are_timed_in_turn_and_of_inputs_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_timed_in_turn_with_inputs_outside_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[tuple[int, int]] = []
 
     def quantize(x: torch.Tensor, name: str) -> Quantized:

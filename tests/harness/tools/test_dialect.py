@@ -127,7 +127,7 @@ def test_packing_is_no_part_of_a_dialect(few):
     assert sentence(result).endswith("every byte of 6 inputs. The first of two elements is in the high nibble")
 
 
-def test_signs_of_nan_and_zero_and_dead_blocks_are_differences_by_class(few):
+def test_signs_of_nan_and_zero_and_dead_blocks_are_classes(few):
     def other(q):
         zero = (q.scales == 0).repeat_interleave(8, 1)
         low, high = q.codes & 0xF, q.codes >> 4

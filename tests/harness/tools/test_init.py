@@ -168,7 +168,7 @@ class Installed:
         (None, ""),
     ],
 )
-def test_the_action_is_the_repository_that_narrowgauge_comes_from(
+def test_the_action_is_the_repository_of_narrowgauge(
     source: dict[str, Any] | None, action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repository.metadata, "distribution", lambda name: Installed(source))

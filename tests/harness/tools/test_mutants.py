@@ -157,9 +157,7 @@ def test_two_of_one_name_and_none_at_all_are_refused(tmp_path: Path) -> None:
 # ---- the text of a kernel file, replaced within a process ----
 
 
-def test_a_replaced_text_is_compiled_into_its_own_folder_and_gone_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_text_is_compiled_into_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "scratch").mkdir()
     scales = torch.arange(12, dtype=torch.uint8).view(3, 4)
@@ -318,7 +316,7 @@ def test_a_mutant_of_a_module_is_killed_and_named(quick: list[Case]) -> None:
     assert result.detections.allclose
 
 
-def test_recorded_cases_run_first_and_are_enough_if_all_of_them_fail(few: list[Case]) -> None:
+def test_recorded_cases_run_first_and_suffice_if_all_fail(few: list[Case]) -> None:
     by_name = {case.id: case for case in few}
     failing, passing = by_name["swizzle/31x1/position"], by_name["swizzle/0x4/bytes"]
     mutant = made("    if (quad.row >= rows) return;")
@@ -434,9 +432,7 @@ def test_every_door_is_some_mutants() -> None:
     assert {mutant.door for mutant in ALL if mutant.of_module} == set(MODULE_DOORS)
 
 
-def test_what_is_known_to_fail_without_a_mutant_tells_nothing_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_failures_say_nothing_about_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the verdict, of the native kernels on a CPU alone."""
     given: list[str] = []
 
@@ -472,9 +468,7 @@ def test_the_command_runs_those_that_are_selected(tmp_path: Path) -> None:
     assert kept["mutants"][0]["name"] == "unswizzle-of-unpadded"
 
 
-def test_a_search_does_not_read_the_recorded_cases_and_writes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_ignores_the_recorded_cases_and_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "PATH", tmp_path / "recorded.json")
     arguments = ["cases/nvfp4_layout.toml", "-k", "unswizzle-of-unpadded", "-n", "1", "--report-dir", str(tmp_path)]
     for options in ([], ["--search"]):

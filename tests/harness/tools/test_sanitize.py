@@ -205,7 +205,7 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monk
 # What it runs.
 
 
-def test_a_watched_process_runs_the_cases_of_its_file_unguarded_until_the_gpu_answers_no_more(
+def test_a_watched_process_runs_unguarded_until_the_gpu_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = CASES_OF_A_FILE[:3]

@@ -75,7 +75,7 @@ def held(cases):
     return {part for case in cases for part in case_features(case)}
 
 
-def test_a_tenth_of_the_quick_tier_holds_everything_that_occurs_in_it(matrix, tenth):
+def test_a_tenth_of_the_quick_tier_has_every_feature(matrix, tenth):
     assert len(matrix) / 10 <= len(tenth) < len(matrix) / 10 + 1
     assert len({case.id for case in tenth}) == len(tenth)
     for of in (
@@ -107,7 +107,7 @@ def test_the_choice_depends_on_nothing_but_the_cases(matrix):
     assert taken == [case for case in part if case in taken]
 
 
-def test_a_share_too_small_for_everything_takes_what_holds_everything(matrix):
+def test_a_small_share_takes_the_cases_with_every_feature(matrix):
     part = matrix[::40]
     cover = soak_selection(part, 0.0)
     assert held(cover) == held(part)
@@ -191,7 +191,7 @@ def test_a_right_kernel_passes(folder):
     assert said(result) == "4 seeds from 1, 5 cases, 20 runs, 8 720 elements compared, 0 failures"
 
 
-def test_a_kernel_that_is_wrong_now_and_then_is_found_and_reproduced(folder):
+def test_a_kernel_that_is_sometimes_wrong_is_found(folder):
     arguments = ["soak", "--seeds", 12, "--from", 1, "-k", "normal and fp32", "--backend", "soak_kernels:Now"]
     result = narrowgauge(*arguments)
     assert result.exit_code == 1, result.output

@@ -58,7 +58,7 @@ def test_native_agrees_under_other_recipes(recipe: str) -> None:
     assert [step.wrong for step in train(task(recipe, 3))] == [[]] * 3
 
 
-def test_the_reference_agrees_with_itself_and_with_its_loss_of_the_same_weights() -> None:
+def test_the_reference_agrees_with_itself_and_with_its_loss() -> None:
     (step,) = train(task("Float8CurrentScaling", 1, backend="reference"))
     assert step.wrong == []
     assert step.compared > 1000
@@ -157,7 +157,7 @@ class Cutting(Faulty):
         ("Cutting", r"step 2: TransformerLayer gave y as torch.bfloat16 of shape \(2, 1, 32\), not .* \(2, 16, 32\)"),
     ],
 )
-def test_a_layer_that_fails_in_the_second_step_ends_its_training_there(fault: str, error: str) -> None:
+def test_a_layer_that_fails_in_the_second_step_ends_its_training(fault: str, error: str) -> None:
     steps = train(task("MXFP8BlockScaling", 3, backend=f"tests.harness.tools.test_train:{fault}", timeout=8.0))
     assert next(steps).wrong == []
     with pytest.raises(BackendError, match=error):
@@ -193,7 +193,7 @@ class Dying:
         raise AssertionError
 
 
-def test_a_process_that_dies_and_one_that_raises_cost_their_own_training() -> None:
+def test_a_process_that_dies_or_raises_costs_its_own_training() -> None:
     seen = []
     here = "tests.harness.tools.test_train"
     tasks = [
@@ -232,7 +232,7 @@ def test_an_interrupt_keeps_the_steps() -> None:
     assert second.steps == []
 
 
-def test_what_has_ended_is_said_and_kept_at_once_and_a_sigterm_loses_nothing(
+def test_ended_trainings_are_kept_at_once_and_survive_a_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = [task(None, steps, backend="reference", judged=False) for steps in (2, 1000, 1)]
@@ -258,7 +258,7 @@ def test_what_has_ended_is_said_and_kept_at_once_and_a_sigterm_loses_nothing(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_every_backend_begins_with_the_same_weights_that_the_seed_draws() -> None:
+def test_every_backend_begins_with_the_weights_of_the_seed() -> None:
     one, other = (dict(model(backend).named_parameters()) for backend in ("native", "reference"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)

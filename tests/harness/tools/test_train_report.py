@@ -46,7 +46,7 @@ def printed(trainings: list[Training], encoding: str = "utf-8") -> str:
         return raw.getvalue().decode(encoding)
 
 
-def test_a_corpus_is_made_by_its_seed_and_has_the_entropy_of_pairs() -> None:
+def test_a_corpus_has_its_seed_and_the_entropy_of_pairs() -> None:
     text = corpus.make(3, 500)
     assert text == corpus.make(3, 500)
     assert text != corpus.make(4, 500)

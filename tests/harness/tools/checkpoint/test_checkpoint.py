@@ -266,7 +266,7 @@ def test_one_wrong_code_is_found_with_its_place(tmp_path: Path) -> None:
     assert worst(result).first.startswith("row 11, column 9: code 0x")
 
 
-def test_calibrated_scales_are_given_and_codes_are_judged_under_them(tmp_path: Path) -> None:
+def test_calibrated_scales_are_given_and_codes_judged_under_them(tmp_path: Path) -> None:
     tensors, weight = samples.nvfp4("ModelOpt"), samples.weights()[f"{FIRST}.weight"]
     scales = tensors[f"{FIRST}.weight_scale"].view(torch.uint8)
     scales[::2] -= 1  # one step smaller, as a search for the least error may choose
