@@ -1,6 +1,6 @@
 """Argument checks: the reference and the native kernels raise the same error for the same mistake.
 
-Each row of a table is one mistake. Its error names the argument, its value or shape, and the remedy or the expected
+Each row of a table is a mistake. Its error names the argument, its value or shape, and the remedy or the expected
 value. The native kernels run on the CPU.
 """
 
@@ -25,11 +25,11 @@ from narrowgauge.spec.autocast import autocast
 from narrowgauge.spec.recipes import find_recipe
 
 Call = Callable[[Any], object]
-"""One call, of the ops module of a side."""
+"""A call of the ops module of a side."""
 
 
 class Row(NamedTuple):
-    """One mistake: the call, the exception that it raises, and parts of the message."""
+    """A mistake: the call, the exception that it raises, and parts of the message."""
 
     name: str
     call: Call
@@ -62,13 +62,13 @@ METHODS: dict[str, tuple[torch.Tensor, ...]] = {
     "quantize_both": (),
     "quantize_grouped": (torch.tensor([3]),),
 }
-"""The methods that quantize, and their arguments between x and the recipe: the sizes of sections, here one of X."""
+"""The methods that quantize, and their arguments between x and the recipe: sizes of sections, here a single section."""
 
 
 def every_method(
     name: str, x: torch.Tensor, recipes: Sequence[str], error: type[Exception], *fragments: str, **options: Any
 ) -> Iterator[Row]:
-    """One mistake in every method that quantizes, under each recipe. RECIPE in a fragment is the name of the recipe."""
+    """A mistake in every method that quantizes, under each recipe. RECIPE in a fragment is the name of the recipe."""
     for used, (method, sizes) in product(recipes, METHODS.items()):
         given = options
         if method == "quantize_both" and "amax" in options:
@@ -599,7 +599,7 @@ def test_an_error_of_shards_names_process_extent_and_remedy(mistake: Row) -> Non
 
 
 def test_every_check_has_a_row() -> None:
-    """The tracebacks of all rows contain every function of the two modules but those that raise nothing."""
+    """The tracebacks of all rows contain every function of the two modules, except functions that raise nothing."""
     modules = (arguments, module_arguments)
     checks = {
         name

@@ -1,4 +1,4 @@
-"""Autocast: recipes that nest, in one thread, and recomputation under the recipe of the first forward."""
+"""Autocast: recipes that nest, in a thread, and recomputation under the recipe of the first forward."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_encode_agrees_with_ml_dtypes(fmt: Format) -> None:
 
 
 def test_encode_agrees_with_ml_dtypes_on_e8m0() -> None:
-    """Where ml_dtypes rounds to nearest even: not on ties, which it takes up, and not between 2^-127 and 2^-126."""
+    """Where ml_dtypes rounds to nearest even: not on ties, which go up, and not between 2^-127 and 2^-126."""
     x = every_input(E8M0)
     x = x[(x >= 2.0**-126) & (x.view(np.int32) & 0x7FFFFF != 0x400000)]
     with np.errstate(all="ignore"):
@@ -208,14 +208,14 @@ def test_encode_agrees_with_ml_dtypes_on_e8m0() -> None:
 def test_encode_agrees_with_gfloat(gfloat: ModuleType, fmt: Format, saturate: bool) -> None:
     x = every_input(fmt)
     x = x[~np.isnan(x)]
-    if fmt.nan_code is None:  # gfloat has no infinity there
+    if fmt.nan_code is None:  # gfloat has no infinity here
         x = x[np.isfinite(x)]
     if not fmt.signed:  # gfloat encodes neither negative numbers nor any below the smallest
         x = x[x >= 2.0**-127]
     info = gfloat_format(gfloat, fmt)
     theirs = gfloat.encode_ndarray(info, gfloat.round_ndarray(info, x.astype(np.float64), sat=saturate))
     ours = codes_of(x, fmt, saturate=saturate)
-    if fmt == E4M3 and not saturate:  # gfloat's NaN is 0xFF, whatever the sign
+    if fmt == E4M3 and not saturate:  # gfloat's NaN is 0xFF for either sign
         ours = np.where(ours == 0x7F, 0xFF, ours)
     np.testing.assert_array_equal(ours, theirs)
 
@@ -228,7 +228,7 @@ def test_encode_agrees_with_exact_fractions_at_every_boundary(fmt: Format) -> No
 
 @saturating_or_not(ALL)
 def test_encoding_a_decoded_code_gives_it_back(fmt: Format, saturate: bool) -> None:
-    """Except that every NaN gives the canonical one, and an infinity that saturates the largest finite code."""
+    """Except: every NaN gives the canonical NaN, and an infinity that saturates the largest finite code."""
     codes = torch.from_numpy(all_codes(fmt))
     expected = codes.clone()
     for code, value in enumerate(fmt.values):
@@ -250,7 +250,7 @@ def test_encode_keeps_the_shape_and_the_input(fmt: Format) -> None:
     assert torch.equal(bits(x), bits(before))
 
 
-# The policies of encode's docstring, where oracles differ.
+# The policies of encode's docstring, if oracles differ.
 
 NAN = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
 
@@ -263,7 +263,7 @@ def test_nan_of_any_sign_and_payload_is_the_canonical_nan(fmt: Format, saturate:
 
 @formats(ALL)
 def test_all_sixteen_leading_bits_round_to_the_nearest_code(fmt: Format) -> None:
-    """The first bits decide but for ties, which the last ones break: none, one, all but one, all, and those beside
+    """The first bits decide except for ties, which the last bits break: 0, 1, all but 1, all, and the bits beside
     the middle."""
     words = torch.arange(1 << 16).unsqueeze(1) << 16
     lasts = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])

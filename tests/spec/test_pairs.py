@@ -1,4 +1,4 @@
-"""Which operands can be multiplied: every pair of named recipes, and the sentence where they cannot."""
+"""Operands that can be multiplied: every pair of named recipes, and the sentence for impossible pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kind(recipe: Recipe) -> str:
 
 
 def may(a: Recipe, b: Recipe) -> bool:
-    """The rule in other words: one family, and in it what Transformer Engine and cuBLAS multiply."""
+    """The rule in different words: a single family, and the products of Transformer Engine and cuBLAS in it."""
     if kind(a) != kind(b):
         return False
     if kind(a) == "mx":  # any elements, rows or tiles, any rule for the exponent

@@ -1,4 +1,4 @@
-"""Recipes: names, dialects, errors, and that no option is without effect."""
+"""Recipes: names, dialects, errors, and no option without effect."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def test_a_scale_that_rounds_to_the_dtype_of_x_must_be_told_it() -> None:
         tensor_scale(torch.ones(1), find_recipe("nvfp4@compressed-tensors"))
 
 
-# Every option that can be chosen changes bytes on some input.
+# Every choice of an option changes bytes on some input.
 
 
 def ties() -> torch.Tensor:
@@ -357,7 +357,7 @@ def options() -> dict[str, tuple[str | int, ...]]:
     return {f.name: get_args(hints[f.name]) for f in dataclasses.fields(Recipe) if get_origin(hints[f.name]) is Literal}
 
 
-# What else a value of a field has to have beside it, and what all values of a field have beside them.
+# Further choices required by a value of a field, and by all values of a field.
 ENC, DEC, ONE = "x*(1/(s*(1/enc)))", "x*((1/dec)/s)", {"tensor_scale": "none", "decode": "s", "alpha": "1"}
 OTHERS: dict[str, dict[str | int, dict[str, Any]]] = {
     "tensor_scale": {
@@ -403,8 +403,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-# Recipes that all values, or some values, of a field are tried in, and what these have beside them; the rest in nvfp4.
-# Of block scales and roundings of scales, those that belong to a format of scales are told apart in one recipe of it.
+# Recipes in which all values, or some values, of a field are tried, with further required choices; else nvfp4.
+# Block scales and roundings of scales that belong to a format of scales are tried in a recipe of this format.
 DECODE_SCALE = {"largest_scale": "float32", "block_scale": "amax/max", "element_scale": "x/s", "zero_scale": "infinity"}
 DOWN = {"scale_rounding": "down"}  # up, 448·2^k rounds the same by a product and by a quotient
 ELSEWHERE: dict[str, tuple[str, dict[str | int, dict[str, Any]]]] = {
@@ -442,11 +442,11 @@ def with_value(field: str, value: str | int) -> Recipe:
     return dataclasses.replace(find_recipe("nvfp4"), **(beside | {field: value}))
 
 
-# Inputs on which all values of a field part. Each gives bytes.
+# Inputs that separate all values of a field. Each gives bytes.
 
 
 def everything(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """All that `quantize` gives, as bytes."""
+    """All results of `quantize`, as bytes."""
     words = torch.full((x.shape[0], -(-x.shape[1] // 4)), -1, dtype=torch.int32)
     scale = torch.tensor([5.0]) if recipe.tensor_scale == "given" else None
     q = quantize(x, recipe, scale=scale, random=words if recipe.rounding == "stochastic" else None)
@@ -462,12 +462,12 @@ def test_a_block_of_zeros_has_the_scale_that_its_choice_says() -> None:
 
 
 def random_matrix() -> torch.Tensor:
-    """bfloat16, whose elements lie on ties."""
+    """bfloat16 elements on ties."""
     return torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
 def limits(recipe: Recipe) -> torch.Tensor:
-    """The tensor scales of amaxes that have no proper one."""
+    """The tensor scales of amaxes that are 0, infinite or NaN."""
     found = []
     for amax in (0.0, 1e-13, 1e-40, float("inf"), float("nan")):
         try:
@@ -498,7 +498,7 @@ def exponents(recipe: Recipe) -> torch.Tensor:
 
 
 def both_halves(recipe: Recipe) -> torch.Tensor:
-    """Codes and scales of the columnwise half as they lie."""
+    """Codes and scales of the columnwise half as stored."""
     _, column = quantize_both(random_matrix(), recipe)
     assert column is not None
     return torch.cat([column.codes.flatten(), column.scales.flatten()])
@@ -512,7 +512,7 @@ def small_blocks(recipe: Recipe) -> torch.Tensor:
 
 
 def elements(*values: float) -> torch.Tensor:
-    """A row whose elements are `values` once they are scaled: amax 2688, scales 448."""
+    """A row with the scaled elements `values`: amax 2688, scales 448."""
     return torch.tensor([[6.0, *values, *[0.0] * (15 - len(values))]]) * 448
 
 
@@ -537,7 +537,7 @@ def any_elements(recipe: Recipe) -> torch.Tensor:
 
 
 def roundings(recipe: Recipe) -> torch.Tensor:
-    """Ties, a near tie, and a block whose scale of 2^-9 is so far below amax/6 that an element comes to 8.7."""
+    """Ties, a near tie, and a block with a scale of 2^-9 so far below amax/6 that an element becomes 8.7."""
     x = torch.cat([elements(0.75, 1.25, 5.0, -1.75, 0.75 - 3e-7), torch.full((1, 16), 6 * 1.45 * 2.0**-9)])
     return everything(x, recipe)
 
@@ -579,7 +579,7 @@ WITNESSES: dict[str, Callable[[Recipe], torch.Tensor]] = {
 
 
 def same_bytes(outputs: dict[Any, torch.Tensor]) -> list[tuple[Any, ...]]:
-    """The pairs whose outputs are equal."""
+    """The pairs with equal outputs."""
     return [pair for pair in combinations(outputs, 2) if torch.equal(*(outputs[value] for value in pair))]
 
 
@@ -613,7 +613,7 @@ def test_options_of_float32_scales_give_their_own_bytes(name: str) -> None:
 
 
 def test_every_choice_of_a_delayed_rule_changes_the_scales() -> None:
-    """Two tensors, one of which saw nothing."""
+    """Two tensors, of which the first has no amax."""
     history, scale = torch.tensor([[3.0, 0.0], [7.0, 7.0], [1.0, 2.0]]), torch.ones(2)
     outputs = {}
     for algorithm, margin, kernel in product(("max", "most-recent"), (0, 1), ("single", "bulk")):

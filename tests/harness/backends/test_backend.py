@@ -289,7 +289,7 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
             cached.cache_clear()
 
 
-# What a backend declares.
+# Declarations of a backend.
 
 DECLARED = (
     "{'transform': 'butterfly'}, {'gemm': 'sequential' | 'blocks' | 'tree' | 'split-<n>' | 'aligned-<F>-<W>' | "

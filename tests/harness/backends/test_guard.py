@@ -1,4 +1,4 @@
-"""Guard zones and poison: what a backend writes, reads or leaves where it should not."""
+"""Guard zones and poison: writes and reads outside of tensors, and unwritten elements."""
 
 import ctypes
 import sys
@@ -61,7 +61,7 @@ def put(tensor, offset, data=b"\x01\x02\x03"):
     ctypes.memmove(tensor.data_ptr() + offset, data, len(data))
 
 
-# Where it writes.
+# Places of writes.
 
 
 @every_allocation
@@ -145,7 +145,7 @@ def test_writes_round_an_input_are_seen():
 
 
 def test_tensors_of_nothing():
-    # torch gives them the address 0, so that a write through it is a crash, which is another verdict.
+    # torch gives empty tensors the address 0: a write is a crash, a verdict of its own.
     guard, out = within(torch.empty_like, x=torch.empty(0, 4))
     assert (out.shape, out.data_ptr()) == ((0, 4), 0)
     assert said(guard) == []
@@ -211,7 +211,7 @@ def test_an_input_of_nan_is_unchanged():
     assert said(guard) == []
 
 
-# What is not its business.
+# Unguarded memory.
 
 
 def test_operations_that_allocate_for_themselves_are_left_alone():
@@ -460,7 +460,7 @@ def test_inputs_keep_their_offset_and_equal_inputs_share_memory() -> None:
 
 
 def test_a_guard_imports_no_compiler(monkeypatch):
-    """Its import takes a second of each kernel host. A backend that imports it gets torch's own wrapper."""
+    """The import takes a second of each kernel host. A backend that imports it gets torch's own wrapper."""
     wrapped = vars(Guard.__torch_dispatch__.__wrapped__)
     monkeypatch.setitem(wrapped, "__dynamo_disable", None)
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)

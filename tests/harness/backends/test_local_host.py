@@ -85,7 +85,7 @@ def test_a_prepared_run_tells_what_its_calls_wrote(spoil: Any, zones: list[str],
         host.call("transform", given["x"])
         out = torch.empty(16, dtype=torch.uint8)
     kept = run.keep({"out": out})["out"]
-    assert kept.tolist() == [POISON[0]] * 16  # memory that nobody wrote
+    assert kept.tolist() == [POISON[0]] * 16  # unwritten memory
     kept.zero_()
     assert out[0] == POISON[0]
     assert run.seconds > 0
@@ -148,7 +148,7 @@ def test_the_end_of_a_case_names_an_error_of_the_gpu(
     assert not remaining
 
 
-# What a method takes, and where it failed.
+# Accepted arguments, and places of errors.
 
 
 class _Methods:
@@ -195,7 +195,7 @@ def test_an_optional_keyword_that_a_method_lacks(method: str, options: Any, erro
 
 
 def test_an_error_names_the_line_of_the_backend() -> None:
-    """Not the line of the standard library, and not of this project, where the backend called it."""
+    """The line of the backend, and no line of the standard library or of this project."""
     host = LocalHost("own", SimpleNamespace(transform=_Methods().transform, quantize=_asks_the_reference))
     with pytest.raises(BackendError, match=r"JSONDecodeError: .* \(at test_local_host\.py:\d+\)$"):
         host.call("transform", "x", "nvfp4")

@@ -1,4 +1,4 @@
-"""Modules as trainings use them: right modules of several designs pass, and wrong ones fail with their cause."""
+"""Uses of modules in a training: right modules of several designs pass, and wrong modules fail with their cause."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Hooks(torch.nn.Module):
 
 
 class EvaluationsCountNot(modules.Linear):
-    """A forward under no_grad leaves the history as it is."""
+    """A forward under no_grad leaves the history unchanged."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.counts = torch.is_grad_enabled()
@@ -200,7 +200,7 @@ def test_a_forward_without_gradients_may_move_the_history_or_not() -> None:
         assert (record.verdict, record.message) == ("pass", "")
         compared = {entry["stage"] for entry in record.stages if entry["compared"]}
         assert compared >= {"step 1 probe y", "step 1 y", "step 2 probe y", "step 2 y", "step 2 dw"}
-        assert ("step 2 history" in compared) == (module is modules.Linear)  # else nobody knows what it was before
+        assert ("step 2 history" in compared) == (module is modules.Linear)  # else the history before is unknown
 
 
 # Wrong modules.
@@ -222,7 +222,7 @@ class QuantizesOncePerBackward(modules.Linear):
 
 
 class HiddenCache(QuantizesOncePerBackward):
-    """Reports the fresh weight, and multiplies by the cached one."""
+    """Reports the fresh weight, and multiplies by the cached weight."""
 
     def observe(self, name: str, value: Any) -> None:
         if name == "w":
@@ -231,7 +231,7 @@ class HiddenCache(QuantizesOncePerBackward):
 
 
 class OneBuffer(SavesCodes):
-    """The saved input of every pass is that of the newest."""
+    """The saved input of every pass is the input of the newest pass."""
 
     def weight_gradient(self, dy: Any, x: Any) -> Any:
         return super().weight_gradient(dy, self.newest)
@@ -242,7 +242,7 @@ class OneBuffer(SavesCodes):
 
 
 class Replaces(SavesCodes):
-    """`backward_dw` writes the gradient, and adds to nothing."""
+    """`backward_dw` writes the gradient, and adds no earlier gradient."""
 
     def backward_dw(self) -> None:
         for operands in self.delayed:
@@ -251,7 +251,7 @@ class Replaces(SavesCodes):
 
 
 class KeepsOne(SumsInFloat32):
-    """There is room for a single pending gradient."""
+    """The module holds a single pending gradient."""
 
     def backward_dw(self) -> None:
         del self.delayed[:-1]

@@ -1,4 +1,4 @@
-"""What a backend offers: cases in its dialects, within its constraints."""
+"""The offer of a backend: cases in its dialects, within its constraints."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What is said of results of doors that are none, and what is taken as it is."""
+"""Invalid results of methods have a message, and valid results are used without a change."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -111,7 +111,7 @@ def test_a_result_may_not_be(give, message):
     assert str(raised.value) == message
 
 
-# Results of the other doors.
+# Results of the remaining methods.
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_columnwise_sections_that_are_too_short():
         as_sections(replace(q, codes=q.codes[:-1]), X, SIZES, NVFP4, columnwise=True)
 
 
-# Tensors of one byte.
+# Tensors with elements of a byte.
 
 
 def test_bytes_may_have_another_dtype_of_one_byte():
@@ -233,7 +233,7 @@ def test_bytes_may_have_another_dtype_of_one_byte():
     assert torch.equal(out, reference.swizzle(scales))
 
 
-# Recipes other than NVFP4: float32 scales, halves that are stored as the elements of x lie, a scale that is given.
+# Recipes other than NVFP4: float32 scales, halves stored in the layout of x, a given scale.
 
 OTHERS = [
     "mxfp8-e4m3", "mxfp8-2d", "mxfp6-e2m3", "mxfp4", "fp8-block-1x128-e4m3-pow2", "fp8-block-128x128-e4m3-fp32",

@@ -1,4 +1,4 @@
-"""What lies on one device and runs on another: every tensor is carried, and nothing else is touched."""
+"""Tensors on a device for a backend on a second device: every tensor is carried, and no further value is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.native.gpu import DEVICE, needs_gpu
 
 META = torch.device("meta")
-"""A device that every machine has."""
+"""A device of every machine."""
 
 
 def test_every_tensor_is_carried() -> None:
@@ -28,7 +28,7 @@ def test_every_tensor_is_carried() -> None:
     other = SimpleNamespace(codes=x, scales=x, amax=None, note="kept")
     value = {"a": [x, (q, None)], "grouped": grouped, "other": other, "seed": (3, 5), "rule": find_recipe("nvfp4")}
     there = to_device(value, META)
-    # x; codes, scales, amax and tensor scale of q; those and sizes of the grouped one; codes and scales of the other.
+    # x; codes, scales, amax, tensor scale of q; the same and sizes of the grouped operand; codes, scales of the third.
     assert len(list(tensors_in(value))) == len(list(tensors_in(there))) == 1 + 4 + 5 + 2
     assert {tensor.device for tensor in tensors_in(there)} == {META}
     assert {tensor.device.type for tensor in tensors_in(value)} == {"cpu"}
@@ -76,7 +76,7 @@ def test_a_backend_is_given_what_lies_where_it_runs() -> None:
         doors.call("transform", torch.ones(2, 2), find_recipe("nvfp4-rht"), scale=torch.ones(1))
     assert seen == [META, META]
     there = torch.ones(2, 2, device=META)
-    assert doors.call("transform", there, find_recipe("nvfp4-rht"), scale=there).device.type == "cpu"  # as it gave it
+    assert doors.call("transform", there, find_recipe("nvfp4-rht"), scale=there).device.type == "cpu"  # as given
 
 
 @needs_gpu
@@ -104,7 +104,7 @@ def test_a_case_is_the_same_wherever_it_is_judged(case, monkeypatch) -> None:
         monkeypatch.setattr("narrowgauge.harness.cases.cost.SMALL", small)
         monkeypatch.setattr("narrowgauge.harness.cases.cost.SMALL_MODULE", small)
         records.append(run_case(case, load_backend("native", DEVICE), device=DEVICE).to_dict())
-    # What quantizing costs, in no verdict, is of float64 sums, which two devices add in two orders.
+    # The cost of quantizing, for information, is of float64 sums, and two devices add in two orders.
     free = {name for name in records[0] if name.startswith(("seconds", "bytes"))} | {"accuracy"}
     here, there = ({n: v for n, v in r.items() if n not in free} for r in records)
     assert here == there

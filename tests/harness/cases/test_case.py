@@ -1,4 +1,4 @@
-"""Case files: what they expand to, what is selected, what a mistake says, and the committed matrix itself."""
+"""Case files: expansion, selection, messages for mistakes, and the committed matrix."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Case files that cost memory or time, or that read like another case: each is one clear error."""
+"""Case files that cost memory or time, or that look like a different case: each is a single clear error."""
 
 import os
 
@@ -65,7 +65,7 @@ MALICIOUS = {
     "long margin": (matrix(recipe="fp8-delayed-e4m3-margin" + "9" * 50), "no recipe is called"),
     "arabic eps": (matrix(recipe="fp8-current-e4m3-eps١"), "no recipe is called"),
     "long recipe": (matrix(recipe="nvfp4" * 390), "no recipe is called"),
-    # Values of another kind.
+    # Values of a wrong kind.
     "table for a recipe": (matrix(recipe=None) + "recipe = {a = 1}", "recipe is {'a': 1}, not a recipe's name"),
     "list of lists": (wrapped(matrix(recipe=[["nvfp4"] * 300])), "characters), not a recipe's name"),
     "date": (matrix(dtype=None) + "dtype = 1979-05-27", "dtype is datetime.date(1979, 5, 27); it can be"),

@@ -1,4 +1,4 @@
-"""The memory that a case needs, and what a process keeps of a GPU between cases."""
+"""The memory of a case, and the memory of a GPU that a process keeps between cases."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_case_that_does_not_fit_says_so_before_it_starts(device, where, monkey
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 0)
     record = run_case(LARGE, backend(quantize=nothing_runs), device=device)
-    assert record.verdict == "error"  # of which neither a run nor a gate is green
+    assert record.verdict == "error"  # no run and no gate passes with an error
     assert record.message == (
         f"does not fit: 32768x32768 needs about 45.1 GB, and {where} has 12.3 GB free; fewer processes (-n), nothing "
         "else beside them, or a smaller shape"
@@ -75,7 +75,7 @@ def test_a_case_that_fits_says_nothing(monkeypatch) -> None:
     monkeypatch.setattr(memory, "room", lambda home: needed(LARGE) - 1)
     assert shortage(LARGE, "cpu")
     monkeypatch.setattr(memory, "room", nothing_runs)
-    assert shortage(CASE, "cpu") == ""  # nobody is asked for the memory of a small one
+    assert shortage(CASE, "cpu") == ""  # a small case asks for no memory
 
 
 def test_what_is_needed_grows_with_operands_outputs_and_steps() -> None:

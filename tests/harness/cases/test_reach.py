@@ -64,7 +64,7 @@ class Recorder:
 
 
 def kinds(case: Case) -> list[tuple[object, ...]]:
-    """What decides the keywords of a case: its operation and usage, with each option or a property of its recipe."""
+    """Properties that decide the keywords of a case: operation, usage, and each option or property of its recipe."""
     recipes = [find_recipe(name) for name in (*case.recipe_names, getattr(case, "out_recipe", None)) if name]
     options = [choice for recipe in recipes for choice in (recipe.tensor_scale, recipe.rounding)]
     optional = (key for key in keys_of(type(case)) if not key.required and key.name not in ("view", "layout"))
@@ -91,7 +91,7 @@ SIDES = {
 }  # fmt: skip
 """Sides of the shapes of each operation."""
 PATHS = (4096, 8192, 16384)
-"""Sizes from which on kernels take other paths."""
+"""Sizes from which on kernels take a different path."""
 GRID = 65535
 """Blocks of threads in the second and third direction of a grid."""
 TILE = 128

@@ -34,12 +34,12 @@ def judged(shape, generate):
 
 
 def placed(change):
-    """A generator that moves the bytes of Philox in memory order."""
+    """A generator with the bytes of Philox in memory order."""
     return lambda shape, seed, offset: change(philox(shape, seed, offset).flatten()).view(shape)
 
 
 def stream(step):
-    """A generator that begins each call `step` elements on in one stream."""
+    """A generator with a single stream, `step` elements further on in each call."""
 
     def generate(shape, seed, offset):
         size = shape[0] * shape[1]

@@ -1,4 +1,4 @@
-"""Rule 1: byte for byte. What differs, what does not, and how far."""
+"""Rule 1: byte for byte. Differing elements, equal elements, and distances."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def codes(actual, expected, fmt=E4M3):
 
 
 def one_of(value: float, dtype: torch.dtype) -> torch.Tensor:
-    """(2, 3) of ones with `value` at row 1, column 2."""
+    """Ones (2, 3) with `value` at row 1, column 2."""
     x = torch.ones(2, 3, dtype=dtype)
     x[1, 2] = value
     return x
@@ -133,7 +133,7 @@ def test_codes_of_zero_with_the_other_sign_differ():
 
 
 def test_codes_of_nan_are_bytes_too():
-    # 0xFF and 0x7F are both NaN of E4M3; the recipe names one of them.
+    # 0xFF and 0x7F are both NaN of E4M3; the recipe names a single NaN.
     result = codes(torch.tensor([[0xFF, 1]], dtype=torch.uint8), torch.tensor([[0x7F, 1]], dtype=torch.uint8))
     assert (result.mismatches, result.max_ulp) == (1, 254)
 

@@ -88,7 +88,7 @@ def test_a_single_row_or_column_is_not_where_something_is():
 )
 def test_how_far(low, high, how_far):
     wrong = wrong_at((4, 4), (0, 0), (1, 1))
-    distance = torch.full((4, 4), 77777)  # of what is right, which does not count
+    distance = torch.full((4, 4), 77777)  # of right elements, which do not count
     distance[0, 0], distance[1, 1] = low, high
     assert said(wrong, distance) == f"2 of 16 codes differ, {how_far}, the first at row 0, column 0"
 

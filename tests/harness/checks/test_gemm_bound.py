@@ -1,4 +1,4 @@
-"""Rule 2: a sum is right where a correct order of summation can give it, and nowhere else."""
+"""Rule 2: a sum is right if a correct order of summation can give it, and only then."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ def limits_of(out=torch.float32, family="normal", **options):
 
 
 def mixed(out, **options):
-    """Bounds with elements of tier 0 and of tier 2: some rows of x are short of values, the others round."""
+    """Bounds with elements of tier 0 and of tier 2: some rows of x have few values, the remaining rows round."""
     m, k, n = 16, 1024, 24
     x = generate("rounding", Draw("x"), (m, k), torch.bfloat16, "x", find_recipe("nvfp4"))
     x[::2, 32:] = 0
@@ -55,7 +55,7 @@ def neighbour(x, up):
 
 
 def one(limits, where, value):
-    """The expected output with `value` of the first element of `where`, and that element's place."""
+    """The expected output with `value` at the first element of `where`, and the place of this element."""
     row, column = (int(i) for i in where.nonzero()[0])
     actual = limits.expected.clone()
     actual[row, column] = value[row, column]
@@ -198,7 +198,7 @@ def test_an_infinity_is_not_within_a_finite_bound(wrong):
 
 
 def infinite_alpha(signs):
-    """Bounds under an infinite α of one product each of these signs; their sums are exact."""
+    """Bounds under an infinite α, a product for each of these signs; the sums are exact."""
     x = torch.zeros(len(signs), 16)
     x[:, 0] = torch.tensor(signs)
     a, b = reference.quantize(x, "nvfp4"), reference.quantize(torch.ones(1, 16), "nvfp4")
@@ -222,7 +222,7 @@ def test_an_infinite_alpha_has_one_result_where_the_sum_is_exact():
 
 
 def test_an_infinite_alpha_of_an_uncertain_sign_is_free():
-    # The halves of K cancel but for one small product, which is less than the sum's rounding.
+    # The halves of K cancel except for a small product below the rounding of the sum.
     x = torch.full((1, 4096), 6.0)
     x[:, 2048:], x[:, :16], x[:, 2048:2064] = -6.0, 2.0**-6, 0.0
     a, b = reference.quantize(x, "nvfp4"), reference.quantize(torch.ones(1, 4096), "nvfp4")

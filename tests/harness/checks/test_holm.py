@@ -1,4 +1,4 @@
-"""Holm's steps: the tests of a run share its false alarms, and a wrong stage says which of them rejected."""
+"""Holm's steps: the tests of a run share its false alarms, and a wrong stage names the rejecting tests."""
 
 import math
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_all_stages_of_a_case_decide_together():
     level = math.log(FALSE_ALARM)
     found = stages(level - 2, level - 0.5, 0.0)
     decide(found)
-    assert [s.sentence for s in found] == ["test 0: odd, p <= 1e-9", "", ""]  # 1e-9/3 is passed by one of them
+    assert [s.sentence for s in found] == ["test 0: odd, p <= 1e-9", "", ""]  # a single test passes 1e-9/3
     assert found[0].figures == {"p_value": pytest.approx(3 * FALSE_ALARM * math.exp(-2))}
     found = stages(level - 2, level - 1, level - 0.5)
     decide(found)

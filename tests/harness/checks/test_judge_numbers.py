@@ -78,7 +78,7 @@ def test_every_code_and_its_neighbour_are_one_step_apart(fmt):
     for one, other in ((below, above), (above, below)):
         result = codes(one, other, fmt)
         assert (result.compared, result.mismatches, result.max_ulp) == (fmt.codes - 1, fmt.codes - 1, 1)
-        by = "by up to 1 step" if zeros else "each by 1 step"  # +0 and -0 differ by none
+        by = "by up to 1 step" if zeros else "each by 1 step"  # +0 and -0 differ by 0 steps
         assert result.sentence.startswith(f"{fmt.codes - 1} of {fmt.codes - 1} codes differ, {by}")
         assert len(places(result)) == fmt.codes - 1
     assert len(zeros) == (fmt.signed and fmt.negative_zero)
@@ -92,7 +92,7 @@ def test_every_code_equals_itself_and_no_other(fmt):
     for code in range(0, fmt.codes, 7 if fmt.bits == 8 else 1):
         result = codes(every.view(1, -1), torch.full((1, fmt.codes), code, dtype=torch.uint8), fmt)
         assert places(result) == [(0, other) for other in range(fmt.codes) if other != code]
-        # From one side of zero to the other there are two zeros and one step between their neighbours.
+        # Between both sides of zero lie two zeros, and a step between their neighbours.
         farthest = max(
             abs(rank[other] - rank[code])
             - (fmt.signed and fmt.negative_zero and (rank[other] < zero) != (rank[code] < zero))
@@ -152,7 +152,7 @@ def words(dtype):
 
 
 def wrong_words(result):
-    """Of each word, whether it is wrong."""
+    """Whether each word is wrong."""
     return [False] * (1 << 16) if result.wrong_elements is None else result.wrong_elements.view(-1).tolist()
 
 
@@ -163,7 +163,7 @@ def test_every_16_bit_float_equals_itself_and_not_the_next(dtype):
     result = floats(x.view(torch.int16).add(1).view(dtype), x)
     nan = [isnan(number) for number in values]
     assert wrong_words(result) == [not (nan[word] and nan[(word + 1) & 0xFFFF]) for word in range(1 << 16)]
-    # A step to the next word is a step of the value, but from the last NaN of one sign to a zero of the other.
+    # A step to the next word is a step of the value, except from the last NaN of a sign to the zero of the second sign.
     steps = floats(x.view(torch.int16).add(1).view(dtype)[:127], x[:127])
     assert (steps.max_ulp, steps.mismatches) == (1, len(places(steps)))
 
@@ -193,7 +193,7 @@ LIMITS = {
 
 
 def limits_of(shape, dtype, ends, expected, fused, exact, zero_sum, undetermined):
-    """Bounds of outputs that are all of one kind."""
+    """Bounds of outputs of a single kind."""
 
     def full(number, kind=dtype):
         return torch.full(shape, number, dtype=kind)
@@ -237,7 +237,7 @@ def test_every_16_bit_float_against_a_bound(kind, dtype):
 
 @every_dtype
 def test_one_step_inside_and_outside_an_interval(dtype):
-    """Ends 1 and 1.5; the steps are those of the bits, which struct would count too."""
+    """Ends 1 and 1.5; the steps are steps of the bits, as struct would count them too."""
     ends = torch.tensor([1.0, 1.5], dtype=dtype)
     limits = limits_of((1, 1), dtype, (1.0, 1.5), 1.25, 1.25, False, False, False)
     for end, outward in ((0, -1), (1, 1)):

@@ -1,4 +1,4 @@
-"""The interval of a rotated value holds what every order of summation gives, and no more than it must."""
+"""The interval of a rotated value holds the results of every order of summation, and is as narrow as proved."""
 
 import math
 from fractions import Fraction
@@ -60,7 +60,7 @@ def test_no_order_or_tree_of_additions_leaves_it(group, family):
 
 
 def test_thousands_of_trees_of_hard_sums():
-    """Two large terms that cancel and others far below: every tree rounds in its own way."""
+    """Two large terms that cancel and much smaller terms: every tree rounds differently."""
     generator = torch.Generator().manual_seed(7)
     spread = matrix("spread", 512, 16)
     seen = set()
@@ -87,7 +87,7 @@ def exact(row: list[float], column: int, group: int) -> tuple[Fraction, Fraction
 @pytest.mark.parametrize("family", ["normal", "spread", "subnormal", "tiles"])
 @pytest.mark.parametrize("group", [4, 16, 32])
 def test_it_is_as_narrow_as_the_rule_says(group, family):
-    """In rationals: the ends are v ± (n - 1)·u·A, one float32 outward at most, rounded to bfloat16; v where exact."""
+    """In rationals: the ends are v ± (n - 1)·u·A, at most a float32 outward, rounded to bfloat16; v for exact sums."""
     x = matrix(family, 4, 128)
     interval = rotated_interval(x, rotating_recipe(group))
     for row in range(4):
@@ -164,7 +164,7 @@ def test_a_sum_that_overflows_to_one_infinity_is_never_nan():
     assert bool((certain & (interval.upper == torch.inf)).any())
     assert bool((infinite & ~certain & ~interval.undetermined & seen).any())
     assert int(interval.undetermined.sum()) > 100
-    assert bool(seen[interval.undetermined].float().mean() > 0.5)  # it is no wider than it must be
+    assert bool(seen[interval.undetermined].float().mean() > 0.5)  # no wider than necessary
     neighbours = (interval.lower == torch.finfo(torch.bfloat16).max) & (interval.upper == torch.inf)
     assert not bool(neighbours.any())
 

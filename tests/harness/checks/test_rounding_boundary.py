@@ -25,7 +25,7 @@ ROTATED = case_from_labels("quantize", "nvfp4-rht", (64, 128), "bf16", "normal")
 
 
 def of_any_order(values: torch.Tensor) -> torch.Tensor:
-    """Added up in an order that another call does not have, but the same in both runs of one case."""
+    """Added up in an order that differs between calls, and is the same in both runs of a case."""
     order = torch.randperm(values.shape[-1], generator=torch.Generator().manual_seed(of_any_order.seed))
     return in_turn(values[..., order])
 
@@ -48,7 +48,7 @@ def stage(record, name):
 @pytest.mark.parametrize("family", families_of("transform"))
 @pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-rht2", "nvfp4-rht-nosign", "nvfp4-rht128"])
 def test_any_order_of_a_rotation_passes(name, family):
-    add = (in_turn, by_halves)[len(name + family) % 2]  # the other one for other families
+    add = (in_turn, by_halves)[len(name + family) % 2]  # the second order for half of the families
     record = run_case(replace(TRANSFORM, recipe=name, inputs=family), backend(**rotating(add)))
     assert (record.verdict, record.message) == ("pass", "")
     assert stage(record, "output")["rule"] == "boundary"
@@ -59,7 +59,7 @@ def test_any_order_of_a_rotation_passes(name, family):
 @pytest.mark.parametrize("family", families_of("transform"))
 @pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht-sr", "nvfp4-rht128", "nvfp4-rht4"])
 def test_any_order_before_a_quantize_passes(name, family):
-    of_any_order.seed = len(name + family)  # another for each
+    of_any_order.seed = len(name + family)  # a different seed for each
     record = run_case(replace(ROTATED, recipe=name, inputs=family), backend(**rotating(of_any_order)))
     assert (record.verdict, record.message) == ("pass", "")
 
@@ -87,7 +87,7 @@ def test_scales_and_codes_that_the_order_decides_are_excused(monkeypatch, name):
         record = run_case(case, backend(**rotating(of_any_order)))
         assert (record.verdict, record.message) == ("pass", "")
         assert stage(record, "codes")["excused"] > 20
-        if "2d" not in name:  # where a tile of 16 rows has one amax
+        if "2d" not in name:  # a tile of 16 rows has a single amax
             assert stage(record, "scales")["excused"] > 0
         assert 1e-4 < record.excused_share < 0.1
     record = run_case(case, backend(**rotating(), declares={"transform": "butterfly"}))
@@ -114,7 +114,7 @@ def test_the_declared_order_is_held_to_its_bytes():
 
 
 def rounding_twice(values: torch.Tensor) -> torch.Tensor:
-    """Halves rounded to bfloat16 before they are added."""
+    """Halves rounded to bfloat16 before their addition."""
     half = values.shape[-1] // 2
     return in_turn(values[..., :half]).bfloat16().float() + in_turn(values[..., half:]).bfloat16().float()
 
@@ -170,7 +170,7 @@ def test_one_step_outside_is_refused_and_the_ends_are_not(family):
         )  # fmt: skip
 
     def moved(end, steps):
-        # Away from zero for the steps' sign; through the bits' order, so that every neighbour is one step off.
+        # Away from zero for the sign of the steps; in the order of the bits, so that every neighbour is a step off.
         order = torch.where(end.view(torch.int16) < 0, -0x8000 - end.view(torch.int16).int(), end.view(torch.int16))
         order = order.int() + steps
         return torch.where(order < 0, -0x8000 - order, order).to(torch.int16).view(torch.bfloat16)
@@ -260,7 +260,7 @@ def test_the_bound_of_excuses_is_hoeffding_s():
     count, log_p, total = excuse_bound(differ, straddles, Sources(x, 1, 16))
     assert (count, total) == (300, 400)
     assert math.isclose(log_p, -2 * (300 - 200) ** 2 / 400)
-    differ[:, 4] = straddles[:, 4] = True  # two of one source: their errors may be one and the same
+    differ[:, 4] = straddles[:, 4] = True  # two of the same source: their errors may be equal
     differ[300:] = False
     assert math.isclose(excuse_bound(differ, straddles, Sources(x, 1, 16))[1], -2 * (600 - 400) ** 2 / 1600)
     differ[200:] = False
@@ -279,7 +279,7 @@ def test_sources_that_are_the_same_count_once():
 
 @pytest.mark.parametrize("flipped", [0.5, 0.55, 1.0])
 def test_a_kernel_that_needs_every_excuse_fails(flipped):
-    """4096 sums, each beside a boundary: half on the other side are chance, all of them are a rounding of its own."""
+    """4096 sums, each beside a boundary: half on the far side is chance, all on the far side is a separate rounding."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(4096, 16, generator=generator)
     low = torch.zeros(4096, 16, dtype=torch.uint8)
@@ -307,7 +307,7 @@ def test_a_kernel_that_needs_every_excuse_fails(flipped):
 
 
 def test_the_cases_of_a_run_share_its_false_alarms():
-    """2 262 of 4 096 are one of 5e9 runs: less than what a case alone is allowed, more than one of a million is."""
+    """2 262 of 4 096 happen in 1 of 5e9 runs: below the level of a case, above the level of 1 case of a million."""
     x = torch.randn(4096, 16, generator=torch.Generator().manual_seed(5))
     straddles = torch.zeros(4096, 16, dtype=torch.uint8)
     straddles[:, 0] = 1

@@ -1,4 +1,4 @@
-"""The odds of a sampler: what all bytes give, and how often it is called to see them."""
+"""Probabilities of a sampler: the results of all bytes, and the number of calls that show them."""
 
 import pytest
 import torch
@@ -34,11 +34,11 @@ def test_odds_are_what_all_256_bytes_give(name):
     assert torch.equal(count[known], odds.up_bytes[known].long())
     moves = odds.least != odds.greatest
     assert not (known & ~moves).any()
-    assert torch.equal(moves, (count > 0) | known)  # what never goes up has a chance of 0, and is known
+    assert torch.equal(moves, (count > 0) | known)  # a magnitude that never goes up has probability 0, and is known
     lifted = moves & ~known
     magnitude = scaled[lifted].abs().double()
     assert 0 < int(lifted.sum()) < 0.4 * scaled.numel()
-    # Left out: the sum of the rule rounds up to the grid point, which bits that are compared do not reach.
+    # Left out: the sum of the rule rounds up to the grid point, and a comparison of bits does not reach the point.
     assert bool(((count[lifted] >= 1) & (magnitude < top)).all())
 
 

@@ -1,4 +1,4 @@
-"""Rule 4: rounding by bits that nobody else can know. A right sampler passes, a wrong one fails by the test's name."""
+"""Rule 4: rounding by the kernel's own bits. A right sampler passes, a wrong sampler fails by the test's name."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def stage(record, name="codes"):
 
 
 def drawing(change):
-    """A quantize that rounds by the bytes that `change` makes of Philox's, uint8 (M, K), and of seed and offset."""
+    """A quantize that rounds by `change` of Philox's bytes, uint8 (M, K), and of seed and offset."""
 
     def quantize(x, recipe, *, random, **options):
         shape = tuple(x.shape)
@@ -52,7 +52,7 @@ def drawing(change):
 
 
 def spoiling(change):
-    """A quantize that changes the codes of the reference's, uint8 (M, K) one an element: a new tensor."""
+    """A quantize with changed codes of the reference, uint8 (M, K), a byte for each element: a new tensor."""
 
     def quantize(x, recipe, *, random, **options):
         q = reference.quantize(x, recipe, random=random, **options)
@@ -69,7 +69,7 @@ def odds_of_case(x, q):
 
 
 def fresh(own, seed, offset):
-    """Bytes of torch's generator, which whoever calls has seeded."""
+    """Bytes of torch's generator, seeded by the caller."""
     return torch.randint(0, 256, own.shape, dtype=torch.uint8)
 
 
@@ -107,7 +107,7 @@ def test_a_right_sampler_passes(case, monkeypatch):
 
 
 def test_a_backend_that_draws_from_torch_repeats(monkeypatch):
-    """Its generator is seeded before each call, by what the call is given."""
+    """The generator is seeded before each call, by the arguments of the call."""
     monkeypatch.setattr(rounding_tests, "DRAWS", FEW // 10)
     case = replace(NVFP4, shape=(32, 32))
     found = [run_case(case, black_box(quantize=drawing(fresh))) for _ in range(2)]
@@ -137,11 +137,11 @@ def test_where_codes_are_made_once_they_are_judged_as_one_draw(case):
     assert 0 < record.draws < sum(s["compared"] for s in codes)
 
 
-# Wrong ones.
+# Wrong samplers.
 
 
 def inclusive(codes, q, x, random):
-    """Up where byte ≤ ⌊256·f⌋ and not where it is less: so is a number of the grid, once in 256."""
+    """Up for byte ≤ ⌊256·f⌋ in place of <: a number of the grid goes up once in 256."""
     odds = odds_of_case(x, q)
     own = random_bytes(random, q.shape, slice(0, q.shape[0]), x.device, q.recipe.block[1])
     bits = odds.up_bytes.clamp(min=0)
@@ -189,7 +189,7 @@ def philox_of(own, *random):
 
 
 def regular(own, seed, offset):
-    """Each element takes the bytes in turn: a low-discrepancy sequence."""
+    """Elements take the bytes in turn: a low-discrepancy sequence."""
     start = philox_of(own, seed, 0).int()
     return ((start + offset // 2 * 159 % 256) % 256).to(torch.uint8)
 
@@ -293,7 +293,7 @@ def test_findings_of_a_half_made_in_place_have_coordinates_of_x():
     assert (record.findings[0]["elements"][0]["row"], record.findings[0]["elements"][0]["column"]) == (5, 3)
 
 
-# What else is judged.
+# Further judged properties.
 
 
 def test_scales_and_amax_stay_exact():
@@ -328,7 +328,7 @@ def test_only_codes_may_differ_between_two_calls(part, monkeypatch):
 
 
 def test_codes_that_are_never_written_are_found():
-    """Nothing compares them with those of the second run: poison is no neighbour of every value."""
+    """No check compares the codes with the second run: poison is no neighbour of every value."""
 
     def quantize(x, recipe, *, random, **options):
         q = reference.quantize(x, recipe, random=random, **options)
@@ -407,14 +407,14 @@ def test_inputs_without_anything_random_are_called_once_and_pass():
 
     record = run_case(replace(NVFP4, inputs="zeros"), black_box(quantize=quantize))
     assert (record.verdict, record.draws, record.p_value) == ("pass", 0, None)
-    assert len(calls) == 2  # the runs that are compared
+    assert len(calls) == 2  # the compared runs
 
 
 def test_a_rotation_of_free_order_omits_unknown_elements(monkeypatch):
-    """Where the rotated value has an interval its codes have one too, and only known values are counted."""
+    """If the rotated value has an interval, so have its codes, and only known values are counted."""
     monkeypatch.setattr(rounding_tests, "DRAWS", FEW)
     case = replace(NVFP4, recipe="nvfp4-rht-sr", dtype="bf16", inputs="spread", shape=(128, 128))
-    kernel = rotating()["quantize"]  # adds in an order that is not the reference's
+    kernel = rotating()["quantize"]  # adds in an order that differs from the reference
     a_call = {}
     for declared, door in (("random", kernel), ("transform", reference.quantize)):
         calls = []
@@ -427,7 +427,7 @@ def test_a_rotation_of_free_order_omits_unknown_elements(monkeypatch):
         record = run_case(case, Backend.local(declared, SimpleNamespace(quantize=counted, declares=declares)))
         assert (record.verdict, record.message) == ("pass", "")
         assert stage(record, "scales")["rule"] == ("exact" if declared == "transform" else "boundary")
-        a_call[declared] = record.draws / (len(calls) - 2)  # two runs are compared, one has another seed
+        a_call[declared] = record.draws / (len(calls) - 2)  # two runs are compared, and a call has a second seed
     x = make_inputs(case).x
     subject = Subject(x, find_recipe(case.recipe), free=True)
     straddling = int((subject.interval.lower != subject.interval.upper).sum())

@@ -1,4 +1,4 @@
-"""Large tensors are checked some rows at a time, and every word and figure is that of the whole."""
+"""Large tensors are checked in chunks of rows, and every word and figure equals the result for the whole tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = 96
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch):
-    """Makes chunks small, from when it is called."""
+    """Makes chunks small, from its call on."""
     return lambda: monkeypatch.setattr(row_chunks, "CHUNK", SMALL)
 
 

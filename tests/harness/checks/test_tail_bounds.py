@@ -66,7 +66,7 @@ def convolved_product(p, q):
 
 
 def test_bennett_s_bound_holds():
-    """For sums of products of residuals, each value of them."""
+    """For sums of products of residuals, each value of the sum."""
     shares = [(1 / 4, 1 / 2), (1 / 2, 1 / 2), (3 / 4, 1 / 4)] * 4
     masses = [convolved_product(p, q) for p, q in shares]
     variance = torch.tensor([sum(p * (1 - p) * q * (1 - q) for p, q in shares)], dtype=torch.float64)

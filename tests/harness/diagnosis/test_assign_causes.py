@@ -1,4 +1,4 @@
-"""One cause for every failing record, as few as can be."""
+"""A cause for every failing record, and as few causes as possible."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from narrowgauge.harness.diagnosis.assign_causes import assign_causes
 
 
 def failing(name: str, *causes: str, recipe: str = "") -> dict[str, Any]:
-    """A record with explanations in this order; `~cause` is a signature. Its kind is its own, or that of a recipe."""
+    """A record with explanations in this order; `~cause` is a signature. Its kind is its own, or of a recipe."""
     found = [{"cause": c.lstrip("~"), "sentence": c, "stage": "codes", "exact": not c.startswith("~")} for c in causes]
     return {"case": name, "operation": "quantize", "recipe": recipe or name, "stage": "codes", "explanations": found}
 
@@ -20,10 +20,10 @@ def failing(name: str, *causes: str, recipe: str = "") -> dict[str, Any]:
         ([failing("a")], []),
         ([failing("a", "x"), failing("b", "y", "x"), failing("c", "y", "x")], [("x", "abc")]),
         ([failing("a", "x"), failing("b", "x"), failing("c", "y")], [("x", "ab"), ("y", "c")]),
-        # As often: what stands higher in the lists, then the name.
+        # Equally often: the cause that stands higher in the lists, then the name.
         ([failing("a", "y", "x"), failing("b", "y", "x")], [("y", "ab")]),
         ([failing("a", "y", "x"), failing("b", "x", "y")], [("x", "ab")]),
-        # A signature never stands before what gives the bytes, and not in its place.
+        # A signature never stands before a cause that gives the bytes, and never in its place.
         ([failing("a", "x", "~s"), failing("b", "~s"), failing("c", "~s")], [("x", "a"), ("s", "bc")]),
         ([failing("a", "x", "y"), failing("b", "x"), failing("c", "y"), failing("d", "y")], [("y", "acd"), ("x", "b")]),
     ],
@@ -39,13 +39,13 @@ def test_causes_cover_the_records_greedily(records: list[dict[str, Any]], expect
 def test_an_exact_cause_explains_every_case_of_its_kind() -> None:
     alike = [failing("a", "x", recipe="r"), failing("b", "x", "y", recipe="r")]
     assert [explanation["exact"] for explanation, _ in assign_causes([*alike, failing("c")])] == [True]
-    # Another case of the kind has other bytes, with another cause, with a place or without explanation.
+    # A further case of the kind has different bytes, with a different cause, with a place or without explanation.
     for other in (failing("c", "y", recipe="r"), failing("c", "~s", recipe="r"), failing("c", recipe="r")):
         (explanation, members), *_ = assign_causes([*alike, other])
         assert (explanation["cause"], explanation["exact"], len(members)) == ("x", False, 2)
         assert explanation["sentence"].endswith("; explains 2 of 3 cases that fail at this stage")
     assert alike[0]["explanations"][0]["exact"]  # the record is unchanged
-    # Records that another cause covers first count for a cause that gives their bytes too.
+    # Records covered by an earlier cause count also for a second cause that gives their bytes.
     records = [failing("a", "x", "y", recipe="r"), failing("b", "x", recipe="s"), failing("c", "y", recipe="r")]
     assert {explanation["cause"]: explanation["exact"] for explanation, _ in assign_causes(records)} == {
         "x": False, "y": True,

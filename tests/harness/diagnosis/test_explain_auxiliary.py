@@ -1,4 +1,4 @@
-"""Wrong swizzles, rotations, paddings and histories, each by one defect: the diagnosis names it."""
+"""Wrong swizzles, rotations, paddings and histories, each by a single defect: the diagnosis names the defect."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ LAYOUTS = {
 def test_a_layout(cause):
     found, stage = causes(SWIZZLE, swizzle=LAYOUTS[cause])
     assert (stage, cause.strip() in found) == ("layout", True)
-    assert len(found) <= 2  # 300x20 linear scales are padded by zeros alone, behind them
+    assert len(found) <= 2  # 300x20 linear scales are padded by zeros at the end only
 
 
 def test_every_layout_is_tested():
@@ -125,7 +125,7 @@ def test_tiles_counted_by_columns_that_are_not_padded():
 
 
 def matrix(group=16, mask=None, before=True, after=False, factor=None):
-    """R of one group, float64."""
+    """R of a group, float64."""
     recipe = find_recipe("nvfp4-rht").transform
     recipe = replace(recipe, group=group, **({} if mask is None else {"signs": mask}))
     k = torch.arange(group)
@@ -136,7 +136,7 @@ def matrix(group=16, mask=None, before=True, after=False, factor=None):
 
 
 def rotated(x, by):
-    """Exact sums, float32: those of `normal` numbers are not rounded on the way to bfloat16."""
+    """Exact sums, float32: sums of `normal` numbers are not rounded on the way to bfloat16."""
     return (x.double().view(-1, len(by)) @ by).view(x.shape)
 
 
@@ -176,7 +176,7 @@ def test_rotations_that_round_otherwise():
 
 
 def narrow_butterfly(terms):
-    """The stages of the declared order on the terms of each output, which carry its signs: each rounds to bfloat16."""
+    """The stages of the declared order on the signed terms of each output; each stage rounds to bfloat16."""
     while terms.shape[-1] > 1:
         pairs = terms.unflatten(-1, (-1, 2))
         terms = (pairs[..., 0] + pairs[..., 1]).bfloat16().float()
@@ -226,7 +226,7 @@ def test_every_rotation_is_another_one():
         right = reference.transform(x, name)
         made = list(deviating_rotations(x, find_recipe(name)))
         kept = {cause for cause, _, make in made if torch.equal(make().float(), right.float())}
-        # Without signs none can be missing, or be at another place.
+        # Without signs no sign can be missing or displaced.
         none = {"rotation-without-signs", "rotation-signs:reversed", "rotation-signs-after"}
         assert kept == (none if "nosign" in name else set())
         assert len({sentence for _, sentence, _ in made}) == len(made)
@@ -244,7 +244,7 @@ DOORS = {name: getattr(reference, name) for name in (
 
 
 def padding(change):
-    """A pad_sections whose result `change(padded, aligned, x, sizes)` makes another one."""
+    """A pad_sections with the result of `change(padded, aligned, x, sizes)`."""
 
     def pad_sections(x, sizes, recipe):
         padded, aligned = reference.pad_sections(x, sizes, recipe)
@@ -296,7 +296,7 @@ SCALE = torch.tensor([1.5, 1.6, 1.7, 1.8, 1.9])
 
 
 def updated(stage, make, name="fp8-delayed-e4m3", inputs="amaxes"):
-    """Causes where the history or the scales are what `make(history, scale, right)` gives."""
+    """Causes of the history or the scales of `make(history, scale, right)`."""
 
     def update_scale(history, scale, recipe):
         right = list(reference.update_scale(history, scale, recipe))
@@ -348,7 +348,7 @@ def test_scales_of_histories():
 
 
 def test_every_deviation_of_a_history_changes_one():
-    """On a witness of its own each is another history, or another scale, than the right one."""
+    """On its witness each deviation has a wrong history or a wrong scale."""
     nan, infinite = HISTORY.clone(), HISTORY.clone()
     nan[1, 2], infinite[2, 0] = torch.nan, torch.inf
     names = ("fp8-delayed-e4m3-margin2", "fp8-delayed-e5m2-recent", "fp8-delayed-e4m3-bulk")

@@ -1,4 +1,4 @@
-"""Results that share memory or stay when the inputs change: explanations of wrong outcomes, and never of right ones."""
+"""Results that share memory or stay when the inputs change: explanations of wrong outcomes, never of right outcomes."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ WRONG = StageResult("codes", "exact", 4, mismatches=4, sentence="4 of 4 codes di
 
 
 def explained(case, *, aliases=(), doors):
-    """The explanations of a case with the backend `doors`, which runs it again on the inputs of another seed."""
+    """The explanations of a case with the backend `doors`; the case runs again on the inputs of a second seed."""
     right = {name: getattr(reference, name) for name in doors}
 
     def run(seed):
@@ -35,7 +35,7 @@ def explained(case, *, aliases=(), doors):
 
 
 def stored(name, change):
-    """A door that gives the result of its first call, changed, in all later calls."""
+    """A method that gives the changed result of its first call in all later calls."""
     results = []
 
     def door(*arguments, **options):
@@ -99,7 +99,7 @@ FIRST = Run(tensors(x=[1, 2]), tensors(codes=[7, 7], amax=[5]), tensors(codes=[1
         (Run(tensors(x=[3, 4]), tensors(codes=[7, 7]), tensors(codes=[1, 1])), ""),  # the reference is the same too
         (Run(tensors(x=[1, 2]), tensors(codes=[7, 7]), tensors(codes=[2, 2])), ""),  # the inputs are the same
         (Run(tensors(x=[3, 4]), tensors(codes=[7, 8]), tensors(codes=[2, 2])), ""),
-        (Run(tensors(x=[3, 4]), {}, {}), ""),  # the second run gave nothing
+        (Run(tensors(x=[3, 4]), {}, {}), ""),  # the second run has no result
     ],
 )
 def test_which_results_count(other, named):
@@ -115,7 +115,7 @@ def test_right_and_empty_results_do_not_count():
 
 @pytest.mark.parametrize("cause", ALIAS_CAUSES)
 def test_shared_memory_is_named_if_nothing_else_gives_the_bytes(cause):
-    """A deviation that gives the bytes comes first: a kernel may reuse its memory and be wrong by another mistake."""
+    """A deviation with the kernel's bytes comes first: a kernel may reuse its memory and have a separate mistake."""
     doors = {"quantize": every_time("quantize", other_codes)}
     (found,) = (e for e in explained(QUANTIZE, aliases=[cause], doors=doors) if e.cause == cause)
     assert (found.exact, found.stage, found.sentence) == (True, "codes", ALIAS_CAUSES[cause])

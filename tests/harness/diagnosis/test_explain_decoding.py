@@ -1,4 +1,4 @@
-"""Wrong dequantizers, each by one defect: the diagnosis names it, and names nothing where nothing known explains it."""
+"""Wrong dequantizers, each by a single defect: the diagnosis names the defect, and no cause for unknown defects."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.harness.sample_backends import backend
 
 
 def causes(dequantize, recipe="nvfp4", inputs="normal", dtype="fp32", shape=(32, 64)):
-    """Exact causes of a case whose dequantize is this one, all else being the reference's."""
+    """Exact causes of a case with this dequantize and the reference's remaining methods."""
     case = case_from_labels("quantize", recipe, shape, dtype, inputs)
     record = run_case(case, backend(quantize=reference.quantize, dequantize=dequantize))
     assert (record.verdict, record.stage) == ("fail", "values"), record.message
@@ -25,7 +25,7 @@ def causes(dequantize, recipe="nvfp4", inputs="normal", dtype="fp32", shape=(32,
 
 
 def changed(**changes):
-    """The reference's values of a matrix of which something is changed: `change(q)`."""
+    """The reference's values of a changed matrix: `change(q)`."""
 
     def dequantize(q, dtype=torch.float32):
         return reference.dequantize(replace(q, **{name: change(q) for name, change in changes.items()}), dtype)
@@ -61,7 +61,7 @@ def test_scales():
 
 def test_factors():
     assert causes(by(lambda s, amax: s)) == ["tensor-scale-ignored"]
-    # One amax does not tell every form from every other.
+    # A single amax does not separate all forms.
     assert "decode-order:s*(amax*(1/max))" in causes(by(lambda s, amax: s * (amax * (1 / 2688))))
     assert "decode-order:(s*amax)/max" in causes(by(lambda s, amax: s * amax / torch.full_like(s, 2688)))
     found = causes(by(lambda s, amax: (s * amax * (1 / 2688)).bfloat16().float()))
@@ -91,7 +91,7 @@ def test_nan_scales_read_as_numbers(number, known):
 
 
 def test_a_columnwise_half_in_place():
-    """Its codes lie along columns, and so do its scales."""
+    """Codes and scales lie along columns."""
 
     def dequantize(q, dtype=torch.float32):
         return reference.dequantize(replace(q, scales=q.scales.roll(-1, 0).contiguous()), dtype)
@@ -117,7 +117,7 @@ def test_nothing_known():
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4@torchao", "mxfp8-e5m2", "fp8-block-1x128-e4m3-fp32", "fp8-current"])
 def test_right_values_are_another_thing_than_most_deviations(recipe):
-    """A deviation that gives right values in spread inputs would explain nothing."""
+    """A deviation with right values for spread inputs would explain no failure."""
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 16).unsqueeze(1)
     q = reference.quantize(x, find_recipe(recipe))
     right = reference.dequantize(q)

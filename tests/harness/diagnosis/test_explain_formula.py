@@ -1,4 +1,4 @@
-"""Every wrong formula of what stays in high precision is named, and no other one with it."""
+"""Every wrong formula of a stage in high precision is named, without a second cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused kernels that quantize sums which are not rounded: named, and no other wrong fusion is."""
+"""Fused kernels that quantize sums before their rounding are named, and no further wrong fusion is."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.harness.sample_backends import backend
 
 
 def causes(recipe, out_recipe, inputs, make):
-    """Exact causes of a fused kernel that gives `make(output in float32, output)`, of right gemm and quantize."""
+    """Exact causes of a fused kernel with `make(output in float32, output)`, and right gemm and quantize."""
 
     def fused(a, b, out_recipe, *, out_dtype, scale=None, **addends):
         wide = reference.gemm(a, b, out_dtype=torch.float32, **addends)

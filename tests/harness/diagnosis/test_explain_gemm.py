@@ -1,4 +1,4 @@
-"""Wrong GEMMs, each by one defect: the diagnosis names it, and names nothing where nothing known explains it."""
+"""Wrong GEMMs, each by a single defect: the diagnosis names the defect, and no cause for unknown defects."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -45,7 +45,7 @@ RECIPES = [
 
 
 def explained(gemm, recipe="nvfp4", *flags, shape=(24, 272, 40), dtype="bf16", inputs="spread", declares=None):
-    """The record of a case whose gemm is `gemm`, all else being the reference's."""
+    """The record of a case with this `gemm` and the reference's remaining methods."""
     case = case_from_labels("gemm", recipe, shape, f"bf16xbf16-{dtype}", inputs, ("tn", *flags))
     doors = {"quantize": reference.quantize, "gemm": gemm, "declares": declares or {}}
     record = run_case(case, backend(**doors))
@@ -63,7 +63,7 @@ def _place(explanation):
 
 
 def on_operands(change, which="ab"):
-    """The reference's gemm of operands of which those in `which` are changed."""
+    """The reference's gemm with changed operands: `which` names the changed operands."""
 
     def gemm(a, b, **options):
         a, b = (change(q) if name in which else q for name, q in zip("ab", (a, b), strict=True))
@@ -73,7 +73,7 @@ def on_operands(change, which="ab"):
 
 
 def read_from(cause):
-    """Scales that are read from wrong offsets of the swizzled layout."""
+    """Scales read from wrong offsets of the swizzled layout."""
 
     def change(q):
         offsets = wrong_offsets(cause, q.scales.shape, q.scales.device)
@@ -208,7 +208,7 @@ def test_columns_behind_the_last_tile():
 
 
 def plain_gemm(factor=None, finish=None):
-    """A gemm with another α or another end: `finish(acc, α, c, bias, out_dtype)`."""
+    """A gemm with a changed α or epilogue: `finish(acc, α, c, bias, out_dtype)`."""
 
     def gemm(a, b, *, out_dtype, c=None, bias=None):
         scale = alpha(a, b) if factor is None else factor(a, b)
@@ -309,7 +309,7 @@ ENDS = {
 def test_a_wrong_epilogue(cause):
     found = causes(explained(plain_gemm(finish=ENDS[cause]), "nvfp4", "accumulate", "bias", inputs="normal"))
     assert cause in found
-    assert len(found) <= 2  # c that is added twice may be cast in between
+    assert len(found) <= 2  # a c that is added twice may be cast in between
 
 
 def test_steps_of_float32():
@@ -365,7 +365,7 @@ ROUND = {
 
 
 def narrow(rounded, step):
-    """A gemm that adds `step` columns at a time to an accumulator that is rounded."""
+    """A gemm with a rounded accumulator, `step` columns at a time."""
 
     def gemm(a, b, *, out_dtype, c=None, bias=None):
         left, right = (operand(q) for q in (a, b))
@@ -414,7 +414,7 @@ def test_narrow_accumulators_of_promoted_sums(inside):
 
 
 def grouped(pick):
-    """gemm_grouped of matrices that `pick(b, number)` gives, and biases."""
+    """gemm_grouped of the matrices of `pick(b, number)`, and biases."""
 
     def gemm_grouped(a: GroupedQuantized, b, *, out_dtype, c=None, bias=None):
         out, start = [], 0
@@ -470,7 +470,7 @@ def operands(recipe="nvfp4", rows=24, columns=256):
 
 
 def spread(generator, rows, columns):
-    """Random numbers whose blocks of 16 have magnitudes of their own."""
+    """Random numbers with a separate magnitude for each block of 16."""
     exponents = torch.randint(-9, 9, (rows, columns // 16), generator=generator).repeat_interleave(16, 1)
     return torch.randn(rows, columns, generator=generator) * 2.0**exponents
 
@@ -529,7 +529,7 @@ def test_sums_in_another_order_than_the_declared_one():
 
 
 def test_every_deviation_changes_the_output_of_some_product():
-    """Of those that `change` operands: every one of them, on operands that have what it is about."""
+    """Of the deviations that `change` operands: each of them, on operands with the elements that it concerns."""
     generator = torch.Generator().manual_seed(7)
     made = {}
     for recipe in ("nvfp4", "mxfp8-e4m3", "fp8-block-1x128-e4m3-fp32"):
@@ -580,7 +580,7 @@ def test_names_are_in_lower_case_with_hyphens():
 
 
 def decoded_first(dtype, last=None):
-    """gemm of operands that are decoded to `dtype`, without the columns from `last` on."""
+    """gemm of operands decoded to `dtype`, without the columns from `last` on."""
 
     def gemm(a, b, *, out_dtype, c=None, bias=None):
         x, w = (reference.dequantize(q, dtype).float() for q in (a, b))
@@ -597,7 +597,7 @@ def decoded_first(dtype, last=None):
     [("nvfp4", BF16), ("nvfp4", F32), ("nvfp4", torch.float16), ("nvfp4-rowscaled", BF16), ("fp8-current", BF16)],
 )
 def test_operands_decoded_first(recipe, dtype):
-    """The undeclared kernel is named with the line to declare, and the declared one passes."""
+    """The undeclared kernel is named with the line to declare, and the declared kernel passes."""
     record = explained(decoded_first(dtype), recipe, "bias", dtype="fp32", inputs="normal")
     assert causes(record) == ["operands-decoded-first"]
     name = {BF16: "decoded-bfloat16", F32: "decoded-float32"}.get(dtype)
@@ -668,7 +668,7 @@ def test_partial_sums(dtype, name, width, scaled):
 
 
 def test_a_deviation_that_gives_most_of_the_wrong_outputs():
-    """c is left out in 9 of 10 rows and added twice in the others: no exact cause, and the share is stated."""
+    """c is left out in 9 of 10 rows and added twice in the tenth: no exact cause, and the share is stated."""
 
     def gemm(a, b, *, out_dtype, c):
         y = reference.gemm(a, b, out_dtype=out_dtype)
@@ -723,7 +723,7 @@ def test_flushed_subnormal_outputs():
 
 
 def test_zeros_of_the_wrong_sign_have_no_cause():
-    """Deviations leave the sign of a zero free, so each of them would fit."""
+    """Deviations leave the sign of a zero free: all deviations would fit."""
     a, b = operands()
     tiny = replace(a, amax=a.amax * 2.0**-60)
     output = -reference.gemm(tiny, b, out_dtype=torch.float16)
@@ -741,7 +741,7 @@ def test_a_subnormal_alpha_that_is_flushed():
 
 
 def aligned_case(recipe, true, declared, shape=(8, 768, 16), dtype=F32):
-    """The explanations of a GEMM that adds in the order `true` and declares another one."""
+    """The explanations of a GEMM with the order `true` and the declaration of a second order."""
     generator = torch.Generator().manual_seed(11)
     rows, columns, others = shape
     a, b = (reference.quantize(torch.randn(n, columns, generator=generator), recipe) for n in (rows, others))
@@ -788,6 +788,6 @@ def test_orders_of_equal_bits_are_tried_once(recipe):
         outputs = [bounds(a, b, out_dtype=F32, order=name).expected for name in names]
         assert all(torch.equal(output, outputs[0]) for output in outputs), names
         first.append(outputs[0])
-    # Other sums of 14 bits are equal too if their float32 additions do not round.
+    # Further sums of 14 bits are equal too if their float32 additions do not round.
     assert len(every) > 5
     assert sum(torch.equal(one, other) for one, other in combinations(first, 2)) < len(first)

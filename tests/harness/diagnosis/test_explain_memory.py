@@ -1,4 +1,4 @@
-"""Memory and order: what a kernel does wrong there is named, by runs that change one thing at a time."""
+"""Memory and order: a kernel's mistakes are named, by runs that change a single condition at a time."""
 
 import ctypes
 import re
@@ -17,7 +17,7 @@ ORDER = ContextVar("order", default="forward")
 
 
 def with_codes(change):
-    """A quantize whose codes lie in memory of its own, where `change(codes, x)` spoils them."""
+    """A quantize with codes in its own memory; `change(codes, x)` spoils the codes."""
 
     def quantize(x, recipe):
         q = reference.quantize(x, recipe)

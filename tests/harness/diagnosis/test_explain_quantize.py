@@ -1,4 +1,4 @@
-"""Hypotheses for quantized matrices: a kernel with one known deviation is told by its name."""
+"""Hypotheses for quantized matrices: a kernel with a single known deviation is told by its name."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def zero_for_zero(s):
 
 
 def own_amax(s):
-    """The amax of the matrix as it was before a step changed it."""
+    """The amax of the matrix before a step changed the matrix."""
     return s.matrix.abs().float().amax().view(1)
 
 
@@ -188,7 +188,7 @@ def scaled_scale(s):
 
 
 def by_scale(change):
-    """Stored scales of E4M3 from the numbers that are rounded to them."""
+    """Stored scales of E4M3 from the unrounded numbers."""
     return {"scales": lambda s: change(scaled_scale(s))}
 
 
@@ -208,7 +208,7 @@ def transposed_tiles(s):
 
 
 def tiles_of_a_square(s):
-    """Block amaxes of 4x4 tiles, each that of the tile across the diagonal, 0 where there is none."""
+    """Block amaxes of 4x4 tiles, each the amax of the tile across the diagonal; 0 outside of the matrix."""
     tiles = block_amaxes(s.x, s.recipe)[::16]
     wide = torch.zeros(-(-len(tiles) // 4) * 4, -(-tiles.shape[1] // 4) * 4)
     wide[: len(tiles), : tiles.shape[1]] = tiles
@@ -231,7 +231,7 @@ def in_turn(values):
 
 
 def candidate_errors(s, add=in_turn, measure=torch.abs):
-    """The errors of the scales of 6 and of 4, and those scales."""
+    """The errors of the scales of 6 and of 4, and the scales."""
     scales = [encode(v, E4M3) for v in (scaled_scale(s), scaled_scale(s) * 1.5)]
     x = s.x.float().view(len(s.x), -1, 16)
     errors = []
@@ -393,7 +393,7 @@ def unsigned(name):
 
 
 def rotated_by_halves(x):
-    """Two halves of each group, each rotated by a matrix of 8 in the order of the reference, with the factor of 16."""
+    """Two halves of each group, rotated by a matrix of 8 in the order of the reference, with the factor of 16."""
     y = x.float() * (signs(find_recipe("nvfp4-rht").transform) * 0.25).repeat(x.shape[1] // 16)
     for half in (1, 2, 4):
         pairs = y.view(-1, 2, half)
@@ -489,7 +489,7 @@ def test_layouts(cause, wanted, steps):
 
 
 def drawn(numbers):
-    """Codes of stochastic rounding, where the byte is another number of 256."""
+    """Codes of stochastic rounding with a second number of 256 as the byte."""
 
     def codes(s):
         points = grid(s.recipe.element).double()
@@ -503,7 +503,7 @@ def drawn(numbers):
 
 
 def placed(place):
-    """The byte of another element."""
+    """The byte of a neighbouring element."""
     return {"bytes": lambda s: bytes_of(s)[:, place(torch.arange(s.matrix.shape[1]))]}
 
 

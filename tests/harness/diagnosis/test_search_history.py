@@ -1,4 +1,4 @@
-"""Hypotheses for quantized matrices: of several matrices, what explains nothing, what a search costs, witnesses."""
+"""Hypotheses for quantized matrices: several matrices, deviations without effect, the cost of a search, witnesses."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ from tests.harness.wrong_steps import (
 pytestmark = pytest.mark.usefixtures("history")
 
 
-# Where the matrix is one of several, or lies otherwise.
+# The matrix is a part of several, or has a transposed layout.
 
 
 def truncated_both(x, recipe, *, rowwise=True, columnwise=True, **options):
@@ -149,7 +149,7 @@ def test_two_bugs():
     )]  # fmt: skip
 
 
-# What explains nothing, and what it costs.
+# Deviations without effect, and the cost of a search.
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_right_kernels_have_no_explanation(recipe):
 
 
 def spoiled(x, recipe, **options):
-    """A third of the codes have another last bit: no rule does that."""
+    """A third of the codes have a changed last bit: no rule does so."""
     q = reference.quantize(x, recipe, **options)
     mask = torch.rand(q.codes.shape, generator=torch.Generator().manual_seed(0)) < 0.3
     return replace(q, codes=torch.where(mask, q.codes ^ 1, q.codes))
@@ -184,7 +184,7 @@ def test_searches_that_find_nothing_are_few(history):
         spent.append(history.work - before)
     assert all(spent[:SEARCHES])
     assert not any(spent[SEARCHES:])
-    # Other recipes and stages have searches of their own.
+    # Further recipes and stages have separate searches.
     assert causes(record_of(case("nvfp4-2d"), quantize=spoiled)) == []
     assert history.work > sum(spent)
 
@@ -198,7 +198,7 @@ def test_what_explained_a_case_is_tried_first(history):
         spent.append(history.work - before)
     assert history.recent_causes == ["truncated"]
     assert spent[-1] < spent[0]
-    # A cause that no earlier case had is still found: the searches that found something are used up, no others.
+    # A cause of no earlier case is still found: only the searches with a result are used up.
     record = record_of(case("nvfp4"), quantize=wrong(stored=exchanged))
     assert causes(record) == ["nibbles-swapped"]
     assert history.recent_causes == ["nibbles-swapped", "truncated"]
@@ -224,11 +224,11 @@ def test_sentences():
     assert ("amax-too-large", False) in [(e["cause"], e["exact"]) for e in record.explanations]
 
 
-# The amax of a part of a tensor, or of another call.
+# The amax of a part of a tensor, or of an earlier call.
 
 
 def amax_causes(quantize, seeds):
-    """Causes of the amaxes of a kernel: a pair of cause and exactness for each case, which differ in their inputs."""
+    """Causes of the amaxes of a kernel: a pair of cause and exactness for each case. The inputs of the cases differ."""
     kernel = backend(quantize=quantize)
     records = [run_case(case("nvfp4"), kernel, seed=seed) for seed in range(seeds)]
     return [(e["cause"], e["exact"]) for r in records for e in r.explanations if e["cause"].startswith("amax")]
@@ -304,7 +304,7 @@ def of_reference(recipe, inputs, dtype):
 
 
 def changed(deviation, matrix):
-    """The stages in which a deviation differs from a right kernel; none where its recipe refuses the matrix."""
+    """The stages in which a deviation differs from a right kernel; empty if its recipe refuses the matrix."""
     try:
         replay = Replay(matrix, deviation)
         return {
@@ -317,7 +317,7 @@ def changed(deviation, matrix):
 
 
 def same_by_rows(deviation, matrix):
-    """Whether a tile or a row alone has what it has in the whole matrix."""
+    """Whether a tile or a row alone has the bytes of the whole matrix."""
     rows = matrix.tile_rows("codes", 19)
     part, whole = (Replay(each, deviation) for each in (matrix.select_rows(rows), matrix))
     stages = ["codes"] if len(whole.scales) != len(whole.matrix) else ["scales", "codes"]

@@ -1,4 +1,4 @@
-"""Signatures: places and classes that hold every wrong element, by exact sentences; none where chance explains them."""
+"""Signatures: places and classes that hold every wrong element, by exact sentences; no signature by chance."""
 
 import pytest
 import torch
@@ -132,12 +132,12 @@ def test_rows_that_have_one_number_each():
 def test_what_is_no_place():
     assert told(torch.ones(96, 160, dtype=torch.bool)) == []  # everything
     assert told(torch.ones(1, 1, dtype=torch.bool)) == []
-    assert told(at(3, 5)) == []  # one element anywhere
+    assert told(at(3, 5)) == []  # a single element anywhere
     assert told(at(slice(0, 60), EVERY)) == []  # more than half
     assert told(at([17, 81], EVERY)) == []  # two whole rows: their distance of 64 is chance
-    assert told(at([33, 40], EVERY)) == []  # so is their block of 16
+    assert told(at([33, 40], EVERY)) == []  # their block of 16 is also by chance
     assert told(at([3, 9, 11], EVERY, (300, 160))) == []
-    assert told(at(IN_BAND[:512], EVERY, (512, 64))) == []  # 4 of 16 blocks of rows: chance may give them one phase
+    assert told(at(IN_BAND[:512], EVERY, (512, 64))) == []  # 4 of 16 blocks of rows: by chance in a phase
     assert told(at((torch.arange(2048) - 120) % 256 < 16, EVERY, (2048, 64))) == []  # on a border of blocks
     assert signatures(Outcome(), StageResult("memory", "guard", 1, 1, sentence="wrong")) == []
 
@@ -172,7 +172,7 @@ def only(case, **doors):
 
 
 def quantizing(choose, recipe="nvfp4", inputs="normal", shape=(64, 256)):
-    """Classes of codes of which those that `choose(x, codes)` says are another number."""
+    """Classes of codes; the codes in `choose(x, codes)` are wrong."""
 
     def quantize(x, recipe):
         q = reference.quantize(x, recipe)
@@ -185,7 +185,7 @@ def quantizing(choose, recipe="nvfp4", inputs="normal", shape=(64, 256)):
 
 
 def some(mask):
-    """About a third of it, which no rule describes."""
+    """About a third of the codes, by no rule."""
     generator = torch.Generator().manual_seed(1)
     return mask & (torch.rand(mask.shape, generator=generator) < 1 / 3)
 

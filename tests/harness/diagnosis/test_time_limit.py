@@ -1,4 +1,4 @@
-"""A time limit removes explanations of a wrong result, never adds or changes one, and says what it left out."""
+"""A time limit removes explanations of a wrong result, never adds or changes any, and reports the removed causes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def product(change: Callable[[torch.Tensor], None] = lambda output: None) -> Out
 
 
 def decoded(change: Callable[[torch.Tensor, torch.Tensor], None] = lambda values, right: None) -> Outcome:
-    """Values with the two elements of a byte exchanged; `change` gets them and the correct values."""
+    """Values with the two elements of a byte exchanged; `change` gets these values and the correct values."""
     q = ops.quantize(matrix(), "nvfp4")
     values = ops.dequantize(swapped(q), torch.bfloat16)
     change(values, ops.dequantize(q, torch.bfloat16))
@@ -74,7 +74,7 @@ def decoded(change: Callable[[torch.Tensor, torch.Tensor], None] = lambda values
 
 
 def rotation(change: Callable[[torch.Tensor, torch.Tensor], None] = lambda output, right: None) -> Outcome:
-    """A matrix that is not rotated; `change` gets it and the correct rotation."""
+    """A matrix without rotation; `change` gets the matrix and the correct rotation."""
     x, recipe = matrix(), find_recipe("nvfp4-rht")
     output = x.clone()
     change(output, ops.transform(x, recipe))

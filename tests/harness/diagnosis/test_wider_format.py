@@ -1,4 +1,4 @@
-"""Kernels that quantize and then multiply wider numbers: named, and no other mistake is taken for one of them."""
+"""Kernels that quantize and then multiply wider numbers are named, and no further mistake has this name."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ CAUSE = "computed-in-wider-format"
 
 
 class Cheat:
-    """Right codes. Its products are those of `widen(x)` and `widen(w)`, kept from the call of quantize."""
+    """Right codes, and products of `widen(x)` and `widen(w)`, kept from the call of quantize."""
 
     def __init__(self, widen=lambda x: x, scale=lambda out: out):
         self.widen, self.scale = widen, scale
@@ -115,7 +115,7 @@ def test_the_wider_format_is_named(widen, named):
 
 @pytest.mark.parametrize("inputs", ["lattice", "zeros"])
 def test_inputs_that_the_codes_hold_exactly_give_no_finding(inputs):
-    """The products are right then, and the verdict is that of the codes."""
+    """The products are right then, and the verdict is the verdict of the codes."""
     record = record_of(Cheat(), "gemm", "nvfp4", "tn", inputs=inputs)
     assert record.verdict == "pass", record.message
 
@@ -139,7 +139,7 @@ def test_other_mistakes_are_not_named_so(widen, scale, inputs, recipe):
 
 @pytest.mark.parametrize("inputs", ["normal", "spread"])
 def test_wrong_scales_are_not_named_so(inputs):
-    """Outputs far from both products. Inputs of the family `spread` overflow in fp16, and so fit no interval."""
+    """Outputs far from both products. Inputs of the family `spread` overflow in fp16 and fit no interval."""
     cheat = SimpleNamespace(
         quantize=reference.quantize, quantize_both=reference.quantize_both,
         gemm=lambda a, b, **options: reference.gemm(replace(a, scales=a.scales.roll(1, 1)), b, **options),

@@ -1,4 +1,4 @@
-"""Baselines: what accepting a run writes and refuses, and what is read as one."""
+"""Baselines: accepting and refusing runs, and reading files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_case_is_one_line_of_the_diff(changed: int, tmp_path: Path) -> None:
 
 
 def test_a_product_without_a_result_stays_in_its_line() -> None:
-    """Which line that is must not depend on what was measured."""
+    """The chosen line must not depend on the measurements."""
     crashed = product(verdict="crash", stages=[], compared=0, exact_share=None, budget_max=None, interval_ulps_max=None)
     assert baseline_of(run(crashed)).groups.keys() == baseline_of(run(product())).groups.keys()
 
@@ -226,7 +226,7 @@ def test_a_folder_is_no_baseline(tmp_path: Path) -> None:
 
 
 def test_the_committed_baselines_are_as_they_would_be_written(tmp_path: Path) -> None:
-    """A merge by hand could leave one that can be read and is not sorted."""
+    """A merge by hand could leave a readable baseline that is not sorted."""
     paths = sorted((ROOT / "reports" / "baselines").glob("*.json"))
     assert "host.json" in [path.name for path in paths]
     for path in paths:

@@ -64,7 +64,7 @@ def test_what_differs() -> None:
 
 
 def test_times() -> None:
-    """Only of cases that both runs timed; a ratio of totals is that of the longest, the median is any case's."""
+    """Only of cases timed in both runs. A ratio of totals is that of the longest case; the median is of all cases."""
     a = run(record(seconds=3.0), record("zeros", seconds=1.0), record("ties", seconds=1.0), product(seconds=None))
     b = run(record(seconds=1.0), record("zeros", seconds=2.0), record("ties", seconds=2.0), product())
     assert [time.cells() for time in compare(a, b).times] == [("quantize", "3", "5 s", "5 s", "1", "2")]
@@ -116,7 +116,7 @@ def test_equal_runs() -> None:
         (run(record(), record("zeros")), run(record()), False),
         (run(record(budget_max=float("nan"))), run(record(budget_max=1.0)), True),
         (run(record()), run(record(output_digest="33")), True),
-        (run(), run(record()), False),  # no case in both: nothing was compared
+        (run(), run(record()), False),  # no case in both runs
     ],
 )
 def test_no_worse(a: RecordedRun, b: RecordedRun, no_worse: bool) -> None:

@@ -1,4 +1,4 @@
-"""The gate: which figures it holds, what fails it, and what each failure says."""
+"""The gate: compared figures, reasons of a failure, and the message of each failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(judgement: dict[str, list[str]]) -> list[str]:
 
 
 def judged(before: dict[str, Any], after: dict[str, Any]) -> Judgement:
-    """A case by what was accepted of it, beside another that is as it was."""
+    """A case against its accepted figures, beside an unchanged case."""
     return judge(run(after, record("zeros")), baseline_of(run(before, record("zeros"))))
 
 
@@ -182,7 +182,7 @@ def test_an_interrupted_run() -> None:
         "interrupted: 2 of 3 cases did not run, the first quantize/nvfp4/64x128/bf16/zeros",
         "did not run: quantize/nvfp4/64x128/bf16/zeros",
     ]
-    # Also where every case of the baseline ran.
+    # Also if every case of the baseline ran.
     assert list(judge(part, baseline_of(run(cases[0]))).problems) == ["interrupted"]
 
 
@@ -194,7 +194,7 @@ def test_nothing_ran() -> None:
 
 
 def test_nothing_was_compared() -> None:
-    """Guard zones and repeated runs hold a kernel against itself: a run of them alone says nothing."""
+    """Guard zones and repeated runs compare a kernel with itself: such stages alone prove nothing correct."""
     alone = record(compared=10, stages=[stage("memory", "guard", 10)])
     assert text(judge(run(alone), baseline_of(run(alone))).problems) == ["nothing was compared: no element in 1 case"]
 
@@ -266,7 +266,7 @@ def test_the_gate_compares_architectures_and_not_products(tmp_path: Path) -> Non
     ]
 
 
-# What a baseline says in a report
+# The baseline in a report
 
 
 def test_a_report_names_the_baseline_of_failing_cases(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of known failures: what it may say, what it makes of a record, and what a run makes of it."""
+"""The ledger of known failures: allowed entries, and their effect on a record and on a run."""
 
 import ast
 import csv
@@ -100,14 +100,14 @@ def test_a_malformed_ledger_is_one_error_that_names_the_entry(tmp_path, content,
     ],
 )
 def test_a_stage_and_a_cause_that_there_are(tmp_path, keys):
-    """Of a pattern that names no operation any stage may be."""
+    """A pattern without an operation may have any stage."""
     (tmp_path / "known.toml").write_text(known_table(**keys))
     (entry,) = load(tmp_path / "known.toml").entries
     assert (entry.stage, entry.cause) == (keys["stage"], keys["cause"])
 
 
 def test_the_names_of_causes_are_those_of_the_diagnosis():
-    """Every literal of its files that looks like a cause is one, or known to be something else."""
+    """Every literal of its files that looks like a cause is a cause, or a known word of a different kind."""
     literals = set()
     for path in (ROOT / "harness" / "diagnosis").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())) if path.stem != "cause_names" else ():
@@ -186,7 +186,7 @@ def test_crashes_and_timeouts_are_not_launched():
         assert (made["case"], made["seed"], made["verdict"]) == (case.id, 3, verdict)
         assert (made["message"], made["known"]) == ("not run: ties", f"ties ({ISSUE})")
         assert ledger.stand_in(case, **{**where, "backend": "reference"}) is None
-        assert not succeeded([made])  # nothing was compared
+        assert not succeeded([made])  # no element was compared
         assert succeeded([made, record("pass", stages=[STAGE])])
     assert Ledger((ENTRY,)).stand_in(case, **where) is None
 
@@ -223,7 +223,7 @@ def test_a_ledger_is_read_once_a_folder_and_its_error_comes_once(tmp_path):
     assert Ledgers(Ledger((ENTRY,))).ledger_for(tmp_path, [QUANTIZE]).entries == (ENTRY,)
 
 
-# What people see.
+# Output for people.
 
 
 def test_reports_keep_what_is_known_apart():
@@ -253,7 +253,7 @@ CASES = small_toml.matrix()
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """`narrowgauge run` in a folder with four cases, of which those of 48 columns fail; and the ids that it began."""
+    """`narrowgauge run` in a folder with four cases; the cases of 48 columns fail. Also the ids of launched cases."""
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "a.toml").write_text(CASES)
     monkeypatch.chdir(tmp_path)

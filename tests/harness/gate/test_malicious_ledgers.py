@@ -1,4 +1,4 @@
-"""Ledgers that excuse everything, or that cost memory or time: each is one clear error."""
+"""Ledgers that excuse everything, or that cost memory or time: each is a single clear error."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.harness.small_toml import known, matrix
 EVERYTHING = ("*", "**", "?*", "*/*", "*/*/*", "quantize*", "[a-z]*", "*normal", "[!x]*", "*/bf16/*", "*6*")
 """Patterns that match all cases of `matrix(dtype="bf16")`."""
 MALICIOUS = {
-    # Entries that say nothing.
+    # Entries without content.
     "doubled": (
         known() + known(reason="another", issue="https://b/c"),
         "[[known]] 2: expects the same failures as {path}: [[known]] 1; delete one of the two",
@@ -56,7 +56,7 @@ def test_a_malicious_ledger_is_one_error(tmp_path, cases, name):
 
 @pytest.mark.parametrize("pattern", EVERYTHING)
 def test_a_pattern_that_matches_every_case_is_refused(tmp_path, cases, pattern):
-    """Beside the case files and by --known, for another backend too."""
+    """Beside the case files and by --known, also for a second backend."""
     for name, options in (("cases/known.toml", ()), ("mine.toml", ("--known", tmp_path / "mine.toml"))):
         (tmp_path / name).write_text(known(case=pattern, backend="mine:Backend"))
         said = refusal("run", cases, *options, "--report-dir", tmp_path / "report")
@@ -66,7 +66,7 @@ def test_a_pattern_that_matches_every_case_is_refused(tmp_path, cases, pattern):
 
 
 def test_the_case_files_beside_a_file_count_too(cases):
-    """A pattern may match every case of the file that runs, if the folder has other cases."""
+    """A pattern may match every case of the file in the run, if the folder has further cases."""
     entries = ledger.Ledger((ledger.Entry("quantize/*", "native", "https://a/b", "ties", location="l"),))
     with pytest.raises(ledger.LedgerError, match="matches all 2 cases"):
         entries.check(load(cases), [cases.parent])

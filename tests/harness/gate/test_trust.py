@@ -1,4 +1,4 @@
-"""Runs that the gate refuses: every kind of damage to a journal, each made of the journal of a real run."""
+"""Runs refused by the gate: every kind of damage to a journal, starting from the journal of a real run."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def gate(folder: Path, lines: Lines, edit: Edit) -> Any:
 
 
 def test_a_run_without_damage_passes(folder: Path, lines: Lines) -> None:
-    """It has records of each kind: correct, wrong, without a result, not supported, a product, a module."""
+    """The run has records of each kind: correct, wrong, without a result, not supported, a product, a module."""
     assert sorted(line["verdict"] for line in lines[1:]) == ["error", "fail", *["pass"] * 4, "unsupported"]
     for path in ("run", "damaged"):
         judged = gate(folder, lines, lambda _: None)
@@ -202,7 +202,7 @@ def test_a_damaged_column_is_refused_by_name(folder: Path, lines: Lines, expecte
     assert "is no record: " in message or "damaged: the run cannot be trusted; run its cases again:\n" in message
 
 
-# Columns that contradict one another.
+# Columns that contradict each other.
 
 
 def stage_with(operation: str = "gemm", by: str = "bound", **changes: Any) -> Edit:
@@ -460,7 +460,7 @@ def test_as_many_tamperings_as_the_gate_needs() -> None:
     assert count >= 150
 
 
-# Other commands, and what a process cannot verify.
+# Further commands, and facts that a process cannot verify.
 
 
 def test_further_commands_refuse_the_run_of_the_gate(folder: Path, lines: Lines) -> None:

@@ -1,4 +1,4 @@
-"""Captured tensors: what is read from each kind of file, and what a wrong file says."""
+"""Captured tensors: reading each kind of file, and the messages for wrong files."""
 
 import os
 from pathlib import Path
@@ -114,7 +114,7 @@ def test_a_sparse_tensor_is_named_for_what_it_is(tmp_path):
     path = saved_by_torch(tmp_path / "a.pt", {"b": WEIGHT.to_sparse(), "c": WEIGHT})
     try:
         torch.load(path, weights_only=True)
-    except Exception:  # which one depends on the release
+    except Exception:  # its type depends on the release
         pytest.skip(f"torch {torch.__version__} loads no sparse tensor with weights_only")
     with pytest.raises(CaptureError, match=r"a\.pt: b holds sparse_coo fp32; "):
         Captured.load(path, ["b"])

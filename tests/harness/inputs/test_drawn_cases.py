@@ -53,13 +53,13 @@ def test_drawn_cases_are_valid_and_keep_the_remaining_fields() -> None:
 
 
 def fields(case: Case) -> set[str]:
-    """Fields that stay. The rows of given sections follow the shape."""
+    """Unchanged fields. The rows of given sections follow the shape."""
     given = str(getattr(case, "sections", "")).startswith("rows:")
     return set(type(case).__dataclass_fields__) - {"shape", "inputs", *(["sections"] if given else [])}
 
 
 def test_drawn_cases_are_new() -> None:
-    """Only the case of a single byte has no other size of about the same work, and no other family of inputs."""
+    """Only the case of a single byte has neither a further size of about the same work nor a further family."""
     known = {case.id for case in quick()}
     assert len({case.id for case in drawn()}) == len(drawn())
     assert {case.shape_label for case in drawn() if case.id in known} <= {"1x1"}
@@ -113,7 +113,7 @@ def test_another_process_draws_the_same() -> None:
     ],
 )
 def test_no_size_is_finer_than_the_known_ones(known: list[tuple[int, ...]], divisors: tuple[int, ...]) -> None:
-    """A kernel for multiples of 128 is not asked for other multiples, unless the matrix has such cases."""
+    """A kernel for multiples of 128 gets no further multiples, unless the matrix has such cases."""
     matrix = [gemm(*shape) for shape in known]
     cases = [case for secret in range(40) for case in drawn_cases([gemm(512, 1024, 384)], secret, matrix=matrix)]
     for axis, divisor in enumerate(divisors):
@@ -128,7 +128,7 @@ def test_flags_have_their_own_alignment() -> None:
 
 
 def test_known_cases_are_not_drawn() -> None:
-    """A product without elements has other families alone, until all of them are known."""
+    """A product without elements changes its family alone, until all families are known."""
     families = [family for family in families_of("gemm") if family not in ZEROS]
     case = gemm(0, 0, 0, inputs=families[0])
     for count in range(1, len(families)):
@@ -144,7 +144,7 @@ def test_captured_inputs_become_a_family() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_reference_passes_drawn_cases(operation: str) -> None:
-    """Inputs, bounds and checks of every operation hold for shapes that nobody chose."""
+    """Inputs, bounds and checks of every operation hold for drawn shapes."""
     reference = load_backend("reference")
     small: list[Any] = sorted((case for case in drawn() if case.operation == operation), key=work)
     for case in small[len(small) // 2 :: max(1, len(small) // 6)]:

@@ -1,4 +1,4 @@
-"""Every input family does what `harness/cases/families.py` says of it, measured through the reference."""
+"""Every input family has the property stated in `harness/cases/families.py`, measured through the reference."""
 
 import hashlib
 
@@ -210,7 +210,7 @@ def test_uniform_is_uniform():
 
 
 def scaled(x: torch.Tensor, q: Quantized) -> torch.Tensor:
-    """What the reference rounds to E2M1: fl(x·e)."""
+    """The numbers that the reference rounds to E2M1: fl(x·e)."""
     factors = element_factors(q.scales, q.tensor_scale, q.recipe).unsqueeze(2)
     blocks = pad_columns(x.float(), 16).view(x.shape[0], -1, 16)
     return (blocks * factors).view(x.shape[0], -1)[:, : x.shape[1]]
@@ -229,7 +229,7 @@ def test_outliers_leave_most_of_their_blocks_near_zero(dtype):
 @pytest.mark.parametrize("shape", [(128, 128), (304, 304), (129, 272), (3, 40)])
 def test_tiles_give_neighbours_other_scales(shape, dtype):
     _, q = quantized("tiles", shape, dtype)
-    assert bool((q.scales >= E4M3.max_code - 14 * 8).all())  # none of them 0 or subnormal
+    assert bool((q.scales >= E4M3.max_code - 14 * 8).all())  # no scale is 0 or subnormal
     for distance in (1, 2, 4, 8, 16, 32, 64):
         assert bool((q.scales[distance:] != q.scales[:-distance]).all())
     for distance in range(1, 15):
@@ -356,10 +356,10 @@ def test_spread_makes_the_order_of_a_rotation_s_sum_show(group):
     products = x.float().view(-1, group) * signs(Hadamard(group)) * coefficient(group)
     rows = products.unbind(1)
     forward, backward = torch.zeros(len(products)), torch.zeros(len(products))
-    for one, other in zip(rows, reversed(rows), strict=True):  # the first row of Sylvester's matrix adds them all
+    for one, other in zip(rows, reversed(rows), strict=True):  # the first row of Sylvester's matrix adds all elements
         forward, backward = forward + one, backward + other
     assert share(forward != backward) > 0.3
-    if group == 16:  # what cancels is a block's largest
+    if group == 16:  # the cancelling elements are the largest of a block
         assert share(forward.bfloat16() != backward.bfloat16()) > 1e-3
     exponents = torch.frexp(x.float()).exponent.view(-1, 16)
     assert (exponents.amax(1) - exponents.amin(1)).float().median() > 40
@@ -404,7 +404,7 @@ def test_lattice_is_exact_at_any_depth(depth, dtype):
     q = quantize(given.x, "nvfp4")
     assert bool((q.scales == E4M3.max_code).all())
     scale = given.x.float().abs().max() / 6
-    assert bool((decode(codes(q), E2M1) * scale == given.x.float()).all())  # nothing was lost in quantizing
+    assert bool((decode(codes(q), E2M1) * scale == given.x.float()).all())  # quantizing lost no bit
     assert scale.frexp().mantissa.item() == 0.5
 
 

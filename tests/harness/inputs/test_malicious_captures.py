@@ -1,4 +1,4 @@
-"""Files of captured tensors that cost memory or time, or that name two tensors alike: each is one clear error."""
+"""Files of captured tensors that cost memory or time, or that name two tensors alike: each is a single clear error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def torch_file(content: Any) -> bytes:
 
 
 def changed(content: bytes, change: Callable[[bytes], bytes] = lambda data: data, **options: Any) -> bytes:
-    """A file of torch with another pickle."""
+    """A file of torch with a replaced pickle."""
     with zipfile.ZipFile(io.BytesIO(content)) as source:
         members = [(name, source.read(name)) for name in source.namelist()]
     return archive(*((n, change(d) if n.endswith("data.pkl") else d) for n, d in members), **{"method": 0, **options})

@@ -1,4 +1,4 @@
-"""Input families of MX and FP8, and histories: each has the property that `harness/cases/families.py` states."""
+"""Input families of MX and FP8, and histories: each has the property stated in `harness/cases/families.py`."""
 
 import hashlib
 import math
@@ -34,7 +34,7 @@ def quantized(recipe, family, shape=(256, 288), dtype="fp32"):
 
 
 def scaled(x, q):
-    """What the reference rounds to codes."""
+    """The numbers that the reference rounds to codes."""
     factors = element_factors(q.scales, q.tensor_scale, q.recipe, x.dtype, block_amaxes(x, q.recipe))
     return scale_elements(x, per_row(factors, q.recipe, len(x)), q.tensor_scale, q.recipe)
 
@@ -124,7 +124,7 @@ def test_ties_are_exact_ties_after_scaling(name, dtype):
     middle = torch.tensor(midpoints(q.recipe.element))
     exact = torch.isin(value, middle)
     assert 0.45 < share(exact) < 0.55
-    assert len(value[exact].unique()) == len(middle)  # subnormal ones too
+    assert len(value[exact].unique()) == len(middle)  # also subnormal midpoints
     beside = torch.isin(value, torch.cat([middle, torch.tensor([q.recipe.element.max])]))
     place = torch.searchsorted(middle, value.contiguous()).clamp(max=len(middle) - 1)
     near = torch.minimum((value / middle[place] - 1).abs(), (value / middle[(place - 1).clamp(min=0)] - 1).abs())
@@ -216,7 +216,7 @@ def test_magnitudes(name):
 @pytest.mark.parametrize("name", [*MX, *FP8[:3]])
 def test_position_is_told_by_codes_and_scale(name, dtype):
     x, q = quantized(name, "position", (256, 256), dtype)
-    assert torch.equal(dequantize(q), x.float())  # nothing was lost in quantizing
+    assert torch.equal(dequantize(q), x.float())  # quantizing lost no bit
     codes = elements(rowwise_codes(q), 256, q.recipe)
     for distance in (1, 2, 4, 8, 16, 32, 64):  # neighbours, lanes and rows are never the same throughout
         if distance % q.recipe.element.codes:
@@ -294,7 +294,7 @@ def test_every_operand_and_section_has_its_scale():
     given = make_inputs(gemm)
     assert {name: tuple(scale.shape) for name, scale in given.scale.items()} == {"x": (1,), "w": (1,)}
     assert make_inputs(case_from_labels("gemm", "nvfp4", (16, 16, 16), "bf16xbf16-bf16", "normal", ("tn",))).scale == {}
-    assert any(tensor is given.scale["w"] for tensor in given.tensors())  # so the digest of the inputs has it
+    assert any(tensor is given.scale["w"] for tensor in given.tensors())  # part of the digest of the inputs
 
 
 # Histories.

@@ -64,7 +64,7 @@ def test_a_changed_rounding_mode_is_a_note_and_is_restored(libm: ctypes.CDLL, mo
     assert libm.fegetround() == ROUNDING[NEAREST]
     assert read_environment() == before
     assert probed == {"rounding-mode": mode, "subnormal-numbers": KEPT}
-    (note,) = changes(before, after)  # fesetround also sets the x87 unit, which is no second note
+    (note,) = changes(before, after)  # fesetround also sets the x87 unit, without a second note
     assert note["cause"] == "changes-rounding-mode"
     assert f"from 'to nearest' to {mode!r}" in note["sentence"]
     assert f"torch in this thread round {mode}" in note["sentence"]
@@ -167,7 +167,7 @@ def test_the_default_environment_is_accepted() -> None:
     require_default({"fpcr": 0})
 
 
-# ---- settings of torch, each in a process that other tests do not share ----------------------------------------------
+# ---- settings of torch, each in a separate process -------------------------------------------------------------------
 
 TORCH_CHANGES = {
     "default dtype": ("torch.set_default_dtype(torch.float64)", ["default-dtype"], ["float32", "float64"]),
@@ -239,7 +239,7 @@ def run_python(program: str, *arguments: str, given: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Notes of each change and changes left after `restore`, from a process that ran all changes one by one."""
+    """Notes of each change and changes left after `restore`, from a process that ran all changes in turn."""
     library = tmp_path_factory.mktemp("library") / "fast.so"
     programs = {name: change for name, (change, *_) in (TORCH_CHANGES | REGISTER_CHANGES).items()}
     if which("g++"):

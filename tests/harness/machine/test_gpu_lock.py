@@ -1,4 +1,4 @@
-"""Turns on a GPU: so many processes have one at a time, and nobody waits for ever."""
+"""Lock of a GPU: a limited number of processes hold it at a time, and no process waits for ever."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from narrowgauge.harness.machine.gpu_lock import JUDGE_QUEUE, LAUNCH_QUEUE, Lock
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the locks are."""
+    """Folder of the locks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
     return tmp_path
 
 
 def hold(folder, name, queue, held, done):
-    """Have a turn until told to end it."""
+    """Hold the lock until told to end."""
     tempfile.tempdir = folder
     os.environ["CUDA_VISIBLE_DEVICES"] = name
     with lock_gpu("cuda", queue):
@@ -33,7 +33,7 @@ def hold(folder, name, queue, held, done):
 
 @pytest.fixture
 def holder(folder: Path):
-    """Starts a process that has a turn on the GPU of a name; it ends with the test, or when it is killed."""
+    """Starts a process that holds the lock of a named GPU; the process ends with the test, or when it is killed."""
     context, started = multiprocessing.get_context("spawn"), []
 
     def start(name: str = "GPU-1", queue: LockQueue = LAUNCH_QUEUE):
@@ -64,9 +64,9 @@ def had(monkeypatch: pytest.MonkeyPatch, queue: LockQueue = LAUNCH_QUEUE) -> boo
 def test_so_many_have_a_turn_and_the_next_when_one_dies(holder, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [holder() for _ in range(LAUNCH_QUEUE.holders - 1)]
     assert had(monkeypatch)
-    assert had(monkeypatch)  # it was given back
+    assert had(monkeypatch)  # the lock was released
     others.append(holder())
-    assert not had(monkeypatch)  # and went on without it
+    assert not had(monkeypatch)  # and went on without the lock
     others[0].kill()
     others[0].join()
     assert had(monkeypatch)

@@ -1,4 +1,4 @@
-"""The table of what each recipe costs in accuracy: in page, summary and terminal, and in no verdict."""
+"""The table of accuracy costs of recipes: in page, summary and terminal, and in no verdict."""
 
 from __future__ import annotations
 

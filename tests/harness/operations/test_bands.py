@@ -1,4 +1,4 @@
-"""Cases of more than 2^31 elements, with a small threshold in its place: what is judged, and what is not."""
+"""Cases of more than 2^31 elements, with a small threshold in place of 2^31: judged and unjudged rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def case_of(recipe: str, shape: tuple[int, int] = (ROWS, COLUMNS)) -> Case:
 
 
 def wrong_from(element: int, columns: int = COLUMNS):
-    """A quantizer that is wrong from an element of x on, as one with a short index."""
+    """A quantizer that is wrong from an element of x on, like a kernel with a short index."""
 
     def quantize(x, recipe, **options):
         q = reference.quantize(x, recipe, **options)

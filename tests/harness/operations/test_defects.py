@@ -1,4 +1,4 @@
-"""A kernel with one defect fails, at the right stage."""
+"""A kernel with a single defect fails, at the right stage."""
 
 from dataclasses import replace
 from itertools import count
@@ -108,7 +108,7 @@ def padding_of_ones(scales):
 def test_the_wrong_split_of_rows(inputs):
     record = fails(swizzle_case(inputs), "layout", swizzle=wrong_split)
     assert "of 3 072 bytes are not in their place, the first at row 1, column 0" in record.message
-    assert stages(record)["unswizzle"]["sentence"] == ""  # right on what it was given
+    assert stages(record)["unswizzle"]["sentence"] == ""  # right for its argument
 
 
 def test_padding_that_is_not_zero():
@@ -179,7 +179,7 @@ def stale_amax(x, sizes, recipe, **options):
 
 
 def test_a_wrong_amax_of_columnwise_tiles_is_one_finding():
-    """Scales are judged by the kernel's own amax, and 4over6 chooses along the rows of what was given."""
+    """Scales are judged by the kernel's own amax, and 4over6 chooses along the rows of the given matrix."""
     x = nearly_tied()
     case = grouped_case("nvfp4-2d-4over6-256-mae", "even:2", "columnwise", shape=tuple(x.shape))
 
@@ -276,7 +276,7 @@ def test_the_scale_of_a_tile_written_for_its_first_row_alone():
 
 
 def where_equal_four(x, recipe):
-    """4over6 with ≤ in place of <: seen where the two are as near."""
+    """4over6 with ≤ in place of <: visible if both errors are equal."""
     q = reference.quantize(x, recipe)
     base = unrounded_scales(block_amax(x, 16), q.tensor_scale, recipe)
     six, four = (encode(scale, recipe.scale) for scale in (base, base * 1.5))
@@ -301,7 +301,7 @@ def test_an_error_of_the_other_mode():
 
 
 def test_columnwise_tiles_that_choose_for_themselves():
-    """The columnwise half is the transpose of the rowwise one, although its own sums of errors round otherwise."""
+    """The columnwise half is the transpose of the rowwise half, although its own sums of errors round differently."""
 
     def door(x, recipe, *, rowwise=True, columnwise=True):
         row, column = quantize_both(x, recipe, rowwise=rowwise, columnwise=columnwise)

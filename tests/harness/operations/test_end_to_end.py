@@ -1,4 +1,4 @@
-"""A product end to end: what a wrong operand does to the output is measured, and blamed once, where it was made."""
+"""A product end to end: the effect of a wrong operand on the output is measured, and fails in its own stage alone."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def wrong(record):
 
 
 def spoilt_codes(name):
-    """The door of that name, whose codes of matrices with as many rows as x are wrong in row 3."""
+    """The method of this name. Its codes of matrices with as many rows as x are wrong in row 3."""
     door = DOORS[name]
 
     def spoil(x, *arguments, **options):
@@ -83,7 +83,7 @@ def test_equal_operands_cost_no_second_computation(case, monkeypatch):
 )
 def test_wrong_codes_fail_in_their_stage_and_show_at_the_end(case, door, stages):
     doors = {door: spoilt_codes(door)}
-    if case.operation == "gemm-quantized":  # quantizes its output by another door, or that would be wrong too
+    if case.operation == "gemm-quantized":  # quantizes its output by a second method, which would be wrong too
         doors["quantize"] = lambda x, *a, **o: (
             spoilt_codes(door) if x.dtype == torch.bfloat16 else reference.quantize
         )(x, *a, **o)
@@ -118,7 +118,7 @@ def test_a_wrong_product_of_right_codes_shows_in_both_stages(case):
 
 
 def test_codes_that_cancel_each_other_do_not_show_at_the_end():
-    """What is blamed is not what is measured: the other zero is a wrong code, and the same product."""
+    """A wrong stage without an effect on the output: a zero of the wrong sign is a wrong code, and the same product."""
 
     def spoil(q):
         q.codes[0] = torch.where(q.codes[0] & 0x07 == 0, q.codes[0] ^ 0x08, q.codes[0])
@@ -130,7 +130,7 @@ def test_codes_that_cancel_each_other_do_not_show_at_the_end():
 
 
 def test_padding_that_raises_an_amax_shows_at_the_end():
-    """The end is that of the reference's own padding."""
+    """The end is judged with the reference's own padding."""
 
     def pad(x, sizes, recipe):
         padded, aligned = reference.pad_sections(x, sizes, recipe)

@@ -1,4 +1,4 @@
-"""Stages in high precision: what is inside the bound passes, what is outside is named with its place."""
+"""Stages in high precision: elements inside the bound pass, elements outside are named with their place."""
 
 from __future__ import annotations
 

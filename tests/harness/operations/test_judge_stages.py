@@ -1,6 +1,6 @@
 """Single bytes and numbers, wrong in one stage of a case: what each stage says of zeros, NaN, infinities, single steps.
 
-What is right is known here by construction, from bits, and not from the harness.
+Right results are known here by construction, from bits, and not from the harness.
 """
 
 import struct
@@ -30,7 +30,7 @@ def wrong(record):
 
 
 def changing(change):
-    """A quantize that gives the reference's result after `change`."""
+    """A quantize with the reference's result after `change`."""
 
     def change_alone(q):
         change(q)
@@ -55,7 +55,7 @@ def spoilt(part, place, number):
 
 
 def place_of(case, byte, *, equal=True):
-    """A scale of the reference's that has a byte, or another one."""
+    """A scale of the reference, replaced by a byte or by a second byte."""
     scales = reference.quantize(make_inputs(case).x, case.recipe).scales
     return tuple(((scales == byte) == equal).nonzero()[0].tolist())
 
@@ -173,7 +173,7 @@ def test_a_byte_of_the_padding_is_a_matter_of_layout():
 
 
 def swizzling(change):
-    """A quantize that swizzles its scales, and what `change` does to them."""
+    """A quantize that swizzles its scales and applies `change`."""
 
     def door(x, recipe, *, swizzled=False, **options):
         q = reference.quantize(x, recipe, **options)
@@ -196,7 +196,7 @@ def swizzling(change):
 def test_a_wrong_value(dtype, inputs, number):
     def dequantize(q, kind):
         values = reference.dequantize(q, kind)
-        values[0, 0] = number  # where the family has a NaN, if any
+        values[0, 0] = number  # the place of the family's NaN, if any
         return values
 
     record = run(replace(QUANTIZE, dtype=dtype, inputs=inputs), quantize=reference.quantize, dequantize=dequantize)
@@ -206,7 +206,7 @@ def test_a_wrong_value(dtype, inputs, number):
     assert ("the other zero" in wrong(record)["values"]) == (inputs == "zeros")
 
 
-# Halves, repeats, inputs: bytes, whatever they mean.
+# Halves, repeats, inputs: bytes, without their meaning.
 
 
 @pytest.mark.parametrize("part", ["codes", "scales", "amax"])
@@ -229,7 +229,7 @@ def test_one_bit_of_a_half_that_is_made_alone(part):
     ids=["another NaN", "the other zero", "one step"],
 )
 def test_a_second_run_with_other_bits(inputs, before, after):
-    """Numbers that are equal, or NaN both times, are other bits all the same."""
+    """Equal numbers, or two NaN, can differ in bits."""
     calls = []
 
     def transform(x, recipe):
@@ -258,11 +258,11 @@ def test_an_input_with_other_bits(inputs, word):
     assert " of input x were changed (first run)" in record.message
 
 
-# Results with strides that torch makes itself.
+# Results with strides of torch's own.
 
 
 def with_zero_strides(value):
-    """A tensor whose extents of 1 have the stride 0, as `expand` gives it; of a Quantized its tensors."""
+    """A tensor whose extents of 1 have the stride 0, as of `expand`; of a Quantized all tensors."""
     if isinstance(value, torch.Tensor):
         strides = [0 if extent == 1 else stride for extent, stride in zip(value.shape, value.stride(), strict=True)]
         return value.as_strided(value.shape, strides)

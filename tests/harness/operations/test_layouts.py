@@ -1,4 +1,4 @@
-"""Results of any memory layout are judged: a wrong one fails with its cause, and the next method gets it as it is."""
+"""Results of any memory layout are judged: a wrong result fails with its cause, and the next method gets the layout."""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -28,7 +28,7 @@ def sliced(x: torch.Tensor) -> torch.Tensor:
 
 
 def expanded(x: torch.Tensor) -> torch.Tensor:
-    """Equal rows share the memory of one, and an extent of 1 has the stride 0."""
+    """Equal rows share memory, and an extent of 1 has the stride 0."""
     return x[:1].expand(x.shape) if len(x) and bool((x == x[:1]).all()) else x
 
 
@@ -51,7 +51,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def wrong(x: torch.Tensor) -> torch.Tensor:
-    """Every seventh number in memory is another one."""
+    """Every seventh number in memory is changed."""
     changed = x.clone()
     part = changed.view(-1)[::7]
     part.copy_(part ^ 1 if x.dtype == torch.uint8 else part * 1.5 + 1)
@@ -59,7 +59,7 @@ def wrong(x: torch.Tensor) -> torch.Tensor:
 
 
 def methods(change: Callable[[torch.Tensor], torch.Tensor], broken: str = "") -> dict[str, Any]:
-    """The methods of the reference, whose results have another layout; those of `broken` are wrong."""
+    """The methods of the reference with a different layout of their results. The methods in `broken` are wrong."""
 
     def door(name: str) -> Callable[..., Any]:
         def method(*arguments: Any, **options: Any) -> Any:

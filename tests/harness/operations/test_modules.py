@@ -1,4 +1,4 @@
-"""Modules: the reference passes every kind of case, and a module with one defect fails at the stage of that defect."""
+"""Modules: the reference passes every kind of case, and a module with a single defect fails at its stage."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_reference_passes(case: Case) -> None:
 
 
 def test_accuracy_is_of_the_last_step_without_earlier_gradients() -> None:
-    """8 bits cost 30 dB, 4 bits 20; and of what accumulates only this step's gradient is compared."""
+    """8 bits cost 30 dB, 4 bits 20; of accumulated gradients only the gradient of this step is compared."""
     for training, least, most in (("MXFP8BlockScaling", 24, 40), ("NVFP4BlockScaling-norht-nosr", 12, 24)):
         record = passes(linear(training, "accumulate"))
         y, dx, _ = record.accuracy
@@ -117,11 +117,11 @@ def test_accuracy_is_of_the_last_step_without_earlier_gradients() -> None:
     assert zeros[0] == {"tensor": "y", "sqnr_db": None, "relative_error": None, "cosine": None}
 
 
-# One defect each.
+# A single defect each.
 
 
 class Relabelled(modules.Linear):
-    """A layer whose operands of some kind are made by another recipe than they say."""
+    """A layer with operands of some kind by a recipe that differs from the reported recipe."""
 
     changed = "x columnwise"
 
@@ -142,7 +142,7 @@ class Nearest(Relabelled):
 
 
 class Dgrad(modules.Linear):
-    """The product for the input's gradient takes the rowwise half of the weight, which is square."""
+    """The product for the input's gradient takes the rowwise half of the square weight."""
 
     def weight_operand(self, *given: Any, columnwise: bool = False) -> Quantized:
         return super().weight_operand(*given, columnwise=False)
@@ -154,7 +154,7 @@ class BiasTwice(modules.Linear):
 
 
 class Stale(modules.Linear):
-    """A weight that is quantized in the first step, and never again."""
+    """A weight that is quantized in the first step only."""
 
     def weight_operand(self, *given: Any, columnwise: bool = False) -> Quantized:
         kept = self.__dict__.setdefault("kept", {})
@@ -162,7 +162,7 @@ class Stale(modules.Linear):
 
 
 class NotRolled(modules.Linear):
-    """The history stays where it is; scales are made of it."""
+    """The history is not moved, and scales are computed from it."""
 
     def _update(self, columns: slice, recipe: Any) -> None:
         assert self.amax_history is not None
@@ -208,7 +208,7 @@ class SameDraw(modules.Linear):
 
 
 class Forgetful(modules.Linear):
-    """A second forward that quantizes by what was updated meanwhile."""
+    """A second forward that quantizes by the scales updated meanwhile."""
 
     def present_scales(self, recipe: Any, device: Any) -> Any:
         super().present_scales(recipe, device)
@@ -222,7 +222,7 @@ class ChangesInput(modules.Linear):
 
 
 class NoisyBackward(modules.Linear):
-    """Gradients that are another every time."""
+    """Gradients that differ every time."""
 
     count = 0
 
@@ -288,7 +288,7 @@ NAMED = {
     NoisyBackward: "not-repeatable",
     NoGradientOfEmpty: "gradient-missing",
 }
-"""The first of the causes that explain them; of several any, where the options decide."""
+"""The first of the explaining causes; any of several, if the options decide."""
 
 
 @pytest.mark.parametrize(("stage", "case", "doors"), WRONG, ids=[next(iter(d.values())).__name__ for *_, d in WRONG])
@@ -325,7 +325,7 @@ def test_attention_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch) -> No
     fails(layer("MXFP8BlockScaling"), "step 1 attention", **DOORS)
 
 
-# What a module does not report.
+# Results that a module does not report.
 
 
 class Silent(modules.Linear):
@@ -360,7 +360,7 @@ def test_a_module_without_reports_is_judged_by_its_results() -> None:
 
 
 def test_free_choices_of_modules_are_not_judged_without_reports() -> None:
-    """A rotation in a free order, random bits of a module's own, what a norm gave: nobody knows what it multiplied."""
+    """A rotation in a free order, random bits of a module's own, the result of a norm: the operands are unknown."""
     rotated = passes(linear("NVFP4BlockScaling"), declares={}, Linear=Silent)
     drawn = passes(linear("NVFP4BlockScaling"), declares={"random": "own"}, Linear=Silent)
     case = case_from_labels("layernorm-linear", "MXFP8BlockScaling", SHAPE, "bf16", "normal", ("bias",))
@@ -397,7 +397,7 @@ def test_a_free_rotation_is_judged_by_its_interval() -> None:
     assert rules["step 1 x.codes"] == rules["step 1 w columnwise.codes"] == "exact"
 
 
-# What is no result, and what is not there.
+# Invalid results, and missing results.
 
 
 def test_results_that_are_none_are_errors() -> None:

@@ -1,4 +1,4 @@
-"""MX and FP8: every stage is right of the reference, and wrong of a kernel with one defect, which is found once."""
+"""MX and FP8: every stage of the reference passes, and a kernel with a single defect has a single finding."""
 
 from dataclasses import replace
 
@@ -47,13 +47,13 @@ def passes(case, **doors):
 
 
 def fails(case, *stages, **doors):
-    """These stages are wrong, and no other."""
+    """Exactly these stages are wrong."""
     record = run(case, **doors)
     assert (record.verdict, wrong_stages(record)) == ("fail", list(stages)), (case.id, record.message)
     return record
 
 
-# What is seen.
+# Findings.
 
 
 @pytest.mark.parametrize("flags", [(), ("columnwise",), ("both",)])
@@ -130,7 +130,7 @@ def test_random_bits_of_a_half_that_is_made_in_place():
     assert wrong_stages(wrong) == ["codes"]
 
 
-# Blame, and where.
+# The blamed stage, and its place.
 
 
 @pytest.mark.parametrize("flags", [("columnwise",), ("both",)])
@@ -166,7 +166,7 @@ def test_findings_of_a_tile_begin_at_its_first_row():
 
 
 def another_scale(x, recipe):
-    """A quantize with one scale twice as large, and the codes that follow from it."""
+    """A quantize with a scale twice as large, and the codes under this scale."""
     q = reference.quantize(x, recipe)
     q.scales[1, 2] *= 2
     factors = per_row(element_factors(q.scales, None, recipe, x.dtype, block_amaxes(x, recipe)), recipe, len(x))
@@ -174,7 +174,7 @@ def another_scale(x, recipe):
 
 
 def by_other_rule(other):
-    """A quantize that makes its scales, and the codes that follow from them, by another recipe."""
+    """A quantize with the scales of a second recipe, and the codes under these scales."""
 
     def door(x, recipe, **options):
         return replace(reference.quantize(x, other(recipe), **options), recipe=recipe)
@@ -310,7 +310,7 @@ def test_delayed_scaling_that_takes_the_scale_of_its_own_input(flags):
         return reference.quantize_both(x, recipe, scale=own(x), **options)
 
     cases = [case_of("fp8-delayed-e5m2", *flags, shape=(n, 160)) for n in range(60, 68)]
-    # A given scale is that of x, or another power of two times it.
+    # A given scale is the scale of x, or a further power of two times the scale.
     case = next(c for c in cases if not torch.equal((given := make_inputs(c)).scale["x"], own(given.x)))
     halves = ("rowwise.", "columnwise.") if flags == ("both",) else ("",)
     stages = [f"{half}{stage}" for half in halves for stage in ("tensor scale", "scales", "codes")]
@@ -455,14 +455,14 @@ def not_cleared(history, scale, recipe):
 
 
 def after_the_roll(history, scale, recipe):
-    """The maximum of the history once the first is 0 and before the last one is behind it."""
+    """The maximum of the history after the first row is 0 and before the last row moves."""
     cleared = history.clone()
     cleared[0] = 0.0
     return update_scale(history, scale, recipe)[0], update_scale(cleared, scale, recipe)[1]
 
 
 def divided_twice(history, scale, recipe):
-    """As fl(max/amax)·2^-margin, which overflows earlier."""
+    """As fl(max/amax)·2^-margin, with an earlier overflow."""
     after, made = update_scale(history, scale, find_recipe(recipe.name.replace("-margin3", "")))
     return after, torch.where(made == scale, scale, made * 2.0**-3)
 
@@ -485,7 +485,7 @@ def with_nan(history, scale, recipe):
 
 
 def reset(history, scale, recipe):
-    """1, as for a new tensor, where there is no proper amax."""
+    """1, as for a new tensor, if the amax is 0, infinite or NaN."""
     after, made = update_scale(history, scale, recipe)
     return after, torch.where(made == scale, 1.0, made)
 
@@ -529,7 +529,7 @@ def test_an_update_of_another_shape_is_an_error():
     )
 
 
-# What is shown, said and timed.
+# Shown results, messages and times.
 
 
 def shown(capsys, case, at=None, **doors):
@@ -603,7 +603,7 @@ def test_show_of_an_update_goes_to_its_first_wrong_scale(capsys):
 
 
 def test_what_is_not_there_is_not_missed():
-    """An MX operand has neither amax nor tensor scale, so that no kernel has to show them."""
+    """An MX operand has neither amax nor tensor scale, so a kernel reports neither."""
     plain = ("scales", "codes", "values")
     assert (
         expected_stages("quantize", "", "mxfp8-e4m3")

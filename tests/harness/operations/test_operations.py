@@ -29,7 +29,7 @@ from tests.thinned import thinned
 
 # The reference passes everything, and every stage is seen.
 
-# How the next scale of delayed scaling is made changes nothing of quantize.
+# The rule for the next scale of delayed scaling changes no quantize.
 RECIPES = [name for name in recipe_names() if "@" not in name and not name.endswith(("-recent", "-bulk"))]
 
 
@@ -49,7 +49,7 @@ def test_every_recipe_passes_in_every_usage(name, usage):
     "name", ["nvfp4-2d", "nvfp4-rowscaled", "nvfp4-4over6-448-mae", "nvfp4-2d-4over6-256-mse", "nvfp4-sr"]
 )
 def test_every_family_of_the_variants_passes(name, family):
-    # Another dtype and shape for each: a tenth of a minute in place of half of one.
+    # A different dtype and shape for each: 6 s instead of 30 s.
     dtype, shape = [("fp32", (17, 50)), ("bf16", (2, 3, 33)), ("fp16", (17, 50))][len(name + family) % 3]
     passes(quantize_case(name, "both", shape=shape, inputs=family, dtype=dtype))
 
@@ -213,7 +213,7 @@ def test_swizzles_pass(inputs, shape):
     assert not_compared([there.to_dict()]).endswith("swizzle unswizzle in 1 case.")
 
 
-# Doors that are not there.
+# Missing methods.
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -237,7 +237,7 @@ def test_a_door_that_is_not_there_is_unsupported(operation):
 
 
 def test_options_are_passed_only_if_they_differ_from_the_default():
-    """So that a door of a person's own need not know them."""
+    """A method of a user's own need not know these arguments."""
 
     def alone(*given):
         return reference.quantize(*given)
@@ -268,7 +268,7 @@ def test_one_wrong_byte_of_any_recipe_is_found(name, part):
     assert stages(record)[part]["mismatches"] == 1
 
 
-# Dialects: whoever speaks one of another library is judged by it.
+# Dialects: a backend with the dialect of a library is judged by the dialect.
 
 SPOKEN = [name for name in recipe_names() if "@" in name]
 
@@ -285,7 +285,7 @@ def test_a_backend_that_speaks_a_dialect_passes_in_it(name, usage):
 @pytest.mark.long
 @pytest.mark.parametrize("name", SPOKEN)
 def test_a_backend_that_speaks_another_dialect_fails_in_it(name):
-    """It speaks te, but for the name: what te-native quantizes is the same."""
+    """The dialect is te except for the name: te-native quantizes to the same bytes."""
     recipe = find_recipe(name)
 
     def quantize(x, _, **options):

@@ -1,4 +1,4 @@
-"""Products of padded sections: the reference passes, one defect fails by name."""
+"""Products of padded sections: the reference passes, a single defect fails by name."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_a_kernel_that_takes_aligned_sections_alone_passes():
 
 
 def rows_of(sizes, alignment=32):
-    """Numbers of the rows that are padding."""
+    """Numbers of the padding rows."""
     found, start = [], 0
     for size in sizes.tolist():
         aligned = -(-size // alignment) * alignment
@@ -77,7 +77,7 @@ def test_padding_that_is_not_zero():
 
 
 def test_padding_that_nobody_writes():
-    """Every stage behind it is judged on what was there, and a finding of either run says so."""
+    """Every later stage is judged on the kernel's own result, and a finding of either run says so."""
 
     def pad(x, sizes, recipe):
         right, aligned = reference.pad_sections(x, sizes, recipe)
@@ -132,7 +132,7 @@ def test_a_padded_matrix_of_another_shape_is_an_error():
 
 
 def test_rows_that_are_quantized_differently_before_padding():
-    """A kernel that takes another path for sections that end inside a tile, and is right in that which pads need."""
+    """A kernel with a separate path for sections that end inside a tile, and correct in the path that padding needs."""
 
     def grouped(x, sizes, recipe, **options):
         q = reference.quantize_grouped(x, sizes, recipe, **options)
@@ -176,7 +176,7 @@ def grouped_by(product):
 
 
 def by_rows(a: Quantized, b: Quantized, *, out_dtype):
-    """The declared order where sections are not aligned, and what a float64 sum rounds to where they are."""
+    """The declared order for sections that are not aligned, and the rounded float64 sum for aligned sections."""
     if a.shape[0] % 32 == 0:
         return reference.gemm(a, b, out_dtype=out_dtype)
     return in_blocks(a, b, out_dtype=out_dtype)

@@ -1,4 +1,4 @@
-"""GEMMs of every recipe and quantized outputs: the reference passes, one defect fails by name."""
+"""GEMMs of every recipe and quantized outputs: the reference passes, a single defect fails by name."""
 
 from dataclasses import replace
 
@@ -97,13 +97,13 @@ def test_a_product_that_takes_the_encode_scale_for_its_inverse():
 
 
 def test_fp8_blocks_that_accumulate_before_the_cast():
-    """Blocks of FP8 are cast, then accumulated; every other recipe accumulates, then casts."""
+    """Blocks of FP8 are cast, then accumulated; every remaining recipe accumulates, then casts."""
 
     def gemm(a, b, *, out_dtype, c=None, bias=None):
         return (reference.gemm(a, b, out_dtype=torch.float32, bias=bias) + c.float()).to(out_dtype)
 
     block = "fp8-block-1x128-e4m3-pow2"
-    # Sums that no order can round, and that bfloat16 does not hold.
+    # Sums without rounding in any order, and with more digits than bfloat16 has.
     options = {"shape": (48, 64, 32), "dtype": "bf16xbf16-bf16", "inputs": "lattice"}
     case = gemm_case(block, "tn", "accumulate", **options)
     record = fails(case, "output", gemm=gemm)
@@ -153,7 +153,7 @@ def test_a_declared_order_passes_within_narrower_intervals(family):
 
 
 def cancelling_in_order():
-    """Inputs whose large products cancel one after the other, so that the declared order rounds nowhere."""
+    """Inputs whose large products cancel in turn: the declared order rounds nowhere."""
     x = torch.zeros(2, 64)
     x[:, 0:32:2], x[:, 1:32:2] = 448.0, -448.0
     x[:, :32] *= 2.0**20
@@ -170,7 +170,7 @@ def test_another_order_than_the_declared_one_is_found():
         return {stage.stage: stage for stage in outcome.stages}["output"]
 
     def halves(a, b, *, out_dtype):
-        # Even columns, then odd ones: what cancels is added far apart.
+        # Even columns, then odd columns: cancelling products are added far apart.
         products = torch.cat(blocks_of(a, b), 2)
         return (in_order(products[..., 0::2]) + in_order(products[..., 1::2])).to(out_dtype)
 
@@ -221,7 +221,7 @@ def test_flushed_sums_are_right_if_the_backend_declares_them():
 
 @pytest.mark.parametrize("order", ["sequential", "blocks", "tree", "split-2"])
 def test_what_a_declared_order_does_not_lose_has_to_be_there(order):
-    # 2^40 - 2^40 + 1, each in a block of its own: the 1 is lost where it meets 2^40, which only another order does.
+    # 2^40 - 2^40 + 1 in separate blocks: only an undeclared order adds the 1 to 2^40, and loses it.
     x = torch.zeros(2, 128)
     x[:, 0], x[:, 32], x[:, 64] = 2.0**40, -(2.0**40), 1.0
     assert judged_output(x, reference.gemm, {"gemm": order}).passed
@@ -250,7 +250,7 @@ def test_bits_of_a_tensor_core_are_judged_if_it_is_declared(order, others):
 
 
 def test_each_product_is_judged_in_the_order_that_is_said_of_it():
-    """Small ones by one order, large ones by another, as kernels have paths."""
+    """Small products by an order, large products by a second order, like kernels with several paths."""
     small, large = (gemm_case("fp8-current-e4m3", "tn", shape=(rows, 256, 8)) for rows in (16, 32))
 
     def gemm_order(a, b):
@@ -318,7 +318,7 @@ def test_no_quantized_output_is_unsupported():
 
 
 def unrounded(a, b, recipe, *, out_dtype, scale=None, **options):
-    """Quantizes what was accumulated, and leaves out its rounding to the output's dtype."""
+    """Quantizes the accumulated sums, and leaves out the rounding to the output's dtype."""
     return gemm_quantized(a, b, recipe, out_dtype=torch.float32, scale=scale, **options)
 
 
@@ -343,7 +343,7 @@ def test_a_wrong_code_or_scale_of_a_fusion_is_one_finding():
     assert record.message == "fused.codes: 1 of 1 536 codes differ, each by 1 step, at row 3, column 5"
 
     def larger(a, b, recipe, *, out_dtype, **options):
-        """A scale twice as large, and the codes that go with it."""
+        """A scale twice as large, and the codes under this scale."""
         out = reference.gemm(a, b, out_dtype=out_dtype, **options)
         q, doubled = reference.quantize(out, recipe), reference.quantize(2 * out, recipe)
         q.scales[4, 0] = doubled.scales[4, 0]

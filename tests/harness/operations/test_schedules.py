@@ -20,7 +20,7 @@ from tests.paths import CASES, PLUGIN
 
 pytest_plugins = ["pytester"]
 
-# Thread 37 writes what thread 3 reads, and nothing makes either wait: wrong where 37 comes first.
+# Thread 37 writes an element that thread 3 reads, without a barrier: wrong if thread 37 comes first.
 RACE = """
 extern "C" __global__ void race(const unsigned char* x, unsigned char* out, int n) {
     __shared__ unsigned char last;
@@ -36,7 +36,7 @@ extern "C" __global__ void race(const unsigned char* x, unsigned char* out, int 
 
 @pytest.fixture
 def racing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    """A quantize whose last step is a kernel with a race, and the variations of the native kernels."""
+    """A quantize with a race in its last kernel, and the variations of the native kernels."""
     from narrowgauge.native.runtime import launch
 
     (tmp_path / "cpu").mkdir()

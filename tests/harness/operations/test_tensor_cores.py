@@ -1,4 +1,4 @@
-"""Rule 3 on a sum that somebody else orders: torch's bfloat16 matmul, on tensor cores where there is a GPU."""
+"""Rule 3 on a sum in a foreign order: torch's bfloat16 matmul, on tensor cores if the machine has a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_matmul_passes_in_whatever_order_it_sums(operation: str, name: str, de
 
 
 def test_a_matmul_that_flushes_subnormal_numbers_fails() -> None:
-    """As the bfloat16 instructions of some CPUs do."""
+    """Like the bfloat16 instructions of certain CPUs."""
 
     def flushing(x: torch.Tensor, recipe: Any) -> torch.Tensor:
         return transform(torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, 0.0, x), recipe)

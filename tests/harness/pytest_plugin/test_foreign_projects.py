@@ -1,6 +1,6 @@
-"""Projects of other people: the plugin changes nothing in them until they ask for cases.
+"""Foreign projects: the plugin changes nothing in a project until the project asks for cases.
 
-Every session runs in a process of its own. It runs with the plugin and without it, and the output must be the same.
+Every session runs in a separate process, with the plugin and without the plugin, and the output must be the same.
 """
 
 import os
@@ -20,7 +20,7 @@ MODULES = (
     "narrowgauge.harness.pytest_plugin.options", "narrowgauge.harness.pytest_plugin.plugin", "narrowgauge.spec",
     "narrowgauge.spec.version",
 )  # fmt: skip
-"""Modules of narrowgauge that a session without cases imports."""
+"""Modules of narrowgauge in a session without cases."""
 
 PLAIN = "def test_plain():\n    pass\n"
 OPTION = "    parser.addoption({!r}, action='store', default={!r})\n"
@@ -171,7 +171,7 @@ CASES = small_toml.matrix()
 
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "xdist"])
 def test_cases_beside_the_tests_of_a_project(tmp_path: Path, workers: list[str]) -> None:
-    """One session of cases and plain tests: one report, and files that are no case files are left alone."""
+    """A session of cases and plain tests: a single report, and further TOML files are left alone."""
     write(tmp_path, {
         "kernels/small.toml": CASES,
         "other/login.toml": "[user]\n",

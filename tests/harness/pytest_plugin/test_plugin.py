@@ -115,7 +115,7 @@ def test_a_file_that_is_named_is_collected_wherever_it_is(project):
 
 @pytest.mark.parametrize("named", ["cases", "cases/small.toml"])
 def test_a_file_outside_the_root_is_known_to_xdist_by_its_path(project, named):
-    """The controller has nothing but ids: of the run's cases, and of the one in which a worker died."""
+    """The controller has ids alone: of the run's cases, and of the case of a dead worker."""
     root = project.mkdir("root")
     arguments = ("--rootdir", root, project.path / named)
     result = project.runpytest_inprocess("-p", "no:xdist", "--collect-only", "-q", *arguments)
@@ -300,7 +300,7 @@ def test_complete_sessions_are_in_the_history(project):
     assert len(island((project.path / "reports/latest/index.html").read_text(encoding="utf-8"))["history"]["runs"]) == 2
 
 
-# What is refused.
+# Refused arguments.
 
 
 def test_a_backend_that_cannot_be_loaded_is_one_error(project):
@@ -328,7 +328,7 @@ def test_a_gpu_that_is_not_there(project, monkeypatch):
     assert "narrowgauge doctor" in result.stderr.str()
 
 
-# What is said at the end.
+# Messages at the end.
 
 
 def test_a_run_of_skipped_cases_alone_fails(project):

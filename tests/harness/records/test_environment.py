@@ -1,4 +1,4 @@
-"""What `doctor` and every report say of the machine: nothing raises, and what is missing has a remedy."""
+"""The description of the machine in `doctor` and in reports: no exception, and a remedy for every missing part."""
 
 import importlib.metadata
 import subprocess
@@ -24,7 +24,7 @@ def fact(name):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A torch that sees a GPU."""
+    """A torch with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -207,7 +207,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert narrowgauge("compare", "--history").exit_code == 2
     assert narrowgauge(*command).exit_code == 0
     assert [row["pass"] for row in history_rows(path)] == [1, 1]
-    assert narrowgauge(*command, "--resume").exit_code == 0  # nothing is left to run
+    assert narrowgauge(*command, "--resume").exit_code == 0  # no case is left
     for number in (1, 2):
         assert narrowgauge(*command, "--shard", f"{number}/2", "--report-dir", f"reports/{number}").exit_code == 0
     assert len(history_rows(path)) == 2

@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> N
 
 
 def test_a_folder_that_takes_no_file_is_not_said_to_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /proc, where nobody can create a file."""
+    """Like /proc: no file can be created."""
     opened = os.open
 
     def refuse(path: Any, *arguments: Any) -> int:

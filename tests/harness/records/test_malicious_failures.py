@@ -1,4 +1,4 @@
-"""Saved failures of others that contradict themselves, or that cost memory or time: each is one clear error."""
+"""Foreign saved failures that contradict themselves, or that cost memory or time: each is a single clear error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def about(**changes: Any) -> str:
 
 
 def case(**changes: Any) -> str:
-    """Metadata with other labels of the case."""
+    """Metadata with changed labels of the case."""
     return about(case=QUANTIZE.labels() | changes)
 
 
@@ -67,7 +67,7 @@ MALICIOUS: dict[str, tuple[str, str]] = {
     "arabic sections": (
         about(case=GROUPED.labels() | {"flags": ["even:٣"]}), "a quantize-grouped has no flag 'even:٣'"
     ),
-    # Tensors that are not those of the case: kernels would read beyond them.
+    # Tensors of a different case: kernels would read beyond their ends.
     "larger case": (case(shape=[64, 48]), "the tensor x is (32, 48) torch.bfloat16; the case has (64, 48) torch."),
     "another dtype": (case(dtype="fp16"), "the tensor x is (32, 48) torch.bfloat16; the case has (32, 48) torch.f"),
     "another operation": (

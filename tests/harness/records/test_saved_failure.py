@@ -1,4 +1,4 @@
-"""Saved failures: which are kept, what is in a file, and the way back through `narrowgauge show --saved`."""
+"""Saved failures: selection, content of a file, and the way back through `narrowgauge show --saved`."""
 
 import re
 import sys
@@ -185,7 +185,7 @@ def test_sections_under_one_name_are_numbered(folder):
     assert sorted(names) == ["actual.codes", *(f"expected.{n}.codes" for n in range(3))]
 
 
-# Which are kept
+# Selection
 
 
 def test_one_of_a_kind_and_a_few_in_all(folder):
@@ -326,7 +326,7 @@ def test_the_lines_of_a_group_are_of_a_record_that_is_saved():
     assert "--saved 'f/a b.safetensors'" in saved_lines(with_file)[0]
 
 
-# What is refused
+# Refused files
 
 
 def refused(*arguments):

@@ -1,4 +1,4 @@
-"""What a terminal and Markdown show of a finding beside its elements: by how many steps, and which special values."""
+"""Findings in a terminal and in Markdown, beside the elements: distances in steps, and special values."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_stage_without_expected_numbers_shows_neither(nothing: dict[str, Any])
 
 
 def test_what_a_finding_counts_has_a_name() -> None:
-    """Of a finding as the harness makes it."""
+    """Of a finding of the harness."""
     expected = torch.tensor([[0.0, 1.0, float("nan")]])
     actual = torch.tensor([[-0.0, 1.0, 2.0]])
     made = {"steps": finding.histogram(finding.Comparison(expected, actual))}

@@ -96,7 +96,7 @@ def test_a_text_that_is_no_unicode_does_not_cost_the_summary():
     assert summary.encode()
 
 
-# Where a case is.
+# The place of a case.
 
 
 def test_the_line_of_a_case_is_that_of_its_table(tmp_path):

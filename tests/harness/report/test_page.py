@@ -1,4 +1,4 @@
-"""The page: what is in it, and what a browser shows of it."""
+"""The page: its content, and its elements in a browser."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page with failures of several kinds, a hostile one among them."""
+    """A page with failures of several kinds, also a hostile failure."""
     budget = [5, 4, 0, 0, 0, 0, 0, 0, 0, 0, 2]
     explained = [{"cause": "ties-away", "sentence": "ties round away", "stage": "codes", "exact": True}]
     band = {"cause": "place:rows-4-to-7-of-16", "sentence": "only in rows 4 to 7", "stage": "codes", "exact": False}
@@ -144,7 +144,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def without_error(html: str) -> str:
-    """The elements that a browser made; fails where it met an error."""
+    """The elements made by a browser; fails after an error."""
     head = re.search(r"<html[^>]*>", html)
     assert head
     assert "data-error" not in head[0]

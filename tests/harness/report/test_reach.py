@@ -1,4 +1,4 @@
-"""Twenty thousand records are as many as a report has to hold: what it takes of each is bounded."""
+"""A report holds 20 000 records: the size of each record in it is bounded."""
 
 from tests.harness.reach import FAILING, many_records, measure
 

@@ -376,7 +376,7 @@ def test_options_of_a_record_are_words_of_the_line(options: str, words: list[str
 def test_reproduction_line_names_a_file_that_is_not_a_default(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Relative to the current folder. Cases of the package are the default where the current folder has none."""
+    """Relative to the current folder. Cases of the package are the default if the current folder has no cases."""
     monkeypatch.chdir(tmp_path)
     shipped = place == "shipped"
     file = os.path.realpath(next(CASES.glob("*.toml"))) if shipped else place
@@ -443,7 +443,7 @@ def explained(cause: str, *, exact: bool = True) -> dict[str, Any]:
 
 
 def test_one_cause_is_one_group_whatever_the_recipes(tmp_path: Path) -> None:
-    """What explains most records explains all that it can; a signature joins only what fails at one place."""
+    """The cause of most records explains all records that it can; a signature joins failures of a single place."""
     truncated, away, lane = explained("truncated"), explained("ties-away"), explained("place:lane-3", exact=False)
     records = [
         failing("a", explanations=[truncated, away]),
@@ -459,7 +459,7 @@ def test_one_cause_is_one_group_whatever_the_recipes(tmp_path: Path) -> None:
     assert names[0] == ("ties-away", 3)
     assert sorted(names[1:]) == [("", 1), ("place:lane-3", 1), ("place:lane-3", 1), ("truncated", 1)]
     assert "codes and x.codes wrong" in result[0].title
-    assert "possibly ties-away" in result[0].title  # some cases of these kinds have other bytes
+    assert "possibly ties-away" in result[0].title  # some cases of these kinds have different bytes
     html, summary = page.render(records, {}, 1.0), markdown.render(records, {}, 1.0)
     for text_of in (html, summary):
         assert "sentence of ties-away; explains 3 of 6 cases that fail at this stage" in text_of

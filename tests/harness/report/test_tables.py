@@ -1,4 +1,4 @@
-"""The tables' schema: what docs/schema.md says is what the tables hold, and a change of it changes its version."""
+"""The schema of the tables: docs/schema.md describes the tables, and a change of a column changes the version."""
 
 import hashlib
 import json
@@ -83,7 +83,7 @@ def test_a_change_of_the_columns_changes_the_version(tmp_path: Path) -> None:
 
 
 def test_records_have_the_documented_keys_and_no_other() -> None:
-    """Of every rule that finds something: bytes, bounds, guards."""
+    """Of every rule with findings: bytes, bounds, guards."""
 
     def wrong(q):
         q.codes[2, 3] ^= 0x10

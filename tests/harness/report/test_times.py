@@ -1,4 +1,4 @@
-"""Where time goes: what a case's seconds are counted to, and the table of them in every report."""
+"""Times: the phase of each second of a case, and their table in every report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASE = case_from_labels("quantize", "nvfp4", (16, 32), "bf16", "normal")
 
 
 class Clock:
-    """A clock that `work` moves."""
+    """A clock moved by `work`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,7 +50,7 @@ def test_each_second_is_of_one_part(clock: Clock) -> None:
             timed_function("reference", clock.work)(8)
             with count_seconds("backend"):
                 clock.work(16)
-                timed_function("reference", clock.work)(32)  # a backend that is made of the reference
+                timed_function("reference", clock.work)(32)  # a backend made of the reference
             clock.work(64)
         with count_seconds("diagnosis"):
             timed_function("reference", clock.work)(128)
@@ -89,7 +89,7 @@ def test_a_record_says_where_its_time_went() -> None:
     assert spent["backend"] >= 0.1  # each of two runs
     assert 0.1 <= sum(spent.values()) <= record.seconds_total
     assert record.seconds_core is not None
-    assert record.bytes_peak is None  # it is of a GPU
+    assert record.bytes_peak is None  # of a GPU alone
 
 
 def record(name: str, operation: str, recipe: str, **seconds: float) -> dict:
@@ -126,7 +126,7 @@ def test_rows_of_recipes_are_of_their_families() -> None:
         ("quantize", "mxfp8-e4m3", 1, 2),
     ]
     assert times.rows(RECORDS[4:]) == []
-    assert [row.operation for row in times.rows(RECORDS[:1])] == ["gemm"]  # no sum of one
+    assert [row.operation for row in times.rows(RECORDS[:1])] == ["gemm"]  # no sum of a single row
 
 
 def test_the_slowest_cases_say_what_takes_most_of_them() -> None:

@@ -1,4 +1,4 @@
-"""A bench: what it times, that what it judges wrong is red, and what a figure is held to. No test asserts a time."""
+"""A bench: timed operations, red rows for wrong outputs, and ceilings. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ids(*arguments: Any, **options: Any) -> list[str]:
     return [task.id for task in tasks(*arguments, **options)]
 
 
-# What is timed.
+# Timed operations.
 
 
 def test_every_recipe_is_quantized_in_both_orientations() -> None:
@@ -105,7 +105,7 @@ def test_a_size_that_is_none(size: str, message: str) -> None:
 
 
 def flipped(t: torch.Tensor) -> torch.Tensor:
-    """With one bit of the last element another."""
+    """The tensor with a changed bit in its last element."""
     bytes_of = t.clone().contiguous()
     bytes_of.view(torch.uint8).flatten()[-1] ^= 1
     return bytes_of
@@ -130,14 +130,14 @@ def parts_of(name: str) -> Iterator[tuple[int, str]]:
 
 
 QUICK_RECIPES = ("nvfp4-rht-sr", "nvfp4-rowscaled", "mxfp8-e4m3", "fp8-block-128x128", "fp8-delayed")
-"""One of each way in which halves are cut into parts."""
+"""A shape for each way of cutting halves into parts."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK_RECIPES else pytest.mark.long) for name in RECIPES]
 )
 def test_any_byte_of_a_quantized_matrix_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Judged in two parts: what the reference gives is right, and not with another last bit of any tensor of it."""
+    """Judged in two parts: the reference's result is right, and a changed last bit of any of its tensors is wrong."""
     monkeypatch.setattr(judge_outputs, "SLICE_ELEMENTS", 128 * 256)
     assert len(list(judge_outputs.row_slices(256, 256))) == 2
     r = find_recipe(name)
@@ -210,7 +210,7 @@ def test_a_product_is_judged_in_parts_and_by_section(monkeypatch: pytest.MonkeyP
 def test_a_large_product_is_judged_in_a_row_of_each_strip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any order is right for the others; a tensor core is right by its own model alone, whole where that is cheap."""
+    """Most products are right in any order; a tensor core only by its own model, for the whole product if cheap."""
     monkeypatch.setattr(judge_outputs, "_WHOLE", 0)
     a, b = reference.quantize(X[:64], "nvfp4"), reference.quantize(X[:48], "nvfp4")
     right = reference.gemm(a, b, out_dtype=torch.float32)
@@ -384,8 +384,8 @@ def test_what_is_timed_is_called_in_turns_and_its_copies_too(monkeypatch: pytest
 class Gpu:
     """A GPU whose clock is told: a call keeps it busy for `busy` seconds, and takes `launch` seconds to queue.
 
-    What follows an event begins `edge` seconds behind it, and a call that follows one of another thing takes `left`
-    seconds more, to write back what that left in a cache.
+    An operation behind an event begins `edge` seconds later, and a call behind a different operation takes `left`
+    seconds more, to write back a cache.
     """
 
     left = 20e-6
@@ -438,7 +438,7 @@ def test_times_of_a_gpu_leave_out_python_and_little_else(
     monkeypatch.setattr(interleave.time, "perf_counter", lambda: gpu.host)
     calls = {"a": [gpu.call("a0"), gpu.call("a1"), gpu.call("a2")], "b": [gpu.call("b0")]}
     times, _ = interleave.time_interleaved(calls, torch.device("cuda"), rounds=4, seconds=1.0)
-    left = gpu.left if count == 1 else 0.0  # a long call needs none ahead of it
+    left = gpu.left if count == 1 else 0.0  # a long call has no extra call ahead
     assert times["a"].rounds[1:] == pytest.approx([busy + gpu.edge / count + left] * 3)
     assert times["a"].calls == count
     queued = [name for name in gpu.queue if name != "b0"][1:]
@@ -520,7 +520,7 @@ def test_the_reference_is_compiled_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     compiled: list[Any] = []
-    warnings = [b"graph break"]  # on stderr, when it is called for the first time
+    warnings = [b"graph break"]  # on stderr, at the first call
 
     def compile_(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
         assert not dynamic

@@ -1,4 +1,4 @@
-"""How cost grows: what is measured of ever larger matrices, and what is said of a curve. No test asserts a time."""
+"""Growth of cost: measurements of ever larger matrices, and the sentence about a curve. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_sizes_are_timed_in_turn_with_inputs_outside_of_caches(monkeypatch: pyte
 
     monkeypatch.setattr(cost_growth, "native", SimpleNamespace(quantize=quantize))
     measure_growth("cpu", last=18)
-    timed = called[6:]  # after two calls of each size before it, and one within
+    timed = called[6:]  # after two calls of each size before, and a call within
     assert [elements for elements, _ in timed] == [1 << 16, 1 << 18] * (len(timed) // 2)
     for elements in (1 << 16, 1 << 18):
         places = [place for of, place in timed if of == elements]

@@ -288,7 +288,7 @@ def command(*arguments: str) -> Any:
 
 @pytest.fixture
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What sessions are asked for; they find nothing wrong, unless they go to a folder of that name."""
+    """Arguments of the sessions. A session finds nothing wrong, except in the folder `wrong`."""
     result: list[dict[str, Any]] = []
 
     def rates(tasks: Any, device: str, out: Path, **options: Any) -> bool:

@@ -25,7 +25,7 @@ from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, quantize
 
 FEW = ("e4m3-ties", "near-ties", "low-rows", "scale-edges", "nan", "zeros")
-"""Families that tell all dialects apart, in one dtype."""
+"""Families that separate all dialects, in a single dtype."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,7 +45,7 @@ def few(monkeypatch):
 
 
 def speaking(rule):
-    """A backend that quantizes by this recipe, whatever it is asked for."""
+    """A backend that quantizes by this recipe, for any given recipe."""
     return backend(quantize=lambda x, recipe, **options: reference.quantize(x, rule, **options))
 
 
@@ -80,14 +80,14 @@ def test_the_reference_speaks_te():
     assert 0.9 < older.explained / 95 < 1
     assert older.codes == Score(0, 0)  # given the quantizer's scales
     assert older.scales.major > 0
-    assert quark.codes.minor > 0  # it drops the sign of zeros
+    assert quark.codes.minor > 0  # quark drops the sign of zeros
     assert result.explained
 
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_every_dialect_of_nvfp4_is_recognised(few, name):
     result = fit(speaking(f"nvfp4@{name}"))
-    tie = ["te", "te-native"]  # they quantize alike: their products differ
+    tie = ["te", "te-native"]  # the same codes, and different products
     assert names(result) == (tie if name in tie else [name])
     refused = 2 * (name == "fp-quant")  # NaN and zeros
     assert (result.observed.inputs, len(result.observed.skipped)) == (6 - refused, refused)

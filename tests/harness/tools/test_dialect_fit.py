@@ -48,7 +48,7 @@ def disguised(draw, rule):
 
 
 def check(seed):
-    """The fitted rule gives the bytes of the composed rule on other inputs, or says which fields are open.
+    """The fitted rule gives the bytes of the composed rule on further inputs, or names the open fields.
 
     A quantizer that stores +0 as -0 hides the choices for signs of 0 and for codes of blocks with a scale of 0. Of it
     the fit has to give all values, with a class for every other byte.

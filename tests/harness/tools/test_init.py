@@ -1,4 +1,4 @@
-"""`narrowgauge init`: the files that it writes, and what it does with the files of a user."""
+"""`narrowgauge init`: the files that it writes, and its treatment of a user's files."""
 
 from __future__ import annotations
 

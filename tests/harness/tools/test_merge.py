@@ -1,4 +1,4 @@
-"""Merging: shards become the run that they are of, and what is not all of it is refused by name."""
+"""Merging: shards become their run, and incomplete or foreign shards are refused by name."""
 
 import re
 import shlex
@@ -45,7 +45,7 @@ def shared():
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch, shared):
-    """The current folder: a matrix, a backend that is wrong where K is 48; cases run in this process."""
+    """The current folder: a matrix, a backend that is wrong for K = 48; cases run in this process."""
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "small.toml").write_text(FILE)
     (tmp_path / "merge_kernels.py").write_text(KERNELS)
@@ -115,7 +115,7 @@ def shard(directory, number, count=2, *, cases=None, missing=0, **changes):
 
 
 def test_a_merged_run_took_as_long_as_its_longest_shard(folder):
-    """They run at the same time; the journal keeps it."""
+    """Shards run at the same time; the journal has the time of the longest."""
     folders = [shard("a", 1, elapsed=4.0), shard("b", 2, elapsed=30.0)]
     assert [read(path).elapsed for path in folders] == [4.0, 30.0]
     result = merge(folders)
@@ -236,7 +236,7 @@ def test_many_names_are_counted(folder):
 
 
 def test_saved_failures_come_along(folder):
-    """From wherever the shards lie now; what did not come along is said."""
+    """From the present place of the shards; missing files are reported."""
     folders = [shard("a", 1), shard("b", 2)]
     (folder / "b" / "failures").mkdir()
     (folder / "b" / "failures" / "one.safetensors").write_bytes(b"inputs")
@@ -263,7 +263,7 @@ def test_a_shard_is_not_replaced_by_the_report(folder):
 
 
 def commands(text):
-    """The lines of narrowgauge in a file, a word for what a shell or a workflow puts there."""
+    """The lines of narrowgauge in a file, with a word in place of variables of a shell or a workflow."""
     text = re.sub(r"\$\{\{.*?\}\}", "1", text)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     result = [match[1] for line in lines if (match := re.search(r"(?:^|run: |\s)(narrowgauge .*)", line))]
@@ -274,7 +274,7 @@ def commands(text):
 
 @pytest.mark.parametrize(("name", "count"), [("ci-matrix.yml", 3), ("slurm-array.sh", 3)])
 def test_the_commands_of_the_documentation_are_known(name, count):
-    """Every command and option exists, and its value is one."""
+    """Every command and option exists, and its value is valid."""
     result = commands((EXAMPLES / name).read_text(encoding="utf-8"))
     assert [arguments[0] for arguments in result].count("run") == 1
     assert len(result) == count
@@ -298,8 +298,8 @@ def test_the_slurm_script_is_one():
 
 
 def test_the_workflow_is_one():
-    """The jobs and what they are made of. PyYAML is no dependency: the structure is read where it is installed, and
-    everywhere that no tab, no odd indentation and no unknown key is there."""
+    """The jobs and their steps. PyYAML is no dependency: the structure is read if PyYAML is installed, and
+    otherwise the file has no tab, no odd indentation and no unknown key."""
     text = (EXAMPLES / "ci-matrix.yml").read_text(encoding="utf-8")
     assert "\t" not in text
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]

@@ -1,4 +1,4 @@
-"""Mutants: their files, what they are run on, what becomes of them, and the row that says it."""
+"""Mutants: their files, their cases, their results, and the row of a result."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_what_modules_are_not_made_of_is_not_replaced() -> None:
     assert every - {"__init__.py"} <= set(MODULE_FILES)
 
 
-# ---- which cases ----
+# ---- selected cases ----
 
 
 def test_every_source_that_a_case_launches_is_known(quick: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_cases_come_in_an_order_that_shows_much_early(quick: list[Case]) -> None
     }
 
 
-# ---- what becomes of them ----
+# ---- results ----
 
 SWIZZLES = "swizzle/129x5/bytes", "swizzle/31x1/position", "swizzle/0x4/bytes"
 
@@ -433,7 +433,7 @@ def test_every_door_is_some_mutants() -> None:
 
 
 def test_known_failures_say_nothing_about_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the verdict, of the native kernels on a CPU alone."""
+    """For any verdict, of the native kernels on a CPU alone."""
     given: list[str] = []
 
     def run(chosen: object, cases: list[Case], *_: object, **__: object) -> bool:

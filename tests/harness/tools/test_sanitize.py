@@ -1,4 +1,4 @@
-"""`narrowgauge sanitize`: what compute-sanitizer prints is read, and each finding goes to its own case."""
+"""`narrowgauge sanitize`: the output of compute-sanitizer is parsed, and each finding goes to its own case."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_torch_does_itself_is_counted_apart() -> None:
 @pytest.mark.parametrize(("text", "clean"), [
     (CLEAN, True),
     ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", True),
-    ("========= ERROR SUMMARY: 3 errors\n", False),  # which are printed in words of another version
+    ("========= ERROR SUMMARY: 3 errors\n", False),  # printed in the words of an unknown version
     ("", False),
     ("========= COMPUTE-SANITIZER\n========= Internal Sanitizer Error: out of memory\n", False),
 ])  # fmt: skip
@@ -97,7 +97,7 @@ def record(case: Case, **changes: Any) -> dict[str, Any]:
 
 
 class Tool:
-    """A tool that finds something in the cases of `wrong`, of which those of `fatal` end the process."""
+    """A tool with findings in the cases of `wrong`. A finding in a case of `fatal` ends the process."""
 
     def __init__(self, wrong: Sequence[Case], fatal: Sequence[Case] = (), ended: str = "") -> None:
         self.wrong, self.fatal, self.ended = wrong, fatal, ended
@@ -153,7 +153,7 @@ def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Put a compute-sanitizer on the PATH that is a script of sh. $log is where its report goes, $asked what to run."""
+    """Put a script of sh on the PATH as compute-sanitizer. $log is the file of its report, $asked its command."""
     path = folder / "compute-sanitizer"
     path.write_text(
         "#!/bin/sh\necho \"$@\" > " + str(folder / "command") + "\nwhile [ $# -gt 1 ]; do\n"
@@ -202,7 +202,7 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monk
     assert (report.errors, records, ended) == (None, [], "timeout")
 
 
-# What it runs.
+# Its runs.
 
 
 def test_a_watched_process_runs_unguarded_until_the_gpu_is_gone(

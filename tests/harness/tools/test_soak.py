@@ -1,4 +1,4 @@
-"""Soak: what is chosen, what runs, what is said of it; and the native kernels and the reference over a few seeds."""
+"""Soak: selection, runs, messages; and the native kernels and the reference over a few seeds."""
 
 import random
 import re
@@ -35,7 +35,7 @@ class Right:
 
 
 class Now(Right):
-    # Wrong where the first element is above 1, which it is in one of six seeds.
+    # Wrong if the first element is above 1: for a sixth of the seeds.
     def quantize(self, x, recipe):
         codes, scales, amax = super().quantize(x, recipe)
         if x.numel() and float(x[0, 0]) > 1:
@@ -57,7 +57,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-# What is chosen.
+# Selection.
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_the_choice_is_cheap_and_depends_on_the_seed(matrix, tenth):
     assert sum(map(case_work, tenth)) < sum(map(case_work, matrix)) / 12
     fixed = [case for case in tenth if not depends_on_seed(case)]
     assert len(fixed) < 10
-    for case in fixed:  # each holds something that no case with other inputs holds
+    for case in fixed:  # each holds a feature of no case with inputs that depend on the seed
         only = held([case]) - held(set(tenth) - {case})
         assert only
         assert not any(depends_on_seed(other) for other in matrix if only & set(case_features(other)))
@@ -137,7 +137,7 @@ def test_which_inputs_depend_on_the_seed(case, expected):
     assert depends_on_seed(case) is expected
 
 
-# What runs.
+# Runs.
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_every_case_runs_on_every_seed(folder, monkeypatch):
 
     monkeypatch.setattr("narrowgauge.harness.tools.soak.run_tasks", run_tasks)
     result = narrowgauge("soak", "--seeds", 3, "--from", 5, "--share", 1, "-k", "bf16")
-    assert result.exit_code == 1  # nothing was compared
+    assert result.exit_code == 1  # no element was compared
     ids = [f"quantize/nvfp4/16x32/bf16/{family}" for family in ("normal", "zeros")]
     assert seen == [(name, seed) for seed in (5, 6, 7) for name in ids]
     assert said(result) == (
@@ -210,7 +210,7 @@ def test_a_kernel_that_is_sometimes_wrong_is_found(folder):
 
 
 def ledger(**keys):
-    """One that knows the case that is wrong now and then."""
+    """A ledger with the case that is wrong on some seeds."""
     return small_toml.known(case="quantize/nvfp4/16x32/fp32/normal", backend="soak_kernels:Now", **keys)
 
 

@@ -90,7 +90,7 @@ def test_a_layer_that_goes_wrong_is_named_with_its_step() -> None:
     first, second = train(task("MXFP8BlockScaling", backend="tests.harness.tools.test_train:Drifting"))
     assert first.wrong == []
     assert first.reference_loss == first.loss
-    # What the layer gave is judged, and not what it reported; its gradient goes through the same factor.
+    # The layer's result is judged, and not its report; the gradient goes through the same factor.
     assert second.wrong[0].startswith("layer 1, step 2 y: ")
     assert second.mismatches > len(second.wrong) == NAMED_STAGES
     assert second.reference_loss != second.loss
@@ -178,7 +178,7 @@ def test_what_a_backend_does_to_its_process_changes_no_verdict(fault: str) -> No
 
 
 class Raising:
-    """Backends whose layers do not come to an end."""
+    """Backends whose layers do not end."""
 
     def TransformerLayer(self, *_: object, **options: object) -> torch.nn.Module:
         raise RuntimeError("no such size")

@@ -1,4 +1,4 @@
-"""What a session of trainings says: table, complaints, page, CSV; and when it passes."""
+"""Results of a session of trainings: table, complaints, page, CSV; and the conditions of success."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RIGHT = {"reference_loss": 1.25, "stages": 10, "compared": 1000}
 
 
 def training(*losses: float, recipe: str | None = "MXFP8BlockScaling", **task: object) -> Training:
-    """One that took every step, all of them right."""
+    """A training with every step right."""
     given = TrainingTask(recipe, steps=len(losses))
     judged = {} if recipe is None else RIGHT
     return Training(replace(given, **task), [TrainingStep(loss, **judged) for loss in losses], seconds=2.0)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def test_a_corpus_has_its_seed_and_the_entropy_of_pairs() -> None:
     assert text != corpus.make(4, 500)
     assert len(text.text) == 500
     assert corpus.Corpus("abab" * 50).entropy == pytest.approx(0.0, abs=1e-12)
-    pairs = "aabb" * 64 + "a"  # after either character either one, equally often
+    pairs = "aabb" * 64 + "a"  # after either character both follow equally often
     assert corpus.Corpus(pairs).entropy == pytest.approx(math.log(2), abs=1e-9)
     assert 1.3 < corpus.make(0).entropy < 1.6
 
@@ -77,8 +77,8 @@ def test_final_loss_learning_and_agreement() -> None:
     assert not wrong().passed(ENTROPY)
     silent = training(1.0)
     silent.steps[0] = TrainingStep(1.0, 1.0)
-    assert not silent.passed(ENTROPY)  # nothing was compared
-    assert training(1.0, recipe=None).passed(ENTROPY)  # there is nothing to judge
+    assert not silent.passed(ENTROPY)  # no element was compared
+    assert training(1.0, recipe=None).passed(ENTROPY)  # no stage to judge
     stopped = training(1.0, steps=2)
     assert not stopped.passed(ENTROPY)
     assert training(1.0, 1.75).loss_difference == 0.5
@@ -159,7 +159,7 @@ def test_page_and_steps(tmp_path: Path) -> None:
     assert "<script" not in html
     assert html.count("&lt;script&gt;alert") == 2
     assert '<h1 class="banner fail">' in html
-    assert html.count("<polyline") == 4  # in the panel of the one recipe: high precision and all three of it
+    assert html.count("<polyline") == 4  # in the panel of the only recipe: high precision and all three runs
     assert 'class="curve backend plain"' in html
     assert 'class="curve reference"' in html
     with (tmp_path / "losses.csv").open(encoding="utf-8", newline="") as file:

@@ -199,7 +199,7 @@ def test_rows_in_another_order_are_named_and_nothing_is_declared() -> None:
 
 
 def test_a_different_rounding_is_not_confirmed() -> None:
-    """A chain whose partial sums lose bits in a way that no known arithmetic has."""
+    """A chain whose partial sums lose bits in a way of no known arithmetic."""
 
     def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(a), len(b))
@@ -223,7 +223,7 @@ def test_a_reversed_chain_takes_few_calls() -> None:
 
 
 def test_torch_on_a_cpu_is_confirmed_or_has_a_reason() -> None:
-    """Whatever the library of the machine does: an order that is not confirmed has a reason and declares nothing."""
+    """For any library of the machine: an order without confirmation has a reason and declares nothing."""
     for dtype, shape in ((torch.float32, (16, 96, 8)), (torch.bfloat16, (16, 64, 16))):
         order = accumulation_order(lambda a, b: a @ b.T, *shape, dtype=dtype)
         assert order.confirmed == (not order.reason)

@@ -1,4 +1,4 @@
-"""Checkpoints of all layouts, right ones and each defect, with and without weights."""
+"""Checkpoints of all layouts, right checkpoints and each defect, with and without weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_no_two_level_dialect_is_accused(tmp_path: Path) -> None:
     original = save(tmp_path / "bf16.safetensors", samples.weights())
     judged = 0
     for name, choices in DIALECTS.items():
-        if choices.get("tensor_scale") == "none" or name == "fp-quant":  # other layouts of files
+        if choices.get("tensor_scale") == "none" or name == "fp-quant":  # different layouts of files
             continue
         layout = "ModelOpt" if choices.get("tensor_scale") == "amax/max" else "compressed-tensors"
         path = save(tmp_path / "model.safetensors", samples.nvfp4(layout, name))
