@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from narrowgauge.harness.backends.backend import Backend, Unsupported
 from narrowgauge.harness.cases.case import Case
@@ -30,6 +30,7 @@ from narrowgauge.harness.operations.stages.quantized import (
     stored_along_rows,
 )
 from narrowgauge.harness.report.failure_view import explanation_lines
+from narrowgauge.harness.report.terminal import print_table, print_text
 from narrowgauge.harness.report.text import number as grouped
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
@@ -40,8 +41,6 @@ from narrowgauge.spec.quantized import Quantized
 Place = tuple[int, int]
 NEIGHBOURS = 8
 """Shown elements of a row without blocks."""
-WIDTH = 110
-"""Smallest width of the table in columns, so that bits are not cut."""
 SHOWN_OF_WHOLE = 32
 """Shown elements of a row of a tensor with a single scale."""
 
@@ -68,9 +67,8 @@ def show_case(
     has no stages: the verdict and the reason are printed. Raises Unsupported.
     """
     console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)
     captures = None if source is None else Captured.load(source)
-    console.print(f"{case.id}   backend {backend.name}, device {device}, seed {seed}", markup=False)
+    _print_text(f"{case.id}   backend {backend.name}, device {device}, seed {seed}", console)
     judged: list[tuple[Inputs, Outcome]] = []
 
     def keep(inputs: Inputs, outcome: Outcome) -> None:
@@ -80,7 +78,7 @@ def show_case(
         before = run_case(
             earlier, backend, device=device, seed=seed, captures=captures, timeout=timeout, untrusted=untrusted
         )
-        console.print(f"after {earlier.id}: {before.verdict}", markup=False)
+        _print_text(f"after {earlier.id}: {before.verdict}", console)
     record = run_case(
         case, backend, device=device, seed=seed, captures=captures, inputs=saved, on_outcome=keep, timeout=timeout,
         untrusted=untrusted, diagnosis=math.inf,
@@ -88,29 +86,65 @@ def show_case(
     if record.verdict == "unsupported":
         raise Unsupported(record.message)
     if record.verdict != "pass":
-        console.print(escape(f"{record.verdict}: {record.message}"), markup=False, soft_wrap=True)
+        _print_text(escape(f"{record.verdict}: {record.message}"), console)
     for inputs, outcome in judged:
-        console.print(_stages(outcome))
+        _print_stages(outcome, console)
         for line in explanation_lines(record.explanations, every=True):
-            console.print(line, markup=False)
+            _print_text(line, console)
         table = _SHOWN[case.operation](inputs, outcome, place)
-        console.print("the result is empty" if table is None else table)
+        if table is None:
+            console.print("the result is empty")
+        else:
+            table.print(console)
     return record.verdict == "pass"
 
 
-def _stages(outcome: Outcome) -> Table:
-    table = Table("stage", "rule", "compared", "wrong", "", box=None)
+def _print_text(line: str, console: Console, style: str = "") -> None:
+    """Print a sentence. Only a terminal breaks it, between words: in a file it stays whole, to be searched."""
+    if console.is_terminal:
+        print_text(line, console, style, hanging=2)
+    else:
+        console.print(Text(line, style=style), soft_wrap=True)
+
+
+def _print_stages(outcome: Outcome, console: Console) -> None:
+    """A row for each stage, with the sentence of a wrong stage below it."""
+    cells, notes = [], []
     for s in outcome.stages:
-        verdict = s.sentence or (f"✓ assumes {s.assumes}" if s.assumes else "✓")
-        table.add_row(s.stage, s.rule, grouped(s.compared), grouped(s.mismatches), verdict)
-    return table
+        mark = "wrong" if s.sentence else "ok" if console.options.ascii_only else "✓"
+        cells.append((s.stage, s.rule, grouped(s.compared), grouped(s.mismatches), mark))
+        notes.append(s.sentence or (f"assumes {s.assumes}" if s.assumes else ""))
+    print_table(("stage", "rule", "compared", "wrong", ""), cells, console, notes=notes)
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
+class _Table:
+    """Elements in columns, aligned to the right. Columns beyond the width of a terminal continue on a second line."""
+
+    def __init__(self, title: str, headings: Sequence[str]) -> None:
+        self.title = title
+        self.rows = [(list(headings), "dim")]
+
+    def add_row(self, *cells: str, style: str = "") -> None:
+        """Add a row. `style`: of rich."""
+        self.rows.append((list(cells), style))
+
+    def print(self, console: Console) -> None:
+        """Print the title and all rows."""
+        for line in self.title.split("\n"):
+            _print_text(line, console, "italic")
+        most = console.width if console.is_terminal else math.inf
+        headings = self.rows[0][0]
+        widths = [max(len(cells[i]) for cells, _ in self.rows) for i in range(len(headings))]
+        for cells, style in self.rows:
+            line = ""
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+                # A column without a heading has the bits of the value before it: the two stay together.
+                needed = width if "" not in headings[i + 1 : i + 2] else width + 2 + widths[i + 1]
+                if line and headings[i] and len(line) + 2 + needed > most:
+                    console.print(Text(line.rstrip(), style=style), soft_wrap=True)
+                    line = " " * widths[0]
+                line += "  " * bool(line) + cell.rjust(width)
+            console.print(Text(line.rstrip(), style=style), soft_wrap=True)
 
 
 def _wrong_element(outcome: Outcome, stage: str) -> dict[str, Any] | None:
@@ -130,7 +164,7 @@ def _place(outcome: Outcome, stage: str, place: Place | None, shape: Sequence[in
     return (0, 0) if element is None else (element["row"], element["column"])
 
 
-def _quantized(_: Inputs, outcome: Outcome, chosen_place: Place | None) -> Table | None:
+def _quantized(_: Inputs, outcome: Outcome, chosen_place: Place | None) -> _Table | None:
     """Block of the matrix around the place."""
     wrong = {judged.prefix: _wrong_element(outcome, f"{judged.prefix}codes") for judged in outcome.judged}
     prefix = next((prefix for prefix, element in wrong.items() if element), next(iter(wrong), ""))
@@ -165,7 +199,7 @@ def _section(parts: list[Judged], non_empty: list[int], place: Place) -> tuple[i
     return non_empty[-1], (row, place[1])
 
 
-def _block(judged: Judged, place: Place, name: str) -> Table:
+def _block(judged: Judged, place: Place, name: str) -> _Table:
     """The block of an element (row, column) of the quantized matrix: x or its transpose."""
     x, oracle, kernel = judged.subject.x, judged.oracle, judged.kernel
     recipe = judged.subject.recipe
@@ -178,7 +212,7 @@ def _block(judged: Judged, place: Place, name: str) -> Table:
     title += ", rotated in the reference's order" if recipe.transform else ""
     lines = [title, *(_scales(side, q, row, stored) for side, q in (("expected", oracle), ("actual", kernel)))]
     headings = ("row" if transposed else "column", "x", "bits of x", "x·e", "expected", "", "actual", "")
-    table = _table("\n".join(lines), headings)
+    table = _Table("\n".join(lines), headings)
     encode = of_row(_encode_scale(kernel, x.dtype), row)
     stored_row = slice(stored[0], stored[0] + 1)
     scaled = scaled_elements(
@@ -210,7 +244,7 @@ def _scales(side: str, q: Quantized, row: int, place: Place) -> str:
     return f"{side}: {tensor}block scale {raw} = {value}"
 
 
-def _update(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
+def _update(inputs: Inputs, outcome: Outcome, place: Place | None) -> _Table | None:
     """Scale of a tensor, with the scales around it."""
     actual, expected = outcome.actual, outcome.expected
     assert actual is not None
@@ -219,7 +253,7 @@ def _update(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | No
         return None
     wrong = _wrong_element(outcome, "scale") or _wrong_element(outcome, "history") or {"tensor": 0}
     tensor = min(place[1], len(actual) - 1) if place is not None else wrong["tensor"]
-    table = _table("scales", ("tensor", "first amax", "largest amax", "before", "expected", "", "actual", ""))
+    table = _Table("scales", ("tensor", "first amax", "largest amax", "before", "expected", "", "actual", ""))
     for _, n in _neighbours(0, tensor, actual.unsqueeze(0)):
         amaxes, before = inputs.x[:, n], inputs.scale["x"][n]
         largest = amaxes.nan_to_num(nan=0.0, posinf=torch.inf).amax()
@@ -229,14 +263,14 @@ def _update(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | No
     return table
 
 
-def _product(_: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
+def _product(_: Inputs, outcome: Outcome, place: Place | None) -> _Table | None:
     output, limits = outcome.actual, outcome.limits
     assert output is not None
     assert limits is not None
     if not output.numel():
         return None
     row, column = _place(outcome, "output", place, output.shape)
-    table = _table(f"row {row}", ("column", "rule", "expected", "", "lower", "upper", "actual", ""))
+    table = _Table(f"row {row}", ("column", "rule", "expected", "", "lower", "upper", "actual", ""))
     for neighbour in _neighbours(row, column, output):
         exact = bool(limits.exact[neighbour])
         ends = None if exact else (limits.lower[neighbour], limits.upper[neighbour])
@@ -244,14 +278,14 @@ def _product(_: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
     return table
 
 
-def _transform(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
+def _transform(inputs: Inputs, outcome: Outcome, place: Place | None) -> _Table | None:
     output, expected = outcome.actual, outcome.expected
     assert output is not None
     assert expected is not None
     if not output.numel():
         return None
     row, column = _place(outcome, "output", place, output.shape)
-    table = _table(f"row {row}", ("column", "x", "expected", "", "lower", "upper", "actual", ""))
+    table = _Table(f"row {row}", ("column", "x", "expected", "", "lower", "upper", "actual", ""))
     for neighbour in _neighbours(row, column, output):
         ends = None if outcome.ends is None else (outcome.ends[0][neighbour], outcome.ends[1][neighbour])
         _add_row(table, neighbour, [str(float(inputs.x[neighbour]))], expected[neighbour], ends, output[neighbour])
@@ -264,7 +298,7 @@ def _neighbours(row: int, column: int, matrix: torch.Tensor) -> list[Place]:
 
 
 def _add_row(
-    table: Table,
+    table: _Table,
     place: Place,
     first: list[str],
     expected: torch.Tensor,
@@ -286,30 +320,30 @@ def _add_row(
     table.add_row(*cells, style="" if expected_value == actual_value else "bold")
 
 
-def _swizzle(inputs: Inputs, outcome: Outcome, place: Place | None) -> Table | None:
+def _swizzle(inputs: Inputs, outcome: Outcome, place: Place | None) -> _Table | None:
     swizzled, scales = outcome.outputs["swizzled"], inputs.x
     assert swizzled is not None
     if not scales.numel():
         return None
     row, column = _place(outcome, "layout", place, scales.shape)
     linear = reference.unswizzle(swizzled, (scales.shape[0], scales.shape[1]))
-    table = _table(f"row {row}", ("column", "byte", "read back"))
+    table = _Table(f"row {row}", ("column", "byte", "read back"))
     for neighbour in _neighbours(row, column, scales):
         expected, actual = (f"0x{int(t[neighbour]):02X}" for t in (scales, linear))
         table.add_row(str(neighbour[1]), expected, actual, style="" if expected == actual else "bold red")
     return table
 
 
-def _accuracy(_: Inputs, outcome: Outcome, __: Place | None) -> Table:
+def _accuracy(_: Inputs, outcome: Outcome, __: Place | None) -> _Table:
     """Accuracy cost of quantizing a module, which has no single element to show."""
-    table = _table("beside float64, of the last step", ("tensor", "SQNR, dB", "relative error", "cosine"))
+    table = _Table("beside float64, of the last step", ("tensor", "SQNR, dB", "relative error", "cosine"))
     for entry in outcome.accuracy:
         figures = (entry[name] for name in ("sqnr_db", "relative_error", "cosine"))
         table.add_row(entry["tensor"], *("" if figure is None else f"{figure:.4g}" for figure in figures))
     return table
 
 
-_SHOWN: dict[str, Callable[[Inputs, Outcome, Place | None], Table | None]] = {
+_SHOWN: dict[str, Callable[[Inputs, Outcome, Place | None], _Table | None]] = {
     "quantize": _quantized,
     "quantize-grouped": _quantized,
     "transform": _transform,

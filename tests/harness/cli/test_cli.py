@@ -440,6 +440,10 @@ def test_show_of_a_gemm():
     assert [line[0] for line in lines] == [str(column) for column in range(16, 24)]
     assert {line[1] for line in lines} == {"exact"}
     assert all(line[3] == line[5] for line in lines)
+    terminal = {"COLUMNS": "60", "FORCE_COLOR": "1"}
+    narrow = CliRunner().invoke(app, ["show", QUICK[4], "--backend", "native", "--at", "3,17"], env=terminal)
+    words = re.sub(r"\x1b\[[0-9;]*m", "", narrow.stdout).split()
+    assert words[-6 * len(lines) :] == [word for line in lines for word in line]
 
 
 def test_show_beyond_the_matrix_is_its_last_element():
@@ -596,13 +600,17 @@ def operations(folder):
 
 
 def test_show_works_for_every_operation(operations):
+    """In a terminal with 80 columns. A name is longer only if it stands alone on its line."""
     assert len(operations) == 35
     for name in operations:
-        result = narrowgauge("show", name, "--backend", "reference")
+        terminal = {"COLUMNS": "80", "FORCE_COLOR": "1"}
+        result = CliRunner().invoke(app, ["show", name, "--backend", "reference"], env=terminal)
         assert result.exit_code == 0, result.output
-        assert ("the result is empty" in result.stdout) == ("/0x" in name), name
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).splitlines()
+        assert [line for line in lines if len(line) > 80 and len(line.split()) > 1] == []
+        assert ("the result is empty" in lines) == ("/0x" in name), name
         if "/0x" not in name:
-            assert re.search(r"^(section \d, |\w+ half, )?row 0", result.stdout, re.MULTILINE), result.stdout
+            assert any(re.match(r"(section \d, |\w+ half, )?row 0", line) for line in lines), lines
 
 
 @pytest.mark.parametrize(
