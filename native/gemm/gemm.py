@@ -18,7 +18,7 @@ from narrowgauge.native.gemm.operands import (
     product,
     product_family,
 )
-from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, order_of, path_of
+from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, order_of, path_of, slices_of
 from narrowgauge.native.runtime.arguments import blocks_for, check_tensor
 from narrowgauge.native.runtime.launch import Argument, launch
 from narrowgauge.spec.arguments import check_sections_of_product
@@ -50,7 +50,7 @@ def gemm(
     if path == SKINNY:
         gemm_skinny.multiply(terms, out)
     elif path == FP8:
-        wgmma_fp8.multiply(terms, out)
+        wgmma_fp8.multiply(terms, out, slices=_slices(a, b, path))
     elif path == TENSOR:
         wgmma.multiply(terms, out)
     else:
@@ -63,6 +63,12 @@ def path_for(a: Quantized, b: Quantized, family: str) -> str:
     (m, k), n = a.shape, b.shape[0]
     skinny, fp8 = gemm_skinny.takes(a, b, family), wgmma_fp8.takes(a, b, family)
     return path_of(m, n, k, family, a.codes.device, skinny=skinny, fp8=fp8)
+
+
+def _slices(a: Quantized, b: Quantized, path: str) -> int:
+    """Slices of K of the GEMM of two operands on a path."""
+    (m, k), n = a.shape, b.shape[0]
+    return slices_of(m, n, k, wgmma.multiprocessors(a.codes.device)) if path == FP8 else 1
 
 
 def _multiply_portable(terms: Product, out: torch.Tensor, kernel: str) -> None:
@@ -129,15 +135,16 @@ def gemm_order(a: Quantized | Sequence[Quantized], b: Quantized | Sequence[Quant
     device, and for MX on the values, so that the call may wait for the device.
     """
     left, right = ([q] if isinstance(q, Quantized) else list(q) for q in (a, b))
-    family = product_family(left[0].recipe, right[0].recipe)
+    family, slices = product_family(left[0].recipe, right[0].recipe), 1
     if isinstance(a, Quantized):
         path = path_for(left[0], right[0], family)
+        slices = _slices(left[0], right[0], path)
     else:
         shape = sum(q.shape[0] for q in left), right[0].shape[0], left[0].shape[1]
         path = path_of(*shape, family, left[0].codes.device)
     if path == TENSOR and family == "mx" and any(map(_refused, (*left, *right))):
         path = PORTABLE
-    return order_of(path, family)
+    return order_of(path, family, slices)
 
 
 def _refused(q: Quantized) -> bool:

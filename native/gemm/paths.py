@@ -18,11 +18,16 @@ SMALLEST = 2**24
 kernel 78 µs (NVFP4; 1024³: 29 and 306 µs). A smaller GEMM takes a GPU less time than three launches take a CPU."""
 
 
-FEW, MANY = 64, 2**20
-"""Largest M and smallest N·K of the skinny path, which reads b once and does not dequantize it to memory. On an H200
-16 rows by N = K = 8192 take 17 µs (NVFP4), 20 µs (MXFP8, FP8), torch's bfloat16 product 35 µs; FP8 with tensor scales
-takes 140 µs on the tensor core path, and FP8 with block scales, which that path lacks, 2.7 ms by the portable kernel.
-64 rows take 58, 60 and 45 µs, torch's product 39 µs, FP8 on the tensor core path 140 µs."""
+FEW, FEW_FP8, MANY = 64, 32, 2**20
+"""Largest M and smallest N·K of the skinny path, which reads b once and does not dequantize it to memory. FEW_FP8:
+largest M of operands that the FP8 path takes too. On an H200 16 rows by N = K = 8192 take 17 µs (NVFP4), 20 µs (MXFP8,
+FP8), torch's bfloat16 product 35 µs, the FP8 path 27 µs. 64 rows take 58, 60 and 45 µs, torch's product 38 µs, the FP8
+path 30 µs (tensor scales) and 34 µs (block scales)."""
+
+
+MOST_SLICES, SMALLEST_SLICE = 8, 1024
+"""Largest number of slices of K of the FP8 path, and the fewest columns of a slice. On an H200 128 rows by N = K = 8192
+take 45 µs in four slices, 74 µs in one."""
 
 
 BFLOAT16 = "NARROWGAUGE_FP8_THROUGH_BFLOAT16"
@@ -40,18 +45,31 @@ def path_of(
     are bfloat16 numbers with their block scales, which FP8 with float32 block scales is not."""
     if device.type != "cuda" or _capability(device) != (9, 0):
         return PORTABLE
-    if skinny and m <= FEW and n * k >= MANY:
+    fp8 = fp8 and not (family == "fp8_tensor" and os.environ.get(BFLOAT16) == "1")
+    if skinny and m <= (FEW_FP8 if fp8 else FEW) and n * k >= MANY:
         return SKINNY
     if m * n * k < SMALLEST:
         return PORTABLE
-    if fp8 and not (family == "fp8_tensor" and os.environ.get(BFLOAT16) == "1"):
+    if fp8:
         return FP8
     return PORTABLE if family == "fp8_block" else TENSOR
 
 
-def order_of(path: str, family: str) -> str:
-    """Order of the sums of a path: a name of `spec.summation.ORDERS`, or "truncating"."""
-    return "aligned-13-32" if (path, family) == (FP8, "fp8_block") else ORDERS[path]
+def order_of(path: str, family: str, slices: int = 1) -> str:
+    """Order of the sums of a path: a name of `spec.summation.ORDERS`, or "truncating". `slices`: `slices_of`."""
+    order = "aligned-13-32" if (path, family) == (FP8, "fp8_block") else ORDERS[path]
+    return order if slices == 1 else f"split-{slices}-{order}"
+
+
+def slices_of(m: int, n: int, k: int, multiprocessors: int) -> int:
+    """Slices of K of the FP8 path: as many as output tiles of 128×256 fit into a GPU with this many multiprocessors.
+
+    All slices have equally many columns, at least SMALLEST_SLICE and a multiple of 128."""
+    tiles, steps = -(-m // 128) * -(-n // 256), k // 128
+    if not tiles or k % 128:
+        return 1
+    most = min(MOST_SLICES, multiprocessors // tiles, k // SMALLEST_SLICE)
+    return next((count for count in range(most, 1, -1) if steps % count == 0), 1)
 
 
 @cache

@@ -58,6 +58,7 @@ def _cubin(source: str, kernels: str, target: str, extra_flags: tuple[str, ...])
         return bytes(nvrtc.getCUBIN(program))
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip() or str(error)
+        log = log[max(0, log.find("error") - 200) :]  # warnings come first
         raise ToolchainError(f"{source}.cu does not compile for {target}: {log[:2000]}") from error
     finally:
         nvrtc.destroyProgram(program)

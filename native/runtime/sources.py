@@ -44,6 +44,7 @@ KERNELS = {
         "gemm_grouped_mx_refused",
     ),
     "gemm_wgmma_fp8": ("gemm_wgmma_fp8_tensor", "gemm_wgmma_fp8_block"),
+    "add_slices": ("add_slices",),
     "gemm_quantized_nvfp4": ("gemm_quantized_nvfp4",),
     "gemm_quantized_mx": ("gemm_quantized_mx",),
     "gemm_quantized_fp8": ("gemm_quantized_fp8_block", "gemm_quantized_fp8_tensor"),

@@ -11,7 +11,7 @@ import torch
 from narrowgauge.native import ops
 from narrowgauge.native.gemm import paths, wgmma_fp8
 from narrowgauge.native.gemm.operands import product_family
-from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, order_of, path_of
+from narrowgauge.native.gemm.paths import FP8, PORTABLE, SKINNY, TENSOR, order_of, path_of, slices_of
 from narrowgauge.native.ops import Quantized
 from narrowgauge.native.runtime import host
 from narrowgauge.reference.bounds.bounds import bounds
@@ -66,6 +66,31 @@ def test_every_bit_is_the_models(left: str, right: str, device: torch.device) ->
             )
     names = {ops.gemm_order(a, b), order_of(FP8, product_family(a.recipe, b.recipe))}
     assert names == {"aligned-13-32" if "block" in left else "aligned-13-32-128"}
+
+
+@pytest.mark.parametrize(("left", "right"), PAIRS[::3], ids=map(" x ".join, PAIRS[::3]))
+def test_slices_of_k_are_added_in_order(left: str, right: str, device: torch.device) -> None:
+    """A CPU counts as three multiprocessors, so a tile of outputs is split into slices of at least 1024 columns."""
+    for m, n, k, most in ((3, 20, 2048, 2), (5, 9, 3072, 3), (130, 7, 2048, 1)):
+        a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
+        order = ops.gemm_order(to(a, device), to(b, device))
+        if device.type == "cpu":
+            assert order == (f"split-{most}-" if most > 1 else "") + order_of(FP8, product_family(a.recipe, b.recipe))
+        c, bias = matrix("normal", m, n, torch.bfloat16), matrix("normal", 1, n, FP32).view(n)
+        for out_dtype, added in ((FP32, {}), (torch.bfloat16, {"c": c, "bias": bias})):
+            y = multiply(a, b, device, out_dtype=out_dtype, **added)
+            assert_equal(y, bounds(a, b, out_dtype=out_dtype, order=order, **added).expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices"),
+    [
+        ((128, 8192, 8192), 4), ((64, 2048, 7168), 7), ((64, 512, 7168), 7), ((128, 7168, 2048), 2), ((256, 8192, 8192), 2),
+        ((512, 8192, 8192), 1), ((16, 64, 65536), 8), ((16, 64, 2048 + 64), 1), ((16, 64, 1920), 1), ((0, 64, 8192), 1),
+    ],
+)  # fmt: skip
+def test_slices_of_a_shape(shape: tuple[int, int, int], slices: int) -> None:
+    assert slices_of(*shape, 132) == slices
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -148,6 +173,8 @@ def test_large_products_of_hopper_take_the_fp8_path(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(paths, "_capability", lambda _: (9, 0))
     assert path_of(*shape, "fp8_tensor", gpu, fp8=True) == path_of(*shape, "fp8_block", gpu, fp8=True) == FP8
     assert path_of(16, 1024, 1024, "fp8_tensor", gpu, fp8=True, skinny=True) == SKINNY
+    assert path_of(48, 1024, 1024, "fp8_tensor", gpu, fp8=True, skinny=True) == FP8
+    assert path_of(48, 1024, 1024, "fp8_tensor", gpu, skinny=True) == SKINNY
     assert path_of(64, 64, 64, "fp8_tensor", gpu, fp8=True) == PORTABLE
     assert path_of(*shape, "fp8_tensor", torch.device("cpu"), fp8=True) == PORTABLE
     monkeypatch.setenv(paths.BFLOAT16, "1")

@@ -24,7 +24,7 @@ ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
 """sm_90 is not one of them: its PTX is that of sm_90a but for tensor cores, as is tested."""
 ELEMENTS = ("E2M1", "E2M3", "E3M2", "E4M3", "E5M2")
 SOURCES = [(source, ()) for source in KERNELS if source not in ("quantize_mx", "dequantize")]
-SOURCES += [("gemm_wgmma_fp8", ("-DA_ELEMENT=E5M2", "-DB_ELEMENT=E4M3"))]
+SOURCES += [("gemm_wgmma_fp8", ("-DA_ELEMENT=E5M2", "-DB_ELEMENT=E4M3", "-DONE_SLICE=1"))]
 SOURCES += [(source, (f"-DELEMENT={e}",)) for source in ("quantize_mx", "dequantize") for e in ELEMENTS]
 NEAREST, STOCHASTIC = (
     variant_flags(

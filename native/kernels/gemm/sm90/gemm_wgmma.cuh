@@ -55,7 +55,7 @@ template <class AlphaOf, class EpilogueOf>
 __device__ __forceinline__ void multiply_packed_tiles(const WgmmaParameters& p, const Sections& sections,
                                                       const AlphaOf& alpha_of, const EpilogueOf& epilogue_of) {
     const i64 steps = (p.k + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    multiply_tiles_persistent(PackedTiles{p.a, p.b, steps}, Bf16Sums{steps}, steps, sections, p.n, alpha_of, epilogue_of);
+    multiply_tiles_persistent(PackedTiles{p.a, p.b, steps}, Bf16Sums{steps}, {1, steps}, sections, p.n, alpha_of, epilogue_of);
 }
 
 }  // namespace narrowgauge

@@ -1,15 +1,15 @@
 // pipeline.cuh: the persistent GEMM of the wgmma kernels.
 //
-// A block computes output tiles of 128 rows by 256 columns, one after the other. Warps are specialized: a thread of the
+// A block computes output tiles of 128 rows by 256 columns, or slices of K of such tiles, one after the other. Warps are specialized: a thread of the
 // producer warpgroup copies operand tiles into a pipeline of shared memory stages, a stage for every step of K; two consumer
 // warpgroups multiply 64 rows of the stage. A kernel defines
 //   Source: load(stage, full, tile, step)   queues the copies of a step of K, 3 * TILE_BYTES, into a stage
-//   Sums: accumulate(d, shared, iteration, tile, warpgroup, lane)   the sums of a thread over all of K; waits for the stages
-//         and releases them. `iteration` is that of the pipeline
+//   Sums: accumulate(d, shared, iteration, tile, warpgroup, lane)   the sums of a thread over the slice of K; waits for the
+//         stages and releases them. `iteration` is that of the pipeline
 //         CAST_BEFORE_C                     whether an output is cast before c is added
 #pragma once
 
-#include "gemm/epilogue.cuh"
+#include "gemm/sm90/store_outputs.cuh"
 #include "gemm/sm90/tile.cuh"
 
 namespace narrowgauge {
@@ -40,75 +40,53 @@ struct alignas(1024) WgmmaShared {
 };
 static_assert(sizeof(WgmmaShared) == 213 * 1024, "native/gemm/wgmma.py asks for this size");
 
+// Slices of K, and the steps of each.
+struct SlicedSteps {
+    int slices;
+    i64 steps;
+};
+
 struct OutputTile {
     int section;
     i64 row, column;     // first output of the tile in its section
     i64 section_rows;
     i64 section_start;   // first row of the section in c and out
     i64 a_tile, b_tile;  // rows of operand tiles
+    int slice;
 };
 
-// Tile scheduler: block b computes output tiles b, b + gridDim.x, ... of all sections.
+// Tile scheduler: block b computes b, b + gridDim.x, ... of the slices of the output tiles of all sections. Neighbouring blocks
+// have slices of the same tile.
 struct TileScheduler {
     TiledSection at;
     i64 columns;
-    i64 next;  // tile of the section
+    SlicedSteps k;
+    i64 next;  // slice of a tile of the section
 
-    __device__ __forceinline__ TileScheduler(const Sections& sections, i64 n)
-        : at(sections), columns((n + OUT_COLUMNS - 1) / OUT_COLUMNS), next(blockIdx.x) {}
+    __device__ __forceinline__ TileScheduler(const Sections& sections, i64 n, const SlicedSteps& k)
+        : at(sections), columns((n + OUT_COLUMNS - 1) / OUT_COLUMNS), k(k), next(blockIdx.x) {}
 
     __device__ __forceinline__ bool take(OutputTile& tile) {
-        while (next >= at.tiles() * columns) {
-            next -= at.tiles() * columns;
+        while (next >= at.tiles() * columns * k.slices) {
+            next -= at.tiles() * columns * k.slices;
             if (!at.next()) return false;
         }
-        const i64 first = next / (GROUP_ROWS_OF_TILES * columns) * GROUP_ROWS_OF_TILES, left = at.tiles() - first;
-        const i64 height = left < GROUP_ROWS_OF_TILES ? left : GROUP_ROWS_OF_TILES, place = next - first * columns;
+        const i64 number = next / k.slices;
+        const i64 first = number / (GROUP_ROWS_OF_TILES * columns) * GROUP_ROWS_OF_TILES, left = at.tiles() - first;
+        const i64 height = left < GROUP_ROWS_OF_TILES ? left : GROUP_ROWS_OF_TILES, place = number - first * columns;
         const i64 row = first + place % height, column = place / height;
-        tile = {at.number, row * OUT_ROWS, column * OUT_COLUMNS, at.section.count, at.section.start, at.before + row,
-                (at.number * columns + column) * 2};
+        tile = {at.number,
+                row * OUT_ROWS,
+                column * OUT_COLUMNS,
+                at.section.count,
+                at.section.start,
+                at.before + row,
+                (at.number * columns + column) * 2,
+                static_cast<int>(next - number * k.slices)};
         next += gridDim.x;
         return true;
     }
 };
-
-// Epilogue of eight neighbouring outputs of a row.
-template <bool CAST_BEFORE_C>
-__device__ __forceinline__ void store_outputs(const Alpha& alpha, const Epilogue& epilogue, float (&v)[8], i64 y, i64 x, i64 n) {
-    const int count = n - x < 8 ? static_cast<int>(n - x) : 8;
-    const i64 first = epilogue.first + y * n + x;
-    if (alpha.b_per_row == 0) {
-        const float factor = alpha.a == nullptr ? 1.0f : alpha.value(y, 0);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] *= factor;
-    } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] *= j < count ? (alpha.a == nullptr ? 1.0f : alpha.value(y, x + j)) : 0.0f;
-    }
-    const auto add_c = [&] {
-        if (epilogue.c == nullptr) return;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            if (CAST_BEFORE_C) v[j] = rounded_as(epilogue.out_type, v[j]);
-            if (j < count) v[j] += load_as(epilogue.c, epilogue.c_type, first + j);
-        }
-    };
-    if (!CAST_BEFORE_C) add_c();
-    if (epilogue.bias != nullptr) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            if (j < count) v[j] += load_as(epilogue.bias, epilogue.bias_type, epilogue.first_bias + x + j);
-        }
-    }
-    if (CAST_BEFORE_C) add_c();
-    if (count == 8 && epilogue.out_type == DType::BFLOAT16) return store_elements(v, static_cast<bf16*>(epilogue.out) + first);
-    if (count == 8 && epilogue.out_type == DType::FLOAT32) return store_elements(v, static_cast<float*>(epilogue.out) + first);
-    if (count == 8 && epilogue.out_type == DType::FLOAT16) return store_elements(v, static_cast<fp16*>(epilogue.out) + first);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        if (j < count) store_as(epilogue.out, epilogue.out_type, first + j, v[j]);
-    }
-}
 
 // A 4x4 matrix of words in four neighbouring lanes, transposed: word i of lane j becomes word j of lane i.
 __device__ __forceinline__ void transpose_words(u32 (&words)[4], int lane) {
@@ -168,15 +146,15 @@ __device__ __forceinline__ void store_sums(const float (&d)[SUMS], float factor,
 
 // Producer thread: copies the tiles of each step of K into the next stage, as soon as the consumers have released it.
 template <class Source>
-__device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler scheduler, const Source& source, i64 steps) {
+__device__ __forceinline__ void produce(WgmmaShared& shared, TileScheduler scheduler, const Source& source) {
     OutputTile tile;
     u32 iteration = 0;  // over the steps of all tiles; a stage is used every STAGES iterations, with alternating parity
     while (scheduler.take(tile)) {
-        for (i64 step = 0; step < steps; ++step, ++iteration) {
+        for (i64 step = 0; step < scheduler.k.steps; ++step, ++iteration) {
             const u32 stage = iteration % STAGES, phase = iteration / STAGES % 2;
             ptx::mbarrier_try_wait_parity(shared.empty[stage], phase ^ 1u);
             ptx::mbarrier_arrive_expect_tx(shared.full[stage], 3 * TILE_BYTES);
-            source.load(shared.stages[stage], shared.full[stage], tile, step);
+            source.load(shared.stages[stage], shared.full[stage], tile, tile.slice * scheduler.k.steps + step);
         }
     }
 }
@@ -250,9 +228,8 @@ __device__ __forceinline__ void consume(WgmmaShared& shared, TileScheduler sched
     }
 }
 
-// `steps`: steps of K.
 template <class Source, class Sums, class AlphaOf, class EpilogueOf>
-__device__ __forceinline__ void multiply_tiles_persistent(const Source& source, const Sums& sums, i64 steps,
+__device__ __forceinline__ void multiply_tiles_persistent(const Source& source, const Sums& sums, const SlicedSteps& k,
                                                           const Sections& sections, i64 n, const AlphaOf& alpha_of,
                                                           const EpilogueOf& epilogue_of) {
 #ifdef __CUDA_ARCH__
@@ -272,10 +249,10 @@ __device__ __forceinline__ void multiply_tiles_persistent(const Source& source, 
         ptx::fence_mbarrier_init_and_proxy_async();
     }
     __syncthreads();
-    const TileScheduler scheduler(sections, n);
+    const TileScheduler scheduler(sections, n, k);
     if (thread < WARPGROUP) {
         ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (thread == 0) produce(shared, scheduler, source, steps);
+        if (thread == 0) produce(shared, scheduler, source);
     } else {
         ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
         consume(shared, scheduler, sums, n, alpha_of, epilogue_of);
