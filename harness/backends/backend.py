@@ -54,6 +54,7 @@ the distribution of the codes is tested (docs/tolerance.md#stochastic-rounding).
                                    sums of P columns move to a float32 accumulator. Prefix decoded-: operands are
                                    decoded to bfloat16 first. Prefix split-<n>-: K in n equal slices, whose float32
                                    sums are added in order
+    {"gemm": "probe"}              the order is found by a probe for each shape; narrows the accepted results only
     {"accumulator": "truncating"}  additions round to either neighbour, which covers truncation
     {"subnormals": "flushed"}      float32 numbers below 2^-126 may become 0
     {"operands": "decoded-float32"} or "decoded-bfloat16": operands are decoded, with all their scales, before they are
@@ -109,9 +110,11 @@ __all__ = ["METHODS", "Backend", "BackendError", "Unsupported", "check_device", 
 
 TRUNCATING = "truncating"
 """An accumulator. As a result of `gemm_order`: any order, with a truncating accumulator."""
+PROBE = "probe"
+"""A declaration of "gemm": the order is found by a probe (docs/accumulators.md#declare-the-probe)."""
 DECLARATIONS = {
     "transform": ("butterfly",),
-    "gemm": ORDERS,
+    "gemm": (*ORDERS, PROBE),
     "accumulator": (TRUNCATING,),
     "subnormals": ("flushed",),
     "operands": OPERANDS,
@@ -258,12 +261,17 @@ class Backend:
         The backend is asked on its own device. Raises BackendError if it returns an unknown name.
         """
         if not self.has("gemm_order"):
-            return self.declares.get("gemm")
+            return None if self.probes_order else self.declares.get("gemm")
         order: str | None = self.call("gemm_order", a, b)
         if order not in (None, TRUNCATING) and not is_order(order):
             names = ", ".join(map(repr, (*ORDERS, TRUNCATING)))
             raise BackendError(f"gemm_order gave {order!r}; the order of a sum is {names}, or None for any")
         return order
+
+    @property
+    def probes_order(self) -> bool:
+        """Whether the backend asks for a probe of the order of its products."""
+        return self.declares.get("gemm") == PROBE and not self.has("gemm_order")
 
     def update_scale(
         self, history: torch.Tensor, scale: torch.Tensor, recipe: Recipe
@@ -342,11 +350,12 @@ def _declarations(name: str, declared: Any) -> dict[str, str]:
             raise BackendError(
                 f"backend {name}: declares has {key!r}{nearest(key, DECLARATIONS)}; it can say {_ALLOWED}"
             )
-        if not (is_order(value) if key == "gemm" else value in DECLARATIONS[key]):
+        if not (value in DECLARATIONS[key] or (key == "gemm" and is_order(value))):
             close = nearest(value, DECLARATIONS[key])
             raise BackendError(f"backend {name}: declares {key!r} to be {value!r}{close}; it can say {_ALLOWED}")
     try:
-        Summation(declared.get("gemm"), truncates="accumulator" in declared, operands=declared.get("operands"))
+        order = None if declared.get("gemm") == PROBE else declared.get("gemm")
+        Summation(order, truncates="accumulator" in declared, operands=declared.get("operands"))
     except ValueError as error:
         raise BackendError(f"backend {name}: declares 'gemm' to be {declared['gemm']!r}: {error}") from None
     return dict(declared)

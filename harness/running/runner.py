@@ -148,6 +148,7 @@ def _measure(
             with count_seconds(CHECKS):
                 outcome = judge(case, inputs, backend, sharing=sharing)
             _fill(record, outcome)
+            record.notes += outcome.notes
         record.output_digest = digest(outcome.outputs.values())
         if on_outcome is not None:
             on_outcome(inputs, outcome)

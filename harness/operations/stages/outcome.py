@@ -95,5 +95,7 @@ class Outcome:
     accuracy: list[dict[str, Any]] = field(default_factory=list)
     """Loss of accuracy of a module by quantizing (`harness.operations.modules.accuracy`); decides no verdict."""
     seconds: float | None = None
+    notes: list[dict[str, str]] = field(default_factory=list)
+    """Observations that change no verdict: cause, sentence."""
     aliases: list[dict[str, str]] = field(default_factory=list)
     """Results that share memory with an input or with an earlier result of the backend: cause, sentence."""

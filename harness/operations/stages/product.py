@@ -16,6 +16,7 @@ from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.inputs.inputs import ProductInputs, laid_out
 from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
+from narrowgauge.harness.operations.stages.probed_order import ProbedOrder
 from narrowgauge.harness.operations.stages.quantized import made_of
 from narrowgauge.harness.operations.stages.repeated import Tensors, repeated
 from narrowgauge.reference.bounds.bounds import Bounds
@@ -97,6 +98,12 @@ def judge_product(
     operands = _rows_of(_linear(a), bands), _linear(b)
     outputs = {"output": _in_bands(outputs["output"], bands)}
     limits = bounds(*operands, out_dtype=out_dtype, c=inputs.c, bias=inputs.bias, order=order)
+    if backend.probes_order and order.order is None:
+        addend = inputs.c is not None or inputs.bias is not None
+        probed = ProbedOrder.of(backend, a, b, out_dtype, addend=addend)
+        narrowed = probed.narrowed(operands, limits, order, out_dtype)
+        outcome.notes.append({"cause": "order-probed", "sentence": narrowed.sentence})
+        limits, order = narrowed.limits, narrowed.order
     output = outputs["output"]
     add_output(outcome, output, limits)
     outcome.products.append(Product(*operands, inputs.c, inputs.bias, output, limits, order))

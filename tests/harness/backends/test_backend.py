@@ -293,7 +293,7 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
 
 DECLARED = (
     "{'transform': 'butterfly'}, {'gemm': 'sequential' | 'blocks' | 'tree' | 'split-<n>' | 'aligned-<F>-<W>' | "
-    "'aligned-<F>-<W>-<P>' | 'decoded-aligned-<F>-<W>' | 'split-<n>-[decoded-]aligned-<F>-<W>[-<P>]'}, "
+    "'aligned-<F>-<W>-<P>' | 'decoded-aligned-<F>-<W>' | 'split-<n>-[decoded-]aligned-<F>-<W>[-<P>]' | 'probe'}, "
     "{'accumulator': 'truncating'}, {'subnormals': 'flushed'}, "
     "{'operands': 'decoded-float32' | 'decoded-bfloat16'}, {'random': 'own'}"
 )

@@ -1,0 +1,98 @@
+"""Products of backends that declare {"gemm": "probe"}."""
+
+import pytest
+import torch
+
+from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.running.runner import run_case
+from narrowgauge.reference import ops as reference
+from narrowgauge.reference.bounds.bounds import bounds
+from narrowgauge.reference.gemm.gemm import alpha
+from narrowgauge.reference.gemm.operands import operand
+from tests.harness.product_cases import REFERENCE, gemm_case
+from tests.harness.sample_backends import backend
+
+CASE = gemm_case("fp8-current-e4m3", "tn", shape=(16, 96, 12))
+
+
+class Kernel:
+    """A gemm that adds in order of K, and counts its calls. `wrong`: moves an output by an ulp, except in a probe."""
+
+    def __init__(self, *, wrong=False, bits=0):
+        self.wrong, self.bits, self.calls = wrong, bits, 0
+
+    def __call__(self, a, b, *, out_dtype, **addends):
+        self.calls += 1
+        if addends:
+            return reference.gemm(a, b, out_dtype=out_dtype, **addends)
+        if self.bits:
+            return bounds(a, b, out_dtype=out_dtype, order=f"aligned-{self.bits}-32").expected
+        left, right = operand(a).float(), operand(b).float()
+        total = torch.zeros(len(left), len(right))
+        for k in range(left.shape[1]):
+            total = torch.addcmul(total, left[:, k : k + 1], right[:, k])
+        y = total * alpha(a, b).float()
+        if self.wrong and float(alpha(a, b).max()) != 1:
+            row, column = (~bounds(a, b, out_dtype=out_dtype).exact).nonzero()[0].tolist()
+            y[row, column] = torch.nextafter(y[row, column], torch.tensor(torch.inf))
+        return y.to(out_dtype)
+
+
+def judged(kernel: Kernel, case=CASE, declares: str | None = "probe"):
+    return run_case(case, backend(**REFERENCE | {"gemm": kernel}, declares={"gemm": declares} if declares else {}))
+
+
+def test_a_confirmed_order_judges_the_product():
+    record = judged(Kernel())
+    assert record.verdict == "pass", record.message
+    assert record.ordered_share > 0.5
+    assert record.notes == [{"cause": "order-probed", "sentence": "judged in the probed order sequential"}]
+    assert judged(Kernel(), declares=None).ordered_share == 0
+
+
+def test_a_kernel_that_is_wrong_beyond_a_probe_fails_by_the_probed_order():
+    assert judged(Kernel(wrong=True), declares=None).verdict == "pass"
+    record = judged(Kernel(wrong=True))
+    assert record.verdict == "fail"
+    assert "1 that the declared order cannot give" in record.message
+
+
+def test_a_less_precise_order_is_named_and_does_not_pass():
+    """13 fraction bits are confirmed, but the interval of any order still judges."""
+    assert judged(Kernel(bits=13), declares="aligned-13-32").verdict == "pass"
+    for declares in (None, "probe"):
+        record = judged(Kernel(bits=13), declares=declares)
+        assert record.verdict == "fail"
+        assert record.ordered_share == 0
+    (note,) = (note for note in record.notes if note["cause"] == "order-probed")  # a slow machine adds others
+    assert 'declares {"gemm": "aligned-13-32"}' in note["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (gemm_case("fp8-current-e4m3", "tn", "bias", shape=(16, 96, 12)), "the product has an addend"),
+        (gemm_case("fp8-current-e5m2+fp8-current-e4m3", "tn", shape=(16, 96, 12)), "two recipes"),
+        (gemm_case("mxfp6-e2m3", "tn", shape=(16, 96, 12)), "elements E2M3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_products_without_a_probe_say_why(case, reason):
+    kernel = Kernel()
+    record = judged(kernel, case)
+    assert record.verdict == "pass"
+    (note,) = record.notes
+    assert note["sentence"].startswith("judged in any order")
+    assert reason in note["sentence"]
+    assert kernel.calls < 4
+
+
+def test_the_order_of_a_shape_is_probed_once():
+    kernel = Kernel()
+    loaded: Backend = backend(**REFERENCE | {"gemm": kernel}, declares={"gemm": "probe"})
+    counts = []
+    for case in (CASE, CASE, gemm_case("fp8-current-e4m3", "tn", shape=(16, 64, 12))):
+        before = kernel.calls
+        run_case(case, loaded)
+        counts.append(kernel.calls - before)
+    assert counts[1] < 5 < min(counts[0], counts[2])
