@@ -11,6 +11,7 @@ from narrowgauge.harness.diagnosis.explain_memory import ALIAS_CAUSES, Run, expl
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.harness.running.judging import judge
+from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend
 
@@ -63,6 +64,11 @@ CHANGES = {
     "gemm": (GEMM, lambda out: torch.where(out > 0, out * 3, out * 5), "output is the same"),
     "swizzle": (SWIZZLE, lambda out: out ^ 1, "swizzled is the same"),
 }
+
+
+def test_an_untrusted_run_names_a_stored_result():
+    record = run_case(QUANTIZE, backend(quantize=stored("quantize", other_codes)), untrusted=True)
+    assert SAME in [explanation["cause"] for explanation in record.explanations]
 
 
 @pytest.mark.parametrize("name", CHANGES)

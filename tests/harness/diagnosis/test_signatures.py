@@ -201,6 +201,16 @@ def test_classes_of_codes():
     assert found["only:subnormal-codes"].startswith("only where the scaled element is below 1 (")
 
 
+def test_a_class_without_a_single_wrong_element_is_no_class():
+    def choose(x, codes):
+        mask = some(x < 0)
+        first = int(mask.view(-1).nonzero()[0])
+        mask.view(-1)[first + int((x.reshape(-1)[first:] > 0).nonzero()[0])] = True
+        return mask
+
+    assert not quantizing(choose).keys() & {"only:negative", "only:positive"}
+
+
 def test_ties_of_codes():
     def choose(x, codes):
         size = x.float().abs() / (x.float().abs().view(16, -1, 16).amax(2).repeat_interleave(16, 1) / 6)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from narrowgauge.harness.backends.guarded_memory import ALIGNMENT
+from narrowgauge.harness.backends.host import HostLost
 from narrowgauge.harness.hosts.codec import DTYPES
 from narrowgauge.harness.hosts.memory import SharedFile
 from narrowgauge.harness.hosts.remote_host import HostSettings, RemoteHost, _Reader
@@ -196,6 +197,18 @@ def test_strides_of_a_result_that_need_too_much_memory_are_not_kept() -> None:
     for strides in ([-1, 1], [1], [1, 1, 1], ["4", 1]):
         with pytest.raises(ValueError, match=r"strides|shorter|longer"):
             _Reader(memory, 0, memory.numel(), 1 << 16, torch.device("cpu")).tensor([512, "int64", [2, 4], strides])
+
+
+def test_results_beyond_the_memory_of_a_case_end_its_host() -> None:
+    channel = Channel(starter().connect())
+    host = RemoteHost(HostSettings("reference"), channel)
+    host.variations(torch.device("cpu"))
+    host.begin_case(60, 1 << 12)
+    run = host.prepare({"scales": torch.zeros(128, 64, dtype=torch.uint8)}, torch.device("cpu"), 0xFF)
+    with pytest.raises(HostLost, match=r"gave results of .* at most 4096"), run.running(0) as given:
+        host.call("swizzle", given["scales"])
+    host.close()
+    channel.close()
 
 
 ALIASES = {

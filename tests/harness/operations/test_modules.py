@@ -175,6 +175,20 @@ class NotRolled(modules.Linear):
         self.observe("scale", self.scale.clone())
 
 
+class DoubledScale(modules.Linear):
+    """Updated scales are twice as large."""
+
+    def _update(self, columns: slice, recipe: Any) -> None:
+        observer, self.observer = self.observer, None
+        super()._update(columns, recipe)
+        self.observer = observer
+        assert self.amax_history is not None
+        assert self.scale is not None
+        self.scale[columns] *= 2
+        self.observe("history", self.amax_history.clone())
+        self.observe("scale", self.scale.clone())
+
+
 class NarrowMain(modules.Linear):
     """Gradients accumulate in bfloat16."""
 
@@ -253,6 +267,7 @@ WRONG = [
     ("step 1 y", linear("MXFP8BlockScaling", "bias"), {"Linear": BiasTwice}),
     ("step 2 w.codes", linear("MXFP8BlockScaling", "steps:2"), {"Linear": Stale}),
     ("step 1 history", linear("DelayedScaling-history2"), {"Linear": NotRolled}),
+    ("step 1 scale", linear("DelayedScaling-history2"), {"Linear": DoubledScale}),
     ("step 1 dw", linear("MXFP8BlockScaling", "accumulate"), {"Linear": NarrowMain}),
     ("step 1 dw", linear("MXFP8BlockScaling", "delayed-wgrad"), {"Linear": Dropped}),
     ("step 1 dw", linear("MXFP8BlockScaling", "accumulate", "delayed-wgrad"), {"Linear": Dropped}),

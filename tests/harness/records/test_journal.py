@@ -22,7 +22,7 @@ from narrowgauge.harness.records.folder_lock import LOCK_NAME, FolderInUseError,
 from narrowgauge.harness.records.journal import FOREIGN_NAME, JOURNAL_NAME, Journal, JournalError, read
 from narrowgauge.harness.report.replace_files import replace_files
 from narrowgauge.harness.report.report import ReportError, write_journaled
-from tests.harness.runs import record, run
+from tests.harness.runs import record, run, saved
 
 NASTY = "\x1b[2J\n::error::\u202e"
 HOLD = """
@@ -50,6 +50,12 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def shapes(folder: Path) -> list[str]:
     return [one["inputs"] for one in read(folder).records]
+
+
+def test_the_latest_record_of_a_case_counts(tmp_path: Path) -> None:
+    first, other, later = record("one"), record("two"), record("one", message="later")
+    found = read(saved(tmp_path / "run", run(first, other, later)))
+    assert [(one["case"], one["message"]) for one in found.records] == [(first["case"], "later"), (other["case"], "")]
 
 
 def test_a_second_process_is_refused_and_changes_nothing(holder: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_a_report_is_read(name: str) -> None:
 def test_what_torch_does_itself_is_counted_apart() -> None:
     assert sample("initcheck").in_torch == 1
     alone = (SAMPLES / "initcheck.txt").read_text().split("========= Uninitialized")
+    assert not parse(f"{alone[0]}========= Uninitialized{alone[1]}").clean  # the tool did not finish
     assert parse(f"{alone[0]}========= Uninitialized{alone[1]}========= ERROR SUMMARY: 1 error").clean
 
 
