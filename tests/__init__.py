@@ -1,1 +1,1 @@
-"""Tests. A package, so that `tests.golden` imports however pytest is started."""
+"""Tests. A package, so that `tests.golden` imports for any start of pytest."""

@@ -1,6 +1,6 @@
-"""Processes of a torch.distributed group that each quantize their shards: `python -m tests.processes`.
+"""Processes of a torch.distributed group, each with shards to quantize: `python -m tests.processes`.
 
-One interpreter imports torch, then forks the processes, so that a group of four costs one import.
+A single interpreter imports torch, then forks the processes: a group of four costs one import.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tests.sharded_linear import sharded_linears
 from tests.shards import Halves, Sharded, sharded_matrices
 
 LIMIT = 120.0
-"""Seconds until processes that still run are taken for hanging."""
+"""Seconds after which running processes count as hanging."""
 WRONG = ("sum", "scale-first", "rowwise-only")
-"""Mistakes: amaxes are added; each shard has the scale of its own; they share that of the rowwise half alone."""
+"""Mistakes: amaxes are added; each shard has its own scale; the halves share the scale of the rowwise half."""
 JUDGED_WRONG = ("nvfp4-rht", "fp8-current-e4m3")
-"""The recipes whose shards are quantized with each mistake too."""
+"""The recipes whose shards are also quantized with each mistake."""
 
 _ROOMS: dict[str, tuple[ModuleType, ModuleType, Callable[..., Any]]] = {
     "reference": (reference_ops, reference_parallel, reference_linear.Linear),
@@ -54,9 +54,9 @@ Results = dict[Any, Any]
 
 
 def run(folder: Path, worlds: Sequence[int], backend: str, *, fail: bool = False) -> list[list[Results]]:
-    """What each process of groups of so many found, tensors on the CPU.
+    """Results of each process of groups of these sizes, tensors on the CPU.
 
-    Raises AssertionError with the traceback of one that failed, or that hangs.
+    Raises AssertionError with the traceback of a process that failed or hangs.
     """
     command = [sys.executable, "-m", "tests.processes", str(folder), backend, *map(str, worlds), *["--fail"] * fail]
     root = ROOT
@@ -72,7 +72,7 @@ def run(folder: Path, worlds: Sequence[int], backend: str, *, fail: bool = False
 
 
 def main() -> int:
-    """Forks the processes of one group after the other and waits for them; the first that fails ends all."""
+    """Forks the processes of the groups in turn and waits for them; the first failure ends all processes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("backend", choices=("gloo", "nccl"))
@@ -233,7 +233,7 @@ def _refused(rank: int, world: int, room: str, device: torch.device, group: dist
 
 
 def _in_subgroup(rank: int, world: int, room: str, device: torch.device) -> tuple[Any, Any, str]:
-    """The amaxes of rank + 1 over every other process; and who is said to have failed, by its rank in that group."""
+    """The amaxes of rank + 1 over every second process; and the rank in the group of the process named as failed."""
     parallel = _ROOMS[room][1]
     groups = [dist.new_group(list(range(first, world, 2))) for first in (0, 1)]
     group = groups[rank % 2]

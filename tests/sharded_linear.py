@@ -1,4 +1,4 @@
-"""A linear layer that several processes hold parts of, and what its operands, joined, have to be."""
+"""A linear layer divided among several processes, and its expected operands, joined."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.shards import joined_differs, same
 
 Observed = dict[str, list[Any]]
 STEPS = 2
-"""The second one quantizes by scales that delayed scaling made of the first one's amaxes."""
+"""The second step quantizes by scales of delayed scaling, from the amaxes of the first step."""
 DIMENSIONS: dict[str, tuple[int | None, int | None, int | None]] = {
     "column-parallel": (None, 0, 1),
     "row-parallel": (1, 1, None),
     "sequence-parallel": (0, None, 0),
 }
-"""Along which x (M, K), the weight (N, K) and dy (M, N) are sharded; None where every process has all of it."""
+"""Dimension along which x (M, K), the weight (N, K) and dy (M, N) are sharded; None for a whole tensor everywhere."""
 
 
 @dataclass(frozen=True)
 class ShardedLinear:
-    """A layer, and how it is divided: `extents` of N, of K or of M, for each process."""
+    """A layer, and its division: `extents` of N, of K or of M, for each process."""
 
     recipe: str
     division: str
@@ -40,7 +40,7 @@ class ShardedLinear:
         return f"{of}, quantized parameters" if self.held else of
 
     def operands(self, step: int) -> list[torch.Tensor]:
-        """x, weight and dy of a step, bfloat16, each with numbers of another magnitude in every shard."""
+        """x, weight and dy of a step, bfloat16, each with numbers of a different magnitude in every shard."""
         total, other = sum(self.extents), 128 if self.recipe == "Float8BlockScaling" else 32
         m, n, k = {
             "column-parallel": (32, total, other),
@@ -103,7 +103,7 @@ def sharded_linears(world: int) -> list[ShardedLinear]:
     return found
 
 
-# Who has a part of dy draws for that part: stochastic rounding gives the bytes of the whole where everybody has all.
+# A process with a part of dy draws for its part: stochastic rounding gives the bytes of the whole for a whole dy.
 _LAYERS = (
     ("NVFP4BlockScaling-nosr", "column-parallel"),
     ("NVFP4BlockScaling", "row-parallel"),
@@ -121,7 +121,7 @@ _OF_MANY = 4
 
 
 def operand_differences(parts: Sequence[Observed], whole: Observed, case: ShardedLinear) -> list[str]:
-    """What of the operands, and of the histories and scales, is not that of the whole layer, bit for bit."""
+    """Operands, histories and scales that differ from the whole layer, bit for bit."""
     found = []
     for name, dim in zip(("x", "w", "dy"), case.dimensions, strict=True):
         for columnwise in (False, True):

@@ -1,4 +1,4 @@
-"""Tensors that several processes hold shards of, and what their quantized shards, joined, have to be."""
+"""Tensors in shards of several processes, and their expected quantized shards, joined."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _KINDS = (
     "fp8-current-e4m3", "fp8-current-e5m2-pow2", "fp8-delayed-e4m3-bulk",
 )  # fmt: skip
 _COUNTS = {2: [(1, 1), (0, 3), (2, 0)], 4: [(1, 1, 1, 1), (0, 2, 0, 1), (3, 1, 2, 0)]}
-"""Blocks of the shards of either process, for so many processes."""
+"""Blocks of the shards of either process, by the number of processes."""
 Words = tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A matrix in shards of `extents` along `dim`, one for each process, all `across` along the other dimension."""
+    """A matrix in shards of `extents` along `dim`, a shard per process, all `across` along the second dimension."""
 
     name: str
     dim: int
@@ -35,7 +35,7 @@ class Sharded:
     dtype: torch.dtype = torch.bfloat16
     columnwise: bool = True
     special: tuple[float, ...] = ()
-    """First elements of the shards that are not empty, in turn."""
+    """First elements of the nonempty shards, in turn."""
     nan: str = "ignore"
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Sharded:
         return (total, self.across) if self.dim == 0 else (self.across, total)
 
     def whole(self) -> torch.Tensor:
-        """The matrix: numbers of another magnitude in every shard, so that the one with the amax may be any."""
+        """The matrix: numbers of a different magnitude in every shard, so that any shard may have the amax."""
         generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
         x = torch.randn(self.shape, generator=generator)
         parts = x.split(self.extents, self.dim)
@@ -65,11 +65,11 @@ class Sharded:
         return x.to(self.dtype)
 
     def shard(self, rank: int) -> torch.Tensor:
-        """Those of process `rank`."""
+        """The shard of process `rank`."""
         return self.whole().split(self.extents, self.dim)[rank]
 
     def words(self) -> Words:
-        """Random words of the halves of the matrix that are wanted, where the recipe rounds stochastically."""
+        """Random words of the wanted halves of the matrix, if the recipe rounds stochastically."""
         if self.recipe.rounding != "stochastic":
             return None
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
@@ -102,9 +102,9 @@ def _splits(recipe: Recipe) -> bool:
 
 
 def sharded_matrices(world: int) -> list[Sharded]:
-    """Every recipe in shards, in turn even, uneven and with empty ones among them; one of a kind along both dimensions.
+    """Every recipe in shards, in turn even, uneven and with empty shards; of each kind a recipe along both dimensions.
 
-    With more than two processes, those alone.
+    With more than two processes, these recipes alone.
     """
     names = [name for name in recipe_names() if "@" not in name and _splits(find_recipe(name))]
     names = [*names, "nvfp4@te-2.8", "nvfp4@torchao", "nvfp4@compressed-tensors"] if world == 2 else list(_KINDS)
@@ -137,7 +137,7 @@ def sharded_matrices(world: int) -> list[Sharded]:
 
 
 def joined_differs(shards: Sequence[Quantized], whole: Quantized, dim: int) -> list[str]:
-    """What of `shards`, one behind the other along `dim` of the matrix that they are of, is not what `whole` has."""
+    """Parts of `shards`, joined along `dim` of their matrix, that differ from `whole`."""
     axis = 1 - dim if whole.transposed else dim
     found = []
     for name in ("codes", "scales", "amax", "tensor_scale"):
@@ -150,7 +150,7 @@ def joined_differs(shards: Sequence[Quantized], whole: Quantized, dim: int) -> l
 
 
 def differences(shards: Sequence[Halves], whole: Halves, dim: int) -> list[str]:
-    """What of the joined shards is not what the whole matrix has, bit for bit: "columnwise scales" and the like."""
+    """Parts of the joined shards that differ from the whole matrix, bit for bit: "columnwise scales" and the like."""
     found = []
     for number, (side, expected) in enumerate(zip(("rowwise", "columnwise"), whole, strict=True)):
         parts = [half for halves in shards if (half := halves[number]) is not None]

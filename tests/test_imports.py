@@ -21,18 +21,18 @@ ORDER = (
     "machine", "cases", "inputs", "backends", "hosts", "checks", "operations", "diagnosis", "records", "running",
     "report", "api", "watch", "gate", "tools", "cli", "pytest_plugin",
 )  # fmt: skip
-"""Folders of the harness: each imports only from itself and from folders before it."""
+"""Folders of the harness: each imports only from itself and from earlier folders."""
 BUILDERS = {
     "narrowgauge.harness.hosts.changed_source",  # compiles kernels with a changed file
     "narrowgauge.harness.records.environment",  # names the compilers and their flags
     "narrowgauge.harness.running.sanitizer",  # builds kernels with sanitizers
     "narrowgauge.harness.tools.doctor",  # tries the sanitizers of the compiler
 }
-"""Modules of the harness, beside the tools in `bench` and `mutants`, that build kernels and so import `native`."""
+"""Modules of the harness that build kernels and import `native`, beside the tools in `bench` and `mutants`."""
 MOST = 12
 """Entries of a folder."""
 LARGER = {"harness", "harness/cli", "harness/backends/adapters", "harness/report/page/assets"}
-"""The folders of `ORDER`, one file for each command and for each library, and assets of the page."""
+"""The folders of `ORDER`, a file for each command and for each library, and assets of the page."""
 
 
 def module_files() -> dict[str, Path]:
@@ -131,7 +131,7 @@ def test_sides_import_spec_and_never_each_other() -> None:
 
 
 def test_scalar_and_vectorised_reference_share_spec_alone() -> None:
-    """Each of the two checks the other, so a shared function would hide its own error."""
+    """Each of the two checks the second, so a shared function would hide its own error."""
 
     def scalar(module: str) -> bool:
         return f"{module}.".startswith("narrowgauge.reference.scalar.")

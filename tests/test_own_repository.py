@@ -1,6 +1,6 @@
 """A user's repository from `narrowgauge init` to the steps of action.yml, which run here in bash.
 
-GitHub is not here: the steps that use other actions (Python, upload) and the installation by pip are checked as text.
+GitHub is not here: the steps of foreign actions (Python, upload) and the installation by pip are checked as text.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ REFUSED = {
     "part of a rotated group": r"ValueError: recipe nvfp4-rht rotates .* of 16; 24 elements of x .*: pad x first",
     "no matrix": r"ValueError: quantize takes a matrix \(M, K\) or \(…, K\), not shape \(16,\); reshape it first",
 }
-"""What the last process alone is given, and what it raises."""
+"""Arguments of the last process alone, and its exception."""
 REFUSED_BY_ALL = {
     "rows": "ValueError: recipe nvfp4-rowscaled has an amax for every row, so shards share no amax of the tensor",
     "neither": "ValueError: sharded_amax takes rowwise=True, columnwise=True or both; both are False",
@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# One test, since workers of xdist that shared its parts would each start the processes.
+# A single test, since workers of xdist with parts of it would each start the processes.
 @pytest.mark.usefixtures("one_thread")
 def test_shards_are_quantized_as_parts_of_the_whole(tmp_path: Path) -> None:
     for found in run(tmp_path, [2, 4], "gloo"):
@@ -71,7 +71,7 @@ def test_a_process_that_fails_is_shown(tmp_path: Path) -> None:
 
 
 def assert_sharded(found: list[Results]) -> None:
-    """Everything that is asked of what the processes of a group, on CPUs or GPUs, found."""
+    """All assertions on the results of the processes of a group, on CPUs or GPUs."""
     rooms = {"reference", "native"} - found[0]["missing"].keys()
     matrices, linears = sharded_matrices(len(found)), sharded_linears(len(found))
     wholes = [
@@ -110,7 +110,7 @@ def assert_sharded(found: list[Results]) -> None:
 
 
 def assert_wrong(version: str, differ: list[str], case: Sharded) -> None:
-    """A mistake shows where it should, and nowhere else."""
+    """A mistake shows in its shards, and nowhere else."""
     fields = {"sum": ["amax"], "scale-first": ["tensor_scale", "codes"], "rowwise-only": ["amax", "codes"]}[version]
     sides = ["columnwise"] if version == "rowwise-only" else ["rowwise", "columnwise"]
     assert {f"{side} {field}" for side in sides for field in fields} <= set(differ), (version, str(case))
@@ -121,7 +121,7 @@ def assert_wrong(version: str, differ: list[str], case: Sharded) -> None:
 
 
 def assert_refused(messages: dict[str, str], rank: int, world: int) -> None:
-    """Bad input of the last process is told by all of them, and so is what they have in common."""
+    """Bad input of the last process is an error of all processes, and so is bad input of all processes."""
     expected = REFUSED_BY_ALL | (
         REFUSED if rank == world - 1 else dict.fromkeys(REFUSED, OF_ANOTHER.format(failing=world - 1))
     )
@@ -131,7 +131,7 @@ def assert_refused(messages: dict[str, str], rank: int, world: int) -> None:
 
 
 def assert_in_subgroup(found: tuple[torch.Tensor, torch.Tensor, str], rank: int, world: int) -> None:
-    """Every other process is in a group: it knows of the amaxes there alone, and counts processes as it does."""
+    """Every second process is in a group: the group has the amaxes of its processes alone, and counts its processes."""
     row, column, message = found
     last = world - 2 + rank % 2
     assert row.tolist() == column.tolist() == [last + 1]

@@ -1,4 +1,4 @@
-"""The types, as `make lint` checks them: a test, since a process before all others would leave a core idle."""
+"""The types, as `make lint` checks them: a test, since a process before all tests would leave a core idle."""
 
 from __future__ import annotations
 

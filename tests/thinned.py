@@ -1,4 +1,4 @@
-"""Parameters of which `make test` takes some, and `make test-long` the others."""
+"""Parameters of which `make test` takes a part, and `make test-long` the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def thinned(values: Iterable[Any], each: int) -> list[Any]:
-    """`values` as parameters: the first of every `each` stays, the others are `long`."""
+    """`values` as parameters: the first of every `each` stays, the rest is `long`."""
     return thinned_rows(((value,) for value in values), each)
 
 

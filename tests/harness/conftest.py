@@ -1,4 +1,4 @@
-"""What all tests of the harness share."""
+"""Shared fixtures of the tests of the harness."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_job_of_github() -> Iterator[None]:
-    """Runs that tests make are none of the job's: its page would show their failures."""
+    """Runs of tests are no part of the job: its page would show their failures."""
     names = ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY")
     given = {name: os.environ.pop(name) for name in names if name in os.environ}
     yield
@@ -23,8 +23,8 @@ def no_job_of_github() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compiler() -> None:
-    """torch's compiler, imported for good: a `pytester` in whose process cases run would import it and drop it again,
-    and it cannot be imported twice.
+    """torch's compiler, imported for good: a `pytester` with cases in its process would import it and drop it again,
+    and a second import fails.
     """
     pytest.importorskip("torch._dynamo")
 

@@ -1,4 +1,4 @@
-"""Cases of operations, and a backend that is the reference but for some doors."""
+"""Cases of operations, and a backend with the reference's methods except for the given methods."""
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.cases.operations import case_from_labels

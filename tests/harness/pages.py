@@ -1,4 +1,4 @@
-"""What a page of a report holds, and what a browser makes of it."""
+"""The content of a page of a report, and its elements in a browser."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def rows_of(html: str) -> list[dict[str, Any]]:
 
 
 def axe() -> Path | None:
-    """axe-core, which judges the accessibility of a page; None if its package is not installed."""
+    """axe-core, a judge of the accessibility of a page; None if its package is not installed."""
     found = importlib.util.find_spec("axe_playwright_python")
     return Path(found.origin).with_name("axe.min.js") if found and found.origin else None
 
 
 def opened(page: Path, profile: Path, fragment: str = "", *, flags: Sequence[str] = ()) -> str:
-    """The elements of a page, as HTML, once a browser has opened it and nothing more happens."""
+    """The elements of a page, as HTML, after a browser has opened the page and is idle."""
     assert CHROMIUM
     words = [CHROMIUM, *_FLAGS, *flags, f"--user-data-dir={profile}", "--virtual-time-budget=3000", "--dump-dom"]
     done = subprocess.run(

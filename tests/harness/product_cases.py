@@ -1,4 +1,4 @@
-"""Cases of products, a backend that is the reference but for some doors, and kernels that add in an order."""
+"""Cases of products, a backend with the reference's methods except for given methods, and kernels with an order."""
 
 import torch
 
@@ -55,7 +55,7 @@ def passes(case, declares=None, **doors):
 
 
 def fails(case, stage, declares=None, **doors):
-    """The record of a case in which this stage is wrong, and no other."""
+    """The record of a case in which exactly this stage is wrong."""
     record = run(case, declares, **doors)
     assert record.verdict == "fail", (case.id, record.message)
     assert wrong(record) == [stage], (case.id, record.message)
@@ -63,7 +63,7 @@ def fails(case, stage, declares=None, **doors):
 
 
 def in_order(products):
-    """(M, N, K) added along K in float32, one after the other."""
+    """(M, N, K) added along K in float32, in turn."""
     total = torch.zeros(products.shape[:2])
     for column in products.unbind(-1):
         total = total + column

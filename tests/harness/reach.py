@@ -1,7 +1,7 @@
 """How far the report reaches: many records to tables, page, summary and gate, timed. `python -m tests.harness.reach`
 
-Prints a row a step: seconds by the clock and of a core, and megabytes of what it wrote. Nothing here fails: how long a
-shared machine takes says nothing.
+Prints a row for each step: seconds by the clock and of a core, and megabytes of its files. No time is a failure: a
+shared machine varies.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.paths import ROOT
 
 RECORDS = 20_000
 FAILING = 10
-"""One record of so many fails."""
+"""Number of records for each failing record."""
 SENTENCE = "70 301 of 262 144 codes differ, each by 1 step, the first at row {row}, column 2"
 
 
 def many_records(count: int) -> Iterator[dict[str, Any]]:
-    """Records of the quick tier, again and again under other ids, until there are so many: with the stages of each
-    operation, figures of a gemm, and the findings of those that fail. The same every time."""
+    """Records of the quick tier, repeated with further ids up to this number: with the stages of each
+    operation, figures of a gemm, and the findings of failing cases. The same records every time."""
     cases = _cases()
     for number, case in enumerate(islice(cycle(cases), count)):
         record = new_record(case, backend="native", device="cpu", seed=0)
@@ -94,7 +94,7 @@ Times = tuple[float, float]
 
 
 def measure(count: int, directory: Path) -> Iterator[tuple[str, Times | None, Path | None]]:
-    """Each step of what follows a run, its times, and the file that it wrote."""
+    """Each step after a run, its times, and its file."""
     from narrowgauge.harness.gate.baseline import baseline_of
     from narrowgauge.harness.gate.baseline import read as read_baseline
     from narrowgauge.harness.gate.baseline import write as write_baseline

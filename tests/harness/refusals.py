@@ -1,4 +1,4 @@
-"""Commands that refuse a foreign file: one clear line, exit status 2, and little memory."""
+"""Commands that refuse a foreign file: a clear line, exit status 2, and little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finished runs for the tests of the harness: records, their journal, and the folder that holds it."""
+"""Finished runs for the tests of the harness: records, their journal, and their folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPU = {"GPU": "NVIDIA H200, compute capability 9.0"}
 
 
 def record(inputs: str = "normal", flags: str = "", **changes: Any) -> dict[str, Any]:
-    """The record of a quantize that passed; `changes` are columns of it."""
+    """The record of a passed quantize; `changes` are columns of it."""
     names = {"operation": "quantize", "recipe": "nvfp4", "shape": "64x128", "dtype": "bf16", **changes}
     parts = [*(names.pop(key) for key in ("operation", "recipe", "shape", "dtype")), inputs]
     case = "/".join(part for part in [*parts, flags] if part)
@@ -27,7 +27,7 @@ def record(inputs: str = "normal", flags: str = "", **changes: Any) -> dict[str,
 
 
 def product(inputs: str = "normal", flags: str = "tn", **changes: Any) -> dict[str, Any]:
-    """The record of a gemm of 561 outputs that passed."""
+    """The record of a passed gemm with 561 outputs."""
     given = {
         "operation": "gemm", "shape": "33x64x17", "dtype": "bf16xbf16-fp32", "compared": 561,
         "stages": [stage("output", "bound", 561)], "exact_share": 400 / 561, "ordered_share": 0.0, "budget_max": 0.75,
@@ -46,13 +46,13 @@ def wrong(inputs: str = "normal", count: int = 1, **changes: Any) -> dict[str, A
 
 
 def stage(name: str, recipe: str, compared: int, **changes: Any) -> dict[str, Any]:
-    """What a record keeps of a stage."""
+    """The entry of a stage in a record."""
     right = {"mismatches": 0, "max_ulp": None, "excused": 0, "unbounded": None, "sentence": ""}
     return {"stage": name, "rule": recipe, "compared": compared, **right, **changes}
 
 
 def run(*records: dict[str, Any], **changes: Any) -> RecordedRun:
-    """A run of these records on the host that is complete; `changes` are fields of it."""
+    """A complete run of these records on the host; `changes` are fields of it."""
     given: dict[str, Any] = {
         "backend": "native", "device": "cpu", "seed": 0, "cases": [one["case"] for one in records],
         "environment": {"commit": "abc"}, "sources": _sources(), "records": list(records),

@@ -1,4 +1,4 @@
-"""Backends for the tests of the harness: the reference's doors, with something done to what they give."""
+"""Backends for the tests of the harness: the reference's methods, with changed results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +19,12 @@ GEMM = case_from_labels("gemm", "nvfp4", (16, 64, 24), "bf16xbf16-fp32", "normal
 
 
 def backend(**doors: Any) -> Backend:
-    """A backend with these doors and no other."""
+    """A backend with exactly these methods."""
     return Backend.local("wrong", SimpleNamespace(**doors))
 
 
 def quantize(change: Callable[[Quantized], object]) -> Callable[..., Any]:
-    """A quantize that gives what `change` makes of the reference's result: the result itself where that is None."""
+    """A quantize with `change` of the reference's result, or the result itself if the change is None."""
 
     def door(x, recipe, **options):
         q = reference.quantize(x, recipe, **options)
@@ -35,7 +35,7 @@ def quantize(change: Callable[[Quantized], object]) -> Callable[..., Any]:
 
 
 def gemm(change: Callable[[Any], object]) -> Callable[..., Any]:
-    """A gemm that gives what `change` makes of the reference's output: the output itself where that is None."""
+    """A gemm with `change` of the reference's output, or the output itself if the change is None."""
 
     def door(a, b, **options):
         out = reference.gemm(a, b, **options)
@@ -46,7 +46,7 @@ def gemm(change: Callable[[Any], object]) -> Callable[..., Any]:
 
 
 def without_amax(q: Quantized) -> Quantized:
-    """`q` of a kernel that shows neither amax nor tensor scale."""
+    """`q` of a kernel that reports neither amax nor tensor scale."""
     return replace(q, amax=None, tensor_scale=None)
 
 
@@ -59,7 +59,7 @@ def terms(x: torch.Tensor, rotation: Hadamard) -> torch.Tensor:
 
 
 def in_turn(values: torch.Tensor) -> torch.Tensor:
-    """The last dimension added up in float32, one after the other."""
+    """The last dimension added up in float32, in turn."""
     total = torch.zeros(values.shape[:-1])
     for value in values.unbind(-1):
         total = total + value
@@ -67,7 +67,7 @@ def in_turn(values: torch.Tensor) -> torch.Tensor:
 
 
 def rotating(add: Callable[[torch.Tensor], torch.Tensor] = in_turn, **changes: Any) -> dict[str, Callable[..., Any]]:
-    """The doors quantize and transform of a kernel that adds in its own way, or rotates by another `Hadamard`."""
+    """The methods quantize and transform of a kernel with its own order of additions, or with a given `Hadamard`."""
 
     def transform(x, recipe):
         rotation = replace(find_recipe(recipe).transform, **changes)

@@ -9,7 +9,7 @@ ISSUE = "https://github.com/me/kernels/issues/12"
 
 
 def matrix(**keys: Any) -> str:
-    """A [[matrix]] of four quick quantizes of nvfp4; `keys` are its others, or take their place. None: none."""
+    """A [[matrix]] of four quick quantizes of nvfp4; `keys` add or replace keys. None removes a key."""
     given = {
         "operation": "quantize", "tier": "quick", "recipe": "nvfp4", "shape": [[16, 32], [16, 48]],
         "dtype": ["fp32", "bf16"], "inputs": "normal", **keys,
@@ -18,7 +18,7 @@ def matrix(**keys: Any) -> str:
 
 
 def known(**keys: str | None) -> str:
-    """A [[known]] of every quantize of the native kernels; `keys` are its others, or take their place. None: none."""
+    """A [[known]] of every quantize of the native kernels; `keys` add or replace keys. None removes a key."""
     return _table("known", {"case": "quantize/*", "backend": "native", "issue": ISSUE, "reason": "ties", **keys})
 
 

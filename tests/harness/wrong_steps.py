@@ -1,4 +1,4 @@
-"""A quantizer put together of the reference's steps, some of them wrong: the kernels that the diagnosis is to name."""
+"""A quantizer of the reference's steps, some of them wrong: kernels for the diagnosis to name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from tests.harness.sample_backends import backend
 
 @dataclass
 class Steps:
-    """One run of a quantizer that is put together of the reference's steps: what a wrong step may look at."""
+    """A run of a quantizer of the reference's steps: the values that a wrong step may read."""
 
     matrix: torch.Tensor
     recipe: Recipe
@@ -159,7 +159,7 @@ def rotated(s, *, first=True, factor=True, after=False):
 
 
 def wrong_amax(of):
-    """The tensor's amax of some of the elements; those of blocks are right."""
+    """The tensor's amax of some of the elements; block amaxes are right."""
     return {"amax": lambda s: of(s).abs().float().amax().view(1)}
 
 
