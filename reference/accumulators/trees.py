@@ -6,6 +6,7 @@ Source: docs/accumulators.md#trees.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -39,6 +40,27 @@ class Chain:
         return max([1, *inner, *own])
 
 
+Inputs = Literal["exact", "truncated", "ties-away", "nearest-even"]
+"""Operands of a product: as given, or float32 numbers that are first converted to TF32, with 10 fraction bits:
+truncated as by the tensor core, rounded with ties away as by `cvt.rna.tf32.f32`, or to nearest even."""
+INPUTS: tuple[Inputs, ...] = ("exact", "truncated", "ties-away", "nearest-even")
+_DROPPED = 13
+"""Fraction bits of float32 that TF32 lacks."""
+
+
+def converted_inputs(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """The operand that is multiplied, float32 if it is converted to TF32. Finite numbers only."""
+    if inputs == "exact":
+        return x
+    bits = x.float().contiguous().view(torch.int32)
+    half = 1 << (_DROPPED - 1)
+    if inputs == "ties-away":
+        bits = bits + half
+    elif inputs == "nearest-even":
+        bits = bits + (half - 1) + ((bits >> _DROPPED) & 1)
+    return (bits & -(1 << _DROPPED)).view(torch.float32)
+
+
 @dataclass(frozen=True)
 class NodeArithmetic:
     """The arithmetic of the additions in a tree."""
@@ -49,6 +71,7 @@ class NodeArithmetic:
     """Without a model: whether a product is added by a fused multiply-add, or rounded to float32 first."""
     reduced_in: torch.dtype = torch.float32
     """The dtype to which the sums of chains, and their additions to other chains, are rounded."""
+    inputs: Inputs = "exact"
 
 
 def tree_sum(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeArithmetic) -> torch.Tensor:
@@ -56,6 +79,7 @@ def tree_sum(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeAri
 
     Raises ValueError for a step that joins chains and products, or several chains, at once: no model defines it.
     """
+    a, b = (converted_inputs(side, arithmetic.inputs) for side in (a, b))
     if arithmetic.model is None:
         x, y = (side.float().T.contiguous() for side in (a, b))
         return _nearest_sum(chain, x.unsqueeze(2), y.unsqueeze(1), arithmetic)
@@ -65,6 +89,7 @@ def tree_sum(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeAri
 
 def tree_sum_of_pairs(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeArithmetic) -> torch.Tensor:
     """Σ_k a[i, k]·b[i, k], else as `tree_sum`: (S, K) and (S, K) to float32 (S,)."""
+    a, b = (converted_inputs(side, arithmetic.inputs) for side in (a, b))
     if arithmetic.model is None:
         x, y = (side.float().T.contiguous().unsqueeze(1) for side in (a, b))
         return _nearest_sum(chain, x, y, arithmetic).squeeze(0)

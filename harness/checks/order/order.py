@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic
+from narrowgauge.reference.accumulators.trees import Chain, Inputs, NodeArithmetic
 from narrowgauge.reference.numbers.blocks import split_columns
 
 Kind = Literal["sequential", "aligned", "tree", "slices", "other", "unknown"]
@@ -69,6 +69,11 @@ class Order:
         if self.arithmetic is None:
             return None
         return "toward zero" if self.arithmetic.model and not self.arithmetic.model.nearest else "nearest"
+
+    @property
+    def inputs(self) -> Inputs | None:
+        """Conversion of float32 operands to TF32; "exact" without."""
+        return self.arithmetic.inputs if self.arithmetic else None
 
     @property
     def slices(self) -> Slices | None:
@@ -138,6 +143,7 @@ class Order:
     def _steps(self) -> str:
         if self.width != 1:
             bits = f", {self.fraction} fraction bits kept" if self.fraction is not None else ""
+            bits += f", operands converted to TF32 ({self.inputs})" if self.inputs not in (None, "exact") else ""
             rounding = f", rounded {self.rounding} to {self.kept} bits" if self.kept is not None else ""
             return f"{self.width} products aligned{bits}{rounding}"
         if self.kind == "tree":
@@ -158,8 +164,8 @@ class Order:
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values; the tree as nested lists [first, [terms of a step], …]."""
-        names = ("kind", "width", "fraction", "kept", "rounding", "promoted", "splits", "reduction", "declares",
-                 "confirmed", "checked", "wrong", "calls", "reason")  # fmt: skip
+        names = ("kind", "width", "fraction", "kept", "rounding", "inputs", "promoted", "splits", "reduction",
+                 "declares", "confirmed", "checked", "wrong", "calls", "reason")  # fmt: skip
         return {
             "M": self.shape[0],
             "K": self.shape[1],
@@ -291,7 +297,7 @@ def declaration(tree: Chain, arithmetic: NodeArithmetic, columns: int) -> str | 
     """The name of an order of summation with exactly this tree and arithmetic; None if there is none."""
     model = arithmetic.model
     found = Slices.of(tree)
-    if arithmetic.reduced_in is not torch.float32 and found.chains > 1:
+    if arithmetic.inputs != "exact" or (arithmetic.reduced_in is not torch.float32 and found.chains > 1):
         return None
     if model is not None:
         width = tree.width

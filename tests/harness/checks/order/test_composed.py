@@ -1,14 +1,15 @@
-"""Composed orders, all recovered: slices of K, promotion, reduction in order or as a tree, aligned products."""
+"""Composed orders, all recovered: aligned products, promotion, slices of K in float32 or bfloat16, sums as a tree."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from narrowgauge.harness.checks.order.masks import MaskedGemm
-from narrowgauge.harness.checks.order.order import in_slices, in_split_slices
+from narrowgauge.harness.checks.order.order import Slices, in_slices, in_split_slices
 from narrowgauge.harness.checks.order.probe import accumulation_order
 from narrowgauge.harness.checks.order.reveal import reveal
 from narrowgauge.reference.accumulators.hardware import HardwareModel
@@ -49,12 +50,17 @@ def test_composed_orders_are_recovered(seed: int) -> None:
             "model", (operand,), width, fraction, kept=min(fraction, 23), nearest=draws.random() < 0.2
         )
         arithmetic = NodeArithmetic(model)
-    order = accumulation_order(lambda a, b: tree_sum(tree, a, b, arithmetic), 16, columns, 12, dtype=dtype)
+    out = torch.float32
+    if dtype is torch.bfloat16 and Slices.of(tree).chains > 1 and draws.random() < 0.5:
+        arithmetic, out = replace(arithmetic, reduced_in=torch.bfloat16), torch.bfloat16
+    order = accumulation_order(lambda a, b: tree_sum(tree, a, b, arithmetic).to(out), 16, columns, 12, dtype=dtype)
     assert order.confirmed, order
     assert order.tree == tree
     if arithmetic.model is not None:
         assert (order.width, order.fraction) == (width, arithmetic.model.fraction)
-        assert order.declares is not None or arithmetic.model.nearest or as_tree
+        assert order.declares is not None or arithmetic.model.nearest or as_tree or out is torch.bfloat16
+    assert order.arithmetic is not None
+    assert order.arithmetic.reduced_in is arithmetic.reduced_in
 
 
 def test_many_columns_in_order_take_few_calls() -> None:

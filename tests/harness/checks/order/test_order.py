@@ -157,6 +157,28 @@ def two_operands() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, 20, generator=generator), torch.randn(5, 20, generator=generator)
 
 
+@pytest.mark.parametrize("inputs", ["exact", "truncated", "ties-away", "nearest-even"])
+def test_the_conversion_of_operands_to_tf32_is_found(inputs: str) -> None:
+    """By a GEMM of the published model, whose operands are rounded by another formula."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        fraction, exponent = torch.frexp(x.double())
+        scaled = fraction * 2**11
+        away = scaled.sign() * (scaled.abs() + 0.5).floor()
+        kept = {"truncated": scaled.trunc(), "ties-away": away, "nearest-even": scaled.round()}[inputs]
+        return torch.ldexp(kept, exponent - 11)
+
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if inputs == "exact":
+            return tree_sum(in_slices(72, 72, 8), a, b, NodeArithmetic(HardwareModel("m", ("tf32",), 8, 25)))
+        return product(rounded(a), rounded(b), find_hardware("hopper-tf32"))
+
+    order = accumulation_order(gemm, 8, 72, 6, dtype=torch.float32)
+    assert order.confirmed, order
+    assert (order.inputs, order.width, order.fraction) == (inputs, 8, 25)
+    assert ("TF32" in str(order)) == (order.declares is None) == (inputs != "exact")
+
+
 def test_slices_reduced_in_the_output_dtype_are_found() -> None:
     def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return tree_sum(in_slices(24, 8), a, b, NodeArithmetic(reduced_in=torch.bfloat16)).bfloat16()
