@@ -178,10 +178,10 @@ def philox_keys(seed: int, offset: int) -> tuple[int, ...]:
 
 def _in_tiles(x: torch.Tensor, recipe: Recipe, *outputs: _Output | None) -> bool:
     """Whether the kernel for whole tiles can quantize `x`."""
-    rotated_squares = recipe.block[0] > 1 and recipe.transform is not None
-    supported = recipe.granularity == "tensor" and recipe.candidates == "6" and not rotated_squares
+    square, chosen = recipe.block[0] > 1, recipe.candidates != "6"
+    unsupported = (square and recipe.transform is not None) or (chosen and (square or recipe.granularity == "row"))
     aligned = all(o.codes.data_ptr() % 8 == o.scales.data_ptr() % 4 == 0 for o in outputs if o is not None)
-    return supported and aligned and in_tiles(x) and in_32_bits(x)
+    return not unsupported and aligned and in_tiles(x) and in_32_bits(x)
 
 
 def _is_plain(recipe: Recipe) -> bool:

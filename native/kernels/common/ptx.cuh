@@ -79,6 +79,19 @@ __device__ __forceinline__ unsigned max_NaN_xorsign_abs_bf16x2(unsigned a, unsig
     return pair;
 }
 
+// The sign is the exclusive or of both signs. NaN loses.
+__device__ __forceinline__ unsigned max_xorsign_abs_bf16x2(unsigned a, unsigned b) {
+    unsigned pair;
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
+__device__ __forceinline__ unsigned min_xorsign_abs_f16x2(unsigned a, unsigned b) {
+    unsigned pair;
+    asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
 __device__ __forceinline__ float max_NaN_f32(float a, float b) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
@@ -88,6 +101,16 @@ __device__ __forceinline__ float max_NaN_f32(float a, float b) {
 __device__ __forceinline__ unsigned fma_rn_bf16x2(unsigned a, unsigned b, unsigned c) {
     unsigned pair;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+    return pair;
+}
+
+// The same with the low half of `a`, and of `c`, as both halves.
+__device__ __forceinline__ unsigned fma_rn_bf16x2_low_halves(unsigned a, unsigned b, unsigned c) {
+    unsigned pair;
+    asm("{\n.reg .b16 low, high;\n.reg .b32 a, c;\nmov.b32 {low, high}, %1;\nmov.b32 a, {low, low};\n"
+        "mov.b32 {low, high}, %3;\nmov.b32 c, {low, low};\nfma.rn.bf16x2 %0, a, %2, c;\n}"
+        : "=r"(pair)
+        : "r"(a), "r"(b), "r"(c));
     return pair;
 }
 

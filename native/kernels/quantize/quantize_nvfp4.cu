@@ -9,17 +9,19 @@
 //   16 of a row, then one of a column. On a CPU there are 8 threads with 32 blocks, and a barrier is cheap.
 //   quantize_nvfp4_plain: contiguous, rowwise only, a recipe without further choices (4over6, square blocks, rotation and the
 //   like). A thread quantizes two blocks of 16 that are THREADS blocks apart in memory order. It is faster by half on a CPU,
-//   and a little on a GPU. quantize_nvfp4_tiles: contiguous bfloat16, M a multiple of 64 and K of 128, both below 2^23, fewer
-//   than 2^32 blocks of 16; no sections, an amax per output, no 4over6, no rotation with square blocks; codes aligned to 8
-//   bytes, scales to 4. Launch: the grid of TileSchedule (shared_tile.cuh), 256 threads in a block. While the threads work on a
-//   tile in shared memory, the next tile is copied asynchronously. A thread quantizes two blocks of rows, then two of columns.
-//   Scales of columns are stored after the last tile: those of eight tiles fill a sector of L2, and a partial write would cost
-//   as much as the whole sector. Numerics: docs/numerics.md#nvfp4, steps 2 to 8, and docs/numerics.md#nvfp4-variants: float32
-//   with one rounding per operation; E4M3 and E2M1 nearest even or stochastic, saturating. Philox: the subsequence is the index
-//   of the block in linear layout. Everything is exact to the bit.
+//   and a little on a GPU.
+//   quantize_nvfp4_tiles: contiguous bfloat16, M a multiple of 64 and K of 128, both below 2^23, fewer than 2^32 blocks of 16;
+//   no sections, no square blocks with 4over6 or rotation, no 4over6 with an amax per row; codes aligned to 8 bytes, scales to
+//   4. Launch: the grid of TileSchedule (shared_tile.cuh), 256 threads in a block. While the threads work on a tile in shared
+//   memory, the next tile is copied asynchronously. A thread quantizes two blocks of rows, then two of columns. Scales of
+//   columns are stored after the last tile: those of eight tiles fill a sector of L2, and a partial write would cost as much
+//   as the whole sector.
+//   Numerics: docs/numerics.md#nvfp4, steps 2 to 8, and docs/numerics.md#nvfp4-variants: float32 with one rounding per
+//   operation; E4M3 and E2M1 nearest even or stochastic, saturating. Philox: the subsequence is the index of the block in
+//   linear layout. Everything is exact to the bit.
 
-#include "quantize/quantize_nvfp4_general.cuh"
-#include "quantize/quantize_nvfp4_tiles.cuh"
+#include "quantize/nvfp4/general.cuh"
+#include "quantize/nvfp4/tiles.cuh"
 
 namespace narrowgauge {
 
@@ -68,9 +70,7 @@ __device__ __forceinline__ void quantize_lines(const bf16* x, i64 total, const O
     for (int b = 0; b < PLAIN_BLOCKS; ++b) {
         const i64 index = first + b * THREADS;
         if (index >= total) return;
-        const u32 bound = magnitude_bound(loaded[b]);
-        const auto factor = [&](u8 scale) { return nvfp4_element_factor(scale, encode); };
-        const QuantizedBlock block = quantize_block(loaded[b], bound, bound, encode, factor, nullptr, settings);
+        const QuantizedBlock block = quantize_block(loaded[b], encode, settings);
         output.scales[index] = block.scale;
         store_codes(block.codes, output.codes + index * (BLOCK / 2));
     }

@@ -18,13 +18,18 @@ TEXT = """
 using namespace narrowgauge;
 
 __device__ PackedE2m1 codes_of(const PackedBf16& x, float factor, const u32 (*random)[4]) {
+    const PackedE2m1 of_any = e2m1x16_of_products(x, factor, random);
 #ifdef HAS_E2M1_BY_ADDITION
-    if (random != nullptr && __uint_as_float(magnitude_bound(x)) * factor < 8.0f) {
-        return e2m1x16_of_products_below_8(x, factor * STOCHASTIC_FACTOR_SCALE, *random);
+    const float largest = __uint_as_float(magnitude_bound(x)) * factor;
+    if (!(largest < (random != nullptr ? 8.0f : 7.0f))) return of_any;
+    const PackedE2m1 of_small = random == nullptr
+                                    ? e2m1x16_of_products_below_7(x, factor)
+                                    : e2m1x16_of_products_below_8(x, factor * STOCHASTIC_FACTOR_SCALE, *random);
+    for (int j = 0; j < 2; ++j) {
+        if (of_small.words[j] != of_any.words[j]) return {{~of_any.words[0], ~of_any.words[1]}};  // wrong codes
     }
 #endif
-    if (random == nullptr && below_7(magnitude_bound(x), factor)) return e2m1x16_of_products_below_7(x, factor);
-    return e2m1x16_of_products(x, factor, random);
+    return of_any;
 }
 
 extern "C" __global__ void codes(const u32* x, const float* factors, const u32* given, u8* out, int stochastic, i64 n) {

@@ -118,7 +118,7 @@ def test_what_tiles_do_not_round_goes_to_the_other_kernels(used: list[str]) -> N
 
 
 @pytest.mark.parametrize("swizzled", [False, True])
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rht-sr"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d", "nvfp4-rht-sr", "nvfp4-rowscaled", "nvfp4-4over6-448-mae"])
 def test_a_block_of_threads_takes_many_tiles_one_below_the_other(
     name: str, swizzled: bool, used: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

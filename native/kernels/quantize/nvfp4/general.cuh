@@ -1,4 +1,4 @@
-// quantize_nvfp4_general.cuh: NVFP4 of any matrix, in tiles of 64x64, and the parts shared with the kernel for whole tiles of
+// nvfp4/general.cuh: NVFP4 of any matrix, in tiles of 64x64, and the parts shared with the kernel for whole tiles of
 // bfloat16. The contract is in quantize_nvfp4.cu.
 #pragma once
 
