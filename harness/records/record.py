@@ -7,15 +7,14 @@ change of a column, or of the keys inside a column.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.harness.cases.case import Case
 from narrowgauge.harness.machine.plain_text import plain_value
-from narrowgauge.harness.machine.timing import PHASES
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 SCHEMA = 10
 VERDICTS = ("pass", "fail", "error", "crash", "timeout", "unsupported")
@@ -147,50 +146,6 @@ ENTRIES = {
     "findings": ("stage", "rule", "sentence", "elements", "modulo", "heat", "steps", "census"),
 }
 """Keys of the entries in columns with objects."""
-
-_FRAME_TYPES = {
-    "seed": "int64", "compared": "int64", "mismatches": "int64", "max_ulp": "Int64", "interval_ulps_max": "Int64",
-    "draws": "Int64", "bytes_peak": "Int64", "p_value": "float64",
-    "exact_share": "float64", "ordered_share": "float64", "excused_share": "float64", "outside_share": "float64",
-    "budget_max": "float64", "budget_p99": "float64", "interval_ulps_mean": "float64", "sqnr_db": "float64",
-    "seconds": "float64", **{f"seconds_{phase}": "float64" for phase in (*PHASES, "total", "core")},
-    "allclose": "boolean",
-}  # fmt: skip
-
-
-def to_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Records (`Record.to_dict`) as a table with every column of the schema, sorted by case and backend."""
-    return _frame(records, [f.name for f in fields(Record)])
-
-
-def _frame(records: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
-    import json
-
-    import pandas as pd
-
-    rows = [[json.dumps(r[name]) if name in NESTED else r[name] for name in columns] for r in records]
-    frame = pd.DataFrame(rows, columns=columns)
-    frame = frame.astype({name: _FRAME_TYPES.get(name, "str") for name in columns})
-    return frame.sort_values(["case", "backend"], ignore_index=True)
-
-
-def summarize(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Counts and worst figures for each operation × recipe × dtype."""
-    frame = _frame(records, [f.name for f in fields(Record) if f.name not in NESTED])
-    pairs = zip(frame["verdict"], frame["known"], strict=True)
-    frame["outcome"] = [outcome({"verdict": verdict, "known": known}) for verdict, known in pairs]
-    grouped = frame.groupby(["operation", "recipe", "dtype"], sort=True)
-    table = grouped["outcome"].value_counts().unstack(fill_value=0).reindex(columns=list(OUTCOMES), fill_value=0)
-    table.insert(0, "cases", grouped.size())
-    table["compared"] = grouped["compared"].sum()
-    table["mismatches"] = grouped["mismatches"].sum()
-    table["max_ulp"] = grouped["max_ulp"].max()
-    table["exact_share"] = grouped["exact_share"].mean()
-    table["ordered_share"] = grouped["ordered_share"].mean()
-    table["budget_max"] = grouped["budget_max"].max()
-    table["seconds"] = grouped["seconds"].sum(min_count=1)
-    return table.reset_index()
-
 
 STATE_BETWEEN_CALLS = "state-between-calls"
 """Cause of a failure that a kernel host of its own does not show, and shows after earlier cases."""

@@ -2,59 +2,95 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import Any
 
-from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, Record, summarize, to_frame
+from narrowgauge.harness.records.record import NESTED, OUTCOMES, SCHEMA, Record, outcome
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-
-TEXT = tuple(column.name for column in fields(Record) if column.type == "str")
-"""Columns with text."""
 _FORMULA = re.compile(r"[=+\-@\t\r\n＝＋－＠]")
 """Start of a cell that a spreadsheet evaluates as a formula, also in full-width characters."""
 
 
 def write(records: Iterable[dict[str, Any]], directory: Path) -> None:
-    """Write `records.parquet` and `records.csv`: a row for each record, with the columns of docs/schema.md.
+    """Write `records.parquet` and `records.csv`: a row for each record, with the columns of docs/schema.md, sorted by
+    case and backend.
 
     The first column is the schema's version, which is also in the metadata of the Parquet file (`narrowgauge_schema`).
-    A figure that was not measured is null in Parquet and empty in CSV. Columns with lists are written to Parquet only.
-    In CSV an apostrophe precedes text that a spreadsheet would evaluate as a formula.
+    A figure that was not measured or is NaN is null in Parquet and empty in CSV. Columns with lists are written to
+    Parquet only. In CSV an apostrophe precedes text that a spreadsheet would evaluate as a formula.
     """
-    frame = to_frame(records)
-    frame.insert(0, "schema", SCHEMA)
-    _write_parquet(frame, directory / "records.parquet")
+    rows = sorted(records, key=lambda record: (record["case"], record["backend"]))
+    _write_parquet(rows, directory / "records.parquet")
     # Spreadsheets show no lists, and the findings of 2 000 failures are 40 MB.
-    flat = frame.drop(columns=list(NESTED))
-    for name in TEXT:
-        flat[name] = [f"'{cell}" if _FORMULA.match(cell) else cell for cell in flat[name]]
-    flat.to_csv(directory / "records.csv", index=False)
+    names = [column.name for column in fields(Record) if column.name not in NESTED]
+    with (directory / "records.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["schema", *names])
+        writer.writerows([SCHEMA, *(_cell(row[name]) for name in names)] for row in rows)
 
 
-def _write_parquet(frame: pd.DataFrame, path: Path) -> None:
+def _cell(value: Any) -> Any:
+    if isinstance(value, str):
+        return f"'{value}" if _FORMULA.match(value) else value
+    return value if _measured(value) else ""
+
+
+def _measured(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+
+def _write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
     pa: Any = pyarrow  # pyarrow has no type annotations
-    # Explicit types, because pandas 2 and 3 infer different string types, and no types for a table without rows.
-    types = {"int64": pa.int64(), "Int64": pa.int64(), "float64": pa.float64(), "boolean": pa.bool_()}
-    schema = pa.schema([(name, types.get(str(dtype), pa.string())) for name, dtype in frame.dtypes.items()])
-    table = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
-    table = table.replace_schema_metadata({**table.schema.metadata, "narrowgauge_schema": str(SCHEMA)})
+    # Explicit types: a table without rows has the same columns.
+    types = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
+    arrays = {"schema": pa.array([SCHEMA] * len(rows), pa.int64())}
+    for column in fields(Record):
+        values = [row[column.name] for row in rows]
+        if column.name in NESTED:
+            values = [json.dumps(value) for value in values]
+        kind = types.get(str(column.type).removesuffix(" | None"), pa.string())
+        arrays[column.name] = pa.array(values, kind, from_pandas=True)  # NaN is null
+    table = pa.table(arrays, metadata={"narrowgauge_schema": str(SCHEMA)})
     pa.parquet.write_table(table, path, compression="zstd")
 
 
 def summary(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of `harness.records.record.summarize` as plain values, with None for figures that were not measured."""
-    table = summarize(records).astype(object)
-    rows = table.where(table.notna(), None).to_dict("records")
-    return [{str(column): value for column, value in row.items()} for row in rows]
+    """Counts and worst figures for each operation, recipe and dtype, sorted. A figure that was not measured is None."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["operation"], record["recipe"], record["dtype"]), []).append(record)
+    return [_summary(key, groups[key]) for key in sorted(groups)]
+
+
+def _summary(key: tuple[str, ...], members: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    outcomes = [outcome(record) for record in members]
+
+    def of(figure: Callable[[list[Any]], Any], name: str) -> Any:
+        values = [record[name] for record in members if _measured(record[name])]
+        return figure(values) if values else None
+
+    return {
+        **dict(zip(("operation", "recipe", "dtype"), key, strict=True)),
+        "cases": len(members),
+        **{name: outcomes.count(name) for name in OUTCOMES},
+        "compared": of(sum, "compared"),
+        "mismatches": of(sum, "mismatches"),
+        "max_ulp": of(max, "max_ulp"),
+        "exact_share": of(fmean, "exact_share"),
+        "ordered_share": of(fmean, "ordered_share"),
+        "budget_max": of(max, "budget_max"),
+        "seconds": of(sum, "seconds"),
+    }
 
 
 def fold_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

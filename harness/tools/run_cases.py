@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,7 @@ def run_session(
     settings = replace(settings, failures=str(directory / FAILURES), sharing=part.sharing if part else settings.sharing)
     link = link or github.run_link()
     with closing(journal), _unpacked(settings.input_path, cases) as input_path:
-        header()  # for the journal, and pandas for the summary, while the starter still imports torch
-        import_module("pandas")
+        header()  # for the journal, while the starter still imports torch
         records = _run(cases, replace(settings, input_path=input_path), ledger or Ledger(), journal, console)
         elapsed = journal.elapsed
         add_baseline_notes(records, header().environment)

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from narrowgauge.native.runtime.cache import cache_key, cached
 from narrowgauge.native.runtime.sources import FOLDER, KERNELS, ToolchainError, scratch_of, text
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # -ffp-contract=off: a fused multiply-add rounds once, but the kernels declare two roundings. The next two flags change
 # no result, and allow vectorized comparisons and conversions. -fvisibility=hidden: otherwise GCC makes static variables
@@ -207,6 +209,8 @@ def launch(
 
 def _cell(argument: np.generic | int | bytes) -> np.ndarray:
     """The memory of an argument: a scalar, an address, or the bytes of a struct."""
+    import numpy as np  # the process of a run names the compiler and needs no numpy
+
     if isinstance(argument, int):
         return np.array(argument, np.uintp)
     return np.frombuffer(argument, np.uint8) if isinstance(argument, bytes) else np.array(argument)
