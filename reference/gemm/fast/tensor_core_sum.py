@@ -185,13 +185,14 @@ class _Float32Factors:
 
     transposed: torch.Tensor
     largest_power: torch.Tensor
+    """(B, M), contiguous: a factor with large strides makes a product ten times slower on a CPU."""
     eighth_powers: torch.Tensor
     """Eighth powers of the ratios, times 2^61: (K, M), contiguous."""
 
     @classmethod
     def of(cls, x: _BlockedFactors) -> _Float32Factors:
         eighth_powers = x.eighth_powers.T.mul(_FLOAT32_EIGHTH / 2).float()
-        return cls(x.transposed.float(), x.largest_power.float(), eighth_powers.contiguous())
+        return cls(x.transposed.float(), x.largest_power.T.float().contiguous(), eighth_powers.contiguous())
 
 
 def _aligned_in_float32(x: _BlockedFactors, y: _BlockedFactors, model: Alignment) -> bool:
@@ -363,7 +364,7 @@ def _align_in_float32(
 def _largest_in_float32(x: _Float32Factors, y: _Float32Factors, rows: slice, block: slice, width: int) -> torch.Tensor:
     """The largest product of powers of two in a block of columns, as `_largest_products` finds it by a matmul."""
     number = block.start // width
-    left, right = x.largest_power[rows, number].unsqueeze(1), y.largest_power[:, number]
+    left, right = x.largest_power[number, rows].unsqueeze(1), y.largest_power[number]
     # The exponent field of the sum is 127 + 122 + 8g to 127 + 122 + 8g + 5 for the largest exponent g; divided by 8 and
     # rounded down 31 + g, which as an exponent field means g − 96.
     sums = x.eighth_powers[block, rows].T @ y.eighth_powers[block]
