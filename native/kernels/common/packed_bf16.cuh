@@ -108,7 +108,7 @@ __device__ constexpr int high_index(int word) {
 #ifdef HAS_E2M1_BY_ADDITION
 // high_float of a word with two finite numbers, in the floating-point pipe, which has less load than the integer pipe. The low
 // half becomes x - x = +0; the high half x + 0 * x keeps the sign of a zero. With the same for low_float both outputs of
-// nvfp4-rht-sr, 16384^2, take an H200 0.341 ms in place of 0.314.
+// nvfp4-rowscaled, 16384^2, take an H200 0.255 ms in place of 0.245.
 __device__ __forceinline__ float finite_high_float(u32 word) {
     return __uint_as_float(ptx::fma_rn_bf16x2(word, 0x0000BF80u, word));
 }
