@@ -79,7 +79,12 @@ function plotted(title, note, ...children) {
 }
 
 const cases = (entry) => plural(entry.cases, "case");
-const depthScale = { type: "log", base: 2, label: "K, length of the sum →", tickFormat: (k) => (Number.isInteger(Math.log2(k)) ? String(k) : ""), ticks: 8 };
+const depthScale = { type: "log", base: 2, label: "K, length of the sum →", tickFormat: (k) => (Number.isInteger(Math.log2(k) / depthStep()) ? String(k) : ""), ticks: 8 };
+
+/** Powers of two from one label to the next: a narrow plot has room for every second. */
+function depthStep() {
+  return document.getElementById("plots").clientWidth < 600 ? 2 : 1;
+}
 
 /** Largest error of a GEMM against K, as a share of the proved bound. */
 function errorByDepth(rows) {
