@@ -118,12 +118,6 @@ def environments(archives: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     return pythons
 
 
-@pytest.fixture(params=["wheel", "sdist"])
-def python(request: pytest.FixtureRequest, environments: dict[str, Path]) -> Path:
-    """The python of each environment."""
-    return environments[request.param]
-
-
 def _packages(python: Path, cwd: Path) -> Path:
     """The folder of packages of an environment."""
     return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=cwd).strip())
@@ -175,9 +169,10 @@ def test_a_project_with_the_same_names_keeps_them(environments: dict[str, Path],
     assert "1 passed" in run(environments["wheel"], *command, cwd=project)
 
 
-def test_twenty_cases_run_in_a_new_environment(python: Path, tmp_path: Path) -> None:
-    """The command of the environment, from an empty folder, with the kernels and the cases of the package."""
-    command = python.with_name("narrowgauge")
+def test_twenty_cases_run_in_a_new_environment(environments: dict[str, Path], tmp_path: Path) -> None:
+    """The command of the environment, from an empty folder, with the kernels and the cases of the package. The sdist
+    installs the same files (`test_sdist_and_wheel_install_the_same`)."""
+    command = environments["wheel"].with_name("narrowgauge")
     assert run(command, "--version", cwd=tmp_path).startswith("narrowgauge ")
     listed = run(command, "list", "-k", TWENTY, cwd=tmp_path).splitlines()
     assert len(listed) == 20
