@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from narrowgauge.harness.diagnosis.auxiliary.explain_auxiliary import explain_auxiliary
 from narrowgauge.harness.diagnosis.explain_decoding import explain_decoding
-from narrowgauge.harness.diagnosis.explain_formula import explain_formula
 from narrowgauge.harness.diagnosis.explain_memory import Run, explain_aliases, explain_memory, explain_same_results
 from narrowgauge.harness.diagnosis.explanation import Explanation
+from narrowgauge.harness.diagnosis.formulas.explain_formula import explain_formula
 from narrowgauge.harness.diagnosis.gemm.explain_fused_output import explain_fused_output
 from narrowgauge.harness.diagnosis.gemm.explain_gemm import explain_gemm
 from narrowgauge.harness.diagnosis.patterns.signatures import signatures

@@ -43,6 +43,7 @@ MODULE_CAUSES = {
     "use:pending": "it is wrong only if two forwards run before their backwards",
     "use:pending-reversed": "it is wrong only if two forwards run before their backwards, the later backward first",
     "use:rewritten": "it is wrong only if weights are changed in place between two forwards",
+    "padding-not-zeroed": "rows of the padding of a section are not 0",
     "quantized-twice": "a half is made of the other one's decoded values",
 }
 """Causes that the judge of a module's steps reports (`harness.operations.modules.linear`), and their sentences."""

@@ -49,6 +49,9 @@ _END = 5.0
 """Seconds that a host has to end by itself after it closed its connection."""
 _FAR = 1 << 20
 """Bytes from the begin of a storage to a tensor, from which on the slot does not begin with the storage."""
+BEHIND = 1 << 16
+"""Bytes of poison behind the guard zones of an input. A kernel that reads on to the end of a tile of 128 rows reads
+behind the guard zone. Bytes of another input or of an earlier case there may be the same in every run."""
 _VIOLATIONS = ("outside", "changed")
 _SMALLEST = 1 << 26
 """Bytes of new shared memory of a GPU."""
@@ -634,7 +637,8 @@ class RemoteHost:
             return None, copies
         extents = {address: _extent([tensor for _, tensor in group]) for address, group in groups.items()}
         home = next(iter(groups.values()))[0][1].device
-        region = self._region(self._kind(home), sum(padded_size(stop - start) for start, stop in extents.values()))
+        needed = sum(padded_size(stop - start) + BEHIND for start, stop in extents.values())
+        region = self._region(self._kind(home), needed)
         start, memory = region.used, region.memory.bytes
         slots = []
         for address, group in groups.items():
@@ -642,7 +646,7 @@ class RemoteHost:
             size = stop - base
             names = " and ".join(name for name, _ in group)
             slot = PlacedSlot(region, len(placed), region.used + ZONE, size, names)
-            end = region.used + padded_size(size)
+            end = region.used + padded_size(size) + BEHIND
             if len(group) == 1 and group[0][1].numel() * group[0][1].element_size() == size:
                 fill(memory, region.used, slot.start, poison)
                 fill(memory, slot.start + size, end, poison)

@@ -24,11 +24,12 @@ TRUNCATING = 2 * UNIT
 """Largest relative error of a truncating addition, as in tensor cores."""
 EXP_ULPS = 2
 TANH_ULPS = 2
+ERF_ULPS = 2
 RSQRT_ULPS = 2
-"""CUDA C++ Programming Guide 13.0, section 17.1, table 17: the maximum error of expf and exp2f, tanhf, and rsqrtf over
-the full range. The table counts ulps from the correctly rounded result, and its figures are measured, not guaranteed.
-Division, square root and reciprocal round correctly (0 ulp) without fast-math. Of the fast-math intrinsics only
-ex2.approx of fused attention is covered: `reference.high_precision.attention`."""
+"""CUDA C++ Programming Guide 13.0, section 17.1, table 17: the maximum error of expf and exp2f, tanhf, erff and rsqrtf
+over the full range. The table counts ulps from the correctly rounded result, and its figures are measured, not
+guaranteed. Division, square root and reciprocal round correctly (0 ulp) without fast-math. Of the fast-math intrinsics
+only ex2.approx of fused attention is covered: `reference.high_precision.attention`."""
 
 _HALF_ULP = {
     torch.float32: (UNIT, SMALLEST_SUBNORMAL / 2),
@@ -244,6 +245,15 @@ class Bounded:
 
         return _rounded(value, propagated, _any_unbounded(self), roundoff=relative_error(TANH_ULPS))
 
+    def erf(self) -> Bounded:
+        value = torch.erf(self.value)
+
+        def propagated() -> torch.Tensor:
+            above, below = torch.erf(self.value + self.error), torch.erf(self.value - self.error)
+            return torch.maximum(above - value, value - below)
+
+        return _rounded(value, propagated, _any_unbounded(self), roundoff=relative_error(ERF_ULPS))
+
     def rsqrt(self) -> Bounded:
         """1/√x; unbounded if x has an error and its interval reaches 0."""
         value = self.value.rsqrt()
@@ -311,9 +321,9 @@ def exactly(x: torch.Tensor) -> Bounded:
 
 
 def rounded_constant(constant: float, device: torch.device | None = None) -> Bounded:
-    """A scalar constant that a kernel rounds to float32."""
+    """A scalar constant that a kernel rounds to float32. 0 is exact."""
     value = torch.tensor(constant, dtype=torch.float64, device=device)
-    return Bounded(value, lambda: UNIT * value.abs() + SMALLEST_SUBNORMAL)
+    return Bounded(value, lambda: UNIT * value.abs() + (SMALLEST_SUBNORMAL if constant else 0.0))
 
 
 def _largest_partial_sum(magnitude: torch.Tensor, total: torch.Tensor, error: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,7 @@ def norm_forward(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
     if (None if beta is None else tuple(beta.shape)) != (None if kind == "rms" else tuple(gamma.shape)):
         actual = None if beta is None else f"of shape {tuple(beta.shape)}"
         raise ValueError(f"beta is (K,) for the layer norm and None for the rms norm, not {actual} for the {kind} norm")
-    normalised, _, _ = _normalised(x, kind, eps)
-    y = normalised * exactly(gamma)
+    y = normalised(x, kind, eps)[0] * exactly(gamma)
     y = y.with_roundings(1) if beta is None else y.with_roundings(1) + exactly(beta)
     return y.assuming(_ASSUMES)
 
@@ -47,14 +46,14 @@ def norm_backward(
     _check(x, gamma, kind)
     if dy.shape != x.shape:
         raise ValueError(f"dy has the shape of x: {tuple(dy.shape)} and {tuple(x.shape)}")
-    normalised, r, mean = _normalised(x, kind, eps)
+    unit, r, mean = normalised(x, kind, eps)
     output_gradient = exactly(dy)
     g = output_gradient * exactly(gamma)
-    inner = g - normalised * (g * normalised).mean(1, keepdim=True)
+    inner = g - unit * (g * unit).mean(1, keepdim=True)
     if mean is not None:
         inner = inner - g.mean(1, keepdim=True)
     dx = (r * inner).with_roundings(2)
-    dgamma = (output_gradient * normalised).sum(0).assuming(_ASSUMES)
+    dgamma = (output_gradient * unit).sum(0).assuming(_ASSUMES)
     dbeta = None if mean is None else output_gradient.sum(0)
     return dx.hull(lambda: _dx_by_row_sums(g, exactly(x), r, mean)).assuming(_ASSUMES), dgamma, dbeta
 
@@ -75,7 +74,7 @@ def _dx_by_row_sums(g: Bounded, x: Bounded, r: Bounded, mean: Bounded | None) ->
     return r * g + difference - (r * total * inverse).with_roundings(2)
 
 
-def _normalised(x: torch.Tensor, kind: Kind, eps: float) -> tuple[Bounded, Bounded, Bounded | None]:
+def normalised(x: torch.Tensor, kind: Kind, eps: float) -> tuple[Bounded, Bounded, Bounded | None]:
     """x̂ (M, K), r (M, 1) and μ (M, 1) or None."""
     value, floor = exactly(x), rounded_constant(eps, x.device)
     if kind == "rms":
@@ -85,10 +84,8 @@ def _normalised(x: torch.Tensor, kind: Kind, eps: float) -> tuple[Bounded, Bound
     deviation = value - mean
     r = (_variance(value, mean) + floor).rsqrt()
     # x·r − μ·r: roundings of both products and of the difference.
-    normalised = (deviation * r).with_error(
-        lambda: 3 * UNIT * (value.max_magnitude + mean.max_magnitude) * r.max_magnitude
-    )
-    return normalised, r, mean
+    unit = (deviation * r).with_error(lambda: 3 * UNIT * (value.max_magnitude + mean.max_magnitude) * r.max_magnitude)
+    return unit, r, mean
 
 
 def _mean(x: Bounded) -> Bounded:

@@ -22,6 +22,7 @@ from narrowgauge.harness.diagnosis.quantize.scale_layouts import (
 )
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
+from narrowgauge.reference.quantize.delayed import update_scale
 from narrowgauge.reference.quantize.sections import pad_sections
 from narrowgauge.spec.arguments import check_rotation
 from narrowgauge.spec.recipes import Recipe
@@ -197,10 +198,17 @@ def _unpadding(moved: Moved) -> Iterator[Cause]:
 
 
 def _history(moved: Moved) -> Iterator[Cause]:
-    inputs = moved.given
-    yield from _matching_causes(
-        _kernel_tensor(moved, "history"), deviating_histories(inputs["history"], inputs["scale"], _recipe(moved))
-    )
+    inputs, kernel = moved.given, _kernel_tensor(moved, "history")
+    of_sections = inputs.get("of sections", inputs["history"][:1])
+    if len(of_sections) > 1:
+        correct = update_scale(inputs["history"], inputs["scale"], _recipe(moved))[0]
+        right = (correct == kernel).all(0)  # by tensor
+        for number, cause, phrase in ((0, "amax-of-first-section", "first"), (-1, "amax-of-last-section", "last")):
+            of_section = torch.cat([of_sections[number].unsqueeze(0), inputs["history"][1:]])
+            updated = update_scale(of_section, inputs["scale"], _recipe(moved))[0]
+            if not bool(right.all()) and equal_bits(torch.where(right, correct, updated), kernel):
+                yield cause, f"the latest amax is that of the {phrase} section alone"
+    yield from _matching_causes(kernel, deviating_histories(inputs["history"], inputs["scale"], _recipe(moved)))
 
 
 def _scale(moved: Moved) -> Iterator[Cause]:

@@ -9,7 +9,10 @@ import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.elements.element_deviations import element_deviations, nan_code_deviations
-from narrowgauge.harness.diagnosis.quantize.elements.stochastic_deviations import stochastic_deviations
+from narrowgauge.harness.diagnosis.quantize.elements.stochastic_deviations import (
+    rounded_at_random,
+    stochastic_deviations,
+)
 from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
 from narrowgauge.harness.diagnosis.quantize.recipe_fields import dialect_deviations, field_deviations
 from narrowgauge.harness.diagnosis.quantize.rotation_deviations import rotation_deviations
@@ -100,3 +103,4 @@ def _step_deviations(
     if "codes" in wrong_masks:
         yield from nan_code_deviations(matrices)
         yield from stochastic_deviations(recipe)
+        yield from rounded_at_random(matrices)

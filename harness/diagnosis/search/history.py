@@ -30,6 +30,8 @@ class SearchHistory:
     earlier_amaxes: frozenset[float] = frozenset()
     """Correct amaxes that a kernel may have kept from calls before those of the last case: of its first call, of the
     case before, and the largest of all."""
+    amaxes_of_case: frozenset[float] = frozenset()
+    """Correct amaxes of all tensors of this case."""
     left_out: list[tuple[Any, tuple[int, int]]] = field(default_factory=list)
     """Elements above wrong amaxes of earlier cases: their numbers in memory, int64 (n,), and the shape."""
     signs: dict[bytes, tuple[bool, int, int]] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class SearchHistory:
     def begin_case(self, amaxes: Sequence[float]) -> None:
         """Begin a case whose tensors have these correct amaxes: the amaxes of the case before become earlier ones."""
         kept = self._amaxes
-        self.earlier_amaxes = frozenset(kept)
+        self.earlier_amaxes, self.amaxes_of_case = frozenset(kept), frozenset(amaxes)
         self._amaxes = [*kept[:1], *([max(kept)] if kept else []), *amaxes] if amaxes else kept
 
     def remember(self, causes: Sequence[str]) -> None:

@@ -120,7 +120,7 @@ class Ground:
         """Judge a reported tensor of what stays in high precision, and give it; None where it was not reported.
 
         `expected` is None where what it is made of was not reported. `formula`, and what it is `given`: for those who
-        look for a wrong one (`harness.diagnosis.explain_formula`).
+        look for a wrong one (`harness.diagnosis.formulas.explain_formula`).
         """
         found = self.tensor(name, shape)
         if found is not None and expected is not None:
@@ -153,7 +153,7 @@ class LinearStages:
         self._forward: State | None = None
         """The right state of input and weight after the forward."""
         self._reported_forward: State | None = None
-        self._given: dict[int, State] = {}
+        self._given: dict[int, tuple[torch.Tensor, ...]] = {}
         """Arguments of the updates of delayed scaling: 0 of input and weight, 1 of the gradient."""
         self._x: Matrices = None
 
@@ -258,7 +258,7 @@ class LinearStages:
             assert right is not None
             for name, one, other in (("history", history, right[0]), ("scale", scale, right[1])):
                 if not torch.equal(one, other) and number in self._given:
-                    given = dict(zip(("history", "scale"), self._given[number], strict=True))
+                    given = dict(zip(("history", "scale", "of sections"), self._given[number], strict=True))
                     self._note_moved("update-scale", given, {name: one}, recipes[number])
         for state in (found, (expected.forward, expected.grad), (before.forward, before.grad)):
             columns = [part for part in state if part is not None]
@@ -273,13 +273,17 @@ class LinearStages:
         if state is None:
             return None
         history, scale = (tensor.clone() for tensor in state)
+        of_sections: list[torch.Tensor] = []
         for number, name in enumerate(names):
             halves = self._operands.get(name)
             if halves is None or any(q.amax is None for q in halves):
                 return None
             amaxes = [q.amax.max() for q in halves if q.amax is not None]
-            history[0, number] = torch.stack([history[0, number], *amaxes]).amax()
-        self._given[0 if names[0] == "x" else 1] = history.clone(), scale.clone()
+            before = history[0, number].clone()
+            history[0, number] = torch.stack([before, *amaxes]).amax()
+            of_sections.append(torch.stack([torch.maximum(before, amax) for amax in amaxes]))
+        together = torch.stack(of_sections, 1) if len({len(column) for column in of_sections}) == 1 else history[:1]
+        self._given[0 if names[0] == "x" else 1] = history.clone(), scale.clone(), together
         return reference.update_scale(history, scale, recipe)
 
     # ---- operands --------------------------------------------------------------------------------------------------
@@ -350,9 +354,22 @@ class LinearStages:
         for cause, other in self.ground.others.items() if wrong else ():
             if _same(found, other.last(self.layer.prefix + name)):
                 wrong[0].causes.append(cause)
+        if wrong and self.layer.groups and self._padding_alone(parts, kernels):
+            wrong[0].causes.append("padding-not-zeroed")
         rows = self._operands.get(name.removesuffix(" columnwise"))
         if wrong and rows is not None and name.endswith(" columnwise") and _made_of(rows, kernels):
             wrong[0].causes.append("quantized-twice")
+
+    def _padding_alone(self, parts: list[list[StageResult]], kernels: list[Quantized]) -> bool:
+        """Whether all wrong elements lie in rows of padding, and the codes of these rows are not all 0."""
+        not_zero = False
+        for size, stages, kernel in zip(self.sizes, parts, kernels, strict=True):
+            wrong = [stage.wrong_elements for stage in stages if not stage.passed]
+            if any(mask is None or len(mask) != kernel.shape[0] or bool(mask[:size].any()) for mask in wrong):
+                return False
+            magnitude = 0x77 if kernel.recipe.element.bits == 4 else 0x7F
+            not_zero |= bool(wrong) and bool((kernel.codes.view(torch.uint8)[size:] & magnitude).any())
+        return not_zero
 
     def _state(self, column: int) -> State | None:
         """The state that scales an operand: that of the forward, or at a backward that of the gradient."""

@@ -34,10 +34,11 @@ class NormStages:
         dx = dgamma = dbeta = None
         if dnorm is not None and self._x is not None:
             dx, dgamma, dbeta = norm_backward(dnorm, self._x, gamma, self.layer.norm, ground.plan.eps)  # type: ignore[arg-type]
+        given = {"dy": dnorm, "x": self._x, "gamma": gamma, "kind": self.layer.norm, "eps": ground.plan.eps}
         found = None
         if ground.plan.use != "frozen-input" or prefix not in ("", "qkv."):
-            found = ground.high_precision(f"{prefix}dx", self._shape, dx)
-        ground.high_precision(f"{prefix}dgamma", (self.layer.inner,), dgamma)
+            found = ground.high_precision(f"{prefix}dx", self._shape, dx, "norm-backward", **given, part=0)
+        ground.high_precision(f"{prefix}dgamma", (self.layer.inner,), dgamma, "norm-backward", **given, part=1)
         if beta is not None:
             ground.high_precision(f"{prefix}dbeta", (self.layer.inner,), dbeta)
         return found

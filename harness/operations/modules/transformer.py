@@ -19,8 +19,8 @@ from narrowgauge.harness.operations.stages.oracle import (
 from narrowgauge.reference.high_precision.bounded import Bounded
 
 Matrix = torch.Tensor | None
-_ARGUMENTS = {"gelu": ("x",), "residual": ("a", "b")}
-"""Of wrong formulas, by the names that `harness.diagnosis.explain_formula` has for them."""
+_ARGUMENTS = {"gelu": ("x",), "gelu-backward": ("dy", "x"), "residual": ("a", "b")}
+"""Of wrong formulas, by the names that `harness.diagnosis.formulas.explain_formula` has for them."""
 
 
 class TransformerStages:
@@ -53,13 +53,20 @@ class TransformerStages:
     def backward(self, dy: Matrix) -> Matrix:
         """Judge the backward of `dy` (B·S, hidden); gives dx."""
         ffn = self.ground.plan.layers[2].outer
-        dgelu = self._between("dgelu", gelu_backward, self.fc2.backward(dy), self._saved["fc1"], width=ffn)
-        dh = self._between("dh", residual_sum, dy, self.fc1.backward(dgelu))
-        dqkv = self._between(
-            "dqkv", self._attention_backward, self.proj.backward(dh), self._saved["qkv"], width=3 * self.hidden
+        dgelu = self._between(
+            "dgelu", gelu_backward, self.fc2.backward(dy), self._saved["fc1"], width=ffn, wrong="gelu-backward"
         )
+        dh = self._between("dh", residual_sum, dy, self.fc1.backward(dgelu), wrong="residual", others={})
+        dqkv = self._between(
+            "dqkv", self._attention_backward, self.proj.backward(dh), self._saved["qkv"], width=3 * self.hidden,
+            wrong="attention-backward",
+        )  # fmt: skip
         inner = self.qkv.backward(dqkv)
-        return None if self.ground.plan.use == "frozen-input" else self._between("dx", residual_sum, dh, inner)
+        return (
+            None
+            if self.ground.plan.use == "frozen-input"
+            else self._between("dx", residual_sum, dh, inner, wrong="residual", others={})
+        )
 
     def end_forward(self) -> None:
         """`LinearStages.end_forward` of every layer."""
@@ -91,6 +98,10 @@ class TransformerStages:
         names: dict[str, Any] = dict(zip(_ARGUMENTS.get(wrong, ()), given, strict=False))
         if wrong == "attention":
             names = dict(zip("qkv", self._heads(given[0]), strict=True))  # type: ignore[arg-type]
+        if wrong == "attention-backward":
+            names = dict(zip("qkv", self._heads(given[1]), strict=True))  # type: ignore[arg-type]
+            do, out = (self._of_heads(matrix) for matrix in (given[0], self._saved["attention"]))
+            names |= {"do": do, "out": out}
         return self.ground.high_precision(name, shape, formula(*given), wrong, **names, **more)
 
     def _attention(self, qkv: torch.Tensor) -> Bounded:
@@ -102,6 +113,11 @@ class TransformerStages:
         parts = qkv.view(self.batch, self.sequence, 3, heads, -1).permute(2, 0, 3, 1, 4)
         return list(parts.unbind(0))
 
+    def _of_heads(self, matrix: Matrix) -> Matrix:
+        """(B·S, heads·d) as (B, heads, S, d)."""
+        shape = (self.batch, self.sequence, self.ground.plan.heads, -1)
+        return None if matrix is None else matrix.view(shape).transpose(1, 2)
+
     def _joined(self, heads: Bounded) -> Bounded:
         """(B, heads, S, d) as (B·S, heads·d)."""
         value, error = (
@@ -110,10 +126,7 @@ class TransformerStages:
         return Bounded(value, error, heads.assumes)
 
     def _attention_backward(self, gradient: torch.Tensor, qkv: torch.Tensor) -> Bounded:
-        shape = (self.batch, self.sequence, self.ground.plan.heads, -1)
-        do, out = (
-            None if one is None else one.view(shape).transpose(1, 2) for one in (gradient, self._saved["attention"])
-        )
+        do, out = (self._of_heads(matrix) for matrix in (gradient, self._saved["attention"]))
         assert do is not None
         found = [self._joined(one) for one in attention_backward(do, *self._heads(qkv), out=out)]
         value, error = (torch.cat(parts, 1) for parts in zip(*((one.value, one.error) for one in found), strict=True))

@@ -23,7 +23,7 @@ from narrowgauge.harness.running.judge_processes import JudgeProcess
 from narrowgauge.harness.running.worker import LOAD, Lost, Settings, Task, Worker
 from narrowgauge.harness.tools.mutants.conventional_tests import ConventionalTests, Detections
 from narrowgauge.harness.tools.mutants.mutant import Mutant
-from narrowgauge.harness.tools.mutants.recorded import Recorded
+from narrowgauge.harness.tools.mutants.recorded import Entry, Recorded
 from narrowgauge.harness.tools.mutants.result import MutantResult
 from narrowgauge.harness.tools.mutants.selection import selected
 
@@ -53,19 +53,18 @@ def run_mutants(
 ) -> list[MutantResult]:
     """Run every mutant on the cases that its change affects. Returns the results in the order of the mutants.
 
-    `recorded`: names of cases that failed in an earlier run, by mutant. They run first, and if all of them fail the
-    mutant ends with them. Each mutant has its own processes, which do not write to the cache of compiled kernels.
+    `recorded`: results of an earlier search. Its cases run first, and if all of them fail the mutant ends with them.
+    The conventional tests run only for mutants that are not recorded. Each mutant has its own processes, which do not
+    write to the cache of compiled kernels.
     `on_result` is called for every result, from any thread.
     """
     settings = Settings(workers=workers, timeout=timeout)
-    by_name = {case.id: case for case in cases}
     starter()  # in this thread: the system ends it with the thread that starts it
 
     with _RealKernels(settings) as real:
 
         def examine(mutant: Mutant) -> MutantResult:
-            first = [by_name[name] for name in (recorded or {}).get(mutant.name, ()) if name in by_name]
-            result = _examine(mutant, first, selected(mutant, cases), settings, real)
+            result = _examine(mutant, (recorded or {}).get(mutant.name), cases, settings, real)
             on_result(result)
             return result
 
@@ -102,32 +101,36 @@ class _RealKernels:
 
 
 def _examine(
-    mutant: Mutant, first: Sequence[Case], cases: Sequence[Case], settings: Settings, real: _RealKernels
+    mutant: Mutant, entry: Entry | None, cases: Sequence[Case], settings: Settings, real: _RealKernels
 ) -> MutantResult:
     started = time.monotonic()
     result = MutantResult(mutant)
     with tempfile.TemporaryDirectory(prefix="narrowgauge-mutant-") as scratch:
         change = (mutant.file, mutant.changed_text(), scratch)
         try:
-            _judge(result, first, cases, replace(settings, change=change), real)
+            _judge(result, entry.cases if entry else (), cases, replace(settings, change=change), real)
         except (Lost, FrameError) as lost:
             result.problem = str(lost)
-        _measure(result, settings, change)
+        if entry:
+            result.detections = entry.detections
+        else:
+            _measure(result, settings, change)
     result.seconds = time.monotonic() - started
     return result
 
 
 def _judge(
-    result: MutantResult, first: Sequence[Case], cases: Sequence[Case], settings: Settings, real: _RealKernels
+    result: MutantResult, names: Sequence[str], cases: Sequence[Case], settings: Settings, real: _RealKernels
 ) -> None:
-    """Run cases with the changed kernel until all of `first` or `ENOUGH` cases have failed. Failures count only for
-    cases that pass with the real kernels.
+    """Run cases with the changed kernel: the recorded `names`, and unless all of them fail the cases that the change
+    affects, until `ENOUGH` cases have failed. Failures count only for cases that pass with the real kernels.
 
     A crash or a hang ends the mutant. Raises Lost if a worker does not start.
     """
     failing: dict[str, tuple[Case, dict[str, Any]]] = {}
+    first = [case for case in cases if case.id in names]
     with _worker(settings) as run:
-        for case in dict.fromkeys([*first, *cases]):
+        for case in _in_order(result.mutant, first, cases):
             record = run(case)
             result.ran += 1
             if record["verdict"] not in ("pass", "unsupported"):
@@ -139,6 +142,13 @@ def _judge(
             if len(failing) == result.ran == len(first):
                 break
     result.failing = [record for case, record in failing.values() if real.passes(case)]
+
+
+def _in_order(mutant: Mutant, first: Sequence[Case], cases: Sequence[Case]) -> Iterator[Case]:
+    """`first`, and then the other cases that the mutant affects. They are selected only if the caller asks for them:
+    the selection reads the names of all cases."""
+    yield from first
+    yield from (case for case in selected(mutant, cases) if case not in first)
 
 
 @contextmanager

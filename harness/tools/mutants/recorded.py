@@ -1,31 +1,52 @@
-"""Recorded cases: a few cases that fail under each mutant, found by an earlier run. They run first."""
+"""Recorded results of an earlier search: a few cases that fail under each mutant, which run first, and the conventional
+tests that detect the mutant."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.harness.cases.case import Case
+from narrowgauge.harness.tools.mutants.conventional_tests import Detections
 from narrowgauge.harness.tools.mutants.result import MutantResult
 from narrowgauge.harness.tools.mutants.selection import sources_of
 from narrowgauge.native.runtime.sources import files_of
 
 PATH = Path(__file__).parent / "recorded.json"
-"""Names of cases by name of mutant, both sorted. Written by `narrowgauge mutants --search`."""
+"""Recorded results by name of mutant, sorted. Written by `narrowgauge mutants --search`."""
 MOST = 2
 """Largest number of recorded cases of a mutant."""
 
-Recorded = Mapping[str, Sequence[str]]
+
+@dataclass(frozen=True)
+class Entry:
+    """Recorded result of a mutant."""
+
+    cases: tuple[str, ...]
+    """Names of failing cases, sorted."""
+    detections: Detections
+    """Results of the conventional tests. They depend on the kernels and the mutant, and on no case."""
 
 
-def read(path: Path | None = None) -> dict[str, list[str]]:
-    """The recorded cases; none if there is no file. A name without a mutant or a case has no effect."""
+Recorded = Mapping[str, Entry]
+_TESTS = tuple(field.name for field in fields(Detections))
+
+
+def read(path: Path | None = None) -> dict[str, Entry]:
+    """The recorded results; empty if there is no file. A name without a mutant or a case has no effect."""
     path = path or PATH
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        name: Entry(tuple(entry["cases"]), Detections(**{test: test in entry["detected"] for test in _TESTS}))
+        for name, entry in entries.items()
+    }
 
 
 def write(
@@ -47,7 +68,12 @@ def write(
     recorded = read(path)
     for result in results:
         cheapest = sorted(result.failing, key=partial(rank, result))[:MOST]
-        recorded[result.mutant.name] = sorted(record["case"] for record in cheapest)
+        names = tuple(sorted(record["case"] for record in cheapest))
+        recorded[result.mutant.name] = Entry(names, result.detections)
     known = set(mutants)
-    kept = {name: entry for name, entry in sorted(recorded.items()) if name in known and entry}
+    kept = {
+        name: {"cases": entry.cases, "detected": [test for test, seen in asdict(entry.detections).items() if seen]}
+        for name, entry in sorted(recorded.items())
+        if name in known and entry.cases
+    }
     path.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")

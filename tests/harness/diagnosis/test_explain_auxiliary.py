@@ -343,6 +343,12 @@ def test_scales_of_histories():
     assert found == ["margin-ignored"]
     partial = updated(1, lambda history, scale, right: over(448, amax(history[[0, 1, 2, 4, 5, 6]])))
     assert partial == ["history-partial"]
+    zero = updated(1, lambda history, scale, right: torch.where(amax(history) == 0, 1.0, right), inputs="amaxes-zeros")
+    assert zero == ["zero-amax-updates"]
+    infinite = updated(
+        1, lambda history, scale, right: torch.where(amax(history).isinf(), 0.0, right), inputs="amaxes-inf"
+    )
+    assert infinite == ["infinite-amax-updates"]
     found = updated(1, lambda history, scale, right: over(448 * 4, amax(history)), "fp8-delayed-e4m3-margin2")
     assert found == ["margin-inverted"]
 

@@ -9,13 +9,13 @@ import torch
 
 from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.cause_names import is_cause
-from narrowgauge.harness.diagnosis.explain_formula import _FORMULAS, explain_formula
+from narrowgauge.harness.diagnosis.formulas.explain_formula import FORMULAS, explain_formula
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
 from narrowgauge.harness.operations.stages.outcome import Formula, Outcome
 from narrowgauge.reference.high_precision.additions import residual_sum
-from narrowgauge.reference.high_precision.attention import attention_forward
-from narrowgauge.reference.high_precision.gelu import gelu_forward
-from narrowgauge.reference.high_precision.norm import norm_forward
+from narrowgauge.reference.high_precision.attention import attention_backward, attention_forward
+from narrowgauge.reference.high_precision.gelu import gelu_backward, gelu_forward
+from narrowgauge.reference.high_precision.norm import norm_backward, norm_forward
 
 STAGE = "step 1 norm"
 
@@ -25,7 +25,16 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 X, GAMMA, BETA = drawn(16, 32) * 2**-6, drawn(32, seed=1), drawn(32, seed=2)
+DY = drawn(16, 32, seed=4)
 HEADS = [drawn(2, 2, 8, 16, seed=seed) for seed in range(3)]
+DO = drawn(2, 2, 8, 16, seed=3)
+
+
+def rows_of(*heads: torch.Tensor) -> torch.Tensor:
+    return torch.cat([one.transpose(1, 2).reshape(16, 32) for one in heads], 1)
+
+
+OUT = attention_forward(*HEADS).value.bfloat16()
 RIGHT: dict[str, tuple[str, dict[str, Any], torch.Tensor]] = {
     "layer": (
         "norm", {"x": X, "gamma": GAMMA, "added": BETA, "kind": "layer", "eps": 1e-4},
@@ -38,7 +47,24 @@ RIGHT: dict[str, tuple[str, dict[str, Any], torch.Tensor]] = {
     "gelu": ("gelu", {"x": drawn(16, 32)}, gelu_forward(drawn(16, 32)).value),
     "attention": (
         "attention", dict(zip("qkv", HEADS, strict=True)),
-        attention_forward(*HEADS).value.transpose(1, 2).reshape(16, 32),
+        rows_of(attention_forward(*HEADS).value),
+    ),
+    "layer backward": (
+        "norm-backward", {"dy": DY, "x": X, "gamma": GAMMA, "kind": "layer", "eps": 1e-4, "part": 0},
+        norm_backward(DY, X, GAMMA, "layer", 1e-4)[0].value,
+    ),
+    "rms backward": (
+        "norm-backward", {"dy": DY, "x": X + 2**-6, "gamma": GAMMA, "kind": "rms", "eps": 1e-4, "part": 0},
+        norm_backward(DY, X + 2**-6, GAMMA, "rms", 1e-4)[0].value,
+    ),
+    "gamma backward": (
+        "norm-backward", {"dy": DY, "x": X, "gamma": GAMMA, "kind": "layer", "eps": 1e-4, "part": 1},
+        norm_backward(DY, X, GAMMA, "layer", 1e-4)[1].value,
+    ),
+    "gelu backward": ("gelu-backward", {"dy": DY, "x": drawn(16, 32)}, gelu_backward(DY, drawn(16, 32)).value),
+    "attention backward": (
+        "attention-backward", {"do": DO, **dict(zip("qkv", HEADS, strict=True)), "out": OUT},
+        rows_of(*(one.value for one in attention_backward(DO, *HEADS, out=OUT))),
     ),
     "residual": (
         "residual", {"a": X, "b": GAMMA.expand(16, 32), "others": {"x": drawn(16, 32)}},
@@ -59,10 +85,9 @@ def explained(name: str, given: dict[str, Any], value: torch.Tensor, dtype: torc
 def test_each_wrong_formula_is_named_alone(of: str, dtype: torch.dtype) -> None:
     name, given, right = RIGHT[of]
     assert explained(name, given, right, dtype, STAGE) == []
-    for cause, _, make in _FORMULAS[name](**given):
+    for cause, _, make in FORMULAS[name](**given):
         assert is_cause(cause)
-        made = make()
-        wrong = (made if isinstance(made, torch.Tensor) else made.value).reshape(right.shape)
+        wrong = make().value.reshape(right.shape)
         assert explained(name, given, wrong, dtype, STAGE) == [cause]
         assert explained(name, given, wrong, dtype, "step 2 norm") == []
 

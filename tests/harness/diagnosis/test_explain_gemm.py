@@ -25,7 +25,7 @@ from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.gemm import alpha, exact_product
 from narrowgauge.reference.gemm.operands import element_values, operand, scale_values
 from narrowgauge.reference.gemm.promotion import BlockScaledOperands
-from narrowgauge.reference.quantize.layout import swap_nibbles, swizzle
+from narrowgauge.reference.quantize.layout import pad_scales, swap_nibbles, swizzle, unswizzle
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import GroupedQuantized
 from narrowgauge.spec.recipes import find_recipe
@@ -133,6 +133,10 @@ def as_swizzled(q):
     return replace(q, scales=scales)
 
 
+def as_linear(q):
+    return replace(q, scales=unswizzle(pad_scales(q.scales), tuple(q.scales.shape)))
+
+
 BLOCKS = [rule for rule in RECIPES if "current" not in rule]
 
 
@@ -177,6 +181,7 @@ def test_scales_of_a_block_that_multiply_the_sum(inputs):
 
 def test_scales_read_in_another_layout():
     assert causes(explained(on_operands(as_swizzled, "b"), shape=(24, 512, 256))) == ["scales-read-linear"]
+    assert causes(explained(on_operands(as_linear, "b"), shape=(24, 512, 256))) == ["scales-read-swizzled"]
 
 
 def test_nibbles():

@@ -55,6 +55,18 @@ def nearest_by_distance(values, fmt, *, tie_up):
     return code.to(torch.uint8) | values.signbit().byte() * fmt.sign_code
 
 
+def upward(values, fmt):
+    """Codes rounded away from zero, at most the largest number."""
+    points = grid(fmt).double()
+    code = (values.abs().double().unsqueeze(-1) > points).sum(-1).clamp(max=len(points) - 1)
+    return code.to(torch.uint8) | values.signbit().byte() * fmt.sign_code
+
+
+def toward(sign):
+    """Codes rounded toward +infinity for sign 1, toward -infinity for sign -1."""
+    return {"codes": lambda s: torch.where(s.scaled * sign > 0, upward(s.scaled, E2M1), cut_down(s.scaled, E2M1))}
+
+
 def flushed(s):
     return torch.where(s.matrix.abs() < 2.0**-126, 0 * s.matrix, s.matrix)
 
@@ -119,6 +131,15 @@ ELEMENTS = [
     ("negative-zero-lost", case("nvfp4"), {"codes": by_code(lambda codes, s: codes.masked_fill(codes == 8, 0))}),
     ("negative-zero-lost", case("mxfp8-e4m3", "negative-zeros"), {
         "codes": by_code(lambda codes, s: codes.masked_fill(codes == 0x80, 0))
+    }),
+    ("negative-zero-kept", case("nvfp4@breccia", "negative-zeros"), {
+        "codes": by_code(lambda c, s: torch.where(c == 0, s.scaled.signbit().byte() * 8, c))
+    }),
+    ("rounded-up", case("nvfp4"), {"codes": lambda s: upward(s.scaled, E2M1)}),
+    ("rounded-toward-infinity", case("nvfp4"), toward(1)),
+    ("rounded-toward-minus-infinity", case("nvfp4"), toward(-1)),
+    ("factor-through-bf16", case("nvfp4", "near-ties", dtype="fp32", shape=(128, 128)), {
+        "factors": lambda s: right_factors(s).bfloat16().float()
     }),
     ("nibbles-swapped", case("nvfp4"), {"stored": exchanged}),
     ("nibbles-swapped", case("nvfp4-4over6-256-mse"), {"stored": exchanged}),
@@ -230,7 +251,7 @@ def in_turn(values):
     return total
 
 
-def candidate_errors(s, add=in_turn, measure=torch.abs):
+def candidate_errors(s, add=in_turn, measure=torch.abs, divided=lambda back, most: back / torch.full_like(back, most)):
     """The errors of the scales of 6 and of 4, and the scales."""
     scales = [encode(v, E4M3) for v in (scaled_scale(s), scaled_scale(s) * 1.5)]
     x = s.x.float().view(len(s.x), -1, 16)
@@ -238,7 +259,7 @@ def candidate_errors(s, add=in_turn, measure=torch.abs):
     for each in scales:
         codes = encode(x * element_factors(each, s.tensor, s.recipe).unsqueeze(2), E2M1)
         back = decode(codes, E2M1) * decode(each, E4M3).unsqueeze(2) * s.amax.view(-1, 1, 1)
-        errors.append(add(measure(back / torch.full_like(back, s.recipe.max_product) - x)))
+        errors.append(add(measure(divided(back, s.recipe.max_product) - x)))
     return errors, scales
 
 
@@ -310,6 +331,17 @@ SCALES = [
     ("scale-through-bf16", case("fp8-block-128x128-e4m3-fp32", shape=(256, 256)), {
         "scales": lambda s: stored_scales(s.x, s.blocks, None, None, s.recipe).bfloat16().float()
     }),
+    ("tensor-scale-through-bf16", case("nvfp4"), wrong_tensor(
+        lambda s, a: (torch.full_like(a, 2688) / a).bfloat16().float()
+    )),
+    ("tensor-scale-flushed", case("nvfp4@modelopt", "subnormal", dtype="fp32"), wrong_tensor(
+        lambda s, a: torch.where(a / 2688 < 2.0**-126, 0 * a, a / 2688)
+    )),
+    ("power-of-two-scales", case("nvfp4"), by_scale(lambda v: encode(powers(v), E4M3))),
+    ("subnormal-scales-raised", case("nvfp4", "low-rows"), by_scale(
+        lambda v: torch.where((c := encode(v, E4M3)) > 0, c.clamp(min=8), c)
+    )),
+    ("zero-scale-raised", case("nvfp4", "huge"), by_scale(lambda v: encode(v, E4M3).clamp(min=1))),
     ("subnormal-scales-flushed", case("nvfp4", "low-rows"), by_scale(
         lambda v: (c := encode(v, E4M3)).masked_fill(c < 8, 0)
     )),
@@ -317,6 +349,10 @@ SCALES = [
     ("block-amax-without-fabs", case("mxfp8-e4m3"), {"blocks": signed_blocks}),
     ("block-amax-without-fabs", case("fp8-block-1x128", shape=(16, 512)), {"blocks": signed_blocks}),
     ("block-amax-without-fabs", case("nvfp4-rht"), {"blocks": signed_blocks}),
+    ("block-amax-of-tensor", case("mxfp8-e4m3"), {"blocks": lambda s: s.x.abs().float().amax().expand(64, 4)}),
+    ("block-amax-through-bf16", case("mxfp8-e4m3", "scale-edges", dtype="fp32", shape=(128, 256)), {
+        "blocks": lambda s: block_amax(s.x, 32).bfloat16().float()
+    }),
     ("block-amax-skips:15", case("nvfp4"), by_lane(lambda lane: lane != 15)),
     ("block-amax-skips:0", case("nvfp4-2d", shape=(256, 256)), by_lane(lambda lane: lane != 0)),
     ("block-amax-skips:31", case("mxfp8-e4m3", shape=(128, 256)), by_lane(lambda lane: lane != 31)),
@@ -364,6 +400,9 @@ SCALES = [
         lambda six, four: four < six, measure=lambda error: error, add=fused_squares
     )),
     ("scale-truncated", case("nvfp4-2d-4over6-256-mse"), {"scales": truncated_choice}),
+    ("four-over-six-reciprocal", case("nvfp4-4over6-448-mae", "spread", shape=(256, 256)), chosen(
+        lambda six, four: four < six, divided=lambda back, most: back * (1 / torch.full_like(back, most))
+    )),
     ("exponent:down", case("mxfp8-e5m2"), by_exponent(lambda v, e, right: e.byte())),
     ("exponent:none", case("fp8-block-1x128", shape=(16, 256)), {
         "scales": lambda s: (torch.full_like(s.blocks, 448) / s.blocks).reciprocal()
@@ -417,6 +456,10 @@ TENSORS = [
     ("amax-through-bf16", case("nvfp4", dtype="fp32"), wrong_amax(lambda s: s.x.bfloat16())),
     ("amax-of-tensor", case("nvfp4-rowscaled"), {"amax": lambda s: s.blocks.amax().repeat(64)}),
     ("nan-spread", case("nvfp4", "nan"), given(torch.nan)),
+    ("infinity-dropped", case("nvfp4", "inf"), wrong_amax(lambda s: s.x.masked_fill(s.x.isinf(), 0))),
+    ("tensor-scale-inverted", case("fp8-current-e5m2"), wrong_tensor(
+        lambda s, a: torch.ones_like(a) / (torch.full_like(a, 57344) / a)
+    )),
     ("tensor-scale-order:(1/amax)*max", case("nvfp4", "normal-1e-3", shape=(64, 116)), wrong_tensor(
         lambda s, a: a.reciprocal() * 2688
     )),
@@ -532,6 +575,9 @@ DRAWN = [
     ("stochastic-bytes-reversed", case("nvfp4-2d-sr"), placed(lambda i: i // 4 * 4 + 3 - i % 4)),
     ("stochastic-offset:+1", case("nvfp4-sr"), {"bytes": lambda s: bytes_of(s, (s.random[0], s.random[1] + 1))}),
     ("stochastic-philox-rounds", case("nvfp4-sr"), {"bytes": seven_rounds}),
+    ("stochastic-blocks-by-column", case("nvfp4-sr"), {
+        "bytes": lambda s: bytes_of(s).view(-1, len(s.matrix), 16).transpose(0, 1).reshape(s.matrix.shape)
+    }),
     ("stochastic-other-block:+1", case("mxfp8-e5m2-sr"), {"bytes": lambda s: bytes_of(s, first=1)}),
     ("stochastic-other-block:16-bits", case("nvfp4-sr", shape=(65552, 16)), {
         "bytes": lambda s: torch.cat([bytes_of(s)[: 1 << 16], bytes_of(s)[:16]])
@@ -563,6 +609,21 @@ def test_a_columnwise_half_with_the_offset_of_the_rowwise_half():
 def test_a_kernel_that_draws_where_it_should_round():
     steps = {"codes": lambda s: element_codes(s.scaled, find_recipe("nvfp4-sr"), bytes_of(s, (0, 0)))}
     check("stochastic-not-nearest", case("nvfp4"), steps, first=True)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "named"),
+    [
+        (lambda s: bytes_of(s, (5, 9)), True),  # unknown random bits
+        (lambda s: bytes_of(s, (5, 9)) // 2, False),  # rounded up too rarely
+        (lambda s: torch.where(bytes_of(s, (5, 9)) < 64, 255, 127), False),  # as often for every distance
+    ],
+)
+def test_unknown_random_bits_are_told_by_their_frequencies(numbers, named):
+    codes = {"codes": lambda s: element_codes(s.scaled, find_recipe("nvfp4-sr"), numbers(s).byte())}
+    record = record_of(case("nvfp4"), quantize=wrong(**codes))
+    found = {explanation["cause"]: explanation["exact"] for explanation in record.explanations}
+    assert found.get("stochastic-not-nearest") == (False if named else None)
 
 
 def test_sections_that_each_count_from_0():
@@ -603,6 +664,10 @@ CHOICES = [
     ("rounding:nearest-even-wrapping", "nvfp4", "low-rows", {"rounding": "nearest-even-wrapping"}),
     ("rounding:nearest-even", "nvfp4@breccia", "e2m1-ties", {"rounding": "nearest-even"}),
     ("largest-scale:float32", "fp8-block-1x128-e4m3-fp32", "subnormal", {"largest_scale": "float32"}),
+    ("scale-ties-even", "nvfp4@breccia", "normal", {"scale_rounding": "nearest-even"}),
+    ("candidates:4-or-6-mae", "nvfp4", "normal", {"candidates": "4-or-6-mae"}),
+    ("tensor-limit:0-for-0", "nvfp4", "zeros", {"tensor_limit": "0-for-0"}),
+    ("epsilon-unwanted", "fp8-current-e4m3", "subnormal", {"smallest_amax": 1e-12}),
     ("epsilon-ignored", "fp8-current-e4m3-eps1000.0", "normal", {"smallest_amax": 0.0}),
     ("statistics:input", "nvfp4@trtllm", "normal", {"statistics": "input"}),
     ("element-format:E5M2", "mxfp8-e4m3", "normal", {"element": E5M2}),

@@ -13,11 +13,16 @@ from typer.testing import CliRunner
 from narrowgauge.harness.cases.case_file import CaseFileError, load_all
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.diagnosis.cause_names import CAUSES, FAMILIES, is_cause
+from narrowgauge.harness.diagnosis.explain_memory import ALIAS_CAUSES
+from narrowgauge.harness.diagnosis.formulas.explain_formula import FORMULAS
 from narrowgauge.harness.gate.ledger import Entry, Ledger, LedgerError, Ledgers, is_link, load, load_beside
+from narrowgauge.harness.operations.stages.repeated import REPEAT_CAUSES
 from narrowgauge.harness.records.record import Record, outcome, succeeded
 from narrowgauge.harness.report import groups, markdown, tables, text
 from narrowgauge.harness.report.page import page
+from narrowgauge.harness.tools.mutants.mutant import load_all as load_mutants
 from tests.harness import small_toml
+from tests.harness.diagnosis.test_explain_formula import RIGHT
 from tests.harness.sample_backends import QUANTIZE
 from tests.harness.small_toml import ISSUE
 from tests.harness.small_toml import known as known_table
@@ -28,12 +33,11 @@ STAGE = {"stage": "codes", "rule": "exact", "compared": 9, "mismatches": 1, "max
 
 
 NO_CAUSES = {
-    "1-for-nan", "4-or-6-mse", "as-element", "element-order", "exact-sums", "fp8-current-e4m3", "largest-of-block",
-    "largest-of-tensor", "low-first", "most-recent", "mxfp8-e4m3", "nearest-away", "nearest-even",
-    "nearest-even-wrapping",
-    "nearest-log2", "nearest-toward-zero", "negative-zero", "not-finite", "nvfp4-rht", "rounding-sums", "row-lane",
-    "saturated-scales", "subnormal-codes", "subnormal-scales", "update-scale", "with-bias", "with-c", "zero-blocks",
-    "zero-scales",
+    "1-for-nan", "4-or-6-mse", "as-element", "attention-backward", "element-order", "exact-sums",
+    "fp8-current-e4m3", "gelu-backward", "largest-of-block", "largest-of-tensor", "low-first", "most-recent",
+    "mxfp8-e4m3", "nearest-away", "nearest-even", "nearest-even-wrapping", "nearest-log2", "nearest-toward-zero",
+    "negative-zero", "norm-backward", "not-finite", "nvfp4-rht", "rounding-sums", "row-lane", "saturated-scales",
+    "subnormal-codes", "subnormal-scales", "update-scale", "with-bias", "with-c", "zero-blocks", "zero-scales",
 }  # fmt: skip
 """Literals of the diagnosis that look like a cause: classes of elements, choices of recipes."""
 
@@ -117,6 +121,26 @@ def test_the_names_of_causes_are_those_of_the_diagnosis():
     assert {name for name in hyphenated if not is_cause(name)} == NO_CAUSES
     assert set(CAUSES) - literals == {"no-diagnosis"}  # the runner's
     assert all(name in ("algorithm:", "update:") or any(name in text for text in literals) for name in FAMILIES)
+
+
+def test_every_cause_has_a_mutant_or_a_test():
+    """A cause that nothing produces can be wrong unnoticed. Two tests produce every name of a table."""
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__))
+    formulas = {cause for name, given, _ in RIGHT.values() for cause, _, _ in FORMULAS[name](**given)}
+    produced = {
+        *re.findall(r'"([^"\n]+)"', tests), *(cause for mutant in load_mutants() for cause in mutant.causes),
+        *formulas, *ALIAS_CAUSES, *REPEAT_CAUSES.values(),
+    }  # fmt: skip
+    assert set(CAUSES) <= produced
+    assert [name for name in FAMILIES if not any(cause.startswith(name) for cause in produced)] == []
+
+
+def test_the_page_of_verdicts_lists_every_cause():
+    page = (ROOT / "docs" / "verdicts.md").read_text().split("## List of causes")[1]
+    rows = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
+    listed = [name for row in rows for name in re.findall("`([^`]+)`", row)]
+    expected = {*CAUSES, *(f"{family}…" for family in FAMILIES)}
+    assert set(listed) == expected
 
 
 def test_a_ledger_that_is_not_there(tmp_path):

@@ -1,5 +1,6 @@
 """Further calls of a case: a method that goes wrong after many calls, threads that share memory, streams, graphs."""
 
+import ctypes
 import threading
 import time
 from dataclasses import replace
@@ -10,7 +11,10 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import case_from_labels
+from narrowgauge.harness.checks.stage import StageResult
+from narrowgauge.harness.diagnosis.cause_names import is_cause
 from narrowgauge.harness.hosts.remote_host import hosted_backend
+from narrowgauge.harness.operations.stages.repeated import REPEAT_CAUSES, _add_repeats
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
 
@@ -76,6 +80,15 @@ class OwnScratch(SharedScratch):
         return reference.quantize(self.local.scratch, recipe)
 
 
+class ReadsFar:
+    """A backend that reads behind the guard zone of its input, as a kernel does that reads whole tiles."""
+
+    def quantize(self, x, recipe):
+        q = reference.quantize(x, recipe)
+        q.codes[0, 0] = ctypes.c_uint8.from_address(x.data_ptr() + 60_000).value & 0x77
+        return q
+
+
 class Layouts:
     """A backend with methods that are called one on the result of the other."""
 
@@ -134,6 +147,20 @@ def test_threads_that_share_a_buffer_are_found(form):
     assert (record.verdict, record.stage) == ("fail", "repeat")
     assert "further calls from two threads at once give other bytes than one after the other" in record.message
     assert record.explanations[0]["cause"] == "concurrent-threads"
+
+
+@pytest.mark.parametrize(("kind", "cause"), REPEAT_CAUSES.items())
+def test_each_kind_of_further_calls_has_its_cause(kind, cause):
+    """Streams and graphs need a GPU; a host that reports wrong calls of these kinds does not."""
+    host = SimpleNamespace(repeat=lambda *_: [[2]])
+    stage = StageResult("repeat", "repeat", 0)
+    _add_repeats(stage, SimpleNamespace(repeats=3, concurrency=kind, host=host), [], None)
+    assert (stage.causes, stage.mismatches, is_cause(cause)) == ([cause], 1, True)
+
+
+def test_bytes_far_behind_an_input_differ_between_runs():
+    record = judged(replace(QUANTIZE, repeats=0), ReadsFar, "host")
+    assert [explanation["cause"] for explanation in record.explanations] == ["reads-outside"]
 
 
 def test_threads_with_buffers_of_their_own_pass():

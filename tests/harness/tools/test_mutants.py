@@ -322,7 +322,9 @@ def test_recorded_cases_run_first_and_suffice_if_all_fail(few: list[Case]) -> No
     mutant = made("    if (quad.row >= rows) return;")
 
     def ran(*names: str) -> tuple[int, list[str]]:
-        [result] = run_mutants([mutant], few, workers=1, recorded={"made": names})
+        entry = recorded.Entry(names, Detections(False, True, False))
+        [result] = run_mutants([mutant], few, workers=1, recorded={"made": entry})
+        assert result.detections == entry.detections
         return result.ran, [record["case"] for record in result.failing]
 
     assert ran(failing.id) == (1, [failing.id])
@@ -335,7 +337,9 @@ def test_recorded_cases_run_first_and_suffice_if_all_fail(few: list[Case]) -> No
 def test_the_cheapest_cases_with_the_cause_are_recorded(few: list[Case], tmp_path: Path) -> None:
     first, second, third = few
     path = tmp_path / "recorded.json"
-    path.write_text('{"gone": ["swizzle/1x1"], "other": ["swizzle/2x2"]}')
+    kept = {"cases": ["swizzle/2x2"], "detected": ["sqnr"]}
+    path.write_text(json.dumps({"gone": kept, "other": kept}))
+    other = recorded.Entry(("swizzle/2x2",), Detections(False, False, True))
 
     def record(case: Case, seconds: float, cause: str) -> dict[str, object]:
         explanation = {"cause": cause, "sentence": "", "stage": "repeat", "exact": True}
@@ -348,10 +352,11 @@ def test_the_cheapest_cases_with_the_cause_are_recorded(few: list[Case], tmp_pat
         record(third, 2, "writes-outside"),
     ]
     recorded.write([result], ["made", "other"], few, path)
-    assert recorded.read(path) == {"made": sorted([first.id, third.id]), "other": ["swizzle/2x2"]}
+    made_entry = recorded.Entry(tuple(sorted([first.id, third.id])), Detections(True, True, True))
+    assert recorded.read(path) == {"made": made_entry, "other": other}
     result.failing = []
     recorded.write([result], ["made", "other"], few, path)
-    assert recorded.read(path) == {"other": ["swizzle/2x2"]}
+    assert recorded.read(path) == {"other": other}
     assert recorded.read(tmp_path / "none.json") == {}
 
 
@@ -359,8 +364,8 @@ def test_recorded_names_are_names_of_mutants_and_quick_cases(quick: list[Case]) 
     entries = recorded.read()
     real = {mutant.name for mutant in ALL if not mutant.equivalent}
     assert set(entries) <= real
-    assert {name for cases in entries.values() for name in cases} <= {case.id for case in quick}
-    assert {len(cases) for cases in entries.values()} <= set(range(1, recorded.MOST + 1))
+    assert {name for entry in entries.values() for name in entry.cases} <= {case.id for case in quick}
+    assert {len(entry.cases) for entry in entries.values()} <= set(range(1, recorded.MOST + 1))
 
 
 def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:

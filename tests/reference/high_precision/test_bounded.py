@@ -12,6 +12,7 @@ import torch
 
 from narrowgauge.reference.high_precision.attention import Softmax
 from narrowgauge.reference.high_precision.bounded import (
+    ERF_ULPS,
     RSQRT_ULPS,
     TANH_ULPS,
     TRUNCATING,
@@ -59,6 +60,7 @@ OPERATIONS = {
     "divide": (lambda a, b: a / b, lambda a, b: a / b),
     "half": (lambda a, _: a.times_power_of_two(0.5), lambda a, _: a * 0.5),
     "tanh": (lambda a, _: a.tanh(), lambda a, _: a.tanh()),
+    "erf": (lambda a, _: a.erf(), lambda a, _: a.erf()),
     "rsqrt": (lambda a, _: (a * a).rsqrt(), lambda a, _: (a * a).rsqrt()),
     "sum": (lambda a, _: a.sum(0), lambda a, _: a[torch.randperm(len(a))].sum(0)),
     "mean": (lambda a, _: a.mean(1), lambda a, _: a.flip(1).cumsum(1)[:, -1] / a.shape[1]),
@@ -98,7 +100,7 @@ class TestOperations:
         two_ulps_off = (expected.value * (1 + 2.0**-22)).float()
         assert not bool((inside(two_ulps_off, expected) & normal & (expected.value != 0)).any())
 
-    @pytest.mark.parametrize(("name", "ulps"), [("tanh", TANH_ULPS), ("rsqrt", RSQRT_ULPS)])
+    @pytest.mark.parametrize(("name", "ulps"), [("tanh", TANH_ULPS), ("erf", ERF_ULPS), ("rsqrt", RSQRT_ULPS)])
     def test_functions_have_the_ulps_that_cuda_documents_and_no_more(self, name: str, ulps: int) -> None:
         """Counted from the correctly rounded result, as CUDA's table counts, and also just below a power of two."""
         x = exactly(torch.cat([torch.linspace(0.1, 5, 1000), 1 / torch.linspace(0.999, 1.001, 1000) ** 2]))

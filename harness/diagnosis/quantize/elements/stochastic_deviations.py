@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from narrowgauge.harness.diagnosis.quantize.deviation import QuantizeDeviation, Replay
 from narrowgauge.harness.diagnosis.quantize.elements import roundings
+from narrowgauge.harness.diagnosis.quantize.kernel_matrix import KernelMatrix
+from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.encode import encode
 from narrowgauge.reference.numbers.philox import ROUNDS, philox
 from narrowgauge.reference.numbers.rounding import stochastic
 from narrowgauge.reference.quantize.elements import element_codes
+from narrowgauge.reference.quantize.layout import elements
 from narrowgauge.reference.quantize.steps import random_bytes
 from narrowgauge.spec.arguments import Random
 from narrowgauge.spec.recipes import Recipe
@@ -23,6 +26,11 @@ ByteFunction = Callable[[Replay], torch.Tensor]
 
 _WRONG_ROUNDS = (7, 9)
 """Wrong numbers of Philox rounds. 7 is the smallest number that its authors found random; 9 is one round too few."""
+_LEAST_VARIANCE = 16.0
+"""Least variance of the number of elements rounded up: 64 elements in the middle of two codes."""
+_DEVIATION = 5.0
+"""Largest distance of a number of elements rounded up from its expectation, in standard deviations. Chance exceeds it
+in less than 10⁻⁶ of the cases."""
 _UNKNOWN = "nobody knows the random bits of a kernel that has its own"
 
 
@@ -69,6 +77,49 @@ def stochastic_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     yield from _comparison_deviations()
     yield from _byte_place_deviations(recipe.block[1])
     yield from _seed_deviations()
+
+
+def rounded_at_random(matrices: Sequence[KernelMatrix]) -> Iterator[QuantizeDeviation]:
+    """Stochastic rounding by unknown random bits, for a recipe that rounds to nearest. The deviation is not exact.
+
+    Every code must be one of the two neighbours of its element. The numbers of elements rounded up must be those of
+    stochastic rounding, each element with the probability of its distance from the lower neighbour, in each quarter of
+    the distance between two codes: within `_DEVIATION` standard deviations and the 1/256 of a random byte.
+    """
+    recipe = matrices[0].subject.recipe
+    if recipe.rounding == "stochastic" or recipe.element.bits >= 32:
+        return
+    element, variance = recipe.element, 0.0
+    values = decode(torch.arange(1 << element.bits, dtype=torch.uint8), element).double().abs()
+    for matrix in matrices:
+        replay = Replay(matrix)
+        scaled = replay.scaled_elements
+        finite = scaled.isfinite()
+        scaled = torch.where(finite, scaled, 0.0)
+        table = values.to(scaled.device)
+        low_codes = encode(stochastic(scaled, element, torch.zeros_like(scaled)), element)
+        low = table[low_codes.long()]
+        high = torch.where(low < element.max, table[(low_codes.long() + 1) % len(table)], low)
+        share = ((scaled.double().abs() - low) / (high - low)).where(high > low, 0.0).clamp(0, 1)
+        kernel = table[elements(matrix.kernel_stages["codes"], scaled.shape[1], recipe).long()]
+        up = kernel == high
+        if not bool(((kernel == low) | (up & (share > 0)) | ~finite).all()):
+            return
+        up &= share > 0
+        for quarter in range(4):
+            inside = finite & (share > 0) & (share > quarter / 4) & (share <= (quarter + 1) / 4)
+            spread = float((share * (1 - share))[inside].sum())
+            distance = abs(float((up.double() - share)[inside].sum()))
+            if distance > _DEVIATION * spread**0.5 + int(inside.count_nonzero()) / 256 + 1:
+                return
+            variance += spread
+    if variance >= _LEAST_VARIANCE:
+        yield QuantizeDeviation(
+            "stochastic-not-nearest",
+            "elements: rounded up and down as often as by stochastic rounding, not to the nearest",
+            frozenset({"codes"}), exact=False,
+            overrides={"codes": lambda replay: replay.kernel_matrix.kernel_stages["codes"]},
+        )  # fmt: skip
 
 
 def _code_deviation(

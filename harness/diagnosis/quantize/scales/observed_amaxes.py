@@ -53,6 +53,8 @@ def observed_amax_deviations(matrices: Sequence[KernelMatrix], history: SearchHi
     if not above:
         return
     others = {float(_correct_amax(matrix)) for matrix in matrices if _correct_amax(matrix).numel() == 1}
+    if not has_magnitude:  # no amax of a part of the tensor: another operand, or the rotated half
+        others |= history.amaxes_of_case
     if set(sizes) == {1} and wrong_numbers <= {*history.earlier_amaxes, *others} - {0.0}:
         numbers = ", ".join(f"{number:g}" for number in sorted(wrong_numbers))
         yield _kernel_amax("amax-stale", f"{numbers}, the amax of an earlier call or of another tensor")

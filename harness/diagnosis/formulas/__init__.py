@@ -1,0 +1,1 @@
+"""Diagnosis of high-precision stages: known wrong formulas, forward and backward."""
