@@ -16,7 +16,7 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.records.record import elements_compared
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.soak import case_features, case_work, depends_on_seed, soak_selection
-from tests.harness import small_toml
+from tests.harness import runs, small_toml
 from tests.harness.sample_backends import QUANTIZE
 from tests.paths import ROOT
 
@@ -182,6 +182,11 @@ def test_every_case_runs_on_every_seed(folder, monkeypatch):
     assert said(result) == (
         "3 seeds from 5, 2 cases, 0 runs, nothing was compared, 0 failures, interrupted: 6 runs did not happen"
     )
+    one_run = lambda tasks, settings, on_record: on_record(runs.record())  # noqa: E731
+    monkeypatch.setattr("narrowgauge.harness.tools.soak.run_tasks", one_run)
+    result = narrowgauge("soak", "--seeds", 3, "--from", 5, "--share", 1, "-k", "bf16")
+    assert result.exit_code == 1
+    assert said(result).endswith("1 run, 90 elements compared, 0 failures, interrupted: 5 runs did not happen")
 
 
 def test_a_right_kernel_passes(folder):

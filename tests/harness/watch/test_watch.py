@@ -263,6 +263,11 @@ def test_calls_of_all_threads_are_counted(x: torch.Tensor) -> None:
     assert "200 not judged" in watched.summary()
 
 
+def test_the_first_call_and_every_nth_after_it_are_judged() -> None:
+    watched = narrowgauge.watch(quantize, every=3)
+    assert [watched.counted() for _ in range(7)] == [1, 0, 0, 4, 0, 0, 7]
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="every is 0"):
         narrowgauge.watch(quantize, every=0)
