@@ -186,10 +186,11 @@ def _fraction(gemm: MaskedGemm, tree: Chain) -> int:
     """F: the smallest product beside M and −M that is not lost is M·2^-F. Raises OrderUnknown if none is."""
     first, second, third = _added_at_once(tree)
     large, small = gemm.scale()
-    fractions = [fraction for fraction in _FRACTIONS if large * 2.0**-fraction >= min(small, 1.0)]
+    largest = torch.finfo(gemm.out_dtype).max  # float16 outputs end far below the masks
+    fractions = [bits for bits in _FRACTIONS if min(small, 1.0) <= large * 2.0**-bits <= largest]
     sums = gemm.measured([{first: large * 2.0**-bits, second: large, third: -large} for bits in fractions])
     kept = [bits for bits, total in zip(fractions, sums, strict=True) if total == large * 2.0**-bits]
-    if not kept or kept != list(range(1, kept[-1] + 1)) or kept[-1] == fractions[-1]:
+    if not kept or kept != fractions[: len(kept)] or len(kept) == len(fractions):
         raise OrderUnknown(f"products are aligned, but products beside masks are kept down to {kept} bits")
     return kept[-1]
 

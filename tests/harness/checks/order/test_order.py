@@ -59,6 +59,15 @@ def test_hardware_models_are_found(
     assert order.rounding == "toward zero"
 
 
+def test_masks_above_the_largest_float16_output() -> None:
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return hardware("hopper-fp16")(a, b).half()
+
+    order = accumulation_order(gemm, 8, 136, 9, dtype=torch.float16)
+    assert order.confirmed, order
+    assert order.declares == "aligned-25-16"
+
+
 @pytest.mark.parametrize(
     ("tree", "columns", "declares"),
     [
