@@ -45,8 +45,8 @@ def quantize(x: torch.Tensor, recipe: Any, **options: Any) -> Any:
 def test_a_matmul_passes_in_whatever_order_it_sums(operation: str, name: str, device: str) -> None:
     excused = 0.0
     for family in families_of("transform"):
-        if (family, device) == ("subnormal", "cpu"):
-            continue  # the next test
+        if device == "cpu" and (family == "subnormal" or family.startswith("amax-2m12")):
+            continue  # the bfloat16 instructions of certain CPUs flush subnormal numbers: the next test
         case = case_from_labels(operation, name, (256, 512), "bf16", family)
         record = run_case(case, backend(transform=transform, quantize=quantize), device=device)
         assert (record.verdict, record.message) == ("pass", ""), case.id
@@ -56,8 +56,6 @@ def test_a_matmul_passes_in_whatever_order_it_sums(operation: str, name: str, de
 
 
 def test_a_matmul_that_flushes_subnormal_numbers_fails() -> None:
-    """Like the bfloat16 instructions of certain CPUs."""
-
     def flushing(x: torch.Tensor, recipe: Any) -> torch.Tensor:
         return transform(torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, 0.0, x), recipe)
 
