@@ -1,5 +1,6 @@
 # make report    the quick tier of the case matrix; the page is reports/latest/index.html
-# make test      lint, the tests, and the quick tier under pytest
+# make test      ruff, the tests, and the quick tier under pytest
+# make lint      ruff, and the types
 # make test-long the tests that make test leaves out: they take long, and others test the most of it
 # make gate      the quick tier, and whether any case got worse than in the baseline of this device
 # make bench     speed, every figure beside a ceiling of the same run, outputs judged; reports/bench/index.html
@@ -59,7 +60,7 @@ test-long: $(READY)
 lint: ruff
 	$(PY) -m mypy
 
-# What of it takes no time; make test checks the types beside its other tests.
+# What of it takes no time.
 ruff: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

@@ -182,7 +182,8 @@ def test_twenty_cases_run_in_a_new_environment(environments: dict[str, Path], tm
     assert "layout     exact" in run(command, "show", listed[0], cwd=tmp_path)
 
 
-def test_every_command_works_on_a_package_that_cannot_be_written(environments: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.long
+def test_commands_work_on_a_package_that_cannot_be_written(environments: dict[str, Path], tmp_path: Path) -> None:
     """From an empty folder: doctor, a mutant, and a new repository. Root can write everywhere, so the files count."""
     python = environments["wheel"]
     command, before = python.with_name("narrowgauge"), installed(python, tmp_path)

@@ -172,6 +172,7 @@ def test_a_new_repository_passes(repository: Path) -> None:
     assert (repository / "fresh.json").read_bytes() == (TEMPLATES / "host.json").read_bytes()
 
 
+@pytest.mark.long
 def test_pytest_runs_the_cases_of_a_new_repository(repository: Path) -> None:
     (repository / "test_own.py").write_text("def test_own():\n    pass\n")
     done = narrowgauge(repository, ["-m", "pytest", "-p", "no:cacheprovider", "--strict-config", "-q"])

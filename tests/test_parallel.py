@@ -14,6 +14,7 @@ from narrowgauge.reference.ops import quantize_both
 from tests.processes import JUDGED_WRONG, WRONG, Results, run
 from tests.sharded_linear import operand_differences, sharded_linears
 from tests.shards import Sharded, differences, sharded_matrices
+from tests.thinned import thinned
 
 OF_ANOTHER = (
     r"ValueError: process {failing} of the group cannot quantize its shard; "
@@ -58,11 +59,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# A single test, since workers of xdist with parts of it would each start the processes.
 @pytest.mark.usefixtures("one_thread")
-def test_shards_are_quantized_as_parts_of_the_whole(tmp_path: Path) -> None:
-    for found in run(tmp_path, [2, 4], "gloo"):
-        assert_sharded(found)
+@pytest.mark.parametrize("world", thinned([2, 4], 2))
+def test_shards_are_quantized_as_parts_of_the_whole(world: int, tmp_path: Path) -> None:
+    [found] = run(tmp_path, [world], "gloo")
+    assert_sharded(found)
 
 
 def test_a_process_that_fails_is_shown(tmp_path: Path) -> None:

@@ -57,14 +57,17 @@ def test_there_are_enough_of_every_class() -> None:
     assert all(mutant.causes for mutant in real)
 
 
-@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
-def test_every_mutant_changes_its_file_and_touches_cases(mutant: Mutant, quick: list[Case]) -> None:
-    folder = MODULES if mutant.of_module else sources.FOLDER
-    assert mutant.changed_text() != (folder / mutant.file).read_text(encoding="utf-8")
-    touched = selected(mutant, quick)
-    assert touched
-    assert all(isinstance(case, ModuleCase) == mutant.of_module for case in touched)
-    assert not mutant.url or re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", mutant.url)
+def test_every_mutant_changes_its_file_and_touches_cases(quick: list[Case]) -> None:
+    of_change = {(mutant.file, mutant.cases): mutant for mutant in ALL}
+    touched_cases = {change: selected(mutant, quick) for change, mutant in of_change.items()}
+    for mutant in ALL:
+        folder = MODULES if mutant.of_module else sources.FOLDER
+        assert mutant.changed_text() != (folder / mutant.file).read_text(encoding="utf-8"), mutant.name
+        touched = touched_cases[mutant.file, mutant.cases]
+        assert touched, mutant.name
+        assert all(isinstance(case, ModuleCase) == mutant.of_module for case in touched), mutant.name
+        url = r"(https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+)?"
+        assert re.fullmatch(url, mutant.url or ""), mutant.name
 
 
 TABLE = """
@@ -382,7 +385,7 @@ def test_an_equivalent_mutant_survives_and_says_why(few: list[Case]) -> None:
     assert "made is equivalent: a >= b is not a < b for integers" in console.export_text()
 
 
-def test_a_crash_a_hang_and_what_does_not_compile_are_rows(few: list[Case]) -> None:
+def test_a_crash_and_what_does_not_compile_are_rows(few: list[Case]) -> None:
     crash = examined(made("    *reinterpret_cast<volatile int*>(blockIdx.x) = 1;"), few)
     assert (crash.check, crash.right, crash.failing[-1]["message"]) == (
         "crash",
@@ -390,12 +393,17 @@ def test_a_crash_a_hang_and_what_does_not_compile_are_rows(few: list[Case]) -> N
         "the process died (signal SIGSEGV)",
     )
     assert crash.failing[-1]["case"] in SWIZZLES
-    hang = examined(made("    for (volatile int i = 0; i >= 0;) {}"), few, timeout=3.0)
-    assert (hang.check, hang.right, hang.failing[-1]["message"]) == ("timeout", True, "no result after 3 s")
-    assert crash.detections == hang.detections == Detections(True, True, True)
+    assert crash.detections == Detections(True, True, True)
     broken = examined(made("    undeclared();"), few)
     assert not broken.right
     assert "swizzle.cu does not compile" in broken.problem
+
+
+@pytest.mark.long
+def test_a_hang_is_a_row(few: list[Case]) -> None:
+    hang = examined(made("    for (volatile int i = 0; i >= 0;) {}"), few, timeout=3.0)
+    assert (hang.check, hang.right, hang.failing[-1]["message"]) == ("timeout", True, "no result after 3 s")
+    assert hang.detections == Detections(True, True, True)
 
 
 def test_totals_count_what_is_not_equivalent() -> None:
@@ -459,24 +467,20 @@ def test_known_failures_say_nothing_about_a_mutant(tmp_path: Path, monkeypatch: 
     assert given == ["inf", "nan", "outliers"]
 
 
-def test_the_command_runs_those_that_are_selected(tmp_path: Path) -> None:
+def test_a_search_ignores_the_recorded_cases_and_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command without and with --search."""
+    monkeypatch.setattr(recorded, "PATH", tmp_path / "recorded.json")
     runner = CliRunner()
     nothing = runner.invoke(cli.app, ["mutants", "-k", "no_such_mutant"])
     assert nothing.exit_code == 2
     assert f"no mutant of {len(ALL)} is selected by -k 'no_such_mutant'" in nothing.output
     arguments = ["cases/nvfp4_layout.toml", "-k", "unswizzle-of-unpadded", "-n", "1", "--report-dir", str(tmp_path)]
-    result = runner.invoke(cli.app, ["mutants", *arguments])
-    assert result.exit_code == 0, result.output
-    assert "caught by narrowgauge 1 of 1" in result.output
+    for options in ([], ["--search"]):
+        assert not recorded.PATH.exists()
+        result = runner.invoke(cli.app, ["mutants", *arguments, *options])
+        assert result.exit_code == 0, result.output
+        assert "caught by narrowgauge 1 of 1" in result.output
+    assert list(recorded.read(recorded.PATH)) == ["unswizzle-of-unpadded"]
     kept = json.loads((tmp_path / "mutants.json").read_text())
     assert kept["totals"]["killed"] == 1
     assert kept["mutants"][0]["name"] == "unswizzle-of-unpadded"
-
-
-def test_a_search_ignores_the_recorded_cases_and_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "PATH", tmp_path / "recorded.json")
-    arguments = ["cases/nvfp4_layout.toml", "-k", "unswizzle-of-unpadded", "-n", "1", "--report-dir", str(tmp_path)]
-    for options in ([], ["--search"]):
-        assert not recorded.PATH.exists()
-        assert CliRunner().invoke(cli.app, ["mutants", *arguments, *options]).exit_code == 0
-    assert list(recorded.read(recorded.PATH)) == ["unswizzle-of-unpadded"]
