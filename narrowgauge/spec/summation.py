@@ -20,15 +20,17 @@ LAST_BITS = (1 << 29) - 1
 """Mask of the last bits of a float64 number, which a float32 number lacks."""
 
 ORDERS = (
-    "sequential", "blocks", "tree", "split-<n>", "aligned-<F>-<W>", "aligned-<F>-<W>-<P>", "decoded-aligned-<F>-<W>",
-    "split-<n>-[decoded-]aligned-<F>-<W>[-<P>]",
+    "sequential", "blocks", "tree", "split-<n>[-tree]", "aligned-<F>-<W>", "aligned-<F>-<W>-<P>",
+    "decoded-aligned-<F>-<W>", "split-<n>-[decoded-]aligned-<F>-<W>[-<P>][-tree][-out]", "split-at-<k>[-<k>…]…",
 )  # fmt: skip
 """Names of the orders of summation, with a number for each <letter>; defined in `Summation.order`."""
 OPERANDS = ("decoded-float32", "decoded-bfloat16")
 """Declarations of operands that are not multiplied as codes and scales; defined in `Summation.operands`."""
-_SPLIT = re.compile(r"split-([1-9]\d{0,3})")
+_SLICES = r"split-(?:(?P<count>[1-9]\d{0,3})|at(?P<cuts>(?:-[1-9]\d{0,6})+))"
+_SPLIT = re.compile(rf"{_SLICES}(?P<tree>-tree)?")
 _ALIGNED = re.compile(
-    rf"(?:{_SPLIT.pattern}-)?(?:(decoded)-)?aligned-([1-9]\d?)-([1-9]\d{{0,3}})(?(2)|(?:-([1-9]\d{{0,5}}))?)"
+    rf"(?P<split>{_SLICES}-)?(?P<decoded>decoded-)?aligned-(?P<fraction>[1-9]\d?)-(?P<width>[1-9]\d{{0,3}})"
+    r"(?(decoded)|(?:-(?P<promoted>[1-9]\d{0,5}))?)(?(split)(?P<tree>-tree)?(?P<out>-out)?)"
 )
 # A sum of W products and an accumulator, in units of the last bit kept, fits float64: each term is below 2^(F + 2).
 _FLOAT64_BITS = 53
@@ -69,6 +71,12 @@ class Summation:
     "decoded-aligned-<F>-<W>": the same with operands decoded to bfloat16, which are normalised.
     "split-<n>-" and an aligned order: n slices of ⌈steps/n⌉ steps of W columns, or of P columns; the last slices may be
     shorter or empty. A tensor core sums each slice from 0, and the float32 sums of the slices are added in order.
+    "split-at-<k>[-<k>…]": in place of "split-<n>", slices that start at 0 and at the given ascending columns, each
+    moved up to the next whole block or step; slices behind K are empty.
+    "-tree" at the end: neighbouring slice sums are added, then the sums of neighbours; a last one without a neighbour
+    waits for the next round.
+    "-out" at the end: the sums of the slices, and each of their additions, are rounded to the dtype of the output. A
+    single nonempty slice is not rounded.
 
     FP8 with block scales promotes the block sums P by y = fma(fl(P·s_a), s_b, y) in order of K. An order names the
     summation of P, and "split-<n>" cuts the chain of y into slices whose results are added in order.
@@ -102,6 +110,8 @@ class Summation:
         if order is not None and not is_order(order):
             names = ", ".join(map(repr, ORDERS))
             raise ValueError(f"the order of a sum is {names}, or None for any order; not {order!r}")
+        if isinstance(cuts := self.slices, tuple) and list(cuts) != sorted(set(cuts)):
+            raise ValueError(f"{order!r} starts slices at columns {', '.join(map(str, cuts))}, which do not ascend")
         if (model := self.aligned) is not None:
             bits = model.fraction + 2 + math.ceil(math.log2(model.width + 1))
             if bits > _FLOAT64_BITS:
@@ -139,11 +149,27 @@ class Summation:
         return SMALLEST_NORMAL if self.flushes else SMALLEST_SUBNORMAL
 
     @property
-    def slices(self) -> int:
-        """Number of slices of K: n of "split-<n>" and "split-<n>-…", else 1."""
-        name = self.order or ""
-        match = _SPLIT.fullmatch(name) or _ALIGNED.fullmatch(name)
-        return int(match[1]) if match and match[1] else 1
+    def slices(self) -> int | tuple[int, ...]:
+        """Number of slices of K, or the columns at which slices behind the first one start; 1 without slices."""
+        if self._splits is None or not (self._splits["count"] or self._splits["cuts"]):
+            return 1
+        if self._splits["count"]:
+            return int(self._splits["count"])
+        return tuple(map(int, self._splits["cuts"].split("-")[1:]))
+
+    @property
+    def joined_as_tree(self) -> bool:
+        """Whether neighbouring sums of slices are added first; else they are added in order."""
+        return self._splits is not None and self._splits["tree"] is not None
+
+    @property
+    def joined_in_output(self) -> bool:
+        """Whether the sums of slices are rounded to the dtype of the output; else they are float32."""
+        return self._splits is not None and "out" in self._splits.re.groupindex and self._splits["out"] is not None
+
+    @property
+    def _splits(self) -> re.Match[str] | None:
+        return _SPLIT.fullmatch(self.order or "") or _ALIGNED.fullmatch(self.order or "")
 
     @property
     def aligned(self) -> Alignment | None:
@@ -151,8 +177,8 @@ class Summation:
         match = _ALIGNED.fullmatch(self.order or "")
         if not match:
             return None
-        _, decoded, fraction, width, promoted = match.groups()
-        return Alignment(int(fraction), int(width), int(promoted) if promoted else None, decoded is not None)
+        promoted = int(match["promoted"]) if match["promoted"] else None
+        return Alignment(int(match["fraction"]), int(match["width"]), promoted, match["decoded"] is not None)
 
 
 def is_order(name: object) -> bool:

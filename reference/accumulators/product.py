@@ -13,8 +13,9 @@ import torch
 from narrowgauge.reference.accumulators.hardware import HardwareModel
 from narrowgauge.reference.accumulators.steps import Side, side, step
 from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
+from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import Factors
-from narrowgauge.reference.numbers.blocks import pad_columns, split_columns
+from narrowgauge.reference.numbers.blocks import pad_columns
 from narrowgauge.reference.numbers.slabs import slabs
 from narrowgauge.spec.summation import Alignment
 
@@ -25,19 +26,26 @@ class Composition:
 
     promoted: int | None = None
     """Columns after which the accumulator is added to a float32 sum and restarts at 0; None: never."""
-    splits: int = 1
-    """Slices of K, of ⌈steps/splits⌉ steps each; with promotion of ⌈chunks/splits⌉ promoted chunks each."""
+    splits: int | tuple[int, ...] = 1
+    """Slices of K, of ⌈steps/splits⌉ steps each; with promotion of ⌈chunks/splits⌉ promoted chunks each. Or the columns
+    at which slices behind the first one start, as stream-K cuts K, each moved up to the next step or promoted chunk."""
     reduction: Literal["in-order", "tree"] = "in-order"
     """The order in which the sums of slices are added: in order of K, or neighbours first."""
     reduced_in: torch.dtype = torch.float32
     """The dtype to which the sums of slices, and each of their additions, are rounded."""
 
     def __post_init__(self) -> None:
-        for name, count in (("promoted", self.promoted), ("splits", self.splits)):
+        splits = self.splits if isinstance(self.splits, tuple) else (self.splits,)
+        for name, count in (("promoted", self.promoted), *(("splits", one) for one in splits)):
             if count is not None and count < 1:
                 raise ValueError(f"{name} is {count}; it is a number of columns or slices, at least 1")
         if self.reduction not in ("in-order", "tree"):
             raise ValueError(f"reduction is {self.reduction!r}; it is 'in-order' or 'tree'")
+
+    @property
+    def split(self) -> SplitK:
+        """The slices of K and how their sums are joined."""
+        return SplitK(self.splits, self.reduction == "tree", self.reduced_in)
 
 
 def product(
@@ -98,8 +106,6 @@ def _by_tensor_core(left: Side, right: Side, model: HardwareModel, how: Composit
     """
     if model.kind != "aligned" or model.block is not None or model.nearest or model.kept != min(model.fraction, 23):
         return None
-    if how.reduction != "in-order" or how.reduced_in != torch.float32:
-        return None
     sides = []
     smallest, largest = 1.0, float(4 * left.values.shape[1])
     for factor in (left, right):
@@ -113,7 +119,7 @@ def _by_tensor_core(left: Side, right: Side, model: HardwareModel, how: Composit
         return None
     alignment = Alignment(model.fraction, model.width, how.promoted)
     exact = left.values @ right.values.T
-    return fast_tensor_core_sum(sides[0], sides[1], alignment, exact, slices=how.splits).float()
+    return fast_tensor_core_sum(sides[0], sides[1], alignment, exact, split=how.split).float()
 
 
 def _scales(scales: torch.Tensor, model: HardwareModel) -> torch.Tensor:
@@ -141,18 +147,9 @@ def _composed(left: Side, right: Side, start: torch.Tensor, model: HardwareModel
     width = how.promoted or model.width
     sums = [
         _slice_sum(left, right, columns, start if columns.start == 0 else torch.zeros_like(start), model, how)
-        for columns in split_columns(left.values.shape[1], width, how.splits)
+        for columns in how.split.columns(left.values.shape[1], width)
     ]
-    if len(sums) == 1:
-        return sums[0]
-    terms = [x.to(how.reduced_in) for x in sums]
-    while len(terms) > 1:
-        if how.reduction == "in-order":
-            terms = [terms[0] + terms[1], *terms[2:]]
-        else:
-            pairs = [terms[k] + terms[k + 1] for k in range(0, len(terms) - 1, 2)]
-            terms = [*pairs, *terms[2 * len(pairs) :]]
-    return terms[0].double()
+    return how.split.joined(sums).double()
 
 
 def _slice_sum(

@@ -19,6 +19,7 @@ from narrowgauge.reference.gemm.fast.exact_sum import fast_exact_sum
 from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
 from narrowgauge.reference.gemm.gemm import alpha, check_operands
 from narrowgauge.reference.gemm.operands import element_values, format_span, operand, promotes, scale_values
+from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import factors_of_operand
 from narrowgauge.reference.numbers.exact import ExactSum, lowest_bit, round_to_odd, two_sum
 from narrowgauge.spec.arguments import check_epilogue
@@ -74,11 +75,14 @@ def bounds(
     c: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     order: Summation | str | None = None,
+    joined_in: torch.dtype | None = None,
 ) -> Bounds:
     """Bounds of `gemm(a, b, out_dtype=…, c=…, bias=…)`: operands (M, K) and (N, K) to outputs (M, N).
 
     `order`: the declared summation, or its name; None: any order, rounding to nearest. A term, or a block sum, times
     scales that are powers of two is exact if the product is a float32 number, and otherwise rounds once.
+
+    `joined_in`: dtype of the sums of slices of K if the order ends with "-out"; None: `out_dtype`.
 
     With declared operands the bounds are those of `decoded_bounds`: the sums of decoded operands, in any order.
 
@@ -97,13 +101,14 @@ def bounds(
         dtype = DTYPES[declared.operands]
         x, w = (decoded(q, tensor_factor(q), dtype, flushes=declared.flushes) for q in (a, b))
         return _bounds_of_sums(decoded_bounds(x, w, declared), a, out_dtype, c, bias, declared)
+    split = SplitK.of(declared, joined_in or out_dtype)
     if promotes(a.recipe):
-        return _bounds_of_sums(promotion_bounds(a, b, declared), a, out_dtype, c, bias, declared)
+        return _bounds_of_sums(promotion_bounds(a, b, declared, split), a, out_dtype, c, bias, declared)
     left, right = operand(a), operand(b)
     total = fast_exact_sum(a, b, left, right)
     if (model := declared.aligned) is not None:
         factors = factors_of_operand(a), factors_of_operand(b)
-        simulated = fast_tensor_core_sum(*factors, model, total.high, slices=declared.slices)
+        simulated = fast_tensor_core_sum(*factors, model, total.high, split=split)
         total = ExactSum(simulated, None)
         tier = torch.full_like(total.high, DECLARED, dtype=torch.uint8)
         error, overflow = torch.zeros_like(total.high), torch.zeros_like(tier, dtype=torch.bool)

@@ -15,6 +15,7 @@ from narrowgauge.reference.bounds.flushing import extended_to_zero, is_subnormal
 from narrowgauge.reference.bounds.running_error import empty_sums, tree_sum, with_evaluation_error
 from narrowgauge.reference.gemm.fast.promoted_sum import fast_promoted_sum
 from narrowgauge.reference.gemm.promotion import BlockScaledOperands, promoted_sum
+from narrowgauge.reference.gemm.split_k import SplitK, join
 from narrowgauge.reference.numbers.exact import fma, lowest_bit
 from narrowgauge.reference.numbers.slabs import tiles
 from narrowgauge.spec.quantized import Quantized
@@ -48,8 +49,8 @@ class SumBounds:
         return SumBounds(*(values[rows, columns] for values in vars(self).values()))
 
 
-def promotion_bounds(a: Quantized, b: Quantized, declared: Summation) -> SumBounds:
-    """Bounds of `promoted_sum(a, b)` in the declared order, or in any order of additions.
+def promotion_bounds(a: Quantized, b: Quantized, declared: Summation, split: SplitK) -> SumBounds:
+    """Bounds of `promoted_sum(a, b)` in the declared order with its slices `split`, or in any order of additions.
 
     Without a declared order the terms code·code·s_a·s_b may be added in any tree. The factors may be applied to
     elements, blocks or partial sums in any association, with at most 3 roundings of a term.
@@ -58,10 +59,10 @@ def promotion_bounds(a: Quantized, b: Quantized, declared: Summation) -> SumBoun
     certificate = None
     if declared.order not in (None, "tree") and declared.aligned is None:
         certificate = exactness_certificate(_finite(operands.left), _finite(operands.right), exact=False)
-    if declared.aligned is None:
-        expected = fast_promoted_sum(a, b, slices=declared.slices)
+    if declared.aligned is None and not split.tree:
+        expected = fast_promoted_sum(a, b, slices=split.slices)
     else:
-        expected = promoted_sum(a, b, slices=declared.slices, alignment=declared.aligned)
+        expected = promoted_sum(a, b, split=split, alignment=declared.aligned)
     no = torch.zeros_like(expected, dtype=torch.bool)
     centre = torch.zeros_like(expected, dtype=torch.float64)
     bounds = SumBounds(expected, expected.clone(), expected.clone(), no, no.clone(), no.clone(), centre)
@@ -72,7 +73,8 @@ def promotion_bounds(a: Quantized, b: Quantized, declared: Summation) -> SumBoun
         elif declared.aligned is not None and not declared.flushes:
             _set_simulated(part, tile)
         else:
-            _set_declared_order(part, tile, declared, None if certificate is None else certificate.part(rows, columns))
+            part_certificate = None if certificate is None else certificate.part(rows, columns)
+            _set_declared_order(part, tile, declared, split, part_certificate)
     return bounds
 
 
@@ -90,10 +92,14 @@ def _set_simulated(operands: BlockScaledOperands, bounds: SumBounds) -> None:
         bounds.centre += exact * s_a.double() * s_b.double()
 
 
+_Ends = tuple[torch.Tensor, torch.Tensor]
+
+
 def _set_declared_order(
     operands: BlockScaledOperands,
     bounds: SumBounds,
     declared: Summation,
+    split: SplitK,
     certificate: ExactnessCertificate | None,
 ) -> None:
     """Sets the bounds of a declared order, by interval arithmetic through t = fl(P·s_a) and y = fma(t, s_b, y).
@@ -105,7 +111,7 @@ def _set_declared_order(
     overflow = torch.zeros_like(any_order)
     flushed = torch.zeros_like(any_order)
     slice_ends = []
-    for blocks in operands.sliced_blocks(declared.slices):
+    for blocks in operands.sliced_blocks(split):
         lower = upper = torch.zeros_like(bounds.expected)
         for columns, number in blocks:
             s_a, s_b = operands.scales(number)
@@ -126,13 +132,17 @@ def _set_declared_order(
             lower, upper = _open_on_overflow(lower, upper, overflow)
             bounds.centre += exact * s_a.double() * s_b.double()
         slice_ends.append((lower, upper))
-    lower, upper = slice_ends[0] if slice_ends else (bounds.expected, bounds.expected)
-    for low, high in slice_ends[1:]:
-        lower, upper = lower + low, upper + high
+
+    def added(x: _Ends, y: _Ends) -> _Ends:
+        nonlocal flushed
+        lower, upper = ((x[k].to(split.dtype) + y[k].to(split.dtype)).float() for k in (0, 1))
         if declared.flushes:
-            flushed |= may_flush(lower, upper) & ((lower != 0) | (upper != 0))
+            flushed = flushed | may_flush(lower, upper) & ((lower != 0) | (upper != 0))
             lower, upper = extended_to_zero(lower, upper)
-        lower, upper = _open_on_overflow(lower, upper, overflow)
+        return _open_on_overflow(lower, upper, overflow)
+
+    slice_ends = slice_ends or [(bounds.expected, bounds.expected)]
+    lower, upper = join(slice_ends, added, tree=split.tree)
     lower, upper = lower.masked_fill(overflow, -torch.inf), upper.masked_fill(overflow, torch.inf)
     bounds.lower.copy_(lower)
     bounds.upper.copy_(upper)

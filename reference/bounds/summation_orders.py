@@ -15,6 +15,7 @@ from narrowgauge.reference.bounds.running_error import (
     tree_sum,
     with_evaluation_error,
 )
+from narrowgauge.reference.gemm.split_k import join
 from narrowgauge.reference.numbers.blocks import split_columns
 from narrowgauge.reference.numbers.exact import FLOAT64_EXACT, has_powers, lowest_bit
 from narrowgauge.reference.numbers.slabs import tiles
@@ -89,10 +90,8 @@ def ordered_sums(
     if summation.slices == 1:
         return block_sums(operands, summation, slice(0, operands.columns), start, certificate)
     slices = split_columns(operands.columns, operands.slice_step, summation.slices)
-    sums, *others = [block_sums(operands, summation, columns, start, certificate) for columns in slices]
-    for slice_sum in others:
-        sums = sums.plus(slice_sum, roundoff)
-    return sums
+    sums = [block_sums(operands, summation, columns, start, certificate) for columns in slices]
+    return join(sums, lambda x, y: x.plus(y, roundoff), tree=summation.joined_as_tree)
 
 
 def _underflow_error(quantum: torch.Tensor, summation: Summation) -> torch.Tensor:

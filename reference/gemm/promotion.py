@@ -14,6 +14,7 @@ import torch
 from narrowgauge.reference.gemm.fast.code_ranges import float64_exact_blocks
 from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
 from narrowgauge.reference.gemm.operands import scale_values
+from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import factors_of_elements
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.exact import ExactSum, exact_sum, fma
@@ -51,18 +52,14 @@ class BlockScaledOperands:
         """Elements of the second operand, without scales: float64 (N, K)."""
         return decode(self.codes[1], self.formats[1], torch.float64)
 
-    def sliced_blocks(self, slices: int) -> Iterator[list[tuple[slice, int]]]:
-        """(columns, number) of the blocks in each slice of K: at most `slices` nonempty slices of whole blocks."""
-        blocks = [
-            (slice(start, start + self.width), number)
-            for number, start in enumerate(range(0, self.columns, self.width))
-        ]
-        length = max(1, -(-len(blocks) // slices))
-        for first in range(0, len(blocks), length):
-            yield blocks[first : first + length]
+    def sliced_blocks(self, split: SplitK) -> Iterator[list[tuple[slice, int]]]:
+        """(columns, number) of the blocks in each nonempty slice of K, of whole blocks."""
+        for part in split.columns(self.columns, self.width) if self.columns else ():
+            starts = range(part.start, part.stop, self.width)
+            yield [(slice(start, start + self.width), start // self.width) for start in starts]
 
     def __iter__(self) -> Iterator[tuple[slice, int]]:
-        for blocks in self.sliced_blocks(1):
+        for blocks in self.sliced_blocks(SplitK()):
             yield from blocks
 
     def tile(self, left_rows: slice, right_rows: slice) -> BlockScaledOperands:
@@ -90,17 +87,20 @@ class BlockScaledOperands:
         return fast_tensor_core_sum(*factors, model, exact).float()
 
 
-def promoted_sum(a: Quantized, b: Quantized, *, slices: int = 1, alignment: Alignment | None = None) -> torch.Tensor:
+def promoted_sum(
+    a: Quantized, b: Quantized, *, split: SplitK | None = None, alignment: Alignment | None = None
+) -> torch.Tensor:
     """y = fma(fl(P·s_a), s_b, y) from y = 0 over the blocks in order of K, float32 (M, N).
 
-    P is the block sum, rounded once to float32, or the block sum of the tensor core `alignment`. With several `slices`
-    of whole blocks, each slice has its own y, and the results are added in order.
+    P is the block sum, rounded once to float32, or the block sum of the tensor core `alignment`. With several slices
+    of whole blocks, each slice has its own y, and `split` joins the results.
     """
-    operands = BlockScaledOperands(a, b)
+    operands, split = BlockScaledOperands(a, b), split or SplitK()
     out = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)
     for rows in slabs(out):
         part = operands.tile(rows, slice(None))
-        for chain_number, chain in enumerate(operands.sliced_blocks(slices)):
+        sums = []
+        for chain in operands.sliced_blocks(split):
             y = torch.zeros_like(out[rows])
             for columns, number in chain:
                 s_a, s_b = part.scales(number)
@@ -110,5 +110,7 @@ def promoted_sum(a: Quantized, b: Quantized, *, slices: int = 1, alignment: Alig
                 else:
                     p = part.tensor_core_block_sum(columns, alignment, exact.high)
                 y = fma(p * s_a, s_b, y)
-            out[rows] = y if chain_number == 0 else out[rows] + y
+            sums.append(y)
+        if sums:
+            out[rows] = split.joined(sums)
     return out

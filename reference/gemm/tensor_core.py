@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from narrowgauge.reference.gemm.operands import element_values, scale_values
-from narrowgauge.reference.numbers.blocks import split_columns
+from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.summation import ACCUMULATOR_BITS, Alignment
@@ -58,21 +58,21 @@ def factors_of_operand(q: Quantized) -> Factors:
 
 
 def tensor_core_sum(
-    left: Factors, right: Factors, model: Alignment, exact: torch.Tensor, *, slices: int = 1
+    left: Factors, right: Factors, model: Alignment, exact: torch.Tensor, *, split: SplitK | None = None
 ) -> torch.Tensor:
     """Σ_k left[i, k]·right[j, k] as added by a tensor core: (M, K) and (N, K) to (M, N), float32 numbers in float64.
 
     With `model.decoded` no factor is subnormal: a kernel multiplied elements and scales to numbers of a wider format.
     With `model.promoted` the accumulator restarts at 0 after every `model.promoted` columns, and each accumulator is
-    added to a float32 sum, rounded to nearest. With several `slices` of K, of whole steps of `model.promoted` or
-    `model.width` columns, the float32 sums of the slices are added in order. `exact` (M, N): IEEE sums; where `exact`
-    is infinite or NaN, it is the result. Factors are 0 or from 2^-200 to 2^200.
+    added to a float32 sum, rounded to nearest. `split` cuts K into slices, of whole steps of `model.promoted` or
+    `model.width` columns, and joins their sums. `exact` (M, N): IEEE sums; where `exact` is infinite or NaN, it is the
+    result. Factors are 0 or from 2^-200 to 2^200.
     """
     if model.decoded:
         left, right = left.decoded(), right.decoded()
-    out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
-    for columns in split_columns(left.values.shape[1], model.promoted or model.width, slices):
-        out += _promoted_accumulators(left.columns(columns), right.columns(columns), model)
+    split = split or SplitK()
+    parts = split.columns(left.values.shape[1], model.promoted or model.width)
+    out = split.joined([_promoted_accumulators(left.columns(part), right.columns(part), model) for part in parts])
     return out.add_(0.0).double().where(exact.isfinite(), exact)  # + 0 makes a sum of zeros +0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -22,11 +23,16 @@ def pad_columns(x: torch.Tensor, block: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, tail)) if tail else x
 
 
-def split_columns(columns: int, step: int, slices: int) -> Iterator[slice]:
+def split_columns(columns: int, step: int, slices: int | tuple[int, ...]) -> Iterator[slice]:
     """The nonempty slices of `columns` columns, or an empty slice if there are none: n slices of ⌈blocks/n⌉ blocks.
 
-    A block has `step` columns. Source: docs/tolerance.md#declared-order, "split-<n>".
+    Or slices that start at 0 and at the given columns, each moved up to the next block. A block has `step` columns.
+    Source: docs/tolerance.md#declared-order, "split-<n>" and "split-at-<k>".
     """
+    if isinstance(slices, tuple):
+        starts = sorted({0, *(-(-cut // step) * step for cut in slices if -(-cut // step) * step < columns)})
+        yield from (slice(*ends) for ends in pairwise([*starts, columns]))
+        return
     blocks = -(-columns // step)
     width = max(1, -(-blocks // slices)) * step
     for start in range(0, max(1, columns), width):

@@ -98,14 +98,14 @@ def in_blocks(a: Quantized, b: Quantized, adder: Adder, columns: slice = slice(N
     return total
 
 
-def in_slices(a: Quantized, b: Quantized, adder: Adder, slices: int) -> np.ndarray:
-    """n slices of whole blocks, or of columns, and their sums in turn: (m, n)."""
+def in_slices(a: Quantized, b: Quantized, adder: Adder, slices: int, *, tree: bool = False) -> np.ndarray:
+    """n slices of whole blocks, or of columns, and their sums in turn or as a tree: (m, n)."""
     columns = a.shape[1]
     cut = 1 if a.recipe.whole else a.recipe.block[1]
     blocks = -(-columns // cut)
     each = -(-blocks // slices) * cut
     parts = [in_blocks(a, b, adder, slice(start, start + each)) for start in range(0, columns, each)]
-    return in_turn(np.stack(parts, axis=2), adder)
+    return (in_pairs if tree else in_turn)(np.stack(parts, axis=2), adder)
 
 
 def in_order(order: str, a: Quantized, b: Quantized, adder: Adder) -> np.ndarray:
@@ -114,4 +114,6 @@ def in_order(order: str, a: Quantized, b: Quantized, adder: Adder) -> np.ndarray
         return in_turn(scaled_terms(a, b, adder), adder)
     if order == "tree":
         return in_pairs(scaled_terms(a, b, adder), adder)
-    return in_blocks(a, b, adder) if order == "blocks" else in_slices(a, b, adder, int(order.removeprefix("split-")))
+    if order == "blocks":
+        return in_blocks(a, b, adder)
+    return in_slices(a, b, adder, int(order.split("-")[1]), tree=order.endswith("-tree"))

@@ -6,7 +6,7 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.checks.order.masks import GemmFunction
-from narrowgauge.harness.checks.order.order import Order
+from narrowgauge.harness.checks.order.order import Order, in_slices
 from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized, scales_shape
 from narrowgauge.spec.recipes import Recipe
@@ -15,16 +15,17 @@ from narrowgauge.spec.recipes import Recipe
 def declaration_for(order: Order, recipe: Recipe) -> str | None:
     """The declaration of an order for a recipe, whose scales were 1; None if no declaration is known to be right.
 
-    Chains of one block of scales are "blocks". With float32 block scales an order names the sum of a block, which the
-    chains of the whole product do not tell.
+    Slices of chains, "split-<n>", sum the blocks of scales apart, so chains of one block are "blocks" and longer chains
+    have no declaration. With float32 block scales an order names the sum of a block, which the chains of the whole
+    product do not tell.
     """
     if recipe.spans_k:
         return order.declares
     if recipe.scale is FP32:
         return None
-    found = order.slices
-    split = order.declares is not None and order.declares.startswith("split-") and order.width == 1
-    return "blocks" if split and found is not None and found.chain == recipe.block[1] else order.declares
+    if order.width == 1 and (order.declares or "").startswith("split-"):
+        return "blocks" if order.tree == in_slices(order.shape[1], recipe.block[1]) else None
+    return order.declares
 
 
 def operand_dtype(recipe: Recipe) -> torch.dtype:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 
 from narrowgauge.reference.accumulators.trees import Chain, Inputs, NodeArithmetic
+from narrowgauge.reference.gemm.split_k import join
 from narrowgauge.reference.numbers.blocks import split_columns
 
 Kind = Literal["sequential", "aligned", "tree", "slices", "other", "unknown"]
@@ -16,6 +19,10 @@ _PICTURED = 6
 _LONGEST_PROMOTED = 1024
 """Columns of a chain, at most, for the name promotion. Aligned chains of equal length that are joined in order have the
 bits of promotion and of slices of K. CUTLASS promotes every 128 columns; longer chains are named slices."""
+
+
+_MOST_SLICES = 64
+"""Chains of a tree up to which all ways of slicing K are tried; the name of slices of unequal length has every cut."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,17 @@ class Order:
         found = self.slices
         if self.tree is None or found is None or self.width == 1 or not found.promotes:
             return None
-        if (split := aligned_slices(self.tree, self.shape[1])) is not None:
-            return split[1]
+        if (split := self._split) is not None:
+            return split.promoted
         return found.chain if found.regular else None
+
+    @property
+    def _split(self) -> Split | None:
+        return None if self.tree is None else split_of(self.tree, self.shape[1], self._reduced_in)
+
+    @property
+    def _reduced_in(self) -> torch.dtype:
+        return self.arithmetic.reduced_in if self.arithmetic else torch.float32
 
     @property
     def splits(self) -> int | None:
@@ -98,15 +113,17 @@ class Order:
         """
         if self.tree is None or self.slices is None:
             return None
-        if self.width != 1 and (split := aligned_slices(self.tree, self.shape[1])) is not None:
-            return split[0]
+        if self.width != 1 and (split := self._split) is not None:
+            return split.slices if isinstance(split.slices, int) else len(split.slices) + 1
         return self.slices.outer if self.width != 1 or self.slices.nested else self.slices.chains
 
     @property
-    def reduction(self) -> Literal["in order", "other"] | None:
-        """Whether the sums are joined in order of K; None if there is one chain."""
+    def reduction(self) -> Literal["in order", "tree", "other"] | None:
+        """Whether the sums are joined in order of K, or neighbours first; None if there is one chain."""
         if self.tree is None or self.slices is None or self.slices.chains < 2:
             return None
+        if (split := self._split) is not None and split.tree:
+            return "tree"
         return "in order" if self.tree.columns() == sorted(self.tree.columns()) else "other"
 
     @property
@@ -124,9 +141,10 @@ class Order:
             return f"{size} {name}: order not found: {self.reason}"
         parts = [self._steps()]
         if (found := self.slices) is not None and found.chains > 1:
-            dtype = self.arithmetic.reduced_in if self.arithmetic else torch.float32
-            dtype_name = str(dtype).removeprefix("torch.")
-            how = "in order" if self.reduction == "in order" else "in another order than that of K"
+            dtype_name = str(self._reduced_in).removeprefix("torch.")
+            how = {"in order": "in order", "tree": "as a tree"}.get(
+                self.reduction or "", "in another order than that of K"
+            )
             if self.promoted is not None:
                 parts.append(f"promoted to float32 every {self.promoted} columns")
                 if found.outer > 1:
@@ -232,10 +250,27 @@ def in_slices(columns: int | range, length: int, width: int = 1) -> Chain:
     return _joined([sequential(every[start : start + length], width) for start in range(0, len(every), length)])
 
 
-def in_split_slices(columns: int, slices: int, length: int, width: int = 1) -> Chain:
-    """`slices` slices of ⌈chunks/slices⌉ chunks of `length` columns: `in_slices` of each slice, added in order."""
-    parts = [in_slices(range(columns)[part], length, width) for part in split_columns(columns, length, slices)]
-    return _joined([part if part.steps else part.first for part in parts])
+@dataclass(frozen=True)
+class Split:
+    """Slices of K, as a declaration names them."""
+
+    slices: int | tuple[int, ...] = 1
+    """Number of slices, or the columns at which slices behind the first one start."""
+    promoted: int | None = None
+    """Columns of the chains in a slice, which are added in order; None: a slice is one chain."""
+    tree: bool = False
+    """Whether neighbouring sums of slices are added first; else in order."""
+
+
+def in_split_slices(columns: int, split: Split, width: int = 1) -> Chain:
+    """The tree of slices of K. Chains take `width` columns at a time."""
+    parts = [
+        in_slices(range(columns)[part], split.promoted or columns, width)
+        for part in split_columns(columns, split.promoted or width, split.slices)
+    ]
+    terms: list[int | Chain] = [part if part.steps else part.first for part in parts]
+    found = join(terms, lambda one, other: _joined([one, other]), tree=split.tree)
+    return found if isinstance(found, Chain) else Chain(found)
 
 
 def _joined(parts: list[int | Chain]) -> Chain:
@@ -244,22 +279,46 @@ def _joined(parts: list[int | Chain]) -> Chain:
     return Chain(first.first, (*first.steps, *((part,) for part in parts[1:])))
 
 
-def aligned_slices(tree: Chain, columns: int) -> tuple[int, int | None] | None:
-    """(n, P) of a tree of aligned products: n slices of K, promoted every P columns, or never if P is None.
+def split_of(tree: Chain, columns: int, reduced_in: torch.dtype = torch.float32) -> Split | None:
+    """The slices of K of a tree, the shortest name first; None for a tree of another form.
 
-    None for a tree of another form.
+    Promoted sums are float32, so chains that are joined in another dtype are slices.
     """
-    found, width = Slices.of(tree), tree.width
-    length = found.chain
-    if tree == in_slices(columns, columns, width):
-        return 1, None
-    if length % width:
-        return None
-    if tree == in_slices(columns, length, width):
-        if length > _LONGEST_PROMOTED and length == next(split_columns(columns, width, found.chains)).stop:
-            return found.chains, None
-        return 1, length
-    return (found.outer, length) if tree == in_split_slices(columns, found.outer, length, width) else None
+    if tree == in_slices(columns, columns, tree.width):
+        return Split()
+    found = Slices.of(tree)
+    if found.chains > _MOST_SLICES:
+        candidates = [Split(1, found.chain), Split(found.outer, found.chain)]
+    else:
+        candidates = list(_possible_splits(tree, columns, found))
+    for split in candidates:
+        promotes = split.promoted is not None and reduced_in is torch.float32 and tree.width > 1
+        if split.promoted is not None and not (promotes and split.promoted % tree.width == 0):
+            continue
+        if tree == in_split_slices(columns, split, tree.width):
+            return split
+    return None
+
+
+def _possible_splits(tree: Chain, columns: int, found: Slices) -> Iterator[Split]:
+    """The splits with the chains of the tree, the shortest name first."""
+    chains, length, width = found.chains, found.chain, tree.width
+    if length > _LONGEST_PROMOTED and length == next(split_columns(columns, width, chains)).stop:
+        yield Split(chains)
+        yield Split(chains, tree=True)
+    yield Split(1, length)
+    yield Split(found.outer, length)
+    yield Split(chains)
+    yield Split(chains, tree=True)
+    groups = _chain_lengths(tree)
+    cuts = tuple(accumulate(one for group in groups for one in group))[:-1]
+    yield Split(cuts)
+    yield Split(cuts, tree=True)
+    ends = list(accumulate(sum(group) for group in groups))
+    first = next((number for number, group in enumerate(groups) if len(group) > 1), len(groups))
+    yield Split(tuple(ends[max(first - 1, 0) : -1]), length)
+    for slices in range(3, chains):
+        yield Split(slices, length, tree=True)
 
 
 def neighbours_first(columns: int) -> Chain | None:
@@ -296,26 +355,27 @@ def kind_of(tree: Chain, columns: int) -> Kind:
 def declaration(tree: Chain, arithmetic: NodeArithmetic, columns: int) -> str | None:
     """The name of an order of summation with exactly this tree and arithmetic; None if there is none."""
     model = arithmetic.model
-    found = Slices.of(tree)
-    if arithmetic.inputs != "exact" or (arithmetic.reduced_in is not torch.float32 and found.chains > 1):
+    if arithmetic.inputs != "exact":
         return None
-    if model is not None:
-        width = tree.width
-        if model.nearest or model.kept != min(model.fraction, 23) or width == 1:
-            return None
-        split = aligned_slices(tree, columns)
-        if split is None:
-            return None
-        slices, promoted = split
-        name = f"aligned-{model.fraction}-{width}" + (f"-{promoted}" if promoted else "")
-        return f"split-{slices}-{name}" if slices > 1 else name
-    if tree == in_slices(columns, columns):
-        return "sequential"
-    if tree == neighbours_first(columns):
+    if model is None and tree == neighbours_first(columns):
         return "tree"
-    if tree == in_slices(columns, found.chain) and -(-columns // found.chains) == found.chain:
-        return f"split-{found.chains}"
-    return None
+    split = split_of(tree, columns, arithmetic.reduced_in)
+    if split is None:
+        return None
+    ends = "-tree" if split.tree else ""
+    cuts = split.slices if isinstance(split.slices, tuple) else ()
+    slices = f"split-at-{'-'.join(map(str, cuts))}" if cuts else f"split-{split.slices}"
+    if model is not None:
+        if model.nearest or model.kept != min(model.fraction, 23) or tree.width == 1:
+            return None
+        name = f"aligned-{model.fraction}-{tree.width}" + (f"-{split.promoted}" if split.promoted else "")
+        ends += "-out" if arithmetic.reduced_in is not torch.float32 else ""
+        return name if split.slices == 1 else f"{slices}-{name}{ends}"
+    if split.slices == 1 and split.promoted is None:
+        return "sequential"
+    if split.promoted is not None or arithmetic.reduced_in is not torch.float32:
+        return None
+    return slices + ends
 
 
 def _nested(chain: Chain) -> list[Any]:

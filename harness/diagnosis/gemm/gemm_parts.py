@@ -89,7 +89,7 @@ class GemmParts:
             )
             of_decoded = decoded_bounds(x, w, self.order)
             return Sums(of_decoded.lower, of_decoded.upper, of_decoded.overflow)
-        limits = bounds(self.left, self.right, out_dtype=torch.float32, order=self.order)
+        limits = bounds(self.left, self.right, out_dtype=torch.float32, order=self.order, joined_in=self.dtype)
         lower = torch.where(limits.exact, limits.expected, limits.lower)
         upper = torch.where(limits.exact, limits.expected, limits.upper)
         return Sums(lower, upper, limits.undetermined)

@@ -102,7 +102,8 @@ def simulated_orders(declared: Summation, columns: int, block: int | None = None
         prefix = (f"split-{slices}-" if slices > 1 else "") + ("decoded-" if model.decoded else "")
         name = f"{prefix}aligned-{model.fraction}-{model.width}" + (f"-{length}" if length else "")
         names.setdefault(_accumulators(model, slices, length, columns, block), []).append(name)
-    names.pop(_accumulators(model, declared.slices, model.promoted, columns, block), None)
+    if not (declared.joined_as_tree or declared.joined_in_output):
+        names.pop(_accumulators(model, declared.slices, model.promoted, columns, block), None)
     return [list(dict.fromkeys(equal)) for equal in names.values()]
 
 
@@ -118,8 +119,10 @@ def may_have_order(parts: GemmParts, names: Sequence[str]) -> list[bool]:
     undetermined = ~(operand_values(parts.left) @ operand_values(parts.right).T).isfinite()
     few, answers = FewOutputs(left, right, model), []
     for order in map(Summation, names):
+        slices = order.slices
         assert order.aligned is not None
-        sums = few.sums(order.slices, order.aligned.promoted)
+        assert isinstance(slices, int)
+        sums = few.sums(slices, order.aligned.promoted)
         answers.append(bool(fits(parts.output, correct_epilogue(parts, (sums, sums)), undetermined).all()))
     return answers
 
@@ -133,7 +136,9 @@ def simulated_order(name: str) -> GemmDeviation:
     )
 
 
-def _accumulators(model: Alignment, slices: int, promoted: int | None, columns: int, block: int | None) -> Hashable:
+def _accumulators(
+    model: Alignment, slices: int | tuple[int, ...], promoted: int | None, columns: int, block: int | None
+) -> Hashable:
     """The accumulators of an order. Orders with equal accumulators have equal bits.
 
     A slice with a single accumulator is added like a promoted accumulator of the first slice.

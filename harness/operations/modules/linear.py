@@ -514,7 +514,7 @@ class LinearStages:
                 a, b = (pair[which] for pair, which in zip(pairs, choice, strict=True))
                 if a is None or b is None:
                     continue
-                limits = bounds(a, b, out_dtype=output.dtype, order=order, **given)
+                limits = bounds(a, b, out_dtype=output.dtype, order=order, c=given.get("c"), bias=given.get("bias"))
                 if output_stage(stage.stage, output, _cut(limits, len(output)), figures=False).passed:
                     stage.causes.append(cause)
                     return

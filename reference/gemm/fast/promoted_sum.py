@@ -9,6 +9,7 @@ import torch
 
 from narrowgauge.reference.gemm.operands import multiply_blocks
 from narrowgauge.reference.gemm.promotion import BlockScaledOperands
+from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.numbers.decode import decode
 from narrowgauge.reference.numbers.exact import add_product, exact_sum
 from narrowgauge.spec.quantized import Quantized
@@ -21,11 +22,11 @@ _TILE = {"cpu": (256, 1024)}
 _TILE_ELSEWHERE = 1 << 26
 
 
-def fast_promoted_sum(a: Quantized, b: Quantized, *, slices: int = 1) -> torch.Tensor:
-    """The result of `promoted_sum(a, b, slices=slices)`, bit for bit: float32 (M, N)."""
+def fast_promoted_sum(a: Quantized, b: Quantized, *, slices: int | tuple[int, ...] = 1) -> torch.Tensor:
+    """The result of `promoted_sum(a, b, split=SplitK(slices))`, bit for bit: float32 (M, N)."""
     operands = BlockScaledOperands(a, b)
     out = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)
-    chains = list(operands.sliced_blocks(slices))
+    chains = list(operands.sliced_blocks(SplitK(slices)))
     folded = scales_fold(operands)
     right_scales = operands.right_scales.T.contiguous()
     height, width = _TILE.get(out.device.type, (max(1, _TILE_ELSEWHERE // max(1, out.shape[1])), out.shape[1]))

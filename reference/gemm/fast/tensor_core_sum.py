@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import (
     SMALLEST_ALIGNMENT,
     Factors,
@@ -44,15 +45,18 @@ _FLOAT32_SHIFT, _FLOAT32_EXPONENT_MASK = 23, 0xFF << 23
 
 
 def fast_tensor_core_sum(
-    left: Factors, right: Factors, model: Alignment, exact: torch.Tensor, *, slices: int = 1
+    left: Factors, right: Factors, model: Alignment, exact: torch.Tensor, *, split: SplitK | None = None
 ) -> torch.Tensor:
     """The result of `tensor_core_sum` with the same arguments, bit for bit."""
     if model.decoded:
         left, right = left.decoded(), right.decoded()
-    out = exact.float()
-    rows = (~_never_truncated(left, right, model)).any(1).nonzero().squeeze(1)
+    out, split = exact.float(), split or SplitK()
+    if split.dtype is torch.float32:
+        rows = (~_never_truncated(left, right, model)).any(1).nonzero().squeeze(1)
+    else:  # exact sums of slices may round
+        rows = torch.arange(len(out), device=out.device)
     if len(rows):
-        out[rows] = _sum_of_slices(left.rows(rows) if len(rows) < len(out) else left, right, model, slices)
+        out[rows] = _sum_of_slices(left.rows(rows) if len(rows) < len(out) else left, right, model, split)
     return out.add_(0.0).double().where(exact.isfinite(), exact)  # + 0 makes a sum of zeros +0
 
 
@@ -161,7 +165,7 @@ class _BlockedFactors:
         return self.factors.values[:, columns] @ right.factors.values[:, columns].T
 
 
-def _sum_of_slices(left: Factors, right: Factors, model: Alignment, slices: int) -> torch.Tensor:
+def _sum_of_slices(left: Factors, right: Factors, model: Alignment, split: SplitK) -> torch.Tensor:
     """The sum of the slices of K, float32 (M, N)."""
     columns = left.values.shape[1]
     out = torch.zeros(left.values.shape[0], right.values.shape[0], device=left.values.device)
@@ -174,8 +178,8 @@ def _sum_of_slices(left: Factors, right: Factors, model: Alignment, slices: int)
         state.float32 = _Float32Factors.of(x), _Float32Factors.of(y)
     for rows in slabs(out):
         part, state.rows = x.rows(rows), rows
-        for columns_of_slice in split_columns(columns, model.promoted or model.width, slices):
-            out[rows] += _promoted_accumulators(part, y, columns_of_slice, model, state)
+        slices = split.columns(columns, model.promoted or model.width)
+        out[rows] = split.joined([_promoted_accumulators(part, y, one, model, state) for one in slices])
     return out
 
 

@@ -15,7 +15,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.native.runtime import host
 from narrowgauge.reference import ops as reference
 from narrowgauge.spec.recipes import find_recipe
-from narrowgauge.spec.summation import Summation
+from narrowgauge.spec.summation import ORDERS, Summation
 from tests.harness.sample_backends import QUANTIZE, backend
 
 NVFP4 = find_recipe("nvfp4")
@@ -292,8 +292,7 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
 # Declarations of a backend.
 
 DECLARED = (
-    "{'transform': 'butterfly'}, {'gemm': 'sequential' | 'blocks' | 'tree' | 'split-<n>' | 'aligned-<F>-<W>' | "
-    "'aligned-<F>-<W>-<P>' | 'decoded-aligned-<F>-<W>' | 'split-<n>-[decoded-]aligned-<F>-<W>[-<P>]' | 'probe'}, "
+    "{'transform': 'butterfly'}, {'gemm': " + " | ".join(f"'{order}'" for order in ORDERS) + " | 'probe'}, "
     "{'accumulator': 'truncating'}, {'subnormals': 'flushed'}, "
     "{'operands': 'decoded-float32' | 'decoded-bfloat16'}, {'random': 'own'}"
 )
@@ -328,7 +327,7 @@ def test_a_declaration_is_kept_and_none_is_none():
         ),
         (
             {"gemm": "split-0"},
-            f"declares 'gemm' to be 'split-0' (did you mean 'split-<n>'?); it can say {DECLARED}",
+            f"declares 'gemm' to be 'split-0' (did you mean 'split-<n>[-tree]'?); it can say {DECLARED}",
         ),
         (
             {"accumulator": "truncated"},
@@ -376,9 +375,7 @@ def test_an_order_of_a_product_replaces_the_declaration():
     with pytest.raises(BackendError) as raised:
         result.gemm_order(one, other)
     assert str(raised.value) == (
-        "gemm_order gave 'trees'; the order of a sum is 'sequential', 'blocks', 'tree', 'split-<n>', "
-        "'aligned-<F>-<W>', 'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', "
-        "'split-<n>-[decoded-]aligned-<F>-<W>[-<P>]', 'truncating', or None for any"
+        f"gemm_order gave 'trees'; the order of a sum is {', '.join(map(repr, ORDERS))}, 'truncating', or None for any"
     )
     with pytest.raises(BackendError, match="gemm_order raised StopIteration"):
         result.gemm_order(one, other)

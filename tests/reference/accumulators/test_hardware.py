@@ -163,7 +163,9 @@ def test_compositions_join_the_same_accumulators() -> None:
     assert torch.equal(both, ((chunks[0] + chunks[1]) + chunks[2]) + (chunks[3] + chunks[4]))
     narrow = product(a, b, model, composition=Composition(splits=2, reduced_in=torch.bfloat16))
     assert torch.equal(narrow, (part(0, 320).bfloat16() + part(320, 640).bfloat16()).float())
-    assert len({tuple(x.flatten().tolist()) for x in (promoted, in_order, tree, both, narrow)}) == 5
+    cut = product(a, b, model, composition=Composition(splits=(100, 640)))  # at 112, a whole step
+    assert torch.equal(cut, part(0, 112) + part(112, 640))
+    assert len({tuple(x.flatten().tolist()) for x in (promoted, in_order, tree, both, narrow, cut)}) == 6
 
 
 def test_special_numbers_have_the_bits_of_nvidia() -> None:
@@ -217,4 +219,4 @@ def test_a_product_by_the_fast_sum_equals_the_product_by_steps(name: str, monkey
         with monkeypatch.context() as patched:
             patched.setattr(accumulators_product, "_by_tensor_core", lambda *_: None)
             assert torch.equal(found.view(torch.int32), product(left, b, model, composition=how).view(torch.int32))
-    assert len(used) == 3
+    assert len(used) == 5

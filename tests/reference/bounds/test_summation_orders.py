@@ -23,7 +23,7 @@ from tests.reference.gemm.test_gemm_formats import BLOCK_PAIRS, pair
 from tests.reference.samples import operands, quantized
 from tests.thinned import thinned
 
-ORDERS = ["sequential", "blocks", "tree", "split-2", "split-3"]
+ORDERS = ["sequential", "blocks", "tree", "split-2", "split-3", "split-4-tree"]
 UNITS = [Adder(), Adder(truncates=True), Adder(flushes=True), Adder(truncates=True, flushes=True)]
 UNIT_IDS = ["nearest", "truncating", "flushing", "truncating and flushing"]
 every_order = pytest.mark.parametrize("order", ORDERS)
@@ -97,15 +97,17 @@ def test_promoted_sums_keep_to_their_order(order: str, truncates: bool) -> None:
         terms = kernels.code_terms(a, b)
         s_a, s_b = (narrow.factors(q).astype(np.float32) for q in (a, b))
         blocks = kernels.blocks_of(a)
-        slices = int(order[-1]) if order.startswith("split") else 1
+        slices = int(order.split("-")[1]) if order.startswith("split") else 1
         each = -(-len(blocks) // slices)
-        total = np.zeros((3, 4), np.float32)
+        sums = []
         for first in range(0, len(blocks), each):
             y = np.zeros((3, 4), np.float32)
             for block in blocks[first : first + each]:
                 inner = (adders.in_pairs if order == "tree" else adders.in_turn)(terms[:, :, block], unit)
                 y = kernels.fma(inner * s_a[:, block.start, None], s_b[None, :, block.start], y)
-            total += y
+            sums.append(y)
+        join = adders.in_pairs if order.endswith("-tree") else adders.in_turn
+        total = join(np.stack(sums, axis=2), Adder())
         assert accepted(limits, torch.from_numpy(total)).all(), kind
         assert accepted(limits, limits.expected).all()
 
@@ -293,11 +295,14 @@ def test_a_truncating_unit_has_no_bound_for_very_long_sums() -> None:
 @pytest.mark.parametrize(
     ("order", "truncates", "message"),
     [
-        ("split-0", False, "the order of a sum is 'sequential', 'blocks', 'tree', 'split-<n>', 'aligned-<F>-<W>', "
-         "'aligned-<F>-<W>-<P>', 'decoded-aligned-<F>-<W>', 'split-<n>-[decoded-]aligned-<F>-<W>[-<P>]', or None for "
-         "any order; not 'split-0'"),
+        ("split-0", False, "the order of a sum is 'sequential', 'blocks', 'tree', 'split-<n>[-tree]', "),
+        ("split-0", False, "'split-at-<k>[-<k>…]…', or None for any order; not 'split-0'"),
         ("split-0-aligned-13-32", False, "not 'split-0-aligned-13-32'"),
-        ("split-2-tree", False, "not 'split-2-tree'"),
+        ("split-2-out", False, "not 'split-2-out'"),
+        ("split-2-aligned-13-32-out-tree", False, "not 'split-2-aligned-13-32-out-tree'"),
+        ("aligned-13-32-out", False, "not 'aligned-13-32-out'"),
+        ("split-at-aligned-13-32", False, "not 'split-at-aligned-13-32'"),
+        ("split-at-64-32", False, "starts slices at columns 64, 32, which do not ascend"),
         ("split-2-aligned-13-32-100", False, "promotes sums of 100 columns, no multiple of 32"),
         ("decoded-aligned-13-32-64", False, "not 'decoded-aligned-13-32-64'"),
         ("decoded-blocks", False, "not 'decoded-blocks'"),

@@ -13,6 +13,7 @@ from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.fast import tensor_core_sum as fast
 from narrowgauge.reference.gemm.fast.tensor_core_sum import fast_tensor_core_sum
 from narrowgauge.reference.gemm.gemm import alpha, exact_product
+from narrowgauge.reference.gemm.split_k import SplitK
 from narrowgauge.reference.gemm.tensor_core import Factors, factors_of_operand, power_of_two, tensor_core_sum
 from narrowgauge.reference.numbers import slabs
 from narrowgauge.reference.scalar import rounding
@@ -59,22 +60,40 @@ def accumulator(x: np.ndarray, y: np.ndarray, formats: tuple[Format, Format], fr
         ("split-9-aligned-13-32", [(0, 32), (32, 64), (64, 96), (96, 128), (128, 150)]),
         ("split-2-aligned-25-16-16", [(0, 80), (80, 150)]),
         ("split-2-decoded-aligned-13-16", [(0, 80), (80, 150)]),
+        ("split-at-33-90-aligned-13-32", [(0, 64), (64, 96), (96, 150)]),
+        ("split-at-32-96-999-aligned-13-16-32", [(0, 32), (32, 96), (96, 150)]),
     ],
 )
 def test_slices_of_k_are_summed_apart_and_added(order: str, slices: list[tuple[int, int]]) -> None:
     a, b = pair(FP8, 11, (24, 24, 150), "one", "any")
     model, exact = summation(order).aligned, exact_product(a, b).high
+    split = SplitK.of(summation(order), torch.float32)
     assert model is not None
     factors = factors_of_operand(a), factors_of_operand(b)
     total = torch.zeros(24, 24)
     for columns in slices:
         total += tensor_core_sum(*(side.columns(slice(*columns)) for side in factors), model, exact).float()
-    found = tensor_core_sum(*factors, model, exact, slices=summation(order).slices).float()
+    found = tensor_core_sum(*factors, model, exact, split=split).float()
     assert torch.equal(found, total)
-    few = fast.FewOutputs(*factors, model)
-    assert torch.equal(few.sums(summation(order).slices, model.promoted), total)
+    if isinstance(split.slices, int):
+        assert torch.equal(fast.FewOutputs(*factors, model).sums(split.slices, model.promoted), total)
     assert not torch.equal(found, tensor_core_sum(*factors, model, exact).float())
     assert torch.equal(bounds(a, b, out_dtype=torch.float32, order=order).expected, alpha(a, b) * total)
+
+
+def test_sums_of_slices_joined_as_a_tree_in_the_dtype_of_the_output() -> None:
+    a, b = pair(FP8, 12, (24, 24, 256), "one", "data")
+    order = "split-5-aligned-25-16-tree-out"
+    limits = bounds(a, b, out_dtype=torch.bfloat16, order=order)
+    model, exact = summation(order).aligned, exact_product(a, b).high
+    assert model is not None
+    factors = factors_of_operand(a), factors_of_operand(b)
+    cuts = [slice(start, start + 64) for start in range(0, 256, 64)]  # ⌈16 steps / 5⌉ steps: the fifth slice is empty
+    x = [tensor_core_sum(*(side.columns(cut) for side in factors), model, exact).bfloat16() for cut in cuts]
+    assert torch.equal(limits.expected, (alpha(a, b) * ((x[0] + x[1]) + (x[2] + x[3])).float()).bfloat16())
+    assert accepted(limits, limits.expected).all()
+    for other in (order.removesuffix("-out"), order.replace("-tree", ""), "aligned-25-16"):
+        assert not accepted(limits, bounds(a, b, out_dtype=torch.bfloat16, order=other).expected).all(), other
 
 
 @pytest.mark.parametrize("family", ["any", "data", "sparse"])
@@ -108,12 +127,12 @@ def test_the_fast_sum_equals_the_plain_sum(names: tuple[str, str], order: str, m
         [("equal", "lattice"), ("near", "data"), ("wide", "sparse"), ("wide", "any")]
     ):
         a, b = pair(names, seed, (15, 20, 100), "one" if names == FP8 else kind, family)
-        model, slices = summation(order).aligned, summation(order).slices
+        model, split = summation(order).aligned, SplitK.of(summation(order), torch.float32)
         assert model is not None
         factors, exact = (factors_of_operand(a), factors_of_operand(b)), exact_product(a, b).high
         shares.append(float(fast._never_truncated(*factors, model).double().mean()))
-        plain = bits(tensor_core_sum(*factors, model, exact, slices=slices).float())
-        assert torch.equal(bits(fast_tensor_core_sum(*factors, model, exact, slices=slices).float()), plain)
+        plain = bits(tensor_core_sum(*factors, model, exact, split=split).float())
+        assert torch.equal(bits(fast_tensor_core_sum(*factors, model, exact, split=split).float()), plain)
         for few, many, checked_blocks, slab in (
             (1.0, 1.0, 1, 1 << 10), (1.0, 1.0, 3, 1 << 10), (-1.0, 1.0, 3, 1 << 10), (-1.0, -1.0, 1, 1 << 10),
             (0.1, 0.1, 2, 1 << 10), (-1.0, 1.0, 8, 1 << 18),
@@ -125,7 +144,7 @@ def test_the_fast_sum_equals_the_plain_sum(names: tuple[str, str], order: str, m
                 patched.setattr(fast, "_CHECKED_BLOCKS", checked_blocks)
                 patched.setattr(fast, "_SKIPPED_CHECKS", 2)
                 patched.setattr(fast, "_never_truncated", lambda *_: torch.zeros(15, 20).bool())
-                simulated = fast_tensor_core_sum(*factors, model, exact, slices=slices)
+                simulated = fast_tensor_core_sum(*factors, model, exact, split=split)
                 assert torch.equal(bits(simulated.float()), plain)
     assert max(shares) == 1
     assert min(shares) < 1

@@ -10,8 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from narrowgauge.harness.checks.order.backend_gemm import declaration_for
 from narrowgauge.harness.checks.order.masks import MaskedGemm
-from narrowgauge.harness.checks.order.order import Order, in_slices, in_split_slices, neighbours_first
+from narrowgauge.harness.checks.order.order import Order, Split, in_slices, in_split_slices, neighbours_first
 from narrowgauge.harness.checks.order.probe import accumulation_order
 from narrowgauge.harness.checks.order.reveal import reveal
 from narrowgauge.harness.cli.commands import app
@@ -19,6 +20,7 @@ from narrowgauge.reference.accumulators.hardware import HardwareModel, find_hard
 from narrowgauge.reference.accumulators.product import Composition, product
 from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic, tree_sum
 from narrowgauge.reference.numbers.exact import exact_sum
+from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 
 Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -73,10 +75,19 @@ def test_masks_above_the_largest_float16_output() -> None:
     [
         (in_slices(7168, 3584, 32), 7168, "split-2-aligned-13-32"),
         (in_slices(7168, 1024, 32), 7168, "aligned-13-32-1024"),
-        (in_split_slices(7168, 2, 128, 32), 7168, "split-2-aligned-13-32-128"),
-        (in_split_slices(7170, 3, 128, 32), 7170, "split-3-aligned-13-32-128"),
+        (in_split_slices(7168, Split(2, 128), 32), 7168, "split-2-aligned-13-32-128"),
+        (in_split_slices(7170, Split(3, 128), 32), 7170, "split-3-aligned-13-32-128"),
         (in_slices(7168, 4096, 32), 7168, "aligned-13-32-4096"),
         (in_slices(7168, 48, 32), 7168, None),
+        (in_split_slices(7168, Split(4, tree=True), 32), 7168, "split-4-aligned-13-32-tree"),
+        (in_split_slices(7168, Split(5, 128, tree=True), 32), 7168, "split-5-aligned-13-32-128-tree"),
+        (in_split_slices(7168, Split((512, 4096)), 32), 7168, "split-at-512-4096-aligned-13-32"),
+        (in_split_slices(7168, Split((512, 4096), 128), 32), 7168, "split-at-512-4096-aligned-13-32-128"),
+        (
+            in_split_slices(7168, Split((512, 2048, 4096), tree=True), 32),
+            7168,
+            "split-at-512-2048-4096-aligned-13-32-tree",
+        ),
     ],
 )
 def test_aligned_slices_of_k_are_declared(tree: Chain, columns: int, declares: str | None) -> None:
@@ -86,7 +97,12 @@ def test_aligned_slices_of_k_are_declared(tree: Chain, columns: int, declares: s
     if declares is not None:
         declared = Summation(declares)
         assert declared.aligned is not None
-        assert (order.splits, order.promoted) == (declared.slices, declared.aligned.promoted)
+        assert order.promoted == declared.aligned.promoted
+        assert order.splits == (declared.slices if isinstance(declared.slices, int) else len(declared.slices) + 1)
+        assert (order.reduction == "tree") == declared.joined_as_tree
+    narrow = NodeArithmetic(model, reduced_in=torch.bfloat16)
+    found = Order((64, columns, 512), torch.bfloat16, "aligned", tree, narrow).declares
+    assert found is None or Summation(found).joined_in_output
 
 
 def random_chain(columns: list[int], generator: random.Random) -> Chain:
@@ -151,10 +167,15 @@ def test_declared_orders_are_named() -> None:
         (float32_tree(in_slices(20, 20)), 20, "sequential"),
         (float32_tree(in_slices(20, 7)), 20, "split-3"),
         (float32_tree(tree, fused=False), 16, "tree"),
+        (float32_tree(in_split_slices(20, Split(4, tree=True))), 20, "split-4-tree"),
+        (float32_tree(in_split_slices(20, Split((3, 12)))), 20, "split-at-3-12"),
     ):
         order = accumulation_order(gemm, 6, columns, 5, dtype=torch.float32)
         assert order.confirmed
         assert order.declares == name
+    for length, name in ((32, "blocks"), (64, None)):  # an MXFP8 block has 32 columns
+        order = Order((4, 150, 4), torch.float8_e4m3fn, "slices", in_slices(150, length), NodeArithmetic(), 1)
+        assert declaration_for(order, find_recipe("mxfp8-e4m3")) == name
     for gemm in (float32_tree(in_slices(20, 20), fused=False), float32_tree(in_slices(20, 20), fused=True)):
         arithmetic = accumulation_order(gemm, 6, 20, 5, dtype=torch.float32).arithmetic
         assert arithmetic is not None
@@ -196,7 +217,7 @@ def test_slices_reduced_in_the_output_dtype_are_found() -> None:
     assert order.confirmed
     assert order.arithmetic is not None
     assert order.arithmetic.reduced_in is torch.bfloat16
-    assert order.declares is None
+    assert order.declares is None  # "-out" is for aligned orders
 
 
 @pytest.mark.parametrize(
