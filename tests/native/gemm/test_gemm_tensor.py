@@ -66,7 +66,7 @@ def test_every_code_under_every_scale_is_a_bfloat16_number(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*MX, "fp8-current-e4m3", "fp8-current-e5m2"])
-def test_every_code_is_packed_as_its_number_and_the_rest_of_a_tile_as_zeros(name: str) -> None:
+def test_codes_are_packed_as_numbers_and_the_rest_as_zeros(name: str) -> None:
     r = find_recipe(name)
     codes = torch.arange(r.element.codes, dtype=torch.uint8)
     codes = codes[torch.tensor(r.element.values).isfinite()]
@@ -92,7 +92,7 @@ def test_every_code_is_packed_as_its_number_and_the_rest_of_a_tile_as_zeros(name
         (0x7C, 127 + 33, True), (0x3C, 127 + 47, False), (0x3C, 127 + 48, True),
     ],
 )  # fmt: skip
-def test_numbers_whose_products_could_leave_float32_are_refused(code: int, scale: int, refused: bool) -> None:
+def test_numbers_whose_products_leave_float32_are_refused(code: int, scale: int, refused: bool) -> None:
     """From 2^-62 to below 2^48 none is. What is refused is multiplied as everywhere else, and gemm_order says so."""
     codes = torch.full((130, 70), 0x3C, dtype=torch.uint8)
     scales = torch.full((130, 3), 127, dtype=torch.uint8)
@@ -240,10 +240,10 @@ def twice(q: Quantized) -> Quantized:
     return replace(q, codes=codes, scales=scales, shape=(q.shape[0], 2 * q.shape[1]))
 
 
-def test_the_threads_in_every_order_and_any_number_of_workers_give_the_same_bytes(
+def test_every_order_and_number_of_workers_gives_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    a, b = random_operand("mxfp8-e4m3", 140, 330, 1), random_operand("mxfp8-e4m3", 270, 330, 2)
+    a, b = random_operand("mxfp8-e4m3", 140, 70, 1), random_operand("mxfp8-e4m3", 140, 70, 2)
     expected = bounds(a, b, out_dtype=FP32, order=ORDER).expected
     threads = torch.get_num_threads()
     with on_tensor_cores(monkeypatch):
@@ -276,7 +276,7 @@ def test_nothing_outside_is_read_and_nothing_outside_is_written(
 # Paths.
 
 
-def test_tensor_cores_make_large_products_on_hopper_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_cores_make_large_products_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = {torch.device("cuda", index): (8 + index, 0) for index in range(3)}
     monkeypatch.setattr(paths, "_capability", devices.__getitem__)
     least = paths.SMALLEST
@@ -363,7 +363,7 @@ def exact_sum(acc: np.float32, a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("spread", [0, 3, 12, 38])
 def test_the_twin_of_a_product_is_the_model_in_exact_arithmetic(spread: int, cuda_source: Source) -> None:
     rng = np.random.default_rng(spread)
-    count = 400
+    count = 200
     shape = (count, 16)
     numbers_ = [np.ldexp(rng.integers(-255, 256, shape), rng.integers(-spread, spread + 1, shape)) for _ in range(2)]
     numbers_[0][:50, rng.integers(0, 16, 10)] = 0

@@ -71,7 +71,7 @@ def test_every_bit_is_the_models(left: str, right: str, device: torch.device) ->
 @pytest.mark.parametrize(("left", "right"), PAIRS[::3], ids=map(" x ".join, PAIRS[::3]))
 def test_slices_of_k_are_added_in_order(left: str, right: str, device: torch.device) -> None:
     """A CPU counts as three multiprocessors, so a tile of outputs is split into slices of at least 1024 columns."""
-    for m, n, k, most in ((3, 20, 2048, 2), (5, 9, 3072, 3), (130, 7, 2048, 1)):
+    for m, n, k, most in ((3, 5, 2048, 2), (3, 5, 3072, 3), (130, 3, 2048, 1)):
         a, b = random_operand(left, m, k, 1), random_operand(right, n, k, 2)
         order = ops.gemm_order(to(a, device), to(b, device))
         if device.type == "cpu":

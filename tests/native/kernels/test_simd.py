@@ -121,7 +121,8 @@ extern "C" __global__ void {name}(const {given}* x, u32* differ, i64 n) {{
     if (16 * i < n) {call}(x + 16 * i, differ + i);
 }}
 """
-TEXT += "".join(_KERNEL.format(name=name, call=call, given=given) for name, (call, given) in KERNELS.items())
+WRAPPERS = {name: _KERNEL.format(name=name, call=call, given=given) for name, (call, given) in KERNELS.items()}
+FUNCTIONS, TEXT = TEXT, TEXT + "".join(WRAPPERS.values())
 
 
 def differing(source: str, kernel: str, x: np.ndarray, flags: Flags) -> int:
@@ -190,11 +191,12 @@ def test_a_rotation_sums_in_the_declared_order(cuda_source: Source, flags: Flags
 
 def test_a_wrong_lane_is_seen(cuda_source: Source) -> None:
     """What the comparison itself is worth: a sign that NaN keeps, and a sum in another order."""
-    kept = TEXT.replace(
-        "nearest_even<F>(x[i + j]);", "nearest_even<F>(x[i + j]) ^ (x[i + j] != x[i + j] ? F::SIGN : 0u);"
-    )
-    assert kept != TEXT
-    assert differing(cuda_source(kept), "cast_E4M3", decisions(), ()) > 0
-    turned = TEXT.replace("for (int half = 1; half < 16; half *= 2)", "for (int half = 8; half > 0; half /= 2)")
-    assert turned != TEXT
-    assert differing(cuda_source(turned), "rotate_16", rounding_sums().ravel(), ()) > 0
+    wrong = FUNCTIONS + WRAPPERS["cast_E4M3"] + WRAPPERS["rotate_16"]
+    for right, other in (
+        ("nearest_even<F>(x[i + j]);", "nearest_even<F>(x[i + j]) ^ (x[i + j] != x[i + j] ? F::SIGN : 0u);"),
+        ("for (int half = 1; half < 16; half *= 2)", "for (int half = 8; half > 0; half /= 2)"),
+    ):
+        assert right in wrong
+        wrong = wrong.replace(right, other)
+    assert differing(cuda_source(wrong), "cast_E4M3", decisions(), ()) > 0
+    assert differing(cuda_source(wrong), "rotate_16", rounding_sums().ravel(), ()) > 0

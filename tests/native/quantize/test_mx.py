@@ -72,7 +72,7 @@ def amaxes(recipe: Recipe) -> np.ndarray:
 
 
 @EVERY_RULE
-def test_every_border_of_the_rule_at_every_exponent_is_rounded_as_it_is_defined(recipe: str) -> None:
+def test_every_border_at_every_exponent_is_rounded_as_defined(recipe: str) -> None:
     """As the amax of a block of its own, in every place of it."""
     r = find_recipe(recipe)
     numbers = amaxes(r)
@@ -84,7 +84,7 @@ def test_every_border_of_the_rule_at_every_exponent_is_rounded_as_it_is_defined(
 
 
 @EVERY_ELEMENT
-def test_rules_that_no_dialect_combines_are_rounded_as_they_are_defined(name: str) -> None:
+def test_rules_that_no_dialect_combines(name: str) -> None:
     roundings, forms = (
         {find_recipe(f"mxfp8-e4m3@{dialect}").scale_rounding for dialect in MX_DIALECTS},
         {find_recipe(f"mxfp8-e4m3@{dialect}").block_scale for dialect in MX_DIALECTS},
@@ -119,9 +119,9 @@ def test_a_scale_of_te_is_the_smallest_power_of_two_under_which_nothing_saturate
 # Elements.
 
 
-@pytest.mark.parametrize("recipe", thinned(RULES, 3))
+@pytest.mark.parametrize("recipe", thinned(RULES, 6))  # every element, and all dialects but one
 @pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16], 2))
-def test_every_half_precision_number_is_quantized_as_it_is_defined(recipe: str, dtype: torch.dtype) -> None:
+def test_every_half_precision_number_is_rounded_as_defined(recipe: str, dtype: torch.dtype) -> None:
     """In blocks of neighbours, and as the largest element of a block of its own; NaN and infinities among them."""
     r = find_recipe(recipe)
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)

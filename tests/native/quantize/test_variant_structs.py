@@ -14,7 +14,7 @@ from narrowgauge.native.quantize.variants import variant_flags
 from narrowgauge.native.runtime.sources import expanded
 from narrowgauge.native.runtime.structs import KernelStruct
 from narrowgauge.spec.recipes import find_recipe
-from tests.native.launching import Source, run
+from tests.native.launching import ONE, Source, run
 
 GPU = torch.device("cuda")
 VARIANTS: dict[str, tuple[KernelStruct, dict[str, Any]]] = {
@@ -26,27 +26,30 @@ VARIANTS: dict[str, tuple[KernelStruct, dict[str, Any]]] = {
 }
 EVERY_FAMILY = pytest.mark.parametrize("family", VARIANTS)
 
-# Writes the fields of the variant that the compiler knows, in the order of their declaration.
+# Writes the fields of the variants that the compiler knows, in the order of their declaration.
 TEXT = """
 using u32 = unsigned int;
 {declarations}
-extern "C" __global__ void variant(int* out) {{
-    const {struct} variant = VARIANT;
-    {body}
+extern "C" __global__ void variants(int* out) {{
+    const {struct} variants[] = {{{variants}}};
+    for (const {struct}& variant : variants) {{
+        {body}
+    }}
 }}
 """
 
 
-def kernel(struct: KernelStruct) -> str:
-    """TEXT for a struct, with its declaration and all enums of its file."""
+def kernel(struct: KernelStruct, count: int) -> str:
+    """TEXT for `count` variants of a struct, with its declaration and all enums of its file."""
     text = expanded(struct.file)
     enums = re.findall(r"^enum \w+ : int {[^}]*};", text, re.MULTILINE)
     (declaration,) = re.findall(rf"^struct {struct.name} {{.*?^}};", text, re.MULTILINE | re.DOTALL)
-    body = " ".join(f"out[{i}] = static_cast<int>(variant.{f.name});" for i, f in enumerate(struct.fields))
-    return TEXT.format(declarations="\n".join([*enums, declaration]), struct=struct.name, body=body)
+    body = " ".join(f"*out++ = static_cast<int>(variant.{f.name});" for f in struct.fields)
+    variants = ", ".join(f"VARIANT_{i}" for i in range(count))
+    return TEXT.format(declarations="\n".join([*enums, declaration]), struct=struct.name, variants=variants, body=body)
 
 
-TEXTS = {family: kernel(struct) for family, (struct, _) in VARIANTS.items()}
+TEXTS = {family: kernel(struct, 1 + len(variant)) for family, (struct, variant) in VARIANTS.items()}
 
 
 def other_value(struct: KernelStruct, name: str, value: Any) -> Any:
@@ -67,15 +70,14 @@ def expected(struct: KernelStruct, variant: dict[str, Any]) -> list[int]:
 @EVERY_FAMILY
 def test_every_field_of_a_variant_reaches_the_compiler(cuda_source: Source, family: str) -> None:
     struct, variant = VARIANTS[family]
-    source = cuda_source(TEXTS[family])
-    seen = set()
-    for name in (None, *variant):
-        changed = variant if name is None else variant | {name: other_value(struct, name, variant[name])}
-        out = np.zeros(len(struct.fields), np.int32)
-        run(source, "variant", (1, 1, 1), (1, 1, 1), out, flags=(*variant_flags(struct, changed, GPU), "-O0"))
-        assert out.tolist() == expected(struct, changed)
-        seen.add(tuple(out.tolist()))
-    assert len(seen) == 1 + len(variant)
+    variants = [variant, *(variant | {name: other_value(struct, name, old)} for name, old in variant.items())]
+    flags = [flag for changed in variants for flag in variant_flags(struct, changed, GPU)]
+    assert all(flag.startswith("-DVARIANT=") for flag in flags)
+    flags = [flag.replace("VARIANT", f"VARIANT_{number}", 1) for number, flag in enumerate(flags)]
+    out = np.zeros((len(variants), len(struct.fields)), np.int32)
+    run(cuda_source(TEXTS[family]), "variants", ONE, ONE, out, flags=(*flags, "-O0"))
+    assert out.tolist() == [expected(struct, changed) for changed in variants]
+    assert len({tuple(row) for row in out.tolist()}) == len(variants)
 
 
 @EVERY_FAMILY

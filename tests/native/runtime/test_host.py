@@ -31,7 +31,7 @@ extern "C" __global__ void keep(int* out, int write) { kept(out, write); }
 """
 
 
-def test_kernels_of_one_name_in_two_libraries_do_not_share_their_shared_memory(cuda_source: Source) -> None:
+def test_kernels_of_one_name_do_not_share_their_shared_memory(cuda_source: Source) -> None:
     source, out = cuda_source(KEPT), np.zeros(64, np.int32)
     run(source, "keep", ONE, (64, 1, 1), out, np.int32(1), flags=("-DCOUNT=64",))
     assert out[0] == 64
@@ -41,7 +41,9 @@ def test_kernels_of_one_name_in_two_libraries_do_not_share_their_shared_memory(c
 
 # Both ways to switch stacks, and both to start threads.
 
-MIXED = """
+TEXT = (
+    ARITHMETIC
+    + """
 extern "C" __global__ void mixed(const float* x, float* out) {
     __shared__ float values[128];
     const int t = threadIdx.x;
@@ -51,7 +53,23 @@ extern "C" __global__ void mixed(const float* x, float* out) {
     __syncthreads();
     out[blockIdx.x * 128 + t] = values[127 - t] / 3.0f;
 }
+extern "C" __global__ void halved(const float* x, float* out) {
+    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    __syncthreads();
+    out[i] = x[i] * 0.5f;
+}
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+extern "C" __global__ void meet(unsigned* arrived, unsigned* threads) {  // blocks that wait for each other
+    threads[blockIdx.x] = syscall(SYS_gettid);
+    __atomic_fetch_add(arrived, 1u, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(arrived, __ATOMIC_SEQ_CST) < gridDim.x) {
+    }
+}
+#endif
 """
+)
 
 
 @EVERY_ORDER
@@ -61,21 +79,9 @@ def test_the_portable_forms_give_the_same_bytes(cuda_source: Source, order: str)
     for flags in ((), ("-DSIMT_UCONTEXT",), ("-fno-openmp",)):
         outs.append(np.zeros_like(x))
         with host.thread_order(order):
-            run(cuda_source(MIXED), "mixed", (9, 1, 1), (128, 1, 1), x, outs[-1], workers=2, flags=flags)
+            run(cuda_source(TEXT), "mixed", (9, 1, 1), (128, 1, 1), x, outs[-1], workers=2, flags=flags)
     assert outs[0].any()
     assert all(out.tobytes() == outs[0].tobytes() for out in outs)
-
-
-MEETING = """
-#include <sys/syscall.h>
-#include <unistd.h>
-extern "C" __global__ void meet(unsigned* arrived, unsigned* threads) {  // blocks that wait for each other
-    threads[blockIdx.x] = syscall(SYS_gettid);
-    __atomic_fetch_add(arrived, 1u, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(arrived, __ATOMIC_SEQ_CST) < gridDim.x) {
-    }
-}
-"""
 
 
 def threads_of_launches(source: str, workers: int, flags: tuple[str, ...]) -> list[set[int]]:
@@ -89,13 +95,13 @@ def threads_of_launches(source: str, workers: int, flags: tuple[str, ...]) -> li
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the number of an OS thread is asked of Linux")
-def test_launches_run_on_the_same_threads_where_the_compiler_has_openmp(cuda_source: Source) -> None:
+def test_launches_run_on_the_same_threads_with_openmp(cuda_source: Source) -> None:
     if host.is_clang():
         pytest.skip("kernels are compiled without OpenMP where the compiler is Clang")
-    launches = threads_of_launches(cuda_source(MEETING), 3, ())
+    launches = threads_of_launches(cuda_source(TEXT), 3, ())
     assert [len(threads) for threads in launches] == [3, 3, 3]
     assert launches[0] == launches[1] == launches[2]
-    apart = threads_of_launches(cuda_source(MEETING), 3, ("-fno-openmp",))
+    apart = threads_of_launches(cuda_source(TEXT), 3, ("-fno-openmp",))
     assert [len(threads) for threads in apart] == [3, 3, 3]
     assert all(len(threads & launches[0]) == 1 for threads in apart), "all but the caller's are new"
 
@@ -107,17 +113,8 @@ def test_launches_run_on_the_same_threads_where_the_compiler_has_openmp(cuda_sou
 def test_every_operation_rounds_by_itself(cuda_source: Source, kernel: str) -> None:
     x, expected = arithmetic(kernel)
     out = np.zeros_like(expected)
-    run(cuda_source(ARITHMETIC), kernel, (79, 1, 1), (256, 1, 1), x, out, np.int32(len(out)))
+    run(cuda_source(TEXT), kernel, (79, 1, 1), (256, 1, 1), x, out, np.int32(len(out)))
     np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
-
-
-HALVED = """
-extern "C" __global__ void halved(const float* x, float* out) {
-    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
-    __syncthreads();
-    out[i] = x[i] * 0.5f;
-}
-"""
 
 
 @pytest.fixture
@@ -131,12 +128,12 @@ def flush_to_zero() -> Iterator[None]:
 @pytest.mark.usefixtures("flush_to_zero")
 @pytest.mark.parametrize("flags", [(), ("-DSIMT_UCONTEXT",)])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_subnormal_numbers_are_kept_where_the_caller_flushes_them(
+def test_subnormal_numbers_are_kept_if_the_caller_flushes_them(
     cuda_source: Source, workers: int, flags: tuple[str, ...]
 ) -> None:
     bits = np.arange(2, 2 + 2 * 256, 2, dtype=np.uint32)
     out = np.zeros_like(bits)
-    run(cuda_source(HALVED), "halved", (8, 1, 1), (32, 1, 1), bits, out, workers=workers, flags=flags)
+    run(cuda_source(TEXT), "halved", (8, 1, 1), (32, 1, 1), bits, out, workers=workers, flags=flags)
     np.testing.assert_array_equal(out, bits // 2)
     assert not (bits.view(np.float32) * np.float32(0.5)).any(), "and the caller flushes still"
 
@@ -148,17 +145,17 @@ def test_subnormal_numbers_are_kept_where_the_caller_flushes_them(
 def test_a_wrong_number_of_arguments_is_refused(cuda_source: Source, arguments: list[np.generic]) -> None:
     message = f"kernel halved has 2 parameters, but {len(arguments)} arguments were given"
     with pytest.raises(TypeError, match=message):
-        run(cuda_source(HALVED), "halved", ONE, ONE, *arguments)
+        run(cuda_source(TEXT), "halved", ONE, ONE, *arguments)
 
 
 @pytest.mark.parametrize("block", [(1025, 1, 1), (32, 33, 1), (1, 1, 2000), (0, 1, 1)])
 def test_a_block_that_no_gpu_runs_is_refused(cuda_source: Source, block: tuple[int, int, int]) -> None:
     out = np.zeros(4, np.float32)
     with pytest.raises(ValueError, match=re.escape(f"kernel halved: a block has 1 to 1024 threads, not {block}")):
-        run(cuda_source(HALVED), "halved", ONE, block, out, out)
+        run(cuda_source(TEXT), "halved", ONE, block, out, out)
 
 
-def test_an_order_that_does_not_exist_is_refused_and_the_last_one_stays() -> None:
+def test_an_unknown_order_is_refused_and_the_last_one_stays() -> None:
     with host.thread_order("reverse"):
         with pytest.raises(ValueError, match="threads can run forward, reverse, shuffled, not 'backward'"):
             host.thread_order("backward").__enter__()
@@ -175,9 +172,7 @@ extern "C" __global__ void broken(float* out) {
 """
 
 
-def test_a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words_file_and_line(
-    cuda_source: Source, folder: Path
-) -> None:
+def test_a_mistake_in_a_kernel_is_named_by_file_and_line(cuda_source: Source, folder: Path) -> None:
     (folder / "first.cuh").write_text('// a comment\n#pragma once\n#include "second.cuh"\nusing first = int;\n')
     (folder / "second.cuh").write_text("#pragma once\nusing second = int;\n\n\n")
     source = cuda_source(BROKEN)
@@ -186,7 +181,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words_fil
     assert str(caught.value).startswith(f"{source}.cu does not compile: ")
 
 
-def test_a_mistake_in_a_header_is_named_by_the_headers_file_and_line(cuda_source: Source, folder: Path) -> None:
+def test_a_mistake_in_a_header_is_named_by_file_and_line(cuda_source: Source, folder: Path) -> None:
     (folder / "first.cuh").write_text('#pragma once\n#include "second.cuh"\nusing first = nonsense;\n')
     (folder / "second.cuh").write_text("#pragma once\nusing second = rubbish;\n")
     with pytest.raises(ToolchainError) as caught:
