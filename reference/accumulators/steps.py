@@ -81,7 +81,8 @@ def _scale_powers(scales: torch.Tensor, model: HardwareModel) -> torch.Tensor:
     return powers.clamp(min=2.0**-6).where(scales != 0, 0.0) if model.scale == "e4m3" else powers
 
 
-def _accumulator_powers(accumulator: torch.Tensor, model: HardwareModel) -> torch.Tensor:
+def accumulator_powers(accumulator: torch.Tensor, model: HardwareModel) -> torch.Tensor:
+    """Powers of two of the exponents of accumulators; a subnormal one has that of the smallest normal number."""
     smallest = _FLOAT16_SMALLEST if model.half else _FLOAT32_SMALLEST
     return power_of_two(accumulator.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)).clamp(min=smallest)
 
@@ -97,7 +98,7 @@ def _all_terms(
     zero = 2.0**model.zero_exponent
     if model.kind == "aligned":
         powers = powers.where(products != 0, zero)
-    added = _accumulator_powers(accumulator, model).where(accumulator != 0, zero)
+    added = accumulator_powers(accumulator, model).where(accumulator != 0, zero)
     return terms, torch.maximum(powers.amax(2), added)
 
 
@@ -114,7 +115,7 @@ def _rounded_down(
     """CDNA 3: the products are aligned and truncated; their sum and the accumulator are rounded down to one grid."""
     products = products.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     powers = powers.where(products != 0, _NO_EXPONENT)
-    added = _accumulator_powers(accumulator, model).where(accumulator != 0, _FLOAT32_SMALLEST)
+    added = accumulator_powers(accumulator, model).where(accumulator != 0, _FLOAT32_SMALLEST)
     accumulator = accumulator.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     if model.kind == "rounded-down-halves":
         halves = [(products[:, :, k::2], powers[:, :, k::2].amax(2)) for k in (0, 1)]

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from narrowgauge.reference.accumulators.hardware import HardwareModel
-from narrowgauge.reference.accumulators.steps import Side, aligned, convert
+from narrowgauge.reference.accumulators.steps import Side, accumulator_powers, aligned, convert
 from narrowgauge.reference.gemm.tensor_core import power_of_two
 from narrowgauge.reference.numbers.exact import addcmul_rounds_once, fma
 
@@ -66,7 +66,8 @@ class NodeArithmetic:
     """The arithmetic of the additions in a tree."""
 
     model: HardwareModel | None = None
-    """The additions of products: an aligned model, or None for float32 additions that round to nearest."""
+    """The additions of products: an aligned model, or None for float32 additions that round to nearest. Its first
+    operand is the format of a, its last one that of b."""
     fused: bool = True
     """Without a model: whether a product is added by a fused multiply-add, or rounded to float32 first."""
     reduced_in: torch.dtype = torch.float32
@@ -84,7 +85,7 @@ def tree_sum(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeAri
         x, y = (side.float().T.contiguous() for side in (a, b))
         return _nearest_sum(chain, x.unsqueeze(2), y.unsqueeze(1), arithmetic)
     x, y = a.unsqueeze(1), b.unsqueeze(0)
-    return _aligned_sum(chain, _with_powers(x, arithmetic.model), _with_powers(y, arithmetic.model), arithmetic)
+    return _aligned_sum(chain, *_with_powers((x, y), arithmetic.model), arithmetic)
 
 
 def tree_sum_of_pairs(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic: NodeArithmetic) -> torch.Tensor:
@@ -93,13 +94,16 @@ def tree_sum_of_pairs(chain: Chain, a: torch.Tensor, b: torch.Tensor, arithmetic
     if arithmetic.model is None:
         x, y = (side.float().T.contiguous().unsqueeze(1) for side in (a, b))
         return _nearest_sum(chain, x, y, arithmetic).squeeze(0)
-    left, right = (_with_powers(side.unsqueeze(1), arithmetic.model) for side in (a, b))
+    left, right = _with_powers((a.unsqueeze(1), b.unsqueeze(1)), arithmetic.model)
     return _aligned_sum(chain, left, right, arithmetic).squeeze(1)
 
 
-def _with_powers(values: torch.Tensor, model: HardwareModel) -> Side:
-    smallest = 2.0 ** model.smallest_exponent(model.operands[0])
-    return Side(values.double(), power_of_two(values.double()).clamp_(min=smallest))
+def _with_powers(values: tuple[torch.Tensor, torch.Tensor], model: HardwareModel) -> tuple[Side, Side]:
+    smallest = [2.0 ** model.smallest_exponent(name) for name in (model.operands[0], model.operands[-1])]
+    left, right = (
+        Side(x.double(), power_of_two(x.double()).clamp_(min=least)) for x, least in zip(values, smallest, strict=True)
+    )
+    return left, right
 
 
 def _joined(
@@ -145,7 +149,7 @@ def _aligned_sum(chain: Chain, a: Side, b: Side, arithmetic: NodeArithmetic) -> 
         powers = a.powers[:, :, at] * b.powers[:, :, at]
         zero = 2.0**model.zero_exponent
         powers = powers.where(values != 0, zero)
-        added = power_of_two(total).clamp(min=2.0**-126).where(total != 0, zero)
+        added = accumulator_powers(total, model).where(total != 0, zero)
         terms = torch.cat([values, total.unsqueeze(2)], 2)
         return convert(aligned((terms, torch.maximum(powers.amax(2), added)), model), model)
 

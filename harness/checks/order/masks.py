@@ -7,17 +7,17 @@ common node of i and j. A term that is aligned and truncated is lost in the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
+from narrowgauge.harness.checks.order.operands import RANGES, OperandDtype, dtypes_of, operand
+
 GemmFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """function(a, b): a (M, K) and b (N, K) to (M, N)."""
-_RANGES = {
-    torch.float32: (60, 0), torch.bfloat16: (60, 0), torch.float16: (15, -7),
-    torch.float8_e4m3fn: (8, -9), torch.float8_e5m2: (15, -7),
-}  # fmt: skip
-"""For each dtype of operands: exponents of a factor of a mask and of a factor of a small product."""
+_WIDE = (torch.float32, torch.bfloat16)
+"""Dtypes with the range of float32: a mask needs large factors in one operand only."""
 _COUNTED = 4096
 """Small products of a probe, at most."""
 _ABSORBED = 2.0**-26
@@ -32,19 +32,19 @@ class MaskedGemm:
     """A GEMM of fixed shape and dtype, whose additions are probed."""
 
     def __init__(
-        self, function: GemmFunction, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str
+        self, function: GemmFunction, shape: tuple[int, int, int], dtype: OperandDtype, device: torch.device | str
     ) -> None:
-        """shape: (M, K, N). Raises ValueError for a dtype without masks."""
-        if dtype not in _RANGES:
-            names = ", ".join(str(name) for name in _RANGES)
-            raise ValueError(f"operands of {dtype} cannot be probed; give one of {names}")
-        self.function, self.dtype, self.device = function, dtype, device
+        """shape: (M, K, N). dtype: of both operands, or of a and of b. Raises ValueError for a dtype without masks."""
+        self.function, self.dtypes, self.device = function, dtypes_of(dtype), device
         self.rows, self.columns, self.others = shape
         self.calls = 0
-        large, small = _RANGES[dtype]
-        self.two_sided = dtype not in (torch.float32, torch.bfloat16)
+        ranges = [RANGES.get(one, (0, 0)) for one in self.dtypes]  # E2M1 has no masks
+        self.two_sided = not set(self.dtypes) <= set(_WIDE)
         """Whether a mask needs large factors in both operands: then a probe has a row and a column of its own."""
-        self.large, self.small = 2.0**large, 2.0**small
+        self.large, self.small = (tuple(2.0 ** one[k] for one in ranges) for k in (0, 1))
+        """Factors of a mask and of a small product, in a and in b. In b they are 1 unless `two_sided`."""
+        if not self.two_sided:
+            self.large, self.small = (self.large[0], 1.0), (self.small[0], 1.0)
         self.counted = 1
         """Small products that a probe counts exactly."""
         self._ones: torch.Tensor | None = None
@@ -53,6 +53,11 @@ class MaskedGemm:
         """Whether only the first output is probed, with a call for each probe."""
         self.out_dtype = torch.float32
         """The dtype of the last result."""
+
+    @property
+    def dtype(self) -> OperandDtype:
+        """The dtype of both operands, or of a and of b."""
+        return self.dtypes[0] if self.dtypes[0] is self.dtypes[1] else self.dtypes
 
     @property
     def batch(self) -> int:
@@ -67,7 +72,7 @@ class MaskedGemm:
         Raises OrderUnknown if the function does not return a floating-point (M, N) tensor.
         """
         self.calls += 1
-        y = self.function(*(x.to(self.device).to(self.dtype) for x in (a, b)))
+        y = self.function(*(operand(x.to(self.device), one) for x, one in zip((a, b), self.dtypes, strict=True)))
         if not isinstance(y, torch.Tensor) or y.shape != (self.rows, self.others) or not y.is_floating_point():
             shape = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
             raise OrderUnknown(
@@ -91,7 +96,9 @@ class MaskedGemm:
                 values = torch.tensor(list(products.values()), dtype=torch.float64)
                 if self.two_sided:
                     exponents = torch.log2(values.abs())
-                    half = (exponents / 2).floor()
+                    (most, most_b), (least, least_b) = (tuple(map(math.log2, x)) for x in (self.large, self.small))
+                    half = (exponents / 2).floor().maximum(exponents - most).minimum(exponents - least)
+                    half = half.clamp(least_b, most_b)
                     a[row, at], b[row, at] = (values.sign() * 2.0 ** (exponents - half)).float(), (2.0**half).float()
                 else:
                     a[row, at] = values.float()
@@ -100,14 +107,30 @@ class MaskedGemm:
 
     def scale(self) -> tuple[float, float]:
         """The product of a mask, and a small product."""
+        return math.prod(self.large), math.prod(self.small)
+
+    def _narrow_to_float16(self) -> None:
+        """Take smaller masks, 2^15, if a partial sum of M overflows in an accumulator of float16.
+
+        Then products of 2^-22 are so far below a mask that many of them are counted.
+        """
+        last = self.columns - 1
+        if self.out_dtype is not torch.float16 or last < 1 or self.scale()[0] < 2.0**16:
+            return
+        large = self.scale()[0]
+        if self.measured([{0: large, last: -large}, {0: large, 1: -large}]) == [0.0, 0.0]:
+            return
         if self.two_sided:
-            return self.large**2, self.small**2
-        return self.large, self.small
+            self.large = (2.0**8, 2.0**7)
+            self.small = tuple(2.0 ** (-9 if one is torch.float8_e4m3fn else -11) for one in self.dtypes)
+        else:
+            self.large, self.small = (2.0**15, 1.0), (2.0**-22, 1.0)
 
     def calibrate(self) -> None:
         """Find how many small products are counted exactly. Raises OrderUnknown if not even 8 are."""
+        self.measured([{0: self.scale()[1]}])  # gives the dtype of the output
+        self._narrow_to_float16()
         large, small = self.scale()
-        self.measured([{0: small}])  # gives the dtype of the output
         bits = int(2 / torch.finfo(self.out_dtype).eps)
         count = max(1, min(self.columns, _COUNTED, bits, int(large * _ABSORBED / small)))
         while True:
@@ -182,12 +205,16 @@ class MaskedGemm:
         i, j, start, stop, step = numbers.unsqueeze(2).unbind(1)
         at = torch.arange(self.columns, device=self.device)
         small = (at >= start) & (at < stop) & ((at - start) % step == 0)
-        rows = (small * self.small).where(at != i, self.large).where(at != j, -self.large)
+        rows, others = (
+            (small * least).where((at != i) & (at != j), most)
+            for least, most in zip(self.small, self.large, strict=True)
+        )
+        rows = rows.where(at != j, -self.large[0])
         a = torch.nn.functional.pad(rows, (0, 0, 0, self.rows - len(rows)))
         if self.two_sided:
-            b = torch.nn.functional.pad(rows.abs(), (0, 0, 0, self.others - len(rows)))
+            b = torch.nn.functional.pad(others, (0, 0, 0, self.others - len(rows)))
         elif self._ones is None:
-            b = self._ones = torch.ones(self.others, self.columns, device=self.device, dtype=self.dtype)
+            b = self._ones = torch.ones(self.others, self.columns, device=self.device, dtype=self.dtypes[1])
         else:
             b = self._ones
         return self._sums(self.run(a, b), len(probes))

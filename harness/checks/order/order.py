@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import torch
 
+from narrowgauge.harness.checks.order.operands import OperandDtype, dtype_name
 from narrowgauge.reference.accumulators.trees import Chain, Inputs, NodeArithmetic
 from narrowgauge.reference.gemm.split_k import join
 from narrowgauge.reference.numbers.blocks import split_columns
 
-Kind = Literal["sequential", "aligned", "tree", "slices", "other", "unknown"]
+Kind = Literal["sequential", "aligned", "tree", "slices", "exact", "other", "unknown"]
 _PICTURED = 6
 """Terms of a chain, and levels, in a picture."""
 _LONGEST_PROMOTED = 1024
@@ -21,6 +22,8 @@ _LONGEST_PROMOTED = 1024
 bits of promotion and of slices of K. CUTLASS promotes every 128 columns; longer chains are named slices."""
 
 
+_FLOAT16 = 10
+"""Fraction bits of a float16 accumulator."""
 _MOST_SLICES = 64
 """Chains of a tree up to which all ways of slicing K are tried; the name of slices of unequal length has every cut."""
 
@@ -31,11 +34,12 @@ class Order:
 
     shape: tuple[int, int, int]
     """(M, K, N)."""
-    dtype: torch.dtype
-    """Dtype of the operands."""
+    dtype: OperandDtype
+    """Dtype of both operands, or of a and of b."""
     kind: Kind
     """"sequential": one chain in order of K. "aligned": steps of several products, aligned and truncated. "slices":
-    chains of consecutive columns, joined. "tree": neighbours first. "other": another tree. "unknown": no tree found."""
+    chains of consecutive columns, joined. "tree": neighbours first. "exact": every order gives the exact sums, so there
+    is no tree. "other": another tree. "unknown": no tree found."""
     tree: Chain | None = None
     arithmetic: NodeArithmetic | None = None
     """The arithmetic that predicts every checked output; None if no arithmetic does."""
@@ -76,6 +80,10 @@ class Order:
         if self.arithmetic is None:
             return None
         return "toward zero" if self.arithmetic.model and not self.arithmetic.model.nearest else "nearest"
+
+    @property
+    def _rounding(self) -> str:
+        return "to nearest" if self.rounding == "nearest" else "toward zero"
 
     @property
     def inputs(self) -> Inputs | None:
@@ -136,22 +144,24 @@ class Order:
     def __str__(self) -> str:
         """One sentence."""
         size = "×".join(map(str, self.shape))
-        name = str(self.dtype).removeprefix("torch.")
+        name = dtype_name(self.dtype)
+        if self.kind == "exact":
+            return f"{size} {name}: any order gives the exact sums; {self.checked} outputs equal them to the bit"
         if self.tree is None:
             return f"{size} {name}: order not found: {self.reason}"
         parts = [self._steps()]
         if (found := self.slices) is not None and found.chains > 1:
-            dtype_name = str(self._reduced_in).removeprefix("torch.")
+            reduced_in = str(self._reduced_in).removeprefix("torch.")
             how = {"in order": "in order", "tree": "as a tree"}.get(
                 self.reduction or "", "in another order than that of K"
             )
             if self.promoted is not None:
                 parts.append(f"promoted to float32 every {self.promoted} columns")
                 if found.outer > 1:
-                    parts.append(f"{found.outer} slices of K added {how}, in {dtype_name}")
+                    parts.append(f"{found.outer} slices of K added {how}, in {reduced_in}")
             else:
                 length = f"of {found.chain} columns" if found.regular else f"of up to {found.chain} columns"
-                parts.append(f"{found.chains} chains {length} joined {how}, in {dtype_name}")
+                parts.append(f"{found.chains} chains {length} joined {how}, in {reduced_in}")
         if self.confirmed:
             parts.append(f"{self.checked} outputs predicted to the bit")
         else:
@@ -162,7 +172,10 @@ class Order:
         if self.width != 1:
             bits = f", {self.fraction} fraction bits kept" if self.fraction is not None else ""
             bits += f", operands converted to TF32 ({self.inputs})" if self.inputs not in (None, "exact") else ""
-            rounding = f", rounded {self.rounding} to {self.kept} bits" if self.kept is not None else ""
+            rounding = ""
+            if self.kept is not None:
+                kept = "float16" if self.kept == _FLOAT16 else f"{self.kept} bits"
+                rounding = f", rounded {self._rounding} to {kept}"
             return f"{self.width} products aligned{bits}{rounding}"
         if self.kind == "tree":
             return "neighbours are added first"
@@ -170,7 +183,8 @@ class Order:
         if self.arithmetic is None:
             return f"one product at a time, {order}"
         if self.arithmetic.model is not None:
-            return f"one product at a time, {order}, float32 rounded toward zero"
+            dtype = "float16" if self.kept == _FLOAT16 else "float32"
+            return f"one product at a time, {order}, {dtype} rounded {self._rounding}"
         text = f"one product at a time, {order}, float32 rounded to nearest"
         if self.dtype is not torch.float32:  # products of narrower numbers are float32 numbers
             return text
@@ -188,7 +202,7 @@ class Order:
             "M": self.shape[0],
             "K": self.shape[1],
             "N": self.shape[2],
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.dtype),
             **{name: getattr(self, name) for name in names},
             "sentence": str(self),
             "tree": None if self.tree is None else _nested(self.tree),

@@ -7,23 +7,22 @@ from collections.abc import Iterator
 import torch
 
 from narrowgauge.harness.checks.order.masks import GemmFunction, MaskedGemm, OrderUnknown
+from narrowgauge.harness.checks.order.operands import FP4, NAMES, SPREAD, OperandDtype, rounded
 from narrowgauge.harness.checks.order.order import Order, Slices, kind_of
 from narrowgauge.harness.checks.order.reveal import reveal
 from narrowgauge.reference.accumulators.hardware import HardwareModel
 from narrowgauge.reference.accumulators.trees import INPUTS, Chain, NodeArithmetic, tree_sum_of_pairs
 
-_OPERANDS = {
-    torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}  # fmt: skip
-_SPREAD = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 3, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
-"""Binades around 1 of the random operands of each dtype."""
+_HALF = 10
+"""Fraction bits of a float16 accumulator."""
 _FRACTIONS = range(1, 42)
 _EXACT = 40
 """Fraction bits of a model that truncates only its result."""
 _CHECKED_ROWS, _CHECKED_COLUMNS = 64, 6
 _FEW_COLUMNS, _PROBED_TWICE = 40, 1024
 """Columns above and up to which a tree without a confirmed arithmetic is probed again, at every column."""
+_EXACT_FP4 = 2**24 // 144
+"""K up to which float32 sums of E2M1 products are exact in any order."""
 _SINGLE_CALLS = 3000
 """Most columns for which a single output is probed."""
 
@@ -34,27 +33,36 @@ def accumulation_order(
     K: int,
     N: int,
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: OperandDtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Order:
     """The order in which `function` adds the products of an output.
 
     function(a, b) takes a (M, K) and b (N, K) of `dtype`, on `device`, and returns a·bᵀ (M, N) in a floating-point
-    dtype, without scales or bias. dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2. The tree of
-    additions comes from masks (FPRev, arXiv 2411.00442). An arithmetic is confirmed only if it predicts random products
-    to the bit, in rows and columns all over the output; otherwise the result says what was found and why it is not
-    confirmed. `seed`: of the random products. Raises ValueError for another dtype, or a size below 1.
+    dtype, without scales or bias. dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, or a pair of
+    them for a and b; or float4_e2m1fn_x2, which holds two numbers in an element: a is (M, K/2), the first number in the
+    low nibble.
+
+    The tree of additions comes from masks (FPRev, arXiv 2411.00442). An arithmetic is confirmed only if it predicts
+    random products to the bit, in rows and columns all over the output; otherwise the result says what was found, and
+    why it is not confirmed.
+
+    `seed`: of the random products. Raises ValueError for another dtype, or a size below 1.
     """
     for name, size in (("M", M), ("K", K), ("N", N)):
         if size < 1:
             raise ValueError(f"{name} is {size}; a GEMM to be probed has at least 1")
     gemm = MaskedGemm(function, (M, K, N), dtype, device)
     try:
+        if gemm.dtypes == (FP4, FP4):
+            if K % 2:
+                raise ValueError(f"K is {K}; operands of {FP4} hold two numbers in an element, so K is even")
+            return _of_exact_products(gemm, seed)
         gemm.calibrate()
         tree = _tree(gemm)
     except OrderUnknown as error:
-        return Order((M, K, N), dtype, "unknown", calls=gemm.calls, reason=str(error))
+        return Order((M, K, N), gemm.dtype, "unknown", calls=gemm.calls, reason=str(error))
     order = _confirmed(gemm, tree, seed)
     if order.confirmed or not _FEW_COLUMNS < K <= _PROBED_TWICE:
         return order
@@ -74,6 +82,29 @@ def _tree(gemm: MaskedGemm) -> Chain:
             raise
         gemm.single = True
         return reveal(gemm)
+
+
+def _of_exact_products(gemm: MaskedGemm, seed: int) -> Order:
+    """The order of E2M1 operands, if every order gives the exact sums.
+
+    The products are multiples of 1/4 up to 36, a range of 2^8: no product masks another one. Float32 sums of K up to
+    2^24/144 columns are exact in any order.
+    """
+    shape = (gemm.rows, gemm.columns, gemm.others)
+    samples = [_sample(gemm, family, seed + number) for number, family in enumerate(("normal", "wide", "cancelling"))]
+    a, b, results = (torch.cat(tensors) for tensors in zip(*samples, strict=True))
+    exact = (a.double() * b.double()).sum(1).float().to(gemm.out_dtype).double()
+    wrong, checked = int((exact != results).sum()), len(results)
+    if gemm.columns > _EXACT_FP4:
+        reason = f"float32 sums of E2M1 products are exact up to K = {_EXACT_FP4}, and no mask tells their order beyond"
+    elif wrong:
+        reason = (
+            f"{wrong} of {checked} outputs are not the exact sum, which float32 additions in any order give; products "
+            "of E2M1 have no range for masks"
+        )
+    else:
+        return Order(shape, gemm.dtype, "exact", None, NodeArithmetic(), checked, 0, gemm.calls)
+    return Order(shape, gemm.dtype, "unknown", checked=checked, wrong=wrong, calls=gemm.calls, reason=reason)
 
 
 def _confirmed(gemm: MaskedGemm, tree: Chain, seed: int) -> Order:
@@ -141,19 +172,19 @@ def _parts(gemm: MaskedGemm) -> Iterator[tuple[list[int], list[int]]]:
 def _sample(gemm: MaskedGemm, family: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The checked outputs of random operands: rows of a and of b (S, K), float32, and results (S,), float64."""
     generator = torch.Generator().manual_seed(seed)
-    spread = _SPREAD[gemm.dtype]
     operands: list[torch.Tensor] = []
-    for rows in (gemm.rows, gemm.others):
+    for rows, dtype in zip((gemm.rows, gemm.others), gemm.dtypes, strict=True):
+        spread = SPREAD[dtype]
         x = torch.randn(rows, gemm.columns, generator=generator)
         if family == "wide":
             x *= 2.0 ** torch.randint(-spread, spread + 1, x.shape, generator=generator)
-            if gemm.dtype is torch.float32:  # half of these numbers are ties of TF32
+            if dtype is torch.float32:  # half of these numbers are ties of TF32
                 x[:, ::2] = (x[:, ::2].contiguous().view(torch.int32) & -(1 << 12)).view(torch.float32)
         elif family == "cancelling" and gemm.columns > 1:
             half = gemm.columns // 2
             sign = 1 if operands else -1
             x[:, half : 2 * half] = sign * x[:, :half] * (1 + 0.01 * torch.randn(rows, half, generator=generator))
-        operands.append(x.to(gemm.dtype).float())
+        operands.append(rounded(x, dtype))
     a, b = operands
     y = gemm.run(a, b)
     pairs = [(row, column) for rows, columns in _parts(gemm) for row in rows for column in columns]
@@ -166,19 +197,23 @@ def _arithmetics(gemm: MaskedGemm, tree: Chain) -> Iterator[NodeArithmetic]:
     reductions = [torch.float32]
     if gemm.out_dtype not in (torch.float32, torch.float64) and Slices.of(tree).chains > 1:
         reductions.append(gemm.out_dtype)
-    operand = _OPERANDS[gemm.dtype]
+    operands = tuple(NAMES[dtype] for dtype in gemm.dtypes)
+    half = gemm.out_dtype is torch.float16
     if tree.width == 1:
         for dtype in reductions:
             yield NodeArithmetic(None, fused=True, reduced_in=dtype)
             yield NodeArithmetic(None, fused=False, reduced_in=dtype)
-            yield NodeArithmetic(HardwareModel("probed", (operand,), 1, _EXACT, kept=23), reduced_in=dtype)
+            yield NodeArithmetic(HardwareModel("probed", operands, 1, _EXACT, kept=23), reduced_in=dtype)
+            if half:
+                model = HardwareModel("probed", operands, 1, _EXACT, kept=_HALF, nearest=True)
+                yield NodeArithmetic(model, reduced_in=dtype)
         return
     fraction = _fraction(gemm, tree)
-    for kept in sorted({23, 13, min(fraction, 23)}, reverse=True):
+    for kept in dict.fromkeys((min(fraction, 23), 23, 13, *((_HALF,) if half else ()))):
         for nearest in (False, True):
             for dtype in reductions:
-                model = HardwareModel("probed", (operand,), tree.width, fraction, kept=kept, nearest=nearest)
-                for inputs in INPUTS if gemm.dtype is torch.float32 else INPUTS[:1]:
+                model = HardwareModel("probed", operands, tree.width, fraction, kept=kept, nearest=nearest)
+                for inputs in INPUTS if torch.float32 in gemm.dtypes else INPUTS[:1]:
                     yield NodeArithmetic(model, reduced_in=dtype, inputs=inputs)
 
 

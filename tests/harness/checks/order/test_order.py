@@ -19,7 +19,9 @@ from narrowgauge.harness.cli.commands import app
 from narrowgauge.reference.accumulators.hardware import HardwareModel, find_hardware
 from narrowgauge.reference.accumulators.product import Composition, product
 from narrowgauge.reference.accumulators.trees import Chain, NodeArithmetic, tree_sum
+from narrowgauge.reference.numbers.decode import decode_packed
 from narrowgauge.reference.numbers.exact import exact_sum
+from narrowgauge.spec.formats import E2M1
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
 
@@ -68,6 +70,61 @@ def test_masks_above_the_largest_float16_output() -> None:
     order = accumulation_order(gemm, 8, 136, 9, dtype=torch.float16)
     assert order.confirmed, order
     assert order.declares == "aligned-25-16"
+
+
+@pytest.mark.parametrize(
+    ("name", "operands", "fields"),
+    [
+        ("hopper-fp8", ("e5m2", "e4m3"), (32, 13, 13, "aligned-13-32")),
+        ("blackwell-fp8", ("e4m3", "e5m2"), (32, 25, 23, "aligned-25-32")),
+        ("hopper-fp16-fp16", ("fp16", "fp16"), (16, 25, 10, None)),
+        ("hopper-fp8-fp16", ("e5m2", "e4m3"), (32, 13, 10, None)),
+        ("ada-fp8-fp16", ("e4m3", "e4m3"), (16, 13, 10, None)),
+    ],
+)
+def test_operands_of_two_formats_and_float16_accumulators(
+    name: str, operands: tuple[str, str], fields: tuple[int | str | None, ...]
+) -> None:
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert (a.dtype, b.dtype) == dtypes
+        return product(a.float(), b.float(), find_hardware(name), operands=operands)
+
+    formats = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "fp16": torch.float16}
+    dtypes = formats[operands[0]], formats[operands[1]]
+    order = accumulation_order(gemm, 8, 72, 6, dtype=dtypes)
+    assert order.confirmed, order
+    assert (order.width, order.fraction, order.kept, order.declares) == fields
+    assert ("float16" in str(order).partition(":")[2]) == (order.kept == 10)
+
+
+def test_float16_additions_one_by_one() -> None:
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(a), len(b), dtype=torch.float16)
+        for k in range(a.shape[1]):  # the float64 sum of a product and a float16 number is exact
+            total = (total.double() + torch.outer(a[:, k], b[:, k]).double()).half()
+        return total
+
+    order = accumulation_order(lambda a, b: gemm(a.double(), b.double()), 8, 40, 6, dtype=torch.float16)
+    assert order.confirmed, order
+    assert (order.kind, order.kept, order.rounding, order.declares) == ("sequential", 10, "nearest", None)
+
+
+def test_e2m1_sums_are_exact_in_any_order() -> None:
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        x, y = (decode_packed(side.view(torch.uint8), E2M1, 64) for side in (a, b))
+        return x @ y.T
+
+    dtype = torch.float4_e2m1fn_x2
+    order = accumulation_order(gemm, 8, 64, 6, dtype=dtype)
+    assert (order.kind, order.confirmed, order.declares) == ("exact", True, None)
+    json.dumps(order.as_json())
+    wrong = accumulation_order(lambda a, b: gemm(a, b) * (1 + 2.0**-12), 8, 64, 6, dtype=dtype)
+    assert "are not the exact sum" in wrong.reason
+    assert not wrong.confirmed
+    with pytest.raises(ValueError, match="K is 63"):
+        accumulation_order(gemm, 8, 63, 6, dtype=dtype)
+    with pytest.raises(ValueError, match="for both"):
+        accumulation_order(gemm, 8, 64, 6, dtype=(dtype, torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize(
