@@ -40,16 +40,16 @@ def partial_matches(
     """The `CANDIDATES` deviations that explain most, best first. Empty for large matrices and own random bits."""
     if sum(matrix.element_count for matrix in matrices) > LARGEST or matrices[0].subject.own:
         return []
-    kernel, right = _kernel_elements(matrices), _elements(matrices, None)
-    probe = _probe(matrices, kernel, right)
+    kernel, right_stages = _kernel_elements(matrices), _right_stages(matrices)
+    right, probe = _elements(matrices, right_stages, None), _probe(matrices)
     matches = []
     for deviation in deviations:
         if limit.reached:
             break
         try:
-            if not deviation.exact or not _explains_some(probe, deviation):
+            if not deviation.exact or not probe.explains_some(deviation):
                 continue
-            found = _elements(matrices, deviation)
+            found = _elements(matrices, right_stages, deviation)
         except ValueError:  # the changed recipe refuses this amax or dtype
             continue
         wrong, changed = kernel != right, found != right
@@ -67,7 +67,7 @@ def explaining_pair(
 
     Each of them must explain at least `EVIDENCE` elements that the other does not change.
     """
-    kernel, right = _kernel_elements(matrices), _elements(matrices, None)
+    kernel, right = _kernel_elements(matrices), _elements(matrices, _right_stages(matrices), None)
     for first, second in permutations(matches, 2):
         by_first, by_second = first.found != right, second.found != right
         alone = (by_first & ~by_second, by_second & ~by_first)
@@ -97,21 +97,52 @@ def _kernel_elements(matrices: Sequence[KernelMatrix]) -> torch.Tensor:
     return torch.cat([_flat(m.kernel_stages[stage], stage, m) for m in matrices for stage in _stages(m)])
 
 
-def _elements(matrices: Sequence[KernelMatrix], deviation: QuantizeDeviation | None) -> torch.Tensor:
+RightStages = Sequence[dict[str, torch.Tensor]]
+"""Elements of the reference by stage, for each matrix."""
+
+
+def _right_stages(matrices: Sequence[KernelMatrix]) -> RightStages:
+    replays = [(matrix, Replay(matrix)) for matrix in matrices]
+    return [{s: _flat(right.compute_stage(s), s, matrix) for s in _stages(matrix)} for matrix, right in replays]
+
+
+def _elements(
+    matrices: Sequence[KernelMatrix], right: RightStages, deviation: QuantizeDeviation | None
+) -> torch.Tensor:
     """Elements of the reference, with the deviation in the stages that it changes."""
     stages = frozenset() if deviation is None else deviation.stages | deviation.optional_stages
     parts = []
-    for matrix in matrices:
-        right, deviating = Replay(matrix), Replay(matrix, deviation)
-        for stage in _stages(matrix):
-            parts.append(_flat((deviating if stage in stages else right).compute_stage(stage), stage, matrix))
+    for matrix, elements_of in zip(matrices, right, strict=True):
+        replay = Replay(matrix, deviation)
+        for stage, expected in elements_of.items():
+            parts.append(_flat(replay.compute_stage(stage), stage, matrix) if stage in stages else expected)
     return torch.cat(parts)
 
 
-def _probe(
-    matrices: Sequence[KernelMatrix], kernel: torch.Tensor, right: torch.Tensor
-) -> tuple[list[KernelMatrix], torch.Tensor, torch.Tensor]:
-    """A few rows with wrong codes or scales and their elements: cheap to try. All matrices if there are none."""
+@dataclass(frozen=True)
+class _Probe:
+    """A few rows with wrong codes or scales: cheap to try. All matrices if there are none."""
+
+    matrices: Sequence[KernelMatrix]
+    kernel: torch.Tensor
+    right_stages: RightStages
+    wrong: torch.Tensor
+
+    def explains_some(self, deviation: QuantizeDeviation) -> bool:
+        """Whether the deviation gives wrong elements of the probe, or cannot be replayed on it."""
+        if not all(can_replay_rows(deviation, matrix) for matrix in self.matrices):
+            return True
+        found = _elements(self.matrices, self.right_stages, deviation)
+        return bool((self.wrong & (found == self.kernel)).any())
+
+
+def _probe(matrices: Sequence[KernelMatrix]) -> _Probe:
+    part = _wrong_rows(matrices)
+    kernel, right = _kernel_elements(part), _right_stages(part)
+    return _Probe(part, kernel, right, kernel != _elements(part, right, None))
+
+
+def _wrong_rows(matrices: Sequence[KernelMatrix]) -> Sequence[KernelMatrix]:
     for matrix in matrices:
         for stage in ("scales", "codes"):
             if matrix.subject.recipe.whole and stage == "scales":
@@ -119,14 +150,5 @@ def _probe(
             expected = Replay(matrix).compute_stage(stage)
             rows = (expected != matrix.kernel_stages[stage]).any(1).nonzero().flatten().tolist()
             if rows:
-                part = [matrix.select_rows(matrix.tile_rows(stage, row)) for row in rows[:: -(-len(rows) // 8)]]
-                return part, _kernel_elements(part), _elements(part, None)
-    return list(matrices), kernel, right
-
-
-def _explains_some(probe: tuple[list[KernelMatrix], torch.Tensor, torch.Tensor], deviation: QuantizeDeviation) -> bool:
-    """Whether the deviation gives wrong elements of the probe, or cannot be replayed on it."""
-    matrices, kernel, right = probe
-    if not all(can_replay_rows(deviation, matrix) for matrix in matrices):
-        return True
-    return bool(((kernel != right) & (_elements(matrices, deviation) == kernel)).any())
+                return [matrix.select_rows(matrix.tile_rows(stage, row)) for row in rows[:: -(-len(rows) // 8)]]
+    return matrices

@@ -46,11 +46,11 @@ def fp8_checkpoint():
 
 
 def fails(call, *arguments, **options):
-    verdict = ng.explain(call, *arguments, **options)
-    assert not verdict.passed and str(verdict) and verdict._repr_html_() and verdict.to_dict()
     try:
         call(*arguments, **options)
-    except AssertionError as error:
+    except ng.WrongResult as error:
+        verdict = error.verdict
+        assert not verdict.passed and str(verdict) and verdict._repr_html_() and verdict.to_dict()
         assert "python -c" in str(error), error
         return
     raise RuntimeError("a wrong result passed")

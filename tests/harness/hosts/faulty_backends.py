@@ -729,7 +729,7 @@ ATTACKS["second_run_ends"] = Wanted(_in_second_run(lambda x, q: os._exit(3)), fr
 MANY = (
     "patches_reference", "text_into_every_descriptor", "fork_whose_child_returns", "empty_frame", "gives_cycle",
     "frames_of_other_messages", "exit_in_a_thread", "closes_all_descriptors", "daemon", "kills_its_group",
-    "sleeps_in_c", "writes_to_its_input", "patches_json", "descriptors_into_connection", "gives_many_tensors",
+    "writes_to_its_input", "patches_json", "descriptors_into_connection", "gives_many_tensors",
     "folder_environment_and_path", "signals_and_collector", "patches_torch_equal", "patches_answers",
     "second_run_differs",
 )  # fmt: skip

@@ -22,7 +22,6 @@ MODULES = (
 )  # fmt: skip
 """Modules of narrowgauge in a session without cases."""
 
-PLAIN = "def test_plain():\n    pass\n"
 OPTION = "    parser.addoption({!r}, action='store', default={!r})\n"
 
 
@@ -35,78 +34,45 @@ def conftest(**options: str) -> str:
     return text
 
 
-PROJECTS: dict[str, tuple[dict[str, str], list[str]]] = {
+PROJECTS: dict[str, tuple[dict[str, str], list[str], int]] = {
+    # With the marker of Triton's python/test/conftest.py, under strict settings.
     "options": (
         {
-            "conftest.py": conftest(backend="eager", device="cpu", seed="7", report_dir="out", shard="", resume=""),
-            "test_mine.py": "def test_mine(device, backend):\n    assert (device, backend) == ('tpu', 'mine')\n",
-        },
-        ["--device", "tpu", "--backend", "mine"],
-    ),
-    # The options and markers of Triton's python/test/conftest.py.
-    "triton": (
-        {
-            "conftest.py": conftest(device="cuda") + "\n\ndef pytest_configure(config):\n"
+            "conftest.py": conftest(backend="eager", device="cuda", seed="7", report_dir="out", shard="", resume="")
+            + "\n\ndef pytest_configure(config):\n"
             "    config.addinivalue_line('markers', 'interpreter: whether the interpreter supports the test')\n",
-            "test_mine.py": "import pytest\n\n\n@pytest.mark.interpreter\ndef test_mine(device):\n"
-            "    assert device == 'xpu'\n",
-            "pytest.ini": "[pytest]\naddopts = --strict-markers\n",
-        },
-        ["--device", "xpu", "-m", "interpreter"],
-    ),
-    "own reference.py": (
-        {
-            "reference.py": "MINE = 1\n",
-            "test_mine.py": "import reference\n\n\ndef test_mine():\n    assert reference.MINE == 1\n",
-        },
-        [],
-    ),
-    "own harness": (
-        {
-            "harness/__init__.py": "",
-            "harness/cases.py": "MINE = 2\n",
-            "test_mine.py": "from harness.cases import MINE\n\n\ndef test_mine():\n    assert MINE == 2\n",
-        },
-        [],
-    ),
-    "own case files": (
-        {
-            "cases/login.toml": "[user]\nname = 'me'\n",
-            "cases/known.toml": "[known]\n",
-            "pyproject.toml": "[tool.pytest.ini_options]\ntestpaths = ['.', 'cases']\n",
-            "test_mine.py": PLAIN,
-        },
-        [],
-    ),
-    # pytest-timeout itself, and the options of pytest-benchmark.
-    "timeout and benchmark": (
-        {
-            "conftest.py": conftest(benchmark_min_rounds="5", benchmark_timer="perf_counter", benchmark_json=""),
-            "pytest.ini": "[pytest]\ntimeout = 1\ntimeout_func_only = true\n",
-            "test_mine.py": "import time\n\n\ndef test_mine(benchmark_min_rounds):\n"
-            "    assert benchmark_min_rounds == '9'\n\n\ndef test_slow():\n    time.sleep(60)\n",
-        },
-        ["--benchmark-min-rounds", "9", "--tb=line"],
-    ),
-    "strict": (
-        {
             "pytest.ini": "[pytest]\naddopts = --strict-config --strict-markers\nfilterwarnings = error\n"
             "markers =\n    quick: mine\n    full: mine\n",
-            "test_mine.py": "import pytest\n\n\n@pytest.mark.quick\ndef test_quick():\n    pass\n\n\n"
+            "test_mine.py": "import pytest\n\n\n@pytest.mark.interpreter\n@pytest.mark.quick\n"
+            "def test_mine(device, backend):\n    assert (device, backend) == ('xpu', 'mine')\n\n\n"
             "@pytest.mark.full\ndef test_full():\n    pass\n",
         },
-        ["-m", "quick"],
+        ["--device", "xpu", "--backend", "mine", "-m", "interpreter and quick"],
+        0,
     ),
+    # Modules and case files with our names; pytest-timeout itself, and the options of pytest-benchmark.
     "outcomes": (
         {
-            "test_mine.py": "import pytest\n\n\ndef test_passed():\n    pass\n\n\n"
+            "reference.py": "MINE = 1\n",
+            "harness/__init__.py": "",
+            "harness/cases.py": "MINE = 2\n",
+            "cases/login.toml": "[user]\nname = 'me'\n",
+            "cases/known.toml": "[known]\n",
+            "conftest.py": conftest(benchmark_min_rounds="5", benchmark_timer="perf_counter", benchmark_json=""),
+            "pytest.ini": "[pytest]\ntestpaths = . cases\ntimeout = 1\ntimeout_func_only = true\n",
+            "test_mine.py": "import time\n\nimport pytest\nimport reference\nfrom harness.cases import MINE\n\n\n"
+            "def test_passed(benchmark_min_rounds):\n"
+            "    assert (reference.MINE, MINE, benchmark_min_rounds) == (1, 2, '9')\n\n\n"
+            "def test_slow():\n    time.sleep(60)\n\n\n"
             "def test_failed():\n    assert 1 == 2\n\n\n@pytest.mark.xfail\ndef test_xfail():\n    assert 0\n\n\n"
-            "@pytest.mark.skip\ndef test_skip():\n    pass\n"
+            "@pytest.mark.skip\ndef test_skip():\n    pass\n",
         },
-        ["-ra"],
+        ["--benchmark-min-rounds", "9", "--tb=line", "-ra"],
+        1,
     ),
-    "no tests": ({"README.md": "nothing\n"}, []),
+    "no tests": ({"README.md": "nothing\n"}, [], 5),
 }
+"""Files of a project, the arguments of its session, and the exit status."""
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -127,21 +93,22 @@ def session(folder: Path, *words: object, plugin: bool = True) -> tuple[int, str
     else:
         environ["PYTHONPATH"] = str(ROOT)
         choice = ["-p", PLUGIN] if plugin else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *choice, *map(str, words)]
+    # The plugin of hypothesis takes long to import, and imports numpy in some versions.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command += [*choice, *map(str, words)]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=200)
     return done.returncode, re.sub(r" in \d+\.\d+s.*", "", done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_the_plugin_changes_nothing_in_a_project_without_cases(name: str, tmp_path: Path) -> None:
-    files, words = PROJECTS[name]
+def test_a_project_without_cases_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    files, words, expected = PROJECTS[name]
     write(tmp_path, files)
     with_plugin, without = (session(tmp_path, *words, plugin=plugin) for plugin in (True, False))
     assert with_plugin == without
-    status = {"timeout and benchmark": 1, "outcomes": 1, "no tests": 5}.get(name, 0)
-    assert with_plugin[0] == status, with_plugin[1]
-    if name == "timeout and benchmark":
-        assert "1 failed, 1 passed" in with_plugin[1]
+    assert with_plugin[0] == expected, with_plugin[1]
+    if name == "outcomes":
+        assert "2 failed, 1 passed, 1 skipped, 1 xfailed" in with_plugin[1]
     assert not (tmp_path / "reports").exists()
 
 
@@ -161,51 +128,23 @@ def test_modules(request):
     assert not any(line.startswith(("quick", "full")) for line in request.config.getini("markers"))
 """
     write(tmp_path, {"test_modules.py": text})
-    # The plugin of hypothesis imports numpy in some versions: not the plugin of this test.
-    status, printed = session(tmp_path, *workers, "-p", "no:hypothesispytest")
+    status, printed = session(tmp_path, *workers)
     assert status == 0, printed
 
 
-CASES = small_toml.matrix()
-
-
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "xdist"])
-def test_cases_beside_the_tests_of_a_project(tmp_path: Path, workers: list[str]) -> None:
+def test_cases_beside_the_tests_of_a_project(tmp_path: Path) -> None:
     """A session of cases and plain tests: a single report, and further TOML files are left alone."""
     write(tmp_path, {
-        "kernels/small.toml": CASES,
+        "kernels/small.toml": small_toml.matrix(),
         "other/login.toml": "[user]\n",
-        "tests/test_mine.py": PLAIN,
+        "tests/test_mine.py": "def test_plain():\n    pass\n",
         "pytest.ini": "[pytest]\ntestpaths = tests\naddopts = --strict-config --strict-markers\n"
         "filterwarnings = error\nnarrowgauge_cases = kernels\nnarrowgauge_backend = reference\n"
         "narrowgauge_report_dir = out\n",
     })  # fmt: skip
-    status, printed = session(tmp_path, *workers)
+    status, printed = session(tmp_path)
     assert status == 0, printed
     assert "5 passed" in printed
     assert printed.count("report: ") == 1
     assert f"4 cases; report: {tmp_path}/out/index.html" in printed
     assert len((tmp_path / "out" / "records.csv").read_text(encoding="utf-8").splitlines()) == 5
-
-
-def test_ways_to_ask_for_cases(tmp_path: Path) -> None:
-    ini = "[pytest]\ntestpaths = tests\nnarrowgauge_cases = kernels\n"
-    write(tmp_path, {"kernels/small.toml": CASES, "tests/test_mine.py": PLAIN, "pytest.ini": ini})
-
-    def collected(*words: str) -> tuple[int, int]:
-        status, printed = session(tmp_path, "--collect-only", *words)
-        assert status == 0, printed
-        return printed.count(".toml::"), printed.count("test_mine.py::")
-
-    assert collected() == (4, 1)
-    assert collected("tests") == (0, 1)
-    assert collected("kernels") == (4, 0)
-    assert collected("tests", "kernels/small.toml") == (4, 1)
-    assert collected("-c", os.devnull, "--rootdir", ".") == (0, 1)
-    assert collected("-c", os.devnull, "--rootdir", ".", "tests", "--ng-cases", "kernels/small.toml") == (4, 1)
-    shipped = collected("tests", "--ng-cases", "shipped", "-k", "mine or swizzle")
-    assert shipped[0] > 20
-    assert shipped[1] == 1
-    status, printed = session(tmp_path, "--ng-cases", "kernel")
-    assert status == pytest.ExitCode.USAGE_ERROR
-    assert "there is no case file or folder" in printed

@@ -177,7 +177,7 @@ def check(line: str, record: dict[str, Any]) -> None:
 
 def test_failures_of_all_operations_of_a_case_file_of_ones_own() -> None:
     """Wrong bytes, a crash, an exception, a dialect, stochastic rounding, a product, a module; each with its file."""
-    text = small_toml.matrix(shape=[[16, 32], [48, 32], [96, 32]], dtype="bf16")
+    text = small_toml.matrix(shape=[[48, 32], [96, 32]], dtype="bf16")
     text += small_toml.matrix(recipe=["nvfp4@modelopt", "nvfp4-sr"], shape=[16, 32], dtype="bf16")
     text += small_toml.matrix(operation="gemm", shape=[16, 32, 16], dtype=None, x="bf16", w="bf16", out="fp32")
     text += small_toml.matrix(
@@ -189,7 +189,7 @@ def test_failures_of_all_operations_of_a_case_file_of_ones_own() -> None:
         inputs="normal",
     )
     found = records_of(cases_of(text, "own/mine.toml"), "Wrong", seed=3)
-    assert len(found) == 7
+    assert len(found) == 6
     assert {record["verdict"] for record in found} == {"fail", "crash", "error"}
     for record in found:
         line = reproduction(record)
@@ -235,29 +235,23 @@ def test_options_of_the_kernel_host() -> None:
 
 def test_a_timeout_has_its_limit() -> None:
     (case,) = cases_of(small_toml.matrix(shape=[16, 32], dtype="bf16"))
-    (record,) = records_of([case], "Slow", timeout=1.0)
-    assert reproduction(record).endswith("--timeout 1")
+    (record,) = records_of([case], "Slow", timeout=0.5)
+    assert reproduction(record).endswith("--timeout 0.5")
     check(reproduction(record), record)
 
 
-def in_new_process(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
-    command = [sys.executable, "-m", "narrowgauge", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-def test_the_shipped_cases_from_a_folder_without_cases(folder: Path) -> None:
-    """As from a wheel: both commands in processes of their own."""
+def test_the_shipped_cases_from_a_folder_without_cases() -> None:
+    """As from a wheel."""
     keyword = (
         "quantize/nvfp4/128x128/bf16/e2m1-ties and not both and not swizzled and not col and not stri and not tran"
     )
-    ran = in_new_process("run", "--backend", "repro_kernels:Wrong", "-n", "1", "-k", keyword, folder=folder)
-    assert ran.returncode == 1, ran.stderr
+    ran = CliRunner().invoke(app, ["run", "--backend", "repro_kernels:Wrong", "-n", "1", "-k", keyword])
+    assert ran.exit_code == 1, ran.output
     (line,) = re.findall(r"reproduce: narrowgauge (.*)", ran.stdout)
     assert "--cases" not in line
     (sentence,) = re.findall(r"^fail: .*", ran.stdout, re.MULTILINE)
-    shown = in_new_process(*shlex.split(line), folder=folder)
-    assert shown.returncode == 1, shown.stderr
+    shown = CliRunner().invoke(app, shlex.split(line))
+    assert shown.exit_code == 1, shown.output
     assert sentence in shown.stdout.splitlines()
     assert re.search(r"^1 case in ", ran.stdout, re.MULTILINE)
 
@@ -268,21 +262,19 @@ def test_items_of_pytest_whose_backend_lies_beside_the_tests(folder: Path) -> No
     conftest.parent.mkdir()
     conftest.write_text("")
     (folder / "repro_kernels.py").rename(kernels)
-    (folder / "tests" / "mine.toml").write_text(small_toml.matrix(shape=[[16, 32], [96, 32]], dtype="bf16"))
+    (folder / "tests" / "mine.toml").write_text(small_toml.matrix(shape=[[16, 32]], dtype="bf16"))
     options = ["--ng-backend", "repro_kernels:Wrong", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", PLUGIN]
     command = [sys.executable, "-m", "pytest", "tests/mine.toml", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    lines = re.findall(r"reproduce: (narrowgauge .*)", ran.stdout)
-    assert len(lines) == 2, ran.stdout
-    for line in lines:
-        assert "--cases tests/mine.toml" in line
-        assert line.endswith("--path tests")
-        result = CliRunner().invoke(app, shlex.split(line)[1:])
-        assert result.exit_code == 1, result.output
-        (sentence,) = re.findall(r"^(?:fail|error): .*", result.stdout, re.MULTILINE)
-        assert sentence in ran.stdout
+    (line,) = re.findall(r"reproduce: (narrowgauge .*)", ran.stdout)
+    assert "--cases tests/mine.toml" in line
+    assert line.endswith("--path tests")
+    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert result.exit_code == 1, result.output
+    (sentence,) = re.findall(r"^fail: .*", result.stdout, re.MULTILINE)
+    assert sentence in ran.stdout
 
 
 # ---- earlier cases ---------------------------------------------------------------------------------------------------
@@ -290,7 +282,7 @@ def test_items_of_pytest_whose_backend_lies_beside_the_tests(folder: Path) -> No
 
 SEQUENCES = {
     "CachedAmax": ([[32, 32], [16, 32]], ["32x32"]),
-    "Workspace": ([[16, 32], [96, 32], [16, 48], [16, 64], [32, 32]], ["96x32"]),
+    "Workspace": ([[16, 32], [96, 32], [32, 32]], ["96x32"]),
     "Counting": ([[16, 32], [16, 48], [16, 64]], ["16x32", "16x48"]),
 }
 """Backends, the shapes of cases, and the shapes that the first failure needs."""
