@@ -63,6 +63,21 @@ def test_every_model_agrees_with_the_published_simulator() -> None:
         assert same.all(), f"{case}: {result[~same]} and not {expected[~same]}"
 
 
+def test_fp8_models_agree_with_another_simulator() -> None:
+    """FP8 of Ada and Hopper, with promotion and with the slices of K of the library on Hopper."""
+    arrays = load(VECTORS / "mmaemu.npz")
+    for case in sorted({name.rpartition("|")[0] for name in arrays}):
+        name, formats, how, _ = case.split("|")
+        model, operands = find_hardware(name), operands_of(find_hardware(name), formats)
+        a, b = (numbers(arrays[f"{case}|{part}"], operand) for part, operand in zip("ab", operands, strict=True))
+        c = torch.from_numpy(arrays[f"{case}|c"]).view(torch.float32) if f"{case}|c" in arrays else None
+        composition = Composition(
+            promoted=128 if "promoted-128" in how else None, splits=(384,) if "split-at-384" in how else 1
+        )
+        result = product(a, b, model, operands=operands, c=c, composition=composition).view(torch.int32)
+        assert torch.equal(result, torch.from_numpy(arrays[f"{case}|d"])), case
+
+
 def exponent(value: float | Fraction, smallest: int) -> int:
     """Floor of log2 of |value|, or `smallest` for a smaller number."""
     numerator, denominator = abs(Fraction(value)).as_integer_ratio()
