@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,8 @@ def test_every_keyword_of_every_method_is_passed_by_a_quick_case() -> None:
     recorder = Recorder()
     backend = Backend.local("recorder", recorder.backend)
     for case in dict.fromkeys(smallest.values()):
-        record = run_case(case, backend)
+        # The number of calls decides no keyword.
+        record = run_case(replace(case, repeats=min(case.repeats, 8)), backend)
         assert record.verdict == "pass", (case.id, record.message)
     missing = {name: keywords(name) - recorder.passed[name] for name in FUNCTIONS}
     assert not {name: options for name, options in missing.items() if options}

@@ -82,14 +82,13 @@ def test_scales_and_codes_that_the_order_decides_are_excused(monkeypatch, name):
         lambda case, **_: replace(g := make_inputs(case), x=cancelling(g.x)),
     )
     case = replace(ROTATED, recipe=name, shape=(256, 512))
-    for seed in range(2):
-        of_any_order.seed = seed
-        record = run_case(case, backend(**rotating(of_any_order)))
-        assert (record.verdict, record.message) == ("pass", "")
-        assert stage(record, "codes")["excused"] > 20
-        if "2d" not in name:  # a tile of 16 rows has a single amax
-            assert stage(record, "scales")["excused"] > 0
-        assert 1e-4 < record.excused_share < 0.1
+    of_any_order.seed = 0
+    record = run_case(case, backend(**rotating(of_any_order)))
+    assert (record.verdict, record.message) == ("pass", "")
+    assert stage(record, "codes")["excused"] > 20
+    if "2d" not in name:  # a tile of 16 rows has a single amax
+        assert stage(record, "scales")["excused"] > 0
+    assert 1e-4 < record.excused_share < 0.1
     record = run_case(case, backend(**rotating(), declares={"transform": "butterfly"}))
     assert (record.verdict, record.excused_share) == ("fail", None)
 
@@ -150,7 +149,7 @@ def test_a_wrong_rotation_is_caught(wrong, family):
     assert {"lower", "upper", "expected", "actual", "input_bits", "lane"} <= record.findings[0]["elements"][0].keys()
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", thinned(WRONG, 3))
 def test_a_wrong_rotation_is_caught_through_the_codes(wrong):
     record = run_case(replace(ROTATED, inputs="tiles"), backend(**WRONG[wrong]))
     assert record.verdict == "fail"

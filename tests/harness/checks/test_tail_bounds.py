@@ -100,14 +100,14 @@ def test_chernoff_s_bound_holds():
 
 
 def test_p_values_of_a_right_sampler_are_never_too_small():
-    """Of 400 seeds no more than chance allows have a p-value of at most t: for every test, and for all of them."""
+    """Of 160 seeds no more than chance allows have a p-value of at most t: for every test, and for all of them."""
     recipe = find_recipe("nvfp4-sr")
     generator = torch.Generator().manual_seed(20)
     scaled = torch.rand(6, 32, generator=generator) * 12 - 6
     odds = rounding_choices(scaled, scaled, recipe)
     odds.up_bytes[odds.up_bytes > 0] = (odds.up_bytes[odds.up_bytes > 0] // 32 * 32 + 16).to(torch.int16)
     share = odds.up_bytes.clamp(min=0) / 256
-    runs, found, smallest = 400, {}, []
+    runs, found, smallest = 160, {}, []
     for _ in range(runs):
         counts = RoundingCounts(odds, recipe, scaled.signbit())
         counts.add(torch.rand(6, 6, 32, generator=generator) < share)

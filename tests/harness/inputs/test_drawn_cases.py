@@ -34,6 +34,11 @@ def drawn(secret: int = SECRET) -> list[Case]:
     return drawn_cases(quick(), secret)
 
 
+def drawn_sample(secret: int = SECRET) -> list[Case]:
+    """Of every eighth case: a draw of all takes seconds."""
+    return drawn_cases(quick()[::8], secret)
+
+
 def gemm(*shape: int, inputs: str = "normal", layout: str = "tn") -> Case:
     return case_from_labels("gemm", "nvfp4", shape, "bf16xbf16-bf16", inputs, (layout,))
 
@@ -83,9 +88,9 @@ def test_families_and_alignments_vary() -> None:
 
 
 def test_the_secret_decides_all() -> None:
-    again, other = drawn_cases(quick(), SECRET), drawn_cases(quick(), SECRET + 1)
-    assert again == drawn()
-    assert sum(case.id == before.id for case, before in zip(other, drawn(), strict=True)) < len(other) / 20
+    first, again, other = (drawn_sample(secret) for secret in (SECRET, SECRET, SECRET + 1))
+    assert again == first
+    assert sum(case.id == before.id for case, before in zip(other, first, strict=True)) < len(other) / 20
     assert input_seed(SECRET) != input_seed(SECRET + 1)
     assert 0 <= input_seed(SECRET) < 2**31
     secrets = {new_secret() for _ in range(10)}
@@ -96,12 +101,12 @@ def test_the_secret_decides_all() -> None:
 def test_another_process_draws_the_same() -> None:
     """Python seeds its hashes in each process: no set may decide a draw."""
     code = (
-        "from tests.harness.inputs.test_drawn_cases import drawn, SECRET\n"
+        "from tests.harness.inputs.test_drawn_cases import drawn_sample, SECRET\n"
         "from narrowgauge.harness.inputs.drawn_cases import input_seed\n"
-        "print(input_seed(SECRET), *(case.id for case in drawn()))"
+        "print(input_seed(SECRET), *(case.id for case in drawn_sample()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.split() == [str(input_seed(SECRET)), *(case.id for case in drawn())]
+    assert done.stdout.split() == [str(input_seed(SECRET)), *(case.id for case in drawn_sample())]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +152,6 @@ def test_the_reference_passes_drawn_cases(operation: str) -> None:
     """Inputs, bounds and checks of every operation hold for drawn shapes."""
     reference = load_backend("reference")
     small: list[Any] = sorted((case for case in drawn() if case.operation == operation), key=work)
-    for case in small[len(small) // 2 :: max(1, len(small) // 6)]:
+    for case in small[len(small) // 6 : 2 * len(small) // 3 : max(1, len(small) // 6)]:
         record = run_case(case, reference, seed=input_seed(SECRET))
         assert record.verdict == "pass", (case.id, record.message)

@@ -95,8 +95,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("case", "broken"), CASES, ids=[f"{case.id}-{broken}" for case, broken in CASES])
+# `make test` has each case in one layout, and each layout with a third of the cases.
+TURNS = [
+    pytest.param(case, broken, layout, id=f"{case.id}-{broken}-{layout}", marks=marks)
+    for number, (case, broken) in enumerate(CASES)
+    for turn, layout in enumerate(LAYOUTS)
+    for marks in [() if turn == number % len(LAYOUTS) else pytest.mark.long]
+]
+
+
+@pytest.mark.parametrize(("case", "broken", "layout"), TURNS)
 def test_any_layout_has_the_diagnosis_of_contiguous_memory(case, broken, layout):
     right = run_case(case, backend(**methods(LAYOUTS[layout])))
     assert (right.verdict, right.message) == ("pass", "")

@@ -255,7 +255,7 @@ def test_options_are_passed_only_if_they_differ_from_the_default():
 
 
 @pytest.mark.parametrize("part", ["codes", "scales"])
-@pytest.mark.parametrize("name", thinned(RECIPES, 3))
+@pytest.mark.parametrize("name", thinned(RECIPES, 6))
 def test_one_wrong_byte_of_any_recipe_is_found(name, part):
     def spoil(q):
         numbers = getattr(q, part)

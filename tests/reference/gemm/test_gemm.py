@@ -32,7 +32,7 @@ from tests.reference import samples
 from tests.reference.samples import FAMILIES, operands, quantized, values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SETTINGS = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
 def name(dtype: torch.dtype) -> str:

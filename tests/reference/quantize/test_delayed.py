@@ -14,7 +14,7 @@ from narrowgauge.reference.scalar import fp8
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.golden import bits
 
-SETTINGS = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 NAMES = [
     *(name for name in recipe_names() if name.startswith("fp8-delayed")),
     "fp8-delayed-e4m3-margin2", "fp8-delayed-e5m2-recent-margin1-bulk", "fp8-delayed-e4m3-margin140",

@@ -24,7 +24,7 @@ from tests.reference.edges import edges
 from tests.reference.samples import every_input
 from tests.thinned import thinned
 
-SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_LEVEL = ("qwantize", "breccia", "qwix", "torchao-one-level", "mlx-one-level")
 TWO_LEVELS = tuple(name for name in TWINS if name not in ONE_LEVEL)

@@ -21,7 +21,7 @@ from tests.golden import bits
 from tests.reference.samples import MATRICES, matrix
 from tests.thinned import thinned
 
-SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 ELEMENTS = pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = [name for name in recipe_names() if "@" not in name and "fnuz" not in name]

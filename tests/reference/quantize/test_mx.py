@@ -27,7 +27,7 @@ from tests.reference.samples import MATRICES, matrix, words
 from tests.reference.twins import rowwise_elements
 from tests.thinned import thinned
 
-SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 ELEMENT = pytest.mark.parametrize("element", ELEMENTS, ids=lambda fmt: fmt.name)
 ALL = [name for name in recipe_names() if name.startswith("mxfp") and "@" not in name]
 NEAREST = [name for name in ALL if not name.endswith("-sr")]

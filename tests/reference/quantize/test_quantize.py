@@ -22,7 +22,7 @@ from tests.reference.samples import MIDPOINTS, NASTY
 from tests.reference.twins import assert_same, assert_twin, elements
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 FLT_MAX = torch.finfo(torch.float32).max
 
 

@@ -15,7 +15,7 @@ from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.reference.samples import MATRICES, NASTY, matrix, words
 from tests.reference.twins import assert_twin
 
-SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 NAMES = [name for name in recipe_names() if name.startswith("nvfp4-") and "@" not in name]
 PLAIN = [name for name in NAMES if find_recipe(name).transform is None]
 ROTATED = [name for name in NAMES if find_recipe(name).transform is not None]
