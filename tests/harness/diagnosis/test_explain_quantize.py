@@ -591,7 +591,12 @@ DRAWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cause", "wanted", "steps"), DRAWN, ids=names(DRAWN))
+@pytest.mark.parametrize(
+    ("cause", "wanted", "steps"),
+    # 16 bits stay in `make test`.
+    [pytest.param(*each, marks=pytest.mark.long if "18-bits" in each[0] else ()) for each in DRAWN],
+    ids=names(DRAWN),
+)
 def test_stochastic_rounding(cause, wanted, steps):
     check(cause, wanted, steps, first=True)
 

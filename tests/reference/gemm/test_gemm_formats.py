@@ -148,7 +148,7 @@ def test_a_tie_is_broken_by_what_is_far_below_it(gap: int, sign: int) -> None:
 
 def test_an_expansion_loses_nothing_and_rounds_by_the_whole_of_it() -> None:
     """Terms over 500 binades that cancel in part, in every order of five."""
-    for seed in range(20):
+    for seed in range(6):
         rng = np.random.default_rng(seed)
         terms = np.ldexp(rng.integers(-255, 256, 5).astype(np.float64), rng.integers(-250, 250, 5) // 50 * 50)
         terms[4] = -terms[0]

@@ -58,7 +58,7 @@ def test_a_recipe_is_its_twin(name: str, eps: str, dtype: str, family: str, seed
     assert_twin(quantize(x, name + eps), x, dtype)
 
 
-@pytest.mark.parametrize("shape", thinned([(128, 128), (129, 130), (1, 300), (257, 5)], 2))
+@pytest.mark.parametrize("shape", thinned([(1, 300), (128, 128), (257, 5), (129, 130)], 2))
 @pytest.mark.parametrize("name", ["fp8-block-128x128-e4m3-pow2", "fp8-block-128x128-e5m2-fp32", "fp8-block-1x128"])
 def test_blocks_at_the_edges_are_of_what_there_is(name: str, shape: tuple[int, int]) -> None:
     x = matrix("spread", 1, *shape)
