@@ -27,6 +27,10 @@ Factor = Callable[[GemmParts], torch.Tensor | None]
 """Function to a factor in place of α, float32. Its result is None if the factor does not apply to the product."""
 
 
+_VECTORS = (2, 4, 8, 16, 32, 64, 128)
+"""Columns that a kernel adds a bias to at once."""
+
+
 def epilogue_deviations() -> Iterator[GemmDeviation]:
     """Deviations of the epilogue, for every product. The search rejects a deviation without effect on the output.
 
@@ -74,6 +78,11 @@ def epilogue_deviations() -> Iterator[GemmDeviation]:
     )
     yield _epilogue_deviation("bias-after-cast", "the bias is added after the cast of the rest", _bias_after_cast)
     yield _epilogue_deviation("bias-before-c", "the bias is added before c", _bias_before_c)
+    for width in _VECTORS:
+        yield _epilogue_deviation(
+            "bias-tail-dropped", f"the bias is not added to the columns behind the last whole {width}",
+            _bias_without_tail(width),
+        )  # fmt: skip
     yield _epilogue_deviation("bias-by-rows", "the bias is indexed by rows, not by columns", _bias_by_rows)
     yield _epilogue_deviation("c-twice", "c is added twice", _c_twice)
     yield _epilogue_deviation("bias-twice", "the bias is added twice", _bias_twice)
@@ -93,6 +102,11 @@ def _factor_deviations() -> Iterator[GemmDeviation]:
     yield _factor_deviation("alpha-flushed", "a subnormal α is taken to be 0", _flushed_factor)
     for name, order in ORDERS.items():
         yield _factor_deviation(f"alpha-order:{name}", f"α is {name}", order)
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        for sides, phrase in (("ab", "both amaxes"), ("a", "a's amax"), ("b", "b's amax")):
+            yield _factor_deviation(
+                f"alpha-amax-through-{name}", f"α is made of {phrase} rounded to {name}", _rounded_amaxes(sides, dtype)
+            )
     yield _factor_deviation("alpha-missing", "α is left out", lambda parts: torch.ones_like(parts.factor))
     yield _factor_deviation("alpha-amax-twice", "α is made of a's amax twice", _amax_of_one_operand("a"))
     yield _factor_deviation("alpha-amax-twice", "α is made of b's amax twice", _amax_of_one_operand("b"))
@@ -174,6 +188,20 @@ ORDERS: dict[str, Factor] = {
     "float64": _order_of_amaxes(lambda a, b, d: (a.double() * b.double() / d.double()).float()),
 }
 """Orders of operations of α from the amaxes a and b and the constant d. Operations round to float32, except float64."""
+
+
+def _rounded_amaxes(sides: str, dtype: torch.dtype) -> Factor:
+    def factor_function(parts: GemmParts) -> torch.Tensor | None:
+        if _amax_pair(parts) is None:
+            return None
+        operands = [getattr(parts.source, name) for name in "ab"]
+        a, b = (
+            replace(q, amax=q.amax.to(dtype).float()) if name in sides else q
+            for name, q in zip("ab", operands, strict=True)
+        )
+        return alpha(a, b)
+
+    return factor_function
 
 
 def _amax_of_one_operand(side: str) -> Factor:
@@ -258,6 +286,20 @@ def _bias_before_c(parts: GemmParts, ends: Ends) -> list[Ends]:
     if parts.bias is None or parts.c is None or parts.promotes:
         return []
     return correct_epilogue(replace(parts, c=parts.bias, bias=parts.c), ends)
+
+
+def _bias_without_tail(width: int) -> Epilogue:
+    def epilogue(parts: GemmParts, ends: Ends) -> list[Ends]:
+        columns = parts.source.output.shape[1]
+        if parts.bias is None or columns % width == 0:
+            return []
+        return correct_epilogue(replace(parts, bias=parts.bias.masked_fill(_tail(parts, width), 0)), ends)
+
+    return epilogue
+
+
+def _tail(parts: GemmParts, width: int) -> torch.Tensor:
+    return parts.columns >= parts.source.output.shape[1] // width * width
 
 
 def _bias_by_rows(parts: GemmParts, ends: Ends) -> list[Ends]:

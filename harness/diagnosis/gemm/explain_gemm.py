@@ -32,6 +32,7 @@ from narrowgauge.harness.diagnosis.gemm.other_declarations import (
     simulated_orders,
 )
 from narrowgauge.harness.diagnosis.gemm.partial_sums import KINDS, PartialSums, slice_sums, slice_widths
+from narrowgauge.harness.diagnosis.gemm.scale_products import SCALES_MULTIPLIED_FIRST
 from narrowgauge.harness.diagnosis.gemm.wider_format import explain_wider_format
 from narrowgauge.harness.diagnosis.search.history import SEARCHES, SearchHistory
 from narrowgauge.harness.diagnosis.search.time_limit import TimeLimit
@@ -119,9 +120,10 @@ def _deviations(products: Sequence[GemmParts]) -> Iterator[GemmDeviation]:
     """All deviations of the products, the most plausible first."""
     yield from epilogue_deviations()
     yield from operand_deviations()
+    yield SCALES_MULTIPLIED_FIRST
     yield from promotion_deviations()
     if len(products) > 1:
-        yield from section_deviations()
+        yield from section_deviations(len(products))
     yield GemmDeviation("output-transposed", "the output is stored transposed, column after column", _transposed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -23,6 +23,8 @@ Change = Callable[[Quantized], Quantized | None]
 _OTHER_FORMATS = {E4M3: E5M2, E5M2: E4M3, E2M3: E3M2, E3M2: E2M3}
 _TILES = (32, 64, 128)
 _BLOCKS_OF_A_STEP = (2, 4, 8)
+_TABLES_OF_SECTIONS = (8, 16, 32)
+"""Lengths of tables with an entry for each section, which a larger number of sections exceeds."""
 
 
 def changed_scales() -> Iterator[tuple[str, str, Change]]:
@@ -90,13 +92,19 @@ def operand_deviations() -> Iterator[GemmDeviation]:
     )
 
 
-def section_deviations() -> Iterator[GemmDeviation]:
-    """Sections of a grouped GEMM that take a part of another section."""
-    for position in ("next", "previous", "first"):
+def section_deviations(count: int) -> Iterator[GemmDeviation]:
+    """Sections of a grouped GEMM with `count` sections that take a part of another section."""
+    for name, position in _POSITIONS.items():
         for part_name, take_part in _SECTION_PARTS.items():
             yield GemmDeviation(
-                "section-of-neighbour", f"every section takes {part_name} of the {position} one",
+                "section-of-neighbour", f"every section takes {part_name} of the {name} one",
                 _take_from_section(position, take_part),
+            )  # fmt: skip
+    for length in (length for length in _TABLES_OF_SECTIONS if length < count):
+        for part_name, take_part in _SECTION_PARTS.items():
+            yield GemmDeviation(
+                "section-of-neighbour", f"section n takes {part_name} of section n modulo {length}",
+                _take_from_section(partial(_modulo, length), take_part),
             )  # fmt: skip
 
 
@@ -205,7 +213,8 @@ def _flushed_scales(q: Quantized) -> Quantized | None:
         return _with_zero_codes(q, subnormal[:, : q.shape[1]])
     if q.recipe.scale is not E4M3:
         return None
-    return _with_scales(q, torch.where(q.scales < 1 << E4M3.mantissa_bits, 0, q.scales))
+    subnormal = (q.scales & (E4M3.sign_code - 1)) < 1 << E4M3.mantissa_bits
+    return _with_scales(q, torch.where(subnormal, 0, q.scales))
 
 
 def _repeat_rows(scales: torch.Tensor, rows: int) -> torch.Tensor:
@@ -354,11 +363,22 @@ _SECTION_PARTS: dict[str, TakePart] = {
 }
 
 
-def _take_from_section(position: str, take_part: TakePart) -> Callable[[GemmParts], GemmParts | None]:
+Position = Callable[[int, int], int]
+"""Function from the number of a section and the number of sections to the number of another section."""
+_POSITIONS: dict[str, Position] = {
+    "next": lambda number, count: min(number + 1, count - 1),
+    "previous": lambda number, count: max(number - 1, 0),
+    "first": lambda number, count: 0,
+}
+
+
+def _modulo(length: int, number: int, count: int) -> int:
+    return number % length
+
+
+def _take_from_section(position: Position, take_part: TakePart) -> Callable[[GemmParts], GemmParts | None]:
     def change_section(parts: GemmParts) -> GemmParts | None:
-        last = len(parts.sections) - 1
-        number = {"next": min(parts.number + 1, last), "previous": max(parts.number - 1, 0), "first": 0}[position]
-        changed_parts = take_part(parts, parts.sections[number])
+        changed_parts = take_part(parts, parts.sections[position(parts.number, len(parts.sections))])
         if changed_parts is None or changed_parts.left.shape[1] != changed_parts.right.shape[1]:
             return None  # in the GEMM of a weight gradient, sections have sums of different lengths
         return changed_parts

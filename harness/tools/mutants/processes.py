@@ -125,7 +125,8 @@ def _judge(
     """Run cases with the changed kernel: the recorded `names`, and unless all of them fail the cases that the change
     affects, until `ENOUGH` cases have failed. Failures count only for cases that pass with the real kernels.
 
-    A crash or a hang ends the mutant. Raises Lost if a worker does not start.
+    A crash or a case that exceeds its time ends the mutant. The latter is no failure: a busy machine can make a right
+    kernel exceed its time. Raises Lost if a worker does not start.
     """
     failing: dict[str, tuple[Case, dict[str, Any]]] = {}
     first = [case for case in cases if case.id in names]
@@ -133,11 +134,14 @@ def _judge(
         for case in _in_order(result.mutant, first, cases):
             record = run(case)
             result.ran += 1
+            if record["verdict"] == "timeout":
+                result.timed_out = "" if failing else case.id
+                break
             if record["verdict"] not in ("pass", "unsupported"):
                 failing[case.id] = case, record
             if case.id in failing and _NO_COMPILATION in record["message"]:
                 result.problem = record["message"]
-            if result.problem or record["verdict"] in ("crash", "timeout") or len(failing) == ENOUGH:
+            if result.problem or record["verdict"] == "crash" or len(failing) == ENOUGH:
                 break
             if len(failing) == result.ran == len(first):
                 break

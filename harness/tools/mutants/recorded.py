@@ -54,13 +54,14 @@ def write(
 ) -> None:
     """Replace the entries of `results` by their cheapest failing cases, and drop names that are not in `mutants`.
 
-    Cases with an expected cause come before others. A case costs the compilation of the changed kernels first, and
-    then the processor time of its judge.
+    Cases whose first cause is an expected one come before others. A case costs the compilation of the changed kernels
+    first, and then the processor time of its judge.
     """
     by_name = {case.id: case for case in cases}
 
     def rank(result: MutantResult, record: dict[str, Any]) -> tuple[bool, int, float]:
-        named = any(entry["cause"] in result.mutant.causes for entry in record["explanations"] if entry["exact"])
+        exact = [entry["cause"] for entry in record["explanations"] if entry["exact"]]
+        named = bool(exact) and exact[0] in result.mutant.causes
         changed = [source for source in sources_of(by_name[record["case"]]) if result.mutant.file in files_of(source)]
         return not named, len(changed), record["seconds_core"] or math.inf
 

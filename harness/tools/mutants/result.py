@@ -26,6 +26,8 @@ class MutantResult:
     """Records of the cases that failed and pass with the real kernel."""
     detections: Detections = field(default_factory=lambda: Detections(True, True, True))
     """A crash or a hang is detected by all conventional tests."""
+    timed_out: str = ""
+    """The case that exceeded its time before any case failed. The mutant is then neither caught nor missed."""
     problem: str = ""
     """Why there is no result, for example a compile error."""
     seconds: float = 0.0
@@ -39,11 +41,11 @@ class MutantResult:
     @property
     def right(self) -> bool:
         """Whether the mutant was killed, or is equivalent and was not killed."""
-        return not self.problem and self.killed != bool(self.mutant.equivalent)
+        return not self.problem and not self.timed_out and self.killed != bool(self.mutant.equivalent)
 
     @property
     def check(self) -> str:
-        """First check with a failure: rule of a stage, or crash, timeout, error."""
+        """First check with a failure: rule of a stage, or crash, error."""
         if not self.failing:
             return ""
         first = self.failing[0]
@@ -82,7 +84,7 @@ class MutantResult:
             "cases": [record["case"] for record in self.failing], "ran": self.ran, "expected": list(m.causes),
             "causes": self.causes, "named": self.named, "allclose": self.detections.allclose,
             "bytes": self.detections.compare_bytes, "sqnr": self.detections.sqnr, "problem": self.problem,
-            "seconds": round(self.seconds, 2),
+            "timed_out": self.timed_out, "seconds": round(self.seconds, 2),
         }  # fmt: skip
 
 
@@ -97,6 +99,7 @@ class MutantTotals:
     compare_bytes: int
     sqnr: int
     equivalent: int
+    timed_out: int
     right: bool
     """Whether every mutant has the expected result."""
 
@@ -104,6 +107,7 @@ class MutantTotals:
     def sentence(self) -> str:
         """`caught by narrowgauge 74 of 74, by …`."""
         rest = f"; {self.equivalent} equivalent" if self.equivalent else ""
+        rest += f"; {self.timed_out} timed out" if self.timed_out else ""
         return (
             f"caught by narrowgauge {self.killed} of {self.mutants}, by allclose {self.allclose}, by byte compare "
             f"{self.compare_bytes}, by SQNR {self.sqnr}; cause named {self.named}{rest}"
@@ -121,5 +125,6 @@ def totals(results: Sequence[MutantResult]) -> MutantTotals:
         compare_bytes=sum(result.detections.compare_bytes for result in real),
         sqnr=sum(result.detections.sqnr for result in real),
         equivalent=len(results) - len(real),
+        timed_out=sum(bool(result.timed_out) for result in results),
         right=all(result.right for result in results),
     )

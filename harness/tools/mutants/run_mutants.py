@@ -40,13 +40,15 @@ def print_results(results: Sequence[MutantResult], console: Console) -> None:
     for result in results:
         if result.problem:
             console.print(f"{result.mutant.name}: {result.problem}", style="red", markup=False)
+        if result.timed_out:
+            console.print(f"{result.mutant.name} timed out at {result.timed_out}", style="red", markup=False)
         if result.mutant.equivalent:
             console.print(f"{result.mutant.name} is equivalent: {result.mutant.equivalent}", markup=False)
 
 
 def _row(result: MutantResult) -> list[str]:
     m, detections = result.mutant, result.detections
-    survived = "equivalent" if m.equivalent else "SURVIVED"
+    survived = "timed out" if result.timed_out else "equivalent" if m.equivalent else "SURVIVED"
     ticks = ["✓" if seen else "–" for seen in (detections.allclose, detections.compare_bytes, detections.sqnr)]
     return [
         m.name, "no result" if result.problem else result.check or survived, result.stage,

@@ -275,6 +275,13 @@ def test_a_wrong_factor(recipe, cause, factor):
     assert causes(explained(plain_gemm(factor), recipe, dtype="fp32", inputs="normal")) == [cause]
 
 
+def test_a_factor_of_narrow_amaxes():
+    a, b = (replace(q, amax=q.amax * 1.0007) for q in operands())
+    output = reference.gemm(replace(a, amax=a.amax.half().float()), b, out_dtype=F32)
+    found = explain_gemm(*judged(a, b, output), SearchHistory(), TimeLimit())
+    assert found[0].cause == "alpha-amax-through-fp16"
+
+
 def test_the_factor_of_one_operand():
     record = explained(plain_gemm(lambda a, b: (b.amax / 2688).view(1, 1)), inputs="normal")
     assert causes(record) == ["alpha-of-one-operand"]
@@ -307,6 +314,9 @@ ENDS = {
     "bias-after-cast": lambda acc, s, c, bias, dtype: (total(acc, s, c, None).to(dtype) + bias.float()).to(dtype),
     "c-twice": lambda acc, s, c, bias, dtype: (total(acc, s, c, bias) + c.float()).to(dtype),
     "bias-by-rows": lambda acc, s, c, bias, dtype: (s * acc + c.float() + bias[: len(acc)].float()[:, None]).to(dtype),
+    "bias-tail-dropped": lambda acc, s, c, bias, dtype: total(
+        acc, s, c, bias.masked_fill(torch.arange(len(bias)) >= 32, 0)
+    ).to(dtype),
     "c-transposed": lambda acc, s, c, bias, dtype: total(acc, s, c.T.reshape(c.shape), bias).to(dtype),
 }  # fmt: skip
 
@@ -457,6 +467,14 @@ def test_what_is_of_another_section(words):
     assert record.explanations[0]["sentence"] == f"every section {words}"
 
 
+def test_a_table_of_sections_that_is_too_short():
+    case = case_from_labels("gemm-grouped", "nvfp4", (90, 32, 8), "bf16xbf16-bf16", "normal", ("even:9",))
+    doors = {name: getattr(reference, name) for name in ("quantize", "quantize_grouped")}
+    record = run_case(case, backend(**doors, gemm_grouped=grouped(lambda b, bias, g: (b[g % 8], None))))
+    assert causes(record)[0] == "section-of-neighbour"
+    assert record.explanations[0]["sentence"] == "section n takes the matrix of section n modulo 8"
+
+
 # ---- the search itself -----------------------------------------------------------------------------------------------
 
 
@@ -572,7 +590,7 @@ def test_every_deviation_changes_the_output_of_some_product():
 
 
 def test_names_are_in_lower_case_with_hyphens():
-    found = [*operand_deviations(), *epilogue_deviations(), *section_deviations()]
+    found = [*operand_deviations(), *epilogue_deviations(), *section_deviations(64)]
     assert len({d.sentence for d in found}) == len(found)
     for deviation in found:
         cause = deviation.cause.partition(":")[0]
@@ -712,6 +730,31 @@ def test_nan_read_as_number(recipe, codes, scales):
     assert not wrong.passed
     found = explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())
     assert "nan-read-as-number" in [e.cause for e in found]
+
+
+def test_subnormal_scales_of_either_sign():
+    a, b = operands()
+    a, b = (replace(q, scales=torch.where(torch.rand(q.scales.shape) < 0.5, 0x81, q.scales).byte()) for q in (a, b))
+    flushed = [replace(q, scales=q.scales.masked_fill(q.scales == 0x81, 0)) for q in (a, b)]
+    outcome, wrong = judged(a, b, reference.gemm(*flushed, out_dtype=F32))
+    assert not wrong.passed
+    assert explain_gemm(outcome, wrong, SearchHistory(), TimeLimit())[0].cause == "subnormal-scales-flushed"
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_scales_that_are_multiplied_first(flushed):
+    """The product of two scales is 0 below 2^-149. A kernel that flushes it below 2^-126 has another cause."""
+
+    def gemm(a, b, *, out_dtype, **_):
+        y = torch.zeros(a.shape[0], b.shape[0])
+        for block, columns in enumerate(torch.arange(a.shape[1]).split(32)):
+            scale = (scale_values(a)[:, block, None] * scale_values(b)[None, :, block]).float()
+            scale = scale.masked_fill(scale < 2.0**-126, 0) if flushed else scale
+            y += (element_values(a)[:, columns] @ element_values(b)[:, columns].T).float() * scale
+        return y.to(out_dtype)
+
+    found = causes(explained(gemm, "mxfp4", shape=(72, 144, 40), dtype="fp32", inputs="codes"))
+    assert ("scales-multiplied-first" in found) != flushed
 
 
 def test_flushed_subnormal_outputs():

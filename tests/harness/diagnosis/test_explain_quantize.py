@@ -345,6 +345,9 @@ SCALES = [
     ("subnormal-scales-flushed", case("nvfp4", "low-rows"), by_scale(
         lambda v: (c := encode(v, E4M3)).masked_fill(c < 8, 0)
     )),
+    ("subnormal-amaxes-flushed", case("fp8-block-1x128-e4m3-pow2", "subnormal", dtype="fp32"), {
+        "blocks": lambda s: (b := block_amaxes(s.x, s.recipe)).masked_fill(b < 2.0**-126, 0)
+    }),
     ("block-amax-without-fabs", case("nvfp4"), {"blocks": signed_blocks, "amax": right_amax}),
     ("block-amax-without-fabs", case("mxfp8-e4m3"), {"blocks": signed_blocks}),
     ("block-amax-without-fabs", case("fp8-block-1x128", shape=(16, 512)), {"blocks": signed_blocks}),
@@ -454,6 +457,9 @@ TENSORS = [
     ("amax-partial", case("nvfp4-rowscaled"), {"amax": lambda s: s.x[:, ::2].abs().float().amax(1)}),
         ("amax-before-transform", case("nvfp4-rht"), wrong_amax(lambda s: s.matrix)),
     ("amax-through-bf16", case("nvfp4", dtype="fp32"), wrong_amax(lambda s: s.x.bfloat16())),
+    ("subnormal-amaxes-flushed", case("nvfp4", "subnormal", dtype="fp32"), wrong_tensor(
+        lambda s, a: torch.ones_like(a)
+    )),
     ("amax-of-tensor", case("nvfp4-rowscaled"), {"amax": lambda s: s.blocks.amax().repeat(64)}),
     ("nan-spread", case("nvfp4", "nan"), given(torch.nan)),
     ("infinity-dropped", case("nvfp4", "inf"), wrong_amax(lambda s: s.x.masked_fill(s.x.isinf(), 0))),
@@ -579,6 +585,9 @@ DRAWN = [
         "bytes": lambda s: bytes_of(s).view(-1, len(s.matrix), 16).transpose(0, 1).reshape(s.matrix.shape)
     }),
     ("stochastic-other-block:+1", case("mxfp8-e5m2-sr"), {"bytes": lambda s: bytes_of(s, first=1)}),
+    ("stochastic-other-block:6-bits", case("nvfp4-sr", shape=(96, 16)), {
+        "bytes": lambda s: torch.cat([bytes_of(s)[:64], bytes_of(s)[:32]])
+    }),
     ("stochastic-other-block:16-bits", case("nvfp4-sr", shape=(65552, 16)), {
         "bytes": lambda s: torch.cat([bytes_of(s)[: 1 << 16], bytes_of(s)[:16]])
     }),

@@ -291,8 +291,7 @@ WITH_A_TEST = {
     "padding-not-zeroed",
     "tail-dropped",
     "stochastic-sections-restart",
-    "stochastic-other-block:16-bits",
-    "stochastic-other-block:18-bits",
+    *(f"stochastic-other-block:{bits}-bits" for bits in range(9, 19)),
     "four-over-six-order:tree",
     "scale-order:amax*(1/6)",
 }

@@ -26,6 +26,9 @@ ByteFunction = Callable[[Replay], torch.Tensor]
 
 _WRONG_ROUNDS = (7, 9)
 """Wrong numbers of Philox rounds. 7 is the smallest number that its authors found random; 9 is one round too few."""
+_SUBSEQUENCE_BITS = range(18, 4, -1)
+"""Bits of the number of a block: from the blocks of a grid to the lanes of a warp. Most bits without effect come first,
+and the first wrong block refutes them."""
 _LEAST_VARIANCE = 16.0
 """Least variance of the number of elements rounded up: 64 elements in the middle of two codes."""
 _DEVIATION = 5.0
@@ -281,7 +284,7 @@ def _seed_deviations() -> Iterator[QuantizeDeviation]:
         return seed, offset
 
     low_32_bits = (1 << 32) - 1
-    for bits in (16, 18):
+    for bits in _SUBSEQUENCE_BITS:
         yield _byte_deviation(
             f"stochastic-other-block:{bits}-bits", f"the number of a block has {bits} bits in Philox's subsequences",
             partial(_wrapped_bytes, bits),

@@ -67,6 +67,7 @@ def block_amax_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
             lambda replay: block_amaxes(replay.x, _with_nan_policy(replay, "ignore")),
         )
     yield _block_amax_deviation("infinity-dropped", "without elements that are infinite", _amaxes_of_changed(_finite))
+    yield _block_amax_deviation("subnormal-amaxes-flushed", "0 where they are subnormal", _without_subnormal_amaxes)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         yield _block_amax_deviation(
             f"block-amax-through-{name}", f"rounded to {name}",
@@ -116,6 +117,11 @@ def _signed_maxima(replay: Replay) -> torch.Tensor:
     values = pad_columns(replay.x.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), width)
     blocks = values.view(values.shape[0], -1, width).amax(2)
     return over_tiles(blocks, replay.recipe.block[0])[:: replay.recipe.stored_rows]
+
+
+def _without_subnormal_amaxes(replay: Replay) -> torch.Tensor:
+    amaxes = block_amaxes(replay.x, replay.recipe)
+    return amaxes.masked_fill(amaxes < torch.finfo(torch.float32).smallest_normal, 0)
 
 
 def _rounded_amaxes(dtype: torch.dtype, replay: Replay) -> torch.Tensor:

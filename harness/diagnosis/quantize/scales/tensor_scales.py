@@ -95,6 +95,10 @@ def changed_input_deviation(
 
 def _tensor_scale_deviations(recipe: Recipe) -> Iterator[QuantizeDeviation]:
     """Deviations of the tensor scale. Later stages show them if the kernel does not report the tensor scale."""
+    yield QuantizeDeviation(
+        "subnormal-amaxes-flushed", "the scale of the tensor is that of an amax of 0 where the amax is subnormal",
+        _SCALED, overrides={"tensor scale": _scale_without_subnormal_amaxes},
+    )  # fmt: skip
     forms: list[tuple[str, str, Override]] = []
     if recipe.tensor_scale != "amax/max":
         max_product = recipe.max_product
@@ -150,6 +154,12 @@ def _rounded_scale(dtype: torch.dtype, replay: Replay) -> torch.Tensor:
 def _flushed_scale(replay: Replay) -> torch.Tensor:
     scale = _correct_scale(replay)
     return torch.where(scale.abs() < torch.finfo(torch.float32).smallest_normal, 0.0, scale)
+
+
+def _scale_without_subnormal_amaxes(replay: Replay) -> torch.Tensor:
+    amax = _replay_amax(replay)
+    flushed = amax.masked_fill(amax < torch.finfo(torch.float32).smallest_normal, 0)
+    return tensor_scale(flushed, replay.recipe, replay.x.dtype)
 
 
 def _replay_amax(replay: Replay) -> torch.Tensor:
