@@ -646,7 +646,9 @@ def test_sections_that_each_count_from_0():
 
     wanted = case_from_labels("quantize-grouped", "nvfp4-sr", (96, 64), "bf16", "normal", ("even:3",))
     record = record_of(wanted, quantize_grouped=grouped)
-    assert causes(record) == ["stochastic-sections-restart"]
+    assert causes(record) == ["stochastic-sections-restart", "stochastic-other-block:7-bits"], (
+        "both: sections of 2^7 blocks"
+    )
 
 
 DIALECTS = [

@@ -284,11 +284,6 @@ def _seed_deviations() -> Iterator[QuantizeDeviation]:
         return seed, offset
 
     low_32_bits = (1 << 32) - 1
-    for bits in _SUBSEQUENCE_BITS:
-        yield _byte_deviation(
-            f"stochastic-other-block:{bits}-bits", f"the number of a block has {bits} bits in Philox's subsequences",
-            partial(_wrapped_bytes, bits),
-        )  # fmt: skip
     yield _byte_deviation(
         "stochastic-offset-not-advanced", "the columnwise half uses the offset of the rowwise one",
         seeding(lambda seed, offset: (seed, offset - 1)),
@@ -319,11 +314,17 @@ def _seed_deviations() -> Iterator[QuantizeDeviation]:
         seeding(unchanged, lambda replay: replay.subject.first + 1),
     )
 
-    # Both deviations below count blocks from the start of the matrix, so they cannot be replayed on some of its rows.
+    # Deviations that count blocks from the start of the matrix cannot be replayed on some of its rows.
     first_block_0 = seeding(unchanged, lambda _: 0)
     yield _byte_deviation(
         "stochastic-sections-restart", "each section counts its blocks from 0", first_block_0, row_local=False
     )
+    # After the restart: sections of 2^n blocks give the same bytes.
+    for bits in _SUBSEQUENCE_BITS:
+        yield _byte_deviation(
+            f"stochastic-other-block:{bits}-bits", f"the number of a block has {bits} bits in Philox's subsequences",
+            partial(_wrapped_bytes, bits),
+        )  # fmt: skip
 
     for phrase in ("row", "block"):
         yield _byte_deviation(
