@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from narrowgauge.harness.cases.sections import BAND, band_rows
 from narrowgauge.harness.inputs.inputs import make_inputs
 from narrowgauge.reference import ops as reference
 from tests.harness.operation_cases import fails, gemm_case, passes, quantize_case
+from tests.thinned import thinned_rows
 
 ROWS, COLUMNS = 8 * BAND, 48
 FAR = (3 * BAND * COLUMNS, 3 * BAND * COLUMNS + 5 * COLUMNS, 1 << 32)
@@ -72,8 +73,10 @@ def test_a_right_quantizer_passes(recipe: str) -> None:
     assert values["compared"] == 512 * COLUMNS
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("element", [FAR[0], FAR[0] - 1, FAR[1], (ROWS - 1) * COLUMNS])
+ENDS = (FAR[0], FAR[0] - 1, FAR[1], (ROWS - 1) * COLUMNS)
+
+
+@pytest.mark.parametrize(("recipe", "element"), thinned_rows(product(RECIPES, ENDS), 3))
 def test_a_short_index_fails_and_the_message_has_the_rows(recipe: str, element: int) -> None:
     record = fails(case_of(recipe), "codes", quantize=wrong_from(element))
     assert "0 to 127, 256 to 511, 896 to 1023" in record.message
