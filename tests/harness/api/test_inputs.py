@@ -124,6 +124,7 @@ def test_wrong_arguments_of_matrix_are_named(arguments: dict[str, Any], text: st
         matrix("nvfp4", **arguments)
 
 
+@pytest.mark.usefixtures("compiler")
 def test_pytest_shows_the_id_of_a_case(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -138,7 +139,7 @@ def test_pytest_shows_the_id_of_a_case(pytester: pytest.Pytester) -> None:
             narrowgauge.check(narrowgauge.quantize, case)
         """
     )
-    done = pytester.runpytest_subprocess("-v", "-p", "no:cacheprovider")
+    done = pytester.runpytest_inprocess("-v", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist")
     done.assert_outcomes(passed=2)
     done.stdout.fnmatch_lines(["*::test_kernel[[]quantize/nvfp4@modelopt/1x16/bf16/normal[]] PASSED*"])
     assert type(matrix("nvfp4")[0]).__name__ == "QuantizeCase"

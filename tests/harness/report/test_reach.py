@@ -8,9 +8,9 @@ MOST = 15e6 / 20_000
 
 
 def test_the_records_are_distinct_and_the_same_every_time():
-    records = list(many_records(6000))
-    assert len({record["case"] for record in records}) == 6000
-    assert sum(record["verdict"] == "fail" for record in records) == 6000 // FAILING
+    records = list(many_records(1000))
+    assert len({record["case"] for record in records}) == 1000
+    assert sum(record["verdict"] == "fail" for record in records) == 1000 // FAILING
     assert records[:50] == list(many_records(50))
 
 

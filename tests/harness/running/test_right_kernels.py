@@ -21,6 +21,7 @@ from narrowgauge.harness.running.runner import run_case
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend
+from tests.thinned import thinned
 
 FLT_MAX = torch.finfo(torch.float32).max
 SIXTH = torch.tensor(1 / 6, dtype=torch.float32)
@@ -764,7 +765,7 @@ def test_the_table_has_enough_kernels_and_cases():
     assert all(len(selected) > 1 for _, selected in KERNELS.values())
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", thinned(KERNELS, each=2))
 def test_a_right_kernel_passes(name):
     doors, selected = KERNELS[name]
     failed = []
