@@ -21,7 +21,14 @@ from narrowgauge.harness.operations.stages.black_box import makes_own_bits
 from narrowgauge.harness.operations.stages.end_to_end import Operand, add_end_to_end
 from narrowgauge.harness.operations.stages.oracle import bounds
 from narrowgauge.harness.operations.stages.outcome import Outcome, Product
-from narrowgauge.harness.operations.stages.product import add_output, add_protection, addends, named, order_of
+from narrowgauge.harness.operations.stages.product import (
+    add_output,
+    add_protection,
+    addends,
+    named,
+    note_any_order,
+    order_of,
+)
 from narrowgauge.harness.operations.stages.quantized import made_of
 from narrowgauge.harness.operations.stages.repeated import Arguments, Tensors, present, repeated
 from narrowgauge.reference.bounds.bounds import Bounds
@@ -48,7 +55,9 @@ def judge_gemm_grouped(case: GroupedGemmCase, inputs: ProductInputs, backend: Ba
 
     outputs, protection, outcome.seconds = repeated(backend, inputs.x.device, arguments, call)
     add_protection(outcome, protection)
-    add_grouped_output(outcome, outputs["output"], sections, matrices, inputs, order_of(backend, sections, matrices))
+    order = order_of(backend, sections, matrices)
+    add_grouped_output(outcome, outputs["output"], sections, matrices, inputs, order)
+    note_any_order(outcome, backend, order)
     add_end_to_end(outcome, [(a.own, b.own) for a, b in zip(x, w, strict=True)])
     outcome.outputs = {**codes_and_scales(arguments), **outputs}
     return outcome

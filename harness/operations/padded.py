@@ -28,7 +28,7 @@ from narrowgauge.harness.operations.gemm_grouped import (
 from narrowgauge.harness.operations.stages import oracle as reference
 from narrowgauge.harness.operations.stages.end_to_end import add_end_to_end
 from narrowgauge.harness.operations.stages.outcome import Moved, Outcome
-from narrowgauge.harness.operations.stages.product import add_protection, order_of
+from narrowgauge.harness.operations.stages.product import add_protection, note_any_order, order_of
 from narrowgauge.harness.operations.stages.quantized import float_views
 from narrowgauge.harness.operations.stages.repeated import Tensors, present, repeated
 from narrowgauge.spec.dtypes import TORCH_DTYPES
@@ -72,6 +72,7 @@ def judge_padded(case: GroupedGemmCase, inputs: ProductInputs, backend: Backend)
     unpadded = product[rows]
     order = order_of(backend, sections, matrices)
     add_grouped_output(outcome, unpadded, cut, matrices, inputs, order)
+    note_any_order(outcome, backend, order)
     right = reference.pad_sections(inputs.x, sizes, recipe)[0]
     own = [operand.own for operand in x] if torch.equal(padded, right) else own_sections(right, aligned, case, inputs)
     pairs = zip(own, case.section_sizes, w, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import torch
@@ -150,8 +150,10 @@ class Order:
         if self.tree is None:
             return f"{size} {name}: order not found: {self.reason}"
         parts = [self._steps()]
-        if (found := self.slices) is not None and found.chains > 1:
-            reduced_in = str(self._reduced_in).removeprefix("torch.")
+        reduced_in = str(self._reduced_in).removeprefix("torch.")
+        if (found := Interleaved.of(self.tree)) is not None:
+            parts.append(f"{found}, in {reduced_in}")
+        elif (found := self.slices) is not None and found.chains > 1:
             how = {"in order": "in order", "tree": "as a tree"}.get(
                 self.reduction or "", "in another order than that of K"
             )
@@ -179,7 +181,7 @@ class Order:
             return f"{self.width} products aligned{bits}{rounding}"
         if self.kind == "tree":
             return "neighbours are added first"
-        order = "in order of K" if self.tree and self.tree.columns() == sorted(self.tree.columns()) else "not in order"
+        order = self._order_of_products()
         if self.arithmetic is None:
             return f"one product at a time, {order}"
         if self.arithmetic.model is not None:
@@ -189,6 +191,16 @@ class Order:
         if self.dtype is not torch.float32:  # products of narrower numbers are float32 numbers
             return text
         return text + (", fused multiply-add" if self.arithmetic.fused else ", products rounded to float32")
+
+    def _order_of_products(self) -> str:
+        columns = self.tree.columns() if self.tree else []
+        if columns == sorted(columns):
+            return "in order of K"
+        if self.tree and Interleaved.of(self.tree):
+            return "in order of K in each chain"
+        if set(columns[:2]) == {0, 1} and columns[2:] == [column ^ 1 for column in range(2, len(columns))]:
+            return "in pairs of columns, the second column first"
+        return "not in order"
 
     def picture(self) -> str:
         """The tree as lines of text; long chains and deep levels are cut, with the number of terms left out."""
@@ -238,6 +250,56 @@ class Slices:
         longest = max(flat)
         regular = all(set(group[:-1]) <= {longest} for group in slices)
         return cls(len(flat), longest, regular, len(slices), bool(nested), len(flat) > 1)
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Chains that take every n-th column, or every n-th tile of columns, as vector registers and some split-K do."""
+
+    chains: int
+    tile: int
+    """Consecutive columns that a chain takes."""
+    joined: str
+    """How the sums of the chains are added."""
+
+    @classmethod
+    def of(cls, tree: Chain) -> Interleaved | None:
+        """The chains of a tree; None for a tree of another form."""
+        leaves = _own_columns(tree)
+        tile = next((number for number, column in enumerate(leaves[0]) if column != number), 0)
+        count, columns = len(leaves), sum(map(len, leaves))
+        if count < 2 or tile == 0:
+            return None
+        numbers = range(columns)
+        if leaves != [[column for column in numbers if column // tile % count == one] for one in range(count)]:
+            return None
+        # The same tree with the columns of each chain side by side has slices of K.
+        moved = _renumbered(tree, {column: number for number, column in enumerate(chain.from_iterable(leaves))})
+        cuts = tuple(accumulate(map(len, leaves)))[:-1]
+        for joined, split in (("in order", Split(cuts)), ("as a tree", Split(cuts, tree=True))):
+            if moved == in_split_slices(columns, split, tree.width):
+                return cls(count, tile, joined)
+        return cls(count, tile, "in another order")
+
+    def __str__(self) -> str:
+        nth = {2: "2nd", 3: "3rd"}.get(self.chains, f"{self.chains}th")
+        every = f"{nth} column" if self.tile == 1 else f"{nth} tile of {self.tile} columns"
+        return f"{self.chains} chains of every {every}, joined {self.joined}"
+
+
+def _own_columns(tree: Chain) -> list[list[int]]:
+    """The columns of the products of each chain, in order: first its own, then those of the chains that join it."""
+    terms = [tree.first, *(one for step in tree.steps for one in step)]
+    own = [one for one in terms if isinstance(one, int)]
+    inner = [columns for one in terms if isinstance(one, Chain) for columns in _own_columns(one)]
+    return [*([own] if own else []), *inner]
+
+
+def _renumbered(tree: Chain, numbers: dict[int, int]) -> Chain:
+    def term(one: int | Chain) -> int | Chain:
+        return numbers[one] if isinstance(one, int) else _renumbered(one, numbers)
+
+    return Chain(term(tree.first), tuple(tuple(term(one) for one in step) for step in tree.steps))
 
 
 def _chain_lengths(tree: Chain) -> list[list[int]]:

@@ -112,6 +112,16 @@ def judge_product(
     return output
 
 
+def note_any_order(outcome: Outcome, backend: Backend, order: Summation) -> None:
+    """Say why a grouped product is judged in any order if the backend asks for a probe.
+
+    A library may choose another kernel for a single section, so a probe of one section says nothing about the call.
+    """
+    if backend.probes_order and order.order is None:
+        text = "judged in any order: the products of a grouped GEMM are not probed"
+        outcome.notes.append({"cause": "order-probed", "sentence": text})
+
+
 def _in_bands(tensor: torch.Tensor, bands: Sequence[slice]) -> torch.Tensor:
     return torch.cat([tensor[band] for band in bands]) if bands else tensor
 

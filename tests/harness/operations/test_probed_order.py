@@ -9,7 +9,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.reference.bounds.bounds import bounds
 from narrowgauge.reference.gemm.gemm import alpha
 from narrowgauge.reference.gemm.operands import operand
-from tests.harness.product_cases import REFERENCE, gemm_case
+from tests.harness.product_cases import REFERENCE, case_of, gemm_case, quantized_case
 from tests.harness.sample_backends import backend
 
 CASE = gemm_case("fp8-current-e4m3", "tn", shape=(16, 96, 12))
@@ -85,6 +85,23 @@ def test_products_without_a_probe_say_why(case, reason):
     assert note["sentence"].startswith("judged in any order")
     assert reason in note["sentence"]
     assert kernel.calls < 4
+
+
+def test_a_product_before_a_quantization_is_probed():
+    record = judged(Kernel(), quantized_case("fp8-current-e4m3", "fp8-current-e4m3", shape=(16, 96, 12)))
+    assert record.verdict == "pass", record.message
+    assert record.notes == [{"cause": "order-probed", "sentence": "judged in the probed order sequential"}]
+    assert record.ordered_share > 0.5
+
+
+def test_a_grouped_product_is_not_probed_and_says_so():
+    doors = REFERENCE | {"gemm_grouped": reference.gemm_grouped, "quantize_grouped": reference.quantize_grouped}
+    case = case_of("gemm-grouped", "fp8-current-e4m3", "ragged:2", shape=(16, 96, 12))
+    for declares in ({}, {"gemm": "probe"}):
+        record = run_case(case, backend(**doors, declares=declares))
+        assert record.verdict == "pass", record.message
+        notes = [note["sentence"] for note in record.notes if note["cause"] == "order-probed"]
+        assert notes == ["judged in any order: the products of a grouped GEMM are not probed"] * len(declares)
 
 
 def test_the_order_of_a_shape_is_probed_once():

@@ -97,6 +97,32 @@ def test_operands_of_two_formats_and_float16_accumulators(
     assert ("float16" in str(order).partition(":")[2]) == (order.kept == 10)
 
 
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        (
+            Chain(0, ((2,), (4,), (6,), (Chain(1, ((3,), (5,), (7,))),))),
+            "2 chains of every 2nd column, joined in order",
+        ),
+        (
+            Chain(0, ((4,), (Chain(1, ((5,),)),), (Chain(2, ((6,), (Chain(3, ((7,),)),))),))),
+            "4 chains of every 4th column, joined as a tree",
+        ),
+        (
+            Chain(0, ((1,), (4,), (5,), (Chain(2, ((3,), (6,), (7,))),))),
+            "2 chains of every 2nd tile of 2 columns, joined in order",
+        ),
+        (Chain(0, ((1,), (3,), (2,), (5,), (4,), (7,), (6,))), "in pairs of columns, the second column first"),
+    ],
+)
+def test_chains_of_every_nth_column_are_named(tree: Chain, sentence: str) -> None:
+    """As in the float32 and bfloat16 products of libraries on a CPU."""
+    order = accumulation_order(float32_tree(tree), 6, 8, 5, dtype=torch.float32)
+    assert order.confirmed
+    assert sentence in str(order)
+    assert order.declares is None
+
+
 def test_float16_additions_one_by_one() -> None:
     def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(a), len(b), dtype=torch.float16)
