@@ -151,8 +151,8 @@ class Order:
             return f"{size} {name}: order not found: {self.reason}"
         parts = [self._steps()]
         reduced_in = str(self._reduced_in).removeprefix("torch.")
-        if (found := Interleaved.of(self.tree)) is not None:
-            parts.append(f"{found}, in {reduced_in}")
+        if (nth := Interleaved.of(self.tree)) is not None:
+            parts.append(f"{nth}, in {reduced_in}")
         elif (found := self.slices) is not None and found.chains > 1:
             how = {"in order": "in order", "tree": "as a tree"}.get(
                 self.reduction or "", "in another order than that of K"
