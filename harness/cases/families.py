@@ -101,6 +101,11 @@ FAMILIES = {
         Family("amax-largest-first", _ALL, "magnitudes near the dtype's largest number, which is first: overflow"),
         Family("half-edges", _GEMM, "outputs of 65504, 65512, 65520 and above: overflow of float16"),
         Family(
+            "peaked",
+            ("transformer-layer",),
+            "normal, and scores of attention 16 times larger: a softmax of almost one key, which hides no rounding",
+        ),
+        Family(
             "codes",
             ("quantize", "gemm"),
             "random bits, and dequantize and gemm given codes and scale bytes that quantize never makes",

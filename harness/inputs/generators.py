@@ -547,6 +547,7 @@ GENERATORS: dict[str, Callable[[Wanted], torch.Tensor]] = {
     "amax-2p120-last": _placed_amax(120, "last"),
     "amax-largest-first": _placed_amax(127, "first"),
     "half-edges": _half_edges,
+    "peaked": _normal,
     "codes": _codes,
 }
 

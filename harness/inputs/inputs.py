@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from narrowgauge.harness.inputs.capture import Captured
 
 _SLAB = 1 << 18
+_PEAK, _BEFORE_ATTENTION = 4, "qkv."
+"""Factor of gamma in the layer that makes q and k, for `peaked`: scores are the square of it larger."""
 
 
 @dataclass
@@ -272,7 +274,9 @@ def _parameters(case: ModuleCase, seed: int, layer: Layer, x: torch.Tensor) -> d
             weight = parameters[layer.weights[layer.biases.index(name)]]
             parameters[name] = _addend(draw, of_x + _exponents(weight) + _growth(layer.inner), dtype)
         else:
-            parameters[name] = (0.25 * draw.normal(*shape) + (name == layer.gamma)).to(dtype)
+            numbers = 0.25 * draw.normal(*shape) + (name == layer.gamma)
+            peaked = case.inputs == "peaked" and layer.prefix == _BEFORE_ATTENTION and name == layer.gamma
+            parameters[name] = (numbers * _PEAK if peaked else numbers).to(dtype)
     return parameters
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from narrowgauge.harness.diagnosis.formulas.wrong_forwards import WrongFormula, normal_distribution, sigmoid
+from narrowgauge.harness.diagnosis.formulas.wrong_forwards import WrongFormula, normal_distribution, sigmoid, through
 from narrowgauge.reference.high_precision.attention import (
     Softmax,
     attention_backward,
@@ -127,12 +127,21 @@ def attention_gradients(
         dq, dk, dv = correct()
         return joined((_times(dq, factor), _times(dk, factor), dv))
 
-    def attend(keep: torch.Tensor, *, row_term: bool = True) -> Bounded:
-        """As `attention_backward`, with other keys, or with dS = P∘dP. D is computed from P and dP."""
-        shares, gradient = Softmax(scores(q, k), keep).shares, exactly(do)
-        dp = attention_product(gradient, exactly(v).mT, do.dtype)
+    def attend(keep: torch.Tensor, *, row_term: bool = True, narrow: str = "") -> Bounded:
+        """As `attention_backward`, with other keys, or with dS = P∘dP. D is computed from P and dP.
+
+        `narrow`: the numbers among S, P, dP and dS that are rounded to bfloat16; the others are float32 numbers. Empty:
+        dS are float32 numbers or rounded. P of dV is always either.
+        """
+
+        def stored(x: Bounded, name: str) -> Bounded:
+            return through(x, torch.bfloat16) if name in narrow.split() else x
+
+        shares, gradient = stored(Softmax(stored(scores(q, k), "S"), keep).shares, "P"), exactly(do)
+        dp = stored(attention_product(gradient, exactly(v).mT, do.dtype), "dP")
         terms = dp - (shares * dp).sum(-1, keepdim=True, roundoff=TRUNCATING) if row_term else dp
-        ds = (shares * terms).with_roundings(2).rounded(q.dtype)
+        ds = stored((shares * terms).with_roundings(2), "dS")
+        ds = ds if narrow else ds.rounded(q.dtype)
         dq, dk = (attention_product(a, exactly(b), torch.float32) for a, b in ((ds, k), (ds.mT, q)))
         dv = attention_product(shares.rounded(q.dtype).mT, gradient, torch.float32)
         return joined((_times(dq, 1 / root), _times(dk, 1 / root), dv))
@@ -150,6 +159,12 @@ def attention_gradients(
         "attention-gradient-without-row-term", "the sum of P∘dP over a row is not subtracted from dP",
         lambda: attend(causal(q), row_term=False),
     )  # fmt: skip
+    for cause, sentence, narrow in (
+        ("attention-scores-through:bf16", "scores are rounded to bfloat16 before the softmax", "S dS"),
+        ("attention-gradient-through:bf16", "dP = dO·Vᵀ is rounded to bfloat16", "dP"),
+        ("attention-softmax-through:bf16", "scores, softmax and their gradients are rounded to bfloat16", "S P dP dS"),
+    ):
+        yield cause, sentence, lambda narrow=narrow: attend(causal(q), narrow=narrow)  # type: ignore[misc]
     yield "attention-q-and-k-exchanged", "the gradients of q and k are exchanged", ordered((1, 0, 2))
     yield "attention-k-and-v-exchanged", "the gradients of k and v are exchanged", ordered((0, 2, 1))
 
