@@ -45,19 +45,26 @@ _FLOAT32_SHIFT, _FLOAT32_EXPONENT_MASK = 23, 0xFF << 23
 
 
 def fast_tensor_core_sum(
-    left: Factors, right: Factors, model: Alignment, exact: torch.Tensor, *, split: SplitK | None = None
+    left: Factors, right: Factors, model: Alignment, exact: torch.Tensor | None, *, split: SplitK | None = None
 ) -> torch.Tensor:
-    """The result of `tensor_core_sum` with the same arguments, bit for bit."""
+    """The result of `tensor_core_sum` with the same arguments, bit for bit.
+
+    exact: None if all sums are finite; then it is computed only if a sum may be exact.
+    """
     if model.decoded:
         left, right = left.decoded(), right.decoded()
-    out, split = exact.float(), split or SplitK()
+    split, height = split or SplitK(), len(left.values)
     if split.dtype is torch.float32:
         rows = (~_never_truncated(left, right, model)).any(1).nonzero().squeeze(1)
     else:  # exact sums of slices may round
-        rows = torch.arange(len(out), device=out.device)
+        rows = torch.arange(height, device=left.values.device)
+    if exact is None and len(rows) < height:
+        exact = left.values @ right.values.T
+    out = torch.empty(height, len(right.values), device=left.values.device) if exact is None else exact.float()
     if len(rows):
         out[rows] = _sum_of_slices(left.rows(rows) if len(rows) < len(out) else left, right, model, split)
-    return out.add_(0.0).double().where(exact.isfinite(), exact)  # + 0 makes a sum of zeros +0
+    sums = out.add_(0.0).double()  # + 0 makes a sum of zeros +0
+    return sums if exact is None else sums.where(exact.isfinite(), exact)
 
 
 class FewOutputs:
