@@ -32,6 +32,7 @@ def which_dialect(
     if json and issue:
         stop("--json and --issue are two forms of the same answer; give one")
     require_device(device)
+    import torch
     from rich.console import Console
 
     from narrowgauge.harness.backends.backend import BackendError, Unsupported
@@ -40,22 +41,28 @@ def which_dialect(
     from narrowgauge.harness.tools.dialect import report
     from narrowgauge.harness.tools.dialect.fit import fit
     from narrowgauge.harness.tools.dialect.issue import issue as issue_text
+    from narrowgauge.harness.tools.dialect.versions import line
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small matrices: two threads beside a busy core take four times as long
     try:
         with hosted_backend(backend, device) as loaded:
             result = fit(loaded, name, device=device, seed=seed)
             text = issue_text(result, loaded, backend, seed=seed) if issue else ""
     except (BackendError, Unsupported, HostLost, ValueError) as error:
         stop(str(error))
+    finally:
+        torch.set_num_threads(threads)
     console = Console(highlight=False)
     if issue:
         typer.echo(text)
     elif json:
         import json as form
 
-        typer.echo(form.dumps(report.as_json(result), indent=2))
+        typer.echo(form.dumps(report.as_json(result, backend), indent=2))
     else:
         console.print(f"{result.recipe}   backend {backend}, device {device}, seed {seed}", markup=False)
+        console.print(line(backend), markup=False, soft_wrap=True)
         console.print(report.table(result))
         if rows:
             report.print_rows(result, console)

@@ -7,9 +7,7 @@ the quantizer or with the reference.
 from __future__ import annotations
 
 import math
-import platform
 from fractions import Fraction
-from importlib import metadata
 
 import torch
 
@@ -22,10 +20,10 @@ from narrowgauge.harness.tools.dialect.fit import Fit
 from narrowgauge.harness.tools.dialect.inputs import TIMEOUT, shape_of
 from narrowgauge.harness.tools.dialect.report import changes, sentence
 from narrowgauge.harness.tools.dialect.rules import raw
+from narrowgauge.harness.tools.dialect.versions import line
 from narrowgauge.reference.quantize.layout import elements, linear_scales
 from narrowgauge.spec.formats import FP32, Format
 from narrowgauge.spec.recipes import Recipe, find_recipe
-from narrowgauge.spec.version import VERSION
 
 _MOST = 3
 """Largest number of classes of differences in an issue."""
@@ -40,23 +38,12 @@ def issue(fit: Fit, backend: Backend, name: str, *, seed: int = 0) -> str:
     if not differences:
         return f"{name}: {sentence(fit)}. There is nothing to report."
     title = f"# quantize of {fit.recipe} differs from {fit.nearest.dialect}: {', '.join(d.kind for d in differences)}"
-    parts = [title, _versions(name), sentence(fit) + "."]
+    parts = [title, f"Backend {name}. Versions: {line(name)}.", sentence(fit) + "."]
     for difference in differences[:_MOST]:
         parts += _part(fit, backend, name, difference, seed)
     if len(differences) > _MOST:
         parts.append("Further differences: " + "; ".join(map(str, differences[_MOST:])) + ".")
     return "\n\n".join(parts)
-
-
-def _versions(name: str) -> str:
-    """Versions of everything that decides the bytes."""
-    package = name.partition(":")[0].partition(".")[0]
-    lines = [f"Python {platform.python_version()}", f"torch {torch.__version__}", f"narrowgauge {VERSION}"]
-    try:
-        lines.insert(0, f"{package} {metadata.version(package)}")
-    except metadata.PackageNotFoundError:
-        lines.insert(0, f"backend {name}")
-    return "Versions: " + ", ".join(lines) + "."
 
 
 def _part(fit: Fit, backend: Backend, name: str, difference: Difference, seed: int) -> list[str]:
@@ -80,7 +67,7 @@ def _part(fit: Fit, backend: Backend, name: str, difference: Difference, seed: i
     (a, a_bits), (e, e_bits) = (
         view(t[place.row, place.column], fmt) for t in (kernel.view(1, 1).expand_as(made), made)
     )
-    text.append(f"Actual: {a_bits} = {a}. {fit.nearest.dialect} has {e_bits} = {e}.")
+    text.append(f"Actual: {a_bits} = {a}. Expected, by dialect {fit.nearest.dialect}: {e_bits} = {e}.")
     scale = None if of_scales else _scale_of(stack.scales, rule, number, row, place.column, len(stack.names))
     text.append(_opinion(x, rule, place.stage, row, place.column, scale))
     return text
@@ -140,11 +127,15 @@ def _shows(
 
 
 def _printed(fit: Fit, stage: str, row: int, column: int) -> str:
+    """A line that prints the bits that the issue calls actual."""
+    recipe = find_recipe(fit.recipe)
     if stage == "scales":
-        return f"print(q.scales[{row}, {column}])"
-    half = find_recipe(fit.recipe).element.bits == 4
-    byte = f"q.codes[{row}, {column // 2 if half else column}]"
-    return f"print(bin({byte}))" + (f"  # elements {column // 2 * 2} and {column // 2 * 2 + 1}" if half else "")
+        place = f"q.scales[{row}, {column}]"
+        return f"print({place}.item())" if recipe.scale is FP32 else f'print(f"0b{{{place}:08b}}")'
+    if recipe.element.bits != 4:
+        return f'print(f"0b{{q.codes[{row}, {column}]:0{recipe.element.bits}b}}")'
+    high = (column % 2 == 1) == (fit.observed.packing == "low-first")
+    return f'print(f"0b{{q.codes[{row}, {column // 2}] {">> 4" if high else "& 15"}:04b}}")'
 
 
 def _program(fit: Fit, name: str, x: torch.Tensor, stage: str, row: int, column: int) -> str:
@@ -227,7 +218,13 @@ def _nearest_text(exact: Fraction, fmt: Format) -> str:
             return "It has no power of two."
         power = math.floor(math.log2(exact)) if exact > 0 else 0
         power += (Fraction(2) ** (power + 1) <= exact) - (Fraction(2) ** power > exact)
-        return f"The powers of two around it are 2^{power} and 2^{power + 1} (codes {power + 127} and {power + 128})."
+        lowest, highest = -fmt.bias, fmt.max_code - fmt.bias
+        if power < lowest:
+            return f"The smallest scale is 2^{lowest} (code 0)."
+        if power >= highest:
+            return f"The largest scale is 2^{highest} (code {fmt.max_code})."
+        codes = f"codes {power - lowest} and {power - lowest + 1}"
+        return f"The powers of two around it are 2^{power} and 2^{power + 1} ({codes})."
     distances = sorted((abs(Fraction(v) - abs(exact)), code) for code, v in enumerate(fmt.values[: fmt.max_code + 1]))
     (least, code), (second, other) = distances[:2]
     sign = fmt.sign_code if exact < 0 else 0

@@ -11,6 +11,7 @@ from rich.table import Table
 from narrowgauge.harness.report.terminal import print_table
 from narrowgauge.harness.report.text import number, plural, share
 from narrowgauge.harness.tools.dialect.fit import Agreement, Fit
+from narrowgauge.harness.tools.dialect.versions import versions
 
 _FEW = 3
 """Largest number of changed fields with which a rule still counts as a dialect."""
@@ -131,9 +132,11 @@ def print_rows(fit: Fit, console: Console) -> None:
     print_table(header, cells, console, notes=[", ".join(row["classes"]) for row in found])
 
 
-def as_json(fit: Fit) -> dict[str, Any]:
-    """The fit as plain data."""
+def as_json(fit: Fit, backend: str) -> dict[str, Any]:
+    """The fit of the quantizer called `backend` as plain data."""
     return {
+        "backend": backend,
+        "versions": versions(backend),
         "recipe": fit.recipe,
         "sentence": sentence(fit),
         "explained": fit.explained,

@@ -14,7 +14,7 @@ import torch
 
 from narrowgauge.harness.tools.dialect.inputs import Observed
 from narrowgauge.reference.numbers.blocks import block_amax, tensor_amax
-from narrowgauge.reference.quantize.elements import element_codes
+from narrowgauge.reference.quantize.elements import rounded_codes, special_codes_
 from narrowgauge.reference.quantize.scaling import block_scales, element_factors, per_row, scale_elements, tensor_scale
 from narrowgauge.reference.quantize.steps import block_amaxes, row_amax, stored_scales
 from narrowgauge.spec.formats import E4M3, E8M0, FP32, Format
@@ -40,7 +40,7 @@ _STEP = 5
 _SIGN_BIT = -(1 << 31)
 """Sign of a float32 number as int32."""
 _KEPT = 48
-"""Number of scaled matrices in memory."""
+"""Number of scaled matrices, and of rounded ones, in memory."""
 
 
 @dataclass(frozen=True, order=True)
@@ -91,6 +91,7 @@ class Rules:
         self._code_scores: dict[Hashable, Score] = {}
         self._blocks: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scaled: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._rounded: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._dead: dict[int, torch.Tensor] = {}
         self._canonical: dict[Hashable, torch.Tensor] = {}
 
@@ -198,8 +199,16 @@ class Rules:
 
     def codes(self, number: int, recipe: Recipe, step: int = 1) -> torch.Tensor:
         """Codes of every row, or every `step`-th row, of a stack under the backend's own scales."""
-        random = self.observed.stacks[number].random
-        return element_codes(self.scaled(number, recipe)[::step], recipe, None if random is None else random[::step])
+        scaled = self.scaled(number, recipe)[::step]
+        key = (self._scaled_key(number, recipe), recipe.rounding, step)
+        rounded = self._rounded.get(key)
+        if rounded is None:
+            random = self.observed.stacks[number].random
+            rounded = rounded_codes(scaled, recipe, None if random is None else random[::step])
+            self._rounded[key] = rounded
+            if len(self._rounded) > _KEPT:
+                self._rounded.popitem(last=False)
+        return special_codes_(rounded.clone(), scaled, recipe)
 
     def dead(self, number: int) -> torch.Tensor:
         """bool (n·M, K): elements of blocks whose stored scale is 0 or NaN: no code has a value of its own there."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +16,14 @@ from narrowgauge.harness.cli import app
 from narrowgauge.harness.hosts.remote_host import hosted_backend
 from narrowgauge.harness.tools.dialect import inputs
 from narrowgauge.harness.tools.dialect.fit import dialects_of, fit
-from narrowgauge.harness.tools.dialect.issue import issue
+from narrowgauge.harness.tools.dialect.issue import _nearest_text, issue
 from narrowgauge.harness.tools.dialect.report import as_json, pasted, sentence, table
 from narrowgauge.harness.tools.dialect.rules import Score, with_fields
+from narrowgauge.harness.tools.dialect.versions import versions
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.layout import swap_nibbles
 from narrowgauge.spec.dialects import DIALECTS, MX_DIALECTS
+from narrowgauge.spec.formats import E8M0
 from narrowgauge.spec.recipes import find_recipe
 from tests.harness.sample_backends import backend, quantize
 
@@ -281,7 +284,7 @@ def test_an_issue_has_versions_a_program_and_exact_numbers(few, monkeypatch, cap
         exec(program, {})
     printed = capsys.readouterr().out.split()
     assert len(printed) == len(programs)
-    assert "1000" in printed[0][2:].zfill(8)
+    assert printed == re.findall(r"^Actual: (0b[01]+) = ", text, re.MULTILINE)
 
 
 def test_a_scale_that_differs_has_an_issue_with_the_exact_scale(few, monkeypatch, capsys):
@@ -290,13 +293,30 @@ def test_a_scale_that_differs_has_an_issue_with_the_exact_scale(few, monkeypatch
     result.nearest = of(result, "te")
     text = issue(result, door, "kernels:Backend")
     assert "scale rule" in text
-    actual = re.search(r"Actual: 0b([01]{8}) = \S+\. te has 0b([01]{8}) = ", text)
+    actual = re.search(r"Actual: 0b([01]{8}) = \S+\. Expected, by dialect te: 0b([01]{8}) = ", text)
     assert actual is not None
     assert actual[1] != actual[2]
     assert re.search(r"Exact numbers: amax/6/\(tensor amax/2688\) = \S+\. (It is a tie of|The nearest number is)", text)
     monkeypatch.setattr("narrowgauge.harness.backends.backend.load_backend", lambda name: door)
     exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], {})
-    assert int(re.search(r"\d+", capsys.readouterr().out)[0]) == int(actual[1], 2)
+    assert capsys.readouterr().out.strip() == "0b" + actual[1]
+
+
+@pytest.mark.parametrize(
+    ("exact", "message"),
+    [
+        (Fraction(3, 2**129), "The smallest scale is 2^-127 (code 0)."),
+        (Fraction(3), "The powers of two around it are 2^1 and 2^2 (codes 128 and 129)."),
+        (Fraction(2**127), "The largest scale is 2^127 (code 254)."),
+    ],
+)
+def test_a_power_of_two_is_named_with_codes_that_exist(exact, message):
+    assert _nearest_text(exact, E8M0) == message
+
+
+def test_the_version_of_a_library_comes_first():
+    assert list(versions("numpy.kernels:Backend")) == ["numpy", "Python", "torch", "narrowgauge"]
+    assert next(iter(versions("reference"))) == "Python"
 
 
 def test_a_dialect_has_no_issue(few):
@@ -326,6 +346,7 @@ def test_the_command_prints_a_row_a_dialect_and_one_sentence(few, monkeypatch):
     assert result.exit_code == 0, result.output
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[0] == "nvfp4@quark   backend reference, device cpu, seed 4"
+    assert lines.pop(1).startswith("Python 3.")
     assert re.split(r" {2,}", lines[1]) == ["dialect", "scale bytes", "codes", "signs, dead", "inputs explained"]
     assert lines[2].split() == ["quark", *["100", "%"] * 2, "6/6"]
     assert {line.split()[0] for line in lines[2 : 2 + len(DIALECTS)]} == set(DIALECTS)
@@ -341,7 +362,7 @@ def test_the_command_s_json(few):
     assert (content["matching"], content["explained"], content["inputs"]) == (["te"], True, 6)
     assert {row["input"] for row in content["rows"]} == {f"{family} bf16" for family in FEW}
     assert content["dialects"][0]["codes_different"] == 0
-    assert content == as_json(fit(load_backend("reference"), "mxfp4"))
+    assert content == as_json(fit(load_backend("reference"), "mxfp4"), "reference")
 
 
 def test_the_command_s_status_and_errors(few, monkeypatch, tmp_path):
