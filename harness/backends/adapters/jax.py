@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -34,16 +35,21 @@ class Backend:
         """`x` (…, K). Raises NotImplementedError for other recipes, shapes and options."""
         mode, block = _MODES[base_name(recipe, _MODES, options)]
         x = matrix(x, block=block)
-        jax = library("jax", _INSTALL)
         largest = amax(x) if mode == "nvfp4" else None
         decode = None if largest is None else largest / torch.tensor(2688.0)
-        config = jax.nn.get_scaled_dot_general_config(mode, None if decode is None else _array(decode[0]))
-        quantize = library("jax._src.cudnn.scaled_matmul_stablehlo", _INSTALL).quantize
-        values, scales = jax.jit(lambda a: quantize(a, config))(_array(x))
+        values, scales = _compiled(mode)(_array(x), None if decode is None else _array(decode[0]))
         return adapt.quantized(
             _bytes(values), _bytes(scales), recipe, x.shape, nibbles="unpacked" if mode == "nvfp4" else "low-first",
             amax=largest,
         )  # fmt: skip
+
+
+@cache
+def _compiled(mode: str) -> Any:
+    """The quantizer of a mode, of an array and its global scale. Were the scale a constant, XLA would reorder by it."""
+    jax = library("jax", _INSTALL)
+    quantize = library("jax._src.cudnn.scaled_matmul_stablehlo", _INSTALL).quantize
+    return jax.jit(lambda x, decode: quantize(x, jax.nn.get_scaled_dot_general_config(mode, decode)))
 
 
 def _array(x: torch.Tensor) -> Any:

@@ -23,13 +23,17 @@ KINDS = {
     "scales of special amaxes": "block scales of blocks with infinity or NaN, or under an amax of 0, infinity or NaN",
     "scales outside of float16": "block scales of float16 inputs that float16 does not have",
     "scales at the ends of float32": "block scales that the rule has below 2^-125 or above 2^124",
+    "scales by subnormal numbers": "block scales under an amax, or a tensor scale, that is subnormal in float32",
     "codes of NaN": "codes of elements that are NaN",
     "codes under special amaxes": "codes of blocks with infinity or NaN, and of numbers that the rule makes NaN",
     "codes at the ends of float32": "codes under block scales, its own or the rule's, below 2^-125 or above 2^124",
+    "codes by subnormal numbers": "codes of subnormal float32 numbers, or under such a tensor scale",
+    "codes beyond the range": "codes of numbers above the largest element under their scale, which the rule saturates",
     "codes of infinity": "codes of elements that are infinite",
     "rounding of ties": "codes of elements exactly between two codes: the other neighbour",
 }
 """Known classes. Further classes, `scale rule` and `element rule`, are not explained."""
+_SMALLEST_NORMAL = 2.0**-126
 SAME_VALUES = ("NaN sign", "sign of a zero scale", "-0", "positive zeros as -0", "dead blocks")
 """Classes whose bytes decode to the same values."""
 
@@ -112,6 +116,9 @@ def _of_scales(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
     zeros = blocks == 0
     if wrong.shape != zeros.shape:  # a scale for each tensor
         zeros = zeros.amin(1, keepdim=True)
+    of_subnormals = _below(rules, number, rule, len(wrong))
+    if wrong.shape == blocks.shape:
+        of_subnormals = of_subnormals | _subnormal(blocks)
     is_nan = _is_nan(stack.scales, fmt)
     zero = _is_zero(stack.scales, fmt) & _is_zero(made, fmt)
     kinds = [
@@ -121,6 +128,7 @@ def _of_scales(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
         ("scales of special amaxes", of_rows | special_blocks if wrong.shape == blocks.shape else of_rows),
         ("scales outside of float16", _outside_of_float16(made, stack.x, fmt)),
         ("scales at the ends of float32", _at_the_ends(made, fmt)),
+        ("scales by subnormal numbers", of_subnormals),
         ("scale rule", torch.ones_like(wrong)),
     ]
     if refused is not None:
@@ -155,6 +163,8 @@ def _of_codes(rules: Rules, number: int, rule: Recipe) -> Iterator[_Class]:
         ("codes of infinity", stack.x.isinf()),
         ("codes under special amaxes", scaled.isnan() | rules.of_elements(number, rules.special(number, rule)[0])),
         ("codes at the ends of float32", rules.of_elements(number, ends)),
+        ("codes by subnormal numbers", _subnormal(stack.x.float()) | _below(rules, number, rule, len(stack.x))),
+        ("codes beyond the range", scaled.abs() > fmt.max),
         ("rounding of ties", _other_neighbour(scaled, kernel, oracle, fmt)),
         ("element rule", torch.ones_like(wrong)),
     ]
@@ -176,6 +186,17 @@ def _at_the_ends(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
         return torch.zeros_like(scales, dtype=torch.bool)
     numbers = scales if fmt is FP32 else torch.ldexp(torch.ones_like(scales, dtype=torch.float64), scales.int() - 127)
     return (numbers < 2.0**-125) | (numbers > 2.0**124)
+
+
+def _subnormal(numbers: torch.Tensor) -> torch.Tensor:
+    return (numbers != 0) & (numbers.abs() < _SMALLEST_NORMAL)
+
+
+def _below(rules: Rules, number: int, rule: Recipe, rows: int) -> torch.Tensor:
+    """Rows whose tensor scale amax/2688 is subnormal, (rows, 1)."""
+    amax = rules.amaxes(number, rule)[1]
+    below = (amax < _SMALLEST_NORMAL * rule.max_product) & (rule.tensor_scale not in ("none", "given"))
+    return spread(below, rows).unsqueeze(1)
 
 
 def _outside_of_float16(scales: torch.Tensor, x: torch.Tensor, fmt: Format) -> torch.Tensor:

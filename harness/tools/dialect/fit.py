@@ -178,6 +178,8 @@ def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
         rule, nearest, changes = min(simple, key=lambda result: len(result[2]))
         if not _known(classified(rules, rule)):
             rule, nearest, changes = simple[0]  # the ranking decides where fields are no facts
+            if _known(classified(rules, best.plain)):  # many special bytes may outweigh the fields of a dialect
+                rule, nearest, changes = best.plain, best, {}
     differences = classified(rules, rule)
     explained = _known(differences)
     alternatives = _alternatives(rules, rule) if changes and explained else {}
