@@ -176,10 +176,14 @@ def fitted(observed: Observed, dialects: list[Recipe]) -> Fit:
         found = _search(rules, [agreement.plain for agreement in agreements])
         simple = [_simplified(rules, found, agreement) for agreement in agreements[:_NEAR]]
         rule, nearest, changes = min(simple, key=lambda result: len(result[2]))
-        if not _known(classified(rules, rule)):
+        left = classified(rules, rule)
+        if not _known(left):
             rule, nearest, changes = simple[0]  # the ranking decides where fields are no facts
-            if _known(classified(rules, best.plain)):  # many special bytes may outweigh the fields of a dialect
-                rule, nearest, changes = best.plain, best, {}
+        # Many special bytes may outweigh the fields of a dialect. A rounding that leaves ties is none.
+        doubtful = not _known(left) or ("rounding" in changes and any(d.kind == "rounding of ties" for d in left))
+        whole = (near for near in agreements[:_NEAR] if _known(classified(rules, near.plain)))
+        if doubtful and (named_alone := next(whole, None)) is not None:
+            rule, nearest, changes = named_alone.plain, named_alone, {}
     differences = classified(rules, rule)
     explained = _known(differences)
     alternatives = _alternatives(rules, rule) if changes and explained else {}
