@@ -14,6 +14,8 @@ Kind = Literal["aligned", "scaled-groups", "pairwise", "rounded-down", "rounded-
 
 _PAPER = "arXiv 2511.10909v2"
 _NOT_RUN = "published, not run here"
+_H100 = "H100"
+_BOTH = "H100 and H200"
 _SMALLEST_EXPONENT = {
     "tf32": -126, "bf16": -126, "fp16": -14, "e5m2": -14, "e4m3": -6, "e2m1": 0, "e2m3": 0, "e3m2": -2,
     "e5m2fnuz": -15, "e4m3fnuz": -7,
@@ -77,28 +79,19 @@ def _nvidia() -> list[HardwareModel]:
         HardwareModel("ada-fp8-fp16", FP8, 16, 13, kept=10, nearest=True, zero_exponent=-21),
     ]
     for generation in ("hopper", "blackwell"):
+        both, h100 = (_BOTH, _H100) if generation == "hopper" else (_NOT_RUN, _NOT_RUN)
         models += [
-            HardwareModel(f"{generation}-tf32", ("tf32",), 8, 25),
+            HardwareModel(f"{generation}-tf32", ("tf32",), 8, 25, run=h100),
+            HardwareModel(f"{generation}-bf16", ("bf16",), 16, 25, run=both),
+            HardwareModel(f"{generation}-fp16", ("fp16",), 16, 25, run=both),
             HardwareModel(
-                f"{generation}-bf16",
-                ("bf16",),
-                16,
-                25,
-                run="H100 and H200, products of matrices" if generation == "hopper" else _NOT_RUN,
+                f"{generation}-fp16-fp16", ("fp16",), 16, 25, kept=10, nearest=True, zero_exponent=-22, run=h100
             ),
-            HardwareModel(
-                f"{generation}-fp16",
-                ("fp16",),
-                16,
-                25,
-                run="H200, products of matrices" if generation == "hopper" else _NOT_RUN,
-            ),
-            HardwareModel(f"{generation}-fp16-fp16", ("fp16",), 16, 25, kept=10, nearest=True, zero_exponent=-22),
         ]
     return [
         *models,
-        HardwareModel("hopper-fp8", FP8, 32, 13, kept=13, run="H100 and H200, products of matrices"),
-        HardwareModel("hopper-fp8-fp16", FP8, 32, 13, kept=10, nearest=True),
+        HardwareModel("hopper-fp8", FP8, 32, 13, kept=13, run=_BOTH),
+        HardwareModel("hopper-fp8-fp16", FP8, 32, 13, kept=10, nearest=True, run=_H100),
         HardwareModel("blackwell-fp8", FP8_FP6_FP4, 32, 25),
         HardwareModel("blackwell-fp8-fp16", FP8_FP6_FP4, 32, 25, kept=10, nearest=True, zero_exponent=-22),
         HardwareModel("blackwell-mxfp8", FP8_FP6_FP4, 32, 25, block=32),

@@ -60,7 +60,8 @@ def product(
 ) -> torch.Tensor:
     """a·bᵀ + c as the hardware adds it: a (M, K), b (N, K), c (M, N) to float32 (M, N), float16 if the model has it.
 
-    a, b: numbers of the formats `operands`, two of `model.operands`, in any floating-point dtype; by default the first.
+    a, b: numbers of the formats `operands`, two of `model.operands`, in any floating-point dtype. By default the formats
+    of their dtypes, such as E5M2 of float8_e5m2, or the first format of the model.
     scales: of a (M, ⌈K/block⌉) and b (N, ⌈K/block⌉), for a model with a block; their signs are ignored.
     c is where the first accumulator starts; columns of K are padded with zeros to whole steps. Every NaN of the result
     has the bits 0x7FFFFFFF, or 0x7FFF in float16, as on NVIDIA; no bits are published for AMD. Raises ValueError for
@@ -68,7 +69,7 @@ def product(
     with a float16 accumulator.
     """
     how = composition or Composition()
-    names = operands or (model.operands[0], model.operands[0])
+    names = operands or (_format(a, model), _format(b, model))
     if (scales is None) != (model.block is None):
         wanted = "no scales" if model.block is None else f"a scale for every {model.block} columns of a and of b"
         raise ValueError(f"{model.name} takes {wanted}")
@@ -90,6 +91,12 @@ def product(
         sums = _composed(_rows(left, rows), right, start[rows].double(), model, how)
         out[rows] = sums.to(out.dtype)
     return _canonical(out, model)
+
+
+def _format(x: torch.Tensor, model: HardwareModel) -> str:
+    """Format of the numbers of an operand, by its dtype."""
+    name = str(x.dtype).removeprefix("torch.float8_").removesuffix("fn")
+    return name if name in model.operands else model.operands[0]
 
 
 def _canonical(out: torch.Tensor, model: HardwareModel) -> torch.Tensor:

@@ -132,6 +132,16 @@ def test_aligned_models_agree_with_fractions(name: str) -> None:
         assert result[i, j] == fraction_sum(a[i].tolist(), b[j].tolist(), model, smallest), (i, j)
 
 
+def test_the_format_of_an_operand_is_that_of_its_dtype() -> None:
+    """Subnormal numbers of E5M2 have other exponents than those of E4M3."""
+    model = find_hardware("hopper-fp8")
+    a = torch.arange(1, 4, dtype=torch.uint8).repeat(2, 32).view(torch.float8_e5m2)
+    b = torch.arange(64, 128, 2, dtype=torch.uint8).repeat(2, 3).view(torch.float8_e4m3fn)
+    result = product(a, b, model)
+    assert torch.equal(result, product(a.float(), b.float(), model, operands=("e5m2", "e4m3")))
+    assert not torch.equal(result, product(a.float(), b.float(), model))
+
+
 def test_the_groups_of_nvfp4_agree_with_fractions() -> None:
     model = find_hardware("blackwell-nvfp4")
     generator = torch.Generator().manual_seed(3)
