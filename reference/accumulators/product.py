@@ -60,8 +60,8 @@ def product(
 ) -> torch.Tensor:
     """a·bᵀ + c as the hardware adds it: a (M, K), b (N, K), c (M, N) to float32 (M, N), float16 if the model has it.
 
-    a, b: numbers of the formats `operands`, two of `model.operands`, in any floating-point dtype. By default the formats
-    of their dtypes, such as E5M2 of float8_e5m2, or the first format of the model.
+    a, b: numbers of the formats `operands`, two of `model.operands`, in any floating-point dtype. By default the
+    formats of their dtypes, such as E5M2 of float8_e5m2, or the first format of the model.
     scales: of a (M, ⌈K/block⌉) and b (N, ⌈K/block⌉), for a model with a block; their signs are ignored.
     c is where the first accumulator starts; columns of K are padded with zeros to whole steps. Every NaN of the result
     has the bits 0x7FFFFFFF, or 0x7FFF in float16, as on NVIDIA; no bits are published for AMD. Raises ValueError for

@@ -1,4 +1,4 @@
-"""The hardware models against the mma and wgmma instructions of a Hopper GPU: every bit, NaN and infinities included."""
+"""The hardware models against the mma and wgmma instructions of a Hopper GPU: every bit, NaN and infinity included."""
 
 from __future__ import annotations
 
