@@ -18,8 +18,10 @@ EXTENTS = ("M", "K", "N")
 """Extents of a case: blocks run along K; a GEMM has the output (M, N)."""
 FIELDS = ("dtype", "out", "usage", "view", "scales", "layout", "inputs")
 """Keys of cases that a constraint may name. `dtype` of a product: that of both operands."""
-_LIKE = {"fp8-current-": "fp8-row-"}
-"""Part of recipe names whose cases also serve another recipe."""
+_LIKE = {
+    "fp8-current-": "fp8-row-", "fp8-delayed-": "fp8-static-", "-e4m3": "-e4m3fnuz", "-e5m2": "-e5m2fnuz",
+}  # fmt: skip
+"""Parts of recipe names whose cases also serve another recipe: the native kernels have none of these."""
 _DEFAULT = "te"
 """Dialect of a recipe name without @."""
 
@@ -66,7 +68,7 @@ class Offer:
         """The cases that the backend runs, and the number of others by reason.
 
         A case of a recipe in its default dialect stands for the recipe in every dialect of the backend, and for a
-        recipe of `_LIKE`, whose scales no native kernel has.
+        recipe of `_LIKE`.
         """
         chosen: dict[str, Case] = {}
         others: Counter[str] = Counter()
@@ -81,7 +83,9 @@ class Offer:
     def _likes(self, case: Case) -> list[Case]:
         """The case, and the same of a recipe without cases that the backend offers."""
         recipe = getattr(case, "recipe", "")
-        others = [recipe.replace(known, other) for known, other in _LIKE.items() if known in recipe]
+        others: list[str] = []
+        for known, other in _LIKE.items():
+            others += [name.replace(known, other) for name in (recipe, *others) if known in name and other not in name]
         offered = [other for other in others if other in (self.dialects or {}) and set(case.recipe_names) == {recipe}]
         return [case, *(replace(case, recipe=other) for other in offered)]  # type: ignore[call-arg]
 

@@ -1,14 +1,21 @@
 """The offer of a backend: cases in its dialects, within its constraints."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from narrowgauge.harness.backends.backend import Backend
+from narrowgauge.harness.backends.offer import Offer
 from narrowgauge.harness.backends.results import BackendError
+from narrowgauge.harness.cases.case import select
+from narrowgauge.harness.cases.case_file import load_all
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
+from narrowgauge.spec.dialects import DIALECTS, FP8_DIALECTS, MX_DIALECTS
+from narrowgauge.spec.recipes import find_recipe, recipe_names
+from tests.paths import CASES
 
 
 def case(recipe="nvfp4", shape=(64, 128), dtype="bf16", operation="quantize", flags=()):
@@ -35,6 +42,40 @@ def test_a_recipe_with_row_scales_has_all_cases():
     offer = backend(dialects={"fp8-row-e4m3": ["te", "vllm"], "fp8-current-e4m3": "te"}).offer
     chosen, _ = offer.select([case("fp8-current-e4m3")])
     assert [one.recipe for one in chosen] == ["fp8-current-e4m3", "fp8-row-e4m3", "fp8-row-e4m3@vllm"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "served"),
+    [
+        ("fp8-delayed-e4m3", "fp8-static-e4m3@vllm"),
+        ("fp8-current-e5m2", "fp8-current-e5m2fnuz"),
+        ("fp8-current-e4m3", "fp8-row-e4m3fnuz@modelopt"),
+        ("fp8-block-1x128-e4m3-fp32", "fp8-block-1x128-e4m3fnuz-fp32@deepgemm"),
+    ],
+)
+def test_recipes_without_cases_take_those_of_a_similar_recipe(recipe, served):
+    name, _, dialect = served.partition("@")
+    chosen, _ = backend(dialects={name: dialect or "te"}).offer.select([case(recipe)])
+    assert [one.recipe for one in chosen] == [served]
+
+
+def test_every_dialect_has_quick_cases():
+    quick = [one for one in select(load_all([CASES]), tier="quick") if one.operation == "quantize"]
+    tables = (DIALECTS, MX_DIALECTS, *FP8_DIALECTS.values())
+    bases = dict.fromkeys(name.partition("@")[0] for name in recipe_names())
+    # Compositions that share all stages with others: two of MX, and the update of the scale of delayed scaling.
+    bases = [base for base in bases if not re.search(r"mxfp(6|8-e5m2).*-2d|-recent|-bulk", base)]
+    pairs = [(base, dialect) for base in bases for dialect in {name for table in tables for name in table}]
+    named = [(base, dialect) for base, dialect in pairs if has_dialect(base, dialect)]
+    assert len(named) > 300
+    assert [pair for pair in named if not Offer({pair[0]: (pair[1],)}).select(quick)[0]] == []
+
+
+def has_dialect(base, dialect):
+    try:
+        return bool(find_recipe(f"{base}@{dialect}"))
+    except ValueError:
+        return False
 
 
 def test_both_operands_of_a_product_are_in_the_dialect():

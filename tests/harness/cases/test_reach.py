@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -144,3 +146,27 @@ def test_products_have_every_memory_layout() -> None:
     assert {"pitched", "offset-2", "offset-4", "offset-8", "swizzled", "same"} <= flags
     swizzled = [case.shape for case in products if "swizzled" in case.flags]
     assert max(rows for rows, _, _ in swizzled) > 4096 < max(columns for _, _, columns in swizzled)
+
+
+ALIGNED: list[tuple[str, Callable[[Any], Any]]] = [
+    ("quantize", lambda case: (case.recipe_label, case.inputs, case.dtype)),
+    ("transform", lambda case: (case.recipe_label, case.inputs, case.dtype)),
+    ("quantize-grouped", lambda case: case.recipe_label),
+    ("gemm", lambda case: case.recipe_label),
+    ("gemm", lambda case: (case.recipe, case.inputs)),
+    ("gemm-grouped", lambda case: case.recipe_label),
+    ("gemm-quantized", lambda case: case.recipe_label),
+]
+"""An operation, and a part of its cases that the quick tier has on multiples of 128: many kernels take no others."""
+
+
+@pytest.mark.parametrize(("operation", "part"), ALIGNED)
+def test_every_recipe_and_family_has_aligned_shapes(operation: str, part: Callable[[Any], Any]) -> None:
+    cases = [case for case in QUICK if case.operation == operation]
+    assert sorted({part(case) for case in cases} - {part(case) for case in cases if is_aligned(case)}) == []
+
+
+def is_aligned(case: Case) -> bool:
+    """Whether the extents of a matrix, or N and K of a product, are multiples of 128. Kernels often take any M."""
+    sizes = case.shape[1:] if isinstance(case, ProductCase) else (math.prod(case.shape[:-1]), case.shape[-1])
+    return all(size and size % 128 == 0 for size in sizes)
