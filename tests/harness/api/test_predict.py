@@ -24,7 +24,7 @@ def predict(*options: str, status: int = 0) -> str:
     return result.output
 
 
-def test_the_file_holds_operands_of_the_format_and_the_predicted_bits(tmp_path: Path) -> None:
+def test_the_file_holds_operands_and_predicted_bits(tmp_path: Path) -> None:
     path = str(tmp_path / "expected.safetensors")
     shown = predict("--hardware", "blackwell-nvfp4", "--gemm", "24x128x40", "--out", path)
     tensors = load_file(path)

@@ -148,7 +148,7 @@ def test_a_value_that_is_no_result_is_an_error(value: Any) -> None:
         decode_result(value, Tensors().tensor)
 
 
-def test_a_value_that_is_nested_too_deep_for_the_judge_is_an_error() -> None:
+def test_a_value_nested_too_deep_is_an_error() -> None:
     value: Any = 1
     for _ in range(500):
         value = {"list": [value]}

@@ -116,7 +116,7 @@ def test_file_descriptors_belong_to_their_message(ends: tuple[Connection, socket
         os.close(file)
 
 
-def test_file_descriptors_without_a_message_are_limited_and_closed(ends: tuple[Connection, socket.socket]) -> None:
+def test_descriptors_without_a_message_are_closed(ends: tuple[Connection, socket.socket]) -> None:
     """A kernel that sends them would take all of the judge's."""
     connection, theirs = ends
     before = len(os.listdir("/proc/self/fd"))

@@ -183,7 +183,7 @@ def test_streams_and_graphs_need_a_gpu(form, concurrency):
     assert (record.verdict, record.message) == ("unsupported", message)
 
 
-def test_bytes_of_an_earlier_case_behind_large_results_are_no_difference():
+def test_bytes_of_an_earlier_case_are_no_difference():
     with hosted_backend("reference") as backend:
         for shape, recipe in (((1040, 1200), "mxfp8-e4m3"), ((1030, 1100), "fp8-current-e4m3")):
             record = run_case(case_from_labels("quantize", recipe, shape, "bf16", "normal", ("repeats:2",)), backend)

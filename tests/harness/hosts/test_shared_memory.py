@@ -188,7 +188,7 @@ def test_strides_offset_and_alignment_survive(name: str, host: RemoteHost) -> No
     assert found.stride() == view.stride() or found.is_contiguous() == view.is_contiguous() is True
 
 
-def test_strides_of_a_result_that_need_too_much_memory_are_not_kept() -> None:
+def test_strides_that_need_too_much_memory_are_not_kept() -> None:
     memory = torch.arange(1 << 10).view(torch.uint8)
     for strides, kept in (([100, 1], [100, 1]), ([1 << 40, 1], [4, 1])):
         reader = _Reader(memory, 0, memory.numel(), 1 << 16, torch.device("cpu"))

@@ -50,7 +50,7 @@ def test_a_confirmed_order_judges_the_product():
     assert judged(Kernel(), declares=None).ordered_share == 0
 
 
-def test_a_kernel_that_is_wrong_beyond_a_probe_fails_by_the_probed_order():
+def test_a_kernel_wrong_beyond_a_probe_fails_by_its_order():
     assert judged(Kernel(wrong=True), declares=None).verdict == "pass"
     record = judged(Kernel(wrong=True))
     assert record.verdict == "fail"

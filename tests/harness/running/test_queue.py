@@ -106,7 +106,7 @@ def test_small_cases_of_a_gpu_are_judged_on_the_cpu() -> None:
     assert home_of(task(rows).case, "cpu") == "cpu"
 
 
-def test_small_cases_of_every_kind_come_first_on_a_gpu_and_wait_for_no_turn() -> None:
+def test_small_cases_of_every_kind_come_first_on_a_gpu() -> None:
     def case(operation: str, name: str, side: int, *flags: str) -> Task:
         return Task(
             case_from_labels(

@@ -37,9 +37,7 @@ class Backend:
 
 
 @pytest.mark.long
-def test_a_read_that_changes_nothing_is_found_and_costs_its_own_case(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_outside_costs_its_own_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reading.py").write_text(BACKEND)
     cases = [case_from_labels("swizzle", "", (rows, 16), "", "bytes") for rows in (31, 32, 33)]

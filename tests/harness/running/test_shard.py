@@ -22,7 +22,6 @@ from narrowgauge.harness.running.shard import (
     digest,
     durations,
     part_of,
-    read_durations,
     split,
 )
 from tests.harness import small_toml
@@ -97,11 +96,6 @@ def test_recorded_durations_divide_and_scale_the_estimates():
     assert [case.id for case in alone.cases] == [first]
 
 
-def test_durations_are_those_of_a_journal(tmp_path):
-    folder = journal(tmp_path, {"a": 0.5, "b": 2.0, "c": None})
-    assert read_durations(folder) == read_durations(folder / "records.jsonl") == {"a": 0.5, "b": 2.0}
-
-
 @pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "1/0", "-1/4", "a/b", "1/4/2", " 1/4", "1.0/4", "١/4"])
 def test_what_is_no_shard(text):
     with pytest.raises(ShardError, match=r"--shard is '.*'; "):
@@ -133,21 +127,6 @@ def test_list_prints_a_shard(matrix, tmp_path):
     assert listed(matrix, "--shard", "1/2", "--durations", slow).stdout.split() == [ALL[3]]
 
 
-def test_list_refuses(matrix, tmp_path):
-    for words, message in (
-        (["--shard", "3/2"], "--shard is '3/2'; of 2 shards there are 1/2 to 2/2"),
-        (["--durations", tmp_path], "--durations divides cases into shards, and no --shard is given"),
-        (["--shard", "1/2", "--durations", tmp_path / "none"], f"{tmp_path / 'none'}: there is no none"),
-        (
-            ["--shard", "1/2", "--durations", journal(tmp_path / "untimed", {ALL[0]: None})],
-            f"{tmp_path / 'untimed'}: no record says how long its case took",
-        ),
-    ):
-        result = listed(matrix, *words)
-        assert result.exit_code == 2
-        assert result.stderr.startswith(f"narrowgauge: {message}")
-
-
 def pytest_run(pytester, *words):
     pytester.makefile(".toml", small=FILE)
     return pytester.runpytest_inprocess("small.toml", "-p", PLUGIN, "-p", "no:xdist", "--ng-backend",
@@ -164,12 +143,6 @@ def test_pytest_leaves_a_shard(pytester):
     for case in expected:
         result.stdout.fnmatch_lines([f"*{case.id}"])
     result.stdout.fnmatch_lines(["*test_of_something_else", f"{len(expected) + 1}/7 tests collected*"])
-
-
-def test_pytest_divides_by_the_durations_of_a_run(pytester):
-    journal(pytester.path / "before", dict.fromkeys(ALL, 1.0) | {ALL[3]: 9.0})
-    result = pytest_run(pytester, "--co", "-q", "--ng-shard", "1/2", "--ng-durations", "before")
-    result.stdout.fnmatch_lines([f"*{ALL[3]}", "1/6 tests collected*"])
 
 
 @pytest.mark.usefixtures("compiler")

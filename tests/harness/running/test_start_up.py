@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -61,15 +60,3 @@ def test_a_usage_error_leaves_no_starter(tmp_path, monkeypatch):
         assert result.exit_code == 2, result.output
         assert starter._starter is None
     assert starter.children(os.getpid()) == before
-
-
-def test_an_error_keeps_the_starter_that_ran_before(monkeypatch):
-    ran = object()
-    monkeypatch.setattr(starter, "starter", lambda: ran)
-    monkeypatch.setattr(starter, "_starter", ran)
-    monkeypatch.setattr(starter, "close_starter", lambda: monkeypatch.setattr(starter, "_starter", None))
-    for before, after in ((ran, ran), (None, None)):
-        monkeypatch.setattr(starter, "_starter", before)
-        with suppress(ValueError), starter.started_early():
-            raise ValueError
-        assert starter._starter is after

@@ -18,16 +18,15 @@ from narrowgauge.harness.tools.bench.bench import Bench, measure
 from narrowgauge.harness.tools.bench.bench_row import BenchRow
 from narrowgauge.harness.tools.bench.interleave import Times
 from narrowgauge.harness.tools.bench.judge_outputs import QuantizeArguments
-from narrowgauge.harness.tools.bench.operations import SAME, BenchInputs, PreparedTask, prepare
+from narrowgauge.harness.tools.bench.operations import SAME, BenchInputs, PreparedTask
 from narrowgauge.harness.tools.bench.report import cells
-from narrowgauge.harness.tools.bench.tasks import EXPERTS, MEMORY, BenchTask, tasks
+from narrowgauge.harness.tools.bench.tasks import MEMORY, BenchTask, tasks
 from narrowgauge.native import ops as native
 from narrowgauge.reference import ops as reference
-from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.quantized import Quantized
 from narrowgauge.spec.recipes import find_recipe
 from narrowgauge.spec.summation import Summation
-from tests.native.gpu import needs_compiler, needs_gpu
+from tests.native.gpu import needs_compiler
 
 CPU = torch.device("cpu")
 X = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -40,12 +39,6 @@ def ids(*arguments: Any, **options: Any) -> list[str]:
 # Timed operations.
 
 
-def test_every_recipe_is_quantized_in_both_orientations() -> None:
-    result = {(name, variant.partition(",")[0]) for operation, name, variant in MEMORY if operation == "quantize"}
-    assert result == set(itertools.product({name for name, _ in result}, ("rowwise", "both")))
-    assert len(result) == 2 * 14
-
-
 def test_two_numbers_are_a_matrix_and_three_a_product() -> None:
     result = ids("cpu", ["256x128", "64x32x48"])
     assert {name.rpartition("/")[2] for name in result if not name.startswith("gemm")} == {"256x128"}
@@ -54,11 +47,6 @@ def test_two_numbers_are_a_matrix_and_three_a_product() -> None:
         "gemm/fp8-block-1x128/64x32x48", "gemm-grouped/nvfp4/64x32x48",
     ]  # fmt: skip
     assert ids("cuda", ["256x128"]) == ids("cpu", ["256x128"])
-
-
-def test_experts_share_the_rows_of_a_grouped_product() -> None:
-    assert not any("grouped" in name for name in ids("cpu", ["16x32x48"]))
-    assert any("grouped" in name for name in ids("cpu", [f"{16 * EXPERTS}x32x48"]))
 
 
 def test_a_keyword_selects_by_id() -> None:
@@ -73,17 +61,6 @@ def test_a_quick_bench_has_the_first_size_of_each_kind() -> None:
         assert set(quick) < set(result)
         assert len({name.rpartition("/")[2] for name in quick}) == 2
     assert ids("cpu", ["128x128", "256x256"], quick=True) == ids("cpu", ["128x128"])
-
-
-def test_further_sizes_on_a_gpu_are_those_of_some_operations() -> None:
-    result = ids("cuda")
-    for name, size in (("quantize/nvfp4/rowwise", "8192x8192"), ("dequantize/nvfp4", "4096x14336"),
-                       ("swizzle", "32768x32768")):  # fmt: skip
-        assert f"{name}/{size}" in result
-    other = "quantize/nvfp4-rowscaled/rowwise, amax given"
-    assert f"{other}/16384x16384" in result
-    assert f"{other}/8192x8192" not in result
-    assert "8192x8192" not in {name.rpartition("/")[2] for name in ids("cuda", ["128x128"])}
 
 
 @pytest.mark.parametrize(
@@ -154,10 +131,6 @@ def test_any_byte_of_a_quantized_matrix_counts(monkeypatch: pytest.MonkeyPatch, 
         verdict = judge_outputs.judge_halves(X, r, given, (wrong[0], wrong[1]))
         assert verdict.mismatches > 0, part
         assert verdict.sentence.startswith(f"{('rowwise', 'columnwise')[number]} {part}: "), verdict.sentence
-
-
-def test_float32_scales_are_judged_as_numbers() -> None:
-    assert any(find_recipe(name).scale is FP32 for name in RECIPES)
 
 
 def test_quantize_is_judged_with_its_rotation_and_given_amax() -> None:
@@ -275,43 +248,6 @@ def test_every_operation_is_timed_beside_its_ceiling_and_right(keyword: str) -> 
     launches = [row for row in bench.rows if row.operation == "launch"]
     assert {row.variant for row in launches} == {"quantize", "quantize, amax given", "dequantize", "gemm", "add"}
     assert all(row.share is not None for row in launches if row.who == "native")
-
-
-@needs_gpu
-def test_a_swizzle_on_a_gpu_stands_beside_a_copy_of_its_bytes() -> None:
-    bench = measure(tasks("cuda", ["128x256"], "swizzle"), "cuda", quick=True, launches=False)
-    assert bench.right
-    whole, same = ([row for row in bench.rows if row.who == who] for who in ("copy", SAME))
-    for row in (row for row in bench.rows if row.who == "native"):
-        assert row.ceiling == "copy"
-        assert row.second_ceiling == SAME
-        assert row.second_share is not None
-        assert all(one.moved == row.moved for one in same)
-        assert all(one.moved > 1000 * row.moved for one in whole)
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "fp8-current"])
-def test_a_product_and_its_ceilings_take_input_copies_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def copies(inputs: BenchInputs, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        asked.append(tensors)
-        return [tuple(row.clone() for row in tensors) for _ in range(3)]
-
-    monkeypatch.setattr(BenchInputs, "copies", copies)
-    task, inputs = BenchTask("gemm", name, "", (16, 32, 48)), BenchInputs(torch.device("cpu"))
-    ready = prepare(task, inputs)
-    scaled_mm = [
-        peer.calls
-        for peer in peer_libraries.callable_peers(task, inputs, {}, compiling=False)
-        if peer.name == peer_libraries.SCALED_MM
-    ]
-    assert len(scaled_mm) == (name == "fp8-current")
-    for calls in (ready.calls["native"], ready.ceilings["matmul"], ready.ceilings["dequantize + matmul"], *scaled_mm):
-        assert len(calls) == 3
-        assert all(torch.equal(call()[0], calls[0]()[0]) for call in calls)
-    assert len({call.args[0].codes.data_ptr() for call in ready.calls["native"]}) == 3  # type: ignore[attr-defined]
-    assert len(asked) == 2 + len(scaled_mm)
 
 
 def test_a_row_is_beside_both_of_its_ceilings() -> None:

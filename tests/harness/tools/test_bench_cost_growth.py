@@ -40,13 +40,6 @@ def test_what_is_said_of_a_curve(result: CostCurve, output: str) -> None:
     assert result.sentence().endswith(f"{output} ± 20 %; ends before 2^30: no memory")
 
 
-def test_a_gpu_is_held_to_a_line_from_larger_sizes_on() -> None:
-    result = replace(curve(3.0, 6.0, 16.0, 64.0), large=cost_growth.LARGE["cuda"])
-    assert result.sentence().startswith(
-        "native, from 2^26: time grows as elements^1.000, that of an element by +0.0 to"
-    )
-
-
 def test_memory_is_held_to_a_line_too_and_small_sizes_to_none() -> None:
     result = CostCurve("reference", [CostPoint(22, 1.0, 1 << 24), CostPoint(24, 4.0, 1 << 27)])
     assert result.sentence().endswith(
@@ -68,23 +61,6 @@ def test_ever_larger_matrices_are_quantized_by_both() -> None:
     for point in kernels.points:  # its result: codes, scales, amax and tensor scale
         assert point.memory == point.elements // 2 + point.elements // 16 + 8
     assert all(point.memory > point.elements for point in oracle.points)
-
-
-def test_sizes_are_timed_in_turn_with_inputs_outside_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[tuple[int, int]] = []
-
-    def quantize(x: torch.Tensor, name: str) -> Quantized:
-        called.append((x.numel(), x.data_ptr()))
-        return reference.quantize(x, name)
-
-    monkeypatch.setattr(cost_growth, "native", SimpleNamespace(quantize=quantize))
-    measure_growth("cpu", last=18)
-    timed = called[6:]  # after two calls of each size before, and a call within
-    assert [elements for elements, _ in timed] == [1 << 16, 1 << 18] * (len(timed) // 2)
-    for elements in (1 << 16, 1 << 18):
-        places = [place for of, place in timed if of == elements]
-        assert len(set(places)) == len(places) > 2
-        assert max(places) - min(places) == 2 * elements * (len(places) - 1), "one behind the other"
 
 
 def test_a_curve_ends_where_a_side_raises_or_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import re
 from dataclasses import fields
@@ -88,10 +87,6 @@ def test_figures_for_people(output: str, expected: str) -> None:
     assert output == expected
 
 
-def test_the_table_has_no_ceilings_and_the_reference_as_a_column() -> None:
-    assert [one.who for one in cells.shown(bench().rows)] == ["native", "native"]
-
-
 def test_a_bench_in_one_sentence() -> None:
     output = cells.sentence(bench().rows)
     assert output == "2 timed outputs right, 536 870 912 elements compared"
@@ -110,21 +105,6 @@ def test_the_table_names_wrong_outputs_and_missing_peers() -> None:
     assert "gemm nvfp4 8192x8192x8192 native 2 ms −5 +25 % 550 TFLOP/s 70 % (130 %) 25 ✓ order" in table_lines
     assert f"quantize/nvfp4/rowwise/16384x16384/torchao: codes: 3 bytes {NASTY}" in lines
     assert lines[-1] == "torchao: not installed (no torchao)"
-
-
-def test_a_terminal_without_the_glyphs_has_words() -> None:
-    assert "pass bytes" in printed(bench(row()), "ascii")
-
-
-def test_growth_is_a_row_for_each_size() -> None:
-    file = io.StringIO()
-    table.print_growth(
-        [CostCurve("native", [CostPoint(22, 4194304e-9, 1 << 23), CostPoint(24, 0.017, 1 << 24)])], Console(file=file)
-    )
-    output = file.getvalue()
-    assert re.search(r"native +2\^22 +4.19 ms +1 +8.39 MB +2\b", output)
-    assert re.search(r"native +2\^24 +17 ms +1.01 +16.8 MB +1\b", output)
-    assert "native, from 2^22: time grows as" in output
 
 
 # Figures.
@@ -152,31 +132,6 @@ def test_the_roofline_has_its_points_under_the_roofs_of_the_run() -> None:
     ]
     assert kernel.bar is not None
     assert kernel.bar[0] > kernel.y > kernel.bar[1]  # the slower quartile is lower
-
-
-def test_a_label_covers_no_point_and_no_other_label() -> None:
-    crowd = figures.roofline([COPY, *[row(seconds=2e-3 + 1e-5 * n) for n in range(40)]])
-    assert crowd is not None
-    boxes = [
-        (mark.label_x, mark.label_y, mark.label_x + 6.5 * len(mark.label), mark.label_y + 11)
-        for mark in crowd.marks if mark.label
-    ]  # fmt: skip
-    assert 5 < len(boxes) < 40
-    assert not any(
-        a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for a, b in itertools.combinations(boxes, 2)
-    )
-    assert any(mark.leader for mark in crowd.marks)
-
-
-def test_an_axis_of_less_than_two_decades_has_marks() -> None:
-    assert [label for label, _ in figures._LogAxis([2.0, 8.0], 100).ticks(None)] == ["2", "5", "10"]
-    assert [label for label, _ in figures._LogAxis([1e3, 1e7], 100).ticks("")] == [
-        "1 k",
-        "10 k",
-        "100 k",
-        "1 M",
-        "10 M",
-    ]
 
 
 @pytest.mark.parametrize("rows", [[], [COPY], [row()], [COPY, row(flop=0)]])
@@ -243,13 +198,6 @@ def test_every_column_is_documented() -> None:
     assert dict(documented) == {"schema": "int64", "id": "string", **types, "rate": "double"}
 
 
-def test_a_bench_without_rows_leaves_no_table_of_an_older_one(tmp_path: Path) -> None:
-    report.write(bench(), [], {}, tmp_path)
-    report.write(Bench(), [CostCurve("native", [CostPoint(22, 1.0, 4)])], {}, tmp_path)
-    assert not (tmp_path / "bench.parquet").exists()
-    assert json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["rows"] == []
-
-
 POINTS = [CostPoint(22, 1.0, 4)]
 
 
@@ -269,14 +217,6 @@ POINTS = [CostPoint(22, 1.0, 4)]
 )
 def test_the_verdict_of_a_bench(result: Bench, growths: list[CostCurve], verdict: str) -> None:
     assert report.verdict_of(result, growths) == verdict
-
-
-def test_a_bench_of_growth_in_one_sentence() -> None:
-    assert report.sentence(Bench(), [CostCurve("native", POINTS)]) == "cost measured to 2^22 elements"
-    assert report.sentence(Bench(), [CostCurve("native", [], "raises")]) == "no size was measured"
-    wrong_one = CostCurve("native", POINTS, "wrong at 2^22: codes", wrong=True)
-    assert report.sentence(Bench(), [wrong_one]) == "cost measured to 2^22 elements; native: wrong at 2^22: codes"
-    assert report.sentence(Bench(), []) == "nothing was judged"
 
 
 # The command.
@@ -340,13 +280,6 @@ def test_what_does_not_go_together_is_refused(
     assert result.exit_code == 2
     assert message in result.stderr
     assert not asked_for
-
-
-def test_a_report_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    result = command("-k", "launch", "--quick", "--out", str(tmp_path / "file" / "out"))
-    assert result.exit_code == 2
-    assert "the report cannot be written: " in result.stderr
 
 
 def test_a_session_measures_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,11 +95,6 @@ def settings(path: Path) -> tuple[list[str], str]:
     return section["narrowgauge_cases"].split(), section["narrowgauge_backend"]
 
 
-def test_the_settings_of_a_new_file(tmp_path: Path) -> None:
-    states(tmp_path)
-    assert settings(tmp_path / "pytest.ini") == SETTINGS
-
-
 @pytest.mark.parametrize("text", ["", "[project]\nname = 'x'", "[tool.ruff]\nline-length = 99\n"])
 def test_a_project_without_settings_of_pytest_gets_a_section(text: str, tmp_path: Path) -> None:
     path = tmp_path / "pyproject.toml"
@@ -137,12 +132,6 @@ def test_a_file_in_the_place_of_a_folder_is_named(name: str, tmp_path: Path) -> 
     assert done.exit_code == 2
     assert f"{tmp_path / name}" in done.output
     assert (tmp_path / name).read_text() == "mine"
-
-
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "narrowgauge_backend.py").mkdir()
-    done = init(tmp_path)
-    assert (done.exit_code, f"{tmp_path}/narrowgauge_backend.py: is there" in done.output) == (2, True)
 
 
 class Installed:

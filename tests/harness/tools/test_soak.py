@@ -1,6 +1,5 @@
 """Soak: selection, runs, messages; and the native kernels and the reference over a few seeds."""
 
-import random
 import re
 import sys
 
@@ -97,24 +96,6 @@ def test_the_choice_is_cheap_and_depends_on_the_seed(matrix, tenth):
         only = held([case]) - held(set(tenth) - {case})
         assert only
         assert not any(depends_on_seed(other) for other in matrix if only & set(case_features(other)))
-
-
-def test_the_choice_depends_on_nothing_but_the_cases(matrix):
-    part = matrix[::40]
-    shuffled = random.Random(0).sample(part, len(part))
-    taken = soak_selection(part, 0.5)
-    assert {case.id for case in soak_selection(shuffled, 0.5)} == {case.id for case in taken}
-    assert taken == [case for case in part if case in taken]
-
-
-def test_a_small_share_takes_the_cases_with_every_feature(matrix):
-    part = matrix[::40]
-    cover = soak_selection(part, 0.0)
-    assert held(cover) == held(part)
-    assert 0 < len(cover) < len(part)
-    assert set(cover) <= set(soak_selection(part, 0.6))
-    assert soak_selection(part[:20], 1.0) == part[:20]
-    assert soak_selection([], 0.1) == []
 
 
 @pytest.mark.parametrize(
@@ -268,13 +249,6 @@ def test_nothing_compared_is_no_success(folder):
     result = narrowgauge("soak", "--seeds", 2, "--from", 0, "-k", "fp16", "--backend", "reference")
     assert result.exit_code == 1
     assert said(result) == "2 seeds from 0, 1 case, 2 runs, nothing was compared, 0 failures"
-
-
-def test_many_cases_that_fail_are_counted(folder, monkeypatch):
-    monkeypatch.setattr("narrowgauge.harness.tools.soak.SHOWN", 1)
-    result = narrowgauge("soak", "--seeds", 1, "--from", 0, "-k", "normal", "--backend", "soak_kernels:Gemm")
-    assert result.stdout.count("reproduce: ") == 1
-    assert "and 2 more cases that failed" in result.stdout
 
 
 @pytest.mark.parametrize(

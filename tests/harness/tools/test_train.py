@@ -25,7 +25,6 @@ from narrowgauge.harness.tools.train import corpus, processes, report
 from narrowgauge.harness.tools.train.model import Adam, Model, Size
 from narrowgauge.harness.tools.train.processes import NOT_BEGUN, run_tasks
 from narrowgauge.harness.tools.train.train import NAMED_STAGES, TrainingTask, train
-from narrowgauge.reference import ops
 from narrowgauge.reference.modules import TransformerLayer
 
 TINY = Size(hidden=32, ffn=64, heads=2, sequence=16, batch=2)
@@ -63,15 +62,6 @@ def test_the_reference_agrees_with_itself_and_with_its_loss() -> None:
     assert step.wrong == []
     assert step.compared > 1000
     assert step.reference_loss == step.loss
-
-
-def test_in_high_precision_nothing_is_judged() -> None:
-    (step,) = train(task(None, 1))
-    assert step.stages == step.compared == step.mismatches == 0
-    assert step.reference_loss is not None
-    (step,) = train(task("MXFP8BlockScaling", 1, backend="reference", judged=False))
-    assert step.stages == 0
-    assert step.reference_loss is None
 
 
 class Drifting:
@@ -210,17 +200,6 @@ def test_a_process_that_dies_or_raises_costs_its_own_training() -> None:
     assert fine.seconds > 0
 
 
-def test_what_is_judged_begins_first() -> None:
-    ended: list[processes.Training] = []
-    tasks = [
-        task(None, 1, backend="reference", judged=False),
-        task("MXFP8BlockScaling", 1, backend="tests.harness.tools.test_train:Raising"),
-    ]
-    result = run_tasks(tasks, 1, lambda training: None, lambda training, _: ended.append(training))
-    assert ended == [result[1], result[0]]
-    assert result[0].complete
-
-
 @pytest.mark.long
 def test_an_interrupt_keeps_the_steps() -> None:
     def interrupt(_: object) -> None:
@@ -289,17 +268,6 @@ def test_the_model_looks_back_and_not_ahead() -> None:
     one, other = plain(tokens), plain(changed)
     assert torch.equal(one[0, :8], other[0, :8])
     assert not torch.equal(one[0, 9:], other[0, 9:])  # not by the residual alone
-
-
-class Bare:
-    """Multiplies, and has no layers."""
-
-    gemm = staticmethod(ops.gemm)
-
-
-def test_a_backend_without_layers_is_told() -> None:
-    with pytest.raises(BackendError, match="has no TransformerLayer"):
-        list(train(task("MXFP8BlockScaling", backend="tests.harness.tools.test_train:Bare")))
 
 
 @pytest.mark.parametrize(

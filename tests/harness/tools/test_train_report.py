@@ -123,16 +123,6 @@ def test_a_training_that_ran_too_short_is_not_accused() -> None:
         assert not one.too_short([one, other], ENTROPY)
 
 
-def test_the_line_of_one_that_has_ended() -> None:
-    assert report.line(training(1.0)) == "MXFP8BlockScaling, native: final loss 1, 10 stages judged, 0 wrong, 2 s"
-    assert report.line(wrong()) == "MXFP8BlockScaling, native: final loss 2, 20 stages judged, 2 wrong, 2 s"
-    plain = replace(training(1.0, recipe=None), task=TrainingTask(None, steps=3), error=f"odd\n{NASTY}")
-    assert report.line(plain) == f"high precision, native: final loss 1, ended after 1 of 3 steps: odd {NASTY}, 2 s"
-    assert report.line(Training(TrainingTask(None, steps=1))) == (
-        "high precision, native: final loss none, after 0 of 1 step not at its end yet, 0 s"
-    )
-
-
 def test_the_sentence() -> None:
     assert report.sentence([training(1.0), training(1.0, recipe=None)], ENTROPY) == (
         "2 trainings agree and learn: 10 stages, 1 000 elements compared"
