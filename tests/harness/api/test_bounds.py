@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import narrowgauge
 from narrowgauge.harness.api.error_figures.bounds import bounds
 from narrowgauge.harness.checks.gemm_bound import within_bounds
 from narrowgauge.harness.inputs.draw import Draw
@@ -145,12 +144,6 @@ def test_slabs_and_memory_layouts_change_no_bound() -> None:
         assert torch.equal(upper, torch.where(whole.exact, whole.expected, whole.upper))
 
 
-@pytest.mark.parametrize("shape", [(0, 64, 6), (4, 64, 0)])
-def test_an_empty_output(shape: tuple[int, int, int]) -> None:
-    a, b = operands("normal", shape)
-    assert [end.shape for end in bounds(a, b, out_dtype=torch.float32)] == [(shape[0], shape[2])] * 2
-
-
 def test_settings_of_the_caller_change_no_bound() -> None:
     a, b = operands()
     plain = bounds(a, b, out_dtype=torch.float32)
@@ -186,7 +179,3 @@ def test_arguments_that_do_not_fit_are_named(change: dict[str, Any], error: Any,
     arguments = {"a": A, "b": B, "out_dtype": torch.float32} | change
     with pytest.raises(error, match=text if "|" in text else re.escape(text)):
         bounds(arguments.pop("a"), arguments.pop("b"), **arguments)
-
-
-def test_the_public_name() -> None:
-    assert narrowgauge.bounds is bounds

@@ -56,15 +56,6 @@ def _case(name: str) -> Any:
     return case
 
 
-def test_settings_of_the_caller_change_no_input() -> None:
-    plain = inputs("fp8-delayed-e4m3", (8, 32), "normal")
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert torch.equal(inputs("fp8-delayed-e4m3", (8, 32), "normal"), plain)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -143,7 +134,3 @@ def test_pytest_shows_the_id_of_a_case(pytester: pytest.Pytester) -> None:
     done.assert_outcomes(passed=2)
     done.stdout.fnmatch_lines(["*::test_kernel[[]quantize/nvfp4@modelopt/1x16/bf16/normal[]] PASSED*"])
     assert type(matrix("nvfp4")[0]).__name__ == "QuantizeCase"
-
-
-def test_the_public_names() -> None:
-    assert (narrowgauge.inputs, narrowgauge.matrix) == (inputs, matrix)

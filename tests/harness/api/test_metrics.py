@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import narrowgauge
 from narrowgauge.harness.api.error_figures import metrics as module
 from narrowgauge.harness.api.error_figures.metrics import DTYPES, Metrics, metrics
 from narrowgauge.spec.formats import E2M1, E4M3, E5M2, E8M0, Format
@@ -150,14 +149,6 @@ def test_pairs_of_special_numbers(dtype: torch.dtype) -> None:
         assert result.zero_sign_mismatches == (a == e == 0 and math.copysign(1, a) != math.copysign(1, e))
 
 
-def test_a_single_step_up_and_down() -> None:
-    expected = torch.tensor([1.0, -1.0, 2.0, 0.0], dtype=torch.bfloat16)
-    actual = (expected.view(torch.int16) + torch.tensor([1, 1, -1, 0], dtype=torch.int16)).view(torch.bfloat16)
-    result = metrics(actual, expected)
-    assert result.histogram == ((-1, -1, 2), (0, 0, 1), (1, 1, 1))
-    assert (result.max_ulp, result.unequal, result.max_abs_error) == (1, 3, 2.0**-7)
-
-
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
 def test_a_narrow_result_beside_a_float32_reference(dtype: torch.dtype) -> None:
     """Steps are those of float32."""
@@ -193,12 +184,6 @@ def test_chunks_strides_and_dimensions_change_nothing(monkeypatch: pytest.Monkey
     assert metrics(*clean).relative_error == pytest.approx(parts.relative_error, rel=1e-12)
 
 
-def test_numpy_arrays_and_nothing_to_compare() -> None:
-    x = np.linspace(-1, 1, 100, dtype=np.float32)
-    assert metrics(x, x) == Metrics(100, 0, 0, 0, 0, 0, 0.0, 0.0, math.inf, ((0, 0, 100),))
-    assert metrics(x[:0], x[:0]) == Metrics(0, 0, 0, 0, 0, 0, 0.0, 0.0, math.inf, ())
-
-
 @pytest.mark.parametrize(
     ("actual", "expected", "error", "text"),
     [
@@ -213,7 +198,3 @@ def test_numpy_arrays_and_nothing_to_compare() -> None:
 def test_arguments_that_do_not_fit_are_named(actual: Any, expected: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         metrics(actual, expected)
-
-
-def test_the_public_name() -> None:
-    assert narrowgauge.metrics is metrics

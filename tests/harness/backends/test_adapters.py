@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from narrowgauge.harness.backends.adapters.common import library
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.backends.loading import LIBRARIES, check_name, load_implementation
 from narrowgauge.harness.backends.results import BackendError
@@ -63,11 +62,6 @@ def test_a_variant_is_handed_to_the_adapter():
 def test_an_unknown_name_lists_the_libraries():
     with pytest.raises(BackendError, match=r"'torcha' \(did you mean 'torchao'\?\); .*compressed-tensors"):
         check_name("torcha")
-
-
-def test_library_names_the_missing_module():
-    with pytest.raises(ModuleNotFoundError, match=r"no_such_library is not installed .*pip install it"):
-        library("no_such_library", "pip install it")
 
 
 @pytest.mark.parametrize("name", sorted({*MODULES} - {"deepgemm"}))

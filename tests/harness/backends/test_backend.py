@@ -19,7 +19,6 @@ from narrowgauge.spec.summation import ORDERS, Summation
 from tests.harness.sample_backends import QUANTIZE, backend
 
 NVFP4 = find_recipe("nvfp4")
-BUILT_IN = ", ".join(("native", "reference", *LIBRARIES)) + ", and your own as package.module:Name"
 X = torch.linspace(-3, 3, 32 * 48).view(32, 48).bfloat16()
 CPU = torch.device("cpu")
 
@@ -90,71 +89,30 @@ def test_a_class_an_object_and_a_module_of_the_current_folder(module, spec, door
     assert loaded.call(door, None, None) == answer
 
 
-def test_a_module_of_a_package(module, tmp_path):
-    (tmp_path / "my_package").mkdir()
-    module(CLASS, "my_package/kernels")
-    assert load_backend("my_package.kernels").call("gemm", 1, 2) == "multiplied"
-    assert load_backend("my_package.kernels:Backend").call("quantize", 1, 2) == "quantized"
-
-
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "words"),
     [
-        ("natve", f"no backend is called 'natve' (did you mean 'native'?); there are {BUILT_IN}"),
-        ("", f"no backend is called ''; there are {BUILT_IN}"),
-        (
-            "my_kernels:Bakend",
-            "backend my_kernels:Bakend: module my_kernels has no 'Bakend' (did you mean 'Backend'?)",
-        ),
-        ("my_kernels:Broken", "backend my_kernels:Broken: Broken() raised OSError: libkernels.so is missing"),
-        (
-            "my_kernels:Empty",
-            f"backend my_kernels:Empty has none of the methods {', '.join(METHODS)}; see docs/backends.md",
-        ),
-        (
-            "my_kernels:number",
-            f"backend my_kernels:number has none of the methods {', '.join(METHODS)}; see docs/backends.md",
-        ),
-        (
-            "my_kernel:Backend",
-            "backend my_kernel:Backend: module my_kernel cannot be imported: "
-            "ModuleNotFoundError: No module named 'my_kernel'",
-        ),
-        (
-            "my_package.missing",
-            "backend my_package.missing: module my_package.missing cannot be imported: "
-            "ModuleNotFoundError: No module named 'my_package'",
-        ),
-        (":Backend", "backend :Backend: module  cannot be imported: ValueError: Empty module name"),
+        ("natve", ["'natve'", "did you mean 'native'", "package.module:Name", *LIBRARIES]),
+        ("", ["no backend is called ''"]),
+        ("my_kernels:Bakend", ["'Bakend'", "did you mean 'Backend'"]),
+        ("my_kernels:Broken", ["Broken() raised OSError: libkernels.so is missing"]),
+        ("my_kernels:Needy", ["Needy() raised TypeError", "'library'"]),
+        ("my_kernels:Empty", ["none of the methods", *METHODS, "docs/backends.md"]),
+        ("my_kernels:number", ["none of the methods"]),
+        ("my_kernel:Backend", ["my_kernel cannot be imported", "ModuleNotFoundError"]),
+        ("my_package.missing", ["my_package.missing cannot be imported"]),
+        (":Backend", ["cannot be imported"]),
+        ("my_broken:Backend", ["my_broken cannot be imported", "SyntaxError"]),
+        ("my_raising:Backend", ["my_raising cannot be imported", "RuntimeError: no GPU"]),
     ],
 )
-def test_what_cannot_be_loaded_says_why(module, spec, message):
+def test_what_cannot_be_loaded_says_why(module, spec, words):
     module(CLASS)
+    module("def broken(:", "my_broken")
+    module("raise RuntimeError('no GPU')", "my_raising")
     with pytest.raises(BackendError) as raised:
         load_backend(spec)
-    assert str(raised.value) == message
-
-
-def test_a_class_that_wants_arguments(module):
-    module(CLASS)
-    with pytest.raises(BackendError, match=r"Needy\(\) raised TypeError: .*missing 1 required .*'library'"):
-        load_backend("my_kernels:Needy")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import torc", "ModuleNotFoundError: No module named 'torc'"),
-        ("raise RuntimeError('no GPU')", "RuntimeError: no GPU"),
-        ("def broken(:", "SyntaxError: "),
-    ],
-)
-def test_a_module_that_cannot_be_imported_says_why(module, text, message):
-    module(text, "my_broken")
-    with pytest.raises(BackendError) as raised:
-        load_backend("my_broken:Backend")
-    assert str(raised.value).startswith(f"backend my_broken:Backend: module my_broken cannot be imported: {message}")
-    assert raised.value.__cause__ is not None
+    assert [word for word in words if word not in str(raised.value)] == []
 
 
 # Doors.
@@ -194,31 +152,11 @@ def test_a_method_with_an_unexpected_signature_is_refused():
     assert "backend.py" not in str(raised.value)
 
 
-def test_an_interrupt_is_none_of_its_business():
-    def quantize(x, recipe):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        backend(quantize=quantize).quantize(X, NVFP4)
-
-
-def test_a_recipe_is_given_as_data():
-    given = []
-    backend(quantize=lambda x, r: given.append(r) or reference.quantize(x, r)).quantize(X, NVFP4)
-    assert given == [NVFP4]
-
-
 # Variations.
 
 
 def test_without_variations_an_operation_runs_twice():
     assert backend(quantize=reference.quantize).variations(CPU) == ["first run", "second run"]
-
-
-def test_variations_are_named_by_the_backend():
-    ways = {"wide": nullcontext, "narrow": nullcontext}
-    named = backend(quantize=reference.quantize, variations=lambda device: ways)
-    assert named.variations(CPU) == ["wide", "narrow"]
 
 
 def test_a_single_variation_runs_twice():
@@ -238,20 +176,6 @@ def test_a_single_variation_runs_twice():
 
 def test_native_kernels_run_in_every_order_of_threads():
     assert load_backend("native").variations(CPU) == ["forward threads", "reverse threads", "shuffled threads"]
-
-
-@pytest.mark.parametrize(
-    ("variations", "message"),
-    [
-        (lambda device: {}, "variations gave none; it names at least one way of running, or is left out"),
-        (lambda device: None, "variations raised TypeError: 'NoneType' object is not iterable"),
-        (lambda device: {}["threads"], "variations raised KeyError: 'threads'"),
-    ],
-)
-def test_variations_that_are_none(variations, message):
-    with pytest.raises(BackendError) as raised:
-        backend(quantize=reference.quantize, variations=variations).variations(CPU)
-    assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -291,12 +215,6 @@ def test_native_without_a_compiler_says_what_to_install(monkeypatch):
 
 # Declarations of a backend.
 
-DECLARED = (
-    "{'transform': 'butterfly'}, {'gemm': " + " | ".join(f"'{order}'" for order in ORDERS) + " | 'probe'}, "
-    "{'accumulator': 'truncating'}, {'subnormals': 'flushed'}, "
-    "{'operands': 'decoded-float32' | 'decoded-bfloat16'}, {'random': 'own'}"
-)
-
 
 def test_a_declaration_is_kept_and_none_is_none():
     assert backend(quantize=reference.quantize).declares == {}
@@ -305,58 +223,26 @@ def test_a_declaration_is_kept_and_none_is_none():
 
 
 @pytest.mark.parametrize(
-    ("declares", "message"),
+    ("declares", "words"),
     [
-        ("butterfly", f"declares is 'butterfly'; it is a mapping, {DECLARED}"),
-        (None, f"declares is None; it is a mapping, {DECLARED}"),
-        (
-            {"transfrom": "butterfly"},
-            f"declares has 'transfrom' (did you mean 'transform'?); it can say {DECLARED}",
-        ),
-        (
-            {"transform": "tree"},
-            f"declares 'transform' to be 'tree'; it can say {DECLARED}",
-        ),
-        (
-            {"transform": None},
-            f"declares 'transform' to be None; it can say {DECLARED}",
-        ),
-        (
-            {"gemm": "block"},
-            f"declares 'gemm' to be 'block' (did you mean 'blocks'?); it can say {DECLARED}",
-        ),
-        (
-            {"gemm": "split-0"},
-            f"declares 'gemm' to be 'split-0' (did you mean 'split-<n>[-tree]'?); it can say {DECLARED}",
-        ),
-        (
-            {"accumulator": "truncated"},
-            f"declares 'accumulator' to be 'truncated' (did you mean 'truncating'?); it can say {DECLARED}",
-        ),
-        (
-            {"subnormal": "flushed"},
-            f"declares has 'subnormal' (did you mean 'subnormals'?); it can say {DECLARED}",
-        ),
-        (
-            {"operands": "decoded-fp32"},
-            f"declares 'operands' to be 'decoded-fp32' (did you mean 'decoded-float32'?); it can say {DECLARED}",
-        ),
-        (
-            {"gemm": "tree", "operands": "decoded-float32"},
-            "declares 'gemm' to be 'tree': operands 'decoded-float32' are summed in any order; declare the operands or "
-            "the order 'tree', not both",
-        ),
-        (
-            {"gemm": "aligned-13-32", "accumulator": "truncating"},
-            "declares 'gemm' to be 'aligned-13-32': 'aligned-13-32' defines the truncation of the accumulator; "
-            "declare the order or truncation, not both",
-        ),
+        ("butterfly", ["declares is 'butterfly'", "mapping", *ORDERS]),
+        (None, ["declares is None"]),
+        ({"transfrom": "butterfly"}, ["'transfrom'", "did you mean 'transform'"]),
+        ({"transform": "tree"}, ["'transform'", "'tree'", "'butterfly'"]),
+        ({"transform": None}, ["'transform'", "None"]),
+        ({"gemm": "block"}, ["'gemm'", "'block'", "did you mean 'blocks'"]),
+        ({"gemm": "split-0"}, ["'split-0'", "'split-<n>[-tree]'"]),
+        ({"accumulator": "truncated"}, ["did you mean 'truncating'"]),
+        ({"subnormal": "flushed"}, ["did you mean 'subnormals'"]),
+        ({"operands": "decoded-fp32"}, ["did you mean 'decoded-float32'"]),
+        ({"gemm": "tree", "operands": "decoded-float32"}, ["'gemm'", "'tree'", "operands", "not both"]),
+        ({"gemm": "aligned-13-32", "accumulator": "truncating"}, ["'aligned-13-32'", "truncation", "not both"]),
     ],
 )
-def test_a_declaration_that_says_nothing_known(declares, message):
+def test_a_declaration_that_says_nothing_known(declares, words):
     with pytest.raises(BackendError) as raised:
         backend(quantize=reference.quantize, declares=declares)
-    assert str(raised.value) == f"backend wrong: {message}"
+    assert [word for word in words if word not in str(raised.value)] == []
 
 
 def test_an_order_of_a_product_replaces_the_declaration():

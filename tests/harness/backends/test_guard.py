@@ -1,7 +1,6 @@
 """Guard zones and poison: writes and reads outside of tensors, and unwritten elements."""
 
 import ctypes
-import sys
 from itertools import count
 
 import pytest
@@ -101,12 +100,6 @@ def test_what_torch_fills_is_filled(name, value):
     assert bool((out == value).all())
 
 
-@pytest.mark.parametrize("name", [n for n in ALLOCATIONS if "empty" in n or n == "Tensor"])
-def test_what_torch_leaves_is_poison(name):
-    _, out = within(ALLOCATIONS[name])
-    assert bool((out.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) == 0xA5).all())
-
-
 @pytest.mark.parametrize("offset", [1, ZONE - 3])
 def test_the_whole_zone_is_watched(offset):
     guard, out = within(lambda x: torch.empty(3, 4))
@@ -142,13 +135,6 @@ def test_a_change_of_an_input_is_seen():
 def test_writes_round_an_input_are_seen():
     guard, _ = within(lambda x: (put(x, 48), put(x, -3)))
     assert said(guard) == ["3 bytes before input x were written", "3 bytes behind input x were written"]
-
-
-def test_tensors_of_nothing():
-    # torch gives empty tensors the address 0: a write is a crash, a verdict of its own.
-    guard, out = within(torch.empty_like, x=torch.empty(0, 4))
-    assert (out.shape, out.data_ptr()) == ((0, 4), 0)
-    assert said(guard) == []
 
 
 def test_tensors_that_share_an_allocation_have_separate_zones():
@@ -206,11 +192,6 @@ def test_between_the_elements_of_a_view_is_poison_and_stays(poison):
     assert bool((gaps[1:] == poison).all())
 
 
-def test_an_input_of_nan_is_unchanged():
-    guard, _ = within(lambda x: x + 1, x=torch.full((3, 4), torch.nan))
-    assert said(guard) == []
-
-
 # Unguarded memory.
 
 
@@ -221,12 +202,6 @@ def test_operations_that_allocate_for_themselves_are_left_alone():
 
     guard, out = within(work)
     assert torch.equal(out, work(X))
-    assert said(guard) == []
-
-
-def test_an_output_that_torch_makes_room_in_is_no_violation():
-    guard, out = within(lambda x: torch.add(x, 1, out=torch.empty(0)))
-    assert torch.equal(out, X + 1)
     assert said(guard) == []
 
 
@@ -310,10 +285,6 @@ def with_own_memory(spoil):
     return quantize
 
 
-def test_a_well_behaved_backend_passes():
-    assert judged(quantize=with_own_memory(lambda codes, x: None)) == ("pass", "", "")
-
-
 def test_writing_behind_an_output():
     verdict, stage, message = judged(quantize=with_own_memory(lambda codes, x: put(codes, codes.numel())))
     assert (verdict, stage) == ("fail", "memory")
@@ -321,18 +292,6 @@ def test_writing_behind_an_output():
         "memory: 3 bytes behind a tensor of shape (32, 24) were written (first run); "
         "3 bytes behind a tensor of shape (32, 24) were written (second run)"
     )
-
-
-def test_writing_before_an_output_and_into_the_input():
-    def spoil(codes, x):
-        put(codes, -2, b"\0")
-        x[0, 0] = 12345
-
-    verdict, stage, message = judged(quantize=with_own_memory(spoil))
-    assert (verdict, stage) == ("fail", "memory")
-    assert "1 bytes before a tensor of shape (32, 24) were written (first run)" in message
-    assert "2 bytes of input x were changed (first run)" in message
-    assert message.endswith("; and 1 more")
 
 
 def test_leaving_elements_unwritten():
@@ -354,22 +313,6 @@ def test_reading_beyond_the_input():
         "fail", "repeat", "repeat: 1 of 768 elements of codes differ between first run and second run: they depend on "
         "bytes outside the inputs, or on memory that nobody wrote",
     )  # fmt: skip
-
-
-def test_reading_before_the_input():
-    def spoil(codes, x):
-        codes[3, 5] = ctypes.c_uint8.from_address(x.data_ptr() - 1).value
-
-    assert judged(quantize=with_own_memory(spoil))[:2] == ("fail", "repeat")
-
-
-def test_another_result_on_the_second_run():
-    calls = count()
-    message = (
-        "repeat: 768 of 768 elements of codes differ between first run and second run: the same run again "
-        "gives other bytes"
-    )
-    assert judged(quantize=with_own_memory(lambda codes, x: codes.add_(next(calls)))) == ("fail", "repeat", message)
 
 
 def test_an_amax_that_is_given_now_and_then():
@@ -402,36 +345,6 @@ def test_a_gemm_that_changes_an_operand():
     assert message.startswith("memory: 1 bytes of input b.scales were changed (first run)")
 
 
-def test_a_gemm_that_leaves_its_last_tile_unwritten():
-    def gemm(a, b, *, out_dtype):
-        out = torch.empty(16, 24, dtype=out_dtype)
-        out[:, :16] = reference.gemm(a, b, out_dtype=out_dtype)[:, :16]
-        return out
-
-    assert judged(GEMM, gemm=gemm) == ("fail", "repeat", "repeat: 128 of 384 elements of output were never written")
-
-
-def test_a_dequantize_that_writes_behind_its_output():
-    def dequantize(q, dtype):
-        values = torch.empty(q.shape, dtype=dtype).copy_(reference.dequantize(q, dtype))
-        put(values, values.numel() * values.element_size())
-        return values
-
-    verdict, stage, message = judged(quantize=reference.quantize, dequantize=dequantize)
-    assert (verdict, stage) == ("fail", "memory")
-    assert message.startswith("memory: 3 bytes behind a tensor of shape (32, 48) were written (first run)")
-
-
-def test_a_dequantize_that_changes_the_codes():
-    def dequantize(q, dtype):
-        q.codes.zero_()
-        return reference.dequantize(q, dtype)
-
-    verdict, stage, message = judged(quantize=reference.quantize, dequantize=dequantize)
-    assert (verdict, stage) == ("fail", "memory")
-    assert "bytes of input codes were changed" in message
-
-
 def test_a_backend_that_always_gives_the_same_tensor_passes():
     workspace = torch.zeros(32, 24, dtype=torch.uint8)
 
@@ -457,17 +370,3 @@ def test_inputs_keep_their_offset_and_equal_inputs_share_memory() -> None:
     with guard:
         guard.inputs_on(torch.device("cpu"))["b"][0, 0] = 5
     assert guard.violations()[1]
-
-
-def test_a_guard_imports_no_compiler(monkeypatch):
-    """The import takes a second of each kernel host. A backend that imports it gets torch's own wrapper."""
-    wrapped = vars(Guard.__torch_dispatch__.__wrapped__)
-    monkeypatch.setitem(wrapped, "__dynamo_disable", None)
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    with Guard(POISON[0]):
-        torch.full_like(torch.empty(3), 2.0)
-        assert "torch._dynamo" not in sys.modules
-    ours = wrapped["__dynamo_disable"]
-    monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
-    with Guard(POISON[0]):
-        assert wrapped.get("__dynamo_disable") is not ours

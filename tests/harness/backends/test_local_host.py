@@ -56,16 +56,6 @@ def test_variations_have_numbers_and_shuffles_are_requested() -> None:
     assert entered == ["cpu 1", "cpu 0"]
 
 
-def test_equal_texts_seed_equal_draws() -> None:
-    host = LocalHost("b", SimpleNamespace(quantize=print))
-
-    def draws(random: object) -> list[float]:
-        host.seed(random)
-        return torch.rand(8).tolist()
-
-    assert draws((3, 5)) == draws((3, 5)) != draws((3, 6))
-
-
 @pytest.mark.parametrize(
     ("spoil", "zones", "changed"),
     [

@@ -50,86 +50,34 @@ def test_a_result_may_be(give):
     assert q.tensor_scale is None or torch.equal(q.tensor_scale, expected["tensor_scale"])
 
 
-def test_amax_and_tensor_scale_are_kept_where_they_are_shown():
-    assert as_quantized(parts(), X, NVFP4).tensor_scale is not None
-    assert as_quantized(parts(), X, NVFP4).amax is not None
-    hidden = as_quantized(parts(amax=None, tensor_scale=None), X, NVFP4)
-    assert (hidden.amax, hidden.tensor_scale) == (None, None)
-
-
-def no_tensor(name, kind):
-    return f"quantize gave {name} as {kind}, not a tensor; it gives codes, scales and amax"
-
-
 WRONG = {
-    "None": (lambda p: None, "quantize gave NoneType; it gives codes, scales and amax"),
-    "a number": (lambda p: 3, "quantize gave int; it gives codes, scales and amax"),
-    "a tensor": (lambda p: p["codes"], "quantize gave Tensor; it gives codes, scales and amax"),
-    "numpy": (lambda p: (p["codes"].numpy(), p["scales"]), no_tensor("codes", "ndarray")),
-    "scales left out": (lambda p: (p["codes"],), no_tensor("scales", "NoneType")),
-    "a wrong key": (lambda p: {"codes": p["codes"], "scale": p["scales"]}, no_tensor("scales", "NoneType")),
-    "amax as a number": (lambda p: (p["codes"], p["scales"], 3.0), no_tensor("amax", "float")),
-    "too many": (
-        lambda p: (p["codes"], p["scales"], p["amax"], p["tensor_scale"]),
-        "quantize gave 4 things; it gives codes, scales and amax",
-    ),
+    "None": (lambda p: None, ["NoneType", "codes, scales and amax"]),
+    "a tensor": (lambda p: p["codes"], ["Tensor", "codes, scales and amax"]),
+    "numpy": (lambda p: (p["codes"].numpy(), p["scales"]), ["codes as ndarray"]),
+    "scales left out": (lambda p: (p["codes"],), ["scales as NoneType"]),
+    "a wrong key": (lambda p: {"codes": p["codes"], "scale": p["scales"]}, ["scales as NoneType"]),
+    "amax as a number": (lambda p: (p["codes"], p["scales"], 3.0), ["amax as float"]),
+    "too many": (lambda p: (p["codes"], p["scales"], p["amax"], p["tensor_scale"]), ["4 things"]),
     "codes not packed": (
         lambda p: (torch.zeros(32, 48, dtype=torch.uint8), p["scales"]),
-        "quantize gave codes as uint8 of shape (32, 48); nvfp4 of (32, 48) has uint8 of shape (32, 24)",
+        ["codes as uint8 of shape (32, 48)", "nvfp4 of (32, 48) has uint8 of shape (32, 24)"],
     ),
-    "wide codes": (
-        lambda p: (p["codes"].int(), p["scales"]),
-        "quantize gave codes as int32 of shape (32, 24); nvfp4 of (32, 48) has uint8 of shape (32, 24)",
-    ),
-    "decoded scales": (
-        lambda p: (p["codes"], p["scales"].float()),
-        "quantize gave scales as float32 of shape (32, 3); nvfp4 of (32, 48) has uint8 of shape (32, 3)",
-    ),
+    "wide codes": (lambda p: (p["codes"].int(), p["scales"]), ["codes as int32", "has uint8 of shape (32, 24)"]),
+    "decoded scales": (lambda p: (p["codes"], p["scales"].float()), ["scales as float32", "uint8 of shape (32, 3)"]),
     "swizzled scales": (
-        lambda p: (p["codes"], torch.zeros(128, 4, dtype=torch.uint8)),
-        "quantize gave scales as uint8 of shape (128, 4); nvfp4 of (32, 48) has uint8 of shape (32, 3)",
+        lambda p: (p["codes"], torch.zeros(128, 4, dtype=torch.uint8)), ["shape (128, 4)", "uint8 of shape (32, 3)"],
     ),
-    "amax of no dimension": (
-        lambda p: (p["codes"], p["scales"], p["amax"][0]),
-        "quantize gave amax as float32 of shape (); nvfp4 of (32, 48) has float32 of shape (1,)",
-    ),
-    "amax of another dtype": (
-        lambda p: (p["codes"], p["scales"], p["amax"].bfloat16()),
-        "quantize gave amax as bfloat16 of shape (1,); nvfp4 of (32, 48) has float32 of shape (1,)",
-    ),
-    "another device": (
-        lambda p: (p["codes"], p["scales"].to("meta")),
-        "quantize gave scales on meta; its input is on cpu",
-    ),
-}
+    "amax of no dimension": (lambda p: (p["codes"], p["scales"], p["amax"][0]), ["amax", "shape ()", "shape (1,)"]),
+    "amax of another dtype": (lambda p: (p["codes"], p["scales"], p["amax"].bfloat16()), ["amax as bfloat16"]),
+    "another device": (lambda p: (p["codes"], p["scales"].to("meta")), ["scales on meta", "cpu"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("give", "message"), WRONG.values(), ids=WRONG)
-def test_a_result_may_not_be(give, message):
+@pytest.mark.parametrize(("give", "words"), WRONG.values(), ids=WRONG)
+def test_a_result_may_not_be(give, words):
     with pytest.raises(BackendError) as raised:
         as_quantized(give(parts()), X, NVFP4)
-    assert str(raised.value) == message
-
-
-# Results of the remaining methods.
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (None, "gemm gave NoneType, not a tensor"),
-        (torch.zeros(4, 4).numpy(), "gemm gave ndarray, not a tensor"),
-        (torch.zeros(4, 5), "gemm gave float32 of shape (4, 5), not float32 of shape (4, 4)"),
-        (torch.zeros(4, 4).half(), "gemm gave float16 of shape (4, 4), not float32 of shape (4, 4)"),
-        (torch.zeros(4, 4, device="meta"), "gemm gave its result on meta; its input is on cpu"),
-    ],
-)
-def test_a_tensor_of_another_kind(result, message):
-    wrong = backend(gemm=lambda a, b, **options: result)
-    q = reference.quantize(X, NVFP4)
-    with pytest.raises(BackendError) as raised:
-        wrong.tensor("gemm", (4, 4), torch.float32, q, q, out_dtype=torch.float32)
-    assert str(raised.value) == message
+    assert [word for word in words if word not in str(raised.value)] == []
 
 
 # Results of quantize_grouped.
@@ -182,55 +130,21 @@ def test_codes_and_scales_have_no_dtype_of_another_format(name):
 
 
 WRONG_SECTIONS = {
-    "None": (lambda p: None, "quantize_grouped gave NoneType; it gives codes, scales and amax"),
-    "too few sections": (lambda p: [reference.quantize(X, NVFP4)], "quantize_grouped gave 1 sections; sizes has 3"),
-    "too many sections": (
-        lambda p: [reference.quantize(X, NVFP4)] * 4,
-        "quantize_grouped gave 4 sections; sizes has 3",
-    ),
-    "a section of another shape": (
-        lambda p: [reference.quantize(X, NVFP4)] * 3,
-        "section 0 of quantize_grouped gave codes as uint8 of shape (32, 24); "
-        "nvfp4 of (16, 48) has uint8 of shape (16, 24)",
-    ),
-    "one amax for all": (
-        lambda p: p | {"amax": p["amax"][:1]},
-        "quantize_grouped gave amax as float32 of shape (1,); "
-        "nvfp4 of (32, 48) in sections [16, 0, 16] has float32 of shape (3,)",
-    ),
-    "codes of fewer rows": (
-        lambda p: p | {"codes": p["codes"][:16]},
-        "quantize_grouped gave codes as uint8 of shape (16, 24); "
-        "nvfp4 of (32, 48) in sections [16, 0, 16] has uint8 of shape (32, 24)",
-    ),
-    "no scales": (
-        lambda p: {"codes": p["codes"]},
-        "quantize_grouped gave scales as NoneType, not a tensor; it gives codes, scales and amax",
-    ),
+    "None": (lambda p: None, ["quantize_grouped gave NoneType"]),
+    "too few sections": (lambda p: [reference.quantize(X, NVFP4)], ["1 sections", "sizes has 3"]),
+    "too many sections": (lambda p: [reference.quantize(X, NVFP4)] * 4, ["4 sections", "sizes has 3"]),
+    "another shape": (lambda p: [reference.quantize(X, NVFP4)] * 3, ["section 0", "shape (32, 24)", "shape (16, 24)"]),
+    "one amax for all": (lambda p: p | {"amax": p["amax"][:1]}, ["amax", "[16, 0, 16]", "float32 of shape (3,)"]),
+    "codes of fewer rows": (lambda p: p | {"codes": p["codes"][:16]}, ["shape (16, 24)", "shape (32, 24)"]),
+    "no scales": (lambda p: {"codes": p["codes"]}, ["scales as NoneType"]),
 }
 
 
-@pytest.mark.parametrize(("give", "message"), WRONG_SECTIONS.values(), ids=WRONG_SECTIONS)
-def test_sections_may_not_be(give, message):
+@pytest.mark.parametrize(("give", "words"), WRONG_SECTIONS.values(), ids=WRONG_SECTIONS)
+def test_sections_may_not_be(give, words):
     with pytest.raises(BackendError) as raised:
         as_sections(give(sections()), X, SIZES, NVFP4)
-    assert str(raised.value) == message
-
-
-def test_columnwise_sections_that_are_too_short():
-    q = reference.quantize_grouped(X, torch.tensor(SIZES), NVFP4, columnwise=True)
-    with pytest.raises(BackendError, match=r"gave codes as uint8 of shape \(767,\); .* has uint8 of shape \(768,\)"):
-        as_sections(replace(q, codes=q.codes[:-1]), X, SIZES, NVFP4, columnwise=True)
-
-
-# Tensors with elements of a byte.
-
-
-def test_bytes_may_have_another_dtype_of_one_byte():
-    scales = torch.arange(16, dtype=torch.uint8).view(4, 4)
-    door = backend(swizzle=lambda s: reference.swizzle(s).view(torch.float8_e4m3fn))
-    out = door.tensor("swizzle", (128, 4), torch.uint8, scales)
-    assert torch.equal(out, reference.swizzle(scales))
+    assert [word for word in words if word not in str(raised.value)] == []
 
 
 # Recipes other than NVFP4: float32 scales, halves stored in the layout of x, a given scale.
@@ -278,46 +192,22 @@ def test_what_every_recipe_gives_is_taken_as_it_is(name):
         assert torch.equal(joined["scales"], whole.scales)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (
-            "fp8-block-128x128-e4m3-fp32", {"scales": torch.zeros(2, 2, dtype=torch.uint8)},
-            "quantize gave scales as uint8 of shape (2, 2); fp8-block-128x128-e4m3-fp32 of (200, 150) has float32 "
-            "of shape (2, 2)",
-        ),
-        (
-            "fp8-block-128x128-e4m3-fp32", {"scales": torch.zeros(200, 2)},
-            "quantize gave scales as float32 of shape (200, 2); fp8-block-128x128-e4m3-fp32 of (200, 150) has float32 "
-            "of shape (2, 2)",
-        ),
-        (
-            "fp8-current-e5m2", {"scales": torch.zeros(1)},
-            "quantize gave scales as float32 of shape (1,); fp8-current-e5m2 of (200, 150) has float32 of shape (1, 1)",
-        ),
-        (
-            "mxfp8-e4m3", {"codes": torch.zeros(150, 200, dtype=torch.uint8)},
-            "quantize gave codes as uint8 of shape (150, 200); mxfp8-e4m3 of (200, 150) has uint8 of shape (200, 150)",
-        ),
-    ],
-)  # fmt: skip
-def test_scales_and_codes_of_another_shape_or_dtype(name, change, message):
+FP8_TILES = "fp8-block-128x128-e4m3-fp32"
+OF_RECIPES = [
+    (FP8_TILES, {"scales": torch.zeros(2, 2, dtype=torch.uint8)}, "uint8 of shape (2, 2)", "float32 of shape (2, 2)"),
+    (FP8_TILES, {"scales": torch.zeros(200, 2)}, "float32 of shape (200, 2)", "float32 of shape (2, 2)"),
+    ("fp8-current-e5m2", {"scales": torch.zeros(1)}, "float32 of shape (1,)", "float32 of shape (1, 1)"),
+    ("mxfp8-e4m3", {"codes": torch.zeros(150, 200, dtype=torch.uint8)}, "shape (150, 200)", "shape (200, 150)"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "given", "expected"), OF_RECIPES)
+def test_scales_and_codes_of_another_shape_or_dtype(name, change, given, expected):
     recipe = find_recipe(name)
     with pytest.raises(BackendError) as raised:
         backend(quantize=lambda x, recipe: replace(reference.quantize(x, recipe), **change)).quantize(TALL, recipe)
-    assert str(raised.value) == message
-
-
-def test_a_half_that_is_not_stored_in_place():
-    def door(x, recipe, **options):
-        return None, reference.quantize(x.T.contiguous(), recipe)
-
-    with pytest.raises(BackendError) as raised:
-        backend(quantize_both=door).quantize_both(TALL, find_recipe("mxfp8-e4m3"), rowwise=False)
-    assert str(raised.value) == (
-        "the columnwise half of quantize_both gave codes as uint8 of shape (150, 200); mxfp8-e4m3 of (150, 200) has "
-        "uint8 of shape (200, 150)"
-    )
+    assert f"as {given}; {name}" in str(raised.value) or given in str(raised.value)
+    assert str(raised.value).endswith(expected)
 
 
 def test_a_scale_is_given_where_there_is_one_and_nowhere_else():

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from narrowgauge.harness.cases.case import Case, select
 from narrowgauge.harness.cases.case_file import CaseFileError, load, load_all
 from narrowgauge.harness.cases.families import FAMILIES, families_of
-from narrowgauge.harness.cases.keys import keys_of, nearest
+from narrowgauge.harness.cases.keys import keys_of
 from narrowgauge.harness.cases.modules import ModuleCase
 from narrowgauge.harness.cases.operations import OPERATIONS, case_from_id, case_from_labels
 from narrowgauge.harness.cases.quantize import QuantizeCase
@@ -89,10 +88,6 @@ def test_gemm(write):
     assert {case.layout for case in cases} == {"nn", "nt"}
 
 
-def test_a_shape_may_be_empty(write):
-    assert ids(load(write(QUANTIZE | {"shape": "[0, 16]"}))) == ["quantize/nvfp4/0x16/bf16/normal"]
-
-
 @pytest.mark.parametrize("order", [("quick", "full"), ("full", "quick")])
 def test_a_case_of_both_tiers_is_quick(write, order):
     tables = [QUANTIZE | {"tier": f"'{tier}'", "dtype": "'bf16'" if tier == "quick" else "['fp32', 'bf16']"}
@@ -163,12 +158,6 @@ def test_what_a_case_says_of_itself(write):
     assert (case.layout, case.recipe_names, case.out_recipe) == ("nn", ("mxfp8-e4m3", "mxfp8-e4m3"), "mxfp8-e5m2")
 
 
-def test_no_word_is_a_flag_of_two_keys():
-    for cls in OPERATIONS.values():
-        flags = [word for key in keys_of(cls) if key.flag for word in key.choices or [key.name]]
-        assert len(flags) == len(set(flags))
-
-
 def test_labels_give_the_case_back(committed):
     for case in committed[::7]:
         again = case_from_labels(**json.loads(json.dumps(case.labels())))
@@ -190,11 +179,6 @@ def test_folders_and_files(write, tmp_path):
     (tmp_path / "README.md").write_text("no case file")
     assert [case.dtype for case in load_all([tmp_path])] == ["bf16", "fp32"]
     assert [case.dtype for case in load_all([tmp_path / "b.toml", str(tmp_path / "a.toml")])] == ["fp32", "bf16"]
-
-
-def test_a_folder_without_case_files(tmp_path):
-    with pytest.raises(CaseFileError, match=rf"{re.escape(str(tmp_path))}: holds no \*\.toml case file"):
-        load_all([tmp_path])
 
 
 def test_select_by_tier_and_keyword(write):
@@ -379,11 +363,6 @@ def test_mistakes_of_the_whole_file(write, tmp_path):
             load(unreadable)
 
 
-def test_nearest():
-    assert nearest("quik", ["quick", "full"]) == " (did you mean 'quick'?)"
-    assert nearest("zzz", ["quick", "full"]) == ""
-
-
 # The committed matrix.
 
 QUANTIZE_SHAPES = {
@@ -407,10 +386,6 @@ def committed() -> list[Case]:
 
 def of(cases: list[Case], operation: str) -> list[Case]:
     return [case for case in cases if case.operation == operation]
-
-
-def test_no_case_twice(committed):
-    assert [case for case, count in Counter(ids(committed)).items() if count > 1] == []
 
 
 def test_quick_has_every_family_dtype_usage_and_layout(committed):
@@ -471,11 +446,6 @@ def test_the_readme_names_every_key_value_and_family():
         assert f"`{word}`" in text
     for kind in KINDS:
         assert f"`{kind}:" in text
-
-
-def test_the_readme_example_is_eight_cases(write):
-    example = (CASES / "README.md").read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
-    assert len(load(write(text=example))) == 8
 
 
 def test_every_case_names_a_recipe(committed):

@@ -10,7 +10,7 @@ import torch
 from narrowgauge.harness.backends.backend import load_backend
 from narrowgauge.harness.cases import memory
 from narrowgauge.harness.cases.case import Case
-from narrowgauge.harness.cases.memory import needed, room, shortage
+from narrowgauge.harness.cases.memory import needed
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.running.runner import run_case
 from tests.harness.sample_backends import backend
@@ -69,15 +69,6 @@ def test_a_case_that_does_not_fit_says_so_before_it_starts(device, where, monkey
     )
 
 
-def test_a_case_that_fits_says_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(memory, "room", lambda home: needed(LARGE))
-    assert shortage(LARGE, "cpu") == ""
-    monkeypatch.setattr(memory, "room", lambda home: needed(LARGE) - 1)
-    assert shortage(LARGE, "cpu")
-    monkeypatch.setattr(memory, "room", nothing_runs)
-    assert shortage(CASE, "cpu") == ""  # a small case asks for no memory
-
-
 def test_what_is_needed_grows_with_operands_outputs_and_steps() -> None:
     assert needed(replace(CASE, shape=(8, 16))) == 2 * needed(CASE)
     assert needed(replace(CASE, usage="both")) > needed(CASE)
@@ -94,15 +85,3 @@ def test_what_is_needed_grows_with_operands_outputs_and_steps() -> None:
     layer = case_from_labels("transformer-layer", linear.training, linear.shape, "bf16", "normal", ("heads:4",))
     assert needed(layer) > needed(step)
     assert needed(case_from_labels("grouped-linear", linear.training, (64, 64, 96), "bf16", "normal", ("even:4",))) > 0
-
-
-def test_the_room_of_a_machine_is_what_it_has_left() -> None:
-    assert 1 << 26 < room("cpu") < 1 << 50
-
-
-def test_without_proc_it_is_all_that_there_is(monkeypatch) -> None:
-    def refuse(*_, **__):
-        raise OSError
-
-    monkeypatch.setattr("pathlib.Path.read_text", refuse)
-    assert room("cpu") > 1 << 28

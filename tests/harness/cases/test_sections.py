@@ -46,11 +46,6 @@ def test_ragged_sections_end_inside_a_tile(count):
     assert section_sizes("ragged:7", 300) == section_sizes("ragged:7", 300)
 
 
-def test_ragged_rows_of_whole_groups():
-    with pytest.raises(ValueError, match="M = 100 is no multiple of 16, the group that the recipe rotates"):
-        section_sizes("ragged:3", 100, whole=16)
-
-
 @pytest.mark.parametrize(
     ("text", "rows", "whole", "message"),
     [

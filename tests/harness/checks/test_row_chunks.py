@@ -38,14 +38,6 @@ def test_chunks_cover_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sums.shape[0] == shape[0]
 
 
-def test_a_part_is_no_larger_than_a_chunk(small) -> None:
-    small()
-    seen = []
-    map_row_chunks(lambda part: (seen.append(part.numel()) or part,), torch.zeros(31, 48))
-    assert sum(seen) == 31 * 48
-    assert max(seen) == SMALL
-
-
 def test_chunks_on_a_cpu_fit_into_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_chunks, "CPU_CHUNK", 100)
     x = torch.arange(31 * 48).view(31, 48)

@@ -117,11 +117,6 @@ def test_a_place_in_memory():
     assert told(wrong.view(96, 160)) == [("place:period-33", sentence)]
 
 
-def test_two_places_of_which_neither_holds_the_other():
-    wrong = at(slice(64, None), 77, (69, 160))
-    assert [cause for cause, _ in told(wrong)] == ["place:column-77", "place:tail-of-rows"]
-
-
 def test_rows_that_have_one_number_each():
     wrong = torch.zeros(70, 1, dtype=torch.bool)
     wrong[64:] = True

@@ -13,10 +13,8 @@ import torch
 
 from narrowgauge.harness.backends.backend import Backend
 from narrowgauge.harness.cases.operations import case_from_labels
-from narrowgauge.harness.checks.stage import StageResult
 from narrowgauge.harness.diagnosis.explain import explain
 from narrowgauge.harness.diagnosis.gemm import explain_gemm
-from narrowgauge.harness.diagnosis.patterns.places import _common_divisor
 from narrowgauge.harness.diagnosis.quantize import kernel_matrix
 from narrowgauge.harness.diagnosis.search import time_limit
 from narrowgauge.harness.diagnosis.search.history import SearchHistory
@@ -157,13 +155,6 @@ def test_a_search_that_was_stopped_does_not_count_as_a_search() -> None:
         assert not sum(history.searches.values())
 
 
-def test_a_limit_replaces_the_limits_of_work() -> None:
-    for case in (quantized, decoded):
-        spent = SearchHistory(work=1 << 60)
-        assert [e for e in explain(case(), spent) if e.exact] == []
-        assert CASES[case] in [e.cause for e in explain(case(), spent, limit=TimeLimit()) if e.exact]
-
-
 def test_shared_memory_has_no_exact_cause_after_a_stop() -> None:
     outcome = quantized()
     outcome.aliases.append({"cause": "returns-its-input", "sentence": "codes share memory with x"})
@@ -199,26 +190,6 @@ def test_a_cause_of_the_first_wrong_rows_alone_is_not_exact(case, row) -> None:
         output[row] = right[row]
 
     assert exact_causes(case(change)) == []
-
-
-def test_the_divisor_of_distances() -> None:
-    draw = torch.Generator().manual_seed(4)
-    for factor in (1, 2, 3, 6, 17, 1024):
-        for size in (3, 64, 500):
-            numbers = torch.randint(1, 1 << 20, (size,), generator=draw) * factor
-            numbers[0] = 0
-            divisor = math.gcd(*numbers.tolist())
-            found = _common_divisor(numbers)
-            assert found == divisor or max(found, divisor) <= 2
-    one_odd = torch.full((100,), 12)
-    one_odd[99] = 18
-    assert _common_divisor(one_odd) == 6
-
-
-def test_a_passing_outcome_has_no_note() -> None:
-    limit = TimeLimit(0)
-    assert explain(Outcome([StageResult("codes", "exact", 4)]), SearchHistory(), limit=limit) == []
-    assert limit.note == ""
 
 
 def test_a_run_says_that_the_diagnosis_of_a_case_stopped() -> None:

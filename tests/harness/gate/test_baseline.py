@@ -68,27 +68,6 @@ def test_what_a_reviewer_sees(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("changed", range(len(CASES)))
-def test_one_case_is_one_line_of_the_diff(changed: int, tmp_path: Path) -> None:
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    write(baseline_of(run(*CASES)), before)
-    worse = CASES[changed] | {"mismatches": 3, "verdict": "fail"}
-    write(baseline_of(run(*reversed([*CASES[:changed], worse, *CASES[changed + 1 :]]))), after)
-    pairs = zip(before.read_text().splitlines(), after.read_text().splitlines(), strict=True)
-    assert sum(a != b for a, b in pairs) == 1
-
-
-def test_a_product_without_a_result_stays_in_its_line() -> None:
-    """The chosen line must not depend on the measurements."""
-    crashed = product(verdict="crash", stages=[], compared=0, exact_share=None, budget_max=None, interval_ulps_max=None)
-    assert baseline_of(run(crashed)).groups.keys() == baseline_of(run(product())).groups.keys()
-
-
-def test_an_id_that_does_not_begin_as_its_columns_say() -> None:
-    odd = record() | {"case": "gemm/of/mine"}
-    assert baseline_of(run(odd)).cases() == {"gemm/of/mine": figures(odd)}
-
-
 def test_accepting_says_what_changes(tmp_path: Path) -> None:
     path = tmp_path / "host.json"
     assert accepted(run(*CASES), path) == f"{path}: accepted native on host, seed 0: 9 cases\n"
@@ -218,11 +197,6 @@ def test_a_file_that_is_no_json(content: bytes, message: str, tmp_path: Path) ->
     with pytest.raises(BaselineError) as error:
         read(path)
     assert str(error.value).startswith(f"{path}: {message}")
-
-
-def test_a_folder_is_no_baseline(tmp_path: Path) -> None:
-    with pytest.raises(BaselineError, match=r": cannot be read: Is a directory$"):
-        read(tmp_path)
 
 
 def test_the_committed_baselines_are_as_they_would_be_written(tmp_path: Path) -> None:

@@ -63,14 +63,6 @@ def test_what_differs() -> None:
     assert not comparison.no_worse
 
 
-def test_times() -> None:
-    """Only of cases timed in both runs. A ratio of totals is that of the longest case; the median is of all cases."""
-    a = run(record(seconds=3.0), record("zeros", seconds=1.0), record("ties", seconds=1.0), product(seconds=None))
-    b = run(record(seconds=1.0), record("zeros", seconds=2.0), record("ties", seconds=2.0), product())
-    assert [time.cells() for time in compare(a, b).times] == [("quantize", "3", "5 s", "5 s", "1", "2")]
-    assert [time.operation for time in compare(A, A).times] == ["gemm", "quantize", "all"]
-
-
 def test_the_terminal_says_all_of_it() -> None:
     output = printed(A, B)
     for kind, lines in KINDS.items():
@@ -94,17 +86,6 @@ def test_a_case_that_is_not_finite_has_a_verdict_all_the_same() -> None:
     ]
     assert comparison.kinds["not finite"] == [("quantize/nvfp4/64x128/bf16/normal", "budget_max is nan, was finite")]
     assert compare_module.render(comparison, "\udc80", "b").encode()
-
-
-def test_nothing_in_common() -> None:
-    assert compare(run(), run(record())).sentence == "no case is in both A and B: nothing was compared"
-
-
-def test_equal_runs() -> None:
-    comparison = compare(A, A)
-    assert comparison.no_worse
-    assert comparison.sentence == "B is nowhere worse than A; no figure and no byte differs"
-    assert ("cases", "1 pass, 5 did not run", "6 pass") in compare(run(A.records[0], cases=A.cases), A).heads
 
 
 @pytest.mark.parametrize(
@@ -135,14 +116,6 @@ def test_the_page_says_all_of_it_and_escapes_it() -> None:
     assert "default-src 'none'" in html
     assert "script-src" not in html
     assert not re.search(r"(src|href)=", html)
-
-
-def test_the_page_says_how_many_cases_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_module, "MOST", 2)
-    html = compare_module.render(compare(run(*(record(name) for name in "abcde")), run(record("a"))), "a", "b")
-    assert "2 more cases left out here" in html
-    assert "/c<" in html
-    assert "/d<" not in html
 
 
 def narrowgauge(*arguments: object) -> Any:

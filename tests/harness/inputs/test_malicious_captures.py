@@ -241,14 +241,6 @@ def test_tensors_beyond_the_limit_are_left_out_and_named(tmp_path, monkeypatch):
     assert captured.note().endswith("left out 1 that are no matrix of fp32, bf16, fp16 of at most 2.05e-06 GB: large")
 
 
-def test_more_cases_than_a_run_takes(tmp_path, monkeypatch):
-    np.savez(tmp_path / "a.npz", a=SMALL, b=SMALL)
-    monkeypatch.setattr(capture, "MOST_CASES", 8)
-    assert len(captured_cases(Captured.load(tmp_path / "a.npz"))) == 8
-    said = refusal("list", "--input", tmp_path / "a.npz", "--recipe", "nvfp4", "--recipe", "nvfp4-2d")
-    assert said.endswith("its 2 matrices and 2 recipes make 16 cases, at most 8; name some with --tensor")
-
-
 # ---- only the named tensor, once per run -----------------------------------------------------------------------------
 
 MATRIX = np.linspace(-3, 3, 48 * 32, dtype=np.float32).reshape(48, 32)

@@ -538,24 +538,3 @@ def test_mistakes_in_case_files(tmp_path: Any, table: dict[str, str], message: s
     path.write_text("[[matrix]]\n" + "\n".join(f"{key} = {value}" for key, value in table.items()), encoding="utf-8")
     with pytest.raises(CaseFileError, match=re.escape(f"{path}: [[matrix]] 1: {message}")):
         load(path)
-
-
-def test_ids_of_modules(tmp_path: Any) -> None:
-    switches = {"accumulate": "true", "quantized-parameters": "true", "delayed-wgrad": "true", "recompute": "true"}
-    tables = [
-        TABLE | {"steps": "[1, 3]"}, TABLE | switches, GROUPED, LAYER | {"norm": "['layer', 'rms']", "bias": "true"},
-    ]  # fmt: skip
-    path = tmp_path / "a.toml"
-    text = ("[[matrix]]\n" + "\n".join(f"{key} = {value}" for key, value in table.items()) for table in tables)
-    path.write_text("\n".join(text), encoding="utf-8")
-    cases = load(path)
-    start = "NVFP4BlockScaling/1x16x32x48/bf16/normal"
-    assert [case.id for case in cases] == [
-        f"linear/{start}", f"linear/{start}/steps:3",
-        f"linear/{start}/accumulate+quantized-parameters+delayed-wgrad+recompute",
-        "grouped-linear/NVFP4BlockScaling/16x32x48/bf16/normal/front:2",
-        f"transformer-layer/{start}/heads:4+bias", f"transformer-layer/{start}/heads:4+rms+bias",
-    ]  # fmt: skip
-    assert [case.steps for case in cases] == [1, 3, 1, 1, 1, 1]
-    assert cases[3].section_sizes == (0, 16)
-    assert (cases[4].heads, cases[4].norm, cases[5].norm) == (4, "layer", "rms")

@@ -8,7 +8,7 @@ import torch
 from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.inputs.inputs import make_inputs
-from narrowgauge.harness.report.text import STAGES, expected_stages, not_compared
+from narrowgauge.harness.report.text import not_compared
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.harness.tools.show import show_case
 from narrowgauge.reference import ops as reference
@@ -522,27 +522,12 @@ def test_a_history_updated_in_place_is_a_changed_input():
     assert run(update_case(), update_scale=door).stage == "memory"
 
 
-def test_an_update_of_another_shape_is_an_error():
-    record = run(update_case(), update_scale=lambda history, scale, recipe: (history[1:], scale))
-    assert record.message == (
-        "update_scale gave the history as float32 of shape (15, 40), not float32 of shape (16, 40)"
-    )
-
-
 # Shown results, messages and times.
 
 
 def shown(capsys, case, at=None, **doors):
     right = show_case(case, backend(**{**REFERENCE, **doors}), device="cpu", seed=0, source=None, place=at)
     return right, capsys.readouterr().out
-
-
-def test_show_of_a_half_in_place_goes_down_a_column(capsys):
-    right, said = shown(capsys, case_of("mxfp8-e4m3", "columnwise"), (37, 33))
-    assert right
-    assert "column 33, block 1" in said
-    rows = [line.split()[0] for line in said.splitlines() if " 0x" in line and " 0b" in line]
-    assert rows == [str(row) for row in range(32, 64)]
 
 
 def test_show_goes_to_what_is_wrong_in_a_half_in_place(capsys):
@@ -561,34 +546,6 @@ def test_show_goes_to_what_is_wrong_in_a_half_in_place(capsys):
     assert len(expected) == len("0b") + 8
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        ("mxfp4", "block scale 0b01"),
-        ("fp8-block-128x128-e4m3-fp32", "block scale 0x"),
-        ("fp8-delayed-e4m3", "scale 0x"),
-    ],
-)
-def test_show_has_the_bits_of_any_scale(name, bits, capsys):
-    right, said = shown(capsys, case_of(name, shape=(130, 160)), (129, 140))
-    assert right
-    assert said.count(bits) == 2  # expected and actual
-    assert ("tensor scale" in said.partition("expected:")[2]) == ("delayed" in name)
-    assert "row 129, block " in said
-
-
-def test_show_counts_rows_through_sections_in_place(capsys):
-    case = case_of("mxfp8-e4m3", "even:2", "columnwise", shape=(128, 64), operation="quantize-grouped")
-    right, said = shown(capsys, case, (100, 33))
-    assert right
-    assert "section 1, column 33, block 1" in said
-
-
-def test_show_of_a_byte_that_is_no_code(capsys):
-    _, said = shown(capsys, case_of("mxfp6-e3m2"), quantize=quantize(marking(0x40)))
-    assert "no code of E3M2" in said
-
-
 def test_show_of_an_update_goes_to_its_first_wrong_scale(capsys):
     def door(history, scale, recipe):
         after, made = update_scale(history, scale, recipe)
@@ -600,20 +557,3 @@ def test_show_of_an_update_goes_to_its_first_wrong_scale(capsys):
     tensors = [line.split()[0] for line in said.splitlines() if line.count("0x") == 2]
     assert tensors == [str(tensor) for tensor in range(16, 24)]
     assert "the result is empty" in shown(capsys, update_case(shape=(4, 0)))[1]
-
-
-def test_what_is_not_there_is_not_missed():
-    """An MX operand has neither amax nor tensor scale, so a kernel reports neither."""
-    plain = ("scales", "codes", "values")
-    assert (
-        expected_stages("quantize", "", "mxfp8-e4m3")
-        == expected_stages("quantize", "", "fp8-block-1x128-e4m3-fp32")
-        == plain
-    )
-    assert expected_stages("quantize", "", "fp8-current-e4m3") == STAGES["quantize"]
-    assert expected_stages("quantize", "both", "mxfp4")[:2] == ("rowwise.scales", "rowwise.codes")
-    assert expected_stages("gemm", "tn", "mxfp8-e4m3+mxfp4") == ("x.scales", "x.codes", "w.scales", "w.codes", "output")
-    quantized = expected_stages("gemm-quantized", "tn+fp8-current-e4m3", "mxfp8-e4m3")
-    assert {"output.amax", "fused.tensor scale"} < set(quantized)
-    assert "x.amax" not in quantized
-    assert expected_stages("quantize", "", "a recipe of another release") == STAGES["quantize"]

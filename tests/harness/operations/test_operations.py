@@ -11,7 +11,6 @@ from narrowgauge.harness.inputs.inputs import laid_out, make_inputs
 from narrowgauge.harness.report.text import not_compared
 from narrowgauge.reference import ops as reference
 from narrowgauge.reference.quantize.quantize import quantize_grouped
-from narrowgauge.spec.formats import FP32
 from narrowgauge.spec.recipes import find_recipe, recipe_names
 from tests.harness.operation_cases import (
     REFERENCE,
@@ -31,27 +30,6 @@ from tests.thinned import thinned
 
 # The rule for the next scale of delayed scaling changes no quantize.
 RECIPES = [name for name in recipe_names() if "@" not in name and not name.endswith(("-recent", "-bulk"))]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("usage", ["rowwise", "columnwise", "both"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_passes_in_every_usage(name, usage):
-    flags = [] if usage == "rowwise" else [usage]
-    for inputs, options in (("nan", []), ("normal", ["swizzled"] if find_recipe(name).scale is not FP32 else [])):
-        record = passes(quantize_case(name, *flags, *options, shape=(128, 128), inputs=inputs))
-        assert "stages not observed" not in not_compared([record.to_dict()])
-        assert record.excused_share == (0 if "rht" in name else None)
-
-
-@pytest.mark.parametrize("family", thinned(families_of("quantize"), 3))
-@pytest.mark.parametrize(
-    "name", ["nvfp4-2d", "nvfp4-rowscaled", "nvfp4-4over6-448-mae", "nvfp4-2d-4over6-256-mse", "nvfp4-sr"]
-)
-def test_every_family_of_the_variants_passes(name, family):
-    # A different dtype and shape for each: 6 s instead of 30 s.
-    dtype, shape = [("fp32", (17, 50)), ("bf16", (2, 3, 33)), ("fp16", (17, 50))][len(name + family) % 3]
-    passes(quantize_case(name, "both", shape=shape, inputs=family, dtype=dtype))
 
 
 @pytest.mark.parametrize("view", ["strided", "transposed"])
@@ -160,7 +138,7 @@ def test_sections_may_be_given_as(form, usage):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", families_of("gemm-grouped"))
+@pytest.mark.parametrize("family", ["normal", "nan", "lattice"])
 def test_grouped_products_pass(family):
     for flags in (("front:4",), ("ragged:3", "accumulate", "bias")):
         record = passes(gemm_case("nvfp4+nvfp4-2d", *flags, inputs=family, operation="gemm-grouped"))
@@ -271,15 +249,6 @@ def test_one_wrong_byte_of_any_recipe_is_found(name, part):
 # Dialects: a backend with the dialect of a library is judged by the dialect.
 
 SPOKEN = [name for name in recipe_names() if "@" in name]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("usage", [(), ("both",)])
-@pytest.mark.parametrize("name", SPOKEN)
-def test_a_backend_that_speaks_a_dialect_passes_in_it(name, usage):
-    for dtype in ("fp32", "bf16", "fp16"):
-        for inputs in ("normal", "e4m3-ties", "huge"):
-            passes(quantize_case(name, *usage, dtype=dtype, inputs=inputs, shape=(33, 77)))
 
 
 @pytest.mark.long

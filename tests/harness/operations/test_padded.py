@@ -121,16 +121,6 @@ def test_padded_sizes_that_are_not_right():
     assert record.message == "padding: the padded sizes are [64, 64, 32], and have to be [32, 64, 64]"
 
 
-def test_a_padded_matrix_of_another_shape_is_an_error():
-    record = run(padded_case("mxfp8-e4m3"), pad_sections=lambda x, sizes, recipe: (x, sizes))
-    assert record.verdict == "error"
-    assert record.message.startswith(
-        "pad_sections gave the padded rows as bfloat16 of shape (99, 128), not bfloat16 of "
-    )
-    record = run(padded_case("mxfp8-e4m3"), pad_sections=lambda x, sizes, recipe: x)
-    assert record.message == "pad_sections gave Tensor; it gives the padded rows and their sizes"
-
-
 def test_rows_that_are_quantized_differently_before_padding():
     """A kernel with a separate path for sections that end inside a tile, and correct in the path that padding needs."""
 

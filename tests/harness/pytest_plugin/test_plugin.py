@@ -5,7 +5,6 @@ import os
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 from narrowgauge.harness.records import history
 from narrowgauge.harness.report import report
@@ -173,10 +172,6 @@ def test_ways_to_ask_for_cases(project):
     assert "there is no case file or folder" in result.stdout.str() + result.stderr.str()
 
 
-def test_a_case_that_is_not_there_is_an_error(project):
-    assert project.runpytest_inprocess(f"cases/small.toml::{QUICK[0]}/columnwise").ret == pytest.ExitCode.USAGE_ERROR
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -197,13 +192,6 @@ def test_a_wrong_case_file_is_a_single_error_and_the_rest_runs(project, text, me
     result.stdout.fnmatch_lines([message])
     assert "Traceback" not in result.stdout.str()
     assert "harness/" not in result.stdout.str()
-
-
-def test_a_wrong_case_file_ends_a_run_that_does_not_ask_to_go_on(project):
-    (project.path / "cases" / "wrong.toml").write_text("")
-    result = project.runpytest_inprocess("--ng-backend", "reference")
-    result.assert_outcomes(errors=1)
-    assert result.ret == pytest.ExitCode.INTERRUPTED
 
 
 # Running.
@@ -286,13 +274,6 @@ def test_a_case_that_pytest_timeout_ends_is_recorded(project, monkeypatch):
     assert {row["case"]: row["verdict"] for row in records(project)} == {QUICK[0]: "pass", QUICK[2]: "timeout"}
 
 
-def test_the_failed_ones_run_again(project):
-    arguments = ["--ng-backend", "plugin_kernels:Wrong", "-k", "fp32"]
-    project.runpytest_inprocess(*arguments).assert_outcomes(passed=1, failed=1)
-    project.runpytest_inprocess(*arguments, "--lf").assert_outcomes(failed=1)
-    assert [row["case"] for row in records(project)] == [QUICK[2]]
-
-
 def test_junit_has_the_figures(project):
     project.runpytest_inprocess(
         "--ng-backend", "plugin_kernels:Wrong", "-k", "bf16", "-m", "quick", "--junitxml=junit.xml"
@@ -340,23 +321,6 @@ def test_a_backend_that_cannot_be_loaded_is_one_error(project):
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
 
 
-def test_a_backend_is_not_loaded_to_list_the_cases(project):
-    assert ids(project.runpytest_inprocess("--collect-only", "-q", "--ng-backend", "natve")) == [*QUICK, *FULL]
-
-
-def test_a_wrong_device(project):
-    result = project.runpytest_inprocess("--ng-device", "gpu")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--ng-device or narrowgauge_device is 'gpu' *it can be cpu, cuda"])
-
-
-def test_a_gpu_that_is_not_there(project, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = project.runpytest_inprocess("--ng-device", "cuda")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "narrowgauge doctor" in result.stderr.str()
-
-
 # Messages at the end.
 
 
@@ -372,13 +336,6 @@ def test_a_run_of_skipped_cases_alone_fails(project):
             "1 cases; report: *",
         ]
     )
-
-
-def test_what_was_not_compared_is_said_where_cases_pass(project):
-    result = project.runpytest_inprocess("--ng-backend", "plugin_kernels:Wrong", "-k", "16x32 and fp32")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["Not compared: *quantize values in 1 case*"])
-    result.stdout.no_fnmatch_line("nothing was compared")
 
 
 def test_every_hook_is_one_that_pytest_or_a_plugin_calls():

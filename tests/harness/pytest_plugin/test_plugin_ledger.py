@@ -140,12 +140,6 @@ def test_a_wrong_ledger_is_one_error(project):
     result.stderr.fnmatch_lines(["*--ng-link is 'ci/7'; it is the address of a page*"])
 
 
-def test_a_ledger_among_the_case_files_of_a_command_is_skipped(project):
-    result = project.runpytest_inprocess("--collect-only", "-q", "cases/small.toml", "cases/known.toml")
-    assert result.ret == 0
-    assert len([line for line in result.outlines if "::" in line]) == 4
-
-
 def test_a_case_whose_pytest_worker_died_has_its_properties(tmp_path):
     xml = LogXML(tmp_path / "junit.xml", None)
     died = pytest.TestReport("cases/a.toml::a", ("cases/a.toml", None, "a"), {}, "failed", "died", "???")

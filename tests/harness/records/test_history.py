@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import multiprocessing
 import sqlite3
 from pathlib import Path
@@ -17,7 +16,7 @@ from narrowgauge.harness.cases.case import matching
 from narrowgauge.harness.cli import app
 from narrowgauge.harness.gate.history_table import print_history, runs_of
 from narrowgauge.harness.records import history
-from narrowgauge.harness.records.history import HistoryError, append, history_rows, relative_error, update
+from narrowgauge.harness.records.history import HistoryError, append, history_rows, update
 from narrowgauge.harness.report.page.history_json import runs_json
 from tests.harness.runs import GPU, product, record, run, wrong
 
@@ -40,13 +39,6 @@ def test_figures_of_a_run(path: Path) -> None:
     assert (gemm["backend"], gemm["device"], gemm["tier"], gemm["seconds"]) == ("native", "cpu", "quick", 2.5)
     assert append(run(record(max_ulp=2**70), device="cuda", environment=GPU), path) == ""
     assert history_rows(path)[-1]["device"] == "NVIDIA H200"
-
-
-@pytest.mark.parametrize(
-    ("sqnr_db", "error"), [(math.inf, 0.0), (20.0, 0.1), (0.0, 1.0), (-math.inf, math.inf), (None, None)]
-)
-def test_relative_error(sqnr_db: float | None, error: float | None) -> None:
-    assert relative_error(sqnr_db) == error
 
 
 def test_commit_and_uncommitted_changes(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,24 +87,6 @@ def test_a_broken_file_is_a_warning_and_stays(break_file: Any, path: Path) -> No
     assert (path.read_bytes() if path.is_file() else None) == before
     with pytest.raises(HistoryError, match=history.NAME):
         history_rows(path)
-
-
-def test_a_locked_file_is_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append(run(record()), path)
-    monkeypatch.setattr(history, "_WAIT", 0.01)
-    with sqlite3.connect(path, isolation_level=None) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        assert "locked" in append(run(record()), path)
-    assert len(history_rows(path)) == 1
-
-
-def test_a_file_that_cannot_be_written_is_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append(run(record()), path)
-    connect = sqlite3.connect
-    read_only = f"{path.as_uri()}?mode=ro"  # file modes do not bind root
-    monkeypatch.setattr(history.sqlite3, "connect", lambda _, **options: connect(read_only, uri=True, **options))
-    assert "readonly" in append(run(record()), path)
-    assert len(history_rows(path)) == 1
 
 
 def _append_some(path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
@@ -131,18 +129,6 @@ def test_a_run_that_does_not_begin_leaves_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    with pytest.warns(RuntimeWarning, match=r"has no locks \(No locks available\); start no second run"):
-        journal = Journal(tmp_path, run)
-    journal.add(record("a"))
-    journal.close()
-    assert shapes(tmp_path) == ["a"]
-
-
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").mkdir()
@@ -151,33 +137,6 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> N
         with pytest.raises(JournalError, match=r"(cannot be written: .*|is no folder); give another --report-dir"):
             Journal(folder, run)
     assert (tmp_path / "file").read_text() == ""
-
-
-def test_a_folder_that_takes_no_file_is_not_said_to_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like /proc: no file can be created."""
-    opened = os.open
-
-    def refuse(path: Any, *arguments: Any) -> int:
-        if Path(path).name == LOCK_NAME:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return opened(path, *arguments)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(JournalError) as raised:
-        Journal(tmp_path, run)
-    assert str(raised.value) == f"{tmp_path}: cannot be written: No such file or directory; give another --report-dir"
-
-
-def test_the_text_of_a_lock_file_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "")
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    for content, shown in ((NASTY, r"in use by \x1b[2J \::error::\u202e, which"), ("", "in use by another process,")):
-        (tmp_path / LOCK_NAME).write_text(content)
-        with pytest.raises(JournalError) as raised:
-            Journal(tmp_path, run)
-        assert shown in str(raised.value)
 
 
 # A lost file.
@@ -234,37 +193,6 @@ def test_a_lost_journal_is_written_again(
     foreign = folder / FOREIGN_NAME
     assert (foreign.read_bytes() if foreign.exists() else None) == left
     assert b"\0" not in path.read_bytes()
-
-
-def test_a_journal_lost_before_resuming_is_written_again(tmp_path: Path) -> None:
-    first = Journal(tmp_path, run)
-    first.add(record("a"))
-    first.close()
-    resumed = Journal.resumed(tmp_path, run())
-    os.truncate(tmp_path / JOURNAL_NAME, 100)
-    with pytest.warns(RuntimeWarning, match=r"changed this journal .* with all earlier records \(1\)"):
-        resumed.add(record("b"))
-    resumed.close()
-    assert shapes(tmp_path) == ["a", "b"]
-    assert b"\0" not in (tmp_path / JOURNAL_NAME).read_bytes()
-
-
-def test_a_lost_journal_on_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    journal = Journal(tmp_path, run)
-    journal.add(record("a"))
-    (tmp_path / JOURNAL_NAME).unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        with pytest.raises(JournalError, match=f"{JOURNAL_NAME}: cannot be written: No space left on device"):
-            journal.add(record("b"))
-    with pytest.warns(RuntimeWarning, match="deleted"):
-        journal.add(record("c"))
-    journal.close()
-    assert shapes(tmp_path) == ["a", "c"]
-    assert [path.name for path in tmp_path.iterdir()] == [JOURNAL_NAME]
 
 
 def test_a_folder_that_another_run_took_is_left_to_it(tmp_path: Path) -> None:
@@ -405,15 +333,6 @@ def test_a_journal_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None
     else:
         path.symlink_to("/dev/zero" if kind == "device" else path)
     with pytest.raises(JournalError, match=f"{JOURNAL_NAME}: (is no regular file|cannot be read)"):
-        read(tmp_path)
-
-
-def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path) -> None:
-    """A sparse file of 1 GiB."""
-    path = tmp_path / JOURNAL_NAME
-    path.write_text(f"{HEADER}\n")
-    os.truncate(path, 1 << 30)
-    with pytest.raises(JournalError, match="line 2 is longer than 67108864 bytes"):
         read(tmp_path)
 
 

@@ -48,18 +48,6 @@ def test_markdown_shows_the_first_wrong_stage_behind_the_command() -> None:
     assert "by steps" not in markdown.render([failing()], {}, None)
 
 
-def test_a_long_histogram_keeps_the_largest_bins_in_order() -> None:
-    steps = [[n, n, 100 - n] for n in range(-5, 6)]
-    (line,) = distribution_lines(found(steps=steps, census={}))
-    shown = ", ".join(f"{100 - n} at {n}" for n in range(-5, 1))
-    assert line == f"by steps above what is expected: {shown}, 99 at +1, 98 at +2, 3 more bins"
-
-
-@pytest.mark.parametrize("nothing", [{}, {"steps": [], "census": {}}])
-def test_a_stage_without_expected_numbers_shows_neither(nothing: dict[str, Any]) -> None:
-    assert distribution_lines(nothing) == []
-
-
 def test_what_a_finding_counts_has_a_name() -> None:
     """Of a finding of the harness."""
     expected = torch.tensor([[0.0, 1.0, float("nan")]])

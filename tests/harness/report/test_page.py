@@ -18,7 +18,7 @@ from narrowgauge.harness.records.history import update
 from narrowgauge.harness.report.groups import SEVERITY, group
 from narrowgauge.harness.report.page import page
 from narrowgauge.harness.report.page import records_json as island_of
-from narrowgauge.harness.report.page.failure import LONGEST, failure
+from narrowgauge.harness.report.page.failure import failure
 from narrowgauge.harness.report.page.records_json import sorted_records
 from tests.harness.pages import CHROMIUM, axe, island, opened, rows_of
 from tests.harness.report.test_report import ENVIRONMENT, FINDING, NASTY, failing, mixed, record
@@ -65,11 +65,6 @@ def test_a_line_is_kept_without_the_id_that_it_repeats() -> None:
     assert rows[True] == f"narrowgauge show \0 --backend native --device cpu --seed {2**53 + 1}"
 
 
-def test_a_column_that_says_nothing_is_not_shown() -> None:
-    labels = {c["name"]: c["label"] for c in island(rendered([record(), record("b", backend="other")]))["columns"]}
-    assert (labels["backend"], labels["device"], labels["known"]) == ("backend", "", "")
-
-
 def test_figures_have_a_budget_and_every_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     records = [failing(f"i{n}") for n in range(9)] + [failing("other", recipe="mxfp4")]
     size = len(json.dumps(failure(records[0], []), separators=(",", ":")))
@@ -77,20 +72,6 @@ def test_figures_have_a_budget_and_every_group_comes_first(monkeypatch: pytest.M
     html = rendered(records)
     told = [rows_of(html)[int(row)]["recipe"] for row in island(html)["failures"]]
     assert sorted(told) == ["mxfp4", "nvfp4", "nvfp4"]
-
-
-def test_a_long_message_is_cut() -> None:
-    html = rendered([failing("a", message="x" * 10**6), failing("b", message="y" * 10**6)])
-    assert len(html) < 700_000
-    assert "x" * (LONGEST - 1) + "…" in html
-
-
-@pytest.mark.parametrize("finding", [{}, {"heat": {}}, {"heat": {"counts": []}}, {"elements": [{}], "modulo": None}])
-def test_findings_may_lack_keys(finding: dict[str, Any]) -> None:
-    result = failure(failing(findings=[finding], stages=[{}], sweep=[1.0, 0.99999, 0.5]), ["where it lies"])
-    assert result["findings"][0]["heat"] is None
-    assert result["sweep"] == [("1e-1", "100 %"), ("1e-2", "> 99.9 %"), ("1e-3", "50 %")]
-    assert result["saved"] == ["where it lies"]
 
 
 def test_figures_of_a_failure() -> None:

@@ -168,11 +168,6 @@ def test_markdown_groups_and_limits(tmp_path: Path) -> None:
     assert not re.search(r"(?<!\\)<script", summary)
 
 
-def test_markdown_code_holds_backticks() -> None:
-    assert markdown.code("a") == "`a`"
-    assert markdown.code("a``b") == "``` a``b ```"
-
-
 def test_not_compared(tmp_path: Path) -> None:
     shown = [{"stage": stage, "compared": 5} for stage in STAGES["quantize"]]
     assert text.not_compared([record(stages=shown)]) == "Not compared: no case and no stage."
@@ -250,15 +245,6 @@ def test_a_swap_that_stops_half_way_leaves_no_page(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
-def test_many_records(tmp_path: Path) -> None:
-    records = [failing(f"i{n}") if n % 7 == 0 else record(f"i{n}") for n in range(20_000)]
-    html = write(records, tmp_path)
-    assert len(rows_of(html)) == 20_000
-    assert len(html.encode()) < 15 * 2**20
-    assert pyarrow.parquet.read_metadata(tmp_path / "records.parquet").num_rows == 20_000
-
-
 def test_terminal_fits_a_hundred_columns() -> None:
     wide = {"operation": "quantize", "recipe": "nvfp4-2d@te-2.8", "dtype": "bf16xfp32-bf16", "budget_max": 0.123456}
     records = [record(v, verdict=v, **wide, max_ulp=123_456, compared=10**9, mismatches=10**6) for v in VERDICTS]
@@ -266,16 +252,6 @@ def test_terminal_fits_a_hundred_columns() -> None:
     assert max(len(line) for line in out.splitlines() if "narrowgauge show" not in line) <= 100
     assert "[red]x[/]" in printed([*records, record("[red]", recipe="[red]x[/]")], details=True)
     for part in ("3/9", "1 unsupported", "6G", "123k", "0.1235", "✗ 5 of 9 cases did not pass"):
-        assert part in out
-
-
-def test_no_figure_of_the_full_tier_is_cut_off_at_eighty_columns() -> None:
-    wide = {"operation": "gemm-quantized", "recipe": "fp8-block-1x128-e4m3-pow2", "dtype": "bf16xbf16-bf16"}
-    each = {"budget_max": 0.9999, "compared": 99_999, "seconds": 0.832e-2}
-    records = [record(str(n), **wide, **each) for n in range(10_118)]
-    out = printed(records, width=80)
-    assert max(map(len, out.splitlines())) <= 80
-    for part in ("gemm-quantized", " 10 118 ", "1.01G", "0.9999", "84.2 s"):
         assert part in out
 
 
@@ -294,20 +270,6 @@ def test_a_passing_run_is_a_line_for_each_operation() -> None:
         assert title not in out
     detailed = printed(records, width=80, details=True)
     assert all(recipe in detailed for recipe in recipes)
-
-
-LONG = "nvfp4-4over6-256-mse+nvfp4-2d-4over6-256-mae"
-
-
-def test_no_name_is_broken_at_eighty_columns() -> None:
-    names = {"operation": "transformer-layer", "recipe": LONG, "dtype": "bf16xbf16-fp32"}
-    bad = [failing("a" * 30, **names), record("b" * 30, verdict="crash", message=f"died in {'k' * 70}", **names)]
-    for details in (False, True):
-        out = printed([record(**names), *bad], width=80, details=details)
-        for name in (*names.values(), *(one["case"] for one in bad), "k" * 70):
-            assert name in out
-        prose = [line for line in out.splitlines() if "narrowgauge show" not in line]
-        assert max(map(len, prose)) <= 80
 
 
 def test_every_failing_group_has_a_title_and_a_command() -> None:
@@ -330,20 +292,6 @@ def test_every_failing_group_has_a_title_and_a_command() -> None:
     assert out.count("  narrowgauge show ") == len(found) - 1  # an unsupported case is no failure
     for word in ("ties-away", "place:lane-3", "signal 11", "signal 6", "no kernel", "300 s"):
         assert word in out
-
-
-def test_common_dimensions_of_records() -> None:
-    two = [record("a", dtype="bf16"), record("a", dtype="fp16", shape="1x16")]
-    assert groups.common(two[:1]) == "quantize nvfp4 bf16"
-    assert groups.common(two) == "quantize, nvfp4, bf16 and fp16, inputs a"
-    many = [record(str(n), recipe=f"mxfp8-{n}") for n in range(5)]
-    assert "mxfp8 (5 recipes)" in groups.common(many)
-    assert "6 recipes" in groups.common([*many, record()])
-
-
-def test_terminal_without_glyphs() -> None:
-    out = printed(mixed(), "ascii")
-    assert out.endswith("fail 5 of 7 cases did not pass: 2 fail, 1 error, 1 crash, 1 timeout; 1 unsupported\n")
 
 
 @pytest.mark.parametrize(("case", "quoted"), [("a/b", "a/b"), ("it's", "'it'\"'\"'s'"), ("$(rm) `x`", "'$(rm) `x`'")])
@@ -403,11 +351,6 @@ def test_reproduction_line_names_a_file_that_is_not_a_default(
 )
 def test_durations(value: float, shown: str) -> None:
     assert text.duration(value) == shown
-
-
-@pytest.mark.parametrize(("value", "shown"), [(1, "100 %"), (1 - 1e-9, "> 99.9 %"), (1e-9, "1e-07 %"), (0, "0 %")])
-def test_shares(value: float, shown: str) -> None:
-    assert text.share(value) == shown
 
 
 def test_every_operation_has_its_stages() -> None:

@@ -15,7 +15,6 @@ from narrowgauge.harness.records.record import ENTRIES, NESTED, SCHEMA, Record
 from narrowgauge.harness.report import tables
 from narrowgauge.harness.running.runner import run_case
 from narrowgauge.reference import ops as reference
-from tests.harness.reach import FAILING, many_records
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, quantize
 from tests.paths import ROOT
 
@@ -52,14 +51,6 @@ def test_a_csv_has_the_columns_that_are_no_lists(tmp_path: Path) -> None:
     flat = [name for name, kind, *_ in rows("## Columns of a run") if kind != "JSON"]
     assert csv_columns(tmp_path) == flat
     assert len(flat) == len(written(tmp_path)) - len(NESTED)
-
-
-def test_a_csv_of_failures_is_small(tmp_path: Path) -> None:
-    """The findings of a failure are 20 kB, and no cell of a spreadsheet."""
-    result = list(many_records(FAILING))
-    assert sum(len(record["findings"]) for record in result) == 1
-    tables.write(result, tmp_path)
-    assert (tmp_path / "records.csv").stat().st_size < 600 * len(result)
 
 
 def test_the_document_has_the_keys_of_what_columns_hold() -> None:
