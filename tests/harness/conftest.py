@@ -29,6 +29,17 @@ def compiler() -> None:
     pytest.importorskip("torch._dynamo")
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small matrices on more threads than idle cores take a hundred times as long."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def history(monkeypatch: pytest.MonkeyPatch) -> "SearchHistory":
     """Search history of the diagnosis, shared by all backends of a test."""

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.harness.cases.families import families_of
 from narrowgauge.harness.cases.operations import case_from_labels
 from narrowgauge.harness.checks.rotation_interval import rotated_interval
 from narrowgauge.harness.checks.rounding_boundary import Sources, boundary_codes, boundary_floats, excuse_bound
@@ -30,38 +29,11 @@ def of_any_order(values: torch.Tensor) -> torch.Tensor:
     return in_turn(values[..., order])
 
 
-def by_halves(values: torch.Tensor) -> torch.Tensor:
-    while values.shape[-1] > 1:
-        half = values.shape[-1] // 2
-        values = values[..., :half] + values[..., half:]
-    return values[..., 0]
-
-
 def stage(record, name):
     return next(entry for entry in record.stages if entry["stage"] == name)
 
 
 # Right kernels.
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", families_of("transform"))
-@pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-rht2", "nvfp4-rht-nosign", "nvfp4-rht128"])
-def test_any_order_of_a_rotation_passes(name, family):
-    add = (in_turn, by_halves)[len(name + family) % 2]  # the second order for half of the families
-    record = run_case(replace(TRANSFORM, recipe=name, inputs=family), backend(**rotating(add)))
-    assert (record.verdict, record.message) == ("pass", "")
-    assert stage(record, "output")["rule"] == "boundary"
-    assert 0 <= record.excused_share < 0.02
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", families_of("transform"))
-@pytest.mark.parametrize("name", ["nvfp4-rht", "nvfp4-2d-rht", "nvfp4-rht-sr", "nvfp4-rht128", "nvfp4-rht4"])
-def test_any_order_before_a_quantize_passes(name, family):
-    of_any_order.seed = len(name + family)  # a different seed for each
-    record = run_case(replace(ROTATED, recipe=name, inputs=family), backend(**rotating(of_any_order)))
-    assert (record.verdict, record.message) == ("pass", "")
 
 
 def cancelling(x: torch.Tensor) -> torch.Tensor:

@@ -237,7 +237,6 @@ REFUSED = [
     ("show", [QUICK[0], "--device", "gpu"], "--device is 'gpu'"),
     *(("show", [QUICK[0], f"--at={at}"], f"--at is {at!r}") for at in ("3", "a,b", "1,2,3", "-1,2")),
     ("show", ["quantize/nvfp4/16x32/bf16/norml"], f"(did you mean '{QUICK[1]}'?)"),
-    ("show", [QUICK[4], "--backend", "cli_kernels:Backend"], "cli_kernels:Backend has no gemm"),
 ]
 if not torch.cuda.is_available():
     REFUSED += [("run bench", ["--device", "cuda"], "doctor"), ("show", [QUICK[0], "--device", "cuda"], "doctor")]

@@ -174,14 +174,6 @@ def patches_socket(x: torch.Tensor, q: Any) -> Any:
     return q
 
 
-@attack("crash", lasting=True)
-def patches_struct(x: torch.Tensor, q: Any) -> Any:
-    from narrowgauge.harness.hosts import frames
-
-    frames._LENGTH = struct.Struct("<I")
-    return q
-
-
 @attack("crash", "error", lasting=True)
 def patches_codec(x: torch.Tensor, q: Any) -> Any:
     from narrowgauge.harness.hosts import codec
@@ -211,13 +203,6 @@ def patches_clock(x: torch.Tensor, q: Any) -> Any:
     return q
 
 
-@attack("pass", "crash", lasting=True)
-def patches_clock_backwards(x: torch.Tensor, q: Any) -> Any:
-    now = iter(range(10**9, 0, -1))
-    time.perf_counter = lambda: float(next(now))
-    return q
-
-
 @attack("crash", lasting=True)
 def patches_process_id(x: torch.Tensor, q: Any) -> Any:
     os.getpid = lambda: 1
@@ -237,18 +222,6 @@ def patches_builtins(x: torch.Tensor, q: Any) -> Any:
 @attack("crash")
 def text_into_every_descriptor(x: torch.Tensor, q: Any) -> Any:
     to_all_descriptors(b"the kernel says hello\n" * 10)
-    return q
-
-
-@attack("crash")
-def bytes_into_every_descriptor(x: torch.Tensor, q: Any) -> Any:
-    to_all_descriptors(bytes(range(255, 0, -1)))
-    return q
-
-
-@attack("crash")
-def zeros_into_every_descriptor(x: torch.Tensor, q: Any) -> Any:
-    to_all_descriptors(bytes(100))
     return q
 
 
@@ -332,22 +305,6 @@ def fork_whose_child_returns_wrong_codes(x: torch.Tensor, q: Any) -> Any:
 
 
 @attack("pass")
-def fork_that_is_a_zombie(x: torch.Tensor, q: Any) -> Any:
-    if not os.fork():
-        os._exit(0)
-    return q
-
-
-@attack("pass")
-def forks_that_sleep(x: torch.Tensor, q: Any) -> Any:
-    for _ in range(10):
-        if not os.fork():
-            time.sleep(600)
-            os._exit(0)
-    return q
-
-
-@attack("pass")
 def daemon(x: torch.Tensor, q: Any) -> Any:
     if not os.fork():
         os.setsid()
@@ -375,11 +332,6 @@ def exit_in_a_thread(x: torch.Tensor, q: Any) -> Any:
 
 
 @attack("crash")
-def exit_at_once(x: torch.Tensor, q: Any) -> Any:
-    os._exit(0)
-
-
-@attack("crash")
 def system_exit(x: torch.Tensor, q: Any) -> Any:
     sys.exit(0)
 
@@ -389,20 +341,10 @@ def kills_its_group(x: torch.Tensor, q: Any) -> Any:
     os.killpg(0, signal.SIGKILL)
 
 
-@attack("crash")
-def kills_itself(x: torch.Tensor, q: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
 @attack("timeout")
 def stops_itself(x: torch.Tensor, q: Any) -> Any:
     os.kill(os.getpid(), signal.SIGSTOP)
     return q
-
-
-@attack("timeout")
-def sleeps_in_c(x: torch.Tensor, q: Any) -> Any:
-    ctypes.PyDLL(None).sleep(600)  # no thread of Python runs meanwhile
 
 
 @attack("timeout")
@@ -500,12 +442,6 @@ def rounds_upward(x: torch.Tensor, q: Any) -> Any:
 @attack("pass", lasting=True)
 def default_dtype(x: torch.Tensor, q: Any) -> Any:
     torch.set_default_dtype(torch.float64)
-    return q
-
-
-@attack(*ANY, lasting=True)
-def default_device(x: torch.Tensor, q: Any) -> Any:
-    torch.set_default_device("meta")
     return q
 
 

@@ -268,14 +268,6 @@ def test_scales_that_are_not_cut_to_a_power_of_two_or_are(name):
         assert wrong_stages(record) == (["scales"] if "block" in name else ["tensor scale"]), record.message
 
 
-@pytest.mark.parametrize(("name", "stage"), [("fp8-block-1x128", "scales"), ("fp8-current", "tensor scale")])
-def test_an_epsilon_that_is_ignored(name, stage):
-    door = by_other_rule(lambda recipe: find_recipe(recipe.name.partition("-eps")[0]))
-    asked = find_recipe(f"{name}-eps1").name
-    fails(case_of(asked, inputs="normal-1e-3"), stage, quantize=door)
-    passes(case_of(asked, inputs="normal-1e3"), quantize=door)
-
-
 def without_tensor_scale(door):
     return lambda *given, **options: replace(door(*given, **options), tensor_scale=None, amax=None)
 
@@ -368,28 +360,6 @@ def test_scales_that_are_swizzled_as_they_lie_in_memory(flags):
     assert record.verdict == "fail"
     assert record.stage in (f"{prefix}layout", f"{prefix}scales")
     passes(case_of("mxfp8-e4m3", *flags, shape=(128, 128), inputs="position"))
-
-
-def test_a_byte_that_is_no_code_of_six_bits():
-    for name, bad in (("mxfp6-e3m2", 0x40), ("mxfp6-e2m3", 0x80)):
-        record = fails(case_of(name), "codes", quantize=quantize(marking(bad)))
-        assert record.mismatches == 1
-        assert record.findings[0]["elements"][0]["actual"].startswith("no code of E")
-
-
-def marking(bad):
-    def change(q):
-        q.codes[3, 4] |= bad
-
-    return change
-
-
-def test_the_padding_nibble_of_mxfp4():
-    def spoil(q):
-        q.codes[5, -1] |= 0x30
-
-    record = fails(case_of("mxfp4", shape=(32, 33)), "codes", quantize=quantize(spoil))
-    assert record.message == "codes: 1 padding nibbles behind K = 33 are not 0"
 
 
 # Values.

@@ -16,14 +16,7 @@ from narrowgauge.reference.quantize.scaling import block_scales, tensor_scale
 from narrowgauge.reference.quantize.steps import encode_elements
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, without_amax
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices on more threads than idle cores take a hundred times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(case=QUANTIZE, **doors):

@@ -14,14 +14,7 @@ from narrowgauge.reference import ops as reference
 from narrowgauge.spec.quantized import GroupedQuantized
 from tests.harness.sample_backends import GEMM, QUANTIZE, backend, gemm, quantize
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices on more threads than idle cores take a hundred times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def shrunk(case, **doors):

@@ -200,17 +200,6 @@ def test_a_process_that_dies_or_raises_costs_its_own_training() -> None:
     assert fine.seconds > 0
 
 
-@pytest.mark.long
-def test_an_interrupt_keeps_the_steps() -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    first, second = run_tasks([task(None, 50, backend="reference", judged=False)] * 2, 1, interrupt)
-    assert (first.error, second.error) == ("interrupted", NOT_BEGUN)
-    assert len(first.steps) == 1
-    assert second.steps == []
-
-
 def test_ended_trainings_are_kept_at_once_and_survive_a_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
